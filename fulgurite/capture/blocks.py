@@ -1,0 +1,125 @@
+"""Repeated blocks: a model's equal layers are compiled once and reused.
+
+In: a module. Out: groups of layers that are alike, and, while the compiled model runs, a compiled call in place
+of each layer's own. One compiled function serves all layers: their parameters are its inputs, so TorchDynamo's
+guards find the layers alike and capture the first only. What lies outside the layers runs in eager torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+LEAST_REPEATS = 4  # fewer equal layers than this are compiled as one graph with the rest
+LEAST_SHARE = 0.5  # of the model's parameters, in the repeated layers
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Layers of a model that are alike in class, structure and shapes."""
+
+    path: str
+    kind: str
+    modules: tuple[nn.Module, ...]
+
+    def __str__(self) -> str:
+        return f"{len(self.modules)} × {self.kind} in {self.path}"
+
+
+def find_blocks(model: nn.Module) -> list[Blocks]:
+    """The groups of equal layers, outermost first; layers inside a group's layers don't count."""
+    found: list[Blocks] = []
+    inside: set[nn.Module] = set()
+    for path, parent in model.named_modules():
+        if parent in inside:
+            continue
+        alike: dict[Any, list[nn.Module]] = {}
+        for child in parent.children():
+            if any(True for _ in child.parameters()) and any(True for _ in child.children()):
+                alike.setdefault(_structure(child), []).append(child)
+        for layers in alike.values():
+            if len(layers) >= LEAST_REPEATS:
+                kind = type(layers[0]).__name__
+                found.append(Blocks(path or "the model", kind, tuple(layers)))
+                inside.update(m for layer in layers for m in layer.modules())
+    return found
+
+
+def worth_it(model: nn.Module, blocks: list[Blocks]) -> bool:
+    """Whether most of the model is in the repeated layers."""
+    total = sum(p.numel() for p in model.parameters())
+    repeated = sum(p.numel() for b in blocks for m in b.modules for p in m.parameters())
+    return bool(blocks) and repeated >= LEAST_SHARE * total
+
+
+def _structure(module: nn.Module) -> Any:
+    """What two layers must share to run the same code: classes, names, shapes, dtypes, plain settings."""
+    parts: list[Any] = []
+    for path, child in module.named_modules():
+        parts.append((path, type(child), tuple(_settings(child))))
+    for name, value in (*module.named_parameters(), *module.named_buffers()):
+        parts.append((name, tuple(value.shape), value.dtype, value.device, value.requires_grad))
+    return tuple(parts)
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(module).items():
+        public = not name.startswith("_") and name not in ("training", "layer_idx", "layer_index")
+        if public and isinstance(value, (bool, int, float, str, type(None))):
+            yield name, value
+
+
+class BlockRunner:
+    """Compiles the layers of one model, and calls the compiled ones while that model runs compiled.
+
+    The layers themselves stay what they are: called through the original model they run in eager. A layer
+    called again inside backward (activation checkpointing) runs the way its forward did.
+    """
+
+    def __init__(self, blocks: list[Blocks], optimize: Callable[[Callable[..., Any]], Any]) -> None:
+        self.blocks = blocks
+        self.compiled = optimize(call_block)
+        self.members = {module for group in blocks for module in group.modules}
+        for module in self.members:
+            if not isinstance(module._compiled_call_impl, _Dispatch):
+                module._compiled_call_impl = _Dispatch(module)  # type: ignore[assignment]
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        token = _running.set(self)
+        try:
+            yield
+        finally:
+            _running.reset(token)
+
+
+_running: ContextVar[BlockRunner | None] = ContextVar("fulgurite_running", default=None)
+
+
+class _Dispatch:
+    """Stands for a layer's `__call__`: the compiled one inside a compiled model, its own everywhere else."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.runner: BlockRunner | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.module._call_impl(*args, **kwargs)
+        if torch._C._current_graph_task_id() == -1:  # not inside backward
+            runner = _running.get()
+            self.runner = runner if runner is not None and self.module in runner.members else None
+        if self.runner is not None:
+            return self.runner.compiled(self.module, *args, **kwargs)
+        return self.module._call_impl(*args, **kwargs)
+
+
+def call_block(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """One layer, hooks and all. Its parameters become inputs of the captured graph."""
+    return self._call_impl(*args, **kwargs)

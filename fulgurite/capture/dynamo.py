@@ -1,0 +1,156 @@
+"""The way into TorchDynamo.
+
+In: a callable and our backend. Out: the same callable, captured on its first call. Graph breaks are gathered
+(reason, the user's line, how to avoid it) for `explain`; with fullgraph=True they are raised as GraphBreakError.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch._dynamo
+from torch._dynamo import exc
+from torch._dynamo import symbolic_convert as _symbolic_convert  # noqa: F401  (makes its logger)
+
+from fulgurite.errors import CaptureError, FulguriteError, GraphBreakError
+
+RECOMPILE_LIMIT = 64  # shapes, dtypes or kinds of layers a function is compiled for before it runs in eager
+
+
+def optimize(function: Callable[..., Any], backend: Any, *, dynamic: bool | None, fullgraph: bool) -> Any:
+    """`function`, captured by TorchDynamo and compiled by `backend` when it is called."""
+    known = inspect.signature(torch.compile).parameters
+    wanted = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
+    isolation: Any = {key: value for key, value in wanted.items() if key in known}
+    return torch.compile(
+        function, backend=backend, dynamic=dynamic, fullgraph=fullgraph, **isolation
+    )
+
+
+@dataclass(frozen=True)
+class GraphBreak:
+    """A place where capture stopped and Python took over."""
+
+    reason: str
+    hint: str
+    file: str
+    line: int
+
+    @property
+    def code(self) -> str:
+        return linecache.getline(self.file, self.line).strip()
+
+    def __str__(self) -> str:
+        place = f"{os.path.basename(self.file)}:{self.line}"
+        return f"{place}   {self.code}   {self.reason}" + (f" · {self.hint}" if self.hint else "")
+
+
+class _Listener(logging.Handler):
+    """Hears Dynamo speak of graph breaks, for whoever is compiling on this thread."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.here = threading.local()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        breaks: list[GraphBreak] | None = getattr(self.here, "breaks", None)
+        if breaks is None:
+            return
+        found = parse_break(record.getMessage())
+        if found is not None and found not in breaks:
+            breaks.append(found)
+
+
+_listener = _Listener()
+
+
+def _listen() -> None:
+    """Attach the listener once; Dynamo's own output stays as the user set it."""
+    logger = logging.getLogger("torch._dynamo.symbolic_convert.__graph_breaks")
+    if _listener in logger.handlers:
+        return
+    if not logger.isEnabledFor(logging.DEBUG):
+        logger.setLevel(logging.DEBUG)
+        logger.propagate = False  # nobody asked to see these: keep them from the parent's handlers
+    logger.addHandler(_listener)
+
+
+class breaks_into:
+    """`with breaks_into(list):` graph breaks on this thread are added to the list."""
+
+    def __init__(self, breaks: list[GraphBreak]) -> None:
+        self.breaks = breaks
+        _listen()
+
+    def __enter__(self) -> None:
+        here = _listener.here
+        self.outer = getattr(here, "breaks", None)
+        here.breaks = self.breaks
+
+    def __exit__(self, *error: object) -> None:
+        _listener.here.breaks = self.outer
+
+
+def parse_break(message: str) -> GraphBreak | None:
+    """A GraphBreak from what Dynamo says about one."""
+    place = re.search(r"in user code at (.+?):(\d+)$", message, re.MULTILINE)
+    if place is None:
+        return None
+    reason, hint = _reason_and_hint(message.partition("Graph Break Reason: ")[2])
+    file, line = place[1], int(place[2])
+    frames = re.findall(r'File "(.+?)", line (\d+), in', message)
+    own = [frame for frame in frames if os.sep + "torch" + os.sep not in frame[0]]
+    if own and os.sep + "torch" + os.sep in file:
+        file, line = own[-1][0], int(own[-1][1])
+    return GraphBreak(reason, hint, file, line)
+
+
+def _reason_and_hint(text: str) -> tuple[str, str]:
+    """Dynamo's message has a title, an explanation and hints; the title and first hint are enough."""
+    head = text.partition("*** While handling this graph break")[0]
+    head = re.sub(r"^Failed to handle graph break gracefully.*?\n\n", "", head, flags=re.DOTALL)
+    title = head.strip().splitlines()[0].strip() if head.strip() else "unknown reason"
+    explanation = re.search(r"Explanation: (.+)", head)
+    hint = re.search(r"Hint: (.+)", head)
+    reason = title.removesuffix(".")
+    if explanation:
+        reason += f": {explanation[1].strip().removesuffix('.')}"
+    return reason, hint[1].strip() if hint else ""
+
+
+def raise_as_ours(error: Exception) -> NoReturn:
+    """Dynamo's errors as ours: a failure of our backend is itself, a graph break is a GraphBreakError."""
+    inner = error
+    while isinstance(inner, exc.BackendCompilerFailed):
+        cause = getattr(inner, "inner_exception", None) or inner.__cause__
+        if not isinstance(cause, Exception):
+            break
+        inner = cause
+    if isinstance(inner, FulguriteError):
+        raise inner.with_traceback(None) from None
+    if isinstance(error, exc.Unsupported):
+        text = str(error)
+        reason, hint = _reason_and_hint(text)
+        frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)', text)
+        own = [f for f in frames if os.sep + "torch" + os.sep not in f[0]] or frames
+        where = ""
+        if own:
+            file, line, function = own[-1]
+            where = f"{linecache.getline(file, int(line)).strip()}   {file}:{line}, in {function}"
+        raise GraphBreakError(
+            f"the graph breaks here, and fullgraph=True: {reason}",
+            where=where,
+            next=hint or "change that line, or compile without fullgraph=True",
+        ) from error
+    if isinstance(error, exc.BackendCompilerFailed):
+        raise CaptureError(f"capture failed: {inner}") from inner
+    raise error

@@ -1,0 +1,207 @@
+"""fulgurite.compile: from a PyTorch function or module to one that runs compiled, and tells how.
+
+In: a callable and options. Out: a `Compiled` function, or the module as a compiled module; both carry
+`.history`, `.graphs`, `.breaks`, `.last_trace()`, `.explain()`, `.save_repro()`, `.replace_trace()`.
+The pipeline itself is `Session.compile_graph` and `Session.build`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import fx, nn
+from torch._dynamo import exc
+
+from fulgurite import repro
+from fulgurite.capture.blocks import BlockRunner, Blocks, find_blocks, worth_it
+from fulgurite.capture.dynamo import GraphBreak, breaks_into, optimize, raise_as_ours
+from fulgurite.capture.module import original_of, wrap_module
+from fulgurite.errors import ArgumentError
+from fulgurite.executors import Executor
+from fulgurite.explain import Explanation, explain
+from fulgurite.options import Options, Regions, make_options
+from fulgurite.session import GraphRecord, Session
+from fulgurite.trace import Kind, Trace
+from fulgurite.transforms.remat import Remat
+
+
+class Compiled:
+    """A compiled function. Call it as the original; ask it how it was compiled."""
+
+    def __init__(self, function: Callable[..., Any], options: Options) -> None:
+        self.original = function
+        self.session = Session(options)
+        self.blocks: list[Blocks] = []
+        self._runner: BlockRunner | None = None
+        if isinstance(function, nn.Module):
+            self._use_blocks(function)
+        self._run = function if self._runner else self._optimize(function)
+        if not isinstance(function, nn.Module):
+            functools.update_wrapper(self, function, updated=())
+
+    def _optimize(self, function: Callable[..., Any]) -> Any:
+        options = self.session.options
+        return optimize(
+            function, self.session, dynamic=options.dynamic, fullgraph=options.fullgraph
+        )
+
+    def _use_blocks(self, module: nn.Module) -> None:
+        """Decide whether the model's equal layers are compiled once, or the model as a whole."""
+        options = self.session.options
+        if options.regions == "whole" or options.fullgraph:
+            return
+        blocks = find_blocks(module)
+        if options.regions == "blocks" and not blocks:
+            raise ArgumentError(
+                f"regions='blocks', but {type(module).__name__} has no group of equal layers",
+                next="regions='whole', or 'auto' to let fulgurite choose",
+            )
+        if options.regions == "blocks" or worth_it(module, blocks):
+            self.blocks = blocks
+            self._runner = BlockRunner(blocks, self._optimize)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # inside someone else's capture: be the plain function
+            return self.original(*args, **kwargs)
+        try:
+            with breaks_into(self.session.breaks):
+                if self._runner is not None:
+                    with self._runner.running():
+                        return self._run(*args, **kwargs)
+                return self._run(*args, **kwargs)
+        except (exc.BackendCompilerFailed, exc.Unsupported) as error:
+            raise_as_ours(error)
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        """As a method: bound like any function."""
+        return self if owner is None else functools.partial(self, owner)
+
+    def __repr__(self) -> str:
+        name = getattr(self.original, "__qualname__", type(self.original).__name__)
+        return f"<fulgurite.compile of {name}, {len(self.graphs)} graphs>"
+
+    # ---- looking at it -------------------------------------------------------------------------------
+
+    @property
+    def history(self) -> list[Trace]:
+        """Every stage of every graph, in the order they were made."""
+        return self.session.history
+
+    @property
+    def graphs(self) -> list[GraphRecord]:
+        return self.session.graphs
+
+    @property
+    def breaks(self) -> list[GraphBreak]:
+        return self.session.breaks
+
+    def last_trace(self, kind: Kind | None = None, graph: int = -1) -> Trace:
+        """The final trace of a graph (the last one), of its forward or inference unless said otherwise."""
+        return self.session.program(graph, kind).trace
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        """What was compiled and why; with example inputs it is called and timed, too."""
+        if args or kwargs:
+            self(*args, **kwargs)
+        return explain(self.session, self.blocks, {"eager": self.original, "fulgurite": self}, args, kwargs)
+
+    def save_repro(self, path: str | Path, graph: int = -1) -> Path:
+        """Write a script that runs one graph by itself and times it beside eager and torch.compile."""
+        record = self.session.record(graph)
+        return repro.save(record.captured, self.session.options, path)
+
+    def replace_trace(
+        self, edited: str | Path | Trace, graph: int = -1, kind: Kind | None = None
+    ) -> None:
+        """Run an edited trace (its text, a file, or a Trace) in the place of a final one."""
+        if isinstance(edited, Path):
+            edited = edited.read_text(encoding="utf-8")
+        self.session.replace_trace(str(edited), graph, kind)
+
+
+MEMBERS = ("history", "graphs", "breaks", "last_trace", "explain", "save_repro", "replace_trace")
+
+
+def _compile_module(module: nn.Module, options: Options) -> Any:
+    compiled = Compiled(module, options)
+    members: dict[str, Any] = {"compiled": compiled}
+    for name in MEMBERS:
+        members[name] = _Forward(compiled, name)
+    return wrap_module(module, compiled, lambda other: _compile_module(other, options), members)
+
+
+class _Forward:
+    """An attribute of a compiled module that is its `Compiled`'s."""
+
+    def __init__(self, compiled: Compiled, name: str) -> None:
+        self.compiled = compiled
+        self.name = name
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        return getattr(self.compiled, self.name)
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@overload
+def compile(function: Function, /, **options: Any) -> Function: ...
+@overload
+def compile(*, executors: Any = ..., **options: Any) -> Callable[[Any], Any]: ...
+def compile(
+    function: Any = None,
+    /,
+    *,
+    executors: Sequence[Executor | str] | Executor | str | None = None,
+    transforms: Sequence[Any] = (),
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    remat: Remat = "mincut",
+    regions: Regions = "auto",
+    tune: bool = False,
+) -> Any:
+    """Compile a function, a method or an nn.Module; also a decorator, with or without options.
+
+    executors    who runs what, in order: names or Executor objects (default: what is best here)
+    transforms   functions Trace -> Trace, run after the built-in ones
+    dynamic      True: sizes are symbols from the start; False: never; None: when a size changes
+    fullgraph    raise where the graph would break instead of running that part in Python
+    remat        what backward recomputes: "none", "mincut" (the cheapest in bytes), "full"
+    regions      "blocks": equal layers are compiled once; "whole": one graph; "auto" chooses
+    tune         time each region under every executor that can run it and keep the fastest
+    """
+    options = make_options(
+        executors=executors,
+        transforms=transforms,
+        dynamic=dynamic,
+        fullgraph=fullgraph,
+        remat=remat,
+        regions=regions,
+        tune=tune,
+    )
+    if function is None:
+        return lambda decorated: compile_with(decorated, options)
+    return compile_with(function, options)
+
+
+def compile_with(function: Any, options: Options) -> Any:
+    function = function.original if isinstance(function, Compiled) else original_of(function)
+    if isinstance(function, type) or not callable(function):
+        raise ArgumentError(
+            f"{function!r} can't be compiled",
+            next="pass a function, a method or an nn.Module object (not a class)",
+        )
+    if isinstance(function, nn.Module):
+        return _compile_module(function, options)
+    return Compiled(function, options)
+
+
+def backend(
+    module: fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any] | None = None, **more: Any
+) -> Callable[..., Any]:
+    """The backend behind `torch.compile(model, backend="fulgurite", options={...})`."""
+    return Session(make_options(**(options or {}), **more))(module, inputs)

@@ -1,0 +1,26 @@
+"""Who runs each op.
+
+In: a functional Trace. Out: a claimed Trace (every op has an executor, composite ops taken apart where their
+pieces fuse), and then a final one, where each region an executor took is one call.
+
+    base.py     the contract, the list of executors     claim.py    the priority walk with late decomposition
+    regions.py  neighbouring ops → regions              torch.py    everything, op by op
+    tune.py     the fastest executor, by measuring      inductor.py regions through TorchInductor
+    load.py     @region in a printed trace → a region again
+"""
+
+from fulgurite.executors.base import Executor, executor_names, register_executor, resolve_executors
+from fulgurite.executors.claim import claim
+from fulgurite.executors.load import region, unprintable
+from fulgurite.executors.regions import lower
+
+__all__ = [
+    "Executor",
+    "claim",
+    "executor_names",
+    "lower",
+    "region",
+    "register_executor",
+    "resolve_executors",
+    "unprintable",
+]

@@ -1,0 +1,79 @@
+"""The priority walk: each op goes to the first executor that can run it.
+
+In: a functional Trace and the executors in order. Out: a Trace at stage "claimed", where every op carries its
+executor's name. An op that only the last resort would take is taken apart one level if all its pieces end with
+the executors before it, and otherwise stays whole.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from fulgurite.errors import CompileError
+from fulgurite.executors.base import Executor
+from fulgurite.trace import Trace, describe, source_of
+from fulgurite.trace.cost import is_view
+from fulgurite.trace.trace import copy_module
+from fulgurite.transforms.decompose import decompose, inline
+
+DEEPEST = 4  # levels a composite op is taken apart; torch's own tables end well before
+
+
+def claim(trace: Trace, executors: Sequence[Executor]) -> Trace:
+    """Give every op an executor."""
+    module = copy_module(trace.module)
+    for node in list(module.graph.nodes):
+        if node.op in ("call_function", "call_method", "call_module"):
+            _claim_node(module, node, executors, DEEPEST)
+    return trace.with_module(module)
+
+
+def _claim_node(
+    module: fx.GraphModule, node: fx.Node, executors: Sequence[Executor], depth: int
+) -> None:
+    *preferred, last = executors
+    for executor in preferred:
+        if executor.claims(node):
+            node.meta["executor"] = executor.name
+            return
+    wanting = [executor for executor in preferred if executor.takes_pieces]
+    if wanting and depth and _pieces_are_wanted(module, node, wanting, depth):
+        pieces = decompose(module, node)
+        assert pieces is not None, f"{node.name} has lost its decomposition"
+        for piece in inline(node, pieces):
+            _claim_node(module, piece, executors, depth - 1)
+        return
+    if not last.claims(node):
+        raise CompileError(
+            f"no executor claims {node.target}",
+            where=str(source_of(node)),
+            input=", ".join(f"{n.name}: {describe(n.meta.get('val'))}" for n in node.all_input_nodes),
+            next="end the list of executors with 'torch', which runs everything",
+        )
+    node.meta["executor"] = last.name
+
+
+def _pieces_are_wanted(
+    module: fx.GraphModule, node: fx.Node, wanting: Sequence[Executor], depth: int
+) -> bool:
+    """Whether every piece that computes something ends with one of the executors that fuse."""
+    if depth == 0 or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    pieces = decompose(module, node)
+    if pieces is None:
+        return False
+    computing = [n for n in pieces.graph.nodes if n.op == "call_function" and not _is_free(n)]
+    return bool(computing) and all(
+        any(executor.claims(piece) for executor in wanting)
+        or _pieces_are_wanted(pieces, piece, wanting, depth - 1)
+        for piece in computing
+    )
+
+
+def _is_free(node: fx.Node) -> bool:
+    """Views and item picking go wherever their neighbours go."""
+    return node.target is operator.getitem or is_view(node)

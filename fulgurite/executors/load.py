@@ -1,0 +1,62 @@
+"""Reading a printed trace back: what `@fulgurite.region` and `fulgurite.unprintable` in its text mean.
+
+In: the functions of a printed final trace. Out: callables that are lowered again by the executor the text names,
+the first time they run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fulgurite.errors import TraceTextError
+from fulgurite.executors.base import resolve_executors
+
+
+def region(executor: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Marks a function of a printed trace as a region that `executor` runs."""
+    (runs,) = resolve_executors([executor])
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        lowered: dict[Any, Callable[..., Sequence[Any]]] = {}
+
+        @functools.wraps(function)
+        def run(*inputs: Any) -> Any:
+            key = tuple(_signature(value) for value in inputs)
+            if key not in lowered:
+                with torch.no_grad():
+                    module = make_fx(function, tracing_mode="fake")(*inputs)
+                lowered[key] = runs.lower(module)
+            return lowered[key](*inputs)
+
+        return run
+
+    return wrap
+
+
+def _signature(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, value.shape, value.stride(), value.device)
+    return value
+
+
+class unprintable:
+    """Stands where a trace held something that has no text: a process group, a user's object."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TraceTextError(
+            f"the trace uses {self.what}, which can't be written as text",
+            next="run the trace from the compiled function, or put your own object in its place",
+        )
+
+    __call__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        self._refuse()

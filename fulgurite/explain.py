@@ -1,0 +1,179 @@
+"""explain: what was compiled, by whom each op runs, what it costs, and where Python took over.
+
+In: a Session after its function was called. Out: an `Explanation`, a value that prints as a table and that the
+HTML report draws.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fulgurite import timing
+from fulgurite.capture.blocks import Blocks
+from fulgurite.capture.dynamo import GraphBreak
+from fulgurite.session import GraphRecord, Session
+from fulgurite.trace import Kind, Trace, source_of
+from fulgurite.trace.cost import bytes_text, is_view, seconds_text, value_bytes
+from fulgurite.transforms.remat import REMAT
+
+
+@dataclass(frozen=True)
+class ProgramSummary:
+    """One program of one graph: its forward, backward or inference."""
+
+    kind: Kind
+    captured_ops: int  # functional ops before anything was simplified or fused
+    calls: dict[str, int]  # calls in the final trace, by executor; views don't count
+    bytes_in: int
+    bytes_out: int
+    stages: list[tuple[str, float]]
+
+    @property
+    def seconds(self) -> float:
+        return sum(seconds for _, seconds in self.stages)
+
+
+@dataclass(frozen=True)
+class GraphSummary:
+    index: int
+    where: str
+    seconds: float
+    programs: list[ProgramSummary]
+    saved_bytes: dict[str, int]  # by policy; empty without a backward
+    decisions: list[str]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    options: str
+    remat: str
+    regions: str
+    graphs: list[GraphSummary]
+    breaks: list[GraphBreak]
+    times: dict[str, float]  # seconds a call, where example inputs were given
+    traces: list[Trace]
+
+    def __str__(self) -> str:
+        lines = [f"{self.options}", f"regions               {self.regions}"]
+        for graph in self.graphs:
+            lines += ["", *_graph_lines(graph, self.remat)]
+        lines += ["", *_break_lines(self.breaks)]
+        if self.times:
+            lines.append(
+                " · ".join(f"{name} {seconds_text(time)}" for name, time in self.times.items())
+            )
+        return "\n".join(lines)
+
+
+def explain(
+    session: Session,
+    blocks: Sequence[Blocks],
+    candidates: Mapping[str, Callable[..., Any]],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Explanation:
+    """Sum up a session; with arguments, time the candidates on them."""
+    times: dict[str, float] = {}
+    if args or kwargs:
+        with torch.no_grad():
+            times = timing.compare(
+                {k: (lambda f=f: f(*args, **(kwargs or {}))) for k, f in candidates.items()}
+            )
+    return Explanation(
+        options=str(session.options),
+        remat=session.options.remat,
+        regions=_regions_text(session, blocks),
+        graphs=[summarize(record) for record in session.graphs],
+        breaks=list(session.breaks),
+        times=times,
+        traces=session.history,
+    )
+
+
+def summarize(record: GraphRecord) -> GraphSummary:
+    kinds: list[Kind] = ["inference", "forward", "backward"]
+    programs = [_summarize_program(record, kind) for kind in kinds if kind in record.programs]
+    trained = record.saved is not None and "forward" in record.programs
+    saved = {p: record.saved.under(p) for p in REMAT} if trained and record.saved else {}
+    return GraphSummary(
+        index=record.index,
+        where=_where(record.captured),
+        seconds=record.seconds,
+        programs=programs,
+        saved_bytes=saved,
+        decisions=[str(decision) for decision in record.decisions],
+    )
+
+
+def _summarize_program(record: GraphRecord, kind: Kind) -> ProgramSummary:
+    stages = record.stages(kind)
+    final = record.final(kind)
+    calls = Counter(n.meta.get("executor", "?") for n in final.ops if not is_view(n))
+    return ProgramSummary(
+        kind=kind,
+        captured_ops=sum(not is_view(n) for n in stages[0].ops),
+        calls=dict(calls),
+        bytes_in=_bytes(final.inputs),
+        bytes_out=_bytes(final.outputs),
+        stages=[(trace.stage, trace.seconds) for trace in stages],
+    )
+
+
+def _bytes(values: Sequence[Any]) -> int:
+    nodes = {value for value in values if isinstance(value, fx.Node)}
+    return sum(value_bytes(node.meta.get("val")) for node in nodes)
+
+
+def _where(trace: Trace) -> str:
+    """The user's line the graph starts at."""
+    for node in trace.ops:
+        place = source_of(node).place
+        if place:
+            return place
+    return ""
+
+
+def _regions_text(session: Session, blocks: Sequence[Blocks]) -> str:
+    if not blocks:
+        return "whole: one graph for everything that can be captured together"
+    groups = ", ".join(map(str, blocks))
+    return f"blocks: {groups}; {len(session.graphs)} compiled, the rest of the model runs in eager"
+
+
+def _graph_lines(graph: GraphSummary, remat: str) -> list[str]:
+    head = f"graph {graph.index} · {graph.where}"
+    lines = [f"{head:<40}  compiled in {seconds_text(graph.seconds)}"]
+    for program in graph.programs:
+        total = sum(program.calls.values())
+        by = ", ".join(f"{name} {count}" for name, count in sorted(program.calls.items()))
+        lines += [
+            f"  {program.kind:<18}  {program.captured_ops} ops → {total} calls ({by or 'none'})",
+            f"  {'':<18}  {bytes_text(program.bytes_in)} in, {bytes_text(program.bytes_out)} out",
+            f"  {'':<18}  {_stage_text(program)}",
+        ]
+    if graph.saved_bytes:
+        lines.append(f"  {'saved for backward':<18}  {_saved_text(graph.saved_bytes, remat)}")
+    lines += [f"  {'tuned':<18}  {decision}" for decision in graph.decisions]
+    return lines
+
+
+def _stage_text(program: ProgramSummary) -> str:
+    return " · ".join(f"{stage} {1e3 * seconds:.1f} ms" for stage, seconds in program.stages)
+
+
+def _saved_text(saved: dict[str, int], remat: str) -> str:
+    chosen = f"{bytes_text(saved[remat])} ({remat})"
+    others = [f"{policy} {bytes_text(count)}" for policy, count in saved.items() if policy != remat]
+    return " · ".join([chosen, *others])
+
+
+def _break_lines(breaks: Sequence[GraphBreak]) -> list[str]:
+    if not breaks:
+        return ["graph breaks          none"]
+    return [f"graph breaks {len(breaks)}", *(f"  {text}" for text in map(str, breaks))]

@@ -1,0 +1,228 @@
+"""Session: everything known about one compiled function or module.
+
+In: graphs from TorchDynamo, one at a time. Out: the functions that run them, and the record of how they came
+about: every stage of every graph, graph breaks, what is saved for backward, decisions of tuning.
+`Session.compile_graph` and `Session.build` are the pipeline, top to bottom.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from fulgurite import repro
+from fulgurite.capture.autograd import BoxedFunction, differentiate
+from fulgurite.capture.dynamo import GraphBreak
+from fulgurite.capture.names import Names, with_captured_names
+from fulgurite.config import settings
+from fulgurite.errors import ArgumentError, CompileError, FulguriteError
+from fulgurite.executors import claim, lower
+from fulgurite.executors.tune import Decision, Tuner
+from fulgurite.options import Options
+from fulgurite.trace import Kind, Trace, verify
+from fulgurite.trace.cost import bytes_text, is_view, node_bytes, seconds_text
+from fulgurite.trace.region import Region
+from fulgurite.trace.text import load
+from fulgurite.transforms import SIMPLIFY
+from fulgurite.transforms.remat import SavedBytes, partitioner
+
+
+class Program:
+    """What runs: a trace compiled to a function, which an edited trace can replace."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._boxed_call = True  # AOTAutograd: inputs come in a list, which may be emptied
+        self.trace = trace
+        self.run: BoxedFunction = trace.compile()
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        return self.run(inputs)
+
+    def replace(self, forward: Callable[..., Any]) -> None:
+        def run(inputs: list[Any]) -> Any:
+            return forward(*inputs)
+
+        self.run = run
+
+    def restore(self) -> None:
+        self.run = self.trace.compile()
+
+
+@dataclass
+class GraphRecord:
+    """One captured graph: its stages and its programs, by kind."""
+
+    index: int
+    history: list[Trace] = field(default_factory=list)
+    programs: dict[Kind, Program] = field(default_factory=dict)
+    saved: SavedBytes | None = None
+    decisions: list[Decision] = field(default_factory=list)
+    seconds: float = 0.0  # from the captured graph to its functions, backward included once it is built
+
+    def stages(self, kind: Kind) -> list[Trace]:
+        return [trace for trace in self.history if trace.kind == kind]
+
+    def final(self, kind: Kind) -> Trace:
+        return self.programs[kind].trace
+
+    @property
+    def captured(self) -> Trace:
+        return self.history[0]
+
+    def __repr__(self) -> str:
+        return f"GraphRecord({self.index}, {', '.join(self.programs)})"
+
+
+class Session:
+    """Compiles graphs by one set of options and remembers all of it."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.graphs: list[GraphRecord] = []
+        self.breaks: list[GraphBreak] = []
+        self.__name__ = "fulgurite"  # TorchDynamo prints its backend's name
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The backend TorchDynamo calls with each captured graph."""
+        record = GraphRecord(len(self.graphs))
+        self.graphs.append(record)
+        try:
+            return self.compile_graph(record, module, inputs)
+        except BaseException:
+            self.graphs.remove(record)
+            raise
+
+    # ---- the pipeline ------------------------------------------------------------------------------
+
+    def compile_graph(
+        self, record: GraphRecord, module: fx.GraphModule, inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """Captured graph → a callable that runs it, with backward where gradients are needed."""
+        started = time.perf_counter()
+        captured = Trace(with_captured_names(module), "captured", "captured", record.index)
+        trace = self.step(record, "captured", lambda trace: trace, captured)
+        for transform in self.options.transforms_in("before_autograd"):
+            trace = self.step(record, transform.name, transform, trace)
+        names = Names(captured.module)
+        result = differentiate(
+            module if trace.module is captured.module else trace.module,
+            inputs,
+            forward=lambda graph: self.build(record, "forward", graph, names),
+            backward=lambda graph: self.build(record, "backward", graph, names),
+            inference=lambda graph: self.build(record, "inference", graph, names),
+            partition=self.partition(record),
+        )
+        record.seconds += time.perf_counter() - started
+        return result
+
+    def build(
+        self, record: GraphRecord, kind: Kind, graph: fx.GraphModule, names: Names
+    ) -> Program:
+        """Functional graph → program: simplify, transform, claim, lower."""
+        started = time.perf_counter()
+        options = self.options
+        executors = options.executors
+        tuner = Tuner(executors) if options.tune else None
+        trace = Trace(names.apply(graph), kind, "functional", record.index)
+        trace = self.step(record, "functional", lambda trace: trace, trace)
+        for transform in [*SIMPLIFY, *options.transforms_in("after_autograd")]:
+            trace = self.step(record, transform.name, transform, trace)
+        trace = self.step(record, "claimed", lambda trace: claim(trace, executors), trace)
+        choose = tuner.choose if tuner else None
+        trace = self.step(record, "final", lambda trace: lower(trace, executors, choose), trace)
+        for transform in options.transforms_in("after_claim"):
+            trace = self.step(record, transform.name, transform, trace)
+        program = record.programs[kind] = Program(trace.with_note(_sum_up(record.stages(kind))))
+        record.decisions += tuner.decisions if tuner else []
+        if kind == "backward":
+            record.seconds += time.perf_counter() - started
+        return program
+
+    def step(
+        self, record: GraphRecord, name: str, change: Callable[[Trace], Trace], trace: Trace
+    ) -> Trace:
+        """One named, timed, verified step; its result goes into the history."""
+        started = time.perf_counter()
+        try:
+            changed = change(trace).at_stage(name, time.perf_counter() - started)
+            if settings().verify:
+                verify(changed, before=trace if changed.module is not trace.module else None)
+        except FulguriteError as error:
+            self._with_repro(record, error)
+            raise
+        except Exception as error:
+            failure = CompileError(
+                f"{name} failed on {trace.name}: {type(error).__name__}: {error}",
+                next=f"leave {name} out, or mend it; the script above runs this graph by itself",
+            )
+            self._with_repro(record, failure)
+            raise failure from error
+        record.history.append(changed)
+        return changed
+
+    def _with_repro(self, record: GraphRecord, error: FulguriteError) -> None:
+        """Save a script that reproduces the failure, and name it in the error."""
+        if record.history and "repro" not in error.rows:
+            path = repro.save_failing(record.captured, self.options)
+            error.rows = {"repro": str(path), **error.rows}
+
+    def partition(self, record: GraphRecord) -> Callable[..., Any]:
+        split = partitioner(self.options.remat)
+
+        def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+            record.saved = SavedBytes(joint, inputs, options)
+            return split(joint, inputs, **options)
+
+        return partition
+
+    # ---- looking at it -------------------------------------------------------------------------------
+
+    @property
+    def history(self) -> list[Trace]:
+        return [trace for record in self.graphs for trace in record.history]
+
+    def record(self, graph: int) -> GraphRecord:
+        if not self.graphs:
+            raise ArgumentError(
+                "nothing is compiled yet", next="call the compiled function with inputs first"
+            )
+        if not -len(self.graphs) <= graph < len(self.graphs):
+            raise ArgumentError(
+                f"there is no graph {graph}", next=f"graphs are 0 to {len(self.graphs) - 1}"
+            )
+        return self.graphs[graph]
+
+    def program(self, graph: int, kind: Kind | None) -> Program:
+        record = self.record(graph)
+        if kind is None:
+            kind = "inference" if "inference" in record.programs else "forward"
+        if kind not in record.programs:
+            raise ArgumentError(
+                f"graph {record.index} has no {kind}",
+                next=f"one of {', '.join(record.programs)}"
+                + ("; backward is built when it first runs" if kind == "backward" else ""),
+            )
+        return record.programs[kind]
+
+    def replace_trace(self, text: str, graph: int, kind: Kind | None) -> None:
+        """Run an edited text in the place of a final trace."""
+        program = self.program(graph, kind)
+        forward = load(text, f"<edited {program.trace.name}>")
+        repro.check_replacement(program.trace, forward)
+        program.replace(forward)
+
+
+def _sum_up(stages: list[Trace]) -> str:
+    """The line under a final trace's title: what runs, what it moves, what it took to compile."""
+    computing = [node for node in stages[-1].ops if not is_view(node)]
+    regions = sum(isinstance(node.target, Region) for node in computing)
+    parts = [f"{regions} regions"] if regions else []
+    parts.append(f"{len(computing) - regions} library calls")
+    moved = sum(node_bytes(node) for node in computing)
+    parts.append(f"{bytes_text(moved)} moved")
+    parts.append(f"{seconds_text(sum(trace.seconds for trace in stages))} to compile")
+    return ", ".join(parts)

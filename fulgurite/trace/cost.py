@@ -1,0 +1,125 @@
+"""What one node costs: bytes it must move and floating-point operations it must do.
+
+In: a node with metadata. Out: numbers for comments, tables and the executors' choices. Symbolic sizes count
+with their example value (the size seen when the graph was captured).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+
+def size_hint(value: Any) -> int:
+    """An int for an int or a SymInt, without adding a guard."""
+    if isinstance(value, torch.SymInt):
+        hint = value.node.hint
+        return int(hint) if hint is not None else 1
+    return int(value)
+
+
+def tensors(value: Any) -> Iterable[torch.Tensor]:
+    """The tensors inside a metadata value."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors(item)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the elements a tensor addresses (an expanded axis counts once)."""
+    count = 1
+    for size, stride in zip(tensor.shape, strides(tensor), strict=True):
+        length = size_hint(size)
+        count *= 1 if size_hint(stride) == 0 and length > 0 else length
+    return count * tensor.dtype.itemsize
+
+
+def strides(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Strides, or contiguous ones for a layout that has none."""
+    if tensor.layout is torch.strided:
+        return tensor.stride()
+    return tuple(1 for _ in tensor.shape)
+
+
+def value_bytes(value: Any) -> int:
+    return sum(tensor_bytes(tensor) for tensor in tensors(value))
+
+
+def op_of(node: fx.Node) -> Any:
+    """The ATen op of a node, also where the final trace spells it as a plainer function."""
+    return node.meta.get("aten", node.target)
+
+
+def is_view(node: fx.Node) -> bool:
+    """A node that moves nothing: a view op, or picking an item out of a tuple."""
+    if node.target is operator.getitem:
+        return True
+    schema = getattr(op_of(node), "_schema", None)
+    if schema is None:
+        return False
+    returns = schema.returns
+    return bool(returns) and all(
+        r.alias_info is not None and not r.alias_info.is_write for r in returns
+    )
+
+
+def node_bytes(node: fx.Node) -> int:
+    """Bytes read and written if the node runs by itself."""
+    if node.op != "call_function" or is_view(node):
+        return 0
+    read = sum(value_bytes(source.meta.get("val")) for source in node.all_input_nodes)
+    return read + value_bytes(node.meta.get("val"))
+
+
+def node_flops(node: fx.Node) -> int:
+    """Floating-point operations of matmuls, convolutions and attention; 0 for everything else."""
+    packet = getattr(op_of(node), "overloadpacket", None)
+    formula = flop_registry.get(packet)
+    if formula is None:
+        return 0
+
+    def concrete(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return concrete(value.meta.get("val"))
+        if isinstance(value, torch.Tensor):
+            shape = tuple(size_hint(size) for size in value.shape)
+            return torch.empty(shape, dtype=value.dtype, device="meta")
+        if isinstance(value, (list, tuple)):
+            return type(value)(concrete(item) for item in value)
+        return size_hint(value) if isinstance(value, torch.SymInt) else value
+
+    arguments = [concrete(argument) for argument in node.args]
+    keywords = {key: concrete(argument) for key, argument in node.kwargs.items()}
+    return int(formula(*arguments, **keywords, out_val=concrete(node.meta.get("val"))))
+
+
+def bytes_text(count: float) -> str:
+    """`96.0 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def flops_text(count: float) -> str:
+    """`275.0 GFLOP`."""
+    for unit in ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "FLOP" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} PFLOP"
+
+
+def seconds_text(seconds: float) -> str:
+    """`41 ms`."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.1f} µs"
+    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"

@@ -1,0 +1,186 @@
+"""What is legal at each stage, and the check that it is so.
+
+In: a Trace, and the one it was made from. Out: nothing, or a VerifyError that names the transform, the rule
+and the node. Runs after every transform in the tests and under FULGURITE_VERIFY=1.
+
+    rule             holds from      says
+    defined once     captured        every name is defined once, before it is used
+    callable         captured        every target can be called
+    metadata         functional      every op has metadata, and it is what the op gives on FakeTensors
+    functional       functional      no op writes to its arguments
+    claimed          claimed         every op has an executor
+    same interface   each transform  as many inputs and outputs, of the same dtype, shape, strides, device
+    same aliases     each transform  outputs share memory with inputs and each other just as before
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from fulgurite.errors import VerifyError
+from fulgurite.trace.describe import describe, source_of
+from fulgurite.trace.metadata import evaluate, same_metadata
+from fulgurite.trace.region import Region
+from fulgurite.trace.trace import Trace
+
+Problem = tuple[str, fx.Node | None]  # what is wrong, and with which node
+CLAIMED_STAGES = ("claimed", "final")
+
+
+def verify(trace: Trace, before: Trace | None = None) -> None:
+    """Raise VerifyError if the trace breaks a rule of its stage or differs from `before` in interface."""
+    for rule in _rules(trace):
+        _raise_first(trace, rule.__name__, rule(trace))
+    if trace.kind == "captured":
+        return
+    values = evaluate(trace.module, _recorded_where_opaque)
+    _raise_first(trace, "metadata", _wrong_metadata(trace, values))
+    if before is not None and before.kind == trace.kind:
+        _raise_first(trace, "same interface", _changed_interface(trace, before))
+        old = evaluate(before.module, _recorded_where_opaque)
+        _raise_first(trace, "same aliases", _changed_aliases(trace, values, before, old))
+
+
+def _rules(trace: Trace) -> list[Callable[[Trace], Iterator[Problem]]]:
+    rules = [defined_once, callable_targets]
+    if trace.kind != "captured":
+        rules += [has_metadata, functional]
+    if trace.stage in CLAIMED_STAGES:
+        rules += [claimed]
+    return rules
+
+
+def defined_once(trace: Trace) -> Iterator[Problem]:
+    seen: dict[str, fx.Node] = {}
+    for node in trace.graph.nodes:
+        if node.name in seen:
+            yield f"the name {node.name} is defined twice", node
+        for source in node.all_input_nodes:
+            if seen.get(source.name) is not source:
+                yield f"{node.name} uses {source.name} before it is defined", node
+        seen[node.name] = node
+
+
+def callable_targets(trace: Trace) -> Iterator[Problem]:
+    for node in trace.graph.nodes:
+        if node.op == "call_function" and not callable(node.target):
+            yield f"{node.name} calls {node.target!r}, which can't be called", node
+
+
+def has_metadata(trace: Trace) -> Iterator[Problem]:
+    for node in trace.ops:
+        if "val" not in node.meta:
+            yield f"{node.name} has no metadata", node
+
+
+def functional(trace: Trace) -> Iterator[Problem]:
+    for node in trace.ops:
+        if node.op == "call_method":
+            yield f"{node.name} calls the method {node.target}; only functions are left here", node
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable and not node.meta.get("effect"):
+            yield f"{node.name} writes to its arguments ({schema.name})", node
+
+
+def claimed(trace: Trace) -> Iterator[Problem]:
+    for node in trace.ops:
+        if "executor" not in node.meta:
+            yield f"{node.name} has no executor", node
+
+
+def _recorded_where_opaque(node: fx.Node, computed: Any, values: dict[fx.Node, Any]) -> Any:
+    """Higher-order ops and fresh symbols are taken as recorded: running them again proves nothing."""
+    opaque = isinstance(node.target, torch._ops.HigherOrderOperator)
+    recorded = node.meta.get("val")
+    return recorded if opaque or _has_fresh_symbols(recorded) else computed
+
+
+def _has_fresh_symbols(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_has_fresh_symbols(item) for item in value)
+    symbolic = isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
+    return symbolic and bool(free_unbacked_symbols(value))
+
+
+def _wrong_metadata(trace: Trace, values: dict[fx.Node, Any]) -> Iterator[Problem]:
+    for node in trace.ops:
+        recorded = node.meta.get("val")
+        if not same_metadata(recorded, values[node]):
+            text = f"{node.name} is recorded as {describe(recorded)} and gives"
+            yield f"{text} {describe(values[node])}", node
+
+
+def _changed_interface(trace: Trace, before: Trace) -> Iterator[Problem]:
+    for what, new, old in (
+        ("input", trace.inputs, before.inputs),
+        ("output", trace.outputs, before.outputs),
+    ):
+        if len(new) != len(old):
+            yield f"{len(new)} {what}s where there were {len(old)}", None
+            return
+        for position, (now, then) in enumerate(zip(new, old, strict=True)):
+            if isinstance(now, fx.Node) != isinstance(then, fx.Node):
+                continue  # an output that folded to a constant, or None
+            if isinstance(now, fx.Node) and not same_metadata(now.meta.get("val"), then.meta.get("val")):
+                is_, was = describe(now.meta.get("val")), describe(then.meta.get("val"))
+                yield f"{what} {position} is {is_} and was {was}", now
+
+
+def _changed_aliases(
+    trace: Trace, values: dict[fx.Node, Any], before: Trace, old: dict[fx.Node, Any]
+) -> Iterator[Problem]:
+    new_aliases, old_aliases = _aliases(trace, values), _aliases(before, old)
+    for position, (now, then) in enumerate(zip(new_aliases, old_aliases, strict=True)):
+        if now != then:
+            node = trace.outputs[position]
+            yield (
+                f"output {position} shares memory with {now or 'nothing'}; before, with "
+                f"{then or 'nothing'}",
+                node if isinstance(node, fx.Node) else None,
+            )
+
+
+def _aliases(trace: Trace, values: dict[fx.Node, Any]) -> list[str]:
+    """For each output, the first input or earlier output whose memory it shares."""
+    owner: dict[int, str] = {}
+    for position, node in enumerate(trace.inputs):
+        storage = _storage(values[node])
+        if storage is not None:
+            owner.setdefault(storage, f"input {position}")
+    shares: list[str] = []
+    for position, node in enumerate(trace.outputs):
+        storage = _storage(values[node]) if isinstance(node, fx.Node) else None
+        shares.append(owner.get(storage, "") if storage is not None else "")
+        if storage is not None:
+            owner.setdefault(storage, f"output {position}")
+    return shares
+
+
+def _storage(value: Any) -> int | None:
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    return value.untyped_storage()._cdata
+
+
+def _raise_first(trace: Trace, rule: str, problems: Iterator[Problem]) -> None:
+    for what, node in problems:
+        where = str(source_of(node)) if node is not None else ""
+        target = f"{_target_name(node)}" if node is not None else None
+        raise VerifyError(
+            f"{trace.stage} made a trace that breaks the rule '{rule.replace('_', ' ')}': {what}",
+            trace=trace.name,
+            op=target,
+            where=where,
+            next=f"mend {trace.stage}, or leave it out; print(trace) shows what it made",
+        )
+
+
+def _target_name(node: fx.Node) -> str:
+    if isinstance(node.target, Region):
+        return node.target.name
+    return f"{node.name} = {node.target}"

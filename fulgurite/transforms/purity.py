@@ -1,0 +1,65 @@
+"""Which nodes may be dropped, merged or computed early.
+
+In: nodes of a functional graph. Out: yes or no, by the op's schema and tags.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fulgurite.trace.cost import is_view
+
+_PURE_FUNCTIONS = {
+    getattr(operator, name)
+    for name in (
+        "getitem add sub mul truediv floordiv mod pow neg pos eq ne lt le gt ge and_ or_ not_".split()
+    )
+} | {torch.sym_max, torch.sym_min, torch.sym_float, torch.sym_int, torch.sym_not, torch.sym_ite}
+
+
+def is_random(node: fx.Node) -> bool:
+    """Draws from a generator, so its place in the order of draws matters."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Its only effect is its value, which depends on its arguments alone."""
+    if node.op == "get_attr":
+        return True
+    if node.op != "call_function":
+        return False
+    target: Any = node.target
+    if target in _PURE_FUNCTIONS:
+        return True
+    if not isinstance(target, torch._ops.OpOverload) or node.meta.get("effect"):
+        return False
+    schema = target._schema
+    if schema.is_mutable or not schema.returns or target.namespace.startswith("_c10d"):
+        return False
+    return not is_random(node)
+
+
+def is_ordered(node: fx.Node) -> bool:
+    """Must keep its place among the other ordered nodes: randomness, collectives, assertions, effects."""
+    return node.op in ("call_function", "call_method", "call_module") and not is_pure(node)
+
+
+def escaping(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes whose memory the caller may see: outputs, and what outputs are views of.
+
+    Merging or folding one of these would make two results share memory that didn't before.
+    """
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if any(user.op == "output" or (user in found and _may_alias(user)) for user in node.users):
+            found.add(node)
+    return found
+
+
+def _may_alias(node: fx.Node) -> bool:
+    return is_view(node) or not isinstance(node.target, torch._ops.OpOverload)
