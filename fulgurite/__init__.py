@@ -1,15 +1,15 @@
 """Fulgurite: a compiler and LLM system on PyTorch that shows every step as Python you can read.
 
-    PyTorch program
-      │  capture/      TorchDynamo finds the graph, AOTAutograd makes it functional: forward and backward
-      ▼
-    Trace              trace/: an fx graph with metadata, printed as runnable Python, verified
-      │  transforms/   Trace → Trace, an ordered visible list
-      ▼
-    claimed Trace      executors/: each op goes to the first executor that can run it
-      │
-      ▼
-    a Python callable  its source is the last trace
+PyTorch program
+  │  capture/      TorchDynamo finds the graph, AOTAutograd makes it functional: forward and backward
+  ▼
+Trace              trace/: an fx graph with metadata, printed as runnable Python, verified
+  │  transforms/   Trace → Trace, an ordered visible list
+  ▼
+claimed Trace      executors/: each op goes to the first executor that can run it
+  │
+  ▼
+a Python callable  its source is the last trace
 """
 
 from fulgurite.capture.dynamo import GraphBreak
@@ -22,6 +22,7 @@ from fulgurite.executors import (
     register_executor,
     unprintable,
 )
+from fulgurite.op import Op, op
 from fulgurite.trace import Trace, verify
 from fulgurite.transforms import TimeOps, Transform, transform
 from fulgurite.version import VERSION
@@ -33,11 +34,13 @@ __all__ = [
     "Executor",
     "FulguriteError",
     "GraphBreak",
+    "Op",
     "TimeOps",
     "Trace",
     "Transform",
     "compile",
     "executor_names",
+    "op",
     "region",
     "register_executor",
     "transform",

@@ -8,9 +8,10 @@ The pipeline itself is `Session.compile_graph` and `Session.build`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -28,11 +29,26 @@ from fulgurite.session import GraphRecord, Session
 from fulgurite.trace import Kind, Trace
 from fulgurite.transforms.remat import Remat
 
+_recordings: list[list[Compiled]] = []
+
+
+@contextmanager
+def recording() -> Iterator[list[Compiled]]:
+    """Everything compiled inside the block, in order."""
+    made: list[Compiled] = []
+    _recordings.append(made)
+    try:
+        yield made
+    finally:
+        _recordings.remove(made)
+
 
 class Compiled:
     """A compiled function. Call it as the original; ask it how it was compiled."""
 
     def __init__(self, function: Callable[..., Any], options: Options) -> None:
+        for made in _recordings:
+            made.append(self)
         self.original = function
         self.session = Session(options)
         self.blocks: list[Blocks] = []
@@ -107,7 +123,9 @@ class Compiled:
         """What was compiled and why; with example inputs it is called and timed, too."""
         if args or kwargs:
             self(*args, **kwargs)
-        return explain(self.session, self.blocks, {"eager": self.original, "fulgurite": self}, args, kwargs)
+        return explain(
+            self.session, self.blocks, {"eager": self.original, "fulgurite": self}, args, kwargs
+        )
 
     def save_repro(self, path: str | Path, graph: int = -1) -> Path:
         """Write a script that runs one graph by itself and times it beside eager and torch.compile."""
@@ -128,7 +146,7 @@ MEMBERS = ("history", "graphs", "breaks", "last_trace", "explain", "save_repro",
 
 def _compile_module(module: nn.Module, options: Options) -> Any:
     compiled = Compiled(module, options)
-    members: dict[str, Any] = {"compiled": compiled}
+    members: dict[str, Any] = {"compiled": property(lambda module: compiled)}
     for name in MEMBERS:
         members[name] = _Forward(compiled, name)
     return wrap_module(module, compiled, lambda other: _compile_module(other, options), members)
@@ -145,13 +163,6 @@ class _Forward:
         return getattr(self.compiled, self.name)
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-@overload
-def compile(function: Function, /, **options: Any) -> Function: ...
-@overload
-def compile(*, executors: Any = ..., **options: Any) -> Callable[[Any], Any]: ...
 def compile(
     function: Any = None,
     /,
@@ -201,7 +212,10 @@ def compile_with(function: Any, options: Options) -> Any:
 
 
 def backend(
-    module: fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any] | None = None, **more: Any
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: dict[str, Any] | None = None,
+    **more: Any,
 ) -> Callable[..., Any]:
     """The backend behind `torch.compile(model, backend="fulgurite", options={...})`."""
     return Session(make_options(**(options or {}), **more))(module, inputs)

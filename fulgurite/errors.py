@@ -1,17 +1,17 @@
 """The errors Fulgurite raises. Each says what went wrong, where, and what to do next.
 
-    FulguriteError
-    ├── ArgumentError (also ValueError)    an argument of ours has a value that is not allowed
-    ├── CaptureError                       the program could not be captured
-    │   └── GraphBreakError                fullgraph=True and something in the program breaks the graph
-    ├── CompileError                       an op, a transform or an executor failed while compiling
-    │   ├── VerifyError                    a trace breaks a rule of its stage; names the transform that made it
-    │   └── FusionError                    fuse() was asked for a kernel that can't be generated
-    ├── TraceTextError (also ValueError)   an edited trace could not be read back
-    ├── NonFiniteError (also ArithmeticError)   the NaN/inf finder found its op
-    ├── FormatError (also ValueError)      a number format can't hold this tensor, or a device can't run it
-    ├── WeightsError (also ValueError)     a checkpoint is missing something, has too much, or is damaged
-    └── CacheError (also OSError)          the kernel cache can't be used where it is asked to be
+FulguriteError
+├── ArgumentError (also ValueError)    an argument of ours has a value that is not allowed
+├── CaptureError                       the program could not be captured
+│   └── GraphBreakError                fullgraph=True and something in the program breaks the graph
+├── CompileError                       an op, a transform or an executor failed while compiling
+│   ├── VerifyError                    a trace breaks a rule of its stage; names the transform that made it
+│   └── FusionError                    fuse() was asked for a kernel that can't be generated
+├── TraceTextError (also ValueError)   an edited trace could not be read back
+├── NonFiniteError (also ArithmeticError)   the NaN/inf finder found its op
+├── FormatError (also ValueError)      a number format can't hold this tensor, or a device can't run it
+├── WeightsError (also ValueError)     a checkpoint is missing something, has too much, or is damaged
+└── CacheError (also OSError)          the kernel cache can't be used where it is asked to be
 """
 
 from __future__ import annotations

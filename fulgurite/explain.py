@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from fulgurite import timing
@@ -79,12 +78,7 @@ def explain(
     kwargs: Mapping[str, Any] | None = None,
 ) -> Explanation:
     """Sum up a session; with arguments, time the candidates on them."""
-    times: dict[str, float] = {}
-    if args or kwargs:
-        with torch.no_grad():
-            times = timing.compare(
-                {k: (lambda f=f: f(*args, **(kwargs or {}))) for k, f in candidates.items()}
-            )
+    times = timing.compare_on(candidates, *args, **(kwargs or {})) if args or kwargs else {}
     return Explanation(
         options=str(session.options),
         remat=session.options.remat,

@@ -58,7 +58,7 @@ def make_options(
             next="drop one of the two",
         )
     if isinstance(transforms, (str, Transform)) or not isinstance(transforms, Sequence):
-        raise ArgumentError("transforms must be a list", next="transforms=[my_transform]")
+        raise ArgumentError("transforms is not a list", next="a list: transforms=[my_transform]")
     chosen = [executors] if isinstance(executors, (str, Executor)) else executors
     return Options(
         executors=tuple(resolve_executors(DEFAULT_EXECUTORS if chosen is None else chosen)),

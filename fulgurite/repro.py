@@ -104,9 +104,7 @@ def compare(
     print("fulgurite agrees with eager")
     inputs = make_inputs(entries)
     candidates = {"eager": forward, "torch.compile": torch.compile(forward), "fulgurite": compiled}
-    with torch.no_grad():
-        times = timing.compare({k: (lambda f=f: f(*inputs)) for k, f in candidates.items()})
-    for name, seconds in times.items():
+    for name, seconds in timing.compare_on(candidates, *inputs).items():
         print(f"{name:<14} {seconds_text(seconds)}")
 
 

@@ -6,6 +6,7 @@ the machine hits all of them alike; on a GPU the device is awaited before and af
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 import time
@@ -32,6 +33,14 @@ def once(call: Call) -> float:
     return time.perf_counter() - start
 
 
+def compare_on(
+    functions: Mapping[str, Callable[..., Any]], *args: Any, **kwargs: Any
+) -> dict[str, float]:
+    """`compare` for functions called with the same arguments, without gradients."""
+    with torch.no_grad():
+        return compare({k: functools.partial(f, *args, **kwargs) for k, f in functions.items()})
+
+
 def compare(
     calls: Mapping[str, Call], *, repeats: int = 15, budget: float = 1.0, warmups: int = 2
 ) -> dict[str, float]:
@@ -44,7 +53,9 @@ def compare(
         for _ in range(warmups):
             call()
         single = max(once(call), 1e-7)
-        batch[name] = max(1, min(10_000, int(budget / repeats / single / 2), int(2e-3 / single) or 1))
+        batch[name] = max(
+            1, min(10_000, int(budget / repeats / single / 2), int(2e-3 / single) or 1)
+        )
     readings: dict[str, list[float]] = {name: [] for name in calls}
     collecting = gc.isenabled()
     gc.disable()

@@ -23,10 +23,14 @@ from torch._dynamo import symbolic_convert as _symbolic_convert  # noqa: F401  (
 
 from fulgurite.errors import CaptureError, FulguriteError, GraphBreakError
 
-RECOMPILE_LIMIT = 64  # shapes, dtypes or kinds of layers a function is compiled for before it runs in eager
+RECOMPILE_LIMIT = (
+    64  # shapes, dtypes or kinds of layers a function is compiled for before it runs in eager
+)
 
 
-def optimize(function: Callable[..., Any], backend: Any, *, dynamic: bool | None, fullgraph: bool) -> Any:
+def optimize(
+    function: Callable[..., Any], backend: Any, *, dynamic: bool | None, fullgraph: bool
+) -> Any:
     """`function`, captured by TorchDynamo and compiled by `backend` when it is called."""
     known = inspect.signature(torch.compile).parameters
     wanted = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}

@@ -30,12 +30,16 @@ class CompiledModule(nn.Module):
         return self._fulgurite_again(copy.deepcopy(self._fulgurite_original, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._fulgurite_original.__reduce_ex__(protocol)
+        return _plain_again, (self._fulgurite_original,)  # a pickle holds the plain module
 
     @staticmethod
     def _fulgurite_again(module: nn.Module) -> Any:
         """Compile another module the same way."""
         raise AssertionError("set by wrap_module")
+
+
+def _plain_again(module: nn.Module) -> nn.Module:
+    return module
 
 
 def wrap_module(
@@ -57,7 +61,7 @@ def wrap_module(
         **free,
     }
     derived = type(original.__name__, (CompiledModule, original), namespace)
-    compiled = object.__new__(derived)
+    compiled: Any = object.__new__(derived)
     compiled.__dict__ = module.__dict__
     return compiled
 

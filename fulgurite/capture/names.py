@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fulgurite.trace.metadata import fill_metadata
 from fulgurite.trace.trace import copy_module
 
 
@@ -61,6 +62,7 @@ class Names:
             old = node.name
             _rename(node, name)
             self.renamed[old] = node.name
+        fill_metadata(copied)  # the partitioner adds nodes without any
         return copied
 
     def _results(self, module: fx.GraphModule) -> dict[fx.Node, str]:
@@ -68,7 +70,7 @@ class Names:
         found: dict[str, fx.Node] = {}
         for node in module.graph.nodes:
             source = node.meta.get("from_node")
-            name = source[-1].name if source and node.op == "call_function" else None
+            name: str = source[-1].name if source and node.op == "call_function" else ""
             if name not in self.values or not _looks_like(node.meta.get("val"), self.values[name]):
                 continue
             if node.target is operator.getitem and node.args[1] != 0:

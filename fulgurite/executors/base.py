@@ -30,7 +30,9 @@ class Executor(ABC):
         """A function of the region's inputs that returns its outputs, in order."""
 
 
-_REGISTERED: dict[str, Executor] = {}  # filled by the executor modules in DEFAULT order, then by users
+_REGISTERED: dict[
+    str, Executor
+] = {}  # filled by the executor modules in DEFAULT order, then by users
 
 
 def register_executor(executor: Executor) -> Executor:

@@ -51,7 +51,9 @@ def _claim_node(
         raise CompileError(
             f"no executor claims {node.target}",
             where=str(source_of(node)),
-            input=", ".join(f"{n.name}: {describe(n.meta.get('val'))}" for n in node.all_input_nodes),
+            input=", ".join(
+                f"{n.name}: {describe(n.meta.get('val'))}" for n in node.all_input_nodes
+            ),
             next="end the list of executors with 'torch', which runs everything",
         )
     node.meta["executor"] = last.name

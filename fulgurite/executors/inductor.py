@@ -24,7 +24,10 @@ class InductorExecutor(Executor):
         target = node.target
         if node.op != "call_function" or is_random(node):
             return False  # random ops stay with torch, so that they draw what eager draws
-        values = [node.meta.get("val"), *(source.meta.get("val") for source in node.all_input_nodes)]
+        values = [
+            node.meta.get("val"),
+            *(source.meta.get("val") for source in node.all_input_nodes),
+        ]
         held = [tensor for value in values for tensor in tensors(value)]
         if any(t.device.type not in ("cpu", "cuda") or t.is_complex() for t in held):
             return False

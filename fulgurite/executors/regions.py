@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from fulgurite.errors import CompileError, FulguriteError
 from fulgurite.executors.base import Executor
@@ -151,7 +152,7 @@ def _assemble(trace: Trace, groups: list[Group], choose: Lower) -> fx.GraphModul
     old = trace.graph.output_node()
     result = graph.output(fx.node.map_arg(old.args[0], lambda n: value_of[n]))
     result.meta = dict(old.meta)
-    module = fx.GraphModule(trace.module, graph, class_name="Trace")
+    module = _LazyGraphModule(trace.module, graph, class_name="Trace")
     module.meta = dict(trace.module.meta)
     return module
 
@@ -208,7 +209,7 @@ def _extract(
         value_of[node] = graph.node_copy(node, lambda n: value_of[n])
     outputs = [node for node in nodes if any(user not in inside for user in node.users)]
     graph.output(tuple(value_of[node] for node in outputs))
-    return fx.GraphModule(trace.module, graph, class_name="Region"), inputs, outputs
+    return _LazyGraphModule(trace.module, graph, class_name="Region"), inputs, outputs
 
 
 def _lower_with(executor: Executor, module: fx.GraphModule) -> tuple[Executor, Callable[..., Any]]:

@@ -43,19 +43,21 @@ class Tuner:
         self.executors = list(executors)
         self.decisions: list[Decision] = []
 
-    def choose(self, first: Executor, module: fx.GraphModule) -> tuple[Executor, Callable[..., Any]]:
+    def choose(
+        self, first: Executor, module: fx.GraphModule
+    ) -> tuple[Executor, Callable[..., Any]]:
         """The fastest executor for the region and its callable."""
         nodes = [n for n in module.graph.nodes if n.op == "call_function"]
         able = [e for e in self.executors if e is first or all(map(e.claims, nodes))]
         name = f"region {len(self.decisions)} ({len(nodes)} ops)"
         key = _key(module, able)
-        stored = cache.load(key)
+        stored = cache.read_text("tune", key)
         decision = None if stored is None else _read(stored, name, able)
         if decision is None:
             calls = {e.name: e.lower(module) for e in able}
             decision = Decision(name, *_fastest(module, calls), cached=False)
             record = {"format": FORMAT, **asdict(decision)}
-            cache.store(key, json.dumps(record).encode())
+            cache.write_text("tune", key, json.dumps(record))
         self.decisions.append(decision)
         winner = next(e for e in able if e.name == decision.winner)
         return winner, winner.lower(module)
@@ -65,8 +67,7 @@ def _fastest(
     module: fx.GraphModule, calls: dict[str, Callable[..., Any]]
 ) -> tuple[str, dict[str, float]]:
     inputs = [_example(n.meta["val"]) for n in module.graph.nodes if n.op == "placeholder"]
-    with torch.no_grad():
-        seconds = timing.compare({name: (lambda c=c: c(*inputs)) for name, c in calls.items()})
+    seconds = timing.compare_on(calls, *inputs)
     return min(seconds, key=lambda name: seconds[name]), seconds
 
 
@@ -86,14 +87,15 @@ def _key(module: fx.GraphModule, able: Sequence[Executor]) -> str:
     text = render(module, "region", (), "text").text
     devices = sorted({str(n.meta["val"].device) for n in module.graph.nodes if _on_device(n)})
     machine = [torch.cuda.get_device_name(d) if "cuda" in d else d for d in devices]
-    return cache.digest("tune", FORMAT, torch.__version__, *machine, *(e.name for e in able), text)
+    names = [e.name for e in able]
+    return cache.digest("tune", str(FORMAT), torch.__version__, *machine, *names, text)
 
 
 def _on_device(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _read(stored: bytes, name: str, able: Sequence[Executor]) -> Decision | None:
+def _read(stored: str, name: str, able: Sequence[Executor]) -> Decision | None:
     """A stored decision, unless it was written by another version or is damaged."""
     try:
         record = json.loads(stored)

@@ -42,7 +42,7 @@ def literal(value: Any, name: Name) -> str | None:
         case torch.device():
             return f"torch.device({str(value)!r})"
         case torch._ops.OpOverload() | torch._ops.OpOverloadPacket():
-            return f"torch.ops.{str(value)}"
+            return f"torch.ops.{value!s}"
         case torch._ops.HigherOrderOperator():
             return f"torch.ops.higher_order.{value.name()}"
         case slice():

@@ -47,9 +47,7 @@ def evaluate(
     values: dict[fx.Node, Any] = {}
     with faking(fake_mode_of(module)):
         for node in module.graph.nodes:
-            if node.op == "placeholder":
-                values[node] = node.meta.get("val")
-            elif node.meta.get("effect"):
+            if node.op == "placeholder" or node.meta.get("effect"):
                 values[node] = node.meta.get("val")
             elif node.op != "output":
                 computed = call_node(module, node, values)

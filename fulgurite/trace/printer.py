@@ -216,9 +216,7 @@ class _Scope:
             if node.op == "placeholder":
                 value = node.meta.get("val", node.meta.get("example_value"))
                 known = value is not None
-                parameters.append(
-                    self.local[node] + (f': "{_annotation(value)}"' if known else "")
-                )
+                parameters.append(self.local[node] + (f': "{_annotation(value)}"' if known else ""))
         line = f"def {name}({', '.join(parameters)}):"
         if len(line) <= WIDTH:
             return [line]
@@ -305,9 +303,10 @@ class _Scope:
             left, right = map(self.value, node.args)
             return f"{left} {INFIX[target]} {right}"  # type: ignore[index]
         if isinstance(target, types.MethodDescriptorType) and self.writer.style == "text":
-            if getattr(torch.Tensor, target.__name__, None) is target and node.args:
+            method: str = target.__name__
+            if getattr(torch.Tensor, method, None) is target and node.args:
                 rest = self.arguments(node.args[1:], node.kwargs)
-                return f"{self.value(node.args[0])}.{target.__name__}({rest})"
+                return f"{self.value(node.args[0])}.{method}({rest})"
         if target is getattr and len(node.args) == 2:
             return f"{self.value(node.args[0])}.{node.args[1]}"
         return f"{self.writer.callee(target)}({self.arguments(node.args, node.kwargs)})"
@@ -398,6 +397,8 @@ def _items_of(node: fx.Node) -> list[fx.Node | None] | None:
     """The getitem nodes of a tuple, by position, if unpacking it says the same thing."""
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, (tuple, list)) or not value:
+        return None
+    if node.target is operator.getitem:  # a tuple inside a tuple is picked apart item by item
         return None
     items: list[fx.Node | None] = [None] * len(value)
     for user in node.users:

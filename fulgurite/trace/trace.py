@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from fulgurite.trace.metadata import fill_metadata
 from fulgurite.trace.printer import render
@@ -106,7 +107,6 @@ class Trace:
         module = copy_module(self.module)
         change(module.graph)
         fill_metadata(module)
-        module.graph.lint()
         return replace(self, module=module)
 
 
@@ -119,6 +119,6 @@ def copy_module(module: fx.GraphModule) -> fx.GraphModule:
     new = graph.output(result)
     new.meta = dict(old.meta)
     graph._codegen = fx.graph.CodeGen()
-    copied = fx.GraphModule(module, graph, class_name="Trace")
+    copied = _LazyGraphModule(module, graph, class_name="Trace")  # its Python is never asked for
     copied.meta = dict(module.meta)
     return copied

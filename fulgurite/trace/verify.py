@@ -15,6 +15,7 @@ and the node. Runs after every transform in the tests and under FULGURITE_VERIFY
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,7 +48,7 @@ def verify(trace: Trace, before: Trace | None = None) -> None:
 
 
 def _rules(trace: Trace) -> list[Callable[[Trace], Iterator[Problem]]]:
-    rules = [defined_once, callable_targets]
+    rules: list[Callable[[Trace], Iterator[Problem]]] = [defined_once, callable_targets]
     if trace.kind != "captured":
         rules += [has_metadata, functional]
     if trace.stage in CLAIMED_STAGES:
@@ -95,7 +96,8 @@ def claimed(trace: Trace) -> Iterator[Problem]:
 
 def _recorded_where_opaque(node: fx.Node, computed: Any, values: dict[fx.Node, Any]) -> Any:
     """Higher-order ops and fresh symbols are taken as recorded: running them again proves nothing."""
-    opaque = isinstance(node.target, torch._ops.HigherOrderOperator)
+    maker = node.args[0] if node.target is operator.getitem else node
+    opaque = isinstance(getattr(maker, "target", None), torch._ops.HigherOrderOperator)
     recorded = node.meta.get("val")
     return recorded if opaque or _has_fresh_symbols(recorded) else computed
 
@@ -126,7 +128,9 @@ def _changed_interface(trace: Trace, before: Trace) -> Iterator[Problem]:
         for position, (now, then) in enumerate(zip(new, old, strict=True)):
             if isinstance(now, fx.Node) != isinstance(then, fx.Node):
                 continue  # an output that folded to a constant, or None
-            if isinstance(now, fx.Node) and not same_metadata(now.meta.get("val"), then.meta.get("val")):
+            if isinstance(now, fx.Node) and not same_metadata(
+                now.meta.get("val"), then.meta.get("val")
+            ):
                 is_, was = describe(now.meta.get("val")), describe(then.meta.get("val"))
                 yield f"{what} {position} is {is_} and was {was}", now
 

@@ -33,12 +33,16 @@ def find_nonfinite(trace: Trace) -> Trace:
                 continue
             inputs = tuple(s for s in node.all_input_nodes if _can_be_nonfinite(s.meta.get("val")))
             with graph.inserting_after(node):
-                add_effect(graph, check_finite, node, inputs, f"{node.name} = {label(node)}", place(node))
+                add_effect(
+                    graph, check_finite, node, inputs, f"{node.name} = {label(node)}", place(node)
+                )
 
     return trace.edited(change)
 
 
-def check_finite(value: torch.Tensor, inputs: tuple[torch.Tensor, ...], op: str, where: str) -> None:
+def check_finite(
+    value: torch.Tensor, inputs: tuple[torch.Tensor, ...], op: str, where: str
+) -> None:
     """Raise if `value` holds a NaN or infinity that `inputs` can't account for."""
     if bool(torch.isfinite(value).all()):
         return

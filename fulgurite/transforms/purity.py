@@ -14,11 +14,12 @@ from torch import fx
 from fulgurite.trace.cost import is_view
 
 _PURE_FUNCTIONS = {
-    getattr(operator, name)
-    for name in (
-        "getitem add sub mul truediv floordiv mod pow neg pos eq ne lt le gt ge and_ or_ not_".split()
-    )
-} | {torch.sym_max, torch.sym_min, torch.sym_float, torch.sym_int, torch.sym_not, torch.sym_ite}
+    *(operator.getitem, operator.add, operator.sub, operator.mul, operator.truediv),
+    *(operator.floordiv, operator.mod, operator.pow, operator.neg, operator.pos),
+    *(operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
+    *(operator.and_, operator.or_, operator.not_),
+    *(torch.sym_max, torch.sym_min, torch.sym_float, torch.sym_int, torch.sym_not, torch.sym_ite),
+}
 
 
 def is_random(node: fx.Node) -> bool:

@@ -9,15 +9,20 @@ In: the joint graph of forward and backward that AOTAutograd traced. Out: the tw
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+from torch._guards import TracingContext, tracing
+from torch.utils.checkpoint import CheckpointPolicy
 
-from fulgurite.trace.cost import value_bytes
+from fulgurite.trace.cost import is_view, value_bytes
+from fulgurite.trace.metadata import fake_mode_of
 from fulgurite.trace.trace import copy_module
+from fulgurite.transforms.simplify import merge_common_subexpressions
 
 Remat = Literal["none", "mincut", "full"]
 REMAT = get_args(Remat)
@@ -28,13 +33,28 @@ def partitioner(policy: Remat) -> Partition:
     """The partition function of a policy, as AOTAutograd calls it."""
 
     def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        merge_common_subexpressions(joint.graph)
         if policy == "none":
             return default_partition(joint, inputs, **options)
-        budget = 0.0 if policy == "full" else functorch_config.activation_memory_budget
-        with functorch_config.patch(activation_memory_budget=budget):
+        if policy == "full":
+            _recompute_forward(joint.graph)
+        # torch's own merging of subexpressions imports all of Inductor, a second by itself
+        with functorch_config.patch(cse=False):
             return min_cut_rematerialization_partition(joint, inputs, **options)
 
     return partition
+
+
+def _recompute_forward(graph: fx.Graph) -> None:
+    """Mark everything that needs no gradient as checkpointing does; random ops then replay their draws."""
+    backward: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
+        if is_tangent or any(source in backward for source in node.all_input_nodes):
+            backward.add(node)
+        elif node.op == "call_function":
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta["ac_graph_id"] = 0
 
 
 def saved_bytes(forward: fx.GraphModule, user_outputs: int) -> int:
@@ -43,8 +63,15 @@ def saved_bytes(forward: fx.GraphModule, user_outputs: int) -> int:
     Inputs (parameters above all) live on anyway; what the policy decides about is everything else.
     """
     saved = forward.graph.output_node().args[0][user_outputs:]  # type: ignore[index]
-    nodes = {node for node in saved if isinstance(node, fx.Node) and node.op != "placeholder"}
-    return sum(value_bytes(node.meta.get("val")) for node in nodes)
+    roots = {_memory_of(node) for node in saved if isinstance(node, fx.Node)}
+    return sum(value_bytes(node.meta.get("val")) for node in roots if node.op != "placeholder")
+
+
+def _memory_of(node: fx.Node) -> fx.Node:
+    """The node whose memory a view looks into."""
+    while node.op == "call_function" and node.target is not operator.getitem and is_view(node):
+        node = node.all_input_nodes[0]
+    return node
 
 
 class SavedBytes:
@@ -60,5 +87,6 @@ class SavedBytes:
 
     def under(self, policy: Remat) -> int:
         options = {k: v for k, v in self._options.items() if k != "static_lifetime_input_nodes"}
-        forward, _ = partitioner(policy)(copy_module(self._joint), self._inputs, **options)
+        with tracing(TracingContext(fake_mode_of(self._joint))):
+            forward, _ = partitioner(policy)(copy_module(self._joint), self._inputs, **options)
         return saved_bytes(forward, self._options["num_fwd_outputs"])

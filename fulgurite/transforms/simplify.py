@@ -33,12 +33,15 @@ def dead_code(trace: Trace) -> Trace:
             if not node.users and is_pure(node):
                 graph.erase_node(node)
 
-    return trace.edited(change)
+    dead = any(not node.users and is_pure(node) for node in trace.graph.nodes)
+    return trace.edited(change) if dead else trace
 
 
 @transform
 def constant_folding(trace: Trace) -> Trace:
     """Compute once what depends on constants alone, where the result is small."""
+    if not any(node.op == "get_attr" or _foldable(node, {}) for node in trace.graph.nodes):
+        return trace
     module = copy_module(trace.module)
     graph = module.graph
     visible = escaping(graph)
@@ -127,7 +130,9 @@ def _add_zero(node: fx.Node) -> fx.Node | None:
     """x + 0 is x for integers only."""
     first = _first(node)
     value = first.meta.get("val") if first is not None else None
-    exact = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
+    exact = isinstance(value, torch.Tensor) and not (
+        value.is_floating_point() or value.is_complex()
+    )
     return _neutral_right(0)(node) if exact else None
 
 
@@ -194,20 +199,21 @@ def _whole_slice(node: fx.Node) -> bool:
 @transform
 def common_subexpressions(trace: Trace) -> Trace:
     """Compute once what is computed twice from the same inputs."""
+    return trace.edited(merge_common_subexpressions)
 
-    def change(graph: fx.Graph) -> None:
-        visible = escaping(graph)
-        first_seen: dict[Any, fx.Node] = {}
-        for node in list(graph.nodes):
-            if node.op != "call_function" or not is_pure(node):
-                continue
-            key = (node.target, _key(node.args), _key(node.kwargs))
-            first = first_seen.setdefault(key, node)
-            if first is not node and node not in visible:
-                node.replace_all_uses_with(first)
-                graph.erase_node(node)
 
-    return trace.edited(change)
+def merge_common_subexpressions(graph: fx.Graph) -> None:
+    """The same on a graph in place, for the joint graph before it is split."""
+    visible = escaping(graph)
+    first_seen: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not is_pure(node):
+            continue
+        key = (node.target, _key(node.args), _key(node.kwargs))
+        first = first_seen.setdefault(key, node)
+        if first is not node and node not in visible:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
 
 
 def _key(value: Any) -> Any:

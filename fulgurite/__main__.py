@@ -1,0 +1,7 @@
+"""`python -m fulgurite` is the `fulgurite` command."""
+
+import sys
+
+from fulgurite.cli import main
+
+sys.exit(main())

@@ -1,0 +1,10 @@
+"""The suites, one function each: `SUITES`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from fulgurite.bench.compile_time import compile_time
+
+SUITES: dict[str, Callable[[argparse.Namespace], None]] = {"compile": compile_time}

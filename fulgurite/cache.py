@@ -1,0 +1,119 @@
+"""The content-addressed store of built kernels and measured decisions.
+
+In: a key (any text that determines the content) and a function that builds the content as a file.
+Out: the path of a file that holds it. Entries are written under a temporary name and renamed, so
+many processes may share a folder; each carries a digest of its content, so a truncated or damaged
+one is seen and built again. The folder is made with mode 0700. Where it can't be written (read-only,
+full) the content is built into a private temporary folder for this process, with one warning.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from .config import settings
+from .errors import CacheError
+
+DIGEST_SUFFIX = ".sha256"
+
+_private_folder: Path | None = None
+
+
+def digest(*parts: str | bytes) -> str:
+    """A name for content that these parts determine."""
+    sha = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        sha.update(len(data).to_bytes(8, "little"))
+        sha.update(data)
+    return sha.hexdigest()
+
+
+def entry(kind: str, key: str, build: Callable[[Path], None], suffix: str = "") -> Path:
+    """The file for `key`; `build` writes it to the path it gets where it isn't there whole."""
+    name = f"{key}{suffix}"
+    path = settings().cache_folder / kind / key[:2] / name
+    if _whole(path):
+        return path
+    if _private_folder is not None:
+        kept = _private_folder / kind / key[:2] / name
+        if _whole(kept):
+            return kept
+    try:
+        return _write(path, build)
+    except OSError as problem:
+        if isinstance(problem, CacheError):
+            raise
+        return _write(_private(problem) / kind / key[:2] / name, build)
+
+
+def read_text(kind: str, key: str) -> str | None:
+    """A small text entry, or None where there is none that is whole."""
+    path = settings().cache_folder / kind / key[:2] / key
+    return path.read_text() if _whole(path) else None
+
+
+def write_text(kind: str, key: str, text: str) -> None:
+    """Keeps a small text entry, replacing what was there."""
+    path = settings().cache_folder / kind / key[:2] / key
+    try:
+        _write(path, lambda place: _put(place, text))
+    except OSError:
+        return  # a decision that can't be kept is measured again next time
+
+
+def clear(kind: str | None = None) -> None:
+    """Removes every entry, or those of one kind."""
+    folder = settings().cache_folder
+    for name in [kind] if kind else ["cpp", "device", "decisions"]:
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def _put(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def _whole(path: Path) -> bool:
+    """Is the entry there, with the content it was written with?"""
+    try:
+        want = path.with_name(path.name + DIGEST_SUFFIX).read_text()
+        return digest(path.read_bytes()) == want
+    except OSError:
+        return False
+
+
+def _write(path: Path, build: Callable[[Path], None]) -> Path:
+    folder = path.parent
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".building-") as place:
+        built = Path(place) / path.name
+        build(built)
+        if not built.exists():
+            raise CacheError(f"the build of {path.name} wrote no file", where=str(folder))
+        mark = Path(place) / (path.name + DIGEST_SUFFIX)
+        mark.write_text(digest(built.read_bytes()))
+        # content first, then its digest: between the two a reader sees a damaged entry and builds
+        os.replace(built, path)
+        os.replace(mark, path.with_name(mark.name))
+    return path
+
+
+def _private(problem: OSError) -> Path:
+    global _private_folder
+    if _private_folder is None:
+        _private_folder = Path(tempfile.mkdtemp(prefix="fulgurite-"))
+        atexit.register(shutil.rmtree, _private_folder, ignore_errors=True)
+        warnings.warn(
+            f"the kernel cache {settings().cache_folder} can't be written ({problem.strerror}); "
+            "kernels of this process are built in a temporary folder. Set FULGURITE_CACHE to a "
+            "folder that can be written",
+            stacklevel=3,
+        )
+    return _private_folder

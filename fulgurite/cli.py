@@ -1,0 +1,104 @@
+"""The `fulgurite` command: a dict from command to function.
+
+In: the words of the command line. Out: text for people, files where asked for, and an exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fulgurite
+from fulgurite.bench.suites import SUITES
+from fulgurite.config import ENVIRONMENT
+from fulgurite.errors import FulguriteError
+from fulgurite.explain import Explanation
+from fulgurite.models import tiny
+from fulgurite.report.html import write_html
+from fulgurite.target import load_example, run_script
+
+
+def explain(options: argparse.Namespace) -> None:
+    """Compile something with example inputs and show what became of it."""
+    if options.target and ":" not in options.target and options.target.endswith(".py"):
+        for made in run_script(options.target):
+            _show(made.explain(), options, made)
+        return
+    function, inputs = load_example(options.target) if options.target else tiny.example()
+    choices: dict[str, Any] = {"regions": options.regions, "remat": options.remat}
+    if options.executors:
+        choices["executors"] = options.executors.split(",")
+    compiled: Any = fulgurite.compile(function, **choices)
+    result = compiled(*inputs)
+    if isinstance(result, torch.Tensor) and result.requires_grad:
+        result.sum().backward()
+    _show(compiled.explain(*inputs), options, compiled)
+
+
+def _show(explanation: Explanation, options: argparse.Namespace, compiled: Any) -> None:
+    if not options.no_trace:
+        print(compiled.last_trace())
+    print(explanation)
+    if options.html:
+        print(f"written to {write_html(explanation, Path(options.html))}")
+
+
+def bench(options: argparse.Namespace) -> None:
+    """Run a suite and write its figures to a file."""
+    SUITES[options.suite](options)
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {"explain": explain, "bench": bench}
+
+
+def parser() -> argparse.ArgumentParser:
+    variables = "\n".join(f"  {name:<20}  {text}" for name, text in ENVIRONMENT.items())
+    top = argparse.ArgumentParser(
+        prog="fulgurite",
+        description="Compile PyTorch programs and see every step.",
+        epilog=f"environment variables:\n{variables}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"fulgurite {fulgurite.__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="command")
+    one = commands.add_parser(
+        "explain", help="compile with example inputs and show what became of it"
+    )
+    one.add_argument(
+        "target", nargs="?", help="module:name, file.py:name or script.py (default: built in)"
+    )
+    one.add_argument("--html", metavar="FILE", help="write the same as one self-contained page")
+    one.add_argument("--executors", help="names in order, separated by commas")
+    one.add_argument("--regions", default="auto", choices=["auto", "blocks", "whole"])
+    one.add_argument("--remat", default="mincut", choices=["none", "mincut", "full"])
+    one.add_argument("--no-trace", action="store_true", help="only the table")
+    two = commands.add_parser(
+        "bench", help="measure, beside eager and torch.compile in the same run"
+    )
+    two.add_argument("suite", choices=sorted(SUITES))
+    two.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    two.add_argument("--output", metavar="FILE", help="where the figures go (default: benchmarks/)")
+    two.add_argument("--quick", action="store_true", help="fewer repeats")
+    return top
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(words)
+    try:
+        COMMANDS[options.command](options)
+    except FulguriteError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader went away (`| head`): nothing more to say
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

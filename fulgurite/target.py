@@ -1,0 +1,117 @@
+"""What `fulgurite explain` is pointed at.
+
+In: `package.module:name`, `file.py:name`, or `script.py`. Out: something callable with example inputs, or the
+functions a script compiled while it ran.
+
+Example inputs come from, in this order: a function `name_inputs()` or `example_inputs()` beside it that returns the
+arguments in a tuple; hints on the parameters such as `x: "f32[4, 8]"`; or `name` itself takes no arguments and
+returns `(function, arguments)`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fulgurite.compile import Compiled, recording
+from fulgurite.errors import ArgumentError
+from fulgurite.trace.describe import DTYPE_NAMES
+
+Example = tuple[Callable[..., Any], tuple[Any, ...]]
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def load_example(target: str) -> Example:
+    """The function or module that `module:name` stands for, with inputs to call it on."""
+    place, _, name = target.rpartition(":")
+    module = _import(place)
+    found = getattr(module, name, None)
+    if found is None:
+        known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise ArgumentError(
+            f"{place} has nothing called {name!r}", next=f"one of {', '.join(sorted(known)[:20])}"
+        )
+    for helper in (f"{name}_inputs", "example_inputs"):
+        if hasattr(module, helper):
+            return found, tuple(getattr(module, helper)())
+    if isinstance(found, nn.Module):
+        parameters = list(inspect.signature(found.forward).parameters.values())
+    else:
+        parameters = list(inspect.signature(found).parameters.values())
+    if not parameters:
+        result = found()
+        if isinstance(result, tuple) and len(result) == 2 and callable(result[0]):
+            return result[0], tuple(result[1])
+    hints = [_from_hint(parameter.annotation) for parameter in parameters]
+    if hints and all(hint is not None for hint in hints):
+        return found, tuple(hints)
+    raise ArgumentError(
+        f"no example inputs for {target}",
+        next=f"add `def {name}_inputs(): return (torch.randn(4, 8),)` beside it, or hints such as "
+        'x: "f32[4, 8]" on its parameters',
+    )
+
+
+def run_script(path: str) -> list[Compiled]:
+    """Run a script as `python script.py` would; what it compiled and called on the way."""
+    if not os.path.isfile(path):
+        raise ArgumentError(
+            f"there is no file {path}", next="module:name, file.py:name or a script"
+        )
+    with recording() as made:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+        try:
+            runpy.run_path(path, run_name="__main__")
+        finally:
+            sys.path.pop(0)
+    called = [compiled for compiled in made if compiled.graphs]
+    if not called:
+        raise ArgumentError(
+            f"{path} compiled nothing",
+            next="call fulgurite.compile(...) in it, and call the result",
+        )
+    return called
+
+
+def _import(place: str) -> ModuleType:
+    if place.endswith(".py"):
+        if not os.path.isfile(place):
+            raise ArgumentError(
+                f"there is no file {place}", next="file.py:name or package.module:name"
+            )
+        sys.path.insert(0, os.path.dirname(os.path.abspath(place)))
+        place = os.path.basename(place)[:-3]
+    else:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        raise ArgumentError(
+            f"{place} can't be imported: {error}", next="file.py:name, or package.module:name"
+        ) from error
+    finally:
+        sys.path.pop(0)
+
+
+def _from_hint(hint: Any) -> torch.Tensor | None:
+    """A tensor from a hint such as "f32[4, 8]"."""
+    match = (
+        re.fullmatch(r"(\w+)\[([\d, ]*)\]", hint.strip("'\"")) if isinstance(hint, str) else None
+    )
+    if match is None or match[1] not in _DTYPES:
+        return None
+    dtype = _DTYPES[match[1]]
+    shape = [int(size) for size in match[2].split(",") if size.strip()]
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape).to(dtype)
+    return torch.randint(0, 2, shape).to(dtype)

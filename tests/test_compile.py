@@ -1,0 +1,614 @@
+"""fulgurite.compile against eager: what goes in, what comes out, training, mutation, dtypes, shapes."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fulgurite
+from fulgurite.errors import ArgumentError, GraphBreakError
+from fulgurite.models import tiny
+
+
+def both(function, *inputs, **keywords):
+    """Results of eager and compiled on clones of the same inputs, and the inputs afterwards."""
+    results = []
+    for call in (function, fulgurite.compile(function)):
+        torch.manual_seed(7)
+        own = [i.detach().clone() if isinstance(i, torch.Tensor) else i for i in inputs]
+        results.append((call(*own, **keywords), own))
+    return results
+
+
+def agree(function, *inputs, **keywords):
+    (eager, eager_inputs), (ours, our_inputs) = both(function, *inputs, **keywords)
+    torch.testing.assert_close(ours, eager, rtol=0, atol=0, equal_nan=True)
+    for mine, theirs in zip(our_inputs, eager_inputs, strict=True):
+        if isinstance(mine, torch.Tensor):
+            assert torch.equal(mine, theirs)
+
+
+# ---- arguments and results -----------------------------------------------------------------------
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclasses.dataclass
+class Box:
+    value: torch.Tensor
+    scale: float = 2.0
+
+
+def test_containers_in_and_out():
+    def f(tree, *, scale):
+        x = tree["x"][0] * scale
+        return {"a": [x, (x + 1, None)], "b": Pair(x - 1, OrderedDict(c=x * 2))}, 3, True, 2.5, None
+
+    agree(f, {"x": (torch.randn(3),)}, scale=1.5)
+
+
+def test_dataclasses_in_and_out():
+    def f(box):
+        return Box(box.value * box.scale, box.scale + 1)
+
+    ours = fulgurite.compile(f)(Box(torch.ones(3), 4.0))
+    assert isinstance(ours, Box) and ours.scale == 5.0
+    assert torch.equal(ours.value, torch.full((3,), 4.0))
+
+
+def test_closures_globals_and_non_tensor_arguments():
+    offset = torch.arange(3.0)
+    name = "add"
+
+    def f(x, how, times=2, flag=None):
+        for _ in range(times):
+            x = x + offset if how == name else x * offset
+        return x if flag is None else -x
+
+    agree(f, torch.randn(3), "add")
+    agree(f, torch.randn(3), "mul", times=3, flag=True)
+
+
+def test_methods_and_decorator():
+    class Scaler:
+        def __init__(self, factor):
+            self.factor = factor
+
+        @fulgurite.compile
+        def scale(self, x):
+            return x * self.factor
+
+        def plain(self, x):
+            return x * self.factor + 1
+
+    scaler, x = Scaler(3.0), torch.randn(4)
+    assert torch.equal(scaler.scale(x), x * 3)
+    assert torch.equal(fulgurite.compile(scaler.plain)(x), x * 3 + 1)
+
+    @fulgurite.compile(dynamic=False)
+    def g(x):
+        """Doc."""
+        return x + 1
+
+    assert torch.equal(g(x), x + 1) and g.__doc__ == "Doc." and g.__name__ == "g"
+
+
+def test_many_shapes_dtypes_and_kinds_of_input():
+    f = fulgurite.compile(lambda x: x.sum(-1, keepdim=True) * 2)
+    for shape in ((3,), (2, 3), (5, 7), (0, 4), (1, 1, 1)):
+        for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16):
+            x = torch.ones(shape, dtype=dtype)
+            assert torch.equal(f(x), x.sum(-1, keepdim=True) * 2)
+
+
+# ---- modules -------------------------------------------------------------------------------------
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.drop(self.norm(self.linear(x)))
+
+    def helper(self):
+        return self.linear.weight.sum()
+
+
+def test_a_compiled_module_is_that_module():
+    model = Small()
+    compiled = fulgurite.compile(model)
+    assert isinstance(compiled, Small)
+    assert list(compiled.state_dict()) == list(model.state_dict())
+    assert all(a is b for a, b in zip(compiled.parameters(), model.parameters(), strict=True))
+    assert compiled.helper() == model.helper()
+    compiled.eval()
+    assert not model.training and not model.drop.training
+    model.train()
+    assert compiled.training
+    compiled.load_state_dict({k: torch.zeros_like(v) for k, v in model.state_dict().items()})
+    assert model.linear.weight.abs().sum() == 0
+    compiled.to(torch.float64)
+    assert model.linear.weight.dtype == torch.float64
+    compiled.extra = 5
+    assert model.extra == 5
+    assert "Linear" in repr(compiled)
+
+
+def test_train_eval_and_buffers_that_change():
+    eager = Small()
+    ours = fulgurite.compile(copy.deepcopy(eager))
+    x = torch.randn(6, 4)
+    for training in (True, False, True):
+        eager.train(training), ours.train(training)
+        torch.manual_seed(3)
+        expected = eager(x)
+        torch.manual_seed(3)
+        assert torch.equal(ours(x), expected)
+        for (name, mine), theirs in zip(ours.named_buffers(), eager.buffers(), strict=True):
+            assert torch.equal(mine, theirs), name
+
+
+def test_deepcopy_and_pickle():
+    compiled = fulgurite.compile(Small().eval())
+    x = torch.randn(2, 4)
+    twin = copy.deepcopy(compiled)
+    assert torch.equal(twin(x), compiled(x)) and twin.linear.weight is not compiled.linear.weight
+    assert twin.graphs and twin.graphs is not compiled.graphs
+    plain = pickle.loads(pickle.dumps(compiled))
+    assert type(plain) is Small and torch.equal(plain(x), compiled(x))
+
+
+def test_compiling_again_starts_from_the_original():
+    compiled = fulgurite.compile(fulgurite.compile(Small().eval()), remat="none")
+    assert compiled(torch.randn(2, 4)).shape == (2, 4)
+    assert len(compiled.graphs) == 1
+
+
+def test_a_module_with_names_like_ours_keeps_them():
+    class Mine(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.history = [1]
+
+        def forward(self, x):
+            return x + len(self.history)
+
+    compiled = fulgurite.compile(Mine())
+    assert compiled.history == [1]
+    assert compiled(torch.zeros(1)) == 1
+    assert compiled.compiled.history
+
+
+def test_inside_another_compilation():
+    inner = fulgurite.compile(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    outer = fulgurite.compile(lambda x: inner(x) + 1, fullgraph=True)
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(outer(x), inner(x) + 1)
+    theirs = torch.compile(lambda x: inner(x) * 2, backend="eager", fullgraph=True)
+    torch.testing.assert_close(theirs(x), inner(x) * 2)
+
+
+def test_through_torch_compile():
+    model = nn.Linear(4, 4)
+    x = torch.randn(2, 4)
+    assert torch.allclose(torch.compile(model, backend="fulgurite")(x), model(x))
+    options = {"remat": "none", "executors": ["torch"]}
+    assert torch.allclose(torch.compile(model, backend="fulgurite", options=options)(x), model(x))
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+def gradients(call, model, x):
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    torch.manual_seed(5)
+    loss = call(x).square().sum()
+    loss.backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return [loss.detach(), x.grad, *(g.clone() for g in grads)]
+
+
+@pytest.mark.parametrize("remat", ["none", "mincut", "full"])
+def test_gradients_under_every_policy(remat):
+    model = nn.Sequential(
+        nn.Linear(5, 7), nn.GELU(), nn.LayerNorm(7), nn.Dropout(0.3), nn.Linear(7, 3)
+    )
+    x = torch.randn(6, 5)
+    ours = gradients(fulgurite.compile(model, remat=remat), model, x)
+    torch.testing.assert_close(ours, gradients(model, model, x))
+
+
+def test_policies_save_what_they_say():
+    model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8))
+    compiled = fulgurite.compile(model)
+    compiled(torch.randn(32, 8)).sum().backward()
+    saved = compiled.explain().graphs[0].saved_bytes
+    assert saved["full"] < saved["mincut"] <= saved["none"]
+    for policy, count in saved.items():
+        other = fulgurite.compile(model, remat=policy)
+        held = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (held.append(t), t)[1], lambda t: t
+        ):
+            other(torch.randn(32, 8))
+        inputs = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        fresh = {t.untyped_storage().data_ptr(): t.nbytes for t in held if t.shape != (32, 8)}
+        assert sum(n for p, n in fresh.items() if p not in inputs) == count, policy
+
+
+def test_no_grad_and_inference_mode_compile_no_backward():
+    model = nn.Linear(3, 3)
+    compiled = fulgurite.compile(model)
+    x = torch.randn(2, 3)
+    with torch.no_grad():
+        compiled(x)
+    with torch.inference_mode():
+        assert torch.equal(compiled(x), model(x))
+    assert {kind for record in compiled.graphs for kind in record.programs} == {"inference"}
+
+
+def test_accumulation_double_use_frozen_parameters_and_hooks():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[0].weight.requires_grad_(False)
+    seen = []
+    model[2].register_forward_hook(lambda m, a, out: seen.append(out.shape) or out * 2)
+    model[0].bias.register_hook(lambda g: g * 3)
+
+    def run(call):
+        seen.clear()
+        model.zero_grad()
+        for step in range(3):
+            x = torch.full((2, 4), 0.1 * (step + 1))
+            (call(call(x)) * 2).sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None], len(seen)
+
+    ours, calls = run(fulgurite.compile(model))
+    expected, expected_calls = run(model)
+    torch.testing.assert_close(ours, expected)
+    assert calls == expected_calls == 6 and model[0].weight.grad is None
+
+
+def test_checkpoint_and_autocast():
+    block = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 4))
+
+    def f(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return checkpoint(block, x, use_reentrant=False).float()
+
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(
+        gradients(fulgurite.compile(f), block, x), gradients(f, block, x), rtol=2e-2, atol=2e-2
+    )
+    compiled = fulgurite.compile(block)
+    outside = gradients(lambda x: checkpoint(compiled, x, use_reentrant=False), block, x)
+    torch.testing.assert_close(outside, gradients(block, block, x))
+
+
+def test_double_backward_says_so():
+    compiled = fulgurite.compile(lambda x: (x**3).sum())
+    x = torch.randn(3, requires_grad=True)
+    (grad,) = torch.autograd.grad(compiled(x), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        grad.sum().backward()
+
+
+# ---- mutation, views, randomness, dtypes -----------------------------------------------------------
+
+
+def test_mutation_views_and_aliases():
+    def f(x, y):
+        x.add_(1)
+        view = y[::2]
+        view.mul_(3)
+        x[0] = 7
+        return x, x.t(), view, y, x.clone()
+
+    agree(f, torch.randn(3, 4), torch.randn(5))
+    x, y = torch.randn(3, 4), torch.randn(5)
+    out = fulgurite.compile(f)(x, y)
+    assert out[0] is x and out[3] is y
+    assert out[1].data_ptr() == x.data_ptr() and out[2].data_ptr() == y.data_ptr()
+    assert out[4].data_ptr() != x.data_ptr()
+
+
+def test_the_same_tensor_twice_and_views_of_one_base():
+    def f(a, b):
+        a.add_(1)
+        return a * b
+
+    x, y = torch.arange(4.0), torch.arange(4.0)
+    assert torch.equal(fulgurite.compile(f)(x, x), f(y, y)) and torch.equal(x, y)
+    x, y = torch.arange(6.0), torch.arange(6.0)
+    compiled = fulgurite.compile(f)
+    assert torch.equal(compiled(x[:4], x[2:]), f(y[:4], y[2:])) and torch.equal(x, y)
+
+
+def test_results_are_never_shared_between_calls():
+    table = torch.arange(4.0)
+    f = fulgurite.compile(lambda x: (torch.tensor([1.0, 2.0]), table + 0, x.expand(3, 2)))
+    first = f(torch.zeros(2))
+    first[0].fill_(9), first[1].fill_(9)
+    second = f(torch.zeros(2))
+    assert second[0].tolist() == [1.0, 2.0] and second[1].tolist() == [0, 1, 2, 3]
+
+
+def test_random_ops_draw_what_eager_draws():
+    def f(x):
+        noise = torch.randn_like(x) + torch.rand(x.shape)
+        return (
+            F.dropout(x + noise, 0.4),
+            torch.bernoulli(torch.full_like(x, 0.3)),
+            torch.randperm(5),
+        )
+
+    agree(f, torch.randn(4, 4))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
+        *(
+            torch.complex128,
+            torch.int64,
+            torch.int32,
+            torch.int16,
+            torch.int8,
+            torch.uint8,
+            torch.bool,
+        ),
+    ],
+)
+def test_dtypes_that_compute(dtype):
+    x = torch.tensor([0, 1, 1, 0, 1, 1]).to(dtype).reshape(2, 3)
+
+    def f(x):
+        y = torch.logical_not(x) if x.dtype == torch.bool else x * x + x
+        return y, torch.cat([y, y]), y.to(torch.float32 if not x.is_complex() else x.dtype), x == y
+
+    agree(f, x)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2),
+        *(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+    ],
+)
+def test_dtypes_that_are_stored_and_converted(dtype):
+    x = torch.tensor([0, 1, 2, 4, 8, 16]).to(torch.float32).to(dtype).reshape(2, 3)
+
+    def f(x):
+        return x.to(torch.float32) + 1, x.t(), (x.to(torch.float32) * 2).to(dtype)
+
+    eager, ours = f(x), fulgurite.compile(f)(x)
+    for mine, theirs in zip(ours, eager, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine.to(torch.float32), theirs.to(torch.float32))
+
+
+def test_packed_float4_passes_through_untouched():
+    codes = torch.arange(12, dtype=torch.uint8).reshape(3, 4)
+    packed = codes.view(torch.float4_e2m1fn_x2)
+    f = fulgurite.compile(lambda p, x: (p, p.view(torch.uint8), x + 1))
+    out, bits, _ = f(packed, torch.zeros(2))
+    assert out.dtype == torch.float4_e2m1fn_x2 and torch.equal(out.view(torch.uint8), codes)
+    assert torch.equal(bits, codes)
+
+
+# ---- shapes that change ----------------------------------------------------------------------------
+
+
+def test_one_dynamic_compilation_serves_twenty_shapes():
+    model = tiny.Transformer(layers=1, width=16, heads=2, inner=24, vocabulary=32)
+    compiled = fulgurite.compile(model, dynamic=True)
+    for case in range(20):
+        tokens = torch.randint(0, 32, (2 + case % 5, 3 + case))
+        torch.testing.assert_close(compiled(tokens), model(tokens))
+    assert len(compiled.graphs) == 1
+    assert (
+        "s" in compiled.last_trace().text.split("tokens")[1].split("]")[0]
+    )  # a symbol in its shape
+
+
+def test_the_second_length_makes_it_dynamic():
+    compiled = fulgurite.compile(lambda x: x.softmax(-1) @ x)
+    for size in (3, 5, 7, 11, 13):
+        x = torch.randn(size, size)
+        torch.testing.assert_close(compiled(x), x.softmax(-1) @ x)
+    assert len(compiled.graphs) == 2
+
+
+# ---- graph breaks ------------------------------------------------------------------------------------
+
+
+def breaks_here(x):
+    y = x + 1
+    print("shape", x.shape)  # breaks the graph
+    return y * 2
+
+
+def test_graph_breaks_run_and_are_reported(capsys):
+    compiled = fulgurite.compile(breaks_here)
+    x = torch.randn(3)
+    assert torch.equal(compiled(x), (x + 1) * 2)
+    assert "shape" in capsys.readouterr().out
+    (found,) = compiled.breaks
+    assert found.file == __file__ and "breaks the graph" in found.code
+    assert found.reason and found.hint
+    assert len(compiled.graphs) == 2
+    assert f"test_compile.py:{found.line}" in str(compiled.explain())
+
+
+def test_breaks_in_a_loop_are_reported_too():
+    def f(x):
+        for _ in range(2):
+            x = x + 1
+            torch._dynamo.graph_break()
+        return x
+
+    compiled = fulgurite.compile(f)
+    assert compiled(torch.zeros(1)) == 2
+    assert compiled.breaks and compiled.breaks[0].file == __file__
+
+
+def test_fullgraph_raises_with_the_users_line():
+    with pytest.raises(GraphBreakError) as caught:
+        fulgurite.compile(breaks_here, fullgraph=True)(torch.randn(3))
+    assert "print" in caught.value.rows["where"] and "test_compile.py" in caught.value.rows["where"]
+    assert caught.value.rows["next"]
+
+
+# ---- repeated blocks ---------------------------------------------------------------------------------
+
+
+def test_equal_layers_are_compiled_once():
+    model = tiny.Transformer(layers=6, width=16, heads=2, inner=24, vocabulary=32)
+    tokens = torch.randint(0, 32, (2, 9))
+    expected = model(tokens)
+    expected.backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    for regions in ("blocks", "whole", "auto"):
+        compiled = fulgurite.compile(model, regions=regions)
+        model.zero_grad()
+        loss = compiled(tokens)
+        loss.backward()
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close([p.grad for p in model.parameters()], wanted)
+        assert len(compiled.graphs) == 1
+        assert ("6 × Layer" in compiled.explain().regions) == (regions != "whole")
+
+
+def test_the_original_stays_eager_beside_its_compiled_blocks():
+    model = tiny.Transformer(layers=4, width=16, heads=2, inner=24, vocabulary=32)
+    compiled = fulgurite.compile(model, regions="blocks")
+    tokens = torch.randint(0, 32, (1, 5))
+    model(tokens)
+    assert not compiled.graphs
+    compiled(tokens)
+    other = fulgurite.compile(model, regions="blocks", remat="none")
+    other(tokens), compiled(tokens)
+    assert len(compiled.graphs) == len(other.graphs) == 1
+
+
+def test_checkpointed_blocks_recompute_compiled():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            make = lambda: nn.Sequential(
+                nn.Linear(4, 8), nn.Dropout(0.1), nn.GELU(), nn.Linear(8, 4)
+            )  # noqa: E731
+            self.layers = nn.ModuleList(make() for _ in range(4))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False)
+            return x
+
+    model = Checkpointed()
+    x = torch.randn(3, 4)
+    ours = gradients(fulgurite.compile(model, regions="blocks"), model, x)
+    torch.testing.assert_close(ours, gradients(model, model, x))
+
+
+def test_layers_that_differ_are_each_compiled():
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.ReLU() if i % 2 else nn.Tanh()) for i in range(8)]
+    model = nn.Sequential(*layers)
+    compiled = fulgurite.compile(model, regions="blocks")
+    x = torch.randn(2, 4, requires_grad=True)
+    torch.testing.assert_close(compiled(x), model(x))
+    assert len(compiled.graphs) == 2
+
+
+# ---- subclasses --------------------------------------------------------------------------------------
+
+
+def test_tensor_subclasses_go_through():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def f(x, y):
+        return (x * y).sin() + 1
+
+    x = TwoTensor(torch.randn(3, 4), torch.randn(3, 4))
+    y = torch.randn(4)
+    ours, eager = fulgurite.compile(f)(x, y), f(x, y)
+    assert isinstance(ours, TwoTensor)
+    assert torch.equal(ours.a, eager.a) and torch.equal(ours.b, eager.b)
+
+
+def test_distributed_tensors_go_through(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        x = distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)]).requires_grad_()
+        w = distribute_tensor(torch.randn(6, 3), mesh, [Shard(1)]).requires_grad_()
+
+        def f(x, w):
+            return F.silu(x @ w).sum()
+
+        ours = fulgurite.compile(f)(x, w)
+        ours.backward()
+        grad, x.grad = x.grad, None
+        f(x, w).backward()
+        assert isinstance(ours, DTensor) and isinstance(grad, DTensor)
+        torch.testing.assert_close(grad.full_tensor(), x.grad.full_tensor())
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- bad arguments -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"executors": ["nvfuser"]}, "torch"),
+        ({"executors": []}, "torch"),
+        ({"executors": [3]}, "Executor"),
+        ({"transforms": [3]}, "Trace -> Trace"),
+        ({"transforms": print}, "list"),
+        ({"remat": "some"}, "mincut"),
+        ({"regions": "layers"}, "blocks"),
+        ({"dynamic": "yes"}, "True"),
+        ({"fullgraph": True, "regions": "blocks"}, "drop"),
+    ],
+)
+def test_bad_options_say_what_is_allowed(options, says):
+    with pytest.raises(ArgumentError) as caught:
+        fulgurite.compile(lambda x: x, **options)
+    assert says in caught.value.rows["next"]
+
+
+def test_what_cannot_be_compiled_says_so():
+    for thing in (3, nn.Linear, None.__class__):
+        with pytest.raises(ArgumentError, match="can't be compiled"):
+            fulgurite.compile(thing)
+    compiled = fulgurite.compile(lambda x: x + 1)
+    with pytest.raises(ArgumentError, match="nothing is compiled"):
+        compiled.last_trace()
+    compiled(torch.zeros(2))
+    with pytest.raises(ArgumentError, match="no graph 4"):
+        compiled.last_trace(graph=4)
+    with pytest.raises(ArgumentError, match="no backward"):
+        compiled.last_trace("backward")
