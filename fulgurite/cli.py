@@ -42,7 +42,7 @@ def explain(options: argparse.Namespace) -> None:
 
 def _show(explanation: Explanation, options: argparse.Namespace, compiled: Any) -> None:
     if not options.no_trace:
-        print(compiled.last_trace())
+        print(compiled.last_trace(graph=0))
     print(explanation)
     if options.html:
         print(f"written to {write_html(explanation, Path(options.html))}")

@@ -6,6 +6,7 @@ HTML report draws.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,7 +79,10 @@ def explain(
     kwargs: Mapping[str, Any] | None = None,
 ) -> Explanation:
     """Sum up a session; with arguments, time the candidates on them."""
-    times = timing.compare_on(candidates, *args, **(kwargs or {})) if args or kwargs else {}
+    times: dict[str, float] = {}
+    if args or kwargs:  # as the user calls it: with gradients where they are recorded
+        calls = {k: functools.partial(f, *args, **(kwargs or {})) for k, f in candidates.items()}
+        times = timing.compare(calls)
     return Explanation(
         options=str(session.options),
         remat=session.options.remat,
@@ -127,9 +131,9 @@ def _bytes(values: Sequence[Any]) -> int:
 def _where(trace: Trace) -> str:
     """The user's line the graph starts at."""
     for node in trace.ops:
-        place = source_of(node).place
-        if place:
-            return place
+        source = source_of(node)
+        if source.place or source.module:
+            return source.place or source.module
     return ""
 
 

@@ -222,9 +222,13 @@ def _sum_up(stages: list[Trace]) -> str:
     """The line under a final trace's title: what runs, what it moves, what it took to compile."""
     computing = [node for node in stages[-1].ops if not is_view(node)]
     regions = sum(isinstance(node.target, Region) for node in computing)
-    parts = [f"{regions} regions"] if regions else []
-    parts.append(f"{len(computing) - regions} library calls")
+    parts = [_count(regions, "region")] if regions else []
+    parts.append(_count(len(computing) - regions, "library call"))
     moved = sum(node_bytes(node) for node in computing)
     parts.append(f"{bytes_text(moved)} moved")
     parts.append(f"{seconds_text(sum(trace.seconds for trace in stages))} to compile")
     return ", ".join(parts)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy
 import pytest
@@ -14,6 +15,8 @@ import torch._dynamo
 
 # Set before any test module is imported: some read settings at import time.
 os.environ["FULGURITE_VERIFY"] = "1"
+# oneDNN's bfloat16 convolutions die of an illegal instruction where a virtual machine shows AMX but forbids it.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 _folder = tempfile.TemporaryDirectory(prefix="fulgurite-tests-")
 os.environ["FULGURITE_CACHE"] = os.path.join(_folder.name, "cache")
 os.environ["FULGURITE_REPRO"] = os.path.join(_folder.name, "repro")
@@ -33,3 +36,22 @@ def _fresh() -> Iterator[None]:
     torch.manual_seed(0)
     torch._dynamo.reset()
     yield
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--accept", action="store_true", help="write golden files anew")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare a text with tests/golden/NAME; `pytest --accept` writes it instead."""
+
+    def check(name: str, text: str) -> None:
+        path = Path(__file__).parent / "golden" / name
+        if request.config.getoption("--accept"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+        assert path.exists(), f"no golden file {name}: run pytest --accept and read what it wrote"
+        assert text == path.read_text(), f"{name} changed: if it should, run pytest --accept"
+
+    return check

@@ -11,10 +11,17 @@ pieces fuse), and then a final one, where each region an executor took is one ca
 
 from fulgurite.executors.base import Executor, executor_names, register_executor, resolve_executors
 from fulgurite.executors.claim import claim
+from fulgurite.executors.inductor import INDUCTOR
 from fulgurite.executors.load import region, unprintable
 from fulgurite.executors.regions import lower
+from fulgurite.executors.torch import TORCH
+
+BUILT_IN = [TORCH, INDUCTOR]
+for _executor in BUILT_IN:
+    register_executor(_executor)
 
 __all__ = [
+    "BUILT_IN",
     "Executor",
     "claim",
     "executor_names",

@@ -30,9 +30,7 @@ class Executor(ABC):
         """A function of the region's inputs that returns its outputs, in order."""
 
 
-_REGISTERED: dict[
-    str, Executor
-] = {}  # filled by the executor modules in DEFAULT order, then by users
+_REGISTERED: dict[str, Executor] = {}  # BUILT_IN in __init__.py, then users' own
 
 
 def register_executor(executor: Executor) -> Executor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fulgurite.executors.base import Executor, register_executor
+from fulgurite.executors.base import Executor
 from fulgurite.trace.cost import tensors
 from fulgurite.transforms.purity import is_random
 
@@ -46,4 +46,4 @@ class InductorExecutor(Executor):
         return standalone_compile(region, inputs, dynamic_shapes=shapes)
 
 
-INDUCTOR = register_executor(InductorExecutor())
+INDUCTOR = InductorExecutor()

@@ -185,7 +185,8 @@ def _add_region(
         **{k: v for k, v in group.nodes[0].meta.items() if k in ("stack_trace", "nn_module_stack")},
     }
     for position, output in enumerate(outputs):
-        item = graph.call_function(operator.getitem, (node, position))
+        picked = (operator.getitem, (node, position))
+        item = graph.create_node("call_function", *picked, name=output.name)
         item.meta = dict(output.meta)
         value_of[output] = item
 

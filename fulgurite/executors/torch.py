@@ -16,7 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fulgurite.executors.base import Executor, register_executor
+from fulgurite.executors.base import Executor
 from fulgurite.trace.metadata import fake_mode_of, faking
 
 
@@ -44,6 +44,7 @@ class TorchExecutor(Executor):
 
 
 _SPELLINGS: dict[Any, Callable[..., Any] | None] = {}
+_SAME_AS = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}
 _NAMESPACES = (torch, torch._C._nn, torch._C._special, torch._C._linalg, torch._C._fft)
 
 
@@ -57,7 +58,8 @@ def _find_spelling(node: fx.Node, mode: FakeTensorMode) -> Callable[..., Any] | 
                 candidate(*args, **kwargs)
         except (TypeError, RuntimeError, ValueError, NotImplementedError):
             continue  # this function doesn't take these arguments: not a spelling of the op
-        if recorder.saw_only(node.target, args, kwargs):
+        wanted = _SAME_AS.get(node.target, node.target)
+        if recorder.saw_only(wanted, args, kwargs):
             return candidate
     return None
 
@@ -69,6 +71,7 @@ def _candidates(node: fx.Node) -> Iterator[Callable[..., Any]]:
         function = getattr(namespace, name, None)
         if isinstance(function, types.BuiltinFunctionType):
             yield function
+    name = {"_unsafe_view": "view"}.get(name, name)
     method = getattr(torch.Tensor, name, None)
     if isinstance(method, types.MethodDescriptorType) and node.args:
         yield method
@@ -132,4 +135,4 @@ def _kinds(value: Any) -> Any:
     return type(value).__name__
 
 
-TORCH = register_executor(TorchExecutor())
+TORCH = TorchExecutor()

@@ -61,6 +61,8 @@ def is_view(node: fx.Node) -> bool:
     """A node that moves nothing: a view op, or picking an item out of a tuple."""
     if node.target is operator.getitem:
         return True
+    if op_of(node) is torch.ops.aten._unsafe_view.default:
+        return True  # a view whose schema doesn't say so
     schema = getattr(op_of(node), "_schema", None)
     if schema is None:
         return False

@@ -101,7 +101,12 @@ class Source:
 
 
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)')
-_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_NOT_THE_USERS = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.join(_HERE, "op.py"),
+    os.path.join(_HERE, "capture") + os.sep,
+)
 
 
 def source_of(node: fx.Node) -> Source:
@@ -121,6 +126,7 @@ def module_path(node: fx.Node) -> str:
 @lru_cache(maxsize=4096)
 def clean_path(path: str) -> str:
     """`L['self']._modules['layers']._modules['0'].mlp` → `self.layers.0.mlp`."""
+    path = re.sub(r"^L\['fn'\]", "self", path)  # what TorchDynamo calls the module it is given
     path = re.sub(r"^L\['(\w+)'\]", r"\1", path)
     path = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", path)
     path = re.sub(r"\[(?:'([^']+)'|(\d+))\]", lambda m: f".{m[1] or m[2]}", path)
@@ -133,7 +139,7 @@ def _source(stack_trace: str, module: str) -> Source:
     frames = [(m, i) for i, line in enumerate(lines) if (m := _FRAME.search(line))]
     if not frames:
         return Source(module=module)
-    own = [frame for frame in frames if not frame[0]["file"].startswith(_TORCH_FOLDER)]
+    own = [frame for frame in frames if not frame[0]["file"].startswith(_NOT_THE_USERS)]
     match, index = (own or frames)[-1]
     follows = lines[index + 1].strip() if index + 1 < len(lines) else ""
     code = "" if _FRAME.search(follows) else follows

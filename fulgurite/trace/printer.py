@@ -84,7 +84,8 @@ class _Writer:
         self.prelude: list[list[str]] = []
         self.bindings: dict[str, Any] = {}
         self.names: dict[int, str] = {}  # id of a bound object → its name
-        self.taken: set[str] = set(RESERVED)
+        self.taken: set[str] = set(RESERVED)  # names outside functions
+        self.locals: set[str] = set()  # names inside any of them
 
     # ---- functions -------------------------------------------------------------------------------
 
@@ -110,7 +111,8 @@ class _Writer:
         name = "".join(c if c.isalnum() or c == "_" else "_" for c in wanted) or "value"
         name = f"_{name}" if name[0].isdigit() else name
         unique, count = name, 1
-        while unique in self.taken or keyword.iskeyword(unique) or hasattr(builtins, unique):
+        avoid = self.taken | self.locals
+        while unique in avoid or keyword.iskeyword(unique) or hasattr(builtins, unique):
             unique, count = f"{name}_{count}", count + 1
         self.taken.add(unique)
         return unique
@@ -184,15 +186,18 @@ class _Scope:
     def _name_locals(self) -> None:
         taken: set[str] = set()
         for node in self.nodes:
+            if node.op == "get_attr":
+                continue
             name, count = node.name, 1
             while name in self.writer.taken or name in taken or keyword.iskeyword(name):
                 name, count = f"{node.name}_{count}", count + 1
-            taken.add(name)
-            self.local[node] = name
             items = _items_of(node)
             if items is not None:
                 self.unpacked[node] = items
-        self.writer.taken |= taken if self.writer.style == "text" else set()
+                continue
+            taken.add(name)
+            self.local[node] = name
+        self.writer.locals |= taken
 
     def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
         """For each node, the values that nobody needs after it."""

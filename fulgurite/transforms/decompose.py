@@ -38,7 +38,8 @@ def decompose(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
         value_of = dict(zip(sources, inputs, strict=True))
         args = fx.node.map_arg(node.args, lambda source: value_of[source])
         kwargs = fx.node.map_arg(node.kwargs, lambda source: value_of[source])
-        return rule(*args, **kwargs)
+        result = rule(*args, **kwargs)
+        return tuple(result) if isinstance(result, tuple) else result  # not a named tuple
 
     with faking(fake_mode_of(module)):
         traced = make_fx(pieces, tracing_mode="real")(*values)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import fx
 
 from fulgurite.trace import source_of
+from fulgurite.trace.cost import op_of
 from fulgurite.trace.region import Region
 
 EXECUTOR = "observer"
@@ -25,7 +26,7 @@ def add_effect(graph: fx.Graph, function: Callable[..., Any], *arguments: Any) -
 
 def label(node: fx.Node) -> str:
     """`aten.log.default`, or the name of a fused region."""
-    return node.target.name if isinstance(node.target, Region) else str(node.target)
+    return node.target.name if isinstance(node.target, Region) else str(op_of(node))
 
 
 def place(node: fx.Node) -> str:

@@ -21,7 +21,7 @@ from fulgurite.transforms.base import transform
 from fulgurite.transforms.purity import escaping, is_pure
 
 aten = torch.ops.aten
-FOLD_LIMIT = 64  # elements: larger constants are cheaper to compute than to keep
+FOLD_LIMIT = 16  # elements: larger constants are cheaper to compute than to keep
 
 
 @transform
@@ -116,6 +116,16 @@ def _first(node: fx.Node) -> fx.Node | None:
     return node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
 
 
+def _same_view(node: fx.Node) -> fx.Node | None:
+    """The nearest value up the chain of views that looks the same: they keep the order of elements."""
+    above = _first(node)
+    while above is not None and above.target in SAME_ORDER:
+        if same_metadata(above.meta.get("val"), node.meta.get("val")):
+            return above
+        above = _first(above)
+    return above
+
+
 def _neutral_right(number: int) -> Rule:
     """`x op number` is x."""
 
@@ -159,6 +169,7 @@ def _there_and_back(node: fx.Node) -> fx.Node | None:
     return first
 
 
+SAME_ORDER = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 WIDER = {
     torch.bfloat16: (torch.float32, torch.float64),
     torch.float16: (torch.float32, torch.float64),
@@ -176,9 +187,9 @@ RULES: dict[Any, Rule] = {
     aten.neg.default: _undo(aten.neg.default),
     aten.t.default: _undo(aten.t.default),
     aten.transpose.int: _undo(aten.transpose.int),
-    aten.view.default: _first,
-    aten._unsafe_view.default: _first,
-    aten.reshape.default: _first,
+    aten.view.default: _same_view,
+    aten._unsafe_view.default: _same_view,
+    aten.reshape.default: _same_view,
     aten.expand.default: _first,
     aten.permute.default: _first,
     aten.slice.Tensor: lambda node: _first(node) if _whole_slice(node) else None,

@@ -1,0 +1,104 @@
+"""Regions: as large as order allows, never a cycle, ordered ops in order."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import fx
+
+import fulgurite
+from fulgurite.executors.regions import lower
+from fulgurite.executors.torch import TORCH
+from fulgurite.trace import Trace, verify
+from fulgurite.trace.metadata import fill_metadata
+
+
+class Fuses(fulgurite.Executor):
+    name = "fuses"
+
+    def claims(self, node):
+        return True
+
+    def lower(self, region):
+        return region.forward
+
+
+def random_trace(seed, length=40):
+    """A random graph of adds whose nodes are claimed at random by a fusing executor or torch."""
+    draw = random.Random(seed)
+    graph = fx.Graph()
+    mode = torch._subclasses.FakeTensorMode()
+    values = []
+    for position in range(3):
+        node = graph.placeholder(f"x{position}")
+        node.meta["val"] = mode.from_tensor(torch.zeros(4))
+        values.append(node)
+    for _ in range(length):
+        left, right = draw.choice(values[-8:]), draw.choice(values)
+        node = graph.call_function(torch.ops.aten.add.Tensor, (left, right))
+        node.meta["executor"] = draw.choice(["fuses", "fuses", "torch"])
+        values.append(node)
+    graph.output(tuple(values[-3:]))
+    module = fx.GraphModule({}, graph)
+    fill_metadata(module)
+    return Trace(module, "inference", "claimed")
+
+
+def test_random_graphs_stay_right_and_regions_stay_few():
+    for seed in range(60):
+        trace = random_trace(seed)
+        final = lower(trace, [Fuses(), TORCH]).at_stage("final")
+        verify(final, before=trace)
+        inputs = [torch.randn(4) for _ in range(3)]
+        torch.testing.assert_close(final.run(*inputs), trace.run(*inputs), rtol=0, atol=0)
+        single = sum(n.meta["executor"] == "torch" for n in trace.ops)
+        regions = sum(n.meta["executor"] == "fuses" and "getitem" not in str(n.target) for n in final.ops)
+        assert regions <= single + 1
+
+
+def test_everything_for_one_executor_is_one_region():
+    trace = random_trace(0)
+    for node in trace.ops:
+        node.meta["executor"] = "fuses"
+    final = lower(trace, [Fuses(), TORCH])
+    assert sum("getitem" not in str(n.target) for n in final.ops) == 1
+
+
+def test_random_draws_keep_their_order_across_regions():
+    class Takes(Fuses):
+        name = "takes_random"
+
+        def claims(self, node):
+            return "rand_like" in str(node.target) or "mul" in str(node.target)
+
+    def f(x):
+        a = torch.rand_like(x)
+        b = torch.randn_like(x)
+        c = torch.rand_like(x)
+        return a * 2, b * 3, c * 4
+
+    x = torch.zeros(5)
+    torch.manual_seed(0)
+    expected = f(x)
+    torch.manual_seed(0)
+    torch.testing.assert_close(fulgurite.compile(f, executors=[Takes(), "torch"])(x), expected)
+
+
+def test_a_printed_region_is_lowered_again_when_it_is_read_back():
+    calls = []
+
+    class Counts(Fuses):
+        name = "counts"
+
+        def lower(self, region):
+            calls.append(region)
+            return region.forward
+
+    fulgurite.register_executor(Counts())
+    f = fulgurite.compile(lambda x, y: ((x + y) * 2, x.sum()), executors=["counts", "torch"])
+    x, y = torch.randn(3), torch.randn(3)
+    expected = f(x, y)
+    assert len(calls) == 1
+    torch.testing.assert_close(f.last_trace().load()(x, y), expected)
+    assert len(calls) == 2

@@ -1,0 +1,146 @@
+"""@fulgurite.op: schemas from hints, fake rules, backward, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import List, Optional  # noqa: UP035
+
+import pytest
+import torch
+from torch import Tensor
+
+import fulgurite
+from fulgurite.errors import ArgumentError
+from fulgurite.op import schema_of
+
+
+@pytest.mark.parametrize(
+    ("hints", "schema"),
+    [
+        (dict(x=Tensor), "(Tensor x) -> Tensor"),
+        (dict(x=Optional[Tensor]), "(Tensor? x) -> Tensor"),
+        (dict(x=Tensor | None, n=int), "(Tensor? x, SymInt n) -> Tensor"),
+        (dict(x=list[Tensor], f=list[float]), "(Tensor[] x, float[] f) -> Tensor"),
+        (dict(x=Tensor, f=Optional[list[float]]), "(Tensor x, float[]? f) -> Tensor"),
+        (dict(x=Tensor, o=list[int] | None), "(Tensor x, SymInt[]? o) -> Tensor"),
+        (dict(x=Tensor, o=Optional[List[Tensor]]), "(Tensor x, Tensor[]? o) -> Tensor"),  # noqa: UP006
+        (dict(x=list[Tensor | None]), "(Tensor?[] x) -> Tensor"),
+        (dict(x=Sequence[bool], s=str), "(bool[] x, str s) -> Tensor"),
+        (dict(x=Tensor, d=torch.dtype, v=torch.device | None), "(Tensor x, ScalarType d, Device? v) -> Tensor"),
+        (dict(x=Tensor, s=int | float), "(Tensor x, Scalar s) -> Tensor"),
+    ],
+)
+def test_schema_from_hints(hints, schema):
+    def function(**_): ...
+
+    names = ", ".join(hints)
+    namespace = {}
+    exec(f"def function({names}): ...", namespace)
+    function = namespace["function"]
+    function.__annotations__ = {**hints, "return": Tensor}
+    assert schema_of(function) == schema
+
+
+def test_defaults_tuples_and_keyword_only():
+    def function(
+        x: Tensor, *, scale: float = 2.0, name: str = "a", sizes: tuple[int, ...] = (1, 2)
+    ) -> tuple[Tensor, int]: ...
+
+    assert schema_of(function) == (
+        '(Tensor x, *, float scale=2.0, str name="a", SymInt[] sizes=[1, 2]) -> (Tensor, SymInt)'
+    )
+
+
+@fulgurite.op("fulgurite_test::weighted")
+def weighted(x: Tensor, weights: list[float] | None = None, bias: Tensor | None = None) -> Tensor:
+    total = x * (sum(weights) if weights else 1.0)
+    return total if bias is None else total + bias
+
+
+@weighted.fake
+def _(x, weights=None, bias=None):
+    return torch.empty_like(x)
+
+
+@weighted.backward
+def _(inputs, output, grad):
+    x, weights, bias = inputs
+    return grad * (sum(weights) if weights else 1.0), None, None if bias is None else grad.sum(0)
+
+
+def test_an_op_is_opaque_and_differentiable():
+    f = fulgurite.compile(lambda x, b: weighted(x, [2.0, 3.0], b).relu(), fullgraph=True)
+    x, b = torch.randn(3, 4, requires_grad=True), torch.randn(4, requires_grad=True)
+    out = f(x, b)
+    torch.testing.assert_close(out, (x * 5 + b).relu())
+    out.sum().backward()
+    mask = (x * 5 + b > 0).float()
+    torch.testing.assert_close(x.grad, mask * 5)
+    torch.testing.assert_close(b.grad, mask.sum(0))
+    assert "torch.ops.fulgurite_test.weighted" in str(f.last_trace("forward"))
+    torch.testing.assert_close(weighted(x.detach()), x.detach() * 1.0)
+
+
+def test_optional_lists_of_tensors_run():
+    @fulgurite.op("fulgurite_test::add_all")
+    def add_all(x: Tensor, others: list[Tensor] | None = None) -> Tensor:
+        return x.clone() if others is None else torch.stack([x, *others]).sum(0)
+
+    @add_all.reference
+    def _(x, others=None):
+        return x + 0
+
+    f = fulgurite.compile(lambda x: add_all(x, [x, x]) + add_all(x))
+    assert torch.equal(f(torch.ones(3)), torch.full((3,), 4.0))
+
+
+def test_mutation_is_refused_with_the_way_out():
+    @fulgurite.op("fulgurite_test::rude")
+    def rude(x: Tensor, y: Tensor) -> Tensor:
+        y.add_(1)
+        return x + y
+
+    with pytest.raises(ArgumentError) as caught:
+        rude(torch.ones(2), torch.ones(2))
+    assert "wrote to its argument y" in str(caught.value) and "y.clone()" in str(caught.value)
+    assert "test_op.py" in caught.value.rows["where"]
+
+    @fulgurite.op("fulgurite_test::echo")
+    def echo(x: Tensor) -> Tensor:
+        return x.view(-1)
+
+    with pytest.raises(ArgumentError, match="returned its argument x"):
+        echo(torch.ones(2, 2))
+
+
+def test_no_fake_rule_says_how_to_add_one():
+    @fulgurite.op("fulgurite_test::opaque")
+    def opaque(x: Tensor) -> Tensor:
+        return x * 2
+
+    assert torch.equal(opaque(torch.ones(2)), torch.full((2,), 2.0))
+    with pytest.raises(Exception, match="no rule for FakeTensors"):
+        fulgurite.compile(lambda x: opaque(x))(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("def f(x): ...", "x has no type hint"),
+        ("def f(x: Tensor): ...", "its result has no type hint"),
+        ("def f(x: Tensor) -> None: ...", "returns what it made"),
+        ("def f(x: set) -> Tensor: ...", "which an operator can't take"),
+        ("def f(*x: Tensor) -> Tensor: ...", "any number"),
+    ],
+)
+def test_what_cannot_be_an_operator(source, says):
+    namespace = {"Tensor": Tensor}
+    exec(source, namespace)
+    with pytest.raises(ArgumentError, match=says):
+        schema_of(namespace["f"])
+
+
+def test_bad_names():
+    for name in ("scale", "a::b::c", "my-lib::scale"):
+        with pytest.raises(ArgumentError, match="name"):
+            fulgurite.op(name)

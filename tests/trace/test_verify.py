@@ -1,0 +1,114 @@
+"""The verifier finds each kind of broken trace and names who made it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fulgurite
+from fulgurite.errors import CompileError, VerifyError
+from fulgurite.trace import verify
+
+aten = torch.ops.aten
+
+
+def compiled_with(change):
+    """Compile a small function with a transform that applies `change` to the graph."""
+
+    @fulgurite.transform(name="culprit")
+    def culprit(trace):
+        return trace.edited(change)
+
+    f = fulgurite.compile(lambda x, y: ((x + y).relu(), x * 2), transforms=[culprit])
+    return f(torch.randn(3, 4), torch.randn(4))
+
+
+def first(graph, target):
+    return next(n for n in graph.nodes if n.target is target)
+
+
+def writes_to_an_argument(graph):
+    first(graph, aten.relu.default).target = aten.relu_.default
+
+
+def lies_about_a_shape(graph):
+    node = first(graph, aten.relu.default)
+    node.meta["val"] = node.meta["val"][:2]
+
+
+def has_no_metadata(graph):
+    first(graph, aten.relu.default).meta.pop("val")
+
+
+def returns_an_input(graph):
+    node = first(graph, aten.mul.Tensor)
+    node.replace_all_uses_with(node.args[0])
+
+
+def drops_an_output(graph):
+    output = graph.output_node()
+    output.args = ((output.args[0][0],),)
+
+
+def changes_a_dtype(graph):
+    node = first(graph, aten.relu.default)
+    with graph.inserting_after(node):
+        cast = graph.call_function(aten._to_copy.default, (node,), {"dtype": torch.float64})
+    node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
+
+
+def uses_before_definition(graph):
+    relu, add = first(graph, aten.relu.default), first(graph, aten.add.Tensor)
+    relu.append(add)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (writes_to_an_argument, "functional"),
+        (lies_about_a_shape, "metadata"),
+        (returns_an_input, "same aliases"),
+        (drops_an_output, "same interface"),
+        (changes_a_dtype, "same interface"),
+        (uses_before_definition, "defined once"),
+    ],
+)
+def test_a_broken_transform_is_named(change, rule):
+    with pytest.raises(VerifyError) as caught:
+        compiled_with(change)
+    text = str(caught.value)
+    assert "culprit" in text and f"'{rule}'" in text
+    assert "repro" in caught.value.rows
+
+
+def test_missing_metadata_is_filled_in():
+    assert len(compiled_with(has_no_metadata)) == 2
+
+
+def test_a_transform_that_fails_is_named():
+    def explode(trace):
+        raise KeyError("missing")
+
+    with pytest.raises(CompileError, match=r"explode failed on inference 0.*KeyError: 'missing'"):
+        fulgurite.compile(lambda x: x + 1, transforms=[explode])(torch.ones(2))
+
+
+def test_a_transform_that_returns_nothing_is_named():
+    with pytest.raises(fulgurite.FulguriteError, match="forgetful returned NoneType"):
+
+        @fulgurite.transform
+        def forgetful(trace):
+            pass
+
+        fulgurite.compile(lambda x: x + 1, transforms=[forgetful])(torch.ones(2))
+
+
+def test_unclaimed_ops_are_found():
+    f = fulgurite.compile(lambda x: x + 1)
+    f(torch.ones(2))
+    claimed = next(t for t in f.history if t.stage == "claimed")
+    verify(claimed)
+    for node in (bad := claimed.edited(lambda graph: None)).ops:
+        del node.meta["executor"]
+    with pytest.raises(VerifyError, match="has no executor"):
+        verify(bad)

@@ -1,0 +1,88 @@
+"""The transforms that watch: the NaN finder, profiler ranges, the time table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fulgurite
+from fulgurite.errors import NonFiniteError
+from fulgurite.transforms import annotate, find_nonfinite
+
+
+def makes_nan(x):
+    y = x - 2
+    z = torch.log(y)  # the culprit
+    return (z * 0).sum()
+
+
+def test_the_first_op_that_made_a_nan_is_named():
+    f = fulgurite.compile(makes_nan, transforms=[find_nonfinite])
+    assert f(torch.full((3,), 4.0)) == 0
+    with pytest.raises(NonFiniteError) as caught:
+        f(torch.full((3,), 1.0))
+    assert "log" in caught.value.what and "NaN (3 of 3 values)" in caught.value.what
+    assert "the culprit" in caught.value.rows["where"]
+    assert "from -1 to -1" in caught.value.rows["input"]
+
+
+def test_an_infinity_is_named_too_and_a_mask_is_not():
+    f = fulgurite.compile(lambda x: 1 / x, transforms=[find_nonfinite])
+    with pytest.raises(NonFiniteError, match="reciprocal.*an infinity"):
+        f(torch.zeros(2))
+
+    def masked(x, keep):
+        return x.masked_fill(~keep, -torch.inf).softmax(-1)
+
+    g = fulgurite.compile(masked, transforms=[find_nonfinite])
+    keep = torch.tensor([[True, False], [True, True]])
+    assert torch.equal(g(torch.ones(2, 2), keep), masked(torch.ones(2, 2), keep))
+    with pytest.raises(NonFiniteError, match="softmax"):
+        g(torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.bool))
+
+
+def test_the_nan_in_backward_is_found():
+    f = fulgurite.compile(lambda x: x.sqrt().sum(), transforms=[find_nonfinite])
+    x = torch.zeros(2, requires_grad=True)
+    with pytest.raises(NonFiniteError, match="backward|div|mul"):
+        f(x).backward()
+
+
+def test_ranges_by_module_path():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    f = fulgurite.compile(model, transforms=[annotate])
+    x = torch.randn(2, 4)
+    assert torch.equal(f(x), model(x))
+    with torch.profiler.profile() as profile:
+        f(x).sum().backward()
+    names = {event.key for event in profile.key_averages()}
+    assert {"forward self.0", "forward self.2"} <= names
+    assert any(name.startswith("backward self.") for name in names)
+
+
+def test_a_table_of_times():
+    model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64))
+    times = fulgurite.TimeOps()
+    f = fulgurite.compile(model, transforms=[times.transform])
+    x = torch.randn(256, 64)
+    for _ in range(3):
+        assert torch.allclose(f(x), model(x))
+    f(x).sum().backward()
+    rows = [row for row in times.rows if row.calls]
+    assert {row.calls for row in rows if row.graph == "forward 0"} == {4}
+    text = str(times)
+    assert "addmm" in text and "backward 0" in text and "self.0" in text
+    times.clear()
+    assert str(times).count("\n") == 0
+
+
+def test_watched_stages_round_trip():
+    times = fulgurite.TimeOps()
+    f = fulgurite.compile(
+        lambda x: (x + 1).exp(), transforms=[find_nonfinite, annotate, times.transform]
+    )
+    x = torch.randn(3)
+    expected = f(x)
+    for trace in f.history:
+        torch.testing.assert_close(trace.load()(x)[0], expected)

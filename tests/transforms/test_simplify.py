@@ -1,0 +1,111 @@
+"""Each clean-up fires where it should, and not where it would change a bit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import fulgurite
+
+SPECIAL = torch.tensor([0.0, -0.0, 1.0, -1.5, math.inf, -math.inf, math.nan, 1e-45, 3e38])
+
+
+def ops_after(function, *inputs):
+    """Targets left after the built-in clean-ups, and bit-for-bit agreement with eager."""
+    compiled = fulgurite.compile(function)
+    ours, eager = compiled(*inputs), function(*inputs)
+    for mine, theirs in zip(ours, eager, strict=True):
+        assert mine.dtype == theirs.dtype and mine.stride() == theirs.stride()
+        assert torch.equal(mine.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+    stage = next(t for t in compiled.history if t.stage == "dead_code")
+    return [str(node.target).removeprefix("aten.") for node in stage.ops]
+
+
+@pytest.mark.parametrize(
+    ("function", "left"),
+    [
+        (lambda x: (x * 1 + 2,), ["add.Tensor"]),
+        (lambda x: (x / 1 + 2,), ["add.Tensor"]),
+        (lambda x: (x - 0 + 2,), ["add.Tensor"]),
+        (lambda x: (x**1 + 2,), ["add.Tensor"]),
+        (lambda x: ((-(-x)) + 2,), ["add.Tensor"]),
+        (lambda x: (x + 0 + 2,), ["add.Tensor", "add.Tensor"]),  # -0.0 + 0 is 0.0
+        (lambda x: (x * 0,), ["mul.Tensor"]),  # NaN * 0 is NaN
+        (lambda x: (x - x,), ["sub.Tensor"]),
+        (lambda x: (x.double().float() + 2,), ["add.Tensor"]),
+        (lambda x: (x.half().float() + 2,), ["_to_copy.default", "_to_copy.default", "add.Tensor"]),
+        (lambda x: (x.view(3, 3).view(9) + 1,), ["add.Tensor"]),
+        (lambda x: (x.sin() + x.sin(),), ["sin.default", "add.Tensor"]),
+        (lambda x: (x.clone() + 1,), ["add.Tensor"]),
+        (lambda x: (x.clone(),), ["clone.default"]),
+        (lambda x: (x.sin(), x.sin()), ["sin.default", "sin.default"]),  # two results, two memories
+        (lambda x: (x * 1,), ["mul.Tensor"]),  # the result must not be the input
+        (lambda x: (x.sum() * 1.0 + x * True,), ["sum.default", "mul.Tensor", "add.Tensor"]),
+    ],
+)
+def test_rules(function, left):
+    assert ops_after(function, SPECIAL.clone()) == left
+
+
+def test_integers_and_promotion():
+    x = torch.tensor([0, -1, 5])
+    assert ops_after(lambda x: (x + 0 + 2,), x) == ["add.Tensor"]
+    assert ops_after(lambda x: (x / 1,), x) == ["div.Tensor"]  # the result is a float
+    assert ops_after(lambda x: (x * 1.0 + 2,), x) == ["mul.Tensor", "add.Tensor"]
+
+
+def test_zero_and_minus_zero_are_different_constants():
+    x = SPECIAL.clone()
+    left = ops_after(lambda x: ((x + 0.0) * (x + -0.0), x * 2 + x * 2.0), x)
+    assert left.count("add.Tensor") == 3 and left.count("mul.Tensor") == 3
+
+
+def test_views_undone_and_transposes():
+    x = torch.randn(3, 4)
+    assert ops_after(lambda x: (x.t().t() + 1,), x) == ["add.Tensor"]
+    assert ops_after(lambda x: (x.transpose(0, 1).transpose(0, 1) * 2,), x) == ["mul.Tensor"]
+    assert ops_after(lambda x: (x[:] + 1, x[:, 0:4] * 2, x[1:] * 3), x) == [
+        "add.Tensor",
+        "mul.Tensor",
+        "slice.Tensor",
+        "mul.Tensor",
+    ]
+
+
+def test_constants_fold_and_stay_fresh():
+    def f(x):
+        table = torch.tensor([1.0, 2.0]) * 3 + torch.arange(2)
+        return x + table, table
+
+    compiled = fulgurite.compile(f)
+    first = compiled(torch.zeros(2))
+    first[1].fill_(99)  # a result belongs to the caller
+    second = compiled(torch.zeros(2))
+    assert second[0].tolist() == [3.0, 7.0] and second[1].tolist() == [3.0, 7.0]
+
+    folded = fulgurite.compile(lambda x: x + torch.tensor([1.0, 2.0]) * 3)
+    assert folded(torch.zeros(2)).tolist() == [3.0, 6.0]
+    assert len(folded.last_trace().ops) == 1 and "[3.0, 6.0]" in str(folded.last_trace())
+
+
+def test_random_ops_are_neither_merged_nor_dropped():
+    def f(x):
+        return torch.rand_like(x) - torch.rand_like(x)
+
+    torch.manual_seed(0)
+    expected = f(SPECIAL)
+    torch.manual_seed(0)
+    assert torch.equal(fulgurite.compile(f)(SPECIAL), expected) and expected.abs().sum() > 0
+
+
+def test_assertions_stay():
+    def f(x):
+        torch._assert_async((x > 0).all(), "x must be positive")
+        return x + 1
+
+    compiled = fulgurite.compile(f)
+    compiled(torch.ones(3))
+    with pytest.raises(RuntimeError, match="positive"):
+        compiled(-torch.ones(3))
