@@ -174,4 +174,5 @@ def _saved_text(saved: dict[str, int], remat: str) -> str:
 def _break_lines(breaks: Sequence[GraphBreak]) -> list[str]:
     if not breaks:
         return ["graph breaks          none"]
-    return [f"graph breaks {len(breaks)}", *(f"  {text}" for text in map(str, breaks))]
+    rows = [line for found in breaks for line in str(found).splitlines()]
+    return [f"graph breaks {len(breaks)}", *(f"  {row}" for row in rows)]

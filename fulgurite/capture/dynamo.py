@@ -55,7 +55,8 @@ class GraphBreak:
 
     def __str__(self) -> str:
         place = f"{os.path.basename(self.file)}:{self.line}"
-        return f"{place}   {self.code}   {self.reason}" + (f" · {self.hint}" if self.hint else "")
+        lines = [f"{place}   {self.code}", self.reason, *([self.hint] if self.hint else [])]
+        return f"\n{'':<{len(place)}}   ".join(lines)
 
 
 class _Listener(logging.Handler):
@@ -122,6 +123,7 @@ def _reason_and_hint(text: str) -> tuple[str, str]:
     """Dynamo's message has a title, an explanation and hints; the title and first hint are enough."""
     head = text.partition("*** While handling this graph break")[0]
     head = re.sub(r"^Failed to handle graph break gracefully.*?\n\n", "", head, flags=re.DOTALL)
+    head = re.sub(r"^Encountered graph break when attempting to trace .*\n+", "", head.lstrip())
     title = head.strip().splitlines()[0].strip() if head.strip() else "unknown reason"
     explanation = re.search(r"Explanation: (.+)", head)
     hint = re.search(r"Hint: (.+)", head)
