@@ -19,7 +19,7 @@ from torch._dynamo import exc
 
 from fulgurite import repro
 from fulgurite.capture.blocks import BlockRunner, Blocks, find_blocks, worth_it
-from fulgurite.capture.dynamo import GraphBreak, breaks_into, optimize, raise_as_ours
+from fulgurite.capture.dynamo import GraphBreak, here, optimize, raise_as_ours
 from fulgurite.capture.module import original_of, wrap_module
 from fulgurite.errors import ArgumentError
 from fulgurite.executors import Executor
@@ -55,7 +55,7 @@ class Compiled:
         self._runner: BlockRunner | None = None
         if isinstance(function, nn.Module):
             self._use_blocks(function)
-        self._run = function if self._runner else self._optimize(function)
+        self._run = self._runner.around(function) if self._runner else self._optimize(function)
         if not isinstance(function, nn.Module):
             functools.update_wrapper(self, function, updated=())
 
@@ -83,14 +83,13 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # inside someone else's capture: be the plain function
             return self.original(*args, **kwargs)
+        outer, here.breaks = here.breaks, self.session.breaks
         try:
-            with breaks_into(self.session.breaks):
-                if self._runner is not None:
-                    with self._runner.running():
-                        return self._run(*args, **kwargs)
-                return self._run(*args, **kwargs)
+            return self._run(*args, **kwargs)
         except (exc.BackendCompilerFailed, exc.Unsupported) as error:
             raise_as_ours(error)
+        finally:
+            here.breaks = outer
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
         """As a method: bound like any function."""

@@ -24,7 +24,7 @@ from fulgurite.executors import claim, lower
 from fulgurite.executors.tune import Decision, Tuner
 from fulgurite.options import Options
 from fulgurite.trace import Kind, Trace, verify
-from fulgurite.trace.cost import bytes_text, is_view, node_bytes, seconds_text
+from fulgurite.trace.cost import bytes_text, count_text, is_view, node_bytes, seconds_text
 from fulgurite.trace.region import Region
 from fulgurite.trace.text import load
 from fulgurite.transforms import SIMPLIFY
@@ -138,7 +138,8 @@ class Session:
         trace = self.step(record, "final", lambda trace: lower(trace, executors, choose), trace)
         for transform in options.transforms_in("after_claim"):
             trace = self.step(record, transform.name, transform, trace)
-        program = record.programs[kind] = Program(trace.with_note(_sum_up(record.stages(kind))))
+        trace = record.history[-1] = trace.with_note(_sum_up(record.stages(kind)))
+        program = record.programs[kind] = Program(trace)
         record.decisions += tuner.decisions if tuner else []
         if kind == "backward":
             record.seconds += time.perf_counter() - started
@@ -222,13 +223,9 @@ def _sum_up(stages: list[Trace]) -> str:
     """The line under a final trace's title: what runs, what it moves, what it took to compile."""
     computing = [node for node in stages[-1].ops if not is_view(node)]
     regions = sum(isinstance(node.target, Region) for node in computing)
-    parts = [_count(regions, "region")] if regions else []
-    parts.append(_count(len(computing) - regions, "library call"))
+    parts = [count_text(regions, "region")] if regions else []
+    parts.append(count_text(len(computing) - regions, "library call"))
     moved = sum(node_bytes(node) for node in computing)
     parts.append(f"{bytes_text(moved)} moved")
     parts.append(f"{seconds_text(sum(trace.seconds for trace in stages))} to compile")
     return ", ".join(parts)
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

@@ -8,7 +8,6 @@ guards find the layers alike and capture the first only. What lies outside the l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -90,13 +89,17 @@ class BlockRunner:
             if not isinstance(module._compiled_call_impl, _Dispatch):
                 module._compiled_call_impl = _Dispatch(module)  # type: ignore[assignment]
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        token = _running.set(self)
-        try:
-            yield
-        finally:
-            _running.reset(token)
+    def around(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        """`model`, called with its layers compiled."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            token = _running.set(self)
+            try:
+                return model(*args, **kwargs)
+            finally:
+                _running.reset(token)
+
+        return run
 
 
 _running: ContextVar[BlockRunner | None] = ContextVar("fulgurite_running", default=None)

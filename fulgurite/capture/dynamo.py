@@ -32,6 +32,7 @@ def optimize(
     function: Callable[..., Any], backend: Any, *, dynamic: bool | None, fullgraph: bool
 ) -> Any:
     """`function`, captured by TorchDynamo and compiled by `backend` when it is called."""
+    _listen()
     known = inspect.signature(torch.compile).parameters
     wanted = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
     isolation: Any = {key: value for key, value in wanted.items() if key in known}
@@ -59,23 +60,27 @@ class GraphBreak:
         return f"\n{'':<{len(place)}}   ".join(lines)
 
 
-class _Listener(logging.Handler):
-    """Hears Dynamo speak of graph breaks, for whoever is compiling on this thread."""
+class Here(threading.local):
+    """Who is compiling on this thread: graph breaks go into this list."""
 
-    def __init__(self) -> None:
-        super().__init__(logging.DEBUG)
-        self.here = threading.local()
+    breaks: list[GraphBreak] | None = None
+
+
+here = Here()
+
+
+class _Listener(logging.Handler):
+    """Hears TorchDynamo speak of graph breaks."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        breaks: list[GraphBreak] | None = getattr(self.here, "breaks", None)
-        if breaks is None:
+        if here.breaks is None:
             return
         found = parse_break(record.getMessage())
-        if found is not None and found not in breaks:
-            breaks.append(found)
+        if found is not None and found not in here.breaks:
+            here.breaks.append(found)
 
 
-_listener = _Listener()
+_listener = _Listener(logging.DEBUG)
 
 
 def _listen() -> None:
@@ -87,22 +92,6 @@ def _listen() -> None:
         logger.setLevel(logging.DEBUG)
         logger.propagate = False  # nobody asked to see these: keep them from the parent's handlers
     logger.addHandler(_listener)
-
-
-class breaks_into:
-    """`with breaks_into(list):` graph breaks on this thread are added to the list."""
-
-    def __init__(self, breaks: list[GraphBreak]) -> None:
-        self.breaks = breaks
-        _listen()
-
-    def __enter__(self) -> None:
-        here = _listener.here
-        self.outer = getattr(here, "breaks", None)
-        here.breaks = self.breaks
-
-    def __exit__(self, *error: object) -> None:
-        _listener.here.breaks = self.outer
 
 
 def parse_break(message: str) -> GraphBreak | None:

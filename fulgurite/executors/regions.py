@@ -19,7 +19,7 @@ from fulgurite.errors import CompileError, FulguriteError
 from fulgurite.executors.base import Executor
 from fulgurite.executors.torch import TorchExecutor
 from fulgurite.trace import Trace, describe, source_of
-from fulgurite.trace.cost import bytes_text, is_view, value_bytes
+from fulgurite.trace.cost import bytes_text, count_text, is_view, value_bytes
 from fulgurite.trace.region import Region
 from fulgurite.trace.trace import copy_module
 from fulgurite.transforms.purity import is_ordered
@@ -176,7 +176,7 @@ def _add_region(
     name = f"{executor.name}_{serial}"
     computing = sum(not is_view(node) for node in group.nodes)
     moved = sum(value_bytes(n.meta.get("val")) for n in {*inputs, *outputs})
-    summary = f"{computing} ops   {bytes_text(moved)}"
+    summary = f"{count_text(computing, 'op')}   {bytes_text(moved)}"
     region = Region(name, executor.name, module, call, summary)
     node = graph.call_function(region, tuple(value_of[n] for n in inputs))
     node.meta = {

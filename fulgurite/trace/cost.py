@@ -125,3 +125,8 @@ def seconds_text(seconds: float) -> str:
     if seconds < 1e-3:
         return f"{seconds * 1e6:.1f} µs"
     return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def count_text(number: int, thing: str) -> str:
+    """`1 op`, `2 ops`."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

@@ -18,6 +18,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -31,6 +32,8 @@ from fulgurite.trace.trace import Trace
 
 Problem = tuple[str, fx.Node | None]  # what is wrong, and with which node
 CLAIMED_STAGES = ("claimed", "final")
+# What verify found of each module: a stage is checked against the one before, whose values are known already.
+_KNOWN_ALIASES: WeakKeyDictionary[fx.GraphModule, list[str]] = WeakKeyDictionary()
 
 
 def verify(trace: Trace, before: Trace | None = None) -> None:
@@ -41,10 +44,10 @@ def verify(trace: Trace, before: Trace | None = None) -> None:
         return
     values = evaluate(trace.module, _recorded_where_opaque)
     _raise_first(trace, "metadata", _wrong_metadata(trace, values))
+    aliases = _KNOWN_ALIASES[trace.module] = _aliases(trace, values)
     if before is not None and before.kind == trace.kind:
         _raise_first(trace, "same interface", _changed_interface(trace, before))
-        old = evaluate(before.module, _recorded_where_opaque)
-        _raise_first(trace, "same aliases", _changed_aliases(trace, values, before, old))
+        _raise_first(trace, "same aliases", _changed_aliases(trace, aliases, before))
 
 
 def _rules(trace: Trace) -> list[Callable[[Trace], Iterator[Problem]]]:
@@ -135,11 +138,11 @@ def _changed_interface(trace: Trace, before: Trace) -> Iterator[Problem]:
                 yield f"{what} {position} is {is_} and was {was}", now
 
 
-def _changed_aliases(
-    trace: Trace, values: dict[fx.Node, Any], before: Trace, old: dict[fx.Node, Any]
-) -> Iterator[Problem]:
-    new_aliases, old_aliases = _aliases(trace, values), _aliases(before, old)
-    for position, (now, then) in enumerate(zip(new_aliases, old_aliases, strict=True)):
+def _changed_aliases(trace: Trace, aliases: list[str], before: Trace) -> Iterator[Problem]:
+    old = _KNOWN_ALIASES.get(before.module)
+    if old is None:
+        old = _aliases(before, evaluate(before.module, _recorded_where_opaque))
+    for position, (now, then) in enumerate(zip(aliases, old, strict=True)):
         if now != then:
             node = trace.outputs[position]
             yield (

@@ -47,7 +47,7 @@ def test_the_first_that_claims_gets_it():
     ]
     assert len(mine.regions) == 2  # relu stands between them
     text = str(f.last_trace())
-    assert "@fulgurite.region('takes')" in text and "# takes   1 ops" in text
+    assert "@fulgurite.region('takes')" in text and "# takes   1 op " in text
 
 
 def test_a_composite_op_is_taken_apart_when_all_its_pieces_are_wanted():

@@ -1,0 +1,324 @@
+"""Where the boxes of a graph go.
+
+In: boxes in program order and edges between them, each from an earlier box to a later one. Out: a place for every
+box and a route for every edge, always downwards, in time linear in boxes and edges (up to sorting).
+
+1. A box's layer is one below its lowest source; boxes with slack sink towards their users.
+2. A value used several layers further down gets a lane: one slot in every layer between. Beyond LANE layers
+   it has none and its edge is drawn straight through, so that lanes stay linear in number.
+3. Each layer is sorted by where its neighbours are, a few times down and up.
+4. Each layer is moved as close to its neighbours as its order allows: least squares with the order as a
+   constraint, solved exactly by pooling neighbours that would overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+LANE = 32  # layers a value may be led through
+LONG = 6  # layers from which on a lane counts as long
+SWEEPS = 6
+STIFFNESS = (1.0, 0.3, 4.0)  # of an edge, by how many of its ends are lanes: these stay straight
+GRAVITY = 0.02  # how strongly a slot is pulled to the middle, beside 1 for a neighbour
+COLUMN_GAP = 14.0
+LANE_GAP = 9.0
+LAYER_GAP = 22.0
+PORT_GAP = 9.0
+MARGIN = 16.0
+LIGHT = 0.01  # how strongly a light box pulls, beside 1 for a call
+
+
+@dataclass(frozen=True)
+class Box:
+    """What is to be placed. A light box (an input, a view) follows its neighbours; it doesn't pull them."""
+
+    width: float
+    height: float
+    light: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rectangle, by its upper left corner, and the layer it is in."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+    layer: int
+
+    @property
+    def center(self) -> float:
+        return self.left + self.width / 2
+
+    @property
+    def bottom(self) -> float:
+        return self.top + self.height
+
+
+@dataclass(frozen=True)
+class Route:
+    """An edge as points from top to bottom; each stretch from an even to an odd point is vertical."""
+
+    points: list[tuple[float, float]]
+    direct: bool  # has no lane of its own: drawn faintly, behind the boxes
+
+
+@dataclass(frozen=True)
+class Layout:
+    places: list[Place]
+    routes: list[Route]
+    width: float
+    height: float
+    slots: int  # boxes and lanes: what the work is proportional to
+
+
+@dataclass
+class _Slot:
+    """A box, or one layer of a lane."""
+
+    layer: int
+    width: float
+    weight: float
+    up: list[int] = field(default_factory=list)
+    down: list[int] = field(default_factory=list)
+    lane: bool = False
+    side: int = (
+        1  # of its layer's middle a slot starts on; long lanes alternate, lest the graph lean
+    )
+    order: float = 0.0
+    center: float = 0.0
+
+
+def lay_out(boxes: Sequence[Box], edges: Sequence[tuple[int, int]]) -> Layout:
+    """Place boxes and route edges."""
+    for source, target in edges:
+        assert source < target, f"edge {source} → {target} goes against the program's order"
+    layers = _layers(boxes, edges)
+    slots, lanes = _slots(boxes, edges, layers)
+    rows = _rows(slots)
+    for sweep in range(SWEEPS):
+        _sort(slots, rows, downwards=sweep % 2 == 0)
+    _pack(slots, rows)
+    for sweep in range(SWEEPS):
+        _pull(slots, rows, downwards=sweep % 2 == 0)
+    left = min((slot.center - slot.width / 2 for slot in slots), default=0.0) - MARGIN
+    for slot in slots:
+        slot.center = round(slot.center - left, 1)
+    bands = _bands(boxes, rows, slots)
+    places = [_place(box, slots[i], bands) for i, box in enumerate(boxes)]
+    routes = _routes(places, edges, slots, lanes, bands)
+    width = max((slot.center + slot.width / 2 for slot in slots), default=0.0) + MARGIN
+    height = (bands[-1][1] if bands else 0.0) + MARGIN
+    return Layout(places, routes, width, height, len(slots))
+
+
+# ---- layers and lanes ----------------------------------------------------------------------------
+
+
+def _layers(boxes: Sequence[Box], edges: Sequence[tuple[int, int]]) -> list[int]:
+    sources: list[list[int]] = [[] for _ in boxes]
+    users: list[list[int]] = [[] for _ in boxes]
+    for source, target in edges:
+        sources[target].append(source)
+        users[source].append(target)
+    layers = [0] * len(boxes)
+    for box in range(len(boxes)):
+        layers[box] = max((layers[source] + 1 for source in sources[box]), default=0)
+    for box in reversed(range(len(boxes))):
+        if users[box] and (len(sources[box]) <= len(users[box]) or boxes[box].light):
+            layers[box] = min(layers[user] for user in users[box]) - 1
+    return layers
+
+
+def _slots(
+    boxes: Sequence[Box], edges: Sequence[tuple[int, int]], layers: Sequence[int]
+) -> tuple[list[_Slot], dict[int, list[int]]]:
+    """One slot for each box, and lanes: for a source, its slots in the layers below it."""
+    slots = [
+        _Slot(layer, box.width, LIGHT if box.light else 1.0)
+        for box, layer in zip(boxes, layers, strict=True)
+    ]
+    lanes: dict[int, list[int]] = {}
+    for source, target in edges:
+        span = layers[target] - layers[source]
+        if span > LANE:
+            continue
+        lane = lanes.setdefault(source, [source])
+        while len(lane) < span:
+            slots.append(_Slot(layers[source] + len(lane), 2.0, slots[source].weight, lane=True))
+            _connect(slots, lane[-1], len(slots) - 1)
+            lane.append(len(slots) - 1)
+        _connect(slots, lane[span - 1], target)
+    long = [lane for lane in lanes.values() if len(lane) > LONG]
+    for lane in long[::2]:
+        for index in lane[1:]:
+            slots[index].side = -1
+    return slots, lanes
+
+
+def _connect(slots: list[_Slot], above: int, below: int) -> None:
+    slots[above].down.append(below)
+    slots[below].up.append(above)
+
+
+def _rows(slots: Sequence[_Slot]) -> list[list[int]]:
+    rows: list[list[int]] = [[] for _ in range(1 + max((s.layer for s in slots), default=-1))]
+    for index, slot in enumerate(slots):
+        rows[slot.layer].append(index)
+    for row in rows:
+        row.sort(key=lambda index: slots[index].side)
+        for position, index in enumerate(row):
+            slots[index].order = float(position)
+    return rows
+
+
+# ---- order and position within a layer -----------------------------------------------------------
+
+
+def _sort(slots: list[_Slot], rows: list[list[int]], downwards: bool) -> None:
+    """Sort each layer by the mean place of its neighbours in the layer just done."""
+    for row in rows if downwards else reversed(rows):
+        wanted = {}
+        for index in row:
+            near = slots[index].up if downwards else slots[index].down
+            here = slots[index].order
+            wanted[index] = sum(slots[n].order for n in near) / len(near) if near else here
+        row.sort(key=lambda index: (wanted[index], slots[index].order))
+        middle = (len(row) - 1) / 2
+        for position, index in enumerate(row):
+            slots[index].order = position - middle
+
+
+def _separation(one: _Slot, two: _Slot) -> float:
+    gap = LANE_GAP if one.lane or two.lane else COLUMN_GAP
+    return (one.width + two.width) / 2 + gap
+
+
+def _pack(slots: list[_Slot], rows: list[list[int]]) -> None:
+    """A first position: each layer packed around zero."""
+    for row in rows:
+        at = 0.0
+        for before, index in zip([None, *row], row, strict=False):
+            at += 0.0 if before is None else _separation(slots[before], slots[index])
+            slots[index].center = at
+        for index in row:
+            slots[index].center -= at / 2
+
+
+def _pull(slots: list[_Slot], rows: list[list[int]], downwards: bool) -> None:
+    """Move each layer to where its neighbours want it, keeping order and distance."""
+    for row in rows if downwards else reversed(rows):
+        offset = 0.0
+        targets: list[tuple[float, float]] = []
+        offsets: list[float] = []
+        for before, index in zip([None, *row], row, strict=False):
+            offset += 0.0 if before is None else _separation(slots[before], slots[index])
+            offsets.append(offset)
+            wish, weight = _wish(slots, index, downwards)
+            targets.append((wish - offset, weight))
+        for index, at, shift in zip(row, _isotonic(targets), offsets, strict=True):
+            slots[index].center = at + shift
+
+
+def _wish(slots: list[_Slot], index: int, downwards: bool) -> tuple[float, float]:
+    """Where a slot wants to be, and how strongly."""
+    slot = slots[index]
+    near = slot.up if downwards else slot.down
+    total, weights = 0.0, GRAVITY * slot.weight
+    for neighbour in near:
+        other = slots[neighbour]
+        weight = slot.weight * other.weight * STIFFNESS[slot.lane + other.lane]
+        total += weight * other.center
+        weights += weight
+    return total / weights, weights
+
+
+def _isotonic(targets: Sequence[tuple[float, float]]) -> list[float]:
+    """The increasing values nearest to the targets in weighted squares: pool adjacent violators."""
+    pools: list[tuple[float, float, int]] = []  # mean, weight, length
+    for mean, weight in targets:
+        length = 1
+        while pools and pools[-1][0] >= mean:
+            other, other_weight, other_length = pools.pop()
+            mean = (mean * weight + other * other_weight) / (weight + other_weight)
+            weight += other_weight
+            length += other_length
+        pools.append((mean, weight, length))
+    return [mean for mean, _, length in pools for _ in range(length)]
+
+
+# ---- geometry ------------------------------------------------------------------------------------
+
+
+def _bands(
+    boxes: Sequence[Box], rows: Sequence[Sequence[int]], slots: Sequence[_Slot]
+) -> list[tuple[float, float]]:
+    """Top and bottom of each layer; a layer whose edges run far sideways gets more room above it."""
+    bands: list[tuple[float, float]] = []
+    top = MARGIN
+    for row in rows:
+        height = max((boxes[i].height for i in row if i < len(boxes)), default=0.0)
+        sideways = max(
+            (abs(slots[i].center - slots[n].center) for i in row for n in slots[i].up), default=0.0
+        )
+        top += min(sideways / 14, 26.0) if bands else 0.0
+        bands.append((round(top, 1), round(top + height, 1)))
+        top += height + LAYER_GAP
+    return bands
+
+
+def _place(box: Box, slot: _Slot, bands: Sequence[tuple[float, float]]) -> Place:
+    top, bottom = bands[slot.layer]
+    return Place(
+        left=round(slot.center - box.width / 2, 1),
+        top=round((top + bottom - box.height) / 2, 1),
+        width=box.width,
+        height=box.height,
+        layer=slot.layer,
+    )
+
+
+def _routes(
+    places: Sequence[Place],
+    edges: Sequence[tuple[int, int]],
+    slots: Sequence[_Slot],
+    lanes: dict[int, list[int]],
+    bands: Sequence[tuple[float, float]],
+) -> list[Route]:
+    through = []
+    for source, target in edges:
+        span = places[target].layer - places[source].layer
+        through.append([] if span > LANE else lanes[source][1:span])
+    ports = _ports(places, edges, slots, through)
+    routes = []
+    for (source, target), lane, port in zip(edges, through, ports, strict=True):
+        start, end = places[source], places[target]
+        points = [(start.center, start.bottom), (start.center, bands[start.layer][1])]
+        for index in lane:
+            points += [(slots[index].center, edge) for edge in bands[slots[index].layer]]
+        points += [(port, bands[end.layer][0]), (port, end.top)]
+        routes.append(Route(points, end.layer - start.layer > LANE))
+    return routes
+
+
+def _ports(
+    places: Sequence[Place],
+    edges: Sequence[tuple[int, int]],
+    slots: Sequence[_Slot],
+    through: Sequence[Sequence[int]],
+) -> list[float]:
+    """Where each edge enters its target: side by side, in the order they come from."""
+    arriving: dict[int, list[tuple[float, int]]] = {}
+    for number, ((source, target), lane) in enumerate(zip(edges, through, strict=True)):
+        comes_from = slots[lane[-1]].center if lane else places[source].center
+        arriving.setdefault(target, []).append((comes_from, number))
+    ports = [0.0] * len(edges)
+    for target, entries in arriving.items():
+        place = places[target]
+        step = min(PORT_GAP, place.width / (len(entries) + 1))
+        first = place.center - step * (len(entries) - 1) / 2
+        for position, (_, number) in enumerate(sorted(entries)):
+            ports[number] = round(first + step * position, 1)
+    return ports
