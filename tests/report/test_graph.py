@@ -214,7 +214,7 @@ def test_boxes_say_what_runs_them(explained: Explanation) -> None:
         if isinstance(node.target, Region):
             inner = [n for n in node.target.module.graph.nodes if n.op == "call_function"]
             count = sum(not is_view(n) for n in inner)
-            assert item.kind == "region" and item.detail.startswith(f"{count} ops")
+            assert item.kind == "region" and item.detail.startswith(f"{count} op")
             assert item.executor == "pointwise"
         else:
             assert item.kind == ("view" if is_view(node) else "op")
