@@ -1,0 +1,269 @@
+"""What a family is, and the rules by which names in a checkpoint become parameters.
+
+A `Rule` names one tensor of a checkpoint and the parameter it fills. `take` changes the tensor as
+read, `put` says which part of the parameter it fills; both are plain functions of tensors that also
+work on the meta device, so a checkpoint's shapes are checked with the very functions that load it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from fulgurite.models.config import Fields, ModelConfig
+
+Take = Callable[[Tensor, ModelConfig], Tensor]
+Put = Callable[[Tensor, ModelConfig, int], Tensor]
+
+
+def whole(tensor: Tensor, config: ModelConfig) -> Tensor:
+    """The tensor as it is."""
+    return tensor
+
+
+def everything(parameter: Tensor, config: ModelConfig, expert: int) -> Tensor:
+    """All of the parameter."""
+    return parameter
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`source`, a name with {layer} and {expert} in it, fills (part of) the parameter `target`."""
+
+    source: str
+    target: str
+    take: Take = whole
+    put: Put = everything
+
+
+@dataclass(frozen=True)
+class GGUFTable:
+    """How a family is written in GGUF files: metadata as config.json fields, and tensors."""
+
+    read_fields: Callable[[Fields], dict[str, object]]
+    weights: tuple[Rule, ...]
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of models; `ignored` are patterns of names that are known and not needed."""
+
+    name: str
+    read_config: Callable[[Fields], ModelConfig]
+    build: Callable[[ModelConfig], nn.Module]
+    weights: tuple[Rule, ...]
+    ignored: tuple[str, ...] = ()
+    gguf: GGUFTable | None = None
+
+
+# What `take` can do.
+
+
+def transposed(tensor: Tensor, config: ModelConfig) -> Tensor:
+    """[E, in, out] as [E, out, in]."""
+    return tensor.transpose(-1, -2)
+
+
+def minus_one(tensor: Tensor, config: ModelConfig) -> Tensor:
+    """Norm weights that a file keeps with Gemma's 1 already added."""
+    return tensor - 1
+
+
+def gate_before_up(tensor: Tensor, config: ModelConfig) -> Tensor:
+    """Rows gate, up, gate, up, ... as all gates and then all ups (dimension 1)."""
+    return tensor.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+
+
+def transposed_gate_before_up(tensor: Tensor, config: ModelConfig) -> Tensor:
+    return gate_before_up(tensor.transpose(-1, -2), config)
+
+
+def fused_query(tensor: Tensor, config: ModelConfig) -> Tensor:
+    """The query rows of a fused query, key, value weight."""
+    return tensor[: config.heads * config.head_dim]
+
+
+def fused_key(tensor: Tensor, config: ModelConfig) -> Tensor:
+    start = config.heads * config.head_dim
+    return tensor[start : start + config.kv_heads * config.head_dim]
+
+
+def fused_value(tensor: Tensor, config: ModelConfig) -> Tensor:
+    return tensor[(config.heads + config.kv_heads) * config.head_dim :]
+
+
+def first_half(tensor: Tensor, config: ModelConfig) -> Tensor:
+    return tensor.chunk(2)[0]
+
+
+def second_half(tensor: Tensor, config: ModelConfig) -> Tensor:
+    return tensor.chunk(2)[1]
+
+
+def half_from_interleaved(tensor: Tensor, config: ModelConfig) -> Tensor:
+    """GGUF's llama rows pair dimensions (2i, 2i + 1) of a head; ours pair (i, i + H / 2)."""
+    heads = tensor.unflatten(0, (-1, config.head_dim // 2, 2))
+    return heads.transpose(1, 2).flatten(0, 2)
+
+
+# Those that leave the first dimension alone: a tensor may then be loaded a few rows at a time.
+BY_ROWS: tuple[Take, ...] = (
+    whole,
+    transposed,
+    minus_one,
+    gate_before_up,
+    transposed_gate_before_up,
+)
+
+# What `put` can do, all on stacked experts.
+
+
+def one_expert(parameter: Tensor, config: ModelConfig, expert: int) -> Tensor:
+    return parameter[expert]
+
+
+def gate_of_expert(parameter: Tensor, config: ModelConfig, expert: int) -> Tensor:
+    return parameter[expert].chunk(2)[0]
+
+
+def up_of_expert(parameter: Tensor, config: ModelConfig, expert: int) -> Tensor:
+    return parameter[expert].chunk(2)[1]
+
+
+def gate_of_experts(parameter: Tensor, config: ModelConfig, expert: int) -> Tensor:
+    return parameter.chunk(2, dim=1)[0]
+
+
+def up_of_experts(parameter: Tensor, config: ModelConfig, expert: int) -> Tensor:
+    return parameter.chunk(2, dim=1)[1]
+
+
+# Rules that most families share.
+
+LAYER = "model.layers.{layer}."
+
+OUTSIDE_LAYERS = (
+    Rule("model.embed_tokens.weight", "embedding.weight"),
+    Rule("model.norm.weight", "norm.weight"),
+    Rule("lm_head.weight", "head.weight"),
+)
+NORMS = (
+    Rule(LAYER + "input_layernorm.weight", "layers.{layer}.attention_norm.weight"),
+    Rule(LAYER + "post_attention_layernorm.weight", "layers.{layer}.feed_forward_norm.weight"),
+)
+ATTENTION = tuple(
+    Rule(LAYER + f"self_attn.{theirs}_proj.{kind}", f"layers.{{layer}}.attention.{ours}.{kind}")
+    for theirs, ours in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "output"))
+    for kind in ("weight", "bias")
+)
+HEAD_NORMS = tuple(
+    Rule(LAYER + f"self_attn.{short}_norm.weight", f"layers.{{layer}}.attention.{name}_norm.weight")
+    for short, name in (("q", "query"), ("k", "key"))
+)
+MLP = tuple(
+    Rule(LAYER + f"mlp.{name}_proj.{kind}", f"layers.{{layer}}.feed_forward.{name}.{kind}")
+    for name in ("gate", "up", "down")
+    for kind in ("weight", "bias")
+)
+EACH_EXPERT = (
+    Rule(LAYER + "mlp.gate.weight", "layers.{layer}.feed_forward.router.weight"),
+    Rule(
+        LAYER + "mlp.experts.{expert}.gate_proj.weight",
+        "layers.{layer}.feed_forward.experts.gate_up",
+        put=gate_of_expert,
+    ),
+    Rule(
+        LAYER + "mlp.experts.{expert}.up_proj.weight",
+        "layers.{layer}.feed_forward.experts.gate_up",
+        put=up_of_expert,
+    ),
+    Rule(
+        LAYER + "mlp.experts.{expert}.down_proj.weight",
+        "layers.{layer}.feed_forward.experts.down",
+        put=one_expert,
+    ),
+)
+
+# The same in GGUF names.
+
+GGUF_LAYER = "blk.{layer}."
+
+GGUF_OUTSIDE_LAYERS = (
+    Rule("token_embd.weight", "embedding.weight"),
+    Rule("output_norm.weight", "norm.weight"),
+    Rule("output.weight", "head.weight"),
+)
+GGUF_NORMS = (
+    Rule(GGUF_LAYER + "attn_norm.weight", "layers.{layer}.attention_norm.weight"),
+    Rule(GGUF_LAYER + "ffn_norm.weight", "layers.{layer}.feed_forward_norm.weight"),
+)
+GGUF_ATTENTION = tuple(
+    Rule(GGUF_LAYER + f"attn_{theirs}.{kind}", f"layers.{{layer}}.attention.{ours}.{kind}")
+    for theirs, ours in (("q", "query"), ("k", "key"), ("v", "value"), ("output", "output"))
+    for kind in ("weight", "bias")
+)
+GGUF_HEAD_NORMS = tuple(
+    Rule(GGUF_LAYER + f"attn_{short}_norm.weight", f"layers.{{layer}}.attention.{name}_norm.weight")
+    for short, name in (("q", "query"), ("k", "key"))
+)
+GGUF_MLP = tuple(
+    Rule(GGUF_LAYER + f"ffn_{name}.{kind}", f"layers.{{layer}}.feed_forward.{name}.{kind}")
+    for name in ("gate", "up", "down")
+    for kind in ("weight", "bias")
+)
+GGUF_EXPERTS = (
+    Rule(GGUF_LAYER + "ffn_gate_inp.weight", "layers.{layer}.feed_forward.router.weight"),
+    Rule(
+        GGUF_LAYER + "ffn_gate_exps.weight",
+        "layers.{layer}.feed_forward.experts.gate_up",
+        put=gate_of_experts,
+    ),
+    Rule(
+        GGUF_LAYER + "ffn_up_exps.weight",
+        "layers.{layer}.feed_forward.experts.gate_up",
+        put=up_of_experts,
+    ),
+    Rule(GGUF_LAYER + "ffn_down_exps.weight", "layers.{layer}.feed_forward.experts.down"),
+)
+
+
+def gguf_fields(fields: Fields) -> dict[str, object]:
+    """The metadata every architecture has (here without its prefix) as config.json fields."""
+    hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
+    result: dict[str, object] = {
+        "hidden_size": hidden,
+        "num_hidden_layers": fields.integer("block_count"),
+        "intermediate_size": fields.integer("feed_forward_length", 0),
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.integer("attention.head_count_kv", heads),
+        "head_dim": fields.integer("attention.key_length", hidden // heads),
+        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": fields.integer("context_length"),
+        "rope_theta": fields.number("rope.freq_base", 10_000.0),
+        "vocab_size": fields.integer("vocab_size"),
+        "tie_word_embeddings": fields.boolean("tied"),
+    }
+    scaling = fields.text("rope.scaling.type", "none")
+    if scaling in ("linear", "yarn"):
+        result["rope_scaling"] = {
+            "rope_type": scaling,
+            "factor": fields.number("rope.scaling.factor"),
+            "original_max_position_embeddings": fields.integer(
+                "rope.scaling.original_context_length", fields.integer("context_length")
+            ),
+        }
+    elif scaling != "none":
+        raise fields.error(f"rope scaling {scaling!r} in GGUF is not supported")
+    if "expert_count" in fields and fields.integer("expert_count"):
+        result |= {
+            "num_local_experts": fields.integer("expert_count"),
+            "num_experts": fields.integer("expert_count"),
+            "num_experts_per_tok": fields.integer("expert_used_count"),
+            "moe_intermediate_size": fields.integer(
+                "expert_feed_forward_length", fields.integer("feed_forward_length", 0)
+            ),
+        }
+    return result

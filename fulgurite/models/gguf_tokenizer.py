@@ -1,0 +1,131 @@
+"""The tokenizer inside a GGUF file: vocabulary, merges or scores in, a `tokenizers` backend out.
+
+Two kinds: `gpt2`, byte-level BPE whose way of splitting text has a name (`tokenizer.ggml.pre`), and
+`llama`, SentencePiece BPE whose merges follow from the scores of its pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from fulgurite.errors import WeightsError
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
+QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
+GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# The name of a way to split text -> the patterns it splits by, one after the other.
+SPLITS: dict[str, tuple[str, ...]] = {
+    "default": (GPT2,),
+    "gpt-2": (GPT2,),
+    "smollm": (r"\p{N}", GPT2),
+    "llama-bpe": (LLAMA3,),
+    "llama3": (LLAMA3,),
+    "llama-v3": (LLAMA3,),
+    "dbrx": (LLAMA3,),
+    "qwen2": (QWEN2,),
+    "gpt-4o": (GPT4O,),
+    "llama4": (GPT4O,),
+}
+
+
+def build_backend(metadata: Mapping[str, object], where: str) -> tuple[Tokenizer, list[str]]:
+    """The tokenizer, and its tokens in the order of their ids."""
+    tokens = _texts(metadata, "tokens", where)
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind == "gpt2":
+        backend = _byte_level(metadata, tokens, where)
+    elif kind == "llama":
+        backend = _sentence_piece(metadata, tokens, where)
+    else:
+        raise WeightsError(
+            f"the tokenizer kind {kind!r} is not supported; known: gpt2, llama", where=where
+        )
+    types = metadata.get("tokenizer.ggml.token_type")
+    types = types if isinstance(types, list) else [NORMAL] * len(tokens)
+    special = [text for text, type in zip(tokens, types, strict=False) if type == CONTROL]
+    added = [text for text, type in zip(tokens, types, strict=False) if type == USER_DEFINED]
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in special])
+    backend.add_tokens([AddedToken(text, normalized=False) for text in added])
+    return backend, tokens
+
+
+def _byte_level(metadata: Mapping[str, object], tokens: list[str], where: str) -> Tokenizer:
+    name = str(metadata.get("tokenizer.ggml.pre", "default"))
+    if name not in SPLITS:
+        raise WeightsError(
+            f"the way {name!r} to split text is not known; known: {', '.join(SPLITS)}",
+            where=where,
+            next="load the safetensors checkpoint, whose tokenizer.json says it in full",
+        )
+    merges = [_pair(text) for text in _texts(metadata, "merges", where)]
+    vocabulary = {text: id for id, text in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocabulary, merges, fuse_unk=False, ignore_merges=False))
+    splits = [
+        pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False)
+        for pattern in SPLITS[name]
+    ]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentence_piece(metadata: Mapping[str, object], tokens: list[str], where: str) -> Tokenizer:
+    scores = metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise WeightsError("the tokenizer has no score for each token", where=where)
+    vocabulary = {text: id for id, text in enumerate(tokens)}
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    backend = Tokenizer(
+        models.BPE(
+            vocabulary,
+            merges_from_scores(vocabulary, scores),
+            unk_token=tokens[unknown] if isinstance(unknown, int) else None,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    steps: list[normalizers.Normalizer] = [normalizers.Prepend("▁")] if prefixed else []
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    ends = [decoders.Strip(content=" ", left=1, right=0)] if prefixed else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends]
+    )
+    return backend
+
+
+def merges_from_scores(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """SentencePiece merges the pair that makes the best piece: every split is a merge."""
+    found = []
+    for piece, id in vocabulary.items():
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in vocabulary and right in vocabulary:
+                found.append((-scores[id], vocabulary[left], vocabulary[right], left, right))
+    return [(left, right) for _, _, _, left, right in sorted(found)]
+
+
+def _texts(metadata: Mapping[str, object], name: str, where: str) -> list[str]:
+    values = metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise WeightsError(f"the tokenizer's {name} are missing", where=where)
+    return [str(value) for value in values]
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right

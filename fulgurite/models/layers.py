@@ -1,0 +1,193 @@
+"""The pieces all families share: token ids and positions in, logits out.
+
+Every module here works on one token at a time except attention, which goes through the cache; so
+the tokens may come flat, [T], or in a batch, [B, T], and nothing in a model can tell.
+
+Shapes: X the layout of the tokens, [T] or [B, T]; D hidden size; I inner size; N query heads;
+K key heads; H head size; O vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fulgurite.models.cache import AttentionSpec, Cache, WholeSequence
+from fulgurite.models.config import ModelConfig
+from fulgurite.models.rope import Rotary, Rotation, rotate
+
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * (offset + weight), in float32; Gemma's offset is 1."""
+
+    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
+        super().__init__()
+        self.eps = eps
+        self.offset = offset
+        self.weight = nn.Parameter(torch.empty(size))
+
+    def forward(self, x_XD: Tensor) -> Tensor:
+        weight_D = self.weight.float()
+        if self.offset:
+            weight_D = weight_D + self.offset
+        return F.rms_norm(x_XD.float(), weight_D.shape, weight_D, self.eps).to(x_XD.dtype)
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, hidden: int, inner: int, activation: str, bias: bool = False) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, inner, bias=bias)
+        self.up = nn.Linear(hidden, inner, bias=bias)
+        self.down = nn.Linear(inner, hidden, bias=bias)
+        self.activation = activation
+
+    def forward(self, x_XD: Tensor) -> Tensor:
+        activation = ACTIVATION_FUNCTIONS[self.activation]
+        out_XD: Tensor = self.down(activation(self.gate(x_XD)) * self.up(x_XD))
+        return out_XD
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; optionally norms on each head of query and key, and sinks."""
+
+    def __init__(
+        self, config: ModelConfig, index: int, norm_offset: float = 0.0, sinks: bool = False
+    ) -> None:
+        super().__init__()
+        layer = config.layers[index]
+        self.spec = attention_spec(config, index)
+        self.interleaved = layer.rope is not None and layer.rope.interleaved
+        query_size, key_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.query = nn.Linear(config.hidden, query_size, bias=config.query_bias)
+        self.key = nn.Linear(config.hidden, key_size, bias=config.query_bias)
+        self.value = nn.Linear(config.hidden, key_size, bias=config.query_bias)
+        self.output = nn.Linear(query_size, config.hidden, bias=config.output_bias)
+        self.query_norm = self.key_norm = None
+        if config.qk_norm:
+            self.query_norm = RMSNorm(config.head_dim, config.norm_eps, norm_offset)
+            self.key_norm = RMSNorm(config.head_dim, config.norm_eps, norm_offset)
+        self.sinks = nn.Parameter(torch.empty(config.heads)) if sinks else None
+
+    def forward(
+        self, x_XD: Tensor, positions_X: Tensor, rotation: Rotation | None, cache: Cache
+    ) -> Tensor:
+        q_XNH = self.query(x_XD).unflatten(-1, (-1, self.spec.key_dim))
+        k_XKH = self.key(x_XD).unflatten(-1, (-1, self.spec.key_dim))
+        v_XKH = self.value(x_XD).unflatten(-1, (-1, self.spec.value_dim))
+        if self.query_norm is not None and self.key_norm is not None:
+            q_XNH, k_XKH = self.query_norm(q_XNH), self.key_norm(k_XKH)
+        if rotation is not None:
+            q_XNH = rotate(q_XNH, rotation, self.interleaved)
+            k_XKH = rotate(k_XKH, rotation, self.interleaved)
+        out_XNH = cache.attend(self.spec, q_XNH, k_XKH, v_XKH, positions_X, self.sinks)
+        out_XD: Tensor = self.output(out_XNH.flatten(-2))
+        return out_XD
+
+
+def attention_spec(config: ModelConfig, index: int) -> AttentionSpec:
+    """The plain attention of layer `index`."""
+    layer = config.layers[index]
+    return AttentionSpec(
+        layer=index,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        key_dim=config.head_dim,
+        value_dim=config.head_dim,
+        scale=config.attention_scale,
+        window=layer.window,
+        chunk=layer.chunk,
+        softcap=config.attention_softcap,
+    )
+
+
+class PreNormLayer(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x)): the layer of most families."""
+
+    def __init__(self, config: ModelConfig, attention: nn.Module, feed_forward: nn.Module) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.attention = attention
+        self.feed_forward_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.feed_forward = feed_forward
+
+    def forward(
+        self, x_XD: Tensor, positions_X: Tensor, rotation: Rotation | None, cache: Cache
+    ) -> Tensor:
+        x_XD = x_XD + self.attention(self.attention_norm(x_XD), positions_X, rotation, cache)
+        return x_XD + self.feed_forward(self.feed_forward_norm(x_XD))
+
+
+class Decoder(nn.Module):
+    """A language model: embedding, layers, norm, head.
+
+    `model(token_ids, positions, cache)` gives the logits of every token. An engine that needs only
+    some calls `hidden` and then `logits` on the rows it wants.
+
+    `stale_after`: a sequence that grows past this many tokens has to be run once more from its
+    start, since LongRoPE then turns all of its keys by other factors; None for every other model.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layers: Sequence[nn.Module], norm_offset: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.hidden)
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(config.hidden, config.norm_eps, norm_offset)
+        self.head = None if config.tied else nn.Linear(config.hidden, config.vocabulary, bias=False)
+        ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
+        self.rotaries = nn.ModuleList(Rotary(rope) for rope in ropes)
+        self.rotary_of_layer = tuple(
+            None if layer.rope is None else ropes.index(layer.rope) for layer in config.layers
+        )
+        self.needs_extent = any(rope.needs_extent for rope in ropes)
+        switches = [rope.original_positions for rope in ropes if rope.switches]
+        self.stale_after = min(switches, default=None)
+
+    @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        """One a layer: what a cache has to keep for it."""
+        return tuple(layer.attention.spec for layer in self.layers)
+
+    def forward(
+        self, token_ids_X: Tensor, positions_X: Tensor, cache: Cache | None = None
+    ) -> Tensor:
+        return self.logits(self.hidden(token_ids_X, positions_X, cache))
+
+    def hidden(
+        self, token_ids_X: Tensor, positions_X: Tensor, cache: Cache | None = None
+    ) -> Tensor:
+        """The normed hidden state of every token, [X, D]."""
+        if cache is None:
+            cache = WholeSequence()
+        extent_X = cache.extent(positions_X) if self.needs_extent else None
+        rotations = [rotary(positions_X, extent_X) for rotary in self.rotaries]
+        x_XD = self.embedding(token_ids_X)
+        if self.config.embedding_scale != 1.0:
+            # Rounded to the weights' dtype first, as Gemma was trained.
+            scale = torch.tensor(self.config.embedding_scale, dtype=x_XD.dtype, device=x_XD.device)
+            x_XD = x_XD * scale
+        for layer, rotary in zip(self.layers, self.rotary_of_layer, strict=True):
+            rotation = None if rotary is None else rotations[rotary]
+            x_XD = layer(x_XD, positions_X, rotation, cache)
+        normed_XD: Tensor = self.norm(x_XD)
+        return normed_XD
+
+    def logits(self, hidden_XD: Tensor) -> Tensor:
+        """The scores of the next token, [X, O]."""
+        weight_OD = self.embedding.weight if self.head is None else self.head.weight
+        logits_XO = F.linear(hidden_XD, weight_OD)
+        cap = self.config.logit_softcap
+        return logits_XO if cap is None else torch.tanh(logits_XO / cap) * cap

@@ -1,0 +1,234 @@
+"""GGUF files, written with the gguf package's writer and names, against the model they hold."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from model_oracle import make_theirs, prompt
+from torch import Tensor, nn
+
+from fulgurite.errors import WeightsError
+from fulgurite.models import load_model
+from fulgurite.models.gguf_file import PACKED, GGUFFile, dequantize
+
+gguf = pytest.importorskip("gguf")
+
+# family -> GGUF architecture, fields of the case that a GGUF file can't say
+FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("llama", {"attention_bias": False, "mlp_bias": False}),
+    "llama3": ("llama", {}),
+    "llama_yarn": ("llama", {}),
+    "qwen2": ("qwen2", {"use_sliding_window": False}),
+    "qwen3": ("qwen3", {"attention_bias": False}),
+    "qwen3_moe": ("qwen3moe", {"mlp_only_layers": []}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 20, "tie_word_embeddings": True}),
+    "gemma3": (
+        "gemma3",
+        {
+            "num_hidden_layers": 7,
+            "layer_types": None,
+            "query_pre_attn_scalar": 20,
+            "final_logit_softcapping": None,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "phi3": ("phi3", {}),
+    "mixtral": ("llama", {"sliding_window": None}),
+    "gpt_oss": ("gpt-oss", {"swiglu_limit": 7.0}),
+}
+
+
+def permuted(weight: Tensor, heads: int) -> Tensor:
+    """Rows (half, pair) of each head as (pair, half): how GGUF's llama files turn."""
+    shape = weight.shape
+    return weight.view(heads, 2, shape[0] // heads // 2, *shape[1:]).transpose(1, 2).reshape(shape)
+
+
+def stacked(state: dict[str, Tensor], prefix: str, name: str, count: int) -> Tensor:
+    return torch.stack([state[f"{prefix}.{expert}.{name}.weight"] for expert in range(count)])
+
+
+def exported(model: nn.Module, architecture: str, path: Path) -> dict[str, Tensor]:
+    """The tensors by GGUF name, as converters write them; names come from the gguf package."""
+    from safetensors.torch import load_file
+
+    model.save_pretrained(path)  # type: ignore[operator]
+    state, config = load_file(path / "model.safetensors"), model.config
+    count = config.num_hidden_layers
+    arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(arch, count)
+    result = {}
+    for name, tensor in state.items():
+        if "experts" in name:
+            continue
+        if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
+            heads = config.num_attention_heads if ".q_" in name else config.num_key_value_heads
+            tensor = permuted(tensor, heads)
+        if architecture.startswith("gemma") and "norm" in name:
+            tensor = tensor + 1
+        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert found is not None, name
+        result[found + ".weight" if name.endswith("sinks") else found] = tensor
+    for layer in range(count):
+        result |= exported_experts(state, layer, config)
+    return result
+
+
+def exported_experts(state: dict[str, Tensor], layer: int, config: object) -> dict[str, Tensor]:
+    """The stacked experts of one layer."""
+    block, start = f"blk.{layer}.ffn_", f"model.layers.{layer}."
+    if f"{start}block_sparse_moe.gate.weight" in state:
+        prefix = start + "block_sparse_moe.experts"
+        parts = {"gate": "w1", "up": "w3", "down": "w2"}
+        count = config.num_local_experts  # type: ignore[attr-defined]
+        return {
+            f"{block}{k}_exps.weight": stacked(state, prefix, v, count) for k, v in parts.items()
+        }
+    if f"{start}mlp.experts.0.up_proj.weight" in state:
+        count = config.num_experts  # type: ignore[attr-defined]
+        return {
+            f"{block}{part}_exps.weight": stacked(
+                state, start + "mlp.experts", f"{part}_proj", count
+            )
+            for part in ("gate", "up", "down")
+        }
+    if f"{start}mlp.experts.gate_up_proj" in state:
+        gate_up = state[start + "mlp.experts.gate_up_proj"].transpose(1, 2)
+        bias = state[start + "mlp.experts.gate_up_proj_bias"]
+        return {
+            block + "gate_exps.weight": gate_up[:, 0::2],
+            block + "up_exps.weight": gate_up[:, 1::2],
+            block + "gate_exps.bias": bias[:, 0::2],
+            block + "up_exps.bias": bias[:, 1::2],
+            block + "down_exps.weight": state[start + "mlp.experts.down_proj"].transpose(1, 2),
+            block + "down_exps.bias": state[start + "mlp.experts.down_proj_bias"],
+        }
+    return {}
+
+
+def write(model: nn.Module, architecture: str, folder: Path) -> Path:
+    """A GGUF file of a transformers model, in float32."""
+    config = model.config
+    writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+    if architecture == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if hasattr(config, "num_experts_per_tok"):
+        writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    tensors = exported(model, architecture, folder)
+    parameters = config.rope_parameters
+    parameters = parameters.get("full_attention", parameters)
+    writer.add_rope_freq_base(parameters["rope_theta"])
+    kind = parameters["rope_type"]
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(parameters["factor"])
+    if kind in ("yarn", "longrope"):
+        original = parameters["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(original)
+    if kind == "longrope":
+        writer.add_rope_dimension_count(8)
+        tensors["rope_factors_short.weight"] = torch.tensor(parameters["short_factor"])
+        tensors["rope_factors_long.weight"] = torch.tensor(parameters["long_factor"])
+    if kind == "llama3":
+        scaled = dict(model.named_buffers())["model.rotary_emb.inv_freq"]
+        plain = 1.0 / parameters["rope_theta"] ** (torch.arange(0, 16, 2) / 16)
+        tensors["rope_freqs.weight"] = plain / scaled
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return folder / "model.gguf"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_gguf_file_is_the_model_it_was_written_from(name: str, tmp_path: Path) -> None:
+    architecture, changed = FAMILIES[name]
+    theirs = make_theirs(name, **changed)
+    ours = load_model(write(theirs, architecture, tmp_path))
+    assert ours.needs_extent == (name == "phi3")
+    ids = prompt(40)
+    wanted, got = theirs(ids[None]).logits[0], ours(ids, torch.arange(40))
+    assert ((got - wanted).abs().max() / wanted.abs().max()).item() < 1e-4
+
+
+@pytest.fixture(scope="module")
+def llama_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    theirs = make_theirs("llama", attention_bias=False, mlp_bias=False)
+    return write(theirs, "llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("code", sorted(PACKED))
+def test_packed_rows_are_what_the_gguf_package_says(code: int) -> None:
+    name, block, size = PACKED[code]
+    kind = gguf.GGMLQuantizationType(code)
+    assert kind.name == name and gguf.GGML_QUANT_SIZES[kind] == (block, size)
+    data = torch.randint(0, 60, (3, 2 * size), dtype=torch.uint8)
+    theirs = gguf.quants.dequantize(data.numpy(), kind)
+    ours = dequantize(data, name)
+    assert ours.shape == (3, 2 * block)
+    assert numpy.array_equal(ours.numpy(), theirs, equal_nan=True)
+
+
+@pytest.mark.parametrize("part", [0.0, 0.001, 0.01, 0.02, 0.2, 0.99, 0.99999])
+def test_a_truncated_file_is_an_error(llama_file: Path, tmp_path: Path, part: float) -> None:
+    data = llama_file.read_bytes()
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(data[: int(len(data) * part)])
+    with pytest.raises(WeightsError, match="cut short"):
+        load_model(cut)
+
+
+def test_every_cut_of_a_header_is_an_error(llama_file: Path, tmp_path: Path) -> None:
+    data = llama_file.read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for length in range(0, 3000, 37):
+        cut.write_bytes(data[:length])
+        with pytest.raises(WeightsError, match="cut short"):
+            GGUFFile(cut)
+
+
+def test_what_is_no_gguf_or_another_version_is_an_error(llama_file: Path, tmp_path: Path) -> None:
+    data = llama_file.read_bytes()
+    for changed, message in (
+        (b"GGML" + data[4:], "no GGUF file"),
+        (data[:4] + struct.pack("<I", 9) + data[8:], "version 9 is not supported"),
+    ):
+        file = tmp_path / "bad.gguf"
+        file.write_bytes(changed)
+        with pytest.raises(WeightsError, match=message):
+            GGUFFile(file)
+
+
+def test_an_unknown_architecture_and_missing_tensors_are_named(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "mamba.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(WeightsError, match=r"'mamba' is not one we read(.|\n)*known here: llama"):
+        load_model(tmp_path / "mamba.gguf")
+    theirs = make_theirs("qwen3", attention_bias=True)
+    with pytest.raises(WeightsError, match=r"blk\.0\.attn_q\.bias"):
+        load_model(write(theirs, "qwen3", tmp_path))

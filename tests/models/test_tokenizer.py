@@ -1,0 +1,180 @@
+"""Tokenizers from folders and GGUF files, and chat templates in their sandbox."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from fulgurite.errors import ArgumentError, WeightsError
+from fulgurite.models.gguf_tokenizer import SPLITS, build_backend, merges_from_scores
+from fulgurite.models.tokenizer import from_folder, load_tokenizer
+
+TEXTS = (
+    "Hello world! 12345 it's  fine\n\n  yes",
+    "日本語 ünïcode 🎉 don't I'LL",
+    "def f(x):\n\treturn x + 1  # 3.14\r\n",
+    "<|im_start|>user\nhi<|im_end|>",
+    "",
+    " ",
+)
+SPECIAL = ["<|im_start|>", "<|im_end|>"]
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def trained() -> Backend:
+    """A byte-level BPE that learned these texts."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([text * 3 for text in TEXTS], trainer)
+    return backend
+
+
+@pytest.fixture
+def folder(trained: Backend, tmp_path: Path) -> Path:
+    trained.save(str(tmp_path / "tokenizer.json"))
+    settings = {"bos_token": {"content": SPECIAL[0]}, "eos_token": SPECIAL[1]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return tmp_path
+
+
+def as_metadata(trained: Backend, pre: str) -> dict[str, object]:
+    """The same vocabulary as a GGUF file keeps it."""
+    state = json.loads(trained.to_str())["model"]
+    tokens = sorted(state["vocab"], key=state["vocab"].get)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token in SPECIAL else 1 for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in state["merges"]],
+    }
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_folder_and_gguf_metadata_give_the_same_tokenizer(
+    trained: Backend, folder: Path, text: str
+) -> None:
+    plain, (rebuilt, _) = from_folder(folder), build_backend(as_metadata(trained, "gpt-2"), "here")
+    ids = plain.encode(text)
+    assert rebuilt.encode(text).ids == ids
+    assert plain.decode(ids, skip_special=False) == text
+    assert rebuilt.decode(ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize("pre", SPLITS)
+def test_every_way_to_split_loses_nothing(trained: Backend, pre: str) -> None:
+    backend, _ = build_backend(as_metadata(trained, pre), "here")
+    for text in TEXTS:
+        assert backend.decode(backend.encode(text).ids, skip_special_tokens=False) == text
+
+
+def test_ways_to_split_digits_differ_as_they_should(trained: Backend) -> None:
+    def pieces(pre: str) -> list[str]:
+        backend, _ = build_backend(as_metadata(trained, pre), "here")
+        return [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str("a 12345")]
+
+    assert pieces("gpt-2") == ["a", "Ġ12345"]
+    assert pieces("llama-bpe") == ["a", "Ġ", "123", "45"]
+    assert pieces("qwen2") == ["a", "Ġ", "1", "2", "3", "4", "5"]
+    assert pieces("smollm") == ["a", "Ġ", "1", "2", "3", "4", "5"]
+
+
+def test_unknown_kinds_of_tokenizers_are_errors(trained: Backend) -> None:
+    with pytest.raises(WeightsError, match="'mystery' to split text is not known"):
+        build_backend(as_metadata(trained, "mystery"), "here")
+    with pytest.raises(WeightsError, match="kind 'bert' is not supported"):
+        build_backend({**as_metadata(trained, "gpt-2"), "tokenizer.ggml.model": "bert"}, "here")
+    with pytest.raises(WeightsError, match="tokens are missing"):
+        build_backend({}, "here")
+
+
+def test_sentence_piece_merges_follow_from_scores() -> None:
+    pieces = ["<unk>", "<s>", "a", "b", "c", "ab", "abc", "bc", "▁", "▁ab"]
+    scores = [0.0, 0.0, -9.0, -9.0, -9.0, -2.0, -1.0, -3.0, -9.0, -4.0]
+    bytes_ = [f"<0x{value:02X}>" for value in range(256)]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": pieces + bytes_,
+        "tokenizer.ggml.scores": scores + [0.0] * 256,
+        "tokenizer.ggml.token_type": [2, 3] + [1] * 8 + [6] * 256,
+    }
+    vocabulary = {piece: id for id, piece in enumerate(pieces)}
+    merges = merges_from_scores(vocabulary, scores)
+    assert merges == [("a", "bc"), ("ab", "c"), ("a", "b"), ("b", "c"), ("▁", "ab")]
+    backend, _ = build_backend(metadata, "here")
+    for text, wanted in (
+        ("ab", ["▁ab"]),
+        ("abc ab", ["▁", "abc", "▁ab"]),
+        ("cab", ["▁", "c", "ab"]),
+    ):
+        assert backend.encode(text).tokens == wanted
+        assert backend.decode(backend.encode(text).ids) == text
+    assert backend.decode(backend.encode("é!").ids) == "é!"
+
+
+def test_special_tokens_and_stops_of_a_folder(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
+    tokenizer = load_tokenizer(folder)
+    assert (tokenizer.bos_id, tokenizer.stop_ids) == (0, (1, 7))
+    assert tokenizer.token_id("<|im_end|>") == 1 and tokenizer.token_id("no such") is None
+    assert tokenizer.decode(tokenizer.encode("<|im_start|>hi")) == "hi"
+
+
+def test_a_chat_template_from_either_place(folder: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    wanted = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    for template in (TEMPLATE, [{"name": "default", "template": TEMPLATE}]):
+        settings["chat_template"] = template
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        assert load_tokenizer(folder).chat(messages) == wanted
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ messages | length }}{{ extra }}")
+    assert load_tokenizer(folder).chat(messages, extra="!") == "<|im_start|>1!"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ messages.__init__.__globals__ }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{{ raise_exception('no') }}",
+        "{{ broken",
+    ],
+)
+def test_a_template_can_reach_nothing(folder: Path, template: str) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(ArgumentError, match="refuses"):
+        load_tokenizer(folder).chat([{"role": "user", "content": "hi"}])
+
+
+def test_missing_and_damaged_tokenizers_are_errors(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    tokenizer.check_fits(tokenizer.size)
+    with pytest.raises(WeightsError, match="the model embeds 99"):
+        tokenizer.check_fits(99)
+    with pytest.raises(ArgumentError, match="no chat template"):
+        tokenizer.chat([])
+    file = folder / "tokenizer.json"
+    file.write_text(file.read_text()[:1000])
+    with pytest.raises(WeightsError, match=r"tokenizer\.json is cut short"):
+        load_tokenizer(folder)
+    file.unlink()
+    with pytest.raises(WeightsError, match=r"no tokenizer\.json"):
+        load_tokenizer(folder)
