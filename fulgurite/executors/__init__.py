@@ -6,13 +6,13 @@ pieces fuse), and then a final one, where each region an executor took is one ca
     base.py     the contract, the list of executors     claim.py    the priority walk with late decomposition
     regions.py  neighbouring ops → regions              torch.py    everything, op by op
     tune.py     the fastest executor, by measuring      inductor.py regions through TorchInductor
-    load.py     @region in a printed trace → a region again
+    load.py     @region, @subgraph in a printed trace → what they were
 """
 
 from fulgurite.executors.base import Executor, executor_names, register_executor, resolve_executors
 from fulgurite.executors.claim import claim
 from fulgurite.executors.inductor import INDUCTOR
-from fulgurite.executors.load import region, unprintable
+from fulgurite.executors.load import region, subgraph, unprintable
 from fulgurite.executors.regions import lower
 from fulgurite.executors.torch import TORCH
 
@@ -29,5 +29,6 @@ __all__ = [
     "region",
     "register_executor",
     "resolve_executors",
+    "subgraph",
     "unprintable",
 ]

@@ -27,7 +27,8 @@ def claim(trace: Trace, executors: Sequence[Executor]) -> Trace:
     """Give every op an executor."""
     module = copy_module(trace.module)
     for node in list(module.graph.nodes):
-        if node.op in ("call_function", "call_method", "call_module"):
+        taken_apart = node._erased  # with the tuple it was an item of
+        if node.op in ("call_function", "call_method", "call_module") and not taken_apart:
             _claim_node(module, node, executors, DEEPEST)
     return trace.with_module(module)
 
@@ -35,15 +36,17 @@ def claim(trace: Trace, executors: Sequence[Executor]) -> Trace:
 def _claim_node(
     module: fx.GraphModule, node: fx.Node, executors: Sequence[Executor], depth: int
 ) -> None:
+    if node.target is operator.getitem and "executor" in node.args[0].meta:
+        node.meta["executor"] = node.args[0].meta["executor"]  # an item stays where its tuple is made
+        return
     *preferred, last = executors
     for executor in preferred:
         if executor.claims(node):
             node.meta["executor"] = executor.name
             return
     wanting = [executor for executor in preferred if executor.takes_pieces]
-    if wanting and depth and _pieces_are_wanted(module, node, wanting, depth):
-        pieces = decompose(module, node)
-        assert pieces is not None, f"{node.name} has lost its decomposition"
+    pieces = _wanted_pieces(module, node, wanting, depth) if wanting else None
+    if pieces is not None:
         for piece in inline(node, pieces):
             _claim_node(module, piece, executors, depth - 1)
         return
@@ -59,21 +62,22 @@ def _claim_node(
     node.meta["executor"] = last.name
 
 
-def _pieces_are_wanted(
+def _wanted_pieces(
     module: fx.GraphModule, node: fx.Node, wanting: Sequence[Executor], depth: int
-) -> bool:
-    """Whether every piece that computes something ends with one of the executors that fuse."""
+) -> fx.GraphModule | None:
+    """The node's pieces, if every one that computes something ends with an executor that fuses."""
     if depth == 0 or not isinstance(node.target, torch._ops.OpOverload):
-        return False
+        return None
     pieces = decompose(module, node)
     if pieces is None:
-        return False
+        return None
     computing = [n for n in pieces.graph.nodes if n.op == "call_function" and not _is_free(n)]
-    return bool(computing) and all(
+    wanted = bool(computing) and all(
         any(executor.claims(piece) for executor in wanting)
-        or _pieces_are_wanted(pieces, piece, wanting, depth - 1)
+        or _wanted_pieces(pieces, piece, wanting, depth - 1) is not None
         for piece in computing
     )
+    return pieces if wanted else None
 
 
 def _is_free(node: fx.Node) -> bool:

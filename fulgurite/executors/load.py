@@ -1,16 +1,19 @@
-"""Reading a printed trace back: what `@fulgurite.region` and `fulgurite.unprintable` in its text mean.
+"""Reading a printed trace back: what `@fulgurite.region`, `@fulgurite.subgraph` and `fulgurite.unprintable`
+in its text mean.
 
-In: the functions of a printed final trace. Out: callables that are lowered again by the executor the text names,
-the first time they run.
+In: the functions of a printed trace. Out: regions, lowered again by the executor the text names the first time
+they run; and graphs, for the higher-order ops that look inside the function they are given.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fulgurite.errors import TraceTextError
@@ -36,6 +39,14 @@ def region(executor: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return run
 
     return wrap
+
+
+def subgraph(function: Callable[..., Any]) -> fx.GraphModule:
+    """Marks a function of a printed trace as the graph that a higher-order op (cond, checkpoint) runs."""
+    graph = fx.Graph()
+    inputs = [graph.placeholder(name) for name in inspect.signature(function).parameters]
+    graph.output(graph.call_function(function, tuple(inputs)))
+    return fx.GraphModule({}, graph, class_name=function.__name__)
 
 
 def _signature(value: Any) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from fulgurite.errors import CompileError, FulguriteError
@@ -73,6 +73,8 @@ def _gather(trace: Trace, by_name: dict[str, Executor]) -> list[Group]:
         executor = by_name[name]
         fusing = None if isinstance(executor, TorchExecutor) else executor
         group = _joinable(latest.get(name, []), sources, groups) if fusing else None
+        if fusing and node.target is operator.getitem:
+            group = group_of[node.args[0]]  # a tuple never crosses a region's border
         if group is None:
             group = Group(len(groups), fusing)
             groups.append(group)
@@ -197,15 +199,15 @@ def _extract(
     """The nodes as a graph module of their own, with the nodes it reads and the ones it gives."""
     inside = set(nodes)
     read = {s: None for node in nodes for s in node.all_input_nodes if s not in inside}
-    inputs = [source for source in read if source.op != "get_attr"]
+    nested = {s for s in read if s.op == "get_attr" and not isinstance(s.meta.get("val"), Tensor)}
+    inputs = [source for source in read if source not in nested]  # constants are inputs, too
     graph = fx.Graph()
     value_of: dict[fx.Node, fx.Node] = {}
     for source in inputs:
         value_of[source] = graph.placeholder(source.name)
         value_of[source].meta = {"val": source.meta.get("val")}
-    for source in read:
-        if source.op == "get_attr":
-            value_of[source] = graph.node_copy(source)
+    for source in nested:
+        value_of[source] = graph.node_copy(source)
     for node in nodes:
         value_of[node] = graph.node_copy(node, lambda n: value_of[n])
     outputs = [node for node in nodes if any(user not in inside for user in node.users)]

@@ -36,14 +36,24 @@ def decompose(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
 
     def pieces(*inputs: Any) -> Any:
         value_of = dict(zip(sources, inputs, strict=True))
-        args = fx.node.map_arg(node.args, lambda source: value_of[source])
-        kwargs = fx.node.map_arg(node.kwargs, lambda source: value_of[source])
+        args = _argument(node.args, value_of)
+        kwargs = {key: _argument(value, value_of) for key, value in node.kwargs.items()}
         result = rule(*args, **kwargs)
         return tuple(result) if isinstance(result, tuple) else result  # not a named tuple
 
     with faking(fake_mode_of(module)):
         traced = make_fx(pieces, tracing_mode="real")(*values)
     return None if any(n.target is node.target for n in traced.graph.nodes) else traced
+
+
+def _argument(value: Any, value_of: dict[fx.Node, Any]) -> Any:
+    """An argument with values for nodes, in lists that the decomposition may change."""
+    if isinstance(value, fx.Node):
+        return value_of[value]
+    if isinstance(value, (list, tuple)):
+        items = [_argument(item, value_of) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value
 
 
 def inline(node: fx.Node, pieces: fx.GraphModule) -> list[fx.Node]:

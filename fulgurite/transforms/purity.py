@@ -62,5 +62,10 @@ def escaping(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
+def makes_memory(node: fx.Node) -> bool:
+    """Its value lies in memory that nothing before it can see."""
+    return isinstance(node.target, torch._ops.OpOverload) and not is_view(node)
+
+
 def _may_alias(node: fx.Node) -> bool:
     return is_view(node) or not isinstance(node.target, torch._ops.OpOverload)

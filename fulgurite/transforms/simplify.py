@@ -6,6 +6,7 @@ random draws, the same sharing of memory between results.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from fulgurite.trace import Trace
 from fulgurite.trace.metadata import call_node, same_metadata
 from fulgurite.trace.trace import copy_module
 from fulgurite.transforms.base import transform
-from fulgurite.transforms.purity import escaping, is_pure
+from fulgurite.transforms.purity import escaping, is_pure, makes_memory
 
 aten = torch.ops.aten
 FOLD_LIMIT = 16  # elements: larger constants are cheaper to compute than to keep
@@ -45,7 +46,7 @@ def constant_folding(trace: Trace) -> Trace:
     module = copy_module(trace.module)
     graph = module.graph
     visible = escaping(graph)
-    folded = 0
+    folded: list[str] = []
     known: dict[fx.Node, Any] = {}  # constants so far, by the node that stands for them
     for node in list(graph.nodes):
         if node.op == "get_attr":
@@ -59,8 +60,9 @@ def constant_folding(trace: Trace) -> Trace:
         if node.op == "get_attr" or creates or not needed or node in visible:
             continue
         if isinstance(value, torch.Tensor):
-            name = f"folded_{folded}"
-            folded += 1
+            serial = itertools.count(len(folded))
+            name = next(n for n in map("folded_{}".format, serial) if not hasattr(module, n))
+            folded.append(name)
             module.register_buffer(name, value)
             with graph.inserting_before(node):
                 constant = graph.get_attr(name)
@@ -98,6 +100,10 @@ def algebra(trace: Trace) -> Trace:
                 continue
             if node.target in COPIES and (node in visible or same in visible):
                 continue
+            if node in visible and makes_memory(node):  # the caller may write to it
+                if same in visible or not makes_memory(same):
+                    continue
+                visible.add(same)
             if node in outputs:  # results stay objects of their own
                 if same in outputs or same.op != "call_function":
                     continue
@@ -131,19 +137,21 @@ def _neutral_right(number: int) -> Rule:
 
     def rule(node: fx.Node) -> fx.Node | None:
         plain = len(node.args) == 2 and not node.kwargs and type(node.args[1]) in (int, float)
-        return _first(node) if plain and node.args[1] == number else None
+        neutral = plain and repr(node.args[1]) in (repr(number), repr(float(number)))  # not -0.0
+        return _first(node) if neutral else None
 
     return rule
 
 
+def _times_one(node: fx.Node) -> fx.Node | None:
+    """x * 1 and x / 1 are x for real numbers; a complex product has inf * 0 in it."""
+    return None if node.meta["val"].is_complex() else _neutral_right(1)(node)
+
+
 def _add_zero(node: fx.Node) -> fx.Node | None:
     """x + 0 is x for integers only."""
-    first = _first(node)
-    value = first.meta.get("val") if first is not None else None
-    exact = isinstance(value, torch.Tensor) and not (
-        value.is_floating_point() or value.is_complex()
-    )
-    return _neutral_right(0)(node) if exact else None
+    value = node.meta["val"]
+    return None if value.is_floating_point() or value.is_complex() else _neutral_right(0)(node)
 
 
 def _undo(target: Any) -> Rule:
@@ -177,10 +185,10 @@ WIDER = {
 }
 COPIES = {aten.clone.default, aten._to_copy.default, aten.lift_fresh_copy.default}
 RULES: dict[Any, Rule] = {
-    aten.mul.Tensor: _neutral_right(1),
-    aten.mul.Scalar: _neutral_right(1),
-    aten.div.Tensor: _neutral_right(1),
-    aten.div.Scalar: _neutral_right(1),
+    aten.mul.Tensor: _times_one,
+    aten.mul.Scalar: _times_one,
+    aten.div.Tensor: _times_one,
+    aten.div.Scalar: _times_one,
     aten.sub.Tensor: _neutral_right(0),
     aten.add.Tensor: _add_zero,
     aten.pow.Tensor_Scalar: _neutral_right(1),
