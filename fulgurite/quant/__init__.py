@@ -10,7 +10,7 @@ In: float tensors, or packed ones from safetensors and GGUF files. Out: `QuantTe
     tensor.py      QuantTensor, quantize                       sharding.py    cutting at boundaries
     checks.py      scales that can't be right                  hardware.py    what runs where
     layouts.py     checkpoints as others publish them          storage.py     our own layout
-    gguf_file.py   .gguf files                                 error.py       signal to noise
+    gguf_header.py gguf_file.py   .gguf files                  error.py       signal to noise
     optional.py    packages only some functions need
 """
 

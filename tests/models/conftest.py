@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
 pytest.importorskip("transformers")
 
-from model_oracle import CASES, Pair, make_theirs
-
 from fulgurite.models import load_model
+
+from .model_oracle import CASES, Pair, make_theirs
 
 _PAIRS: dict[str, Pair] = {}
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from model_oracle import CASES, COMMON, Pair
 
 from fulgurite.errors import WeightsError
 from fulgurite.models.config import Fields, ModelConfig
 from fulgurite.models.registry import ARCHITECTURES, family_of
+
+from .model_oracle import CASES, COMMON, Pair
 
 LLAMA = {**COMMON, "architectures": ["LlamaForCausalLM"]}
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model_oracle import (
+
+from fulgurite.models import ContiguousCache, WholeSequence, load_model
+
+from .model_oracle import (
     CASES,
     Pair,
     greedy_cached,
@@ -13,8 +16,6 @@ from model_oracle import (
     logits_theirs,
     prompt,
 )
-
-from fulgurite.models import ContiguousCache, WholeSequence, load_model
 
 NEW = 64
 LENGTHS = (20, 3, 13)

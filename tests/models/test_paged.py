@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model_oracle import prompt
 from torch import Tensor
 
 from fulgurite.models import AttentionSpec, Decoder
 from fulgurite.models.cache import attention, visible
+
+from .model_oracle import prompt
 
 BLOCK = 4
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model_oracle import CASES, COMMON, Pair
 
 from fulgurite.errors import WeightsError
 from fulgurite.models.config import Fields, read_rope
 from fulgurite.models.rope import Rotary, rotate
+
+from .model_oracle import CASES, COMMON, Pair
 
 LENGTH = {"max_position_embeddings": 64}
 

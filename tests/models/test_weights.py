@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_oracle import make_theirs, prompt
 from safetensors.torch import load_file, save_file
 
 from fulgurite.errors import ArgumentError, WeightsError
 from fulgurite.models import ARCHITECTURES, load_model, open_checkpoint, random_model
 from fulgurite.models.safetensors_file import INDEX, SINGLE
+
+from .model_oracle import make_theirs, prompt
 
 
 @pytest.fixture

@@ -20,13 +20,34 @@ from fulgurite.quant import (
 from fulgurite.quant.codec import CODECS
 from fulgurite.quant.shapes import check_shape, data_shape, logical_shape, scale_shape
 
-ASKED_FOR = """
-    fp8_e4m3_tensor fp8_e4m3_row fp8_e4m3_1x128 fp8_e4m3_128x128
-    fp8_e5m2_tensor fp8_e5m2_row fp8_e5m2_1x128 fp8_e5m2_128x128
-    nvfp4 mxfp4 mxfp8_e4m3 mxfp8_e5m2 int8
-    int4_g32 int4_g64 int4_g128 int4_g32_asym int4_g64_asym int4_g128_asym
-    q4_0 q4_1 q8_0 q4_k q6_k f16 bf16
-""".split()
+ASKED_FOR = [
+    "fp8_e4m3_tensor",
+    "fp8_e4m3_row",
+    "fp8_e4m3_1x128",
+    "fp8_e4m3_128x128",
+    "fp8_e5m2_tensor",
+    "fp8_e5m2_row",
+    "fp8_e5m2_1x128",
+    "fp8_e5m2_128x128",
+    "nvfp4",
+    "mxfp4",
+    "mxfp8_e4m3",
+    "mxfp8_e5m2",
+    "int8",
+    "int4_g32",
+    "int4_g64",
+    "int4_g128",
+    "int4_g32_asym",
+    "int4_g64_asym",
+    "int4_g128_asym",
+    "q4_0",
+    "q4_1",
+    "q8_0",
+    "q4_k",
+    "q6_k",
+    "f16",
+    "bf16",
+]
 
 
 def test_the_table_holds_every_format_once():

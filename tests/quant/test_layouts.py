@@ -210,16 +210,31 @@ def test_gpt_oss_is_what_transformers_reads():
 
 
 def test_names_of_a_checkpoint():
-    names = """
-        embed.weight norm.weight
-        l.0.q.weight l.0.q.weight_scale_inv  l.0.k.weight l.0.k.weight_scale l.0.k.input_scale
-        l.0.v.weight l.0.v.weight_scale l.0.v.weight_scale_2
-        l.0.o.weight_packed l.0.o.weight_scale l.0.o.weight_global_scale
-        l.0.up.weight_packed l.0.up.weight_scale l.0.up.weight_shape
-        l.0.down.weight_packed l.0.down.weight_scale
-        l.0.experts.gate_up_proj_blocks l.0.experts.gate_up_proj_scales
-        l.0.experts.gate_up_proj_bias  block.1.mlp1_weight.blocks block.1.mlp1_weight.scales
-    """.split()
+    names = [
+        "embed.weight",
+        "norm.weight",
+        "l.0.q.weight",
+        "l.0.q.weight_scale_inv",
+        "l.0.k.weight",
+        "l.0.k.weight_scale",
+        "l.0.k.input_scale",
+        "l.0.v.weight",
+        "l.0.v.weight_scale",
+        "l.0.v.weight_scale_2",
+        "l.0.o.weight_packed",
+        "l.0.o.weight_scale",
+        "l.0.o.weight_global_scale",
+        "l.0.up.weight_packed",
+        "l.0.up.weight_scale",
+        "l.0.up.weight_shape",
+        "l.0.down.weight_packed",
+        "l.0.down.weight_scale",
+        "l.0.experts.gate_up_proj_blocks",
+        "l.0.experts.gate_up_proj_scales",
+        "l.0.experts.gate_up_proj_bias",
+        "block.1.mlp1_weight.blocks",
+        "block.1.mlp1_weight.scales",
+    ]
     assert weight_names(names) == {
         "l.0.q": "deepseek fp8",
         "l.0.k": "weight_scale",

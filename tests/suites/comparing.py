@@ -1,0 +1,96 @@
+"""Comparing compiled results with eager ones.
+
+In: what the two gave: tensors, numbers, containers. Out: nothing, or an AssertionError that says where they differ.
+Tolerances are torch.testing's own for the dtype; where rounding alone can differ by more, the float64 rule decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in nested containers, in order."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def describe(tensor: Tensor, strides: bool) -> tuple[Any, ...]:
+    """What must be equal besides values; strides where they mean anything."""
+    known = (tensor.dtype, tuple(tensor.shape), tensor.device, tensor.layout)
+    if not strides or tensor.layout is not torch.strided or tensor.numel() == 0:
+        return known
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return *known, tuple(stride if size > 1 else -1 for size, stride in pairs)
+
+
+def same_description(compiled: Any, eager: Any, *, strides: bool = True) -> None:
+    """Structure, dtypes, shapes, layouts and, unless they don't matter, strides agree."""
+    ours, our_tree = pytree.tree_flatten(compiled)
+    theirs, their_tree = pytree.tree_flatten(eager)
+    assert our_tree == their_tree, f"compiled gives {our_tree}, eager {their_tree}"
+    for position, (one, two) in enumerate(zip(ours, theirs, strict=True)):
+        assert type(one) is type(two), f"result {position}: {type(one)}, eager {type(two)}"
+        if isinstance(one, Tensor):
+            ours_is, eager_is = describe(one, strides), describe(two, strides)
+            assert ours_is == eager_is, f"result {position} is {ours_is}, in eager {eager_is}"
+
+
+def same_values(compiled: Any, eager: Any) -> None:
+    """Every tensor and number agrees within the dtype's rounding; NaN equals NaN."""
+    ours, theirs = pytree.tree_leaves(compiled), pytree.tree_leaves(eager)
+    for position, (one, two) in enumerate(zip(ours, theirs, strict=True)):
+        if isinstance(one, (Tensor, int, float, complex)):
+            torch.testing.assert_close(
+                one,
+                two,
+                equal_nan=True,
+                check_stride=False,
+                msg=lambda m: f"result {position}: {m}",
+            )
+        else:
+            assert one == two or one is two, f"result {position}: {one!r}, eager {two!r}"
+
+
+def no_worse(ours: list[Tensor], eager: list[Tensor], exact: list[Tensor]) -> None:
+    """The float64 rule: all in all, no further from the exact values than twice eager's own error."""
+    error, bound = relative_error(ours, exact), 2 * relative_error(eager, exact)
+    assert error <= bound, f"error {error:.3g} against float64; twice eager's is {bound:.3g}"
+
+
+def relative_error(values: list[Tensor], exact: list[Tensor]) -> float:
+    """The norm of all differences over the norm of all exact values."""
+    difference = sum(
+        float((v.to(e.dtype) - e).abs().square().nansum())
+        for v, e in zip(values, exact, strict=True)
+    )
+    size = sum(float(e.abs().square().nansum()) for e in exact)
+    return (difference / size) ** 0.5 if size else difference**0.5
+
+
+def sharing(values: list[Tensor]) -> Iterator[int]:
+    """For each tensor the first one in the list that lies in the same memory."""
+    owner: dict[int, int] = {}
+    for position, value in enumerate(values):
+        storage = value.untyped_storage()
+        key = storage.data_ptr() if storage.nbytes() else -1 - position
+        yield owner.setdefault(key, position)
+
+
+def clones(values: list[Any]) -> list[Any]:
+    """Copies with the same strides and offsets; what shared memory shares it again."""
+    copied: dict[int, torch.UntypedStorage] = {}
+
+    def clone(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        storage = value.untyped_storage()
+        fresh = copied.setdefault(storage._cdata, storage.clone())
+        empty = torch.empty(0, dtype=value.dtype, device=value.device)
+        return empty.set_(fresh, value.storage_offset(), value.shape, value.stride())
+
+    return [clone(value) for value in values]
