@@ -20,6 +20,7 @@ from fulgurite.executors import (
     executor_names,
     region,
     register_executor,
+    subgraph,
     unprintable,
 )
 from fulgurite.op import Op, op
@@ -43,6 +44,7 @@ __all__ = [
     "op",
     "region",
     "register_executor",
+    "subgraph",
     "transform",
     "unprintable",
     "verify",

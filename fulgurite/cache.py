@@ -91,7 +91,7 @@ def _whole(path: Path) -> bool:
 
 def _write(path: Path, build: Callable[[Path], None]) -> Path:
     folder = path.parent
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _make(folder)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".building-") as place:
         built = Path(place) / path.name
         build(built)
@@ -103,6 +103,13 @@ def _write(path: Path, build: Callable[[Path], None]) -> Path:
         os.replace(built, path)
         os.replace(mark, path.with_name(mark.name))
     return path
+
+
+def _make(folder: Path) -> None:
+    """The folder and what is missing above it, for this user only."""
+    if not folder.parent.exists():
+        _make(folder.parent)
+    folder.mkdir(exist_ok=True, mode=0o700)
 
 
 def _private(problem: OSError) -> Path:

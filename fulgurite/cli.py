@@ -16,7 +16,7 @@ import torch
 import fulgurite
 from fulgurite.bench.suites import SUITES
 from fulgurite.config import ENVIRONMENT
-from fulgurite.errors import FulguriteError
+from fulgurite.errors import ArgumentError, FulguriteError
 from fulgurite.explain import Explanation
 from fulgurite.models import tiny
 from fulgurite.report.html import write_html
@@ -26,8 +26,8 @@ from fulgurite.target import load_example, run_script
 def explain(options: argparse.Namespace) -> None:
     """Compile something with example inputs and show what became of it."""
     if options.target and ":" not in options.target and options.target.endswith(".py"):
-        for made in run_script(options.target):
-            _show(made.explain(), options, made)
+        for number, made in enumerate(run_script(options.target)):
+            _show(made.explain(), options, made, number)
         return
     function, inputs = load_example(options.target) if options.target else tiny.example()
     choices: dict[str, Any] = {"regions": options.regions, "remat": options.remat}
@@ -40,12 +40,22 @@ def explain(options: argparse.Namespace) -> None:
     _show(compiled.explain(*inputs), options, compiled)
 
 
-def _show(explanation: Explanation, options: argparse.Namespace, compiled: Any) -> None:
-    if not options.no_trace:
+def _show(
+    explanation: Explanation, options: argparse.Namespace, compiled: Any, number: int = 0
+) -> None:
+    if not options.no_trace and explanation.graphs:
         print(compiled.last_trace(graph=0))
     print(explanation)
     if options.html:
-        print(f"written to {write_html(explanation, Path(options.html))}")
+        page = Path(options.html)
+        page = page.with_stem(f"{page.stem}-{number}") if number else page  # a page a function
+        try:
+            print(f"written to {write_html(explanation, page)}")
+        except OSError as problem:
+            raise ArgumentError(
+                f"{page} can't be written: {problem.strerror}",
+                next="give --html a file in a folder that can be written",
+            ) from problem
 
 
 def bench(options: argparse.Namespace) -> None:

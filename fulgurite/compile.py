@@ -8,18 +8,18 @@ The pipeline itself is `Session.compile_graph` and `Session.build`.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import fx, nn
 from torch._dynamo import exc
 
 from fulgurite import repro
 from fulgurite.capture.blocks import BlockRunner, Blocks, find_blocks, worth_it
-from fulgurite.capture.dynamo import GraphBreak, here, optimize, raise_as_ours
+from fulgurite.capture.dynamo import GraphBreak, here, is_capturing, optimize, raise_as_ours
 from fulgurite.capture.module import original_of, wrap_module
 from fulgurite.errors import ArgumentError
 from fulgurite.executors import Executor
@@ -55,7 +55,7 @@ class Compiled:
         self._runner: BlockRunner | None = None
         if isinstance(function, nn.Module):
             self._use_blocks(function)
-        self._run = self._runner.around(function) if self._runner else self._optimize(function)
+        self._run = self._first_run() if self._runner else self._optimize(function)
         if not isinstance(function, nn.Module):
             functools.update_wrapper(self, function, updated=())
 
@@ -80,13 +80,29 @@ class Compiled:
             self.blocks = blocks
             self._runner = BlockRunner(blocks, self._optimize)
 
+    def _first_run(self) -> Callable[..., Any]:
+        """The model with its layers compiled; if it turns out not to call them, compiled as a whole."""
+        runner = self._runner
+        assert runner is not None, "only a model with blocks has a first run"
+        with_blocks = runner.around(self.original)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = with_blocks(*args, **kwargs)
+            if runner.called or self.session.options.regions == "blocks":
+                self._run = with_blocks
+            else:
+                self.blocks, self._run = [], self._optimize(self.original)
+            return result
+
+        return run
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # inside someone else's capture: be the plain function
+        if is_capturing():  # inside someone else's capture: be the plain function
             return self.original(*args, **kwargs)
         outer, here.breaks = here.breaks, self.session.breaks
         try:
             return self._run(*args, **kwargs)
-        except (exc.BackendCompilerFailed, exc.Unsupported) as error:
+        except (exc.BackendCompilerFailed, exc.Unsupported, exc.TorchRuntimeError) as error:
             raise_as_ours(error)
         finally:
             here.breaks = outer
@@ -217,4 +233,12 @@ def backend(
     **more: Any,
 ) -> Callable[..., Any]:
     """The backend behind `torch.compile(model, backend="fulgurite", options={...})`."""
-    return Session(make_options(**(options or {}), **more))(module, inputs)
+    wanted = {**(options or {}), **more}
+    known = inspect.signature(make_options).parameters
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise ArgumentError(
+            f"{', '.join(unknown)}: no option of backend='fulgurite'",
+            next=f"options={{...}} may hold {', '.join(known)}",
+        )
+    return Session(make_options(**wanted))(module, inputs)

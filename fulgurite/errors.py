@@ -3,7 +3,8 @@
 FulguriteError
 ├── ArgumentError (also ValueError)    an argument of ours has a value that is not allowed
 ├── CaptureError                       the program could not be captured
-│   └── GraphBreakError                fullgraph=True and something in the program breaks the graph
+│   ├── GraphBreakError                fullgraph=True and something in the program breaks the graph
+│   └── OpError (also RuntimeError)     an op of the program refuses its inputs
 ├── CompileError                       an op, a transform or an executor failed while compiling
 │   ├── VerifyError                    a trace breaks a rule of its stage; names the transform that made it
 │   └── FusionError                    fuse() was asked for a kernel that can't be generated
@@ -49,6 +50,10 @@ class CaptureError(FulguriteError):
 
 class GraphBreakError(CaptureError):
     """fullgraph=True was asked for and the program breaks the graph."""
+
+
+class OpError(CaptureError, RuntimeError):
+    """An op of the program refuses its inputs, as it would in eager torch."""
 
 
 class CompileError(FulguriteError):

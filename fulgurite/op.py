@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import collections.abc
 import inspect
+import json
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -47,6 +48,7 @@ class Op:
     """An operator. Call it like the function it was made of."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        _check_function(function)
         self.name = name
         self.function = function
         self.schema = schema_of(function)
@@ -66,6 +68,9 @@ class Op:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._custom(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Op:
+        return self  # as a function is: a copied module calls the same operator
+
     def __repr__(self) -> str:
         return f"<fulgurite.op {self.name}{self.schema}>"
 
@@ -83,7 +88,14 @@ class Op:
         """Register `rule(inputs, output, *gradients)`, which returns a gradient or None per input."""
         parameters = list(inspect.signature(self.function).parameters)
 
-        def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        def setup(
+            ctx: Any,
+            inputs: tuple[Any, ...],
+            output: Any,
+            keyword_only_inputs: dict[str, Any] | None = None,
+        ) -> None:
+            ctx.positional = len(inputs)
+            inputs = (*inputs, *(keyword_only_inputs or {}).values())
             leaves, ctx.structure = pytree.tree_flatten((inputs, output))
             ctx.save_for_backward(*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
             ctx.leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -101,7 +113,7 @@ class Op:
                     f"the backward of {self.name} returned {len(result)} gradients",
                     next=f"return one per parameter ({', '.join(parameters)}), None where there is none",
                 )
-            return result
+            return result[: ctx.positional]  # torch wants none of keyword-only parameters
 
         self._custom.register_autograd(run, setup_context=setup)
         return rule
@@ -119,10 +131,9 @@ class Op:
                     next=f"work on a copy and return it: {name} = {name}.clone(); …; return {name}",
                 )
         storages = {t.untyped_storage()._cdata: name for name, t in named if _has_storage(t)}
-        results = result if isinstance(result, (list, tuple)) else (result,)
-        for value in results:
-            owner = storages.get(value.untyped_storage()._cdata) if _has_storage(value) else None
-            if owner is not None:
+        for value in filter(_has_storage, pytree.tree_leaves(result)):
+            owner = storages.setdefault(value.untyped_storage()._cdata, "")
+            if owner:
                 raise ArgumentError(
                     f"{self.name} returned its argument {owner}, or a view of it",
                     where=_place(self.function),
@@ -151,8 +162,16 @@ def op(name_or_function: str | Callable[..., Any], /) -> Op | Callable[[Callable
             raise ArgumentError(f"{name!r} is not an operator's name", next='"namespace::name"')
         return lambda function: Op(name, function)
     function = name_or_function
+    _check_function(function)
     namespace = function.__module__.rpartition(".")[2].strip("_") or "fulgurite_user"
     return Op(f"{namespace}::{function.__name__}", function)
+
+
+def _check_function(function: Any) -> None:
+    if not isinstance(function, types.FunctionType):
+        raise ArgumentError(
+            f"{function!r} can't be an operator", next="pass a function made with def, with hints"
+        )
 
 
 # ---- schema --------------------------------------------------------------------------------------
@@ -160,7 +179,10 @@ def op(name_or_function: str | Callable[..., Any], /) -> Op | Callable[[Callable
 
 def schema_of(function: Callable[..., Any]) -> str:
     """`(Tensor x, float[]? factors=None) -> Tensor` from a function's hints."""
-    hints = typing.get_type_hints(function)
+    try:
+        hints = typing.get_type_hints(function)
+    except NameError as error:
+        _refuse(function, "its hints", f"name something that its module does not have: {error}")
     parameters = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -171,6 +193,9 @@ def schema_of(function: Callable[..., Any]) -> str:
         text = f"{text} {parameter.name}"
         if parameter.default is not parameter.empty:
             text += f"={_default_text(parameter.default)}"
+            if not _parses(f"f({text}) -> Tensor"):
+                why = f"has the default {parameter.default!r}, which a schema can't hold (None can be)"
+                _refuse(function, parameter.name, why)
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parameters:
             parameters.append("*")
         parameters.append(text)
@@ -187,9 +212,9 @@ def _type_text(function: Callable[..., Any], name: str, hint: Any) -> str:
         return "Scalar"
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        inner = [a for a in arguments if a is not type(None)]
-        if len(inner) == 1 and len(arguments) == 2:
-            return f"{_type_text(function, name, inner[0])}?"
+        inner = tuple(a for a in arguments if a is not type(None))
+        if inner and len(inner) < len(arguments):
+            return f"{_type_text(function, name, typing.Union[inner])}?"  # noqa: UP007
     if origin in _LISTS and arguments and all(a in (arguments[0], Ellipsis) for a in arguments):
         return f"{_type_text(function, name, arguments[0])}[]"
     return _refuse(function, name, f"has the type {hint}, which an operator can't take")
@@ -205,9 +230,19 @@ def _returns_text(function: Callable[..., Any], hint: Any) -> str:
 
 
 def _default_text(value: Any) -> str:
-    if isinstance(value, str):
-        return f'"{value}"'
-    return str(list(value)) if isinstance(value, tuple) else str(value)
+    if isinstance(value, (str, torch.device)):
+        return json.dumps(str(value), ensure_ascii=False)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_default_text, value))}]"
+    return str(value).removeprefix("torch.")
+
+
+def _parses(schema: str) -> bool:
+    try:
+        torch._C.parse_schema(schema)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _refuse(function: Callable[..., Any], name: str, why: str) -> typing.NoReturn:

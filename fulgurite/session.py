@@ -27,6 +27,7 @@ from fulgurite.trace import Kind, Trace, verify
 from fulgurite.trace.cost import bytes_text, count_text, is_view, node_bytes, seconds_text
 from fulgurite.trace.region import Region
 from fulgurite.trace.text import load
+from fulgurite.trace.verify import contents, verify_kept
 from fulgurite.transforms import SIMPLIFY
 from fulgurite.transforms.remat import SavedBytes, partitioner
 
@@ -149,10 +150,12 @@ class Session:
         self, record: GraphRecord, name: str, change: Callable[[Trace], Trace], trace: Trace
     ) -> Trace:
         """One named, timed, verified step; its result goes into the history."""
+        known = contents(trace) if settings().verify else None
         started = time.perf_counter()
         try:
             changed = change(trace).at_stage(name, time.perf_counter() - started)
-            if settings().verify:
+            if known is not None:
+                verify_kept(trace, known, name)
                 verify(changed, before=trace if changed.module is not trace.module else None)
         except FulguriteError as error:
             self._with_repro(record, error)
@@ -170,8 +173,11 @@ class Session:
     def _with_repro(self, record: GraphRecord, error: FulguriteError) -> None:
         """Save a script that reproduces the failure, and name it in the error."""
         if record.history and "repro" not in error.rows:
-            path = repro.save_failing(record.captured, self.options)
-            error.rows = {"repro": str(path), **error.rows}
+            try:
+                saved = str(repro.save_failing(record.captured, self.options))
+            except OSError as problem:  # the failure itself is what the user needs to see
+                saved = f"not saved ({problem}): set FULGURITE_REPRO to a writable folder"
+            error.rows = {"repro": saved, **error.rows}
 
     def partition(self, record: GraphRecord) -> Callable[..., Any]:
         split = partitioner(self.options.remat)

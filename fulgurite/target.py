@@ -11,6 +11,7 @@ returns `(function, arguments)`.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import os
 import re
@@ -34,12 +35,23 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 def load_example(target: str) -> Example:
     """The function or module that `module:name` stands for, with inputs to call it on."""
     place, _, name = target.rpartition(":")
+    if not place or not name:
+        raise ArgumentError(
+            f"{target!r} names no function", next="module:name, file.py:name or script.py"
+        )
     module = _import(place)
     found = getattr(module, name, None)
-    if found is None:
-        known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+    if isinstance(found, type):
         raise ArgumentError(
-            f"{place} has nothing called {name!r}", next=f"one of {', '.join(sorted(known)[:20])}"
+            f"{target} is a class",
+            next=f"name an object of it, or a function that returns (object, inputs): {place}:example",
+        )
+    if not callable(found):
+        callables = {n: v for n, v in vars(module).items() if callable(v) and not n.startswith("_")}
+        known = [n for n, v in callables.items() if not isinstance(v, type)]
+        raise ArgumentError(
+            f"{place} has nothing called {name!r} that can be called",
+            next=f"one of {', '.join(sorted(known)[:20])}",
         )
     for helper in (f"{name}_inputs", "example_inputs"):
         if hasattr(module, helper):
@@ -52,6 +64,7 @@ def load_example(target: str) -> Example:
         result = found()
         if isinstance(result, tuple) and len(result) == 2 and callable(result[0]):
             return result[0], tuple(result[1])
+        return found, ()
     hints = [_from_hint(parameter.annotation) for parameter in parameters]
     if hints and all(hint is not None for hint in hints):
         return found, tuple(hints)
@@ -70,9 +83,11 @@ def run_script(path: str) -> list[Compiled]:
         )
     with recording() as made:
         sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+        words, sys.argv = sys.argv, [path]
         try:
             runpy.run_path(path, run_name="__main__")
         finally:
+            sys.argv = words
             sys.path.pop(0)
     called = [compiled for compiled in made if compiled.graphs]
     if not called:
@@ -90,7 +105,9 @@ def _import(place: str) -> ModuleType:
                 f"there is no file {place}", next="file.py:name or package.module:name"
             )
         sys.path.insert(0, os.path.dirname(os.path.abspath(place)))
-        place = os.path.basename(place)[:-3]
+        file, place = place, os.path.basename(place)[:-3]
+        if place in sys.modules:  # a file called types.py must not give the module types
+            return _load_file(file, f"{place}_to_explain")
     else:
         sys.path.insert(0, os.getcwd())
     try:
@@ -101,6 +118,14 @@ def _import(place: str) -> ModuleType:
         ) from error
     finally:
         sys.path.pop(0)
+
+
+def _load_file(file: str, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, f"{file} is no Python file"
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _from_hint(hint: Any) -> torch.Tensor | None:

@@ -25,12 +25,21 @@ CODE = """
 
     def lonely(x):
         return x
+
+    def constant():
+        return torch.ones(3) + 1
+
+    number = 3
+
+    class Kind(torch.nn.Module):
+        pass
 """
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    (tmp_path / "cli_example.py").write_text(textwrap.dedent(CODE))
+    for name in ("cli_example.py", "pytest.py"):
+        (tmp_path / name).write_text(textwrap.dedent(CODE))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -52,6 +61,8 @@ def test_explain_without_arguments_shows_the_built_in_transformer(capsys, tmp_pa
         ("cli_example.py:scale", "torch.mul(x, y)"),
         ("cli_example:plain", "torch.sin(x)"),
         ("cli_example:builds", 'x: "f32[2, 2]"'),
+        ("cli_example:constant", "def forward():"),
+        ("pytest.py:scale", "torch.mul(x, y)"),  # not the module called pytest
     ],
 )
 def test_targets(folder, capsys, target, says):
@@ -61,21 +72,29 @@ def test_targets(folder, capsys, target, says):
 
 def test_a_script(folder, capsys):
     (folder / "script.py").write_text(
-        "import torch, fulgurite\nf = fulgurite.compile(lambda x: x.cos())\nprint('ran', f(torch.ones(2)))\n"
+        "import sys, torch, fulgurite\nf = fulgurite.compile(lambda x: x.cos())\n"
+        "g = fulgurite.compile(lambda x: x.tan())\nprint('ran', f(torch.ones(2)), g(torch.ones(2)))\n"
+        "print(sys.argv)\n"
     )
-    assert main(["explain", "script.py"]) == 0
+    assert main(["explain", "script.py", "--html", "page.html"]) == 0
     out = capsys.readouterr().out
-    assert "ran tensor" in out and "torch.cos(x)" in out
+    assert "ran tensor" in out and "torch.cos(x)" in out and "['script.py']" in out
+    assert "torch.cos" in (folder / "page.html").read_text()
+    assert "torch.tan" in (folder / "page-1.html").read_text()
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["explain", "cli_example:missing"], "one of builds, lonely, plain"),
+        (["explain", "cli_example:missing"], "one of builds, constant, lonely, plain"),
         (["explain", "cli_example:lonely"], "lonely_inputs"),
         (["explain", "no_such_module:f"], "can't be imported"),
         (["explain", "missing.py"], "no file missing.py"),
         (["explain", "--executors", "magic"], "'torch', 'inductor'"),
+        (["explain", "cli_example"], "module:name"),
+        (["explain", "cli_example:number"], "that can be called"),
+        (["explain", "cli_example:Kind"], "is a class"),
+        (["explain", "cli_example:plain", "--html", "cli_example.py/x.html"], "can't be written"),
     ],
 )
 def test_mistakes_are_answered_in_words(folder, capsys, words, says):

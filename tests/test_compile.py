@@ -511,9 +511,10 @@ def test_checkpointed_blocks_recompute_compiled():
     class Checkpointed(nn.Module):
         def __init__(self):
             super().__init__()
-            make = lambda: nn.Sequential(
-                nn.Linear(4, 8), nn.Dropout(0.1), nn.GELU(), nn.Linear(8, 4)
-            )  # noqa: E731
+
+            def make():
+                return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.GELU(), nn.Linear(8, 4))
+
             self.layers = nn.ModuleList(make() for _ in range(4))
 
         def forward(self, x):

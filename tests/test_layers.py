@@ -24,6 +24,7 @@ ORDER: list[set[str]] = [
     {"session"},
     {"explain"},
     {"compile"},
+    {"fuse"},
     {"parallel"},
     {"models"},
     {"target", "train", "serve"},

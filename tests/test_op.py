@@ -26,13 +26,14 @@ from fulgurite.op import schema_of
         (dict(x=Tensor, o=Optional[List[Tensor]]), "(Tensor x, Tensor[]? o) -> Tensor"),  # noqa: UP006
         (dict(x=list[Tensor | None]), "(Tensor?[] x) -> Tensor"),
         (dict(x=Sequence[bool], s=str), "(bool[] x, str s) -> Tensor"),
-        (dict(x=Tensor, d=torch.dtype, v=torch.device | None), "(Tensor x, ScalarType d, Device? v) -> Tensor"),
+        (
+            dict(x=Tensor, d=torch.dtype, v=torch.device | None),
+            "(Tensor x, ScalarType d, Device? v) -> Tensor",
+        ),
         (dict(x=Tensor, s=int | float), "(Tensor x, Scalar s) -> Tensor"),
     ],
 )
 def test_schema_from_hints(hints, schema):
-    def function(**_): ...
-
     names = ", ".join(hints)
     namespace = {}
     exec(f"def function({names}): ...", namespace)
@@ -144,3 +145,68 @@ def test_bad_names():
     for name in ("scale", "a::b::c", "my-lib::scale"):
         with pytest.raises(ArgumentError, match="name"):
             fulgurite.op(name)
+
+
+def test_keyword_only_parameters_have_a_backward():
+    @fulgurite.op("test_op::weighted")
+    def weighted(xs: list[Tensor], y: Tensor, *, factor: float = 2.0) -> tuple[Tensor, Tensor]:
+        return sum(xs) * y * factor, y + 1
+
+    @weighted.fake
+    def _(xs, y, *, factor=2.0):
+        return torch.empty_like(y), torch.empty_like(y)
+
+    @weighted.backward
+    def _(inputs, output, first, second):
+        xs, y, factor = inputs
+        return [first * y * factor for _ in xs], first * sum(xs) * factor + second, None
+
+    def run(call):
+        xs = [torch.ones(3, requires_grad=True) for _ in range(2)]
+        y = torch.full((3,), 5.0, requires_grad=True)
+        first, second = call(xs, y)
+        (first.sum() + second.sum()).backward()
+        return [x.grad.tolist() for x in (*xs, y)]
+
+    def f(xs, y):
+        return weighted(xs, y, factor=3.0)
+
+    expected = [[15.0] * 3, [15.0] * 3, [7.0] * 3]
+    assert run(f) == expected
+    assert run(fulgurite.compile(f, fullgraph=True)) == expected
+
+
+def test_defaults_of_every_kind():
+    @fulgurite.op("test_op::defaults")
+    def defaults(
+        x: Tensor,
+        name: str = 'say "hi"\n',
+        dtype: torch.dtype = torch.float64,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+        sizes: tuple[int, ...] = (1, 2),
+        scale: int | float | None = None,
+    ) -> Tensor:
+        return torch.full_like(x, len(name) + sum(sizes), dtype=dtype, device=device)
+
+    assert defaults(torch.zeros(2)).tolist() == [12.0, 12.0]
+
+    def infinite(x: Tensor, most: float = float("inf")) -> Tensor:
+        return x * most
+
+    with pytest.raises(ArgumentError, match="has the default inf"):
+        fulgurite.op("test_op::infinite")(infinite)
+
+
+@pytest.mark.parametrize("thing", [3, len, dict, torch.nn.ReLU()])
+def test_only_functions_become_operators(thing):
+    with pytest.raises(ArgumentError, match="can't be an operator"):
+        fulgurite.op(thing)
+
+
+def test_a_view_of_an_argument_inside_a_list_is_found():
+    @fulgurite.op("test_op::pieces")
+    def pieces(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        return x * 2, [x[:1]]
+
+    with pytest.raises(ArgumentError, match="returned its argument x"):
+        pieces(torch.ones(2))

@@ -7,6 +7,7 @@ guards find the layers alike and capture the first only. What lies outside the l
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+
+from fulgurite.capture.dynamo import is_capturing
 
 LEAST_REPEATS = 4  # fewer equal layers than this are compiled as one graph with the rest
 LEAST_SHARE = 0.5  # of the model's parameters, in the repeated layers
@@ -33,28 +37,55 @@ class Blocks:
 
 def find_blocks(model: nn.Module) -> list[Blocks]:
     """The groups of equal layers, outermost first; layers inside a group's layers don't count."""
+    if any(is_lazy(value) for value in (*model.parameters(), *model.buffers())):
+        return []  # a lazy module learns its sizes in its first call: nothing can be compared yet
     found: list[Blocks] = []
     inside: set[nn.Module] = set()
-    for path, parent in model.named_modules():
-        if parent in inside:
+    names = {module: path for path, module in model.named_modules()}
+    for parent in names:
+        if parent in inside or _only_holds(parent):
             continue
         alike: dict[Any, list[nn.Module]] = {}
-        for child in parent.children():
+        for child in dict.fromkeys(_called_by(parent)):
             if any(True for _ in child.parameters()) and any(True for _ in child.children()):
                 alike.setdefault(_structure(child), []).append(child)
         for layers in alike.values():
             if len(layers) >= LEAST_REPEATS:
                 kind = type(layers[0]).__name__
+                path = _common_path([names[layer] for layer in layers])
                 found.append(Blocks(path or "the model", kind, tuple(layers)))
                 inside.update(m for layer in layers for m in layer.modules())
     return found
 
 
+def _only_holds(module: nn.Module) -> bool:
+    """A container without a forward of its own, such as ModuleList: it is never called."""
+    return type(module).forward is nn.Module.forward
+
+
+def _called_by(parent: nn.Module) -> Iterator[nn.Module]:
+    """The children, and in the place of containers what they hold."""
+    for child in parent.children():
+        if _only_holds(child):
+            yield from _called_by(child)
+        else:
+            yield child
+
+
+def _common_path(paths: list[str]) -> str:
+    """`layers` of `layers.0`, `layers.1`, …"""
+    parents = [path.split(".")[:-1] for path in paths]
+    shared = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*parents, strict=False))
+    return ".".join(parts[0] for parts in shared)
+
+
 def worth_it(model: nn.Module, blocks: list[Blocks]) -> bool:
     """Whether most of the model is in the repeated layers."""
+    if not blocks:
+        return False
     total = sum(p.numel() for p in model.parameters())
     repeated = sum(p.numel() for b in blocks for m in b.modules for p in m.parameters())
-    return bool(blocks) and repeated >= LEAST_SHARE * total
+    return repeated >= LEAST_SHARE * total
 
 
 def _structure(module: nn.Module) -> Any:
@@ -83,6 +114,7 @@ class BlockRunner:
 
     def __init__(self, blocks: list[Blocks], optimize: Callable[[Callable[..., Any]], Any]) -> None:
         self.blocks = blocks
+        self.called = False  # whether the model has called one of its layers
         self.compiled = optimize(call_block)
         self.members = {module for group in blocks for module in group.modules}
         for module in self.members:
@@ -113,12 +145,13 @@ class _Dispatch:
         self.runner: BlockRunner | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_capturing():
             return self.module._call_impl(*args, **kwargs)
         if torch._C._current_graph_task_id() == -1:  # not inside backward
             runner = _running.get()
             self.runner = runner if runner is not None and self.module in runner.members else None
         if self.runner is not None:
+            self.runner.called = True
             return self.runner.compiled(self.module, *args, **kwargs)
         return self.module._call_impl(*args, **kwargs)
 

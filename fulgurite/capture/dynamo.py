@@ -20,8 +20,10 @@ import torch
 import torch._dynamo
 from torch._dynamo import exc
 from torch._dynamo import symbolic_convert as _symbolic_convert  # noqa: F401  (makes its logger)
+from torch._guards import TracingContext
 
-from fulgurite.errors import CaptureError, FulguriteError, GraphBreakError
+from fulgurite.errors import CaptureError, FulguriteError, GraphBreakError, OpError
+from fulgurite.trace.describe import is_the_users
 
 RECOMPILE_LIMIT = (
     64  # shapes, dtypes or kinds of layers a function is compiled for before it runs in eager
@@ -39,6 +41,16 @@ def optimize(
     return torch.compile(
         function, backend=backend, dynamic=dynamic, fullgraph=fullgraph, **isolation
     )
+
+
+def is_capturing() -> bool:
+    """Whether someone captures the code that runs here, on this thread.
+
+    `torch.compiler.is_compiling()` also says yes while another thread compiles.
+    """
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+        return True
+    return TracingContext.try_get() is not None
 
 
 @dataclass(frozen=True)
@@ -102,8 +114,8 @@ def parse_break(message: str) -> GraphBreak | None:
     reason, hint = _reason_and_hint(message.partition("Graph Break Reason: ")[2])
     file, line = place[1], int(place[2])
     frames = re.findall(r'File "(.+?)", line (\d+), in', message)
-    own = [frame for frame in frames if os.sep + "torch" + os.sep not in frame[0]]
-    if own and os.sep + "torch" + os.sep in file:
+    own = [frame for frame in frames if is_the_users(frame[0])]
+    if own and not is_the_users(file):
         file, line = own[-1][0], int(own[-1][1])
     return GraphBreak(reason, hint, file, line)
 
@@ -132,20 +144,59 @@ def raise_as_ours(error: Exception) -> NoReturn:
         inner = cause
     if isinstance(inner, FulguriteError):
         raise inner.with_traceback(None) from None
+    text = str(error)
     if isinstance(error, exc.Unsupported):
-        text = str(error)
         reason, hint = _reason_and_hint(text)
-        frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)', text)
-        own = [f for f in frames if os.sep + "torch" + os.sep not in f[0]] or frames
-        where = ""
-        if own:
-            file, line, function = own[-1]
-            where = f"{linecache.getline(file, int(line)).strip()}   {file}:{line}, in {function}"
+        raised = re.search(r"context: raised exception (.+)", text)
+        if raised:
+            reason = f"the program raises {raised[1]}"
+            hint = "compile without fullgraph=True, and the exception itself comes out"
         raise GraphBreakError(
             f"the graph breaks here, and fullgraph=True: {reason}",
-            where=where,
+            where=_user_line(text),
             next=hint or "change that line, or compile without fullgraph=True",
         ) from error
+    if isinstance(error, exc.TorchRuntimeError):
+        raise _ours_behind(error) or _refused_inputs(text) from error
     if isinstance(error, exc.BackendCompilerFailed):
-        raise CaptureError(f"capture failed: {inner}") from inner
+        raise CaptureError(
+            f"capture failed: {type(inner).__name__}: {inner}",
+            where=_user_line(str(inner)),
+            next="if torch.compile(..., backend='aot_eager') fails too, torch can't capture this: leave "
+            "that part out with torch.compiler.disable",
+        ) from inner
     raise error
+
+
+def _ours_behind(error: BaseException) -> FulguriteError | None:
+    """An error of ours that Dynamo met and wrapped, such as that of an operator without a fake rule."""
+    behind = error.__cause__ or error.__context__
+    if behind is None or isinstance(behind, FulguriteError):
+        return behind
+    return _ours_behind(behind)
+
+
+def _refused_inputs(text: str) -> OpError:
+    """What Dynamo says of an op that failed on FakeTensors: the op, its inputs, its own message."""
+    call = re.search(r"fake tensors: \w+ (.+?)\(\*\((.*)\), \*\*(.*)\): got (\w+)\((.*)\)", text)
+    next_step = "run it without compiling: where eager torch takes these inputs, capture is at fault"
+    if call is None:
+        return OpError(text.strip().splitlines()[0], where=_user_line(text), next=next_step)
+    function, inputs, keywords, kind, message = call.groups()
+    named = re.search(r"(?:function|method) (\w+)", function)
+    return OpError(
+        f"{named[1] if named else function}: {kind}: {message[1:-1]}",  # without repr's quotes
+        where=_user_line(text),
+        input=inputs + (f", {keywords}" if keywords != "{}" else ""),
+        next=next_step,
+    )
+
+
+def _user_line(text: str) -> str:
+    """The user's line in a message of Dynamo's, or nothing."""
+    frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)', text)
+    own = [frame for frame in frames if is_the_users(frame[0])] or frames
+    if not own:
+        return ""
+    file, line, function = own[-1]
+    return f"{linecache.getline(file, int(line)).strip()}   {file}:{line}, in {function}"

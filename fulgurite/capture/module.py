@@ -11,8 +11,9 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
+
+from fulgurite.capture.dynamo import is_capturing
 
 
 class CompiledModule(nn.Module):
@@ -22,9 +23,12 @@ class CompiledModule(nn.Module):
     _fulgurite_call: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # inside someone else's capture: be the plain module
+        if is_capturing():  # inside someone else's capture: be the plain module
             return self._fulgurite_original(*args, **kwargs)
         return type(self)._fulgurite_call(*args, **kwargs)
+
+    def __copy__(self) -> Any:
+        return self._fulgurite_again(copy.copy(self._fulgurite_original))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self._fulgurite_again(copy.deepcopy(self._fulgurite_original, memo))

@@ -54,8 +54,11 @@ class Names:
         copied = copy_module(module)
         for node in copied.graph.nodes:
             if node.op == "placeholder":
-                name = _described(node.meta.get("desc"), self.inputs)
-                name = name or _numbered(node.name, self.inputs) or self.renamed.get(node.name)
+                description = node.meta.get("desc")
+                name = _described(description, self.inputs)
+                if name is None and description is None:
+                    name = _numbered(node.name, self.inputs)
+                name = name or self.renamed.get(node.name)
                 if name:
                     _rename(node, name)
         for node, name in self._results(copied).items():
@@ -94,6 +97,8 @@ def _described(description: Any, captured: list[str]) -> str | None:
     kind = type(description).__name__
     if kind == "PlainAOTInput" and description.idx < len(captured):
         return captured[description.idx]
+    if kind in ("ParamAOTInput", "BufferAOTInput"):  # a constant that a transform added
+        return str(description.target).replace(".", "_")
     if kind == "SubclassGetAttrAOTInput":
         base = _described(description.base, captured)
         return f"{base}_{description.attr.strip('_')}" if base else None

@@ -33,6 +33,9 @@ def region(executor: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             if key not in lowered:
                 with torch.no_grad():
                     module = make_fx(function, tracing_mode="fake")(*inputs)
+                placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+                for node, value in zip(placeholders, inputs, strict=True):
+                    node.meta.setdefault("val", value)  # a number, which is the same in every call
                 lowered[key] = runs.lower(module)
             return lowered[key](*inputs)
 

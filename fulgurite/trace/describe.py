@@ -109,6 +109,11 @@ _NOT_THE_USERS = (
 )
 
 
+def is_the_users(file: str) -> bool:
+    """A file that is neither torch's nor one of ours that stand between the user and torch."""
+    return not file.startswith(_NOT_THE_USERS)
+
+
 def source_of(node: fx.Node) -> Source:
     """The user's module path and source line of a node, as far as capture recorded them."""
     return _source(node.meta.get("stack_trace") or "", module_path(node))
@@ -139,7 +144,7 @@ def _source(stack_trace: str, module: str) -> Source:
     frames = [(m, i) for i, line in enumerate(lines) if (m := _FRAME.search(line))]
     if not frames:
         return Source(module=module)
-    own = [frame for frame in frames if not frame[0]["file"].startswith(_NOT_THE_USERS)]
+    own = [frame for frame in frames if is_the_users(frame[0]["file"])]
     match, index = (own or frames)[-1]
     follows = lines[index + 1].strip() if index + 1 < len(lines) else ""
     code = "" if _FRAME.search(follows) else follows

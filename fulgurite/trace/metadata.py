@@ -79,7 +79,7 @@ def fill_metadata(module: fx.GraphModule) -> None:
     missing = [
         node
         for node in module.graph.nodes
-        if "val" not in node.meta and node.op in ("call_function", "call_method", "get_attr")
+        if "val" not in node.meta and node.op not in ("placeholder", "output")
     ]
     if not missing:
         return
@@ -102,9 +102,7 @@ def same_metadata(one: Any, two: Any) -> bool:
         return one.layout is not torch.strided or _equal_strides(one, two)
     if isinstance(one, (list, tuple)) and isinstance(two, (list, tuple)):
         return len(one) == len(two) and all(map(same_metadata, one, two))
-    if isinstance(one, torch.Tensor) or isinstance(two, torch.Tensor):
-        return False
-    return True
+    return not isinstance(one, torch.Tensor) and not isinstance(two, torch.Tensor)
 
 
 def _equal_sizes(one: Any, two: Any) -> bool:

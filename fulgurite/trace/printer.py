@@ -156,7 +156,9 @@ class _Writer:
     def attribute(self, wanted: str, value: Any) -> str:
         """The name of something the graph module holds: a constant, or a nested graph."""
         if isinstance(value, fx.GraphModule) and self.style == "text":
-            return self.nested(wanted, value)
+            self.imports.add("fulgurite")
+            # not by its own name: capturing the text again, TorchDynamo gives that to a graph of its own
+            return self.nested(f"sub_{wanted}", value, "@fulgurite.subgraph")
         if self.style == "boxed":
             return self.bound(wanted, value)
         known = self.names.get(id(value))

@@ -27,7 +27,16 @@ def bind(program: Program, filename: str) -> Callable[[list[Any]], Any]:
 
 def load(text: str, filename: str = "<trace>") -> Callable[..., Any]:
     """`forward` of a text that stands alone. Errors name the line."""
-    namespace = _execute(text, filename, {"__name__": "fulgurite_trace"})
+    try:
+        namespace = _execute(text, filename, {"__name__": "fulgurite_trace"})
+    except TraceTextError:
+        raise
+    except Exception as error:
+        raise TraceTextError(
+            f"the text fails before forward is defined: {type(error).__name__}: {error}",
+            where=filename,
+            next="mend its imports and constants and hand the text in again",
+        ) from error
     forward = namespace.get("forward")
     if not callable(forward):
         raise TraceTextError(

@@ -10,6 +10,7 @@ and the node. Runs after every transform in the tests and under FULGURITE_VERIFY
     functional       functional      no op writes to its arguments
     claimed          claimed         every op has an executor
     same interface   each transform  as many inputs and outputs, of the same dtype, shape, strides, device
+    same history     each transform  the trace it was given is as it was
     same aliases     each transform  outputs share memory with inputs and each other just as before
 """
 
@@ -25,6 +26,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fulgurite.errors import VerifyError
+from fulgurite.trace.cost import op_of
 from fulgurite.trace.describe import describe, source_of
 from fulgurite.trace.metadata import evaluate, same_metadata
 from fulgurite.trace.region import Region
@@ -40,14 +42,33 @@ def verify(trace: Trace, before: Trace | None = None) -> None:
     """Raise VerifyError if the trace breaks a rule of its stage or differs from `before` in interface."""
     for rule in _rules(trace):
         _raise_first(trace, rule.__name__, rule(trace))
+    before = before if before is not None and before.kind == trace.kind else None
+    values: dict[fx.Node, Any] = {}
+    if trace.kind != "captured":
+        values = evaluate(trace.module, _recorded_where_opaque)
+        _raise_first(trace, "metadata", _wrong_metadata(trace, values))
+    if before is not None:
+        _raise_first(trace, "same interface", _changed_interface(trace, before))
     if trace.kind == "captured":
         return
-    values = evaluate(trace.module, _recorded_where_opaque)
-    _raise_first(trace, "metadata", _wrong_metadata(trace, values))
     aliases = _KNOWN_ALIASES[trace.module] = _aliases(trace, values)
-    if before is not None and before.kind == trace.kind:
-        _raise_first(trace, "same interface", _changed_interface(trace, before))
+    if before is not None:
         _raise_first(trace, "same aliases", _changed_aliases(trace, aliases, before))
+
+
+def contents(trace: Trace) -> list[Any]:
+    """What a graph says, to see later whether it still says it."""
+    return [(n, n.op, n.target, n.args, n.kwargs) for n in trace.graph.nodes]
+
+
+def verify_kept(trace: Trace, known: list[Any], name: str) -> None:
+    """Raise VerifyError if `name` wrote to the trace it was given."""
+    if contents(trace) != known:
+        raise VerifyError(
+            f"{name} changed the trace it was given; the history would show its work as older",
+            trace=trace.name,
+            next=f"let {name} work on a copy: return trace.edited(change), where change gets the graph",
+        )
 
 
 def _rules(trace: Trace) -> list[Callable[[Trace], Iterator[Problem]]]:
@@ -83,9 +104,10 @@ def has_metadata(trace: Trace) -> Iterator[Problem]:
 
 
 def functional(trace: Trace) -> Iterator[Problem]:
-    for node in trace.ops:
-        if node.op == "call_method":
-            yield f"{node.name} calls the method {node.target}; only functions are left here", node
+    for node in trace.graph.nodes:
+        if node.op in ("call_method", "call_module"):
+            what = node.op.removeprefix("call_")
+            yield f"{node.name} calls the {what} {node.target}; only functions are left here", node
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable and not node.meta.get("effect"):
             yield f"{node.name} writes to its arguments ({schema.name})", node
@@ -130,12 +152,19 @@ def _changed_interface(trace: Trace, before: Trace) -> Iterator[Problem]:
             return
         for position, (now, then) in enumerate(zip(new, old, strict=True)):
             if isinstance(now, fx.Node) != isinstance(then, fx.Node):
-                continue  # an output that folded to a constant, or None
+                was = _recorded(then)
+                if isinstance(was, torch.Tensor) or isinstance(_recorded(now), torch.Tensor):
+                    yield f"{what} {position} is {now} and was {describe(was)}", None
+                continue  # a number that folded to a constant
             if isinstance(now, fx.Node) and not same_metadata(
                 now.meta.get("val"), then.meta.get("val")
             ):
                 is_, was = describe(now.meta.get("val")), describe(then.meta.get("val"))
                 yield f"{what} {position} is {is_} and was {was}", now
+
+
+def _recorded(value: Any) -> Any:
+    return value.meta.get("val") if isinstance(value, fx.Node) else value
 
 
 def _changed_aliases(trace: Trace, aliases: list[str], before: Trace) -> Iterator[Problem]:
@@ -190,4 +219,4 @@ def _raise_first(trace: Trace, rule: str, problems: Iterator[Problem]) -> None:
 def _target_name(node: fx.Node) -> str:
     if isinstance(node.target, Region):
         return node.target.name
-    return f"{node.name} = {node.target}"
+    return f"{node.name} = {op_of(node)}"

@@ -11,8 +11,8 @@ autograd (functional ATen), or after claiming (each call has its executor).
 from fulgurite.transforms.annotation import annotate
 from fulgurite.transforms.base import Phase, Transform, as_transform, transform
 from fulgurite.transforms.nonfinite import find_nonfinite
-from fulgurite.transforms.simplify import SIMPLIFY
 from fulgurite.transforms.op_times import TimeOps
+from fulgurite.transforms.simplify import SIMPLIFY
 
 __all__ = [
     "SIMPLIFY",

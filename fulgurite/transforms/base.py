@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, overload
 
+from torch.utils._python_dispatch import _disable_current_modes
+
 from fulgurite.errors import ArgumentError
 from fulgurite.trace import Trace
 
@@ -27,7 +29,8 @@ class Transform:
     change: Change
 
     def __call__(self, trace: Trace) -> Trace:
-        result = self.change(trace)
+        with _disable_current_modes():  # torch compiles in fake mode; constants are to be real
+            result = self.change(trace)
         if not isinstance(result, Trace):
             raise ArgumentError(
                 f"the transform {self.name} returned {type(result).__name__}, not a Trace",

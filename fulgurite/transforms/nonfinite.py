@@ -10,6 +10,7 @@ infinity (a mask) may hand it on.
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
@@ -31,19 +32,27 @@ def find_nonfinite(trace: Trace) -> Trace:
                 continue
             if _has_infinite_literal(node):
                 continue
-            inputs = tuple(s for s in node.all_input_nodes if _can_be_nonfinite(s.meta.get("val")))
+            maker = _maker(node)
+            inputs = tuple(s for s in maker.all_input_nodes if _can_be_nonfinite(s.meta.get("val")))
             with graph.inserting_after(node):
                 add_effect(
-                    graph, check_finite, node, inputs, f"{node.name} = {label(node)}", place(node)
+                    graph, check_finite, node, inputs, f"{node.name} = {label(maker)}", place(node)
                 )
 
     return trace.edited(change)
+
+
+def _maker(node: fx.Node) -> fx.Node:
+    """The call a value comes out of, where it is one item of several."""
+    picked = node.target is operator.getitem and isinstance(node.args[0], fx.Node)
+    return _maker(node.args[0]) if picked else node  # type: ignore[arg-type]
 
 
 def check_finite(
     value: torch.Tensor, inputs: tuple[torch.Tensor, ...], op: str, where: str
 ) -> None:
     """Raise if `value` holds a NaN or infinity that `inputs` can't account for."""
+    value, inputs = _readable(value), tuple(map(_readable, inputs))
     if bool(torch.isfinite(value).all()):
         return
     has_nan = bool(torch.isnan(value).any())
@@ -68,8 +77,15 @@ def _statistics(value: torch.Tensor) -> str:
     return f"{describe(value)} from {low.item():.4g} to {high.item():.4g}"
 
 
+def _readable(value: torch.Tensor) -> torch.Tensor:
+    """In a dtype that torch can look for NaN in: it can't in one-byte floats."""
+    return value.float() if value.dtype.itemsize == 1 else value
+
+
 def _can_be_nonfinite(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    if not isinstance(value, torch.Tensor) or value.dtype == torch.float4_e2m1fn_x2:
+        return False
+    return value.is_floating_point() or value.is_complex()
 
 
 def _has_infinite_literal(node: fx.Node) -> bool:

@@ -37,6 +37,10 @@ def test_dynamic_sizes_reach_inductor():
         x = torch.randn(size, size + 1)
         torch.testing.assert_close(compiled(x), (x * 2).relu().sum(-1))
     assert len(compiled.graphs) == 1
+    final, x, sizes = compiled.last_trace(), torch.randn(5, 6), iter((5, 6))
+    values = [node.meta["val"] for node in final.inputs]
+    inputs = [x if isinstance(value, torch.Tensor) else next(sizes) for value in values]
+    torch.testing.assert_close(final.load()(*inputs)[0], (x * 2).relu().sum(-1))
 
 
 def test_tuning_keeps_the_fastest_and_remembers(inputs, monkeypatch):

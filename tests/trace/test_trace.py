@@ -89,7 +89,7 @@ def test_dead_values_are_deleted_and_live_ones_not(trained):
             gone = line.split("; del ")[1].split("  #")[0].split(", ")
             rest = "\n".join(body[position + 1 :])
             for name in gone:
-                uses = [w for w in rest.replace("(", " ").replace(",", " ").replace(")", " ").split()]
+                uses = rest.replace("(", " ").replace(",", " ").replace(")", " ").split()
                 assert name.strip() not in uses, (trace.name, name)
 
 
@@ -111,6 +111,7 @@ def test_an_edited_trace_runs_in_its_place(trained, tmp_path):
     ("change", "says"),
     [
         (lambda t: t.replace("def forward", "def backward"), "no function called forward"),
+        (lambda t: t.replace("import torch", "import torch, no_such_module"), "no_such_module"),
         (lambda t: t.replace("return (", "return (("), "not Python"),
         (lambda t: t.replace('x: "f32[4, 8]",', ""), "fails on inputs"),
         (lambda t: t.replace("return (", "return (x, "), "something else"),
@@ -160,7 +161,10 @@ def test_constants_come_back_bit_for_bit(tmp_path):
         back = eval(constant(value), names)
         assert back.dtype == value.dtype and back.shape == value.shape
         assert back.stride() == value.stride() or value.numel() == 0
-        same = back.contiguous().view(-1).view(torch.uint8), value.contiguous().view(-1).view(torch.uint8)
+        same = (
+            back.contiguous().view(-1).view(torch.uint8),
+            value.contiguous().view(-1).view(torch.uint8),
+        )
         assert torch.equal(*same)
 
 
@@ -201,7 +205,10 @@ def test_the_built_in_transformer_prints_like_its_golden_file(golden):
 def test_describe():
     assert describe(torch.zeros(2, 3)) == "f32[2, 3]"
     assert describe(torch.zeros(2, 3).t()) == "f32[3, 2] strides [1, 3]"
-    assert describe(torch.zeros(1, 3, dtype=torch.bfloat16).expand(4, 3)) == "bf16[4, 3] strides [0, 1]"
+    assert (
+        describe(torch.zeros(1, 3, dtype=torch.bfloat16).expand(4, 3))
+        == "bf16[4, 3] strides [0, 1]"
+    )
     assert describe((torch.zeros(()), 3, 2.0, None, True)) == "(f32[], int, float, None, bool)"
     assert clean_path("L['self']._modules['layers']._modules['0'].mlp") == "self.layers.0.mlp"
     assert clean_path("L['self'].layers[3].attention") == "self.layers.3.attention"

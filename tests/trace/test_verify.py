@@ -112,3 +112,65 @@ def test_unclaimed_ops_are_found():
         del node.meta["executor"]
     with pytest.raises(VerifyError, match="has no executor"):
         verify(bad)
+
+
+def test_before_autograd_the_interface_is_checked_too():
+    @fulgurite.transform(phase="before_autograd", name="culprit")
+    def culprit(trace):
+        return trace.edited(drops_an_output)
+
+    with pytest.raises(VerifyError, match="1 outputs where there were 2"):
+        fulgurite.compile(lambda x: (x + 1, x * 2), transforms=[culprit])(torch.randn(3))
+
+
+def returns_none(graph):
+    output = graph.output_node()
+    output.args = ((None, output.args[0][1]),)
+
+
+def calls_a_module(graph):
+    graph.owning_module.add_module("linear", torch.nn.Linear(4, 4))
+    output = graph.output_node()
+    with graph.inserting_before(output):
+        called = graph.call_module("linear", (output.args[0][0],))
+    output.args = ((called, output.args[0][1]),)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"), [(returns_none, "same interface"), (calls_a_module, "functional")]
+)
+def test_what_no_graph_may_hold_after_autograd(change, rule):
+    with pytest.raises(VerifyError, match=rule):
+        compiled_with(change)
+
+
+def test_a_transform_that_writes_to_what_it_was_given_is_named():
+    def culprit(trace):
+        first(trace.graph, aten.relu.default).target = aten.sigmoid.default
+        return trace
+
+    with pytest.raises(VerifyError, match="culprit changed the trace it was given"):
+        fulgurite.compile(lambda x: x.relu(), transforms=[culprit])(torch.randn(3))
+
+
+@pytest.mark.parametrize("phase", ["before_autograd", "after_autograd", "after_claim"])
+def test_a_transform_may_add_constants(phase):
+    @fulgurite.transform(phase=phase)
+    def doubled(trace):
+        def change(graph):
+            output = graph.output_node()
+            (result,) = output.args[0]
+            graph.owning_module.register_buffer("two", torch.full((3,), 2.0))
+            with graph.inserting_before(output):
+                product = graph.call_function(torch.mul, (result, graph.get_attr("two")))
+                product.meta["executor"] = "torch"
+            output.args = ((product,),)
+
+        return trace.edited(change)
+
+    compiled = fulgurite.compile(lambda x: x + 1, transforms=[doubled])
+    assert compiled(torch.zeros(3)).tolist() == [2.0] * 3
+    trace = compiled.last_trace()
+    inputs = {"x": torch.zeros(3), "two": torch.full((3,), 2.0)}  # AOTAutograd may make it an input
+    result = trace.load()(*(inputs[node.name] for node in trace.inputs))
+    assert result[0].tolist() == [2.0] * 3

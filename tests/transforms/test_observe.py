@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fulgurite
@@ -86,3 +89,18 @@ def test_watched_stages_round_trip():
     expected = f(x)
     for trace in f.history:
         torch.testing.assert_close(trace.load()(x)[0], expected)
+
+
+def test_nonfinite_looks_behind_items_and_into_small_floats():
+    def f(x):
+        return F.layer_norm(x, (4,)), x.to(torch.float8_e4m3fn).to(torch.float32)
+
+    compiled = fulgurite.compile(f, transforms=[find_nonfinite])
+    compiled(torch.randn(2, 4))
+    compiled(torch.full((2, 4), math.nan))  # a NaN that came in is nobody's fault
+
+    def g(x):
+        return torch.var_mean(x / x)
+
+    with pytest.raises(NonFiniteError, match="div"):
+        fulgurite.compile(g, transforms=[find_nonfinite])(torch.zeros(4))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fulgurite
+from fulgurite.transforms import SIMPLIFY
 
 SPECIAL = torch.tensor([0.0, -0.0, 1.0, -1.5, math.inf, -math.inf, math.nan, 1e-45, 3e38])
 
@@ -42,6 +43,8 @@ def ops_after(function, *inputs):
         (lambda x: (x.clone(),), ["clone.default"]),
         (lambda x: (x.sin(), x.sin()), ["sin.default", "sin.default"]),  # two results, two memories
         (lambda x: (x * 1,), ["mul.Tensor"]),  # the result must not be the input
+        (lambda x: ((x * 1).view(3, 3),), ["mul.Tensor", "view.default"]),  # nor a view of it
+        (lambda x: (x - -0.0 + 2,), ["sub.Tensor", "add.Tensor"]),  # -0.0 - -0.0 is 0.0
         (lambda x: (x.sum() * 1.0 + x * True,), ["sum.default", "mul.Tensor", "add.Tensor"]),
     ],
 )
@@ -54,6 +57,31 @@ def test_integers_and_promotion():
     assert ops_after(lambda x: (x + 0 + 2,), x) == ["add.Tensor"]
     assert ops_after(lambda x: (x / 1,), x) == ["div.Tensor"]  # the result is a float
     assert ops_after(lambda x: (x * 1.0 + 2,), x) == ["mul.Tensor", "add.Tensor"]
+
+
+def test_a_complex_product_with_one_is_not_idle():
+    x = torch.tensor([complex(math.inf, 1), complex(-0.0, -1), complex(1, math.nan)])
+    assert ops_after(lambda x: ((x * 1).conj().clone(),), x)[0] == "mul.Tensor"
+    assert ops_after(lambda x: (-(x / 1),), x) == ["div.Tensor", "neg.default"]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x * 1).t(),
+        lambda x: (x.view(-1) / 1).view(x.shape),
+        lambda x: x.split(1)[0] * 1,
+        lambda x: (r := x.relu(), (r * 1).t(), r.t() * 1),
+        lambda x: ((r := x.relu()) * 1 * 1, (r * 1).t()),
+    ],
+)
+def test_results_share_no_memory_they_did_not_share(function):
+    x = torch.randn(3, 3)
+    before, expected = x.clone(), function(x)
+    results = fulgurite.compile(function)(x)
+    for mine, theirs in zip(results, expected, strict=True):
+        assert torch.equal(mine.add_(1), theirs.add_(1))
+    assert torch.equal(x, before)
 
 
 def test_zero_and_minus_zero_are_different_constants():
@@ -88,6 +116,24 @@ def test_constants_fold_and_stay_fresh():
     folded = fulgurite.compile(lambda x: x + torch.tensor([1.0, 2.0]) * 3)
     assert folded(torch.zeros(2)).tolist() == [3.0, 6.0]
     assert len(folded.last_trace().ops) == 1 and "[3.0, 6.0]" in str(folded.last_trace())
+
+
+def test_folding_twice_keeps_the_first_constants():
+    def times_a_constant(graph):
+        aten, output = torch.ops.aten, graph.output_node()
+        (result,) = output.all_input_nodes
+        with graph.inserting_before(output):
+            five = graph.call_function(aten.full.default, ([2], 5.0))
+            ten = graph.call_function(aten.mul.Tensor, (five, 2.0))
+            scaled = graph.call_function(aten.mul.Tensor, (result, ten))
+        output.replace_input_with(result, scaled)
+
+    fold = SIMPLIFY[0]
+    compiled = fulgurite.compile(
+        lambda x: x + torch.tensor([1.0, 2.0]) * 3,
+        transforms=[lambda trace: trace.edited(times_a_constant), fold],
+    )
+    assert compiled(torch.zeros(2)).tolist() == [30.0, 60.0]
 
 
 def test_random_ops_are_neither_merged_nor_dropped():

@@ -1,0 +1,115 @@
+"""Which layers are taken as blocks, and that compiled blocks do what the layers do."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import fulgurite
+from fulgurite.capture.blocks import find_blocks
+
+
+class Layer(nn.Module):
+    def __init__(self, index=0):
+        super().__init__()
+        self.layer_idx = index
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x):
+        return torch.relu(self.norm(self.linear(x))) * (self.layer_idx + 1)
+
+
+class Stack(nn.Module):
+    def __init__(self, *groups):
+        super().__init__()
+        self.groups = nn.ModuleList(nn.ModuleList(group) for group in groups)
+
+    def forward(self, x):
+        for group in self.groups:
+            for layer in group:
+                x = x + layer(x)
+        return x
+
+
+def test_containers_are_looked_into():
+    model = Stack(*([Layer() for _ in range(2)] for _ in range(3)))
+    assert [str(group) for group in find_blocks(model)] == ["6 × Layer in groups"]
+    compiled = fulgurite.compile(model)
+    x = torch.randn(3, 4, requires_grad=True)
+    torch.testing.assert_close(compiled(x), model(x))
+    assert len(compiled.graphs) == 1
+
+
+def test_a_layer_used_twice_is_one_block():
+    layer = Layer()
+    model = Stack([layer, layer, Layer()], [layer, Layer(), Layer()])
+    (group,) = find_blocks(model)
+    assert len(group.modules) == 4
+    compiled = fulgurite.compile(copy.deepcopy(model), regions="blocks")
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_settings_that_differ_from_layer_to_layer():
+    model = Stack([Layer(index) for index in range(4)])
+    compiled = fulgurite.compile(model, regions="blocks")
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(compiled(x), model(x))
+    model.groups[0][1].layer_idx = 9
+    torch.testing.assert_close(compiled(x), model(x))
+    model.groups[0][2].norm = nn.Identity()
+    torch.testing.assert_close(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("regions", ["blocks", "whole"])
+def test_threads_each_run_compiled(regions):
+    models = [Stack([Layer() for _ in range(4)]) for _ in range(2)]
+    compiled = [fulgurite.compile(model, regions=regions) for model in models]
+    failures = []
+
+    def work(position):
+        try:
+            x = torch.randn(3, 4, requires_grad=True)
+            result, expected = compiled[position](x), models[position](x)
+            torch.testing.assert_close(result, expected)
+            result.sum().backward()
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(position,)) for position in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert all(model.graphs for model in compiled)
+
+
+class Unpacked(Stack):
+    """Has equal layers, and calls what is inside them instead of them."""
+
+    def forward(self, x):
+        for layer in self.groups[0]:
+            x = layer.norm(layer.linear(x))
+        return x
+
+
+def test_a_model_that_never_calls_its_layers_is_compiled_as_a_whole():
+    model = Unpacked([Layer() for _ in range(4)])
+    compiled = fulgurite.compile(model)
+    x = torch.randn(3, 4)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), model(x))
+    assert len(compiled.graphs) == 1 and compiled.explain().regions.startswith("whole")
+
+
+def test_lazy_modules_are_compiled_as_a_whole():
+    model = nn.Sequential(*(nn.Sequential(nn.LazyLinear(4), nn.ReLU()) for _ in range(4)))
+    compiled = fulgurite.compile(model)
+    x = torch.randn(3, 5)
+    torch.testing.assert_close(compiled(x), model(x))

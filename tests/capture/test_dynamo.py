@@ -1,0 +1,81 @@
+"""Errors of the user's program and of capture: of the right type, with the user's line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fulgurite
+from fulgurite.capture.dynamo import is_capturing
+from fulgurite.errors import ArgumentError, CompileError, GraphBreakError, OpError
+
+ANY = torch.randn(2, 3)
+
+
+@pytest.mark.parametrize(
+    "kind", [ValueError, IndexError, RuntimeError, KeyError, TypeError, KeyboardInterrupt]
+)
+def test_exceptions_of_the_program_come_out_as_they_are(kind):
+    def f(x):
+        y = x + 1
+        if y.shape[0] == 2:
+            raise kind("mine")
+        return y
+
+    with pytest.raises(kind, match="mine") as caught:
+        fulgurite.compile(f)(ANY)
+    assert type(caught.value) is kind
+
+
+def test_fullgraph_names_the_exception():
+    def f(x):
+        raise ValueError("mine")
+
+    with pytest.raises(GraphBreakError, match=r"raises ValueError\('mine'\)") as caught:
+        fulgurite.compile(f, fullgraph=True)(ANY)
+    assert "test_dynamo.py" in caught.value.rows["where"]
+
+
+def test_an_op_that_refuses_its_inputs_is_named():
+    def f(x):
+        return x @ x
+
+    with pytest.raises(OpError, match="matmul") as caught:
+        fulgurite.compile(f)(ANY)
+    assert isinstance(caught.value, RuntimeError)
+    assert "return x @ x" in caught.value.rows["where"]
+    assert "size=(2, 3)" in caught.value.rows["input"]
+
+
+def test_an_operator_without_a_fake_rule_says_so():
+    @fulgurite.op("test_dynamo::no_rule")
+    def no_rule(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    with pytest.raises(ArgumentError, match="no rule for FakeTensors"):
+        fulgurite.compile(lambda x: no_rule(x) + 1)(ANY)
+
+
+def test_unknown_options_of_the_backend_say_what_is_allowed():
+    with pytest.raises(Exception, match="may hold executors, transforms"):
+        torch.compile(lambda x: x + 1, backend="fulgurite", options={"fast": True})(ANY)
+
+
+def test_an_unwritable_folder_hides_no_error(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FULGURITE_REPRO", str(tmp_path / "file" / "folder"))
+
+    def fails(trace):
+        raise ValueError("mine")
+
+    with pytest.raises(CompileError, match="ValueError: mine") as caught:
+        fulgurite.compile(lambda x: x + 1, transforms=[fails])(ANY)
+    assert "FULGURITE_REPRO" in caught.value.rows["repro"]
+
+
+def test_exporting_a_compiled_module_exports_the_module():
+    compiled = fulgurite.compile(torch.nn.Linear(3, 3))
+    assert not is_capturing()
+    for strict in (True, False):
+        exported = torch.export.export(compiled, (ANY,), strict=strict).module()
+        torch.testing.assert_close(exported(ANY), compiled(ANY))

@@ -1,0 +1,100 @@
+"""C++ source to a loaded library."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fulgurite import cache, native
+from fulgurite.errors import CompileError
+
+SOURCE = 'extern "C" __attribute__((visibility("default"))) int answer(void) {{ return {0}; }}'
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FULGURITE_CACHE", str(tmp_path))
+    monkeypatch.setattr(native, "_loaded", {})
+
+
+def test_builds_and_loads() -> None:
+    assert native.load(SOURCE.format(42)).answer() == 42
+    assert native.load(SOURCE.format(43)).answer() == 43
+
+
+def test_a_warm_start_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = native.build(SOURCE.format(1))
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("the compiler was called")
+
+    monkeypatch.setattr(native.subprocess, "run", refuse)
+    assert native.build(SOURCE.format(1)) == path
+    assert ctypes.CDLL(str(path)).answer() == 1
+
+
+def test_a_truncated_library_is_built_again() -> None:
+    path = native.build(SOURCE.format(5))
+    path.write_bytes(path.read_bytes()[:100])
+    assert native.load(SOURCE.format(5)).answer() == 5
+
+
+def test_the_key_holds_flags_and_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = native.build(SOURCE.format(1))
+    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-DOTHER"))
+    assert native.build(SOURCE.format(1)) != first
+
+
+def test_a_refused_source_says_why() -> None:
+    with pytest.raises(CompileError, match="refused") as caught:
+        native.load("this is no C++")
+    assert "this" in str(caught.value)
+
+
+def test_openmp_is_shared_with_torch() -> None:
+    """One pool of threads: the library we link is the file torch has loaded."""
+    library = native.load(
+        'extern "C" int omp_get_max_threads(void);'
+        'extern "C" __attribute__((visibility("default"))) int most(void)'
+        "{ return omp_get_max_threads(); }"
+    )
+    assert library.most() >= 1
+    loaded = {
+        line.split()[-1]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "libgomp" in line or "libiomp" in line
+    }
+    assert len(loaded) == 1, loaded
+
+
+def test_without_a_compiler_torch_runs_everything() -> None:
+    """One warning, no claims, no error."""
+    program = (
+        "import warnings\n"
+        "warnings.simplefilter('always')\n"
+        "with warnings.catch_warnings(record=True) as said:\n"
+        "    import torch\n"
+        "    from fulgurite import fuser\n"
+        "    from torch.fx.experimental.proxy_tensor import make_fx\n"
+        "    graph = make_fx(lambda x: x * 2, tracing_mode='fake')(torch.randn(3))\n"
+        "    nodes = [n for n in graph.graph.nodes if n.op == 'call_function']\n"
+        "    assert nodes and not any(fuser.claims(n) for n in nodes * 3)\n"
+        "ours = [w for w in said if 'compiler' in str(w.message)]\n"
+        "assert len(ours) == 1, said\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"FULGURITE_CXX": "no-such-compiler", "PATH": "/usr/bin:/bin", "HOME": "/nonexistent"},
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_digest_names_are_safe() -> None:
+    assert cache.digest("x").isalnum()

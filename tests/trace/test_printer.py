@@ -1,0 +1,112 @@
+"""Programs whose text is hard to get right: odd names, graphs inside graphs, symbols, literals."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fulgurite
+from fulgurite.session import Program
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What each program was called with and what it gave: (trace, inputs, random state, outputs)."""
+    seen = []
+    run = Program.__call__
+
+    def record(program, inputs):
+        kept, state = [_copy(value) for value in inputs], torch.get_rng_state()
+        result = run(program, inputs)
+        seen.append((program.trace, kept, state, [_copy(value) for value in result]))
+        return result
+
+    monkeypatch.setattr(Program, "__call__", record)
+    return seen
+
+
+def _copy(value):
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def every_stage_runs_from_its_text(compiled, calls):
+    for final, inputs, state, expected in calls:
+        record = compiled.graphs[final.index]
+        for trace in record.stages(final.kind):
+            torch.set_rng_state(state)
+            with torch.no_grad():
+                result = trace.load()(*map(_copy, inputs))
+            torch.testing.assert_close(list(result), expected, equal_nan=True)
+    assert calls
+
+
+class Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad * ctx.saved_tensors[0].cos()
+
+
+WEIGHT = torch.arange(3.0)
+
+
+def nested_branches(x):
+    def outer(v):
+        return torch.cond(v.sum() > 0, lambda u: u * WEIGHT + torch.ones(3), lambda u: u - 1, (v,))
+
+    return torch.cond(x.sum() > -100, outer, lambda v: v + 2, (x,))
+
+
+def checkpointed(x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return checkpoint(lambda v: F.dropout(v @ v.t(), 0.3).sin(), x, use_reentrant=False).float()
+
+
+def names_that_are_taken(torch_, math, args, device, base64, complex, slice, forward, é):
+    total = torch_ + math + args + device + base64 + complex + forward + é
+    return total * (1 + 2j), slice[1:] * float("-inf"), total[:2]
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (nested_branches, [(3,)]),
+        (checkpointed, [(3, 4)]),
+        (lambda x: Sine.apply(x) * 2, [(3,)]),
+        (names_that_are_taken, [(3,)] * 9),
+        (lambda x: (x[: x.shape[0] // 2], x.view(-1) * math.nan, x.shape[0] * 2.5, None), [(6, 2)]),
+    ],
+)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_every_stage_runs_from_its_text(function, shapes, dynamic, calls):
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    compiled = fulgurite.compile(function, dynamic=dynamic)
+    results = compiled(*inputs)
+    results = results if isinstance(results, tuple) else (results,)
+    sum(r.abs().sum() for r in results if isinstance(r, torch.Tensor)).backward()
+    every_stage_runs_from_its_text(compiled, calls)
+
+
+@pytest.mark.parametrize("function", [nested_branches, checkpointed, lambda x: Sine.apply(x) * 2])
+def test_captured_graphs_inside_graphs_run_and_compile_again(function):
+    x = torch.randn(3, 3).sum(0) if function is nested_branches else torch.randn(3, 3)
+    first = fulgurite.compile(function)
+    torch.manual_seed(0)
+    expected = first(x.clone().requires_grad_())
+    again = first.graphs[0].captured.load()
+    for call in (again, fulgurite.compile(again)):
+        torch.manual_seed(0)
+        values = {"x": x.clone().requires_grad_(), "weight": WEIGHT}
+        inputs = [
+            values["weight" if "WEIGHT" in node.name.upper() else "x"]
+            for node in first.graphs[0].captured.inputs
+        ]
+        torch.testing.assert_close(call(*inputs)[0], expected)
