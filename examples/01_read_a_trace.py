@@ -1,6 +1,6 @@
 """Compile a function, read what it became, change it, and run the changed one.
 
-    python examples/01_read_a_trace.py
+python examples/01_read_a_trace.py
 """
 
 import torch

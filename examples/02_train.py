@@ -1,6 +1,6 @@
 """Train a small model compiled; see what is saved for backward under each policy.
 
-    python examples/02_train.py
+python examples/02_train.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """A transform is a function from Trace to Trace. This one replaces x**2 by x*x, and says how often.
 
-    python examples/03_write_a_transform.py
+python examples/03_write_a_transform.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """An operator of your own, and an executor that runs some ops in your way.
 
-    python examples/04_executor_and_operator.py
+python examples/04_executor_and_operator.py
 """
 
 import torch

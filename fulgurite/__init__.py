@@ -23,6 +23,7 @@ from fulgurite.executors import (
     subgraph,
     unprintable,
 )
+from fulgurite.fuse import fuse
 from fulgurite.op import Op, op
 from fulgurite.trace import Trace, verify
 from fulgurite.transforms import TimeOps, Transform, transform
@@ -41,6 +42,7 @@ __all__ = [
     "Transform",
     "compile",
     "executor_names",
+    "fuse",
     "op",
     "region",
     "register_executor",

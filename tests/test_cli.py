@@ -90,7 +90,7 @@ def test_a_script(folder, capsys):
         (["explain", "cli_example:lonely"], "lonely_inputs"),
         (["explain", "no_such_module:f"], "can't be imported"),
         (["explain", "missing.py"], "no file missing.py"),
-        (["explain", "--executors", "magic"], "'torch', 'inductor'"),
+        (["explain", "--executors", "magic"], "'torch', 'fuser', 'inductor'"),
         (["explain", "cli_example"], "module:name"),
         (["explain", "cli_example:number"], "that can be called"),
         (["explain", "cli_example:Kind"], "is a class"),

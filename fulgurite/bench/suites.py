@@ -6,5 +6,9 @@ import argparse
 from collections.abc import Callable
 
 from fulgurite.bench.compile_time import compile_time
+from fulgurite.bench.fusions import fusions
 
-SUITES: dict[str, Callable[[argparse.Namespace], None]] = {"compile": compile_time}
+SUITES: dict[str, Callable[[argparse.Namespace], None]] = {
+    "compile": compile_time,
+    "fusions": fusions,
+}

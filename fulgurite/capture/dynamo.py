@@ -179,7 +179,9 @@ def _ours_behind(error: BaseException) -> FulguriteError | None:
 def _refused_inputs(text: str) -> OpError:
     """What Dynamo says of an op that failed on FakeTensors: the op, its inputs, its own message."""
     call = re.search(r"fake tensors: \w+ (.+?)\(\*\((.*)\), \*\*(.*)\): got (\w+)\((.*)\)", text)
-    next_step = "run it without compiling: where eager torch takes these inputs, capture is at fault"
+    next_step = (
+        "run it without compiling: where eager torch takes these inputs, capture is at fault"
+    )
     if call is None:
         return OpError(text.strip().splitlines()[0], where=_user_line(text), next=next_step)
     function, inputs, keywords, kind, message = call.groups()

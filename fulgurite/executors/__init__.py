@@ -5,18 +5,20 @@ pieces fuse), and then a final one, where each region an executor took is one ca
 
     base.py     the contract, the list of executors     claim.py    the priority walk with late decomposition
     regions.py  neighbouring ops → regions              torch.py    everything, op by op
-    tune.py     the fastest executor, by measuring      inductor.py regions through TorchInductor
+    tune.py     the fastest executor, by measuring      fuser.py    regions through generated kernels
+    inductor.py regions through TorchInductor
     load.py     @region, @subgraph in a printed trace → what they were
 """
 
 from fulgurite.executors.base import Executor, executor_names, register_executor, resolve_executors
 from fulgurite.executors.claim import claim
+from fulgurite.executors.fuser import FUSER
 from fulgurite.executors.inductor import INDUCTOR
 from fulgurite.executors.load import region, subgraph, unprintable
 from fulgurite.executors.regions import lower
 from fulgurite.executors.torch import TORCH
 
-BUILT_IN = [TORCH, INDUCTOR]
+BUILT_IN = [TORCH, FUSER, INDUCTOR]
 for _executor in BUILT_IN:
     register_executor(_executor)
 

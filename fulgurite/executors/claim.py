@@ -37,7 +37,9 @@ def _claim_node(
     module: fx.GraphModule, node: fx.Node, executors: Sequence[Executor], depth: int
 ) -> None:
     if node.target is operator.getitem and "executor" in node.args[0].meta:
-        node.meta["executor"] = node.args[0].meta["executor"]  # an item stays where its tuple is made
+        node.meta["executor"] = node.args[0].meta[
+            "executor"
+        ]  # an item stays where its tuple is made
         return
     *preferred, last = executors
     for executor in preferred:

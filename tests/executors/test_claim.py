@@ -84,7 +84,9 @@ def test_a_failing_executor_is_named_with_a_repro(tmp_path, monkeypatch):
 
     monkeypatch.setenv("FULGURITE_REPRO", str(tmp_path))
     with pytest.raises(CompileError) as caught:
-        fulgurite.compile(lambda x: (x + 1) * 2, executors=[Fails("add", "mul"), "torch"])(torch.ones(2, 3))
+        fulgurite.compile(lambda x: (x + 1) * 2, executors=[Fails("add", "mul"), "torch"])(
+            torch.ones(2, 3)
+        )
     error = caught.value
     assert "'fails'" in str(error) and "boom" in str(error) and "aten.mul" in str(error)
     assert "test_claim.py" in error.rows["where"] and "f32[2, 3]" in error.rows["input"]

@@ -32,7 +32,9 @@ def test_regions_and_single_ops_share_a_graph(inputs):
 
 
 def test_dynamic_sizes_reach_inductor():
-    compiled = fulgurite.compile(lambda x: (x * 2).relu().sum(-1), executors=["inductor", "torch"], dynamic=True)
+    compiled = fulgurite.compile(
+        lambda x: (x * 2).relu().sum(-1), executors=["inductor", "torch"], dynamic=True
+    )
     for size in (3, 8, 17):
         x = torch.randn(size, size + 1)
         torch.testing.assert_close(compiled(x), (x * 2).relu().sum(-1))
@@ -62,7 +64,9 @@ def test_tuning_keeps_the_fastest_and_remembers(inputs, monkeypatch):
 
 
 def test_tuning_measures_for_real(inputs):
-    compiled = fulgurite.compile(lambda x, w: (x @ w).tanh(), executors=["inductor", "torch"], tune=True)
+    compiled = fulgurite.compile(
+        lambda x, w: (x @ w).tanh(), executors=["inductor", "torch"], tune=True
+    )
     torch.testing.assert_close(compiled(*inputs), (inputs[0] @ inputs[1]).tanh())
     (decision,) = compiled.graphs[0].decisions
     assert set(decision.seconds) == {"inductor", "torch"}

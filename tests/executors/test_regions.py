@@ -53,7 +53,9 @@ def test_random_graphs_stay_right_and_regions_stay_few():
         inputs = [torch.randn(4) for _ in range(3)]
         torch.testing.assert_close(final.run(*inputs), trace.run(*inputs), rtol=0, atol=0)
         single = sum(n.meta["executor"] == "torch" for n in trace.ops)
-        regions = sum(n.meta["executor"] == "fuses" and "getitem" not in str(n.target) for n in final.ops)
+        regions = sum(
+            n.meta["executor"] == "fuses" and "getitem" not in str(n.target) for n in final.ops
+        )
         assert regions <= single + 1
 
 

@@ -16,7 +16,9 @@ def targets(function, *inputs):
 
 def test_plain_functions_where_they_are_the_same():
     x = torch.randn(3, 4)
-    found = targets(lambda x: (torch.add(x, 1).exp().view(12), x @ x.t(), torch.where(x > 0, x, 0.0)), x)
+    found = targets(
+        lambda x: (torch.add(x, 1).exp().view(12), x @ x.t(), torch.where(x > 0, x, 0.0)), x
+    )
     assert found["aten.add.Tensor"] is torch.add and found["aten.exp.default"] is torch.exp
     assert found["aten.view.default"] is torch.Tensor.view and found["aten.mm.default"] is torch.mm
 
@@ -31,5 +33,13 @@ def test_ops_without_a_plain_function_stay_as_they_are():
 
 def test_overloads_are_told_apart():
     x = torch.tensor([1, 2, 3])
-    found = targets(lambda x: (x.sum(), x.float().sum(0, dtype=torch.float64), torch.max(x), x.float().max(0)), x)
-    assert set(found) >= {"aten.sum.default", "aten.sum.dim_IntList", "aten.max.default", "aten.max.dim"}
+    found = targets(
+        lambda x: (x.sum(), x.float().sum(0, dtype=torch.float64), torch.max(x), x.float().max(0)),
+        x,
+    )
+    assert set(found) >= {
+        "aten.sum.default",
+        "aten.sum.dim_IntList",
+        "aten.max.default",
+        "aten.max.dim",
+    }

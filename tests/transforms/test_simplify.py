@@ -19,7 +19,9 @@ def ops_after(function, *inputs):
     ours, eager = compiled(*inputs), function(*inputs)
     for mine, theirs in zip(ours, eager, strict=True):
         assert mine.dtype == theirs.dtype and mine.stride() == theirs.stride()
-        assert torch.equal(mine.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+        assert torch.equal(
+            mine.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8)
+        )
     stage = next(t for t in compiled.history if t.stage == "dead_code")
     return [str(node.target).removeprefix("aten.") for node in stage.ops]
 

@@ -1,0 +1,15 @@
+"""The fuser: a region of a trace in, few generated kernels out.
+
+    region (fx)  → from_trace → ir.Region → refine → segment → nest → schedule → codegen → launch
+
+`claims(node)` says whether one node can be part of a generated kernel; `lower(region)` turns a region
+of such nodes into a callable. The IR (`ir.py`, `index.py`) knows no threads and no languages; schedules
+decide loops; code generators only spell them. `interpret.py` runs the IR in plain torch: the oracle.
+"""
+
+from __future__ import annotations
+
+from .launch import FusedRegion, Kernel
+from .pipeline import claims, lower, lower_region, why_not
+
+__all__ = ["FusedRegion", "Kernel", "claims", "lower", "lower_region", "why_not"]

@@ -1,0 +1,112 @@
+"""The C++ of a region: one translation unit, one function a kernel, one entry that runs them all.
+
+In: named schedules in the order they run. Out: a `Unit`: the source text and, for each kernel, which
+buffers and sizes it takes. The text needs no headers but ours, which are part of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..index import Symbol
+from ..schedule.base import Schedule
+from .cpp_columns import write_columns
+from .cpp_expressions import identifier, storage_type
+from .cpp_kernel import Kernel
+from .cpp_rows import write_rows
+from .cpp_transpose import write_transpose
+
+WRITERS: dict[str, Callable[[Kernel], None]] = {
+    "pointwise": write_rows,
+    "rows": write_rows,
+    "columns": write_columns,
+    "transpose": write_transpose,
+}
+HEADERS = ("numbers.h", "math.h", "tile.h")
+INCLUDE = Path(__file__).parent / "include"
+
+
+@functools.cache
+def header() -> str:
+    """Our own headers as text: what comes before every kernel."""
+    large = torch.tensor(1e4).to(torch.float8_e4m3fn).view(torch.uint8)
+    overflow = f"#define E4M3_OVERFLOW {int(large):#x}u"
+    texts = [overflow, *((INCLUDE / name).read_text() for name in HEADERS)]
+    allocate = 'extern "C" void* malloc(unsigned long);\nextern "C" void free(void*);\n'
+    return "\n".join([*texts, allocate])
+
+
+@dataclass(frozen=True)
+class KernelText:
+    """One function: its text and its arguments."""
+
+    name: str
+    text: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    symbols: tuple[Symbol, ...]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A translation unit. `slots` are the names that the entry takes, in order."""
+
+    kernels: tuple[KernelText, ...]
+    slots: tuple[str, ...]
+    text: str
+
+    @property
+    def source(self) -> str:
+        return header() + "\n" + self.text
+
+
+def write_kernel(name: str, schedule: Schedule) -> KernelText:
+    kernel = Kernel(name, schedule)
+    WRITERS[schedule.kind](kernel)
+    return KernelText(
+        name,
+        "\n".join(kernel.write.lines),
+        tuple(kernel.reads),
+        tuple(kernel.writes),
+        tuple(kernel.symbols),
+    )
+
+
+def write_unit(kernels: list[KernelText], memory: dict) -> Unit:  # type: ignore[type-arg]
+    """All kernels, and `run`, which calls them with addresses from one array of integers."""
+    tensors = dict.fromkeys(name for k in kernels for name in (*k.reads, *k.writes))
+    symbols = dict.fromkeys(symbol.name for k in kernels for symbol in k.symbols)
+    slots = (*tensors, *symbols)
+    place = {name: position for position, name in enumerate(slots)}
+    calls: list[str] = []
+    entries: list[str] = []
+    for k in kernels:
+        given = [f"(const {storage_type(memory[name].dtype)}*)a[{place[name]}]" for name in k.reads]
+        given += [f"({storage_type(memory[name].dtype)}*)a[{place[name]}]" for name in k.writes]
+        given += [f"a[{place[symbol.name]}]" for symbol in k.symbols]
+        call = f"{k.name}({', '.join([*given, '&bad', 'threads'])});"
+        calls.append("  " + call)
+        entries.append(
+            f"EXPORT int64_t only_{k.name}(const int64_t* a) {{\n"
+            f"  int64_t bad = 0;\n  const int threads = (int)a[{len(slots)}];\n"
+            f"  {call}\n  return bad;\n}}"
+        )
+    run = [
+        "// every kernel in turn; a holds addresses, then sizes, then the number of threads",
+        "EXPORT int64_t run(const int64_t* a) {",
+        "  int64_t bad = 0;",
+        f"  const int threads = (int)a[{len(slots)}];",
+        *calls,
+        "  return bad;",
+        "}",
+    ]
+    body = "\n".join(k.text for k in kernels)
+    return Unit(tuple(kernels), slots, body + "\n" + "\n".join(run) + "\n" + "\n".join(entries))
+
+
+__all__ = ["KernelText", "Unit", "header", "identifier", "write_kernel", "write_unit"]

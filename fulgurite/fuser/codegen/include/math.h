@@ -1,0 +1,209 @@
+// Functions of a float, branch-free, so that a loop over them becomes SIMD; errors in units of the
+// last place (ulp) over the whole range, as `tests/fuser/test_math.py` measures them:
+//   exp 1.5   exp2 1.5   expm1 2   log 1.5   log2 2   log1p 2   tanh 2.5   sigmoid 3   erf 2
+// NaN gives NaN; infinities, zeros and subnormal numbers give what the limit is. Functions of a
+// double, and the rarer functions of a float, are the C library's.
+
+INLINE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+INLINE float floor(float x) { return __builtin_floorf(x); }
+INLINE float ceil(float x) { return __builtin_ceilf(x); }
+INLINE float trunc(float x) { return __builtin_truncf(x); }
+INLINE float round_even(float x) { return __builtin_rintf(x); }
+INLINE float sqrt(float x) { return __builtin_sqrtf(x); }
+INLINE float rsqrt(float x) { return 1.0f / __builtin_sqrtf(x); }
+INLINE float copysign(float a, float b) { return __builtin_copysignf(a, b); }
+INLINE bool signbit(float x) { return bits(x) >> 31; }
+
+// 2^n for -126 <= n <= 128, where 128 gives infinity
+INLINE float power_of_two(int32_t n) { return as_float((uint32_t)(n + 127) << 23); }
+
+// e^r - 1 - r for |r| <= 0.52, divided by r^2
+INLINE float exp_tail(float r) {
+  float p = fma(2.49510474e-05f, r, 0.00019972084f);
+  p = fma(p, r, 0.00138886361f);
+  p = fma(p, r, 0.00833315629f);
+  p = fma(p, r, 0.041666668f);
+  p = fma(p, r, 0.166666673f);
+  return fma(p, r, 0.5f);
+}
+
+// e^x = 2^n e^r with |r| <= log(2)/2; 2^n in two factors, so that subnormal results are right
+INLINE float exp(float x) {
+  float y = x > 89.5f ? 89.5f : x;
+  y = y < -104.0f ? -104.0f : y;
+  float n = __builtin_rintf(y * 1.44269504f);
+  float r = fma(n, -0.693145752f, y);
+  r = fma(n, -1.42860677e-06f, r);
+  float p = fma(r * r, exp_tail(r), r) + 1.0f;
+  int32_t whole = (int32_t)n;
+  int32_t half = whole >> 1;
+  return p * power_of_two(half) * power_of_two(whole - half);
+}
+
+INLINE float exp2(float x) {
+  float y = x > 129.0f ? 129.0f : x;
+  y = y < -151.0f ? -151.0f : y;
+  float n = __builtin_rintf(y);
+  float r = (y - n) * 0.693147182f;
+  float p = fma(r * r, exp_tail(r), r) + 1.0f;
+  int32_t whole = (int32_t)n;
+  int32_t half = whole >> 1;
+  return p * power_of_two(half) * power_of_two(whole - half);
+}
+
+INLINE float expm1(float x) {
+  float small = fma(x * x, exp_tail(x), x);
+  float large = exp(x) - 1.0f;
+  float y = __builtin_fabsf(x) < 0.5f ? small : large;
+  return x == 0.0f ? x : y;
+}
+
+// log(1 + f) - f for sqrt(1/2) <= 1 + f <= sqrt(2)
+INLINE float log_tail(float f) {
+  float p = fma(0.0714975389f, f, -0.115712007f);
+  p = fma(p, f, 0.116615111f);
+  p = fma(p, f, -0.124110507f);
+  p = fma(p, f, 0.142499365f);
+  p = fma(p, f, -0.166684802f);
+  p = fma(p, f, 0.200007075f);
+  p = fma(p, f, -0.24999989f);
+  p = fma(p, f, 0.333333312f);
+  float z = f * f;
+  return fma(p * f, z, -0.5f * z);
+}
+
+struct split_float { float fraction, exponent; };
+
+// x = (1 + fraction) * 2^exponent, subnormal x too
+INLINE split_float split(float x) {
+  bool tiny = x < 1.17549435e-38f;
+  uint32_t u = bits(tiny ? x * 8388608.0f : x);
+  int32_t e = (int32_t)(u - 0x3f3504f3u) >> 23;
+  float m = as_float(u - ((uint32_t)e << 23));
+  return {m - 1.0f, (float)(tiny ? e - 23 : e)};
+}
+
+// what a logarithm is where there is no number to split
+INLINE float log_limits(float x, float y) {
+  y = x == __builtin_inff() ? x : y;
+  y = x == 0.0f ? -__builtin_inff() : y;
+  return x < 0.0f ? __builtin_nanf("") : x != x ? x : y;
+}
+
+INLINE float log(float x) {
+  split_float s = split(x);
+  float y = fma(s.exponent, -2.12194440e-4f, log_tail(s.fraction)) + s.fraction;
+  return log_limits(x, fma(s.exponent, 0.693359375f, y));
+}
+
+INLINE float log2(float x) {
+  split_float s = split(x);
+  float tail = log_tail(s.fraction);
+  float y = fma(tail, 1.44269504f, s.fraction * 0.44269504f) + s.fraction;
+  return log_limits(x, y + s.exponent);
+}
+
+// log(1 + x) = log(u) + (x - (u - 1)) / u with u = 1 + x rounded
+INLINE float log1p(float x) {
+  float u = 1.0f + x;
+  float lost = (x - (u - 1.0f)) / u;
+  float y = log(u) + (u == __builtin_inff() ? 0.0f : lost);
+  y = u == 0.0f ? -__builtin_inff() : y;
+  return __builtin_fabsf(x) < 1e-8f ? x : y;
+}
+
+INLINE float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
+
+INLINE float tanh(float x) {
+  float a = __builtin_fabsf(x);
+  float z = x * x;
+  float p = fma(0.00224931645f, z, -0.00830510065f);
+  p = fma(p, z, 0.0217569269f);
+  p = fma(p, z, -0.0539577757f);
+  p = fma(p, z, 0.133332973f);
+  p = fma(p, z, -0.333333331f);
+  float small = fma(p * z, x, x);
+  float large = 1.0f - 2.0f / (exp(2.0f * a) + 1.0f);
+  small = x == 0.0f ? x : small;
+  return a < 0.63f ? small : __builtin_copysignf(large, x);
+}
+
+// below 1 an odd polynomial, above it 1 - e^(polynomial of |x|), and 1 from 4 on
+INLINE float erf(float x) {
+  float a = __builtin_fabsf(x);
+  float z = x * x;
+  float p = fma(1.05952676e-06f, z, -1.39116975e-05f);
+  p = fma(p, z, 0.000119569462f);
+  p = fma(p, z, -0.000854267051f);
+  p = fma(p, z, 0.005223785f);
+  p = fma(p, z, -0.0268661336f);
+  p = fma(p, z, 0.112837913f);
+  p = fma(p, z, -0.376126389f);
+  p = fma(p, z, 0.128379167f);
+  float t = a > 4.0f ? 4.0f : a;
+  float q = fma(1.59522461e-06f, t, -4.5229348e-05f);
+  q = fma(q, t, 0.00058982046f);
+  q = fma(q, t, -0.00472686722f);
+  q = fma(q, t, 0.026328094f);
+  q = fma(q, t, -0.109916087f);
+  q = fma(q, t, -0.632000754f);
+  q = fma(q, t, -1.13013075f);
+  q = fma(q, t, 0.000294660886f);
+  float large = __builtin_copysignf(1.0f - exp(q), x);
+  return a < 1.0f ? fma(p, x, x) : x != x ? x : large;
+}
+
+INLINE float log10(float x) { return __builtin_log10f(x); }
+INLINE float erfc(float x) { return __builtin_erfcf(x); }
+INLINE float sin(float x) { return __builtin_sinf(x); }
+INLINE float cos(float x) { return __builtin_cosf(x); }
+INLINE float tan(float x) { return __builtin_tanf(x); }
+INLINE float asin(float x) { return __builtin_asinf(x); }
+INLINE float acos(float x) { return __builtin_acosf(x); }
+INLINE float atan(float x) { return __builtin_atanf(x); }
+INLINE float sinh(float x) { return __builtin_sinhf(x); }
+INLINE float cosh(float x) { return __builtin_coshf(x); }
+INLINE float asinh(float x) { return __builtin_asinhf(x); }
+INLINE float acosh(float x) { return __builtin_acoshf(x); }
+INLINE float atanh(float x) { return __builtin_atanhf(x); }
+INLINE float lgamma(float x) { return __builtin_lgammaf(x); }
+INLINE float atan2(float a, float b) { return __builtin_atan2f(a, b); }
+INLINE float hypot(float a, float b) { return __builtin_hypotf(a, b); }
+INLINE float pow(float a, float b) { return __builtin_powf(a, b); }
+INLINE float nextafter(float a, float b) { return __builtin_nextafterf(a, b); }
+
+INLINE double floor(double x) { return __builtin_floor(x); }
+INLINE double ceil(double x) { return __builtin_ceil(x); }
+INLINE double trunc(double x) { return __builtin_trunc(x); }
+INLINE double round_even(double x) { return __builtin_rint(x); }
+INLINE double sqrt(double x) { return __builtin_sqrt(x); }
+INLINE double rsqrt(double x) { return 1.0 / __builtin_sqrt(x); }
+INLINE double copysign(double a, double b) { return __builtin_copysign(a, b); }
+INLINE bool signbit(double x) { return __builtin_signbit(x); }
+INLINE double exp(double x) { return __builtin_exp(x); }
+INLINE double exp2(double x) { return __builtin_exp2(x); }
+INLINE double expm1(double x) { return __builtin_expm1(x); }
+INLINE double log(double x) { return __builtin_log(x); }
+INLINE double log2(double x) { return __builtin_log2(x); }
+INLINE double log10(double x) { return __builtin_log10(x); }
+INLINE double log1p(double x) { return __builtin_log1p(x); }
+INLINE double tanh(double x) { return __builtin_tanh(x); }
+INLINE double sigmoid(double x) { return 1.0 / (1.0 + __builtin_exp(-x)); }
+INLINE double erf(double x) { return __builtin_erf(x); }
+INLINE double erfc(double x) { return __builtin_erfc(x); }
+INLINE double sin(double x) { return __builtin_sin(x); }
+INLINE double cos(double x) { return __builtin_cos(x); }
+INLINE double tan(double x) { return __builtin_tan(x); }
+INLINE double asin(double x) { return __builtin_asin(x); }
+INLINE double acos(double x) { return __builtin_acos(x); }
+INLINE double atan(double x) { return __builtin_atan(x); }
+INLINE double sinh(double x) { return __builtin_sinh(x); }
+INLINE double cosh(double x) { return __builtin_cosh(x); }
+INLINE double asinh(double x) { return __builtin_asinh(x); }
+INLINE double acosh(double x) { return __builtin_acosh(x); }
+INLINE double atanh(double x) { return __builtin_atanh(x); }
+INLINE double lgamma(double x) { return __builtin_lgamma(x); }
+INLINE double atan2(double a, double b) { return __builtin_atan2(a, b); }
+INLINE double hypot(double a, double b) { return __builtin_hypot(a, b); }
+INLINE double pow(double a, double b) { return __builtin_pow(a, b); }
+INLINE double nextafter(double a, double b) { return __builtin_nextafter(a, b); }

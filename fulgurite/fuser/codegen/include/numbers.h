@@ -1,0 +1,240 @@
+// Number formats and conversions, minima and maxima, integer arithmetic: what every kernel may use.
+// Plain C++ without headers; each function is branch-free so that a loop over it becomes SIMD.
+typedef signed char int8_t;
+typedef unsigned char uint8_t;
+typedef short int16_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+typedef long int64_t;
+typedef unsigned long uint64_t;
+static_assert(sizeof(int64_t) == 8 && sizeof(int32_t) == 4, "an LP64 machine");
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+#define SPECIAL inline __attribute__((always_inline))
+
+extern "C" int omp_get_thread_num(void);
+
+INLINE uint32_t bits(float x) { return __builtin_bit_cast(uint32_t, x); }
+INLINE float as_float(uint32_t x) { return __builtin_bit_cast(float, x); }
+
+// Storage types: a number that is kept narrow and computed with as a float.
+struct bf16 { uint16_t code; };
+struct f16 { uint16_t code; };
+struct f8e4m3 { uint8_t code; };
+struct f8e5m2 { uint8_t code; };
+
+INLINE float widen(bf16 x) { return as_float((uint32_t)x.code << 16); }
+
+// nearest even; NaN stays NaN
+INLINE uint16_t bf16_code(float x) {
+  uint32_t u = bits(x);
+  uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  return (uint16_t)(x != x ? 0x7fc0u : rounded);
+}
+
+// A small float with `exponent` and `mantissa` bits, widened: normal numbers by moving the exponent,
+// subnormal ones by an exact product with the smallest step.
+template <int exponent, int mantissa>
+INLINE float widen_code(uint32_t code) {
+  const int shift = 23 - mantissa;
+  const int bias = (1 << (exponent - 1)) - 1;
+  uint32_t sign = (code >> (exponent + mantissa)) << 31;
+  uint32_t magnitude = code & ((1u << (exponent + mantissa)) - 1);
+  float normal = as_float((magnitude << shift) + ((uint32_t)(127 - bias) << 23));
+  float tiny = (float)(int32_t)magnitude * as_float((uint32_t)(127 + 1 - bias - mantissa) << 23);
+  float value = magnitude < (1u << mantissa) ? tiny : normal;
+  return as_float(bits(value) | sign);
+}
+
+// The code of a float in such a format: nearest even, subnormals too. Overflow is the caller's.
+template <int exponent, int mantissa>
+INLINE uint32_t narrow_code(float magnitude) {
+  const int shift = 23 - mantissa;
+  const int bias = (1 << (exponent - 1)) - 1;
+  uint32_t u = bits(magnitude);
+  uint32_t normal = u - ((uint32_t)(127 - bias) << 23);
+  normal = (normal + ((1u << (shift - 1)) - 1) + ((normal >> shift) & 1u)) >> shift;
+  // adding a number whose last bit is the smallest step rounds to a multiple of that step
+  const float anchor = as_float((uint32_t)(127 + 1 - bias - mantissa + 23) << 23);
+  uint32_t tiny = bits(magnitude + anchor) - bits(anchor);
+  return magnitude < as_float((uint32_t)(128 - bias) << 23) ? tiny : normal;
+}
+
+INLINE float widen(f16 x) {
+  float value = widen_code<5, 10>(x.code);
+  uint32_t magnitude = x.code & 0x7fffu;
+  uint32_t special = ((uint32_t)(x.code & 0x8000u) << 16) | 0x7f800000u | ((x.code & 0x3ffu) << 13);
+  return magnitude >= 0x7c00u ? as_float(special) : value;
+}
+INLINE uint16_t f16_code(float x) {
+  float magnitude = as_float(bits(x) & 0x7fffffffu);
+  uint32_t code = narrow_code<5, 10>(magnitude);
+  code = magnitude >= 65520.0f ? 0x7c00u : code;
+  code = x != x ? 0x7e00u : code;
+  return (uint16_t)(code | ((bits(x) >> 16) & 0x8000u));
+}
+
+// e4m3fn: no infinities, 0x7f is NaN; past the largest number (448) comes E4M3_OVERFLOW, which is
+// what this torch does: 0x7e (saturates) or 0x7f (NaN)
+INLINE float widen(f8e4m3 x) {
+  float value = widen_code<4, 3>(x.code);
+  return (x.code & 0x7fu) == 0x7fu ? as_float(0x7fc00000u | ((uint32_t)(x.code & 0x80u) << 24)) : value;
+}
+INLINE uint8_t f8e4m3_code(float x) {
+  float magnitude = as_float(bits(x) & 0x7fffffffu);
+  uint32_t code = narrow_code<4, 3>(magnitude);
+  code = magnitude < 480.0f && code < 0x7fu ? code : E4M3_OVERFLOW;
+  code = x != x ? 0x7fu : code;
+  return (uint8_t)(code | ((bits(x) >> 24) & 0x80u));
+}
+
+INLINE float widen(f8e5m2 x) {
+  float value = widen_code<5, 2>(x.code);
+  uint32_t magnitude = x.code & 0x7fu;
+  uint32_t special = ((uint32_t)(x.code & 0x80u) << 24) | 0x7f800000u | ((x.code & 3u) << 21);
+  return magnitude >= 0x7cu ? as_float(special) : value;
+}
+INLINE uint8_t f8e5m2_code(float x) {
+  float magnitude = as_float(bits(x) & 0x7fffffffu);
+  uint32_t code = narrow_code<5, 2>(magnitude);
+  code = magnitude >= 61440.0f ? 0x7cu : code;
+  code = x != x ? 0x7fu : code;
+  return (uint8_t)(code | ((bits(x) >> 24) & 0x80u));
+}
+
+INLINE void store(bf16* to, float x) { to->code = bf16_code(x); }
+INLINE void store(f16* to, float x) { to->code = f16_code(x); }
+INLINE void store(f8e4m3* to, float x) { to->code = f8e4m3_code(x); }
+INLINE void store(f8e5m2* to, float x) { to->code = f8e5m2_code(x); }
+
+// Rounding to a narrow format and back.
+INLINE float round_bf16(float x) { return widen(bf16{bf16_code(x)}); }
+INLINE float round_f16(float x) { return widen(f16{f16_code(x)}); }
+INLINE float round_f8e4m3(float x) { return widen(f8e4m3{f8e4m3_code(x)}); }
+INLINE float round_f8e5m2(float x) { return widen(f8e5m2{f8e5m2_code(x)}); }
+
+// NaN if either is; -0 and +0 as they come
+template <class T> INLINE T nan_max(T a, T b) { return (a > b) | (a != a) ? a : b; }
+template <class T> INLINE T nan_min(T a, T b) { return (a < b) | (a != a) ? a : b; }
+// the number, where the other is NaN
+template <class T> INLINE T number_max(T a, T b) { return (a > b) | (b != b) ? a : b; }
+template <class T> INLINE T number_min(T a, T b) { return (a < b) | (b != b) ? a : b; }
+
+template <class T> INLINE T lowest() { return (T)1 << (sizeof(T) * 8 - 1); }
+template <> SPECIAL float lowest<float>() { return -__builtin_inff(); }
+template <> SPECIAL double lowest<double>() { return -__builtin_inf(); }
+template <> SPECIAL bool lowest<bool>() { return false; }
+template <> SPECIAL uint8_t lowest<uint8_t>() { return 0; }
+template <> SPECIAL uint16_t lowest<uint16_t>() { return 0; }
+template <> SPECIAL uint32_t lowest<uint32_t>() { return 0; }
+template <> SPECIAL uint64_t lowest<uint64_t>() { return 0; }
+template <class T> INLINE T highest() { return (T)~lowest<T>(); }
+template <> SPECIAL float highest<float>() { return __builtin_inff(); }
+template <> SPECIAL double highest<double>() { return __builtin_inf(); }
+template <> SPECIAL bool highest<bool>() { return true; }
+
+#define REDUCTIONS(T) \
+  _Pragma(STRING(omp declare reduction(nan_max : T : omp_out = nan_max(omp_out, omp_in)) \
+                 initializer(omp_priv = lowest<T>()))) \
+  _Pragma(STRING(omp declare reduction(nan_min : T : omp_out = nan_min(omp_out, omp_in)) \
+                 initializer(omp_priv = highest<T>())))
+#define STRING(...) #__VA_ARGS__
+REDUCTIONS(float)
+REDUCTIONS(double)
+REDUCTIONS(bool)
+REDUCTIONS(int8_t)
+REDUCTIONS(int16_t)
+REDUCTIONS(int32_t)
+REDUCTIONS(int64_t)
+REDUCTIONS(uint8_t)
+REDUCTIONS(uint16_t)
+REDUCTIONS(uint32_t)
+REDUCTIONS(uint64_t)
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t floor_quotient(int64_t a, int64_t b) { return a / b - ((a % b != 0) & ((a % b < 0) != (b < 0))); }
+INLINE int64_t floor_remainder(int64_t a, int64_t b) {
+  int64_t r = a % b;
+  return r + ((r != 0) & ((r < 0) != (b < 0)) ? b : 0);
+}
+
+// A gathered index; one that is out of range reads element 0 and is reported.
+INLINE int64_t checked(int64_t i, int64_t size, int64_t* bad) {
+  bool out = (i < 0) | (i >= size);
+  if (__builtin_expect(out, 0)) *bad = 1;
+  return out ? 0 : i;
+}
+// The same, counted from the end where it is negative.
+INLINE int64_t wrapped(int64_t i, int64_t size, int64_t* bad) {
+  return checked(i + (i < 0 ? size : 0), size, bad);
+}
+
+// The threads worth starting for this much work.
+INLINE int threads_for(int64_t work, int64_t grain, int threads) {
+  int64_t wanted = work / grain;
+  return wanted < 2 ? 1 : (int)least(wanted, threads);
+}
+
+template <class T> INLINE T shift_left(T a, T b) {
+  bool out = (b < 0) | ((uint64_t)b >= sizeof(T) * 8);
+  return out ? (T)0 : (T)((uint64_t)a << (b & (T)63));
+}
+template <class T> INLINE T shift_right(T a, T b) {
+  const T most = (T)(sizeof(T) * 8 - 1);
+  bool out = (b < 0) | ((uint64_t)b > (uint64_t)most);
+  return (T)(a >> (out ? most : b)) & (((T)-1 > 0) & out ? (T)0 : (T)-1);
+}
+
+template <class T> INLINE T sign(T a) { return (T)((a > 0) - (a < 0)); }
+INLINE float sign(float a) { return (float)((a > 0) - (a < 0)); }
+INLINE double sign(double a) { return (double)((a > 0) - (a < 0)); }
+template <class T> INLINE T abs(T a) { return a < 0 ? (T)-a : a; }
+INLINE float abs(float a) { return __builtin_fabsf(a); }
+INLINE double abs(double a) { return __builtin_fabs(a); }
+
+template <class T> INLINE T truncated_divide(T a, T b) { return b == (T)-1 ? (T)-a : (T)(a / b); }
+INLINE float truncated_divide(float a, float b) { return __builtin_truncf(a / b); }
+INLINE double truncated_divide(double a, double b) { return __builtin_trunc(a / b); }
+template <class T> INLINE T truncated_remainder(T a, T b) { return b == (T)-1 ? (T)0 : (T)(a % b); }
+INLINE float truncated_remainder(float a, float b) { return __builtin_fmodf(a, b); }
+INLINE double truncated_remainder(double a, double b) { return __builtin_fmod(a, b); }
+template <class T> INLINE T floored_remainder(T a, T b) {
+  T r = truncated_remainder(a, b);
+  return (r != 0) & ((r < 0) != (b < 0)) ? (T)(r + b) : r;
+}
+template <class T> INLINE T floored_divide(T a, T b) {
+  T q = truncated_divide(a, b);
+  T r = truncated_remainder(a, b);
+  return (r != 0) & ((r < 0) != (b < 0)) ? (T)(q - 1) : q;
+}
+INLINE float floored_divide(float a, float b) {
+  float r = __builtin_fmodf(a, b);
+  float q = (a - r) / b;
+  float low = (r != 0) & ((b < 0) != (r < 0)) ? q - 1 : q;
+  float f = __builtin_floorf(low);
+  f = low - f > 0.5f ? f + 1 : f;
+  return b == 0 ? a / b : low != 0 ? f : __builtin_copysignf(0.0f, a / b);
+}
+INLINE double floored_divide(double a, double b) {
+  double r = __builtin_fmod(a, b);
+  double q = (a - r) / b;
+  double low = (r != 0) & ((b < 0) != (r < 0)) ? q - 1 : q;
+  double f = __builtin_floor(low);
+  f = low - f > 0.5 ? f + 1 : f;
+  return b == 0 ? a / b : low != 0 ? f : __builtin_copysign(0.0, a / b);
+}
+
+// Philox 2x32-10 of (position, seed): a float in [0, 1) with 24 bits
+INLINE float uniform(int64_t seed, int64_t position) {
+  uint32_t low = (uint32_t)position, high = (uint32_t)(position >> 32);
+  uint32_t key = (uint32_t)seed ^ (uint32_t)(seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    uint64_t wide = (uint64_t)low * 0xD256D193u;
+    low = (uint32_t)(wide >> 32) ^ high ^ key;
+    high = (uint32_t)wide;
+    key += 0x9E3779B9u;
+  }
+  return (float)(int32_t)(low >> 8) * (1.0f / 16777216.0f);
+}

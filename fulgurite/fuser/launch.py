@@ -1,0 +1,283 @@
+"""A fused region as something to call: arguments in, a tuple of results out, one call into C++.
+
+In: a region of the IR with its kernels' texts. Out: `FusedRegion`. Its `__call__` is a straight Python
+function written for this region: it takes addresses, allocates results, packs them into one array of
+integers and calls the library. Nothing is looked up at run time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fulgurite import device, timing
+from fulgurite.config import environment
+from fulgurite.errors import FusionError
+
+from . import cost, interpret
+from .codegen.cpp import KernelText, Unit
+from .index import Index, Quotient, Remainder, Symbol, product
+from .ir import Region, Tensor
+from .memory import allocate
+from .schedule.base import Schedule
+
+
+@dataclass(frozen=True, repr=False)
+class Kernel:
+    """One generated kernel, for people to look at."""
+
+    name: str
+    source: str
+    schedule: Schedule
+    ops: tuple[str, ...]
+    bytes: int
+    flops: int
+    predicted: float  # seconds
+    reason: str  # why the segment ends where it does
+    _measure: Callable[[], float] = field(repr=False, compare=False)
+
+    def __str__(self) -> str:
+        size = f"{self.bytes / 2**20:.1f} MiB"
+        return f"{self.name}: {len(self.ops)} ops, {size}, {self.schedule}; {self.reason}"
+
+    __repr__ = __str__
+
+    def measure(self) -> float:
+        """Seconds of a run on memory of this kernel's own, the median of several."""
+        return self._measure()
+
+    @property
+    def of_limit(self) -> float:
+        """Predicted over measured: 1.0 is the roofline."""
+        return self.predicted / self.measure()
+
+
+def python_index(index: Index) -> str:
+    """An index over symbols as Python text."""
+    parts = []
+    for monomial, coefficient in index.terms:
+        factors = [str(coefficient)]
+        for atom in monomial:
+            if isinstance(atom, Quotient | Remainder):
+                sign = "//" if isinstance(atom, Quotient) else "%"
+                top, bottom = python_index(atom.numerator), python_index(atom.denominator)
+                factors.append(f"(({top}) {sign} ({bottom}))")
+            else:
+                factors.append(str(atom))
+        parts.append("*".join(factors))
+    return " + ".join([*parts, str(index.constant)])
+
+
+def symbol_sources(region: Region) -> dict[str, str]:
+    """Python text that finds each symbol in the arguments."""
+    found: dict[str, str] = {}
+
+    def look(what: Index, text: str) -> None:
+        if len(what.terms) != 1:
+            return
+        monomial, coefficient = what.terms[0]
+        if len(monomial) == 1 and isinstance(monomial[0], Symbol) and coefficient > 0:
+            less = f"({text} - {what.constant})" if what.constant else text
+            found.setdefault(
+                monomial[0].name, less if coefficient == 1 else f"{less} // {coefficient}"
+            )
+
+    for position, argument in enumerate(region.arguments):
+        if isinstance(argument, Index):
+            look(argument, f"a{position}")
+    for position, argument in enumerate(region.arguments):
+        if isinstance(argument, Tensor):
+            for dim, size in enumerate(argument.sizes):
+                look(size, f"a{position}.shape[{dim}]")
+            for dim, stride in enumerate(argument.strides):
+                look(stride, f"a{position}.stride({dim})")
+    return found
+
+
+class FusedRegion:
+    """Calls the kernels of one region."""
+
+    def __init__(
+        self, region: Region, unit: Unit, kernels: tuple[Kernel, ...], library: ctypes.CDLL | None
+    ) -> None:
+        self.region = region
+        self.kernels = kernels
+        self.unit = unit
+        self.source = unit.text
+        self.launcher = ""
+        self._call = self._prepare(library)
+
+    def __call__(self, *arguments: Any) -> tuple[Any, ...]:
+        return self._call(*arguments)
+
+    def _prepare(self, library: ctypes.CDLL | None) -> Callable[..., tuple[Any, ...]]:
+        scope: dict[str, Any] = {
+            "as_strided": torch.as_strided,
+            "allocate": allocate,
+            "restride": _restride,
+            "threads": _thread_count(),
+            "out_of_range": _out_of_range,
+        }
+        if library is not None:
+            run = library.run
+            run.argtypes, run.restype = [ctypes.c_char_p], ctypes.c_int64
+            scope["run"] = run
+            scope["pack"] = struct.Struct(f"{len(self.unit.slots) + 1}q").pack
+        self.launcher = self._text(scope)
+        exec(compile(self.launcher, "<fused region>", "exec"), scope)  # our own text
+        return scope["fused"]  # type: ignore[no-any-return]
+
+    def _text(self, scope: dict[str, Any]) -> str:
+        """The launcher: a function of the region's arguments."""
+        region, unit = self.region, self.unit
+        lines = [f"def fused({', '.join(f'a{k}' for k in range(len(region.arguments)))}):"]
+        sources = symbol_sources(region)
+        for name in sorted(self._symbols()):
+            if name not in sources:
+                raise FusionError(
+                    f"the size {name} can't be found in the arguments of a fused region",
+                    next="report this: the region's inputs have it only inside a larger expression",
+                )
+            lines.append(f"    {name} = {sources[name]}")
+        address: dict[str, str] = {}
+        for position, argument in enumerate(region.arguments):
+            if isinstance(argument, Tensor) and argument.name in unit.slots:
+                self._checked(lines, position, argument)
+                address[argument.name] = f"a{position}.data_ptr()"
+        order = {s.name: k for k, s in enumerate(region.statements)}
+        made = {name for k in unit.kernels for name in k.writes}
+        held: dict[str, str] = {}
+        for number, name in enumerate(sorted(made, key=order.__getitem__)):
+            tensor = region.tensors[name]
+            whole = self._whole_output(name)
+            layout = (tensor.sizes, tensor.strides) if whole is None else whole
+            sizes, strides = (_tuple([python_index(n) for n in part]) for part in layout)
+            scope[f"dtype{number}"] = tensor.dtype
+            lines.append(f"    t{number} = allocate({sizes}, {strides}, dtype{number})")
+            held[name] = f"t{number}"
+            address[name] = f"t{number}.data_ptr()"
+        if unit.slots:
+            given = [address.get(name, name) for name in unit.slots]
+            lines.append(f"    if run(pack({', '.join([*given, 'threads()'])})):")
+            lines.append("        raise out_of_range()")
+        lines.append(f"    return {_tuple([self._result(o, held) for o in region.outputs])}")
+        return "\n".join(lines) + "\n"
+
+    def _symbols(self) -> set[str]:
+        region, found = self.region, set()
+        for k in self.unit.kernels:
+            found |= {symbol.name for symbol in k.symbols}
+        wanted: list[Index] = []
+        made = {name for k in self.unit.kernels for name in k.writes}
+        for tensor in region.tensors.values():
+            if tensor.name in made:
+                wanted += [*tensor.sizes, *tensor.strides]
+        for argument in region.inputs:
+            if argument.name in self.unit.slots:
+                wanted += argument.strides
+        for output in region.outputs:
+            wanted += [*output.sizes, *output.strides, output.offset]
+            if output.size is not None:
+                wanted.append(output.size)
+        for index in wanted:
+            found |= {symbol.name for symbol in index.symbols()}
+        return found
+
+    def _whole_output(self, name: str) -> tuple[Any, Any] | None:
+        """Sizes and strides of a result that is all of a statement's memory."""
+        tensor = self.region.tensors[name]
+        for output in self.region.outputs:
+            if output.name == name and output.offset == 0:
+                if product(output.sizes) == product(tensor.sizes):
+                    return output.sizes, output.strides
+        return None
+
+    def _checked(self, lines: list[str], position: int, tensor: Tensor) -> None:
+        """An argument whose strides are not the promised ones is laid out again."""
+        want = _tuple([python_index(stride) for stride in tensor.strides])
+        lines.append(f"    if a{position}.stride() != {want}:")
+        lines.append(f"        a{position} = restride(a{position}, {want})")
+
+    def _result(self, output: Any, held: dict[str, str]) -> str:
+        if output.size is not None:
+            return python_index(output.size)
+        if output.name is None:
+            return "None"
+        base = held.get(output.name)
+        if base is None:
+            names = [a.name if isinstance(a, Tensor) else None for a in self.region.arguments]
+            base = f"a{names.index(output.name)}"
+        whole = self._whole_output(output.name) if output.name in held else None
+        if whole == (output.sizes, output.strides) or (output.whole and output.name not in held):
+            return base
+        sizes = _tuple([python_index(size) for size in output.sizes])
+        strides = _tuple([python_index(stride) for stride in output.strides])
+        offset = python_index(output.offset)
+        return f"as_strided({base}, {sizes}, {strides}, {base}.storage_offset() + {offset})"
+
+
+def _thread_count() -> Callable[[], int]:
+    """Asked at every call: torch's number, or the one the environment sets."""
+    if environment("FULGURITE_THREADS") is None:
+        return torch.get_num_threads
+    number = device.cpu_threads()
+    return lambda: number
+
+
+def _tuple(parts: list[str]) -> str:
+    return "(" + ", ".join(parts) + ("," if len(parts) == 1 else "") + ")"
+
+
+def _restride(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """A copy with other strides; for sizes of 1 and empty tensors the strides mean nothing."""
+    same = all(
+        have == want or size == 1
+        for size, have, want in zip(tensor.shape, tensor.stride(), strides, strict=True)
+    )
+    if same or tensor.numel() == 0:
+        return tensor
+    copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype)
+    return copy.copy_(tensor)
+
+
+def _out_of_range() -> IndexError:
+    return IndexError("index out of range in a fused gather, index or embedding")
+
+
+def measured(
+    text: KernelText, unit: Unit, library: ctypes.CDLL, region: Region
+) -> Callable[[], float]:
+    """A function that times one kernel on buffers of its own."""
+
+    def measure() -> float:
+        run = getattr(library, f"only_{text.name}")
+        run.argtypes, run.restype = [ctypes.c_char_p], ctypes.c_int64
+        tensors = region.tensors
+        buffers: dict[str, torch.Tensor] = {}
+        for name in (*text.reads, *text.writes):
+            tensor = tensors[name]
+            reach = 1 + sum(
+                (cost.number(size) - 1) * cost.number(stride)
+                for size, stride in zip(tensor.sizes, tensor.strides, strict=True)
+            )
+            buffers[name] = torch.zeros(max(reach, 1), dtype=tensor.dtype)
+        values = []
+        for name in unit.slots:
+            values.append(buffers[name].data_ptr() if name in buffers else cost.ASSUMED_SIZE)
+        packed = struct.pack(f"{len(values) + 1}q", *values, device.cpu_threads())
+        return timing.compare({text.name: lambda: run(packed)}, budget=0.2)[text.name]
+
+    return measure
+
+
+def interpreted(region: Region) -> Callable[..., tuple[Any, ...]]:
+    """The region in plain torch, for a machine without a compiler and for tests."""
+    return lambda *arguments: interpret.run(region, arguments)
+
+
+__all__ = ["FusedRegion", "Kernel", "interpreted", "measured"]

@@ -1,0 +1,29 @@
+"""Pointwise kernels: every point once, one loop SIMD, the others shared among threads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fulgurite.device import Device
+
+from ..cost import elements
+from ..nest import Nest
+from .base import Schedule
+from .choose import arranged, vector_axis
+
+
+def accepts(nest: Nest) -> str | None:
+    if nest.body or any(local.reduction for local in nest.locals.values()):
+        return "it reduces"
+    return None
+
+
+def schedule(nest: Nest, device: Device) -> Schedule:
+    vector = vector_axis(nest, nest.grid)
+    nest = arranged(nest, vector)
+    if nest.grid:
+        nest = replace(nest, grid=nest.grid[:-1], body=nest.grid[-1:])
+    rows = elements(tuple(axis.size for axis in nest.grid))
+    inner = elements(tuple(axis.size for axis in nest.body))
+    alone = rows < 2 * device.threads and inner > rows
+    return Schedule("pointwise", nest, nest.body[-1] if nest.body else None, inner_parallel=alone)

@@ -1,0 +1,242 @@
+"""ATen's views as index maps: no statement, no memory, only other indices in the loads.
+
+Each rule gets the reader, the node and the op's arguments by name (`self` is called `source`) and
+gives a `Value`, or a tuple of them for ops with several results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.fx import Node
+
+from . import index as indices
+from . import values
+from .index import Index
+from .pointwise_rules import Unsupported
+from .values import Value, dimension, from_size, reshape
+
+if TYPE_CHECKING:
+    from .from_trace import Reader
+
+
+def _shape(node: Node) -> tuple[Index, ...]:
+    return tuple(from_size(size) for size in node.meta["val"].shape)
+
+
+def _same(reader: Reader, node: Node, source: Any, **_: Any) -> Value:
+    return reader.value(source)
+
+
+def _reshape(reader: Reader, node: Node, source: Any, **_: Any) -> Value:
+    if node.meta["val"].dtype != source.meta["val"].dtype:
+        raise Unsupported("a view with another dtype")
+    return reshape(reader.value(source), _shape(node))
+
+
+def permuted(value: Value, order: Sequence[int]) -> Value:
+    order = [dimension(dim, len(value.axes)) for dim in order]
+    sizes = [value.sizes[dim] for dim in order]
+
+    def index_of(new: tuple[Index, ...]) -> list[Index]:
+        result = [indices.ZERO] * len(order)
+        for position, dim in zip(new, order, strict=True):
+            result[dim] = position
+        return result
+
+    return value.view(sizes, index_of)
+
+
+def _permute(reader: Reader, node: Node, source: Any, dims: Sequence[int]) -> Value:
+    return permuted(reader.value(source), dims)
+
+
+def _transpose(reader: Reader, node: Node, source: Any, dim0: int, dim1: int) -> Value:
+    value = reader.value(source)
+    order = list(range(len(value.axes)))
+    if order:
+        dim0, dim1 = dimension(dim0, len(order)), dimension(dim1, len(order))
+        order[dim0], order[dim1] = order[dim1], order[dim0]
+    return permuted(value, order)
+
+
+def _t(reader: Reader, node: Node, source: Any) -> Value:
+    value = reader.value(source)
+    return permuted(value, list(reversed(range(len(value.axes)))))
+
+
+def _expand(reader: Reader, node: Node, source: Any, **_: Any) -> Value:
+    value = reader.value(source)
+    sizes = _shape(node)
+    skipped = len(sizes) - len(value.axes)
+
+    def index_of(new: tuple[Index, ...]) -> list[Index]:
+        return [
+            indices.ZERO if own.size == 1 and size != 1 else position
+            for own, position, size in zip(value.axes, new[skipped:], sizes[skipped:], strict=True)
+        ]
+
+    return value.view(sizes, index_of)
+
+
+def _slice(
+    reader: Reader,
+    node: Node,
+    source: Any,
+    dim: int = 0,
+    start: Any = None,
+    end: Any = None,
+    step: Any = 1,
+) -> Value:
+    value = reader.value(source)
+    dim = dimension(dim, len(value.axes))
+    begin = clamped_start(reader, start, value.sizes[dim])
+    stride = reader.integer(step)
+
+    def index_of(new: tuple[Index, ...]) -> list[Index]:
+        result = list(new)
+        result[dim] = new[dim] * stride + begin
+        return result
+
+    return value.view(_shape(node), index_of)
+
+
+def clamped_start(reader: Reader, start: Any, size: Index) -> Index:
+    """A slice's start as an index from the front."""
+    begin = reader.integer(0 if start is None else start)
+    if begin == 0:
+        return begin
+    if not begin.is_constant:
+        return begin
+    if begin.constant < 0:
+        begin = begin + size
+        if begin.is_constant:
+            return Index(max(begin.constant, 0))
+        raise Unsupported("a slice from the end of a dynamic size")
+    if size.is_constant:
+        return Index(min(begin.constant, size.constant))
+    return begin
+
+
+def _select(reader: Reader, node: Node, source: Any, dim: int, index: Any) -> Value:
+    value = reader.value(source)
+    dim = dimension(dim, len(value.axes))
+    position = reader.integer(index)
+    if position.is_constant and position.constant < 0:
+        position = position + value.sizes[dim]
+    if not position.is_constant and not value.sizes[dim].is_constant and position.symbols():
+        low, _ = position.bounds()
+        if low is None or low < 0:
+            raise Unsupported("a select at a dynamic position")
+    return value.view(_shape(node), lambda new: (*new[:dim], position, *new[dim:]))
+
+
+def _unsqueeze(reader: Reader, node: Node, source: Any, dim: int) -> Value:
+    value = reader.value(source)
+    return unsqueezed(value, dimension(dim, len(value.axes) + 1))
+
+
+def unsqueezed(value: Value, dim: int) -> Value:
+    sizes = (*value.sizes[:dim], indices.ONE, *value.sizes[dim:])
+    return value.view(sizes, lambda new: (*new[:dim], *new[dim + 1 :]))
+
+
+def _squeeze(reader: Reader, node: Node, source: Any, dim: Any = None) -> Value:
+    value = reader.value(source)
+    rank = len(value.axes)
+    wanted = range(rank) if dim is None else [dim] if isinstance(dim, int) else dim
+    gone = {dimension(d, rank) for d in wanted}
+    gone = {d for d in gone if d < rank and value.sizes[d] == 1}
+    sizes = [size for d, size in enumerate(value.sizes) if d not in gone]
+
+    def index_of(new: tuple[Index, ...]) -> list[Index]:
+        left = iter(new)
+        return [indices.ZERO if d in gone else next(left) for d in range(rank)]
+
+    return value.view(sizes, index_of)
+
+
+def _pieces(value: Value, dim: int, lengths: Sequence[Index]) -> tuple[Value, ...]:
+    pieces: list[Value] = []
+    start = indices.ZERO
+    for length in lengths:
+        sizes = (*value.sizes[:dim], length, *value.sizes[dim + 1 :])
+
+        def index_of(new: tuple[Index, ...], begin: Index = start) -> tuple[Index, ...]:
+            return (*new[:dim], new[dim] + begin, *new[dim + 1 :])
+
+        pieces.append(value.view(sizes, index_of))
+        start = start + length
+    return tuple(pieces)
+
+
+def _split(reader: Reader, node: Node, source: Any, dim: int = 0, **_: Any) -> tuple[Value, ...]:
+    value = reader.value(source)
+    dim = dimension(dim, len(value.axes))
+    return _pieces(value, dim, [from_size(part.shape[dim]) for part in node.meta["val"]])
+
+
+def _unbind(reader: Reader, node: Node, source: Any, dim: int = 0) -> tuple[Value, ...]:
+    value = reader.value(source)
+    dim = dimension(dim, len(value.axes))
+    sizes = (*value.sizes[:dim], *value.sizes[dim + 1 :])
+    return tuple(
+        value.view(sizes, lambda new, k=k: (*new[:dim], Index(k), *new[dim:]))
+        for k in range(len(node.meta["val"]))
+    )
+
+
+def _diagonal(
+    reader: Reader, node: Node, source: Any, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> Value:
+    value = reader.value(source)
+    rank = len(value.axes)
+    first, second = dimension(dim1, rank), dimension(dim2, rank)
+    rest = [d for d in range(rank) if d not in (first, second)]
+
+    def index_of(new: tuple[Index, ...]) -> list[Index]:
+        result = [indices.ZERO] * rank
+        for d, position in zip(rest, new, strict=False):
+            result[d] = position
+        result[first] = new[-1] + max(-offset, 0)
+        result[second] = new[-1] + max(offset, 0)
+        return result
+
+    return value.view(_shape(node), index_of)
+
+
+def _unfold(reader: Reader, node: Node, source: Any, dimension: int, size: int, step: int) -> Value:
+    value = reader.value(source)
+    if not value.axes:
+        raise Unsupported("unfold of a number")
+    dim = values.dimension(dimension, len(value.axes))
+
+    def index_of(new: tuple[Index, ...]) -> list[Index]:
+        result = list(new[:-1])
+        result[dim] = new[dim] * step + new[-1]
+        return result
+
+    return value.view(_shape(node), index_of)
+
+
+RULES: dict[str, Callable[..., Any]] = {
+    "alias": _same,
+    "detach": _same,
+    "view": _reshape,
+    "_unsafe_view": _reshape,
+    "reshape": _reshape,
+    "permute": _permute,
+    "transpose": _transpose,
+    "t": _t,
+    "expand": _expand,
+    "slice": _slice,
+    "select": _select,
+    "unsqueeze": _unsqueeze,
+    "squeeze": _squeeze,
+    "split": _split,
+    "split_with_sizes": _split,
+    "unbind": _unbind,
+    "diagonal": _diagonal,
+    "unfold": _unfold,
+}

@@ -1,0 +1,74 @@
+"""Generated kernels, short and readable, as they were last read by a person."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fulgurite import device
+from fulgurite.fuser import from_trace, refine
+from fulgurite.fuser.codegen import cpp
+from fulgurite.fuser.nest import build
+from fulgurite.fuser.pipeline import kernel_name
+from fulgurite.fuser.schedule import choose_schedule
+from fulgurite.fuser.segment import segment
+
+from .support import trace
+
+F = torch.nn.functional
+MACHINE = device.Device("a machine", 2, 2e10, 8e10, 48 << 10, 2 << 20, (torch.float32,))
+
+
+def rope(q, cos, sin):
+    return q * cos + torch.cat([-q[..., 32:], q[..., :32]], -1) * sin
+
+
+def norm_backward(g, x, w):
+    rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    normal = x * rstd
+    gw = g * w
+    return rstd * (gw - normal * (gw * normal).mean(-1, keepdim=True)), (g * normal).sum(0)
+
+
+def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple:
+    return tuple(torch.zeros(shape, dtype=dtype) for shape in shapes)
+
+
+CASES: dict[str, tuple[Callable, tuple]] = {
+    "gelu_bias": (lambda x, b: F.gelu(x + b, approximate="tanh"), tensors((4096, 1024), (1024,))),
+    "silu_mul_bf16": (
+        lambda a, b: F.silu(a) * b,
+        tensors((4096, 1024), (4096, 1024), dtype=torch.bfloat16),
+    ),
+    "rms_norm": (lambda x, w: F.rms_norm(x, (1024,), w, 1e-6), tensors((4096, 1024), (1024,))),
+    "layer_norm": (lambda x, w: F.layer_norm(x, (1024,), w, w), tensors((4096, 1024), (1024,))),
+    "softmax": (lambda x: torch.softmax(x, -1), tensors((4096, 1024))),
+    "softmax_columns": (lambda x: torch.softmax(x, 0), tensors((512, 1024))),
+    "cross_entropy": (
+        lambda x, t: F.cross_entropy(x, t),
+        (torch.zeros(512, 1000), torch.zeros(512, dtype=torch.int64)),
+    ),
+    "rope": (rope, tensors((2, 8, 128, 64), (128, 64), (128, 64))),
+    "sum_columns": (lambda x: (x * 2).sum(0), tensors((4096, 4096))),
+    "sum_all": (lambda x: x.sum(), tensors((4096, 4096))),
+    "transpose": (lambda x: (x.t() + 1).contiguous(), tensors((1000, 2000))),
+    "rms_norm_backward": (norm_backward, tensors((4096, 512), (4096, 512), (512,))),
+    "embedding": (
+        lambda i, t: F.embedding(i, t) * 3,
+        (torch.zeros(64, 100, dtype=torch.int64), torch.zeros(5000, 512)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_text(name: str, golden) -> None:
+    function, arguments = CASES[name]
+    region = refine.refine(from_trace.read(trace(function, arguments)))
+    texts = []
+    for number, part in enumerate(segment(region, MACHINE.second_level_cache)):
+        schedule = choose_schedule(build(region, part), MACHINE)
+        texts.append(cpp.write_kernel(kernel_name(part, number), schedule).text)
+    assert len(texts) == 1, "each of these is one kernel"
+    golden(f"fuser_{name}.cpp", "\n".join(texts))

@@ -1,0 +1,81 @@
+"""Vector math of our own against float64: error bounds in ulp over the whole range, and limits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fulgurite import fuser
+
+from .support import trace
+
+# what include/math.h states; and where the function is asked: exponents of two, or an interval
+BOUNDS = {
+    "exp": (1.5, (-104.0, 89.0)),
+    "exp2": (1.5, (-150.0, 128.0)),
+    "expm1": (2.0, (-30.0, 88.0)),
+    "log": (1.5, None),
+    "log2": (2.0, None),
+    "log1p": (2.0, (-0.999, 1e6)),
+    "tanh": (2.5, (-10.0, 10.0)),
+    "sigmoid": (3.0, (-80.0, 80.0)),
+    "erf": (2.0, (-4.5, 4.5)),
+}
+LIMITS = torch.tensor(
+    [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-45, 1e-40, 3.4e38, -3.4e38, 1.0, -1.0]
+)
+
+
+@pytest.fixture(scope="module")
+def functions():
+    """All functions of a vector, in one library."""
+    x = torch.randn(1 << 17)
+    region = fuser.lower(trace(lambda x: tuple(getattr(torch, n)(x) for n in BOUNDS), (x,)))
+    assert len(region.kernels) == 1
+    return lambda x: dict(zip(BOUNDS, region(x), strict=True))
+
+
+def samples(interval: tuple[float, float] | None) -> torch.Tensor:
+    count = 1 << 17
+    generator = torch.Generator().manual_seed(0)
+    if interval is None:
+        # every exponent, subnormal numbers too
+        codes = torch.randint(1, 0x7F800000, (count,), generator=generator, dtype=torch.int32)
+        return codes.view(torch.float32)
+    low, high = interval
+    wide = torch.rand(count // 2, generator=generator, dtype=torch.float64) * (high - low) + low
+    small = 2.0 ** -(torch.rand(count // 2, generator=generator, dtype=torch.float64) * 40)
+    small = small * torch.where(torch.rand(count // 2, generator=generator) < 0.5, -1, 1)
+    return torch.cat([wide, small.clamp(low, high)]).float()
+
+
+def ulps(ours: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Distance in units of the last place of a float32, subnormal ones of equal size."""
+    _, exponent = torch.frexp(exact.abs().clamp(min=2.0**-126))
+    return (ours.double() - exact).abs() / 2.0 ** (exponent - 24).double()
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_error_bound(name: str, functions) -> None:
+    bound, interval = BOUNDS[name]
+    x = samples(interval)
+    exact = getattr(torch, name)(x.double())
+    inside = exact.abs() < torch.finfo(torch.float32).max
+    worst = ulps(functions(x)[name], exact)[inside].max()
+    assert worst <= bound, (
+        f"{name} is off by {worst:.2f} ulp at {x[inside][ulps(functions(x)[name], exact)[inside].argmax()]}"
+    )
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_limits(name: str, functions) -> None:
+    x = torch.cat([LIMITS, torch.zeros((1 << 17) - len(LIMITS))])
+    got = functions(x)[name][: len(LIMITS)]
+    want = getattr(torch, name)(LIMITS.double()).float()
+    same = (got == want) | (got.isnan() & want.isnan())
+    close = (got - want).abs() <= 3e-7 * want.abs() + 1e-44
+    assert bool((same | close).all()), f"{name}: {got} instead of {want}"
+    zeros = want == 0
+    assert torch.equal(got[zeros].signbit(), want[zeros].signbit()), "the sign of zero"

@@ -1,0 +1,103 @@
+"""Large results come from kept memory, and what anyone holds is never overwritten."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from fulgurite.fuser import memory
+
+from .support import fused
+
+LARGE = (1024, 512)
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    memory.set_reuse(True)
+    memory.release()
+    yield
+    memory.set_reuse(True)
+    memory.release()
+
+
+def test_a_held_result_is_never_overwritten() -> None:
+    region = fused(lambda x: x * 2, torch.randn(LARGE))
+    held = [region(torch.full(LARGE, float(k)))[0] for k in range(6)]
+    for k, result in enumerate(held):
+        assert bool((result == 2 * k).all())
+
+
+def test_views_hold_their_memory() -> None:
+    region = fused(lambda x: x * 2, torch.randn(LARGE))
+    views = []
+    for k in range(4):
+        result = region(torch.full(LARGE, float(k)))[0]
+        views += [result[5:9].t(), result.view(-1)[7:], result.detach().numpy()[0]]
+        del result
+    for k in range(4):
+        for view in views[3 * k : 3 * k + 3]:
+            assert float(view.min()) == float(view.max()) == 2.0 * k
+
+
+def test_autograd_holds_what_it_saved() -> None:
+    region = fused(lambda x: x * 2, torch.randn(LARGE))
+    leaf = torch.ones(LARGE, requires_grad=True)
+    out = leaf * region(torch.full(LARGE, 3.0))[0]
+    for k in range(3):
+        region(torch.full(LARGE, float(k)))
+    out.sum().backward()
+    assert bool((leaf.grad == 6.0).all())
+
+
+def test_memory_is_used_again() -> None:
+    region = fused(lambda x: x * 2, torch.randn(LARGE))
+    memory.release()
+    first = region(torch.randn(LARGE))[0]
+    address = first.data_ptr()
+    assert memory.kept_bytes() == 0
+    del first
+    assert memory.kept_bytes() >= 2 << 20
+    assert region(torch.randn(LARGE))[0].data_ptr() == address
+    memory.release()
+    assert memory.kept_bytes() == 0
+
+
+def test_turned_off() -> None:
+    memory.set_reuse(False)
+    region = fused(lambda x: x * 2, torch.randn(LARGE))
+    region(torch.randn(LARGE))
+    assert memory.kept_bytes() == 0
+
+
+@pytest.mark.parametrize("dtype", memory.CODES)
+def test_every_dtype_and_layout(dtype: torch.dtype) -> None:
+    made = memory.allocate((1000, 3000), (1, 1000), dtype)
+    assert made.dtype == dtype
+    assert made.stride() == (1, 1000)
+    made.fill_(1)
+    assert bool((made == 1).all())
+    assert made.data_ptr() % 64 == 0
+
+
+def test_many_threads() -> None:
+    """Concurrent calls of one region share nothing."""
+    region = fused(lambda x: torch.softmax(x * 2, 0) + x.sum(1, keepdim=True), torch.randn(LARGE))
+    failures: list[int] = []
+
+    def work(seed: int) -> None:
+        x = torch.full(LARGE, float(seed))
+        for _ in range(5):
+            result = region(x)[0]
+            want = 1 / 1024 + seed * 512.0
+            if not torch.allclose(result, torch.full(LARGE, want), rtol=1e-4):
+                failures.append(seed)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
