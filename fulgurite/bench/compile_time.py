@@ -14,7 +14,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -154,19 +153,8 @@ def _cold_in_fresh_process(name: str, device: str) -> dict[str, float]:
         "import json, fulgurite.bench.compile_time as suite; "
         f"print(json.dumps(suite.cold({name!r}, {device!r})))"
     )
-    environment = _without_caches()
+    environment = {**os.environ, **results.fresh_caches()}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
     )
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def _without_caches() -> dict[str, str]:
-    """The environment with every cache in a fresh folder."""
-    folder = tempfile.mkdtemp(prefix="fulgurite-bench-")
-    return {
-        **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
-        "TRITON_CACHE_DIR": f"{folder}/triton",
-        "FULGURITE_CACHE": f"{folder}/fulgurite",
-    }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -133,6 +134,7 @@ def cases(large: int) -> list[Case]:
 
 def fusions(options: argparse.Namespace) -> None:
     """Suite `fusions`."""
+    os.environ.update(results.fresh_caches())
     wanted = cases(1024 if options.quick else 4096)
     copy = device.measure_copy_bandwidth(torch.get_num_threads())
     found: list[dict[str, Any]] = []

@@ -9,6 +9,7 @@ import datetime
 import json
 import platform
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,16 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor()
+
+
+def fresh_caches() -> dict[str, str]:
+    """Variables that point every compiler's cache to an empty folder: a cold compile is cold."""
+    folder = tempfile.mkdtemp(prefix="fulgurite-bench-")
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+        "TRITON_CACHE_DIR": f"{folder}/triton",
+        "FULGURITE_CACHE": f"{folder}/fulgurite",
+    }
 
 
 def save(suite: str, device: str, rows: list[dict[str, Any]], output: str | None) -> Path:
