@@ -52,6 +52,7 @@ INFIX = {
     operator.lshift: "<<",
     operator.rshift: ">>",
 }
+PREFIX = {operator.neg: "-", operator.pos: "+", operator.invert: "~"}
 RESERVED = {"torch", "math", "operator", "fulgurite", "base64", "zlib", "args", "device"}
 
 
@@ -309,6 +310,8 @@ class _Scope:
         if target in INFIX and len(node.args) == 2 and not node.kwargs:
             left, right = map(self.value, node.args)
             return f"{left} {INFIX[target]} {right}"  # type: ignore[index]
+        if target in PREFIX and len(node.args) == 1 and not node.kwargs:
+            return f"{PREFIX[target]}{self.value(node.args[0])}"  # type: ignore[index]
         if isinstance(target, types.MethodDescriptorType) and self.writer.style == "text":
             method: str = target.__name__
             if getattr(torch.Tensor, method, None) is target and node.args:
@@ -376,6 +379,8 @@ def qualified_name(target: Any) -> str | None:
         name = _get_qualified_name(target)
     except RuntimeError:  # fx: "cannot find module for …"
         return None
+    if name.startswith("_operator."):
+        name = name[1:]  # the module people know
     return name if _resolve(name) is target else None
 
 
@@ -442,4 +447,5 @@ def _cost_comment(node: fx.Node, executor: str) -> str:
     flops = cost.node_flops(node)
     moved = cost.node_bytes(node)
     amount = cost.flops_text(flops) if flops else cost.bytes_text(moved) if moved else ""
-    return f"{executor}   {amount}".rstrip()
+    parts = (executor, amount, node.meta.get("remark"))
+    return "   ".join(part for part in parts if part)

@@ -95,6 +95,13 @@ def test_every_stage_runs_from_its_text(function, shapes, dynamic, calls):
     every_stage_runs_from_its_text(compiled, calls)
 
 
+def test_operators_are_spelled_as_people_write_them():
+    compiled = fulgurite.compile(lambda x, n: (-x + ~n, +x))
+    compiled(torch.ones(2), torch.ones(2, dtype=torch.int64))
+    captured = str(compiled.history[0])
+    assert "= -x" in captured and "= ~n" in captured and "_operator" not in captured
+
+
 @pytest.mark.parametrize("function", [nested_branches, checkpointed, lambda x: Sine.apply(x) * 2])
 def test_captured_graphs_inside_graphs_run_and_compile_again(function):
     x = torch.randn(3, 3).sum(0) if function is nested_branches else torch.randn(3, 3)
