@@ -72,7 +72,7 @@ def write_text(kind: str, key: str, text: str) -> None:
 def clear(kind: str | None = None) -> None:
     """Removes every entry, or those of one kind."""
     folder = settings().cache_folder
-    for name in [kind] if kind else ["cpp", "device", "decisions"]:
+    for name in [kind] if kind else ["cpp", "triton", "device", "decisions"]:
         shutil.rmtree(folder / name, ignore_errors=True)
 
 

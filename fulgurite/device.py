@@ -58,6 +58,48 @@ def _cpu(threads: int) -> Device:
     )
 
 
+@functools.cache
+def cuda(index: int = 0) -> Device:
+    """An NVIDIA GPU: threads are its multiprocessors, the first level cache is their registers."""
+    facts = torch.cuda.get_device_properties(index)
+    return Device(
+        name=facts.name,
+        threads=facts.multi_processor_count,
+        copy_bandwidth=_cuda_copy_bandwidth(index),
+        flops=facts.multi_processor_count * 128 * 1.7e9,
+        first_level_cache=256 << 10,
+        second_level_cache=facts.L2_cache_size,
+        native_dtypes=(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    )
+
+
+def _cuda_copy_bandwidth(index: int) -> float:
+    key = cache.digest("copy bandwidth", torch.cuda.get_device_name(index))
+    kept = cache.read_text("device", key)
+    if kept is not None:
+        return float(json.loads(kept)["copy_bandwidth"])
+    measured = measure_cuda_copy_bandwidth(index)
+    cache.write_text("device", key, json.dumps({"copy_bandwidth": measured}))
+    return measured
+
+
+def measure_cuda_copy_bandwidth(index: int = 0, megabytes: int = 1024, repeats: int = 20) -> float:
+    """Bytes read plus written a second when torch copies a tensor into one that exists."""
+    place = torch.device("cuda", index)
+    source = torch.ones(megabytes << 18, device=place)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    best = sorted(times)[len(times) // 4]
+    return 2 * source.numel() * source.element_size() / best
+
+
 def _cpu_name() -> str:
     for line in native.processor().splitlines():
         if "model name" in line:

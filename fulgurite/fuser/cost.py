@@ -43,7 +43,7 @@ def tensor_bytes(tensor: Tensor) -> int:
 
 def flops(s: Statement) -> int:
     """Operations per element of the statement's loops."""
-    total = 1 if s.reduction else 0
+    total = 1 if s.reduction or s.scan else 0
     for part in walk(s.expression):
         if isinstance(part, Operation):
             total += PRIMITIVES[part.name].flops

@@ -2,7 +2,7 @@
 
 In: a GraphModule of functional ATen nodes with FakeTensor metadata. Out: an `ir.Region`, and, per
 node, whether it can be read at all (`readable`). Every op is a row in one of three tables:
-`pointwise_rules.RULES` (elementwise), `view_rules.RULES` (index maps, no memory) and
+`pointwise_rules.RULES` and `special_rules.RULES` (elementwise), `view_rules.RULES` (index maps, no memory) and
 `statement_rules.RULES` (reductions, copies with another order, gathers, factories).
 """
 
@@ -17,8 +17,8 @@ import torch
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
 from torch._prims_common import elementwise_dtypes
 
+from . import complex_rules, pointwise_rules, special_rules, statement_rules, values, view_rules
 from . import index as indices
-from . import pointwise_rules, statement_rules, values, view_rules
 from .index import Index
 from .ir import (
     Constant,
@@ -28,13 +28,14 @@ from .ir import (
     Position,
     Reduction,
     Region,
+    Scan,
     Statement,
     Tensor,
     statement,
     value_type,
 )
 from .pointwise_rules import Unsupported
-from .values import Value, from_size, from_stride
+from .values import Complex, Value, from_size, from_stride
 
 VALUE_TYPES = {
     torch.bool,
@@ -50,29 +51,39 @@ VALUE_TYPES = {
     torch.float64,
 }
 
-SIZE_ARITHMETIC = {"add", "sub", "mul", "floordiv", "mod", "sym_size", "neg"}
+POINTWISE = {**pointwise_rules.RULES, **special_rules.RULES}
+
+# prims that mean something else than the ATen op of that name: whole division, other arguments
+OTHER_PRIMS = {"div", "pow", "where", "reshape", "squeeze", "transpose", "amax", "amin"}
+# what the reductions among the prims call the arguments of the ATen ops
+PRIM_NAMES = {"inp": "self", "dims": "dim", "output_dtype": "dtype"}
 
 
 def op_name(target: Any) -> str | None:
     """`add` for aten.add.Tensor; None for what is not an ATen or prims op."""
     if not isinstance(target, torch._ops.OpOverload):
         return None
-    if target.namespace not in ("aten", "prims"):
-        return None
-    return target._schema.name.split("::")[1]
+    name = target._schema.name.split("::")[1]
+    if target.namespace == "prims" and name not in OTHER_PRIMS:
+        return name
+    return name if target.namespace == "aten" else None
 
 
 def arguments(node: torch.fx.Node) -> dict[str, Any]:
     """The node's arguments by their schema names, defaults filled in."""
     assert isinstance(node.target, torch._ops.OpOverload), f"{node} is not an ATen call"
     bound: dict[str, Any] = {}
+    renamed = PRIM_NAMES if node.target.namespace == "prims" else {}
     for position, argument in enumerate(node.target._schema.arguments):
+        name = renamed.get(argument.name, argument.name)
         if position < len(node.args):
-            bound[argument.name] = node.args[position]
+            bound[name] = node.args[position]
         elif argument.name in node.kwargs:
-            bound[argument.name] = node.kwargs[argument.name]
+            bound[name] = node.kwargs[argument.name]
         elif argument.has_default_value():
-            bound[argument.name] = argument.default_value
+            bound[name] = argument.default_value
+    if renamed and bound.get("dim", "some") in (None, [], ()):
+        raise Unsupported("a reduction over no dimensions")  # ATen reads that as all of them
     return bound
 
 
@@ -84,11 +95,19 @@ class Reader:
         self.statements: list[Statement] = []
         self.tensors: dict[str, Tensor] = {}
         self.origin = ""
+        self.reading: torch.fx.Node | None = None
+        self.maker: dict[str, torch.fx.Node | None] = {}  # the node that a statement was made for
+        self.streams = 0
+        self.part: str | None = None  # of complex numbers, the one that is being read
 
     # what rules call
 
     def value(self, node: Any) -> Value:
         found = self.values.get(node)
+        if isinstance(found, Complex):
+            if self.part is None:
+                raise Unsupported("a complex number among real ones")
+            return found.real if self.part == "real" else found.imaginary
         if not isinstance(found, Value):
             raise Unsupported("an argument that is not a tensor")
         return found
@@ -107,6 +126,11 @@ class Reader:
     def sizes(self, arguments: Sequence[Any]) -> tuple[Index, ...]:
         return tuple(self.integer(argument) for argument in arguments)
 
+    def next_stream(self) -> int:
+        """A number for the next op that draws random numbers."""
+        self.streams += 1
+        return self.streams - 1
+
     def meta(self, node: torch.fx.Node) -> Any:
         return node.meta["val"]
 
@@ -118,9 +142,12 @@ class Reader:
         expression: Expression,
         reduction: Reduction | None = None,
         strides: tuple[Index, ...] | None = None,
+        scan: Scan | None = None,
+        pairs: bool = False,
     ) -> Value:
         """Adds the statement name[axes] = expression."""
-        if strides is None:
+        if strides is None or any(axis.size == 0 for axis in axes):
+            # strides of nothing may all be 0, and a loop that no index depends on would be left out
             inner = indices.ONE
             backwards: list[Index] = []
             for axis in reversed(axes):
@@ -140,22 +167,28 @@ class Reader:
             expression = expression.substitute(ones) if ones else expression
             reduction = replace(reduction, axes=over) if over else None
         loops = tuple(axes[k] for k in kept)
-        tensor = Tensor(name, dtype, tuple(a.size for a in loops), tuple(strides[k] for k in kept))
+        steps = tuple(strides[k] for k in kept)
+        tensor = Tensor(name, dtype, tuple(a.size for a in loops), steps, pairs)
         self.tensors[name] = tensor
-        self.statements.append(statement(tensor, loops, expression, reduction, self.origin))
+        self.maker[name] = self.reading
+        along = scan if scan is not None and scan.axis in loops else None
+        self.statements.append(statement(tensor, loops, expression, reduction, self.origin, along))
         value = values.of_tensor(tensor)
         if not single:
             return value
         return value.view([axis.size for axis in axes], lambda new: [new[k] for k in kept])
 
-    def result(self, node: torch.fx.Node, expression_at: Any, fake: Any = None) -> Value:
-        """A statement with the node's own sizes, strides and dtype."""
+    def result(
+        self, node: torch.fx.Node, expression_at: Any, fake: Any = None, part: str = ""
+    ) -> Value:
+        """A statement with the sizes, strides and dtype of the node, or of `fake`, a part of it."""
         fake = self.meta(node) if fake is None else fake
         sizes = tuple(from_size(size) for size in fake.shape)
         axes = values.fresh_axes(sizes)
         strides = tuple(from_stride(stride) for stride in fake.stride())
         expression = convert(expression_at(axes), fake.dtype)
-        return self.store(node.name, fake.dtype, axes, expression, strides=strides)
+        name = f"{node.name}_{part}" if part else node.name
+        return self.store(name, fake.dtype, axes, expression, strides=strides)
 
     def operand(
         self, argument: Any, axes: tuple[indices.Axis, ...], dtype: torch.dtype
@@ -253,22 +286,39 @@ def read_node(reader: Reader, node: torch.fx.Node) -> Any:
             raise Unsupported("an item of something that is not a tuple of tensors")
         return source[node.args[1]]
     fake = node.meta.get("val")
+    if torch.Tag.data_dependent_output in getattr(node.target, "tags", ()):
+        raise Unsupported("a number that is read from data")
     if isinstance(fake, int | torch.SymInt) and not isinstance(fake, bool):
         return from_size(fake)
     name = op_name(node.target)
     if name is None:
         raise Unsupported(f"a call of {node.target}")
+    if node.target._schema.is_mutable:  # type: ignore[union-attr]
+        raise Unsupported(f"{name}, which writes to its argument")
+    reader.origin, reader.reading = name, node
+    if complex_rules.concerns(reader, node):
+        return complex_rules.read(reader, node, name, arguments(node))
     for value in fake if isinstance(fake, tuple | list) else (fake,):
         if isinstance(value, torch.Tensor):
             _check_tensor(value)
-    reader.origin = name
-    if name in pointwise_rules.RULES:
-        return read_pointwise(reader, node, pointwise_rules.RULES[name])
+    if name in POINTWISE:
+        return read_pointwise(reader, node, POINTWISE[name])
     if name in view_rules.RULES:
         return view_rules.RULES[name](reader, node, **_python_names(arguments(node)))
     if name in statement_rules.RULES:
-        return statement_rules.RULES[name](reader, node, **_python_names(arguments(node)))
+        made = statement_rules.RULES[name](reader, node, **_python_names(arguments(node)))
+        if isinstance(made, tuple):
+            return tuple(_own(reader, node, *pair) for pair in zip(made, fake, strict=True))
+        return _own(reader, node, made, fake)
     raise Unsupported(f"{name}")
+
+
+def _own(reader: Reader, node: torch.fx.Node, value: Any, fake: Any) -> Any:
+    """The value in memory of its own: an op that is no view never gives its argument back."""
+    source = getattr(value.expression, "name", None) if isinstance(value, Value) else None
+    if source is None or reader.maker.get(source) is node:
+        return value
+    return reader.result(node, value.broadcast, fake)
 
 
 def _python_names(bound: dict[str, Any]) -> dict[str, Any]:
@@ -276,12 +326,14 @@ def _python_names(bound: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_tensor(fake: torch.Tensor) -> None:
-    if fake.device.type != "cpu":
+    if fake.device.type not in ("cpu", "cuda"):
         raise Unsupported(f"a tensor on {fake.device}")
     if fake.layout != torch.strided:
         raise Unsupported(f"a tensor of layout {fake.layout}")
     if value_type(fake.dtype) not in VALUE_TYPES:
         raise Unsupported(f"{fake.dtype} tensors")
+    if fake.dtype.is_complex and fake.device.type != "cpu":
+        raise Unsupported("complex numbers on a GPU")
     if fake.is_conj() or fake.is_neg():
         raise Unsupported("a lazily conjugated or negated tensor")
 
@@ -293,12 +345,12 @@ def input_value(reader: Reader, name: str, fake: Any) -> Tensor | Index:
     if not isinstance(fake, torch.Tensor):
         raise Unsupported(f"an input that is a {type(fake).__name__}")
     _check_tensor(fake)
-    tensor = Tensor(
-        name,
-        fake.dtype,
-        tuple(from_size(size) for size in fake.shape),
-        tuple(from_stride(stride) for stride in fake.stride()),
-    )
+    sizes = tuple(from_size(size) for size in fake.shape)
+    strides = tuple(from_stride(stride) for stride in fake.stride())
+    tensor = Tensor(name, fake.dtype, sizes, strides)
+    if fake.dtype.is_complex:
+        steps = (*(stride * 2 for stride in strides), indices.ONE)
+        tensor = Tensor(name, fake.dtype.to_real(), (*sizes, Index(2)), steps, pairs=True)
     reader.tensors[name] = tensor
     return tensor
 
@@ -322,8 +374,11 @@ def unreadable(node: torch.fx.Node) -> str | None:
     return None
 
 
-def _as_value(argument: Tensor | Index) -> Value | Index:
-    return argument if isinstance(argument, Index) else values.of_tensor(argument)
+def _as_value(argument: Tensor | Index) -> Value | Complex | Index:
+    if isinstance(argument, Index):
+        return argument
+    value = values.of_tensor(argument)
+    return complex_rules.halves(value, argument.dtype.to_complex()) if argument.pairs else value
 
 
 def read(region: torch.fx.GraphModule) -> Region:
@@ -355,6 +410,8 @@ def _output(reader: Reader, result: Any) -> Output:
     value = reader.values[result]
     if isinstance(value, Index):
         return Output(size=value)
+    if isinstance(value, Complex):
+        return complex_rules.output(reader, value, result)
     if not isinstance(value, Value):
         raise Unsupported("a tuple among the outputs")
     fake = result.meta["val"]

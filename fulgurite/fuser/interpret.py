@@ -14,22 +14,28 @@ import torch
 from . import index as indices
 from .index import Atom, Axis, Index, Loaded, Quotient, Remainder, Symbol
 from .ir import (
+    NARROW_FLOATS,
+    PACKED,
     Bound,
     Constant,
     Expression,
     Guard,
     Load,
+    Operation,
     Position,
     Region,
     Statement,
+    Tensor,
     value_type,
 )
 from .primitives import PRIMITIVES
+from .random_rules import SEED, draw_seed
 
 
 def symbol_values(region: Region, arguments: Sequence[Any]) -> dict[str, int]:
     """The value of every symbol, from arguments that are one or have it as a size or stride."""
-    found: dict[str, int] = {}
+    drawing = any(SEED in s.expression.symbols() for s in region.statements)
+    found = {SEED.name: draw_seed()} if drawing else {}
     for declared, given in zip(region.arguments, arguments, strict=True):
         if isinstance(declared, Index):
             pairs = [(declared, int(given))]
@@ -114,9 +120,23 @@ class Evaluation:
         values = [self.expression(argument) for argument in expression.arguments]
         if expression.name == "cast":
             return values[0].to(expression.dtype).to(value_type(expression.dtype))
+        if expression.name == "bitcast":
+            stored = self.stored(expression.arguments[0], values[0])
+            return stored.view(_seen(expression.dtype)).to(value_type(expression.dtype))
         return PRIMITIVES[expression.name].torch(*values).to(value_type(expression.dtype))
 
+    def stored(self, argument: Expression, value: torch.Tensor) -> torch.Tensor:
+        """A value in its storage dtype; what a narrow format holds in memory exactly as it is there."""
+        if argument.dtype in NARROW_FLOATS and isinstance(argument, Operation):
+            inner = argument.arguments[0]
+            if isinstance(inner, Load) and inner.dtype == argument.dtype:
+                return self.element(inner)
+        return value.to(_seen(argument.dtype))
+
     def load(self, load: Load) -> torch.Tensor:
+        return self.element(load).to(value_type(load.dtype))
+
+    def element(self, load: Load) -> torch.Tensor:
         memory = self.memory[load.name]
         if not load.index:
             value = memory.reshape([1] * len(self.shape))
@@ -129,7 +149,7 @@ class Evaluation:
                 for position, size in zip(load.index, memory.shape, strict=True)
             ]
             value = memory[tuple(torch.broadcast_tensors(*at))]
-        return value.to(value_type(load.dtype))
+        return value
 
 
 def run_statement(
@@ -141,7 +161,14 @@ def run_statement(
     if s.reduction is not None:
         dims = list(range(len(s.axes), len(s.all_axes)))
         value = _reduce(s.reduction.kind, value, dims)
-    return value.to(s.tensor.dtype)
+    if s.scan is not None:
+        value = _scan(s.scan.kind, value, s.axes.index(s.scan.axis))
+    return value.to(_seen(s.tensor.dtype))
+
+
+def _seen(dtype: torch.dtype) -> torch.dtype:
+    """What a dtype is computed with as: packed numbers as bytes."""
+    return PACKED.get(dtype, dtype)
 
 
 def _reduce(kind: str, value: torch.Tensor, dims: list[int]) -> torch.Tensor:
@@ -161,13 +188,28 @@ def _reduce(kind: str, value: torch.Tensor, dims: list[int]) -> torch.Tensor:
     return value.amax(dims) if kind == "max" else value.amin(dims)
 
 
+def _scan(kind: str, value: torch.Tensor, dim: int) -> torch.Tensor:
+    wide = value.double() if value.is_floating_point() else value
+    if kind == "sum":
+        return torch.cumsum(wide, dim, dtype=wide.dtype).to(value.dtype)
+    if kind == "prod":
+        return torch.cumprod(wide, dim, dtype=wide.dtype).to(value.dtype)
+    if kind == "logsumexp":
+        return torch.logcumsumexp(wide, dim).to(value.dtype)
+    return (torch.cummax if kind == "max" else torch.cummin)(value, dim).values
+
+
 def run(region: Region, arguments: Sequence[Any]) -> tuple[Any, ...]:
     """The region's results."""
+    arguments = [
+        torch.view_as_real(given) if isinstance(declared, Tensor) and declared.pairs else given
+        for declared, given in zip(region.arguments, arguments, strict=True)
+    ]
     symbols = symbol_values(region, arguments)
     memory: dict[str, torch.Tensor] = {}
     for declared, given in zip(region.arguments, arguments, strict=True):
         if not isinstance(declared, Index):
-            memory[declared.name] = given
+            memory[declared.name] = given.view(_seen(given.dtype))
     size = Evaluation((), memory, symbols).size
     for tensor in region.layouts.values():
         given = memory[tensor.name]
@@ -182,7 +224,7 @@ def run(region: Region, arguments: Sequence[Any]) -> tuple[Any, ...]:
         strided = torch.empty_strided(
             [size(n) for n in s.tensor.sizes],
             [size(n) for n in s.tensor.strides],
-            dtype=s.tensor.dtype,
+            dtype=_seen(s.tensor.dtype),
         )
         memory[s.name] = strided.copy_(computed)
     return tuple(_result(region, output, memory, symbols) for output in region.outputs)
@@ -197,9 +239,11 @@ def _result(
     if output.name is None:
         return None
     base = memory[output.name]
-    return torch.as_strided(
+    base = base.view(region.tensors[output.name].dtype)
+    seen = torch.as_strided(
         base,
         [size(n) for n in output.sizes],
         [size(n) for n in output.strides],
         base.storage_offset() + size(output.offset),
     )
+    return torch.view_as_complex(seen) if output.pairs else seen

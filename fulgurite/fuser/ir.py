@@ -28,12 +28,24 @@ NARROW_FLOATS = {
     torch.bfloat16: "bf16",
     torch.float8_e4m3fn: "f8e4m3",
     torch.float8_e5m2: "f8e5m2",
+    torch.float8_e4m3fnuz: "f8e4m3z",
+    torch.float8_e5m2fnuz: "f8e5m2z",
+    torch.float8_e8m0fnu: "f8e8m0",
 }
 
 
+# formats that torch only stores: two numbers a byte, looked at through `view(torch.uint8)`
+PACKED = {torch.float4_e2m1fn_x2: torch.uint8}
+
+
 def value_type(dtype: torch.dtype) -> torch.dtype:
-    """The type that arithmetic on a tensor of this dtype is done in (torch's opmath type)."""
-    return torch.float32 if dtype in NARROW_FLOATS else dtype
+    """The type that arithmetic on a tensor of this dtype is done in (torch's opmath type).
+
+    Of complex numbers the type of a part: the IR computes with their parts.
+    """
+    if dtype.is_complex:
+        return value_type(dtype.to_real())
+    return torch.float32 if dtype in NARROW_FLOATS else PACKED.get(dtype, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +249,7 @@ class Tensor:
     dtype: torch.dtype
     sizes: tuple[Index, ...]
     strides: tuple[Index, ...]
+    pairs: bool = False  # complex numbers, seen as real ones with one more dimension, of two
 
     @property
     def itemsize(self) -> int:
@@ -256,8 +269,19 @@ class Reduction:
 
 
 @dataclass(frozen=True, slots=True)
+class Scan:
+    """At each place the reduction of everything up to it along one of the statement's own axes.
+
+    kind is sum, prod, max, min (NaN from the first one on) or logsumexp.
+    """
+
+    kind: str
+    axis: Axis
+
+
+@dataclass(frozen=True, slots=True)
 class Statement:
-    """tensor[axes] = expression, or the reduction of it over further axes."""
+    """tensor[axes] = expression, its reduction over further axes, or its scan along one of them."""
 
     tensor: Tensor
     axes: tuple[Axis, ...]
@@ -265,6 +289,7 @@ class Statement:
     expression: Expression
     origin: str = ""
     loads: tuple[Load, ...] = field(default=(), compare=False)
+    scan: Scan | None = None
 
     @property
     def name(self) -> str:
@@ -276,6 +301,8 @@ class Statement:
 
     def __str__(self) -> str:
         left = f"{self.name}[{','.join(axis.name for axis in self.axes)}]"
+        if self.scan is not None:
+            return f"{left} = scan_{self.scan.kind}_{self.scan.axis.name} {self.expression}"
         if self.reduction is None:
             return f"{left} = {self.expression}"
         over = ",".join(axis.name for axis in self.reduction.axes)
@@ -288,8 +315,9 @@ def statement(
     expression: Expression,
     reduction: Reduction | None = None,
     origin: str = "",
+    scan: Scan | None = None,
 ) -> Statement:
-    return Statement(tensor, axes, reduction, expression, origin, tuple(loads(expression)))
+    return Statement(tensor, axes, reduction, expression, origin, tuple(loads(expression)), scan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +334,7 @@ class Output:
     offset: Index = indices.ZERO
     size: Index | None = None
     whole: bool = False  # the window is exactly the memory, nothing to restride
+    pairs: bool = False  # its last dimension, of two, is the parts of complex numbers
 
 
 @dataclass(frozen=True)
@@ -345,6 +374,8 @@ def check(region: Region) -> None:
         assert s.name not in known, f"{s.name} is defined twice, {where}"
         assert tuple(a.size for a in s.axes) == s.tensor.sizes, f"axes are not the sizes, {where}"
         assert len(set(s.all_axes)) == len(s.all_axes), f"an axis is there twice, {where}"
+        assert s.scan is None or s.reduction is None, f"a scan and a reduction, {where}"
+        assert s.scan is None or s.scan.axis in s.axes, f"a scan along no axis of its own, {where}"
         free = s.expression.axes() - set(s.all_axes)
         assert not free, f"axes {free} are not bound, {where}"
         for part in walk(s.expression):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fulgurite import device, timing
+from fulgurite import device, replay, timing
 from fulgurite.config import environment
 from fulgurite.errors import FusionError
 
@@ -23,8 +23,12 @@ from . import cost, interpret
 from .codegen.cpp import KernelText, Unit
 from .index import Index, Quotient, Remainder, Symbol, product
 from .ir import Region, Tensor
-from .memory import allocate
+from .memory import Lifetime, allocate, plan
+from .random_rules import SEED, draw_seed
 from .schedule.base import Schedule
+from .schedule.gpu import GpuSchedule
+
+Library = Callable[[], ctypes.CDLL]  # waits until it is built
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,7 +37,7 @@ class Kernel:
 
     name: str
     source: str
-    schedule: Schedule
+    schedule: Schedule | GpuSchedule
     ops: tuple[str, ...]
     bytes: int
     flops: int
@@ -75,7 +79,7 @@ def python_index(index: Index) -> str:
 
 def symbol_sources(region: Region) -> dict[str, str]:
     """Python text that finds each symbol in the arguments."""
-    found: dict[str, str] = {}
+    found: dict[str, str] = {SEED.name: "draw_seed()"}
 
     def look(what: Index, text: str) -> None:
         if len(what.terms) != 1:
@@ -103,14 +107,25 @@ class FusedRegion:
     """Calls the kernels of one region."""
 
     def __init__(
-        self, region: Region, unit: Unit, kernels: tuple[Kernel, ...], library: ctypes.CDLL | None
+        self, region: Region, unit: Unit, kernels: tuple[Kernel, ...], library: Library | None
     ) -> None:
         self.region = region
         self.kernels = kernels
         self.unit = unit
         self.source = unit.text
         self.launcher = ""
-        self._call = self._prepare(library)
+        self._library = library
+        self._call = self._first if library else self._prepare(None)
+
+    def wait(self) -> None:
+        """Until the compiler is done and the first call costs no more than any other."""
+        if self._library is not None:
+            self._call = self._prepare(self._library())
+
+    def _first(self, *arguments: Any) -> tuple[Any, ...]:
+        """The first call waits for the compiler, which has been at work since the region was lowered."""
+        self.wait()
+        return self._call(*arguments)
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         return self._call(*arguments)
@@ -118,15 +133,16 @@ class FusedRegion:
     def _prepare(self, library: ctypes.CDLL | None) -> Callable[..., tuple[Any, ...]]:
         scope: dict[str, Any] = {
             "as_strided": torch.as_strided,
+            "view_as_real": torch.view_as_real,
+            "view_as_complex": torch.view_as_complex,
             "allocate": allocate,
             "restride": _restride,
+            "draw_seed": draw_seed,
             "threads": _thread_count(),
-            "out_of_range": _out_of_range,
         }
         if library is not None:
-            run = library.run
-            run.argtypes, run.restype = [ctypes.c_char_p], ctypes.c_int64
-            scope["run"] = run
+            name = " ".join(kernel.name for kernel in self.kernels)
+            scope["run"] = replay.Kernel(library, "run", name, _problem)
             scope["pack"] = struct.Struct(f"{len(self.unit.slots) + 1}q").pack
         self.launcher = self._text(scope)
         exec(compile(self.launcher, "<fused region>", "exec"), scope)  # our own text
@@ -136,6 +152,9 @@ class FusedRegion:
         """The launcher: a function of the region's arguments."""
         region, unit = self.region, self.unit
         lines = [f"def fused({', '.join(f'a{k}' for k in range(len(region.arguments)))}):"]
+        for position, argument in enumerate(region.arguments):
+            if isinstance(argument, Tensor) and argument.pairs:
+                lines.append(f"    a{position} = view_as_real(a{position})")
         sources = symbol_sources(region)
         for name in sorted(self._symbols()):
             if name not in sources:
@@ -152,7 +171,16 @@ class FusedRegion:
         order = {s.name: k for k, s in enumerate(region.statements)}
         made = {name for k in unit.kernels for name in k.writes}
         held: dict[str, str] = {}
-        for number, name in enumerate(sorted(made, key=order.__getitem__)):
+        shared = self._temporaries(made)
+        places, total = plan(list(shared.values()))
+        if total:
+            scope["uint8"] = torch.uint8
+            lines.append(
+                f"    arena = allocate(({total},), (1,), uint8)  # of {len(shared)} values"
+            )
+            lines.append("    base = arena.data_ptr()")
+        address.update({n: f"base + {place}" for n, place in zip(shared, places, strict=True)})
+        for number, name in enumerate(sorted(made - set(shared), key=order.__getitem__)):
             tensor = region.tensors[name]
             whole = self._whole_output(name)
             layout = (tensor.sizes, tensor.strides) if whole is None else whole
@@ -163,10 +191,31 @@ class FusedRegion:
             address[name] = f"t{number}.data_ptr()"
         if unit.slots:
             given = [address.get(name, name) for name in unit.slots]
-            lines.append(f"    if run(pack({', '.join([*given, 'threads()'])})):")
-            lines.append("        raise out_of_range()")
+            lines.append(f"    run(pack({', '.join([*given, 'threads()'])}))")
         lines.append(f"    return {_tuple([self._result(o, held) for o in region.outputs])}")
         return "\n".join(lines) + "\n"
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph may hold it: a seed that the host draws would never change in a replay."""
+        return SEED.name not in self._symbols()
+
+    def _temporaries(self, made: set[str]) -> dict[str, Lifetime]:
+        """Values of known size that live only between kernels of one call."""
+        results = {output.name for output in self.region.outputs}
+        found: dict[str, Lifetime] = {}
+        for name in sorted(made - results):
+            tensor = self.region.tensors[name]
+            layout = (*tensor.sizes, *tensor.strides)
+            if not all(n.is_constant for n in layout):
+                continue
+            reach = 1
+            for size, stride in zip(tensor.sizes, tensor.strides, strict=True):
+                reach += (size.constant - 1) * stride.constant
+            kernels = self.unit.kernels
+            uses = [k for k, part in enumerate(kernels) if name in (*part.reads, *part.writes)]
+            found[name] = Lifetime(min(uses), max(uses), max(reach, 1) * tensor.itemsize)
+        return found
 
     def _symbols(self) -> set[str]:
         region, found = self.region, set()
@@ -204,6 +253,10 @@ class FusedRegion:
         lines.append(f"        a{position} = restride(a{position}, {want})")
 
     def _result(self, output: Any, held: dict[str, str]) -> str:
+        text = self._real_result(output, held)
+        return f"view_as_complex({text})" if output.pairs else text
+
+    def _real_result(self, output: Any, held: dict[str, str]) -> str:
         if output.size is not None:
             return python_index(output.size)
         if output.name is None:
@@ -213,8 +266,10 @@ class FusedRegion:
             names = [a.name if isinstance(a, Tensor) else None for a in self.region.arguments]
             base = f"a{names.index(output.name)}"
         whole = self._whole_output(output.name) if output.name in held else None
-        if whole == (output.sizes, output.strides) or (output.whole and output.name not in held):
-            return base
+        if whole == (output.sizes, output.strides):
+            same = [o for o in self.region.outputs if o.name == output.name and o.offset == 0]
+            if output is next(o for o in same if (o.sizes, o.strides) == whole):
+                return base  # the others are views of it, and so is a view of an argument
         sizes = _tuple([python_index(size) for size in output.sizes])
         strides = _tuple([python_index(stride) for stride in output.strides])
         offset = python_index(output.offset)
@@ -241,21 +296,22 @@ def _restride(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     )
     if same or tensor.numel() == 0:
         return tensor
-    copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype)
+    copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor)
 
 
-def _out_of_range() -> IndexError:
+def _problem(status: int) -> Exception:
+    """What a kernel reports, as torch says it."""
+    if status == 2:
+        return RuntimeError("ZeroDivisionError")
     return IndexError("index out of range in a fused gather, index or embedding")
 
 
-def measured(
-    text: KernelText, unit: Unit, library: ctypes.CDLL, region: Region
-) -> Callable[[], float]:
+def measured(text: KernelText, unit: Unit, library: Library, region: Region) -> Callable[[], float]:
     """A function that times one kernel on buffers of its own."""
 
     def measure() -> float:
-        run = getattr(library, f"only_{text.name}")
+        run = getattr(library(), f"only_{text.name}")
         run.argtypes, run.restype = [ctypes.c_char_p], ctypes.c_int64
         tensors = region.tensors
         buffers: dict[str, torch.Tensor] = {}

@@ -12,12 +12,14 @@ import ctypes
 import functools
 import os
 import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from fulgurite import native
+from fulgurite import native, replay
 
 INCLUDE = Path(__file__).parent / "codegen" / "include"
 SMALLEST = 1 << 20  # bytes; below, malloc keeps memory by itself
@@ -41,6 +43,33 @@ CODES: dict[torch.dtype, tuple[int, int]] = {
 }
 
 _reuse = True
+
+
+ALIGNMENT = 64  # bytes: a line of the cache
+
+
+@dataclass(frozen=True, order=True)
+class Lifetime:
+    """A temporary: from the kernel that writes it to the last one that reads it."""
+
+    first: int
+    last: int
+    bytes: int
+
+
+def plan(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
+    """Where each temporary lies in one buffer, and how large that is: large ones first, each at the
+    lowest place where nothing that lives at the same time is in its way."""
+    places: dict[int, int] = {}
+    for k in sorted(range(len(lifetimes)), key=lambda k: -lifetimes[k].bytes):
+        one, place = lifetimes[k], 0
+        for start, other in sorted((places[j], lifetimes[j]) for j in places):
+            together = other.first <= one.last and one.first <= other.last
+            if together and start < place + one.bytes and place < start + other.bytes:
+                place = -(-(start + other.bytes) // ALIGNMENT) * ALIGNMENT
+        places[k] = place
+    total = max((places[k] + lifetimes[k].bytes for k in places), default=0)
+    return [places[k] for k in range(len(lifetimes))], total
 
 
 def set_reuse(on: bool) -> None:
@@ -68,7 +97,7 @@ def allocate(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtyp
     for size in sizes:
         elements *= size
     if elements * dtype.itemsize < SMALLEST or not _reuse or dtype not in CODES:
-        return torch.empty_strided(sizes, strides, dtype=dtype)
+        return replay.keep(torch.empty_strided(sizes, strides, dtype=dtype))
     return _from_pool(sizes, strides, dtype)
 
 
@@ -104,4 +133,4 @@ def _from_pool(
     managed = _pool().make(reach * dtype.itemsize, code, bits, rank, numbers)
     if managed is None:
         return torch.empty_strided(sizes, strides, dtype=dtype)  # raises torch's own error
-    return from_dlpack(_capsule(managed, b"dltensor", None))
+    return replay.keep(from_dlpack(_capsule(managed, b"dltensor", None)))

@@ -23,7 +23,7 @@ from .ir import (
     value_type,
 )
 from .pointwise_rules import Unsupported, number, where
-from .values import Axes, Value, cast_to, dimension, positions
+from .values import Axes, Value, cast_to, dimension, positions, reshape
 from .view_rules import clamped_start
 
 if TYPE_CHECKING:
@@ -55,8 +55,36 @@ def _repeat(reader: Reader, node: Node, source: Any, repeats: Sequence[Any]) -> 
         return value.at([indices.modulo(i, n) for i, n in zip(at, value.sizes, strict=True)])
 
     if any(size == 0 for size in value.sizes):
-        raise Unsupported("repeat of nothing")
+        return reader.result(node, lambda axes: number(0, Constant(0, value_type(value.dtype))))
     return reader.result(node, expression_at)
+
+
+def _roll(
+    reader: Reader, node: Node, source: Any, shifts: Sequence[Any], dims: Sequence[int] = ()
+) -> Value:
+    """Each dim in two runs of neighbours: what comes from the front, what comes around the end."""
+    value = reader.value(source)
+    if not value.axes or any(size == 0 for size in value.sizes):
+        return reader.result(node, value.broadcast)
+    shape = value.sizes
+    if not dims:
+        value, dims = reshape(value, (indices.product(shape),)), (0,)
+    for shift, d in zip(reader.sizes(shifts), dims, strict=True):
+        dim = dimension(d, len(value.axes))
+        size = value.sizes[dim]
+        if not (shift.is_constant and size.is_constant):
+            raise Unsupported("a roll of or by a dynamic size")
+        value = _rolled(value, dim, shift.constant % size.constant)
+    value = reshape(value, shape)
+    return reader.result(node, value.broadcast)
+
+
+def _rolled(value: Value, dim: int, shift: int) -> Value:
+    front, around = positions(value.axes), positions(value.axes)
+    front[dim] = front[dim] - shift
+    around[dim] = front[dim] + value.sizes[dim]
+    bound = Bound(front[dim], value.sizes[dim])
+    return Value(value.axes, guard((bound,), value.at(front), value.at(around)), value.dtype)
 
 
 def _cat(reader: Reader, node: Node, tensors: Sequence[Any], dim: int = 0) -> Value:
@@ -153,17 +181,20 @@ def _slice_scatter(
     step: Any = 1,
 ) -> Value:
     base, written = reader.value(source), reader.value(src)
-    if step != 1:
-        raise Unsupported("slice_scatter with a step")
     dim = dimension(dim, len(base.axes))
     begin = clamped_start(reader, start, base.sizes[dim])
 
     def expression_at(axes: Axes) -> Expression:
         index = positions(axes)
-        inner = [*index[:dim], index[dim] - begin, *index[dim + 1 :]]
-        bound = Bound(inner[dim], written.sizes[dim])
+        distance = index[dim] - begin
+        place = indices.floordiv(distance, indices.of(step))
+        bounds = (
+            Bound(place, written.sizes[dim]),
+            Bound(indices.modulo(distance, indices.of(step)), indices.ONE),
+        )
+        inner = [*index[:dim], place, *index[dim + 1 :]]
         element = cast_to(value_type(base.dtype))(written.at(inner), axes)
-        return guard((bound,), element, base.at(index))
+        return guard(bounds, element, base.at(index))
 
     return reader.result(node, expression_at)
 
@@ -188,6 +219,33 @@ def _select_scatter(
     return reader.result(node, expression_at)
 
 
+def _diagonal_scatter(
+    reader: Reader,
+    node: Node,
+    source: Any,
+    src: Any,
+    offset: int = 0,
+    dim1: int = 0,
+    dim2: int = 1,
+) -> Value:
+    base, written = reader.value(source), reader.value(src)
+    rank = len(base.axes)
+    first, second = dimension(dim1, rank), dimension(dim2, rank)
+
+    def expression_at(axes: Axes) -> Expression:
+        at = positions(axes)
+        along = at[first] - max(-offset, 0)
+        rest = [position for d, position in enumerate(at) if d not in (first, second)]
+        element = cast_to(value_type(base.dtype))(written.at([*rest, along]), axes)
+        bounds = (
+            Bound(at[second] - at[first] - offset, indices.ONE),
+            Bound(along, written.sizes[-1]),
+        )
+        return guard(bounds, element, base.at(at))
+
+    return reader.result(node, expression_at)
+
+
 # gathered elements
 
 
@@ -207,6 +265,18 @@ def _gather(reader: Reader, node: Node, source: Any, dim: int, index: Any, **_: 
         at = positions(axes)
         at[dim] = _loaded(where_to.at(positions(axes)), value.sizes[dim])
         return value.at(at)
+
+    return reader.result(node, expression_at)
+
+
+def _take(reader: Reader, node: Node, source: Any, index: Any) -> Value:
+    value, where_to = reader.value(source), reader.value(index)
+    size = indices.product(value.sizes)
+    flat = reshape(value, (size,)) if value.axes else None
+
+    def expression_at(axes: Axes) -> Expression:
+        place = _loaded(where_to.broadcast(axes), size, wraps=True)
+        return value.expression if flat is None else flat.at([place])
 
     return reader.result(node, expression_at)
 
@@ -263,6 +333,7 @@ def _index(reader: Reader, node: Node, source: Any, indices: Sequence[Any]) -> V
 RULES: dict[str, Callable[..., Any]] = {
     "flip": _flip,
     "repeat": _repeat,
+    "roll": _roll,
     "cat": _cat,
     "stack": _stack,
     "constant_pad_nd": _pad,
@@ -270,7 +341,9 @@ RULES: dict[str, Callable[..., Any]] = {
     "triu": _triangle(upper=True),
     "slice_scatter": _slice_scatter,
     "select_scatter": _select_scatter,
+    "diagonal_scatter": _diagonal_scatter,
     "gather": _gather,
+    "take": _take,
     "index_select": _index_select,
     "embedding": _embedding,
     "index": _index,

@@ -44,8 +44,8 @@ class Local:
     name: str
     expression: Expression
     dtype: torch.dtype
-    reduction: str | None = None  # sum, prod, max or min
-    role: str = "body"  # as in shape.py; rowsum, colsum and scalar are reductions
+    reduction: str | None = None  # sum, prod, max or min; of a scan logsumexp, too
+    role: str = "body"  # as in shape.py; rowsum, colsum and scalar are reductions, and scan
     flops: int = 0
     over_body: bool = True  # a scalar: whether it sums the body's points or one value a row
 
@@ -118,16 +118,35 @@ class _Builder:
     def build(self) -> Nest:
         shape = self.segment.shape
         stores = []
+        parts = self.parts()
         for name in self.segment.stored:
             s = self.members[name]
             at = tuple(self.loop(s, axis) for axis in s.axes)
             tensor = self.tensors[name]
             self.memory[name] = tensor
-            stores.append(Store(tensor, flat(tensor, at), self.value(name, at)))
-        grid = tuple(self.loops[c] for c in sorted(shape.grid) if c in self.loops)
+            places = [at] if parts is None else [(*at[:-1], Index(k)) for k in range(2)]
+            stores += [Store(tensor, flat(tensor, at), self.value(name, at)) for at in places]
+        grid = tuple(self.loops[c] for c in sorted(shape.grid - {parts}) if c in self.loops)
         body = tuple(self.loops[c] for c in sorted(shape.body) if c in self.loops)
         formulas = tuple(str(self.members[name]) for name in self.members)
         return Nest(grid, body, self.locals, tuple(stores), self.memory, formulas)
+
+    def parts(self) -> int | None:
+        """The loop over the parts of complex results, where it can be written out: nothing else has it.
+
+        And nothing chooses between values: GCC 12 mixes up neighbours that are read under a mask and
+        stored in pairs (-O2 -ftree-vectorize -fno-trapping-math).
+        """
+        woven = [s for s in self.members.values() if s.tensor.pairs]
+        if not woven or {s.name for s in woven} != set(self.segment.stored):
+            return None
+        (loop,) = {self.classes[(s.name, s.axes[-1])] for s in woven}
+        others = [s for s in self.members.values() if not s.tensor.pairs]
+        if any(_chooses(part) for s in others for part in walk(s.expression)):
+            return None
+        used = {self.classes[(s.name, axis)] for s in others for axis in s.all_axes}
+        used |= {self.classes[(s.name, axis)] for s in woven for axis in s.axes[:-1]}
+        return None if loop in used else loop
 
     def loop(self, s: Statement, axis: Axis) -> Index:
         return indices.of_atom(self.loops[self.classes[(s.name, axis)]])
@@ -143,7 +162,7 @@ class _Builder:
             axes.update({axis: self.loop(s, axis) for axis in s.reduction.axes})
         expression = self.rewrite(s.expression.substitute(axes))
         role = self.segment.shape.roles[name]
-        reduction = s.reduction.kind if s.reduction else None
+        reduction = s.reduction.kind if s.reduction else s.scan.kind if s.scan else None
         reference = isinstance(expression, Load) and not expression.index
         if reduction is None and (reference or isinstance(expression, Constant)):
             self.known[key] = expression
@@ -202,6 +221,10 @@ class _Builder:
 
     def in_index(self, index: Index) -> Index:
         return indices.map_loaded(index, self.rewrite)
+
+
+def _chooses(part: Expression) -> bool:
+    return isinstance(part, Guard) or (isinstance(part, Operation) and part.name == "where")
 
 
 def _reads_memory(expression: Expression, known: Mapping[str, Local]) -> bool:

@@ -3,27 +3,52 @@
 from __future__ import annotations
 
 import torch
+import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fulgurite import device, native
 from fulgurite.errors import FusionError
 
 from . import cost, from_trace
-from .codegen import cpp
-from .ir import Region
+from .codegen import cpp, triton
+from .ir import Region, value_type
 from .launch import FusedRegion, Kernel, measured
+from .naming import kernel_name
 from .nest import build
+from .pipeline_triton import installed, lower_triton
 from .pointwise_rules import Unsupported
 from .refine import refine
 from .schedule import choose_schedule
-from .segment import Segment, segment
+from .segment import segment
 
 
 def why_not(node: torch.fx.Node) -> str | None:
     """Why a node can't be part of a generated kernel, or None where it can."""
-    if native.compiler() is None:
+    places = places_of([node, *node.all_input_nodes])
+    if len(places) > 1:
+        return f"tensors on {' and '.join(sorted(map(str, places)))}"
+    if torch.device("cpu") in places and native.compiler() is None:
         return "there is no C++ compiler"
+    if places - {torch.device("cpu")} and not installed():
+        return "Triton is not installed"
+    if places - {torch.device("cpu")}:
+        for tensor in tensors_of([node, *node.all_input_nodes]):
+            if tensor.is_complex() or (
+                value_type(tensor.dtype) == torch.float32 and tensor.dtype not in triton.POINTERS
+            ):
+                return f"{tensor.dtype} on a GPU"
     return from_trace.unreadable(node)
+
+
+def tensors_of(nodes: list[torch.fx.Node]) -> list[torch.Tensor]:
+    """What nodes make, as FakeTensors."""
+    leaves = [leaf for n in nodes for leaf in pytree.tree_leaves(n.meta.get("val"))]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def places_of(nodes: list[torch.fx.Node]) -> set[torch.device]:
+    """The devices of the tensors that nodes make."""
+    return {tensor.device for tensor in tensors_of(nodes)}
 
 
 def claims(node: torch.fx.Node) -> bool:
@@ -31,11 +56,20 @@ def claims(node: torch.fx.Node) -> bool:
     return node.op == "call_function" and why_not(node) is None
 
 
-def lower(region: torch.fx.GraphModule) -> FusedRegion:
-    """The region's kernels, built and ready to call."""
+def lower(
+    region: torch.fx.GraphModule, use_triton: bool = False, tune: bool = False
+) -> FusedRegion:
+    """The region's kernels, built and ready to call.
+
+    They are Triton's for tensors on a GPU, and where that is asked for; `tune` searches their schedules.
+    """
+    place = next(iter(places_of(list(region.graph.nodes))), torch.device("cpu"))
     try:
         with _disable_current_modes():  # a region is lowered while torch traces on FakeTensors
-            return lower_region(from_trace.read(region))
+            read = from_trace.read(region)
+            if use_triton or place.type == "cuda":
+                return lower_triton(read, place, tune)
+            return lower_region(read)
     except Unsupported as reason:
         raise FusionError(
             f"{reason} can't be part of a generated kernel",
@@ -54,7 +88,7 @@ def lower_region(read: Region) -> FusedRegion:
         schedules.append(choose_schedule(nest, machine))
         texts.append(cpp.write_kernel(kernel_name(part, number), schedules[-1]))
     unit = cpp.write_unit(texts, refined.tensors)
-    library = native.load(unit.source) if texts else None
+    library = native.begin(unit.source) if texts else None
     kernels = []
     for part, text, schedule in zip(segments, texts, schedules, strict=True):
         assert library is not None, "a kernel without a library"
@@ -74,11 +108,3 @@ def lower_region(read: Region) -> FusedRegion:
             )
         )
     return FusedRegion(refined, unit, tuple(kernels), library)
-
-
-def kernel_name(part: Segment, number: int) -> str:
-    """A name from the ops of the segment, those that say most about it."""
-    dull = ("add", "mul", "sub", "div", "_to_copy", "clone", "scalar_tensor", "full", "where")
-    ops = list(dict.fromkeys(f.statement.origin for f in part.shape.facts.values()))
-    telling = [op for op in ops if op not in dull] or ops
-    return "_".join(op.strip("_") for op in telling[:3]) + f"_{number}"

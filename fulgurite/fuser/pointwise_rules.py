@@ -125,16 +125,22 @@ def _sub(a: Expression, b: Expression, alpha: Any = 1) -> Expression:
 def _divide(a: Expression, b: Expression, rounding_mode: str | None = None) -> Expression:
     if rounding_mode is None:
         return div(a, b)
-    if _integral(a) and not (isinstance(b, Constant) and b.value):
-        raise Unsupported("an integer division that may be by zero")
-    return apply("floor_divide" if rounding_mode == "floor" else "truncated_divide", a, b)
+    name = "floor_divide" if rounding_mode == "floor" else "truncated_divide"
+    return apply(name, a, _divisor(b) if _integral(a) else b)
+
+
+def _divisor(b: Expression) -> Expression:
+    """An integer that is divided by, checked where it is not a number of the program."""
+    if not isinstance(b, Constant):
+        return apply("divisor", b)
+    if not b.value:
+        raise Unsupported("a division by zero")
+    return b
 
 
 def _remainder(name: str) -> Rule:
     def formula(a: Expression, b: Expression, **_: Any) -> Expression:
-        if _integral(a) and not (isinstance(b, Constant) and b.value):
-            raise Unsupported("an integer remainder that may be by zero")
-        return apply(name, a, b)
+        return apply(name, a, _divisor(b) if _integral(a) else b)
 
     return Rule(("self", "other"), "default", formula)
 
@@ -150,7 +156,7 @@ def _power(a: Expression, b: Expression) -> Expression:
         return a
     if _integral(a):
         if not (isinstance(exponent, int) and 0 <= exponent <= 64):
-            raise Unsupported("an integer power with an exponent that is not a small number")
+            return apply("pow", a, b)
         result: Expression = number(1, a)
         for _ in range(exponent):
             result = mul(result, a)

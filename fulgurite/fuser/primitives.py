@@ -3,6 +3,25 @@
 `torch` is its meaning on tensors of the value type and is what the interpreter runs; `flops` is a
 rough cost per element, for the choice of what to recompute; `infix` is how it prints.
 Arguments of one operation have one value type (`where` and casts aside); comparisons give bool.
+
+Where a name does not say it all:
+
+    maximum, minimum   NaN where either is; fmax, fmin: the other where one is NaN
+    fmod, remainder    the sign of the dividend; the sign of the divisor
+    round              halves to even
+    where              (bool, a, b)
+    cast               to the operation's own dtype; a narrow float rounds, an integer wraps, a float
+                       that does not fit an integer gives what torch gives
+    bitcast            the bits of the argument read as another dtype of that width; a narrow float is
+                       always the argument of a `cast` to that format, so that its width is there to see
+    divisor            the argument, an integer; on a CPU a zero is reported and the call raises
+                       RuntimeError, as torch's does (a GPU does not raise, there or here)
+    uniform            (seed, position), both int64: float32 in [0, 1), the upper 24 bits of `word(position)`
+    uniform53          the same in float64: upper 27 bits of word(2p), then upper 26 bits of word(2p + 1)
+    random_integer     int64 in [0, 2**63): upper 31 bits of word(2p), then the 32 of word(2p + 1)
+
+`word(p)` is word p % 4 of Philox 4x32-10 with the counter p // 4 (its upper 64 bits zero) and the key `seed`
+(low word first): the standard generator, so neighbours can share one evaluation.
 """
 
 from __future__ import annotations
@@ -11,6 +30,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+WORD = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +55,53 @@ def _where(condition: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.T
 
 
 def _cast(a: torch.Tensor) -> torch.Tensor:
-    raise AssertionError("cast is the interpreter's own")
+    raise AssertionError("casts are the interpreter's own")
+
+
+def _shifted_product(a: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The upper and lower 32 bits of a 32-bit number times a 32-bit constant, both in int64."""
+    first, second = (a & 0xFFFF) * factor, (a >> 16) * factor
+    lower = (first + ((second & 0xFFFF) << 16)) & WORD
+    return (second + (first >> 16)) >> 16, lower
+
+
+def philox(seed: torch.Tensor, counter: torch.Tensor) -> list[torch.Tensor]:
+    """Philox 4x32-10 of the counter (64 bits of 128) under the key `seed`: four words, as int64."""
+    zero = torch.zeros_like(counter)
+    a, b, c, d = counter & WORD, (counter >> 32) & WORD, zero, zero
+    left, right = seed & WORD, (seed >> 32) & WORD
+    for _ in range(10):
+        upper_a, lower_a = _shifted_product(a, 0xD2511F53)
+        upper_c, lower_c = _shifted_product(c, 0xCD9E8D57)
+        a, b, c, d = upper_c ^ b ^ left, lower_c, upper_a ^ d ^ right, lower_a
+        left, right = (left + 0x9E3779B9) & WORD, (right + 0xBB67AE85) & WORD
+    return [a, b, c, d]
+
+
+def _random_word(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    seed, position = torch.broadcast_tensors(seed, position)
+    words = torch.stack(philox(seed, position >> 2))
+    return words.gather(0, (position & 3)[None])[0]
 
 
 def _uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """Philox 2x32-10 of (position, seed), its first word as a float in [0, 1) with 24 bits."""
-    mask = 0xFFFFFFFF
-    low, high = position & mask, (position >> 32) & mask
-    key = (seed & mask) ^ ((seed >> 32) & mask)
-    for _ in range(10):
-        # low is below 2**32, so its product with a 32-bit constant is formed from two halves
-        first, second = (low & 0xFFFF) * 0xD256D193, (low >> 16) * 0xD256D193
-        lower = (first + ((second & 0xFFFF) << 16)) & mask
-        upper = (second + (first >> 16)) >> 16
-        low, high = upper ^ high ^ key, lower
-        key = (key + 0x9E3779B9) & mask
-    return (low >> 8).to(torch.float32) * (1.0 / 16777216.0)
+    return (_random_word(seed, position) >> 8).to(torch.float32) * 2.0**-24
+
+
+def _uniform53(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    upper, lower = _random_word(seed, 2 * position), _random_word(seed, 2 * position + 1)
+    return ((upper >> 5 << 26) | (lower >> 6)).to(torch.float64) * 2.0**-53
+
+
+def _random_integer(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    upper, lower = _random_word(seed, 2 * position), _random_word(seed, 2 * position + 1)
+    return (upper >> 1 << 32) | lower
+
+
+def _divisor(a: torch.Tensor) -> torch.Tensor:
+    if not bool(a.all()):
+        raise RuntimeError("ZeroDivisionError")
+    return a
 
 
 PRIMITIVES: dict[str, Primitive] = {
@@ -98,6 +150,7 @@ PRIMITIVES: dict[str, Primitive] = {
     "shift_right": Primitive(2, _shift_right, 2),
     "where": Primitive(3, _where, 1),
     "cast": Primitive(1, _cast, 1),
+    "bitcast": Primitive(1, _cast, 1),
     # functions
     "sqrt": Primitive(1, torch.sqrt, 6),
     "rsqrt": Primitive(1, torch.rsqrt, 8),
@@ -128,5 +181,11 @@ PRIMITIVES: dict[str, Primitive] = {
     "hypot": Primitive(2, torch.hypot, 30),
     "pow": Primitive(2, torch.pow, 40),
     # random numbers: a function of a seed and a position
-    "uniform": Primitive(2, _uniform, 30),
+    "uniform": Primitive(2, _uniform, 60),
+    "uniform53": Primitive(2, _uniform53, 120),
+    "random_integer": Primitive(2, _random_integer, 120),
+    # integers only
+    "gcd": Primitive(2, torch.gcd, 200),
+    "lcm": Primitive(2, torch.lcm, 200),
+    "divisor": Primitive(1, _divisor, 1),
 }

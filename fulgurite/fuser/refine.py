@@ -85,6 +85,9 @@ class _Refinement:
         """Splits a tensor's dimension in two, in the statement that makes it and in its readers."""
         tensor = self.tensors[name]
         outer = indices.divide_exactly(tensor.sizes[dim], inner)
+        made = self.statements.get(name)
+        if made is not None and made.scan is not None and made.scan.axis == made.axes[dim]:
+            return []  # what is scanned along stays one loop
         if outer is None or inner == 1 or outer == 1 or not self.may_split(name):
             return []
         sizes = (*tensor.sizes[:dim], outer, inner, *tensor.sizes[dim + 1 :])
@@ -103,6 +106,7 @@ class _Refinement:
                 _split_loads(s.expression, name, dim, inner),
                 s.reduction,
                 s.origin,
+                s.scan,
             )
         return changed
 
@@ -112,7 +116,11 @@ class _Refinement:
         positions = [indices.of_atom(axis) for axis in names]
         positions[dim : dim + 2] = [positions[dim] * inner + positions[dim + 1]]
         expression = s.expression.substitute(dict(zip(s.axes, positions, strict=True)))
-        return statement(tensor, names, expression, s.reduction, s.origin)
+        scan = s.scan
+        if scan is not None:
+            old = s.axes.index(scan.axis)
+            scan = replace(scan, axis=names[old if old < dim else old + 1])
+        return statement(tensor, names, expression, s.reduction, s.origin, scan)
 
 
 def _split_loads(expression, name: str, dim: int, inner: Index):  # type: ignore[no-untyped-def]
@@ -229,6 +237,10 @@ def axis_classes(region: Region) -> dict[Member, int]:
                     source = axes_of[load.name][dim]
                     if axis is not None and axis in s.all_axes and axis.size == source.size:
                         classes.union((s.name, axis), (load.name, source))
+    # the two parts of complex results are one loop, which kernels write out
+    woven = [(s.name, s.axes[-1]) for s in region.statements if s.tensor.pairs]
+    for member in woven[1:]:
+        classes.union(woven[0], member)
     numbers: dict[Member, int] = {}
     result: dict[Member, int] = {}
     for s in region.statements:

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from . import cost
 from .ir import Region
 from .refine import axis_classes
-from .shape import Facts, Shape, readings
+from .shape import Facts, RowLimit, Shape, readings
 
 MOST_STATEMENTS = 160  # of one kernel: longer ones compile slowly and spill registers
+COPY_FLOPS = 48  # per element: what a value that reads nothing may cost to be copied everywhere
 RECOMPUTE_FLOPS = 64  # per element: what a value may cost to be computed again instead of stored
 
 
@@ -44,7 +45,7 @@ class _Cut:
     reasons: dict[int, str] = field(default_factory=dict)
 
 
-def segment(region: Region, row_bytes_limit: int = 1 << 20) -> list[Segment]:
+def segment(region: Region, row_bytes_limit: RowLimit = 1 << 20) -> list[Segment]:
     """The segments of a refined region, in an order in which they can run."""
     work = Segmentation(region, row_bytes_limit)
     work.join_all()
@@ -63,17 +64,18 @@ def facts_of(region: Region) -> dict[str, Facts]:
             s,
             frozenset(classes[(s.name, axis)] for axis in s.axes),
             frozenset(classes[(s.name, axis)] for axis in over),
+            frozenset([classes[(s.name, s.scan.axis)]] if s.scan else []),
             readings(s, classes, axes_of),
             cost.flops(s),
             cost.tensor_bytes(s.tensor),
             cost.elements(tuple(axis.size for axis in s.all_axes)),
-            not s.loads and s.reduction is None,
+            not (s.loads or s.reduction or s.scan) and cost.flops(s) <= COPY_FLOPS,
         )
     return found
 
 
 class Segmentation:
-    def __init__(self, region: Region, row_bytes_limit: int) -> None:
+    def __init__(self, region: Region, row_bytes_limit: RowLimit) -> None:
         self.facts = facts_of(region)
         self.order = {name: k for k, name in enumerate(self.facts)}
         classes = axis_classes(region)
@@ -192,7 +194,7 @@ class Segmentation:
             return "another kernel's result is needed in between"
         constants = self._constants(f, shape)
         fits = f.all <= shape.grid | shape.body
-        if fits and not constants and not f.reduced:
+        if fits and not constants and not f.collects:
             reason = shape.extend(f)
             if reason is None and shape.roles[f.name] == "free":
                 reason = self._remove_last(shape, f)
@@ -360,7 +362,7 @@ class Segmentation:
         stack = [name]
         while stack:
             top = stack.pop()
-            if self.facts[top].reduced:
+            if self.facts[top].collects:
                 return None
             found[top] = None
             for reading in self.facts[top].readings:
@@ -375,7 +377,7 @@ class Segmentation:
             name
             for key in self.segments
             for name in self.stored(key)
-            if name not in self.wanted and not self.facts[name].reduced
+            if name not in self.wanted and not self.facts[name].collects
         ]
         stored = {n for key in self.segments for n in self.stored(key)}
         self._count_copies()
@@ -392,7 +394,7 @@ class Segmentation:
             if top in found:
                 continue
             f = self.facts[top]
-            if f.reduced:
+            if f.collects:
                 return None
             found[top] = None
             total += f.flops

@@ -10,12 +10,14 @@ Grid loops run once each; body loops run inside, possibly several times (passes)
     rowsum    a reduction over the body: its result is a row value, ready one pass later
     colsum    a reduction over the grid: its result is ready when all grid points are done
     scalar    a reduction over grid and body both
+    scan      a scan along the body; then nothing else is reduced, and the body is walked once
     post      computed from colsums and scalars, at the end
     free      has other axes: computed wherever it is used, can't be stored here
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from .ir import Load, Statement
@@ -23,6 +25,9 @@ from .ir import Load, Statement
 Classes = frozenset[int]
 NONE: Classes = frozenset()
 SHORTEST_ROW = 64  # bytes of float32: one vector
+# the longest row, in bytes of float32, that is walked again, or that is added up over rows (`summed`):
+# one for all, or by the number of rows
+RowLimit = int | Callable[[int, bool], int]
 AFTER = ("colsum", "scalar", "post")
 
 
@@ -52,6 +57,7 @@ class Facts:
     statement: Statement
     kept: Classes
     reduced: Classes
+    scanned: Classes
     readings: tuple[Reading, ...]
     flops: int
     bytes: int  # of its result, if stored
@@ -66,16 +72,22 @@ class Facts:
     def all(self) -> Classes:
         return self.kept | self.reduced
 
+    @property
+    def collects(self) -> bool:
+        """Is one of its values made of many points?"""
+        return bool(self.reduced or self.scanned)
+
 
 @dataclass
 class Shape:
     """Statements of one kernel and their roles. `extend` adds one, or says why it can't."""
 
-    row_bytes_limit: int
+    row_bytes_limit: RowLimit
     sizes: dict[int, int]
     grid: Classes = NONE
     body: Classes = NONE
     reduces: bool = False
+    scans: bool = False
     roles: dict[str, str] = field(default_factory=dict)
     waits: dict[str, int] = field(default_factory=dict)  # passes over the body a value needs first
     facts: dict[str, Facts] = field(default_factory=dict)
@@ -85,6 +97,8 @@ class Shape:
 
     def extend(self, new: Facts) -> str | None:
         """Adds a statement whose producers here were added before; the reason where it can't be."""
+        if self.scans or new.scanned:
+            return self._extend_scan(new)
         if not self.reduces:
             return self._extend_pointwise(new)
         role, reason = self._role(new)
@@ -126,6 +140,31 @@ class Shape:
         self.roles, self.waits, self.facts = whole.roles, whole.waits, whole.facts
         return None
 
+    def _extend_scan(self, new: Facts) -> str | None:
+        """One walk along the scanned axis: what reads a scan does so at the very same point."""
+        if self.reduces or new.reduced:
+            return f"{new.name} needs another walk than a scan"
+        whole = self
+        if not self.scans:
+            grid = new.kept - new.scanned
+            whole = Shape(self.row_bytes_limit, self.sizes, grid, new.scanned, scans=True)
+            for earlier in self.facts.values():
+                whole._add(earlier, "body" if earlier.all <= new.kept else "free")
+        points = whole.grid | whole.body
+        if new.scanned and (new.scanned != whole.body or new.kept != points):
+            return f"{new.name} scans along another axis"
+        for reading in new.readings:
+            if whole.waits.get(reading.name) and not reading.aligned:
+                return f"{new.name} reads {reading.name} at other places than it is scanned"
+        late = any(whole.waits.get(reading.name) for reading in new.readings)
+        if late and new.all != points:
+            return f"{new.name} has other axes than the scan it reads"
+        whole._add(new, "scan" if new.scanned else "body" if new.all <= points else "free")
+        whole.waits[new.name] = int(late or bool(new.scanned))
+        self.grid, self.body, self.scans = whole.grid, whole.body, True
+        self.roles, self.waits, self.facts = whole.roles, whole.waits, whole.facts
+        return None
+
     def _role(self, new: Facts) -> tuple[str, str | None]:
         here = [(r, self.roles[r.name]) for r in new.readings if r.name in self.roles]
         if any(role in AFTER for _, role in here):
@@ -145,7 +184,7 @@ class Shape:
         if not self.grid:
             return "", f"{new.name} reduces over other axes than {self._first_reduction()}"
         if new.reduced == self.grid and new.kept == self.body:
-            if self._row_bytes() > self.row_bytes_limit:
+            if self._row_bytes() > self._limit(summed=True):
                 return "", f"the rows that {new.name} adds up are too long for the cache"
             if self._row_bytes() < SHORTEST_ROW:
                 return "", f"the rows that {new.name} adds up are too short for SIMD"
@@ -182,9 +221,17 @@ class Shape:
         """A second pass over the body is made only where the row stays in cache."""
         if not any(self.waits[reading.name] for reading, _ in here):
             return None
-        if self._row_bytes() > self.row_bytes_limit:
+        if self._row_bytes() > self._limit(summed=False):
             return "the row is too long for the cache, and is read again"
         return None
+
+    def _limit(self, summed: bool) -> int:
+        if isinstance(self.row_bytes_limit, int):
+            return self.row_bytes_limit
+        rows = 1
+        for axis in self.grid:
+            rows *= self.sizes[axis]
+        return self.row_bytes_limit(rows, summed)
 
     def _row_bytes(self) -> int:
         """Bytes of a row of float32."""
@@ -199,6 +246,8 @@ class Shape:
     def storable(self, name: str) -> bool:
         """Can this kernel write the statement's result to memory?"""
         role, facts = self.roles[name], self.facts[name]
+        if self.scans:
+            return facts.all == self.grid | self.body and role != "free"
         if not self.reduces:
             return facts.all == self.grid and role == "body"
         if role == "body":

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from . import index as indices
-from . import movement_rules, reduction_rules
+from . import movement_rules, random_rules, reduction_rules, scan_rules
 from .ir import (
     Expression,
     Operation,
@@ -104,12 +104,20 @@ def _iota(reader: Reader, node: Node, length: Any, start: Any, step: Any, **_: A
 RULES: dict[str, Callable[..., Any]] = {
     **reduction_rules.RULES,
     **movement_rules.RULES,
+    **random_rules.RULES,
+    **scan_rules.RULES,
     "_to_copy": _cast,
     "convert_element_type": _cast,
     "clone": _clone,
     "contiguous": _clone,
     "lift_fresh_copy": _clone,
     "copy": _copy,
+    "empty": _filled(0),
+    "empty_like": _filled(0),
+    "empty_strided": _filled(0),
+    "empty_permuted": _filled(0),
+    "new_empty": _filled(0),
+    "new_empty_strided": _filled(0),
     "zeros": _filled(0),
     "ones": _filled(1),
     "zeros_like": _filled(0),

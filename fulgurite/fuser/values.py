@@ -127,6 +127,15 @@ class Value:
         return Value(names, renamed.substitute(back), self.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Complex:
+    """A complex tensor as two real ones over the same axes."""
+
+    real: Value
+    imaginary: Value
+    dtype: torch.dtype
+
+
 def of_tensor(tensor: Tensor) -> Value:
     axes = fresh_axes(tensor.sizes)
     load = Load(tensor.name, tuple(indices.of_atom(a) for a in axes), tensor.dtype)

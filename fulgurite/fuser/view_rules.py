@@ -9,11 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.fx import Node
 
 from . import index as indices
 from . import values
+from .cost import number
 from .index import Index
+from .ir import (
+    NARROW_FLOATS,
+    Constant,
+    Expression,
+    Load,
+    Operation,
+    Position,
+    Tensor,
+    value_type,
+)
 from .pointwise_rules import Unsupported
 from .values import Value, dimension, from_size, reshape
 
@@ -30,8 +42,9 @@ def _same(reader: Reader, node: Node, source: Any, **_: Any) -> Value:
 
 
 def _reshape(reader: Reader, node: Node, source: Any, **_: Any) -> Value:
-    if node.meta["val"].dtype != source.meta["val"].dtype:
-        raise Unsupported("a view with another dtype")
+    have, want = source.meta["val"].dtype, node.meta["val"].dtype
+    if have != want:
+        return bits_as(reader.value(source), have, want, _shape(node))
     return reshape(reader.value(source), _shape(node))
 
 
@@ -220,6 +233,98 @@ def _unfold(reader: Reader, node: Node, source: Any, dimension: int, size: int, 
     return value.view(_shape(node), index_of)
 
 
+def _as_strided(
+    reader: Reader,
+    node: Node,
+    source: Any,
+    size: Sequence[Any],
+    stride: Sequence[Any],
+    storage_offset: Any = None,
+) -> Value:
+    """Other steps through the same memory, where all of that memory is known and dense."""
+    value = reader.value(source)
+    name = getattr(value.expression, "name", "")
+    tensor = reader.tensors.get(name)
+    seen = values.window(value, tensor) if tensor is not None else None
+    if tensor is None or seen is None:
+        raise Unsupported("as_strided of something that is not in memory as it is")
+    address = seen[1]
+    if storage_offset is not None:
+        begin = from_size(source.meta["val"].storage_offset())
+        address = reader.integer(storage_offset) - begin + seen[1]
+    axes = values.fresh_axes(_shape(node))
+    for axis, step in zip(axes, reader.sizes(stride), strict=True):
+        address = address + indices.of_atom(axis) * step
+    place = _unravelled(address, tensor)
+    return Value(axes, Load(name, place, tensor.dtype), value.dtype)
+
+
+def _unravelled(address: Index, tensor: Tensor) -> tuple[Index, ...]:
+    """The position in a dense tensor that lies at an address."""
+    low, high = address.bounds()
+    count = indices.product(tensor.sizes)
+    if low is None or high is None or low < 0 or not count.is_constant or high >= count.constant:
+        raise Unsupported("as_strided that may reach past the tensor")
+    place = [indices.ZERO] * len(tensor.sizes)
+    order = [d for d, size in enumerate(tensor.sizes) if size != 1]
+    order.sort(key=lambda d: -number(tensor.strides[d]))
+    inside = count
+    for d in order:
+        rest = indices.divide_exactly(inside, tensor.sizes[d])
+        if rest is None or rest != tensor.strides[d]:
+            raise Unsupported("as_strided of a tensor with holes")
+        inside = rest
+        place[d] = indices.floordiv(address, inside)
+        address = indices.modulo(address, inside)
+    return tuple(place)
+
+
+def bits_as(value: Value, have: torch.dtype, want: torch.dtype, sizes: tuple[Index, ...]) -> Value:
+    """view(dtype): the same bytes, little end first, as elements of another type."""
+    if value_type(have).is_complex or value_type(want).is_complex:
+        raise Unsupported("complex numbers as other numbers")
+    if have.itemsize == want.itemsize:
+        return Value(value.axes, _bits(value.expression, have, want), want)
+    axes = values.fresh_axes(sizes)
+    at = values.positions(axes)
+    if have.itemsize > want.itemsize:
+        ratio = have.itemsize // want.itemsize
+        wide = _bits(
+            value.at([*at[:-1], indices.floordiv(at[-1], Index(ratio))]), have, WHOLE[have.itemsize]
+        )
+        part = indices.modulo(at[-1], Index(ratio)) * (8 * want.itemsize)
+        shift = Operation("cast", (Position(part, torch.int64),), wide.dtype)
+        moved = Operation("shift_right", (wide, shift), wide.dtype)
+        narrow = Operation("cast", (moved,), WHOLE[want.itemsize])
+        return Value(axes, _bits(narrow, narrow.dtype, want), want)
+    ratio = want.itemsize // have.itemsize
+    whole = WHOLE[want.itemsize]
+    total: Expression = Constant(0, whole)
+    for k in range(ratio):
+        element = value.at([*at[:-1], at[-1] * ratio + k])
+        part_bits = _bits(element, have, WHOLE[have.itemsize])
+        widened = Operation("cast", (part_bits,), whole)
+        mask = Constant((1 << 8 * have.itemsize) - 1, whole)
+        kept = Operation("and", (widened, mask), whole)
+        moved = Operation("shift_left", (kept, Constant(8 * have.itemsize * k, whole)), whole)
+        total = Operation("or", (total, moved), whole)
+    return Value(axes, _bits(total, whole, want), want)
+
+
+WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(expression: Expression, have: torch.dtype, want: torch.dtype) -> Expression:
+    if have == want or value_type(have) == want or have == value_type(want):
+        return expression  # packed numbers are bytes
+    if isinstance(expression, Operation) and expression.name == "bitcast":
+        first = expression.arguments[0]  # through `have` and on: as one, so that no NaN is touched
+        return first if first.dtype == want else Operation("bitcast", (first,), want)
+    if have in NARROW_FLOATS:
+        expression = Operation("cast", (expression,), have)
+    return Operation("bitcast", (expression,), want)
+
+
 RULES: dict[str, Callable[..., Any]] = {
     "alias": _same,
     "detach": _same,
@@ -236,7 +341,10 @@ RULES: dict[str, Callable[..., Any]] = {
     "squeeze": _squeeze,
     "split": _split,
     "split_with_sizes": _split,
+    "unsafe_split": _split,
+    "unsafe_split_with_sizes": _split,
     "unbind": _unbind,
     "diagonal": _diagonal,
     "unfold": _unfold,
+    "as_strided": _as_strided,
 }

@@ -14,6 +14,9 @@ from fulgurite.fuser import from_trace, interpret, ir, refine
 
 aten = torch.ops.aten
 
+# what kernels are generated: "cpp", "triton" (in its interpreter) or "cuda"; conftest.py sets it
+TARGET = "cpp"
+
 DECOMPOSED = (
     aten.native_layer_norm,
     aten.native_layer_norm_backward,
@@ -69,9 +72,39 @@ def oracle(function: Callable[..., Any], *arguments: Any, mode: str = "fake") ->
 
 def fused(function: Callable[..., Any], *arguments: Any, mode: str = "fake") -> fuser.FusedRegion:
     """Lowers and runs the function, and compares with eager by the float64 rule."""
-    region = fuser.lower(trace(function, arguments, mode))
+    if TARGET == "cuda":
+        with torch.device("cuda"):
+            return _fused(function, tuple(map(on_gpu, arguments)), mode)
+    return _fused(function, arguments, mode)
+
+
+def _fused(function: Callable[..., Any], arguments: Sequence[Any], mode: str) -> fuser.FusedRegion:
+    region = fuser.lower(trace(function, arguments, mode), use_triton=TARGET == "triton")
     compare(region(*arguments), function, arguments)
     return region
+
+
+def placed(argument: Any) -> Any:
+    """The tensor where the target wants it."""
+    return on_gpu(argument) if TARGET == "cuda" else argument
+
+
+def again(region: fuser.FusedRegion, function: Callable[..., Any], *arguments: Any) -> None:
+    """Runs what `fused` gave on other arguments, and compares with eager."""
+    if TARGET == "cuda":
+        arguments = tuple(map(on_gpu, arguments))
+        with torch.device("cuda"):
+            compare(region(*arguments), function, arguments)
+    else:
+        compare(region(*arguments), function, arguments)
+
+
+def on_gpu(argument: Any) -> Any:
+    """The same window onto the same memory, on the GPU."""
+    if not isinstance(argument, torch.Tensor) or argument.is_cuda:
+        return argument
+    memory = torch.empty(0, dtype=argument.dtype).set_(argument.untyped_storage()).cuda()
+    return memory.as_strided(argument.shape, argument.stride(), argument.storage_offset())
 
 
 def widened(argument: Any) -> Any:

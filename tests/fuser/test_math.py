@@ -11,17 +11,29 @@ from fulgurite import fuser
 
 from .support import trace
 
-# what include/math.h states; and where the function is asked: exponents of two, or an interval
+# what include/math.h, trigonometry.h and functions.h state; and where the function is asked: exponents of two, or an interval
 BOUNDS = {
-    "exp": (1.5, (-104.0, 89.0)),
-    "exp2": (1.5, (-150.0, 128.0)),
+    "exp": (1.0, (-104.0, 89.0)),
+    "exp2": (1.0, (-150.0, 128.0)),
     "expm1": (2.0, (-30.0, 88.0)),
     "log": (1.5, None),
     "log2": (2.0, None),
     "log1p": (2.0, (-0.999, 1e6)),
     "tanh": (2.5, (-10.0, 10.0)),
-    "sigmoid": (3.0, (-80.0, 80.0)),
+    "sigmoid": (2.5, (-104.0, 80.0)),
     "erf": (2.0, (-4.5, 4.5)),
+    "sin": (2.0, None),
+    "cos": (2.0, None),
+    "tan": (3.5, None),
+    "log10": (1.0, None),
+    "asin": (1.0, (-1.0, 1.0)),
+    "acos": (1.0, (-1.0, 1.0)),
+    "atan": (1.0, None),
+    "sinh": (1.0, (-88.0, 88.0)),
+    "cosh": (1.0, (-88.0, 88.0)),
+    "asinh": (1.0, None),
+    "acosh": (1.0, (1.0, 1e6)),
+    "atanh": (1.0, (-0.99999, 0.99999)),
 }
 LIMITS = torch.tensor(
     [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-45, 1e-40, 3.4e38, -3.4e38, 1.0, -1.0]
@@ -77,5 +89,47 @@ def test_limits(name: str, functions) -> None:
     same = (got == want) | (got.isnan() & want.isnan())
     close = (got - want).abs() <= 3e-7 * want.abs() + 1e-44
     assert bool((same | close).all()), f"{name}: {got} instead of {want}"
+    zeros = want == 0
+    assert torch.equal(got[zeros].signbit(), want[zeros].signbit()), "the sign of zero"
+
+
+TWO = {"pow": 1.0, "atan2": 1.0, "hypot": 1.0}
+
+
+@pytest.fixture(scope="module")
+def functions_of_two():
+    """All functions of two vectors, in one library."""
+    x = torch.randn(1 << 17)
+    region = fuser.lower(
+        trace(lambda x, y: tuple(getattr(torch, n)(x, y) for n in TWO), (x, x.clone()))
+    )
+    return lambda x, y: dict(zip(TWO, region(x, y), strict=True))
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_error_bound_of_two(name: str, functions_of_two) -> None:
+    count = 1 << 16
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(-(1 << 31), 1 << 31, (2, count), generator=generator)
+    anywhere = codes.to(torch.int32).view(torch.float32)
+    near = torch.randn(2, count, generator=generator) * 4
+    x, y = torch.cat([anywhere, near], 1)
+    exact = getattr(torch, name)(x.double(), y.double())
+    got = functions_of_two(x, y)[name]
+    inside = exact.abs() < torch.finfo(torch.float32).max
+    assert ulps(got, exact)[inside].max() <= TWO[name]
+    assert torch.equal(got.isnan(), exact.isnan())
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_limits_of_two(name: str, functions_of_two) -> None:
+    special = torch.cat([LIMITS, torch.tensor([2.0, -2.0, 3.0, -3.0, 0.5, -0.5, 2.0**24, 1e10])])
+    pairs = torch.cartesian_prod(special, special)
+    padded = torch.ones(1 << 17, 2)
+    padded[: len(pairs)] = pairs
+    got = functions_of_two(*padded.T.contiguous())[name][: len(pairs)]
+    want = getattr(torch, name)(*pairs.double().T).float()
+    same = (got == want) | (got.isnan() & want.isnan()) | ((got - want).abs() <= 2e-7 * want.abs())
+    assert bool(same.all()), f"{name}: {pairs[~same]}: {got[~same]} instead of {want[~same]}"
     zeros = want == 0
     assert torch.equal(got[zeros].signbit(), want[zeros].signbit()), "the sign of zero"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import threading
 
 import pytest
@@ -101,3 +103,37 @@ def test_many_threads() -> None:
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def test_temporaries_that_live_together_never_overlap() -> None:
+    generator = random.Random(0)
+    for _ in range(200):
+        lifetimes = []
+        for _ in range(generator.randrange(1, 12)):
+            first = generator.randrange(8)
+            last = first + generator.randrange(4)
+            lifetimes.append(
+                memory.Lifetime(first, last, generator.choice([1, 64, 100, 4096, 9999]))
+            )
+        places, total = memory.plan(lifetimes)
+        spans = [(p, p + one.bytes, one) for p, one in zip(places, lifetimes, strict=True)]
+        assert all(p % memory.ALIGNMENT == 0 for p in places)
+        assert total == max(end for _, end, _ in spans)
+        for a, b in itertools.combinations(spans, 2):
+            together = a[2].first <= b[2].last and b[2].first <= a[2].last
+            assert not together or a[1] <= b[0] or b[1] <= a[0]
+
+
+def test_a_chain_of_temporaries_needs_two_places() -> None:
+    _, total = memory.plan([memory.Lifetime(k, k + 1, 4096) for k in range(10)])
+    assert total == 2 * 4096
+
+
+def test_kernels_of_one_call_share_an_arena() -> None:
+    def chain(x):
+        for dim in (0, 1, 0, 1):
+            x = torch.softmax(x, dim)
+        return x
+
+    region = fused(chain, torch.randn(300, 500))
+    assert "arena" in region.launcher

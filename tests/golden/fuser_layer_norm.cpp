@@ -26,13 +26,16 @@ static void var_mean_rsqrt_0(const float* __restrict arg0_1, const float* __rest
     const float var_mean_variance = var_mean_squares / 1024.0f;
     const float add = var_mean_variance + 1e-05f;
     const float rsqrt_ = rsqrt(add);
-    #pragma omp simd
-    for (int64_t j = 0; j < 1024; ++j) {  // pass 3
-      const float sub = arg0_1[i * 1024 + j] - var_mean_mean;
-      const float mul = sub * rsqrt_;
-      const float mul_1 = mul * arg1_1[j];
-      const float add_1 = mul_1 + arg1_1[j];
-      add_1_out[i * 1024 + j] = add_1;
+    for (int64_t block = 0; block < 1024; block += 512) {
+      fetch(arg0_1 + i * 1024 + block + 1024, 512);  // of the next row
+      #pragma omp simd
+      for (int64_t j = block; j < block + 512; ++j) {  // pass 3
+        const float sub = arg0_1[i * 1024 + j] - var_mean_mean;
+        const float mul = sub * rsqrt_;
+        const float mul_1 = mul * arg1_1[j];
+        const float add_1 = mul_1 + arg1_1[j];
+        add_1_out[i * 1024 + j] = add_1;
+      }
     }
   }
 }

@@ -18,11 +18,14 @@ static void pow_mean_rsqrt_0(const float* __restrict arg0_1, const float* __rest
     const float mean = mean_sum / 1024.0f;
     const float add = mean + 1e-06f;
     const float rsqrt_ = rsqrt(add);
-    #pragma omp simd
-    for (int64_t j = 0; j < 1024; ++j) {  // pass 2
-      const float mul = arg0_1[i * 1024 + j] * rsqrt_;
-      const float mul_1 = mul * arg1_1[j];
-      mul_1_out[i * 1024 + j] = mul_1;
+    for (int64_t block = 0; block < 1024; block += 512) {
+      fetch(arg0_1 + i * 1024 + block + 1024, 512);  // of the next row
+      #pragma omp simd
+      for (int64_t j = block; j < block + 512; ++j) {  // pass 2
+        const float mul = arg0_1[i * 1024 + j] * rsqrt_;
+        const float mul_1 = mul * arg1_1[j];
+        mul_1_out[i * 1024 + j] = mul_1;
+      }
     }
   }
 }

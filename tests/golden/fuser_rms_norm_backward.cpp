@@ -48,6 +48,8 @@ static void pow_mean_rsqrt_0(const float* __restrict arg1_1, const float* __rest
         sum_1_part[j] += mul_5;
       }
       const float mean_1 = mean_1_sum / 512.0f;
+      fetch(arg1_1 + i * 512 + 512, 512);  // of the next row
+      fetch(arg0_1 + i * 512 + 512, 512);  // of the next row
       #pragma omp simd
       for (int64_t j = 0; j < 512; ++j) {  // pass 3
         const float mul_1 = arg0_1[i * 512 + j] * arg2_1[j];

@@ -14,17 +14,21 @@ static void amax_exp_sum_0(const float* __restrict arg0_1, float* __restrict div
       amax = nan_max(amax, arg0_1[i * 1024 + j]);
     }
     float sum_1 = 0;
-    #pragma omp simd reduction(+:sum_1)
-    for (int64_t j = 0; j < 1024; ++j) {  // pass 2
-      const float sub = arg0_1[i * 1024 + j] - amax;
-      const float exp_ = exp(sub);
-      exp__row[j] = exp_;
-      sum_1 += exp_;
+    for (int64_t block = 0; block < 1024; block += 512) {
+      fetch(arg0_1 + i * 1024 + block + 1024, 512);  // of the next row
+      #pragma omp simd reduction(+:sum_1)
+      for (int64_t j = block; j < block + 512; ++j) {  // pass 2
+        const float sub = arg0_1[i * 1024 + j] - amax;
+        const float exp_ = exp(sub);
+        exp__row[j] = exp_;
+        sum_1 += exp_;
+      }
     }
+    const Inverse sum_1_inverse = inverse(sum_1);
     #pragma omp simd
     for (int64_t j = 0; j < 1024; ++j) {  // pass 3
       const float exp_ = exp__row[j];
-      const float div = exp_ / sum_1;
+      const float div = exp_ / sum_1_inverse;
       div_out[i * 1024 + j] = div;
     }
   }

@@ -7,7 +7,7 @@
 static void amax_exp_sum_0(const float* __restrict arg0_1, float* __restrict div_out, int64_t* bad, int threads) {
   #pragma omp parallel for schedule(static) num_threads(threads_for(524288, 9709, threads))
   for (int64_t first = 0; first < 1024; first += 256) {  // neighbours
-    const int64_t lanes = least(256, 1024 - first);
+    const int64_t lanes = 256;
     alignas(64) float amax[256];
     #pragma omp simd
     for (int64_t lane = 0; lane < lanes; ++lane) {

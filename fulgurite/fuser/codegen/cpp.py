@@ -7,6 +7,7 @@ buffers and sizes it takes. The text needs no headers but ours, which are part o
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,28 +18,64 @@ from ..index import Symbol
 from ..schedule.base import Schedule
 from .cpp_columns import write_columns
 from .cpp_expressions import identifier, storage_type
+from .cpp_grid import GridSums
 from .cpp_kernel import Kernel
-from .cpp_rows import write_rows
+from .cpp_rows import Rows
+from .cpp_scan import write_scan
+from .cpp_shared import SharedRows
 from .cpp_transpose import write_transpose
+
+
+def write_rows(kernel: Kernel) -> None:
+    kernel.open()
+    over_grid = any(x.role in ("colsum", "scalar") for x in kernel.nest.locals.values())
+    kind = SharedRows if kernel.schedule.split else GridSums if over_grid else Rows
+    kind(kernel).write()
+    kernel.close()
+
 
 WRITERS: dict[str, Callable[[Kernel], None]] = {
     "pointwise": write_rows,
     "rows": write_rows,
     "columns": write_columns,
     "transpose": write_transpose,
+    "scan": write_scan,
 }
-HEADERS = ("numbers.h", "math.h", "tile.h")
+NUMBERS = "numbers.h"
+HEADERS = (
+    "math.h",
+    "trigonometry.h",
+    "functions.h",
+    "traffic.h",
+    "tile.h",
+)  # where a kernel uses them
 INCLUDE = Path(__file__).parent / "include"
 
 
 @functools.cache
-def header() -> str:
-    """Our own headers as text: what comes before every kernel."""
+def _first_header() -> str:
+    """What every kernel starts with."""
     large = torch.tensor(1e4).to(torch.float8_e4m3fn).view(torch.uint8)
     overflow = f"#define E4M3_OVERFLOW {int(large):#x}u"
-    texts = [overflow, *((INCLUDE / name).read_text() for name in HEADERS)]
     allocate = 'extern "C" void* malloc(unsigned long);\nextern "C" void free(void*);\n'
-    return "\n".join([*texts, allocate])
+    return "\n".join([overflow, (INCLUDE / NUMBERS).read_text(), allocate])
+
+
+@functools.cache
+def _header(name: str) -> tuple[str, frozenset[str]]:
+    """A header's text and the names it defines."""
+    text = (INCLUDE / name).read_text()
+    return text, frozenset(re.findall(r"^(?:template.*)?(?:INLINE|struct) ?\w* (\w+)", text, re.M))
+
+
+def header(text: str) -> str:
+    """Our own headers as text, those that a kernel uses: what is not there need not be compiled."""
+    parts, words = [_first_header()], set(re.findall(r"[A-Za-z_]\w*", text))
+    for name in HEADERS:
+        content, defined = _header(name)
+        if words & defined:
+            parts.append(content)
+    return "\n".join(parts)
 
 
 @dataclass(frozen=True)
@@ -62,7 +99,7 @@ class Unit:
 
     @property
     def source(self) -> str:
-        return header() + "\n" + self.text
+        return header(self.text) + "\n" + self.text
 
 
 def write_kernel(name: str, schedule: Schedule) -> KernelText:

@@ -2,19 +2,25 @@
 
 for each block of lanes (shared among threads)
   for each body point: every lane takes in its element   (contiguous across lanes)
-  row values a lane, then the next pass
+  row values a lane, then the next pass, which finds what it reads again in a buffer
+where only sums are made, threads share the body instead and take a few points at once
 """
 
 from __future__ import annotations
 
-from ..index import Axis
-from ..ir import Expression
+from ..index import Axis, of, of_atom
+from ..ir import NARROW_FLOATS, Expression
 from ..nest import Local, Store
 from ..schedule.base import store_axes
-from .cpp_expressions import Names, identifier, value_ctype
+from ..schedule.columns import kept_loads
+from .cpp_expressions import Names, identifier, storage_type, value_ctype
 from .cpp_kernel import Kernel, accumulator, static_size, wide_sum
+from .cpp_names import BufferNames
+from .cpp_rows import place_of, team_size
 
 FLUSH = 128  # addends of one lane summed before they go to its total
+GROUP = 4  # body points at once: so many streams keep memory busier than one
+AHEAD = 16  # body points between what is fetched and what is computed
 
 
 def write_columns(kernel: Kernel) -> None:
@@ -31,8 +37,12 @@ class _Columns:
         self.w = kernel.write
         self.vector: Axis = self.nest.grid[-1]
         self.row_locals: set[str] = set()
-        self.names = Names(self.local)
+        self.names = BufferNames(self.local)
         self.done: set[str] = set()
+        self.block = kernel.schedule.block
+        self.roots = [self.pass_roots(step) for step in range(kernel.schedule.passes)]
+        loads = kept_loads(self.nest, self.roots, kernel.schedule.kept)
+        self.packed = loads if kernel.schedule.packed else []
 
     def local(self, name: str) -> str:
         """Row values live in arrays over the lanes."""
@@ -45,6 +55,7 @@ class _Columns:
             return
         k = self.kernel
         self.open_blocks(k.parallel(self.nest.grid))
+        self.open_buffers()
         passes = k.schedule.passes
         for step in range(passes + 1):
             self.row_values(step)
@@ -64,10 +75,27 @@ class _Columns:
         k = self.kernel
         for axis in self.nest.grid[:-1]:
             k.loop(axis)
-        block, size = k.schedule.block, k.size(self.vector)
+        block, size = self.block, k.size(self.vector)
         self.w(f"for (int64_t first = 0; first < {size}; first += {block}) {{")
         self.w.lines[-1] += "  // neighbours"
-        self.w(f"const int64_t lanes = least({block}, {size} - first);")
+        whole = (static_size((self.vector,)) or 1) % block == 0
+        self.w(f"const int64_t lanes = {block if whole else f'least({block}, {size} - first)'};")
+
+    def open_buffers(self) -> None:
+        """Room for what the next pass finds again."""
+        points = static_size(self.nest.body)
+        for load in self.packed:
+            ctype = storage_type(load.dtype)
+            self.w(f"alignas(64) {ctype} {self.buffer(load.name)}[{points}][{self.block}];")
+        for name in self.kernel.schedule.kept:
+            ctype = value_ctype(self.nest.locals[name].dtype)
+            self.w(f"alignas(64) {ctype} {self.buffer(name)}[{points}][{self.block}];")
+
+    def buffer(self, name: str) -> str:
+        return f"{identifier(name)}_kept"
+
+    def kept_at(self) -> str:
+        return f"[{place_of(self.nest.body, self.kernel)}][lane]"
 
     def close_blocks(self) -> None:
         for _ in self.nest.grid:
@@ -119,9 +147,8 @@ class _Columns:
         self.w("}")
 
     def array(self, x: Local, suffix: str = "", ctype: str | None = None) -> None:
-        block = self.kernel.schedule.block
         ctype = ctype or value_ctype(x.dtype)
-        self.w(f"alignas(64) {ctype} {identifier(x.name)}{suffix}[{block}];")
+        self.w(f"alignas(64) {ctype} {identifier(x.name)}{suffix}[{self.block}];")
 
     # a pass over the body
 
@@ -168,11 +195,17 @@ class _Columns:
             self.w(f"for (int64_t block = {low}; block < {high}; block += {FLUSH}) {{")
             self.reset(flushed, "_part")
             low, high = "block", f"least({high}, block + {FLUSH})"
-        k.loop(last, f"pass {step + 1}" if k.schedule.passes > 1 else "", low, high)
-        self.lanes()
-        self.point(step, sums, stores, flushed)
-        self.w("}")
-        self.w("}")
+        if bounds and size is not None and size % GROUP == 0 and not outer:
+            self.grouped(step, sums, flushed, low, high)
+        else:
+            k.loop(last, f"pass {step + 1}" if k.schedule.passes > 1 else "", low, high)
+            self.fetch(step)
+            self.open_streams(stores)
+            self.lanes()
+            self.point(step, sums, stores, flushed)
+            self.w("}")
+            self.close_streams(stores)
+            self.w("}")
         if flushed:
             self.lanes("short sums into long ones")
             for x in flushed:
@@ -187,6 +220,48 @@ class _Columns:
                 self.w(f"{identifier(x.name)}[lane] = {identifier(x.name)}_total[lane];")
             self.w("}")
 
+    def grouped(
+        self, step: int, sums: list[Local], flushed: list[Local], low: str, high: str
+    ) -> None:
+        """The innermost body loop, a few points at once."""
+        self.w(f"for (int64_t group = {low}; group < {high}; group += {GROUP}) {{")
+        self.lanes()
+        self.kernel.pragma(f"GCC unroll {GROUP}")
+        self.kernel.loop(self.nest.body[-1], "", "group", f"group + {GROUP}")
+        self.point(step, sums, [], flushed)
+        for _ in range(3):
+            self.w("}")
+
+    def fetch(self, step: int) -> None:
+        """Asks for what the first pass reads a few body points later."""
+        if step == 0 and self.packed:
+            ahead = {self.nest.body[-1]: of_atom(self.nest.body[-1]) + of(AHEAD)}
+            for load in self.packed:
+                index = load.index[0].substitute(ahead)
+                place = Names(identifier, {self.vector: "first"}).index(index)
+                self.w(f"fetch({identifier(load.name)} + {place}, lanes);")
+
+    # results that go past the caches
+
+    def streams(self, stores: list[Store]) -> list[Store]:
+        return [s for s in stores if s.tensor.name in self.kernel.schedule.streamed]
+
+    def open_streams(self, stores: list[Store]) -> None:
+        for store in self.streams(stores):
+            ctype = storage_type(store.tensor.dtype)
+            self.w(f"alignas(64) {ctype} {identifier(store.tensor.name)}_block[{self.block}];")
+
+    def close_streams(self, stores: list[Store]) -> None:
+        for store in self.streams(stores):
+            name = identifier(store.tensor.name)
+            place = Names(identifier, {self.vector: "first"}).index(store.index)
+            self.w(f"stream({name}_out + {place}, {name}_block, lanes);")
+
+    def collect(self, store: Store) -> None:
+        name, value = f"{identifier(store.tensor.name)}_block", self.names.expression(store.value)
+        narrow = store.tensor.dtype in NARROW_FLOATS
+        self.w(f"store({name} + lane, {value});" if narrow else f"{name}[lane] = {value};")
+
     def reset(self, sums: list[Local], suffix: str) -> None:
         if not sums:
             return
@@ -199,16 +274,34 @@ class _Columns:
     def point(
         self, step: int, sums: list[Local], stores: list[Store], flushed: list[Local]
     ) -> None:
-        for local in self.kernel.needed(self.pass_roots(step)):
-            if local.reduction is None and self.facts.inner[local.name]:
-                self.kernel.declare(local, self.names)
+        self.pack(step)
+        before = self.kernel.kept_before(self.roots, step)
+        for local in self.kernel.body_values(self.roots, step):
+            buffer, name = self.buffer(local.name) + self.kept_at(), identifier(local.name)
+            if local.name in before:
+                self.w(f"const {value_ctype(local.dtype)} {name} = {buffer};")
+                continue
+            self.kernel.declare(local, self.names)
+            if local.name in self.kernel.schedule.kept:
+                self.w(f"{buffer} = {name};")
         for x in sums:
             name = identifier(x.name)
             target = f"{name}_part[lane]" if x in flushed else f"{name}[lane]"
             value = self.names.expression(x.expression)
             self.w(accumulator(x).step.format(target, value) + ";")
         for store in stores:
-            self.kernel.store(store, self.names)
+            if store in self.streams(stores):
+                self.collect(store)
+            else:
+                self.kernel.store(store, self.names)
+
+    def pack(self, step: int) -> None:
+        """The first pass puts what it reads where the next ones find it."""
+        for load in self.packed if step == 0 else ():
+            place = self.buffer(load.name) + self.kept_at()
+            memory = f"{identifier(load.name)}[{self.names.index(load.index[0])}]"
+            self.w(f"{place} = {memory};")
+            self.names.buffers[load] = place
 
     # few grid points
 
@@ -216,16 +309,19 @@ class _Columns:
         k = self.kernel
         sums = self.pass_sums(0)
         rows, size = k.product(self.nest.grid), k.size(self.nest.body[0])
-        clause = k.parallel(self.nest.grid)
-        team = "1" if clause is None else clause.removeprefix("num_threads(")[:-1]
-        self.w(f"const int team = {team};")
+        self.w(f"const int team = {team_size(k.parallel(self.nest.grid))};")
         for x in sums:
             name, ctype = identifier(x.name), accumulator(x).ctype
             self.w(f"{ctype}* {name}_parts = ({ctype}*)malloc(sizeof({ctype}) * team * ({rows}));")
         k.pragma("omp parallel for num_threads(team) schedule(static)")
         self.w("for (int64_t chunk = 0; chunk < team; ++chunk) {")
         self.w.lines[-1] += "  // a part of the body"
-        self.w(f"const int64_t from = chunk * ({size}) / team, to = (chunk + 1) * ({size}) / team;")
+        points = static_size(self.nest.body[:1])
+        if points is not None and points % GROUP == 0 and len(self.nest.body) == 1:
+            share = f"{points // GROUP} / team * {GROUP}"
+        else:
+            share = f"{size} / team"
+        self.w(f"const int64_t from = chunk * {share}, to = (chunk + 1) * {share};")
         self.open_loops()
         self.row_values(0)
         self.one_pass(0, ("from", "to"))
@@ -256,7 +352,4 @@ class _Columns:
             self.w(f"free({identifier(x.name)}_parts);")
 
     def place(self) -> str:
-        text = ""
-        for axis in self.nest.grid:
-            text = f"({text}) * ({self.kernel.size(axis)}) + {axis.name}" if text else axis.name
-        return text
+        return place_of(self.nest.grid, self.kernel)

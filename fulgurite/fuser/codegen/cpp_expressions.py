@@ -52,15 +52,18 @@ KEYWORDS = """
     if else for while do return switch case default break continue static const struct
     class union enum template typename using namespace public private protected virtual
     operator true false void signed unsigned sizeof goto try catch throw inline extern
-    register volatile mutable explicit friend bf16 f16 f8e4m3 f8e5m2 round_bf16
+    register volatile mutable explicit friend bf16 f16 f8e4m3 f8e5m2 f8e4m3z f8e5m2z f8e8m0 round_bf16
     round_f16 malloc free lane lanes chunk chunks first block from to me rows_done omp
-    asm typeof near far
+    asm typeof near far all stream fetch fetch_rows inverse Inverse group
 """
 RESERVED |= set(KEYWORDS.split())
 
 
 # what kernels append to a name for its buffers and partial sums
-SUFFIXES = tuple("_row _rows _part _parts _total _some _all _out _tile _long".split())  # noqa: SIM905
+APPENDED = """
+    _row _rows _part _parts _total _some _all _out _tile _long _block _kept _mine _inverse _before
+"""
+SUFFIXES = tuple(APPENDED.split())
 
 
 def identifier(name: str) -> str:
@@ -83,7 +86,7 @@ def storage_type(dtype: torch.dtype) -> str:
     """The type of an element in memory."""
     if dtype == torch.bool:
         return "uint8_t"
-    return NARROW_FLOATS.get(dtype) or TYPES[dtype]
+    return NARROW_FLOATS.get(dtype) or TYPES[value_type(dtype)]
 
 
 def value_ctype(dtype: torch.dtype) -> str:
@@ -224,6 +227,8 @@ class Names:
         return " && ".join(tests) or "true"
 
     def operation(self, operation: Operation) -> str:
+        if operation.name == "bitcast":
+            return self.bitcast(operation.arguments[0], operation.dtype)
         texts = [self.expression(argument) for argument in operation.arguments]
         if operation.name == "cast":
             return self.cast(texts[0], operation.arguments[0].dtype, operation.dtype)
@@ -236,6 +241,32 @@ class Names:
             return f"({TYPES[value_type(operation.dtype)]}){text}"
         return text
 
+    def bitcast(self, argument: Expression, target: torch.dtype) -> str:
+        """The bits of a value as another type; what is in memory as it is there, NaNs and all."""
+        text = self.bits_of(argument)
+        unsigned = f"uint{8 * target.itemsize}_t"
+        if target in NARROW_FLOATS:
+            return f"widen({NARROW_FLOATS[target]}{{({unsigned}){text}}})"
+        if target.is_floating_point and value_type(target) == target:
+            return f"__builtin_bit_cast({TYPES[target]}, ({unsigned}){text})"
+        return f"({text} != 0)" if target == torch.bool else f"({TYPES[value_type(target)]}){text}"
+
+    def bits_of(self, argument: Expression) -> str:
+        kind = NARROW_FLOATS.get(argument.dtype)
+        if kind is not None:
+            assert isinstance(argument, Operation), (
+                "a narrow float's bits are those of a cast to it"
+            )
+            inner = argument.arguments[0]
+            if isinstance(inner, Load) and inner.index and inner.dtype == argument.dtype:
+                return f"{identifier(inner.name)}[{self.index(inner.index[0])}].code"
+            return f"{kind}_code({self.expression(inner)})"
+        text = self.expression(argument)
+        unsigned = f"uint{8 * argument.dtype.itemsize}_t"
+        if argument.dtype.is_floating_point and value_type(argument.dtype) == argument.dtype:
+            return f"__builtin_bit_cast({unsigned}, {text})"
+        return f"({unsigned}){text}"
+
     def cast(self, text: str, source: torch.dtype, target: torch.dtype) -> str:
         have, want = value_type(source), value_type(target)
         if want == torch.bool:
@@ -243,8 +274,10 @@ class Names:
         if have != want:
             small = want in SMALL_INTEGERS or want in (torch.uint32, torch.uint64)
             if have.is_floating_point and small:
-                # through a wide integer, so that what doesn't fit wraps as torch's conversion does
-                text = f"({TYPES[want]})(int64_t){text}"
+                # through a wide integer, so that what doesn't fit wraps as torch's conversion does;
+                # floats past 32 bits are multiples of 256, so for a byte those are wide enough
+                byte = have == torch.float32 and want.itemsize == 1
+                text = f"({TYPES[want]})({'int32_t' if byte else 'int64_t'}){text}"
             elif want == torch.float32 and have in (torch.uint64, torch.uint32):
                 text = f"(float){text}"
             else:

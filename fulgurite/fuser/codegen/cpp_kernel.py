@@ -163,6 +163,24 @@ class Kernel:
     def needed(self, roots: list[Expression]) -> list[Local]:
         return needed(self.nest, roots)
 
+    def kept_before(self, roots: list[list[Expression]], step: int) -> set[str]:
+        """Locals that an earlier pass left in a buffer; `roots` are what each pass computes."""
+        earlier = (local.name for part in roots[:step] for local in self.needed(part))
+        return {name for name in earlier if name in self.schedule.kept}
+
+    def body_values(self, roots: list[list[Expression]], step: int) -> list[Local]:
+        """Locals that a pass computes at each point, without those only a kept value needed."""
+        kept = self.kept_before(roots, step)
+        order = self.needed(roots[step])
+        wanted: set[str] = set()
+        for root in roots[step]:
+            wanted.update(x.name for x in self.nest.references(root))
+        for local in reversed(order):
+            if local.name in wanted and local.name not in kept and local.reduction is None:
+                wanted.update(x.name for x in self.nest.references(local.expression))
+        inner = self.facts.inner
+        return [x for x in order if x.name in wanted and x.reduction is None and inner[x.name]]
+
     def loop(self, axis: Axis, comment: str = "", start: str = "0", end: str | None = None) -> None:
         end = self.size(axis) if end is None else end
         note = f"  // {comment}" if comment else ""

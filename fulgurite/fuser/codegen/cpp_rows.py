@@ -2,86 +2,77 @@
 
 for each row (shared among threads)
   pass 1: its reductions   →   row values   →   pass 2: what needs them, stores
-sums over the grid are kept a thread, and combined at the end
+large results of a pass are collected in a block and go past the caches; while the dearest pass
+works on a row, the next row is fetched. Sums over the grid are kept a thread (`cpp_grid`); few long
+rows are shared among threads (`cpp_shared`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from ..index import Axis
-from ..ir import Expression, Guard, Load
+from ..index import ONE, ZERO, Axis, of_atom
+from ..ir import NARROW_FLOATS, Expression, Load
 from ..nest import Local, Store
 from ..schedule.base import store_axes
-from .cpp_expressions import Names, identifier, value_ctype
+from ..schedule.traffic import contiguous_loads, unguarded
+from .cpp_expressions import Names, identifier, storage_type, value_ctype
 from .cpp_kernel import SUM_BLOCK, Kernel, accumulator, static_size, wide_sum
+from .cpp_names import BufferNames, divisors
 
-FLUSH_ROWS = 64  # rows summed in float before they go to the thread's total
-
-
-def write_rows(kernel: Kernel) -> None:
-    kernel.open()
-    if kernel.schedule.split:
-        _Split(kernel).write()
-    else:
-        _Rows(kernel).write()
-    kernel.close()
+BLOCK = 512  # elements of a result that are collected before they go past the caches
+INVERSE_POINTS = 64  # divisions by one number that are worth its inverse
 
 
-class _Rows:
+class Rows:
+    """The text of a row kernel, from the outside in."""
+
+    bounds: tuple[str, str] | None = None  # of the first body loop, where threads share it
+
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.nest = kernel.nest
         self.facts = kernel.facts
+        self.schedule = kernel.schedule
         self.w = kernel.write
-        self.names = Names(identifier)
+        self.names = BufferNames(identifier)
         locals_ = self.nest.locals.values()
-        self.over_grid = [x for x in locals_ if x.role in ("colsum", "scalar")]
-        self.colsums = [x for x in self.over_grid if x.role == "colsum"]
-        self.scalars = [x for x in self.over_grid if x.role == "scalar"]
+        self.scalars = [x for x in locals_ if x.role == "scalar"]
         self.kept = set(kernel.schedule.kept)
         self.row_done: set[str] = set()
-
-    # the whole
+        self.roots = [self.pass_roots(step) for step in range(self.schedule.passes)]
 
     def write(self) -> None:
-        k, schedule = self.kernel, self.kernel.schedule
+        k = self.kernel
         clause = k.parallel(self.nest.grid)
-        if self.over_grid:
-            self.open_team(clause)
-        elif clause and not schedule.inner_parallel and self.nest.grid:
+        if clause and not self.schedule.inner_parallel and self.nest.grid:
             collapse = f" collapse({len(self.nest.grid)})" if len(self.nest.grid) > 1 else ""
             k.pragma(f"omp parallel for{collapse} schedule(static) {clause}")
+        self.grid_loops(clause if self.schedule.inner_parallel else None)
+
+    def grid_loops(self, inner_clause: str | None = None) -> None:
         for axis in self.nest.grid:
-            k.loop(axis)
-        self.rows(clause if schedule.inner_parallel else None)
-        if self.colsums:
-            self.flush()
+            self.kernel.loop(axis)
+        self.row(inner_clause)
         for _ in self.nest.grid:
             self.w("}")
-        if self.over_grid:
-            self.close_team()
 
-    def rows(self, inner_clause: str | None) -> None:
+    def row(self, inner_clause: str | None) -> None:
         """One row: its values and passes, in turn."""
-        for name in self.kernel.schedule.kept:
+        for name in self.schedule.kept:
             local = self.nest.locals[name]
             points = static_size(self.nest.body)
             ctype = value_ctype(local.dtype)
             self.w(f"alignas(64) {ctype} {identifier(name)}_row[{points}];  // for the next pass")
-        passes = self.kernel.schedule.passes
-        for step in range(passes + 1):
+        for step in range(self.schedule.passes + 1):
             self.row_values(step)
+            self.row_inverses(step)
             if step == 0:
                 self.look_up()
-            if step < passes:
+            if step < self.schedule.passes:
                 self.one_pass(step, inner_clause)
 
     def look_up(self) -> None:
         """Gathered positions that are the same along the row, once a row."""
-        roots = [
-            root for step in range(self.kernel.schedule.passes) for root in self.pass_roots(step)
-        ]
+        roots = [root for step in range(self.schedule.passes) for root in self.pass_roots(step)]
         roots += [x.expression for x in self.kernel.needed(roots) if self.facts.inner[x.name]]
         for part in (part for root in roots for part in unguarded(root)):
             for atom in part.index[0].loaded() if isinstance(part, Load) and part.index else ():
@@ -106,18 +97,37 @@ class _Rows:
         ]
         sums = [x for x in self.scalars if not x.over_body and self.facts.waits[x.name] == step]
         roots: list[Expression] = [s.value for s in stores] + [x.expression for x in sums]
-        for later in range(step, self.kernel.schedule.passes):
+        for later in range(step, self.schedule.passes):
             roots += list(self.pass_roots(later))
         for local in self.kernel.needed(roots):
             ready = self.facts.waits[local.name] <= step and not self.facts.inner[local.name]
             if ready and local.reduction is None and local.name not in self.row_done:
                 self.kernel.declare(local, self.names)
                 self.row_done.add(local.name)
-        for store in stores:
-            self.kernel.store(store, self.names)
+        self.row_stores(stores)
         for x in sums:
             value = self.names.expression(x.expression)
             self.w(accumulator(x).step.format(f"{identifier(x.name)}_part", value) + ";")
+
+    def row_stores(self, stores: list[Store]) -> None:
+        for store in stores:
+            self.kernel.store(store, self.names)
+
+    def row_inverses(self, step: int) -> None:
+        """Inverses of row values that every point of a later pass is divided by."""
+        points = static_size(self.nest.body)
+        if points is not None and points < INVERSE_POINTS:
+            return
+        expressions: list[Expression] = []
+        for later in range(step, self.schedule.passes):
+            expressions += self.pass_roots(later)
+            expressions += [x.expression for x in self.body_values(later)]
+        for name in divisors(expressions):
+            ready = self.facts.waits[name] <= step and not self.facts.after[name]
+            if ready and not self.facts.inner[name] and name not in self.names.inverses:
+                text = identifier(name)
+                self.w(f"const Inverse {text}_inverse = inverse({text});")
+                self.names.inverses[name] = f"{text}_inverse"
 
     # a pass over the body
 
@@ -145,242 +155,165 @@ class _Rows:
         roots = [x.expression for x in (*rowsums, *colsums, *scalars)]
         return roots + [s.value for s in stores]
 
-    def blocked(self) -> bool:
-        """Is the innermost loop too long to sum in one go?"""
-        size = static_size(self.nest.body[-1:])
-        return size is None or size > 2 * SUM_BLOCK
-
-    def one_pass(self, step: int, inner_clause: str | None) -> None:
+    def one_pass(self, step: int, inner_clause: str | None = None) -> None:
         rowsums, colsums, scalars, stores = self.pass_locals(step)
         if not (rowsums or colsums or scalars or stores):
             return
         running = [*rowsums, *scalars]
-        many = len(self.nest.body) > 1 or (self.blocked() and any(wide_sum(x) for x in running))
+        wide = [x for x in running if wide_sum(x)] if self.in_parts() else []
         for x in running:
-            start = accumulator(x)
-            name = identifier(x.name)
-            if many and wide_sum(x):
-                self.w(f"double {name}_total = 0;")
+            if x in wide:
+                self.w(f"double {identifier(x.name)}_total = 0;")
             else:
-                self.w(f"{start.ctype} {self.running(x)} = {start.start};")
+                self.w(f"{accumulator(x).ctype} {self.running(x)} = {accumulator(x).start};")
         if not self.nest.body:
-            self.point(step, rowsums, colsums, scalars, stores)
+            self.point(step, [])
         else:
-            self.body_loops(step, running, many, inner_clause)
+            self.body_loops(step, running, wide, inner_clause)
         for x in rowsums:
-            name = identifier(x.name)
-            if many and wide_sum(x):
-                self.w(f"const {value_ctype(x.dtype)} {name} = {name}_total;")
+            self.finish_rowsum(x, x in wide)
         for x in scalars:
             name = identifier(x.name)
-            value = f"{name}_total" if many and wide_sum(x) else self.running(x)
+            value = f"{name}_total" if x in wide else self.running(x)
             self.w(accumulator(x).step.format(f"{name}_part", value) + ";")
+
+    def in_parts(self) -> bool:
+        """Is the body too long to sum its floats in one go?"""
+        size = static_size(self.nest.body[-1:])
+        return len(self.nest.body) > 1 or size is None or size > 2 * SUM_BLOCK
+
+    def finish_rowsum(self, x: Local, wide: bool) -> None:
+        if wide:
+            name = identifier(x.name)
+            self.w(f"const {value_ctype(x.dtype)} {name} = {name}_total;")
 
     def running(self, x: Local) -> str:
         """The accumulator inside a pass."""
         return f"{identifier(x.name)}_row" if x.role == "scalar" else identifier(x.name)
 
-    def body_loops(
-        self, step: int, running: list[Local], many: bool, inner_clause: str | None
-    ) -> None:
-        k = self.kernel
-        *outer, vector = self.nest.body
-        label = f"pass {step + 1}" if k.schedule.passes > 1 else ""
-        for axis in outer:
-            k.loop(axis, label)
-        wide = [x for x in running if many and wide_sum(x)]
-        blocks = bool(wide) and self.blocked()
-        size = k.size(vector)
-        if blocks:
-            self.w(f"for (int64_t block = 0; block < {size}; block += {SUM_BLOCK}) {{")
-            self.w.lines[-1] += "  // summed in float, then in double"
-        for x in wide:
-            self.w(f"{value_ctype(x.dtype)} {self.part(x)} = 0;")
-        clauses = ""
-        for x in running:
-            name = self.part(x) if x in wide else self.running(x)
-            clauses += f" reduction({accumulator(x).clause}:{name})"
-        if inner_clause:
-            k.pragma(f"omp parallel for simd schedule(static) {inner_clause}{clauses}")
-        else:
-            k.pragma(f"omp simd{clauses}")
-        if blocks:
-            k.loop(vector, label, "block", f"least({size}, block + {SUM_BLOCK})")
-        else:
-            k.loop(vector, label)
-        self.point(step, *self.pass_locals(step), wide=wide)
-        self.w("}")
-        for x in wide:
-            self.w(f"{identifier(x.name)}_total += {self.part(x)};")
-        if blocks:
-            self.w("}")
-        for _ in outer:
-            self.w("}")
-
     def part(self, x: Local) -> str:
         return f"{identifier(x.name)}_some"
 
-    def point(
-        self,
-        step: int,
-        rowsums: list[Local],
-        colsums: list[Local],
-        scalars: list[Local],
-        stores: list[Store],
-        wide: list[Local] | None = None,
+    def body_loops(
+        self, step: int, running: list[Local], wide: list[Local], inner_clause: str | None
     ) -> None:
-        """One point of the body."""
         k = self.kernel
+        *outer, vector = self.nest.body
+        label = f"pass {step + 1}" if self.schedule.passes > 1 else ""
+        for axis in outer:
+            chunked = self.bounds if axis is self.nest.body[0] and self.bounds else ("0", None)
+            k.loop(axis, label, *chunked)
+        low, high = self.bounds if self.bounds and not outer else ("0", k.size(vector))
+        block = self.block_size(step, wide)
+        start, end, count = low, high, k.size(vector)
+        if block:
+            whole = (static_size((vector,)) or 1) % block == 0 and low == "0"
+            if inner_clause:
+                k.pragma(f"omp parallel for schedule(static) {inner_clause}")
+                inner_clause = None
+            self.w(f"for (int64_t block = {low}; block < {high}; block += {block}) {{")
+            start, end = "block", f"block + {block}" if whole else f"least({high}, block + {block})"
+            count = str(block) if whole else f"least({block}, {high} - block)"
+        if self.schedule.fetches == step:
+            self.fetch(start, count)
+        streams = self.streams(step)
+        for store in streams:
+            ctype = storage_type(store.tensor.dtype)
+            length = block or static_size((vector,))
+            self.w(f"alignas(64) {ctype} {self.collected(store)}[{length}];")
+        for x in wide:
+            self.w(f"{value_ctype(x.dtype)} {self.part(x)} = 0;")
+        clauses = "".join(
+            f" reduction({accumulator(x).clause}:{self.part(x) if x in wide else self.running(x)})"
+            for x in running
+        )
+        shared = f"parallel for simd schedule(static) {inner_clause}" if inner_clause else "simd"
+        k.pragma(f"omp {shared}{clauses}")
+        k.loop(vector, label, start, end)
+        self.point(step, wide, start)
+        self.w("}")
+        for x in wide:
+            self.w(f"{identifier(x.name)}_total += {self.part(x)};")
+        for store in streams:
+            place = Names(identifier, {vector: start}).index(store.index).removesuffix(" + 0")
+            target = f"{identifier(store.tensor.name)}_out + {place}"
+            self.w(f"stream({target}, {self.collected(store)}, {count});")
+        for _ in range(len(outer) + bool(block)):
+            self.w("}")
+
+    def block_size(self, step: int, wide: list[Local]) -> int | None:
+        """Steps of the innermost loop that are done together."""
+        size = static_size(self.nest.body[-1:])
+        if self.schedule.fetches == step or self.streams(step):
+            return BLOCK if size is None or size > BLOCK or self.bounds else None
+        return SUM_BLOCK if wide and (size is None or size > 2 * SUM_BLOCK) else None
+
+    def streams(self, step: int) -> list[Store]:
+        """Stores of a pass that go past the caches."""
+        stores = self.pass_locals(step)[3]
+        return [s for s in stores if s.tensor.name in self.schedule.streamed]
+
+    def collected(self, store: Store) -> str:
+        return f"{identifier(store.tensor.name)}_block"
+
+    def fetch(self, start: str, count: str) -> None:
+        """Asks for the same part of the next row."""
+        vector, row = self.nest.body[-1], self.nest.grid[-1]
+        found: dict[str, Load] = {}
+        for load in contiguous_loads(self.nest, vector, row):
+            found.setdefault(load.name, load)
+        for name, load in found.items():
+            index = load.index[0].substitute({row: of_atom(row) + ONE})
+            if start == "0":
+                index = index.substitute({vector: ZERO})
+            place = Names(identifier, {vector: start}).index(index)
+            self.w(f"fetch({identifier(name)} + {place}, {count});  // of the next row")
+
+    # one point
+
+    def point(self, step: int, wide: list[Local], start: str = "0") -> None:
+        k = self.kernel
+        rowsums, colsums, scalars, stores = self.pass_locals(step)
         place = self.place()
         for local in self.body_values(step):
             name = identifier(local.name)
-            if name in self.kept_before(step):
+            if local.name in self.kernel.kept_before(self.roots, step):
                 self.w(f"const {value_ctype(local.dtype)} {name} = {name}_row[{place}];")
                 continue
             k.declare(local, self.names)
             if local.name in self.kept:
                 self.w(f"{name}_row[{place}] = {name};")
         for x in (*rowsums, *scalars):
-            target = self.part(x) if wide and x in wide else self.running(x)
+            target = self.part(x) if x in wide else self.running(x)
             value = self.names.expression(x.expression)
             self.w(accumulator(x).step.format(target, value) + ";")
         for x in colsums:
             value = self.names.expression(x.expression)
             self.w(accumulator(x).step.format(f"{identifier(x.name)}_part[{place}]", value) + ";")
+        streams = self.streams(step)
         for store in stores:
-            k.store(store, self.names)
+            if store in streams:
+                self.collect(store, start)
+            else:
+                k.store(store, self.names)
 
-    def kept_before(self, step: int) -> set[str]:
-        found: set[str] = set()
-        for earlier in range(step):
-            for local in self.kernel.needed(self.pass_roots(earlier)):
-                if local.name in self.kept:
-                    found.add(identifier(local.name))
-        return found
+    def collect(self, store: Store, start: str) -> None:
+        """A value for the block that goes past the caches."""
+        vector = self.nest.body[-1].name
+        place = vector if start == "0" else f"{vector} - {start}"
+        value = self.names.expression(store.value)
+        if store.tensor.dtype in NARROW_FLOATS:
+            where = place if start == "0" else f"({place})"
+            self.w(f"store({self.collected(store)} + {where}, {value});")
+        else:
+            self.w(f"{self.collected(store)}[{place}] = {value};")
 
     def body_values(self, step: int) -> list[Local]:
-        """Locals that a pass computes at each point, without those only a kept value needed."""
-        kept = {n for n in self.kept if identifier(n) in self.kept_before(step)}
-        order = self.kernel.needed(self.pass_roots(step))
-        wanted: set[str] = set()
-        for root in self.pass_roots(step):
-            wanted.update(x.name for x in self.nest.references(root))
-        for local in reversed(order):
-            if local.name in wanted and local.name not in kept and local.reduction is None:
-                wanted.update(x.name for x in self.nest.references(local.expression))
-        return [
-            x
-            for x in order
-            if x.name in wanted and x.reduction is None and self.facts.inner[x.name]
-        ]
+        return self.kernel.body_values(self.roots, step)
 
     def place(self) -> str:
         """The body point as one number."""
         return place_of(self.nest.body, self.kernel)
-
-    # sums over the grid
-
-    def open_team(self, clause: str | None) -> None:
-        k = self.kernel
-        body = k.product(self.nest.body)
-        self.w(f"const int team = {_team(clause)};")
-        for x in self.over_grid:
-            name, ctype, held = identifier(x.name), accumulator(x).ctype, held_type(x)
-            count = f"team * ({body})" if x.role == "colsum" else "team"
-            self.w(f"{held}* {name}_parts = ({held}*)malloc(sizeof({held}) * {count});")
-            # for every thread that was asked for: the system may give fewer
-            fill = f"{name}_parts[c] = {accumulator(x).start};"
-            self.w(f"for (int64_t c = 0; c < {count}; ++c) {fill}")
-            if x.role == "colsum":
-                self.w(f"{ctype}* {name}_rows = ({ctype}*)malloc(sizeof({ctype}) * {count});")
-        k.pragma("omp parallel num_threads(team)")
-        self.w("{")
-        self.w("const int me = omp_get_thread_num();")
-        for x in self.over_grid:
-            a, name, held = accumulator(x), identifier(x.name), held_type(x)
-            if x.role == "scalar":
-                self.w(f"{held} {name}_part = {a.start};")
-                continue
-            self.w(f"{a.ctype}* __restrict {name}_part = {name}_rows + me * ({body});")
-            self.w(f"{held}* __restrict {name}_long = {name}_parts + me * ({body});")
-            self.w(f"for (int64_t c = 0; c < {body}; ++c) {name}_part[c] = {a.start};")
-        if self.colsums:
-            self.w("int64_t rows_done = 0;")
-        collapse = f" collapse({len(self.nest.grid)})" if len(self.nest.grid) > 1 else ""
-        k.pragma(f"omp for{collapse} schedule(static)")
-
-    def flush(self) -> None:
-        """Every so many rows a thread's short sums are added to its long ones."""
-        self.w(f"if (++rows_done % {FLUSH_ROWS} == 0) {{")
-        self.add_up()
-        self.w("}")
-
-    def add_up(self) -> None:
-        body = self.kernel.product(self.nest.body)
-        for x in self.colsums:
-            a, name = accumulator(x), identifier(x.name)
-            self.kernel.pragma("omp simd")
-            self.w(f"for (int64_t c = 0; c < {body}; ++c) {{")
-            self.w(a.step.format(f"{name}_long[c]", f"{name}_part[c]") + ";")
-            self.w(f"{name}_part[c] = {a.start};")
-            self.w("}")
-
-    def close_team(self) -> None:
-        if self.colsums:
-            self.add_up()
-        for x in self.scalars:
-            self.w(f"{identifier(x.name)}_parts[me] = {identifier(x.name)}_part;")
-        self.w("}")
-        self.finish_scalars()
-        late = [s for s in self.nest.stores if self.facts.expression_after(s.value)]
-        points = [s for s in late if store_axes(self.nest, s)]
-        if points:
-            self.finish_columns(points)
-        for x in self.over_grid:
-            self.w(f"free({identifier(x.name)}_parts);")
-        for x in self.colsums:
-            self.w(f"free({identifier(x.name)}_rows);")
-
-    def finish_scalars(self) -> None:
-        for x in self.scalars:
-            a, name, held = accumulator(x), identifier(x.name), held_type(x)
-            self.w(f"{held} {name}_all = {name}_parts[0];")
-            step = a.step.format(f"{name}_all", f"{name}_parts[t]")
-            self.w(f"for (int t = 1; t < team; ++t) {step};")
-            self.w(f"const {value_ctype(x.dtype)} {name} = {name}_all;")
-        late = [s for s in self.nest.stores if self.facts.expression_after(s.value)]
-        single = [s for s in late if not store_axes(self.nest, s)]
-        done: set[str] = set()
-        for local in self.kernel.needed([s.value for s in late]):
-            if not self.facts.inner[local.name] and local.reduction is None:
-                self.kernel.declare(local, self.names)
-                done.add(local.name)
-        for store in single:
-            self.kernel.store(store, self.names)
-
-    def finish_columns(self, stores: list[Store]) -> None:
-        k = self.kernel
-        body = k.product(self.nest.body)
-        for axis in self.nest.body:
-            k.loop(axis, "the threads' sums together")
-        place = self.place()
-        roots = [s.value for s in stores]
-        needed = k.needed(roots)
-        for x in needed:
-            if x.role == "colsum":
-                a, name = accumulator(x), identifier(x.name)
-                self.w(f"{held_type(x)} {name}_all = {name}_parts[{place}];")
-                other = f"{name}_parts[t * ({body}) + {place}]"
-                step = a.step.format(f"{name}_all", other)
-                self.w(f"for (int t = 1; t < team; ++t) {step};")
-                self.w(f"const {value_ctype(x.dtype)} {name} = {name}_all;")
-        for x in needed:
-            if x.reduction is None and self.facts.inner[x.name]:
-                k.declare(x, self.names)
-        for store in stores:
-            k.store(store, self.names)
-        for _ in self.nest.body:
-            self.w("}")
 
 
 def held_type(x: Local) -> str:
@@ -388,15 +321,7 @@ def held_type(x: Local) -> str:
     return "double" if wide_sum(x) else accumulator(x).ctype
 
 
-def unguarded(expression: Expression) -> Iterator[Expression]:
-    """The parts of an expression that are evaluated at every point."""
-    yield expression
-    if not isinstance(expression, Guard):
-        for part in expression.parts():
-            yield from unguarded(part)
-
-
-def _team(clause: str | None) -> str:
+def team_size(clause: str | None) -> str:
     if clause is None:
         return "1"
     return clause.removeprefix("num_threads(")[:-1]
@@ -407,82 +332,3 @@ def place_of(axes: tuple[Axis, ...], kernel: Kernel) -> str:
     for axis in axes:
         text = f"({text}) * ({kernel.size(axis)}) + {axis.name}" if text else axis.name
     return text or "0"
-
-
-class _Split(_Rows):
-    """Few rows: each thread reduces a part of every row, then the parts are combined."""
-
-    def write(self) -> None:
-        k = self.kernel
-        sums = [x for x in self.nest.locals.values() if x.role == "rowsum"]
-        rows = k.product(self.nest.grid)
-        first = self.nest.body[0]
-        self.w(f"const int team = {_team(k.parallel(self.nest.grid))};")
-        for x in sums:
-            name, held = identifier(x.name), held_type(x)
-            self.w(f"{held}* {name}_parts = ({held}*)malloc(sizeof({held}) * team * ({rows}));")
-        k.pragma("omp parallel for num_threads(team) schedule(static)")
-        self.w("for (int64_t chunk = 0; chunk < team; ++chunk) {")
-        self.w.lines[-1] += "  // a part of every row"
-        size = k.size(first)
-        self.w(f"const int64_t from = chunk * ({size}) / team, to = (chunk + 1) * ({size}) / team;")
-        for axis in self.nest.grid:
-            k.loop(axis)
-        self.row_values(0)
-        self.chunk(sums)
-        place = place_of(self.nest.grid, k)
-        for x in sums:
-            name = identifier(x.name)
-            value = f"{name}_total" if wide_sum(x) else name
-            self.w(f"{name}_parts[chunk * ({rows}) + {place}] = {value};")
-        for _ in self.nest.grid:
-            self.w("}")
-        self.w("}")
-        self.combine(sums, rows, place)
-
-    def chunk(self, sums: list[Local]) -> None:
-        k = self.kernel
-        for x in sums:
-            a, name = accumulator(x), identifier(x.name)
-            start = f"double {name}_total = 0;"
-            self.w(start if wide_sum(x) else f"{a.ctype} {name} = {a.start};")
-        *outer, vector = self.nest.body
-        for axis in outer:
-            chunked = axis is self.nest.body[0]
-            k.loop(axis, "", "from" if chunked else "0", "to" if chunked else None)
-        low, high = ("0", k.size(vector)) if outer else ("from", "to")
-        wide = [x for x in sums if wide_sum(x)]
-        self.w(f"for (int64_t block = {low}; block < {high}; block += {SUM_BLOCK}) {{")
-        for x in wide:
-            self.w(f"{value_ctype(x.dtype)} {self.part(x)} = 0;")
-        clauses = ""
-        for x in sums:
-            name = self.part(x) if x in wide else identifier(x.name)
-            clauses += f" reduction({accumulator(x).clause}:{name})"
-        k.pragma(f"omp simd{clauses}")
-        k.loop(vector, "", "block", f"least({high}, block + {SUM_BLOCK})")
-        self.point(0, sums, [], [], [], wide=wide)
-        self.w("}")
-        for x in wide:
-            self.w(f"{identifier(x.name)}_total += {self.part(x)};")
-        self.w("}")
-        for _ in outer:
-            self.w("}")
-
-    def combine(self, sums: list[Local], rows: str, place: str) -> None:
-        k = self.kernel
-        for axis in self.nest.grid:
-            k.loop(axis, "the parts together")
-        for x in sums:
-            a, name = accumulator(x), identifier(x.name)
-            self.w(f"{held_type(x)} {name}_all = {name}_parts[{place}];")
-            step = a.step.format(f"{name}_all", f"{name}_parts[t * ({rows}) + {place}]")
-            self.w(f"for (int t = 1; t < team; ++t) {step};")
-            self.w(f"const {value_ctype(x.dtype)} {name} = {name}_all;")
-        self.row_done = set()
-        self.row_values(0)
-        self.row_values(1)
-        for _ in self.nest.grid:
-            self.w("}")
-        for x in sums:
-            self.w(f"free({identifier(x.name)}_parts);")

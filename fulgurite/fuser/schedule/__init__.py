@@ -10,10 +10,10 @@ from types import ModuleType
 from fulgurite.device import Device
 
 from ..nest import Nest
-from . import columns, pointwise, rows, transpose
+from . import columns, pointwise, rows, scan, transpose
 from .base import Schedule
 
-SCHEDULES: tuple[ModuleType, ...] = (transpose, pointwise, rows, columns)
+SCHEDULES: tuple[ModuleType, ...] = (scan, transpose, pointwise, rows, columns)
 
 
 def choose_schedule(nest: Nest, device: Device) -> Schedule:

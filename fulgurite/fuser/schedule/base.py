@@ -25,6 +25,9 @@ class Schedule:
     split: bool = False  # rows are few: the body is shared among threads, then combined
     kept: tuple[str, ...] = ()  # locals kept in a row buffer from one pass to the next
     inner_parallel: bool = False  # the vector loop itself is shared among threads
+    packed: bool = False  # columns: what several passes read is kept in a buffer
+    streamed: tuple[str, ...] = ()  # results that go past the caches
+    fetches: int | None = None  # the pass in which the next row is fetched
 
     def __str__(self) -> str:
         loops = " ".join(f"{a.name}<{a.size}" for a in self.nest.grid) or "1"
@@ -40,6 +43,10 @@ class Schedule:
             text += ", body split among threads"
         if self.kept:
             text += f", keeps {', '.join(self.kept)}"
+        if self.packed:
+            text += ", packed"
+        if self.streamed:
+            text += ", results past the caches"
         return text
 
 
@@ -75,6 +82,8 @@ def analyse(nest: Nest) -> Analysis:
         late = found.expression_after(local.expression)
         if local.role == "rowsum":
             waits[local.name], inner[local.name], after[local.name] = wait + 1, False, False
+        elif local.role == "scan":
+            waits[local.name], inner[local.name], after[local.name] = wait, True, late
         elif local.role == "colsum":
             waits[local.name], inner[local.name], after[local.name] = wait, True, True
         elif local.role == "scalar":

@@ -1,21 +1,29 @@
 """Column kernels: reductions over the body where memory is contiguous along the grid.
 
 Sums over leading or middle dimensions, norms along them: a block of neighbouring grid points is done
-together, each with its own accumulator, so that every read is a run of contiguous elements.
+together, each with its own accumulator, so that every read is a run of contiguous elements. One pass
+takes whole rows and threads share them; several passes keep what they read in a buffer, because the
+lines of a narrow block of a matrix fall on few sets of the cache.
 """
 
 from __future__ import annotations
 
 from fulgurite.device import Device
 
-from ..cost import elements, number
+from ..cost import elements, number, tensor_bytes
+from ..ir import Expression, Load
 from ..nest import Nest
-from .base import Schedule, analyse
+from .base import Schedule, analyse, store_axes
 from .choose import arranged, vector_axis
-from .rows import count_passes, may_split
+from .rows import count_passes, kept_locals, may_split, pass_roots
+from .traffic import contiguous_loads, loads_of, streamed
 
 WIDEST = 512  # neighbouring grid points done together: a few pages of each row
+WIDEST_SUM = (
+    4096  # where nothing but sums is made: their accumulators stay in the first level cache
+)
 NARROWEST = 16
+MOST_KEPT = 1 << 20  # bytes of a thread's stack
 
 
 def accepts(nest: Nest) -> str | None:
@@ -32,22 +40,74 @@ def schedule(nest: Nest, device: Device) -> Schedule:
     nest = arranged(nest, vector_axis(nest, nest.grid))
     facts = analyse(nest)
     passes = count_passes(nest, facts)
-    block = WIDEST
+    width = number(nest.grid[-1].size)
+    outer = elements(tuple(axis.size for axis in nest.grid[:-1]))
+    stores = any(store_axes(nest, store) for store in nest.stores)
+    block, packed = WIDEST, False
+    kept: tuple[str, ...] = ()
+    if passes == 1 and not stores:
+        tasks = outer * -(-width // WIDEST_SUM)
+        if may_split(nest, tasks, device):
+            return Schedule(
+                "columns", nest, nest.grid[-1], block=min(WIDEST_SUM, _round(width)), split=True
+            )
     if passes > 1:
         # several passes: the block of all rows should stay in the second level cache
         body = max(elements(tuple(axis.size for axis in nest.body)), 1)
-        room = device.second_level_cache // 2 // (4 * body)
-        block = max(NARROWEST, min(WIDEST, room // NARROWEST * NARROWEST))
-    width = number(nest.grid[-1].size)
-    outer = elements(tuple(axis.size for axis in nest.grid[:-1]))
+        room = device.second_level_cache // 2
+        roots = [pass_roots(nest, facts, k) for k in range(passes)]
+        kept = kept_locals(nest, facts, passes, limit=None)
+        row = sum(nest.locals[name].dtype.itemsize for name in kept)
+        row += sum(load.dtype.itemsize for load in kept_loads(nest, roots, kept))
+        packed = _worth_packing(nest, device) and body * row * NARROWEST <= min(room, MOST_KEPT)
+        kept = kept if packed else ()
+        room = min(room, MOST_KEPT) // row if packed else room // 4
+        block = max(NARROWEST, min(WIDEST, room // body // NARROWEST * NARROWEST))
     while block >= 2 * NARROWEST and outer * width < block * device.threads * 2:
         block //= 2
-    tasks = outer * -(-width // block)
     return Schedule(
         "columns",
         nest,
         nest.grid[-1],
         passes=passes,
         block=block,
-        split=may_split(nest, facts, tasks, device),
+        kept=kept,
+        packed=packed,
+        streamed=streamed(nest, nest.grid[-1]),
     )
+
+
+def kept_loads(nest: Nest, roots: list[list[Expression]], kept: tuple[str, ...]) -> list[Load]:
+    """Loads along the lanes that more than one pass makes."""
+    candidates = contiguous_loads(nest, nest.grid[-1], nest.body[-1])
+    uses: dict[Load, int] = {}
+    before: set[str] = set()
+    for part in roots:
+        values = _computed(nest, part, before)
+        for load in loads_of([*part, *(nest.locals[name].expression for name in values)]):
+            uses[load] = uses.get(load, 0) + 1
+        before |= {name for name in values if name in kept}
+    return [load for load in candidates if uses.get(load, 0) > 1]
+
+
+def _computed(nest: Nest, roots: list[Expression], known: set[str]) -> set[str]:
+    """The locals a pass computes where some are known already."""
+    found: set[str] = set()
+    stack = list(roots)
+    while stack:
+        for local in nest.references(stack.pop()):
+            if local.name not in known | found and local.reduction is None:
+                found.add(local.name)
+                stack.append(local.expression)
+    return found
+
+
+def _worth_packing(nest: Nest, device: Device) -> bool:
+    """Is what the kernel reads more than the second level cache holds anyway?"""
+    tensors = {tensor.name: tensor for tensor, _, is_store in nest.accesses() if not is_store}
+    static = all(axis.size.is_constant for axis in nest.body)
+    return static and sum(map(tensor_bytes, tensors.values())) > device.second_level_cache
+
+
+def _round(width: int) -> int:
+    return -(-width // NARROWEST) * NARROWEST

@@ -10,6 +10,7 @@ from ..cost import elements
 from ..nest import Nest
 from .base import Schedule
 from .choose import arranged, vector_axis
+from .traffic import streamed
 
 
 def accepts(nest: Nest) -> str | None:
@@ -26,4 +27,8 @@ def schedule(nest: Nest, device: Device) -> Schedule:
     rows = elements(tuple(axis.size for axis in nest.grid))
     inner = elements(tuple(axis.size for axis in nest.body))
     alone = rows < 2 * device.threads and inner > rows
-    return Schedule("pointwise", nest, nest.body[-1] if nest.body else None, inner_parallel=alone)
+    if not nest.body:
+        return Schedule("pointwise", nest, None)
+    vector = nest.body[-1]
+    past = streamed(nest, vector)
+    return Schedule("pointwise", nest, vector, inner_parallel=alone, streamed=past)

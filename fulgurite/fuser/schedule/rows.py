@@ -12,6 +12,7 @@ from ..cost import elements, number
 from ..nest import Nest
 from .base import Analysis, Schedule, analyse, needed, store_axes
 from .choose import arranged, vector_axis, votes
+from .traffic import fetching_pass, streamed
 
 KEEP_FLOPS = 10  # a value that costs more is kept from one pass to the next
 KEEP_BYTES = 64 << 10  # of the stack, for kept rows
@@ -34,13 +35,18 @@ def schedule(nest: Nest, device: Device) -> Schedule:
     nest = arranged(nest, vector_axis(nest, nest.body))
     facts = analyse(nest)
     passes = count_passes(nest, facts)
+    split = may_split(nest, elements(tuple(a.size for a in nest.grid)), device)
+    roots = [pass_roots(nest, facts, k) for k in range(passes)]
+    kept = () if split else kept_locals(nest, facts, passes)
     return Schedule(
         "rows",
         nest,
         nest.body[-1],
         passes=passes,
-        split=may_split(nest, facts, elements(tuple(a.size for a in nest.grid)), device),
-        kept=kept_locals(nest, facts, passes),
+        split=split,
+        kept=kept,
+        streamed=streamed(nest, nest.body[-1]),
+        fetches=None if split else fetching_pass(nest, roots, kept, device),
     )
 
 
@@ -58,20 +64,20 @@ def count_passes(nest: Nest, facts: Analysis) -> int:
     return passes
 
 
-def may_split(nest: Nest, facts: Analysis, tasks: int, device: Device) -> bool:
-    """Few tasks, one pass, nothing stored at body points: threads can share the body."""
+def may_split(nest: Nest, tasks: int, device: Device) -> bool:
+    """Few tasks with much to do each: threads can share the body."""
     points = elements(tuple(axis.size for axis in nest.axes))
     static = all(axis.size.is_constant for axis in nest.axes)
     if tasks >= 2 * device.threads or points < SPLIT_ELEMENTS or not static:
         return False
-    if any(store_axes(nest, store) for store in nest.stores):
-        return False
     sums = [x for x in nest.locals.values() if x.reduction]
-    return all(x.role == "rowsum" and facts.waits[x.name] == 1 for x in sums)
+    return all(x.role == "rowsum" for x in sums)
 
 
-def kept_locals(nest: Nest, facts: Analysis, passes: int) -> tuple[str, ...]:
-    """Dear values that several passes use."""
+def kept_locals(
+    nest: Nest, facts: Analysis, passes: int, limit: int | None = KEEP_BYTES
+) -> tuple[str, ...]:
+    """Dear values that several passes use, as far as `limit` bytes go."""
     if passes < 2 or not all(axis.size.is_constant for axis in nest.body):
         return ()
     uses: dict[str, set[int]] = {}
@@ -82,14 +88,14 @@ def kept_locals(nest: Nest, facts: Analysis, passes: int) -> tuple[str, ...]:
     for axis in nest.body:
         points *= number(axis.size)
     kept: list[str] = []
-    room = KEEP_BYTES
+    room = limit
     for name, where in uses.items():
         local = nest.locals[name]
         size = points * local.dtype.itemsize
         if len(where) > 1 and local.reduction is None and local.flops >= KEEP_FLOPS:
-            if facts.inner[name] and facts.after[name] is False and size <= room:
+            if facts.inner[name] and facts.after[name] is False and (room is None or size <= room):
                 kept.append(name)
-                room -= size
+                room = room if room is None else room - size
     return tuple(kept)
 
 

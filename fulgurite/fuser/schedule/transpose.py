@@ -16,6 +16,7 @@ from ..ir import Guard, Load, walk
 from ..nest import Nest
 from .base import Schedule
 from .choose import arranged, vector_axis
+from .traffic import streamed
 
 TILE = 64
 SMALLEST = 16  # an axis shorter than this is not worth tiling
@@ -73,6 +74,5 @@ def schedule(nest: Nest, device: Device) -> Schedule:
     other = turned_axis(nest, vector)
     assert other is not None, "joining loops changed which accesses are turned"
     outer = tuple(axis for axis in nest.grid if axis not in (vector, other))
-    return Schedule(
-        "transpose", replace(nest, grid=outer, body=(other, vector)), vector, block=TILE
-    )
+    nest = replace(nest, grid=outer, body=(other, vector))
+    return Schedule("transpose", nest, vector, block=TILE, streamed=streamed(nest, vector))

@@ -1,8 +1,8 @@
 // Functions of a float, branch-free, so that a loop over them becomes SIMD; errors in units of the
 // last place (ulp) over the whole range, as `tests/fuser/test_math.py` measures them:
-//   exp 1.5   exp2 1.5   expm1 2   log 1.5   log2 2   log1p 2   tanh 2.5   sigmoid 3   erf 2
-// NaN gives NaN; infinities, zeros and subnormal numbers give what the limit is. Functions of a
-// double, and the rarer functions of a float, are the C library's.
+//   exp 1   exp2 1   expm1 2   log 1.5   log2 2   log1p 2   tanh 2.5   sigmoid 2.5   erf 2
+// NaN gives NaN; infinities, zeros and subnormal numbers give what the limit is. `trigonometry.h` and
+// `functions.h` have more; functions of a double, and erfc and lgamma, are the C library's.
 
 INLINE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 INLINE float floor(float x) { return __builtin_floorf(x); }
@@ -14,8 +14,47 @@ INLINE float rsqrt(float x) { return 1.0f / __builtin_sqrtf(x); }
 INLINE float copysign(float a, float b) { return __builtin_copysignf(a, b); }
 INLINE bool signbit(float x) { return bits(x) >> 31; }
 
-// 2^n for -126 <= n <= 128, where 128 gives infinity
-INLINE float power_of_two(int32_t n) { return as_float((uint32_t)(n + 127) << 23); }
+// e^r for |r| <= log(2)/2
+INLINE float exp_part(float r) {
+  float p = fma(0.00138144326f, r, 0.00836879674f);
+  p = fma(p, r, 0.0416683958f);
+  p = fma(p, r, 0.1666652f);
+  p = fma(p, r, 0.499999934f);
+  p = fma(p, r, 1.0f);
+  return fma(p, r, 1.0f);
+}
+
+// A number added to this is rounded to an integer: the last bits of the sum are that integer + 254.
+const float INTEGERS = 12582912.0f + 254.0f;
+
+// 2^n p for such a sum of n: in two factors, so that subnormal results are right
+INLINE float times_power(float p, int32_t sum) {
+  uint32_t half = (uint32_t)sum >> 1;
+  return p * as_float(half << 23) * as_float(((uint32_t)sum - half) << 23);
+}
+
+// no more than what 2^130 is: an integer, because the smaller of two floats costs SIMD twice as much
+INLINE int32_t at_most_130(float sum) {
+  const int32_t limit = __builtin_bit_cast(int32_t, INTEGERS + 130.0f), u = (int32_t)bits(sum);
+  return u < limit ? u : limit;
+}
+
+// e^x = 2^n e^r with |r| <= log(2)/2
+INLINE float exp(float x) {
+  float y = x < -104.0f ? -104.0f : x;
+  int32_t sum = at_most_130(fma(y, 1.44269504f, INTEGERS));
+  float n = as_float((uint32_t)sum) - INTEGERS;
+  float r = fma(n, -0.693145752f, y);
+  r = fma(n, -1.42860677e-06f, r);
+  return times_power(exp_part(r), sum);
+}
+
+INLINE float exp2(float x) {
+  float y = x < -151.0f ? -151.0f : x;
+  int32_t sum = at_most_130(y + INTEGERS);
+  float n = as_float((uint32_t)sum) - INTEGERS;
+  return times_power(exp_part((y - n) * 0.693147182f), sum);
+}
 
 // e^r - 1 - r for |r| <= 0.52, divided by r^2
 INLINE float exp_tail(float r) {
@@ -25,30 +64,6 @@ INLINE float exp_tail(float r) {
   p = fma(p, r, 0.041666668f);
   p = fma(p, r, 0.166666673f);
   return fma(p, r, 0.5f);
-}
-
-// e^x = 2^n e^r with |r| <= log(2)/2; 2^n in two factors, so that subnormal results are right
-INLINE float exp(float x) {
-  float y = x > 89.5f ? 89.5f : x;
-  y = y < -104.0f ? -104.0f : y;
-  float n = __builtin_rintf(y * 1.44269504f);
-  float r = fma(n, -0.693145752f, y);
-  r = fma(n, -1.42860677e-06f, r);
-  float p = fma(r * r, exp_tail(r), r) + 1.0f;
-  int32_t whole = (int32_t)n;
-  int32_t half = whole >> 1;
-  return p * power_of_two(half) * power_of_two(whole - half);
-}
-
-INLINE float exp2(float x) {
-  float y = x > 129.0f ? 129.0f : x;
-  y = y < -151.0f ? -151.0f : y;
-  float n = __builtin_rintf(y);
-  float r = (y - n) * 0.693147182f;
-  float p = fma(r * r, exp_tail(r), r) + 1.0f;
-  int32_t whole = (int32_t)n;
-  int32_t half = whole >> 1;
-  return p * power_of_two(half) * power_of_two(whole - half);
 }
 
 INLINE float expm1(float x) {
@@ -112,20 +127,22 @@ INLINE float log1p(float x) {
   return __builtin_fabsf(x) < 1e-8f ? x : y;
 }
 
-INLINE float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
+INLINE float sigmoid(float x) {
+  float e = exp(-__builtin_fabsf(x));
+  return (x < 0.0f ? e : 1.0f) / (1.0f + e);
+}
 
+// (e^2x - 1) / (e^2x + 1); from 9.02 on it is 1
 INLINE float tanh(float x) {
   float a = __builtin_fabsf(x);
-  float z = x * x;
-  float p = fma(0.00224931645f, z, -0.00830510065f);
-  p = fma(p, z, 0.0217569269f);
-  p = fma(p, z, -0.0539577757f);
-  p = fma(p, z, 0.133332973f);
-  p = fma(p, z, -0.333333331f);
-  float small = fma(p * z, x, x);
-  float large = 1.0f - 2.0f / (exp(2.0f * a) + 1.0f);
-  small = x == 0.0f ? x : small;
-  return a < 0.63f ? small : __builtin_copysignf(large, x);
+  float y = a > 9.02f ? 18.04f : a + a;
+  float sum = fma(y, 1.44269504f, INTEGERS - 127.0f);
+  float n = sum - (INTEGERS - 127.0f);
+  float r = fma(n, -0.693145752f, y);
+  r = fma(n, -1.42860677e-06f, r);
+  float power = as_float(bits(sum) << 23);
+  float e = fma(fma(r * r, exp_tail(r), r), power, power - 1.0f);
+  return __builtin_copysignf(e / (e + 2.0f), x);
 }
 
 // below 1 an odd polynomial, above it 1 - e^(polynomial of |x|), and 1 from 4 on
@@ -153,23 +170,8 @@ INLINE float erf(float x) {
   return a < 1.0f ? fma(p, x, x) : x != x ? x : large;
 }
 
-INLINE float log10(float x) { return __builtin_log10f(x); }
 INLINE float erfc(float x) { return __builtin_erfcf(x); }
-INLINE float sin(float x) { return __builtin_sinf(x); }
-INLINE float cos(float x) { return __builtin_cosf(x); }
-INLINE float tan(float x) { return __builtin_tanf(x); }
-INLINE float asin(float x) { return __builtin_asinf(x); }
-INLINE float acos(float x) { return __builtin_acosf(x); }
-INLINE float atan(float x) { return __builtin_atanf(x); }
-INLINE float sinh(float x) { return __builtin_sinhf(x); }
-INLINE float cosh(float x) { return __builtin_coshf(x); }
-INLINE float asinh(float x) { return __builtin_asinhf(x); }
-INLINE float acosh(float x) { return __builtin_acoshf(x); }
-INLINE float atanh(float x) { return __builtin_atanhf(x); }
 INLINE float lgamma(float x) { return __builtin_lgammaf(x); }
-INLINE float atan2(float a, float b) { return __builtin_atan2f(a, b); }
-INLINE float hypot(float a, float b) { return __builtin_hypotf(a, b); }
-INLINE float pow(float a, float b) { return __builtin_powf(a, b); }
 INLINE float nextafter(float a, float b) { return __builtin_nextafterf(a, b); }
 
 INLINE double floor(double x) { return __builtin_floor(x); }
@@ -207,3 +209,10 @@ INLINE double atan2(double a, double b) { return __builtin_atan2(a, b); }
 INLINE double hypot(double a, double b) { return __builtin_hypot(a, b); }
 INLINE double pow(double a, double b) { return __builtin_pow(a, b); }
 INLINE double nextafter(double a, double b) { return __builtin_nextafter(a, b); }
+
+// log(e^a + e^b), for running sums of exponentials
+INLINE double log_add_exp(double a, double b) {
+  const double high = nan_max(a, b), low = nan_min(a, b);
+  const bool same = (high == low) & (__builtin_fabs(high) == __builtin_inf());
+  return same ? high : high + log1p(exp(low - high));
+}

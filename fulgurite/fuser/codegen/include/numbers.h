@@ -15,6 +15,7 @@ static_assert(sizeof(int64_t) == 8 && sizeof(int32_t) == 4, "an LP64 machine");
 #define SPECIAL inline __attribute__((always_inline))
 
 extern "C" int omp_get_thread_num(void);
+extern "C" int omp_get_num_threads(void);
 
 INLINE uint32_t bits(float x) { return __builtin_bit_cast(uint32_t, x); }
 INLINE float as_float(uint32_t x) { return __builtin_bit_cast(float, x); }
@@ -24,6 +25,9 @@ struct bf16 { uint16_t code; };
 struct f16 { uint16_t code; };
 struct f8e4m3 { uint8_t code; };
 struct f8e5m2 { uint8_t code; };
+struct f8e4m3z { uint8_t code; };
+struct f8e5m2z { uint8_t code; };
+struct f8e8m0 { uint8_t code; };
 
 INLINE float widen(bf16 x) { return as_float((uint32_t)x.code << 16); }
 
@@ -36,10 +40,9 @@ INLINE uint16_t bf16_code(float x) {
 
 // A small float with `exponent` and `mantissa` bits, widened: normal numbers by moving the exponent,
 // subnormal ones by an exact product with the smallest step.
-template <int exponent, int mantissa>
+template <int exponent, int mantissa, int bias = (1 << (exponent - 1)) - 1>
 INLINE float widen_code(uint32_t code) {
   const int shift = 23 - mantissa;
-  const int bias = (1 << (exponent - 1)) - 1;
   uint32_t sign = (code >> (exponent + mantissa)) << 31;
   uint32_t magnitude = code & ((1u << (exponent + mantissa)) - 1);
   float normal = as_float((magnitude << shift) + ((uint32_t)(127 - bias) << 23));
@@ -49,10 +52,9 @@ INLINE float widen_code(uint32_t code) {
 }
 
 // The code of a float in such a format: nearest even, subnormals too. Overflow is the caller's.
-template <int exponent, int mantissa>
+template <int exponent, int mantissa, int bias = (1 << (exponent - 1)) - 1>
 INLINE uint32_t narrow_code(float magnitude) {
   const int shift = 23 - mantissa;
-  const int bias = (1 << (exponent - 1)) - 1;
   uint32_t u = bits(magnitude);
   uint32_t normal = u - ((uint32_t)(127 - bias) << 23);
   normal = (normal + ((1u << (shift - 1)) - 1) + ((normal >> shift) & 1u)) >> shift;
@@ -103,6 +105,43 @@ INLINE uint8_t f8e5m2_code(float x) {
   code = x != x ? 0x7fu : code;
   return (uint8_t)(code | ((bits(x) >> 24) & 0x80u));
 }
+
+// the formats without -0 and infinities: 0x80 is NaN, and so is everything too large
+template <int exponent, int mantissa, int bias>
+INLINE float widen_unsigned_zero(uint32_t code) {
+  float value = widen_code<exponent, mantissa, bias>(code);
+  return code == 0x80u ? __builtin_nanf("") : value;
+}
+template <int exponent, int mantissa, int bias>
+INLINE uint8_t unsigned_zero_code(float x, float largest) {
+  float magnitude = as_float(bits(x) & 0x7fffffffu);
+  uint32_t code = narrow_code<exponent, mantissa, bias>(magnitude);
+  code = code == 0 ? 0 : code | ((bits(x) >> 24) & 0x80u);
+  return (uint8_t)(magnitude < largest ? code : 0x80u);
+}
+INLINE float widen(f8e4m3z x) { return widen_unsigned_zero<4, 3, 8>(x.code); }
+INLINE float widen(f8e5m2z x) { return widen_unsigned_zero<5, 2, 16>(x.code); }
+INLINE uint8_t f8e4m3z_code(float x) { return unsigned_zero_code<4, 3, 8>(x, 248.0f); }
+INLINE uint8_t f8e5m2z_code(float x) { return unsigned_zero_code<5, 2, 16>(x, 61440.0f); }
+
+// a power of two, no sign, 0xff is NaN; halves go up
+INLINE float widen(f8e8m0 x) {
+  float value = x.code == 0 ? as_float(0x00400000u) : as_float((uint32_t)x.code << 23);
+  return x.code == 0xffu ? __builtin_nanf("") : value;
+}
+INLINE uint8_t f8e8m0_code(float x) {
+  uint32_t u = bits(x) & 0x7fffffffu;
+  uint32_t exponent = u >> 23, rest = u & 0x7fffffu;
+  uint32_t up = (rest > 0x400000u) | ((rest == 0x400000u) & (exponent > 0));
+  return (uint8_t)(exponent == 0xffu ? 0xffu : exponent + up);
+}
+
+INLINE void store(f8e4m3z* to, float x) { to->code = f8e4m3z_code(x); }
+INLINE void store(f8e5m2z* to, float x) { to->code = f8e5m2z_code(x); }
+INLINE void store(f8e8m0* to, float x) { to->code = f8e8m0_code(x); }
+INLINE float round_f8e4m3z(float x) { return widen(f8e4m3z{f8e4m3z_code(x)}); }
+INLINE float round_f8e5m2z(float x) { return widen(f8e5m2z{f8e5m2z_code(x)}); }
+INLINE float round_f8e8m0(float x) { return widen(f8e8m0{f8e8m0_code(x)}); }
 
 INLINE void store(bf16* to, float x) { to->code = bf16_code(x); }
 INLINE void store(f16* to, float x) { to->code = f16_code(x); }
@@ -194,10 +233,12 @@ template <class T> INLINE T abs(T a) { return a < 0 ? (T)-a : a; }
 INLINE float abs(float a) { return __builtin_fabsf(a); }
 INLINE double abs(double a) { return __builtin_fabs(a); }
 
-template <class T> INLINE T truncated_divide(T a, T b) { return b == (T)-1 ? (T)-a : (T)(a / b); }
+// the one quotient that does not fit: the lowest number by -1
+template <class T> INLINE bool by_minus_one(T b) { return ((T)-1 < 0) & (b == (T)-1); }
+template <class T> INLINE T truncated_divide(T a, T b) { return by_minus_one(b) ? (T)(0 - (uint64_t)a) : (T)(a / b); }
 INLINE float truncated_divide(float a, float b) { return __builtin_truncf(a / b); }
 INLINE double truncated_divide(double a, double b) { return __builtin_trunc(a / b); }
-template <class T> INLINE T truncated_remainder(T a, T b) { return b == (T)-1 ? (T)0 : (T)(a % b); }
+template <class T> INLINE T truncated_remainder(T a, T b) { return by_minus_one(b) ? (T)0 : (T)(a % b); }
 INLINE float truncated_remainder(float a, float b) { return __builtin_fmodf(a, b); }
 INLINE double truncated_remainder(double a, double b) { return __builtin_fmod(a, b); }
 template <class T> INLINE T floored_remainder(T a, T b) {
@@ -226,15 +267,66 @@ INLINE double floored_divide(double a, double b) {
   return b == 0 ? a / b : low != 0 ? f : __builtin_copysign(0.0, a / b);
 }
 
-// Philox 2x32-10 of (position, seed): a float in [0, 1) with 24 bits
-INLINE float uniform(int64_t seed, int64_t position) {
-  uint32_t low = (uint32_t)position, high = (uint32_t)(position >> 32);
-  uint32_t key = (uint32_t)seed ^ (uint32_t)(seed >> 32);
-  for (int round = 0; round < 10; ++round) {
-    uint64_t wide = (uint64_t)low * 0xD256D193u;
-    low = (uint32_t)(wide >> 32) ^ high ^ key;
-    high = (uint32_t)wide;
-    key += 0x9E3779B9u;
+// integers to integer powers, wrapping; a negative power of anything but 1 and -1 is 0
+template <class T> INLINE T pow(T a, T b) {
+  if (b < 0) return a == 1 ? (T)1 : a == (T)-1 ? (T)(b & 1 ? -1 : 1) : (T)0;
+  uint64_t result = 1, factor = (uint64_t)a;
+  for (uint64_t left = (uint64_t)b; left; left >>= 1) {
+    if (left & 1) result *= factor;
+    factor *= factor;
   }
-  return (float)(int32_t)(low >> 8) * (1.0f / 16777216.0f);
+  return (T)result;
+}
+template <class T> INLINE T greatest_divisor(T a, T b) {
+  a = abs(a), b = abs(b);
+  while (a != 0) {
+    T rest = truncated_remainder(b, a);
+    b = a, a = rest;
+  }
+  return b;  // as torch: negative where the lowest number, which has no absolute value, is among them
+}
+template <class T> INLINE T least_multiple(T a, T b) {
+  T g = greatest_divisor(a, b);
+  if (g == 0) return 0;
+  T factor = truncated_divide(a, g);
+  if (sizeof(T) < 4) return (T)abs((int32_t)factor * (int32_t)b);
+  return abs((T)((uint64_t)factor * (uint64_t)b));
+}
+
+// An integer that is divided by; zero is reported, and 1 instead.
+template <class T> INLINE T divisor(T b, int64_t* bad) {
+  if (__builtin_expect(b == 0, 0)) *bad = 2;
+  return b == 0 ? (T)1 : b;
+}
+
+// Word position % 4 of Philox 4x32-10 with the counter position / 4 and the key `seed`.
+INLINE uint32_t random_word(int64_t seed, int64_t position) {
+  const uint64_t counter = (uint64_t)position >> 2;
+  uint32_t a = (uint32_t)counter, b = (uint32_t)(counter >> 32), c = 0, d = 0;
+  uint32_t left = (uint32_t)seed, right = (uint32_t)((uint64_t)seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t x = (uint64_t)a * 0xD2511F53u, y = (uint64_t)c * 0xCD9E8D57u;
+    a = (uint32_t)(y >> 32) ^ b ^ left;
+    b = (uint32_t)y;
+    c = (uint32_t)(x >> 32) ^ d ^ right;
+    d = (uint32_t)x;
+    left += 0x9E3779B9u;
+    right += 0xBB67AE85u;
+  }
+  const uint32_t low = position & 1 ? b : a, high = position & 1 ? d : c;
+  return position & 2 ? high : low;
+}
+// in [0, 1): 24 bits of a word, 53 bits of two; 63 bits as an integer
+INLINE float uniform(int64_t seed, int64_t position) {
+  return (float)(int32_t)(random_word(seed, position) >> 8) * (1.0f / 16777216.0f);
+}
+INLINE int64_t random_bits(int64_t seed, int64_t position, int upper, int lower) {
+  const int64_t high = random_word(seed, 2 * position) >> (32 - upper);
+  return high << lower | random_word(seed, 2 * position + 1) >> (32 - lower);
+}
+INLINE double uniform53(int64_t seed, int64_t position) {
+  return (double)random_bits(seed, position, 27, 26) * (1.0 / 9007199254740992.0);
+}
+INLINE int64_t random_integer(int64_t seed, int64_t position) {
+  return random_bits(seed, position, 31, 32);
 }

@@ -1,0 +1,152 @@
+"""Complex numbers: arithmetic, functions, views and joins against eager, part by part, by the float64 rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fulgurite import fuser
+from fulgurite.fuser import from_trace, interpret, ir, refine
+
+from .support import close, same_place, trace, tupled, widened
+
+INF, NAN = float("inf"), float("nan")
+FUNCTIONS = {
+    name: getattr(torch, name)
+    for name in (
+        "abs angle sgn exp log log2 log10 sqrt rsqrt sinh cosh tanh sin cos tan sigmoid reciprocal square "
+        "isnan isinf".split()
+    )
+}
+CASES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "neg": lambda z: -z,
+    "conj": lambda z: z.conj() * 1,
+    "powers": lambda z: (z**2, z**3, z**0.5, z ** (1.5 + 0.5j), 2.0**z),
+    "parts": lambda z: (z.real * 2, z.imag + 1, torch.view_as_real(z).exp()),
+    "numbers": lambda z: (z * (1 + 2j) + 3, z * 2.5, z / 3, 1 - z),
+    "with_real": lambda z: (z + z.real, z * z.imag, z / z.real, z.real / z),
+    "where": lambda z: (torch.where(z.real > 0, z, z * 2), z.masked_fill(z.real > 0, 1 + 1j)),
+    "sums": lambda z: (z.sum(), z.sum(0), z.mean(-1), z.cumsum(0)),
+    "moved": lambda z: (z.t() * 2, z.flip(0), z[1] * 2, z.tril(), (z * 2).view(-1), z[::2, 1:] + 1),
+    "joined": lambda z: (torch.cat([z, z * 2]), torch.stack([z, z * 2], 1)),
+    "gathered": lambda z: z[torch.arange(3)] * 2,
+    "padded": lambda z: torch.nn.functional.pad(z, (1, 2)),
+    "cast": lambda z: (z.to(torch.complex128) * 2, z.abs().to(z.dtype) + 1j),
+    "equal": lambda z: (z == z * 1, z != z.conj()),
+    "made": lambda z: (
+        torch.polar(z.abs(), z.angle()),
+        torch.complex(z.imag * 1, z.real * 1),
+        torch.view_as_complex(torch.view_as_real(z) * 2),
+        torch.ones_like(z) * z,
+        torch.full_like(z, 2 + 1j) + z,
+    ),
+    "combined": lambda z: (torch.addcmul(z, z, z, value=0.5), torch.lerp(z, z * 2, 0.3)),
+    "windows": lambda z: (z.t(), z[1:], z.real, z.imag),
+}
+
+
+def parts(x: Any) -> Any:
+    complex_ = isinstance(x, torch.Tensor) and x.is_complex()
+    return torch.view_as_real(x.resolve_conj()) if complex_ else x
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.complex128) if x.is_complex() else widened(x)
+
+
+def agree(function: Callable[..., Any], *arguments: torch.Tensor) -> fuser.FusedRegion:
+    """Interpreter, refined and not, and kernels, with eager."""
+    graph = trace(function, arguments)
+    region = from_trace.read(graph)
+    ir.check(region)
+    eager, exact = tupled(function(*arguments)), tupled(function(*map(wide, arguments)))
+    lowered = fuser.lower(graph)
+    runs = [interpret.run(stage, arguments) for stage in (region, refine.refine(region))]
+    for results in (*runs, lowered(*arguments)):
+        for ours, theirs, reference in zip(results, eager, exact, strict=True):
+            same_place(ours, theirs)
+            close(parts(ours), parts(theirs), parts(reference))
+    return lowered
+
+
+def everything(z: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    cases = [*FUNCTIONS.values(), *CASES.values()]
+    return tuple(result for case in cases for result in tupled(case(z)))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.complex64, pytest.param(torch.complex128, marks=pytest.mark.slow)]
+)
+def test_everything(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    agree(everything, torch.randn(6, 6, dtype=dtype))
+
+
+def test_two_tensors() -> None:
+    torch.manual_seed(1)
+    a, b, c = (
+        torch.randn(5, 7, dtype=torch.complex64),
+        torch.randn(7, 5, dtype=torch.complex64).t(),
+        torch.randn(7),
+    )
+
+    def every(a, b, c):
+        return a + b, a - b, a * b, a / b, a**b, a == b, torch.add(a, b, alpha=2j), a * c, c - a
+
+    agree(every, a, b, c)
+
+
+def test_layouts_and_shapes() -> None:
+    torch.manual_seed(2)
+    layouts = [
+        torch.randn(5, 7, dtype=torch.complex64).t(),
+        torch.randn(40, dtype=torch.complex64)[3:33].view(5, 6),
+        torch.randn(5, 1, dtype=torch.complex64).expand(5, 4),
+        torch.randn(9, 8, dtype=torch.complex64)[::2, 1::3],
+        *(
+            torch.randn(shape, dtype=torch.complex64)
+            for shape in ((), (1,), (0,), (3, 0), (5, 1, 3))
+        ),
+    ]
+    agree(lambda *zs: tuple(r for z in zs for r in (z.exp() * 2, z.abs(), z.sum())), *layouts)
+
+
+def test_infinities_and_nan() -> None:
+    odd = torch.tensor([0.0, -0.0, 1.0, -1.0, INF, -INF, NAN, 1e30, 1e-30])
+    z = torch.complex(odd[:, None].expand(9, 9).contiguous(), odd[None].expand(9, 9).contiguous())
+    functions = (
+        torch.abs,
+        torch.angle,
+        torch.exp,
+        torch.log,
+        torch.sqrt,
+        torch.reciprocal,
+        torch.neg,
+    )
+    agree(lambda z: (*(f(z) for f in functions), z.isnan(), z.isinf(), z.conj() * 1, z.sum(0)), z)
+
+
+def test_half_parts() -> None:
+    """What torch has of them on a CPU: looking at the parts, and casts."""
+    h = torch.randn(4, 3, 2).half()
+
+    def every(h):
+        z = torch.view_as_complex(h)
+        return z, torch.view_as_real(z) * 2, z.to(torch.complex64) * 2
+
+    agree(every, h)
+
+
+def test_windows_of_inputs_are_windows() -> None:
+    z = torch.randn(6, 8, dtype=torch.complex64)
+    region = fuser.lower(trace(lambda z: (z.t(), z.real, z * 2), (z,)))
+    for alias in region(z)[:2]:
+        assert alias.untyped_storage().data_ptr() == z.untyped_storage().data_ptr()
+
+
+def test_a_chain_is_one_kernel() -> None:
+    z = torch.randn(33, 7, dtype=torch.complex64)
+    assert len(agree(lambda z: (z * z.conj()).real.sqrt() + (z * 2j).imag, z).kernels) == 1
