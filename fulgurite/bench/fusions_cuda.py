@@ -1,0 +1,156 @@
+"""How near fused kernels come to the copy bandwidth of a GPU, beside eager and torch.compile.
+
+In: nothing. Out: for each case of `fusion_cases`, forward and backward, the percent of the copy bandwidth
+measured in the same run (bytes that must move over the time by CUDA events; calls take turns on several sets
+of inputs, so that none finds its own in the cache), the time of the first call, and the same for sizes around.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from fulgurite.bench import results
+from fulgurite.bench.fusion_cases import Case, backward, forward, sizes
+from fulgurite.fuse import fuse
+
+SETS = 3  # of inputs, which calls take turns on: what one leaves in the cache helps no other
+BATCH = 12  # calls between two readings of the device's clock
+BUSY_CYCLES = 8_000_000  # of the device: some 4 ms
+MOST_BYTES = 8 << 30  # of inputs that are copied
+
+Call = Callable[[], Any]
+
+
+def seconds(calls: Sequence[Call], repeats: int = 9) -> float:
+    """Seconds of the device for one call: the median of batches, by events."""
+    for call in calls:
+        call()
+    events = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(BUSY_CYCLES)  # the host runs ahead meanwhile: only the device is timed
+        start.record()
+        for k in range(BATCH):
+            calls[k % len(calls)]()
+        end.record()
+        events.append((start, end))
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) / 1e3 for a, b in events) / BATCH
+
+
+def copy_bandwidth() -> float:
+    """Bytes read plus written a second by torch's copy of 128 MiB."""
+    pairs = [torch.randn(2, 64 << 20, device="cuda", dtype=torch.bfloat16) for _ in range(SETS)]
+    copies = [functools.partial(pair[0].copy_, pair[1]) for pair in pairs]
+    return pairs[0].nbytes / seconds(copies, 20)
+
+
+def fusions_cuda(options: argparse.Namespace) -> None:
+    """Suite `fusions` on a GPU: ours and eager first, then torch.compile, which takes longest."""
+    os.environ.update(results.fresh_caches())
+    copy = copy_bandwidth()
+    print(
+        f"{torch.cuda.get_device_name()} · copy {copy / 1e9:.0f} GB/s · percent of it", flush=True
+    )
+    cases = [("forward", case) for case in forward()] + [("backward", case) for case in backward()]
+    rows: list[dict[str, Any]] = []
+    with torch.no_grad():
+        for group, case in cases:
+            rows.append({"group": group, **measure(case, copy)})
+            percent, difference = rows[-1]["fulgurite_percent"], rows[-1]["difference"]
+            print(f"{group} {case.name}: {percent:.0f}, differs by {difference:.0e}", flush=True)
+        if not options.quick:
+            rows += [{"group": "sizes", **measure(case, copy, False)} for case in sizes()]
+        path = results.save("fusions", options.device, rows, options.output)
+        for row, (_, case) in zip(rows, cases, strict=False):
+            row |= measure_compiled(case, row["bytes"], copy)
+    for group in dict.fromkeys(row["group"] for row in rows):
+        print(f"\n{group}")
+        print(_table([row for row in rows if row["group"] == group]), flush=True)
+    results.save("fusions", options.device, rows, options.output)
+    print(f"written to {path}")
+
+
+def input_sets(case: Case) -> list[Sequence[torch.Tensor]]:
+    """The same inputs several times, where they are not too large for that."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    inputs = case.inputs()
+    copies = SETS - 1 if sum(t.nbytes for t in inputs) < MOST_BYTES else 0
+    return [inputs, *([t.clone() for t in inputs] for _ in range(copies))]
+
+
+def measure(case: Case, copy: float, compared: bool = True) -> dict[str, Any]:
+    """Our kernels, and eager's where they are compared."""
+    sets = input_sets(case)
+    ours, compile_seconds = _first_call(fuse, case.function, sets[0])
+    results_of = pytree.tree_leaves(ours(*sets[0]))
+    moved = sum(t.nbytes for t in (*sets[0], *results_of)) - case.unread
+    row: dict[str, Any] = {"case": case.name, "bytes": moved, "copy": copy}
+    row |= _figures("fulgurite", ours, sets, moved, copy) | {"compile_s": compile_seconds}
+    row["kernels"] = [str(kernel.schedule) for kernel in ours.kernels]
+    if compared:
+        eager = case.eager or case.function
+        row["difference"] = _difference(results_of, pytree.tree_leaves(eager(*sets[0])))
+        row |= _figures("eager", eager, sets, moved, copy)
+    return row
+
+
+def _difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    """The largest distance of a result from eager's, relative to its size (random results differ)."""
+    pairs = zip(ours, theirs, strict=True)
+    return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
+
+
+def measure_compiled(case: Case, moved: int, copy: float) -> dict[str, Any]:
+    sets = input_sets(case)
+    compiled, compile_seconds = _first_call(torch.compile, case.function, sets[0])
+    figures = _figures("torch_compile", compiled, sets, moved, copy)
+    return figures | {"torch_compile_s": compile_seconds}
+
+
+def _figures(
+    name: str, function: Callable[..., Any], sets: list[Any], moved: int, copy: float
+) -> dict[str, float]:
+    taken = seconds([functools.partial(function, *inputs) for inputs in sets])
+    return {f"{name}_ms": 1e3 * taken, f"{name}_percent": 100 * moved / copy / taken}
+
+
+def _first_call(
+    compile_: Callable[..., Any], function: Callable[..., Any], inputs: Sequence[Any]
+) -> tuple[Any, float]:
+    compiled = compile_(function)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    compiled(*inputs)
+    torch.cuda.synchronize()
+    return compiled, time.perf_counter() - start
+
+
+def _mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    names = [n for n in ("eager", "torch_compile", "fulgurite") if f"{n}_percent" in rows[0]]
+    table = [["case", *(n.replace("_", ".") for n in names), "ms", "compile"]]
+    for row in rows:
+        percents = [f"{row[f'{n}_percent']:.0f}" for n in names]
+        last = [f"{row['fulgurite_ms']:.3f}", f"{row['compile_s']:.1f} s"]
+        table.append([row["case"], *percents, *last])
+    means = [f"{_mean([row[f'{n}_percent'] for row in rows]):.1f}" for n in names]
+    table.append(["geomean", *means, "", ""])
+    return results.table(table)

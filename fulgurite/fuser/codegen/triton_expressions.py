@@ -1,0 +1,391 @@
+"""Expressions and indices of the IR as lines of Triton.
+
+In: expressions over the loops of a nest. Out: text, and lines for what is read from memory. Lines go
+to levels: what does not change inside a loop is written before it. A `Body` is the text of one kernel
+below its `def`.
+"""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from ..index import Axis, Index, Loaded, Quotient, Remainder, Symbol
+from ..ir import (
+    NARROW_FLOATS,
+    Bound,
+    Constant,
+    Expression,
+    Guard,
+    Load,
+    Operation,
+    Position,
+    value_type,
+)
+from ..nest import Nest
+from . import triton_spelling as spelling
+from .triton_values import (
+    TO_FLOAT8,
+    TYPES,
+    bare,
+    constant,
+    is_single,
+    one_plus_tanh,
+    saturates,
+    typed,
+    value_tl,
+    within,
+)
+
+WIDE_INTEGERS = (torch.int64, torch.uint64, torch.uint32)
+RESERVED = frozenset(("tl", "triton", "libdevice", "float", "range", "part", "program"))
+
+
+@dataclass
+class Loop:
+    """A loop of the nest as text: a scalar of the program, or a block."""
+
+    axis: Axis
+    block: int  # 0: a scalar
+    level: int  # where it is known: 0 in the program, more inside loops
+    mask: str | None = None
+
+
+@dataclass
+class Level:
+    """Lines inside one loop of the text: where it is, what is read first, and the rest.
+
+    Reads come first so that all are under way before the first reduction waits for the others.
+    """
+
+    head: list[str] = field(default_factory=list)
+    reads: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    loads: dict[tuple[Load, str], str] = field(default_factory=dict)
+    tests: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def all(self) -> list[str]:
+        return [*self.head, *self.reads, *self.lines]
+
+
+class Body:
+    """Text below a kernel's `def`."""
+
+    def __init__(self, nest: Nest, blocks: tuple[Axis, ...], wide: bool, taken: set[str]) -> None:
+        self.nest = nest
+        self.blocks = blocks  # the axes that are dimensions of a block, in order
+        self.wide = wide
+        self.taken = set(taken) | {axis.name for axis in nest.axes}
+        self.loops: dict[Axis, Loop] = {}
+        self.levels = [Level()]
+        self.names: dict[str, str] = {}  # of locals
+        self.level_of: dict[str, int] = {}
+        self.axes_of: dict[str, set[Axis]] = {}
+        self.guards: list[tuple[str, set[Axis], int]] = []
+        self.functions: set[str] = set()
+        self.asserts = False
+        self.fast = all(
+            t.dtype in NARROW_FLOATS or not t.dtype.is_floating_point
+            for t, _, stores in nest.accesses()
+            if not stores
+        )
+
+    # lines and names
+
+    def line(self, text: str, level: int | None = None) -> None:
+        self.levels[-1 if level is None else level].lines.append(text)
+
+    def head(self, text: str) -> None:
+        self.levels[-1].head.append(text)
+
+    @contextmanager
+    def loop(self, head: str) -> Iterator[None]:
+        """Lines inside `head`, one level deeper."""
+        self.levels.append(Level())
+        yield
+        inside = self.levels.pop()
+        self.line(head)
+        for text in inside.all:
+            self.line("    " + text)
+
+    @property
+    def depth(self) -> int:
+        return len(self.levels) - 1
+
+    def fresh(self, base: str) -> str:
+        text = "".join(c if c.isalnum() or c == "_" else "_" for c in base)
+        if text[:1].isdigit() or keyword.iskeyword(text) or text in RESERVED:
+            text = "_" + text
+        unique, count = text, 1
+        while unique in self.taken:
+            count += 1
+            unique = f"{text}_{count}"
+        self.taken.add(unique)
+        return unique
+
+    def shaped(self, text: str, axis: Axis) -> str:
+        """A vector along one axis, with the other dimensions of the block as ones."""
+        if len(self.blocks) < 2:
+            return text
+        places = [":" if a == axis else "None" for a in self.blocks]
+        return f"{text}[{', '.join(places)}]"
+
+    # indices
+
+    def index(self, index: Index) -> str:
+        parts: list[str] = []
+        for monomial, coefficient in index.terms:
+            factors = [self.atom(atom) for atom in monomial]
+            if coefficient == -1:
+                parts.append("-" + " * ".join(factors))
+                continue
+            if coefficient != 1:
+                factors.append(str(coefficient))
+            parts.append(" * ".join(factors))
+        if index.constant or not parts:
+            parts.append(str(index.constant))
+        return " + ".join(parts).replace("+ -", "- ")
+
+    def atom(self, atom: Axis | Symbol | Quotient | Remainder | Loaded) -> str:
+        if isinstance(atom, Axis | Symbol):
+            return atom.name
+        if isinstance(atom, Loaded):
+            return self.gathered(atom)
+        top, bottom = self.index(atom.numerator), self.index(atom.denominator)
+        top = top if is_single(atom.numerator) else f"({top})"
+        bottom = bottom if atom.denominator.is_constant or atom.denominator.plain else f"({bottom})"
+        low, _ = atom.numerator.bounds()
+        if low is not None and low >= 0:
+            return f"({top} {'//' if isinstance(atom, Quotient) else '%'} {bottom})"
+        name = "whole_floored_divide" if isinstance(atom, Quotient) else "whole_floored_remainder"
+        self.functions.add(name)
+        return f"{name}({top}, {bottom})"
+
+    def gathered(self, atom: Loaded) -> str:
+        """A position that a tensor holds, checked against its range."""
+        key = f"{atom.value} of {atom.size} {atom.wraps} {self.mask_text(set())}"
+        level = self.level(atom.value)
+        found = self.levels[level].tests.get(key)
+        if found is not None:
+            return found
+        value = self.expression(atom.value)
+        size = self.index(atom.size)
+        name = self.fresh("place")
+        if value_type(atom.value.dtype) != torch.int64 and self.wide:
+            value = f"{value}.to(tl.int64)"
+        self.line(f"{name} = {value}", level)
+        if atom.wraps:
+            self.line(f"{name} = tl.where({name} < 0, {name} + {size}, {name})", level)
+        test = f"(0 <= {name}) & ({name} < {size})"
+        mask = self.mask_text(self.axes(atom.value))
+        if mask:
+            test = f"({test}) | ~({mask})"
+        self.line(f'tl.device_assert({test}, "index out of range")', level)
+        self.asserts = True
+        if not self.wide and value_type(atom.value.dtype) in WIDE_INTEGERS:
+            self.line(f"{name} = {name}.to(tl.int32)", level)
+        self.levels[level].tests[key] = name
+        return name
+
+    # where an expression is known
+
+    def axes(self, expression: Expression) -> set[Axis]:
+        """The loops an expression depends on, through locals too."""
+        found = set(expression.axes())
+        for local in self.nest.references(expression):
+            found |= self.axes_of[local.name]
+        return found
+
+    def level(self, expression: Expression) -> int:
+        found = max((self.loops[a].level for a in expression.axes()), default=0)
+        for local in self.nest.references(expression):
+            found = max(found, self.level_of[local.name])
+        return max([found, *(level for _, _, level in self.guards)])
+
+    # masks
+
+    def mask_text(self, axes: set[Axis]) -> str:
+        """The conditions under which memory at these axes may be touched."""
+        tests: list[str] = []
+        for axis in (*self.nest.axes,):
+            loop = self.loops.get(axis)
+            if axis in axes and loop is not None and loop.mask:
+                tests.append(loop.mask)
+        for test, of, _ in self.guards:
+            if of & axes or not of:
+                tests.append(test)
+        return " & ".join(tests)
+
+    # values
+
+    def expression(self, expression: Expression) -> str:
+        if isinstance(expression, Constant):
+            return constant(expression.value, expression.dtype)
+        if isinstance(expression, Position):
+            text = self.index(expression.index)
+            if expression.index.is_constant:
+                return typed(expression.index.constant, expression.dtype)
+            plain = expression.index.plain is not None
+            return f"{text if plain else f'({text})'}.to({value_tl(expression.dtype)})"
+        if isinstance(expression, Load):
+            return self.load(expression) if expression.index else self.names[expression.name]
+        if isinstance(expression, Guard):
+            return self.guarded(expression)
+        return self.operation(expression)
+
+    def load(self, load: Load) -> str:
+        index = load.index[0]
+        axes = self.axes(load)
+        extra = ""
+        for _, of, _ in self.guards:
+            for axis in sorted(of - axes if of & axes else (), key=str):
+                if self.loops[axis].block:
+                    extra += f" + 0 * {axis.name}"  # the mask has more dimensions than the place
+                axes = axes | {axis}
+        mask = self.mask_text(axes)
+        level = self.level(load)
+        key = (load, mask + extra)
+        for outer in self.levels[: level + 1]:
+            if key in outer.loads:
+                return outer.loads[key]
+        place = self.index(index) + extra
+        pointer = f"{self.names[load.name]} + {place}" if place != "0" else self.names[load.name]
+        options = f", mask={mask}" if mask else ""
+        if mask and not load.dtype.is_floating_point:
+            options += ", other=0"  # it may be a position
+        letters = "".join(a.name for a in self.nest.axes if a in load.axes())
+        name = self.fresh(f"{self.names[load.name]}_{letters or 'value'}")
+        text = f"tl.load({pointer}{options})"
+        if load.dtype in NARROW_FLOATS:
+            text += ".to(tl.float32)"
+        plain = not self.guards and not index.loaded()
+        place_in = self.levels[level].reads if plain else self.levels[level].lines
+        place_in.append(f"{name} = {text}")
+        self.levels[level].loads[key] = name
+        return name
+
+    def guarded(self, guard: Guard) -> str:
+        tests = [self.bound(bound) for bound in guard.bounds]
+        text = " & ".join(f"({test})" for test in tests) if len(tests) > 1 else tests[0]
+        axes: set[Axis] = set()
+        level = 0
+        for bound in guard.bounds:
+            for index in (bound.index, bound.size):
+                position = Position(index, torch.int64)
+                axes |= self.axes(position)
+                level = max(level, self.level(position))
+        known = self.levels[level].tests
+        if text not in known:
+            known[text] = self.fresh("inside")
+            self.line(f"{known[text]} = {text}", level)
+        name = known[text]
+        self.guards.append((name, axes, level))
+        inside = self.expression(guard.inside)
+        self.guards[-1] = (f"~{name}", axes, level)
+        outside = self.expression(guard.outside)
+        self.guards.pop()
+        if isinstance(guard.inside, Constant) and isinstance(guard.outside, Constant):
+            inside = typed(guard.inside.value, guard.dtype)
+        return f"tl.where({name}, {inside}, {outside})"
+
+    def bound(self, bound: Bound) -> str:
+        low, high = bound.index.bounds()
+        text, size = self.index(bound.index), self.index(bound.size)
+        tests = []
+        if low is None or low < 0:
+            tests.append(f"{text} >= 0")
+        if high is None or not bound.size.is_constant or high >= bound.size.constant:
+            tests.append(f"{text} < {size}")
+        return " & ".join(f"({t})" for t in tests) if len(tests) > 1 else "".join(tests) or "True"
+
+    def operation(self, operation: Operation) -> str:
+        if operation.name == "cast":
+            return self.cast(operation.arguments[0], operation.dtype)
+        if operation.name == "bitcast":
+            return self.bitcast(operation.arguments[0], operation.dtype)
+        inner = one_plus_tanh(operation)
+        if inner is not None:
+            self.functions.add(self.spelled("sigmoid", torch.float32))
+            doubled = f"2.0 * {self.expression(inner)}"
+            return f"(2.0 * {self.spelled('sigmoid', torch.float32)}({doubled}))"
+        source = value_type(operation.arguments[-1].dtype)
+        texts = [self.expression(a) for a in operation.arguments]
+        chosen = self.spelled(operation.name, source)
+        call = "{" not in chosen
+        start = 1 if operation.name == "where" else 0
+        rest = operation.arguments[start:]
+        if all(isinstance(a, Constant) for a in rest) or (
+            call and not chosen.startswith("tl.") and operation.name not in ("maximum", "minimum")
+        ):
+            for k, argument in enumerate(operation.arguments):
+                if isinstance(argument, Constant):
+                    texts[k] = typed(argument.value, argument.dtype)
+        if not call:
+            return chosen.format(*texts)
+        if "." not in chosen:
+            self.functions.add(chosen)
+        return f"{chosen}({', '.join(bare(t) for t in texts)})"
+
+    def spelled(self, name: str, source: torch.dtype) -> str:
+        """The text of a primitive for arguments of this value type."""
+        general = spelling.SPELLING.get(name)
+        if source == torch.bool:
+            found = spelling.BOOL_SPELLING.get(name, general)
+        elif not source.is_floating_point:
+            found = spelling.INTEGER_SPELLING.get(name, general)
+        elif source == torch.float64:
+            found = spelling.DOUBLE_SPELLING.get(name, general)
+        elif self.fast:
+            found = spelling.FAST_SPELLING.get(name, general)
+        else:
+            found = general
+        assert found is not None, f"{name} has no spelling for {source}"
+        return found
+
+    def cast(self, argument: Expression, target: torch.dtype) -> str:
+        source = argument.dtype
+        have, want = value_type(source), value_type(target)
+        if isinstance(argument, Constant):
+            text = typed(argument.value, source)
+        else:
+            text = self.expression(argument)
+        if want == torch.bool:
+            return text if have == torch.bool else f"({text} != 0)"
+        if have != want:
+            small = not want.is_floating_point and want not in (torch.int32, torch.int64)
+            if have.is_floating_point and small:
+                text += (
+                    ".to(tl.int64)"  # so that what doesn't fit wraps, as torch's conversion does
+                )
+            text += f".to(tl.{TYPES[want]})"
+        if target in NARROW_FLOATS and source != target:
+            text = f"{self.narrowed(text, argument, target)}.to(tl.float32)"
+        return text
+
+    def bitcast(self, argument: Expression, target: torch.dtype) -> str:
+        """The bits of a value, as it is stored, in another type of that width."""
+        text, source = self.expression(argument), argument.dtype
+        if source in NARROW_FLOATS or source == torch.bool:
+            text += f".to(tl.{'uint8' if source == torch.bool else TYPES[source]})"
+        if target == torch.bool:
+            return f"({text}.to(tl.uint8, bitcast=True) != 0)"
+        text += f".to(tl.{TYPES[target]}, bitcast=True)"
+        return f"{text}.to(tl.float32)" if target in NARROW_FLOATS else text
+
+    def narrowed(self, text: str, value: Expression, target: torch.dtype) -> str:
+        """A float32 rounded to a narrow type."""
+        while isinstance(value, Load) and not value.index:
+            local = self.nest.locals[value.name]
+            if local.reduction is not None:
+                break
+            value = local.expression
+        function = TO_FLOAT8.get(target)
+        if function is None or within(value, torch.finfo(target).max) or saturates(target):
+            return f"{text}.to(tl.{TYPES[target]})"
+        self.functions.add(function)
+        return f"{function}({bare(text)})"

@@ -1,0 +1,195 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Functions that generated Triton kernels call, where Triton has none with torch's meaning.
+
+In: blocks of one value type. Out: the same. Only generated kernels import this module, and only it and
+they import Triton, so that the package works where Triton is not installed.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+# reductions: max and min give NaN where there is one
+
+
+@triton.jit
+def nan_max(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def nan_min(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def added(a, b):
+    return a + b
+
+
+@triton.jit
+def product(a, b):
+    return a * b
+
+
+@triton.jit
+def log_add_exp(a, b):
+    high = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    low = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    endless = (a == b) & (tl.abs(a) == float("inf"))
+    return tl.where(endless, a, high + libdevice.log1p(libdevice.exp(low - high)))
+
+
+# floats
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + libdevice.exp(-x))
+
+
+@triton.jit
+def quick_sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def quick_tanh(x):
+    """Within 2e-6 of the result: near zero by its series, which does not cancel."""
+    square = x * x
+    series = x * (1.0 - square * (0.33333334 - square * 0.13333334))
+    return tl.where(square < 0.01, series, 2.0 * quick_sigmoid(2.0 * x) - 1.0)
+
+
+@triton.jit
+def sign(x):
+    return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
+
+
+@triton.jit
+def signbit(x):
+    if x.dtype == tl.float64:
+        negative = x.to(tl.int64, bitcast=True) < 0
+    else:
+        negative = x.to(tl.int32, bitcast=True) < 0
+    return negative
+
+
+@triton.jit
+def floored_remainder(a, b):
+    rest = libdevice.fmod(a, b)
+    return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+
+
+@triton.jit
+def floored_divide(a, b):
+    rest = libdevice.fmod(a, b)
+    quotient = (a - rest) / b
+    low = tl.where((rest != 0) & ((b < 0) != (rest < 0)), quotient - 1, quotient)
+    whole = tl.floor(low)
+    whole = tl.where(low - whole > 0.5, whole + 1, whole)
+    exact = a / b
+    whole = tl.where(low != 0, whole, libdevice.copysign(exact * 0, exact))
+    return tl.where(b == 0, exact, whole)
+
+
+@triton.jit
+def to_e4m3(x):
+    """float8_e4m3fn as torch before 2.13 rounds: past the largest number comes NaN."""
+    return tl.where(tl.abs(x) <= 464.0, x, float("nan")).to(tl.float8e4nv)
+
+
+@triton.jit
+def to_e5m2(x):
+    """float8_e5m2 as torch rounds: past the largest number comes infinity, which Triton's has not."""
+    code = x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    infinite = tl.where(x < 0, 0xFC, 0x7C).to(tl.uint8)
+    return tl.where(tl.abs(x) >= 61440.0, infinite, code).to(tl.float8e5, bitcast=True)
+
+
+# integers: division by a constant that is not zero
+
+
+@triton.jit
+def whole_truncated_divide(a, b):
+    return tl.where(b == -1, -a, a // tl.where(b == -1, 1, b))
+
+
+@triton.jit
+def whole_truncated_remainder(a, b):
+    return tl.where(b == -1, 0, a % tl.where(b == -1, 1, b))
+
+
+@triton.jit
+def whole_floored_remainder(a, b):
+    rest = whole_truncated_remainder(a, b)
+    return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+
+
+@triton.jit
+def whole_floored_divide(a, b):
+    rest = whole_truncated_remainder(a, b)
+    quotient = whole_truncated_divide(a, b)
+    return tl.where((rest != 0) & ((rest < 0) != (b < 0)), quotient - 1, quotient)
+
+
+@triton.jit
+def shift_left(a, b):
+    bits: tl.constexpr = a.dtype.primitive_bitwidth
+    out = (b < 0) | (b >= bits)
+    return tl.where(out, 0, a << tl.where(out, 0, b)).to(a.dtype)
+
+
+@triton.jit
+def shift_right(a, b):
+    bits: tl.constexpr = a.dtype.primitive_bitwidth
+    out = (b < 0) | (b >= bits)
+    shifted = a >> tl.where(out, bits - 1, b)
+    return tl.where(out & (a >= 0), 0, shifted).to(a.dtype)
+
+
+# random numbers: word p % 4 of Philox 4x32-10 with the counter p // 4 and the key `seed`
+
+
+@triton.jit
+def random_word(seed, position):
+    counter = position >> 2
+    a = counter.to(tl.uint32)
+    b = (counter >> 32).to(tl.uint32)
+    c = a * 0
+    d = a * 0
+    left = seed.to(tl.uint32)
+    right = (seed >> 32).to(tl.uint32)
+    first = tl.full([], 0xD2511F53, tl.uint32)
+    second = tl.full([], 0xCD9E8D57, tl.uint32)
+    for _ in tl.static_range(10):
+        upper_a = tl.umulhi(a, first)
+        upper_c = tl.umulhi(c, second)
+        lower_a = a * first
+        a = upper_c ^ b ^ left
+        b = c * second
+        c = upper_a ^ d ^ right
+        d = lower_a
+        left = left + tl.full([], 0x9E3779B9, tl.uint32)
+        right = right + tl.full([], 0xBB67AE85, tl.uint32)
+    word = position & 3
+    return tl.where(word < 2, tl.where(word == 0, a, b), tl.where(word == 2, c, d))
+
+
+@triton.jit
+def uniform(seed, position):
+    return (random_word(seed, position) >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit
+def uniform53(seed, position):
+    upper = random_word(seed, 2 * position).to(tl.int64)
+    lower = random_word(seed, 2 * position + 1).to(tl.int64)
+    return ((upper >> 5 << 26) | (lower >> 6)).to(tl.float64) * 1.1102230246251565e-16
+
+
+@triton.jit
+def random_integer(seed, position):
+    upper = random_word(seed, 2 * position).to(tl.int64)
+    lower = random_word(seed, 2 * position + 1).to(tl.int64)
+    return (upper >> 1 << 32) | lower

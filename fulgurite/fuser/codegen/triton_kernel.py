@@ -1,0 +1,215 @@
+"""The Triton text of one scheduled nest: a kernel, and a second one that adds up parts where there are.
+
+In: a `GpuSchedule`. Out: `Stage`s in the order they run. Three ways through the body of a nest: held
+(the row is in registers, every value once), looped (walked in blocks, once a pass) and none (pointwise).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fulgurite.device import Device
+
+from ..index import Axis, Index, Symbol
+from ..ir import Tensor
+from ..nest import Local
+from ..schedule.gpu import GpuSchedule, finishing
+from .triton_expressions import Loop
+from .triton_parts import add_to_part, close_parts, finish_nest, open_parts
+from .triton_passes import looped, scan
+from .triton_values import bare
+from .triton_writer import Writer
+
+FORMULAS = 24
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One function: its text, its arguments in order, and how it is launched."""
+
+    name: str
+    text: str
+    tensors: tuple[Tensor, ...]
+    symbols: tuple[Symbol, ...]
+    grid: tuple[Index, Index]
+    warps: int
+    stages: int
+    asserts: bool
+    functions: frozenset[str]
+    writes: frozenset[str] = frozenset()  # the tensors that are results
+    parts: tuple[Tensor, ...] = ()  # memory between this stage and the next
+    wide: bool = False
+
+
+def write_stages(name: str, schedule: GpuSchedule, device: Device, wide: bool) -> list[Stage]:
+    writer = Writer(name, schedule, wide)
+    stages = [write(writer)]
+    if schedule.programs or schedule.split:
+        stages += _finishes(name, writer, device, wide)
+    return stages
+
+
+def _finishes(name: str, writer: Writer, device: Device, wide: bool) -> list[Stage]:
+    """Kernels that add parts up: one for what is stored at points, one for single values."""
+    late = writer.late_stores()
+    found = []
+    for suffix, stores in (
+        ("finish", [s for s in late if s.index.axes()]),
+        ("finish_all", [s for s in late if not s.index.axes()]),
+    ):
+        if stores:
+            nest, axis = finish_nest(writer, stores)
+            found.append(write(Writer(f"{name}_{suffix}", finishing(nest, axis, device), wide)))
+    return found
+
+
+def write(w: Writer) -> Stage:
+    b = w.body
+    open_grid(w)
+    if w.schedule.programs:
+        walk(w)
+    elif not w.nest.body:
+        held(w)
+    elif w.schedule.looped:
+        looped(w)
+    else:
+        held_axis(w)
+        held(w)
+    assert len(b.levels) == 1, "a loop was left open"
+    memory = w.nest.memory
+    tensors = [memory[n] for n in w.reads] + [memory[n] for n in w.writes]
+    tensors += w.parts.values()
+    names = [b.names[n] for n in w.reads] + list(w.outputs.values())
+    names += w.part_names.values()
+    symbols = w._symbols()
+    head = [f"# {formula}"[:160] for formula in w.nest.formulas[:FORMULAS]]
+    head += [f"# {w.schedule}", "@triton.jit"]
+    head.append(f"def {w.name}({', '.join([*names, *(s.name for s in symbols)])}):")
+    text = "\n".join([*head, *("    " + line for line in b.levels[0].all)])
+    s = w.schedule
+    return Stage(
+        w.name,
+        text,
+        tuple(tensors),
+        tuple(symbols),
+        w.grid_size(),
+        s.warps,
+        s.stages,
+        b.asserts,
+        frozenset(b.functions),
+        frozenset(w.writes),
+        tuple(w.parts.values()),
+        w.wide,
+    )
+
+
+def open_grid(w: Writer) -> None:
+    b, grid = w.body, w.nest.grid
+    if w.schedule.programs:
+        b.head("program = tl.program_id(0)")
+        return
+    if len(grid) == 1:
+        grid_axis(w, grid[0], "tl.program_id(0)")
+    elif grid:
+        b.head("program = tl.program_id(0)")
+        rest = "program"
+        for axis in reversed(grid[1:]):
+            count = b.index(w.count(axis))
+            if count == "1":
+                grid_axis(w, axis, "0")
+                continue
+            count = count if count.isalnum() else f"({count})"
+            grid_axis(w, axis, f"{rest} % {count}")
+            rest = f"{rest} // {count}"
+        grid_axis(w, grid[0], rest)
+
+
+def grid_axis(w: Writer, axis: Axis, program: str) -> None:
+    b = w.body
+    wide = ".to(tl.int64)" if w.wide else ""
+    place = f"({program})" if wide and " " in program else program
+    if axis not in w.schedule.blocks:
+        b.head(f"{axis.name} = {place}{wide}")
+        b.loops[axis] = Loop(axis, 0, b.depth)
+        return
+    block = w.schedule.sizes[axis]
+    place = f"({program})" if "//" in program or (wide and " " in program) else program
+    text = f"{place}{wide} * {block} + tl.arange(0, {block})"
+    if program == "0":
+        text = f"tl.arange(0, {block}){wide}"
+    w.block_axis(axis, text, block)
+
+
+def held_axis(w: Writer) -> None:
+    """The whole body at once."""
+    (axis,) = w.nest.body
+    block = w.schedule.sizes[axis]
+    wide = ".to(tl.int64)" if w.wide else ""
+    w.block_axis(axis, f"tl.arange(0, {block}){wide}", block)
+
+
+def held(w: Writer) -> None:
+    """Values in the order they can be computed, reductions among them, then stores."""
+    wanted = w.wanted(w.roots())
+    partial = {x.name for x in w.partial}
+    for local in w.nest.locals.values():
+        if local.name in partial:
+            add_to_part(w, local)
+        elif local.name in wanted:
+            if local.reduction is None:
+                w.declare(local)
+            elif local.role == "scan":
+                scan(w, local)
+            else:
+                reduce_now(w, local)
+    for store in w.main_stores():
+        w.store(store)
+
+
+def reduce_now(w: Writer, x: Local) -> None:
+    b = w.body
+    (axis,) = w.nest.body
+    axes = b.axes(x.expression)
+    text = w.value_of(x, w.nest.body)
+    if axis not in axes and not b.loops[axis].mask:
+        text = f"tl.broadcast_to({bare(text)}, {w.block_shape()})"
+    name = b.fresh(x.name)
+    b.line(f"{name} = {w.reduced(x, text, axis)}")
+    w.known(x, name, b.depth, axes - {axis})
+
+
+def walk(w: Writer) -> None:
+    """A fixed number of programs over all rows."""
+    b = w.body
+    (grid,) = w.nest.grid
+    block = w.schedule.sizes.get(grid, 1) if grid in w.schedule.blocks else 1
+    if w.nest.body and not w.schedule.looped:
+        held_axis(w)
+    accumulators = open_parts(w)
+    scalar = grid not in w.schedule.blocks and not w.wide
+    first = grid.name if scalar else b.fresh(f"{grid.name}0")
+    size, programs = b.index(grid.size), w.schedule.programs
+    start = f"program * {block}" if block > 1 else "program"
+    wide = ".to(tl.int64)" if w.wide else ""
+    ahead = 1 if w.schedule.looped else w.schedule.stages
+    steps = w.range(start, size, programs * block, ahead)
+    with b.loop(f"for {first} in {steps}:"):
+        if grid in w.schedule.blocks:
+            w.block_axis(grid, f"{first} + tl.arange(0, {block}){wide}", block)
+        else:
+            if not scalar:
+                b.head(f"{grid.name} = {first}{wide}")
+            b.loops[grid] = Loop(grid, 0, b.depth)
+        w.accumulators = accumulators
+        w.first = f"{first} == {start}"
+        if w.schedule.looped:
+            looped(w)
+            if any(x.role == "colsum" for x in w.partial):
+                b.line("tl.debug_barrier()")
+        else:
+            held(w)
+        w.forget(b.depth)
+    close_parts(w, accumulators)
+
+
+__all__ = ["Stage", "write_stages"]

@@ -1,0 +1,264 @@
+"""A body that is walked in blocks, once a pass: rows that registers can't hold, columns, split reductions.
+
+In: a `Writer`. Out: for each pass a loop that accumulates a block of partial reductions, and after it their
+reduction to one value. A maximum and the sum of exponentials below it share one pass.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..index import Axis
+from ..ir import Expression, value_type
+from ..nest import Local
+from ..schedule.base import store_axes
+from .triton_parts import add_to_part, store_split
+from .triton_values import bare, constant, value_tl
+from .triton_writer import Writer, held_tl, start_of, step_text
+
+LOG2_E = 1.4426950408889634
+LOWEST = {torch.float32: -3.4028234663852886e38, torch.float64: -1.7976931348623157e308}
+
+
+def looped(w: Writer) -> None:
+    for step in range(w.schedule.passes + 1):
+        row_values(w, step)
+        if step < w.schedule.passes:
+            one_pass(w, step)
+    if w.schedule.split:
+        store_split(w)
+
+
+def row_values(w: Writer, step: int) -> None:
+    """Values and stores of the row that are ready after this many passes."""
+    b = w.body
+    wanted = w.wanted(w.roots())
+    for local in w.nest.locals.values():
+        name = local.name
+        if name not in wanted or name in b.names or local.reduction is not None:
+            continue
+        if w.facts.waits[name] <= step and not w.facts.inner[name]:
+            if not w.facts.after[name]:
+                w.declare(local)
+    for x in w.partial:
+        if x.role == "scalar" and not x.over_body and w.facts.waits[x.name] == step:
+            add_to_part(w, x)
+    for store in w.main_stores():
+        if store_axes(w.nest, store) or w.facts.expression_inner(store.value):
+            continue
+        if w.facts.expression_wait(store.value) == step:
+            w.store(store)
+
+
+def one_pass(w: Writer, step: int) -> None:
+    b = w.body
+    (axis,) = w.nest.body
+    online = w.schedule.online
+    sums = [x for x in w.sums if w.facts.waits[x.name] == step + 1]
+    inner = [x for x in w.partial if x not in w.sums]
+    inner = [x for x in inner if w.facts.waits[x.name] == step]
+    inner = [x for x in inner if x.role == "colsum" or x.over_body]
+    stores = [
+        s
+        for s in w.main_stores()
+        if store_axes(w.nest, s) and w.facts.expression_wait(s.value) == step
+    ]
+    if not (sums or inner or stores):
+        return
+    accumulators = open_sums(w, sums)
+    open_scans(w)
+    for steps, filled in body_ranges(w):
+        first = b.fresh(f"{axis.name}0")
+        with b.loop(f"for {first} in {steps}:"):
+            wide = ".to(tl.int64)" if w.wide else ""
+            block = w.schedule.sizes[axis]
+            w.block_axis(axis, f"{first} + tl.arange(0, {block}){wide}", block, filled)
+            pass_values(w, [x.expression for x in (*sums, *inner) if x.name not in online])
+            for x in sums:
+                if x.name not in online:
+                    accumulate(w, x, accumulators, online)
+            for x in inner:
+                add_to_part(w, x)
+            pass_values(w, [s.value for s in stores])
+            for store in stores:
+                w.store(store)
+            w.forget(b.depth)
+    close_sums(w, sums, accumulators)
+
+
+def open_sums(w: Writer, sums: list[Local]) -> dict[str, str]:
+    """A block of partial reductions for each."""
+    b, online = w.body, w.schedule.online
+    names: dict[str, str] = {}
+    for x in sums:
+        names[x.name] = b.fresh(f"{x.name}_sums" if x.reduction == "sum" else f"{x.name}_all")
+        start, shape = start_of(x), w.block_shape()
+        if x.name in online.values():
+            start = constant(LOWEST[value_type(x.dtype)], x.dtype)
+        if grouped(w) and x.name in (*online, *online.values()):
+            shape = f"[{w.schedule.sizes[w.nest.body[0]] // w.schedule.group}]"
+        b.line(f"{names[x.name]} = tl.full({shape}, {start}, {held_tl(x)})")
+    return names
+
+
+def close_sums(w: Writer, sums: list[Local], accumulators: dict[str, str]) -> None:
+    """The reduction of each block to one value."""
+    b, online = w.body, w.schedule.online
+    (axis,) = w.nest.body
+    for x in sums:
+        name = b.fresh(x.name)
+        if x.name in online:
+            best, m = accumulators[online[x.name]], b.names[online[x.name]]
+            text = f"{accumulators[x.name]} * tl.exp({best} - {m})"
+            b.line(f"{name} = {w.reduced(x, text, axis)}")
+        else:
+            b.line(f"{name} = {w.reduced(x, accumulators[x.name], axis)}")
+            if x.name in online.values():
+                low = constant(LOWEST[value_type(x.dtype)], x.dtype)
+                b.line(f'{name} = tl.where({name} == {low}, float("-inf"), {name})')
+        axes = {a for a in w.nest.grid if a in b.loops}
+        w.known(x, name, b.depth, axes)
+
+
+def grouped(w: Writer) -> bool:
+    """Are a thread's neighbouring elements reduced first, before they meet the running values?"""
+    return w.schedule.group > 1 and len(w.body.blocks) == 1
+
+
+def body_ranges(w: Writer) -> list[tuple[str, bool | None]]:
+    """The steps of the loops over the body: all blocks that are full, then what is left."""
+    b, ahead = w.body, w.schedule.stages
+    (axis,) = w.nest.body
+    block = w.schedule.sizes[axis]
+    if w.schedule.split:
+        return [(part_range(w, axis, block), None)]
+    if not axis.size.is_constant:
+        return [(w.range("0", b.index(axis.size), block, ahead), None)]
+    size = axis.size.constant
+    full = size // block * block
+    found: list[tuple[str, bool | None]] = []
+    if full:
+        found.append((w.range("0", str(full), block, ahead), True))
+    if full < size or not size:
+        found.append((w.range(str(full), str(size), block), False))
+    return found
+
+
+def part_range(w: Writer, axis: Axis, block: int) -> str:
+    """The steps over this program's part of the body."""
+    b, parts = w.body, w.schedule.split
+    size = b.index(axis.size)
+    b.line("part = tl.program_id(1)")
+    if axis.size.is_constant:
+        chunk = str(-(-axis.size.constant // (parts * block)) * block)
+    else:
+        chunk = b.fresh("chunk")
+        b.line(f"{chunk} = tl.cdiv({size}, {parts * block}) * {block}")
+    start = f"part.to(tl.int64) * {chunk}" if w.wide else f"part * {chunk}"
+    return w.range(start, f"tl.minimum({start} + {chunk}, {size})", block, w.schedule.stages)
+
+
+def pass_values(w: Writer, roots: list[Expression]) -> None:
+    """Locals at a point of the body that these need and that are not there yet."""
+    b = w.body
+    wanted: set[str] = set()
+    stack = list(roots)
+    while stack:
+        for local in w.nest.references(stack.pop()):
+            if local.name not in wanted and local.name not in b.names:
+                wanted.add(local.name)
+                if local.reduction is None or local.role == "scan":
+                    stack.append(local.expression)
+    for local in w.nest.locals.values():
+        if local.name in wanted and local.role == "scan":
+            scan(w, local, w.carried[local.name])
+        elif local.name in wanted and local.reduction is None:
+            w.declare(local)
+
+
+def scan(w: Writer, x: Local, carried: str | None = None) -> None:
+    """The scan of a block; `carried` is the reduction of everything before it, which it extends."""
+    b = w.body
+    (axis,) = w.nest.body
+    axes = b.axes(x.expression) | {axis}
+    text = w.value_of(x, w.nest.body)
+    if axis not in b.axes(x.expression) and not b.loops[axis].mask:
+        text = f"tl.broadcast_to({bare(text)}, {w.block_shape()})"
+    name = b.fresh(x.name)
+    if carried is None:
+        b.line(f"{name} = {w.scanned(x, text, axis)}")
+    else:
+        point = b.fresh("value")
+        b.line(f"{point} = {bare(text)}")
+        before = f"{carried}.to({value_tl(x.dtype)})" if long_sum(x) else carried
+        b.line(f"{name} = {combined(w, x, before, w.scanned(x, point, axis))}")
+        b.line(f"{carried} = {combined(w, x, carried, w.reduced(x, point, axis))}")
+    w.known(x, name, b.depth, axes)
+
+
+def combined(w: Writer, x: Local, left: str, right: str) -> str:
+    if x.reduction in ("sum", "prod"):
+        return f"{left} {'+' if x.reduction == 'sum' else '*'} {right}"
+    return f"{w.combining(x)}({left}, {right})"
+
+
+def long_sum(x: Local) -> bool:
+    """Sums of floats are carried in double: they may be of many blocks."""
+    return x.reduction == "sum" and value_type(x.dtype) == torch.float32
+
+
+def open_scans(w: Writer) -> None:
+    """What scans carry from block to block, one value a row."""
+    b = w.body
+    sizes = ["1" if a in w.nest.body else str(w.schedule.sizes[a]) for a in b.blocks]
+    shape = f"[{', '.join(sizes)}]" if len(b.blocks) > 1 else "[]"
+    for x in w.nest.locals.values():
+        if x.role == "scan":
+            w.carried[x.name] = b.fresh(f"{x.name}_before")
+            kind = "tl.float64" if long_sum(x) else held_tl(x)
+            b.line(f"{w.carried[x.name]} = tl.full({shape}, {start_of(x)}, {kind})")
+
+
+def accumulate(w: Writer, x: Local, accumulators: dict[str, str], online: dict[str, str]) -> None:
+    b = w.body
+    name = accumulators[x.name]
+    value = w.value_of(x, w.nest.body)
+    partners = [n for n, best in online.items() if best == x.name]
+    if not partners:
+        b.line(step_text(b, x, name, value))
+        return
+    if grouped(w):
+        accumulate_groups(w, x, accumulators, partners, bare(value))
+        return
+    # the exponentials so far are scaled where the maximum grows: one exponential an element
+    point, step, scale = b.fresh("value"), b.fresh("step"), b.fresh("scale")
+    b.line(f"{point} = {bare(value)}")
+    b.line(f"{step} = {point} - {name}")
+    b.line(f"{scale} = tl.exp(-tl.abs({step}))")
+    for partner in partners:
+        s = accumulators[partner]
+        b.line(f"{s} = tl.where({step} > 0, {s} * {scale} + 1, {s} + {scale})")
+    b.line(step_text(b, x, name, point))
+
+
+def accumulate_groups(
+    w: Writer, x: Local, accumulators: dict[str, str], partners: list[str], value: str
+) -> None:
+    """The same with one running maximum and sum for all elements of a thread's access."""
+    b, group = w.body, w.schedule.group
+    name, count = accumulators[x.name], w.schedule.sizes[w.nest.body[0]] // group
+    groups, best, scale = b.fresh("groups"), b.fresh("best"), b.fresh("scale")
+    w.combining(x)
+    b.line(f"{groups} = tl.reshape({value}, [{count}, {group}])")
+    b.line(f"{best} = nan_max({name}, tl.reduce({groups}, 1, nan_max))")
+    b.line(f"{scale} = tl.exp({name} - {best})")
+    if b.fast:
+        # one multiplication with the subtraction in it
+        power = f"{groups} * {LOG2_E} - ({best} * {LOG2_E})[:, None]"
+        terms = f"tl.exp2({power})"
+    else:
+        terms = f"{b.spelled('exp', value_type(x.dtype))}({groups} - {best}[:, None])"
+    for partner in partners:
+        s = accumulators[partner]
+        b.line(f"{s} = {s} * {scale} + tl.sum({terms}, 1)")
+    b.line(f"{name} = {best}")

@@ -1,0 +1,229 @@
+"""Triton kernels from text to something to run: modules in the kernel cache, compiled side by side, kept.
+
+In: stages. Out: a `Program`, and for each variant of it (aligned addresses, divisible sizes, 64-bit indices) what
+launches its stages. Compilation starts when a region is lowered and runs in threads; Triton keeps what it built in
+our cache folder, so a warm process compiles nothing. With TRITON_INTERPRET=1 the same kernels run on CPU tensors,
+in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fulgurite import cache
+from fulgurite.config import settings
+
+from . import cost
+from .codegen.triton import Stage, signature, write_module
+from .random_rules import SEED
+
+ALIGNED, DIVISIBLE, WIDE = 1, 2, 4  # bits of a variant
+Runnable = tuple[Any, Any, Any]  # what runs a stage, its handle on the device, its packed metadata
+
+
+def interpreting() -> bool:
+    """Do kernels run in Triton's interpreter?"""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def load_module(text: str) -> ModuleType:
+    """The module, from a file of the kernel cache: Triton reads the source of what it compiles."""
+    key = cache.digest(text)
+    path = cache.entry("triton", key, lambda place: _put(place, text), ".py")
+    spec = importlib.util.spec_from_file_location(f"fulgurite_kernels_{key[:16]}", path)
+    assert spec is not None and spec.loader is not None, f"no module at {path}"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _put(place: Path, text: str) -> None:
+    place.write_text(text)
+
+
+class _OurFolder:
+    """Triton's own cache inside ours, as long as any of our kernels is being compiled."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.users = 0
+
+    def __enter__(self) -> None:
+        import triton
+
+        with self.lock:
+            if self.users == 0:
+                self.scope = triton.knobs.cache.scope()
+                self.scope.__enter__()
+                triton.knobs.cache.dir = str(settings().cache_folder / "triton" / "built")
+            self.users += 1
+
+    def __exit__(self, *problem: Any) -> None:
+        with self.lock:
+            self.users -= 1
+            if self.users == 0:
+                self.scope.__exit__(None, None, None)
+
+
+our_folder = _OurFolder()
+
+
+@functools.cache
+def compilers() -> ThreadPoolExecutor:
+    """Threads that compile: most of the work is outside Python."""
+    return ThreadPoolExecutor(min(32, os.cpu_count() or 1), thread_name_prefix="fulgurite-triton")
+
+
+os.register_at_fork(after_in_child=compilers.cache_clear)  # threads don't survive a fork
+
+
+@dataclass(frozen=True)
+class Program:
+    """The stages of a region for one width of indices, and the module they are in."""
+
+    stages: tuple[Stage, ...]
+    text: str
+
+    def begin(self, variant: int) -> list[Future[Any]]:
+        """Starts compiling every stage."""
+        module = load_module(self.text)
+        return [
+            compilers().submit(compile_stage, getattr(module, stage.name), stage, variant)
+            for stage in self.stages
+        ]
+
+    def functions(self) -> list[Runnable]:
+        """Every stage as the interpreter runs it."""
+        module = load_module(self.text)
+        return [(getattr(module, stage.name), None, None) for stage in self.stages]
+
+    def compile(self, variant: int) -> list[Runnable]:
+        return ready(self.begin(variant))
+
+
+def make_program(stages: Sequence[Stage]) -> Program:
+    return Program(tuple(stages), write_module(stages))
+
+
+def ready(jobs: list[Future[Any]]) -> list[Runnable]:
+    """Kernels on the device, once they are compiled."""
+    found = []
+    for job in jobs:
+        kernel = job.result()
+        kernel._init_handles()
+        found.append((kernel.run, kernel.function, kernel.packed_metadata))
+    return found
+
+
+def compile_stage(function: Any, stage: Stage, variant: int, target: Any = None) -> Any:
+    """The compiled kernel, from Triton's cache where it is there."""
+    import triton
+
+    count = len(stage.tensors)
+    sixteen = [["tt.divisibility", 16]]
+    known = range(count) if variant & ALIGNED else range(0)
+    attributes = {(k,): sixteen for k in known}
+    if variant & DIVISIBLE:
+        attributes |= {(count + k,): sixteen for k, s in enumerate(stage.symbols) if s != SEED}
+    source = triton.compiler.ASTSource(
+        fn=function,
+        signature=signature(stage, function.arg_names),
+        constexprs={},
+        attrs=attributes,
+    )
+    options = {
+        "num_warps": stage.warps,
+        "num_stages": stage.stages,
+        "debug": stage.asserts,
+        "sanitize_overflow": False,
+        "enable_fp_fusion": True,
+    }
+    target = target or triton.runtime.driver.active.get_current_target()
+    with our_folder:
+        return triton.compile(source, target=target, options=options)
+
+
+class Variants(dict[int, list[Runnable]]):
+    """Compiled stages by variant; what is missing is compiled when it is asked for."""
+
+    def __init__(self, write: Callable[[bool], Program]) -> None:
+        super().__init__()
+        self.write = write
+        self.begun: dict[int, list[Future[Any]]] = {}
+
+    def begin(self, variant: int) -> None:
+        """Starts compiling a variant that will be asked for."""
+        self.begun[variant] = self.write(bool(variant & WIDE)).begin(variant)
+
+    def __missing__(self, variant: int) -> list[Runnable]:
+        if interpreting():
+            self[variant] = self.write(bool(variant & WIDE)).functions()
+            return self[variant]
+        if variant not in self.begun:
+            self.begin(variant)
+        self[variant] = ready(self.begun.pop(variant))
+        return self[variant]
+
+
+def measured(program: Program, names: Sequence[str], device: torch.device) -> Callable[[], float]:
+    """A function that times one kernel, all its stages, on buffers of its own."""
+
+    def measure() -> float:
+        picked = [k for k, stage in enumerate(program.stages) if stage.name in names]
+        kernels = program.compile(ALIGNED | (WIDE if program.stages[0].wide else 0))
+        buffers: dict[str, torch.Tensor] = {}
+        for k in picked:
+            for tensor in program.stages[k].tensors:
+                reach = 1 + sum(
+                    (cost.number(size) - 1) * cost.number(stride)
+                    for size, stride in zip(tensor.sizes, tensor.strides, strict=True)
+                )
+                if tensor.name not in buffers:
+                    buffers[tensor.name] = _filled(max(reach, 1), tensor.dtype, device)
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+
+        def run_all() -> None:
+            for k in picked:
+                stage = program.stages[k]
+                run, function, packed = kernels[k]
+                values = [buffers[t.name].data_ptr() for t in stage.tensors]
+                values += [cost.ASSUMED_SIZE] * len(stage.symbols)
+                grid = [cost.number(n) for n in stage.grid]
+                run(*grid, 1, stream, function, packed, None, None, None, *values)
+
+        return event_seconds(run_all)
+
+    return measure
+
+
+def _filled(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers for floats, zeros for integers: they may be positions."""
+    if not dtype.is_floating_point:
+        return torch.zeros(count, dtype=dtype, device=device)
+    return torch.rand(count, device=device).to(dtype)
+
+
+def event_seconds(call: Callable[[], Any], repeats: int = 20) -> float:
+    """Seconds of the device for one call: the median of several, by events."""
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return sorted(times)[len(times) // 2]

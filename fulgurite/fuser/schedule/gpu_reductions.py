@@ -1,0 +1,230 @@
+"""GPU kernels that reduce: rows in registers or in walks, columns, sums over rows, and what adds parts up.
+
+In: a nest with a body, and what is known of the device. Out: its schedule.
+"""
+
+from __future__ import annotations
+
+from fulgurite.device import Device
+
+from ..cost import number
+from ..index import Axis
+from ..nest import Nest
+from .base import Analysis, analyse
+from .choose import arranged
+from .gpu_base import GpuSchedule, joined, length, power_above, power_below, vector_axis, widest
+from .online import online_sums, replaced_waits
+from .rows import count_passes
+
+MOST_HELD = 1 << 15  # elements of a row that a program's registers hold
+MOST_SUMMED = 1 << 14  # the same, where it also holds sums over rows
+ROW_BYTES = 4096  # of a row that has a program of its own; shorter ones share one
+MOST_VALUES = 160  # that a thread holds
+MOST_PARTS = 1 << 13  # single values that one program adds up at the end
+SPLIT_POINTS = 1 << 15  # reductions of fewer points are not cut into parts
+
+
+def rows(nest: Nest, device: Device) -> GpuSchedule:
+    nest = arranged(nest, vector_axis(nest, nest.body))
+    nest = joined(joined(nest, nest.grid), nest.body)
+    facts = analyse(nest)
+    (body,) = nest.body
+    width = number(body.size)
+    count = length(nest.grid)
+    static = body.size.is_constant
+    online = online_sums(nest, facts)
+    parts = split_parts(nest, facts, count, width, device)
+    if parts:
+        block = min(8192, power_above(-(-width // parts)))
+        sizes, warps = {body: block}, max(1, block // 256)
+        return GpuSchedule("rows", nest, (body,), sizes, True, split=parts, warps=warps)
+    held = power_above(width) if static else 0
+    if not static or held > MOST_HELD or (not waits(nest, facts) and held > 8192):
+        passes = count_passes(nest, replaced_waits(nest, facts, online))
+        # a second walk is soon after the first: all threads on few rows, so that the cache has them
+        block, warps = (8192, 32) if passes > 1 else (4096, 8)
+        return GpuSchedule(
+            "rows",
+            nest,
+            (body,),
+            {body: block},
+            True,
+            passes,
+            online,
+            warps=warps,
+            group=max(16 // widest(nest), 1) if online else 1,
+        )
+    together = 1
+    if nest.grid:
+        together = max(1, ROW_BYTES // (held * widest(nest)))
+        while together > 1 and count < together * device.threads * 2:
+            together //= 2
+    if together == 1:
+        warps = row_warps(nest, width, held)
+        return GpuSchedule("rows", nest, (body,), {body: held}, warps=warps)
+    (grid,) = nest.grid
+    sizes = {grid: together, body: held}
+    warps = row_warps(nest, held * together, held * together)
+    return GpuSchedule("rows", nest, (grid, body), sizes, warps=warps)
+
+
+def row_warps(nest: Nest, elements: int, block: int) -> int:
+    """Thirty-two elements of a row a thread, or some more, as far as its registers hold what is read."""
+    inner = set(nest.body)
+    reads = {(t.name, i) for t, i, stores in nest.accesses() if not stores and inner & i.axes()}
+    warps = max(1, min(16, power_below(elements // 1024)))
+    while warps < 32 and block // (32 * warps) * len(reads) > MOST_VALUES:
+        warps *= 2
+    return warps
+
+
+def waits(nest: Nest, facts: Analysis) -> bool:
+    """Does anything need a second walk over the row?"""
+    return count_passes(nest, facts) > 1
+
+
+def divisible(nest: Nest, facts: Analysis) -> bool:
+    """Can parts of the body be done apart? Not where it is walked again, and not scans."""
+    scans = any(local.role == "scan" for local in nest.locals.values())
+    return not scans and not waits(nest, facts)
+
+
+def split_parts(nest: Nest, facts: Analysis, tasks: int, width: int, device: Device) -> int:
+    """Parts of the body, so that few rows still fill the device; 0 where that can't be or needn't."""
+    if tasks * 2 > device.threads or tasks * width < SPLIT_POINTS or not divisible(nest, facts):
+        return 0
+    wanted = min(device.threads * 4 // tasks, width // 2048)
+    return power_below(wanted) if wanted >= 2 else 0
+
+
+def columns(nest: Nest, device: Device) -> GpuSchedule:
+    """Neighbouring grid points side by side, the body from top to bottom."""
+    nest = arranged(nest, vector_axis(nest, nest.grid))
+    nest = joined(joined(nest, nest.grid[:-1]), nest.body)
+    facts = analyse(nest)
+    (body,) = nest.body
+    vector = nest.grid[-1]
+    width, height = number(vector.size), number(body.size)
+    outer = length(nest.grid[:-1])
+    across = min(max(128 // widest(nest), 16), power_above(width))
+    while waits(nest, facts) and across * widest(nest) > 32 and few(outer, width, across, device):
+        across //= (
+            2  # nothing else can be shared among programs; a sector of 32 bytes is still whole
+        )
+    deep = max(1, min(power_above(height), 4096 // across))
+    tasks = outer * -(-width // across)
+    online = online_sums(nest, facts)
+    sizes = {body: deep, vector: across}
+    looped = not body.size.is_constant or deep < height
+    if looped and waits(nest, facts) and body.size.is_constant:
+        if across * power_above(height) <= MOST_HELD:
+            sizes[body] = power_above(height)
+            looped = False
+    parts = column_parts(nest, facts, tasks, height, sizes[body], device) if looped else 0
+    passes = count_passes(nest, replaced_waits(nest, facts, online))
+    warps = max(1, min(16, sizes[body] * across // 1024))
+    return GpuSchedule(
+        "columns",
+        nest,
+        (body, vector),
+        sizes,
+        looped,
+        passes if looped else 1,
+        online if looped else {},
+        split=parts,
+        warps=warps,
+        stages=3 if looped and passes == 1 else 1,
+    )
+
+
+def few(outer: int, width: int, across: int, device: Device) -> bool:
+    """Do blocks of so many columns leave multiprocessors without work?"""
+    return outer * -(-width // across) < 2 * device.threads
+
+
+def column_parts(
+    nest: Nest, facts: Analysis, tasks: int, height: int, deep: int, device: Device
+) -> int:
+    if not divisible(nest, facts):
+        return 0
+    wanted = min(device.threads * 4 // max(tasks, 1), height // (2 * deep))
+    return power_below(wanted) if wanted >= 2 else 0
+
+
+def walking(nest: Nest, device: Device) -> GpuSchedule:
+    """A fixed number of programs, each with sums of its own over many rows."""
+    last = vector_axis(nest, nest.body) if nest.body else None
+    nest = arranged(nest, last)
+    nest = joined(joined(nest, nest.grid), nest.body)
+    facts = analyse(nest)
+    count = length(nest.grid)
+    (grid,) = nest.grid
+    if not nest.body:
+        block = 1024
+        programs = max(1, min(device.threads * 4, -(-count // block)))
+        sizes = {grid: block}
+        return GpuSchedule("walking", nest, (grid,), sizes, programs=power_below(programs))
+    (body,) = nest.body
+    width = number(body.size)
+    colsums = any(x.role == "colsum" for x in nest.locals.values())
+    held = power_above(width) if body.size.is_constant else 0
+    online = online_sums(nest, facts)
+    if not held or held > (MOST_SUMMED if colsums else MOST_HELD):
+        passes = count_passes(nest, replaced_waits(nest, facts, online))
+        sizes = {body: 4096}
+        programs = shared_rows(count, device.threads * 4 if colsums else MOST_PARTS)
+        group = max(16 // widest(nest), 1) if online else 1
+        return GpuSchedule(
+            "walking", nest, (body,), sizes, True, passes, online, programs, warps=8, group=group
+        )
+    together = max(1, min(ROW_BYTES // (held * widest(nest)), power_above(count)))
+    blocks_of_rows = -(-count // together)
+    if colsums:
+        programs, stages = walkers(nest, device, together)
+        programs = min(programs, blocks_of_rows)
+    else:
+        programs, stages = shared_rows(blocks_of_rows, MOST_PARTS), 1
+    warps = max(1, min(8 if held <= 8192 else 16, held * together // 512))
+    if together == 1:
+        blocks: tuple[Axis, ...] = (body,)
+        sizes = {body: held}
+    else:
+        blocks, sizes = (grid, body), {grid: together, body: held}
+    return GpuSchedule(
+        "walking", nest, blocks, sizes, programs=programs, warps=warps, stages=stages
+    )
+
+
+def walkers(nest: Nest, device: Device, together: int) -> tuple[int, int]:
+    """Programs that walk the rows, and how many rows of each are under way.
+
+    Two programs a multiprocessor for short rows, one for longer ones; as much as was fastest on an H200
+    (`benchmarks/sweep_triton.py sizes`).
+    """
+    reads = {(t.name, i): t.itemsize for t, i, stores in nest.accesses() if not stores}
+    ahead = [n for (_, i), n in reads.items() if set(nest.axes) <= i.axes()]
+    row = max(sum(ahead) * together * length(nest.body), 1)
+    if row <= 16 << 10:
+        return power_below(2 * device.threads), 4 if row <= 8 << 10 else 3
+    return device.threads, 4 if row <= 24 << 10 else 3 if row <= 40 << 10 else 1
+
+
+def shared_rows(count: int, most: int) -> int:
+    """Programs, at most so many, that have the same number of rows but for the last."""
+    each = -(-count // most)
+    return max(1, -(-count // max(each, 1)))
+
+
+def finishing(nest: Nest, rows_of_parts: Axis, device: Device) -> GpuSchedule:
+    """The small kernel that adds up what others left: the parts from top to bottom."""
+    count = number(rows_of_parts.size)
+    if not nest.grid:
+        block = min(power_above(count), 1024)
+        return GpuSchedule(
+            "finish", nest, (rows_of_parts,), {rows_of_parts: block}, block < count, warps=4
+        )
+    (grid,) = nest.grid
+    across = min(32, power_above(number(grid.size)))
+    deep = min(power_above(count), 32)
+    sizes = {rows_of_parts: deep, grid: across}
+    return GpuSchedule("finish", nest, (rows_of_parts, grid), sizes, deep < count, warps=4)

@@ -1,0 +1,61 @@
+"""The fuser's tests run for C++ kernels, and again for Triton's: on a GPU, or in Triton's interpreter.
+
+pytest tests/fuser                                C++
+TRITON_INTERPRET=1 pytest tests/fuser             Triton on CPU tensors, in its interpreter
+pytest -m gpu tests/fuser                         Triton on a GPU
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from . import support
+
+MODULES = (
+    "test_bits test_dynamic test_normalization test_pointwise test_reductions test_scans test_special "
+    "test_views"
+).split()
+# what a test of C++ kernels asks that Triton's do otherwise
+NOT_TRITON = {
+    "test_long_row_is_cut": "rows of a GPU kernel may be longer",
+    "test_gather_out_of_range_is_an_error": "a GPU kernel stops the device, as torch's do",
+    "test_integers_by_integers": "a division by zero on a GPU raises nothing, as torch's",
+    "test_negative_indices": "a GPU kernel stops the device, as torch's do",
+}
+
+
+def targets() -> list[object]:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return ["triton"]
+    if torch.cuda.is_available():
+        return ["cpp", pytest.param("cuda", marks=pytest.mark.gpu)]
+    return ["cpp"]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.module.__name__.rsplit(".", 1)[-1] in MODULES:
+        metafunc.fixturenames.append("target")
+        metafunc.parametrize("target", targets(), indirect=True)
+
+
+@pytest.fixture
+def target(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Which kernels `support.fused` generates in this test."""
+    name = getattr(request.node, "originalname", request.node.name)
+    if request.param != "cpp" and name in NOT_TRITON:
+        pytest.skip(NOT_TRITON[name])
+    if request.param == "triton":
+        _patched()
+    support.TARGET = request.param
+    yield
+    support.TARGET = "cpp"
+
+
+def _patched() -> None:
+    from . import interpreter
+
+    interpreter.patch()

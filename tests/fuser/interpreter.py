@@ -1,0 +1,107 @@
+"""Triton's interpreter, with what it lacks: libdevice functions and quick reductions of our own.
+
+`patch()` is called once in a process that was started with TRITON_INTERPRET=1, before any kernel runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+
+UNARY = (
+    "exp expm1 log10 log1p tanh erfc tan asin acos atan sinh cosh asinh acosh atanh lgamma trunc"
+).split()
+BINARY = "fmod atan2 hypot pow copysign nextafter".split()
+
+
+def wider(data: Any) -> Any:
+    return numpy.float64 if data.dtype.kind == "f" else data.dtype
+
+
+@functools.cache
+def patch() -> None:
+    import triton.language as tl
+    from triton.language.extra import libdevice
+    from triton.runtime import interpreter
+
+    from fulgurite.fuser.codegen import triton_functions
+
+    warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy's, of NaN and infinity
+
+    def elementwise(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+        def call(*arguments: Any, **_: Any) -> Any:
+            dtype = arguments[0].dtype.scalar
+            data = [torch.from_numpy(numpy.array(a.handle.data)) for a in arguments]
+            result = function(*torch.broadcast_tensors(*data)).numpy()
+            shape = [tl.constexpr(n) for n in result.shape]
+            kind = tl.core.block_type(dtype, shape) if shape else dtype
+            return tl.core.tensor(interpreter.TensorHandle(result, dtype), kind)
+
+        return call
+
+    for name in (*UNARY, *BINARY):
+        setattr(libdevice, name, elementwise(getattr(torch, name)))
+    libdevice.rint = elementwise(torch.round)
+
+    float8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+    rough = interpreter._convert_float
+
+    def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        """The interpreter rounds wrongly; GPUs round to even, and saturate float8."""
+        if source == tl.float32 and target in float8:
+            largest = torch.finfo(float8[target]).max
+            values = torch.from_numpy(numpy.array(data).view(numpy.float32)).clamp(
+                -largest, largest
+            )
+            return values.to(float8[target]).view(torch.uint8).numpy()
+        if source == tl.float32 and target == tl.bfloat16:
+            values = torch.from_numpy(numpy.array(data).view(numpy.float32))
+            return values.to(torch.bfloat16).view(torch.uint16).numpy()
+        return rough(data, source, target, rounding)
+
+    interpreter._convert_float = convert
+
+    quick = {
+        triton_functions.nan_max: numpy.max,
+        triton_functions.nan_min: numpy.min,
+        triton_functions.product: numpy.prod,
+        triton_functions.log_add_exp: numpy.logaddexp.reduce,
+    }
+    # sums in double: a GPU adds in a tree, numpy often one after the other
+    quick[tl.standard._sum_combine] = lambda data, axis, keepdims: numpy.sum(
+        data, axis=axis, keepdims=keepdims, dtype=wider(data)
+    )
+    slow = interpreter.ReduceOps.apply_impl
+
+    def apply(self: Any, inputs: Any) -> Any:
+        function = quick.get(self.combine_fn)
+        if function is None:
+            return slow(self, inputs)
+        data = inputs[0].handle.data
+        result = function(data, axis=self.axis, keepdims=self.keep_dims).astype(data.dtype)
+        return self.to_tensor(result, inputs[0].dtype)
+
+    interpreter.ReduceOps.apply_impl = apply
+
+    running = {
+        triton_functions.nan_max: numpy.maximum.accumulate,
+        triton_functions.nan_min: numpy.minimum.accumulate,
+        triton_functions.product: numpy.multiply.accumulate,
+        triton_functions.log_add_exp: numpy.logaddexp.accumulate,
+    }
+    running[tl.standard._sum_combine] = lambda data, axis: data.cumsum(axis, dtype=wider(data))
+    slow_scan = interpreter.ScanOps.apply_impl
+
+    def apply_scan(self: Any, inputs: Any) -> Any:
+        function = running.get(self.combine_fn)
+        if function is None:
+            return slow_scan(self, inputs)
+        data = inputs[0].handle.data
+        return (self.to_tensor(function(data, axis=self.axis).astype(data.dtype), inputs[0].dtype),)
+
+    interpreter.ScanOps.apply_impl = apply_scan
