@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import fulgurite
 
 
-@fulgurite.compile
+@fulgurite.compile(tune=False)  # the order of the executors decides who runs what, and no clock
 def gated(x, gate, up):
     return F.silu(x @ gate) * (x @ up)
 
@@ -23,7 +23,7 @@ print(gated.last_trace())
 print("stages:", ", ".join(trace.name for trace in gated.history))
 
 # The text is Python: change it, hand it back, and it runs in the old one's place.
-edited = str(gated.last_trace()).replace("torch._C._nn.silu", "torch.relu")
+edited = str(gated.last_trace()).replace("aten.silu.default", "aten.relu.default")
 gated.replace_trace(edited)
 torch.testing.assert_close(gated(x, gate, up), torch.relu(x @ gate) * (x @ up))
 print("the edited trace ran")

@@ -22,7 +22,7 @@ def square_by_multiplying(trace):
     return trace.edited(change).with_note(f"squares replaced: {count}")
 
 
-@fulgurite.compile(transforms=[square_by_multiplying])
+@fulgurite.compile(transforms=[square_by_multiplying], tune=False)
 def norm(x):
     return x / (x**2).sum(-1, keepdim=True).sqrt()
 
@@ -30,7 +30,7 @@ def norm(x):
 x = torch.randn(4, 8)
 torch.testing.assert_close(norm(x), x / x.norm(dim=-1, keepdim=True))
 print(norm.last_trace())
-assert "torch.mul(x, x)" in str(norm.last_trace())
+assert "aten.mul.Tensor(x, x)" in str(norm.last_trace())
 
 # Three transforms come along as tools: find the op that made a NaN, name ranges in a profile, time every op.
 from fulgurite.transforms import find_nonfinite  # noqa: E402

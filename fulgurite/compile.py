@@ -23,6 +23,7 @@ from fulgurite.capture.dynamo import GraphBreak, here, is_capturing, optimize, r
 from fulgurite.capture.module import original_of, wrap_module
 from fulgurite.errors import ArgumentError
 from fulgurite.executors import Executor
+from fulgurite.executors.tune import Tune
 from fulgurite.explain import Explanation, explain
 from fulgurite.options import Options, Regions, make_options
 from fulgurite.session import GraphRecord, Session
@@ -188,7 +189,8 @@ def compile(
     fullgraph: bool = False,
     remat: Remat = "mincut",
     regions: Regions = "auto",
-    tune: bool = False,
+    tune: Tune | None = None,
+    cudagraph: bool = False,
 ) -> Any:
     """Compile a function, a method or an nn.Module; also a decorator, with or without options.
 
@@ -198,7 +200,9 @@ def compile(
     fullgraph    raise where the graph would break instead of running that part in Python
     remat        what backward recomputes: "none", "mincut" (the cheapest in bytes), "full"
     regions      "blocks": equal layers are compiled once; "whole": one graph; "auto" chooses
-    tune         time each region under every executor that can run it and keep the fastest
+    tune         "auto": a generated region that torch runs faster is given back; True: each region is
+                 timed under every executor that can run it; False: nothing is measured
+    cudagraph    replay what runs on a GPU as CUDA graphs once it is warm
     """
     options = make_options(
         executors=executors,
@@ -208,6 +212,7 @@ def compile(
         remat=remat,
         regions=regions,
         tune=tune,
+        cudagraph=cudagraph,
     )
     if function is None:
         return lambda decorated: compile_with(decorated, options)

@@ -11,6 +11,8 @@ ENVIRONMENT = {
     "FULGURITE_CACHE": "folder for built kernels and tuning decisions (default: ~/.cache/fulgurite)",
     "FULGURITE_REPRO": "folder for the scripts saved when a compilation fails (default: ./fulgurite-repro)",
     "FULGURITE_THREADS": "threads that generated CPU kernels use (default: torch.get_num_threads())",
+    "FULGURITE_TUNE": 'auto, 1 or 0: as compile(tune="auto", True or False) says where it is not given',
+    "FULGURITE_LLAMA_PYTHON": "an interpreter that has llama-cpp-python, for bench generate",
     "FULGURITE_CXX": "the C++ compiler for CPU kernels (default: g++, then clang++)",
 }
 

@@ -12,6 +12,8 @@ FulguriteError
 ├── NonFiniteError (also ArithmeticError)   the NaN/inf finder found its op
 ├── FormatError (also ValueError)      a number format can't hold this tensor, or a device can't run it
 ├── WeightsError (also ValueError)     a checkpoint is missing something, has too much, or is damaged
+├── ReplayError                        a step can't be recorded: it is more than native kernels and views
+├── CapacityError (also MemoryError)   a model does not fit into the memory there is
 └── CacheError (also OSError)          the kernel cache can't be used where it is asked to be
 """
 
@@ -82,6 +84,14 @@ class FormatError(FulguriteError, ValueError):
 
 class WeightsError(FulguriteError, ValueError):
     """A checkpoint is missing a tensor, has one too many, or is damaged."""
+
+
+class CapacityError(FulguriteError, MemoryError):
+    """A model does not fit into the memory there is; the message says what would."""
+
+
+class ReplayError(FulguriteError):
+    """A step can't be recorded: something in it is neither a native kernel nor a view."""
 
 
 class CacheError(FulguriteError, OSError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -17,10 +17,33 @@ from torch import fx
 from fulgurite import timing
 from fulgurite.capture.blocks import Blocks
 from fulgurite.capture.dynamo import GraphBreak
+from fulgurite.executors.cudagraph import cuda_graphs_of
+from fulgurite.executors.fuser import kernels_of
+from fulgurite.executors.torch import TORCH
+from fulgurite.executors.tune import Decision
+from fulgurite.fuser import Kernel
 from fulgurite.session import GraphRecord, Session
 from fulgurite.trace import Kind, Trace, source_of
-from fulgurite.trace.cost import bytes_text, is_view, seconds_text, value_bytes
+from fulgurite.trace.cost import bytes_text, count_text, is_view, seconds_text, value_bytes
 from fulgurite.transforms.remat import REMAT
+
+LEAVES = "its results leave the region"  # what the fuser says, which doesn't see further
+
+
+@dataclass(frozen=True)
+class KernelSummary:
+    """One generated kernel of a program."""
+
+    name: str
+    call: str  # the call of the final trace that runs it
+    kernel: Kernel
+    reason: str  # why it ends where it does
+    seconds: float | None = None  # measured on request
+
+    @property
+    def of_limit(self) -> float | None:
+        """The roofline's time over the measured one: 1.0 is the limit."""
+        return self.kernel.predicted / self.seconds if self.seconds else None
 
 
 @dataclass(frozen=True)
@@ -33,10 +56,15 @@ class ProgramSummary:
     bytes_in: int
     bytes_out: int
     stages: list[tuple[str, float]]
+    kernels: list[KernelSummary] = field(default_factory=list)
+    cuda_graphs: list[str] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
         return sum(seconds for _, seconds in self.stages)
+
+    def measured(self) -> ProgramSummary:
+        return replace(self, kernels=[replace(k, seconds=k.kernel.measure()) for k in self.kernels])
 
 
 @dataclass(frozen=True)
@@ -46,7 +74,7 @@ class GraphSummary:
     seconds: float
     programs: list[ProgramSummary]
     saved_bytes: dict[str, int]  # by policy; empty without a backward
-    decisions: list[str]
+    decisions: list[Decision]
 
 
 @dataclass(frozen=True)
@@ -58,6 +86,11 @@ class Explanation:
     breaks: list[GraphBreak]
     times: dict[str, float]  # seconds a call, where example inputs were given
     traces: list[Trace]
+
+    def measured(self) -> Explanation:
+        """The same with every generated kernel timed by itself, on memory of its own."""
+        graphs = [replace(g, programs=[p.measured() for p in g.programs]) for g in self.graphs]
+        return replace(self, graphs=graphs)
 
     def __str__(self) -> str:
         lines = [f"{self.options}", f"regions               {self.regions}"]
@@ -105,7 +138,7 @@ def summarize(record: GraphRecord) -> GraphSummary:
         seconds=record.seconds,
         programs=programs,
         saved_bytes=saved,
-        decisions=[str(decision) for decision in record.decisions],
+        decisions=list(record.decisions),
     )
 
 
@@ -120,7 +153,27 @@ def _summarize_program(record: GraphRecord, kind: Kind) -> ProgramSummary:
         bytes_in=_bytes(final.inputs),
         bytes_out=_bytes(final.outputs),
         stages=[(trace.stage, trace.seconds) for trace in stages],
+        kernels=[_summarize_kernel(node, kernel) for node, kernel in kernels_of(final)],
+        cuda_graphs=[f"{graph.name}: {graph}" for graph in cuda_graphs_of(final)],
     )
+
+
+def _summarize_kernel(node: fx.Node, kernel: Kernel) -> KernelSummary:
+    reason = kernel.reason
+    if reason == LEAVES:
+        reason = _who_needs(node) or reason
+    return KernelSummary(kernel.name, node.target.name, kernel, reason)  # type: ignore[union-attr]
+
+
+def _who_needs(node: fx.Node) -> str:
+    """`mm needs h in memory`: who reads the results of a region."""
+    for item in node.users:
+        for user in item.users:
+            if user.op == "output":
+                return f"{item.name} is a result"
+            what = getattr(user.target, "__name__", str(user.target))
+            return f"{what} needs {item.name} in memory"
+    return ""
 
 
 def _bytes(values: Sequence[Any]) -> int:
@@ -154,11 +207,63 @@ def _graph_lines(graph: GraphSummary, remat: str) -> list[str]:
             f"  {program.kind:<18}  {program.captured_ops} ops → {total} calls ({by or 'none'})",
             f"  {'':<18}  {bytes_text(program.bytes_in)} in, {bytes_text(program.bytes_out)} out",
             f"  {'':<18}  {_stage_text(program)}",
+            *_kernel_lines(program.kernels),
+            *(f"  {'cuda graph':<18}  {text}" for text in program.cuda_graphs),
         ]
     if graph.saved_bytes:
         lines.append(f"  {'saved for backward':<18}  {_saved_text(graph.saved_bytes, remat)}")
-    lines += [f"  {'tuned':<18}  {decision}" for decision in graph.decisions]
+    return lines + _decision_lines(graph.decisions)
+
+
+def _decision_lines(decisions: Sequence[Decision]) -> list[str]:
+    """How many regions each executor won, and those that the one in front lost."""
+    if not decisions:
+        return []
+    wins = Counter(decision.winner for decision in decisions)
+    won = ", ".join(f"{name} {count}" for name, count in wins.most_common())
+    lines = [f"  {'compared':<18}  {count_text(len(decisions), 'region')}: {won}"]
+    given = dict.fromkeys(str(d) for d in decisions if d.winner == TORCH.name)
+    return lines + [f"  {'given back':<18}  {text}" for text in given]
+
+
+def _kernel_lines(kernels: Sequence[KernelSummary]) -> list[str]:
+    """The table of generated kernels; equal ones (of equal layers) are one line with their number."""
+    if not kernels:
+        return []
+    measured = any(summary.seconds is not None for summary in kernels)
+    head = ["kernel", "ops", "bytes", "predicted"]
+    head += ["measured", "of limit"] if measured else []
+    rows = [[*head, "why it ends here"]]
+    for summary, count in grouped_kernels(kernels):
+        kernel = summary.kernel
+        name = f"{summary.name} ×{count}" if count > 1 else summary.name
+        row = [name, str(len(kernel.ops)), bytes_text(kernel.bytes), seconds_text(kernel.predicted)]
+        if measured:
+            row += [seconds_text(summary.seconds or 0.0), of_limit_text(summary)]
+        rows.append([*row, summary.reason])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    lines = []
+    for first, *numbers, reason in rows:
+        cells = [c.rjust(width) for c, width in zip(numbers, widths[1:], strict=True)]
+        lines.append(f"    {first:<{widths[0]}}   {'   '.join(cells)}   {reason}")
     return lines
+
+
+def of_limit_text(summary: KernelSummary) -> str:
+    """A percentage; beyond the memory's limit where the data stay in the cache."""
+    share = summary.of_limit
+    if share is None:
+        return ""
+    return "in cache" if share > 1.1 else f"{100 * share:.0f}%"
+
+
+def grouped_kernels(kernels: Sequence[KernelSummary]) -> list[tuple[KernelSummary, int]]:
+    groups: dict[Any, list[KernelSummary]] = {}
+    for summary in kernels:
+        kernel = summary.kernel
+        key = (summary.name, kernel.ops, kernel.bytes, str(kernel.schedule))
+        groups.setdefault(key, []).append(summary)
+    return [(same[0], len(same)) for same in groups.values()]
 
 
 def _stage_text(program: ProgramSummary) -> str:

@@ -14,10 +14,9 @@ from fulgurite import fuser
 from fulgurite.compile import Compiled
 from fulgurite.errors import FusionError
 from fulgurite.executors import Executor
-from fulgurite.executors.fuser import FUSER
+from fulgurite.executors.fuser import FUSER, kernels_of
 from fulgurite.options import make_options
 from fulgurite.trace import describe, source_of
-from fulgurite.trace.region import Region
 
 
 class _Refuse(Executor):
@@ -52,15 +51,8 @@ class Fused(Compiled):
     @property
     def kernels(self) -> list[fuser.Kernel]:
         """Every kernel of every graph compiled so far: source, schedule, bytes, times."""
-        found: list[fuser.Kernel] = []
-        for trace in self.history:
-            if trace.stage != "final":
-                continue
-            for node in trace.graph.nodes:
-                call = node.target.call if isinstance(node.target, Region) else None
-                if isinstance(call, fuser.FusedRegion):
-                    found += call.kernels
-        return found
+        finals = [trace for trace in self.history if trace.stage == "final"]
+        return [kernel for trace in finals for _, kernel in kernels_of(trace)]
 
 
 def fuse(function: Callable[..., Any], *, dynamic: bool | None = None) -> Fused:

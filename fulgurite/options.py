@@ -9,13 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from fulgurite.config import environment
 from fulgurite.errors import ArgumentError
 from fulgurite.executors import Executor, resolve_executors
+from fulgurite.executors.tune import Tune
 from fulgurite.transforms import Phase, Transform, as_transform
 from fulgurite.transforms.remat import REMAT, Remat
 
+TUNE: dict[str, Tune] = {"0": False, "1": True, "auto": "auto"}  # by what FULGURITE_TUNE says
 Regions = Literal["auto", "blocks", "whole"]
-DEFAULT_EXECUTORS = ("torch",)
+DEFAULT_EXECUTORS = ("fuser", "torch")
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,8 @@ class Options:
     fullgraph: bool
     remat: Remat
     regions: Regions
-    tune: bool
+    tune: Tune
+    cudagraph: bool = False
 
     def transforms_in(self, phase: Phase) -> list[Transform]:
         return [transform for transform in self.transforms if transform.phase == phase]
@@ -44,14 +48,22 @@ def make_options(
     fullgraph: bool = False,
     remat: Remat = "mincut",
     regions: Regions = "auto",
-    tune: bool = False,
+    tune: Tune | None = None,
+    cudagraph: bool = False,
 ) -> Options:
     """Options from what the user wrote."""
     _one_of("remat", remat, REMAT)
     _one_of("regions", regions, get_args(Regions))
     _one_of("dynamic", dynamic, (None, True, False))
     _one_of("fullgraph", fullgraph, (True, False))
-    _one_of("tune", tune, (True, False))
+    tune = _tune_setting() if tune is None else tune
+    _one_of("tune", tune, ("auto", True, False))
+    _one_of("cudagraph", cudagraph, (True, False))
+    if cudagraph and regions == "blocks":
+        raise ArgumentError(
+            "cudagraph=True records everything as one graph and regions='blocks' makes one a layer",
+            next="drop one of the two",
+        )
     if fullgraph and regions == "blocks":
         raise ArgumentError(
             "fullgraph=True asks for one graph and regions='blocks' for one a layer",
@@ -66,9 +78,16 @@ def make_options(
         dynamic=dynamic,
         fullgraph=fullgraph,
         remat=remat,
-        regions=regions,
+        regions="whole" if cudagraph else regions,
         tune=tune,
+        cudagraph=cudagraph,
     )
+
+
+def _tune_setting() -> Tune:
+    asked = environment("FULGURITE_TUNE") or "auto"
+    _one_of("FULGURITE_TUNE", asked, tuple(TUNE))
+    return TUNE[asked]
 
 
 def _one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:

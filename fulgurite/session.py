@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
+from torch._guards import TracingContext
 
 from fulgurite import repro
 from fulgurite.capture.autograd import BoxedFunction, differentiate
@@ -21,6 +22,7 @@ from fulgurite.capture.names import Names, with_captured_names
 from fulgurite.config import settings
 from fulgurite.errors import ArgumentError, CompileError, FulguriteError
 from fulgurite.executors import claim, lower
+from fulgurite.executors.cudagraph import graphed
 from fulgurite.executors.tune import Decision, Tuner
 from fulgurite.options import Options
 from fulgurite.trace import Kind, Trace, verify
@@ -129,7 +131,7 @@ class Session:
         started = time.perf_counter()
         options = self.options
         executors = options.executors
-        tuner = Tuner(executors) if options.tune else None
+        tuner = Tuner(executors, options.tune) if options.tune else None
         trace = Trace(names.apply(graph), kind, "functional", record.index)
         trace = self.step(record, "functional", lambda trace: trace, trace)
         for transform in [*SIMPLIFY, *options.transforms_in("after_autograd")]:
@@ -137,6 +139,9 @@ class Session:
         trace = self.step(record, "claimed", lambda trace: claim(trace, executors), trace)
         choose = tuner.choose if tuner else None
         trace = self.step(record, "final", lambda trace: lower(trace, executors, choose), trace)
+        if options.cudagraph:
+            kept = _user_results(trace)
+            trace = self.step(record, "cudagraph", lambda trace: graphed(trace, kept), trace)
         for transform in options.transforms_in("after_claim"):
             trace = self.step(record, transform.name, transform, trace)
         trace = record.history[-1] = trace.with_note(_sum_up(record.stages(kind)))
@@ -223,6 +228,15 @@ class Session:
         forward = load(text, f"<edited {program.trace.name}>")
         repro.check_replacement(program.trace, forward)
         program.replace(forward)
+
+
+def _user_results(trace: Trace) -> int:
+    """How many results of a graph the user gets; those of a training forward go on with what is saved."""
+    if trace.kind != "forward":
+        return len(trace.outputs)
+    metadata = TracingContext.get().fw_metadata
+    assert metadata is not None, "AOTAutograd builds forward without having looked at it"
+    return int(metadata.num_forward_returns)
 
 
 def _sum_up(stages: list[Trace]) -> str:

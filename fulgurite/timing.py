@@ -33,12 +33,46 @@ def once(call: Call) -> float:
     return time.perf_counter() - start
 
 
-def compare_on(
-    functions: Mapping[str, Callable[..., Any]], *args: Any, **kwargs: Any
-) -> dict[str, float]:
+def compare_on(functions: Mapping[str, Callable[..., Any]], *args: Any) -> dict[str, float]:
     """`compare` for functions called with the same arguments, without gradients."""
     with torch.no_grad():
-        return compare({k: functools.partial(f, *args, **kwargs) for k, f in functions.items()})
+        return compare({k: functools.partial(f, *args) for k, f in functions.items()})
+
+
+def best_on(
+    functions: Mapping[str, Callable[..., Any]], *args: Any, rounds: int = 25, budget: float = 0.1
+) -> dict[str, float] | None:
+    """The least seconds of a call of each, soon known: three rounds in turns, more until the readings settle.
+
+    Readings are short, so that some fall between two interruptions of a busy machine. None where the two least
+    readings of a function still differ by more than a fifth after `rounds`, or after `budget` seconds.
+    """
+    calls = {k: functools.partial(f, *args) for k, f in functions.items()}
+    with torch.no_grad():
+        for call in calls.values():
+            call()
+        batch = {name: max(1, min(20, int(1e-4 / once(call)))) for name, call in calls.items()}
+        readings: dict[str, list[float]] = {name: [] for name in calls}
+        started = time.perf_counter()
+        for done in range(1, rounds + 1):
+            for name, call in calls.items():
+                readings[name].append(_reading(call, batch[name]))
+            least = [sorted(values)[:2] for values in readings.values()]
+            if done >= 3 and all(two <= 1.2 * one for one, two in least):
+                return {name: min(values) for name, values in readings.items()}
+            if done >= 3 and time.perf_counter() - started > budget:
+                break
+    return None
+
+
+def _reading(call: Call, batch: int) -> float:
+    """Seconds of a call, over a few."""
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(batch):
+        call()
+    synchronize()
+    return (time.perf_counter() - start) / batch
 
 
 def compare(
@@ -63,14 +97,8 @@ def compare(
         spent = 0.0
         for _ in range(repeats):
             for name, call in calls.items():
-                synchronize()
-                start = time.perf_counter()
-                for _ in range(batch[name]):
-                    call()
-                synchronize()
-                elapsed = time.perf_counter() - start
-                readings[name].append(elapsed / batch[name])
-                spent += elapsed
+                readings[name].append(_reading(call, batch[name]))
+                spent += readings[name][-1] * batch[name]
             if spent > budget * len(calls):
                 break
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import tempfile
@@ -15,17 +16,32 @@ import torch._dynamo
 
 # Set before any test module is imported: some read settings at import time.
 os.environ["FULGURITE_VERIFY"] = "1"
+# Which executor wins a region must not depend on how busy the machine is.
+os.environ["FULGURITE_TUNE"] = "0"
 # oneDNN's bfloat16 convolutions die of an illegal instruction where a virtual machine shows AMX but forbids it.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 _folder = tempfile.TemporaryDirectory(prefix="fulgurite-tests-")
-os.environ["FULGURITE_CACHE"] = os.path.join(_folder.name, "cache")
+os.environ.setdefault("FULGURITE_CACHE", os.path.join(_folder.name, "cache"))  # workers share it
 os.environ["FULGURITE_REPRO"] = os.path.join(_folder.name, "repro")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Without -m, leave the slow suites out; `-m slow` runs them."""
+    """Without -m, leave the slow suites out; `-m slow` runs them. No test fails for being slow."""
+    if importlib.util.find_spec("hypothesis"):
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile(
+            "fulgurite", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        )
+        settings.load_profile("fulgurite")
     if not config.option.markexpr:
         config.option.markexpr = "not slow"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests marked `gpu` need one."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +52,12 @@ def _fresh() -> Iterator[None]:
     torch.manual_seed(0)
     torch._dynamo.reset()
     yield
+
+
+@pytest.fixture
+def torch_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Single torch ops by default: for tests that look at each op, or at the numbers torch draws."""
+    monkeypatch.setattr("fulgurite.options.DEFAULT_EXECUTORS", ("torch",))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -148,6 +148,7 @@ def test_a_compiled_module_is_that_module():
     assert "Linear" in repr(compiled)
 
 
+@pytest.mark.usefixtures("torch_only")
 def test_train_eval_and_buffers_that_change():
     eager = Small()
     ours = fulgurite.compile(copy.deepcopy(eager))
@@ -223,6 +224,7 @@ def gradients(call, model, x):
     return [loss.detach(), x.grad, *(g.clone() for g in grads)]
 
 
+@pytest.mark.usefixtures("torch_only")
 @pytest.mark.parametrize("remat", ["none", "mincut", "full"])
 def test_gradients_under_every_policy(remat):
     model = nn.Sequential(
@@ -283,6 +285,7 @@ def test_accumulation_double_use_frozen_parameters_and_hooks():
     assert calls == expected_calls == 6 and model[0].weight.grad is None
 
 
+@pytest.mark.usefixtures("torch_only")
 def test_checkpoint_and_autocast():
     block = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 4))
 
@@ -347,6 +350,7 @@ def test_results_are_never_shared_between_calls():
     assert second[0].tolist() == [1.0, 2.0] and second[1].tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.usefixtures("torch_only")
 def test_random_ops_draw_what_eager_draws():
     def f(x):
         noise = torch.randn_like(x) + torch.rand(x.shape)
@@ -507,6 +511,7 @@ def test_the_original_stays_eager_beside_its_compiled_blocks():
     assert len(compiled.graphs) == len(other.graphs) == 1
 
 
+@pytest.mark.usefixtures("torch_only")
 def test_checkpointed_blocks_recompute_compiled():
     class Checkpointed(nn.Module):
         def __init__(self):
@@ -540,6 +545,7 @@ def test_layers_that_differ_are_each_compiled():
 # ---- subclasses --------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("torch_only")
 def test_tensor_subclasses_go_through():
     from torch.testing._internal.two_tensor import TwoTensor
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import fx
@@ -20,6 +21,11 @@ class Executor(ABC):
 
     name: ClassVar[str]
     takes_pieces: ClassVar[bool] = False  # composite ops may be taken apart to reach this executor
+    compared: ClassVar[bool] = (
+        False  # a region that torch's own ops run faster is given back to them
+    )
+
+    region_name: ClassVar[str] = ""  # of its regions in the trace; by default their ops give it
 
     @abstractmethod
     def claims(self, node: fx.Node) -> bool:
@@ -28,6 +34,23 @@ class Executor(ABC):
     @abstractmethod
     def lower(self, region: fx.GraphModule) -> Callable[..., Sequence[Any]]:
         """A function of the region's inputs that returns its outputs, in order."""
+
+    def begin(self, region: fx.GraphModule) -> None:
+        """May start what `lower` will need: all regions are begun before the first is lowered."""
+        return
+
+    def tuned(self, region: fx.GraphModule) -> Callable[..., Sequence[Any]]:
+        """The same after a search for the fastest way, where the executor has several."""
+        return self.lower(region)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Who runs a region, the function that does (None: op by op), and a remark for the trace."""
+
+    executor: Executor
+    call: Callable[..., Any] | None
+    remark: str = ""
 
 
 _REGISTERED: dict[str, Executor] = {}  # BUILT_IN in __init__.py, then users' own

@@ -15,6 +15,7 @@ from torch import fx
 
 from fulgurite.errors import CompileError
 from fulgurite.executors.base import Executor
+from fulgurite.executors.whole import Whole
 from fulgurite.trace import Trace, describe, source_of
 from fulgurite.trace.cost import is_view
 from fulgurite.trace.trace import copy_module
@@ -30,6 +31,12 @@ def claim(trace: Trace, executors: Sequence[Executor]) -> Trace:
         taken_apart = node._erased  # with the tuple it was an item of
         if node.op in ("call_function", "call_method", "call_module") and not taken_apart:
             _claim_node(module, node, executors, DEEPEST)
+    wholes = {node.meta["whole"]: None for node in module.graph.nodes if "whole" in node.meta}
+    for node in module.graph.nodes:
+        if "whole" in node.meta:
+            node.meta["whole"].pieces.add(node)
+    for whole in wholes:
+        whole.close()
     return trace.with_module(module)
 
 
@@ -37,9 +44,7 @@ def _claim_node(
     module: fx.GraphModule, node: fx.Node, executors: Sequence[Executor], depth: int
 ) -> None:
     if node.target is operator.getitem and "executor" in node.args[0].meta:
-        node.meta["executor"] = node.args[0].meta[
-            "executor"
-        ]  # an item stays where its tuple is made
+        node.meta["executor"] = node.args[0].meta["executor"]  # an item stays with its tuple
         return
     *preferred, last = executors
     for executor in preferred:
@@ -49,8 +54,13 @@ def _claim_node(
     wanting = [executor for executor in preferred if executor.takes_pieces]
     pieces = _wanted_pieces(module, node, wanting, depth) if wanting else None
     if pieces is not None:
-        for piece in inline(node, pieces):
-            _claim_node(module, piece, executors, depth - 1)
+        whole = Whole.of(node)
+        made, results = inline(node, pieces)
+        if "whole" not in node.meta:  # not itself a piece of something larger
+            whole.open(made, results)
+        for piece in made:
+            if not piece._erased:  # with the tuple it was an item of
+                _claim_node(module, piece, executors, depth - 1)
         return
     if not last.claims(node):
         raise CompileError(

@@ -7,24 +7,27 @@ Ops of the torch executor stay single calls. Randomness, collectives and other o
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, fx
+from torch import SymInt, Tensor, fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from fulgurite.errors import CompileError, FulguriteError
-from fulgurite.executors.base import Executor
+from fulgurite.executors.base import Chosen, Executor
 from fulgurite.executors.torch import TorchExecutor
+from fulgurite.executors.whole import as_torch
 from fulgurite.trace import Trace, describe, source_of
-from fulgurite.trace.cost import bytes_text, count_text, is_view, value_bytes
+from fulgurite.trace.cost import bytes_text, count_text, is_view, strides, tensors, value_bytes
 from fulgurite.trace.region import Region
 from fulgurite.trace.trace import copy_module
 from fulgurite.transforms.purity import is_ordered
 
-Lower = Callable[[Executor, fx.GraphModule], tuple[Executor, Callable[..., Any]]]
+Lower = Callable[[str, Executor, fx.GraphModule, Callable[[], fx.GraphModule]], Chosen]
 
 
 @dataclass
@@ -59,8 +62,9 @@ def lower(trace: Trace, executors: Sequence[Executor], choose: Lower | None = No
 def _gather(trace: Trace, by_name: dict[str, Executor]) -> list[Group]:
     groups: list[Group] = []
     group_of: dict[fx.Node, Group] = {}
-    latest: dict[str, list[Group]] = {}  # open regions of an executor
+    latest: dict[tuple[str, object], list[Group]] = {}  # open regions of an executor on a device
     previous_ordered: fx.Node | None = None
+    outside = _views_for_torch(trace, by_name)
     for node in trace.graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
@@ -71,19 +75,43 @@ def _gather(trace: Trace, by_name: dict[str, Executor]) -> list[Group]:
             previous_ordered = node
         name = node.meta["executor"]
         executor = by_name[name]
-        fusing = None if isinstance(executor, TorchExecutor) else executor
-        group = _joinable(latest.get(name, []), sources, groups) if fusing else None
+        inside = any(source.executor is executor for source in sources)
+        runs_alone = isinstance(executor, TorchExecutor) or (node in outside and not inside)
+        fusing = None if runs_alone else executor
+        open_here = latest.setdefault((name, _device(node)), [])
+        group = _joinable(open_here, sources, groups) if fusing else None
         if fusing and node.target is operator.getitem:
             group = group_of[node.args[0]]  # a tuple never crosses a region's border
         if group is None:
             group = Group(len(groups), fusing)
             groups.append(group)
             if fusing:
-                latest.setdefault(name, []).append(group)
+                open_here.append(group)
         group.nodes.append(node)
         group.needs |= {source.index for source in sources} - {group.index}
         group_of[node] = group
     return groups
+
+
+def _device(node: fx.Node) -> object:
+    """Where the tensors that a node makes are; a region stays on one device."""
+    value = node.meta.get("val")
+    first = value[0] if isinstance(value, tuple | list) and value else value
+    return getattr(first, "device", None)
+
+
+def _views_for_torch(trace: Trace, by_name: dict[str, Executor]) -> set[fx.Node]:
+    """Views that only single ops read: inside a region they would make those ops wait for it."""
+    found: set[fx.Node] = set()
+    for node in reversed(trace.graph.nodes):
+        readers = [user for user in node.users if user not in found]
+        if is_view(node) and not any(
+            reader.op == "call_function"
+            and not isinstance(by_name[reader.meta["executor"]], TorchExecutor)
+            for reader in readers
+        ):
+            found.add(node)
+    return found
 
 
 def _joinable(candidates: list[Group], sources: list[Group], groups: list[Group]) -> Group | None:
@@ -141,15 +169,15 @@ def _assemble(trace: Trace, groups: list[Group], choose: Lower) -> fx.GraphModul
     for node in trace.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             value_of[node] = graph.node_copy(node, lambda n: value_of[n])
+    extracted = {g.index: _begun(trace, g) for g in groups if _is_region(g)}
     serial = 0
     for group in groups:
-        if group.executor is None or all(map(is_view, group.nodes)):
+        if not _is_region(group):
             for node in group.nodes:
                 value_of[node] = graph.node_copy(node, lambda n: value_of[n])
-                if group.executor is not None:
-                    value_of[node].meta["executor"] = TorchExecutor.name
+                value_of[node].meta["executor"] = _alone(node, group)
             continue
-        _add_region(trace, graph, group, value_of, serial, choose)
+        _add_region(trace, graph, group, extracted[group.index], value_of, serial, choose)
         serial += 1
     old = trace.graph.output_node()
     result = graph.output(fx.node.map_arg(old.args[0], lambda n: value_of[n]))
@@ -159,27 +187,63 @@ def _assemble(trace: Trace, groups: list[Group], choose: Lower) -> fx.GraphModul
     return module
 
 
+def _alone(node: fx.Node, group: Group) -> str:
+    """Who runs a node that is not in a region: what a fusing executor claimed but is free, torch does."""
+    return TorchExecutor.name if _moves_nothing(node) else str(node.meta["executor"])
+
+
+def _moves_nothing(node: fx.Node) -> bool:
+    """A view, or arithmetic with sizes."""
+    return is_view(node) or not any(True for _ in tensors(node.meta.get("val")))
+
+
+def _is_region(group: Group) -> bool:
+    return group.executor is not None and not all(map(_moves_nothing, group.nodes))
+
+
+Extracted = tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]
+
+
+def _begun(trace: Trace, group: Group) -> Extracted:
+    """The region as a module with its inputs and outputs, its lowering under way."""
+    assert group.executor is not None, "only fusing executors have regions"
+    extracted = _extract(trace, group.nodes)
+    try:
+        group.executor.begin(extracted[0])
+    except FulguriteError:
+        raise
+    except Exception as error:
+        raise _lowering_failed(group, error) from error
+    return extracted
+
+
 def _add_region(
     trace: Trace,
     graph: fx.Graph,
     group: Group,
+    extracted: Extracted,
     value_of: dict[fx.Node, fx.Node],
     serial: int,
     choose: Lower,
 ) -> None:
     assert group.executor is not None, "only fusing executors have regions"
-    module, inputs, outputs = _extract(trace, group.nodes)
+    module, inputs, outputs = extracted
+    plain = functools.partial(as_torch, trace, group.nodes, inputs, outputs)
+    name = f"{group.executor.region_name or _telling_name(group.nodes)}_{serial}"
     try:
-        executor, call = choose(group.executor, module)
+        chosen = choose(name, group.executor, module, plain)
     except FulguriteError:
         raise
     except Exception as error:
         raise _lowering_failed(group, error) from error
-    name = f"{executor.name}_{serial}"
+    if chosen.call is None:
+        _give_back(graph, plain(), inputs, outputs, value_of, chosen.remark)
+        return
+    executor = chosen.executor
     computing = sum(not is_view(node) for node in group.nodes)
     moved = sum(value_bytes(n.meta.get("val")) for n in {*inputs, *outputs})
     summary = f"{count_text(computing, 'op')}   {bytes_text(moved)}"
-    region = Region(name, executor.name, module, call, summary)
+    region = Region(name, executor.name, module, chosen.call, summary)
     node = graph.call_function(region, tuple(value_of[n] for n in inputs))
     node.meta = {
         "val": tuple(n.meta.get("val") for n in outputs),
@@ -193,6 +257,63 @@ def _add_region(
         value_of[output] = item
 
 
+DULL = [
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "neg",
+    "to_copy",
+    "convert_element_type",
+    "clone",
+    "full",
+    "where",
+    "sum",
+    "mean",
+    "getitem",
+]
+
+
+def _telling_name(nodes: list[fx.Node]) -> str:
+    """A name from what the user would call the region: ops that were taken apart first, then telling ones."""
+    wholes = [_op_name(n.meta["whole"].target) for n in nodes if "whole" in n.meta]
+    rest = [n for n in nodes if not _moves_nothing(n) and "whole" not in n.meta]
+    ops = [_op_name(n.target) for n in rest]
+    telling = [name for name in ops if name not in DULL]
+    named = list(dict.fromkeys([*wholes, *telling])) or list(dict.fromkeys(ops)) or ["region"]
+    return "_".join(named[:2])
+
+
+def _op_name(target: Any) -> str:
+    schema = getattr(target, "_schema", None)
+    full = schema.name.split("::")[1] if schema else getattr(target, "__name__", "region")
+    name = full.strip("_").removeprefix("native_")
+    return name if name.isidentifier() else "region"
+
+
+def _give_back(
+    graph: fx.Graph,
+    plain: fx.GraphModule,
+    inputs: list[fx.Node],
+    outputs: list[fx.Node],
+    value_of: dict[fx.Node, fx.Node],
+    remark: str,
+) -> None:
+    """The ops of a region as torch runs them, in the place of the region."""
+    copied: dict[fx.Node, fx.Node] = {}
+    given = iter(inputs)
+    for node in plain.graph.nodes:
+        if node.op == "placeholder":
+            copied[node] = value_of[next(given)]
+        elif node.op == "output":
+            for output, result in zip(outputs, node.args[0], strict=True):
+                value_of[output] = copied[result]
+        else:
+            copied[node] = graph.node_copy(node, lambda n: copied[n])
+            if not is_view(node) and remark:
+                copied[node].meta["remark"], remark = remark, ""
+
+
 def _extract(
     trace: Trace, nodes: list[fx.Node]
 ) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
@@ -201,6 +322,7 @@ def _extract(
     read = {s: None for node in nodes for s in node.all_input_nodes if s not in inside}
     nested = {s for s in read if s.op == "get_attr" and not isinstance(s.meta.get("val"), Tensor)}
     inputs = [source for source in read if source not in nested]  # constants are inputs, too
+    inputs += _hidden_sizes(trace, nodes, inputs)
     graph = fx.Graph()
     value_of: dict[fx.Node, fx.Node] = {}
     for source in inputs:
@@ -215,8 +337,38 @@ def _extract(
     return _LazyGraphModule(trace.module, graph, class_name="Region"), inputs, outputs
 
 
-def _lower_with(executor: Executor, module: fx.GraphModule) -> tuple[Executor, Callable[..., Any]]:
-    return executor, executor.lower(module)
+def _hidden_sizes(trace: Trace, nodes: list[fx.Node], inputs: list[fx.Node]) -> list[fx.Node]:
+    """Dynamic sizes that the region's values depend on and its inputs don't show as they are."""
+    shown = {symbol for source in inputs for symbol in _plain_sizes(source.meta.get("val"))}
+    needed = {symbol for node in nodes for symbol in free_symbols(_sizes(node.meta.get("val")))}
+    missing = needed - shown
+    if not missing:
+        return []
+    inside = set(nodes)
+    found: dict[Any, fx.Node] = {}
+    for node in trace.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, SymInt) and node not in inside and value.node.expr in missing:
+            found.setdefault(value.node.expr, node)
+    return list(found.values())
+
+
+def _sizes(value: Any) -> list[Any]:
+    """Sizes and strides inside a metadata value, and the value itself where it is a size."""
+    held = [value] if isinstance(value, SymInt) else []
+    return held + [n for t in tensors(value) for n in (*t.shape, *strides(t))]
+
+
+def _plain_sizes(value: Any) -> list[Any]:
+    """The symbols among them that stand alone."""
+    symbolic = [size.node.expr for size in _sizes(value) if isinstance(size, SymInt)]
+    return [expression for expression in symbolic if expression.is_Symbol]
+
+
+def _lower_with(
+    name: str, executor: Executor, module: fx.GraphModule, plain: Callable[[], fx.GraphModule]
+) -> Chosen:
+    return Chosen(executor, executor.lower(module))
 
 
 def _lowering_failed(group: Group, error: Exception) -> CompileError:

@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fulgurite.executors.base import Executor
 from fulgurite.trace.metadata import fake_mode_of, faking
+from fulgurite.trace.printer import render
+from fulgurite.trace.text import bind
 
 
 class TorchExecutor(Executor):
@@ -27,8 +29,9 @@ class TorchExecutor(Executor):
         return True
 
     def lower(self, region: fx.GraphModule) -> Callable[..., Sequence[Any]]:
-        """A region run op by op; how tune() times torch against the others."""
-        return region.forward
+        """A region run op by op; how tuning times torch against the others."""
+        run = bind(render(region, "region", (), "boxed"), "<fulgurite region>")
+        return lambda *inputs: run(list(inputs))
 
     def spell(self, module: fx.GraphModule, node: fx.Node) -> None:
         """Point the node at the plainest function that does the same."""

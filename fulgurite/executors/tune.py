@@ -1,7 +1,10 @@
-"""Choosing by measurement.
+"""Choosing by measurement: never worse than torch's own ops.
 
-In: a region and the executors that can run it. Out: the fastest, timed on random inputs of the region's shapes.
-The decision is written to the cache folder, so the next process doesn't measure again, and kept for `explain`.
+In: a region, the executor that claimed it, and the region as torch would run it. Out: who runs it. By default
+generated code is compared with torch once, in a few milliseconds, on inputs of the region's metadata, and a region
+that torch runs faster is given back; `tune=True` compares every executor that can run it, at length. The decision is
+written to the cache folder under everything that it depends on, so the next process doesn't measure again, and kept
+for `explain`. `tune=False` measures nothing: the order of the executors decides.
 """
 
 from __future__ import annotations
@@ -9,18 +12,25 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fulgurite import cache, timing
-from fulgurite.executors.base import Executor
-from fulgurite.trace.cost import size_hint
-from fulgurite.trace.printer import render
+from fulgurite import cache, native, timing
+from fulgurite.executors.base import Chosen, Executor
+from fulgurite.executors.torch import TorchExecutor
+from fulgurite.trace.cost import node_bytes, size_hint, tensors, value_bytes
+from fulgurite.trace.signature import signature
+from fulgurite.transforms.purity import is_random
+from fulgurite.version import VERSION
 
-FORMAT = 1  # of the decisions on disk
+Tune = Literal["auto"] | bool
+FORMAT = 2  # of the decisions on disk
+MARGIN = 1.1  # torch must be faster by this much to get a region back: less is noise
+CLEAR = (3, 16 << 20)  # bytes saved (times) and moved, from where on memory alone decides
+LARGEST = 1 << 30  # bytes of example inputs that are made for a comparison
 
 
 @dataclass(frozen=True)
@@ -40,61 +50,128 @@ class Decision:
 class Tuner:
     """Picks executors for regions and remembers why."""
 
-    def __init__(self, executors: Sequence[Executor]) -> None:
+    def __init__(self, executors: Sequence[Executor], tune: Tune) -> None:
         self.executors = list(executors)
+        self.tune = tune
         self.decisions: list[Decision] = []
 
     def choose(
-        self, first: Executor, module: fx.GraphModule
-    ) -> tuple[Executor, Callable[..., Any]]:
-        """The fastest executor for the region and its callable."""
-        nodes = [n for n in module.graph.nodes if n.op == "call_function"]
-        able = [e for e in self.executors if e is first or all(map(e.claims, nodes))]
-        name = f"region {len(self.decisions)} ({len(nodes)} ops)"
-        key = _key(module, able)
-        stored = cache.read_text("tune", key)
+        self,
+        name: str,
+        first: Executor,
+        module: fx.GraphModule,
+        plain: Callable[[], fx.GraphModule],
+    ) -> Chosen:
+        """Who runs the region, and how; `plain` makes the region as torch would run it."""
+        able = self._able(first, module)
+        call = first.tuned(module) if self.tune is True else first.lower(module)
+        if len(able) == 1:
+            return Chosen(first, call)
+        calls = {first.name: call}
+        torch_module = plain()
+        if self.tune == "auto" and _is_clear(module, torch_module):
+            return Chosen(first, call)
+        key = _key(module, able, getattr(call, "source", ""))
+        stored = cache.read_text("decisions", key)
         decision = None if stored is None else _read(stored, name, able)
         if decision is None:
-            calls = {e.name: e.lower(module) for e in able}
-            decision = Decision(name, *_fastest(module, calls), cached=False)
-            record = {"format": FORMAT, **asdict(decision)}
-            cache.write_text("tune", key, json.dumps(record))
+            for executor in able[1:]:
+                taken = torch_module if isinstance(executor, TorchExecutor) else module
+                calls[executor.name] = executor.lower(taken)
+            seconds = self._measure(module, calls)
+            if seconds is None:  # too busy a machine to tell: the order of the executors decides
+                return Chosen(first, call)
+            decision = Decision(name, _winner(first, seconds), seconds, cached=False)
+            cache.write_text("decisions", key, json.dumps({"format": FORMAT, **asdict(decision)}))
         self.decisions.append(decision)
         winner = next(e for e in able if e.name == decision.winner)
-        return winner, winner.lower(module)
+        if isinstance(winner, TorchExecutor):
+            return Chosen(winner, None, _remark(first, decision))
+        return Chosen(winner, calls.get(winner.name) or winner.lower(module))
+
+    def _able(self, first: Executor, module: fx.GraphModule) -> list[Executor]:
+        """The executors to compare, the one that claimed the region first."""
+        nodes = [n for n in module.graph.nodes if n.op == "call_function"]
+        values = [tensor for n in module.graph.nodes for tensor in tensors(n.meta.get("val"))]
+        empty = any(size_hint(size) == 0 for tensor in values for size in tensor.shape)
+        if empty or any(map(is_random, nodes)):  # nothing to measure; draws must not be repeated
+            return [first]
+        if any(map(_divides_integers, nodes)):  # the integers that are measured with are zeros
+            return [first]
+        others = [executor for executor in self.executors if executor is not first]
+        if self.tune == "auto":
+            others = [e for e in others if first.compared and isinstance(e, TorchExecutor)]
+        return [first, *(e for e in others if all(map(e.claims, nodes)))]
+
+    def _measure(
+        self, module: fx.GraphModule, calls: dict[str, Callable[..., Any]]
+    ) -> dict[str, float] | None:
+        measure = timing.best_on if self.tune == "auto" else timing.compare_on
+        # capture runs on FakeTensors and dispatches in Python; a clock needs what the program will see
+        with _disable_current_modes(), torch._C._DisablePythonDispatcher():
+            inputs = [_example(n.meta["val"]) for n in module.graph.nodes if n.op == "placeholder"]
+            return measure(calls, *inputs)
 
 
-def _fastest(
-    module: fx.GraphModule, calls: dict[str, Callable[..., Any]]
-) -> tuple[str, dict[str, float]]:
-    with _disable_current_modes():  # capture runs on FakeTensors; a clock needs real ones
-        inputs = [_example(n.meta["val"]) for n in module.graph.nodes if n.op == "placeholder"]
-        seconds = timing.compare_on(calls, *inputs)
-    return min(seconds, key=lambda name: seconds[name]), seconds
+def _winner(first: Executor, seconds: dict[str, float]) -> str:
+    fastest = min(seconds, key=lambda name: seconds[name])
+    return first.name if seconds[first.name] <= MARGIN * seconds[fastest] else fastest
+
+
+def _remark(first: Executor, decision: Decision) -> str:
+    times = decision.seconds[first.name] / decision.seconds[decision.winner]
+    return f"given back: {first.name} takes {times:.1f}×"
+
+
+def _is_clear(module: fx.GraphModule, plain: fx.GraphModule) -> bool:
+    """Whether the bytes say enough: large tensors, and torch moves them several times as often.
+
+    Also where inputs to compare on would take too much memory.
+    """
+    given = [n for n in module.graph.nodes if n.op == "placeholder"]
+    results = module.graph.output_node().all_input_nodes
+    read = sum(value_bytes(node.meta.get("val")) for node in given)
+    moved = read + sum(value_bytes(node.meta.get("val")) for node in results)
+    by_torch = sum(map(node_bytes, plain.graph.nodes))
+    times, least = CLEAR
+    return (by_torch >= times * moved and moved >= least) or moved > LARGEST
+
+
+def _divides_integers(node: fx.Node) -> bool:
+    """Would a zero among the integers it reads be an error?"""
+    name = str(getattr(node.target, "_opname", ""))
+    value = node.meta.get("val")
+    whole = isinstance(value, torch.Tensor) and not value.dtype.is_floating_point
+    return whole and name in ("div", "floor_divide", "remainder", "fmod")
 
 
 def _example(value: Any) -> Any:
-    """A real value that looks like the metadata."""
+    """A real value that looks like the metadata; cheap to make, so a short pattern is repeated."""
     if not isinstance(value, torch.Tensor):
         return size_hint(value) if isinstance(value, torch.SymInt) else value
     shape = [size_hint(size) for size in value.shape]
     strides = [size_hint(stride) for stride in value.stride()]
     tensor = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
-    if value.dtype.is_floating_point or value.dtype.is_complex:
-        return tensor.copy_(torch.randn(shape, device=value.device)) if tensor.numel() else tensor
-    return tensor.copy_(torch.randint(0, 2, shape, device=value.device))
+    if not (value.dtype.is_floating_point or value.dtype.is_complex):
+        return tensor.zero_()  # an index must be in range
+    generator = torch.Generator().manual_seed(0)  # the program's own is not touched
+    pattern = torch.rand(4093, generator=generator) + 0.5
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    flat = tensor.as_strided((reach,), (1,))
+    for start in range(0, reach, 1 << 20):
+        part = flat[start : start + (1 << 20)]
+        part.copy_(pattern.repeat(-(-len(part) // len(pattern)))[: len(part)])
+    return tensor
 
 
-def _key(module: fx.GraphModule, able: Sequence[Executor]) -> str:
-    text = render(module, "region", (), "text").text
-    devices = sorted({str(n.meta["val"].device) for n in module.graph.nodes if _on_device(n)})
-    machine = [torch.cuda.get_device_name(d) if "cuda" in d else d for d in devices]
-    names = [e.name for e in able]
-    return cache.digest("tune", str(FORMAT), torch.__version__, *machine, *names, text)
-
-
-def _on_device(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
+def _key(module: fx.GraphModule, able: Sequence[Executor], source: str) -> str:
+    """Everything a decision depends on: the ops and sizes, the generated code, the machine."""
+    devices = {str(t.device) for n in module.graph.nodes for t in tensors(n.meta.get("val"))}
+    machine = [torch.cuda.get_device_name(d) if "cuda" in d else d for d in sorted(devices)]
+    machine += [native.processor(), str(torch.get_num_threads())]
+    names = [executor.name for executor in able]
+    text = signature(module)
+    return cache.digest(str(FORMAT), VERSION, torch.__version__, *machine, *names, text, source)
 
 
 def _read(stored: str, name: str, able: Sequence[Executor]) -> Decision | None:

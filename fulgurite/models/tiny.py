@@ -84,15 +84,15 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
 
-    def angles(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        channel = torch.arange(0, self.head_width, 2, device=device) / self.head_width
-        position = torch.arange(length, device=device)
+    def angles(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        channel = torch.arange(0, self.head_width, 2, device=x_BTD.device) / self.head_width
+        position = torch.arange(x_BTD.shape[1], device=x_BTD.device)
         angle = torch.outer(position, 10_000.0**-channel).repeat(1, 2)
-        return angle.cos(), angle.sin()
+        return angle.cos().to(x_BTD.dtype), angle.sin().to(x_BTD.dtype)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         x = self.embedding(tokens_BT)
-        cos, sin = self.angles(tokens_BT.shape[1], tokens_BT.device)
+        cos, sin = self.angles(x)
         for layer in self.layers:
             x = layer(x, cos, sin)
         logits = self.head(self.norm(x))

@@ -151,8 +151,8 @@ def _graph_numbers(graph: GraphSummary, remat: str) -> list[Markup]:
     if graph.saved_bytes:
         parts.append(element("div", tables.saved_table(graph, remat), class_="columns"))
     if graph.decisions:
-        decisions = [element("li", decision) for decision in graph.decisions]
-        parts += [element("h3", "Tuned"), element("ul", *decisions, class_="decisions")]
+        decisions = [element("li", str(decision)) for decision in graph.decisions]
+        parts += [element("h3", "Compared"), element("ul", *decisions, class_="decisions")]
     return parts
 
 
@@ -174,6 +174,7 @@ def _program(
             tables.stages_table(program),
             class_="columns",
         ),
+        tables.kernels_list(summary),
         element(
             "figure",
             element("div", class_="toolbar"),

@@ -11,7 +11,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fulgurite.capture.dynamo import GraphBreak
-from fulgurite.explain import Explanation, GraphSummary, ProgramSummary
+from fulgurite.explain import (
+    Explanation,
+    GraphSummary,
+    ProgramSummary,
+    grouped_kernels,
+    of_limit_text,
+)
+from fulgurite.fuser import Kernel
 from fulgurite.report.graph import colour_of
 from fulgurite.report.markup import Markup, element, join
 from fulgurite.report.stages import Program, Stage
@@ -115,6 +122,35 @@ def graphs_table(graphs: Sequence[GraphSummary]) -> Markup:
         Column("stage time", True),
     ]
     return table(columns, rows)
+
+
+def kernels_list(summary: ProgramSummary) -> Markup | str:
+    """The generated kernels: what each moves and why it ends; below, schedule and source behind a click."""
+    if not summary.kernels:
+        return ""
+    columns = [Column("kernel"), Column("ops"), Column("bytes", True), Column("predicted", True)]
+    measured = any(kernel.seconds is not None for kernel in summary.kernels)
+    columns += [Column("measured", True), Column("of limit", True)] if measured else []
+    rows, sources = [], []
+    for kernel, count in grouped_kernels(summary.kernels):
+        made = kernel.kernel
+        name = f"{kernel.name} ×{count}" if count > 1 else kernel.name
+        row = [name, _ops_text(made), bytes_text(made.bytes), seconds_text(made.predicted)]
+        row += [seconds_text(kernel.seconds or 0.0), of_limit_text(kernel)] if measured else []
+        rows.append([*row, kernel.reason])
+        sources.append(_kernel_source(f"{kernel.name} · {made.schedule}", made))
+    listed = table([*columns, Column("why it ends here")], rows)
+    return element("div", listed, element("div", *sources, class_="sources"), class_="kernels")
+
+
+def _ops_text(kernel: Kernel, most: int = 6) -> str:
+    ops = list(dict.fromkeys(op.strip("_") for op in kernel.ops))
+    return ", ".join(ops[:most]) + (f" and {len(ops) - most} more" if len(ops) > most else "")
+
+
+def _kernel_source(title: str, kernel: Kernel) -> Markup:
+    source = element("pre", kernel.source, class_="printed")
+    return element("details", element("summary", title), source)
 
 
 def anchor(graph: int, kind: str) -> str:

@@ -7,7 +7,7 @@ FakeTensors in the mode (and with the symbolic sizes) the inputs came with.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,11 +30,16 @@ def fake_mode_of(module: fx.GraphModule) -> FakeTensorMode:
 
 @contextmanager
 def faking(mode: FakeTensorMode) -> Iterator[None]:
-    """Run ops on fakes: constants may be real tensors, and gradients are of no interest."""
+    """Run ops on fakes: constants may be real tensors, and gradients are of no interest.
+
+    Sizes that depend on data get new symbols here, which the capture that is under way must not wait for.
+    """
     allowed = mode.allow_non_fake_inputs
     mode.allow_non_fake_inputs = True
+    environment = mode.shape_env
+    fresh = environment.ignore_fresh_unbacked_symbols() if environment else nullcontext()
     try:
-        with mode, torch.no_grad():
+        with mode, torch.no_grad(), fresh:
             yield
     finally:
         mode.allow_non_fake_inputs = allowed
@@ -69,9 +74,21 @@ def call_node(module: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any])
         return getattr(receiver, str(node.target))(*rest, **kwargs)
     if node.op == "call_module":
         return module.get_submodule(str(node.target))(*args, **kwargs)
+    if isinstance(node.target, Region):
+        return _run_region(node.target.module, args)
     assert callable(node.target), f"{node.name}: {node.target} can't be called"
-    target = node.target.module if isinstance(node.target, Region) else node.target
-    return target(*args, **kwargs)
+    return node.target(*args, **kwargs)
+
+
+def _run_region(module: fx.GraphModule, inputs: Any) -> Any:
+    """A region op by op, and so the regions inside it."""
+    values: dict[fx.Node, Any] = {}
+    given = iter(inputs)
+    for node in module.graph.nodes:
+        if node.op == "output":
+            return fx.node.map_arg(node.args[0], lambda source: values[source])
+        values[node] = next(given) if node.op == "placeholder" else call_node(module, node, values)
+    raise AssertionError("a graph without an output")
 
 
 def fill_metadata(module: fx.GraphModule) -> None:

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 import torch._decomp
 from torch import fx
+from torch._dynamo.convert_frame import compile_lock
+from torch.fx import _symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from fulgurite.trace.metadata import fake_mode_of, faking
@@ -35,15 +38,32 @@ def decompose(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
         return None
 
     def pieces(*inputs: Any) -> Any:
+        # a global of make_fx that would make compiled functions refuse to run in other threads meanwhile
+        _symbolic_trace._is_fx_tracing_flag = False
         value_of = dict(zip(sources, inputs, strict=True))
         args = _argument(node.args, value_of)
         kwargs = {key: _argument(value, value_of) for key, value in node.kwargs.items()}
         result = rule(*args, **kwargs)
+        if result is NotImplemented:
+            raise NotImplementedError(f"no pieces of {node.target} for these arguments")
         return tuple(result) if isinstance(result, tuple) else result  # not a named tuple
 
-    with faking(fake_mode_of(module)):
-        traced = make_fx(pieces, tracing_mode="real")(*values)
-    return None if any(n.target is node.target for n in traced.graph.nodes) else traced
+    try:
+        with (
+            compile_lock,
+            faking(fake_mode_of(module)),
+        ):  # make_fx keeps global state, backward has a thread
+            traced = make_fx(pieces, tracing_mode="real")(*values)
+    except (NotImplementedError, GuardOnDataDependentSymNode):
+        return None  # the rule doesn't know these arguments, or would have to look at the data
+    stays = any(n.target is node.target or _reads_data(n) for n in traced.graph.nodes)
+    return None if stays else traced
+
+
+def _reads_data(node: fx.Node) -> bool:
+    """Whether the node turns tensor data into a size or a number."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
 
 
 def _argument(value: Any, value_of: dict[fx.Node, Any]) -> Any:
@@ -56,9 +76,10 @@ def _argument(value: Any, value_of: dict[fx.Node, Any]) -> Any:
     return value
 
 
-def inline(node: fx.Node, pieces: fx.GraphModule) -> list[fx.Node]:
-    """Replace `node` by its pieces; returns the new nodes, which carry the node's source."""
+def inline(node: fx.Node, pieces: fx.GraphModule) -> tuple[list[fx.Node], list[Any]]:
+    """Replace `node` by its pieces; returns the new nodes, which carry the node's source, and its results."""
     graph = node.graph
+    result: Any = None
     value_of: dict[fx.Node, Any] = dict(
         zip((n for n in pieces.graph.nodes if n.op == "placeholder"), node.all_input_nodes)
     )
@@ -75,12 +96,13 @@ def inline(node: fx.Node, pieces: fx.GraphModule) -> list[fx.Node]:
             copy.meta = {**_provenance(node), "val": piece.meta.get("val")}
             value_of[piece] = copy
             made.append(copy)
-    return made
+    return made, pytree.tree_leaves(result)
 
 
 def _provenance(node: fx.Node) -> dict[str, Any]:
     kept = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "seq_nr", "partitioner_tag")
-    return {key: node.meta[key] for key in kept if key in node.meta}
+    whole = "whole"  # the op that this one is itself a piece of
+    return {key: node.meta[key] for key in (*kept, whole) if key in node.meta}
 
 
 def _replace(node: fx.Node, result: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fulgurite.trace.cost import is_view
+from fulgurite.trace.cost import is_view, op_of
 
 _PURE_FUNCTIONS = {
     *(operator.getitem, operator.add, operator.sub, operator.mul, operator.truediv),
@@ -24,7 +24,7 @@ _PURE_FUNCTIONS = {
 
 def is_random(node: fx.Node) -> bool:
     """Draws from a generator, so its place in the order of draws matters."""
-    tags = getattr(node.target, "tags", ())
+    tags = getattr(op_of(node), "tags", ())
     return torch.Tag.nondeterministic_seeded in tags
 
 
@@ -34,7 +34,7 @@ def is_pure(node: fx.Node) -> bool:
         return True
     if node.op != "call_function":
         return False
-    target: Any = node.target
+    target: Any = op_of(node)
     if target in _PURE_FUNCTIONS:
         return True
     if not isinstance(target, torch._ops.OpOverload) or node.meta.get("effect"):

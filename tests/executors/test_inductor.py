@@ -60,7 +60,7 @@ def test_tuning_keeps_the_fastest_and_remembers(inputs, monkeypatch):
         assert decision.winner == "torch" and decision.cached == cached
         assert "torch" in str(compiled.explain()) and "1.0 µs" in str(compiled.explain())
     assert timed.count == 1
-    cache.clear("tune")
+    cache.clear("decisions")
 
 
 def test_tuning_measures_for_real(inputs):

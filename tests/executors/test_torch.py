@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import fulgurite
+
+pytestmark = pytest.mark.usefixtures("torch_only")
 
 
 def targets(function, *inputs):

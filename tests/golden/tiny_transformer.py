@@ -1,7 +1,242 @@
 # inference 0 · final
+import fulgurite
 import torch
 
-folded_0 = torch.tensor([1.0, 0.3162277638912201, 0.10000000149011612, 0.03162277489900589, 0.009999999776482582, 0.003162277629598975, 0.0010000000474974513, 0.0003162277571391314], dtype=torch.float32)
+@fulgurite.region('fuser')
+def embedding_arange_0(
+    embedding_weight: "f32[256, 64]",
+    tokens_bt: "i64[2, 32]",
+    folded_0: "f32[8]",
+    layers_0_attention_norm_weight: "f32[64]",
+):
+    # self.embedding            tiny.py:94          x = self.embedding(tokens_BT)
+    x = torch.ops.aten.embedding.default(embedding_weight, tokens_bt); del embedding_weight, tokens_bt  # fuser   80.5 KiB
+    #                           tiny.py:89          position = torch.arange(x_BTD.shape[1], device=x_BTD.device)
+    position = torch.ops.aten.arange.default(32, device=torch.device('cpu'), pin_memory=False)  # fuser   256 B
+    #                           tiny.py:90          angle = torch.outer(position, 10_000.0**-channel).repeat(1, 2)
+    view = torch.ops.aten.view.default(position, [32, 1]); del position  # fuser   view
+    outer = torch.ops.aten.mul.Tensor(view, folded_0); del view, folded_0  # fuser   1.3 KiB
+    angle = torch.ops.aten.repeat.default(outer, [1, 2]); del outer   # fuser   3.0 KiB
+    #                           tiny.py:91          return angle.cos().to(x_BTD.dtype), angle.sin().to(x_BTD.dtype)
+    cos = torch.ops.aten.cos.default(angle)                           # fuser   4.0 KiB
+    sin = torch.ops.aten.sin.default(angle); del angle                # fuser   4.0 KiB
+    # self.layers.0.attention_norm  tiny.py:22          scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+    square = torch.ops.aten.pow.Tensor_Scalar(x, 2)                   # fuser   32.0 KiB
+    mean = torch.ops.aten.mean.dim(square, [-1], True); del square    # fuser   16.2 KiB
+    add = torch.ops.aten.add.Tensor(mean, 1e-06); del mean            # fuser   512 B
+    scale = torch.ops.aten.rsqrt.default(add); del add                # fuser   512 B
+    # self.layers.0.attention_norm  tiny.py:23          return (x * scale).type_as(x) * self.weight
+    mul_21 = torch.ops.aten.mul.Tensor(x, scale); del scale           # fuser   32.2 KiB
+    mul_22 = torch.ops.aten.mul.Tensor(mul_21, layers_0_attention_norm_weight); del mul_21, layers_0_attention_norm_weight  # fuser   32.2 KiB
+    # self.layers.0.attention.qkv  tiny.py:40          qkv = self.qkv(x_BTD).unflatten(-1, (3, self.heads, -1))
+    view_1 = torch.ops.aten.view.default(mul_22, [64, 64]); del mul_22  # fuser   view
+    return (x, cos, sin, view_1)
+
+folded_0_1 = torch.tensor([1.0, 0.3162277638912201, 0.10000000149011612, 0.03162277489900589, 0.009999999776482582, 0.003162277629598975, 0.0010000000474974513, 0.0003162277571391314], dtype=torch.float32)
+
+@fulgurite.region('fuser')
+def cat_1(mm: "f32[64, 192]", cos: "f32[32, 16]", sin: "f32[32, 16]"):
+    # self.layers.0.attention.qkv  tiny.py:40          qkv = self.qkv(x_BTD).unflatten(-1, (3, self.heads, -1))
+    linear = torch.ops.aten._unsafe_view.default(mm, [2, 32, 192]); del mm  # fuser   view
+    # self.layers.0.attention   tiny.py:40          qkv = self.qkv(x_BTD).unflatten(-1, (3, self.heads, -1))
+    qkv = torch.ops.aten.view.default(linear, [2, 32, 3, 4, 16]); del linear  # fuser   view
+    # self.layers.0.attention   tiny.py:41          q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    permute = torch.ops.aten.permute.default(qkv, [2, 0, 3, 1, 4]); del qkv  # fuser   view
+    q = torch.ops.aten.select.int(permute, 0, 0)                      # fuser   view
+    k = torch.ops.aten.select.int(permute, 0, 1)                      # fuser   view
+    v = torch.ops.aten.select.int(permute, 0, 2); del permute         # fuser   view
+    # self.layers.0.attention   tiny.py:28          left, right = x_BNTH.chunk(2, dim=-1)
+    getitem, getitem_1 = torch.ops.aten.split.Tensor(q, 8, -1)        # fuser   view
+    # self.layers.0.attention   tiny.py:29          return x_BNTH * cos_TH + torch.cat((-right, left), dim=-1) * sin_TH
+    mul_23 = torch.ops.aten.mul.Tensor(q, cos); del q                 # fuser   34.0 KiB
+    neg_1 = torch.ops.aten.neg.default(getitem_1); del getitem_1      # fuser   16.0 KiB
+    cat = torch.ops.aten.cat.default([neg_1, getitem], -1); del neg_1, getitem  # fuser   32.0 KiB
+    mul_24 = torch.ops.aten.mul.Tensor(cat, sin); del cat             # fuser   34.0 KiB
+    q_1 = torch.ops.aten.add.Tensor(mul_23, mul_24); del mul_23, mul_24  # fuser   48.0 KiB
+    # self.layers.0.attention   tiny.py:28          left, right = x_BNTH.chunk(2, dim=-1)
+    getitem_2, getitem_3 = torch.ops.aten.split.Tensor(k, 8, -1)      # fuser   view
+    # self.layers.0.attention   tiny.py:29          return x_BNTH * cos_TH + torch.cat((-right, left), dim=-1) * sin_TH
+    mul_25 = torch.ops.aten.mul.Tensor(k, cos); del cos, k            # fuser   34.0 KiB
+    neg_2 = torch.ops.aten.neg.default(getitem_3); del getitem_3      # fuser   16.0 KiB
+    cat_1_1 = torch.ops.aten.cat.default([neg_2, getitem_2], -1); del neg_2, getitem_2  # fuser   32.0 KiB
+    mul_26 = torch.ops.aten.mul.Tensor(cat_1_1, sin); del sin, cat_1_1  # fuser   34.0 KiB
+    k_1 = torch.ops.aten.add.Tensor(mul_25, mul_26); del mul_25, mul_26  # fuser   48.0 KiB
+    return (v, q_1, k_1)
+
+@fulgurite.region('fuser')
+def pow_rsqrt_2(
+    mm_1: "f32[64, 64]",
+    x: "f32[2, 32, 64]",
+    layers_0_feed_forward_norm_weight: "f32[64]",
+):
+    # self.layers.0.attention.out  tiny.py:44          return self.out(mixed.transpose(1, 2).flatten(2))
+    linear_1 = torch.ops.aten._unsafe_view.default(mm_1, [2, 32, 64]); del mm_1  # fuser   view
+    # self.layers.0             tiny.py:67          x = x + self.attention(self.attention_norm(x), cos, sin)
+    x_1 = torch.ops.aten.add.Tensor(x, linear_1); del x, linear_1     # fuser   48.0 KiB
+    # self.layers.0.feed_forward_norm  tiny.py:22          scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+    square_1 = torch.ops.aten.pow.Tensor_Scalar(x_1, 2)               # fuser   32.0 KiB
+    mean_1 = torch.ops.aten.mean.dim(square_1, [-1], True); del square_1  # fuser   16.2 KiB
+    add_4 = torch.ops.aten.add.Tensor(mean_1, 1e-06); del mean_1      # fuser   512 B
+    scale_1 = torch.ops.aten.rsqrt.default(add_4); del add_4          # fuser   512 B
+    # self.layers.0.feed_forward_norm  tiny.py:23          return (x * scale).type_as(x) * self.weight
+    mul_27 = torch.ops.aten.mul.Tensor(x_1, scale_1); del scale_1     # fuser   32.2 KiB
+    mul_28 = torch.ops.aten.mul.Tensor(mul_27, layers_0_feed_forward_norm_weight); del mul_27, layers_0_feed_forward_norm_weight  # fuser   32.2 KiB
+    # self.layers.0.feed_forward.gate  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    view_5 = torch.ops.aten.view.default(mul_28, [64, 64]); del mul_28  # fuser   view
+    return (x_1, view_5)
+
+@fulgurite.region('fuser')
+def silu_3(mm_2: "f32[64, 160]", mm_3: "f32[64, 160]"):
+    # self.layers.0.feed_forward.gate  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    linear_2 = torch.ops.aten._unsafe_view.default(mm_2, [2, 32, 160]); del mm_2  # fuser   view
+    # self.layers.0.feed_forward  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    silu = torch.ops.aten.silu.default(linear_2); del linear_2        # fuser   80.0 KiB
+    # self.layers.0.feed_forward.up  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    linear_3 = torch.ops.aten._unsafe_view.default(mm_3, [2, 32, 160]); del mm_3  # fuser   view
+    # self.layers.0.feed_forward  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    mul_29 = torch.ops.aten.mul.Tensor(silu, linear_3); del silu, linear_3  # fuser   120.0 KiB
+    # self.layers.0.feed_forward.down  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    view_7 = torch.ops.aten.view.default(mul_29, [64, 160]); del mul_29  # fuser   view
+    return (view_7,)
+
+@fulgurite.region('fuser')
+def pow_rsqrt_4(
+    mm_4: "f32[64, 64]",
+    x_1: "f32[2, 32, 64]",
+    layers_1_attention_norm_weight: "f32[64]",
+):
+    # self.layers.0.feed_forward.down  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    linear_4 = torch.ops.aten._unsafe_view.default(mm_4, [2, 32, 64]); del mm_4  # fuser   view
+    # self.layers.0             tiny.py:68          return x + self.feed_forward(self.feed_forward_norm(x))
+    x_2 = torch.ops.aten.add.Tensor(x_1, linear_4); del x_1, linear_4  # fuser   48.0 KiB
+    # self.layers.1.attention_norm  tiny.py:22          scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+    square_2 = torch.ops.aten.pow.Tensor_Scalar(x_2, 2)               # fuser   32.0 KiB
+    mean_2 = torch.ops.aten.mean.dim(square_2, [-1], True); del square_2  # fuser   16.2 KiB
+    add_6 = torch.ops.aten.add.Tensor(mean_2, 1e-06); del mean_2      # fuser   512 B
+    scale_2 = torch.ops.aten.rsqrt.default(add_6); del add_6          # fuser   512 B
+    # self.layers.1.attention_norm  tiny.py:23          return (x * scale).type_as(x) * self.weight
+    mul_30 = torch.ops.aten.mul.Tensor(x_2, scale_2); del scale_2     # fuser   32.2 KiB
+    mul_31 = torch.ops.aten.mul.Tensor(mul_30, layers_1_attention_norm_weight); del mul_30, layers_1_attention_norm_weight  # fuser   32.2 KiB
+    # self.layers.1.attention.qkv  tiny.py:40          qkv = self.qkv(x_BTD).unflatten(-1, (3, self.heads, -1))
+    view_8 = torch.ops.aten.view.default(mul_31, [64, 64]); del mul_31  # fuser   view
+    return (x_2, view_8)
+
+@fulgurite.region('fuser')
+def cat_5(mm_5: "f32[64, 192]", cos: "f32[32, 16]", sin: "f32[32, 16]"):
+    # self.layers.1.attention.qkv  tiny.py:40          qkv = self.qkv(x_BTD).unflatten(-1, (3, self.heads, -1))
+    linear_5 = torch.ops.aten._unsafe_view.default(mm_5, [2, 32, 192]); del mm_5  # fuser   view
+    # self.layers.1.attention   tiny.py:40          qkv = self.qkv(x_BTD).unflatten(-1, (3, self.heads, -1))
+    qkv_1 = torch.ops.aten.view.default(linear_5, [2, 32, 3, 4, 16]); del linear_5  # fuser   view
+    # self.layers.1.attention   tiny.py:41          q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    permute_1 = torch.ops.aten.permute.default(qkv_1, [2, 0, 3, 1, 4]); del qkv_1  # fuser   view
+    q_2 = torch.ops.aten.select.int(permute_1, 0, 0)                  # fuser   view
+    k_2 = torch.ops.aten.select.int(permute_1, 0, 1)                  # fuser   view
+    v_1 = torch.ops.aten.select.int(permute_1, 0, 2); del permute_1   # fuser   view
+    # self.layers.1.attention   tiny.py:28          left, right = x_BNTH.chunk(2, dim=-1)
+    getitem_6, getitem_7 = torch.ops.aten.split.Tensor(q_2, 8, -1)    # fuser   view
+    # self.layers.1.attention   tiny.py:29          return x_BNTH * cos_TH + torch.cat((-right, left), dim=-1) * sin_TH
+    mul_32 = torch.ops.aten.mul.Tensor(q_2, cos); del q_2             # fuser   34.0 KiB
+    neg_3 = torch.ops.aten.neg.default(getitem_7); del getitem_7      # fuser   16.0 KiB
+    cat_2 = torch.ops.aten.cat.default([neg_3, getitem_6], -1); del neg_3, getitem_6  # fuser   32.0 KiB
+    mul_33 = torch.ops.aten.mul.Tensor(cat_2, sin); del cat_2         # fuser   34.0 KiB
+    q_3 = torch.ops.aten.add.Tensor(mul_32, mul_33); del mul_32, mul_33  # fuser   48.0 KiB
+    # self.layers.1.attention   tiny.py:28          left, right = x_BNTH.chunk(2, dim=-1)
+    getitem_8, getitem_9 = torch.ops.aten.split.Tensor(k_2, 8, -1)    # fuser   view
+    # self.layers.1.attention   tiny.py:29          return x_BNTH * cos_TH + torch.cat((-right, left), dim=-1) * sin_TH
+    mul_34 = torch.ops.aten.mul.Tensor(k_2, cos); del cos, k_2        # fuser   34.0 KiB
+    neg_4 = torch.ops.aten.neg.default(getitem_9); del getitem_9      # fuser   16.0 KiB
+    cat_3 = torch.ops.aten.cat.default([neg_4, getitem_8], -1); del neg_4, getitem_8  # fuser   32.0 KiB
+    mul_35 = torch.ops.aten.mul.Tensor(cat_3, sin); del sin, cat_3    # fuser   34.0 KiB
+    k_3 = torch.ops.aten.add.Tensor(mul_34, mul_35); del mul_34, mul_35  # fuser   48.0 KiB
+    return (v_1, q_3, k_3)
+
+@fulgurite.region('fuser')
+def pow_rsqrt_6(
+    mm_6: "f32[64, 64]",
+    x_2: "f32[2, 32, 64]",
+    layers_1_feed_forward_norm_weight: "f32[64]",
+):
+    # self.layers.1.attention.out  tiny.py:44          return self.out(mixed.transpose(1, 2).flatten(2))
+    linear_6 = torch.ops.aten._unsafe_view.default(mm_6, [2, 32, 64]); del mm_6  # fuser   view
+    # self.layers.1             tiny.py:67          x = x + self.attention(self.attention_norm(x), cos, sin)
+    x_3 = torch.ops.aten.add.Tensor(x_2, linear_6); del x_2, linear_6  # fuser   48.0 KiB
+    # self.layers.1.feed_forward_norm  tiny.py:22          scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+    square_3 = torch.ops.aten.pow.Tensor_Scalar(x_3, 2)               # fuser   32.0 KiB
+    mean_3 = torch.ops.aten.mean.dim(square_3, [-1], True); del square_3  # fuser   16.2 KiB
+    add_10 = torch.ops.aten.add.Tensor(mean_3, 1e-06); del mean_3     # fuser   512 B
+    scale_3 = torch.ops.aten.rsqrt.default(add_10); del add_10        # fuser   512 B
+    # self.layers.1.feed_forward_norm  tiny.py:23          return (x * scale).type_as(x) * self.weight
+    mul_36 = torch.ops.aten.mul.Tensor(x_3, scale_3); del scale_3     # fuser   32.2 KiB
+    mul_37 = torch.ops.aten.mul.Tensor(mul_36, layers_1_feed_forward_norm_weight); del mul_36, layers_1_feed_forward_norm_weight  # fuser   32.2 KiB
+    # self.layers.1.feed_forward.gate  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    view_12 = torch.ops.aten.view.default(mul_37, [64, 64]); del mul_37  # fuser   view
+    return (x_3, view_12)
+
+@fulgurite.region('fuser')
+def silu_7(mm_7: "f32[64, 160]", mm_8: "f32[64, 160]"):
+    # self.layers.1.feed_forward.gate  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    linear_7 = torch.ops.aten._unsafe_view.default(mm_7, [2, 32, 160]); del mm_7  # fuser   view
+    # self.layers.1.feed_forward  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    silu_1 = torch.ops.aten.silu.default(linear_7); del linear_7      # fuser   80.0 KiB
+    # self.layers.1.feed_forward.up  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    linear_8 = torch.ops.aten._unsafe_view.default(mm_8, [2, 32, 160]); del mm_8  # fuser   view
+    # self.layers.1.feed_forward  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    mul_38 = torch.ops.aten.mul.Tensor(silu_1, linear_8); del silu_1, linear_8  # fuser   120.0 KiB
+    # self.layers.1.feed_forward.down  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    view_14 = torch.ops.aten.view.default(mul_38, [64, 160]); del mul_38  # fuser   view
+    return (view_14,)
+
+@fulgurite.region('fuser')
+def pow_rsqrt_8(mm_9: "f32[64, 64]", x_3: "f32[2, 32, 64]", norm_weight: "f32[64]"):
+    # self.layers.1.feed_forward.down  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    linear_9 = torch.ops.aten._unsafe_view.default(mm_9, [2, 32, 64]); del mm_9  # fuser   view
+    # self.layers.1             tiny.py:68          return x + self.feed_forward(self.feed_forward_norm(x))
+    x_4 = torch.ops.aten.add.Tensor(x_3, linear_9); del x_3, linear_9  # fuser   48.0 KiB
+    # self.norm                 tiny.py:22          scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+    square_4 = torch.ops.aten.pow.Tensor_Scalar(x_4, 2)               # fuser   32.0 KiB
+    mean_4 = torch.ops.aten.mean.dim(square_4, [-1], True); del square_4  # fuser   16.2 KiB
+    add_12 = torch.ops.aten.add.Tensor(mean_4, 1e-06); del mean_4     # fuser   512 B
+    scale_4 = torch.ops.aten.rsqrt.default(add_12); del add_12        # fuser   512 B
+    # self.norm                 tiny.py:23          return (x * scale).type_as(x) * self.weight
+    mul_39 = torch.ops.aten.mul.Tensor(x_4, scale_4); del x_4, scale_4  # fuser   32.2 KiB
+    mul_40 = torch.ops.aten.mul.Tensor(mul_39, norm_weight); del mul_39, norm_weight  # fuser   32.2 KiB
+    # self.head                 tiny.py:98          logits = self.head(self.norm(x))
+    view_15 = torch.ops.aten.view.default(mul_40, [64, 64]); del mul_40  # fuser   view
+    return (view_15,)
+
+@fulgurite.region('fuser')
+def log_softmax_nll_loss_forward_9(mm_10: "f32[64, 256]", tokens_bt: "i64[2, 32]"):
+    # self.head                 tiny.py:98          logits = self.head(self.norm(x))
+    logits = torch.ops.aten._unsafe_view.default(mm_10, [2, 32, 256]); del mm_10  # fuser   view
+    #                           tiny.py:99          return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten())
+    getitem_14 = torch.ops.aten.slice.Tensor(logits, 1, 0, -1); del logits  # fuser   view
+    clone = torch.ops.aten.clone.default(getitem_14, memory_format=torch.contiguous_format); del getitem_14  # fuser   124.0 KiB
+    flatten_2 = torch.ops.aten._unsafe_view.default(clone, [62, 256]); del clone  # fuser   view
+    getitem_15 = torch.ops.aten.slice.Tensor(tokens_bt, 1, 1, 9223372036854775807); del tokens_bt  # fuser   view
+    clone_1 = torch.ops.aten.clone.default(getitem_15, memory_format=torch.contiguous_format); del getitem_15  # fuser   992 B
+    flatten_3 = torch.ops.aten._unsafe_view.default(clone_1, [62]); del clone_1  # fuser   view
+    amax = torch.ops.aten.amax.default(flatten_2, [1], True)          # fuser   62.2 KiB
+    sub = torch.ops.aten.sub.Tensor(flatten_2, amax); del flatten_2, amax  # fuser   124.2 KiB
+    exp = torch.ops.aten.exp.default(sub)                             # fuser   124.0 KiB
+    sum_1 = torch.ops.aten.sum.dim_IntList(exp, [1], True); del exp   # fuser   62.2 KiB
+    log = torch.ops.aten.log.default(sum_1); del sum_1                # fuser   496 B
+    sub_1 = torch.ops.aten.sub.Tensor(sub, log); del sub, log         # fuser   124.2 KiB
+    ne = torch.ops.aten.ne.Scalar(flatten_3, -100)                    # fuser   558 B
+    scalar_tensor = torch.ops.aten.scalar_tensor.default(0, dtype=torch.int64, layout=torch.strided, device=torch.device('cpu'))  # fuser   8 B
+    where = torch.ops.aten.where.self(ne, flatten_3, scalar_tensor); del ne, scalar_tensor  # fuser   1.0 KiB
+    unsqueeze = torch.ops.aten.unsqueeze.default(where, 1); del where  # fuser   view
+    gather = torch.ops.aten.gather.default(sub_1, 1, unsqueeze); del sub_1, unsqueeze  # fuser   62.7 KiB
+    squeeze = torch.ops.aten.squeeze.dim(gather, 1); del gather       # fuser   view
+    neg = torch.ops.aten.neg.default(squeeze); del squeeze            # fuser   496 B
+    ne_1 = torch.ops.aten.ne.Scalar(flatten_3, -100)                  # fuser   558 B
+    scalar_tensor_1 = torch.ops.aten.scalar_tensor.default(0, dtype=torch.float32, layout=torch.strided, device=torch.device('cpu'))  # fuser   4 B
+    where_1 = torch.ops.aten.where.self(ne_1, neg, scalar_tensor_1); del ne_1, neg, scalar_tensor_1  # fuser   562 B
+    ne_2 = torch.ops.aten.ne.Scalar(flatten_3, -100); del flatten_3   # fuser   558 B
+    sum_2 = torch.ops.aten.sum.default(ne_2); del ne_2                # fuser   70 B
+    _to_copy = torch.ops.aten._to_copy.default(sum_2, dtype=torch.float32, device=torch.device('cpu')); del sum_2  # fuser   12 B
+    sum_3 = torch.ops.aten.sum.default(where_1); del where_1          # fuser   252 B
+    div = torch.ops.aten.div.Tensor(sum_3, _to_copy); del sum_3, _to_copy  # fuser   12 B
+    return (div,)
 
 def forward(
     embedding_weight: "f32[256, 64]",
@@ -24,52 +259,11 @@ def forward(
     head_weight: "f32[256, 64]",
 ):
     # self.embedding            tiny.py:94          x = self.embedding(tokens_BT)
-    x = torch.embedding(embedding_weight, tokens_bt); del embedding_weight  # torch   80.5 KiB
-    #                           tiny.py:89          position = torch.arange(length, device=device)
-    position = torch.arange(32, device=torch.device('cpu'), pin_memory=False)  # torch   256 B
-    #                           tiny.py:90          angle = torch.outer(position, 10_000.0**-channel).repeat(1, 2)
-    view = position.view([32, 1]); del position                       # torch   view
-    outer = torch.mul(view, folded_0); del view                       # torch   1.3 KiB
-    angle = outer.repeat([1, 2]); del outer                           # torch   3.0 KiB
-    #                           tiny.py:91          return angle.cos(), angle.sin()
-    cos = torch.cos(angle)                                            # torch   4.0 KiB
-    sin = torch.sin(angle); del angle                                 # torch   4.0 KiB
-    # self.layers.0.attention_norm  tiny.py:22          scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
-    square = torch.pow(x, 2)                                          # torch   32.0 KiB
-    mean = torch.mean(square, [-1], True); del square                 # torch   16.2 KiB
-    add = torch.add(mean, 1e-06); del mean                            # torch   512 B
-    scale = torch.rsqrt(add); del add                                 # torch   512 B
-    # self.layers.0.attention_norm  tiny.py:23          return (x * scale).type_as(x) * self.weight
-    mul_21 = torch.mul(x, scale); del scale                           # torch   32.2 KiB
-    mul_22 = torch.mul(mul_21, layers_0_attention_norm_weight); del mul_21, layers_0_attention_norm_weight  # torch   32.2 KiB
+    x, cos, sin, view_1 = embedding_arange_0(embedding_weight, tokens_bt, folded_0_1, layers_0_attention_norm_weight); del embedding_weight, layers_0_attention_norm_weight  # fuser   12 ops   100.8 KiB
     # self.layers.0.attention.qkv  tiny.py:40          qkv = self.qkv(x_BTD).unflatten(-1, (3, self.heads, -1))
     t = torch.t(layers_0_attention_qkv_weight); del layers_0_attention_qkv_weight  # torch   view
-    view_1 = mul_22.view([64, 64]); del mul_22                        # torch   view
     mm = torch.mm(view_1, t); del view_1, t                           # torch   1.6 MFLOP
-    linear = mm.view([2, 32, 192]); del mm                            # torch   view
-    # self.layers.0.attention   tiny.py:40          qkv = self.qkv(x_BTD).unflatten(-1, (3, self.heads, -1))
-    qkv = linear.view([2, 32, 3, 4, 16]); del linear                  # torch   view
-    # self.layers.0.attention   tiny.py:41          q, k, v = qkv.permute(2, 0, 3, 1, 4)
-    permute = torch.permute(qkv, [2, 0, 3, 1, 4]); del qkv            # torch   view
-    q = torch.select(permute, 0, 0)                                   # torch   view
-    k = torch.select(permute, 0, 1)                                   # torch   view
-    v = torch.select(permute, 0, 2); del permute                      # torch   view
-    # self.layers.0.attention   tiny.py:28          left, right = x_BNTH.chunk(2, dim=-1)
-    getitem, getitem_1 = torch.ops.aten.split.Tensor(q, 8, -1)        # torch   view
-    # self.layers.0.attention   tiny.py:29          return x_BNTH * cos_TH + torch.cat((-right, left), dim=-1) * sin_TH
-    mul_23 = torch.mul(q, cos); del q                                 # torch   34.0 KiB
-    neg_1 = torch.neg(getitem_1); del getitem_1                       # torch   16.0 KiB
-    cat = torch.cat([neg_1, getitem], -1); del neg_1, getitem         # torch   32.0 KiB
-    mul_24 = torch.mul(cat, sin); del cat                             # torch   34.0 KiB
-    q_1 = torch.add(mul_23, mul_24); del mul_23, mul_24               # torch   48.0 KiB
-    # self.layers.0.attention   tiny.py:28          left, right = x_BNTH.chunk(2, dim=-1)
-    getitem_2, getitem_3 = torch.ops.aten.split.Tensor(k, 8, -1)      # torch   view
-    # self.layers.0.attention   tiny.py:29          return x_BNTH * cos_TH + torch.cat((-right, left), dim=-1) * sin_TH
-    mul_25 = torch.mul(k, cos); del k                                 # torch   34.0 KiB
-    neg_2 = torch.neg(getitem_3); del getitem_3                       # torch   16.0 KiB
-    cat_1 = torch.cat([neg_2, getitem_2], -1); del neg_2, getitem_2   # torch   32.0 KiB
-    mul_26 = torch.mul(cat_1, sin); del cat_1                         # torch   34.0 KiB
-    k_1 = torch.add(mul_25, mul_26); del mul_25, mul_26               # torch   48.0 KiB
+    v, q_1, k_1 = cat_1(mm, cos, sin); del mm                         # fuser   10 ops   100.0 KiB
     # self.layers.0.attention   tiny.py:43          mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     mixed, _ = torch._scaled_dot_product_flash_attention_for_cpu(q_1, k_1, v, 0.0, True); del q_1, k_1, v, _  # torch   65.0 KiB
     # self.layers.0.attention   tiny.py:44          return self.out(mixed.transpose(1, 2).flatten(2))
@@ -79,73 +273,23 @@ def forward(
     t_1 = torch.t(layers_0_attention_out_weight); del layers_0_attention_out_weight  # torch   view
     view_4 = flatten.view([64, 64]); del flatten                      # torch   view
     mm_1 = torch.mm(view_4, t_1); del view_4, t_1                     # torch   524.3 kFLOP
-    linear_1 = mm_1.view([2, 32, 64]); del mm_1                       # torch   view
-    # self.layers.0             tiny.py:67          x = x + self.attention(self.attention_norm(x), cos, sin)
-    x_1 = torch.add(x, linear_1); del x, linear_1                     # torch   48.0 KiB
-    # self.layers.0.feed_forward_norm  tiny.py:22          scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
-    square_1 = torch.pow(x_1, 2)                                      # torch   32.0 KiB
-    mean_1 = torch.mean(square_1, [-1], True); del square_1           # torch   16.2 KiB
-    add_4 = torch.add(mean_1, 1e-06); del mean_1                      # torch   512 B
-    scale_1 = torch.rsqrt(add_4); del add_4                           # torch   512 B
-    # self.layers.0.feed_forward_norm  tiny.py:23          return (x * scale).type_as(x) * self.weight
-    mul_27 = torch.mul(x_1, scale_1); del scale_1                     # torch   32.2 KiB
-    mul_28 = torch.mul(mul_27, layers_0_feed_forward_norm_weight); del mul_27, layers_0_feed_forward_norm_weight  # torch   32.2 KiB
+    x_1, view_5 = pow_rsqrt_2(mm_1, x, layers_0_feed_forward_norm_weight); del mm_1, x, layers_0_feed_forward_norm_weight  # fuser   7 ops   64.2 KiB
     # self.layers.0.feed_forward.gate  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
     t_2 = torch.t(layers_0_feed_forward_gate_weight); del layers_0_feed_forward_gate_weight  # torch   view
-    view_5 = mul_28.view([64, 64]); del mul_28                        # torch   view
     mm_2 = torch.mm(view_5, t_2); del t_2                             # torch   1.3 MFLOP
-    linear_2 = mm_2.view([2, 32, 160]); del mm_2                      # torch   view
-    # self.layers.0.feed_forward  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
-    silu = torch._C._nn.silu(linear_2); del linear_2                  # torch   80.0 KiB
     # self.layers.0.feed_forward.up  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
     t_3 = torch.t(layers_0_feed_forward_up_weight); del layers_0_feed_forward_up_weight  # torch   view
     mm_3 = torch.mm(view_5, t_3); del view_5, t_3                     # torch   1.3 MFLOP
-    linear_3 = mm_3.view([2, 32, 160]); del mm_3                      # torch   view
-    # self.layers.0.feed_forward  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
-    mul_29 = torch.mul(silu, linear_3); del silu, linear_3            # torch   120.0 KiB
+    # self.layers.0.feed_forward.gate  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    view_7, = silu_3(mm_2, mm_3); del mm_2, mm_3                      # fuser   2 ops   120.0 KiB
     # self.layers.0.feed_forward.down  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
     t_4 = torch.t(layers_0_feed_forward_down_weight); del layers_0_feed_forward_down_weight  # torch   view
-    view_7 = mul_29.view([64, 160]); del mul_29                       # torch   view
     mm_4 = torch.mm(view_7, t_4); del view_7, t_4                     # torch   1.3 MFLOP
-    linear_4 = mm_4.view([2, 32, 64]); del mm_4                       # torch   view
-    # self.layers.0             tiny.py:68          return x + self.feed_forward(self.feed_forward_norm(x))
-    x_2 = torch.add(x_1, linear_4); del x_1, linear_4                 # torch   48.0 KiB
-    # self.layers.1.attention_norm  tiny.py:22          scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
-    square_2 = torch.pow(x_2, 2)                                      # torch   32.0 KiB
-    mean_2 = torch.mean(square_2, [-1], True); del square_2           # torch   16.2 KiB
-    add_6 = torch.add(mean_2, 1e-06); del mean_2                      # torch   512 B
-    scale_2 = torch.rsqrt(add_6); del add_6                           # torch   512 B
-    # self.layers.1.attention_norm  tiny.py:23          return (x * scale).type_as(x) * self.weight
-    mul_30 = torch.mul(x_2, scale_2); del scale_2                     # torch   32.2 KiB
-    mul_31 = torch.mul(mul_30, layers_1_attention_norm_weight); del mul_30, layers_1_attention_norm_weight  # torch   32.2 KiB
+    x_2, view_8 = pow_rsqrt_4(mm_4, x_1, layers_1_attention_norm_weight); del mm_4, x_1, layers_1_attention_norm_weight  # fuser   7 ops   64.2 KiB
     # self.layers.1.attention.qkv  tiny.py:40          qkv = self.qkv(x_BTD).unflatten(-1, (3, self.heads, -1))
     t_5 = torch.t(layers_1_attention_qkv_weight); del layers_1_attention_qkv_weight  # torch   view
-    view_8 = mul_31.view([64, 64]); del mul_31                        # torch   view
     mm_5 = torch.mm(view_8, t_5); del view_8, t_5                     # torch   1.6 MFLOP
-    linear_5 = mm_5.view([2, 32, 192]); del mm_5                      # torch   view
-    # self.layers.1.attention   tiny.py:40          qkv = self.qkv(x_BTD).unflatten(-1, (3, self.heads, -1))
-    qkv_1 = linear_5.view([2, 32, 3, 4, 16]); del linear_5            # torch   view
-    # self.layers.1.attention   tiny.py:41          q, k, v = qkv.permute(2, 0, 3, 1, 4)
-    permute_1 = torch.permute(qkv_1, [2, 0, 3, 1, 4]); del qkv_1      # torch   view
-    q_2 = torch.select(permute_1, 0, 0)                               # torch   view
-    k_2 = torch.select(permute_1, 0, 1)                               # torch   view
-    v_1 = torch.select(permute_1, 0, 2); del permute_1                # torch   view
-    # self.layers.1.attention   tiny.py:28          left, right = x_BNTH.chunk(2, dim=-1)
-    getitem_6, getitem_7 = torch.ops.aten.split.Tensor(q_2, 8, -1)    # torch   view
-    # self.layers.1.attention   tiny.py:29          return x_BNTH * cos_TH + torch.cat((-right, left), dim=-1) * sin_TH
-    mul_32 = torch.mul(q_2, cos); del q_2                             # torch   34.0 KiB
-    neg_3 = torch.neg(getitem_7); del getitem_7                       # torch   16.0 KiB
-    cat_2 = torch.cat([neg_3, getitem_6], -1); del neg_3, getitem_6   # torch   32.0 KiB
-    mul_33 = torch.mul(cat_2, sin); del cat_2                         # torch   34.0 KiB
-    q_3 = torch.add(mul_32, mul_33); del mul_32, mul_33               # torch   48.0 KiB
-    # self.layers.1.attention   tiny.py:28          left, right = x_BNTH.chunk(2, dim=-1)
-    getitem_8, getitem_9 = torch.ops.aten.split.Tensor(k_2, 8, -1)    # torch   view
-    # self.layers.1.attention   tiny.py:29          return x_BNTH * cos_TH + torch.cat((-right, left), dim=-1) * sin_TH
-    mul_34 = torch.mul(k_2, cos); del cos, k_2                        # torch   34.0 KiB
-    neg_4 = torch.neg(getitem_9); del getitem_9                       # torch   16.0 KiB
-    cat_3 = torch.cat([neg_4, getitem_8], -1); del neg_4, getitem_8   # torch   32.0 KiB
-    mul_35 = torch.mul(cat_3, sin); del sin, cat_3                    # torch   34.0 KiB
-    k_3 = torch.add(mul_34, mul_35); del mul_34, mul_35               # torch   48.0 KiB
+    v_1, q_3, k_3 = cat_5(mm_5, cos, sin); del cos, sin, mm_5         # fuser   10 ops   100.0 KiB
     # self.layers.1.attention   tiny.py:43          mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     mixed_1, _ = torch._scaled_dot_product_flash_attention_for_cpu(q_3, k_3, v_1, 0.0, True); del q_3, k_3, v_1, _  # torch   65.0 KiB
     # self.layers.1.attention   tiny.py:44          return self.out(mixed.transpose(1, 2).flatten(2))
@@ -155,57 +299,21 @@ def forward(
     t_6 = torch.t(layers_1_attention_out_weight); del layers_1_attention_out_weight  # torch   view
     view_11 = flatten_1.view([64, 64]); del flatten_1                 # torch   view
     mm_6 = torch.mm(view_11, t_6); del view_11, t_6                   # torch   524.3 kFLOP
-    linear_6 = mm_6.view([2, 32, 64]); del mm_6                       # torch   view
-    # self.layers.1             tiny.py:67          x = x + self.attention(self.attention_norm(x), cos, sin)
-    x_3 = torch.add(x_2, linear_6); del x_2, linear_6                 # torch   48.0 KiB
-    # self.layers.1.feed_forward_norm  tiny.py:22          scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
-    square_3 = torch.pow(x_3, 2)                                      # torch   32.0 KiB
-    mean_3 = torch.mean(square_3, [-1], True); del square_3           # torch   16.2 KiB
-    add_10 = torch.add(mean_3, 1e-06); del mean_3                     # torch   512 B
-    scale_3 = torch.rsqrt(add_10); del add_10                         # torch   512 B
-    # self.layers.1.feed_forward_norm  tiny.py:23          return (x * scale).type_as(x) * self.weight
-    mul_36 = torch.mul(x_3, scale_3); del scale_3                     # torch   32.2 KiB
-    mul_37 = torch.mul(mul_36, layers_1_feed_forward_norm_weight); del mul_36, layers_1_feed_forward_norm_weight  # torch   32.2 KiB
+    x_3, view_12 = pow_rsqrt_6(mm_6, x_2, layers_1_feed_forward_norm_weight); del mm_6, x_2, layers_1_feed_forward_norm_weight  # fuser   7 ops   64.2 KiB
     # self.layers.1.feed_forward.gate  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
     t_7 = torch.t(layers_1_feed_forward_gate_weight); del layers_1_feed_forward_gate_weight  # torch   view
-    view_12 = mul_37.view([64, 64]); del mul_37                       # torch   view
     mm_7 = torch.mm(view_12, t_7); del t_7                            # torch   1.3 MFLOP
-    linear_7 = mm_7.view([2, 32, 160]); del mm_7                      # torch   view
-    # self.layers.1.feed_forward  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
-    silu_1 = torch._C._nn.silu(linear_7); del linear_7                # torch   80.0 KiB
     # self.layers.1.feed_forward.up  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
     t_8 = torch.t(layers_1_feed_forward_up_weight); del layers_1_feed_forward_up_weight  # torch   view
     mm_8 = torch.mm(view_12, t_8); del view_12, t_8                   # torch   1.3 MFLOP
-    linear_8 = mm_8.view([2, 32, 160]); del mm_8                      # torch   view
-    # self.layers.1.feed_forward  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
-    mul_38 = torch.mul(silu_1, linear_8); del silu_1, linear_8        # torch   120.0 KiB
+    # self.layers.1.feed_forward.gate  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    view_14, = silu_7(mm_7, mm_8); del mm_7, mm_8                     # fuser   2 ops   120.0 KiB
     # self.layers.1.feed_forward.down  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
     t_9 = torch.t(layers_1_feed_forward_down_weight); del layers_1_feed_forward_down_weight  # torch   view
-    view_14 = mul_38.view([64, 160]); del mul_38                      # torch   view
     mm_9 = torch.mm(view_14, t_9); del view_14, t_9                   # torch   1.3 MFLOP
-    linear_9 = mm_9.view([2, 32, 64]); del mm_9                       # torch   view
-    # self.layers.1             tiny.py:68          return x + self.feed_forward(self.feed_forward_norm(x))
-    x_4 = torch.add(x_3, linear_9); del x_3, linear_9                 # torch   48.0 KiB
-    # self.norm                 tiny.py:22          scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
-    square_4 = torch.pow(x_4, 2)                                      # torch   32.0 KiB
-    mean_4 = torch.mean(square_4, [-1], True); del square_4           # torch   16.2 KiB
-    add_12 = torch.add(mean_4, 1e-06); del mean_4                     # torch   512 B
-    scale_4 = torch.rsqrt(add_12); del add_12                         # torch   512 B
-    # self.norm                 tiny.py:23          return (x * scale).type_as(x) * self.weight
-    mul_39 = torch.mul(x_4, scale_4); del x_4, scale_4                # torch   32.2 KiB
-    mul_40 = torch.mul(mul_39, norm_weight); del mul_39, norm_weight  # torch   32.2 KiB
+    view_15, = pow_rsqrt_8(mm_9, x_3, norm_weight); del mm_9, x_3, norm_weight  # fuser   7 ops   48.2 KiB
     # self.head                 tiny.py:98          logits = self.head(self.norm(x))
     t_10 = torch.t(head_weight); del head_weight                      # torch   view
-    view_15 = mul_40.view([64, 64]); del mul_40                       # torch   view
     mm_10 = torch.mm(view_15, t_10); del view_15, t_10                # torch   2.1 MFLOP
-    logits = mm_10.view([2, 32, 256]); del mm_10                      # torch   view
-    #                           tiny.py:99          return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten())
-    getitem_14 = torch.ops.aten.slice.Tensor(logits, 1, 0, -1); del logits  # torch   view
-    clone = torch.clone(getitem_14, memory_format=torch.contiguous_format); del getitem_14  # torch   124.0 KiB
-    flatten_2 = clone.view([62, 256]); del clone                      # torch   view
-    getitem_15 = torch.ops.aten.slice.Tensor(tokens_bt, 1, 1, 9223372036854775807); del tokens_bt  # torch   view
-    clone_1 = torch.clone(getitem_15, memory_format=torch.contiguous_format); del getitem_15  # torch   992 B
-    flatten_3 = clone_1.view([62]); del clone_1                       # torch   view
-    _log_softmax = torch._log_softmax(flatten_2, 1, False); del flatten_2  # torch   124.0 KiB
-    cross_entropy, _ = torch.ops.aten.nll_loss_forward.default(_log_softmax, flatten_3, None, 1, -100); del _log_softmax, flatten_3, _  # torch   62.5 KiB
-    return (cross_entropy,)
+    div, = log_softmax_nll_loss_forward_9(mm_10, tokens_bt); del tokens_bt, mm_10  # fuser   21 ops   64.5 KiB
+    return (div,)

@@ -57,6 +57,6 @@ def explained() -> Explanation:
 def plain() -> Explanation:
     """One layer, trained, with the torch executor."""
     torch.manual_seed(0)
-    model = fulgurite.compile(Perceptron())
+    model = fulgurite.compile(Perceptron(), executors=["torch"])
     model(torch.randn(4, 16)).sum().backward()
     return model.explain()

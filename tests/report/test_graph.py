@@ -239,6 +239,7 @@ def test_returned_values_are_marked(plain: Explanation) -> None:
     assert not all(item.returned for item in level.items)
 
 
+@pytest.mark.usefixtures("torch_only")
 def test_a_module_called_twice_keeps_the_graph_acyclic() -> None:
     class Twice(torch.nn.Module):
         def __init__(self) -> None:

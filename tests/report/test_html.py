@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import itertools
 import os
@@ -11,6 +12,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -309,3 +311,16 @@ def test_a_large_trace_makes_a_page_of_bounded_size_and_work() -> None:
     assert len(written.encode()) < 2_500_000
     assert page.stage_texts()[-1] == large.traces[-1].text
     assert len(page.root.all("g", class_="node")) == 2001
+
+
+def test_generated_kernels_are_listed_with_their_source() -> None:
+    compiled: Any = fulgurite.compile(
+        lambda x: torch.softmax(x, -1) * 2, executors=["fuser", "torch"]
+    )
+    compiled(torch.randn(4, 16))
+    explanation = compiled.explain()
+    page = render_page(explanation)
+    (kernel,) = explanation.graphs[0].programs[0].kernels
+    assert kernel.name in page and str(kernel.kernel.schedule) in html.unescape(page)
+    assert html.escape(kernel.kernel.source.splitlines()[-2].strip()) in page
+    assert "why it ends here" in page

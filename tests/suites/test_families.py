@@ -7,7 +7,8 @@ twice eager's own. Weights are drawn wide (0.3): with the usual 0.02 a wrong rou
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,8 @@ import fulgurite
 
 from .comparing import relative_error, same_description
 
-EXECUTORS = [["torch"]]  # the suite runs once with each
+TORCH, FUSER = ["torch"], ["fuser", "torch"]  # the suite runs once with each
+FUSED = ("llama", "convolutional")  # in the normal run; all of them with -m slow
 VOCABULARY = 61
 BATCH, LENGTH = 2, 9
 
@@ -230,11 +232,25 @@ FAMILIES: dict[str, Callable[[], Family]] = {
 }
 
 
+def cases(names: Iterable[str]) -> Any:
+    """Each family with torch alone, and with the fuser in front."""
+    pairs = [(name, TORCH) for name in names]
+    for name in names:
+        marks = () if name in FUSED else pytest.mark.slow
+        pairs.append(pytest.param(name, FUSER, marks=marks))  # type: ignore[arg-type]
+    labels = [f"{name}-{kind}" for kind in ("torch", "fuser") for name in names]
+    return pytest.mark.parametrize(("name", "executors"), pairs, ids=labels)
+
+
 @dataclass
 class Result:
     logits: Tensor
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
+
+    @property
+    def results(self) -> dict[str, Tensor]:
+        return {"logits": self.logits}
 
 
 def run(family: Family, call: Callable[..., Any] | None = None) -> Result:
@@ -256,50 +272,62 @@ def _capture_lstm():
         yield
 
 
-def close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    """Equal within float32's rounding at the size of each tensor's entries."""
-    assert ours.keys() == theirs.keys(), set(ours) ^ set(theirs)
-    for name, expected in theirs.items():
-        scale = float(expected.abs().max()) if expected.numel() else 0.0
-        same_description(ours[name], expected, strides=False)
-        torch.testing.assert_close(
-            ours[name],
-            expected,
-            rtol=1.3e-6,
-            atol=1e-5 * max(scale, 1e-3),
-            msg=lambda text: f"{name}: {text}",
-        )
+def close(ours: Result, eager: Result, exact: Callable[[], Result]) -> None:
+    """Equal within float32's rounding at the size of each tensor's entries.
+
+    Where that fails, float64 decides: our error may be twice eager's. A gradient that is zero but for rounding
+    (a bias before a norm or a softmax) has only the size of the terms that cancel in it, the other gradients'.
+    """
+    for what in ("results", "gradients", "buffers"):
+        values, expected = getattr(ours, what), getattr(eager, what)
+        assert values.keys() == expected.keys(), set(values) ^ set(expected)
+        largest = max((size(want) for want in expected.values()), default=0.0)
+        for name, want in expected.items():
+            value = values[name]
+            same_description(value, want, strides=False)
+            atol = 1e-5 * max(size(want), 1e-3)
+            if torch.allclose(value, want, rtol=1.3e-6, atol=atol, equal_nan=True):
+                continue
+            wide = getattr(exact(), what)[name]
+            error, bound = size(value - wide), 2 * size(want - wide)
+            if size(wide) < 1e-12 * largest:
+                bound = 1e-6 * largest
+            assert error <= bound, f"{name}: error {error:.3g}, allowed {bound:.3g}"
+
+
+def size(tensor: Tensor) -> float:
+    """The largest entry."""
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 def check_float32(family: Family, executors: list[str], regions: str) -> Any:
     ours = Family(copy.deepcopy(family.model), family.inputs)
+    wide = family.to(torch.float64)
     expected = run(family)
     compiled: Any = fulgurite.compile(ours.model, executors=executors, regions=regions)
     result = run(ours, compiled)
-    close({"logits": result.logits}, {"logits": expected.logits})
-    close(result.gradients, expected.gradients)
-    close(result.buffers, expected.buffers)
+    close(result, expected, functools.cache(lambda: run(wide)))
     assert compiled.graphs, "nothing was compiled"
     assert any("backward" in record.programs for record in compiled.graphs), "no backward"
     return compiled
 
 
-@pytest.mark.parametrize("executors", EXECUTORS, ids="-".join)
-@pytest.mark.parametrize("name", FAMILIES)
+@cases(FAMILIES)
 def test_float32_equals_eager(name: str, executors: list[str]) -> None:
     compiled = check_float32(FAMILIES[name](), executors, "whole")
     assert not compiled.breaks, [str(found) for found in compiled.breaks]
 
 
-@pytest.mark.parametrize("executors", EXECUTORS, ids="-".join)
-@pytest.mark.parametrize("name", ["llama", "bert"])
+@cases(["llama", "bert"])
 def test_blocks_equal_eager(name: str, executors: list[str]) -> None:
     """Four equal layers, compiled once."""
     compiled = check_float32(decoder(name, num_hidden_layers=4), executors, "blocks")
     assert len(compiled.graphs) == 1, "four equal layers are one graph"
 
 
-@pytest.mark.parametrize("executors", EXECUTORS, ids="-".join)
+@pytest.mark.parametrize(
+    "executors", [TORCH, pytest.param(FUSER, marks=pytest.mark.slow)], ids="-".join
+)
 def test_experts_chosen_in_python(executors: list[str]) -> None:
     """Looping over the experts that were hit depends on data: the graph breaks, the answer is right."""
     family = decoder("mixtral", experts_implementation="eager")
@@ -307,8 +335,7 @@ def test_experts_chosen_in_python(executors: list[str]) -> None:
     assert compiled.breaks
 
 
-@pytest.mark.parametrize("executors", EXECUTORS, ids="-".join)
-@pytest.mark.parametrize("name", FAMILIES)
+@cases(FAMILIES)
 def test_bfloat16_is_as_good_as_eager(name: str, executors: list[str]) -> None:
     family = FAMILIES[name]()
     exact = run(family.to(torch.float64))

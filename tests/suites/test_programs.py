@@ -26,7 +26,7 @@ from fulgurite.errors import CaptureError, OpError
 
 from .comparing import clones, same_description, same_values, sharing, tensors_of
 
-EXECUTORS = [["torch"]]  # the suite runs once with each
+EXECUTORS = [["torch"], ["fuser", "torch"]]  # the suite runs once with each
 
 FLOATS = ("float32", "float64", "bfloat16", "float16")
 DTYPES = (*FLOATS, "float32", "int64", "int32", "uint8", "bool", "complex64")
@@ -303,14 +303,24 @@ def agree(ours: Outcome, eager: Outcome, program: RandomProgram) -> None:
             raise
         same_description([ours.results, ours.inputs], [captured.results, captured.inputs])
     same_description(ours.gradients, eager.gradients, strides=False)
-    same_values(
-        [ours.results, ours.inputs, ours.gradients], [eager.results, eager.inputs, eager.gradients]
-    )
+    try:
+        same_values(seen(ours), seen(eager))
+    except (
+        AssertionError
+    ):  # a write to memory that overlaps itself is another one in torch's capture
+        captured = captured_by_torch(program)
+        if captured is None:
+            raise
+        same_values(seen(ours), seen(captured))
     ours_all, eager_all = [*ours.inputs, *ours.results], [*eager.inputs, *eager.results]
     assert list(sharing(ours_all)) == list(sharing(eager_all)), "memory is shared differently"
     assert _same_objects(ours_all) == _same_objects(eager_all), "other results are one object"
     ours_grad, eager_grad = ([v.requires_grad for v in values] for values in (ours_all, eager_all))
     assert ours_grad == eager_grad, f"requires_grad {ours_grad}, in eager {eager_grad}"
+
+
+def seen(outcome: Outcome) -> list[Any]:
+    return [outcome.results, outcome.inputs, outcome.gradients]
 
 
 def _same_objects(values: list[Tensor]) -> list[int]:
@@ -374,12 +384,18 @@ def looked_at(examples: int) -> Any:
     )
 
 
-@pytest.mark.parametrize("executors", EXECUTORS, ids="-".join)
 @pytest.mark.filterwarnings("ignore")
 @looked_at(100)
 @given(program=programs())
-def test_random_programs(program: RandomProgram, executors: list[str]) -> None:
-    check_round_trip(program, check(program, executors))
+def test_random_programs(program: RandomProgram) -> None:
+    check_round_trip(program, check(program, ["torch"]))
+
+
+@pytest.mark.filterwarnings("ignore")
+@looked_at(20)
+@given(program=programs())
+def test_random_programs_fused(program: RandomProgram) -> None:
+    check_round_trip(program, check(program, ["fuser", "torch"]))
 
 
 @pytest.mark.slow

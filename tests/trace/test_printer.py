@@ -75,6 +75,7 @@ def names_that_are_taken(torch_, math, args, device, base64, complex, slice, for
     return total * (1 + 2j), slice[1:] * float("-inf"), total[:2]
 
 
+@pytest.mark.usefixtures("torch_only")
 @pytest.mark.parametrize(
     ("function", "shapes"),
     [
@@ -102,6 +103,7 @@ def test_operators_are_spelled_as_people_write_them():
     assert "= -x" in captured and "= ~n" in captured and "_operator" not in captured
 
 
+@pytest.mark.usefixtures("torch_only")
 @pytest.mark.parametrize("function", [nested_branches, checkpointed, lambda x: Sine.apply(x) * 2])
 def test_captured_graphs_inside_graphs_run_and_compile_again(function):
     x = torch.randn(3, 3).sum(0) if function is nested_branches else torch.randn(3, 3)

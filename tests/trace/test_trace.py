@@ -65,6 +65,7 @@ def test_every_stage_runs_from_its_file(trained, tmp_path):
             torch.testing.assert_close(run_as_file(trace, tmp_path, inputs), expected)
 
 
+@pytest.mark.usefixtures("torch_only")
 def test_the_final_text_reads_well(trained):
     _, compiled, _ = trained
     text = str(compiled.last_trace())
@@ -78,6 +79,7 @@ def test_the_final_text_reads_well(trained):
     assert len(lines) == len({line.split(" = ")[0] for line in lines})
 
 
+@pytest.mark.usefixtures("torch_only")
 def test_dead_values_are_deleted_and_live_ones_not(trained):
     _, compiled, _ = trained
     for trace in compiled.history:
@@ -93,6 +95,7 @@ def test_dead_values_are_deleted_and_live_ones_not(trained):
                 assert name.strip() not in uses, (trace.name, name)
 
 
+@pytest.mark.usefixtures("torch_only")
 def test_an_edited_trace_runs_in_its_place(trained, tmp_path):
     model, compiled, x = trained
     text = str(compiled.last_trace("forward"))
@@ -107,6 +110,7 @@ def test_an_edited_trace_runs_in_its_place(trained, tmp_path):
     torch.testing.assert_close(compiled(x), model(x))
 
 
+@pytest.mark.usefixtures("torch_only")
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -124,6 +128,7 @@ def test_a_badly_edited_trace_is_refused(trained, change, says):
     torch.testing.assert_close(compiled(x), model(x))  # the old one still runs
 
 
+@pytest.mark.usefixtures("torch_only")
 def test_a_traceback_shows_the_trace(trained):
     _, compiled, _ = trained
     with pytest.raises(RuntimeError) as caught:

@@ -1,0 +1,25 @@
+"""The models that are timed whole on a GPU, at their small sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fulgurite.bench import models, workloads
+
+
+@pytest.mark.parametrize("name", ["resnet50", "deepseek_block"])
+def test_a_workload_gives_a_loss_and_gradients(name):
+    torch.manual_seed(0)
+    model, inputs = workloads.WORKLOADS[name](True)
+    for key, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.02) if "norm" not in key else None
+    loss = model(*inputs)
+    loss.backward()
+    assert loss.dim() == 0 and torch.isfinite(loss)
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+def test_the_models_of_a_gpu_are_others():
+    assert ("llama_1b", "bfloat16") in models.cases_on("cuda")
+    assert ("gpt2", "float32") in models.cases_on("cpu")
