@@ -1,0 +1,312 @@
+"""When a graph is recorded, what is copied, what is lent: with a tape that needs no GPU. And, on one, the real thing."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fulgurite
+from fulgurite.cudagraph import RECORDINGS, SHAPES, Graphed
+from fulgurite.errors import ArgumentError
+from fulgurite.executors.cudagraph import cuda_graphs_of
+
+
+class FakeTape:
+    """Runs the function again on the memory it was recorded with, as a graph does."""
+
+    def __init__(self, run, inputs):
+        self.run, self.inputs, self.kept = run, list(inputs), list(inputs)
+        self.outputs = list(run(*inputs))
+
+    def replay(self):
+        for held, new in zip(self.outputs, self.run(*self.kept), strict=True):
+            held.copy_(new)
+
+
+class ForgetfulTape(FakeTape):
+    """As a CUDA graph does, keeps addresses and no tensors."""
+
+    def __init__(self, run, inputs):
+        super().__init__(run, inputs)
+        self.kept = []
+
+    def replay(self):
+        pass
+
+
+def make(run=None, handing=("copied",), **options):
+    run = run or (lambda x, w: (x * w,))
+    return Graphed("graph_0", run, handing, record=FakeTape, **options)
+
+
+def recordings(graphed: Graphed) -> int:
+    return sum(sizes.recordings for sizes in graphed._sizes.values())
+
+
+def test_results_are_right_in_every_phase_and_belong_to_the_user():
+    graphed, w = make(), torch.tensor([2.0, 3.0])
+    given = []
+    inputs = [torch.full((2,), float(step)) for step in range(6)]
+    for step, x in enumerate(inputs):
+        (result,) = graphed(x, w)
+        given.append(result)
+        w += 1  # read where it is, whatever it holds
+        assert result.tolist() == [(2.0 + step) * step, (3.0 + step) * step]
+    assert given[3].tolist() == [15.0, 18.0], "a later replay changed a result"
+    assert graphed.replays == 4 and graphed.plain_runs == 2 and recordings(graphed) == 1
+
+
+def test_an_input_that_stood_still_may_move():
+    graphed, x = make(), torch.ones(2)
+    weights = [torch.full((2,), float(k)) for k in range(8)]
+    for w in [weights[0]] * 4 + weights:
+        assert graphed(x, w)[0].tolist() == w.tolist()
+    assert recordings(graphed) == 2, "from the second recording on it is copied"
+
+
+def test_inputs_that_move_again_and_again_end_it():
+    def run(*inputs):
+        return (sum(inputs),)
+
+    graphed = Graphed("graph_0", run, ["copied"], record=FakeTape)
+    count = RECORDINGS + 1
+    values = [torch.ones(2) for _ in range(count)]
+    for moving in range(count):
+        for _ in range(3):
+            graphed(*values)
+        values[moving] = torch.full((2,), 2.0)
+        assert graphed(*values)[0].tolist() == [count + moving + 1.0] * 2
+    assert recordings(graphed) == RECORDINGS and "given up" in str(graphed)
+
+
+def test_what_is_lent_is_not_overwritten():
+    graphed, w = make(lambda x, w: (x * w, x + w), ("copied", "lent")), torch.ones(2)
+    inputs = [torch.full((2,), float(step)) for step in range(5)]
+    held = [graphed(x, w)[1] for x in inputs]
+    assert [h.tolist() for h in held] == [[k + 1.0] * 2 for k in range(5)]
+    assert graphed.replays == 1 and "still held" in str(graphed)
+    held.clear()
+    assert graphed(torch.full((2,), 9.0), w)[1].tolist() == [10.0, 10.0]
+    assert graphed.replays == 2, "what was given back can be lent again"
+
+
+def test_a_view_of_what_is_lent_counts():
+    graphed, w = make(handing=("lent",)), torch.ones(2)
+    for _ in range(3):
+        view = graphed(torch.ones(2), w)[0][1:]
+    graphed(torch.zeros(2), w)
+    assert view.tolist() == [1.0]
+
+
+def test_a_lent_view_of_a_parameter_does_not_block():
+    graphed, w = make(lambda x, w: (x * w, w.t()), ("copied", "lent")), torch.ones(2, 2)
+    inputs = [torch.ones(2, 2) for _ in range(5)]
+    held = [graphed(x, w)[1] for x in inputs]
+    assert len(held) == 5 and graphed.replays == 3 and recordings(graphed) == 1
+
+
+def test_a_recording_does_not_hold_what_it_reads_in_place():
+    w = torch.ones(2)
+    before = torch._C._storage_Use_Count(w.untyped_storage()._cdata)
+    graphed = Graphed("graph_0", lambda x, w: (x * 2,), ["copied"], record=ForgetfulTape)
+    for x in [torch.ones(2) for _ in range(4)]:
+        graphed(x, w)
+    assert graphed.replays == 2
+    assert torch._C._storage_Use_Count(w.untyped_storage()._cdata) == before
+
+
+def test_sizes_have_recordings_of_their_own():
+    graphed = make()
+    inputs = [torch.arange(float(size)) for size in [3, 5, 3, 5, 3, 5, 0, 0, 0]]
+    for x in inputs:
+        assert graphed(x, x)[0].tolist() == (x * x).tolist()
+    assert recordings(graphed) == 3 and graphed.replays == 3
+    for size in range(100, 100 + SHAPES):
+        graphed(torch.ones(size), torch.ones(size))
+    assert "pad to fewer" in str(graphed)
+
+
+def test_strides_are_kept():
+    graphed = make(lambda x, w: (x.t() * w,), ("copied",))
+    for _ in range(4):
+        x = torch.randn(3, 2)
+        (result,) = graphed(x, torch.ones(()))
+        assert result.stride() == (x.t() * 1).stride() and torch.equal(result, x.t())
+
+
+def test_what_cannot_be_captured_runs_plainly_and_says_so():
+    def tape(run, inputs):
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
+
+    graphed = Graphed("graph_0", lambda x: (x + 1,), ["copied"], record=tape)
+    with pytest.warns(UserWarning, match="not permitted when stream is capturing. Compile without"):
+        for _ in range(5):
+            assert graphed(torch.zeros(1)).__getitem__(0).item() == 1
+    assert graphed.replays == 0
+
+
+def test_an_input_that_overlaps_itself():
+    graphed = make()
+    with pytest.warns(UserWarning, match="overlaps itself"):
+        for _ in range(5):
+            assert graphed(torch.ones(1).expand(3), torch.ones(3))[0].tolist() == [1.0] * 3
+
+
+def test_a_second_thread_runs_plainly():
+    inside, go = threading.Event(), threading.Event()
+
+    def run(x):
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            go.wait(10)
+        return (x + 1,)
+
+    graphed = Graphed("graph_0", run, ["copied"], record=FakeTape)
+    thread = threading.Thread(target=graphed, args=(torch.zeros(1),))
+    thread.start()
+    inside.wait(10)
+    assert graphed(torch.zeros(1))[0].item() == 1 and "second thread" in str(graphed)
+    go.set()
+    thread.join()
+
+
+def test_on_the_cpu_there_is_nothing_to_record():
+    compiled = fulgurite.compile(lambda x: torch.relu(x) + 1, cudagraph=True)
+    x = torch.randn(4)
+    assert torch.equal(compiled(x), torch.relu(x) + 1)
+    assert "graph_0" not in str(compiled.last_trace())
+
+
+def test_stretches_of_a_trace_become_graphs(monkeypatch):
+    """On the CPU, with the fake tape: what is cut out runs, prints, and reads back."""
+    monkeypatch.setattr("fulgurite.executors.cudagraph.capturable", lambda n: n.name != "cos")
+    monkeypatch.setattr("fulgurite.executors.cudagraph.RECORD", FakeTape)
+
+    def f(x, w):
+        return torch.softmax(torch.relu(x @ w).cos() @ w, -1), x + 1
+
+    compiled = fulgurite.compile(f, cudagraph=True, executors=["torch"])
+    w = torch.randn(3, 3, requires_grad=True)
+    for _ in range(8):
+        x = torch.randn(2, 3)
+        torch.testing.assert_close(compiled(x, w), f(x, w))
+        ours = torch.autograd.grad(compiled(x, w)[0].square().sum(), w)
+        torch.testing.assert_close(ours, torch.autograd.grad(f(x, w)[0].square().sum(), w))
+    trace = compiled.last_trace()
+    assert len(cuda_graphs_of(trace)) == 2 and sum(g.replays for g in cuda_graphs_of(trace)) > 4
+    assert "def graph_1(" in str(trace) and "cos = torch.cos(relu)" in str(trace)
+    torch.testing.assert_close(list(trace.load()(x, w))[:2], list(f(x, w)))
+    assert "cuda graph" in str(compiled.explain())
+
+
+def test_it_goes_with_one_graph_only():
+    with pytest.raises(ArgumentError, match="one graph"):
+        fulgurite.compile(lambda x: x, cudagraph=True, regions="blocks")
+    with pytest.raises(ArgumentError, match="cudagraph='yes'"):
+        fulgurite.compile(lambda x: x, cudagraph="yes")
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+        self.norm, self.dropout = nn.LayerNorm(64), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.dropout(self.down(torch.nn.functional.gelu(self.up(x)))))
+
+
+def graphs_of(compiled, kind=None):
+    return cuda_graphs_of(compiled.last_trace(kind))
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net().cuda()
+
+
+@pytest.mark.gpu
+def test_inference_on_a_gpu(net):
+    compiled = fulgurite.compile(net, cudagraph=True)
+    kept = []
+    inputs = [torch.randn(16, 64, device="cuda") for _ in range(6)]
+    with torch.no_grad():
+        for x in inputs:
+            kept.append((compiled(x), net(x)))
+        net.up.weight.mul_(2)
+        x = torch.randn(16, 64, device="cuda")
+        kept.append((compiled(x), net(x)))
+    for ours, eager in kept:
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
+    (graph,) = graphs_of(compiled.compiled)
+    assert graph.replays == 5 and not graph.notes
+    assert "graph_0: 5 replays, 2 calls without" in str(compiled.explain())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_training_on_a_gpu(net, accumulate):
+    torch.manual_seed(0)
+    other = Net().cuda()
+    compiled = fulgurite.compile(other, cudagraph=True)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, other)]
+    batches = [torch.randn(16, 64, device="cuda") for _ in range(10 * accumulate)]
+    losses = []
+    for step, x in enumerate(batches):
+        for model in (net, compiled):
+            loss = model(x).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        if step % accumulate == accumulate - 1:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    torch.testing.assert_close(losses[::2], losses[1::2], rtol=1e-3, atol=1e-4)
+    for ours, eager in zip(other.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-3, atol=1e-3)
+    forward, backward = (graphs_of(compiled.compiled, kind) for kind in ("forward", "backward"))
+    assert forward[0].replays >= 7, str(forward)
+    assert backward[0].replays >= (5 if accumulate == 1 else 3), str(backward)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("executors", [["torch"], ["fuser", "torch"]])
+def test_every_replay_draws_anew(executors):
+    compiled = fulgurite.compile(
+        lambda x: torch.nn.functional.dropout(x, 0.5), cudagraph=True, executors=executors
+    )
+    x = torch.ones(4096, device="cuda")
+    masks = [compiled(x) != 0 for _ in range(8)]
+    for one in range(8):
+        assert 0.4 < masks[one].float().mean() < 0.6
+        for two in range(one):
+            assert not torch.equal(masks[one], masks[two])
+
+
+@pytest.mark.gpu
+def test_what_needs_the_host_stays_between_graphs():
+    def f(x, w):
+        y = torch.relu(x @ w) + 1
+        picked = y[y.sum(1) > y.sum()]  # a size that depends on data
+        return (picked.sum() + (y @ w).softmax(-1)).sum(0)
+
+    compiled = fulgurite.compile(f, cudagraph=True, fullgraph=False)
+    w = torch.randn(32, 32, device="cuda")
+    for _ in range(6):
+        x = torch.randn(32, 32, device="cuda")
+        torch.testing.assert_close(compiled(x, w), f(x, w), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_lengths_that_change():
+    compiled = fulgurite.compile(lambda x: torch.softmax(x * 2, -1), cudagraph=True, dynamic=True)
+    for length in [5, 64, 5, 64, 5, 64, 5, 64, 7]:
+        x = torch.randn(3, length, device="cuda")
+        torch.testing.assert_close(compiled(x), torch.softmax(x * 2, -1))
