@@ -19,6 +19,7 @@ An operator must not write to its arguments, and must not return one: capture re
 from __future__ import annotations
 
 import collections.abc
+import functools
 import inspect
 import json
 import types
@@ -258,10 +259,15 @@ def _tensor_arguments(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[tuple[str, torch.Tensor]]:
     found = []
-    for name, value in inspect.signature(function).bind(*args, **kwargs).arguments.items():
+    for name, value in _signature(function).bind(*args, **kwargs).arguments.items():
         items = value if isinstance(value, (list, tuple)) else [value]
         found += [(name, item) for item in items if isinstance(item, torch.Tensor)]
     return found
+
+
+@functools.cache
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
 
 
 def _counts(tensor: torch.Tensor) -> bool:

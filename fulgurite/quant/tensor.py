@@ -256,6 +256,19 @@ def _to_copy(
     return moved.replace(moved.parts, dtype)
 
 
+def _to(
+    x: QuantTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **how: Any,
+) -> QuantTensor:
+    """`.to` as it arrives under inference_mode: itself where nothing changes."""
+    if dtype in (None, x.dtype) and device in (None, x.device) and not how.get("copy"):
+        return x
+    return _to_copy(x, dtype=dtype, device=device, non_blocking=bool(how.get("non_blocking")))
+
+
 def _copy_into(x: QuantTensor, source: Tensor, non_blocking: bool = False) -> QuantTensor:
     if not isinstance(source, QuantTensor) or source.format != x.format or source.shape != x.shape:
         found = source.format.name if isinstance(source, QuantTensor) else _short(source.dtype)
@@ -313,6 +326,9 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {
     aten.alias.default: lambda x: x.map(aten.alias.default),
     aten.clone.default: lambda x, **_: x.map(torch.clone),
     aten._to_copy.default: _to_copy,
+    aten.to.dtype_layout: _to,
+    aten.to.dtype: lambda x, dtype, *how, **kwargs: _to(x, dtype=dtype),
+    aten.to.device: lambda x, device, dtype, *how, **kwargs: _to(x, device=device, dtype=dtype),
     aten.copy_.default: _copy_into,
     aten.slice.Tensor: _slice,
     aten.select.int: _select,

@@ -5,13 +5,15 @@ autograd (functional ATen), or after claiming (each call has its executor).
 
     base.py         the contract           simplify.py  dead code, constants, algebra, common subexpressions
     purity.py       what may be moved      decompose.py one op → the pieces it is made of
-    remat.py        what backward saves    nonfinite.py, annotation.py, op_times.py   tools that are transforms
+    remat.py        what backward saves    quantize.py  FP8 training
+    nonfinite.py, annotation.py, op_times.py   tools that are transforms
 """
 
 from fulgurite.transforms.annotation import annotate
 from fulgurite.transforms.base import Phase, Transform, as_transform, transform
 from fulgurite.transforms.nonfinite import find_nonfinite
 from fulgurite.transforms.op_times import TimeOps
+from fulgurite.transforms.quantize import fp8_training
 from fulgurite.transforms.simplify import SIMPLIFY
 
 __all__ = [
@@ -22,5 +24,6 @@ __all__ = [
     "annotate",
     "as_transform",
     "find_nonfinite",
+    "fp8_training",
     "transform",
 ]

@@ -19,6 +19,7 @@ from torch._functorch.partitioners import default_partition, min_cut_remateriali
 from torch._guards import TracingContext, tracing
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fulgurite.kernels.quantize import quantize_parts
 from fulgurite.trace.cost import is_view, value_bytes
 from fulgurite.trace.metadata import fake_mode_of
 from fulgurite.trace.trace import copy_module
@@ -34,6 +35,7 @@ def partitioner(policy: Remat) -> Partition:
 
     def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         merge_common_subexpressions(joint.graph)
+        _cast_in_backward(joint.graph)
         if policy == "none":
             return default_partition(joint, inputs, **options)
         if policy == "full":
@@ -43,6 +45,20 @@ def partitioner(policy: Remat) -> Partition:
             return min_cut_rematerialization_partition(joint, inputs, **options)
 
     return partition
+
+
+def _cast_in_backward(graph: fx.Graph) -> None:
+    """Leave in backward the casts that its rules make there, of weights above all.
+
+    They depend on no gradient, so that torch would rather make them in forward and keep them.
+    """
+    for node in graph.nodes:
+        cast = node.args[0] if node.target is operator.getitem else node
+        if not isinstance(cast, fx.Node) or cast.target is not quantize_parts.overload:
+            continue
+        if cast.meta.get("partitioner_tag") == "is_backward":
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta.setdefault("ac_graph_id", 0)
 
 
 def _recompute_forward(graph: fx.Graph) -> None:

@@ -13,6 +13,8 @@ import fulgurite
 from fulgurite.errors import NonFiniteError
 from fulgurite.transforms import annotate, find_nonfinite
 
+pytestmark = pytest.mark.usefixtures("torch_only")
+
 
 def makes_nan(x):
     y = x - 2

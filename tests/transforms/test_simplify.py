@@ -10,6 +10,8 @@ import torch
 import fulgurite
 from fulgurite.transforms import SIMPLIFY
 
+pytestmark = pytest.mark.usefixtures("torch_only")
+
 SPECIAL = torch.tensor([0.0, -0.0, 1.0, -1.5, math.inf, -math.inf, math.nan, 1e-45, 3e38])
 
 

@@ -1,0 +1,98 @@
+"""The C++ of this folder as a loaded library, and its structures as ctypes.
+
+In: nothing but the machine (or a named instruction set, for tests). Out: `Library.linear(call)`, the
+address of a `Call` in, the work done. Built once for a machine and kept in the cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+from fulgurite import native
+
+FOLDER = Path(__file__).parent
+SHARED = FOLDER.parent.parent / "fuser" / "codegen" / "include"
+PARTS = ("weight.h", "activations.h", "linear.h", "read.h")
+SIMD = {"avx512_vnni": "simd_avx512.h", "avx2": "simd_avx2.h", "plain": "simd_plain.h"}
+
+
+class Weight(ctypes.Structure):
+    """`Weight` of weight.h."""
+
+    _fields_ = (
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("codes_kind", ctypes.c_int32),
+        ("scale_type", ctypes.c_int32),
+        ("minimum_type", ctypes.c_int32),
+        ("offset", ctypes.c_int32),
+        ("codes", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("minimums", ctypes.c_void_p),
+        ("row_scales", ctypes.c_void_p),
+        ("super_scales", ctypes.c_void_p),
+        ("super_minimums", ctypes.c_void_p),
+        ("table", ctypes.c_uint8 * 16),
+        ("values", ctypes.c_float * 16),
+    )
+
+
+class Call(ctypes.Structure):
+    """`Call` of linear.h."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("up", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("up_bias", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("tokens", ctypes.c_int64),
+        ("given", ctypes.c_int64),
+        ("x_stride", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+        ("type", ctypes.c_int32),
+        ("integer", ctypes.c_int32),
+        ("activation", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    )
+
+
+@functools.cache
+def best_instructions() -> str:
+    """The instruction set this machine's kernels use."""
+    flags = set(native.processor().replace("\n", " ").split())
+    if {"avx512f", "avx512bw", "avx512_vnni"} <= flags:
+        return "avx512_vnni"
+    return "avx2" if {"avx2", "fma"} <= flags else "plain"
+
+
+@functools.cache
+def library(instructions: str | None = None) -> ctypes.CDLL:
+    """The kernels, compiled for this machine."""
+    loaded = native.load(source(instructions or best_instructions()))
+    loaded.linear.argtypes = [ctypes.c_void_p]
+    loaded.linear.restype = None
+    loaded.plain_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+    loaded.plain_read.restype = ctypes.c_uint64
+    loaded.instructions.restype = ctypes.c_char_p
+    sizes = (loaded.weight_size(), loaded.call_size())
+    expected = (ctypes.sizeof(Weight), ctypes.sizeof(Call))
+    assert sizes == expected, f"structures of {sizes} bytes in C++ and {expected} in Python"
+    return loaded
+
+
+def source(instructions: str) -> str:
+    """One translation unit: numbers and functions shared with generated kernels, then ours."""
+    texts = [
+        "#define E4M3_OVERFLOW 0x7fu",
+        *((SHARED / name).read_text() for name in ("numbers.h", "math.h")),
+        'extern "C" int omp_get_num_threads(void);',
+        (FOLDER / SIMD[instructions]).read_text(),
+        *((FOLDER / name).read_text() for name in PARTS),
+    ]
+    return "\n".join(texts)

@@ -1,0 +1,172 @@
+// Sixteen floats at a time, on whatever registers there are: the vectors of GCC and Clang. Products and
+// sums may be contracted to fused ones here, which kernels that are generated may not.
+
+#if defined(__clang__)
+#pragma clang fp contract(fast)
+#else
+#pragma GCC optimize("fp-contract=fast")
+#endif
+
+typedef float vec __attribute__((vector_size(64)));
+typedef int32_t ivec __attribute__((vector_size(64)));
+typedef uint32_t uvec __attribute__((vector_size(64)));
+typedef uint16_t halves __attribute__((vector_size(32)));
+typedef uint8_t quarters __attribute__((vector_size(16)));
+
+const int LANES = 16;
+// loops over registers: unrolled, or the registers would be memory
+#define UNROLL _Pragma("GCC unroll 16")
+
+INLINE vec spread(float x) { return vec{} + x; }
+INLINE vec load(const float* from) { vec v; __builtin_memcpy(&v, from, sizeof v); return v; }
+INLINE void put(float* to, vec v) { __builtin_memcpy(to, &v, sizeof v); }
+INLINE vec choose(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((ivec)b & ~mask)); }
+INLINE vec largest(vec a, vec b) { return choose(a > b, a, b); }
+
+// ---- sixteen kept numbers as floats ------------------------------------------------------------------
+
+// Narrow floats: the exponent is moved by an exact product, which also makes subnormal numbers right.
+INLINE vec widen_bits(uvec magnitude, uvec sign, float factor, uvec special) {
+  uvec value = (uvec)((vec)magnitude * spread(factor));
+  return (vec)(value | special | sign);
+}
+INLINE vec wide(const float* from) { return load(from); }
+INLINE vec wide(const bf16* from) {
+  halves code;
+  __builtin_memcpy(&code, from, sizeof code);
+  return (vec)(__builtin_convertvector(code, uvec) << 16);
+}
+INLINE vec wide_half(uvec code) {
+  uvec magnitude = code & 0x7fffu;
+  uvec special = (uvec)(magnitude >= 0x7c00u) & 0x7f800000u;
+  return widen_bits(magnitude << 13, (code & 0x8000u) << 16, 0x1p112f, special);
+}
+INLINE vec wide(const f16* from) {
+  halves code;
+  __builtin_memcpy(&code, from, sizeof code);
+  return wide_half(__builtin_convertvector(code, uvec));
+}
+INLINE vec wide(const f8e5m2* from) {
+  quarters code;
+  __builtin_memcpy(&code, from, sizeof code);
+  return wide_half(__builtin_convertvector(code, uvec) << 8);
+}
+INLINE vec wide(const f8e4m3* from) {
+  quarters narrow;
+  __builtin_memcpy(&narrow, from, sizeof narrow);
+  uvec code = __builtin_convertvector(narrow, uvec);
+  uvec magnitude = code & 0x7fu;
+  uvec special = (uvec)(magnitude == 0x7fu) & 0x7fc00000u;
+  return widen_bits(magnitude << 20, (code & 0x80u) << 24, 0x1p120f, special);
+}
+
+// `count` numbers as floats, zeros up to the next multiple of sixteen
+template <class T> INLINE void widen_row(const T* from, int64_t count, float* to) {
+  int64_t c = 0;
+  for (; c + LANES <= count; c += LANES) put(to + c, wide(from + c));
+  if (c < count) {
+    T last[LANES] = {};
+    for (int64_t l = c; l < count; ++l) last[l - c] = from[l];
+    put(to + c, wide(last));
+  }
+}
+
+// ---- functions of a vector ---------------------------------------------------------------------------
+
+INLINE vec vector_exp(vec x) {  // 2 ulp for x <= 88; below -87 it is 0
+  vec y = choose(x < -87.0f, spread(-87.0f), x);
+  y = choose(y > 88.0f, spread(88.0f), y);
+  const float shift = 12582912.0f;
+  vec n = (y * 1.44269504f + shift) - shift;
+  vec r = n * -0.693145752f + y;
+  r = n * -1.42860677e-06f + r;
+  vec p = r * 2.49510474e-05f + 0.00019972084f;
+  p = p * r + 0.00138886361f;
+  p = p * r + 0.00833315629f;
+  p = p * r + 0.041666668f;
+  p = p * r + 0.166666673f;
+  p = p * r + 0.5f;
+  p = r * r * p + r + 1.0f;
+  ivec whole = __builtin_convertvector(n, ivec);
+  vec result = (vec)((ivec)p + (whole << 23));
+  result = choose(x < -87.0f, vec{}, result);
+  return choose(x != x, x, result);
+}
+
+INLINE vec vector_tanh(vec x) {
+  vec a = (vec)((ivec)x & 0x7fffffff);
+  vec z = x * x;
+  vec p = z * 0.00224931645f + -0.00830510065f;
+  p = p * z + 0.0217569269f;
+  p = p * z + -0.0539577757f;
+  p = p * z + 0.133332973f;
+  p = p * z + -0.333333331f;
+  vec small = p * z * x + x;
+  vec large = 1.0f - 2.0f / (vector_exp(a + a) + 1.0f);
+  large = (vec)((ivec)large | ((ivec)x & (int32_t)0x80000000));
+  return choose(a < 0.63f, small, large);
+}
+
+// Sixteen lanes of a function of the lane, spelled out: a loop would run each time.
+#define EACH_LANE(f) \
+  ivec{f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)}
+#define SAME(l) (l)
+
+// lanes of a, then of b, of which each pair `step` apart is added
+template <int step> INLINE vec add_halves(vec a, vec b) {
+#define LOW(l) (((l) & step ? LANES : 0) + ((l) & ~(2 * step - 1)) + ((l) & (step - 1)))
+#define HIGH(l) (LOW(l) + step)
+  return __builtin_shuffle(a, b, EACH_LANE(LOW)) + __builtin_shuffle(a, b, EACH_LANE(HIGH));
+#undef LOW
+#undef HIGH
+}
+template <int step> INLINE void exchange_halves(vec* row) {
+#define LOW(l) ((l) & step ? LANES + (l) - step : (l))
+#define HIGH(l) ((l) & step ? LANES + (l) : (l) + step)
+  UNROLL
+  for (int k = 0; k < LANES; ++k) {
+    if (k & step) continue;
+    vec a = __builtin_shuffle(row[k], row[k + step], EACH_LANE(LOW));
+    row[k + step] = __builtin_shuffle(row[k], row[k + step], EACH_LANE(HIGH));
+    row[k] = a;
+  }
+#undef LOW
+#undef HIGH
+}
+INLINE void turn_square(vec* row) {
+  exchange_halves<8>(row);
+  exchange_halves<4>(row);
+  exchange_halves<2>(row);
+  exchange_halves<1>(row);
+}
+
+// lane l of the result is the sum of the lanes of v[l]
+INLINE vec sums(vec* v) {
+  UNROLL
+  for (int k = 0; k < 8; ++k) v[k] = add_halves<8>(v[k], v[k + 8]);
+  UNROLL
+  for (int k = 0; k < 4; ++k) v[k] = add_halves<4>(v[k], v[k + 4]);
+  v[0] = add_halves<2>(v[0], v[2]);
+  v[1] = add_halves<2>(v[1], v[3]);
+  return add_halves<1>(v[0], v[1]);
+}
+
+template <int step> INLINE vec moved(vec v) {
+#define AWAY(l) ((l) ^ step)
+  return __builtin_shuffle(v, EACH_LANE(AWAY));
+#undef AWAY
+}
+INLINE float sum(vec v) {
+  v += moved<8>(v);
+  v += moved<4>(v);
+  v += moved<2>(v);
+  v += moved<1>(v);
+  return v[0];
+}
+INLINE float top_of(vec v) {
+  v = largest(v, moved<8>(v));
+  v = largest(v, moved<4>(v));
+  v = largest(v, moved<2>(v));
+  v = largest(v, moved<1>(v));
+  return v[0];
+}

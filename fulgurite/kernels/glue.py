@@ -1,0 +1,97 @@
+"""What lies between the linears and the attention of a layer: norms, rotations, gates, sums.
+
+    rms_norm   x / sqrt(mean(x^2) + eps) * (weight + offset)
+    rotate     (a, b) -> (a cos - b sin, b cos + a sin)
+    gate       activation(x) * y
+    add        x + y
+
+In: tensors. Out: new tensors. Where nothing is differentiated and no graph is captured, a CPU runs each
+as one native kernel, so that a step of a model made of them can be recorded (`fulgurite.replay`).
+Everywhere else they are the plain torch formulas, which capture hands to the fuser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fulgurite.kernels import implementations
+
+NORMS = {"cpu": "fulgurite.kernels.cpu.glue:rms_norm"}
+ROTATIONS = {"cpu": "fulgurite.kernels.cpu.glue:rotate"}
+COMBINATIONS = {"cpu": "fulgurite.kernels.cpu.glue:combine"}
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """In float32, rounded once to x's dtype."""
+    if _plain():
+        return plain_rms_norm(x, weight, eps, offset)
+    out: Tensor = implementations.run(NORMS, x.device, plain_rms_norm, x, weight, eps, offset)
+    return out
+
+
+def rotate(x_XNH: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Turn the first dimensions of each head, in float32; the others pass through.
+
+    cos, sin   [X, 1, pairs]; a pair is (x[i], x[i + pairs]), or (x[2i], x[2i + 1]) if interleaved
+    """
+    if _plain():
+        return plain_rotate(x_XNH, cos, sin, interleaved)
+    out: Tensor = implementations.run(
+        ROTATIONS, x_XNH.device, plain_rotate, x_XNH, cos, sin, interleaved
+    )
+    return out
+
+
+def gate(x: Tensor, y: Tensor, activation: str) -> Tensor:
+    """activation(x) * y."""
+    if _plain():
+        return plain_combine(x, y, activation)
+    out: Tensor = implementations.run(COMBINATIONS, x.device, plain_combine, x, y, activation)
+    return out
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    if _plain():
+        return x + y
+    out: Tensor = implementations.run(COMBINATIONS, x.device, plain_combine, x, y, "add")
+    return out
+
+
+def _plain() -> bool:
+    return torch.is_grad_enabled() or torch.compiler.is_compiling()
+
+
+def plain_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    weight = weight.float()
+    if offset:
+        weight = weight + offset
+    return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+
+
+def plain_rotate(x_XNH: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    size = 2 * cos.shape[-1]
+    turned, rest = x_XNH[..., :size].float(), x_XNH[..., size:]
+    if interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+    else:
+        a, b = turned.chunk(2, dim=-1)
+    first, second = a * cos - b * sin, b * cos + a * sin
+    if interleaved:
+        turned = torch.stack((first, second), dim=-1).flatten(-2)
+    else:
+        turned = torch.cat((first, second), dim=-1)
+    return torch.cat((turned.to(x_XNH.dtype), rest), dim=-1)
+
+
+def plain_combine(x: Tensor, y: Tensor, how: str) -> Tensor:
+    return x + y if how == "add" else ACTIVATIONS[how](x) * y

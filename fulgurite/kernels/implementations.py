@@ -1,0 +1,59 @@
+"""From an operator's table and a device to the function that runs there.
+
+In: a table device type -> "module:function", and a device. Out: the function, or None where the
+table has no line for the device. The module is imported when its line is first used, so a machine
+without Triton or a compiler never asks for them.
+
+A function may return `NotImplemented` for a case it does not take (a format, a shape, a dtype); the
+operator then runs its reference, which takes all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+
+def find(table: Mapping[str, str], device: torch.device) -> Callable[..., Any] | None:
+    """The function of a device's line."""
+    place = table.get(device.type)
+    return None if place is None else _load(place)
+
+
+@functools.cache
+def _load(place: str) -> Callable[..., Any]:
+    module, name = place.split(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def is_plain_call(*tensors: Tensor | None) -> bool:
+    """Whether nobody looks on: no capture, no dispatch mode, no subclass, no gradient to record.
+
+    An operator's function may then be called without going through torch's dispatcher, which costs
+    tens of microseconds for an operator in Python.
+    """
+    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+        return False
+    given = [tensor for tensor in tensors if tensor is not None]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+        return False
+    return all(type(tensor) in (Tensor, nn.Parameter) for tensor in given)
+
+
+def run(
+    table: Mapping[str, str],
+    device: torch.device,
+    reference: Callable[..., Any],
+    *arguments: Any,
+) -> Any:
+    """What the device's function gives, or else the reference."""
+    function = find(table, device)
+    result = NotImplemented if function is None else function(*arguments)
+    return reference(*arguments) if result is NotImplemented else result

@@ -1,0 +1,17 @@
+"""Operators on GPUs, in Triton.
+
+In: CUDA tensors (in Triton's interpreter: CPU tensors). Out: CUDA tensors, by the rules of the plain
+torch references in `fulgurite.kernels` and `fulgurite.quant`, which the tests hold every kernel to.
+Importing this folder needs triton.
+
+    quantize.py     float tensors -> packed data and scales; quantize_nibbles.py: of 4 bits;
+                    quantize_turned.py: of transposes
+    linear.py       packed weights, activations of 16 bits or quantized on the fly; experts too
+    scaled_mm.py    both operands packed: the library or a kernel; experts too
+    tiles.py        which kernel, and which tile, for which sizes
+    launch.py       packed operands -> a launch           packed.py    formats as kernels see them
+    few_rows.py     the kernel for a few rows of x        matmul.py    the kernel for more
+    dequantize.py   packed numbers -> bfloat16            counters.py  for programs that share K
+    numbers.py      device functions for casts            decode.py    device functions for matmuls
+    attention.py    attention over paged keys and values  sampling.py  tokens from logits
+"""

@@ -1,0 +1,124 @@
+"""Device functions: packed weights in registers to bfloat16 for the tensor cores.
+
+In: nibbles as they are stored, read as 16-bit words of four. Out: four tiles of exact bfloat16
+values, tile j with the j-th nibble of every word, which a matmul takes one after the other.
+
+To keep up with its memory an H200 has to decode a 4-bit weight with five instructions, loads and
+all, so two words are decoded at a time by bit moves on a 32-bit register (`PACKED`): in the layout of
+the tensor cores two neighbouring words share one, and so do their results. The other branches say
+the same in plain Triton, for the interpreter and for other makes of GPU.
+
+e2m1 in bfloat16: the three magnitude bits, put where bfloat16 has the lowest two bits of its exponent
+and the highest of its mantissa, are the number times 2^-126, subnormal 0.5 included. 4-bit integers:
+the nibble in the low bits of 128 is 128 + nibble.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+def _shift(target: str, left: int) -> str:
+    """The word moved by some bits to the left, or to the right where that is negative."""
+    return f"shl.b32 {target}, $1, {left};" if left >= 0 else f"shr.b32 {target}, $1, {-left};"
+
+
+def _e2m1(nibble: int, finish: str) -> str:
+    """Sign and magnitude of two nibbles to their places in a pair of bfloat16."""
+    return f"""{{ .reg .b32 a, b, m;
+{_shift("a", 12 - 4 * nibble)} and.b32 a, a, 0x80008000;
+{_shift("b", 6 - 4 * nibble)} and.b32 b, b, 0x01C001C0; or.b32 a, a, b;
+{finish} }}"""
+
+
+def _int4(nibble: int) -> str:
+    """Two nibbles into the low bits of 128, less 136."""
+    return f"""{{ .reg .b32 a, m;
+{_shift("a", -4 * nibble)} and.b32 a, a, 0x000F000F; or.b32 a, a, 0x43004300;
+mov.b32 m, 0x43084308; sub.rn.bf16x2 $0, a, m; }}"""
+
+
+# Times the scale, which brings 2^126 along, or first times 2^126 where a scale could be too large.
+_LIFTED = "mul.rn.bf16x2 $0, a, $2;"
+_ANY = "mov.b32 m, 0x7E807E80; mul.rn.bf16x2 a, a, m; mul.rn.bf16x2 $0, a, $2;"
+E2M1_LIFTED = tl.constexpr(tuple(_e2m1(nibble, _LIFTED) for nibble in range(4)))
+E2M1_ANY = tl.constexpr(tuple(_e2m1(nibble, _ANY) for nibble in range(4)))
+INT4 = tl.constexpr(tuple(_int4(nibble) for nibble in range(4)))
+# What an e4m3 scale is multiplied by: its largest, 448, then still is a bfloat16.
+E4M3_LIFT = tl.constexpr(2.0**119)
+E4M3_DROP = tl.constexpr(2.0**7)
+
+
+@triton.jit
+def e2m1_tile(words, scale, NIBBLE: tl.constexpr, ANY: tl.constexpr, PACKED: tl.constexpr):
+    """One nibble of each word times `scale` (bfloat16, spread over the tile).
+
+    ANY: the scale as it is. Otherwise it was lifted by 2^119, and the result is 2^-7 of the value.
+    """
+    if PACKED:
+        return tl.inline_asm_elementwise(
+            E2M1_ANY[NIBBLE] if ANY else E2M1_LIFTED[NIBBLE], "=r,r,r", [words, scale],
+            dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    code = words.to(tl.int32) >> (4 * NIBBLE)
+    bits = ((code & 8) << 28) | ((code & 7) << 22)
+    value = bits.to(tl.float32, bitcast=True) * (2.0**126)
+    lift: tl.constexpr = 1.0 if ANY else 2.0**-126
+    return (value * (scale.to(tl.float32) * lift)).to(tl.bfloat16)
+
+
+@triton.jit
+def int4_tile(words, NIBBLE: tl.constexpr, PACKED: tl.constexpr):
+    """One nibble of each word, less 8."""
+    if PACKED:
+        return tl.inline_asm_elementwise(
+            INT4[NIBBLE], "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    return (((words.to(tl.int32) >> (4 * NIBBLE)) & 15) - 8).to(tl.float32).to(tl.bfloat16)
+
+
+@triton.jit
+def plus(w, number):
+    """w + number, where the sum still is a bfloat16."""
+    return (w.to(tl.float32) + number).to(tl.bfloat16)
+
+
+@triton.jit
+def cast_tile(w, type: tl.constexpr, NATIVE: tl.constexpr):
+    """8-bit weights as 16-bit floats, exact."""
+    if NATIVE:
+        return w.to(type)
+    else:
+        return w.to(tl.float32).to(type)
+
+
+@triton.jit
+def times(w, scale):
+    """w * scale in bfloat16, where the scale leaves it exact."""
+    return (w.to(tl.float32) * scale.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def quarters(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Columns 0, 4, 8, … of x; 1, 5, 9, …; and so on: what meets the four nibbles of a word."""
+    pairs = tl.reshape(x, [ROWS, COLUMNS // 4, 2, 2])
+    even, odd = tl.split(pairs)
+    zero, two = tl.split(even)
+    one, three = tl.split(odd)
+    return zero, one, two, three
+
+
+@triton.jit
+def spread(scale, ROWS: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
+    """[ROWS, BLOCKS] as [ROWS, BLOCKS * WIDTH], each repeated WIDTH times."""
+    wide = tl.broadcast_to(scale[:, :, None], [ROWS, BLOCKS, WIDTH])
+    return tl.reshape(wide, [ROWS, BLOCKS * WIDTH])
+
+
+@triton.jit
+def e8m0_to_bfloat16(code):
+    """2^(code - 127) exactly: 0 is the subnormal 2^-127, 255 is NaN."""
+    wide = code.to(tl.int32)
+    bits = tl.where(wide == 0, 0x00400000, tl.where(wide == 255, 0x7FC00000, wide << 23))
+    return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)

@@ -1,0 +1,95 @@
+"""`quant_linear` and `grouped_quant_linear` on a GPU.
+
+In: the operators' arguments. Out: x @ weight.T + bias, or NotImplemented for what only the reference
+takes: float32 activations, GGUF blocks, nibbles with float16 activations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fulgurite.kernels.triton import launch, tiles
+from fulgurite.kernels.triton.dequantize import weight_as
+from fulgurite.kernels.triton.quantize import quantize
+from fulgurite.kernels.triton.scaled_mm import grouped_scaled_mm, scaled_mm
+from fulgurite.quant import resolve
+
+PLAIN = "none"
+
+
+def quant_linear(
+    x: Tensor,
+    data: Tensor,
+    scales: list[Tensor],
+    format: str,
+    bias: Tensor | None = None,
+    activations: str = PLAIN,
+) -> Any:
+    """`fulgurite::quant_linear`."""
+    rows = x.reshape(-1, x.shape[-1])
+    if activations != PLAIN:
+        parts = quantize(rows, activations)
+        if parts is NotImplemented:
+            return NotImplemented
+        out = scaled_mm(parts[0], parts[1:], activations, data, scales, format, bias, x.dtype)
+    else:
+        out = _weight_only(rows, data, scales, format, bias)
+    return out if out is NotImplemented else out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+def _weight_only(
+    rows: Tensor,
+    data: Tensor,
+    scales: list[Tensor],
+    format: str,
+    bias: Tensor | None,
+    ends: Tensor | None = None,
+) -> Any:
+    entry = resolve(format)
+    weight = launch.weight_of(entry)
+    if weight is None or not launch.takes(rows, weight) or data.numel() == 0:
+        return NotImplemented
+    m, k = rows.shape
+    n = data.shape[-2]
+    tile: tiles.Tile | tiles.FewTile | None
+    if ends is None:
+        tile = tiles.for_weight_only(m, n, k, weight, rows.device)
+    else:
+        tile = tiles.for_experts(m, n, k, data.shape[0], weight, same=False)
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    if tile is None:  # many rows: what the library saves pays for writing the weight out
+        parts = launch.packed(data, scales, entry, weight)
+        return F.linear(
+            rows,
+            weight_as(rows.dtype, weight, parts, entry),
+            None if bias is None else bias.to(rows.dtype),
+        )
+    return launch.matmul(
+        rows, None, None, data, scales, entry, weight, bias, rows.dtype, tile, ends
+    )
+
+
+def grouped_quant_linear(
+    x: Tensor,
+    offsets: Tensor,
+    data: Tensor,
+    scales: list[Tensor],
+    format: str,
+    bias: Tensor | None = None,
+    activations: str = PLAIN,
+) -> Any:
+    """`fulgurite::grouped_quant_linear`."""
+    if activations == PLAIN:
+        return _weight_only(x, data, scales, format, bias, offsets)
+    parts = quantize(x, activations)
+    if parts is NotImplemented:
+        return NotImplemented
+    return grouped_scaled_mm(
+        parts[0], parts[1:], activations, offsets, data, scales, format, bias, x.dtype
+    )
+
+
+__all__ = ["grouped_quant_linear", "quant_linear"]

@@ -1,0 +1,138 @@
+"""The operators over packed tensors: every format, fake rules, backward, capture, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fulgurite
+from fulgurite.errors import FormatError
+from fulgurite.kernels.grouped import grouped_quant_linear, grouped_scaled_mm
+from fulgurite.kernels.modules import QuantEmbedding, QuantLinear, project
+from fulgurite.kernels.quant_linear import quant_linear, quant_linear_parts
+from fulgurite.kernels.quantize import quantize, quantize_parts
+from fulgurite.kernels.scaled_mm import scaled_mm, scaled_mm_parts
+from fulgurite.quant import FORMATS
+from fulgurite.quant import quantize as oracle
+
+NAMES = list(FORMATS)
+
+
+def close(got, left, right, dtype=torch.float32):
+    """Within a few roundings of the float64 product, by the sum of magnitudes."""
+    want, size = left.double() @ right.double().mT, left.double().abs() @ right.double().abs().mT
+    assert got.dtype == dtype and got.shape == want.shape
+    assert ((got.double() - want).abs() <= 3e-6 * size).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_operators_of_every_format(name):
+    weight, x = torch.randn(24, 256), torch.randn(5, 256)
+    packed, rows = quantize(weight, name), quantize(x, name)
+    assert torch.equal(packed, oracle(weight, name))
+    close(quant_linear(x, packed), x, packed.dequantize())
+    close(scaled_mm(rows, packed), rows.dequantize(), packed.dequantize())
+    experts = quantize(torch.randn(3, 24, 256), name)
+    ends = torch.tensor([2, 2, 4], dtype=torch.int32)
+    for got, left in (
+        (grouped_quant_linear(x, ends, experts), x),
+        (grouped_scaled_mm(rows, ends, experts), rows.dequantize()),
+    ):
+        close(got[:2], left[:2], experts[0].dequantize())
+        close(got[2:4], left[2:4], experts[2].dequantize())
+        assert (got[4:] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3_tensor", "nvfp4", "q4_k", "int4_g32_asym"])
+def test_torch_checks_the_operators(name):
+    packed, rows = oracle(torch.randn(8, 256), name), oracle(torch.randn(3, 256), name)
+    x = torch.randn(3, 256, requires_grad=True)
+    parts = list(packed.scales.values())
+    narrow = any(
+        part.dtype.itemsize == 1 for part in (packed.packed, *parts) if part.is_floating_point()
+    )
+    # torch's check of the schema multiplies its inputs, which float8 can't
+    tests = ("test_faketensor",) if narrow else ("test_schema", "test_faketensor")
+    torch.library.opcheck(quantize_parts.overload, (x.detach(), name, None), test_utils=tests)
+    arguments = (x, packed.packed, parts, name, torch.randn(8), "none")
+    torch.library.opcheck(quant_linear_parts.overload, arguments, test_utils=tests)
+    left = (rows.packed, list(rows.scales.values()), name)
+    right = (packed.packed, parts, name, None, torch.bfloat16)
+    torch.library.opcheck(scaled_mm_parts.overload, (*left, *right), test_utils=tests)
+
+
+@pytest.mark.parametrize("name", ["q4_1", "fp8_e4m3_128x128", "nvfp4"])
+def test_gradients_are_those_of_a_dense_linear(name):
+    packed = oracle(torch.randn(8, 256), name)
+    x, bias = torch.randn(2, 3, 256, requires_grad=True), torch.randn(8, requires_grad=True)
+    gradient = torch.randn(2, 3, 8)
+    quant_linear(x, packed, bias).backward(gradient)
+    torch.testing.assert_close(x.grad, gradient @ packed.dequantize())
+    torch.testing.assert_close(bias.grad, gradient.sum((0, 1)))
+
+
+@pytest.mark.parametrize("name", ["q4_1", "fp8_e4m3_row", "int4_g32_asym"])
+def test_modules_are_captured_and_agree(name):
+    layer = QuantLinear(oracle(torch.randn(24, 64), name), torch.randn(24))
+    table = QuantEmbedding(oracle(torch.randn(50, 64), name))
+    ids = torch.tensor([[3, 49], [0, 3]])
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.table = layer, table
+
+        def forward(self, ids):
+            x = self.table(ids)
+            return self.layer(x).relu(), project(x, self.table)
+
+    model = Model()
+    dense = table.weight.dequantize()
+    assert torch.equal(model.table(ids), dense[ids])
+    with torch.no_grad():
+        compiled = fulgurite.compile(model)(ids)
+    for got, want in zip(compiled, model(ids), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_activations_follow_the_weight_unless_they_were_asked_for():
+    weight = oracle(torch.randn(8, 64), "q8_0")
+    free, fixed = QuantLinear(weight), QuantLinear(weight, activations="q8_0")
+    assert free.activations == fixed.activations == "q8_0"
+    free.to("meta"), fixed.to("meta")
+    assert (free.activations, fixed.activations) == ("none", "q8_0")
+
+
+def test_a_static_scale_is_used():
+    layer = QuantLinear(
+        oracle(torch.randn(8, 64), "fp8_e4m3_row"), None, "fp8_e4m3_tensor", torch.tensor(0.05)
+    )
+    x = torch.randn(2, 3, 64)
+    rows = oracle(x.flatten(0, 1), "fp8_e4m3_tensor", scale=0.05).dequantize()
+    close(layer(x).flatten(0, 1), rows, layer.weight.dequantize())
+
+
+def test_refusals_say_what_where_and_next():
+    weight = oracle(torch.randn(8, 64), "q4_0")
+    with pytest.raises(FormatError, match="x has 32 columns, and the weight takes K = 64"):
+        quant_linear(torch.randn(2, 32), weight)
+    with pytest.raises(FormatError, match="no multiple"):
+        quantize(torch.randn(2, 40), "mxfp4")
+    with pytest.raises(FormatError, match="floating"):
+        quant_linear(torch.zeros(2, 64, dtype=torch.int8), weight)
+    with pytest.raises(FormatError, match="two dimensions"):
+        quant_linear(torch.randn(2, 64), oracle(torch.randn(2, 8, 64), "q4_0"))
+    with pytest.raises(FormatError, match="not positive and finite"):
+        quantize(torch.randn(2, 64), "fp8_e4m3_tensor", torch.tensor(0.0))
+    with pytest.raises(FormatError, match="not positive and finite"):
+        quantize(torch.randn(2, 64), "int8", torch.tensor(float("nan")))
+    with pytest.raises(FormatError, match="no static scale"):
+        quantize(torch.randn(2, 64), "mxfp4", torch.tensor(1.0))
+    with pytest.raises(FormatError, match="can't be multiplied"):
+        scaled_mm(oracle(torch.randn(2, 32), "q8_0"), weight)
+    with pytest.raises(FormatError, match=r"int32\[3\]"):
+        grouped_quant_linear(
+            torch.randn(4, 64), torch.tensor([4]), oracle(torch.randn(3, 8, 64), "q8_0")
+        )
+    with pytest.raises(FormatError, match="span several rows"):
+        QuantEmbedding(oracle(torch.randn(128, 128), "fp8_e4m3_128x128"))(torch.tensor([1]))

@@ -1,0 +1,136 @@
+"""The Triton quantize kernels in the interpreter (or on a GPU) against the oracle, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fulgurite.kernels.quantize import reference
+
+from .triton_support import DEVICE
+
+from fulgurite.kernels.triton import quantize as kernels  # isort: skip
+
+FORMATS = [
+    *("fp8_e4m3_tensor", "fp8_e4m3_row", "fp8_e4m3_1x128", "fp8_e4m3_128x128"),
+    *("fp8_e5m2_tensor", "fp8_e5m2_row", "fp8_e5m2_1x128", "fp8_e5m2_128x128"),
+    *("nvfp4", "mxfp4", "mxfp8_e4m3", "mxfp8_e5m2", "int8", "int4_g32", "int4_g64", "int4_g128"),
+]
+WHOLE_ROWS = ("tensor", "row", "1x128", "128x128", "int8")  # take any K
+SHAPES = [(1, 128), (3, 256), (7, 384), (130, 128), (2, 5, 256), (2, 1, 130, 128), (128,)]
+ODD_SHAPES = [(1, 1), (3, 129), (5, 127), (131, 3), (17,)]
+
+
+def same(ours: list[Tensor], wanted: list[Tensor]) -> None:
+    assert len(ours) == len(wanted)
+    for one, two in zip(ours, wanted, strict=True):
+        one = one.cpu()
+        assert one.shape == two.shape and one.dtype == two.dtype
+        if one.dtype.is_floating_point and one.dtype != torch.float8_e8m0fnu:
+            one, two = one.float(), two.float()  # the bits of a NaN may differ
+            assert torch.equal(one.isnan(), two.isnan())
+            one, two = one.nan_to_num(nan=0.0), two.nan_to_num(nan=0.0)
+            assert torch.equal(torch.signbit(one), torch.signbit(two))
+        assert (
+            torch.equal(one, two)
+            if one.dtype == torch.float32
+            else torch.equal(one.view(torch.uint8), two.view(torch.uint8))
+        )
+
+
+def check(x: Tensor, format: str, static: Tensor | None = None) -> None:
+    given = None if static is None else static.to(DEVICE)
+    same(kernels.quantize(x.to(DEVICE), format, given), reference(x, format, static))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_shapes_and_dtypes(format):
+    for number, shape in enumerate(SHAPES):
+        x = torch.randn(shape) * torch.randn(shape).exp()
+        check(x.to((torch.float32, torch.bfloat16, torch.float16)[number % 3]), format)
+
+
+@pytest.mark.parametrize("format", [f for f in FORMATS if f.endswith(WHOLE_ROWS)])
+def test_odd_shapes(format):
+    for shape in ODD_SHAPES:
+        check(torch.randn(shape), format)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_nan_infinity_zeros_and_denormals(format):
+    x = torch.randn(9, 256)
+    x[0, 5], x[1, 7], x[2, 200] = torch.nan, torch.inf, -torch.inf
+    x[3], x[4] = 0.0, -0.0
+    x[5] *= 1e-39
+    x[6] *= 1e38
+    x[7, :128] = torch.nan
+    x[8, ::2] = 0.0
+    check(x, format)
+    check(torch.zeros(2, 256), format)
+    check(torch.full((2, 256), torch.inf), format)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_rounding(format):
+    """All ties between neighbouring codes, and the numbers next to them."""
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    values = values[values.isfinite()].unique()
+    ties = (values[1:] + values[:-1]) / 2
+    near = torch.cat(
+        [values, ties, torch.nextafter(ties, values[1:]), torch.nextafter(ties, values[:-1])]
+    )
+    near = near[near.abs() <= 448]
+    x = torch.zeros(1, 1280)
+    x[0, : near.numel()] = near
+    x[0, -1] = 448.0
+    check(x, format)
+    check(x.reshape(10, 128), format)
+    check(x.reshape(10, 128) * 3, format)
+
+
+@pytest.mark.parametrize("format", ["fp8_e4m3_row", "fp8_e4m3_1x128", "nvfp4", "fp8_e4m3_tensor"])
+def test_views(format):
+    x = torch.randn(6, 512)
+    for view in (
+        x[:, :256],
+        x[::2],
+        x[:, 256:],
+        x.t()[:256].t(),
+        x[:, ::2],
+        x.t().contiguous().t(),
+    ):
+        check(view, format)
+    for view in (torch.randn(256, 128).t(), torch.randn(2, 256, 128).transpose(-1, -2)):
+        check(view, format)
+
+
+@pytest.mark.parametrize("format", [f for f in FORMATS if f.endswith(WHOLE_ROWS)])
+def test_transposes(format):
+    for rows, columns in ((1, 1), (130, 33), (257, 128), (64, 200)):
+        x = torch.randn(rows, columns) * torch.randn(columns).exp()
+        x[0, 0] = torch.inf
+        check(x.t(), format)
+        check(torch.cat([x, x], 1)[:, :columns].bfloat16().t(), format)
+
+
+def test_a_row_longer_than_a_program(monkeypatch):
+    monkeypatch.setattr(kernels, "LONGEST_ROW", 64)
+    monkeypatch.setattr(kernels, "LONGEST_ROW_LIMIT", kernels.tl.constexpr(64))
+    for format in ("fp8_e4m3_row", "int8"):
+        check(torch.randn(3, 1000), format)
+
+
+def test_a_static_scale():
+    check(torch.randn(5, 64), "fp8_e4m3_tensor", torch.tensor(0.02))
+    check(torch.randn(5, 64).t(), "fp8_e5m2_tensor", torch.tensor([[0.02]]))
+    check(torch.randn(2, 5, 64), "fp8_e4m3_tensor", torch.tensor([[[0.02]], [[0.03]]]))
+    assert kernels.quantize(torch.randn(5, 64), "int8", torch.tensor(0.1)) is NotImplemented
+
+
+def test_what_only_the_oracle_has():
+    x = torch.randn(2, 256)
+    for format in ("q4_0", "q4_k", "bf16", "int4_g128_asym"):
+        assert kernels.quantize(x, format) is NotImplemented
+    assert kernels.quantize(x.double(), "int8") is NotImplemented
+    assert kernels.quantize(x[:0], "int8") is NotImplemented

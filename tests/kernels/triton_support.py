@@ -1,0 +1,25 @@
+"""Where Triton kernels run in tests: in Triton's interpreter, if asked for, or on a GPU.
+
+TRITON_INTERPRET=1 pytest tests/kernels        kernels on CPU tensors, in the interpreter
+pytest tests/kernels                           kernels on a GPU; without one, a process of its own
+                                               runs them in the interpreter (test_interpreted.py)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+CAN_RUN = importlib.util.find_spec("triton") and (INTERPRETED or torch.cuda.is_available())
+if not CAN_RUN:
+    pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+
+
+def on_device(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.to(DEVICE) for tensor in tensors]
