@@ -12,6 +12,10 @@ claimed Trace      executors/: each op goes to the first executor that can run i
 a Python callable  its source is the last trace
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from fulgurite.capture.dynamo import GraphBreak
 from fulgurite.compile import Compiled, compile
 from fulgurite.errors import FulguriteError
@@ -25,18 +29,27 @@ from fulgurite.executors import (
 )
 from fulgurite.fuse import fuse
 from fulgurite.op import Op, op
+from fulgurite.quant.recipe import Recipe
+from fulgurite.quantize import quantize
+from fulgurite.serve.request import SamplingParams
 from fulgurite.trace import Trace, verify
 from fulgurite.transforms import TimeOps, Transform, transform
 from fulgurite.version import VERSION
 
+if TYPE_CHECKING:
+    from fulgurite.serve.llm import LLM
+
 __version__ = VERSION
 
 __all__ = [
+    "LLM",
     "Compiled",
     "Executor",
     "FulguriteError",
     "GraphBreak",
     "Op",
+    "Recipe",
+    "SamplingParams",
     "TimeOps",
     "Trace",
     "Transform",
@@ -44,6 +57,7 @@ __all__ = [
     "executor_names",
     "fuse",
     "op",
+    "quantize",
     "region",
     "register_executor",
     "subgraph",
@@ -51,3 +65,12 @@ __all__ = [
     "unprintable",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`LLM` when it is first asked for: compiling needs no tokenizer."""
+    if name == "LLM":
+        from fulgurite.serve.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'fulgurite' has no attribute {name!r}")

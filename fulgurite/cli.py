@@ -20,6 +20,7 @@ from fulgurite.errors import ArgumentError, FulguriteError
 from fulgurite.explain import Explanation
 from fulgurite.models import tiny
 from fulgurite.report.html import write_html
+from fulgurite.serve import terminal
 from fulgurite.target import load_example, run_script
 
 
@@ -43,6 +44,8 @@ def explain(options: argparse.Namespace) -> None:
 def _show(
     explanation: Explanation, options: argparse.Namespace, compiled: Any, number: int = 0
 ) -> None:
+    if options.measure:
+        explanation = explanation.measured()
     if not options.no_trace and explanation.graphs:
         print(compiled.last_trace(graph=0))
     print(explanation)
@@ -63,7 +66,12 @@ def bench(options: argparse.Namespace) -> None:
     SUITES[options.suite](options)
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {"explain": explain, "bench": bench}
+COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "generate": terminal.generate,
+    "chat": terminal.chat,
+    "explain": explain,
+    "bench": bench,
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -76,6 +84,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"fulgurite {fulgurite.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
+    _text_commands(commands)
     one = commands.add_parser(
         "explain", help="compile with example inputs and show what became of it"
     )
@@ -86,6 +95,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--executors", help="names in order, separated by commas")
     one.add_argument("--regions", default="auto", choices=["auto", "blocks", "whole"])
     one.add_argument("--remat", default="mincut", choices=["none", "mincut", "full"])
+    one.add_argument("--measure", action="store_true", help="time each generated kernel by itself")
     one.add_argument("--no-trace", action="store_true", help="only the table")
     two = commands.add_parser(
         "bench", help="measure, beside eager and torch.compile in the same run"
@@ -95,6 +105,15 @@ def parser() -> argparse.ArgumentParser:
     two.add_argument("--output", metavar="FILE", help="where the figures go (default: benchmarks/)")
     two.add_argument("--quick", action="store_true", help="fewer repeats")
     return top
+
+
+def _text_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    reply = commands.add_parser("generate", help="write a reply to a prompt, token by token")
+    reply.add_argument("prompt", nargs="?", help="the prompt (default: read from stdin)")
+    reply.add_argument("--raw", action="store_true", help="the prompt as it is, without a template")
+    terminal.add_options(reply, max_tokens=256)
+    talk = commands.add_parser("chat", help="a conversation with a model")
+    terminal.add_options(talk, max_tokens=1024)
 
 
 def main(words: Sequence[str] | None = None) -> int:

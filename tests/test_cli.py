@@ -54,6 +54,7 @@ def test_explain_without_arguments_shows_the_built_in_transformer(capsys, tmp_pa
     assert page.read_text().startswith("<!doctype html>")
 
 
+@pytest.mark.usefixtures("torch_only")
 @pytest.mark.parametrize(
     ("target", "says"),
     [
@@ -70,6 +71,7 @@ def test_targets(folder, capsys, target, says):
     assert says in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("torch_only")
 def test_a_script(folder, capsys):
     (folder / "script.py").write_text(
         "import sys, torch, fulgurite\nf = fulgurite.compile(lambda x: x.cos())\n"

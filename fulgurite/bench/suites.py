@@ -7,8 +7,14 @@ from collections.abc import Callable
 
 from fulgurite.bench.compile_time import compile_time
 from fulgurite.bench.fusions import fusions
+from fulgurite.bench.generate import generate
+from fulgurite.bench.models import models
+from fulgurite.bench.quant import quant
 
 SUITES: dict[str, Callable[[argparse.Namespace], None]] = {
     "compile": compile_time,
     "fusions": fusions,
+    "generate": generate,
+    "models": models,
+    "quant": quant,
 }

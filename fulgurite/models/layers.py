@@ -9,21 +9,18 @@ K key heads; H head size; O vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fulgurite.kernels import glue, joined
+from fulgurite.kernels.modules import project
 from fulgurite.models.cache import AttentionSpec, Cache, WholeSequence
 from fulgurite.models.config import ModelConfig
 from fulgurite.models.rope import Rotary, Rotation, rotate
 
-ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
+ACTIVATION_FUNCTIONS = glue.ACTIVATIONS
 
 
 class RMSNorm(nn.Module):
@@ -36,10 +33,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x_XD: Tensor) -> Tensor:
-        weight_D = self.weight.float()
-        if self.offset:
-            weight_D = weight_D + self.offset
-        return F.rms_norm(x_XD.float(), weight_D.shape, weight_D, self.eps).to(x_XD.dtype)
+        return glue.rms_norm(x_XD, self.weight, self.eps, self.offset)
 
 
 class GatedMLP(nn.Module):
@@ -53,8 +47,7 @@ class GatedMLP(nn.Module):
         self.activation = activation
 
     def forward(self, x_XD: Tensor) -> Tensor:
-        activation = ACTIVATION_FUNCTIONS[self.activation]
-        out_XD: Tensor = self.down(activation(self.gate(x_XD)) * self.up(x_XD))
+        out_XD: Tensor = self.down(joined.gated(x_XD, self.gate, self.up, self.activation))
         return out_XD
 
 
@@ -82,9 +75,10 @@ class Attention(nn.Module):
     def forward(
         self, x_XD: Tensor, positions_X: Tensor, rotation: Rotation | None, cache: Cache
     ) -> Tensor:
-        q_XNH = self.query(x_XD).unflatten(-1, (-1, self.spec.key_dim))
-        k_XKH = self.key(x_XD).unflatten(-1, (-1, self.spec.key_dim))
-        v_XKH = self.value(x_XD).unflatten(-1, (-1, self.spec.value_dim))
+        q_X, k_X, v_X = joined.linears(x_XD, (self.query, self.key, self.value))
+        q_XNH = q_X.unflatten(-1, (-1, self.spec.key_dim))
+        k_XKH = k_X.unflatten(-1, (-1, self.spec.key_dim))
+        v_XKH = v_X.unflatten(-1, (-1, self.spec.value_dim))
         if self.query_norm is not None and self.key_norm is not None:
             q_XNH, k_XKH = self.query_norm(q_XNH), self.key_norm(k_XKH)
         if rotation is not None:
@@ -124,8 +118,10 @@ class PreNormLayer(nn.Module):
     def forward(
         self, x_XD: Tensor, positions_X: Tensor, rotation: Rotation | None, cache: Cache
     ) -> Tensor:
-        x_XD = x_XD + self.attention(self.attention_norm(x_XD), positions_X, rotation, cache)
-        return x_XD + self.feed_forward(self.feed_forward_norm(x_XD))
+        x_XD = glue.add(
+            x_XD, self.attention(self.attention_norm(x_XD), positions_X, rotation, cache)
+        )
+        return glue.add(x_XD, self.feed_forward(self.feed_forward_norm(x_XD)))
 
 
 class Decoder(nn.Module):
@@ -170,15 +166,26 @@ class Decoder(nn.Module):
         self, token_ids_X: Tensor, positions_X: Tensor, cache: Cache | None = None
     ) -> Tensor:
         """The normed hidden state of every token, [X, D]."""
-        if cache is None:
-            cache = WholeSequence()
+        cache = WholeSequence() if cache is None else cache
+        x_XD, rotations = self.begin(token_ids_X, positions_X, cache)
+        return self.run_layers(x_XD, positions_X, rotations, cache)
+
+    def begin(
+        self, token_ids_X: Tensor, positions_X: Tensor, cache: Cache
+    ) -> tuple[Tensor, list[Rotation]]:
+        """What the layers start from: embedded tokens, and the angles of their positions."""
         extent_X = cache.extent(positions_X) if self.needs_extent else None
         rotations = [rotary(positions_X, extent_X) for rotary in self.rotaries]
         x_XD = self.embedding(token_ids_X)
         if self.config.embedding_scale != 1.0:
             # Rounded to the weights' dtype first, as Gemma was trained.
-            scale = torch.tensor(self.config.embedding_scale, dtype=x_XD.dtype, device=x_XD.device)
-            x_XD = x_XD * scale
+            x_XD = x_XD * x_XD.new_full((), self.config.embedding_scale)
+        return x_XD, rotations
+
+    def run_layers(
+        self, x_XD: Tensor, positions_X: Tensor, rotations: Sequence[Rotation], cache: Cache
+    ) -> Tensor:
+        """All layers and the last norm: the part of a step that is nothing but kernels."""
         for layer, rotary in zip(self.layers, self.rotary_of_layer, strict=True):
             rotation = None if rotary is None else rotations[rotary]
             x_XD = layer(x_XD, positions_X, rotation, cache)
@@ -187,7 +194,6 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
         """The scores of the next token, [X, O]."""
-        weight_OD = self.embedding.weight if self.head is None else self.head.weight
-        logits_XO = F.linear(hidden_XD, weight_OD)
+        logits_XO = project(hidden_XD, self.embedding if self.head is None else self.head)
         cap = self.config.logit_softcap
         return logits_XO if cap is None else torch.tanh(logits_XO / cap) * cap

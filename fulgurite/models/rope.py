@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fulgurite.kernels import glue
 from fulgurite.models.config import RopeConfig
 
 
@@ -72,19 +73,7 @@ class Rotary(nn.Module):
 
 def rotate(x_XNH: Tensor, rotation: Rotation, interleaved: bool) -> Tensor:
     """Turn the first R dimensions of each head, in float32; the others pass through."""
-    size = 2 * rotation.cos.shape[-1]
-    turned, rest = x_XNH[..., :size].float(), x_XNH[..., size:]
-    if interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-    else:
-        a, b = turned.chunk(2, dim=-1)
-    first = a * rotation.cos - b * rotation.sin
-    second = b * rotation.cos + a * rotation.sin
-    if interleaved:
-        turned = torch.stack((first, second), dim=-1).flatten(-2)
-    else:
-        turned = torch.cat((first, second), dim=-1)
-    return torch.cat((turned.to(x_XNH.dtype), rest), dim=-1)
+    return glue.rotate(x_XNH, rotation.cos, rotation.sin, interleaved)
 
 
 def frequencies(rope: RopeConfig, long: bool = False) -> Tensor:

@@ -27,6 +27,7 @@ from fulgurite.models.config import Fields, ModelConfig
 from fulgurite.models.family import BY_ROWS, Family, Rule
 from fulgurite.models.gguf_file import GGUFFile
 from fulgurite.models.layers import Decoder
+from fulgurite.models.packed import keep_packed
 from fulgurite.models.registry import family_of, family_of_gguf
 from fulgurite.models.safetensors_file import (
     PICKLED,
@@ -35,6 +36,7 @@ from fulgurite.models.safetensors_file import (
     refuse_pickle,
 )
 from fulgurite.models.stored import Shape, StoredTensor
+from fulgurite.quant import QuantTensor
 
 COPY_BYTES = 32 * 2**20  # of float32 that may lie beside a tensor while it is converted
 # Multimodal checkpoints keep their language model under a prefix: the name there, and as the tables
@@ -47,6 +49,7 @@ PREFIXES = (
 SHARED_FIELDS = ("dtype", "torch_dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id")
 HEADS = ("lm_head.weight", "output.weight")
 QUANT_METHODS = ("fp8", "mxfp4")
+KEEP = ("dense", "packed")
 
 
 class TensorFiles(Protocol):
@@ -79,11 +82,22 @@ class Assignment:
 
 
 def load_model(
-    name: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    name: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    keep: str = "dense",
+    activations: str | None = None,
 ) -> Decoder:
-    """The model of a folder, file or name (see hub.py); dtype None keeps the checkpoint's."""
+    """The model of a folder, file or name (see hub.py); dtype None keeps the checkpoint's.
+
+    `keep="packed"` leaves weights that the file has in blocks as they are (see packed.py), multiplied
+    by `quant_linear` with `activations`: None what is fastest on the device, "none" exact.
+    """
     checkpoint = open_checkpoint(hub.resolve(name))
-    return load_checkpoint(checkpoint, dtype=dtype, device=device)
+    return load_checkpoint(
+        checkpoint, dtype=dtype, device=device, keep=keep, activations=activations
+    )
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -151,19 +165,34 @@ def build_model(config: ModelConfig, family: Family, dtype: torch.dtype) -> Deco
     return model
 
 
+@torch.inference_mode(False)  # parameters are plain tensors wherever they are loaded
 def load_checkpoint(
-    checkpoint: Checkpoint, *, dtype: torch.dtype | None, device: torch.device | str
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    keep: str = "dense",
+    activations: str | None = None,
 ) -> Decoder:
+    if keep not in KEEP:
+        raise ArgumentError(f"keep={keep!r} is not a way to keep weights", next=" or ".join(KEEP))
     if dtype is not None and not dtype.is_floating_point:
         raise ArgumentError(f"a model can't compute in {dtype}", next="try torch.bfloat16")
     model = build_model(checkpoint.config, checkpoint.family, dtype or checkpoint.config.dtype)
     assignments = plan(checkpoint, model)
+    filled: set[str] = set()
+    if keep == "packed":
+        tensors = ((plain_name(stored.name), stored) for stored in checkpoint.files.read())
+        filled = keep_packed(
+            model, tensors, assignments, checkpoint.config, device=device, activations=activations
+        )
     allocate(model, device)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for stored in checkpoint.files.read():
             for assignment in assignments.get(plain_name(stored.name), ()):
-                fill(parameters[assignment.parameter], stored, assignment, checkpoint.config)
+                if assignment.parameter not in filled:
+                    fill(parameters[assignment.parameter], stored, assignment, checkpoint.config)
     return model.eval()
 
 
@@ -277,6 +306,8 @@ def allocate(model: nn.Module, device: torch.device | str) -> None:
     """Replace meta parameters by empty memory on the device; computed buffers move along."""
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(parameter, QuantTensor):  # kept packed: it has its memory
+                continue
             assert parameter.is_meta, f"{path}.{name} already has memory"
             memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             setattr(module, name, nn.Parameter(memory))

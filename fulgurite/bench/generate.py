@@ -1,0 +1,121 @@
+"""How fast text is generated on the CPU, beside llama.cpp and transformers in the same run.
+
+In: the embedded model's file. Out: for each engine and number of threads the prefill and decode
+tokens a second, the time to the first token and the peak memory; ours for several requests at once, too.
+
+Every engine runs in a process of its own with the same file, threads, prompt and number of tokens, and
+they take turns. llama.cpp is measured through llama-cpp-python where this interpreter has it, or the one
+that FULGURITE_LLAMA_PYTHON names. transformers runs a model of the same shape in float32; its weights
+are random, which takes the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from rich.progress import Progress
+
+from fulgurite.bench import generate_engines, results
+from fulgurite.config import environment
+from fulgurite.errors import ArgumentError
+from fulgurite.models import hub
+
+PROMPT, NEW = 256, 48  # tokens
+ROUNDS = 2
+BATCHES = (1, 4, 16)
+ENGINES = ("fulgurite", "llama.cpp", "transformers")
+
+
+def generate(options: argparse.Namespace) -> None:
+    """Suite `generate`."""
+    if options.device != "cpu":
+        raise ArgumentError(
+            f"the suite generate has no part for {options.device} yet", next="use --device cpu"
+        )
+    rounds = 1 if options.quick else ROUNDS
+    cores = len(os.sched_getaffinity(0))
+    work = [(n, e) for n in sorted({1, min(2, cores)}) for _ in range(rounds) for e in ENGINES]
+    seen: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    with Progress(transient=True) as progress:
+        bar = progress.add_task("generate", total=len(work))
+        for threads, engine in work:
+            progress.update(bar, description=f"{engine}, threads: {threads}")
+            if engine != "transformers" or (threads, engine) not in seen:
+                found = _in_a_process(engine, threads)
+                if found is not None:
+                    seen.setdefault((threads, engine), []).append(found)
+            progress.advance(bar)
+    rows = [_best(threads, engine, found) for (threads, engine), found in seen.items()]
+    _compare(rows)
+    print(f"{hub.resolve('smollm2').name} · {PROMPT} tokens in, {NEW} out")
+    print(_table(rows))
+    print(f"written to {results.save('generate', options.device, rows, options.output)}")
+
+
+def _in_a_process(engine: str, threads: int) -> dict[str, Any] | None:
+    """What an engine measures of itself; None where it isn't installed."""
+    interpreter = sys.executable
+    if engine == "llama.cpp":
+        interpreter = environment("FULGURITE_LLAMA_PYTHON") or interpreter
+    wanted = {"engine": engine, "threads": threads, "prompt": PROMPT, "new": NEW,
+              "batches": BATCHES, "file": str(hub.resolve("smollm2"))}  # fmt: skip
+    one = {**os.environ, "OMP_NUM_THREADS": str(threads), "FULGURITE_THREADS": str(threads)}
+    done = subprocess.run(
+        [interpreter, generate_engines.__file__, json.dumps(wanted)],
+        capture_output=True,
+        text=True,
+        env=one,
+    )
+    if done.returncode == generate_engines.NOT_INSTALLED:
+        return None
+    if done.returncode:
+        raise ArgumentError(f"{engine} could not be measured", where=done.stderr[-1500:])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _best(threads: int, engine: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The better of the rounds, figure by figure: what disturbs a run only makes it slower."""
+    row: dict[str, Any] = {"engine": engine, "threads": threads}
+    for key in found[0]:
+        values = [one[key] for one in found]
+        row[key] = min(values) if key in ("first_token_ms", "peak_mib") else max(values)
+    return row
+
+
+def _compare(rows: list[dict[str, Any]]) -> None:
+    """Adds our speed over llama.cpp's at the same threads."""
+    theirs = {row["threads"]: row for row in rows if row["engine"] == "llama.cpp"}
+    for row in rows:
+        other = theirs.get(row["threads"])
+        if row["engine"] == "fulgurite" and other is not None:
+            row["prefill_times_llama"] = row["prefill"] / other["prefill"]
+            row["decode_times_llama"] = row["decode"] / other["decode"]
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    head = ["engine", "threads", "prefill", "decode", "first token", "peak", *(
+        f"decode of {batch}" for batch in BATCHES[1:]
+    ), "× llama.cpp"]  # fmt: skip
+    body = []
+    for row in rows:
+        ratio = ""
+        if "decode_times_llama" in row:
+            ratio = f"{row['prefill_times_llama']:.2f}, {row['decode_times_llama']:.2f}"
+        batches = [row.get(f"decode_{batch}") for batch in BATCHES[1:]]
+        body.append([
+            row["engine"],
+            str(row["threads"]),
+            f"{row['prefill']:.0f}/s",
+            f"{row['decode']:.1f}/s",
+            f"{row['first_token_ms']:.0f} ms",
+            f"{row['peak_mib']:.0f} MiB",
+            *("" if speed is None else f"{speed:.0f}/s" for speed in batches),
+            ratio,
+        ])  # fmt: skip
+    return results.table([head, *body])

@@ -1,0 +1,130 @@
+"""One engine's own measurement of prefill and decode, in a process of its own.
+
+In: JSON on the command line (engine, threads, prompt, new, batches, file). Out: a line of JSON with
+tokens a second. Run as a file, so that another interpreter can run it: what it needs is imported by the
+engine that is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import resource
+import statistics
+import sys
+import time
+from typing import Any
+
+NOT_INSTALLED = 9
+VOCABULARY = 49152
+
+
+def tokens(count: int) -> list[int]:
+    return [random.randrange(1000, VOCABULARY) for _ in range(count)]
+
+
+def fulgurite(wanted: dict[str, Any]) -> dict[str, float]:
+    import torch
+
+    from fulgurite.serve.llm import LLM
+    from fulgurite.serve.request import SamplingParams
+
+    torch.set_num_threads(wanted["threads"])
+    count, new = wanted["prompt"], wanted["new"]
+    llm = LLM(wanted["file"], device="cpu", context=1024, max_sequences=16, reuse=False)
+    engine = llm.engine
+    greedy = SamplingParams(temperature=0.0, max_tokens=2 * new, ignore_eos=True)
+    engine.generate([tokens(count)], SamplingParams(temperature=0.0, max_tokens=3))
+    found: dict[str, float] = {}
+    firsts = []
+    for batch in wanted["batches"]:
+        for _ in range(batch):
+            engine.add(tokens(count if batch == 1 else 16), greedy)
+        start = time.perf_counter()
+        while not any(engine.step()):
+            pass
+        firsts.append(time.perf_counter() - start)
+        for _ in range(3):  # the step for so many requests is prepared
+            engine.step()
+        times = []
+        for _ in range(new if batch == 1 else new // 2):
+            start = time.perf_counter()
+            engine.step()
+            times.append(time.perf_counter() - start)
+        speed = batch / statistics.median(times)
+        found["decode" if batch == 1 else f"decode_{batch}"] = speed
+        for id in list(engine.requests):
+            engine.cancel(id)
+    return {"prefill": count / firsts[0], **found, "first_token_ms": 1e3 * firsts[0]}
+
+
+def llama_cpp(wanted: dict[str, Any]) -> dict[str, float]:
+    if importlib.util.find_spec("llama_cpp") is None:
+        sys.exit(NOT_INSTALLED)
+    from llama_cpp import Llama
+
+    threads = wanted["threads"]
+    model = Llama(
+        wanted["file"], n_ctx=1024, n_batch=512, n_threads=threads, n_threads_batch=threads,
+        verbose=False,
+    )  # fmt: skip
+    model.eval(tokens(wanted["prompt"]))
+    model.reset()
+    start = time.perf_counter()
+    model.eval(tokens(wanted["prompt"]))
+    first = time.perf_counter() - start
+    times = []
+    for token in tokens(wanted["new"]):
+        start = time.perf_counter()
+        model.eval([token])
+        times.append(time.perf_counter() - start)
+    return {
+        "prefill": wanted["prompt"] / first,
+        "decode": 1 / statistics.median(times),
+        "first_token_ms": 1e3 * first,
+    }
+
+
+def transformers(wanted: dict[str, Any]) -> dict[str, float]:
+    if importlib.util.find_spec("transformers") is None:
+        sys.exit(NOT_INSTALLED)
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.set_num_threads(wanted["threads"])
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+        num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.inference_mode():
+        model = LlamaForCausalLM(config).eval()
+        ids = torch.tensor([tokens(wanted["prompt"])])
+        model(ids[:, :8])
+        start = time.perf_counter()
+        out = model(ids, use_cache=True, logits_to_keep=1)
+        first = time.perf_counter() - start
+        times = []
+        for token in tokens(wanted["new"] // 3):
+            start = time.perf_counter()
+            out = model(torch.tensor([[token]]), past_key_values=out.past_key_values)
+            times.append(time.perf_counter() - start)
+    return {
+        "prefill": wanted["prompt"] / first,
+        "decode": 1 / statistics.median(times),
+        "first_token_ms": 1e3 * first,
+    }
+
+
+ENGINES = {"fulgurite": fulgurite, "llama.cpp": llama_cpp, "transformers": transformers}
+
+
+def main(wanted: dict[str, Any]) -> None:
+    random.seed(0)
+    found = ENGINES[wanted["engine"]](wanted)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(json.dumps({**found, "peak_mib": peak}))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

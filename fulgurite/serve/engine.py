@@ -1,0 +1,287 @@
+"""The engine: requests in, text out, many at a time.
+
+    step():  schedule ─▶ run ─▶ choose ─▶ finish
+
+One step computes a piece of every request that has its turn and gives each request that is through
+with its prompt one token more. Requests come and go between steps. Where text is wanted as it is
+made, a listener hears of every update; `stream` and `generate` are made of that, and so is
+`async_engine.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fulgurite.errors import ArgumentError
+from fulgurite.models.layers import Decoder
+from fulgurite.models.tokenizer import Tokenizer
+from fulgurite.serve.block_tables import BlockTables, make_groups
+from fulgurite.serve.blocks import BlockPool
+from fulgurite.serve.detokenizer import Detokenizer
+from fulgurite.serve.kv_cache import PagedCache
+from fulgurite.serve.memory import MemoryPlan
+from fulgurite.serve.request import (
+    Constraint,
+    Request,
+    Result,
+    SamplingParams,
+    State,
+    Update,
+)
+from fulgurite.serve.runner import Runner
+from fulgurite.serve.sampler import choose, log_probabilities
+from fulgurite.serve.scheduler import Scheduler
+
+Prompt = str | Sequence[int]
+Listener = Callable[[Update], None]
+
+
+class Engine:
+    """A model with its cache and the requests on their way.
+
+    Without a tokenizer prompts are token ids and results have no text.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer | None,
+        plan: MemoryPlan,
+        *,
+        reuse: bool = True,
+    ) -> None:
+        if tokenizer is not None:
+            tokenizer.check_fits(model.config.vocabulary)
+        self.model, self.tokenizer, self.plan = model, tokenizer, plan
+        limits, specs = plan.limits, model.attention_specs
+        groups = make_groups(specs)
+        self.tables = BlockTables(
+            groups,
+            [BlockPool(count) for count in plan.blocks],
+            limits.block_size,
+            limits.max_sequences,
+            limits.context,
+            limits.step_tokens,
+            # Keys that depend on how long a text becomes are not those of the same beginning.
+            reuse=reuse and not model.needs_extent,
+        )
+        self.cache = PagedCache(
+            specs, groups, plan.blocks, limits.block_size, limits.kv_dtype, plan.device
+        )
+        self.scheduler = Scheduler(
+            self.tables, limits.max_sequences, limits.step_tokens, model.stale_after
+        )
+        self.runner = Runner(model, self.cache, self.tables)
+        self.context = min(limits.context, self.tables.capacity())
+        self.requests: dict[str, Request] = {}
+        self.texts: dict[str, Detokenizer] = {}
+        self.listeners: dict[str, Listener] = {}
+        self.numbers = itertools.count()
+        self.end_ids = frozenset(model.config.eos_token_ids)
+        if tokenizer is not None:
+            self.end_ids |= frozenset(tokenizer.stop_ids)
+
+    def add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        id: str | None = None,
+        listener: Listener | None = None,
+        constraint: Constraint | None = None,
+    ) -> Request:
+        """Put a request in line. A prompt that can't be run is refused here, and only it."""
+        params = params or SamplingParams()
+        prompt_ids = self.encode(prompt)
+        params.check_tokens(self.model.config.vocabulary)
+        if params.stop and self.tokenizer is None:
+            raise ArgumentError("stop strings need a tokenizer", next="use stop_token_ids")
+        id = f"request-{next(self.numbers)}" if id is None else id
+        if id in self.requests:
+            raise ArgumentError(f"there is a request {id!r} already")
+        request = Request(id, prompt_ids, params, self.context, constraint)
+        self.requests[id] = request
+        if self.tokenizer is not None:
+            self.texts[id] = Detokenizer(self.tokenizer, params.stop)
+        if listener is not None:
+            self.listeners[id] = listener
+        self.scheduler.add(request)
+        return request
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt that can be run; an ArgumentError says why one can't."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ArgumentError("a text needs a tokenizer", next="give token ids")
+            ids = self.tokenizer.encode(prompt)
+        else:
+            ids = list(prompt)
+        if not ids or prompt == "":
+            raise ArgumentError("the prompt is empty", next="give at least one token")
+        if len(ids) >= self.context:
+            raise ArgumentError(
+                f"the prompt has {len(ids)} tokens, and prompt and reply together may have "
+                f"{self.context}",
+                next="shorten the prompt, or give the engine a longer context",
+            )
+        size = self.model.config.vocabulary
+        wrong = [token for token in ids if not isinstance(token, int) or not 0 <= token < size]
+        if wrong:
+            raise ArgumentError(
+                f"the prompt has token {wrong[0]!r}",
+                next=f"token ids are whole numbers from 0 to {size - 1}",
+            )
+        return ids
+
+    def cancel(self, id: str) -> Update | None:
+        """End a request now, with what it has written; None where there is no such request."""
+        request = self.requests.get(id)
+        if request is None:
+            return None
+        self.scheduler.cancel(request)
+        request.finish("cancelled")
+        return self._tell(self._closing(request, ""), request)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.requests)
+
+    def step(self) -> list[Update]:
+        """One step of the model: what each request that got a token has to say."""
+        pieces = self.scheduler.schedule()
+        if not pieces:
+            assert not self.requests, "there are requests and none can run"
+            return []
+        logits_RO = self.runner.run(pieces)
+        for piece in pieces:
+            self.scheduler.done(piece)
+        return self._finish([piece.request for piece in pieces if piece.last], logits_RO)
+
+    def _finish(self, requests: list[Request], logits_RO: Tensor) -> list[Update]:
+        """Choose tokens, append them, and see who is done."""
+        if not requests:
+            return []
+        updates = []
+        for row, token in enumerate(choose(logits_RO, requests)):
+            request = requests[row]
+            if request.params.logprobs is not None:
+                count = request.params.logprobs
+                request.logprobs.append(log_probabilities(logits_RO[row], token, count))
+            request.append(token)
+            updates.append(self._tell(self._advance(request, token), request))
+        return updates
+
+    def _advance(self, request: Request, token: int) -> Update:
+        params, text = request.params, self.texts.get(request.id)
+        ends = (not params.ignore_eos and token in self.end_ids) or token in params.stop_token_ids
+        new = "" if ends or text is None else text.push(token)
+        if ends:
+            request.finish("stop", token)
+        elif text is not None and text.stopped_by is not None:
+            request.finish("stop", text.stopped_by)
+        elif request.length == request.limit:
+            request.finish("length")
+        else:
+            return Update(request.id, new, (token,))
+        self.scheduler.running.remove(request)
+        self.tables.close(request)
+        return self._closing(request, new, (token,))
+
+    def _closing(self, request: Request, new: str, token_ids: tuple[int, ...] = ()) -> Update:
+        """The last update of a finished request, after which the engine forgets it."""
+        text = self.texts.pop(request.id, None)
+        if text is not None:
+            new += text.finish()
+        del self.requests[request.id]
+        result = request.result(text.text if text is not None else "")
+        return Update(request.id, new, token_ids, result)
+
+    def _tell(self, update: Update, request: Request) -> Update:
+        listener = self.listeners.get(request.id)
+        if listener is not None:
+            if update.result is not None:
+                del self.listeners[request.id]
+            listener(update)
+        return update
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Update]:
+        """The updates of one request as they come; a stream that is closed early is cancelled."""
+        updates: deque[Update] = deque()
+        request = self.add(prompt, params, listener=updates.append)
+        return self._follow(request, updates)
+
+    def _follow(self, request: Request, updates: deque[Update]) -> Iterator[Update]:
+        try:
+            while updates or request.state is not State.FINISHED:
+                if not updates:
+                    self.step()
+                while updates:
+                    yield updates.popleft()
+        finally:
+            self.cancel(request.id)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Result]:
+        """All prompts to their end, in one batch that changes as they come and go.
+
+        Every prompt is checked before the first one runs.
+        """
+        each = self._params(prompts, params)
+        encoded = [self.encode(prompt) for prompt in prompts]
+        found: dict[str, Result] = {}
+
+        def listen(update: Update) -> None:
+            if update.result is not None:
+                found[update.id] = update.result
+
+        ids = [
+            self.add(prompt, one, listener=listen).id
+            for prompt, one in zip(encoded, each, strict=True)
+        ]
+        try:
+            while len(found) < len(ids):
+                self.step()
+        finally:
+            for id in ids:
+                self.cancel(id)
+        return [found[id] for id in ids]
+
+    def _params(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ArgumentError(f"{len(prompts)} prompts and {len(params)} sampling params")
+        for one in params:
+            one.check_tokens(self.model.config.vocabulary)
+        return list(params)
+
+    def warm_up(self) -> None:
+        """Run one short request, so that the first real one waits for nothing to be built."""
+        plain = SamplingParams(max_tokens=2, ignore_eos=True)
+        self.generate([[0] * min(4, self.context - 2)], plain)
+        for pool in self.tables.pools:
+            pool.forget()
+
+
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """What was asked for; else a GPU where there is one."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    place = torch.device(device)
+    if place.type not in ("cpu", "cuda") or (
+        place.type == "cuda" and not torch.cuda.is_available()
+    ):
+        raise ArgumentError(f"there is no device {device} to run on", next="cpu, or cuda")
+    return place

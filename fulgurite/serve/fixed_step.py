@@ -1,0 +1,152 @@
+"""A decode step on fixed memory: one token each of `count` requests in, the logits of the next out.
+
+Most steps are alike: so many requests, one token each. For each number of requests the tensors of
+such a step are made once; a step writes its numbers into them and runs again without Python in
+between: on a GPU a CUDA graph of the whole step; on a CPU a recording of the layers' native calls
+(`fulgurite.replay`), with what is a torch op (the embedding, angles, the head) before and after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fulgurite import replay
+from fulgurite.models.layers import Decoder
+from fulgurite.models.rope import Rotation
+from fulgurite.serve.batch import Batch, extents
+from fulgurite.serve.block_tables import BlockTables
+from fulgurite.serve.kv_cache import PagedCache
+from fulgurite.serve.scheduler import Piece
+
+WARMUPS = 2
+
+
+class Graphs:
+    """One pool of memory and one stream (which has a workspace of its own) for many CUDA graphs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)
+
+
+class FixedStep:
+    """The step of `count` requests; calling it gives the logits [count, O] of each.
+
+    `graphs`: what the CUDA graphs of a runner, which never run at once, share.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: PagedCache,
+        tables: BlockTables,
+        count: int,
+        graphs: Graphs | None = None,
+    ) -> None:
+        self.model, self.cache, self.tables = model, cache, tables
+        self.count = count
+        self.device = model.norm.weight.device
+        groups, columns = len(tables.tables), tables.tables[0].shape[1]
+        self.host: dict[str, np.ndarray] = {  # where a step writes its numbers
+            "token_ids": np.zeros(count, dtype=np.int64),
+            "positions": np.zeros(count, dtype=np.int64),
+            "lengths": np.ones(count, dtype=np.int32),
+            "extents": np.ones(count, dtype=np.int64),
+            "slots": np.full((groups, count), -1, dtype=np.int64),
+            "tables": np.zeros((groups, count, columns), dtype=np.int32),
+        }
+        self.staged = {name: torch.from_numpy(array) for name, array in self.host.items()}
+        if self.device.type == "cuda":
+            self.staged = {name: tensor.pin_memory() for name, tensor in self.staged.items()}
+            self.host = {name: tensor.numpy() for name, tensor in self.staged.items()}
+        self.fixed = {  # where the model reads them
+            name: tensor.to(self.device) for name, tensor in self.staged.items()
+        }
+        self.batch = self._batch(columns)
+        self.run = self._record() if graphs is None else self._capture(graphs)
+
+    def __call__(self, pieces: Sequence[Piece]) -> Tensor:
+        self._write(pieces)
+        return self.run()[: len(pieces)]
+
+    def _batch(self, columns: int) -> Batch:
+        fixed = self.fixed
+        return Batch(
+            token_ids_T=fixed["token_ids"],
+            positions_T=fixed["positions"],
+            slots_GT=list(fixed["slots"]),
+            tables_GSB=list(fixed["tables"]),
+            starts_S=torch.arange(self.count + 1, dtype=torch.int32, device=self.device),
+            lengths_S=fixed["lengths"],
+            extents_T=fixed["extents"] if self.model.needs_extent else None,
+            rows_R=None,
+            max_count=1,
+            max_length=columns * self.tables.block_size,
+        )
+
+    def _write(self, pieces: Sequence[Piece]) -> None:
+        """The numbers of a step of up to `count` requests; the rest stays padding."""
+        used, host, size = len(pieces), self.host, self.tables.block_size
+        rows = [piece.request.row for piece in pieces]
+        positions = host["positions"][:used]
+        positions[:] = [piece.start for piece in pieces]
+        host["token_ids"][:used] = [piece.request.tokens[piece.start] for piece in pieces]
+        host["lengths"][:used] = positions + 1
+        host["slots"][:, used:] = -1
+        host["lengths"][used:] = 1
+        for group, table in enumerate(self.tables.tables):
+            host["tables"][group, :used] = table[rows]
+            blocks = table[rows, positions // size]
+            host["slots"][group, :used] = blocks.astype(np.int64) * size + positions % size
+        if self.model.needs_extent:
+            found = extents(pieces, self.model.stale_after)
+            host["extents"][:used] = np.maximum(found, positions + 1)
+        if self.device.type == "cuda":
+            for name, tensor in self.staged.items():
+                self.fixed[name].copy_(tensor, non_blocking=True)
+
+    def _begin(self) -> tuple[Tensor, list[Rotation]]:
+        self.cache.begin(self.batch)
+        return self.model.begin(self.fixed["token_ids"], self.fixed["positions"], self.cache)
+
+    def _layers(self, x_TD: Tensor, rotations: Sequence[Rotation]) -> Tensor:
+        return self.model.run_layers(x_TD, self.fixed["positions"], rotations, self.cache)
+
+    def _record(self) -> Callable[[], Tensor]:
+        held_TD, turned = self._begin()
+        held_TD = held_TD.clone()
+        turned = [Rotation(one.cos.clone(), one.sin.clone()) for one in turned]
+        recorded = replay.record(self._layers, held_TD, turned, warmups=WARMUPS)
+
+        def run() -> Tensor:
+            x_TD, rotations = self._begin()
+            held_TD.copy_(x_TD)
+            for held, new in zip(turned, rotations, strict=True):
+                held.cos.copy_(new.cos)
+                held.sin.copy_(new.sin)
+            return self.model.logits(recorded())
+
+        return run
+
+    def _capture(self, graphs: Graphs) -> Callable[[], Tensor]:
+        def step() -> Tensor:
+            return self.model.logits(self._layers(*self._begin()))
+
+        graphs.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(graphs.stream):
+            for _ in range(WARMUPS):
+                step()
+        torch.cuda.current_stream(self.device).wait_stream(graphs.stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=graphs.pool, stream=graphs.stream):
+            logits = step()
+
+        def run() -> Tensor:
+            graph.replay()
+            return logits
+
+        return run

@@ -1,0 +1,118 @@
+"""The paged KV cache: keys and values of a step's tokens in, what they attend to out.
+
+`PagedCache` is what a model gets as its cache (models/cache.py). A layer's keys lie in blocks of
+`block_size` tokens; which block is whose the step's `Batch` says. Grouped-query layers keep K keys
+and K values a token, latent ones a single compressed vector. Storage is the model's dtype, another
+float dtype, or float8_e4m3fn, which halves 16-bit memory once more.
+
+Shapes: X the tokens of the step, flat; N query heads; K key heads; H size of a key; V of a value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fulgurite.kernels.attention import paged_attention, store_pages
+from fulgurite.models.cache import AttentionSpec
+from fulgurite.serve.batch import Batch
+from fulgurite.serve.block_tables import Group
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
+
+
+class PagedCache:
+    """Blocks of keys and values for every layer; `blocks[g]` is the size of group g's pool."""
+
+    persistent = True
+
+    def __init__(
+        self,
+        specs: Sequence[AttentionSpec],
+        groups: Sequence[Group],
+        blocks: Sequence[int],
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.block_size = block_size
+        self.group_of_layer = {
+            layer: index for index, group in enumerate(groups) for layer in group.layers
+        }
+        counts = [blocks[self.group_of_layer[spec.layer]] + 1 for spec in specs]  # and block 0
+        self.keys = [
+            _pages((count, spec.kv_heads, block_size, spec.key_dim), dtype, device)
+            for spec, count in zip(specs, counts, strict=True)
+        ]
+        self.values = [
+            None
+            if spec.latent
+            else _pages((count, spec.kv_heads, block_size, spec.value_dim), dtype, device)
+            for spec, count in zip(specs, counts, strict=True)
+        ]
+        self.batch: Batch | None = None
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in [*self.keys, *self.values] if tensor is not None)
+
+    def begin(self, batch: Batch) -> None:
+        """What the next call of the model is about."""
+        self.batch = batch
+
+    def attend(
+        self,
+        spec: AttentionSpec,
+        q_XNH: Tensor,
+        k_XKH: Tensor,
+        v_XKV: Tensor | None,
+        positions_X: Tensor,
+        sinks_N: Tensor | None,
+    ) -> Tensor:
+        batch, group = self.batch, self.group_of_layer[spec.layer]
+        assert batch is not None, "begin() says what a step is about before the model runs"
+        keys, values = self.keys[spec.layer], self.values[spec.layer]
+        store_pages(k_XKH, v_XKV, keys, values, batch.slots_GT[group])
+        return paged_attention(
+            q_XNH,
+            keys,
+            values,
+            batch.tables_GSB[group],
+            batch.starts_S,
+            batch.lengths_S,
+            scale=spec.scale,
+            value_dim=spec.value_dim,
+            window=spec.window,
+            chunk=spec.chunk,
+            softcap=spec.softcap,
+            sinks_N=sinks_N,
+            max_query=batch.max_count,
+            max_length=batch.max_length,
+        )
+
+    def extent(self, positions_X: Tensor) -> Tensor:
+        assert self.batch is not None and self.batch.extents_T is not None, "no extents were made"
+        return self.batch.extents_T
+
+
+def _pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros of [blocks, heads, block_size, H], seen as [blocks, block_size, heads, H].
+
+    So one head's keys of a block lie side by side. On the CPU memory that is never written is never
+    taken (calloc).
+    """
+    count = math.prod(shape) * dtype.itemsize
+    if device.type == "cpu":
+        memory = torch.from_numpy(np.zeros(count, dtype=np.uint8))
+    else:
+        memory = torch.zeros(count, dtype=torch.uint8, device=device)
+    return memory.view(dtype).view(shape).transpose(1, 2)

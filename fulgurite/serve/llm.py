@@ -1,0 +1,196 @@
+"""`LLM`: a model's name in, text out. The whole of serve/ behind one class.
+
+name ─ open_checkpoint ─▶ family, configuration ─ meta model ─▶ MemoryPlan ─ load ─▶ Engine
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from fulgurite.device import cpu
+from fulgurite.errors import ArgumentError
+from fulgurite.models import hub
+from fulgurite.models.layers import Decoder
+from fulgurite.models.packed import keep_packed
+from fulgurite.models.tokenizer import Message, load_tokenizer
+from fulgurite.models.weights import (
+    Checkpoint,
+    build_model,
+    load_checkpoint,
+    open_checkpoint,
+    plain_name,
+    plan,
+)
+from fulgurite.quant import QuantTensor
+from fulgurite.quantize import quantize as pack_linears
+from fulgurite.serve.async_engine import AsyncEngine
+from fulgurite.serve.engine import Engine, Prompt, choose_device
+from fulgurite.serve.kv_cache import DTYPES
+from fulgurite.serve.memory import (
+    Limits,
+    MemoryPlan,
+    available_bytes,
+    make_plan,
+    weight_bytes,
+)
+from fulgurite.serve.request import Result, SamplingParams, Update
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+BLOCK_SIZE = 16
+SEQUENCES = {"cpu": 16, "cuda": 64}
+STEP_TOKENS = {"cpu": 512, "cuda": 4096}
+
+
+class LLM:
+    """A model to generate text with.
+
+    name            a folder, a file, `smollm2`, or a name on the hub (see models/hub.py)
+    dtype           of the weights that are not packed; None: the checkpoint's, or float32 on a CPU
+                    that can't compute in it
+    kv_dtype        of cached keys and values: float32, bfloat16, float16, fp8, or auto: float16 beside
+                    packed weights on a CPU, else the model's
+    context         the most tokens prompt and reply may have together; None: the model's
+    max_sequences   how many requests run at once, more wait; None: 16, on a GPU 64
+    step_tokens     how many tokens one step computes, prompts among them; None: 512, on a GPU 4096
+    cache_tokens    how many tokens the cache holds; None: as many as could be needed and fit
+    packed          whether weights that the file has packed (GGUF, FP8) stay so: less memory and, on
+                    CPUs, inputs rounded to 8 bits for it; False computes with the unpacked weights;
+                    None: where there are fast kernels for it (GGUF: on CPUs)
+    quantize        a format or recipe of `fulgurite.quantize` to pack a dense model's linears in
+    reuse           whether requests that begin with the same tokens share their keys
+    """
+
+    def __init__(
+        self,
+        name: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        kv_dtype: str = "auto",
+        context: int | None = None,
+        max_sequences: int | None = None,
+        step_tokens: int | None = None,
+        cache_tokens: int | None = None,
+        packed: bool | None = None,
+        quantize: str | None = None,
+        reuse: bool = True,
+    ) -> None:
+        place = self.device = choose_device(device)
+        path = hub.resolve(name)
+        checkpoint = open_checkpoint(path)
+        self.tokenizer = load_tokenizer(path)
+        self.tokenizer.check_fits(checkpoint.config.vocabulary)
+        if packed is None:
+            packed = place.type == "cpu" or path.suffix != ".gguf"
+        if dtype is None:
+            dtype = natural_dtype(checkpoint.config.dtype, place)
+        planned = shapes_of(checkpoint, dtype, packed)
+        if kv_dtype == "auto" and place.type == "cpu" and is_packed(planned):
+            kv_dtype = "float16"
+        limits = make_limits(
+            planned.config.max_positions,
+            planned.norm.weight.dtype,
+            kv_dtype=kv_dtype,
+            context=context,
+            max_sequences=SEQUENCES[place.type] if max_sequences is None else max_sequences,
+            step_tokens=STEP_TOKENS[place.type] if step_tokens is None else step_tokens,
+            cache_tokens=cache_tokens,
+        )
+        self.plan: MemoryPlan = make_plan(planned, limits, place, available_bytes(place))
+        keep = "packed" if packed else "dense"
+        self.model = load_checkpoint(checkpoint, dtype=dtype, device=place, keep=keep)
+        if quantize is not None:
+            pack_linears(self.model, quantize, progress=False)
+            self.plan = replace(self.plan, weights=weight_bytes(self.model, place))
+        self.engine = Engine(self.model, self.tokenizer, self.plan, reuse=reuse)
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[Result]:
+        """A result for each prompt, in their order; a single prompt gives a list of one."""
+        return self.engine.generate(_several(prompts), params)
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Result:
+        """The model's reply to a conversation, written by its own template."""
+        return self.engine.generate([self.conversation(messages)], params)[0]
+
+    def stream(
+        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
+    ) -> Iterator[Update]:
+        """The updates of one prompt or conversation as they come."""
+        return self.engine.stream(self.as_prompt(prompt), params)
+
+    def as_async(self) -> AsyncEngine:
+        """The same engine for asyncio, from now on used only through it."""
+        return AsyncEngine(self.engine)
+
+    def conversation(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation up to where the reply begins."""
+        return self.tokenizer.encode(self.tokenizer.chat(messages), special=False)
+
+    def as_prompt(self, prompt: Prompt | Sequence[Message]) -> Prompt:
+        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+            return self.conversation([one for one in prompt if isinstance(one, Mapping)])
+        return prompt  # type: ignore[return-value]
+
+
+def natural_dtype(stored: torch.dtype, place: torch.device) -> torch.dtype:
+    """The dtype to compute in: the checkpoint's where the device has instructions for it."""
+    if place.type != "cpu" or stored == torch.float32:
+        return stored
+    return stored if stored in cpu().native_dtypes else torch.float32
+
+
+def is_packed(model: Decoder) -> bool:
+    return any(isinstance(weight, QuantTensor) for weight in model.parameters())
+
+
+def shapes_of(checkpoint: Checkpoint, dtype: torch.dtype, packed: bool) -> Decoder:
+    """The model on the meta device, its packed weights too: all shapes and no memory."""
+    model = build_model(checkpoint.config, checkpoint.family, dtype)
+    if packed:
+        tensors = ((plain_name(stored.name), stored) for stored in checkpoint.files.read())
+        assigned = plan(checkpoint, model)
+        keep_packed(model, tensors, assigned, checkpoint.config, device="meta")
+    return model.to("meta")
+
+
+def make_limits(
+    max_positions: int,
+    dtype: torch.dtype,
+    *,
+    kv_dtype: str = "auto",
+    context: int | None = None,
+    max_sequences: int = 16,
+    step_tokens: int = 512,
+    cache_tokens: int | None = None,
+) -> Limits:
+    """What an engine is built for, checked."""
+    if kv_dtype != "auto" and kv_dtype not in DTYPES:
+        raise ArgumentError(
+            f"kv_dtype={kv_dtype!r} is not known", next=f"one of auto, {', '.join(DTYPES)}"
+        )
+    if context is not None and not 2 <= context <= max_positions:
+        raise ArgumentError(f"context={context}", next=f"this model takes 2 to {max_positions}")
+    for name, value in (("max_sequences", max_sequences), ("step_tokens", step_tokens)):
+        if value < 1:
+            raise ArgumentError(f"{name}={value} must be 1 or more")
+    if cache_tokens is not None and cache_tokens < BLOCK_SIZE:
+        raise ArgumentError(f"cache_tokens={cache_tokens} must be {BLOCK_SIZE} or more")
+    return Limits(
+        context=context or max_positions,
+        max_sequences=max_sequences,
+        step_tokens=max(step_tokens, max_sequences),
+        block_size=BLOCK_SIZE,
+        kv_dtype=dtype if kv_dtype == "auto" else DTYPES[kv_dtype],
+        cache_tokens=cache_tokens,
+    )
+
+
+def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One text or one list of token ids is one prompt."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]

@@ -1,0 +1,322 @@
+"""Memory is planned before it is used: a model on the meta device in, a `MemoryPlan` out.
+
+    weights       parameters and buffers
+    activations   the most that lives at once in the largest step, found by running it on the meta
+                  device and watching what it allocates
+    workspaces    what libraries keep for themselves, and the tables of blocks
+    cache         KV blocks, out of what is left
+
+Where even one request of the whole context has no room, the error says what would have.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fulgurite.errors import CapacityError
+from fulgurite.models.cache import AttentionSpec
+from fulgurite.models.layers import Decoder
+from fulgurite.quant import QuantTensor
+from fulgurite.serve.block_tables import Group, make_groups
+
+MATMUL_WORKSPACE = 2 * (32 << 20)  # what torch gives cuBLAS on Hopper, for steps and for graphs
+SHARE = 0.9  # of a GPU's memory that is ours; the rest is for the driver and fragments
+CPU_SHARE = 0.6  # other programs live there too
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the engine is built for."""
+
+    context: int
+    max_sequences: int
+    step_tokens: int
+    block_size: int
+    kv_dtype: torch.dtype
+    cache_tokens: int | None = None  # None: room for max_sequences whole contexts, if there is
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by what they are for; `blocks[g]` KV blocks for each group of layers."""
+
+    device: torch.device
+    limits: Limits
+    available: int
+    weights: int
+    activations: int
+    workspaces: int
+    cache: int
+    blocks: tuple[int, ...]
+    cache_tokens: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.activations + self.workspaces + self.cache
+
+    def table(self) -> str:
+        limits = self.limits
+        dtype = str(limits.kv_dtype).removeprefix("torch.")
+        rows = [
+            ("weights", self.weights, ""),
+            (
+                "activations",
+                self.activations,
+                f"{limits.step_tokens} tokens a step, logits of {limits.max_sequences}",
+            ),
+            ("workspaces", self.workspaces, ""),
+            (
+                "KV cache",
+                self.cache,
+                f"{self.cache_tokens:,} tokens in blocks of {limits.block_size}, {dtype}",
+            ),
+            ("all", self.total, f"of {size(self.available)} to use on {self.device}"),
+        ]
+        return "\n".join(
+            f"{name:<12} {size(count):>10}   {text}".rstrip() for name, count, text in rows
+        )
+
+
+def make_plan(model: Decoder, limits: Limits, device: torch.device, available: int) -> MemoryPlan:
+    """The plan for a model; only shapes and dtypes of its tensors are read."""
+    specs = model.attention_specs
+    groups = make_groups(specs)
+    columns = -(-limits.context // limits.block_size)
+    tables = 4 * len(groups) * limits.max_sequences * columns
+    plan = MemoryPlan(
+        device=device,
+        limits=limits,
+        available=available,
+        weights=weight_bytes(model, device),
+        activations=activation_bytes(model, limits.step_tokens, limits.max_sequences),
+        workspaces=tables + (MATMUL_WORKSPACE if device.type == "cuda" else 0),
+        cache=0,
+        blocks=(),
+        cache_tokens=0,
+    )
+    return _with_cache(plan, specs, groups)
+
+
+def _with_cache(
+    plan: MemoryPlan, specs: Sequence[AttentionSpec], groups: Sequence[Group]
+) -> MemoryPlan:
+    limits, left = plan.limits, plan.available - plan.total
+    most = limits.cache_tokens or limits.context * limits.max_sequences
+    least = min(most, limits.context)
+    low, high = 0, -(-most // limits.block_size)  # in blocks: the most that fits lies between
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _cache_bytes(_blocks(middle, groups, limits), specs, groups, limits) <= left:
+            low = middle
+        else:
+            high = middle - 1
+    if low * limits.block_size < least:
+        raise CapacityError(
+            f"the model does not fit: {size(plan.total)} without a cache, "
+            f"{size(plan.available)} to use on {plan.device}",
+            plan=plan.table(),
+            next=_advice(plan, specs, groups, low * limits.block_size),
+        )
+    blocks = _blocks(low, groups, limits)
+    return replace(
+        plan,
+        cache=_cache_bytes(blocks, specs, groups, limits),
+        blocks=blocks,
+        cache_tokens=low * limits.block_size,
+    )
+
+
+def _blocks(whole: int, groups: Sequence[Group], limits: Limits) -> tuple[int, ...]:
+    """Blocks a group when a layer that sees everything has `whole`: fewer behind a window."""
+    context = min(limits.context, whole * limits.block_size)
+    return tuple(
+        min(
+            whole,
+            limits.max_sequences * group.blocks(context, limits.step_tokens, limits.block_size),
+        )
+        for group in groups
+    )
+
+
+def _cache_bytes(
+    blocks: Sequence[int],
+    specs: Sequence[AttentionSpec],
+    groups: Sequence[Group],
+    limits: Limits,
+) -> int:
+    per_layer = {spec.layer: token_bytes(spec, limits.kv_dtype) for spec in specs}
+    return sum(
+        (count + 1) * limits.block_size * sum(per_layer[layer] for layer in group.layers)
+        for count, group in zip(blocks, groups, strict=True)
+    )
+
+
+def token_bytes(spec: AttentionSpec, dtype: torch.dtype) -> int:
+    """What one layer keeps of one token."""
+    numbers = spec.key_dim + (0 if spec.latent else spec.value_dim)
+    return spec.kv_heads * numbers * dtype.itemsize
+
+
+def _advice(
+    plan: MemoryPlan, specs: Sequence[AttentionSpec], groups: Sequence[Group], tokens: int
+) -> str:
+    """What would fit; each line was tried."""
+    limits, lines = plan.limits, []
+    if tokens >= limits.block_size:
+        lines.append(f"a shorter context: context={tokens}")
+    if limits.kv_dtype.itemsize > 1:
+        small = replace(limits, kv_dtype=torch.float8_e4m3fn)
+        blocks = _blocks(-(-limits.context // limits.block_size), groups, small)
+        if plan.total + _cache_bytes(blocks, specs, groups, small) <= plan.available:
+            lines.append('a smaller cache: kv_dtype="fp8"')
+    if plan.activations > plan.available // 10:
+        lines.append(f"smaller steps: step_tokens={max(limits.step_tokens // 4, 1)}")
+    if plan.weights > plan.available // 2:
+        lines.append(
+            f"a smaller format: at 4.5 bits a weight {size(plan.weights * 9 // 64)} in place of "
+            f"{size(plan.weights)} of float32, {size(plan.weights * 9 // 32)} of 16 bits"
+        )
+    return "\n".join(lines) or "a machine with more memory, or a smaller model"
+
+
+def weight_bytes(model: Decoder, device: torch.device) -> int:
+    """Parameters and buffers, each once; packed ones are laid out a second time for a CPU."""
+    total = 0
+    for tensor in {id(one): one for one in [*model.parameters(), *model.buffers()]}.values():
+        copies = 2 if isinstance(tensor, QuantTensor) and device.type == "cpu" else 1
+        total += copies * tensor.nbytes
+    return total
+
+
+def activation_bytes(model: Decoder, tokens: int, rows: int) -> int:
+    """The most that lives at once in a step of `tokens` tokens with logits of `rows` of them."""
+    assert model.norm.weight.is_meta, "a step is tried on the meta device"
+    rows, model = min(rows, tokens), _one_of_each_layer(model)
+    with torch.inference_mode(), allocations() as watch, torch.device("meta"):
+        ids = torch.zeros(tokens, dtype=torch.long)
+        hidden = model.hidden(ids, torch.zeros(tokens, dtype=torch.long), _Nowhere())
+        picked = hidden[torch.zeros(rows, dtype=torch.long)]
+        logits = model.logits(picked).float()
+        del hidden
+        logits.clone()  # what penalties and drawing work on
+    return watch.most
+
+
+def _one_of_each_layer(model: Decoder) -> Decoder:
+    """The model with one layer of each kind: layers run one after the other, so it peaks as high."""
+    kinds: dict[object, int] = {}
+    for index, layer in enumerate(model.layers):
+        shapes = tuple((name, value.shape) for name, value in layer.named_parameters())
+        kinds.setdefault((str(layer), shapes), index)
+    small = copy.copy(model)
+    small._modules = dict(model._modules)
+    small.layers = torch.nn.ModuleList(model.layers[index] for index in kinds.values())
+    small.rotary_of_layer = tuple(model.rotary_of_layer[index] for index in kinds.values())
+    return small
+
+
+class _Nowhere:
+    """A cache that keeps nothing and attends to nothing: only what comes out has a size."""
+
+    persistent = True
+
+    def attend(
+        self,
+        spec: AttentionSpec,
+        q_XNH: Tensor,
+        k_XKH: Tensor,
+        v_XKV: Tensor | None,
+        positions_X: Tensor,
+        sinks_N: Tensor | None,
+    ) -> Tensor:
+        return q_XNH.new_empty(*q_XNH.shape[:-1], spec.value_dim)
+
+    def extent(self, positions_X: Tensor) -> Tensor:
+        return positions_X
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of new tensors that are alive: `now`, and the `most` there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.alive: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.is_meta:
+                self._count(leaf.untyped_storage())
+        self.most = max(self.most, self.now)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, bytes = storage._cdata, storage.nbytes()
+        if key in self.alive:
+            return
+
+        def gone(_: Any) -> None:
+            del self.alive[key]
+            self.now -= bytes
+
+        self.alive[key] = weakref.ref(storage, gone)
+        self.now += bytes
+
+
+@contextmanager
+def allocations() -> Iterator[Allocations]:
+    watch = Allocations()
+    with watch:
+        yield watch
+
+
+def available_bytes(device: torch.device) -> int:
+    """What an engine may use: a share of the memory that is free now."""
+    if device.type == "cuda":
+        free, whole = torch.cuda.mem_get_info(device)
+        return int(min(free, SHARE * whole))
+    return int(CPU_SHARE * min(_free_memory(), _group_limit()))
+
+
+def _free_memory() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    found = next(line for line in lines if line.startswith("MemAvailable"))
+    return int(found.split()[1]) * 1024
+
+
+def _group_limit() -> float:
+    """What a container may still take."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        most, used = (
+            (folder / name).read_text().strip() for name in ("memory.max", "memory.current")
+        )
+    except OSError:
+        return float("inf")
+    return float("inf") if most == "max" else int(most) - int(used)
+
+
+def size(bytes: int) -> str:
+    """Bytes as people read them."""
+    value, unit = float(bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

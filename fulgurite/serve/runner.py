@@ -1,0 +1,77 @@
+"""Pieces of requests in, the logits of their next tokens out.
+
+A step that gives every request one token runs on fixed memory (`FixedStep`), prepared once for each
+number of requests; every other step, with prompts in it, as a flat batch of its own.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fulgurite.errors import ReplayError
+from fulgurite.kernels.attention import IMPLEMENTATIONS
+from fulgurite.models.layers import Decoder
+from fulgurite.serve.batch import make_batch
+from fulgurite.serve.block_tables import BlockTables
+from fulgurite.serve.fixed_step import FixedStep, Graphs
+from fulgurite.serve.kv_cache import PagedCache
+from fulgurite.serve.scheduler import Piece
+
+MOST_FIXED = 32  # prepared steps that are kept
+
+
+class Runner:
+    """Runs the model over one step's tokens, all requests in one flat batch.
+
+    `unfixed`: why steps of this model can't be prepared, where they can't (an op that is no native
+    kernel); such a model runs every step as a batch of its own.
+    """
+
+    def __init__(self, model: Decoder, cache: PagedCache, tables: BlockTables) -> None:
+        self.model, self.cache, self.tables = model, cache, tables
+        self.device = model.norm.weight.device
+        self.fixed: OrderedDict[int, FixedStep] = OrderedDict()
+        self.unfixed: str | None = None
+        self.graphs = Graphs(self.device) if self.device.type == "cuda" else None
+        if self.device.type not in IMPLEMENTATIONS:
+            self.unfixed = f"attention on {self.device.type} has no kernel of its own"
+
+    @torch.inference_mode()
+    def run(self, pieces: Sequence[Piece]) -> Tensor:
+        """[R, O] in float32: one row for each piece that ends with its request's last token."""
+        if all(piece.count == 1 and piece.last for piece in pieces):
+            step = self._fixed_step(len(pieces))
+            if step is not None:
+                return step(pieces).float()
+        batch = make_batch(
+            pieces,
+            self.tables,
+            self.device,
+            needs_extent=self.model.needs_extent,
+            stale_after=self.model.stale_after,
+        )
+        self.cache.begin(batch)
+        hidden_TD = self.model.hidden(batch.token_ids_T, batch.positions_T, self.cache)
+        if batch.rows_R is not None:
+            hidden_TD = hidden_TD[batch.rows_R]
+        return self.model.logits(hidden_TD).float()
+
+    def _fixed_step(self, count: int) -> FixedStep | None:
+        """The prepared step for so many requests; on a GPU for the next power of two."""
+        if self.unfixed is not None:
+            return None
+        size = count if self.device.type == "cpu" else 1 << (count - 1).bit_length()
+        if size not in self.fixed:
+            try:
+                self.fixed[size] = FixedStep(self.model, self.cache, self.tables, size, self.graphs)
+            except ReplayError as problem:
+                self.unfixed = str(problem)
+                return None
+            if len(self.fixed) > MOST_FIXED:
+                self.fixed.popitem(last=False)
+        self.fixed.move_to_end(size)
+        return self.fixed[size]

@@ -1,0 +1,236 @@
+"""`fulgurite generate` and `fulgurite chat`: words of the command line in, streamed text out.
+
+The text goes to stdout and nothing else does, so it can be piped; bars while the model loads, and the
+line of figures at the end, go to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
+
+from fulgurite.errors import ArgumentError
+from fulgurite.models import hub
+from fulgurite.models.tokenizer import Message
+from fulgurite.serve.kv_cache import DTYPES
+from fulgurite.serve.llm import LLM
+from fulgurite.serve.request import Result, SamplingParams
+
+HELP = "/reset forgets the conversation · /exit or ctrl-D ends it · ctrl-C stops a reply"
+
+
+def add_options(command: argparse.ArgumentParser, max_tokens: int) -> None:
+    """The options of both commands."""
+    command.add_argument(
+        "--model",
+        default="smollm2",
+        help="folder, .safetensors or .gguf file, smollm2, or owner/model on the hub",
+    )
+    command.add_argument("--max-tokens", type=int, default=max_tokens, help="of a reply")
+    command.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
+    command.add_argument("--top-p", type=float, default=1.0)
+    command.add_argument("--top-k", type=int, default=0)
+    command.add_argument("--min-p", type=float, default=0.0)
+    command.add_argument("--repetition-penalty", type=float, default=1.0)
+    command.add_argument("--seed", type=int, default=None)
+    command.add_argument("--stop", action="append", default=[], help="text that ends a reply")
+    command.add_argument("--system", default=None, help="instructions before the conversation")
+    command.add_argument(
+        "--context", type=int, default=None, help="most tokens of prompt and reply"
+    )
+    command.add_argument("--kv-dtype", default="auto", choices=["auto", *DTYPES])
+    command.add_argument(
+        "--dense", action="store_true", help="unpack packed weights: exact, slower"
+    )
+    command.add_argument("--quantize", metavar="FORMAT", help="pack dense weights: fp8, q8_0, …")
+    command.add_argument(
+        "--device", default=None, help="cpu or cuda (default: cuda where there is)"
+    )
+    command.add_argument("--threads", type=int, default=None, help="of the CPU")
+    command.add_argument("--plan", action="store_true", help="print the plan of memory")
+
+
+def generate(options: argparse.Namespace) -> None:
+    """Stream a reply to one prompt."""
+    prompt = options.prompt if options.prompt is not None else sys.stdin.read()
+    params = sampling_params(options)
+    llm = open_model(options, max_sequences=1)
+    asked = prompt if _plain(options, llm) else _conversation(options, [_user(prompt)])
+    result = _say(llm, asked, params)
+    if result is not None:
+        print(f"\n{figures(result, llm.device)}", file=sys.stderr)
+
+
+def chat(options: argparse.Namespace) -> None:
+    """A conversation, by the model's own template."""
+    params = sampling_params(options)
+    llm = open_model(options, max_sequences=1)
+    if llm.tokenizer.chat_template is None:
+        raise ArgumentError(
+            "this model has no chat template", next="use fulgurite generate, or an instruct model"
+        )
+    print(HELP, file=sys.stderr)
+    said: list[Message] = []
+    while (line := _read_line()) is not None and line != "/exit":
+        if line == "/reset":
+            said = []
+        elif line.startswith("/"):
+            print(HELP, file=sys.stderr)
+        elif line:
+            said = _turn(llm, options, [*said, _user(line)], params)
+
+
+def _turn(
+    llm: LLM, options: argparse.Namespace, said: list[Message], params: SamplingParams
+) -> list[Message]:
+    """One reply; the conversation with it, or without the last question where it has no room."""
+    try:
+        result = _say(llm, _conversation(options, said), params)
+    except ArgumentError as problem:
+        print(f"{problem}\n/reset starts anew", file=sys.stderr)
+        return said[:-1]
+    return said if result is None else [*said, {"role": "assistant", "content": result.text}]
+
+
+def _say(llm: LLM, prompt: str | Sequence[Message], params: SamplingParams) -> Result | None:
+    """Print a reply as it comes; ctrl-C ends it where it is."""
+    result = None
+    with interruptible() as interrupted:
+        for update in llm.stream(prompt, params):
+            sys.stdout.write(update.text)
+            sys.stdout.flush()
+            result = update.result
+            if result is None and interrupted():
+                ended = llm.engine.cancel(update.id)
+                result = ended.result if ended else None
+                break
+    print(flush=True)
+    return result
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Between steps, not inside one, is asked whether ctrl-C was pressed."""
+    pressed = []
+
+    def press(number: int, frame: FrameType | None) -> None:
+        pressed.append(number)
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _read_line() -> str | None:
+    try:
+        return input("› ").strip()
+    except EOFError:
+        print(file=sys.stderr)
+        return None
+
+
+def open_model(options: argparse.Namespace, max_sequences: int) -> LLM:
+    """Load and warm up, with a bar for each."""
+    if options.threads is not None:
+        if options.threads < 1:
+            raise ArgumentError(f"--threads {options.threads} must be 1 or more")
+        torch.set_num_threads(options.threads)
+    path = hub.resolve(options.model)
+    name = f"loading   {Path(options.model).name} · {_megabytes(path)}"
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), Seconds())
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        with bar(bars, name):
+            llm = LLM(
+                path,
+                device=options.device,
+                kv_dtype=options.kv_dtype,
+                context=options.context,
+                max_sequences=max_sequences,
+                packed=False if options.dense else None,
+                quantize=options.quantize,
+            )
+        with bar(bars, "compiling kernels (cached next time)"):
+            llm.engine.warm_up()
+    if options.plan:
+        print(llm.plan.table(), file=sys.stderr)
+        print(f"decode steps  {llm.engine.runner.unfixed or 'prepared'}", file=sys.stderr)
+    print(file=sys.stderr)
+    return llm
+
+
+class Seconds(ProgressColumn):
+    """How long a task took so far."""
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.finished_time or task.elapsed or 0:.1f} s")
+
+
+@contextmanager
+def bar(bars: Progress, text: str) -> Iterator[None]:
+    """A bar that moves while something is under way and is full once it is done."""
+    task = bars.add_task(text, total=None)
+    yield
+    bars.update(task, total=1, completed=1)
+
+
+def sampling_params(options: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        max_tokens=options.max_tokens,
+        stop=options.stop,
+        seed=options.seed,
+        repetition_penalty=options.repetition_penalty,
+    )
+
+
+def figures(result: Result, device: torch.device) -> str:
+    """The last line: speed of prompt and reply, time to the first token, peak memory."""
+    first = result.first_token_seconds
+    prompt = len(result.prompt_ids) - result.cached_tokens
+    return (
+        f"prompt {prompt} tokens at {prompt / first:.0f} tokens/s, first token {first * 1e3:.0f} ms"
+        f" · {len(result.token_ids)} tokens at {result.tokens_per_second:.0f} tokens/s"
+        f" · {peak_bytes(device) / 1e6:.0f} MB"
+    )
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory the process (on a GPU: its tensors) ever had."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _plain(options: argparse.Namespace, llm: LLM) -> bool:
+    return options.raw or llm.tokenizer.chat_template is None
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _conversation(options: argparse.Namespace, said: Sequence[Message]) -> Sequence[Message]:
+    system = [] if options.system is None else [{"role": "system", "content": options.system}]
+    return [*system, *said]
+
+
+def _megabytes(path: Path) -> str:
+    files = [path] if path.is_file() else [*path.glob("*.safetensors")]
+    return f"{sum(file.stat().st_size for file in files) / 1e6:.0f} MB"

@@ -1,0 +1,43 @@
+"""The suite `generate`: how rounds become rows, and one engine measured for real."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from fulgurite.bench import generate as suite
+from fulgurite.errors import ArgumentError
+
+
+def measured(prefill, decode, first=100.0, peak=500.0, **more):
+    return {"prefill": prefill, "decode": decode, "first_token_ms": first, "peak_mib": peak, **more}
+
+
+def test_a_row_is_the_better_of_its_rounds_and_is_compared_at_the_same_threads():
+    rounds = [measured(100, 40, 90, decode_4=70), measured(120, 30, 80, decode_4=90)]
+    rows = [
+        suite._best(1, "fulgurite", rounds),
+        suite._best(1, "llama.cpp", [measured(60, 20)]),
+        suite._best(2, "llama.cpp", [measured(1, 1)]),
+    ]
+    suite._compare(rows)
+    assert rows[0]["prefill"] == 120 and rows[0]["decode"] == 40
+    assert rows[0]["first_token_ms"] == 80 and rows[0]["decode_4"] == 90
+    assert rows[0]["prefill_times_llama"] == 2 and rows[0]["decode_times_llama"] == 2
+    assert "prefill_times_llama" not in rows[1]
+    assert "2.00, 2.00" in suite._table(rows)
+
+
+def test_other_devices_are_refused_by_name():
+    with pytest.raises(ArgumentError, match="cuda"):
+        suite.generate(argparse.Namespace(device="cuda", quick=True, output=None))
+
+
+@pytest.mark.slow
+def test_our_engine_measures_itself(monkeypatch):
+    monkeypatch.setattr(suite, "PROMPT", 20)
+    monkeypatch.setattr(suite, "NEW", 4)
+    monkeypatch.setattr(suite, "BATCHES", (1, 2))
+    found = suite._in_a_process("fulgurite", 1)
+    assert found is not None and found["decode"] > 0 and found["decode_2"] > 0

@@ -1,0 +1,139 @@
+"""The plan of memory: what it counts, what it refuses, and that it comes true."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fulgurite.errors import CapacityError
+from fulgurite.models import ModelConfig
+from fulgurite.models.config import Fields
+from fulgurite.models.llama import LLAMA, MISTRAL
+from fulgurite.models.weights import build_model
+from fulgurite.serve.block_tables import make_groups
+from fulgurite.serve.kv_cache import PagedCache
+from fulgurite.serve.memory import Limits, MemoryPlan, allocations, make_plan, size
+
+from .engines import FIELDS
+
+LIMITS = Limits(256, 4, 64, 16, torch.float32)
+
+
+def plan(available: int, limits: Limits = LIMITS, **fields: object) -> MemoryPlan:
+    family = MISTRAL if "sliding_window" in fields else LLAMA
+    config: ModelConfig = family.read_config(Fields({**FIELDS, **fields}, "a test"))
+    model = build_model(config, family, torch.float32).to("meta")
+    return make_plan(model, limits, torch.device("cpu"), available)
+
+
+def test_what_it_counts() -> None:
+    made = plan(1 << 30)
+    hidden, inner, vocabulary = 32, 64, 97
+    layer = 2 * hidden + 2 * hidden * hidden + 2 * hidden * 16 + 3 * hidden * inner
+    numbers = 2 * vocabulary * hidden + 2 * layer + hidden
+    assert 0 <= made.weights - 4 * numbers < 256  # and the rotary frequencies
+    assert made.cache_tokens == 4 * 256 and made.blocks == (64,)
+    assert made.cache == 65 * 16 * (2 * 2 * 2 * 8) * 4
+    assert made.total == made.weights + made.activations + made.workspaces + made.cache
+
+
+def test_the_cache_is_what_the_plan_says() -> None:
+    made = plan(1 << 30, sliding_window=40)
+    config = MISTRAL.read_config(Fields({**FIELDS, "sliding_window": 40}, "a test"))
+    specs = build_model(config, MISTRAL, torch.float32).attention_specs
+    cache = PagedCache(
+        specs, make_groups(specs), made.blocks, 16, torch.float32, torch.device("cpu")
+    )
+    assert cache.bytes == made.cache
+    assert made.blocks == (4 * 8,)  # 40 + 64 tokens touch at most eight blocks
+
+
+def test_the_cache_takes_what_is_left() -> None:
+    whole = plan(1 << 30)
+    tight = plan(whole.total - whole.cache // 2)
+    assert 256 <= tight.cache_tokens < whole.cache_tokens
+    assert tight.total <= whole.total - whole.cache // 2 < tight.total + 2 * 16 * 512
+
+
+def test_too_little_says_what_would_fit() -> None:
+    whole = plan(1 << 30)
+    without = whole.total - whole.cache
+    with pytest.raises(CapacityError) as error:
+        plan(without + 10 * 16 * 256)
+    text = str(error.value)
+    assert "the model does not fit" in text and 'kv_dtype="fp8"' in text
+    context = int(text.split("context=")[1].split()[0])
+    shorter = Limits(context, 4, 64, 16, torch.float32)
+    assert plan(without + 10 * 16 * 256, shorter).cache_tokens >= context
+    with pytest.raises(CapacityError, match="does not fit"):
+        plan(whole.weights // 2)
+
+
+def test_allocations_are_counted_while_they_live() -> None:
+    with allocations() as watch, torch.device("meta"):
+        first = torch.zeros(100)
+        view = first[:50]
+        second = first + 1
+        del first
+        assert watch.now == 800  # the view holds it
+        del view
+        assert watch.now == 400
+        third = second.double()
+        del second, third
+    assert watch.now == 0 and watch.most == 1200
+
+
+def test_the_table_and_sizes() -> None:
+    lines = plan(1 << 30).table().splitlines()
+    assert [line.split("  ")[0] for line in lines] == [
+        "weights",
+        "activations",
+        "workspaces",
+        "KV cache",
+        "all",
+    ]
+    assert "1,024 tokens in blocks of 16, float32" in lines[3] and "1.0 GiB" in lines[4]
+    assert [size(n) for n in (0, 1023, 1024, 1536 << 20)] == ["0 B", "1023 B", "1.0 KiB", "1.5 GiB"]
+
+
+MEASURE = """
+import json, sys, torch
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from serve.engines import make_engine, tiny_model
+from fulgurite.serve.request import SamplingParams
+
+def resident():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(l for l in lines if l.startswith("VmRSS")).split()[1]) * 1024
+
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(l for l in lines if l.startswith("VmHWM")).split()[1]) * 1024
+
+torch.set_num_threads(1)
+small = make_engine(tiny_model())  # imports, and what the first matmul sets up
+small.generate([[1] * 40], SamplingParams(max_tokens=3))
+before = resident()
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+model = tiny_model(hidden_size=1024, intermediate_size=4096, num_attention_heads=8, num_key_value_heads=8,
+                   num_hidden_layers=4, vocab_size=8000, max_position_embeddings=2048)
+engine = make_engine(model, context=2048, max_sequences=4, step_tokens=1024, block_size=16)
+ids = [[seed, *range(2040)] for seed in range(4)]
+engine.generate(ids, SamplingParams(max_tokens=6, ignore_eos=True))
+print(json.dumps([engine.plan.total, peak() - before]))
+"""
+
+
+@pytest.mark.slow
+def test_the_plan_comes_true() -> None:
+    """Within 5% of what the process then takes, weights, cache and activations in use."""
+    folder = str(__file__).rsplit("/serve/", 1)[0]
+    command = [sys.executable, "-c", MEASURE, folder]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    planned, measured = json.loads(done.stdout)
+    assert abs(planned - measured) < 0.05 * measured
