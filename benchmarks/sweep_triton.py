@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import sys
+import tempfile
 import time
 from dataclasses import replace
 
@@ -287,5 +288,5 @@ def main():
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("FULGURITE_CACHE", "/tmp/fulgurite-cache")
+    os.environ.setdefault("FULGURITE_CACHE", tempfile.mkdtemp())
     main()
