@@ -124,22 +124,27 @@ def test_a_prompt_in_pieces_is_the_prompt_at_once(pair: Pair) -> None:
     assert relative_error(torch.cat(pieces, dim=1), pair.ours(ids, positions)) < 1e-5
 
 
+def same_but_for_rounding(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Without capture, norms and rotations are kernels of ours, which round elsewhere."""
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+
+
 @pytest.mark.parametrize("name", ["phi3", "deepseek_v3", "llama4", "gpt_oss"])
 def test_a_model_is_captured_whole(name: str, get_pair) -> None:
     model = get_pair(name).ours
     torch._dynamo.reset()
     captured = torch.compile(model, fullgraph=True, backend="eager", dynamic=False)
     ids, positions = prompt(9)[None], torch.arange(9)[None]
-    torch.testing.assert_close(captured(ids, positions), model(ids, positions))
+    same_but_for_rounding(captured(ids, positions), model(ids, positions))
     caches = [ContiguousCache(model.attention_specs, 1, 12) for _ in range(2)]
     step = torch.tensor([[3]]), torch.tensor([[9]])
     results = []
     for cache, run in zip(caches, (captured, model), strict=True):
         model(ids, positions, cache)
         results.append(run(*step, cache))
-    torch.testing.assert_close(*results)
+    same_but_for_rounding(*results)
     for ours, theirs in zip(caches[0].keys, caches[1].keys, strict=True):
-        torch.testing.assert_close(ours, theirs)
+        same_but_for_rounding(ours, theirs)
 
 
 def test_hidden_then_logits_of_some_rows(get_pair) -> None:
