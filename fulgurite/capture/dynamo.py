@@ -149,7 +149,7 @@ def raise_as_ours(error: Exception) -> NoReturn:
         reason, hint = _reason_and_hint(text)
         raised = re.search(r"context: raised exception (.+)", text)
         if raised:
-            reason = f"the program raises {raised[1]}"
+            reason = f"the program raises {plain_exception(raised[1])}"
             hint = "compile without fullgraph=True, and the exception itself comes out"
         raise GraphBreakError(
             f"the graph breaks here, and fullgraph=True: {reason}",
@@ -166,6 +166,12 @@ def raise_as_ours(error: Exception) -> NoReturn:
             "that part out with torch.compiler.disable",
         ) from inner
     raise error
+
+
+def plain_exception(text: str) -> str:
+    """`ValueError('mine')`, also where torch 2.11 and 2.12 show the variables of Dynamo's own."""
+    text = re.sub(r"ConstantVariable\(\w+: (.*?)\)(?=[,\]])", r"\1", text)
+    return re.sub(r"^(\w+)\(\[(.*)\]\)$", r"\1(\2)", text)
 
 
 def _ours_behind(error: BaseException) -> FulguriteError | None:

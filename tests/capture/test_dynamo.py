@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fulgurite
-from fulgurite.capture.dynamo import is_capturing
+from fulgurite.capture.dynamo import is_capturing, plain_exception
 from fulgurite.errors import ArgumentError, CompileError, GraphBreakError, OpError
 
 ANY = torch.randn(2, 3)
@@ -34,6 +34,22 @@ def test_fullgraph_names_the_exception():
     with pytest.raises(GraphBreakError, match=r"raises ValueError\('mine'\)") as caught:
         fulgurite.compile(f, fullgraph=True)(ANY)
     assert "test_dynamo.py" in caught.value.rows["where"]
+
+
+@pytest.mark.parametrize(
+    ("said", "plain"),
+    [
+        ("ValueError('mine')", "ValueError('mine')"),
+        ("ValueError([ConstantVariable(str: 'mine')])", "ValueError('mine')"),
+        (
+            "KeyError([ConstantVariable(str: 'a (b)'), ConstantVariable(int: 3)])",
+            "KeyError('a (b)', 3)",
+        ),
+        ("RuntimeError([])", "RuntimeError()"),
+    ],
+)
+def test_exceptions_read_the_same_in_every_torch(said, plain):
+    assert plain_exception(said) == plain
 
 
 def test_an_op_that_refuses_its_inputs_is_named():

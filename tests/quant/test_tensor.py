@@ -81,7 +81,6 @@ def test_meta_device_and_empty_like(name):
     assert linear.weight.packed.shape == meta.packed.shape
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gpu_gives_the_same_bits(name):

@@ -9,10 +9,7 @@ from fulgurite.serve.request import SamplingParams
 
 from .engines import idle, make_engine, tiny_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 PROMPTS = [list(range(seed, seed + length)) for seed, length in enumerate((3, 17, 30, 8, 1))]
 
 
