@@ -12,7 +12,8 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -21,6 +22,8 @@ import torch._dynamo
 from torch._dynamo import exc
 from torch._dynamo import symbolic_convert as _symbolic_convert  # noqa: F401  (makes its logger)
 from torch._guards import TracingContext
+from torch.fx import _symbolic_trace
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fulgurite.errors import CaptureError, FulguriteError, GraphBreakError, OpError
 from fulgurite.trace.describe import is_the_users
@@ -38,9 +41,10 @@ def optimize(
     known = inspect.signature(torch.compile).parameters
     wanted = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
     isolation: Any = {key: value for key, value in wanted.items() if key in known}
-    return torch.compile(
-        function, backend=backend, dynamic=dynamic, fullgraph=fullgraph, **isolation
-    )
+    with _deaf_to_other_threads():
+        return torch.compile(
+            function, backend=backend, dynamic=dynamic, fullgraph=fullgraph, **isolation
+        )
 
 
 def is_capturing() -> bool:
@@ -50,7 +54,26 @@ def is_capturing() -> bool:
     """
     if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
         return True
-    return TracingContext.try_get() is not None
+    return TracingContext.try_get() is not None or get_proxy_mode() is not None
+
+
+_building = threading.Lock()
+
+
+@contextmanager
+def _deaf_to_other_threads() -> Iterator[None]:
+    """What torch.compile makes in here runs while another thread traces.
+
+    It keeps a reference to `is_fx_symbolic_tracing`, one flag for all threads, and refuses to run while that is
+    set: also when another thread compiles something else. Our callers have asked `is_capturing`, which knows.
+    """
+    with _building:
+        asked = _symbolic_trace.is_fx_symbolic_tracing
+        _symbolic_trace.is_fx_symbolic_tracing = lambda: False
+        try:
+            yield
+        finally:
+            _symbolic_trace.is_fx_symbolic_tracing = asked
 
 
 @dataclass(frozen=True)

