@@ -163,8 +163,9 @@ def models(options: argparse.Namespace) -> None:
             times = _in_process(f"warm({given})", environment)
             progress.advance(bar)
             rows += [_row(f"{model} {dtype} {kind}", kind, alone, times[kind]) for kind in times]
+            path = results.save("models", options.device, rows, options.output)  # as far as it is
     print(_table(rows))
-    print(f"written to {results.save('models', options.device, rows, options.output)}")
+    print(f"written to {path}")
 
 
 def _row(

@@ -40,8 +40,12 @@ def partitioner(policy: Remat) -> Partition:
             return default_partition(joint, inputs, **options)
         if policy == "full":
             _recompute_forward(joint.graph)
-        # torch's own merging of subexpressions imports all of Inductor, a second by itself
-        with functorch_config.patch(cse=False):
+        with functorch_config.patch(
+            cse=False,  # torch's own imports all of Inductor, a second by itself
+            # activations that a matmul of backward reads are computed again too: a kernel that runs there
+            # anyway (of the activation's own gradient) writes them, and a quarter less is saved
+            ban_recompute_materialized_backward=False,
+        ):
             return min_cut_rematerialization_partition(joint, inputs, **options)
 
     return partition

@@ -271,7 +271,10 @@ class Names:
         have, want = value_type(source), value_type(target)
         if want == torch.bool:
             return text if have == torch.bool else f"({text} != 0)"
-        if have != want:
+        if have == torch.bool and want.is_floating_point:
+            # a choice, which compilers keep in vectors of the wider type, as they don't a converted bool
+            text = f"({text} ? {constant(1, want)} : {constant(0, want)})"
+        elif have != want:
             small = want in SMALL_INTEGERS or want in (torch.uint32, torch.uint64)
             if have.is_floating_point and small:
                 # through a wide integer, so that what doesn't fit wraps as torch's conversion does;

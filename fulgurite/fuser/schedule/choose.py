@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..cost import number
+from ..cost import elements, number
 from ..index import Axis
 from ..nest import Nest, coalesce, named, order_axes
 
@@ -13,11 +13,17 @@ SHORT = 8  # a loop of fewer steps is not worth a vector
 
 
 def votes(nest: Nest, axis: Axis) -> float:
-    """How many bytes an iteration reads and writes one after the other along this axis."""
+    """How many bytes an iteration reads and writes one after the other along this axis.
+
+    What is read or written once a row counts for one in as many iterations as the row has.
+    """
     total = 0.0
+    row = max(elements(tuple(axis.size for axis in nest.body)), 1)
     for tensor, index, is_store in nest.accesses():
         step = index.coefficient(axis)
         weight = tensor.itemsize * (2 if is_store else 1)
+        if all(index.coefficient(a) == 0 for a in nest.body):
+            weight /= row
         if step is not None and step == 1:
             total += weight
         elif step is not None and step == 0:
