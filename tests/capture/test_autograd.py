@@ -1,11 +1,15 @@
-"""0-dim float64 tensors beside Python floats, which torch passes in the same clothes."""
+"""0-dim float64 tensors beside Python floats, which torch passes in the same clothes; and calls without wrappers."""
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fulgurite
+from fulgurite.capture import autograd
 
 
 def write(a, s, v):
@@ -53,3 +57,60 @@ def test_writes_to_scalar_tensors_while_gradients_are_taken():
         a, x = torch.tensor(3.0, dtype=torch.float64), torch.ones(4, requires_grad=True)
         each(a, x).backward()
         assert a.item() == 6.0 and x.grad.tolist() == [6.0] * 4
+
+
+def around(compiled, *inputs):
+    """Whether calls go through AOTAutograd's wrappers: the results, and what stood between."""
+    seen = []
+    found = autograd.needs_nothing_around
+
+    def note(*arguments):
+        seen.append(found(*arguments))
+        return seen[-1]
+
+    with mock.patch.object(autograd, "needs_nothing_around", note):
+        result = compiled(*inputs)
+    return result, not (seen and all(seen))
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: x * 2 + 1, False),
+        (lambda x: (x.sum(), {"a": x.neg()}, 3), False),
+        (lambda x: F.dropout(x, 0.5), False),
+        (lambda x: x.view(-1), True),
+        (lambda x: (x + 1).split(1), False),
+        (lambda x: x.add_(1), True),
+        (lambda x: (x.t(), x.t() * 2), True),
+    ],
+)
+@pytest.mark.parametrize("grad", [False, True])
+def test_wrappers_are_left_out_where_they_would_do_nothing(function, expected, grad):
+    x = torch.randn(3, 4)
+    torch.manual_seed(0)
+    wanted_x = x.clone()
+    wanted = function(wanted_x)
+    compiled = fulgurite.compile(function, executors=["torch"])
+    with torch.set_grad_enabled(grad):
+        torch.manual_seed(0)
+        result, wrapped = around(compiled, x)
+    assert wrapped == expected
+    torch.testing.assert_close(result, wanted)
+    torch.testing.assert_close(x, wanted_x)
+
+
+def test_wrappers_stay_for_inputs_given_twice_and_autocast():
+    x = torch.randn(3, 4)
+    _, wrapped = around(fulgurite.compile(lambda a, b: a.add_(1) + b), x, x)
+    assert wrapped
+    with torch.autocast("cpu", torch.bfloat16):
+        result, wrapped = around(fulgurite.compile(lambda a: a @ a.t()), x)
+    assert wrapped and result.dtype == torch.bfloat16
+
+
+def test_no_gradient_is_kept_without_wrappers():
+    weight = torch.randn(4, requires_grad=True)
+    compiled = fulgurite.compile(lambda x: (x * weight).detach(), executors=["torch"])
+    result, _ = around(compiled, torch.randn(3, 4))
+    assert not result.requires_grad and result.grad_fn is None

@@ -21,7 +21,7 @@ def votes(nest: Nest, axis: Axis) -> float:
     row = max(elements(tuple(axis.size for axis in nest.body)), 1)
     for tensor, index, is_store in nest.accesses():
         step = index.coefficient(axis)
-        weight = tensor.itemsize * (2 if is_store else 1)
+        weight = float(tensor.itemsize * (2 if is_store else 1))
         if all(index.coefficient(a) == 0 for a in nest.body):
             weight /= row
         if step is not None and step == 1:
