@@ -2,7 +2,7 @@
 
 In: a key (any text that determines the content) and a function that builds the content as a file.
 Out: the path of a file that holds it. Entries are written under a temporary name and renamed, so
-many processes may share a folder; each carries a digest of its content, so a truncated or damaged
+many processes may share a folder, and build an entry once; each carries a digest of its content, so a truncated or damaged
 one is seen and built again. The folder is made with mode 0700. Where it can't be written (read-only,
 full) the content is built into a private temporary folder for this process, with one warning.
 """
@@ -10,12 +10,14 @@ full) the content is built into a private temporary folder for this process, wit
 from __future__ import annotations
 
 import atexit
+import fcntl
 import hashlib
 import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from .config import settings
@@ -47,7 +49,8 @@ def entry(kind: str, key: str, build: Callable[[Path], None], suffix: str = "") 
         if _whole(kept):
             return kept
     try:
-        return _write(path, build)
+        with _alone(path.parent):
+            return path if _whole(path) else _write(path, build)
     except OSError as problem:
         if isinstance(problem, CacheError):
             raise
@@ -87,6 +90,25 @@ def _whole(path: Path) -> bool:
         return digest(path.read_bytes()) == want
     except OSError:
         return False
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Processes that want the same entry build it once: the others wait, and find it.
+
+    One lock a folder, of which there are 256: two entries that share one are built in turn.
+    """
+    _make(folder)
+    with open(folder / ".lock", "wb") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks: each builds its own
+            yield
+            return
+        try:
+            yield
+        finally:
+            fcntl.flock(held, fcntl.LOCK_UN)  # a child forked meanwhile has the file open too
 
 
 def _write(path: Path, build: Callable[[Path], None]) -> Path:

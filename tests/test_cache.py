@@ -73,7 +73,7 @@ def test_a_failed_build_leaves_nothing(folder: Path) -> None:
 
     with pytest.raises(RuntimeError):
         cache.entry("cpp", cache.digest("a"), fail)
-    assert not [p for p in folder.rglob("*") if p.is_file()]
+    assert not [p for p in folder.rglob("*") if p.is_file() and p.name != ".lock"]
     with pytest.raises(CacheError):
         cache.entry("cpp", cache.digest("b"), lambda path: None)
 
@@ -112,8 +112,14 @@ def test_a_cache_path_that_is_a_file(folder: Path) -> None:
 
 def _one_of_many(folder: str, results: multiprocessing.Queue) -> None:
     os.environ["FULGURITE_CACHE"] = folder
+
+    def build(place: Path, k: int) -> None:
+        with open(f"{folder}-built", "a") as log:
+            log.write(f"{k}\n")
+        place.write_text(f"entry {k}")
+
     for k in range(20):
-        path = cache.entry("cpp", cache.digest(str(k)), lambda p, k=k: p.write_text(f"entry {k}"))
+        path = cache.entry("cpp", cache.digest(str(k)), lambda place, k=k: build(place, k))
         if path.read_text() != f"entry {k}":
             results.put(k)
     results.put("done")
@@ -130,6 +136,8 @@ def test_many_processes_at_once(folder: Path) -> None:
         worker.join()
     assert said == ["done"] * 6
     assert not list(folder.rglob(".building-*"))
+    built = Path(f"{folder}-built").read_text().split()
+    assert sorted(map(int, built)) == list(range(20)), "an entry was built more than once"
 
 
 def test_text_entries() -> None:
