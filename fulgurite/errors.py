@@ -14,6 +14,7 @@ FulguriteError
 ├── WeightsError (also ValueError)     a checkpoint is missing something, has too much, or is damaged
 ├── ReplayError                        a step can't be recorded: it is more than native kernels and views
 ├── CapacityError (also MemoryError)   a model does not fit into the memory there is
+├── RankError (also RuntimeError)      another rank is gone, did not come, or left
 └── CacheError (also OSError)          the kernel cache can't be used where it is asked to be
 """
 
@@ -88,6 +89,14 @@ class WeightsError(FulguriteError, ValueError):
 
 class CapacityError(FulguriteError, MemoryError):
     """A model does not fit into the memory there is; the message says what would."""
+
+
+class RankError(FulguriteError, RuntimeError):
+    """Ranks that work together lost one; the message names it, `ranks` has its number."""
+
+    def __init__(self, what: str, ranks: tuple[int, ...] = (), **rows: str | None) -> None:
+        super().__init__(what, **rows)
+        self.ranks = ranks
 
 
 class ReplayError(FulguriteError):

@@ -1,0 +1,265 @@
+"""Tokens straight into the memory of other ranks: dispatch and combine as kernels.
+
+    send       row of a token ─▶ inbox of each rank it visits, with a header; counts, then a flag
+    wait       until every rank's flag has come
+    receive    inbox ─▶ values, once for each visit, with the visits' experts and weights
+    send_back  sum of a row's results ─▶ `returns` of the rank it came from, at its place; a flag
+    sum_up     out[t] = sum over the ranks that t visited of what they returned, in order
+
+A rank's memory is one allocation that all ranks can address; `peers` has the address of each. There are
+two copies of everything, used in turn: a step's number, which lives on the device, says which. A flag holds
+the number of the step it belongs to, so none is ever reset. Writes are made visible by one release at
+system scope behind a count of the finished programs; `wait` acquires.
+
+Nothing here can hang or write out of bounds: `wait` gives up after a number of polls, a row past the
+capacity is not written, and either leaves its reason in `status`. A rank that has no room tells all ranks,
+by a count below zero.
+
+A header is int32: source token, which of that token's returns this is, number of visits, nothing; then for
+each visit the number of the expert on this rank, and the bits of its weight.
+
+    W ranks    C rows from a rank to a rank    T tokens    k experts of a token    V = min(k, experts of a
+    rank) visits of a row at most    M = min(k, W) ranks of a token at most    D hidden size
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# status[0]; status[1] is the rank it is about
+TIMED_OUT = tl.constexpr(1)
+FULL = tl.constexpr(2)
+NOWHERE = tl.constexpr(3)
+OVERFLOWN = tl.constexpr(-1)  # a count: the sender had more rows than fit, for somebody
+
+
+@triton.jit
+def _int32_at(address):
+    return tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
+
+
+@triton.jit
+def _finished(counter_ptr, programs):
+    """Whether this program is the last one, and then all others' writes are seen; resets the counter."""
+    tl.debug_barrier()
+    last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="sys") == programs - 1
+    if last:
+        tl.store(counter_ptr, 0)
+    return last
+
+
+@triton.jit
+def send_kernel(
+    rows_ptr, slots_ptr, weights_ptr, visited_ptr, turn_ptr, row_ptr, lost_ptr,
+    peers_ptr, step_ptr, counter_ptr, status_ptr,
+    tokens, rank, experts, capacity, copy_bytes, rows_at, flags_at,
+    K: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr, HEAD: tl.constexpr,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Token t to rank w, if it visits it: as the row_TW[t, w]-th row from here."""
+    token, peer = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    step = tl.load(step_ptr)
+    copy_at = (step & 1).to(tl.int64) * copy_bytes
+    if token < tokens:
+        at = token * W + peer
+        place = tl.load(row_ptr + at)
+        if (tl.load(visited_ptr + at) != 0) & (place < capacity):
+            base = tl.load(peers_ptr + peer) + copy_at
+            row = (rank * capacity + place).to(tl.int64)
+            header = _int32_at(base + row * HEAD)
+            tl.store(header, token.to(tl.int32))
+            tl.store(header + 1, tl.load(turn_ptr + at))
+            count = tl.full([], 0, tl.int32)
+            for j in tl.static_range(K):
+                slot = tl.load(slots_ptr + token * K + j)
+                mine = (slot >= peer * experts) & (slot < (peer + 1) * experts)
+                weight = tl.load(weights_ptr + token * K + j).to(tl.float32)
+                tl.store(header + 4 + 2 * count, (slot - peer * experts).to(tl.int32), mine)
+                tl.store(header + 5 + 2 * count, weight.to(tl.int32, bitcast=True), mine)
+                count += mine.to(tl.int32)
+            tl.store(header + 2, count)
+            into = _int32_at(base + rows_at + row * (WORDS * 4))
+            source = rows_ptr + token * WORDS
+            for first in tl.static_range(0, WORDS, BLOCK):
+                word = first + tl.arange(0, BLOCK)
+                tl.store(into + word, tl.load(source + word, word < WORDS), word < WORDS)
+    if _finished(counter_ptr, tl.num_programs(0) * tl.num_programs(1)):
+        lane = tl.arange(0, LANES)
+        here = lane < W
+        last = (lane.to(tl.int64) * 0 + tokens - 1) * W + lane  # tokens may be a constant 1
+        some = here & (lane * 0 < tokens)
+        count = tl.load(row_ptr + last, some, 0)
+        count += tl.load(visited_ptr + last, some, 0).to(tl.int32)
+        if tl.max(count, 0) > capacity:
+            tl.store(status_ptr, FULL)
+            tl.store(status_ptr + 1, rank)
+            count = tl.full([LANES], OVERFLOWN, tl.int32)
+        if tl.load(lost_ptr) != 0:
+            tl.store(status_ptr, NOWHERE)
+            tl.store(status_ptr + 1, rank)
+        flags = tl.load(peers_ptr + lane, here, 0) + copy_at + flags_at + rank * 16
+        flags = flags.to(tl.pointer_type(tl.int32))
+        tl.store(flags, count, here)
+        tl.debug_barrier()
+        tl.atomic_xchg(flags + 1, step + lane * 0, here, sem="release", scope="sys")
+
+
+@triton.jit
+def wait_kernel(
+    peers_ptr, step_ptr, counts_ptr, status_ptr, rank, polls, copy_bytes, flags_at,
+    W: tl.constexpr, LANES: tl.constexpr, RETURNS: tl.constexpr,
+):  # fmt: skip
+    """Wait for the flag of every rank; of a dispatch, also give how many rows each has sent."""
+    lane = tl.arange(0, LANES)
+    here = lane < W
+    step = tl.load(step_ptr)
+    base = tl.load(peers_ptr + rank) + (step & 1).to(tl.int64) * copy_bytes + flags_at
+    flags = (base + lane.to(tl.int64) * 16).to(tl.pointer_type(tl.int32))
+    which: tl.constexpr = 2 if RETURNS else 1
+    seen = tl.atomic_add(flags + which, 0, here, sem="acquire", scope="sys")
+    missing = tl.sum((here & (seen != step)).to(tl.int32), 0)
+    polled = 1
+    while (missing > 0) & (polled < polls):
+        seen = tl.atomic_add(flags + which, 0, here, sem="acquire", scope="sys")
+        missing = tl.sum((here & (seen != step)).to(tl.int32), 0)
+        polled += 1
+    tl.debug_barrier()
+    came = here & (seen == step)
+    if missing > 0:
+        tl.store(status_ptr, TIMED_OUT)
+        tl.store(status_ptr + 1, tl.min(tl.where(here & (seen != step), lane, LANES), 0))
+    if not RETURNS:
+        count = tl.load(flags, came, 0)
+        lost = tl.min(tl.where(count < 0, lane, LANES), 0)
+        if lost < LANES:
+            tl.store(status_ptr, FULL)
+            tl.store(status_ptr + 1, lost)
+        tl.store(counts_ptr + lane, tl.maximum(count, 0), here)
+
+
+@triton.jit
+def receive_kernel(
+    peers_ptr, step_ptr, counts_ptr, x_ptr, experts_ptr, weights_ptr,
+    rank, experts, capacity, copy_bytes, rows_at, scales_at, factor_at,
+    V: tl.constexpr, HEAD: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """Row (source, place) of the inbox as values, for each of its visits; the rest is nobody's."""
+    place, source = tl.program_id(0), tl.program_id(1)  # only the first may pass 65535
+    row = source.to(tl.int64) * capacity + place
+    base = tl.load(peers_ptr + rank) + (tl.load(step_ptr) & 1).to(tl.int64) * copy_bytes
+    header = _int32_at(base + row * HEAD)
+    there = place < tl.load(counts_ptr + source)
+    visits = tl.load(header + 2, there, 0)
+    for j in tl.static_range(V):
+        expert = tl.load(header + 4 + 2 * j, visits > j, experts)
+        inside = (expert >= 0) & (expert < experts)
+        tl.store(experts_ptr + row * V + j, tl.where(inside, expert, experts))
+        weight = tl.load(header + 5 + 2 * j, visits > j, 0)
+        tl.store(weights_ptr + row * V + j, weight.to(tl.float32, bitcast=True))
+    if there:
+        start = base + rows_at + row * ROW
+        for first in tl.static_range(0, D, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            value = _decode(start, scales_at, factor_at, column, column < D, KIND)
+            for j in tl.static_range(V):
+                if visits > j:
+                    out = x_ptr + (row * V + j) * D + column
+                    tl.store(out, value.to(x_ptr.dtype.element_ty), column < D)
+
+
+@triton.jit
+def _decode(start, scales_at, factor_at, column, inside, KIND: tl.constexpr):
+    """Values of a row in one of the formats of `kernels.dispatch.WIRES`."""
+    if KIND == "nvfp4":
+        bytes = tl.multiple_of(start.to(tl.pointer_type(tl.uint8)), 16)
+        pair = tl.load(bytes + column // 2, inside, 0).to(tl.int32)
+        code = (pair >> ((column & 1) * 4)) & 15
+        bits = ((code & 8) << 28) | ((code & 7) << 22)
+        scales = (start + scales_at).to(tl.pointer_type(tl.float8e4nv))
+        scale = tl.load(scales + column // 16, inside, 0.0).to(tl.float32)
+        factor = tl.load((start + factor_at).to(tl.pointer_type(tl.float32)))
+        return bits.to(tl.float32, bitcast=True) * (2.0**126) * (scale * factor)
+    elif KIND == "fp8":
+        values = tl.multiple_of(start.to(tl.pointer_type(tl.float8e4nv)), 16)
+        scales = (start + scales_at).to(tl.pointer_type(tl.float32))
+        scale = tl.load(scales + column // 128, inside, 0.0)
+        return tl.load(values + column, inside, 0.0).to(tl.float32) * scale
+    elif KIND == "bf16":
+        values = tl.multiple_of(start.to(tl.pointer_type(tl.bfloat16)), 16)
+        return tl.load(values + column, inside, 0.0).to(tl.float32)
+    elif KIND == "f16":
+        values = tl.multiple_of(start.to(tl.pointer_type(tl.float16)), 16)
+        return tl.load(values + column, inside, 0.0).to(tl.float32)
+    else:
+        values = tl.multiple_of(start.to(tl.pointer_type(tl.float32)), 16)
+        return tl.load(values + column, inside, 0.0)
+
+
+@triton.jit
+def _encode(start, column, value, inside, KIND: tl.constexpr):
+    if KIND == "bf16":
+        into = tl.multiple_of(start.to(tl.pointer_type(tl.bfloat16)), 16)
+        tl.store(into + column, value.to(tl.bfloat16), inside)
+    elif KIND == "f16":
+        into = tl.multiple_of(start.to(tl.pointer_type(tl.float16)), 16)
+        tl.store(into + column, value.to(tl.float16), inside)
+    else:
+        into = tl.multiple_of(start.to(tl.pointer_type(tl.float32)), 16)
+        tl.store(into + column, value.to(tl.float32), inside)
+
+
+@triton.jit
+def send_back_kernel(
+    y_ptr, counts_ptr, peers_ptr, step_ptr, counter_ptr, status_ptr,
+    rank, tokens, capacity, copy_bytes, returns_at, flags_at,
+    V: tl.constexpr, M: tl.constexpr, HEAD: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr,
+    W: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """The sum of the results of row (source, place), in the order of its visits, to its source."""
+    place, source = tl.program_id(0), tl.program_id(1)
+    step = tl.load(step_ptr)
+    copy_at = (step & 1).to(tl.int64) * copy_bytes
+    if place < tl.load(counts_ptr + source):
+        row = source.to(tl.int64) * capacity + place
+        header = _int32_at(tl.load(peers_ptr + rank) + copy_at + row * HEAD)
+        token, turn, visits = tl.load(header), tl.load(header + 1), tl.load(header + 2)
+        if (token >= 0) & (token < tokens) & (turn >= 0) & (turn < M):
+            into = tl.load(peers_ptr + source) + copy_at + returns_at
+            into += (token.to(tl.int64) * M + turn) * ROW
+            for first in tl.static_range(0, D, BLOCK):
+                column = first + tl.arange(0, BLOCK)
+                total = tl.zeros([BLOCK], tl.float32)
+                for j in tl.static_range(V):
+                    if visits > j:
+                        value = tl.load(y_ptr + (row * V + j) * D + column, column < D, 0.0)
+                        total += value.to(tl.float32)
+                _encode(into, column, total, column < D, KIND)
+        else:
+            tl.store(status_ptr, NOWHERE)
+            tl.store(status_ptr + 1, source)
+    if _finished(counter_ptr, tl.num_programs(0) * tl.num_programs(1)):
+        lane = tl.arange(0, LANES)
+        here = lane < W
+        flags = tl.load(peers_ptr + lane, here, 0) + copy_at + flags_at + rank * 16
+        flags = flags.to(tl.pointer_type(tl.int32))
+        tl.atomic_xchg(flags + 2, step + lane * 0, here, sem="release", scope="sys")
+
+
+@triton.jit
+def sum_up_kernel(
+    peers_ptr, step_ptr, returning_ptr, out_ptr, rank, copy_bytes, returns_at,
+    M: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """out[t] = the sum of the returning_T[t] results of token t."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    base = tl.load(peers_ptr + rank) + (tl.load(step_ptr) & 1).to(tl.int64) * copy_bytes
+    returning = tl.load(returning_ptr + token)
+    total = tl.zeros([BLOCK], tl.float32)
+    for turn in tl.static_range(M):
+        if returning > turn:
+            start = base + returns_at + (token * M + turn) * ROW
+            total += _decode(start, 0, 0, column, column < D, KIND)
+    tl.store(out_ptr + token * D + column, total.to(out_ptr.dtype.element_ty), column < D)

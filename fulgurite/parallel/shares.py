@@ -1,0 +1,72 @@
+"""What each rank keeps of a model: a table to read, and the sums its gradients still need."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from fulgurite.parallel.gradients import Gradients
+from fulgurite.parallel.mesh import Mesh
+
+LAYER = re.compile(r"^(.*?\.)(\d+)(\..*)$")
+
+
+@dataclass(frozen=True)
+class Share:
+    """One line of the report: what a rank keeps of a weight, or why it keeps all of it."""
+
+    name: str
+    style: str
+    whole: tuple[int, ...]
+    kept: tuple[int, ...]
+    note: str = ""
+
+
+@dataclass
+class Shares:
+    """What `parallelize` did: a report, and the sums that gradients still need."""
+
+    mesh: Mesh
+    lines: list[Share] = field(default_factory=list)
+    gradients: Gradients = field(default_factory=Gradients)
+
+    def reduce_gradients(self) -> None:
+        """Sum what each rank has of every gradient: then they are those of one rank with all tokens
+        of the data axis, where losses are summed over it."""
+        self.gradients.reduce(self.mesh)
+
+    def __str__(self) -> str:
+        rows = [("weight", "style", "whole", "this rank", "")]
+        rows += [
+            (name, s.style, _shape(s.whole), _shape(s.kept), s.note) for name, s in self._kinds()
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = [
+            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[4]]).rstrip()
+            for row in rows
+        ]
+        return "\n".join([str(self.mesh.shape), *lines])
+
+    def _kinds(self) -> list[tuple[str, Share]]:
+        """Layers that are divided alike are one line: layers.0-31.attention.query.weight."""
+        found: dict[tuple[object, ...], tuple[Share, list[int]]] = {}
+        for share in self.lines:
+            match = LAYER.match(share.name)
+            around = (match[1], match[3]) if match else (share.name, "")
+            key = (around, share.style, share.whole, share.kept, share.note)
+            layers = found.setdefault(key, (share, []))[1]
+            layers += [int(match[2])] if match else []
+        return [(_named(share, layers), share) for share, layers in found.values()]
+
+
+def _named(share: Share, layers: list[int]) -> str:
+    if len(layers) < 2:
+        return share.name
+    first, last = layers[0], layers[-1]
+    in_a_row = layers == list(range(first, last + 1))
+    text = f"{first}-{last}" if in_a_row else ",".join(map(str, layers))
+    return LAYER.sub(rf"\g<1>{text}\g<3>", share.name)
+
+
+def _shape(sizes: tuple[int, ...]) -> str:
+    return " x ".join(map(str, sizes))

@@ -1,0 +1,230 @@
+"""Dispatch and combine between ranks that live in one process, in the interpreter (or on a GPU).
+
+The experts here multiply by their number, so every token says where it has been.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fulgurite.errors import ArgumentError, CapacityError, RankError
+from fulgurite.kernels.dispatch import Wire
+from fulgurite.parallel.mesh import Axis
+from fulgurite.parallel.transport import Arrived
+
+from .triton_support import DEVICE
+
+from fulgurite.parallel import transport_symmetric as symmetric  # isort: skip
+from fulgurite.parallel.transport_symmetric import Plan, Symmetric  # isort: skip
+
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def transports(ranks: int, plan: Plan, polls: int = 10) -> list[Symmetric]:
+    memory = symmetric.local_memory(ranks, plan, DEVICE)
+    axes = [Axis("expert", tuple(range(ranks)), rank) for rank in range(ranks)]
+    return [Symmetric(axis, plan, part, polls) for axis, part in zip(axes, memory, strict=True)]
+
+
+def visit(transport: Symmetric, arrived: Arrived) -> Tensor:
+    """Each row times the number of its expert among all, from 1; nobody's rows are poison."""
+    experts = transport.plan.experts_per_rank
+    number = arrived.experts_S + 1 + transport.axis.index * experts
+    y_SD = arrived.x_SD * (number * arrived.weights_S)[:, None].to(arrived.x_SD.dtype)
+    return y_SD.masked_fill((arrived.experts_S >= experts)[:, None], float("nan"))
+
+
+def routes(tokens: int, plan: Plan, slots: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, plan.hidden, generator=generator)
+    chosen = torch.rand(tokens, slots, generator=generator).topk(plan.per_token, dim=-1).indices
+    return x, chosen, torch.rand(tokens, plan.per_token, generator=generator)
+
+
+def wanted(x: Tensor, chosen: Tensor, weights: Tensor, wire: str) -> Tensor:
+    """The definition, in float64."""
+    x = Wire(wire, x.shape[1]).rounded(x).double()
+    return ((weights.double() * (chosen + 1))[..., None] * x[:, None]).sum(1)
+
+
+def step(running: list[Symmetric], inputs: list[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
+    """One dispatch and combine of all ranks, phase by phase."""
+    slots = running[0].plan.experts_per_rank * len(running)
+    inputs = [tuple(part.to(DEVICE) for part in one) for one in inputs]
+    sent = [t.send(x, chosen, slots, w) for t, (x, chosen, w) in zip(running, inputs, strict=True)]
+    arrived = [t.receive(one) for t, one in zip(running, sent, strict=True)]
+    for transport, one in zip(running, arrived, strict=True):
+        transport.send_back(visit(transport, one), one)
+    return [t.sum_up(one).cpu() for t, one in zip(running, arrived, strict=True)]
+
+
+def check(running: list[Symmetric], inputs: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+    outs = step(running, inputs)
+    plan = running[0].plan
+    for transport, out, (x, chosen, weights) in zip(running, outs, inputs, strict=True):
+        transport.check()
+        expected = wanted(x, chosen, weights, plan.wire)
+        scale = float(expected.abs().max()) if expected.numel() else 1.0
+        torch.testing.assert_close(
+            out.double(), expected, rtol=0, atol=TOLERANCE[x.dtype] * max(scale, 1.0)
+        )
+
+
+@pytest.mark.parametrize("wire", ["f32", "bf16", "f16", "fp8", "nvfp4"])
+def test_every_wire(wire):
+    plan = Plan(4, 2, 32, 2, wire=wire, result="f32")
+    running = transports(3, plan)
+    for seed, counts in enumerate([(4, 0, 3), (1, 4, 2)]):  # both copies of the buffers
+        check(running, [routes(n, plan, 6, 9 * seed + r) for r, n in enumerate(counts)])
+
+
+def test_nobody_has_tokens_and_one_rank_alone():
+    plan = Plan(3, 2, 16, 4, wire="f32", result="f32")
+    running = transports(2, plan)
+    for counts in ((0, 0), (0, 3), (0, 0), (3, 1)):
+        check(running, [routes(n, plan, 8, r) for r, n in enumerate(counts)])
+    check(transports(1, plan), [routes(3, plan, 4, 0)])
+
+
+@pytest.mark.parametrize("hidden, wire", [(1, "f32"), (129, "fp8"), (1030, "bf16")])
+def test_odd_hidden_sizes(hidden, wire):
+    """Not a multiple of anything; scales of which the last is for one value; more than one block."""
+    plan = Plan(2, 2, hidden, 1, wire=wire, result="f32")
+    check(transports(2, plan), [routes(2, plan, 2, seed) for seed in range(2)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dtypes(dtype):
+    name = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
+    plan = Plan(4, 3, 32, 2, wire=name, result=name)
+    inputs = [routes(4, plan, 4, seed) for seed in range(2)]
+    check(transports(2, plan), [(x.to(dtype), chosen, w) for x, chosen, w in inputs])
+
+
+def test_one_expert_takes_everything():
+    plan = Plan(6, 1, 16, 2, wire="f32", result="f32")
+    inputs = [routes(6, plan, 6, seed) for seed in range(3)]
+    check(transports(3, plan), [(x, torch.full_like(chosen, 4), w) for x, chosen, w in inputs])
+
+
+def test_two_steps_under_way():
+    """The second step is sent before the first has come back, as overlapped layers do."""
+    plan = Plan(4, 2, 16, 2, wire="f32", result="f32")
+    running = transports(2, plan)
+    for seed in range(2):
+        both = [[routes(4, plan, 4, seed * 10 + 2 * r + s) for r in range(2)] for s in range(2)]
+        both = [[tuple(p.to(DEVICE) for p in one) for one in inputs] for inputs in both]
+        sent = [
+            [t.send(x, chosen, 4, w) for t, (x, chosen, w) in zip(running, inputs)]
+            for inputs in both
+        ]
+        with pytest.raises(ArgumentError, match="under way"):
+            running[0].send(*both[0][0][:2], 4, both[0][0][2])
+        for inputs, steps in zip(both, sent, strict=True):
+            arrived = [t.receive(one) for t, one in zip(running, steps)]
+            for transport, one in zip(running, arrived, strict=True):
+                transport.send_back(visit(transport, one), one)
+            for transport, one, (x, chosen, w) in zip(running, arrived, inputs, strict=True):
+                out = transport.sum_up(one)
+                expected = wanted(x.cpu(), chosen.cpu(), w.cpu(), "f32").float()
+                torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_capacity_is_an_error_on_every_rank_and_nothing_is_overwritten():
+    plan = Plan(6, 1, 16, 2, wire="f32", result="f32", capacity=3)
+    running = transports(2, plan)
+    inputs = [routes(n, plan, 4, n) for n in (3, 5)]
+    inputs = [(x, torch.full_like(chosen, 1), w) for x, chosen, w in inputs]
+    # What lies behind the rows from rank 1 in the inbox of rank 0: the results that come back.
+    before = running[0].memory.buffer.clone()
+    slots = 4
+    for transport, (x, chosen, w) in zip(running, inputs, strict=True):
+        transport.send(x.to(DEVICE), chosen.to(DEVICE), slots, w.to(DEVICE))
+    start, end = running[0].returns_at, running[0].flags_at
+    copy = running[0].copy_bytes
+    after = running[0].memory.buffer
+    assert torch.equal(after[copy + start : copy + end], before[copy + start : copy + end])
+    for transport in running:
+        transport._wait(transport.step, torch.zeros(2, dtype=torch.int32, device=DEVICE), False)
+        with pytest.raises(CapacityError, match="rank 1 had more than 3 rows"):
+            transport.check()
+
+
+def test_a_rank_that_never_sends_is_named():
+    plan = Plan(2, 1, 16, 1, wire="f32", result="f32")
+    running = transports(3, plan)
+    x, chosen, w = (part.to(DEVICE) for part in routes(2, plan, 3, 0))
+    sent = [running[rank].send(x, chosen, 3, w) for rank in (0, 2)]
+    assert running[0].receive(sent[0]).experts_S.shape == (6,)
+    with pytest.raises(RankError, match="rank 1 did not answer") as caught:
+        running[0].check()
+    assert caught.value.ranks == (1,)
+
+
+def test_a_slot_that_does_not_exist():
+    plan = Plan(2, 1, 16, 1, wire="f32", result="f32")
+    running = transports(2, plan)
+    x, chosen, w = routes(2, plan, 2, 0)
+    for bad in (2, -1, 2**31 - 1):
+        outs = step(running, [(x, torch.tensor([[0], [bad]]), w), (x, chosen, w)])
+        torch.testing.assert_close(outs[1].double(), wanted(x, chosen, w, "f32"), atol=1e-5, rtol=0)
+        with pytest.raises(ArgumentError, match="rank 0 sent a token to an expert"):
+            running[0].check()
+
+
+def test_what_does_not_fit_the_plan():
+    plan = Plan(2, 1, 16, 1)
+    transport = transports(2, plan)[0]
+    x, chosen, w = routes(2, plan, 2, 0)
+    with pytest.raises(ArgumentError, match="3 tokens"):
+        transport.send(
+            torch.zeros(3, 16), torch.zeros(3, 1, dtype=torch.long), 2, torch.zeros(3, 1)
+        )
+    with pytest.raises(ArgumentError, match="slots"):
+        transport.send(x, chosen, 5, w)
+    with pytest.raises(ArgumentError, match="no gradients"):
+        transport.send(x.requires_grad_(), chosen, 2, w)
+    assert "inbox" in str(transport) and "MiB" in str(Plan(128, 8, 7168, 32).buffers(8))
+
+
+def test_under_pressure():
+    """Many steps with changing numbers of tokens through the same two copies."""
+    plan = Plan(7, 2, 16, 2, wire="f32", result="f32")
+    running = transports(3, plan)
+    generator = torch.Generator().manual_seed(0)
+    for seed in range(4 if DEVICE == "cpu" else 100):
+        counts = torch.randint(0, 8, (3,), generator=generator).tolist()
+        check(running, [routes(n, plan, 6, 7 * seed + r) for r, n in enumerate(counts)])
+
+
+@pytest.mark.gpu
+def test_as_a_cuda_graph():
+    """Recorded once and replayed with other tokens: step numbers are counted on the device."""
+    plan = Plan(6, 2, 64, 2, wire="bf16", result="f32")
+    running = transports(3, plan, polls=1 << 20)
+    inputs = [tuple(p.to(DEVICE) for p in routes(6, plan, 6, r)) for r in range(3)]
+
+    def whole_step() -> list[Tensor]:
+        sent = [t.send(x, chosen, 6, w) for t, (x, chosen, w) in zip(running, inputs)]
+        arrived = [t.receive(one) for t, one in zip(running, sent)]
+        for transport, one in zip(running, arrived, strict=True):
+            transport.send_back(visit(transport, one), one)
+        return [t.sum_up(one) for t, one in zip(running, arrived)]
+
+    whole_step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = whole_step()
+    for seed in range(5):
+        fresh = [routes(6, plan, 6, 50 * seed + r) for r in range(3)]
+        for held, new in zip(inputs, fresh, strict=True):
+            for tensor, value in zip(held, new, strict=True):
+                tensor.copy_(value)
+        graph.replay()
+        for transport, out, (x, chosen, w) in zip(running, outs, fresh, strict=True):
+            transport.check()
+            torch.testing.assert_close(
+                out.cpu().double(), wanted(x, chosen, w, "bf16"), rtol=1e-4, atol=1e-4
+            )

@@ -1,0 +1,143 @@
+"""What each rank does in test_tensor.py: a divided model against the whole one, in the same process.
+
+The whole model runs the tokens of all data ranks; its logits and gradients are the oracle. Gradients are
+cut like weights: a second copy of the model, whose weights are those gradients, is divided in the same way.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import fulgurite
+from fulgurite.models import Decoder, ModelConfig, random_model
+from fulgurite.models.family import Family
+from fulgurite.models.registry import ARCHITECTURES, plan_of
+from fulgurite.parallel import Collective, Mesh, Placement, parallelize
+
+Shape = tuple[int, int, int]
+_meshes: dict[Shape, Mesh] = {}
+
+
+def mesh_of(shape: Shape) -> Mesh:
+    """The same mesh for every test of a process: groups are made once."""
+    if shape not in _meshes:
+        _meshes[shape] = Mesh(*shape, timeout=60)
+    return _meshes[shape]
+
+
+def family(config: ModelConfig) -> Family:
+    return next(f for f in ARCHITECTURES.values() if f.name == config.family)
+
+
+def whole_model(config: ModelConfig) -> Decoder:
+    """Wide weights, so that every part matters; biases and router corrections too."""
+    return random_model(config, family(config), dtype=torch.float32, std=0.3).train()
+
+
+def tokens_of(rank: int, vocabulary: int, lengths: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator().manual_seed(50 + rank)
+    return torch.randint(0, vocabulary, (lengths[rank % len(lengths)],), generator=generator)
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
+    logits = model(ids, torch.arange(len(ids)))
+    weights = torch.linspace(-1, 1, logits.shape[-1])
+    return logits, (logits.tanh() * weights).sum()
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The largest difference, over the largest number of the oracle."""
+
+    logits: float
+    gradients: Mapping[str, float]
+    report: str
+
+
+def compare(
+    config: ModelConfig, shape: Shape, lengths: tuple[int, ...], placement: Placement | None = None
+) -> Compared:
+    mesh = mesh_of(shape)
+    whole = whole_model(config)
+    everyone = [tokens_of(rank, config.vocabulary, lengths) for rank in range(shape[0])]
+    wanted, losses = zip(*(loss_of(whole, ids) for ids in everyone), strict=True)
+    torch.stack(losses).sum().backward()
+    local, expected = copy.deepcopy(whole), copy.deepcopy(whole)
+    local.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for parameter, source in zip(expected.parameters(), whole.parameters(), strict=True):
+            parameter.copy_(torch.zeros_like(source) if source.grad is None else source.grad)
+    plan = plan_of(config)
+    shares = parallelize(local, mesh, plan, placement=placement)
+    parallelize(expected, mesh, plan, placement=placement)
+    logits, loss = loss_of(local, everyone[mesh.data.index])
+    loss.backward()
+    shares.reduce_gradients()
+    gradients = {
+        name: distance(parameter.grad, other, whole.get_parameter(whole_name(name)).grad)
+        for (name, parameter), other in zip(
+            local.named_parameters(), expected.parameters(), strict=True
+        )
+    }
+    return Compared(distance(logits, wanted[mesh.data.index]), gradients, str(shares))
+
+
+def whole_name(name: str) -> str:
+    """The parameter of the undivided model."""
+    return name.replace(".inner", "").replace("experts.experts", "experts")
+
+
+def distance(ours: Tensor | None, wanted: Tensor, whole: Tensor | None = None) -> float:
+    """The largest difference over the largest number, of the whole tensor where `wanted` is a share."""
+    assert ours is not None and ours.shape == wanted.shape, (ours, wanted.shape)
+    if wanted.numel() == 0:
+        return 0.0
+    scale = max(float((wanted if whole is None else whole).detach().abs().max()), 1e-3)
+    return float((ours - wanted).detach().abs().max()) / scale
+
+
+def compare_packed(config: ModelConfig, shape: Shape, recipe: str) -> float:
+    """Packed weights are cut, not quantized anew: the same numbers, divided."""
+    mesh = mesh_of(shape)
+    whole = whole_model(config).eval()
+    fulgurite.quantize(whole, recipe, progress=False)
+    for module in whole.modules():
+        if hasattr(module, "activations"):
+            module.activations = "none"  # of rows that are divided, blocks have other maxima
+    ids = tokens_of(0, config.vocabulary, (13,))
+    with torch.no_grad():
+        wanted = whole(ids, torch.arange(len(ids)))
+        parallelize(whole, mesh, plan_of(config))
+        return distance(whole(ids, torch.arange(len(ids))), wanted)
+
+
+def compare_cached(config: ModelConfig, shape: Shape, new: int) -> tuple[list[int], list[int]]:
+    """Greedy tokens of a divided model with a cache of its own heads, and of the whole one."""
+    from fulgurite.models import ContiguousCache
+
+    mesh = mesh_of(shape)
+    model = whole_model(config).eval()
+    ids = tokens_of(0, config.vocabulary, (7,))
+    texts = []
+    for _ in range(2):
+        cache = ContiguousCache(model.attention_specs, 1, len(ids) + new)
+        text, step, start = ids.tolist(), ids[None], 0
+        with torch.no_grad():
+            for _ in range(new):
+                positions = torch.arange(start, start + step.shape[1])[None]
+                chosen = model(step, positions, cache)[0, -1].argmax()
+                start, step = len(text), chosen[None, None]
+                text.append(int(chosen))
+        texts.append(text[len(ids) :])
+        if len(texts) == 1:
+            parallelize(model, mesh, plan_of(config), transport=_transport(mesh))
+    return texts[1], texts[0]
+
+
+def _transport(mesh: Mesh) -> Collective | None:
+    return Collective(mesh.expert) if mesh.expert.size > 1 else None

@@ -1,0 +1,123 @@
+"""The mesh: who is where, what does not add up, and ranks that start and end together."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+from fulgurite.errors import ArgumentError, RankError
+from fulgurite.parallel import Mesh, MeshShape, Ranks, launch
+from fulgurite.parallel.collectives import share
+
+
+def test_axes_of_a_shape():
+    shape = MeshShape(data=2, tensor=3, expert=2)
+    assert shape.groups("tensor") == [[0, 1, 2], [3, 4, 5]]
+    assert shape.groups("data") == [[0, 3], [1, 4], [2, 5]]
+    assert shape.groups("expert") == [[0, 1], [2, 3], [4, 5]]
+    assert shape.groups("replica") == [[0, 2, 4], [1, 3, 5]]
+    for axis in ("world", "data", "tensor", "expert", "replica"):
+        assert sorted(r for group in shape.groups(axis) for r in group) == list(range(6))
+
+
+@pytest.mark.parametrize(
+    "world, data, tensor, expert, message",
+    [
+        (6, 2, 2, 1, "data 2 x tensor 2 = 4 ranks, but 6 were started"),
+        (1, 1, 2, 1, "data 1 x tensor 2 = 2 ranks, but 1 was started"),
+        (8, None, 3, 1, "data 2 x tensor 3 = 6 ranks, but 8 were started"),
+        (8, 4, 2, 3, "expert 3 must divide data 4 x tensor 2 = 8 ranks"),
+        (4, 4, 1, 8, "expert 8 must divide data 4 x tensor 1 = 4 ranks"),
+        (4, 0, 4, 1, "data=0"),
+    ],
+)
+def test_equations_that_do_not_hold(world, data, tensor, expert, message):
+    with pytest.raises(ArgumentError, match=message) as caught:
+        MeshShape.for_world(world, data, tensor, expert)
+    assert "next" in caught.value.rows
+
+
+def test_data_takes_what_tensor_leaves():
+    assert MeshShape.for_world(8, None, 2, 4) == MeshShape(4, 2, 4)
+
+
+def test_one_process_is_a_mesh_of_one():
+    with Mesh() as mesh:
+        assert [a.size for a in (mesh.data, mesh.tensor, mesh.expert, mesh.world)] == [1] * 4
+        assert mesh.tensor.group is None and "rank 0" in repr(mesh)
+
+
+def test_a_started_rank_without_an_address(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ArgumentError, match="MASTER_ADDR"):
+        Mesh()
+
+
+@pytest.mark.parametrize("total", [0, 1, 5, 8, 97])
+@pytest.mark.parametrize("step", [1, 3])
+def test_shares_cover_everything_once(total, step):
+    ranges = [share(total, index, 4, step) for index in range(4)]
+    assert [i for start, stop in ranges for i in range(start, stop)] == list(range(total))
+    assert all(start % step == 0 or start == total for start, _ in ranges)
+
+
+def places() -> tuple[int, tuple[int, ...], int, str]:
+    with Mesh(data=2, tensor=2, expert=4, timeout=30) as mesh:
+        return mesh.rank, mesh.data.ranks, mesh.tensor.index, str(mesh.device)
+
+
+def test_ranks_and_meshes_one_after_another(ranks):
+    for _ in range(2):  # a second mesh in the same processes
+        found = ranks(4).run(places)
+        assert [rank for rank, *_ in found] == [0, 1, 2, 3]
+        assert [data for _, data, *_ in found] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+        assert [tensor for _, _, tensor, _ in found] == [0, 1, 0, 1]
+
+
+def too_many() -> str:
+    try:
+        Mesh(data=3, tensor=1)
+    except ArgumentError as error:
+        return str(error)
+    return ""
+
+
+def test_the_wrong_number_of_ranks_is_said_on_all(ranks):
+    for text in ranks(4).run(too_many):
+        assert "data 3 x tensor 1 = 3 ranks, but 4 were started" in text
+
+
+def one_fails(rank: int) -> int:
+    if int(os.environ["RANK"]) == rank:
+        raise ValueError(f"no more of rank {rank}")
+    time.sleep(60)
+    return 0
+
+
+def test_a_failing_function_ends_all_ranks():
+    started = time.monotonic()
+    pool = Ranks(3, grace=0.5)
+    with pytest.raises(
+        RankError, match="rank 1 of 3 failed: ValueError: no more of rank 1"
+    ) as error:
+        pool.run(one_fails, 1)
+    assert time.monotonic() - started < 30
+    assert "rank 0: still running; killed" in str(error.value)
+    assert not pool.alive
+    with pytest.raises(RankError, match="have ended"):
+        pool.run(one_fails, 1)
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * (2 + int(os.environ["RANK"]))
+
+
+def test_launch_gives_results_by_rank():
+    results = launch(doubled, 2, torch.arange(3))
+    assert [r.tolist() for r in results] == [[0, 2, 4], [0, 3, 6]]
+    with pytest.raises(ArgumentError, match="0 ranks"):
+        launch(doubled, 0)

@@ -1,0 +1,251 @@
+"""Places of experts: every expert somewhere, ranks equally full, the busiest rank near the best."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fulgurite.errors import ArgumentError
+from fulgurite.parallel.placement import (
+    Placement,
+    contiguous,
+    count_load,
+    moved,
+    read_load,
+    read_placement,
+    save_placement,
+    simulate,
+)
+from fulgurite.parallel.rebalance import rebalance
+
+
+def random_load(layers: int, experts: int, seed: int = 0, spread: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.exp(spread * torch.randn(layers, experts, generator=generator)) * 100
+
+
+def best_by_trying_all(load: list[float], ranks: int, slots: int) -> float:
+    """The least busiest rank over every choice of replicas and every way to share them out."""
+    best, room = float("inf"), slots // ranks
+    for counts in itertools.product(range(1, ranks + 1), repeat=len(load)):
+        if sum(counts) != slots:
+            continue
+        items = sorted(
+            (load[expert] / count for expert, count in enumerate(counts) for _ in range(count)),
+            reverse=True,
+        )
+        totals, free = [0.0] * ranks, [room] * ranks
+
+        def put(index: int) -> None:
+            nonlocal best
+            if max(totals) >= best:
+                return
+            if index == len(items):
+                best = max(totals)
+                return
+            for rank in {(totals[r], free[r]): r for r in range(ranks) if free[r]}.values():
+                totals[rank], free[rank] = totals[rank] + items[index], free[rank] - 1
+                put(index + 1)
+                totals[rank], free[rank] = totals[rank] - items[index], free[rank] + 1
+
+        put(0)
+    return best
+
+
+@pytest.mark.parametrize(
+    ("experts", "ranks", "slots"), [(6, 3, 6), (5, 3, 6), (4, 4, 8), (7, 2, 8)]
+)
+def test_near_the_best_there_is(experts: int, ranks: int, slots: int) -> None:
+    load = random_load(12, experts, seed=experts)
+    made = simulate(load, rebalance(load, ranks, slots=slots)).load_LR.amax(1)
+    best = torch.tensor([best_by_trying_all(row, ranks, slots) for row in load.double().tolist()])
+    excess = made / best.to(made)
+    assert bool((excess > 1 - 1e-6).all())
+    assert float(excess.max()) < 1.15 and float(excess.mean()) < 1.08
+
+
+@pytest.mark.parametrize(
+    ("experts", "ranks", "slots", "nodes", "groups"),
+    [
+        (8, 1, None, 1, 1),
+        (8, 8, None, 1, 1),
+        (7, 3, None, 1, 1),
+        (8, 4, 12, 1, 1),
+        (1, 4, 4, 1, 1),
+        (5, 4, 20, 1, 1),
+        (64, 16, 80, 4, 8),
+        (64, 16, 80, 4, 1),
+        (64, 8, None, 8, 8),
+    ],
+)
+def test_what_always_holds(
+    experts: int, ranks: int, slots: int | None, nodes: int, groups: int
+) -> None:
+    load = random_load(3, experts, seed=ranks, spread=1.5)
+    made = rebalance(load, ranks, slots=slots, nodes=nodes, groups=groups)
+    assert made.slots_LS.shape == (3, slots or -(-experts // ranks) * ranks)
+    replicas = made.replicas_LE
+    assert int(replicas.min()) >= 1 and int(replicas.max()) <= max(ranks, 1)
+    balance = simulate(load, made)
+    assert torch.allclose(balance.load_LR.sum(1), load.double().sum(1))
+    busiest_replica = (load / replicas).amax(1)
+    bound = balance.load_LR.mean(1) + busiest_replica
+    if groups == 1:
+        assert bool((balance.load_LR.amax(1) <= bound * (1 + 1e-9)).all())
+    assert bool((balance.ratio_L >= 1 - 1e-9).all()) and balance.ratio >= 1 - 1e-9
+
+
+def test_a_group_stays_on_one_node() -> None:
+    load = random_load(4, 32)
+    made = rebalance(load, 8, slots=40, nodes=4, groups=8)
+    groups_LNP = made.slots_LS.unflatten(1, (4, -1)) // 4
+    for node_groups in groups_LNP.flatten(0, 1):
+        assert len(set(node_groups.tolist())) == 2
+
+
+def test_more_replicas_of_hot_experts_help() -> None:
+    load = torch.full((2, 16), 10.0)
+    load[:, 3] = 400.0
+    plain = simulate(load, contiguous(2, 16, 8)).ratio
+    packed = simulate(load, rebalance(load, 8)).ratio
+    spread = simulate(load, rebalance(load, 8, slots=24)).ratio
+    assert plain == pytest.approx(410 / (550 / 8)) and packed <= plain
+    assert spread < 1.1 < packed
+
+
+def test_no_load_and_equal_load() -> None:
+    nothing = torch.zeros(2, 8)
+    assert simulate(nothing, rebalance(nothing, 4, slots=12)).ratio == 1.0
+    even = torch.full((1, 8), 3.0)
+    assert simulate(even, rebalance(even, 4)).ratio == pytest.approx(1.0)
+    assert rebalance(torch.zeros(0, 8), 4).layers == 0
+
+
+def test_the_same_load_gives_the_same_places() -> None:
+    load = random_load(5, 48)
+    one, two = rebalance(load, 8, slots=56), rebalance(load, 8, slots=56)
+    assert torch.equal(one.slots_LS, two.slots_LS)
+
+
+def test_what_lies_well_stays() -> None:
+    load = random_load(6, 64)
+    old = rebalance(load, 8, slots=72)
+    assert moved(old, rebalance(load, 8, slots=72, old=old)) == 0
+    drifted = load * torch.exp(0.3 * torch.randn(6, 64, generator=torch.Generator().manual_seed(5)))
+    fresh, aligned = rebalance(drifted, 8, slots=72), rebalance(drifted, 8, slots=72, old=old)
+    assert simulate(drifted, aligned).ratio == pytest.approx(simulate(drifted, fresh).ratio)
+    assert moved(old, aligned) < moved(old, fresh)
+    assert simulate(drifted, aligned).ratio < simulate(drifted, old).ratio
+
+
+@pytest.mark.parametrize("moves", [0, 1, 6, 20])
+def test_a_budget_of_moves(moves: int) -> None:
+    load = random_load(4, 64)
+    old = rebalance(load, 8, slots=72)
+    drifted = load * torch.exp(0.4 * torch.randn(4, 64, generator=torch.Generator().manual_seed(6)))
+    new = rebalance(drifted, 8, slots=72, old=old, moves=moves)
+    assert moved(old, new) <= 4 * moves
+    was, now = simulate(drifted, old).load_LR.amax(1), simulate(drifted, new).load_LR.amax(1)
+    assert bool((now <= was * (1 + 1e-9)).all())
+    if moves == 20:
+        assert simulate(drifted, new).ratio < 1 + 0.5 * (simulate(drifted, old).ratio - 1)
+    # What stays on its rank stays in its slot.
+    for rank in range(8):
+        for old_P, new_P in zip(old.by_rank_LRP[:, rank], new.by_rank_LRP[:, rank], strict=True):
+            assert all(a == b or a not in new_P for a, b in zip(old_P, new_P, strict=True))
+
+
+def test_moves_are_counted_by_rank() -> None:
+    old = Placement(torch.tensor([[0, 1, 2, 3]]), 4, 2)
+    same = Placement(torch.tensor([[1, 0, 3, 2]]), 4, 2)
+    other = Placement(torch.tensor([[0, 2, 1, 3]]), 4, 2)
+    assert moved(old, same) == 0 and moved(old, other) == 2
+    with pytest.raises(ArgumentError, match="different models"):
+        moved(old, contiguous(2, 4, 2))
+
+
+def test_the_router_finds_every_replica_in_turn() -> None:
+    placement = Placement(torch.tensor([[2, 0, 1, 2, 2, 0], [0, 1, 2, 0, 1, 2]]), 3, 3)
+    table = placement.table()
+    experts = torch.tensor([[2, 0], [2, 1], [2, 0], [2, 1]])
+    assert table.remap(0, experts).tolist() == [[0, 1], [3, 2], [4, 1], [0, 2]]
+    assert table.remap(0, experts, first_token=1).tolist() == [[3, 5], [4, 2], [0, 5], [3, 2]]
+    assert table.remap(1, experts[:, :1]).tolist() == [[2], [5], [2], [5]]
+    assert table.remap(0, experts[:0]).shape == (0, 2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_routed_batch_lands_where_the_simulator_says(seed: int) -> None:
+    """The remap of real routes, rank by rank, against the simulated load of their histogram."""
+    generator = torch.Generator().manual_seed(seed)
+    chances = torch.exp(torch.randn(24, generator=generator))
+    experts = torch.multinomial(chances.expand(4096, -1), 4, generator=generator)
+    load = count_load(experts, 24)[None]
+    placement = rebalance(load, 4, slots=32)
+    slots = placement.table().remap(0, experts)
+    assert torch.equal(placement.slots_LS[0][slots], experts)  # the right expert, always
+    visits = torch.bincount(slots.flatten() // placement.slots_per_rank, minlength=4)
+    predicted = simulate(load, placement).load_LR[0]
+    assert float((visits - predicted).abs().max() / predicted.mean()) < 0.05
+
+
+def test_what_is_refused() -> None:
+    load = random_load(1, 8)
+    with pytest.raises(ArgumentError, match="a multiple of 4 from 8 to 32"):
+        rebalance(load, 4, slots=10)
+    with pytest.raises(ArgumentError, match="4 ranks can't be spread evenly over 3 nodes"):
+        rebalance(load, 4, nodes=3)
+    with pytest.raises(ArgumentError, match="3 groups of 8 experts"):
+        rebalance(load, 4, nodes=2, groups=3)
+    with pytest.raises(ArgumentError, match="moves=3 needs an old placement"):
+        rebalance(load, 4, moves=3)
+    with pytest.raises(ArgumentError, match="expert 2 of layer 0 lies nowhere"):
+        Placement(torch.tensor([[0, 1, 1, 3]]), 4, 2)
+    with pytest.raises(ArgumentError, match="outside 0 to 3"):
+        Placement(torch.tensor([[0, 1, 2, 4]]), 4, 2)
+    with pytest.raises(ArgumentError, match="can't be shared evenly by 3 ranks"):
+        Placement(torch.tensor([[0, 1, 2, 3]]), 4, 3)
+    for bad in (torch.tensor([1.0]), torch.tensor([[-1.0]]), torch.tensor([[float("nan")]])):
+        with pytest.raises(ArgumentError, match="a load"):
+            rebalance(bad, 1)
+
+
+def test_a_placement_survives_its_file(tmp_path: Path) -> None:
+    made = rebalance(random_load(2, 8), 4, slots=12)
+    read = read_placement(save_placement(made, tmp_path / "places.json"))
+    assert torch.equal(read.slots_LS, made.slots_LS) and (read.experts, read.ranks) == (8, 4)
+    (tmp_path / "other.json").write_text('{"experts": 8}')
+    (tmp_path / "cut.json").write_text('{"experts": 8')
+    (tmp_path / "list.json").write_text("[1]")
+    for name in ("other.json", "cut.json", "list.json"):
+        with pytest.raises(ArgumentError, match="holds no placement"):
+            read_placement(tmp_path / name)
+    with pytest.raises(ArgumentError, match="can't be read"):
+        read_placement(tmp_path / "missing.json")
+    with pytest.raises(ArgumentError, match="can't be written"):
+        save_placement(made, tmp_path / "no" / "folder.json")
+
+
+def test_files_of_load(tmp_path: Path) -> None:
+    rows = [[1.0, 2.0, 0.0], [5.0, 0.0, 7.0]]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    (tmp_path / "a.csv").write_text("1,2,0\n5,0,7\n")
+    np.save(tmp_path / "a.npy", np.array(rows, dtype=np.int32))
+    for suffix in ("json", "csv", "npy"):
+        assert read_load(tmp_path / f"a.{suffix}").tolist() == rows
+    (tmp_path / "b.json").write_text("[[1, 2], [3]]")
+    (tmp_path / "c.json").write_text("{")
+    np.save(tmp_path / "p.npy", np.array([{"pickled": 1}]), allow_pickle=True)
+    for name in ("b.json", "c.json", "p.npy"):
+        with pytest.raises(ArgumentError, match="holds no load"):
+            read_load(tmp_path / name)
+    with pytest.raises(ArgumentError, match="can't be read"):
+        read_load(tmp_path / "missing.json")
+    with pytest.raises(ArgumentError, match="no load that can be read"):
+        read_load(tmp_path / "load.pt")

@@ -1,0 +1,61 @@
+"""The symmetric transport between processes that share one GPU: the same results as one rank's experts.
+
+Their kernels take turns on the GPU, so this shows that it is right, not how fast it is.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from . import expert_cases as cases
+from .model_cases import distance, mesh_of
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def several_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+
+
+def compare(count: int, wire: str, kind: str, rounds: int) -> float:
+    """The largest distance over many steps with changing numbers of tokens, none among them."""
+    from fulgurite.parallel import spread_experts
+    from fulgurite.parallel.transport_symmetric import Plan, Symmetric, symmetric_memory
+
+    mesh = mesh_of((count, 1, count))
+    plan = Plan(16, 3, cases.HIDDEN, 8 // count, wire=wire, result="f32")
+    transport = Symmetric(mesh.expert, plan, symmetric_memory(mesh.expert, plan, mesh.device))
+    whole = cases.make_experts(kind, 8, 3, torch.float32).to(mesh.device)
+    ours = spread_experts(copy.deepcopy(whole), transport)
+    generator = torch.Generator().manual_seed(0)
+    worst = 0.0
+    for round in range(rounds):
+        tokens = torch.randint(0, 17, (count,), generator=generator).tolist()[mesh.rank]
+        x, routes = cases.make_inputs(
+            10 * round + mesh.rank, tokens, 8, 3, torch.float32, only=round if round < 8 else None
+        )
+        x, routes = x.to(mesh.device), type(routes)(*(part.to(mesh.device) for part in routes))
+        with torch.no_grad():
+            out = ours(x, routes)
+            rounded = transport.wire.rounded(x)
+            worst = max(worst, distance(out, whole(rounded, routes)))
+        transport.check()
+    return worst
+
+
+@pytest.mark.parametrize("wire", ["f32", "bf16", "fp8", "nvfp4"])
+@pytest.mark.parametrize("kind", cases.KINDS)
+def test_two_ranks(several_on_one_gpu, kind, wire):
+    from fulgurite.parallel import launch
+
+    assert max(launch(compare, 2, 2, wire, kind, 20)) < 1e-4
+
+
+def test_four_ranks_under_pressure(several_on_one_gpu):
+    from fulgurite.parallel import launch
+
+    assert max(launch(compare, 4, 4, "f32", "plain", 100)) < 1e-4

