@@ -1,25 +1,16 @@
 """DeepSeek-V2 and V3: latent attention, and experts chosen within groups.
 
-Keys and values of all heads are linear in one latent vector c of `rank` numbers a token, plus one
-rotary key r that the heads share. Only (c, r) is cached. With U_k and U_v the two parts of
-`latent_up`,
+A token leaves one latent vector and one rotary key for all heads (`latent.py` has the formulas).
+What happens to them is up to the cache: this module only projects.
 
-    score = q_nope . (U_k c) + q_rope . r  =  (U_k^T q_nope, q_rope) . (c, r)
-    out   = sum of weight * (U_v c)        =  U_v (sum of weight * c)
-
-so with a cache this is attention with a single key head of size rank + rope, whose value is the
-first `rank` numbers of its key: no cached key is ever expanded. Without a cache every key is used
-at once and expanding is cheaper.
-
-Shapes: X the layout of the tokens; D hidden size; N heads; P size without rope; R size with rope;
-C latent rank; V value size.
+Shapes: X the layout of the tokens; D hidden size; N heads; H size of a query; C latent rank;
+L = C + the size of the rotary key; U rows of the up projection a head; V value size.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
 from fulgurite.models import family
@@ -32,7 +23,8 @@ from fulgurite.models.config import (
     ModelConfig,
     read_rope,
 )
-from fulgurite.models.family import LAYER, Family, Rule
+from fulgurite.models.family import GGUF_LAYER, LAYER, Family, GGUFTable, Rule
+from fulgurite.models.latent import LatentStep
 from fulgurite.models.layers import Decoder, GatedMLP, PreNormLayer, RMSNorm
 from fulgurite.models.llama import read_dense_config
 from fulgurite.models.moe import (
@@ -44,7 +36,7 @@ from fulgurite.models.moe import (
     grouped_softmax,
     shared_expert,
 )
-from fulgurite.models.rope import Rotation, rotate
+from fulgurite.models.rope import Rotation
 
 LATENT_NORM_EPS = 1e-6  # of the norms on latents, whatever rms_norm_eps says
 
@@ -101,6 +93,11 @@ def _read(name: str, fields: Fields, grouped: bool, interleaved: bool) -> ModelC
     )
 
 
+class LatentUp(nn.Linear):
+    """What expands a latent into heads. It is read head by head, by columns as well as by rows, so it
+    stays dense where other linears are packed: it is a small part of a layer."""
+
+
 class LatentAttention(nn.Module):
     """Multi-head latent attention; see the top of this file."""
 
@@ -108,23 +105,17 @@ class LatentAttention(nn.Module):
         super().__init__()
         rope = config.layers[index].rope
         assert config.latent is not None and rope is not None, "latent attention turns its keys"
-        self.latent = latent = config.latent
+        latent = config.latent
         self.interleaved = rope.interleaved
+        self.query_dim, self.up_dim = config.head_dim, latent.nope_dim + latent.value_dim
         heads, hidden, bias = config.heads, config.hidden, config.query_bias
-        expanded = AttentionSpec(
+        self.spec = AttentionSpec(
             layer=index,
             heads=heads,
-            kv_heads=heads,
-            key_dim=config.head_dim,
-            value_dim=latent.value_dim,
-            scale=config.attention_scale,
-        )
-        self.expanded = expanded
-        self.spec = replace(
-            expanded,
             kv_heads=1,
             key_dim=latent.rank + latent.rope_dim,
             value_dim=latent.rank,
+            scale=config.attention_scale,
             latent=True,
         )
         query_size = heads * config.head_dim
@@ -138,59 +129,24 @@ class LatentAttention(nn.Module):
             )
         self.latent_down = nn.Linear(hidden, latent.rank + latent.rope_dim, bias=bias)
         self.latent_norm = RMSNorm(latent.rank, LATENT_NORM_EPS)
-        up_size = heads * (latent.nope_dim + latent.value_dim)
-        self.latent_up = nn.Linear(latent.rank, up_size, bias=False)
+        self.latent_up = LatentUp(latent.rank, heads * self.up_dim, bias=False)
         self.output = nn.Linear(heads * latent.value_dim, hidden, bias=config.output_bias)
 
     def forward(
         self, x_XD: Tensor, positions_X: Tensor, rotation: Rotation, cache: Cache
     ) -> Tensor:
-        sizes = (self.latent.nope_dim, self.latent.rope_dim)
-        q_XNH = self.query(x_XD).unflatten(-1, (-1, sum(sizes)))
-        q_XNP, q_XNR = q_XNH.split(sizes, dim=-1)
-        q_XNR = rotate(q_XNR, rotation, self.interleaved)
-        c_XC, r_XR = self.latent_down(x_XD).split((self.latent.rank, sizes[1]), dim=-1)
-        c_X1C = self.latent_norm(c_XC)[..., None, :]
-        r_X1R = rotate(r_XR[..., None, :], rotation, self.interleaved)
-        if cache.persistent:
-            out_XNV = self._absorbed(q_XNP, q_XNR, c_X1C, r_X1R, positions_X, cache)
-        else:
-            out_XNV = self._expanded(q_XNP, q_XNR, c_X1C, r_X1R, positions_X, cache)
+        step = LatentStep(
+            q_XNH=self.query(x_XD).unflatten(-1, (-1, self.query_dim)),
+            latent_XL=self.latent_down(x_XD),
+            norm_C=self.latent_norm.weight,
+            eps=self.latent_norm.eps,
+            up_NUC=self.latent_up.weight.unflatten(0, (-1, self.up_dim)),
+            rotation=rotation,
+            interleaved=self.interleaved,
+        )
+        out_XNV = cache.attend_latent(self.spec, step, positions_X)
         out_XD: Tensor = self.output(out_XNV.flatten(-2))
         return out_XD
-
-    def _absorbed(
-        self,
-        q_XNP: Tensor,
-        q_XNR: Tensor,
-        c_X1C: Tensor,
-        r_X1R: Tensor,
-        positions_X: Tensor,
-        cache: Cache,
-    ) -> Tensor:
-        up_NHC = self.latent_up.weight.unflatten(0, (self.expanded.heads, -1))
-        up_key_NPC, up_value_NVC = up_NHC.split(
-            (self.latent.nope_dim, self.latent.value_dim), dim=1
-        )
-        q_XNC = torch.einsum("...np,npc->...nc", q_XNP, up_key_NPC)
-        q_XNH, k_X1H = torch.cat((q_XNC, q_XNR), dim=-1), torch.cat((c_X1C, r_X1R), dim=-1)
-        out_XNC = cache.attend(self.spec, q_XNH, k_X1H, None, positions_X, None)
-        return torch.einsum("...nc,nvc->...nv", out_XNC, up_value_NVC)
-
-    def _expanded(
-        self,
-        q_XNP: Tensor,
-        q_XNR: Tensor,
-        c_X1C: Tensor,
-        r_X1R: Tensor,
-        positions_X: Tensor,
-        cache: Cache,
-    ) -> Tensor:
-        up_XNH = self.latent_up(c_X1C.squeeze(-2)).unflatten(-1, (self.expanded.heads, -1))
-        k_XNP, v_XNV = up_XNH.split((self.latent.nope_dim, self.latent.value_dim), dim=-1)
-        k_XNH = torch.cat((k_XNP, r_X1R.expand(*k_XNP.shape[:-1], -1)), dim=-1)
-        q_XNH = torch.cat((q_XNP, q_XNR), dim=-1)
-        return cache.attend(self.expanded, q_XNH, k_XNH, v_XNV, positions_X, None)
 
 
 def build_v2(config: ModelConfig) -> nn.Module:
@@ -254,5 +210,93 @@ WEIGHTS = (
 # Layers past the last are for predicting several tokens at once, which is not built here.
 IGNORED_V3 = (r"model\.layers\.{past}\..*",)
 
-DEEPSEEK_V2 = Family("deepseek_v2", read_v2, build_v2, WEIGHTS)
-DEEPSEEK_V3 = Family("deepseek_v3", read_v3, build_v3, WEIGHTS, IGNORED_V3)
+# The latent is everybody's; what is made of it, head by head, is divided.
+PLAN = (
+    family.OUTSIDE_PLAN
+    | {
+        "layers.*.attention": "attention",
+        "layers.*.attention.query": "query",
+        "layers.*.attention.latent_up": "query",
+        "layers.*.attention.output": "output",
+    }
+    | family.MLP_PLAN
+    | family.EXPERTS_PLAN
+)
+
+
+def _gguf_fields(fields: Fields) -> dict[str, object]:
+    """Files that split the up projection give the sizes of a latent where others give a head's."""
+    result = family.gguf_fields(fields)
+    rope = fields.integer("rope.dimension_count")
+    key = fields.integer("attention.key_length_mla", fields.integer("attention.key_length"))
+    value = fields.integer("attention.value_length_mla", fields.integer("attention.value_length"))
+    groups = fields.integer("expert_group_count", 1)
+    return result | {
+        "num_key_value_heads": fields.integer("attention.head_count"),
+        "kv_lora_rank": fields.integer("attention.kv_lora_rank"),
+        "q_lora_rank": fields.optional_integer("attention.q_lora_rank"),
+        "qk_nope_head_dim": key - rope,
+        "qk_rope_head_dim": rope,
+        "v_head_dim": value,
+        "first_k_dense_replace": fields.integer("leading_dense_block_count", 0),
+        "n_routed_experts": fields.integer("expert_count"),
+        "n_shared_experts": fields.integer("expert_shared_count", 0),
+        "routed_scaling_factor": fields.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": fields.boolean("expert_weights_norm", False),
+        "n_group": groups,
+        "topk_group": fields.integer("expert_group_used_count", groups),
+        "rope_scaling": _gguf_scaling(fields, result.get("rope_scaling")),
+    }
+
+
+def _gguf_v2_fields(fields: Fields) -> dict[str, object]:
+    result = _gguf_fields(fields)
+    grouped = fields.integer("expert_group_count", 1) > 1
+    return result | {"topk_method": "group_limited_greedy" if grouped else "greedy"}
+
+
+def _gguf_scaling(fields: Fields, scaling: object) -> object:
+    """A file keeps a tenth of mscale_all_dim; mscale is taken to be the same, as in every release."""
+    if not isinstance(scaling, dict) or scaling["rope_type"] != "yarn":
+        return scaling
+    return scaling | {
+        "attention_factor": 1.0,
+        "mscale_all_dim": 10 * fields.number("rope.scaling.yarn_log_multiplier", 0.0),
+        "beta_fast": fields.number("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": fields.number("rope.scaling.yarn_beta_slow", 1.0),
+    }
+
+
+GGUF_WEIGHTS = (
+    family.GGUF_OUTSIDE_LAYERS
+    + family.GGUF_NORMS
+    + family.GGUF_MLP
+    + family.GGUF_EXPERTS
+    + family.GGUF_SHARED_EXPERT
+    + tuple(
+        Rule(f"{GGUF_LAYER}{theirs}", f"layers.{{layer}}.{ours}")
+        for theirs, ours in (
+            ("attn_q.weight", "attention.query.weight"),
+            ("attn_q_a.weight", "attention.query.0.weight"),
+            ("attn_q_a_norm.weight", "attention.query.1.weight"),
+            ("attn_q_b.weight", "attention.query.2.weight"),
+            ("attn_kv_a_mqa.weight", "attention.latent_down.weight"),
+            ("attn_kv_a_norm.weight", "attention.latent_norm.weight"),
+            ("attn_output.weight", "attention.output.weight"),
+            ("exp_probs_b.bias", "feed_forward.router.choice_bias"),
+        )
+    )
+)
+_UP = "layers.{layer}.attention.latent_up.weight"
+GGUF_UP = (
+    (
+        Rule(GGUF_LAYER + "attn_k_b.weight", _UP, family.transposed, family.key_rows),
+        Rule(GGUF_LAYER + "attn_v_b.weight", _UP, put=family.value_rows),
+    ),
+    (Rule(GGUF_LAYER + "attn_kv_b.weight", _UP),),
+)
+GGUF_V2 = GGUFTable(_gguf_v2_fields, GGUF_WEIGHTS, either=GGUF_UP)
+GGUF_V3 = GGUFTable(_gguf_fields, GGUF_WEIGHTS, either=GGUF_UP)
+
+DEEPSEEK_V2 = Family("deepseek_v2", read_v2, build_v2, WEIGHTS, gguf=GGUF_V2, plan=PLAN)
+DEEPSEEK_V3 = Family("deepseek_v3", read_v3, build_v3, WEIGHTS, IGNORED_V3, GGUF_V3, PLAN)

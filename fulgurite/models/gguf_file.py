@@ -18,6 +18,7 @@ from fulgurite.quant.gguf_file import PLAIN_TYPES, GGUFContainer, dequantize
 
 # Tensors that hold rotary factors: they become part of the configuration.
 ROPE_TENSORS = ("rope_freqs", "rope_factors_short", "rope_factors_long")
+GATES = {1: "softmax", 2: "sigmoid"}
 
 
 class GGUFFile:
@@ -40,6 +41,12 @@ class GGUFFile:
     @property
     def has_experts(self) -> bool:
         return bool(self.metadata.get(f"{self.architecture}.expert_count", 0))
+
+    @property
+    def gate(self) -> str:
+        """What makes scores of a router's logits; files from before this was written are softmax."""
+        code = self.metadata.get(f"{self.architecture}.expert_gating_func", 1)
+        return GATES.get(code, f"number {code}") if isinstance(code, int) else str(code)
 
     @property
     def fields(self) -> Fields:

@@ -26,6 +26,23 @@ GPT4O = (
     rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_CONTRACTIONS}?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_HAN = "[一-龥ࠀ-一가-퟿]+"  # and most of what is not Latin
+DEEPSEEK_LLM = (
+    r"[\r\n]",
+    r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+    r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+    r"\s+$",
+    _HAN,
+    r"\p{N}",
+)
+DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}")
+DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
+    r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 # The name of a way to split text -> the patterns it splits by, one after the other.
 SPLITS: dict[str, tuple[str, ...]] = {
     "default": (GPT2,),
@@ -38,6 +55,10 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "qwen2": (QWEN2,),
     "gpt-4o": (GPT4O,),
     "llama4": (GPT4O,),
+    "deepseek-llm": DEEPSEEK_LLM,
+    "deepseek-coder": DEEPSEEK_CODER,
+    "deepseek-v3": DEEPSEEK_V3,
+    "deepseek-r1-qwen": (QWEN2,),
 }
 
 

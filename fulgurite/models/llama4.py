@@ -26,9 +26,9 @@ from fulgurite.models.config import (
     read_layer_types,
     read_rope,
 )
-from fulgurite.models.family import LAYER, Family, Rule
+from fulgurite.models.family import LAYER, Family, GGUFTable, Rule
 from fulgurite.models.layers import Decoder, GatedMLP, PreNormLayer, attention_spec
-from fulgurite.models.llama import read_dense_config
+from fulgurite.models.llama import gguf_fields, read_dense_config
 from fulgurite.models.moe import (
     Experts,
     MixtureOfExperts,
@@ -157,4 +157,40 @@ WEIGHTS = (
 )
 IGNORED = (r"(model\.)?vision_model\..*", r"(model\.)?multi_modal_projector\..*")
 
-LLAMA4 = Family("llama4", read_config, build, WEIGHTS, IGNORED)
+PLAN = family.DENSE_PLAN | family.EXPERTS_PLAN
+
+
+GGUF_CHUNK, GGUF_FLOOR, GGUF_SCALE = 8192, 8192.0, 0.1  # of every release; files don't say them
+NORMLESS = 128  # experts of the release without norms on queries and keys; nor do they say this
+
+
+def _gguf_fields(fields: Fields) -> dict[str, object]:
+    """What llama.cpp runs these files with where they say nothing."""
+    experts, chunked = fields.integer("expert_count"), True
+    if "attention.sliding_window" in fields:
+        chunked = fields.integer("attention.sliding_window") > 0
+    every = fields.integer("block_count")
+    return gguf_fields(fields) | {
+        "intermediate_size": fields.integer("expert_feed_forward_length"),
+        "intermediate_size_mlp": fields.integer("feed_forward_length"),
+        "num_local_experts": experts,
+        "interleave_moe_layer_step": fields.integer("interleave_moe_layer_step"),
+        "attention_chunk_size": GGUF_CHUNK if chunked else None,
+        "no_rope_layers": None if chunked else [1] * every,
+        "floor_scale": GGUF_FLOOR,
+        "attn_scale": GGUF_SCALE,
+        "use_qk_norm": experts != NORMLESS,
+    }
+
+
+GGUF = GGUFTable(
+    _gguf_fields,
+    family.GGUF_OUTSIDE_LAYERS
+    + family.GGUF_NORMS
+    + family.GGUF_ATTENTION
+    + family.GGUF_MLP
+    + family.GGUF_EXPERTS
+    + family.GGUF_SHARED_EXPERT,
+)
+
+LLAMA4 = Family("llama4", read_config, build, WEIGHTS, IGNORED, GGUF, PLAN)

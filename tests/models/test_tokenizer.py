@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from fulgurite.errors import ArgumentError, WeightsError
 from fulgurite.models.gguf_tokenizer import SPLITS, build_backend, merges_from_scores
@@ -92,6 +92,27 @@ def test_ways_to_split_digits_differ_as_they_should(trained: Backend) -> None:
     assert pieces("llama-bpe") == ["a", "Ġ", "123", "45"]
     assert pieces("qwen2") == ["a", "Ġ", "1", "2", "3", "4", "5"]
     assert pieces("smollm") == ["a", "Ġ", "1", "2", "3", "4", "5"]
+
+
+@pytest.mark.parametrize(
+    "pre, wanted",
+    [
+        ("deepseek-llm", "Year's| x|=|f|(|y|)| |1|2|3|4| |你好|\n|\n| ok| "),
+        ("deepseek-coder", "Year's| x|=|f|(|y|)| |1|2|3|4| |你好|\n|\n| ok| "),
+        ("deepseek-v3", "Year|'s| x|=f|(y|)| |123|4| |你好|\n\n| ok| "),
+        ("deepseek-r1-qwen", "Year|'s| x|=f|(y|)| |1|2|3|4| 你好|\n\n| ok| "),
+    ],
+)
+def test_deepseeks_ways_to_split(trained: Backend, pre: str, wanted: str) -> None:
+    """Digits one by one or three at a time, punctuation with what follows it or alone."""
+    backend, _ = build_backend(as_metadata(trained, pre), "here")
+    splits = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[pre]]
+    )
+    text = "Year's x=f(y) 1234 你好\n\n ok "
+    found = [piece for piece, _ in splits.pre_tokenize_str(text)]
+    assert found == wanted.replace("Year's", "Year|'|s").split("|")
+    assert backend.decode(backend.encode(text).ids, skip_special_tokens=False) == text
 
 
 def test_unknown_kinds_of_tokenizers_are_errors(trained: Backend) -> None:

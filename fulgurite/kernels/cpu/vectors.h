@@ -1,7 +1,9 @@
 // Sixteen floats at a time, on whatever registers there are: the vectors of GCC and Clang. Products and
-// sums may be contracted to fused ones here, which kernels that are generated may not.
+// sums may be contracted to fused ones here, which kernels that are generated may not; nor may those
+// that ask for each step to be rounded.
 
-#if defined(__clang__)
+#if defined(ROUND_EACH_STEP)
+#elif defined(__clang__)
 #pragma clang fp contract(fast)
 #else
 #pragma GCC optimize("fp-contract=fast")
@@ -46,15 +48,15 @@ INLINE vec wide(const f16* from) {
   __builtin_memcpy(&code, from, sizeof code);
   return wide_half(__builtin_convertvector(code, uvec));
 }
-INLINE vec wide(const f8e5m2* from) {
+// by way of 16 bits: straight from bytes GCC 12 takes them one by one
+INLINE uvec wide_bytes(const void* from) {
   quarters code;
   __builtin_memcpy(&code, from, sizeof code);
-  return wide_half(__builtin_convertvector(code, uvec) << 8);
+  return __builtin_convertvector(__builtin_convertvector(code, halves), uvec);
 }
+INLINE vec wide(const f8e5m2* from) { return wide_half(wide_bytes(from) << 8); }
 INLINE vec wide(const f8e4m3* from) {
-  quarters narrow;
-  __builtin_memcpy(&narrow, from, sizeof narrow);
-  uvec code = __builtin_convertvector(narrow, uvec);
+  uvec code = wide_bytes(from);
   uvec magnitude = code & 0x7fu;
   uvec special = (uvec)(magnitude == 0x7fu) & 0x7fc00000u;
   return widen_bits(magnitude << 20, (code & 0x80u) << 24, 0x1p120f, special);

@@ -1,0 +1,136 @@
+"""The Triton kernels of latent attention: on a GPU, or in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from .triton_support import DEVICE, INTERPRETED  # isort: skip
+
+from fulgurite.kernels import mla_reference as reference
+from fulgurite.kernels.mla import expands
+from fulgurite.kernels.triton import mla as triton_mla
+from fulgurite.kernels.triton import mla_decode
+from fulgurite.kernels.triton.mla_write import write_latent
+
+from .mla_cases import CASES, Case, angles, build, empty_pages, exact
+
+# the interpreter cuts bfloat16 off where a GPU rounds
+NARROW = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
+LARGE = () if INTERPRETED else ("deepseek",)
+QUICK = [name for name in CASES if name not in ("deepseek", "decode, long", "mixed")]
+
+
+def run(tensors, options, counted=True):
+    """The kernel with every argument in place; `counted`: the host knows the counts."""
+    starts, lengths = tensors[6], tensors[7]
+    counts = (starts[1:] - starts[:-1]).tolist()
+    keys = lengths.tolist()
+    return triton_mla.latent_attention(
+        *tensors, options["scale"], options["interleaved"],
+        max(counts, default=0), max(keys, default=0),
+        counts if counted else None, keys if counted else None,
+    )  # fmt: skip
+
+
+def close(found, tensors, options, tolerance):
+    """Within a share of the largest result, or four times the error of plain torch in float32."""
+    wanted = exact(tensors, options)
+    eager = reference.latent_attention(*tensors, **options)
+    assert found.shape == wanted.shape
+    if not wanted.numel():
+        return
+    ours, theirs = ((x.double() - wanted).abs().max() for x in (found, eager))
+    assert ours <= max(tolerance * wanted.abs().max(), 4 * theirs), f"{ours} against {theirs}"
+
+
+@pytest.mark.parametrize("name", [*QUICK, *LARGE])
+def test_float32(name):
+    tensors, options = build(CASES[name], torch.float32, torch.float32, DEVICE)
+    close(run(tensors, options), tensors, options, 2e-6)
+
+
+def test_absorbed_where_counts_are_not_known():
+    tensors, options = build(CASES["prompt of a prime"], torch.float32, torch.float32, DEVICE)
+    close(run(tensors, options, counted=False), tensors, options, 2e-6)
+
+
+MIXED = Case([(1, 30), (40, 40), (3, 20), (0, 5), (1, 1), (33, 70)], heads=3, spare=2)
+
+
+@pytest.mark.parametrize("pages", [torch.float32, torch.uint8, *NARROW], ids=str)
+def test_mixed(pages):
+    """Prompts, a prompt after a prefix, decode steps and nobody's tokens in one call."""
+    sizes = (MIXED.rank, MIXED.plain, MIXED.rope, MIXED.value)
+    ways = [expands(new, length, *sizes) for new, length in MIXED.sequences]
+    assert any(ways) and not all(ways)
+    query = torch.float32 if pages in (torch.float32, torch.uint8) else pages
+    tensors, options = build(MIXED, pages, query, DEVICE)
+    # queries in latent space, gathered latents, weights and results are rounded to 16 bits once each
+    tolerance = 2e-6 if query == torch.float32 else 4 * torch.finfo(query).eps
+    close(run(tensors, options), tensors, options, tolerance)
+
+
+@pytest.mark.parametrize("pages", [torch.uint8, *NARROW], ids=str)
+@pytest.mark.parametrize("name", ["decode, many", "some tokens", "halves"])
+def test_narrow(name, pages):
+    query = torch.float16 if INTERPRETED or pages == torch.float16 else torch.bfloat16
+    tensors, options = build(CASES[name], pages, query, DEVICE)
+    close(run(tensors, options), tensors, options, 4 * torch.finfo(query).eps)
+
+
+@pytest.mark.parametrize("splits", [3])
+@pytest.mark.parametrize("name", ["decode", "nobody's tokens", "some tokens"])
+def test_splits(name, splits, monkeypatch):
+    monkeypatch.setattr(mla_decode, "plan", lambda *_: mla_decode.Plan(16, 16, 4, 1, splits))
+    tensors, options = build(CASES[name], torch.float32, torch.float32, DEVICE)
+    close(run(tensors, options), tensors, options, 2e-6)
+
+
+@pytest.mark.parametrize("each", [1, 16, 32])
+def test_a_long_context_is_expanded_in_pieces(each, monkeypatch):
+    monkeypatch.setattr(triton_mla, "EXPANDED_KEYS", each)
+    case = Case([(37, 75)], heads=2, rank=64)
+    tensors, options = build(case, torch.float32, torch.float32, DEVICE)
+    assert expands(37, 75, case.rank, case.plain, case.rope, case.value)
+    close(run(tensors, options), tensors, options, 2e-6)
+
+
+@pytest.mark.parametrize("pages", [torch.float32, torch.uint8, *NARROW], ids=str)
+@pytest.mark.parametrize("rank, rope, interleaved", [(48, 8, True), (19, 6, False), (1, 0, True)])
+def test_write(pages, rank, rope, interleaved):
+    latent = torch.randn(7, 2 * (rank + rope), device=DEVICE).mul(30)[:, : rank + rope]
+    norm = torch.rand(rank, device=DEVICE) + 0.5
+    cos, sin = (x.to(DEVICE) for x in angles(7, rope))
+    slots = torch.tensor([3, -1, 0, 14, 9, 5, -7], device=DEVICE)
+    stored = []
+    for function in (write_latent, reference.write_latent):
+        kept = empty_pages(Case([], rank=rank, rope=rope, page=5), 3, pages).to(DEVICE)
+        function(latent, norm, cos, sin, kept, slots, 1e-6, interleaved)
+        stored.append((kept, reference.parts(kept, rank, rope)))
+    full = torch.zeros(15, dtype=torch.bool, device=DEVICE)
+    full[slots[slots >= 0]] = True
+    bytes = [kept.view(torch.uint8).flatten(0, 1)[~full] for kept, _ in stored]
+    assert torch.equal(*bytes)  # nothing else is touched
+    full = full.view(3, 5)
+    for a, b in zip(stored[0][1], stored[1][1], strict=True):
+        if a is None or b is None:
+            assert a is b
+            continue
+        # sums in another order: a number may fall on the other side of a rounding
+        a, b, step = a[full].float(), b[full].float(), torch.finfo(a.dtype).eps
+        assert ((a - b).abs() <= 2 * max(step, 2e-7) * b.abs() + 1e-5).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_latent_that_is_no_number_is_kept_as_nan(bad):
+    latent = torch.randn(2, 40, device=DEVICE)
+    latent[0, 3] = bad
+    latent[1, :32] = 0
+    kept = empty_pages(Case([]), 1, torch.uint8).to(DEVICE)
+    cos, sin = (x.to(DEVICE) for x in angles(2, 8))
+    slots = torch.tensor([0, 1], device=DEVICE)
+    write_latent(latent, torch.ones(32, device=DEVICE), cos, sin, kept, slots, 1e-6, True)
+    found = reference.parts(kept, 32, 8)
+    c = found.latents_PBC.float() * found.scales_PB[..., None]
+    assert c[0, 0].isnan().all() and (c[0, 1] == 0).all() and found.scales_PB[0, 1] == 1
