@@ -1,6 +1,7 @@
 """Mixtures of experts: hidden states in, the weighted sum of each token's experts out.
 
-Routing rules look alike and differ where it matters, so each is a function of its own:
+Routing rules look alike and differ where it matters. Each family names one of these, a `Rule` made of
+its configuration's numbers:
 
     Mixtral, Qwen3-MoE   softmax_then_top_k   the best k probabilities, renormalised or not
     DeepSeek-V2          grouped_softmax      the same in the best groups (by best expert), scaled
@@ -10,78 +11,61 @@ Routing rules look alike and differ where it matters, so each is a function of i
     Llama 4              top_k_then_sigmoid   the best k logits, sigmoid of each
 
 Experts are stored stacked, gate and up above each other: `gate_up` [E, 2I, D] and `down` [E, D, I],
-which is what grouped kernels read. `Experts.forward` is the one place such a kernel has to replace.
+dense or packed, which is what the kernels of `fulgurite.kernels.moe` read.
 
-Shapes: T tokens; D hidden size; E experts; k experts of a token; I inner size; G groups of experts.
+Shapes: T tokens; D hidden size; E experts; k experts of a token; I inner size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fulgurite.kernels.grouped_matmul import CLAMPED
+from fulgurite.kernels.modules import natural_activations
+from fulgurite.kernels.moe import Gate, Routes, Rule, moe_experts, route_tokens
+from fulgurite.kernels.quant_linear import PLAIN
 from fulgurite.models.config import ExpertsConfig, ModelConfig
-from fulgurite.models.layers import ACTIVATION_FUNCTIONS, GatedMLP
+from fulgurite.models.layers import GatedMLP
+from fulgurite.quant import QuantTensor
+
+RoutingRule = Callable[[ExpertsConfig], Rule]
 
 
-class Routes(NamedTuple):
-    """Which experts each token goes to, and with what weight; float32."""
-
-    weights_Tk: Tensor
-    experts_Tk: Tensor
+def softmax_then_top_k(config: ExpertsConfig) -> Rule:
+    return Rule(config.per_token, "softmax", renormalise=config.renormalise)
 
 
-RoutingRule = Callable[[Tensor, "Tensor | None", ExpertsConfig], Routes]
-Gate = Callable[[Tensor], Tensor]
+def top_k_then_softmax(config: ExpertsConfig) -> Rule:
+    return Rule(config.per_token, "softmax", choose_first=True)
 
 
-def softmax_then_top_k(logits_TE: Tensor, bias_E: Tensor | None, config: ExpertsConfig) -> Routes:
-    weights_Tk, experts_Tk = logits_TE.softmax(dim=-1).topk(config.per_token, dim=-1)
-    if config.renormalise:
-        weights_Tk = weights_Tk / weights_Tk.sum(dim=-1, keepdim=True)
-    return Routes(weights_Tk, experts_Tk)
+def top_k_then_sigmoid(config: ExpertsConfig) -> Rule:
+    return Rule(config.per_token, "sigmoid", choose_first=True)
 
 
-def top_k_then_softmax(logits_TE: Tensor, bias_E: Tensor | None, config: ExpertsConfig) -> Routes:
-    best_Tk, experts_Tk = logits_TE.topk(config.per_token, dim=-1)
-    return Routes(best_Tk.softmax(dim=-1), experts_Tk)
+def grouped_softmax(config: ExpertsConfig) -> Rule:
+    return Rule(
+        config.per_token,
+        "softmax",
+        scaling=config.scaling,
+        groups=config.groups,
+        groups_kept=config.groups_kept,
+    )
 
 
-def top_k_then_sigmoid(logits_TE: Tensor, bias_E: Tensor | None, config: ExpertsConfig) -> Routes:
-    best_Tk, experts_Tk = logits_TE.topk(config.per_token, dim=-1)
-    return Routes(best_Tk.sigmoid(), experts_Tk)
-
-
-def grouped_softmax(logits_TE: Tensor, bias_E: Tensor | None, config: ExpertsConfig) -> Routes:
-    scores_TE = logits_TE.softmax(dim=-1)
-    best_TG = scores_TE.unflatten(-1, (config.groups, -1)).amax(dim=-1)
-    allowed_TE = scores_TE.masked_fill(~_in_best_groups(best_TG, config), 0.0)
-    weights_Tk, experts_Tk = allowed_TE.topk(config.per_token, dim=-1)
-    return Routes(weights_Tk * config.scaling, experts_Tk)
-
-
-def grouped_sigmoid(logits_TE: Tensor, bias_E: Tensor | None, config: ExpertsConfig) -> Routes:
-    assert bias_E is not None, "this rule chooses with a bias"
-    scores_TE = logits_TE.sigmoid()
-    choice_TE = scores_TE + bias_E
-    best_two_TG = choice_TE.unflatten(-1, (config.groups, -1)).topk(2, dim=-1).values.sum(dim=-1)
-    choice_TE = choice_TE.masked_fill(~_in_best_groups(best_two_TG, config), float("-inf"))
-    experts_Tk = choice_TE.topk(config.per_token, dim=-1).indices
-    weights_Tk = scores_TE.gather(-1, experts_Tk)
-    if config.renormalise:
-        weights_Tk = weights_Tk / (weights_Tk.sum(dim=-1, keepdim=True) + 1e-20)
-    return Routes(weights_Tk * config.scaling, experts_Tk)
-
-
-def _in_best_groups(scores_TG: Tensor, config: ExpertsConfig) -> Tensor:
-    """[T, E]: whether each expert belongs to one of the groups that its token keeps."""
-    kept = scores_TG.topk(config.groups_kept, dim=-1).indices
-    kept_TG = torch.zeros_like(scores_TG, dtype=torch.bool).scatter(-1, kept, True)
-    return kept_TG.repeat_interleave(config.count // config.groups, dim=-1)
+def grouped_sigmoid(config: ExpertsConfig) -> Rule:
+    return Rule(
+        config.per_token,
+        "sigmoid",
+        renormalise=config.renormalise,
+        scaling=config.scaling,
+        groups=config.groups,
+        groups_kept=config.groups_kept,
+        group_by="two",
+    )
 
 
 class Router(nn.Module):
@@ -99,8 +83,7 @@ class Router(nn.Module):
         choice_bias: bool = False,
     ) -> None:
         super().__init__()
-        self.config = config
-        self.rule = rule
+        self.rule = rule(config)
         self.weight = nn.Parameter(torch.empty(config.count, hidden))
         self.bias = nn.Parameter(torch.empty(config.count)) if bias else None
         self.choice_bias = None
@@ -108,40 +91,27 @@ class Router(nn.Module):
             self.choice_bias = nn.Parameter(torch.empty(config.count, dtype=torch.float32))
 
     def forward(self, x_TD: Tensor) -> Routes:
-        bias_E = None if self.bias is None else self.bias.float()
-        logits_TE = F.linear(x_TD.float(), self.weight.float(), bias_E)
-        return self.rule(logits_TE, self.choice_bias, self.config)
+        return route_tokens(x_TD, self.weight, self.rule, self.bias, self.choice_bias)
 
 
 def gated(activation: str) -> Gate:
     """activation(gate) * up, of the two halves of a [.., 2I] tensor."""
-    function = ACTIVATION_FUNCTIONS[activation]
-
-    def apply(gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return function(gate) * up
-
-    return apply
+    return Gate(activation)
 
 
 def clamped_gate(alpha: float, limit: float) -> Gate:
     """gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), with both clamped first."""
-
-    def apply(gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return (up + 1) * gate * torch.sigmoid(alpha * gate)
-
-    return apply
+    return Gate(CLAMPED, alpha, limit)
 
 
 class Experts(nn.Module):
-    """All experts of a layer, in plain torch and without data-dependent control flow.
+    """All experts of a layer. `gate_up` and `down` may be replaced by packed weights.
 
-    Few tokens gather the weights of their own experts; many run every expert over every token and
-    keep what was asked for. Which of the two is decided by shapes alone, so either is captured
-    whole.
+    `activations` says what rows are quantized to for packed weights: None is what multiplies fastest
+    on the weight's device.
     """
+
+    takes_packed = ("gate_up", "down")
 
     def __init__(
         self,
@@ -154,6 +124,7 @@ class Experts(nn.Module):
         super().__init__()
         self.gate = gate
         self.weigh_input = weigh_input
+        self.activations: str | None = None
         count, inner = config.count, config.inner
         self.gate_up = nn.Parameter(torch.empty(count, 2 * inner, hidden))
         self.down = nn.Parameter(torch.empty(count, hidden, inner))
@@ -161,43 +132,22 @@ class Experts(nn.Module):
         self.down_bias = nn.Parameter(torch.empty(count, hidden)) if bias else None
 
     def forward(self, x_TD: Tensor, routes: Routes) -> Tensor:
-        if routes.experts_Tk.numel() <= self.gate_up.shape[0]:
-            return self._gathered(x_TD, routes)
-        return self._all(x_TD, routes)
+        return moe_experts(
+            x_TD,
+            routes,
+            self.gate_up,
+            self.down,
+            self.gate,
+            gate_up_bias=self.gate_up_bias,
+            down_bias=self.down_bias,
+            weigh_input=self.weigh_input,
+            activations=(self._activations(self.gate_up), self._activations(self.down)),
+        )
 
-    def _gathered(self, x_TD: Tensor, routes: Routes) -> Tensor:
-        weights_Tk1 = routes.weights_Tk.to(x_TD.dtype)[..., None]
-        x_TkD = x_TD[:, None, :].expand(-1, routes.experts_Tk.shape[-1], -1)
-        if self.weigh_input:
-            x_TkD = x_TkD * weights_Tk1
-        h_Tk2I = torch.einsum("tkd,tkid->tki", x_TkD, self.gate_up[routes.experts_Tk])
-        if self.gate_up_bias is not None:
-            h_Tk2I = h_Tk2I + self.gate_up_bias[routes.experts_Tk]
-        out_TkD = torch.einsum("tki,tkdi->tkd", self.gate(h_Tk2I), self.down[routes.experts_Tk])
-        if self.down_bias is not None:
-            out_TkD = out_TkD + self.down_bias[routes.experts_Tk]
-        return (out_TkD if self.weigh_input else out_TkD * weights_Tk1).sum(dim=1)
-
-    def _all(self, x_TD: Tensor, routes: Routes) -> Tensor:
-        shape = (x_TD.shape[0], self.gate_up.shape[0])
-        weights_TE = torch.zeros(shape, dtype=x_TD.dtype, device=x_TD.device)
-        weights_TE = weights_TE.scatter(-1, routes.experts_Tk, routes.weights_Tk.to(x_TD.dtype))
-        chosen_TE = torch.zeros_like(weights_TE, dtype=torch.bool)
-        chosen_ET1 = chosen_TE.scatter(-1, routes.experts_Tk, True).t()[..., None]
-        weights_ET1 = weights_TE.t()[..., None]
-        x_ETD = x_TD.expand(shape[1], -1, -1)
-        if self.weigh_input:
-            x_ETD = x_ETD * weights_ET1
-        h_ET2I = x_ETD @ self.gate_up.transpose(1, 2)
-        if self.gate_up_bias is not None:
-            h_ET2I = h_ET2I + self.gate_up_bias[:, None, :]
-        out_ETD = self.gate(h_ET2I) @ self.down.transpose(1, 2)
-        if self.down_bias is not None:
-            out_ETD = out_ETD + self.down_bias[:, None, :]
-        if not self.weigh_input:
-            out_ETD = out_ETD * weights_ET1
-        # An expert that was not asked may overflow, and infinity times a weight of 0 is not 0.
-        return out_ETD.masked_fill(~chosen_ET1, 0.0).sum(dim=0)
+    def _activations(self, weight: Tensor) -> str:
+        if not isinstance(weight, QuantTensor):
+            return PLAIN
+        return natural_activations(weight) if self.activations is None else self.activations
 
 
 class MixtureOfExperts(nn.Module):

@@ -1,4 +1,4 @@
-"""Routing rules by their definitions, one token at a time, and the two ways experts are run."""
+"""Routing rules by their definitions, one token at a time, and experts one at a time."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from fulgurite.kernels.moe import route
 from fulgurite.models import moe
 from fulgurite.models.config import ExpertsConfig
 
@@ -77,7 +78,11 @@ def test_a_rule_is_its_definition(rule: moe.RoutingRule, plain) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(50, 8, generator=generator)
     bias = 0.5 * torch.randn(8, generator=generator)
-    routes = rule(logits, bias, CONFIG)
+    router = moe.Router(8, CONFIG, rule, choice_bias=rule is moe.grouped_sigmoid)
+    router.weight.data = torch.eye(8)
+    if router.choice_bias is not None:
+        router.choice_bias.data = bias
+    routes = router(logits)
     for token in range(50):
         ours = dict(
             zip(routes.experts_Tk[token].tolist(), routes.weights_Tk[token].tolist(), strict=True)
@@ -96,13 +101,15 @@ def make_experts(bias: bool, weigh_input: bool) -> moe.Experts:
 
 @pytest.mark.parametrize("weigh_input", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_few_and_many_tokens_agree_with_one_expert_at_a_time(bias: bool, weigh_input: bool) -> None:
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+def test_experts_are_one_expert_at_a_time(tokens: int, bias: bool, weigh_input: bool) -> None:
     experts = make_experts(bias, weigh_input)
     generator = torch.Generator().manual_seed(2)
-    x = torch.randn(9, 6, generator=generator)
-    routes = moe.top_k_then_sigmoid(torch.randn(9, 8, generator=generator), None, CONFIG)
-    wanted = torch.zeros(9, 6)
-    for token in range(9):
+    x = torch.randn(tokens, 6, generator=generator)
+    logits = torch.randn(tokens, 8, generator=generator)
+    routes = route(logits, moe.top_k_then_sigmoid(CONFIG))
+    wanted = torch.zeros(tokens, 6)
+    for token in range(tokens):
         for weight, expert in zip(routes.weights_Tk[token], routes.experts_Tk[token], strict=True):
             hidden = experts.gate_up[expert] @ (x[token] * weight if weigh_input else x[token])
             if experts.gate_up_bias is not None:
@@ -111,11 +118,7 @@ def test_few_and_many_tokens_agree_with_one_expert_at_a_time(bias: bool, weigh_i
             if experts.down_bias is not None:
                 out = out + experts.down_bias[expert]
             wanted[token] += out if weigh_input else out * weight
-    torch.testing.assert_close(experts._all(x, routes), wanted, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(experts._gathered(x, routes), wanted, atol=1e-4, rtol=1e-4)
-    two = moe.Routes(routes.weights_Tk[:2], routes.experts_Tk[:2])
-    assert torch.equal(experts(x, routes), experts._all(x, routes))
-    assert torch.equal(experts(x[:2], two), experts._gathered(x[:2], two))
+    torch.testing.assert_close(experts(x, routes), wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_an_expert_that_nobody_asked_for_may_overflow() -> None:

@@ -1,0 +1,123 @@
+"""Checks the experts' kernels on a GPU and times tiles around the chosen ones.
+
+    python benchmarks/sweep_moe.py OUT.json SECONDS
+
+Three things in one go, each within the seconds that are left:
+1. tests/kernels/test_triton_moe.py on the GPU;
+2. for the layers of `fulgurite bench moe`, 1 to 8192 tokens, both matmuls, bfloat16 and packed: every tile
+   of `tiles_to_try` against the chosen one's result, its time, and the best in percent of the floor;
+3. `fulgurite bench moe --device cuda`.
+OUT.json holds the lines of 2; what beats the chosen tile by more than 3% is printed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources
+
+sys.path.insert(0, ".")
+from fulgurite.bench import moe
+from fulgurite.bench.quant_cuda import graph_seconds
+from fulgurite.kernels.moe import Gate, Order, grouped_matmul, index
+from fulgurite.kernels.triton import grouped_matmul as kernels
+from fulgurite.kernels.triton.tiles import Tile
+from fulgurite.quant import QuantTensor
+
+FORMATS = ("bfloat16", "fp8_e4m3_128x128", "nvfp4", "mxfp4")
+TOKENS = (1, 16, 128, 1024, 8192)
+
+
+def tiles_to_try(pairs: int, experts: int, nibbles: bool) -> Iterator[Tile]:
+    """Tiles whose rows suit an average expert."""
+    average = max(1, pairs // experts)
+    rows = [r for r in (16, 32, 64, 128, 256) if r // 4 <= average <= 8 * r] or [16]
+    for row, columns, depth in itertools.product(rows, (32, 64, 128, 256), (64, 128)):
+        if row * columns > 128 * 256 or (nibbles and depth == 64):
+            continue
+        for warps, stages in itertools.product((4, 8), (3, 4, 5)):
+            if warps == 8 and row * columns < 64 * 128:
+                continue
+            yield Tile(row, columns, depth, warps=warps, stages=stages)
+
+
+def cases(place: str) -> Iterator[tuple[dict[str, Any], list[Any], torch.Tensor, list[Order]]]:
+    """(what it is, calls with other routes each, the weight, their orders) of each matmul."""
+    for shape, kind in itertools.product(moe.GPU_SHAPES, FORMATS):
+        gate_up, down = moe.make_layer(shape, kind, place)
+        for tokens in TOKENS:
+            routes = moe.draw_routes(shape, tokens, place)
+            orders = [index(one.experts_Tk, shape.experts) for one in routes]
+            pairs = tokens * shape.per_token
+            x = torch.randn(tokens, shape.hidden, device=place, dtype=torch.bfloat16)
+            h = torch.randn(pairs, shape.inner, device=place, dtype=torch.bfloat16)
+            facts = {"shape": shape.name, "kind": kind, "tokens": tokens}
+            first = [
+                partial(grouped_matmul, x, o.offsets_E, gate_up, None, Gate(), rows_S=o.token_S)
+                for o in orders
+            ]
+            yield {**facts, "matmul": "gate_up"}, first, gate_up, orders
+            second = [partial(grouped_matmul, h, o.offsets_E, down) for o in orders]
+            yield {**facts, "matmul": "down"}, second, down, orders
+
+
+def sweep(place: str, until: float, machine: moe.Machine) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    chosen = kernels.rows_tile
+    for facts, calls, weight, orders in cases(place):
+        nibbles = isinstance(weight, QuantTensor) and weight.format.element.bits == 4
+        kernels.rows_tile = chosen
+        wanted, usual = calls[0](), graph_seconds(calls)
+        best, tile = usual, "chosen"
+        pairs = orders[0].token_S.numel()
+        for candidate in tiles_to_try(pairs, weight.shape[0], nibbles):
+            if time.monotonic() > until:
+                return found
+            kernels.rows_tile = lambda *_, candidate=candidate: candidate
+            try:
+                torch.testing.assert_close(calls[0](), wanted, rtol=2e-2, atol=2e-2)
+                seconds = graph_seconds(calls)
+            except (OutOfResources, CompilationError):
+                continue
+            if seconds < best:
+                best, tile = seconds, repr(candidate)
+        asked = statistics.mean(int((order.counts_E > 0).sum()) for order in orders)
+        floor = max(
+            weight.nbytes / weight.shape[0] * asked / machine.bandwidth,
+            2 * pairs * weight.shape[1] * weight.shape[2] / machine.operations,
+        )
+        row = {**facts, "us": 1e6 * usual, "best_us": 1e6 * best, "tile": tile,
+               "percent": 100 * floor / usual, "best_percent": 100 * floor / best}  # fmt: skip
+        found.append(row)
+        mark = " <-" if best < 0.97 * usual else ""
+        print(
+            f"{facts} {row['percent']:.0f}% -> {row['best_percent']:.0f}% {tile}{mark}", flush=True
+        )
+    kernels.rows_tile = chosen
+    return found
+
+
+def main(path: str, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    tests = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    subprocess.run([*tests, "tests/kernels/test_triton_moe.py"], check=True, timeout=seconds)
+    with torch.no_grad():
+        rows = sweep("cuda", until - 120, moe.gpu_machine("cuda"))
+    with open(path, "w") as file:
+        json.dump(rows, file, indent=1)
+    bench = [sys.executable, "-m", "fulgurite", "bench", "moe", "--device", "cuda"]
+    subprocess.run(bench, check=True, timeout=max(60.0, until - time.monotonic()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]))

@@ -1,0 +1,28 @@
+// Rows sorted by expert times packed weights: `linear`, one expert after the other.
+//
+// a: addresses of the experts' weights, x (floats), out (floats), offsets, experts, columns of x and of
+// out, strides of both, integer, threads
+EXPORT int64_t grouped_linear(const int64_t* a) {
+  const Weight* const* weights = (const Weight* const*)a[0];
+  const int32_t* offsets = (const int32_t*)a[3];
+  int64_t start = 0;
+  for (int64_t e = 0; e < a[4]; ++e) {
+    const int64_t end = offsets[e];
+    if (end > start) {
+      Call call = {};
+      call.weight = weights[e];
+      call.x = (const float*)a[1] + start * a[7];
+      call.out = (float*)a[2] + start * a[8];
+      call.tokens = end - start;
+      call.given = a[5];
+      call.x_stride = a[7];
+      call.out_stride = a[8];
+      call.type = TYPE_F32;
+      call.integer = (int32_t)a[9];
+      call.threads = (int32_t)a[10];
+      linear(&call);
+    }
+    start = end;
+  }
+  return 0;
+}

@@ -1,0 +1,49 @@
+"""Which tile for which grouped matmul.
+
+In: how many rows, experts and columns, and the kind of the weight. Out: a `Tile`. The choice depends on
+shapes alone, so a row's result does not depend on where other rows went. The starting points are
+published ones for an H200 (16x64x64 with 5 stages for one token, 128x256x64 with 8 warps for a
+thousand, Qwen3-30B-A3B); `benchmarks/sweep_moe.py` measures others.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fulgurite.kernels.triton.packed import Weight
+from fulgurite.kernels.triton.tiles import Tile
+
+
+def rows_tile(
+    count: int,
+    experts: int,
+    columns: int,
+    size: int,
+    weight: Weight,
+    gated: bool,
+    dtype: torch.dtype,
+) -> Tile:
+    """Rows of x by rows of the weight; a gate has two sums of every tile, so half the columns."""
+    rows = min(128, max(16, 1 << (max(1, count // experts) - 1).bit_length()))
+    depth = _depth(weight, dtype)
+    if rows <= 32:
+        return Tile(rows, 32 if gated else 64, depth, warps=4, stages=5 if depth <= 64 else 4)
+    if rows == 64:
+        return Tile(rows, 64 if gated else 128, depth, warps=4, stages=4)
+    if dtype == torch.float32:
+        return Tile(64, 64, depth, warps=4, stages=2)
+    return Tile(rows, 128 if gated else 256, min(depth, 64) if not weight.nibbles else depth,
+                warps=8, stages=3)  # fmt: skip
+
+
+def _depth(weight: Weight, dtype: torch.dtype) -> int:
+    if weight.decode == "dense":
+        return 32 if dtype == torch.float32 else 64
+    return min(weight.depth, 128)
+
+
+def outer_tile(columns: int, depth: int, dtype: torch.dtype) -> Tile:
+    """Rows of a step, and the two sides of the result's tile."""
+    if dtype == torch.float32:
+        return Tile(32, 64, 64, warps=4, stages=2)
+    return Tile(64, 128, 16 if depth <= 16 else 128, warps=8, stages=3)

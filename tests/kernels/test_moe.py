@@ -1,0 +1,380 @@
+"""Routing, sorting, experts and their sum against definitions written one token at a time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fulgurite.errors import ArgumentError
+from fulgurite.kernels import moe, routing
+from fulgurite.kernels.moe import Gate, Routes, Rule
+
+from .moe_cases import (
+    GATES,
+    RULES,
+    experts_one_by_one,
+    make_layer,
+    make_routes,
+    route_one,
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def check_routes(routes: Routes, logits: Tensor, bias: Tensor | None, rule: Rule) -> None:
+    assert routes.weights_Tk.shape == routes.experts_Tk.shape == (len(logits), rule.per_token)
+    assert routes.experts_Tk.dtype == torch.int64
+    for token in range(len(logits)):
+        wanted = route_one(logits[token].tolist(), None if bias is None else bias.tolist(), rule)
+        assert routes.experts_Tk[token].tolist() == list(wanted)
+        assert routes.weights_Tk[token].tolist() == pytest.approx(list(wanted.values()), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("how", ["kernel", "reference"])
+def test_a_rule_is_its_definition(name: str, biased: bool, how: str) -> None:
+    logits = 2 * torch.randn(37, 8)
+    bias = 0.5 * torch.randn(8) if biased else None
+    if how == "kernel":
+        routes = moe.route(logits, RULES[name], bias)
+    else:
+        routes = Routes(*routing.reference(logits, bias, *routing.astuple(RULES[name])))
+    check_routes(routes, logits, bias, RULES[name])
+
+
+@pytest.mark.parametrize("experts", [1, 3, 15, 16, 17, 60, 128, 257])
+def test_any_number_of_experts(experts: int) -> None:
+    for per_token in sorted({1, min(8, experts), experts}):
+        logits = torch.randn(5, experts)
+        rule = Rule(per_token, "softmax", renormalise=True)
+        check_routes(moe.route(logits, rule), logits, None, rule)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_ties_go_to_the_smaller_number(name: str) -> None:
+    logits = torch.randint(-1, 2, (64, 8)).float()
+    logits[0] = 0.0
+    logits[1] = -0.0
+    logits[1, ::2] = 0.0
+    check_routes(moe.route(logits, RULES[name]), logits, None, RULES[name])
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_nan_and_infinity_choose_experts_that_exist(name: str, biased: bool) -> None:
+    logits = torch.randn(6, 8)
+    logits[0] = math.nan
+    logits[1, 5] = math.nan
+    logits[2, 2] = math.inf
+    logits[3] = -math.inf
+    logits[4, 1:7] = -math.inf
+    logits[5] = math.inf
+    bias = torch.randn(8) if biased else None
+    rule = RULES[name]
+    found = moe.route(logits, rule, bias)
+    wanted = routing.reference(logits, bias, *routing.astuple(rule))
+    assert (found.experts_Tk.sort(dim=-1).values.diff(dim=-1) > 0).all(), "an expert twice"
+    assert ((found.experts_Tk >= 0) & (found.experts_Tk < 8)).all()
+    assert torch.equal(found.experts_Tk, wanted[1])
+    torch.testing.assert_close(found.weights_Tk, wanted[0], equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 2, 7])
+@pytest.mark.parametrize("hidden", [1, 16, 37, 130])
+def test_routing_from_tokens_is_routing_of_float32_logits(
+    hidden: int, tokens: int, dtype: torch.dtype
+) -> None:
+    x, weight = torch.randn(tokens, hidden).to(dtype), torch.randn(19, hidden).to(dtype)
+    bias, rule = torch.randn(19).to(dtype), Rule(4, "softmax", renormalise=True)
+    found = moe.route_tokens(x, weight, rule, bias)
+    check_routes(found, x.float() @ weight.float().T + bias.float(), None, rule)
+
+
+def test_tokens_that_are_rows_of_a_larger_tensor() -> None:
+    x, weight, rule = torch.randn(6, 40)[::2, 3:36], torch.randn(9, 70)[:, :33], Rule(2)
+    check_routes(moe.route_tokens(x, weight, rule), x @ weight.T, None, rule)
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (Rule(9), "9 experts a token, and 8 of 8"),
+        (Rule(0), "0 experts a token"),
+        (Rule(3, groups=4, groups_kept=1), "3 experts a token, and 2 of 8"),
+        (Rule(1, groups=3), "8 experts can't be chosen from 1 of 3"),
+        (Rule(1, "tanh"), "score='tanh'"),
+        (Rule(1, group_by="sum"), "group_by='sum'"),
+    ],
+)
+def test_a_rule_that_does_not_fit_is_refused(rule: Rule, words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        moe.route(torch.zeros(2, 8), rule)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_gradients_of_routing(name: str) -> None:
+    rule = RULES[name]
+    logits = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    experts = moe.route(logits, rule).experts_Tk
+    if rule.choose_first:
+        weights = routing.weights_of(logits.gather(-1, experts), rule)
+    else:
+        weights = routing.weights_of(routing.scored(logits, rule).gather(-1, experts), rule)
+    seed = torch.randn_like(weights)
+    (wanted,) = torch.autograd.grad(weights, logits, seed)
+    (found,) = torch.autograd.grad(moe.route(logits, rule).weights_Tk, logits, seed)
+    torch.testing.assert_close(found, wanted)
+
+
+# ---- sorting ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 13, 257])
+@pytest.mark.parametrize(("experts", "per_token"), [(1, 1), (7, 3), (5, 5), (128, 8), (300, 2)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_pairs_are_sorted_by_expert(
+    tokens: int, experts: int, per_token: int, dtype: torch.dtype
+) -> None:
+    chosen = make_routes(tokens, experts, per_token).experts_Tk.to(dtype)
+    check_order(moe.index(chosen, experts), chosen, experts)
+
+
+def check_order(order: moe.Order, chosen: Tensor, experts: int) -> None:
+    tokens, per_token = chosen.shape
+    pairs = [(int(chosen[t, j]), t, j) for t in range(tokens) for j in range(per_token)]
+    key = {expert: expert for expert in range(experts)}
+    wanted = sorted(pairs, key=lambda pair: (key.get(pair[0], experts), pair[1], pair[2]))
+    counts = [sum(pair[0] == expert for pair in pairs) for expert in range(experts)]
+    assert order.counts_E.tolist() == counts
+    assert order.offsets_E.tolist() == [sum(counts[: e + 1]) for e in range(experts)]
+    assert order.token_S.tolist() == [pair[1] for pair in wanted]
+    assert order.slot_S.tolist() == [pair[2] for pair in wanted]
+    assert order.place_Tk.shape == chosen.shape
+    for row, (_, token, slot) in enumerate(wanted):
+        assert order.place_Tk[token, slot] == row
+    assert all(field.dtype == torch.int32 for field in order)
+
+
+def test_numbers_of_no_expert_come_last() -> None:
+    chosen = torch.tensor([[3, -1, 0], [9, 3, 2**40], [1, 4, -(2**40)]])
+    check_order(moe.index(chosen, 4), chosen, 4)
+
+
+def test_pairs_as_a_slice() -> None:
+    chosen = torch.randint(0, 6, (9, 8))[::2, 1:4]
+    check_order(moe.index(chosen, 6), chosen, 6)
+
+
+def test_experts_that_are_not_numbers_of_experts() -> None:
+    with pytest.raises(ArgumentError, match="int64"):
+        moe.index(torch.zeros(3, 2), 4)
+
+
+# ---- experts ---------------------------------------------------------------------------------------
+
+
+def check_experts(
+    dtype: torch.dtype,
+    shape: tuple[int, int, int, int, int],
+    gate: Gate,
+    how: str = "random",
+    bias: bool = False,
+    weigh_input: bool = False,
+) -> None:
+    """Against float64: no worse than a plain loop in the same dtype, and some rounding."""
+    tokens, experts, per_token, hidden, inner = shape
+    layer, routes = (
+        make_layer(experts, hidden, inner, gate, bias),
+        make_routes(tokens, experts, per_token, how),
+    )
+    narrow, x = layer.to(dtype), torch.randn(tokens, hidden).to(dtype)
+    found = moe.moe_experts(
+        x,
+        routes,
+        narrow.gate_up,
+        narrow.down,
+        gate,
+        gate_up_bias=narrow.gate_up_bias,
+        down_bias=narrow.down_bias,
+        weigh_input=weigh_input,
+    )
+    wide = Routes(routes.weights_Tk.double(), routes.experts_Tk)
+    exact = experts_one_by_one(x.double(), wide, narrow.to(torch.float64), weigh_input)
+    assert found.dtype == dtype and found.shape == x.shape
+    if not tokens:
+        return
+    allowed = 8 * torch.finfo(dtype).eps * max(1.0, exact.abs().max().item())
+    assert (found.double() - exact).abs().max() <= allowed
+
+
+SHAPES = [  # tokens, experts, experts a token, hidden, inner
+    (0, 4, 2, 16, 16),
+    (1, 1, 1, 1, 1),
+    (1, 8, 2, 64, 32),
+    (2, 7, 3, 33, 17),
+    (5, 5, 5, 48, 21),
+    (13, 6, 2, 96, 40),
+    (41, 3, 1, 50, 31),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("gate", GATES, ids=lambda gate: gate.kind)
+def test_experts(shape: tuple[int, int, int, int, int], gate: Gate, dtype: torch.dtype) -> None:
+    check_experts(dtype, shape, gate)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weigh_input", [False, True])
+@pytest.mark.parametrize("gate", GATES, ids=lambda gate: gate.kind)
+def test_biases_and_weights_on_the_input(gate: Gate, weigh_input: bool, dtype: torch.dtype) -> None:
+    for tokens in (1, 3, 40):
+        check_experts(dtype, (tokens, 6, 2, 40, 24), gate, "random", True, weigh_input)
+
+
+@pytest.mark.parametrize("how", ["same", "even"])
+@pytest.mark.parametrize("tokens", [1, 9, 70])
+def test_all_tokens_at_one_expert_and_experts_without(how: str, tokens: int) -> None:
+    check_experts(torch.float32, (tokens, 6, 2, 40, 24), GATES[0], how)
+
+
+def test_an_expert_that_nobody_asked_for_may_overflow() -> None:
+    layer = make_layer(4, 16, 8, GATES[0]).to(torch.float32)
+    layer.down[3] = math.inf
+    for tokens in (1, 50):
+        routes = Routes(torch.ones(tokens, 2), torch.tensor([[0, 1]] * tokens))
+        out = moe.moe_experts(torch.randn(tokens, 16), routes, layer.gate_up, layer.down)
+        assert out.isfinite().all()
+
+
+def test_nan_stays_with_its_token() -> None:
+    layer = make_layer(4, 40, 24, GATES[0]).to(torch.float32)
+    for tokens in (3, 70):
+        x = torch.randn(tokens, 40)
+        x[1, 7] = math.nan
+        routes = make_routes(tokens, 4, 2)
+        out = moe.moe_experts(x, routes, layer.gate_up, layer.down)
+        bad = out.isnan().any(dim=-1)
+        assert bad[1] and bad.sum() == 1
+
+
+def test_rows_of_no_expert_are_zero() -> None:
+    layer = make_layer(3, 20, 12, GATES[3], bias=True).to(torch.float32)
+    chosen = torch.tensor([[0, 7], [5, -1], [2, 1]])
+    order = moe.index(chosen, 3)
+    x = torch.randn(3, 20)
+    y = moe.experts_forward(
+        (x, order),
+        order.offsets_E,
+        layer.gate_up,
+        layer.down,
+        GATES[3],
+        gate_up_bias=layer.gate_up_bias,
+        down_bias=layer.down_bias,
+    )
+    assert torch.equal(y[3:], torch.zeros(3, 20)) and (y[:3] != 0).any(dim=-1).all()
+    out = moe.combine(y, order, torch.ones(3, 2))
+    assert torch.equal(out[1], torch.zeros(20)) and torch.equal(out[0], y[0])
+
+
+def test_sorted_rows_are_gathered_rows() -> None:
+    layer, routes = make_layer(5, 24, 16, GATES[0]).to(torch.float32), make_routes(11, 5, 2)
+    order, x = moe.index(routes.experts_Tk, 5), torch.randn(11, 24)
+    given = (order.offsets_E, layer.gate_up, layer.down)
+    y = moe.experts_forward((x, order), *given)
+    torch.testing.assert_close(moe.experts_forward(x[order.token_S], *given), y)
+
+
+def test_strided_tokens_and_weights() -> None:
+    layer, routes = make_layer(4, 24, 16, GATES[0]).to(torch.float32), make_routes(7, 4, 2)
+    x = torch.randn(14, 48)[::2, ::2]
+    up = layer.gate_up.transpose(1, 2).contiguous().transpose(1, 2)
+    for tokens in (2, 7):
+        few = Routes(routes.weights_Tk[:tokens], routes.experts_Tk[:tokens])
+        found = moe.moe_experts(x[:tokens], few, up, layer.down)
+        wanted = moe.moe_experts(x[:tokens].contiguous(), few, layer.gate_up, layer.down)
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_a_token_does_not_depend_on_where_its_neighbours_go(tokens: int) -> None:
+    layer, x = make_layer(6, 70, 40, GATES[0]).to(torch.float32), torch.randn(tokens, 70)
+    results = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        chosen = torch.rand(tokens, 6).topk(2, dim=-1).indices
+        chosen[0] = torch.tensor([4, 1])
+        routes = Routes(torch.full((tokens, 2), 0.5), chosen)
+        results.append(moe.moe_experts(x, routes, layer.gate_up, layer.down)[0])
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+# ---- gradients, capture ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weigh_input", [False, True])
+@pytest.mark.parametrize("gate", GATES, ids=lambda gate: gate.kind)
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradients_equal_the_plain_loops(gate: Gate, bias: bool, weigh_input: bool) -> None:
+    layer, routes = make_layer(5, 9, 7, gate, bias), make_routes(6, 5, 2, "even")
+    tensors = [
+        torch.randn(6, 9, dtype=torch.float64),
+        routes.weights_Tk.double(),
+        layer.gate_up,
+        layer.down,
+        *([layer.gate_up_bias, layer.down_bias] if bias else []),
+    ]
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    x, weights, gate_up, down, *biases = leaves
+    first, second = biases or (None, None)
+    ours = moe.moe_experts(
+        x, Routes(weights, routes.experts_Tk), gate_up, down, gate,
+        gate_up_bias=first, down_bias=second, weigh_input=weigh_input,
+    )  # fmt: skip
+    plain = type(layer)(gate_up, down, first, second, gate)
+    theirs = experts_one_by_one(x, Routes(weights, routes.experts_Tk), plain, weigh_input)
+    torch.testing.assert_close(ours, theirs)
+    seed = torch.randn_like(ours)
+    wanted = torch.autograd.grad(theirs, leaves, seed)
+    for found, one in zip(torch.autograd.grad(ours, leaves, seed), wanted, strict=True):
+        torch.testing.assert_close(found, one)
+
+
+def test_operators_hold_what_torch_asks_of_them() -> None:
+    layer, routes = make_layer(4, 6, 5, GATES[0], bias=True).to(torch.float32), make_routes(3, 4, 2)
+    logits = torch.randn(3, 4, requires_grad=True)
+    torch.library.opcheck(routing.route_parts.overload, (logits, None, *routing.astuple(Rule(2))))
+    torch.library.opcheck(moe.index_parts.overload, (routes.experts_Tk, 4))
+    order, y = moe.index(routes.experts_Tk, 4), torch.randn(6, 6, requires_grad=True)
+    weights = routes.weights_Tk.requires_grad_()
+    arguments = (y, order.place_Tk, order.token_S, order.slot_S, weights)
+    torch.library.opcheck(moe.combine_parts.overload, arguments)
+    x = torch.randn(3, 6, requires_grad=True)
+    many = (
+        x, order.token_S, order.place_Tk, None, order.offsets_E, layer.gate_up.requires_grad_(),
+        [], "dense", None, "none", "silu", 0.0, 0.0,
+    )  # fmt: skip
+    torch.library.opcheck(moe.grouped_matmul.__globals__["grouped_matmul_parts"].overload, many)
+
+
+def test_captured_whole_and_differentiated() -> None:
+    layer = make_layer(4, 12, 8, GATES[0]).to(torch.float32)
+    rule, router = Rule(2, renormalise=True), torch.randn(4, 12)
+
+    def run(x: Tensor, gate_up: Tensor) -> Tensor:
+        return moe.moe_experts(x, moe.route_tokens(x, router, rule), gate_up, layer.down)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=False)
+    gradients = []
+    for function in (run, compiled):
+        x = torch.randn(5, 12, generator=torch.Generator().manual_seed(3)).requires_grad_()
+        gate_up = layer.gate_up.clone().requires_grad_()
+        gradients.append(torch.autograd.grad(function(x, gate_up).square().sum(), (x, gate_up)))
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -1,0 +1,127 @@
+"""Experts with packed weights: the same sums as the dequantized ones give, and recorded steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fulgurite import native, replay
+from fulgurite.kernels import moe
+from fulgurite.kernels.grouped_matmul import reference
+from fulgurite.kernels.moe import Gate, Routes, Rule
+from fulgurite.quant import QuantTensor, quantize
+
+from .moe_cases import GATES, experts_one_by_one, make_layer, make_routes
+
+needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="needs a C++ compiler")
+FORMATS = [
+    "q4_0",
+    "q8_0",
+    "int8",
+    "int4_g128",
+    "fp8_e4m3_row",
+    "fp8_e4m3_128x128",
+    "nvfp4",
+    "mxfp4",
+]
+
+
+def packed_layer(
+    format: str, gate: Gate, bias: bool = False
+) -> tuple[QuantTensor, QuantTensor, object]:
+    """Packed weights, and the layer of what they dequantize to."""
+    layer = make_layer(5, 128, 128, gate, bias)
+    up, down = (quantize(w.float(), format) for w in (layer.gate_up, layer.down))
+    exact = type(layer)(
+        up.dequantize().double(),
+        down.dequantize().double(),
+        layer.gate_up_bias,
+        layer.down_bias,
+        gate,
+    )
+    return up, down, exact
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_packed_experts_are_their_dequantized_ones(format: str, tokens: int) -> None:
+    up, down, exact = packed_layer(format, GATES[0])
+    routes, x = make_routes(tokens, 5, 2), torch.randn(tokens, 128)
+    found = moe.moe_experts(x, routes, up, down)
+    wanted = experts_one_by_one(
+        x.double(), Routes(routes.weights_Tk.double(), routes.experts_Tk), exact
+    )
+    assert (found.double() - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("gate", GATES, ids=lambda gate: gate.kind)
+@pytest.mark.parametrize("weigh_input", [False, True])
+def test_gates_biases_and_weights_on_the_input(gate: Gate, weigh_input: bool) -> None:
+    up, down, exact = packed_layer("q8_0", gate, bias=True)
+    routes, x = make_routes(7, 5, 2), torch.randn(7, 128).bfloat16()
+    found = moe.moe_experts(
+        x, routes, up, down, gate, gate_up_bias=exact.gate_up_bias.float(),
+        down_bias=exact.down_bias.float(), weigh_input=weigh_input,
+    )  # fmt: skip
+    double = Routes(routes.weights_Tk.double(), routes.experts_Tk)
+    wanted = experts_one_by_one(x.double(), double, exact, weigh_input)
+    assert (found.double() - wanted).abs().max() <= 8 * 2**-8 * wanted.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("format", "activations"),
+    [("q4_0", "q8_0"), ("fp8_e4m3_row", "fp8_e4m3_row"), ("fp8_e4m3_row", "q8_0")],
+)
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_quantized_activations_are_those_of_the_reference(
+    format: str, activations: str, tokens: int
+) -> None:
+    up, _, _ = packed_layer(format, GATES[0])
+    routes, x = make_routes(tokens, 5, 2), torch.randn(tokens, 128)
+    order = moe.index(routes.experts_Tk, 5)
+    found = moe.grouped_matmul(
+        x, order.offsets_E, up, gate=GATES[0], rows_S=order.token_S, activations=activations
+    )
+    wanted = reference(
+        x, order.token_S, None, None, order.offsets_E, up.packed, list(up.scales.values()),
+        up.format.name, None, activations, "silu", 0.0, 0.0,
+    )  # fmt: skip
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_the_gradient_of_x_goes_through_the_dequantized_weight() -> None:
+    up, down, exact = packed_layer("int8", GATES[0])
+    routes = make_routes(4, 5, 2)
+    x = torch.randn(4, 128, requires_grad=True)
+    (found,) = torch.autograd.grad(moe.moe_experts(x, routes, up, down).square().sum(), x)
+    wide = x.detach().double().requires_grad_()
+    double = Routes(routes.weights_Tk.double(), routes.experts_Tk)
+    (wanted,) = torch.autograd.grad(experts_one_by_one(wide, double, exact).square().sum(), wide)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+@needs_compiler
+@pytest.mark.parametrize("format", ["dense", "q4_0"])
+@pytest.mark.parametrize("weigh_input", [False, True])
+def test_a_recorded_step_routes_anew(format: str, weigh_input: bool) -> None:
+    if format == "dense":
+        layer = make_layer(5, 128, 128, GATES[0]).to(torch.float32)
+        up, down = layer.gate_up, layer.down
+    else:
+        up, down, _ = packed_layer(format, GATES[0])
+    router, rule = torch.randn(5, 128), Rule(2, renormalise=True)
+    activations = ("none", "none") if format == "dense" else ("q8_0", "q8_0")
+
+    def step(x: Tensor) -> Tensor:
+        routes = moe.route_tokens(x, router, rule)
+        return moe.moe_experts(
+            x, routes, up, down, weigh_input=weigh_input, activations=activations
+        )
+
+    with torch.no_grad():
+        x = torch.randn(3, 128)
+        recorded = replay.record(step, x)
+        for _ in range(3):
+            x.copy_(torch.randn(3, 128))
+            assert torch.equal(recorded(), step(x.clone()))
