@@ -22,6 +22,7 @@ from fulgurite.executors.fuser import kernels_of
 from fulgurite.executors.torch import TORCH
 from fulgurite.executors.tune import Decision
 from fulgurite.fuser import Kernel
+from fulgurite.kernels.implementations import describe, handovers
 from fulgurite.session import GraphRecord, Session
 from fulgurite.trace import Kind, Trace, source_of
 from fulgurite.trace.cost import bytes_text, count_text, is_view, seconds_text, value_bytes
@@ -86,6 +87,7 @@ class Explanation:
     breaks: list[GraphBreak]
     times: dict[str, float]  # seconds a call, where example inputs were given
     traces: list[Trace]
+    handovers: list[str] = field(default_factory=list)  # cases of our operators that torch runs
 
     def measured(self) -> Explanation:
         """The same with every generated kernel timed by itself, on memory of its own."""
@@ -96,7 +98,7 @@ class Explanation:
         lines = [f"{self.options}", f"regions               {self.regions}"]
         for graph in self.graphs:
             lines += ["", *_graph_lines(graph, self.remat)]
-        lines += ["", *_break_lines(self.breaks)]
+        lines += ["", *_break_lines(self.breaks), *_handover_lines(self.handovers)]
         if self.times:
             lines.append(
                 " · ".join(f"{name} {seconds_text(time)}" for name, time in self.times.items())
@@ -124,7 +126,27 @@ def explain(
         breaks=list(session.breaks),
         times=times,
         traces=session.history,
+        handovers=_mark_handovers(session),
     )
+
+
+def _mark_handovers(session: Session) -> list[str]:
+    """Calls of the final traces that no kernel took when they ran; each gets a remark in its trace."""
+    noted = {case.arguments: case for case in handovers()}
+    found: dict[str, None] = {}
+    for record in session.graphs:
+        for kind in record.programs:
+            for node in record.final(kind).ops:
+                if getattr(node.target, "namespace", "") != "fulgurite":
+                    continue
+                values = fx.node.map_arg(node.args, lambda source: source.meta.get("val"))
+                left_out = node.target._schema.arguments[len(node.args) :]
+                values = (*values, *(argument.default_value for argument in left_out))
+                case = noted.get(describe(values))
+                if case is not None:
+                    node.meta["remark"] = f"plain torch: {case.reason}"
+                    found[str(case)] = None
+    return list(found)
 
 
 def summarize(record: GraphRecord) -> GraphSummary:
@@ -274,6 +296,10 @@ def _saved_text(saved: dict[str, int], remat: str) -> str:
     chosen = f"{bytes_text(saved[remat])} ({remat})"
     others = [f"{policy} {bytes_text(count)}" for policy, count in saved.items() if policy != remat]
     return " · ".join([chosen, *others])
+
+
+def _handover_lines(cases: Sequence[str]) -> list[str]:
+    return [f"{'plain torch':<20}  {case}" for case in cases]
 
 
 def _break_lines(breaks: Sequence[GraphBreak]) -> list[str]:

@@ -13,6 +13,9 @@ FakeTensors, and, if given, a backward.
     @scale.backward
     def _(inputs, output, grad): return grad * ..., None
 
+    @scale.pieces                       # what generated kernels may compute instead, fused with neighbours
+    def _(x, factors=None): return ...
+
 An operator must not write to its arguments, and must not return one: capture relies on it.
 """
 
@@ -43,6 +46,12 @@ _BASE = {
     complex: "Scalar",
 }
 _LISTS = (list, tuple, Sequence, collections.abc.Sequence)
+_pieces: dict[Any, Callable[..., Any]] = {}  # overload -> the same in smaller ops
+
+
+def pieces_of(target: Any) -> Callable[..., Any] | None:
+    """The operator as smaller ops, where it has such a rule."""
+    return _pieces.get(target)
 
 
 class Op:
@@ -84,6 +93,12 @@ class Op:
         """Register a plain-torch version: the test oracle, and the rule for FakeTensors."""
         self._custom.register_fake(function)
         return function
+
+    def pieces(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+        """Register the operator in terms of torch's own, for executors that fuse: it is taken apart where all
+        its pieces end in generated kernels, and runs whole elsewhere. `NotImplemented`: not these arguments."""
+        _pieces[self.overload] = rule
+        return rule
 
     def backward(self, rule: Callable[..., Any]) -> Callable[..., Any]:
         """Register `rule(inputs, output, *gradients)`, which returns a gradient or None per input."""

@@ -3,15 +3,15 @@
     dense model ─ calibrate (static scales only) ─▶ one linear after the other: rows quantized in
     pieces, the module replaced by a `QuantLinear`, its dense weight let go ─▶ Report
 
-So the most memory in use is the quantized model plus one layer. Embeddings, norms, stacked experts and
-what `skip` names stay as they are; the report says why for each.
+So the most memory in use is the quantized model plus one layer. A module that says `takes_packed`, such as
+the stacked experts of a mixture, has those parameters packed where they are. Embeddings, norms and what
+`skip` names stay as they are; the report says why for each.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -21,20 +21,19 @@ import torch
 from torch import Tensor, nn
 
 from fulgurite.errors import ArgumentError, FormatError, WeightsError
-from fulgurite.kernels.modules import QuantLinear, natural_activations
+from fulgurite.kernels.by_rows import highest_value, quantize_by_rows, signal_to_noise_by_rows
+from fulgurite.kernels.modules import QuantLinear, natural_activations, packable
 from fulgurite.kernels.quant_linear import PLAIN
-from fulgurite.kernels.quantize import quantize_parts, static_name
+from fulgurite.kernels.quantize import static_name
 from fulgurite.quant import QuantTensor, features_of, require_native, resolve
-from fulgurite.quant.blocks import block_amax, scale_for
+from fulgurite.quant.blocks import scale_for
 from fulgurite.quant.checks import check_scales
-from fulgurite.quant.format import E2M1, E4M3, WHOLE, Format
+from fulgurite.quant.format import Format
 from fulgurite.quant.optional import require
 from fulgurite.quant.recipe import RECIPES, LayerReport, Recipe, Report, Skipped
-from fulgurite.quant.shapes import check_shape, data_shape, scale_shape
+from fulgurite.quant.shapes import check_shape
 from fulgurite.quant.storage import load_quantized, save_quantized
 
-PIECE = 4 << 20  # elements that are quantized at once
-TILE = 128  # the most rows that share a scale
 ACTIVATIONS_KEY = "fulgurite.activations"
 SHARED_KEY = "fulgurite.shared"
 DEFAULT_SKIP = ("head", "lm_head", "*.head", "*.lm_head", "*.router")
@@ -61,10 +60,14 @@ def quantize(
         )
     before = model_bytes(model)
     layers, skipped = choose_layers(model, chosen, skip)
-    amax = measure_inputs(model, layers, calibrate or ()) if chosen.static else {}
-    reports = []
+    linears = [path for path in layers if isinstance(model.get_submodule(path), nn.Linear)]
+    amax = measure_inputs(model, linears, calibrate or ()) if chosen.static else {}
+    reports: list[LayerReport] = []
     for name in _progress(layers, chosen.weights, progress):
-        reports.append(_quantize_layer(model, name, chosen, amax.get(name)))
+        if name in linears:
+            reports.append(_quantize_layer(model, name, chosen, amax.get(name)))
+        else:
+            reports += _quantize_stacks(model.get_submodule(name), name, chosen, skipped)
     return Report(chosen, tuple(reports), tuple(skipped), before, model_bytes(model))
 
 
@@ -89,7 +92,7 @@ def resolve_recipe(recipe: str | Recipe) -> Recipe:
 def choose_layers(
     model: nn.Module, recipe: Recipe, skip: Sequence[str]
 ) -> tuple[list[str], list[Skipped]]:
-    """The linears to pack, and every other parameter of two dimensions or more with its reason."""
+    """The modules to pack, and every other parameter of two dimensions or more with its reason."""
     format = resolve(recipe.weights)
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -102,10 +105,10 @@ def choose_layers(
                 continue
             full = f"{path}.{name}" if path else name
             why = _reason(module, name, path, parameter, format, skip, owners[id(parameter)])
-            if why is None:
-                layers.append(path)
-            else:
+            if why is not None:
                 skipped.append(Skipped(full, _bytes(parameter), why))
+            elif path not in layers:
+                layers.append(path)
     return layers, skipped
 
 
@@ -121,7 +124,7 @@ def _reason(
     """Why a parameter is not packed, or None."""
     if isinstance(parameter, QuantTensor):
         return f"already in {parameter.format.name}"
-    if type(module) is not nn.Linear or name != "weight":
+    if name not in packable(module):
         return f"{type(module).__name__}, not a linear"
     pattern = next((p for p in skip if fnmatch.fnmatch(path, p)), None)
     if pattern is not None:
@@ -210,54 +213,34 @@ def _quantize_layer(
     )
 
 
+def _quantize_stacks(
+    module: nn.Module, path: str, recipe: Recipe, skipped: Sequence[Skipped]
+) -> list[LayerReport]:
+    """Pack the parameters of a module that takes them packed; static scales are of linears only."""
+    left = {one.name for one in skipped}
+    wanted = None if recipe.static else recipe.activations
+    module.activations = wanted
+    reports = []
+    for name in packable(module):
+        full, weight = f"{path}.{name}", getattr(module, name).detach()
+        if full in left:
+            continue
+        packed = quantize_by_rows(weight, resolve(recipe.weights))
+        check_scales(packed.parts, packed.format, full)
+        activations = wanted or natural_activations(packed)
+        if activations != PLAIN:
+            check_shape(resolve(activations), weight.shape, where=f"the input of {full}")
+        decibels = signal_to_noise_by_rows(weight, packed)
+        setattr(module, name, nn.Parameter(packed, requires_grad=False))
+        sizes = (_bytes(weight), packed.nbytes)
+        shape, format = tuple(weight.shape), packed.format.name
+        reports.append(LayerReport(full, shape, format, activations, *sizes, decibels))
+    return reports
+
+
 def static_scale(amax: Tensor, format: Format) -> Tensor:
     """The scale that puts `amax` at the format's largest value."""
-    highest = format.element.highest
-    if format.family == "nvfp4":
-        highest = E4M3.highest * E2M1.highest
-    return scale_for(amax.float(), highest)
-
-
-def quantize_by_rows(weight: Tensor, format: Format) -> QuantTensor:
-    """`quantize`, a few rows at a time, so that little lies beside the weight and the result."""
-    check_shape(format, weight.shape)
-    rows, columns = weight.shape
-    step = max(TILE, PIECE // max(1, columns) // TILE * TILE)
-    static, whole = None, [scale for scale in format.scales if scale.block == (WHOLE, WHOLE)]
-    if whole and rows > step:
-        pieces = [
-            block_amax(piece.float(), whole[0], keep_nan=False) for piece in weight.split(step)
-        ]
-        highest = (
-            E4M3.highest * E2M1.highest if format.family == "nvfp4" else format.element.highest
-        )
-        static = scale_for(torch.stack(pieces).amax(0), highest)
-    data = weight.new_empty(data_shape(format, weight.shape), dtype=format.data_dtype)
-    scales = {
-        scale.name: weight.new_empty(scale_shape(scale, weight.shape), dtype=scale.dtype)
-        for scale in format.stored_scales
-    }
-    for start in range(0, rows, step):
-        made, *levels = quantize_parts(weight[start : start + step], format.name, static)
-        data[start : start + step] = made
-        for scale, values in zip(format.stored_scales, levels, strict=True):
-            first = start // scale.block[0] if scale.block[0] != WHOLE else 0
-            scales[scale.name][first : first + values.shape[0]] = values
-    return QuantTensor(format, data, scales, weight.dtype)
-
-
-def signal_to_noise_by_rows(weight: Tensor, packed: QuantTensor) -> float:
-    """`signal_to_noise`, a few rows at a time."""
-    step = max(TILE, PIECE // max(1, weight.shape[1]) // TILE * TILE)
-    signal = noise = 0.0
-    for start in range(0, weight.shape[0], step):
-        stop = min(start + step, weight.shape[0])
-        original = weight[start:stop].double()
-        signal += original.square().sum().item()
-        noise += (original - packed[start:stop].dequantize(torch.float32)).square().sum().item()
-    if noise == 0:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+    return scale_for(amax.float(), highest_value(format))
 
 
 # ---- files -----------------------------------------------------------------------------------------
@@ -269,9 +252,9 @@ def save(model: nn.Module, path: str | PathLike[str]) -> None:
     A tensor that several names share is written once.
     """
     activations = {
-        name: None if module.open else module.activations
+        name: None if getattr(module, "open", False) else module.activations
         for name, module in model.named_modules()
-        if isinstance(module, QuantLinear)
+        if isinstance(module, QuantLinear) or (packable(module) and hasattr(module, "activations"))
     }
     tensors: dict[str, Tensor] = {}
     first: dict[tuple[int, tuple[int, ...]], str] = {}
@@ -296,10 +279,14 @@ def load(
     tensors |= {name: tensors[owner] for name, owner in shared.items()}
     for name, tensor in tensors.items():
         module_path, _, last = name.rpartition(".")
-        if not isinstance(tensor, QuantTensor) or last != "weight":
+        if not isinstance(tensor, QuantTensor):
             continue
         dense = model.get_submodule(module_path)
-        if type(dense) is not nn.Linear:
+        if last not in packable(dense):
+            continue
+        if not isinstance(dense, nn.Linear):
+            dense.activations = activations.get(module_path)
+            setattr(dense, last, nn.Parameter(tensor, requires_grad=False))
             continue
         above, _, short = module_path.rpartition(".")
         scale = tensors.get(f"{module_path}.input_scale")

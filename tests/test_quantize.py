@@ -13,11 +13,12 @@ from torch import nn
 
 import fulgurite
 from fulgurite.errors import ArgumentError, FormatError, WeightsError
+from fulgurite.kernels.by_rows import PIECE, quantize_by_rows
 from fulgurite.kernels.modules import QuantLinear
 from fulgurite.quant import FORMATS, QuantTensor, resolve, signal_to_noise
 from fulgurite.quant import quantize as oracle
 from fulgurite.quant.recipe import RECIPES, Recipe
-from fulgurite.quantize import PIECE, load, quantize, quantize_by_rows, save
+from fulgurite.quantize import load, quantize, save
 
 
 class Model(nn.Module):

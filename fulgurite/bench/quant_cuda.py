@@ -44,7 +44,8 @@ SCALINGS = {
     "row": ("fp8_e4m3_row", "fp8_e4m3_row"),
     "block": ("fp8_e4m3_1x128", "fp8_e4m3_128x128"),
 }
-WEIGHTS = ("nvfp4", "mxfp4", "int4_g128", "fp8_e4m3_row", "fp8_e4m3_128x128", "int8")
+WEIGHTS = ("nvfp4", "mxfp4", "int4_g128", "int4_g32", "fp8_e4m3_row", "fp8_e4m3_128x128", "int8",
+           "q4_0", "q4_k", "q6_k", "q8_0")  # fmt: skip
 CASTS = ("fp8_e4m3_tensor", "fp8_e4m3_row", "fp8_e4m3_1x128", "fp8_e4m3_128x128", "nvfp4", "mxfp4",
          "mxfp8_e4m3", "int8", "int4_g128")  # fmt: skip
 TURNED = ("fp8_e4m3_row", "fp8_e4m3_1x128", "fp8_e4m3_128x128")

@@ -5,19 +5,45 @@ table has no line for the device. The module is imported when its line is first 
 without Triton or a compiler never asks for them.
 
 A function may return `NotImplemented` for a case it does not take (a format, a shape, a dtype); the
-operator then runs its reference, which takes all of them.
+operator then runs its reference, which takes all of them. Each such case is noted once, with the
+arguments that it was about: `handovers()` lists them and `explain()` shows them.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+MOST_NOTED = 200  # different cases; more would be a loop over shapes, of which these tell enough
+
+
+@dataclass(frozen=True)
+class Handover:
+    """A case that no kernel takes, so that plain torch runs it."""
+
+    operator: str
+    device: str
+    reason: str
+    arguments: str
+
+    def __str__(self) -> str:
+        return f"{self.operator} on {self.device}: {self.reason} ({self.arguments})"
+
+
+_handovers: Counter[Handover] = Counter()
+
+
+def handovers() -> dict[Handover, int]:
+    """What was handed over to plain torch in this process, and how often."""
+    return dict(_handovers)
 
 
 def find(table: Mapping[str, str], device: torch.device) -> Callable[..., Any] | None:
@@ -56,4 +82,28 @@ def run(
     """What the device's function gives, or else the reference."""
     function = find(table, device)
     result = NotImplemented if function is None else function(*arguments)
-    return reference(*arguments) if result is NotImplemented else result
+    if result is not NotImplemented:
+        return result
+    place = table.get(device.type)
+    reason = f"{place} does not take these" if place else "there is no kernel for this device"
+    _note(reference, device, reason, arguments)
+    return reference(*arguments)
+
+
+def _note(
+    reference: Callable[..., Any], device: torch.device, reason: str, arguments: Sequence[Any]
+) -> None:
+    module = reference.__module__.removeprefix("fulgurite.kernels.")
+    name = module if reference.__name__ == "reference" else f"{module}.{reference.__name__}"
+    case = Handover(name, device.type, reason, describe(arguments))
+    if case in _handovers or len(_handovers) < MOST_NOTED:
+        _handovers[case] += 1
+
+
+def describe(value: Any) -> str:
+    """`float32[2, 256], 'q4_k', None`: what a kernel looks at before it takes a case."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(describe, value))
+    return repr(value)

@@ -9,16 +9,18 @@ that static scale instead and multiplies by `scaled_mm`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Self
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fulgurite.errors import FormatError
 from fulgurite.kernels.quant_linear import PLAIN, quant_linear
-from fulgurite.kernels.quantize import quantize
-from fulgurite.kernels.scaled_mm import scaled_mm
+from fulgurite.kernels.quantize import quantize_parts
+from fulgurite.kernels.scaled_mm import scaled_mm_parts
 from fulgurite.quant import WHOLE, QuantTensor, features_of, is_native
 
 INTEGER_FAMILIES = ("int", "gguf", "nvfp4")
@@ -31,6 +33,17 @@ PARTNERS = {
     "mxfp8_e4m3": "mxfp8_e4m3",
     "nvfp4": "nvfp4",
 }
+# where a linear is a cast and a product in any case, and the casts that generated kernels can make
+CASTS_APART = ("cuda",)
+FUSED_CASTS = ("fp8_e4m3_row", "fp8_e4m3_1x128", "int8")
+
+
+def packable(module: nn.Module) -> tuple[str, ...]:
+    """The parameters of a module that may be packed: a linear's weight, and what `takes_packed` names."""
+    if type(module) is nn.Linear:
+        return ("weight",)
+    names: tuple[str, ...] = getattr(module, "takes_packed", ())
+    return names
 
 
 class QuantModule(nn.Module):
@@ -73,11 +86,22 @@ class QuantLinear(QuantModule):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
         assert isinstance(weight, QuantTensor), "a QuantLinear's weight was replaced"
-        if self.input_scale is None:
+        if self.input_scale is None and not self._casts_apart(x):
             return quant_linear(x, weight, self.bias, self.activations)
-        rows = quantize(x.flatten(0, -2), self.activations, self.input_scale)
-        y = scaled_mm(rows, weight, self.bias, x.dtype)
+        # parts, not a QuantTensor: a captured program can't make one
+        rows, *scales = quantize_parts(x.flatten(0, -2), self.activations, self.input_scale)
+        packed, levels = weight.packed, list(weight.scales.values())
+        y: Tensor = scaled_mm_parts(
+            rows, scales, self.activations, packed, levels, weight.format.name, self.bias, x.dtype
+        )
         return y.view(*x.shape[:-1], self.out_features)
+
+    def _casts_apart(self, x: Tensor) -> bool:
+        """Whether x is cast by an op of its own, which a compiled program fuses with what made x."""
+        if not torch.compiler.is_compiling() or x.device.type not in CASTS_APART:
+            return False
+        needs_gradient = torch.is_grad_enabled() and x.requires_grad
+        return self.activations in FUSED_CASTS and x.dim() > 1 and not needs_gradient
 
     def extra_repr(self) -> str:
         format = self.weight.format.name if isinstance(self.weight, QuantTensor) else "?"
@@ -127,8 +151,18 @@ def look_up(table: QuantTensor, ids: Tensor) -> Tensor:
     return packed.dequantize().view(*ids.shape, table.shape[1])
 
 
+class Table(nn.Module, ABC):
+    """A table of a vocabulary that scores by itself: one that is divided over ranks."""
+
+    @abstractmethod
+    def project(self, x: Tensor) -> Tensor:
+        """x @ weight.T, all columns."""
+
+
 def project(x: Tensor, table: nn.Module) -> Tensor:
     """x @ weight.T for the weight of a linear or an embedding, dense or packed."""
+    if isinstance(table, Table):
+        return table.project(x)
     if isinstance(table, QuantModule):
         assert isinstance(table.weight, QuantTensor), "a packed weight was replaced"
         return quant_linear(x, table.weight, None, table.activations)

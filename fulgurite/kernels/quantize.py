@@ -6,6 +6,9 @@ The operator `fulgurite::quantize` returns the packed data and then every scale 
 beside it, in the order of `Format.stored_scales`. The function `quantize` makes a `QuantTensor` of
 them. A static scale (calibrated) replaces the one made from the data: `scale` in fp8 and int
 formats, `tensor_scale` in NVFP4.
+
+In a compiled function the casts of whole rows and of 1x128 blocks have pieces: generated kernels compute
+them together with the norm or the activation before them.
 """
 
 from __future__ import annotations
@@ -16,12 +19,18 @@ from torch import Tensor
 from fulgurite.errors import FormatError
 from fulgurite.kernels import implementations
 from fulgurite.op import op
-from fulgurite.quant import QuantTensor, codec, resolve
+from fulgurite.quant import WHOLE, QuantTensor, codec, resolve
+from fulgurite.quant.blocks import amax_of, scale_for
 from fulgurite.quant.format import Format, Scale
+from fulgurite.quant.ints import whole_codes
+from fulgurite.quant.minifloat import saturating_cast
 from fulgurite.quant.shapes import check_shape, data_shape, scale_shape
 
 # device type -> function of the operator's arguments; it may return NotImplemented
-IMPLEMENTATIONS: dict[str, str] = {"cuda": "fulgurite.kernels.triton.quantize:quantize"}
+IMPLEMENTATIONS: dict[str, str] = {
+    "cpu": "fulgurite.kernels.cpu.quantize:quantize",
+    "cuda": "fulgurite.kernels.triton.quantize:quantize",
+}
 
 
 def quantize(
@@ -98,3 +107,26 @@ def _(x: Tensor, format: str, static: Tensor | None = None) -> list[Tensor]:
     check_shape(entry, x.shape)
     scales = [empty_scale(x, entry, scale) for scale in entry.stored_scales]
     return [x.new_empty(data_shape(entry, x.shape), dtype=entry.data_dtype), *scales]
+
+
+@quantize_parts.pieces
+def _(x: Tensor, format: str, static: Tensor | None = None) -> list[Tensor]:
+    """FP8 by rows or in blocks of one, and int8, of rows that lie as they are read."""
+    entry = resolve(format)
+    width = x.shape[-1] if entry.block[1] == WHOLE else entry.block[1]
+    takes = entry.family == "fp8" or entry.name == "int8"
+    if not takes or static is not None or entry.block[0] != 1 or x.dim() < 2:
+        return NotImplemented
+    if x.numel() == 0 or x.shape[-1] % width or x.stride(-1) != 1:
+        return NotImplemented
+    blocks = x.float().unflatten(-1, (x.shape[-1] // width, width))
+    amax = amax_of(blocks, (-1,), keep_nan=not entry.element.has_nan)
+    scale = scale_for(amax, entry.element.highest)
+    steps = blocks / scale.unsqueeze(-1)
+    if entry.family == "fp8":
+        codes = saturating_cast(steps, entry.element, entry.data_dtype)
+    else:
+        codes = whole_codes(steps, entry)
+    if rows_dense(x, entry):
+        scale = scale.t().contiguous().t()
+    return [codes.flatten(-2), scale]

@@ -5,22 +5,22 @@ model in which every linear and embedding whose weight the file keeps packed is 
 `QuantEmbedding`; the names of the parameters that are filled by that.
 
 A weight stays packed where its rows are only chosen or reordered on the way in (`BY_CHOICE`), it
-fills a whole parameter, and it has two dimensions. Everything else is unpacked as always: norms,
-biases, stacked experts.
+fills a whole parameter, and it has two dimensions; stacked experts are `packed_experts.py`'s. Everything
+else is unpacked as always: norms, biases.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fulgurite.kernels.modules import QuantEmbedding, QuantLinear
+from fulgurite.kernels.modules import QuantEmbedding, QuantLinear, packable
 from fulgurite.models import family
 from fulgurite.models.config import ModelConfig
 from fulgurite.models.family import Rule, Take
+from fulgurite.models.packed_experts import Filling, Stacks
 from fulgurite.models.stored import StoredTensor
 from fulgurite.quant import QuantTensor
 from fulgurite.quant.gguf_file import GGUF_TYPES
@@ -37,16 +37,6 @@ BY_CHOICE: tuple[Take, ...] = (
 )
 
 
-class Filling(Protocol):
-    """An assignment of weights.py."""
-
-    @property
-    def rule(self) -> Rule: ...
-
-    @property
-    def parameter(self) -> str: ...
-
-
 def keep_packed(
     model: nn.Module,
     tensors: Iterable[tuple[str, StoredTensor]],
@@ -58,10 +48,14 @@ def keep_packed(
 ) -> set[str]:
     """Put packed weights where they belong; the parameters that are then filled."""
     parameters = dict(model.named_parameters())
+    stacks = Stacks(assignments, config, device)
     filled: set[str] = set()
     for name, stored in tensors:
         for assignment in assignments.get(name, ()):
             target = parameters[assignment.parameter]
+            if target.dim() == 3:
+                stacks.add(stored, assignment, target)
+                continue
             weight = packed_weight(stored, assignment.rule, config, target.dtype)
             if weight is None or weight.shape != target.shape:
                 continue
@@ -69,7 +63,25 @@ def keep_packed(
                 weight.check(name)
             if _place(model, assignment.parameter, weight.to(device), activations):
                 filled.add(assignment.parameter)
+    for name, weight in stacks.complete().items():
+        if torch.device(device).type != "meta":
+            weight.check(name)
+        if _place_stack(model, name, weight, activations):
+            filled.add(name)
     return filled
+
+
+def _place_stack(
+    model: nn.Module, parameter: str, weight: QuantTensor, activations: str | None
+) -> bool:
+    """Put packed experts where the dense ones were; False where their module can't take them."""
+    path, _, name = parameter.rpartition(".")
+    module = model.get_submodule(path)
+    if name not in packable(module):
+        return False
+    module.activations = activations
+    setattr(module, name, nn.Parameter(weight, requires_grad=False))
+    return True
 
 
 def packed_weight(

@@ -44,9 +44,19 @@ def block_amax(x: Tensor, scale: Scale, *, keep_nan: bool) -> Tensor:
     With `keep_nan` a block that holds a NaN has a NaN magnitude, for element types without NaN;
     without it NaN is passed over, for element types that store the NaN themselves.
     """
+    return _reduce(_magnitudes(x, keep_nan), scale)
+
+
+def amax_of(x: Tensor, dims: tuple[int, ...], *, keep_nan: bool) -> Tensor:
+    """The same over whole dimensions."""
+    return _magnitudes(x, keep_nan).amax(dims)
+
+
+def _magnitudes(x: Tensor, keep_nan: bool) -> Tensor:
+    """|x|, zero where it does not count."""
     magnitude = x.abs()
     skipped = magnitude == float("inf") if keep_nan else ~(magnitude < float("inf"))
-    return _reduce(magnitude.masked_fill(skipped, 0.0), scale)
+    return magnitude.masked_fill(skipped, 0.0)
 
 
 def block_range(x: Tensor, scale: Scale) -> tuple[Tensor, Tensor]:

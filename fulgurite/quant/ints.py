@@ -55,7 +55,7 @@ def encode(x: Tensor, format: Format, scale: Tensor | float | None = None) -> Co
     else:
         scale = given_scale(scale, only, x)
     steps = x / spread(scale, only.block, x.shape)
-    return Codes(_round(steps, format).to(torch.int8), {"scale": scale})
+    return Codes(whole_codes(steps, format), {"scale": scale})
 
 
 def _encode_asymmetric(x: Tensor, format: Format) -> Codes:
@@ -70,6 +70,11 @@ def _encode_asymmetric(x: Tensor, format: Format) -> Codes:
     steps = (x / spread(scale, block, x.shape)).round() + spread(zero, block, x.shape)
     codes = _round(steps, format).to(torch.uint8)
     return Codes(codes, {"scale": scale, "zero_point": zero.to(torch.uint8)})
+
+
+def whole_codes(steps: Tensor, format: Format) -> Tensor:
+    """Signed codes of x over its scale."""
+    return _round(steps, format).to(torch.int8)
 
 
 def _round(steps: Tensor, format: Format) -> Tensor:

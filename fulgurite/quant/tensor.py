@@ -234,6 +234,16 @@ def _select(x: QuantTensor, dim: int, index: int) -> QuantTensor:
     return x.replace(sharding.select_parts(x.format, x.parts, x.shape, dim, index))
 
 
+def _view(x: QuantTensor, size: Sequence[int]) -> QuantTensor:
+    """`view_as` itself, which is how DTensor takes a tensor in."""
+    if tuple(size) != tuple(x.shape):
+        raise FormatError(
+            f"a {x.format.name} tensor of shape {list(x.shape)} can't be viewed as {list(size)}",
+            next="slice it at block boundaries, or dequantize first",
+        )
+    return x.map(aten.alias.default)
+
+
 def _split_sizes(x: QuantTensor, sizes: Sequence[int], dim: int = 0) -> list[QuantTensor]:
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     return [_slice(x, dim, end - size, end) for end, size in zip(ends, sizes, strict=True)]
@@ -330,6 +340,7 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {
     aten.to.dtype: lambda x, dtype, *how, **kwargs: _to(x, dtype=dtype),
     aten.to.device: lambda x, device, dtype, *how, **kwargs: _to(x, device=device, dtype=dtype),
     aten.copy_.default: _copy_into,
+    aten.view.default: _view,
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
     aten.split.Tensor: _split,

@@ -1,7 +1,7 @@
-"""One op → the pieces it is made of, by torch's own decompositions, one level at a time.
+"""One op → the pieces it is made of, by torch's own decompositions and by those of our operators, one level at a time.
 
-In: a node of a functional graph. Out: a graph module of the pieces on the same arguments, or None where torch
-has no decomposition (or the op's own kernel is the definition). `inline` puts such pieces in the op's place.
+In: a node of a functional graph. Out: a graph module of the pieces on the same arguments, or None where there is
+no decomposition (or the op's own kernel is the definition). `inline` puts such pieces in the op's place.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
+from fulgurite.op import pieces_of
 from fulgurite.trace.metadata import fake_mode_of, faking
 
 
@@ -28,7 +29,7 @@ def decompositions() -> dict[Any, Any]:
 
 def decompose(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
     """The pieces of `node`, as a graph of the nodes among its arguments (in `all_input_nodes` order)."""
-    rule = decompositions().get(node.target)
+    rule = decompositions().get(node.target) or pieces_of(node.target)
     if rule is None:
         return None
     sources = node.all_input_nodes

@@ -22,7 +22,7 @@ from fulgurite.quant import FORMATS, QuantTensor, quantize
 PACKED = [name for name, format in FORMATS.items() if format.family != "cast"]
 # ulp-like: one rounding a product and a sum in float32, then one to the result's dtype
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-SHAPES = [(16, 256, 1), (37, 512, 3), (1, 256, 9), (48, 768, 17)]
+SHAPES = [(16, 256, 1), (37, 512, 3), (1, 256, 9), (48, 768, 17), (70, 256, 29)]
 
 
 def check(got, x, weight, activations, bias=None):
@@ -87,12 +87,13 @@ def test_half_a_block_of_nvfp4():
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 3, 4, 5, 7, 8, 15, 255, 256, 257, 520])
 def test_numbers_of_tokens_and_threads(tokens):
-    weight, x = quantize(torch.randn(50, 64), "q4_0"), torch.randn(tokens, 64)
+    weight, x = quantize(torch.randn(150, 160), "q4_1"), torch.randn(tokens, 160)
     made = panels(weight)
-    one = linear(x, made, integer=True, threads=1)
-    check(one, x, weight, "q8_0")
-    for threads in (2, 3, 7):
-        assert torch.equal(linear(x, made, integer=True, threads=threads), one)
+    for integer, activations in ((True, "q8_0"), (False, "none")):
+        one = linear(x, made, integer=integer, threads=1)
+        check(one, x, weight, activations)
+        for threads in (2, 3, 7):
+            assert torch.equal(linear(x, made, integer=integer, threads=threads), one)
 
 
 def test_empty_weights():

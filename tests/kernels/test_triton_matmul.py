@@ -189,10 +189,29 @@ def test_a_nan_weight_and_a_nan_scale():
         assert bad[:, 3].all() and bad.sum() == 2, format
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "format",
+    ["q4_0", "q4_1", "q8_0", "q4_k", "q6_k", "int4_g32", "int4_g32_asym", "int4_g64_asym"],
+)
+def test_weights_in_blocks(format, dtype):
+    """GGUF's blocks as they lie in a file, and groups of 32 integers."""
+    for m, n, k in ((1, 40, 256), (19, 33, 512)):
+        weight = quantize(torch.randn(n, k) * torch.randn(n, 1).exp(), format)
+        x, bias = torch.randn(m, k).to(dtype), torch.randn(n).to(dtype)
+        exact = x.double() @ exact_of(weight).t() + bias.double()
+        data, *scales = on_device(weight.packed, *weight.scales.values())
+        ours = linear.quant_linear(x.to(DEVICE), data, scales, format, bias.to(DEVICE))
+        assert ours.shape == (m, n) and ours.dtype == dtype
+        assert near(ours, exact, k)
+
+
 def test_what_only_the_reference_takes():
-    packed = quantize(torch.randn(16, 256), "q4_k")
+    packed = quantize(torch.randn(2, 16, 256), "q4_k")
     x = torch.randn(2, 256)
-    assert linear.quant_linear(x.bfloat16(), packed.packed, [], "q4_k") is NotImplemented
+    ends = torch.tensor([1, 2], dtype=torch.int32)
+    grouped = linear.grouped_quant_linear(x.bfloat16(), ends, packed.packed, [], "q4_k")
+    assert grouped is NotImplemented
     other = quantize(torch.randn(16, 256), "nvfp4")
     parts = (other.packed, list(other.scales.values()), "nvfp4")
     assert linear.quant_linear(x, *parts) is NotImplemented

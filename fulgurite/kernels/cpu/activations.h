@@ -26,6 +26,9 @@ struct Tile {
   float* sums;      // [K / 16][width]          sum of x, alike
 };
 
+// A tile of up to eight tokens starts at each multiple of eight; what is left makes smaller ones.
+INLINE int64_t tile_width(int64_t left) { return left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1; }
+
 INLINE int64_t token_bytes(int64_t columns) {  // whole cache lines
   return (columns * 4 + columns + columns / 32 * 4 + columns / 16 * 8 + 63) / 64 * 64;
 }
@@ -51,8 +54,9 @@ static void read_row(float* row, const void* x, int32_t type, int64_t given, int
   for (int64_t k = given; k < columns; ++k) row[k] = 0.0f;
 }
 
-static void place_floats(Tile tile, int64_t t, const float* row, int64_t columns) {
+static void place_floats(Tile tile, int64_t t, const float* row, int64_t columns, bool sums) {
   for (int64_t k = 0; k < columns; ++k) tile.values[k * tile.width + t] = row[k];
+  if (!sums) return;
   for (int64_t i = 0; i < columns / 16; ++i) {
     float sum = 0.0f;
     for (int k = 0; k < 16; ++k) sum += row[16 * i + k];

@@ -14,7 +14,15 @@ from fulgurite import native
 
 FOLDER = Path(__file__).parent
 SHARED = FOLDER.parent.parent / "fuser" / "codegen" / "include"
-PARTS = ("weight.h", "activations.h", "linear.h", "read.h")
+PARTS = (
+    "weight.h",
+    "activations.h",
+    "linear.h",
+    "linear_many.h",
+    "linear_run.h",
+    "grouped_linear.h",
+    "read.h",
+)
 SIMD = {"avx512_vnni": "simd_avx512.h", "avx2": "simd_avx2.h", "plain": "simd_plain.h"}
 
 

@@ -7,7 +7,7 @@
 // once for eight tokens and stay in the first cache for the others.
 const int MOST_TOKENS = 8;
 const int64_t FEW_TOKENS = 4;       // each thread prepares x for itself: cheaper than a barrier
-const int64_t CHUNK_TOKENS = 256;   // rows of x that stay in the second cache
+const int64_t CHUNK_TOKENS = 256;   // rows of x prepared at a time
 const int64_t AHEAD = 4096;         // bytes of codes fetched before they are needed: over a page's end
 // products under which a second thread costs more than it gives: a parallel region took 0.9 to 1.1 us
 // (two cores of a Xeon, libgomp), one thread 50 products a nanosecond
@@ -114,11 +114,16 @@ static void float_panel(const Weight& w, int64_t panel, const Tile& x, Floats* r
   const float* column = x.values;
   for (int64_t h = 0; h < halves; ++h) {
     const int64_t super = (panel * (w.columns / SUPER) + h * 16 / SUPER) * ROWS;
-    Floats part[tokens];
+    // With few tokens a chain of additions is what takes the time: vectors then have sums of their own.
+    const int chains = tokens <= 2 ? 2 : 1;
+    Floats parts[chains][tokens];
     UNROLL
-    for (int t = 0; t < tokens; ++t) part[t] = all(0.0f);
+    for (int c = 0; c < chains; ++c)
+      UNROLL
+      for (int t = 0; t < tokens; ++t) parts[c][t] = all(0.0f);
     UNROLL
     for (int v = 0; v < (codes == NIBBLES ? 2 : 4); ++v) {
+      Floats* part = parts[v % chains];
       const Bytes packed = load_bytes(code);
       __builtin_prefetch(code + AHEAD);
       if (codes == NIBBLES) {
@@ -141,7 +146,10 @@ static void float_panel(const Weight& w, int64_t panel, const Tile& x, Floats* r
     }
     const Floats scale = load_numbers(w.scales, w.scale_type, index, w.super_scales, super);
     UNROLL
-    for (int t = 0; t < tokens; ++t) total[t] = fma(part[t], scale, total[t]);
+    for (int t = 0; t < tokens; ++t) {
+      const Floats part = chains == 2 ? add(parts[0][t], parts[chains - 1][t]) : parts[0][t];
+      total[t] = fma(part, scale, total[t]);
+    }
     if (minimum) {
       const Floats low = load_numbers(w.minimums, w.minimum_type, index, w.super_minimums, super);
       UNROLL
@@ -170,143 +178,3 @@ static const PanelKernel FLOAT_KERNELS[4][2][4] = {  // [codes][minimum]
     {FLOATING(BYTES, false), FLOATING(BYTES, true)},
     {FLOATING(E4M3, false), FLOATING(E4M3, false)},
     {FLOATING(E5M2, false), FLOATING(E5M2, false)}};
-
-// One call, whose description may be kept and used again.
-struct Call {
-  const Weight* weight;
-  const Weight* up;      // null, or: y = activation(x @ weight.T) * (x @ up.T)
-  const void* x;         // [tokens, given] in `type`, rows `x_stride` elements apart
-  void* out;             // [tokens, rows] in `type`
-  const float* bias;     // [rows up to whole panels], or null
-  const float* up_bias;
-  const void* residual;  // added to the result, like `out`, or null; may be `out` itself
-  int64_t tokens, given, x_stride, out_stride;
-  int32_t type, integer, activation, threads;
-};
-enum Activation { NO_ACTIVATION, SILU, GELU_TANH };
-
-INLINE float activate(int32_t kind, float x) {
-  if (kind == NO_ACTIVATION) return x;
-  if (kind == SILU) return x * sigmoid(x);
-  return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x));  // 0.5x (1 + tanh(u)) = x sigmoid(2u)
-}
-
-INLINE const PanelKernel* kernels_of(const Weight& w, bool integer) {
-  const bool minimum = w.minimum_type != ABSENT;
-  if (integer) return INTEGER_KERNELS[w.codes_kind][w.group == 16][minimum];
-  return FLOAT_KERNELS[w.codes_kind][minimum];
-}
-
-INLINE Floats finished(Floats sum, const float* scales, const float* bias, int64_t first) {
-  if (scales) sum = multiply(sum, load_f32(scales + first));
-  return bias ? add(sum, load_f32(bias + first)) : sum;
-}
-
-// `bias` has whole panels, like row_scales; x and the result end with the weight's last row.
-static void store_panel(const Call& call, int64_t panel, int64_t token, const Floats* one,
-                        const Floats* two, int tokens) {
-  const Weight& w = *call.weight;
-  const int64_t first = panel * ROWS;
-  const int count = (int)(w.rows - first < ROWS ? w.rows - first : ROWS);
-  for (int t = 0; t < tokens; ++t) {
-    Floats sum = finished(one[t], w.row_scales, call.bias, first);
-    if (two) {
-      float gate[ROWS];
-      store_f32(gate, sum);
-      for (int i = 0; i < ROWS; ++i) gate[i] = activate(call.activation, gate[i]);
-      sum = multiply(load_f32(gate), finished(two[t], call.up->row_scales, call.up_bias, first));
-    }
-    const int64_t at = (token + t) * call.out_stride + first;
-    if (call.type == TYPE_F32 && count == ROWS) {
-      if (call.residual) sum = add(sum, load_f32((const float*)call.residual + at));
-      store_f32((float*)call.out + at, sum);
-      continue;
-    }
-    float y[ROWS];
-    store_f32(y, sum);
-    if (call.residual)
-      for (int i = 0; i < count; ++i) y[i] += read(call.residual, call.type, at + i);
-    for (int i = 0; i < count; ++i) write(call.out, call.type, at + i, y[i]);
-  }
-}
-
-// A tile of up to eight tokens starts at each multiple of eight; what is left makes smaller ones.
-INLINE int64_t tile_width(int64_t left) { return left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1; }
-INLINE int width_index(int64_t width) { return width == 8 ? 3 : width == 4 ? 2 : width == 2 ? 1 : 0; }
-
-static void prepare_tile(const Call& call, Tile tile, int64_t token, float* row) {
-  const Weight& w = *call.weight;
-  const int64_t size = call.type == TYPE_F32 ? 4 : 2;
-  for (int64_t t = 0; t < tile.width; ++t) {
-    const char* x = (const char*)call.x + (token + t) * call.x_stride * size;
-    read_row(row, x, call.type, call.given, w.columns);
-    if (call.integer) place_codes(tile, t, row, w.columns, w.offset, w.group == 16);
-    else place_floats(tile, t, row, w.columns);
-  }
-}
-
-static void run_panels(const Call& call, char* memory, int64_t first_panel, int64_t last_panel,
-                       int64_t first_token, int64_t tokens) {
-  const Weight& w = *call.weight;
-  const PanelKernel* one = kernels_of(w, call.integer);
-  const PanelKernel* two = call.up ? kernels_of(*call.up, call.integer) : nullptr;
-  for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-    for (int64_t token = 0, width; token < tokens; token += width) {
-      width = tile_width(tokens - token);
-      const Tile tile = tile_at(memory, w.columns, token, width);
-      Floats result[MOST_TOKENS], other[MOST_TOKENS];
-      one[width_index(width)](w, panel, tile, result);
-      if (two) two[width_index(width)](*call.up, panel, tile, other);
-      store_panel(call, panel, first_token + token, result, two ? other : nullptr, (int)width);
-    }
-  }
-}
-
-// One thread's share of `count` tokens from `start` on; with more than a few tokens x is prepared once
-// for all threads, in `memory`.
-static void run_share(const Call& call, char* memory, int64_t start, int64_t count, int64_t thread,
-                      int64_t threads) {
-  const int64_t columns = call.weight->columns;
-  const int64_t panels = (call.weight->rows + ROWS - 1) / ROWS;
-  const bool alone = memory == nullptr;
-  char* mine = own.take(columns * 4 + (alone ? token_bytes(columns) * count : 0));
-  if (alone) memory = mine + columns * 4;
-  int64_t number = 0;
-  for (int64_t token = 0, width; token < count; token += width, ++number) {
-    width = tile_width(count - token);
-    if (alone || number % threads == thread)
-      prepare_tile(call, tile_at(memory, columns, token, width), start + token, (float*)mine);
-  }
-  if (!alone) {
-#pragma omp barrier
-  }
-  run_panels(call, memory, panels * thread / threads, panels * (thread + 1) / threads, start, count);
-  if (!alone) {
-#pragma omp barrier
-  }
-}
-
-EXPORT void linear(const Call* call) {
-  const int64_t columns = call->weight->columns, tokens = call->tokens;
-  const int64_t work = columns * call->weight->rows * tokens;
-  const int threads = work < SMALL_WORK ? 1 : call->threads;
-  const bool few = tokens <= FEW_TOKENS;
-  if (few && threads == 1) return run_share(*call, nullptr, 0, tokens, 0, 1);
-  const int64_t chunk = tokens < CHUNK_TOKENS ? tokens : CHUNK_TOKENS;
-  char* memory = few ? nullptr : shared.take(token_bytes(columns) * chunk);
-#pragma omp parallel num_threads(threads)
-  for (int64_t start = 0; start < tokens; start += chunk) {
-    const int64_t count = tokens - start < chunk ? tokens - start : chunk;
-    run_share(*call, memory, start, count, omp_get_thread_num(), omp_get_num_threads());
-  }
-}
-
-// the same as a native kernel that can be replayed: the array is the call itself
-EXPORT int64_t linear_kernel(const int64_t* call) {
-  linear((const Call*)call);
-  return 0;
-}
-
-EXPORT const char* instructions(void) { return INSTRUCTIONS; }
-EXPORT int64_t weight_size(void) { return sizeof(Weight); }
-EXPORT int64_t call_size(void) { return sizeof(Call); }

@@ -1,7 +1,6 @@
-"""`scaled_mm` and the experts' linears on the CPU: loops around the kernels of `linear.py`.
+"""`scaled_mm` and the experts' linears on the CPU, around `linear.py` and `grouped_matmul.py`.
 
-The left operand is dequantized (a few rows), the weight stays packed. Ends of groups are read on the
-host, which on a CPU costs nothing.
+The left operand is dequantized (a few rows), the weight stays packed.
 """
 
 from __future__ import annotations
@@ -9,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fulgurite.kernels.cpu.grouped_matmul import grouped_matmul
 from fulgurite.kernels.cpu.linear import quant_linear
+from fulgurite.kernels.grouped_matmul import NO_GATE
 from fulgurite.kernels.quant_linear import PLAIN, decode_parts
 from fulgurite.quant import resolve
 
@@ -39,18 +40,10 @@ def grouped_quant_linear(
     bias: Tensor | None,
     activations: str,
 ) -> Tensor:
-    """The operator's implementation for the CPU: one linear for each expert that has rows."""
-    out = x.new_zeros(x.shape[0], data.shape[1])
-    start = 0
-    for expert, end in enumerate(offsets.tolist()):
-        if end > start:
-            levels = [scale[expert] for scale in scales]
-            of_expert = None if bias is None else bias[expert]
-            rows = quant_linear(x[start:end], data[expert], levels, format, of_expert, activations)
-            if rows is NotImplemented:
-                return rows
-            out[start:end] = rows
-            start = end
+    """The operator's implementation for the CPU: a grouped matmul without a gate."""
+    out: Tensor = grouped_matmul(
+        x, None, None, None, offsets, data, scales, format, bias, activations, NO_GATE, 0.0, 0.0
+    )
     return out
 
 

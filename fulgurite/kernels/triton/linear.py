@@ -1,7 +1,8 @@
 """`quant_linear` and `grouped_quant_linear` on a GPU.
 
 In: the operators' arguments. Out: x @ weight.T + bias, or NotImplemented for what only the reference
-takes: float32 activations, GGUF blocks, nibbles with float16 activations.
+takes: float32 activations (but of GGUF and 4-bit integer weights), e2m1 with float16 activations, experts
+in GGUF blocks.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fulgurite.kernels.triton import launch, tiles
+from fulgurite.kernels.triton.blocks import blocks_linear
 from fulgurite.kernels.triton.dequantize import weight_as
 from fulgurite.kernels.triton.quantize import quantize
 from fulgurite.kernels.triton.scaled_mm import grouped_scaled_mm, scaled_mm
@@ -50,8 +52,11 @@ def _weight_only(
 ) -> Any:
     entry = resolve(format)
     weight = launch.weight_of(entry)
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     if weight is None or not launch.takes(rows, weight) or data.numel() == 0:
-        return NotImplemented
+        return (
+            NotImplemented if ends is not None else blocks_linear(rows, data, scales, entry, bias)
+        )
     m, k = rows.shape
     n = data.shape[-2]
     tile: tiles.Tile | tiles.FewTile | None
@@ -59,7 +64,6 @@ def _weight_only(
         tile = tiles.for_weight_only(m, n, k, weight, rows.device)
     else:
         tile = tiles.for_experts(m, n, k, data.shape[0], weight, same=False)
-    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     if tile is None:  # many rows: what the library saves pays for writing the weight out
         parts = launch.packed(data, scales, entry, weight)
         return F.linear(
