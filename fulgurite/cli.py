@@ -20,7 +20,7 @@ from fulgurite.errors import ArgumentError, FulguriteError
 from fulgurite.explain import Explanation
 from fulgurite.models import tiny
 from fulgurite.report.html import write_html
-from fulgurite.serve import terminal
+from fulgurite.serve import plan_command, terminal
 from fulgurite.target import load_example, run_script
 
 
@@ -69,21 +69,23 @@ def bench(options: argparse.Namespace) -> None:
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "generate": terminal.generate,
     "chat": terminal.chat,
+    "plan": plan_command.plan,
     "explain": explain,
     "bench": bench,
 }
 
 
 def parser() -> argparse.ArgumentParser:
-    variables = "\n".join(f"  {name:<20}  {text}" for name, text in ENVIRONMENT.items())
+    width = max(len(name) for name in ENVIRONMENT)
+    variables = "\n".join(f"  {name:<{width}}  {text}" for name, text in ENVIRONMENT.items())
     top = argparse.ArgumentParser(
         prog="fulgurite",
-        description="Compile PyTorch programs and see every step.",
+        description="Compile PyTorch programs and see every step; generate text with the result.",
         epilog=f"environment variables:\n{variables}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=f"fulgurite {fulgurite.__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="command")
+    commands = top.add_subparsers(dest="command", metavar="command")
     _text_commands(commands)
     one = commands.add_parser(
         "explain", help="compile with example inputs and show what became of it"
@@ -108,21 +110,40 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _text_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    reply = commands.add_parser("generate", help="write a reply to a prompt, token by token")
+    reply = commands.add_parser(
+        "generate",
+        help="write a reply to a prompt, token by token",
+        usage='fulgurite generate [options] ["prompt"]',
+    )
     reply.add_argument("prompt", nargs="?", help="the prompt (default: read from stdin)")
     reply.add_argument("--raw", action="store_true", help="the prompt as it is, without a template")
     terminal.add_options(reply, max_tokens=256)
-    talk = commands.add_parser("chat", help="a conversation with a model")
+    talk = commands.add_parser(
+        "chat", help="a conversation with a model", usage="fulgurite chat [options]"
+    )
     terminal.add_options(talk, max_tokens=1024)
+    plan_command.add_options(
+        commands.add_parser(
+            "plan",
+            help="what fits on how many GPUs, without having one",
+            usage="fulgurite plan --model NAME [--gpus 8x2] [options]",
+        )
+    )
 
 
 def main(words: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
+    if options.command is None:
+        parser().print_help()
+        return 2
     try:
         COMMANDS[options.command](options)
     except FulguriteError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130  # as a shell says it
     except BrokenPipeError:
         sys.stderr.close()  # the reader went away (`| head`): nothing more to say
         return 1

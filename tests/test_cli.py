@@ -105,6 +105,11 @@ def test_mistakes_are_answered_in_words(folder, capsys, words, says):
     assert says in error and "Traceback" not in error
 
 
+def test_no_command_shows_the_help(capsys):
+    assert main([]) == 2
+    assert "generate" in capsys.readouterr().out
+
+
 def test_help_lists_commands_and_variables(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])

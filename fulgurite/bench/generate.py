@@ -1,4 +1,4 @@
-"""How fast text is generated on the CPU, beside llama.cpp and transformers in the same run.
+"""How fast text is generated on the CPU, beside llama.cpp and transformers in the same run; GPUs: `generate_cuda`.
 
 In: the embedded model's file. Out: for each engine and number of threads the prefill and decode
 tokens a second, the time to the first token and the peak memory; ours for several requests at once, too.
@@ -21,6 +21,7 @@ from typing import Any
 from rich.progress import Progress
 
 from fulgurite.bench import generate_engines, results
+from fulgurite.bench.generate_cuda import generate_cuda
 from fulgurite.config import environment
 from fulgurite.errors import ArgumentError
 from fulgurite.models import hub
@@ -34,9 +35,7 @@ ENGINES = ("fulgurite", "llama.cpp", "transformers")
 def generate(options: argparse.Namespace) -> None:
     """Suite `generate`."""
     if options.device != "cpu":
-        raise ArgumentError(
-            f"the suite generate has no part for {options.device} yet", next="use --device cpu"
-        )
+        return generate_cuda(options)
     rounds = 1 if options.quick else ROUNDS
     cores = len(os.sched_getaffinity(0))
     work = [(n, e) for n in sorted({1, min(2, cores)}) for _ in range(rounds) for e in ENGINES]
@@ -94,8 +93,9 @@ def _compare(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         other = theirs.get(row["threads"])
         if row["engine"] == "fulgurite" and other is not None:
-            row["prefill_times_llama"] = row["prefill"] / other["prefill"]
-            row["decode_times_llama"] = row["decode"] / other["decode"]
+            for key in ("prefill", "decode", *(f"decode_{batch}" for batch in BATCHES[1:])):
+                if key in row and key in other:
+                    row[f"{key}_times_llama"] = row[key] / other[key]
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

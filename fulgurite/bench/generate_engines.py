@@ -79,11 +79,47 @@ def llama_cpp(wanted: dict[str, Any]) -> dict[str, float]:
         start = time.perf_counter()
         model.eval([token])
         times.append(time.perf_counter() - start)
-    return {
+    found = {
         "prefill": wanted["prompt"] / first,
         "decode": 1 / statistics.median(times),
         "first_token_ms": 1e3 * first,
     }
+    for batch in wanted["batches"]:
+        if batch > 1:
+            found[f"decode_{batch}"] = batch / _llama_step(
+                model, batch, threads, wanted["new"] // 2
+            )
+    return found
+
+
+def _llama_step(model: Any, batch: int, threads: int, steps: int, prompt: int = 16) -> float:
+    """Seconds of llama.cpp's step of `batch` sequences, through its C functions."""
+    import llama_cpp
+
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_seq_max = 256 * batch, 512, batch
+    params.n_threads = params.n_threads_batch = threads
+    context = llama_cpp.llama_init_from_model(model._model.model, params)
+    room = llama_cpp.llama_batch_init(batch * prompt, 0, 1)
+
+    def decode(position: int, count: int) -> float:
+        places = [(sequence, at) for sequence in range(batch) for at in range(count)]
+        room.n_tokens = len(places)
+        for index, (sequence, at) in enumerate(places):
+            room.token[index], room.pos[index] = tokens(1)[0], position + at
+            room.n_seq_id[index], room.seq_id[index][0] = 1, sequence
+            room.logits[index] = at == count - 1
+        start = time.perf_counter()
+        status = llama_cpp.llama_decode(context, room)
+        assert status == 0, f"llama_decode failed with {status}"
+        llama_cpp.llama_synchronize(context)
+        return time.perf_counter() - start
+
+    decode(0, prompt)
+    times = [decode(prompt + step, 1) for step in range(steps)]
+    llama_cpp.llama_batch_free(room)
+    llama_cpp.llama_free(context)
+    return statistics.median(times)
 
 
 def transformers(wanted: dict[str, Any]) -> dict[str, float]:

@@ -35,7 +35,9 @@ def differentiate(
     """Functionalize, derive backward where it is needed, and build each graph."""
 
     plain: list[BoxedFunction] = []
-    autocast = torch._C._is_any_autocast_enabled()  # is part of the graph, and is to be off around it
+    autocast = (
+        torch._C._is_any_autocast_enabled()
+    )  # is part of the graph, and is to be off around it
 
     def builder(build: Build) -> Callable[[fx.GraphModule, Sequence[Any]], BoxedFunction]:
         return lambda graph, _: build(graph)

@@ -9,6 +9,9 @@ asked for (see `implementations.py`).
     quant_linear.py  x @ weight.T + bias, the weight packed, x as it is or quantized on the fly
     scaled_mm.py     a @ b.T + bias, both packed, every layout of scales
     grouped.py       the last two for experts: rows of x by expert, ends of the groups on the device
+    routing.py       logits -> each token's experts and their weights, by the rule of any family
+    grouped_matmul.py  rows of tokens times their experts' matrices, dense or packed, and the gate
+    moe.py           a mixture of experts: pairs sorted by expert, both matmuls, the weighted sum
     fp8_linear.py    a linear layer whose forward and both backward matmuls are in FP8
     cpu/             C++ for the CPU: packed weights laid out for vectors, linears of them
     triton/          the same operators on GPUs

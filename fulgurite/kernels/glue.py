@@ -4,15 +4,18 @@
     rotate     (a, b) -> (a cos - b sin, b cos + a sin)
     gate       activation(x) * y
     add        x + y
+    heads      query and key normed and turned, key and value stored: from the linears to the attention
 
 In: tensors. Out: new tensors. Where nothing is differentiated and no graph is captured, a CPU runs each
-as one native kernel, so that a step of a model made of them can be recorded (`fulgurite.replay`).
-Everywhere else they are the plain torch formulas, which capture hands to the fuser.
+as one native kernel, so that a step of a model made of them can be recorded (`fulgurite.replay`), and a
+GPU as one Triton kernel. Everywhere else they are the plain torch formulas, which capture hands to the
+fuser.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,15 +23,42 @@ from torch import Tensor
 
 from fulgurite.kernels import implementations
 
-NORMS = {"cpu": "fulgurite.kernels.cpu.glue:rms_norm"}
-ROTATIONS = {"cpu": "fulgurite.kernels.cpu.glue:rotate"}
-COMBINATIONS = {"cpu": "fulgurite.kernels.cpu.glue:combine"}
+NORMS = {
+    "cpu": "fulgurite.kernels.cpu.glue:rms_norm",
+    "cuda": "fulgurite.kernels.triton.glue:rms_norm",
+}
+ROTATIONS = {
+    "cpu": "fulgurite.kernels.cpu.glue:rotate",
+    "cuda": "fulgurite.kernels.triton.glue:rotate",
+}
+COMBINATIONS = {
+    "cpu": "fulgurite.kernels.cpu.glue:combine",
+    "cuda": "fulgurite.kernels.triton.glue:combine",
+}
+HEADS = {"cuda": "fulgurite.kernels.triton.glue:heads"}
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
+
+
+class HeadNorms(NamedTuple):
+    """The norms of query heads and key heads."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+    offset: float
+
+
+class Pages(NamedTuple):
+    """Where the keys and values of new tokens go; see `kernels/attention.py`."""
+
+    keys_PBKH: Tensor
+    values_PBKV: Tensor
+    slots_T: Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -65,6 +95,35 @@ def add(x: Tensor, y: Tensor) -> Tensor:
         return x + y
     out: Tensor = implementations.run(COMBINATIONS, x.device, plain_combine, x, y, "add")
     return out
+
+
+def heads(
+    q_XNH: Tensor,
+    k_XKH: Tensor,
+    v_XKV: Tensor,
+    norms: HeadNorms | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    interleaved: bool,
+    pages: Pages | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What attention reads: query and key with their norms and rotation, and the value.
+
+    A device that can writes key and value into `pages` in the same pass; then both are None.
+    """
+    if not _plain():
+        function = implementations.find(HEADS, q_XNH.device)
+        given = (q_XNH, k_XKH, v_XKV, norms, cos, sin, interleaved, pages)
+        found = NotImplemented if function is None else function(*given)
+        if found is not NotImplemented:
+            q, k, v = found
+            return q, k, v
+    if norms is not None:
+        q_XNH = rms_norm(q_XNH, norms.query, norms.eps, norms.offset)
+        k_XKH = rms_norm(k_XKH, norms.key, norms.eps, norms.offset)
+    if cos is not None and sin is not None:
+        q_XNH, k_XKH = (rotate(x, cos, sin, interleaved) for x in (q_XNH, k_XKH))
+    return q_XNH, k_XKH, v_XKV
 
 
 def _plain() -> bool:

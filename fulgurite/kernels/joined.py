@@ -1,8 +1,19 @@
-"""Linears of one input, in one pass: what a layer asks for side by side.
+"""Linears of one input in one pass, with what a layer has before and behind them.
 
-In: x and the modules that read it. Out: their results. Where the modules are packed alike on a CPU, and
-nothing is differentiated or captured, x is quantized once and the weights run in one native call: query,
-key and value as one weight, gate and up as one gated product. Everywhere else each module is called.
+    linears      [module(norm(x)) for each module]
+    gated        activation(gate(norm(x))) * up(norm(x))
+    add_linear   residual + module(x)
+
+In: x, the modules that read it, and the norm that comes first, if any. Out: their results. Where nothing
+is differentiated or captured,
+
+- a CPU with modules packed alike quantizes x once and runs the weights in one native call: query, key
+  and value as one weight, gate and up as one gated product;
+- a GPU with few rows and dense weights reads each weight once in one kernel that does the norm, the gate
+  and the sum on its way (`triton/fused_linear.py`). Weights that lie one behind the other in memory
+  (`lay_together`) are one weight, to the library too.
+
+Everywhere else the formulas are what they say.
 """
 
 from __future__ import annotations
@@ -10,36 +21,162 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fulgurite import native
-from fulgurite.kernels import glue
+from fulgurite.kernels import glue, implementations
 from fulgurite.kernels.cpu.layout import Panels, join, panels
 from fulgurite.kernels.cpu.linear import GATES, INTEGER_ACTIVATIONS, TYPES, kept_panels, linear
 from fulgurite.kernels.modules import QuantLinear
 from fulgurite.quant import QuantTensor
 
-
-def linears(x: Tensor, modules: Sequence[nn.Module]) -> list[Tensor]:
-    """[module(x) for module in modules]; the results may be views of one tensor."""
-    if _one_pass(x, modules):
-        joined = _joined(modules)
-        if joined is not None:
-            sizes = [int(module.out_features) for module in modules]  # type: ignore[arg-type]
-            out = linear(x, joined.weight, joined.bias, integer=True)
-            return list(out.split(sizes, dim=-1))
-    return [module(x) for module in modules]
+FUSED = {"cuda": "fulgurite.kernels.triton.fused_linear:linear"}
 
 
-def gated(x: Tensor, gate: nn.Module, up: nn.Module, activation: str) -> Tensor:
-    """activation(gate(x)) * up(x)."""
+class Norm(Protocol):
+    """An RMS norm: x / sqrt(mean(x^2) + eps) * (offset + weight)."""
+
+    weight: Any
+    eps: float
+    offset: float
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+def linears(x: Tensor, modules: Sequence[nn.Module], norm: Norm | None = None) -> list[Tensor]:
+    """[module(norm(x)) for module in modules]; the results may be views of one tensor."""
+    dense = _dense(x, modules)
+    out = None if dense is None else _fused(x, dense, norm)
+    if out is None:
+        x = x if norm is None else norm(x)
+        if _one_pass(x, modules):
+            packed = _joined(modules)
+            if packed is not None:
+                out = linear(x, packed.weight, packed.bias, integer=True)
+        elif dense is not None and len(modules) > 1:
+            out = F.linear(x, dense.weight, dense.bias)
+    if out is None:
+        return [module(x) for module in modules]
+    return list(out.split([int(module.out_features) for module in modules], dim=-1))  # type: ignore[arg-type]
+
+
+def gated(
+    x: Tensor, gate: nn.Module, up: nn.Module, activation: str, norm: Norm | None = None
+) -> Tensor:
+    """activation(gate(norm(x))) * up(norm(x))."""
+    first, second = _dense(x, (gate,)), _dense(x, (up,))
+    if first is not None and second is not None:
+        out = _fused(x, first, norm, up=second, activation=activation)
+        if out is not None:
+            return out
+    x = x if norm is None else norm(x)
     if activation in GATES and _one_pass(x, (gate, up)) and gate.bias is None and up.bias is None:
-        first, second = (_panels(module) for module in (gate, up))
-        if _alike(first, second) and first.rows == second.rows:
-            return linear(x, first, integer=True, up=second, gate=activation)
-    return glue.gate(gate(x), up(x), activation)
+        parts = _panels(gate), _panels(up)
+        if _alike(*parts) and parts[0].rows == parts[1].rows:
+            return linear(x, parts[0], integer=True, up=parts[1], gate=activation)
+    if _dense(x, (gate, up)) is None:
+        return glue.gate(gate(x), up(x), activation)
+    y_gate, y_up = linears(x, (gate, up))
+    return glue.gate(y_gate, y_up, activation)
+
+
+def add_linear(residual: Tensor, x: Tensor, module: nn.Module) -> Tensor:
+    """residual + module(x)."""
+    dense = _dense(x, (module,))
+    out = None if dense is None else _fused(x, dense, residual=residual)
+    return glue.add(residual, module(x)) if out is None else out
+
+
+# ---- dense weights -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A plain weight [N, K] and its bias."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def lay_together(modules: Sequence[nn.Module]) -> None:
+    """Move the weights of plain linears, and their biases, one behind the other."""
+    if not all(_is_plain(module) for module in modules):
+        return
+    for name in ("weight", "bias"):
+        tensors = [getattr(module, name) for module in modules]
+        if any(tensor is None for tensor in tensors) or _behind(tensors) is not None:
+            continue
+        parts = torch.cat([tensor.data for tensor in tensors]).split([len(t) for t in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.data = part
+
+
+def _dense(x: Tensor, modules: Sequence[nn.Module]) -> Dense | None:
+    """The modules as one dense linear; None where they are not, or must be called as modules."""
+    if x.device.type not in FUSED or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    if not all(_is_plain(module) for module in modules):
+        return None
+    weight, biases = _behind([module.weight for module in modules]), [m.bias for m in modules]
+    if weight is None or (None in biases and any(bias is not None for bias in biases)):
+        return None
+    bias = None if biases[0] is None else _behind(biases)
+    return None if bias is None and biases[0] is not None else Dense(weight, bias)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """A linear that nobody listens to and whose weight is a tensor like any other."""
+    if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    return type(module.weight) is nn.Parameter and type(module.weight.data) is Tensor
+
+
+def _behind(tensors: Sequence[Any]) -> Tensor | None:
+    """Tensors that follow each other in memory, as one."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first  # type: ignore[no-any-return]
+    storage, at = first.untyped_storage().data_ptr(), first.storage_offset()
+    for tensor in tensors:
+        if not tensor.is_contiguous() or tensor.untyped_storage().data_ptr() != storage:
+            return None
+        if tensor.storage_offset() != at or tensor.shape[1:] != first.shape[1:]:
+            return None
+        at += tensor.numel()
+    rows = sum(tensor.shape[0] for tensor in tensors)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())  # type: ignore[no-any-return]
+
+
+def _fused(
+    x: Tensor,
+    dense: Dense,
+    norm: Norm | None = None,
+    *,
+    up: Dense | None = None,
+    activation: str = "",
+    residual: Tensor | None = None,
+) -> Tensor | None:
+    """One kernel for all of it; None where there is none."""
+    function = implementations.find(FUSED, x.device)
+    if function is None or (up is not None and (dense.bias is None) != (up.bias is None)):
+        return None
+    rows = x.reshape(-1, x.shape[-1])
+    options: dict[str, Any] = {"bias": dense.bias}
+    if norm is not None:
+        options |= {"norm": norm.weight, "eps": norm.eps, "offset": norm.offset}
+    if up is not None:
+        options |= {"up": up.weight, "up_bias": up.bias, "activation": activation}
+    if residual is not None:
+        options["residual"] = residual.reshape(len(rows), -1)
+    out = function(rows, dense.weight, **options)
+    return None if out is NotImplemented else out.view(*x.shape[:-1], -1)
+
+
+# ---- packed weights ------------------------------------------------------------------------------
 
 
 def _one_pass(x: Tensor, modules: Sequence[nn.Module]) -> bool:

@@ -25,6 +25,7 @@ from torch import Tensor
 from fulgurite.kernels import implementations
 
 IMPLEMENTATIONS = {"cuda": "fulgurite.kernels.triton.sampling:sample_rows"}
+GREEDY = {"cuda": "fulgurite.kernels.triton.sampling:greedy"}
 FLOORS = (1e-3, 1e-6)  # p relative to the largest: how far down tokens are sorted at first
 
 _ROUNDS = 10
@@ -61,7 +62,12 @@ def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def greedy(logits_RO: Tensor) -> Tensor:
-    """The likeliest token of each row, the smallest id of equals."""
+    """The likeliest token of each row, the smallest id of equals; NaN before all numbers."""
+    tokens: Tensor = implementations.run(GREEDY, logits_RO.device, _argmax, logits_RO)
+    return tokens
+
+
+def _argmax(logits_RO: Tensor) -> Tensor:
     return logits_RO.argmax(dim=-1)
 
 

@@ -14,15 +14,15 @@
   a model can't tell which; flat is for an engine that mixes prompts and steps of many sequences.
 - `positions` has the shape of `token_ids`: where each token stands in its own sequence. A negative
   position marks padding. Who may see whom follows from positions alone, no mask is passed.
-- `cache` is whatever has the three names of `cache.Cache`:
+- `cache` is whatever has the four names of `cache.Cache`:
     `attend(spec, q, k, v, positions, sinks)`  stores a layer's new keys and values, attends
     `extent(positions)`   how long each token's sequence is; only dynamic and LongRoPE ask
-    `persistent`          whether keys outlive the call
+    `attend_latent(spec, step, positions)`     the same for latent attention, from raw projections
+    `pages(spec)`         where a kernel may store new keys and values itself, or None
   It knows which token belongs to which sequence (by its row, by a table of blocks, by segments);
   the model does not. None means `WholeSequence`: no cache, the tokens given are all there is.
 - `model.attention_specs`, one a layer, says what a cache has to keep: heads, sizes, window, chunk.
-  For latent attention it is one key of rank + rope numbers a token, and `v` is None: a value is the
-  first `value_dim` numbers of its key.
+  For latent attention it is one key of rank + rope numbers a token, and no values.
 - `model.hidden(...)` and `model.logits(hidden)` are the two halves of the call, for logits of
   some rows.
 - `model.stale_after`: a LongRoPE sequence that outgrows this length has to be run again from

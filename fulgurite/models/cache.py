@@ -2,7 +2,7 @@
 
 A model does not know where keys and values live. Each attention layer hands its new ones to
 `Cache.attend`, which stores them (or not) and answers. Two caches are here: `WholeSequence` keeps
-nothing, `ContiguousCache` keeps one row a sequence; a paged one only has to offer the same three
+nothing, `ContiguousCache` keeps one row a sequence; a paged one only has to offer the same four
 names.
 
 Who sees whom is said by positions alone: a query at position i sees the keys of its sequence at
@@ -24,6 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fulgurite.kernels.glue import Pages
+from fulgurite.models.latent import LatentStep, absorbed, expanded
+
 
 @dataclass(frozen=True)
 class AttentionSpec:
@@ -44,24 +47,27 @@ class AttentionSpec:
 class Cache(Protocol):
     """The whole of what a model asks of a cache."""
 
-    @property
-    def persistent(self) -> bool:
-        """Whether keys outlive the call; if not, latent attention expands them into heads."""
+    def pages(self, spec: AttentionSpec) -> Pages | None:
+        """Where a kernel may store the layer's new keys and values itself; None: `attend` does."""
         ...
 
     def attend(
         self,
         spec: AttentionSpec,
         q_XNH: Tensor,
-        k_XKH: Tensor,
+        k_XKH: Tensor | None,
         v_XKV: Tensor | None,
         positions_X: Tensor,
         sinks_N: Tensor | None,
     ) -> Tensor:
         """Store the new keys and values of layer `spec.layer`, then attend; returns [X, N, V].
 
-        `v_XKV` is None for a latent layer.
+        `v_XKV` is None for a latent layer, and both where they are in their `pages` already.
         """
+        ...
+
+    def attend_latent(self, spec: AttentionSpec, step: LatentStep, positions_X: Tensor) -> Tensor:
+        """The same for latent attention, from its raw projections; returns [X, N, V]."""
         ...
 
     def extent(self, positions_X: Tensor) -> Tensor:
@@ -76,24 +82,29 @@ class WholeSequence:
     A flat [T] layout is one sequence, or several where `segments_T` says which token is whose.
     """
 
-    persistent = False
-
     def __init__(self, segments_T: Tensor | None = None) -> None:
         self.segments_T = segments_T
+
+    def pages(self, spec: AttentionSpec) -> None:
+        return None
 
     def attend(
         self,
         spec: AttentionSpec,
         q_XNH: Tensor,
-        k_XKH: Tensor,
+        k_XKH: Tensor | None,
         v_XKV: Tensor | None,
         positions_X: Tensor,
         sinks_N: Tensor | None,
     ) -> Tensor:
+        assert k_XKH is not None, "there are no pages that keys could be in"
         values = k_XKH[..., : spec.value_dim] if v_XKV is None else v_XKV
         seen_XS = visible(spec, positions_X, positions_X) & self._together(positions_X)
         own_TT = torch.eye(positions_X.shape[-1], dtype=torch.bool, device=positions_X.device)
         return attention(spec, q_XNH, k_XKH, values, seen_XS | own_TT, sinks_N)
+
+    def attend_latent(self, spec: AttentionSpec, step: LatentStep, positions_X: Tensor) -> Tensor:
+        return expanded(self.attend, spec, step, positions_X)
 
     def extent(self, positions_X: Tensor) -> Tensor:
         positions_XS = positions_X[..., None, :].where(self._together(positions_X), -1)
@@ -111,8 +122,6 @@ class ContiguousCache:
     The key of position p lies in slot p + 1; slot 0 takes the keys of padding, which only padding
     sees. A position past the capacity is an IndexError of torch's.
     """
-
-    persistent = True
 
     def __init__(
         self,
@@ -134,15 +143,19 @@ class ContiguousCache:
             if not spec.latent
         ]
 
+    def pages(self, spec: AttentionSpec) -> None:
+        return None
+
     def attend(
         self,
         spec: AttentionSpec,
         q_XNH: Tensor,
-        k_XKH: Tensor,
+        k_XKH: Tensor | None,
         v_XKV: Tensor | None,
         positions_X: Tensor,
         sinks_N: Tensor | None,
     ) -> Tensor:
+        assert k_XKH is not None, "there are no pages that keys could be in"
         device = positions_X.device
         slot_BT = positions_X.clamp(min=-1) + 1
         row_B1 = torch.arange(positions_X.shape[0], device=device)[:, None]
@@ -156,6 +169,9 @@ class ContiguousCache:
         slots_S = torch.arange(self.capacity + 1, device=device)
         seen_BTS = visible(spec, positions_X, slots_S - 1) | (slot_BT[..., None] == slots_S)
         return attention(spec, q_XNH, keys_BSKH, values_BSKV, seen_BTS, sinks_N)
+
+    def attend_latent(self, spec: AttentionSpec, step: LatentStep, positions_X: Tensor) -> Tensor:
+        return absorbed(self.attend, spec, step, positions_X)
 
     def extent(self, positions_X: Tensor) -> Tensor:
         return positions_X.amax(dim=-1, keepdim=True) + 1

@@ -7,8 +7,8 @@ work on the meta device, so a checkpoint's shapes are checked with the very func
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -40,16 +40,31 @@ class Rule:
 
 @dataclass(frozen=True)
 class GGUFTable:
-    """How a family is written in GGUF files: metadata as config.json fields, and tensors."""
+    """How a family is written in GGUF files: metadata as config.json fields, and tensors.
+
+    `either` are several ways to write the same weights: a file has the names of one of them.
+    """
 
     read_fields: Callable[[Fields], dict[str, object]]
     weights: tuple[Rule, ...]
     ignored: tuple[str, ...] = ()
+    either: tuple[tuple[Rule, ...], ...] = ()
+
+    def rules(self, names: Collection[str]) -> tuple[Rule, ...]:
+        """The rules of a file with tensors of these names."""
+        for way in self.either:
+            if any(rule.source.replace("{layer}", "0") in names for rule in way):
+                return self.weights + way
+        return self.weights + (self.either[0] if self.either else ())
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family of models; `ignored` are patterns of names that are known and not needed."""
+    """One family of models.
+
+    `ignored` are patterns of names that are known and not needed; `plan` says how modules are divided
+    over ranks, in the words of `fulgurite.parallel.tensor`.
+    """
 
     name: str
     read_config: Callable[[Fields], ModelConfig]
@@ -57,6 +72,7 @@ class Family:
     weights: tuple[Rule, ...]
     ignored: tuple[str, ...] = ()
     gguf: GGUFTable | None = None
+    plan: Mapping[str, str] = field(default_factory=dict)
 
 
 # What `take` can do.
@@ -118,7 +134,7 @@ BY_ROWS: tuple[Take, ...] = (
     transposed_gate_before_up,
 )
 
-# What `put` can do, all on stacked experts.
+# What `put` can do: parts of stacked experts, and of a projection of all heads.
 
 
 def one_expert(parameter: Tensor, config: ModelConfig, expert: int) -> Tensor:
@@ -139,6 +155,21 @@ def gate_of_experts(parameter: Tensor, config: ModelConfig, expert: int) -> Tens
 
 def up_of_experts(parameter: Tensor, config: ModelConfig, expert: int) -> Tensor:
     return parameter.chunk(2, dim=1)[1]
+
+
+def _up_heads(parameter: Tensor, config: ModelConfig) -> Tensor:
+    return parameter.unflatten(0, (config.heads, -1))
+
+
+def key_rows(parameter: Tensor, config: ModelConfig, expert: int) -> Tensor:
+    """The rows of a latent's up projection that make keys, head by head."""
+    assert config.latent is not None, f"{config.family} has no latent"
+    return _up_heads(parameter, config)[:, : config.latent.nope_dim]
+
+
+def value_rows(parameter: Tensor, config: ModelConfig, expert: int) -> Tensor:
+    assert config.latent is not None, f"{config.family} has no latent"
+    return _up_heads(parameter, config)[:, config.latent.nope_dim :]
 
 
 # Rules that most families share.
@@ -187,6 +218,30 @@ EACH_EXPERT = (
     ),
 )
 
+# How modules are divided over ranks.
+
+OUTSIDE_PLAN = {"embedding": "vocabulary", "head": "vocabulary", "norm": "last"}
+ATTENTION_PLAN = {
+    "layers.*.attention": "attention",
+    "layers.*.attention.query": "query",
+    "layers.*.attention.key": "key",
+    "layers.*.attention.value": "key",
+    "layers.*.attention.output": "output",
+}
+MLP_PLAN = {
+    "layers.*.feed_forward": "feed_forward",
+    "layers.*.feed_forward.gate": "column",
+    "layers.*.feed_forward.up": "column",
+    "layers.*.feed_forward.down": "row",
+}
+EXPERTS_PLAN = {
+    "layers.*.feed_forward.experts": "experts",
+    "layers.*.feed_forward.shared.gate": "column",
+    "layers.*.feed_forward.shared.up": "column",
+    "layers.*.feed_forward.shared.down": "row",
+}
+DENSE_PLAN = OUTSIDE_PLAN | ATTENTION_PLAN | MLP_PLAN
+
 # The same in GGUF names.
 
 GGUF_LAYER = "blk.{layer}."
@@ -227,6 +282,13 @@ GGUF_EXPERTS = (
         put=up_of_experts,
     ),
     Rule(GGUF_LAYER + "ffn_down_exps.weight", "layers.{layer}.feed_forward.experts.down"),
+)
+GGUF_SHARED_EXPERT = tuple(
+    Rule(
+        GGUF_LAYER + f"ffn_{name}_shexp.weight",
+        f"layers.{{layer}}.feed_forward.shared.{name}.weight",
+    )
+    for name in ("gate", "up", "down")
 )
 
 

@@ -197,5 +197,9 @@ GGUF_RULES = tuple(
 )
 IGNORED = (r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*")
 
-GEMMA2 = Family("gemma2", read_gemma2, build, WEIGHTS, gguf=GGUFTable(_gguf2_fields, GGUF_RULES))
-GEMMA3 = Family("gemma3", read_gemma3, build, WEIGHTS, IGNORED, GGUFTable(_gguf_fields, GGUF_RULES))
+GGUF2 = GGUFTable(_gguf2_fields, GGUF_RULES)
+GGUF3 = GGUFTable(_gguf_fields, GGUF_RULES)
+PLAN = family.DENSE_PLAN
+
+GEMMA2 = Family("gemma2", read_gemma2, build, WEIGHTS, gguf=GGUF2, plan=PLAN)
+GEMMA3 = Family("gemma3", read_gemma3, build, WEIGHTS, IGNORED, GGUF3, PLAN)

@@ -131,4 +131,6 @@ GGUF = GGUFTable(
     ),
 )
 
-GPT_OSS = Family("gpt_oss", read_config, build, WEIGHTS, gguf=GGUF)
+PLAN = family.DENSE_PLAN | family.EXPERTS_PLAN | {"layers.*.attention.sinks": "query"}
+
+GPT_OSS = Family("gpt_oss", read_config, build, WEIGHTS, gguf=GGUF, plan=PLAN)

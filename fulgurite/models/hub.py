@@ -72,6 +72,7 @@ def download(parts: list[str]) -> Path:
         raise ArgumentError(f"{name!r} is no name on the hub: {error}") from error
     except (HfHubHTTPError, OSError) as error:
         raise WeightsError(
-            f"{name!r} is no file or folder here and could not be had from the hub: {error}",
+            f"{name!r} is no file or folder here and could not be had from the hub: "
+            + str(error).partition("\n")[0],
             next="check the name and the network, or give a folder",
         ) from error

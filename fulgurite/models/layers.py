@@ -10,6 +10,7 @@ K key heads; H head size; O vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from fulgurite.kernels import glue, joined
 from fulgurite.kernels.modules import project
 from fulgurite.models.cache import AttentionSpec, Cache, WholeSequence
 from fulgurite.models.config import ModelConfig
-from fulgurite.models.rope import Rotary, Rotation, rotate
+from fulgurite.models.rope import Rotary, Rotation
 
 ACTIVATION_FUNCTIONS = glue.ACTIVATIONS
 
@@ -46,9 +47,17 @@ class GatedMLP(nn.Module):
         self.down = nn.Linear(inner, hidden, bias=bias)
         self.activation = activation
 
-    def forward(self, x_XD: Tensor) -> Tensor:
-        out_XD: Tensor = self.down(joined.gated(x_XD, self.gate, self.up, self.activation))
-        return out_XD
+    def forward(
+        self, x_XD: Tensor, *, norm: RMSNorm | None = None, onto_XD: Tensor | None = None
+    ) -> Tensor:
+        """Of norm(x) where one is given, and added onto `onto_XD`."""
+        inner_XI = joined.gated(x_XD, self.gate, self.up, self.activation, norm)
+        return project_onto(onto_XD, inner_XI, self.down)
+
+    @property
+    def together(self) -> tuple[nn.Module, ...]:
+        """The linears that read the same x."""
+        return self.gate, self.up
 
 
 class Attention(nn.Module):
@@ -73,20 +82,48 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(config.heads)) if sinks else None
 
     def forward(
-        self, x_XD: Tensor, positions_X: Tensor, rotation: Rotation | None, cache: Cache
+        self,
+        x_XD: Tensor,
+        positions_X: Tensor,
+        rotation: Rotation | None,
+        cache: Cache,
+        *,
+        norm: RMSNorm | None = None,
+        onto_XD: Tensor | None = None,
     ) -> Tensor:
-        q_X, k_X, v_X = joined.linears(x_XD, (self.query, self.key, self.value))
-        q_XNH = q_X.unflatten(-1, (-1, self.spec.key_dim))
-        k_XKH = k_X.unflatten(-1, (-1, self.spec.key_dim))
-        v_XKH = v_X.unflatten(-1, (-1, self.spec.value_dim))
-        if self.query_norm is not None and self.key_norm is not None:
-            q_XNH, k_XKH = self.query_norm(q_XNH), self.key_norm(k_XKH)
-        if rotation is not None:
-            q_XNH = rotate(q_XNH, rotation, self.interleaved)
-            k_XKH = rotate(k_XKH, rotation, self.interleaved)
+        """Of norm(x) where one is given, and added onto `onto_XD`."""
+        q_X, k_X, v_X = joined.linears(x_XD, self.together, norm)
+        q_XNH, k_XKH, v_XKH = glue.heads(
+            q_X.unflatten(-1, (-1, self.spec.key_dim)),
+            k_X.unflatten(-1, (-1, self.spec.key_dim)),
+            v_X.unflatten(-1, (-1, self.spec.value_dim)),
+            self._head_norms(),
+            None if rotation is None else rotation.cos,
+            None if rotation is None else rotation.sin,
+            self.interleaved,
+            cache.pages(self.spec),
+        )
         out_XNH = cache.attend(self.spec, q_XNH, k_XKH, v_XKH, positions_X, self.sinks)
-        out_XD: Tensor = self.output(out_XNH.flatten(-2))
+        return project_onto(onto_XD, out_XNH.flatten(-2), self.output)
+
+    @property
+    def together(self) -> tuple[nn.Module, ...]:
+        """The linears that read the same x."""
+        return self.query, self.key, self.value
+
+    def _head_norms(self) -> glue.HeadNorms | None:
+        if self.query_norm is None or self.key_norm is None:
+            return None
+        norm = self.query_norm
+        return glue.HeadNorms(norm.weight, self.key_norm.weight, norm.eps, norm.offset)
+
+
+def project_onto(onto_XD: Tensor | None, x: Tensor, linear: nn.Module) -> Tensor:
+    """linear(x), added onto what there is."""
+    if onto_XD is None:
+        out_XD: Tensor = linear(x)
         return out_XD
+    return joined.add_linear(onto_XD, x, linear)
 
 
 def attention_spec(config: ModelConfig, index: int) -> AttentionSpec:
@@ -118,10 +155,16 @@ class PreNormLayer(nn.Module):
     def forward(
         self, x_XD: Tensor, positions_X: Tensor, rotation: Rotation | None, cache: Cache
     ) -> Tensor:
-        x_XD = glue.add(
-            x_XD, self.attention(self.attention_norm(x_XD), positions_X, rotation, cache)
-        )
-        return glue.add(x_XD, self.feed_forward(self.feed_forward_norm(x_XD)))
+        x_XD = around(self.attention, self.attention_norm, x_XD, positions_X, rotation, cache)
+        return around(self.feed_forward, self.feed_forward_norm, x_XD)
+
+
+def around(block: nn.Module, norm: RMSNorm, x_XD: Tensor, *rest: Any) -> Tensor:
+    """x + block(norm(x)); a block that can takes norm and sum along with its own linears."""
+    if isinstance(block, Attention | GatedMLP):
+        out_XD: Tensor = block(x_XD, *rest, norm=norm, onto_XD=x_XD)
+        return out_XD
+    return glue.add(x_XD, block(norm(x_XD), *rest))
 
 
 class Decoder(nn.Module):

@@ -91,7 +91,7 @@ PERMUTED_ATTENTION = tuple(
 )
 
 
-def _gguf_fields(fields: Fields) -> dict[str, object]:
+def gguf_fields(fields: Fields) -> dict[str, object]:
     """Llama 3's scaling is kept as divisors: LongRoPE with the same factors at any length."""
     result = family.gguf_fields(fields)
     if "rope_freqs" in fields:
@@ -106,9 +106,11 @@ def _gguf_fields(fields: Fields) -> dict[str, object]:
 
 
 GGUF = GGUFTable(
-    read_fields=_gguf_fields,
+    read_fields=gguf_fields,
     weights=family.GGUF_OUTSIDE_LAYERS + family.GGUF_NORMS + PERMUTED_ATTENTION + family.GGUF_MLP,
 )
 
-LLAMA = Family("llama", read_llama, build, WEIGHTS, IGNORED, GGUF)
-MISTRAL = Family("mistral", read_mistral, build, WEIGHTS, IGNORED)
+PLAN = family.DENSE_PLAN
+
+LLAMA = Family("llama", read_llama, build, WEIGHTS, IGNORED, GGUF, PLAN)
+MISTRAL = Family("mistral", read_mistral, build, WEIGHTS, IGNORED, plan=PLAN)

@@ -57,4 +57,6 @@ GGUF = GGUFTable(
     family.GGUF_OUTSIDE_LAYERS + family.GGUF_NORMS + PERMUTED_ATTENTION + family.GGUF_EXPERTS,
 )
 
-MIXTRAL = Family("mixtral", read_config, build, WEIGHTS, gguf=GGUF)
+PLAN = family.DENSE_PLAN | family.EXPERTS_PLAN
+
+MIXTRAL = Family("mixtral", read_config, build, WEIGHTS, gguf=GGUF, plan=PLAN)

@@ -70,4 +70,6 @@ GGUF = GGUFTable(
     + _split(GGUF_LAYER, "attn_qkv", "attn_output", "ffn_up", "ffn_down"),
 )
 
-PHI3 = Family("phi3", read_config, build, WEIGHTS, gguf=GGUF)
+PLAN = family.DENSE_PLAN
+
+PHI3 = Family("phi3", read_config, build, WEIGHTS, gguf=GGUF, plan=PLAN)

@@ -98,8 +98,16 @@ def _moe_fields(fields: Fields) -> dict[str, object]:
 GGUF = GGUFTable(family.gguf_fields, GGUF_WEIGHTS)
 GGUF_MOE = GGUFTable(_moe_fields, GGUF_WEIGHTS)
 
-QWEN2 = Family("qwen2", read_qwen2, build_dense, DENSE_WEIGHTS, gguf=GGUF)
-QWEN3 = Family("qwen3", read_qwen3, build_dense, DENSE_WEIGHTS, gguf=GGUF)
+PLAN = family.DENSE_PLAN
+PLAN_MOE = family.DENSE_PLAN | family.EXPERTS_PLAN
+
+QWEN2 = Family("qwen2", read_qwen2, build_dense, DENSE_WEIGHTS, gguf=GGUF, plan=PLAN)
+QWEN3 = Family("qwen3", read_qwen3, build_dense, DENSE_WEIGHTS, gguf=GGUF, plan=PLAN)
 QWEN3_MOE = Family(
-    "qwen3_moe", read_qwen3_moe, build_moe, DENSE_WEIGHTS + family.EACH_EXPERT, gguf=GGUF_MOE
+    "qwen3_moe",
+    read_qwen3_moe,
+    build_moe,
+    DENSE_WEIGHTS + family.EACH_EXPERT,
+    gguf=GGUF_MOE,
+    plan=PLAN_MOE,
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fulgurite.errors import WeightsError
-from fulgurite.models.config import Fields
+from fulgurite.models.config import Fields, ModelConfig
 from fulgurite.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from fulgurite.models.family import Family
 from fulgurite.models.gemma import GEMMA2, GEMMA3
@@ -41,6 +43,8 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "gemma3": GEMMA3,
     "phi3": PHI3,
     "gpt-oss": GPT_OSS,
+    "deepseek2": DEEPSEEK_V2,  # with sigmoid gates: DeepSeek-V3
+    "llama4": LLAMA4,
 }
 
 
@@ -57,10 +61,18 @@ def family_of(fields: Fields) -> Family:
     )
 
 
-def family_of_gguf(architecture: str, has_experts: bool, where: str) -> Family:
-    """The family of a GGUF file."""
+def plan_of(config: ModelConfig) -> Mapping[str, str]:
+    """How the modules of a model are divided over ranks, for `fulgurite.parallel.parallelize`."""
+    plans = {family.name: family.plan for family in ARCHITECTURES.values()}
+    return plans[config.family]
+
+
+def family_of_gguf(architecture: str, has_experts: bool, gate: str, where: str) -> Family:
+    """The family of a GGUF file; `gate`: "softmax" or "sigmoid" of the router's logits."""
     if architecture == "llama" and has_experts:
         return MIXTRAL
+    if architecture == "deepseek2" and gate == "sigmoid":
+        return DEEPSEEK_V3
     if architecture in GGUF_ARCHITECTURES:
         return GGUF_ARCHITECTURES[architecture]
     raise WeightsError(

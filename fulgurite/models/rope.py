@@ -47,9 +47,12 @@ class Rotary(nn.Module):
         self.register_buffer("long", frequencies(config, long=True), persistent=False)
 
     def forward(self, positions_X: Tensor, extent_X: Tensor | None) -> Rotation:
-        angles = positions_X.float()[..., None] * self._frequencies(extent_X)
-        factor = self.config.attention_factor
-        cos, sin = angles.cos() * factor, angles.sin() * factor
+        angles = positions_X[..., None] * self._frequencies(
+            extent_X
+        )  # whole numbers become float32
+        cos, sin, factor = angles.cos(), angles.sin(), self.config.attention_factor
+        if factor != 1.0:
+            cos, sin = cos * factor, sin * factor
         return Rotation(cos[..., None, :], sin[..., None, :])
 
     def _frequencies(self, extent_X: Tensor | None) -> Tensor:

@@ -116,12 +116,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _open_gguf(file: GGUFFile) -> Checkpoint:
-    family = family_of_gguf(file.architecture, file.has_experts, str(file.path))
+    family = family_of_gguf(file.architecture, file.has_experts, file.gate, str(file.path))
     assert family.gguf is not None, f"{family.name} is listed for GGUF and has no table"
     fields = Fields(family.gguf.read_fields(file.fields) | file.token_fields(), str(file.path))
     config = family.read_config(fields)
     ignored = family.gguf.ignored + file.computed
-    return Checkpoint(file.path, family, config, file, family.gguf.weights, ignored)
+    weights = family.gguf.rules(file.shapes().keys())
+    return Checkpoint(file.path, family, config, file, weights, ignored)
 
 
 def read_config_file(folder: Path) -> Fields:

@@ -16,4 +16,6 @@ kv_cache.py                  the blocks themselves; the model's `Cache`
 memory.py                    the plan of memory before any is used
 llm.py                       `LLM`, all of it behind one class;  async_engine.py for asyncio
 terminal.py                  `fulgurite generate` and `fulgurite chat`
+plan_command.py              `fulgurite plan`: what fits where on GPUs nobody has to have (plan.py,
+                             rank_model.py, gpus.py; plan_text.py and load_text.py print it)
 """

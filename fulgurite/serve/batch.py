@@ -35,6 +35,10 @@ class Batch:
     rows_R: Tensor | None  # None: all of them
     max_count: int
     max_length: int
+    query_counts: list[int] | None = (
+        None  # tokens and keys of each sequence, as the host knows them
+    )
+    key_counts: list[int] | None = None
 
 
 def make_batch(
@@ -80,6 +84,8 @@ def make_batch(
         rows_R=None if whole else _tensor(starts_S[1:][last].astype(np.int64) - 1, device),
         max_count=int(counts_S.max()),
         max_length=int(lengths_S.max()),
+        query_counts=counts_S.tolist(),
+        key_counts=lengths_S.tolist(),
     )
 
 

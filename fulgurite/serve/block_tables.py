@@ -76,6 +76,8 @@ class BlockTables:
         self.tables = [np.zeros((rows, columns), dtype=np.int32) for _ in groups]
         self.starts = np.zeros((len(self.groups), rows), dtype=np.int64)  # first block kept
         self.stops = np.zeros((len(self.groups), rows), dtype=np.int64)  # blocks so far
+        self.held = [0] * rows  # blocks so far in the group that has fewest, for a quick look
+        self.bounded = any(g.window is not None or g.chunk is not None for g in groups)
         self.free_rows = list(range(rows - 1, -1, -1))
 
     def open(self, request: Request) -> None:
@@ -93,6 +95,7 @@ class BlockTables:
                 self.tables[index][row, block] = found
         request.computed = count * self.block_size
         request.published = count
+        self.held[row] = count
 
     def admits(self, request: Request) -> bool:
         """Whether an open request could run to its next new token without preempting anyone."""
@@ -107,9 +110,10 @@ class BlockTables:
     def reserve(self, request: Request, tokens: int) -> bool:
         """Blocks for the first `tokens` tokens; False, and none taken, where there are too few."""
         row = request.row
-        self._drop_unseen(request)
+        if self.bounded:
+            self._drop_unseen(request)
         wanted = -(-tokens // self.block_size)
-        if (self.stops[:, row] >= wanted).all():
+        if self.held[row] >= wanted:
             return True
         missing = wanted - self.stops[:, row]
         if any(count > len(pool.free) for count, pool in zip(missing, self.pools, strict=True)):
@@ -119,6 +123,7 @@ class BlockTables:
             for block in range(int(self.stops[index, row]), wanted):
                 table[block] = pool.take()
             self.stops[index, row] = max(wanted, self.stops[index, row])
+        self.held[row] = wanted
         return True
 
     def publish(self, request: Request) -> None:
@@ -144,7 +149,7 @@ class BlockTables:
             ):
                 pool.release(int(table[block]))
             table[: self.stops[index, row]] = 0
-        self.starts[:, row] = self.stops[:, row] = 0
+        self.starts[:, row] = self.stops[:, row] = self.held[row] = 0
         self.free_rows.append(row)
         request.row, request.computed, request.published = -1, 0, 0
 

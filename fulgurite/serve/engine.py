@@ -115,6 +115,10 @@ class Engine:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt that can be run; an ArgumentError says why one can't."""
+        if not isinstance(prompt, Sequence):
+            raise ArgumentError(
+                f"a prompt can't be {prompt!r}", next="give a text, or a list of token ids"
+            )
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ArgumentError("a text needs a tokenizer", next="give token ids")
@@ -124,10 +128,12 @@ class Engine:
         if not ids or prompt == "":
             raise ArgumentError("the prompt is empty", next="give at least one token")
         if len(ids) >= self.context:
+            most = self.model.config.max_positions
+            longer = f", or give a longer context: the model takes {most}"
             raise ArgumentError(
                 f"the prompt has {len(ids)} tokens, and prompt and reply together may have "
                 f"{self.context}",
-                next="shorten the prompt, or give the engine a longer context",
+                next="shorten the prompt" + (longer if self.context < most else ""),
             )
         size = self.model.config.vocabulary
         wrong = [token for token in ids if not isinstance(token, int) or not 0 <= token < size]
@@ -279,9 +285,15 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     """What was asked for; else a GPU where there is one."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    place = torch.device(device)
-    if place.type not in ("cpu", "cuda") or (
-        place.type == "cuda" and not torch.cuda.is_available()
-    ):
-        raise ArgumentError(f"there is no device {device} to run on", next="cpu, or cuda")
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ArgumentError(f"{device!r} is no device", next="cpu, or cuda") from error
+    if place.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"models can't run on {device} here", next="cpu, or cuda")
+    if place.type == "cuda" and not 0 <= (place.index or 0) < torch.cuda.device_count():
+        raise ArgumentError(
+            f"there is no device {device}: torch sees {torch.cuda.device_count()} GPUs",
+            next="cpu, or a build of torch for the GPU that is there",
+        )
     return place

@@ -8,7 +8,8 @@ between: on a GPU a CUDA graph of the whole step; on a CPU a recording of the la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -51,21 +52,24 @@ class FixedStep:
         self.count = count
         self.device = model.norm.weight.device
         groups, columns = len(tables.tables), tables.tables[0].shape[1]
-        self.host: dict[str, np.ndarray] = {  # where a step writes its numbers
-            "token_ids": np.zeros(count, dtype=np.int64),
-            "positions": np.zeros(count, dtype=np.int64),
-            "lengths": np.ones(count, dtype=np.int32),
-            "extents": np.ones(count, dtype=np.int64),
-            "slots": np.full((groups, count), -1, dtype=np.int64),
-            "tables": np.zeros((groups, count, columns), dtype=np.int32),
+        parts: Parts = {
+            "token_ids": ((count,), torch.int64),
+            "positions": ((count,), torch.int64),
+            "extents": ((count,), torch.int64),
+            "slots": ((groups, count), torch.int64),
+            "lengths": ((count,), torch.int32),
+            "tables": ((groups, count, columns), torch.int32),
         }
-        self.staged = {name: torch.from_numpy(array) for name, array in self.host.items()}
-        if self.device.type == "cuda":
-            self.staged = {name: tensor.pin_memory() for name, tensor in self.staged.items()}
-            self.host = {name: tensor.numpy() for name, tensor in self.staged.items()}
-        self.fixed = {  # where the model reads them
-            name: tensor.to(self.device) for name, tensor in self.staged.items()
-        }
+        size = sum(_room(shape, dtype) for shape, dtype in parts.values())
+        on_gpu = self.device.type == "cuda"
+        self.staged = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
+        self.read = self.staged.to(self.device)
+        # where a step writes its numbers, and where the model reads them: on a CPU the same
+        self.host = {name: part.numpy() for name, part in _parts(self.staged, parts).items()}
+        self.fixed = _parts(self.read, parts)
+        self.host["lengths"][:] = self.host["extents"][:] = 1
+        self.host["slots"][:] = -1
+        self._send()
         self.batch = self._batch(columns)
         self.run = self._record() if graphs is None else self._capture(graphs)
 
@@ -105,9 +109,12 @@ class FixedStep:
         if self.model.needs_extent:
             found = extents(pieces, self.model.stale_after)
             host["extents"][:used] = np.maximum(found, positions + 1)
-        if self.device.type == "cuda":
-            for name, tensor in self.staged.items():
-                self.fixed[name].copy_(tensor, non_blocking=True)
+        self._send()
+
+    def _send(self) -> None:
+        """The numbers to the device, in one copy."""
+        if self.read is not self.staged:
+            self.read.copy_(self.staged, non_blocking=True)
 
     def _begin(self) -> tuple[Tensor, list[Rotation]]:
         self.cache.begin(self.batch)
@@ -150,3 +157,21 @@ class FixedStep:
             return logits
 
         return run
+
+
+Parts = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def _parts(buffer: Tensor, parts: Parts) -> dict[str, Tensor]:
+    """Tensors one behind the other in a buffer of bytes."""
+    found, start = {}, 0
+    for name, (shape, dtype) in parts.items():
+        used = math.prod(shape) * dtype.itemsize
+        found[name] = buffer[start : start + used].view(dtype).view(shape)
+        start += _room(shape, dtype)
+    return found
+
+
+def _room(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes up to the next part: each begins at a multiple of 16, as kernels like it."""
+    return -(-math.prod(shape) * dtype.itemsize // 16) * 16

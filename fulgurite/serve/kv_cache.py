@@ -18,7 +18,10 @@ import torch
 from torch import Tensor
 
 from fulgurite.kernels.attention import paged_attention, store_pages
+from fulgurite.kernels.glue import Pages
+from fulgurite.kernels.mla import latent_attention, page_shape, write_latent
 from fulgurite.models.cache import AttentionSpec
+from fulgurite.models.latent import LatentStep
 from fulgurite.serve.batch import Batch
 from fulgurite.serve.block_tables import Group
 
@@ -32,8 +35,6 @@ DTYPES = {
 
 class PagedCache:
     """Blocks of keys and values for every layer; `blocks[g]` is the size of group g's pool."""
-
-    persistent = True
 
     def __init__(
         self,
@@ -50,7 +51,9 @@ class PagedCache:
         }
         counts = [blocks[self.group_of_layer[spec.layer]] + 1 for spec in specs]  # and block 0
         self.keys = [
-            _pages((count, spec.kv_heads, block_size, spec.key_dim), dtype, device)
+            _latent_pages(spec, (count, block_size), dtype, device)
+            if spec.latent
+            else _pages((count, spec.kv_heads, block_size, spec.key_dim), dtype, device)
             for spec, count in zip(specs, counts, strict=True)
         ]
         self.values = [
@@ -69,11 +72,20 @@ class PagedCache:
         """What the next call of the model is about."""
         self.batch = batch
 
+    def pages(self, spec: AttentionSpec) -> Pages | None:
+        """The layer's pages and the slots of the step's tokens; a latent layer has one vector only."""
+        assert self.batch is not None, "begin() says what a step is about before the model runs"
+        values = self.values[spec.layer]
+        if values is None:
+            return None
+        slots_T = self.batch.slots_GT[self.group_of_layer[spec.layer]]
+        return Pages(self.keys[spec.layer], values, slots_T)
+
     def attend(
         self,
         spec: AttentionSpec,
         q_XNH: Tensor,
-        k_XKH: Tensor,
+        k_XKH: Tensor | None,
         v_XKV: Tensor | None,
         positions_X: Tensor,
         sinks_N: Tensor | None,
@@ -81,7 +93,8 @@ class PagedCache:
         batch, group = self.batch, self.group_of_layer[spec.layer]
         assert batch is not None, "begin() says what a step is about before the model runs"
         keys, values = self.keys[spec.layer], self.values[spec.layer]
-        store_pages(k_XKH, v_XKV, keys, values, batch.slots_GT[group])
+        if k_XKH is not None:
+            store_pages(k_XKH, v_XKV, keys, values, batch.slots_GT[group])
         return paged_attention(
             q_XNH,
             keys,
@@ -99,6 +112,30 @@ class PagedCache:
             max_length=batch.max_length,
         )
 
+    def attend_latent(self, spec: AttentionSpec, step: LatentStep, positions_X: Tensor) -> Tensor:
+        batch, group = self.batch, self.group_of_layer[spec.layer]
+        assert batch is not None, "begin() says what a step is about before the model runs"
+        pages = self.keys[spec.layer]
+        rotation = step.rotation.cos.squeeze(-2), step.rotation.sin.squeeze(-2)
+        how = {"interleaved": step.interleaved}
+        slots = batch.slots_GT[group]
+        write_latent(step.latent_XL, step.norm_C, *rotation, pages, slots, eps=step.eps, **how)
+        return latent_attention(
+            step.q_XNH,
+            step.up_NUC,
+            *rotation,
+            pages,
+            batch.tables_GSB[group],
+            batch.starts_S,
+            batch.lengths_S,
+            scale=spec.scale,
+            max_query=batch.max_count,
+            max_length=batch.max_length,
+            query_counts=batch.query_counts,
+            key_counts=batch.key_counts,
+            **how,
+        )
+
     def extent(self, positions_X: Tensor) -> Tensor:
         assert self.batch is not None and self.batch.extents_T is not None, "no extents were made"
         return self.batch.extents_T
@@ -107,12 +144,24 @@ class PagedCache:
 def _pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros of [blocks, heads, block_size, H], seen as [blocks, block_size, heads, H].
 
-    So one head's keys of a block lie side by side. On the CPU memory that is never written is never
-    taken (calloc).
+    So one head's keys of a block lie side by side.
     """
+    return _zeros(shape, dtype, device).transpose(1, 2)
+
+
+def _latent_pages(
+    spec: AttentionSpec, slots: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """[blocks, block_size, numbers or bytes of a latent and its rotary key]."""
+    width, kept = page_shape(spec.value_dim, spec.key_dim - spec.value_dim, dtype)
+    return _zeros((*slots, width), kept, device)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On the CPU memory that is never written is never taken (calloc)."""
     count = math.prod(shape) * dtype.itemsize
     if device.type == "cpu":
         memory = torch.from_numpy(np.zeros(count, dtype=np.uint8))
     else:
         memory = torch.zeros(count, dtype=torch.uint8, device=device)
-    return memory.view(dtype).view(shape).transpose(1, 2)
+    return memory.view(dtype).view(shape)

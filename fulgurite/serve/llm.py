@@ -27,6 +27,7 @@ from fulgurite.models.weights import (
 )
 from fulgurite.quant import QuantTensor
 from fulgurite.quantize import quantize as pack_linears
+from fulgurite.quantize import resolve_recipe
 from fulgurite.serve.async_engine import AsyncEngine
 from fulgurite.serve.engine import Engine, Prompt, choose_device
 from fulgurite.serve.kv_cache import DTYPES
@@ -40,7 +41,8 @@ from fulgurite.serve.memory import (
 from fulgurite.serve.request import Result, SamplingParams, Update
 
 Params = SamplingParams | Sequence[SamplingParams] | None
-BLOCK_SIZE = 16
+BLOCK_SIZE = 16  # tokens of a block of the cache
+BLOCK_SIZES = {"cpu": BLOCK_SIZE, "cuda": 64}  # a tile of keys then lies in one block
 SEQUENCES = {"cpu": 16, "cuda": 64}
 STEP_TOKENS = {"cpu": 512, "cuda": 4096}
 
@@ -80,6 +82,8 @@ class LLM:
         reuse: bool = True,
     ) -> None:
         place = self.device = choose_device(device)
+        if quantize is not None:
+            resolve_recipe(quantize)  # a wrong name is said before anything is loaded
         path = hub.resolve(name)
         checkpoint = open_checkpoint(path)
         self.tokenizer = load_tokenizer(path)
@@ -99,6 +103,7 @@ class LLM:
             max_sequences=SEQUENCES[place.type] if max_sequences is None else max_sequences,
             step_tokens=STEP_TOKENS[place.type] if step_tokens is None else step_tokens,
             cache_tokens=cache_tokens,
+            block_size=BLOCK_SIZES[place.type],
         )
         self.plan: MemoryPlan = make_plan(planned, limits, place, available_bytes(place))
         keep = "packed" if packed else "dense"
@@ -166,6 +171,7 @@ def make_limits(
     max_sequences: int = 16,
     step_tokens: int = 512,
     cache_tokens: int | None = None,
+    block_size: int = BLOCK_SIZE,
 ) -> Limits:
     """What an engine is built for, checked."""
     if kv_dtype != "auto" and kv_dtype not in DTYPES:
@@ -173,24 +179,28 @@ def make_limits(
             f"kv_dtype={kv_dtype!r} is not known", next=f"one of auto, {', '.join(DTYPES)}"
         )
     if context is not None and not 2 <= context <= max_positions:
-        raise ArgumentError(f"context={context}", next=f"this model takes 2 to {max_positions}")
+        raise ArgumentError(
+            f"a context of {context} tokens is not possible",
+            next=f"this model takes 2 to {max_positions}",
+        )
     for name, value in (("max_sequences", max_sequences), ("step_tokens", step_tokens)):
         if value < 1:
             raise ArgumentError(f"{name}={value} must be 1 or more")
-    if cache_tokens is not None and cache_tokens < BLOCK_SIZE:
-        raise ArgumentError(f"cache_tokens={cache_tokens} must be {BLOCK_SIZE} or more")
+    if cache_tokens is not None and cache_tokens < block_size:
+        raise ArgumentError(f"cache_tokens={cache_tokens} must be {block_size} or more")
     return Limits(
         context=context or max_positions,
         max_sequences=max_sequences,
         step_tokens=max(step_tokens, max_sequences),
-        block_size=BLOCK_SIZE,
+        block_size=block_size,
         kv_dtype=dtype if kv_dtype == "auto" else DTYPES[kv_dtype],
         cache_tokens=cache_tokens,
     )
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """One text or one list of token ids is one prompt."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    """One text or one list of token ids is one prompt, and so is anything that is no list."""
+    single = isinstance(prompts, str) or not isinstance(prompts, Sequence)
+    if single or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]

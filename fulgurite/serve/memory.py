@@ -26,7 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fulgurite.errors import CapacityError
+from fulgurite.kernels import mla
 from fulgurite.models.cache import AttentionSpec
+from fulgurite.models.latent import LatentStep
 from fulgurite.models.layers import Decoder
 from fulgurite.quant import QuantTensor
 from fulgurite.serve.block_tables import Group, make_groups
@@ -61,10 +63,11 @@ class MemoryPlan:
     cache: int
     blocks: tuple[int, ...]
     cache_tokens: int
+    dispatch: int = 0  # buffers through which ranks send tokens to each other's experts
 
     @property
     def total(self) -> int:
-        return self.weights + self.activations + self.workspaces + self.cache
+        return self.weights + self.activations + self.workspaces + self.dispatch + self.cache
 
     def table(self) -> str:
         limits = self.limits
@@ -77,6 +80,7 @@ class MemoryPlan:
                 f"{limits.step_tokens} tokens a step, logits of {limits.max_sequences}",
             ),
             ("workspaces", self.workspaces, ""),
+            *([("dispatch", self.dispatch, "")] if self.dispatch else []),
             (
                 "KV cache",
                 self.cache,
@@ -92,26 +96,30 @@ class MemoryPlan:
 def make_plan(model: Decoder, limits: Limits, device: torch.device, available: int) -> MemoryPlan:
     """The plan for a model; only shapes and dtypes of its tensors are read."""
     specs = model.attention_specs
-    groups = make_groups(specs)
-    columns = -(-limits.context // limits.block_size)
-    tables = 4 * len(groups) * limits.max_sequences * columns
     plan = MemoryPlan(
         device=device,
         limits=limits,
         available=available,
         weights=weight_bytes(model, device),
         activations=activation_bytes(model, limits.step_tokens, limits.max_sequences),
-        workspaces=tables + (MATMUL_WORKSPACE if device.type == "cuda" else 0),
+        workspaces=workspace_bytes(specs, limits, device),
         cache=0,
         blocks=(),
         cache_tokens=0,
     )
-    return _with_cache(plan, specs, groups)
+    return with_cache(plan, specs)
 
 
-def _with_cache(
-    plan: MemoryPlan, specs: Sequence[AttentionSpec], groups: Sequence[Group]
-) -> MemoryPlan:
+def workspace_bytes(specs: Sequence[AttentionSpec], limits: Limits, device: torch.device) -> int:
+    """Tables of blocks, and what libraries keep for themselves."""
+    columns = -(-limits.context // limits.block_size)
+    tables = 4 * len(make_groups(specs)) * limits.max_sequences * columns
+    return tables + (MATMUL_WORKSPACE if device.type == "cuda" else 0)
+
+
+def with_cache(plan: MemoryPlan, specs: Sequence[AttentionSpec]) -> MemoryPlan:
+    """The plan with KV blocks out of what is left; an error where that is too little."""
+    groups = make_groups(specs)
     limits, left = plan.limits, plan.available - plan.total
     most = limits.cache_tokens or limits.context * limits.max_sequences
     least = min(most, limits.context)
@@ -165,8 +173,10 @@ def _cache_bytes(
 
 def token_bytes(spec: AttentionSpec, dtype: torch.dtype) -> int:
     """What one layer keeps of one token."""
-    numbers = spec.key_dim + (0 if spec.latent else spec.value_dim)
-    return spec.kv_heads * numbers * dtype.itemsize
+    if spec.latent:
+        width, kept = mla.page_shape(spec.value_dim, spec.key_dim - spec.value_dim, dtype)
+        return width * kept.itemsize
+    return spec.kv_heads * (spec.key_dim + spec.value_dim) * dtype.itemsize
 
 
 def _advice(
@@ -230,18 +240,22 @@ def _one_of_each_layer(model: Decoder) -> Decoder:
 class _Nowhere:
     """A cache that keeps nothing and attends to nothing: only what comes out has a size."""
 
-    persistent = True
+    def pages(self, spec: AttentionSpec) -> None:
+        return None
 
     def attend(
         self,
         spec: AttentionSpec,
         q_XNH: Tensor,
-        k_XKH: Tensor,
+        k_XKH: Tensor | None,
         v_XKV: Tensor | None,
         positions_X: Tensor,
         sinks_N: Tensor | None,
     ) -> Tensor:
         return q_XNH.new_empty(*q_XNH.shape[:-1], spec.value_dim)
+
+    def attend_latent(self, spec: AttentionSpec, step: LatentStep, positions_X: Tensor) -> Tensor:
+        return mla.largest_step(step.q_XNH, step.up_NUC, step.value_dim)
 
     def extent(self, positions_X: Tensor) -> Tensor:
         return positions_X

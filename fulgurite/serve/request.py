@@ -16,7 +16,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -165,8 +165,7 @@ class Result:
         return (len(self.token_ids) - 1) / after if after > 0 else 0.0
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(NamedTuple):
     """What one step added to a request; `result` on the last one."""
 
     id: str
@@ -195,6 +194,9 @@ class Request:
         self.id = id
         self.params = params
         self.constraint = constraint
+        self.changes_logits = bool(
+            params.logit_bias or params.banned or params.penalised or constraint is not None
+        )
         self.seed = secrets.randbits(64) if params.seed is None else params.seed
         self.prompt_length = self.length = len(prompt_ids)
         self.limit = min(limit, self.length + params.max_tokens)  # tokens in all

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fulgurite.errors import ReplayError
 from fulgurite.kernels.attention import IMPLEMENTATIONS
-from fulgurite.models.layers import Decoder
+from fulgurite.kernels.joined import lay_together
+from fulgurite.models.layers import Attention, Decoder, GatedMLP
 from fulgurite.serve.batch import make_batch
 from fulgurite.serve.block_tables import BlockTables
 from fulgurite.serve.fixed_step import FixedStep, Graphs
@@ -36,7 +37,10 @@ class Runner:
         self.device = model.norm.weight.device
         self.fixed: OrderedDict[int, FixedStep] = OrderedDict()
         self.unfixed: str | None = None
-        self.graphs = Graphs(self.device) if self.device.type == "cuda" else None
+        self.graphs = None
+        if self.device.type == "cuda":
+            self.graphs = Graphs(self.device)
+            lay_out(model)
         if self.device.type not in IMPLEMENTATIONS:
             self.unfixed = f"attention on {self.device.type} has no kernel of its own"
 
@@ -75,3 +79,10 @@ class Runner:
                 self.fixed.popitem(last=False)
         self.fixed.move_to_end(size)
         return self.fixed[size]
+
+
+def lay_out(model: Decoder) -> None:
+    """Weights that read the same x one behind the other, so that one kernel runs them."""
+    for module in model.modules():
+        if isinstance(module, Attention | GatedMLP):
+            lay_together(module.together)

@@ -23,16 +23,18 @@ from fulgurite.serve.request import Request, TokenLogprob
 
 def choose(logits_RO: Tensor, requests: Sequence[Request]) -> list[int]:
     """The next token of each request; row r of the logits is request r's."""
-    changed = [index for index, request in enumerate(requests) if _changes_logits(request)]
+    changed = [index for index, request in enumerate(requests) if request.changes_logits]
     if changed:
         logits_RO = logits_RO.clone()
         for index in changed:
             change_logits(logits_RO[index], requests[index])
-    tokens_R = sampling.greedy(logits_RO)
     drawn = [index for index, request in enumerate(requests) if not request.params.greedy]
+    if len(drawn) == len(requests):
+        return sampling.sample_rows(logits_RO, *_settings(requests)).tolist()
+    tokens_R = sampling.greedy(logits_RO)
     if drawn:
-        mine = logits_RO if len(drawn) == len(requests) else logits_RO[drawn]
-        new = sampling.sample_rows(mine, *_settings([requests[index] for index in drawn]))
+        settings = _settings([requests[index] for index in drawn])
+        new = sampling.sample_rows(logits_RO[drawn], *settings)
         tokens_R[drawn] = new.to(tokens_R.device)
     return tokens_R.tolist()
 
@@ -45,13 +47,6 @@ def _settings(requests: Sequence[Request]) -> Sequence[Tensor]:
     rows = [(one.temperature, one.min_p, one.top_k, one.top_p) for one in params]
     columns = torch.tensor(rows, dtype=torch.float64).unbind(dim=1)
     return [*columns, torch.from_numpy(sampling.uniform(seeds, positions))]
-
-
-def _changes_logits(request: Request) -> bool:
-    params = request.params
-    return bool(
-        params.logit_bias or params.banned or params.penalised or request.constraint is not None
-    )
 
 
 def change_logits(logits_O: Tensor, request: Request) -> None:

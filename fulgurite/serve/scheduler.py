@@ -14,19 +14,18 @@ The request that came first is never stopped, and any request fits alone: the en
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fulgurite.serve.block_tables import BlockTables
 from fulgurite.serve.request import Request, State
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """`count` tokens of a request, from `start` on."""
 
     request: Request
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which a piece has no use for
 
     @property
     def last(self) -> bool:

@@ -32,38 +32,55 @@ HELP = "/reset forgets the conversation · /exit or ctrl-D ends it · ctrl-C sto
 
 def add_options(command: argparse.ArgumentParser, max_tokens: int) -> None:
     """The options of both commands."""
-    command.add_argument(
+    model = command.add_argument_group("model")
+    model.add_argument(
         "--model",
         default="smollm2",
-        help="folder, .safetensors or .gguf file, smollm2, or owner/model on the hub",
+        metavar="NAME",
+        help="folder, .safetensors or .gguf file, smollm2 (default), or owner/model on the hub",
     )
-    command.add_argument("--max-tokens", type=int, default=max_tokens, help="of a reply")
-    command.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
-    command.add_argument("--top-p", type=float, default=1.0)
-    command.add_argument("--top-k", type=int, default=0)
-    command.add_argument("--min-p", type=float, default=0.0)
-    command.add_argument("--repetition-penalty", type=float, default=1.0)
-    command.add_argument("--seed", type=int, default=None)
-    command.add_argument("--stop", action="append", default=[], help="text that ends a reply")
-    command.add_argument("--system", default=None, help="instructions before the conversation")
-    command.add_argument(
-        "--context", type=int, default=None, help="most tokens of prompt and reply"
+    model.add_argument("--device", help="cpu or cuda (default: cuda where there is)")
+    model.add_argument("--threads", type=int, metavar="N", help="of the CPU")
+    model.add_argument("--context", type=int, metavar="N", help="most tokens of prompt and reply")
+    model.add_argument(
+        "--kv-dtype", default="auto", choices=["auto", *DTYPES], help="of cached keys and values"
     )
-    command.add_argument("--kv-dtype", default="auto", choices=["auto", *DTYPES])
-    command.add_argument(
-        "--dense", action="store_true", help="unpack packed weights: exact, slower"
+    model.add_argument("--dense", action="store_true", help="unpack packed weights: exact, slower")
+    model.add_argument("--quantize", metavar="FORMAT", help="pack dense weights: fp8, q8_0, …")
+    model.add_argument("--plan", action="store_true", help="print the plan of memory")
+    reply = command.add_argument_group("reply")
+    reply.add_argument("--system", metavar="TEXT", help="instructions before the conversation")
+    reply.add_argument(
+        "--max-tokens", type=int, default=max_tokens, metavar="N", help=f"default {max_tokens}"
     )
-    command.add_argument("--quantize", metavar="FORMAT", help="pack dense weights: fp8, q8_0, …")
-    command.add_argument(
-        "--device", default=None, help="cpu or cuda (default: cuda where there is)"
+    reply.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="ends a reply; may be repeated"
     )
-    command.add_argument("--threads", type=int, default=None, help="of the CPU")
-    command.add_argument("--plan", action="store_true", help="print the plan of memory")
+    _add_sampling(command.add_argument_group("sampling"))
+
+
+def _add_sampling(group: argparse._ArgumentGroup) -> None:
+    for name, default, text in (
+        ("temperature", 0.0, "0 (default) takes the likeliest token"),
+        ("top-p", 1.0, "keep the likeliest that make up this share; 1 (default) keeps all"),
+        ("min-p", 0.0, "keep what is at least this likely beside the likeliest; 0 (default): all"),
+        ("repetition-penalty", 1.0, "above 1 makes tokens that came before less likely"),
+    ):
+        group.add_argument(f"--{name}", type=float, default=default, metavar="X", help=text)
+    group.add_argument(
+        "--top-k", type=int, default=0, metavar="N", help="keep the N likeliest; 0 (default): all"
+    )
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed draws the same reply")
 
 
 def generate(options: argparse.Namespace) -> None:
     """Stream a reply to one prompt."""
-    prompt = options.prompt if options.prompt is not None else sys.stdin.read()
+    prompt = options.prompt if options.prompt is not None else _read_prompt()
+    if not prompt.strip():
+        raise ArgumentError(
+            "the prompt is empty",
+            next='fulgurite generate "Why is the sky blue?", or text on stdin',
+        )
     params = sampling_params(options)
     llm = open_model(options, max_sequences=1)
     asked = prompt if _plain(options, llm) else _conversation(options, [_user(prompt)])
@@ -134,12 +151,22 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
+def _read_prompt() -> str:
+    if sys.stdin.isatty():
+        print("write the prompt; ctrl-D on a line of its own ends it", file=sys.stderr)
+    return sys.stdin.read()
+
+
 def _read_line() -> str | None:
+    """The next line that was typed: None at the end, nothing where ctrl-C took it back."""
     try:
-        return input("› ").strip()
+        return input("› " if sys.stdin.isatty() else "").strip()
     except EOFError:
         print(file=sys.stderr)
         return None
+    except KeyboardInterrupt:
+        print(f"\n{HELP}", file=sys.stderr)
+        return ""
 
 
 def open_model(options: argparse.Namespace, max_sequences: int) -> LLM:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fulgurite.models import AttentionSpec, Decoder
 from fulgurite.models.cache import attention, visible
+from fulgurite.models.latent import LatentStep, absorbed
 
 from .model_oracle import prompt
 
@@ -19,8 +20,6 @@ BLOCK = 4
 
 class PagedCache:
     """Blocks of BLOCK keys; sequence s has its keys in the blocks that `tables[s]` lists."""
-
-    persistent = True
 
     def __init__(self, specs: tuple[AttentionSpec, ...], blocks: int) -> None:
         self.keys = [torch.zeros(blocks * BLOCK, s.kv_heads, s.key_dim) for s in specs]
@@ -40,6 +39,9 @@ class PagedCache:
     def slots(self, sequence: int, count: int) -> Tensor:
         table = self.tables[sequence]
         return torch.tensor([table[p // BLOCK] * BLOCK + p % BLOCK for p in range(count)])
+
+    def pages(self, spec: AttentionSpec) -> None:
+        return None
 
     def attend(
         self,
@@ -64,6 +66,9 @@ class PagedCache:
             mask = visible(spec, positions, torch.arange(len(slots)))
             out[mine] = attention(spec, q_XNH[mine], seen_k, seen_v, mask, sinks_N)
         return out
+
+    def attend_latent(self, spec: AttentionSpec, step: LatentStep, positions_X: Tensor) -> Tensor:
+        return absorbed(self.attend, spec, step, positions_X)
 
     def extent(self, positions_X: Tensor) -> Tensor:
         longest = torch.zeros(int(self.sequence_T.max()) + 1, dtype=torch.long)

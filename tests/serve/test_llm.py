@@ -132,6 +132,10 @@ def test_the_command_reads_stdin_and_raw_prompts(
         (["--threads", "0"], "--threads 0"),
         (["--context", "12"], "the prompt has"),
         (["--model", "no-such-model"], "there is no model 'no-such-model'"),
+        (["--quantize", "fp9"], "'fp9' is not a number format"),
+        (["--device", "tpu"], "'tpu' is no device"),
+        (["--device", "meta"], "models can't run on meta"),
+        (["--device", "cuda:99"], "there is no device cuda:99"),
     ],
 )
 def test_mistakes_are_answered_in_words(
@@ -140,6 +144,46 @@ def test_mistakes_are_answered_in_words(
     assert main(["generate", "hello", "--model", str(folder), *words]) == 1
     error = capsys.readouterr().err
     assert says in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("prompt", ["", "  \n"])
+def test_an_empty_prompt_is_refused_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, prompt: str
+) -> None:
+    assert main(["generate", prompt]) == 1
+    monkeypatch.setattr(sys, "stdin", io.StringIO(prompt))
+    assert main(["generate"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("the prompt is empty") == 2 and "loading" not in error
+
+
+@pytest.mark.parametrize("prompt", [5, 5.5, None, [5.5], [None]])
+def test_what_is_no_prompt(llm, prompt: object) -> None:
+    with pytest.raises(ArgumentError, match="a prompt can't be"):
+        llm.generate(prompt)
+
+
+def test_ctrl_c_takes_back_a_line_of_a_chat_and_ends_what_loads(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = iter([KeyboardInterrupt, "/exit"])
+
+    def read(prompt: str) -> str:
+        key = next(keys)
+        if isinstance(key, str):
+            return key
+        raise key
+
+    monkeypatch.setattr("builtins.input", read)
+    assert main(["chat", "--model", str(folder)]) == 0
+    assert capsys.readouterr().err.count("/reset forgets") == 2
+
+    def interrupted(name: str) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fulgurite.models.hub.resolve", interrupted)
+    assert main(["generate", "hi", "--model", str(folder)]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_chat(

@@ -13,5 +13,7 @@ Importing this folder needs triton.
     few_rows.py     the kernel for a few rows of x        matmul.py    the kernel for more
     dequantize.py   packed numbers -> bfloat16            counters.py  for programs that share K
     numbers.py      device functions for casts            decode.py    device functions for matmuls
+    routing.py      experts from logits or tokens         moe.py       pairs sorted by expert; sums
+    grouped_matmul.py, grouped_step.py, moe_tiles.py      rows of tokens times their experts, gated
     attention.py    attention over paged keys and values  sampling.py  tokens from logits
 """

@@ -1,12 +1,16 @@
-"""Paged attention on GPUs: one kernel for prefill and decode, flash-style, and one that merges splits.
+"""Paged attention on GPUs: one kernel for prefill and decode, flash-style.
 
     out[t, n] = sum_j p_j value[j],   p = softmax over the seen keys j, and the sink, of
     softcap * tanh(scale * q[t, n] . key[j] / softcap)
 
 A program takes a tile of rows, the (token, head) pairs of one sequence that share a key head, over a
-span of that sequence's keys. With few programs (decode of a small batch) contexts are split into spans,
-and `merge_kernel` joins what they found: each span leaves its maximum, its sum and its weighted values.
-What a row sees is an interval of keys whether by cause, window or chunk, so masks are two numbers.
+span of that sequence's keys. With few programs (decode of a small batch) contexts are split into spans:
+each leaves its maximum, its sum and its weighted values, and the program that is last to finish a tile
+merges them. What a row sees is an interval of keys whether by cause, window or chunk, so masks are two
+numbers, and blocks that every row sees whole have none.
+
+Where a page holds whole blocks of keys, a block is in one page: its address is one number, and keys are
+read as from a plain matrix. With small pages every key looks its page up.
 
 A key of H numbers is read as two tiles, the largest power of two in H and the rest, so that 576, 96 and
 80 waste nothing or little.
@@ -24,26 +28,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PROCESSORS = 132  # of an H200; splits fill about two programs on each
+from fulgurite.kernels.triton.counters import take_counters
+from fulgurite.kernels.triton.glue import DTYPES, into_page, tanh
+from fulgurite.kernels.triton.tiles import processors
+
 LEAST_SPAN = 128  # keys worth a program of their own
+MERGED_NUMBERS = 8192  # what a program merges at once: 64 registers of each of 128 threads
 NEGATIVE = tl.constexpr(-float("inf"))
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _tanh(x):
-    """By its series near 0, where 2 sigmoid(2x) - 1 would lose digits."""
-    z = x * x
-    series = x * (1.0 + z * (-1.0 / 3 + z * (2.0 / 15 + z * (-17.0 / 315 + z * (62.0 / 2835)))))
-    return tl.where(tl.abs(x) < 0.3, series, 2.0 * tl.sigmoid(2.0 * x) - 1.0)
+def _tile(
+    pages_ptr, at, column, inside, SIZE: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr
+):
+    """Rows `at` of a page, of SIZE numbers in WIDTH columns."""
+    if MASKED:
+        keep = inside[:, None] & (column < SIZE)[None, :]
+        return tl.load(pages_ptr + at[:, None] + column[None, :], keep, 0.0)
+    elif SIZE < WIDTH:
+        keep = (column < SIZE)[None, :]
+        return tl.load(pages_ptr + at[:, None] + column[None, :], keep, 0.0)
+    else:
+        return tl.load(pages_ptr + at[:, None] + column[None, :])
 
 
 @triton.jit
 def _walk(
     start, stop, last, q1, q2, top, total, gathered, low, position, keys_ptr, values_ptr, table,
-    key_head, scale, softcap, key_page, key_slot, key_head_step, value_page, value_slot,
-    value_head_step, H: tl.constexpr, H1: tl.constexpr, H2: tl.constexpr, V: tl.constexpr,
+    scale, softcap, key_page, key_slot, value_page, value_slot,
+    H: tl.constexpr, H1: tl.constexpr, H2: tl.constexpr, V: tl.constexpr,
     BV: tl.constexpr, PAGE: tl.constexpr, SHARED: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, COMPUTE: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -51,36 +65,38 @@ def _walk(
     c1, c2, cv = tl.arange(0, H1), H1 + tl.arange(0, H2), tl.arange(0, BV)
     for j in range(start, stop, BN):
         key = j + tl.arange(0, BN)
-        inside = key < (last if MASKED else j + BN)
-        page = tl.load(table + key // PAGE, inside, 0).to(tl.int64)
-        slot = key % PAGE
-        at_key = (page * key_page + slot * key_slot + key_head * key_head_step)[:, None]
-        k1 = tl.load(keys_ptr + at_key + c1[None, :], inside[:, None] & (c1 < H)[None, :], 0.0)
-        k1 = k1.to(COMPUTE)
-        scores = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
-        if H > H1:
-            k2 = tl.load(keys_ptr + at_key + c2[None, :], inside[:, None] & (c2 < H)[None, :], 0.0)
-            scores = tl.dot(q2, tl.trans(k2.to(COMPUTE)), scores, input_precision=PRECISION)
-        if SOFTCAP:
-            scores = (softcap * LOG2E) * _tanh(scores * (scale / softcap))
+        inside = key < last
+        if PAGE % BN == 0:  # the whole block lies in one page
+            page = tl.load(table + j // PAGE).to(tl.int64)
+            slot = j % PAGE + tl.arange(0, BN)
         else:
-            scores *= scale * LOG2E
-        if MASKED:
-            seen = (key[None, :] >= low[:, None]) & (key[None, :] <= position[:, None])
-            scores = tl.where(seen & inside[None, :], scores, NEGATIVE)
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new_top == NEGATIVE, 0.0, new_top) if MASKED else new_top
-        weights = tl.exp2(scores - base[:, None])
-        factor = tl.exp2(top - base)
-        total = total * factor + tl.sum(weights, 1)
+            page = tl.load(table + key // PAGE, inside, 0).to(tl.int64)
+            slot = key % PAGE
+        at_key = page * key_page + slot * key_slot
+        at_value = page * value_page + slot * value_slot
+        k1 = _tile(keys_ptr, at_key, c1, inside, min(H, H1), H1, MASKED).to(COMPUTE)
         if SHARED and V == H1:
             values = k1
         else:
-            at_value = (page * value_page + slot * value_slot + key_head * value_head_step)[:, None]
-            where = inside[:, None] & (cv < V)[None, :]
-            values = tl.load(values_ptr + at_value + cv[None, :], where, 0.0).to(COMPUTE)
+            values = _tile(values_ptr, at_value, cv, inside, V, BV, MASKED).to(COMPUTE)
+        scores = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+        if H > H1:
+            k2 = _tile(keys_ptr, at_key, c2, inside, H, H1 + H2, MASKED).to(COMPUTE)
+            scores = tl.dot(q2, tl.trans(k2), scores, input_precision=PRECISION)
+        factor = scale * LOG2E
+        if SOFTCAP:
+            scores = softcap * tanh(scores * (scale / softcap))
+            factor = LOG2E
+        if MASKED:
+            seen = (key[None, :] >= low[:, None]) & (key[None, :] <= position[:, None])
+            scores = tl.where(seen & inside[None, :], scores, NEGATIVE)
+        new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+        base = tl.where(new_top == NEGATIVE, 0.0, new_top) if MASKED else new_top
+        weights = tl.exp2(scores * factor - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(weights, 1)
         gathered = tl.dot(
-            weights.to(COMPUTE), values, gathered * factor[:, None], input_precision=PRECISION
+            weights.to(COMPUTE), values, gathered * shrink[:, None], input_precision=PRECISION
         )
         top = new_top
     return top, total, gathered
@@ -89,20 +105,26 @@ def _walk(
 @triton.jit
 def attention_kernel(
     q_ptr, keys_ptr, values_ptr, tables_ptr, starts_ptr, lengths_ptr, sinks_ptr, out_ptr,
-    parts_ptr, tops_ptr, sums_ptr,
-    scale, softcap, value_scale, window, chunk, tiles, splits, tokens,
+    parts_ptr, tops_ptr, sums_ptr, count_ptr,
+    scale, softcap, value_scale, window, chunk, tiles, splits, tokens, sequences,
     q_token, q_head, table_row, key_page, key_slot, key_head_step, value_page, value_slot,
     value_head_step,
     HEADS: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, H1: tl.constexpr, H2: tl.constexpr,
     V: tl.constexpr, BV: tl.constexpr, PAGE: tl.constexpr, SHARED: tl.constexpr,
     HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, BOUNDED: tl.constexpr,
     PRECISION: tl.constexpr, COMPUTE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SPLITS: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """Rows tile * BM .. of one sequence under one key head, over one span of its keys."""
     sequence = tl.program_id(0) // tiles
     tile = tiles - 1 - tl.program_id(0) % tiles  # later tiles have more keys: they go first
     key_head = tl.program_id(1)
     split = tl.program_id(2)
+    if sequence >= sequences:
+        if split == 0:
+            first_token = tl.load(starts_ptr + sequences)
+            _zero(out_ptr, first_token, tokens, key_head * GROUP, HEADS, GROUP, V, BV)
+        return
     start = tl.load(starts_ptr + sequence)
     count = tl.load(starts_ptr + sequence + 1) - start
     length = tl.load(lengths_ptr + sequence)
@@ -133,6 +155,8 @@ def attention_kernel(
     total = tl.zeros([BM], tl.float32)
     gathered = tl.zeros([BM, BV], tl.float32)
     table = tables_ptr + sequence.to(tl.int64) * table_row
+    keys_ptr += key_head * key_head_step
+    values_ptr += key_head * value_head_step
 
     # blocks that every row sees whole need no mask: all but the last ones without a window or chunk
     whole = first
@@ -141,20 +165,32 @@ def attention_kernel(
         whole = first + tl.maximum(tl.minimum(low_last, last) - first, 0) // BN * BN
         top, total, gathered = _walk(
             first, whole, last, q1, q2, top, total, gathered, low, position, keys_ptr, values_ptr, table,
-            key_head, scale, softcap, key_page, key_slot, key_head_step, value_page, value_slot,
-            value_head_step, H, H1, H2, V, BV, PAGE, SHARED, SOFTCAP, PRECISION, COMPUTE, BN, False,
+            scale, softcap, key_page, key_slot, value_page, value_slot, H, H1, H2, V, BV, PAGE, SHARED, SOFTCAP, PRECISION, COMPUTE, BN, False,
         )  # fmt: skip
     top, total, gathered = _walk(
         whole, last, last, q1, q2, top, total, gathered, low, position, keys_ptr, values_ptr, table,
-        key_head, scale, softcap, key_page, key_slot, key_head_step, value_page, value_slot,
-        value_head_step, H, H1, H2, V, BV, PAGE, SHARED, SOFTCAP, PRECISION, COMPUTE, BN, True,
+        scale, softcap, key_page, key_slot, value_page, value_slot, H, H1, H2, V, BV, PAGE, SHARED, SOFTCAP, PRECISION, COMPUTE, BN, True,
     )  # fmt: skip
 
+    place = (start + token).to(tl.int64) * HEADS + head
     if SPLIT:
-        place = ((start + token).to(tl.int64) * HEADS + head) * splits + split
-        tl.store(tops_ptr + place, top, is_row)
-        tl.store(sums_ptr + place, total, is_row)
-        tl.store(parts_ptr + place[:, None] * BV + cv[None, :], gathered, is_row[:, None])
+        mine = place * splits + split
+        tl.store(tops_ptr + mine, top, is_row)
+        tl.store(sums_ptr + mine, total, is_row)
+        tl.store(parts_ptr + mine[:, None] * BV + cv[None, :], gathered, is_row[:, None])
+        tl.debug_barrier()
+        counter = count_ptr + tl.program_id(0) * tl.num_programs(1) + key_head
+        if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
+            tl.store(counter, 0)
+            rows = tl.minimum(BM, count * GROUP - tile * BM)
+            for some in range(0, rows, MERGED):
+                one = tile * BM + some + tl.arange(0, MERGED)
+                of_one = key_head * GROUP + one % GROUP
+                at_one = (start + one // GROUP).to(tl.int64) * HEADS + of_one
+                _merge(
+                    parts_ptr, tops_ptr, sums_ptr, sinks_ptr, out_ptr, at_one, of_one,
+                    one < count * GROUP, splits, value_scale, V, BV, HAS_SINKS, SPLITS,
+                )  # fmt: skip
     else:
         if HAS_SINKS:
             sink = tl.load(sinks_ptr + head, is_row, 0.0).to(tl.float32) * LOG2E
@@ -162,40 +198,51 @@ def attention_kernel(
             factor = tl.exp2(top - most)
             total = total * factor + tl.exp2(sink - most)
             gathered *= factor[:, None]
-        out = gathered * value_scale / total[:, None]
-        place = ((start + token).to(tl.int64) * HEADS + head)[:, None] * V + cv[None, :]
-        tl.store(
-            out_ptr + place, out.to(out_ptr.dtype.element_ty), is_row[:, None] & (cv < V)[None, :]
-        )
+        out = gathered * value_scale / tl.where(is_row, total, 1.0)[:, None]
+        into = out_ptr + place[:, None] * V + cv[None, :]
+        keep = is_row[:, None] & (cv < V)[None, :]
+        tl.store(into, out.to(out_ptr.dtype.element_ty), keep)
 
 
 @triton.jit
-def merge_kernel(
-    parts_ptr, tops_ptr, sums_ptr, sinks_ptr, starts_ptr, out_ptr, value_scale, splits, sequences,
-    HEADS: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, HAS_SINKS: tl.constexpr,
-    SPLITS: tl.constexpr,
+def _merge(
+    parts_ptr, tops_ptr, sums_ptr, sinks_ptr, out_ptr, place, head, is_row, splits, value_scale,
+    V: tl.constexpr, BV: tl.constexpr, HAS_SINKS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The spans of one (token, head): each is scaled to the largest maximum."""
-    token, head = tl.program_id(0), tl.program_id(1)
-    place = (token.to(tl.int64) * HEADS + head) * splits
+    """The spans of a few rows: each is scaled to the row's largest maximum."""
     split, column = tl.arange(0, SPLITS), tl.arange(0, BV)
-    at = (token.to(tl.int64) * HEADS + head) * V + column
-    if token >= tl.load(starts_ptr + sequences):  # nobody's
-        tl.store(out_ptr + at, tl.zeros([BV], out_ptr.dtype.element_ty), column < V)
-        return
-    top = tl.load(tops_ptr + place + split, split < splits, NEGATIVE)
-    most = tl.max(top, 0)
+    at = place[:, None] * splits + split[None, :]
+    there = is_row[:, None] & (split < splits)[None, :]
+    top = tl.load(tops_ptr + at, there, NEGATIVE, cache_modifier=".cg")
+    most = tl.max(top, 1)
     if HAS_SINKS:
-        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+        sink = tl.load(sinks_ptr + head, is_row, 0.0).to(tl.float32) * LOG2E
         most = tl.maximum(most, sink)
-    factor = tl.exp2(top - tl.where(most == NEGATIVE, 0.0, most))
-    total = tl.sum(tl.load(sums_ptr + place + split, split < splits, 0.0) * factor, 0)
+    factor = tl.exp2(top - tl.where(most == NEGATIVE, 0.0, most)[:, None])
+    total = tl.sum(tl.load(sums_ptr + at, there, 0.0, cache_modifier=".cg") * factor, 1)
     if HAS_SINKS:
         total += tl.exp2(sink - most)
-    where = (split < splits)[:, None]
-    parts = tl.load(parts_ptr + (place + split)[:, None] * BV + column[None, :], where, 0.0)
-    out = tl.sum(parts * factor[:, None], 0) * value_scale / total
-    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), column < V)
+    total = tl.where(is_row, total, 1.0)
+    from_parts = parts_ptr + at[:, :, None] * BV + column[None, None, :]
+    parts = tl.load(from_parts, there[:, :, None], 0.0, cache_modifier=".cg")
+    out = tl.sum(parts * factor[:, :, None], 1) * value_scale / total[:, None]
+    into = out_ptr + place[:, None] * V + column[None, :]
+    keep = is_row[:, None] & (column < V)[None, :]
+    tl.store(into, out.to(out_ptr.dtype.element_ty), keep)
+
+
+@triton.jit
+def _zero(
+    out_ptr, first, tokens, head, HEADS: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr,
+    BV: tl.constexpr,
+):  # fmt: skip
+    """Tokens that are nobody's, under one key head."""
+    column = tl.arange(0, BV)
+    out_ptr += (first.to(tl.int64) * HEADS + head) * V
+    for row in range(0, (tokens - first) * GROUP):
+        place = (row // GROUP) * HEADS + row % GROUP
+        empty = tl.zeros([BV], out_ptr.dtype.element_ty)
+        tl.store(out_ptr + place * V + column, empty, column < V)
 
 
 @triton.jit
@@ -208,22 +255,19 @@ def store_kernel(
     """One head of one token into its slot."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots_ptr + token)
-    if slot < 0:
-        return
-    page, within = slot // PAGE, slot % PAGE
     column = tl.arange(0, BH)
-    x = tl.load(k_ptr + token * k_token + head * k_head + column, column < H, 0.0).to(tl.float32)
-    x = tl.clamp(tl.div_rn(x, key_scale), -key_limit, key_limit)
-    to = keys_ptr + page * key_page + within * key_slot + head * key_head + column
-    tl.store(to, x.to(keys_ptr.dtype.element_ty), column < H)
+    x = tl.load(k_ptr + token * k_token + head * k_head + column, column < H, 0.0)
+    into_page(
+        x.to(tl.float32), keys_ptr, slot, head, column, key_scale, key_limit, key_page, key_slot,
+        key_head, H, PAGE,
+    )  # fmt: skip
     if HAS_VALUES:
         column = tl.arange(0, BV)
-        x = tl.load(v_ptr + token * v_token + head * v_head + column, column < V, 0.0).to(
-            tl.float32
-        )
-        x = tl.clamp(tl.div_rn(x, value_scale), -value_limit, value_limit)
-        to = values_ptr + page * value_page + within * value_slot + head * value_head + column
-        tl.store(to, x.to(values_ptr.dtype.element_ty), column < V)
+        x = tl.load(v_ptr + token * v_token + head * v_head + column, column < V, 0.0)
+        into_page(
+            x.to(tl.float32), values_ptr, slot, head, column, value_scale, value_limit, value_page,
+            value_slot, value_head, V, PAGE,
+        )  # fmt: skip
 
 
 # ---- launching -----------------------------------------------------------------------------------
@@ -240,22 +284,32 @@ class Plan:
     splits: int
 
 
-def plan(rows: int, key_dim: int, value_dim: int, wide: bool, programs: int, longest: int) -> Plan:
-    """For `rows` rows a sequence and key head, `programs` of them at 16 rows a tile."""
+def plan(
+    rows: int,
+    key_dim: int,
+    value_dim: int,
+    wide: bool,
+    programs: int,
+    longest: int,
+    processors: int,
+) -> Plan:
+    """For `rows` rows a sequence and key head, and `programs` of those.
+
+    Contexts are split until every processor has two programs, since a program waits for memory most
+    of its time. Measured on an H200: 32 keys x 5 stages beat 64 and 128 in decode; 64 x 64 in prefill
+    reached 205 TFLOP/s with a page lookup for every key (`benchmarks/sweep_decode.py` tries others).
+    """
     large = key_dim > 256
     if rows <= 16:
-        tile = Plan(16, 32, 4, 2 if large or wide else 5, 1)  # H200: 32 x 5 stages beat 64 and 128
-    elif rows <= 64 or large or wide:
-        tile = Plan(32 if large or wide else 64, 32 if large or wide else 64, 4, 2, 1)
+        tile = Plan(16, 32, 4, 2 if large or wide else 5, 1)
     else:
-        tile = Plan(64, 64, 4, 2, 1)  # H200: 205 TFLOP/s of 64, 128 x 32, 64, 128
+        side = 32 if large or wide else 64
+        tile = Plan(side, side, 4, 2, 1)
     count = programs * triton.cdiv(rows, tile.rows)
     splits = 1
     if rows <= 64:
-        splits = min(
-            triton.cdiv(2 * PROCESSORS, max(count, 1)), triton.cdiv(longest, LEAST_SPAN), 64
-        )
-    return Plan(tile.rows, tile.keys, tile.warps, tile.stages, max(splits, 1))
+        splits = min(triton.cdiv(2 * processors, max(count, 1)), triton.cdiv(longest, LEAST_SPAN))
+    return Plan(tile.rows, tile.keys, tile.warps, tile.stages, max(min(splits, 64), 1))
 
 
 def paged_attention(
@@ -277,7 +331,7 @@ def paged_attention(
     max_length: int,
 ) -> Any:
     """`kernels.attention.paged_attention`."""
-    if q.dtype not in DTYPES or q.stride(-1) != 1 or keys.stride(-1) != 1:
+    if q.dtype not in DTYPES or q.stride(-1) != 1 or keys.stride(-1) != 1 or scale * key_scale <= 0:
         return NotImplemented
     if values is not None and (values.dtype != keys.dtype or values.stride(-1) != 1):
         return NotImplemented
@@ -291,10 +345,12 @@ def paged_attention(
     group = heads // key_heads
     wide = compute is tl.float32
     reach = min(max_length, window or max_length, chunk or max_length)
-    chosen = plan(max_query * group, size, value_dim, wide, sequences * key_heads, max(reach, 1))
+    chosen = plan(
+        max_query * group, size, value_dim, wide, sequences * key_heads, max(reach, 1),
+        processors(q.device),
+    )  # fmt: skip
     splits, split = chosen.splits, chosen.splits > 1
-    make = torch.empty if split else torch.zeros  # merging writes every token, nobody's too
-    out = make((tokens, heads, value_dim), dtype=q.dtype, device=q.device)
+    out = torch.empty((tokens, heads, value_dim), dtype=q.dtype, device=q.device)
     first = 1 << (size.bit_length() - 1)
     first = max(first, 16)
     value_width = max(16, triton.next_power_of_2(value_dim))
@@ -302,26 +358,22 @@ def paged_attention(
     parts = torch.empty(numbers * value_width if split else 1, device=q.device)
     tops, sums = torch.empty(2, numbers, device=q.device).unbind(0)
     tiles = triton.cdiv(max_query * group, chosen.rows)
-    attention_kernel[(sequences * tiles, key_heads, splits)](
+    counters = take_counters(q.device, sequences * tiles * key_heads) if split else lengths
+    power = triton.next_power_of_2(splits)
+    attention_kernel[(sequences * tiles + 1, key_heads, splits)](
         q, keys, pages_of_values, tables, starts, lengths, q if sinks is None else sinks, out,
-        parts, tops, sums,
+        parts, tops, sums, counters,
         scale * key_scale, softcap or 1.0, key_scale if shared else value_scale, window or 0,
-        chunk or 0, tiles, splits, tokens,
+        chunk or 0, tiles, splits, tokens, sequences,
         *q.stride()[:2], tables.stride(0), *keys.stride()[:3], *pages_of_values.stride()[:3],
         HEADS=heads, GROUP=group, H=size, H1=first, H2=max(16, triton.next_power_of_2(max(size - first, 1))),
         V=value_dim, BV=value_width, PAGE=keys.shape[1], SHARED=shared,
         HAS_SINKS=sinks is not None, SOFTCAP=softcap is not None, SPLIT=split,
         BOUNDED=bool(window or chunk),
         PRECISION="ieee" if wide else "tf32", COMPUTE=compute, BM=chosen.rows, BN=chosen.keys,
+        SPLITS=power, MERGED=min(chosen.rows, max(1, MERGED_NUMBERS // (power * value_width))),
         num_warps=chosen.warps, num_stages=chosen.stages,
     )  # fmt: skip
-    if split:
-        merge_kernel[(tokens, heads)](
-            parts, tops, sums, q if sinks is None else sinks, starts, out,
-            key_scale if shared else value_scale, splits, sequences,
-            HEADS=heads, V=value_dim, BV=value_width, HAS_SINKS=sinks is not None,
-            SPLITS=triton.next_power_of_2(splits), num_warps=4,
-        )  # fmt: skip
     return out
 
 

@@ -1,0 +1,117 @@
+"""Which linears a GPU runs as one fused kernel, seen on the CPU with a stand-in for that kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fulgurite.kernels import glue, joined
+from fulgurite.models.layers import RMSNorm
+
+calls: list[dict] = []
+
+
+def stand_in(x, weight, *, bias=None, up=None, up_bias=None, activation="", norm=None, eps=0.0,
+             offset=0.0, residual=None):  # fmt: skip
+    """The formula, and what it was called with."""
+    calls.append({"rows": weight.shape[0], "norm": norm is not None, "up": up is not None})
+    if len(x) > 16:
+        return NotImplemented
+    if norm is not None:
+        x = glue.plain_rms_norm(x, norm, eps, offset)
+    y = nn.functional.linear(x, weight, bias)
+    if up is not None:
+        y = glue.ACTIVATIONS[activation](y) * nn.functional.linear(x, up, up_bias)
+    return y if residual is None else y + residual
+
+
+@pytest.fixture(autouse=True)
+def fused(monkeypatch):
+    monkeypatch.setitem(joined.FUSED, "cpu", f"{__name__}:stand_in")
+    calls.clear()
+    with torch.no_grad():
+        yield
+
+
+def some_linears(bias=False):
+    return [nn.Linear(8, out, bias=bias) for out in (12, 4, 4)]
+
+
+def some_norm():
+    norm = RMSNorm(8, 1e-5, 1.0)
+    nn.init.normal_(norm.weight)
+    return norm
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(3, 8), (2, 3, 8), (1, 8)])
+def test_weights_that_lie_together_are_one_kernel(shape, bias):
+    modules, norm, x = some_linears(bias), some_norm(), torch.randn(shape)
+    wanted = [module(norm(x)) for module in modules]
+    before = [module.weight.clone() for module in modules]
+    joined.lay_together(modules)
+    assert all(torch.equal(m.weight, w) for m, w in zip(modules, before, strict=True))
+    found = joined.linears(x, modules, norm)
+    assert calls == [{"rows": 20, "norm": True, "up": False}]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_laying_together_twice_moves_nothing():
+    modules = some_linears()
+    joined.lay_together(modules)
+    places = [module.weight.data_ptr() for module in modules]
+    joined.lay_together(modules)
+    assert places == [module.weight.data_ptr() for module in modules]
+
+
+def test_weights_apart_are_called_one_by_one():
+    modules, x = some_linears(), torch.randn(3, 8)
+    found = joined.linears(x, modules)
+    assert calls == []
+    assert all(torch.equal(a, m(x)) for a, m in zip(found, modules, strict=True))
+
+
+def test_a_gate_with_norm_and_a_sum():
+    gate, up, _ = (nn.Linear(8, 6, bias=False) for _ in range(3))
+    down, norm, x = nn.Linear(6, 8, bias=False), some_norm(), torch.randn(3, 8)
+    inner = joined.gated(x, gate, up, "gelu", norm)
+    torch.testing.assert_close(inner, nn.functional.gelu(gate(norm(x))) * up(norm(x)))
+    out = joined.add_linear(x, inner, down)
+    torch.testing.assert_close(out, x + down(inner))
+    assert [call["up"] for call in calls] == [True, False]
+
+
+def test_many_rows_go_to_the_library_as_one_weight():
+    modules, norm, x = some_linears(), some_norm(), torch.randn(20, 8)
+    joined.lay_together(modules)
+    for ours, module in zip(joined.linears(x, modules, norm), modules, strict=True):
+        torch.testing.assert_close(ours, module(norm(x)))
+    torch.testing.assert_close(
+        joined.add_linear(torch.ones(20, 12), x, modules[0]), 1 + modules[0](x)
+    )
+
+
+def test_a_linear_that_somebody_listens_to_is_called():
+    seen = []
+    modules, x = some_linears(), torch.randn(3, 8)
+    joined.lay_together(modules)
+    modules[1].register_forward_hook(lambda *_: seen.append(1))
+    joined.linears(x, modules)
+    assert seen == [1] and calls == []
+    joined.add_linear(torch.zeros(3, 4), x, modules[1])
+    assert seen == [1, 1]
+
+
+def test_gradients_and_biases_of_some_are_left_alone():
+    modules, x = some_linears(), torch.randn(3, 8)
+    joined.lay_together(modules)
+    with torch.enable_grad():
+        joined.linears(x, modules)[0].sum().backward()
+    assert calls == [] and modules[0].weight.grad is not None
+    modules[0].bias = nn.Parameter(torch.ones(12))
+    found = joined.linears(x, modules)
+    assert calls == []
+    torch.testing.assert_close(found[0], modules[0](x))

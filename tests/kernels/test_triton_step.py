@@ -1,0 +1,183 @@
+"""A whole decode step out of Triton kernels: what it says, and how many kernels a layer takes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .triton_support import DEVICE, INTERPRETED  # isort: skip
+
+from fulgurite.kernels import attention, glue, joined, sampling
+from fulgurite.models.config import Fields
+from fulgurite.models.registry import family_of
+from fulgurite.models.weights import random_model
+from fulgurite.serve.batch import Batch
+from fulgurite.serve.block_tables import make_groups
+from fulgurite.serve.engine import Engine
+from fulgurite.serve.kv_cache import PagedCache
+from fulgurite.serve.memory import Limits, make_plan
+from fulgurite.serve.request import SamplingParams
+from fulgurite.serve.runner import lay_out
+
+TABLES = (
+    glue.NORMS,
+    glue.ROTATIONS,
+    glue.COMBINATIONS,
+    glue.HEADS,
+    joined.FUSED,
+    attention.IMPLEMENTATIONS,
+    attention.STORES,
+    sampling.IMPLEMENTATIONS,
+)
+FIELDS = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+FAMILIES = {
+    "llama": {"architectures": ["LlamaForCausalLM"]},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+    },
+}
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """In the interpreter CPU tensors take the GPU's line of every table."""
+    if INTERPRETED:
+        for table in TABLES:
+            monkeypatch.setitem(table, "cpu", table["cuda"])
+
+
+def make_model(name):
+    fields = Fields({**FIELDS, **FAMILIES[name]}, "a test")
+    family = family_of(fields)
+    return random_model(family.read_config(fields), family, std=0.3)
+
+
+def make_engine(model):
+    limits = Limits(
+        context=64, max_sequences=4, step_tokens=8, block_size=16, kv_dtype=torch.float32
+    )
+    device = model.norm.weight.device
+    plan = make_plan(copy.deepcopy(model).to("meta"), limits, device, available=1 << 30)
+    return Engine(model, None, plan)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3",
+        "gpt_oss",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen2")),
+    ],
+)
+@torch.no_grad()
+def test_the_same_tokens_as_on_the_cpu(name, request):
+    model = make_model(name)
+    prompts = [list(range(3, 12)), [7], [5, 9, 2]]
+    params = [
+        SamplingParams(max_tokens=3, ignore_eos=True),
+        SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.8, top_p=0.9, seed=3),
+        SamplingParams(max_tokens=3, ignore_eos=True, temperature=1.0, top_k=7, logprobs=2, seed=4),
+    ]
+    wanted = make_engine(copy.deepcopy(model)).generate(prompts, params)
+    request.getfixturevalue("as_on_a_gpu")
+    engine = make_engine(model.to(DEVICE))
+    if INTERPRETED:
+        lay_out(model)
+        engine.runner.unfixed = "the interpreter is no native kernel"
+    got = engine.generate(prompts, params)
+    assert [one.token_ids for one in got] == [one.token_ids for one in wanted]
+    for ours, theirs in zip(got[2].logprobs, wanted[2].logprobs, strict=True):
+        assert abs(ours.logprob - theirs.logprob) < 1e-4
+
+
+class Launches(TorchDispatchMode):
+    """Kernels a function starts: Triton's, and torch's ops that are no views and no allocations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+        self.inside = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        free = func.is_view or any(word in str(func) for word in ("empty", "detach", "_reshape"))
+        if not free and not self.inside:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+    def around(self, launch):
+        def run(executor, *args, **kwargs):
+            self.names.append(executor.fn.__name__)
+            self.inside = True
+            try:
+                return launch(executor, *args, **kwargs)
+            finally:
+                self.inside = False
+
+        return run
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="launches are counted where the interpreter runs them")
+@pytest.mark.parametrize(
+    "name, count, wanted",
+    [
+        ("llama", 1, ["few_kernel", "heads_kernel", "attention_kernel", *["few_kernel"] * 3]),
+        ("qwen3", 3, ["few_kernel", "heads_kernel", "attention_kernel", *["few_kernel"] * 3]),
+        (
+            "qwen3",
+            18,
+            ["norm_kernel", "tile_kernel", "heads_kernel", "attention_kernel", "tile_kernel",
+             "norm_kernel", "tile_kernel", "tile_kernel"],
+        ),
+    ],
+)  # fmt: skip
+@torch.inference_mode()
+def test_a_layer_of_a_decode_step_is_so_many_kernels(name, count, wanted, as_on_a_gpu, monkeypatch):
+    from triton.runtime import interpreter
+
+    with torch.inference_mode(False):
+        model = make_model(name)
+        lay_out(model)
+    specs = model.attention_specs
+    cache = PagedCache(specs, make_groups(specs), [count], 16, torch.float32, torch.device("cpu"))
+    positions = torch.full((count,), 5)
+    blocks = torch.arange(1, count + 1)
+    cache.begin(
+        Batch(
+            token_ids_T=torch.arange(count),
+            positions_T=positions,
+            slots_GT=[blocks * 16 + 5],
+            tables_GSB=[blocks[:, None].int()],
+            starts_S=torch.arange(count + 1).int(),
+            lengths_S=positions.int() + 1,
+            extents_T=None,
+            rows_R=None,
+            max_count=1,
+            max_length=16,
+        )
+    )
+    x, rotations = model.begin(torch.arange(count), positions, cache)
+    launches = Launches()
+    run = launches.around(interpreter.GridExecutor.__call__)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", run)
+    with launches:
+        model.layers[0](x, positions, rotations[0], cache)
+    assert launches.names == wanted
