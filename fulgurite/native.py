@@ -28,7 +28,6 @@ FLAGS = (
     "-std=c++17",
     "-O2",
     "-ftree-vectorize",
-    "-fopenmp",
     "-fPIC",
     "-shared",
     "-fvisibility=hidden",
@@ -40,9 +39,11 @@ FLAGS = (
     "-fno-exceptions",
     "-fno-rtti",
     "-fno-asynchronous-unwind-tables",
+    "-pipe",
+)
+GCC_FLAGS = (
     "-fno-thread-jumps",  # a clamp stays two selects instead of three ways through the loop
     "-fno-tree-pre",
-    "-pipe",
 )
 VERSION = "2"
 
@@ -107,6 +108,27 @@ def openmp_library() -> str | None:
 
 
 @functools.cache
+def is_clang(path: str) -> bool:
+    """By what it says: on some systems clang goes by the name g++."""
+    return "clang" in compiler_version(path)
+
+
+@functools.cache
+def clang_openmp(path: str) -> tuple[str, ...]:
+    """Threads need clang's own OpenMP runtime; where that is not installed, kernels run on one."""
+    probe = [path, "-fopenmp", "-shared", "-fPIC", "-x", "c++", "-", "-o", os.devnull]
+    text = "int f() { int n = 0;\n#pragma omp parallel\n{ n = 1; }\nreturn n; }"
+    done = subprocess.run(probe, input=text, capture_output=True, text=True)
+    if done.returncode == 0:
+        return ("-fopenmp",)
+    warnings.warn(
+        f"{path} has no OpenMP runtime: CPU kernels run on one thread. Install libomp or g++",
+        stacklevel=2,
+    )
+    return ("-fopenmp-simd",)
+
+
+@functools.cache
 def gathers(path: str) -> bool:
     """Does g++ know this name of the choice to load a vector from many places? A loop with a table in it
     is not SIMD without it, and the tuning for unknown processors has it off."""
@@ -120,8 +142,9 @@ def command(path: str, source: Path, target: Path) -> list[str]:
     named = runtime is not None and not os.path.basename(runtime).startswith("libgomp.so")
     # a runtime under another name: take its symbols from it, not from a second copy
     openmp = [str(runtime)] if named else []
-    if "clang" in os.path.basename(path):
-        return [*line, *openmp, "-lm"]
+    if is_clang(path):
+        return [*line, *clang_openmp(path), "-w", "-lm"]
+    line += ["-fopenmp", *GCC_FLAGS]
     if platform.machine() == "x86_64" and gathers(path):
         line.append("-mtune-ctrl=use_gather")
     # without the C++ library, which the text doesn't use, linking takes a third of the time

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import fulgurite
 from fulgurite import cache, native
 from fulgurite.errors import CompileError
 
@@ -98,3 +101,30 @@ def test_without_a_compiler_torch_runs_everything() -> None:
 
 def test_digest_names_are_safe() -> None:
     assert cache.digest("x").isalnum()
+
+
+def _without_openmp(path: str) -> tuple[str, ...]:
+    return ("-fopenmp-simd",)
+
+
+def test_clang_gets_flags_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "compiler_version", lambda path: "Apple clang version 15.0.0")
+    monkeypatch.setattr(native, "is_clang", native.is_clang.__wrapped__)
+    monkeypatch.setattr(native, "clang_openmp", _without_openmp)
+    line = native.command("/usr/bin/g++", Path("a.cpp"), Path("a.so"))
+    assert "-fopenmp-simd" in line and not set(line) & {*native.GCC_FLAGS, "-fopenmp", "-nostdlib"}
+
+
+@pytest.mark.skipif(shutil.which("clang++") is None, reason="needs clang++")
+@pytest.mark.parametrize("threads", [False, True])
+def test_kernels_built_by_clang(monkeypatch: pytest.MonkeyPatch, threads: bool) -> None:
+    """A transpose, which shuffles lanes, and a norm, with and without an OpenMP runtime."""
+    path = shutil.which("clang++")
+    if threads and native.clang_openmp(path) != ("-fopenmp",):
+        pytest.skip("clang++ has no OpenMP runtime here")
+    if not threads:
+        monkeypatch.setattr(native, "clang_openmp", _without_openmp)
+    monkeypatch.setattr(native, "compiler", lambda: path)
+    x = torch.randn(67, 129)
+    for function in (lambda x: (x.t() + 1).contiguous(), lambda x: torch.softmax(x, -1)):
+        torch.testing.assert_close(fulgurite.fuse(function)(x), function(x))

@@ -99,7 +99,6 @@ def source(instructions: str) -> str:
     texts = [
         "#define E4M3_OVERFLOW 0x7fu",
         *((SHARED / name).read_text() for name in ("numbers.h", "math.h")),
-        'extern "C" int omp_get_num_threads(void);',
         (FOLDER / SIMD[instructions]).read_text(),
         *((FOLDER / name).read_text() for name in PARTS),
     ]

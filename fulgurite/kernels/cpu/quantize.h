@@ -72,7 +72,7 @@ template <class V> struct Smaller { INLINE V of(V a, V b) { return smaller(a, b)
 template <class F, int step, class V> INLINE V meet(V a, V b) {
 #define LOW(l) (((l) & step ? LANES : 0) + ((l) & ~(2 * step - 1)) + ((l) & (step - 1)))
 #define HIGH(l) (LOW(l) + step)
-  return F::of(__builtin_shuffle(a, b, EACH_LANE(LOW)), __builtin_shuffle(a, b, EACH_LANE(HIGH)));
+  return F::of(SHUFFLE_LANES(a, b, EACH_LANE(LOW)), SHUFFLE_LANES(a, b, EACH_LANE(HIGH)));
 #undef LOW
 #undef HIGH
 }

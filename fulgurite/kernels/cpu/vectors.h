@@ -118,7 +118,7 @@ INLINE vec vector_tanh(vec x) {
 template <int step> INLINE vec add_halves(vec a, vec b) {
 #define LOW(l) (((l) & step ? LANES : 0) + ((l) & ~(2 * step - 1)) + ((l) & (step - 1)))
 #define HIGH(l) (LOW(l) + step)
-  return __builtin_shuffle(a, b, EACH_LANE(LOW)) + __builtin_shuffle(a, b, EACH_LANE(HIGH));
+  return SHUFFLE_LANES(a, b, EACH_LANE(LOW)) + SHUFFLE_LANES(a, b, EACH_LANE(HIGH));
 #undef LOW
 #undef HIGH
 }
@@ -128,8 +128,8 @@ template <int step> INLINE void exchange_halves(vec* row) {
   UNROLL
   for (int k = 0; k < LANES; ++k) {
     if (k & step) continue;
-    vec a = __builtin_shuffle(row[k], row[k + step], EACH_LANE(LOW));
-    row[k + step] = __builtin_shuffle(row[k], row[k + step], EACH_LANE(HIGH));
+    vec a = SHUFFLE_LANES(row[k], row[k + step], EACH_LANE(LOW));
+    row[k + step] = SHUFFLE_LANES(row[k], row[k + step], EACH_LANE(HIGH));
     row[k] = a;
   }
 #undef LOW
@@ -155,7 +155,7 @@ INLINE vec sums(vec* v) {
 
 template <int step> INLINE vec moved(vec v) {
 #define AWAY(l) ((l) ^ step)
-  return __builtin_shuffle(v, EACH_LANE(AWAY));
+  return SHUFFLE_LANES(v, v, EACH_LANE(AWAY));
 #undef AWAY
 }
 INLINE float sum(vec v) {

@@ -14,8 +14,28 @@ static_assert(sizeof(int64_t) == 8 && sizeof(int32_t) == 4, "an LP64 machine");
 #define INLINE static inline __attribute__((always_inline))
 #define SPECIAL inline __attribute__((always_inline))
 
+#ifdef _OPENMP
 extern "C" int omp_get_thread_num(void);
 extern "C" int omp_get_num_threads(void);
+#else
+inline int omp_get_thread_num() { return 0; }
+inline int omp_get_num_threads() { return 1; }
+#endif
+
+// Lanes of a, then of b, in another order. Known orders become one instruction.
+#ifdef __clang__
+template <class V, class O> INLINE V SHUFFLE_LANES(V a, V b, O order) {
+  V result;
+  const int count = sizeof(O) / sizeof(order[0]);
+  for (int l = 0; l < count; ++l) {
+    const int from = (int)order[l];
+    result[l] = from < count ? a[from] : b[from - count];
+  }
+  return result;
+}
+#else
+#define SHUFFLE_LANES __builtin_shuffle
+#endif
 
 INLINE uint32_t bits(float x) { return __builtin_bit_cast(uint32_t, x); }
 INLINE float as_float(uint32_t x) { return __builtin_bit_cast(float, x); }

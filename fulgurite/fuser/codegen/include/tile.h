@@ -15,8 +15,8 @@ template <class V, class L, int n, int s> INLINE void exchange(V* row) {
   }
   for (int k = 0; k < n; ++k) {
     if (k & s) continue;
-    V a = __builtin_shuffle(row[k], row[k + s], low);
-    V b = __builtin_shuffle(row[k], row[k + s], high);
+    V a = SHUFFLE_LANES(row[k], row[k + s], low);
+    V b = SHUFFLE_LANES(row[k], row[k + s], high);
     row[k] = a;
     row[k + s] = b;
   }
