@@ -1,8 +1,13 @@
-"""What each rank does in test_expert.py: spread experts against all of them in one process."""
+"""What each rank does in test_expert.py: spread experts against all of them in one process.
+
+Ranks import the module of the function they are sent, so it lies here, where nothing needs pytest.
+"""
 
 from __future__ import annotations
 
 import copy
+import os
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -150,3 +155,12 @@ def die(rank: int, how: str, timeout: float) -> str:
     except FulguriteError as error:
         return f"{time.monotonic() - started:.1f} s\n{type(error).__name__}: {error}"
     return "nothing happened"
+
+
+def call(function, arguments, how):
+    return function(*arguments, **how)
+
+
+def writing(folder: str, rank: int, how: str, timeout: float) -> None:
+    """`die`, and what it says as a file: the pool of ranks ends with the one that is killed."""
+    Path(folder, os.environ["RANK"]).write_text(die(rank, how, timeout))

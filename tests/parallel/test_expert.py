@@ -18,13 +18,9 @@ EXACT = 1e-12  # float64, sums of a few dozen terms
 
 
 def check(pool, *arguments, tolerance=EXACT, **how) -> None:
-    for rank, found in enumerate(pool.run(call, cases.compare, arguments, how)):
+    for rank, found in enumerate(pool.run(cases.call, cases.compare, arguments, how)):
         for name, error in found.items():
             assert error < tolerance, f"rank {rank}: {name} {error}"
-
-
-def call(function, arguments, how):
-    return function(*arguments, **how)
 
 
 @pytest.mark.parametrize("kind", cases.KINDS)
@@ -108,20 +104,12 @@ def test_an_expert_that_does_not_exist_is_an_error_on_every_rank(ranks, bad):
 def test_a_killed_rank_is_named(tmp_path):
     pool = Ranks(4, grace=30)
     with pytest.raises(RankError, match="rank 2 of 4 failed: its process ended, killed by SIGKILL"):
-        pool.run(writing, str(tmp_path), 2, "killed", 60.0)
+        pool.run(cases.writing, str(tmp_path), 2, "killed", 60.0)
     assert not pool.alive
     for rank in (0, 1, 3):
         seconds, text = (tmp_path / str(rank)).read_text().split(" s\n", 1)
         assert text.startswith("RankError: rank 2 is gone: 'expert "), text
         assert float(seconds) < 30, "well within the timeout of 60 s"
-
-
-def writing(folder: str, rank: int, how: str, timeout: float) -> None:
-    import os
-    from pathlib import Path
-
-    text = cases.die(rank, how, timeout)
-    Path(folder, os.environ["RANK"]).write_text(text)
 
 
 def test_what_the_others_say_of_a_rank_that_stays_behind():

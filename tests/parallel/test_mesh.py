@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import pytest
@@ -11,6 +10,8 @@ import torch
 from fulgurite.errors import ArgumentError, RankError
 from fulgurite.parallel import Mesh, MeshShape, Ranks, launch
 from fulgurite.parallel.collectives import share
+
+from . import mesh_cases as cases
 
 
 def test_axes_of_a_shape():
@@ -65,37 +66,17 @@ def test_shares_cover_everything_once(total, step):
     assert all(start % step == 0 or start == total for start, _ in ranges)
 
 
-def places() -> tuple[int, tuple[int, ...], int, str]:
-    with Mesh(data=2, tensor=2, expert=4, timeout=30) as mesh:
-        return mesh.rank, mesh.data.ranks, mesh.tensor.index, str(mesh.device)
-
-
 def test_ranks_and_meshes_one_after_another(ranks):
     for _ in range(2):  # a second mesh in the same processes
-        found = ranks(4).run(places)
+        found = ranks(4).run(cases.places)
         assert [rank for rank, *_ in found] == [0, 1, 2, 3]
         assert [data for _, data, *_ in found] == [(0, 2), (1, 3), (0, 2), (1, 3)]
         assert [tensor for _, _, tensor, _ in found] == [0, 1, 0, 1]
 
 
-def too_many() -> str:
-    try:
-        Mesh(data=3, tensor=1)
-    except ArgumentError as error:
-        return str(error)
-    return ""
-
-
 def test_the_wrong_number_of_ranks_is_said_on_all(ranks):
-    for text in ranks(4).run(too_many):
+    for text in ranks(4).run(cases.too_many):
         assert "data 3 x tensor 1 = 3 ranks, but 4 were started" in text
-
-
-def one_fails(rank: int) -> int:
-    if int(os.environ["RANK"]) == rank:
-        raise ValueError(f"no more of rank {rank}")
-    time.sleep(60)
-    return 0
 
 
 def test_a_failing_function_ends_all_ranks():
@@ -104,20 +85,16 @@ def test_a_failing_function_ends_all_ranks():
     with pytest.raises(
         RankError, match="rank 1 of 3 failed: ValueError: no more of rank 1"
     ) as error:
-        pool.run(one_fails, 1)
+        pool.run(cases.one_fails, 1)
     assert time.monotonic() - started < 30
     assert "rank 0: still running; killed" in str(error.value)
     assert not pool.alive
     with pytest.raises(RankError, match="have ended"):
-        pool.run(one_fails, 1)
-
-
-def doubled(x: torch.Tensor) -> torch.Tensor:
-    return x * (2 + int(os.environ["RANK"]))
+        pool.run(cases.one_fails, 1)
 
 
 def test_launch_gives_results_by_rank():
-    results = launch(doubled, 2, torch.arange(3))
+    results = launch(cases.doubled, 2, torch.arange(3))
     assert [r.tolist() for r in results] == [[0, 2, 4], [0, 3, 6]]
     with pytest.raises(ArgumentError, match="0 ranks"):
-        launch(doubled, 0)
+        launch(cases.doubled, 0)
