@@ -195,7 +195,7 @@ class _Work:
         module = self.model.get_submodule(name)
         spec: Any = module.spec  # an AttentionSpec of models, which is further up
         heads, kv_heads = spec.heads, spec.kv_heads
-        split = _split_heads(heads, kv_heads, self.axis.index, self.axis.size)
+        split = split_heads(heads, kv_heads, self.axis.index, self.axis.size)
         if split is None:
             note = f"{heads} query and {kv_heads} key heads don't divide by {self.axis.size}"
             self._line(name, "whole", (heads, kv_heads), (heads, kv_heads), note)
@@ -369,7 +369,7 @@ def _set_features(module: nn.Module, weight: Tensor) -> None:
         module.num_embeddings = weight.shape[0]
 
 
-def _split_heads(heads: int, kv_heads: int, index: int, count: int) -> tuple[Range, Range] | None:
+def split_heads(heads: int, kv_heads: int, index: int, count: int) -> tuple[Range, Range] | None:
     """The query and key heads of one rank; None where ranks can't have equally many."""
     if heads % count:
         return None

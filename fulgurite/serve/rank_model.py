@@ -29,6 +29,7 @@ from fulgurite.models.moe import MixtureOfExperts
 from fulgurite.models.weights import build_model
 from fulgurite.parallel.collectives import share
 from fulgurite.parallel.mesh import MeshShape
+from fulgurite.parallel.tensor import split_heads
 from fulgurite.quant.format import Format
 from fulgurite.quant.shapes import check_shape, data_shape, scale_shape
 
@@ -102,11 +103,13 @@ def rank_config(config: ModelConfig, cut: Cut) -> ModelConfig:
 
 
 def share_heads(config: ModelConfig, tensor: int) -> tuple[int, int]:
-    """A rank's query and key heads: divided, keys repeated, or all where neither goes evenly."""
+    """The first rank's query and key heads, as `parallelize` cuts them: all where they don't go evenly."""
     kv_heads = config.heads if config.latent is not None else config.kv_heads
-    if config.heads % tensor or (kv_heads % tensor and tensor % kv_heads):
+    found = split_heads(config.heads, kv_heads, 0, tensor)
+    if found is None:
         return config.heads, config.kv_heads
-    return config.heads // tensor, max(1, config.kv_heads // tensor)
+    (_, heads), _ = found
+    return heads, max(1, config.kv_heads // tensor)
 
 
 def _share(size: int, ranks: int, step: int) -> int:

@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", reason="needs triton")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(

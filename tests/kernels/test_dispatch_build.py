@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", reason="needs triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter builds nothing", allow_module_level=True)
 

@@ -17,7 +17,7 @@ from fulgurite.models.gguf_file import GGUFFile
 
 from .model_oracle import LATENT, make_theirs, prompt
 
-gguf = pytest.importorskip("gguf")
+gguf = pytest.importorskip("gguf", reason="the gguf package is what these compare with")
 
 # A file has one number for mscale and mscale_all_dim.
 DEEPSEEK_SCALING = {

@@ -57,7 +57,7 @@ def test_a_hub_name_without_huggingface_hub_says_so(monkeypatch) -> None:
 
 
 def test_a_hub_name_without_a_network_says_so(monkeypatch) -> None:
-    huggingface_hub = pytest.importorskip("huggingface_hub")
+    huggingface_hub = pytest.importorskip("huggingface_hub", reason="the hub client is optional")
     asked = []
 
     def refuse(name: str, *rest: object, **more: object) -> str:
@@ -74,6 +74,6 @@ def test_a_hub_name_without_a_network_says_so(monkeypatch) -> None:
 
 
 def test_a_hub_name_with_bad_characters_is_an_argument_error() -> None:
-    pytest.importorskip("huggingface_hub")
+    pytest.importorskip("huggingface_hub", reason="the hub client is optional")
     with pytest.raises(ArgumentError, match="no name on the hub"):
         hub.resolve("owner/mod el??")

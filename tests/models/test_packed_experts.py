@@ -136,7 +136,7 @@ def test_gpt_oss_keeps_its_blocks(get_pair, tmp_path: Path) -> None:
 
 
 def test_gguf_experts_keep_their_blocks(tmp_path: Path, monkeypatch) -> None:
-    gguf = pytest.importorskip("gguf")
+    gguf = pytest.importorskip("gguf", reason="the gguf package is what these compare with")
     from .test_gguf import write
 
     plain_add = gguf.GGUFWriter.add_tensor

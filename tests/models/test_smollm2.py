@@ -38,7 +38,7 @@ def tokenizer() -> Tokenizer:
 
 
 def test_tensors_are_the_gguf_packages(ours: Decoder) -> None:
-    gguf = pytest.importorskip("gguf")
+    gguf = pytest.importorskip("gguf", reason="the gguf package is what these compare with")
     file = GGUFFile(hub.resolve("smollm2"))
     for name in ("blk.7.ffn_down.weight", "blk.29.attn_v.weight"):
         stored = file.stored(name)
@@ -54,7 +54,7 @@ def test_tensors_are_the_gguf_packages(ours: Decoder) -> None:
 @pytest.mark.slow
 def test_the_header_is_the_gguf_packages() -> None:
     """A real vocabulary, which takes that package's reader seconds."""
-    gguf = pytest.importorskip("gguf")
+    gguf = pytest.importorskip("gguf", reason="the gguf package is what these compare with")
     file = GGUFFile(hub.resolve("smollm2"))
     theirs = gguf.GGUFReader(file.path)
     fields = {k: v.contents() for k, v in theirs.fields.items() if not k.startswith("GGUF.")}
@@ -78,7 +78,9 @@ def test_the_tokenizer_loses_nothing(tokenizer: Tokenizer, text: str) -> None:
 
 @pytest.mark.slow
 def test_tokenizer_and_template_equal_transformers(tokenizer: Tokenizer) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is what these compare with"
+    )
     path = hub.resolve("smollm2")
     theirs = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     for text in TEXTS:
@@ -93,8 +95,10 @@ def test_tokenizer_and_template_equal_transformers(tokenizer: Tokenizer) -> None
 
 @pytest.mark.slow
 def test_logits_and_text_equal_transformers(ours: Decoder, tokenizer: Tokenizer) -> None:
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is what these compare with"
+    )
+    pytest.importorskip("accelerate", reason="transformers reads GGUF with it")
     path = hub.resolve("smollm2")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fulgurite.quant import FORMATS, Packed, QuantTensor, decode, quantize, signal_to_noise, unpack
 
-gguf = pytest.importorskip("gguf")
+gguf = pytest.importorskip("gguf", reason="the gguf package is what these compare with")
 TYPES = {name: gguf.GGMLQuantizationType[name.upper()] for name in
          ("q4_0", "q4_1", "q8_0", "q4_k", "q6_k", "bf16", "f16")}  # fmt: skip
 BLOCKS = ["q4_0", "q4_1", "q8_0", "q4_k", "q6_k"]

@@ -12,7 +12,7 @@ from fulgurite.quant import QuantTensor, quantize, read_gguf
 from fulgurite.quant.gguf_file import GGUF_TYPES, PLAIN_TYPES, GGUFContainer, dequantize
 from fulgurite.quant.gguf_header import TYPES
 
-gguf = pytest.importorskip("gguf")
+gguf = pytest.importorskip("gguf", reason="the gguf package is what these compare with")
 QUANTIZED = ["q4_0", "q4_1", "q8_0", "q4_k", "q6_k"]
 
 

@@ -93,7 +93,7 @@ def test_a_nan_scale_reads_as_nan(name):
 
 
 def test_mxfp4_values_are_the_gguf_packages():
-    gguf = pytest.importorskip("gguf")
+    gguf = pytest.importorskip("gguf", reason="the gguf package is what these compare with")
     generator = torch.Generator().manual_seed(5)
     codes = torch.randint(16, (255, 32), generator=generator, dtype=torch.uint8)
     scales = torch.arange(255, dtype=torch.uint8)[:, None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="transformers is what these compare with")
 
 from models.model_oracle import CASES, greedy_cached, make_theirs, prompt
 

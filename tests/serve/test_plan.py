@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="transformers is what these compare with")
 
 from models.model_oracle import CASES, COMMON
 

@@ -12,7 +12,7 @@ from fulgurite.kernels import sampling
 from fulgurite.serve.request import Request, SamplingParams
 from fulgurite.serve.sampler import change_logits, choose
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", reason="transformers is what these compare with")
 
 COUNT = 500  # tokens with p under 1 / COUNT may be missed
 

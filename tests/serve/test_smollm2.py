@@ -71,8 +71,10 @@ def packed():
 
 @pytest.fixture(scope="module")
 def theirs():
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is what these compare with"
+    )
+    pytest.importorskip("accelerate", reason="transformers reads GGUF with it")
     path = hub.resolve("smollm2")
     return transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
