@@ -93,11 +93,10 @@ WORKLOADS: dict[str, Callable[[bool], Workload]] = {
 def make(workload: str, device: str, quick: bool) -> Workload:
     """The workload with the same random weights every time."""
     torch.manual_seed(0)
-    with torch.device("cpu"):
+    with torch.device(device):
         model, inputs = WORKLOADS[workload](quick)
-    model = model.to(device, torch.bfloat16)
-    moved = (x.to(device) for x in inputs)
-    return model, tuple(x.bfloat16() if x.is_floating_point() else x for x in moved)
+    model = model.to(torch.bfloat16)
+    return model, tuple(x.bfloat16() if x.is_floating_point() else x for x in inputs)
 
 
 class NextToken(nn.Module):

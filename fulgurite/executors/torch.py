@@ -3,6 +3,7 @@
 In: single nodes. Out: the same nodes, spelled as the plainest function that does the same: `torch.add(x, 1)`
 rather than `torch.ops.aten.add.Tensor(x, 1)`. It reads better and skips the slow, schema-driven way into the
 dispatcher. A spelling is used only if it was seen to dispatch to exactly that op with exactly those arguments.
+Large matmuls of the CPU are those of `kept`: the same, into memory that is reused.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fulgurite.executors import kept
 from fulgurite.executors.base import Executor
 from fulgurite.trace.metadata import fake_mode_of, faking
 from fulgurite.trace.printer import render
@@ -37,10 +39,12 @@ class TorchExecutor(Executor):
         """Point the node at the plainest function that does the same."""
         if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
             return
-        key = (node.target, _kinds(node.args), _kinds(node.kwargs))
-        if key not in _SPELLINGS:
-            _SPELLINGS[key] = _find_spelling(node, fake_mode_of(module))
-        spelling = _SPELLINGS[key]
+        spelling = kept.spelling(node)
+        if spelling is None:
+            key = (node.target, _kinds(node.args), _kinds(node.kwargs))
+            if key not in _SPELLINGS:
+                _SPELLINGS[key] = _find_spelling(node, fake_mode_of(module))
+            spelling = _SPELLINGS[key]
         if spelling is not None:
             node.meta["aten"] = node.target
             node.target = spelling

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from . import cost
 from .ir import Region
 from .refine import axis_classes
-from .shape import Facts, RowLimit, Shape, readings
+from .shape import Facts, Loops, RowLimit, Shape, readings
 
 MOST_STATEMENTS = 160  # of one kernel: longer ones compile slowly and spill registers
 COPY_FLOPS = 48  # per element: what a value that reads nothing may cost to be copied everywhere
@@ -74,16 +74,27 @@ def facts_of(region: Region) -> dict[str, Facts]:
     return found
 
 
+def loops_of(region: Region, facts: dict[str, Facts], row_limit: RowLimit) -> Loops:
+    classes = axis_classes(region)
+    sizes = {
+        classes[(s.name, axis)]: cost.number(axis.size)
+        for s in region.statements
+        for axis in s.all_axes
+    }
+    runs: dict[int, int] = {}
+    for reading in {r for f in facts.values() for r in f.readings}:
+        tensor = region.tensors[reading.name]
+        for one, stride in zip(reading.classes, tensor.strides, strict=True):
+            if one is not None and stride == 1:
+                runs[one] = runs.get(one, 0) + cost.tensor_bytes(tensor)
+    return Loops(sizes, runs, row_limit)
+
+
 class Segmentation:
     def __init__(self, region: Region, row_bytes_limit: RowLimit) -> None:
         self.facts = facts_of(region)
         self.order = {name: k for k, name in enumerate(self.facts)}
-        classes = axis_classes(region)
-        self.sizes: dict[int, int] = {}
-        for s in region.statements:
-            for axis in s.all_axes:
-                self.sizes[classes[(s.name, axis)]] = cost.number(axis.size)
-        self.limit = row_bytes_limit
+        self.loops = loops_of(region, self.facts, row_bytes_limit)
         self.tensors = region.tensors
         self.wanted = {o.name for o in region.outputs if o.name in self.facts}
         self.bytes = {t.name: cost.tensor_bytes(t) for t in region.tensors.values()}
@@ -162,7 +173,7 @@ class Segmentation:
                 self.cuts.setdefault(f.name, reason)
         key = self.next
         self.next += 1
-        shape = Shape(self.limit, self.sizes)
+        shape = Shape(self.loops)
         self.segments[key] = Segment(shape, position=self.order[f.name])
         self.parents[key], self.last[key] = set(), self.order[f.name]
         for constant in self._constants(f, shape):
@@ -229,7 +240,7 @@ class Segmentation:
         reductions: list[str | None] = [n for n in ordered if self.facts[n].reduced]
         firsts = reductions[:4] or [None]
         for first in firsts:
-            shape = Shape(self.limit, self.sizes)
+            shape = Shape(self.loops)
             if first is not None:
                 lead = self.facts[first]
                 shape.grid, shape.body, shape.reduces = lead.kept, lead.reduced, True
@@ -530,7 +541,7 @@ class Segmentation:
         if best in shape.body:
             return
         for lead in [f for f in shape.facts.values() if best in f.reduced]:
-            other = Shape(self.limit, self.sizes, lead.kept, lead.reduced, True)
+            other = Shape(self.loops, lead.kept, lead.reduced, True)
             ordered = sorted(shape.facts, key=self.order.__getitem__)
             if all(other.extend(self.facts[name]) is None for name in ordered):
                 if all(other.storable(name) for name in segment.stored):
@@ -557,7 +568,7 @@ class Segmentation:
         for name in self.wanted:
             f = self.facts[name]
             if f.constant and name not in self.home:
-                shape = Shape(self.limit, self.sizes)
+                shape = Shape(self.loops)
                 shape.extend(f)
                 self.segments[self.next] = Segment(shape, position=self.order[name])
                 self.home[name] = self.next

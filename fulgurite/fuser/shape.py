@@ -25,9 +25,9 @@ from .ir import Load, Statement
 Classes = frozenset[int]
 NONE: Classes = frozenset()
 SHORTEST_ROW = 64  # bytes of float32: one vector
-# the longest row, in bytes of float32, that is walked again, or that is added up over rows (`summed`):
-# one for all, or by the number of rows
-RowLimit = int | Callable[[int, bool], int]
+# the longest row, in bytes of float32, that is walked again, or that is added up over rows (`summed`): one
+# for all, or by the number of rows and whether rows lie across memory, neighbours side by side
+RowLimit = int | Callable[[int, bool, bool], int]
 AFTER = ("colsum", "scalar", "post")
 
 
@@ -78,12 +78,29 @@ class Facts:
         return bool(self.reduced or self.scanned)
 
 
+@dataclass(frozen=True)
+class Loops:
+    """What shapes know of a region's loops: classes of axes, and how long rows may be."""
+
+    sizes: dict[int, int]
+    runs: dict[int, int]  # bytes that lie one after the other along a class
+    row_limit: RowLimit
+
+    def length(self, classes: Classes) -> int:
+        total = 1
+        for one in classes:
+            total *= self.sizes[one]
+        return total
+
+    def contiguous(self, classes: Classes) -> int:
+        return sum(self.runs.get(one, 0) for one in classes)
+
+
 @dataclass
 class Shape:
     """Statements of one kernel and their roles. `extend` adds one, or says why it can't."""
 
-    row_bytes_limit: RowLimit
-    sizes: dict[int, int]
+    loops: Loops
     grid: Classes = NONE
     body: Classes = NONE
     reduces: bool = False
@@ -126,7 +143,7 @@ class Shape:
             self._add(new, "body")
             return None
         # the first reduction decides what is grid and what is body
-        whole = Shape(self.row_bytes_limit, self.sizes, new.kept, new.reduced, True)
+        whole = Shape(self.loops, new.kept, new.reduced, True)
         for earlier in self.facts.values():
             role, reason = whole._role(earlier)
             if reason:
@@ -147,7 +164,7 @@ class Shape:
         whole = self
         if not self.scans:
             grid = new.kept - new.scanned
-            whole = Shape(self.row_bytes_limit, self.sizes, grid, new.scanned, scans=True)
+            whole = Shape(self.loops, grid, new.scanned, scans=True)
             for earlier in self.facts.values():
                 whole._add(earlier, "body" if earlier.all <= new.kept else "free")
         points = whole.grid | whole.body
@@ -226,19 +243,15 @@ class Shape:
         return None
 
     def _limit(self, summed: bool) -> int:
-        if isinstance(self.row_bytes_limit, int):
-            return self.row_bytes_limit
-        rows = 1
-        for axis in self.grid:
-            rows *= self.sizes[axis]
-        return self.row_bytes_limit(rows, summed)
+        limit, loops = self.loops.row_limit, self.loops
+        if isinstance(limit, int):
+            return limit
+        across = loops.contiguous(self.grid) > loops.contiguous(self.body)
+        return limit(loops.length(self.grid), summed, across)
 
     def _row_bytes(self) -> int:
         """Bytes of a row of float32."""
-        total = 4
-        for axis in self.body:
-            total *= self.sizes[axis]
-        return total
+        return 4 * self.loops.length(self.body)
 
     def _first_reduction(self) -> str:
         return next((name for name, f in self.facts.items() if f.reduced), "another reduction")

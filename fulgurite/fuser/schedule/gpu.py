@@ -26,6 +26,7 @@ from .gpu_reductions import MOST_HELD, MOST_SUMMED, columns, finishing, rows, wa
 from .online import replaced_waits
 
 MOST_WALKED = 1 << 20  # bytes of float32 of a row that is walked again, from the second level cache
+SIDE_BY_SIDE = 16  # rows across memory that a program has at the least: whole sectors of 32 bytes
 
 
 def choose_gpu_schedule(nest: Nest, device: Device) -> GpuSchedule:
@@ -40,14 +41,16 @@ def choose_gpu_schedule(nest: Nest, device: Device) -> GpuSchedule:
     return rows(nest, device)
 
 
-def row_limit(device: Device) -> Callable[[int, bool], int]:
+def row_limit(device: Device) -> Callable[[int, bool, bool], int]:
     """How long rows may be to be walked again, in bytes of float32, and to be added up over rows."""
 
-    def limit(rows: int, summed: bool) -> int:
+    def limit(rows: int, summed: bool, across: bool) -> int:
         if summed:
             return 4 * MOST_SUMMED
+        together = SIDE_BY_SIDE if across else 1
         # long rows that are few don't fill the device: kernels of their own reduce them in parts
-        return MOST_WALKED if rows >= 2 * device.threads else 4 * MOST_HELD
+        filled = rows // together >= (device.threads if across else 2 * device.threads)
+        return MOST_WALKED if filled else 4 * MOST_HELD // together
 
     return limit
 

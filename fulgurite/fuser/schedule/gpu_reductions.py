@@ -224,7 +224,9 @@ def finishing(nest: Nest, rows_of_parts: Axis, device: Device) -> GpuSchedule:
             "finish", nest, (rows_of_parts,), {rows_of_parts: block}, block < count, warps=4
         )
     (grid,) = nest.grid
-    across = min(32, power_above(number(grid.size)))
-    deep = min(power_above(count), 32)
+    # few programs, so that each is one wait for memory after the other: many parts at once
+    across = min(16, power_above(number(grid.size)))
+    deep = min(power_above(count), 256)
     sizes = {rows_of_parts: deep, grid: across}
-    return GpuSchedule("finish", nest, (rows_of_parts, grid), sizes, deep < count, warps=4)
+    warps = 8 if across * deep >= 2048 else 4
+    return GpuSchedule("finish", nest, (rows_of_parts, grid), sizes, deep < count, warps=warps)

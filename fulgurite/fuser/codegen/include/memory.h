@@ -30,37 +30,54 @@ struct Managed {
 };
 
 const int64_t HUGE_PAGE = 2 << 20;
-const int KINDS = 512;
+const int64_t GRAIN = 64 << 10;          // blocks are multiples of it
+const int64_t LEAST_CHUNK = 512l << 20;  // what the system is asked for at once
 
-struct Free { Free* next; };
-struct Kind { int64_t bytes; Free* first; };
+// A chunk of memory from the system is a row of blocks, free ones and blocks in use; neighbours that are free
+// are one. Sizes share chunks: what an activation gives back serves a gradient of another size.
+struct Block {
+  char* start;
+  int64_t bytes;
+  Block *before, *after;         // neighbours in the chunk
+  Block *free_before, *free_after;
+  bool is_free, is_clean;        // clean: its pages are back with the system
+};
 
-static Kind kinds[KINDS];  // one list a size, in the order sizes were first asked for
-static int kind_count;
+static Block free_blocks = {0, 0, 0, 0, &free_blocks, &free_blocks, true, false};  // the list's head
 static int64_t kept_bytes, kept_limit;
 static volatile char busy;
 
 static void lock() { while (__atomic_test_and_set(&busy, __ATOMIC_ACQUIRE)) {} }
 static void unlock() { __atomic_clear(&busy, __ATOMIC_RELEASE); }
 
-// sizes are rounded up to 2 MiB, and past 16 MiB to an eighth of their power of two
-static int64_t rounded(int64_t bytes) {
-  int64_t step = HUGE_PAGE;
-  while (step * 16 <= bytes) step *= 2;
-  return (bytes + step - 1) / step * step;
+// what a free block counts for: memory that the process has and nobody uses
+static int64_t weight(const Block* block) { return block->is_clean ? 0 : block->bytes; }
+
+static void list(Block* block) {
+  block->is_free = true;
+  block->free_after = free_blocks.free_after;
+  block->free_before = &free_blocks;
+  free_blocks.free_after->free_before = block;
+  free_blocks.free_after = block;
+  kept_bytes += weight(block);
 }
 
-static int kind_of(int64_t bytes, bool add) {
-  for (int k = 0; k < kind_count; ++k)
-    if (kinds[k].bytes == bytes) return k;
-  if (!add || kind_count == KINDS) return -1;
-  kinds[kind_count].bytes = bytes;
-  kinds[kind_count].first = nullptr;
-  return kind_count++;
+static void unlist(Block* block) {
+  block->is_free = false;
+  block->free_before->free_after = block->free_after;
+  block->free_after->free_before = block->free_before;
+  kept_bytes -= weight(block);
+}
+
+static Block* make_block(char* start, int64_t bytes) {
+  Block* block = (Block*)malloc(sizeof(Block));
+  if (!block) return nullptr;
+  *block = {start, bytes, nullptr, nullptr, nullptr, nullptr, false, false};
+  return block;
 }
 
 // memory on huge pages where the system has them: a fault for 2 MiB instead of 512
-static void* fresh(int64_t bytes) {
+static char* fresh(int64_t bytes) {
   char* area = (char*)mmap(nullptr, bytes + HUGE_PAGE, 3, 0x22, -1, 0);
   if (area == (char*)-1) return nullptr;
   int64_t lead = (HUGE_PAGE - (int64_t)area % HUGE_PAGE) % HUGE_PAGE;
@@ -70,48 +87,100 @@ static void* fresh(int64_t bytes) {
   return area + lead;
 }
 
-static void* take(int64_t bytes) {
-  lock();
-  int k = kind_of(bytes, false);
-  Free* found = k < 0 ? nullptr : kinds[k].first;
-  if (found) {
-    kinds[k].first = found->next;
-    kept_bytes -= bytes;
+static Block* new_chunk(int64_t wanted) {
+  int64_t bytes = wanted > LEAST_CHUNK ? wanted : LEAST_CHUNK;
+  bytes = (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+  char* area = fresh(bytes);
+  if (!area) return nullptr;
+  Block* block = make_block(area, bytes);
+  if (!block) {
+    munmap(area, bytes);
+    return nullptr;
   }
-  unlock();
-  return found ? found : fresh(bytes);
+  block->is_clean = true;  // nothing of it was touched yet
+  return block;
 }
 
-static void give(void* block, int64_t bytes) {
+// the smallest free block that is large enough; of equals the one given back last, which caches may hold
+static Block* best_fit(int64_t bytes) {
+  Block* best = nullptr;
+  for (Block* block = free_blocks.free_after; block != &free_blocks; block = block->free_after)
+    if (block->bytes >= bytes && (!best || block->bytes < best->bytes)) best = block;
+  return best;
+}
+
+static Block* take(int64_t bytes) {
+  bytes = (bytes + GRAIN - 1) / GRAIN * GRAIN;
   lock();
-  int k = kept_bytes + bytes <= kept_limit ? kind_of(bytes, true) : -1;
-  if (k >= 0) {
-    Free* entry = (Free*)block;
-    entry->next = kinds[k].first;
-    kinds[k].first = entry;
-    kept_bytes += bytes;
+  Block* block = best_fit(bytes);
+  if (block) unlist(block);
+  else block = new_chunk(bytes);
+  if (block && block->bytes > bytes) {
+    Block* rest = make_block(block->start + bytes, block->bytes - bytes);
+    if (rest) {
+      rest->before = block;
+      rest->after = block->after;
+      if (rest->after) rest->after->before = rest;
+      rest->is_clean = block->is_clean;
+      block->after = rest;
+      block->bytes = bytes;
+      list(rest);
+    }
   }
+  if (block) block->is_clean = false;
   unlock();
-  if (k < 0) munmap(block, bytes);
+  return block;
+}
+
+// `later` becomes part of `block`, its neighbour
+static void join(Block* block, Block* later) {
+  block->bytes += later->bytes;
+  block->after = later->after;
+  if (block->after) block->after->before = block;
+  block->is_clean = block->is_clean && later->is_clean;
+  free(later);
+}
+
+static void drop(Block* chunk) {
+  munmap(chunk->start, chunk->bytes);
+  free(chunk);
+}
+
+static void give(Block* block) {
+  lock();
+  if (block->after && block->after->is_free) {
+    unlist(block->after);
+    join(block, block->after);
+  }
+  if (block->before && block->before->is_free) {
+    Block* first = block->before;
+    unlist(first);
+    join(first, block);
+    block = first;
+  }
+  bool whole = !block->before && !block->after;
+  if (whole && kept_bytes + block->bytes > kept_limit) drop(block);
+  else list(block);
+  unlock();
 }
 
 static void forget(Managed* managed) {
-  // the block's size is kept behind the sizes and strides
-  int64_t* numbers = (int64_t*)(managed + 1);
-  give(managed->block, numbers[2 * managed->tensor.rank]);
+  give((Block*)managed->block);
   free(managed);
 }
 
 // A DLPack tensor on a block of the pool; `numbers` are sizes then strides. Null without memory.
 EXPORT void* make(int64_t bytes, int64_t code, int64_t bits, int64_t rank, const int64_t* numbers) {
-  int64_t whole = rounded(bytes);
-  void* block = take(whole);
+  Block* block = take(bytes);
   if (!block) return nullptr;
-  Managed* managed = (Managed*)malloc(sizeof(Managed) + sizeof(int64_t) * (2 * rank + 1));
+  Managed* managed = (Managed*)malloc(sizeof(Managed) + sizeof(int64_t) * 2 * rank);
+  if (!managed) {
+    give(block);
+    return nullptr;
+  }
   int64_t* kept = (int64_t*)(managed + 1);
   for (int64_t k = 0; k < 2 * rank; ++k) kept[k] = numbers[k];
-  kept[2 * rank] = whole;
-  managed->tensor.data = block;
+  managed->tensor.data = block->start;
   managed->tensor.device = {1, 0};
   managed->tensor.rank = (int)rank;
   managed->tensor.dtype = {(unsigned char)code, (unsigned char)bits, 1};
@@ -127,16 +196,20 @@ EXPORT int64_t kept(void) { return kept_bytes; }
 
 EXPORT void set_limit(int64_t bytes) { kept_limit = bytes; }
 
-// Gives every kept block back to the system.
+// Gives the memory of every free block back to the system: whole chunks, and of others the pages.
 EXPORT void release(void) {
   lock();
-  for (int k = 0; k < kind_count; ++k) {
-    while (kinds[k].first) {
-      Free* entry = kinds[k].first;
-      kinds[k].first = entry->next;
-      munmap(entry, kinds[k].bytes);
+  Block* block = free_blocks.free_after;
+  while (block != &free_blocks) {
+    Block* next = block->free_after;
+    unlist(block);
+    if (!block->before && !block->after) drop(block);
+    else {
+      madvise(block->start, block->bytes, 4);
+      block->is_clean = true;
+      list(block);  // at the list's head: it is not met again
     }
+    block = next;
   }
-  kept_bytes = 0;
   unlock();
 }
