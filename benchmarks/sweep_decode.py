@@ -1,7 +1,7 @@
 """Times the plans around the chosen ones for a decode step's kernels: python3 benchmarks/sweep_decode.py OUT SECONDS [PART ...]
 
-Parts: few (linears of up to 16 rows), tile (up to 128), decode and prefill (attention), draw (sampling). Each
-plan is timed inside a CUDA graph over weights or pages that take turns, so that none lies in the cache, beside
+Parts: row (linears of one row), few (up to 16), tile (up to 128), decode and prefill (attention), draw (sampling).
+Each plan is timed inside a CUDA graph whose kernels overlap as a step's do (`kernels/chains.py`), over weights or pages that take turns, so that none lies in the cache, beside
 the library's own (cuBLAS, sdpa, argmax). Plans are compiled by a pool of processes first, into Triton's cache.
 """
 
@@ -21,7 +21,8 @@ import torch.nn.functional as F
 
 sys.path.insert(0, ".")
 from fulgurite import device as hardware
-from fulgurite.kernels.triton import attention, fused_linear, sampling
+from fulgurite.kernels.chains import chain
+from fulgurite.kernels.triton import attention, fused_linear, row_linear, sampling
 
 PROCESSORS = 132
 TURNS = 100 << 20  # bytes that inputs in turn fill: twice the L2 of an H200
@@ -32,15 +33,29 @@ LINEARS = [(4096, 1024, False), (1024, 2048, False), (3072, 1024, True), (1024, 
 
 def jobs(part):
     """(problem, plan) pairs; the first plan of a problem is the one that is chosen."""
-    if part == "few":
-        for m, (n, k, gated) in itertools.product((1, 4, 16), LINEARS):
+    if part == "row":
+        for n, k, gated in LINEARS:
+            chosen = row_linear.row_plan(n, k, gated, PROCESSORS)
+            plans = [
+                row_linear.RowPlan(columns, depth, warps, 3, held)
+                for columns in (2, 4, 8, 16)
+                for depth in (512, 1024, 2048)
+                for warps in (4, 8)
+                for held in (0, 1, 2, 3)
+                if k % depth == 0 and held * depth <= k and columns * depth * held <= 6400 * warps
+            ]
+            yield from (((part, 1, n, k, gated), plan) for plan in dict.fromkeys([chosen, *plans]))
+    elif part == "few":
+        for m, (n, k, gated) in itertools.product((4, 16), LINEARS):
             chosen = fused_linear.few_plan(m, n, k, gated, 2, PROCESSORS)
             plans = [
-                fused_linear.FewPlan(columns, depth, warps, stages)
-                for columns in (8, 16, 32)
+                fused_linear.FewPlan(columns, depth, warps, stages, held)
+                for columns in (8, 16)
                 for depth in (64, 128, 256)
                 for warps in (2, 4, 8)
-                for stages in (2, 4)
+                for stages in (3,)
+                for held in (0, 1, 2, 3)
+                if columns * depth * held * (1 + gated) <= 6144
                 if depth * warps <= k and columns * depth * warps * stages <= 1 << 16
             ]
             yield from (((part, m, n, k, gated), plan) for plan in dict.fromkeys([chosen, *plans]))
@@ -83,10 +98,9 @@ def jobs(part):
 def calls_of(problem, plan):
     """Callables that take turns, the library's for the same, and (bytes, operations)."""
     part = problem[0]
-    if part in ("few", "tile"):
+    if part in ("row", "few", "tile"):
         _, m, n, k, gated = problem
-        name = "few_plan" if part == "few" else "tile_plan"
-        setattr(fused_linear, name, lambda *_: plan)
+        setattr(fused_linear, f"{part}_plan", lambda *_: plan)
         size = n * k * 2 * (2 if gated else 1)
         sets = [
             [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(1 + gated)]
@@ -94,7 +108,7 @@ def calls_of(problem, plan):
         ]
         x, norm = (torch.randn(*s, device="cuda", dtype=torch.bfloat16) for s in ((m, k), (k,)))
         more = {"activation": "silu"} if gated else {}
-        if part == "few":
+        if part != "tile":
             more |= {"norm": norm, "eps": 1e-6}
         ours = [
             functools.partial(fused_linear.linear, x, w, up=up[0] if up else None, **more)
@@ -139,7 +153,7 @@ def calls_of(problem, plan):
         ours = [functools.partial(sampling.greedy, logits)]
     else:
         one = torch.tensor(settings[how] + (0.7,)).double().expand(batch, -1)
-        ours = [functools.partial(sampling.sample_rows, logits, *one.unbind(1))]
+        ours = [functools.partial(sampling.sample_rows, logits, one.contiguous())]
     return ours, [functools.partial(torch.argmax, logits, -1)], (logits.nbytes, 0)
 
 
@@ -151,7 +165,8 @@ def _linears(x, weights):
 def compile_one(job):
     problem, plan = job
     try:
-        calls_of(problem, plan)[0][0]()
+        with chain():
+            calls_of(problem, plan)[0][0]()
         torch.cuda.synchronize()
     except Exception as error:  # what a plan that does not fit the GPU says
         return repr(error)[:200]
@@ -160,13 +175,14 @@ def compile_one(job):
 
 def seconds(calls, captured=True):
     """Of one call, in a CUDA graph of a turn through all of them."""
-    for call in calls[:2]:
-        call()
+    with chain():
+        for call in calls[:2]:
+            call()
     torch.cuda.synchronize()
     rounds = max(1, 24 // len(calls))
     graph = torch.cuda.CUDAGraph()
     if captured:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph), chain():
             for _ in range(rounds):
                 for call in calls:
                     call()
@@ -191,7 +207,9 @@ def main():
     begin = time.time()
     bandwidth = hardware.measure_cuda_copy_bandwidth()
     work = [
-        job for part in parts or ("few", "tile", "decode", "prefill", "draw") for job in jobs(part)
+        job
+        for part in parts or ("row", "few", "tile", "decode", "prefill", "draw")
+        for job in jobs(part)
     ]
     print(f"copy {bandwidth / 1e9:.0f} GB/s; {len(work)} plans")
     with multiprocessing.get_context("spawn").Pool(14) as pool:

@@ -1,14 +1,16 @@
-"""Checks and times tiles of the absorbed latent attention kernel on a GPU: python3 benchmarks/sweep_mla.py [SECONDS].
+"""Checks and times tiles of the absorbed latent attention kernel on a GPU: python3 benchmarks/sweep_mla.py OUT.json [SECONDS]
 
-For each shape, batch and kind of pages: every plan of PLANS x SPLITS, its error against the definition in float32,
-and how near it comes to the copy bandwidth; then the plan that `mla_decode.plan` chooses. The table of the best goes to
-benchmarks/sweep_mla.json.
+For each shape, batch and kind of pages: every plan of ROWS x KEYS x WARPS x STAGES, each at several splits. A pool of
+processes compiles them first (Triton's cache on disk is theirs together) and compares each with the definition in
+float32 on sequences of uneven lengths. Then plans are timed one by one in a CUDA graph over latents that no cache holds,
+the one that `mla_decode.plan` chooses before all others.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import sys
 import time
 from functools import partial
@@ -16,6 +18,7 @@ from functools import partial
 import torch
 
 sys.path.insert(0, ".")
+from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
 from fulgurite import device
@@ -23,95 +26,114 @@ from fulgurite.bench import mla as bench
 from fulgurite.bench.quant_cuda import graph_seconds
 from fulgurite.kernels import mla_reference as reference
 from fulgurite.kernels.triton import mla_decode
+from fulgurite.kernels.triton.mla_project import project_queries
+from fulgurite.kernels.triton.tiles import processors
 
-ROWS = {16: (16,), 128: (16, 32, 64, 128)}
-KEYS, WARPS, STAGES = (16, 32, 64), (4, 8), (1, 2, 3, 4)
-SPLITS = (0.5, 1, 2, 4)  # programs a multiprocessor
-
-
-def plans(heads: int, batch: int, processors: int):
-    for rows, keys, warps, stages in itertools.product(ROWS[heads], KEYS, WARPS, STAGES):
-        tiles = batch * -(-heads // rows)
-        for share in SPLITS:
-            splits = max(1, min(64, round(share * processors / tiles), bench.CONTEXT // 128))
-            yield mla_decode.Plan(rows, keys, warps, stages, splits)
+ROWS = {16: (16,), 128: (16, 64)}
+KEYS, WARPS, STAGES = (16, 32, 64), (4, 8), (2, 3, 4, 5)
+SHARES = (1, 2, 4)  # programs a multiprocessor
+PROCESSES, SCALE = 5, (bench.PLAIN + bench.ROPE) ** -0.5
+Case = tuple[str, str]  # shape, kept
+Job = tuple[Case, mla_decode.Plan]
 
 
-def calls(problem: bench.Problem, q, rotation, chosen):
+def tiles(case: Case) -> list[mla_decode.Plan]:
+    """Whole contexts and split ones are two kernels; how often they are split is no matter of compiling."""
+    found = itertools.product(ROWS[bench.HEADS[case[0]]], KEYS, WARPS, STAGES, (1, 2))
+    return [mla_decode.Plan(*sizes) for sizes in found]
+
+
+def problem_of(case: Case, batch: int, copies: int, uneven: bool):
+    torch.manual_seed(0)
+    heads = bench.HEADS[case[0]]
+    problem = bench.make_problem(bench.CUDA, heads, batch, bench.CONTEXT, case[1], copies)
+    if uneven:
+        problem.lengths_S.copy_(torch.randint(1, bench.CONTEXT + 1, (batch,)))
+    size = bench.PLAIN + bench.ROPE
+    q = torch.randn(batch, heads, size, dtype=torch.bfloat16, device="cuda")
+    return problem, q, bench.angles(batch, "cuda")
+
+
+def calls(problem: bench.Problem, q, rotation, chosen: mla_decode.Plan | None):
     kept = reference.parts(problem.pages, bench.RANK, bench.ROPE)
     starts = torch.arange(len(problem.lengths_S) + 1, dtype=torch.int32, device="cuda")
-    q_TNC = bench.absorbed_queries(problem, q, rotation)[..., : bench.RANK]
+    up_key = problem.up_NUC[:, : bench.PLAIN]
+    queries = project_queries(q, up_key, *rotation, True, kept.latents_PBC.dtype)
     return [
         partial(
-            mla_decode.attend_absorbed,
-            q_TNC, q[..., bench.PLAIN :], *rotation, kept, table, starts, problem.lengths_S,
-            (bench.PLAIN + bench.ROPE) ** -0.5, True, 1, bench.CONTEXT, chosen,
+            mla_decode.attend_absorbed, queries, kept, table, starts, problem.lengths_S, SCALE, 1,
+            bench.CONTEXT, q.dtype, chosen,
         )
         for table in problem.tables
     ]  # fmt: skip
 
 
-def error_of(problem: bench.Problem, q, rotation, found_TNC) -> float:
-    """Against the definition, after the value projection; of the largest."""
-    table, batch = problem.tables[0], len(problem.lengths_S)
-    starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
-    wide = (q.float(), problem.up_NUC.float(), *rotation, problem.pages, table, starts)
-    wanted = reference.latent_attention(
-        *wide, problem.lengths_S, (bench.PLAIN + bench.ROPE) ** -0.5, True
-    )
-    up_value = problem.up_NUC[:, bench.PLAIN :].float()
-    found = torch.einsum("tnc,nvc->tnv", found_TNC.float(), up_value)
-    return ((found - wanted).abs().max() / wanted.abs().max()).item()
+_held: dict[Case, tuple] = {}
 
 
-def sweep(name: str, batch: int, kept: str, until: float, copy: float) -> dict[str, object]:
-    heads, processors = bench.HEADS[name], mla_decode.processors(torch.device("cuda"))
-    copies = max(2, min(16, round(250e6 / (batch * bench.CONTEXT * 1152))))
-    problem = bench.make_problem(bench.CUDA, heads, batch, bench.CONTEXT, kept, copies)
-    size = bench.PLAIN + bench.ROPE
-    q = torch.randn(batch, heads, size, dtype=torch.bfloat16, device="cuda")
-    rotation = bench.angles(batch, "cuda")
-    chosen = mla_decode.plan(heads, False, batch, bench.CONTEXT, processors)
-    seconds, wrong = {}, []
-    for plan in dict.fromkeys([chosen, *plans(heads, batch, processors)]):
-        if time.time() > until and plan is not chosen:
-            break
-        many = calls(problem, q, rotation, plan)
+def check(job: Job) -> tuple[Job, float | str]:
+    """A plan's error against the definition, of the largest number; or why it can't be."""
+    case, plan = job
+    with torch.inference_mode():
+        if case not in _held:
+            _held.clear()
+            problem, q, rotation = problem_of(case, 8, 1, True)
+            starts = torch.arange(9, dtype=torch.int32, device="cuda")
+            wide = (q.float(), problem.up_NUC.float(), *rotation, problem.pages, problem.tables[0])
+            wanted = reference.latent_attention(*wide, starts, problem.lengths_S, SCALE, True)
+            _held[case] = problem, q, rotation, wanted
+        problem, q, rotation, wanted = _held[case]
         try:
-            error = error_of(problem, q, rotation, many[0]())
-            seconds[plan] = graph_seconds(many, replays=3)
-        except OutOfResources:
-            continue
-        if error > 0.02:
-            wrong.append((plan, error))
-    best = min(seconds, key=seconds.__getitem__)
-    rate = {key: problem.latent_bytes / seconds[key] / copy for key in (chosen, best)}
+            found = calls(problem, q, rotation, plan)[0]()
+        except (OutOfResources, CompilationError) as error:
+            return job, type(error).__name__
+        up_value = problem.up_NUC[:, bench.PLAIN :].float()
+        found = torch.einsum("tnc,nvc->tnv", found.float(), up_value)
+        return job, ((found - wanted).abs().max() / wanted.abs().max()).item()
+
+
+def sweep(case: Case, batch: int, good: list[mla_decode.Plan], until: float, copy: float):
+    once = batch * bench.CONTEXT * 1152
+    problem, q, rotation = problem_of(case, batch, max(2, min(16, round(250e6 / once))), False)
+    count = processors(torch.device("cuda"))
+    seconds = {"chosen": graph_seconds(calls(problem, q, rotation, None), 3)}
+    for plan in good:
+        programs = batch * -(-bench.HEADS[case[0]] // plan.rows)
+        most = bench.CONTEXT // mla_decode.LEAST_SPAN
+        splits = {max(1, min(share * count // programs, most)) for share in SHARES}
+        for split in sorted(splits):
+            if (split > 1) == (plan.splits > 1) and time.time() < until:
+                sized = mla_decode.Plan(plan.rows, plan.keys, plan.warps, plan.stages, split)
+                seconds[str(sized)] = graph_seconds(calls(problem, q, rotation, sized), 3)
+    best = sorted(seconds, key=seconds.__getitem__)[:5]
     print(
-        f"{name} batch {batch} {kept}: chosen {chosen} {rate[chosen]:.0%}, best {best} {rate[best]:.0%}"
+        f"{case} batch {batch}: chosen {problem.latent_bytes / seconds['chosen'] / copy:.0%}",
+        end="",
     )
-    for plan, error in wrong:
-        print(f"  WRONG by {error:.3f}: {plan}")
-    return {
-        "shape": name, "batch": batch, "kept": kept, "chosen": str(chosen), "best": str(best),
-        "chosen_of_copy": rate[chosen], "best_of_copy": rate[best], "tried": len(seconds),
-        "wrong": len(wrong),
-    }  # fmt: skip
+    print(*(f"; {problem.latent_bytes / seconds[key] / copy:.0%} {key}" for key in best))
+    return {"case": case, "batch": batch, "bytes": problem.latent_bytes, "seconds": seconds}
 
 
 def main() -> None:
-    budget = float(sys.argv[1]) if len(sys.argv) > 1 else 300.0
-    cases = [
-        (name, batch, kept)
-        for batch in (64, 1, 16)
-        for name in bench.HEADS
-        for kept in ("bfloat16", "fp8")
-    ]
-    copy, rows = device.measure_cuda_copy_bandwidth(), []
+    out, budget = sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 120.0
+    cases = [(name, kept) for name in bench.HEADS for kept in ("bfloat16", "fp8")]
+    jobs = [(case, plan) for case in cases for plan in tiles(case)]
+    begin = time.time()
+    with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
+        checked = pool.map(check, jobs, chunksize=8)
+    good = {job: error for job, error in checked if not isinstance(error, str)}
+    print(f"{len(jobs)} plans compiled in {time.time() - begin:.0f} s, {len(good)} fit")
+    print(
+        *(f"WRONG by {error:.3f}: {job}" for job, error in good.items() if error > 0.02), sep="\n"
+    )
+    copy, rows, begin = device.measure_cuda_copy_bandwidth(), [], time.time()
     with torch.inference_mode():
-        for case in cases:
-            rows.append(sweep(*case, time.time() + budget / len(cases), copy))
-    with open("benchmarks/sweep_mla.json", "w") as file:
-        json.dump({"copy": copy, "rows": rows}, file, indent=1)
+        for i, (case, batch) in enumerate(itertools.product(cases, (64, 1, 16))):
+            plans = [plan for at, plan in good if at == case]
+            until = begin + budget * (i + 1) / (3 * len(cases))
+            rows.append(sweep(case, batch, plans, until, copy))
+            with open(out, "w") as file:
+                json.dump({"copy": copy, "rows": rows}, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -38,8 +38,10 @@ FORMATS = ("bfloat16", "fp8_e4m3_128x128", "nvfp4", "mxfp4")
 TOKENS = (1, 16, 128, 1024, 8192)
 
 
-def tiles_to_try(pairs: int, experts: int, nibbles: bool) -> Iterator[Tile]:
-    """Tiles whose rows suit an average expert."""
+def tiles_to_try(
+    pairs: int, experts: int, nibbles: bool, dense: bool
+) -> Iterator[tuple[str, Tile]]:
+    """Tiles whose rows suit an average expert, and which choice they stand for."""
     average = max(1, pairs // experts)
     rows = [r for r in (16, 32, 64, 128, 256) if r // 4 <= average <= 8 * r] or [16]
     for row, columns, depth in itertools.product(rows, (32, 64, 128, 256), (64, 128)):
@@ -48,7 +50,10 @@ def tiles_to_try(pairs: int, experts: int, nibbles: bool) -> Iterator[Tile]:
         for warps, stages in itertools.product((4, 8), (3, 4, 5)):
             if warps == 8 and row * columns < 64 * 128:
                 continue
-            yield Tile(row, columns, depth, warps=warps, stages=stages)
+            tile = Tile(row, columns, depth, warps=warps, stages=stages)
+            yield "rows_tile", tile
+            if dense and row in (64, 128) and depth == 64:
+                yield "many_tile", tile
 
 
 def cases(place: str) -> Iterator[tuple[dict[str, Any], list[Any], torch.Tensor, list[Order]]]:
@@ -73,24 +78,26 @@ def cases(place: str) -> Iterator[tuple[dict[str, Any], list[Any], torch.Tensor,
 
 def sweep(place: str, until: float, machine: moe.Machine) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    chosen = kernels.rows_tile
+    chosen = {name: getattr(kernels, name) for name in ("rows_tile", "many_tile")}
     for facts, calls, weight, orders in cases(place):
         nibbles = isinstance(weight, QuantTensor) and weight.format.element.bits == 4
-        kernels.rows_tile = chosen
+        vars(kernels).update(chosen)
         wanted, usual = calls[0](), graph_seconds(calls)
         best, tile = usual, "chosen"
         pairs = orders[0].token_S.numel()
-        for candidate in tiles_to_try(pairs, weight.shape[0], nibbles):
+        dense = not isinstance(weight, QuantTensor)
+        for choice, candidate in tiles_to_try(pairs, weight.shape[0], nibbles, dense):
             if time.monotonic() > until:
                 return found
-            kernels.rows_tile = lambda *_, candidate=candidate: candidate
+            kernels.many_tile = lambda *_: None
+            setattr(kernels, choice, lambda *_, candidate=candidate: candidate)
             try:
                 torch.testing.assert_close(calls[0](), wanted, rtol=2e-2, atol=2e-2)
                 seconds = graph_seconds(calls)
             except (OutOfResources, CompilationError):
                 continue
             if seconds < best:
-                best, tile = seconds, repr(candidate)
+                best, tile = seconds, f"{choice} {candidate}"
         asked = statistics.mean(int((order.counts_E > 0).sum()) for order in orders)
         floor = max(
             weight.nbytes / weight.shape[0] * asked / machine.bandwidth,
@@ -103,7 +110,7 @@ def sweep(place: str, until: float, machine: moe.Machine) -> list[dict[str, Any]
         print(
             f"{facts} {row['percent']:.0f}% -> {row['best_percent']:.0f}% {tile}{mark}", flush=True
         )
-    kernels.rows_tile = chosen
+    vars(kernels).update(chosen)
     return found
 
 

@@ -23,6 +23,7 @@ from fulgurite.config import settings
 from fulgurite.errors import ArgumentError, CompileError, FulguriteError
 from fulgurite.executors import claim, lower
 from fulgurite.executors.cudagraph import graphed
+from fulgurite.executors.epilogue import mark_epilogues
 from fulgurite.executors.tune import Decision, Tuner
 from fulgurite.options import Options
 from fulgurite.trace import Kind, Trace, verify
@@ -136,7 +137,12 @@ class Session:
         trace = self.step(record, "functional", lambda trace: trace, trace)
         for transform in [*SIMPLIFY, *options.transforms_in("after_autograd")]:
             trace = self.step(record, transform.name, transform, trace)
-        trace = self.step(record, "claimed", lambda trace: claim(trace, executors), trace)
+        trace = self.step(
+            record,
+            "claimed",
+            lambda trace: mark_epilogues(claim(trace, executors), executors, tuner),
+            trace,
+        )
         choose = tuner.choose if tuner else None
         trace = self.step(record, "final", lambda trace: lower(trace, executors, choose), trace)
         if options.cudagraph:

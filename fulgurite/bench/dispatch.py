@@ -67,10 +67,12 @@ def dispatch(options: argparse.Namespace) -> None:
 
 def _on_cuda(copy: float, quick: bool) -> list[Row]:
     rows = []
-    for shape in SHAPES[:1] if quick else SHAPES:
-        for wire in WIRES:
-            for tokens in TOKENS[1::2] if quick else TOKENS:
-                rows.append(_kernels(shape, wire, tokens, copy))
+    cases = [(SHAPES[0], wire) for wire in WIRES]
+    cases += [] if quick else [(shape, WIRES[0]) for shape in SHAPES[1:]]
+    for shape, wire in cases:
+        for tokens in TOKENS[1::2] if quick else TOKENS:
+            rows.append(_kernels(shape, wire, tokens, copy))
+            torch.cuda.empty_cache()  # the next ones' buffers have other sizes
     return rows
 
 
@@ -131,12 +133,11 @@ def _kernels(shape: Shape, wire: str, tokens: int, copy: float) -> Row:
 
 
 def _inputs(shape: Shape, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.rand(tokens, shape.experts, generator=generator)
-    chosen = scores.topk(shape.per_token, dim=-1).indices
-    x = torch.randn(tokens, shape.hidden, generator=generator)
-    weights = torch.rand(tokens, shape.per_token, generator=generator)
-    return x.bfloat16().cuda(), chosen.cuda(), weights.cuda()
+    generator = torch.Generator("cuda").manual_seed(seed)
+    how: dict[str, Any] = {"generator": generator, "device": "cuda"}
+    chosen = torch.rand(tokens, shape.experts, **how).topk(shape.per_token, dim=-1).indices
+    x = torch.randn(tokens, shape.hidden, dtype=torch.bfloat16, **how)
+    return x, chosen, torch.rand(tokens, shape.per_token, **how)
 
 
 def _cuda_table(rows: list[Row]) -> str:

@@ -22,7 +22,10 @@ import torch.utils._pytree as pytree
 
 from fulgurite.bench import results
 from fulgurite.bench.fusion_cases import Case, backward, forward, sizes
+from fulgurite.bench.fusions_matmul import fusions_matmul, table
+from fulgurite.bench.plot import Point, plot
 from fulgurite.fuse import fuse
+from fulgurite.trace.text import write_text
 
 SETS = 3  # of inputs, which calls take turns on: what one leaves in the cache helps no other
 BATCH = 12  # calls between two readings of the device's clock
@@ -78,8 +81,28 @@ def fusions_cuda(options: argparse.Namespace) -> None:
     for group in dict.fromkeys(row["group"] for row in rows):
         print(f"\n{group}")
         print(_table([row for row in rows if row["group"] == group]), flush=True)
+    with torch.no_grad():
+        products = fusions_matmul(options.quick)
+    rows += products
+    print(f"\nmatmul\n{table(products)}", flush=True)
     results.save("fusions", options.device, rows, options.output)
-    print(f"written to {path}")
+    image = write_text(path.with_suffix(".svg"), bandwidth_plot(rows))
+    print(f"written to {path} and {image}")
+
+
+def bandwidth_plot(rows: Sequence[dict[str, Any]]) -> str:
+    """Percent of the copy bandwidth against bytes, of every candidate that was timed."""
+    names = {"fulgurite": "fulgurite", "torch_compile": "torch.compile", "eager": "eager"}
+    series = {
+        shown: [
+            Point(f"{row['group']} {row['case']}", row["bytes"], row[f"{name}_percent"])
+            for row in rows
+            if f"{name}_percent" in row
+        ]
+        for name, shown in names.items()
+    }
+    found = {name: points for name, points in series.items() if points}
+    return plot("Fused kernels: percent of the copy bandwidth", found)
 
 
 def input_sets(case: Case) -> list[Sequence[torch.Tensor]]:

@@ -265,8 +265,7 @@ def prompt(run: Run, name: str, new: int, before: int, matmul: float) -> Row:
     problem = make_problem(run, heads, 1, before + new, kept, 1)
     q = torch.randn(new, heads, PLAIN + ROPE, dtype=run.dtype, device=run.device)
     rotation = angles(new, run.device)
-    (call,) = ours(problem, q, rotation, new)
-    taken = timing.compare({"ours": call}, repeats=3, budget=1.0)["ours"]
+    taken = seconds(run, {"ours": ours(problem, q, rotation, new)})["ours"]
     pairs = new * (2 * before + new + 1) // 2
     is_expanded = mla.expands(new, before + new, RANK, PLAIN, ROPE, VALUE)
     by_rule = pairs * (PLAIN + ROPE + VALUE) + (before + new) * RANK * (PLAIN + VALUE)

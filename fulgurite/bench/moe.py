@@ -8,8 +8,9 @@ transformers' implementations where it is installed, and the percent of the floo
     the floating-point operations, over what torch's largest matmul reaches in the same run
 
 Each call takes other routes than the one before, drawn at random, so that no cache holds the experts
-it asks for; on a GPU a call is timed inside a CUDA graph. On a CPU the shapes are parts of the real
-ones: half of the experts, or a quarter of their width.
+it asks for; on a GPU a call is timed inside a CUDA graph, after threads have compiled the kernels of
+all numbers of tokens at once. On a CPU the shapes are parts of the real ones: half of the experts, or
+a quarter of their width. What is measured is saved after each layer.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,13 +33,15 @@ from torch import Tensor
 
 from fulgurite import device, timing
 from fulgurite.bench import results
-from fulgurite.bench.quant_cuda import copy_bandwidth, graph_seconds
+from fulgurite.bench.quant_cuda import compile_at_once, copy_bandwidth, graph_seconds
 from fulgurite.kernels.cpu.library import library
 from fulgurite.kernels.moe import Routes, moe_experts
 from fulgurite.quant import QuantTensor, quantize
 
 Call = Callable[[], Any]
 ROUTES = 8  # routes that calls take in turns
+MANY_ROUTES = 2  # of so many tokens that each call asks for all experts
+LOOPED = 128  # tokens up to which the loop over experts is timed on a GPU: it waits for the host
 PARTNERS = {"q8_0": "q8_0", "q4_0": "q8_0", "fp8_e4m3_128x128": "fp8_e4m3_1x128"}
 
 
@@ -84,13 +88,21 @@ def moe(options: argparse.Namespace) -> None:
     if options.quick:
         shapes, tokens, kinds = shapes[:1], tokens[:3], kinds[:2]
     torch.manual_seed(0)
-    found = run(shapes, tokens, kinds, options.device)
+
+    def save(rows: list[dict[str, Any]]) -> Path:
+        return results.save("moe", options.device, rows, options.output)
+
+    found = run(shapes, tokens, kinds, options.device, save)
     print(_table(found))
-    print(f"written to {results.save('moe', options.device, found, options.output)}")
+    print(f"written to {save(found)}")
 
 
 def run(
-    shapes: tuple[Shape, ...], tokens: tuple[int, ...], kinds: tuple[str, ...], place: str
+    shapes: tuple[Shape, ...],
+    tokens: tuple[int, ...],
+    kinds: tuple[str, ...],
+    place: str,
+    save: Callable[[list[dict[str, Any]]], object],
 ) -> list[dict[str, Any]]:
     """The rows of all layers."""
     gpu, found = place.startswith("cuda"), []
@@ -100,10 +112,14 @@ def run(
         for shape, kind in itertools.product(shapes, kinds):
             progress.update(bar, description=f"{shape.name} {kind}")
             layer = make_layer(shape, kind, place)
-            for count in tokens:
-                found.append(measure(shape, kind, layer, count, machine, place))
+            cases = [make_case(shape, kind, layer, count, place) for count in tokens]
+            if gpu:
+                compile_at_once([case.ours[0] for case in cases])
+            for case in cases:
+                found.append(measure(shape, kind, layer, case, machine, place))
+            save(found)
             progress.advance(bar)
-            del layer
+            del layer, cases
     return found
 
 
@@ -171,35 +187,51 @@ def floor_seconds(
     return max(nbytes / machine.bandwidth, operations / machine.operations)
 
 
+@dataclass(frozen=True)
+class Case:
+    """A number of tokens, their routes and our calls, each with routes of its own."""
+
+    x: Tensor
+    routes: list[Routes]
+    ours: list[Call]
+
+
+def make_case(
+    shape: Shape, kind: str, layer: tuple[Tensor, Tensor], tokens: int, place: str
+) -> Case:
+    dense, gpu = not isinstance(layer[0], QuantTensor), place.startswith("cuda")
+    dtype = layer[0].dtype if dense else torch.bfloat16 if gpu else torch.float32
+    x = torch.randn(tokens, shape.hidden, dtype=dtype, device=place)
+    many = gpu and tokens * shape.per_token >= 8 * shape.experts
+    routes = draw_routes(shape, tokens, place)[: MANY_ROUTES if many else ROUTES]
+    activations = (PARTNERS.get(kind, "none"),) * 2
+    ours: list[Call] = [partial(moe_experts, x, r, *layer, activations=activations) for r in routes]
+    return Case(x, routes, ours)
+
+
 def measure(
     shape: Shape,
     kind: str,
     layer: tuple[Tensor, Tensor],
-    tokens: int,
+    case: Case,
     machine: Machine,
     place: str,
 ) -> dict[str, Any]:
     """One line: milliseconds of each candidate, and ours in percent of the floor."""
-    dense = not isinstance(layer[0], QuantTensor)
-    dtype = layer[0].dtype if dense else torch.bfloat16 if "cuda" in place else torch.float32
-    x, routes = (
-        torch.randn(tokens, shape.hidden, dtype=dtype, device=place),
-        draw_routes(shape, tokens, place),
-    )
-    activations = (PARTNERS.get(kind, "none"),) * 2
-    calls: dict[str, list[Call]] = {}
-    calls["ours"] = [partial(moe_experts, x, r, *layer, activations=activations) for r in routes]
-    if dense:
+    gpu, tokens = place.startswith("cuda"), case.x.shape[0]
+    calls: dict[str, list[Call]] = {"ours": case.ours}
+    if not isinstance(layer[0], QuantTensor):
         for name, function in candidates(shape, layer, tokens):
-            calls[name] = [partial(function, x, r, *layer) for r in routes]
-    seconds = timing.compare(
-        {name: in_turns(each) for name, each in calls.items()}, repeats=7, budget=0.3, warmups=1
-    )
-    if place.startswith("cuda"):  # without the host's part
+            if name != "loop" or not gpu or tokens <= LOOPED:
+                calls[name] = [partial(function, case.x, r, *layer) for r in case.routes]
+    repeats, budget = (3, 0.03) if gpu else (7, 0.3)
+    turns = {name: in_turns(each) for name, each in calls.items()}
+    seconds = timing.compare(turns, repeats=repeats, budget=budget, warmups=1)
+    if gpu:  # without the host's part
         seconds |= {f"{name}_eager": taken for name, taken in seconds.items()}
         for name in set(calls) & {"ours", "grouped_mm"}:
             seconds[name] = graph_seconds(calls[name])
-    floor = floor_seconds(shape, layer, routes, machine)
+    floor = floor_seconds(shape, layer, case.routes, machine)
     others = [taken for name, taken in seconds.items() if not name.startswith("ours")]
     return {
         "shape": shape.name,

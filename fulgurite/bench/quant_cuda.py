@@ -9,7 +9,8 @@ In: nothing. Out: rows of figures, three tables.
     quantize      bytes that must move over the time, in percent of the copy bandwidth
 
 A time is the median of replays of a CUDA graph that holds one call for each of several weights, too
-many for the cache to keep: what a model's decoding does, without the host's part in it.
+many for the cache to keep: what a model's decoding does, without the host's part in it. Kernels are
+compiled first, by threads; what is measured is saved after each shape.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -38,14 +40,19 @@ Row = dict[str, Any]
 # N, K: Llama-8B's qkv, out and down, up; DeepSeek-V3's expert up and down, dense up and down
 SHAPES = [(6144, 4096), (4096, 4096), (4096, 14336), (14336, 4096), (2048, 7168), (7168, 2048),
           (18432, 7168), (7168, 18432)]  # fmt: skip
-ROWS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+ROWS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096, 8192)
+FEW_ROWS = (1, 4, 16)
 SCALINGS = {
     "tensor": ("fp8_e4m3_tensor", "fp8_e4m3_tensor"),
     "row": ("fp8_e4m3_row", "fp8_e4m3_row"),
     "block": ("fp8_e4m3_1x128", "fp8_e4m3_128x128"),
 }
-WEIGHTS = ("nvfp4", "mxfp4", "int4_g128", "int4_g32", "fp8_e4m3_row", "fp8_e4m3_128x128", "int8",
-           "q4_0", "q4_k", "q6_k", "q8_0")  # fmt: skip
+WEIGHTS = ("nvfp4", "mxfp4", "int4_g128", "int4_g32", "fp8_e4m3_row", "fp8_e4m3_128x128", "mxfp8_e4m3",
+           "int8")  # fmt: skip
+GGUF = ("q4_0", "q4_k", "q6_k", "q8_0")  # at one shape: their quantizers search
+GGUF_SHAPE = (4096, 4096)
+COMPILERS = 8  # threads
+CAST_SHAPE = (16384, 4096)
 CASTS = ("fp8_e4m3_tensor", "fp8_e4m3_row", "fp8_e4m3_1x128", "fp8_e4m3_128x128", "nvfp4", "mxfp4",
          "mxfp8_e4m3", "int8", "int4_g128")  # fmt: skip
 TURNED = ("fp8_e4m3_row", "fp8_e4m3_1x128", "fp8_e4m3_128x128")
@@ -60,16 +67,16 @@ def quant_cuda(options: argparse.Namespace) -> None:
     shapes, rows = (SHAPES[:2], ROWS[::3]) if options.quick else (SHAPES, ROWS)
     found: list[Row] = [{"part": "copy", "bytes_a_second": copy}]
     with Progress(transient=True) as progress, torch.no_grad():
-        bar = progress.add_task("quant", total=2 * len(shapes) + 1)
-        for n, k in shapes:
-            found += weight_only(n, k, copy)
-            progress.advance(bar)
-            found += scaled(n, k, rows)
-            progress.advance(bar)
+        bar = progress.add_task("quant", total=len(shapes) + 1)
         found += casts(copy)
+        for n, k in shapes:
+            progress.update(bar, advance=1, description=f"{n}×{k}")
+            found += weight_only(n, k, copy)
+            found += scaled(n, k, rows)
+            written = results.save("quant", "cuda", found, options.output)
     print(f"{torch.cuda.get_device_name()} · copy {copy / 1e9:.0f} GB/s")
     print("\n\n".join(tables(found)))
-    print(f"written to {results.save('quant', 'cuda', found, options.output)}")
+    print(f"written to {written}")
 
 
 # ---- measuring -----------------------------------------------------------------------------------
@@ -96,6 +103,19 @@ def graph_seconds(calls: Sequence[Call], replays: int = 5) -> float:
     return statistics.median(readings)
 
 
+def compile_at_once(calls: Iterable[Call]) -> None:
+    """Each call once, by threads: their kernels are compiled at the same time."""
+
+    def run_one(call: Call) -> None:
+        with torch.no_grad():  # a thread has a mode of its own
+            call()
+
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        for _ in pool.map(run_one, calls):
+            pass
+    torch.cuda.synchronize()
+
+
 def copy_bandwidth() -> float:
     """Bytes read plus written a second by torch's copy."""
     sources = [torch.randn(1 << 26, device="cuda") for _ in range(3)]
@@ -114,34 +134,38 @@ def normal(*shape: int) -> Tensor:
 
 
 def weights_in(format: str, n: int, k: int) -> list[list[Tensor]]:
-    """Packed weights, enough for the cache to forget them."""
+    """A packed weight in memory of its own several times: enough for the cache to forget them."""
     count = copies(n * k * resolve(format).bits_per_element / 8)
-    return [quantize_parts(normal(n, k), format, None) for _ in range(count)]
+    parts = quantize_parts(normal(n, k), format, None)
+    return [[part.clone() for part in parts] for _ in range(count)]
 
 
 # ---- the three parts -----------------------------------------------------------------------------
 
 
-def weight_only(n: int, k: int, copy: float, rows: Sequence[int] = (1, 2, 4, 8, 16)) -> list[Row]:
+def weight_only(n: int, k: int, copy: float, rows: Sequence[int] = FEW_ROWS) -> list[Row]:
     """Packed weights times a few rows of bfloat16."""
     inputs = {m: normal(m, k) for m in rows}
     plain = [normal(n, k) for _ in range(copies(n * k * 2))]
     base = {m: graph_seconds([partial(F.linear, inputs[m], w) for w in plain]) for m in rows}
-    del plain
+    formats = WEIGHTS + (GGUF if (n, k) == GGUF_SHAPE else ())
+    packed = {format: weights_in(format, n, k) for format in formats}
+    calls = {
+        (format, m): [
+            partial(quant_linear_parts, x, w[0], w[1:], format, None, "none")
+            for w in packed[format]
+        ]
+        for format in formats
+        for m, x in inputs.items()
+    }
+    compile_at_once(many[0] for many in calls.values())
     found: list[Row] = []
-    for format in WEIGHTS:
-        packed = weights_in(format, n, k)
-        floor = sum(part.numel() * part.element_size() for part in packed[0]) / copy
-        for m in rows:
-            seconds = graph_seconds(
-                [
-                    partial(quant_linear_parts, inputs[m], w[0], w[1:], format, None, "none")
-                    for w in packed
-                ]
-            )
-            row = {"part": "weight-only", "format": format, "m": m, "n": n, "k": k}
-            row |= {"us": 1e6 * seconds, "bf16_us": 1e6 * base[m], "of_copy": floor / seconds}
-            found.append(row)
+    for (format, m), many in calls.items():
+        nbytes = sum(part.numel() * part.element_size() for part in packed[format][0])
+        seconds = graph_seconds(many)
+        row = {"part": "weight-only", "format": format, "m": m, "n": n, "k": k}
+        row |= {"us": 1e6 * seconds, "bf16_us": 1e6 * base[m], "of_copy": nbytes / copy / seconds}
+        found.append(row)
     return found
 
 
@@ -149,26 +173,39 @@ def scaled(n: int, k: int, rows: Sequence[int]) -> list[Row]:
     """FP8 times FP8 by every layout of scales."""
     plain = [normal(n, k) for _ in range(copies(n * k * 2))]
     packed = {name: weights_in(pair[1], n, k) for name, pair in SCALINGS.items()}
+    inputs = {m: normal(m, k) for m in rows}
+    left = {
+        (name, m): quantize_parts(x, pair[0], None)
+        for m, x in inputs.items()
+        for name, pair in SCALINGS.items()
+    }
+    calls = {
+        (name, m): [
+            partial(scaled_mm_parts, a[0], a[1:], SCALINGS[name][0], w[0], w[1:],
+                    SCALINGS[name][1], None, torch.bfloat16)
+            for w in packed[name][: enough(m * n * k)]
+        ]
+        for (name, m), a in left.items()
+    }  # fmt: skip
+    compile_at_once(many[0] for many in calls.values())
+    base = {
+        m: graph_seconds([partial(F.linear, x, w) for w in plain[: enough(m * n * k)]])
+        for m, x in inputs.items()
+    }
     found: list[Row] = []
-    for m in rows:
-        x = normal(m, k)
-        few = 3 if m * n * k > 2**36 else None  # long calls need no more
-        base = graph_seconds([partial(F.linear, x, w) for w in plain[:few]])
-        for name, (left, right) in SCALINGS.items():
-            a, *a_scales = quantize_parts(x, left, None)
-            operands = (a, a_scales, left)
-            ours = graph_seconds(
-                [
-                    partial(scaled_mm_parts, *operands, w[0], w[1:], right, None, torch.bfloat16)
-                    for w in packed[name][:few]
-                ]
-            )
-            theirs = library_seconds(name, a, a_scales[0], packed[name][:few])
-            row = {"part": "scaled_mm", "scales": name, "m": m, "n": n, "k": k}
-            row |= {"us": 1e6 * ours, "bf16_us": 1e6 * base}
-            row |= {"torch_us": None if theirs is None else 1e6 * theirs}
-            found.append(row)
+    for (name, m), many in calls.items():
+        a, a_scale = left[name, m]
+        theirs = library_seconds(name, a, a_scale, packed[name][: enough(m * n * k)])
+        row = {"part": "scaled_mm", "scales": name, "m": m, "n": n, "k": k}
+        row |= {"us": 1e6 * graph_seconds(many), "bf16_us": 1e6 * base[m]}
+        row |= {"torch_us": None if theirs is None else 1e6 * theirs}
+        found.append(row)
     return found
+
+
+def enough(products: int) -> int | None:
+    """How many weights a graph goes through: all, but two where a call takes long."""
+    return 2 if products > 2**36 else None
 
 
 def library_seconds(
@@ -201,15 +238,21 @@ def library(name: str, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -
 
 def casts(copy: float) -> list[Row]:
     """Quantizing activations as they lie, and transposed as backward wants them."""
-    inputs = [normal(16384, 4096) for _ in range(3)]
+    inputs = [normal(*CAST_SHAPE) for _ in range(3)]
+    calls = {
+        (format, turned): [
+            partial(quantize_parts, x.t() if turned else x, format, None) for x in inputs
+        ]
+        for turned, formats in ((False, CASTS), (True, TURNED))
+        for format in formats
+    }
+    compile_at_once(many[0] for many in calls.values())
     found: list[Row] = []
-    for format, turned in [(f, False) for f in CASTS] + [(f, True) for f in TURNED]:
-        views = [x.t() if turned else x for x in inputs]
-        parts = quantize_parts(views[0], format, None)
+    for (format, turned), many in calls.items():
         once_more = format in ("nvfp4", "fp8_e4m3_tensor") or (turned and format.endswith("row"))
         read = inputs[0].numel() * inputs[0].element_size() * (2 if once_more else 1)
-        moved = read + sum(part.numel() * part.element_size() for part in parts)
-        seconds = graph_seconds([partial(quantize_parts, x, format, None) for x in views])
+        moved = read + sum(part.numel() * part.element_size() for part in many[0]())
+        seconds = graph_seconds(many)
         row = {"part": "quantize", "format": format + (" transposed" if turned else "")}
         found.append(row | {"us": 1e6 * seconds, "of_copy": moved / copy / seconds})
     return found
@@ -234,7 +277,7 @@ def tables(rows: list[Row]) -> list[str]:
              f"{row['bf16_us']:.1f}", f"{row['bf16_us'] / row['us']:.2f}×",
              f"{100 * row['of_copy']:.0f}%"]
         )  # fmt: skip
-    quantized = [["cast of 16384×4096 bf16", "time", "of copy"]]
+    quantized = [[f"cast of {CAST_SHAPE[0]}×{CAST_SHAPE[1]} bf16", "time", "of copy"]]
     for row in (r for r in rows if r["part"] == "quantize"):
         quantized.append([row["format"], f"{row['us']:.1f} µs", f"{100 * row['of_copy']:.0f}%"])
     return [results.table(part) for part in (matmuls, linears, quantized)]

@@ -62,7 +62,7 @@ def lower(trace: Trace, executors: Sequence[Executor], choose: Lower | None = No
 def _gather(trace: Trace, by_name: dict[str, Executor]) -> list[Group]:
     groups: list[Group] = []
     group_of: dict[fx.Node, Group] = {}
-    latest: dict[tuple[str, object], list[Group]] = {}  # open regions of an executor on a device
+    latest: dict[tuple[object, ...], list[Group]] = {}  # open regions of an executor on a device
     previous_ordered: fx.Node | None = None
     outside = _views_for_torch(trace, by_name)
     for node in trace.graph.nodes:
@@ -78,7 +78,7 @@ def _gather(trace: Trace, by_name: dict[str, Executor]) -> list[Group]:
         inside = any(source.executor is executor for source in sources)
         runs_alone = isinstance(executor, TorchExecutor) or (node in outside and not inside)
         fusing = None if runs_alone else executor
-        open_here = latest.setdefault((name, _device(node)), [])
+        open_here = latest.setdefault((name, _device(node), node.meta.get("apart")), [])
         group = _joinable(open_here, sources, groups) if fusing else None
         if fusing and node.target is operator.getitem:
             group = group_of[node.args[0]]  # a tuple never crosses a region's border
@@ -207,7 +207,7 @@ Extracted = tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]
 def _begun(trace: Trace, group: Group) -> Extracted:
     """The region as a module with its inputs and outputs, its lowering under way."""
     assert group.executor is not None, "only fusing executors have regions"
-    extracted = _extract(trace, group.nodes)
+    extracted = extract(trace, group.nodes)
     try:
         group.executor.begin(extracted[0])
     except FulguriteError:
@@ -314,7 +314,7 @@ def _give_back(
                 copied[node].meta["remark"], remark = remark, ""
 
 
-def _extract(
+def extract(
     trace: Trace, nodes: list[fx.Node]
 ) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
     """The nodes as a graph module of their own, with the nodes it reads and the ones it gives."""

@@ -109,7 +109,7 @@ class Tuner:
         measure = timing.best_on if self.tune == "auto" else timing.compare_on
         # capture runs on FakeTensors and dispatches in Python; a clock needs what the program will see
         with _disable_current_modes(), torch._C._DisablePythonDispatcher():
-            inputs = [_example(n.meta["val"]) for n in module.graph.nodes if n.op == "placeholder"]
+            inputs = [example(n.meta["val"]) for n in module.graph.nodes if n.op == "placeholder"]
             return measure(calls, *inputs)
 
 
@@ -145,7 +145,7 @@ def _divides_integers(node: fx.Node) -> bool:
     return whole and name in ("div", "floor_divide", "remainder", "fmod")
 
 
-def _example(value: Any) -> Any:
+def example(value: Any) -> Any:
     """A real value that looks like the metadata; cheap to make, so a short pattern is repeated."""
     if not isinstance(value, torch.Tensor):
         return size_hint(value) if isinstance(value, torch.SymInt) else value

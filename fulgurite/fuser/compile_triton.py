@@ -154,26 +154,44 @@ def compile_stage(function: Any, stage: Stage, variant: int, target: Any = None)
         return triton.compile(source, target=target, options=options)
 
 
+Write = Callable[[bool, bool], Program]  # with 64-bit indices or not, for aligned addresses or any
+
+
 class Variants(dict[int, list[Runnable]]):
     """Compiled stages by variant; what is missing is compiled when it is asked for."""
 
-    def __init__(self, write: Callable[[bool], Program]) -> None:
+    def __init__(self, write: Write) -> None:
         super().__init__()
-        self.write = write
+        self._write = write
         self.begun: dict[int, list[Future[Any]]] = {}
 
     def begin(self, variant: int) -> None:
         """Starts compiling a variant that will be asked for."""
-        self.begun[variant] = self.write(bool(variant & WIDE)).begin(variant)
+        self.begun[variant] = self.program(variant).begin(variant)
+
+    def program(self, variant: int) -> Program:
+        return self._write(bool(variant & WIDE), bool(variant & ALIGNED))
 
     def __missing__(self, variant: int) -> list[Runnable]:
         if interpreting():
-            self[variant] = self.write(bool(variant & WIDE)).functions()
+            self[variant] = self.program(variant).functions()
             return self[variant]
         if variant not in self.begun:
             self.begin(variant)
         self[variant] = ready(self.begun.pop(variant))
         return self[variant]
+
+
+def give_scratch() -> None:
+    """Descriptors that a kernel makes lie in memory that its launch asks for: torch's, if no one set another."""
+    from triton.runtime import _allocation
+
+    if isinstance(_allocation._allocator.get(), _allocation.NullAllocator):
+        _allocation.set_allocator(_scratch)
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def measured(program: Program, names: Sequence[str], device: torch.device) -> Callable[[], float]:
@@ -192,6 +210,7 @@ def measured(program: Program, names: Sequence[str], device: torch.device) -> Ca
                 if tensor.name not in buffers:
                     buffers[tensor.name] = _filled(max(reach, 1), tensor.dtype, device)
         stream = torch._C._cuda_getCurrentRawStream(device.index)
+        give_scratch()
 
         def run_all() -> None:
             for k in picked:

@@ -16,7 +16,16 @@ import torch
 from fulgurite.errors import FusionError
 
 from .codegen.cpp import KernelText, Unit
-from .compile_triton import ALIGNED, DIVISIBLE, WIDE, Program, Variants, interpreting
+from .compile_triton import (
+    ALIGNED,
+    DIVISIBLE,
+    WIDE,
+    Program,
+    Variants,
+    Write,
+    give_scratch,
+    interpreting,
+)
 from .index import Index
 from .ir import Region, Tensor
 from .launch import FusedRegion, Kernel, _restride, _tuple, python_index, symbol_sources
@@ -29,29 +38,29 @@ class TritonRegion(FusedRegion):
     def __init__(
         self,
         region: Region,
-        write: Callable[[bool], Program],
+        write: Write,
         kernels: tuple[Kernel, ...],
         device: torch.device,
         wide: bool | None,
     ) -> None:
         self.device = device
         self.wide = wide  # None: sizes are dynamic, and each call looks
-        program = write(bool(wide))
-        self.program = program
-        self.variants = Variants(lambda w: program if w == bool(wide) else write(w))
-        super().__init__(region, _unit(program), kernels, None)
+        self.program = write(bool(wide), True)
+        self.variants = Variants(write)
+        super().__init__(region, _unit(self.program), kernels, None)
         if not interpreting() and wide is not None:
             self.variants.begin(ALIGNED | (WIDE if wide else 0))
 
     def _prepare(self, library: Any) -> Callable[..., tuple[Any, ...]]:
         scope: dict[str, Any] = {
             "as_strided": torch.as_strided,
-            "allocate": torch.empty_strided,
+            "allocate": allocator(self.device),
             "empty": torch.empty,
             "device": self.device,
             "restride": _restride,
             "draw_seed": draw_seed,
             "variants": self.variants,
+            "give_scratch": give_scratch,
         }
         if self.device.type == "cuda":
             scope["current_stream"] = torch._C._cuda_getCurrentRawStream
@@ -105,9 +114,7 @@ class TritonRegion(FusedRegion):
             layout = (tensor.sizes, tensor.strides) if whole is None else whole
             sizes, strides = (_tuple([python_index(n) for n in part]) for part in layout)
             scope[f"dtype{number}"] = tensor.dtype
-            lines.append(
-                f"    t{number} = allocate({sizes}, {strides}, dtype=dtype{number}, device=device)"
-            )
+            lines.append(f"    t{number} = allocate({sizes}, {strides}, dtype{number})")
             lines.append(f"    q{number} = {take.format(f't{number}')}")
             held[name] = f"t{number}"
             address[name] = f"q{number}"
@@ -137,8 +144,10 @@ class TritonRegion(FusedRegion):
                 variant += f" | {WIDE}"
             lines.append(f"    kernels = variants[{variant}]")
             lines.append(f"    stream = current_stream({self.device.index})")
+            if any("tl.make_tensor_descriptor" in stage.text for stage in stages):
+                lines.append("    give_scratch()")
         else:
-            lines.append("    kernels = variants[0]")
+            lines.append(f"    kernels = variants[{ALIGNED}]")
         for number, stage in enumerate(stages):
             first, second = (python_index(n) for n in stage.grid)
             values = [address[t.name] for t in stage.tensors] + [s.name for s in stage.symbols]
@@ -170,6 +179,13 @@ class TritonRegion(FusedRegion):
                     sizes.append(python_index(reach))
         distinct = list(dict.fromkeys(sizes))
         return f"max({', '.join(distinct)}, 0)" if distinct else "0"
+
+
+def allocator(device: torch.device) -> Callable[..., torch.Tensor]:
+    """Sizes, strides, dtype → memory on the current device, by the shortest way."""
+    if device.type == "cuda":
+        return torch._C._dynamo.guards._empty_strided_cuda
+    return lambda sizes, strides, dtype: torch.empty_strided(sizes, strides, dtype=dtype)
 
 
 def _unit(program: Program) -> Unit:

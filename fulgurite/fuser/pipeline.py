@@ -11,10 +11,14 @@ from fulgurite.errors import FusionError
 
 from . import cost, from_trace
 from .codegen import cpp, triton
+from .compile_triton import interpreting
 from .ir import Region, value_type
 from .launch import FusedRegion, Kernel, measured
+from .library_matmul import LibraryRegion
+from .matmul import has_products
 from .naming import kernel_name
 from .nest import build
+from .pipeline_matmul import lower_matmul
 from .pipeline_triton import installed, lower_triton
 from .pointwise_rules import Unsupported
 from .refine import refine
@@ -66,6 +70,8 @@ def lower(
     place = next(iter(places_of(list(region.graph.nodes))), torch.device("cpu"))
     try:
         with _disable_current_modes():  # a region is lowered while torch traces on FakeTensors
+            if has_products(region):
+                return lower_products(region, place, tune)
             read = from_trace.read(region)
             if use_triton or place.type == "cuda":
                 return lower_triton(read, place, tune)
@@ -75,6 +81,16 @@ def lower(
             f"{reason} can't be part of a generated kernel",
             next="ask fulgurite.fuser.claims(node) for each node of the region first",
         ) from reason
+
+
+def lower_products(region: torch.fx.GraphModule, place: torch.device, tune: bool) -> FusedRegion:
+    """One kernel for products and what reads them; the library's and a kernel where that can't be."""
+    if place.type == "cuda" or interpreting():
+        try:
+            return lower_matmul(region, place, tune)
+        except Unsupported:  # regions are gathered after it was seen that it can; order may cut one
+            pass
+    return LibraryRegion(region, lower)
 
 
 def lower_region(read: Region) -> FusedRegion:

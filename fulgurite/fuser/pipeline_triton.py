@@ -57,13 +57,13 @@ def lower_triton(read: Region, place: torch.device, tune: bool = False) -> Trito
         ]
 
     @functools.cache
-    def write(with_wide: bool) -> Program:
+    def write(with_wide: bool, aligned: bool = True) -> Program:
         stages: list[Stage] = []
         for name, schedule in zip(names, schedules, strict=True):
             stages += write_stages(name, schedule, machine, with_wide)
         return make_program(stages)
 
-    program = write(bool(wide))
+    program = write(bool(wide), True)
     kernels = []
     for part, name, schedule in zip(segments, names, schedules, strict=True):
         kernels.append(_kernel(refined, program, part, name, schedule, machine, place))

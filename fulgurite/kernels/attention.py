@@ -25,12 +25,15 @@ from torch import Tensor
 from fulgurite.errors import ArgumentError
 from fulgurite.kernels import attention_reference as reference
 from fulgurite.kernels import implementations
+from fulgurite.kernels.glue import Heads, Pages
 
 # device type -> function of the operator's arguments; it may return NotImplemented
 IMPLEMENTATIONS = {
     "cpu": "fulgurite.kernels.cpu.attention:paged_attention",
     "cuda": "fulgurite.kernels.triton.attention:paged_attention",
 }
+# the same for one new token a sequence, with heads as the linears left them
+FRESH = {"cuda": "fulgurite.kernels.triton.attention:fresh_attention"}
 STORES = {
     "cpu": "fulgurite.kernels.cpu.attention:store_pages",
     "cuda": "fulgurite.kernels.triton.attention:store_pages",
@@ -98,6 +101,35 @@ def paged_attention(
         max_query if max_query is not None else q_TNH.shape[0],
         max_length if max_length is not None else tables_SM.shape[1] * keys_PBKH.shape[1],
     )
+
+
+def fresh_attention(
+    heads: Heads,
+    pages: Pages,
+    tables_SM: Tensor,
+    query_starts: Tensor,
+    lengths_S: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+    sinks_N: Tensor | None,
+    max_query: int,
+    max_length: int,
+) -> Tensor | None:
+    """`paged_attention` of heads that are still to be normed and turned, and keys to be stored.
+
+    One kernel where a device has it and every sequence has one new token; None elsewhere.
+    """
+    function = implementations.find(FRESH, heads.q_XNH.device)
+    if function is None or max_query != 1 or not implementations.is_plain_call(*heads[:3]):
+        return None
+    value_dim, places = heads.v_XKV.shape[-1], (tables_SM, query_starts, lengths_S)
+    _check(heads.q_XNH, pages.keys_PBKH, pages.values_PBKV, *places, value_dim, sinks_N)
+    rules = (scale, value_dim, window, chunk, softcap, sinks_N, 1.0, 1.0, max_query, max_length)
+    out = function(heads, pages, *places, *rules)
+    return None if out is NotImplemented else out
 
 
 def store_pages(

@@ -95,12 +95,18 @@ class Wire:
         return _aligned(self.parts[-1].end)
 
     def pack(self, x_TD: Tensor) -> Tensor:
-        """Each token as a row of bytes, [T, B]."""
-        rows = torch.zeros(x_TD.shape[0], self.row_bytes, dtype=torch.uint8, device=x_TD.device)
+        """Each token as a row of bytes, [T, B]; x itself where that is what it is."""
+        shape = (x_TD.shape[0], self.row_bytes)
         if x_TD.shape[0] == 0:
-            return rows
-        for part, values in zip(self.parts, self._values(x_TD), strict=True):
-            rows[:, part.offset : part.end] = values.contiguous().view(torch.uint8)
+            return torch.empty(shape, dtype=torch.uint8, device=x_TD.device)
+        values = self._values(x_TD)
+        if len(values) == 1 and self.parts[0].end == self.row_bytes:
+            return values[0].contiguous().view(torch.uint8)
+        gaps = self.row_bytes > sum(part.end - part.offset for part in self.parts)
+        make = torch.zeros if gaps else torch.empty
+        rows = make(shape, dtype=torch.uint8, device=x_TD.device)
+        for part, value in zip(self.parts, values, strict=True):
+            rows[:, part.offset : part.end] = value.contiguous().view(torch.uint8)
         return rows
 
     def unpack(self, rows_RB: Tensor, dtype: torch.dtype) -> Tensor:

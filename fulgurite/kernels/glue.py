@@ -61,6 +61,18 @@ class Pages(NamedTuple):
     slots_T: Tensor
 
 
+class Heads(NamedTuple):
+    """Query, key and value as the linears left them, and what is to be done to them."""
+
+    q_XNH: Tensor
+    k_XKH: Tensor
+    v_XKV: Tensor
+    norms: HeadNorms | None
+    cos: Tensor | None
+    sin: Tensor | None
+    interleaved: bool
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """In float32, rounded once to x's dtype."""
     if _plain():

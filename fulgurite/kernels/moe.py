@@ -21,16 +21,21 @@ import torch
 from torch import Tensor
 
 from fulgurite.errors import ArgumentError
-from fulgurite.kernels import implementations
-from fulgurite.kernels.grouped_matmul import Gate, grouped_matmul
+from fulgurite.kernels import glue, implementations
+from fulgurite.kernels.grouped_matmul import NO_GATE, Gate, grouped_matmul
 from fulgurite.kernels.quant_linear import PLAIN
-from fulgurite.kernels.routing import Routes, Rule, route, route_tokens, wide
+from fulgurite.kernels.routing import Norm, Routes, Rule, are_few, route, route_tokens, wide
 from fulgurite.op import op
+from fulgurite.quant import QuantTensor
 
 # device type -> function of the operator's arguments; it may return NotImplemented
 INDEX_IMPLEMENTATIONS: dict[str, str] = {
     "cpu": "fulgurite.kernels.cpu.moe:index",
     "cuda": "fulgurite.kernels.triton.moe:index",
+}
+FEW_IMPLEMENTATIONS: dict[str, str] = {"cuda": "fulgurite.kernels.triton.few_experts:experts"}
+PACKED_IMPLEMENTATIONS: dict[str, str] = {
+    "cuda": "fulgurite.kernels.triton.grouped_fp8:experts",
 }
 PICK_IMPLEMENTATIONS: dict[str, str] = {"cpu": "fulgurite.kernels.cpu.moe:pick"}
 COMBINE_IMPLEMENTATIONS: dict[str, str] = {
@@ -98,6 +103,12 @@ def experts_forward(
     activations   "none", or formats that the rows are quantized to on the fly, for packed weights
     """
     rows, order = (x, None) if isinstance(x, Tensor) else x
+    if isinstance(gate_up, QuantTensor) and isinstance(down, QuantTensor):
+        index_S, biases = None if order is None else order.token_S, (gate_up_bias, down_bias)
+        given = (rows, index_S, factors_S, offsets_E, gate_up, down, biases, gate or Gate())
+        out_SD = _packed_throughout(*given, activations)
+        if out_SD is not None:
+            return out_SD
     inner_SI = grouped_matmul(
         rows,
         offsets_E,
@@ -110,6 +121,28 @@ def experts_forward(
         activations=activations[0],
     )
     return grouped_matmul(inner_SI, offsets_E, down, down_bias, activations=activations[1])
+
+
+def _packed_throughout(
+    rows: Tensor,
+    index_S: Tensor | None,
+    factors_S: Tensor | None,
+    offsets_E: Tensor,
+    gate_up: QuantTensor,
+    down: QuantTensor,
+    biases: tuple[Tensor | None, Tensor | None],
+    gate: Gate,
+    activations: tuple[str, str],
+) -> Tensor | None:
+    """Both matmuls with the rows between them quantized by the first: the same numbers as one after
+    the other. None where no kernel does it, and where a gradient or a capture looks on."""
+    function = implementations.find(PACKED_IMPLEMENTATIONS, rows.device)
+    if function is None or PLAIN in activations:
+        return None
+    if not implementations.is_plain_call(rows, factors_S, gate_up.packed, down.packed, *biases):
+        return None
+    out = function(rows, index_S, factors_S, offsets_E, gate_up, down, biases, gate, activations)
+    return None if out is NotImplemented else out
 
 
 def combine(y_SD: Tensor, order: Order, weights_Tk: Tensor | None = None) -> Tensor:
@@ -141,8 +174,16 @@ def moe_experts(
     down_bias: Tensor | None = None,
     weigh_input: bool = False,
     activations: tuple[str, str] = (PLAIN, PLAIN),
+    norm: Norm | None = None,
+    onto_TD: Tensor | None = None,
 ) -> Tensor:
-    """The weighted sum of each token's experts: [T, D]."""
+    """The weighted sum of each token's experts, of norm(x) and added onto `onto_TD`: [T, D]."""
+    plain = gate_up_bias is None and down_bias is None and not weigh_input
+    if plain and activations == (PLAIN, PLAIN):
+        few = _few(x_TD, routes, gate_up, down, gate or Gate(), norm, onto_TD)
+        if few is not None:
+            return few
+    x_TD = x_TD if norm is None else glue.rms_norm(x_TD, *norm)
     order = index(routes.experts_Tk, gate_up.shape[0])
     factors_S = pick(routes.weights_Tk, order) if weigh_input else None
     y_SD = experts_forward(
@@ -156,7 +197,30 @@ def moe_experts(
         factors_S=factors_S,
         activations=activations,
     )
-    return combine(y_SD, order, None if weigh_input else routes.weights_Tk)
+    out_TD = combine(y_SD, order, None if weigh_input else routes.weights_Tk)
+    return out_TD if onto_TD is None else glue.add(onto_TD, out_TD)
+
+
+def _few(
+    x_TD: Tensor,
+    routes: Routes,
+    gate_up: Tensor,
+    down: Tensor,
+    gate: Gate,
+    norm: Norm | None,
+    onto_TD: Tensor | None,
+) -> Tensor | None:
+    """Two kernels for few tokens, nothing sorted; None where there are none."""
+    weights = (w.packed if isinstance(w, QuantTensor) else w for w in (gate_up, down))
+    plain = implementations.is_plain_call(x_TD, routes.weights_Tk, *weights, onto_TD)
+    if not plain or not are_few(x_TD):
+        return None
+    function = implementations.find(FEW_IMPLEMENTATIONS, x_TD.device)
+    if function is None or gate.kind == NO_GATE:
+        return None
+    given = (x_TD, routes.experts_Tk, routes.weights_Tk, gate_up, down)
+    out = function(*given, gate.kind, gate.alpha, gate.limit, norm, onto_TD)
+    return None if out is NotImplemented else out
 
 
 # ---- operators -------------------------------------------------------------------------------------

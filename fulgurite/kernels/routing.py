@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fulgurite.errors import ArgumentError
-from fulgurite.kernels import implementations
+from fulgurite.kernels import glue, implementations
 from fulgurite.op import op
 
 # device type -> function of the operator's arguments; it may return NotImplemented
@@ -47,10 +47,21 @@ FROM_TOKENS: dict[str, str] = {
     "cpu": "fulgurite.kernels.cpu.moe:route_tokens",
     "cuda": "fulgurite.kernels.triton.routing:route_tokens",
 }
+# the same for a few tokens, with a norm of x or None as well
+OF_FEW_TOKENS: dict[str, str] = {"cuda": "fulgurite.kernels.triton.few_routes:route_few"}
+FEW_TOKENS = 2  # up to here kernels of their own beat sorting (an H200, Qwen3-30B-A3B; equal at 4)
 
 SCORES = ("softmax", "sigmoid")
 GROUPS_BY = ("max", "two")
 TINY = 1e-20  # added to a sum that weights are divided by: scores may all be zero
+
+
+class Norm(NamedTuple):
+    """What `glue.rms_norm` takes besides x."""
+
+    weight_D: Tensor
+    eps: float
+    offset: float
 
 
 class Routes(NamedTuple):
@@ -103,16 +114,33 @@ def route(logits_TE: Tensor, rule: Rule, choice_bias_E: Tensor | None = None) ->
     return Routes(*route_parts(*arguments))
 
 
+def are_few(x_TD: Tensor) -> bool:
+    """Whether so few tokens run in kernels that take the norm before them along."""
+    few = x_TD.shape[:-1].numel() <= FEW_TOKENS and x_TD.device.type in OF_FEW_TOKENS
+    return few and implementations.is_plain_call(x_TD)
+
+
 def route_tokens(
     x_TD: Tensor,
     weight_ED: Tensor,
     rule: Rule,
     bias_E: Tensor | None = None,
     choice_bias_E: Tensor | None = None,
+    norm: Norm | None = None,
 ) -> Routes:
-    """`route` of x @ weight.T + bias in float32; one kernel where a device has it."""
+    """`route` of norm(x) @ weight.T + bias in float32; one kernel where a device has it."""
     given = (x_TD, weight_ED, bias_E, choice_bias_E)
-    if implementations.is_plain_call(*given):
+    plain = implementations.is_plain_call(*given)
+    if plain and are_few(x_TD):
+        rule.check(weight_ED.shape[0])
+        function = implementations.find(OF_FEW_TOKENS, x_TD.device)
+        found = NotImplemented if function is None else function(*given, norm, *astuple(rule))
+        if found is not NotImplemented:
+            return Routes(*found)
+    if norm is not None:
+        x_TD = glue.rms_norm(x_TD, *norm)
+        given = (x_TD, *given[1:])
+    if plain:
         rule.check(weight_ED.shape[0])
         function = implementations.find(FROM_TOKENS, x_TD.device)
         found = NotImplemented if function is None else function(*given, *astuple(rule))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fulgurite.kernels import implementations
 
-IMPLEMENTATIONS = {"cuda": "fulgurite.kernels.triton.sampling:sample_rows"}
+IMPLEMENTATIONS = {"cuda": "fulgurite.kernels.triton.sampling_replay:sample_rows"}
 GREEDY = {"cuda": "fulgurite.kernels.triton.sampling:greedy"}
 FLOORS = (1e-3, 1e-6)  # p relative to the largest: how far down tokens are sorted at first
 
@@ -71,33 +71,25 @@ def _argmax(logits_RO: Tensor) -> Tensor:
     return logits_RO.argmax(dim=-1)
 
 
-def sample_rows(
-    logits_RO: Tensor,
-    temperature_R: Tensor,
-    min_p_R: Tensor,
-    top_k_R: Tensor,
-    top_p_R: Tensor,
-    random_R: Tensor,
-) -> Tensor:
+def sample_rows(logits_RO: Tensor, settings_R5: Tensor) -> Tensor:
     """A token for each row, on the logits' device, without waiting for it.
 
-    The settings and random numbers are float64 tensors on the CPU.
+    settings_R5: temperature, min-p, top-k, top-p and the random number of each row, in float64, on
+    the CPU or on the logits' device (then nothing is copied, and a CUDA graph may record the call).
     """
-    settings = (temperature_R, min_p_R, top_k_R, top_p_R, random_R)
     tokens: Tensor = implementations.run(
-        IMPLEMENTATIONS, logits_RO.device, one_by_one, logits_RO, *settings
+        IMPLEMENTATIONS, logits_RO.device, one_by_one, logits_RO, settings_R5
     )
     return tokens
 
 
-def one_by_one(logits_RO: Tensor, *settings: Tensor) -> Tensor:
+def one_by_one(logits_RO: Tensor, settings_R5: Tensor) -> Tensor:
     """The definition: `sample` for each row."""
-    rows = torch.stack(settings, dim=1).tolist()
     return torch.tensor(
         [
             sample(logits_O, temperature, min_p, int(top_k), top_p, random)
             for logits_O, (temperature, min_p, top_k, top_p, random) in zip(
-                logits_RO, rows, strict=True
+                logits_RO, settings_R5.tolist(), strict=True
             )
         ]
     )

@@ -2,7 +2,7 @@
 
 A model does not know where keys and values live. Each attention layer hands its new ones to
 `Cache.attend`, which stores them (or not) and answers. Two caches are here: `WholeSequence` keeps
-nothing, `ContiguousCache` keeps one row a sequence; a paged one only has to offer the same four
+nothing, `ContiguousCache` keeps one row a sequence; a paged one only has to offer the same five
 names.
 
 Who sees whom is said by positions alone: a query at position i sees the keys of its sequence at
@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fulgurite.kernels.glue import Pages
+from fulgurite.kernels.glue import Heads, Pages
 from fulgurite.models.latent import LatentStep, absorbed, expanded
 
 
@@ -49,6 +49,12 @@ class Cache(Protocol):
 
     def pages(self, spec: AttentionSpec) -> Pages | None:
         """Where a kernel may store the layer's new keys and values itself; None: `attend` does."""
+        ...
+
+    def attend_fresh(
+        self, spec: AttentionSpec, heads: Heads, sinks_N: Tensor | None
+    ) -> Tensor | None:
+        """From the linears to [X, N, V] in one kernel; None where there is none: `attend` then."""
         ...
 
     def attend(
@@ -86,6 +92,9 @@ class WholeSequence:
         self.segments_T = segments_T
 
     def pages(self, spec: AttentionSpec) -> None:
+        return None
+
+    def attend_fresh(self, spec: AttentionSpec, heads: Heads, sinks_N: Tensor | None) -> None:
         return None
 
     def attend(
@@ -144,6 +153,9 @@ class ContiguousCache:
         ]
 
     def pages(self, spec: AttentionSpec) -> None:
+        return None
+
+    def attend_fresh(self, spec: AttentionSpec, heads: Heads, sinks_N: Tensor | None) -> None:
         return None
 
     def attend(

@@ -37,7 +37,14 @@ class RMSNorm(nn.Module):
         return glue.rms_norm(x_XD, self.weight, self.eps, self.offset)
 
 
-class GatedMLP(nn.Module):
+class Block(nn.Module):
+    """A part of a layer that takes the norm before it and the sum behind it along.
+
+    `block(x, norm=norm, onto_XD=x)` is x + block(norm(x)), where it can in fewer kernels.
+    """
+
+
+class GatedMLP(Block):
     """down(activation(gate(x)) * up(x))."""
 
     def __init__(self, hidden: int, inner: int, activation: str, bias: bool = False) -> None:
@@ -60,7 +67,7 @@ class GatedMLP(nn.Module):
         return self.gate, self.up
 
 
-class Attention(nn.Module):
+class Attention(Block):
     """Grouped-query attention; optionally norms on each head of query and key, and sinks."""
 
     def __init__(
@@ -93,7 +100,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Of norm(x) where one is given, and added onto `onto_XD`."""
         q_X, k_X, v_X = joined.linears(x_XD, self.together, norm)
-        q_XNH, k_XKH, v_XKH = glue.heads(
+        heads = glue.Heads(
             q_X.unflatten(-1, (-1, self.spec.key_dim)),
             k_X.unflatten(-1, (-1, self.spec.key_dim)),
             v_X.unflatten(-1, (-1, self.spec.value_dim)),
@@ -101,9 +108,11 @@ class Attention(nn.Module):
             None if rotation is None else rotation.cos,
             None if rotation is None else rotation.sin,
             self.interleaved,
-            cache.pages(self.spec),
         )
-        out_XNH = cache.attend(self.spec, q_XNH, k_XKH, v_XKH, positions_X, self.sinks)
+        out_XNH = cache.attend_fresh(self.spec, heads, self.sinks)
+        if out_XNH is None:
+            q_XNH, k_XKH, v_XKH = glue.heads(*heads, cache.pages(self.spec))
+            out_XNH = cache.attend(self.spec, q_XNH, k_XKH, v_XKH, positions_X, self.sinks)
         return project_onto(onto_XD, out_XNH.flatten(-2), self.output)
 
     @property
@@ -160,8 +169,8 @@ class PreNormLayer(nn.Module):
 
 
 def around(block: nn.Module, norm: RMSNorm, x_XD: Tensor, *rest: Any) -> Tensor:
-    """x + block(norm(x)); a block that can takes norm and sum along with its own linears."""
-    if isinstance(block, Attention | GatedMLP):
+    """x + block(norm(x))."""
+    if isinstance(block, Block):
         out_XD: Tensor = block(x_XD, *rest, norm=norm, onto_XD=x_XD)
         return out_XD
     return glue.add(x_XD, block(norm(x_XD), *rest))

@@ -23,12 +23,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from fulgurite.kernels import glue
+from fulgurite.kernels.beside import beside, forks
 from fulgurite.kernels.grouped_matmul import CLAMPED
 from fulgurite.kernels.modules import natural_activations
 from fulgurite.kernels.moe import Gate, Routes, Rule, moe_experts, route_tokens
 from fulgurite.kernels.quant_linear import PLAIN
+from fulgurite.kernels.routing import Norm, are_few
 from fulgurite.models.config import ExpertsConfig, ModelConfig
-from fulgurite.models.layers import GatedMLP
+from fulgurite.models.layers import Block, GatedMLP, RMSNorm
 from fulgurite.quant import QuantTensor
 
 RoutingRule = Callable[[ExpertsConfig], Rule]
@@ -90,8 +93,8 @@ class Router(nn.Module):
         if choice_bias:
             self.choice_bias = nn.Parameter(torch.empty(config.count, dtype=torch.float32))
 
-    def forward(self, x_TD: Tensor) -> Routes:
-        return route_tokens(x_TD, self.weight, self.rule, self.bias, self.choice_bias)
+    def forward(self, x_TD: Tensor, norm: Norm | None = None) -> Routes:
+        return route_tokens(x_TD, self.weight, self.rule, self.bias, self.choice_bias, norm)
 
 
 def gated(activation: str) -> Gate:
@@ -131,7 +134,14 @@ class Experts(nn.Module):
         self.gate_up_bias = nn.Parameter(torch.empty(count, 2 * inner)) if bias else None
         self.down_bias = nn.Parameter(torch.empty(count, hidden)) if bias else None
 
-    def forward(self, x_TD: Tensor, routes: Routes) -> Tensor:
+    def forward(
+        self,
+        x_TD: Tensor,
+        routes: Routes,
+        norm: Norm | None = None,
+        onto_TD: Tensor | None = None,
+    ) -> Tensor:
+        """The weighted sum of each token's experts, of norm(x) and added onto `onto_TD`."""
         return moe_experts(
             x_TD,
             routes,
@@ -142,6 +152,8 @@ class Experts(nn.Module):
             down_bias=self.down_bias,
             weigh_input=self.weigh_input,
             activations=(self._activations(self.gate_up), self._activations(self.down)),
+            norm=norm,
+            onto_TD=onto_TD,
         )
 
     def _activations(self, weight: Tensor) -> str:
@@ -150,8 +162,8 @@ class Experts(nn.Module):
         return natural_activations(weight) if self.activations is None else self.activations
 
 
-class MixtureOfExperts(nn.Module):
-    """router -> experts, plus the shared expert where there is one."""
+class MixtureOfExperts(Block):
+    """router -> experts, plus the shared expert where there is one; on a GPU both at once."""
 
     def __init__(self, router: Router, experts: Experts, shared: GatedMLP | None = None) -> None:
         super().__init__()
@@ -159,10 +171,36 @@ class MixtureOfExperts(nn.Module):
         self.experts = experts
         self.shared = shared
 
-    def forward(self, x_XD: Tensor) -> Tensor:
+    def forward(
+        self, x_XD: Tensor, *, norm: RMSNorm | None = None, onto_XD: Tensor | None = None
+    ) -> Tensor:
+        """Of norm(x) where one is given, and added onto `onto_XD`."""
+        few = are_few(x_XD) and type(self.experts) is Experts
+        if not few or self.shared is not None or norm is None:
+            x_XD, norm = x_XD if norm is None else norm(x_XD), None
+        given = None if norm is None else Norm(norm.weight, norm.eps, norm.offset)
+        shared = self.shared
+        if shared is None:
+            return self._routed(x_XD, few, given, onto_XD)
+        if not forks(x_XD):
+            return shared(x_XD, onto_XD=self._routed(x_XD, few, onto_XD=onto_XD))
+        both = beside(
+            lambda: self._routed(x_XD, few), lambda: shared(x_XD, onto_XD=onto_XD), x_XD.device
+        )
+        return glue.add(*both)
+
+    def _routed(
+        self, x_XD: Tensor, few: bool, norm: Norm | None = None, onto_XD: Tensor | None = None
+    ) -> Tensor:
         x_TD = x_XD.flatten(0, -2)
-        out_XD: Tensor = self.experts(x_TD, self.router(x_TD)).view(x_XD.shape)
-        return out_XD if self.shared is None else out_XD + self.shared(x_XD)
+        routes = self.router(x_TD) if norm is None else self.router(x_TD, norm)
+        if few:
+            onto_TD = None if onto_XD is None else onto_XD.flatten(0, -2)
+            out_TD: Tensor = self.experts(x_TD, routes, norm, onto_TD)
+            return out_TD.view(x_XD.shape)
+        # ranks that share the experts sum before anything is added
+        out_XD: Tensor = self.experts(x_TD, routes).view(x_XD.shape)
+        return out_XD if onto_XD is None else glue.add(onto_XD, out_XD)
 
 
 def shared_expert(config: ModelConfig) -> GatedMLP | None:

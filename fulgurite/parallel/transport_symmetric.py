@@ -30,7 +30,7 @@ import triton
 from torch import Tensor
 
 from fulgurite.errors import ArgumentError, CapacityError, RankError
-from fulgurite.kernels.dispatch import COPIES, Buffers, Wire, buffers, visits
+from fulgurite.kernels.dispatch import COPIES, Buffers, Wire, buffers
 from fulgurite.kernels.triton import dispatch as kernels
 from fulgurite.kernels.triton.counters import take_counters
 from fulgurite.parallel.mesh import Axis
@@ -38,7 +38,10 @@ from fulgurite.parallel.transport import Arrived
 
 POLLS = 1 << 26  # of a flag before a rank is given up: about half a minute on an H200
 RESULTS = ("bf16", "f16", "f32")
-BLOCK = 1024
+BLOCK = 8192  # values of a row that a program holds at once
+BACK_BLOCK = 8192  # of results that are summed
+SUM_BLOCK = 1024  # and of sums of those
+WAYS_BLOCK = 512  # tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +83,7 @@ class Sent:
     """A step under way. `step` is its number, on the device: a recorded graph counts on."""
 
     x_TD: Tensor
-    returning_T: Tensor  # how many ranks each token visits
+    place_TW: Tensor  # which of the rows to a rank a token is, -1 if it doesn't go there
     step: Tensor
 
 
@@ -125,29 +128,34 @@ class Symmetric:
         """Start the rows on their way."""
         self._check(x_TD, slots_Tk, slots)
         self.under_way += 1
-        self.step.add_(1)
-        size, tokens = self.axis.size, x_TD.shape[0]
-        ways = visits(slots_Tk, slots, size)
-        lost = ((slots_Tk < 0) | (slots_Tk >= slots)).any().int()
-        rows_TB = self.wire.pack(x_TD)
+        size, tokens, device = self.axis.size, x_TD.shape[0], x_TD.device
+        place_TW = torch.empty(tokens, size, dtype=torch.int32, device=device)
+        counts_W, step = torch.empty(size + 1, dtype=torch.int32, device=device).split([size, 1])
+        slots_Tk = slots_Tk.contiguous()
+        shared = {
+            "K": self.plan.per_token, "KS": triton.next_power_of_2(self.plan.per_token),
+            "V": self.sizes.visits, "W": size,
+        }  # fmt: skip
+        kernels.ways_kernel[(size,)](
+            slots_Tk, place_TW, counts_W, self.step, step, self.status, tokens, self.axis.index,
+            self.plan.experts_per_rank, BLOCK=WAYS_BLOCK, num_warps=8, **shared,
+        )  # fmt: skip
         words = self.wire.row_bytes // 4
         kernels.send_kernel[(max(tokens, 1), size)](
-            rows_TB.view(torch.int32), slots_Tk.contiguous(), weights_Tk.contiguous(),
-            ways.visited_TW.view(torch.uint8), ways.turn_TW, ways.row_TW, lost,
-            self.memory.peers_W, self.step, self._counter(), self.status,
+            self.wire.pack(x_TD).view(torch.int32), slots_Tk, weights_Tk.contiguous(), place_TW,
+            counts_W, self.memory.peers_W, step, self._counter(), self.status,
             tokens, self.axis.index, self.plan.experts_per_rank,
             self.sizes.rows, self.copy_bytes, self.rows_at, self.flags_at,
-            K=self.plan.per_token, W=size, LANES=self._lanes, HEAD=self.sizes.header,
-            WORDS=words, BLOCK=_block(words),
+            LANES=self._lanes, HEAD=self.sizes.header, WORDS=words, BLOCK=_block(words),
+            num_warps=_warps(words), **shared,
         )  # fmt: skip
-        returning_T = ways.visited_TW.sum(1, dtype=torch.int32)
-        return Sent(x_TD, returning_T, self.step.clone())
+        return Sent(x_TD, place_TW, step)
 
     def receive(self, sent: Sent) -> Arrived:
         """Wait for everybody's rows, and decode them."""
         device, dtype = sent.x_TD.device, sent.x_TD.dtype
         size, rows = self.axis.size, self.sizes.rows
-        counts_W = torch.zeros(size, dtype=torch.int32, device=device)
+        counts_W = torch.empty(size, dtype=torch.int32, device=device)
         self._wait(sent.step, counts_W, returns=False)
         places = size * rows * self.sizes.visits
         x_SD = torch.empty(places, self.plan.hidden, dtype=dtype, device=device)
@@ -158,22 +166,26 @@ class Symmetric:
             self.memory.peers_W, sent.step, counts_W, x_SD, experts_S, weights_S,
             self.axis.index, self.plan.experts_per_rank, rows, self.copy_bytes, self.rows_at,
             scales_at, factor_at,
-            V=self.sizes.visits, HEAD=self.sizes.header, ROW=self.wire.row_bytes,
-            D=self.plan.hidden, BLOCK=_block(self.plan.hidden), KIND=self.plan.wire,
+            V=self.sizes.visits, VS=triton.next_power_of_2(self.sizes.visits),
+            HEAD=self.sizes.header, ROW=self.wire.row_bytes, D=self.plan.hidden,
+            BLOCK=_block(self.plan.hidden), KIND=self.plan.wire,
+            num_warps=_warps(self.plan.hidden),
         )  # fmt: skip
         return Arrived(x_SD, experts_S, weights_S, Received(sent, counts_W))
 
     def send_back(self, y_SD: Tensor, arrived: Arrived) -> None:
         """Start the results on their way home."""
         ticket: Received = arrived.ticket
-        kernels.send_back_kernel[(self.sizes.rows, self.axis.size)](
+        block = min(_block(self.plan.hidden), BACK_BLOCK)
+        parts = triton.cdiv(self.plan.hidden, block)
+        kernels.send_back_kernel[(self.sizes.rows, self.axis.size, parts)](
             y_SD.contiguous(), ticket.counts_W, self.memory.peers_W, ticket.sent.step,
             self._counter(), self.status,
             self.axis.index, self.plan.tokens, self.sizes.rows,
             self.copy_bytes, self.returns_at, self.flags_at,
             V=self.sizes.visits, M=self.sizes.homecomings, HEAD=self.sizes.header,
             ROW=self.back.row_bytes, D=self.plan.hidden, W=self.axis.size, LANES=self._lanes,
-            BLOCK=_block(self.plan.hidden), KIND=self.plan.result,
+            BLOCK=block, KIND=self.plan.result, num_warps=_warps(block),
         )  # fmt: skip
 
     def sum_up(self, arrived: Arrived) -> Tensor:
@@ -181,13 +193,13 @@ class Symmetric:
         sent: Sent = arrived.ticket.sent
         self._wait(sent.step, sent.step, returns=True)
         out_TD = torch.empty_like(sent.x_TD, memory_format=torch.contiguous_format)
-        block = _block(self.plan.hidden)
+        block = min(_block(self.plan.hidden), SUM_BLOCK)
         if out_TD.shape[0]:
             kernels.sum_up_kernel[(out_TD.shape[0], triton.cdiv(self.plan.hidden, block))](
-                self.memory.peers_W, sent.step, sent.returning_T, out_TD, self.axis.index,
+                self.memory.peers_W, sent.step, sent.place_TW, out_TD, self.axis.index,
                 self.copy_bytes, self.returns_at,
-                M=self.sizes.homecomings, ROW=self.back.row_bytes, D=self.plan.hidden, BLOCK=block,
-                KIND=self.plan.result,
+                M=self.sizes.homecomings, W=self.axis.size, LANES=self._lanes,
+                ROW=self.back.row_bytes, D=self.plan.hidden, BLOCK=block, KIND=self.plan.result,
             )  # fmt: skip
         self.under_way -= 1
         return out_TD
@@ -214,6 +226,12 @@ class Symmetric:
                 f"rank {self.axis.ranks[rank]} sent a token to an expert that doesn't exist",
                 where=f"{self.axis.size * self.plan.experts_per_rank} slots",
                 next="check the router and the placement table",
+            )
+        if code == kernels.TWICE.value:
+            raise ArgumentError(
+                f"rank {self.axis.ranks[rank]} sent a token to more experts of a rank than it has",
+                where=f"{self.plan.experts_per_rank} experts a rank",
+                next="the experts of a token must differ: check the router",
             )
 
     def __str__(self) -> str:
@@ -282,3 +300,7 @@ def symmetric_memory(axis: Axis, plan: Plan, device: torch.device) -> Memory:
 
 def _block(items: int) -> int:
     return min(triton.next_power_of_2(items), BLOCK)
+
+
+def _warps(items: int) -> int:
+    return 8 if items > 2048 else 4

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fulgurite import replay
+from fulgurite.kernels.chains import chain
 from fulgurite.models.layers import Decoder
 from fulgurite.models.rope import Rotation
 from fulgurite.serve.batch import Batch, extents
@@ -141,7 +142,8 @@ class FixedStep:
 
     def _capture(self, graphs: Graphs) -> Callable[[], Tensor]:
         def step() -> Tensor:
-            return self.model.logits(self._layers(*self._begin()))
+            with chain():
+                return self.model.logits(self._layers(*self._begin()))
 
         graphs.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(graphs.stream):

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fulgurite.kernels.attention import paged_attention, store_pages
-from fulgurite.kernels.glue import Pages
+from fulgurite.kernels.attention import fresh_attention, paged_attention, store_pages
+from fulgurite.kernels.glue import Heads, Pages
 from fulgurite.kernels.mla import latent_attention, page_shape, write_latent
 from fulgurite.models.cache import AttentionSpec
 from fulgurite.models.latent import LatentStep
@@ -80,6 +80,28 @@ class PagedCache:
             return None
         slots_T = self.batch.slots_GT[self.group_of_layer[spec.layer]]
         return Pages(self.keys[spec.layer], values, slots_T)
+
+    def attend_fresh(
+        self, spec: AttentionSpec, heads: Heads, sinks_N: Tensor | None
+    ) -> Tensor | None:
+        pages, batch, group = self.pages(spec), self.batch, self.group_of_layer[spec.layer]
+        assert batch is not None, "begin() says what a step is about before the model runs"
+        if pages is None:
+            return None
+        return fresh_attention(
+            heads,
+            pages,
+            batch.tables_GSB[group],
+            batch.starts_S,
+            batch.lengths_S,
+            scale=spec.scale,
+            window=spec.window,
+            chunk=spec.chunk,
+            softcap=spec.softcap,
+            sinks_N=sinks_N,
+            max_query=batch.max_count,
+            max_length=batch.max_length,
+        )
 
     def attend(
         self,

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from fulgurite.errors import CapacityError
 from fulgurite.kernels import mla
+from fulgurite.kernels.glue import Heads
 from fulgurite.models.cache import AttentionSpec
 from fulgurite.models.latent import LatentStep
 from fulgurite.models.layers import Decoder
@@ -241,6 +242,9 @@ class _Nowhere:
     """A cache that keeps nothing and attends to nothing: only what comes out has a size."""
 
     def pages(self, spec: AttentionSpec) -> None:
+        return None
+
+    def attend_fresh(self, spec: AttentionSpec, heads: Heads, sinks_N: Tensor | None) -> None:
         return None
 
     def attend(

@@ -30,23 +30,24 @@ def choose(logits_RO: Tensor, requests: Sequence[Request]) -> list[int]:
             change_logits(logits_RO[index], requests[index])
     drawn = [index for index, request in enumerate(requests) if not request.params.greedy]
     if len(drawn) == len(requests):
-        return sampling.sample_rows(logits_RO, *_settings(requests)).tolist()
+        return sampling.sample_rows(logits_RO, _settings(requests)).tolist()
     tokens_R = sampling.greedy(logits_RO)
     if drawn:
         settings = _settings([requests[index] for index in drawn])
-        new = sampling.sample_rows(logits_RO[drawn], *settings)
+        new = sampling.sample_rows(logits_RO[drawn], settings)
         tokens_R[drawn] = new.to(tokens_R.device)
     return tokens_R.tolist()
 
 
-def _settings(requests: Sequence[Request]) -> Sequence[Tensor]:
-    """Temperature, min-p, top-k, top-p and the random number of each request, as columns."""
+def _settings(requests: Sequence[Request]) -> Tensor:
+    """Temperature, min-p, top-k, top-p and the random number of each request: [R, 5]."""
     seeds = np.array([request.seed for request in requests], dtype=np.uint64)
     positions = np.array([request.length for request in requests], dtype=np.uint64)
     params = [request.params for request in requests]
-    rows = [(one.temperature, one.min_p, one.top_k, one.top_p) for one in params]
-    columns = torch.tensor(rows, dtype=torch.float64).unbind(dim=1)
-    return [*columns, torch.from_numpy(sampling.uniform(seeds, positions))]
+    settings = np.empty((len(requests), 5))
+    settings[:, :4] = [(one.temperature, one.min_p, one.top_k, one.top_p) for one in params]
+    settings[:, 4] = sampling.uniform(seeds, positions)
+    return torch.from_numpy(settings)
 
 
 def change_logits(logits_O: Tensor, request: Request) -> None:

@@ -35,8 +35,10 @@ def patch() -> None:
 
     def elementwise(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
         def call(*arguments: Any, **_: Any) -> Any:
-            dtype = arguments[0].dtype.scalar
-            data = [torch.from_numpy(numpy.array(a.handle.data)) for a in arguments]
+            dtype = arguments[-1].dtype.scalar
+            kind = arguments[-1].handle.data.dtype
+            given = [a if isinstance(a, float) else a.handle.data for a in arguments]
+            data = [torch.from_numpy(numpy.array(a, kind)) for a in given]
             result = function(*torch.broadcast_tensors(*data)).numpy()
             shape = [tl.constexpr(n) for n in result.shape]
             kind = tl.core.block_type(dtype, shape) if shape else dtype
@@ -47,6 +49,8 @@ def patch() -> None:
     for name in (*UNARY, *BINARY):
         setattr(libdevice, name, elementwise(getattr(torch, name)))
     libdevice.rint = elementwise(torch.round)
+    libdevice.fast_expf = elementwise(torch.exp)
+    libdevice.fast_dividef = elementwise(torch.div)
 
     float8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
     rough = interpreter._convert_float
@@ -65,6 +69,20 @@ def patch() -> None:
         return rough(data, source, target, rounding)
 
     interpreter._convert_float = convert
+
+    bits_dot = interpreter.InterpreterBuilder.create_dot
+
+    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        """The interpreter takes bfloat16 for the integers that it keeps them in."""
+        return bits_dot(self, widened(a), widened(b), *rest)
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        wide = (handle.data.astype(numpy.uint32) << 16).view(numpy.float32)
+        return interpreter.TensorHandle(wide, tl.float32)
+
+    interpreter.InterpreterBuilder.create_dot = dot
 
     quick = {
         triton_functions.nan_max: numpy.max,

@@ -48,14 +48,11 @@ def pow_mean_rsqrt_0(arg1_1, arg2_1, arg0_1, mul_4_out, sum_1_parts):
     tl.store(sum_1_parts + program * 512 + j, sum_1_part)
 
 
-# finish: j<512 x t<256, blocks of 32 t x 32 j, 4 warps, 1 walk over t
+# finish: j<512 x t<256, blocks of 256 t x 16 j, 8 warps
 @triton.jit
 def pow_mean_rsqrt_0_finish(sum_1_parts, sum_1_out):
-    j = (tl.program_id(0) * 32 + tl.arange(0, 32))[None, :]
-    sum_1_sums = tl.full([32, 32], 0.0, tl.float32)
-    for t0 in range(0, 256, 32):
-        t = (t0 + tl.arange(0, 32))[:, None]
-        sum_1_parts_jt = tl.load(sum_1_parts + j + t * 512)
-        sum_1_sums += sum_1_parts_jt
-    sum_1 = tl.sum(sum_1_sums, 0, keep_dims=True)
+    j = (tl.program_id(0) * 16 + tl.arange(0, 16))[None, :]
+    t = tl.arange(0, 256)[:, None]
+    sum_1_parts_jt = tl.load(sum_1_parts + j + t * 512)
+    sum_1 = tl.sum(sum_1_parts_jt, 0, keep_dims=True)
     tl.store(sum_1_out + j, sum_1)

@@ -19,10 +19,10 @@ def sum_0(arg0_1, sum_1_parts):
     tl.store(sum_1_parts + part * 4096 + i, sum_1)
 
 
-# finish: i<4096 x t<4, blocks of 4 t x 32 i, 4 warps
+# finish: i<4096 x t<4, blocks of 4 t x 16 i, 4 warps
 @triton.jit
 def sum_0_finish(sum_1_parts, sum_1_out):
-    i = (tl.program_id(0) * 32 + tl.arange(0, 32))[None, :]
+    i = (tl.program_id(0) * 16 + tl.arange(0, 16))[None, :]
     t = tl.arange(0, 4)[:, None]
     sum_1_parts_it = tl.load(sum_1_parts + i + t * 4096)
     sum_1 = tl.sum(sum_1_parts_it, 0, keep_dims=True)

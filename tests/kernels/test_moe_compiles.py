@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +12,23 @@ import torch
 if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("needs triton, and not its interpreter", allow_module_level=True)
 
-from fulgurite.kernels.triton import grouped_matmul, moe, routing
+from fulgurite.kernels.grouped_matmul import Gate
+from fulgurite.kernels.quantize import quantize_parts
+from fulgurite.kernels.triton import (
+    few_packed,
+    few_rows,
+    grouped_dense,
+    grouped_fp8,
+    grouped_matmul,
+    grouped_tiles,
+    launch,
+    linear,
+    moe,
+    routing,
+)
 from fulgurite.quant import quantize
 
-from .compile_support import compile_launches
+from .compile_support import compile_launches, stack_bytes
 
 pytestmark = pytest.mark.slow
 BF16 = torch.bfloat16
@@ -45,7 +59,12 @@ def test_routing(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     "format", ["dense", "fp8_e4m3_row", "fp8_e4m3_128x128", "nvfp4", "mxfp4", "int8", "int4_g128"]
 )
 def test_grouped_matmul(format: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = compile_launches(grouped_matmul, monkeypatch)
+    kernels = [
+        *compile_launches(grouped_matmul, monkeypatch),
+        *compile_launches(grouped_dense, monkeypatch),
+        *compile_launches(few_rows, monkeypatch),
+    ]
+    compile_launches(grouped_tiles, monkeypatch)
     experts, hidden, inner = 8, 1024, 512
     weight = torch.ones(experts, 2 * inner, hidden)
     data, scales = weight.to(BF16), []
@@ -60,6 +79,53 @@ def test_grouped_matmul(format: str, tokens: int, monkeypatch: pytest.MonkeyPatc
             x, rows, None, factors, ends, data, scales, format, bias, "none", gate, 1.7, 7.0
         )
     assert sum(len(kernel.kernels) for kernel in kernels) == 2
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "int4_g128", "fp8_e4m3_128x128", "int8"])
+def test_few_tokens(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = [
+        *compile_launches(few_packed, monkeypatch),
+        *compile_launches(few_rows, monkeypatch),
+    ]
+    up, down = (quantize(torch.ones(8, n, 512), format) for n in (1024, 768))
+    x, chosen = torch.empty(1, 512, dtype=BF16), torch.zeros(1, 2, dtype=torch.int64)
+    out = few_packed.experts_packed(
+        x, chosen, torch.ones(1, 2), up, down, "silu", 0.0, 0.0, None, None
+    )
+    assert out.shape == (1, 768) and [len(kernel.kernels) for kernel in kernels] == [1, 1]
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "int4_g128", "fp8_e4m3_row", "int8"])
+@pytest.mark.parametrize("m", [1, 3, 16])
+def test_few_rows(format: str, m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = compile_launches(few_rows, monkeypatch) + compile_launches(launch, monkeypatch)
+    packed = quantize(torch.ones(64, 4096), format)
+    x = torch.empty(m, 4096, dtype=BF16)
+    linear.quant_linear(x, packed.packed, list(packed.scales.values()), format)
+    (made,) = (made for kernel in kernels for made in kernel.kernels)
+    assert "mma" in made.asm["ptx"]
+
+
+@pytest.mark.parametrize("tokens", [128, 8192])
+def test_fp8(tokens: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Spilled registers made this kernel four times slower: sums stay where they are."""
+    compile_launches(grouped_tiles, monkeypatch)
+    kernels = compile_launches(grouped_fp8, monkeypatch)
+    rows, tiles = grouped_fp8.ROWS, grouped_fp8.TILES
+    experts, hidden, inner = 8, 1024, 512
+    gate_up, down = (
+        quantize(torch.ones(experts, *shape), tiles)
+        for shape in ((2 * inner, hidden), (hidden, inner))
+    )
+    monkeypatch.setattr(grouped_fp8, "quantize", lambda x, format: quantize_parts(x, format, None))
+    order, ends = (torch.zeros(size, dtype=torch.int32) for size in (2 * tokens, experts))
+    x = torch.ones(tokens, hidden, dtype=BF16)
+    out = grouped_fp8.experts(
+        x, order, None, ends, gate_up, down, (None, None), Gate(), (rows, rows)
+    )
+    (both,) = (kernel.kernels for kernel in kernels if kernel.kernels)
+    assert out.shape == (2 * tokens, hidden) and len(both) == 2
+    assert all(stack_bytes(made, tmp_path) <= 16 for made in both)
 
 
 def test_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,9 @@ import torch
 from .triton_support import DEVICE, INTERPRETED  # isort: skip
 
 from fulgurite.kernels import attention_reference as reference
+from fulgurite.kernels.glue import HeadNorms, Heads, Pages
 from fulgurite.kernels.triton import attention as triton_attention
+from fulgurite.kernels.triton import glue
 
 from .attention_cases import CASES, build, exact
 
@@ -72,11 +74,62 @@ def test_splits(name, splits, monkeypatch):
 
 @pytest.mark.parametrize("pages", [torch.float32, *PAGES], ids=str)
 def test_store(pages):
-    k, v = (torch.randn(7, 6, 19, device=DEVICE).mul(100)[:, ::2] for _ in range(2))
-    slots = torch.tensor([3, -1, 0, 14, 9, 5, -7], device=DEVICE)
+    # the reference on the CPU, which divides: torch on a GPU multiplies by the scale's inverse
+    k, v = (torch.randn(7, 6, 19).mul(100)[:, ::2] for _ in range(2))
+    slots = torch.tensor([3, -1, 0, 14, 9, 5, -7])
     stored = []
-    for function in (triton_attention.store_pages, reference.store_pages):
-        keys, values = (torch.zeros(3, 5, 3, 19, device=DEVICE).to(pages) for _ in range(2))
-        function(k, v, keys, values, slots, 0.3, 2.0)
-        stored.append((keys.float(), values.float()))
+    for function, place in ((triton_attention.store_pages, DEVICE), (reference.store_pages, "cpu")):
+        keys, values = (torch.zeros(3, 5, 3, 19).to(pages).to(place) for _ in range(2))
+        function(k.to(place), v.to(place), keys, values, slots.to(place), 0.3, 2.0)
+        stored.append((keys.float().cpu(), values.float().cpu()))
     assert torch.equal(stored[0][0], stored[1][0]) and torch.equal(stored[0][1], stored[1][1])
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    "normed, turned, window", [(True, "half", None), (False, "interleaved", 9), (True, "", None)]
+)
+@pytest.mark.parametrize("pages", [torch.float32, *PAGES], ids=str)
+def test_fresh_heads(normed, turned, window, splits, pages, monkeypatch):
+    """Norms, rotation, stores and attention in one kernel: what the two kernels give, bit for bit
+    in the pages; a token of nobody is zero."""
+    made = triton_attention.plan
+    monkeypatch.setattr(triton_attention, "LEAST_SPAN", 16)
+    monkeypatch.setattr(
+        triton_attention, "plan", lambda *args: made(*args).__class__(16, 16, 4, 2, splits)
+    )
+    lengths, heads, key_heads, size, page = [1, 33, 50], 6, 2, 32, 16
+    narrow = torch.bfloat16 if pages.itemsize == 1 else pages
+    q, k, v = (
+        torch.randn(4, n, size, device=DEVICE).to(narrow) for n in (heads, key_heads, key_heads)
+    )
+    norms = None
+    if normed:
+        norms = HeadNorms(*(torch.randn(2, size, device=DEVICE).to(narrow)), 1e-5, 1.0)
+    cos, sin = torch.randn(2, 4, 1, size // 2, device=DEVICE) if turned else (None, None)
+    given = Heads(q, k, v, norms, cos, sin, turned == "interleaved")
+    tables = torch.arange(1, 13, device=DEVICE).view(3, 4).int()
+    starts = torch.arange(4, device=DEVICE).int()
+    places = [16 * (1 + 4 * i + (n - 1) // 16) + (n - 1) % 16 for i, n in enumerate(lengths)]
+    slots = torch.tensor([*places, -1], device=DEVICE)
+    where = (tables, starts, torch.tensor(lengths, device=DEVICE).int())
+    rules = (size**-0.5, size, window, None, None, None, 1.0, 1.0, 1, 50)
+    found = []
+    for fresh in (True, False):
+        generator = torch.Generator().manual_seed(3)
+        keys, values = (
+            torch.randn(13, page, key_heads, size, generator=generator).to(DEVICE).to(pages)
+            for _ in range(2)
+        )
+        if fresh:
+            out = triton_attention.fresh_attention(
+                given, Pages(keys, values, slots), *where, *rules
+            )
+        else:
+            turned_q, _, _ = glue.heads(*given, (keys, values, slots))
+            out = triton_attention.paged_attention(turned_q, keys, values, *where, *rules)
+        found.append((out, keys, values))
+    (out, *kept), (wanted, *wanted_kept) = found
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(kept, wanted_kept, strict=True))
+    torch.testing.assert_close(out, wanted)
+    assert not out[3].any()

@@ -174,6 +174,22 @@ def test_a_slot_that_does_not_exist():
             running[0].check()
 
 
+def test_a_token_that_names_an_expert_twice():
+    """It has more visits than its header has room for: they are not written over its neighbour's."""
+    plan = Plan(4, 3, 16, 2, wire="f32", result="f32")
+    running = transports(2, plan)
+    x, chosen, w = routes(4, plan, 4, 0)
+    twice = chosen.clone()
+    twice[1] = 1
+    outs = step(running, [(x, twice, w), (x, chosen, w)])
+    right = wanted(x, chosen, w, "f32")
+    torch.testing.assert_close(outs[1].double(), right, atol=1e-5, rtol=0)
+    torch.testing.assert_close(outs[0][[0, 2, 3]].double(), right[[0, 2, 3]], atol=1e-5, rtol=0)
+    with pytest.raises(ArgumentError, match="(?s)rank 0 sent .* must differ"):
+        running[0].check()
+    running[1].check()
+
+
 def test_what_does_not_fit_the_plan():
     plan = Plan(2, 1, 16, 1)
     transport = transports(2, plan)[0]

@@ -8,7 +8,7 @@ import torch
 from .triton_support import DEVICE, INTERPRETED  # isort: skip
 
 from fulgurite.kernels import glue
-from fulgurite.kernels.triton import fused_linear
+from fulgurite.kernels.triton import fused_linear, row_linear
 
 ROWS = (1, 3, 16, 17, 33) if INTERPRETED else (1, 2, 3, 4, 5, 16, 17, 33, 64, 65, 128)
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
@@ -68,6 +68,20 @@ def test_gate(m, activation):
     names = ("x", "weight", "up", "norm")
     check({name: given[name] for name in names}, activation=activation, eps=1e-6)
     check({name: given[name] for name in (*names, "bias", "up_bias")}, activation=activation)
+
+
+@pytest.mark.parametrize("held", [0, 1, 2, 3])
+@pytest.mark.parametrize("k", [128, 300, 1024])
+def test_steps_held_and_walked(k, held, monkeypatch):
+    """All of the weight at once, its beginning only, or none of it before the walk."""
+    monkeypatch.setattr(fused_linear, "row_plan", lambda *_: row_linear.RowPlan(4, 128, 4, 2, held))
+    few = fused_linear.FewPlan(8, 32, 4, 2, held)
+    monkeypatch.setattr(fused_linear, "few_plan", lambda *_: few)
+    for m in (1, 2):
+        given = tensors(m, 11, k, torch.float32)
+        names = ("x", "weight", "up", "norm", "bias", "up_bias", "residual")
+        check({name: given[name] for name in names}, activation="silu", eps=1e-6)
+        check({name: given[name] for name in ("x", "weight")})
 
 
 @pytest.mark.parametrize("gated", [False, True])

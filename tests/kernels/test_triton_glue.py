@@ -52,8 +52,10 @@ def test_combine(how, dtype):
 CASES = list(itertools.product((False, True), (None, "half", "interleaved"), (False, True)))
 
 
+@pytest.mark.parametrize("few", [0, 256])
 @pytest.mark.parametrize("normed, turned, stored", CASES)
-def test_heads(normed, turned, stored):
+def test_heads(normed, turned, stored, few, monkeypatch):
+    monkeypatch.setattr(kernels, "FEW_TOKENS", few)  # a head in a program, or several
     tokens, n, k, size, pairs = 5, 3, 2, 19, 7
     rows = torch.randn(tokens, (n + 2 * k) * size, device=DEVICE)
     q, key, v = (

@@ -11,6 +11,8 @@ from fulgurite.kernels import mla_reference as reference
 from fulgurite.kernels.mla import expands
 from fulgurite.kernels.triton import mla as triton_mla
 from fulgurite.kernels.triton import mla_decode
+from fulgurite.kernels.triton.mla_expand import gather
+from fulgurite.kernels.triton.mla_project import kinds, project_queries
 from fulgurite.kernels.triton.mla_write import write_latent
 
 from .mla_cases import CASES, Case, angles, build, empty_pages, exact
@@ -85,6 +87,75 @@ def test_splits(name, splits, monkeypatch):
     monkeypatch.setattr(mla_decode, "plan", lambda *_: mla_decode.Plan(16, 16, 4, 1, splits))
     tensors, options = build(CASES[name], torch.float32, torch.float32, DEVICE)
     close(run(tensors, options), tensors, options, 2e-6)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not run Gluon")
+@pytest.mark.parametrize("pages", [torch.bfloat16, torch.uint8], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [[(1, 1), (1, 700), (1, 64)], [(3, 130), (1, 65)] * 40], ids=len
+)
+def test_many_heads(lengths, pages, monkeypatch):
+    """64 rows and more of DeepSeek's sizes, which Hopper has a kernel of its own for; split and whole."""
+    monkeypatch.setenv("FULGURITE_GLUON", "1")
+    sizes = {"rank": 512, "plain": 128, "rope": 64, "value": 128, "page": 64}
+    case = Case(lengths, heads=128, spare=2, **sizes)
+    tensors, options = build(case, pages, torch.bfloat16, DEVICE)
+    close(run(tensors, options), tensors, options, 4 * torch.finfo(torch.bfloat16).eps)
+
+
+@pytest.mark.parametrize("programs, splits", [(1, 32), (16, 8), (64, 2), (128, 1), (132, 1)])
+def test_contexts_are_split_into_whole_waves(programs, splits):
+    assert mla_decode.splits_for(programs, 132, 4096) == splits
+
+
+@pytest.mark.parametrize("longest", [0, 1, 63, 130])
+def test_short_contexts_are_hardly_split(longest):
+    assert mla_decode.splits_for(1, 132, longest) <= max(longest // mla_decode.LEAST_SPAN, 1)
+
+
+def test_fp8_latents_far_from_one():
+    """Scales that would leave few bits of a weight in float16."""
+    tensors, options = build(Case([(1, 90), (3, 41)], heads=5), torch.uint8, torch.float16, DEVICE)
+    tensors[0][..., :16].mul_(300)
+    scales = reference.parts(tensors[4], 32, 8).scales_PB
+    scales.mul_(torch.linspace(1e-3, 3e-3, scales.shape[1], device=DEVICE))
+    tensors[1][:, 16:].mul_(100)
+    found = run(tensors, options)
+    assert found.abs().max() > 0
+    close(found, tensors, options, 4 * torch.finfo(torch.float16).eps)
+
+
+@pytest.mark.parametrize("pages", [torch.float32, torch.float8_e4m3fn, *NARROW], ids=str)
+@pytest.mark.parametrize(
+    "tokens, plain, rope, rank", [(1, 16, 8, 48), (19, 7, 6, 19), (33, 1, 0, 1)]
+)
+def test_queries(tokens, plain, rope, rank, pages):
+    query = NARROW[0] if pages.itemsize < 4 else pages
+    q = torch.randn(tokens, 3, 2 * (plain + rope), device=DEVICE)[..., : plain + rope].to(query)
+    up = torch.randn(3, plain + 5, rank, device=DEVICE).to(query)[:, :plain]
+    cos, sin = (x.to(DEVICE) for x in angles(tokens, rope))
+    found = project_queries(q, up, cos, sin, True, pages)
+    assert (found.latent_TNC.dtype, found.rope_TNR.dtype) == kinds(query, pages)
+    power = 1.0 if found.powers_TN is None else found.powers_TN[..., None].double()
+    wanted = torch.einsum("tnd,ndc->tnc", q[..., :plain].double(), up.double())
+    turned = reference.turned(q[..., plain:].double(), cos[:, None], sin[:, None], True)
+    for ours, right in ((found.latent_TNC, wanted), (found.rope_TNR, turned)):
+        error = (ours.double() * power - right).abs()
+        most = torch.cat((wanted, turned), dim=-1).abs().amax(-1, keepdim=True)
+        assert (error <= 2 * max(torch.finfo(ours.dtype).eps, 1e-6) * most).all()
+    if found.powers_TN is not None:
+        largest = torch.cat((found.latent_TNC.float(), found.rope_TNR.float()), -1).abs().amax(-1)
+        assert (largest <= 1).all() and (largest > 0.49).all()
+
+
+@pytest.mark.parametrize("pages", [torch.float32, torch.uint8, *NARROW], ids=str)
+@pytest.mark.parametrize("length", [1, 16, 41])
+def test_gather(length, pages):
+    tensors, _ = build(Case([(1, 41)], page=5, rank=19, rope=6), pages, torch.float32, DEVICE)
+    kept = reference.parts(tensors[4], 19, 6)
+    found = gather(kept, tensors[5][0], length, torch.float32)
+    wanted = reference.read_latent(kept, tensors[5][0], length, torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("each", [1, 16, 32])

@@ -160,6 +160,7 @@ SHAPES = [  # tokens, experts, experts a token, hidden, inner
     (2, 7, 3, 33, 17),
     (13, 3, 2, 130, 40),
     (40, 2, 1, 64, 70),
+    (70, 1, 1, 40, 24),  # many rows: `grouped_dense.py`
 ]
 
 

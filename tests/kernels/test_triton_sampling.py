@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from torch import Tensor
 
 from fulgurite.kernels import sampling
 
@@ -21,32 +22,38 @@ SETTINGS = [
     (1.2, 0.02, 40, 0.9),
     (1.0, 0.0, 1, 0.5),
 ]
+RANDOM = [0.03, 0.4, 0.61, 0.77, 0.9, 0.999]
 SIZES = (1, 7, 1025) if INTERPRETED else (1, 7, 1025, 50_001, 151_936)
+ROUNDED = 2.0**-18  # by how much a p may be off: its exponent, 31 at most, in float32
 
 
-def compare(logits: torch.Tensor, settings: list[tuple[float, ...]], random: list[float]) -> None:
+def settings_of(settings: list[tuple[float, ...]], random: list[float]) -> Tensor:
     rows = [(*one, u) for one, u in zip(settings, random, strict=True)]
-    columns = torch.tensor(rows, dtype=torch.float64)
-    got = kernels.sample_rows(logits.to(DEVICE), *columns.unbind(dim=1)).cpu()
-    wanted = sampling.one_by_one(logits, *columns.unbind(dim=1))
-    assert got.tolist() == wanted.tolist()
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def compare(logits: Tensor, settings: list[tuple[float, ...]], random: list[float]) -> None:
+    rows = settings_of(settings, random)
+    got = kernels.sample_rows(logits.to(DEVICE), rows).cpu()
+    assert got.tolist() == sampling.one_by_one(logits, rows).tolist()
 
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many programs a row even of few tokens."""
-    for name, size in (("CHUNK", 64), ("STEP", 32), ("BLOCK", 32)):
+    """Many programs a row even of few tokens, whose lists fit nowhere."""
+    sizes = {"CHUNK": 64, "PIVOT_CHUNK": 128, "STRETCH": 16, "TILE": 16, "BLOCK": 32}
+    sizes |= {"CAPACITY": 48}
+    for name, size in sizes.items():
         monkeypatch.setattr(kernels, name, size)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_each_setting_beside_the_others(size: int) -> None:
     generator = torch.Generator().manual_seed(size)
-    numbers = [0.03, 0.4, 0.61, 0.77, 0.9, 0.999]
-    compare(2 * torch.randn(6, size, generator=generator), SETTINGS, numbers)
+    compare(2 * torch.randn(6, size, generator=generator), SETTINGS, RANDOM)
 
 
-def rows_of(kind: str, count: int, size: int, seed: int) -> torch.Tensor:
+def rows_of(kind: str, count: int, size: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, size, generator=generator)
     if kind == "impossible":
@@ -59,13 +66,13 @@ def rows_of(kind: str, count: int, size: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("size", [130] if INTERPRETED else [63, 130, 200, 5000])
 @pytest.mark.parametrize("kind", ["wide", "flat", "equal", "ties", "impossible"])
 def test_many_programs_a_row(kind: str, size: int, small_chunks: None) -> None:
-    """Edges anywhere: in the first bin, in the last, where all tokens share one."""
+    """Edges anywhere: above the first pivot, below the last, where all tokens share one p."""
     numbers = random.Random(size)
     settings = [
         (
             numbers.choice([0.3, 1.0, 2.0]),
             numbers.choice([0, 0, 0.05, 0.5]),
-            numbers.choice([0, 1, 3, 50, 1000]),
+            numbers.choice([0, 0, 1, 3, 50, 1000]),
             numbers.choice([1.0, 0.9, 0.5, 0.9999, 0.01]),
         )
         for _ in range(6)
@@ -90,9 +97,42 @@ def test_ties_and_impossible_tokens() -> None:
     compare(logits[list(rows)], list(chosen), list(random))
 
 
+def test_bounds_that_leave_exactly_k(small_chunks: None) -> None:
+    """The k largest lie in k stretches, so the list has k tokens; of those top-p takes its share."""
+    logits = torch.zeros(3, 200)
+    logits[:, :80:16] = torch.tensor([3.0, 2.9, 2.8, 2.7, 2.6])
+    settings = [(1.0, 0.0, 5, 0.5), (1.0, 0.0, 5, 1.0), (1.0, 0.5, 7, 0.5)]
+    compare(logits, settings, [0.9, 0.95, 0.9])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="takes the interpreter too long")
+def test_as_often_as_they_are_likely() -> None:
+    """Chi-square of many draws of one row against the p that the definition keeps."""
+    logits = torch.randn(90, generator=torch.Generator().manual_seed(6))
+    draws = 40_000
+    u = torch.rand(draws, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    settings = torch.tensor([1.0, 0.0, 12, 0.9]).double().repeat(draws, 1)
+    rows = torch.cat([settings, u[:, None]], dim=1)
+    got = kernels.sample_rows(logits.expand(draws, -1).contiguous().to(DEVICE), rows).cpu()
+    p = (logits - logits.max()).exp()
+    kept = sampling._front(p, 0.0, 12, 0.9)
+    expected = draws * p[kept].double() / p[kept].double().sum()
+    seen = torch.bincount(got, minlength=90)[kept]
+    assert int(seen.sum()) == draws, "something else was drawn"
+    assert float(((seen - expected) ** 2 / expected).sum()) < 3 * len(kept)
+
+
 def test_rows_of_a_larger_tensor() -> None:
     logits = torch.randn(4, 40, generator=torch.Generator().manual_seed(0))[::2, :37]
     compare(logits, [(1.0, 0.0, 0, 0.9)] * 2, [0.2, 0.8])
+
+
+def test_settings_that_lie_on_the_device() -> None:
+    """Nothing is read on the host: so a graph of it can be replayed with other settings."""
+    logits = torch.randn(6, 70, generator=torch.Generator().manual_seed(4))
+    rows = settings_of(SETTINGS, RANDOM)
+    got = kernels.sample_rows(logits.to(DEVICE), rows.to(DEVICE)).cpu()
+    assert got.tolist() == sampling.one_by_one(logits, rows).tolist()
 
 
 def test_rows_without_a_distribution() -> None:
@@ -101,6 +141,7 @@ def test_rows_without_a_distribution() -> None:
     logits[0, 7], logits[1, 30], logits[2, 5] = float("nan"), float("inf"), float("nan")
     logits[2, 4], logits[3] = float("inf"), float("-inf")
     compare(logits, [(1.0, 0.0, 4, 0.9)] * 5, [0.5] * 5)
+    compare(logits, [(1.0, 0.0, 0, 0.9)] * 5, [0.5] * 5)
 
 
 def test_greedy(small_chunks: None) -> None:
@@ -121,21 +162,60 @@ def test_greedy(small_chunks: None) -> None:
 
 def test_a_row_does_not_depend_on_its_neighbours(small_chunks: None) -> None:
     logits = rows_of("wide", 3, 150, 5)
-    columns = torch.tensor(
+    rows = torch.tensor(
         [(1.0, 0.0, 9, 0.9, 0.6), (1.0, 0.0, 0, 1.0, 0.6), (2.0, 0.1, 0, 0.5, 0.1)]
-    )
-    columns = columns.double()
-    together = kernels.sample_rows(logits.to(DEVICE), *columns.unbind(1)).tolist()
+    ).double()
+    together = kernels.sample_rows(logits.to(DEVICE), rows).tolist()
     alone = [
-        kernels.sample_rows(logits[i : i + 1].to(DEVICE), *columns[i : i + 1].unbind(1)).item()
-        for i in range(3)
+        kernels.sample_rows(logits[i : i + 1].to(DEVICE), rows[i : i + 1]).item() for i in range(3)
     ]
     assert together == alone
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="records CUDA graphs")
+def test_recorded_draws() -> None:
+    """Replayed for other logits in the same place and other settings: what plain calls give."""
+    from fulgurite.kernels.triton import sampling_replay
+
+    generator = torch.Generator().manual_seed(8)
+    place = torch.empty(6, 5000, device=DEVICE)
+    graphs = len(sampling_replay._draws)
+    for _ in range(6):
+        logits = 2 * torch.randn(6, 5000, generator=generator)
+        place.copy_(logits)
+        rows = settings_of(SETTINGS, torch.rand(6, generator=generator).tolist())
+        got = sampling_replay.sample_rows(place, rows).tolist()
+        assert got == sampling.one_by_one(logits, rows).tolist()
+    assert len(sampling_replay._draws) == graphs + 1
+
+
 @pytest.mark.skipif(INTERPRETED, reason="takes the interpreter too long")
 @pytest.mark.parametrize("size", [32_000, 151_936, 262_144])
-@pytest.mark.parametrize("scale", [0.001, 1.0, 8.0])
+@pytest.mark.parametrize("scale", [0.0, 0.001, 0.1, 1.0, 8.0])
 def test_vocabularies_of_real_size(size: int, scale: float) -> None:
-    logits = scale * torch.randn(6, size, generator=torch.Generator().manual_seed(3))
-    compare(logits, SETTINGS, [0.03, 0.4, 0.61, 0.77, 0.9, 0.999])
+    """Where thousands of tokens have nearly one p, rounding says which of them stand in front."""
+    logits = scale * torch.randn(7, size, generator=torch.Generator().manual_seed(3))
+    rows = settings_of([*SETTINGS, (1.0, 0.0, 9000, 0.97)], [*RANDOM, 0.5])
+    got = kernels.sample_rows(logits.to(DEVICE), rows).tolist()
+    wanted = sampling.one_by_one(logits, rows).tolist()
+    for logits_O, row, token, right in zip(logits, rows.tolist(), got, wanted, strict=True):
+        assert token == right or could_be(logits_O, row, token), f"{row}: {token}, not {right}"
+
+
+def could_be(logits_O: Tensor, row: list[float], token: int) -> bool:
+    """Whether some p's no further off than ROUNDED lead to the token."""
+    temperature, min_p, top_k, top_p, u = row
+    p_O = ((logits_O - logits_O.max()).double() / temperature).exp()
+    kept = sampling._front(p_O.float(), min_p, int(top_k), top_p)
+    edge = float(p_O[kept].min())
+    near_O = (p_O / edge - 1).abs() <= ROUNDED
+    sure_O, near_O = p_O * ((p_O > edge) & ~near_O), p_O * near_O
+    least, most = float(sure_O.sum()), float((sure_O + near_O).sum())
+    begins, ends = float(sure_O[:token].sum()), float((sure_O + near_O)[: token + 1].sum())
+    kept_at_all = float((sure_O + near_O)[token]) > 0
+    return (
+        kept_at_all
+        and begins * (1 - ROUNDED) <= u * most * (1 + ROUNDED)
+        and u * least * (1 - ROUNDED) <= ends * (1 + ROUNDED)
+    )

@@ -10,7 +10,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .triton_support import DEVICE, INTERPRETED  # isort: skip
 
-from fulgurite.kernels import attention, glue, joined, sampling
+from fulgurite.kernels import (
+    attention,
+    chains,
+    glue,
+    grouped_matmul,
+    implementations,
+    joined,
+    moe,
+    routing,
+    sampling,
+)
 from fulgurite.models.config import Fields
 from fulgurite.models.registry import family_of
 from fulgurite.models.weights import random_model
@@ -29,8 +39,15 @@ TABLES = (
     glue.HEADS,
     joined.FUSED,
     attention.IMPLEMENTATIONS,
+    attention.FRESH,
     attention.STORES,
     sampling.IMPLEMENTATIONS,
+    routing.FROM_TOKENS,
+    routing.OF_FEW_TOKENS,
+    moe.FEW_IMPLEMENTATIONS,
+    moe.INDEX_IMPLEMENTATIONS,
+    moe.COMBINE_IMPLEMENTATIONS,
+    grouped_matmul.IMPLEMENTATIONS,
 )
 FIELDS = {
     "vocab_size": 61,
@@ -48,6 +65,13 @@ FAMILIES = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
     "gpt_oss": {
         "architectures": ["GptOssForCausalLM"],
         "num_local_experts": 4,
@@ -84,6 +108,7 @@ def make_engine(model):
     "name",
     [
         "qwen3",
+        "qwen3_moe",
         "gpt_oss",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen2")),
     ],
@@ -139,12 +164,18 @@ class Launches(TorchDispatchMode):
 @pytest.mark.parametrize(
     "name, count, wanted",
     [
-        ("llama", 1, ["few_kernel", "heads_kernel", "attention_kernel", *["few_kernel"] * 3]),
-        ("qwen3", 3, ["few_kernel", "heads_kernel", "attention_kernel", *["few_kernel"] * 3]),
+        ("llama", 1, ["row_kernel", "attention_kernel", *["row_kernel"] * 3]),
+        ("qwen3", 3, ["few_kernel", "attention_kernel", *["few_kernel"] * 3]),
+        (
+            "qwen3_moe",
+            2,
+            ["few_kernel", "attention_kernel", "few_kernel", "few_routes_kernel",
+             "inner_kernel", "outer_kernel"],
+        ),
         (
             "qwen3",
             18,
-            ["norm_kernel", "tile_kernel", "heads_kernel", "attention_kernel", "tile_kernel",
+            ["norm_kernel", "tile_kernel", "attention_kernel", "tile_kernel",
              "norm_kernel", "tile_kernel", "tile_kernel"],
         ),
     ],
@@ -178,6 +209,22 @@ def test_a_layer_of_a_decode_step_is_so_many_kernels(name, count, wanted, as_on_
     launches = Launches()
     run = launches.around(interpreter.GridExecutor.__call__)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", run)
+    monkeypatch.setattr(implementations, "is_plain_call", lambda *_: True)  # though this looks on
     with launches:
         model.layers[0](x, positions, rotations[0], cache)
     assert launches.names == wanted
+
+
+def test_kernels_start_early_only_in_a_chain(monkeypatch):
+    """Elsewhere the kernel in front may be what writes a weight."""
+    from fulgurite.kernels.triton import early
+
+    monkeypatch.setattr(early, "can_start_early", lambda device: True)
+    device = torch.device(DEVICE)
+    assert early.early(device) == {"EARLY": False}
+    with chains.chain():
+        assert early.early(device) == {"EARLY": True, "launch_pdl": True}
+        with chains.chain():
+            pass
+        assert early.early(device)["EARLY"]
+    assert early.early(device) == {"EARLY": False}

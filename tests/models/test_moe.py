@@ -11,6 +11,7 @@ import torch
 from fulgurite.kernels.moe import route
 from fulgurite.models import moe
 from fulgurite.models.config import ExpertsConfig
+from fulgurite.models.layers import GatedMLP
 
 CONFIG = ExpertsConfig(
     count=8, per_token=3, inner=5, renormalise=True, scaling=1.7, groups=4, groups_kept=2
@@ -126,3 +127,38 @@ def test_an_expert_that_nobody_asked_for_may_overflow() -> None:
     experts.down[7] = float("inf")
     routes = moe.Routes(torch.ones(9, 2), torch.tensor([[0, 1]] * 9))
     assert experts(torch.randn(9, 6), routes).isfinite().all()
+
+
+def mixture_with_shared() -> moe.MixtureOfExperts:
+    config = ExpertsConfig(count=8, per_token=2, inner=32)
+    mixture = moe.MixtureOfExperts(
+        moe.Router(64, config, moe.softmax_then_top_k),
+        moe.Experts(64, config, moe.gated("silu")),
+        GatedMLP(64, 48, "silu", False),
+    )
+    generator = torch.Generator().manual_seed(0)
+    for parameter in mixture.parameters():
+        torch.nn.init.normal_(parameter, std=0.2, generator=generator)
+    return mixture
+
+
+def test_a_shared_expert_is_added() -> None:
+    mixture = mixture_with_shared()
+    x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1))
+    routed = mixture.experts(x.flatten(0, 1), mixture.router(x.flatten(0, 1))).view_as(x)
+    expected = routed + mixture.shared(x)
+    torch.testing.assert_close(mixture(x), expected)
+    torch.testing.assert_close(mixture(x, onto_XD=x), x + expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+def test_a_shared_expert_runs_beside_the_others(tokens: int) -> None:
+    """Without gradients on two streams; with them one after the other."""
+    mixture = mixture_with_shared().to("cuda", torch.bfloat16)
+    x = torch.randn(tokens, 64, device="cuda", dtype=torch.bfloat16)
+    after = mixture(x, onto_XD=x).detach()
+    with torch.no_grad():
+        beside = [mixture(x, onto_XD=x) for _ in range(20)]
+    assert all(torch.equal(beside[0], one) for one in beside)
+    torch.testing.assert_close(beside[0], after, atol=3e-2, rtol=3e-2)

@@ -50,7 +50,7 @@ def sigmoid(x):
 
 @triton.jit
 def quick_sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
+    return libdevice.fast_dividef(1.0, 1.0 + libdevice.fast_expf(-x))
 
 
 @triton.jit

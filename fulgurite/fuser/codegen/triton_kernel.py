@@ -64,7 +64,6 @@ def _finishes(name: str, writer: Writer, device: Device, wide: bool) -> list[Sta
 
 
 def write(w: Writer) -> Stage:
-    b = w.body
     open_grid(w)
     if w.schedule.programs:
         walk(w)
@@ -75,6 +74,12 @@ def write(w: Writer) -> Stage:
     else:
         held_axis(w)
         held(w)
+    return finished(w)
+
+
+def finished(w: Writer) -> Stage:
+    """The function, once all its lines are there."""
+    b = w.body
     assert len(b.levels) == 1, "a loop was left open"
     memory = w.nest.memory
     tensors = [memory[n] for n in w.reads] + [memory[n] for n in w.writes]
@@ -153,6 +158,8 @@ def held(w: Writer) -> None:
     wanted = w.wanted(w.roots())
     partial = {x.name for x in w.partial}
     for local in w.nest.locals.values():
+        if local.name in w.body.level_of:
+            continue  # a tile of a matrix product
         if local.name in partial:
             add_to_part(w, local)
         elif local.name in wanted:

@@ -11,6 +11,7 @@ Importing this folder needs triton.
     tiles.py        which kernel, and which tile, for which sizes
     launch.py       packed operands -> a launch           packed.py    formats as kernels see them
     few_rows.py     the kernel for a few rows of x        matmul.py    the kernel for more
+    few_step.py     its sums over K                       grouped_few.py, few_packed.py  of experts
     dequantize.py   packed numbers -> bfloat16            counters.py  for programs that share K
     numbers.py      device functions for casts            decode.py    device functions for matmuls
     routing.py      experts from logits or tokens         moe.py       pairs sorted by expert; sums

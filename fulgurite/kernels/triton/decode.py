@@ -3,7 +3,7 @@
 In: nibbles as they are stored, read as 16-bit words of four. Out: four tiles of exact bfloat16
 values, tile j with the j-th nibble of every word, which a matmul takes one after the other.
 
-To keep up with its memory an H200 has to decode a 4-bit weight with five instructions, loads and
+To keep up with its memory an H200 has to decode a 4-bit weight with three instructions, loads and
 all, so two words are decoded at a time by bit moves on a 32-bit register (`PACKED`): in the layout of
 the tensor cores two neighbouring words share one, and so do their results. The other branches say
 the same in plain Triton, for the interpreter and for other makes of GPU.
@@ -25,10 +25,14 @@ def _shift(target: str, left: int) -> str:
 
 
 def _e2m1(nibble: int, finish: str) -> str:
-    """Sign and magnitude of two nibbles to their places in a pair of bfloat16."""
-    return f"""{{ .reg .b32 a, b, m;
-{_shift("a", 12 - 4 * nibble)} and.b32 a, a, 0x80008000;
-{_shift("b", 6 - 4 * nibble)} and.b32 b, b, 0x01C001C0; or.b32 a, a, b;
+    """Sign and magnitude of two nibbles to their places in a pair of bfloat16.
+
+    One product moves a nibble to both places, 12 and 6 bits up, and a mask keeps what belongs there.
+    """
+    mask, factor = (0x000F000F, 2**12 + 2**6) if nibble % 2 == 0 else (0x00F000F0, 2**8 + 2**2)
+    return f"""{{ .reg .b32 a, m;
+{_shift("a", -8 * (nibble // 2))} and.b32 a, a, {mask}; mul.lo.u32 a, a, {factor};
+and.b32 a, a, 0x81C081C0;
 {finish} }}"""
 
 
@@ -48,13 +52,15 @@ INT4 = tl.constexpr(tuple(_int4(nibble) for nibble in range(4)))
 # What an e4m3 scale is multiplied by: its largest, 448, then still is a bfloat16.
 E4M3_LIFT = tl.constexpr(2.0**119)
 E4M3_DROP = tl.constexpr(2.0**7)
+# The largest e8m0 code, 2^1, that is a bfloat16 when lifted by 2^126.
+E8M0_LIFTED_MOST = tl.constexpr(128)
 
 
 @triton.jit
 def e2m1_tile(words, scale, NIBBLE: tl.constexpr, ANY: tl.constexpr, PACKED: tl.constexpr):
     """One nibble of each word times `scale` (bfloat16, spread over the tile).
 
-    ANY: the scale as it is. Otherwise it was lifted by 2^119, and the result is 2^-7 of the value.
+    ANY: the scale as it is. Otherwise it was lifted, by 2^126, or by 2^119 for 2^-7 of the value.
     """
     if PACKED:
         return tl.inline_asm_elementwise(
@@ -86,8 +92,11 @@ def plus(w, number):
 
 @triton.jit
 def cast_tile(w, type: tl.constexpr, NATIVE: tl.constexpr):
-    """8-bit weights as 16-bit floats, exact."""
-    if NATIVE:
+    """8-bit weights as 16-bit floats, exact.
+
+    float8 takes the way over float32: its own way to bfloat16 is a quarter as fast on an H200.
+    """
+    if NATIVE and (w.dtype == tl.int8 or type == tl.float16):
         return w.to(type)
     else:
         return w.to(tl.float32).to(type)
@@ -122,3 +131,9 @@ def e8m0_to_bfloat16(code):
     wide = code.to(tl.int32)
     bits = tl.where(wide == 0, 0x00400000, tl.where(wide == 255, 0x7FC00000, wide << 23))
     return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
+
+
+@triton.jit
+def e8m0_lifted(code):
+    """2^(code - 127) * 2^126, exactly, of codes up to E8M0_LIFTED_MOST."""
+    return ((code.to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True)

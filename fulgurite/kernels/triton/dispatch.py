@@ -1,5 +1,6 @@
 """Tokens straight into the memory of other ranks: dispatch and combine as kernels.
 
+    ways       which row to a rank a token is, and how many go there; counts the step
     send       row of a token ─▶ inbox of each rank it visits, with a header; counts, then a flag
     wait       until every rank's flag has come
     receive    inbox ─▶ values, once for each visit, with the visits' experts and weights
@@ -12,14 +13,16 @@ the number of the step it belongs to, so none is ever reset. Writes are made vis
 system scope behind a count of the finished programs; `wait` acquires.
 
 Nothing here can hang or write out of bounds: `wait` gives up after a number of polls, a row past the
-capacity is not written, and either leaves its reason in `status`. A rank that has no room tells all ranks,
-by a count below zero.
+capacity is not written, nor is a visit past the room of its header (only a token that names an expert
+twice has so many), and each leaves its reason in `status`. A rank that has no room tells all ranks, by a
+count below zero.
 
 A header is int32: source token, which of that token's returns this is, number of visits, nothing; then for
 each visit the number of the expert on this rank, and the bits of its weight.
 
     W ranks    C rows from a rank to a rank    T tokens    k experts of a token    V = min(k, experts of a
     rank) visits of a row at most    M = min(k, W) ranks of a token at most    D hidden size
+    place_TW   which of the rows to rank w token t is, by token; -1 if it doesn't go there
 """
 
 from __future__ import annotations
@@ -31,7 +34,10 @@ import triton.language as tl
 TIMED_OUT = tl.constexpr(1)
 FULL = tl.constexpr(2)
 NOWHERE = tl.constexpr(3)
+TWICE = tl.constexpr(4)
 OVERFLOWN = tl.constexpr(-1)  # a count: the sender had more rows than fit, for somebody
+# Numbers that differ between ranks and steps: a kernel is built once for all of them.
+ANY = ("tokens", "rank", "experts", "capacity", "polls")
 
 
 @triton.jit
@@ -49,55 +55,86 @@ def _finished(counter_ptr, programs):
     return last
 
 
-@triton.jit
-def send_kernel(
-    rows_ptr, slots_ptr, weights_ptr, visited_ptr, turn_ptr, row_ptr, lost_ptr,
-    peers_ptr, step_ptr, counter_ptr, status_ptr,
-    tokens, rank, experts, capacity, copy_bytes, rows_at, flags_at,
-    K: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr, HEAD: tl.constexpr,
-    WORDS: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=ANY)
+def ways_kernel(
+    slots_ptr, place_ptr, counts_ptr, step_ptr, sent_step_ptr, status_ptr, tokens, rank, experts,
+    K: tl.constexpr, KS: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Token t to rank w, if it visits it: as the row_TW[t, w]-th row from here."""
+    """place_TW and how many rows each rank gets, one program a rank; one of them counts the step."""
+    peer = tl.program_id(0)
+    column = tl.arange(0, KS)[None, :]
+    count = tl.zeros([], tl.int32)
+    most = tl.zeros([], tl.int32)
+    lost = tl.zeros([], tl.int32)
+    for start in range(0, tokens, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        there = (token < tokens)[:, None] & (column < K)
+        slot = tl.load(slots_ptr + token[:, None].to(tl.int64) * K + column, there, 0)
+        mine = there & (slot >= peer * experts) & (slot < (peer + 1) * experts)
+        visits = tl.sum(mine.to(tl.int32), 1)
+        goes = (visits > 0).to(tl.int32)
+        place = tl.where(goes > 0, count + tl.cumsum(goes, 0) - goes, -1)
+        tl.store(place_ptr + token.to(tl.int64) * W + peer, place, token < tokens)
+        count += tl.sum(goes, 0)
+        most = tl.maximum(most, tl.max(visits, 0))
+        outside = there & ((slot < 0) | (slot >= W * experts))
+        lost += tl.sum(tl.sum(outside.to(tl.int32), 1), 0)
+    tl.store(counts_ptr + peer, count)
+    if most > V:
+        tl.store(status_ptr, TWICE)
+        tl.store(status_ptr + 1, rank)
+    if peer == 0:
+        step = tl.load(step_ptr) + 1
+        tl.store(step_ptr, step)
+        tl.store(sent_step_ptr, step)
+        if lost > 0:
+            tl.store(status_ptr, NOWHERE)
+            tl.store(status_ptr + 1, rank)
+
+
+@triton.jit(do_not_specialize=ANY)
+def send_kernel(
+    rows_ptr, slots_ptr, weights_ptr, place_ptr, counts_ptr, peers_ptr, step_ptr, counter_ptr,
+    status_ptr, tokens, rank, experts, capacity, copy_bytes, rows_at, flags_at,
+    K: tl.constexpr, KS: tl.constexpr, V: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr,
+    HEAD: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Token t to rank w, if it visits it: as the place_TW[t, w]-th row from here."""
     token, peer = tl.program_id(0).to(tl.int64), tl.program_id(1)
     step = tl.load(step_ptr)
     copy_at = (step & 1).to(tl.int64) * copy_bytes
     if token < tokens:
-        at = token * W + peer
-        place = tl.load(row_ptr + at)
-        if (tl.load(visited_ptr + at) != 0) & (place < capacity):
+        place = tl.load(place_ptr + token * W + peer)
+        if (place >= 0) & (place < capacity):
             base = tl.load(peers_ptr + peer) + copy_at
             row = (rank * capacity + place).to(tl.int64)
-            header = _int32_at(base + row * HEAD)
-            tl.store(header, token.to(tl.int32))
-            tl.store(header + 1, tl.load(turn_ptr + at))
-            count = tl.full([], 0, tl.int32)
-            for j in tl.static_range(K):
-                slot = tl.load(slots_ptr + token * K + j)
-                mine = (slot >= peer * experts) & (slot < (peer + 1) * experts)
-                weight = tl.load(weights_ptr + token * K + j).to(tl.float32)
-                tl.store(header + 4 + 2 * count, (slot - peer * experts).to(tl.int32), mine)
-                tl.store(header + 5 + 2 * count, weight.to(tl.int32, bitcast=True), mine)
-                count += mine.to(tl.int32)
-            tl.store(header + 2, count)
             into = _int32_at(base + rows_at + row * (WORDS * 4))
             source = rows_ptr + token * WORDS
             for first in tl.static_range(0, WORDS, BLOCK):
                 word = first + tl.arange(0, BLOCK)
                 tl.store(into + word, tl.load(source + word, word < WORDS), word < WORDS)
+            header = _int32_at(base + row * HEAD)
+            tl.store(header, token.to(tl.int32))
+            lane = tl.arange(0, LANES)
+            before = tl.load(place_ptr + token * W + lane, lane < peer, -1)
+            tl.store(header + 1, tl.sum((before >= 0).to(tl.int32), 0))
+            column = tl.arange(0, KS)
+            slot = tl.load(slots_ptr + token * K + column, column < K, -1)
+            mine = (slot >= peer * experts) & (slot < (peer + 1) * experts)
+            visit = tl.cumsum(mine.to(tl.int32), 0) - 1
+            mine = mine & (visit < V)
+            weight = tl.load(weights_ptr + token * K + column, column < K, 0.0).to(tl.float32)
+            tl.store(header + 4 + 2 * visit, (slot - peer * experts).to(tl.int32), mine)
+            tl.store(header + 5 + 2 * visit, weight.to(tl.int32, bitcast=True), mine)
+            tl.store(header + 2, tl.sum(mine.to(tl.int32), 0))
     if _finished(counter_ptr, tl.num_programs(0) * tl.num_programs(1)):
         lane = tl.arange(0, LANES)
         here = lane < W
-        last = (lane.to(tl.int64) * 0 + tokens - 1) * W + lane  # tokens may be a constant 1
-        some = here & (lane * 0 < tokens)
-        count = tl.load(row_ptr + last, some, 0)
-        count += tl.load(visited_ptr + last, some, 0).to(tl.int32)
+        count = tl.load(counts_ptr + lane, here, 0)
         if tl.max(count, 0) > capacity:
             tl.store(status_ptr, FULL)
             tl.store(status_ptr + 1, rank)
             count = tl.full([LANES], OVERFLOWN, tl.int32)
-        if tl.load(lost_ptr) != 0:
-            tl.store(status_ptr, NOWHERE)
-            tl.store(status_ptr + 1, rank)
         flags = tl.load(peers_ptr + lane, here, 0) + copy_at + flags_at + rank * 16
         flags = flags.to(tl.pointer_type(tl.int32))
         tl.store(flags, count, here)
@@ -105,7 +142,7 @@ def send_kernel(
         tl.atomic_xchg(flags + 1, step + lane * 0, here, sem="release", scope="sys")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY)
 def wait_kernel(
     peers_ptr, step_ptr, counts_ptr, status_ptr, rank, polls, copy_bytes, flags_at,
     W: tl.constexpr, LANES: tl.constexpr, RETURNS: tl.constexpr,
@@ -138,12 +175,12 @@ def wait_kernel(
         tl.store(counts_ptr + lane, tl.maximum(count, 0), here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY)
 def receive_kernel(
     peers_ptr, step_ptr, counts_ptr, x_ptr, experts_ptr, weights_ptr,
     rank, experts, capacity, copy_bytes, rows_at, scales_at, factor_at,
-    V: tl.constexpr, HEAD: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    KIND: tl.constexpr,
+    V: tl.constexpr, VS: tl.constexpr, HEAD: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Row (source, place) of the inbox as values, for each of its visits; the rest is nobody's."""
     place, source = tl.program_id(0), tl.program_id(1)  # only the first may pass 65535
@@ -151,22 +188,21 @@ def receive_kernel(
     base = tl.load(peers_ptr + rank) + (tl.load(step_ptr) & 1).to(tl.int64) * copy_bytes
     header = _int32_at(base + row * HEAD)
     there = place < tl.load(counts_ptr + source)
-    visits = tl.load(header + 2, there, 0)
-    for j in tl.static_range(V):
-        expert = tl.load(header + 4 + 2 * j, visits > j, experts)
-        inside = (expert >= 0) & (expert < experts)
-        tl.store(experts_ptr + row * V + j, tl.where(inside, expert, experts))
-        weight = tl.load(header + 5 + 2 * j, visits > j, 0)
-        tl.store(weights_ptr + row * V + j, weight.to(tl.float32, bitcast=True))
+    visits = tl.minimum(tl.load(header + 2, there, 0), V)
+    visit = tl.arange(0, VS)
+    expert = tl.load(header + 4 + 2 * visit, visit < visits, -1)
+    inside = (expert >= 0) & (expert < experts)
+    tl.store(experts_ptr + row * V + visit, tl.where(inside, expert, experts), visit < V)
+    weight = tl.load(header + 5 + 2 * visit, visit < visits, 0)
+    tl.store(weights_ptr + row * V + visit, weight.to(tl.float32, bitcast=True), visit < V)
     if there:
         start = base + rows_at + row * ROW
         for first in tl.static_range(0, D, BLOCK):
             column = first + tl.arange(0, BLOCK)
             value = _decode(start, scales_at, factor_at, column, column < D, KIND)
-            for j in tl.static_range(V):
-                if visits > j:
-                    out = x_ptr + (row * V + j) * D + column
-                    tl.store(out, value.to(x_ptr.dtype.element_ty), column < D)
+            value = value.to(x_ptr.dtype.element_ty)
+            for j in range(visits):
+                tl.store(x_ptr + (row * V + j) * D + column, value, column < D)
 
 
 @triton.jit
@@ -210,7 +246,7 @@ def _encode(start, column, value, inside, KIND: tl.constexpr):
         tl.store(into + column, value.to(tl.float32), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY)
 def send_back_kernel(
     y_ptr, counts_ptr, peers_ptr, step_ptr, counter_ptr, status_ptr,
     rank, tokens, capacity, copy_bytes, returns_at, flags_at,
@@ -228,18 +264,17 @@ def send_back_kernel(
         if (token >= 0) & (token < tokens) & (turn >= 0) & (turn < M):
             into = tl.load(peers_ptr + source) + copy_at + returns_at
             into += (token.to(tl.int64) * M + turn) * ROW
-            for first in tl.static_range(0, D, BLOCK):
-                column = first + tl.arange(0, BLOCK)
-                total = tl.zeros([BLOCK], tl.float32)
-                for j in tl.static_range(V):
-                    if visits > j:
-                        value = tl.load(y_ptr + (row * V + j) * D + column, column < D, 0.0)
-                        total += value.to(tl.float32)
-                _encode(into, column, total, column < D, KIND)
+            column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+            total = tl.zeros([BLOCK], tl.float32)
+            for j in range(tl.minimum(visits, V)):
+                value = tl.load(y_ptr + (row * V + j) * D + column, column < D, 0.0)
+                total += value.to(tl.float32)
+            _encode(into, column, total, column < D, KIND)
         else:
             tl.store(status_ptr, NOWHERE)
             tl.store(status_ptr + 1, source)
-    if _finished(counter_ptr, tl.num_programs(0) * tl.num_programs(1)):
+    programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+    if _finished(counter_ptr, programs):
         lane = tl.arange(0, LANES)
         here = lane < W
         flags = tl.load(peers_ptr + lane, here, 0) + copy_at + flags_at + rank * 16
@@ -247,19 +282,21 @@ def send_back_kernel(
         tl.atomic_xchg(flags + 2, step + lane * 0, here, sem="release", scope="sys")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY)
 def sum_up_kernel(
-    peers_ptr, step_ptr, returning_ptr, out_ptr, rank, copy_bytes, returns_at,
-    M: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
+    peers_ptr, step_ptr, place_ptr, out_ptr, rank, copy_bytes, returns_at,
+    M: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = the sum of the returning_T[t] results of token t."""
+    """out[t] = the sum of the results of token t, one from each rank that it has visited."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     base = tl.load(peers_ptr + rank) + (tl.load(step_ptr) & 1).to(tl.int64) * copy_bytes
-    returning = tl.load(returning_ptr + token)
+    lane = tl.arange(0, LANES)
+    place = tl.load(place_ptr + token * W + lane, lane < W, -1)
+    returning = tl.minimum(tl.sum((place >= 0).to(tl.int32), 0), M)
     total = tl.zeros([BLOCK], tl.float32)
-    for turn in tl.static_range(M):
-        if returning > turn:
-            start = base + returns_at + (token * M + turn) * ROW
-            total += _decode(start, 0, 0, column, column < D, KIND)
+    start = base + returns_at + token * M * ROW
+    for turn in range(returning):
+        total += _decode(start + turn * ROW, 0, 0, column, column < D, KIND)
     tl.store(out_ptr + token * D + column, total.to(out_ptr.dtype.element_ty), column < D)

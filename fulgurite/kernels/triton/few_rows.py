@@ -1,43 +1,37 @@
-"""x @ weight.T for up to 16 rows of x: the weight is read once, and decoded on the way.
+"""x @ weight.T for a few rows of x, of one weight or of experts: the weight is read once.
 
-    out[m, n] = (sum over k of x[m, k] * w[n, k] * w_scale) + bias[n]
+    out[m, n] = gate((sum over k of x[row[m], k] * w[n, k] * w_scale) * factor[m] + bias[n])
 
-In: x [M, K] in bfloat16 (float16 for weights of 8 bits), a packed weight [N, K], or a stack of them
-for experts. Out: [M, N] (of experts: their rows), summed in float32 and rounded once.
+In: x [M, K] in bfloat16 (float16 for weights of 8 bits), a weight [N, K], packed or dense, or a stack
+of them for experts. Out: [M, N] (of experts: their rows), summed in float32 and rounded once.
 
-A program takes a few rows of the weight and all of K. Its warps share K among them: tile w of a step
-is warp w's (`tl.dot` gives each warp one matrix of a stack), so that warps never wait for each other's
-numbers, many loads are under way at once, and the sums meet once, at the end.
-
-    W  warps    R  rows of x that are read, up to 16    C  columns of a warp's step
-    N  rows of the weight in a program
+A program takes a few rows of the weight and all of K (`few_step.py`). Its warps share K among them: each
+has sums of its own, many loads are under way at once, and the sums meet once, at the end. Weights of 4
+bits are decoded with about three instructions a number, loads and all: what an H200 has time for
+while its memory brings the next one.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from fulgurite.kernels.triton.decode import (
-    E4M3_DROP,
-    E4M3_LIFT,
-    cast_tile,
-    e2m1_tile,
-    e8m0_to_bfloat16,
-    int4_tile,
-    plus,
-    times,
-)
-from fulgurite.kernels.triton.matmul import find_group
+from fulgurite.kernels.triton.few_step import sums_of_warps
+from fulgurite.kernels.triton.few_tiles import FewTile
+from fulgurite.kernels.triton.grouped_step import finish, gated
+from fulgurite.kernels.triton.packed import Packed, Weight
 
+NATIVE = not triton.knobs.runtime.interpret
 ROWS = tl.constexpr(16)
+NO_END = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 def multiply(x_WRC, w_WNC, acc_WRN, NATIVE: tl.constexpr):
     """acc + x @ w.T, one matrix a warp; the interpreter needs the numbers widened.
 
-    The tensor cores take 16 rows: fewer are repeated.
+    The tensor cores take 16 rows: fewer are repeated. For weights that need no decoding.
     """
     W: tl.constexpr = x_WRC.shape[0]
     R: tl.constexpr = x_WRC.shape[1]
@@ -53,120 +47,140 @@ def multiply(x_WRC, w_WNC, acc_WRN, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def quarters(x_WRC, W: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Columns 0, 4, 8, … of x; 1, 5, 9, …; and so on: what meets the four nibbles of a word."""
-    even, odd = tl.split(tl.reshape(x_WRC, [W, R, C // 4, 2, 2]))
-    zero, two = tl.split(even)
-    one, three = tl.split(odd)
-    return zero, one, two, three
+def group_of(ends_ptr, experts, row, GROUPS: tl.constexpr):
+    """The expert of a row, the first of its rows, and where they end.
+
+    Rows of no expert come after the last, as one more group.
+    """
+    group = tl.arange(0, GROUPS)
+    ends = tl.load(ends_ptr + group, group < experts, NO_END)
+    before = ends <= row
+    expert = tl.sum(before.to(tl.int32), 0)
+    return expert, tl.max(tl.where(before, ends, 0), 0), tl.min(tl.where(before, NO_END, ends), 0)
 
 
-@triton.jit(do_not_specialize=["M", "w_scale_k", "experts", "tiles_m"])
+@triton.jit(do_not_specialize=["M", "w_scale_k", "experts"])
 def few_rows_kernel(
-    x_ptr, w_ptr, out_ptr, w_scale_ptr, second_ptr, factor_ptr, bias_ptr, ends_ptr,
-    M, N, K, x_stride, w_stride, out_stride, w_scale_n, w_scale_k,
-    experts, w_expert, w_scale_expert, tiles_m,
+    x_ptr, rows_ptr, factors_ptr, ends_ptr, w_ptr, s_ptr, z_ptr, bias_ptr, factor_ptr, out_ptr,
+    M, N, K, experts, x_stride, w_expert, w_stride, s_expert, w_scale_n, w_scale_k, z_expert,
+    bias_expert, out_stride, alpha, limit,
     DECODE: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, W_ROWS: tl.constexpr,
-    FACTOR: tl.constexpr, TENSOR_SCALE: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr,
-    EVEN: tl.constexpr, GROUPS: tl.constexpr, R: tl.constexpr, BN: tl.constexpr, C: tl.constexpr,
-    W: tl.constexpr,
-    STAGES: tl.constexpr, PACKED: tl.constexpr,
+    TENSOR_SCALE: tl.constexpr, ZERO: tl.constexpr, GATHER: tl.constexpr, FACTORS: tl.constexpr,
+    FACTOR: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, EVEN: tl.constexpr,
+    GROUPS: tl.constexpr, PAIRS: tl.constexpr, R: tl.constexpr, T: tl.constexpr, BN: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """`second_ptr`: the tensor scale of NVFP4, or the zero points of asymmetric integers."""
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    """BN rows of the weight, R rows of x. N columns of the result; with a gate half of the rows are
+    of the gate, half of what it gates, which lies N rows below.
+
+    `ends_ptr`: with GROUPS the ends of the experts' rows, with PAIRS each row's expert; a row of x
+    is PAIRS rows then, and R is 1.
+    `z_ptr`: the tensor scale of NVFP4, or the zero points of asymmetric integers.
+    """
+    HALF: tl.constexpr = BN // 2 if GATE > 0 else BN
+    j = tl.arange(0, BN)
+    n = tl.program_id(0) * HALF + j % HALF
+    row = (tl.where(n < N, n, 0) + (j // HALF) * N).to(tl.int64)
+    start = tl.program_id(1) * R
+    end = M
     live = True
-    if GROUPS > 0:
-        expert, start, M = find_group(ends_ptr, experts, tl.program_id(1), M, ROWS, GROUPS)
-        live = expert < experts
-        expert = tl.minimum(expert, experts - 1).to(tl.int64)
+    if GROUPS > 0 or PAIRS > 0:
+        start = tl.program_id(1)
+        if PAIRS > 0:
+            expert = tl.load(ends_ptr + start)
+            live = (expert >= 0) & (expert < experts)
+        else:
+            expert, first, end = group_of(ends_ptr, experts, start, GROUPS)
+            end = tl.minimum(end, M)
+            if (start - first) % R != 0:
+                return  # another program has this row
+            live = expert < experts
+        expert = tl.where(live, expert, 0).to(tl.int64)
         w_ptr += expert * w_expert
-        w_scale_ptr += expert * w_scale_expert
-        second_ptr += expert * (w_scale_expert if ZERO else 1)
-        bias_ptr += expert * N
-        K = tl.where(live & (start < M), K, 0)  # rows of no expert are zero
-    else:
-        start = tl.program_id(1) * ROWS
-    m = start + tl.arange(0, ROWS)
-    row = tl.where(n < N, n, 0).to(tl.int64)
-    n_in = row[None, :, None]
-    nibbles: tl.constexpr = DECODE == "e2m1" or DECODE == "int4"
-    ITEMS: tl.constexpr = C // 4 if nibbles else C  # words of four, or bytes
-    item = tl.arange(0, ITEMS)[None, None, :]
-    column = tl.arange(0, C)[None, None, :]
-    warp = tl.arange(0, W)
-    w_row = w_ptr + n_in * w_stride
+        s_ptr += expert * s_expert
+        z_ptr += expert * z_expert
+        bias_ptr += expert * bias_expert
+        K = tl.where(live, K, 0)  # rows of no expert are zero
     r = start + tl.arange(0, R)
-    x_row = x_ptr + r.to(tl.int64)[None, :, None] * x_stride
-    inside = (r < M)[None, :, None]
-    acc = tl.zeros([W, ROWS, BN], tl.float32)
-    for k in tl.range(0, K, W * C, num_stages=STAGES):
-        first = k + warp * C
-        begin = first[:, None, None]
-        at = begin // (C // ITEMS) + item
-        if EVEN:
-            w = tl.load(w_row + at)
-            x = tl.load(x_row + begin + column, inside, 0.0)
-        else:
-            w = tl.load(w_row + at, at < K // (C // ITEMS), 0.0)
-            x = tl.load(x_row + begin + column, inside & (begin + column < K), 0.0)
-        if SCALING == "inside":
-            block = begin // GROUP + tl.arange(0, C // GROUP)[None, None, :]
-            if EVEN:
-                s = tl.load(w_scale_ptr + n_in * w_scale_n + block)
-            else:
-                s = tl.load(w_scale_ptr + n_in * w_scale_n + block, block < K // GROUP, 0.0)
-            if GROUP == 16:
-                s = (s.to(tl.float32) * E4M3_LIFT).to(tl.bfloat16)
-            else:
-                s = e8m0_to_bfloat16(s)
-            wide: tl.constexpr = GROUP * ITEMS // C
-            s = tl.broadcast_to(s[:, :, :, None], [W, BN, C // GROUP, wide])
-            s = tl.reshape(s, [W, BN, ITEMS])
-        if SCALING == "step":
-            of_step = first // GROUP if EVEN else tl.minimum(first, K - 1) // GROUP
-            place = (row[None, :] // W_ROWS) * w_scale_n + of_step[:, None] * w_scale_k
-            ws = tl.load(w_scale_ptr + place)
-            sums = tl.zeros([W, ROWS, BN], tl.float32)
-        else:
-            sums = acc
-        if nibbles:
-            x0, x1, x2, x3 = quarters(x, W, R, C)
-            if DECODE == "e2m1":
-                w0 = e2m1_tile(w, s, 0, GROUP != 16, PACKED)
-                w1 = e2m1_tile(w, s, 1, GROUP != 16, PACKED)
-                w2 = e2m1_tile(w, s, 2, GROUP != 16, PACKED)
-                w3 = e2m1_tile(w, s, 3, GROUP != 16, PACKED)
-            else:
-                w0 = int4_tile(w, 0, PACKED)
-                w1 = int4_tile(w, 1, PACKED)
-                w2 = int4_tile(w, 2, PACKED)
-                w3 = int4_tile(w, 3, PACKED)
-                if ZERO:
-                    z = 8.0 - tl.load(second_ptr + place).to(tl.float32)[:, :, None]
-                    w0, w1, w2, w3 = plus(w0, z), plus(w1, z), plus(w2, z), plus(w3, z)
-            sums = multiply(x0, w0, sums, PACKED)
-            sums = multiply(x1, w1, sums, PACKED)
-            sums = multiply(x2, w2, sums, PACKED)
-            sums = multiply(x3, w3, sums, PACKED)
-        else:
-            if SCALING == "inside":
-                w = times(w, s)
-            else:
-                w = cast_tile(w, x.dtype, PACKED)
-            sums = multiply(x, w, sums, PACKED)
-        if SCALING == "step":
-            acc += sums * ws[:, None, :]
-        else:
-            acc = sums
-    out = tl.sum(acc, 0)
-    if SCALING == "end":
-        out *= tl.load(w_scale_ptr + row * w_scale_n)[None, :]
+    x_in = r < end
+    from_row = tl.where(x_in, r, 0)
+    if GATHER:
+        from_row = tl.load(rows_ptr + from_row)
+    if PAIRS > 0:
+        from_row = from_row // PAIRS
+    z_row = z_ptr + row[None, :, None] * w_scale_n if ZERO else z_ptr
+    sums = sums_of_warps(
+        x_ptr + from_row.to(tl.int64)[None, :, None] * x_stride, x_in[None, :, None],
+        w_ptr + row[None, :, None] * w_stride, s_ptr + (row // W_ROWS)[None, :, None] * w_scale_n,
+        z_row, (tl.arange(0, W) * C)[:, None, None], K, w_scale_k,
+        DECODE, SCALING, GROUP, ZERO, EVEN, T, C, W * C, STAGES, NATIVE,
+    )  # fmt: skip
+    out = tl.sum(sums, 0)
     if FACTOR:
         out *= tl.load(factor_ptr)
-    if TENSOR_SCALE:
-        out *= tl.load(second_ptr) * E4M3_DROP
-    if BIAS:
-        bias = tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)[None, :]
-        out += tl.where(live, bias, 0.0)
-    into = out_ptr + m.to(tl.int64)[:, None] * out_stride + n[None, :]
-    tl.store(into, out.to(out_ptr.dtype.element_ty), (m < M)[:, None] & (n < N)[None, :])
+    m = start + tl.arange(0, T)
+    m_in = m < tl.minimum(end, start + R)
+    factors = tl.load(factors_ptr + m, m_in, 0.0) if FACTORS else 1.0
+    out = finish(
+        out, s_ptr, z_ptr, bias_ptr, row, w_scale_n, factors, SCALING, TENSOR_SCALE, FACTORS, BIAS
+    )
+    if GATE > 0:
+        left, right = tl.split(tl.permute(tl.reshape(out, [2, HALF, T]), (1, 2, 0)))
+        out = gated(left, right, alpha, limit, GATE)
+    out = tl.where(live, out, 0.0)
+    column = tl.program_id(0) * HALF + tl.arange(0, HALF)
+    into = out_ptr + m.to(tl.int64)[None, :] * out_stride + column[:, None]
+    keep = m_in[None, :] & (column < N)[:, None]
+    tl.store(into, out.to(out_ptr.dtype.element_ty), keep)
+
+
+def launch_few_rows(
+    x: Tensor,
+    parts: Packed,
+    weight: Weight,
+    tile: FewTile,
+    out: Tensor,
+    *,
+    tensor_scale: bool = False,
+    rows: Tensor | None = None,
+    factors: Tensor | None = None,
+    ends: Tensor | None = None,
+    chosen: Tensor | None = None,
+    bias: Tensor | None = None,
+    factor: Tensor | None = None,
+    gate: tuple[int, float, float] = (0, 0.0, 0.0),
+) -> None:
+    """Fill `out` [M, N]; see the top of this file.
+
+    rows, factors   which row of x each row of the result is of, and what it is multiplied by
+    ends            the weight is a stack, and its e-th matrix is for the rows up to ends[e]
+    chosen          [T, k]: the same for rows of x that go to k experts each, k rows of the result
+    gate            its number, alpha and limit
+    """
+    data, scale = parts.data, parts.scale
+    count, columns = out.shape
+    experts = 0 if ends is None and chosen is None else data.shape[0]
+    halves = 2 if gate[0] else 1
+    grid = (
+        triton.cdiv(columns, tile.columns // halves),
+        count if experts else triton.cdiv(count, tile.rows),
+    )
+    few_rows_kernel[grid](
+        x, _or(rows, x), _or(factors, x), _or(ends, _or(chosen, x)), data, scale, parts.second,
+        _or(bias, x), _or(factor, x), out, count, columns, x.shape[1], experts, x.stride(0), data.stride(0),
+        data.stride(-2), scale.stride(0) if scale.dim() else 0, *parts.strides,
+        scale.stride(0) if parts.zero else 1, bias.stride(0) if bias is not None else 0,
+        out.stride(0), *gate[1:],
+        DECODE=weight.decode, SCALING=weight.scaling, GROUP=weight.group, W_ROWS=weight.rows,
+        TENSOR_SCALE=tensor_scale, ZERO=parts.zero, GATHER=rows is not None,
+        FACTORS=factors is not None, FACTOR=factor is not None, BIAS=bias is not None,
+        GATE=gate[0], EVEN=x.shape[1] % (tile.depth * tile.warps) == 0,
+        GROUPS=0 if ends is None else triton.next_power_of_2(experts),
+        PAIRS=0 if chosen is None else chosen.shape[1], R=tile.rows, T=max(8, tile.rows),
+        BN=tile.columns, C=tile.depth, W=tile.warps, STAGES=tile.stages,
+        NATIVE=NATIVE, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    return other if tensor is None else tensor

@@ -5,11 +5,13 @@
     out = out + residual
 
 In: x [M, K] and dense weights [N, K] of its dtype. Out: [M, N], summed in float32 and rounded once.
-A layer's decode step is then six kernels: norm + query, key and value; heads (`glue.py`); attention;
-output + residual; norm + gate and up; down + residual.
+A layer's decode step is then five kernels: norm + query, key and value; heads + attention; output +
+residual; norm + gate and up; down + residual.
 
-Up to 16 rows (`few_kernel`) a program takes a few rows of the weight and all of K, which its warps share
-among them, as in `few_rows.py`. The norm costs no pass over x: sums of squares grow beside the products,
+One row has a kernel of its own (`row_linear.py`). Up to 16 (`few_kernel`) a program takes a few rows of
+the weight and all of K, which its warps share among them, as in `few_rows.py`; the first steps of it, or
+all, are on their way before x is there. The norm costs no pass over x: sums of squares grow beside the
+products,
     rms_norm(x) @ weight.T = ((x * norm) @ weight.T) / sqrt(mean(x^2) + eps)
 More rows (`tile_kernel`) fill the tensor cores, the weight on their long side; programs that share a tile
 leave their sums in memory, and the last one adds them up in order. Their norm is a kernel of its own.
@@ -28,15 +30,46 @@ import triton.language as tl
 from torch import Tensor
 
 from fulgurite.kernels.triton.counters import take_counters
+from fulgurite.kernels.triton.early import (
+    LINE,
+    early,
+    fetch_ahead,
+    let_next_start,
+    wait_for_inputs,
+)
 from fulgurite.kernels.triton.few_rows import ROWS, multiply
-from fulgurite.kernels.triton.glue import activate, rms_norm
+from fulgurite.kernels.triton.glue import rms_norm
+from fulgurite.kernels.triton.row_linear import finished, numbers, row_kernel, row_plan
+from fulgurite.kernels.triton.sizes import cdiv
 from fulgurite.kernels.triton.tiles import FEW, processors
 
 MOST = 128  # rows of x up to which these kernels are meant to beat the library and what follows it
 SHARED = (
     160 << 10
 )  # bytes of a multiprocessor's shared memory (227 KiB) that tiles on their way may fill
+WHOLE_ROW = 3072  # columns of a weight that programs of one row hold all at once
+HELD_BYTES = 12 << 10  # of a weight that a warp holds in registers: 96 of each thread's
 INTERPRETED = triton.knobs.runtime.interpret
+
+
+@triton.jit
+def _few_step(
+    w, v, scale, x_row, is_row, column, K, acc, other, squares, offset,
+    NORM: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Columns of x times those of the weight, and of the other one."""
+    if EVEN:
+        x = tl.load(x_row + column, is_row, 0.0)
+    else:
+        x = tl.load(x_row + column, is_row & (column < K), 0.0)
+    if NORM:
+        wide = x.to(tl.float32)
+        squares += tl.sum(wide * wide, 2)
+        x = (wide * (scale.to(tl.float32) + offset)).to(x.dtype)
+    acc = multiply(x, w, acc, NATIVE)
+    if GATED:
+        other = multiply(x, v, other, NATIVE)
+    return acc, other, squares
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -45,76 +78,78 @@ def few_kernel(
     M, N, K, x_stride, w_stride, residual_stride, out_stride, eps, offset,
     NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     EVEN: tl.constexpr, R: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
-    STAGES: tl.constexpr, NATIVE: tl.constexpr,
+    STAGES: tl.constexpr, NATIVE: tl.constexpr, HELD: tl.constexpr, WHOLE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """BN columns of the result. GATE: the activation's name, or "" for a single weight."""
+    """BN columns of the result. GATE: the activation's name, or "" for a single weight.
+
+    The weight's first HELD steps, with WHOLE all of it, are on their way before the kernel in front is done.
+    """
+    GATED: tl.constexpr = GATE != ""
+    if EARLY:
+        let_next_start()
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     row = tl.where(n < N, n, 0).to(tl.int64)
     at_weight = row[None, :, None] * w_stride
     r = tl.arange(0, R)
-    column = tl.arange(0, C)[None, None, :]
-    first = (tl.arange(0, W) * C)[:, None, None]
+    first = (tl.arange(0, W) * C)[:, None, None] + tl.arange(0, C)[None, None, :]
     x_row = x_ptr + r.to(tl.int64)[None, :, None] * x_stride
     is_row = (r < M)[None, :, None]
+    STEP: tl.constexpr = W * C
+    if HELD > 0:
+        w0 = numbers(w_ptr, at_weight + first, first, K, EVEN)
+        v0 = numbers(up_ptr, at_weight + first, first, K, EVEN) if GATED else w0
+        s0 = numbers(norm_ptr, first, first, K, EVEN) if NORM else w0
+    if HELD > 1:
+        second_at = first + STEP
+        w1 = numbers(w_ptr, at_weight + second_at, second_at, K, EVEN)
+        v1 = numbers(up_ptr, at_weight + second_at, second_at, K, EVEN) if GATED else w1
+        s1 = numbers(norm_ptr, second_at, second_at, K, EVEN) if NORM else w1
+    if HELD > 2:
+        third_at = first + 2 * STEP
+        w2 = numbers(w_ptr, at_weight + third_at, third_at, K, EVEN)
+        v2 = numbers(up_ptr, at_weight + third_at, third_at, K, EVEN) if GATED else w2
+        s2 = numbers(norm_ptr, third_at, third_at, K, EVEN) if NORM else w2
+    if EARLY:
+        wait_for_inputs()
+    m = tl.arange(0, ROWS)
+    keep = (m < M)[:, None] & (n < N)[None, :]
     acc = tl.zeros([W, ROWS, BN], tl.float32)
     other = tl.zeros([W, ROWS, BN], tl.float32)
     squares = tl.zeros([W, R], tl.float32)
-    for k in tl.range(0, K, W * C, num_stages=STAGES):
-        at = k + first + column
-        if EVEN:
-            w = tl.load(w_ptr + at_weight + at)
-            x = tl.load(x_row + at, is_row, 0.0)
-        else:
-            w = tl.load(w_ptr + at_weight + at, at < K, 0.0)
-            x = tl.load(x_row + at, is_row & (at < K), 0.0)
-        if GATE != "":
-            if EVEN:
-                v = tl.load(up_ptr + at_weight + at)
-            else:
-                v = tl.load(up_ptr + at_weight + at, at < K, 0.0)
-        if NORM:
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, 2)
-            if EVEN:
-                scale = tl.load(norm_ptr + at)
-            else:
-                scale = tl.load(norm_ptr + at, at < K, 0.0)
-            x = (wide * (scale.to(tl.float32) + offset)).to(x.dtype)
-        acc = multiply(x, w, acc, NATIVE)
-        if GATE != "":
-            other = multiply(x, v, other, NATIVE)
+    if HELD > 0:
+        acc, other, squares = _few_step(
+            w0, v0, s0, x_row, is_row, first, K, acc, other, squares, offset, NORM, GATED, EVEN, NATIVE
+        )  # fmt: skip
+    if HELD > 1:
+        acc, other, squares = _few_step(
+            w1, v1, s1, x_row, is_row, second_at, K, acc, other, squares, offset, NORM, GATED, EVEN, NATIVE
+        )  # fmt: skip
+    if HELD > 2:
+        acc, other, squares = _few_step(
+            w2, v2, s2, x_row, is_row, third_at, K, acc, other, squares, offset, NORM, GATED, EVEN, NATIVE
+        )  # fmt: skip
+    if not WHOLE:
+        for k in tl.range(HELD * STEP, K, STEP, num_stages=STAGES):
+            at = k + first
+            w = numbers(w_ptr, at_weight + at, at, K, EVEN)
+            v = numbers(up_ptr, at_weight + at, at, K, EVEN) if GATED else w
+            scale = numbers(norm_ptr, at, at, K, EVEN) if NORM else w
+            acc, other, squares = _few_step(
+                w, v, scale, x_row, is_row, at, K, acc, other, squares, offset, NORM, GATED, EVEN, NATIVE
+            )  # fmt: skip
     out, second = tl.sum(acc, 0), tl.sum(other, 0)
     if NORM:
         factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
         factor = tl.reshape(tl.broadcast_to(factor[None, :], [ROWS // R, R]), [ROWS])
         out *= factor[:, None]
         second *= factor[:, None]
-    m = tl.arange(0, ROWS)
-    keep = (m < M)[:, None] & (n < N)[None, :]
-    out = _finished(
+    out = finished(
         out, second, m.to(tl.int64), n, row, keep, bias_ptr, up_bias_ptr, residual_ptr,
         residual_stride, GATE, BIAS, RESIDUAL,
     )  # fmt: skip
     into = out_ptr + m.to(tl.int64)[:, None] * out_stride + n[None, :]
     tl.store(into, out.to(out_ptr.dtype.element_ty), keep)
-
-
-@triton.jit
-def _finished(
-    out, second, m, n, row, keep, bias_ptr, up_bias_ptr, residual_ptr, residual_stride,
-    GATE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-):  # fmt: skip
-    """Bias, gate and residual."""
-    if BIAS:
-        out += tl.load(bias_ptr + row).to(tl.float32)[None, :]
-        if GATE != "":
-            second += tl.load(up_bias_ptr + row).to(tl.float32)[None, :]
-    if GATE != "":
-        out = activate(out, GATE) * second
-    if RESIDUAL:
-        from_residual = residual_ptr + m[:, None] * residual_stride + n[None, :]
-        out += tl.load(from_residual, keep, 0.0).to(tl.float32)
-    return out
 
 
 @triton.jit
@@ -134,9 +169,12 @@ def tile_kernel(
     M, N, K, split, x_stride, w_stride, residual_stride, out_stride,
     GATE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, EVEN: tl.constexpr,
     SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    NATIVE: tl.constexpr,
+    NATIVE: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """BN columns of all rows, over one part of K."""
+    """BN columns of all rows, over one part of K.
+
+    The first LINES lines of the weight's rows are fetched before the kernel in front is done.
+    """
     tile, part = tl.program_id(0), tl.program_id(1)
     n, m = tile * BN + tl.arange(0, BN), tl.arange(0, BM)
     row = tl.where(n < N, n, 0).to(tl.int64)
@@ -144,6 +182,17 @@ def tile_kernel(
     column = tl.arange(0, BK)
     steps = tl.cdiv(K, BK)
     mine = tl.cdiv(steps, split)
+    if EARLY:
+        let_next_start()
+        if LINES > 0:
+            start = tl.minimum(
+                part * mine * BK,
+                K - LINES * LINE // (w_ptr.dtype.element_ty.primitive_bitwidth // 8),
+            )
+            fetch_ahead(w_ptr + row * w_stride + start, LINES)
+            if GATE != "":
+                fetch_ahead(up_ptr + row * w_stride + start, LINES)
+        wait_for_inputs()
     acc = tl.zeros([BN, BM], tl.float32)
     other = tl.zeros([BN, BM], tl.float32)
     for step in range(part * mine, tl.minimum(part * mine + mine, steps)):
@@ -177,7 +226,7 @@ def tile_kernel(
             tl.store(count_ptr + tile, 0)
     if last:
         keep = (m < M)[:, None] & (n < N)[None, :]
-        out = _finished(
+        out = finished(
             tl.trans(acc), tl.trans(other), m_in, n, row, keep, bias_ptr, up_bias_ptr,
             residual_ptr, residual_stride, GATE, BIAS, RESIDUAL,
         )  # fmt: skip
@@ -190,17 +239,18 @@ def tile_kernel(
 
 @dataclass(frozen=True)
 class FewPlan:
-    """Rows of the weight in a program, columns of a warp's step, warps, stages."""
+    """Rows of the weight in a program, columns of a warp's step, warps, stages, steps held."""
 
     columns: int
     depth: int
     warps: int
     stages: int
+    held: int = 0
 
 
 @dataclass(frozen=True)
 class TilePlan:
-    """Rows of x and of the weight, columns of a step, programs that share K, warps, stages."""
+    """Rows of x and of the weight, columns of a step, programs that share K, warps, stages, lines."""
 
     rows: int
     columns: int
@@ -208,21 +258,25 @@ class TilePlan:
     split: int
     warps: int
     stages: int
+    lines: int = 0
 
 
 def few_plan(m: int, n: int, k: int, gated: bool, itemsize: int, processors: int) -> FewPlan:
-    """Programs for every processor first, then as much of K at once as the warps can hold.
+    """Programs for every processor first; then all of a program's weight at once, or as much of K as fits.
 
-    Not measured yet: `benchmarks/sweep_decode.py` tries the neighbours on a GPU.
+    Measured on an H200 with 16 rows (`benchmarks/sweep_decode.py`).
     """
     columns = 8 if -(-n // 16) < 3 * processors // 2 else 16
     programs = -(-n // columns)
-    warps = 2 if programs >= 4 * processors else 4 if programs >= 2 * processors or k < 1024 else 8
+    warps = 2 if programs >= 4 * processors else 4 if programs >= 2 * processors or k <= 1024 else 8
     depth, stages = 128 if k >= 128 * warps else 64, 3 if gated else 4
-    numbers = _read_rows(m) + columns * (1 + gated)
-    while warps * depth * numbers * itemsize * stages > SHARED and depth > 32:
+    each = columns * (1 + gated)
+    steps, most = -(-k // (warps * depth)), min(3, HELD_BYTES // (each * depth * itemsize))
+    if steps <= most:
+        return FewPlan(columns, depth, warps, stages, steps)
+    while warps * depth * (_read_rows(m) + each) * itemsize * stages > SHARED and depth > 32:
         depth //= 2
-    return FewPlan(columns, depth, warps, stages)
+    return FewPlan(columns, depth, warps, stages, 1)
 
 
 def _read_rows(m: int) -> int:
@@ -233,12 +287,15 @@ def _read_rows(m: int) -> int:
 def tile_plan(m: int, n: int, k: int, gated: bool, itemsize: int, processors: int) -> TilePlan:
     """K is split while that gives processors work, and each program keeps four steps at least."""
     rows = 32 if m <= 32 else 64 if m <= 64 else 128
-    depth, stages, split = 64 if gated else 128, 4 if rows < 128 else 3, 1
-    while (rows + 64 * (1 + gated)) * depth * itemsize * stages > SHARED and depth > 32:
+    narrow = gated and -(-n // 64) < processors
+    columns, depth = (32, 128) if narrow else (64, 64 if gated else 128)
+    stages, split = 4 if rows < 128 else 3, 1
+    while (rows + columns * (1 + gated)) * depth * itemsize * stages > SHARED and depth > 32:
         depth //= 2
-    while -(-n // 64) * split * 2 <= 2 * processors and split * 8 * depth <= k:
+    while -(-n // columns) * split * 2 <= 2 * processors and split * 8 * depth <= k:
         split *= 2
-    return TilePlan(rows, 64, depth, split, warps=4, stages=stages)
+    lines = 4 if k * itemsize >= 4 * 128 else 0
+    return TilePlan(rows, columns, depth, split, 4, stages, lines)
 
 
 def linear(
@@ -268,21 +325,31 @@ def linear(
     native = not INTERPRETED and x.dtype != torch.float32
     shared: dict[str, Any] = {
         "GATE": activation if up is not None else "", "BIAS": bias is not None,
-        "RESIDUAL": residual is not None, "NATIVE": native,
+        "RESIDUAL": residual is not None, "NATIVE": native, **early(x.device),
     }  # fmt: skip
     others = (_or(bias, out), _or(up_bias, out), _or(residual, out), out)
     strides = (x.stride(0), weight.stride(0), _or(residual, out).stride(0), out.stride(0))
+    if m == 1 and k <= WHOLE_ROW:
+        one = row_plan(n, k, up is not None, processors(x.device))
+        del shared["NATIVE"]
+        row_kernel[(cdiv(n, one.columns),)](
+            x, weight, _or(up, weight), _or(norm, out), *others, n, k, weight.stride(0), eps, offset,
+            NORM=norm is not None, EVEN=k % one.depth == 0, BN=one.columns, BK=one.depth,
+            STAGES=one.stages, **_held(one.held, one.depth, k),
+            num_warps=one.warps, **shared,
+        )  # fmt: skip
+        return out
     if m <= FEW:
         few = few_plan(m, n, k, up is not None, x.element_size(), processors(x.device))
-        few_kernel[(triton.cdiv(n, few.columns),)](
+        few_kernel[(cdiv(n, few.columns),)](
             x, weight, _or(up, weight), _or(norm, out), *others, m, n, k, *strides, eps, offset,
             NORM=norm is not None, EVEN=k % (few.depth * few.warps) == 0,
             R=_read_rows(m), BN=few.columns, C=few.depth, W=few.warps,
-            STAGES=few.stages, num_warps=few.warps, **shared,
+            STAGES=few.stages, **_held(few.held, few.depth * few.warps, k), num_warps=few.warps, **shared,
         )  # fmt: skip
         return out
     plan = tile_plan(m, n, k, up is not None, x.element_size(), processors(x.device))
-    tiles = triton.cdiv(n, plan.columns)
+    tiles = cdiv(n, plan.columns)
     partial = count = out
     if plan.split > 1:
         size = plan.split * tiles * 2 * plan.rows * plan.columns
@@ -291,9 +358,15 @@ def linear(
     tile_kernel[(tiles, plan.split)](
         x, weight, _or(up, weight), *others, partial, count, m, n, k, plan.split, *strides,
         EVEN=k % plan.depth == 0, SPLIT=plan.split > 1, BM=plan.rows, BN=plan.columns,
-        BK=plan.depth, num_warps=plan.warps, num_stages=plan.stages, **shared,
+        BK=plan.depth, LINES=plan.lines, num_warps=plan.warps, num_stages=plan.stages, **shared,
     )  # fmt: skip
     return out
+
+
+def _held(held: int, step: int, k: int) -> dict[str, Any]:
+    """How many steps are held: no more than there are; and whether that is all."""
+    steps = -(-k // step)
+    return {"HELD": min(held, steps), "WHOLE": held >= steps}
 
 
 def _fits(x: Tensor, weight: Tensor, up: Tensor | None, residual: Tensor | None) -> bool:

@@ -18,7 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fulgurite.kernels.triton.early import early, let_next_start, wait_for_inputs
+from fulgurite.kernels.triton.sizes import cdiv, next_power_of_2
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FEW_TOKENS = 256  # up to here a program takes one head, so that there are many programs
 WIDEST = 16384  # numbers a row that a program holds in registers
 
 
@@ -44,16 +48,20 @@ def activate(x, HOW: tl.constexpr):
 @triton.jit
 def norm_kernel(
     x_ptr, weight_ptr, out_ptr, rows, inner, size, outer_step, step, eps, offset,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of `size`; row i lies at (i // inner) * outer_step + (i % inner) * step."""
+    if EARLY:
+        let_next_start()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < size)[None, :]
     at = (row // inner).to(tl.int64) * outer_step + (row % inner) * step
+    weight = tl.load(weight_ptr + column, column < size, 0.0).to(tl.float32) + offset
+    if EARLY:
+        wait_for_inputs()
     x = tl.load(x_ptr + at[:, None] + column[None, :], inside, 0.0).to(tl.float32)
     factor = tl.rsqrt(tl.sum(x * x, 1) / size + eps)
-    weight = tl.load(weight_ptr + column, column < size, 0.0).to(tl.float32) + offset
     out = x * factor[:, None] * weight[None, :]
     into = out_ptr + row.to(tl.int64)[:, None] * size + column[None, :]
     tl.store(into, out.to(out_ptr.dtype.element_ty), inside)
@@ -61,8 +69,12 @@ def norm_kernel(
 
 @triton.jit
 def combine_kernel(
-    x_ptr, y_ptr, out_ptr, size, x_step, y_step, HOW: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, y_ptr, out_ptr, size, x_step, y_step, HOW: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        let_next_start()
+        wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * x_step + column, column < size, 0.0).to(tl.float32)
@@ -72,13 +84,46 @@ def combine_kernel(
 
 
 @triton.jit
-def into_page(x, pages_ptr, slot, head, column, scale, limit, page_step, slot_step, head_step,
+def into_page(x, pages_ptr, slot, head, column, keep, scale, limit, page_step, slot_step, head_step,
                SIZE: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
-    """One head of one token into its slot, divided by `scale`; float8 saturates at `limit`."""
+    """Heads of one token into their slot, divided by `scale`; float8 saturates at `limit`."""
     x = tl.clamp(tl.div_rn(x, scale), -limit, limit)
     place = (slot // PAGE) * page_step + (slot % PAGE) * slot_step + head * head_step
-    size = tl.where(slot >= 0, SIZE, 0)
+    size = tl.where(keep, SIZE, 0)
     tl.store(pages_ptr + place + column, x.to(pages_ptr.dtype.element_ty), column < size)
+
+
+@triton.jit
+def turned_rows(
+    row_ptrs, is_row, norm_ptr, cos_ptr, sin_ptr, pairs, eps, offset,
+    H: tl.constexpr, BH: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Heads of one token, [R, BH] in float32: normed, then turned by the token's angles."""
+    column = tl.arange(0, BH)
+    at = row_ptrs[:, None]
+    x = tl.load(at + column[None, :], is_row[:, None] & (column < H)[None, :], 0.0).to(tl.float32)
+    if NORM:
+        factor = tl.rsqrt(tl.sum(x * x, 1) / H + eps)
+        weight = tl.load(norm_ptr + column, column < H, 0.0).to(tl.float32) + offset
+        x *= factor[:, None] * weight[None, :]
+    if TURN:
+        if INTERLEAVED:
+            pair, partner, second = column // 2, column ^ 1, column % 2 == 1
+        else:
+            second = column >= pairs
+            pair = tl.where(second, column - pairs, column)
+            partner = tl.where(second, column - pairs, column + pairs)
+        turned = column < 2 * pairs
+        inside = is_row[:, None] & turned[None, :]
+        y = tl.load(at + partner[None, :], inside, 0.0).to(tl.float32)
+        if NORM:
+            other = tl.load(norm_ptr + partner, turned, 0.0).to(tl.float32) + offset
+            y *= factor[:, None] * other[None, :]
+        cos = tl.load(cos_ptr + pair, turned, 1.0)[None, :]
+        sin = tl.load(sin_ptr + pair, turned, 0.0)[None, :]
+        x = x * cos + tl.where(second[None, :], y, -y) * sin
+    return x
 
 
 @triton.jit
@@ -89,62 +134,53 @@ def heads_kernel(
     key_page, key_slot, key_head, value_page, value_slot, value_head,
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, V: tl.constexpr,
     BV: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr,
-    INTERLEAVED: tl.constexpr, STORE: tl.constexpr,
+    INTERLEAVED: tl.constexpr, STORE: tl.constexpr, R: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: N query heads, K key heads, and with STORE K value heads."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """R heads of one token: of N query heads, K key heads, and with STORE K value heads."""
+    if EARLY:
+        let_next_start()
+        wait_for_inputs()
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    OF_Q: tl.constexpr = (N + R - 1) // R
+    OF_K: tl.constexpr = (K + R - 1) // R
     slot = tl.zeros([], tl.int64)
     if STORE:
         slot = tl.load(slots_ptr + token)
-    if head >= N + K:
-        column = tl.arange(0, BV)
-        from_v = v_ptr + token * v_token + (head - N - K) * v_head
-        x = tl.load(from_v + column, column < V, 0.0).to(tl.float32)
-        into_page(
-            x, values_ptr, slot, head - N - K, column, 1.0, limit, value_page, value_slot,
-            value_head, V, PAGE,
+    angles, rows = token * pairs, tl.arange(0, R)
+    column = tl.arange(0, BH)[None, :]
+    if part < OF_Q:
+        head = part * R + rows
+        query = turned_rows(
+            q_ptr + token * q_token + head * q_head, head < N, query_norm_ptr, cos_ptr + angles,
+            sin_ptr + angles, pairs, eps, offset, H, BH, NORM, TURN, INTERLEAVED,
         )  # fmt: skip
-    else:
-        column = tl.arange(0, BH)
-        q_size, k_size = tl.where(head < N, H, 0), tl.where(head < N, 0, H)  # one of them is read
-        q_turned, k_turned = tl.minimum(q_size, 2 * pairs), tl.minimum(k_size, 2 * pairs)
-        q_at = q_ptr + token * q_token + head * q_head
-        k_at = k_ptr + token * k_token + (head - N) * k_head
-        x = tl.load(q_at + column, column < q_size, 0.0).to(tl.float32)
-        x += tl.load(k_at + column, column < k_size, 0.0).to(tl.float32)
-        factor = 1.0
-        if NORM:
-            factor = tl.rsqrt(tl.sum(x * x, 0) / H + eps)
-            weight = tl.load(query_norm_ptr + column, column < q_size, 0.0).to(tl.float32)
-            weight += tl.load(key_norm_ptr + column, column < k_size, 0.0).to(tl.float32)
-            x *= factor * (weight + offset)
-        if TURN:
-            if INTERLEAVED:
-                pair, partner, second = column // 2, column ^ 1, column % 2 == 1
-            else:
-                second = column >= pairs
-                pair = tl.where(second, column - pairs, column)
-                partner = tl.where(second, column - pairs, column + pairs)
-            turned = column < 2 * pairs
-            y = tl.load(q_at + partner, column < q_turned, 0.0).to(tl.float32)
-            y += tl.load(k_at + partner, column < k_turned, 0.0).to(tl.float32)
-            if NORM:
-                other = tl.load(query_norm_ptr + partner, column < q_turned, 0.0).to(tl.float32)
-                other += tl.load(key_norm_ptr + partner, column < k_turned, 0.0).to(tl.float32)
-                y *= factor * (other + offset)
-            cos = tl.load(cos_ptr + token * pairs + pair, turned, 1.0)
-            sin = tl.load(sin_ptr + token * pairs + pair, turned, 0.0)
-            x = x * cos + tl.where(second, y, -y) * sin
-        if head < N:
-            into = q_out_ptr + (token * N + head) * H + column
-            tl.store(into, x.to(q_out_ptr.dtype.element_ty), column < H)
-        elif STORE:
+        into = q_out_ptr + (token * N + head)[:, None] * H + column
+        tl.store(into, query.to(q_out_ptr.dtype.element_ty), (head < N)[:, None] & (column < H))
+    elif part < OF_Q + OF_K:
+        head = (part - OF_Q) * R + rows
+        key = turned_rows(
+            k_ptr + token * k_token + head * k_head, head < K, key_norm_ptr, cos_ptr + angles,
+            sin_ptr + angles, pairs, eps, offset, H, BH, NORM, TURN, INTERLEAVED,
+        )  # fmt: skip
+        if STORE:
+            keep = ((head < K) & (slot >= 0))[:, None]
             into_page(
-                x, keys_ptr, slot, head - N, column, 1.0, limit, key_page, key_slot, key_head, H, PAGE
+                key, keys_ptr, slot, head[:, None], column, keep, 1.0, limit, key_page, key_slot,
+                key_head, H, PAGE,
             )  # fmt: skip
         else:
-            into = k_out_ptr + (token * K + head - N) * H + column
-            tl.store(into, x.to(k_out_ptr.dtype.element_ty), column < H)
+            into = k_out_ptr + (token * K + head)[:, None] * H + column
+            tl.store(into, key.to(k_out_ptr.dtype.element_ty), (head < K)[:, None] & (column < H))
+    else:
+        head = (part - OF_Q - OF_K) * R + rows
+        wide = tl.arange(0, BV)[None, :]
+        there = (head < K)[:, None] & (wide < V)
+        value = tl.load(v_ptr + token * v_token + (head * v_head)[:, None] + wide, there, 0.0)
+        keep = ((head < K) & (slot >= 0))[:, None]
+        into_page(
+            value.to(tl.float32), values_ptr, slot, head[:, None], wide, keep, 1.0, limit, value_page,
+            value_slot, value_head, V, PAGE,
+        )  # fmt: skip
 
 
 # ---- launching -----------------------------------------------------------------------------------
@@ -158,11 +194,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Any:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     together = max(1, 512 // block)  # a head is a short row
-    norm_kernel[(triton.cdiv(rows[0], together),)](
+    norm_kernel[(cdiv(rows[0], together),)](
         x, weight, out, rows[0], rows[1], size, rows[2], rows[3], eps, offset,
         BLOCK=block, ROWS=together, num_warps=max(1, min(16, block * together // 512)),
+        **early(x.device),
     )  # fmt: skip
     return out
 
@@ -178,10 +215,11 @@ def combine(x: Tensor, y: Tensor, how: str) -> Any:
     if not out.numel():
         return out
     size = x.shape[-1]
-    block = min(1024, triton.next_power_of_2(size))
-    combine_kernel[(first[0], triton.cdiv(size, block))](
-        x, y, out, size, first[2], second[2], HOW=how, BLOCK=block, num_warps=4
-    )
+    block = min(1024, next_power_of_2(size))
+    combine_kernel[(first[0], cdiv(size, block))](
+        x, y, out, size, first[2], second[2], HOW=how, BLOCK=block, num_warps=4,
+        **early(x.device),
+    )  # fmt: skip
     return out
 
 
@@ -204,7 +242,7 @@ def heads(
     """`kernels.glue.heads`: (q, k, v), or (q, None, None) where key and value went into the pages."""
     if any(t.dim() != 3 or t.dtype not in DTYPES or t.stride(-1) != 1 for t in (q, k, v)):
         return NotImplemented
-    if q.shape[-1] > 1024 or not _angles_fit(q, cos, sin) or not _pages_fit(pages):
+    if q.shape[-1] > 1024 or not angles_fit(q, cos, sin) or not pages_fit(pages):
         return NotImplemented
     tokens, n, size = q.shape
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -213,29 +251,31 @@ def heads(
     query_norm, key_norm, eps, offset = norms or (q, q, 0.0, 0.0)
     steps = (*keys.stride()[:3], *values.stride()[:3]) if pages else (0,) * 6
     limit = torch.finfo(keys.dtype).max if keys.dtype.itemsize == 1 else float("inf")
-    count = n + (2 if pages else 1) * k.shape[1]
+    together = 1 if tokens <= FEW_TOKENS else max(1, min(8, 1024 // size))
+    count = cdiv(n, together) + (2 if pages else 1) * cdiv(k.shape[1], together)
     if tokens and count:
         heads_kernel[(tokens, count)](
             q, k, v, query_norm, key_norm, q if cos is None else cos, q if sin is None else sin,
             q_out, k_out, keys, values, slots,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
             0 if cos is None else cos.shape[-1], eps, offset, limit, *steps,
-            N=n, K=k.shape[1], H=size, BH=triton.next_power_of_2(size), V=v.shape[2],
-            BV=triton.next_power_of_2(v.shape[2]), PAGE=keys.shape[1] if pages else 1,
+            N=n, K=k.shape[1], H=size, BH=next_power_of_2(size), V=v.shape[2],
+            BV=next_power_of_2(v.shape[2]), PAGE=keys.shape[1] if pages else 1,
             NORM=norms is not None, TURN=cos is not None, INTERLEAVED=interleaved,
-            STORE=pages is not None, num_warps=1,
+            STORE=pages is not None, R=next_power_of_2(together),
+            num_warps=4 if together > 1 else 1, **early(q.device),
         )  # fmt: skip
     return (q_out, None, None) if pages else (q_out, k_out, v)
 
 
-def _angles_fit(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> bool:
+def angles_fit(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> bool:
     if cos is None or sin is None:
         return cos is sin
     plain = cos.is_contiguous() and sin.is_contiguous() and cos.dtype == sin.dtype == torch.float32
     return plain and cos.numel() == q.shape[0] * cos.shape[-1] and 2 * cos.shape[-1] <= q.shape[-1]
 
 
-def _pages_fit(pages: tuple[Tensor, Tensor, Tensor] | None) -> bool:
+def pages_fit(pages: tuple[Tensor, Tensor, Tensor] | None) -> bool:
     if pages is None:
         return True
     keys, values, slots = pages

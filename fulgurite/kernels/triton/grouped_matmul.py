@@ -11,8 +11,9 @@ are read through the index, so nothing is permuted beforehand. With a gate a pro
 halves of its columns side by side, and what goes to memory is gated already. Rows of the weight are
 the rows of the tensor cores' tile, as in `matmul.py`: few rows of x don't waste it.
 
-Quantized activations go another way (`_apart`): rows gathered and quantized, then the matmul of
-8 bits times 8 bits of `scaled_mm.py`, then the gate in a kernel of its own.
+Two kinds of matmul have kernels of their own: dense weights and many rows (`grouped_dense.py`), and FP8
+times FP8 with enough rows (`grouped_fp8.py`). Other quantized activations run in three steps (`_apart`):
+rows gathered and quantized, the matmul of 8 bits times 8 bits of `scaled_mm.py`, and the gate.
 """
 
 from __future__ import annotations
@@ -24,18 +25,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fulgurite.kernels.grouped_matmul import CLAMPED, DENSE, NO_GATE
+from fulgurite.kernels.grouped_matmul import DENSE, NO_GATE
 from fulgurite.kernels.quant_linear import PLAIN
-from fulgurite.kernels.triton import linear
+from fulgurite.kernels.triton import grouped_dense, grouped_fp8, linear
 from fulgurite.kernels.triton.decode import quarters
-from fulgurite.kernels.triton.grouped_step import add_step, finish, gated
+from fulgurite.kernels.triton.grouped_few import fill_few
+from fulgurite.kernels.triton.grouped_step import GATES, add_step, finish, gated
+from fulgurite.kernels.triton.grouped_tiles import or_else
 from fulgurite.kernels.triton.matmul import find_group
-from fulgurite.kernels.triton.moe_tiles import outer_tile, rows_tile
+from fulgurite.kernels.triton.moe_tiles import many_tile, outer_tile, rows_tile
 from fulgurite.kernels.triton.packed import Packed, Weight, packed, takes, weight_of
+from fulgurite.kernels.triton.quantize import quantize
 from fulgurite.quant import resolve
 
 NATIVE = not triton.knobs.runtime.interpret
-GATES = {NO_GATE: 0, "silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, CLAMPED: 4}
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 PLAIN_WEIGHT = Weight("dense", "none")
 
@@ -132,6 +135,9 @@ def grouped_matmul(
     if format == DENSE:
         if data.dtype != x.dtype:
             return NotImplemented
+        many = many_tile(_count(x, rows), data.shape[0], gate != NO_GATE)
+        if many is not None and grouped_dense.takes(x, data):
+            return grouped_dense.grouped_dense(x, rows, factors, offsets, data, *after[2:], many)
         parts = Packed(data, data, data, (0, 0), zero=False)
         return _fused(x, rows, parts, PLAIN_WEIGHT, False, *after)
     entry = resolve(format)
@@ -142,6 +148,10 @@ def grouped_matmul(
         return _apart(x, rows, data, scales, format, activations, *after)
     parts = packed(data, scales, entry, weight)
     return _fused(x, rows, parts, weight, entry.family == "nvfp4", *after)
+
+
+def _count(x: Tensor, rows: Tensor | None) -> int:
+    return x.shape[0] if rows is None else rows.shape[0]
 
 
 def _fused(
@@ -158,18 +168,21 @@ def _fused(
     limit: float,
 ) -> Tensor:
     experts, data = offsets.shape[0], parts.data
-    count, size = (x.shape[0] if rows is None else rows.shape[0]), x.shape[1]
+    count, size = _count(x, rows), x.shape[1]
     columns = data.shape[1] // (1 if gate == NO_GATE else 2)
     out = x.new_empty(count, columns)
     if out.numel() == 0:
         return out
     x = x if x.stride(1) == 1 else x.contiguous()
+    after = (factors, offsets, bias, (GATES[gate], alpha, limit))
+    if fill_few(out, x, rows, parts, weight, tensor_scale, *after):
+        return out
     tile = rows_tile(count, experts, columns, size, weight, gate != NO_GATE, x.dtype)
     tiles_m = triton.cdiv(count, tile.rows) + min(experts, count) + 1  # last ones may be partial
     dense = weight is PLAIN_WEIGHT
     grouped_matmul_kernel[(tiles_m * triton.cdiv(columns, tile.columns),)](
-        x, _or(rows, offsets), _or(factors, x), offsets, data, parts.scale, parts.second,
-        _or(bias, x), out, count, columns, size, experts, tiles_m, x.stride(0), data.stride(0),
+        x, or_else(rows, offsets), or_else(factors, x), offsets, data, parts.scale, parts.second,
+        or_else(bias, x), out, count, columns, size, experts, tiles_m, x.stride(0), data.stride(0),
         data.stride(1), data.stride(2), 0 if dense else parts.scale.stride(0), *parts.strides,
         0 if dense else parts.scale.stride(0) if parts.zero else 1,
         0 if bias is None else bias.stride(0), out.stride(0), alpha, limit,
@@ -181,10 +194,6 @@ def _fused(
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
-
-
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    return other if tensor is None else tensor
 
 
 # ---- quantized activations -------------------------------------------------------------------------
@@ -205,6 +214,12 @@ def _apart(
     limit: float,
 ) -> Any:
     """Rows gathered, quantized and multiplied in 8 bits; then what follows the sums."""
+    entry = resolve(format)
+    tile = grouped_fp8.plan(_count(x, rows), data, entry, activations, gate, packed=False)
+    if tile is not None:
+        how = (bias, gate, alpha, limit, x.dtype, tile)
+        parts = quantize(x, activations)
+        return grouped_fp8.grouped_fp8(parts, rows, factors, offsets, data, scales[0], *how)[0]
     given = x if rows is None else x[rows]
     sums = linear.grouped_quant_linear(given, offsets, data, scales, format, None, activations)
     if sums is NotImplemented or (gate == NO_GATE and factors is None and bias is None):
@@ -214,7 +229,7 @@ def _apart(
     experts = offsets.shape[0]
     block = min(triton.next_power_of_2(columns), 1024)
     finish_kernel[(count, triton.cdiv(columns, block))](
-        sums, _or(factors, sums), offsets, _or(bias, sums), out, columns, experts, sums.stride(0),
+        sums, or_else(factors, sums), offsets, or_else(bias, sums), out, columns, experts, sums.stride(0),
         0 if bias is None else bias.stride(0), alpha, limit, FACTORS=factors is not None,
         BIAS=bias is not None, GATE=GATES[gate], GROUPS=triton.next_power_of_2(experts),
         BLOCK=block, num_warps=4,

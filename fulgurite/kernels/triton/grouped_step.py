@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fulgurite.kernels.grouped_matmul import CLAMPED, NO_GATE
 from fulgurite.kernels.triton.decode import (
     E4M3_DROP,
     E4M3_LIFT,
@@ -22,6 +23,8 @@ from fulgurite.kernels.triton.decode import (
     times,
 )
 from fulgurite.kernels.triton.matmul import multiply
+
+GATES = {NO_GATE: 0, "silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, CLAMPED: 4}
 
 
 @triton.jit

@@ -12,10 +12,11 @@ import triton
 from torch import Tensor
 
 from fulgurite.kernels.triton.counters import take_counters
-from fulgurite.kernels.triton.few_rows import few_rows_kernel
+from fulgurite.kernels.triton.few_rows import launch_few_rows
+from fulgurite.kernels.triton.few_tiles import FewTile
 from fulgurite.kernels.triton.matmul import matmul_kernel
 from fulgurite.kernels.triton.packed import Packed, Weight, packed, strides_of, takes, weight_of
-from fulgurite.kernels.triton.tiles import FEW, FewTile, Tile
+from fulgurite.kernels.triton.tiles import Tile
 from fulgurite.quant import Format
 
 PACKED = not triton.knobs.runtime.interpret
@@ -43,9 +44,14 @@ def matmul(
     parts = packed(data, scales, format, weight)
     n = parts.data.shape[-2]
     out = x.new_empty((m, n), dtype=dtype)
+    if isinstance(tile, FewTile):
+        launch_few_rows(
+            x, parts, weight, tile, out, tensor_scale=format.family == "nvfp4", bias=bias,
+            ends=ends, factor=factor,
+        )  # fmt: skip
+        return out
     experts = 0 if ends is None else ends.shape[0]
-    rows = tile.rows if isinstance(tile, Tile) else FEW
-    tiles_m = triton.cdiv(m, rows)
+    tiles_m = triton.cdiv(m, tile.rows)
     if ends is not None:
         tiles_m += min(experts, m) + 1  # each expert's last tile may be partial, and so the rest
     shared: dict[str, Any] = {
@@ -58,16 +64,6 @@ def matmul(
         "PACKED": PACKED,
     }  # fmt: skip
     bias, ends = out if bias is None else bias, out if ends is None else ends
-    if isinstance(tile, FewTile):
-        few_rows_kernel[(triton.cdiv(n, tile.columns), tiles_m)](
-            x, parts.data, out, parts.scale, parts.second, out if factor is None else factor,
-            bias, ends, m, n, k, x.stride(0), parts.data.stride(-2), out.stride(0), *parts.strides,
-            DECODE=weight.decode, EVEN=k % (tile.depth * tile.warps) == 0,
-            R=FEW if m > 4 or experts else 4 if m > 1 else 1,
-            BN=tile.columns, C=tile.depth, W=tile.warps, STAGES=tile.stages,
-            num_warps=tile.warps, **shared,
-        )  # fmt: skip
-        return out
     x_strides = (0, 0)
     if x_scale is not None and x_format is not None:
         x_strides = strides_of(x_scale, x_format)
@@ -83,8 +79,8 @@ def matmul(
         partial, count, ends, m, n, k, tile.split, x.stride(0), parts.data.stride(-2),
         out.stride(0), *x_strides, *parts.strides,
         DECODE="same" if x_scale is not None else weight.decode, X_SCALED=x_scale is not None,
-        EVEN=k % tile.depth == 0, BM=tile.rows, BN=tile.columns, BK=tile.depth,
-        SPLIT=tile.split > 1, ACROSS=8,
+        EVEN=k % tile.depth == 0, FULL=m % tile.rows == 0 and experts == 0,
+        BM=tile.rows, BN=tile.columns, BK=tile.depth, SPLIT=tile.split > 1, ACROSS=8,
         num_warps=tile.warps, num_stages=tile.stages, **shared,
     )  # fmt: skip
     return out

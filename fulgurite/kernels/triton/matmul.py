@@ -72,9 +72,7 @@ def find_group(ends_ptr, experts, tile, rows, BM: tl.constexpr, GROUPS: tl.const
     return tl.where(found, expert, experts), tl.where(found, start, rows), tl.where(found, stop, 0)
 
 
-@triton.jit(
-    do_not_specialize=["M", "split", "x_scale_m", "x_scale_k", "w_scale_k", "experts", "tiles_m"]
-)
+@triton.jit(do_not_specialize=["M", "split", "x_scale_k", "w_scale_k", "experts", "tiles_m"])
 def matmul_kernel(
     x_ptr, w_ptr, out_ptr, x_scale_ptr, w_scale_ptr, tensor_scale_ptr, bias_ptr,
     partial_ptr, count_ptr, ends_ptr,
@@ -82,8 +80,7 @@ def matmul_kernel(
     experts, w_expert, w_scale_expert, tiles_m,
     DECODE: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, W_ROWS: tl.constexpr,
     X_SCALED: tl.constexpr, FACTOR: tl.constexpr, TENSOR_SCALE: tl.constexpr, ZERO: tl.constexpr,
-    BIAS: tl.constexpr, EVEN: tl.constexpr,
-    GROUPS: tl.constexpr,
+    BIAS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
     ACROSS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -124,22 +121,37 @@ def matmul_kernel(
     acc = tl.zeros([BN, BM], kind)
     item = tl.arange(0, WK)
     wide = tl.arange(0, BK)
+    ahead: tl.constexpr = SCALING == "step" and X_SCALED
+    if ahead:
+        if W_ROWS % BN == 0:  # one scale for all of the tile's rows
+            ws_from = w_scale_ptr + (tile_n * BN // W_ROWS).to(tl.int64) * w_scale_n
+        else:
+            ws_from = w_scale_ptr + (n_in // W_ROWS) * w_scale_n
+        xs_from = x_scale_ptr + m.to(tl.int64) * x_scale_m
+        begin = tl.minimum(first, steps - 1)  # a part may have no steps
+        ws = tl.load(ws_from + begin * w_scale_k)
+        xs = tl.load(xs_from + begin.to(tl.int64) * x_scale_k, m < M, 0.0)
     for step in range(first, last):
         k = step * BK
         w_from = w_ptr + n_in[:, None] * w_stride + (step * WK + item)[None, :]
+        x_from = x_ptr + m_in[:, None] * x_stride + (k + wide)[None, :]
         if EVEN:
             w = tl.load(w_from)
-            x = tl.load(x_ptr + m_in[:, None] * x_stride + (k + wide)[None, :])
         else:
             edge = K // 4 if nibbles else K
             w = tl.load(w_from, (step * WK + item < edge)[None, :], 0.0)
-            x = tl.load(
-                x_ptr + m_in[:, None] * x_stride + (k + wide)[None, :], (k + wide < K)[None, :], 0.0
-            )
-        if SCALING == "step":  # asked for here, needed after the multiplication
+        if EVEN and FULL:
+            x = tl.load(x_from)
+        elif EVEN:  # rows that are not there are not read as another, which all would ask for
+            x = tl.load(x_from, (m < M)[:, None], 0.0)
+        else:
+            x = tl.load(x_from, (m < M)[:, None] & (k + wide < K)[None, :], 0.0)
+        if ahead:  # the next step's scales: they take as long to come as a step
+            after = tl.minimum(step + 1, steps - 1)
+            next_ws = tl.load(ws_from + after * w_scale_k)
+            next_xs = tl.load(xs_from + after.to(tl.int64) * x_scale_k, m < M, 0.0)
+        elif SCALING == "step":  # asked for here, needed after the multiplication
             ws = tl.load(w_scale_ptr + (n_in // W_ROWS) * w_scale_n + (k // GROUP) * w_scale_k)
-            if X_SCALED:
-                xs = tl.load(x_scale_ptr + m_in * x_scale_m + (k // GROUP) * x_scale_k)
         if SCALING == "inside":
             group: tl.constexpr = GROUP // 4 if nibbles else GROUP
             block = step * (BK // GROUP) + tl.arange(0, BK // GROUP)
@@ -180,10 +192,14 @@ def matmul_kernel(
                 w = cast_tile(w, x.dtype, PACKED)
             sums = multiply(w, x, tl.zeros([BN, BM], kind) if SCALING == "step" else acc, PACKED)
         if SCALING == "step":
-            if X_SCALED:
+            if ahead and W_ROWS % BN == 0:
+                acc += sums * (ws * xs)[None, :]
+            elif ahead:
                 acc += sums * (ws[:, None] * xs[None, :])
             else:
                 acc += sums * ws[:, None]
+            if ahead:
+                ws, xs = next_ws, next_xs
         else:
             acc = sums
     finished = True

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from fulgurite.kernels.mla import EXPANDED_KEYS, expands
-from fulgurite.kernels.mla_reference import Parts, parts, read_latent
+from fulgurite.kernels.mla_reference import Parts, parts
+from fulgurite.kernels.triton import mla_hopper
 from fulgurite.kernels.triton.mla_decode import attend_absorbed
-from fulgurite.kernels.triton.mla_expand import attend_expanded, empty_state
+from fulgurite.kernels.triton.mla_expand import attend_expanded, empty_state, gather
+from fulgurite.kernels.triton.mla_project import project_queries
 from fulgurite.kernels.triton.mla_write import DTYPES, plain_angles
 
 
@@ -53,7 +55,9 @@ def latent_attention(
     """`kernels.mla.latent_attention`."""
     if q.dtype not in DTYPES or up.dtype != q.dtype or not plain_angles(cos, sin):
         return NotImplemented
-    if any(x.stride(-1) != 1 for x in (q, up, pages)):
+    if any(x.stride(-1) != 1 for x in (q, up, pages)) or scale <= 0:
+        return NotImplemented
+    if pages.dtype == torch.uint8 and any(step % 16 for step in pages.stride()[:2]):
         return NotImplemented
     rope = 2 * cos.shape[1]
     plain = q.shape[2] - rope
@@ -81,10 +85,13 @@ def _absorbed(
 ) -> Tensor:
     """U_v (attention of U_k^T q to the latents)."""
     up_key_NDC, up_value_NVC = call.up_NUC[:, : call.plain], call.up_NUC[:, call.plain :]
-    q_NTC = torch.bmm(q[..., : call.plain].transpose(0, 1), up_key_NDC)
-    found_TNC = attend_absorbed(
-        q_NTC.transpose(0, 1), q[..., call.plain :], cos, sin, call.kept, call.tables_SM, starts,
-        call.lengths_S, call.scale, call.interleaved, max_query, call.max_length,
+    kind = call.kept.latents_PBC.dtype
+    queries = project_queries(q, up_key_NDC, cos, sin, call.interleaved, kind)
+    on_hopper = mla_hopper.fits(queries, call.kept, max_query * q.shape[1])
+    attend = mla_hopper.attend_hopper if on_hopper else attend_absorbed
+    found_TNC = attend(
+        queries, call.kept, call.tables_SM, starts, call.lengths_S, call.scale, max_query,
+        call.max_length, q.dtype,
     )  # fmt: skip
     out_TNV = q.new_empty((*q.shape[:2], up_value_NVC.shape[1]))
     torch.bmm(found_TNC.transpose(0, 1), up_value_NVC.mT, out=out_TNV.transpose(0, 1))
@@ -138,10 +145,10 @@ def _expand(
     state = empty_state(tokens if length > each else 0, heads, value, q.device)
     for first in range(0, length, each):
         count = min(each, length - first)
-        c_KC, r_KR = read_latent(call.kept, row_M[first // page :], count, q.dtype)
+        c_KC, r_KR = gather(call.kept, row_M[first // page :], count, q.dtype)
         up_KNU = (c_KC @ call.up_NUC.flatten(0, 1).t()).unflatten(1, (q.shape[1], -1))
         before = length - q.shape[0]
         attend_expanded(
-            q, cos, sin, up_KNU, r_KR.contiguous(), out, state, call.scale, call.interleaved,
+            q, cos, sin, up_KNU, r_KR, out, state, call.scale, call.interleaved,
             before, first, first + count == length,
         )  # fmt: skip

@@ -1,9 +1,10 @@
 """Which tile for which grouped matmul.
 
 In: how many rows, experts and columns, and the kind of the weight. Out: a `Tile`. The choice depends on
-shapes alone, so a row's result does not depend on where other rows went. The starting points are
-published ones for an H200 (16x64x64 with 5 stages for one token, 128x256x64 with 8 warps for a
-thousand, Qwen3-30B-A3B); `benchmarks/sweep_moe.py` measures others.
+shapes alone, so a row's result does not depend on where other rows went. With few rows the starting
+points are published ones for an H200 (16x64x64 with 5 stages for one token); with many they were
+measured on one, 8192 tokens of Qwen3-30B-A3B, DeepSeek-V3 and Mixtral-8x7B, and 1024 of them.
+`benchmarks/sweep_moe.py` measures others.
 """
 
 from __future__ import annotations
@@ -34,6 +35,25 @@ def rows_tile(
         return Tile(64, 64, depth, warps=4, stages=2)
     return Tile(rows, 128 if gated else 256, min(depth, 64) if not weight.nibbles else depth,
                 warps=8, stages=3)  # fmt: skip
+
+
+MANY = 32  # rows an expert from which x has the rows of the tensor cores' tile: H200, DeepSeek-V3
+
+
+def many_tile(count: int, experts: int, gated: bool) -> Tile | None:
+    """16 bits and enough rows to fill the tensor cores: 128 by 256, half of it the gate; else None."""
+    if count < MANY * experts:
+        return None
+    return Tile(128, 128 if gated else 256, 64, warps=8, stages=4)
+
+
+def fp8_tile(count: int, experts: int, gated: bool, packed: bool) -> Tile | None:
+    """FP8 times FP8, each 128 of K scaled: 128 by 256, or by 64 rows where most experts have no more
+    or where a gated result is not quantized, whose sums would not fit in registers; else None."""
+    if count < MANY * experts:
+        return None
+    rows = 64 if 2 * count <= 3 * MANY * experts or (gated and not packed) else 128
+    return Tile(rows, 128 if gated else 256, 128, warps=8, stages=4)
 
 
 def _depth(weight: Weight, dtype: torch.dtype) -> int:

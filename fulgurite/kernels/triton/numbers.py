@@ -19,7 +19,12 @@ SMALLEST_SCALE = tl.constexpr(2.0**-126)
 @triton.jit
 def magnitude_bits(x, KEEP_NAN: tl.constexpr):
     """The bits of |x|, 0 for an infinity, and for a NaN too unless it is to be kept."""
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return finite_bits(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, KEEP_NAN)
+
+
+@triton.jit
+def finite_bits(bits, KEEP_NAN: tl.constexpr):
+    """The same of bits of magnitudes."""
     if KEEP_NAN:
         return tl.where(bits == INFINITY_BITS, 0, bits)
     return tl.where(bits >= INFINITY_BITS, 0, bits)
@@ -48,6 +53,16 @@ def divide(x, divisor, inverse, CORRECTED: tl.constexpr):
         # an infinity has no surplus: it stays what it is, and saturates later
         return tl.where(tl.abs(x) == float("inf"), quotient, corrected)
     return tl.div_rn(x, divisor)
+
+
+@triton.jit
+def reciprocal(x, NATIVE: tl.constexpr):
+    """1 / x to the last bit; one numerator is cheaper to divide than any."""
+    if NATIVE:
+        return tl.inline_asm_elementwise(
+            "rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.div_rn(1.0, x)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fulgurite.kernels.quantize import empty_scale
-from fulgurite.kernels.triton import quantize_turned
+from fulgurite.kernels.triton import quantize_pairs, quantize_turned
 from fulgurite.kernels.triton.numbers import (
     CORRECTED,
     code_8bit,
@@ -39,7 +39,6 @@ from fulgurite.quant.shapes import check_shape, data_shape
 LONGEST_ROW = 16384  # columns a program keeps in registers; longer rows are read twice
 TILE_WARPS = 8  # of a 128x128 tile
 TILE = 4096  # elements of a program of the 1xB kernels: H200, `fulgurite bench quant`
-LONGEST_ROW_LIMIT = tl.constexpr(LONGEST_ROW)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 AMAX_PROGRAMS = 1056  # eight for each of an H200's processors
 
@@ -50,15 +49,19 @@ AMAX_PROGRAMS = 1056  # eight for each of an H200's processors
 @triton.jit
 def rows_kernel(
     x_ptr, data_ptr, scale_ptr, rows, columns, stride,
-    HIGHEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
+    HIGHEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE_ROW: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
-    """scale_R = amax_K |x_RK| / HIGHEST;  code_RK = round(x_RK / scale_R)."""
+    """scale_R = amax_K |x_RK| / HIGHEST;  code_RK = round(x_RK / scale_R).
+
+    WHOLE_ROW: a block is a row; otherwise rows are longer, and read twice.
+    """
     type: tl.constexpr = data_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row[:, None] < rows
     column = tl.arange(0, BLOCK)
     start = x_ptr + row[:, None] * stride
-    if BLOCK >= LONGEST_ROW_LIMIT:
+    if not WHOLE_ROW:
         bits = tl.zeros([ROWS, BLOCK], tl.int32)
         for first in range(0, columns, BLOCK):
             here = inside & (first + column < columns)[None, :]
@@ -74,7 +77,7 @@ def rows_kernel(
     scale = scale[:, None]
     inverse = tl.div_rn(1.0, scale)
     out = data_ptr + row[:, None] * columns
-    if BLOCK >= LONGEST_ROW_LIMIT:
+    if not WHOLE_ROW:
         for first in range(0, columns, BLOCK):
             here = inside & (first + column < columns)[None, :]
             x = tl.load(start + first + column[None, :], here, 0.0).to(tl.float32)
@@ -229,8 +232,8 @@ def _by_row(x: Tensor, data: Tensor, scales: list[Tensor], format: Format, _: ob
     together = max(1, min(2048 // block, 16))
     rows_kernel[(triton.cdiv(matrices * rows, together),)](
         x, data, scales[0], matrices * rows, columns, x.stride(1),
-        HIGHEST=format.element.highest, ROWS=together, BLOCK=block, C=CORRECTED,
-        num_warps=max(4, min(16, together * block // 1024)),
+        HIGHEST=format.element.highest, ROWS=together, BLOCK=block,
+        WHOLE_ROW=columns <= block, C=CORRECTED, num_warps=max(4, min(16, together * block // 1024)),
     )  # fmt: skip
 
 
@@ -258,6 +261,8 @@ def _strides(scale: Tensor) -> tuple[int, int]:
 
 def _by_tile(x: Tensor, data: Tensor, scales: list[Tensor], format: Format, _: object) -> None:
     matrices, rows, columns = x.shape
+    if quantize_pairs.in_words(x):
+        return quantize_pairs.tiles_of_pairs(x, data, scales[0], format.element.highest)
     down = triton.cdiv(rows, 128)
     tiles_kernel[(matrices * down, triton.cdiv(columns, 128))](
         x, data, scales[0], rows, columns, x.stride(1), down,
@@ -285,6 +290,8 @@ def _by_tensor(
 
 def _amax(x: Tensor) -> Tensor:
     """The bits of each matrix's largest finite magnitude."""
+    if quantize_pairs.in_words(x) and quantize_pairs.dense(x):
+        return quantize_pairs.amax_of_pairs(x)
     matrices, rows, columns = x.shape
     amax = torch.zeros(matrices, dtype=torch.int32, device=x.device)
     block = min(triton.next_power_of_2(columns), 2048)

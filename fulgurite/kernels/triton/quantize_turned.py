@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fulgurite.kernels.triton import quantize_columns
 from fulgurite.kernels.triton.numbers import (
     CORRECTED,
     code_8bit,
@@ -85,6 +86,8 @@ def quantize_turned(x: Tensor, data: Tensor, scale: Tensor, format: Format) -> N
     """Fills codes and scales of the view x; a scale of the whole matrix is there already."""
     columns, rows = x.shape
     mode = MODES[format.block]
+    if format.family == "fp8" and quantize_columns.takes(x.t()):
+        return quantize_columns.quantize_columns(x.t(), data, scale, mode, format.element.highest)
     amax = scale
     if mode == "row":
         amax = _column_amax(x, keep_nan=format.name == "int8")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fulgurite.kernels.triton.few_tiles import FEW, FewTile, few_experts_tile, few_tile
 from fulgurite.kernels.triton.packed import Weight
 
 
@@ -28,18 +29,6 @@ class Tile:
 
 
 DECODE_FIRST = 192  # rows of x from which decoding the whole weight first is faster
-VERY_FEW = 4  # rows up to which all weights are decoded at memory speed by `few_rows_kernel`
-FEW = 16  # rows of x that a program of `few_rows_kernel` takes
-
-
-@dataclass(frozen=True)
-class FewTile:
-    """A program of `few_rows_kernel`: rows of the weight, columns of a warp's step, warps, stages."""
-
-    columns: int
-    depth: int
-    warps: int
-    stages: int
 
 
 @functools.cache
@@ -59,39 +48,35 @@ def for_weight_only(
 
 def for_decoded(m: int, n: int, k: int, weight: Weight, device: torch.device) -> Tile | FewTile:
     """x in 16 bits: few rows read the weight at memory speed, more fill the tensor cores."""
-    if m <= VERY_FEW or (m <= FEW and weight.integers):
-        return few_tile(m, n, k, weight)
     if m <= FEW:
-        return _split(Tile(16, 64, weight.depth, stages=3), m, n, k, 512, device)
+        return few_tile(m, n, k, weight)
     rows = 32 if m <= 32 else 64 if m < DECODE_FIRST else 128
     depth, programs = min(weight.depth, 128), 256 if rows == 32 else 132
     return _split(Tile(rows, 128, depth, warps=8, stages=3), m, n, k, programs, device)
 
 
-def few_tile(m: int, n: int, k: int, weight: Weight) -> FewTile:
-    """Two warps a program where the weight's rows give many programs, four where K is long."""
-    warps = 4 if n < 8192 and (k >= 8192 or weight.decode != "e2m1") else 2
-    columns = 32 if m > VERY_FEW or weight.decode == "int4" else 16
-    depth = 256 if weight.decode == "e2m1" and m <= VERY_FEW else min(weight.group, 128)
-    return FewTile(columns, depth, warps, stages=4 if columns == 16 else 3)
-
-
 def for_scaled(m: int, n: int, k: int, scaling: str, device: torch.device) -> Tile:
     """8 bits times 8 bits; scales of 128 columns ask for sums of their own, so for smaller tiles."""
-    rows = 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 512 else 128
     if scaling == "step" and m <= 64:
-        return _split(Tile(min(rows, 32), 64, 128, stages=4), m, n, k, 264, device)
+        tile = Tile(16 if m <= 16 else 32, 64, 128, stages=4)
+        return _split(tile, m, n, k, 600, device, steps=7)
     if scaling == "step":
-        return _split(Tile(64, 128, 128, stages=4), m, n, k, 264, device)
-    if rows <= 64:
-        return _split(Tile(rows, 64, 128, stages=6), m, n, k, 132 if k < 8192 else 264, device)
-    return Tile(128, 256, 128, warps=8, stages=3)
+        return _split(Tile(64, 128, 128, warps=8, stages=4), m, n, k, 264, device, steps=14)
+    if m > 512:
+        return Tile(128, 256, 128, warps=8, stages=3)
+    tile = Tile(16 if m <= 16 else 32 if m <= 32 else 64, 64, 128, stages=6)
+    tiles = -(-n // 64) * -(-m // tile.rows)
+    if tile.rows == 64 and tiles > 2 * processors(device):
+        return replace(tile, stages=4)  # three of them on a processor instead of two
+    deep = k >= 8192 or (k >= 7168 and tiles > 66)
+    return _split(tile, m, n, k, 264 if deep else 132, device)
 
 
 def for_experts(m: int, n: int, k: int, experts: int, weight: Weight, same: bool) -> Tile | FewTile:
     """Rows of several experts: the tile fits the rows of an average one."""
-    if m <= VERY_FEW * experts and not same:
-        return few_tile(m=1, n=n, k=k, weight=weight)
+    few = None if same else few_experts_tile(m, experts, n, k, weight)
+    if few is not None:
+        return few
     rows = min(128, max(16, 1 << (max(1, m // experts) - 1).bit_length()))
     depth = 128 if same else min(weight.depth, 128)
     if rows <= 64:
@@ -99,12 +84,15 @@ def for_experts(m: int, n: int, k: int, experts: int, weight: Weight, same: bool
     return Tile(rows, 128, depth, warps=8, stages=3)
 
 
-def _split(tile: Tile, m: int, n: int, k: int, programs: int, device: torch.device) -> Tile:
-    """K shared among programs while there are fewer than `programs` (for 132 processors)."""
+def _split(
+    tile: Tile, m: int, n: int, k: int, programs: int, device: torch.device, steps: int = 2
+) -> Tile:
+    """K shared among programs while there are fewer than `programs` (for 132 processors), each with
+    some steps to go."""
     tiles = -(-n // tile.columns) * -(-m // tile.rows)
     most = programs * processors(device) // 132
     split = 1
-    while tiles * split * 2 <= most and split * 4 * tile.depth <= k:
+    while tiles * split * 2 <= most and split * 2 * steps * tile.depth <= k:
         split *= 2
     return replace(tile, split=split)
 
@@ -118,7 +106,7 @@ def library_wins(block: tuple[int, int], m: int, n: int, k: int) -> bool:
     if block == (0, 0):
         return True
     if block[1] == 0:
-        return m > (64 if n > 6144 else 128 if n > 2560 else 256)
+        return m > (64 if n > 7168 or k > 14336 else 128 if n > 4096 or k >= 8192 else 256)
     if m <= 32:
         return False
     return m > (32 if n > 4096 else 256 if n <= 2560 else 128 if k >= 8192 else 64)

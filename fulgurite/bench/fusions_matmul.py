@@ -1,0 +1,111 @@
+"""Matrix products with epilogues on a GPU: one kernel, the library's call and a kernel, eager, torch.compile.
+
+In: nothing. Out: for each epilogue and inner size the microseconds of each, by CUDA graphs over inputs that take
+turns, what `fulgurite.compile` chose without measuring, and what it chose with `tune=True`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fulgurite import fuser
+from fulgurite.bench import results
+from fulgurite.bench.fusion_cases import HALF, quantize_blocks
+from fulgurite.bench.quant_cuda import graph_seconds
+from fulgurite.compile import compile
+from fulgurite.fuser.library_matmul import LibraryRegion
+
+SETS = 3  # of inputs, which calls take turns on
+ROWS, COLUMNS = 8192, 4096
+DEPTHS = (512, 1024, 2048, 4096, 8192)
+
+
+def bias_gelu(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.gelu(x @ w + b, approximate="tanh")
+
+
+def residual(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+    return x @ w + r
+
+
+def gated(x: Tensor, w: Tensor) -> Tensor:
+    gate, up = (x @ w).chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def quantized(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return quantize_blocks(x @ w)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    function: Callable[..., Any]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+def cases(depths: Sequence[int] = DEPTHS) -> list[Case]:
+    found = []
+    for depth in depths:
+        x, w = (ROWS, depth), (depth, COLUMNS)
+        found += [
+            Case(f"bias gelu, K {depth}", bias_gelu, (x, w, (COLUMNS,))),
+            Case(f"residual, K {depth}", residual, (x, w, (ROWS, COLUMNS))),
+            Case(f"silu·mul, K {depth}", gated, (x, (depth, 2 * COLUMNS))),
+            Case(f"quantize, K {depth}", quantized, (x, w)),
+        ]
+    return found
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """One row: microseconds of each way, and how many times as fast one kernel is."""
+    sets = [inputs(case) for _ in range(SETS)]
+    graph = make_fx(case.function, tracing_mode="fake")(*sets[0])
+    torch._dynamo.reset()
+    ways = {
+        "eager": case.function,
+        "torch.compile": torch.compile(case.function),
+        "library and kernel": LibraryRegion(graph, fuser.lower),
+        "one kernel": fuser.lower(graph, tune=True),
+        "fulgurite": compile(case.function),
+    }
+    row: dict[str, Any] = {"group": "matmul", "case": case.name}
+    for name, function in ways.items():
+        row[f"{name}_us"] = 1e6 * graph_seconds([partial(function, *given) for given in sets])
+    row["speedup"] = row["library and kernel_us"] / row["one kernel_us"]
+    row["schedule"] = str(ways["one kernel"].kernels[0].schedule)  # type: ignore[attr-defined]
+    return row
+
+
+def inputs(case: Case) -> list[Tensor]:
+    """Numbers of about 1, and of the product too; the weight as a linear layer has it, turned."""
+    x, w, *more = case.shapes
+    weight = torch.randn(w[::-1], device="cuda", dtype=HALF) * w[0] ** -0.5
+    rest = [torch.randn(shape, device="cuda", dtype=HALF) for shape in more]
+    return [torch.randn(x, device="cuda", dtype=HALF), weight.t(), *rest]
+
+
+def fusions_matmul(quick: bool) -> list[dict[str, Any]]:
+    """The rows of the group, printed as they come."""
+    rows = []
+    for case in cases((1024, 4096) if quick else DEPTHS):
+        rows.append(measure(case))
+        print(f"matmul {case.name}: one kernel {rows[-1]['speedup']:.2f}×", flush=True)
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    ways = [name.removesuffix("_us") for name in rows[0] if name.endswith("_us")]
+    found = [["µs", *ways, "one kernel is"]]
+    for row in rows:
+        times = [f"{row[f'{name}_us']:.0f}" for name in ways]
+        found.append([row["case"], *times, f"{row['speedup']:.2f}×"])
+    return results.table(found)

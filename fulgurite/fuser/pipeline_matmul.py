@@ -1,0 +1,111 @@
+"""A region with matrix products to one Triton kernel: tiles of the products, the rest of the region as their epilogue.
+
+In: a region as an fx graph, and where its tensors are. Out: a `TritonRegion` with one kernel. Products stay with
+the library unless someone asks for this: `executors/epilogue.py` does, where it measured or expects that it pays.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from fulgurite import device
+from fulgurite.device import Device
+
+from . import cost, matmul
+from .codegen.triton_matmul import write_matmul
+from .compile_triton import Program, interpreting, make_program, measured
+from .launch import Kernel
+from .launch_triton import TritonRegion, needs_wide
+from .matmul import Matmuls
+from .nest import build
+from .pipeline_triton import PRETENDED
+from .pointwise_rules import Unsupported
+from .refine import refine
+from .schedule.gpu import row_limit
+from .schedule.gpu_matmul import MatmulSchedule, Tile, over_tiles, tiled
+from .schedule.gpu_tiles import best_tile
+from .search_matmul import searched_tile
+from .segment import Segment, segment
+
+
+def lower_matmul(
+    module: fx.GraphModule,
+    place: torch.device,
+    tune: bool = False,
+    tile: Tile | None = None,
+) -> TritonRegion:
+    """The kernel of a region whose products are read by elementwise ops; `tune` searches its tiles."""
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", torch.cuda.current_device())
+    machine = device.cuda(place.index) if place.type == "cuda" else PRETENDED
+    read = matmul.read(module)
+    schedule, part = scheduled(read, machine, tile)
+    name = kernel_name(part)
+    wide = needs_wide(read.region)
+    if tune and tile is None and not interpreting():
+        schedule = searched_tile(name, schedule, machine, place, bool(wide))
+
+    @functools.cache
+    def write(with_wide: bool, aligned: bool) -> Program:
+        chosen = schedule if aligned else replace(schedule, descriptors=False)
+        return make_program([write_matmul(name, chosen, with_wide)])
+
+    kernel = _kernel(read, write(bool(wide), True), part, schedule, machine, place)
+    return TritonRegion(read.region, write, (kernel,), place, wide)
+
+
+def scheduled(
+    read: Matmuls, machine: Device, tile: Tile | None = None
+) -> tuple[MatmulSchedule, Segment]:
+    """The schedule with the tile that is asked for, or with the one that should be best."""
+    refined = refine(read.epilogue)
+    parts = segment(refined, row_limit(machine))
+    if len(parts) != 1:
+        raise Unsupported(f"an epilogue of {len(parts)} kernels")
+    nest, accumulators = over_tiles(build(refined, parts[0]), read.products)
+    chosen = tile or best_tile(nest, accumulators, machine)
+    return tiled(nest, accumulators, chosen, machine), parts[0]
+
+
+def kernel_name(part: Segment) -> str:
+    """`mm_gelu`: the product, and what says most about its epilogue."""
+    ops = dict.fromkeys(f.statement.origin.strip("_") for f in part.shape.facts.values())
+    telling = [op for op in ops if op not in ("clone", "to_copy")] or list(ops)
+    return "_".join(["mm", *telling[:3]])
+
+
+def _kernel(
+    read: Matmuls,
+    program: Program,
+    part: Segment,
+    schedule: MatmulSchedule,
+    machine: Device,
+    place: torch.device,
+) -> Kernel:
+    (stage,) = program.stages
+    moved = sum(map(cost.tensor_bytes, stage.tensors))
+    rows = cost.number(schedule.rows.size)
+    work = sum(2 * rows * p.width * p.depth for p in read.products)
+    ops = ("mm",) * len(read.products) + tuple(
+        f.statement.origin for f in part.shape.facts.values()
+    )
+    return Kernel(
+        stage.name,
+        stage.text,
+        schedule,
+        ops,
+        moved,
+        work,
+        max(moved / machine.copy_bandwidth, work / tensor_rate(machine)) + cost.LAUNCH_SECONDS,
+        part.reason,
+        measured(program, [stage.name], place),
+    )
+
+
+def tensor_rate(machine: Device) -> float:
+    """Operations a second of 16-bit products: on an H200 25 times those of a multiprocessor's plain lanes."""
+    return 25 * machine.flops

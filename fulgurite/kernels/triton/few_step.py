@@ -1,0 +1,180 @@
+"""Device functions: a few rows of a packed weight times a few rows of x, over all of K.
+
+In: pointers to rows of x, of the weight and of its scales. Out: sums in float32 [W, N, T].
+
+A warp multiplies columns of its own (`tl.dot` gives each warp one matrix of a stack). Rows of the
+weight are the 16 rows of the tensor cores' tile and rows of x its 8 columns, so a decoded number goes
+straight from the register it was decoded in to the tensor cores, and one row of x wastes little.
+
+    W  warps    R  rows of x that are read    T  columns of the tensor cores' tile, 8 or 16
+    N  rows of the weight    C  columns of a warp's step    Q  words of four nibbles in them
+
+`DECODE`: "e2m1" and "int4" are nibbles, "cast" is 8 bits, "dense" the dtype of x.
+`SCALING`: "inside" a step (16 or 32 columns), one a "step", at the "end", or "none".
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fulgurite.kernels.triton.decode import (
+    E4M3_LIFT,
+    E8M0_LIFTED_MOST,
+    cast_tile,
+    e2m1_tile,
+    e8m0_lifted,
+    e8m0_to_bfloat16,
+    int4_tile,
+    plus,
+    times,
+)
+
+
+@triton.jit
+def add_product(w_WNC, x_WRC, acc_WNT, NATIVE: tl.constexpr):
+    """acc + w @ x.T, one matrix a warp; rows of x are repeated to fill the tile.
+
+    The interpreter needs the numbers widened.
+    """
+    W: tl.constexpr = x_WRC.shape[0]
+    R: tl.constexpr = x_WRC.shape[1]
+    C: tl.constexpr = x_WRC.shape[2]
+    T: tl.constexpr = acc_WNT.shape[2]
+    if R < T:
+        again = tl.broadcast_to(x_WRC[:, None, :, :], [W, T // R, R, C])
+        x_WRC = tl.reshape(again, [W, T, C])
+    x_WCT = tl.permute(x_WRC, (0, 2, 1))
+    if NATIVE:
+        return tl.dot(w_WNC, x_WCT, acc_WNT)
+    else:
+        return tl.dot(w_WNC.to(tl.float32), x_WCT.to(tl.float32), acc_WNT, input_precision="ieee")
+
+
+@triton.jit
+def quarters(x_WRC):
+    """Columns 0, 4, 8, … of x; 1, 5, 9, …; and so on: what meets the four nibbles of a word."""
+    W: tl.constexpr = x_WRC.shape[0]
+    R: tl.constexpr = x_WRC.shape[1]
+    Q: tl.constexpr = x_WRC.shape[2] // 4
+    even, odd = tl.split(tl.reshape(x_WRC, [W, R, Q, 2, 2]))
+    zero, two = tl.split(even)
+    one, three = tl.split(odd)
+    return zero, one, two, three
+
+
+@triton.jit
+def over_columns(s_WNB, ITEMS: tl.constexpr):
+    """Scales of blocks as [W, N, ITEMS], each repeated over its block."""
+    W: tl.constexpr = s_WNB.shape[0]
+    N: tl.constexpr = s_WNB.shape[1]
+    B: tl.constexpr = s_WNB.shape[2]
+    return tl.reshape(tl.broadcast_to(s_WNB[:, :, :, None], [W, N, B, ITEMS // B]), [W, N, ITEMS])
+
+
+@triton.jit
+def _part(pointers, column, end, EVEN: tl.constexpr):
+    """What lies at the pointers, and zero for columns from `end` on."""
+    if EVEN:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, column < end, 0.0)
+
+
+@triton.jit
+def add_nibbles(w, s, z, x, sums, DECODE: tl.constexpr, ZERO: tl.constexpr, ANY: tl.constexpr,
+                NATIVE: tl.constexpr):  # fmt: skip
+    """Words of four nibbles: four matmuls, each of one nibble of every word."""
+    x0, x1, x2, x3 = quarters(x)
+    if DECODE == "e2m1":
+        w0, w1 = e2m1_tile(w, s, 0, ANY, NATIVE), e2m1_tile(w, s, 1, ANY, NATIVE)
+        w2, w3 = e2m1_tile(w, s, 2, ANY, NATIVE), e2m1_tile(w, s, 3, ANY, NATIVE)
+    else:
+        w0, w1 = int4_tile(w, 0, NATIVE), int4_tile(w, 1, NATIVE)
+        w2, w3 = int4_tile(w, 2, NATIVE), int4_tile(w, 3, NATIVE)
+        if ZERO:
+            w0, w1, w2, w3 = plus(w0, z), plus(w1, z), plus(w2, z), plus(w3, z)
+    sums = add_product(w0, x0, sums, NATIVE)
+    sums = add_product(w1, x1, sums, NATIVE)
+    sums = add_product(w2, x2, sums, NATIVE)
+    return add_product(w3, x3, sums, NATIVE)
+
+
+@triton.jit
+def sum_over_k(
+    x_row, x_in, w_row, s_row, z_row, first, K, w_scale_k,
+    DECODE: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+    ANY: tl.constexpr, EVEN: tl.constexpr, T: tl.constexpr, C: tl.constexpr, STEP: tl.constexpr,
+    STAGES: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Pointers are [1, rows, 1], or [W, rows, 1] where warps have rows of their own; `x_in` says which
+    rows of x there are. A warp begins at column first[W, 1, 1] and goes STEP columns at a time.
+
+    Also returned: the largest e8m0 scale, where not all of them can be lifted (`E8M0_LIFTED_MOST`);
+    with one above that the sums are wrong, and to be taken again with ANY.
+    """
+    W: tl.constexpr = first.shape[0]
+    N: tl.constexpr = w_row.shape[1]
+    nibbles: tl.constexpr = DECODE == "e2m1" or DECODE == "int4"
+    PACK: tl.constexpr = 4 if nibbles else 1
+    lifted: tl.constexpr = DECODE == "e2m1" and GROUP == 32 and not ANY
+    acc = tl.zeros([W, N, T], tl.float32)
+    top = tl.zeros([W, N, C // GROUP], tl.int32) if lifted else 0
+    for k in tl.range(0, K, STEP, num_stages=STAGES):
+        begin = k + first
+        item = begin // PACK + tl.arange(0, C // PACK)[None, None, :]
+        column = begin + tl.arange(0, C)[None, None, :]
+        w = _part(w_row + item, item, K // PACK, EVEN)
+        if EVEN:
+            x = tl.load(x_row + column, x_in, 0.0)
+        else:
+            x = tl.load(x_row + column, x_in & (column < K), 0.0)
+        s, z, sums = 0, 0, acc
+        if SCALING == "inside":
+            block = begin // GROUP + tl.arange(0, C // GROUP)[None, None, :]
+            s = _part(s_row + block, block, K // GROUP, EVEN)
+            if lifted:
+                top = tl.maximum(top, s.to(tl.int32))
+                s = e8m0_lifted(s)
+            elif GROUP == 16:
+                s = (s.to(tl.float32) * E4M3_LIFT).to(tl.bfloat16)
+            else:
+                s = e8m0_to_bfloat16(s)
+            s = over_columns(s, C // PACK)
+        elif SCALING == "step":
+            at = (begin if EVEN else tl.minimum(begin, K - 1)) // GROUP * w_scale_k
+            scale = tl.load(s_row + at).to(tl.float32)
+            if ZERO:
+                z = 8.0 - tl.load(z_row + at).to(tl.float32)
+            sums = tl.zeros([W, N, T], tl.float32)
+        if nibbles:
+            sums = add_nibbles(w, s, z, x, sums, DECODE, ZERO, ANY, NATIVE)
+        elif SCALING == "inside":
+            sums = add_product(times(w, s), x, sums, NATIVE)
+        elif DECODE == "cast":
+            sums = add_product(cast_tile(w, x.dtype, NATIVE), x, sums, NATIVE)
+        else:
+            sums = add_product(w, x, sums, NATIVE)
+        acc = acc + sums * scale if SCALING == "step" else sums
+    return acc, tl.max(tl.max(tl.max(top, 2), 1), 0) if lifted else 0
+
+
+@triton.jit
+def sums_of_warps(
+    x_row, x_in, w_row, s_row, z_row, first, K, w_scale_k,
+    DECODE: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+    EVEN: tl.constexpr, T: tl.constexpr, C: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """[W, N, T], of any scales: MXFP4 weights of 16 and more take a second, slower turn."""
+    acc, top = sum_over_k(
+        x_row, x_in, w_row, s_row, z_row, first, K, w_scale_k,
+        DECODE, SCALING, GROUP, ZERO, False, EVEN, T, C, STEP, STAGES, NATIVE,
+    )  # fmt: skip
+    if DECODE == "e2m1" and GROUP == 32:
+        if top > E8M0_LIFTED_MOST:
+            acc, _ = sum_over_k(
+                x_row, x_in, w_row, s_row, z_row, first, K, w_scale_k,
+                DECODE, SCALING, GROUP, ZERO, True, EVEN, T, C, STEP, 2, NATIVE,
+            )  # fmt: skip
+    return acc

@@ -1,0 +1,79 @@
+"""Routing a few tokens: the choice by its definition, the norm before it in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from .moe_cases import RULES, route_one
+from .triton_support import DEVICE, INTERPRETED
+
+from fulgurite.kernels.routing import Norm, Rule, astuple  # isort: skip
+from fulgurite.kernels.triton import few_routes  # isort: skip  (needs triton)
+
+UNGROUPED = [name for name, rule in RULES.items() if rule.groups == 1]
+
+
+def run(x, weight, rule, bias=None, choice_bias=None, norm=None):
+    given = (t if t is None else t.to(DEVICE) for t in (x, weight, bias, choice_bias))
+    norm = None if norm is None else Norm(norm.weight_D.to(DEVICE), norm.eps, norm.offset)
+    weights, chosen = few_routes.route_few(*given, norm, *astuple(rule))
+    return weights.cpu(), chosen.cpu()
+
+
+def check(found, logits, choice_bias, rule):
+    weights, experts = found
+    for token in range(len(logits)):
+        bias = None if choice_bias is None else choice_bias.tolist()
+        wanted = route_one(logits[token].tolist(), bias, rule)
+        assert experts[token].tolist() == list(wanted)
+        assert weights[token].tolist() == pytest.approx(list(wanted.values()), rel=2e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("name", UNGROUPED)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_rule_is_its_definition(name, biased, tokens):
+    """The weight is the identity, so that x are the logits, with ties."""
+    x = (2 * torch.randn(tokens, 8)).round(decimals=1)
+    x[:, 3] = x[:, 6]
+    choice_bias = 0.5 * torch.randn(8) if biased else None
+    check(run(x, torch.eye(8), RULES[name], choice_bias=choice_bias), x, choice_bias, RULES[name])
+
+
+@pytest.mark.parametrize("experts, size", [(1, 1), (17, 33), (60, 130), (128, 2048), (300, 67)])
+def test_sizes(experts, size):
+    x, weight, bias = torch.randn(2, size), torch.randn(experts, size), torch.randn(experts)
+    rule = Rule(min(8, experts), renormalise=True)
+    logits = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    check(run(x, weight, rule, bias), logits, None, rule)
+
+
+def test_the_norm_is_the_formula():
+    x, weight, scale = 3 * torch.randn(2, 96), torch.randn(24, 96), torch.randn(96)
+    wide = x.double()
+    normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (scale.double() + 1)
+    logits, rule = normed @ weight.double().T, Rule(4, "sigmoid")
+    check(run(x, weight, rule, norm=Norm(scale, 1e-5, 1.0)), logits, None, rule)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter cuts bfloat16 off where a GPU rounds")
+def test_sixteen_bits():
+    x, weight = torch.randn(2, 256).bfloat16(), torch.randn(64, 256).bfloat16()
+    logits, rule = x.double() @ weight.double().T, Rule(8, renormalise=True)
+    check(run(x, weight, rule), logits, None, rule)
+
+
+def test_nan_is_chosen_first_and_nothing_is_out_of_range():
+    x = torch.randn(2, 8)
+    x[0, 5] = float("nan")
+    weights, chosen = run(x, torch.eye(8), Rule(3))
+    assert ((chosen >= 0) & (chosen < 8)).all()
+    assert sorted(chosen[1].tolist()) == sorted(x[1].topk(3).indices.tolist())
+
+
+def test_what_is_left_to_others():
+    x, weight = torch.randn(3, 8, device=DEVICE), torch.randn(8, 8, device=DEVICE)
+    for rows, rule in ((3, Rule(2)), (0, Rule(2)), (1, RULES["deepseek_v3"])):
+        found = few_routes.route_few(x[:rows], weight, None, None, None, *astuple(rule))
+        assert found is NotImplemented
