@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fulgurite.kernels.glue import Heads
 from fulgurite.models import AttentionSpec, Decoder
 from fulgurite.models.cache import attention, visible
 from fulgurite.models.latent import LatentStep, absorbed
@@ -41,6 +42,9 @@ class PagedCache:
         return torch.tensor([table[p // BLOCK] * BLOCK + p % BLOCK for p in range(count)])
 
     def pages(self, spec: AttentionSpec) -> None:
+        return None
+
+    def attend_fresh(self, spec: AttentionSpec, heads: Heads, sinks_N: Tensor | None) -> None:
         return None
 
     def attend(
