@@ -22,7 +22,7 @@ from torch.utils.dlpack import from_dlpack
 from fulgurite import native, replay
 
 INCLUDE = Path(__file__).parent / "codegen" / "include"
-SMALLEST = 1 << 20  # bytes; below, malloc keeps memory by itself
+SMALLEST = 1 << 19  # bytes; below, malloc keeps memory by itself
 MOST_KEPT = 4  # a fraction of the machine's memory: one part in so many
 
 # DLPack's codes of the dtypes it has
