@@ -147,7 +147,7 @@ def _geometric(draws: Draws, arguments: Arguments, given: Given) -> Expression:
         return draws.one
     drawn = apply("log", one_minus(draws.uniform()))
     tries = apply("ceil", div(drawn, number(math.log1p(-chance), drawn)))
-    return apply("maximum", tries, draws.one)
+    return apply("maximum", tries, number(1, tries))
 
 
 def _bernoulli(draws: Draws, arguments: Arguments, given: Given) -> Expression:
