@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -94,13 +95,8 @@ class PagedCache:
             batch.tables_GSB[group],
             batch.starts_S,
             batch.lengths_S,
-            scale=spec.scale,
-            window=spec.window,
-            chunk=spec.chunk,
-            softcap=spec.softcap,
             sinks_N=sinks_N,
-            max_query=batch.max_count,
-            max_length=batch.max_length,
+            **_options(spec, batch),
         )
 
     def attend(
@@ -124,14 +120,9 @@ class PagedCache:
             batch.tables_GSB[group],
             batch.starts_S,
             batch.lengths_S,
-            scale=spec.scale,
             value_dim=spec.value_dim,
-            window=spec.window,
-            chunk=spec.chunk,
-            softcap=spec.softcap,
             sinks_N=sinks_N,
-            max_query=batch.max_count,
-            max_length=batch.max_length,
+            **_options(spec, batch),
         )
 
     def attend_latent(self, spec: AttentionSpec, step: LatentStep, positions_X: Tensor) -> Tensor:
@@ -161,6 +152,18 @@ class PagedCache:
     def extent(self, positions_X: Tensor) -> Tensor:
         assert self.batch is not None and self.batch.extents_T is not None, "no extents were made"
         return self.batch.extents_T
+
+
+def _options(spec: AttentionSpec, batch: Batch) -> dict[str, Any]:
+    """What a layer's attention is, and how long this step's sequences are."""
+    return {
+        "scale": spec.scale,
+        "window": spec.window,
+        "chunk": spec.chunk,
+        "softcap": spec.softcap,
+        "max_query": batch.max_count,
+        "max_length": batch.max_length,
+    }
 
 
 def _pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -23,27 +23,7 @@ from fulgurite.kernels.triton.grouped_step import finish, gated
 from fulgurite.kernels.triton.packed import Packed, Weight
 
 NATIVE = not triton.knobs.runtime.interpret
-ROWS = tl.constexpr(16)
 NO_END = tl.constexpr(2**31 - 1)
-
-
-@triton.jit
-def multiply(x_WRC, w_WNC, acc_WRN, NATIVE: tl.constexpr):
-    """acc + x @ w.T, one matrix a warp; the interpreter needs the numbers widened.
-
-    The tensor cores take 16 rows: fewer are repeated. For weights that need no decoding.
-    """
-    W: tl.constexpr = x_WRC.shape[0]
-    R: tl.constexpr = x_WRC.shape[1]
-    C: tl.constexpr = x_WRC.shape[2]
-    if R < ROWS:
-        again = tl.broadcast_to(x_WRC[:, None, :, :], [W, ROWS // R, R, C])
-        x_WRC = tl.reshape(again, [W, ROWS, C])
-    w_WCN = tl.permute(w_WNC, (0, 2, 1))
-    if NATIVE:
-        return tl.dot(x_WRC, w_WCN, acc_WRN)
-    else:
-        return tl.dot(x_WRC.to(tl.float32), w_WCN.to(tl.float32), acc_WRN, input_precision="ieee")
 
 
 @triton.jit

@@ -37,9 +37,9 @@ from fulgurite.kernels.triton.early import (
     let_next_start,
     wait_for_inputs,
 )
-from fulgurite.kernels.triton.few_rows import ROWS, multiply
+from fulgurite.kernels.triton.few_step import ROWS, multiply
 from fulgurite.kernels.triton.glue import rms_norm
-from fulgurite.kernels.triton.row_linear import finished, numbers, row_kernel, row_plan
+from fulgurite.kernels.triton.row_linear import finished, row_kernel, row_plan, step_weights
 from fulgurite.kernels.triton.sizes import cdiv
 from fulgurite.kernels.triton.tiles import FEW, processors
 
@@ -97,19 +97,17 @@ def few_kernel(
     is_row = (r < M)[None, :, None]
     STEP: tl.constexpr = W * C
     if HELD > 0:
-        w0 = numbers(w_ptr, at_weight + first, first, K, EVEN)
-        v0 = numbers(up_ptr, at_weight + first, first, K, EVEN) if GATED else w0
-        s0 = numbers(norm_ptr, first, first, K, EVEN) if NORM else w0
+        w0, v0, s0 = step_weights(w_ptr, up_ptr, norm_ptr, at_weight, first, K, GATED, NORM, EVEN)
     if HELD > 1:
         second_at = first + STEP
-        w1 = numbers(w_ptr, at_weight + second_at, second_at, K, EVEN)
-        v1 = numbers(up_ptr, at_weight + second_at, second_at, K, EVEN) if GATED else w1
-        s1 = numbers(norm_ptr, second_at, second_at, K, EVEN) if NORM else w1
+        w1, v1, s1 = step_weights(
+            w_ptr, up_ptr, norm_ptr, at_weight, second_at, K, GATED, NORM, EVEN
+        )
     if HELD > 2:
         third_at = first + 2 * STEP
-        w2 = numbers(w_ptr, at_weight + third_at, third_at, K, EVEN)
-        v2 = numbers(up_ptr, at_weight + third_at, third_at, K, EVEN) if GATED else w2
-        s2 = numbers(norm_ptr, third_at, third_at, K, EVEN) if NORM else w2
+        w2, v2, s2 = step_weights(
+            w_ptr, up_ptr, norm_ptr, at_weight, third_at, K, GATED, NORM, EVEN
+        )
     if EARLY:
         wait_for_inputs()
     m = tl.arange(0, ROWS)
@@ -132,9 +130,7 @@ def few_kernel(
     if not WHOLE:
         for k in tl.range(HELD * STEP, K, STEP, num_stages=STAGES):
             at = k + first
-            w = numbers(w_ptr, at_weight + at, at, K, EVEN)
-            v = numbers(up_ptr, at_weight + at, at, K, EVEN) if GATED else w
-            scale = numbers(norm_ptr, at, at, K, EVEN) if NORM else w
+            w, v, scale = step_weights(w_ptr, up_ptr, norm_ptr, at_weight, at, K, GATED, NORM, EVEN)
             acc, other, squares = _few_step(
                 w, v, scale, x_row, is_row, at, K, acc, other, squares, offset, NORM, GATED, EVEN, NATIVE
             )  # fmt: skip

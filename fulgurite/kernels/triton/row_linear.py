@@ -33,6 +33,18 @@ def numbers(ptr, at, column, K, EVEN: tl.constexpr):
 
 
 @triton.jit
+def step_weights(
+    w_ptr, up_ptr, norm_ptr, at_row, column, K,
+    GATED: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """A step's numbers of the weight, of the gate's other one and of the norm, as far as there are any."""
+    w = numbers(w_ptr, at_row + column, column, K, EVEN)
+    up = numbers(up_ptr, at_row + column, column, K, EVEN) if GATED else w
+    norm = numbers(norm_ptr, column, column, K, EVEN) if NORM else w
+    return w, up, norm
+
+
+@triton.jit
 def finished(
     out, second, m, n, row, keep, bias_ptr, up_bias_ptr, residual_ptr, residual_stride,
     GATE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
@@ -86,19 +98,13 @@ def row_kernel(
     at_row = row[:, None] * w_stride
     first = tl.arange(0, BK)[None, :]
     if HELD > 0:
-        w0 = numbers(w_ptr, at_row + first, first, K, EVEN)
-        v0 = numbers(up_ptr, at_row + first, first, K, EVEN) if GATED else w0
-        s0 = numbers(norm_ptr, first, first, K, EVEN) if NORM else w0
+        w0, v0, s0 = step_weights(w_ptr, up_ptr, norm_ptr, at_row, first, K, GATED, NORM, EVEN)
     if HELD > 1:
         second_at = first + BK
-        w1 = numbers(w_ptr, at_row + second_at, second_at, K, EVEN)
-        v1 = numbers(up_ptr, at_row + second_at, second_at, K, EVEN) if GATED else w1
-        s1 = numbers(norm_ptr, second_at, second_at, K, EVEN) if NORM else w1
+        w1, v1, s1 = step_weights(w_ptr, up_ptr, norm_ptr, at_row, second_at, K, GATED, NORM, EVEN)
     if HELD > 2:
         third_at = first + 2 * BK
-        w2 = numbers(w_ptr, at_row + third_at, third_at, K, EVEN)
-        v2 = numbers(up_ptr, at_row + third_at, third_at, K, EVEN) if GATED else w2
-        s2 = numbers(norm_ptr, third_at, third_at, K, EVEN) if NORM else w2
+        w2, v2, s2 = step_weights(w_ptr, up_ptr, norm_ptr, at_row, third_at, K, GATED, NORM, EVEN)
     if EARLY:
         wait_for_inputs()
     left = tl.zeros([BN, BK], tl.float32)
@@ -119,9 +125,7 @@ def row_kernel(
     if not WHOLE:
         for k in tl.range(HELD * BK, K, BK, num_stages=STAGES):
             at = k + first
-            w = numbers(w_ptr, at_row + at, at, K, EVEN)
-            v = numbers(up_ptr, at_row + at, at, K, EVEN) if GATED else w
-            scale = numbers(norm_ptr, at, at, K, EVEN) if NORM else w
+            w, v, scale = step_weights(w_ptr, up_ptr, norm_ptr, at_row, at, K, GATED, NORM, EVEN)
             left, right, squares = _row_step(
                 w, v, scale, x_ptr, at, K, left, right, squares, offset, NORM, GATED, EVEN
             )
