@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from fulgurite import device, native, replay
 from fulgurite.kernels.cpu.glue import KINDS
+from fulgurite.kernels.cpu.laid_out import LaidOut
 from fulgurite.kernels.cpu.layout import Panels, panels
 from fulgurite.kernels.cpu.library import FOLDER, SHARED, library
 from fulgurite.kernels.cpu.linear import INTEGER_ACTIVATIONS as INTEGER
@@ -179,32 +179,18 @@ def _address(tensor: Tensor | None) -> int:
 
 @dataclass(frozen=True)
 class Stack:
-    """Experts laid out for the kernels, good while their storage lives and is not written to."""
+    """Experts laid out for the kernels."""
 
-    storage: StorageWeakRef
-    version: int
     panels: tuple[Panels, ...]
     addresses: ctypes.Array[ctypes.c_int64]
 
 
-_stacks: dict[tuple[int, int, tuple[int, ...], str], Stack] = {}
+def _stack(weight: QuantTensor) -> Stack:
+    laid = tuple(panels(weight[expert]) for expert in range(weight.packed.shape[0]))
+    return Stack(laid, (ctypes.c_int64 * len(laid))(*(one.address for one in laid)))
 
 
-def kept_stack(data: Tensor, scales: list[Tensor], format: str) -> Stack:
-    """The panels of all experts of a stack, laid out once."""
-    storage = data.untyped_storage()
-    key = (storage._cdata, data.storage_offset(), tuple(data.shape), format)
-    version = 0 if data.is_inference() else data._version
-    found = _stacks.get(key)
-    if found is None or found.storage.expired() or found.version != version:
-        for old in [k for k, stack in _stacks.items() if stack.storage.expired()]:
-            del _stacks[old]
-        names = [scale.name for scale in resolve(format).stored_scales]
-        weight = QuantTensor(format, data, dict(zip(names, scales, strict=True)))
-        laid = tuple(panels(weight[expert]) for expert in range(data.shape[0]))
-        addresses = (ctypes.c_int64 * len(laid))(*(one.address for one in laid))
-        _stacks[key] = found = Stack(StorageWeakRef(storage), version, laid, addresses)
-    return found
+kept_stack = LaidOut(_stack)
 
 
 def _packed(given: Tensor, size: int, offsets: Tensor, stack: Stack, integer: bool) -> Tensor:

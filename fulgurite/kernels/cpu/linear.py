@@ -16,19 +16,18 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from fulgurite import device, replay
 from fulgurite.errors import ArgumentError
+from fulgurite.kernels.cpu.laid_out import LaidOut
 from fulgurite.kernels.cpu.layout import Panels, padded_rows, panels
 from fulgurite.kernels.cpu.library import Call, library
 from fulgurite.kernels.quant_linear import PLAIN, rounded_activations
 from fulgurite.native import compiler
-from fulgurite.quant import QuantTensor, resolve
+from fulgurite.quant import resolve
 
 INTEGER_ACTIVATIONS = "q8_0"
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -151,30 +150,4 @@ def _address(tensor: Tensor | None) -> int | None:
 
 # ---- weights laid out on their first use -----------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Kept:
-    """Panels of a packed tensor, good while its storage lives and is not written to."""
-
-    storage: StorageWeakRef
-    version: int
-    panels: Panels
-
-
-_kept: dict[tuple[int, int, tuple[int, ...], str], Kept] = {}
-
-
-def kept_panels(data: Tensor, scales: list[Tensor], format: str) -> Panels:
-    """The panels of a packed weight, laid out once for as long as its memory lives."""
-    storage = data.untyped_storage()
-    key = (storage._cdata, data.storage_offset(), tuple(data.shape), format)
-    version = 0 if data.is_inference() else data._version
-    found = _kept.get(key)
-    if found is None or found.storage.expired() or found.version != version:
-        for old in [k for k, kept in _kept.items() if kept.storage.expired()]:
-            del _kept[old]
-        names = [scale.name for scale in resolve(format).stored_scales]
-        weight = QuantTensor(format, data, dict(zip(names, scales, strict=True)))
-        found = Kept(StorageWeakRef(storage), version, panels(weight))
-        _kept[key] = found
-    return found.panels
+kept_panels = LaidOut(panels)

@@ -1,0 +1,60 @@
+"""Results kept by a weight's memory: found again, made anew after a write, dropped with the weight, from any thread."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+
+import torch
+
+from fulgurite.kernels.cpu.laid_out import LaidOut
+from fulgurite.quant import quantize
+
+
+def weight():
+    return quantize(torch.randn(16, 32), "q8_0").packed
+
+
+def test_found_again_until_written():
+    made = []
+    laid_out = LaidOut(lambda given: made.append(given) or len(made))
+    data = weight()
+    assert [laid_out(data, [], "q8_0") for _ in range(3)] == [1, 1, 1]
+    data.copy_(weight())
+    assert [laid_out(data, [], "q8_0") for _ in range(2)] == [2, 2]
+    assert laid_out(data[8:], [], "q8_0") == 3  # other rows of the same memory
+
+
+def test_dropped_with_the_weight():
+    laid_out = LaidOut(lambda given: None)
+    for _ in range(10):
+        laid_out(weight(), [], "q8_0")
+        gc.collect()
+    assert len(laid_out.entries) == 1
+
+
+def test_from_many_threads():
+    """Weights come and go in eight threads at once: each finds its own result and nobody trips over another's."""
+    laid_out = LaidOut(lambda given: given.packed.float().sum())
+    failures: list[BaseException] = []
+
+    def use():
+        try:
+            for seed in range(300):
+                data = torch.full((1, 34), seed % 128, dtype=torch.uint8)
+                assert laid_out(data, [], "q8_0") == 34 * (seed % 128)
+        except BaseException as failure:  # reported by the main thread
+            failures.append(failure)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=use) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failures
