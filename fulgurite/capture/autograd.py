@@ -1,7 +1,8 @@
 """The way through AOTAutograd.
 
 In: a captured graph, FakeTensor inputs, and what to do with each functional graph. Out: a callable that runs
-them with everything around: input mutation, aliases of inputs, saved tensors, subclasses, gradients.
+them with everything around: aliases of inputs, saved tensors, subclasses, gradients. Writes to inputs are the last
+lines of a graph (`input.copy_(new)`) where autograd has no part in them, and done around it where it has.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def differentiate(
         bw_compiler=builder(backward),
         inference_compiler=build_inference,
         partition_fn=partition,
+        keep_inference_input_mutations=True,  # `input.copy_(new)` is a line of the trace
     )
     with _scalar_tensors_stay(module):
         around = backend(module, inputs)
@@ -74,7 +76,7 @@ def needs_nothing_around(captured: fx.GraphModule, graph: fx.GraphModule, inputs
         return False  # an input that was given twice, or the base of several
     if facts.tokens or facts.num_graphsafe_rng_states or facts.num_intermediate_bases:
         return False
-    if facts.grad_enabled_mutation is not None or facts.keep_input_mutations:
+    if facts.grad_enabled_mutation is not None:
         return False
     metas = [*facts.subclass_inp_meta, *facts.subclass_fw_graph_out_meta]
     return (

@@ -25,6 +25,7 @@ from torch._guards import TracingContext
 from torch.fx import _symbolic_trace
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from fulgurite.capture.direct import Direct
 from fulgurite.errors import CaptureError, FulguriteError, GraphBreakError, OpError
 from fulgurite.trace.describe import is_the_users
 
@@ -44,9 +45,10 @@ def optimize(
     wanted = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
     isolation: Any = {key: value for key, value in wanted.items() if key in known}
     with _deaf_to_other_threads():
-        return torch.compile(
+        captured = torch.compile(
             function, backend=backend, dynamic=dynamic, fullgraph=fullgraph, **isolation
         )
+    return Direct(function, captured, backend)
 
 
 def is_capturing() -> bool:

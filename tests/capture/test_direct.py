@@ -1,0 +1,246 @@
+"""Calls past TorchDynamo: the same results, errors and recompilations as through it, and only where it is safe."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+
+import fulgurite
+from fulgurite.capture.direct import binder
+
+SCALE = 2.0
+
+
+def through(compiled):
+    """How many calls went through TorchDynamo since: a list that grows."""
+    run = (compiled.compiled if isinstance(compiled, nn.Module) else compiled)._run
+    calls: list[int] = []
+    captured = run.captured
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return captured(*args, **kwargs)
+
+    run.captured = counted
+    return calls
+
+
+def test_the_second_call_is_direct():
+    compiled = fulgurite.compile(lambda x, y=1.0: torch.tanh(x) * y)
+    x = torch.randn(5)
+    compiled(x)
+    calls = through(compiled)
+    assert torch.allclose(compiled(x), torch.tanh(x))
+    assert not calls
+    assert torch.allclose(compiled(x, y=3.0), torch.tanh(x) * 3)  # another constant: compiled anew
+    assert calls
+    del calls[:]
+    assert torch.allclose(compiled(x, 3.0), torch.tanh(x) * 3)
+    assert torch.allclose(compiled(x), torch.tanh(x))
+    assert not calls
+
+
+@pytest.mark.parametrize("change", ["shape", "dtype", "strides", "grad", "inference", "autocast"])
+def test_what_the_guards_refuse_goes_through(change):
+    compiled = fulgurite.compile(lambda x: (x @ x.mT).sin())
+    x = torch.randn(4, 4)
+    compiled(x)
+    calls = through(compiled)
+    if change == "shape":
+        other = torch.randn(6, 6)
+    elif change == "dtype":
+        other = x.double()
+    elif change == "strides":
+        other = torch.randn(4, 8)[:, ::2]
+    else:
+        other = x.clone().requires_grad_(change == "grad")
+    mode = {
+        "inference": torch.inference_mode,
+        "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    }.get(change, torch.enable_grad)
+    with mode():
+        got, want = compiled(other), (other @ other.mT).sin()
+    assert calls
+    assert got.dtype == want.dtype and got.requires_grad == want.requires_grad
+    assert torch.allclose(got, want, atol=1e-2 if change == "autocast" else 1e-6)
+
+
+def test_globals_and_closures_are_guarded(monkeypatch):
+    shift = 1.0
+
+    def function(x):
+        return x * SCALE + shift
+
+    compiled = fulgurite.compile(function)
+    x = torch.randn(3)
+    for _ in range(2):
+        assert torch.equal(compiled(x), x * 2 + 1)
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    for _ in range(2):
+        assert torch.equal(compiled(x), x * 3 + 1)
+    shift = 5.0
+    for _ in range(2):
+        assert torch.equal(compiled(x), x * 3 + 5)
+
+
+def test_changed_defaults_are_seen():
+    def function(x, by=2.0):
+        return x * by
+
+    compiled = fulgurite.compile(function)
+    x = torch.randn(3)
+    assert torch.equal(compiled(x), x * 2)
+    assert torch.equal(compiled(x), x * 2)
+    function.__defaults__ = (4.0,)
+    assert torch.equal(compiled(x), x * 4)
+
+
+def test_graph_breaks_always_go_through():
+    def function(x):
+        y = x.sin()
+        print(end="")
+        return y.cos()
+
+    compiled = fulgurite.compile(function)
+    x = torch.randn(3)
+    compiled(x)
+    calls = through(compiled)
+    assert torch.allclose(compiled(x), x.sin().cos())
+    assert len(calls) == 1 and compiled.breaks
+
+
+def test_side_effects_happen_each_time():
+    seen = []
+
+    def function(x):
+        seen.append(x.shape[0])
+        return x + 1
+
+    compiled = fulgurite.compile(function)
+    for _ in range(4):
+        compiled(torch.zeros(3))
+    assert seen == [3, 3, 3, 3]
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+
+    def forward(self, x, *more, scale: float = 1.0):
+        return x * self.weight * scale + sum(more)
+
+
+class Derived(Model):
+    def forward(self, x, *more, scale: float = 1.0):
+        return super().forward(x, *more, scale=scale).tanh()
+
+
+@pytest.mark.parametrize("kind", [Model, Derived])
+def test_modules(kind):
+    model = kind()
+    compiled = fulgurite.compile(model)
+    x = torch.randn(3)
+    with torch.no_grad():
+        compiled(x, x, scale=2.0)
+        calls = through(compiled)
+        assert torch.allclose(compiled(x, x, scale=2.0), model(x, x, scale=2.0))
+        model.weight.mul_(3)
+        assert torch.allclose(compiled(x, x, scale=2.0), model(x, x, scale=2.0))
+    assert not calls
+
+
+def test_hooks_of_a_module_run_when_they_are_added():
+    model = Model()
+    compiled = fulgurite.compile(model)
+    x = torch.randn(3)
+    compiled(x), compiled(x)
+    handle = model.register_forward_hook(lambda module, given, result: result + 100)
+    assert torch.allclose(compiled(x), x * model.weight + 100)
+    handle.remove()
+    assert torch.allclose(compiled(x), x * model.weight)
+
+
+def test_gradients():
+    compiled = fulgurite.compile(lambda x: (x.exp() * x).sum())
+    for _ in range(3):
+        x = torch.randn(4, requires_grad=True)
+        compiled(x).backward()
+        assert torch.allclose(x.grad, (x.exp() * (x + 1)).detach())
+
+
+def test_a_reset_forgets():
+    compiled = fulgurite.compile(lambda x: x.sin() + 1)
+    x = torch.randn(3)
+    compiled(x), compiled(x)
+    torch._dynamo.reset()
+    calls = through(compiled)
+    assert torch.allclose(compiled(x), x.sin() + 1)
+    assert calls
+
+
+def test_a_stance_is_obeyed():
+    compiled = fulgurite.compile(lambda x: x.sin() + 1)
+    x = torch.randn(3)
+    compiled(x), compiled(x)
+    calls = through(compiled)
+    with torch.compiler.set_stance("force_eager"):
+        compiled(x)
+    assert calls
+
+
+def test_inside_another_compiled_function():
+    inner = fulgurite.compile(lambda x: x.sin() + 1)
+    x = torch.randn(3)
+    inner(x), inner(x)
+
+    def outer(x):
+        y = inner(x)
+        torch._dynamo.graph_break()
+        return inner(y) * 2
+
+    compiled = torch.compile(outer, backend="eager")
+    for _ in range(2):
+        assert torch.allclose(compiled(x), ((x.sin() + 1).sin() + 1) * 2)
+
+
+def test_from_many_threads():
+    compiled = fulgurite.compile(lambda x, n: x.sin() * n, dynamic=True)
+    compiled(torch.randn(7), 7)  # torch 2.11 itself crashes where several threads capture at once
+    wrong: list[int] = []
+
+    def use(size: int) -> None:
+        x = torch.randn(size)
+        for _ in range(50):
+            if not torch.allclose(compiled(x, size), x.sin() * size):
+                wrong.append(size)
+
+    threads = [threading.Thread(target=use, args=(size,)) for size in (3, 4, 5, 6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_arguments_are_bound_as_python_does():
+    outside = 7
+
+    def function(a, /, b, *rest, c, d=4, **more):
+        return outside
+
+    bound = binder(function)(1, 2, 3, c=5, e=6)
+    wanted = {"a": 1, "b": 2, "rest": (3,), "c": 5, "d": 4, "more": {"e": 6}, "outside": 7}
+    assert bound == wanted
+    assert binder(lambda *, k: k)(k=1) == {"k": 1}
+    assert binder(lambda: 0)() == {}
+    for wrong in (lambda f: f(1, c=2), lambda f: f(1, 2), lambda f: f(1, 2, c=3, b=4)):
+        with pytest.raises(TypeError) as ours:
+            wrong(binder(function))
+        with pytest.raises(TypeError) as pythons:
+            wrong(function)
+        assert str(ours.value) == str(pythons.value)
