@@ -99,8 +99,11 @@ def directly(run: BoxedFunction) -> Callable[..., Any]:
     def call(*inputs: Any) -> Any:
         if not torch.is_grad_enabled():
             return run([*inputs])
-        with torch.no_grad():
+        torch._C._set_grad_enabled(False)  # torch.no_grad() itself takes 1.5 µs
+        try:
             return run([*inputs])
+        finally:
+            torch._C._set_grad_enabled(True)
 
     return call
 
