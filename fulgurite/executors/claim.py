@@ -78,7 +78,7 @@ def _wanted_pieces(
     module: fx.GraphModule, node: fx.Node, wanting: Sequence[Executor], depth: int
 ) -> fx.GraphModule | None:
     """The node's pieces, if every one that computes something ends with an executor that fuses."""
-    if depth == 0 or not isinstance(node.target, torch._ops.OpOverload):
+    if depth == 0 or not isinstance(node.target, torch._ops.OpOverload) or _is_free(node):
         return None
     pieces = decompose(module, node)
     if pieces is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -65,6 +67,21 @@ def test_a_composite_op_is_taken_apart_when_all_its_pieces_are_wanted():
     torch.testing.assert_close(g(x), both(x))
     assert ("_softmax.default", "torch") in executors_of(g)
     assert not any("layer_norm" in op for op, _ in executors_of(g))
+
+
+def test_a_view_is_not_taken_apart(monkeypatch):
+    """Torch's own rule for a view of no elements of conjugated numbers fails, and there is nothing to gain."""
+    taken_apart = []
+    monkeypatch.setattr(
+        import_module("fulgurite.executors.claim"),
+        "decompose",
+        lambda module, node: taken_apart.append(str(node.target)),
+    )
+    f = fulgurite.compile(lambda x: x.mH.view(-1), executors=[Takes(pieces=True), "torch"])
+    x = torch.empty(0, 3, 4, dtype=torch.complex64)
+    assert f(x).shape == (0,)
+    assert "aten.view.default" not in taken_apart and "aten.permute.default" not in taken_apart
+    assert ("view.default", "torch") in executors_of(f)
 
 
 def test_an_op_nobody_takes_is_an_error_with_the_way_out():
