@@ -100,6 +100,10 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_capturing():  # inside someone else's capture: be the plain function
             return self.original(*args, **kwargs)
+        return self.call(*args, **kwargs)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """A call from where nobody captures."""
         outer, here.breaks = here.breaks, self.session.breaks
         try:
             return self._run(*args, **kwargs)
@@ -165,7 +169,7 @@ def _compile_module(module: nn.Module, options: Options) -> Any:
     members: dict[str, Any] = {"compiled": property(lambda module: compiled)}
     for name in MEMBERS:
         members[name] = _Forward(compiled, name)
-    return wrap_module(module, compiled, lambda other: _compile_module(other, options), members)
+    return wrap_module(module, compiled.call, lambda other: _compile_module(other, options), members)
 
 
 class _Forward:
