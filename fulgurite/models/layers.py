@@ -21,8 +21,6 @@ from fulgurite.models.cache import AttentionSpec, Cache, WholeSequence
 from fulgurite.models.config import ModelConfig
 from fulgurite.models.rope import Rotary, Rotation
 
-ACTIVATION_FUNCTIONS = glue.ACTIVATIONS
-
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * (offset + weight), in float32; Gemma's offset is 1."""

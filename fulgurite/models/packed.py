@@ -12,16 +12,19 @@ else is unpacked as always: norms, biases.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fulgurite.kernels.modules import QuantEmbedding, QuantLinear, packable
 from fulgurite.models import family
 from fulgurite.models.config import ModelConfig
 from fulgurite.models.family import Rule, Take
-from fulgurite.models.packed_experts import Filling, Stacks
-from fulgurite.models.stored import StoredTensor
+from fulgurite.models.filling import Filling, meetings, place_of, taken
+from fulgurite.models.packed_experts import Stacks, packed_source
+from fulgurite.models.stored import Box, StoredTensor, dense, everything
+from fulgurite.parallel.shares import Kept
 from fulgurite.quant import QuantTensor
 from fulgurite.quant.gguf_file import GGUF_TYPES
 
@@ -50,7 +53,10 @@ def keep_packed(
     parameters = dict(model.named_parameters())
     stacks = Stacks(assignments, config, device)
     filled: set[str] = set()
+    only_shapes = torch.device(device).type == "meta"
     for name, stored in tensors:
+        if only_shapes:
+            stored = replace(stored, data=stored.data.to("meta"))
         for assignment in assignments.get(name, ()):
             target = parameters[assignment.parameter]
             if target.dim() == 3:
@@ -59,16 +65,46 @@ def keep_packed(
             weight = packed_weight(stored, assignment.rule, config, target.dtype)
             if weight is None or weight.shape != target.shape:
                 continue
-            if torch.device(device).type != "meta":  # there only shapes are asked for
+            if not only_shapes:
                 weight.check(name)
             if _place(model, assignment.parameter, weight.to(device), activations):
                 filled.add(assignment.parameter)
     for name, weight in stacks.complete().items():
-        if torch.device(device).type != "meta":
+        if not only_shapes:
             weight.check(name)
         if _place_stack(model, name, weight, activations):
             filled.add(name)
     return filled
+
+
+def fill_packed(
+    parameter: QuantTensor,
+    kept: Kept,
+    stored: StoredTensor,
+    filling: Filling,
+    config: ModelConfig,
+) -> None:
+    """Copy the blocks that a rank keeps of a stored tensor into its packed parameter."""
+    rule, stack = filling.rule, parameter.dim() == 3
+    source = packed_source(stored, rule) if stack else weight_source(stored, rule, parameter.dtype)
+    assert source is not None, f"{kept.name} was made of packed tensors, and {stored.name} is none"
+    place = place_of(rule.put, kept.shape, config, filling.expert)
+    for box, target in meetings(place, kept.ranges):
+        into = parameter[target]
+        if stack and len(stored.shape) == 2:  # one expert
+            into, box = into[0], box[1:]
+        into.copy_(_chosen(*source, config, box))
+
+
+def _chosen(weight: QuantTensor, take: Take, config: ModelConfig, box: Box) -> QuantTensor:
+    """A box of what `take` chooses of packed rows: those of the data and of each level of scales."""
+    if take is family.whole:
+        return weight[box]
+    *rows, columns = box
+    chosen = weight.map(
+        lambda part: taken(dense("", part), take, config, (*rows, slice(0, part.shape[-1])))
+    )
+    return chosen[(*everything(chosen.shape[:-1]), columns)]
 
 
 def _place_stack(
@@ -88,14 +124,24 @@ def packed_weight(
     stored: StoredTensor, rule: Rule, config: ModelConfig, dtype: torch.dtype
 ) -> QuantTensor | None:
     """A stored tensor as the packed weight that a rule makes of it, or None where it must not stay."""
+    source = weight_source(stored, rule, dtype)
+    if source is None:
+        return None
+    weight, take = source
+    return weight if take is family.whole else weight.map(lambda part: take(part, config))
+
+
+def weight_source(
+    stored: StoredTensor, rule: Rule, dtype: torch.dtype
+) -> tuple[QuantTensor, Take] | None:
+    """A stored tensor as a packed weight, and how a rule chooses of its rows."""
     if rule.put is not family.everything or len(stored.shape) != 2:
         return None
     if isinstance(stored.data, QuantTensor):
-        return stored.data.to(dtype) if rule.take is family.whole else None
+        return (stored.data.to(dtype), rule.take) if rule.take is family.whole else None
     if stored.format not in GGUF_TYPES or rule.take not in BY_CHOICE:
         return None
-    rows: Tensor = rule.take(stored.data, config)
-    return QuantTensor(GGUF_TYPES[stored.format], rows, {}, dtype)
+    return QuantTensor(GGUF_TYPES[stored.format], stored.data, {}, dtype), rule.take
 
 
 def _place(model: nn.Module, parameter: str, weight: QuantTensor, activations: str | None) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from torch import Tensor
 from fulgurite.models import family
 from fulgurite.models.config import ModelConfig
 from fulgurite.models.family import Rule, Take
+from fulgurite.models.filling import Filling
 from fulgurite.models.stored import StoredTensor
 from fulgurite.quant import QuantTensor, resolve
 from fulgurite.quant.gguf_file import GGUF_TYPES
@@ -36,19 +36,6 @@ ON_TURNED: dict[Take, Take] = {
     family.transposed_gate_before_up: family.gate_before_up,
 }
 TURNED = "MXFP4"
-
-
-class Filling(Protocol):
-    """An assignment of weights.py."""
-
-    @property
-    def rule(self) -> Rule: ...
-
-    @property
-    def parameter(self) -> str: ...
-
-    @property
-    def expert(self) -> int: ...
 
 
 class Stacks:
@@ -95,6 +82,15 @@ class Stacks:
 
 def packed_rows(stored: StoredTensor, rule: Rule, config: ModelConfig) -> QuantTensor | None:
     """A stored tensor's packed rows as a rule chooses them, or None where it must not stay packed."""
+    source = packed_source(stored, rule)
+    if source is None:
+        return None
+    found, take = source
+    return found if take is family.whole else found.map(lambda part: take(part, config))
+
+
+def packed_source(stored: StoredTensor, rule: Rule) -> tuple[QuantTensor, Take] | None:
+    """A stored tensor's packed rows, and how a rule chooses of them."""
     if isinstance(stored.data, QuantTensor):
         found = stored.data
     elif stored.format in GGUF_TYPES:
@@ -102,12 +98,12 @@ def packed_rows(stored: StoredTensor, rule: Rule, config: ModelConfig) -> QuantT
     else:
         return None
     take = (ON_TURNED if stored.format == TURNED else ON_PACKED).get(rule.take)
-    if take is None or take is family.whole:
-        return found if take is not None else None
-    if any(scale.block[0] != 1 for scale in found.format.stored_scales):
+    if take is None:
         return None
-    scales = {name: take(values, config) for name, values in found.scales.items()}
-    return QuantTensor(found.format, take(found.packed, config), scales, found.dtype)
+    moves = take is not family.whole
+    if moves and any(scale.block[0] != 1 for scale in found.format.stored_scales):
+        return None
+    return found, take
 
 
 def _tensors(weight: QuantTensor) -> list[Tensor]:

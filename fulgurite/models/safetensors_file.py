@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from fulgurite.errors import WeightsError
-from fulgurite.models.stored import Shape, StoredTensor, dense
-from fulgurite.quant import QuantTensor, read_weight
+from fulgurite.models.stored import Box, Shape, StoredTensor, dense
+from fulgurite.quant import read_weight
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 FP8_BLOCK = 128
+MXFP4_BLOCK = 32
 
 
 class SafetensorsFiles:
@@ -162,33 +163,39 @@ def opened(file: Path) -> Iterator[Any]:
 
 def stored_fp8(name: str, weight: Tensor, scale: Tensor) -> StoredTensor:
     """float8 [O, I] with one scale a block of 128 x 128."""
+    tensors = {name: weight, name + "_scale_inv": scale}
     base = name.removesuffix(".weight")
+    found = read_weight(tensors, base, torch.float32, check=False)
+    data, where = found.weight, f"{base} ({found.layout})"
 
-    def packed(first: int, last: int, check: bool) -> QuantTensor:
-        rows = weight[first * FP8_BLOCK : last * FP8_BLOCK]
-        tensors = {name: rows, name + "_scale_inv": scale[first:last]}
-        return read_weight(tensors, base, torch.float32, check).weight
+    def part(box: Box) -> Tensor:
+        (rows, inside_rows), (columns, inside) = (
+            _blocks_around(one, size, FP8_BLOCK)
+            for one, size in zip(box, weight.shape, strict=True)
+        )
+        return data[rows, columns].check(where).dequantize()[inside_rows, inside]
 
-    def rows(start: int, stop: int) -> Tensor:
-        first, last = start // FP8_BLOCK, -(-stop // FP8_BLOCK)
-        values = packed(first, last, check=True).dequantize()
-        return values[start - first * FP8_BLOCK : stop - first * FP8_BLOCK]
-
-    data = packed(0, scale.shape[0], check=False)
-    return StoredTensor(name, tuple(weight.shape), data, "FP8", rows)
+    return StoredTensor(name, tuple(weight.shape), data, "FP8", part)
 
 
 def stored_mxfp4(name: str, blocks: Tensor, scales: Tensor) -> StoredTensor:
     """Experts [E, O, groups, 16] with one power of two a group, given as [E, I, O]."""
     base = name.removesuffix("_blocks")
+    tensors = {name: blocks, base + "_scales": scales}
+    found = read_weight(tensors, base, torch.float32, check=False)
+    data, where = found.weight, f"{base} ({found.layout})"
 
-    def packed(start: int, stop: int, check: bool) -> QuantTensor:
-        tensors = {name: blocks[start:stop], base + "_scales": scales[start:stop]}
-        return read_weight(tensors, base, torch.float32, check).weight
-
-    def rows(start: int, stop: int) -> Tensor:
-        return packed(start, stop, check=True).dequantize().transpose(-1, -2)
+    def part(box: Box) -> Tensor:
+        experts, columns, rows = box
+        columns, inside = _blocks_around(columns, data.shape[2], MXFP4_BLOCK)
+        chosen = data.map(lambda part: part[experts, rows])[:, :, columns]
+        return chosen.check(where).dequantize()[:, :, inside].transpose(-1, -2)
 
     experts, size, groups, half = blocks.shape
-    shape = (experts, groups * half * 2, size)
-    return StoredTensor(base, shape, packed(0, experts, check=False), "MXFP4", rows)
+    return StoredTensor(base, (experts, groups * half * 2, size), data, "MXFP4", part)
+
+
+def _blocks_around(chosen: slice, size: int, block: int) -> tuple[slice, slice]:
+    """The blocks that a range lies in, and the range inside them."""
+    first, last = chosen.start // block * block, min(-(-chosen.stop // block) * block, size)
+    return slice(first, last), slice(chosen.start - first, chosen.stop - first)

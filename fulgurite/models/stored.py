@@ -1,4 +1,8 @@
-"""A tensor as a file keeps it: mapped memory, and how a range of its rows becomes numbers."""
+"""A tensor as a file keeps it: mapped memory, and how a part of it becomes numbers.
+
+What is asked for is read, and of packed formats the blocks around it; the rest of the file stays on
+the disk. So a rank of many that owns half of a weight reads half of it.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 Shape = tuple[int, ...]
+Box = tuple[
+    slice, ...
+]  # a slice a dimension, its ends given; steps only where packed rows allow it
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """`rows(start, stop)` gives that range of the first dimension; packed formats are unpacked only
-    then.
+    """`part(box)` gives those numbers; packed formats are unpacked only then.
 
     `data` is what lies in the file (safetensors' packed formats: as a `QuantTensor`), and `format` its
     name in the file: "dense", or a packed format.
@@ -23,17 +29,22 @@ class StoredTensor:
     shape: Shape
     data: Tensor
     format: str
-    rows: Callable[[int, int], Tensor]
+    part: Callable[[Box], Tensor]
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """A range of the first dimension."""
+        return self.part((slice(start, stop), *everything(self.shape[1:])))
 
     def all(self) -> Tensor:
         """The whole tensor."""
-        return self.rows(0, self.shape[0] if self.shape else 1)
+        return self.part(everything(self.shape))
+
+
+def everything(shape: Shape) -> Box:
+    """The box that leaves nothing out."""
+    return tuple(slice(0, size) for size in shape)
 
 
 def dense(name: str, tensor: Tensor) -> StoredTensor:
     """A tensor that is already what it stands for."""
-
-    def rows(start: int, stop: int) -> Tensor:
-        return tensor[start:stop] if tensor.ndim else tensor
-
-    return StoredTensor(name, tuple(tensor.shape), tensor, "dense", rows)
+    return StoredTensor(name, tuple(tensor.shape), tensor, "dense", lambda box: tensor[box])

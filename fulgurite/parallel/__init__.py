@@ -4,6 +4,9 @@ torchrun or launch ─▶ Mesh (data, tensor, expert) ─▶ parallelize(model, 
                                                         │ tensor.py: weights, heads, vocabulary
                                                         │ expert.py: experts, by a Transport
 load of experts ─ rebalance ─▶ Placement ───────────────┘
+
+`models.load_share` does the same to a checkpoint of which each rank reads its share only. `channel.py` is how rank 0
+tells the others what to do, `others.py` starts them beside a process that is alone, `health.py` names who is gone.
 """
 
 from __future__ import annotations

@@ -51,6 +51,14 @@ def sum_over(x: Tensor, axis: Axis, what: str = "sum") -> Tensor:
     return total
 
 
+def least_over(value: int, axis: Axis, what: str = "least") -> int:
+    """The least of all ranks' values."""
+    least = torch.tensor([value])
+    if axis.group is not None:
+        finish(axis, what, least, partial(dist.all_reduce, least, op=dist.ReduceOp.MIN))
+    return int(least)
+
+
 def gather(x: Tensor, axis: Axis, what: str = "gather") -> Tensor:
     """All ranks' x, equally large, one after another along dimension 0; no gradient."""
     if axis.group is None:

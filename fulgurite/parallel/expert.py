@@ -15,6 +15,7 @@ Shapes: T tokens; k experts of a token; S rows that arrive; D hidden size; E exp
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,9 +48,6 @@ class ExpertParallel(nn.Module):
         self.placement = placement
         self.slots = placement.slots_LS.shape[1]
         self.layer = layer
-        in_order = placement.slots_LS[layer].tolist() == list(range(placement.experts))
-        device = next(experts.parameters()).device
-        self.table: ReplicaTable | None = None if in_order else placement.table(device)
 
     def forward(self, x_TD: Tensor, routes: Routes) -> Tensor:
         return self.finish(self.send(x_TD, routes))
@@ -67,6 +65,14 @@ class ExpertParallel(nn.Module):
         visits = Routes(arrived.weights_S[:, None], arrived.experts_S[:, None])
         y_SD: Tensor = self.experts(arrived.x_SD, visits)
         return self.transport.combine(y_SD, arrived)
+
+    @cached_property
+    def table(self) -> ReplicaTable | None:
+        """The slots of each expert; None where they lie in order. On the device the weights are on once
+        tokens come: they may be made on none and loaded later."""
+        if self.placement.slots_LS[self.layer].tolist() == list(range(self.placement.experts)):
+            return None
+        return self.placement.table(next(self.experts.parameters()).device)
 
     @property
     def mine(self) -> tuple[int, ...]:

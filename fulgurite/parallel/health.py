@@ -123,6 +123,10 @@ class Health:
                 return True
         return False
 
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank closed its mesh."""
+        return self._beats()[rank].state == "left"
+
     def explain(self, what: str, error: RuntimeError) -> RankError:
         """Who is the reason that the collective `what` failed here."""
         self._say(state="failed", publish=True)

@@ -68,7 +68,7 @@ class Ranks:
         self.pipes: list[Connection] = []
         for rank in range(count):
             ours, theirs = context.Pipe()
-            environment = _environment(rank, count, self.store.port)
+            environment = dict(os.environ) | rank_environment(rank, count, self.store.port)
             process = context.Process(
                 target=_serve, args=(theirs, environment, threads), daemon=True
             )
@@ -159,8 +159,9 @@ class Ranks:
             self.kill()
 
 
-def _environment(rank: int, count: int, port: int) -> dict[str, str]:
-    return dict(os.environ) | {
+def rank_environment(rank: int, count: int, port: int) -> dict[str, str]:
+    """What a mesh wants to find: this rank's place, and the store of the process that starts them."""
+    return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(count),

@@ -19,8 +19,8 @@ by `parallel.launch` on one machine. One process without any of it is a mesh of 
 
 from __future__ import annotations
 
-import itertools
 import os
+from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -33,9 +33,9 @@ from fulgurite.parallel.health import Health
 
 AXES = ("data", "tensor", "expert")
 TIMEOUT = 300.0  # seconds that ranks wait for each other
-# All ranks make their meshes in one order, so the n-th is the same one everywhere: what a closed mesh
-# left in the store can't be taken for the next one's.
-_meshes = itertools.count()
+# All ranks make their meshes in one order, so the n-th at a store is the same one everywhere: what a closed
+# mesh left there can't be taken for the next one's.
+_meshes: Counter[tuple[str, int]] = Counter()
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,7 @@ class Mesh:
         self.shape = MeshShape.for_world(world, data, tensor, expert)
         self.timeout = timeout
         self.device = _device()
+        self.number = 0  # of the meshes that this process made
         self.health: Health | None = None
         self._started_here = False
         if world > 1:
@@ -146,7 +147,9 @@ class Mesh:
         self.replica = self._axis("replica")
 
     def _start(self, backend: str | None) -> None:
-        number = next(_meshes)
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        number = self.number = _meshes[host, port]
+        _meshes[host, port] += 1
         wait = timedelta(seconds=self.timeout)
         if not dist.is_initialized():
             store, _, _ = next(iter(dist.rendezvous("env://", timeout=wait)))
@@ -159,7 +162,6 @@ class Mesh:
                 timeout=wait,
             )
             self._started_here = True
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self.health = Health(number, host, port, self.rank, self.shape.ranks, self.timeout)
         self.health.finish("start", lambda: dist.barrier(async_op=True), on_host=True)
 
@@ -174,6 +176,14 @@ class Mesh:
                 mine = Axis(name, tuple(ranks), ranks.index(self.rank), group, self.health)
         assert mine is not None, f"rank {self.rank} has no place on {name} of {self.shape}"
         return mine
+
+    @property
+    def neighbours(self) -> int:
+        """How many ranks of this machine share this rank's device, this one among them."""
+        local = _local()[1] if self.shape.ranks > 1 else 1
+        if self.device.type == "cpu":
+            return local
+        return -(-local // torch.cuda.device_count())
 
     def close(self) -> None:
         """Leave in good order: others that still wait here are told."""
@@ -198,6 +208,11 @@ class Mesh:
     def __repr__(self) -> str:
         places = ", ".join(f"{name} {getattr(self, name).index}" for name in AXES)
         return f"<Mesh {self.shape}; rank {self.rank}: {places}>"
+
+
+def new_store(host: str, port: int) -> None:
+    """A store was started here, perhaps where another one was before."""
+    del _meshes[host, port]
 
 
 def _place() -> tuple[int, int]:

@@ -1,13 +1,16 @@
-"""What each rank keeps of a model: a table to read, and the sums its gradients still need."""
+"""What each rank keeps of a model: a table to read, which numbers they are, and the sums that gradients
+still need."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from fulgurite.parallel.gradients import Gradients
 from fulgurite.parallel.mesh import Mesh
 
+Range = tuple[int, int]
 LAYER = re.compile(r"^(.*?\.)(\d+)(\..*)$")
 
 
@@ -22,12 +25,34 @@ class Share:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Which numbers of the whole model's parameter `name` a rank has: ranges of each dimension, one
+    behind the other in the order they are kept."""
+
+    name: str
+    shape: tuple[int, ...]
+    ranges: tuple[tuple[Range, ...], ...]
+
+    @staticmethod
+    def all(name: str, shape: Sequence[int]) -> Kept:
+        return Kept(name, tuple(shape), tuple(((0, size),) for size in shape))
+
+    def cut(self, dim: int, *ranges: Range) -> Kept:
+        """The same with only these ranges of a dimension that was whole."""
+        found = [*self.ranges]
+        assert found[dim] == ((0, self.shape[dim]),), f"dimension {dim} of {self.name} is cut twice"
+        found[dim] = ranges
+        return replace(self, ranges=tuple(found))
+
+
 @dataclass
 class Shares:
-    """What `parallelize` did: a report, and the sums that gradients still need."""
+    """What `parallelize` did: a report, what is kept, and the sums that gradients still need."""
 
     mesh: Mesh
     lines: list[Share] = field(default_factory=list)
+    kept: dict[str, Kept] = field(default_factory=dict)  # by the name a parameter has now
     gradients: Gradients = field(default_factory=Gradients)
 
     def reduce_gradients(self) -> None:

@@ -49,7 +49,7 @@ from fulgurite.parallel.layers import (
 )
 from fulgurite.parallel.mesh import Mesh
 from fulgurite.parallel.placement import Placement
-from fulgurite.parallel.shares import Share, Shares
+from fulgurite.parallel.shares import Kept, Range, Share, Shares
 from fulgurite.parallel.transport import Collective, Transport
 from fulgurite.quant import QuantTensor
 from fulgurite.quant.sharding import boundary
@@ -59,7 +59,6 @@ STYLES = (
     *("vocabulary", "attention", "query", "key", "output"),
     *("feed_forward", "column", "row", "experts", "last"),
 )
-Range = tuple[int, int]
 
 
 def parallelize(
@@ -131,6 +130,7 @@ class _Work:
         self.transport, self.placement = transport, placement
         self.shares = Shares(mesh)
         self.mixtures = 0
+        self.kept = {p: Kept.all(n, p.shape) for n, p in model.named_parameters()}
         # For gradients. Modules are wrapped on the way, so parameters are known by themselves.
         self.divided: set[nn.Parameter] = set()
         self.spread: set[nn.Parameter] = set()
@@ -153,6 +153,7 @@ class _Work:
         for name in self._named("experts", ""):
             self._experts(name)
         self._note_gradients()
+        self.shares.kept = {n: self.kept[p] for n, p in self.model.named_parameters()}
         return self.shares
 
     def _note_gradients(self) -> None:
@@ -249,12 +250,14 @@ class _Work:
 
     def _experts(self, name: str) -> None:
         experts = self.model.get_submodule(name)
-        before = {n: tuple(p.shape) for n, p in experts.named_parameters(recurse=False)}
+        before = dict(experts.named_parameters(recurse=False))
+        cuts: dict[str, tuple[int, tuple[Range, ...]]] = {}  # parameter -> what of which dimension
         if self.mesh.expert.size > 1:
             assert self.transport is not None, "parallelize made one"
             parallel = spread_experts(experts, self.transport, self.placement, self.mixtures)
             self._replace(name, parallel)
             self._run_beside(name.rpartition(".")[0], parallel)
+            cuts = dict.fromkeys(before, (0, tuple((e, e + 1) for e in parallel.mine)))
             self.spread |= set(experts.parameters())
             if parallel.redundant:
                 copies = ExpertCopies(parallel.mine, parallel.placement.experts)
@@ -271,12 +274,17 @@ class _Work:
             step = math.lcm(_step(down, 2), _step(experts.get_parameter("gate_up"), 1))
             self._check_enough(name, down.shape[2], step)
             inner = self._share(down.shape[2], step)
+            both = tuple((half + inner[0], half + inner[1]) for half in (0, down.shape[2]))
+            cuts = {"gate_up": (1, both), "gate_up_bias": (1, both), "down": (2, (inner,))}
             self._replace(name, DividedExperts(experts, self.axis, inner))
             self.divided |= set(experts.parameters())
-        after = dict(experts.named_parameters(recurse=False))
+        after = before | dict(experts.named_parameters(recurse=False))  # a bias may have moved
         for parameter, whole in before.items():
-            kept = tuple(after[parameter].shape) if parameter in after else whole
-            self._line(f"{name}.{parameter}", "experts", whole, kept)
+            kept = after[parameter]
+            if parameter in cuts:
+                dim, ranges = cuts[parameter]
+                self.kept[kept] = self.kept[whole].cut(dim, *ranges)
+            self._line(f"{name}.{parameter}", "experts", tuple(whole.shape), tuple(kept.shape))
 
     def _run_beside(self, name: str, experts: ExpertParallel) -> None:
         """A shared expert of the same mixture runs while tokens travel."""
@@ -329,6 +337,7 @@ class _Work:
         setattr(module, last, part)
         _set_features(module, part)
         self.divided.add(part)
+        self.kept[part] = self.kept[parameter].cut(dim, (start, stop))
         self._line(name, style, tuple(parameter.shape), tuple(part.shape))
 
     def _replace(self, name: str, module: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """The symmetric transport: kernels write tokens straight into other ranks' memory.
 
 In: memory that every rank of the axis can address. Out: a `Transport` that never waits for the host, so a
-step with it can be recorded as a CUDA graph. For inference; training uses `Collective`.
+step with it can be recorded as a CUDA graph. For training `transport_gradients` puts two of them together.
 
     sent = transport.send(x, slots, P, w)
     arrived = transport.receive(sent)
@@ -175,6 +175,7 @@ class Symmetric:
 
     def send_back(self, y_SD: Tensor, arrived: Arrived) -> None:
         """Start the results on their way home."""
+        _refuse_gradients(y_SD)
         ticket: Received = arrived.ticket
         block = min(_block(self.plan.hidden), BACK_BLOCK)
         parts = triton.cdiv(self.plan.hidden, block)
@@ -269,11 +270,16 @@ class Symmetric:
                 f"{COPIES} steps are under way already, and there are {COPIES} copies of the buffers",
                 next="combine the first one before a third is sent",
             )
-        if torch.is_grad_enabled() and x_TD.requires_grad:
-            raise ArgumentError(
-                "the symmetric transport has no gradients",
-                next="run under torch.no_grad(), or train with parallel.Collective",
-            )
+        _refuse_gradients(x_TD)
+
+
+def _refuse_gradients(x: Tensor) -> None:
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ArgumentError(
+            "this transport alone has no gradients",
+            next="run under torch.no_grad(), or train with transport_gradients.Differentiable or "
+            "parallel.Collective",
+        )
 
 
 def local_memory(ranks: int, plan: Plan, device: torch.device | str) -> list[Memory]:

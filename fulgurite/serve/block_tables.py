@@ -153,6 +153,11 @@ class BlockTables:
         self.free_rows.append(row)
         request.row, request.computed, request.published = -1, 0, 0
 
+    def forget(self) -> None:
+        """No request finds keys that an earlier one left."""
+        for pool in self.pools:
+            pool.forget()
+
     def capacity(self) -> int:
         """The tokens one request alone may have."""
         tokens = self.tables[0].shape[1] * self.block_size

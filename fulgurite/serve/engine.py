@@ -25,6 +25,7 @@ from fulgurite.serve.blocks import BlockPool
 from fulgurite.serve.detokenizer import Detokenizer
 from fulgurite.serve.kv_cache import PagedCache
 from fulgurite.serve.memory import MemoryPlan
+from fulgurite.serve.ranks import UNFIXED, Link
 from fulgurite.serve.request import (
     Constraint,
     Request,
@@ -44,7 +45,8 @@ Listener = Callable[[Update], None]
 class Engine:
     """A model with its cache and the requests on their way.
 
-    Without a tokenizer prompts are token ids and results have no text.
+    Without a tokenizer prompts are token ids and results have no text. Through a `link` the engines of
+    other ranks follow this one.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Engine:
         plan: MemoryPlan,
         *,
         reuse: bool = True,
+        link: Link | None = None,
     ) -> None:
         if tokenizer is not None:
             tokenizer.check_fits(model.config.vocabulary)
@@ -76,7 +79,8 @@ class Engine:
         self.scheduler = Scheduler(
             self.tables, limits.max_sequences, limits.step_tokens, model.stale_after
         )
-        self.runner = Runner(model, self.cache, self.tables)
+        self.link = link
+        self.runner = Runner(model, self.cache, self.tables, None if link is None else UNFIXED)
         self.context = min(limits.context, self.tables.capacity())
         self.requests: dict[str, Request] = {}
         self.texts: dict[str, Detokenizer] = {}
@@ -105,13 +109,20 @@ class Engine:
         if id in self.requests:
             raise ArgumentError(f"there is a request {id!r} already")
         request = Request(id, prompt_ids, params, self.context, constraint)
+        if self.link is not None:
+            self.link.added(request, prompt_ids)
         self.requests[id] = request
         if self.tokenizer is not None:
             self.texts[id] = Detokenizer(self.tokenizer, params.stop)
         if listener is not None:
             self.listeners[id] = listener
-        self.scheduler.add(request)
+        if self._here(request):
+            self.scheduler.add(request)
         return request
+
+    def _here(self, request: Request) -> bool:
+        """Whether this rank's own cache has a request's keys."""
+        return self.link is None or self.link.here(request)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt that can be run; an ArgumentError says why one can't."""
@@ -149,7 +160,10 @@ class Engine:
         request = self.requests.get(id)
         if request is None:
             return None
-        self.scheduler.cancel(request)
+        if self._here(request):
+            self.scheduler.cancel(request)
+        if self.link is not None:
+            self.link.ended(request, cancelled=True)
         request.finish("cancelled")
         return self._tell(self._closing(request, ""), request)
 
@@ -160,9 +174,11 @@ class Engine:
     def step(self) -> list[Update]:
         """One step of the model: what each request that got a token has to say."""
         pieces = self.scheduler.schedule()
-        if not pieces:
+        if not pieces and all(self._here(request) for request in self.requests.values()):
             assert not self.requests, "there are requests and none can run"
             return []
+        if self.link is not None:
+            self.link.begin(pieces)
         logits_RO = self.runner.run(pieces)
         for piece in pieces:
             self.scheduler.done(piece)
@@ -170,15 +186,19 @@ class Engine:
 
     def _finish(self, requests: list[Request], logits_RO: Tensor) -> list[Update]:
         """Choose tokens, append them, and see who is done."""
-        if not requests:
-            return []
-        updates = []
-        for row, token in enumerate(choose(logits_RO, requests)):
-            request = requests[row]
-            if request.params.logprobs is not None:
-                count = request.params.logprobs
+        chosen = list(zip(requests, choose(logits_RO, requests), strict=True)) if requests else []
+        for row, (request, token) in enumerate(chosen):
+            count = request.params.logprobs
+            if count is not None:
                 request.logprobs.append(log_probabilities(logits_RO[row], token, count))
+        if self.link is not None:
+            elsewhere = self.link.from_others(self.plan.limits.max_sequences)
+            chosen += [(self.requests[one.id], one.token) for one in elsewhere]
+        updates = []
+        for request, token in chosen:
             request.append(token)
+            if self.link is not None:
+                self.link.chose(request, token)
             updates.append(self._tell(self._advance(request, token), request))
         return updates
 
@@ -194,8 +214,10 @@ class Engine:
             request.finish("length")
         else:
             return Update(request.id, new, (token,))
-        self.scheduler.running.remove(request)
-        self.tables.close(request)
+        if self._here(request):
+            self.scheduler.end(request)
+        if self.link is not None:
+            self.link.ended(request)
         return self._closing(request, new, (token,))
 
     def _closing(self, request: Request, new: str, token_ids: tuple[int, ...] = ()) -> Update:
@@ -277,8 +299,13 @@ class Engine:
         """Run one short request, so that the first real one waits for nothing to be built."""
         plain = SamplingParams(max_tokens=2, ignore_eos=True)
         self.generate([[0] * min(4, self.context - 2)], plain)
-        for pool in self.tables.pools:
-            pool.forget()
+        self.forget()
+
+    def forget(self) -> None:
+        """No request finds keys in the cache that an earlier one left there."""
+        if self.link is not None:
+            self.link.forgot()
+        self.tables.forget()
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:

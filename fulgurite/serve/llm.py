@@ -5,31 +5,33 @@ name ─ open_checkpoint ─▶ family, configuration ─ meta model ─▶ Memo
 
 from __future__ import annotations
 
+import atexit
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fulgurite.device import cpu
-from fulgurite.errors import ArgumentError
+from fulgurite.errors import ArgumentError, CapacityError
 from fulgurite.models import hub
+from fulgurite.models.checkpoint import Checkpoint, open_checkpoint, plan
 from fulgurite.models.layers import Decoder
 from fulgurite.models.packed import keep_packed
 from fulgurite.models.tokenizer import Message, load_tokenizer
-from fulgurite.models.weights import (
-    Checkpoint,
-    build_model,
-    load_checkpoint,
-    open_checkpoint,
-    plain_name,
-    plan,
-)
+from fulgurite.models.weights import build_model, divide, load_checkpoint, load_share
+from fulgurite.parallel.mesh import AXES, TIMEOUT, Mesh, MeshShape
+from fulgurite.parallel.others import GRACE, Others, started_alone
+from fulgurite.parallel.shares import Shares
 from fulgurite.quant import QuantTensor
 from fulgurite.quantize import quantize as pack_linears
 from fulgurite.quantize import resolve_recipe
 from fulgurite.serve.async_engine import AsyncEngine
 from fulgurite.serve.engine import Engine, Prompt, choose_device
+from fulgurite.serve.follower import Follower
 from fulgurite.serve.kv_cache import DTYPES
 from fulgurite.serve.memory import (
     Limits,
@@ -38,6 +40,7 @@ from fulgurite.serve.memory import (
     make_plan,
     weight_bytes,
 )
+from fulgurite.serve.ranks import Link, agree, open_mesh
 from fulgurite.serve.request import Result, SamplingParams, Update
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -64,6 +67,11 @@ class LLM:
                     None: where there are fast kernels for it (GGUF: on CPUs)
     quantize        a format or recipe of `fulgurite.quantize` to pack a dense model's linears in
     reuse           whether requests that begin with the same tokens share their keys
+    tensor, expert  over how many ranks weights, and experts, are divided; `data`: how many groups of ranks
+                    have requests of their own (None: as many as there are). A process on its own starts
+                    the other ranks on this machine. Under torchrun every rank makes the same LLM; rank 0
+                    `leads`, and all others `close()` when it does
+    timeout         seconds that ranks wait for each other inside a step
     """
 
     def __init__(
@@ -80,7 +88,12 @@ class LLM:
         packed: bool | None = None,
         quantize: str | None = None,
         reuse: bool = True,
+        data: int | None = None,
+        tensor: int = 1,
+        expert: int = 1,
+        timeout: float = TIMEOUT,
     ) -> None:
+        options = {key: value for key, value in locals().items() if key not in ("self", "name")}
         place = self.device = choose_device(device)
         if quantize is not None:
             resolve_recipe(quantize)  # a wrong name is said before anything is loaded
@@ -88,30 +101,83 @@ class LLM:
         checkpoint = open_checkpoint(path)
         self.tokenizer = load_tokenizer(path)
         self.tokenizer.check_fits(checkpoint.config.vocabulary)
-        if packed is None:
-            packed = place.type == "cpu" or path.suffix != ".gguf"
-        if dtype is None:
-            dtype = natural_dtype(checkpoint.config.dtype, place)
-        planned = shapes_of(checkpoint, dtype, packed)
-        if kv_dtype == "auto" and place.type == "cpu" and is_packed(planned):
-            kv_dtype = "float16"
-        limits = make_limits(
-            planned.config.max_positions,
-            planned.norm.weight.dtype,
-            kv_dtype=kv_dtype,
-            context=context,
-            max_sequences=SEQUENCES[place.type] if max_sequences is None else max_sequences,
-            step_tokens=STEP_TOKENS[place.type] if step_tokens is None else step_tokens,
-            cache_tokens=cache_tokens,
-            block_size=BLOCK_SIZES[place.type],
-        )
-        self.plan: MemoryPlan = make_plan(planned, limits, place, available_bytes(place))
-        keep = "packed" if packed else "dense"
-        self.model = load_checkpoint(checkpoint, dtype=dtype, device=place, keep=keep)
-        if quantize is not None:
-            pack_linears(self.model, quantize, progress=False)
-            self.plan = replace(self.plan, weights=weight_bytes(self.model, place))
-        self.engine = Engine(self.model, self.tokenizer, self.plan, reuse=reuse)
+        self.mesh: Mesh | None = None
+        self.others = start_others(path, options)
+        with ExitStack() as failed:
+            failed.callback(self._part, grace=0.0)
+            self.mesh = open_mesh(data, tensor, expert, timeout)
+            if self.mesh is not None and place.type == "cuda":
+                place = self.device = self.mesh.device
+            if packed is None:
+                packed = place.type == "cpu" or path.suffix != ".gguf"
+            if dtype is None:
+                dtype = natural_dtype(checkpoint.config.dtype, place)
+            keep = "packed" if packed else "dense"
+            planned = shapes_of(checkpoint, dtype, packed)
+            share = planned
+            if self.mesh is not None:
+                share = divide(checkpoint, self.mesh, dtype, keep)[0]
+            if kv_dtype == "auto" and place.type == "cpu" and is_packed(planned):
+                kv_dtype = "float16"
+            limits = make_limits(
+                planned.config.max_positions,
+                planned.norm.weight.dtype,
+                kv_dtype=kv_dtype,
+                context=context,
+                max_sequences=SEQUENCES[place.type] if max_sequences is None else max_sequences,
+                step_tokens=STEP_TOKENS[place.type] if step_tokens is None else step_tokens,
+                cache_tokens=cache_tokens,
+                block_size=BLOCK_SIZES[place.type],
+            )
+            self.plan: MemoryPlan = plan_memory(planned, share, limits, place, self.mesh)
+            self.shares: Shares | None = None  # what this rank of many has of each weight
+            if self.mesh is None:
+                self.model = load_checkpoint(checkpoint, dtype=dtype, device=place, keep=keep)
+            else:
+                self.model, self.shares = load_share(
+                    checkpoint, self.mesh, dtype=dtype, device=place, keep=keep
+                )
+            if quantize is not None:
+                pack_linears(self.model, quantize, progress=False)
+                self.plan = replace(self.plan, weights=weight_bytes(self.model, place))
+            self.link = None if self.mesh is None else Link(self.mesh)
+            tokenizer = self.tokenizer if self.leads else None
+            self.engine = Engine(self.model, tokenizer, self.plan, reuse=reuse, link=self.link)
+            failed.pop_all()
+        if self.link is not None:
+            atexit.register(self.close)  # a script that forgets it leaves nobody waiting
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank takes requests: the only one, or the first of many."""
+        return self.mesh is None or self.mesh.rank == 0
+
+    def close(self) -> None:
+        """The end for all ranks: rank 0 sends the others home, and they work until it does."""
+        link, self.link = self.link, None
+        if link is None or self.mesh is None:
+            return
+        atexit.unregister(self.close)
+        try:
+            if self.leads:
+                link.stop()
+            else:
+                Follower(self.engine, link).run()
+        finally:
+            self._part()
+
+    def _part(self, grace: float = GRACE) -> None:
+        """Leave the mesh, and let the processes that were started for it end."""
+        if self.mesh is not None:
+            self.mesh.close()
+        if self.others is not None:
+            self.others.close(grace)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[Result]:
         """A result for each prompt, in their order; a single prompt gives a list of one."""
@@ -141,6 +207,36 @@ class LLM:
         return prompt  # type: ignore[return-value]
 
 
+def start_others(name: str | Path, options: Mapping[str, Any]) -> Others | None:
+    """The other ranks that were asked for, where there are none yet."""
+    data, tensor, expert = (options[axis] for axis in AXES)
+    count = tensor * (max(1, expert // tensor) if data is None else data)
+    if count == 1 or not started_alone():
+        return None
+    MeshShape.for_world(
+        count, data, tensor, expert
+    )  # what doesn't add up is said before any starts
+    return Others(count, "fulgurite.serve.follow", pickle.dumps((name, options)))
+
+
+def plan_memory(
+    whole: Decoder, share: Decoder, limits: Limits, place: torch.device, mesh: Mesh | None
+) -> MemoryPlan:
+    """What fits beside this rank's share: of many ranks, what fits on every one.
+
+    A step's activations are planned as those of the whole model, which no share of it exceeds.
+    """
+    if mesh is None:
+        return make_plan(whole, limits, place, available_bytes(place))
+    plan: MemoryPlan | CapacityError
+    try:
+        available = available_bytes(place) // mesh.neighbours
+        plan = make_plan(whole, limits, place, available, share)
+    except CapacityError as error:
+        plan = error
+    return agree(plan, share.attention_specs, mesh)
+
+
 def natural_dtype(stored: torch.dtype, place: torch.device) -> torch.dtype:
     """The dtype to compute in: the checkpoint's where the device has instructions for it."""
     if place.type != "cpu" or stored == torch.float32:
@@ -156,9 +252,8 @@ def shapes_of(checkpoint: Checkpoint, dtype: torch.dtype, packed: bool) -> Decod
     """The model on the meta device, its packed weights too: all shapes and no memory."""
     model = build_model(checkpoint.config, checkpoint.family, dtype)
     if packed:
-        tensors = ((plain_name(stored.name), stored) for stored in checkpoint.files.read())
         assigned = plan(checkpoint, model)
-        keep_packed(model, tensors, assigned, checkpoint.config, device="meta")
+        keep_packed(model, checkpoint.tensors(), assigned, checkpoint.config, device="meta")
     return model.to("meta")
 
 

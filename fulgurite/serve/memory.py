@@ -94,14 +94,24 @@ class MemoryPlan:
         )
 
 
-def make_plan(model: Decoder, limits: Limits, device: torch.device, available: int) -> MemoryPlan:
-    """The plan for a model; only shapes and dtypes of its tensors are read."""
-    specs = model.attention_specs
+def make_plan(
+    model: Decoder,
+    limits: Limits,
+    device: torch.device,
+    available: int,
+    share: Decoder | None = None,
+) -> MemoryPlan:
+    """The plan for a model; only shapes and dtypes of its tensors are read.
+
+    `share`: what this rank of many has of it, if it is not all.
+    """
+    share = model if share is None else share
+    specs = share.attention_specs
     plan = MemoryPlan(
         device=device,
         limits=limits,
         available=available,
-        weights=weight_bytes(model, device),
+        weights=weight_bytes(share, device),
         activations=activation_bytes(model, limits.step_tokens, limits.max_sequences),
         workspaces=workspace_bytes(specs, limits, device),
         cache=0,

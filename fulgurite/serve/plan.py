@@ -44,7 +44,6 @@ UNEVEN = 2.0  # rows at a rank's experts over the average, which their activatio
 RESULT = "bf16"  # what comes back from experts
 Fixed = tuple[int | None, int | None, int | None]  # data, tensor, expert; None: searched
 MOST_GPUS = 512  # that are tried where too few were given
-EVERYTHING = 1 << 40  # tokens: more than any cache holds
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,6 @@ def _limits(question: Question, data: int) -> Limits:
         step_tokens=max(step_tokens, sequences),
         block_size=BLOCK_SIZES["cuda"],
         kv_dtype=question.kv_dtype,
-        cache_tokens=EVERYTHING if question.batch is None else None,
     )
 
 

@@ -19,11 +19,11 @@ import torch
 from fulgurite.errors import ArgumentError, CapacityError
 from fulgurite.kernels.dispatch import WIRES
 from fulgurite.models import hub
+from fulgurite.models.checkpoint import language_fields, open_checkpoint, read_config_file
 from fulgurite.models.config import Fields, ModelConfig
 from fulgurite.models.family import Family
 from fulgurite.models.published import PUBLISHED, published_fields
 from fulgurite.models.registry import family_of
-from fulgurite.models.weights import language_fields, open_checkpoint, read_config_file
 from fulgurite.parallel.mesh import MeshShape
 from fulgurite.quant import QuantTensor
 from fulgurite.quant.format import Format, resolve

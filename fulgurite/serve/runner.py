@@ -15,6 +15,7 @@ from torch import Tensor
 from fulgurite.errors import ReplayError
 from fulgurite.kernels.attention import IMPLEMENTATIONS
 from fulgurite.kernels.joined import lay_together
+from fulgurite.models.cache import WholeSequence
 from fulgurite.models.layers import Attention, Decoder, GatedMLP
 from fulgurite.serve.batch import make_batch
 from fulgurite.serve.block_tables import BlockTables
@@ -29,14 +30,20 @@ class Runner:
     """Runs the model over one step's tokens, all requests in one flat batch.
 
     `unfixed`: why steps of this model can't be prepared, where they can't (an op that is no native
-    kernel); such a model runs every step as a batch of its own.
+    kernel, layers that talk to other ranks); such a model runs every step as a batch of its own.
     """
 
-    def __init__(self, model: Decoder, cache: PagedCache, tables: BlockTables) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        cache: PagedCache,
+        tables: BlockTables,
+        unfixed: str | None = None,
+    ) -> None:
         self.model, self.cache, self.tables = model, cache, tables
         self.device = model.norm.weight.device
         self.fixed: OrderedDict[int, FixedStep] = OrderedDict()
-        self.unfixed: str | None = None
+        self.unfixed = unfixed
         self.graphs = None
         if self.device.type == "cuda":
             self.graphs = Graphs(self.device)
@@ -47,6 +54,8 @@ class Runner:
     @torch.inference_mode()
     def run(self, pieces: Sequence[Piece]) -> Tensor:
         """[R, O] in float32: one row for each piece that ends with its request's last token."""
+        if not pieces:
+            return self._run_none()
         if all(piece.count == 1 and piece.last for piece in pieces):
             step = self._fixed_step(len(pieces))
             if step is not None:
@@ -63,6 +72,11 @@ class Runner:
         if batch.rows_R is not None:
             hidden_TD = hidden_TD[batch.rows_R]
         return self.model.logits(hidden_TD).float()
+
+    def _run_none(self) -> Tensor:
+        """A step without tokens: other ranks may want this one's experts."""
+        none = torch.zeros(0, dtype=torch.int64, device=self.device)
+        return self.model(none, none, WholeSequence()).float()
 
     def _fixed_step(self, count: int) -> FixedStep | None:
         """The prepared step for so many requests; on a GPU for the next power of two."""

@@ -63,6 +63,11 @@ class Scheduler:
         elif request.state is State.WAITING:
             self.waiting.remove(request)
 
+    def end(self, request: Request) -> None:
+        """A running request is done: its blocks are free."""
+        self.running.remove(request)
+        self.tables.close(request)
+
     def schedule(self) -> list[Piece]:
         """The pieces of the next step; none when there is nothing to do."""
         pieces: dict[Request, Piece] = {}

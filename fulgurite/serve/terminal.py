@@ -7,6 +7,7 @@ line of figures at the end, go to stderr.
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import signal
 import sys
@@ -48,6 +49,13 @@ def add_options(command: argparse.ArgumentParser, max_tokens: int) -> None:
     model.add_argument("--dense", action="store_true", help="unpack packed weights: exact, slower")
     model.add_argument("--quantize", metavar="FORMAT", help="pack dense weights: fp8, q8_0, …")
     model.add_argument("--plan", action="store_true", help="print the plan of memory")
+    ranks = command.add_argument_group(
+        "ranks", "processes that share the work: started here, or by torchrun on many machines"
+    )
+    for name, text in (("tensor", "weights"), ("expert", "experts")):
+        ranks.add_argument(
+            f"--{name}", type=int, default=1, metavar="N", help=f"ranks that share the {text}"
+        )
     reply = command.add_argument_group("reply")
     reply.add_argument("--system", metavar="TEXT", help="instructions before the conversation")
     reply.add_argument(
@@ -75,6 +83,8 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
 
 def generate(options: argparse.Namespace) -> None:
     """Stream a reply to one prompt."""
+    if follows(options):
+        return
     prompt = options.prompt if options.prompt is not None else _read_prompt()
     if not prompt.strip():
         raise ArgumentError(
@@ -82,22 +92,29 @@ def generate(options: argparse.Namespace) -> None:
             next='fulgurite generate "Why is the sky blue?", or text on stdin',
         )
     params = sampling_params(options)
-    llm = open_model(options, max_sequences=1)
-    asked = prompt if _plain(options, llm) else _conversation(options, [_user(prompt)])
-    result = _say(llm, asked, params)
-    if result is not None:
-        print(f"\n{figures(result, llm.device)}", file=sys.stderr)
+    with open_model(options, max_sequences=1) as llm:
+        asked = prompt if _plain(options, llm) else _conversation(options, [_user(prompt)])
+        result = _say(llm, asked, params)
+        if result is not None:
+            print(f"\n{figures(result, llm.device)}", file=sys.stderr)
 
 
 def chat(options: argparse.Namespace) -> None:
     """A conversation, by the model's own template."""
+    if follows(options):
+        return
     params = sampling_params(options)
-    llm = open_model(options, max_sequences=1)
-    if llm.tokenizer.chat_template is None:
-        raise ArgumentError(
-            "this model has no chat template", next="use fulgurite generate, or an instruct model"
-        )
-    print(HELP, file=sys.stderr)
+    with open_model(options, max_sequences=1) as llm:
+        if llm.tokenizer.chat_template is None:
+            raise ArgumentError(
+                "this model has no chat template",
+                next="use fulgurite generate, or an instruct model",
+            )
+        print(HELP, file=sys.stderr)
+        _converse(llm, options, params)
+
+
+def _converse(llm: LLM, options: argparse.Namespace, params: SamplingParams) -> None:
     said: list[Message] = []
     while (line := _read_line()) is not None and line != "/exit":
         if line == "/reset":
@@ -169,31 +186,49 @@ def _read_line() -> str | None:
         return ""
 
 
-def open_model(options: argparse.Namespace, max_sequences: int) -> LLM:
-    """Load and warm up, with a bar for each."""
+def follows(options: argparse.Namespace) -> bool:
+    """True once all is done, on ranks that only help the first; False where there is a reply to write."""
+    if options.tensor == options.expert == 1 or int(os.environ.get("RANK", 0)) == 0:
+        return False
+    with interruptible():  # ctrl-C is for rank 0 to see
+        load(options, max_sequences=1).close()
+    return True
+
+
+def load(options: argparse.Namespace, max_sequences: int) -> LLM:
+    """The model as the options want it."""
     if options.threads is not None:
         if options.threads < 1:
             raise ArgumentError(f"--threads {options.threads} must be 1 or more")
         torch.set_num_threads(options.threads)
+    return LLM(
+        hub.resolve(options.model),
+        device=options.device,
+        kv_dtype=options.kv_dtype,
+        context=options.context,
+        max_sequences=max_sequences,
+        packed=False if options.dense else None,
+        quantize=options.quantize,
+        tensor=options.tensor,
+        expert=options.expert,
+    )
+
+
+def open_model(options: argparse.Namespace, max_sequences: int) -> LLM:
+    """Load and warm up, with a bar for each."""
     path = hub.resolve(options.model)
     name = f"loading   {Path(options.model).name} · {_megabytes(path)}"
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), Seconds())
     with Progress(*columns, console=Console(stderr=True)) as bars:
         with bar(bars, name):
-            llm = LLM(
-                path,
-                device=options.device,
-                kv_dtype=options.kv_dtype,
-                context=options.context,
-                max_sequences=max_sequences,
-                packed=False if options.dense else None,
-                quantize=options.quantize,
-            )
+            llm = load(options, max_sequences)
         with bar(bars, "compiling kernels (cached next time)"):
             llm.engine.warm_up()
     if options.plan:
         print(llm.plan.table(), file=sys.stderr)
         print(f"decode steps  {llm.engine.runner.unfixed or 'prepared'}", file=sys.stderr)
+        if llm.shares is not None:
+            print(f"\n{llm.shares}", file=sys.stderr)
     print(file=sys.stderr)
     return llm
 

@@ -7,8 +7,10 @@ import time
 
 import torch
 
-from fulgurite.errors import ArgumentError
+from fulgurite.errors import ArgumentError, RankError
 from fulgurite.parallel import Mesh
+from fulgurite.parallel.channel import Channel
+from fulgurite.parallel.collectives import sum_over
 
 
 def places() -> tuple[int, tuple[int, ...], int, str]:
@@ -33,3 +35,27 @@ def one_fails(rank: int) -> int:
 
 def doubled(x: torch.Tensor) -> torch.Tensor:
     return x * (2 + int(os.environ["RANK"]))
+
+
+def messages(texts: list[bytes], pause: float) -> list[bytes]:
+    """What rank 0 says; a pause in the middle, longer than a look around takes."""
+    with Mesh(tensor=4, timeout=30) as mesh:
+        channel, heard = Channel(mesh), []
+        for number, text in enumerate(texts):
+            if channel.speaks:
+                time.sleep(pause if number == 1 else 0)
+                channel.send(text)
+            else:
+                heard.append(channel.receive())
+            sum_over(torch.ones(1), mesh.world)  # as steps do: nobody runs ahead by more than one
+        return heard
+
+
+def left_alone() -> str:
+    """Rank 0 leaves without a word."""
+    with Mesh(tensor=4, timeout=30) as mesh:
+        channel = Channel(mesh)
+        try:
+            return "" if channel.speaks else channel.receive().decode()
+        except RankError as error:
+            return str(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -98,3 +99,16 @@ def test_launch_gives_results_by_rank():
     assert [r.tolist() for r in results] == [[0, 2, 4], [0, 3, 6]]
     with pytest.raises(ArgumentError, match="0 ranks"):
         launch(cases.doubled, 0)
+
+
+def test_messages_of_rank_0(ranks):
+    texts = [b"", b"one", b"\0" * 100_000, b"two", b"three"]
+    heard = ranks(4).run(cases.messages, texts, 1.3)
+    assert heard == [[], texts, texts, texts]
+
+
+def test_rank_0_leaves_without_a_word(ranks):
+    first, *others = ranks(4).run(cases.left_alone)
+    assert first == ""
+    for text in others:
+        assert re.search(r"ranks? 0\b.* left while others waited in 'message of rank 0'", text)

@@ -59,3 +59,51 @@ def test_four_ranks_under_pressure(several_on_one_gpu):
     from fulgurite.parallel import launch
 
     assert max(launch(compare, 4, 4, "f32", "plain", 100)) < 1e-4
+
+
+def compare_gradients(count: int, rounds: int) -> float:
+    """Of tokens, weights and this rank's experts, against all experts on one rank."""
+    from fulgurite.parallel import spread_experts
+    from fulgurite.parallel.collectives import sum_over
+    from fulgurite.parallel.transport_gradients import Differentiable, gradient_plan
+    from fulgurite.parallel.transport_symmetric import Plan, Symmetric, symmetric_memory
+
+    mesh = mesh_of((count, 1, count))
+    there = Plan(16, 3, cases.HIDDEN, 8 // count, wire="f32", result="f32")
+    plans = there, gradient_plan(there, torch.float32)
+    transport = Differentiable(
+        *(
+            Symmetric(mesh.expert, plan, symmetric_memory(mesh.expert, plan, mesh.device))
+            for plan in plans
+        )
+    )
+    whole = cases.make_experts("plain", 8, 3, torch.float32).to(mesh.device)
+    ours = spread_experts(copy.deepcopy(whole), transport)
+    worst = 0.0
+    for round in range(rounds):
+        tokens = (5 * mesh.rank + 3 * round) % 17
+        x, routes = cases.make_inputs(10 * round + mesh.rank, tokens, 8, 3, torch.float32, None)
+        pairs = []
+        for experts in (ours, whole):
+            experts.zero_grad(set_to_none=True)
+            given, weights = (
+                one.to(mesh.device, copy=True).requires_grad_() for one in (x, routes.weights_Tk)
+            )
+            out = experts(given, type(routes)(weights, routes.experts_Tk.to(mesh.device)))
+            (out.tanh().sum() + 0 * given.sum()).backward()
+            pairs.append((out.detach(), given.grad, weights.grad))
+        transport.check()
+        worst = max(worst, *(distance(*pair) for pair in zip(*pairs, strict=True)))
+        first = mesh.rank * 8 // count
+        for name, parameter in ours.experts.named_parameters():
+            alone = whole.get_parameter(name).grad
+            alone = torch.zeros_like(whole.get_parameter(name)) if alone is None else alone
+            total = sum_over(alone.cpu(), mesh.expert)[first : first + 8 // count]
+            worst = max(worst, distance(parameter.grad.cpu(), total))
+    return worst
+
+
+def test_gradients_of_two_ranks(several_on_one_gpu):
+    from fulgurite.parallel import launch
+
+    assert max(launch(compare_gradients, 2, 2, 6)) < 1e-4

@@ -254,6 +254,16 @@ def test_tensor_parallel_repeats_the_latent() -> None:
     assert wide.plan.cache // wide.plan.cache_tokens == pytest.approx(61 * 576 * 2, rel=1e-3)
 
 
+def test_a_small_model_is_not_promised_a_cache_that_is_not_there() -> None:
+    """Where all requests that run at once fit, the cache holds these and no more."""
+    (split,) = search(ask("smollm2-135m", "--context", "2048"))
+    limits = split.plan.limits
+    assert split.plan.cache_tokens == limits.max_sequences * 2048
+    assert split.requests == limits.max_sequences == split.bound.requests
+    per_token = split.plan.cache / (split.plan.cache_tokens + limits.block_size)
+    assert per_token == 30 * 2 * 3 * 64 * 2  # layers, keys and values, heads, numbers, bytes
+
+
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     code = main(["plan", *words])
     captured = capsys.readouterr()
