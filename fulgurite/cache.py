@@ -59,8 +59,8 @@ def entry(kind: str, key: str, build: Callable[[Path], None], suffix: str = "") 
 
 def read_text(kind: str, key: str) -> str | None:
     """A small text entry, or None where there is none that is whole."""
-    path = settings().cache_folder / kind / key[:2] / key
-    return path.read_text() if _whole(path) else None
+    data = _content(settings().cache_folder / kind / key[:2] / key)
+    return None if data is None else data.decode()
 
 
 def write_text(kind: str, key: str, text: str) -> None:
@@ -85,11 +85,17 @@ def _put(path: Path, text: str) -> None:
 
 def _whole(path: Path) -> bool:
     """Is the entry there, with the content it was written with?"""
+    return _content(path) is not None
+
+
+def _content(path: Path) -> bytes | None:
+    """What an entry was written with, or None where it is missing or damaged."""
     try:
-        want = path.with_name(path.name + DIGEST_SUFFIX).read_text()
-        return digest(path.read_bytes()) == want
+        want = path.with_name(path.name + DIGEST_SUFFIX).read_bytes()
+        data = path.read_bytes()
     except OSError:
-        return False
+        return None
+    return data if digest(data).encode() == want else None
 
 
 @contextmanager

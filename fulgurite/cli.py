@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from fulgurite.explain import Explanation
 from fulgurite.models import tiny
 from fulgurite.report.html import write_html
 from fulgurite.serve import plan_command, terminal
+from fulgurite.serve.engine import choose_device
 from fulgurite.target import load_example, run_script
 
 
@@ -63,6 +65,7 @@ def _show(
 
 def bench(options: argparse.Namespace) -> None:
     """Run a suite and write its figures to a file."""
+    choose_device(options.device)
     SUITES[options.suite](options)
 
 
@@ -131,13 +134,20 @@ def _text_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     )
 
 
+def _warn(message: Warning | str, *place: Any, **more: Any) -> None:
+    """In words: which line of ours a warning comes from helps nobody at a terminal."""
+    print(f"warning: {message}", file=sys.stderr)
+
+
 def main(words: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
     if options.command is None:
         parser().print_help()
         return 2
     try:
-        COMMANDS[options.command](options)
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            COMMANDS[options.command](options)
     except FulguriteError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -18,6 +18,7 @@ import torch
 
 from . import cache, native
 from .config import environment
+from .errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,11 @@ class Device:
 def cpu_threads() -> int:
     """The threads generated kernels use."""
     asked = environment("FULGURITE_THREADS")
-    return max(1, int(asked)) if asked else torch.get_num_threads()
+    if asked is None:
+        return torch.get_num_threads()
+    if not asked.isdecimal() or int(asked) < 1:
+        raise ArgumentError(f"FULGURITE_THREADS={asked} must be a whole number, 1 or more")
+    return int(asked)
 
 
 def cpu() -> Device:

@@ -49,6 +49,7 @@ VERSION = "2"
 
 _loaded: dict[str, ctypes.CDLL] = {}
 _building: dict[str, Build] = {}
+_compilers: threading.BoundedSemaphore
 
 
 @functools.cache
@@ -69,7 +70,15 @@ def compiler() -> str | None:
 
 @functools.cache
 def compiler_version(path: str) -> str:
-    return subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as problem:
+        raise CompileError(
+            f"the C++ compiler {path} does not run",
+            where=str(problem),
+            next="set FULGURITE_CXX to g++ or clang++, or unset it",
+        ) from problem
+    return done.stdout
 
 
 @functools.cache
@@ -202,16 +211,17 @@ class Build:
             raise self.problem
         if self.path is None:
             self.path = build(self.source)  # a process forked meanwhile has not the thread
-        if self.key not in _loaded:
+        library = _loaded.get(self.key)
+        if library is None:
             try:
-                _loaded[self.key] = ctypes.CDLL(str(self.path))
+                library = _loaded[self.key] = ctypes.CDLL(str(self.path))
             except OSError as problem:
                 raise CompileError(
                     "a built kernel could not be loaded",
                     where=str(problem),
                     next=f"remove {self.path.parent} and try again",
                 ) from problem
-        return _loaded[self.key]
+        return library
 
 
 def forget() -> None:
@@ -219,16 +229,24 @@ def forget() -> None:
     _loaded.clear()
 
 
-_compilers = threading.BoundedSemaphore(os.cpu_count() or 1)
+def _allow_compilers() -> None:
+    """As many at once as there are cores. A forked child has none of the threads that hold a turn."""
+    global _compilers
+    _compilers = threading.BoundedSemaphore(os.cpu_count() or 1)
+
+
+_allow_compilers()
+os.register_at_fork(after_in_child=_allow_compilers)
 
 
 def begin(source: str) -> Callable[[], ctypes.CDLL]:
     """Starts building a source text, as many at once as there are cores; the result waits for it."""
     key = cache.digest(source)
-    if key in _loaded:
-        library = _loaded[key]
+    library = _loaded.get(key)
+    if library is not None:
         return lambda: library
-    if key not in _building:
+    build = _building.get(key)  # another thread that waits for it takes it out at any moment
+    if build is None:
         compiler()  # warns here, once, on the caller's line
-        _building[key] = Build(key, source)
-    return _building[key]
+        build = _building[key] = Build(key, source)
+    return build

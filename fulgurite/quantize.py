@@ -29,10 +29,9 @@ from fulgurite.quant import QuantTensor, features_of, require_native, resolve
 from fulgurite.quant.blocks import scale_for
 from fulgurite.quant.checks import check_scales
 from fulgurite.quant.format import Format
-from fulgurite.quant.optional import require
 from fulgurite.quant.recipe import RECIPES, LayerReport, Recipe, Report, Skipped
 from fulgurite.quant.shapes import check_shape
-from fulgurite.quant.storage import load_quantized, save_quantized
+from fulgurite.quant.storage import load_quantized, open_file, save_quantized
 
 ACTIVATIONS_KEY = "fulgurite.activations"
 SHARED_KEY = "fulgurite.shared"
@@ -52,6 +51,11 @@ def quantize(
     `recipe` is a name of `RECIPES`, a number format, or a `Recipe`; `skip` are patterns of module
     names; `calibrate` are a few inputs of the model (a tensor, a tuple or a dict of arguments each).
     """
+    if not isinstance(model, nn.Module) or type(model) is nn.Linear:
+        raise ArgumentError(
+            f"the linears inside of a module are quantized, and this is a {type(model).__name__}",
+            next="nn.Sequential(linear) around a linear; fulgurite.quant.quantize(tensor, format)",
+        )
     chosen = resolve_recipe(recipe)
     if chosen.static and calibrate is None:
         raise ArgumentError(
@@ -257,11 +261,12 @@ def save(model: nn.Module, path: str | PathLike[str]) -> None:
         if isinstance(module, QuantLinear) or (packable(module) and hasattr(module, "activations"))
     }
     tensors: dict[str, Tensor] = {}
-    first: dict[tuple[int, tuple[int, ...]], str] = {}
+    first: dict[tuple[object, ...], str] = {}
     shared: dict[str, str] = {}
     for name, tensor in model.state_dict().items():
         data = tensor.packed if isinstance(tensor, QuantTensor) else tensor
-        owner = first.setdefault((data.data_ptr(), tuple(tensor.shape)), name)
+        same = data.data_ptr(), data.dtype, tuple(data.shape), data.stride(), tensor.dtype
+        owner = first.setdefault(same, name)
         if owner == name or tensor.numel() == 0:
             tensors[name] = tensor
         else:
@@ -306,8 +311,7 @@ def load(
 
 
 def _saved(path: str | PathLike[str], key: str) -> dict[str, str]:
-    safetensors = require("safetensors", "reading a .safetensors file", "safetensors")
-    with safetensors.safe_open(path, framework="pt") as file:
+    with open_file(path) as file:
         found: dict[str, str] = json.loads((file.metadata() or {}).get(key, "{}"))
     return found
 

@@ -56,16 +56,13 @@ def load_example(target: str) -> Example:
     for helper in (f"{name}_inputs", "example_inputs"):
         if hasattr(module, helper):
             return found, tuple(getattr(module, helper)())
-    if isinstance(found, nn.Module):
-        parameters = list(inspect.signature(found.forward).parameters.values())
-    else:
-        parameters = list(inspect.signature(found).parameters.values())
-    if not parameters:
+    parameters = _parameters(found)
+    if parameters == []:
         result = found()
         if isinstance(result, tuple) and len(result) == 2 and callable(result[0]):
             return result[0], tuple(result[1])
         return found, ()
-    hints = [_from_hint(parameter.annotation) for parameter in parameters]
+    hints = [_from_hint(parameter.annotation) for parameter in parameters or ()]
     if hints and all(hint is not None for hint in hints):
         return found, tuple(hints)
     raise ArgumentError(
@@ -73,6 +70,22 @@ def load_example(target: str) -> Example:
         next=f"add `def {name}_inputs(): return (torch.randn(4, 8),)` beside it, or hints such as "
         'x: "f32[4, 8]" on its parameters',
     )
+
+
+def _parameters(found: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """What a call has to be given, up to the first that has a default and no hint; None: nobody knows."""
+    try:
+        signature = inspect.signature(found.forward if isinstance(found, nn.Module) else found)
+    except ValueError:  # a builtin
+        return None
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = []
+    for parameter in signature.parameters.values():
+        optional = parameter.default is not inspect.Parameter.empty or parameter.kind in several
+        if optional and _from_hint(parameter.annotation) is None:
+            break
+        needed.append(parameter)
+    return needed
 
 
 def run_script(path: str) -> list[Compiled]:
@@ -99,19 +112,12 @@ def run_script(path: str) -> list[Compiled]:
 
 
 def _import(place: str) -> ModuleType:
-    if place.endswith(".py"):
-        if not os.path.isfile(place):
-            raise ArgumentError(
-                f"there is no file {place}", next="file.py:name or package.module:name"
-            )
-        sys.path.insert(0, os.path.dirname(os.path.abspath(place)))
-        file, place = place, os.path.basename(place)[:-3]
-        if place in sys.modules:  # a file called types.py must not give the module types
-            return _load_file(file, f"{place}_to_explain")
-    else:
-        sys.path.insert(0, os.getcwd())
+    if place.endswith(".py") and not os.path.isfile(place):
+        raise ArgumentError(f"there is no file {place}", next="file.py:name or package.module:name")
+    folder = os.path.dirname(os.path.abspath(place)) if place.endswith(".py") else os.getcwd()
+    sys.path.insert(0, folder)
     try:
-        return importlib.import_module(place)
+        return _load_file(place) if place.endswith(".py") else importlib.import_module(place)
     except ModuleNotFoundError as error:
         raise ArgumentError(
             f"{place} can't be imported: {error}", next="file.py:name, or package.module:name"
@@ -120,7 +126,10 @@ def _import(place: str) -> ModuleType:
         sys.path.pop(0)
 
 
-def _load_file(file: str, name: str) -> ModuleType:
+def _load_file(file: str) -> ModuleType:
+    """Under a name that is no other module's: a file called types.py must not give the module types."""
+    name = os.path.basename(file)[:-3]
+    name = f"{name}_to_explain" if name in sys.modules else name
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None, f"{file} is no Python file"
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

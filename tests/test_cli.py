@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import textwrap
+import warnings
 
 import pytest
 
+from fulgurite import native
 from fulgurite.cli import main
 
 CODE = """
@@ -28,6 +30,9 @@ CODE = """
 
     def constant():
         return torch.ones(3) + 1
+
+    def optional(x: "f32[3]", factor=2, *more, **others):
+        return x * factor
 
     number = 3
 
@@ -63,6 +68,7 @@ def test_explain_without_arguments_shows_the_built_in_transformer(capsys, tmp_pa
         ("cli_example:plain", "torch.sin(x)"),
         ("cli_example:builds", 'x: "f32[2, 2]"'),
         ("cli_example:constant", "def forward():"),
+        ("cli_example:optional", 'x: "f32[3]"'),
         ("pytest.py:scale", "torch.mul(x, y)"),  # not the module called pytest
     ],
 )
@@ -85,17 +91,26 @@ def test_a_script(folder, capsys):
     assert "torch.tan" in (folder / "page-1.html").read_text()
 
 
+@pytest.mark.usefixtures("torch_only")
+def test_a_file_with_dots_in_its_name(folder, capsys):
+    (folder / "one.two.py").write_text((folder / "cli_example.py").read_text())
+    assert main(["explain", "one.two.py:plain"]) == 0
+    assert "torch.sin" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["explain", "cli_example:missing"], "one of builds, constant, lonely, plain"),
+        (["explain", "cli_example:missing"], "one of builds, constant, lonely, optional, plain"),
         (["explain", "cli_example:lonely"], "lonely_inputs"),
+        (["explain", "torch:sin"], "no example inputs for torch:sin"),
         (["explain", "no_such_module:f"], "can't be imported"),
         (["explain", "missing.py"], "no file missing.py"),
         (["explain", "--executors", "magic"], "'torch', 'fuser', 'inductor'"),
         (["explain", "cli_example"], "module:name"),
         (["explain", "cli_example:number"], "that can be called"),
         (["explain", "cli_example:Kind"], "is a class"),
+        (["bench", "fusions", "--device", "nowhere"], "'nowhere' is no device"),
         (["explain", "cli_example:plain", "--html", "cli_example.py/x.html"], "can't be written"),
     ],
 )
@@ -103,6 +118,18 @@ def test_mistakes_are_answered_in_words(folder, capsys, words, says):
     assert main(words) == 1
     error = capsys.readouterr().err
     assert says in error and "Traceback" not in error
+
+
+def test_warnings_are_words(folder, capsys, monkeypatch):
+    monkeypatch.setattr(native, "compiler", lambda: warnings.warn("no compiler here", stacklevel=2))
+    assert main(["explain", "cli_example:plain", "--no-trace"]) == 0
+    assert "warning: no compiler here\n" in capsys.readouterr().err
+
+
+def test_a_variable_that_is_no_number(folder, capsys, monkeypatch):
+    monkeypatch.setenv("FULGURITE_THREADS", "many")
+    assert main(["explain", "cli_example:plain"]) == 1
+    assert "ArgumentError: FULGURITE_THREADS=many must be" in capsys.readouterr().err
 
 
 def test_no_command_shows_the_help(capsys):

@@ -99,6 +99,41 @@ def test_without_a_compiler_torch_runs_everything() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_child_forked_while_all_compilers_are_busy() -> None:
+    """It has none of the threads that build, and waits for none of them."""
+    program = (
+        "import os, signal, threading\n"
+        "from fulgurite import native\n"
+        f"source = {SOURCE.format(7)!r}\n"
+        "real, go = native.build, threading.Event()\n"
+        "native.build = lambda source: go.wait() and real(source)\n"
+        "builds = [native.begin(source + ' ' * k) for k in range(os.cpu_count())]\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    native.build = real\n"
+        "    signal.alarm(30)\n"
+        "    print(native.load(source + '//').answer(), builds[0]().answer(), flush=True)\n"
+        "    os._exit(0)\n"
+        "print(os.waitpid(child, 0)[1])\n"
+        "go.set()\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "7 7\n0\n", done
+
+
+@pytest.mark.parametrize("compiler", ["false", "not a program"])
+def test_a_compiler_that_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
+) -> None:
+    path = tmp_path / "g++"
+    path.write_text("#!/bin/false\n" if compiler == "false" else compiler)
+    path.chmod(0o700)
+    monkeypatch.setattr(native, "compiler", lambda: str(path))
+    with pytest.raises(CompileError, match="does not run"):
+        native.load(SOURCE.format(8))
+
+
 def test_digest_names_are_safe() -> None:
     assert cache.digest("x").isalnum()
 

@@ -137,6 +137,36 @@ def test_refusals(model):
         quantize(model, "nvfp4")
 
 
+@pytest.mark.parametrize("given", [nn.Linear(32, 4), torch.ones(3, 32)], ids=["linear", "tensor"])
+def test_what_has_no_linears_inside_is_refused(given):
+    with pytest.raises(ArgumentError, match="linears inside of a module"):
+        quantize(given, "fp8")
+    assert type(given) is not nn.Linear or not list(given.children())
+
+
+class Turned(nn.Module):
+    """Two parameters in the same memory that are not the same numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(4, 4))
+        self.second = nn.Parameter(self.first.data.t())
+
+
+def test_one_memory_and_two_tensors(tmp_path):
+    model = Turned()
+    save(model, tmp_path / "model.safetensors")
+    loaded = load(Turned(), tmp_path / "model.safetensors")
+    assert torch.equal(loaded.first, model.first) and torch.equal(loaded.second, model.second)
+
+
+def test_a_file_that_is_none(tmp_path):
+    (tmp_path / "text").write_text("no weights in here")
+    for name in ("text", "missing"):
+        with pytest.raises(WeightsError, match="no safetensors file"):
+            load(nn.Sequential(nn.Linear(4, 4)), tmp_path / name)
+
+
 def test_twice_changes_nothing(model):
     quantize(model, "int8")
     again = quantize(model, "nvfp4", skip=("head", "last", "odd"))

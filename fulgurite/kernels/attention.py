@@ -26,6 +26,7 @@ from fulgurite.errors import ArgumentError
 from fulgurite.kernels import attention_reference as reference
 from fulgurite.kernels import implementations
 from fulgurite.kernels.glue import Heads, Pages
+from fulgurite.kernels.paged import as_read, check_slots, check_tables
 
 # device type -> function of the operator's arguments; it may return NotImplemented
 IMPLEMENTATIONS = {
@@ -36,7 +37,7 @@ IMPLEMENTATIONS = {
 FRESH = {"cuda": "fulgurite.kernels.triton.attention:fresh_attention"}
 STORES = {
     "cpu": "fulgurite.kernels.cpu.attention:store_pages",
-    "cuda": "fulgurite.kernels.triton.attention:store_pages",
+    "cuda": "fulgurite.kernels.triton.store_pages:store_pages",
 }
 
 PAGE_DTYPES = (
@@ -82,6 +83,9 @@ def paged_attention(
     if value_dim is None:
         value_dim = keys_PBKH.shape[-1] if values_PBKV is None else values_PBKV.shape[-1]
     _check(q_TNH, keys_PBKH, values_PBKV, tables_SM, query_starts, lengths_S, value_dim, sinks_N)
+    for name, value in (("window", window), ("chunk", chunk), ("softcap", softcap)):
+        if value is not None and not value > 0:
+            raise ArgumentError(f"{name}={value} must be more than 0", next="or None, for none")
     call = _paged_attention if torch.compiler.is_compiling() else _dispatch
     return call(
         q_TNH,
@@ -154,6 +158,9 @@ def store_pages(
                 f"new keys or values are [T, {', '.join(map(str, new.shape[1:]))}], "
                 f"the pages hold {list(pages.shape[2:])} a slot"
             )
+    check_slots(slots_T, k_TKH.shape[0])
+    if v_TKV is not None and v_TKV.shape[0] != k_TKH.shape[0]:
+        raise ArgumentError(f"{k_TKH.shape[0]} new keys and {v_TKV.shape[0]} new values")
     call = _store_pages if torch.compiler.is_compiling() else _dispatch_store
     call(k_TKH, v_TKV, keys_PBKH, values_PBKV, slots_T, key_scale, value_scale)
 
@@ -183,15 +190,7 @@ def _check(
         raise ArgumentError(f"a key of {keys.shape[3]} numbers has no value of {value_dim} in it")
     if keys.dtype not in PAGE_DTYPES and keys.dtype != q.dtype:
         raise ArgumentError(f"pages of {keys.dtype}", next=f"use one of {PAGE_DTYPES}")
-    for name, index in (("tables", tables), ("query_starts", starts), ("lengths", lengths)):
-        if index.dtype != torch.int32:
-            raise ArgumentError(f"{name} is {index.dtype}", next="use torch.int32")
-    if starts.shape[0] != lengths.shape[0] + 1 or tables.shape[0] != lengths.shape[0]:
-        raise ArgumentError(
-            f"{lengths.shape[0]} lengths, {tables.shape[0]} rows of the table and "
-            f"{starts.shape[0]} query_starts",
-            next="S lengths, S rows and S + 1 query_starts belong together",
-        )
+    check_tables(tables, starts, lengths)
     if sinks is not None and sinks.shape != q.shape[1:2]:
         raise ArgumentError(f"{list(sinks.shape)} sinks for {q.shape[1]} query heads")
 
@@ -219,15 +218,13 @@ def _dispatch(
         q_TNH,
         keys_PBKH,
         values_PBKV,
-        tables_SM,
-        query_starts,
-        lengths_S,
+        *as_read(tables_SM, query_starts, lengths_S),
         scale,
         value_dim,
         window,
         chunk,
         softcap,
-        sinks_N,
+        None if sinks_N is None else sinks_N.contiguous(),
         key_scale,
         value_scale,
         max_query,

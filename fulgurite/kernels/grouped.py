@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fulgurite.errors import FormatError
 from fulgurite.kernels import implementations
-from fulgurite.kernels.quant_linear import PLAIN, decode_parts, rounded_activations
+from fulgurite.kernels.quant_linear import PLAIN, check_bias, decode_parts, rounded_activations
 from fulgurite.op import op
 from fulgurite.quant import QuantTensor, resolve
 from fulgurite.quant.shapes import check_shape, logical_shape
@@ -44,7 +44,7 @@ def grouped_quant_linear(
     if activations != PLAIN:
         activations = resolve(activations).name
         check_shape(resolve(activations), x.shape, where=f"x {list(x.shape)}")
-    _check(x.shape, offsets, weight)
+    _check(x.shape, offsets, weight, bias)
     scales = list(weight.scales.values())
     out: Tensor = grouped_quant_linear_parts(
         x, offsets, weight.packed, scales, weight.format.name, bias, activations
@@ -60,7 +60,7 @@ def grouped_scaled_mm(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The same with packed rows."""
-    _check(a.shape, offsets, weight)
+    _check(a.shape, offsets, weight, bias)
     out: Tensor = grouped_scaled_mm_parts(
         a.packed,
         list(a.scales.values()),
@@ -75,7 +75,7 @@ def grouped_scaled_mm(
     return out
 
 
-def _check(rows: torch.Size, offsets: Tensor, weight: QuantTensor) -> None:
+def _check(rows: torch.Size, offsets: Tensor, weight: QuantTensor, bias: Tensor | None) -> None:
     if weight.dim() != 3 or len(rows) != 2 or rows[-1] != weight.shape[-1]:
         raise FormatError(
             f"rows {list(rows)} can't be multiplied by experts {list(weight.shape)}",
@@ -88,6 +88,7 @@ def _check(rows: torch.Size, offsets: Tensor, weight: QuantTensor) -> None:
             f"{str(offsets.dtype).removeprefix('torch.')}{list(offsets.shape)}",
             next="counts.cumsum(0).to(torch.int32)",
         )
+    check_bias(bias, weight.shape[:2])
 
 
 @op("fulgurite::grouped_quant_linear")
@@ -101,7 +102,7 @@ def grouped_quant_linear_parts(
     activations: str,
 ) -> Tensor:
     """The operator: the experts' weights as packed data and their stored scales."""
-    arguments = (x, offsets, data, scales, format, bias, activations)
+    arguments = (x, offsets.contiguous(), data, scales, format, bias, activations)
     out: Tensor = implementations.run(
         LINEAR_IMPLEMENTATIONS, x.device, linear_reference, *arguments
     )
@@ -154,7 +155,17 @@ def grouped_scaled_mm_parts(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """The operator: rows and weights as packed data and their stored scales."""
-    arguments = (a, a_scales, a_format, offsets, b, b_scales, b_format, bias, out_dtype)
+    arguments = (
+        a,
+        a_scales,
+        a_format,
+        offsets.contiguous(),
+        b,
+        b_scales,
+        b_format,
+        bias,
+        out_dtype,
+    )
     out: Tensor = implementations.run(
         SCALED_IMPLEMENTATIONS, a.device, scaled_reference, *arguments
     )

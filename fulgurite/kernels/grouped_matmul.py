@@ -17,6 +17,7 @@ Packed weights have no gradient; x has, through the dequantized weight.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from fulgurite.errors import ArgumentError
 from fulgurite.kernels import glue, implementations
-from fulgurite.kernels.quant_linear import PLAIN, decode_parts, rounded_activations
+from fulgurite.kernels.quant_linear import PLAIN, check_bias, decode_parts, rounded_activations
 from fulgurite.kernels.routing import wide
 from fulgurite.op import op
 from fulgurite.quant import QuantTensor, resolve
@@ -112,7 +113,8 @@ def grouped_matmul(
 ) -> Tensor:
     """Each row times the matrix of its expert; see the top of this file."""
     _check(x, offsets_E, weight, gate)
-    _check_rows(rows_S)
+    check_bias(bias, weight.shape[:2])
+    _check_rows(x, rows_S, factors_S)
     if isinstance(weight, QuantTensor):
         data, scales, format = weight.packed, list(weight.scales.values()), weight.format.name
         activations = activations if activations == PLAIN else resolve(activations).name
@@ -148,11 +150,16 @@ def _check(x: Tensor, offsets: Tensor, weight: Tensor, gate: Gate | None) -> Non
         )
 
 
-def _check_rows(rows_S: Tensor | None) -> None:
+def _check_rows(x: Tensor, rows_S: Tensor | None, factors_S: Tensor | None) -> None:
     if rows_S is not None and (rows_S.dtype != torch.int32 or rows_S.dim() != 1):
         raise ArgumentError(
             f"rows must be int32 [S], and are {rows_S.dtype} {list(rows_S.shape)}",
             next="pass Order.token_S of fulgurite.kernels.moe.index",
+        )
+    count = x.shape[0] if rows_S is None else rows_S.shape[0]
+    if factors_S is not None and tuple(factors_S.shape) != (count,):
+        raise ArgumentError(
+            f"factors {list(factors_S.shape)} for {count} rows", next="one number a row"
         )
 
 
@@ -179,8 +186,17 @@ def grouped_matmul_parts(
     )  # fmt: skip
 
 
-def _run(x: Tensor, *arguments: Any) -> Tensor:
-    out: Tensor = implementations.run(IMPLEMENTATIONS, x.device, reference, x, *arguments)
+def _run(
+    x: Tensor,
+    rows: Tensor | None,
+    places: Tensor | None,
+    factors: Tensor | None,
+    offsets: Tensor,
+    *weight: Any,
+) -> Tensor:
+    given = (None if each is None else each.contiguous() for each in (rows, places, factors))
+    arguments = (x, *given, offsets.contiguous(), *weight)
+    out: Tensor = implementations.run(IMPLEMENTATIONS, x.device, reference, *arguments)
     return out
 
 
@@ -215,8 +231,7 @@ def reference(
 
 def groups(offsets: Tensor) -> list[tuple[int, int, int]]:
     """(expert, first row, last row + 1) of each expert that has rows, on the host."""
-    ends = offsets.tolist()
-    spans = zip([0, *ends[:-1]], ends, strict=True)
+    spans = itertools.pairwise([0, *offsets.tolist()])
     return [(expert, start, end) for expert, (start, end) in enumerate(spans) if end > start]
 
 

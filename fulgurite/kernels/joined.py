@@ -18,6 +18,7 @@ Everywhere else the formulas are what they say.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 from fulgurite import native
 from fulgurite.kernels import glue, implementations
+from fulgurite.kernels.cpu.laid_out import version
 from fulgurite.kernels.cpu.layout import Panels, join, panels
 from fulgurite.kernels.cpu.linear import GATES, INTEGER_ACTIVATIONS, TYPES, kept_panels, linear
 from fulgurite.kernels.modules import QuantLinear
@@ -55,7 +57,7 @@ def linears(x: Tensor, modules: Sequence[nn.Module], norm: Norm | None = None) -
         x = x if norm is None else norm(x)
         if _one_pass(x, modules):
             packed = _joined(modules)
-            if packed is not None:
+            if packed.weight is not None:
                 out = linear(x, packed.weight, packed.bias, integer=True)
         elif dense is not None and len(modules) > 1:
             out = F.linear(x, dense.weight, dense.bias)
@@ -209,32 +211,44 @@ def _alike(first: Panels, second: Panels) -> bool:
 
 @dataclass(frozen=True)
 class Joined:
-    """Several weights as one, good while the packed ones are the same."""
+    """Several weights as one (None: they can't be), good while the parts are the same and not written to."""
 
-    packed: tuple[Tensor, ...]
-    weight: Panels
-    bias: Tensor | None
-
-
-_kept: weakref.WeakKeyDictionary[nn.Module, Joined | None] = weakref.WeakKeyDictionary()
+    parts: tuple[Tensor, ...]
+    marks: tuple[tuple[int, int], ...]
+    weight: Panels | None
+    bias: Tensor | None = None
 
 
-def _joined(modules: Sequence[nn.Module]) -> Joined | None:
-    """The modules' weights above each other; None where they can't be."""
-    weights = [module.weight for module in modules]
-    packed = tuple(weight.packed for weight in weights)  # type: ignore[union-attr]
+_kept: weakref.WeakKeyDictionary[nn.Module, Joined] = weakref.WeakKeyDictionary()
+
+
+def _joined(modules: Sequence[nn.Module]) -> Joined:
+    """The modules' weights above each other."""
+    parts = _parts(modules)
+    marks = tuple((part.data_ptr(), version(part)) for part in parts)
     found = _kept.get(modules[0])
-    if found is not None and all(a is b for a, b in zip(found.packed, packed, strict=True)):
-        return found
-    if found is None and modules[0] in _kept:
-        return None
-    parts = [panels(weight) for weight in weights]  # type: ignore[arg-type]
+    if found is None or found.marks != marks or not all(map(operator.is_, found.parts, parts)):
+        found = _kept[modules[0]] = Joined(parts, marks, *_join(modules))
+    return found
+
+
+def _parts(modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+    """Packed data, scales and biases."""
+    parts: list[Tensor] = []
+    for module in modules:
+        weight, bias = module.weight, module.bias
+        assert isinstance(weight, QuantTensor), "a QuantLinear's weight was replaced"
+        parts += [weight.packed, *weight.scales.values()]
+        if isinstance(bias, Tensor):
+            parts.append(bias)
+    return tuple(parts)
+
+
+def _join(modules: Sequence[nn.Module]) -> tuple[Panels | None, Tensor | None]:
+    parts = [panels(module.weight) for module in modules]  # type: ignore[arg-type]
     biases = [module.bias for module in modules]
     fits = all(_alike(parts[0], part) for part in parts)
     fits = fits and not any(part.rows % 16 for part in parts)
     if not fits or (None in biases and any(bias is not None for bias in biases)):
-        _kept[modules[0]] = None
-        return None
-    bias = None if biases[0] is None else torch.cat(list(biases))  # type: ignore[arg-type]
-    _kept[modules[0]] = Joined(packed, join(parts), bias)
-    return _kept[modules[0]]
+        return None, None
+    return join(parts), None if biases[0] is None else torch.cat(list(biases))  # type: ignore[arg-type]

@@ -32,6 +32,7 @@ from torch import Tensor
 from fulgurite.errors import ArgumentError
 from fulgurite.kernels import implementations
 from fulgurite.kernels import mla_reference as reference
+from fulgurite.kernels.paged import as_read, check_slots, check_tables
 
 # device type -> function of the operator's arguments; it may return NotImplemented
 ATTENTION = {
@@ -94,6 +95,7 @@ def write_latent(
         )
     _check_pages(pages_PBW, rank, rope)
     _check_rotation(cos_TI, sin_TI, latent_TL.shape[0])
+    check_slots(slots_T, latent_TL.shape[0])
     call = _write_latent if torch.compiler.is_compiling() else _dispatch_write
     call(latent_TL, norm_C, cos_TI, sin_TI, pages_PBW, slots_T, eps, interleaved)
 
@@ -172,15 +174,7 @@ def _check(
         )
     _check_rotation(cos, sin, q.shape[0])
     _check_pages(pages, up.shape[2], rope)
-    for name, index in (("tables", tables), ("query_starts", starts), ("lengths", lengths)):
-        if index.dtype != torch.int32:
-            raise ArgumentError(f"{name} is {index.dtype}", next="use torch.int32")
-    if starts.shape[0] != lengths.shape[0] + 1 or tables.shape[0] != lengths.shape[0]:
-        raise ArgumentError(
-            f"{lengths.shape[0]} lengths, {tables.shape[0]} rows of the table and "
-            f"{starts.shape[0]} query_starts",
-            next="S lengths, S rows and S + 1 query_starts belong together",
-        )
+    check_tables(tables, starts, lengths)
 
 
 def _check_rotation(cos: Tensor, sin: Tensor, tokens: int) -> None:
@@ -227,9 +221,7 @@ def _dispatch(
         cos_TI,
         sin_TI,
         pages_PBW,
-        tables_SM,
-        query_starts,
-        lengths_S,
+        *as_read(tables_SM, query_starts, lengths_S),
         scale,
         interleaved,
         max_query,

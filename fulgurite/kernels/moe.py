@@ -147,6 +147,7 @@ def _packed_throughout(
 
 def combine(y_SD: Tensor, order: Order, weights_Tk: Tensor | None = None) -> Tensor:
     """Each token's rows times their weights (without: as they are), summed in float32 in order."""
+    _check_weights(weights_Tk, order)
     arguments = (y_SD, order.place_Tk, order.token_S, order.slot_S, weights_Tk)
     if implementations.is_plain_call(y_SD, weights_Tk):
         return _combine(*arguments)
@@ -156,11 +157,20 @@ def combine(y_SD: Tensor, order: Order, weights_Tk: Tensor | None = None) -> Ten
 
 def pick(weights_Tk: Tensor, order: Order) -> Tensor:
     """The weight of each sorted pair: [S]."""
+    _check_weights(weights_Tk, order)
     arguments = (weights_Tk, order.token_S, order.slot_S, order.place_Tk)
     if implementations.is_plain_call(weights_Tk):
         return _pick(*arguments)
     out: Tensor = pick_parts(*arguments)
     return out
+
+
+def _check_weights(weights_Tk: Tensor | None, order: Order) -> None:
+    if weights_Tk is not None and weights_Tk.shape != order.place_Tk.shape:
+        raise ArgumentError(
+            f"weights {list(weights_Tk.shape)} for pairs {list(order.place_Tk.shape)}",
+            next="one weight a pair of token and expert: [T, k]",
+        )
 
 
 def moe_experts(

@@ -17,6 +17,7 @@ counts as the identity); the packed weight has none.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +48,7 @@ def quant_linear(
         activations = resolve(activations).name
         check_shape(resolve(activations), x.shape, where=f"x {list(x.shape)}")
     check_operands(x, weight)
+    check_bias(bias, weight.shape[:1])
     scales = list(weight.scales.values())
     arguments = (x, weight.packed, scales, weight.format.name, bias, activations)
     if implementations.is_plain_call(x, bias):
@@ -75,6 +77,15 @@ def check_operands(x: Tensor, weight: QuantTensor) -> None:
             f"x must be floating point, and is {x.dtype}",
             where=f"x {list(x.shape)}",
             next="two packed operands are multiplied by scaled_mm",
+        )
+
+
+def check_bias(bias: Tensor | None, shape: Sequence[int]) -> None:
+    """Raises where a bias is not one number a row of the weight."""
+    if bias is not None and tuple(bias.shape) != tuple(shape):
+        raise FormatError(
+            f"bias {list(bias.shape)} must be {list(shape)}: a number for each row of the weight",
+            next="reshape or expand it",
         )
 
 

@@ -107,7 +107,10 @@ class Rule:
 
 def route(logits_TE: Tensor, rule: Rule, choice_bias_E: Tensor | None = None) -> Routes:
     """Experts and weights of each token, by the rule."""
-    rule.check(logits_TE.shape[-1])
+    if logits_TE.dim() != 2:
+        raise ArgumentError(f"logits {list(logits_TE.shape)} must be [T, E]", next="flatten tokens")
+    rule.check(logits_TE.shape[1])
+    _check_biases(logits_TE.shape[1], choice_bias_E)
     arguments = (logits_TE, choice_bias_E, *astuple(rule))
     if implementations.is_plain_call(logits_TE, choice_bias_E):
         return Routes(*_run(*arguments))
@@ -129,6 +132,12 @@ def route_tokens(
     norm: Norm | None = None,
 ) -> Routes:
     """`route` of norm(x) @ weight.T + bias in float32; one kernel where a device has it."""
+    if x_TD.dim() != 2 or weight_ED.dim() != 2 or x_TD.shape[1] != weight_ED.shape[1]:
+        raise ArgumentError(
+            f"tokens {list(x_TD.shape)} and a router {list(weight_ED.shape)} don't fit together",
+            next="tokens are [T, D] and the router's weight [E, D]",
+        )
+    _check_biases(weight_ED.shape[0], bias_E, choice_bias_E)
     given = (x_TD, weight_ED, bias_E, choice_bias_E)
     plain = implementations.is_plain_call(*given)
     if plain and are_few(x_TD):
@@ -148,6 +157,12 @@ def route_tokens(
             return Routes(*found)
     bias = None if bias_E is None else wide(bias_E)
     return route(F.linear(wide(x_TD), wide(weight_ED), bias), rule, choice_bias_E)
+
+
+def _check_biases(experts: int, *biases: Tensor | None) -> None:
+    for bias in biases:
+        if bias is not None and tuple(bias.shape) != (experts,):
+            raise ArgumentError(f"a bias {list(bias.shape)} for {experts} experts", next="[E]")
 
 
 def wide(x: Tensor) -> Tensor:

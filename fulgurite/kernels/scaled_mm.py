@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fulgurite.errors import FormatError
 from fulgurite.kernels import implementations
-from fulgurite.kernels.quant_linear import decode_parts
+from fulgurite.kernels.quant_linear import check_bias, decode_parts
 from fulgurite.op import op
 from fulgurite.quant import QuantTensor, resolve
 from fulgurite.quant.shapes import logical_shape
@@ -40,6 +40,7 @@ def scaled_mm(
             where=f"a in {a.format.name}, b in {b.format.name}",
             next="a is [.., M, K] and b is [N, K], both with K last and blocks along K",
         )
+    check_bias(bias, b.shape[:1])
     out: Tensor = scaled_mm_parts(
         a.packed,
         list(a.scales.values()),

@@ -83,14 +83,15 @@ class Report:
                     f"{layer.decibels:.1f}",
                 )
             )
-        lines = _aligned(rows)
+        lines = _aligned(rows) if self.layers else []
         if self.skipped:
             rows = [("kept as it is", "bytes", "why")]
             rows += [(one.name, _size(one.bytes), one.why) for one in self.skipped]
-            lines += ["", *_aligned(rows)]
+            lines += ["", *_aligned(rows)] if lines else _aligned(rows)
+        count = "1 layer" if len(self.layers) == 1 else f"{len(self.layers)} layers"
         ratio = self.before / max(1, self.after)
         total = f"{_size(self.before)} -> {_size(self.after)}, {ratio:.2f}x smaller"
-        return "\n".join([*lines, "", f"{len(self.layers)} layers quantized: {total}"])
+        return "\n".join([*lines, "", f"{count} quantized: {total}"])
 
 
 def _size(count: int) -> str:

@@ -63,8 +63,7 @@ def load_quantized(
     check: bool = True,
 ) -> dict[str, Tensor]:
     """The tensors `save_quantized` wrote, or those of `names`; plain files load as they are."""
-    safetensors = require("safetensors", "reading a .safetensors file", "safetensors")
-    with safetensors.safe_open(path, framework="pt", device=str(device)) as file:
+    with open_file(path, device) as file:
         keys = set(file.keys())
         entries = _entries(file.metadata() or {}, path)
         inside = {key for name in entries for key in _keys(name, entries[name])}
@@ -95,6 +94,19 @@ def load_quantized(
             packed = _assemble(parts, entries[name])
             loaded[name] = packed.check(f"{name} in {path}") if check else packed
     return loaded
+
+
+def open_file(path: str | PathLike[str], device: torch.device | str = "cpu") -> Any:
+    """A safetensors file to read from."""
+    safetensors = require("safetensors", "reading a .safetensors file", "safetensors")
+    try:
+        return safetensors.safe_open(path, framework="pt", device=str(device))
+    except (OSError, safetensors.SafetensorError) as problem:
+        raise WeightsError(
+            f"no safetensors file can be read here: {problem}",
+            where=str(path),
+            next="give the path of a file that fulgurite.quantize.save wrote",
+        ) from problem
 
 
 def _entries(metadata: Mapping[str, str], path: str | PathLike[str]) -> dict[str, dict[str, Any]]:

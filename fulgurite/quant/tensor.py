@@ -268,15 +268,17 @@ def _to_copy(
 
 def _to(
     x: QuantTensor,
-    *,
-    dtype: torch.dtype | None = None,
     device: torch.device | None = None,
-    **how: Any,
+    dtype: torch.dtype | None = None,
+    non_blocking: bool = False,
+    copy: bool = False,
+    memory_format: torch.memory_format | None = None,
+    **_: object,
 ) -> QuantTensor:
     """`.to` as it arrives under inference_mode: itself where nothing changes."""
-    if dtype in (None, x.dtype) and device in (None, x.device) and not how.get("copy"):
+    if dtype in (None, x.dtype) and device in (None, x.device) and not copy:
         return x
-    return _to_copy(x, dtype=dtype, device=device, non_blocking=bool(how.get("non_blocking")))
+    return _to_copy(x, dtype=dtype, device=device, non_blocking=non_blocking)
 
 
 def _copy_into(x: QuantTensor, source: Tensor, non_blocking: bool = False) -> QuantTensor:
@@ -337,8 +339,8 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {
     aten.clone.default: lambda x, **_: x.map(torch.clone),
     aten._to_copy.default: _to_copy,
     aten.to.dtype_layout: _to,
-    aten.to.dtype: lambda x, dtype, *how, **kwargs: _to(x, dtype=dtype),
-    aten.to.device: lambda x, device, dtype, *how, **kwargs: _to(x, device=device, dtype=dtype),
+    aten.to.dtype: lambda x, dtype, *how, **kwargs: _to(x, None, dtype, *how, **kwargs),
+    aten.to.device: _to,
     aten.copy_.default: _copy_into,
     aten.view.default: _view,
     aten.slice.Tensor: _slice,

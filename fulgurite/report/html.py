@@ -151,8 +151,7 @@ def _graph_numbers(graph: GraphSummary, remat: str) -> list[Markup]:
     if graph.saved_bytes:
         parts.append(element("div", tables.saved_table(graph, remat), class_="columns"))
     if graph.decisions:
-        decisions = [element("li", str(decision)) for decision in graph.decisions]
-        parts += [element("h3", "Compared"), element("ul", *decisions, class_="decisions")]
+        parts.append(tables.decisions_table(graph.decisions))
     return parts
 
 

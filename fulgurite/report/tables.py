@@ -6,11 +6,13 @@ drawn to the scale of the largest value beside it.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fulgurite.capture.dynamo import GraphBreak
+from fulgurite.executors.torch import TORCH
+from fulgurite.executors.tune import Decision
 from fulgurite.explain import (
     Explanation,
     GraphSummary,
@@ -25,6 +27,7 @@ from fulgurite.report.stages import Program, Stage
 from fulgurite.trace import Trace
 from fulgurite.trace.cost import (
     bytes_text,
+    count_text,
     flops_text,
     is_view,
     node_bytes,
@@ -189,6 +192,35 @@ def saved_table(graph: GraphSummary, remat: str) -> Markup:
     ]
     columns = [Column("saved for backward"), Column("bytes", True), Column("")]
     return table(columns, rows, "with-bars")
+
+
+def decisions_table(decisions: Sequence[Decision]) -> Markup:
+    """Regions that were timed on several executors; open where torch got one back."""
+    names = sorted({name for decision in decisions for name in decision.seconds})
+    columns = [Column("region"), *(Column(name, number=True) for name in names), Column("runs on")]
+    rows = []
+    for decision, count in _grouped_decisions(decisions):
+        name = f"{decision.region} ×{count}" if count > 1 else decision.region
+        times = (seconds_text(decision.seconds[n]) if n in decision.seconds else "–" for n in names)
+        rows.append([name, *times, decision.winner])
+    wins = Counter(decision.winner for decision in decisions)
+    won = ", ".join(f"{count} on {name}" for name, count in wins.most_common())
+    summary = f"{count_text(len(decisions), 'region')} compared, {won}"
+    return element(
+        "details",
+        element("summary", summary),
+        table(columns, rows),
+        class_="compared",
+        open=wins[TORCH.name] > 0,
+    )
+
+
+def _grouped_decisions(decisions: Sequence[Decision]) -> list[tuple[Decision, int]]:
+    """Equal regions (of equal layers) were timed once: one line with their number."""
+    groups: defaultdict[object, list[Decision]] = defaultdict(list)
+    for decision in decisions:
+        groups[decision.winner, *decision.seconds.items()].append(decision)
+    return [(group[0], len(group)) for group in groups.values()]
 
 
 def executors_table(program: ProgramSummary, final: Trace, executors: Sequence[str]) -> Markup:

@@ -20,11 +20,11 @@ from typing import Any, Literal
 
 import torch
 from torch import fx
-from torch.fx.node import _get_qualified_name
 
-from fulgurite.trace import cost
-from fulgurite.trace.describe import Source, describe, source_of
+from fulgurite.trace.comments import annotation, cost_comment, place_comment
+from fulgurite.trace.describe import Source, source_of
 from fulgurite.trace.literal import constant, literal
+from fulgurite.trace.qualified import qualified_name
 from fulgurite.trace.region import Region
 
 Style = Literal["text", "boxed"]
@@ -224,7 +224,7 @@ class _Scope:
             if node.op == "placeholder":
                 value = node.meta.get("val", node.meta.get("example_value"))
                 known = value is not None
-                parameters.append(self.local[node] + (f': "{_annotation(value)}"' if known else ""))
+                parameters.append(self.local[node] + (f': "{annotation(value)}"' if known else ""))
         line = f"def {name}({', '.join(parameters)}):"
         if len(line) <= WIDTH:
             return [line]
@@ -248,7 +248,7 @@ class _Scope:
                 here = source_of(node)
                 if (here.file or here.module) and here != place:
                     place = here
-                    lines.append(_place_comment(here))
+                    lines.append(place_comment(here))
             lines += self.returns(node) if node.op == "output" else [self.statement(node)]
         return lines
 
@@ -275,7 +275,7 @@ class _Scope:
             line += f"; del {', '.join(dead)}"
         executor = node.meta.get("executor")
         if executor and self.writer.style == "text":
-            line = f"{line:<{COMMENT_COLUMN}}  # {_cost_comment(node, executor)}"
+            line = f"{line:<{COMMENT_COLUMN}}  # {cost_comment(node, executor)}"
         return line
 
     def assignment(self, node: fx.Node) -> str:
@@ -368,43 +368,6 @@ class _Scope:
 # ---- small things --------------------------------------------------------------------------------
 
 
-def qualified_name(target: Any) -> str | None:
-    """The dotted name of a function, if following it leads back to that very function."""
-    text = literal(target, lambda node: node.name)
-    if text is not None:
-        return text
-    if not hasattr(target, "__name__") or target.__name__ == "<lambda>":
-        return None
-    try:
-        name = _get_qualified_name(target)
-    except RuntimeError:  # fx: "cannot find module for …"
-        return None
-    if name.startswith("_operator."):
-        name = name[1:]  # the module people know
-    return name if _resolve(name) is target else None
-
-
-def _resolve(name: str) -> Any:
-    import importlib
-
-    first, *rest = name.split(".")
-    if not rest:
-        return getattr(builtins, first, None)
-    try:
-        found: Any = importlib.import_module(first)
-    except ImportError:
-        return None
-    for depth, part in enumerate(rest):
-        if not hasattr(found, part):
-            try:
-                found = importlib.import_module(".".join([first, *rest[: depth + 1]]))
-            except ImportError:
-                return None
-        else:
-            found = getattr(found, part)
-    return found
-
-
 def _items_of(node: fx.Node) -> list[fx.Node | None] | None:
     """The getitem nodes of a tuple, by position, if unpacking it says the same thing."""
     value = node.meta.get("val")
@@ -426,26 +389,3 @@ def _items_of(node: fx.Node) -> list[fx.Node | None] | None:
 def _plain(value: Any) -> Any:
     """Output structures are printed as tuples."""
     return tuple(value) if isinstance(value, (list, tuple)) else value
-
-
-def _annotation(value: Any) -> str:
-    text = describe(value)
-    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-        text += f" {value.device}"
-    return text
-
-
-def _place_comment(place: Source) -> str:
-    return f"# {place.module:<24}  {place.place:<18}  {place.code}".rstrip()
-
-
-def _cost_comment(node: fx.Node, executor: str) -> str:
-    if isinstance(node.target, Region):
-        return f"{executor}   {node.target.summary}"
-    if cost.is_view(node):
-        return f"{executor}   view"
-    flops = cost.node_flops(node)
-    moved = cost.node_bytes(node)
-    amount = cost.flops_text(flops) if flops else cost.bytes_text(moved) if moved else ""
-    parts = (executor, amount, node.meta.get("remark"))
-    return "   ".join(part for part in parts if part)

@@ -155,3 +155,64 @@ def test_arguments_that_dont_fit_are_named(change, says):
     change(tensors)
     with pytest.raises(ArgumentError, match=says):
         paged_attention(*tensors, **options)
+
+
+def test_tables_lengths_and_sinks_with_gaps_between_their_numbers():
+    """Every second number of larger tensors, with numbers between that would read anywhere."""
+    (*rest, tables, starts, lengths), options = build(CASES["mixed"], torch.float32, torch.float32)
+    sinks = torch.randn(rest[0].shape[1])
+    want = paged_attention(*rest, tables, starts, lengths, **options, sinks_N=sinks)
+
+    def apart(tensor):
+        return torch.stack((tensor, torch.full_like(tensor, 1 << 20)), dim=-1).flatten(-2)[..., ::2]
+
+    found = [*rest, apart(tables), apart(starts), apart(lengths)]
+    assert torch.equal(paged_attention(*found, **options, sinks_N=apart(sinks)), want)
+
+
+@pytest.mark.parametrize(
+    "place, change, says",
+    [
+        (3, lambda t: t.fill_(10**6), "a page that does not exist"),
+        (3, lambda t: t.fill_(-1), "a page that does not exist"),
+        (4, lambda t: t.add_(1), "query_starts rise"),
+        (4, lambda t: t.neg_(), "query_starts rise"),
+        (5, lambda t: t.fill_(10**6), "more keys than its row"),
+        (5, lambda t: t.fill_(0), "fewer than new tokens"),
+    ],
+)
+def test_pages_that_are_not_there_are_not_read(place, change, says):
+    tensors, options = build(CASES["mixed"], torch.float32, torch.float32)
+    change(tensors[place])
+    with pytest.raises(ArgumentError, match=says):
+        paged_attention(*tensors, **options)
+
+
+def test_pages_behind_the_window_may_be_gone():
+    case = Case([(1, 40), (3, 33)], options={"window": 5})
+    tensors, options = build(case, torch.float32, torch.float32)
+    want = paged_attention(*tensors, **options)
+    tensors[3][:, 0] = -1
+    assert torch.equal(paged_attention(*tensors, **options), want)
+
+
+@pytest.mark.parametrize(
+    "tokens, slots, says",
+    [
+        ((4, 4), torch.arange(2), "one a new token"),
+        ((4, 4), torch.arange(4.0), "one a new token"),
+        ((4, 2), torch.arange(4), "4 new keys and 2 new values"),
+        ((2, 2), torch.tensor([0, 15]), "behind the last page"),
+    ],
+)
+def test_new_keys_without_a_place_are_not_stored(tokens, slots, says):
+    k, v = (torch.randn(count, 2, 16) for count in tokens)
+    with pytest.raises(ArgumentError, match=says):
+        store_pages(k, v, torch.zeros(3, 5, 2, 16), torch.zeros(3, 5, 2, 16), slots)
+
+
+@pytest.mark.parametrize("rule", ["window", "chunk", "softcap"])
+def test_rules_of_zero_are_refused(rule):
+    tensors, options = build(CASES["mixed"], torch.float32, torch.float32)
+    with pytest.raises(ArgumentError, match=f"{rule}=0 must be more"):
+        paged_attention(*tensors, **options | {rule: 0})

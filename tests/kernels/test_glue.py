@@ -103,6 +103,13 @@ def test_what_kernels_dont_take_runs_in_torch():
         assert torch.equal(glue.add(x, torch.ones(4).double()), x + 1)
 
 
+def test_shapes_that_dont_fit_are_refused_as_torch_refuses_them():
+    with torch.no_grad(), pytest.raises(RuntimeError, match="normalized_shape"):
+        glue.rms_norm(torch.randn(2, 64), torch.ones(16), 1e-6)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="must match"):
+        glue.rotate(torch.randn(2, 3, 64), torch.ones(2, 1, 32), torch.ones(2, 1, 16), False)
+
+
 def test_gradients_go_through_the_plain_formulas():
     x = torch.randn(2, 8, requires_grad=True)
     glue.rms_norm(glue.gate(x, x, "silu"), torch.ones(8), 1e-6).sum().backward()

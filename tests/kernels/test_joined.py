@@ -69,6 +69,23 @@ def test_a_new_weight_is_seen():
         torch.testing.assert_close(found[1], modules[1](x), rtol=1e-6, atol=1e-6)
 
 
+def test_what_is_loaded_into_the_modules_is_seen():
+    """Weights, scales and biases written to in place, and fewer modules than the call before."""
+    x = torch.randn(2, 64)
+    modules, others = ([packed(16, format="nvfp4", bias=True) for _ in range(3)] for _ in range(2))
+    for module in (*modules, *others):
+        module.activations = "q8_0"
+    with torch.no_grad():
+        joined.linears(x, modules)
+        for module, other in zip(modules, others, strict=True):
+            module.load_state_dict(other.state_dict())
+        for found, other in zip(joined.linears(x, modules), others, strict=True):
+            torch.testing.assert_close(found, other(x), rtol=1e-6, atol=1e-6)
+        modules[2].bias.add_(1)
+        torch.testing.assert_close(joined.linears(x, modules)[2], modules[2](x))
+        assert torch.equal(joined.linears(x, modules[:2])[1], joined.linears(x, modules)[1])
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_one_native_call(bias):
     modules = [packed(rows, bias=bias) for rows in (48, 16, 16)]

@@ -9,7 +9,7 @@ import threading
 import torch
 
 from fulgurite.kernels.cpu.laid_out import LaidOut
-from fulgurite.quant import quantize
+from fulgurite.quant import QuantTensor, quantize
 
 
 def weight():
@@ -24,6 +24,19 @@ def test_found_again_until_written():
     data.copy_(weight())
     assert [laid_out(data, [], "q8_0") for _ in range(2)] == [2, 2]
     assert laid_out(data[8:], [], "q8_0") == 3  # other rows of the same memory
+
+
+def test_scales_and_strides_count():
+    """The same data under other scales, after its scale was written to, or transposed, is another weight."""
+    laid_out = LaidOut(lambda given: given.dequantize())
+    first = quantize(torch.randn(32, 32), "fp8_e4m3_tensor")
+    data, scale = first.packed, first.scales["scale"]
+    for given, scales in ((data, [scale]), (data, [scale * 3]), (data.t(), [scale])):
+        expected = QuantTensor("fp8_e4m3_tensor", given, {"scale": scales[0]}).dequantize()
+        assert torch.equal(laid_out(given, scales, "fp8_e4m3_tensor"), expected)
+    before = laid_out(data, [scale], "fp8_e4m3_tensor").clone()
+    scale.mul_(2)
+    assert torch.equal(laid_out(data, [scale], "fp8_e4m3_tensor"), 2 * before)
 
 
 def test_dropped_with_the_weight():

@@ -230,3 +230,40 @@ def test_new_latents_that_dont_fit_are_named():
             torch.randn(3, 39), torch.ones(32), *angles(3, 8), pages, torch.arange(3),
             eps=1e-6, interleaved=True,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "place, change, says",
+    [
+        (5, lambda t: t.fill_(10**6), "a page that does not exist"),
+        (6, lambda t: t.add_(1), "query_starts rise"),
+        (7, lambda t: t.fill_(10**6), "more keys than its row"),
+    ],
+)
+def test_pages_that_are_not_there_are_not_read(place, change, says):
+    tensors, options = build(CASES["mixed"], torch.float32, torch.float32)
+    change(tensors[place])
+    with pytest.raises(ArgumentError, match=says):
+        latent_attention(*tensors, **options)
+
+
+def test_tables_and_lengths_with_gaps_between_their_numbers():
+    tensors, options = build(CASES["mixed"], torch.float32, torch.float32)
+    want = latent_attention(*tensors, **options)
+    for place in (5, 6, 7):
+        gaps = torch.full_like(tensors[place], 1 << 20)
+        tensors[place] = torch.stack((tensors[place], gaps), dim=-1).flatten(-2)[..., ::2]
+    assert torch.equal(latent_attention(*tensors, **options), want)
+
+
+@pytest.mark.parametrize(
+    "slots, says", [([0, 1], "one a new token"), ([0, 1, 99], "the last page")]
+)
+def test_new_latents_without_a_place_are_not_kept(slots, says):
+    pages = empty_pages(Case([]), 2, torch.float32)
+    rope = pages.shape[2] - 32
+    with pytest.raises(ArgumentError, match=says):
+        write_latent(
+            torch.randn(3, pages.shape[2]), torch.ones(32), *angles(3, rope), pages,
+            torch.tensor(slots), eps=1e-6, interleaved=True,
+        )  # fmt: skip

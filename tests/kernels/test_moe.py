@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fulgurite.errors import ArgumentError
+from fulgurite.errors import ArgumentError, FormatError
 from fulgurite.kernels import moe, routing
-from fulgurite.kernels.moe import Gate, Routes, Rule
+from fulgurite.kernels.moe import (
+    Gate,
+    Routes,
+    Rule,
+    combine,
+    grouped_matmul,
+    index,
+    pick,
+    route,
+    route_tokens,
+)
+from fulgurite.quant import quantize
 
 from .moe_cases import (
     GATES,
@@ -281,6 +294,52 @@ def test_rows_of_no_expert_are_zero() -> None:
     assert torch.equal(y[3:], torch.zeros(3, 20)) and (y[:3] != 0).any(dim=-1).all()
     out = moe.combine(y, order, torch.ones(3, 2))
     assert torch.equal(out[1], torch.zeros(20)) and torch.equal(out[0], y[0])
+
+
+def test_index_tensors_with_gaps_between_their_numbers() -> None:
+    x, weight = torch.randn(5, 24), torch.randn(3, 8, 24)
+    ends, rows = torch.tensor([1, 3, 4]).int(), torch.tensor([4, 0, 2, 1]).int()
+    factors = torch.randn(4)
+    for held in (weight, quantize(torch.randn(3, 8, 32), "q8_0")):
+        given = x if held is weight else torch.randn(5, 32)
+        want = grouped_matmul(given, ends, held, rows_S=rows, factors_S=factors)
+        apart = [torch.stack((t, t + 99), dim=1)[:, 0] for t in (ends, rows, factors)]
+        found = grouped_matmul(given, apart[0], held, rows_S=apart[1], factors_S=apart[2])
+        assert torch.equal(found, want)
+
+
+ints = partial(torch.tensor, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "says, call",
+    [
+        ("end behind the last", lambda x, w: grouped_matmul(x, ints([1, 200]), w)),
+        ("end behind the last", lambda x, w: grouped_matmul(x, ints([-1, 2]), w)),
+        ("is not there", lambda x, w: grouped_matmul(x, ints([1, 2]), w, rows_S=ints([0, 7]))),
+        ("is not there", lambda x, w: grouped_matmul(x, ints([1, 2]), w, rows_S=ints([0, -1]))),
+        ("factors", lambda x, w: grouped_matmul(x, ints([1, 2]), w, factors_S=torch.ones(1))),
+        ("bias", lambda x, w: grouped_matmul(x, ints([1, 2]), w, torch.ones(2, 16))),
+        ("is not there", lambda x, w: combine(x[:1], index(ints([[0], [1]]), 2))),
+        ("weights", lambda x, w: combine(x, index(ints([[0], [1]]), 2), torch.ones(1, 1))),
+        ("weights", lambda x, w: pick(torch.ones(1, 1), index(ints([[0], [1]]), 2))),
+        ("must be", lambda x, w: route(x[0], Rule(1))),
+        ("a bias", lambda x, w: route(x, Rule(1), torch.zeros(16))),
+        ("don't fit", lambda x, w: route_tokens(x, torch.randn(4, 16), Rule(1))),
+        ("a bias", lambda x, w: route_tokens(x, torch.randn(4, 64), Rule(1), torch.ones(1))),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_nothing_is_read_where_nothing_is(says: str, call: Any, packed: bool) -> None:
+    """Numbers of rows that do not exist and tensors that are too short are refused, not followed."""
+    weight = torch.randn(2, 48, 64)
+    with pytest.raises((ArgumentError, FormatError), match=says):
+        call(torch.randn(2, 64), quantize(weight, "q8_0") if packed else weight)
+
+
+def test_no_experts_at_all() -> None:
+    out = grouped_matmul(torch.randn(3, 8), torch.empty(0, dtype=torch.int32), torch.randn(0, 4, 8))
+    assert torch.equal(out, torch.zeros(3, 4))
 
 
 def test_sorted_rows_are_gathered_rows() -> None:

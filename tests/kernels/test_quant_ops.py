@@ -112,6 +112,22 @@ def test_a_static_scale_is_used():
     close(layer(x).flatten(0, 1), rows, layer.weight.dequantize())
 
 
+@pytest.mark.parametrize("shape", [(16,), (1,), (1, 48)])
+def test_a_bias_of_another_shape_is_refused(shape):
+    """A short one was read past its end."""
+    weight, x, bias = quantize(torch.randn(48, 64), "q8_0"), torch.randn(2, 64), torch.ones(shape)
+    stack, ends = quantize(torch.randn(2, 48, 64), "q8_0"), torch.tensor([1, 2], dtype=torch.int32)
+    packed = quantize(x, "q8_0")
+    for call in (
+        lambda: quant_linear(x, weight, bias),
+        lambda: scaled_mm(packed, weight, bias),
+        lambda: grouped_quant_linear(x, ends, stack, bias),
+        lambda: grouped_scaled_mm(packed, ends, stack, bias),
+    ):
+        with pytest.raises(FormatError, match="bias .* must be"):
+            call()
+
+
 def test_refusals_say_what_where_and_next():
     weight = oracle(torch.randn(8, 64), "q4_0")
     with pytest.raises(FormatError, match="x has 32 columns, and the weight takes K = 64"):

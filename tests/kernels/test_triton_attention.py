@@ -11,6 +11,7 @@ from fulgurite.kernels import attention_reference as reference
 from fulgurite.kernels.glue import HeadNorms, Heads, Pages
 from fulgurite.kernels.triton import attention as triton_attention
 from fulgurite.kernels.triton import glue
+from fulgurite.kernels.triton import store_pages as triton_store
 
 from .attention_cases import CASES, build, exact
 
@@ -78,7 +79,7 @@ def test_store(pages):
     k, v = (torch.randn(7, 6, 19).mul(100)[:, ::2] for _ in range(2))
     slots = torch.tensor([3, -1, 0, 14, 9, 5, -7])
     stored = []
-    for function, place in ((triton_attention.store_pages, DEVICE), (reference.store_pages, "cpu")):
+    for function, place in ((triton_store.store_pages, DEVICE), (reference.store_pages, "cpu")):
         keys, values = (torch.zeros(3, 5, 3, 19).to(pages).to(place) for _ in range(2))
         function(k.to(place), v.to(place), keys, values, slots.to(place), 0.3, 2.0)
         stored.append((keys.float().cpu(), values.float().cpu()))

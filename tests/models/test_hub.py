@@ -17,6 +17,13 @@ def test_a_path_that_exists_is_itself(tmp_path: Path) -> None:
     assert hub.resolve(str(tmp_path)) == tmp_path
 
 
+def test_a_file_of_another_kind_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("a text")
+    with pytest.raises(ArgumentError, match="without weights") as caught:
+        hub.resolve(tmp_path / "README.md")
+    assert ".gguf or .safetensors" in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["nothing", "", "./no/such", "/no/such/folder", Path("a/b")])
 def test_what_is_neither_path_nor_name_says_what_could_be_given(name: str | Path) -> None:
     if name == "":

@@ -233,3 +233,12 @@ def test_minus_zero_under_a_zero_scale_is_no_data():
     assert q.packed[1, 8:].unique().tolist() == [0x88]
     q.scale[1, 1] = 0.0
     assert q.check() is q
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_to_copies_where_a_copy_is_asked_for(inference):
+    q = quantize(torch.randn(4, 32), "nvfp4")
+    with torch.inference_mode(inference):
+        for copy in (q.to(torch.float32, copy=True), q.to("cpu", copy=True)):
+            assert copy.packed.data_ptr() != q.packed.data_ptr() and torch.equal(copy, q)
+        assert q.to(torch.float32) is q and q.to("cpu") is q

@@ -19,11 +19,13 @@ import torch
 
 import fulgurite
 from fulgurite.capture.dynamo import GraphBreak
+from fulgurite.executors.tune import Decision
 from fulgurite.explain import Explanation
 from fulgurite.report import write_html
 from fulgurite.report.html import render_page
 from fulgurite.report.markup import Markup, element, json_script, text
 from fulgurite.report.stages import TITLE, Stage, keys_of, match, programs_of, thread
+from fulgurite.report.tables import decisions_table
 from fulgurite.trace.cost import bytes_text, seconds_text
 
 from .support import Element, Page, chain, chain_explanation
@@ -324,3 +326,29 @@ def test_generated_kernels_are_listed_with_their_source() -> None:
     assert kernel.name in page and str(kernel.kernel.schedule) in html.unescape(page)
     assert html.escape(kernel.kernel.source.splitlines()[-2].strip()) in page
     assert "why it ends here" in page
+
+
+# ---- regions that were timed ---------------------------------------------------------------------
+
+
+def test_equal_regions_are_one_line() -> None:
+    times = {"fuser": 2e-6, "torch": 31.8e-3}
+    made = [Decision(f"silu_{k}", "fuser", times, k > 0) for k in range(3)]
+    rows = [row.text for row in Page(decisions_table(made)).root.all("tr")]
+    assert rows == ["regionfusertorchruns on", "silu_0 ×32.0 µs31.80 msfuser"]
+    assert "3 regions compared, 3 on fuser" in decisions_table(made)
+    assert "<details class=compared open>" not in decisions_table(made).replace('"', "")
+
+
+def test_what_torch_got_back_is_open() -> None:
+    made = [
+        Decision("sum_0", "torch", {"fuser": 5e-6, "torch": 4e-6}, False),
+        Decision("sin_0", "fuser", {"fuser": 5e-6, "inductor": 6e-6}, False),
+    ]
+    page = decisions_table(made)
+    assert "2 regions compared, 1 on torch, 1 on fuser" in page
+    assert [row.text for row in Page(page).root.all("tr")][1:] == [
+        "sum_05.0 µs–4.0 µstorch",
+        "sin_05.0 µs6.0 µs–fuser",
+    ]
+    assert page.replace('"', "").startswith("<details class=compared open")

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import functools
 import struct
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fulgurite import device, native, replay
-from fulgurite.kernels.cpu.library import FOLDER, SHARED
+from fulgurite.kernels.cpu.library import paging_problem, translation_unit
 
-PARTS = ("vectors.h", "attention.h", "attention_run.h")
+PARTS = ("vectors.h", "paged.h", "attention.h", "attention_run.h")
 PAGES = {
     torch.float32: "float",
     torch.bfloat16: "bf16",
@@ -28,27 +27,19 @@ PAGES = {
     torch.float8_e5m2: "f8e5m2",
 }
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_pack_attend = struct.Struct("28q3dq").pack
-_pack_store = struct.Struct("13qd13qdq").pack
+_pack_attend = struct.Struct("28q3d3q").pack
+_pack_store = struct.Struct("13qd13qd2q").pack
 
 
 def source(pages: torch.dtype) -> str:
-    """One translation unit: numbers shared with generated kernels, then ours."""
-    texts = [
-        f"#define E4M3_OVERFLOW 0x7fu\n#define PAGE {PAGES[pages]}",
-        *(Path(SHARED, name).read_text() for name in ("numbers.h", "math.h")),
-        'extern "C" void* malloc(unsigned long);\nextern "C" void free(void*);',
-        *((FOLDER / name).read_text() for name in PARTS),
-    ]
-    return "\n".join(texts)
+    return translation_unit(*PARTS, defines=[f"PAGE {PAGES[pages]}"])
 
 
 @functools.cache
 def _kernels(pages: torch.dtype) -> tuple[replay.Kernel, replay.Kernel]:
     library = native.load(source(pages))
-    return replay.Kernel(library, "attend", "paged_attention"), replay.Kernel(
-        library, "store_pages"
-    )
+    attend = replay.Kernel(library, "attend", "paged_attention", paging_problem)
+    return attend, replay.Kernel(library, "store_pages", problem=paging_problem)
 
 
 def paged_attention(
@@ -102,6 +93,8 @@ def paged_attention(
         softcap or 0.0,
         value_scale if values is not None else key_scale,
         device.cpu_threads(),
+        tables.shape[1],
+        keys.shape[0],
     )
     attend, _ = _kernels(keys.dtype)
     attend(packed, keep=(q, keys, values, tables, starts, lengths, sinks, out))
@@ -128,6 +121,7 @@ def store_pages(
         *(_rows(v, values, slots) if v is not None and values is not None else [0] * 13),
         value_scale,
         device.cpu_threads(),
+        keys.shape[0] * keys.shape[1],
     )
     _, store = _kernels(keys.dtype)
     store(packed, keep=(k, v, keys, values, slots))

@@ -239,6 +239,13 @@ EXPORT int64_t attend(const int64_t* a) {
   const int threads = (int)a[31];
   p.key_width = rounded(p.key_dim);
   p.value_width = rounded(p.value_dim);
+  const auto first_key = [&](int64_t s, int64_t count) {
+    const int64_t first = p.lengths[s] - count, seen = p.window ? larger(0, first - p.window + 1) : 0;
+    return p.chunk ? larger(seen, first / p.chunk * p.chunk) : seen;
+  };
+  const int64_t wrong = check_tables(p.starts, p.lengths, p.tables, p.table_row, p.sequences, tokens, p.page, a[32],
+                                     a[33], first_key);
+  if (wrong) return wrong;
   const int64_t size = p.query_kind ? 2 : 4, row = p.heads * p.value_dim * size;
   const int64_t used = p.sequences ? p.starts[p.sequences] : 0;
   __builtin_memset(p.out + used * row, 0, (tokens - used) * row);  // tokens that are nobody's
@@ -293,6 +300,7 @@ static void store_rows(const int64_t* a, int threads) {
 }
 
 EXPORT int64_t store_pages(const int64_t* a) {
+  if (const int64_t wrong = check_slots((const int64_t*)a[2], a[3], a[29])) return wrong;
   const int threads = threads_for(a[3] * a[4] * a[5], 1 << 15, (int)a[28]);
   store_rows(a, threads);
   if (a[15]) store_rows(a + 14, threads);

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fulgurite import device, native, replay
-from fulgurite.kernels.cpu.library import FOLDER, SHARED
+from fulgurite.kernels.cpu.library import translation_unit
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 COMBINATIONS = {"add": 0, "silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3}
@@ -25,17 +25,13 @@ _pack_combine = struct.Struct("10q").pack
 
 @functools.cache
 def _kernel(name: str) -> replay.Kernel:
-    texts = [
-        "#define E4M3_OVERFLOW 0x7fu",
-        *((SHARED / header).read_text() for header in ("numbers.h", "math.h")),
-        *((FOLDER / header).read_text() for header in ("vectors.h", "glue.h")),
-    ]
-    return replay.Kernel(native.load("\n".join(texts)), name)
+    return replay.Kernel(native.load(translation_unit("vectors.h", "glue.h")), name)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Any:
     rows = _grouped_rows(x)
-    if rows is None or weight.dtype not in KINDS or not weight.is_contiguous():
+    fits = weight.shape == x.shape[-1:] and weight.is_contiguous()
+    if rows is None or weight.dtype not in KINDS or not fits:
         return NotImplemented
     count, inner, outer_step, step = rows
     out = torch.empty(x.shape, dtype=x.dtype)
@@ -52,7 +48,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Any:
     if x.dim() != 3 or x.dtype not in KINDS or x.stride(-1) != 1 or not plain:
         return NotImplemented
     pairs = cos.shape[-1]
-    if cos.numel() != x.shape[0] * pairs or 2 * pairs > x.shape[-1]:
+    if cos.numel() != x.shape[0] * pairs or sin.shape != cos.shape or 2 * pairs > x.shape[-1]:
         return NotImplemented
     out = torch.empty(x.shape, dtype=x.dtype)
     packed = _pack_rotate(

@@ -1,10 +1,12 @@
 // Rows sorted by expert times packed weights: `linear`, one expert after the other.
 //
 // a: addresses of the experts' weights, x (floats), out (floats), offsets, experts, columns of x and of
-// out, strides of both, integer, threads
+// out, strides of both, integer, threads, rows of both
 EXPORT int64_t grouped_linear(const int64_t* a) {
   const Weight* const* weights = (const Weight* const*)a[0];
   const int32_t* offsets = (const int32_t*)a[3];
+  for (int64_t e = 0; e < a[4]; ++e)
+    if (offsets[e] < 0 || offsets[e] > a[11]) return 2;  // as grouped_matmul.h says it
   int64_t start = 0;
   for (int64_t e = 0; e < a[4]; ++e) {
     const int64_t end = offsets[e];

@@ -230,6 +230,20 @@ static Job job_of(const int64_t* a) {
              a[17], a[18], number_in(a[19]), number_in(a[20])};
 }
 
+enum { ROWS_OUTSIDE = 1, OFFSETS_OUTSIDE = 2 };
+
+// Rows and offsets name rows that are there: `most` rows of x, `count` of the result.
+static int64_t check_rows(const int32_t* rows, int64_t count, int64_t most) {
+  for (int64_t r = 0; rows && r < count; ++r)
+    if (rows[r] < 0 || rows[r] >= most) return ROWS_OUTSIDE;
+  return 0;
+}
+static int64_t check_offsets(const int32_t* offsets, int64_t experts, int64_t count) {
+  for (int64_t e = 0; e < experts; ++e)
+    if (offsets[e] < 0 || offsets[e] > count) return OFFSETS_OUTSIDE;
+  return 0;
+}
+
 static void zero_rest(const Job& job) {
   const int64_t half = job.gate == PLAIN ? job.columns : job.columns / 2;
   const int64_t bytes = half * (job.kind == 0 ? 4 : 2), used = job.offsets[job.experts - 1];
@@ -241,6 +255,9 @@ EXPORT int64_t grouped_matmul(const int64_t* a) {
   Job job = job_of(a);
   const int32_t all = (int32_t)job.count;
   if (!job.offsets) job.offsets = &all;  // one expert with all rows
+  int64_t wrong = check_offsets(job.offsets, job.experts, job.count);
+  if (!wrong) wrong = check_rows(job.rows, job.count, a[23]);
+  if (wrong) return wrong;
   int32_t* active = (int32_t*)a[22];
   int64_t found = 0;
   for (int64_t e = 0, start = 0; e < job.experts; start = job.offsets[e], ++e)
@@ -268,6 +285,7 @@ EXPORT int64_t grouped_matmul(const int64_t* a) {
 // The same for sums that were made elsewhere: a[0] holds them, [S][columns]
 EXPORT int64_t finish_rows(const int64_t* a) {
   const Job job = job_of(a);
+  if (const int64_t wrong = check_offsets(job.offsets, job.experts, job.count)) return wrong;
   const int64_t half = job.gate == PLAIN ? job.columns : job.columns / 2;
   const int threads = threads_for(job.count * job.columns, 1 << 14, (int)a[21]);
   zero_rest(job);
@@ -285,9 +303,10 @@ EXPORT int64_t finish_rows(const int64_t* a) {
   return 0;
 }
 
-// a: x, out, count, columns, stride of x, columns of out, kind, which rows (or 0: all), threads:
-// rows of x as floats, zeros behind them
+// a: x, out, count, columns, stride of x, columns of out, kind, which rows (or 0: all), threads, rows
+// there are: rows of x as floats, zeros behind them
 EXPORT int64_t widen_rows(const int64_t* a) {
+  if (const int64_t wrong = check_rows((const int32_t*)a[7], a[2], a[9])) return wrong;
   const int threads = threads_for(a[2] * a[3], 1 << 15, (int)a[8]);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t r = 0; r < a[2]; ++r) {

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from fulgurite import device, native, replay
+from fulgurite.errors import ArgumentError
 from fulgurite.kernels.cpu.glue import KINDS
 from fulgurite.kernels.cpu.laid_out import LaidOut
 from fulgurite.kernels.cpu.layout import Panels, panels
-from fulgurite.kernels.cpu.library import FOLDER, SHARED, library
+from fulgurite.kernels.cpu.library import library, translation_unit
 from fulgurite.kernels.cpu.linear import INTEGER_ACTIVATIONS as INTEGER
 from fulgurite.kernels.grouped_matmul import CLAMPED, DENSE, NO_GATE
 from fulgurite.kernels.quant_linear import PLAIN, rounded_activations
@@ -28,21 +29,24 @@ from fulgurite.quant import QuantTensor, resolve
 
 GATES = {NO_GATE: 0, "silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, CLAMPED: 4}
 LANES = 16
-_pack_widen = struct.Struct("9q").pack
-_pack_packed = struct.Struct("11q").pack
-_pack_job = struct.Struct("19q2d2q").pack
+_pack_widen = struct.Struct("10q").pack
+_pack_packed = struct.Struct("12q").pack
+_pack_job = struct.Struct("19q2d3q").pack
 
 
 @functools.cache
 def kernel(name: str) -> replay.Kernel:
     """A function of moe.h or grouped_matmul.h."""
-    texts = [
-        "#define E4M3_OVERFLOW 0x7fu",
-        *((SHARED / header).read_text() for header in ("numbers.h", "math.h")),
-        *((FOLDER / part).read_text() for part in ("vectors.h", "glue.h", "moe.h")),
-        (FOLDER / "grouped_matmul.h").read_text(),
-    ]
-    return replay.Kernel(native.load("\n".join(texts)), name)
+    text = translation_unit("vectors.h", "glue.h", "moe.h", "grouped_matmul.h")
+    return replay.Kernel(native.load(text), name, problem=_problem)
+
+
+def _problem(status: int) -> ArgumentError:
+    what = "a row that is asked for is not there", "an expert's rows end behind the last one"
+    return ArgumentError(
+        what[status - 1],
+        next="take rows and offsets from fulgurite.kernels.moe.index of the same tokens",
+    )
 
 
 def takes(*tensors: Tensor | None) -> bool:
@@ -65,7 +69,7 @@ def float_rows(x: Tensor, rows: Tensor | None = None, fresh: bool = False) -> Te
     out = torch.empty(count, padded)
     packed = _pack_widen(
         x.data_ptr(), out.data_ptr(), count, x.shape[1], x.stride(0), padded, KINDS[x.dtype],
-        _address(rows), device.cpu_threads(),
+        _address(rows), device.cpu_threads(), x.shape[0],
     )  # fmt: skip
     kernel("widen_rows")(packed, (x, rows, out))
     return out
@@ -91,7 +95,7 @@ def grouped_matmul(
         return NotImplemented
     after = (factors, offsets, bias, gate, alpha, limit)
     if format == DENSE:
-        if not takes(data) or data.stride(2) != 1:
+        if not takes(data) or data.stride(2) != 1 or data.shape[0] == 0:
             return NotImplemented
         return _dense(x, rows, data, *after)
     if resolve(format).family == "cast" or data.numel() == 0:
@@ -126,7 +130,7 @@ def _dense(
         given.data_ptr(), _address(rows), _address(factors), _address(offsets), data.data_ptr(),
         _address(bias), out.data_ptr(), count, *data.shape, given.stride(0), *data.stride()[:2],
         *_bias_facts(bias, out, data.dtype), GATES[gate], alpha, limit, device.cpu_threads(),
-        room.data_ptr(),
+        room.data_ptr(), given.shape[0],
     )  # fmt: skip
     kernel("grouped_matmul")(packed, (given, rows, factors, offsets, data, bias, out, room))
     return out
@@ -150,7 +154,7 @@ def _finish(
     packed = _pack_job(
         sums.data_ptr(), 0, _address(factors), offsets.data_ptr(), 0, _address(bias),
         out.data_ptr(), sums.shape[0], offsets.shape[0], columns, 0, sums.stride(0), 0, 0,
-        *_bias_facts(bias, out, torch.float32), GATES[gate], alpha, limit, device.cpu_threads(), 0,
+        *_bias_facts(bias, out, torch.float32), GATES[gate], alpha, limit, device.cpu_threads(), 0, 0,
     )  # fmt: skip
     kernel("finish_rows")(packed, (sums, factors, offsets, bias, out))
     return out
@@ -200,7 +204,7 @@ def _packed(given: Tensor, size: int, offsets: Tensor, stack: Stack, integer: bo
     packed = _pack_packed(
         ctypes.addressof(stack.addresses), given.data_ptr(), sums.data_ptr(), offsets.data_ptr(),
         len(stack.panels), size, columns, given.stride(0), sums.stride(0), integer,
-        device.cpu_threads(),
+        device.cpu_threads(), given.shape[0],
     )  # fmt: skip
     _grouped_linear()(packed, (stack, given, offsets, sums))
     return sums
@@ -208,4 +212,4 @@ def _packed(given: Tensor, size: int, offsets: Tensor, stack: Stack, integer: bo
 
 @functools.cache
 def _grouped_linear() -> replay.Kernel:
-    return replay.Kernel(library(), "grouped_linear")
+    return replay.Kernel(library(), "grouped_linear", problem=_problem)

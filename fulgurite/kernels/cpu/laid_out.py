@@ -3,32 +3,50 @@
     panels = LaidOut(lay_out_panels)
     panels(data, scales, format)        # laid out on the first call, found again on the next
 
-A tensor that was written to since, or whose memory went back, is laid out anew. Any number of threads may ask: two that
+A weight whose data or scales were written to since, or whose memory went back, is laid out anew (torch
+counts no writes to inference tensors: those must not be written to). Any number of threads may ask: two that
 ask for the same new weight at once may both lay it out, and one of the results is kept.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fulgurite.quant import QuantTensor, resolve
 
 T = TypeVar("T")
+Place = tuple[int, torch.Size, tuple[int, ...]]
+Key = tuple[str, tuple[Place, ...]]
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor's memory was written to, as far as torch counts it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _place(tensor: Tensor) -> Place:
+    """Where a tensor's numbers are."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 @dataclass(frozen=True)
 class Entry(Generic[T]):
-    """A result, good while the storage it came from lives and is not written to."""
+    """A result, good while the storages it came from live (then their memory is nobody else's) and are not
+    written to."""
 
-    storage: StorageWeakRef
-    version: int
+    storages: tuple[StorageWeakRef, ...]
+    versions: tuple[int, ...]
     result: T
+
+    def expired(self) -> bool:
+        return any(storage.expired() for storage in self.storages)
 
 
 class LaidOut(Generic[T]):
@@ -36,24 +54,25 @@ class LaidOut(Generic[T]):
 
     def __init__(self, lay_out: Callable[[QuantTensor], T]) -> None:
         self.lay_out = lay_out
-        self.entries: dict[tuple[int, int, tuple[int, ...], str], Entry[T]] = {}
+        self.entries: dict[Key, Entry[T]] = {}
         self.changing = threading.Lock()
 
-    def __call__(self, data: Tensor, scales: list[Tensor], format: str) -> T:
-        storage = data.untyped_storage()
-        key = (storage._cdata, data.storage_offset(), tuple(data.shape), format)
-        version = 0 if data.is_inference() else data._version
+    def __call__(self, data: Tensor, scales: Sequence[Tensor], format: str) -> T:
+        parts = (data, *scales)
+        key = (format, tuple(map(_place, parts)))
+        versions = tuple(map(version, parts))
         found = self.entries.get(key)
-        if found is None or found.storage.expired() or found.version != version:
+        if found is None or found.versions != versions or found.expired():
             names = [scale.name for scale in resolve(format).stored_scales]
             weight = QuantTensor(format, data, dict(zip(names, scales, strict=True)))
-            found = Entry(StorageWeakRef(storage), version, self.lay_out(weight))
+            storages = tuple(StorageWeakRef(part.untyped_storage()) for part in parts)
+            found = Entry(storages, versions, self.lay_out(weight))
             self._keep(key, found)
         return found.result
 
-    def _keep(self, key: tuple[int, int, tuple[int, ...], str], entry: Entry[T]) -> None:
+    def _keep(self, key: Key, entry: Entry[T]) -> None:
         with self.changing:
-            expired = [k for k, old in self.entries.items() if old.storage.expired()]
+            expired = [k for k, old in self.entries.items() if old.expired()]
             gone = [self.entries.pop(k) for k in expired]
             self.entries[key] = entry
         del gone  # freed outside the lock: large memory goes back to the system here

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 from fulgurite import native
+from fulgurite.errors import ArgumentError
 
 FOLDER = Path(__file__).parent
 SHARED = FOLDER.parent.parent / "fuser" / "codegen" / "include"
@@ -24,6 +26,19 @@ PARTS = (
     "read.h",
 )
 SIMD = {"avx512_vnni": "simd_avx512.h", "avx2": "simd_avx2.h", "plain": "simd_plain.h"}
+
+
+# what the checks of paged.h found
+PAGING_PROBLEMS = (
+    "query_starts rise from 0 to at most the number of queries, and these don't",
+    "a sequence has more keys than its row of the table has room for, or fewer than new tokens",
+    "the table names a page that does not exist",
+    "a slot lies behind the last page",
+)
+
+
+def paging_problem(status: int) -> ArgumentError:
+    return ArgumentError(PAGING_PROBLEMS[status - 1], next="check the tables of pages and lengths")
 
 
 class Weight(ctypes.Structure):
@@ -95,11 +110,18 @@ def library(instructions: str | None = None) -> ctypes.CDLL:
 
 
 def source(instructions: str) -> str:
-    """One translation unit: numbers and functions shared with generated kernels, then ours."""
+    """The text of the kernels of linears."""
+    return translation_unit(SIMD[instructions], *PARTS)
+
+
+def translation_unit(
+    *parts: str, defines: Sequence[str] = (), shared: Sequence[str] = ("numbers.h", "math.h")
+) -> str:
+    """Files of this folder as one text, after numbers and functions shared with generated kernels."""
     texts = [
         "#define E4M3_OVERFLOW 0x7fu",
-        *((SHARED / name).read_text() for name in ("numbers.h", "math.h")),
-        (FOLDER / SIMD[instructions]).read_text(),
-        *((FOLDER / name).read_text() for name in PARTS),
+        *(f"#define {name}" for name in defines),
+        *((SHARED / name).read_text() for name in shared),
+        *((FOLDER / name).read_text() for name in parts),
     ]
     return "\n".join(texts)

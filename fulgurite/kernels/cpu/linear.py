@@ -105,6 +105,8 @@ class PreparedLinear:
                 where=f"[{weight.rows}, {weight.columns}] and [{up.rows}, {up.columns}]",
                 next="call them apart",
             )
+        biases = [b for b in (bias, up_bias) if b is not None]
+        assert all(b.shape == (weight.rows,) for b in biases), "a bias has a number for each row"
         self.weight, self.up = weight, up
         self.biases = tuple(None if b is None else padded_rows(b) for b in (bias, up_bias))
         self.bound: tuple[Tensor | None, ...] = ()

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import functools
 import struct
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fulgurite import device, native, replay
-from fulgurite.kernels.cpu.library import FOLDER, SHARED
+from fulgurite.kernels.cpu.library import paging_problem, translation_unit
 from fulgurite.kernels.mla import FEW
 from fulgurite.kernels.mla_reference import packed_row
 
-PARTS = ("vectors.h", "mla.h", "mla_absorbed.h", "mla_expanded.h", "mla_run.h")
+PARTS = ("vectors.h", "paged.h", "mla.h", "mla_absorbed.h", "mla_expanded.h", "mla_run.h")
 PAGES = {
     torch.float32: "float",
     torch.bfloat16: "bf16",
@@ -29,25 +28,20 @@ PAGES = {
     torch.uint8: "f8e4m3",
 }
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_pack_attend = struct.Struct("28qdq").pack
-_pack_write = struct.Struct("18qdq").pack
+_pack_attend = struct.Struct("28qd3q").pack
+_pack_write = struct.Struct("18qd2q").pack
 
 
 def source(pages: torch.dtype) -> str:
-    """One translation unit: numbers shared with generated kernels, then ours."""
-    texts = [
-        f"#define E4M3_OVERFLOW 0x7fu\n#define PAGE {PAGES[pages]}\n#define FEW {FEW}",
-        *(Path(SHARED, name).read_text() for name in ("numbers.h", "math.h")),
-        'extern "C" void* malloc(unsigned long);\nextern "C" void free(void*);',
-        *((FOLDER / name).read_text() for name in PARTS),
-    ]
-    return "\n".join(texts)
+    return translation_unit(*PARTS, defines=[f"PAGE {PAGES[pages]}", f"FEW {FEW}"])
 
 
 @functools.cache
 def _kernels(pages: torch.dtype) -> tuple[replay.Kernel, replay.Kernel]:
     library = native.load(source(pages))
-    return replay.Kernel(library, "latent_attention"), replay.Kernel(library, "write_latent")
+    names = ("latent_attention", "write_latent")
+    attend, write = (replay.Kernel(library, name, problem=paging_problem) for name in names)
+    return attend, write
 
 
 def latent_attention(
@@ -79,6 +73,7 @@ def latent_attention(
         q.shape[0], lengths.shape[0], q.shape[1], plain, rope, rank, value, pages.shape[1],
         *q.stride()[:2], *up.stride()[:2], tables.stride(0),
         *_row(pages, rank, rope), KINDS[q.dtype], interleaved, scale, device.cpu_threads(),
+        tables.shape[1], pages.shape[0],
     )  # fmt: skip
     attend, _ = _kernels(pages.dtype)
     attend(packed, keep=(q, up, cos, sin, pages, tables, starts, lengths, out))
@@ -106,7 +101,7 @@ def write_latent(
         latent.data_ptr(), norm.data_ptr(), cos.data_ptr(), sin.data_ptr(), pages.data_ptr(),
         slots.data_ptr(), latent.shape[0], rank, rope, latent.stride(0), pages.shape[1],
         *_row(pages, rank, rope), KINDS[latent.dtype], KINDS[norm.dtype], interleaved, eps,
-        device.cpu_threads(),
+        device.cpu_threads(), pages.shape[0] * pages.shape[1],
     )  # fmt: skip
     _, write = _kernels(pages.dtype)
     write(packed, keep=(latent, norm, cos, sin, pages, slots))

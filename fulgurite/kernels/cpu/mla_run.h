@@ -35,6 +35,9 @@ EXPORT int64_t latent_attention(const int64_t* a) {
   p.threads = (int)a[29];
   p.width = rounded(p.rank);
   p.kept = p.width + rounded(p.rope);
+  const int64_t wrong = check_tables(p.starts, p.lengths, p.tables, p.table_row, p.sequences, p.tokens, p.page, a[30],
+                                     a[31], [](int64_t, int64_t) { return (int64_t)0; });
+  if (wrong) return wrong;
   const int64_t used = p.sequences ? p.starts[p.sequences] : 0, row = p.heads * p.value * size_of(p.kind);
   __builtin_memset(p.out + used * row, 0, (p.tokens - used) * row);  // tokens that are nobody's
   Absorbed all;
@@ -95,6 +98,7 @@ static void keep_row(char* row, const float* c, const float* r, int64_t rank, in
 EXPORT int64_t write_latent(const int64_t* a) {
   const int64_t *slots = (const int64_t*)a[5], tokens = a[6], rank = a[7], rope = a[8];
   const float eps = number_in(a[18]);
+  if (const int64_t wrong = check_slots(slots, tokens, a[20])) return wrong;
   const int threads = threads_for(tokens * (rank + rope), 1 << 14, (int)a[19]);
   float* weight = (float*)malloc(sizeof(float) * rounded(rank) + 64);
   widen_kind((const char*)a[1], 0, a[16], rank, weight);

@@ -123,10 +123,13 @@ EXPORT int64_t moe_index(const int64_t* a) {
   return 0;
 }
 
-// a: weights [T, k], tokens, slots, out [S], S, k
+// a: weights [T, k], tokens, slots, out [S], S, k, T
 EXPORT int64_t moe_pick(const int64_t* a) {
+  const int32_t *tokens = (const int32_t*)a[1], *slots = (const int32_t*)a[2];
   for (int64_t s = 0; s < a[4]; ++s)
-    ((float*)a[3])[s] = ((const float*)a[0])[((const int32_t*)a[1])[s] * a[5] + ((const int32_t*)a[2])[s]];
+    if (tokens[s] < 0 || tokens[s] >= a[6] || slots[s] < 0 || slots[s] >= a[5]) return 1;
+  for (int64_t s = 0; s < a[4]; ++s)
+    ((float*)a[3])[s] = ((const float*)a[0])[tokens[s] * a[5] + slots[s]];
   return 0;
 }
 
@@ -150,8 +153,11 @@ template <class T> static void combine_tokens(const int64_t* a) {
     }
   }
 }
-// a: y, places, weights or 0, out, T, k, columns, stride of y, kind, threads
+// a: y, places, weights or 0, out, T, k, columns, stride of y, kind, threads, rows of y
 EXPORT int64_t moe_combine(const int64_t* a) {
+  const int32_t* places = (const int32_t*)a[1];
+  for (int64_t pair = 0; pair < a[4] * a[5]; ++pair)
+    if (places[pair] < 0 || places[pair] >= a[10]) return 1;  // as grouped_matmul.h says it
 #define CALL(T) combine_tokens<T>(a)
   BY_KIND(a[8], CALL)
 #undef CALL

@@ -18,8 +18,8 @@ from fulgurite.kernels.cpu.grouped_matmul import dense_logits, float_rows, kerne
 
 _pack_route = struct.Struct("13qd2q").pack
 _pack_index = struct.Struct("11q").pack
-_pack_pick = struct.Struct("6q").pack
-_pack_combine = struct.Struct("10q").pack
+_pack_pick = struct.Struct("7q").pack
+_pack_combine = struct.Struct("11q").pack
 
 
 def route(logits: Tensor, choice_bias: Tensor | None, *rule: Any) -> Any:
@@ -92,7 +92,7 @@ def pick(weights_Tk: Tensor, tokens: Tensor, slots: Tensor) -> Any:
     out = torch.empty(tokens.shape[0])
     packed = _pack_pick(
         weights.data_ptr(), tokens.data_ptr(), slots.data_ptr(), out.data_ptr(), tokens.shape[0],
-        weights.shape[1],
+        weights.shape[1], weights.shape[0],
     )  # fmt: skip
     kernel("moe_pick")(packed, (weights, tokens, slots, out))
     return out
@@ -110,7 +110,7 @@ def combine(
     packed = _pack_combine(
         y.data_ptr(), places.data_ptr(), 0 if weights is None else weights.data_ptr(),
         out.data_ptr(), *places.shape, y.shape[1], y.stride(0), KINDS[y.dtype],
-        device.cpu_threads(),
+        device.cpu_threads(), y.shape[0],
     )  # fmt: skip
     kernel("moe_combine")(packed, (y, places, weights, out))
     return out

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fulgurite import device, native, replay
-from fulgurite.kernels.cpu.library import FOLDER, SHARED
+from fulgurite.kernels.cpu.library import translation_unit
 from fulgurite.quant import WHOLE, resolve
 from fulgurite.quant.blocks import given_scale
 from fulgurite.quant.format import Format, Scale, level
@@ -66,13 +66,8 @@ def quantize_into(
 
 @functools.cache
 def _kernel() -> replay.Kernel:
-    texts = [
-        "#define E4M3_OVERFLOW 0x7fu",
-        "#define ROUND_EACH_STEP",
-        (SHARED / "numbers.h").read_text(),
-        *((FOLDER / name).read_text() for name in PARTS),
-    ]
-    return replay.Kernel(native.load("\n".join(texts)), "quantize")
+    text = translation_unit(*PARTS, defines=["ROUND_EACH_STEP"], shared=["numbers.h"])
+    return replay.Kernel(native.load(text), "quantize")
 
 
 def _coder(format: Format) -> int | None:

@@ -9,6 +9,7 @@ logits that are there. Graphs of one stream, which never run at once, share thei
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, OrderedDict
 from typing import Any
 
@@ -24,6 +25,7 @@ MOST_SEEN = 10_000  # keys; more would be logits that never lie in one place
 _seen: Counter[Any] = Counter()
 _draws: OrderedDict[Any, Draw] = OrderedDict()
 _pools: dict[Any, Any] = {}
+_changing = threading.Lock()
 
 
 class Draw:
@@ -54,11 +56,14 @@ def sample_rows(logits_RO: Tensor, settings_R5: Tensor) -> Tensor:
     stream = logits_RO.device.index, torch.cuda.current_stream(logits_RO.device).cuda_stream
     where = logits_RO.data_ptr(), logits_RO.shape, logits_RO.stride(), logits_RO.dtype
     key = (stream, where, cut)
-    draw = _draws.get(key)
+    with _changing:
+        draw = _draws.get(key)
+        if draw is not None:
+            _draws.move_to_end(key)
+        else:
+            _seen[key] += 1
     if draw is not None:
-        _draws.move_to_end(key)
         return draw(settings_R5)
-    _seen[key] += 1
     tokens = sampling.sample_rows(logits_RO, settings_R5, cut)
     if _seen[key] >= RECORD_AFTER and tokens is not NotImplemented:
         _record(key, logits_RO, settings_R5, cut)
@@ -67,12 +72,14 @@ def sample_rows(logits_RO: Tensor, settings_R5: Tensor) -> Tensor:
 
 def _record(key: Any, logits_RO: Tensor, settings_R5: Tensor, cut: bool) -> None:
     """And forget the graph that was used longest ago."""
-    stream = key[0]
-    if stream not in _pools:
-        _pools[stream] = torch.cuda.graph_pool_handle()
+    pool = _pools.get(key[0])
+    if pool is None:
+        pool = _pools.setdefault(key[0], torch.cuda.graph_pool_handle())
     with torch.cuda.device(logits_RO.device):
-        _draws[key] = Draw(logits_RO, settings_R5, cut, _pools[stream])
-    if len(_draws) > MOST_GRAPHS:
-        _draws.popitem(last=False)
-    if len(_seen) > MOST_SEEN:
-        _seen.clear()
+        made = Draw(logits_RO, settings_R5, cut, pool)
+    with _changing:
+        _draws[key] = made
+        if len(_draws) > MOST_GRAPHS:
+            _draws.popitem(last=False)
+        if len(_seen) > MOST_SEEN:
+            _seen.clear()
