@@ -169,7 +169,9 @@ def _compile_module(module: nn.Module, options: Options) -> Any:
     members: dict[str, Any] = {"compiled": property(lambda module: compiled)}
     for name in MEMBERS:
         members[name] = _Forward(compiled, name)
-    return wrap_module(module, compiled.call, lambda other: _compile_module(other, options), members)
+    return wrap_module(
+        module, compiled.call, lambda other: _compile_module(other, options), members
+    )
 
 
 class _Forward:

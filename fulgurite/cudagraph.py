@@ -1,11 +1,12 @@
 """CUDA graphs: a function of tensors, recorded once and replayed in one launch.
 
-In: a function without effects that, called twice on equally shaped CUDA tensors, launches the same kernels. Out:
+In: a function whose only effects are writes to its inputs and that, called twice on equally shaped CUDA tensors, launches the same kernels. Out:
 `Graphed`, which behaves like that function. The first calls run as they are; then the kernels are recorded and
 replayed on the same addresses:
 
     inputs    that have stood still (parameters) are read where they are; others are copied into the graph's memory.
               One that stood still and moves is copied from then on, after a second recording.
+              Those that are written to (running statistics) are, if copied, copied back.
     results   lie in the graph's memory, which the next replay overwrites. What the user gets is copied out. What is
               kept for backward, and gradients, are lent: while someone holds one, calls run without the graph.
 
@@ -62,6 +63,7 @@ class _Recording:
     tape: Tape
     fixed: dict[int, int]  # position of an input that is read in place → its address
     copied: list[int]
+    written: list[int]  # of the copied ones, those that are copied back
     handing: Sequence[Handing]
     idle: list[tuple[int, int]] = field(default_factory=list)  # storage, its uses while not lent
 
@@ -90,6 +92,8 @@ class _Recording:
         if self.copied:
             torch._foreach_copy_([held[k] for k in self.copied], [inputs[k] for k in self.copied])
         self.tape.replay()
+        if self.written:
+            torch._foreach_copy_([inputs[k] for k in self.written], [held[k] for k in self.written])
         return tuple(
             _copy(tensor) if how == "copied" else tensor.detach()
             for tensor, how in zip(self.tape.outputs, self.handing, strict=True)
@@ -135,10 +139,12 @@ class Graphed:
         run: Run,
         handing: Sequence[Handing],
         *,
+        written: Sequence[int] = (),
         warmups: int = 2,
         record: Callable[[Run, Sequence[Any]], Tape] = CudaTape,
     ) -> None:
         self.name, self.run, self.handing, self.warmups = name, run, tuple(handing), warmups
+        self.written = tuple(written)  # positions of inputs that the function writes to
         self.record = record
         self.replays = self.plain_runs = 0
         self.notes: list[str] = []
@@ -217,13 +223,18 @@ class Graphed:
             self._give_up(known, "an input overlaps itself and can't be copied into a graph")
             return None
         held = [_copy(value) if k in copied else value for k, value in enumerate(inputs)]
+        before = {k: _copy(held[k]) for k in self.written}
         try:
             tape = self.record(self.run, held)
         except RuntimeError as error:  # what CUDA says of an operation that a capture forbids
             first = str(error).strip().splitlines()[0]
             self._give_up(known, f"could not be captured: {first}")
             return None
-        return _Recording(tape, fixed, copied, self.handing)
+        finally:
+            for k, value in before.items():  # recording runs the function once for nothing
+                held[k].copy_(value)
+        back = [k for k in copied if k in self.written]
+        return _Recording(tape, fixed, copied, back, self.handing)
 
     def _give_up(self, known: _Sizes, why: str) -> None:
         known.given_up = True

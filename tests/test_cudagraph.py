@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import pytest
@@ -200,6 +201,38 @@ def test_stretches_of_a_trace_become_graphs(monkeypatch):
     assert "def graph_1(" in str(trace) and "cos = torch.cos(relu)" in str(trace)
     torch.testing.assert_close(list(trace.load()(x, w))[:2], list(f(x, w)))
     assert "cuda graph" in str(compiled.explain())
+
+
+def test_inputs_that_are_written():
+    """Each call counts once: recording runs the function too, and copies of inputs are copied back."""
+
+    def run(x, still, moving):
+        still.add_(x)
+        moving.mul_(2)
+        return (x + still,)
+
+    graphed, still = make(run, written=[1, 2]), torch.zeros(2)
+    for step in range(1, 7):
+        x, moving = torch.ones(2), torch.full((2,), float(step))
+        (result,) = graphed(x, still, moving)
+        assert still.tolist() == [step, step] and result.tolist() == [step + 1.0] * 2
+        assert moving.tolist() == [2.0 * step] * 2
+    assert graphed.replays == 4
+
+
+def test_running_statistics_inside_graphs(monkeypatch):
+    monkeypatch.setattr("fulgurite.executors.cudagraph.capturable", lambda n: True)
+    monkeypatch.setattr("fulgurite.executors.cudagraph.RECORD", FakeTape)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3), nn.BatchNorm1d(3))
+    plain = copy.deepcopy(net)
+    compiled = fulgurite.compile(net, cudagraph=True)
+    for _ in range(7):
+        x = torch.randn(5, 4)
+        torch.testing.assert_close(compiled(x), plain(x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(dict(net.named_buffers()), dict(plain.named_buffers()))
+    (graph,) = cuda_graphs_of(compiled.last_trace())
+    assert graph.replays == 5 and len(graph.written) == 6
 
 
 def test_it_goes_with_one_graph_only():

@@ -5,6 +5,7 @@ pieces fuse), and then a final one, where each region an executor took is one ca
 
     base.py     the contract, the list of executors     claim.py    the priority walk with late decomposition
     regions.py  neighbouring ops → regions              torch.py    everything, op by op
+    writes.py   writes to inputs, gathered              whole.py    ops that were taken apart, and the way back
     tune.py     the fastest executor, by measuring      fuser.py    regions through generated kernels
     inductor.py regions through TorchInductor
     load.py     @region, @subgraph in a printed trace → what they were

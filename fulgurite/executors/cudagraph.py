@@ -24,6 +24,7 @@ from fulgurite.trace.printer import render
 from fulgurite.trace.region import Region
 from fulgurite.trace.text import bind
 from fulgurite.trace.trace import copy_module
+from fulgurite.trace.writes import writes_only_inputs, written
 from fulgurite.transforms.purity import is_pure, is_random
 
 SYNCHRONIZING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -51,8 +52,15 @@ class CudaGraphExecutor(Executor):
         run = bind(render(region, "graph", (), "boxed"), "<fulgurite graph>")
         handing: list[Handing] = [n.meta["handing"] for n in region.graph.output_node().args[0]]
         name = f"graph_{len(self.graphs)}"
+        changed = {target for node in region.graph.nodes for target in written(node)}
+        places = [node for node in region.graph.nodes if node.op == "placeholder"]
         graphed = Graphed(
-            name, lambda *i: run(list(i)), handing, warmups=self.warmups, record=RECORD
+            name,
+            lambda *i: run(list(i)),
+            handing,
+            written=[k for k, node in enumerate(places) if node in changed],
+            warmups=self.warmups,
+            record=RECORD,
         )
         self.graphs.append(graphed)
         return graphed
@@ -109,4 +117,5 @@ def capturable(node: fx.Node) -> bool:
     if isinstance(node.target, Region):
         return bool(getattr(node.target.call, "capturable", True))
     tags = set(getattr(op_of(node), "tags", ()))
-    return not SYNCHRONIZING & tags and (is_pure(node) or is_random(node))
+    plain = is_pure(node) or is_random(node) or writes_only_inputs(node)
+    return not SYNCHRONIZING & tags and plain

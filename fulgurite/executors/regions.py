@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import SymInt, Tensor, fx
+from torch import SymInt, Tensor, fx, ops
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
@@ -21,12 +21,23 @@ from fulgurite.errors import CompileError, FulguriteError
 from fulgurite.executors.base import Chosen, Executor
 from fulgurite.executors.torch import TorchExecutor
 from fulgurite.executors.whole import as_torch
+from fulgurite.executors.writes import gather_writes
 from fulgurite.trace import Trace, describe, source_of
-from fulgurite.trace.cost import bytes_text, count_text, is_view, strides, tensors, value_bytes
+from fulgurite.trace.cost import (
+    bytes_text,
+    count_text,
+    is_view,
+    op_of,
+    strides,
+    tensors,
+    value_bytes,
+)
 from fulgurite.trace.region import Region
 from fulgurite.trace.trace import copy_module
-from fulgurite.transforms.purity import is_ordered
+from fulgurite.trace.writes import written
+from fulgurite.transforms.purity import is_ordered, readers
 
+aten = ops.aten
 Lower = Callable[[str, Executor, fx.GraphModule, Callable[[], fx.GraphModule]], Chosen]
 
 
@@ -48,6 +59,7 @@ def lower(trace: Trace, executors: Sequence[Executor], choose: Lower | None = No
         module = copy_module(trace.module)
     else:
         module = _assemble(trace, _in_order(groups), choose or _lower_with)
+    gather_writes(module)
     for node in module.graph.nodes:
         executor = by_name.get(node.meta.get("executor", ""))
         if isinstance(executor, TorchExecutor):
@@ -73,16 +85,20 @@ def _gather(trace: Trace, by_name: dict[str, Executor]) -> list[Group]:
             if previous_ordered is not None:
                 sources.append(group_of[previous_ordered])
             previous_ordered = node
+        for target in written(node):
+            sources += [group_of[reader] for reader in readers(target)]
         name = node.meta["executor"]
         executor = by_name[name]
         inside = any(source.executor is executor for source in sources)
         runs_alone = isinstance(executor, TorchExecutor) or (node in outside and not inside)
         fusing = None if runs_alone else executor
         open_here = latest.setdefault((name, _device(node), node.meta.get("apart")), [])
-        group = _joinable(open_here, sources, groups) if fusing else None
+        candidates = _candidates(node, executor, open_here, sources, group_of)
+        group = _joinable(candidates, sources, groups) if fusing else None
         if fusing and node.target is operator.getitem:
             group = group_of[node.args[0]]  # a tuple never crosses a region's border
         if group is None:
+            fusing = None if _is_write(node) else fusing
             group = Group(len(groups), fusing)
             groups.append(group)
             if fusing:
@@ -91,6 +107,34 @@ def _gather(trace: Trace, by_name: dict[str, Executor]) -> list[Group]:
         group.needs |= {source.index for source in sources} - {group.index}
         group_of[node] = group
     return groups
+
+
+def _candidates(
+    node: fx.Node,
+    executor: Executor,
+    open_here: list[Group],
+    sources: list[Group],
+    group_of: dict[fx.Node, Group],
+) -> list[Group]:
+    """The regions that a node may join; the last one is tried first."""
+    if _is_write(node):  # only where what is written is computed
+        value = node.args[1]
+        home = (
+            group_of.get(value)
+            if isinstance(value, fx.Node) and "apart" not in value.meta
+            else None
+        )
+        return [home] if home is not None and home.executor is executor else []
+    held = node.meta.get("val")
+    counts = isinstance(held, Tensor) and held.dim() == 0 and any(map(_is_write, node.users))
+    if counts and not sources:
+        return open_here[:1]  # counters of steps: those of all layers in one kernel
+    return open_here
+
+
+def _is_write(node: fx.Node) -> bool:
+    """`input.copy_(value)`."""
+    return op_of(node) is aten.copy_.default and bool(written(node))
 
 
 def _device(node: fx.Node) -> object:
@@ -188,8 +232,9 @@ def _assemble(trace: Trace, groups: list[Group], choose: Lower) -> fx.GraphModul
 
 
 def _alone(node: fx.Node, group: Group) -> str:
-    """Who runs a node that is not in a region: what a fusing executor claimed but is free, torch does."""
-    return TorchExecutor.name if _moves_nothing(node) else str(node.meta["executor"])
+    """Who runs a node that is not in a region: what is free, or only a write, torch does."""
+    own = not _moves_nothing(node) and not written(node)
+    return str(node.meta["executor"]) if own else TorchExecutor.name
 
 
 def _moves_nothing(node: fx.Node) -> bool:
@@ -266,6 +311,7 @@ DULL = [
     "to_copy",
     "convert_element_type",
     "clone",
+    "copy",
     "full",
     "where",
     "sum",

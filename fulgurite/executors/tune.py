@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fulgurite import cache, native, timing
 from fulgurite.executors.base import Chosen, Executor
 from fulgurite.executors.torch import TorchExecutor
-from fulgurite.trace.cost import node_bytes, size_hint, tensors, value_bytes
+from fulgurite.trace.cost import node_bytes, seconds_text, size_hint, tensors, value_bytes
 from fulgurite.trace.signature import signature
 from fulgurite.transforms.purity import is_random
 from fulgurite.version import VERSION
@@ -43,7 +43,7 @@ class Decision:
     cached: bool
 
     def __str__(self) -> str:
-        times = ", ".join(f"{name} {1e6 * s:.1f} µs" for name, s in sorted(self.seconds.items()))
+        times = ", ".join(f"{name} {seconds_text(s)}" for name, s in sorted(self.seconds.items()))
         return f"{self.region}: {self.winner} ({times}{', from cache' if self.cached else ''})"
 
 

@@ -17,7 +17,15 @@ import torch
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
 from torch._prims_common import elementwise_dtypes
 
-from . import complex_rules, pointwise_rules, special_rules, statement_rules, values, view_rules
+from . import (
+    complex_rules,
+    pointwise_rules,
+    special_rules,
+    statement_rules,
+    values,
+    view_rules,
+    write_rules,
+)
 from . import index as indices
 from .index import Index
 from .ir import (
@@ -94,6 +102,7 @@ class Reader:
         self.values: dict[torch.fx.Node, Any] = {}
         self.statements: list[Statement] = []
         self.tensors: dict[str, Tensor] = {}
+        self.writes: list[tuple[str, str]] = []  # a statement, and the input that gets its values
         self.origin = ""
         self.reading: torch.fx.Node | None = None
         self.maker: dict[str, torch.fx.Node | None] = {}  # the node that a statement was made for
@@ -293,6 +302,8 @@ def read_node(reader: Reader, node: torch.fx.Node) -> Any:
     name = op_name(node.target)
     if name is None:
         raise Unsupported(f"a call of {node.target}")
+    if name == "copy_":
+        return write_rules.read_write(reader, node)
     if node.target._schema.is_mutable:  # type: ignore[union-attr]
         raise Unsupported(f"{name}, which writes to its argument")
     reader.origin, reader.reading = name, node
@@ -399,7 +410,8 @@ def read(region: torch.fx.GraphModule) -> Region:
             outputs = tuple(_output(reader, result) for result in flat)
         else:
             raise Unsupported(f"a node {node.op}")
-    return Region(tuple(taken), _needed(reader.statements, outputs), outputs)
+    writes = tuple(reader.writes)
+    return Region(tuple(taken), _needed(reader.statements, outputs, writes), outputs, writes)
 
 
 def _output(reader: Reader, result: Any) -> Output:
@@ -431,9 +443,11 @@ def _output(reader: Reader, result: Any) -> Output:
     return Output(name, sizes, strides, whole=True)
 
 
-def _needed(statements: list[Statement], outputs: tuple[Output, ...]) -> tuple[Statement, ...]:
-    """The statements that some output depends on."""
-    wanted = {output.name for output in outputs}
+def _needed(
+    statements: list[Statement], outputs: tuple[Output, ...], writes: tuple[tuple[str, str], ...]
+) -> tuple[Statement, ...]:
+    """The statements that some output or write depends on."""
+    wanted = {output.name for output in outputs} | {name for name, _ in writes}
     kept: list[Statement] = []
     for s in reversed(statements):
         if s.name in wanted:

@@ -227,7 +227,10 @@ def run(region: Region, arguments: Sequence[Any]) -> tuple[Any, ...]:
             dtype=_seen(s.tensor.dtype),
         )
         memory[s.name] = strided.copy_(computed)
-    return tuple(_result(region, output, memory, symbols) for output in region.outputs)
+    results = tuple(_result(region, output, memory, symbols) for output in region.outputs)
+    for name, target in region.writes:
+        memory[target].copy_(memory[name].reshape(memory[target].shape))
+    return results
 
 
 def _result(

@@ -255,6 +255,11 @@ class Tensor:
     def itemsize(self) -> int:
         return self.dtype.itemsize
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it is known to have no elements."""
+        return any(size == 0 for size in self.sizes)
+
     def __str__(self) -> str:
         shape = ", ".join(str(size) for size in self.sizes)
         return f"{self.name}: {str(self.dtype).removeprefix('torch.')}[{shape}]"
@@ -266,6 +271,7 @@ class Reduction:
 
     kind: str
     axes: tuple[Axis, ...]
+    about: str | None = None  # squared distances from the mean of what this statement sums up
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +350,7 @@ class Region:
     arguments: tuple[Tensor | Index, ...]
     statements: tuple[Statement, ...]
     outputs: tuple[Output, ...]
+    writes: tuple[tuple[str, str], ...] = ()  # a statement, and the input that gets its values
     layouts: Mapping[str, Tensor] = field(default_factory=dict)  # inputs, as `refine` splits them
     # what `refine.axis_classes` found, once it was asked
     classes: dict[tuple[str, Axis], int] = field(default_factory=dict, compare=False, repr=False)
@@ -351,6 +358,12 @@ class Region:
     @property
     def inputs(self) -> tuple[Tensor, ...]:
         return tuple(a for a in self.arguments if isinstance(a, Tensor))
+
+    @property
+    def results(self) -> set[str]:
+        """Statements that are asked for: returned, or written to an input."""
+        returned = {output.name for output in self.outputs if output.name is not None}
+        return returned | {name for name, _ in self.writes}
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -362,6 +375,7 @@ class Region:
     def __str__(self) -> str:
         lines = [f"# {a}" for a in self.arguments]
         lines += [str(s) for s in self.statements]
+        lines += [f"{target} = {name}" for name, target in self.writes]
         lines.append("return " + ", ".join(o.name or str(o.size) for o in self.outputs))
         return "\n".join(lines)
 
@@ -391,3 +405,8 @@ def check(region: Region) -> None:
         known[s.name] = s.tensor
     for output in region.outputs:
         assert output.name is None or output.name in known, f"output {output.name} is not made"
+    for name, target in region.writes:
+        old, new = known[target], known[name]
+        assert old.dtype == new.dtype, f"{name} is not of the dtype of {target}"
+        strides = [step for size, step in zip(old.sizes, old.strides, strict=True) if size != 1]
+        assert tuple(strides) == new.strides or 0 in new.sizes, f"{name} is laid out otherwise"

@@ -169,7 +169,7 @@ class FusedRegion:
                 self._checked(lines, position, argument)
                 address[argument.name] = f"a{position}.data_ptr()"
         order = {s.name: k for k, s in enumerate(region.statements)}
-        made = {name for k in unit.kernels for name in k.writes}
+        made = self._made()
         held: dict[str, str] = {}
         shared = self._temporaries(made)
         places, total = plan(list(shared.values()))
@@ -192,6 +192,7 @@ class FusedRegion:
         if unit.slots:
             given = [address.get(name, name) for name in unit.slots]
             lines.append(f"    run(pack({', '.join([*given, 'threads()'])}))")
+        self._writes(lines, held)
         lines.append(f"    return {_tuple([self._result(o, held) for o in region.outputs])}")
         return "\n".join(lines) + "\n"
 
@@ -202,9 +203,8 @@ class FusedRegion:
 
     def _temporaries(self, made: set[str]) -> dict[str, Lifetime]:
         """Values of known size that live only between kernels of one call."""
-        results = {output.name for output in self.region.outputs}
         found: dict[str, Lifetime] = {}
-        for name in sorted(made - results):
+        for name in sorted(made - self.region.results):
             tensor = self.region.tensors[name]
             layout = (*tensor.sizes, *tensor.strides)
             if not all(n.is_constant for n in layout):
@@ -222,7 +222,7 @@ class FusedRegion:
         for k in self.unit.kernels:
             found |= {symbol.name for symbol in k.symbols}
         wanted: list[Index] = []
-        made = {name for k in self.unit.kernels for name in k.writes}
+        made = self._made()
         for tensor in region.tensors.values():
             if tensor.name in made:
                 wanted += [*tensor.sizes, *tensor.strides]
@@ -249,8 +249,32 @@ class FusedRegion:
     def _checked(self, lines: list[str], position: int, tensor: Tensor) -> None:
         """An argument whose strides are not the promised ones is laid out again."""
         want = _tuple([python_index(stride) for stride in tensor.strides])
+        if tensor.name in {target for _, target in self.region.writes}:
+            lines.append(f"    w{position} = a{position}")
         lines.append(f"    if a{position}.stride() != {want}:")
         lines.append(f"        a{position} = restride(a{position}, {want})")
+
+    def _made(self) -> set[str]:
+        """What kernels write, without the arguments that they write to."""
+        return self._stored() - {argument.name for argument in self.region.inputs}
+
+    def _stored(self) -> set[str]:
+        return {name for kernel in self.unit.kernels for name in kernel.writes}
+
+    def _writes(self, lines: list[str], held: dict[str, str]) -> None:
+        """Copies to arguments what no kernel could store there, and what it stored into a copy of one."""
+        names = [a.name if isinstance(a, Tensor) else None for a in self.region.arguments]
+        for name, target in self.region.writes:
+            k = names.index(target)
+            argument = self.region.arguments[k]
+            assert isinstance(argument, Tensor), f"{target} is written to and not a tensor"
+            given = f"w{k}" if target in self.unit.slots else f"a{k}"
+            if target in self._stored():
+                lines.append(f"    if {given} is not a{k}:")
+                lines.append(f"        {given}.copy_(a{k})")
+            else:
+                strides = _tuple([python_index(stride) for stride in argument.strides])
+                lines.append(f"    {given}.copy_(as_strided({held[name]}, a{k}.shape, {strides}))")
 
     def _result(self, output: Any, held: dict[str, str]) -> str:
         text = self._real_result(output, held)

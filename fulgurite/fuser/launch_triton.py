@@ -97,6 +97,7 @@ class TritonRegion(FusedRegion):
                 address[argument.name] = f"p{position}"
         held = self._allocations(lines, scope, address, take)
         self._launches(lines, address, on_gpu)
+        self._writes(lines, held)
         lines.append(f"    return {_tuple([self._result(o, held) for o in region.outputs])}")
         return "\n".join(lines) + "\n"
 
@@ -106,7 +107,7 @@ class TritonRegion(FusedRegion):
         """Results, and the memory between two stages."""
         region = self.region
         order = {s.name: k for k, s in enumerate(region.statements)}
-        made = {name for k in self.unit.kernels for name in k.writes}
+        made = self._made()
         held: dict[str, str] = {}
         for number, name in enumerate(sorted(made, key=order.__getitem__)):
             tensor = region.tensors[name]

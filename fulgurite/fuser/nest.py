@@ -48,6 +48,7 @@ class Local:
     role: str = "body"  # as in shape.py; rowsum, colsum and scalar are reductions, and scan
     flops: int = 0
     over_body: bool = True  # a scalar: whether it sums the body's points or one value a row
+    about: str | None = None  # squared distances from the mean of what this local sums up
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +172,17 @@ class _Builder:
         dtype = value_type(s.expression.dtype)
         facts = self.segment.shape.facts[name]
         inner = bool(facts.reduced & self.segment.shape.body)
+        about = s.reduction.about if s.reduction else None
+        summed = self.known.get((about, at)) if about is not None else None
         self.locals[unique] = Local(
-            unique, expression, dtype, reduction, role, facts.flops, over_body=inner
+            unique,
+            expression,
+            dtype,
+            reduction,
+            role,
+            facts.flops,
+            over_body=inner,
+            about=summed.name if isinstance(summed, Load) else None,
         )
         self.known[key] = Load(unique, (), dtype)
         return self.known[key]

@@ -24,6 +24,7 @@ from .pointwise_rules import Unsupported
 from .refine import refine
 from .schedule import choose_schedule
 from .segment import segment
+from .write_rules import in_place
 
 
 def why_not(node: torch.fx.Node) -> str | None:
@@ -99,8 +100,8 @@ def lower_region(read: Region) -> FusedRegion:
     machine = device.cpu()
     segments = segment(refined, machine.second_level_cache)
     texts, schedules = [], []
-    for number, part in enumerate(segments):
-        nest = build(refined, part)
+    nests = in_place(refined, [build(refined, part) for part in segments])
+    for number, (part, nest) in enumerate(zip(segments, nests, strict=True)):
         schedules.append(choose_schedule(nest, machine))
         texts.append(cpp.write_kernel(kernel_name(part, number), schedules[-1]))
     unit = cpp.write_unit(texts, refined.tensors)
@@ -108,7 +109,8 @@ def lower_region(read: Region) -> FusedRegion:
     kernels = []
     for part, text, schedule in zip(segments, texts, schedules, strict=True):
         assert library is not None, "a kernel without a library"
-        moved = sum(cost.tensor_bytes(refined.tensors[n]) for n in (*text.reads, *text.writes))
+        touched = (*text.reads, *text.writes, *text.updates)
+        moved = sum(cost.tensor_bytes(refined.tensors[n]) for n in touched)
         work = sum(f.flops * f.elements for f in part.shape.facts.values())
         kernels.append(
             Kernel(

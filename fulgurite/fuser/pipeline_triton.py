@@ -26,6 +26,7 @@ from .refine import refine
 from .schedule.gpu import GpuSchedule, choose_gpu_schedule, row_limit
 from .search import searched
 from .segment import Segment, segment
+from .write_rules import in_place
 
 LONGEST_ROW = (
     1 << 20
@@ -48,7 +49,8 @@ def lower_triton(read: Region, place: torch.device, tune: bool = False) -> Trito
     machine = device.cuda(place.index) if place.type == "cuda" else PRETENDED
     segments = segment(refined, row_limit(machine))
     names = [kernel_name(part, number) for number, part in enumerate(segments)]
-    schedules = [choose_gpu_schedule(build(refined, part), machine) for part in segments]
+    nests = in_place(refined, [build(refined, part) for part in segments])
+    schedules = [choose_gpu_schedule(nest, machine) for nest in nests]
     wide = needs_wide(refined)
     if tune and not interpreting():
         schedules = [
@@ -80,7 +82,8 @@ def _kernel(
     place: torch.device,
 ) -> Kernel:
     own = [s for s in program.stages if s.name in (name, f"{name}_finish", f"{name}_finish_all")]
-    tensors = dict.fromkeys(t.name for s in own for t in s.tensors if t not in s.parts)
+    tensors = list(dict.fromkeys(t.name for s in own for t in s.tensors if t not in s.parts))
+    tensors += [name for s in own for name in s.updates]
     moved = sum(cost.tensor_bytes(region.tensors[n]) for n in tensors if n in region.tensors)
     facts = part.shape.facts.values()
     work = sum(f.flops * f.elements for f in facts)

@@ -45,6 +45,7 @@ def reduce(
     kind: str,
     dtype: torch.dtype,
     body: Callable[[Expression, Axes], Expression],
+    about: str | None = None,
 ) -> Value:
     """The statement name[kept] = kind over dims of body(value); the result has no size-1 dims."""
     axes = tuple(
@@ -53,7 +54,7 @@ def reduce(
     kept = tuple(axis for d, axis in enumerate(axes) if d not in dims)
     over = tuple(axis for d, axis in enumerate(axes) if d in dims)
     expression = body(value.at(positions(axes)), axes)
-    reduction = Reduction(kind, over) if over else None
+    reduction = Reduction(kind, over, about) if over else None
     return reader.store(name, dtype, kept, expression, reduction)
 
 
@@ -148,9 +149,13 @@ def _mean(
 def _squared_deviations(
     reader: Reader, node: Node, value: Value, dims: Sequence[int], dtype: torch.dtype
 ) -> tuple[Value, Value]:
-    """Mean, and the sum of squared distances from it: two passes, so nothing cancels."""
+    """Mean, and the sum of squared distances from it, so that nothing cancels.
+
+    Two walks; a generator may do both in one, as long as it takes distances from a mean.
+    """
     count = _count(value, dims)
     total = reduce(reader, f"{node.name}_sum", value, dims, "sum", dtype, cast_to(dtype))
+    summed = reader.statements[-1].name
     mean = reader.store(f"{node.name}_mean", dtype, total.axes, divided_by(total.expression, count))
 
     def squared(expression: Expression, axes: Axes) -> Expression:
@@ -158,7 +163,8 @@ def _squared_deviations(
         distance = sub(cast_to(dtype)(expression, axes), mean.at(kept))
         return mul(distance, distance)
 
-    return mean, reduce(reader, f"{node.name}_squares", value, dims, "sum", dtype, squared)
+    name = f"{node.name}_squares"
+    return mean, reduce(reader, name, value, dims, "sum", dtype, squared, summed)
 
 
 def _correction(correction: Any, unbiased: Any) -> float:

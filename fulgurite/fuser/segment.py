@@ -96,7 +96,7 @@ class Segmentation:
         self.order = {name: k for k, name in enumerate(self.facts)}
         self.loops = loops_of(region, self.facts, row_bytes_limit)
         self.tensors = region.tensors
-        self.wanted = {o.name for o in region.outputs if o.name in self.facts}
+        self.wanted = region.results & self.facts.keys()
         self.bytes = {t.name: cost.tensor_bytes(t) for t in region.tensors.values()}
         self.readers: dict[str, list[str]] = {}
         for f in self.facts.values():
@@ -299,6 +299,26 @@ class Segmentation:
                     refused = {pair for pair in refused if a not in pair and b not in pair}
                 else:
                     refused.add((a, b))
+
+    def _join_single_values(self) -> None:
+        """One kernel for all values without axes that only inputs make: counters of steps, scales."""
+        single = [
+            key
+            for key, segment in self.segments.items()
+            if not self.producers(key) and not any(f.all for f in segment.shape.facts.values())
+        ]
+        while len(single) > 1:
+            first, other = single[0], single.pop()
+            names = [*self.segments[first].shape.facts, *self.segments[other].shape.facts]
+            shape = self.fold(names)
+            if isinstance(shape, str):
+                continue
+            position = min(self.segments[k].position for k in (first, other))
+            for name in self.segments.pop(other).shape.facts:
+                if self.home.get(name) == other:
+                    self.home[name] = first
+            self.segments[first] = Segment(shape, position=position)
+        self._count_copies()
 
     def _pairs(self) -> list[tuple[int, int]]:
         """Segments that share a value, most bytes first."""
@@ -512,6 +532,7 @@ class Segmentation:
     def finish(self) -> list[Segment]:
         self._separate_unstorable()
         self._store_constants()
+        self._join_single_values()
         order = self._run_order()
         assert len(order) == len(self.segments), "segments depend on each other in a circle"
         result = []

@@ -131,6 +131,9 @@ class Shape:
         for reading in new.readings:
             if reading.name in self.waits:
                 wait = max(wait, self.waits[reading.name])
+        together = self._together(new)
+        if together is not None:
+            wait = self.waits[together] - 1
         self.waits[new.name] = wait + 1 if role == "rowsum" else wait
 
     def _extend_pointwise(self, new: Facts) -> str | None:
@@ -197,7 +200,7 @@ class Shape:
         if not new.reduced:
             return self._role_pointwise(new, here)
         if new.kept == self.grid and new.reduced == self.body:
-            return "rowsum", self._fits(here)
+            return "rowsum", None if self._together(new) is not None else self._fits(here)
         if not self.grid:
             return "", f"{new.name} reduces over other axes than {self._first_reduction()}"
         if new.reduced == self.grid and new.kept == self.body:
@@ -241,6 +244,13 @@ class Shape:
         if self._row_bytes() > self._limit(summed=False):
             return "the row is too long for the cache, and is read again"
         return None
+
+    def _together(self, new: Facts) -> str | None:
+        """The sum in whose walk these squares about its mean are made, where the generator can."""
+        reduction = new.statement.reduction
+        about = reduction.about if reduction is not None else None
+        rows = about is not None and self.roles.get(about) == "rowsum"
+        return about if rows and not isinstance(self.loops.row_limit, int) else None
 
     def _limit(self, summed: bool) -> int:
         limit, loops = self.loops.row_limit, self.loops

@@ -7,7 +7,7 @@ and the node. Runs after every transform in the tests and under FULGURITE_VERIFY
     defined once     captured        every name is defined once, before it is used
     callable         captured        every target can be called
     metadata         functional      every op has metadata, and it is what the op gives on FakeTensors
-    functional       functional      no op writes to its arguments
+    functional       functional      no op writes to its arguments, but the last ones to inputs
     claimed          claimed         every op has an executor
     same interface   each transform  as many inputs and outputs, of the same dtype, shape, strides, device
     same history     each transform  the trace it was given is as it was
@@ -31,6 +31,7 @@ from fulgurite.trace.describe import describe, source_of
 from fulgurite.trace.metadata import evaluate, same_metadata
 from fulgurite.trace.region import Region
 from fulgurite.trace.trace import Trace
+from fulgurite.trace.writes import writes_only_inputs
 
 Problem = tuple[str, fx.Node | None]  # what is wrong, and with which node
 CLAIMED_STAGES = ("claimed", "final")
@@ -109,7 +110,9 @@ def functional(trace: Trace) -> Iterator[Problem]:
             what = node.op.removeprefix("call_")
             yield f"{node.name} calls the {what} {node.target}; only functions are left here", node
         schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.is_mutable and not node.meta.get("effect"):
+        if schema is None or not schema.is_mutable or node.meta.get("effect"):
+            continue
+        if not writes_only_inputs(node):
             yield f"{node.name} writes to its arguments ({schema.name})", node
 
 

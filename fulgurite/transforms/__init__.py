@@ -6,6 +6,7 @@ autograd (functional ATen), or after claiming (each call has its executor).
     base.py         the contract           simplify.py  dead code, constants, algebra, common subexpressions
     purity.py       what may be moved      decompose.py one op → the pieces it is made of
     remat.py        what backward saves    quantize.py  FP8 training
+    pooling.py      max pooling that keeps a byte an element for backward
     nonfinite.py, annotation.py, op_times.py   tools that are transforms
 """
 

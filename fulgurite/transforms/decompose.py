@@ -20,11 +20,16 @@ from torch.utils import _pytree as pytree
 from fulgurite.op import pieces_of
 from fulgurite.trace.metadata import fake_mode_of, faking
 
+# torch's rules for these don't give eager's numbers: it truncates both ends first for integers, and rounds them to bfloat16
+CHANGE_RESULTS = (torch.ops.aten.linspace, torch.ops.aten.logspace)
+
 
 @lru_cache(maxsize=1)
 def decompositions() -> dict[Any, Any]:
     """torch's table of decompositions for inference and training, without the ones that change results."""
-    return dict(torch._decomp.decomposition_table)
+    table = torch._decomp.decomposition_table
+    changing = {getattr(packet, name) for packet in CHANGE_RESULTS for name in packet.overloads()}
+    return {op: rule for op, rule in table.items() if op not in changing}
 
 
 def decompose(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
@@ -97,8 +102,9 @@ def inline(node: fx.Node, pieces: fx.GraphModule) -> tuple[list[fx.Node], list[A
 
 def _provenance(node: fx.Node) -> dict[str, Any]:
     kept = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "seq_nr", "partitioner_tag")
-    whole = "whole"  # the op that this one is itself a piece of
-    return {key: node.meta[key] for key in (*kept, whole) if key in node.meta}
+    # the op that this one is itself a piece of, and the region that it has to itself
+    inherited = ("whole", "apart")
+    return {key: node.meta[key] for key in (*kept, *inherited) if key in node.meta}
 
 
 def _replace(node: fx.Node, result: Any) -> None:

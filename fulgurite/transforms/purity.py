@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from fulgurite.trace.cost import is_view, op_of
+from fulgurite.trace.writes import writes_only_inputs, written
 
 _PURE_FUNCTIONS = {
     *(operator.getitem, operator.add, operator.sub, operator.mul, operator.truediv),
@@ -46,8 +47,28 @@ def is_pure(node: fx.Node) -> bool:
 
 
 def is_ordered(node: fx.Node) -> bool:
-    """Must keep its place among the other ordered nodes: randomness, collectives, assertions, effects."""
-    return node.op in ("call_function", "call_method", "call_module") and not is_pure(node)
+    """Must keep its place among the other ordered nodes: randomness, collectives, assertions, effects.
+
+    A write to an input has another place to keep: after everything that reads the input (`readers`).
+    """
+    calls = node.op in ("call_function", "call_method", "call_module")
+    return calls and not is_pure(node) and not writes_only_inputs(node)
+
+
+def readers(node: fx.Node) -> set[fx.Node]:
+    """The nodes that read a value's memory, through views of it too, and don't write to it."""
+    found: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        above = stack.pop()
+        for user in above.users:
+            if user in found or user.op == "output":
+                continue
+            if node not in written(user):
+                found.add(user)
+                if _may_alias(user):
+                    stack.append(user)
+    return found
 
 
 def escaping(graph: fx.Graph) -> set[fx.Node]:

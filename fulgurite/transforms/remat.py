@@ -13,6 +13,7 @@ import operator
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
+import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
@@ -23,8 +24,11 @@ from fulgurite.kernels.quantize import quantize_parts
 from fulgurite.trace.cost import is_view, value_bytes
 from fulgurite.trace.metadata import fake_mode_of
 from fulgurite.trace.trace import copy_module
+from fulgurite.trace.writes import written
+from fulgurite.transforms.pooling import small_offsets
 from fulgurite.transforms.simplify import merge_common_subexpressions
 
+aten = torch.ops.aten
 Remat = Literal["none", "mincut", "full"]
 REMAT = get_args(Remat)
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
@@ -36,19 +40,27 @@ def partitioner(policy: Remat) -> Partition:
     def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         merge_common_subexpressions(joint.graph)
         _cast_in_backward(joint.graph)
-        if policy == "none":
-            return default_partition(joint, inputs, **options)
+        _without_running_statistics(joint.graph)
+        small_offsets(joint)
         if policy == "full":
             _recompute_forward(joint.graph)
-        with functorch_config.patch(
-            cse=False,  # torch's own imports all of Inductor, a second by itself
-            # activations that a matmul of backward reads are computed again too: a kernel that runs there
-            # anyway (of the activation's own gradient) writes them, and a quarter less is saved
-            ban_recompute_materialized_backward=False,
-        ):
-            return min_cut_rematerialization_partition(joint, inputs, **options)
+        forward, backward = _split(policy, joint, inputs, options)
+        _save_what_was(forward, options["num_fwd_outputs"])
+        return forward, backward
 
     return partition
+
+
+def _split(policy: Remat, joint: fx.GraphModule, inputs: Any, options: dict[str, Any]) -> Any:
+    if policy == "none":
+        return default_partition(joint, inputs, **options)
+    with functorch_config.patch(
+        cse=False,  # torch's own imports all of Inductor, a second by itself
+        # activations that a matmul of backward reads are computed again too: a kernel that runs there
+        # anyway (of the activation's own gradient) writes them, and a quarter less is saved
+        ban_recompute_materialized_backward=False,
+    ):
+        return min_cut_rematerialization_partition(joint, inputs, **options)
 
 
 def _cast_in_backward(graph: fx.Graph) -> None:
@@ -65,6 +77,38 @@ def _cast_in_backward(graph: fx.Graph) -> None:
             node.meta.setdefault("ac_graph_id", 0)
 
 
+def _without_running_statistics(graph: fx.Graph) -> None:
+    """In training the backward of a batch norm reads no running statistics: they are not kept for it."""
+    for target, trains in (
+        (aten.native_batch_norm_backward.default, 7),
+        (aten.batch_norm_backward.default, 7),
+    ):
+        for node in graph.find_nodes(op="call_function", target=target):
+            if len(node.args) > trains and node.args[trains] is True:
+                node.args = (*node.args[:3], None, None, *node.args[5:])
+
+
+def _save_what_was(forward: fx.GraphModule, user_outputs: int) -> None:
+    """Keep a copy where backward reads an input as it was before this graph writes to it."""
+    graph = forward.graph
+    overwritten = {target for node in graph.nodes for target in written(node)}
+    if not overwritten:
+        return
+    output = graph.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    copies: dict[fx.Node, fx.Node] = {}
+    for position, node in enumerate(results[user_outputs:], user_outputs):
+        if not isinstance(node, fx.Node) or _memory_of(node) not in overwritten:
+            continue
+        if node not in copies:
+            with graph.inserting_after(node):
+                copies[node] = graph.call_function(aten.clone.default, (node,))
+            copies[node].meta["val"] = node.meta["val"].clone()
+        results[position] = copies[node]
+    output.args = (type(output.args[0])(results),)  # type: ignore[call-arg,arg-type]
+    forward.recompile()
+
+
 def _recompute_forward(graph: fx.Graph) -> None:
     """Mark everything that needs no gradient as checkpointing does; random ops then replay their draws."""
     backward: set[fx.Node] = set()
@@ -72,7 +116,7 @@ def _recompute_forward(graph: fx.Graph) -> None:
         is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
         if is_tangent or any(source in backward for source in node.all_input_nodes):
             backward.add(node)
-        elif node.op == "call_function":
+        elif node.op == "call_function" and not written(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = 0
 

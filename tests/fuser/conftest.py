@@ -17,7 +17,7 @@ from . import support
 
 MODULES = (
     "test_bits test_dynamic test_normalization test_pointwise test_reductions test_scans test_special "
-    "test_views"
+    "test_views test_writes test_pooling test_variance"
 ).split()
 # what a test of C++ kernels asks that Triton's do otherwise
 NOT_TRITON = {
@@ -38,19 +38,19 @@ def targets() -> list[object]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.module.__name__.rsplit(".", 1)[-1] in MODULES:
-        metafunc.fixturenames.append("target")
         metafunc.parametrize("target", targets(), indirect=True)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def target(request: pytest.FixtureRequest) -> Iterator[None]:
     """Which kernels `support.fused` generates in this test."""
+    kind = getattr(request, "param", "cpp")
     name = getattr(request.node, "originalname", request.node.name)
-    if request.param != "cpp" and name in NOT_TRITON:
+    if kind != "cpp" and name in NOT_TRITON:
         pytest.skip(NOT_TRITON[name])
-    if request.param == "triton":
+    if kind == "triton":
         _patched()
-    support.TARGET = request.param
+    support.TARGET = kind
     yield
     support.TARGET = "cpp"
 

@@ -41,7 +41,8 @@ def patch() -> None:
             data = [torch.from_numpy(numpy.array(a, kind)) for a in given]
             result = function(*torch.broadcast_tensors(*data)).numpy()
             shape = [tl.constexpr(n) for n in result.shape]
-            kind = tl.core.block_type(dtype, shape) if shape else dtype
+            block = shape and arguments[-1].type.is_block()
+            kind = tl.core.block_type(dtype, shape) if block else dtype
             return tl.core.tensor(interpreter.TensorHandle(result, dtype), kind)
 
         return call
@@ -56,7 +57,10 @@ def patch() -> None:
     rough = interpreter._convert_float
 
     def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
-        """The interpreter rounds wrongly; GPUs round to even, and saturate float8."""
+        """The interpreter rounds wrongly and knows no inf or NaN of float8; GPUs round to even, and saturate."""
+        if source in float8 and target == tl.float32:
+            codes = torch.from_numpy(numpy.array(data).view(numpy.uint8))
+            return codes.view(float8[source]).float().numpy()
         if source == tl.float32 and target in float8:
             largest = torch.finfo(float8[target]).max
             values = torch.from_numpy(numpy.array(data).view(numpy.float32)).clamp(

@@ -14,6 +14,7 @@ from fulgurite.fuser.nest import build
 from fulgurite.fuser.pipeline import kernel_name
 from fulgurite.fuser.schedule import choose_schedule
 from fulgurite.fuser.segment import segment
+from fulgurite.fuser.write_rules import in_place
 
 from .support import trace
 
@@ -30,6 +31,13 @@ def norm_backward(g, x, w):
     normal = x * rstd
     gw = g * w
     return rstd * (gw - normal * (gw * normal).mean(-1, keepdim=True)), (g * normal).sum(0)
+
+
+def batch_norm(x, mean, variance):
+    var, average = torch.var_mean(x, (0, 2), correction=0)
+    mean.mul_(0.9).add_(average * 0.1)
+    variance.mul_(0.9).add_(var * 0.1)
+    return (x - average[:, None]) * torch.rsqrt(var[:, None] + 1e-5)
 
 
 def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple:
@@ -55,6 +63,7 @@ CASES: dict[str, tuple[Callable, tuple]] = {
     "sum_all": (lambda x: x.sum(), tensors((4096, 4096))),
     "transpose": (lambda x: (x.t() + 1).contiguous(), tensors((1000, 2000))),
     "rms_norm_backward": (norm_backward, tensors((4096, 512), (4096, 512), (512,))),
+    "batch_norm": (batch_norm, tensors((16, 256, 49), (256,), (256,))),
     "embedding": (
         lambda i, t: F.embedding(i, t) * 3,
         (torch.zeros(64, 100, dtype=torch.int64), torch.zeros(5000, 512)),
@@ -67,8 +76,10 @@ def test_kernel_text(name: str, golden) -> None:
     function, arguments = CASES[name]
     region = refine.refine(from_trace.read(trace(function, arguments)))
     texts = []
-    for number, part in enumerate(segment(region, MACHINE.second_level_cache)):
-        schedule = choose_schedule(build(region, part), MACHINE)
+    parts = segment(region, MACHINE.second_level_cache)
+    nests = in_place(region, [build(region, part) for part in parts])
+    for number, (part, nest) in enumerate(zip(parts, nests, strict=True)):
+        schedule = choose_schedule(nest, MACHINE)
         texts.append(cpp.write_kernel(kernel_name(part, number), schedule).text)
     assert len(texts) == 1, "each of these is one kernel"
     golden(f"fuser_{name}.cpp", "\n".join(texts))

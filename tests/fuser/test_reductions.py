@@ -130,6 +130,21 @@ def test_nothing_to_reduce() -> None:
     )
 
 
+@pytest.mark.parametrize("shape", [(5, 0, 5), (0, 5, 5), (5, 5, 0)])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_results_without_elements(shape: tuple[int, ...], dim: int) -> None:
+    """Also where a row is read twice: for its largest value, and to compare with that."""
+    if shape[dim] == 0:
+        fused(lambda x: (x * 2, x.sum(dim)), torch.zeros(shape))
+        return
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        largest = x == x.amax(dim, keepdim=True)
+        return largest, largest.sum(dim), torch.softmax(x, dim), x.cumsum(dim)
+
+    fused(function, torch.zeros(shape))
+
+
 @pytest.mark.parametrize("size", [1 << 12, (1 << 18) + 7])
 def test_long_sums(size: int) -> None:
     """As accurate as torch's, at lengths that are summed in parts and by several threads."""

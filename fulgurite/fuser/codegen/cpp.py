@@ -87,6 +87,7 @@ class KernelText:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     symbols: tuple[Symbol, ...]
+    updates: tuple[str, ...] = ()  # those of the writes that are read, too
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ def write_kernel(name: str, schedule: Schedule) -> KernelText:
         tuple(kernel.reads),
         tuple(kernel.writes),
         tuple(kernel.symbols),
+        tuple(kernel.updates),
     )
 
 

@@ -255,7 +255,8 @@ class _Columns:
         for store in self.streams(stores):
             name = identifier(store.tensor.name)
             place = Names(identifier, {self.vector: "first"}).index(store.index)
-            self.w(f"stream({name}_out + {place}, {name}_block, lanes);")
+            target = self.kernel.target(store.tensor.name)
+            self.w(f"stream({target} + {place}, {name}_block, lanes);")
 
     def collect(self, store: Store) -> None:
         name, value = f"{identifier(store.tensor.name)}_block", self.names.expression(store.value)

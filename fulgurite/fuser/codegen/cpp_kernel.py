@@ -83,6 +83,8 @@ class Kernel:
         used = list(dict.fromkeys(t.name for t, _, _ in self.nest.accesses()))
         self.reads = [name for name in used if name not in written]
         self.writes = list(dict.fromkeys(written))
+        read = {t.name for t, _, stores in self.nest.accesses() if not stores}
+        self.updates = [name for name in self.writes if name in read]
         self.symbols = sorted(self._symbols(), key=lambda s: s.name)
         self.plain = Names(identifier)
 
@@ -109,7 +111,7 @@ class Kernel:
             parameters.append(f"const {ctype}* __restrict {identifier(name)}")
         for name in self.writes:
             ctype = storage_type(self.nest.memory[name].dtype)
-            parameters.append(f"{ctype}* __restrict {identifier(name)}_out")
+            parameters.append(f"{ctype}* __restrict {self.target(name)}")
         parameters += [f"int64_t {symbol.name}" for symbol in self.symbols]
         parameters += ["int64_t* bad", "int threads"]
         w(f"static void {self.name}({', '.join(parameters)}) {{")
@@ -150,8 +152,14 @@ class Kernel:
         text = text[1:-1] if _wrapped(text) else text
         self.write(f"const {value_ctype(local.dtype)} {identifier(local.name)} = {text};")
 
+    def target(self, name: str) -> str:
+        """What a result is called; what is read and then written has one name."""
+        return identifier(name) if name in self.updates else f"{identifier(name)}_out"
+
     def store(self, store: Store, names: Names) -> None:
-        target = f"{identifier(store.tensor.name)}_out"
+        if store.tensor.is_empty:
+            return  # its strides say nothing of where a value would go
+        target = self.target(store.tensor.name)
         index = names.index(store.index)
         value = names.expression(store.value)
         if store.tensor.dtype in NARROW_FLOATS:

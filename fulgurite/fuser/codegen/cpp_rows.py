@@ -236,7 +236,7 @@ class Rows:
             self.w(f"{identifier(x.name)}_total += {self.part(x)};")
         for store in streams:
             place = Names(identifier, {vector: start}).index(store.index).removesuffix(" + 0")
-            target = f"{identifier(store.tensor.name)}_out + {place}"
+            target = f"{k.target(store.tensor.name)} + {place}"
             self.w(f"stream({target}, {self.collected(store)}, {count});")
         for _ in range(len(outer) + bool(block)):
             self.w("}")

@@ -85,7 +85,7 @@ def write_tile(kernel: Kernel, names: BufferNames) -> None:
     w("}")
     for store in streams:
         place = Names(identifier, {vector: f"{v}0"}).index(store.index)
-        target = f"{identifier(store.tensor.name)}_out + {place}"
+        target = f"{kernel.target(store.tensor.name)} + {place}"
         w(f"stream({target}, {_collected(store)}, {v}1 - {v}0);")
     w("}")
 

@@ -42,7 +42,17 @@ from .triton_values import (
 )
 
 WIDE_INTEGERS = (torch.int64, torch.uint64, torch.uint32)
-RESERVED = frozenset(("tl", "triton", "libdevice", "float", "range", "part", "program"))
+RESERVED = frozenset(
+    (
+        *("tl", "triton", "libdevice", "float", "range", "part", "program"),
+        # functions of triton_functions.py: a local of that name would hide one
+        *("nan_max", "nan_min", "added", "product", "log_add_exp", "sigmoid", "quick_sigmoid"),
+        *("quick_tanh", "sign", "signbit", "floored_remainder", "floored_divide", "to_e4m3"),
+        *("to_e5m2", "whole_truncated_divide", "whole_truncated_remainder"),
+        *("whole_floored_remainder", "whole_floored_divide", "shift_left", "shift_right"),
+        *("random_word", "uniform", "uniform53", "random_integer"),
+    )
+)
 
 
 @dataclass

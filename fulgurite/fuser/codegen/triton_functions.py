@@ -112,12 +112,18 @@ def to_e5m2(x):
 
 @triton.jit
 def whole_truncated_divide(a, b):
-    return tl.where(b == -1, -a, a // tl.where(b == -1, 1, b))
+    if a.dtype.is_int_unsigned():
+        return a // b
+    else:  # Triton compiles what follows an `if` that returns
+        return tl.where(b == -1, -a, a // tl.where(b == -1, 1, b))
 
 
 @triton.jit
 def whole_truncated_remainder(a, b):
-    return tl.where(b == -1, 0, a % tl.where(b == -1, 1, b))
+    if a.dtype.is_int_unsigned():
+        return a % b
+    else:
+        return tl.where(b == -1, 0, a % tl.where(b == -1, 1, b))
 
 
 @triton.jit

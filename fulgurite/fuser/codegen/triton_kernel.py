@@ -14,8 +14,9 @@ from ..index import Axis, Index, Symbol
 from ..ir import Tensor
 from ..nest import Local
 from ..schedule.gpu import GpuSchedule, finishing
+from ..write_rules import needs_barrier
 from .triton_expressions import Loop
-from .triton_parts import add_to_part, close_parts, finish_nest, open_parts
+from .triton_parts import add_to_part, clear_parts, close_parts, finish_nest, open_parts
 from .triton_passes import looped, scan
 from .triton_values import bare
 from .triton_writer import Writer
@@ -39,6 +40,7 @@ class Stage:
     writes: frozenset[str] = frozenset()  # the tensors that are results
     parts: tuple[Tensor, ...] = ()  # memory between this stage and the next
     wide: bool = False
+    updates: tuple[str, ...] = ()  # those of the writes that are read, too
 
 
 def write_stages(name: str, schedule: GpuSchedule, device: Device, wide: bool) -> list[Stage]:
@@ -82,9 +84,10 @@ def finished(w: Writer) -> Stage:
     b = w.body
     assert len(b.levels) == 1, "a loop was left open"
     memory = w.nest.memory
-    tensors = [memory[n] for n in w.reads] + [memory[n] for n in w.writes]
+    results = [n for n in w.writes if n not in w.updates]
+    tensors = [memory[n] for n in w.reads] + [memory[n] for n in results]
     tensors += w.parts.values()
-    names = [b.names[n] for n in w.reads] + list(w.outputs.values())
+    names = [b.names[n] for n in w.reads] + [w.outputs[n] for n in results]
     names += w.part_names.values()
     symbols = w._symbols()
     head = [f"# {formula}"[:160] for formula in w.nest.formulas[:FORMULAS]]
@@ -105,6 +108,7 @@ def finished(w: Writer) -> Stage:
         frozenset(w.writes),
         tuple(w.parts.values()),
         w.wide,
+        tuple(w.updates),
     )
 
 
@@ -169,6 +173,8 @@ def held(w: Writer) -> None:
                 scan(w, local)
             else:
                 reduce_now(w, local)
+    if w.updates and needs_barrier(w.nest):
+        w.body.line("tl.debug_barrier()")
     for store in w.main_stores():
         w.store(store)
 
@@ -197,6 +203,7 @@ def walk(w: Writer) -> None:
     first = grid.name if scalar else b.fresh(f"{grid.name}0")
     size, programs = b.index(grid.size), w.schedule.programs
     start = f"program * {block}" if block > 1 else "program"
+    clear_parts(w, start, size)
     wide = ".to(tl.int64)" if w.wide else ""
     ahead = 1 if w.schedule.looped else w.schedule.stages
     steps = w.range(start, size, programs * block, ahead)

@@ -11,10 +11,11 @@ from dataclasses import replace
 
 from .. import index as indices
 from ..index import Axis, Index
-from ..ir import Expression, Load
+from ..ir import Expression, Load, walk
 from ..nest import Local, Nest, Store
 from ..schedule.gpu import joined
 from .triton_expressions import Body
+from .triton_squares import merged_parts
 from .triton_writer import Writer, held_tl, start_of, step_text
 
 
@@ -37,6 +38,23 @@ def open_parts(w: Writer) -> dict[str, str]:
             shape = f"[{', '.join(sizes)}]" if grids else "[]"
         b.line(f"{found[x.name]} = tl.full({shape}, {start_of(x)}, {held_tl(x)})")
     return found
+
+
+def clear_parts(w: Writer, start: str, size: str) -> None:
+    """Sums in memory of a program without rows, as fewer rows than were seen first may leave one."""
+    kept = [x for x in w.partial if in_memory(w, x)]
+    if not kept or w.nest.grid[0].size.is_constant:
+        return
+    b = w.body
+    (axis,) = w.nest.body
+    block, length, first = w.schedule.sizes[axis], b.index(axis.size), b.fresh(f"{axis.name}0")
+    with b.loop(f"if {start} >= {size}:"), b.loop(f"for {first} in range(0, {length}, {block}):"):
+        place = b.fresh(f"{axis.name}_at")
+        b.line(f"{place} = {first} + tl.arange(0, {block})")
+        for x in kept:
+            pointer = f"{w.part_names[x.name]} + program * {_factor(b, axis.size)} + {place}"
+            none = f"tl.full([{block}], {start_of(x)}, {held_tl(x)})"
+            b.line(f"tl.store({pointer}, {none}, mask={place} < {length})")
 
 
 def add_to_part(w: Writer, x: Local) -> None:
@@ -87,11 +105,11 @@ def store_split(w: Writer) -> None:
         place = place * axis.size + indices.of_atom(axis)
     mask = b.mask_text(set(w.nest.grid))
     options = f", mask={mask}" if mask else ""
-    for x in w.partial:
-        pointer = f"{w.part_names[x.name]} + part"
+    for name in w.parts:
+        pointer = f"{w.part_names[name]} + part"
         if w.nest.grid:
             pointer += f" * {_factor(b, rows)} + {b.index(place)}"
-        b.line(f"tl.store({pointer}, {b.names[x.name]}{options})")
+        b.line(f"tl.store({pointer}, {b.names[name]}{options})")
 
 
 def finish_nest(w: Writer, stores: list[Store]) -> tuple[Nest, Axis]:
@@ -118,11 +136,15 @@ def finish_nest(w: Writer, stores: list[Store]) -> tuple[Nest, Axis]:
             kept[local.name] = replace(local, role="row")
             continue
         memory[part.name] = part
+        if local.name in w.schedule.about:
+            memory.update({tensor.name: tensor for tensor in w.parts.values()})
+            kept.update(merged_parts(w, local, t, place))
+            continue
         at = t * part.sizes[1] + (place if part.sizes[1] != 1 else indices.ZERO)
         kept[local.name] = replace(
             local, expression=Load(part.name, (at,), part.dtype), role="rowsum"
         )
-    kept = {n: x for n, x in kept.items() if _reaches(w, x, kept, stores)}
+    kept = {n: x for n, x in kept.items() if _reaches(x, kept, stores)}
     nest = replace(
         w.nest,
         grid=grid,
@@ -135,13 +157,13 @@ def finish_nest(w: Writer, stores: list[Store]) -> tuple[Nest, Axis]:
     return joined(nest, grid), rows
 
 
-def _reaches(w: Writer, x: Local, kept: dict[str, Local], stores: list[Store]) -> bool:
+def _reaches(x: Local, kept: dict[str, Local], stores: list[Store]) -> bool:
     """Is the local still used, now that parts stand for what made them?"""
     stack: list[Expression] = [s.value for s in stores]
     seen: set[str] = set()
     while stack:
-        for part in w.nest.references(stack.pop()):
-            if part.name not in seen:
+        for part in walk(stack.pop()):
+            if isinstance(part, Load) and not part.index and part.name not in seen:
                 seen.add(part.name)
                 if part.name in kept:
                     stack.append(kept[part.name].expression)

@@ -13,6 +13,7 @@ from ..ir import Expression, value_type
 from ..nest import Local
 from ..schedule.base import store_axes
 from .triton_parts import add_to_part, store_split
+from .triton_squares import Streams, add_squares, close_squares, open_squares
 from .triton_values import bare, constant, value_tl
 from .triton_writer import Writer, held_tl, start_of, step_text
 
@@ -53,7 +54,7 @@ def row_values(w: Writer, step: int) -> None:
 def one_pass(w: Writer, step: int) -> None:
     b = w.body
     (axis,) = w.nest.body
-    online = w.schedule.online
+    online, about = w.schedule.online, w.schedule.about
     sums = [x for x in w.sums if w.facts.waits[x.name] == step + 1]
     inner = [x for x in w.partial if x not in w.sums]
     inner = [x for x in inner if w.facts.waits[x.name] == step]
@@ -65,7 +66,8 @@ def one_pass(w: Writer, step: int) -> None:
     ]
     if not (sums or inner or stores):
         return
-    accumulators = open_sums(w, sums)
+    accumulators = open_sums(w, [x for x in sums if x.name not in about])
+    streams = {x.name: open_squares(w, x) for x in sums if x.name in about}
     open_scans(w)
     for steps, filled in body_ranges(w):
         first = b.fresh(f"{axis.name}0")
@@ -73,17 +75,17 @@ def one_pass(w: Writer, step: int) -> None:
             wide = ".to(tl.int64)" if w.wide else ""
             block = w.schedule.sizes[axis]
             w.block_axis(axis, f"{first} + tl.arange(0, {block}){wide}", block, filled)
-            pass_values(w, [x.expression for x in (*sums, *inner) if x.name not in online])
-            for x in sums:
-                if x.name not in online:
-                    accumulate(w, x, accumulators, online)
+            own = [x for x in sums if x.name not in online and x.name not in about]
+            pass_values(w, [x.expression for x in (*own, *inner)])
+            for x in own:
+                accumulate(w, x, accumulators, streams)
             for x in inner:
                 add_to_part(w, x)
             pass_values(w, [s.value for s in stores])
             for store in stores:
                 w.store(store)
             w.forget(b.depth)
-    close_sums(w, sums, accumulators)
+    close_sums(w, sums, accumulators, streams)
 
 
 def open_sums(w: Writer, sums: list[Local]) -> dict[str, str]:
@@ -101,13 +103,17 @@ def open_sums(w: Writer, sums: list[Local]) -> dict[str, str]:
     return names
 
 
-def close_sums(w: Writer, sums: list[Local], accumulators: dict[str, str]) -> None:
+def close_sums(
+    w: Writer, sums: list[Local], accumulators: dict[str, str], streams: dict[str, Streams]
+) -> None:
     """The reduction of each block to one value."""
     b, online = w.body, w.schedule.online
     (axis,) = w.nest.body
     for x in sums:
         name = b.fresh(x.name)
-        if x.name in online:
+        if x.name in streams:
+            close_squares(w, x, streams[x.name], name)
+        elif x.name in online:
             best, m = accumulators[online[x.name]], b.names[online[x.name]]
             text = f"{accumulators[x.name]} * tl.exp({best} - {m})"
             b.line(f"{name} = {w.reduced(x, text, axis)}")
@@ -130,6 +136,7 @@ def body_ranges(w: Writer) -> list[tuple[str, bool | None]]:
     b, ahead = w.body, w.schedule.stages
     (axis,) = w.nest.body
     block = w.schedule.sizes[axis]
+    w.part_start, w.part_end = "0", b.index(axis.size)
     if w.schedule.split:
         return [(part_range(w, axis, block), None)]
     if not axis.size.is_constant:
@@ -155,7 +162,9 @@ def part_range(w: Writer, axis: Axis, block: int) -> str:
         chunk = b.fresh("chunk")
         b.line(f"{chunk} = tl.cdiv({size}, {parts * block}) * {block}")
     start = f"part.to(tl.int64) * {chunk}" if w.wide else f"part * {chunk}"
-    return w.range(start, f"tl.minimum({start} + {chunk}, {size})", block, w.schedule.stages)
+    end = f"tl.minimum({start} + {chunk}, {size})"
+    w.part_start, w.part_end = start, end
+    return w.range(start, end, block, w.schedule.stages)
 
 
 def pass_values(w: Writer, roots: list[Expression]) -> None:
@@ -219,9 +228,15 @@ def open_scans(w: Writer) -> None:
             b.line(f"{w.carried[x.name]} = tl.full({shape}, {start_of(x)}, {kind})")
 
 
-def accumulate(w: Writer, x: Local, accumulators: dict[str, str], online: dict[str, str]) -> None:
-    b = w.body
+def accumulate(
+    w: Writer, x: Local, accumulators: dict[str, str], streams: dict[str, Streams]
+) -> None:
+    b, online = w.body, w.schedule.online
     name = accumulators[x.name]
+    about = [streams[n] for n, total in w.schedule.about.items() if total == x.name]
+    if about:
+        add_squares(w, x, name, about)
+        return
     value = w.value_of(x, w.nest.body)
     partners = [n for n, best in online.items() if best == x.name]
     if not partners:

@@ -28,6 +28,9 @@ COMBINING = {
 }
 
 
+MERGED = ("base", "center", "count")  # what a part of squares about a mean has beside them
+
+
 class Writer:
     """The text of one kernel being written."""
 
@@ -36,7 +39,8 @@ class Writer:
         self.schedule = schedule
         self.nest = without_last_casts(schedule.nest)
         self.wide = wide
-        self.facts = replaced_waits(self.nest, analyse(self.nest), schedule.online)
+        together = schedule.online | schedule.about
+        self.facts = replaced_waits(self.nest, analyse(self.nest), together)
         self.over_grid = [x for x in self.nest.locals.values() if x.role in ("colsum", "scalar")]
         self.sums = [x for x in self.nest.locals.values() if x.role == "rowsum"]
         self.partial = self.sums if schedule.split else self.over_grid
@@ -48,12 +52,21 @@ class Writer:
         self.body = Body(self.nest, schedule.blocks, wide, {s.name for s in self._symbols()})
         for tensor in self.reads:
             self.body.names[tensor] = self.body.fresh(tensor)
-        self.outputs = {t: self.body.fresh(f"{t}_out") for t in self.writes}
+        self.updates = [t for t in self.writes if t in self.reads]
+        self.outputs = {
+            t: self.body.names[t] if t in self.updates else self.body.fresh(f"{t}_out")
+            for t in self.writes
+        }
         self.parts = {x.name: self._part(x) for x in self.partial}
+        for x in self.partial if schedule.split else ():
+            for what in MERGED if x.name in schedule.about else ():
+                part = replace(self.parts[x.name], name=f"{x.name}_{what}_parts")
+                self.parts[f"{x.name}_{what}"] = part
         self.part_names = {n: self.body.fresh(t.name) for n, t in self.parts.items()}
         self.carried: dict[str, str] = {}  # of scans, from block to block
         self.accumulators: dict[str, str] = {}  # of sums over the grid, while rows are walked
         self.first = ""  # the test for a program's first row
+        self.part_start, self.part_end = "0", ""  # of the body, what this program walks
 
     def main_stores(self) -> list[Store]:
         """Stores of this kernel, not of the one that adds parts up."""
@@ -70,7 +83,8 @@ class Writer:
 
     def roots(self) -> list[Expression]:
         found = [s.value for s in self.main_stores()]
-        return found + [x.expression for x in self.partial]
+        about = self.schedule.about  # made in the walk of another sum
+        return found + [x.expression for x in self.partial if x.name not in about]
 
     def wanted(self, roots: list[Expression]) -> set[str]:
         """Locals that are needed, those that make reductions too."""
@@ -209,6 +223,8 @@ class Writer:
         return "[" + ", ".join(str(self.schedule.sizes[a]) for a in self.body.blocks) + "]"
 
     def store(self, store: Store) -> None:
+        if store.tensor.is_empty:
+            return  # its strides say nothing of where a value would go
         b = self.body
         axes = set(store.index.axes()) | set(self.nest.grid)
         value = b.expression(store.value)

@@ -27,6 +27,7 @@ class GpuSchedule:
     looped: bool = False  # the body is walked in blocks
     passes: int = 1
     online: dict[str, str] = field(default_factory=dict)  # sum of exponentials: its maximum
+    about: dict[str, str] = field(default_factory=dict)  # squares about a mean: its sum
     programs: int = 0  # that walk the rows, where the grid is reduced
     split: int = 0  # parts of the body, where rows are few
     warps: int = 4
@@ -45,6 +46,8 @@ class GpuSchedule:
             text += f", {self.passes} {times} over {self.nest.body[0].name}"
         if self.online:
             text += ", maximum and exponentials together"
+        if self.about:
+            text += ", sum and squares together"
         if self.programs:
             text += f", {self.programs} programs walk the rows"
         if self.split:

@@ -13,7 +13,7 @@ from ..nest import Nest
 from .base import Analysis, analyse
 from .choose import arranged
 from .gpu_base import GpuSchedule, joined, length, power_above, power_below, vector_axis, widest
-from .online import online_sums, replaced_waits
+from .online import online_sums, replaced_waits, squares_about
 from .rows import count_passes
 
 MOST_HELD = 1 << 15  # elements of a row that a program's registers hold
@@ -32,15 +32,17 @@ def rows(nest: Nest, device: Device) -> GpuSchedule:
     width = number(body.size)
     count = length(nest.grid)
     static = body.size.is_constant
-    online = online_sums(nest, facts)
-    parts = split_parts(nest, facts, count, width, device)
+    online, about = online_sums(nest, facts), squares_about(nest)
+    parts = split_parts(nest, replaced_waits(nest, facts, about), count, width, device)
     if parts:
-        block = min(8192, power_above(-(-width // parts)))
+        block = min(4096 if about else 8192, power_above(-(-width // parts)))
         sizes, warps = {body: block}, max(1, block // 256)
-        return GpuSchedule("rows", nest, (body,), sizes, True, split=parts, warps=warps)
+        return GpuSchedule(
+            "rows", nest, (body,), sizes, True, about=about, split=parts, warps=warps
+        )
     held = power_above(width) if static else 0
     if not static or held > MOST_HELD or (not waits(nest, facts) and held > 8192):
-        passes = count_passes(nest, replaced_waits(nest, facts, online))
+        passes = count_passes(nest, replaced_waits(nest, facts, online | about))
         # a second walk is soon after the first: all threads on few rows, so that the cache has them
         block, warps = (8192, 32) if passes > 1 else (4096, 8)
         return GpuSchedule(
@@ -51,6 +53,7 @@ def rows(nest: Nest, device: Device) -> GpuSchedule:
             True,
             passes,
             online,
+            about,
             warps=warps,
             group=max(16 // widest(nest), 1) if online else 1,
         )
@@ -101,13 +104,14 @@ def columns(nest: Nest, device: Device) -> GpuSchedule:
     """Neighbouring grid points side by side, the body from top to bottom."""
     nest = arranged(nest, vector_axis(nest, nest.grid))
     nest = joined(joined(nest, nest.grid[:-1]), nest.body)
-    facts = analyse(nest)
+    facts, about = analyse(nest), squares_about(nest)
+    once = replaced_waits(nest, facts, about)
     (body,) = nest.body
     vector = nest.grid[-1]
     width, height = number(vector.size), number(body.size)
     outer = length(nest.grid[:-1])
     across = min(max(128 // widest(nest), 16), power_above(width))
-    while waits(nest, facts) and across * widest(nest) > 32 and few(outer, width, across, device):
+    while waits(nest, once) and across * widest(nest) > 32 and few(outer, width, across, device):
         across //= (
             2  # nothing else can be shared among programs; a sector of 32 bytes is still whole
         )
@@ -120,9 +124,10 @@ def columns(nest: Nest, device: Device) -> GpuSchedule:
         if across * power_above(height) <= MOST_HELD:
             sizes[body] = power_above(height)
             looped = False
-    parts = column_parts(nest, facts, tasks, height, sizes[body], device) if looped else 0
-    passes = count_passes(nest, replaced_waits(nest, facts, online))
-    warps = max(1, min(16, sizes[body] * across // 1024))
+    parts = column_parts(nest, once, tasks, height, sizes[body], device) if looped else 0
+    passes = count_passes(nest, replaced_waits(nest, facts, online | about))
+    each = 512 if about and looped else 1024  # elements a warp; squares hold four values of each
+    warps = max(1, min(16, sizes[body] * across // each))
     return GpuSchedule(
         "columns",
         nest,
@@ -131,6 +136,7 @@ def columns(nest: Nest, device: Device) -> GpuSchedule:
         looped,
         passes if looped else 1,
         online if looped else {},
+        about if looped else {},
         split=parts,
         warps=warps,
         stages=3 if looped and passes == 1 else 1,
@@ -168,14 +174,24 @@ def walking(nest: Nest, device: Device) -> GpuSchedule:
     width = number(body.size)
     colsums = any(x.role == "colsum" for x in nest.locals.values())
     held = power_above(width) if body.size.is_constant else 0
-    online = online_sums(nest, facts)
+    online, about = online_sums(nest, facts), squares_about(nest)
     if not held or held > (MOST_SUMMED if colsums else MOST_HELD):
-        passes = count_passes(nest, replaced_waits(nest, facts, online))
+        passes = count_passes(nest, replaced_waits(nest, facts, online | about))
         sizes = {body: 4096}
         programs = shared_rows(count, device.threads * 4 if colsums else MOST_PARTS)
         group = max(16 // widest(nest), 1) if online else 1
         return GpuSchedule(
-            "walking", nest, (body,), sizes, True, passes, online, programs, warps=8, group=group
+            "walking",
+            nest,
+            (body,),
+            sizes,
+            True,
+            passes,
+            online,
+            about,
+            programs,
+            warps=8,
+            group=group,
         )
     together = max(1, min(ROW_BYTES // (held * widest(nest)), power_above(count)))
     blocks_of_rows = -(-count // together)

@@ -1,4 +1,7 @@
-"""Maximum and sum of exponentials in one walk over a row: which sums are such, and when all is known then."""
+"""Two reductions in one walk over a row, although the second is made of the first: which, and when all is known.
+
+The sum of exponentials below a maximum; squared distances from the mean of a sum.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,12 @@ def online_sums(nest: Nest, facts: Analysis) -> dict[str, str]:
     return found
 
 
+def squares_about(nest: Nest) -> dict[str, str]:
+    """Sums of squared distances from a mean, each with the sum that the mean is of."""
+    sums = {x.name: x for x in nest.locals.values() if x.role == "rowsum"}
+    return {name: x.about for name, x in sums.items() if x.about is not None and x.about in sums}
+
+
 def resolved(nest: Nest, expression: Expression) -> Expression:
     """Past locals that are no reductions, to what they are."""
     while isinstance(expression, Load) and not expression.index:
@@ -55,7 +64,7 @@ def expanded(nest: Nest, expression: Expression) -> Expression:
 
 
 def replaced_waits(nest: Nest, facts: Analysis, online: dict[str, str]) -> Analysis:
-    """When locals are known, where some sums are ready together with their maximum."""
+    """When locals are known, where some sums are ready together with what they are made of."""
     if not online:
         return facts
     again: dict[str, int] = {}

@@ -1,0 +1,92 @@
+"""Variances of rows and columns that no program holds: one walk, as near to float64 as two."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from fulgurite import fuser
+
+from . import support
+from .support import fused, trace
+
+
+def both(x, dims):
+    return torch.var_mean(x, dims, correction=0)
+
+
+SHAPES = [
+    ((3, 70001), [1]),  # few rows: in parts
+    ((70001,), [0]),
+    ((9001, 5), [0]),  # columns, in parts
+    ((2, 3001, 7), [1]),
+    ((3, 4, 61, 53), [0, 2, 3]),  # batch norm
+    ((9, 33000), [1]),  # enough rows: a walk a program
+    ((1, 40000), [1]),
+]
+
+
+@pytest.mark.parametrize(("shape", "dims"), SHAPES, ids=str)
+def test_shapes(shape, dims):
+    torch.manual_seed(0)
+    fused(lambda x: both(x, dims), torch.randn(shape) * 2 + 1)
+
+
+LARGE = [SHAPES[0], SHAPES[1], SHAPES[2], ((2, 40001, 3), [1]), ((5, 3, 101, 103), [0, 2, 3])]
+
+
+@pytest.mark.parametrize(("shape", "dims"), LARGE, ids=str)
+def test_a_small_spread_about_a_large_mean(shape, dims):
+    """Sums of squares would have lost all digits here: 1e8 times the variance cancels."""
+    torch.manual_seed(0)
+    x = torch.randn(shape) * 1e-2 + 1e4
+    graph = trace(lambda x: torch.var(x, dims, correction=1), (x,))
+    region = fuser.lower(graph, use_triton=support.TARGET == "triton")
+    exact = torch.var(x.double(), dims, correction=1)
+    error = ((region(x)[0].double() - exact) / exact).abs().max()
+    assert error < (1e-4 if support.TARGET != "cpp" else 1e-2)
+
+
+def test_means_that_drift_and_an_outlier_in_front():
+    torch.manual_seed(0)
+    x = torch.randn(2, 70000) + torch.linspace(0, 1e3, 70000)
+    x[0, 0] = 1e6
+    fused(lambda x: torch.std(x, 1), x)
+    fused(lambda x: torch.std(x, 0), x.t().contiguous())
+
+
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("place", [0, 12345, 69999])
+def test_nan_and_infinity_in_one_row(odd, place):
+    torch.manual_seed(0)
+    x = torch.randn(3, 70000)
+    x[1, place] = odd
+    fused(
+        lambda x: torch.var(x, 1), x
+    )  # NaN; torch's mean beside it would be NaN as well, and not infinite
+
+
+@pytest.mark.parametrize("length", [4095, 8193, 65536 + 1])
+def test_dynamic_lengths(length):
+    region = fused(lambda x: torch.var(x, -1), torch.randn(3, 5000), mode="symbolic")
+    support.again(region, lambda x: torch.var(x, -1), torch.randn(3, length) + 3)
+
+
+def test_norms_of_long_rows():
+    torch.manual_seed(0)
+    x, w = torch.randn(9, 33000) * 3 + 5, torch.randn(33000)
+    region = fused(lambda x, w: torch.nn.functional.layer_norm(x, (33000,), w), x, w)
+    if support.TARGET != "cpp":
+        (kernel,) = region.kernels
+        assert kernel.schedule.passes == 2, "statistics, and what is made of them"
+
+
+def test_statistics_are_one_kernel_of_one_walk():
+    if support.TARGET == "cpp":
+        pytest.skip("a C++ kernel walks a row again while the cache has it")
+    for shape, dims in LARGE:
+        (kernel,) = fused(functools.partial(both, dims=dims), torch.randn(shape)).kernels
+        schedule = kernel.schedule
+        assert schedule.looped and schedule.passes == 1 and schedule.about, str(schedule)
