@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -73,7 +74,10 @@ def _in_a_process(engine: str, threads: int) -> dict[str, Any] | None:
     if done.returncode == generate_engines.NOT_INSTALLED:
         return None
     if done.returncode:
-        raise ArgumentError(f"{engine} could not be measured", where=done.stderr[-1500:])
+        how = f"exit status {done.returncode}"
+        if done.returncode < 0:
+            how = signal.Signals(-done.returncode).name
+        raise ArgumentError(f"{engine} could not be measured: {how}", where=done.stderr[-1500:])
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
