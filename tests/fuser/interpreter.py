@@ -74,7 +74,25 @@ def patch() -> None:
 
     interpreter._convert_float = convert
 
-    bits_dot = interpreter.InterpreterBuilder.create_dot
+    builder = interpreter.InterpreterBuilder
+
+    def as_bools(handle: Any) -> Any:
+        """What comparisons of single numbers give is kept as a number of the type they have."""
+        return interpreter.TensorHandle(numpy.asarray(handle.data).astype(bool), tl.int1)
+
+    load, store, both = builder.create_masked_load, builder.create_masked_store, builder.create_and
+    builder.create_masked_load = lambda self, at, mask, *rest: load(self, at, as_bools(mask), *rest)
+    builder.create_masked_store = lambda self, at, value, mask, *rest: store(
+        self, at, value, as_bools(mask), *rest
+    )
+
+    def create_and(self: Any, a: Any, b: Any) -> Any:
+        floats = a.data.dtype.kind == "f" or b.data.dtype.kind == "f"
+        return both(self, as_bools(a), as_bools(b)) if floats else both(self, a, b)
+
+    builder.create_and = create_and
+
+    bits_dot = builder.create_dot
 
     def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         """The interpreter takes bfloat16 for the integers that it keeps them in."""
@@ -86,7 +104,7 @@ def patch() -> None:
         wide = (handle.data.astype(numpy.uint32) << 16).view(numpy.float32)
         return interpreter.TensorHandle(wide, tl.float32)
 
-    interpreter.InterpreterBuilder.create_dot = dot
+    builder.create_dot = dot
 
     quick = {
         triton_functions.nan_max: numpy.max,
@@ -114,7 +132,9 @@ def patch() -> None:
         triton_functions.nan_max: numpy.maximum.accumulate,
         triton_functions.nan_min: numpy.minimum.accumulate,
         triton_functions.product: numpy.multiply.accumulate,
-        triton_functions.log_add_exp: numpy.logaddexp.accumulate,
+        triton_functions.log_add_exp: lambda data, axis: numpy.logaddexp.accumulate(
+            data.astype(wider(data)), axis=axis
+        ),
     }
     running[tl.standard._sum_combine] = lambda data, axis: data.cumsum(axis, dtype=wider(data))
     slow_scan = interpreter.ScanOps.apply_impl

@@ -11,8 +11,10 @@ import torch
 from fulgurite import fuser
 from fulgurite.fuser import from_trace, interpret, ir, refine
 
+from . import support
 from .support import fused, oracle, same_place, trace, tupled
 
+ON_GPUS = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOAT8 = [
     torch.float8_e4m3fn,
     torch.float8_e5m2,
@@ -96,6 +98,8 @@ def test_packed_float4() -> None:
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_float8_codes(dtype: torch.dtype) -> None:
     """Every number rounds, saturates or overflows to the code that torch gives."""
+    if support.TARGET != "cpp" and dtype not in ON_GPUS:
+        pytest.skip(f"generated GPU code leaves {dtype} to torch")
     torch.manual_seed(2)
     edges = [0.0, -0.0, 240.0, 247.9, 248.0, 448.0, 464.0, 465.0, 480.0, 57344.0, 61440.0, 3.4e38]
     tiny = [
