@@ -21,6 +21,10 @@ from fulgurite.trace.cost import is_view
 from fulgurite.trace.trace import copy_module
 from fulgurite.transforms.decompose import decompose, inline
 
+LAZY = (
+    torch.ops.aten._conj.default,
+    torch.ops.aten._neg_view.default,
+)  # views that compute when read
 DEEPEST = 4  # levels a composite op is taken apart; torch's own tables end well before
 
 
@@ -78,7 +82,9 @@ def _wanted_pieces(
     module: fx.GraphModule, node: fx.Node, wanting: Sequence[Executor], depth: int
 ) -> fx.GraphModule | None:
     """The node's pieces, if every one that computes something ends with an executor that fuses."""
-    if depth == 0 or not isinstance(node.target, torch._ops.OpOverload) or _is_free(node):
+    if depth == 0 or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    if _is_free(node) and node.target not in LAZY:
         return None
     pieces = decompose(module, node)
     if pieces is None:

@@ -154,7 +154,7 @@ class FusedRegion:
         lines = [f"def fused({', '.join(f'a{k}' for k in range(len(region.arguments)))}):"]
         for position, argument in enumerate(region.arguments):
             if isinstance(argument, Tensor) and argument.pairs:
-                lines.append(f"    a{position} = view_as_real(a{position})")
+                lines.append(f"    a{position} = view_as_real(a{position}.resolve_conj())")
         sources = symbol_sources(region)
         for name in sorted(self._symbols()):
             if name not in sources:

@@ -193,6 +193,7 @@ RULES: dict[Any, Rule] = {
     aten.add.Tensor: _add_zero,
     aten.pow.Tensor_Scalar: _neutral_right(1),
     aten.neg.default: _undo(aten.neg.default),
+    aten._conj.default: _undo(aten._conj.default),
     aten.t.default: _undo(aten.t.default),
     aten.transpose.int: _undo(aten.transpose.int),
     aten.view.default: _same_view,
