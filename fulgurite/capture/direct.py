@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FunctionType
@@ -49,7 +50,7 @@ class Direct:
         self.function = _plain_function(function)
         self.owner = _owner(function)
         if self.function is not None:
-            self.defaults = self.function.__defaults__
+            self.parts = _parts(self.function)
             self.bind = binder(self.function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -70,10 +71,17 @@ class Direct:
             get_eval_frame_callback() is None
             and eval_frame._stance.stance == "default"
             and torch._C._get_tracing_state() is None
-            and self.function is not None
-            and self.function.__defaults__ is self.defaults
-            and (self.module is None or not _has_hooks(self.module))
+            and self._is_the_same_function()
         )
+
+    def _is_the_same_function(self) -> bool:
+        """Whether Python would call what was captured: defaults, code, a module's forward and hooks may change."""
+        function, module = self.function, self.module
+        if function is None or any(map(operator.is_not, self.parts, _parts(function))):
+            return False
+        if module is None:
+            return True
+        return getattr(module.forward, "__func__", None) is function and not _has_hooks(module)
 
     def _learn(self, function: FunctionType) -> None:
         self.learned = len(self.backend.graphs)
@@ -154,6 +162,10 @@ def _plain_function(function: Callable[..., Any]) -> FunctionType | None:
 
 
 _PAUSES = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def _parts(function: FunctionType) -> tuple[Any, ...]:
+    return function.__code__, function.__defaults__, function.__kwdefaults__
 
 
 def _owner(function: Callable[..., Any]) -> tuple[Any, ...]:

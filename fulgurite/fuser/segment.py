@@ -9,7 +9,7 @@ their consumers, as long as that lowers the bytes. A merge is legal when a `Shap
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from . import cost
 from .ir import Region
@@ -36,13 +36,6 @@ class Segment:
 
     def __str__(self) -> str:
         return f"{', '.join(self.names)} → {', '.join(self.stored)}"
-
-
-@dataclass
-class _Cut:
-    """Why a statement did not join a producer's segment."""
-
-    reasons: dict[int, str] = field(default_factory=dict)
 
 
 def segment(region: Region, row_bytes_limit: RowLimit = 1 << 20) -> list[Segment]:

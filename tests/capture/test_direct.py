@@ -88,15 +88,19 @@ def test_globals_and_closures_are_guarded(monkeypatch):
 
 
 def test_changed_defaults_are_seen():
-    def function(x, by=2.0):
-        return x * by
+    def function(x, by=2.0, *, more=1.0):
+        return x * by + more
 
     compiled = fulgurite.compile(function)
     x = torch.randn(3)
-    assert torch.equal(compiled(x), x * 2)
-    assert torch.equal(compiled(x), x * 2)
+    assert torch.equal(compiled(x), x * 2 + 1)
+    assert torch.equal(compiled(x), x * 2 + 1)
     function.__defaults__ = (4.0,)
-    assert torch.equal(compiled(x), x * 4)
+    assert torch.equal(compiled(x), x * 4 + 1)
+    function.__kwdefaults__ = {"more": 3.0}
+    assert torch.equal(compiled(x), x * 4 + 3)
+    function.__code__ = (lambda x, by, *, more: x - by).__code__
+    assert torch.equal(compiled(x), x - 4)
 
 
 def test_graph_breaks_always_go_through():
@@ -162,6 +166,17 @@ def test_hooks_of_a_module_run_when_they_are_added():
     handle = model.register_forward_hook(lambda module, given, result: result + 100)
     assert torch.allclose(compiled(x), x * model.weight + 100)
     handle.remove()
+    assert torch.allclose(compiled(x), x * model.weight)
+
+
+def test_a_forward_of_an_object_is_called_when_it_is_set():
+    model = Model()
+    compiled = fulgurite.compile(model)
+    x = torch.randn(3)
+    compiled(x), compiled(x)
+    model.forward = lambda x: x - 5
+    assert torch.allclose(compiled(x), x - 5)
+    del model.forward
     assert torch.allclose(compiled(x), x * model.weight)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-
 import torch
 
 from fulgurite.kernels.triton import counters
 from fulgurite.kernels.triton.counters import Counters, take_counters
+
+from .threads import in_threads
 
 
 def test_no_two_threads_get_the_same_counters():
@@ -18,16 +17,7 @@ def test_no_two_threads_get_the_same_counters():
     def take():
         taken.extend(held.take(count).storage_offset() for count in [1, 4, 7, 8] * 500)
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=take) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
+    in_threads(take)
     assert len(set(taken)) == len(taken) == 16000
     assert held.position == 16000 // 4 * (4 + 4 + 8 + 8)
 

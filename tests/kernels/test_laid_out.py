@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import sys
-import threading
 
 import torch
 
 from fulgurite.kernels.cpu.laid_out import LaidOut
 from fulgurite.quant import QuantTensor, quantize
+
+from .threads import in_threads
 
 
 def weight():
@@ -50,24 +50,10 @@ def test_dropped_with_the_weight():
 def test_from_many_threads():
     """Weights come and go in eight threads at once: each finds its own result and nobody trips over another's."""
     laid_out = LaidOut(lambda given: given.packed.float().sum())
-    failures: list[BaseException] = []
 
     def use():
-        try:
-            for seed in range(300):
-                data = torch.full((1, 34), seed % 128, dtype=torch.uint8)
-                assert laid_out(data, [], "q8_0") == 34 * (seed % 128)
-        except BaseException as failure:  # reported by the main thread
-            failures.append(failure)
+        for seed in range(300):
+            data = torch.full((1, 34), seed % 128, dtype=torch.uint8)
+            assert laid_out(data, [], "q8_0") == 34 * (seed % 128)
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=use) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert not failures
+    in_threads(use)
