@@ -81,9 +81,18 @@ def patch() -> None:
         return interpreter.TensorHandle(numpy.asarray(handle.data).astype(bool), tl.int1)
 
     load, store, both = builder.create_masked_load, builder.create_masked_store, builder.create_and
-    builder.create_masked_load = lambda self, at, mask, *rest: load(self, at, as_bools(mask), *rest)
-    builder.create_masked_store = lambda self, at, value, mask, *rest: store(
-        self, at, value, as_bools(mask), *rest
+
+    def create_masked_load(self: Any, at: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+        return load(self, at, as_bools(mask), *rest, **named)
+
+    def create_masked_store(
+        self: Any, at: Any, value: Any, mask: Any, *rest: Any, **named: Any
+    ) -> Any:
+        return store(self, at, value, as_bools(mask), *rest, **named)
+
+    builder.create_masked_load, builder.create_masked_store = (
+        create_masked_load,
+        create_masked_store,
     )
 
     def create_and(self: Any, a: Any, b: Any) -> Any:
