@@ -18,7 +18,7 @@ from fulgurite.bench import fusion_cases
 from fulgurite.fuser import compile_triton, from_trace, launch_triton, refine
 from fulgurite.fuser.codegen.triton import write_stages
 from fulgurite.fuser.naming import kernel_name
-from fulgurite.fuser.nest import build
+from fulgurite.fuser.nest_builder import build
 from fulgurite.fuser.schedule.base import analyse
 from fulgurite.fuser.schedule.gpu import choose_gpu_schedule, row_limit
 from fulgurite.fuser.schedule.rows import count_passes
@@ -253,7 +253,7 @@ def main():
                 continue
             try:
                 call = launch_triton.TritonRegion(
-                    region, lambda w, p=program: p, (), torch.device("cuda", 0), False
+                    region, lambda *_, p=program: p, (), torch.device("cuda", 0), False
                 )
                 got = call(*inputs)
                 error = 0.0

@@ -6,6 +6,9 @@ In: the words of the command line. Out: text for people, files where asked for, 
 from __future__ import annotations
 
 import argparse
+import errno
+import io
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -139,7 +142,21 @@ def _warn(message: Warning | str, *place: Any, **more: Any) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
+def _open_streams() -> None:
+    """Text that a stream's encoding lacks is shown as `?`; a closed stream takes all, says nothing."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # as long as we live
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    for stream, errors in (
+        (sys.stdout, "replace"),
+        (sys.stderr, "replace"),
+        (sys.stdin, "surrogateescape"),
+    ):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+
+
 def main(words: Sequence[str] | None = None) -> int:
+    _open_streams()
     options = parser().parse_args(words)
     if options.command is None:
         parser().print_help()
@@ -156,6 +173,11 @@ def main(words: Sequence[str] | None = None) -> int:
         return 130  # as a shell says it
     except BrokenPipeError:
         sys.stderr.close()  # the reader went away (`| head`): nothing more to say
+        return 1
+    except OSError as problem:
+        if problem.errno != errno.ENOSPC:
+            raise
+        print(f"the output can't be written: {problem.strerror}", file=sys.stderr)
         return 1
     return 0
 

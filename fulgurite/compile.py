@@ -7,20 +7,22 @@ The pipeline itself is `Session.compile_graph` and `Session.build`.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import operator
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import fx, nn
-from torch._dynamo import exc
 
 from fulgurite import repro
 from fulgurite.capture.blocks import BlockRunner, Blocks, find_blocks, worth_it
-from fulgurite.capture.dynamo import GraphBreak, here, is_capturing, optimize, raise_as_ours
-from fulgurite.capture.module import original_of, wrap_module
+from fulgurite.capture.dynamo import GraphBreak, is_capturing, optimize
+from fulgurite.capture.module import original_of, plain_again, wrap_module
 from fulgurite.errors import ArgumentError
 from fulgurite.executors import Executor
 from fulgurite.executors.tune import Tune
@@ -100,21 +102,31 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_capturing():  # inside someone else's capture: be the plain function
             return self.original(*args, **kwargs)
-        return self.call(*args, **kwargs)
+        return self._run(*args, **kwargs)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """A call from where nobody captures."""
-        outer, here.breaks = here.breaks, self.session.breaks
-        try:
-            return self._run(*args, **kwargs)
-        except (exc.BackendCompilerFailed, exc.Unsupported, exc.TorchRuntimeError) as error:
-            raise_as_ours(error)
-        finally:
-            here.breaks = outer
+        return self._run(*args, **kwargs)
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
         """As a method: bound like any function."""
         return self if owner is None else functools.partial(self, owner)
+
+    def __copy__(self) -> Any:
+        return self  # as a copy of a function is the function
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        original = copy.deepcopy(self.original, memo)  # a method comes with its object
+        return self if original is self.original else compile_with(original, self.session.options)
+
+    def __reduce__(self) -> Any:
+        """A pickle names the compiled function where it has a name, and holds the plain one elsewhere."""
+        module, name = getattr(self, "__module__", ""), getattr(self, "__qualname__", "")
+        try:
+            named = operator.attrgetter(name)(sys.modules[module])
+        except (KeyError, AttributeError):
+            named = None
+        return name if named is self else (plain_again, (self.original,))
 
     def __repr__(self) -> str:
         name = getattr(self.original, "__qualname__", type(self.original).__name__)

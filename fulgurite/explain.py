@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from fulgurite import timing
 from fulgurite.capture.blocks import Blocks
@@ -117,7 +120,8 @@ def explain(
     times: dict[str, float] = {}
     if args or kwargs:  # as the user calls it: with gradients where they are recorded
         calls = {k: functools.partial(f, *args, **(kwargs or {})) for k, f in candidates.items()}
-        times = timing.compare(calls)
+        with _left_as_they_are(args, kwargs, *candidates.values()):
+            times = timing.compare(calls)
     return Explanation(
         options=str(session.options),
         remat=session.options.remat,
@@ -127,6 +131,31 @@ def explain(
         times=times,
         traces=session.history,
         handovers=_mark_handovers(session),
+    )
+
+
+@contextmanager
+def _left_as_they_are(*values: Any) -> Iterator[None]:
+    """Tensors that are written to inside, and buffers of modules, get their numbers back."""
+    leaves = pytree.tree_leaves(values)
+    buffers = [b for module in leaves if isinstance(module, nn.Module) for b in module.buffers()]
+    tensors = [leaf for leaf in (*leaves, *buffers) if _may_be_written(leaf)]
+    numbers = [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, before in zip(tensors, numbers, strict=True):
+                if not torch.equal(tensor, before):
+                    tensor.copy_(before)
+
+
+def _may_be_written(value: Any) -> bool:
+    """Whether ops in place take it: not where one place is several elements (expand)."""
+    if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
+        return False
+    return not value.is_inference() and all(
+        stride or size < 2 for size, stride in zip(value.shape, value.stride(), strict=True)
     )
 
 

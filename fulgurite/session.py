@@ -28,7 +28,7 @@ from fulgurite.executors.tune import Decision, Tuner
 from fulgurite.options import Options
 from fulgurite.trace import Kind, Trace, verify
 from fulgurite.trace.cost import bytes_text, count_text, is_view, node_bytes, seconds_text
-from fulgurite.trace.region import Region
+from fulgurite.trace.region import Region, with_prepared
 from fulgurite.trace.text import load
 from fulgurite.trace.verify import contents, verify_kept
 from fulgurite.transforms import SIMPLIFY
@@ -41,10 +41,18 @@ class Program:
     def __init__(self, trace: Trace) -> None:
         self._boxed_call = True  # AOTAutograd: inputs come in a list, which may be emptied
         self.trace = trace
-        self.run: BoxedFunction = trace.compile()
+        self._compiled = trace.compile()
+        self.run: BoxedFunction = self._first
 
     def __call__(self, inputs: list[Any]) -> Any:
         return self.run(inputs)
+
+    def _first(self, inputs: list[Any]) -> Any:
+        """The first call waits for the kernels; the next ones call them without a detour."""
+        result = self._compiled(inputs)
+        if self.run == self._first:
+            self.run = with_prepared(self._compiled)
+        return result
 
     def replace(self, forward: Callable[..., Any]) -> None:
         def run(inputs: list[Any]) -> Any:
@@ -53,7 +61,8 @@ class Program:
         self.run = run
 
     def restore(self) -> None:
-        self.run = self.trace.compile()
+        self._compiled = self.trace.compile()
+        self.run = self._first
 
 
 @dataclass
@@ -116,6 +125,7 @@ class Session:
         names = Names(captured.module)
         result = differentiate(
             module if trace.module is captured.module else trace.module,
+            trace.module,
             inputs,
             forward=lambda graph: self.build(record, "forward", graph, names),
             backward=lambda graph: self.build(record, "backward", graph, names),

@@ -173,6 +173,39 @@ def test_deepcopy_and_pickle():
     assert type(plain) is Small and torch.equal(plain(x), compiled(x))
 
 
+@fulgurite.compile
+def doubled(x):
+    return x * 2
+
+
+def plain_doubled(x):
+    return x * 2
+
+
+class Holder:
+    def __init__(self):
+        self.factor = 2
+        self.call = fulgurite.compile(self.times)
+
+    def times(self, x):
+        return x * self.factor
+
+
+def test_copies_and_pickles_of_compiled_functions():
+    x = torch.ones(2)
+    assert copy.copy(doubled) is doubled and copy.deepcopy(doubled) is doubled
+    assert pickle.loads(pickle.dumps(doubled)) is doubled
+    unnamed = fulgurite.compile(plain_doubled)
+    unnamed(x)
+    assert pickle.loads(pickle.dumps(unnamed)) is plain_doubled
+    holder = Holder()
+    holder.call(x)
+    other = copy.deepcopy(holder)
+    other.factor = 5
+    assert torch.equal(other.call(x), 5 * x) and torch.equal(holder.call(x), 2 * x)
+    assert other.call is not holder.call and other.call.graphs
+
+
 def test_compiling_again_starts_from_the_original():
     compiled = fulgurite.compile(fulgurite.compile(Small().eval()), remat="none")
     assert compiled(torch.randn(2, 4)).shape == (2, 4)
@@ -582,3 +615,20 @@ def test_distributed_tensors_go_through(tmp_path):
         torch.testing.assert_close(grad.full_tensor(), x.grad.full_tensor())
     finally:
         dist.destroy_process_group()
+
+
+def test_explaining_leaves_inputs_and_buffers_as_they_are():
+    model = nn.BatchNorm1d(4)
+    compiled = fulgurite.compile(model)
+    x, before = torch.randn(8, 4), copy.deepcopy(model.state_dict())
+    assert compiled.explain(x).times
+    once = nn.BatchNorm1d(4)
+    once.load_state_dict(before)
+    once(x)
+    for name, value in once.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value)  # as after the one call
+
+    grows = fulgurite.compile(lambda x, kept: x.add_(1) * kept)
+    x, nan = torch.zeros(4), torch.full((1,), torch.nan).expand(4)
+    assert grows.explain(x, nan).times
+    assert torch.equal(x, torch.ones(4))

@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +54,8 @@ def dispatch(options: argparse.Namespace) -> None:
         print(f"{head}\n{_cpu_table(rows)}")
     elif torch.cuda.is_available():
         copy = copy_bandwidth()
-        rows = _on_cuda(copy, bool(options.quick))
+        save = partial(results.save, "dispatch", options.device, output=options.output)
+        rows = _on_cuda(copy, bool(options.quick), save)
         head = (
             f"{torch.cuda.get_device_name()} · copy {copy / 1e9:.0f} GB/s · {RANKS} ranks' buffers"
         )
@@ -65,13 +68,14 @@ def dispatch(options: argparse.Namespace) -> None:
 # ---- the kernels, one process ------------------------------------------------------------------------
 
 
-def _on_cuda(copy: float, quick: bool) -> list[Row]:
-    rows = []
+def _on_cuda(copy: float, quick: bool, save: Callable[[list[Row]], object]) -> list[Row]:
+    rows: list[Row] = []
     cases = [(SHAPES[0], wire) for wire in WIRES]
     cases += [] if quick else [(shape, WIRES[0]) for shape in SHAPES[1:]]
     for shape, wire in cases:
         for tokens in TOKENS[1::2] if quick else TOKENS:
             rows.append(_kernels(shape, wire, tokens, copy))
+            save(rows)  # as far as it is
             torch.cuda.empty_cache()  # the next ones' buffers have other sizes
     return rows
 

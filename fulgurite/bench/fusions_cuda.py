@@ -22,7 +22,7 @@ import torch.utils._pytree as pytree
 
 from fulgurite.bench import results
 from fulgurite.bench.fusion_cases import Case, backward, forward, sizes
-from fulgurite.bench.fusions_matmul import fusions_matmul, table
+from fulgurite.bench.fusions_matmul import difference, fusions_matmul, table
 from fulgurite.bench.plot import Point, plot
 from fulgurite.fuse import fuse
 from fulgurite.trace.text import write_text
@@ -68,24 +68,28 @@ def fusions_cuda(options: argparse.Namespace) -> None:
     )
     cases = [("forward", case) for case in forward()] + [("backward", case) for case in backward()]
     rows: list[dict[str, Any]] = []
+    save = functools.partial(results.save, "fusions", options.device, rows, options.output)
     with torch.no_grad():
         for group, case in cases:
             rows.append({"group": group, **measure(case, copy)})
-            percent, difference = rows[-1]["fulgurite_percent"], rows[-1]["difference"]
-            print(f"{group} {case.name}: {percent:.0f}, differs by {difference:.0e}", flush=True)
-        if not options.quick:
-            rows += [{"group": "sizes", **measure(case, copy, False)} for case in sizes()]
-        path = results.save("fusions", options.device, rows, options.output)
+            percent, differs = rows[-1]["fulgurite_percent"], rows[-1]["difference"]
+            print(f"{group} {case.name}: {percent:.0f}, differs by {differs:.0e}", flush=True)
+            save()  # as far as it is
+        for case in () if options.quick else sizes():
+            rows.append({"group": "sizes", **measure(case, copy, False)})
+            save()
         for row, (_, case) in zip(rows, cases, strict=False):
             row |= measure_compiled(case, row["bytes"], copy)
+            save()
     for group in dict.fromkeys(row["group"] for row in rows):
         print(f"\n{group}")
         print(_table([row for row in rows if row["group"] == group]), flush=True)
+    measured = len(rows)
     with torch.no_grad():
-        products = fusions_matmul(options.quick)
-    rows += products
-    print(f"\nmatmul\n{table(products)}", flush=True)
-    results.save("fusions", options.device, rows, options.output)
+        for row in fusions_matmul(options.quick):
+            rows.append(row)
+            path = save()
+    print(f"\nmatmul\n{table(rows[measured:])}", flush=True)
     image = write_text(path.with_suffix(".svg"), bandwidth_plot(rows))
     print(f"written to {path} and {image}")
 
@@ -127,15 +131,9 @@ def measure(case: Case, copy: float, compared: bool = True) -> dict[str, Any]:
     row["kernels"] = [str(kernel.schedule) for kernel in ours.kernels]
     if compared:
         eager = case.eager or case.function
-        row["difference"] = _difference(results_of, pytree.tree_leaves(eager(*sets[0])))
+        row["difference"] = difference(results_of, pytree.tree_leaves(eager(*sets[0])))
         row |= _figures("eager", eager, sets, moved, copy)
     return row
-
-
-def _difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    """The largest distance of a result from eager's, relative to its size (random results differ)."""
-    pairs = zip(ours, theirs, strict=True)
-    return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
 
 
 def measure_compiled(case: Case, moved: int, copy: float) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """Matrix products with epilogues on a GPU: one kernel, the library's call and a kernel, eager, torch.compile.
 
 In: nothing. Out: for each epilogue and inner size the microseconds of each, by CUDA graphs over inputs that take
-turns, what `fulgurite.compile` chose without measuring, and what it chose with `tune=True`.
+turns, and how far the results of one kernel (with the tile that `tune=True` finds) are from those of the library's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -80,9 +80,17 @@ def measure(case: Case) -> dict[str, Any]:
     row: dict[str, Any] = {"group": "matmul", "case": case.name}
     for name, function in ways.items():
         row[f"{name}_us"] = 1e6 * graph_seconds([partial(function, *given) for given in sets])
+    one, apart = (ways[name](*sets[0]) for name in ("one kernel", "library and kernel"))
+    row["difference"] = difference(one, apart)
     row["speedup"] = row["library and kernel_us"] / row["one kernel_us"]
     row["schedule"] = str(ways["one kernel"].kernels[0].schedule)  # type: ignore[attr-defined]
     return row
+
+
+def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """The largest distance of a result from another's, relative to its size (random results differ)."""
+    pairs = zip(ours, theirs, strict=True)
+    return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
 
 
 def inputs(case: Case) -> list[Tensor]:
@@ -93,13 +101,13 @@ def inputs(case: Case) -> list[Tensor]:
     return [torch.randn(x, device="cuda", dtype=HALF), weight.t(), *rest]
 
 
-def fusions_matmul(quick: bool) -> list[dict[str, Any]]:
+def fusions_matmul(quick: bool) -> Iterator[dict[str, Any]]:
     """The rows of the group, printed as they come."""
-    rows = []
     for case in cases((1024, 4096) if quick else DEPTHS):
-        rows.append(measure(case))
-        print(f"matmul {case.name}: one kernel {rows[-1]['speedup']:.2f}×", flush=True)
-    return rows
+        row = measure(case)
+        how = f"{row['speedup']:.2f}×, differs by {row['difference']:.0e}"
+        print(f"matmul {case.name}: one kernel {how}", flush=True)
+        yield row
 
 
 def table(rows: list[dict[str, Any]]) -> str:

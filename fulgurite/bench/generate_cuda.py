@@ -126,13 +126,14 @@ def generate_cuda(options: argparse.Namespace) -> None:
         raise ArgumentError("there is no GPU here", next="use --device cpu")
     limits = Limits(hardware.measure_cuda_copy_bandwidth(), matmul_flops())
     print(f"copy {limits.bandwidth / 1e9:.0f} GB/s, matmul {limits.flops / 1e12:.0f} TFLOP/s")
+    extra = {"copy_gb_s": limits.bandwidth / 1e9, "matmul_tflop_s": limits.flops / 1e12}
     rows: list[dict[str, Any]] = []
     for shape in SHAPES[:1] if options.quick else SHAPES:
-        rows += measure(shape, limits, (1, 64) if options.quick else BATCHES)
-        print(table([row for row in rows if row["shape"] == shape]), flush=True)
-    extra = {"copy_gb_s": limits.bandwidth / 1e9, "matmul_tflop_s": limits.flops / 1e12}
-    rows = [{**row, **extra} for row in rows]
-    print(f"written to {results.save('generate', 'cuda', rows, options.output)}")
+        found = measure(shape, limits, (1, 64) if options.quick else BATCHES)
+        print(table(found), flush=True)
+        rows += [{**row, **extra} for row in found]
+        path = results.save("generate", "cuda", rows, options.output)  # as far as it is
+    print(f"written to {path}")
 
 
 def measure(

@@ -93,9 +93,10 @@ def mla_suite(options: argparse.Namespace) -> None:
     with Progress(transient=True) as progress, torch.inference_mode():
         for job in progress.track(jobs, description="mla"):
             found.append(job())
+            path = results.save("mla", options.device, found, options.output)  # as far as it is
     print(f"copy {copy / 1e9:.1f} GB/s · matmul {matmul / 1e12:.2f} TFLOP/s · context {CONTEXT}")
     print("\n\n".join(tables(found)))
-    print(f"written to {results.save('mla', options.device, found, options.output)}")
+    print(f"written to {path}")
 
 
 def rates(run: Run) -> tuple[float, float]:

@@ -33,8 +33,8 @@ from fulgurite.models.tiny import Transformer
 
 CANDIDATES: dict[str, Callable[[Any], Any]] = {
     "eager": lambda model: model,
-    "torch.compile": lambda model: torch.compile(model),
     "fulgurite": lambda model: fulgurite.compile(model),
+    "torch.compile": lambda model: torch.compile(model),
 }
 # layers, width and so on; the full sizes, and those of --quick
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
@@ -149,23 +149,41 @@ def models(options: argparse.Namespace) -> None:
     """Suite `models`."""
     cases = cases_on(options.device)
     rows: list[dict[str, Any]] = []
+    failed: list[subprocess.CalledProcessError] = []
     with Progress(transient=True) as progress:
         bar = progress.add_task("models", total=len(cases) * (len(CANDIDATES) + 1))
         for model, dtype in cases:
             given = f"{model!r}, {dtype!r}, {options.device!r}, {bool(options.quick)}"
-            environment = {**os.environ, **results.fresh_caches()}
-            alone = {}
-            for name in CANDIDATES:
-                progress.update(bar, description=f"{model} {dtype} {name}")
-                alone[name] = _in_process(f"cold({name!r}, {given})", environment)
+
+            def told(what: str, case: str = f"{model} {dtype}") -> None:
+                progress.console.out(f"{case} {what}", highlight=False)
                 progress.advance(bar)
-            progress.update(bar, description=f"{model} {dtype} in turns")
-            times = _in_process(f"warm({given})", environment)
-            progress.advance(bar)
-            rows += [_row(f"{model} {dtype} {kind}", kind, alone, times[kind]) for kind in times]
+
+            try:
+                rows += measure(f"{model} {dtype}", given, told)
+            except subprocess.CalledProcessError as problem:
+                told(f"failed: {problem}")
+                failed.append(problem)  # the others are measured all the same
+                continue
             path = results.save("models", options.device, rows, options.output)  # as far as it is
-    print(_table(rows))
-    print(f"written to {path}")
+    if rows:
+        print(_table(rows))
+        print(f"written to {path}")
+    if failed:
+        raise failed[0]
+
+
+def measure(case: str, given: str, told: Callable[[str], None]) -> list[dict[str, Any]]:
+    """The rows of one model; `told` hears of each candidate when it is done."""
+    environment = {**os.environ, **results.fresh_caches()}
+    alone = {}
+    for name in CANDIDATES:
+        alone[name] = _in_process(f"cold({name!r}, {given})", environment)
+        first = [f"{kind} {alone[name][f'{kind}_first_s']:.1f} s" for kind in ("forward", "train")]
+        told(f"{name}, first: {', '.join(first)}")
+    times = _in_process(f"warm({given})", environment)
+    told("in turns")
+    return [_row(f"{case} {kind}", kind, alone, times[kind]) for kind in times]
 
 
 def _row(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -18,14 +18,26 @@ from torch._dynamo.symbolic_convert import TensorifyState
 from torch._functorch._aot_autograd.schemas import OutputType, PlainTensorMeta
 from torch._guards import TracingContext
 
+from fulgurite.capture.overlap import as_captured
 from fulgurite.transforms.remat import Partition
 
 BoxedFunction = Callable[[list[Any]], Any]
-Build = Callable[[fx.GraphModule], BoxedFunction]
+
+
+class Program(Protocol):
+    """A built graph. `run` is what runs now: an edited trace may take its place."""
+
+    run: BoxedFunction
+
+    def __call__(self, inputs: list[Any]) -> Any: ...
+
+
+Build = Callable[[fx.GraphModule], Program]
 
 
 def differentiate(
     module: fx.GraphModule,
+    captured: Callable[..., Any],
     inputs: Sequence[Any],
     *,
     forward: Build,
@@ -33,9 +45,12 @@ def differentiate(
     inference: Build,
     partition: Partition,
 ) -> Callable[..., Any]:
-    """Functionalize, derive backward where it is needed, and build each graph."""
+    """Functionalize, derive backward where it is needed, and build each graph.
 
-    plain: list[BoxedFunction] = []
+    captured   runs the graph op by op: for inputs that share memory in another way than these
+    """
+
+    plain: list[Program] = []
     autocast = (
         torch._C._is_any_autocast_enabled()
     )  # is part of the graph, and is to be off around it
@@ -58,7 +73,15 @@ def differentiate(
     )
     with _scalar_tensors_stay(module):
         around = backend(module, inputs)
-    return directly(plain[0]) if plain else around
+    if plain:
+        return directly(plain[0])
+    return as_captured(around, captured, inputs) if _writes() else around
+
+
+def _writes() -> bool:
+    """Whether the graph that was just built writes to one of its inputs."""
+    facts = TracingContext.get().fw_metadata
+    return facts is None or any(i.mutates_data or i.mutates_metadata for i in facts.input_info)
 
 
 def needs_nothing_around(captured: fx.GraphModule, graph: fx.GraphModule, inputs: int) -> bool:
@@ -93,15 +116,15 @@ def _is_known(node: fx.Node) -> bool:
     return getattr(node.target, "namespace", "aten") in ("aten", "prims", "fulgurite")
 
 
-def directly(run: BoxedFunction) -> Callable[..., Any]:
+def directly(program: Program) -> Callable[..., Any]:
     """A graph for inference as TorchDynamo calls it; gradients are not kept inside."""
 
     def call(*inputs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return run([*inputs])
+            return program.run([*inputs])
         torch._C._set_grad_enabled(False)  # torch.no_grad() itself takes 1.5 µs
         try:
-            return run([*inputs])
+            return program.run([*inputs])
         finally:
             torch._C._set_grad_enabled(True)
 

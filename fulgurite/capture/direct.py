@@ -3,7 +3,8 @@
 In: a function (or module) and its captured form. Out: a callable that does the same. A call through TorchDynamo costs 15 to
 25 µs before anything is computed: it hooks itself into the interpreter, lets the function's frame begin, and looks up
 what it compiled for it. Where the whole function became one graph, the same lookup can be made from here: bind the
-arguments to their names, ask the guards that TorchDynamo made, run the code it made. That takes about 2 µs.
+arguments to their names, ask the guards that TorchDynamo made, run the code it made. That takes about 2 µs. A module of
+torch's own is captured through a small function around it, and found under that.
 
 Whatever is not that simple goes through TorchDynamo as before: the first call, other shapes, graph breaks, modules with
 hooks, a call from inside somebody else's capture, `torch.compiler.set_stance`.
@@ -13,16 +14,16 @@ from __future__ import annotations
 
 import dis
 import inspect
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 
-import torch
 from torch import nn
+from torch._C import _get_tracing_state
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, get_eval_frame_callback
 from torch._dynamo import eval_frame
+from torch._dynamo.external_utils import wrap_inline
 from torch.nn.modules.module import _has_any_global_hook
 
 GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
@@ -41,16 +42,23 @@ class Ready:
 class Direct:
     """`captured`, called directly where everything that TorchDynamo would do is known."""
 
-    def __init__(self, function: Callable[..., Any], captured: Callable[..., Any], backend: Any):
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        captured: Callable[..., Any],
+        backend: Any,
+        around: FunctionType | None = None,
+    ) -> None:
+        self.original = function
         self.captured = captured
         self.backend = backend
         self.learned = 0  # graphs of the backend that were looked at
         self.ready: tuple[Ready, ...] = ()
-        self.module = function if isinstance(function, nn.Module) else None
-        self.function = _plain_function(function)
-        self.owner = _owner(function)
+        self.module = function if isinstance(function, nn.Module) and around is None else None
+        self.function = around or _plain_function(function)
+        self.owner = () if around else _owner(function)
         if self.function is not None:
-            self.parts = _parts(self.function)
+            self.code, self.defaults, self.keyword_defaults = _parts(self.function)
             self.bind = binder(self.function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -60,6 +68,8 @@ class Direct:
             for one in self.ready:
                 if one.manager.cache_entry is not None and one.holds(names):
                     return one.run(*given, **kwargs)
+        if _has_any_global_hook():  # these are called around each module as it is
+            return self.original(*args, **kwargs)
         result = self.captured(*args, **kwargs)
         if self.function is not None and self.learned != len(self.backend.graphs):
             self._learn(self.function)
@@ -70,14 +80,20 @@ class Direct:
         return (
             get_eval_frame_callback() is None
             and eval_frame._stance.stance == "default"
-            and torch._C._get_tracing_state() is None
+            and _get_tracing_state() is None
+            and not _has_any_global_hook()
             and self._is_the_same_function()
         )
 
     def _is_the_same_function(self) -> bool:
         """Whether Python would call what was captured: defaults, code, a module's forward and hooks may change."""
         function, module = self.function, self.module
-        if function is None or any(map(operator.is_not, self.parts, _parts(function))):
+        if (
+            function is None
+            or function.__code__ is not self.code
+            or function.__defaults__ is not self.defaults
+            or function.__kwdefaults__ is not self.keyword_defaults
+        ):
             return False
         if module is None:
             return True
@@ -149,6 +165,19 @@ def _parameters(code: CodeType) -> str:
     return ", ".join([*plain, *only, *(f"**{name}" for name in stars)])
 
 
+def torchs_function(function: Callable[..., Any], captured: Any) -> FunctionType | None:
+    """The function that TorchDynamo puts around a module of torch's own, whose forward it would not look into."""
+    if not isinstance(function, nn.Module):
+        return None
+    inner = getattr(getattr(captured, "forward", None), "_torchdynamo_orig_callable", None)
+    if not isinstance(inner, FunctionType) or inner.__code__ is not _AROUND:
+        return None
+    return inner
+
+
+_AROUND = wrap_inline(len).__code__  # one code for all: what it calls is in its closure
+
+
 def _plain_function(function: Callable[..., Any]) -> FunctionType | None:
     """The Python function that is captured: itself, a method's, a module's forward; None if there is none."""
     if isinstance(function, nn.Module):
@@ -180,5 +209,4 @@ def _has_hooks(module: nn.Module) -> bool:
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or _has_any_global_hook()
     )

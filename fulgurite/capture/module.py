@@ -34,7 +34,7 @@ class CompiledModule(nn.Module):
         return self._fulgurite_again(copy.deepcopy(self._fulgurite_original, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _plain_again, (self._fulgurite_original,)  # a pickle holds the plain module
+        return plain_again, (self._fulgurite_original,)  # a pickle holds the plain module
 
     @staticmethod
     def _fulgurite_again(module: nn.Module) -> Any:
@@ -42,8 +42,8 @@ class CompiledModule(nn.Module):
         raise AssertionError("set by wrap_module")
 
 
-def _plain_again(module: nn.Module) -> nn.Module:
-    return module
+def plain_again(original: Any) -> Any:
+    return original
 
 
 def wrap_module(

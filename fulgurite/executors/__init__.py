@@ -4,7 +4,8 @@ In: a functional Trace. Out: a claimed Trace (every op has an executor, composit
 pieces fuse), and then a final one, where each region an executor took is one call.
 
     base.py     the contract, the list of executors     claim.py    the priority walk with late decomposition
-    regions.py  neighbouring ops → regions              torch.py    everything, op by op
+    gather.py   neighbouring ops → regions              torch.py    everything, op by op
+    regions.py  regions → calls                         extract.py  a region as a graph module of its own
     writes.py   writes to inputs, gathered              whole.py    ops that were taken apart, and the way back
     tune.py     the fastest executor, by measuring      fuser.py    regions through generated kernels
     inductor.py regions through TorchInductor

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fulgurite import cache, fuser, timing
 from fulgurite.executors.base import Executor
+from fulgurite.executors.extract import extract
 from fulgurite.executors.fuser import FUSER
-from fulgurite.executors.regions import extract
 from fulgurite.executors.torch import TorchExecutor
 from fulgurite.executors.tune import FORMAT, Decision, Tuner, example
 from fulgurite.fuser import matmul

@@ -1,8 +1,7 @@
 """Claimed neighbours → regions → calls.
 
-In: a claimed Trace. Out: the final Trace. Ops that one fusing executor claimed are gathered into regions as
-large as order allows (no value may leave a region and come back into it), each is lowered and becomes one call.
-Ops of the torch executor stay single calls. Randomness, collectives and other ordered ops keep their order.
+In: a claimed Trace. Out: the final Trace. Ops that one fusing executor claimed are gathered into regions (`gather`),
+each is taken out (`extract`), lowered and becomes one call. Ops of the torch executor stay single calls.
 """
 
 from __future__ import annotations
@@ -10,15 +9,15 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from torch import SymInt, Tensor, fx, ops
+from torch import fx, ops
 from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from fulgurite.errors import CompileError, FulguriteError
 from fulgurite.executors.base import Chosen, Executor
+from fulgurite.executors.extract import Extracted, extract
+from fulgurite.executors.gather import Group, gather, in_order
 from fulgurite.executors.torch import TorchExecutor
 from fulgurite.executors.whole import as_torch
 from fulgurite.executors.writes import gather_writes
@@ -27,38 +26,25 @@ from fulgurite.trace.cost import (
     bytes_text,
     count_text,
     is_view,
-    op_of,
-    strides,
     tensors,
     value_bytes,
 )
 from fulgurite.trace.region import Region
 from fulgurite.trace.trace import copy_module
 from fulgurite.trace.writes import written
-from fulgurite.transforms.purity import is_ordered, readers
 
 aten = ops.aten
 Lower = Callable[[str, Executor, fx.GraphModule, Callable[[], fx.GraphModule]], Chosen]
 
 
-@dataclass
-class Group:
-    """Nodes that run together: a region to be, or a single op."""
-
-    index: int
-    executor: Executor | None  # None: runs op by op
-    nodes: list[fx.Node] = field(default_factory=list)
-    needs: set[int] = field(default_factory=set)  # groups this one reads from
-
-
 def lower(trace: Trace, executors: Sequence[Executor], choose: Lower | None = None) -> Trace:
     """The final trace: regions lowered, single ops spelled as directly as torch allows."""
     by_name = {executor.name: executor for executor in executors}
-    groups = _gather(trace, by_name)
+    groups = gather(trace, by_name)
     if all(group.executor is None for group in groups):
         module = copy_module(trace.module)
     else:
-        module = _assemble(trace, _in_order(groups), choose or _lower_with)
+        module = _assemble(trace, in_order(groups), choose or _lower_with)
     gather_writes(module)
     for node in module.graph.nodes:
         executor = by_name.get(node.meta.get("executor", ""))
@@ -66,145 +52,6 @@ def lower(trace: Trace, executors: Sequence[Executor], choose: Lower | None = No
             executor.spell(module, node)
     module.graph.lint()
     return trace.with_module(module)
-
-
-# ---- gathering -----------------------------------------------------------------------------------
-
-
-def _gather(trace: Trace, by_name: dict[str, Executor]) -> list[Group]:
-    groups: list[Group] = []
-    group_of: dict[fx.Node, Group] = {}
-    latest: dict[tuple[object, ...], list[Group]] = {}  # open regions of an executor on a device
-    previous_ordered: fx.Node | None = None
-    outside = _views_for_torch(trace, by_name)
-    for node in trace.graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output"):
-            continue
-        sources = [group_of[s] for s in node.all_input_nodes if s in group_of]
-        if is_ordered(node):
-            if previous_ordered is not None:
-                sources.append(group_of[previous_ordered])
-            previous_ordered = node
-        for target in written(node):
-            sources += [group_of[reader] for reader in readers(target)]
-        name = node.meta["executor"]
-        executor = by_name[name]
-        inside = any(source.executor is executor for source in sources)
-        runs_alone = isinstance(executor, TorchExecutor) or (node in outside and not inside)
-        fusing = None if runs_alone else executor
-        open_here = latest.setdefault((name, _device(node), node.meta.get("apart")), [])
-        candidates = _candidates(node, executor, open_here, sources, group_of)
-        group = _joinable(candidates, sources, groups) if fusing else None
-        if fusing and node.target is operator.getitem:
-            group = group_of[node.args[0]]  # a tuple never crosses a region's border
-        if group is None:
-            fusing = None if _is_write(node) else fusing
-            group = Group(len(groups), fusing)
-            groups.append(group)
-            if fusing:
-                open_here.append(group)
-        group.nodes.append(node)
-        group.needs |= {source.index for source in sources} - {group.index}
-        group_of[node] = group
-    return groups
-
-
-def _candidates(
-    node: fx.Node,
-    executor: Executor,
-    open_here: list[Group],
-    sources: list[Group],
-    group_of: dict[fx.Node, Group],
-) -> list[Group]:
-    """The regions that a node may join; the last one is tried first."""
-    if _is_write(node):  # only where what is written is computed
-        value = node.args[1]
-        home = (
-            group_of.get(value)
-            if isinstance(value, fx.Node) and "apart" not in value.meta
-            else None
-        )
-        return [home] if home is not None and home.executor is executor else []
-    held = node.meta.get("val")
-    counts = isinstance(held, Tensor) and held.dim() == 0 and any(map(_is_write, node.users))
-    if counts and not sources:
-        return open_here[:1]  # counters of steps: those of all layers in one kernel
-    return open_here
-
-
-def _is_write(node: fx.Node) -> bool:
-    """`input.copy_(value)`."""
-    return op_of(node) is aten.copy_.default and bool(written(node))
-
-
-def _device(node: fx.Node) -> object:
-    """Where the tensors that a node makes are; a region stays on one device."""
-    value = node.meta.get("val")
-    first = value[0] if isinstance(value, tuple | list) and value else value
-    return getattr(first, "device", None)
-
-
-def _views_for_torch(trace: Trace, by_name: dict[str, Executor]) -> set[fx.Node]:
-    """Views that only single ops read: inside a region they would make those ops wait for it."""
-    found: set[fx.Node] = set()
-    for node in reversed(trace.graph.nodes):
-        readers = [user for user in node.users if user not in found]
-        if is_view(node) and not any(
-            reader.op == "call_function"
-            and not isinstance(by_name[reader.meta["executor"]], TorchExecutor)
-            for reader in readers
-        ):
-            found.add(node)
-    return found
-
-
-def _joinable(candidates: list[Group], sources: list[Group], groups: list[Group]) -> Group | None:
-    """The latest region a node with these sources can join without making a cycle."""
-    upstream = _reachable({source.index for source in sources}, groups)
-    direct = {source.index for source in sources}
-    for group in reversed(candidates):
-        others = direct - {group.index}
-        beyond = _reachable(others, groups) if group.index in upstream else set()
-        if group.index not in beyond:
-            return group
-    return None
-
-
-def _reachable(start: set[int], groups: list[Group]) -> set[int]:
-    """The groups in `start` and all that they need, directly or not."""
-    seen = set(start)
-    stack = list(start)
-    while stack:
-        fresh = groups[stack.pop()].needs - seen
-        seen |= fresh
-        stack.extend(fresh)
-    return seen
-
-
-def _in_order(groups: list[Group]) -> list[Group]:
-    """Groups such that each comes after what it needs; among free choices the program's own order."""
-    done: set[int] = set()
-    ordered: list[Group] = []
-
-    def visit(first: int) -> None:
-        stack = [(first, iter(sorted(groups[first].needs)))]
-        while stack:
-            index, needs = stack[-1]
-            missing = next((n for n in needs if n not in done), None)
-            if missing is not None:
-                stack.append((missing, iter(sorted(groups[missing].needs))))
-                continue
-            stack.pop()
-            if index not in done:
-                done.add(index)
-                ordered.append(groups[index])
-
-    for group in sorted(groups, key=lambda g: g.index):
-        visit(group.index)
-    return ordered
-
-
-# ---- assembling ----------------------------------------------------------------------------------
 
 
 def _assemble(trace: Trace, groups: list[Group], choose: Lower) -> fx.GraphModule:
@@ -244,9 +91,6 @@ def _moves_nothing(node: fx.Node) -> bool:
 
 def _is_region(group: Group) -> bool:
     return group.executor is not None and not all(map(_moves_nothing, group.nodes))
-
-
-Extracted = tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]
 
 
 def _begun(trace: Trace, group: Group) -> Extracted:
@@ -358,57 +202,6 @@ def _give_back(
             copied[node] = graph.node_copy(node, lambda n: copied[n])
             if not is_view(node) and remark:
                 copied[node].meta["remark"], remark = remark, ""
-
-
-def extract(
-    trace: Trace, nodes: list[fx.Node]
-) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
-    """The nodes as a graph module of their own, with the nodes it reads and the ones it gives."""
-    inside = set(nodes)
-    read = {s: None for node in nodes for s in node.all_input_nodes if s not in inside}
-    nested = {s for s in read if s.op == "get_attr" and not isinstance(s.meta.get("val"), Tensor)}
-    inputs = [source for source in read if source not in nested]  # constants are inputs, too
-    inputs += _hidden_sizes(trace, nodes, inputs)
-    graph = fx.Graph()
-    value_of: dict[fx.Node, fx.Node] = {}
-    for source in inputs:
-        value_of[source] = graph.placeholder(source.name)
-        value_of[source].meta = {"val": source.meta.get("val")}
-    for source in nested:
-        value_of[source] = graph.node_copy(source)
-    for node in nodes:
-        value_of[node] = graph.node_copy(node, lambda n: value_of[n])
-    outputs = [node for node in nodes if any(user not in inside for user in node.users)]
-    graph.output(tuple(value_of[node] for node in outputs))
-    return _LazyGraphModule(trace.module, graph, class_name="Region"), inputs, outputs
-
-
-def _hidden_sizes(trace: Trace, nodes: list[fx.Node], inputs: list[fx.Node]) -> list[fx.Node]:
-    """Dynamic sizes that the region's values depend on and its inputs don't show as they are."""
-    shown = {symbol for source in inputs for symbol in _plain_sizes(source.meta.get("val"))}
-    needed = {symbol for node in nodes for symbol in free_symbols(_sizes(node.meta.get("val")))}
-    missing = needed - shown
-    if not missing:
-        return []
-    inside = set(nodes)
-    found: dict[Any, fx.Node] = {}
-    for node in trace.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, SymInt) and node not in inside and value.node.expr in missing:
-            found.setdefault(value.node.expr, node)
-    return list(found.values())
-
-
-def _sizes(value: Any) -> list[Any]:
-    """Sizes and strides inside a metadata value, and the value itself where it is a size."""
-    held = [value] if isinstance(value, SymInt) else []
-    return held + [n for t in tensors(value) for n in (*t.shape, *strides(t))]
-
-
-def _plain_sizes(value: Any) -> list[Any]:
-    """The symbols among them that stand alone."""
-    symbolic = [size.node.expr for size in _sizes(value) if isinstance(size, SymInt)]
-    return [expression for expression in symbolic if expression.is_Symbol]
 
 
 def _lower_with(

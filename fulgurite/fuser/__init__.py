@@ -9,7 +9,8 @@ decide loops; code generators only spell them. `interpret.py` runs the IR in pla
 
 from __future__ import annotations
 
-from .launch import FusedRegion, Kernel
+from .kernel import Kernel
+from .launch import FusedRegion
 from .pipeline import claims, lower, lower_region, why_not
 
 __all__ = ["FusedRegion", "Kernel", "claims", "lower", "lower_region", "why_not"]

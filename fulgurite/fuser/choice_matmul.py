@@ -78,7 +78,7 @@ def _measured(read: Matmuls, schedule: MatmulSchedule, place: torch.device) -> b
     if place.type == "cuda" and torch.cuda.get_device_capability(place) != MEASURED:
         return False
     if len(schedule.accumulators) > 1:
-        return False  # not every tile of two products gave right results; tune=True looks at them
+        return False  # timed, but not compared in the tile that is chosen; tune=True does both
     rows = schedule.rows.size
     if not (schedule.descriptors and rows.is_constant and rows.constant >= LEAST_ROWS):
         return False

@@ -37,6 +37,18 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def may_specialize() -> bool:
+    """Is a loop whose warps go apart compiled right? Not before Triton 3.7: such loops are not written for it.
+
+    3.6 leaves barriers in memory that tiles are then copied to (triton-lang/triton#9592 gives them memory of their
+    own). On an H200 the first columns of tiles were NaN: what a barrier is when it is read as numbers.
+    """
+    import triton
+
+    major, minor = map(int, triton.__version__.split(".")[:2])
+    return (major, minor) >= (3, 7)
+
+
 def load_module(text: str) -> ModuleType:
     """The module, from a file of the kernel cache: Triton reads the source of what it compiles."""
     key = cache.digest(text)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .ir import Constant, Expression, Operation
+from .expression import Constant, Expression, Operation
 from .pointwise_rules import Unsupported, add, apply, div, mul, number, sub, where
 
 

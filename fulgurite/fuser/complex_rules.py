@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -17,9 +17,11 @@ from torch.fx import Node
 from . import index as indices
 from . import movement_rules, reduction_rules, scan_rules, view_rules
 from .complex_formulas import FORMULAS, Pair
+from .expression import Bound, Constant, Expression, Load, guard, value_type
 from .index import Index
-from .ir import Bound, Constant, Expression, Load, Output, guard, value_type
+from .ir import Output
 from .pointwise_rules import Unsupported
+from .reader import Reader
 from .values import (
     Axes,
     Complex,
@@ -32,9 +34,6 @@ from .values import (
     reshape,
     window,
 )
-
-if TYPE_CHECKING:
-    from .from_trace import Reader
 
 PARTS = ("real", "imaginary")
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from fulgurite.device import Device
 
+from .expression import Load, Operation, walk
 from .index import Atom, Index
-from .ir import Load, Operation, Statement, Tensor, walk
+from .ir import Statement, Tensor
 from .primitives import PRIMITIVES
 
 ASSUMED_SIZE = 512

@@ -1,16 +1,14 @@
 """Reads a region's fx graph into the IR.
 
 In: a GraphModule of functional ATen nodes with FakeTensor metadata. Out: an `ir.Region`, and, per
-node, whether it can be read at all (`readable`). Every op is a row in one of three tables:
-`pointwise_rules.RULES` and `special_rules.RULES` (elementwise), `view_rules.RULES` (index maps, no memory) and
-`statement_rules.RULES` (reductions, copies with another order, gathers, factories).
+node, why it can't be read (`unreadable`). Every op is a row in a table: of `pointwise_rules`, `activation_rules` and
+`special_rules` (elementwise), of `view_rules` (index maps, no memory) or of `statement_rules` (reductions, copies with
+another order, gathers, factories).
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
 from torch._prims_common import elementwise_dtypes
 
 from . import (
+    activation_rules,
     complex_rules,
     pointwise_rules,
     special_rules,
@@ -27,39 +26,14 @@ from . import (
     write_rules,
 )
 from . import index as indices
+from .expression import Expression, value_type
 from .index import Index
-from .ir import (
-    Constant,
-    Expression,
-    Operation,
-    Output,
-    Position,
-    Reduction,
-    Region,
-    Scan,
-    Statement,
-    Tensor,
-    statement,
-    value_type,
-)
+from .ir import Output, Region, Statement, Tensor
 from .pointwise_rules import Unsupported
+from .reader import VALUE_TYPES, Reader
 from .values import Complex, Value, from_size, from_stride
 
-VALUE_TYPES = {
-    torch.bool,
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float32,
-    torch.float64,
-}
-
-POINTWISE = {**pointwise_rules.RULES, **special_rules.RULES}
+POINTWISE = {**pointwise_rules.RULES, **activation_rules.RULES, **special_rules.RULES}
 
 # prims that mean something else than the ATen op of that name: whole division, other arguments
 OTHER_PRIMS = {"div", "pow", "where", "reshape", "squeeze", "transpose", "amax", "amin"}
@@ -93,151 +67,6 @@ def arguments(node: torch.fx.Node) -> dict[str, Any]:
     if renamed and bound.get("dim", "some") in (None, [], ()):
         raise Unsupported("a reduction over no dimensions")  # ATen reads that as all of them
     return bound
-
-
-class Reader:
-    """Values of the nodes read so far, and the statements they need."""
-
-    def __init__(self) -> None:
-        self.values: dict[torch.fx.Node, Any] = {}
-        self.statements: list[Statement] = []
-        self.tensors: dict[str, Tensor] = {}
-        self.writes: list[tuple[str, str]] = []  # a statement, and the input that gets its values
-        self.origin = ""
-        self.reading: torch.fx.Node | None = None
-        self.maker: dict[str, torch.fx.Node | None] = {}  # the node that a statement was made for
-        self.streams = 0
-        self.part: str | None = None  # of complex numbers, the one that is being read
-
-    # what rules call
-
-    def value(self, node: Any) -> Value:
-        found = self.values.get(node)
-        if isinstance(found, Complex):
-            if self.part is None:
-                raise Unsupported("a complex number among real ones")
-            return found.real if self.part == "real" else found.imaginary
-        if not isinstance(found, Value):
-            raise Unsupported("an argument that is not a tensor")
-        return found
-
-    def integer(self, argument: Any) -> Index:
-        """An int argument of an op: a number, or a node that computes a dynamic size."""
-        if isinstance(argument, torch.fx.Node):
-            found = self.values[argument]
-            if not isinstance(found, Index):
-                raise Unsupported("a size that is not an integer")
-            return found
-        if isinstance(argument, torch.SymInt):
-            return from_size(argument)
-        return Index(int(argument))
-
-    def sizes(self, arguments: Sequence[Any]) -> tuple[Index, ...]:
-        return tuple(self.integer(argument) for argument in arguments)
-
-    def next_stream(self) -> int:
-        """A number for the next op that draws random numbers."""
-        self.streams += 1
-        return self.streams - 1
-
-    def meta(self, node: torch.fx.Node) -> Any:
-        return node.meta["val"]
-
-    def store(
-        self,
-        name: str,
-        dtype: torch.dtype,
-        axes: tuple[indices.Axis, ...],
-        expression: Expression,
-        reduction: Reduction | None = None,
-        strides: tuple[Index, ...] | None = None,
-        scan: Scan | None = None,
-        pairs: bool = False,
-    ) -> Value:
-        """Adds the statement name[axes] = expression."""
-        if strides is None or any(axis.size == 0 for axis in axes):
-            # strides of nothing may all be 0, and a loop that no index depends on would be left out
-            inner = indices.ONE
-            backwards: list[Index] = []
-            for axis in reversed(axes):
-                backwards.append(inner)
-                inner = inner * axis.size
-            strides = tuple(reversed(backwards))
-        while name in self.tensors:
-            name += "_"
-        # dimensions of one element are no loops: the statement has none, its value has them again
-        kept = [k for k, axis in enumerate(axes) if axis.size != 1]
-        single = {axis: indices.ZERO for axis in axes if axis.size == 1}
-        if single:
-            expression = expression.substitute(single)
-        if reduction is not None:
-            over = tuple(axis for axis in reduction.axes if axis.size != 1)
-            ones = {axis: indices.ZERO for axis in reduction.axes if axis.size == 1}
-            expression = expression.substitute(ones) if ones else expression
-            reduction = replace(reduction, axes=over) if over else None
-        loops = tuple(axes[k] for k in kept)
-        steps = tuple(strides[k] for k in kept)
-        tensor = Tensor(name, dtype, tuple(a.size for a in loops), steps, pairs)
-        self.tensors[name] = tensor
-        self.maker[name] = self.reading
-        along = scan if scan is not None and scan.axis in loops else None
-        self.statements.append(statement(tensor, loops, expression, reduction, self.origin, along))
-        value = values.of_tensor(tensor)
-        if not single:
-            return value
-        return value.view([axis.size for axis in axes], lambda new: [new[k] for k in kept])
-
-    def result(
-        self, node: torch.fx.Node, expression_at: Any, fake: Any = None, part: str = ""
-    ) -> Value:
-        """A statement with the sizes, strides and dtype of the node, or of `fake`, a part of it."""
-        fake = self.meta(node) if fake is None else fake
-        sizes = tuple(from_size(size) for size in fake.shape)
-        axes = values.fresh_axes(sizes)
-        strides = tuple(from_stride(stride) for stride in fake.stride())
-        expression = convert(expression_at(axes), fake.dtype)
-        name = f"{node.name}_{part}" if part else node.name
-        return self.store(name, fake.dtype, axes, expression, strides=strides)
-
-    def operand(
-        self, argument: Any, axes: tuple[indices.Axis, ...], dtype: torch.dtype
-    ) -> Expression:
-        """A tensor or number as an expression at the axes of a result, in a value type."""
-        if isinstance(argument, torch.fx.Node):
-            found = self.values[argument]
-            if isinstance(found, Index):
-                return convert(Position(found, torch.int64), dtype)
-            return convert(self.value(argument).broadcast(axes), dtype)
-        if isinstance(argument, torch.SymInt):
-            return convert(Position(from_size(argument), torch.int64), dtype)
-        if isinstance(argument, bool | int | float):
-            return constant(argument, dtype)
-        raise Unsupported(f"an argument {argument!r}")
-
-
-def constant(number: float | int | bool, dtype: torch.dtype) -> Constant:
-    if dtype.is_floating_point:
-        return Constant(float(number), dtype)
-    if dtype == torch.bool:
-        return Constant(bool(number), dtype)
-    if isinstance(number, float) and (number != number or number in (float("inf"), -float("inf"))):
-        raise Unsupported(f"{number} as an integer")
-    info = torch.iinfo(dtype)
-    whole = int(number)
-    if not info.min <= whole <= info.max:
-        whole = (whole - info.min) % (info.max - info.min + 1) + info.min
-    return Constant(whole, dtype)
-
-
-def convert(expression: Expression, dtype: torch.dtype) -> Expression:
-    """The expression in the value type of `dtype`; rounds only where value types differ."""
-    if value_type(expression.dtype) == value_type(dtype):
-        return expression
-    if value_type(dtype) not in VALUE_TYPES:
-        raise Unsupported(f"{dtype} values")
-    if isinstance(expression, Constant):
-        return constant(expression.value, value_type(dtype))
-    return Operation("cast", (expression,), value_type(dtype))
 
 
 def compute_type(rule: pointwise_rules.Rule, tensors: list[Any], node: torch.fx.Node) -> Any:
@@ -358,6 +187,8 @@ def input_value(reader: Reader, name: str, fake: Any) -> Tensor | Index:
     _check_tensor(fake)
     sizes = tuple(from_size(size) for size in fake.shape)
     strides = tuple(from_stride(stride) for stride in fake.stride())
+    if any(size == 0 for size in sizes):
+        strides = values.dense_strides(sizes)
     tensor = Tensor(name, fake.dtype, sizes, strides)
     if fake.dtype.is_complex:
         steps = (*(stride * 2 for stride in strides), indices.ONE)
@@ -392,9 +223,9 @@ def _as_value(argument: Tensor | Index) -> Value | Complex | Index:
     return complex_rules.halves(value, argument.dtype.to_complex()) if argument.pairs else value
 
 
-def read(region: torch.fx.GraphModule) -> Region:
-    """The whole region."""
-    reader = Reader()
+def read(region: torch.fx.GraphModule, corrects: bool = False) -> Region:
+    """The whole region; `corrects` makes variances right about means that are far from 0."""
+    reader = Reader(corrects)
     taken: list[Tensor | Index] = []
     outputs: tuple[Output, ...] = ()
     for node in region.graph.nodes:

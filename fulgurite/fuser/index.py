@@ -9,74 +9,9 @@ equal indices are, as far as the simplification sees, the same value.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
-if TYPE_CHECKING:
-    from .ir import Expression
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """A loop variable: 0 <= name < size."""
-
-    name: str
-    size: Index
-
-    def __str__(self) -> str:
-        return self.name
-
-
-@dataclass(frozen=True, slots=True)
-class Symbol:
-    """A size that is known only when the kernel is called; at least `low`."""
-
-    name: str
-    low: int = 0
-
-    def __str__(self) -> str:
-        return self.name
-
-
-@dataclass(frozen=True, slots=True)
-class Quotient:
-    """numerator // denominator, rounded down."""
-
-    numerator: Index
-    denominator: Index
-
-    def __str__(self) -> str:
-        return f"({self.numerator})//{_factor(self.denominator)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Remainder:
-    """numerator % denominator, with the sign of the denominator."""
-
-    numerator: Index
-    denominator: Index
-
-    def __str__(self) -> str:
-        return f"({self.numerator})%{_factor(self.denominator)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """An integer that a tensor holds, below `size`: the index of a gather.
-
-    Where it `wraps`, negative values count from the end; elsewhere they are out of range.
-    """
-
-    value: Expression
-    size: Index
-    wraps: bool = True
-
-    def __str__(self) -> str:
-        return str(self.value)
-
-
-Atom = Axis | Symbol | Quotient | Remainder | Loaded
-Monomial = tuple[Atom, ...]
+from .atoms import Atom, Axis, Loaded, Monomial, Quotient, Remainder, Symbol, order
 
 
 class Index:
@@ -136,7 +71,7 @@ class Index:
         for left, a in (((), self.constant), *self.terms):
             for right, b in (((), other.constant), *other.terms):
                 if a and b:
-                    monomial = tuple(sorted(left + right, key=_atom_key))
+                    monomial = tuple(sorted(left + right, key=order))
                     terms[monomial] = terms.get(monomial, 0) + a * b
         return _index(terms.pop((), 0), terms)
 
@@ -264,7 +199,7 @@ class Index:
             least: int | None = 1
             most: int | None = 1
             for atom in monomial:
-                atom_low, atom_high = _atom_bounds(atom)
+                atom_low, atom_high = atom.bounds()
                 if atom_low is None or atom_low < 0:
                     least = most = None
                     break
@@ -323,22 +258,6 @@ def divide_exactly(index: Index, by: Index) -> Index | None:
     return _index(terms.pop((), 0), terms)
 
 
-def recombine(index: Index) -> Index:
-    """`(n//d)*d*c + (n%d)*c` is `n*c`: addresses through a reshape become plain again."""
-    for monomial, coefficient in index.terms:
-        for atom in monomial:
-            if not isinstance(atom, Remainder):
-                continue
-            rest = tuple(other for other in monomial if other is not atom)
-            factor = Index(0, ((rest, coefficient),)) if rest else Index(coefficient)
-            quotient = of_atom(Quotient(atom.numerator, atom.denominator))
-            pair = quotient * atom.denominator * factor
-            if pair.terms and pair.terms[0] in index.terms:
-                left = index - pair - Index(0, ((monomial, coefficient),))
-                return recombine(left + atom.numerator * factor)
-    return index
-
-
 def floordiv(index: Index, by: Index) -> Index:
     """index // by for a positive `by`."""
     whole, rest = _split(index, by)
@@ -357,36 +276,6 @@ def modulo(index: Index, by: Index) -> Index:
     if not rest.terms and not by.terms and by.constant:
         return Index(rest.constant % by.constant)
     return of_atom(Remainder(rest, by))
-
-
-def map_loaded(index: Index, change: Callable[[Expression], Expression]) -> Index:
-    """The index with the expressions inside gathered positions changed."""
-    if not index.terms or not any(_holds_loaded(atom) for atom in index.atoms()):
-        return index
-    total = Index(index.constant)
-    for monomial, coefficient in index.terms:
-        term = Index(coefficient)
-        for atom in monomial:
-            if isinstance(atom, Loaded):
-                term = term * of_atom(replace(atom, value=change(atom.value)))
-            elif isinstance(atom, Quotient):
-                inner = map_loaded(atom.numerator, change)
-                term = term * floordiv(inner, atom.denominator)
-            elif isinstance(atom, Remainder):
-                inner = map_loaded(atom.numerator, change)
-                term = term * modulo(inner, atom.denominator)
-            else:
-                term = term * of_atom(atom)
-        total = total + term
-    return total
-
-
-def _holds_loaded(atom: Atom) -> bool:
-    if isinstance(atom, Loaded):
-        return True
-    if isinstance(atom, Quotient | Remainder):
-        return any(_holds_loaded(a) for a in atom.numerator.atoms())
-    return False
 
 
 def _split(index: Index, by: Index) -> tuple[Index, Index]:
@@ -431,25 +320,6 @@ def _within(index: Index, size: Index) -> bool:
     return remaining == 0 and reach == size
 
 
-def _atom_bounds(atom: Atom) -> tuple[int | None, int | None]:
-    if isinstance(atom, Axis):
-        _, high = atom.size.bounds()
-        return 0, None if high is None else max(high - 1, 0)
-    if isinstance(atom, Symbol):
-        return atom.low, None
-    if isinstance(atom, Loaded):
-        _, high = atom.size.bounds()
-        return 0, None if high is None else max(high - 1, 0)
-    if isinstance(atom, Remainder):
-        _, high = atom.denominator.bounds()
-        return 0, None if high is None else max(high - 1, 0)
-    low, high = atom.numerator.bounds()
-    if not atom.denominator.is_constant:
-        return (0, high) if low is not None and low >= 0 else (None, None)
-    by = atom.denominator.constant
-    return None if low is None else low // by, None if high is None else high // by
-
-
 def _substitute_atom(atom: Atom, axes: Mapping[Axis, Index]) -> Index:
     if isinstance(atom, Axis):
         return axes.get(atom, of_atom(atom))
@@ -464,14 +334,5 @@ def _substitute_atom(atom: Atom, axes: Mapping[Axis, Index]) -> Index:
 
 def _index(constant: int, terms: dict[Monomial, int]) -> Index:
     kept = [(m, c) for m, c in terms.items() if c]
-    kept.sort(key=lambda term: (tuple(_atom_key(a) for a in term[0]), term[1]))
+    kept.sort(key=lambda term: (tuple(order(a) for a in term[0]), term[1]))
     return Index(constant, tuple(kept))
-
-
-def _atom_key(atom: Atom) -> tuple[int, str]:
-    kind = 0 if isinstance(atom, Axis) else 1 if isinstance(atom, Symbol) else 2
-    return kind, str(atom)
-
-
-def _factor(index: Index) -> str:
-    return str(index) if index.is_constant or index.plain else f"({index})"

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from . import index as indices
-from .index import Atom, Axis, Index, Loaded, Quotient, Remainder, Symbol
-from .ir import (
+from .expression import (
     NARROW_FLOATS,
     PACKED,
     Bound,
@@ -23,11 +22,10 @@ from .ir import (
     Load,
     Operation,
     Position,
-    Region,
-    Statement,
-    Tensor,
     value_type,
 )
+from .index import Atom, Axis, Index, Loaded, Quotient, Remainder, Symbol
+from .ir import Region, Statement, Tensor
 from .primitives import PRIMITIVES
 from .random_rules import SEED, draw_seed
 

@@ -10,55 +10,20 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from fulgurite import device, replay, timing
+from fulgurite import device, replay
 from fulgurite.config import environment
 from fulgurite.errors import FusionError
 
-from . import cost, interpret
-from .codegen.cpp import KernelText, Unit
+from .codegen.cpp import Unit
 from .index import Index, Quotient, Remainder, Symbol, product
 from .ir import Region, Tensor
-from .memory import Lifetime, allocate, plan
+from .kernel import Kernel, Library
+from .memory import Lifetime, allocate, empty_strided, is_small, plan
 from .random_rules import SEED, draw_seed
-from .schedule.base import Schedule
-from .schedule.gpu import GpuSchedule
-
-Library = Callable[[], ctypes.CDLL]  # waits until it is built
-
-
-@dataclass(frozen=True, repr=False)
-class Kernel:
-    """One generated kernel, for people to look at."""
-
-    name: str
-    source: str
-    schedule: Schedule | GpuSchedule
-    ops: tuple[str, ...]
-    bytes: int
-    flops: int
-    predicted: float  # seconds
-    reason: str  # why the segment ends where it does
-    _measure: Callable[[], float] = field(repr=False, compare=False)
-
-    def __str__(self) -> str:
-        size = f"{self.bytes / 2**20:.1f} MiB"
-        return f"{self.name}: {len(self.ops)} ops, {size}, {self.schedule}; {self.reason}"
-
-    __repr__ = __str__
-
-    def measure(self) -> float:
-        """Seconds of a run on memory of this kernel's own, the median of several."""
-        return self._measure()
-
-    @property
-    def of_limit(self) -> float:
-        """Predicted over measured: 1.0 is the roofline."""
-        return self.predicted / self.measure()
 
 
 def python_index(index: Index) -> str:
@@ -130,19 +95,25 @@ class FusedRegion:
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         return self._call(*arguments)
 
+    @property
+    def prepared(self) -> Callable[..., tuple[Any, ...]] | None:
+        """The function that a call comes down to, once there is one."""
+        return None if self._call == self._first else self._call
+
     def _prepare(self, library: ctypes.CDLL | None) -> Callable[..., tuple[Any, ...]]:
         scope: dict[str, Any] = {
             "as_strided": torch.as_strided,
             "view_as_real": torch.view_as_real,
             "view_as_complex": torch.view_as_complex,
             "allocate": allocate,
-            "restride": _restride,
+            "empty": empty_strided,
+            "restride": restride,
             "draw_seed": draw_seed,
             "threads": _thread_count(),
         }
         if library is not None:
             name = " ".join(kernel.name for kernel in self.kernels)
-            scope["run"] = replay.Kernel(library, "run", name, _problem)
+            scope["run"] = replay.Kernel(library, "run", name, _problem).__call__
             scope["pack"] = struct.Struct(f"{len(self.unit.slots) + 1}q").pack
         self.launcher = self._text(scope)
         exec(compile(self.launcher, "<fused region>", "exec"), scope)  # our own text
@@ -184,16 +155,18 @@ class FusedRegion:
             tensor = region.tensors[name]
             whole = self._whole_output(name)
             layout = (tensor.sizes, tensor.strides) if whole is None else whole
-            sizes, strides = (_tuple([python_index(n) for n in part]) for part in layout)
+            sizes, strides = (tuple_text([python_index(n) for n in part]) for part in layout)
             scope[f"dtype{number}"] = tensor.dtype
-            lines.append(f"    t{number} = allocate({sizes}, {strides}, dtype{number})")
+            make = "empty" if is_small(layout[0], layout[1], tensor.dtype) else "allocate"
+            lines.append(f"    t{number} = {make}({sizes}, {strides}, dtype{number})")
             held[name] = f"t{number}"
             address[name] = f"t{number}.data_ptr()"
         if unit.slots:
             given = [address.get(name, name) for name in unit.slots]
-            lines.append(f"    run(pack({', '.join([*given, 'threads()'])}))")
+            results = tuple_text(list(held.values()))  # a recording holds them
+            lines.append(f"    run(pack({', '.join([*given, 'threads()'])}), {results})")
         self._writes(lines, held)
-        lines.append(f"    return {_tuple([self._result(o, held) for o in region.outputs])}")
+        lines.append(f"    return {tuple_text([self._result(o, held) for o in region.outputs])}")
         return "\n".join(lines) + "\n"
 
     @property
@@ -248,7 +221,7 @@ class FusedRegion:
 
     def _checked(self, lines: list[str], position: int, tensor: Tensor) -> None:
         """An argument whose strides are not the promised ones is laid out again."""
-        want = _tuple([python_index(stride) for stride in tensor.strides])
+        want = tuple_text([python_index(stride) for stride in tensor.strides])
         if tensor.name in {target for _, target in self.region.writes}:
             lines.append(f"    w{position} = a{position}")
         lines.append(f"    if a{position}.stride() != {want}:")
@@ -273,7 +246,7 @@ class FusedRegion:
                 lines.append(f"    if {given} is not a{k}:")
                 lines.append(f"        {given}.copy_(a{k})")
             else:
-                strides = _tuple([python_index(stride) for stride in argument.strides])
+                strides = tuple_text([python_index(stride) for stride in argument.strides])
                 lines.append(f"    {given}.copy_(as_strided({held[name]}, a{k}.shape, {strides}))")
 
     def _result(self, output: Any, held: dict[str, str]) -> str:
@@ -294,8 +267,8 @@ class FusedRegion:
             same = [o for o in self.region.outputs if o.name == output.name and o.offset == 0]
             if output is next(o for o in same if (o.sizes, o.strides) == whole):
                 return base  # the others are views of it, and so is a view of an argument
-        sizes = _tuple([python_index(size) for size in output.sizes])
-        strides = _tuple([python_index(stride) for stride in output.strides])
+        sizes = tuple_text([python_index(size) for size in output.sizes])
+        strides = tuple_text([python_index(stride) for stride in output.strides])
         offset = python_index(output.offset)
         return f"as_strided({base}, {sizes}, {strides}, {base}.storage_offset() + {offset})"
 
@@ -308,11 +281,11 @@ def _thread_count() -> Callable[[], int]:
     return lambda: number
 
 
-def _tuple(parts: list[str]) -> str:
+def tuple_text(parts: list[str]) -> str:
     return "(" + ", ".join(parts) + ("," if len(parts) == 1 else "") + ")"
 
 
-def _restride(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+def restride(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """A copy with other strides; for sizes of 1 and empty tensors the strides mean nothing."""
     same = all(
         have == want or size == 1
@@ -329,35 +302,3 @@ def _problem(status: int) -> Exception:
     if status == 2:
         return RuntimeError("ZeroDivisionError")
     return IndexError("index out of range in a fused gather, index or embedding")
-
-
-def measured(text: KernelText, unit: Unit, library: Library, region: Region) -> Callable[[], float]:
-    """A function that times one kernel on buffers of its own."""
-
-    def measure() -> float:
-        run = getattr(library(), f"only_{text.name}")
-        run.argtypes, run.restype = [ctypes.c_char_p], ctypes.c_int64
-        tensors = region.tensors
-        buffers: dict[str, torch.Tensor] = {}
-        for name in (*text.reads, *text.writes):
-            tensor = tensors[name]
-            reach = 1 + sum(
-                (cost.number(size) - 1) * cost.number(stride)
-                for size, stride in zip(tensor.sizes, tensor.strides, strict=True)
-            )
-            buffers[name] = torch.zeros(max(reach, 1), dtype=tensor.dtype)
-        values = []
-        for name in unit.slots:
-            values.append(buffers[name].data_ptr() if name in buffers else cost.ASSUMED_SIZE)
-        packed = struct.pack(f"{len(values) + 1}q", *values, device.cpu_threads())
-        return timing.compare({text.name: lambda: run(packed)}, budget=0.2)[text.name]
-
-    return measure
-
-
-def interpreted(region: Region) -> Callable[..., tuple[Any, ...]]:
-    """The region in plain torch, for a machine without a compiler and for tests."""
-    return lambda *arguments: interpret.run(region, arguments)
-
-
-__all__ = ["FusedRegion", "Kernel", "interpreted", "measured"]

@@ -28,7 +28,8 @@ from .compile_triton import (
 )
 from .index import Index
 from .ir import Region, Tensor
-from .launch import FusedRegion, Kernel, _restride, _tuple, python_index, symbol_sources
+from .kernel import Kernel
+from .launch import FusedRegion, python_index, restride, symbol_sources, tuple_text
 from .random_rules import SEED, draw_seed
 
 
@@ -57,7 +58,7 @@ class TritonRegion(FusedRegion):
             "allocate": allocator(self.device),
             "empty": torch.empty,
             "device": self.device,
-            "restride": _restride,
+            "restride": restride,
             "draw_seed": draw_seed,
             "variants": self.variants,
             "give_scratch": give_scratch,
@@ -98,7 +99,7 @@ class TritonRegion(FusedRegion):
         held = self._allocations(lines, scope, address, take)
         self._launches(lines, address, on_gpu)
         self._writes(lines, held)
-        lines.append(f"    return {_tuple([self._result(o, held) for o in region.outputs])}")
+        lines.append(f"    return {tuple_text([self._result(o, held) for o in region.outputs])}")
         return "\n".join(lines) + "\n"
 
     def _allocations(
@@ -113,7 +114,7 @@ class TritonRegion(FusedRegion):
             tensor = region.tensors[name]
             whole = self._whole_output(name)
             layout = (tensor.sizes, tensor.strides) if whole is None else whole
-            sizes, strides = (_tuple([python_index(n) for n in part]) for part in layout)
+            sizes, strides = (tuple_text([python_index(n) for n in part]) for part in layout)
             scope[f"dtype{number}"] = tensor.dtype
             lines.append(f"    t{number} = allocate({sizes}, {strides}, dtype{number})")
             lines.append(f"    q{number} = {take.format(f't{number}')}")

@@ -6,7 +6,7 @@ multiplied beforehand. A pointwise kernel waits for memory anyway; a tile of a p
 
 from __future__ import annotations
 
-from .ir import Constant, Expression, Operation
+from .expression import Constant, Expression, Operation
 from .nest import rewrite
 
 

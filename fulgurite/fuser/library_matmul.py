@@ -41,6 +41,10 @@ class LibraryRegion(FusedRegion):
     def wait(self) -> None:
         self.rest.wait()
 
+    @property
+    def prepared(self) -> Callable[..., tuple[Any, ...]] | None:
+        return None
+
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         made = [torch.mm(arguments[left], arguments[right]) for left, right in self.operands]
         return self.rest(*made, *(arguments[k] for k in self.others))

@@ -16,9 +16,11 @@ from torch import fx
 
 from . import from_trace
 from . import index as indices
+from .expression import Load, Operation
 from .index import Axis
-from .ir import Load, Operation, Reduction, Region, Statement, Tensor, statement
+from .ir import Reduction, Region, Statement, Tensor, statement
 from .pointwise_rules import Unsupported
+from .reader import Reader
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default)
@@ -151,7 +153,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _input(node: fx.Node) -> Any:
-    return from_trace.input_value(from_trace.Reader(), node.name, node.meta["val"])
+    return from_trace.input_value(Reader(), node.name, node.meta["val"])
 
 
 def _statement(product: Product, result: Tensor) -> Statement:

@@ -6,29 +6,18 @@ Same calling convention as `view_rules`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from . import index as indices
+from .expression import Bound, Constant, Expression, Operation, Position, guard, value_type
 from .index import Index, Loaded
-from .ir import (
-    Bound,
-    Constant,
-    Expression,
-    Operation,
-    Position,
-    guard,
-    value_type,
-)
 from .pointwise_rules import Unsupported, number, where
+from .reader import Reader
 from .values import Axes, Value, cast_to, dimension, positions, reshape
 from .view_rules import clamped_start
-
-if TYPE_CHECKING:
-    from .from_trace import Reader
-
 
 # moved elements
 

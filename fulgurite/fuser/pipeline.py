@@ -12,12 +12,14 @@ from fulgurite.errors import FusionError
 from . import cost, from_trace
 from .codegen import cpp, triton
 from .compile_triton import interpreting
-from .ir import Region, value_type
-from .launch import FusedRegion, Kernel, measured
+from .expression import value_type
+from .ir import Region
+from .kernel import Kernel, measured
+from .launch import FusedRegion
 from .library_matmul import LibraryRegion
 from .matmul import has_products
 from .naming import kernel_name
-from .nest import build
+from .nest_builder import build
 from .pipeline_matmul import lower_matmul
 from .pipeline_triton import installed, lower_triton
 from .pointwise_rules import Unsupported
@@ -73,10 +75,9 @@ def lower(
         with _disable_current_modes():  # a region is lowered while torch traces on FakeTensors
             if has_products(region):
                 return lower_products(region, place, tune)
-            read = from_trace.read(region)
             if use_triton or place.type == "cuda":
-                return lower_triton(read, place, tune)
-            return lower_region(read)
+                return lower_triton(from_trace.read(region), place, tune)
+            return lower_region(from_trace.read(region, corrects=True))
     except Unsupported as reason:
         raise FusionError(
             f"{reason} can't be part of a generated kernel",

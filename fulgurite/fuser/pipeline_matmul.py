@@ -17,11 +17,11 @@ from fulgurite.device import Device
 
 from . import cost, matmul
 from .codegen.triton_matmul import write_matmul
-from .compile_triton import Program, interpreting, make_program, measured
-from .launch import Kernel
+from .compile_triton import Program, interpreting, make_program, may_specialize, measured
+from .kernel import Kernel
 from .launch_triton import TritonRegion, needs_wide
 from .matmul import Matmuls
-from .nest import build
+from .nest_builder import build
 from .pipeline_triton import PRETENDED
 from .pointwise_rules import Unsupported
 from .refine import refine
@@ -41,6 +41,8 @@ def lower_matmul(
     """The kernel of a region whose products are read by elementwise ops; `tune` searches its tiles."""
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device())
+    if tile is not None and tile.loop == "warp_specialize" and not may_specialize():
+        raise Unsupported("a loop with warps apart, which Triton compiles right from 3.7 on")
     machine = device.cuda(place.index) if place.type == "cuda" else PRETENDED
     read = matmul.read(module)
     schedule, part = scheduled(read, machine, tile)

@@ -18,10 +18,10 @@ from . import cost
 from .codegen.triton import Stage, write_stages
 from .compile_triton import Program, interpreting, make_program, measured
 from .ir import Region
-from .launch import Kernel
+from .kernel import Kernel
 from .launch_triton import TritonRegion, needs_wide
 from .naming import kernel_name
-from .nest import build
+from .nest_builder import build
 from .refine import refine
 from .schedule.gpu import GpuSchedule, choose_gpu_schedule, row_limit
 from .search import searched

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .ir import Constant, Expression, Operation
+from .expression import Constant, Expression, Operation
 
 BOOLEAN = {"eq", "ne", "lt", "le", "gt", "ge", "signbit"}
 
@@ -92,6 +92,15 @@ def _binary(name: str, promotion: str = "default") -> Rule:
     return Rule(("self", "other"), promotion, lambda a, b, **_: apply(name, a, b))
 
 
+def _number_extreme(name: str, whole: str) -> Rule:
+    """The extreme of what is a number; integers always are."""
+    return Rule(
+        ("self", "other"),
+        "default",
+        lambda a, b, **_: apply(whole if _integral(a) else name, a, b),
+    )
+
+
 def _round(a: Expression, decimals: int = 0) -> Expression:
     if decimals:
         raise Unsupported("round with decimals")
@@ -108,10 +117,6 @@ def _truth(a: Expression) -> Expression:
 
 def _logical(name: str) -> Rule:
     return Rule(("self", "other"), "bool", lambda a, b, **_: apply(name, _truth(a), _truth(b)))
-
-
-def _bitwise(name: str) -> Rule:
-    return Rule(("self", "other"), "default", lambda a, b, **_: apply(name, a, b))
 
 
 def _add(a: Expression, b: Expression, alpha: Any = 1) -> Expression:
@@ -172,122 +177,12 @@ def _power(a: Expression, b: Expression) -> Expression:
     return apply("pow", a, b)
 
 
-def _clamp(
+def clamp(
     a: Expression, low: Expression | None = None, high: Expression | None = None
 ) -> Expression:
     if low is not None:
         a = apply("maximum", a, low)
     return a if high is None else apply("minimum", a, high)
-
-
-def relu(a: Expression) -> Expression:
-    # max(a, 0) that keeps NaN and, as torch does, gives +0 for -0
-    return apply("maximum", a, number(0, a))
-
-
-def silu(a: Expression) -> Expression:
-    return div(a, add(number(1, a), apply("exp", apply("neg", a))))
-
-
-def _silu_backward(grad: Expression, a: Expression) -> Expression:
-    s = apply("sigmoid", a)
-    return mul(mul(grad, s), add(number(1, a), mul(a, one_minus(s))))
-
-
-def _gelu(a: Expression, approximate: str = "none") -> Expression:
-    half = mul(number(0.5, a), a)
-    if approximate == "tanh":
-        return mul(half, add(number(1, a), apply("tanh", _gelu_inner(a))))
-    inner = apply("erf", mul(a, number(math.sqrt(0.5), a)))
-    return mul(half, add(number(1, a), inner))
-
-
-def _gelu_inner(a: Expression) -> Expression:
-    cube = mul(mul(a, a), a)
-    return mul(number(math.sqrt(2 / math.pi), a), add(a, mul(number(0.044715, a), cube)))
-
-
-def _gelu_backward(grad: Expression, a: Expression, approximate: str = "none") -> Expression:
-    half = number(0.5, a)
-    if approximate == "tanh":
-        t = apply("tanh", _gelu_inner(a))
-        left = mul(half, add(number(1, a), t))
-        slope: Expression = add(number(1, a), mul(number(3 * 0.044715, a), mul(a, a)))
-        slope = mul(slope, number(math.sqrt(2 / math.pi), a))
-        right = mul(mul(mul(half, a), one_minus(mul(t, t))), slope)
-        return mul(grad, add(left, right))
-    cdf = mul(half, add(number(1, a), apply("erf", mul(a, number(math.sqrt(0.5), a)))))
-    density: Expression = apply("exp", mul(number(-0.5, a), mul(a, a)))
-    density = mul(density, number(1 / math.sqrt(2 * math.pi), a))
-    return mul(grad, add(cdf, mul(a, density)))
-
-
-def _leaky_relu(a: Expression, negative_slope: float = 0.01) -> Expression:
-    return where(apply("gt", a, number(0, a)), a, scaled(a, negative_slope))
-
-
-def _leaky_relu_backward(
-    grad: Expression, a: Expression, negative_slope: float, self_is_result: bool
-) -> Expression:
-    return where(apply("gt", a, number(0, a)), grad, scaled(grad, negative_slope))
-
-
-def _elu(a: Expression, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Expression:
-    low = scaled(apply("expm1", scaled(a, input_scale)), alpha * scale)
-    return where(apply("gt", a, number(0, a)), scaled(a, scale), low)
-
-
-def _softplus(a: Expression, beta: float = 1, threshold: float = 20) -> Expression:
-    scaled_a = scaled(a, beta)
-    smooth: Expression = apply("log1p", apply("exp", scaled_a))
-    smooth = smooth if beta == 1 else div(smooth, number(beta, a))
-    return where(apply("gt", scaled_a, number(threshold, a)), a, smooth)
-
-
-def _softplus_backward(
-    grad: Expression, a: Expression, beta: float, threshold: float
-) -> Expression:
-    scaled_a = scaled(a, beta)
-    z = apply("exp", scaled_a)
-    smooth = mul(grad, div(z, add(z, number(1, a))))
-    return where(apply("gt", scaled_a, number(threshold, a)), grad, smooth)
-
-
-def _hardtanh(a: Expression, min_val: float = -1, max_val: float = 1) -> Expression:
-    return _clamp(a, number(min_val, a), number(max_val, a))
-
-
-def _hardtanh_backward(
-    grad: Expression, a: Expression, min_val: float, max_val: float
-) -> Expression:
-    outside = Operation(
-        "or",
-        (apply("le", a, number(min_val, a)), apply("ge", a, number(max_val, a))),
-        torch.bool,
-    )
-    return where(outside, number(0, grad), grad)
-
-
-def _hardsigmoid(a: Expression) -> Expression:
-    shifted = _clamp(add(a, number(3, a)), number(0, a), number(6, a))
-    return div(shifted, number(6, a))
-
-
-def _hardswish(a: Expression) -> Expression:
-    shifted = _clamp(add(a, number(3, a)), number(0, a), number(6, a))
-    return div(mul(a, shifted), number(6, a))
-
-
-def _mish(a: Expression) -> Expression:
-    return mul(a, apply("tanh", apply("log1p", apply("exp", a))))
-
-
-def _threshold(a: Expression, threshold: float, value: float) -> Expression:
-    return where(apply("le", a, number(threshold, a)), number(value, a), a)
-
-
-def _threshold_backward(grad: Expression, a: Expression, threshold: float) -> Expression:
-    return where(apply("le", a, number(threshold, a)), number(0, grad), grad)
 
 
 def _isnan(a: Expression) -> Expression:
@@ -388,8 +283,6 @@ FLOAT_FUNCTIONS = [
     "reciprocal",
 ]
 
-BACKWARD = ("grad_output", "self")
-
 RULES: dict[str, Rule] = {
     **{name: _simple(name) for name in FLOAT_FUNCTIONS},
     **{name: _compare(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
@@ -422,8 +315,8 @@ RULES: dict[str, Rule] = {
     "pow": Rule(("self", "exponent"), "default", _power),
     "maximum": _binary("maximum"),
     "minimum": _binary("minimum"),
-    "fmax": _binary("fmax"),
-    "fmin": _binary("fmin"),
+    "fmax": _number_extreme("fmax", "maximum"),
+    "fmin": _number_extreme("fmin", "minimum"),
     "atan2": _binary("atan2", "float"),
     "hypot": _binary("hypot"),
     "copysign": _binary("copysign", "float"),
@@ -433,47 +326,24 @@ RULES: dict[str, Rule] = {
     "lerp": Rule(("self", "end", "weight"), "default", _lerp),
     "addcmul": Rule(("self", "tensor1", "tensor2"), "default", _addcmul),
     "addcdiv": Rule(("self", "tensor1", "tensor2"), "default", _addcdiv),
-    "bitwise_and": _bitwise("and"),
-    "bitwise_or": _bitwise("or"),
-    "bitwise_xor": _bitwise("xor"),
+    "bitwise_and": _binary("and"),
+    "bitwise_or": _binary("or"),
+    "bitwise_xor": _binary("xor"),
     "bitwise_not": _simple("not", "default"),
-    "bitwise_left_shift": _bitwise("shift_left"),
-    "bitwise_right_shift": _bitwise("shift_right"),
-    "__and__": _bitwise("and"),
-    "__or__": _bitwise("or"),
-    "__xor__": _bitwise("xor"),
-    "__lshift__": _bitwise("shift_left"),
-    "__rshift__": _bitwise("shift_right"),
+    "bitwise_left_shift": _binary("shift_left"),
+    "bitwise_right_shift": _binary("shift_right"),
+    "__and__": _binary("and"),
+    "__or__": _binary("or"),
+    "__xor__": _binary("xor"),
+    "__lshift__": _binary("shift_left"),
+    "__rshift__": _binary("shift_right"),
     "logical_and": _logical("and"),
     "logical_or": _logical("or"),
     "logical_xor": _logical("xor"),
     "logical_not": Rule(("self",), "bool", lambda a: apply("not", _truth(a))),
-    "clamp": Rule(("self", "min", "max"), "default", _clamp),
-    "clamp_min": Rule(("self", "min"), "default", lambda a, b: _clamp(a, b)),
-    "clamp_max": Rule(("self", "max"), "default", lambda a, b: _clamp(a, None, b)),
-    "relu": Rule(("self",), "default", lambda a: relu(a)),
-    "silu": Rule(("self",), "default", lambda a: silu(a)),
-    "silu_backward": Rule(BACKWARD, "default", _silu_backward),
-    "gelu": Rule(("self",), "default", _gelu),
-    "gelu_backward": Rule(BACKWARD, "default", _gelu_backward),
-    "sigmoid_backward": Rule(
-        ("grad_output", "output"), "default", lambda g, y: mul(g, mul(one_minus(y), y))
-    ),
-    "tanh_backward": Rule(
-        ("grad_output", "output"), "default", lambda g, y: mul(g, one_minus(mul(y, y)))
-    ),
-    "leaky_relu": Rule(("self",), "default", _leaky_relu),
-    "leaky_relu_backward": Rule(BACKWARD, "default", _leaky_relu_backward),
-    "elu": Rule(("self",), "default", _elu),
-    "softplus": Rule(("self",), "default", _softplus),
-    "softplus_backward": Rule(BACKWARD, "default", _softplus_backward),
-    "hardtanh": Rule(("self",), "default", _hardtanh),
-    "hardtanh_backward": Rule(BACKWARD, "default", _hardtanh_backward),
-    "hardsigmoid": Rule(("self",), "default", lambda a: _hardsigmoid(a)),
-    "hardswish": Rule(("self",), "default", lambda a: _hardswish(a)),
-    "mish": Rule(("self",), "default", lambda a: _mish(a)),
-    "threshold": Rule(("self",), "default", _threshold),
-    "threshold_backward": Rule(BACKWARD, "default", _threshold_backward),
+    "clamp": Rule(("self", "min", "max"), "default", clamp),
+    "clamp_min": Rule(("self", "min"), "default", lambda a, b: clamp(a, b)),
+    "clamp_max": Rule(("self", "max"), "default", lambda a, b: clamp(a, None, b)),
     "nan_to_num": Rule(("self",), "default", _nan_to_num),
     "masked_fill": Rule(("self", "value"), "masked_fill", lambda a, b, mask: where(mask, b, a)),
     "where": Rule(("self", "other"), "where", lambda a, b, condition: where(condition, a, b)),

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from . import index as indices
+from .expression import Constant, Expression, Operation, Position, value_type
 from .index import Symbol
-from .ir import Constant, Expression, Operation, Position, value_type
 from .pointwise_rules import Unsupported, add, apply, div, mul, number, one_minus, sub, where
+from .reader import Reader
 from .values import Axes, Value, positions
-
-if TYPE_CHECKING:
-    from .from_trace import Reader
 
 SEED = Symbol("random_seed", low=1 << 62)
 TINIEST = 2.0**-25  # half a step of the uniform numbers: exponential draws are above zero

@@ -1,36 +1,28 @@
 """ATen's reductions as statements. Same calling convention as `view_rules`.
 
-Means, variances and places of the best are several statements each: `sum` and a quotient, two passes,
-a maximum and the least position that holds it.
+Means and places of the best are several statements each: `sum` and a quotient, a maximum and the least
+position that holds it. Variances are in `variance_rules`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from . import index as indices
+from .expression import Constant, Expression, Operation, Position, value_type
 from .index import Axis, Index
-from .ir import (
-    Constant,
-    Expression,
-    Operation,
-    Position,
-    Reduction,
-    value_type,
-)
-from .pointwise_rules import Unsupported, apply, div, mul, number, sub, where
+from .ir import Reduction
+from .pointwise_rules import Unsupported, apply, div, number, sub, where
+from .reader import Reader
 from .values import Axes, Value, cast_to, dimension, positions
 from .view_rules import unsqueezed
 
-if TYPE_CHECKING:
-    from .from_trace import Reader
 
-
-def _reduced_dims(dim: Any, rank: int) -> list[int]:
+def reduced_dims(dim: Any, rank: int) -> list[int]:
     if dim is None or (isinstance(dim, list | tuple) and not dim):
         return list(range(rank))
     dims = [dim] if isinstance(dim, int) else list(dim)
@@ -54,8 +46,7 @@ def reduce(
     kept = tuple(axis for d, axis in enumerate(axes) if d not in dims)
     over = tuple(axis for d, axis in enumerate(axes) if d in dims)
     expression = body(value.at(positions(axes)), axes)
-    reduction = Reduction(kind, over, about) if over else None
-    return reader.store(name, dtype, kept, expression, reduction)
+    return reader.store(name, dtype, kept, expression, Reduction(kind, over, about))
 
 
 def keep_dims(value: Value, dims: Sequence[int]) -> Value:
@@ -64,9 +55,8 @@ def keep_dims(value: Value, dims: Sequence[int]) -> Value:
     return value
 
 
-def _finish(
+def finish(
     reader: Reader,
-    node: Node,
     name: str,
     value: Value,
     dims: Sequence[int],
@@ -95,7 +85,7 @@ def _sum(kind: str) -> Callable[..., Value]:
         dtype: Any = None,
     ) -> Value:
         value = reader.value(source)
-        dims = _reduced_dims(dim, len(value.axes))
+        dims = reduced_dims(dim, len(value.axes))
         result = node.meta["val"].dtype
         wide = value_type(result)
         narrow = wide != result
@@ -108,12 +98,12 @@ def _sum(kind: str) -> Callable[..., Value]:
             wide,
             cast_to(wide),
         )
-        return _finish(reader, node, node.name, total, dims, keepdim, result, None)
+        return finish(reader, node.name, total, dims, keepdim, result, None)
 
     return rule
 
 
-def _count(value: Value, dims: Sequence[int]) -> Index:
+def count_of(value: Value, dims: Sequence[int]) -> Index:
     return indices.product([value.sizes[d] for d in dims])
 
 
@@ -136,110 +126,18 @@ def _mean(
     dtype: Any = None,
 ) -> Value:
     value = reader.value(source)
-    dims = _reduced_dims(dim, len(value.axes))
+    dims = reduced_dims(dim, len(value.axes))
     result = node.meta["val"].dtype
     wide = value_type(result)
     total = reduce(reader, f"{node.name}_sum", value, dims, "sum", wide, cast_to(wide))
-    count = _count(value, dims)
-    return _finish(
-        reader, node, node.name, total, dims, keepdim, result, lambda e: divided_by(e, count)
-    )
+    count = count_of(value, dims)
+    return finish(reader, node.name, total, dims, keepdim, result, lambda e: divided_by(e, count))
 
 
-def _squared_deviations(
-    reader: Reader, node: Node, value: Value, dims: Sequence[int], dtype: torch.dtype
-) -> tuple[Value, Value]:
-    """Mean, and the sum of squared distances from it, so that nothing cancels.
-
-    Two walks; a generator may do both in one, as long as it takes distances from a mean.
-    """
-    count = _count(value, dims)
-    total = reduce(reader, f"{node.name}_sum", value, dims, "sum", dtype, cast_to(dtype))
-    summed = reader.statements[-1].name
-    mean = reader.store(f"{node.name}_mean", dtype, total.axes, divided_by(total.expression, count))
-
-    def squared(expression: Expression, axes: Axes) -> Expression:
-        kept = [indices.of_atom(axis) for d, axis in enumerate(axes) if d not in dims]
-        distance = sub(cast_to(dtype)(expression, axes), mean.at(kept))
-        return mul(distance, distance)
-
-    name = f"{node.name}_squares"
-    return mean, reduce(reader, name, value, dims, "sum", dtype, squared, summed)
-
-
-def _correction(correction: Any, unbiased: Any) -> float:
-    if unbiased is not None:
-        return float(unbiased)
-    return 1.0 if correction is None else float(correction)
-
-
-def _var(
-    reader: Reader,
-    node: Node,
-    source: Any,
-    dim: Any = None,
-    keepdim: bool = False,
-    correction: Any = None,
-    unbiased: Any = None,
-) -> Value:
-    value = reader.value(source)
-    dims = _reduced_dims(dim, len(value.axes))
-    result = node.meta["val"].dtype
-    less = _correction(correction, unbiased)
-    _, squares = _squared_deviations(reader, node, value, dims, value_type(result))
-    count = _count(value, dims)
-    return _finish(
-        reader,
-        node,
-        node.name,
-        squares,
-        dims,
-        keepdim,
-        result,
-        lambda e: divided_by(e, count, less),
-    )
-
-
-def _std(reader: Reader, node: Node, source: Any, **options: Any) -> Value:
-    value = reader.value(source)
-    dims = _reduced_dims(options.get("dim"), len(value.axes))
-    result = node.meta["val"].dtype
-    less = _correction(options.get("correction"), options.get("unbiased"))
-    _, squares = _squared_deviations(reader, node, value, dims, value_type(result))
-    count = _count(value, dims)
-    keepdim = options.get("keepdim", False)
-    return _finish(
-        reader,
-        node,
-        node.name,
-        squares,
-        dims,
-        keepdim,
-        result,
-        lambda e: apply("sqrt", divided_by(e, count, less)),
-    )
-
-
-def _var_mean(reader: Reader, node: Node, source: Any, **options: Any) -> tuple[Value, Value]:
-    value = reader.value(source)
-    dims = _reduced_dims(options.get("dim"), len(value.axes))
-    result = node.meta["val"][0].dtype
-    less = _correction(options.get("correction"), options.get("unbiased"))
-    mean, squares = _squared_deviations(reader, node, value, dims, value_type(result))
-    count = _count(value, dims)
-    keepdim = options.get("keepdim", False)
-    variance = _finish(
-        reader,
-        node,
-        f"{node.name}_variance",
-        squares,
-        dims,
-        keepdim,
-        result,
-        lambda e: divided_by(e, count, less),
-    )
-    rounded_mean = _finish(reader, node, f"{node.name}_rounded", mean, dims, keepdim, result, None)
-    return variance, rounded_mean
+def _check_not_empty(value: Value, dims: Sequence[int]) -> None:
+    """Nothing has no largest number: torch says so."""
+    if any(value.sizes[d] == indices.ZERO for d in dims):
+        raise Unsupported("an extreme of nothing")
 
 
 def _extreme(kind: str) -> Callable[..., Value]:
@@ -247,7 +145,8 @@ def _extreme(kind: str) -> Callable[..., Value]:
         reader: Reader, node: Node, source: Any, dim: Any = None, keepdim: bool = False
     ) -> Value:
         value = reader.value(source)
-        dims = _reduced_dims(dim, len(value.axes))
+        dims = reduced_dims(dim, len(value.axes))
+        _check_not_empty(value, dims)
         best = reduce(reader, node.name, value, dims, kind, value.dtype, lambda e, _: e)
         return keep_dims(best, dims) if keepdim else best
 
@@ -279,9 +178,10 @@ def _arg_extreme(kind: str) -> Callable[..., Value]:
         reader: Reader, node: Node, source: Any, dim: Any = None, keepdim: bool = False
     ) -> Value:
         value = reader.value(source)
-        dims = _reduced_dims(dim, len(value.axes))
+        dims = reduced_dims(dim, len(value.axes))
         if not dims:
             return reader.store(node.name, torch.int64, (), Constant(0, torch.int64))
+        _check_not_empty(value, dims)
         best = reduce(reader, f"{node.name}_{kind}", value, dims, kind, value.dtype, lambda e, _: e)
         place = _first_place(reader, node.name, value, dims, best)
         return keep_dims(place, dims) if keepdim else place
@@ -300,10 +200,11 @@ def _extreme_with_place(kind: str) -> Callable[..., Any]:
         if not isinstance(node.meta["val"], tuple | list):
             return _extreme(kind)(reader, node, source)
         value = reader.value(source)
-        dims = _reduced_dims(dim, len(value.axes))
+        dims = reduced_dims(dim, len(value.axes))
         if not dims:
             zero = reader.store(f"{node.name}_place", torch.int64, (), Constant(0, torch.int64))
             return value, zero
+        _check_not_empty(value, dims)
         best = reduce(reader, node.name, value, dims, kind, value.dtype, lambda e, _: e)
         place = _first_place(reader, f"{node.name}_place", value, dims, best)
         if keepdim:
@@ -318,7 +219,7 @@ def _any_all(kind: str) -> Callable[..., Value]:
         reader: Reader, node: Node, source: Any, dim: Any = None, keepdim: bool = False
     ) -> Value:
         value = reader.value(source)
-        dims = _reduced_dims(dim, len(value.axes))
+        dims = reduced_dims(dim, len(value.axes))
         if isinstance(dim, list | tuple) and not dim:
             dims = list(range(len(value.axes)))
         result = node.meta["val"].dtype
@@ -330,7 +231,7 @@ def _any_all(kind: str) -> Callable[..., Value]:
             return Operation("ne", (wide, number(0, wide)), torch.bool)
 
         found = reduce(reader, f"{node.name}_found", value, dims, kind, torch.bool, truth)
-        return _finish(reader, node, node.name, found, dims, keepdim, result, None)
+        return finish(reader, node.name, found, dims, keepdim, result, None)
 
     return rule
 
@@ -339,9 +240,6 @@ RULES: dict[str, Callable[..., Any]] = {
     "sum": _sum("sum"),
     "prod": _sum("prod"),
     "mean": _mean,
-    "var": _var,
-    "std": _std,
-    "var_mean": _var_mean,
     "amax": _extreme("max"),
     "amin": _extreme("min"),
     "max": _extreme_with_place("max"),

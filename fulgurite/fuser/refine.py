@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from . import index as indices
+from .expression import Guard, Load, Position, walk
 from .index import Axis, Index, Quotient, Remainder
-from .ir import Guard, Load, Position, Region, Statement, Tensor, statement, walk
+from .index_rewrites import map_loaded
+from .ir import Region, Statement, Tensor, statement
 from .values import fresh_axes
 
 MOST_SPLITS = 64  # of one tensor's axes; a graph that asks for more keeps its // and %
@@ -127,7 +129,7 @@ def _split_loads(expression, name: str, dim: int, inner: Index):  # type: ignore
     """The expression with every load of `name` indexed by the split dimension's two halves."""
 
     def in_index(index: Index) -> Index:
-        return indices.map_loaded(index, rewrite)
+        return map_loaded(index, rewrite)
 
     def rewrite(part):  # type: ignore[no-untyped-def]
         if isinstance(part, Load):

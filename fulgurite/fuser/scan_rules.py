@@ -6,13 +6,15 @@ The place of a running maximum is a second scan: the last position up to here at
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from .ir import Constant, Expression, Operation, Position, Scan, value_type
+from .expression import Constant, Expression, Operation, Position, value_type
+from .ir import Scan
 from .pointwise_rules import where
+from .reader import Reader
 from .values import (
     Axes,
     Value,
@@ -23,9 +25,6 @@ from .values import (
     from_stride,
     positions,
 )
-
-if TYPE_CHECKING:
-    from .from_trace import Reader
 
 
 def scanned(

@@ -53,7 +53,7 @@ def neighbours(schedule: GpuSchedule) -> list[GpuSchedule]:
 
 def resizable(schedule: GpuSchedule) -> Axis | None:
     """The loop whose block may grow and shrink: rows that are held whole may not."""
-    held = () if schedule.looped else schedule.nest.body
+    held = schedule.nest.body if schedule.kept or not schedule.looped else ()
     return next((axis for axis in schedule.blocks if axis not in held), None)
 
 

@@ -1,7 +1,7 @@
 """A search over the tiles of a product with an epilogue: `tune=True`.
 
 In: a schedule. Out: the fastest of the likely tiles, compiled side by side and timed on the device; what was found
-is kept in the cache for this device and this kernel's text.
+is kept in the cache for this device, this Triton and this kernel's text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fulgurite import cache
 from fulgurite.device import Device
 
 from .codegen.triton_matmul import write_matmul
-from .compile_triton import ALIGNED, WIDE, Program, make_program, measured
+from .compile_triton import ALIGNED, WIDE, Program, make_program, may_specialize, measured
 from .pointwise_rules import Unsupported
 from .schedule.gpu_matmul import MatmulSchedule, Tile, tiled
 from .schedule.gpu_tiles import neighbours
@@ -25,15 +25,17 @@ def searched_tile(
     name: str, schedule: MatmulSchedule, machine: Device, place: torch.device, wide: bool
 ) -> MatmulSchedule:
     """The schedule with the fastest tile, or with what an earlier search found."""
+    import triton
+
     nest, accumulators = schedule.nest, schedule.accumulators
     base = make_program([write_matmul(name, schedule, wide)])
-    key = cache.digest("matmul tile", machine.name, base.text)
+    key = cache.digest("matmul tile", machine.name, triton.__version__, base.text)
     kept = cache.read_text("decisions", key)
     if kept is not None:
         return tiled(nest, accumulators, Tile(**json.loads(kept)), machine)
     variant = ALIGNED | (WIDE if wide else 0)
     tried = []
-    for tile in neighbours(nest, accumulators, machine):
+    for tile in neighbours(nest, accumulators, machine, may_specialize()):
         near = tiled(nest, accumulators, tile, machine)
         program = make_program([write_matmul(name, near, wide)])
         program.begin(variant)  # all of them at once; what is measured finds them in the cache

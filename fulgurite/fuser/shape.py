@@ -20,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from .ir import Load, Statement
+from .expression import Load
+from .ir import Statement
 
 Classes = frozenset[int]
 NONE: Classes = frozenset()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 
-from .ir import Expression
+from .expression import Expression
 from .pointwise_rules import Rule, add, apply, div, mul, number, one_minus, sub, where
 
 # erfinv(x) = x p(w), w = -log(1 - x^2): one polynomial of w - 2.5 below w = 5, one of sqrt(w) - 3 above

@@ -5,25 +5,17 @@ moved elements in their own files. Same calling convention as `view_rules`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from . import index as indices
-from . import movement_rules, random_rules, reduction_rules, scan_rules
-from .ir import (
-    Expression,
-    Operation,
-    Position,
-    value_type,
-)
+from . import movement_rules, random_rules, reduction_rules, scan_rules, variance_rules
+from .expression import Expression, Operation, Position, value_type
 from .pointwise_rules import Unsupported, apply, number
+from .reader import Reader
 from .values import Axes, Value
-
-if TYPE_CHECKING:
-    from .from_trace import Reader
-
 
 # casts and copies
 
@@ -103,6 +95,7 @@ def _iota(reader: Reader, node: Node, length: Any, start: Any, step: Any, **_: A
 
 RULES: dict[str, Callable[..., Any]] = {
     **reduction_rules.RULES,
+    **variance_rules.RULES,
     **movement_rules.RULES,
     **random_rules.RULES,
     **scan_rules.RULES,

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from . import index as indices
+from .expression import Expression, Load, Operation, value_type
 from .index import Axis, Index, Symbol
-from .ir import Expression, Load, Operation, Tensor, value_type
+from .index_rewrites import recombine
+from .ir import Tensor
 from .pointwise_rules import Unsupported
 
 Axes = tuple[Axis, ...]
@@ -136,6 +138,19 @@ class Complex:
     dtype: torch.dtype
 
 
+def dense_strides(sizes: Sequence[Index]) -> tuple[Index, ...]:
+    """Strides of contiguous memory, and of nothing: those of an empty tensor may all be 0.
+
+    A loop that no index depends on would be left out, and what it reads be read before it.
+    """
+    inner = indices.ONE
+    backwards: list[Index] = []
+    for size in reversed(sizes):
+        backwards.append(inner)
+        inner = inner * size
+    return tuple(reversed(backwards))
+
+
 def of_tensor(tensor: Tensor) -> Value:
     axes = fresh_axes(tensor.sizes)
     load = Load(tensor.name, tuple(indices.of_atom(a) for a in axes), tensor.dtype)
@@ -152,7 +167,7 @@ def window(value: Value, tensor: Tensor) -> tuple[tuple[Index | None, ...], Inde
     offset = indices.ZERO
     for position, stride in zip(value.expression.index, tensor.strides, strict=True):
         offset = offset + position * stride
-    offset = indices.recombine(offset)
+    offset = recombine(offset)
     strides: list[Index | None] = []
     for axis in value.axes:
         step = offset.coefficient(axis)

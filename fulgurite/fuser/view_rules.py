@@ -7,7 +7,7 @@ gives a `Value`, or a tuple of them for ops with several results.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -15,22 +15,12 @@ from torch.fx import Node
 from . import index as indices
 from . import values
 from .cost import number
+from .expression import NARROW_FLOATS, Constant, Expression, Load, Operation, Position, value_type
 from .index import Index
-from .ir import (
-    NARROW_FLOATS,
-    Constant,
-    Expression,
-    Load,
-    Operation,
-    Position,
-    Tensor,
-    value_type,
-)
+from .ir import Tensor
 from .pointwise_rules import Unsupported
+from .reader import Reader
 from .values import Value, dimension, from_size, reshape
-
-if TYPE_CHECKING:
-    from .from_trace import Reader
 
 
 def _shape(node: Node) -> tuple[Index, ...]:
@@ -159,8 +149,8 @@ def _squeeze(reader: Reader, node: Node, source: Any, dim: Any = None) -> Value:
     value = reader.value(source)
     rank = len(value.axes)
     wanted = range(rank) if dim is None else [dim] if isinstance(dim, int) else dim
-    gone = {dimension(d, rank) for d in wanted}
-    gone = {d for d in gone if d < rank and value.sizes[d] == 1}
+    named = {dimension(d, rank) for d in wanted} if rank else set()
+    gone = {d for d in named if value.sizes[d] == 1}
     sizes = [size for d, size in enumerate(value.sizes) if d not in gone]
 
     def index_of(new: tuple[Index, ...]) -> list[Index]:

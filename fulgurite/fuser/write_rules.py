@@ -11,19 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from fulgurite.trace.cost import is_view
 
-from .ir import Expression, Load, Region, walk
+from .expression import Expression, Load, walk
+from .ir import Region
 from .nest import Nest, Store
 from .pointwise_rules import Unsupported
+from .reader import Reader
 from .values import Value, fresh_axes, from_size, from_stride
-
-if TYPE_CHECKING:
-    from .from_trace import Reader
 
 
 def read_write(reader: Reader, node: torch.fx.Node) -> Value:

@@ -111,7 +111,7 @@ def read_config_file(folder: Path) -> Fields:
         )
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WeightsError(f"config.json can't be read: {error}", where=str(file)) from error
     if not isinstance(values, dict):
         raise WeightsError("config.json holds no object", where=str(file))

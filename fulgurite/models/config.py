@@ -18,6 +18,7 @@ from fulgurite.errors import WeightsError
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+MOST = 1e30  # of a number: float32 can compute with it
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 Value = TypeVar("Value")
@@ -96,6 +97,14 @@ class ExpertsConfig:
     gate_alpha: float = 1.702
     gate_limit: float = 7.0
 
+    def __post_init__(self) -> None:
+        if self.per_token > self.count:
+            raise WeightsError(f"{self.per_token} of {self.count} experts can't be chosen")
+        if self.count % self.groups or self.groups_kept > self.groups:
+            raise WeightsError(
+                f"{self.groups_kept} of {self.groups} groups of {self.count} experts can't be kept"
+            )
+
 
 @dataclass(frozen=True)
 class LatentConfig:
@@ -153,14 +162,29 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         return self.values.get(name) is not None
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        return self._typed(name, int, default)
+    def integer(self, name: str, default: int | None = None, least: int = 0) -> int:
+        value = self._typed(name, int, default)
+        if not least <= value < 2**63:
+            raise self.error(f"{name}={value} must be {least} or more, and fit into 64 bits")
+        return value
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """How many there are of something of which there has to be one."""
+        return self.integer(name, default, least=1)
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self.values.get(name)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
-        return self._typed(name, float, default)
+        if not isinstance(value, int) or isinstance(value, bool):
+            value = self._typed(name, float, default)
+        if not -MOST <= value <= MOST:
+            raise self.error(f"{name}={value} is no number to compute with")
+        return float(value)
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        value = self.number(name, default)
+        if value <= 0:
+            raise self.error(f"{name}={value:g} must be more than 0")
+        return value
 
     def boolean(self, name: str, default: bool | None = None) -> bool:
         return self._typed(name, bool, default)
@@ -170,6 +194,9 @@ class Fields:
 
     def optional_integer(self, name: str) -> int | None:
         return self.integer(name) if name in self else None
+
+    def optional_size(self, name: str) -> int | None:
+        return self.size(name) if name in self else None
 
     def optional_number(self, name: str) -> float | None:
         return self.number(name) if name in self else None
@@ -254,26 +281,28 @@ def read_rope(
         kind = "longrope"
     if kind not in ROPE_KINDS:
         raise scaling.error(f"rope type {kind!r} is not supported; known: {', '.join(ROPE_KINDS)}")
-    partial = scaling.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    max_positions = fields.integer("max_position_embeddings")
-    original = fields.optional_integer("original_max_position_embeddings")
+    partial = scaling.positive(
+        "partial_rotary_factor", fields.positive("partial_rotary_factor", 1.0)
+    )
+    max_positions = fields.size("max_position_embeddings")
+    original = fields.optional_size("original_max_position_embeddings")
     if original is None:
-        original = scaling.integer("original_max_position_embeddings", max_positions)
+        original = scaling.size("original_max_position_embeddings", max_positions)
     if kind in ("linear", "dynamic", "llama3"):
-        factor = scaling.number("factor")
+        factor = scaling.positive("factor")
     else:
-        factor = scaling.number("factor", max_positions / original)
+        factor = scaling.positive("factor", max_positions / original)
     rope = RopeConfig(
         kind=kind,
         dim=int(head_dim * partial),
-        theta=scaling.number("rope_theta", fields.number("rope_theta", theta)),
+        theta=scaling.positive("rope_theta", fields.positive("rope_theta", theta)),
         max_positions=max_positions,
         interleaved=interleaved,
         factor=factor,
         original_positions=original,
         attention_factor=_attention_factor(kind, scaling, factor, original),
-        beta_fast=scaling.number("beta_fast", 32.0),
-        beta_slow=scaling.number("beta_slow", 1.0),
+        beta_fast=scaling.positive("beta_fast", 32.0),
+        beta_slow=scaling.positive("beta_slow", 1.0),
         truncate=scaling.boolean("truncate", True),
         low_frequency_factor=scaling.number("low_freq_factor", 1.0),
         high_frequency_factor=scaling.number("high_freq_factor", 4.0),
@@ -281,6 +310,10 @@ def read_rope(
         long_factors=scaling.numbers("long_factor"),
         mscale_all_dim=scaling.number("mscale_all_dim", 0.0),
     )
+    if not 2 <= rope.dim <= head_dim or rope.dim % 2:
+        raise scaling.error(f"{rope.dim} of {head_dim} dimensions of a head can't turn in pairs")
+    if kind in ("yarn", "longrope") and (rope.theta == 1 or original == 1):
+        raise scaling.error(f"a {kind} rotary embedding divides by log(1) with these numbers")
     for name, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
         if kind == "longrope" and len(factors) != rope.dim // 2:
             raise scaling.error(f"{name} has {len(factors)} numbers, {rope.dim // 2} are needed")
@@ -296,7 +329,7 @@ def _attention_factor(kind: str, scaling: Fields, factor: float, original: int) 
         if mscale and all_dim:
             return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)
         return yarn_magnitude(factor)
-    if kind == "longrope" and factor > 1:
+    if kind == "longrope" and factor > 1 and original > 1:
         return math.sqrt(1 + math.log(factor) / math.log(original))
     return 1.0
 

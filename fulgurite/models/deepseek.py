@@ -58,26 +58,27 @@ def read_v3(fields: Fields) -> ModelConfig:
 def _read(name: str, fields: Fields, grouped: bool, interleaved: bool) -> ModelConfig:
     fields.require("moe_layer_freq", 1, default=1)
     latent = LatentConfig(
-        rank=fields.integer("kv_lora_rank"),
-        query_rank=fields.optional_integer("q_lora_rank"),
-        nope_dim=fields.integer("qk_nope_head_dim"),
-        rope_dim=fields.integer("qk_rope_head_dim"),
-        value_dim=fields.integer("v_head_dim"),
+        rank=fields.size("kv_lora_rank"),
+        query_rank=fields.optional_size("q_lora_rank"),
+        nope_dim=fields.size("qk_nope_head_dim"),
+        rope_dim=fields.size("qk_rope_head_dim"),
+        value_dim=fields.size("v_head_dim"),
     )
     head_dim = latent.nope_dim + latent.rope_dim
-    config = read_dense_config(name, Fields({**fields.values, "head_dim": head_dim}, fields.where))
+    plain = Fields({**fields.values, "head_dim": head_dim}, fields.where)
+    config = read_dense_config(name, plain, rotary=latent.rope_dim)
     rope = read_rope(fields, latent.rope_dim, interleaved=interleaved)
     first_sparse = fields.integer("first_k_dense_replace", 0)
-    inner = fields.integer("moe_intermediate_size")
+    inner = fields.size("moe_intermediate_size")
     experts = ExpertsConfig(
-        count=fields.integer("n_routed_experts"),
-        per_token=fields.integer("num_experts_per_tok"),
+        count=fields.size("n_routed_experts"),
+        per_token=fields.size("num_experts_per_tok"),
         inner=inner,
         shared_inner=inner * fields.integer("n_shared_experts", 0),
         renormalise=fields.boolean("norm_topk_prob", False),
         scaling=fields.number("routed_scaling_factor", 1.0),
-        groups=fields.integer("n_group", 1) if grouped else 1,
-        groups_kept=fields.integer("topk_group", 1) if grouped else 1,
+        groups=fields.size("n_group", 1) if grouped else 1,
+        groups_kept=fields.size("topk_group", 1) if grouped else 1,
     )
     layers = [LayerConfig(rope, experts=i >= first_sparse) for i in range(len(config.layers))]
     bias = fields.boolean("attention_bias", False)

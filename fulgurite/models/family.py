@@ -58,7 +58,7 @@ class GGUFTable:
         return self.weights + (self.either[0] if self.either else ())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Family:
     """One family of models.
 
@@ -285,16 +285,16 @@ GGUF_SHARED_EXPERT = tuple(
 
 def gguf_fields(fields: Fields) -> dict[str, object]:
     """The metadata every architecture has (here without its prefix) as config.json fields."""
-    hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
+    hidden, heads = fields.size("embedding_length"), fields.size("attention.head_count")
     result: dict[str, object] = {
         "hidden_size": hidden,
-        "num_hidden_layers": fields.integer("block_count"),
+        "num_hidden_layers": fields.size("block_count"),
         "intermediate_size": fields.integer("feed_forward_length", 0),
         "num_attention_heads": heads,
-        "num_key_value_heads": fields.integer("attention.head_count_kv", heads),
-        "head_dim": fields.integer("attention.key_length", hidden // heads),
+        "num_key_value_heads": fields.size("attention.head_count_kv", heads),
+        "head_dim": fields.size("attention.key_length", hidden // heads),
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": fields.integer("context_length"),
+        "max_position_embeddings": fields.size("context_length"),
         "rope_theta": fields.number("rope.freq_base", 10_000.0),
         "vocab_size": fields.integer("vocab_size"),
         "tie_word_embeddings": fields.boolean("tied"),
@@ -305,7 +305,7 @@ def gguf_fields(fields: Fields) -> dict[str, object]:
             "rope_type": scaling,
             "factor": fields.number("rope.scaling.factor"),
             "original_max_position_embeddings": fields.integer(
-                "rope.scaling.original_context_length", fields.integer("context_length")
+                "rope.scaling.original_context_length", fields.size("context_length")
             ),
         }
     elif scaling != "none":

@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fulgurite.errors import WeightsError
 from fulgurite.models import family
 from fulgurite.models.config import ModelConfig
 from fulgurite.models.family import Put, Rule, Take
@@ -47,6 +48,11 @@ def fill(
 ) -> None:
     """Copy what a parameter keeps of a stored tensor into it."""
     rule = filling.rule
+    if stored.format == "dense" and not stored.data.dtype.is_floating_point:
+        raise WeightsError(
+            f"the tensor {stored.name} holds {stored.data.dtype}, which are no weights",
+            next="a packed checkpoint has scales beside them, and names its packing in config.json",
+        )
     if rule.put in BY_HEAD:
         _fill_heads(parameter, kept, stored, rule, config)
         return

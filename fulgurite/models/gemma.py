@@ -39,7 +39,7 @@ def read_gemma2(fields: Fields) -> ModelConfig:
     count = len(config.layers)
     default = ["full_attention" if i % 2 else "sliding_attention" for i in range(count)]
     types = read_layer_types(fields, count, default)
-    window = fields.integer("sliding_window", 4096)
+    window = fields.size("sliding_window", 4096)
     layers = tuple(
         replace(layer, window=window if kind == "sliding_attention" else None)
         for layer, kind in zip(config.layers, types, strict=True)
@@ -61,14 +61,14 @@ def read_gemma3(fields: Fields) -> ModelConfig:
     )
     config = read_dense_config("gemma3", plain)
     count = len(config.layers)
-    pattern = fields.integer("sliding_window_pattern", DEFAULT_PATTERN)
+    pattern = fields.size("sliding_window_pattern", DEFAULT_PATTERN)
     default = [
         "full_attention" if (index + 1) % pattern == 0 else "sliding_attention"
         for index in range(count)
     ]
     types = read_layer_types(fields, count, default)
     ropes = _read_ropes(fields, config.head_dim)
-    window = fields.integer("sliding_window", 4096)
+    window = fields.size("sliding_window", 4096)
     layers = tuple(
         LayerConfig(ropes[kind], window if kind == "sliding_attention" else None) for kind in types
     )
@@ -81,7 +81,7 @@ def _with_gemma_fields(config: ModelConfig, fields: Fields) -> ModelConfig:
         config,
         activation=fields.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh"),
         tied=fields.boolean("tie_word_embeddings", True),
-        attention_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        attention_scale=fields.positive("query_pre_attn_scalar", 256.0) ** -0.5,
         logit_softcap=fields.optional_number("final_logit_softcapping"),
         embedding_scale=config.hidden**0.5,
         query_bias=bias,
@@ -170,7 +170,7 @@ GGUF_WEIGHTS = (
 def _gguf_fields(fields: Fields) -> dict[str, object]:
     """GGUF keeps no query scale: it is the head size, but for the 27B model hidden / heads."""
     result = family.gguf_fields(fields)
-    hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
+    hidden, heads = fields.size("embedding_length"), fields.size("attention.head_count")
     is_27b = fields.integer("block_count") == 62
     return result | {
         "sliding_window": fields.integer("attention.sliding_window"),
@@ -181,7 +181,7 @@ def _gguf_fields(fields: Fields) -> dict[str, object]:
 def _gguf2_fields(fields: Fields) -> dict[str, object]:
     """Like Gemma 3's, but the odd model is the one of 46 layers, and there are caps."""
     result = family.gguf_fields(fields)
-    hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
+    hidden, heads = fields.size("embedding_length"), fields.size("attention.head_count")
     is_27b = fields.integer("block_count") == 46
     return result | {
         "sliding_window": fields.integer("attention.sliding_window"),

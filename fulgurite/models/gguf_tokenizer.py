@@ -7,6 +7,7 @@ Two kinds: `gpt2`, byte-level BPE whose way of splitting text has a name (`token
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -93,7 +94,7 @@ def _byte_level(metadata: Mapping[str, object], tokens: list[str], where: str) -
         )
     merges = [_pair(text) for text in _texts(metadata, "merges", where)]
     vocabulary = {text: id for id, text in enumerate(tokens)}
-    backend = Tokenizer(models.BPE(vocabulary, merges, fuse_unk=False, ignore_merges=False))
+    backend = _pairs(where, vocabulary, merges, fuse_unk=False, ignore_merges=False)
     splits = [
         pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False)
         for pattern in SPLITS[name]
@@ -106,18 +107,21 @@ def _byte_level(metadata: Mapping[str, object], tokens: list[str], where: str) -
 
 def _sentence_piece(metadata: Mapping[str, object], tokens: list[str], where: str) -> Tokenizer:
     scores = metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens):
+    listed = scores if isinstance(scores, list) else []
+    numbers = [score for score in listed if isinstance(score, float)]
+    if len(numbers) != len(tokens):
         raise WeightsError("the tokenizer has no score for each token", where=where)
     vocabulary = {text: id for id, text in enumerate(tokens)}
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
-    backend = Tokenizer(
-        models.BPE(
-            vocabulary,
-            merges_from_scores(vocabulary, scores),
-            unk_token=tokens[unknown] if isinstance(unknown, int) else None,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
+    if not isinstance(unknown, int) or not 0 <= unknown < len(tokens):
+        raise WeightsError(f"the tokenizer's unknown token {unknown!r} is none", where=where)
+    backend = _pairs(
+        where,
+        vocabulary,
+        merges_from_scores(vocabulary, numbers),
+        unk_token=tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=True,
     )
     prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     steps: list[normalizers.Normalizer] = [normalizers.Prepend("▁")] if prefixed else []
@@ -127,6 +131,16 @@ def _sentence_piece(metadata: Mapping[str, object], tokens: list[str], where: st
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends]
     )
     return backend
+
+
+def _pairs(
+    where: str, vocabulary: dict[str, int], merges: list[tuple[str, str]], **how: Any
+) -> Tokenizer:
+    """Byte-pair encoding; merges of tokens that are not there are refused."""
+    try:
+        return Tokenizer(models.BPE(vocabulary, merges, **how))
+    except Exception as error:  # the library has no narrower class for it
+        raise WeightsError(f"the tokenizer can't be built: {error}", where=where) from error
 
 
 def merges_from_scores(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:

@@ -38,14 +38,14 @@ def read_config(fields: Fields) -> ModelConfig:
     count = len(config.layers)
     default = ["full_attention" if i % 2 else "sliding_attention" for i in range(count)]
     types = read_layer_types(fields, count, default)
-    window = fields.integer("sliding_window", 128)
+    window = fields.size("sliding_window", 128)
     layers = tuple(
         replace(layer, experts=True, window=window if kind == "sliding_attention" else None)
         for layer, kind in zip(config.layers, types, strict=True)
     )
     experts = ExpertsConfig(
-        count=fields.integer("num_local_experts", fields.integer("num_experts", 128)),
-        per_token=fields.integer("num_experts_per_tok", 4),
+        count=fields.size("num_local_experts", fields.size("num_experts", 128)),
+        per_token=fields.size("num_experts_per_tok", 4),
         inner=config.inner,
         gate_alpha=fields.number("swiglu_alpha", 1.702),
         gate_limit=fields.number("swiglu_limit", 7.0),

@@ -27,7 +27,7 @@ def resolve(name: str | Path) -> Path:
             f"{str(path)!r} is a file without weights that can be read",
             next="give a .gguf or .safetensors file, or the checkpoint's folder",
         )
-    if path.exists():
+    if path.exists() and str(name):  # the path of "" is where we are
         return path
     if str(name) in EMBEDDED:
         return embedded(str(name))

@@ -23,18 +23,23 @@ from fulgurite.models.family import Family, GGUFTable, Rule
 from fulgurite.models.layers import Attention, Decoder, GatedMLP, PreNormLayer
 
 
-def read_dense_config(name: str, fields: Fields, theta: float = 10_000.0) -> ModelConfig:
-    """The fields that Llama-like families share; they change what differs with `replace`."""
-    heads = fields.integer("num_attention_heads")
-    hidden = fields.integer("hidden_size")
-    head_dim = fields.integer("head_dim", hidden // heads)
-    kv_heads = fields.integer("num_key_value_heads", heads)
-    if kv_heads < 1 or heads % kv_heads:
+def read_dense_config(
+    name: str, fields: Fields, theta: float = 10_000.0, rotary: int | None = None
+) -> ModelConfig:
+    """The fields that Llama-like families share; they change what differs with `replace`.
+
+    `rotary`: how much of a head turns, where it is not what `partial_rotary_factor` says.
+    """
+    heads = fields.size("num_attention_heads")
+    hidden = fields.size("hidden_size")
+    head_dim = fields.size("head_dim", hidden // heads)
+    kv_heads = fields.size("num_key_value_heads", heads)
+    if heads % kv_heads:
         raise fields.error(f"{heads} query heads can't share {kv_heads} key heads evenly")
-    rope = read_rope(fields, head_dim, theta=theta)
+    rope = read_rope(fields, rotary or head_dim, theta=theta)
     return ModelConfig(
         family=name,
-        vocabulary=fields.integer("vocab_size"),
+        vocabulary=fields.size("vocab_size"),
         hidden=hidden,
         inner=fields.integer("intermediate_size", 0),
         heads=heads,
@@ -42,11 +47,11 @@ def read_dense_config(name: str, fields: Fields, theta: float = 10_000.0) -> Mod
         head_dim=head_dim,
         layers=(LayerConfig(rope),) * fields.integer("num_hidden_layers"),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
-        max_positions=fields.integer("max_position_embeddings"),
+        max_positions=fields.size("max_position_embeddings"),
         activation=fields.choice("hidden_act", ACTIVATIONS, "silu"),
         tied=fields.boolean("tie_word_embeddings", False),
         dtype=read_dtype(fields),
-        bos_token_id=fields.optional_integer("bos_token_id"),
+        bos_token_id=next(iter(fields.integers("bos_token_id")), None),
         eos_token_ids=fields.integers("eos_token_id"),
     )
 
@@ -68,7 +73,7 @@ def read_llama(fields: Fields) -> ModelConfig:
 
 def read_mistral(fields: Fields) -> ModelConfig:
     config = read_dense_config("mistral", fields)
-    return with_window(config, fields.optional_integer("sliding_window"))
+    return with_window(config, fields.optional_size("sliding_window"))
 
 
 def build(config: ModelConfig) -> nn.Module:

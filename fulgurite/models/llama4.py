@@ -44,11 +44,13 @@ def read_config(fields: Fields) -> ModelConfig:
     config = read_dense_config("llama4", fields, theta=500_000.0)
     count = len(config.layers)
     rope = read_rope(fields, config.head_dim, theta=500_000.0, interleaved=True)
-    interval = fields.integer("no_rope_layer_interval", 4)
+    interval = fields.size("no_rope_layer_interval", 4)
     turned = fields.numbers("no_rope_layers") or tuple((i + 1) % interval for i in range(count))
+    if len(turned) != count:
+        raise fields.error(f"no_rope_layers has {len(turned)} entries for {count} layers")
     default = ["chunked_attention" if turn else "full_attention" for turn in turned]
     types = read_layer_types(fields, count, default)
-    step = fields.integer("interleave_moe_layer_step", 1)
+    step = fields.size("interleave_moe_layer_step", 1)
     sparse = set(range(step - 1, count, step))
     if "moe_layers" in fields:
         sparse = {int(index) for index in fields.numbers("moe_layers")}
@@ -57,7 +59,7 @@ def read_config(fields: Fields) -> ModelConfig:
         temperature = TemperatureConfig(
             fields.number("floor_scale", 8192.0), fields.number("attn_scale", 0.1)
         )
-    chunk = fields.optional_integer("attention_chunk_size")
+    chunk = fields.optional_size("attention_chunk_size")
     layers = tuple(
         LayerConfig(
             rope=rope if turned[index] else None,
@@ -68,16 +70,16 @@ def read_config(fields: Fields) -> ModelConfig:
         for index in range(count)
     )
     bias = fields.boolean("attention_bias", False)
-    inner = fields.integer("intermediate_size")
+    inner = fields.size("intermediate_size")
     experts = ExpertsConfig(
-        count=fields.integer("num_local_experts"),
-        per_token=fields.integer("num_experts_per_tok", 1),
+        count=fields.size("num_local_experts"),
+        per_token=fields.size("num_experts_per_tok", 1),
         inner=inner,
         shared_inner=inner,
     )
     return replace(
         config,
-        inner=fields.integer("intermediate_size_mlp"),
+        inner=fields.size("intermediate_size_mlp"),
         layers=layers,
         experts=experts,
         query_bias=bias,
@@ -166,7 +168,7 @@ NORMLESS = 128  # experts of the release without norms on queries and keys; nor 
 
 def _gguf_fields(fields: Fields) -> dict[str, object]:
     """What llama.cpp runs these files with where they say nothing."""
-    experts, chunked = fields.integer("expert_count"), True
+    experts, chunked = fields.size("expert_count"), True
     if "attention.sliding_window" in fields:
         chunked = fields.integer("attention.sliding_window") > 0
     every = fields.integer("block_count")
@@ -174,7 +176,7 @@ def _gguf_fields(fields: Fields) -> dict[str, object]:
         "intermediate_size": fields.integer("expert_feed_forward_length"),
         "intermediate_size_mlp": fields.integer("feed_forward_length"),
         "num_local_experts": experts,
-        "interleave_moe_layer_step": fields.integer("interleave_moe_layer_step"),
+        "interleave_moe_layer_step": fields.size("interleave_moe_layer_step"),
         "attention_chunk_size": GGUF_CHUNK if chunked else None,
         "no_rope_layers": None if chunked else [1] * every,
         "floor_scale": GGUF_FLOOR,

@@ -16,10 +16,10 @@ from fulgurite.models.moe import Experts, MixtureOfExperts, Router, gated, softm
 
 def read_config(fields: Fields) -> ModelConfig:
     config = read_dense_config("mixtral", fields, theta=1_000_000.0)
-    config = with_window(config, fields.optional_integer("sliding_window"))
+    config = with_window(config, fields.optional_size("sliding_window"))
     experts = ExpertsConfig(
-        count=fields.integer("num_local_experts", 8),
-        per_token=fields.integer("num_experts_per_tok", 2),
+        count=fields.size("num_local_experts", 8),
+        per_token=fields.size("num_experts_per_tok", 2),
         inner=config.inner,
         renormalise=True,
     )

@@ -19,7 +19,7 @@ def read_config(fields: Fields) -> ModelConfig:
     config = read_dense_config("phi3", Fields(plain, fields.where))
     rope = read_rope(fields, config.head_dim, yarn_is_longrope=True)
     config = replace(config, layers=(LayerConfig(rope),) * len(config.layers))
-    return with_window(config, fields.optional_integer("sliding_window"))
+    return with_window(config, fields.optional_size("sliding_window"))
 
 
 def _split(layer: str, qkv: str, output: str, gate_up: str, down: str) -> tuple[Rule, ...]:

@@ -27,17 +27,17 @@ def read_qwen3(fields: Fields) -> ModelConfig:
 def read_qwen3_moe(fields: Fields) -> ModelConfig:
     config = _read_with_head_norms("qwen3_moe", fields)
     if fields.boolean("use_sliding_window", False):
-        config = with_window(config, fields.optional_integer("sliding_window"))
+        config = with_window(config, fields.optional_size("sliding_window"))
     dense = {int(index) for index in fields.numbers("mlp_only_layers")}
-    step = fields.integer("decoder_sparse_step", 1)
+    step = fields.size("decoder_sparse_step", 1)
     layers = tuple(
         replace(layer, experts=index not in dense and (index + 1) % step == 0)
         for index, layer in enumerate(config.layers)
     )
     experts = ExpertsConfig(
-        count=fields.integer("num_experts", fields.integer("num_local_experts", 128)),
-        per_token=fields.integer("num_experts_per_tok"),
-        inner=fields.integer("moe_intermediate_size"),
+        count=fields.size("num_experts", fields.size("num_local_experts", 128)),
+        per_token=fields.size("num_experts_per_tok"),
+        inner=fields.size("moe_intermediate_size"),
         renormalise=fields.boolean("norm_topk_prob", False),
     )
     return replace(config, layers=layers, experts=experts)
@@ -56,7 +56,7 @@ def _with_layer_types(config: ModelConfig, fields: Fields) -> ModelConfig:
     first = fields.integer("max_window_layers", count) if windowed else count
     default = ["full_attention"] * first + ["sliding_attention"] * (count - first)
     types = read_layer_types(fields, count, default[:count])
-    window = fields.optional_integer("sliding_window")
+    window = fields.optional_size("sliding_window")
     layers = tuple(
         replace(layer, window=window if kind == "sliding_attention" else None)
         for layer, kind in zip(config.layers, types, strict=True)

@@ -50,7 +50,7 @@ class SafetensorsFiles:
         """The name and shape of every weight, packed ones under the name of what they hold."""
         result: dict[str, Shape] = {}
         for name, shape in self._shapes.items():
-            if name.endswith("_blocks") and self._scales_of(name) in self._shapes:
+            if self._is_mxfp4(name):
                 experts, rows, groups, half = shape
                 result[name.removesuffix("_blocks")] = (experts, groups * half * 2, rows)
             elif not self._is_scale(name):
@@ -68,15 +68,20 @@ class SafetensorsFiles:
     def _is_scale(self, name: str) -> bool:
         packed = name.removesuffix("_scales") + "_blocks"
         scaled = name.removesuffix("_scale_inv")
-        return (name.endswith("_scales") and packed in self._shapes) or (
+        return (name.endswith("_scales") and self._is_mxfp4(packed)) or (
             name.endswith("_scale_inv") and scaled in self._shapes
         )
+
+    def _is_mxfp4(self, name: str) -> bool:
+        if not name.endswith("_blocks") or self._scales_of(name) not in self._shapes:
+            return False
+        return len(self._shapes.get(name, ())) == 4
 
     def _scales_of(self, name: str) -> str:
         return name.removesuffix("_blocks") + "_scales"
 
     def _stored(self, name: str, tensor: Tensor) -> StoredTensor:
-        if name.endswith("_blocks") and self._scales_of(name) in self._shapes:
+        if self._is_mxfp4(name):
             return stored_mxfp4(name, tensor, self._one(self._scales_of(name)))
         if name + "_scale_inv" in self._shapes:
             return stored_fp8(name, tensor, self._one(name + "_scale_inv"))

@@ -25,8 +25,16 @@ from fulgurite.models.gguf_tokenizer import build_backend
 
 Message = Mapping[str, object]
 
-# What an expression in a template may raise: 1 + 'a', messages[9]['role'], 1 / 0, range(10**9).
-TEMPLATE_FAILURES = (TypeError, LookupError, ArithmeticError, ValueError)
+# What an expression in a template may raise: 1 + 'a', messages[9]['role'], 1 / 0, range(10**9), a macro
+# that calls itself, 'a' * 10**12.
+TEMPLATE_FAILURES = (
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    ValueError,
+    RecursionError,
+    MemoryError,
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,7 @@ class Tokenizer:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids; `special` adds what the tokenizer puts around a text (a first token, say)."""
+        _check_unicode(text)
         ids: list[int] = self.backend.encode(text, add_special_tokens=special).ids
         if special and self.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids = [self.bos_id, *ids]
@@ -92,6 +101,17 @@ class Tokenizer:
             ) from error
 
 
+def _check_unicode(text: str) -> None:
+    """Bytes that were no UTF-8 arrive as halves of surrogate pairs, which are no characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(
+            f"character {error.start} of the text, {text[error.start]!r}, is none of Unicode",
+            next="give text in UTF-8",
+        ) from error
+
+
 def load_tokenizer(name: str | Path) -> Tokenizer:
     """The tokenizer of a folder, a file or a name (see hub.py)."""
     path = hub.resolve(name)
@@ -108,10 +128,7 @@ def from_folder(folder: Path) -> Tokenizer:
             where=str(folder),
             next="save the tokenizer in the fast format: AutoTokenizer...save_pretrained(folder)",
         )
-    written = file.read_text(encoding="utf-8")
-    if not written.rstrip().endswith("}"):
-        raise WeightsError("tokenizer.json is cut short", where=str(file), next="download it again")
-    backend = Backend.from_str(written)
+    backend = _read_backend(file)
     settings = _read_json(folder / "tokenizer_config.json")
     names = {
         name: text
@@ -130,6 +147,18 @@ def from_folder(folder: Path) -> Tokenizer:
         chat_template=_folder_template(folder, settings),
         template_names=names,
     )
+
+
+def _read_backend(file: Path) -> Backend:
+    try:
+        written = file.read_text(encoding="utf-8")
+        if not written.rstrip().endswith("}"):
+            raise ValueError("it is cut short")
+        return Backend.from_str(written)
+    except Exception as error:  # the library has no narrower class for what it can't read
+        raise WeightsError(
+            f"tokenizer.json can't be read: {error}", where=str(file), next="download it again"
+        ) from error
 
 
 def from_gguf(file: GGUFFile) -> Tokenizer:
@@ -164,7 +193,7 @@ def _read_json(file: Path) -> Fields:
         return Fields({}, str(file))
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WeightsError(f"{file.name} can't be read: {error}", where=str(file)) from error
     if not isinstance(values, dict):
         raise WeightsError(f"{file.name} holds no object", where=str(file))
@@ -184,8 +213,10 @@ def _folder_template(folder: Path, settings: Fields) -> str | None:
         return file.read_text(encoding="utf-8")
     template = settings.values.get("chat_template")
     if isinstance(template, list):
-        named = {str(entry["name"]): entry["template"] for entry in template}
-        template = named.get("default")
+        named = [entry for entry in template if isinstance(entry, Mapping)]
+        template = next(
+            (one.get("template") for one in named if one.get("name") == "default"), None
+        )
     return template if isinstance(template, str) else None
 
 

@@ -20,6 +20,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -85,7 +86,7 @@ class Ranks:
         """Call a function on every rank; RankError if any of them fails, after all have ended."""
         if not self.alive:
             raise RankError("these ranks have ended", next="start new ones: Ranks(count)")
-        message = pickle.dumps((function, arguments))
+        message = _message(function, arguments)
         for pipe in self.pipes:
             pipe.send_bytes(message)
         results, failures = self._collect()
@@ -118,11 +119,15 @@ class Ranks:
 
     def _receive(self, rank: int) -> tuple[Any] | Failure:
         try:
-            worked, value = pickle.loads(self.pipes[rank].recv_bytes())
+            answer = self.pipes[rank].recv_bytes()
         except (EOFError, ConnectionResetError):
             process = self.processes[rank]
             process.join(5)
             return Failure(rank, f"its process ended{_how(process.exitcode)}")
+        try:
+            worked, value = pickle.loads(answer)
+        except Exception:  # a result's own code runs here, and may raise anything
+            return Failure(rank, f"its result can't be read here\n{traceback.format_exc()}")
         return (value,) if worked else Failure(rank, value)
 
     def kill(self) -> None:
@@ -172,9 +177,28 @@ def rank_environment(rank: int, count: int, port: int) -> dict[str, str]:
     }
 
 
+def _message(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
+    try:
+        return pickle.dumps((function, arguments))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:  # as pickle has them
+        raise ArgumentError(
+            f"{getattr(function, '__qualname__', function)} can't be sent to ranks: {error}",
+            next="a function at the top of a module, and arguments that pickle",
+        ) from error
+
+
+def _end_with_parent() -> None:
+    """However the parent ends: what a rank is in the middle of, nobody waits for any more."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a rank was started by somebody"
+    parent.join()
+    os._exit(1)
+
+
 def _serve(pipe: Connection, environment: dict[str, str], threads: int) -> None:
     """What a rank's process does: functions in, results out, until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    threading.Thread(target=_end_with_parent, name="fulgurite-parent", daemon=True).start()
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(threads)

@@ -20,6 +20,7 @@ by `parallel.launch` on one machine. One process without any of it is a mesh of 
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,6 +34,7 @@ from fulgurite.parallel.health import Health
 
 AXES = ("data", "tensor", "expert")
 TIMEOUT = 300.0  # seconds that ranks wait for each other
+START_RANKS = "start the ranks with torchrun, or with fulgurite.parallel.launch"
 # All ranks make their meshes in one order, so the n-th at a store is the same one everywhere: what a closed
 # mesh left there can't be taken for the next one's.
 _meshes: Counter[tuple[str, int]] = Counter()
@@ -131,6 +133,8 @@ class Mesh:
         timeout: float = TIMEOUT,
         backend: str | None = None,
     ) -> None:
+        if not 0 < timeout < threading.TIMEOUT_MAX:
+            raise ArgumentError(f"timeout={timeout}", next="seconds that ranks wait for each other")
         self.rank, world = _place()
         self.shape = MeshShape.for_world(world, data, tensor, expert)
         self.timeout = timeout
@@ -147,7 +151,7 @@ class Mesh:
         self.replica = self._axis("replica")
 
     def _start(self, backend: str | None) -> None:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        host, port = os.environ["MASTER_ADDR"], _variable("MASTER_PORT")
         number = self.number = _meshes[host, port]
         _meshes[host, port] += 1
         wait = timedelta(seconds=self.timeout)
@@ -217,22 +221,37 @@ def new_store(host: str, port: int) -> None:
 
 def _place() -> tuple[int, int]:
     """This rank and the number of ranks, from whoever started them."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
+    started = dist.is_available() and dist.is_initialized()
+    if started:
+        rank, world = dist.get_rank(), dist.get_world_size()
+    else:
+        rank, world = _variable("RANK", "0"), _variable("WORLD_SIZE", "1")
+    wanted = ("MASTER_ADDR", "MASTER_PORT") if started else ("RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in wanted if name not in os.environ]
     if world > 1 and missing:
         raise ArgumentError(
-            f"WORLD_SIZE is {world}, but {', '.join(missing)} is not set",
-            next="start the ranks with torchrun, or with fulgurite.parallel.launch",
+            f"there are {world} ranks, but {', '.join(missing)} is not set", next=START_RANKS
+        )
+    if not 0 <= rank < world:
+        raise ArgumentError(
+            f"RANK {rank} is none of 0 to WORLD_SIZE {world} - 1 = {world - 1}", next=START_RANKS
         )
     return rank, world
+
+
+def _variable(name: str, default: str | None = None) -> int:
+    """A number that a launcher has set."""
+    text = os.environ[name] if default is None else os.environ.get(name, default)
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ArgumentError(f"{name} is {text!r} and no number", next=START_RANKS) from error
 
 
 def _local() -> tuple[int, int]:
     """This rank among those of its machine, and how many they are."""
     rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    return int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    return _variable("LOCAL_RANK", rank), _variable("LOCAL_WORLD_SIZE", world)
 
 
 def _device() -> torch.device:

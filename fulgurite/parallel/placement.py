@@ -35,7 +35,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         slots = self.slots_LS
-        if slots.ndim != 2 or slots.shape[1] % self.ranks:
+        if self.ranks < 1 or slots.ndim != 2 or slots.shape[1] % self.ranks:
             raise ArgumentError(
                 f"slots of shape {list(slots.shape)} can't be shared evenly by {self.ranks} ranks",
                 next="give [layers, slots] with a multiple of the ranks as slots",
@@ -87,11 +87,14 @@ class ReplicaTable:
         """Slots in place of experts: token t visits replica (first_token + t) mod replicas.
 
         So the replicas of an expert get equal shares, and equal inputs equal slots. Ranks with few
-        tokens each pass a `first_token` of their own, their rank, or all would visit replica 0.
+        tokens each pass a `first_token` of their own, their rank, or all would visit replica 0. An
+        expert that doesn't exist has slot -1, which a transport refuses on every rank.
         """
+        inside_Tk = (experts_Tk >= 0) & (experts_Tk < self.replicas_LE.shape[1])
+        experts_Tk = experts_Tk.where(inside_Tk, 0)
         token_T1 = torch.arange(experts_Tk.shape[0], device=experts_Tk.device)[:, None]
         turn_Tk = (token_T1 + first_token) % self.replicas_LE[layer][experts_Tk]
-        return self.slots_LEM[layer][experts_Tk, turn_Tk]
+        return self.slots_LEM[layer][experts_Tk, turn_Tk].where(inside_Tk, -1)
 
 
 def contiguous(layers: int, experts: int, ranks: int) -> Placement:
@@ -192,13 +195,19 @@ def read_placement(path: Path) -> Placement:
     try:
         values = json.loads(path.read_text())
         slots = torch.tensor(values["slots"], dtype=torch.int64)
-        return Placement(slots, int(values["experts"]), int(values["ranks"]))
+        experts, ranks = int(values["experts"]), int(values["ranks"])
     except OSError as problem:
         raise ArgumentError(f"{path} can't be read: {problem.strerror}") from problem
-    except (json.JSONDecodeError, KeyError, TypeError) as problem:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        RuntimeError,
+    ) as problem:  # as json and torch have them
         raise ArgumentError(
             f"{path} holds no placement: {problem}", next="fulgurite plan --load … --placement FILE"
         ) from problem
+    return Placement(slots, experts, ranks)
 
 
 def check_load(load_LE: Tensor) -> Tensor:

@@ -61,6 +61,8 @@ def rebalance(
     """
     load = check_load(load_LE)
     experts = load.shape[1]
+    if ranks < 1 or nodes < 1 or ranks % nodes:
+        raise ArgumentError(f"{ranks} ranks can't be spread evenly over {nodes} nodes")
     slots = -(-experts // ranks) * ranks if slots is None else slots
     places = Places(ranks, slots, nodes, groups if nodes > 1 else 1)
     _check(places, experts)
@@ -84,13 +86,16 @@ def rebalance(
 
 def _check(places: Places, experts: int) -> None:
     ranks, nodes, slots = places.ranks, places.nodes, places.slots
-    if ranks < 1 or nodes < 1 or ranks % nodes:
-        raise ArgumentError(f"{ranks} ranks can't be spread evenly over {nodes} nodes")
-    if slots % ranks or not experts <= slots <= experts * ranks:
+    # one replica a rank; experts of a group that stays on its node have that node's ranks only
+    most = experts * (ranks if places.groups == 1 else ranks // nodes)
+    if slots % ranks or not experts <= slots <= most:
         least = -(-experts // ranks) * ranks
         raise ArgumentError(
             f"{slots} slots for {experts} experts on {ranks} ranks",
-            next=f"a multiple of {ranks} from {least} to {experts * ranks}",
+            where=f"{places.groups} groups of experts, {nodes} nodes"
+            if places.groups > 1
+            else None,
+            next=f"a multiple of {ranks} from {least} to {most}",
         )
     if places.groups > 1 and (places.groups % nodes or experts % places.groups):
         raise ArgumentError(

@@ -34,8 +34,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from fulgurite.errors import ArgumentError
-from fulgurite.kernels.modules import QuantLinear
 from fulgurite.parallel.collectives import share
+from fulgurite.parallel.cutting import Cutter, step_of
 from fulgurite.parallel.expert import ExpertParallel, SharedBeside, spread_experts
 from fulgurite.parallel.gradients import ExpertCopies, KeyCopies
 from fulgurite.parallel.layers import (
@@ -49,7 +49,7 @@ from fulgurite.parallel.layers import (
 )
 from fulgurite.parallel.mesh import Mesh
 from fulgurite.parallel.placement import Placement
-from fulgurite.parallel.shares import Kept, Range, Share, Shares
+from fulgurite.parallel.shares import Range, Shares
 from fulgurite.parallel.transport import Collective, Transport
 from fulgurite.quant import QuantTensor
 from fulgurite.quant.sharding import boundary
@@ -130,9 +130,8 @@ class _Work:
         self.transport, self.placement = transport, placement
         self.shares = Shares(mesh)
         self.mixtures = 0
-        self.kept = {p: Kept.all(n, p.shape) for n, p in model.named_parameters()}
+        self.cutter = Cutter(model, self.axis, self.shares)
         # For gradients. Modules are wrapped on the way, so parameters are known by themselves.
-        self.divided: set[nn.Parameter] = set()
         self.spread: set[nn.Parameter] = set()
         self.after_sum: set[nn.Parameter] = set()
         self.partial: list[nn.Module] = []
@@ -153,7 +152,7 @@ class _Work:
         for name in self._named("experts", ""):
             self._experts(name)
         self._note_gradients()
-        self.shares.kept = {n: self.kept[p] for n, p in self.model.named_parameters()}
+        self.shares.kept = {n: self.cutter.kept[p] for n, p in self.model.named_parameters()}
         return self.shares
 
     def _note_gradients(self) -> None:
@@ -163,7 +162,7 @@ class _Work:
         for name, parameter in self.model.named_parameters():
             if parameter in self.spread:
                 gradients.axes[name] = "replica"
-            elif parameter in self.divided:
+            elif parameter in self.cutter.divided:
                 gradients.axes[name] = "data"
             else:
                 whole = self.tokens is None and parameter not in partial
@@ -185,12 +184,12 @@ class _Work:
         assert isinstance(weight, Tensor), f"{name} has no weight"
         step = boundary(weight.format, 0, 2) if isinstance(weight, QuantTensor) else 1
         total = weight.shape[0]
-        self._check_enough(name, total, step)
-        self._cut(f"{name}.weight", "vocabulary", 0, self._share(total, step))
+        self.cutter.check_enough(name, total, step)
+        self.cutter.cut(f"{name}.weight", "vocabulary", 0, self.cutter.share(total, step))
         bias = getattr(module, "bias", None)
         if bias is not None:
             raise ArgumentError(f"{name} has a bias", next="heads of our families have none")
-        self._replace(name, VocabularyTable(module, self.axis, total, step, self.tokens))
+        self.cutter.replace(name, VocabularyTable(module, self.axis, total, step, self.tokens))
 
     def _attention(self, name: str) -> None:
         module = self.model.get_submodule(name)
@@ -199,24 +198,26 @@ class _Work:
         split = split_heads(heads, kv_heads, self.axis.index, self.axis.size)
         if split is None:
             note = f"{heads} query and {kv_heads} key heads don't divide by {self.axis.size}"
-            self._line(name, "whole", (heads, kv_heads), (heads, kv_heads), note)
+            self.cutter.line(name, "whole", (heads, kv_heads), (heads, kv_heads), note)
             if self.tokens is not None:
                 enter_whole(module, self.axis, self.tokens)
                 for child in self._named("output", name):
-                    self._replace(child, OwnLinear(self.model.get_submodule(child), self.tokens))
+                    self.cutter.replace(
+                        child, OwnLinear(self.model.get_submodule(child), self.tokens)
+                    )
             return
         queries, keys = split
         module.spec = dataclasses.replace(
             spec, heads=queries[1] - queries[0], kv_heads=keys[1] - keys[0]
         )
         for child in self._named("query", name):
-            self._cut_module(child, "query", 0, heads, queries)
+            self.cutter.cut_module(child, "query", 0, heads, queries)
         for child in self._named("key", name):
-            self._cut_module(child, "key", 0, kv_heads, keys)
+            self.cutter.cut_module(child, "key", 0, kv_heads, keys)
             if kv_heads < self.axis.size:
                 self._remember_copies(child, kv_heads, keys)
         for child in self._named("output", name):
-            self._cut(f"{child}.weight", "output", 1, queries, heads)
+            self.cutter.cut(f"{child}.weight", "output", 1, queries, heads)
             self._reduce_after(child)
         self._enter(name)
 
@@ -236,16 +237,16 @@ class _Work:
 
     def _inner(self, parent: str, columns: list[str], rows: list[str]) -> None:
         """Divide one inner size: the rows of `columns`, and the columns of `rows` alike."""
-        weights = [(self._weight(child), 0) for child in columns]
-        weights += [(self._weight(child), 1) for child in rows]
+        weights = [(self.cutter.weight(child), 0) for child in columns]
+        weights += [(self.cutter.weight(child), 1) for child in rows]
         total = weights[0][0].shape[weights[0][1]]
-        step = math.lcm(*(_step(weight, dim) for weight, dim in weights))
-        self._check_enough(parent, total, step)
-        inner = self._share(total, step)
+        step = math.lcm(*(step_of(weight, dim) for weight, dim in weights))
+        self.cutter.check_enough(parent, total, step)
+        inner = self.cutter.share(total, step)
         for child in columns:
-            self._cut_module(child, "column", 0, total, inner)
+            self.cutter.cut_module(child, "column", 0, total, inner)
         for child in rows:
-            self._cut(f"{child}.weight", "row", 1, inner)
+            self.cutter.cut(f"{child}.weight", "row", 1, inner)
             self._reduce_after(child)
 
     def _experts(self, name: str) -> None:
@@ -255,7 +256,7 @@ class _Work:
         if self.mesh.expert.size > 1:
             assert self.transport is not None, "parallelize made one"
             parallel = spread_experts(experts, self.transport, self.placement, self.mixtures)
-            self._replace(name, parallel)
+            self.cutter.replace(name, parallel)
             self._run_beside(name.rpartition(".")[0], parallel)
             cuts = dict.fromkeys(before, (0, tuple((e, e + 1) for e in parallel.mine)))
             self.spread |= set(experts.parameters())
@@ -271,26 +272,28 @@ class _Work:
                     next="leave split_tokens out, or give the mesh an expert axis",
                 )
             down = experts.get_parameter("down")
-            step = math.lcm(_step(down, 2), _step(experts.get_parameter("gate_up"), 1))
-            self._check_enough(name, down.shape[2], step)
-            inner = self._share(down.shape[2], step)
+            step = math.lcm(step_of(down, 2), step_of(experts.get_parameter("gate_up"), 1))
+            self.cutter.check_enough(name, down.shape[2], step)
+            inner = self.cutter.share(down.shape[2], step)
             both = tuple((half + inner[0], half + inner[1]) for half in (0, down.shape[2]))
             cuts = {"gate_up": (1, both), "gate_up_bias": (1, both), "down": (2, (inner,))}
-            self._replace(name, DividedExperts(experts, self.axis, inner))
-            self.divided |= set(experts.parameters())
+            self.cutter.replace(name, DividedExperts(experts, self.axis, inner))
+            self.cutter.divided |= set(experts.parameters())
         after = before | dict(experts.named_parameters(recurse=False))  # a bias may have moved
         for parameter, whole in before.items():
             kept = after[parameter]
             if parameter in cuts:
                 dim, ranges = cuts[parameter]
-                self.kept[kept] = self.kept[whole].cut(dim, *ranges)
-            self._line(f"{name}.{parameter}", "experts", tuple(whole.shape), tuple(kept.shape))
+                self.cutter.kept[kept] = self.cutter.kept[whole].cut(dim, *ranges)
+            self.cutter.line(
+                f"{name}.{parameter}", "experts", tuple(whole.shape), tuple(kept.shape)
+            )
 
     def _run_beside(self, name: str, experts: ExpertParallel) -> None:
         """A shared expert of the same mixture runs while tokens travel."""
         mixture: Any = self.model.get_submodule(name)
         if getattr(mixture, "shared", None) is not None:
-            self._replace(name, SharedBeside(mixture.router, experts, mixture.shared))
+            self.cutter.replace(name, SharedBeside(mixture.router, experts, mixture.shared))
 
     # ---- what is done to modules -------------------------------------------------------------------
 
@@ -301,81 +304,15 @@ class _Work:
 
     def _reduce_after(self, name: str) -> None:
         linear = RowLinear(self.model.get_submodule(name), self.axis, self.tokens)
-        self._replace(name, linear)
+        self.cutter.replace(name, linear)
         if linear.bias is not None:
             self.after_sum.add(linear.bias)
 
     def _remember_copies(self, name: str, kv_heads: int, keys: Range) -> None:
-        for path in self._parameters(name):
+        for path in self.cutter.parameters(name):
             parameter = self.model.get_parameter(path)
             local = parameter.shape[0]
             self.copies[parameter] = KeyCopies(local * kv_heads, keys[0] * local)
-
-    def _cut_module(self, name: str, style: str, dim: int, units: int, kept: Range) -> None:
-        for parameter in self._parameters(name):
-            self._cut(parameter, style, dim, kept, units)
-
-    def _parameters(self, name: str) -> list[str]:
-        """The weight and bias of a linear (of a sequence: its last), or a parameter by its own name."""
-        if name in dict(self.model.named_parameters()):
-            return [name]
-        module = self.model.get_submodule(name)
-        if isinstance(module, nn.Sequential):
-            return self._parameters(f"{name}.{len(module) - 1}")
-        return [f"{name}.{n}" for n, _ in module.named_parameters(recurse=False)]
-
-    def _cut(self, name: str, style: str, dim: int, kept: Range, units: int | None = None) -> None:
-        """Keep a range of a parameter's dimension, counted in `units` that it divides into."""
-        path, _, last = name.rpartition(".")
-        module = self.model.get_submodule(path)
-        parameter = module.get_parameter(last)
-        size = parameter.shape[dim] // (units or parameter.shape[dim])
-        start, stop = kept[0] * size, kept[1] * size
-        where = (slice(None),) * dim + (slice(start, stop),)
-        # A copy, so that the whole may be let go.
-        part = nn.Parameter(parameter.detach()[where].clone(), parameter.requires_grad)
-        setattr(module, last, part)
-        _set_features(module, part)
-        self.divided.add(part)
-        self.kept[part] = self.kept[parameter].cut(dim, (start, stop))
-        self._line(name, style, tuple(parameter.shape), tuple(part.shape))
-
-    def _replace(self, name: str, module: nn.Module) -> None:
-        path, _, last = name.rpartition(".")
-        setattr(self.model.get_submodule(path), last, module)
-
-    def _weight(self, name: str) -> Tensor:
-        return self.model.get_submodule(name).get_parameter("weight")
-
-    def _share(self, total: int, step: int) -> Range:
-        return share(total, self.axis.index, self.axis.size, step)
-
-    def _check_enough(self, name: str, total: int, step: int) -> None:
-        start, stop = share(total, self.axis.size - 1, self.axis.size, step)
-        if start == stop:
-            blocks = -(-total // step)
-            raise ArgumentError(
-                f"{total} can't be shared by {self.axis.size} ranks",
-                where=f"{name}, cut at multiples of {step}" if step > 1 else name,
-                next=f"choose a tensor axis of at most {blocks}",
-            )
-
-    def _line(
-        self, name: str, style: str, whole: tuple[int, ...], kept: tuple[int, ...], note: str = ""
-    ) -> None:
-        self.shares.lines.append(Share(name, style, whole, kept, note))
-
-
-def _step(weight: Tensor, dim: int) -> int:
-    return boundary(weight.format, dim, weight.dim()) if isinstance(weight, QuantTensor) else 1
-
-
-def _set_features(module: nn.Module, weight: Tensor) -> None:
-    """What a linear says of itself follows its weight."""
-    if weight.dim() == 2 and isinstance(module, (nn.Linear, QuantLinear)):
-        module.out_features, module.in_features = weight.shape
-    elif isinstance(module, nn.Embedding):
-        module.num_embeddings = weight.shape[0]
 
 
 def split_heads(heads: int, kv_heads: int, index: int, count: int) -> tuple[Range, Range] | None:

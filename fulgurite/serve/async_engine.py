@@ -11,8 +11,8 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 
-from fulgurite.errors import FulguriteError
 from fulgurite.serve.engine import Engine, Prompt
 from fulgurite.serve.request import Constraint, Result, SamplingParams, Update
 
@@ -26,6 +26,7 @@ class AsyncEngine:
         self.engine = engine
         self.commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self.failure: BaseException | None = None
+        self.stopped = False
         self.waiting: dict[int, Callable[[BaseException], None]] = {}
         self.thread = threading.Thread(target=self._run, name="fulgurite-engine", daemon=True)
         self.thread.start()
@@ -52,13 +53,13 @@ class AsyncEngine:
         ids: list[str] = []
 
         def deliver(item: Update | BaseException) -> None:
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # a loop that is closed by now, with all who wait in it
                 loop.call_soon_threadsafe(updates.put_nowait, item)
 
         def submit() -> None:
             try:
                 request = self.engine.add(prompt, params, listener=deliver, constraint=constraint)
-            except FulguriteError as error:
+            except Exception as error:  # whatever it was, it is one caller's and not the engine's
                 deliver(error)
             else:
                 ids.append(request.id)
@@ -68,8 +69,8 @@ class AsyncEngine:
                 self.engine.cancel(one)
 
         self.waiting[id(updates)] = deliver
-        self._put(submit)
         try:
+            self._put(submit)
             while True:
                 item = await updates.get()
                 if isinstance(item, BaseException):
@@ -88,7 +89,7 @@ class AsyncEngine:
         raise AssertionError("a stream ends with a result")
 
     def _put(self, command: Command) -> None:
-        if self.failure is not None or not self.thread.is_alive():
+        if self.stopped:
             raise RuntimeError("the engine has stopped") from self.failure
         self.commands.put(command)
 
@@ -101,8 +102,9 @@ class AsyncEngine:
                 self.engine.cancel(name)
         except BaseException as error:  # whatever it was, nobody may wait for it forever
             self.failure = error
-            for fail in list(self.waiting.values()):
-                fail(error)
+        self.stopped = True  # and only then look who waits: who comes later sees it
+        for fail in list(self.waiting.values()):
+            fail(self.failure or RuntimeError("the engine has stopped"))
 
     def _obey(self) -> bool:
         """All commands there are, waiting for one while there is nothing to run; False: stop."""

@@ -5,17 +5,22 @@
 One step computes a piece of every request that has its turn and gives each request that is through
 with its prompt one token more. Requests come and go between steps. Where text is wanted as it is
 made, a listener hears of every update; `stream` and `generate` are made of that, and so is
-`async_engine.py`.
+`async_engine.py`. Any thread may call: one step runs at a time, whoever asked for it.
+
+A step that is interrupted, or in which a grammar fails, leaves every request as it was, to be run
+again; a listener that fails keeps no other from hearing.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from numbers import Integral
 
 import torch
-from torch import Tensor
 
 from fulgurite.errors import ArgumentError
 from fulgurite.models.layers import Decoder
@@ -86,6 +91,7 @@ class Engine:
         self.texts: dict[str, Detokenizer] = {}
         self.listeners: dict[str, Listener] = {}
         self.numbers = itertools.count()
+        self.lock = threading.RLock()
         self.end_ids = frozenset(model.config.eos_token_ids)
         if tokenizer is not None:
             self.end_ids |= frozenset(tokenizer.stop_ids)
@@ -100,25 +106,27 @@ class Engine:
         constraint: Constraint | None = None,
     ) -> Request:
         """Put a request in line. A prompt that can't be run is refused here, and only it."""
-        params = params or SamplingParams()
+        params = self._checked(SamplingParams() if params is None else params)
         prompt_ids = self.encode(prompt)
-        params.check_tokens(self.model.config.vocabulary)
-        if params.stop and self.tokenizer is None:
-            raise ArgumentError("stop strings need a tokenizer", next="use stop_token_ids")
-        id = f"request-{next(self.numbers)}" if id is None else id
-        if id in self.requests:
-            raise ArgumentError(f"there is a request {id!r} already")
-        request = Request(id, prompt_ids, params, self.context, constraint)
-        if self.link is not None:
-            self.link.added(request, prompt_ids)
-        self.requests[id] = request
-        if self.tokenizer is not None:
-            self.texts[id] = Detokenizer(self.tokenizer, params.stop)
-        if listener is not None:
-            self.listeners[id] = listener
-        if self._here(request):
-            self.scheduler.add(request)
+        with self.lock:
+            id = self._unused() if id is None else id
+            if id in self.requests:
+                raise ArgumentError(f"there is a request {id!r} already")
+            request = Request(id, prompt_ids, params, self.context, constraint)
+            if self.link is not None:
+                self.link.added(request, prompt_ids)
+            self.requests[id] = request
+            if self.tokenizer is not None:
+                self.texts[id] = Detokenizer(self.tokenizer, params.stop)
+            if listener is not None:
+                self.listeners[id] = listener
+            if self._here(request):
+                self.scheduler.add(request)
         return request
+
+    def _unused(self) -> str:
+        names = (f"request-{number}" for number in self.numbers)
+        return next(name for name in names if name not in self.requests)
 
     def _here(self, request: Request) -> bool:
         """Whether this rank's own cache has a request's keys."""
@@ -126,7 +134,7 @@ class Engine:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt that can be run; an ArgumentError says why one can't."""
-        if not isinstance(prompt, Sequence):
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise ArgumentError(
                 f"a prompt can't be {prompt!r}", next="give a text, or a list of token ids"
             )
@@ -147,7 +155,7 @@ class Engine:
                 next="shorten the prompt" + (longer if self.context < most else ""),
             )
         size = self.model.config.vocabulary
-        wrong = [token for token in ids if not isinstance(token, int) or not 0 <= token < size]
+        wrong = [token for token in ids if not isinstance(token, Integral) or not 0 <= token < size]
         if wrong:
             raise ArgumentError(
                 f"the prompt has token {wrong[0]!r}",
@@ -157,15 +165,16 @@ class Engine:
 
     def cancel(self, id: str) -> Update | None:
         """End a request now, with what it has written; None where there is no such request."""
-        request = self.requests.get(id)
-        if request is None:
-            return None
-        if self._here(request):
-            self.scheduler.cancel(request)
-        if self.link is not None:
-            self.link.ended(request, cancelled=True)
-        request.finish("cancelled")
-        return self._tell(self._closing(request, ""), request)
+        with self.lock:
+            request = self.requests.get(id)
+            if request is None:
+                return None
+            if self._here(request):
+                self.scheduler.cancel(request)
+            if self.link is not None:
+                self.link.ended(request, cancelled=True)
+            request.finish("cancelled")
+            return self._tell(self._closing(request, ""), request)
 
     @property
     def busy(self) -> bool:
@@ -173,6 +182,10 @@ class Engine:
 
     def step(self) -> list[Update]:
         """One step of the model: what each request that got a token has to say."""
+        with self.lock:
+            return self._step()
+
+    def _step(self) -> list[Update]:
         pieces = self.scheduler.schedule()
         if not pieces and all(self._here(request) for request in self.requests.values()):
             assert not self.requests, "there are requests and none can run"
@@ -180,27 +193,37 @@ class Engine:
         if self.link is not None:
             self.link.begin(pieces)
         logits_RO = self.runner.run(pieces)
+        requests = [piece.request for piece in pieces if piece.last]
+        tokens = choose(logits_RO, requests) if requests else []
         for piece in pieces:
             self.scheduler.done(piece)
-        return self._finish([piece.request for piece in pieces if piece.last], logits_RO)
+        for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
+            request.append(token)
+            if request.params.logprobs is not None:
+                told = log_probabilities(logits_RO[row], token, request.params.logprobs)
+                request.logprobs.append(told)
+        return self._finish(list(zip(requests, tokens, strict=True)))
 
-    def _finish(self, requests: list[Request], logits_RO: Tensor) -> list[Update]:
-        """Choose tokens, append them, and see who is done."""
-        chosen = list(zip(requests, choose(logits_RO, requests), strict=True)) if requests else []
-        for row, (request, token) in enumerate(chosen):
-            count = request.params.logprobs
-            if count is not None:
-                request.logprobs.append(log_probabilities(logits_RO[row], token, count))
+    def _finish(self, chosen: list[tuple[Request, int]]) -> list[Update]:
+        """See who is done with the tokens that were chosen, here and elsewhere; tell everyone."""
         if self.link is not None:
             elsewhere = self.link.from_others(self.plan.limits.max_sequences)
-            chosen += [(self.requests[one.id], one.token) for one in elsewhere]
-        updates = []
-        for request, token in chosen:
-            request.append(token)
-            if self.link is not None:
+            for one in elsewhere:
+                self.requests[one.id].append(one.token)
+                chosen.append((self.requests[one.id], one.token))
+            for request, token in chosen:
                 self.link.chose(request, token)
-            updates.append(self._tell(self._advance(request, token), request))
+        updates: list[Update] = []
+        with ExitStack() as everyone:  # goes on behind one that fails
+            for request, token in reversed(chosen):
+                everyone.callback(self._take, request, token, updates)
         return updates
+
+    def _take(self, request: Request, token: int, updates: list[Update]) -> None:
+        if request.state is not State.FINISHED:  # as who was cancelled by a listener is
+            if request.constraint is not None:
+                request.constraint.accept(token)
+            updates.append(self._tell(self._advance(request, token), request))
 
     def _advance(self, request: Request, token: int) -> Update:
         params, text = request.params, self.texts.get(request.id)
@@ -225,6 +248,8 @@ class Engine:
         text = self.texts.pop(request.id, None)
         if text is not None:
             new += text.finish()
+            if text.stopped_by is not None and request.finish_reason == "length":
+                request.finish("stop", text.stopped_by)
         del self.requests[request.id]
         result = request.result(text.text if text is not None else "")
         return Update(request.id, new, token_ids, result)
@@ -240,16 +265,20 @@ class Engine:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Update]:
         """The updates of one request as they come; a stream that is closed early is cancelled."""
         updates: deque[Update] = deque()
-        request = self.add(prompt, params, listener=updates.append)
-        return self._follow(request, updates)
+        following = self._follow(self.add(prompt, params, listener=updates.append), updates)
+        next(following)  # into its `try`: a stream that nobody reads is closed as well
+        return following
 
     def _follow(self, request: Request, updates: deque[Update]) -> Iterator[Update]:
         try:
-            while updates or request.state is not State.FINISHED:
+            update = Update(request.id, "", ())
+            yield update
+            while update.result is None:
                 if not updates:
                     self.step()
                 while updates:
-                    yield updates.popleft()
+                    update = updates.popleft()
+                    yield update
         finally:
             self.cancel(request.id)
 
@@ -270,11 +299,10 @@ class Engine:
             if update.result is not None:
                 found[update.id] = update.result
 
-        ids = [
-            self.add(prompt, one, listener=listen).id
-            for prompt, one in zip(encoded, each, strict=True)
-        ]
+        ids: list[str] = []
         try:
+            for prompt, one in zip(encoded, each, strict=True):
+                ids.append(self.add(prompt, one, listener=listen).id)
             while len(found) < len(ids):
                 self.step()
         finally:
@@ -290,22 +318,33 @@ class Engine:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
-            raise ArgumentError(f"{len(prompts)} prompts and {len(params)} sampling params")
-        for one in params:
-            one.check_tokens(self.model.config.vocabulary)
-        return list(params)
+            raise ArgumentError(
+                f"{len(prompts)} prompts and {len(params)} sampling params",
+                next="give one SamplingParams for all, or a list of one each",
+            )
+        return [self._checked(one) for one in params]
+
+    def _checked(self, params: SamplingParams) -> SamplingParams:
+        """Params that this model can follow."""
+        if not isinstance(params, SamplingParams):
+            raise ArgumentError(f"{params!r} are no SamplingParams")
+        params.check_tokens(self.model.config.vocabulary)
+        if params.stop and self.tokenizer is None:
+            raise ArgumentError("stop strings need a tokenizer", next="use stop_token_ids")
+        return params
 
     def warm_up(self) -> None:
         """Run one short request, so that the first real one waits for nothing to be built."""
         plain = SamplingParams(max_tokens=2, ignore_eos=True)
-        self.generate([[0] * min(4, self.context - 2)], plain)
+        self.generate([[0] * max(1, min(4, self.context - 2))], plain)
         self.forget()
 
     def forget(self) -> None:
         """No request finds keys in the cache that an earlier one left there."""
-        if self.link is not None:
-            self.link.forgot()
-        self.tables.forget()
+        with self.lock:
+            if self.link is not None:
+                self.link.forgot()
+            self.tables.forget()
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from fulgurite.errors import ArgumentError
 
+MOST = 1_000_000  # GPUs in all
+
 
 @dataclass(frozen=True)
 class GPU:
@@ -61,9 +63,10 @@ def read_cluster(text: str, name: str = "h200", memory: float | None = None) -> 
     """`8` GPUs in one node, or `8x2`: two nodes of eight. `memory` in GiB, where it differs."""
     found = re.fullmatch(r"(\d+)(?:x(\d+))?", text.strip().lower())
     per_node, nodes = (int(found[1]), int(found[2] or 1)) if found else (0, 0)
-    if per_node < 1 or nodes < 1:
+    if not 1 <= per_node * nodes <= MOST:
         raise ArgumentError(
-            f"--gpus {text} is no number of GPUs", next="8, or 8x2 for two nodes of eight"
+            f"--gpus {text} is no number of GPUs",
+            next=f"8, or 8x2 for two nodes of eight; at most {MOST:,} in all",
         )
     if name.lower() not in GPUS:
         raise ArgumentError(f"no figures for the GPU {name!r}", next=f"one of {', '.join(GPUS)}")

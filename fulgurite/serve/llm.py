@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,8 @@ class LLM:
 def start_others(name: str | Path, options: Mapping[str, Any]) -> Others | None:
     """The other ranks that were asked for, where there are none yet."""
     data, tensor, expert = (options[axis] for axis in AXES)
+    if tensor < 1:
+        raise ArgumentError(f"tensor={tensor} must be 1 or more")
     count = tensor * (max(1, expert // tensor) if data is None else data)
     if count == 1 or not started_alone():
         return None
@@ -296,6 +299,6 @@ def make_limits(
 def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """One text or one list of token ids is one prompt, and so is anything that is no list."""
     single = isinstance(prompts, str) or not isinstance(prompts, Sequence)
-    if single or (prompts and isinstance(prompts[0], int)):
+    if single or (prompts and isinstance(prompts[0], Integral)):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]

@@ -15,8 +15,10 @@ splits are compared by.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -117,7 +119,8 @@ def make_split(question: Question, shape: MeshShape) -> Split:
     cut = make_cut(question, shape)
     tokens = -(-limits.step_tokens // shape.tensor) if shape.expert > 1 else limits.step_tokens
     rows = _expert_rows(question, cut, tokens)
-    rank = build_rank(question.config, question.family, cut, rows)
+    sizes = (limits.step_tokens, limits.max_sequences)
+    rank, activations = _built(question.config, question.family, cut, rows, sizes)
     weights = rank.weights(question.format_of)
     queue = _buffers(question, cut, tokens)
     device = torch.device("cuda")
@@ -126,7 +129,7 @@ def make_split(question: Question, shape: MeshShape) -> Split:
         limits=limits,
         available=question.available,
         weights=sum(weights.values()),
-        activations=activation_bytes(rank.model, limits.step_tokens, limits.max_sequences),
+        activations=activations,
         workspaces=workspace_bytes(rank.specs, limits, device),
         cache=0,
         blocks=(),
@@ -139,6 +142,15 @@ def make_split(question: Question, shape: MeshShape) -> Split:
         return Split(cut, weights, plan, queue, None)
     bound = _bound(question, shape, rank, weights, plan, queue)
     return Split(cut, weights, plan, queue, bound)
+
+
+@lru_cache(maxsize=256)
+def _built(
+    config: ModelConfig, family: Family, cut: Cut, rows: int, sizes: tuple[int, int]
+) -> tuple[RankModel, int]:
+    """A rank's share and the activations of its largest step: contexts and caches change neither."""
+    rank = build_rank(config, family, cut, rows)
+    return rank, activation_bytes(rank.model, *sizes)
 
 
 def _limits(question: Question, data: int) -> Limits:
@@ -300,7 +312,8 @@ def parameters(question: Question) -> tuple[int, int]:
 
 
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def advice(

@@ -44,6 +44,7 @@ from fulgurite.serve.plan_text import (
 from fulgurite.serve.rank_model import FormatOf, build_rank, format_everywhere, refusal
 
 CONTEXT = 8192  # tokens of a request, where nobody says how many
+MOST = 10**9  # requests, tokens or ranks: more are a slip of the finger
 PLAIN = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}  # not packed
 
 
@@ -118,8 +119,11 @@ def plan(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(as_json(question, splits), indent=2))
         return
-    print(headline(question, _whole_bytes(question)))
     best = splits[0]
+    loaded = ""
+    if options.load and best.fits:  # read before anything is printed: it may not be there
+        loaded = load_text(question, best, Path(options.load), options.placement)
+    print(headline(question, _whole_bytes(question)))
     print()
     print(split_text(question, best))
     print()
@@ -132,9 +136,9 @@ def plan(options: argparse.Namespace) -> None:
     if len(splits) > 1:
         print()
         print(others_text(splits[1:]))
-    if options.load:
+    if loaded:
         print()
-        print(load_text(question, best, Path(options.load), options.placement))
+        print(loaded)
 
 
 def _whole_bytes(question: Question) -> int:
@@ -184,8 +188,10 @@ def read_question(options: argparse.Namespace) -> Question:
         )
     for name in ("batch", "step_tokens", "data", "tensor", "expert"):
         value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ArgumentError(f"--{name.replace('_', '-')} {value} must be 1 or more")
+        if value is not None and not 1 <= value <= MOST:
+            raise ArgumentError(
+                f"--{name.replace('_', '-')} {value} must be 1 or more, up to {MOST:,}"
+            )
     if options.redundant < 0:
         raise ArgumentError(f"--redundant {options.redundant} must be 0 or more")
     if (options.load or options.redundant) and config.experts is None:

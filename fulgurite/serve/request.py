@@ -14,9 +14,10 @@ import enum
 import math
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from numbers import Integral, Real
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 from torch import Tensor
@@ -24,6 +25,7 @@ from torch import Tensor
 from fulgurite.errors import ArgumentError
 
 MAX_LOGPROBS = 1000
+MOST = 1e30  # of a temperature, penalty or bias: float32 can compute with it
 NO_BIAS: Mapping[int, float] = {}
 
 
@@ -54,31 +56,28 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stops = (self.stop,) if isinstance(self.stop, str) else _several("stop", self.stop, "texts")
         object.__setattr__(self, "stop", stops)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "banned", tuple(self.banned))
-        _number("temperature", self.temperature, self.temperature >= 0, "0 (greedy) or more")
-        _number("top_p", self.top_p, 0 < self.top_p <= 1, "more than 0 and at most 1 (off)")
-        _number("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 (off) to 1")
+        for name in ("stop_token_ids", "banned"):
+            object.__setattr__(self, name, _tokens(name, getattr(self, name)))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        _number("temperature", self.temperature, "0 (greedy) to 1e30", lambda x: 0 <= x <= MOST)
+        _number("top_p", self.top_p, "more than 0 and at most 1 (off)", lambda x: 0 < x <= 1)
+        _number("min_p", self.min_p, "from 0 (off) to 1", lambda x: 0 <= x <= 1)
         _integer("top_k", self.top_k, 0, "0 (off) or more")
         _integer("max_tokens", self.max_tokens, 1, "1 or more")
         penalty = self.repetition_penalty
-        _number("repetition_penalty", penalty, penalty > 0, "more than 0; 1 is off")
+        _number(
+            "repetition_penalty", penalty, "more than 0; 1 is off", lambda x: 1 / MOST <= x <= MOST
+        )
         for name in ("frequency_penalty", "presence_penalty"):
-            value = getattr(self, name)
-            _number(name, value, -2 <= value <= 2, "from -2 to 2; 0 is off")
+            _number(name, getattr(self, name), "from -2 to 2; 0 is off", lambda x: -2 <= x <= 2)
         if self.seed is not None:
             _integer("seed", self.seed, 0, "from 0 to 2**64 - 1", 2**64 - 1)
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, f"from 0 to {MAX_LOGPROBS}", MAX_LOGPROBS)
         if any(not isinstance(text, str) or not text for text in stops):
             raise ArgumentError(f"stop={list(stops)!r} must hold texts that are not empty")
-        for token, bias in self.logit_bias.items():
-            if math.isnan(bias) or bias == math.inf:
-                raise ArgumentError(
-                    f"logit_bias of token {token} is {bias}", next="use -100 to 100"
-                )
 
     @property
     def greedy(self) -> bool:
@@ -101,18 +100,48 @@ class SamplingParams:
                 f"token {wrong[0]} is not in the vocabulary",
                 next=f"token ids go from 0 to {vocabulary - 1}",
             )
-        if len(set(self.banned)) == vocabulary:
+        barred = {token for token, bias in self.logit_bias.items() if bias == -math.inf}
+        if len(barred.union(self.banned)) == vocabulary:
             raise ArgumentError("every token is banned", next="leave at least one")
 
 
-def _number(name: str, value: float, right: bool, allowed: str) -> None:
-    if not isinstance(value, (int, float)) or not math.isfinite(value) or not right:
+def _number(name: str, value: object, allowed: str, right: Callable[[float], bool]) -> None:
+    if not isinstance(value, Real) or isinstance(value, bool) or not right(float(value)):
         raise ArgumentError(f"{name}={value!r} must be {allowed}")
 
 
-def _integer(name: str, value: int, least: int, allowed: str, most: float = math.inf) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+def _integer(name: str, value: object, least: int, allowed: str, most: float = math.inf) -> None:
+    if not _is_whole(value) or not least <= value <= most:
         raise ArgumentError(f"{name}={value!r} must be a whole number, {allowed}")
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _several(name: str, values: object, what: str) -> tuple[Any, ...]:
+    """Whatever holds several; a text is no list of its letters."""
+    if not isinstance(values, Iterable) or isinstance(values, str | bytes):
+        raise ArgumentError(f"{name}={values!r} must be a list of {what}")
+    return tuple(values)
+
+
+def _tokens(name: str, values: object) -> tuple[int, ...]:
+    tokens = _several(name, values, "token ids")
+    wrong = [token for token in tokens if not _is_whole(token)]
+    if wrong:
+        raise ArgumentError(f"{name} has {wrong[0]!r}", next="token ids are whole numbers")
+    return tuple(int(token) for token in tokens)
+
+
+def _biases(values: object) -> dict[int, float]:
+    """A copy: a frozen setting does not change with somebody's dict."""
+    if not isinstance(values, Mapping):
+        raise ArgumentError(f"logit_bias={values!r} must be a dict of token ids and numbers")
+    for token, bias in zip(_tokens("logit_bias", values), values.values(), strict=True):
+        name, allowed = f"logit_bias of token {token}", "a number; use -100 to 100, or -inf"
+        _number(name, bias, allowed, lambda x: x == -math.inf or -MOST <= x <= MOST)
+    return {int(token): float(bias) for token, bias in values.items()}
 
 
 class Constraint(Protocol):
@@ -221,8 +250,6 @@ class Request:
             self.first_token_at = time.perf_counter()
         self.tokens[self.length] = token
         self.length += 1
-        if self.constraint is not None:
-            self.constraint.accept(token)
 
     @property
     def generated(self) -> np.ndarray:

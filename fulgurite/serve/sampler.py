@@ -20,6 +20,8 @@ from torch import Tensor
 from fulgurite.kernels import sampling
 from fulgurite.serve.request import Request, TokenLogprob
 
+COLDEST = 1e-30  # below, float32 would divide by 0; it is greedy long before
+
 
 def choose(logits_RO: Tensor, requests: Sequence[Request]) -> list[int]:
     """The next token of each request; row r of the logits is request r's."""
@@ -30,22 +32,24 @@ def choose(logits_RO: Tensor, requests: Sequence[Request]) -> list[int]:
             change_logits(logits_RO[index], requests[index])
     drawn = [index for index, request in enumerate(requests) if not request.params.greedy]
     if len(drawn) == len(requests):
-        return sampling.sample_rows(logits_RO, _settings(requests)).tolist()
+        return sampling.sample_rows(logits_RO, _settings(requests, logits_RO.shape[1])).tolist()
     tokens_R = sampling.greedy(logits_RO)
     if drawn:
-        settings = _settings([requests[index] for index in drawn])
+        settings = _settings([requests[index] for index in drawn], logits_RO.shape[1])
         new = sampling.sample_rows(logits_RO[drawn], settings)
         tokens_R[drawn] = new.to(tokens_R.device)
     return tokens_R.tolist()
 
 
-def _settings(requests: Sequence[Request]) -> Tensor:
+def _settings(requests: Sequence[Request], vocabulary: int) -> Tensor:
     """Temperature, min-p, top-k, top-p and the random number of each request: [R, 5]."""
     seeds = np.array([request.seed for request in requests], dtype=np.uint64)
     positions = np.array([request.length for request in requests], dtype=np.uint64)
-    params = [request.params for request in requests]
     settings = np.empty((len(requests), 5))
-    settings[:, :4] = [(one.temperature, one.min_p, one.top_k, one.top_p) for one in params]
+    settings[:, :4] = [
+        (max(one.temperature, COLDEST), one.min_p, min(one.top_k, vocabulary), one.top_p)
+        for one in (request.params for request in requests)
+    ]
     settings[:, 4] = sampling.uniform(seeds, positions)
     return torch.from_numpy(settings)
 

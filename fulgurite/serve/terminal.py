@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from types import FrameType
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 from fulgurite.errors import ArgumentError
@@ -26,8 +28,10 @@ from fulgurite.models import hub
 from fulgurite.models.tokenizer import Message
 from fulgurite.serve.kv_cache import DTYPES
 from fulgurite.serve.llm import LLM
-from fulgurite.serve.request import Result, SamplingParams
+from fulgurite.serve.request import Result, SamplingParams, Update
 
+THREADS_A_CORE = 16  # no more are started: thousands crash OpenMP
+COMPILING = "compiling kernels (cached next time)"
 HELP = "/reset forgets the conversation · /exit or ctrl-D ends it · ctrl-C stops a reply"
 
 
@@ -95,8 +99,9 @@ def generate(options: argparse.Namespace) -> None:
     with open_model(options, max_sequences=1) as llm:
         asked = prompt if _plain(options, llm) else _conversation(options, [_user(prompt)])
         result = _say(llm, asked, params)
-        if result is not None:
-            print(f"\n{figures(result, llm.device)}", file=sys.stderr)
+        print(f"\n{figures(result, llm.device)}", file=sys.stderr)
+    if result.finish_reason == "cancelled":
+        raise KeyboardInterrupt  # for the exit status
 
 
 def chat(options: argparse.Namespace) -> None:
@@ -134,21 +139,25 @@ def _turn(
     except ArgumentError as problem:
         print(f"{problem}\n/reset starts anew", file=sys.stderr)
         return said[:-1]
-    return said if result is None else [*said, {"role": "assistant", "content": result.text}]
+    if not result.token_ids:  # ctrl-C took the question back
+        return said[:-1]
+    return [*said, {"role": "assistant", "content": result.text}]
 
 
-def _say(llm: LLM, prompt: str | Sequence[Message], params: SamplingParams) -> Result | None:
-    """Print a reply as it comes; ctrl-C ends it where it is."""
-    result = None
+def _say(llm: LLM, prompt: str | Sequence[Message], params: SamplingParams) -> Result:
+    """Print a reply as it comes; ctrl-C ends it where it is, between two steps."""
+    result, heard = None, deque[Update]()
     with interruptible() as interrupted:
-        for update in llm.stream(prompt, params):
-            sys.stdout.write(update.text)
-            sys.stdout.flush()
-            result = update.result
-            if result is None and interrupted():
-                ended = llm.engine.cancel(update.id)
-                result = ended.result if ended else None
-                break
+        request = llm.engine.add(llm.as_prompt(prompt), params, listener=heard.append)
+        while result is None:
+            if interrupted():
+                llm.engine.cancel(request.id)
+            else:
+                llm.engine.step()
+            while heard:
+                text, result = heard[0].text, heard.popleft().result
+                sys.stdout.write(text)
+                sys.stdout.flush()
     print(flush=True)
     return result
 
@@ -169,6 +178,8 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 
 
 def _read_prompt() -> str:
+    if sys.stdin is None:  # closed: `<&-`
+        return ""
     if sys.stdin.isatty():
         print("write the prompt; ctrl-D on a line of its own ends it", file=sys.stderr)
     return sys.stdin.read()
@@ -198,8 +209,9 @@ def follows(options: argparse.Namespace) -> bool:
 def load(options: argparse.Namespace, max_sequences: int) -> LLM:
     """The model as the options want it."""
     if options.threads is not None:
-        if options.threads < 1:
-            raise ArgumentError(f"--threads {options.threads} must be 1 or more")
+        most = THREADS_A_CORE * (os.cpu_count() or 1)
+        if not 1 <= options.threads <= most:
+            raise ArgumentError(f"--threads {options.threads} must be 1 to {most}")
         torch.set_num_threads(options.threads)
     return LLM(
         hub.resolve(options.model),
@@ -218,11 +230,13 @@ def open_model(options: argparse.Namespace, max_sequences: int) -> LLM:
     """Load and warm up, with a bar for each."""
     path = hub.resolve(options.model)
     name = f"loading   {Path(options.model).name} · {_megabytes(path)}"
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), Seconds())
-    with Progress(*columns, console=Console(stderr=True)) as bars:
+    console = Console(stderr=True)
+    with Progress(
+        *_columns(console.width, max(len(name), len(COMPILING))), console=console
+    ) as bars:
         with bar(bars, name):
             llm = load(options, max_sequences)
-        with bar(bars, "compiling kernels (cached next time)"):
+        with bar(bars, COMPILING):
             llm.engine.warm_up()
     if options.plan:
         print(llm.plan.table(), file=sys.stderr)
@@ -231,6 +245,15 @@ def open_model(options: argparse.Namespace, max_sequences: int) -> LLM:
             print(f"\n{llm.shares}", file=sys.stderr)
     print(file=sys.stderr)
     return llm
+
+
+def _columns(width: int, text: int) -> list[ProgressColumn]:
+    """Text, bar and time; a narrow terminal takes from the bar, and then from the text."""
+    rest = width - len(" 1000.0 s")
+    bar_width = min(20, rest - text - 1)
+    clipped = Column(no_wrap=True, max_width=rest)
+    bars = [BarColumn(bar_width=bar_width)] if bar_width > 2 else []
+    return [TextColumn("{task.description}", table_column=clipped), *bars, Seconds()]
 
 
 class Seconds(ProgressColumn):
@@ -264,6 +287,8 @@ def sampling_params(options: argparse.Namespace) -> SamplingParams:
 def figures(result: Result, device: torch.device) -> str:
     """The last line: speed of prompt and reply, time to the first token, peak memory."""
     first = result.first_token_seconds
+    if not result.token_ids:
+        return f"no token yet · {peak_bytes(device) / 1e6:.0f} MB"
     prompt = len(result.prompt_ids) - result.cached_tokens
     return (
         f"prompt {prompt} tokens at {prompt / first:.0f} tokens/s, first token {first * 1e3:.0f} ms"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 from torch import fx
@@ -27,3 +28,17 @@ class Region:
 
     def __call__(self, *inputs: Any) -> Any:
         return self.call(*inputs)
+
+
+def with_prepared(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of a trace that has run: its regions are what their executors have prepared by now.
+
+    A region's `call` may have a `prepared` function of the same arguments; each way round it takes 0.1 µs a call.
+    """
+    if not isinstance(run, FunctionType):
+        return run
+    names = {}
+    for name, value in run.__globals__.items():
+        if isinstance(value, Region):
+            names[name] = getattr(value.call, "prepared", None) or value.call
+    return FunctionType(run.__code__, {**run.__globals__, **names}, run.__name__)

@@ -7,6 +7,8 @@ autograd (functional ATen), or after claiming (each call has its executor).
     purity.py       what may be moved      decompose.py one op → the pieces it is made of
     remat.py        what backward saves    quantize.py  FP8 training
     pooling.py      max pooling that keeps a byte an element for backward
+    masks.py        gradients of a relu that don't read its result
+    losses.py       the gradient of a cross entropy without a scatter
     nonfinite.py, annotation.py, op_times.py   tools that are transforms
 """
 

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from fulgurite.op import pieces_of
 from fulgurite.trace.metadata import fake_mode_of, faking
+from fulgurite.transforms import losses
 
 # torch's rules for these don't give eager's numbers: it truncates both ends first for integers, and rounds them to bfloat16
 CHANGE_RESULTS = (torch.ops.aten.linspace, torch.ops.aten.logspace)
@@ -26,10 +27,10 @@ CHANGE_RESULTS = (torch.ops.aten.linspace, torch.ops.aten.logspace)
 
 @lru_cache(maxsize=1)
 def decompositions() -> dict[Any, Any]:
-    """torch's table of decompositions for inference and training, without the ones that change results."""
+    """torch's table of decompositions for inference and training, without the ones that change results, and ours."""
     table = torch._decomp.decomposition_table
     changing = {getattr(packet, name) for packet in CHANGE_RESULTS for name in packet.overloads()}
-    return {op: rule for op, rule in table.items() if op not in changing}
+    return {op: rule for op, rule in table.items() if op not in changing} | losses.PIECES
 
 
 def decompose(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:

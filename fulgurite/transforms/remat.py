@@ -25,6 +25,7 @@ from fulgurite.trace.cost import is_view, value_bytes
 from fulgurite.trace.metadata import fake_mode_of
 from fulgurite.trace.trace import copy_module
 from fulgurite.trace.writes import written
+from fulgurite.transforms.masks import masks_from_inputs
 from fulgurite.transforms.pooling import small_offsets
 from fulgurite.transforms.simplify import merge_common_subexpressions
 
@@ -42,6 +43,8 @@ def partitioner(policy: Remat) -> Partition:
         _cast_in_backward(joint.graph)
         _without_running_statistics(joint.graph)
         small_offsets(joint)
+        if policy != "none":  # it computes once more, if only what is read anyway
+            masks_from_inputs(joint)
         if policy == "full":
             _recompute_forward(joint.graph)
         forward, backward = _split(policy, joint, inputs, options)

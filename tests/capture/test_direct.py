@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch._dynamo
 from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.modules.module import register_module_forward_hook
 
 import fulgurite
 from fulgurite.capture.direct import binder
@@ -167,6 +169,115 @@ def test_hooks_of_a_module_run_when_they_are_added():
     assert torch.allclose(compiled(x), x * model.weight + 100)
     handle.remove()
     assert torch.allclose(compiled(x), x * model.weight)
+
+
+@pytest.mark.parametrize(
+    "module, shape",
+    [
+        (nn.Linear(3, 3), (2, 3)),
+        (nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Sequential(nn.Tanh())), (2, 3)),
+        (nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), (2, 3, 4)),
+        (nn.MultiheadAttention(4, 2, batch_first=True), None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_modules_of_torch(module, shape):
+    compiled = fulgurite.compile(module, executors="torch")
+    given = (torch.randn(2, 3, 4),) * 3 if shape is None else (torch.randn(shape),)
+    compiled(*given)
+    calls = through(compiled)
+    for name in ("training", "evaluating"):
+        module.train(name == "training")
+        torch.testing.assert_close(compiled(*given), module(*given))
+        del calls[:]
+        torch.testing.assert_close(compiled(*given), module(*given))
+        assert not calls, name
+    with torch.no_grad():
+        next(module.parameters()).mul_(3)
+        torch.testing.assert_close(compiled(*given), module(*given))
+
+
+def test_modules_of_torch_of_one_class_stay_apart():
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    ones = [fulgurite.compile(module, executors="torch") for module in (first, second)]
+    x = torch.randn(2, 3)
+    for _ in range(3):
+        for compiled, module in zip(ones, (first, second), strict=True):
+            torch.testing.assert_close(compiled(x), module(x))
+
+
+def test_a_module_of_torch_that_changes():
+    module = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    compiled = fulgurite.compile(module, executors="torch")
+    x = torch.randn(2, 3)
+
+    def agree():
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), module(x))
+
+    agree()
+    module[1] = nn.Tanh()
+    agree()
+    module.append(nn.Linear(3, 2))
+    agree()
+    module[0].weight = nn.Parameter(torch.ones(3, 3))
+    agree()
+    module.forward = lambda x: x - 5
+    agree()
+    del module.forward
+    handle = module.register_forward_hook(lambda module, given, result: result + 100)
+    agree()
+    handle.remove()
+    agree()
+
+
+class Layered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.layer(x) * 2
+
+
+@pytest.mark.parametrize("make", [Layered, lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh())])
+def test_hooks_of_layers_run_when_they_are_added(make):
+    module = make()
+    layer = next(iter(module.children()))
+    compiled = fulgurite.compile(module, executors="torch")
+    x = torch.randn(2, 3)
+    compiled(x), compiled(x)
+    handle = layer.register_forward_hook(lambda module, given, result: result + 100)
+    torch.testing.assert_close(compiled(x), module(x))
+    handle.remove()
+    torch.testing.assert_close(compiled(x), module(x))
+    layer.register_forward_pre_hook(lambda module, given: (given[0] * 3,))
+    torch.testing.assert_close(compiled(x), module(x))
+
+
+def test_hooks_of_all_modules_see_each_module_once():
+    module = Layered()
+    compiled = fulgurite.compile(module, executors="torch")
+    x = torch.randn(2, 3)
+    compiled(x), compiled(x)
+    seen = []
+    handle = register_module_forward_hook(lambda module, given, result: seen.append(module))
+    try:
+        torch.testing.assert_close(
+            compiled(x), 2 * nn.functional.linear(x, *module.layer.parameters())
+        )
+    finally:
+        handle.remove()
+    assert seen == [module.layer, module]
+
+
+def test_forward_derivatives_are_not_lost():
+    compiled = fulgurite.compile(lambda x: x.sin() * 2)
+    x = torch.randn(3)
+    compiled(x), compiled(x)
+    with forward_ad.dual_level():
+        result = forward_ad.unpack_dual(compiled(forward_ad.make_dual(x, torch.ones(3))))
+    torch.testing.assert_close(result.tangent, 2 * x.cos())
 
 
 def test_a_forward_of_an_object_is_called_when_it_is_set():

@@ -10,7 +10,7 @@ import torch
 from fulgurite import device
 from fulgurite.fuser import from_trace, refine
 from fulgurite.fuser.codegen import cpp
-from fulgurite.fuser.nest import build
+from fulgurite.fuser.nest_builder import build
 from fulgurite.fuser.pipeline import kernel_name
 from fulgurite.fuser.schedule import choose_schedule
 from fulgurite.fuser.segment import segment
@@ -74,7 +74,7 @@ CASES: dict[str, tuple[Callable, tuple]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_text(name: str, golden) -> None:
     function, arguments = CASES[name]
-    region = refine.refine(from_trace.read(trace(function, arguments)))
+    region = refine.refine(from_trace.read(trace(function, arguments), corrects=True))
     texts = []
     parts = segment(region, MACHINE.second_level_cache)
     nests = in_place(region, [build(region, part) for part in parts])

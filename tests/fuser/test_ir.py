@@ -10,17 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fulgurite.fuser import from_trace, refine
-from fulgurite.fuser.index import (
-    Axis,
-    Index,
-    Symbol,
-    divide_exactly,
-    floordiv,
-    modulo,
-    of_atom,
-    recombine,
-)
-from fulgurite.fuser.ir import Constant, Load, Operation, check
+from fulgurite.fuser.expression import Constant, Load, Operation
+from fulgurite.fuser.index import Axis, Index, Symbol, divide_exactly, floordiv, modulo, of_atom
+from fulgurite.fuser.index_rewrites import recombine
+from fulgurite.fuser.ir import check
 
 from .support import oracle, trace
 

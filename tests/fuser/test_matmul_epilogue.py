@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from fulgurite import fuser
 from fulgurite.compile import compile
 from fulgurite.device import Device
 from fulgurite.executors import epilogue
-from fulgurite.fuser import choice_matmul, compile_triton, interpret, matmul
+from fulgurite.fuser import choice_matmul, compile_triton, interpret, matmul, pipeline_matmul
 from fulgurite.fuser.codegen.triton import write_module
 from fulgurite.fuser.codegen.triton_matmul import write_matmul
 from fulgurite.fuser.library_matmul import LibraryRegion
@@ -29,7 +30,7 @@ from fulgurite.fuser.pipeline_matmul import kernel_name, lower_matmul, scheduled
 from fulgurite.fuser.pipeline_triton import installed
 from fulgurite.fuser.pointwise_rules import Unsupported
 from fulgurite.fuser.schedule.gpu_matmul import Tile, fits
-from fulgurite.fuser.schedule.gpu_tiles import neighbours
+from fulgurite.fuser.schedule.gpu_tiles import SEVERAL, neighbours
 
 from .support import close, compare, trace
 
@@ -40,6 +41,9 @@ ROOT = Path(__file__).parents[2]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 runs = pytest.mark.filterwarnings("default") if INTERPRETED else pytest.mark.gpu
 needs_triton = pytest.mark.skipif(not installed(), reason="Triton is not installed")
+compiles = pytest.mark.skipif(
+    not installed() or INTERPRETED, reason="Triton is not installed, or its interpreter is used"
+)
 SAMPLE = (
     "test_epilogues or test_odd_sizes or (test_layouts and 0) or test_a_model or test_every_number"
 )
@@ -51,6 +55,7 @@ TILES = (
     Tile(64, 32, 16, 4, 3, descriptors=True, walking=True, loop="plain", stores=True),
 )
 IDS = ["addresses", "descriptors", "stores"]
+SPECIALIZED = Tile(128, 128, 64, 4, 3, loop="warp_specialize")
 
 
 def place() -> str:
@@ -229,22 +234,22 @@ def test_quantize_blocks_of_columns(tile: Tile) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="a tile at a time")
 @pytest.mark.parametrize("name", ["bias_gelu", "residual", "gated", "quantized"])
-@pytest.mark.parametrize("depth", [200, 1024])
-def test_large_tiles(name: str, depth: int) -> None:
-    """The tiles that are chosen for large products, at sizes that don't fill them."""
-    arguments: tuple[Tensor, ...] = (normal(1000, depth), weight(depth, 768))
-    arguments += {"bias_gelu": (normal(768),), "residual": (normal(1000, 768),)}.get(name, ())
+@pytest.mark.parametrize("rows, depth", [(1000, 200), (8000, 1024)])
+def test_large_tiles(name: str, rows: int, depth: int) -> None:
+    """The tiles that are chosen for large products, at sizes that don't fill them; some walk over several."""
+    arguments: tuple[Tensor, ...] = (normal(rows, depth), weight(depth, 768))
+    arguments += {"bias_gelu": (normal(768),), "residual": (normal(rows, 768),)}.get(name, ())
     function = quantized if name == "quantized" else CASES[name][0]
     graph = trace(function, arguments)
-    specialized = Tile(128, 128, 64, 4, 3, loop="warp_specialize")
-    for tile in (None,) if name == "gated" else (None, specialized):
+    several = list(SEVERAL) if name == "gated" else []
+    for tile in [None, *several, *([SPECIALIZED] if compile_triton.may_specialize() else [])]:
         got = lower_matmul(graph, torch.device("cuda"), tile=tile)(*arguments)
         if name != "quantized":
             compare(got, function, arguments)
             continue
-        whole = got[0].float().view(1000, -1, 32) * got[1]
+        whole = got[0].float().view(rows, -1, 32) * got[1]
         exact = arguments[0].double() @ arguments[1].double()
-        assert (whole.view(1000, 768) - exact).norm() < 0.04 * exact.norm()
+        assert (whole.view(rows, 768) - exact).norm() < 0.04 * exact.norm()
 
 
 @runs
@@ -301,27 +306,71 @@ def test_kernel_text(name: str, golden: Any) -> None:
     )
 
 
-@needs_triton
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-def test_it_compiles_for_a_gpu() -> None:
-    """With the tensor cores' own instructions, copies by the tensor memory accelerator, and no spills."""
+def for_hopper(name: str, tile: Tile | None = None) -> Any:
+    """The kernel of a large product, compiled for a GPU that need not be here."""
     from triton.backends.compiler import GPUTarget
 
-    schedule, part = scheduled(matmul.read(trace(*large("gated"))), H200)
+    schedule, part = scheduled(matmul.read(trace(*large(name))), H200, tile)
     stage = write_matmul(kernel_name(part), schedule, False)
     module = compile_triton.load_module(write_module([stage]))
-    made = compile_triton.compile_stage(
+    return compile_triton.compile_stage(
         getattr(module, stage.name), stage, compile_triton.ALIGNED, GPUTarget("cuda", 90, 32)
     )
+
+
+def waits_on_sums(made: Any) -> int:
+    """Places in machine code where warps wait for their sums: in the loop, and behind it."""
+    return str(made.asm["sass"]).count("WARPGROUP.DEPBAR")
+
+
+@compiles
+def test_it_compiles_for_a_gpu() -> None:
+    """With the tensor cores' own instructions, copies by the tensor memory accelerator, and no spills."""
+    made = for_hopper("gated")
     assert "wgmma.mma_async" in made.asm["ptx"] and "cp.async.bulk.tensor" in made.asm["ptx"]
     assert made.metadata.shared <= 227 << 10
+    # where the loop over tiles is one with that over the inner dimension, two sums wait after every instruction
+    assert waits_on_sums(made) == 2 and barriers_lie_apart(made)
 
 
-def test_a_search_tries_tiles_that_fit() -> None:
-    schedule, _ = scheduled(matmul.read(trace(*large("gated"))), H200)
-    near = neighbours(schedule.nest, schedule.accumulators, H200)
-    assert len(near) > 3 and all(fits(tile, 2) for tile in near)
+def barriers_lie_apart(made: Any) -> bool:
+    """Is every barrier in memory of its own? One set up twice is where something else comes to lie."""
+    places = re.findall(r"mbarrier\.init\S* \[(%r\d+)\]", made.asm["ptx"])
+    return len(places) == len(set(places)) > 0
+
+
+@compiles
+@pytest.mark.parametrize("name", ["gated", "residual"])
+def test_barriers_of_a_loop_with_warps_apart(name: str) -> None:
+    """Where they don't lie apart, tiles are copied over them, and the result is NaN on a GPU."""
+    assert barriers_lie_apart(for_hopper(name, SPECIALIZED)) == compile_triton.may_specialize()
+
+
+@pytest.mark.slow
+@compiles
+@pytest.mark.parametrize("name", ["gated", "residual", "bias_gelu"])
+def test_what_a_search_tries_compiles(name: str) -> None:
+    schedule, _ = scheduled(matmul.read(trace(*large(name))), H200)
+    may = compile_triton.may_specialize()
+    for tile in neighbours(schedule.nest, schedule.accumulators, H200, may):
+        assert barriers_lie_apart(for_hopper(name, tile)), tile
+
+
+@compiles
+def test_a_loop_with_warps_apart_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline_matmul, "may_specialize", lambda: False)
+    with pytest.raises(Unsupported, match="warps apart"):
+        lower_matmul(trace(*on_cpu("gated")), torch.device("cpu"), tile=SPECIALIZED)
+
+
+@pytest.mark.parametrize("specialize", [True, False])
+@pytest.mark.parametrize("name, products", [("gated", 2), ("residual", 1)])
+def test_a_search_tries_tiles_that_fit(name: str, products: int, specialize: bool) -> None:
+    schedule, _ = scheduled(matmul.read(trace(*large(name))), H200)
+    near = neighbours(schedule.nest, schedule.accumulators, H200, specialize)
+    assert len(near) > 3 and all(fits(tile, products) for tile in near)
     assert {tile.walking for tile in near} == {True, False}
+    assert ("warp_specialize" in {tile.loop for tile in near}) == specialize
 
 
 def rows_normed(x: Tensor, w: Tensor) -> Tensor:

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import fulgurite
 from fulgurite import fuser
 
-from .support import fused, trace
+from .support import fused, placed, trace
 
 OPS = {
     "sum": lambda x, d: x.sum(d),
@@ -232,3 +233,53 @@ def test_fewer_threads_than_asked_for() -> None:
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_bools_beside_their_extremes() -> None:
+    """Extremes of bools are held in integers; what is beside them is not."""
+
+    def beside(x: torch.Tensor) -> tuple:
+        best, least = x.amax(-1, True), x.amin(0, True)
+        return (
+            torch.maximum(best, x),
+            torch.minimum(least, x),
+            torch.fmax(x.any(-1, True), x),
+            torch.fmin(least, x),
+            torch.where(best, x, least),
+            x.prod(-1, True, dtype=torch.bool) ^ x,
+        )
+
+    x = torch.randint(0, 2, (5, 17), generator=torch.Generator().manual_seed(0)).bool()
+    fused(beside, x)
+
+
+def test_sums_of_bools_as_bools() -> None:
+    x = torch.zeros(5, 17, dtype=torch.bool)
+    x[2], x[3, 4] = True, True
+    fused(lambda x: tuple(x.sum(d, dtype=torch.bool) for d in (0, 1, (0, 1))), x)
+
+
+def test_what_a_kernel_cant_store_reads_its_reduction() -> None:
+    """x has fewer axes than what is summed: it is divided in a kernel that finds the sum in memory."""
+    x = torch.arange(1.0, 7 * 16 + 1).reshape(7, 16)
+    fused(lambda x: torch.stack([x * 2, x * 2], -2).sum() / x, x)
+    fused(lambda x: torch.stack([x, -x], 0).amax(0).sum() - x, x)
+
+
+def test_a_sum_of_one_negative_zero() -> None:
+    """Sums start with 0, and 0 + -0 is 0."""
+
+    def sums(x: torch.Tensor) -> tuple:
+        one = x[0, 0]
+        return x.sum(1), x.mean(1), x.cumsum(1), one.sum(), x[:1].sum(0), x.amax(1), x.prod(1)
+
+    x = placed(torch.full((3, 1), -0.0))
+    got = fused(sums, x)(x)
+    signs = [bool(torch.signbit(value).any()) for value in got]
+    assert signs == [False, False, False, False, False, True, True]
+
+
+@pytest.mark.parametrize("op", [torch.max, lambda x: x.min(0).values])
+def test_extremes_of_nothing_are_refused(op):
+    with pytest.raises((RuntimeError, IndexError), match="reduction dim"):
+        fulgurite.compile(lambda x: op(x) * 2)(torch.ones(0))

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import torch
 
 from fulgurite.fuser import refine
+from fulgurite.fuser.expression import Load, Operation
 from fulgurite.fuser.index import Axis, Index, of_atom
-from fulgurite.fuser.ir import Load, Operation, Output, Reduction, Region, Tensor, check, statement
+from fulgurite.fuser.ir import Output, Reduction, Region, Tensor, check, statement
 from fulgurite.fuser.segment import Segmentation, segment
 from fulgurite.fuser.shape import Shape
 

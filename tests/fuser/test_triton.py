@@ -22,7 +22,7 @@ from fulgurite.fuse import fuse
 from fulgurite.fuser import compile_triton, from_trace, launch_triton, refine
 from fulgurite.fuser.codegen.triton import Stage, write_module, write_stages
 from fulgurite.fuser.naming import kernel_name
-from fulgurite.fuser.nest import build
+from fulgurite.fuser.nest_builder import build
 from fulgurite.fuser.pipeline_triton import installed
 from fulgurite.fuser.schedule.gpu import GpuSchedule, choose_gpu_schedule, row_limit
 from fulgurite.fuser.search import neighbours
@@ -68,6 +68,7 @@ SAMPLE = " or ".join(
         "(test_writes and (elementwise or shape3))",
         "(test_variance and (test_shapes or small_spread or one_row))",
         "test_float8_casts",
+        "(test_long_rows and (50257 or 131072 or 65537 or 4098 or 8201 or infinity))",
     ]
 )
 

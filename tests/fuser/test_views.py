@@ -7,7 +7,7 @@ import torch
 
 from fulgurite import fuser
 
-from .support import compare, fused, oracle, placed, trace
+from .support import again, compare, fused, oracle, placed, trace
 
 F = torch.nn.functional
 
@@ -135,6 +135,18 @@ def test_gathers() -> None:
     fused(every, x, table, rows, wide, tokens)
 
 
+def test_gathers_of_nothing() -> None:
+    """A place that is the same everywhere is looked up before the loops: not where they are empty."""
+
+    def first(x, rows):
+        first = torch.zeros_like(rows)
+        return x[first[:, None], first] * 2, x.index_select(0, first)
+
+    fused(first, torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64))
+    region = fused(first, torch.randn(3, 2), torch.zeros(5, dtype=torch.int64), mode="symbolic")
+    again(region, first, torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64))
+
+
 def test_gather_out_of_range_is_an_error() -> None:
     table = torch.randn(30, 5)
     region = fused(lambda t, i: F.embedding(i, t) * 2, table, torch.tensor([1, 2]))
@@ -185,3 +197,24 @@ def test_names_that_kernels_use_themselves() -> None:
     ):
         node._rename(f"{name}_sum")
     compare(fuser.lower(graph)(*inputs), every, inputs)
+
+
+def test_expanded_from_nothing() -> None:
+    """All strides are 0 there: what is read must stay inside the loops, which are empty."""
+    fused(lambda x: ((1 - x) / x).sum(0), torch.ones(1, 1, 1).expand(0, 2, 1))
+    fused(lambda x: (x * 2).amax(-1), torch.ones(1).expand(3, 0, 5))
+
+
+def test_steps_through_nothing() -> None:
+    fused(lambda x: x.cumsum(1).flatten()[::3] * 2, torch.zeros(16, 2, 0, 17))
+
+
+def test_squeeze_of_a_single_value() -> None:
+    fused(lambda x: x.sum().squeeze(-1) * 2, torch.randn(5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16], ids=str)
+def test_constants_in_narrow_formats(dtype: torch.dtype) -> None:
+    """Beside a reduction a kernel stores the number itself."""
+    x = torch.randn(3, 3)
+    fused(lambda x: (torch.ones_like(x).to(dtype).T, (torch.ones_like(x) != 0).sum(-2)), x)

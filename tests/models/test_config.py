@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -42,6 +43,17 @@ def test_an_unknown_family_lists_the_known_ones() -> None:
         ({"rope_scaling": "fast"}, "rope_scaling must be an object"),
         ({"rope_scaling": {"type": "linear"}}, "the field factor is missing"),
         ({"eos_token_id": ["a"]}, "eos_token_id must be a list of numbers"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0 must be 1 or more"),
+        ({"hidden_size": -64}, "hidden_size=-64 must be 1 or more"),
+        ({"vocab_size": 2**70}, "fit into 64 bits"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers=-1"),
+        ({"head_dim": 7}, "can't turn in pairs"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+        ({"rope_theta": 0}, "rope_theta=0 must be more than 0"),
+        ({"rope_theta": float("inf")}, "rope_theta=inf"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor=0 must be more than 0"),
+        ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2}}, "log(1)"),
+        ({"partial_rotary_factor": 1e20}, "turn in pairs"),
     ],
 )
 def test_a_bad_field_is_named(change: dict[str, object], message: str) -> None:
@@ -98,3 +110,22 @@ def test_a_config_is_a_value(pair: Pair) -> None:
     fields = json.loads((pair.path / "config.json").read_text())
     assert read(fields) == pair.ours.config
     assert hash(read(fields)) == hash(pair.ours.config)
+
+
+NASTY = (None, 0, -1, 1, 3, 0.0, -2.5, float("inf"), float("nan"), "x", [], [1], {}, True)
+
+
+def test_any_field_may_be_nonsense(pair: Pair) -> None:
+    """A configuration is read, or an error of ours says why not; never another."""
+    values = json.loads((pair.path / "config.json").read_text())
+    sections = [(), *((name,) for name, value in values.items() if isinstance(value, dict))]
+    for section in sections:
+        for name in values[section[0]] if section else values:
+            for nasty in NASTY:
+                changed = copy.deepcopy(values)
+                (changed[section[0]] if section else changed)[name] = nasty
+                fields = Fields(changed, "config.json")
+                try:
+                    family_of(fields).read_config(fields)
+                except WeightsError as error:
+                    assert str(error)

@@ -177,6 +177,8 @@ def test_a_chat_template_from_either_place(folder: Path) -> None:
         "{% for i in range(10**9) %}{% endfor %}",
         "{{ raise_exception('no') }}",
         "{{ broken",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ 'a' * 10**15 }}",
     ],
 )
 def test_a_template_can_reach_nothing(folder: Path, template: str) -> None:
@@ -194,8 +196,47 @@ def test_missing_and_damaged_tokenizers_are_errors(folder: Path) -> None:
         tokenizer.chat([])
     file = folder / "tokenizer.json"
     file.write_text(file.read_text()[:1000])
-    with pytest.raises(WeightsError, match=r"tokenizer\.json is cut short"):
+    with pytest.raises(WeightsError, match=r"tokenizer\.json can't be read: it is cut short"):
         load_tokenizer(folder)
+    for damaged in (b"{}", b'{"model": {}}', b"5}", b"\xff}"):
+        file.write_bytes(damaged)
+        with pytest.raises(WeightsError, match=r"tokenizer\.json can't be read"):
+            load_tokenizer(folder)
     file.unlink()
     with pytest.raises(WeightsError, match=r"no tokenizer\.json"):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("template", [[{}], [5], {"a": 1}, [{"name": "default", "template": 5}]])
+def test_a_template_that_is_none(folder: Path, template: object) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    assert load_tokenizer(folder).chat_template is None
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "value"),
+    [
+        ("gpt2", "merges", ["a"]),
+        ("gpt2", "merges", ["a nowhere"]),
+        ("gpt2", "tokens", 5),
+        ("llama", "scores", ["x"] * 3),
+        ("llama", "scores", [0.0]),
+        ("llama", "unknown_token_id", 99),
+        ("llama", "unknown_token_id", -1),
+    ],
+)
+def test_a_damaged_tokenizer_of_a_gguf_file(model: str, name: str, value: object) -> None:
+    metadata: dict[str, object] = {
+        "tokenizer.ggml.model": model,
+        "tokenizer.ggml.tokens": ["a", "b", "ab"],
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.scores": [0.0, 0.0, 0.0],
+    }
+    assert build_backend(metadata, "x.gguf")[0].encode("ab").ids
+    with pytest.raises(WeightsError, match="tokenizer"):
+        build_backend({**metadata, f"tokenizer.ggml.{name}": value}, "x.gguf")
+
+
+def test_text_that_is_no_unicode(folder: Path) -> None:
+    with pytest.raises(ArgumentError, match="character 1 of the text"):
+        load_tokenizer(folder).encode("a\udc80b")

@@ -293,9 +293,11 @@ def test_loading_takes_little_more_memory_than_the_model(tmp_path: Path) -> None
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    model = load_model(tmp_path, dtype=torch.float32)
-    done.set()
-    watcher.join()
+    try:
+        model = load_model(tmp_path, dtype=torch.float32)
+    finally:
+        done.set()
+        watcher.join()
     size = sum(p.numel() * 4 for p in model.parameters()) / 2**20
     assert peak[0] - before < size + 80
 
@@ -308,3 +310,23 @@ def test_a_random_model_is_the_same_for_the_same_seed(get_pair) -> None:
     first, same, other = (model(ids, positions) for model in models)
     assert torch.equal(first, same) and not torch.equal(first, other)
     assert first.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.complex64])
+def test_numbers_that_are_no_weights_are_refused(folder: Path, dtype: torch.dtype) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    change(folder, **{name: torch.ones(96, 64, dtype=dtype)})
+    with pytest.raises(WeightsError, match=rf"{name} holds {dtype}"):
+        load_model(folder)
+
+
+def test_blocks_of_the_wrong_shape_are_extra(folder: Path) -> None:
+    change(folder, odd_blocks=torch.zeros(3), odd_scales=torch.zeros(3))
+    with pytest.raises(WeightsError, match=r"2 extra(.|\n)*odd_blocks(.|\n)*odd_scales"):
+        load_model(folder)
+
+
+def test_a_config_nested_without_end_is_an_error(folder: Path) -> None:
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(WeightsError, match="can't be read"):
+        load_model(folder)

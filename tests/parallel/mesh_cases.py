@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import torch
 
@@ -35,6 +36,24 @@ def one_fails(rank: int) -> int:
 
 def doubled(x: torch.Tensor) -> torch.Tensor:
     return x * (2 + int(os.environ["RANK"]))
+
+
+class _Unreadable:
+    def __reduce__(self) -> tuple[object, ...]:
+        return int, ("no number",)
+
+
+def unreadable() -> object:
+    return _Unreadable()
+
+
+def stay(folder: str) -> None:
+    """Says where it is, and waits for a rank that does not come."""
+    with Mesh(timeout=600) as mesh:
+        Path(folder, str(os.getpid())).touch()
+        if mesh.rank == 1:
+            time.sleep(600)
+        sum_over(torch.ones(1), mesh.world)
 
 
 def messages(texts: list[bytes], pause: float) -> list[bytes]:

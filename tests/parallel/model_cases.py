@@ -87,6 +87,42 @@ def compare(
     return Compared(distance(logits, wanted[mesh.data.index]), gradients, str(shares))
 
 
+def compare_trained(
+    config: ModelConfig, shape: Shape, lengths: tuple[int, ...], steps: int = 2
+) -> list[float]:
+    """Logits of two models after steps of two gradients each that both took in turns, divided and whole."""
+    mesh, ranks, rate = mesh_of(shape), shape[0], 1e-3
+    wholes = [whole_model(config).double() for _ in range(2)]
+    with torch.no_grad():
+        for parameter in wholes[1].parameters():
+            parameter.mul_(0.7)
+    locals = [copy.deepcopy(whole) for whole in wholes]
+    shares = [parallelize(local, mesh, plan_of(config)) for local in locals]
+
+    def descend(model: nn.Module) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= rate * parameter.grad
+        model.zero_grad(set_to_none=True)
+
+    for step in range(steps):
+        for seed in (2 * step, 2 * step + 1):  # two gradients a step
+            batches = [tokens_of(100 * seed + r, config.vocabulary, lengths) for r in range(ranks)]
+            for whole, local in zip(wholes, locals, strict=True):
+                torch.stack([loss_of(whole, ids)[1] for ids in batches]).sum().backward()
+                loss_of(local, batches[mesh.data.index])[1].backward()
+        for whole, local, share in zip(wholes, locals, shares, strict=True):
+            share.reduce_gradients()
+            descend(whole)
+            descend(local)
+    ids = tokens_of(7, config.vocabulary, (9,))
+    return [
+        distance(loss_of(local, ids)[0], loss_of(whole, ids)[0])
+        for whole, local in zip(wholes, locals, strict=True)
+    ]
+
+
 def whole_name(name: str) -> str:
     """The parameter of the undivided model."""
     return name.replace(".inner", "").replace("experts.experts", "experts")

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,6 +63,32 @@ def test_a_started_rank_without_an_address(monkeypatch):
         Mesh()
 
 
+@pytest.mark.parametrize(
+    "variables, message",
+    [
+        ({"WORLD_SIZE": "four"}, "WORLD_SIZE is 'four' and no number"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE is '' and no number"),
+        ({"RANK": "1"}, "RANK 1 is none of 0 to WORLD_SIZE 1 - 1 = 0"),
+        ({"WORLD_SIZE": "0"}, "RANK 0 is none of 0 to WORLD_SIZE 0 - 1 = -1"),
+        ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK -1 is none of 0 to WORLD_SIZE 2 - 1 = 1"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
+    ],
+)
+def test_what_a_launcher_can_not_mean(monkeypatch, variables, message):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        Mesh(timeout=1)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf")])
+def test_a_timeout_is_a_time(timeout):
+    with pytest.raises(ArgumentError, match="timeout="):
+        Mesh(timeout=timeout)
+
+
 @pytest.mark.parametrize("total", [0, 1, 5, 8, 97])
 @pytest.mark.parametrize("step", [1, 3])
 def test_shares_cover_everything_once(total, step):
@@ -99,6 +129,42 @@ def test_launch_gives_results_by_rank():
     assert [r.tolist() for r in results] == [[0, 2, 4], [0, 3, 6]]
     with pytest.raises(ArgumentError, match="0 ranks"):
         launch(cases.doubled, 0)
+
+
+def test_what_can_not_travel(ranks):
+    with pytest.raises(ArgumentError, match="lambda> can't be sent to ranks"):
+        ranks(2).run(lambda: 1)
+    with pytest.raises(RankError, match="rank . of 2 failed: ValueError: invalid literal"):
+        ranks(2).run(cases.unreadable)
+
+
+def test_ranks_end_with_their_parent(tmp_path):
+    """However it ends, and whatever they are doing."""
+    names = "from fulgurite.parallel import launch; from tests.parallel.mesh_cases import stay"
+    code = f"{names}; launch(stay, 2, {str(tmp_path)!r})"
+    folder = Path(__file__).parents[2]
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=folder, stderr=subprocess.DEVNULL)
+    try:
+        _wait_until(lambda: len([*tmp_path.iterdir()]) == 2, 120)
+    finally:
+        parent.kill()
+        parent.wait()
+    pids = [int(file.name) for file in tmp_path.iterdir()]
+    _wait_until(lambda: not any(map(_runs, pids)), 20)
+
+
+def _wait_until(happens: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < deadline, f"not in {seconds} s"
+        time.sleep(0.1)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
 
 
 def test_messages_of_rank_0(ranks):

@@ -180,6 +180,12 @@ def test_the_router_finds_every_replica_in_turn() -> None:
     assert table.remap(0, experts[:0]).shape == (0, 2)
 
 
+def test_an_expert_that_does_not_exist_has_no_slot() -> None:
+    table = Placement(torch.tensor([[2, 0, 1, 0]]), 3, 2).table()
+    found = table.remap(0, torch.tensor([[0, -1], [3, 1], [2, 10**9]]))
+    assert found.tolist() == [[1, -1], [-1, 2], [0, -1]]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_routed_batch_lands_where_the_simulator_says(seed: int) -> None:
     """The remap of real routes, rank by rank, against the simulated load of their histogram."""
@@ -201,6 +207,10 @@ def test_what_is_refused() -> None:
         rebalance(load, 4, slots=10)
     with pytest.raises(ArgumentError, match="4 ranks can't be spread evenly over 3 nodes"):
         rebalance(load, 4, nodes=3)
+    with pytest.raises(ArgumentError, match="0 ranks can't be spread"):
+        rebalance(load, 0)
+    with pytest.raises(ArgumentError, match="a multiple of 8 from 8 to 16"):  # a node has two ranks
+        rebalance(load, 8, slots=40, nodes=4, groups=8)
     with pytest.raises(ArgumentError, match="3 groups of 8 experts"):
         rebalance(load, 4, nodes=2, groups=3)
     with pytest.raises(ArgumentError, match="moves=3 needs an old placement"):
@@ -209,8 +219,9 @@ def test_what_is_refused() -> None:
         Placement(torch.tensor([[0, 1, 1, 3]]), 4, 2)
     with pytest.raises(ArgumentError, match="outside 0 to 3"):
         Placement(torch.tensor([[0, 1, 2, 4]]), 4, 2)
-    with pytest.raises(ArgumentError, match="can't be shared evenly by 3 ranks"):
-        Placement(torch.tensor([[0, 1, 2, 3]]), 4, 3)
+    for ranks in (3, 0, -4):
+        with pytest.raises(ArgumentError, match=f"can't be shared evenly by {ranks} ranks"):
+            Placement(torch.tensor([[0, 1, 2, 3]]), 4, ranks)
     for bad in (torch.tensor([1.0]), torch.tensor([[-1.0]]), torch.tensor([[float("nan")]])):
         with pytest.raises(ArgumentError, match="a load"):
             rebalance(bad, 1)
@@ -223,7 +234,10 @@ def test_a_placement_survives_its_file(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"experts": 8}')
     (tmp_path / "cut.json").write_text('{"experts": 8')
     (tmp_path / "list.json").write_text("[1]")
-    for name in ("other.json", "cut.json", "list.json"):
+    (tmp_path / "ragged.json").write_text('{"experts": 2, "ranks": 1, "slots": [[0, 1], [1]]}')
+    (tmp_path / "large.json").write_text('{"experts": 2, "ranks": 1, "slots": [[0, 1e30]]}')
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
+    for name in ("other.json", "cut.json", "list.json", "ragged.json", "large.json", "bytes.json"):
         with pytest.raises(ArgumentError, match="holds no placement"):
             read_placement(tmp_path / name)
     with pytest.raises(ArgumentError, match="can't be read"):

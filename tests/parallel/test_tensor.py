@@ -9,7 +9,8 @@ from fulgurite.errors import ArgumentError, RankError
 from fulgurite.models import ModelConfig
 from fulgurite.models.config import Fields
 from fulgurite.models.registry import family_of
-from fulgurite.parallel import Mesh, MeshShape, launch, parallelize
+from fulgurite.parallel import Axis, Mesh, MeshShape, launch, parallelize
+from fulgurite.parallel.cutting import Cutter
 
 from . import model_cases as cases
 
@@ -160,6 +161,13 @@ def test_fewer_tokens_than_ranks(ranks):
     check(ranks(4), config_of("mixtral"), SPREAD["tensor"], lengths=(1,))
 
 
+@pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 1), (1, 2, 2), (2, 1, 2)], ids=str)
+def test_two_models_that_train_in_turns(ranks, shape):
+    """Two gradients a step, summed over ranks once; what one model leaves behind is not the other's."""
+    for errors in ranks(2).run(cases.compare_trained, config_of("qwen3_moe"), shape, (6, 3)):
+        assert max(errors) < 1e-5, errors  # rotations and norms are float32 also in float64 models
+
+
 @pytest.mark.parametrize("recipe", ["int8", "fp8_e4m3_1x128", "int4_g32", "nvfp4"])
 def test_packed_weights_are_cut_at_blocks(ranks, recipe):
     config = config_of("qwen3", hidden_size=128, intermediate_size=256, head_dim=64)
@@ -181,7 +189,25 @@ def test_blocks_that_can_not_be_cut():
     config = config_of("qwen3", hidden_size=128, intermediate_size=128, head_dim=64)
     with pytest.raises(RankError, match="128 can't be shared by 2 ranks") as caught:
         launch(cases.compare_packed, 2, config, (1, 2, 1), "fp8_e4m3_1x128")
-    assert "a tensor axis of at most 1" in str(caught.value)
+    assert "choose a tensor axis of 1" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "total, step, ranks, says",
+    [
+        (10, 1, 6, "2 x 5 = 10 leave nothing to the last one\n.* where .*layer\n.* axis of 5"),
+        (50, 1, 30, "2 x 29 = 58 leave nothing .*\n.*\n.* axis of 25"),
+        (96, 32, 4, "32 x 3 = 96 leave .*\n.* where .*layer, cut at multiples of 32\n.* axis of 3"),
+    ],
+)
+def test_ranks_that_would_have_nothing(total, step, ranks, says):
+    """Fewer ranks than parts may still be too many: 10 in shares of 2 are 5."""
+    axis = Axis("tensor", tuple(range(ranks)), 0)
+    cutter = Cutter(torch.nn.Module(), axis, shares=None)
+    with pytest.raises(ArgumentError, match=says) as caught:
+        cutter.check_enough("layer", total, step)
+    advised = Axis("tensor", tuple(range(int(str(caught.value).split()[-1]))), 0)
+    Cutter(torch.nn.Module(), advised, shares=None).check_enough("layer", total, step)
 
 
 def test_generation_with_a_cache(ranks):

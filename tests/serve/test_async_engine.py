@@ -8,7 +8,7 @@ import pytest
 
 from fulgurite.errors import ArgumentError
 from fulgurite.serve.async_engine import AsyncEngine
-from fulgurite.serve.request import SamplingParams
+from fulgurite.serve.request import Result, SamplingParams
 
 from .engines import idle, make_engine, tiny_model
 
@@ -82,3 +82,48 @@ def test_nobody_waits_for_an_engine_that_broke(model) -> None:
             await running.generate([1], PARAMS)
 
     asyncio.run(main())
+
+
+def test_nobody_waits_for_an_engine_that_closes(model) -> None:
+    async def main() -> None:
+        engine = AsyncEngine(make_engine(model))
+        engine.commands.put(None)  # what close() does first, while requests still come
+        with pytest.raises(RuntimeError, match="has stopped"):
+            await asyncio.wait_for(engine.generate([1, 2]), timeout=60)
+        engine.close()
+        with pytest.raises(RuntimeError, match="has stopped"):
+            await engine.generate([1, 2])
+        assert not engine.waiting
+
+    asyncio.run(main())
+
+
+def test_a_prompt_that_breaks_is_its_callers_alone(model) -> None:
+    class Odd(list):
+        def __iter__(self):
+            raise OSError("odd")
+
+    async def main() -> None:
+        async with AsyncEngine(make_engine(model)) as engine:
+            with pytest.raises(OSError, match="odd"):
+                await engine.generate(Odd([1]))
+            assert (await engine.generate([1, 2])).token_ids
+
+    asyncio.run(main())
+
+
+def test_a_loop_that_ended_takes_nobody_along(model) -> None:
+    made = make_engine(model)
+    engine = AsyncEngine(made)
+
+    async def leave() -> None:
+        async for _ in engine.stream([1, 2], SamplingParams(max_tokens=100, ignore_eos=True)):
+            break
+
+    async def ask() -> Result:
+        return await engine.generate([1, 2], SamplingParams(max_tokens=3, ignore_eos=True))
+
+    asyncio.run(leave())
+    assert len(asyncio.run(ask()).token_ids) == 3
+    engine.close()
+    idle(made)

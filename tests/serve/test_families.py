@@ -69,6 +69,23 @@ def test_dynamic_rope_survives_preemption(tmp_path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("name", "trained"), [("llama_dynamic", 24), ("phi3", 48)])
+def test_texts_past_the_trained_length_equal_transformers(
+    name: str, trained: int, tmp_path
+) -> None:
+    """Prompts that end before, at and behind the length where the rotary embedding changes."""
+    theirs = make_theirs(name)
+    theirs.save_pretrained(tmp_path)
+    engine = make_engine(load_model(tmp_path), step_tokens=11, context=100)
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    for length in (trained - 9, trained - 1, trained, trained + 1, trained + 20):
+        ids = prompt(length)
+        theirs(prompt(3)[None])  # theirs keeps the longest text there was, until a short one comes
+        wanted = theirs.generate(ids[None], max_new_tokens=16, do_sample=False)[0, length:]
+        beside = [1, 2, 3]
+        assert engine.generate([ids.tolist(), beside], params)[0].token_ids == wanted.tolist()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 def test_narrow_storage_is_near(name: str, dtype: torch.dtype, tmp_path) -> None:

@@ -335,6 +335,12 @@ def test_advice_holds(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
         (("--model", "llama-3.1-8b", "--memory", "-1"), "--memory -1 must be"),
         (("--model", "llama-3.1-8b", "--context", "1"), "takes 2 to 131072 tokens"),
         (("--model", "llama-3.1-8b", "--batch", "0"), "--batch 0 must be 1 or more"),
+        (
+            ("--model", "llama-3.1-8b", "--batch", str(10**20)),
+            "must be 1 or more, up to 1,000,000,000",
+        ),
+        (("--model", "llama-3.1-8b", "--step-tokens", str(10**20)), "must be 1 or more, up to"),
+        (("--model", "llama-3.1-8b", "--gpus", f"8x{10**12}"), "at most 1,000,000 in all"),
         (("--model", "llama-3.1-8b", "--redundant", "2"), "has no experts"),
         (("--model", "llama-3.1-8b", "--format", "fp9"), "not a number format"),
         (("--model", "llama-3.1-8b", "--expert", "2", "--gpus", "2"), "there are no experts"),
@@ -363,8 +369,11 @@ def test_a_load(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     saved = json.loads(places.read_text())
     assert saved["ranks"] == 8 and len(saved["slots"]) == 48 and len(saved["slots"][0]) == 136
     file.write_text(json.dumps(load[:2].tolist()))
-    code, _, err = run(capsys, *words)
-    assert code == 1 and "it has 48 layers with 128 experts each" in err
+    code, out, err = run(capsys, *words)
+    assert code == 1 and "it has 48 layers with 128 experts each" in err and not out
+    file.unlink()
+    code, out, err = run(capsys, *words)
+    assert code == 1 and str(file) in err and not out
 
 
 def test_a_folder_without_weights(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 
 from fulgurite.errors import ArgumentError
@@ -30,6 +33,21 @@ from fulgurite.serve.request import SamplingParams
         ({"stop": ""}, "not empty"),
         ({"stop": ["a", ""]}, "not empty"),
         ({"logit_bias": {3: float("nan")}}, "token 3"),
+        ({"logit_bias": {3: float("inf")}}, "token 3"),
+        ({"logit_bias": {3: "much"}}, "token 3"),
+        ({"logit_bias": {"3": 1.0}}, "logit_bias has '3'"),
+        ({"logit_bias": [3]}, "must be a dict"),
+        ({"temperature": None}, "temperature=None"),
+        ({"temperature": "1"}, "temperature='1'"),
+        ({"temperature": True}, "temperature=True"),
+        ({"temperature": 1e31}, "temperature=1e[+]31"),
+        ({"top_p": [0.5]}, "top_p=.0.5."),
+        ({"stop": None}, "stop=None must be a list of texts"),
+        ({"stop": b"x"}, "stop=b'x'"),
+        ({"stop": [1]}, "stop=.1. must hold texts"),
+        ({"stop_token_ids": 5}, "stop_token_ids=5 must be a list"),
+        ({"stop_token_ids": "12"}, "stop_token_ids='12'"),
+        ({"banned": [2.0]}, "banned has 2.0"),
     ],
 )
 def test_wrong_values_are_named(values: dict, says: str) -> None:
@@ -40,6 +58,15 @@ def test_wrong_values_are_named(values: dict, says: str) -> None:
 def test_edges_are_allowed() -> None:
     SamplingParams(top_p=1, min_p=1, top_k=0, temperature=0, seed=2**64 - 1, logprobs=0)
     assert SamplingParams(stop="x").stop == ("x",)
+    assert SamplingParams(stop_token_ids={np.int64(3)}).stop_token_ids == (3,)
+    SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), max_tokens=10**30)
+
+
+def test_settings_are_values() -> None:
+    bias = {3: 1.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[3] = 2.0
+    assert params.logit_bias == {3: 1.0}
 
 
 def test_token_ids_are_checked_against_the_model() -> None:
@@ -52,3 +79,5 @@ def test_token_ids_are_checked_against_the_model() -> None:
             params.check_tokens(10)
     with pytest.raises(ArgumentError, match="every token is banned"):
         SamplingParams(banned=range(3)).check_tokens(3)
+    with pytest.raises(ArgumentError, match="every token is banned"):
+        SamplingParams(banned=[0, 1], logit_bias={2: -math.inf}).check_tokens(3)

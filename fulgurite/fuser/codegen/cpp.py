@@ -16,13 +16,14 @@ import torch
 
 from ..index import Symbol
 from ..schedule.base import Schedule
-from .cpp_columns import write_columns
+from .cpp_columns import Columns
 from .cpp_expressions import identifier, storage_type
 from .cpp_grid import GridSums
 from .cpp_kernel import Kernel
 from .cpp_rows import Rows
 from .cpp_scan import write_scan
 from .cpp_shared import SharedRows
+from .cpp_split_columns import write_split
 from .cpp_transpose import write_transpose
 
 
@@ -31,6 +32,16 @@ def write_rows(kernel: Kernel) -> None:
     over_grid = any(x.role in ("colsum", "scalar") for x in kernel.nest.locals.values())
     kind = SharedRows if kernel.schedule.split else GridSums if over_grid else Rows
     kind(kernel).write()
+    kernel.close()
+
+
+def write_columns(kernel: Kernel) -> None:
+    kernel.open()
+    columns = Columns(kernel)
+    if kernel.schedule.split:
+        write_split(columns)
+    else:
+        columns.write()
     kernel.close()
 
 

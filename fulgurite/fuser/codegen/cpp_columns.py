@@ -3,33 +3,28 @@
 for each block of lanes (shared among threads)
   for each body point: every lane takes in its element   (contiguous across lanes)
   row values a lane, then the next pass, which finds what it reads again in a buffer
-where only sums are made, threads share the body instead and take a few points at once
 """
 
 from __future__ import annotations
 
+from ..expression import NARROW_FLOATS, Expression
 from ..index import Axis, of, of_atom
-from ..ir import NARROW_FLOATS, Expression
 from ..nest import Local, Store
 from ..schedule.base import store_axes
 from ..schedule.columns import kept_loads
 from .cpp_expressions import Names, identifier, storage_type, value_ctype
 from .cpp_kernel import Kernel, accumulator, static_size, wide_sum
 from .cpp_names import BufferNames
-from .cpp_rows import place_of, team_size
+from .cpp_rows import place_of
 
 FLUSH = 128  # addends of one lane summed before they go to its total
 GROUP = 4  # body points at once: so many streams keep memory busier than one
 AHEAD = 16  # body points between what is fetched and what is computed
 
 
-def write_columns(kernel: Kernel) -> None:
-    kernel.open()
-    _Columns(kernel).write()
-    kernel.close()
+class Columns:
+    """The text of one kernel; row values are arrays over the lanes."""
 
-
-class _Columns:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.nest = kernel.nest
@@ -50,9 +45,6 @@ class _Columns:
         return f"{text}[lane]" if name in self.row_locals else text
 
     def write(self) -> None:
-        if self.kernel.schedule.split:
-            self.write_split()
-            return
         k = self.kernel
         self.open_blocks(k.parallel(self.nest.grid))
         self.open_buffers()
@@ -303,54 +295,3 @@ class _Columns:
             memory = f"{identifier(load.name)}[{self.names.index(load.index[0])}]"
             self.w(f"{place} = {memory};")
             self.names.buffers[load] = place
-
-    # few grid points
-
-    def write_split(self) -> None:
-        k = self.kernel
-        sums = self.pass_sums(0)
-        rows, size = k.product(self.nest.grid), k.size(self.nest.body[0])
-        self.w(f"const int team = {team_size(k.parallel(self.nest.grid))};")
-        for x in sums:
-            name, ctype = identifier(x.name), accumulator(x).ctype
-            self.w(f"{ctype}* {name}_parts = ({ctype}*)malloc(sizeof({ctype}) * team * ({rows}));")
-        k.pragma("omp parallel for num_threads(team) schedule(static)")
-        self.w("for (int64_t chunk = 0; chunk < team; ++chunk) {")
-        self.w.lines[-1] += "  // a part of the body"
-        points = static_size(self.nest.body[:1])
-        if points is not None and points % GROUP == 0 and len(self.nest.body) == 1:
-            share = f"{points // GROUP} / team * {GROUP}"
-        else:
-            share = f"{size} / team"
-        self.w(f"const int64_t from = chunk * {share}, to = (chunk + 1) * {share};")
-        self.open_loops()
-        self.row_values(0)
-        self.one_pass(0, ("from", "to"))
-        place = self.place()
-        self.lanes()
-        for x in sums:
-            name = identifier(x.name)
-            self.w(f"{name}_parts[chunk * ({rows}) + {place}] = {name}[lane];")
-        self.w("}")
-        self.close_blocks()
-        self.w("}")
-        self.open_loops()
-        self.row_locals, self.done = set(), set()
-        self.row_values(0)
-        for x in sums:
-            self.array(x, "", accumulator(x).ctype)
-            self.row_locals.add(x.name)
-        self.lanes("the parts together")
-        for x in sums:
-            a, name = accumulator(x), identifier(x.name)
-            self.w(f"{name}[lane] = {name}_parts[{place}];")
-            step = a.step.format(f"{name}[lane]", f"{name}_parts[t * ({rows}) + {place}]")
-            self.w(f"for (int t = 1; t < team; ++t) {step};")
-        self.w("}")
-        self.row_values(1)
-        self.close_blocks()
-        for x in sums:
-            self.w(f"free({identifier(x.name)}_parts);")
-
-    def place(self) -> str:
-        return place_of(self.nest.grid, self.kernel)

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..index import Axis, Index, Loaded, Quotient, Remainder, Symbol
-from ..ir import (
+from ..expression import (
     NARROW_FLOATS,
     Bound,
     Constant,
@@ -25,6 +24,7 @@ from ..ir import (
     Position,
     value_type,
 )
+from ..index import Axis, Index, Loaded, Quotient, Remainder, Symbol
 from .cpp_spelling import BOOL_SPELLING, SPELLING
 
 TYPES: dict[torch.dtype, str] = {

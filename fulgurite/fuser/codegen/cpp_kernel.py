@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ..cost import number
+from ..expression import NARROW_FLOATS, Expression
 from ..index import Axis, Index, Symbol
-from ..ir import NARROW_FLOATS, Expression
 from ..nest import Local, Store
 from ..schedule.base import Analysis, Schedule, analyse, needed
 from .cpp_expressions import Names, identifier, storage_type, value_ctype
@@ -51,7 +51,7 @@ class Accumulator:
 def accumulator(local: Local) -> Accumulator:
     ctype = value_ctype(local.dtype)
     if local.dtype == torch.bool:
-        if local.reduction == "max":
+        if local.reduction in ("max", "sum"):
             return Accumulator("int32_t", "0", "|", "{0} |= {1}")
         return Accumulator("int32_t", "1", "&", "{0} &= {1}")
     if local.reduction == "sum":
@@ -115,6 +115,18 @@ class Kernel:
         parameters += [f"int64_t {symbol.name}" for symbol in self.symbols]
         parameters += ["int64_t* bad", "int threads"]
         w(f"static void {self.name}({', '.join(parameters)}) {{")
+        self.leave_when_empty()
+
+    def leave_when_empty(self) -> None:
+        """A lookup before the loops may have no place to look at where nothing is computed."""
+        locals_ = self.nest.locals.values()
+        looks_up = any(index.loaded() for _, index, _ in self.nest.accesses())
+        points = static_size(self.nest.axes)
+        if points or not looks_up or any(x.reduction is not None for x in locals_):
+            return
+        self.write(
+            "return;" if points == 0 else f"if ({self.product(self.nest.axes)} == 0) return;"
+        )
 
     def close(self) -> None:
         self.write("}")

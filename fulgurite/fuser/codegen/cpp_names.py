@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..ir import Expression, Load, Operation, value_type, walk
+from ..expression import Expression, Load, Operation, value_type, walk
 from .cpp_expressions import Names
 
 

@@ -9,8 +9,8 @@ rows are shared among threads (`cpp_shared`).
 
 from __future__ import annotations
 
+from ..expression import NARROW_FLOATS, Expression, Load
 from ..index import ONE, ZERO, Axis, of_atom
-from ..ir import NARROW_FLOATS, Expression, Load
 from ..nest import Local, Store
 from ..schedule.base import store_axes
 from ..schedule.traffic import contiguous_loads, unguarded

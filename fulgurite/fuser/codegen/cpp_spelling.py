@@ -80,6 +80,8 @@ SPELLING: dict[str, str] = {
 BOOL_SPELLING: dict[str, str] = {
     "add": "({0} || {1})",
     "mul": "({0} && {1})",
+    "maximum": "({0} || {1})",
+    "minimum": "({0} && {1})",
     "xor": "({0} != {1})",
     "not": "(!{0})",
 }

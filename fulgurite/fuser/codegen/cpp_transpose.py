@@ -7,8 +7,8 @@ for each tile (shared among threads), neighbours along what is read one after th
 
 from __future__ import annotations
 
+from ..expression import NARROW_FLOATS
 from ..index import Index, of, of_atom
-from ..ir import NARROW_FLOATS
 from ..nest import Store
 from ..schedule.transpose import turned_loads
 from .cpp_expressions import Names, identifier, storage_type

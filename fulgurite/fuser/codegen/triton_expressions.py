@@ -1,21 +1,14 @@
 """Expressions and indices of the IR as lines of Triton.
 
-In: expressions over the loops of a nest. Out: text, and lines for what is read from memory. Lines go
-to levels: what does not change inside a loop is written before it. A `Body` is the text of one kernel
-below its `def`.
+In: expressions over the loops of a nest. Out: text, and lines for what is read from memory (`triton_lines`
+says where they go). A `Body` is the text of one kernel below its `def`.
 """
 
 from __future__ import annotations
 
-import keyword
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-
 import torch
 
-from ..index import Axis, Index, Loaded, Quotient, Remainder, Symbol
-from ..ir import (
+from ..expression import (
     NARROW_FLOATS,
     Bound,
     Constant,
@@ -26,8 +19,10 @@ from ..ir import (
     Position,
     value_type,
 )
+from ..index import Axis, Index, Loaded, Quotient, Remainder, Symbol
 from ..nest import Nest
 from . import triton_spelling as spelling
+from .triton_lines import Lines, Loop
 from .triton_values import (
     TO_FLOAT8,
     TYPES,
@@ -42,101 +37,32 @@ from .triton_values import (
 )
 
 WIDE_INTEGERS = (torch.int64, torch.uint64, torch.uint32)
-RESERVED = frozenset(
-    (
-        *("tl", "triton", "libdevice", "float", "range", "part", "program"),
-        # functions of triton_functions.py: a local of that name would hide one
-        *("nan_max", "nan_min", "added", "product", "log_add_exp", "sigmoid", "quick_sigmoid"),
-        *("quick_tanh", "sign", "signbit", "floored_remainder", "floored_divide", "to_e4m3"),
-        *("to_e5m2", "whole_truncated_divide", "whole_truncated_remainder"),
-        *("whole_floored_remainder", "whole_floored_divide", "shift_left", "shift_right"),
-        *("random_word", "uniform", "uniform53", "random_integer"),
-    )
-)
 
 
-@dataclass
-class Loop:
-    """A loop of the nest as text: a scalar of the program, or a block."""
-
-    axis: Axis
-    block: int  # 0: a scalar
-    level: int  # where it is known: 0 in the program, more inside loops
-    mask: str | None = None
-
-
-@dataclass
-class Level:
-    """Lines inside one loop of the text: where it is, what is read first, and the rest.
-
-    Reads come first so that all are under way before the first reduction waits for the others.
-    """
-
-    head: list[str] = field(default_factory=list)
-    reads: list[str] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
-    loads: dict[tuple[Load, str], str] = field(default_factory=dict)
-    tests: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def all(self) -> list[str]:
-        return [*self.head, *self.reads, *self.lines]
-
-
-class Body:
+class Body(Lines):
     """Text below a kernel's `def`."""
 
     def __init__(self, nest: Nest, blocks: tuple[Axis, ...], wide: bool, taken: set[str]) -> None:
+        super().__init__(taken | {axis.name for axis in nest.axes})
         self.nest = nest
         self.blocks = blocks  # the axes that are dimensions of a block, in order
         self.wide = wide
-        self.taken = set(taken) | {axis.name for axis in nest.axes}
         self.loops: dict[Axis, Loop] = {}
-        self.levels = [Level()]
         self.names: dict[str, str] = {}  # of locals
         self.level_of: dict[str, int] = {}
         self.axes_of: dict[str, set[Axis]] = {}
         self.guards: list[tuple[str, set[Axis], int]] = []
         self.functions: set[str] = set()
         self.asserts = False
+        self.kept: dict[Load, str] = {}  # blocks that an earlier walk has read
+        self.places: dict[Index | None, str] = {}  # indices that have a shorter text
+        self.walk = 0  # which walk over the body this is
+        self.remade = False  # what is read stays narrow, and is widened in every walk
         self.fast = all(
             t.dtype in NARROW_FLOATS or not t.dtype.is_floating_point
             for t, _, stores in nest.accesses()
             if not stores
         )
-
-    # lines and names
-
-    def line(self, text: str, level: int | None = None) -> None:
-        self.levels[-1 if level is None else level].lines.append(text)
-
-    def head(self, text: str) -> None:
-        self.levels[-1].head.append(text)
-
-    @contextmanager
-    def loop(self, head: str) -> Iterator[None]:
-        """Lines inside `head`, one level deeper."""
-        self.levels.append(Level())
-        yield
-        inside = self.levels.pop()
-        self.line(head)
-        for text in inside.all:
-            self.line("    " + text)
-
-    @property
-    def depth(self) -> int:
-        return len(self.levels) - 1
-
-    def fresh(self, base: str) -> str:
-        text = "".join(c if c.isalnum() or c == "_" else "_" for c in base)
-        if text[:1].isdigit() or keyword.iskeyword(text) or text in RESERVED:
-            text = "_" + text
-        unique, count = text, 1
-        while unique in self.taken:
-            count += 1
-            unique = f"{text}_{count}"
-        self.taken.add(unique)
-        return unique
 
     def shaped(self, text: str, axis: Axis) -> str:
         """A vector along one axis, with the other dimensions of the block as ones."""
@@ -148,6 +74,8 @@ class Body:
     # indices
 
     def index(self, index: Index) -> str:
+        if index in self.places:
+            return self.places[index]
         parts: list[str] = []
         for monomial, coefficient in index.terms:
             factors = [self.atom(atom) for atom in monomial]
@@ -263,21 +191,43 @@ class Body:
         for outer in self.levels[: level + 1]:
             if key in outer.loads:
                 return outer.loads[key]
-        place = self.index(index) + extra
-        pointer = f"{self.names[load.name]} + {place}" if place != "0" else self.names[load.name]
-        options = f", mask={mask}" if mask else ""
-        if mask and not load.dtype.is_floating_point:
-            options += ", other=0"  # it may be a position
         letters = "".join(a.name for a in self.nest.axes if a in load.axes())
+        if self.remade and load not in self.kept and self.stays_narrow(load):
+            self.kept[load] = self.fresh(f"{self.names[load.name]}_kept")
+            self.levels[level].reads.append(f"{self.kept[load]} = {self.read_text(load, mask)}")
         name = self.fresh(f"{self.names[load.name]}_{letters or 'value'}")
-        text = f"tl.load({pointer}{options})"
+        if load in self.kept:
+            text, level = self.kept_text(load, level < self.depth), self.depth
+        else:
+            text = self.read_text(load, mask, extra)
         if load.dtype in NARROW_FLOATS:
             text += ".to(tl.float32)"
-        plain = not self.guards and not index.loaded()
+        plain = not self.guards and not index.loaded() and load not in self.kept
         place_in = self.levels[level].reads if plain else self.levels[level].lines
         place_in.append(f"{name} = {text}")
         self.levels[level].loads[key] = name
         return name
+
+    def read_text(self, load: Load, mask: str, extra: str = "") -> str:
+        """The reading of a block, of the type that memory has."""
+        place = self.index(load.index[0]) + extra
+        pointer = f"{self.names[load.name]} + {place}" if place != "0" else self.names[load.name]
+        options = f", mask={mask}" if mask else ""
+        if mask and not load.dtype.is_floating_point:
+            options += ", other=0"  # it may be a position
+        return f"tl.load({pointer}{options})"
+
+    def kept_text(self, load: Load, outside: bool = False) -> str:
+        """The same where registers have it; what an earlier walk, or row, made of it is made again."""
+        times = self.walk + outside
+        if times == 0 or load.dtype.itemsize > 2:
+            return self.kept[load]
+        self.functions.add("again")
+        return f"again({self.kept[load]}, {times})"
+
+    def stays_narrow(self, load: Load) -> bool:
+        along = any(a in self.loops and self.loops[a].block for a in load.axes())
+        return along and load.dtype.itemsize == 2 and not self.guards and not load.index[0].loaded()
 
     def guarded(self, guard: Guard) -> str:
         tests = [self.bound(bound) for bound in guard.bounds]

@@ -15,9 +15,9 @@ from ..ir import Tensor
 from ..nest import Local
 from ..schedule.gpu import GpuSchedule, finishing
 from ..write_rules import needs_barrier
-from .triton_expressions import Loop
+from .triton_lines import Loop
 from .triton_parts import add_to_part, clear_parts, close_parts, finish_nest, open_parts
-from .triton_passes import looped, scan
+from .triton_passes import looped, pass_values, pass_work, row_values, scan
 from .triton_values import bare
 from .triton_writer import Writer
 
@@ -179,6 +179,26 @@ def held(w: Writer) -> None:
         w.store(store)
 
 
+def held_narrow(w: Writer) -> None:
+    """The same with less in registers: after each reduction, values are made again of what was read."""
+    b = w.body
+    b.remade = True
+    for step in range(w.schedule.passes):
+        b.walk = step
+        row_values(w, step)
+        sums, inner, stores = pass_work(w, step)
+        pass_values(w, [x.expression for x in (*sums, *inner)])
+        for x in inner:
+            add_to_part(w, x)
+        for x in sums:
+            reduce_now(w, x)
+        pass_values(w, [s.value for s in stores])
+        for store in stores:
+            w.store(store)
+        w.forget_points()
+    row_values(w, w.schedule.passes)
+
+
 def reduce_now(w: Writer, x: Local) -> None:
     b = w.body
     (axis,) = w.nest.body
@@ -221,7 +241,7 @@ def walk(w: Writer) -> None:
             if any(x.role == "colsum" for x in w.partial):
                 b.line("tl.debug_barrier()")
         else:
-            held(w)
+            (held_narrow if w.schedule.remade else held)(w)
         w.forget(b.depth)
     close_parts(w, accumulators)
 

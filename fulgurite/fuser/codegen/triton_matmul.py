@@ -12,8 +12,8 @@ from ..index import Index
 from ..ir import Tensor
 from ..nest import Store
 from ..schedule.gpu_matmul import Accumulator, MatmulSchedule, columns_of
-from .triton_expressions import Loop
 from .triton_kernel import Stage, finished, held
+from .triton_lines import Loop
 from .triton_writer import Writer
 
 

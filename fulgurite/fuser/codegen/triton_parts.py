@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .. import index as indices
+from ..expression import Expression, Load, walk
 from ..index import Axis, Index
-from ..ir import Expression, Load, walk
 from ..nest import Local, Nest, Store
 from ..schedule.gpu import joined
 from .triton_expressions import Body

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import torch
 
+from ..expression import Expression, value_type
 from ..index import Axis
-from ..ir import Expression, value_type
-from ..nest import Local
+from ..nest import Local, Store
 from ..schedule.base import store_axes
+from .triton_aligned import block_positions, edge_positions, open_rows
+from .triton_kept import Walk, extent, kept_end, kept_texts, kept_walks, read_kept
 from .triton_parts import add_to_part, store_split
 from .triton_squares import Streams, add_squares, close_squares, open_squares
 from .triton_values import bare, constant, value_tl
@@ -22,6 +24,8 @@ LOWEST = {torch.float32: -3.4028234663852886e38, torch.float64: -1.7976931348623
 
 
 def looped(w: Writer) -> None:
+    open_rows(w)
+    read_kept(w)
     for step in range(w.schedule.passes + 1):
         row_values(w, step)
         if step < w.schedule.passes:
@@ -51,10 +55,8 @@ def row_values(w: Writer, step: int) -> None:
             w.store(store)
 
 
-def one_pass(w: Writer, step: int) -> None:
-    b = w.body
-    (axis,) = w.nest.body
-    online, about = w.schedule.online, w.schedule.about
+def pass_work(w: Writer, step: int) -> tuple[list[Local], list[Local], list[Store]]:
+    """What a walk over the body makes: sums of the row, sums over rows, results."""
     sums = [x for x in w.sums if w.facts.waits[x.name] == step + 1]
     inner = [x for x in w.partial if x not in w.sums]
     inner = [x for x in inner if w.facts.waits[x.name] == step]
@@ -64,17 +66,26 @@ def one_pass(w: Writer, step: int) -> None:
         for s in w.main_stores()
         if store_axes(w.nest, s) and w.facts.expression_wait(s.value) == step
     ]
+    return sums, inner, stores
+
+
+def one_pass(w: Writer, step: int) -> None:
+    b = w.body
+    (axis,) = w.nest.body
+    online, about = w.schedule.online, w.schedule.about
+    sums, inner, stores = pass_work(w, step)
     if not (sums or inner or stores):
         return
     accumulators = open_sums(w, [x for x in sums if x.name not in about])
     streams = {x.name: open_squares(w, x) for x in sums if x.name in about}
     open_scans(w)
-    for steps, filled in body_ranges(w):
+    b.walk = step
+    edges = walk_edges(w, sums, stores)
+    for walk in body_walks(w, step):
         first = b.fresh(f"{axis.name}0")
-        with b.loop(f"for {first} in {steps}:"):
-            wide = ".to(tl.int64)" if w.wide else ""
-            block = w.schedule.sizes[axis]
-            w.block_axis(axis, f"{first} + tl.arange(0, {block}){wide}", block, filled)
+        with b.loop(f"for {first} in {walk.steps}:"):
+            block_positions(w, first, walk.filled)
+            b.kept = kept_texts(w, first) if walk.kept else {}
             own = [x for x in sums if x.name not in online and x.name not in about]
             pass_values(w, [x.expression for x in (*own, *inner)])
             for x in own:
@@ -85,7 +96,27 @@ def one_pass(w: Writer, step: int) -> None:
             for store in stores:
                 w.store(store)
             w.forget(b.depth)
-    close_sums(w, sums, accumulators, streams)
+    b.kept = {}
+    close_sums(w, sums, accumulators, streams, edges)
+
+
+def walk_edges(w: Writer, sums: list[Local], stores: list[Store]) -> dict[str, str]:
+    """The elements before and after what is aligned, in a small block: what each sum has of them."""
+    b = w.body
+    if not w.schedule.granule:
+        return {}
+    found = {x.name: b.fresh(f"{x.name}_edges") for x in sums}
+    with b.loop(f"for {b.fresh('edge')} in tl.static_range(1):"):
+        edge_positions(w)
+        pass_values(w, [x.expression for x in sums])
+        for x in sums:
+            text = w.value_of(x, w.nest.body)
+            b.line(f"{found[x.name]} = {w.reduced(x, text, w.nest.body[0])}")
+        pass_values(w, [s.value for s in stores])
+        for store in stores:
+            w.store(store)
+        w.forget(b.depth)
+    return found
 
 
 def open_sums(w: Writer, sums: list[Local]) -> dict[str, str]:
@@ -104,7 +135,11 @@ def open_sums(w: Writer, sums: list[Local]) -> dict[str, str]:
 
 
 def close_sums(
-    w: Writer, sums: list[Local], accumulators: dict[str, str], streams: dict[str, Streams]
+    w: Writer,
+    sums: list[Local],
+    accumulators: dict[str, str],
+    streams: dict[str, Streams],
+    edges: dict[str, str],
 ) -> None:
     """The reduction of each block to one value."""
     b, online = w.body, w.schedule.online
@@ -118,7 +153,8 @@ def close_sums(
             text = f"{accumulators[x.name]} * tl.exp({best} - {m})"
             b.line(f"{name} = {w.reduced(x, text, axis)}")
         else:
-            b.line(f"{name} = {w.reduced(x, accumulators[x.name], axis)}")
+            text = w.reduced(x, accumulators[x.name], axis)
+            b.line(f"{name} = {combined(w, x, edges[x.name], text) if x.name in edges else text}")
             if x.name in online.values():
                 low = constant(LOWEST[value_type(x.dtype)], x.dtype)
                 b.line(f'{name} = tl.where({name} == {low}, float("-inf"), {name})')
@@ -131,24 +167,29 @@ def grouped(w: Writer) -> bool:
     return w.schedule.group > 1 and len(w.body.blocks) == 1
 
 
-def body_ranges(w: Writer) -> list[tuple[str, bool | None]]:
-    """The steps of the loops over the body: all blocks that are full, then what is left."""
+def body_walks(w: Writer, step: int) -> list[Walk]:
+    """The loops over the body: blocks that are kept, all others that are full, then what is left."""
     b, ahead = w.body, w.schedule.stages
     (axis,) = w.nest.body
     block = w.schedule.sizes[axis]
     w.part_start, w.part_end = "0", b.index(axis.size)
     if w.schedule.split:
-        return [(part_range(w, axis, block), None)]
+        return [Walk(part_range(w, axis, block), None)]
     if not axis.size.is_constant:
-        return [(w.range("0", b.index(axis.size), block, ahead), None)]
-    size = axis.size.constant
-    full = size // block * block
-    found: list[tuple[str, bool | None]] = []
-    if full:
-        found.append((w.range("0", str(full), block, ahead), True))
-    if full < size or not size:
-        found.append((w.range(str(full), str(size), block), False))
-    return found
+        return [Walk(w.range("0", b.index(axis.size), block, ahead), None)]
+    (size, full), start = extent(w), kept_end(w)
+    found = []
+    if start < full:
+        found.append(Walk(w.range(str(start), str(full), block, ahead), True))
+    if max(start, full) < size or not size:
+        last = max(start, full)
+        # one block at most where edges are apart, whose block is smaller: no loop of Triton's allows that
+        unrolled = f"tl.static_range({last}, {size}, {block})"
+        steps = unrolled if w.schedule.granule else w.range(str(last), str(size), block)
+        found.append(Walk(steps, False))
+    kept = kept_walks(w)
+    # first what is read, beside what is on its way, then what waits for both; later while results are written
+    return found + kept if step == 0 and not w.schedule.about else kept + found
 
 
 def part_range(w: Writer, axis: Axis, block: int) -> str:

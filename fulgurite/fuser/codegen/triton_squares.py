@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from .. import index as indices
+from ..expression import Constant, Expression, Load, Operation, Position
 from ..index import Axis, Index
-from ..ir import Constant, Expression, Load, Operation, Position
 from ..nest import Local
 from .triton_values import bare, value_tl
 from .triton_writer import MERGED, Writer, start_of, step_text

@@ -7,8 +7,8 @@ import math
 
 import torch
 
+from ..expression import Constant, Expression, Operation, value_type
 from ..index import Index
-from ..ir import Constant, Expression, Operation, value_type
 
 TYPES: dict[torch.dtype, str] = {
     torch.bool: "int1",

@@ -5,18 +5,20 @@ In: a `GpuSchedule`. Out: a `Writer`, whose `body` collects lines; `triton_kerne
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from .. import index as indices
+from ..expression import Constant, Expression, Load, Operation, value_type, walk
 from ..index import Axis, Index, Symbol
-from ..ir import Expression, Load, Operation, Tensor, value_type, walk
+from ..ir import Tensor
 from ..nest import Local, Nest, Store
 from ..schedule.base import analyse, store_axes
 from ..schedule.gpu import GpuSchedule, replaced_waits
-from .triton_expressions import Body, Loop
-from .triton_values import TO_FLOAT8, bare, constant, value_tl
+from .triton_expressions import Body
+from .triton_lines import Loop
+from .triton_values import TO_FLOAT8, bare, constant, typed, value_tl
 
 # functions of triton_functions.py that combine two values of a reduction
 COMBINING = {
@@ -29,6 +31,16 @@ COMBINING = {
 
 
 MERGED = ("base", "center", "count")  # what a part of squares about a mean has beside them
+
+
+@dataclass(frozen=True)
+class AlignedRow:
+    """Names: elements of a row before its first multiple of eight bytes, its place, elements from there on."""
+
+    index: Index  # where a point of a row is in memory
+    before: str
+    start: str
+    inner: str
 
 
 class Writer:
@@ -66,6 +78,8 @@ class Writer:
         self.carried: dict[str, str] = {}  # of scans, from block to block
         self.accumulators: dict[str, str] = {}  # of sums over the grid, while rows are walked
         self.first = ""  # the test for a program's first row
+        self.kept: dict[Load, str] = {}  # reads that registers keep from walk to walk: their blocks
+        self.aligned: AlignedRow | None = None  # where blocks start at multiples of eight bytes
         self.part_start, self.part_end = "0", ""  # of the body, what this program walks
 
     def main_stores(self) -> list[Store]:
@@ -234,8 +248,18 @@ class Writer:
         mask = b.mask_text(axes)
         options = f", mask={mask}" if mask else ""
         if store.tensor.dtype in TO_FLOAT8:
+            if isinstance(store.value, Constant):
+                value = typed(store.value.value, store.value.dtype)
             value = b.narrowed(value, store.value, store.tensor.dtype)
         b.line(f"tl.store({pointer}, {bare(value)}{options})")
+
+    def forget_points(self) -> None:
+        """Values at a point of the body are unknown from here on; what was read stays."""
+        b, body = self.body, set(self.nest.body)
+        for name in [n for n, axes in b.axes_of.items() if axes & body]:
+            del b.names[name], b.level_of[name], b.axes_of[name]
+        for level in b.levels:
+            level.loads = {key: n for key, n in level.loads.items() if not key[0].axes() & body}
 
     def forget(self, depth: int) -> None:
         """Values of the loop that ends are unknown after it."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..expression import Load, walk
 from ..index import Axis
-from ..ir import Load, walk
 from ..nest import Local, Nest, Store
 
 

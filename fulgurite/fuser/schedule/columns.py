@@ -11,7 +11,7 @@ from __future__ import annotations
 from fulgurite.device import Device
 
 from ..cost import elements, number, tensor_bytes
-from ..ir import Expression, Load
+from ..expression import Expression, Load
 from ..nest import Nest
 from .base import Schedule, analyse, store_axes
 from .choose import arranged, vector_axis

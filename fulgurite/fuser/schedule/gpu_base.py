@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 
 from .. import index as indices
 from ..cost import number
+from ..expression import Expression
 from ..index import Axis, Index
-from ..ir import Expression
+from ..index_rewrites import recombine
 from ..nest import Nest, order_axes, rewrite, substituted
 from .choose import SHORT
 
@@ -32,6 +33,11 @@ class GpuSchedule:
     split: int = 0  # parts of the body, where rows are few
     warps: int = 4
     stages: int = 1  # blocks of a loop whose loads are under way at once
+    kept: int = 0  # blocks of the body that stay in registers, as they were read, from walk to walk
+    granule: int = (
+        0  # elements: blocks start at the first multiple of so many in memory, edges are apart
+    )
+    remade: bool = False  # values of a row are made again after each reduction, of what was read
     group: int = 1  # neighbouring elements that one running maximum and sum have in common
 
     def __str__(self) -> str:
@@ -44,10 +50,16 @@ class GpuSchedule:
         if self.looped:
             times = "walk" if self.passes == 1 else "walks"
             text += f", {self.passes} {times} over {self.nest.body[0].name}"
+        if self.kept:
+            text += f", {self.kept * self.sizes[self.nest.body[0]]} kept"
+        if self.granule:
+            text += f", edges of {self.granule} apart"
         if self.online:
             text += ", maximum and exponentials together"
         if self.about:
             text += ", sum and squares together"
+        if self.remade:
+            text += ", values made again"
         if self.programs:
             text += f", {self.programs} programs walk the rows"
         if self.split:
@@ -118,14 +130,13 @@ def joined(nest: Nest, axes: tuple[Axis, ...]) -> Nest:
     changed = substituted(nest, swap, grid, body)
 
     def plain(expression: Expression) -> Expression:
-        return rewrite(expression, lambda _: None, indices.recombine)
+        return rewrite(expression, lambda _: None, recombine)
 
     return replace(
         changed,
         locals={n: replace(x, expression=plain(x.expression)) for n, x in changed.locals.items()},
         stores=tuple(
-            replace(s, index=indices.recombine(s.index), value=plain(s.value))
-            for s in changed.stores
+            replace(s, index=recombine(s.index), value=plain(s.value)) for s in changed.stores
         ),
     )
 

@@ -16,8 +16,8 @@ from fulgurite.device import Device
 
 from .. import index as indices
 from ..cost import number
+from ..expression import Constant, Expression, Load
 from ..index import Axis, Index
-from ..ir import Constant, Expression, Load
 from ..lean import lean
 from ..matmul import Product
 from ..nest import Local, Nest, named, rewrite

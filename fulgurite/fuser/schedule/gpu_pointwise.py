@@ -15,6 +15,9 @@ from .transpose import turned_axis
 SMALLEST_TILED = 1 << 14  # points; a smaller transposition stays in the caches
 MANY_READS = 3
 SMALLEST_BLOCK = 512  # elements; smaller ones are not made only to fit
+SHARED_BYTES = 8  # a point, of values that all rows have in common, from where on rows go together
+LINE = 128  # bytes of memory that are fetched together
+MOST_ACROSS = 64  # elements of a row that are a program's, where it has several rows
 
 
 def pointwise(nest: Nest, device: Device) -> GpuSchedule:
@@ -23,6 +26,9 @@ def pointwise(nest: Nest, device: Device) -> GpuSchedule:
     points = length(nest.grid)
     if not nest.grid:
         return GpuSchedule("pointwise", nest, warps=1)
+    together = several_rows(nest, device)
+    if together is not None:
+        return together
     lane = max(16 // widest(nest), 1)
     # two accesses of 16 bytes a thread are under way; one where there are many of them anyway
     block = 128 * lane * (2 if read_accesses(nest) < MANY_READS else 1)
@@ -37,6 +43,37 @@ def pointwise(nest: Nest, device: Device) -> GpuSchedule:
     inner = nest.grid[-1]
     warps = max(min(block // lane // 32, 4), 1)
     return GpuSchedule("pointwise", nest, (inner,), {inner: block}, warps=warps)
+
+
+def several_rows(nest: Nest, device: Device) -> GpuSchedule | None:
+    """Rows side by side, where much is read that is the same in all of them: statistics and weights of channels.
+
+    A thread then reads them once for all its rows. Alone, a row of 256 channels in bfloat16 is 512 bytes, and
+    what it shares with the others (a mean, a deviation, a weight, a bias) 3 KiB more from the cache.
+    """
+    *outer, inner = nest.grid
+    if not outer or not inner.size.is_constant:
+        return None
+    reads = {(t.name, i): t.itemsize for t, i, stores in nest.accesses() if not stores}
+    shared = sum(size for (_, i), size in reads.items() if i.axes() == {inner})
+    whole = max(
+        (t.itemsize for t, i, _ in nest.accesses() if set(nest.grid) <= i.axes()), default=0
+    )
+    if shared < SHARED_BYTES or not whole:
+        return None
+    # a line of memory a row; more elements than threads, and Triton would turn everything in shared memory
+    across = min(LINE // whole, MOST_ACROSS)
+    if -inner.size.constant % across * 16 > inner.size.constant:
+        return None
+    # four accesses of 16 bytes a thread and tensor are under way; two where tensors are many
+    rows = 128 * 16 // whole // across * (4 if read_accesses(nest) < MANY_READS else 2)
+    while rows > 1 and length(nest.grid) < rows * across * device.threads * 4:
+        rows //= 2
+    if rows == 1:
+        return None
+    nest = joined(nest, tuple(outer))
+    row, inner = nest.grid
+    return GpuSchedule("pointwise", nest, (row, inner), {row: rows, inner: across})
 
 
 def fitting_block(size: int, block: int, lane: int) -> int:

@@ -12,7 +12,9 @@ from ..index import Axis
 from ..nest import Nest
 from .base import Analysis, analyse
 from .choose import arranged
+from .gpu_aligned import granule_of
 from .gpu_base import GpuSchedule, joined, length, power_above, power_below, vector_axis, widest
+from .gpu_kept import KEPT_BLOCK, KEPT_WARPS, kept_blocks, scans
 from .online import online_sums, replaced_waits, squares_about
 from .rows import count_passes
 
@@ -21,6 +23,7 @@ MOST_SUMMED = 1 << 14  # the same, where it also holds sums over rows
 ROW_BYTES = 4096  # of a row that has a program of its own; shorter ones share one
 MOST_VALUES = 160  # that a thread holds
 MOST_PARTS = 1 << 13  # single values that one program adds up at the end
+CHEAP_FLOPS = 60  # a point, that are computed again rather than kept
 SPLIT_POINTS = 1 << 15  # reductions of fewer points are not cut into parts
 
 
@@ -42,33 +45,91 @@ def rows(nest: Nest, device: Device) -> GpuSchedule:
         )
     held = power_above(width) if static else 0
     if not static or held > MOST_HELD or (not waits(nest, facts) and held > 8192):
-        passes = count_passes(nest, replaced_waits(nest, facts, online | about))
-        # a second walk is soon after the first: all threads on few rows, so that the cache has them
-        block, warps = (8192, 32) if passes > 1 else (4096, 8)
-        return GpuSchedule(
-            "rows",
-            nest,
-            (body,),
-            {body: block},
-            True,
-            passes,
-            online,
-            about,
-            warps=warps,
-            group=max(16 // widest(nest), 1) if online else 1,
-        )
+        return walked_rows(nest, facts, online, about)
     together = 1
     if nest.grid:
         together = max(1, ROW_BYTES // (held * widest(nest)))
         while together > 1 and count < together * device.threads * 2:
             together //= 2
     if together == 1:
+        if misaligned(nest):
+            return aligned_row(nest, facts)
         warps = row_warps(nest, width, held)
         return GpuSchedule("rows", nest, (body,), {body: held}, warps=warps)
     (grid,) = nest.grid
     sizes = {grid: together, body: held}
     warps = row_warps(nest, held * together, held * together)
     return GpuSchedule("rows", nest, (grid, body), sizes, warps=warps)
+
+
+def walked_rows(
+    nest: Nest, facts: Analysis, online: dict[str, str], about: dict[str, str]
+) -> GpuSchedule:
+    """Rows in blocks: kept in registers where all of one fits, as narrow as they are, else as much as does."""
+    (body,) = nest.body
+    together = replaced_waits(nest, facts, online | about)
+    passes, apart = count_passes(nest, together), count_passes(nest, facts)
+    kept = kept_blocks(nest, facts, apart, squares=False)
+    if passes > 1 and kept and (kept + 1) * KEPT_BLOCK >= number(body.size):
+        return GpuSchedule(
+            "rows",
+            nest,
+            (body,),
+            {body: KEPT_BLOCK},
+            True,
+            apart,
+            warps=KEPT_WARPS,
+            kept=kept,
+            granule=granule_of(nest),
+        )
+    kept = kept_blocks(nest, together, passes, squares=bool(about))
+    # a second walk is soon after the first: all threads on few rows, so that the cache has them
+    block, warps = (KEPT_BLOCK, KEPT_WARPS) if passes > 1 else (4096, 8)
+    return GpuSchedule(
+        "rows",
+        nest,
+        (body,),
+        {body: block},
+        True,
+        passes,
+        online,
+        about,
+        warps=warps,
+        kept=kept,
+        group=max(16 // widest(nest), 1) if online else 1,
+    )
+
+
+def misaligned(nest: Nest) -> bool:
+    """Do 16-bit numbers of a row that is in registers start anywhere, and cost little to compute in every walk?"""
+    sizes = [t.itemsize for t, index, _ in nest.accesses() if set(nest.axes) <= index.axes()]
+    return min(sizes, default=4) == 2 and cheap(nest) and granule_of(nest) > 0
+
+
+def cheap(nest: Nest) -> bool:
+    """May values of a row be computed once more? Not where they change on the way, or must come in order."""
+    written = {t.name for t, _, stores in nest.accesses() if stores}
+    changes = any(t.name in written for t, _, stores in nest.accesses() if not stores)
+    work = sum(x.flops for x in nest.locals.values())
+    return work <= CHEAP_FLOPS and not changes and not scans(nest)
+
+
+def aligned_row(nest: Nest, facts: Analysis) -> GpuSchedule:
+    """A row in one block that starts at a multiple of eight bytes, and its edges in another."""
+    (body,) = nest.body
+    granule, width = granule_of(nest), number(body.size)
+    block = power_above(width // granule * granule)
+    return GpuSchedule(
+        "rows",
+        nest,
+        (body,),
+        {body: block},
+        True,
+        count_passes(nest, facts),
+        warps=row_warps(nest, width, block),
+        kept=1,
+        granule=granule,
+    )
 
 
 def row_warps(nest: Nest, elements: int, block: int) -> int:
@@ -88,8 +149,7 @@ def waits(nest: Nest, facts: Analysis) -> bool:
 
 def divisible(nest: Nest, facts: Analysis) -> bool:
     """Can parts of the body be done apart? Not where it is walked again, and not scans."""
-    scans = any(local.role == "scan" for local in nest.locals.values())
-    return not scans and not waits(nest, facts)
+    return not scans(nest) and not waits(nest, facts)
 
 
 def split_parts(nest: Nest, facts: Analysis, tasks: int, width: int, device: Device) -> int:
@@ -201,13 +261,23 @@ def walking(nest: Nest, device: Device) -> GpuSchedule:
     else:
         programs, stages = shared_rows(blocks_of_rows, MOST_PARTS), 1
     warps = max(1, min(8 if held <= 8192 else 16, held * together // 512))
+    narrow = any(t.itemsize == 2 for t, _, _ in nest.accesses())
+    remade = colsums and held > 8192 and narrow and cheap(nest)
     if together == 1:
         blocks: tuple[Axis, ...] = (body,)
         sizes = {body: held}
     else:
         blocks, sizes = (grid, body), {grid: together, body: held}
     return GpuSchedule(
-        "walking", nest, blocks, sizes, programs=programs, warps=warps, stages=stages
+        "walking",
+        nest,
+        blocks,
+        sizes,
+        passes=count_passes(nest, facts) if remade else 1,
+        programs=programs,
+        warps=warps,
+        stages=max(stages, 3) if remade else stages,
+        remade=remade,
     )
 
 

@@ -67,14 +67,16 @@ def _of_blocks(columns: int) -> dict[Tile, float]:
     }
 
 
-def neighbours(nest: Nest, accumulators: tuple[Accumulator, ...], device: Device) -> list[Tile]:
-    """What a search tries: the likely tiles, each in a few ways."""
+def neighbours(
+    nest: Nest, accumulators: tuple[Accumulator, ...], device: Device, specialize: bool
+) -> list[Tile]:
+    """What a search tries: the likely tiles, each in a few ways; with warps apart where that may be."""
     found: dict[Tile, None] = {}
     count = len(accumulators)
     for tile in candidates(nest, accumulators, device)[:3]:
         near = [tile, replace(tile, walking=True, loop="plain"), replace(tile, walking=False)]
         near += [replace(tile, stages=tile.stages + 1), replace(tile, stores=True)]
-        if count == 1:  # two products in a specialized loop were not seen to be right
+        if specialize:
             near.append(replace(tile, warps=4, walking=True, loop="warp_specialize"))
         found |= dict.fromkeys(t for t in near if fits(t, count))
     return list(found)

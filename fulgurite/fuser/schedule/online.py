@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..ir import Expression, Load, Operation
+from ..expression import Expression, Load, Operation
 from ..nest import Nest, rewrite
 from .base import Analysis
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from fulgurite.device import Device
 
 from ..cost import elements, number, tensor_bytes
+from ..expression import Expression, Guard, Load, walk
 from ..index import Axis
-from ..ir import Expression, Guard, Load, walk
 from ..nest import Nest
 from .base import needed
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from fulgurite.device import Device
 
 from ..cost import elements, number
+from ..expression import Guard, Load, walk
 from ..index import Axis
-from ..ir import Guard, Load, walk
 from ..nest import Nest
 from .base import Schedule
 from .choose import arranged, vector_axis

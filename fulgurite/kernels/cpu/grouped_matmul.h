@@ -16,6 +16,7 @@ const int64_t WIDENED = 16384;  // of K that few rows widen at once: four column
 // rows of an average expert up to which weights are read where they lie: turning them over pays from
 // about 24 on (8 experts [1536, 2048], two cores of a Xeon with AVX-512)
 const int64_t FEW = 24;
+const int64_t LINE = 64;  // bytes of a cache line
 
 enum Gates { PLAIN, SILU, GELU, GELU_TANH, CLAMPED };
 
@@ -39,18 +40,23 @@ INLINE vec read_kind(const char* from, int64_t kind, int64_t at, int64_t left) {
 
 // ---- few rows ----------------------------------------------------------------------------------------
 
-// `rows` x `columns` sums, sixteen in all; `ahead` is how far away the weight's next columns are
-template <int rows, int columns, class W>
-static void few_tile(const float* const* x, const W* const* w, int64_t size, int64_t ahead, float* out) {
+// `rows` x `columns` sums, sixteen in all. The columns that are read next, `ahead` of these, are fetched meanwhile. Where
+// several tiles of rows share these columns each of them fetches a part, from `soon` on, `lines` cache lines for
+// sixteen of K: one tile that fetched all would wait for memory, and the others leave it idle.
+template <int rows, int columns, int lines, class W>
+static void few_tile(const float* const* x, const W* const* w, int64_t size, int64_t ahead, const char* soon,
+                     float* out) {
   vec total[16] = {};
   int64_t c = 0;
-  for (; c + LANES <= size; c += LANES) {
+  for (; c + LANES <= size; c += LANES, soon += lines * LINE) {
     vec b[columns];
     UNROLL
     for (int n = 0; n < columns; ++n) {
       b[n] = wide(w[n] + c);
-      if (sizeof(W) == 4 || c % 32 == 0) __builtin_prefetch(w[n] + c + ahead, 0, 2);
+      if (lines == 0 && (sizeof(W) == 4 || c % 32 == 0)) __builtin_prefetch(w[n] + c + ahead, 0, 2);
     }
+    UNROLL
+    for (int n = 0; n < lines; ++n) __builtin_prefetch(soon + n * LINE, 0, 2);
     UNROLL
     for (int r = 0; r < rows; ++r) {
       const vec a = load(x[r] + c);
@@ -66,20 +72,34 @@ static void few_tile(const float* const* x, const W* const* w, int64_t size, int
   put(out, sums(total));
 }
 
+// A group of columns and all rows. `soon` is where the next group begins, `bytes` long.
+template <int rows, int columns, int lines, class W>
+static void few_group(const float* const* x, int64_t count, const W* const* w, int64_t there, int64_t size,
+                      int64_t ahead, const char* soon, int64_t bytes, float* out) {
+  for (int64_t m = 0; m < count; m += rows) {
+    const float* given[rows];
+    float sum[16];
+    for (int64_t r = 0; r < rows; ++r) given[r] = x[least(m + r, count - 1)];
+    few_tile<rows, columns, lines>(given, w, size, ahead, soon + bytes * m / count, sum);
+    for (int64_t r = 0; r < least(count - m, rows); ++r)
+      for (int64_t k = 0; k < there; ++k) out[(m + r) * COLUMNS + k] = sum[r * columns + k];
+  }
+}
+
 template <int rows, int columns, class W>
 static void few_rows(const float* const* x, int64_t count, const W* w, int64_t step, int64_t width, int64_t size,
                      float* out) {
+  const int all = columns * sizeof(W) / 4;  // lines of a group for sixteen of K
+  const int64_t ahead = columns * step, bytes = ahead * sizeof(W);
   for (int64_t n = 0; n < width; n += columns) {
     const W* from[columns];
     for (int64_t k = 0; k < columns; ++k) from[k] = w + least(n + k, width - 1) * step;
-    for (int64_t m = 0; m < count; m += rows) {
-      const float* given[rows];
-      float sum[16];
-      for (int64_t r = 0; r < rows; ++r) given[r] = x[least(m + r, count - 1)];
-      few_tile<rows, columns>(given, from, size, columns * step, sum);
-      for (int64_t r = 0; r < least(count - m, rows); ++r)
-        for (int64_t k = 0; k < least(width - n, columns); ++k) out[(m + r) * COLUMNS + n + k] = sum[r * columns + k];
-    }
+    const char* soon = (const char*)(w + n * step + ahead);
+    const int64_t there = least(width - n, columns);
+    if (count <= rows) few_group<rows, columns, 0>(x, count, from, there, size, ahead, soon, bytes, out + n);
+    else if (count <= 3 * rows)
+      few_group<rows, columns, (all + 1) / 2>(x, count, from, there, size, ahead, soon, bytes, out + n);
+    else few_group<rows, columns, (all + 3) / 4>(x, count, from, there, size, ahead, soon, bytes, out + n);
   }
 }
 
@@ -89,10 +109,13 @@ static void few_widened(const float* const* x, int64_t count, const W* w, int64_
                         float* out) {
   const int64_t padded = (size + LANES - 1) / LANES * LANES;
   float columns[4 * padded];
+  const float* from[4];
   for (int64_t n = 0; n < width; n += 4) {
     const int64_t there = least(width - n, 4);
     for (int64_t k = 0; k < there; ++k) widen_row(w + (n + k) * step, size, columns + k * padded);
-    few_rows<4, 4>(x, count, columns, padded, there, padded, out + n);
+    for (int64_t k = 0; k < 4; ++k) from[k] = columns + least(k, there - 1) * padded;
+    const char* soon = (const char*)(w + (n + 4) * step);
+    few_group<4, 4, 1>(x, count, from, there, padded, 0, soon, 4 * step * sizeof(W), out + n);
   }
 }
 
@@ -110,17 +133,34 @@ template <class W> static void turn_over(const W* w, int64_t step, int64_t width
     }
 }
 
+// Pieces of the weight that are turned over next, fetched a cache line at a time while others are multiplied.
+struct Soon {
+  const char* at;  // a column's stretch of `length` lines; the next one is `step` bytes away
+  int64_t step, length, left, line;
+};
+INLINE void fetch(Soon& soon) {
+  __builtin_prefetch(soon.at + soon.line * LINE, 0, 2);
+  if (++soon.line == soon.length) soon.line = 0, soon.at += soon.step;
+}
+
 // out [rows][COLUMNS] += x [rows][depth] @ panel [depth][COLUMNS]
-template <int rows> static void add_tile(const float* const* x, const float* panel, int64_t depth, float* const* out) {
+template <int rows>
+static void add_tile(const float* const* x, const float* panel, int64_t depth, float* const* out, Soon& soon,
+                     int64_t fetched) {
   vec total[rows][2] = {};
-  for (int64_t c = 0; c < depth; ++c) {
+  const auto add = [&](int64_t c) __attribute__((always_inline)) {
     const vec left = load(panel + c * COLUMNS), right = load(panel + c * COLUMNS + LANES);
     UNROLL
     for (int r = 0; r < rows; ++r) {
       total[r][0] += left * x[r][c];
       total[r][1] += right * x[r][c];
     }
-  }
+  };
+  int64_t c = 0;
+  Soon mine = soon;
+  for (; c < fetched; ++c) add(c), fetch(mine);
+  soon = mine;
+  for (; c < depth; ++c) add(c);
   UNROLL
   for (int r = 0; r < rows; ++r) {
     put(out[r], load(out[r]) + total[r][0]);
@@ -129,7 +169,7 @@ template <int rows> static void add_tile(const float* const* x, const float* pan
 }
 template <int rows>
 INLINE void add_rows(const float* const* x, int64_t from, int64_t m, int64_t count, const float* panel, int64_t depth,
-                     float* out) {
+                     float* out, Soon& soon) {
   const float* given[rows];
   float unused[COLUMNS] = {};
   float* into[rows];
@@ -137,28 +177,37 @@ INLINE void add_rows(const float* const* x, int64_t from, int64_t m, int64_t cou
     given[r] = x[least(m + r, count - 1)] + from;
     into[r] = m + r < count ? out + (m + r) * COLUMNS : unused;
   }
-  add_tile<rows>(given, panel, depth, into);
+  // an even share of what is left to fetch, one line for a column at most
+  const int64_t tiles = (count - m + rows - 1) / rows;
+  const int64_t fetched = least(depth, (soon.left + tiles - 1) / tiles);
+  soon.left -= fetched;
+  add_tile<rows>(given, panel, depth, into, soon, fetched);
 }
 
 template <class W>
 static void more_rows(const float* const* x, int64_t count, const W* w, int64_t step, int64_t width, int64_t size,
-                      float* panel, float* out) {
+                      const W* after, float* panel, float* out) {
   __builtin_memset(out, 0, count * COLUMNS * sizeof(float));
   for (int64_t from = 0; from < size; from += DEPTH) {
     const int64_t depth = least(size - from, DEPTH);
     turn_over(w + from, step, width, depth, panel);
+    const int64_t next = from + depth;
+    const bool last = next == size;
+    const int64_t length = (least(last ? size : size - next, DEPTH) * sizeof(W) + LINE - 1) / LINE;
+    Soon soon{(const char*)(last ? after : w + next), (int64_t)(step * sizeof(W)), length, COLUMNS * length, 0};
     int64_t m = 0;
-    for (; m + 12 <= count; m += 12) add_rows<12>(x, from, m, count, panel, depth, out);
-    for (; m < count; m += 4) add_rows<4>(x, from, m, count, panel, depth, out);
+    for (; m + 12 <= count; m += 12) add_rows<12>(x, from, m, count, panel, depth, out, soon);
+    for (; m < count; m += 4) add_rows<4>(x, from, m, count, panel, depth, out, soon);
   }
 }
 
 // Sums [count][COLUMNS] of `width` columns, from `first` on, of an expert.
 template <class W>
 static void block_sums(const Job& job, const float* const* x, int64_t count, int64_t expert, int64_t first,
-                       int64_t width, float* panel, float* out) {
-  const W* w = (const W*)job.weight + expert * job.of_expert + first * job.of_column;
-  if (job.count > FEW * job.experts) more_rows(x, count, w, job.of_column, width, job.size, panel, out);
+                       int64_t width, int64_t next, float* panel, float* out) {
+  const W *all = (const W*)job.weight + expert * job.of_expert, *w = all + first * job.of_column;
+  if (job.count > FEW * job.experts)
+    more_rows(x, count, w, job.of_column, width, job.size, all + next * job.of_column, panel, out);
   else if (sizeof(W) < 4 && count > 4 && job.size <= WIDENED)
     few_widened(x, count, w, job.of_column, width, job.size, out);
   else if (count > 2) few_rows<4, 4>(x, count, w, job.of_column, width, job.size, out);
@@ -217,8 +266,9 @@ template <class W> static void run_item(const Job& job, int64_t expert, int64_t 
     const float* x[TALL];
     for (int64_t m = 0; m < count; ++m)
       x[m] = job.x + (job.rows ? job.rows[from + m] : from + m) * job.x_step;
-    block_sums<W>(job, x, count, expert, first, last - first, panel, room);
-    if (job.gate != PLAIN) block_sums<W>(job, x, count, expert, half + first, last - first, panel, other);
+    const bool gated = job.gate != PLAIN;
+    block_sums<W>(job, x, count, expert, first, last - first, gated ? half + first : last, panel, room);
+    if (gated) block_sums<W>(job, x, count, expert, half + first, last - first, last, panel, other);
     for (int64_t m = 0; m < count; ++m)
       finish_any(job, room + m * COLUMNS, other + m * COLUMNS, from + m, expert, first, last);
   }

@@ -1,0 +1,235 @@
+"""Long and misaligned rows, the old way against the new one, right and fast: python3 benchmarks/sweep_rows.py OUT SECONDS.
+
+Each line is a case and its candidates: percent of the copy's bandwidth and the relative error against eager. OUT (JSON lines)
+has every candidate as soon as it is measured. Names of cases after SECONDS choose some. Without a GPU candidates are
+written and compiled for an H200, nothing runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import torch
+
+sys.path.insert(0, ".")
+from fulgurite import device
+from fulgurite.bench import fusion_cases
+from fulgurite.fuser import compile_triton, from_trace, launch_triton, refine
+from fulgurite.fuser.codegen.triton import write_stages
+from fulgurite.fuser.naming import kernel_name
+from fulgurite.fuser.nest_builder import build
+from fulgurite.fuser.schedule import gpu_reductions
+from fulgurite.fuser.schedule.base import analyse
+from fulgurite.fuser.schedule.gpu import choose_gpu_schedule, row_limit
+from fulgurite.fuser.schedule.gpu_aligned import granule_of
+from fulgurite.fuser.schedule.gpu_base import power_above, widest
+from fulgurite.fuser.schedule.online import online_sums, replaced_waits, squares_about
+from fulgurite.fuser.schedule.rows import count_passes
+from fulgurite.fuser.segment import segment
+from tests.fuser.support import trace
+
+MACHINE = device.Device("H200", 132, 4.2e12, 2.9e13, 256 << 10, 50 << 20, (torch.float32,))
+PLACE = "cuda" if torch.cuda.is_available() else "cpu"
+POINTS = 64 << 20
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def softmax(x):
+    return torch.softmax(x, -1)
+
+
+def layer_norm(x, w):
+    return torch.nn.functional.layer_norm(x, w.shape, w)
+
+
+def rms_norm_backward(g, x, rstd, w):
+    return fusion_cases.rms_norm_backward(g, x, rstd, w)
+
+
+def cases():
+    """Name, function, shapes and dtypes of its inputs."""
+    for dtype, short in ((BF16, "bf16"), (F32, "f32")):
+        for width in (4097, 4098, 32768, 49152, 50257, 65536, 73728, 98304, 131072):
+            row = ((POINTS // width, width), dtype)
+            yield f"rms {width} {short}", fusion_cases.rms_norm, (row, ((width,), dtype))
+            if width in (4098, 50257, 65536, 131072):
+                yield f"softmax {width} {short}", softmax, (row,)
+            if width in (50257, 73728, 131072):
+                yield f"layer_norm {width} {short}", layer_norm, (row, ((width,), dtype))
+    for width in (8192, 12288, 16384):
+        rows = POINTS // width
+        row, one = ((rows, width), BF16), ((rows, 1), F32)
+        yield f"rms backward {width}", rms_norm_backward, (row, row, one, ((width,), BF16))
+
+
+def before(s):
+    """The schedule that was chosen before rows were kept, aligned or made again."""
+    if s.kind == "walking":
+        return replace(s, remade=False, passes=1, stages=1 if s.remade else s.stages)
+    (body,) = s.nest.body
+    width = body.size.constant
+    if power_above(width) <= gpu_reductions.MOST_HELD:
+        held = power_above(width)
+        warps = gpu_reductions.row_warps(s.nest, width, held)
+        return replace(
+            s, sizes={body: held}, looped=False, passes=1, warps=warps, kept=0, granule=0
+        )
+    facts = analyse(s.nest)
+    online, about = online_sums(s.nest, facts), squares_about(s.nest)
+    passes = count_passes(s.nest, replaced_waits(s.nest, facts, online | about))
+    group = max(16 // widest(s.nest), 1) if online else 1
+    old = replace(s, sizes={body: 8192}, looped=True, passes=passes, online=online, about=about)
+    return replace(old, warps=32, stages=1, kept=0, granule=0, group=group)
+
+
+def candidates(s):
+    """What is chosen, what was, and what else might be."""
+    found = {"new": s, "old": before(s)}
+
+    def add(name, changed):
+        if changed not in found.values():
+            found[name] = changed
+
+    if s.kind == "walking":
+        for stages in (1, 2, 3):
+            for made in (True, False):
+                passes = count_passes(s.nest, analyse(s.nest)) if made else 1
+                name = f"{'again' if made else 'once'} {stages} ahead"
+                add(name, replace(s, remade=made, passes=passes, stages=stages))
+    elif s.granule:
+        add("not aligned", replace(s, granule=0))
+        add("16 bytes", replace(s, granule=2 * s.granule))
+    elif s.kept:
+        add("more kept", replace(s, kept=s.kept + s.kept // 4))
+        add("fewer kept", replace(s, kept=max(s.kept // 2, 1)))
+        if s.kept * s.sizes[s.nest.body[0]] < s.nest.body[0].size.constant:
+            add("4 ahead", replace(s, stages=4))
+    else:
+        if granule_of(s.nest):
+            add("aligned", gpu_reductions.aligned_row(s.nest, analyse(s.nest)))
+        if s.sizes[s.nest.body[0]] == gpu_reductions.MOST_HELD:
+            online, about = online_sums(s.nest, analyse(s.nest)), squares_about(s.nest)
+            add("kept", gpu_reductions.walked_rows(s.nest, analyse(s.nest), online, about))
+    return found
+
+
+def prepared(function, shapes):
+    """The region of a case, its name and candidates."""
+    with torch.device(PLACE):
+        inputs = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
+        region = refine.refine(from_trace.read(trace(function, inputs)))
+    parts = segment(region, row_limit(MACHINE))
+    assert len(parts) == 1, f"{len(parts)} kernels"
+    chosen = choose_gpu_schedule(build(region, parts[0]), MACHINE)
+    return region, kernel_name(parts[0], 0), candidates(chosen)
+
+
+def compiled(program):
+    """None, or what went wrong."""
+    from triton.backends.compiler import GPUTarget
+
+    module = compile_triton.load_module(program.text)
+    try:
+        for stage in program.stages:
+            function, target = getattr(module, stage.name), GPUTarget("cuda", 90, 32)
+            compile_triton.compile_stage(function, stage, compile_triton.ALIGNED, target)
+    except Exception as problem:  # a candidate that can't be is a result, too
+        return repr(problem)[:200]
+    return None
+
+
+def seconds(calls, batch=8, repeats=7):
+    """Of one call: batches of calls that take turns over several sets of inputs."""
+    for call in calls:
+        call()
+    events = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for k in range(batch):
+            calls[k % len(calls)]()
+        end.record()
+        events.append((start, end))
+    torch.cuda.synchronize()
+    times = sorted(a.elapsed_time(b) / 1e3 for a, b in events)
+    return times[len(times) // 2] / batch
+
+
+def copy_bandwidth():
+    pairs = [torch.randn(2, POINTS, device="cuda", dtype=BF16) for _ in range(3)]
+    taken = seconds([lambda p=p: p[0].copy_(p[1]) for p in pairs], 12, 15)
+    return 2 * pairs[0][0].nbytes / taken
+
+
+def measured(function, shapes, region, programs):
+    """Name, seconds, relative error and bytes of each candidate."""
+    torch.manual_seed(0)
+    sets = [
+        [torch.randn(shape, device="cuda").to(dtype) for shape, dtype in shapes] for _ in range(3)
+    ]
+    want = function(*sets[0])
+    want = want if isinstance(want, tuple) else (want,)
+    moved = sum(t.nbytes for t in (*sets[0], *want))
+    for name, program in programs.items():
+        call = launch_triton.TritonRegion(
+            region, lambda *_, p=program: p, (), torch.device("cuda", 0), False
+        )
+        error = 0.0
+        for a, b in zip(call(*sets[0]), want, strict=True):
+            error = max(error, float((a.double() - b.double()).norm() / b.double().norm()))
+        yield name, seconds([lambda c=call, g=g: c(*g) for g in sets]), error, moved
+
+
+def main():
+    with open(sys.argv[1], "w") as out:
+        sweep(out, float(sys.argv[2]), sys.argv[3:])
+
+
+def sweep(out, budget, only):
+    begin = time.time()
+    todo = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for name, function, shapes in cases():
+            if only and name not in only:
+                continue
+            region, kernel, found = prepared(function, shapes)
+            programs, jobs = {}, {}
+            for candidate, schedule in found.items():
+                stages = write_stages(kernel, schedule, MACHINE, False)
+                programs[candidate] = compile_triton.make_program(stages)
+                jobs[candidate] = pool.submit(compiled, programs[candidate])
+            todo.append((name, function, shapes, region, found, programs, jobs))
+        print(
+            f"{sum(len(t[-1]) for t in todo)} candidates at {time.time() - begin:.0f} s", flush=True
+        )
+        copy = copy_bandwidth() if PLACE == "cuda" else 0.0
+        print(f"copy {copy / 1e9:.0f} GB/s", flush=True)
+        for name, function, shapes, region, found, programs, jobs in todo:
+            if time.time() - begin > budget:
+                print("out of time at", name, flush=True)
+                break
+            problems = {c: job.result() for c, job in jobs.items()}
+            line = [f"{c} {problem}" for c, problem in problems.items() if problem]
+            ready = {c: p for c, p in programs.items() if not problems[c]}
+            if PLACE != "cuda":
+                line += [f"{c} compiles" for c in ready]
+            else:
+                for c, taken, error, moved in measured(function, shapes, region, ready):
+                    percent = 100 * moved / copy / taken
+                    line.append(f"{c} {percent:.1f} (error {error:.0e})")
+                    row = {"case": name, "candidate": c, "schedule": str(found[c])}
+                    row |= {"percent": percent, "error": error, "bytes": moved, "copy": copy}
+                    print(json.dumps(row), file=out, flush=True)
+            print(f"{name:22} {'  '.join(line)}", flush=True)
+    print(f"done at {time.time() - begin:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("FULGURITE_CACHE", tempfile.mkdtemp())
+    main()

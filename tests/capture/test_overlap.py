@@ -1,0 +1,97 @@
+"""Inputs that share memory where a graph writes to one: compiled once, called with others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fulgurite
+from fulgurite.capture.overlap import pattern
+
+
+def write_and_add(a, b):
+    a.mul_(2)
+    return a + b
+
+
+PLACES = {  # two inputs in ten numbers
+    "apart": (slice(0, 4), slice(5, 9)),
+    "overlapping": (slice(0, 4), slice(2, 6)),
+    "closer": (slice(0, 4), slice(1, 5)),
+    "shifted": (slice(1, 5), slice(3, 7)),
+    "backwards": (slice(2, 6), slice(0, 4)),
+    "equal": (slice(0, 4), slice(0, 4)),
+    "touching": (slice(0, 4), slice(4, 8)),
+    "combed": (slice(0, 8, 2), slice(1, 9, 2)),
+}
+
+
+@pytest.mark.parametrize("first", PLACES)
+@pytest.mark.parametrize("grad", [False, True])
+def test_each_overlap_after_each_other(first, grad):
+    compiled = fulgurite.compile(write_and_add, executors="torch")
+    for name in (first, *PLACES):
+        ours, expected = (torch.arange(10.0, requires_grad=grad) * 1 for _ in range(2))
+        found = compiled(*(ours[place] for place in PLACES[name]))
+        wanted = write_and_add(*(expected[place] for place in PLACES[name]))
+        assert torch.equal(found, wanted) and torch.equal(ours, expected), name
+
+
+def test_memory_of_another_storage():
+    compiled = fulgurite.compile(write_and_add, executors="torch")
+    x = torch.arange(10.0)
+    assert torch.equal(compiled(x[:4], torch.ones(4)), torch.tensor([1.0, 3, 5, 7]))
+    shared = torch.from_numpy(x.numpy())  # the same memory, which no storage tells
+    assert torch.equal(compiled(x[:4], shared[1:5]), torch.tensor([4.0, 12, 20, 16]))
+
+
+def test_sizes_that_change():
+    compiled = fulgurite.compile(write_and_add, executors="torch", dynamic=True)
+    for size, shift in [(4, 10), (5, 2), (6, 1), (7, 10), (0, 3), (1, 0), (8, 3)]:
+        ours, expected = torch.arange(20.0), torch.arange(20.0)
+        found = compiled(ours[:size], ours[shift : shift + size])
+        wanted = write_and_add(expected[:size], expected[shift : shift + size])
+        assert torch.equal(found, wanted) and torch.equal(ours, expected), (size, shift)
+
+
+def test_a_buffer_that_is_also_the_input():
+    class Running(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("state", torch.zeros(3))
+
+        def forward(self, x):
+            self.state.add_(1)
+            return self.state + x
+
+    model = Running()
+    compiled = fulgurite.compile(model, executors="torch")
+    assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
+    assert torch.equal(compiled(model.state[:]), torch.full((3,), 4.0))
+    assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 4.0))
+
+
+def test_the_usual_case_stays_compiled():
+    compiled = fulgurite.compile(write_and_add, executors="torch")
+    ran = []
+    for x, y in [(torch.ones(4), torch.ones(4)) for _ in range(3)]:
+        compiled(x, y)
+        program = compiled.graphs[0].programs["inference"]
+        program.replace(lambda a, b, before=program.run: ran.append(1) or before([a, b]))
+    assert len(compiled.graphs) == 1 and len(ran) == 3  # the second call one, the third two
+
+
+@pytest.mark.parametrize(
+    "spans, pairs",
+    [
+        ([(0, 4, 0), (4, 8, 1)], []),
+        ([(4, 8, 0), (0, 5, 1)], [(0, 1)]),
+        ([(0, 9, 0), (1, 2, 1), (3, 4, 2)], [(0, 1), (0, 2)]),
+        ([(0, 9, 0), (5, 5, 1)], []),  # without elements
+        ([(0, 0, 0), (0, 0, 1)], []),
+    ],
+)
+def test_pattern(spans, pairs):
+    found = pattern(spans, [torch.zeros(1)] * 3)
+    assert [tuple(position for position, _ in pair) for pair in found] == pairs

@@ -1,0 +1,92 @@
+"""Rows that registers hold only as narrow as memory has them, rows that start anywhere, and rows with sums over rows.
+
+In Triton's interpreter and on a GPU; `test_machine_code.py` looks at what becomes of the same kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from . import support
+from .support import fused
+
+F = torch.nn.functional
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(target: None) -> None:
+    if support.TARGET == "cpp":
+        pytest.skip("C++ kernels have no registers to fill: other files test their rows")
+
+
+def softmax_backward(g, y):
+    return (g - (g * y).sum(-1, keepdim=True)) * y
+
+
+def rms_norm_backward(g, x, rstd, w):
+    gw, normed = g.float() * w.float(), x.float() * rstd
+    dx = rstd * (gw - normed * (gw * normed).mean(-1, keepdim=True))
+    return dx.to(x.dtype), (g.float() * normed).sum(0).to(w.dtype)
+
+
+def case(
+    name: str, rows: int, width: int, dtype: torch.dtype
+) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    torch.manual_seed(width)
+    x, y = torch.randn(rows, width).to(dtype), torch.rand(rows, width).to(dtype)
+    w, one = torch.randn(width).to(dtype), torch.rand(rows, 1) + 0.5
+    found: dict[str, tuple[Any, tuple[torch.Tensor, ...]]] = {
+        "rms_norm": (lambda x, w: F.rms_norm(x, (width,), w), (x, w)),
+        "layer_norm": (lambda x, w: F.layer_norm(x, (width,), w, w), (x, w)),
+        "softmax": (lambda x: torch.softmax(x, -1), (x,)),
+        "softmax_backward": (softmax_backward, (x, y)),
+        "add_rms_norm": (lambda x, y, w: (x + y, F.rms_norm(x + y, (width,), w)), (x, y, w)),
+        "rms_norm_backward": (rms_norm_backward, (x, y, one, w)),
+    }
+    return found[name]
+
+
+LONG = [
+    ("rms_norm", 73728, BF16),  # all of it kept
+    ("softmax", 32769, BF16),
+    ("rms_norm", 50257, BF16),  # the same, and no row but the first is aligned
+    ("softmax", 50257, F32),  # all but a block
+    ("softmax_backward", 49155, BF16),  # two reads
+    ("layer_norm", 50257, BF16),
+    ("rms_norm", 131072, BF16),  # half of it
+    ("softmax", 65537, F32),
+    ("layer_norm", 65537, F32),
+    ("add_rms_norm", 40001, F32),
+    ("rms_norm", 4098, BF16),  # one block and edges
+    ("softmax", 4097, BF16),
+    ("layer_norm", 1027, BF16),
+]
+
+
+@pytest.mark.parametrize(("name", "width", "dtype"), LONG)
+def test_long_rows(name: str, width: int, dtype: torch.dtype) -> None:
+    rows = 300 if support.TARGET == "cuda" else 9  # enough that a program has a row
+    function, arguments = case(name, rows, width, dtype)
+    region = fused(function, *arguments)
+    (kernel,) = region.kernels
+    assert kernel.schedule.kept, f"{kernel.schedule}"
+
+
+def test_long_rows_with_nan_and_infinity() -> None:
+    """Each is in one row only, wherever it is: an edge belongs to no other row."""
+    x = torch.randn(300 if support.TARGET == "cuda" else 14, 50257)
+    for row, place in enumerate((0, 1, 3, 50253, 50255, 50256)):
+        x[2 * row, place], x[2 * row + 1, place] = float("nan"), float("-inf")
+    fused(lambda x: torch.softmax(x, -1), x.to(BF16))
+
+
+@pytest.mark.parametrize("width", [16384, 8201])
+def test_long_rows_that_are_summed_over(width: int) -> None:
+    function, arguments = case("rms_norm_backward", 37, width, BF16)
+    region = fused(function, *arguments)
+    (kernel,) = region.kernels
+    assert kernel.schedule.remade, f"{kernel.schedule}"

@@ -1,0 +1,129 @@
+"""What goes wrong around an engine stays where it went wrong: interrupts, listeners, threads, edges."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from fulgurite.errors import ArgumentError
+from fulgurite.models import Decoder
+from fulgurite.serve.request import SamplingParams, Update
+
+from .engines import idle, make_engine, tiny_model
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return tiny_model()
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(max_tokens=count, ignore_eos=True)
+
+
+def test_a_name_that_was_given_is_not_given_again(model: Decoder) -> None:
+    engine = make_engine(model)
+    engine.add([1, 2], id="request-0")
+    assert engine.add([1, 2]).id == "request-1"
+
+
+def test_a_listener_that_fails_keeps_no_other_from_hearing(model: Decoder) -> None:
+    engine, heard = make_engine(model), []
+
+    def fail(update: Update) -> None:
+        raise KeyError("of the listener")
+
+    for name, listener in (("a", fail), ("b", heard.append), ("c", fail)):
+        engine.add([1, 2, 3], greedy(3), id=name, listener=listener)
+    for _ in range(3):
+        with pytest.raises(KeyError, match="of the listener"):
+            engine.step()
+    assert [update.token_ids for update in heard] == [(t,) for t in heard[-1].result.token_ids]
+    idle(engine)
+
+
+def test_a_listener_may_cancel_others(model: Decoder) -> None:
+    engine, heard = make_engine(model), []
+    engine.add([1, 2], greedy(9), listener=lambda update: engine.cancel("b"))
+    engine.add([3, 4], greedy(9), id="b", listener=heard.append)
+    while engine.busy:
+        engine.step()
+    assert [update.result.finish_reason for update in heard] == ["cancelled"]
+    idle(engine)
+
+
+@pytest.mark.parametrize("where", ["fulgurite.serve.engine.choose", "run"])
+def test_a_step_that_is_interrupted_is_run_again(
+    model: Decoder, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [[1, 2, 3], list(range(40))]  # the second takes several steps to read
+    wanted = [one.token_ids for one in make_engine(model).generate(prompts, greedy(6))]
+    engine, found = make_engine(model), {}
+
+    def listen(update: Update) -> None:
+        if update.result is not None:
+            found[update.id] = update.result.token_ids
+
+    def interrupt(*rest: object) -> None:
+        raise KeyboardInterrupt
+
+    ids = [engine.add(prompt, greedy(6), listener=listen).id for prompt in prompts]
+    while engine.busy:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(
+                where if "." in where else f"fulgurite.serve.runner.Runner.{where}", interrupt
+            )
+            while True:  # a step that only reads chooses nothing
+                engine.step()
+        engine.step()
+    assert [found[id] for id in ids] == wanted
+    idle(engine)
+
+
+def test_threads_take_turns(model: Decoder) -> None:
+    def params(number: int) -> SamplingParams:
+        return SamplingParams(max_tokens=12, temperature=1.0, seed=number)
+
+    def prompts(number: int) -> list[list[int]]:
+        return [[number + 1, other + 1, 7] for other in range(3)]
+
+    engine = make_engine(model, max_sequences=4, cache_tokens=64)
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda n: engine.generate(prompts(n), params(n)), range(6)))
+    idle(engine)
+    alone = make_engine(model)
+    for number, results in enumerate(found):
+        wanted = alone.generate(prompts(number), params(number))
+        assert [one.token_ids for one in results] == [one.token_ids for one in wanted]
+
+
+def test_nothing_stays_of_what_was_refused_half_way_or_never_read(model: Decoder) -> None:
+    engine = make_engine(model)
+    for params in (
+        [SamplingParams(), SamplingParams(stop="x")],
+        [SamplingParams(), None],
+        "greedy",
+    ):
+        with pytest.raises(ArgumentError):
+            engine.generate([[1, 2], [3]], params)
+    engine.stream([1, 2, 3])  # and nobody reads it
+    idle(engine)
+
+
+def test_the_shortest_context(model: Decoder) -> None:
+    engine = make_engine(model, context=2)
+    engine.warm_up()
+    assert len(engine.generate([[5]])[0].token_ids) == 1
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-9])
+def test_next_to_no_temperature_is_greedy(model: Decoder, temperature: float) -> None:
+    engine = make_engine(model)
+    cold = SamplingParams(temperature=temperature, top_k=10**30, min_p=0.1, max_tokens=8)
+    assert (
+        engine.generate([[1, 2]], cold)[0].token_ids
+        == engine.generate([[1, 2]], greedy(8))[0].token_ids
+    )
+    hot = SamplingParams(temperature=1e30, banned=[3], max_tokens=50, seed=0)
+    assert 3 not in engine.generate([[1, 2]], hot)[0].token_ids
