@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,15 @@ def test_bars_on_a_narrow_terminal(
     assert max(len(loading), len(compiling)) <= width and rest[0] == ""
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Interrupts as in a terminal: a process in the background ignores them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("step", [0, 1, 4])
 def test_ctrl_c_ends_a_reply_with_its_status(
     folder: Path, step: int, capsys, monkeypatch: pytest.MonkeyPatch
