@@ -12,9 +12,8 @@ from ..cost import number
 from ..index import Index
 from ..nest import Nest
 
-WIDTH = (
-    8  # bytes a thread and access; weights, which begin elsewhere, would spread too far with more
-)
+# bytes a thread and access; weights, which begin elsewhere, would spread too far with more
+WIDTH = 8
 
 
 def row_place(nest: Nest) -> Index | None:
