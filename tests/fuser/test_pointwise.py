@@ -365,3 +365,9 @@ def test_recompute_keeps_explicit_rounding() -> None:
     x = torch.randn(100)
     oracle(lambda x: x - x.to(torch.bfloat16).float(), x)
     fused(lambda x: x - x.to(torch.bfloat16).float(), x)
+
+
+def test_floats_through_integers() -> None:
+    """-0.3 comes back as 0, not as -0: its inverse is inf."""
+    small = torch.tensor([-0.3, -0.0, 0.0, 0.3, -1.5, 2.5] * 5)
+    fused(lambda x: (1 / x.int().float(), 1 / x.long().float(), 1 / x.double().int()), small)

@@ -281,8 +281,8 @@ class Names:
                 # floats past 32 bits are multiples of 256, so for a byte those are wide enough
                 byte = have == torch.float32 and want.itemsize == 1
                 text = f"({TYPES[want]})({'int32_t' if byte else 'int64_t'}){text}"
-            elif want == torch.float32 and have in (torch.uint64, torch.uint32):
-                text = f"(float){text}"
+            elif have.is_floating_point and want in (torch.int32, torch.int64):
+                text = f"whole<{TYPES[want]}>({text})"
             else:
                 text = f"({TYPES[want]}){text}"
         if target in NARROW_FLOATS and source != target:

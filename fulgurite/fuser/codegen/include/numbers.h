@@ -230,6 +230,12 @@ INLINE int64_t wrapped(int64_t i, int64_t size, int64_t* bad) {
   return checked(i + (i < 0 ? size : 0), size, bad);
 }
 
+// A float as an integer. g++ would make `trunc` of that and a float again, whose -0, NaN and numbers that no integer
+// holds are not what torch gives; a zero that it can't know keeps it from that.
+EXPORT int64_t unknown_zero;
+int64_t unknown_zero = 0;
+template <class I, class F> INLINE I whole(F x) { return (I)x ^ (I)unknown_zero; }
+
 // The threads worth starting for this much work.
 INLINE int threads_for(int64_t work, int64_t grain, int threads) {
   int64_t wanted = work / grain;
