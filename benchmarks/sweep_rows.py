@@ -18,7 +18,8 @@ from dataclasses import replace
 import torch
 
 sys.path.insert(0, ".")
-from fulgurite import device
+from sweep_triton import MACHINE, seconds
+
 from fulgurite.bench import fusion_cases
 from fulgurite.fuser import compile_triton, from_trace, launch_triton, refine
 from fulgurite.fuser.codegen.triton import write_stages
@@ -34,7 +35,6 @@ from fulgurite.fuser.schedule.rows import count_passes
 from fulgurite.fuser.segment import segment
 from tests.fuser.support import trace
 
-MACHINE = device.Device("H200", 132, 4.2e12, 2.9e13, 256 << 10, 50 << 20, (torch.float32,))
 PLACE = "cuda" if torch.cuda.is_available() else "cpu"
 POINTS = 64 << 20
 BF16, F32 = torch.bfloat16, torch.float32
@@ -142,23 +142,6 @@ def compiled(program):
     except Exception as problem:  # a candidate that can't be is a result, too
         return repr(problem)[:200]
     return None
-
-
-def seconds(calls, batch=8, repeats=7):
-    """Of one call: batches of calls that take turns over several sets of inputs."""
-    for call in calls:
-        call()
-    events = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for k in range(batch):
-            calls[k % len(calls)]()
-        end.record()
-        events.append((start, end))
-    torch.cuda.synchronize()
-    times = sorted(a.elapsed_time(b) / 1e3 for a, b in events)
-    return times[len(times) // 2] / batch
 
 
 def copy_bandwidth():

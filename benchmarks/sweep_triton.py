@@ -143,7 +143,7 @@ def compile_one(job):
             compile_triton.compile_stage(
                 getattr(module, stage.name), stage, 1, GPUTarget("cuda", 90, 32)
             )
-        except Exception as error:
+        except Exception as error:  # a variant that can't be is a result, too
             return repr(error)[:300]
     return None
 

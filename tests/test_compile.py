@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import pickle
 from collections import OrderedDict, namedtuple
 
 import pytest
@@ -107,141 +105,6 @@ def test_many_shapes_dtypes_and_kinds_of_input():
         for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16):
             x = torch.ones(shape, dtype=dtype)
             assert torch.equal(f(x), x.sum(-1, keepdim=True) * 2)
-
-
-# ---- modules -------------------------------------------------------------------------------------
-
-
-class Small(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.norm = nn.BatchNorm1d(4)
-        self.drop = nn.Dropout(0.5)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x):
-        self.calls += 1
-        return self.drop(self.norm(self.linear(x)))
-
-    def helper(self):
-        return self.linear.weight.sum()
-
-
-def test_a_compiled_module_is_that_module():
-    model = Small()
-    compiled = fulgurite.compile(model)
-    assert isinstance(compiled, Small)
-    assert list(compiled.state_dict()) == list(model.state_dict())
-    assert all(a is b for a, b in zip(compiled.parameters(), model.parameters(), strict=True))
-    assert compiled.helper() == model.helper()
-    compiled.eval()
-    assert not model.training and not model.drop.training
-    model.train()
-    assert compiled.training
-    compiled.load_state_dict({k: torch.zeros_like(v) for k, v in model.state_dict().items()})
-    assert model.linear.weight.abs().sum() == 0
-    compiled.to(torch.float64)
-    assert model.linear.weight.dtype == torch.float64
-    compiled.extra = 5
-    assert model.extra == 5
-    assert "Linear" in repr(compiled)
-
-
-@pytest.mark.usefixtures("torch_only")
-def test_train_eval_and_buffers_that_change():
-    eager = Small()
-    ours = fulgurite.compile(copy.deepcopy(eager))
-    x = torch.randn(6, 4)
-    for training in (True, False, True):
-        eager.train(training), ours.train(training)
-        torch.manual_seed(3)
-        expected = eager(x)
-        torch.manual_seed(3)
-        assert torch.equal(ours(x), expected)
-        for (name, mine), theirs in zip(ours.named_buffers(), eager.buffers(), strict=True):
-            assert torch.equal(mine, theirs), name
-
-
-def test_deepcopy_and_pickle():
-    compiled = fulgurite.compile(Small().eval())
-    x = torch.randn(2, 4)
-    twin = copy.deepcopy(compiled)
-    assert torch.equal(twin(x), compiled(x)) and twin.linear.weight is not compiled.linear.weight
-    assert twin.graphs and twin.graphs is not compiled.graphs
-    plain = pickle.loads(pickle.dumps(compiled))
-    assert type(plain) is Small and torch.equal(plain(x), compiled(x))
-
-
-@fulgurite.compile
-def doubled(x):
-    return x * 2
-
-
-def plain_doubled(x):
-    return x * 2
-
-
-class Holder:
-    def __init__(self):
-        self.factor = 2
-        self.call = fulgurite.compile(self.times)
-
-    def times(self, x):
-        return x * self.factor
-
-
-def test_copies_and_pickles_of_compiled_functions():
-    x = torch.ones(2)
-    assert copy.copy(doubled) is doubled and copy.deepcopy(doubled) is doubled
-    assert pickle.loads(pickle.dumps(doubled)) is doubled
-    unnamed = fulgurite.compile(plain_doubled)
-    unnamed(x)
-    assert pickle.loads(pickle.dumps(unnamed)) is plain_doubled
-    holder = Holder()
-    holder.call(x)
-    other = copy.deepcopy(holder)
-    other.factor = 5
-    assert torch.equal(other.call(x), 5 * x) and torch.equal(holder.call(x), 2 * x)
-    assert other.call is not holder.call and other.call.graphs
-
-
-def test_compiling_again_starts_from_the_original():
-    compiled = fulgurite.compile(fulgurite.compile(Small().eval()), remat="none")
-    assert compiled(torch.randn(2, 4)).shape == (2, 4)
-    assert len(compiled.graphs) == 1
-
-
-def test_a_module_with_names_like_ours_keeps_them():
-    class Mine(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.history = [1]
-
-        def forward(self, x):
-            return x + len(self.history)
-
-    compiled = fulgurite.compile(Mine())
-    assert compiled.history == [1]
-    assert compiled(torch.zeros(1)) == 1
-    assert compiled.compiled.history
-
-
-def test_inside_another_compilation():
-    inner = fulgurite.compile(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-    outer = fulgurite.compile(lambda x: inner(x) + 1, fullgraph=True)
-    x = torch.randn(2, 4)
-    torch.testing.assert_close(outer(x), inner(x) + 1)
-    theirs = torch.compile(lambda x: inner(x) * 2, backend="eager", fullgraph=True)
-    torch.testing.assert_close(theirs(x), inner(x) * 2)
-
-
-def test_through_torch_compile():
-    model = nn.Linear(4, 4)
-    x = torch.randn(2, 4)
-    assert torch.allclose(torch.compile(model, backend="fulgurite")(x), model(x))
-    options = {"remat": "none", "executors": ["torch"]}
-    assert torch.allclose(torch.compile(model, backend="fulgurite", options=options)(x), model(x))
 
 
 # ---- training ------------------------------------------------------------------------------------
@@ -615,20 +478,3 @@ def test_distributed_tensors_go_through(tmp_path):
         torch.testing.assert_close(grad.full_tensor(), x.grad.full_tensor())
     finally:
         dist.destroy_process_group()
-
-
-def test_explaining_leaves_inputs_and_buffers_as_they_are():
-    model = nn.BatchNorm1d(4)
-    compiled = fulgurite.compile(model)
-    x, before = torch.randn(8, 4), copy.deepcopy(model.state_dict())
-    assert compiled.explain(x).times
-    once = nn.BatchNorm1d(4)
-    once.load_state_dict(before)
-    once(x)
-    for name, value in once.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], value)  # as after the one call
-
-    grows = fulgurite.compile(lambda x, kept: x.add_(1) * kept)
-    x, nan = torch.zeros(4), torch.full((1,), torch.nan).expand(4)
-    assert grows.explain(x, nan).times
-    assert torch.equal(x, torch.ones(4))
