@@ -77,8 +77,6 @@ def saved_bytes(read: Matmuls) -> int:
 def _measured(read: Matmuls, schedule: MatmulSchedule, place: torch.device) -> bool:
     if place.type == "cuda" and torch.cuda.get_device_capability(place) != MEASURED:
         return False
-    if len(schedule.accumulators) > 1:
-        return False  # timed, but not compared in the tile that is chosen; tune=True does both
     rows = schedule.rows.size
     if not (schedule.descriptors and rows.is_constant and rows.constant >= LEAST_ROWS):
         return False

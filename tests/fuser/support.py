@@ -103,7 +103,7 @@ def on_gpu(argument: Any) -> Any:
     """The same window onto the same memory, on the GPU."""
     if not isinstance(argument, torch.Tensor) or argument.is_cuda:
         return argument
-    memory = torch.empty(0, dtype=argument.dtype).set_(argument.untyped_storage()).cuda()
+    memory = torch.empty(0, dtype=argument.dtype, device="cpu").set_(argument.untyped_storage()).cuda()
     return memory.as_strided(argument.shape, argument.stride(), argument.storage_offset())
 
 

@@ -63,7 +63,7 @@ def rows_of(kind: str, count: int, size: int, seed: int) -> Tensor:
     return x * {"wide": 12.0, "flat": 0.001, "equal": 0.0}[kind]
 
 
-@pytest.mark.parametrize("size", [130] if INTERPRETED else [63, 130, 200, 5000])
+@pytest.mark.parametrize("size", [200] if INTERPRETED else [63, 130, 200, 5000])
 @pytest.mark.parametrize("kind", ["wide", "flat", "equal", "ties", "impossible"])
 def test_many_programs_a_row(kind: str, size: int, small_chunks: None) -> None:
     """Edges anywhere: above the first pivot, below the last, where all tokens share one p."""
@@ -77,7 +77,8 @@ def test_many_programs_a_row(kind: str, size: int, small_chunks: None) -> None:
         )
         for _ in range(6)
     ]
-    drawn = [0.0, 1 - 2**-30, *(numbers.random() for _ in range(4))]
+    first = 2**-28 if kind == "wide" else 0.0  # float64 tells p of 1e-50 from 0, float32 does not
+    drawn = [first, 1 - 2**-30, *(numbers.random() for _ in range(4))]
     compare(rows_of(kind, 6, size, size), settings, drawn)
 
 
