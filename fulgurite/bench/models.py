@@ -1,7 +1,7 @@
 """Whole models: time, memory and cold compile time, beside eager and torch.compile.
 
 In: nothing. Out: for a GPT-2-sized model and a Llama-like one (on a GPU: the models of `workloads`), forward and training
-step, float32 and bfloat16: the median time with the candidates taking turns in one process, and, each candidate in a process of its own with empty
+step, float32 and bfloat16: the median time with the candidates taking turns in one process (on a GPU also that of its kernels alone), and, each candidate in a process of its own with empty
 caches, the time of the first step and the memory that a step needs on top of the idle process (model, compiled code).
 """
 
@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from rich.progress import Progress
 from torch import nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 import fulgurite
 from fulgurite import timing
@@ -123,15 +125,27 @@ def _status(field: str) -> int:
     raise AssertionError(f"no {field} in /proc/self/status")
 
 
-def warm(model: str, dtype: str, device: str, quick: bool) -> dict[str, dict[str, float]]:
-    """The median seconds of each step, the candidates taking turns."""
+def warm(model: str, dtype: str, device: str, quick: bool) -> dict[str, dict[str, Any]]:
+    """The median seconds of each step, the candidates taking turns; and what of it a GPU works."""
     built, inputs = make(model, dtype, device, quick)
     candidates = {name: steps(compile_(built), inputs) for name, compile_ in CANDIDATES.items()}
-    times = {}
+    times: dict[str, dict[str, Any]] = {}
     for kind in ("forward", "train"):
         calls = {name: found[kind] for name, found in candidates.items()}
-        times[kind] = timing.compare(calls, repeats=7, budget=1.0 if quick else 3.0)
+        times[kind] = {"seconds": timing.compare(calls, repeats=7, budget=1.0 if quick else 3.0)}
+        if device.startswith("cuda"):
+            times[kind]["gpu"] = {name: _gpu_seconds(call) for name, call in calls.items()}
     return times
+
+
+def _gpu_seconds(step: Callable[[], Any], repeats: int = 2) -> float:
+    """The time of a step's kernels alone: what is left of it where the host is not in the way."""
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
+        for _ in range(repeats):
+            step()
+        timing.synchronize()
+    kernels = [event for event in seen.events() if event.device_type == DeviceType.CUDA]
+    return sum(event.device_time for event in kernels) / 1e6 / repeats
 
 
 def _in_process(call: str, environment: dict[str, str]) -> Any:
@@ -187,12 +201,15 @@ def measure(case: str, given: str, told: Callable[[str], None]) -> list[dict[str
 
 
 def _row(
-    case: str, kind: str, alone: dict[str, dict[str, float]], times: dict[str, float]
+    case: str, kind: str, alone: dict[str, dict[str, float]], found: dict[str, Any]
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"case": case}
+    times = found["seconds"]
     for name in CANDIDATES:
         label = name.replace(".", "_")
         row[f"{label}_ms"] = 1e3 * times[name]
+        if "gpu" in found:
+            row[f"{label}_gpu_ms"] = 1e3 * found["gpu"][name]
         row[f"{label}_mib"] = alone[name][f"{kind}_bytes"] / 2**20
         row[f"{label}_first_s"] = alone[name][f"{kind}_first_s"]
     row["times_torch_compile"] = times["torch.compile"] / times["fulgurite"]
@@ -203,17 +220,21 @@ def _row(
 def _table(rows: list[dict[str, Any]]) -> str:
     short = {"eager": "eager", "torch_compile": "compile", "fulgurite": "fulgurite"}
     head = ["case", *short.values(), "× compile", "× eager"]
+    on_gpu = "fulgurite_gpu_ms" in rows[0]
+    head += [f"{name} GPU" for name in short.values()] if on_gpu else []
     head += [f"{name} MiB" for name in short.values()]
     head += [f"{name} first" for name in list(short.values())[1:]]
     body = []
     for row in rows:
         line = [row["case"], *(f"{row[f'{name}_ms']:.1f} ms" for name in short)]
         line += [f"{row['times_torch_compile']:.2f}", f"{row['times_eager']:.2f}"]
+        line += [f"{row[f'{name}_gpu_ms']:.1f} ms" for name in short] if on_gpu else []
         line += [f"{row[f'{name}_mib']:.0f}" for name in short]
         line += [f"{row[f'{name}_first_s']:.1f} s" for name in list(short)[1:]]
         body.append(line)
     faster, than_eager = (_mean(rows, key) for key in ("times_torch_compile", "times_eager"))
-    last = ["geomean", "", "", "", f"{faster:.2f}", f"{than_eager:.2f}", *[""] * 5]
+    last = ["geomean", "", "", "", f"{faster:.2f}", f"{than_eager:.2f}"]
+    last += [""] * (len(head) - len(last))
     return results.table([head, *body, last])
 
 

@@ -95,7 +95,7 @@ def make(workload: str, device: str, quick: bool) -> Workload:
     torch.manual_seed(0)
     with torch.device(device):
         model, inputs = WORKLOADS[workload](quick)
-    model = model.to(torch.bfloat16)
+    model = model.to(device, torch.bfloat16)  # what was computed on the CPU, too
     return model, tuple(x.bfloat16() if x.is_floating_point() else x for x in inputs)
 
 

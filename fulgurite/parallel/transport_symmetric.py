@@ -33,14 +33,15 @@ from fulgurite.errors import ArgumentError, CapacityError, RankError
 from fulgurite.kernels.dispatch import COPIES, Buffers, Wire, buffers
 from fulgurite.kernels.triton import dispatch as kernels
 from fulgurite.kernels.triton.counters import take_counters
+from fulgurite.kernels.triton.tiles import processors
 from fulgurite.parallel.mesh import Axis
 from fulgurite.parallel.transport import Arrived
 
 POLLS = 1 << 26  # of a flag before a rank is given up: about half a minute on an H200
 RESULTS = ("bf16", "f16", "f32")
 BLOCK = 8192  # values of a row that a program holds at once
-BACK_BLOCK = 8192  # of results that are summed
-SUM_BLOCK = 1024  # and of sums of those
+SUM_BLOCK = 1024  # of results that are summed
+BACK_PROGRAMS = 16  # a multiprocessor, that walk over the rows to send back
 WAYS_BLOCK = 512  # tokens
 
 
@@ -108,6 +109,7 @@ class Symmetric:
         self.step = torch.zeros(1, dtype=torch.int32, device=device)
         self.status = torch.zeros(2, dtype=torch.int32, device=device)
         self.under_way = 0
+        self.programs = BACK_PROGRAMS * processors(device)
         # One copy: headers, rows, returns, flags.
         self.rows_at = axis.size * self.sizes.rows * self.sizes.header
         self.returns_at = self.rows_at + axis.size * self.sizes.rows * self.wire.row_bytes
@@ -177,9 +179,9 @@ class Symmetric:
         """Start the results on their way home."""
         _refuse_gradients(y_SD)
         ticket: Received = arrived.ticket
-        block = min(_block(self.plan.hidden), BACK_BLOCK)
-        parts = triton.cdiv(self.plan.hidden, block)
-        kernels.send_back_kernel[(self.sizes.rows, self.axis.size, parts)](
+        block = min(_block(self.plan.hidden), SUM_BLOCK)
+        most = max(1, self.sizes.rows * self.axis.size)
+        kernels.send_back_kernel[(min(most, self.programs),)](
             y_SD.contiguous(), ticket.counts_W, self.memory.peers_W, ticket.sent.step,
             self._counter(), self.status,
             self.axis.index, self.plan.tokens, self.sizes.rows,

@@ -112,7 +112,8 @@ def test_models(
         if "resnet50" in call and "torch.compile" in call:
             raise subprocess.CalledProcessError(1, call)
         if call.startswith("warm"):
-            return {kind: dict.fromkeys(models.CANDIDATES, 0.1) for kind in kinds}
+            every = dict.fromkeys(models.CANDIDATES, 0.1)
+            return {kind: {"seconds": every, "gpu": every} for kind in kinds}
         return {f"{kind}_{what}": 1.0 for kind in kinds for what in ("first_s", "bytes")}
 
     monkeypatch.setattr(models, "_in_process", in_process)

@@ -513,6 +513,7 @@ def test_a_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_unmeasured_sizes_stay_with_the_library() -> None:
     for name in ("bias_gelu", "residual", "gated"):
         assert choice_matmul.expected(trace(*large(name))).pays
+    assert not choice_matmul.expected(trace(*large("kept"))).pays
     few = (
         normal(16, 1024, device="cpu"),
         weight(1024, 4096, device="cpu"),

@@ -54,7 +54,9 @@ def test_rows_move_sixteen_bytes_at_a_time():
     text = build(kernels.send_kernel)
     assert text.count("ld.global.v4") >= 4 and text.count("st.global.v4") >= 4
     assert build(kernels.receive_kernel, KIND="bf16").count("st.global.v4") >= 8
-    assert build(kernels.sum_up_kernel, KIND="bf16").count("ld.global.v4") >= 8
+    for kernel in (kernels.sum_up_kernel, kernels.send_back_kernel):  # of all 8 results of a sum
+        text = build(kernel, KIND="bf16", BLOCK=1024)
+        assert text.count("ld.global.v4") >= 8 and "ld.global.b16" not in text
 
 
 def test_flags_are_released_and_acquired_at_system_scope():

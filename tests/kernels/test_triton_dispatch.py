@@ -109,6 +109,15 @@ def test_one_expert_takes_everything():
     check(transports(3, plan), [(x, torch.full_like(chosen, 4), w) for x, chosen, w in inputs])
 
 
+def test_fewer_programs_than_rows():
+    """Those that send results back walk over them."""
+    plan = Plan(7, 2, 16, 2, wire="f32", result="f32")
+    running = transports(2, plan)
+    for transport in running:
+        transport.programs = 3
+    check(running, [routes(7, plan, 4, seed) for seed in range(2)])
+
+
 def test_two_steps_under_way():
     """The second step is sent before the first has come back, as overlapped layers do."""
     plan = Plan(4, 2, 16, 2, wire="f32", result="f32")

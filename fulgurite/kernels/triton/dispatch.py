@@ -35,6 +35,7 @@ TIMED_OUT = tl.constexpr(1)
 FULL = tl.constexpr(2)
 NOWHERE = tl.constexpr(3)
 TWICE = tl.constexpr(4)
+UNROLLED = tl.constexpr(8)  # loads of a sum that are begun together
 OVERFLOWN = tl.constexpr(-1)  # a count: the sender had more rows than fit, for somebody
 # Numbers that differ between ranks and steps: a kernel is built once for all of them.
 ANY = ("tokens", "rank", "experts", "capacity", "polls")
@@ -222,28 +223,19 @@ def _decode(start, scales_at, factor_at, column, inside, KIND: tl.constexpr):
         scales = (start + scales_at).to(tl.pointer_type(tl.float32))
         scale = tl.load(scales + column // 128, inside, 0.0)
         return tl.load(values + column, inside, 0.0).to(tl.float32) * scale
-    elif KIND == "bf16":
-        values = tl.multiple_of(start.to(tl.pointer_type(tl.bfloat16)), 16)
-        return tl.load(values + column, inside, 0.0).to(tl.float32)
-    elif KIND == "f16":
-        values = tl.multiple_of(start.to(tl.pointer_type(tl.float16)), 16)
-        return tl.load(values + column, inside, 0.0).to(tl.float32)
     else:
-        values = tl.multiple_of(start.to(tl.pointer_type(tl.float32)), 16)
-        return tl.load(values + column, inside, 0.0)
+        return tl.load(_values_at(start, KIND) + column, inside, 0.0).to(tl.float32)
 
 
 @triton.jit
-def _encode(start, column, value, inside, KIND: tl.constexpr):
+def _values_at(start, KIND: tl.constexpr):
+    """An address as that of plain values."""
     if KIND == "bf16":
-        into = tl.multiple_of(start.to(tl.pointer_type(tl.bfloat16)), 16)
-        tl.store(into + column, value.to(tl.bfloat16), inside)
+        return tl.multiple_of(start.to(tl.pointer_type(tl.bfloat16)), 16)
     elif KIND == "f16":
-        into = tl.multiple_of(start.to(tl.pointer_type(tl.float16)), 16)
-        tl.store(into + column, value.to(tl.float16), inside)
+        return tl.multiple_of(start.to(tl.pointer_type(tl.float16)), 16)
     else:
-        into = tl.multiple_of(start.to(tl.pointer_type(tl.float32)), 16)
-        tl.store(into + column, value.to(tl.float32), inside)
+        return tl.multiple_of(start.to(tl.pointer_type(tl.float32)), 16)
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -253,33 +245,48 @@ def send_back_kernel(
     V: tl.constexpr, M: tl.constexpr, HEAD: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr,
     W: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the results of row (source, place), in the order of its visits, to its source."""
-    place, source = tl.program_id(0), tl.program_id(1)
+    """The sum of the results of row (source, place), in the order of its visits, to its source.
+
+    Programs walk over the rows that came: a program for each that could would count itself as finished far more
+    often, on one counter.
+    """
     step = tl.load(step_ptr)
     copy_at = (step & 1).to(tl.int64) * copy_bytes
-    if place < tl.load(counts_ptr + source):
-        row = source.to(tl.int64) * capacity + place
-        header = _int32_at(tl.load(peers_ptr + rank) + copy_at + row * HEAD)
-        token, turn, visits = tl.load(header), tl.load(header + 1), tl.load(header + 2)
-        if (token >= 0) & (token < tokens) & (turn >= 0) & (turn < M):
-            into = tl.load(peers_ptr + source) + copy_at + returns_at
-            into += (token.to(tl.int64) * M + turn) * ROW
-            column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-            total = tl.zeros([BLOCK], tl.float32)
-            for j in range(tl.minimum(visits, V)):
-                value = tl.load(y_ptr + (row * V + j) * D + column, column < D, 0.0)
-                total += value.to(tl.float32)
-            _encode(into, column, total, column < D, KIND)
-        else:
-            tl.store(status_ptr, NOWHERE)
-            tl.store(status_ptr + 1, source)
-    programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
-    if _finished(counter_ptr, programs):
+    for source in range(W):
+        count = tl.load(counts_ptr + source)
+        home = tl.load(peers_ptr + source) + copy_at + returns_at
+        for place in range(tl.program_id(0), count, tl.num_programs(0)):
+            row = (tl.zeros([], tl.int64) + source) * capacity + place
+            header = _int32_at(tl.load(peers_ptr + rank) + copy_at + row * HEAD)
+            token, turn, visits = tl.load(header), tl.load(header + 1), tl.load(header + 2)
+            if (token >= 0) & (token < tokens) & (turn >= 0) & (turn < M):
+                into = _values_at(home + (token.to(tl.int64) * M + turn) * ROW, KIND)
+                for first in tl.static_range(0, D, BLOCK):
+                    column = first + tl.arange(0, BLOCK)
+                    total = _sum_of_visits(y_ptr + row * V * D, column, visits, V, D, BLOCK)
+                    tl.store(into + column, total.to(into.dtype.element_ty), column < D)
+            else:
+                tl.store(status_ptr, NOWHERE)
+                tl.store(status_ptr + 1, source)
+    if _finished(counter_ptr, tl.num_programs(0)):
         lane = tl.arange(0, LANES)
         here = lane < W
         flags = tl.load(peers_ptr + lane, here, 0) + copy_at + flags_at + rank * 16
         flags = flags.to(tl.pointer_type(tl.int32))
         tl.atomic_xchg(flags + 2, step + lane * 0, here, sem="release", scope="sys")
+
+
+@triton.jit
+def _sum_of_visits(from_ptr, column, visits, V: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Of so many rows of D; up to UNROLLED are all on their way before the first is needed."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(V if V < UNROLLED else UNROLLED):
+        value = tl.load(from_ptr + j * D + column, column < tl.where(visits > j, D, 0), 0.0)
+        total += value.to(tl.float32)
+    for j in range(UNROLLED, tl.minimum(visits, V)):
+        value = tl.load(from_ptr + j * D + column, column < D, 0.0)
+        total += value.to(tl.float32)
+    return total
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -296,7 +303,11 @@ def sum_up_kernel(
     place = tl.load(place_ptr + token * W + lane, lane < W, -1)
     returning = tl.minimum(tl.sum((place >= 0).to(tl.int32), 0), M)
     total = tl.zeros([BLOCK], tl.float32)
-    start = base + returns_at + token * M * ROW
-    for turn in range(returning):
-        total += _decode(start + turn * ROW, 0, 0, column, column < D, KIND)
+    start = _values_at(base + returns_at + token * M * ROW, KIND)
+    PITCH: tl.constexpr = ROW // (4 if KIND == "f32" else 2)
+    for turn in tl.static_range(M if M < UNROLLED else UNROLLED):
+        inside = column < tl.where(returning > turn, D, 0)
+        total += tl.load(start + turn * PITCH + column, inside, 0.0).to(tl.float32)
+    for turn in range(UNROLLED, returning):
+        total += tl.load(start + turn * PITCH + column, column < D, 0.0).to(tl.float32)
     tl.store(out_ptr + token * D + column, total.to(out_ptr.dtype.element_ty), column < D)
