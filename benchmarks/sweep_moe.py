@@ -31,9 +31,11 @@ from fulgurite.bench import moe
 from fulgurite.bench.quant_cuda import graph_seconds
 from fulgurite.kernels.moe import Gate, Order, grouped_matmul, index
 from fulgurite.kernels.triton import grouped_matmul as kernels
+from fulgurite.kernels.triton import grouped_packed
 from fulgurite.kernels.triton.tiles import Tile
 from fulgurite.quant import QuantTensor
 
+HOLDERS = {"rows_tile": kernels, "many_tile": kernels, "packed_tile": grouped_packed}
 FORMATS = ("bfloat16", "fp8_e4m3_128x128", "nvfp4", "mxfp4")
 TOKENS = (1, 16, 128, 1024, 8192)
 
@@ -45,13 +47,13 @@ def tiles_to_try(
     average = max(1, pairs // experts)
     rows = [r for r in (16, 32, 64, 128, 256) if r // 4 <= average <= 8 * r] or [16]
     for row, columns, depth in itertools.product(rows, (32, 64, 128, 256), (64, 128)):
-        if row * columns > 128 * 256 or (nibbles and depth == 64):
+        if row * columns > 128 * 256 or (nibbles and (depth == 64 or columns == 32)):
             continue
         for warps, stages in itertools.product((4, 8), (3, 4, 5)):
             if warps == 8 and row * columns < 64 * 128:
                 continue
             tile = Tile(row, columns, depth, warps=warps, stages=stages)
-            yield "rows_tile", tile
+            yield "packed_tile" if nibbles else "rows_tile", tile
             if dense and row in (64, 128) and depth == 64:
                 yield "many_tile", tile
 
@@ -78,10 +80,10 @@ def cases(place: str) -> Iterator[tuple[dict[str, Any], list[Any], torch.Tensor,
 
 def sweep(place: str, until: float, machine: moe.Machine) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    chosen = {name: getattr(kernels, name) for name in ("rows_tile", "many_tile")}
+    chosen = {name: getattr(module, name) for name, module in HOLDERS.items()}
     for facts, calls, weight, orders in cases(place):
         nibbles = isinstance(weight, QuantTensor) and weight.format.element.bits == 4
-        vars(kernels).update(chosen)
+        put_back(chosen)
         wanted, usual = calls[0](), graph_seconds(calls)
         best, tile = usual, "chosen"
         pairs = orders[0].token_S.numel()
@@ -90,7 +92,7 @@ def sweep(place: str, until: float, machine: moe.Machine) -> list[dict[str, Any]
             if time.monotonic() > until:
                 return found
             kernels.many_tile = lambda *_: None
-            setattr(kernels, choice, lambda *_, candidate=candidate: candidate)
+            setattr(HOLDERS[choice], choice, lambda *_, candidate=candidate: candidate)
             try:
                 torch.testing.assert_close(calls[0](), wanted, rtol=2e-2, atol=2e-2)
                 seconds = graph_seconds(calls)
@@ -110,8 +112,13 @@ def sweep(place: str, until: float, machine: moe.Machine) -> list[dict[str, Any]
         print(
             f"{facts} {row['percent']:.0f}% -> {row['best_percent']:.0f}% {tile}{mark}", flush=True
         )
-    vars(kernels).update(chosen)
+    put_back(chosen)
     return found
+
+
+def put_back(chosen: dict[str, Any]) -> None:
+    for name, function in chosen.items():
+        setattr(HOLDERS[name], name, function)
 
 
 def main(path: str, seconds: float) -> None:

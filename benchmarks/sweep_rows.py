@@ -30,6 +30,7 @@ from fulgurite.fuser.schedule.base import analyse
 from fulgurite.fuser.schedule.gpu import choose_gpu_schedule, row_limit
 from fulgurite.fuser.schedule.gpu_aligned import granule_of
 from fulgurite.fuser.schedule.gpu_base import power_above, widest
+from fulgurite.fuser.schedule.gpu_kept import KEPT_BLOCK
 from fulgurite.fuser.schedule.online import online_sums, replaced_waits, squares_about
 from fulgurite.fuser.schedule.rows import count_passes
 from fulgurite.fuser.segment import segment
@@ -58,11 +59,11 @@ def cases():
         for width in (4097, 4098, 32768, 49152, 50257, 65536, 73728, 98304, 131072):
             row = ((POINTS // width, width), dtype)
             yield f"rms {width} {short}", fusion_cases.rms_norm, (row, ((width,), dtype))
-            if width in (4098, 50257, 65536, 131072):
+            if width in (4098, 32768, 49152, 50257, 65536, 131072):
                 yield f"softmax {width} {short}", softmax, (row,)
             if width in (50257, 73728, 131072):
                 yield f"layer_norm {width} {short}", layer_norm, (row, ((width,), dtype))
-    for width in (8192, 12288, 16384):
+    for width in (8192, 16384):
         rows = POINTS // width
         row, one = ((rows, width), BF16), ((rows, 1), F32)
         yield f"rms backward {width}", rms_norm_backward, (row, row, one, ((width,), BF16))
@@ -85,7 +86,7 @@ def before(s):
     passes = count_passes(s.nest, replaced_waits(s.nest, facts, online | about))
     group = max(16 // widest(s.nest), 1) if online else 1
     old = replace(s, sizes={body: 8192}, looped=True, passes=passes, online=online, about=about)
-    return replace(old, warps=32, stages=1, kept=0, granule=0, group=group)
+    return replace(old, warps=32, stages=1, kept=0, granule=0, back=False, group=group)
 
 
 def candidates(s):
@@ -96,26 +97,39 @@ def candidates(s):
         if changed not in found.values():
             found[name] = changed
 
+    online = {} if s.kind == "walking" else online_sums(s.nest, analyse(s.nest))
+    if online and s.kept and not s.online:  # exponentials while the rest is on its way
+        facts = replaced_waits(s.nest, analyse(s.nest), online)
+        once = replace(s, passes=count_passes(s.nest, facts), online=online)
+        add("online", replace(once, group=max(16 // widest(s.nest), 1)))
     if s.kind == "walking":
-        for stages in (1, 2, 3):
-            for made in (True, False):
-                passes = count_passes(s.nest, analyse(s.nest)) if made else 1
-                name = f"{'again' if made else 'once'} {stages} ahead"
-                add(name, replace(s, remade=made, passes=passes, stages=stages))
+        passes = count_passes(s.nest, analyse(s.nest))
+        add("again", replace(s, remade=True, passes=passes, stages=3))
     elif s.granule:
-        add("not aligned", replace(s, granule=0))
-        add("16 bytes", replace(s, granule=2 * s.granule))
-    elif s.kept:
-        add("more kept", replace(s, kept=s.kept + s.kept // 4))
-        add("fewer kept", replace(s, kept=max(s.kept // 2, 1)))
-        if s.kept * s.sizes[s.nest.body[0]] < s.nest.body[0].size.constant:
-            add("4 ahead", replace(s, stages=4))
-    else:
-        if granule_of(s.nest):
-            add("aligned", gpu_reductions.aligned_row(s.nest, analyse(s.nest)))
-        if s.sizes[s.nest.body[0]] == gpu_reductions.MOST_HELD:
-            online, about = online_sums(s.nest, analyse(s.nest)), squares_about(s.nest)
-            add("kept", gpu_reductions.walked_rows(s.nest, analyse(s.nest), online, about))
+        (body,) = s.nest.body
+        narrow = 8 // widest(s.nest)
+        add("8 bytes", replace(s, granule=narrow))
+        add("16 bytes", replace(s, granule=2 * narrow))
+        if s.sizes[body] == KEPT_BLOCK:  # a last block that is less empty
+            halves = replace(s, sizes={body: KEPT_BLOCK // 2}, kept=2 * s.kept)
+            add("4096, 8 bytes", replace(halves, granule=narrow))
+            add("4096, 16 warps", replace(halves, granule=2 * narrow, warps=16))
+    elif s.looped and s.passes > 1:
+        (body,) = s.nest.body
+        part = s.kept * s.sizes[body] < body.size.constant
+        if part:
+            add("to and fro", replace(s, back=True))
+            add("old, to and fro", replace(before(s), back=True))
+        if s.kept and part:
+            add("more kept", replace(s, kept=s.kept + max(s.kept // 4, 1)))
+            add("fewer kept", replace(s, kept=max(s.kept // 2, 1)))
+            add("fewer, to and fro", replace(s, kept=max(s.kept // 2, 1), back=True))
+    elif s.sizes[s.nest.body[0]] == gpu_reductions.MOST_HELD:
+        kept = gpu_reductions.kept_row(s.nest, analyse(s.nest))
+        if kept is not None:
+            add("kept", kept)
+    elif granule_of(s.nest, 2):
+        add("aligned", gpu_reductions.aligned_row(s.nest, analyse(s.nest)))
     return found
 
 

@@ -13,7 +13,6 @@ ENVIRONMENT = {
     "FULGURITE_THREADS": "threads that generated CPU kernels use (default: torch.get_num_threads())",
     "FULGURITE_TUNE": 'auto, 1 or 0: as compile(tune="auto", True or False) says where it is not given',
     "FULGURITE_LLAMA_PYTHON": "an interpreter that has llama-cpp-python, for bench generate",
-    "FULGURITE_GLUON": "1: latent attention of many heads in the Gluon kernel for Hopper GPUs (its tests on one are due)",
     "FULGURITE_CXX": "the C++ compiler for CPU kernels (default: g++, then clang++)",
 }
 

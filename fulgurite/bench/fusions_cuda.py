@@ -29,8 +29,10 @@ from fulgurite.trace.text import write_text
 
 SETS = 3  # of inputs, which calls take turns on: what one leaves in the cache helps no other
 BATCH = 12  # calls between two readings of the device's clock
-BUSY_CYCLES = 8_000_000  # of the device: some 4 ms
+BUSY_CYCLES = 4_000_000  # of the device: some 2 ms, in which the host issues a batch
 MOST_BYTES = 8 << 30  # of inputs that are copied
+# of the device's memory, before what no one uses is looked for: that takes longer than measuring a case
+MOST_TAKEN = 0.3
 
 Call = Callable[[], Any]
 
@@ -62,6 +64,7 @@ def copy_bandwidth() -> float:
 def fusions_cuda(options: argparse.Namespace) -> None:
     """Suite `fusions` on a GPU: ours and eager first, then torch.compile, which takes longest."""
     os.environ.update(results.fresh_caches())
+    begin = time.perf_counter()
     copy = copy_bandwidth()
     print(
         f"{torch.cuda.get_device_name()} · copy {copy / 1e9:.0f} GB/s · percent of it", flush=True
@@ -78,9 +81,11 @@ def fusions_cuda(options: argparse.Namespace) -> None:
         for case in () if options.quick else sizes():
             rows.append({"group": "sizes", **measure(case, copy, False)})
             save()
+        print(f"ours and eager after {time.perf_counter() - begin:.0f} s", flush=True)
         for row, (_, case) in zip(rows, cases, strict=False):
             row |= measure_compiled(case, row["bytes"], copy)
             save()
+        print(f"torch.compile after {time.perf_counter() - begin:.0f} s", flush=True)
     for group in dict.fromkeys(row["group"] for row in rows):
         print(f"\n{group}")
         print(_table([row for row in rows if row["group"] == group]), flush=True)
@@ -113,8 +118,10 @@ def input_sets(case: Case) -> list[Sequence[torch.Tensor]]:
     """The same inputs several times, where they are not too large for that."""
     torch.manual_seed(0)
     torch._dynamo.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
+    free, whole = torch.cuda.mem_get_info()
+    if whole - free > MOST_TAKEN * whole:
+        gc.collect()
+        torch.cuda.empty_cache()
     inputs = case.inputs()
     copies = SETS - 1 if sum(t.nbytes for t in inputs) < MOST_BYTES else 0
     return [inputs, *([t.clone() for t in inputs] for _ in range(copies))]

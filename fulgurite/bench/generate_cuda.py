@@ -35,7 +35,7 @@ from fulgurite.serve.engine import Engine
 from fulgurite.serve.llm import BLOCK_SIZES, make_limits
 from fulgurite.serve.memory import make_plan
 from fulgurite.serve.request import Request, SamplingParams
-from fulgurite.serve.sampler import choose
+from fulgurite.serve.sampler import Draws, choose
 
 SHAPES = ("qwen3-0.6b", "llama-3.1-8b", "qwen3-30b-a3b")
 BATCHES = (1, 4, 16, 64, 256)
@@ -239,11 +239,15 @@ def _decode(
 
 
 def _draw(engine: Engine, how: str, batch: int) -> dict[str, Any]:
-    """Choosing tokens from logits that are there, until the host has them."""
+    """Choosing tokens from logits that are there, until the host has them, step after step."""
     params = SamplingParams(seed=1, **DRAWS[how])  # type: ignore[arg-type]
     requests = [Request(f"{i}", [1, 2], params, 16) for i in range(batch)]
     logits = torch.randn(batch, engine.model.config.vocabulary, device=engine.plan.device)
-    times = [_seconds(lambda: choose(logits, requests)) for _ in range(6)]
+    draws, times = Draws(), []
+    for _ in range(6):
+        times.append(_seconds(lambda: choose(logits, requests, draws)))
+        for request in requests:
+            request.append(0)
     return {"what": f"draw: {how}", "batch": batch, "ms": 1e3 * statistics.median(times[2:])}
 
 

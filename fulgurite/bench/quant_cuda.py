@@ -33,7 +33,8 @@ from fulgurite.bench import results
 from fulgurite.kernels.quant_linear import quant_linear_parts
 from fulgurite.kernels.quantize import quantize_parts
 from fulgurite.kernels.scaled_mm import scaled_mm_parts
-from fulgurite.quant import resolve
+from fulgurite.quant import QuantTensor, regroup, resolve
+from fulgurite.quant.regroup import GROUPED
 
 Call = Callable[[], Any]
 Row = dict[str, Any]
@@ -49,7 +50,7 @@ SCALINGS = {
 }
 WEIGHTS = ("nvfp4", "mxfp4", "int4_g128", "int4_g32", "fp8_e4m3_row", "fp8_e4m3_128x128", "mxfp8_e4m3",
            "int8")  # fmt: skip
-GGUF = ("q4_0", "q4_k", "q6_k", "q8_0")  # at one shape: their quantizers search
+GGUF = ("q4_0", "q4_1", "q4_k", "q6_k", "q8_0")  # at one shape: their quantizers search
 GGUF_SHAPE = (4096, 4096)
 COMPILERS = 8  # threads
 CAST_SHAPE = (16384, 4096)
@@ -144,9 +145,15 @@ def normal(*shape: int) -> Tensor:
 
 
 def weights_in(format: str, n: int, k: int) -> list[list[Tensor]]:
-    """A packed weight in memory of its own several times: enough for the cache to forget them."""
+    """A packed weight in memory of its own several times: enough for the cache to forget them.
+
+    GGUF's blocks become groups of integers, as a model's do on their way to a GPU.
+    """
     count = copies(n * k * resolve(format).bits_per_element / 8)
     parts = quantize_parts(normal(n, k), format, None)
+    if format in GROUPED:
+        grouped = regroup(QuantTensor(format, parts[0]))
+        parts = [grouped.packed, *grouped.scales.values()]
     return [[part.clone() for part in parts] for _ in range(count)]
 
 
@@ -162,7 +169,7 @@ def weight_only(n: int, k: int, copy: float, rows: Sequence[int] = FEW_ROWS) -> 
     packed = {format: weights_in(format, n, k) for format in formats}
     calls = {
         (format, m): [
-            partial(quant_linear_parts, x, w[0], w[1:], format, None, "none")
+            partial(quant_linear_parts, x, w[0], w[1:], GROUPED.get(format, format), None, "none")
             for w in packed[format]
         ]
         for format in formats

@@ -75,6 +75,9 @@ def finish(
     return keep_dims(value, dims) if keepdim else value
 
 
+OF_BOOLS = {"sum": "max", "prod": "min"}  # a sum of bools is whether there is one: nothing to count
+
+
 def _sum(kind: str) -> Callable[..., Value]:
     def rule(
         reader: Reader,
@@ -94,7 +97,7 @@ def _sum(kind: str) -> Callable[..., Value]:
             f"{node.name}_wide" if narrow else node.name,
             value,
             dims,
-            kind,
+            OF_BOOLS[kind] if wide == torch.bool else kind,
             wide,
             cast_to(wide),
         )

@@ -22,7 +22,7 @@ import operator
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,7 @@ from fulgurite.kernels.modules import QuantLinear
 from fulgurite.quant import QuantTensor
 
 FUSED = {"cuda": "fulgurite.kernels.triton.fused_linear:linear"}
+MOST_FUSED = 128  # rows up to which those kernels are meant to beat the library and what follows it
 
 
 class Norm(Protocol):
@@ -63,27 +64,30 @@ def linears(x: Tensor, modules: Sequence[nn.Module], norm: Norm | None = None) -
             out = F.linear(x, dense.weight, dense.bias)
     if out is None:
         return [module(x) for module in modules]
-    return list(out.split([int(module.out_features) for module in modules], dim=-1))  # type: ignore[arg-type]
+    sizes = [int(module.out_features) for module in modules]  # type: ignore[arg-type]
+    return list(out.split_with_sizes(sizes, dim=-1))
 
 
 def gated(
     x: Tensor, gate: nn.Module, up: nn.Module, activation: str, norm: Norm | None = None
 ) -> Tensor:
     """activation(gate(norm(x))) * up(norm(x))."""
-    first, second = _dense(x, (gate,)), _dense(x, (up,))
+    both = _dense(x, (gate, up))
+    first, second = both.parts if both else (_dense(x, (gate,)), _dense(x, (up,)))
     if first is not None and second is not None:
         out = _fused(x, first, norm, up=second, activation=activation)
         if out is not None:
             return out
     x = x if norm is None else norm(x)
+    if both is not None:
+        y = F.linear(x, both.weight, both.bias)
+        y_gate, y_up = y.split_with_sizes([len(part.weight) for part in both.parts], dim=-1)
+        return glue.gate(y_gate, y_up, activation)
     if activation in GATES and _one_pass(x, (gate, up)) and gate.bias is None and up.bias is None:
         parts = _panels(gate), _panels(up)
         if _alike(*parts) and parts[0].rows == parts[1].rows:
             return linear(x, parts[0], integer=True, up=parts[1], gate=activation)
-    if _dense(x, (gate, up)) is None:
-        return glue.gate(gate(x), up(x), activation)
-    y_gate, y_up = linears(x, (gate, up))
-    return glue.gate(y_gate, y_up, activation)
+    return glue.gate(gate(x), up(x), activation)
 
 
 def add_linear(residual: Tensor, x: Tensor, module: nn.Module) -> Tensor:
@@ -91,8 +95,10 @@ def add_linear(residual: Tensor, x: Tensor, module: nn.Module) -> Tensor:
     dense = _dense(x, (module,))
     out = None if dense is None else _fused(x, dense, residual=residual)
     if out is None and dense is not None and dense.bias is None:  # the library adds on its way
+        if x.dim() == 2:
+            return torch.addmm(residual, x, dense.turned)
         rows = x.reshape(-1, x.shape[-1])
-        out = torch.addmm(residual.reshape(len(rows), -1), rows, dense.weight.t())
+        out = torch.addmm(residual.reshape(len(rows), -1), rows, dense.turned)
         out = out.view(residual.shape)
     return glue.add(residual, module(x)) if out is None else out
 
@@ -102,10 +108,33 @@ def add_linear(residual: Tensor, x: Tensor, module: nn.Module) -> Tensor:
 
 @dataclass(frozen=True)
 class Dense:
-    """A plain weight [N, K] and its bias."""
+    """A plain weight [N, K] and its bias; `parts` are those it is made of, one behind the other."""
 
     weight: Tensor
     bias: Tensor | None
+    turned: Tensor  # [K, N], a view
+    parts: tuple[Dense, ...] = ()
+
+
+class Seen(NamedTuple):
+    """What plain linears were found to be, good while they have these parameters at these addresses."""
+
+    parameters: list[tuple[Any, int, Any, int]]  # weight and its address, bias and its
+    dense: Dense | None
+
+    def holds(self, modules: Sequence[nn.Module]) -> bool:
+        for module, (weight, at, bias, bias_at) in zip(modules, self.parameters, strict=True):
+            now = module._parameters
+            if now.get("weight") is not weight or weight.data_ptr() != at:
+                return False
+            if now.get("bias") is not bias or (bias is not None and bias.data_ptr() != bias_at):
+                return False
+            if module._forward_hooks or module._forward_pre_hooks:
+                return False
+        return True
+
+
+_seen: weakref.WeakKeyDictionary[nn.Module, dict[int, Seen]] = weakref.WeakKeyDictionary()
 
 
 def lay_together(modules: Sequence[nn.Module]) -> None:
@@ -125,13 +154,32 @@ def _dense(x: Tensor, modules: Sequence[nn.Module]) -> Dense | None:
     """The modules as one dense linear; None where they are not, or must be called as modules."""
     if x.device.type not in FUSED or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
+    by_count = _seen.get(modules[0])
+    seen = None if by_count is None else by_count.get(len(modules))
+    if seen is not None and seen.holds(modules):
+        return seen.dense
     if not all(_is_plain(module) for module in modules):
         return None
+    parameters: list[Any] = []
+    for module in modules:
+        weight, bias = module.weight, module.bias
+        at = 0 if bias is None else bias.data_ptr()  # type: ignore[operator]
+        parameters.append((weight, weight.data_ptr(), bias, at))  # type: ignore[operator]
+    seen = Seen(parameters, _as_one(modules))
+    _seen.setdefault(modules[0], {})[len(modules)] = seen
+    return seen.dense
+
+
+def _as_one(modules: Sequence[nn.Module]) -> Dense | None:
+    """Plain linears one behind the other as one; None where they lie apart."""
     weight, biases = _behind([module.weight for module in modules]), [m.bias for m in modules]
     if weight is None or (None in biases and any(bias is not None for bias in biases)):
         return None
     bias = None if biases[0] is None else _behind(biases)
-    return None if bias is None and biases[0] is not None else Dense(weight, bias)
+    if bias is None and biases[0] is not None:
+        return None
+    parts: list[Any] = [] if len(modules) == 1 else [_as_one((module,)) for module in modules]
+    return Dense(weight, bias, weight.detach().t(), tuple(parts))
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -167,6 +215,8 @@ def _fused(
     residual: Tensor | None = None,
 ) -> Tensor | None:
     """One kernel for all of it; None where there is none."""
+    if x.numel() > MOST_FUSED * x.shape[-1]:
+        return None
     function = implementations.find(FUSED, x.device)
     if function is None or (up is not None and (dense.bias is None) != (up.bias is None)):
         return None

@@ -188,9 +188,8 @@ def moe_experts(
     onto_TD: Tensor | None = None,
 ) -> Tensor:
     """The weighted sum of each token's experts, of norm(x) and added onto `onto_TD`: [T, D]."""
-    plain = gate_up_bias is None and down_bias is None and not weigh_input
-    if plain and activations == (PLAIN, PLAIN):
-        few = _few(x_TD, routes, gate_up, down, gate or Gate(), norm, onto_TD)
+    if gate_up_bias is None and down_bias is None and not weigh_input:
+        few = _few(x_TD, routes, gate_up, down, gate or Gate(), norm, onto_TD, activations)
         if few is not None:
             return few
     x_TD = x_TD if norm is None else glue.rms_norm(x_TD, *norm)
@@ -219,6 +218,7 @@ def _few(
     gate: Gate,
     norm: Norm | None,
     onto_TD: Tensor | None,
+    activations: tuple[str, str],
 ) -> Tensor | None:
     """Two kernels for few tokens, nothing sorted; None where there are none."""
     weights = (w.packed if isinstance(w, QuantTensor) else w for w in (gate_up, down))
@@ -229,7 +229,7 @@ def _few(
     if function is None or gate.kind == NO_GATE:
         return None
     given = (x_TD, routes.experts_Tk, routes.weights_Tk, gate_up, down)
-    out = function(*given, gate.kind, gate.alpha, gate.limit, norm, onto_TD)
+    out = function(*given, gate.kind, gate.alpha, gate.limit, norm, onto_TD, activations)
     return None if out is NotImplemented else out
 
 

@@ -4,7 +4,8 @@
 
 In: x [.., K] in float32, bfloat16 or float16, and a weight [N, K] in any format of the table. Out:
 [.., N] in x's dtype, summed in float32 and rounded once. The packed weight is not written out as
-floats, except on a GPU from 192 rows on, where decoding it once for the library's matmul is faster.
+floats, except on a GPU from 192 rows on, where decoding it once for the library's matmul is faster: there,
+and from 17 rows on with integers in groups under 64, weights are rounded to x's dtype.
 
 `activations` is "none" (x as it is) or a format: then x is quantized on the fly, row by row of
 [M, K], and the result is that of the quantized x. On CPUs "q8_0" (int8 in blocks of 32) is the one

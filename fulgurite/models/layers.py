@@ -56,13 +56,14 @@ class GatedMLP(Block):
         self, x_XD: Tensor, *, norm: RMSNorm | None = None, onto_XD: Tensor | None = None
     ) -> Tensor:
         """Of norm(x) where one is given, and added onto `onto_XD`."""
-        inner_XI = joined.gated(x_XD, self.gate, self.up, self.activation, norm)
+        gate, up = self.together
+        inner_XI = joined.gated(x_XD, gate, up, self.activation, norm)
         return project_onto(onto_XD, inner_XI, self.down)
 
     @property
     def together(self) -> tuple[nn.Module, ...]:
         """The linears that read the same x."""
-        return self.gate, self.up
+        return _children(self, "gate", "up")
 
 
 class Attention(Block):
@@ -97,32 +98,40 @@ class Attention(Block):
         onto_XD: Tensor | None = None,
     ) -> Tensor:
         """Of norm(x) where one is given, and added onto `onto_XD`."""
+        spec, sinks_N = self.spec, self.sinks
         q_X, k_X, v_X = joined.linears(x_XD, self.together, norm)
+        cos, sin = (None, None) if rotation is None else rotation
         heads = glue.Heads(
-            q_X.unflatten(-1, (-1, self.spec.key_dim)),
-            k_X.unflatten(-1, (-1, self.spec.key_dim)),
-            v_X.unflatten(-1, (-1, self.spec.value_dim)),
+            q_X.unflatten(-1, (-1, spec.key_dim)),
+            k_X.unflatten(-1, (-1, spec.key_dim)),
+            v_X.unflatten(-1, (-1, spec.value_dim)),
             self._head_norms(),
-            None if rotation is None else rotation.cos,
-            None if rotation is None else rotation.sin,
+            cos,
+            sin,
             self.interleaved,
         )
-        out_XNH = cache.attend_fresh(self.spec, heads, self.sinks)
+        out_XNH = cache.attend_fresh(spec, heads, sinks_N)
         if out_XNH is None:
-            q_XNH, k_XKH, v_XKH = glue.heads(*heads, cache.pages(self.spec))
-            out_XNH = cache.attend(self.spec, q_XNH, k_XKH, v_XKH, positions_X, self.sinks)
+            q_XNH, k_XKH, v_XKH = glue.heads(*heads, cache.pages(spec))
+            out_XNH = cache.attend(spec, q_XNH, k_XKH, v_XKH, positions_X, sinks_N)
         return project_onto(onto_XD, out_XNH.flatten(-2), self.output)
 
     @property
     def together(self) -> tuple[nn.Module, ...]:
         """The linears that read the same x."""
-        return self.query, self.key, self.value
+        return _children(self, "query", "key", "value")
 
     def _head_norms(self) -> glue.HeadNorms | None:
-        if self.query_norm is None or self.key_norm is None:
+        query_norm, key_norm = self.query_norm, self.key_norm
+        if query_norm is None or key_norm is None:
             return None
-        norm = self.query_norm
-        return glue.HeadNorms(norm.weight, self.key_norm.weight, norm.eps, norm.offset)
+        return glue.HeadNorms(query_norm.weight, key_norm.weight, query_norm.eps, query_norm.offset)
+
+
+def _children(module: nn.Module, *names: str) -> tuple[nn.Module, ...]:
+    """By their names, past `nn.Module.__getattr__`: a step asks for them in every layer."""
+    modules: dict[str, Any] = module._modules
+    return tuple([modules[name] for name in names])
 
 
 def project_onto(onto_XD: Tensor | None, x: Tensor, linear: nn.Module) -> Tensor:

@@ -1,10 +1,12 @@
-"""Weights that stay packed while loading: blocks of a GGUF file or of FP8 as they lie in the file.
+"""Weights that stay packed while loading: blocks of a GGUF file or of FP8.
 
 In: a model on the meta device, the plan of which tensor fills what, the mapped tensors. Out: the same
 model in which every linear and embedding whose weight the file keeps packed is a `QuantLinear` or
 `QuantEmbedding`; the names of the parameters that are filled by that.
 
-A weight stays packed where its rows are only chosen or reordered on the way in (`BY_CHOICE`), it
+They stay as they lie in the file, but for GGUF's blocks on a GPU that computes in 16 bits: its kernels
+read groups of integers (`quant/regroup.py`), the same numbers laid out anew, and those of experts are
+unpacked. A weight stays packed where its rows are only chosen or reordered on the way in (`BY_CHOICE`), it
 fills a whole parameter, and it has two dimensions; stacked experts are `packed_experts.py`'s. Everything
 else is unpacked as always: norms, biases.
 """
@@ -25,7 +27,7 @@ from fulgurite.models.filling import Filling, meetings, place_of, taken
 from fulgurite.models.packed_experts import Stacks, packed_source
 from fulgurite.models.stored import Box, StoredTensor, dense, everything
 from fulgurite.parallel.shares import Kept
-from fulgurite.quant import QuantTensor
+from fulgurite.quant import QuantTensor, regroup
 from fulgurite.quant.gguf_file import GGUF_TYPES
 
 # What may happen to a tensor's rows without looking into them.
@@ -40,6 +42,9 @@ BY_CHOICE: tuple[Take, ...] = (
 )
 
 
+GROUPED_DTYPES = (torch.bfloat16, torch.float16)
+
+
 def keep_packed(
     model: nn.Module,
     tensors: Iterable[tuple[str, StoredTensor]],
@@ -48,8 +53,12 @@ def keep_packed(
     *,
     device: torch.device | str,
     activations: str | None = None,
+    grouped: bool = False,
 ) -> set[str]:
-    """Put packed weights where they belong; the parameters that are then filled."""
+    """Put packed weights where they belong; the parameters that are then filled.
+
+    `grouped`: GGUF's blocks become groups of integers.
+    """
     parameters = dict(model.named_parameters())
     stacks = Stacks(assignments, config, device)
     filled: set[str] = set()
@@ -60,14 +69,16 @@ def keep_packed(
         for assignment in assignments.get(name, ()):
             target = parameters[assignment.parameter]
             if target.dim() == 3:
-                stacks.add(stored, assignment, target)
+                if not grouped or stored.format not in GGUF_TYPES:
+                    stacks.add(stored, assignment, target)
                 continue
             weight = packed_weight(stored, assignment.rule, config, target.dtype)
             if weight is None or weight.shape != target.shape:
                 continue
             if not only_shapes:
                 weight.check(name)
-            if _place(model, assignment.parameter, weight.to(device), activations):
+            weight = regroup(weight.to(device)) if grouped else weight.to(device)
+            if _place(model, assignment.parameter, weight, activations):
                 filled.add(assignment.parameter)
     for name, weight in stacks.complete().items():
         if not only_shapes:
@@ -75,6 +86,11 @@ def keep_packed(
         if _place_stack(model, name, weight, activations):
             filled.add(name)
     return filled
+
+
+def reads_groups(device: torch.device | str, dtype: torch.dtype) -> bool:
+    """Whether the kernels there want GGUF's blocks as groups of integers."""
+    return torch.device(device).type == "cuda" and dtype in GROUPED_DTYPES
 
 
 def fill_packed(
@@ -88,6 +104,8 @@ def fill_packed(
     rule, stack = filling.rule, parameter.dim() == 3
     source = packed_source(stored, rule) if stack else weight_source(stored, rule, parameter.dtype)
     assert source is not None, f"{kept.name} was made of packed tensors, and {stored.name} is none"
+    if source[0].format is not parameter.format:
+        source = regroup(source[0]), source[1]
     place = place_of(rule.put, kept.shape, config, filling.expert)
     for box, target in meetings(place, kept.ranges):
         into = parameter[target]

@@ -21,7 +21,7 @@ from fulgurite.models.config import ModelConfig
 from fulgurite.models.family import Family
 from fulgurite.models.filling import fill
 from fulgurite.models.layers import Decoder
-from fulgurite.models.packed import fill_packed, keep_packed
+from fulgurite.models.packed import fill_packed, keep_packed, reads_groups
 from fulgurite.parallel.mesh import Mesh
 from fulgurite.parallel.placement import Placement
 from fulgurite.parallel.shares import Kept, Shares
@@ -80,6 +80,7 @@ def load_checkpoint(
             checkpoint.config,
             device=device,
             activations=activations,
+            grouped=reads_groups(device, model.norm.weight.dtype),
         )
     allocate(model, device)
     kept = {name: Kept.all(name, p.shape) for name, p in model.named_parameters()}
@@ -107,8 +108,9 @@ def load_share(
     checkpoint = name if isinstance(name, Checkpoint) else open_checkpoint(hub.resolve(name))
     device = mesh.device if device is None else device
     model, shares = divide(
-        checkpoint, mesh, dtype, keep, activations, transport=transport, placement=placement
-    )
+        checkpoint, mesh, dtype, keep, activations, device=device, transport=transport,
+        placement=placement,
+    )  # fmt: skip
     allocate(model, device)
     _fill_all(model, checkpoint, plan(checkpoint, _whole(checkpoint, dtype)), shares.kept)
     for path, parameter in model.named_parameters():
@@ -123,9 +125,13 @@ def divide(
     dtype: torch.dtype | None,
     keep: str,
     activations: str | None = None,
+    device: torch.device | str | None = None,
     **how: Any,
 ) -> tuple[Decoder, Shares]:
-    """This rank's share on the meta device, packed where the file is: all shapes and no memory."""
+    """This rank's share on the meta device, packed where the file is: all shapes and no memory.
+
+    `device` is where it will be (None: the mesh's), which decides how some weights are packed.
+    """
     if mesh.expert.size > 1 and checkpoint.config.experts is None:
         raise ArgumentError(
             f"there are no experts to spread over {mesh.expert.size} ranks",
@@ -136,7 +142,16 @@ def divide(
     if keep == "packed":
         config, assignments = checkpoint.config, plan(checkpoint, model)
         tensors = checkpoint.tensors()
-        keep_packed(model, tensors, assignments, config, device="meta", activations=activations)
+        grouped = reads_groups(mesh.device if device is None else device, model.norm.weight.dtype)
+        keep_packed(
+            model,
+            tensors,
+            assignments,
+            config,
+            device="meta",
+            activations=activations,
+            grouped=grouped,
+        )
     return model, parallelize(model, mesh, checkpoint.family.plan, **how)
 
 

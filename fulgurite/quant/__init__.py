@@ -30,6 +30,7 @@ from fulgurite.quant.format import (
 from fulgurite.quant.gguf_file import read_gguf
 from fulgurite.quant.hardware import features_of, is_native, require_native
 from fulgurite.quant.layouts import PublishedWeight, read_weight, weight_names
+from fulgurite.quant.regroup import regroup
 from fulgurite.quant.storage import load_quantized, save_quantized
 from fulgurite.quant.tensor import QuantTensor, quantize
 
@@ -54,6 +55,7 @@ __all__ = [
     "quantize",
     "read_gguf",
     "read_weight",
+    "regroup",
     "require_native",
     "resolve",
     "save_quantized",

@@ -35,7 +35,8 @@ def check_scales(packed: Packed, format: Format, where: str) -> None:
         numbers = decode_e8m0(values) if scale.type == "e8m0" else values.float()
         _refuse(~numbers.isfinite(), numbers, scale, where, "is not a finite number")
         zero = numbers == 0
-        if format.family not in FAMILIES_WITH_ZERO_SCALES and bool(zero.any()):
+        may_be_zero = format.family in FAMILIES_WITH_ZERO_SCALES or scale.name == "minimum"
+        if not may_be_zero and bool(zero.any()):
             bad = zero & nonzero_blocks(_magnitudes(packed, format), scale)
             _refuse(bad, numbers, scale, where, "is zero over data that isn't")
 

@@ -50,7 +50,7 @@ def encode(x: Tensor, format: Format, **given: Tensor | float) -> Codes:
         )
     check_shape(format, x.shape)
     codec = CODECS[format.family]
-    asymmetric = "zero_point" in {scale.name for scale in format.scales}
+    asymmetric = any(scale.name in ("zero_point", "minimum") for scale in format.scales)
     unknown = [name for name in given if name not in codec.given or asymmetric]
     if unknown:
         allowed = ", ".join(codec.given) if codec.given and not asymmetric else "none"

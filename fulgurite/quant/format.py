@@ -139,22 +139,39 @@ def _mx(name: str, element: Element, data_dtype: torch.dtype) -> Format:
     )
 
 
-def _int4(group: int, symmetric: bool) -> Format:
+def _int4(group: int, kind: str = "") -> Format:
     block = (1, group)
     scales: tuple[Scale, ...] = (Scale("scale", "float32", torch.float32, block),)
-    if not symmetric:
+    if kind == "_asym":
         scales += (Scale("zero_point", "uint4", torch.uint8, block),)
+    elif kind == "_min":
+        scales += (Scale("minimum", "float32", torch.float32, block),)
     return Format(
-        name=f"int4_g{group}" if symmetric else f"int4_g{group}_asym",
+        name=f"int4_g{group}{kind}",
         family="int",
-        element=INT4 if symmetric else UINT4,
+        element=UINT4 if kind else INT4,
         block=block,
         scales=scales,
-        packing="two a byte, low nibble first, " + ("plus 8" if symmetric else "unsigned"),
+        packing="two a byte, low nibble first, " + ("unsigned" if kind else "plus 8"),
         data_dtype=torch.uint8,
         native=(),
         elsewhere=DEQUANTIZED,
         elements_per_group=2,
+    )
+
+
+def _int8(group: int) -> Format:
+    block = (1, group)
+    return Format(
+        name="int8" if group == WHOLE else f"int8_g{group}",
+        family="int",
+        element=INT8,
+        block=block,
+        scales=(Scale("scale", "float32", torch.float32, block),),
+        packing="one byte an element",
+        data_dtype=torch.int8,
+        native=INT8_MACHINES if group == WHOLE else (),
+        elsewhere=DEQUANTIZED,
     )
 
 
@@ -213,23 +230,16 @@ _ALL: tuple[Format, ...] = (
     _mx("mxfp4", E2M1, torch.uint8),
     _mx("mxfp8_e4m3", E4M3, torch.float8_e4m3fn),
     _mx("mxfp8_e5m2", E5M2, torch.float8_e5m2),
-    Format(
-        name="int8",
-        family="int",
-        element=INT8,
-        block=(1, WHOLE),
-        scales=(Scale("scale", "float32", torch.float32, (1, WHOLE)),),
-        packing="one byte an element",
-        data_dtype=torch.int8,
-        native=INT8_MACHINES,
-        elsewhere=DEQUANTIZED,
-    ),
-    _int4(32, symmetric=True),
-    _int4(64, symmetric=True),
-    _int4(128, symmetric=True),
-    _int4(32, symmetric=False),
-    _int4(64, symmetric=False),
-    _int4(128, symmetric=False),
+    _int8(WHOLE),
+    _int8(16),
+    _int8(32),
+    _int4(32),
+    _int4(64),
+    _int4(128),
+    _int4(32, "_asym"),
+    _int4(64, "_asym"),
+    _int4(128, "_asym"),
+    _int4(32, "_min"),
     _gguf("q4_0", INT4, 32, 18, "float16 d, 16 bytes: element i low, i+16 high",
           _inside("scale", "float16", torch.float16, 32)),
     _gguf("q4_1", UINT4, 32, 20, "float16 d, float16 m, 16 bytes: element i low, i+16 high",

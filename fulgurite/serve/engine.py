@@ -40,11 +40,12 @@ from fulgurite.serve.request import (
     Update,
 )
 from fulgurite.serve.runner import Runner
-from fulgurite.serve.sampler import choose, log_probabilities
+from fulgurite.serve.sampler import Draws, choose, log_probabilities
 from fulgurite.serve.scheduler import Scheduler
 
 Prompt = str | Sequence[int]
 Listener = Callable[[Update], None]
+FINISHED = State.FINISHED
 
 
 class Engine:
@@ -87,6 +88,7 @@ class Engine:
         self.link = link
         self.runner = Runner(model, self.cache, self.tables, None if link is None else UNFIXED)
         self.context = min(limits.context, self.tables.capacity())
+        self.draws = Draws()
         self.requests: dict[str, Request] = {}
         self.texts: dict[str, Detokenizer] = {}
         self.listeners: dict[str, Listener] = {}
@@ -194,15 +196,15 @@ class Engine:
             self.link.begin(pieces)
         logits_RO = self.runner.run(pieces)
         requests = [piece.request for piece in pieces if piece.last]
-        tokens = choose(logits_RO, requests) if requests else []
-        for piece in pieces:
-            self.scheduler.done(piece)
-        for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
+        tokens = choose(logits_RO, requests, self.draws) if requests else []
+        chosen = list(zip(requests, tokens, strict=True))
+        self.scheduler.done(pieces)
+        for row, (request, token) in enumerate(chosen):
             request.append(token)
             if request.params.logprobs is not None:
                 told = log_probabilities(logits_RO[row], token, request.params.logprobs)
                 request.logprobs.append(told)
-        return self._finish(list(zip(requests, tokens, strict=True)))
+        return self._finish(chosen)
 
     def _finish(self, chosen: list[tuple[Request, int]]) -> list[Update]:
         """See who is done with the tokens that were chosen, here and elsewhere; tell everyone."""
@@ -214,20 +216,29 @@ class Engine:
             for request, token in chosen:
                 self.link.chose(request, token)
         updates: list[Update] = []
-        with ExitStack() as everyone:  # goes on behind one that fails
-            for request, token in reversed(chosen):
-                everyone.callback(self._take, request, token, updates)
+        left = iter(chosen)
+        try:
+            for request, token in left:
+                self._take(request, token, updates)
+        finally:  # goes on behind one that fails
+            with ExitStack() as others:
+                for request, token in reversed(list(left)):
+                    others.callback(self._take, request, token, updates)
         return updates
 
     def _take(self, request: Request, token: int, updates: list[Update]) -> None:
-        if request.state is not State.FINISHED:  # as who was cancelled by a listener is
-            if request.constraint is not None:
-                request.constraint.accept(token)
-            updates.append(self._tell(self._advance(request, token), request))
+        if request.state is FINISHED:  # as who was cancelled by a listener is
+            return
+        if request.constraint is not None:
+            request.constraint.accept(token)
+        update = self._advance(request, token)
+        updates.append(self._tell(update, request) if request.id in self.listeners else update)
 
     def _advance(self, request: Request, token: int) -> Update:
         params, text = request.params, self.texts.get(request.id)
         ends = (not params.ignore_eos and token in self.end_ids) or token in params.stop_token_ids
+        if text is None and not ends and request.length < request.limit:
+            return Update(request.id, "", (token,))
         new = "" if ends or text is None else text.push(token)
         if ends:
             request.finish("stop", token)

@@ -96,15 +96,15 @@ class FixedStep:
     def _write(self, pieces: Sequence[Piece]) -> None:
         """The numbers of a step of up to `count` requests; the rest stays padding."""
         used, host, size = len(pieces), self.host, self.tables.block_size
-        rows = [piece.request.row for piece in pieces]
+        rows = np.array([request.row for request, _, _ in pieces])
         positions = host["positions"][:used]
-        positions[:] = [piece.start for piece in pieces]
-        host["token_ids"][:used] = [piece.request.tokens[piece.start] for piece in pieces]
+        positions[:] = [start for _, start, _ in pieces]
+        host["token_ids"][:used] = [request.tokens[start] for request, start, _ in pieces]
         host["lengths"][:used] = positions + 1
         host["slots"][:, used:] = -1
         host["lengths"][used:] = 1
         for group, table in enumerate(self.tables.tables):
-            host["tables"][group, :used] = table[rows]
+            np.take(table, rows, axis=0, out=host["tables"][group, :used], mode="clip")
             blocks = table[rows, positions // size]
             host["slots"][group, :used] = blocks.astype(np.int64) * size + positions % size
         if self.model.needs_extent:
@@ -143,7 +143,7 @@ class FixedStep:
     def _capture(self, graphs: Graphs) -> Callable[[], Tensor]:
         def step() -> Tensor:
             with chain():
-                return self.model.logits(self._layers(*self._begin()))
+                return self.model.logits(self._layers(*self._begin())).float()
 
         graphs.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(graphs.stream):

@@ -39,8 +39,7 @@ class Follower:
                 "if they were",
             )
         logits_RO = engine.runner.run(pieces)
-        for piece in pieces:
-            engine.scheduler.done(piece)
+        engine.scheduler.done(pieces)
         if mesh.data.size > 1 and mesh.tensor.index == 0:
             requests = [piece.request for piece in pieces if piece.last]
             tokens = choose(logits_RO, requests) if requests else []

@@ -85,8 +85,11 @@ class PagedCache:
     def attend_fresh(
         self, spec: AttentionSpec, heads: Heads, sinks_N: Tensor | None
     ) -> Tensor | None:
-        pages, batch, group = self.pages(spec), self.batch, self.group_of_layer[spec.layer]
+        batch = self.batch
         assert batch is not None, "begin() says what a step is about before the model runs"
+        if batch.max_count != 1:
+            return None
+        pages, group = self.pages(spec), self.group_of_layer[spec.layer]
         if pages is None:
             return None
         return fresh_attention(

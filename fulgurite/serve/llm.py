@@ -21,7 +21,7 @@ from fulgurite.errors import ArgumentError, CapacityError
 from fulgurite.models import hub
 from fulgurite.models.checkpoint import Checkpoint, open_checkpoint, plan
 from fulgurite.models.layers import Decoder
-from fulgurite.models.packed import keep_packed
+from fulgurite.models.packed import keep_packed, reads_groups
 from fulgurite.models.tokenizer import Message, load_tokenizer
 from fulgurite.models.weights import build_model, divide, load_checkpoint, load_share
 from fulgurite.parallel.mesh import AXES, TIMEOUT, Mesh, MeshShape
@@ -55,8 +55,8 @@ class LLM:
     """A model to generate text with.
 
     name            a folder, a file, `smollm2`, or a name on the hub (see models/hub.py)
-    dtype           of the weights that are not packed; None: the checkpoint's, or float32 on a CPU
-                    that can't compute in it
+    dtype           of the weights that are not packed; None: the checkpoint's (GGUF files name none: on
+                    a GPU bfloat16), or float32 on a CPU that can't compute in it
     kv_dtype        of cached keys and values: float32, bfloat16, float16, fp8, or auto: float16 beside
                     packed weights on a CPU, else the model's
     context         the most tokens prompt and reply may have together; None: the model's
@@ -65,7 +65,7 @@ class LLM:
     cache_tokens    how many tokens the cache holds; None: as many as could be needed and fit
     packed          whether weights that the file has packed (GGUF, FP8) stay so: less memory and, on
                     CPUs, inputs rounded to 8 bits for it; False computes with the unpacked weights;
-                    None: where there are fast kernels for it (GGUF: on CPUs)
+                    None: where there are fast kernels for it (GGUF: on CPUs, and on GPUs in 16 bits)
     quantize        a format or recipe of `fulgurite.quantize` to pack a dense model's linears in
     reuse           whether requests that begin with the same tokens share their keys
     tensor, expert  over how many ranks weights, and experts, are divided; `data`: how many groups of ranks
@@ -109,15 +109,18 @@ class LLM:
             self.mesh = open_mesh(data, tensor, expert, timeout)
             if self.mesh is not None and place.type == "cuda":
                 place = self.device = self.mesh.device
-            if packed is None:
-                packed = place.type == "cpu" or path.suffix != ".gguf"
+            gguf = path.suffix == ".gguf"
+            if dtype is None and gguf and place.type == "cuda":
+                dtype = torch.bfloat16
             if dtype is None:
                 dtype = natural_dtype(checkpoint.config.dtype, place)
+            if packed is None:
+                packed = place.type == "cpu" or not gguf or reads_groups(place, dtype)
             keep = "packed" if packed else "dense"
-            planned = shapes_of(checkpoint, dtype, packed)
+            planned = shapes_of(checkpoint, dtype, packed, place)
             share = planned
             if self.mesh is not None:
-                share = divide(checkpoint, self.mesh, dtype, keep)[0]
+                share = divide(checkpoint, self.mesh, dtype, keep, device=place)[0]
             if kv_dtype == "auto" and place.type == "cpu" and is_packed(planned):
                 kv_dtype = "float16"
             limits = make_limits(
@@ -251,12 +254,18 @@ def is_packed(model: Decoder) -> bool:
     return any(isinstance(weight, QuantTensor) for weight in model.parameters())
 
 
-def shapes_of(checkpoint: Checkpoint, dtype: torch.dtype, packed: bool) -> Decoder:
-    """The model on the meta device, its packed weights too: all shapes and no memory."""
+def shapes_of(
+    checkpoint: Checkpoint, dtype: torch.dtype, packed: bool, place: torch.device | str = "cpu"
+) -> Decoder:
+    """The model on the meta device, its packed weights too: all shapes and no memory.
+
+    `place` is where it will be.
+    """
     model = build_model(checkpoint.config, checkpoint.family, dtype)
     if packed:
-        assigned = plan(checkpoint, model)
-        keep_packed(model, checkpoint.tensors(), assigned, checkpoint.config, device="meta")
+        assigned, tensors, config = plan(checkpoint, model), checkpoint.tensors(), checkpoint.config
+        grouped = reads_groups(place, dtype)
+        keep_packed(model, tensors, assigned, config, device="meta", grouped=grouped)
     return model.to("meta")
 
 

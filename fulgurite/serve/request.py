@@ -226,6 +226,7 @@ class Request:
         self.changes_logits = bool(
             params.logit_bias or params.banned or params.penalised or constraint is not None
         )
+        self.draws = not params.greedy
         self.seed = secrets.randbits(64) if params.seed is None else params.seed
         self.prompt_length = self.length = len(prompt_ids)
         self.limit = min(limit, self.length + params.max_tokens)  # tokens in all

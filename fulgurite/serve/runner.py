@@ -56,7 +56,7 @@ class Runner:
         """[R, O] in float32: one row for each piece that ends with its request's last token."""
         if not pieces:
             return self._run_none()
-        if all(piece.count == 1 and piece.last for piece in pieces):
+        if all(count == 1 and start + 1 == request.length for request, start, count in pieces):
             step = self._fixed_step(len(pieces))
             if step is not None:
                 return step(pieces).float()

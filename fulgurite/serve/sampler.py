@@ -20,38 +20,69 @@ from torch import Tensor
 from fulgurite.kernels import sampling
 from fulgurite.serve.request import Request, TokenLogprob
 
+AHEAD = 32  # positions whose random numbers are made at once
 COLDEST = 1e-30  # below, float32 would divide by 0; it is greedy long before
 
 
-def choose(logits_RO: Tensor, requests: Sequence[Request]) -> list[int]:
-    """The next token of each request; row r of the logits is request r's."""
+def choose(logits_RO: Tensor, requests: Sequence[Request], draws: Draws | None = None) -> list[int]:
+    """The next token of each request; row r of the logits is request r's.
+
+    `draws`: those of an engine, which remember from step to step.
+    """
     changed = [index for index, request in enumerate(requests) if request.changes_logits]
     if changed:
         logits_RO = logits_RO.clone()
         for index in changed:
             change_logits(logits_RO[index], requests[index])
-    drawn = [index for index, request in enumerate(requests) if not request.params.greedy]
+    drawn = [index for index, request in enumerate(requests) if request.draws]
+    if not drawn:
+        return sampling.greedy(logits_RO).tolist()
+    settings = (draws or Draws()).settings([requests[index] for index in drawn], logits_RO.shape[1])
     if len(drawn) == len(requests):
-        return sampling.sample_rows(logits_RO, _settings(requests, logits_RO.shape[1])).tolist()
+        return sampling.sample_rows(logits_RO, settings).tolist()
     tokens_R = sampling.greedy(logits_RO)
-    if drawn:
-        settings = _settings([requests[index] for index in drawn], logits_RO.shape[1])
-        new = sampling.sample_rows(logits_RO[drawn], settings)
-        tokens_R[drawn] = new.to(tokens_R.device)
+    new = sampling.sample_rows(logits_RO[drawn], settings)
+    tokens_R[drawn] = new.to(tokens_R.device)
     return tokens_R.tolist()
 
 
-def _settings(requests: Sequence[Request], vocabulary: int) -> Tensor:
-    """Temperature, min-p, top-k, top-p and the random number of each request: [R, 5]."""
-    seeds = np.array([request.seed for request in requests], dtype=np.uint64)
-    positions = np.array([request.length for request in requests], dtype=np.uint64)
-    settings = np.empty((len(requests), 5))
-    settings[:, :4] = [
-        (max(one.temperature, COLDEST), one.min_p, min(one.top_k, vocabulary), one.top_p)
-        for one in (request.params for request in requests)
-    ]
-    settings[:, 4] = sampling.uniform(seeds, positions)
-    return torch.from_numpy(settings)
+class Draws:
+    """What the draws of one step after the other go by.
+
+    Most steps are for the requests of the step before. Their settings are then the same, and their
+    random numbers, which come from seeds and positions alone, were made AHEAD of time, many at once.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.table: np.ndarray = np.empty((0, 5))
+        self.first: np.ndarray = np.empty(
+            0, dtype=np.int64
+        )  # the position of each request's first number
+        self.numbers: np.ndarray = np.empty((0, 0))  # a row for each position from there on
+
+    def settings(self, requests: list[Request], vocabulary: int) -> Tensor:
+        """Temperature, min-p, top-k, top-p and the random number of each request: [R, 5]."""
+        positions = np.array([request.length for request in requests], dtype=np.int64)
+        if requests != self.requests:
+            self.requests, self.table = requests, np.empty((len(requests), 5))
+            self.table[:, :4] = [
+                (max(one.temperature, COLDEST), one.min_p, min(one.top_k, vocabulary), one.top_p)
+                for one in (request.params for request in requests)
+            ]
+            self._make(positions, 1)
+        ahead = positions - self.first
+        if ahead.min() < 0 or ahead.max() >= len(self.numbers):
+            self._make(positions, AHEAD)
+            ahead[:] = 0
+        self.table[:, 4] = self.numbers[ahead, np.arange(len(requests))]
+        return torch.from_numpy(self.table.copy())  # a copy to a GPU may still be on its way
+
+    def _make(self, positions: np.ndarray, count: int) -> None:
+        seeds = np.array([request.seed for request in self.requests], dtype=np.uint64)
+        every = positions + np.arange(count)[:, None]
+        found = sampling.uniform(np.broadcast_to(seeds, every.shape).ravel(), every.ravel())
+        self.first, self.numbers = positions, found.reshape(every.shape)
 
 
 def change_logits(logits_O: Tensor, request: Request) -> None:

@@ -14,6 +14,7 @@ The request that came first is never stopped, and any request fits alone: the en
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from fulgurite.serve.block_tables import BlockTables
@@ -76,13 +77,18 @@ class Scheduler:
         writing = [request for request in self.running if request.length - request.computed == 1]
         reading = [request for request in self.running if request.length - request.computed > 1]
         budget = self.step_tokens
-        for request in [*writing, *reading]:
-            count = min(request.length - request.computed, budget)
-            if count and request.state is State.RUNNING:
-                budget += self._make_room(request, request.computed + count, pieces)
-            if count and request.state is State.RUNNING:
-                pieces[request] = Piece(request, request.computed, count)
-                budget -= count
+        reserve, running = self.tables.reserve, State.RUNNING
+        for request in writing + reading:
+            start = request.computed
+            count = min(request.length - start, budget)
+            if not count or request.state is not running:
+                continue
+            if not reserve(request, start + count):
+                budget += self._make_room(request, start + count, pieces)
+                if request.state is not running:
+                    continue
+            pieces[request] = Piece(request, start, count)
+            budget -= count
         while budget and self.preemptions == preemptions and (admitted := self._admit()):
             count = min(admitted.length - admitted.computed, budget)
             room = self.tables.reserve(admitted, admitted.computed + count)
@@ -91,10 +97,13 @@ class Scheduler:
             budget -= count
         return list(pieces.values())
 
-    def done(self, piece: Piece) -> None:
-        """The keys of a piece are in the cache."""
-        piece.request.computed += piece.count
-        self.tables.publish(piece.request)
+    def done(self, pieces: Sequence[Piece]) -> None:
+        """The keys of these pieces are in the cache."""
+        publish = self.tables.publish if self.tables.reuse else None
+        for request, _, count in pieces:
+            request.computed += count
+            if publish is not None:
+                publish(request)
 
     def _make_room(self, request: Request, tokens: int, pieces: dict[Request, Piece]) -> int:
         """Preempt from the end of the line until the tokens fit, or the request itself went.

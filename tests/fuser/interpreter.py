@@ -90,6 +90,8 @@ def patch() -> None:
     ) -> Any:
         return store(self, at, value, as_bools(mask), *rest, **named)
 
+    as_first_supported(tl)
+
     builder.create_masked_load, builder.create_masked_store = (
         create_masked_load,
         create_masked_store,
@@ -156,3 +158,32 @@ def patch() -> None:
         return (self.to_tensor(function(data, axis=self.axis).astype(data.dtype), inputs[0].dtype),)
 
     interpreter.ScanOps.apply_impl = apply_scan
+
+
+def as_first_supported(tl: Any) -> None:
+    """Triton 3.9 as 3.6 is: minus subtracts from 0, literals of extremes are float32; stores don't convert."""
+    from triton.language.semantic import TritonSemantic as Semantic
+
+    def minus(self: Any, x: Any) -> Any:
+        zero = self.builder.get_null_value(x.type.scalar.to_ir(self.builder))
+        return self.sub(tl.core.tensor(zero, x.type.scalar), x, True)
+
+    def extreme(newer: Callable[..., Any]) -> Callable[..., Any]:
+        def older(self: Any, x: Any, y: Any, *rest: Any) -> Any:
+            return newer(self, self.to_tensor(x), self.to_tensor(y), *rest)
+
+        return older
+
+    converting = Semantic.store
+
+    def store(self: Any, at: Any, value: Any, *rest: Any) -> Any:
+        """Floats may be rounded and integers cut on the way to memory; other conversions there are not torch's."""
+        have, want = value.type.scalar, at.type.scalar.element_ty
+        rounded = have == tl.float32 and want.is_floating()
+        cut = have.is_int() and want.is_int() and want != tl.int1
+        truth = have.is_int() and numpy.isin(value.handle.data, (0, 1)).all()
+        assert have == want or rounded or cut or truth, f"a store makes {want} of {have}"
+        return converting(self, at, value, *rest)
+
+    Semantic.minus, Semantic.store = minus, store
+    Semantic.maximum, Semantic.minimum = extreme(Semantic.maximum), extreme(Semantic.minimum)

@@ -79,9 +79,16 @@ def fused(function: Callable[..., Any], *arguments: Any, mode: str = "fake") -> 
 
 
 def _fused(function: Callable[..., Any], arguments: Sequence[Any], mode: str) -> fuser.FusedRegion:
-    region = fuser.lower(trace(function, arguments, mode), use_triton=TARGET == "triton")
+    region = lowered(function, arguments, mode)
     compare(region(*arguments), function, arguments)
     return region
+
+
+def lowered(
+    function: Callable[..., Any], arguments: Sequence[Any], mode: str = "fake"
+) -> fuser.FusedRegion:
+    """The function's kernels for the target."""
+    return fuser.lower(trace(function, arguments, mode), use_triton=TARGET == "triton")
 
 
 def placed(argument: Any) -> Any:
@@ -103,7 +110,9 @@ def on_gpu(argument: Any) -> Any:
     """The same window onto the same memory, on the GPU."""
     if not isinstance(argument, torch.Tensor) or argument.is_cuda:
         return argument
-    memory = torch.empty(0, dtype=argument.dtype, device="cpu").set_(argument.untyped_storage()).cuda()
+    memory = (
+        torch.empty(0, dtype=argument.dtype, device="cpu").set_(argument.untyped_storage()).cuda()
+    )
     return memory.as_strided(argument.shape, argument.stride(), argument.storage_offset())
 
 

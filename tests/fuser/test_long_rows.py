@@ -5,10 +5,17 @@ In Triton's interpreter and on a GPU; `test_machine_code.py` looks at what becom
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+
+from fulgurite.fuser import pipeline_triton
+from fulgurite.fuser.schedule.base import analyse
+from fulgurite.fuser.schedule.gpu import GpuSchedule, choose_gpu_schedule
+from fulgurite.fuser.schedule.online import online_sums, replaced_waits
+from fulgurite.fuser.schedule.rows import count_passes
 
 from . import support
 from .support import fused
@@ -61,6 +68,8 @@ LONG = [
     ("softmax", 65537, F32),
     ("layer_norm", 65537, F32),
     ("add_rms_norm", 40001, F32),
+    ("rms_norm", 32768, F32),  # which registers would hold as float32, too
+    ("layer_norm", 20001, BF16),
     ("rms_norm", 4098, BF16),  # one block and edges
     ("softmax", 4097, BF16),
     ("layer_norm", 1027, BF16),
@@ -82,6 +91,36 @@ def test_long_rows_with_nan_and_infinity() -> None:
     for row, place in enumerate((0, 1, 3, 50253, 50255, 50256)):
         x[2 * row, place], x[2 * row + 1, place] = float("nan"), float("-inf")
     fused(lambda x: torch.softmax(x, -1), x.to(BF16))
+
+
+def together(schedule: GpuSchedule) -> GpuSchedule:
+    """The maximum and the exponentials in one walk, beside what is kept."""
+    facts = analyse(schedule.nest)
+    online = online_sums(schedule.nest, facts)
+    passes = count_passes(schedule.nest, replaced_waits(schedule.nest, facts, online))
+    return replace(schedule, online=online, passes=passes, group=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "dtype", "way"),
+    [
+        ("rms_norm", 131072, BF16, lambda s: replace(s, back=True)),
+        ("layer_norm", 65537, F32, lambda s: replace(s, back=True)),
+        ("layer_norm", 131073, BF16, lambda s: replace(s, back=True)),  # nothing kept
+        ("softmax", 65536, BF16, together),
+        ("softmax", 50257, BF16, together),
+    ],
+)
+def test_ways_that_measurements_try(name, width, dtype, way, monkeypatch) -> None:
+    """What `benchmarks/sweep_rows.py` times is right, too."""
+    monkeypatch.setattr(
+        pipeline_triton, "choose_gpu_schedule", lambda *known: way(choose_gpu_schedule(*known))
+    )
+    rows = 300 if support.TARGET == "cuda" else 9
+    function, arguments = case(name, rows, width, dtype)
+    arguments[0][1, [0, 3, width - 1]] = torch.tensor([float("-inf"), 90.0, 3.0]).to(dtype)
+    (kernel,) = fused(function, *arguments).kernels
+    assert kernel.schedule.back or kernel.schedule.online, f"{kernel.schedule}"
 
 
 @pytest.mark.parametrize("width", [16384, 8201])

@@ -63,6 +63,9 @@ def machine_code(schedule: GpuSchedule, wide: bool = False) -> Any:
         ("rms_norm", 131072, BF16),
         ("softmax", 131072, F32),
         ("rms_norm_backward", 16384, BF16),
+        ("rms_norm", 32768, F32),
+        ("rms_norm", 50257, BF16),
+        ("rms_norm", 65536, F32),
     ],
 )
 def test_nothing_is_spilled(name: str, width: int, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -95,7 +98,8 @@ def test_rows_that_start_anywhere_have_wide_accesses(
 def test_rows_that_are_aligned_have_no_edges() -> None:
     for width, dtype in ((4096, BF16), (4100, BF16), (4098, F32), (73728, BF16), (50258, F32)):
         assert not chosen("rms_norm", width, dtype).granule
-    assert chosen("rms_norm", 4098, BF16).granule == 4
+    assert chosen("rms_norm", 4098, BF16).granule == 8
+    assert chosen("softmax", 4098, BF16).granule == 4
 
 
 def test_rows_that_must_be_read_in_order_or_once_are_not_kept() -> None:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from . import support
 from .support import fused, oracle
 
 F = torch.nn.functional
@@ -99,6 +100,7 @@ UNARY |= {
     "threshold": lambda x: F.threshold(x, 0.1, 20.0),
     "clamp": lambda x: x.clamp(-1, 2),
     "clamp_min": lambda x: x.clamp(min=0.25),
+    "clamp_tenths": lambda x: x.clamp(0.1, 0.7),  # which float32 has not
     "nan_to_num": torch.nan_to_num,
     "pow2": lambda x: x**2,
     "pow3": lambda x: x**3,
@@ -114,9 +116,13 @@ UNARY |= {
     "fmod": lambda x: torch.fmod(x, -1.3),
     "to_int": lambda x: x.nan_to_num(0.0, 100.0, -100.0).to(torch.int32),
     "to_bool": lambda x: x.to(torch.bool),
+    "to_int8": lambda x: x.nan_to_num(0.0, 100.0, -100.0).to(torch.int8),
+    "neg_bit": lambda x: torch.signbit(-x.nan_to_num(1.0)),  # of zeros, too
     "to_bf16": lambda x: x.to(torch.bfloat16),
     "to_f16_and_back": lambda x: x.to(torch.float16).to(torch.float32) * 1,
 }
+
+SIXTHS = {name: UNARY[name] for name in ("hardsigmoid", "hardswish")}
 
 BINARY = {
     "add": torch.add,
@@ -169,8 +175,20 @@ def test_unary(dtype: torch.dtype) -> None:
     if dtype != torch.float32:
         # chains that go through a half width of their own
         skipped = {"to_f16_and_back"}
+    if dtype == torch.float64 and support.TARGET == "cuda":
+        skipped |= set(SIXTHS)
     table = {name: f for name, f in UNARY.items() if name not in skipped}
     fused(lambda x: all_of(table, x), odd_numbers(dtype))
+
+
+def test_sixths_of_doubles() -> None:
+    """Against the formula: CUDA's eager functions multiply by a sixth that is rounded to float32."""
+    x = odd_numbers(torch.float64)
+    sixths = (x + 3).clamp(0, 6) / 6
+    arguments = (support.placed(x),)
+    region = support.lowered(lambda x: all_of(SIXTHS, x), arguments)
+    for ours, exact in zip(region(*arguments), (sixths, x * sixths), strict=True):
+        support.close(ours.cpu(), exact, exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

@@ -257,6 +257,9 @@ def test_sums_of_bools_as_bools() -> None:
     x = torch.zeros(5, 17, dtype=torch.bool)
     x[2], x[3, 4] = True, True
     fused(lambda x: tuple(x.sum(d, dtype=torch.bool) for d in (0, 1, (0, 1))), x)
+    x = torch.ones(3, 256, dtype=torch.bool)  # as many as a byte has no room for
+    x[1, 7] = False
+    fused(lambda x: (x.sum(1, dtype=torch.bool), x.prod(1, dtype=torch.bool), x.sum(1)), x)
 
 
 def test_what_a_kernel_cant_store_reads_its_reduction() -> None:

@@ -110,8 +110,9 @@ def test_dynamic_lengths(length):
 
 def test_norms_of_long_rows():
     torch.manual_seed(0)
-    x, w = torch.randn(9, 33000) * 3 + 5, torch.randn(33000)
-    region = fused(lambda x, w: torch.nn.functional.layer_norm(x, (33000,), w), x, w)
+    rows = 600 if support.TARGET == "cuda" else 9  # fewer leave a GPU idle: parts are reduced
+    x, w = torch.randn(rows, 70001) * 3 + 5, torch.randn(70001)
+    region = fused(lambda x, w: torch.nn.functional.layer_norm(x, (70001,), w), x, w)
     if support.TARGET != "cpp":
         (kernel,) = region.kernels
         assert kernel.schedule.passes == 2, "statistics, and what is made of them"

@@ -48,7 +48,7 @@ def amax_exp_sum_0(arg1_1, arg0_1, sum_3_parts, sum_2_parts):
         sum_1 = tl.sum(tl.where(j_in, exp, 0.0), 0)
         log = tl.log(sum_1)
         sub_1 = sub - log
-        neg = -sub_1
+        neg = -1.0 * sub_1
         where_1 = tl.where(ne_1, neg, 0.0)
         sum_3_part += where_1
         ne_2 = arg1_1_i != (-100)

@@ -57,6 +57,6 @@ def amax_exp_sum_0(arg1_1, arg0_1, where_1_out):
     log = tl.log(sum_1)
     sub_1 = sub - log
     _to_copy_1 = sub_1.to(tl.bfloat16).to(tl.float32)
-    neg = -_to_copy_1
+    neg = -1.0 * _to_copy_1
     where_1 = tl.where(ne_1, neg, 0.0)
     tl.store(where_1_out + i, where_1)

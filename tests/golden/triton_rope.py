@@ -20,7 +20,7 @@ def neg_cat_0(arg1_1, arg0_1, arg2_1, add_out):
     inside = k < 32
     arg0_1_ijk_2 = tl.load(arg0_1 + ij * 64 + k + 32, mask=inside)
     arg0_1_ijk_3 = tl.load(arg0_1 + ij * 64 + k - 32, mask=~inside)
-    cat = tl.where(inside, (-arg0_1_ijk_2), arg0_1_ijk_3)
+    cat = tl.where(inside, (-1.0 * arg0_1_ijk_2), arg0_1_ijk_3)
     mul_1 = cat * arg2_1_ijk
     add = mul + mul_1
     tl.store(add_out + ij * 64 + k, add)

@@ -11,7 +11,13 @@ from fulgurite.kernels.cpu import quantize as kernels
 from fulgurite.kernels.quantize import quantize, reference
 from fulgurite.quant import FORMATS, codec, resolve
 
-NAMES = [name for name, format in FORMATS.items() if format.family != "cast" and "_k" not in name]
+# what GGUF's blocks are regrouped into, and the K formats, whose scales are searched for
+IN_PLAIN_TORCH = ("int8_g16", "int8_g32", "int4_g32_min", "q4_k", "q6_k")
+NAMES = [
+    name
+    for name, format in FORMATS.items()
+    if format.family != "cast" and name not in IN_PLAIN_TORCH
+]
 ANY_WIDTH = [name for name in NAMES if FORMATS[name].may_end_early or FORMATS[name].block[1] == 0]
 SHAPES = [
     (1, 128),

@@ -115,3 +115,47 @@ def test_gradients_and_biases_of_some_are_left_alone():
     found = joined.linears(x, modules)
     assert calls == []
     torch.testing.assert_close(found[0], modules[0](x))
+
+
+def test_what_was_seen_is_looked_at_again():
+    """Weights that are written to, moved, exchanged or listened to."""
+    modules, x = some_linears(bias=True), torch.randn(3, 8)
+    joined.lay_together(modules)
+
+    def agrees(kernels):
+        calls.clear()
+        found = joined.linears(x, modules)
+        assert len(calls) == kernels
+        for ours, module in zip(found, modules, strict=True):
+            torch.testing.assert_close(ours, module(x))
+
+    agrees(1)
+    agrees(1)
+    modules[1].weight.mul_(2)
+    agrees(1)
+    modules[1].weight.data = torch.randn(4, 8)
+    agrees(0)
+    joined.lay_together(modules)
+    agrees(1)
+    modules[2].bias = nn.Parameter(torch.randn(4))
+    agrees(0)
+    joined.lay_together(modules)
+    agrees(1)
+    modules[0].weight = nn.Parameter(torch.randn(12, 8))
+    agrees(0)
+    joined.lay_together(modules)
+    handle = modules[1].register_forward_hook(lambda module, given, out: out + 1)
+    agrees(0)
+    handle.remove()
+    agrees(1)
+    modules[2] = nn.Linear(8, 4)
+    agrees(0)
+
+
+def test_many_rows_go_to_the_library():
+    gate, up = (nn.Linear(8, 6) for _ in range(2))
+    x = torch.randn(joined.MOST_FUSED + 1, 8)
+    joined.lay_together((gate, up))
+    found = joined.gated(x, gate, up, "silu")
+    assert calls == []
+    torch.testing.assert_close(found, nn.functional.silu(gate(x)) * up(x))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,14 @@ from fulgurite.kernels.triton import (
     grouped_dense,
     grouped_fp8,
     grouped_matmul,
+    grouped_packed,
     grouped_tiles,
     launch,
     linear,
     moe,
     routing,
 )
+from fulgurite.kernels.triton.tiles import Tile
 from fulgurite.quant import quantize
 
 from .compile_support import compile_launches, stack_bytes
@@ -63,6 +66,7 @@ def test_grouped_matmul(format: str, tokens: int, monkeypatch: pytest.MonkeyPatc
         *compile_launches(grouped_matmul, monkeypatch),
         *compile_launches(grouped_dense, monkeypatch),
         *compile_launches(few_rows, monkeypatch),
+        *compile_launches(grouped_packed, monkeypatch),
     ]
     compile_launches(grouped_tiles, monkeypatch)
     experts, hidden, inner = 8, 1024, 512
@@ -78,19 +82,53 @@ def test_grouped_matmul(format: str, tokens: int, monkeypatch: pytest.MonkeyPatc
         grouped_matmul.grouped_matmul(
             x, rows, None, factors, ends, data, scales, format, bias, "none", gate, 1.7, 7.0
         )
-    assert sum(len(kernel.kernels) for kernel in kernels) == 2
+    made = [m for kernel in kernels for m in kernel.kernels if "arrange" not in m.metadata.name]
+    assert len(made) == 2
+    if tokens >= 64 and format in ("nvfp4", "mxfp4", "int4_g128"):  # from registers
+        assert all(m.metadata.name == "grouped_packed_kernel" for m in made)
+        assert all(re.search(r"wgmma\.mma_async[^;]*\}, *\{", m.asm["ptx"]) for m in made)
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "int4_g128", "fp8_e4m3_128x128", "int8"])
-def test_few_tokens(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", [16, 32, 64, 128, 256])
+def test_nibbles_stay_in_registers(
+    rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each tile of rows that there may be: nothing is decoded by way of memory, nothing spilled."""
+    compile_launches(grouped_tiles, monkeypatch)
+    kernels = compile_launches(grouped_packed, monkeypatch)
+    tile = Tile(rows, 128, 128, warps=8 if rows > 64 else 4, stages=3)
+    monkeypatch.setattr(grouped_packed, "packed_tile", lambda *_: tile)
+    packed = quantize(torch.ones(8, 1024, 512), "nvfp4")
+    order, ends = torch.zeros(2048, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    data, scales = packed.packed, list(packed.scales.values())
+    x = torch.empty(256, 512, dtype=BF16)
+    grouped_matmul.grouped_matmul(
+        x, order, None, None, ends, data, scales, "nvfp4", None, "none", "silu", 0.0, 0.0
+    )
+    (made,) = (m for k in kernels for m in k.kernels if m.metadata.name == "grouped_packed_kernel")
+    loop = made.asm["ttgir"].split("scf.for")[1].split("scf.yield")[0]
+    assert "local_store" not in loop and "local_alloc %" not in loop
+    assert stack_bytes(made, tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    "format, activations",
+    [
+        *((format, "none") for format in ("nvfp4", "mxfp4", "int4_g128", "int8")),
+        ("fp8_e4m3_128x128", "none"),
+        ("fp8_e4m3_128x128", "fp8_e4m3_1x128"),
+    ],
+)
+def test_few_tokens(format: str, activations: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = [
         *compile_launches(few_packed, monkeypatch),
         *compile_launches(few_rows, monkeypatch),
     ]
+    monkeypatch.setattr(few_packed, "quantize", lambda x, format: quantize_parts(x, format, None))
     up, down = (quantize(torch.ones(8, n, 512), format) for n in (1024, 768))
-    x, chosen = torch.empty(1, 512, dtype=BF16), torch.zeros(1, 2, dtype=torch.int64)
+    x, chosen = torch.ones(1, 512, dtype=BF16), torch.zeros(1, 2, dtype=torch.int64)
     out = few_packed.experts_packed(
-        x, chosen, torch.ones(1, 2), up, down, "silu", 0.0, 0.0, None, None
+        x, chosen, torch.ones(1, 2), up, down, "silu", 0.0, 0.0, None, None, (activations,) * 2
     )
     assert out.shape == (1, 768) and [len(kernel.kernels) for kernel in kernels] == [1, 1]
 

@@ -60,6 +60,14 @@ def test_narrow(name, pages):
     close(run(tensors, options), tensors, options, 2 * torch.finfo(query).eps)
 
 
+@pytest.fixture(autouse=True)
+def planned_anew():
+    """Layouts are kept, and some tests plan them in other ways."""
+    triton_attention.layout.cache_clear()
+    yield
+    triton_attention.layout.cache_clear()
+
+
 @pytest.mark.parametrize("splits", [3])
 @pytest.mark.parametrize("name", ["decode, long", "nobody's tokens", "sinks, window", "latent"])
 def test_splits(name, splits, monkeypatch):

@@ -10,6 +10,7 @@ from .triton_support import DEVICE, INTERPRETED  # isort: skip
 from fulgurite.kernels.moe import Gate
 from fulgurite.kernels.routing import FEW_TOKENS
 from fulgurite.kernels.triton import few_experts
+from fulgurite.quant import quantize
 
 SILU = Gate("silu")
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
@@ -109,3 +110,97 @@ def test_what_is_left_to_others():
     assert few_experts.experts(given["x"][:1].double(), *routes, *rest) is NotImplemented
     turned = (given["gate_up"].mT.contiguous().mT, *rest[1:])
     assert few_experts.experts(given["x"][:1], *routes, *turned) is NotImplemented
+
+
+# ---- FP8 rows times FP8 weights ------------------------------------------------------------------
+
+ROWS, TILES = "fp8_e4m3_1x128", "fp8_e4m3_128x128"
+PLAIN = ("none", "none")
+
+
+def in_blocks(x):
+    return quantize(x.float(), ROWS).dequantize(torch.float32).double()
+
+
+def packed_layer(experts, hidden, inner):
+    """Weights packed, the same decoded, and a token of numbers that differ much."""
+    shapes = (experts, 2 * inner, hidden), (experts, hidden, inner)
+    packed = [quantize(torch.randn(shape) / shape[2] ** 0.5, TILES) for shape in shapes]
+    x = torch.randn(1, hidden).bfloat16()
+    x[:, : hidden // 2] *= 30
+    return packed, [weight.dequantize(torch.float32).double() for weight in packed], x
+
+
+@pytest.mark.parametrize("hidden, inner", [(128, 128), (384, 256), (200, 130)])
+def test_rows_are_rounded_to_fp8(hidden, inner):
+    packed, (up, down), x = packed_layer(4, hidden, inner)
+    check_rounding(packed, up, down, x, (ROWS, "none"))
+
+
+def test_what_is_between_the_matmuls_is_rounded_to_fp8():
+    """x and the first weight are such that it is exact before: the interpreter cuts bits off."""
+    _, (_, down), x = packed_layer(4, 128, 256)
+    up = torch.zeros(4, 512, 128)
+    up[:, :256, 0], up[:, ::128, 1] = 0.25, 448.0  # the gate is 112 for all; blocks' scales are 1
+    up[:, 256:, 0] = torch.randint(-8, 9, (4, 256))
+    x = torch.zeros(1, 128).bfloat16()
+    x[0, 0] = 448.0
+    packed = [quantize(weight.float(), TILES) for weight in (up, down)]
+    up, down = (weight.dequantize(torch.float32).double() for weight in packed)
+    check_rounding(packed, up, down, x, ("none", ROWS))
+    check_rounding(packed, up, down, x, (ROWS, ROWS))
+
+
+def check_rounding(packed, up, down, x, activations):
+    """Near the definition, and not near what it is without rounding."""
+    chosen, weights = torch.tensor([[2, 0, 7]]), torch.rand(1, 3)
+    given = [t.to(DEVICE) for t in (x, chosen, weights, *packed)]
+
+    def ours(*activations):
+        out = few_experts.experts(*given, "silu", 0.0, 0.0, None, None, activations)
+        return out[0].double().cpu()
+
+    def definition(of_x, of_h):
+        h = of_h(SILU(up[chosen[0, :2]] @ of_x(x)[0]).bfloat16())
+        return (weights[0, :2, None] * (down[chosen[0, :2]] @ h[:, :, None])[..., 0]).sum(0)
+
+    def error(found, wanted):
+        return ((found - wanted).norm() / wanted.norm()).item()
+
+    def rounding(format):
+        return torch.Tensor.double if format == "none" else in_blocks
+
+    neither = definition(torch.Tensor.double, torch.Tensor.double)
+    wanted = definition(*map(rounding, activations))
+    assert error(ours("none", "none"), neither) < 0.01
+    assert error(ours(*activations), wanted) < 0.01 < error(neither, wanted)
+
+
+def test_scales_of_powers_of_two_change_nothing():
+    """Rows whose largest number is 448 are codes already: the same bits with and without rounding."""
+    packed, _, x = packed_layer(4, 256, 128)
+    x = (x.float().clamp(-2, 2).mul(4).round() * 8).bfloat16()
+    x[:, ::128] = 448.0
+    given = [t.to(DEVICE) for t in (x, torch.tensor([[1, 3]]), torch.rand(1, 2), *packed)]
+    rest = ("silu", 0.0, 0.0, None, None)
+    assert torch.equal(in_blocks(x), x.double())
+    rounded = few_experts.experts(*given, *rest, (ROWS, "none"))
+    assert torch.equal(rounded, few_experts.experts(*given, *rest, PLAIN))
+
+
+def test_rounding_asks_for_weights_in_the_same_blocks():
+    packed = [quantize(torch.randn(4, n, 128), "fp8_e4m3_row").to(DEVICE) for n in (256, 128)]
+    x, chosen = torch.randn(1, 128).bfloat16().to(DEVICE), torch.zeros(1, 2, dtype=torch.int64)
+    given = (
+        x,
+        chosen.to(DEVICE),
+        torch.rand(1, 2).to(DEVICE),
+        *packed,
+        "silu",
+        0.0,
+        0.0,
+        None,
+        None,
+    )
+    assert few_experts.experts(*given, (ROWS, ROWS)) is NotImplemented
+    assert few_experts.experts(*given, PLAIN) is not NotImplemented

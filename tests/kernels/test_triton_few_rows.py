@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fulgurite.kernels import grouped_matmul as plain
-from fulgurite.quant import QuantTensor, quantize, resolve
+from fulgurite.quant import QuantTensor, quantize, regroup, resolve
 
 from .triton_support import DEVICE, INTERPRETED, on_device
 
@@ -20,6 +20,7 @@ from fulgurite.kernels.triton.few_tiles import FewTile  # isort: skip
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 NIBBLES = ["nvfp4", "mxfp4", "int4_g128", "int4_g64_asym"]
 OTHERS = ["int8", "fp8_e4m3_row", "fp8_e4m3_128x128", "fp8_e5m2_row", "mxfp8_e4m3"]
+GROUPS = ["int4_g32", "int4_g32_asym", "int4_g32_min", "int8_g16", "int8_g32"]
 
 
 def parts_of(packed: QuantTensor) -> tuple[Tensor, list[Tensor]]:
@@ -40,24 +41,52 @@ def few(x: Tensor, packed: QuantTensor, tile: FewTile, **more: object) -> Tensor
     return out
 
 
-def near(ours: Tensor, exact: Tensor, terms: int) -> bool:
+def near(ours: Tensor, exact: Tensor, terms: int, rounded: bool = False) -> bool:
     rounding = torch.finfo(ours.dtype).eps * (1 if INTERPRETED else 0.5)  # it cuts bits off
+    rounding *= 2 if rounded else 1  # so are the weights
     error = (ours.cpu().double() - exact).norm()
     return bool(error <= (rounding + terms**0.5 * 2.0**-22) * exact.norm())
 
 
 def depth_of(format: str) -> int:
-    return min(128, resolve(format).block[1] or 128) if "int4" in format else 128
+    return launch.weight_of(resolve(format)).depth if "int4" in format else 128
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # of the first turn of MXFP4
-@pytest.mark.parametrize("format", [*NIBBLES, *OTHERS])
+@pytest.mark.parametrize("format", [*NIBBLES, *OTHERS, *GROUPS])
 @pytest.mark.parametrize("rows, m", [(1, 1), (4, 3), (16, 15), (8, 9)])
 def test_rows_of_x(format: str, rows: int, m: int) -> None:
     packed = quantize(torch.randn(37, 384) * torch.randn(37, 1).exp(), format)
     x = torch.randn(m, 384).bfloat16()
     found = few(x, packed, FewTile(16, depth_of(format), 2, 2, rows))
-    assert near(found, x.double() @ packed.dequantize(torch.float32).double().t(), 384)
+    exact = x.double() @ packed.dequantize(torch.float32).double().t()
+    assert near(found, exact, 384)
+
+
+@pytest.mark.parametrize("format", GROUPS)
+@pytest.mark.parametrize("k", [32, 160, 416])
+def test_groups_of_integers(format: str, k: int) -> None:
+    """float16 rows too; columns that fill no step; one weight stands out, so its place is right."""
+    dense = torch.zeros(21, k)
+    dense[3, k - 1], dense[20, 0] = 5.0, -3.0
+    packed = quantize(dense + torch.randn(21, k) / 64, format)
+    for dtype in (torch.float16, torch.bfloat16):
+        x = torch.randn(2, k).to(dtype)
+        found = linear.quant_linear(x.to(DEVICE), *parts_of(packed), format)
+        exact = x.double() @ packed.dequantize(torch.float32).double().t()
+        assert found.dtype == dtype and near(found, exact, k)
+
+
+def test_weights_of_gguf_regrouped() -> None:
+    """A file's blocks, as a GPU reads them, by the few rows' kernel and by the tiled one."""
+    for name in ("q4_0", "q4_1", "q8_0", "q4_k", "q6_k"):
+        packed = quantize(torch.randn(20, 512), name)
+        grouped = regroup(packed)
+        for m in (1, 17):
+            x = torch.randn(m, 512).bfloat16()
+            found = linear.quant_linear(x.to(DEVICE), *parts_of(grouped), grouped.format.name)
+            exact = x.double() @ packed.dequantize(torch.float32).double().t()
+            assert near(found, exact, 512, rounded=m > few_tiles.FEW), (name, m)
 
 
 @pytest.mark.parametrize("tile", [(16, 64, 1), (32, 256, 2), (16, 128, 4), (64, 128, 2)], ids=str)
@@ -160,7 +189,9 @@ def test_few_and_more_rows_of_experts_agree() -> None:
         assert near(linear.grouped_quant_linear(*given), wanted, 128)
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "int4_g64_asym", "int8", "fp8_e4m3_128x128"])
+@pytest.mark.parametrize(
+    "format", ["nvfp4", "mxfp4", "int4_g64_asym", "int4_g32_min", "int8", "fp8_e4m3_128x128"]
+)
 @pytest.mark.parametrize("tokens, per_token", [(1, 3), (1, 8), (2, 2)])
 def test_a_token_and_its_experts(format: str, tokens: int, per_token: int) -> None:
     """Both matmuls, the gate and the weighted sum in two kernels; one pair has no expert."""

@@ -151,24 +151,38 @@ def test_no_tokens() -> None:
     assert found[0].shape == (0, 128) and found[1].shape == (0, 1)
 
 
-@pytest.mark.parametrize("unit", [0, 16])
+@pytest.mark.parametrize("most, unit", [(32, 0), (48, 16), (32, 16)])
 @pytest.mark.parametrize("ends", [[0, 0], [3, 40], [33, 33], [0, 100], [49, 98]])
-def test_the_map_holds_each_row_once(ends: list[int], unit: int) -> None:
-    """Tiles of 32 rows, or of 48 and 32: then an expert has as few as there can be."""
-    most = 3 * unit or 32
+def test_the_map_holds_each_row_once(ends: list[int], most: int, unit: int) -> None:
+    """Tiles of the most rows, or also of a unit less: then an expert has as few as there can be."""
     given = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
     made, tiles = grouped_tiles.tile_map(given, 100, most, unit)
     owners: dict[int, int] = {}
     used, worked = [0, 0, 0], [0, 0, 0]
-    for expert, start, end, _ in made.cpu().tolist():
+    for expert, start, end, *_ in made.cpu().tolist():
         for row in range(start, end):
             assert row not in owners and end - start <= most
             owners[row] = expert
         used[expert] += end > start
-        worked[expert] += (end > start) * (48 if end - start > 32 else 32)
+        worked[expert] += (end > start) * (most if end - start > most - unit else most - unit)
     counts = [ends[0], ends[1] - ends[0], 100 - ends[1]]
     assert owners == {row: sum(row >= end for end in ends) for row in range(100)}
     assert len(made) == tiles and used == [-(-count // most) for count in counts]
     if unit:
-        spare = [work - count for work, count in zip(worked, counts, strict=True) if count > unit]
+        least = most - unit
+        spare = [work - count for work, count in zip(worked, counts, strict=True) if count > least]
         assert all(0 <= rows < unit for rows in spare)
+
+
+def test_programs_take_one_expert_after_the_other() -> None:
+    """Each tile of rows by each tile of columns, once; an expert's rows before its next columns."""
+    ends = torch.tensor([40, 45, 45, 141], dtype=torch.int32, device=DEVICE)
+    made, tiles = grouped_tiles.tile_map(ends, 150, 32)
+    columns, order = 3, []
+    for program in range(tiles * columns):
+        line = made[program // columns].tolist()
+        within = program - line[3] * columns
+        order.append((line[3] + within % line[4], within // line[4]))
+    assert sorted(order) == [(tile, column) for tile in range(tiles) for column in range(columns)]
+    assert order[:6] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]  # 40 rows: two tiles
+    assert [made[tile, 0].item() for tile, _ in order] == sorted(made[:, 0].repeat(3).tolist())

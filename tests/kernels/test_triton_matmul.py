@@ -24,7 +24,9 @@ WEIGHTS = [
     *("fp8_e4m3_tensor", "fp8_e4m3_row", "fp8_e4m3_1x128", "fp8_e4m3_128x128", "fp8_e5m2_row"),
     *("int8", "mxfp8_e4m3", "mxfp8_e5m2", "mxfp4", "nvfp4"),
     *("int4_g64", "int4_g128", "int4_g64_asym", "int4_g128_asym"),
+    *("int4_g32", "int4_g32_asym", "int4_g32_min", "int8_g16", "int8_g32"),
 ]
+ROUNDED = ("int4_g32", "int4_g32_asym", "int4_g32_min", "int8_g16", "int8_g32")
 PAIRS = [
     ("fp8_e4m3_tensor", "fp8_e4m3_tensor"),
     ("fp8_e5m2_tensor", "fp8_e4m3_tensor"),
@@ -40,9 +42,12 @@ PAIRS = [
 ]
 
 
-def near(ours: Tensor, exact: Tensor, terms: int, float8: bool = False) -> bool:
-    """`float8`: a Hopper's tensor cores add products of float8 with 13 bits behind the point."""
-    rounding = torch.finfo(ours.dtype).eps * (1 if INTERPRETED else 0.5)  # it cuts bits off
+def near(ours: Tensor, exact: Tensor, terms: int, float8: bool = False, format: str = "") -> bool:
+    """`float8`: a Hopper's tensor cores add products of float8 with 13 bits behind the point. Weights
+    of some formats are rounded to 16 bits where rows are many."""
+    half = 1 if INTERPRETED else 0.5  # it cuts bits off
+    rounding = torch.finfo(ours.dtype).eps * half
+    rounding += torch.finfo(torch.bfloat16).eps * half if format in ROUNDED else 0.0
     allowed = rounding + terms**0.5 * 2.0**-22 + (2.0**-11 if float8 and not INTERPRETED else 0.0)
     return bool((ours.cpu().double() - exact.cpu()).norm() <= allowed * exact.norm())
 
@@ -60,7 +65,7 @@ def test_weight_only(format, m, n, k):
     data, *scales = on_device(weight.packed, *weight.scales.values())
     ours = linear.quant_linear(x.to(DEVICE), data, scales, format, bias.to(DEVICE))
     assert ours.shape == (m, n) and ours.dtype == torch.bfloat16
-    assert near(ours, exact, k)
+    assert near(ours, exact, k, format=format)
 
 
 @pytest.mark.parametrize("split", [2, 5])
@@ -97,7 +102,8 @@ def test_few_and_many_rows_by_either_kernel(format):
             ours = launch.matmul(
                 x.to(DEVICE), None, None, data, scales, entry, kind, None, torch.float32, tile
             )
-            assert near(ours, exact, 384), (m, tile)
+            rounded = format if isinstance(tile, tiles.Tile) else ""
+            assert near(ours, exact, 384, format=rounded), (m, tile)
 
 
 @pytest.mark.parametrize("left, right", PAIRS)
@@ -203,7 +209,7 @@ def test_weights_in_blocks(format, dtype):
         data, *scales = on_device(weight.packed, *weight.scales.values())
         ours = linear.quant_linear(x.to(DEVICE), data, scales, format, bias.to(DEVICE))
         assert ours.shape == (m, n) and ours.dtype == dtype
-        assert near(ours, exact, k)
+        assert near(ours, exact, k, format=format)
 
 
 def test_what_only_the_reference_takes():

@@ -166,7 +166,7 @@ def test_a_static_scale():
 
 def test_what_only_the_oracle_has():
     x = torch.randn(2, 256)
-    for format in ("q4_0", "q4_k", "bf16", "int4_g128_asym"):
+    for format in ("q4_0", "q4_k", "bf16", "int4_g128_asym", "int4_g32_min", "int8_g32"):
         assert kernels.quantize(x, format) is NotImplemented
     assert kernels.quantize(x.double(), "int8") is NotImplemented
     assert kernels.quantize(x[:0], "int8") is NotImplemented

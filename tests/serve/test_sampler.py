@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fulgurite.kernels import sampling
 from fulgurite.serve.request import Request, SamplingParams
-from fulgurite.serve.sampler import change_logits, choose
+from fulgurite.serve.sampler import AHEAD, Draws, change_logits, choose
 
 transformers = pytest.importorskip("transformers", reason="transformers is what these compare with")
 
@@ -238,3 +238,43 @@ def test_greedy_beside_sampling_in_one_batch() -> None:
 
 def test_greedy_takes_the_smallest_of_equals() -> None:
     assert choose(torch.tensor([[1.0, 2.0, 2.0]]), [request(SamplingParams())]) == [1]
+
+
+def test_draws_ahead_are_those_of_each_step():
+    """Over the edge of what is made at once; requests go, come, and stand at other positions."""
+    hot = SamplingParams(temperature=0.7, top_k=500, top_p=0.9, seed=4)
+    cold = SamplingParams(temperature=1e-40, min_p=0.1, seed=2**64 - 1)
+    rows = [request(hot), request(cold, reply=(1, 2, 3)), request(SamplingParams(temperature=2.0))]
+    draws = Draws()
+    for step in range(2 * AHEAD + 3):
+        if step == 5:
+            del rows[1]
+        if step == AHEAD:
+            rows.insert(0, request(cold))
+        if step == AHEAD + 9:
+            rows[0].length -= 4  # as no request does
+        numbers = sampling.uniform(
+            np.array([one.seed for one in rows], dtype=np.uint64),
+            np.array([one.length for one in rows], dtype=np.uint64),
+        )
+        wanted = [
+            [max(p.temperature, 1e-30), p.min_p, min(p.top_k, 100), p.top_p, number]
+            for p, number in zip((one.params for one in rows), numbers, strict=True)
+        ]
+        found = draws.settings(list(rows), 100)
+        assert found.tolist() == wanted
+        for one in rows:
+            one.append(1)
+            assert found.tolist() == wanted, "settings that were handed out have changed"
+
+
+def test_engines_draws_give_the_same_tokens():
+    logits = torch.randn(3, 40)
+    rows = [request(SamplingParams(temperature=1.0, seed=seed)) for seed in range(2)]
+    rows.insert(1, request(SamplingParams()))
+    draws = Draws()
+    for _ in range(AHEAD + 2):
+        tokens = choose(logits, rows, draws)
+        assert tokens == choose(logits, rows)
+        for one, token in zip(rows, tokens, strict=True):
+            one.append(token)

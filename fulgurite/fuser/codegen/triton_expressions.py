@@ -279,8 +279,10 @@ class Body(Lines):
         call = "{" not in chosen
         start = 1 if operation.name == "where" else 0
         rest = operation.arguments[start:]
+        fits = chosen.startswith("tl.") or operation.name in ("maximum", "minimum")
+        # a literal among doubles may be rounded to float32 first (Triton 3.6, tl.maximum)
         if all(isinstance(a, Constant) for a in rest) or (
-            call and not chosen.startswith("tl.") and operation.name not in ("maximum", "minimum")
+            call and (not fits or source == torch.float64)
         ):
             for k, argument in enumerate(operation.arguments):
                 if isinstance(argument, Constant):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..expression import Load
 from ..schedule.gpu_kept import kept_loads
-from .triton_aligned import block_positions
+from .triton_aligned import block_positions, edge_positions
 from .triton_writer import Writer
 
 
@@ -60,6 +60,12 @@ def read_kept(w: Writer) -> None:
         load: b.fresh(f"{b.names[load.name]}_kept")
         for load in kept_loads(w.nest, w.facts, w.schedule.passes)
     }
+    if w.aligned is not None:
+        with b.loop(f"for {b.fresh('edge')} in tl.static_range(1):"):
+            edge_positions(w)
+            for load, name in w.kept.items():
+                w.edges[load] = b.fresh(f"{name}_edges")
+                b.line(f"{w.edges[load]} = {b.read_text(load, b.mask_text(b.axes(load)))}")
     for name in w.kept.values():
         b.line(f"{name} = ()")
     for walk in kept_walks(w):

@@ -79,8 +79,9 @@ def one_pass(w: Writer, step: int) -> None:
     accumulators = open_sums(w, [x for x in sums if x.name not in about])
     streams = {x.name: open_squares(w, x) for x in sums if x.name in about}
     open_scans(w)
+    ready = [x for x in sums if x.name not in online]
+    edges = {} if stores else walk_edges(w, ready, stores)
     b.walk = step
-    edges = walk_edges(w, sums, stores)
     for walk in body_walks(w, step):
         first = b.fresh(f"{axis.name}0")
         with b.loop(f"for {first} in {walk.steps}:"):
@@ -97,6 +98,8 @@ def one_pass(w: Writer, step: int) -> None:
                 w.store(store)
             w.forget(b.depth)
     b.kept = {}
+    if stores:  # last: nothing waits for what edges still have to read
+        edges = walk_edges(w, ready, stores)
     close_sums(w, sums, accumulators, streams, edges)
 
 
@@ -106,6 +109,7 @@ def walk_edges(w: Writer, sums: list[Local], stores: list[Store]) -> dict[str, s
     if not w.schedule.granule:
         return {}
     found = {x.name: b.fresh(f"{x.name}_edges") for x in sums}
+    b.walk, b.kept = 0, dict(w.edges)  # few elements: what is made of them may stay
     with b.loop(f"for {b.fresh('edge')} in tl.static_range(1):"):
         edge_positions(w)
         pass_values(w, [x.expression for x in sums])
@@ -116,6 +120,7 @@ def walk_edges(w: Writer, sums: list[Local], stores: list[Store]) -> dict[str, s
         for store in stores:
             w.store(store)
         w.forget(b.depth)
+    b.kept = {}
     return found
 
 
@@ -150,8 +155,9 @@ def close_sums(
             close_squares(w, x, streams[x.name], name)
         elif x.name in online:
             best, m = accumulators[online[x.name]], b.names[online[x.name]]
-            text = f"{accumulators[x.name]} * tl.exp({best} - {m})"
-            b.line(f"{name} = {w.reduced(x, text, axis)}")
+            text = w.reduced(x, f"{accumulators[x.name]} * tl.exp({best} - {m})", axis)
+            edges |= walk_edges(w, [x], [])  # which wait for the maximum
+            b.line(f"{name} = {combined(w, x, edges[x.name], text) if edges else text}")
         else:
             text = w.reduced(x, accumulators[x.name], axis)
             b.line(f"{name} = {combined(w, x, edges[x.name], text) if x.name in edges else text}")
@@ -179,8 +185,12 @@ def body_walks(w: Writer, step: int) -> list[Walk]:
         return [Walk(w.range("0", b.index(axis.size), block, ahead), None)]
     (size, full), start = extent(w), kept_end(w)
     found = []
+    back = w.schedule.back and step % 2 == 1
     if start < full:
-        found.append(Walk(w.range(str(start), str(full), block, ahead), True))
+        steps = w.range(str(start), str(full), block, ahead)
+        if back:
+            steps = w.range(str(full - block), str(start - block), -block, ahead)
+        found.append(Walk(steps, True))
     if max(start, full) < size or not size:
         last = max(start, full)
         # one block at most where edges are apart, whose block is smaller: no loop of Triton's allows that
@@ -188,6 +198,8 @@ def body_walks(w: Writer, step: int) -> list[Walk]:
         steps = unrolled if w.schedule.granule else w.range(str(last), str(size), block)
         found.append(Walk(steps, False))
     kept = kept_walks(w)
+    if back:
+        return found[::-1] + kept  # what was read last comes first
     # first what is read, beside what is on its way, then what waits for both; later while results are written
     return found + kept if step == 0 and not w.schedule.about else kept + found
 

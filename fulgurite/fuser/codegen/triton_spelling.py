@@ -16,7 +16,7 @@ SPELLING: dict[str, str] = {
     "sub": "({0} - {1})",
     "mul": "({0} * {1})",
     "div": "({0} / {1})",
-    "neg": "(-{0})",
+    "neg": "(-1.0 * {0})",  # before Triton 3.7 a minus subtracts from 0: -(0.0) would be 0.0
     "reciprocal": "(1.0 / {0})",
     "fma": "({0} + {1} * {2})",
     "maximum": "nan_max",
@@ -60,7 +60,7 @@ DOUBLE_SPELLING: dict[str, str] = {"exp": "tl.exp", "sqrt": "tl.sqrt"}
 
 # where a few last places of a float32 don't matter: every float that is read is narrow
 FAST_SPELLING: dict[str, str] = {
-    "exp": "tl.exp",
+    "exp": "libdevice.fast_expf",  # what is below 1e-38 is 0: tl.exp spends half its work on that
     "sqrt": "tl.sqrt",
     "sigmoid": "quick_sigmoid",
     "tanh": "quick_tanh",
@@ -68,6 +68,7 @@ FAST_SPELLING: dict[str, str] = {
 
 # where the spelling on integers differs
 INTEGER_SPELLING: dict[str, str] = {
+    "neg": "(-{0})",
     "maximum": "tl.maximum",
     "minimum": "tl.minimum",
     "fmod": "whole_truncated_remainder",

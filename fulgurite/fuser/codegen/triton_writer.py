@@ -10,7 +10,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from .. import index as indices
-from ..expression import Constant, Expression, Load, Operation, value_type, walk
+from ..expression import (
+    NARROW_FLOATS,
+    Constant,
+    Expression,
+    Load,
+    Operation,
+    value_type,
+    walk,
+)
 from ..index import Axis, Index, Symbol
 from ..ir import Tensor
 from ..nest import Local, Nest, Store
@@ -79,6 +87,7 @@ class Writer:
         self.accumulators: dict[str, str] = {}  # of sums over the grid, while rows are walked
         self.first = ""  # the test for a program's first row
         self.kept: dict[Load, str] = {}  # reads that registers keep from walk to walk: their blocks
+        self.edges: dict[Load, str] = {}  # the same of a row's edges
         self.aligned: AlignedRow | None = None  # where blocks start at multiples of eight bytes
         self.part_start, self.part_end = "0", ""  # of the body, what this program walks
 
@@ -269,7 +278,10 @@ class Writer:
 
 
 def without_last_casts(nest: Nest) -> Nest:
-    """A value that is rounded and then stored in the same type is rounded by the store."""
+    """A float that is rounded and then stored in the same type is rounded by the store.
+
+    What becomes an integer or a bool is not: a store makes 0.5 a False, and what does not fit anything.
+    """
 
     def stripped(store: Store) -> Store:
         value = store.value
@@ -278,7 +290,8 @@ def without_last_casts(nest: Nest) -> Nest:
             value = value if local.reduction else local.expression
         if isinstance(value, Operation) and value.name == "cast":
             (inner,) = value.arguments
-            if value.dtype == store.tensor.dtype and value_type(inner.dtype) == torch.float32:
+            same = value.dtype == store.tensor.dtype and value.dtype in NARROW_FLOATS
+            if same and value_type(inner.dtype) == torch.float32:
                 return replace(store, value=inner)
         return store
 

@@ -37,6 +37,7 @@ class GpuSchedule:
     granule: int = (
         0  # elements: blocks start at the first multiple of so many in memory, edges are apart
     )
+    back: bool = False  # every other walk goes from a row's end, which the cache has longest
     remade: bool = False  # values of a row are made again after each reduction, of what was read
     group: int = 1  # neighbouring elements that one running maximum and sum have in common
 
@@ -52,6 +53,8 @@ class GpuSchedule:
             text += f", {self.passes} {times} over {self.nest.body[0].name}"
         if self.kept:
             text += f", {self.kept * self.sizes[self.nest.body[0]]} kept"
+        if self.back:
+            text += ", to and fro"
         if self.granule:
             text += f", edges of {self.granule} apart"
         if self.online:

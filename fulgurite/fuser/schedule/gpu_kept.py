@@ -17,10 +17,15 @@ from .traffic import unguarded
 KEPT_BLOCK, KEPT_WARPS = 8192, 32
 # of 256 KiB of registers: 48 of the 64 that each of 1024 threads has, where a row fits, or all but a block of it
 KEPT_BYTES = 192 << 10
-# where more is read again: what keeps machine code for an H200 free of spills, with several reads under way
-PARTLY_BYTES = 128 << 10
+# where more is read again: what keeps machine code for an H200 free of spills, with several reads under way.
+# With 128 KiB rms_norm of 65536 float32 got 77.3 percent of the copy instead of 82.5 (`benchmarks/sweep_rows.py`)
+PARTLY_BYTES = 160 << 10
+# beside running maxima and sums: with 160 KiB softmax of 131072 float32 got 60.2 instead of 65.6
+ONLINE_BYTES = 128 << 10
 SEVERAL_BYTES = 96 << 10  # of several tensors
-SQUARES_BYTES = 64 << 10  # beside squares about a mean, which take three values an element
+# beside squares about a mean, which take three values an element, and only of rows up to a length: layer_norm of 73728
+# float32 got 67.7 instead of 61.8, of 131072 40.7 instead of 64.1 (bfloat16: 49.9 instead of 61.5)
+SQUARES_BYTES, SQUARES_LENGTH = 64 << 10, 96 << 10
 
 
 def kept_loads(nest: Nest, facts: Analysis, passes: int) -> tuple[Load, ...]:
@@ -46,17 +51,25 @@ def _kept(part: object, nest: Nest) -> bool:
     return not part.index[0].loaded() and set(nest.axes) <= axes
 
 
-def kept_blocks(nest: Nest, facts: Analysis, passes: int, squares: bool) -> int:
-    """How many blocks of a row that is walked so often a program keeps; 0 where none."""
-    (body,) = nest.body
-    if passes < 2 or not body.size.is_constant or scans(nest):
-        return 0
+def all_kept(nest: Nest, facts: Analysis, passes: int) -> int:
+    """How many blocks of a row make up all of it, or all but one; 0 where registers hold fewer."""
+    each, _ = _block_bytes(nest, facts, passes)
+    blocks = -(-number(nest.body[0].size) // KEPT_BLOCK)
+    return min(blocks, KEPT_BYTES // each) if each and blocks <= KEPT_BYTES // each + 1 else 0
+
+
+def part_kept(nest: Nest, facts: Analysis, passes: int, online: bool, squares: bool) -> int:
+    """How many blocks of a longer row a program keeps, beside running maxima or squares about a mean."""
+    each, reads = _block_bytes(nest, facts, passes)
+    most = SEVERAL_BYTES if reads > 1 else ONLINE_BYTES if online else PARTLY_BYTES
+    if squares:
+        most = SQUARES_BYTES if number(nest.body[0].size) <= SQUARES_LENGTH else 0
+    return most // each if each else 0
+
+
+def _block_bytes(nest: Nest, facts: Analysis, passes: int) -> tuple[int, int]:
+    """Bytes that a block takes in registers, and of how many tensors; 0 where none is kept."""
+    if passes < 2 or not nest.body[0].size.is_constant or scans(nest):
+        return 0, 0
     loads = kept_loads(nest, facts, passes)
-    each = KEPT_BLOCK * sum(load.dtype.itemsize for load in loads)
-    blocks = -(-number(body.size) // KEPT_BLOCK)
-    if not each:
-        return 0
-    if not squares and blocks <= KEPT_BYTES // each + 1:
-        return min(blocks, KEPT_BYTES // each)
-    most = SQUARES_BYTES if squares else SEVERAL_BYTES if len(loads) > 1 else PARTLY_BYTES
-    return most // each
+    return KEPT_BLOCK * sum(load.dtype.itemsize for load in loads), len(loads)

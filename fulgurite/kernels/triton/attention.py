@@ -11,13 +11,15 @@ and memory is made; the kernel itself is in `attention_kernel.py`.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from fulgurite.kernels.chains import in_chain
 from fulgurite.kernels.glue import HeadNorms, Heads, Pages
 from fulgurite.kernels.triton.attention_kernel import attention_kernel
 from fulgurite.kernels.triton.counters import take_counters
@@ -103,54 +105,97 @@ def paged_attention(
     sequences, key_heads = lengths.shape[0], keys.shape[2]
     if q.numel() == 0 or sequences == 0 or max_query == 0:
         return torch.zeros((tokens, heads, value_dim), dtype=q.dtype, device=q.device)
-    shared = values is None
+    new, slots = fresh or (_NOTHING_NEW, lengths)
+    made = layout(
+        q.device, q.dtype, keys.dtype, (heads, key_heads, size, value_dim), keys.shape[1], sequences,
+        max_query, max_length, window, chunk, softcap is not None,
+        (values is None, sinks is not None, fresh is not None),
+        (new.norms is not None, new.cos is not None, new.interleaved), in_chain(),
+    )  # fmt: skip
+    splits = made.splits
+    out = torch.empty((tokens, heads, value_dim), dtype=q.dtype, device=q.device)
+    parts = tops = sums = counters = out
+    if splits > 1:
+        numbers = tokens * heads * splits
+        parts = torch.empty(numbers * made.constants["BV"], device=q.device)
+        tops, sums = torch.empty(2, numbers, device=q.device).unbind(0)
+        counters = take_counters(q.device, sequences * made.tiles * key_heads)
+    new_k, new_v = (q, q) if fresh is None else (new.k_XKH, new.v_XKV)
+    norms = new.norms or HeadNorms(q, q, 0.0, 0.0)
+    cos, sin = (q, q) if new.cos is None or new.sin is None else (new.cos, new.sin)
     pages_of_values = keys if values is None else values
-    compute = _compute(q.dtype, keys.dtype)
-    group = heads // key_heads
+    attention_kernel[made.grid](
+        q, keys, pages_of_values, tables, starts, lengths, q if sinks is None else sinks, out,
+        parts, tops, sums, counters,
+        scale * key_scale, softcap or 1.0, key_scale if values is None else value_scale, window or 0,
+        chunk or 0, made.tiles, splits, tokens, sequences,
+        *q.stride()[:2], tables.stride(0), *keys.stride()[:3], *pages_of_values.stride()[:3],
+        new_k, new_v, slots, norms.query, norms.key, cos, sin, *new_k.stride()[:2],
+        *new_v.stride()[:2], 0 if new.cos is None else cos.shape[-1], norms.eps, norms.offset, made.limit,
+        **made.constants,
+    )  # fmt: skip
+    return out
+
+
+class Layout(NamedTuple):
+    """A launch, as far as it is the same for every layer of a step."""
+
+    grid: tuple[int, int, int]
+    tiles: int
+    splits: int
+    limit: float  # what float8 pages saturate at
+    constants: dict[str, Any]
+
+
+@functools.lru_cache(maxsize=1024)
+def layout(
+    device: torch.device,
+    dtype: torch.dtype,
+    page_dtype: torch.dtype,
+    sizes: tuple[int, int, int, int],
+    page: int,
+    sequences: int,
+    max_query: int,
+    max_length: int,
+    window: int | None,
+    chunk: int | None,
+    softcap: bool,
+    has: tuple[bool, bool, bool],
+    new: tuple[bool, bool, bool],
+    chained: bool,
+) -> Layout:
+    """`sizes`: query heads, key heads, of a key, of a value. `has`: values in keys, sinks, fresh heads.
+    `new`: whether those are normed, are turned, and interleaved."""
+    heads, key_heads, size, value_dim = sizes
+    group, compute = heads // key_heads, _compute(dtype, page_dtype)
     wide = compute is tl.float32
     reach = min(max_length, window or max_length, chunk or max_length)
     chosen = plan(
         max_query * group, size, value_dim, wide, sequences * key_heads, max(reach, 1),
-        processors(q.device),
+        processors(device),
     )  # fmt: skip
-    splits, split = chosen.splits, chosen.splits > 1
-    out = torch.empty((tokens, heads, value_dim), dtype=q.dtype, device=q.device)
-    first = 1 << (size.bit_length() - 1)
-    first = max(first, 16)
+    splits = chosen.splits
+    first = max(1 << (size.bit_length() - 1), 16)
     value_width = max(16, next_power_of_2(value_dim))
-    numbers = tokens * heads * splits if split else 1
-    parts = torch.empty(numbers * value_width if split else 1, device=q.device)
-    tops, sums = torch.empty(2, numbers, device=q.device).unbind(0)
     tiles = cdiv(max_query * group, chosen.rows)
-    counters = take_counters(q.device, sequences * tiles * key_heads) if split else lengths
     together = min(TOGETHER, next_power_of_2(splits))
-    new, slots = fresh or (Heads(q, q, q, None, None, None, False), lengths)
-    norms = new.norms or HeadNorms(q, q, 0.0, 0.0)
-    cos, sin = (q, q) if new.cos is None or new.sin is None else (new.cos, new.sin)
-    limit = torch.finfo(keys.dtype).max if keys.dtype.itemsize == 1 else float("inf")
-    attention_kernel[(sequences * tiles + 1, key_heads, splits)](
-        q, keys, pages_of_values, tables, starts, lengths, q if sinks is None else sinks, out,
-        parts, tops, sums, counters,
-        scale * key_scale, softcap or 1.0, key_scale if shared else value_scale, window or 0,
-        chunk or 0, tiles, splits, tokens, sequences,
-        *q.stride()[:2], tables.stride(0), *keys.stride()[:3], *pages_of_values.stride()[:3],
-        new.k_XKH, new.v_XKV, slots, norms.query, norms.key, cos, sin, *new.k_XKH.stride()[:2],
-        *new.v_XKV.stride()[:2], 0 if new.cos is None else cos.shape[-1], norms.eps, norms.offset, limit,
+    merged = max(1, MERGED_NUMBERS // (together * value_width))
+    constants = dict(
         HEADS=heads, GROUP=group, H=size, H1=first, H2=max(16, next_power_of_2(max(size - first, 1))),
-        V=value_dim, BV=value_width, PAGE=keys.shape[1], SHARED=shared,
-        HAS_SINKS=sinks is not None, SOFTCAP=softcap is not None, SPLIT=split,
+        V=value_dim, BV=value_width, PAGE=page, SHARED=has[0], HAS_SINKS=has[1], SOFTCAP=softcap,
+        SPLIT=splits > 1,
         BOUNDED=bool(window or chunk) or max_query == 1,  # one walk waits for memory once
         PRECISION="ieee" if wide else "tf32", COMPUTE=compute, BM=chosen.rows, BN=chosen.keys,
         LEAST=LEAST_SPAN, TOGETHER=together,
-        MERGED=min(
-            chosen.rows, next_power_of_2(max_query * group),
-            max(1, MERGED_NUMBERS // (together * value_width)),
-        ),
-        FRESH=fresh is not None, NORM=new.norms is not None, TURN=new.cos is not None,
-        INTERLEAVED=new.interleaved,
-        num_warps=chosen.warps, num_stages=chosen.stages, **early(q.device),
+        MERGED=min(chosen.rows, next_power_of_2(max_query * group), merged),
+        FRESH=has[2], NORM=new[0], TURN=new[1], INTERLEAVED=new[2],
+        num_warps=chosen.warps, num_stages=chosen.stages, **early(device, chained),
     )  # fmt: skip
-    return out
+    limit = torch.finfo(page_dtype).max if page_dtype.itemsize == 1 else float("inf")
+    return Layout((sequences * tiles + 1, key_heads, splits), tiles, splits, limit, constants)
+
+
+_NOTHING_NEW: Any = Heads(None, None, None, None, None, None, False)  # type: ignore[arg-type]
 
 
 def fresh_attention(heads: Heads, pages: Pages, *rest: Any) -> Any:

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from fulgurite.kernels.triton.early import fetch_ahead, let_next_start, wait_for_inputs
 from fulgurite.kernels.triton.glue import into_page, tanh, turned_rows
+from fulgurite.kernels.triton.prepared import prepared
 
 NEGATIVE = tl.constexpr(-float("inf"))
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -89,7 +90,7 @@ def _walk(
     return top, total, gathered
 
 
-@triton.jit
+@prepared
 def attention_kernel(
     q_ptr, keys_ptr, values_ptr, tables_ptr, starts_ptr, lengths_ptr, sinks_ptr, out_ptr,
     parts_ptr, tops_ptr, sums_ptr, count_ptr,

@@ -127,7 +127,8 @@ def blocks_linear(
     rows: Tensor, data: Tensor, scales: list[Tensor], format: Format, bias: Tensor | None
 ) -> Any:
     """x @ weight.T + bias, or NotImplemented where the format is none of these."""
-    integers = format.family == "int" and format.element.bits == 4
+    lowest = any(scale.name == "minimum" for scale in format.stored_scales)
+    integers = format.family == "int" and format.element.bits == 4 and not lowest
     kind = "int4" if integers else format.name
     whole = rows.dtype in (torch.float32, torch.bfloat16, torch.float16)
     if kind not in SIZES or not whole or data.dim() != 2 or 0 in (rows.numel(), data.numel()):

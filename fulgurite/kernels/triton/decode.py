@@ -36,11 +36,11 @@ and.b32 a, a, 0x81C081C0;
 {finish} }}"""
 
 
-def _int4(nibble: int) -> str:
-    """Two nibbles into the low bits of 128, less 136."""
+def _int4(nibble: int, less: int) -> str:
+    """Two nibbles into the low bits of 128, less 128 + `less`."""
     return f"""{{ .reg .b32 a, m;
 {_shift("a", -4 * nibble)} and.b32 a, a, 0x000F000F; or.b32 a, a, 0x43004300;
-mov.b32 m, 0x43084308; sub.rn.bf16x2 $0, a, m; }}"""
+mov.b32 m, {0x43004300 + less * 0x00010001}; sub.rn.bf16x2 $0, a, m; }}"""
 
 
 # Times the scale, which brings 2^126 along, or first times 2^126 where a scale could be too large.
@@ -48,7 +48,8 @@ _LIFTED = "mul.rn.bf16x2 $0, a, $2;"
 _ANY = "mov.b32 m, 0x7E807E80; mul.rn.bf16x2 a, a, m; mul.rn.bf16x2 $0, a, $2;"
 E2M1_LIFTED = tl.constexpr(tuple(_e2m1(nibble, _LIFTED) for nibble in range(4)))
 E2M1_ANY = tl.constexpr(tuple(_e2m1(nibble, _ANY) for nibble in range(4)))
-INT4 = tl.constexpr(tuple(_int4(nibble) for nibble in range(4)))
+INT4 = tl.constexpr(tuple(_int4(nibble, 8) for nibble in range(4)))
+UINT4 = tl.constexpr(tuple(_int4(nibble, 0) for nibble in range(4)))
 # What an e4m3 scale is multiplied by: its largest, 448, then still is a bfloat16.
 E4M3_LIFT = tl.constexpr(2.0**119)
 E4M3_DROP = tl.constexpr(2.0**7)
@@ -75,13 +76,37 @@ def e2m1_tile(words, scale, NIBBLE: tl.constexpr, ANY: tl.constexpr, PACKED: tl.
 
 
 @triton.jit
-def int4_tile(words, NIBBLE: tl.constexpr, PACKED: tl.constexpr):
-    """One nibble of each word, less 8."""
+def int4_tile(words, NIBBLE: tl.constexpr, PACKED: tl.constexpr, LESS: tl.constexpr = 8):
+    """One nibble of each word, less 8 (or 0)."""
     if PACKED:
         return tl.inline_asm_elementwise(
-            INT4[NIBBLE], "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
-    return (((words.to(tl.int32) >> (4 * NIBBLE)) & 15) - 8).to(tl.float32).to(tl.bfloat16)
+            INT4[NIBBLE] if LESS == 8 else UINT4[NIBBLE], "=r,r", [words], dtype=tl.bfloat16,
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    return (((words.to(tl.int32) >> (4 * NIBBLE)) & 15) - LESS).to(tl.float32).to(tl.bfloat16)
+
+
+@triton.jit
+def rounded(codes, s, z, DECODE: tl.constexpr, ZERO: tl.constexpr, type: tl.constexpr):
+    """Integers times float32 scales, rounded once; z: minima of "uint4", else zero points (or none)."""
+    value = codes.to(tl.float32)
+    if DECODE == "uint4":
+        value = value * s + z
+    elif ZERO:
+        value = (value + (8.0 - z)) * s
+    else:
+        value = value * s
+    return value.to(type)
+
+
+@triton.jit
+def rounded_nibbles(
+    words, s, z, NIBBLE: tl.constexpr, DECODE: tl.constexpr, ZERO: tl.constexpr, type: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """The same of one nibble of each word; s and z are spread over the tile."""
+    codes = int4_tile(words, NIBBLE, PACKED, 0 if DECODE == "uint4" else 8)
+    return rounded(codes, s, z, DECODE, ZERO, type)
 
 
 @triton.jit

@@ -70,11 +70,12 @@ def weight_kernel(
     DECODE: tl.constexpr, GROUP: tl.constexpr, W_ROWS: tl.constexpr, TENSOR_SCALE: tl.constexpr,
     ZERO: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[n, k] = (code - zero) * scale * tensor scale, a stretch of a row a program."""
+    """out[n, k] = (code - zero) * scale * tensor scale (or code * scale + minimum), a stretch of a row
+    a program."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
     column = first + tl.arange(0, BLOCK)
-    nibbles: tl.constexpr = DECODE == "e2m1" or DECODE == "int4"
+    nibbles: tl.constexpr = DECODE == "e2m1" or DECODE == "int4" or DECODE == "uint4"
     byte = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
     at = 2 * byte if nibbles else column
     inside = at < columns
@@ -86,11 +87,16 @@ def weight_kernel(
     if nibbles:
         pair = tl.load(data_ptr + row * (columns // 2) + byte, inside, 0).to(tl.int32)
         if DECODE == "e2m1":
-            low, high = _e2m1(pair & 15), _e2m1(pair >> 4)
+            low, high = _e2m1(pair & 15) * scale, _e2m1(pair >> 4) * scale
+        elif DECODE == "uint4":
+            minimum = tl.load(second_ptr + place, inside, 0.0)
+            low = (pair & 15).to(tl.float32) * scale + minimum
+            high = (pair >> 4).to(tl.float32) * scale + minimum
         else:
             zero = tl.load(second_ptr + place, inside, 0).to(tl.float32) if ZERO else 8.0
-            low, high = (pair & 15).to(tl.float32) - zero, (pair >> 4).to(tl.float32) - zero
-        value = tl.reshape(tl.join(low * scale, high * scale), [BLOCK])
+            low = ((pair & 15).to(tl.float32) - zero) * scale
+            high = ((pair >> 4).to(tl.float32) - zero) * scale
+        value = tl.reshape(tl.join(low, high), [BLOCK])
     else:
         value = tl.load(data_ptr + row * columns + column, inside, 0.0).to(tl.float32) * scale
     if TENSOR_SCALE:

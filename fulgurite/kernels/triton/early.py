@@ -62,8 +62,8 @@ def can_start_early(device: torch.device) -> bool:
     return known and torch.cuda.get_device_capability(device) >= HOPPER
 
 
-def early(device: torch.device) -> dict[str, Any]:
-    """Launch options: EARLY for the kernel, and what tells the driver."""
-    if not in_chain() or not can_start_early(device):
+def early(device: torch.device, chained: bool | None = None) -> dict[str, Any]:
+    """Launch options: EARLY for the kernel, and what tells the driver; in a chain, or as it is said."""
+    if not (in_chain() if chained is None else chained) or not can_start_early(device):
         return {"EARLY": False}
     return {"EARLY": True, "launch_pdl": True}

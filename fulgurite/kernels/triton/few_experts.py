@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fulgurite.kernels.quant_linear import PLAIN
 from fulgurite.kernels.routing import FEW_TOKENS
 from fulgurite.kernels.triton.early import early, let_next_start, wait_for_inputs
 from fulgurite.kernels.triton.few_packed import experts_packed
@@ -146,10 +147,12 @@ def experts(
     limit: float,
     norm: tuple[Tensor, float, float] | None,
     residual: Tensor | None,
+    activations: tuple[str, str] = (PLAIN, PLAIN),
 ) -> Any:
     """[T, D], or NotImplemented for more tokens and other layouts."""
     if isinstance(gate_up, QuantTensor) and isinstance(down, QuantTensor):
-        return experts_packed(x, chosen, weights, gate_up, down, gate, alpha, limit, norm, residual)
+        how = (gate, alpha, limit, norm, residual, activations)
+        return experts_packed(x, chosen, weights, gate_up, down, *how)
     tokens, hidden = x.shape
     per_token, inner = chosen.shape[1], down.shape[2]
     if not 0 < tokens <= FEW_TOKENS or not _fits(x, weights, gate_up, down, residual) or not inner:

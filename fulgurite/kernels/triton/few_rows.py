@@ -2,7 +2,7 @@
 
     out[m, n] = gate((sum over k of x[row[m], k] * w[n, k] * w_scale) * factor[m] + bias[n])
 
-In: x [M, K] in bfloat16 (float16 for weights of 8 bits), a weight [N, K], packed or dense, or a stack
+In: x [M, K] in bfloat16 (float16 for integers in groups and for 8 bits), a weight [N, K], packed or dense, or a stack
 of them for experts. Out: [M, N] (of experts: their rows), summed in float32 and rounded once.
 
 A program takes a few rows of the weight and all of K (`few_step.py`). Its warps share K among them: each
@@ -39,16 +39,17 @@ def group_of(ends_ptr, experts, row, GROUPS: tl.constexpr):
     return expert, tl.max(tl.where(before, ends, 0), 0), tl.min(tl.where(before, NO_END, ends), 0)
 
 
-@triton.jit(do_not_specialize=["M", "w_scale_k", "experts"])
+@triton.jit(do_not_specialize=["M", "w_scale_k", "experts", "xs_step"])
 def few_rows_kernel(
     x_ptr, rows_ptr, factors_ptr, ends_ptr, w_ptr, s_ptr, z_ptr, bias_ptr, factor_ptr, out_ptr,
     M, N, K, experts, x_stride, w_expert, w_stride, s_expert, w_scale_n, w_scale_k, z_expert,
-    bias_expert, out_stride, alpha, limit,
+    bias_expert, out_stride, alpha, limit, xs_ptr, xs_row, xs_step,
     DECODE: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, W_ROWS: tl.constexpr,
     TENSOR_SCALE: tl.constexpr, ZERO: tl.constexpr, GATHER: tl.constexpr, FACTORS: tl.constexpr,
     FACTOR: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, EVEN: tl.constexpr,
     GROUPS: tl.constexpr, PAIRS: tl.constexpr, R: tl.constexpr, T: tl.constexpr, BN: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr, NATIVE: tl.constexpr,
+    X_CODES: tl.constexpr,
 ):  # fmt: skip
     """BN rows of the weight, R rows of x. N columns of the result; with a gate half of the rows are
     of the gate, half of what it gates, which lies N rows below.
@@ -94,6 +95,7 @@ def few_rows_kernel(
         w_ptr + row[None, :, None] * w_stride, s_ptr + (row // W_ROWS)[None, :, None] * w_scale_n,
         z_row, (tl.arange(0, W) * C)[:, None, None], K, w_scale_k,
         DECODE, SCALING, GROUP, ZERO, EVEN, T, C, W * C, STAGES, NATIVE,
+        (xs_ptr + from_row.to(tl.int64) * xs_row)[None, :, None], xs_step, X_CODES,
     )  # fmt: skip
     out = tl.sum(sums, 0)
     if FACTOR:
@@ -129,6 +131,7 @@ def launch_few_rows(
     bias: Tensor | None = None,
     factor: Tensor | None = None,
     gate: tuple[int, float, float] = (0, 0.0, 0.0),
+    x_scale: Tensor | None = None,
 ) -> None:
     """Fill `out` [M, N]; see the top of this file.
 
@@ -136,6 +139,7 @@ def launch_few_rows(
     ends            the weight is a stack, and its e-th matrix is for the rows up to ends[e]
     chosen          [T, k]: the same for rows of x that go to k experts each, k rows of the result
     gate            its number, alpha and limit
+    x_scale         x is in FP8, and these are its scales [rows, K / group]; one row of x a program
     """
     data, scale = parts.data, parts.scale
     count, columns = out.shape
@@ -150,7 +154,7 @@ def launch_few_rows(
         _or(bias, x), _or(factor, x), out, count, columns, x.shape[1], experts, x.stride(0), data.stride(0),
         data.stride(-2), scale.stride(0) if scale.dim() else 0, *parts.strides,
         scale.stride(0) if parts.zero else 1, bias.stride(0) if bias is not None else 0,
-        out.stride(0), *gate[1:],
+        out.stride(0), *gate[1:], _or(x_scale, x), *((0, 0) if x_scale is None else x_scale.stride()),
         DECODE=weight.decode, SCALING=weight.scaling, GROUP=weight.group, W_ROWS=weight.rows,
         TENSOR_SCALE=tensor_scale, ZERO=parts.zero, GATHER=rows is not None,
         FACTORS=factors is not None, FACTOR=factor is not None, BIAS=bias is not None,
@@ -158,7 +162,7 @@ def launch_few_rows(
         GROUPS=0 if ends is None else triton.next_power_of_2(experts),
         PAIRS=0 if chosen is None else chosen.shape[1], R=tile.rows, T=max(8, tile.rows),
         BN=tile.columns, C=tile.depth, W=tile.warps, STAGES=tile.stages,
-        NATIVE=NATIVE, num_warps=tile.warps,
+        NATIVE=NATIVE, X_CODES=x_scale is not None, num_warps=tile.warps,
     )  # fmt: skip
 
 

@@ -10,7 +10,9 @@ straight from the register it was decoded in to the tensor cores, and one row of
     N  rows of the weight    C  columns of a warp's step    Q  words of four nibbles in them
 
 `DECODE`: "e2m1" and "int4" are nibbles, "cast" is 8 bits, "dense" the dtype of x.
-`SCALING`: "inside" a step (16 or 32 columns), one a "step", at the "end", or "none".
+`SCALING`: "inside" a step (16 or 32 columns: the decoded weight is scaled), one a "step", at the "end",
+or "none"; "groups": several float32 scales a step, each for the sum of its group of integers ("int4",
+"cast", or "uint4" with minima).
 """
 
 from __future__ import annotations
@@ -122,21 +124,86 @@ def add_nibbles(w, s, z, x, sums, DECODE: tl.constexpr, ZERO: tl.constexpr, ANY:
 
 
 @triton.jit
+def groups_apart(y_WRC, G: tl.constexpr):
+    """G groups of columns as matrices of their own [G * W, R, C / G]: a warp has G matrices then."""
+    W: tl.constexpr = y_WRC.shape[0]
+    R: tl.constexpr = y_WRC.shape[1]
+    C: tl.constexpr = y_WRC.shape[2]
+    y_GWRC = tl.permute(tl.reshape(y_WRC, [W, R, G, C // G]), (2, 0, 1, 3))
+    return tl.reshape(y_GWRC, [G * W, R, C // G])
+
+
+@triton.jit
+def by_nibble(y_BRC):
+    """Columns in the order 0, 4, 8, …, 1, 5, 9, …: the first nibbles of all words, the second ones, …"""
+    B: tl.constexpr = y_BRC.shape[0]
+    R: tl.constexpr = y_BRC.shape[1]
+    C: tl.constexpr = y_BRC.shape[2]
+    return tl.reshape(tl.permute(tl.reshape(y_BRC, [B, R, C // 4, 4]), (0, 1, 3, 2)), [B, R, C])
+
+
+@triton.jit
+def nibbles_by_turn(w, LESS: tl.constexpr, NATIVE: tl.constexpr):
+    """Words of four [B, N, Q] as numbers [B, N, 4 * Q] in that order."""
+    B: tl.constexpr = w.shape[0]
+    N: tl.constexpr = w.shape[1]
+    Q: tl.constexpr = w.shape[2]
+    even = tl.join(int4_tile(w, 0, NATIVE, LESS), int4_tile(w, 2, NATIVE, LESS))
+    odd = tl.join(int4_tile(w, 1, NATIVE, LESS), int4_tile(w, 3, NATIVE, LESS))
+    both = tl.reshape(tl.join(even, odd), [B, N, Q, 4])
+    return tl.reshape(tl.permute(both, (0, 1, 3, 2)), [B, N, 4 * Q])
+
+
+@triton.jit
+def add_groups(
+    w, s, z, x, acc, DECODE: tl.constexpr, ZERO: tl.constexpr, G: tl.constexpr, NATIVE: tl.constexpr
+):  # fmt: skip
+    """acc + the sums of a step's G groups, each times its scale [W, N, G]; z are zero points or minima.
+
+    A sum of a group is scaled in float32, so nothing is rounded on the way.
+    """
+    W: tl.constexpr = acc.shape[0]
+    N: tl.constexpr = acc.shape[1]
+    T: tl.constexpr = acc.shape[2]
+    x, w = groups_apart(x, G), groups_apart(w, G)
+    s = groups_apart(s, G)
+    if ZERO:
+        z = groups_apart(z, G)
+    if DECODE == "cast":
+        w = cast_tile(w, x.dtype, NATIVE)
+    else:
+        x, w = by_nibble(x), nibbles_by_turn(w, 0 if DECODE == "uint4" else 8, NATIVE)
+    none = tl.zeros([G * W, N, T], tl.float32)
+    sums = add_product(w.to(x.dtype), x, none, NATIVE)
+    if ZERO:
+        ones = tl.full(
+            [G * W, N, x.shape[2]], 1.0, x.dtype
+        )  # so that x's sums lie where they are needed
+        of_x = add_product(ones, x, none, NATIVE)
+        sums = sums * s + of_x * z if DECODE == "uint4" else (sums + of_x * (8.0 - z)) * s
+    else:
+        sums = sums * s
+    return acc + tl.sum(tl.reshape(sums, [G, W, N, T]), 0)
+
+
+@triton.jit
 def sum_over_k(
     x_row, x_in, w_row, s_row, z_row, first, K, w_scale_k,
     DECODE: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
     ANY: tl.constexpr, EVEN: tl.constexpr, T: tl.constexpr, C: tl.constexpr, STEP: tl.constexpr,
-    STAGES: tl.constexpr, NATIVE: tl.constexpr,
+    STAGES: tl.constexpr, NATIVE: tl.constexpr, x_scale_row=0, x_scale_k=0,
+    X_CODES: tl.constexpr = False,
 ):  # fmt: skip
     """Pointers are [1, rows, 1], or [W, rows, 1] where warps have rows of their own; `x_in` says which
     rows of x there are. A warp begins at column first[W, 1, 1] and goes STEP columns at a time.
 
     Also returned: the largest e8m0 scale, where not all of them can be lifted (`E8M0_LIFTED_MOST`);
     with one above that the sums are wrong, and to be taken again with ANY.
+    X_CODES: x is one row a warp, in FP8, with a scale for each step, which is a group of the weight.
     """
     W: tl.constexpr = first.shape[0]
     N: tl.constexpr = w_row.shape[1]
-    nibbles: tl.constexpr = DECODE == "e2m1" or DECODE == "int4"
+    nibbles: tl.constexpr = DECODE == "e2m1" or DECODE == "int4" or DECODE == "uint4"
     PACK: tl.constexpr = 4 if nibbles else 1
     lifted: tl.constexpr = DECODE == "e2m1" and GROUP == 32 and not ANY
     acc = tl.zeros([W, N, T], tl.float32)
@@ -151,6 +218,10 @@ def sum_over_k(
         else:
             x = tl.load(x_row + column, x_in & (column < K), 0.0)
         s, z, sums = 0, 0, acc
+        if X_CODES:
+            at = (begin if EVEN else tl.minimum(begin, K - 1)) // GROUP * x_scale_k
+            x_scale = tl.load(x_scale_row + at)
+            x = cast_tile(x, tl.bfloat16, NATIVE)
         if SCALING == "inside":
             block = begin // GROUP + tl.arange(0, C // GROUP)[None, None, :]
             s = _part(s_row + block, block, K // GROUP, EVEN)
@@ -162,13 +233,20 @@ def sum_over_k(
             else:
                 s = e8m0_to_bfloat16(s)
             s = over_columns(s, C // PACK)
+        elif SCALING == "groups":
+            block = begin // GROUP + tl.arange(0, C // GROUP)[None, None, :]
+            s = _part(s_row + block, block, K // GROUP, EVEN)
+            if ZERO:
+                z = _part(z_row + block, block, K // GROUP, EVEN).to(tl.float32)
         elif SCALING == "step":
             at = (begin if EVEN else tl.minimum(begin, K - 1)) // GROUP * w_scale_k
             scale = tl.load(s_row + at).to(tl.float32)
             if ZERO:
                 z = 8.0 - tl.load(z_row + at).to(tl.float32)
             sums = tl.zeros([W, N, T], tl.float32)
-        if nibbles:
+        if SCALING == "groups":
+            sums = add_groups(w, s, z, x, acc, DECODE, ZERO, C // GROUP, NATIVE)
+        elif nibbles:
             sums = add_nibbles(w, s, z, x, sums, DECODE, ZERO, ANY, NATIVE)
         elif SCALING == "inside":
             sums = add_product(times(w, s), x, sums, NATIVE)
@@ -176,7 +254,10 @@ def sum_over_k(
             sums = add_product(cast_tile(w, x.dtype, NATIVE), x, sums, NATIVE)
         else:
             sums = add_product(w, x, sums, NATIVE)
-        acc = acc + sums * scale if SCALING == "step" else sums
+        if X_CODES:
+            acc += sums * (scale * x_scale)
+        else:
+            acc = acc + sums * scale if SCALING == "step" else sums
     return acc, tl.max(tl.max(tl.max(top, 2), 1), 0) if lifted else 0
 
 
@@ -185,12 +266,13 @@ def sums_of_warps(
     x_row, x_in, w_row, s_row, z_row, first, K, w_scale_k,
     DECODE: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
     EVEN: tl.constexpr, T: tl.constexpr, C: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
-    NATIVE: tl.constexpr,
+    NATIVE: tl.constexpr, x_scale_row=0, x_scale_k=0, X_CODES: tl.constexpr = False,
 ):  # fmt: skip
     """[W, N, T], of any scales: MXFP4 weights of 16 and more take a second, slower turn."""
     acc, top = sum_over_k(
         x_row, x_in, w_row, s_row, z_row, first, K, w_scale_k,
         DECODE, SCALING, GROUP, ZERO, False, EVEN, T, C, STEP, STAGES, NATIVE,
+        x_scale_row, x_scale_k, X_CODES,
     )  # fmt: skip
     if DECODE == "e2m1" and GROUP == 32:
         if top > E8M0_LIFTED_MOST:

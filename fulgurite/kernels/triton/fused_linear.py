@@ -21,6 +21,7 @@ import torch
 import triton
 from torch import Tensor
 
+from fulgurite.kernels.joined import MOST_FUSED
 from fulgurite.kernels.triton.counters import take_counters
 from fulgurite.kernels.triton.early import early
 from fulgurite.kernels.triton.fused_linear_kernels import few_kernel, tile_kernel
@@ -29,7 +30,6 @@ from fulgurite.kernels.triton.row_linear import row_kernel, row_plan
 from fulgurite.kernels.triton.sizes import cdiv
 from fulgurite.kernels.triton.tiles import FEW, processors
 
-MOST = 128  # rows of x up to which these kernels are meant to beat the library and what follows it
 SHARED = (
     160 << 10
 )  # bytes of a multiprocessor's shared memory (227 KiB) that tiles on their way may fill
@@ -115,7 +115,7 @@ def linear(
     """[M, N], or NotImplemented where the kernels don't take it (too many rows, other layouts)."""
     m, k = x.shape
     n = weight.shape[0]
-    if not 0 < m <= MOST or not n or not k or not _fits(x, weight, up, residual):
+    if not 0 < m <= MOST_FUSED or not n or not k or not _fits(x, weight, up, residual):
         return NotImplemented
     if norm is not None and (m > FEW or x.dtype == torch.float16):
         # a kernel of its own: x * norm, not yet divided by its size, may be past float16

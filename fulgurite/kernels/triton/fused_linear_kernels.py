@@ -17,6 +17,7 @@ import triton.language as tl
 
 from fulgurite.kernels.triton.early import LINE, fetch_ahead, let_next_start, wait_for_inputs
 from fulgurite.kernels.triton.few_step import ROWS, multiply
+from fulgurite.kernels.triton.prepared import prepared
 from fulgurite.kernels.triton.row_linear import finished, step_weights
 
 
@@ -40,7 +41,7 @@ def _few_step(
     return acc, other, squares
 
 
-@triton.jit(do_not_specialize=["M"])
+@prepared(do_not_specialize=["M"])
 def few_kernel(
     x_ptr, w_ptr, up_ptr, norm_ptr, bias_ptr, up_bias_ptr, residual_ptr, out_ptr,
     M, N, K, x_stride, w_stride, residual_stride, out_stride, eps, offset,
@@ -127,7 +128,7 @@ def _product(w, x, acc, NATIVE: tl.constexpr):
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["M", "split"])
+@prepared(do_not_specialize=["M", "split"])
 def tile_kernel(
     x_ptr, w_ptr, up_ptr, bias_ptr, up_bias_ptr, residual_ptr, out_ptr, partial_ptr, count_ptr,
     M, N, K, split, x_stride, w_stride, residual_stride, out_stride,

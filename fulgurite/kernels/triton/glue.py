@@ -11,14 +11,17 @@ less than op by op.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fulgurite.kernels.chains import in_chain
 from fulgurite.kernels.triton.early import early, let_next_start, wait_for_inputs
+from fulgurite.kernels.triton.prepared import prepared
 from fulgurite.kernels.triton.sizes import cdiv, next_power_of_2
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -45,7 +48,7 @@ def activate(x, HOW: tl.constexpr):
         return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
 
 
-@triton.jit
+@prepared
 def norm_kernel(
     x_ptr, weight_ptr, out_ptr, rows, inner, size, outer_step, step, eps, offset,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
@@ -67,7 +70,7 @@ def norm_kernel(
     tl.store(into, out.to(out_ptr.dtype.element_ty), inside)
 
 
-@triton.jit
+@prepared
 def combine_kernel(
     x_ptr, y_ptr, out_ptr, size, x_step, y_step, HOW: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -126,7 +129,7 @@ def turned_rows(
     return x
 
 
-@triton.jit
+@prepared
 def heads_kernel(
     q_ptr, k_ptr, v_ptr, query_norm_ptr, key_norm_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,
     keys_ptr, values_ptr, slots_ptr,
@@ -194,14 +197,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Any:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
+    constants = _norm_constants(x.device, size, in_chain())
+    norm_kernel[(cdiv(rows[0], constants["ROWS"]),)](
+        x, weight, out, rows[0], rows[1], size, rows[2], rows[3], eps, offset, **constants
+    )
+    return out
+
+
+@functools.cache
+def _norm_constants(device: torch.device, size: int, chained: bool) -> dict[str, Any]:
     block = next_power_of_2(size)
     together = max(1, 512 // block)  # a head is a short row
-    norm_kernel[(cdiv(rows[0], together),)](
-        x, weight, out, rows[0], rows[1], size, rows[2], rows[3], eps, offset,
-        BLOCK=block, ROWS=together, num_warps=max(1, min(16, block * together // 512)),
-        **early(x.device),
-    )  # fmt: skip
-    return out
+    warps = max(1, min(16, block * together // 512))
+    return dict(BLOCK=block, ROWS=together, num_warps=warps, **early(device, chained))
 
 
 def combine(x: Tensor, y: Tensor, how: str) -> Any:
@@ -250,22 +258,50 @@ def heads(
     keys, values, slots = pages or (k_out, k_out, k_out)
     query_norm, key_norm, eps, offset = norms or (q, q, 0.0, 0.0)
     steps = (*keys.stride()[:3], *values.stride()[:3]) if pages else (0,) * 6
-    limit = torch.finfo(keys.dtype).max if keys.dtype.itemsize == 1 else float("inf")
-    together = 1 if tokens <= FEW_TOKENS else max(1, min(8, 1024 // size))
-    count = cdiv(n, together) + (2 if pages else 1) * cdiv(k.shape[1], together)
-    if tokens and count:
-        heads_kernel[(tokens, count)](
+    made = heads_layout(
+        q.device, (tokens, n, size, *k.shape[1:2], v.shape[2]), keys.dtype,
+        keys.shape[1] if pages else None, norms is not None, cos is not None, interleaved, in_chain(),
+    )  # fmt: skip
+    if tokens and made.grid[1]:
+        heads_kernel[made.grid](
             q, k, v, query_norm, key_norm, q if cos is None else cos, q if sin is None else sin,
             q_out, k_out, keys, values, slots,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-            0 if cos is None else cos.shape[-1], eps, offset, limit, *steps,
-            N=n, K=k.shape[1], H=size, BH=next_power_of_2(size), V=v.shape[2],
-            BV=next_power_of_2(v.shape[2]), PAGE=keys.shape[1] if pages else 1,
-            NORM=norms is not None, TURN=cos is not None, INTERLEAVED=interleaved,
-            STORE=pages is not None, R=next_power_of_2(together),
-            num_warps=4 if together > 1 else 1, **early(q.device),
+            0 if cos is None else cos.shape[-1], eps, offset, made.limit, *steps, **made.constants,
         )  # fmt: skip
     return (q_out, None, None) if pages else (q_out, k_out, v)
+
+
+class HeadsLayout(NamedTuple):
+    """A launch, as far as it is the same for every layer of a step."""
+
+    grid: tuple[int, int]
+    limit: float  # what float8 pages saturate at
+    constants: dict[str, Any]
+
+
+@functools.lru_cache(maxsize=1024)
+def heads_layout(
+    device: torch.device,
+    sizes: tuple[int, int, int, int, int],
+    page_dtype: torch.dtype,
+    page: int | None,
+    norm: bool,
+    turn: bool,
+    interleaved: bool,
+    chained: bool,
+) -> HeadsLayout:
+    """`sizes`: tokens, query heads, of one, key heads, of a value. `page`: slots of one, if there are any."""
+    tokens, n, size, k, value_size = sizes
+    together = 1 if tokens <= FEW_TOKENS else max(1, min(8, 1024 // size))
+    count = cdiv(n, together) + (1 if page is None else 2) * cdiv(k, together)
+    limit = torch.finfo(page_dtype).max if page_dtype.itemsize == 1 else float("inf")
+    constants = dict(
+        N=n, K=k, H=size, BH=next_power_of_2(size), V=value_size, BV=next_power_of_2(value_size),
+        PAGE=page or 1, NORM=norm, TURN=turn, INTERLEAVED=interleaved, STORE=page is not None,
+        R=next_power_of_2(together), num_warps=4 if together > 1 else 1, **early(device, chained),
+    )  # fmt: skip
+    return HeadsLayout((tokens, count), limit, constants)
 
 
 def angles_fit(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> bool:

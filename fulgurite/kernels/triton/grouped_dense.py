@@ -9,8 +9,8 @@ both halves of a number lie in one thread. Weights come through a tensor descrip
 unit works out their addresses and no registers hold them; so do rows of x that lie together. Others
 are gathered.
 
-An expert's rows are cut into tiles of BM and of BM + MORE rows, MORE being half of BM: a tile of the
-weight is fetched for as many rows as the registers hold sums of, and few rows of work are spare.
+An expert's rows are cut into tiles of BM and of BM + MORE rows: a tile of the weight is fetched for as
+many rows as the registers hold sums of, and few rows of work are spare.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fulgurite.kernels.grouped_matmul import NO_GATE
 from fulgurite.kernels.triton.grouped_step import GATES, gated
-from fulgurite.kernels.triton.grouped_tiles import banded, or_else, tile_at, tile_map
+from fulgurite.kernels.triton.grouped_tiles import in_order, or_else, tile_at, tile_map
 from fulgurite.kernels.triton.tiles import Tile
 
 NATIVE = not triton.knobs.runtime.interpret
+MORE = 64  # rows by which tiles differ: the tensor cores take no fewer
 ACROSS = 4  # tiles of columns side by side: H200, DeepSeek-V3's experts, 4% before 8
 
 
@@ -133,7 +134,7 @@ def grouped_dense_kernel(
     NATIVE: tl.constexpr,
 ):  # fmt: skip
     """N columns of the result, BN in a program; with a gate the weight has two rows for each."""
-    tile_m, tile_n = banded(tl.program_id(0), tiles_m, tl.cdiv(N, BN), ACROSS)
+    tile_m, tile_n = in_order(map_ptr, tl.program_id(0), tiles_m, tl.cdiv(N, BN), ACROSS)
     expert, start, end = tile_at(map_ptr, tile_m)
     live = (expert < experts) & (start < end)
     expert = tl.minimum(expert, experts - 1)
@@ -178,7 +179,7 @@ def grouped_dense(
     if out.numel() == 0:
         return out
     x = x if x.stride(1) == 1 else x.contiguous()
-    more = tile.rows // 2
+    more = tile.rows if tile.rows < MORE else MORE
     map, tiles = tile_map(offsets, count, tile.rows + more, more)
     weights = TensorDescriptor(  # columns of gate and up take turns
         data,

@@ -27,7 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fulgurite.kernels.grouped_matmul import NO_GATE, Gate
 from fulgurite.kernels.quantize import empty_scale
 from fulgurite.kernels.triton.grouped_step import GATES, gated
-from fulgurite.kernels.triton.grouped_tiles import banded, or_else, tile_at, tile_map
+from fulgurite.kernels.triton.grouped_tiles import in_order, or_else, tile_at, tile_map
 from fulgurite.kernels.triton.moe_tiles import fp8_tile
 from fulgurite.kernels.triton.numbers import CORRECTED, code_8bit, finite_amax, scale_of
 from fulgurite.kernels.triton.quantize import quantize
@@ -37,6 +37,7 @@ from fulgurite.quant import Format, QuantTensor, resolve
 NATIVE = not triton.knobs.runtime.interpret
 ROWS, TILES = "fp8_e4m3_1x128", "fp8_e4m3_128x128"
 BLOCK = 128  # columns of a scale
+ACROSS = 8  # tiles of columns side by side
 HIGHEST = tl.constexpr(448.0)  # of e4m3
 REGISTERS = 216  # with more the assembler interleaves both tiles' sums, and then they don't fit
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -98,7 +99,7 @@ def grouped_fp8_kernel(
 ):  # fmt: skip
     """N columns of the result: BM rows by two tiles of BN columns, gate and up or neighbours."""
     columns: tl.constexpr = BN if GATE > 0 else 2 * BN
-    tile_m, tile_n = banded(tl.program_id(0), tiles_m, tl.cdiv(N, columns), ACROSS)
+    tile_m, tile_n = in_order(map_ptr, tl.program_id(0), tiles_m, tl.cdiv(N, columns), ACROSS)
     expert, start, end = tile_at(map_ptr, tile_m)
     live = (expert < experts) & (start < end)
     expert = tl.minimum(expert, experts - 1)
@@ -204,7 +205,7 @@ def grouped_fp8(
         scale.stride(1), *(scales[0].stride() if scales else (0, 0)), alpha, limit,
         GATHER=rows is not None, FACTORS=factors is not None, BIAS=bias is not None,
         GATE=GATES[gate], EVEN=size % BLOCK == 0, QUANTIZED=result is not None,
-        DTYPE=DTYPES[dtype], BM=tile.rows, BN=BLOCK, BK=BLOCK, ACROSS=8, C=CORRECTED,
+        DTYPE=DTYPES[dtype], BM=tile.rows, BN=BLOCK, BK=BLOCK, ACROSS=ACROSS, C=CORRECTED,
         NATIVE=NATIVE, num_warps=tile.warps, num_stages=tile.stages,
         maxnreg=REGISTERS if gate == NO_GATE else None,
     )  # fmt: skip

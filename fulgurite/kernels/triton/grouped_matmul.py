@@ -11,7 +11,8 @@ are read through the index, so nothing is permuted beforehand. With a gate a pro
 halves of its columns side by side, and what goes to memory is gated already. Rows of the weight are
 the rows of the tensor cores' tile, as in `matmul.py`: few rows of x don't waste it.
 
-Two kinds of matmul have kernels of their own: dense weights and many rows (`grouped_dense.py`), and FP8
+Some kinds of matmul have kernels of their own: dense weights and many rows (`grouped_dense.py`), packed
+weights and few rows (`grouped_few.py`), weights of 4 bits and more rows (`grouped_packed.py`), and FP8
 times FP8 with enough rows (`grouped_fp8.py`). Other quantized activations run in three steps (`_apart`):
 rows gathered and quantized, the matmul of 8 bits times 8 bits of `scaled_mm.py`, and the gate.
 """
@@ -30,6 +31,7 @@ from fulgurite.kernels.quant_linear import PLAIN
 from fulgurite.kernels.triton import grouped_dense, grouped_fp8, linear
 from fulgurite.kernels.triton.decode import quarters
 from fulgurite.kernels.triton.grouped_few import fill_few
+from fulgurite.kernels.triton.grouped_packed import fill_packed
 from fulgurite.kernels.triton.grouped_step import GATES, add_step, finish, gated
 from fulgurite.kernels.triton.grouped_tiles import or_else
 from fulgurite.kernels.triton.matmul import find_group
@@ -142,7 +144,7 @@ def grouped_matmul(
         return _fused(x, rows, parts, PLAIN_WEIGHT, False, *after)
     entry = resolve(format)
     weight = weight_of(entry)
-    if weight is None or not takes(x, weight):
+    if weight is None or weight.scaling == "groups" or not takes(x, weight):
         return NotImplemented
     if activations != PLAIN:
         return _apart(x, rows, data, scales, format, activations, *after)
@@ -174,8 +176,10 @@ def _fused(
     if out.numel() == 0:
         return out
     x = x if x.stride(1) == 1 else x.contiguous()
-    after = (factors, offsets, bias, (GATES[gate], alpha, limit))
-    if fill_few(out, x, rows, parts, weight, tensor_scale, *after):
+    given = (out, x, rows, parts, weight, tensor_scale, factors, offsets, bias)
+    if fill_few(*given, (GATES[gate], alpha, limit)):
+        return out
+    if fill_packed(*given, (GATES[gate], alpha, limit)):
         return out
     tile = rows_tile(count, experts, columns, size, weight, gate != NO_GATE, x.dtype)
     tiles_m = triton.cdiv(count, tile.rows) + min(experts, count) + 1  # last ones may be partial

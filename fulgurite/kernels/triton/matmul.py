@@ -12,7 +12,8 @@ The rows of the weight are the rows of the tensor cores' tile: they number at le
     same     8 bits times 8 bits          end      per row or tensor: the sum is scaled
     cast     8 bits to 16                 step     each 128 (or group) of K: the step's sum is scaled
     e2m1     nibbles to bfloat16          inside   16 or 32 wide: the decoded weight is scaled, exactly
-    int4     nibbles to bfloat16
+    int4     nibbles to bfloat16          groups   16 or 32 wide float32 of integers: the decoded weight
+    uint4    the same, with minima                 is scaled and rounded, as `weight_as` would
 
 Few rows leave too few tiles for all processors, so K is split among `split` programs. The last of
 them to finish a tile adds the others' sums in their order: one launch, and the same result each time.
@@ -32,6 +33,8 @@ from fulgurite.kernels.triton.decode import (
     int4_tile,
     plus,
     quarters,
+    rounded,
+    rounded_nibbles,
     spread,
     times,
 )
@@ -108,7 +111,7 @@ def matmul_kernel(
         live = True
     n_in = tl.where(n < N, n, 0).to(tl.int64)
     m_in = tl.where(m < M, m, 0).to(tl.int64)
-    nibbles: tl.constexpr = DECODE == "e2m1" or DECODE == "int4"
+    nibbles: tl.constexpr = DECODE == "e2m1" or DECODE == "int4" or DECODE == "uint4"
     WK: tl.constexpr = BK // 4 if nibbles else BK  # words of four, or items
     steps = tl.cdiv(K, BK)
     mine = tl.cdiv(steps, split)
@@ -152,7 +155,7 @@ def matmul_kernel(
             next_xs = tl.load(xs_from + after.to(tl.int64) * x_scale_k, m < M, 0.0)
         elif SCALING == "step":  # asked for here, needed after the multiplication
             ws = tl.load(w_scale_ptr + (n_in // W_ROWS) * w_scale_n + (k // GROUP) * w_scale_k)
-        if SCALING == "inside":
+        if SCALING == "inside" or SCALING == "groups":
             group: tl.constexpr = GROUP // 4 if nibbles else GROUP
             block = step * (BK // GROUP) + tl.arange(0, BK // GROUP)
             s_from = w_scale_ptr + n_in[:, None] * w_scale_n + block[None, :]
@@ -160,14 +163,25 @@ def matmul_kernel(
                 s = tl.load(s_from)
             else:
                 s = tl.load(s_from, (block * GROUP < K)[None, :], 0.0)
-            if GROUP == 16:
+            z = s
+            if SCALING == "groups":
+                if ZERO:
+                    z_from = tensor_scale_ptr + n_in[:, None] * w_scale_n + block[None, :]
+                    z = tl.load(z_from, (block * GROUP < K)[None, :], 0).to(tl.float32)
+                    z = spread(z, BN, BK // GROUP, group)
+            elif GROUP == 16:
                 s = (s.to(tl.float32) * E4M3_LIFT).to(tl.bfloat16)
             else:
                 s = e8m0_to_bfloat16(s)
             s = spread(s, BN, BK // GROUP, group)
         if nibbles:
             x0, x1, x2, x3 = quarters(x, BM, BK)
-            if DECODE == "e2m1":
+            if SCALING == "groups":
+                w0 = rounded_nibbles(w, s, z, 0, DECODE, ZERO, x.dtype, PACKED)
+                w1 = rounded_nibbles(w, s, z, 1, DECODE, ZERO, x.dtype, PACKED)
+                w2 = rounded_nibbles(w, s, z, 2, DECODE, ZERO, x.dtype, PACKED)
+                w3 = rounded_nibbles(w, s, z, 3, DECODE, ZERO, x.dtype, PACKED)
+            elif DECODE == "e2m1":
                 w0 = e2m1_tile(w, s, 0, GROUP != 16, PACKED)
                 w1 = e2m1_tile(w, s, 1, GROUP != 16, PACKED)
                 w2 = e2m1_tile(w, s, 2, GROUP != 16, PACKED)
@@ -188,6 +202,8 @@ def matmul_kernel(
         else:
             if SCALING == "inside":
                 w = times(w, s)
+            elif SCALING == "groups":
+                w = rounded(w, s, s, DECODE, ZERO, x.dtype)
             elif DECODE == "cast":
                 w = cast_tile(w, x.dtype, PACKED)
             sums = multiply(w, x, tl.zeros([BN, BM], kind) if SCALING == "step" else acc, PACKED)

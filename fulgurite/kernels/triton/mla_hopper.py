@@ -32,7 +32,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fulgurite.config import environment
 from fulgurite.kernels.mla_reference import Parts
 from fulgurite.kernels.triton.mla_decode import empty_spans, merge, splits_for
 from fulgurite.kernels.triton.mla_project import Queries
@@ -229,8 +228,6 @@ KINDS = {
 def fits(queries: Queries, kept: Parts, rows: int) -> bool:
     """Whether this kernel is for these: Hopper, DeepSeek's sizes, pages that hold whole blocks end to end."""
     latents, ropes = kept.latents_PBC, kept.ropes_PBR
-    if environment("FULGURITE_GLUON") != "1":  # until its tests have passed on a GPU as it is now
-        return False
     if queries.latent_TNC.device.type != "cuda" or queries.latent_TNC.dtype == torch.float32:
         return False
     sizes = (latents.shape[2], ropes.shape[2], latents.shape[1] % KEYS)

@@ -56,6 +56,21 @@ def fp8_tile(count: int, experts: int, gated: bool, packed: bool) -> Tile | None
     return Tile(rows, 128 if gated else 256, 128, warps=8, stages=4)
 
 
+def packed_tile(count: int, experts: int, weight: Weight, gated: bool) -> Tile | None:
+    """4-bit weights and more than a few rows: each weight is decoded once for all rows of an expert,
+    up to 128 of them; else None. `columns` are rows of the weight, of gate and up together."""
+    steps = weight.decode == "int4" and weight.scaling == "step" and weight.group in (64, 128)
+    if weight.decode != "e2m1" and not steps:
+        return None
+    average = max(1, count // experts)
+    depth = weight.group if steps else 128
+    if average <= 24:
+        return Tile(16 if average <= 8 else 32, 128, depth, warps=4, stages=4)
+    if average <= 48:
+        return Tile(64, 128, depth, warps=4, stages=4)
+    return Tile(128, 128, depth, warps=8, stages=3)
+
+
 def _depth(weight: Weight, dtype: torch.dtype) -> int:
     if weight.decode == "dense":
         return 32 if dtype == torch.float32 else 64

@@ -14,6 +14,8 @@ from torch import Tensor
 from fulgurite.quant import Format
 from fulgurite.quant.format import WHOLE
 
+SHORTEST_STEP = 64  # columns: four tiles of nibbles, each 16 wide, the least a tensor core takes
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -28,7 +30,7 @@ class Weight:
 
     @property
     def nibbles(self) -> bool:
-        return self.decode in ("e2m1", "int4")
+        return self.decode in ("e2m1", "int4", "uint4")
 
     @property
     def depth(self) -> int:
@@ -37,8 +39,8 @@ class Weight:
 
 
 def takes(x: Tensor, weight: Weight) -> bool:
-    """Whether the kernel multiplies activations of this dtype by such weights, exactly decoded."""
-    if weight.decode == "cast" and weight.scaling != "inside":
+    """Whether the kernel multiplies activations of this dtype by such weights."""
+    if weight.scaling == "groups" or (weight.decode == "cast" and weight.scaling != "inside"):
         return x.dtype in (torch.bfloat16, torch.float16)
     return x.dtype == torch.bfloat16
 
@@ -52,8 +54,12 @@ def weight_of(format: Format) -> Weight | None:
         return Weight("cast", "end") if columns == WHOLE else Weight("cast", "step", columns, rows)
     if format.family in ("mx", "nvfp4"):
         return Weight("e2m1" if format.element.bits == 4 else "cast", "inside", columns)
-    if format.family == "int" and columns >= 64:
-        return Weight("int4", "step", columns)
+    if format.family == "int" and format.element.bits == 8:
+        return Weight("cast", "groups", columns, integers=True)
+    if format.family == "int":
+        lowest = any(scale.name == "minimum" for scale in format.scales)
+        scaling = "step" if columns >= SHORTEST_STEP and not lowest else "groups"
+        return Weight("uint4" if lowest else "int4", scaling, columns)
     return None  # GGUF blocks and plain casts
 
 
@@ -70,9 +76,9 @@ class Packed:
 
     data: Tensor
     scale: Tensor
-    second: Tensor  # the tensor scale of NVFP4, the zero points of asymmetric integers
+    second: Tensor  # the tensor scale of NVFP4, zero points or minima of asymmetric integers
     strides: tuple[int, int]
-    zero: bool  # whether `second` holds zero points
+    zero: bool  # whether `second` holds zero points or minima
 
 
 def packed(data: Tensor, scales: list[Tensor], format: Format, weight: Weight) -> Packed:

@@ -213,8 +213,10 @@ def _launcher(format: Format, static: Tensor | None) -> Launch | None:
         return _by_row
     if format.block[0] != 1:
         return _by_tile
-    asymmetric = len(format.scales) == 2 and format.family == "int"
-    return None if format.family in ("gguf", "cast") or asymmetric else _by_block
+    symmetric_nibbles = format.element.bits == 4 and len(format.scales) == 1
+    if format.family in ("gguf", "cast") or (format.family == "int" and not symmetric_nibbles):
+        return None
+    return _by_block
 
 
 def _matrices(x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from fulgurite.kernels.triton.early import let_next_start, wait_for_inputs
 from fulgurite.kernels.triton.glue import activate
+from fulgurite.kernels.triton.prepared import prepared
 from fulgurite.kernels.triton.sizes import next_power_of_2
 
 
@@ -78,7 +79,7 @@ def _row_step(
     return left, right, squares
 
 
-@triton.jit
+@prepared
 def row_kernel(
     x_ptr, w_ptr, up_ptr, norm_ptr, bias_ptr, up_bias_ptr, residual_ptr, out_ptr,
     N, K, w_stride, eps, offset,

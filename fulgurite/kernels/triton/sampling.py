@@ -33,6 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fulgurite.kernels.triton.counters import take_counters
+from fulgurite.kernels.triton.prepared import prepared
 from fulgurite.kernels.triton.sampling_bounds import (
     BOUNDS,
     COLUMNS,
@@ -49,6 +50,7 @@ from fulgurite.kernels.triton.sampling_bounds import (
     units_of,
 )
 from fulgurite.kernels.triton.sampling_edge import edge_kernel, list_kernel
+from fulgurite.kernels.triton.sizes import cdiv, next_power_of_2
 
 CHUNK = 2048  # tokens of a program
 PIVOT_CHUNK = 4096  # of one that compares with pivots
@@ -77,7 +79,7 @@ def _top(logits_row, offsets, size):
     return ((key.to(tl.int64) + 2147483648) << 31) | (0x7FFFFFFF - token).to(tl.int64)
 
 
-@triton.jit
+@prepared
 def greedy_kernel(
     logits, packed, tokens, counters, size, stride, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
 ):  # fmt: skip
@@ -101,7 +103,7 @@ def _kept(logits_row, offsets, size, most, scale, edge):
     return tl.where(bits > edge, units_of(p), 0), (bits == edge) & (offsets < size)
 
 
-@triton.jit
+@prepared
 def draw_kernel(
     logits, bounds, state, chunk_sums, chunk_ties, settings, tokens, counters, size, stride,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
@@ -160,12 +162,12 @@ def greedy(logits_RO: Tensor) -> Tensor:
     rows, size = logits_RO.shape
     if not 0 < rows <= MOST_ROWS or not 0 < size < 2**31 or logits_RO.stride(1) != 1:
         return NotImplemented  # type: ignore[no-any-return]
-    device, chunks = logits_RO.device, triton.cdiv(size, CHUNK)
+    device, chunks = logits_RO.device, cdiv(size, CHUNK)
     packed = torch.empty(rows, chunks, dtype=torch.int64, device=device)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     greedy_kernel[(chunks, rows)](
         logits_RO, packed, tokens, take_counters(device, rows), size, logits_RO.stride(0),
-        CHUNK=CHUNK, CHUNKS=triton.next_power_of_2(chunks), num_warps=WARPS,
+        CHUNK=CHUNK, CHUNKS=next_power_of_2(chunks), num_warps=WARPS,
     )  # fmt: skip
     return tokens
 
@@ -183,7 +185,7 @@ class Space(NamedTuple):
 
 
 def _space(rows: int, size: int, pivots: int, device: torch.device) -> Space:
-    chunks, pivot_chunks = triton.cdiv(size, CHUNK), triton.cdiv(size, PIVOT_CHUNK)
+    chunks, pivot_chunks = cdiv(size, CHUNK), cdiv(size, PIVOT_CHUNK)
     floats = [
         rows * each
         for each in (
@@ -205,14 +207,14 @@ def sample_rows(logits_RO: Tensor, settings_R5: Tensor, cut: bool | None = None)
     rows, size = logits_RO.shape
     if not 0 < rows <= MOST_ROWS or not 0 < size <= 2**19 or logits_RO.stride(1) != 1:
         return NotImplemented  # type: ignore[no-any-return]
-    device, chunks = logits_RO.device, triton.cdiv(size, CHUNK)
+    device, chunks = logits_RO.device, cdiv(size, CHUNK)
     if cut is None:
         cut = settings_R5.device.type != "cpu" or cuts_any(settings_R5)
     settings = settings_R5.to(device, torch.float64, non_blocking=True).contiguous()
     pivots = FEW_PIVOTS if rows >= MANY_ROWS else PIVOTS
     space = _space(rows, size, pivots, device)
     counters, stride = take_counters(device, rows), logits_RO.stride(0)
-    grid, shared = (chunks, rows), {"CHUNK": CHUNK, "CHUNKS": triton.next_power_of_2(chunks)}
+    grid, shared = (chunks, rows), {"CHUNK": CHUNK, "CHUNKS": next_power_of_2(chunks)}
     most_kernel[grid](
         logits_RO, space.parts, space.largest, space.bounds, space.state, settings, counters, size,
         stride, STRETCHES=CHUNK // STRETCH, PIVOTS=pivots, num_warps=WARPS, **shared,
@@ -236,10 +238,10 @@ def _find_edges(
 ) -> None:
     """For rows with top-k or top-p: p*, and how many tokens of it are kept."""
     rows, size = logits_RO.shape
-    chunks, pivot_chunks = triton.cdiv(size, CHUNK), triton.cdiv(size, PIVOT_CHUNK)
+    chunks, pivot_chunks = cdiv(size, CHUNK), cdiv(size, PIVOT_CHUNK)
     pivot_kernel[(pivot_chunks, rows)](
         logits_RO, space.bounds, space.state, space.pivot_sums, settings, counters, size,
-        logits_RO.stride(0), CHUNK=PIVOT_CHUNK, CHUNKS=triton.next_power_of_2(pivot_chunks),
+        logits_RO.stride(0), CHUNK=PIVOT_CHUNK, CHUNKS=next_power_of_2(pivot_chunks),
         PIVOTS=pivots, LANES=LANES, num_warps=LANES // 32,
     )  # fmt: skip
     rest = (*space.chunks[:2], space.listed, settings, size, logits_RO.stride(0))
@@ -249,5 +251,5 @@ def _find_edges(
     )  # fmt: skip
     edge_kernel[(rows,)](
         logits_RO, space.bounds, space.state, *rest, min(size, CAPACITY), chunks,
-        CHUNKS=triton.next_power_of_2(chunks), TILE=TILE, BLOCK=BLOCK, num_warps=EDGE_WARPS,
+        CHUNKS=next_power_of_2(chunks), TILE=TILE, BLOCK=BLOCK, num_warps=EDGE_WARPS,
     )  # fmt: skip

@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fulgurite.kernels.triton.prepared import prepared
+
 # a row's state, int64
 LISTED, EDGE, TIES, LOW, HIGH = (tl.constexpr(i) for i in range(5))
 STATE = tl.constexpr(8)
@@ -56,7 +58,7 @@ def cuts(mine):
     return (tl.load(mine + 2) > 0) | (tl.load(mine + 3) < 1)
 
 
-@triton.jit
+@prepared
 def most_kernel(
     logits, parts, largest, bounds, state, settings, counters, size, stride,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, STRETCHES: tl.constexpr, PIVOTS: tl.constexpr,
@@ -153,7 +155,7 @@ def _pivots(bounds_row, PIVOTS: tl.constexpr):
     return tl.exp2(first + tl.arange(0, PIVOTS) * step)
 
 
-@triton.jit
+@prepared
 def pivot_kernel(
     logits, bounds, state, sums, settings, counters, size, stride, CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, LANES: tl.constexpr,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fulgurite.kernels.triton.prepared import prepared
 from fulgurite.kernels.triton.sampling_bounds import (
     BEYOND,
     BOUNDS,
@@ -32,7 +33,7 @@ from fulgurite.kernels.triton.sampling_bounds import (
 ONE = tl.constexpr(0x3F800000)  # the bits of 1, the largest p
 
 
-@triton.jit(do_not_specialize=["capacity"])
+@prepared(do_not_specialize=["capacity"])
 def list_kernel(
     logits, bounds, state, chunk_all, chunk_above, listed, settings, size, stride, capacity,
     CHUNK: tl.constexpr, TILE: tl.constexpr,
@@ -65,7 +66,7 @@ def list_kernel(
         tl.store(into, p, (number > 0) & (at < capacity))
 
 
-@triton.jit(do_not_specialize=["capacity"])
+@prepared(do_not_specialize=["capacity"])
 def edge_kernel(
     logits, bounds, state, chunk_all, chunk_above, listed, settings, size, stride, capacity, chunks,
     CHUNKS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,

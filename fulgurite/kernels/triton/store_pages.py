@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from fulgurite.kernels.triton.glue import DTYPES, into_page
+from fulgurite.kernels.triton.prepared import prepared
 from fulgurite.kernels.triton.sizes import next_power_of_2
 
 
-@triton.jit
+@prepared
 def store_kernel(
     k_ptr, v_ptr, keys_ptr, values_ptr, slots_ptr, key_scale, value_scale, key_limit, value_limit,
     k_token, k_head, v_token, v_head, key_page, key_slot, key_head, value_page, value_slot, value_head,

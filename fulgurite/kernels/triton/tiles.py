@@ -109,4 +109,4 @@ def library_wins(block: tuple[int, int], m: int, n: int, k: int) -> bool:
         return m > (64 if n > 7168 or k > 14336 else 128 if n > 4096 or k >= 8192 else 256)
     if m <= 32:
         return False
-    return m > (32 if n > 4096 else 256 if n <= 2560 else 128 if k >= 8192 else 64)
+    return m > (32 if n > 4096 else 128 if n <= 2560 else 64)

@@ -1,0 +1,77 @@
+"""Kernels of integers in groups, compiled for an H200 on whatever machine this is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(INTERPRETED, reason="nothing is compiled there"),
+]
+if not INTERPRETED:
+    from fulgurite.kernels.triton import dequantize, few_rows, launch, tiles
+    from fulgurite.quant import resolve
+    from fulgurite.quant.shapes import data_shape, scale_shape
+
+    from .compile_support import compile_launches, stack_bytes
+
+FORMATS = ["int4_g32", "int4_g32_asym", "int4_g32_min", "int8_g16", "int8_g32"]
+N, K = 4096, 4096
+
+
+def parts_of(format: str):
+    entry = resolve(format)
+    data = torch.empty(data_shape(entry, (N, K)), dtype=entry.data_dtype, device="meta")
+    scales = [
+        torch.empty(scale_shape(scale, (N, K)), dtype=scale.dtype, device="meta")
+        for scale in entry.stored_scales
+    ]
+    return entry, launch.weight_of(entry), data, scales
+
+
+@pytest.mark.parametrize("m", [1, 4, 16])
+@pytest.mark.parametrize("format", FORMATS)
+def test_few_rows(format: str, m: int, monkeypatch, tmp_path: Path) -> None:
+    """Numbers go from the registers they are decoded in to the tensor cores: nothing is stored between."""
+    (kernel,) = compile_launches(few_rows, monkeypatch)
+    monkeypatch.setattr(few_rows, "NATIVE", True)
+    entry, weight, data, scales = parts_of(format)
+    x = torch.empty(m, K, dtype=torch.bfloat16, device="meta")
+    tile = tiles.for_weight_only(m, N, K, weight, torch.device("cpu"))
+    launch.matmul(x, None, None, data, scales, entry, weight, None, x.dtype, tile)
+    (made,) = kernel.kernels
+    loop = made.asm["ptx"].split("cp.async.wait_group")[1]
+    assert "mma.sync" in loop
+    assert loop.count("st.shared") <= (4 if "asym" in format else 0)  # zero points are bytes
+    assert stack_bytes(made, tmp_path) <= 16
+
+
+@pytest.mark.parametrize("m", [17, 128])
+@pytest.mark.parametrize("format", FORMATS)
+def test_more_rows(format: str, m: int, monkeypatch, tmp_path: Path) -> None:
+    compiled = compile_launches(launch, monkeypatch)
+    (kernel,) = (one for one in compiled if one.function.__name__ == "matmul_kernel")
+    monkeypatch.setattr(launch, "PACKED", True)
+    monkeypatch.setattr(
+        launch, "take_counters", lambda device, count: torch.empty(count, dtype=torch.int32, device="meta")
+    )  # fmt: skip
+    entry, weight, data, scales = parts_of(format)
+    x = torch.empty(m, K, dtype=torch.bfloat16, device="meta")
+    tile = tiles.for_weight_only(m, N, K, weight, torch.device("cpu"))
+    launch.matmul(x, None, None, data, scales, entry, weight, None, x.dtype, tile)
+    (made,) = kernel.kernels
+    assert "wgmma" in made.asm["ptx"] and stack_bytes(made, tmp_path) == 0
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_decoded_first(format: str, monkeypatch) -> None:
+    compile_launches(dequantize, monkeypatch)
+    entry, weight, data, scales = parts_of(format)
+    parts = launch.packed(data, scales, entry, weight)
+    dequantize.weight_as(torch.bfloat16, weight, parts, entry)

@@ -1,0 +1,43 @@
+"""GGUF's blocks as groups of integers: the same numbers, bit for bit."""
+
+import pytest
+import torch
+
+from fulgurite.quant import FORMATS, QuantTensor, quantize, regroup, resolve
+from fulgurite.quant.regroup import GROUPED
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("shape", [(1, 256), (5, 768), (3, 4, 256), (0, 256)], ids=str)
+def test_the_same_numbers(name, shape):
+    packed = quantize(torch.randn(shape) * torch.randn(*shape[:-1], 1).exp(), name, torch.bfloat16)
+    grouped = regroup(packed)
+    assert grouped.format.name == GROUPED[name] and grouped.shape == packed.shape
+    assert grouped.dtype == torch.bfloat16
+    assert torch.equal(grouped.dequantize(torch.float32), packed.dequantize(torch.float32))
+    assert grouped.check() is grouped
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_the_same_numbers_of_any_bytes(name):
+    """Scales of zero, negative ones, infinities and NaN among them."""
+    entry = resolve(name)
+    data = torch.randint(256, (64, 4 * entry.items_per_group), dtype=torch.uint8)
+    data[::7] = 0
+    packed = QuantTensor(entry, data, {})
+    wanted, found = packed.dequantize(torch.float32), regroup(packed).dequantize(torch.float32)
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+
+
+def test_what_has_no_blocks_stays():
+    packed = quantize(torch.randn(4, 128), "nvfp4")
+    assert regroup(packed) is packed
+    assert {name for name, entry in FORMATS.items() if entry.family == "gguf"} == set(GROUPED)
+
+
+def test_shapes_alone():
+    """A plan of memory asks for sizes before anything is loaded."""
+    packed = quantize(torch.randn(8, 512), "q4_k")
+    grouped = regroup(packed.to("meta"))
+    assert grouped.is_meta and grouped.nbytes == regroup(packed).nbytes == 8 * 512 * 6 // 8
