@@ -58,7 +58,10 @@ def fp8_tile(count: int, experts: int, gated: bool, packed: bool) -> Tile | None
 
 def packed_tile(count: int, experts: int, weight: Weight, gated: bool) -> Tile | None:
     """4-bit weights and more than a few rows: each weight is decoded once for all rows of an expert,
-    up to 128 of them; else None. `columns` are rows of the weight, of gate and up together."""
+    up to 256 of them; else None. `columns` are rows of the weight, of gate and up together.
+
+    With a gate, 128 rows are right with 8 warps and 128 columns only: Triton 3.6 makes something else of
+    4 warps, or of 256 columns."""
     steps = weight.decode == "int4" and weight.scaling == "step" and weight.group in (64, 128)
     if weight.decode != "e2m1" and not steps:
         return None
@@ -66,9 +69,9 @@ def packed_tile(count: int, experts: int, weight: Weight, gated: bool) -> Tile |
     depth = weight.group if steps else 128
     if average <= 24:
         return Tile(16 if average <= 8 else 32, 128, depth, warps=4, stages=4)
-    if average <= 48:
-        return Tile(64, 128, depth, warps=4, stages=4)
-    return Tile(128, 128, depth, warps=8, stages=3)
+    if average <= 96:
+        return Tile(64, 128, depth, warps=4 if gated else 8, stages=4)
+    return Tile(128 if average < 192 else 256, 128, depth, warps=8, stages=3)
 
 
 def _depth(weight: Weight, dtype: torch.dtype) -> int:
