@@ -115,5 +115,6 @@ def weight_as(dtype: torch.dtype, weight: Weight, parts: Packed, format: Format)
         data, parts.scale, parts.second, out, columns, *parts.strides,
         DECODE=weight.decode, GROUP=weight.group, W_ROWS=weight.rows,
         TENSOR_SCALE=format.family == "nvfp4", ZERO=parts.zero, BLOCK=block, num_warps=4,
+        enable_fp_fusion=False,  # scale * code + minimum, rounded twice as everywhere
     )  # fmt: skip
     return out

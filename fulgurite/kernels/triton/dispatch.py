@@ -247,20 +247,20 @@ def send_back_kernel(
 ):  # fmt: skip
     """The sum of the results of row (source, place), in the order of its visits, to its source.
 
-    Programs walk over the rows that came: a program for each that could would count itself as finished far more
-    often, on one counter.
+    Programs walk over the rows: one for each that could come would count itself as finished far more often, on
+    one counter.
     """
     step = tl.load(step_ptr)
     copy_at = (step & 1).to(tl.int64) * copy_bytes
-    for source in range(W):
-        count = tl.load(counts_ptr + source)
-        home = tl.load(peers_ptr + source) + copy_at + returns_at
-        for place in range(tl.program_id(0), count, tl.num_programs(0)):
+    for one in range(tl.program_id(0), capacity * W, tl.num_programs(0)):
+        source, place = one % W, one // W
+        if place < tl.load(counts_ptr + source):
             row = (tl.zeros([], tl.int64) + source) * capacity + place
             header = _int32_at(tl.load(peers_ptr + rank) + copy_at + row * HEAD)
             token, turn, visits = tl.load(header), tl.load(header + 1), tl.load(header + 2)
             if (token >= 0) & (token < tokens) & (turn >= 0) & (turn < M):
-                into = _values_at(home + (token.to(tl.int64) * M + turn) * ROW, KIND)
+                into = tl.load(peers_ptr + source) + copy_at + returns_at
+                into = _values_at(into + (token.to(tl.int64) * M + turn) * ROW, KIND)
                 for first in tl.static_range(0, D, BLOCK):
                     column = first + tl.arange(0, BLOCK)
                     total = _sum_of_visits(y_ptr + row * V * D, column, visits, V, D, BLOCK)
