@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import count
+from pkgutil import resolve_name
 
 import pytest
 
@@ -53,31 +56,51 @@ def test_a_listener_may_cancel_others(model: Decoder) -> None:
     idle(engine)
 
 
-@pytest.mark.parametrize("where", ["fulgurite.serve.engine.choose", "run"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "fulgurite.serve.runner.Runner.run",
+        "fulgurite.serve.engine.choose",
+        "fulgurite.serve.engine.log_probabilities",
+        "fulgurite.kernels.sampling.uniform",
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_step_that_is_interrupted_is_run_again(
-    model: Decoder, where: str, monkeypatch: pytest.MonkeyPatch
+    model: Decoder, where: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [[1, 2, 3], list(range(40))]  # the second takes several steps to read
-    wanted = [one.token_ids for one in make_engine(model).generate(prompts, greedy(6))]
+    params = [
+        SamplingParams(
+            max_tokens=most, ignore_eos=True, temperature=temperature, seed=most, logprobs=2
+        )
+        for most in (9, 6)
+    ]
+    wanted = make_engine(model).generate(prompts, params)
     engine, found = make_engine(model), {}
 
     def listen(update: Update) -> None:
         if update.result is not None:
-            found[update.id] = update.result.token_ids
+            found[update.id] = update.result
 
-    def interrupt(*rest: object) -> None:
-        raise KeyboardInterrupt
+    real, calls = resolve_name(where), count()
 
-    ids = [engine.add(prompt, greedy(6), listener=listen).id for prompt in prompts]
+    def interrupted(*arguments: object) -> object:
+        if next(calls) % 3 == 0:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    ids = [
+        engine.add(prompt, one, listener=listen).id
+        for prompt, one in zip(prompts, params, strict=True)
+    ]
+    monkeypatch.setattr(where, interrupted)
     while engine.busy:
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(
-                where if "." in where else f"fulgurite.serve.runner.Runner.{where}", interrupt
-            )
-            while True:  # a step that only reads chooses nothing
-                engine.step()
-        engine.step()
-    assert [found[id] for id in ids] == wanted
+        with suppress(KeyboardInterrupt):
+            engine.step()
+    assert (next(calls) > 3) == (temperature > 0 or not where.endswith("uniform"))
+    for id, one in zip(ids, wanted, strict=True):
+        assert (found[id].token_ids, found[id].logprobs) == (one.token_ids, one.logprobs)
     idle(engine)
 
 
