@@ -17,9 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from fulgurite import repro
+from fulgurite.capture.around import Around, bodies_of, set_apart
 from fulgurite.capture.blocks import BlockRunner, Blocks, find_blocks, worth_it
 from fulgurite.capture.dynamo import GraphBreak, is_capturing, optimize
 from fulgurite.capture.module import original_of, plain_again, wrap_module
@@ -56,17 +58,16 @@ class Compiled:
         self.session = Session(options)
         self.blocks: list[Blocks] = []
         self._runner: BlockRunner | None = None
+        self._around = Around(self.session)
         if isinstance(function, nn.Module):
             self._use_blocks(function)
         self._run = self._first_run() if self._runner else self._optimize(function)
         if not isinstance(function, nn.Module):
             functools.update_wrapper(self, function, updated=())
 
-    def _optimize(self, function: Callable[..., Any]) -> Any:
-        options = self.session.options
-        return optimize(
-            function, self.session, dynamic=options.dynamic, fullgraph=options.fullgraph
-        )
+    def _optimize(self, function: Callable[..., Any], backend: Any = None) -> Any:
+        options, backend = self.session.options, backend or self.session
+        return optimize(function, backend, dynamic=options.dynamic, fullgraph=options.fullgraph)
 
     def _use_blocks(self, module: nn.Module) -> None:
         """Decide whether the model's equal layers are compiled once, or the model as a whole."""
@@ -87,7 +88,7 @@ class Compiled:
         """The model with its layers compiled; if it turns out not to call them, compiled as a whole."""
         runner = self._runner
         assert runner is not None, "only a model with blocks has a first run"
-        with_blocks = runner.around(self.original)
+        with_blocks = self._with_blocks(runner)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             result = with_blocks(*args, **kwargs)
@@ -96,6 +97,23 @@ class Compiled:
             else:
                 self.blocks, self._run = [], self._optimize(self.original)
             return result
+
+        return run
+
+    def _with_blocks(self, runner: BlockRunner) -> Callable[..., Any]:
+        """The model with its layers compiled; where gradients are recorded, what is around them, too."""
+        model = self.original
+        assert isinstance(model, nn.Module), "only modules have blocks"
+        plain = runner.around(model)
+        bodies = bodies_of(model, self.blocks)
+        if not bodies:
+            return plain
+        self._around.bodies = [path for path, one in model.named_modules() if one in bodies]
+        captured = self._optimize(model, self._around)
+        whole = runner.around(set_apart(bodies, captured))
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return (whole if torch.is_grad_enabled() else plain)(*args, **kwargs)
 
         return run
 
@@ -145,7 +163,7 @@ class Compiled:
 
     @property
     def breaks(self) -> list[GraphBreak]:
-        return self.session.breaks
+        return self.session.breaks + self._around.unmeant
 
     def last_trace(self, kind: Kind | None = None, graph: int = -1) -> Trace:
         """The final trace of a graph (the last one), of its forward or inference unless said otherwise."""
@@ -156,7 +174,12 @@ class Compiled:
         if args or kwargs:
             self(*args, **kwargs)
         return explain(
-            self.session, self.blocks, {"eager": self.original, "fulgurite": self}, args, kwargs
+            self.session,
+            self.blocks,
+            {"eager": self.original, "fulgurite": self},
+            args,
+            kwargs,
+            self._around,
         )
 
     def save_repro(self, path: str | Path, graph: int = -1) -> Path:

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fulgurite import timing
+from fulgurite.capture.around import Around
 from fulgurite.capture.blocks import Blocks
 from fulgurite.capture.dynamo import GraphBreak
 from fulgurite.executors.cudagraph import cuda_graphs_of
@@ -115,8 +116,9 @@ def explain(
     candidates: Mapping[str, Callable[..., Any]],
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
+    around: Around | None = None,
 ) -> Explanation:
-    """Sum up a session; with arguments, time the candidates on them."""
+    """Sum up a session, and what is around its blocks; with arguments, time the candidates on them."""
     times: dict[str, float] = {}
     if args or kwargs:  # as the user calls it: with gradients where they are recorded
         calls = {k: functools.partial(f, *args, **(kwargs or {})) for k, f in candidates.items()}
@@ -125,9 +127,9 @@ def explain(
     return Explanation(
         options=str(session.options),
         remat=session.options.remat,
-        regions=_regions_text(session, blocks),
+        regions=_regions_text(session, blocks, around),
         graphs=[summarize(record) for record in session.graphs],
-        breaks=list(session.breaks),
+        breaks=session.breaks + (around.unmeant if around else []),
         times=times,
         traces=session.history,
         handovers=_mark_handovers(session),
@@ -241,11 +243,16 @@ def _where(trace: Trace) -> str:
     return ""
 
 
-def _regions_text(session: Session, blocks: Sequence[Blocks]) -> str:
+def _regions_text(session: Session, blocks: Sequence[Blocks], around: Around | None) -> str:
     if not blocks:
         return "whole: one graph for everything that can be captured together"
     groups = ", ".join(map(str, blocks))
-    return f"blocks: {groups}; {len(session.graphs)} compiled, the rest of the model runs in eager"
+    rest = "the rest of the model runs in eager"
+    if around and around.bodies:
+        rest = (
+            f"with what is around {', '.join(around.bodies)} where gradients are recorded; {rest}"
+        )
+    return f"blocks: {groups}; {len(session.graphs)} compiled, {rest}"
 
 
 def _graph_lines(graph: GraphSummary, remat: str) -> list[str]:

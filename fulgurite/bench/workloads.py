@@ -23,7 +23,7 @@ Workload = tuple[nn.Module, tuple[Any, ...]]
 def llama_1b(quick: bool) -> Workload:
     """16 layers, width 2048, the vocabulary of Llama 3; batch 4 x 2048."""
     layers, vocabulary, length = (2, 8192, 512) if quick else (16, 128256, 2048)
-    model = Transformer(layers, 2048, heads=32, inner=8192, vocabulary=vocabulary)
+    model = CausalLM(layers, 2048, heads=32, inner=8192, vocabulary=vocabulary)
     return model, (torch.randint(0, vocabulary, (4, length)),)
 
 
@@ -97,6 +97,34 @@ def make(workload: str, device: str, quick: bool) -> Workload:
         model, inputs = WORKLOADS[workload](quick)
     model = model.to(device, torch.bfloat16)  # what was computed on the CPU, too
     return model, tuple(x.bfloat16() if x.is_floating_point() else x for x in inputs)
+
+
+class Hidden(Transformer):
+    """The last hidden states, without a head."""
+
+    def __init__(self, *sizes: int, **more: int) -> None:
+        super().__init__(*sizes, **more)
+        del self.head
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x = self.embedding(tokens_BT)
+        cos, sin = self.angles(x)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.norm(x)
+
+
+class CausalLM(nn.Module):
+    """As most language models are written: a model of hidden states, and a head and a loss around it."""
+
+    def __init__(self, layers: int, width: int, *, vocabulary: int, **more: int) -> None:
+        super().__init__()
+        self.model = Hidden(layers, width, vocabulary=vocabulary, **more)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        logits = self.head(self.model(tokens_BT))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten())
 
 
 class NextToken(nn.Module):

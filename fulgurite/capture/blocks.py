@@ -2,7 +2,8 @@
 
 In: a module. Out: groups of layers that are alike, and, while the compiled model runs, a compiled call in place
 of each layer's own. One compiled function serves all layers: their parameters are its inputs, so TorchDynamo's
-guards find the layers alike and capture the first only. What lies outside the layers runs in eager torch.
+guards find the layers alike and capture the first only. What lies outside the layers runs in eager torch, or is
+compiled by `around`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Blocks:
     path: str
     kind: str
     modules: tuple[nn.Module, ...]
+    parent: nn.Module  # whose forward calls them
 
     def __str__(self) -> str:
         return f"{len(self.modules)} × {self.kind} in {self.path}"
@@ -53,7 +55,7 @@ def find_blocks(model: nn.Module) -> list[Blocks]:
             if len(layers) >= LEAST_REPEATS:
                 kind = type(layers[0]).__name__
                 path = _common_path([names[layer] for layer in layers])
-                found.append(Blocks(path or "the model", kind, tuple(layers)))
+                found.append(Blocks(path or "the model", kind, tuple(layers), parent))
                 inside.update(m for layer in layers for m in layer.modules())
     return found
 

@@ -116,20 +116,41 @@ class Dense:
     parts: tuple[Dense, ...] = ()
 
 
-class Seen(NamedTuple):
-    """What plain linears were found to be, good while they have these parameters at these addresses."""
+class Part(NamedTuple):
+    """A linear's parameters, where they lie, and how."""
 
-    parameters: list[tuple[Any, int, Any, int]]  # weight and its address, bias and its
+    weight: Any
+    address: int
+    numbers: int
+    strides: tuple[int, ...]
+    bias: Any
+    bias_address: int
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Part:
+        weight, bias = module._parameters["weight"], module._parameters["bias"]
+        assert weight is not None, "a linear without a weight"
+        place = weight.data_ptr(), weight.numel(), weight.stride()
+        return cls(weight, *place, bias, 0 if bias is None else bias.data_ptr())
+
+
+class Seen(NamedTuple):
+    """What plain linears were found to be, good while they are plain and their parameters lie so."""
+
+    parts: list[Part]
     dense: Dense | None
 
     def holds(self, modules: Sequence[nn.Module]) -> bool:
-        for module, (weight, at, bias, bias_at) in zip(modules, self.parameters, strict=True):
+        for module, part in zip(modules, self.parts, strict=True):
+            weight, address, numbers, strides, bias, bias_address = part
             now = module._parameters
-            if now.get("weight") is not weight or weight.data_ptr() != at:
+            if now.get("weight") is not weight or now.get("bias") is not bias:
                 return False
-            if now.get("bias") is not bias or (bias is not None and bias.data_ptr() != bias_at):
+            if weight.data_ptr() != address or (
+                bias is not None and bias.data_ptr() != bias_address
+            ):
                 return False
-            if module._forward_hooks or module._forward_pre_hooks:
+            if weight.numel() != numbers or weight.stride() != strides or not _is_linear(module):
                 return False
         return True
 
@@ -160,12 +181,7 @@ def _dense(x: Tensor, modules: Sequence[nn.Module]) -> Dense | None:
         return seen.dense
     if not all(_is_plain(module) for module in modules):
         return None
-    parameters: list[Any] = []
-    for module in modules:
-        weight, bias = module.weight, module.bias
-        at = 0 if bias is None else bias.data_ptr()  # type: ignore[operator]
-        parameters.append((weight, weight.data_ptr(), bias, at))  # type: ignore[operator]
-    seen = Seen(parameters, _as_one(modules))
+    seen = Seen([Part.of(module) for module in modules], _as_one(modules))
     _seen.setdefault(modules[0], {})[len(modules)] = seen
     return seen.dense
 
@@ -183,10 +199,22 @@ def _as_one(modules: Sequence[nn.Module]) -> Dense | None:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """A linear that nobody listens to and whose weight is a tensor like any other."""
-    if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
-        return False
-    return type(module.weight) is nn.Parameter and type(module.weight.data) is Tensor
+    """A linear whose weight is a tensor like any other."""
+    return (
+        _is_linear(module)
+        and type(module.weight) is nn.Parameter
+        and type(module.weight.data) is Tensor
+    )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Torch's own, with nobody listening and no `forward` put in its place."""
+    return (
+        type(module) is nn.Linear
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+        and "forward" not in module.__dict__
+    )
 
 
 def _behind(tensors: Sequence[Any]) -> Tensor | None:

@@ -198,12 +198,16 @@ class Engine:
         requests = [piece.request for piece in pieces if piece.last]
         tokens = choose(logits_RO, requests, self.draws) if requests else []
         chosen = list(zip(requests, tokens, strict=True))
-        self.scheduler.done(pieces)
-        for row, (request, token) in enumerate(chosen):
+        told = [
+            (request, log_probabilities(logits_RO[row], token, request.params.logprobs))
+            for row, (request, token) in enumerate(chosen)
+            if request.params.logprobs is not None
+        ]
+        self.scheduler.done(pieces)  # from here on nothing takes long: an interrupt comes before
+        for request, token in chosen:
             request.append(token)
-            if request.params.logprobs is not None:
-                told = log_probabilities(logits_RO[row], token, request.params.logprobs)
-                request.logprobs.append(told)
+        for request, logprobs in told:
+            request.logprobs.append(logprobs)
         return self._finish(chosen)
 
     def _finish(self, chosen: list[tuple[Request, int]]) -> list[Update]:
@@ -237,8 +241,6 @@ class Engine:
     def _advance(self, request: Request, token: int) -> Update:
         params, text = request.params, self.texts.get(request.id)
         ends = (not params.ignore_eos and token in self.end_ids) or token in params.stop_token_ids
-        if text is None and not ends and request.length < request.limit:
-            return Update(request.id, "", (token,))
         new = "" if ends or text is None else text.push(token)
         if ends:
             request.finish("stop", token)

@@ -42,7 +42,7 @@ class Follower:
         engine.scheduler.done(pieces)
         if mesh.data.size > 1 and mesh.tensor.index == 0:
             requests = [piece.request for piece in pieces if piece.last]
-            tokens = choose(logits_RO, requests) if requests else []
+            tokens = choose(logits_RO, requests, engine.draws) if requests else []
             named = zip((self.numbers[one.id] for one in requests), tokens, strict=True)
             self.link.gather(dict(named), engine.plan.limits.max_sequences)
 

@@ -3,7 +3,7 @@
     weights       parameters and buffers
     activations   the most that lives at once in the largest step, found by running it on the meta
                   device and watching what it allocates
-    workspaces    what libraries keep for themselves, and the tables of blocks
+    workspaces    what libraries keep for themselves, tables of blocks, and logits of CUDA graphs
     cache         KV blocks, out of what is left
 
 Where even one request of the whole context has no room, the error says what would have.
@@ -113,7 +113,9 @@ def make_plan(
         available=available,
         weights=weight_bytes(share, device),
         activations=activation_bytes(model, limits.step_tokens, limits.max_sequences),
-        workspaces=workspace_bytes(specs, limits, device),
+        workspaces=workspace_bytes(
+            specs, limits, device, model.config.vocabulary if share is model else 0
+        ),
         cache=0,
         blocks=(),
         cache_tokens=0,
@@ -121,11 +123,19 @@ def make_plan(
     return with_cache(plan, specs)
 
 
-def workspace_bytes(specs: Sequence[AttentionSpec], limits: Limits, device: torch.device) -> int:
-    """Tables of blocks, and what libraries keep for themselves."""
+def workspace_bytes(
+    specs: Sequence[AttentionSpec], limits: Limits, device: torch.device, vocabulary: int
+) -> int:
+    """Tables of blocks, what libraries keep for themselves, and the logits that CUDA graphs leave.
+
+    There is a graph for each power of two of requests; 0 for `vocabulary` where there are none.
+    """
     columns = -(-limits.context // limits.block_size)
     tables = 4 * len(make_groups(specs)) * limits.max_sequences * columns
-    return tables + (MATMUL_WORKSPACE if device.type == "cuda" else 0)
+    if device.type != "cuda":
+        return tables
+    rows = (2 << (limits.max_sequences - 1).bit_length()) - 1  # 1 + 2 + 4 + ...
+    return tables + MATMUL_WORKSPACE + 4 * rows * vocabulary
 
 
 def with_cache(plan: MemoryPlan, specs: Sequence[AttentionSpec]) -> MemoryPlan:

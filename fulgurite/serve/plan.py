@@ -124,13 +124,14 @@ def make_split(question: Question, shape: MeshShape) -> Split:
     weights = rank.weights(question.format_of)
     queue = _buffers(question, cut, tokens)
     device = torch.device("cuda")
+    vocabulary = question.config.vocabulary if shape.ranks == 1 else 0  # many ranks have no graphs
     plan = MemoryPlan(
         device=device,
         limits=limits,
         available=question.available,
         weights=sum(weights.values()),
         activations=activations,
-        workspaces=workspace_bytes(rank.specs, limits, device),
+        workspaces=workspace_bytes(rank.specs, limits, device, vocabulary),
         cache=0,
         blocks=(),
         cache_tokens=0,

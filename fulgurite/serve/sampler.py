@@ -56,33 +56,41 @@ class Draws:
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.table: np.ndarray = np.empty((0, 5))
-        self.first: np.ndarray = np.empty(
-            0, dtype=np.int64
-        )  # the position of each request's first number
+        self.first: np.ndarray = np.empty(0, dtype=np.int64)  # positions of the first numbers
         self.numbers: np.ndarray = np.empty((0, 0))  # a row for each position from there on
 
     def settings(self, requests: list[Request], vocabulary: int) -> Tensor:
         """Temperature, min-p, top-k, top-p and the random number of each request: [R, 5]."""
         positions = np.array([request.length for request in requests], dtype=np.int64)
         if requests != self.requests:
-            self.requests, self.table = requests, np.empty((len(requests), 5))
-            self.table[:, :4] = [
+            table = np.empty((len(requests), 5))
+            table[:, :4] = [
                 (max(one.temperature, COLDEST), one.min_p, min(one.top_k, vocabulary), one.top_p)
                 for one in (request.params for request in requests)
             ]
-            self._make(positions, 1)
+            numbers = random_numbers(requests, positions, 1)
+            # last and together: an interrupt before leaves what belongs to the requests before
+            self.requests, self.table, self.first, self.numbers = (
+                requests,
+                table,
+                positions,
+                numbers,
+            )
         ahead = positions - self.first
         if ahead.min() < 0 or ahead.max() >= len(self.numbers):
-            self._make(positions, AHEAD)
+            numbers = random_numbers(requests, positions, AHEAD)
+            self.first, self.numbers = positions, numbers
             ahead[:] = 0
         self.table[:, 4] = self.numbers[ahead, np.arange(len(requests))]
         return torch.from_numpy(self.table.copy())  # a copy to a GPU may still be on its way
 
-    def _make(self, positions: np.ndarray, count: int) -> None:
-        seeds = np.array([request.seed for request in self.requests], dtype=np.uint64)
-        every = positions + np.arange(count)[:, None]
-        found = sampling.uniform(np.broadcast_to(seeds, every.shape).ravel(), every.ravel())
-        self.first, self.numbers = positions, found.reshape(every.shape)
+
+def random_numbers(requests: Sequence[Request], positions: np.ndarray, count: int) -> np.ndarray:
+    """[count, R]: those of each request at its position and the next ones."""
+    seeds = np.array([request.seed for request in requests], dtype=np.uint64)
+    every = positions + np.arange(count)[:, None]
+    found = sampling.uniform(np.broadcast_to(seeds, every.shape).ravel(), every.ravel())
+    return found.reshape(every.shape)
 
 
 def change_logits(logits_O: Tensor, request: Request) -> None:

@@ -11,7 +11,9 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +78,12 @@ needs_triton = pytest.mark.skipif(not installed(), reason="Triton is not install
 
 
 def stages_of(name: str, wide: bool = False) -> list[Stage]:
-    function, arguments = (CASES | MORE)[name]
+    return stages(*(CASES | MORE)[name], wide)
+
+
+def stages(
+    function: Callable[..., Any], arguments: Sequence[Any], wide: bool = False
+) -> list[Stage]:
     region = refine.refine(from_trace.read(trace(function, arguments)))
     found: list[Stage] = []
     parts = segment(region, row_limit(H200))
@@ -90,6 +97,20 @@ def stages_of(name: str, wide: bool = False) -> list[Stage]:
 @pytest.mark.parametrize("name", NAMES)
 def test_kernel_text(name: str, golden) -> None:
     golden(f"triton_{name}.py", write_module(stages_of(name)))
+
+
+@pytest.mark.parametrize(
+    ("values", "fast"),
+    [
+        (torch.zeros(99, dtype=HALF), True),
+        (torch.zeros(99), False),
+        (torch.zeros(99, dtype=torch.float64), False),
+        (torch.zeros(99, dtype=torch.int64), False),  # which are exact
+    ],
+)
+def test_approximations_are_for_narrow_floats(values: torch.Tensor, fast: bool) -> None:
+    text = write_module(stages(lambda x: (torch.exp(x), torch.sigmoid(-x)), (values,)))
+    assert ("fast_expf" in text, "quick_sigmoid" in text) == (fast, fast), text
 
 
 def schedules_of(name: str) -> list[GpuSchedule]:

@@ -152,6 +152,45 @@ def test_what_was_seen_is_looked_at_again():
     agrees(0)
 
 
+class Doubled(nn.Linear):
+    """An adapter that shares the weight of what it stands in for."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("seen", [False, True])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_linear_that_computes_something_else_is_called(place, seen):
+    """Of another class with the same parameters, or with a forward of its own."""
+    modules, x = some_linears(bias=True), torch.randn(3, 8)
+    joined.lay_together(modules)
+    if seen:
+        joined.linears(x, modules)
+    plain = modules[place]
+    adapter = Doubled(8, plain.out_features)
+    adapter.weight, adapter.bias = plain.weight, plain.bias
+    wanted = 2 * plain(x)
+    modules[place] = adapter
+    torch.testing.assert_close(joined.linears(x, modules)[place], wanted)
+    modules[place] = plain
+    plain.forward = lambda x: wanted
+    assert joined.linears(x, modules)[place] is wanted
+    torch.testing.assert_close(joined.add_linear(torch.ones_like(wanted), x, plain), 1 + wanted)
+
+
+def test_a_weight_that_was_cut_where_it_lies():
+    """The same parameter at the same address has fewer rows, or other strides."""
+    modules, x = [nn.Linear(8, 8, bias=False) for _ in range(2)], torch.randn(3, 8)
+    joined.lay_together(modules)
+    joined.linears(x, modules)
+    modules[1].weight.data = modules[1].weight.data.t()
+    torch.testing.assert_close(joined.linears(x, modules)[1], modules[1](x))
+    modules[1].weight.data = modules[1].weight.data.t()[:5]
+    modules[1].out_features = 5
+    torch.testing.assert_close(joined.linears(x, modules)[1], modules[1](x))
+
+
 def test_many_rows_go_to_the_library():
     gate, up = (nn.Linear(8, 6) for _ in range(2))
     x = torch.randn(joined.MOST_FUSED + 1, 8)

@@ -138,5 +138,38 @@ def test_numbers_by_name_go_tritons_way(launches):
     assert len(launches) == 2
 
 
+@prepared
+def table_kernel(x_ptr, TABLE: tl.constexpr):
+    """Never compiled here."""
+
+
+def test_constants_by_place_are_looked_at(launches):
+    table_kernel.forms.clear()
+    for table in ((1, 2), (1, 3), (1, 2)):
+        table_kernel[(1,)](aligned(), table)
+    assert len(launches) == 2 and [len(kernel.calls) for kernel in launches] == [1, 0]
+    assert launches[0].calls[0][-1] == (1, 2)
+
+
+def test_constants_that_no_launch_can_be_kept_by_go_tritons_way(launches):
+    table_kernel.forms.clear()
+    for _ in range(2):
+        table_kernel[(1,)](aligned(), [1, 2])
+        table_kernel[(1,)](aligned(), TABLE=[1, 2])
+    assert len(launches) == 4
+
+
+def test_a_grid_that_is_worked_out_goes_tritons_way(launches):
+    for _ in range(2):
+        add_kernel[lambda meta: (meta["size"],)](aligned(), aligned(), 48, 0.5, 3, BLOCK=16)
+    assert len(launches) == 2
+
+
+def test_kernels_of_other_makers_are_tritons_own(monkeypatch):
+    """Triton compiles them for sizes of tensors too, and runs them otherwise."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert type(prepared(add_kernel.fn)) is triton.JITFunction
+
+
 def test_every_kind_of_kernel_is_one_of_tritons():
     assert isinstance(add_kernel, triton.JITFunction) and add_kernel.params[4].do_not_specialize

@@ -183,6 +183,23 @@ def test_many_rows():
     assert (ours.cpu().double() - exact).norm() <= 2.0**-7 * exact.norm()
 
 
+SLICED = ["int4_g32_min", "nvfp4", "fp8_e4m3_128x128", "int8_g16"]
+
+
+@pytest.mark.parametrize("format", SLICED)
+def test_a_part_of_a_weight(format):
+    """Columns and rows of a larger one, as they lie: by all three kernels."""
+    whole = quantize(torch.randn(256, 768), format)
+    weight, exact = whole.to(DEVICE)[128:, 256:512], exact_of(whole)[128:, 256:512]
+    for m in (3, 40, tiles.DECODE_FIRST):
+        x = torch.randn(m, 256).bfloat16()
+        ours = linear.quant_linear(
+            x.to(DEVICE), weight.packed, list(weight.scales.values()), format
+        )
+        wanted = x.double() @ exact.t()
+        assert (ours.cpu().double() - wanted).norm() <= 2.0**-6 * wanted.norm(), m
+
+
 def test_a_nan_weight_and_a_nan_scale():
     weight = torch.randn(20, 128)
     weight[3, 40] = torch.nan

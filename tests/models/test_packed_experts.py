@@ -11,13 +11,15 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from fulgurite.models import load_model
+from fulgurite.models import load_model, weights
+from fulgurite.models.checkpoint import open_checkpoint
 from fulgurite.models.moe import Experts
 from fulgurite.models.safetensors_file import SINGLE
 from fulgurite.quant import QuantTensor
 from fulgurite.quant import quantize as oracle
 from fulgurite.quant.recipe import Recipe
 from fulgurite.quantize import load, quantize, save
+from fulgurite.serve.llm import shapes_of
 
 from .model_oracle import make_theirs, prompt
 from .test_weights import change, edit_config
@@ -135,7 +137,9 @@ def test_gpt_oss_keeps_its_blocks(get_pair, tmp_path: Path) -> None:
     close(model)
 
 
-def test_gguf_experts_keep_their_blocks(tmp_path: Path, monkeypatch) -> None:
+@pytest.fixture
+def gguf_file(tmp_path: Path, monkeypatch) -> Path:
+    """A Mixtral whose experts are in blocks."""
     gguf = pytest.importorskip("gguf", reason="the gguf package is what these compare with")
     from .test_gguf import write
 
@@ -150,9 +154,12 @@ def test_gguf_experts_keep_their_blocks(tmp_path: Path, monkeypatch) -> None:
         return plain_add(writer, name, data, **options)
 
     monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", add)
-    file = write(make_theirs("mixtral"), "llama", tmp_path)
-    model = load_model(file, dtype=torch.float32, keep="packed", activations="none")
-    plain = load_model(file, dtype=torch.float32)
+    return write(make_theirs("mixtral"), "llama", tmp_path)
+
+
+def test_gguf_experts_keep_their_blocks(gguf_file: Path) -> None:
+    model = load_model(gguf_file, dtype=torch.float32, keep="packed", activations="none")
+    plain = load_model(gguf_file, dtype=torch.float32)
     assert experts_of(model)
     for path, module in experts_of(model).items():
         assert module.gate_up.format.name == "q4_1" and module.down.format.name == "q8_0"
@@ -161,3 +168,17 @@ def test_gguf_experts_keep_their_blocks(tmp_path: Path, monkeypatch) -> None:
                 getattr(module, part).dequantize(), getattr(experts_of(plain)[path], part)
             )
     close(model)
+
+
+def test_gguf_experts_are_unpacked_where_groups_are_read(gguf_file: Path, monkeypatch) -> None:
+    """And a plan of memory counts them so."""
+    planned = experts_of(shapes_of(open_checkpoint(gguf_file), torch.bfloat16, True, "cuda"))
+    monkeypatch.setattr(weights, "reads_groups", lambda device, dtype: True)
+    model = load_model(gguf_file, dtype=torch.bfloat16, keep="packed", activations="none")
+    plain = load_model(gguf_file, dtype=torch.bfloat16)
+    assert experts_of(model).keys() == planned.keys()
+    for path, module in experts_of(model).items():
+        for part in module.takes_packed:
+            weight = getattr(module, part)
+            assert torch.equal(weight, getattr(experts_of(plain)[path], part))
+            assert getattr(planned[path], part).nbytes == weight.nbytes

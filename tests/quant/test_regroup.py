@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fulgurite.quant import FORMATS, QuantTensor, quantize, regroup, resolve
+from fulgurite.quant import FORMATS, QuantTensor, codec, quantize, regroup, resolve
 from fulgurite.quant.regroup import GROUPED
 
 
@@ -28,6 +28,18 @@ def test_the_same_numbers_of_any_bytes(name):
     wanted, found = packed.dequantize(torch.float32), regroup(packed).dequantize(torch.float32)
     assert torch.equal(found.isnan(), wanted.isnan())
     assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_scales_of_zero_over_codes(name):
+    """GGUF has them; in a format of integers they would pass for damage."""
+    codes = quantize(torch.randn(3, 512), name).codes()
+    codes.scales["scale"][1] = 0
+    packed = codec.pack(codes, resolve(name))
+    weight = QuantTensor(resolve(name), packed.data, packed.scales).check()
+    grouped = regroup(weight)
+    assert grouped.check() is grouped
+    assert torch.equal(grouped.dequantize(), weight.dequantize())
 
 
 def test_what_has_no_blocks_stays():

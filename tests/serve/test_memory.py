@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,11 +24,13 @@ from .engines import FIELDS
 LIMITS = Limits(256, 4, 64, 16, torch.float32)
 
 
-def plan(available: int, limits: Limits = LIMITS, **fields: object) -> MemoryPlan:
+def plan(
+    available: int, limits: Limits = LIMITS, device: str = "cpu", **fields: object
+) -> MemoryPlan:
     family = MISTRAL if "sliding_window" in fields else LLAMA
     config: ModelConfig = family.read_config(Fields({**FIELDS, **fields}, "a test"))
     model = build_model(config, family, torch.float32).to("meta")
-    return make_plan(model, limits, torch.device("cpu"), available)
+    return make_plan(model, limits, torch.device(device), available)
 
 
 def test_what_it_counts() -> None:
@@ -39,6 +42,15 @@ def test_what_it_counts() -> None:
     assert made.cache_tokens == 4 * 256 and made.blocks == (64,)
     assert made.cache == 65 * 16 * (2 * 2 * 2 * 8) * 4
     assert made.total == made.weights + made.activations + made.workspaces + made.cache
+
+
+def test_logits_of_cuda_graphs_are_counted() -> None:
+    """Every graph keeps its own: of 1, 2, 4 and 8 requests, 97 float32 each."""
+    few, many = (
+        plan(1 << 30, replace(LIMITS, max_sequences=most), "cuda").workspaces for most in (1, 5)
+    )
+    tables = 4 * 256 // 16  # of a request
+    assert many - few == 4 * 97 * (2 + 4 + 8) + 4 * tables
 
 
 def test_the_cache_is_what_the_plan_says() -> None:

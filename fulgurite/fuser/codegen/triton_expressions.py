@@ -58,11 +58,9 @@ class Body(Lines):
         self.places: dict[Index | None, str] = {}  # indices that have a shorter text
         self.walk = 0  # which walk over the body this is
         self.remade = False  # what is read stays narrow, and is widened in every walk
-        self.fast = all(
-            t.dtype in NARROW_FLOATS or not t.dtype.is_floating_point
-            for t, _, stores in nest.accesses()
-            if not stores
-        )
+        read = {t.dtype for t, _, stores in nest.accesses() if not stores}
+        floats = {dtype for dtype in read if dtype.is_floating_point}
+        self.fast = bool(floats) and floats <= set(NARROW_FLOATS)  # integers are exact
 
     def shaped(self, text: str, axis: Axis) -> str:
         """A vector along one axis, with the other dimensions of the block as ones."""

@@ -106,7 +106,8 @@ def weight_kernel(
 
 def weight_as(dtype: torch.dtype, weight: Weight, parts: Packed, format: Format) -> Tensor:
     """A packed weight [N, K] in 16 bits."""
-    data = parts.data.view(torch.uint8) if weight.nibbles else parts.data
+    data = parts.data.contiguous()  # it may be columns of a larger one
+    data = data.view(torch.uint8) if weight.nibbles else data
     rows, items = data.shape
     columns = items * 2 if weight.nibbles else items
     out = data.new_empty((rows, columns), dtype=dtype)

@@ -160,7 +160,7 @@ def add_groups(
 ):  # fmt: skip
     """acc + the sums of a step's G groups, each times its scale [W, N, G]; z are zero points or minima.
 
-    A sum of a group is scaled in float32, so nothing is rounded on the way.
+    A sum of a group is scaled in float32, so nothing is rounded on the way. With z an infinite x gives NaN.
     """
     W: tl.constexpr = acc.shape[0]
     N: tl.constexpr = acc.shape[1]

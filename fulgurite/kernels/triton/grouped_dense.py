@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fulgurite.kernels.grouped_matmul import NO_GATE
 from fulgurite.kernels.triton.grouped_step import GATES, gated
-from fulgurite.kernels.triton.grouped_tiles import in_order, or_else, tile_at, tile_map
+from fulgurite.kernels.triton.grouped_tiles import banded, or_else, tile_at, tile_map
 from fulgurite.kernels.triton.tiles import Tile
 
 NATIVE = not triton.knobs.runtime.interpret
@@ -134,7 +134,7 @@ def grouped_dense_kernel(
     NATIVE: tl.constexpr,
 ):  # fmt: skip
     """N columns of the result, BN in a program; with a gate the weight has two rows for each."""
-    tile_m, tile_n = in_order(map_ptr, tl.program_id(0), tiles_m, tl.cdiv(N, BN), ACROSS)
+    tile_m, tile_n = banded(tl.program_id(0), tiles_m, tl.cdiv(N, BN), ACROSS)
     expert, start, end = tile_at(map_ptr, tile_m)
     live = (expert < experts) & (start < end)
     expert = tl.minimum(expert, experts - 1)

@@ -27,7 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fulgurite.kernels.grouped_matmul import NO_GATE, Gate
 from fulgurite.kernels.quantize import empty_scale
 from fulgurite.kernels.triton.grouped_step import GATES, gated
-from fulgurite.kernels.triton.grouped_tiles import in_order, or_else, tile_at, tile_map
+from fulgurite.kernels.triton.grouped_tiles import banded, or_else, tile_at, tile_map
 from fulgurite.kernels.triton.moe_tiles import fp8_tile
 from fulgurite.kernels.triton.numbers import CORRECTED, code_8bit, finite_amax, scale_of
 from fulgurite.kernels.triton.quantize import quantize
@@ -99,7 +99,7 @@ def grouped_fp8_kernel(
 ):  # fmt: skip
     """N columns of the result: BM rows by two tiles of BN columns, gate and up or neighbours."""
     columns: tl.constexpr = BN if GATE > 0 else 2 * BN
-    tile_m, tile_n = in_order(map_ptr, tl.program_id(0), tiles_m, tl.cdiv(N, columns), ACROSS)
+    tile_m, tile_n = banded(tl.program_id(0), tiles_m, tl.cdiv(N, columns), ACROSS)
     expert, start, end = tile_at(map_ptr, tile_m)
     live = (expert < experts) & (start < end)
     expert = tl.minimum(expert, experts - 1)

@@ -64,15 +64,6 @@ def banded(tile, tiles_m, tiles_n, ACROSS: tl.constexpr):
 
 
 @triton.jit
-def in_order(map_ptr, tile, tiles_m, tiles_n, ACROSS: tl.constexpr):
-    """Rows and columns of a program: in bands of ACROSS columns, or, with 0, by expert."""
-    if ACROSS > 0:
-        return banded(tile, tiles_m, tiles_n, ACROSS)
-    else:
-        return by_expert(map_ptr, tile, tiles_n)
-
-
-@triton.jit
 def by_expert(map_ptr, tile, tiles_n):
     """Rows and columns of a program: one expert after the other, and of an expert all rows by some
     columns before the next columns. So its rows stay in the cache, and its weight is read once."""

@@ -256,7 +256,9 @@ def attend_hopper(
     latents, ropes, packed = kept.latents_PBC, kept.ropes_PBR, kept.scales_PB is not None
     tiles = triton.cdiv(max_query * heads, ROWS)
     splits = splits_for(sequences * tiles, processors(q_TNC.device), max_length)
-    splits = max(splits, 2) if packed else splits  # of FP8 only the split form has been compared on a GPU
+    splits = (
+        max(splits, 2) if packed else splits
+    )  # of FP8 only the split form has been compared on a GPU
     make = torch.zeros if splits == 1 else torch.empty  # the merge writes nobody's zeros
     out = make((tokens, heads, rank), dtype=dtype, device=q_TNC.device)
     spans = empty_spans(tokens * heads, splits, rank, q_TNC.device)

@@ -12,8 +12,9 @@ by all that it was compiled for, and later ones hand their numbers straight to i
     alignment     which addresses are multiples of 16
     numbers       whole ones by what Triton tells apart: 1, multiples of 16, those past 32 bits
 
-A launch with anything else among its arguments (descriptors, tensors of a subclass) goes Triton's way. In Triton's interpreter a
-kernel is Triton's own.
+A launch with anything else among its arguments (descriptors, tensors of a subclass) goes Triton's way, and so
+does one whose grid is a function. Kept launches call none of Triton's launch hooks. In Triton's interpreter and on AMD's
+GPUs, whose kernels are also compiled for how large tensors are, a kernel is Triton's own.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch
 import triton
 from torch import Tensor, nn
 
-Grid = tuple[int, ...]
+Grid = tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
 Given = tuple[Any, ...]
 POINTERS = (Tensor, nn.Parameter)
 PLAIN = (int, float, bool, type(None))
@@ -69,7 +70,7 @@ class Prepared(triton.JITFunction):  # type: ignore[misc]
         form = self.forms.get(kind, _UNSEEN)
         if form is _UNSEEN:
             form = self.forms[kind] = self._form(args, named)
-        if form is None:
+        if form is None or callable(grid):
             self.run(*args, grid=grid, warmup=False, **named)
             return
         device = current_device()
@@ -111,9 +112,10 @@ class Prepared(triton.JITFunction):  # type: ignore[misc]
                 return None
         if any(not p.is_constexpr for p in self.params[len(args) :]):
             return None
-        if not all(_is_hashable(value) for value in named.values()):
+        constant = _take(constants)
+        if not all(_is_hashable(value) for value in constant((*args, *named.values()))):
             return None
-        return Form(tuple(places), _take(places), _take(numbers), _take(constants), {})
+        return Form(tuple(places), _take(places), _take(numbers), constant, {})
 
     def _kept(self, kernel: Any, count: int, named: dict[str, Any]) -> Launch:
         constants = (named.get(p.name, p.default) for p in self.params[count:])
@@ -124,7 +126,7 @@ def prepared(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """The kernel of a function; `options` are those of `triton.jit`."""
     if function is None:
         return partial(prepared, **options)
-    made = triton.jit if triton.knobs.runtime.interpret else Prepared
+    made = triton.jit if triton.knobs.runtime.interpret or torch.version.hip else Prepared
     return made(function, **options)
 
 

@@ -1,0 +1,105 @@
+"""What is around a model's repeated layers: compiled, too, while the modules that call the layers are left alone.
+
+In: a model and the groups of its equal layers. Out: the model, captured by TorchDynamo with a graph break at each body,
+the module whose forward calls layers: a head and a loss behind it become graphs of their own. A body itself runs in eager,
+with its layers compiled: TorchDynamo skips functions in which a loop breaks the graph.
+
+This is for calls that record gradients. What is around a body in inference is little, and models carry caches there that
+differ from call to call, for each of which TorchDynamo would capture it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fulgurite.capture.blocks import Blocks
+from fulgurite.capture.dynamo import GraphBreak, is_capturing
+
+REASON = "its layers are compiled one by one"
+
+
+def bodies_of(model: nn.Module, blocks: Sequence[Blocks]) -> tuple[nn.Module, ...]:
+    """The outermost modules that call layers; none where the model does, or torch's own module is the model."""
+    parents = dict.fromkeys(group.parent for group in blocks)
+    if model in parents or type(model).__module__.split(".")[0] == "torch":
+        return ()
+    inside = {m for parent in parents for m in parent.modules() if m is not parent}
+    return tuple(parent for parent in parents if parent not in inside)
+
+
+class Around:
+    """A session as the backend of what is around bodies: breaks that are meant are none."""
+
+    def __init__(self, session: Any) -> None:
+        self.session = session
+        self.bodies: list[str] = []  # their paths
+        self.heard: list[GraphBreak] = []
+        self.__name__ = "fulgurite"  # TorchDynamo prints its backend's name
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return self.session(module, inputs)  # type: ignore[no-any-return]
+
+    @property
+    def graphs(self) -> Sequence[Any]:
+        return self.session.graphs  # type: ignore[no-any-return]
+
+    @property
+    def breaks(self) -> list[GraphBreak]:
+        """Where TorchDynamo's listener puts them, the meant ones among them."""
+        return self.heard
+
+    @property
+    def unmeant(self) -> list[GraphBreak]:
+        return [one for one in self.heard if REASON not in one.reason]
+
+
+def set_apart(bodies: Sequence[nn.Module], capture: Callable[..., Any]) -> Callable[..., Any]:
+    """`capture`, which breaks the graph at these modules."""
+    for body in bodies:
+        if not isinstance(body._compiled_call_impl, Apart):
+            body._compiled_call_impl = Apart(body)  # type: ignore[assignment]
+            # TorchDynamo goes straight to forward where this is nn.Module's own
+            body.__dict__["_call_impl"] = MethodType(_call_impl, body)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        token = _capturing.set(True)
+        try:
+            return capture(*args, **kwargs)
+        finally:
+            _capturing.reset(token)
+
+    return call
+
+
+_capturing: ContextVar[bool] = ContextVar("fulgurite_around", default=False)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_ours() -> bool:
+    return _capturing.get()
+
+
+class Apart:
+    """Stands for a body's `__call__`: a graph break while what is around it is captured, nothing everywhere else."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.apart = torch._dynamo.disable(self.call, reason=REASON)  # type: ignore[no-untyped-call]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_capturing() and _is_ours():
+            return self.apart(*args, **kwargs)
+        return self.module._call_impl(*args, **kwargs)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module._call_impl(*args, **kwargs)
+
+
+def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return nn.Module._call_impl(self, *args, **kwargs)
