@@ -110,7 +110,7 @@ class Compiled:
             return plain
         self._around.bodies = [path for path, one in model.named_modules() if one in bodies]
         captured = self._optimize(model, self._around)
-        whole = runner.around(set_apart(bodies, captured))
+        whole = runner.around(set_apart(bodies, self.blocks, captured))
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return (whole if torch.is_grad_enabled() else plain)(*args, **kwargs)

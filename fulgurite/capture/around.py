@@ -11,17 +11,14 @@ differ from call to call, for each of which TorchDynamo would capture it again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from fulgurite.capture.blocks import Blocks
+from fulgurite.capture.blocks import REASON, Blocks, captures_around, capturing_around
 from fulgurite.capture.dynamo import GraphBreak, is_capturing
-
-REASON = "its layers are compiled one by one"
 
 
 def bodies_of(model: nn.Module, blocks: Sequence[Blocks]) -> tuple[nn.Module, ...]:
@@ -59,30 +56,25 @@ class Around:
         return [one for one in self.heard if REASON not in one.reason]
 
 
-def set_apart(bodies: Sequence[nn.Module], capture: Callable[..., Any]) -> Callable[..., Any]:
-    """`capture`, which breaks the graph at these modules."""
+def set_apart(
+    bodies: Sequence[nn.Module], blocks: Sequence[Blocks], capture: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`capture`, which breaks the graph at these modules, and at layers that are called past them."""
     for body in bodies:
         if not isinstance(body._compiled_call_impl, Apart):
             body._compiled_call_impl = Apart(body)  # type: ignore[assignment]
-            # TorchDynamo goes straight to forward where this is nn.Module's own
-            body.__dict__["_call_impl"] = MethodType(_call_impl, body)
+    for module in (*bodies, *(layer for group in blocks for layer in group.modules)):
+        # TorchDynamo goes straight to forward where this is nn.Module's own
+        module.__dict__["_call_impl"] = MethodType(_call_impl, module)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        token = _capturing.set(True)
+        token = capturing_around.set(True)
         try:
             return capture(*args, **kwargs)
         finally:
-            _capturing.reset(token)
+            capturing_around.reset(token)
 
     return call
-
-
-_capturing: ContextVar[bool] = ContextVar("fulgurite_around", default=False)
-
-
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_ours() -> bool:
-    return _capturing.get()
 
 
 class Apart:
@@ -93,7 +85,7 @@ class Apart:
         self.apart = torch._dynamo.disable(self.call, reason=REASON)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_capturing() and _is_ours():
+        if is_capturing() and captures_around():
             return self.apart(*args, **kwargs)
         return self.module._call_impl(*args, **kwargs)
 

@@ -22,6 +22,9 @@ from fulgurite.capture.dynamo import is_capturing
 
 LEAST_REPEATS = 4  # fewer equal layers than this are compiled as one graph with the rest
 LEAST_SHARE = 0.5  # of the model's parameters, in the repeated layers
+REASON = (
+    "a model's layers are compiled one by one"  # why what is around them is captured without them
+)
 
 
 @dataclass(frozen=True)
@@ -139,16 +142,31 @@ class BlockRunner:
 _running: ContextVar[BlockRunner | None] = ContextVar("fulgurite_running", default=None)
 
 
+capturing_around: ContextVar[bool] = ContextVar("fulgurite_around", default=False)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def captures_around() -> bool:
+    """Whether what is around a model's layers is being captured, and they are not."""
+    return capturing_around.get()
+
+
 class _Dispatch:
     """Stands for a layer's `__call__`: the compiled one inside a compiled model, its own everywhere else."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.runner: BlockRunner | None = None
+        self.apart = torch._dynamo.disable(self.call, reason=REASON)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_capturing():
+            if captures_around():
+                return self.apart(*args, **kwargs)
             return self.module._call_impl(*args, **kwargs)
+        return self.call(*args, **kwargs)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         if torch._C._current_graph_task_id() == -1:  # not inside backward
             runner = _running.get()
             self.runner = runner if runner is not None and self.module in runner.members else None

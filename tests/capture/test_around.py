@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fulgurite.capture import around
+from fulgurite.capture import blocks
 from fulgurite.compile import compile
 
 WIDTH, WORDS = 32, 24
@@ -102,7 +102,7 @@ def test_the_users_breaks_are_told_and_ours_are_not(model: Causal) -> None:
     other.load_state_dict(model.state_dict())
     compiled = compile(other)
     assert torch.allclose(compiled(TOKENS), 2 * model(TOKENS))
-    assert len(compiled.breaks) == 1 and around.REASON not in compiled.breaks[0].reason
+    assert len(compiled.breaks) == 1 and blocks.REASON not in compiled.breaks[0].reason
 
 
 def test_somebody_elses_capture_goes_through(model: Causal) -> None:
@@ -148,6 +148,20 @@ def test_two_bodies(model: Causal) -> None:
     for ours, right in zip(gradients(compiled), gradients(two), strict=True):
         assert torch.allclose(ours, right, atol=1e-6)
     assert "sigmoid" in str(compiled.graphs[-1].captured)
+
+
+def test_layers_that_are_called_past_their_body(model: Causal) -> None:
+    class Past(Causal):
+        def forward(self, tokens: Tensor) -> Tensor:
+            logits = self.head(self.body.forward(tokens))
+            return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+    past = Past()
+    past.load_state_dict(model.state_dict())
+    compiled = compile(past)
+    assert torch.allclose(compiled(TOKENS), past(TOKENS))
+    assert len(compiled.graphs) == 2 and compiled.compiled.blocks
+    assert "embedding" not in str(compiled.graphs[1].captured)
 
 
 def test_a_model_that_calls_its_layers_has_no_bodies(model: Causal) -> None:
