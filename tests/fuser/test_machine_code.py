@@ -102,6 +102,11 @@ def test_rows_that_are_aligned_have_no_edges() -> None:
     assert chosen("softmax", 4098, BF16).granule == 4
 
 
+def test_squares_about_a_mean_leave_room_for_shorter_rows_only() -> None:
+    assert chosen("layer_norm", 73728, F32).kept and not chosen("layer_norm", 131072, F32).kept
+    assert not chosen("layer_norm", 131072, BF16).kept and chosen("rms_norm", 131072, BF16).kept
+
+
 def test_rows_that_must_be_read_in_order_or_once_are_not_kept() -> None:
     from .test_triton import schedules_of
 

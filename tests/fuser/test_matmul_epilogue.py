@@ -514,6 +514,12 @@ def test_unmeasured_sizes_stay_with_the_library() -> None:
     for name in ("bias_gelu", "residual", "gated"):
         assert choice_matmul.expected(trace(*large(name))).pays
     assert not choice_matmul.expected(trace(*large("kept"))).pays
+
+    def kept_in_another_shape(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        h, activated = kept(x, w)
+        return h.view(8, 1024, -1).transpose(0, 1), activated
+
+    assert not choice_matmul.expected(trace(kept_in_another_shape, large("kept")[1])).pays
     few = (
         normal(16, 1024, device="cpu"),
         weight(1024, 4096, device="cpu"),

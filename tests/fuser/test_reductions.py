@@ -129,6 +129,7 @@ def test_nothing_to_reduce() -> None:
     fused(
         lambda x: flat([x.sum(0), x.sum(1), x.prod(0), x.any(0), x.all(0), x.sum(), x.mean(0)]), x
     )
+    fused(lambda x: torch.stack([x + 1, x + 1], 1).sum(), x)  # of one place, which is not there
 
 
 @pytest.mark.parametrize("shape", [(5, 0, 5), (0, 5, 5), (5, 5, 0)])

@@ -179,15 +179,15 @@ def test_a_linear_that_computes_something_else_is_called(place, seen):
     torch.testing.assert_close(joined.add_linear(torch.ones_like(wanted), x, plain), 1 + wanted)
 
 
-def test_a_weight_that_was_cut_where_it_lies():
-    """The same parameter at the same address has fewer rows, or other strides."""
+@pytest.mark.parametrize("rows", [8, 5])
+def test_a_weight_that_is_another_where_it_lies(rows):
+    """The same parameter at the same address is turned, or has fewer rows."""
     modules, x = [nn.Linear(8, 8, bias=False) for _ in range(2)], torch.randn(3, 8)
     joined.lay_together(modules)
     joined.linears(x, modules)
-    modules[1].weight.data = modules[1].weight.data.t()
-    torch.testing.assert_close(joined.linears(x, modules)[1], modules[1](x))
-    modules[1].weight.data = modules[1].weight.data.t()[:5]
-    modules[1].out_features = 5
+    weight = modules[1].weight
+    weight.data = weight.data.t() if rows == 8 else weight.data[:rows]
+    modules[1].out_features = rows
     torch.testing.assert_close(joined.linears(x, modules)[1], modules[1](x))
 
 

@@ -109,13 +109,18 @@ def test_one_expert_takes_everything():
     check(transports(3, plan), [(x, torch.full_like(chosen, 4), w) for x, chosen, w in inputs])
 
 
-def test_fewer_programs_than_rows():
-    """Those that send results back walk over them."""
-    plan = Plan(7, 2, 16, 2, wire="f32", result="f32")
-    running = transports(2, plan)
-    for transport in running:
-        transport.programs = 3
-    check(running, [routes(7, plan, 4, seed) for seed in range(2)])
+def test_more_than_a_program_takes_at_once():
+    """More rows than programs, more columns than a block, and more results than are loaded together:
+    of experts of one rank, and of ranks."""
+    cases = [(2, Plan(7, 2, 16, 2, "f32", "f32"), 4), (2, Plan(2, 10, 1030, 12, "f32", "f32"), 12),
+             (9, Plan(1, 9, 16, 1, "f32", "f32"), 9)]  # fmt: skip
+    for ranks, plan, slots in cases:
+        running = transports(ranks, plan)
+        for transport in running:
+            transport.programs = 3
+        for again in range(3 if ranks == 2 else 1):  # then results of the first step lie there
+            seeds = range(again * ranks, (again + 1) * ranks)
+            check(running, [routes(plan.tokens, plan, slots, seed) for seed in seeds])
 
 
 def test_two_steps_under_way():

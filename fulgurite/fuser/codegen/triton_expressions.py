@@ -58,9 +58,10 @@ class Body(Lines):
         self.places: dict[Index | None, str] = {}  # indices that have a shorter text
         self.walk = 0  # which walk over the body this is
         self.remade = False  # what is read stays narrow, and is widened in every walk
-        read = {t.dtype for t, _, stores in nest.accesses() if not stores}
-        floats = {dtype for dtype in read if dtype.is_floating_point}
+        read = [t for t, _, stores in nest.accesses() if not stores]
+        floats = {t.dtype for t in read if t.dtype.is_floating_point}
         self.fast = bool(floats) and floats <= set(NARROW_FLOATS)  # integers are exact
+        self.empty = {t.name for t in read if t.is_empty}  # which may have no address
 
     def shaped(self, text: str, axis: Axis) -> str:
         """A vector along one axis, with the other dimensions of the block as ones."""
@@ -208,6 +209,7 @@ class Body(Lines):
 
     def read_text(self, load: Load, mask: str, extra: str = "") -> str:
         """The reading of a block, of the type that memory has."""
+        mask = "False" if load.name in self.empty else mask
         place = self.index(load.index[0]) + extra
         pointer = f"{self.names[load.name]} + {place}" if place != "0" else self.names[load.name]
         options = f", mask={mask}" if mask else ""
