@@ -60,7 +60,8 @@ class Body(Lines):
         self.remade = False  # what is read stays narrow, and is widened in every walk
         read = [t for t, _, stores in nest.accesses() if not stores]
         floats = {t.dtype for t in read if t.dtype.is_floating_point}
-        self.fast = bool(floats) and floats <= set(NARROW_FLOATS)  # integers are exact
+        # integers are exact; a product that nothing else is read beside is of narrow floats
+        self.fast = bool(floats or not read) and floats <= set(NARROW_FLOATS)
         self.empty = {t.name for t in read if t.is_empty}  # which may have no address
 
     def shaped(self, text: str, axis: Axis) -> str:
