@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -322,7 +323,9 @@ def test_float32_equals_eager(name: str, executors: list[str]) -> None:
 def test_blocks_equal_eager(name: str, executors: list[str]) -> None:
     """Four equal layers, compiled once."""
     compiled = check_float32(decoder(name, num_hidden_layers=4), executors, "blocks")
-    assert len(compiled.graphs) == 1, "four equal layers are one graph"
+    queries = re.compile("q_proj|query")
+    layers = [graph for graph in compiled.graphs if queries.search(str(graph.captured))]
+    assert len(layers) == 1, "four equal layers are one graph, whatever is around them"
 
 
 @pytest.mark.parametrize(
