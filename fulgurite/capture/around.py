@@ -17,7 +17,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fulgurite.capture.blocks import REASON, Blocks, captures_around, capturing_around
+from fulgurite.capture.blocks import (
+    REASON,
+    Blocks,
+    called_with,
+    captures_around,
+    capturing_around,
+)
 from fulgurite.capture.dynamo import GraphBreak, is_capturing
 
 
@@ -66,15 +72,7 @@ def set_apart(
     for module in (*bodies, *(layer for group in blocks for layer in group.modules)):
         # TorchDynamo goes straight to forward where this is nn.Module's own
         module.__dict__["_call_impl"] = MethodType(_call_impl, module)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        token = capturing_around.set(True)
-        try:
-            return capture(*args, **kwargs)
-        finally:
-            capturing_around.reset(token)
-
-    return call
+    return called_with(capturing_around, True, capture)
 
 
 class Apart:
@@ -87,7 +85,7 @@ class Apart:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_capturing() and captures_around():
             return self.apart(*args, **kwargs)
-        return self.module._call_impl(*args, **kwargs)
+        return self.call(*args, **kwargs)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         return self.module._call_impl(*args, **kwargs)

@@ -128,20 +128,25 @@ class BlockRunner:
 
     def around(self, model: Callable[..., Any]) -> Callable[..., Any]:
         """`model`, called with its layers compiled."""
+        return called_with(_running, self, model)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            token = _running.set(self)
-            try:
-                return model(*args, **kwargs)
-            finally:
-                _running.reset(token)
 
-        return run
+def called_with(
+    variable: ContextVar[Any], value: Any, function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`function`, during whose calls the variable has the value."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        token = variable.set(value)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            variable.reset(token)
+
+    return run
 
 
 _running: ContextVar[BlockRunner | None] = ContextVar("fulgurite_running", default=None)
-
-
 capturing_around: ContextVar[bool] = ContextVar("fulgurite_around", default=False)
 
 

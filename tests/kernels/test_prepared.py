@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="its kernels are what is launched")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter's kernels are Triton's own", allow_module_level=True)
 

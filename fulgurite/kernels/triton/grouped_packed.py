@@ -36,7 +36,6 @@ from fulgurite.kernels.triton.grouped_tiles import by_expert, or_else, tile_at, 
 from fulgurite.kernels.triton.matmul import multiply
 from fulgurite.kernels.triton.moe_tiles import packed_tile
 from fulgurite.kernels.triton.packed import Packed, Weight
-from fulgurite.kernels.triton.tiles import Tile
 
 NATIVE = not triton.knobs.runtime.interpret
 OCTET = tl.constexpr(8)  # rows of gate, then as many of up
@@ -199,39 +198,7 @@ def fill_packed(
     tile = packed_tile(len(out), len(ends), weight, gate[0] > 0)
     if tile is None or not _fits(x, parts.data, out.shape[1], tile.depth):
         return False
-    how = (parts, weight, tensor_scale, factors, ends, bias, gate, tile)
-    _launch(out, _arranged(x, rows, len(out), tile.depth), *how)
-    return True
-
-
-def _fits(x: Tensor, data: Tensor, columns: int, depth: int) -> bool:
-    """Whether the copy unit takes the words: whole octets of rows, K in whole steps."""
-    whole = columns % 8 == 0 and x.shape[1] % depth == 0 and x.shape[1] % 32 == 0
-    return whole and data.is_contiguous() and data.data_ptr() % 16 == 0
-
-
-def _arranged(x: Tensor, rows: Tensor | None, count: int, depth: int) -> Tensor:
-    """The rows one after the other, columns of a nibble next to each other."""
-    out = x.new_empty(count, x.shape[1])
-    arrange_kernel[(triton.cdiv(count, 16), x.shape[1] // depth)](
-        x, or_else(rows, x), out, count, x.stride(0), x.shape[1],
-        GATHER=rows is not None, ROWS=16, BK=depth, num_warps=4,
-    )  # fmt: skip
-    return out
-
-
-def _launch(
-    out: Tensor,
-    x: Tensor,
-    parts: Packed,
-    weight: Weight,
-    tensor_scale: bool,
-    factors: Tensor | None,
-    ends: Tensor,
-    bias: Tensor | None,
-    gate: tuple[int, float, float],
-    tile: Tile,
-) -> None:
+    x = _arranged(x, rows, len(out), tile.depth)
     (count, columns), (experts, _, items) = out.shape, parts.data.shape
     halves, scale = 2 if gate[0] else 1, parts.scale
     map, tiles = tile_map(ends, count, tile.rows)
@@ -252,3 +219,20 @@ def _launch(
         BIAS=bias is not None, GATE=gate[0], BM=tile.rows, BN=tile.columns, BK=tile.depth,
         STAGES=tile.stages, NATIVE=NATIVE, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    return True
+
+
+def _fits(x: Tensor, data: Tensor, columns: int, depth: int) -> bool:
+    """Whether the copy unit takes the words: whole octets of rows, K in whole steps."""
+    whole = columns % 8 == 0 and x.shape[1] % depth == 0 and x.shape[1] % 32 == 0
+    return whole and data.is_contiguous() and data.data_ptr() % 16 == 0
+
+
+def _arranged(x: Tensor, rows: Tensor | None, count: int, depth: int) -> Tensor:
+    """The rows one after the other, columns of a nibble next to each other."""
+    out = x.new_empty(count, x.shape[1])
+    arrange_kernel[(triton.cdiv(count, 16), x.shape[1] // depth)](
+        x, or_else(rows, x), out, count, x.stride(0), x.shape[1],
+        GATHER=rows is not None, ROWS=16, BK=depth, num_warps=4,
+    )  # fmt: skip
+    return out
