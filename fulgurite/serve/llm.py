@@ -65,7 +65,7 @@ class LLM:
     cache_tokens    how many tokens the cache holds; None: as many as could be needed and fit
     packed          whether weights that the file has packed (GGUF, FP8) stay so: less memory and, on
                     CPUs, inputs rounded to 8 bits for it; False computes with the unpacked weights;
-                    None: where there are fast kernels for it (GGUF: on CPUs, and on GPUs in 16 bits)
+                    None: where there are kernels for it (GGUF: on CPUs, and on GPUs in 16 bits)
     quantize        a format or recipe of `fulgurite.quantize` to pack a dense model's linears in
     reuse           whether requests that begin with the same tokens share their keys
     tensor, expert  over how many ranks weights, and experts, are divided; `data`: how many groups of ranks
