@@ -72,6 +72,13 @@ def is_view(node: fx.Node) -> bool:
     )
 
 
+def memory_of(node: fx.Node) -> fx.Node:
+    """The node whose memory a view looks into; items of a tuple have memory of their own."""
+    while node.op == "call_function" and node.target is not operator.getitem and is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
 def node_bytes(node: fx.Node) -> int:
     """Bytes read and written if the node runs by itself."""
     if node.op != "call_function" or is_view(node):

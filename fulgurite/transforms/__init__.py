@@ -9,6 +9,7 @@ autograd (functional ATen), or after claiming (each call has its executor).
     pooling.py      max pooling that keeps a byte an element for backward
     masks.py        gradients of a relu that don't read its result
     losses.py       the gradient of a cross entropy without a scatter
+    cross_entropy.py  the same from the logits themselves, which forward then need not turn into logarithms
     nonfinite.py, annotation.py, op_times.py   tools that are transforms
 """
 

@@ -30,18 +30,44 @@ def nll_loss_backward(
     total_weight: Tensor,
 ) -> Tensor:
     classes = 0 if self.dim() < 2 else 1
-    grad = grad_output / total_weight if reduction == MEAN else grad_output
-    if self.dim() == 1 and target.dim() > 0:
-        target = target[0]
-    target = target.unsqueeze(classes)
-    if self.dim() > grad.dim() > 0:
-        grad = grad.unsqueeze(classes)
+    grad, target = _of_rows(grad_output, self, target, reduction, total_weight)
     along = [-1 if dim == classes else 1 for dim in range(self.dim())]
     if weight is not None:
         grad = grad * weight.reshape(along)
     place = torch.arange(self.shape[classes], device=self.device).reshape(along)
     here = (place == target) & (target != ignore_index)
     return torch.where(here, -grad, 0.0).to(self.dtype)
+
+
+def gradient_of_class(
+    grad_output: Tensor,
+    self: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
+) -> Tensor:
+    """The gradient of each row's own class: all others are zero, so this is also their sum."""
+    grad, target = _of_rows(grad_output, self, target, reduction, total_weight)
+    counts = target != ignore_index
+    if weight is not None:
+        grad = grad * weight[torch.where(counts, target, 0)]
+    return torch.where(counts, -grad, 0.0).to(self.dtype)
+
+
+def _of_rows(
+    grad: Tensor, self: Tensor, target: Tensor, reduction: int, total_weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradient of each row's loss and its class, with a dimension of one in the place of the classes."""
+    classes = 0 if self.dim() < 2 else 1
+    if reduction == MEAN:
+        grad = grad / total_weight
+    if self.dim() == 1 and target.dim() > 0:
+        target = target[0]
+    if self.dim() > grad.dim() > 0:
+        grad = grad.unsqueeze(classes)
+    return grad, target.unsqueeze(classes)
 
 
 PIECES: dict[Any, Callable[..., Tensor]] = {

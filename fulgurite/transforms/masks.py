@@ -63,16 +63,16 @@ def masks_from_inputs(joint: fx.GraphModule) -> None:
         if norms:
             with graph.inserting_before(node), faking(fake_mode_of(joint)):
                 again = [_again(graph, norm) for norm in norms]
-                given = again[0] if len(again) == 1 else _emit(graph, aten.add.Tensor, *again)
+                given = again[0] if len(again) == 1 else emit_again(graph, aten.add.Tensor, *again)
             node.args = (node.args[0], given, *node.args[2:])
 
 
 def _norms_before(node: fx.Node) -> list[fx.Node]:
     """The batch norms whose results, or whose sum, the relu was given; none where x is not read anyway."""
-    relu = _source(node.args[1])
+    relu = source(node.args[1])
     if relu is None or relu.target is not aten.relu.default or node.args[2] != 0:
         return []
-    given = _source(relu.args[0])
+    given = source(relu.args[0])
     if given is None:
         return []
     is_sum = given.target is aten.add.Tensor and not given.kwargs
@@ -84,7 +84,7 @@ def _norms_before(node: fx.Node) -> list[fx.Node]:
 
 def _norm_of(value: Any) -> fx.Node | None:
     """The batch norm in training that this is the result of."""
-    item = _source(value)
+    item = source(value)
     if item is None or len(item.args) != 2 or item.args[1] != 0:
         return None
     (norm, _) = item.args
@@ -96,7 +96,7 @@ def _is_in_training(node: fx.Node, target: Any) -> bool:
     return node.target is target and len(node.args) > place and node.args[place] is True
 
 
-def _source(value: Any) -> fx.Node | None:
+def source(value: Any) -> fx.Node | None:
     while isinstance(value, fx.Node) and value.target is aten.detach.default:
         value = value.args[0]
     return value if isinstance(value, fx.Node) else None
@@ -106,7 +106,7 @@ def _again(graph: fx.Graph, norm: fx.Node) -> fx.Node:
     """The norm's result once more, in backward."""
     x, weight, bias = norm.args[:3]
     mean, rstd = (_item(graph, norm, place) for place in (1, 2))
-    return _emit(graph, normalized_again.overload, x, mean, rstd, weight, bias)
+    return emit_again(graph, normalized_again.overload, x, mean, rstd, weight, bias)
 
 
 def _item(graph: fx.Graph, norm: fx.Node, place: int) -> fx.Node:
@@ -115,12 +115,17 @@ def _item(graph: fx.Graph, norm: fx.Node, place: int) -> fx.Node:
     return found
 
 
-def _emit(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
+def emit_again(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
     """A node that backward computes: torch would rather make it in forward and keep it."""
     node = graph.call_function(target, args)
     values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args]
     node.meta["val"] = target(*values)
+    node.meta["partitioner_tag"] = "is_backward"
+    recomputed(node)
+    return node
+
+
+def recomputed(node: fx.Node) -> None:
+    """Let backward compute it once more, whatever that saves."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = 0
-    node.meta["partitioner_tag"] = "is_backward"
-    return node

@@ -21,10 +21,11 @@ from torch._guards import TracingContext, tracing
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fulgurite.kernels.quantize import quantize_parts
-from fulgurite.trace.cost import is_view, value_bytes
+from fulgurite.trace.cost import memory_of, value_bytes
 from fulgurite.trace.metadata import fake_mode_of
 from fulgurite.trace.trace import copy_module
 from fulgurite.trace.writes import written
+from fulgurite.transforms.cross_entropy import logarithms_from_logits
 from fulgurite.transforms.masks import masks_from_inputs
 from fulgurite.transforms.pooling import small_offsets
 from fulgurite.transforms.simplify import merge_common_subexpressions
@@ -45,10 +46,12 @@ def partitioner(policy: Remat) -> Partition:
         small_offsets(joint)
         if policy != "none":  # it computes once more, if only what is read anyway
             masks_from_inputs(joint)
+            logarithms_from_logits(joint)
         if policy == "full":
             _recompute_forward(joint.graph)
         forward, backward = _split(policy, joint, inputs, options)
         _save_what_was(forward, options["num_fwd_outputs"])
+        _mark_saved(forward, backward, options["num_fwd_outputs"])
         return forward, backward
 
     return partition
@@ -101,7 +104,7 @@ def _save_what_was(forward: fx.GraphModule, user_outputs: int) -> None:
     results = list(output.args[0])  # type: ignore[arg-type]
     copies: dict[fx.Node, fx.Node] = {}
     for position, node in enumerate(results[user_outputs:], user_outputs):
-        if not isinstance(node, fx.Node) or _memory_of(node) not in overwritten:
+        if not isinstance(node, fx.Node) or memory_of(node) not in overwritten:
             continue
         if node not in copies:
             with graph.inserting_after(node):
@@ -110,6 +113,20 @@ def _save_what_was(forward: fx.GraphModule, user_outputs: int) -> None:
         results[position] = copies[node]
     output.args = (type(output.args[0])(results),)  # type: ignore[call-arg,arg-type]
     forward.recompile()
+
+
+def _mark_saved(forward: fx.GraphModule, backward: fx.GraphModule, user_outputs: int) -> None:
+    """Inputs of backward that are its own to drop: what forward made for it, and gave to nobody else."""
+    results = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
+    returned = {memory_of(n) for n in results[:user_outputs] if isinstance(n, fx.Node)}
+    kept = [n for n in results[user_outputs:] if isinstance(n, fx.Node)]
+    saved = {n.name for n in kept if memory_of(n) not in returned and not _is_input(n)}
+    for node in backward.graph.find_nodes(op="placeholder"):
+        node.meta["saved"] = node.name in saved
+
+
+def _is_input(node: fx.Node) -> bool:
+    return memory_of(node).op in ("placeholder", "get_attr")
 
 
 def _recompute_forward(graph: fx.Graph) -> None:
@@ -130,15 +147,8 @@ def saved_bytes(forward: fx.GraphModule, user_outputs: int) -> int:
     Inputs (parameters above all) live on anyway; what the policy decides about is everything else.
     """
     saved = forward.graph.output_node().args[0][user_outputs:]  # type: ignore[index]
-    roots = {_memory_of(node) for node in saved if isinstance(node, fx.Node)}
+    roots = {memory_of(node) for node in saved if isinstance(node, fx.Node)}
     return sum(value_bytes(node.meta.get("val")) for node in roots if node.op != "placeholder")
-
-
-def _memory_of(node: fx.Node) -> fx.Node:
-    """The node whose memory a view looks into."""
-    while node.op == "call_function" and node.target is not operator.getitem and is_view(node):
-        node = node.all_input_nodes[0]
-    return node
 
 
 class SavedBytes:
