@@ -83,6 +83,11 @@ def _digamma(a: Expression) -> Expression:
     series = mul(square, polynomial(square, BERNOULLI[::-1]))
     value = sub(sub(sub(apply("log", y), div(number(0.5, a), y)), series), steps)
     fraction = sub(a, apply("trunc", a))
+    if a.dtype.itemsize == 4:
+        # from the nearest whole number: pi times a fraction near -1 would lose what tells it from a pole (torch
+        # has that in double, and of a double loses it, too)
+        past_half = apply("lt", fraction, number(-0.5, a))
+        fraction = where(past_half, add(fraction, one), fraction)
     turned = div(number(math.pi, a), apply("tan", mul(number(math.pi, a), fraction)))
     whole = apply("eq", fraction, zero)
     reflected = where(whole, number(math.nan, a), sub(value, turned))
