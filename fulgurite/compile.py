@@ -21,9 +21,9 @@ import torch
 from torch import fx, nn
 
 from fulgurite import repro
-from fulgurite.capture.around import Around, bodies_of, set_apart
+from fulgurite.capture.around import MOST_CAPTURES, Around, bodies_of, is_data, set_apart
 from fulgurite.capture.blocks import BlockRunner, Blocks, find_blocks, worth_it
-from fulgurite.capture.dynamo import GraphBreak, is_capturing, optimize
+from fulgurite.capture.dynamo import RECOMPILE_LIMIT, GraphBreak, is_capturing, optimize
 from fulgurite.capture.module import original_of, plain_again, wrap_module
 from fulgurite.errors import ArgumentError
 from fulgurite.executors import Executor
@@ -65,9 +65,13 @@ class Compiled:
         if not isinstance(function, nn.Module):
             functools.update_wrapper(self, function, updated=())
 
-    def _optimize(self, function: Callable[..., Any], backend: Any = None) -> Any:
+    def _optimize(
+        self, function: Callable[..., Any], backend: Any = None, limit: int = RECOMPILE_LIMIT
+    ) -> Any:
         options, backend = self.session.options, backend or self.session
-        return optimize(function, backend, dynamic=options.dynamic, fullgraph=options.fullgraph)
+        return optimize(
+            function, backend, dynamic=options.dynamic, fullgraph=options.fullgraph, limit=limit
+        )
 
     def _use_blocks(self, module: nn.Module) -> None:
         """Decide whether the model's equal layers are compiled once, or the model as a whole."""
@@ -101,7 +105,7 @@ class Compiled:
         return run
 
     def _with_blocks(self, runner: BlockRunner) -> Callable[..., Any]:
-        """The model with its layers compiled; where gradients are recorded, what is around them, too."""
+        """The model with its layers compiled; and what is around them, unless a call brings a cache along."""
         model = self.original
         assert isinstance(model, nn.Module), "only modules have blocks"
         plain = runner.around(model)
@@ -109,11 +113,12 @@ class Compiled:
         if not bodies:
             return plain
         self._around.bodies = [path for path, one in model.named_modules() if one in bodies]
-        captured = self._optimize(model, self._around)
+        captured = self._optimize(model, self._around, MOST_CAPTURES)
         whole = runner.around(set_apart(bodies, self.blocks, captured))
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            return (whole if torch.is_grad_enabled() else plain)(*args, **kwargs)
+            captures = torch.is_grad_enabled() or is_data((args, kwargs))
+            return (whole if captures else plain)(*args, **kwargs)
 
         return run
 

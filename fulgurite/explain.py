@@ -249,9 +249,8 @@ def _regions_text(session: Session, blocks: Sequence[Blocks], around: Around | N
     groups = ", ".join(map(str, blocks))
     rest = "the rest of the model runs in eager"
     if around and around.bodies:
-        rest = (
-            f"with what is around {', '.join(around.bodies)} where gradients are recorded; {rest}"
-        )
+        outside = f"with what is around {', '.join(around.bodies)}"
+        rest = f"{outside} (but for inference with a cache); {rest}"
     return f"blocks: {groups}; {len(session.graphs)} compiled, {rest}"
 
 

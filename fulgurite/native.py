@@ -9,6 +9,7 @@ builds in the background: the kernels of a graph are compiled side by side.
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import os
 import platform
@@ -172,6 +173,9 @@ def build(source: str) -> Path:
         text = target.with_suffix(".cpp")
         text.write_text(source)
         done = subprocess.run(command(path, text, target), capture_output=True, text=True)
+        full = os.strerror(errno.ENOSPC)
+        if done.returncode and full in done.stderr:
+            raise OSError(errno.ENOSPC, full, str(target))  # the cache has another folder for it
         if done.returncode:
             raise CompileError(
                 "the C++ compiler refused a generated kernel",

@@ -120,6 +120,8 @@ class Session:
         started = time.perf_counter()
         captured = Trace(with_captured_names(module), "captured", "captured", record.index)
         trace = self.step(record, "captured", lambda trace: trace, captured)
+        for executor in self.options.executors:
+            executor.expect(captured.module, inputs)
         for transform in self.options.transforms_in("before_autograd"):
             trace = self.step(record, transform.name, transform, trace)
         names = Names(captured.module)
@@ -154,7 +156,11 @@ class Session:
             trace,
         )
         choose = tuner.choose if tuner else None
-        trace = self.step(record, "final", lambda trace: lower(trace, executors, choose), trace)
+        # what runs after these steps may be run twice, or read what a region has overwritten
+        lends = not options.cudagraph and not options.transforms_in("after_claim")
+        trace = self.step(
+            record, "final", lambda trace: lower(trace, executors, choose, lends), trace
+        )
         if options.cudagraph:
             kept = _user_results(trace)
             trace = self.step(record, "cudagraph", lambda trace: graphed(trace, kept), trace)

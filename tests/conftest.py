@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 import torch._dynamo
+from torch.profiler import ProfilerActivity, profile
 
 # Set before any test module is imported: some read settings at import time.
 os.environ["FULGURITE_VERIFY"] = "1"
@@ -77,3 +78,28 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text == path.read_text(), f"{name} changed: if it should, run pytest --accept"
 
     return check
+
+
+@pytest.fixture
+def peak_bytes() -> Callable[..., int]:
+    """The most bytes of torch's on the CPU that live at once during a call, above what lived before it."""
+    from fulgurite.fuser import memory
+
+    def measure(call: Callable[..., object], *inputs: object) -> int:
+        call(*inputs)  # what is warm stays
+        kinds = [ProfilerActivity.CPU]
+        memory.set_reuse(False)  # kept blocks are not torch's: nobody would see them
+        try:
+            with profile(activities=kinds, profile_memory=True, acc_events=True) as seen:
+                call(*inputs)
+        finally:
+            memory.set_reuse(True)
+        assert seen.profiler is not None and seen.profiler.kineto_results is not None
+        events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+        live = peak = 0
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            live += event.nbytes()
+            peak = max(peak, live)
+        return peak
+
+    return measure

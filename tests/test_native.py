@@ -58,6 +58,25 @@ def test_a_refused_source_says_why() -> None:
     assert "this" in str(caught.value)
 
 
+def test_a_full_disk_is_no_fault_of_the_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler says so in its own words; the kernel is built where there is room."""
+    monkeypatch.setattr(cache, "_private_folder", None)
+    run = subprocess.run
+
+    def full(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        if command[-1] != "--version" and any(word.startswith(str(tmp_path)) for word in command):
+            problem = "ld: final link failed: No space left on device"
+            return subprocess.CompletedProcess(command, 1, "", problem)
+        return run(command, **options)  # type: ignore[call-overload,no-any-return]
+
+    monkeypatch.setattr(native.subprocess, "run", full)
+    with pytest.warns(UserWarning, match=r"can't be written \(No space left on device\)"):
+        path = native.build(SOURCE.format(44))
+    assert ctypes.CDLL(str(path)).answer() == 44 and not path.is_relative_to(tmp_path)
+
+
 def test_openmp_is_shared_with_torch() -> None:
     """One pool of threads: the library we link is the file torch has loaded."""
     library = native.load(

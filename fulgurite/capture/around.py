@@ -4,8 +4,9 @@ In: a model and the groups of its equal layers. Out: the model, captured by Torc
 the module whose forward calls layers: a head and a loss behind it become graphs of their own. A body itself runs in eager,
 with its layers compiled: TorchDynamo skips functions in which a loop breaks the graph.
 
-This is for calls that record gradients. What is around a body in inference is little, and models carry caches there that
-differ from call to call, for each of which TorchDynamo would capture it again.
+This is for calls whose arguments are data alone. A cache among them, or any other object, is likely to differ from call
+to call (its length, what it holds), and TorchDynamo would capture what is around the body again for each: `is_data`
+tells. Calls that record gradients, in which caches are rare, are taken whatever their arguments are.
 """
 
 from __future__ import annotations
@@ -26,6 +27,15 @@ from fulgurite.capture.blocks import (
 )
 from fulgurite.capture.dynamo import GraphBreak, is_capturing
 
+MOST_CAPTURES = (
+    8  # torch.compile's own; past them what is around runs in eager, with layers compiled
+)
+DATA = (
+    torch.Tensor,
+    *(bool, int, float, complex, str, bytes, type(None)),
+    *(torch.dtype, torch.device, torch.memory_format, torch.layout),
+)
+
 
 def bodies_of(model: nn.Module, blocks: Sequence[Blocks]) -> tuple[nn.Module, ...]:
     """The outermost modules that call layers; none where the model does, or torch's own module is the model."""
@@ -34,6 +44,15 @@ def bodies_of(model: nn.Module, blocks: Sequence[Blocks]) -> tuple[nn.Module, ..
         return ()
     inside = {m for parent in parents for m in parent.modules() if m is not parent}
     return tuple(parent for parent in parents if parent not in inside)
+
+
+def is_data(value: Any) -> bool:
+    """Tensors, numbers, words, and tuples, lists and dicts of them: nothing that has a state of its own."""
+    if isinstance(value, DATA):
+        return True
+    if isinstance(value, dict):
+        return all(map(is_data, value.values()))
+    return isinstance(value, tuple | list) and all(map(is_data, value))
 
 
 class Around:

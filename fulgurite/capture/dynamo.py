@@ -41,7 +41,12 @@ RECOMPILE_LIMIT = (
 
 
 def optimize(
-    function: Callable[..., Any], backend: Any, *, dynamic: bool | None, fullgraph: bool
+    function: Callable[..., Any],
+    backend: Any,
+    *,
+    dynamic: bool | None,
+    fullgraph: bool,
+    limit: int = RECOMPILE_LIMIT,
 ) -> Any:
     """`function`, captured by TorchDynamo and compiled by `backend` when it is called."""
     _listen()
@@ -50,7 +55,7 @@ def optimize(
     # without these guards a hook that is added to a layer later is never called; 0.3 µs a layer
     torch._dynamo.config.skip_nnmodule_hook_guards = False
     known = inspect.signature(torch.compile).parameters
-    wanted = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
+    wanted = {"recompile_limit": limit, "isolate_recompiles": True}
     isolation: Any = {key: value for key, value in wanted.items() if key in known}
     with _deaf_to_other_threads():
         captured = torch.compile(

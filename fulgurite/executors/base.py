@@ -35,6 +35,10 @@ class Executor(ABC):
     def lower(self, region: fx.GraphModule) -> Callable[..., Sequence[Any]]:
         """A function of the region's inputs that returns its outputs, in order."""
 
+    def expect(self, captured: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        """May start what regions of this graph will need: it is differentiated and claimed meanwhile."""
+        return
+
     def begin(self, region: fx.GraphModule) -> None:
         """May start what `lower` will need: all regions are begun before the first is lowered."""
         return

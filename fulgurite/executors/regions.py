@@ -18,6 +18,8 @@ from fulgurite.errors import CompileError, FulguriteError
 from fulgurite.executors.base import Chosen, Executor
 from fulgurite.executors.extract import Extracted, extract
 from fulgurite.executors.gather import Group, gather, in_order
+from fulgurite.executors.lend import lend
+from fulgurite.executors.order import for_memory
 from fulgurite.executors.torch import TorchExecutor
 from fulgurite.executors.whole import as_torch
 from fulgurite.executors.writes import gather_writes
@@ -37,14 +39,19 @@ aten = ops.aten
 Lower = Callable[[str, Executor, fx.GraphModule, Callable[[], fx.GraphModule]], Chosen]
 
 
-def lower(trace: Trace, executors: Sequence[Executor], choose: Lower | None = None) -> Trace:
-    """The final trace: regions lowered, single ops spelled as directly as torch allows."""
+def lower(
+    trace: Trace, executors: Sequence[Executor], choose: Lower | None = None, lends: bool = False
+) -> Trace:
+    """The final trace: regions lowered, single ops spelled as directly as torch allows.
+
+    lends   whether regions may overwrite what nobody reads after them: nothing is to be added to the trace, then
+    """
     by_name = {executor.name: executor for executor in executors}
     groups = gather(trace, by_name)
     if all(group.executor is None for group in groups):
         module = copy_module(trace.module)
     else:
-        module = _assemble(trace, in_order(groups), choose or _lower_with)
+        module = _assemble(trace, for_memory(in_order(groups)), choose or _lower_with, lends)
     gather_writes(module)
     for node in module.graph.nodes:
         executor = by_name.get(node.meta.get("executor", ""))
@@ -54,13 +61,14 @@ def lower(trace: Trace, executors: Sequence[Executor], choose: Lower | None = No
     return trace.with_module(module)
 
 
-def _assemble(trace: Trace, groups: list[Group], choose: Lower) -> fx.GraphModule:
+def _assemble(trace: Trace, groups: list[Group], choose: Lower, lends: bool) -> fx.GraphModule:
     graph = fx.Graph()
     value_of: dict[fx.Node, fx.Node] = {}
     for node in trace.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             value_of[node] = graph.node_copy(node, lambda n: value_of[n])
-    extracted = {g.index: _begun(trace, g) for g in groups if _is_region(g)}
+    lent = lend(groups) if lends else {}
+    extracted = {g.index: _begun(trace, g, lent.get(g.index)) for g in groups if _is_region(g)}
     serial = 0
     for group in groups:
         if not _is_region(group):
@@ -93,10 +101,14 @@ def _is_region(group: Group) -> bool:
     return group.executor is not None and not all(map(_moves_nothing, group.nodes))
 
 
-def _begun(trace: Trace, group: Group) -> Extracted:
+def _begun(trace: Trace, group: Group, lent: set[fx.Node] | None) -> Extracted:
     """The region as a module with its inputs and outputs, its lowering under way."""
     assert group.executor is not None, "only fusing executors have regions"
     extracted = extract(trace, group.nodes)
+    places = [node for node in extracted[0].graph.nodes if node.op == "placeholder"]
+    for place, source in zip(places, extracted[1], strict=True):
+        if lent and source in lent:
+            place.meta["lent"] = True
     try:
         group.executor.begin(extracted[0])
     except FulguriteError:
@@ -132,6 +144,9 @@ def _add_region(
     computing = sum(not is_view(node) for node in group.nodes)
     moved = sum(value_bytes(n.meta.get("val")) for n in {*inputs, *outputs})
     summary = f"{count_text(computing, 'op')}   {bytes_text(moved)}"
+    overwritten = [inputs[k].name for k in getattr(chosen.call, "overwritten", ())]
+    if overwritten:
+        summary += f"   in the place of {', '.join(overwritten)}"
     region = Region(name, executor.name, module, chosen.call, summary)
     node = graph.call_function(region, tuple(value_of[n] for n in inputs))
     node.meta = {

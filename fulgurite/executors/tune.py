@@ -155,12 +155,13 @@ def example(value: Any) -> Any:
     if not (value.dtype.is_floating_point or value.dtype.is_complex):
         return tensor.zero_()  # an index must be in range
     generator = torch.Generator().manual_seed(0)  # the program's own is not touched
-    pattern = torch.rand(4093, generator=generator) + 0.5
+    pattern = (torch.rand(4093, generator=generator) + 0.5).to(value.device, value.dtype)
     reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    flat = tensor.as_strided((reach,), (1,))
-    for start in range(0, reach, 1 << 20):
-        part = flat[start : start + (1 << 20)]
-        part.copy_(pattern.repeat(-(-len(part) // len(pattern)))[: len(part)])
+    flat, whole = tensor.as_strided((reach,), (1,)), reach - reach % len(pattern)
+    flat[:whole].view(-1, len(pattern)).copy_(
+        pattern
+    )  # where the tensor is: a GPU fills it at once
+    flat[whole:].copy_(pattern[: reach - whole])
     return tensor
 
 

@@ -11,6 +11,6 @@ from __future__ import annotations
 
 from .kernel import Kernel
 from .launch import FusedRegion
-from .pipeline import claims, lower, lower_region, why_not
+from .pipeline import claims, expect_many, lower, lower_region, why_not
 
-__all__ = ["FusedRegion", "Kernel", "claims", "lower", "lower_region", "why_not"]
+__all__ = ["FusedRegion", "Kernel", "claims", "expect_many", "lower", "lower_region", "why_not"]

@@ -1,15 +1,14 @@
 """Triton kernels from text to something to run: modules in the kernel cache, compiled side by side, kept.
 
 In: stages. Out: a `Program`, and for each variant of it (aligned addresses, divisible sizes, 64-bit indices) what
-launches its stages. Compilation starts when a region is lowered and runs in threads; Triton keeps what it built in
-our cache folder, so a warm process compiles nothing. With TRITON_INTERPRET=1 the same kernels run on CPU tensors,
-in Triton's interpreter.
+launches its stages. Compilation starts when a region is lowered and runs in threads, which ask other processes where
+there are many kernels (`compile_processes`); Triton keeps what it built in our cache folder, so a warm process
+compiles nothing. With TRITON_INTERPRET=1 the same kernels run on CPU tensors, in Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -24,8 +23,9 @@ import torch
 from fulgurite import cache
 from fulgurite.config import settings
 
-from . import cost
-from .codegen.triton import Stage, signature, write_module
+from . import compile_processes, compile_worker, cost
+from .codegen.triton import Stage, argument_types, write_module
+from .compile_worker import Recipe
 from .random_rules import SEED
 
 ALIGNED, DIVISIBLE, WIDE = 1, 2, 4  # bits of a variant
@@ -53,11 +53,7 @@ def load_module(text: str) -> ModuleType:
     """The module, from a file of the kernel cache: Triton reads the source of what it compiles."""
     key = cache.digest(text)
     path = cache.entry("triton", key, lambda place: _put(place, text), ".py")
-    spec = importlib.util.spec_from_file_location(f"fulgurite_kernels_{key[:16]}", path)
-    assert spec is not None and spec.loader is not None, f"no module at {path}"
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return compile_worker.load(str(path))
 
 
 def _put(place: Path, text: str) -> None:
@@ -78,7 +74,7 @@ class _OurFolder:
             if self.users == 0:
                 self.scope = triton.knobs.cache.scope()
                 self.scope.__enter__()
-                triton.knobs.cache.dir = str(settings().cache_folder / "triton" / "built")
+                triton.knobs.cache.dir = str(_built())
             self.users += 1
 
     def __exit__(self, *problem: Any) -> None:
@@ -91,13 +87,17 @@ class _OurFolder:
 our_folder = _OurFolder()
 
 
+def _built() -> Path:
+    return settings().cache_folder / "triton" / "built"
+
+
 @functools.cache
-def compilers() -> ThreadPoolExecutor:
-    """Threads that compile: most of the work is outside Python."""
-    return ThreadPoolExecutor(min(32, os.cpu_count() or 1), thread_name_prefix="fulgurite-triton")
+def threads() -> ThreadPoolExecutor:
+    """Threads that compile, or wait for processes that do."""
+    return ThreadPoolExecutor(compile_processes.count(), thread_name_prefix="fulgurite-triton")
 
 
-os.register_at_fork(after_in_child=compilers.cache_clear)  # threads don't survive a fork
+os.register_at_fork(after_in_child=threads.cache_clear)  # threads don't survive a fork
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Program:
         """Starts compiling every stage."""
         module = load_module(self.text)
         return [
-            compilers().submit(compile_stage, getattr(module, stage.name), stage, variant)
+            threads().submit(prepare_stage, getattr(module, stage.name), stage, variant)
             for stage in self.stages
         ]
 
@@ -130,40 +130,59 @@ def make_program(stages: Sequence[Stage]) -> Program:
 
 def ready(jobs: list[Future[Any]]) -> list[Runnable]:
     """Kernels on the device, once they are compiled."""
-    found = []
-    for job in jobs:
-        kernel = job.result()
-        kernel._init_handles()
-        found.append((kernel.run, kernel.function, kernel.packed_metadata))
-    return found
+    kernels = [job.result() for job in jobs]
+    with our_folder:  # it has what calls them, too
+        for kernel in kernels:
+            kernel._init_handles()
+    return [(kernel.run, kernel.function, kernel.packed_metadata) for kernel in kernels]
 
 
-def compile_stage(function: Any, stage: Stage, variant: int, target: Any = None) -> Any:
-    """The compiled kernel, from Triton's cache where it is there."""
+def prepare_stage(function: Any, stage: Stage, variant: int) -> Any:
+    """The compiled kernel for this device, and what will launch it, in Triton's cache."""
     import triton
 
+    active = triton.runtime.driver.active
+    recipe = recipe_of(function, stage, variant, active.get_current_target())
+    known = cache.digest(triton.__version__, recipe.message(0))
+    with our_folder:
+        if cache.read_text("triton", known) is None:
+            with compile_processes.compilers().beside(recipe):
+                kernel = compile_worker.build(function, recipe)
+            active.launcher_cls(kernel.src, kernel.metadata)  # Triton 3.6 runs a C compiler for it
+            cache.write_text("triton", known, stage.name)
+            return kernel
+        return compile_worker.build(function, recipe)
+
+
+def compile_stage(function: Any, stage: Stage, variant: int, target: Any) -> Any:
+    """The compiled kernel for a device that need not be there, from Triton's cache where it is there."""
+    with our_folder:
+        return compile_worker.build(function, recipe_of(function, stage, variant, target))
+
+
+def recipe_of(function: Any, stage: Stage, variant: int, target: Any) -> Recipe:
+    """What compiling a stage takes, in any process."""
     count = len(stage.tensors)
-    sixteen = [["tt.divisibility", 16]]
-    known = range(count) if variant & ALIGNED else range(0)
-    attributes = {(k,): sixteen for k in known}
+    even = list(range(count)) if variant & ALIGNED else []
     if variant & DIVISIBLE:
-        attributes |= {(count + k,): sixteen for k, s in enumerate(stage.symbols) if s != SEED}
-    source = triton.compiler.ASTSource(
-        fn=function,
-        signature=signature(stage, function.arg_names),
-        constexprs={},
-        attrs=attributes,
-    )
+        even += [count + k for k, symbol in enumerate(stage.symbols) if symbol != SEED]
     options = {
         "num_warps": stage.warps,
         "num_stages": stage.stages,
         "debug": stage.asserts,
         "sanitize_overflow": False,
         "enable_fp_fusion": True,
+        "enable_reflect_ftz": stage.flushes,
     }
-    target = target or triton.runtime.driver.active.get_current_target()
-    with our_folder:
-        return triton.compile(source, target=target, options=options)
+    return Recipe(
+        function.fn.__code__.co_filename,
+        stage.name,
+        argument_types(stage),
+        tuple(even),
+        options,
+        (target.backend, target.arch, target.warp_size),
+        str(_built()),
+    )
 
 
 Write = Callable[[bool, bool], Program]  # with 64-bit indices or not, for aligned addresses or any

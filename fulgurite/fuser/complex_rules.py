@@ -20,7 +20,7 @@ from .complex_formulas import FORMULAS, Pair
 from .expression import Bound, Constant, Expression, Load, guard, value_type
 from .index import Index
 from .ir import Output
-from .pointwise_rules import Unsupported
+from .pointwise_rules import Unsupported, apply
 from .reader import Reader
 from .values import (
     Axes,
@@ -195,7 +195,7 @@ def output(reader: Reader, value: Complex, node: Node) -> Output:
 
 
 def _cast(reader: Reader, node: Node, bound: dict[str, Any]) -> Any:
-    """_to_copy: to another precision, to complex numbers, or to their real parts."""
+    """_to_copy: to another precision, to complex numbers, to their real parts, or whether they are not zero."""
     target = node.meta["val"].dtype
     wide = value_type(target)
 
@@ -204,7 +204,18 @@ def _cast(reader: Reader, node: Node, bound: dict[str, Any]) -> Any:
 
     if target.is_complex:
         return stored(reader, node, pair)
+    if target == torch.bool:
+        return reader.result(node, lambda axes: not_zero(reader, bound, axes))
     return reader.result(node, lambda axes: pair(axes).real)
+
+
+def not_zero(reader: Reader, bound: dict[str, Any], axes: Axes) -> Expression:
+    """Is either part?"""
+    source = reader.values[bound.get("source", bound.get("a"))]
+    wide = value_type(source.dtype)
+    both = operand(reader, bound.get("source", bound.get("a")), axes, wide)
+    zero = Constant(0.0, wide)
+    return apply("or", apply("ne", both.real, zero), apply("ne", both.imaginary, zero))
 
 
 def _filled(fill: Any) -> Callable[..., Complex]:

@@ -172,8 +172,6 @@ def _check_tensor(fake: torch.Tensor) -> None:
         raise Unsupported(f"a tensor of layout {fake.layout}")
     if value_type(fake.dtype) not in VALUE_TYPES:
         raise Unsupported(f"{fake.dtype} tensors")
-    if fake.dtype.is_complex and fake.device.type != "cpu":
-        raise Unsupported("complex numbers on a GPU")
     if fake.is_conj() or fake.is_neg():
         raise Unsupported("a lazily conjugated or negated tensor")
 
@@ -227,11 +225,13 @@ def read(region: torch.fx.GraphModule, corrects: bool = False) -> Region:
     """The whole region; `corrects` makes variances right about means that are far from 0."""
     reader = Reader(corrects)
     taken: list[Tensor | Index] = []
+    lent: set[str] = set()
     outputs: tuple[Output, ...] = ()
     for node in region.graph.nodes:
         if node.op == "placeholder":
             argument = input_value(reader, node.name, node.meta["val"])
             taken.append(argument)
+            lent |= {node.name} if node.meta.get("lent") else set()
             reader.values[node] = _as_value(argument)
         elif node.op == "call_function":
             reader.values[node] = read_node(reader, node)
@@ -242,7 +242,8 @@ def read(region: torch.fx.GraphModule, corrects: bool = False) -> Region:
         else:
             raise Unsupported(f"a node {node.op}")
     writes = tuple(reader.writes)
-    return Region(tuple(taken), _needed(reader.statements, outputs, writes), outputs, writes)
+    needed = _needed(reader.statements, outputs, writes)
+    return Region(tuple(taken), needed, outputs, writes, frozenset(lent))
 
 
 def _output(reader: Reader, result: Any) -> Output:

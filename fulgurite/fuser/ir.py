@@ -134,6 +134,7 @@ class Region:
     statements: tuple[Statement, ...]
     outputs: tuple[Output, ...]
     writes: tuple[tuple[str, str], ...] = ()  # a statement, and the input that gets its values
+    lent: frozenset[str] = frozenset()  # inputs whose memory results may have
     layouts: Mapping[str, Tensor] = field(default_factory=dict)  # inputs, as `refine` splits them
     # what `refine.axis_classes` found, once it was asked
     classes: dict[tuple[str, Axis], int] = field(default_factory=dict, compare=False, repr=False)

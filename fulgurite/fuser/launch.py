@@ -123,17 +123,7 @@ class FusedRegion:
         """The launcher: a function of the region's arguments."""
         region, unit = self.region, self.unit
         lines = [f"def fused({', '.join(f'a{k}' for k in range(len(region.arguments)))}):"]
-        for position, argument in enumerate(region.arguments):
-            if isinstance(argument, Tensor) and argument.pairs:
-                lines.append(f"    a{position} = view_as_real(a{position}.resolve_conj())")
-        sources = symbol_sources(region)
-        for name in sorted(self._symbols()):
-            if name not in sources:
-                raise FusionError(
-                    f"the size {name} can't be found in the arguments of a fused region",
-                    next="report this: the region's inputs have it only inside a larger expression",
-                )
-            lines.append(f"    {name} = {sources[name]}")
+        self._arguments(lines)
         address: dict[str, str] = {}
         for position, argument in enumerate(region.arguments):
             if isinstance(argument, Tensor) and argument.name in unit.slots:
@@ -168,6 +158,26 @@ class FusedRegion:
         self._writes(lines, held)
         lines.append(f"    return {tuple_text([self._result(o, held) for o in region.outputs])}")
         return "\n".join(lines) + "\n"
+
+    def _arguments(self, lines: list[str]) -> None:
+        """Complex arguments as real ones, and the sizes that arguments have."""
+        for position, argument in enumerate(self.region.arguments):
+            if isinstance(argument, Tensor) and argument.pairs:
+                lines.append(f"    a{position} = view_as_real(a{position}.resolve_conj())")
+        sources = symbol_sources(self.region)
+        for name in sorted(self._symbols()):
+            if name not in sources:
+                raise FusionError(
+                    f"the size {name} can't be found in the arguments of a fused region",
+                    next="report this: the region's inputs have it only inside a larger expression",
+                )
+            lines.append(f"    {name} = {sources[name]}")
+
+    @property
+    def overwritten(self) -> tuple[int, ...]:
+        """The arguments that results are stored in."""
+        named = [a.name if isinstance(a, Tensor) else None for a in self.region.arguments]
+        return tuple(k for k, name in enumerate(named) if name in self.region.lent)
 
     @property
     def capturable(self) -> bool:
@@ -211,7 +221,10 @@ class FusedRegion:
         return found
 
     def _whole_output(self, name: str) -> tuple[Any, Any] | None:
-        """Sizes and strides of a result that is all of a statement's memory."""
+        """Sizes and strides of a result that is all of a statement's memory, or of a lent argument's."""
+        lent = [a for a in self.region.inputs if a.name == name]
+        if lent:
+            return (lent[0].sizes, lent[0].strides) if name in self.region.lent else None
         tensor = self.region.tensors[name]
         for output in self.region.outputs:
             if output.name == name and output.offset == 0:
@@ -262,7 +275,7 @@ class FusedRegion:
         if base is None:
             names = [a.name if isinstance(a, Tensor) else None for a in self.region.arguments]
             base = f"a{names.index(output.name)}"
-        whole = self._whole_output(output.name) if output.name in held else None
+        whole = self._whole_output(output.name)
         if whole == (output.sizes, output.strides):
             same = [o for o in self.region.outputs if o.name == output.name and o.offset == 0]
             if output is next(o for o in same if (o.sizes, o.strides) == whole):

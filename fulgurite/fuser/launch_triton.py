@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from fulgurite.errors import FusionError
-
 from .codegen.cpp import KernelText, Unit
 from .compile_triton import (
     ALIGNED,
@@ -29,7 +27,8 @@ from .compile_triton import (
 from .index import Index
 from .ir import Region, Tensor
 from .kernel import Kernel
-from .launch import FusedRegion, python_index, restride, symbol_sources, tuple_text
+from .launch import FusedRegion, python_index, restride, tuple_text
+from .memory import Lifetime, plan
 from .random_rules import SEED, draw_seed
 
 
@@ -55,6 +54,8 @@ class TritonRegion(FusedRegion):
     def _prepare(self, library: Any) -> Callable[..., tuple[Any, ...]]:
         scope: dict[str, Any] = {
             "as_strided": torch.as_strided,
+            "view_as_real": torch.view_as_real,
+            "view_as_complex": torch.view_as_complex,
             "allocate": allocator(self.device),
             "empty": torch.empty,
             "device": self.device,
@@ -80,14 +81,7 @@ class TritonRegion(FusedRegion):
             lines.append(f"    if current_device() != {self.device.index}:")
             lines.append(f"        with on_device({self.device.index}):")
             lines.append(f"            return fused({arguments})")
-        sources = symbol_sources(region)
-        for name in sorted(self._symbols()):
-            if name not in sources:
-                raise FusionError(
-                    f"the size {name} can't be found in the arguments of a fused region",
-                    next="report this: the region's inputs have it only inside a larger expression",
-                )
-            lines.append(f"    {name} = {sources[name]}")
+        self._arguments(lines)
         address: dict[str, str] = {}
         used = {t.name for stage in self.program.stages for t in stage.tensors}
         take = "{}.data_ptr()" if on_gpu else "{}"
@@ -105,12 +99,13 @@ class TritonRegion(FusedRegion):
     def _allocations(
         self, lines: list[str], scope: dict[str, Any], address: dict[str, str], take: str
     ) -> dict[str, str]:
-        """Results, and the memory between two stages."""
+        """Results, and the memory between two stages: what of it has a known size is one block."""
         region = self.region
         order = {s.name: k for k, s in enumerate(region.statements)}
         made = self._made()
+        shared = self._shared(lines, scope, address, take)
         held: dict[str, str] = {}
-        for number, name in enumerate(sorted(made, key=order.__getitem__)):
+        for number, name in enumerate(sorted(made - shared, key=order.__getitem__)):
             tensor = region.tensors[name]
             whole = self._whole_output(name)
             layout = (tensor.sizes, tensor.strides) if whole is None else whole
@@ -121,13 +116,48 @@ class TritonRegion(FusedRegion):
             held[name] = f"t{number}"
             address[name] = f"q{number}"
         parts = [part for stage in self.program.stages for part in stage.parts]
-        for number, part in enumerate(parts):
+        for number, part in enumerate(part for part in parts if part.name not in shared):
             count = python_index(part.sizes[0] * part.sizes[1])
             scope[f"kind{number}"] = part.dtype
             lines.append(f"    s{number}_ = empty({count}, dtype=kind{number}, device=device)")
             lines.append(f"    r{number} = {take.format(f's{number}_')}")
             address[part.name] = f"r{number}"
         return held
+
+    def _shared(
+        self, lines: list[str], scope: dict[str, Any], address: dict[str, str], take: str
+    ) -> set[str]:
+        """One block for all that only stages of this call see: an allocation takes the host 4 µs."""
+        lifetimes = self._temporaries(self._made())
+        kinds = {name: self.region.tensors[name].dtype for name in lifetimes}
+        for position, stage in enumerate(self.program.stages):
+            for part in stage.parts:
+                count = part.sizes[0] * part.sizes[1]
+                if count.is_constant:
+                    last = self._last_use(part.name, position)
+                    size = count.constant * part.dtype.itemsize
+                    lifetimes[part.name] = Lifetime(position, last, size)
+                    kinds[part.name] = part.dtype
+        places, total = plan(list(lifetimes.values()))
+        if not total:
+            return set()
+        scope["uint8"] = torch.uint8
+        lines.append(f"    arena = allocate(({total},), (1,), uint8)  # of {len(lifetimes)} values")
+        lines.append(f"    base = {take.format('arena')}")
+        for number, (name, place) in enumerate(zip(lifetimes, places, strict=True)):
+            address[name] = f"base + {place}"
+            if self.device.type != "cuda":  # the interpreter takes tensors
+                scope[f"shared{number}"] = kinds[name]
+                end = place + lifetimes[name].bytes
+                address[name] = f"base[{place}:{end}].view(shared{number})"
+        return set(lifetimes)
+
+    def _last_use(self, name: str, first: int) -> int:
+        stages = self.program.stages
+        reading = [
+            k for k, stage in enumerate(stages) if any(t.name == name for t in stage.tensors)
+        ]
+        return max([first, *reading])
 
     def _launches(self, lines: list[str], address: dict[str, str], on_gpu: bool) -> None:
         stages = self.program.stages
@@ -136,8 +166,8 @@ class TritonRegion(FusedRegion):
         sizes = dict.fromkeys(s for stage in stages for s in stage.symbols if s != SEED)
         symbols = [size.name for size in sizes]
         if on_gpu:
-            places = [address[n] for n in dict.fromkeys(t.name for s in stages for t in s.tensors)]
-            given = [p for p in places if not p.startswith("r")]
+            places = {address[t.name]: None for stage in stages for t in stage.tensors}
+            given = [place for place in places if place.startswith("p")]  # ours are aligned
             variant = f"(0 if ({' | '.join(given) or '0'}) & 15 else {ALIGNED})"
             if symbols and self.wide is None:
                 variant += f" | (0 if ({' | '.join(symbols)}) & 15 else {DIVISIBLE})"

@@ -38,6 +38,11 @@ class LibraryRegion(FusedRegion):
     def capturable(self) -> bool:
         return self.rest.capturable
 
+    @property
+    def overwritten(self) -> tuple[int, ...]:
+        """As the rest says, whose arguments come after the products."""
+        return tuple(self.others[k - len(self.operands)] for k in self.rest.overwritten)
+
     def wait(self) -> None:
         self.rest.wait()
 

@@ -60,7 +60,7 @@ def has_products(module: fx.GraphModule) -> bool:
 def read(module: fx.GraphModule) -> Matmuls:
     """The region, its products apart."""
     products = {n: operands(n) for n in module.graph.nodes if n.target in PRODUCTS}
-    after = from_trace.read(epilogue(module))
+    after = replace(from_trace.read(epilogue(module)), lent=frozenset())  # tiles come in any order
     tensors = {t.name: t for t in after.inputs}
     given: list[Any] = []
     for node in module.graph.nodes:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import torch
-import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fulgurite import device, native
 from fulgurite.errors import FusionError
+from fulgurite.trace.cost import tensors
+from fulgurite.trace.signature import call_signature
 
 from . import cost, from_trace
 from .codegen import cpp, triton
+from .compile_processes import compilers
 from .compile_triton import interpreting
 from .expression import value_type
 from .ir import Region
@@ -31,6 +33,11 @@ from .write_rules import in_place
 
 def why_not(node: torch.fx.Node) -> str | None:
     """Why a node can't be part of a generated kernel, or None where it can."""
+    return _no_place(node) or from_trace.unreadable(node)
+
+
+def _no_place(node: torch.fx.Node) -> str | None:
+    """Why there can't be a kernel where a node's tensors are."""
     places = places_of([node, *node.all_input_nodes])
     if len(places) > 1:
         return f"tensors on {' and '.join(sorted(map(str, places)))}"
@@ -40,17 +47,15 @@ def why_not(node: torch.fx.Node) -> str | None:
         return "Triton is not installed"
     if places - {torch.device("cpu")}:
         for tensor in tensors_of([node, *node.all_input_nodes]):
-            if tensor.is_complex() or (
-                value_type(tensor.dtype) == torch.float32 and tensor.dtype not in triton.POINTERS
-            ):
+            part = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
+            if value_type(part) == torch.float32 and part not in triton.POINTERS:
                 return f"{tensor.dtype} on a GPU"
-    return from_trace.unreadable(node)
+    return None
 
 
 def tensors_of(nodes: list[torch.fx.Node]) -> list[torch.Tensor]:
     """What nodes make, as FakeTensors."""
-    leaves = [leaf for n in nodes for leaf in pytree.tree_leaves(n.meta.get("val"))]
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [tensor for node in nodes for tensor in tensors(node.meta.get("val"))]
 
 
 def places_of(nodes: list[torch.fx.Node]) -> set[torch.device]:
@@ -60,7 +65,31 @@ def places_of(nodes: list[torch.fx.Node]) -> set[torch.device]:
 
 def claims(node: torch.fx.Node) -> bool:
     """Can this one node be part of a generated kernel?"""
-    return node.op == "call_function" and why_not(node) is None
+    return node.op == "call_function" and _no_place(node) is None and _is_readable(node)
+
+
+def _is_readable(node: torch.fx.Node) -> bool:
+    """Whether the IR can say it: read once for equal calls, of which layers have many."""
+    schema = getattr(node.target, "_schema", None)
+    alone = schema is None or schema.is_mutable  # a write depends on who else reads its target
+    call = None if alone else call_signature(node)
+    if call is None:
+        return from_trace.unreadable(node) is None
+    if call not in _READABLE:
+        if len(_READABLE) >= MOST_REMEMBERED:
+            _READABLE.clear()
+        _READABLE[call] = from_trace.unreadable(node) is None
+    return _READABLE[call]
+
+
+_READABLE: dict[str, bool] = {}
+MOST_REMEMBERED = 1 << 13  # calls, some hundred bytes each
+
+
+def expect_many() -> None:
+    """Kernels for a GPU, many of them, will be asked for soon."""
+    if installed() and not interpreting():
+        compilers().expect()
 
 
 def lower(
@@ -101,7 +130,7 @@ def lower_region(read: Region) -> FusedRegion:
     machine = device.cpu()
     segments = segment(refined, machine.second_level_cache)
     texts, schedules = [], []
-    nests = in_place(refined, [build(refined, part) for part in segments])
+    refined, nests = in_place(refined, [build(refined, part) for part in segments])
     for number, (part, nest) in enumerate(zip(segments, nests, strict=True)):
         schedules.append(choose_schedule(nest, machine))
         texts.append(cpp.write_kernel(kernel_name(part, number), schedules[-1]))

@@ -49,7 +49,7 @@ def lower_triton(read: Region, place: torch.device, tune: bool = False) -> Trito
     machine = device.cuda(place.index) if place.type == "cuda" else PRETENDED
     segments = segment(refined, row_limit(machine))
     names = [kernel_name(part, number) for number, part in enumerate(segments)]
-    nests = in_place(refined, [build(refined, part) for part in segments])
+    refined, nests = in_place(refined, [build(refined, part) for part in segments])
     schedules = [choose_gpu_schedule(nest, machine) for nest in nests]
     wide = needs_wide(refined)
     if tune and not interpreting():

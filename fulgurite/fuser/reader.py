@@ -97,13 +97,14 @@ class Reader:
         pairs: bool = False,
     ) -> Value:
         """Adds the statement name[axes] = expression."""
-        if strides is None or any(axis.size == 0 for axis in axes):
+        empty = any(axis.size == 0 for axis in axes)
+        if strides is None or empty:
             strides = values.dense_strides([axis.size for axis in axes])
         while name in self.tensors:
             name += "_"
-        # dimensions of one element are no loops: the statement has none, its value has them again
-        kept = [k for k, axis in enumerate(axes) if axis.size != 1]
-        single = {axis: indices.ZERO for axis in axes if axis.size == 1}
+        # dimensions of one element, or of one in memory, are no loops: only the value has them
+        kept = [k for k, axis in enumerate(axes) if axis.size != 1 and (empty or strides[k] != 0)]
+        single = {axis: indices.ZERO for k, axis in enumerate(axes) if k not in kept}
         if single:
             expression = expression.substitute(single)
         if reduction is not None:

@@ -140,10 +140,7 @@ class Shape:
     def _extend_pointwise(self, new: Facts) -> str | None:
         if not new.reduced:
             if not new.all <= self.grid:
-                # the new statement has the loops now; what has others is computed where it is used
-                self.grid = new.all
-                for name, facts in self.facts.items():
-                    self.roles[name] = "body" if facts.all <= self.grid else "free"
+                self.loop_over(new.all)
             self._add(new, "body")
             return None
         # the first reduction decides what is grid and what is body
@@ -160,6 +157,12 @@ class Shape:
         self.grid, self.body, self.reduces = whole.grid, whole.body, True
         self.roles, self.waits, self.facts = whole.roles, whole.waits, whole.facts
         return None
+
+    def loop_over(self, grid: Classes) -> None:
+        """Other loops, where nothing is reduced: what has more of them is computed where it is used."""
+        self.grid = grid
+        for name, facts in self.facts.items():
+            self.roles[name] = "body" if facts.all <= grid else "free"
 
     def _extend_scan(self, new: Facts) -> str | None:
         """One walk along the scanned axis: what reads a scan does so at the very same point."""

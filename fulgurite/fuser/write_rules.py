@@ -5,6 +5,11 @@ input's own layout, noted in `Region.writes`; and nests whose store goes to the 
 the new value in the place of the old one. The launcher copies what is left.
 
     running_mean[c] = 0.1 * mean[c] + 0.9 * running_mean[c]
+
+An input that nobody reads after the region is lent (`Region.lent`): a result of the same size and dtype is stored there, by
+the same rules, and there is no need for memory of its own.
+
+    conv[i] = max(scale[i % 64] * conv[i] + shift[i % 64], 0)
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import torch
 from fulgurite.trace.cost import is_view
 
 from .expression import Expression, Load, walk
-from .ir import Region
+from .ir import Region, Tensor
 from .nest import Nest, Store
 from .pointwise_rules import Unsupported
 from .reader import Reader
@@ -59,19 +64,71 @@ def _alike(target: torch.fx.Node, source: torch.fx.Node) -> bool:
     return True
 
 
-def in_place(region: Region, nests: Sequence[Nest]) -> list[Nest]:
-    """The nests of a region's kernels, in the order they run, with stores straight into inputs."""
+def in_place(region: Region, nests: Sequence[Nest]) -> tuple[Region, list[Nest]]:
+    """The nests of a region's kernels, in the order they run, with stores straight into inputs.
+
+    And the region: of its inputs that are lent those are left that hold results, which its outputs now are.
+    """
     changed = list(nests)
     for name, target in region.writes:
-        place = next(
-            k for k, nest in enumerate(nests) if any(_stores(s, name) for s in nest.stores)
-        )
-        later = nests[place + 1 :]
-        if any(target in nest.memory for nest in later) or _is_returned(region, name, target):
-            continue
-        if _is_safe(nests[place], name, target):
-            changed[place] = _redirected(changed[place], region, name, target)
-    return changed
+        place = _maker(nests, name)
+        if not _is_returned(region, name, target) and _is_safe(nests[place], name, target):
+            if not _is_read(nests[place + 1 :], target):
+                changed[place] = _redirected(changed[place], region, name, target)
+    taken: dict[str | None, str] = {}
+    for name in _free_results(region):
+        for target in _fitting(region, name, set(taken.values())):
+            place = _maker(nests, name)
+            alone = _feeds_nothing_else(nests[place], name, target)
+            if alone and not _is_read(nests[place + 1 :], target):
+                changed[place] = _redirected(changed[place], region, name, target)
+                taken[name] = target
+                break
+    outputs = tuple(replace(o, name=taken.get(o.name, o.name)) for o in region.outputs)
+    return replace(region, outputs=outputs, lent=frozenset(taken.values())), changed
+
+
+def _maker(nests: Sequence[Nest], name: str) -> int:
+    """The place of the nest that stores a statement."""
+    return next(k for k, nest in enumerate(nests) if any(_stores(s, name) for s in nest.stores))
+
+
+def _is_read(nests: Sequence[Nest], target: str) -> bool:
+    return any(target in nest.memory for nest in nests)
+
+
+def _free_results(region: Region) -> list[str]:
+    """Statements that are returned, and not written to an input as well."""
+    written = {name for name, _ in region.writes}
+    made = {s.name for s in region.statements} - written
+    return list(dict.fromkeys(o.name for o in region.outputs if o.name in made and not o.pairs))
+
+
+def _fitting(region: Region, name: str, taken: set[str]) -> list[str]:
+    """The lent inputs that have room for a result, and for nothing more."""
+    result, seen = region.tensors[name], {o.name for o in region.outputs}
+    used = taken | seen | {target for _, target in region.writes}
+    return [
+        one.name
+        for one in region.inputs
+        if one.name in region.lent - used
+        and (one.dtype, one.pairs) == (result.dtype, result.pairs)
+        and _filled(one) is not None
+        and _filled(one) == _filled(result)
+    ]
+
+
+def _filled(tensor: Tensor) -> int | None:
+    """How many elements of memory a tensor fills, each with one of its own; None where it does not, or sizes are symbols."""
+    if not all(n.is_constant for n in (*tensor.sizes, *tensor.strides)):
+        return None
+    filled = 1
+    pairs = zip(tensor.strides, tensor.sizes, strict=True)
+    for stride, size in sorted((stride.constant, size.constant) for stride, size in pairs):
+        if size != 1 and stride != filled:
+            return None
+        filled *= size
+    return filled
 
 
 def _stores(store: Store, name: str) -> bool:
@@ -89,19 +146,35 @@ def _is_safe(nest: Nest, name: str, target: str) -> bool:
     What is computed from the input goes to that store alone, or, where nothing is reduced, to others at the same
     points: kernels read all that a point needs before they store.
     """
-    (own,) = [store for store in nest.stores if _stores(store, name)]
-    places = [index for tensor, index, _ in nest.accesses() if tensor.name == target]
-    if any(place != own.index for place in places):
-        return False
+    own, others = _own_and_others(nest, name, target)
     fed = fed_by(nest, target)
-    if any(nest.locals[local].reduction is not None for local in fed):
+    if _reads_elsewhere(nest, own, target):
         return False
-    others = [s for s in nest.stores if s is not own and _reads(s.value, target, fed)]
     if not others:
         return True
     plain = all(local.reduction is None for local in nest.locals.values())
     same = all(set(s.index.axes()) == set(own.index.axes()) for s in others)
     return plain and same and _reads(own.value, target, fed)
+
+
+def _feeds_nothing_else(nest: Nest, name: str, target: str) -> bool:
+    """Whether a kernel reads the input at no other place than the one it then writes, and for that store alone."""
+    own, others = _own_and_others(nest, name, target)
+    return not others and not _reads_elsewhere(nest, own, target)
+
+
+def _own_and_others(nest: Nest, name: str, target: str) -> tuple[Store, list[Store]]:
+    """The store of a statement, and the others that read the input."""
+    fed = fed_by(nest, target)
+    (own,) = [store for store in nest.stores if _stores(store, name)]
+    return own, [s for s in nest.stores if s is not own and _reads(s.value, target, fed)]
+
+
+def _reads_elsewhere(nest: Nest, own: Store, target: str) -> bool:
+    """Whether the input is read at another place than the store's, or summed up."""
+    places = [index for tensor, index, _ in nest.accesses() if tensor.name == target]
+    sums = any(nest.locals[local].reduction is not None for local in fed_by(nest, target))
+    return sums or any(place != own.index for place in places)
 
 
 def fed_by(nest: Nest, target: str) -> set[str]:

@@ -7,7 +7,8 @@ In: x [R, K]; `rows` int32 [S], which row of x each sorted row is (None: x is so
 `factors` float32 [S], for routers that weigh the input of an expert; `offsets` int32 [E], the ends of
 the experts' rows, read on the device only; weights [E, N, K], dense or packed. Out: [S, N], or
 [S, N / 2] with a gate. Sums are taken in float32 and rounded once, after the gate, to x's dtype. Rows
-at and past `offsets[-1]` are zero.
+at and past `offsets[-1]` are zero. On a GPU, from some rows an expert on, integers in groups under 64 are
+rounded to x's dtype on their way in.
 
 `places` [R, k] is the inverse of `rows`: where the k copies of each row of x went. Only the gradient
 needs it: with it the copies are summed in a fixed order, so training is deterministic.

@@ -107,15 +107,30 @@ def read_config_file(folder: Path) -> Fields:
     file = folder / "config.json"
     if not file.is_file():
         raise WeightsError(
-            "there is no config.json here", where=str(folder), next="give the checkpoint's folder"
+            "there is no config.json here", where=str(folder), next=_instead_of_config(folder)
         )
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise WeightsError(f"config.json can't be read: {error}", where=str(file)) from error
+        raise WeightsError(
+            f"config.json can't be read: {error}", where=str(file), next="download it again"
+        ) from error
     if not isinstance(values, dict):
-        raise WeightsError("config.json holds no object", where=str(file))
+        raise WeightsError("config.json holds no object", where=str(file), next="download it again")
     return Fields(values, str(file))
+
+
+def _instead_of_config(folder: Path) -> str:
+    """What to give, by what the folder has."""
+    ggufs = sorted(folder.glob("*.gguf"))
+    if ggufs:
+        return f"give one of its files: {ggufs[0]}"
+    if any(folder.glob("*.safetensors")):
+        return "download config.json too, from where the weights are, into this folder"
+    inside = sorted(file.parent for file in folder.glob("*/config.json"))
+    if inside:
+        return f"give the checkpoint's own folder: {inside[0]}"
+    return "give a checkpoint's folder (config.json, weights, tokenizer.json), or a .gguf file"
 
 
 def language_fields(fields: Fields) -> Fields:

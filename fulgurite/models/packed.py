@@ -5,10 +5,10 @@ model in which every linear and embedding whose weight the file keeps packed is 
 `QuantEmbedding`; the names of the parameters that are filled by that.
 
 They stay as they lie in the file, but for GGUF's blocks on a GPU that computes in 16 bits: its kernels
-read groups of integers (`quant/regroup.py`), the same numbers laid out anew, and those of experts are
-unpacked. A weight stays packed where its rows are only chosen or reordered on the way in (`BY_CHOICE`), it
-fills a whole parameter, and it has two dimensions; stacked experts are `packed_experts.py`'s. Everything
-else is unpacked as always: norms, biases.
+read groups of integers (`quant/regroup.py`), the same numbers laid out anew. A weight stays packed where
+its rows are only chosen or reordered on the way in (`BY_CHOICE`), it fills a whole parameter, and it has
+two dimensions; stacked experts are `packed_experts.py`'s. Everything else is unpacked as always: norms,
+biases.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def keep_packed(
     `grouped`: GGUF's blocks become groups of integers.
     """
     parameters = dict(model.named_parameters())
-    stacks = Stacks(assignments, config, device)
+    stacks = Stacks(assignments, config, device, grouped)
     filled: set[str] = set()
     only_shapes = torch.device(device).type == "meta"
     for name, stored in tensors:
@@ -69,8 +69,7 @@ def keep_packed(
         for assignment in assignments.get(name, ()):
             target = parameters[assignment.parameter]
             if target.dim() == 3:
-                if not grouped or stored.format not in GGUF_TYPES:
-                    stacks.add(stored, assignment, target)
+                stacks.add(stored, assignment, target)
                 continue
             weight = packed_weight(stored, assignment.rule, config, target.dtype)
             if weight is None or weight.shape != target.shape:

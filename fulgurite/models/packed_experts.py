@@ -5,7 +5,8 @@ stacks that were filled completely in one format, as `QuantTensor`s.
 
 Rows are only chosen on the way in (`ON_PACKED`), so a rule's `put` finds the same place in the packed
 data and in each level of scales as it does in the dense parameter. Where it doesn't (a half of the rows
-ends inside a tile of 128), or where formats differ, the stack is unpacked as always.
+ends inside a tile of 128), or where formats differ, the stack is unpacked as always. `grouped`: GGUF's
+blocks become groups of integers on the way in.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fulgurite.models.config import ModelConfig
 from fulgurite.models.family import Rule, Take
 from fulgurite.models.filling import Filling
 from fulgurite.models.stored import StoredTensor
-from fulgurite.quant import QuantTensor, resolve
+from fulgurite.quant import QuantTensor, regroup, resolve
 from fulgurite.quant.gguf_file import GGUF_TYPES
 from fulgurite.quant.shapes import data_shape, scale_shape
 
@@ -46,10 +47,11 @@ class Stacks:
         assignments: Mapping[str, Sequence[Filling]],
         config: ModelConfig,
         device: torch.device | str,
+        grouped: bool = False,
     ) -> None:
         every: Iterable[Filling] = (one for several in assignments.values() for one in several)
         self.missing = Counter(one.parameter for one in every)
-        self.config, self.device = config, device
+        self.config, self.device, self.grouped = config, device, grouped
         self.weights: dict[str, QuantTensor] = {}
 
     def add(self, stored: StoredTensor, filling: Filling, target: Tensor) -> None:
@@ -57,6 +59,8 @@ class Stacks:
         found = packed_rows(stored, filling.rule, self.config)
         if found is None:
             return
+        if self.grouped:
+            found = regroup(found.to(self.device))
         name = filling.parameter
         weight = self.weights.get(name)
         if weight is None:

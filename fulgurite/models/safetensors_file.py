@@ -20,6 +20,7 @@ from torch import Tensor
 from fulgurite.errors import WeightsError
 from fulgurite.models.stored import Box, Shape, StoredTensor, dense
 from fulgurite.quant import read_weight
+from fulgurite.quant.pointer import BEGINNING, refuse_pointer
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -106,7 +107,7 @@ def find_files(path: Path) -> list[Path]:
                 f"{len(missing)} of {len(names)} shards are missing",
                 where=str(path),
                 missing="\n".join(missing),
-                next="download the checkpoint again",
+                next=f"download them into this folder: {INDEX} says that weights are in them",
             )
         return [path / name for name in names]
     if (path / SINGLE).is_file():
@@ -155,6 +156,8 @@ def opened(file: Path) -> Iterator[Any]:
         raise WeightsError(
             "safetensors files are read by the package of that name", next="pip install safetensors"
         ) from error
+    with file.open("rb") as beginning:
+        refuse_pointer(beginning.read(len(BEGINNING)), str(file))
     try:
         with safetensors.safe_open(str(file), framework="pt") as handle:
             yield handle

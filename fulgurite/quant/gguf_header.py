@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fulgurite.errors import WeightsError
+from fulgurite.quant.pointer import BEGINNING, refuse_pointer
 
 VERSIONS = (2, 3)
 FIXED_BYTES = 24  # up to and with the key count
@@ -108,6 +109,7 @@ class Header:
 
 def read_header(data: memoryview, where: str) -> Header:
     """The header of a whole file's bytes; `where` names the file in errors."""
+    refuse_pointer(bytes(data[: len(BEGINNING)]), where)
     cursor = _Cursor(data, where)
     version, tensor_count, key_count = _read_counts(cursor)
     if version not in VERSIONS:
@@ -134,7 +136,11 @@ def _read_counts(cursor: _Cursor) -> tuple[int, int, int]:
     if cursor.size < FIXED_BYTES:
         raise cursor.truncated(FIXED_BYTES)
     if bytes(cursor.take(4)) != b"GGUF":
-        raise WeightsError("this is no GGUF file", where=cursor.where)
+        raise WeightsError(
+            "this is no GGUF file: those begin with these four letters",
+            where=cursor.where,
+            next="download it again; a page that says why it can't be had may have been saved",
+        )
     version = cursor.integer("I")
     if version and version % 2**16 == 0:
         raise WeightsError(

@@ -11,12 +11,15 @@ out (they fit float32).
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fulgurite.quant import codec
 from fulgurite.quant.blocks import Codes, spread
 from fulgurite.quant.format import Format, level, resolve
 from fulgurite.quant.tensor import QuantTensor
+
+AT_ONCE = 1 << 28  # elements of a stack of experts: their codes take a byte each, several times
 
 GROUPED = {
     "q4_0": "int4_g32",
@@ -31,6 +34,8 @@ def regroup(weight: QuantTensor) -> QuantTensor:
     """The weight in groups, or itself where its format has no blocks of GGUF."""
     if weight.format.name not in GROUPED:
         return weight
+    if weight.dim() == 3 and len(weight) > 1 and weight.numel() > AT_ONCE:
+        return _in_parts(weight)
     entry = resolve(GROUPED[weight.format.name])
     codes = weight.codes()
     scale = _multiplied(codes, weight.format, entry, "scale", "sub_scale")
@@ -44,6 +49,15 @@ def regroup(weight: QuantTensor) -> QuantTensor:
     idle = spread(scale == 0, entry.block, codes.codes.shape)
     packed = codec.pack(Codes(codes.codes.masked_fill(idle, 0), scales), entry)
     return QuantTensor(entry, packed.data, packed.scales, weight.dtype)
+
+
+def _in_parts(weight: QuantTensor) -> QuantTensor:
+    """A stack, a few matrices after the other."""
+    few = max(1, AT_ONCE * len(weight) // weight.numel())
+    parts = [regroup(weight[start : start + few]) for start in range(0, len(weight), few)]
+    scales = {name: torch.cat([one.scales[name] for one in parts]) for name in parts[0].scales}
+    packed = torch.cat([one.packed for one in parts])
+    return QuantTensor(parts[0].format, packed, scales, weight.dtype)
 
 
 def _multiplied(codes: Codes, format: Format, entry: Format, outer: str, inner: str) -> Tensor:

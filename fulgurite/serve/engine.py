@@ -371,8 +371,10 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     if place.type not in ("cpu", "cuda"):
         raise ArgumentError(f"models can't run on {device} here", next="cpu, or cuda")
     if place.type == "cuda" and not 0 <= (place.index or 0) < torch.cuda.device_count():
+        built = "" if torch.version.cuda else ", since it is built without CUDA"
         raise ArgumentError(
-            f"there is no device {device}: torch sees {torch.cuda.device_count()} GPUs",
-            next="cpu, or a build of torch for the GPU that is there",
+            f"there is no device {device}: torch {torch.__version__} sees "
+            f"{torch.cuda.device_count()} GPUs{built}",
+            next="cpu, or a torch that is built for the GPU of this machine",
         )
     return place

@@ -3,7 +3,8 @@
     weights       parameters and buffers
     activations   the most that lives at once in the largest step, found by running it on the meta
                   device and watching what it allocates
-    workspaces    what libraries keep for themselves, tables of blocks, and logits of CUDA graphs
+    workspaces    what libraries keep for themselves, tables of blocks, logits of CUDA graphs, and a
+                  packed weight that is decoded whole
     cache         KV blocks, out of what is left
 
 Where even one request of the whole context has no room, the error says what would have.
@@ -11,32 +12,28 @@ Where even one request of the whole context has no room, the error says what wou
 
 from __future__ import annotations
 
-import copy
 import os
-import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fulgurite.errors import CapacityError
 from fulgurite.kernels import mla
-from fulgurite.kernels.glue import Heads
+from fulgurite.kernels.triton.tiles import DECODE_FIRST
 from fulgurite.models.cache import AttentionSpec
-from fulgurite.models.latent import LatentStep
 from fulgurite.models.layers import Decoder
 from fulgurite.quant import QuantTensor
+from fulgurite.quant.format import Format
+from fulgurite.serve.activations import activation_bytes
 from fulgurite.serve.block_tables import Group, make_groups
 
 MATMUL_WORKSPACE = 2 * (32 << 20)  # what torch gives cuBLAS on Hopper, for steps and for graphs
 SHARE = 0.9  # of a GPU's memory that is ours; the rest is for the driver and fragments
 CPU_SHARE = 0.6  # other programs live there too
+CONTAINER = Path("/sys/fs/cgroup")  # what a container may take and has, where there is one
 
 
 @dataclass(frozen=True)
@@ -107,6 +104,11 @@ def make_plan(
     """
     share = model if share is None else share
     specs = share.attention_specs
+    packed = (
+        Packed(name, weight.numel(), weight.format)
+        for name, weight in share.named_parameters()
+        if isinstance(weight, QuantTensor)
+    )
     plan = MemoryPlan(
         device=device,
         limits=limits,
@@ -115,7 +117,8 @@ def make_plan(
         activations=activation_bytes(model, limits.step_tokens, limits.max_sequences),
         workspaces=workspace_bytes(
             specs, limits, device, model.config.vocabulary if share is model else 0
-        ),
+        )
+        + decoded_bytes(packed, limits, device, share.norm.weight.dtype),
         cache=0,
         blocks=(),
         cache_tokens=0,
@@ -136,6 +139,33 @@ def workspace_bytes(
         return tables
     rows = (2 << (limits.max_sequences - 1).bit_length()) - 1  # 1 + 2 + 4 + ...
     return tables + MATMUL_WORKSPACE + 4 * rows * vocabulary
+
+
+class Packed(NamedTuple):
+    """A packed weight of a linear, or of a table that may score."""
+
+    name: str
+    numbers: int
+    format: Format
+
+
+def decoded_bytes(
+    weights: Iterable[Packed], limits: Limits, device: torch.device, dtype: torch.dtype
+) -> int:
+    """The largest weight as plain numbers: a GPU decodes it first where it meets many rows.
+
+    FP8 is multiplied as it is. A table meets one row of each request, a layer all of a step's tokens.
+    """
+    if device.type != "cuda":
+        return 0
+    inside, outside = limits.step_tokens, limits.max_sequences
+    decoded = [
+        one.numbers
+        for one in weights
+        if one.format.family != "fp8" and ".experts." not in one.name
+        if (inside if one.name.startswith("layers.") else outside) >= DECODE_FIRST
+    ]
+    return max(decoded, default=0) * dtype.itemsize
 
 
 def with_cache(plan: MemoryPlan, specs: Sequence[AttentionSpec]) -> MemoryPlan:
@@ -231,96 +261,6 @@ def weight_bytes(model: Decoder, device: torch.device) -> int:
     return total
 
 
-def activation_bytes(model: Decoder, tokens: int, rows: int) -> int:
-    """The most that lives at once in a step of `tokens` tokens with logits of `rows` of them."""
-    assert model.norm.weight.is_meta, "a step is tried on the meta device"
-    rows, model = min(rows, tokens), _one_of_each_layer(model)
-    with torch.inference_mode(), allocations() as watch, torch.device("meta"):
-        ids = torch.zeros(tokens, dtype=torch.long)
-        hidden = model.hidden(ids, torch.zeros(tokens, dtype=torch.long), _Nowhere())
-        picked = hidden[torch.zeros(rows, dtype=torch.long)]
-        logits = model.logits(picked).float()
-        del hidden
-        logits.clone()  # what penalties and drawing work on
-    return watch.most
-
-
-def _one_of_each_layer(model: Decoder) -> Decoder:
-    """The model with one layer of each kind: layers run one after the other, so it peaks as high."""
-    kinds: dict[object, int] = {}
-    for index, layer in enumerate(model.layers):
-        shapes = tuple((name, value.shape) for name, value in layer.named_parameters())
-        kinds.setdefault((str(layer), shapes), index)
-    small = copy.copy(model)
-    small._modules = dict(model._modules)
-    small.layers = torch.nn.ModuleList(model.layers[index] for index in kinds.values())
-    small.rotary_of_layer = tuple(model.rotary_of_layer[index] for index in kinds.values())
-    return small
-
-
-class _Nowhere:
-    """A cache that keeps nothing and attends to nothing: only what comes out has a size."""
-
-    def pages(self, spec: AttentionSpec) -> None:
-        return None
-
-    def attend_fresh(self, spec: AttentionSpec, heads: Heads, sinks_N: Tensor | None) -> None:
-        return None
-
-    def attend(
-        self,
-        spec: AttentionSpec,
-        q_XNH: Tensor,
-        k_XKH: Tensor | None,
-        v_XKV: Tensor | None,
-        positions_X: Tensor,
-        sinks_N: Tensor | None,
-    ) -> Tensor:
-        return q_XNH.new_empty(*q_XNH.shape[:-1], spec.value_dim)
-
-    def attend_latent(self, spec: AttentionSpec, step: LatentStep, positions_X: Tensor) -> Tensor:
-        return mla.largest_step(step.q_XNH, step.up_NUC, step.value_dim)
-
-    def extent(self, positions_X: Tensor) -> Tensor:
-        return positions_X
-
-
-class Allocations(TorchDispatchMode):
-    """Counts the bytes of new tensors that are alive: `now`, and the `most` there were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self.alive: dict[int, weakref.ref[Any]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.is_meta:
-                self._count(leaf.untyped_storage())
-        self.most = max(self.most, self.now)
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, bytes = storage._cdata, storage.nbytes()
-        if key in self.alive:
-            return
-
-        def gone(_: Any) -> None:
-            del self.alive[key]
-            self.now -= bytes
-
-        self.alive[key] = weakref.ref(storage, gone)
-        self.now += bytes
-
-
-@contextmanager
-def allocations() -> Iterator[Allocations]:
-    watch = Allocations()
-    with watch:
-        yield watch
-
-
 def available_bytes(device: torch.device) -> int:
     """What an engine may use: a share of the memory that is free now."""
     if device.type == "cuda":
@@ -340,10 +280,9 @@ def _free_memory() -> int:
 
 def _group_limit() -> float:
     """What a container may still take."""
-    folder = Path("/sys/fs/cgroup")
     try:
         most, used = (
-            (folder / name).read_text().strip() for name in ("memory.max", "memory.current")
+            (CONTAINER / name).read_text().strip() for name in ("memory.max", "memory.current")
         )
     except OSError:
         return float("inf")

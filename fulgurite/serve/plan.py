@@ -27,13 +27,14 @@ from fulgurite.kernels.dispatch import Buffers, buffers
 from fulgurite.models.config import ModelConfig
 from fulgurite.models.family import Family
 from fulgurite.parallel.mesh import MeshShape
+from fulgurite.serve.activations import activation_bytes
 from fulgurite.serve.gpus import Cluster
 from fulgurite.serve.llm import BLOCK_SIZES, STEP_TOKENS
 from fulgurite.serve.memory import (
     SHARE,
     Limits,
     MemoryPlan,
-    activation_bytes,
+    decoded_bytes,
     token_bytes,
     with_cache,
     workspace_bytes,
@@ -125,13 +126,15 @@ def make_split(question: Question, shape: MeshShape) -> Split:
     queue = _buffers(question, cut, tokens)
     device = torch.device("cuda")
     vocabulary = question.config.vocabulary if shape.ranks == 1 else 0  # many ranks have no graphs
+    packed = rank.packed(question.format_of)
     plan = MemoryPlan(
         device=device,
         limits=limits,
         available=question.available,
         weights=sum(weights.values()),
         activations=activations,
-        workspaces=workspace_bytes(rank.specs, limits, device, vocabulary),
+        workspaces=workspace_bytes(rank.specs, limits, device, vocabulary)
+        + decoded_bytes(packed, limits, device, question.config.dtype),
         cache=0,
         blocks=(),
         cache_tokens=0,

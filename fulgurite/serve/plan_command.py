@@ -1,7 +1,7 @@
 """`fulgurite plan`: words of the command line in, what fits where out. No GPU is needed.
 
 A model is a well-known name (models/published.py), a folder with a config.json (weights or not), or a GGUF
-file; the last is planned in the formats it is in.
+file; the last is planned in the formats that an `LLM` keeps its weights in on a GPU.
 """
 
 from __future__ import annotations
@@ -184,7 +184,8 @@ def read_question(options: argparse.Namespace) -> Question:
     context = min(CONTEXT, config.max_positions) if options.context is None else options.context
     if not 2 <= context <= config.max_positions:
         raise ArgumentError(
-            f"--context {context}", next=f"{source.name} takes 2 to {config.max_positions} tokens"
+            f"a context of {context:,} tokens is not possible",
+            next=f"{source.name} takes --context 2 to {config.max_positions}",
         )
     for name in ("batch", "step_tokens", "data", "tensor", "expert"):
         value = getattr(options, name)
@@ -223,8 +224,14 @@ def read_source(name: str) -> Source:
         path = hub.embedded(name)
     if path.suffix == ".gguf" and path.exists():
         return _from_gguf(name, path)
+    if path.is_file() and path.suffix == ".safetensors":
+        path = path.parent
     if path.is_dir():
         return _from_fields(name, read_config_file(path))
+    if path.suffix in hub.FILES:
+        raise ArgumentError(
+            f"there is no file {name!r}", next="check the path; fulgurite plan reads .gguf files"
+        )
     fields = published_fields(name)
     if fields is not None:
         return _from_fields(name.rsplit("/", 1)[-1].lower(), fields)
@@ -266,30 +273,34 @@ def _step(formats: Iterable[Format]) -> int:
 def _from_gguf(name: str, path: Path) -> Source:
     checkpoint = open_checkpoint(path)
     config = replace(checkpoint.config, dtype=torch.bfloat16)  # of what is not packed
-    model = shapes_of(checkpoint, config.dtype, packed=True)
+    model = shapes_of(checkpoint, config.dtype, packed=True, place="cuda")
     formats = {
         key: tensor.format
         for key, tensor in model.named_parameters()
         if isinstance(tensor, QuantTensor)
     }
-    names = ", ".join(sorted({format.name for format in formats.values()})) or "bfloat16"
+    stored = {tensor.format.lower() for _, tensor in checkpoint.tensors()}
+    kept = {format.name for format in formats.values()}
     return Source(
         name=Path(name).name,
         family=checkpoint.family,
         config=config,
         format_of=formats.get,
-        format=f"{names} as in the file",
+        format=f"{_listed(stored - {'dense'})} as {_listed(kept)}",
         step=_step(formats.values()),
     )
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "bfloat16"
 
 
 def _in_format(source: Source, name: str) -> Source:
     """A format by name; the published one where it is of the kind that was asked for."""
     if name.lower() in PLAIN:
         config = replace(source.config, dtype=PLAIN[name.lower()])
-        return replace(
-            source, config=config, format_of=format_everywhere(None), format=name.lower()
-        )
+        plain = format_everywhere(None)
+        return replace(source, config=config, format_of=plain, format=name.lower(), step=1)
     format = resolve(name)
     kind = source.format.split(maxsplit=1)[0].split("_", maxsplit=1)[0]
     return source if name.lower() == kind else _packed(source, format)

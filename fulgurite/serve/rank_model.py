@@ -32,6 +32,7 @@ from fulgurite.parallel.mesh import MeshShape
 from fulgurite.parallel.tensor import split_heads
 from fulgurite.quant.format import Format
 from fulgurite.quant.shapes import check_shape, data_shape, scale_shape
+from fulgurite.serve.memory import Packed
 
 FormatOf = Callable[[str], Format | None]
 # Parts of a model as people ask for them, by what the names of their parameters contain.
@@ -146,7 +147,17 @@ class RankModel:
         parts = {part: 0 for part, _ in PARTS} | {OTHERS: 0}
         for name, parameter in self.parameters():
             parts[part_of(name)] += packed_bytes(parameter, format_of(name))
+        parts[OTHERS] += sum(tensor.nbytes for tensor in self.model.buffers())  # angles: no layer's
         return parts
+
+    def packed(self, format_of: FormatOf) -> list[Packed]:
+        """The weights that are packed."""
+        found = ((name, tensor, format_of(name)) for name, tensor in self.parameters())
+        return [
+            Packed(name, tensor.numel(), format)
+            for name, tensor, format in found
+            if format is not None and takes(format, tensor)
+        ]
 
 
 def part_of(name: str) -> str:
@@ -157,16 +168,21 @@ def part_of(name: str) -> str:
 
 def packed_bytes(tensor: Tensor, format: Format | None) -> int:
     """Bytes of a weight in a format, its scales too; 16 bits stay where it doesn't divide."""
-    if format is None:
-        return tensor.nbytes
-    try:
-        check_shape(format, tensor.shape)
-    except FormatError:
+    if format is None or not takes(format, tensor):
         return tensor.nbytes
     total = math.prod(data_shape(format, tensor.shape)) * format.data_dtype.itemsize
     for scale in format.stored_scales:
         total += math.prod(scale_shape(scale, tensor.shape)) * scale.dtype.itemsize
     return total
+
+
+def takes(format: Format, tensor: Tensor) -> bool:
+    """Whether a tensor of this shape can be packed so."""
+    try:
+        check_shape(format, tensor.shape)
+    except FormatError:
+        return False
+    return True
 
 
 def build_rank(config: ModelConfig, family: Family, cut: Cut, expert_rows: int = 0) -> RankModel:

@@ -33,12 +33,10 @@ class Region:
 def with_prepared(run: Callable[..., Any]) -> Callable[..., Any]:
     """The function of a trace that has run: its regions are what their executors have prepared by now.
 
-    A region's `call` may have a `prepared` function of the same arguments; each way round it takes 0.1 µs a call.
+    A region's `call` may have a `prepared` function of the same arguments; the way round it takes 0.2 µs a call.
     """
     if not isinstance(run, FunctionType):
         return run
-    names = {}
-    for name, value in run.__globals__.items():
-        if isinstance(value, Region):
-            names[name] = getattr(value.call, "prepared", None) or value.call
-    return FunctionType(run.__code__, {**run.__globals__, **names}, run.__name__)
+    names = {n: getattr(call, "prepared", None) for n, call in run.__globals__.items()}
+    prepared = {name: function for name, function in names.items() if callable(function)}
+    return FunctionType(run.__code__, run.__globals__ | prepared, run.__name__)

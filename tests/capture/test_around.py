@@ -1,9 +1,13 @@
-"""What is around repeated layers is compiled where gradients are recorded, and the modules that call layers are not captured."""
+"""What is around repeated layers is compiled unless inference brings a cache, and the modules that call layers are not captured."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fulgurite.capture import blocks
+from fulgurite.capture.around import MOST_CAPTURES, is_data
 from fulgurite.compile import compile
 
 WIDTH, WORDS = 32, 24
@@ -81,14 +86,163 @@ def test_a_head_and_a_loss_are_a_graph(model: Causal) -> None:
     assert "gelu" in str(layer.captured) and "cross_entropy" in str(behind.captured)
     assert "embedding" not in str(behind.captured)
     assert not compiled.breaks
-    assert "with what is around body where gradients are recorded" in str(compiled.explain())
+    assert "with what is around body (but for inference with a cache)" in str(compiled.explain())
 
 
-def test_inference_leaves_it_alone(model: Causal) -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inference_compiles_it_too(model: Causal, mode: Any) -> None:
     compiled = compile(model)
-    with torch.no_grad():
-        assert torch.allclose(compiled(TOKENS), model(TOKENS))
-    assert len(compiled.graphs) == 1
+    with mode():
+        for _ in range(2):
+            assert torch.allclose(compiled(TOKENS), model(TOKENS))
+    layer, behind = compiled.graphs
+    assert "gelu" in str(layer.captured) and "cross_entropy" in str(behind.captured)
+    assert list(behind.programs) == ["inference"]
+
+
+@torch.no_grad()
+def test_lengths_are_captured_twice_at_most(model: Causal) -> None:
+    compiled = compile(model)
+    for length in (12, 9, 7, 11, 5, 8):
+        tokens = TOKENS[:, :length]
+        assert torch.allclose(compiled(tokens), model(tokens))
+        assert len(compiled.graphs) <= 4  # a layer and what is behind, of one length and of any
+
+
+@torch.no_grad()
+def test_modes_are_captured_once(model: Causal) -> None:
+    compiled = compile(model)
+    for _ in range(2):
+        for training in (True, False):
+            model.train(training)
+            assert torch.allclose(compiled(TOKENS), model(TOKENS))
+            with torch.autocast("cpu", torch.bfloat16):
+                assert torch.allclose(compiled(TOKENS), model(TOKENS), atol=1e-2)
+    assert len(compiled.graphs) == 4  # autocast's are its own; nothing here asks for training
+
+
+class Cache:
+    """What a model has seen so far: another object, of another length, at every call."""
+
+    def __init__(self, *seen: Tensor) -> None:
+        self.seen = list(seen)
+
+
+class Remembering(Causal):
+    """The sum of all hidden states so far goes through the head; the cache comes and goes."""
+
+    def forward(self, tokens: Tensor, cache: Cache | None = None) -> tuple[Tensor, Cache]:
+        cache = Cache(*(cache.seen if cache else ()), self.body(tokens))
+        return self.head(sum(cache.seen)), cache
+
+
+@torch.no_grad()
+def test_a_cache_leaves_it_alone() -> None:
+    torch.manual_seed(0)
+    model = Remembering()
+    compiled = compile(model)
+    ours, right = compiled(TOKENS), model(TOKENS)
+    assert torch.allclose(ours[0], right[0], atol=1e-6)
+    known = len(compiled.graphs)
+    for _ in range(10):
+        ours, right = compiled(TOKENS, ours[1]), model(TOKENS, cache=right[1])
+        assert torch.allclose(ours[0], right[0], atol=1e-5)
+    assert len(compiled.graphs) == known
+
+
+def test_what_is_data() -> None:
+    class Pair(NamedTuple):
+        left: Any
+        right: Any
+
+    data = [None, 1, 2.5, True, 1j, "left", b"", torch.float16, torch.device("cpu"), TOKENS]
+    assert all(map(is_data, data))
+    assert is_data((data, {"a": data, "b": (data, [])}, Pair(TOKENS, 3), torch.Size([2])))
+    for state in (Cache(), object(), nn.Linear(1, 1), {1}, len, iter([])):
+        assert not is_data(state) and not is_data({"a": [1, (state,)]})
+        assert not is_data(Pair(1, state))
+
+
+@torch.no_grad()
+def test_state_that_nobody_sees_ends_in_eager(model: Causal) -> None:
+    """A counter that forward reads: captured again a few times, then no more, and layers stay compiled."""
+
+    class Counting(Causal):
+        calls = 0
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(tokens) * self.calls
+
+    counting = Counting()
+    counting.load_state_dict(model.state_dict())
+    compiled = compile(counting, executors=["torch"])
+    known = []
+    for _ in range(20):
+        loss = compiled(TOKENS)
+        known.append(len(compiled.graphs))
+        assert torch.allclose(loss, model(TOKENS) * counting.calls)
+    assert counting.calls == 20
+    assert known[-1] == known[-8] <= 1 + 2 * MOST_CAPTURES
+    layer = counting.body.layers[0]
+    with seen_calls(layer) as seen:
+        compiled(TOKENS)
+    assert seen == []  # nobody runs the layer's own forward
+
+
+@contextmanager
+def seen_calls(module: nn.Module) -> Iterator[list[int]]:
+    seen: list[int] = []
+    code = type(module).forward.__code__
+
+    def look(frame: Any, event: str, argument: Any) -> None:
+        if frame.f_code is code:
+            seen.append(1)
+
+    sys.setprofile(look)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_generation_with_transformers_captures_no_more() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**sizes, **heads, eos_token_id=None, pad_token_id=0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    compiled = compile(model, executors=["torch"])
+    assert isinstance(compiled(TOKENS).past_key_values, transformers.DynamicCache)
+    assert "lm_head_weight" in str(compiled.graphs[-1].captured)
+    known = []
+    for length in (9, 7, 11, 10):
+        out, right = compiled(TOKENS[:, :length]), model(TOKENS[:, :length])
+        for _ in range(5):
+            assert torch.allclose(out.logits, right.logits, atol=1e-5)
+            token = right.logits[:, -1:].argmax(-1)
+            out = compiled(token, past_key_values=out.past_key_values)
+            right = model(token, past_key_values=right.past_key_values)
+        known.append(len(compiled.graphs))
+    assert known[1] == known[-1]  # prefill and decode of any length are known after two of each
+    behind = [g for g in compiled.graphs if "q_proj" not in str(g.captured)]
+    assert len(behind) == 2  # the head, of one length and of any; none of a decoding step
+
+
+@torch.no_grad()
+def test_logits_are_there_once(model: Causal, peak_bytes: Callable[..., int]) -> None:
+    """The head's result goes into the loss where it lies; eager copies it twice."""
+    words = 8192
+    model.head = nn.Linear(WIDTH, words, bias=False)
+    compiled = compile(model)
+    tokens = torch.arange(2 * 64).reshape(2, 64) % WORDS
+    logits = tokens.numel() * words * 4
+    assert torch.allclose(compiled(tokens), model(tokens))
+    assert peak_bytes(model, tokens) > 2.9 * logits
+    assert peak_bytes(compiled, tokens) < 1.2 * logits
 
 
 def test_the_users_breaks_are_told_and_ours_are_not(model: Causal) -> None:

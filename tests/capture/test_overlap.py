@@ -38,6 +38,17 @@ def test_each_overlap_after_each_other(first, grad):
         assert torch.equal(found, wanted) and torch.equal(ours, expected), name
 
 
+def test_addresses_that_come_again():
+    """What was apart is known by its addresses; what overlaps is looked at whatever was known before."""
+    compiled = fulgurite.compile(write_and_add, executors="torch")
+    ours, expected = torch.arange(60.0), torch.arange(60.0)
+    turns = [(0, 5), *((k, k + 10) for k in range(40)), (0, 2), (0, 5), (5, 0), (2, 0), (0, 5)]
+    for a, b in turns * 2:
+        found = compiled(ours[a : a + 4], ours[b : b + 4])
+        wanted = write_and_add(expected[a : a + 4], expected[b : b + 4])
+        assert torch.equal(found, wanted) and torch.equal(ours, expected), (a, b)
+
+
 def test_memory_of_another_storage():
     compiled = fulgurite.compile(write_and_add, executors="torch")
     x = torch.arange(10.0)

@@ -109,3 +109,27 @@ def test_a_failing_executor_is_named_with_a_repro(tmp_path, monkeypatch):
     assert "test_claim.py" in error.rows["where"] and "f32[2, 3]" in error.rows["input"]
     (script,) = tmp_path.iterdir()
     assert error.rows["repro"] == str(script)
+
+
+def normed(x, w, v):
+    """Three norms: two equal calls, and one of another size."""
+    return F.layer_norm(x, (6,), w) + F.layer_norm(x * 2, (6,), w), F.layer_norm(x[:, :3], (3,), v)
+
+
+@pytest.mark.parametrize(("dynamic", "times"), [(False, 2), (True, 3)])
+def test_equal_calls_are_taken_apart_once(monkeypatch, dynamic, times):
+    """Where sizes are symbols each is its own."""
+    module = import_module("fulgurite.executors.claim")
+    seen = []
+
+    def decompose(graph, node, real=module.decompose):
+        seen.append(str(node.target))
+        return real(graph, node)
+
+    monkeypatch.setattr(module, "decompose", decompose)
+    compiled = fulgurite.compile(normed, executors=["fuser", "torch"], tune=False, dynamic=dynamic)
+    inputs = torch.randn(5, 6), torch.randn(6), torch.randn(3)
+    torch.testing.assert_close(compiled(*inputs), normed(*inputs))
+    assert seen.count("aten.native_layer_norm.default") == times
+    text = str(next(t for t in compiled.history if t.stage == "claimed"))
+    assert text.count("aten.rsqrt.default(") == 3 and "native_layer_norm" not in text

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import FunctionType
+
 import pytest
 import torch
 
 import fulgurite
 from fulgurite import native
+from fulgurite.fuser import from_trace, pipeline
 
 
 def agree(function, *inputs, **options):
@@ -105,3 +108,34 @@ def test_without_a_compiler_torch_runs_everything(monkeypatch):
         assert "@fulgurite.region" not in str(compiled.last_trace())
     finally:
         native.compiler.cache_clear()
+
+
+def test_calls_after_the_first_go_straight_to_the_kernels():
+    compiled = fulgurite.compile(lambda x: (x.exp() + 1).relu(), tune=False)
+    x = torch.randn(5, 7)
+    for _ in range(3):
+        torch.testing.assert_close(compiled(x), (x.exp() + 1).relu())
+    names = compiled.graphs[0].programs["inference"].run.__globals__
+    (region,) = (value for name, value in names.items() if "exp" in name)
+    assert isinstance(region, FunctionType), "each call asks the region for its function"
+
+
+def test_what_is_claimed_once_is_claimed_for_equal_calls(monkeypatch):
+    asked = []
+
+    def unreadable(node, real=from_trace.unreadable):
+        asked.append(str(node.target))
+        return real(node)
+
+    monkeypatch.setattr(pipeline, "_READABLE", {})
+    monkeypatch.setattr(from_trace, "unreadable", unreadable)
+
+    def function(x):
+        for _ in range(4):
+            x = torch.sin(x * 0.5)
+        return x, torch.sin(x.t()), torch.sin(x.double())
+
+    x = torch.randn(3, 5)
+    compiled = fulgurite.compile(function, executors=["fuser", "torch"], tune=False)
+    torch.testing.assert_close(compiled(x), function(x))
+    assert asked.count("aten.sin.default") == 3, "another layout or dtype is another question"

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import fulgurite
 from fulgurite import cache, timing
 from fulgurite.errors import ArgumentError
+from fulgurite.executors.tune import example
 from fulgurite.trace.signature import signature
 
 
@@ -161,3 +162,29 @@ def test_a_signature_has_no_names():
         return torch.fx.GraphModule({}, graph)
 
     assert signature(region("x", "y")) == signature(region("weight", "other"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "dtype"),
+    [
+        ((), (), torch.float64),
+        ((7,), (1,), torch.float32),
+        ((4093,), (1,), torch.bfloat16),
+        ((4094, 3), (3, 1), torch.float16),
+        ((8, 5, 6, 7), (210, 1, 35, 5), torch.bfloat16),
+        ((3, 4), (1, 0), torch.float32),
+        ((5, 3), (1, 1), torch.float32),
+        ((2, 5), (9, 1), torch.complex64),
+        ((9001,), (1,), torch.float8_e4m3fn),
+        ((6, 2), (1, 6), torch.int64),
+    ],
+)
+def test_inputs_to_compare_on_look_like_the_regions(shape, strides, dtype):
+    like = torch.empty_strided(shape, strides, dtype=dtype)
+    made = example(like)
+    assert (made.shape, made.stride(), made.dtype) == (like.shape, strides, dtype)
+    numbers = (made.real if dtype.is_complex else made).float()
+    low, high = (0.5, 1.5) if dtype.is_floating_point or dtype.is_complex else (0, 0)
+    assert bool(((numbers >= low) & (numbers <= high)).all()), "an element was left as it was"
+    if numbers.numel() > 4093:
+        assert torch.equal(numbers.flatten()[4093:4100], numbers.flatten()[:7])

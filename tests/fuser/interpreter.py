@@ -41,7 +41,7 @@ def patch() -> None:
             data = [torch.from_numpy(numpy.array(a, kind)) for a in given]
             result = function(*torch.broadcast_tensors(*data)).numpy()
             shape = [tl.constexpr(n) for n in result.shape]
-            block = shape and arguments[-1].type.is_block()
+            block = shape and any(not isinstance(a, float) and a.type.is_block() for a in arguments)
             kind = tl.core.block_type(dtype, shape) if block else dtype
             return tl.core.tensor(interpreter.TensorHandle(result, dtype), kind)
 
@@ -70,6 +70,10 @@ def patch() -> None:
         if source == tl.float32 and target == tl.bfloat16:
             values = torch.from_numpy(numpy.array(data).view(numpy.float32))
             return values.to(torch.bfloat16).view(torch.uint16).numpy()
+        if source == tl.bfloat16 and target == tl.float32:  # denormals too
+            return (numpy.array(data).view(numpy.uint16).astype(numpy.uint32) << 16).view(
+                numpy.float32
+            )
         return rough(data, source, target, rounding)
 
     interpreter._convert_float = convert
@@ -80,7 +84,7 @@ def patch() -> None:
         """What comparisons of single numbers give is kept as a number of the type they have."""
         return interpreter.TensorHandle(numpy.asarray(handle.data).astype(bool), tl.int1)
 
-    load, store, both = builder.create_masked_load, builder.create_masked_store, builder.create_and
+    load, store = builder.create_masked_load, builder.create_masked_store
 
     def create_masked_load(self: Any, at: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         return load(self, at, as_bools(mask), *rest, **named)
@@ -97,11 +101,22 @@ def patch() -> None:
         create_masked_store,
     )
 
-    def create_and(self: Any, a: Any, b: Any) -> Any:
-        floats = a.data.dtype.kind == "f" or b.data.dtype.kind == "f"
-        return both(self, as_bools(a), as_bools(b)) if floats else both(self, a, b)
+    def of_bools(both: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, a: Any, b: Any) -> Any:
+            floats = a.data.dtype.kind == "f" or b.data.dtype.kind == "f"
+            return both(self, as_bools(a), as_bools(b)) if floats else both(self, a, b)
 
-    builder.create_and = create_and
+        return call
+
+    for name in ("create_and", "create_or", "create_xor"):
+        setattr(builder, name, of_bools(getattr(builder, name)))
+    times = builder.create_fmul
+
+    def create_fmul(self: Any, a: Any, b: Any) -> Any:
+        """LLVM makes a change of sign of a product with -1, which NaN has, too."""
+        return self.create_fneg(b) if (a.data == -1.0).all() else times(self, a, b)
+
+    builder.create_fmul = create_fmul
 
     bits_dot = builder.create_dot
 

@@ -40,7 +40,7 @@ LAYOUTS = ("plain", "plain", "plain", "transposed", "stepped", "expanded", "offs
 LINES = """
 -{x} ; {x}.abs() ; {x}.sin() ; {x}.exp() ; torch.relu({x}) ; {x}.sigmoid() ; {x} * 2 ; {x} / 3 ; 1 - {x} ; {x} ** 3
 !{x}.sign() ; {x}.clamp(-1, 1) ; {x}.isnan() ; !{x} > 0 ; !{x}.round() ; !{x}.floor() ; {x}.nan_to_num() ; {x} & 3
-!{x} // 3 ; !{x} % -3 ; !torch.fmod({x}, -3) ; {x}.rsqrt() ; F.gelu({x}) ; F.silu({x}) ; {x}.signbit() ; {x} >> 1
+!{x} // 3 ; !{x} % -3 ; !torch.fmod({x}, -3) ; {x}.rsqrt() ; F.gelu({x}) ; F.silu({x}) ; {x}.nan_to_num().signbit() ; {x} >> 1
 {x} + {y} ; {x} - {y} ; {x} * {y} ; {x} / {y} ; torch.maximum({x}, {y}) ; torch.fmax({x}, {y}) ; !{x} < {y} ; {x} ^ {y}
 !torch.where({x} > {y}, {x}, {y}) ; torch.where({b}, {x}, {y}) ; torch.copysign({x}, {y}) ; !torch.remainder({x}, {y})
 {x}.sum() ; {x}.sum({d}) ; {x}.sum(({d}, {e})) ; {x}.mean({d}) ; {x}.amax({d}) ; {x}.amin({d}, True) ; {x}.prod({d})
@@ -68,6 +68,7 @@ class Program:
 
     inputs: dict[str, torch.Tensor]
     lines: list[tuple[str, str]] = field(default_factory=list)
+    discrete: set[str] = field(default_factory=set)  # of the names, those made of exact values only
     outputs: list[str] = field(default_factory=list)
     eager: dict[str, torch.Tensor] = field(default_factory=dict)
     wide: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -103,8 +104,11 @@ def widened(x: torch.Tensor) -> torch.Tensor:
 
 
 def parts(x: torch.Tensor) -> torch.Tensor:
-    """Complex numbers as real ones."""
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    """Complex numbers as real ones; where one is NaN, both are: torch multiplies by 1 + 0j on the way."""
+    if not x.is_complex():
+        return x
+    nan = complex(math.nan, math.nan)
+    return torch.view_as_real(x.resolve_conj().masked_fill(x.isnan(), nan))
 
 
 def coarser(*dtypes: torch.dtype) -> torch.dtype:
@@ -218,9 +222,33 @@ def try_line(program: Program, text: str, discrete: bool) -> None:
     short = value.float() if value.dtype == torch.float64 else value
     name = f"t{len(program.lines)}"
     program.lines.append((name, text))
+    program.discrete |= {name} if discrete else set()
     program.eager[name], program.wide[name] = value, wide
     program.coarsest[name] = coarser(value.dtype, *(program.coarsest[n] for n in used))
     program.exact[name] = not floating or (exact and same(value, wide) and same(short, value))
+
+
+def begun(inputs: dict[str, torch.Tensor]) -> Program:
+    """A program without lines."""
+    wide = {name: widened(value) for name, value in inputs.items()}
+    coarsest = {name: coarser(value.dtype) for name, value in inputs.items()}
+    exact = dict.fromkeys(inputs, True)
+    return Program(inputs, eager=dict(inputs), wide=wide, exact=exact, coarsest=coarsest)
+
+
+def moved(program: Program, place: Callable[[torch.Tensor], torch.Tensor]) -> Program | None:
+    """The same program elsewhere; None where torch gives other integers there, which may be positions."""
+    other = begun({name: place(value) for name, value in program.inputs.items()})
+    for name, text in program.lines:
+        try_line(other, text, name in program.discrete)
+        if name not in other.eager:
+            return None
+        value = program.eager[name]
+        whole = not (value.is_floating_point() or value.is_complex())
+        if whole and not same(other.eager[name].cpu(), value):
+            return None
+    other.outputs = program.outputs
+    return other
 
 
 def draw_program(seed: int) -> Program:
@@ -229,9 +257,7 @@ def draw_program(seed: int) -> Program:
     generator = torch.Generator().manual_seed(seed)
     inputs["n0"] = torch.randint(0, 2, (draw.choice((1, 2, 3, 5)),), generator=generator)
     inputs["b0"] = torch.rand(draw.choice(((), (1,), (3,))), generator=generator) < 0.5
-    wide = {name: widened(value) for name, value in inputs.items()}
-    program = Program(inputs, eager=dict(inputs), wide=wide, exact=dict.fromkeys(inputs, True))
-    program.coarsest = {name: coarser(value.dtype) for name, value in inputs.items()}
+    program = begun(inputs)
     wanted = draw.choice((2, 4, 6, 9))
     for _ in range(300):
         if len(program.lines) == wanted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -72,15 +73,10 @@ def oracle(function: Callable[..., Any], *arguments: Any, mode: str = "fake") ->
 
 def fused(function: Callable[..., Any], *arguments: Any, mode: str = "fake") -> fuser.FusedRegion:
     """Lowers and runs the function, and compares with eager by the float64 rule."""
-    if TARGET == "cuda":
-        with torch.device("cuda"):
-            return _fused(function, tuple(map(on_gpu, arguments)), mode)
-    return _fused(function, arguments, mode)
-
-
-def _fused(function: Callable[..., Any], arguments: Sequence[Any], mode: str) -> fuser.FusedRegion:
-    region = lowered(function, arguments, mode)
-    compare(region(*arguments), function, arguments)
+    with place():
+        arguments = tuple(map(placed, arguments))
+        region = lowered(function, arguments, mode)
+        compare(region(*arguments), function, arguments)
     return region
 
 
@@ -91,6 +87,11 @@ def lowered(
     return fuser.lower(trace(function, arguments, mode), use_triton=TARGET == "triton")
 
 
+def place() -> AbstractContextManager[Any]:
+    """New tensors are made where the target wants them."""
+    return torch.device("cuda") if TARGET == "cuda" else nullcontext()
+
+
 def placed(argument: Any) -> Any:
     """The tensor where the target wants it."""
     return on_gpu(argument) if TARGET == "cuda" else argument
@@ -98,11 +99,8 @@ def placed(argument: Any) -> Any:
 
 def again(region: fuser.FusedRegion, function: Callable[..., Any], *arguments: Any) -> None:
     """Runs what `fused` gave on other arguments, and compares with eager."""
-    if TARGET == "cuda":
-        arguments = tuple(map(on_gpu, arguments))
-        with torch.device("cuda"):
-            compare(region(*arguments), function, arguments)
-    else:
+    with place():
+        arguments = tuple(map(placed, arguments))
         compare(region(*arguments), function, arguments)
 
 

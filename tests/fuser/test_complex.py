@@ -11,6 +11,7 @@ import torch
 from fulgurite import fuser
 from fulgurite.fuser import from_trace, interpret, ir, refine
 
+from . import support
 from .support import close, same_place, trace, tupled, widened
 
 INF, NAN = float("inf"), float("nan")
@@ -35,6 +36,11 @@ CASES: dict[str, Callable[[torch.Tensor], Any]] = {
     "gathered": lambda z: z[torch.arange(3)] * 2,
     "padded": lambda z: torch.nn.functional.pad(z, (1, 2)),
     "cast": lambda z: (z.to(torch.complex128) * 2, z.abs().to(z.dtype) + 1j),
+    "truth": lambda z: (
+        z.bool(),
+        torch.complex(z.real * 0, z.imag * 1).bool(),
+        (z * 0).bool().sum(),
+    ),
     "equal": lambda z: (z == z * 1, z != z.conj()),
     "made": lambda z: (
         torch.polar(z.abs(), z.angle()),
@@ -59,17 +65,23 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 
 def agree(function: Callable[..., Any], *arguments: torch.Tensor) -> fuser.FusedRegion:
     """Interpreter, refined and not, and kernels, with eager."""
-    graph = trace(function, arguments)
-    region = from_trace.read(graph)
-    ir.check(region)
-    eager, exact = tupled(function(*arguments)), tupled(function(*map(wide, arguments)))
-    lowered = fuser.lower(graph)
-    runs = [interpret.run(stage, arguments) for stage in (region, refine.refine(region))]
-    for results in (*runs, lowered(*arguments)):
-        for ours, theirs, reference in zip(results, eager, exact, strict=True):
-            same_place(ours, theirs)
-            close(parts(ours), parts(theirs), parts(reference))
+    if support.TARGET == "cpp":
+        region = from_trace.read(trace(function, arguments))
+        ir.check(region)
+        for stage in (region, refine.refine(region)):
+            compare(interpret.run(stage, arguments), function, arguments)
+    with support.place():
+        arguments = tuple(map(support.placed, arguments))
+        lowered = support.lowered(function, arguments)
+        compare(lowered(*arguments), function, arguments)
     return lowered
+
+
+def compare(got: Any, function: Callable[..., Any], arguments: Any) -> None:
+    eager, exact = tupled(function(*arguments)), tupled(function(*map(wide, arguments)))
+    for ours, theirs, reference in zip(got, eager, exact, strict=True):
+        same_place(ours, theirs)
+        close(parts(ours), parts(theirs), parts(reference))
 
 
 def everything(z: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -141,8 +153,8 @@ def test_half_parts() -> None:
 
 
 def test_windows_of_inputs_are_windows() -> None:
-    z = torch.randn(6, 8, dtype=torch.complex64)
-    region = fuser.lower(trace(lambda z: (z.t(), z.real, z * 2), (z,)))
+    z = support.placed(torch.randn(6, 8, dtype=torch.complex64))
+    region = support.lowered(lambda z: (z.t(), z.real, z * 2), (z,))
     for alias in region(z)[:2]:
         assert alias.untyped_storage().data_ptr() == z.untyped_storage().data_ptr()
 

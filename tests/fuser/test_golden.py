@@ -77,7 +77,7 @@ def test_kernel_text(name: str, golden) -> None:
     region = refine.refine(from_trace.read(trace(function, arguments), corrects=True))
     texts = []
     parts = segment(region, MACHINE.second_level_cache)
-    nests = in_place(region, [build(region, part) for part in parts])
+    _, nests = in_place(region, [build(region, part) for part in parts])
     for number, (part, nest) in enumerate(zip(parts, nests, strict=True)):
         schedule = choose_schedule(nest, MACHINE)
         texts.append(cpp.write_kernel(kernel_name(part, number), schedule).text)

@@ -11,7 +11,7 @@ import torch
 from fulgurite import fuser
 
 from . import support
-from .programs import Program, draw_program, parts, same
+from .programs import Program, draw_program, moved, parts, same
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -28,22 +28,35 @@ def compare(got: tuple, program: Program) -> None:
             support.close(*near, parts(program.wide[name]), slack=16.0)
 
 
-def run(seed: int) -> bool:
-    """Compares one program; False where torch traces it as something else, or the fuser refuses an op."""
-    program = draw_program(seed)
+def traced(program: Program) -> torch.fx.GraphModule | None:
+    """Its graph; None where torch traces it as something else, or the fuser refuses an op."""
     arguments = list(program.inputs.values())
     try:
         graph = support.trace(program.function(), arguments)
-        compare(graph(*arguments), program)  # a traced program may have other strides, or fail
+        compare(graph(*arguments), program)  # a traced program may fail, or have other strides,
+        (results,) = graph.graph.output_node().args  # and be promised still others
+        for result, name in zip(results, program.outputs, strict=True):
+            support.same_place(result.meta["val"], program.eager[name])
     except (RuntimeError, AssertionError, NameError, TypeError):
-        return False
+        return None
     nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
-    if not all(node.op == "call_function" and fuser.claims(node) for node in nodes):
-        return False
-    try:
-        compare(fuser.lower(graph)(*arguments), program)
-    except Exception as error:
-        raise AssertionError(f"seed {seed}: {error}\n{program}") from error
+    claimed = all(node.op == "call_function" and fuser.claims(node) for node in nodes)
+    return graph if claimed else None
+
+
+def run(seed: int) -> bool:
+    """Compares one program where the kernels run; False where there is nothing to compare."""
+    drawn = draw_program(seed)
+    with support.place():
+        program = moved(drawn, support.on_gpu) if support.TARGET == "cuda" else drawn
+        graph = traced(program) if program is not None else None
+        if program is None or graph is None:
+            return False
+        try:
+            region = fuser.lower(graph, use_triton=support.TARGET == "triton")
+            compare(region(*program.inputs.values()), program)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error}\n{program}") from error
     return True
 
 

@@ -46,6 +46,20 @@ def numbers(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
+def test_powers_and_divisors_of_integers(dtype: torch.dtype) -> None:
+    """No number is divided by zero; int8's and uint8's wrap."""
+    first, second = numbers(dtype)
+    first = first.clamp(min=-100)
+
+    def every(a, b):
+        small = b.clamp(min=0, max=9)
+        return torch.gcd(a, b), torch.lcm(a, b), a**small, a**b, torch.gcd(a - a, b), a[:1] ** small
+
+    fused(every, first, second)
+    fused(every, first[[0]], second)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
 def test_integers_by_integers(dtype: torch.dtype) -> None:
     a, b = numbers(dtype)
 

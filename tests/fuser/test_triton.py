@@ -71,6 +71,8 @@ SAMPLE = " or ".join(
         "(test_writes and (elementwise or shape3))",
         "(test_variance and (test_shapes or small_spread or one_row))",
         "test_float8_casts",
+        "(test_single_places and not (constants or shape0))",
+        "(test_special and test_powers and dtype1)",
         "(test_long_rows and (50257 or 131072 or 65537 or 4098 or 8201 or infinity))",
     ]
 )
@@ -88,7 +90,7 @@ def stages(
     region = refine.refine(from_trace.read(trace(function, arguments)))
     found: list[Stage] = []
     parts = segment(region, row_limit(H200))
-    nests = in_place(region, [build(region, part) for part in parts])
+    _, nests = in_place(region, [build(region, part) for part in parts])
     for number, (part, nest) in enumerate(zip(parts, nests, strict=True)):
         schedule = choose_gpu_schedule(nest, H200)
         found += write_stages(kernel_name(part, number), schedule, H200, wide)

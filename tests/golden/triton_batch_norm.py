@@ -28,10 +28,10 @@ def var_mean_rsqrt_copy_0(arg0_1, arg1_1, arg2_1, mul_4_out):
     arg1_1_i = tl.load(arg1_1 + i)
     arg2_1_i = tl.load(arg2_1 + i)
     var_mean_sum = tl.sum(tl.where(jk_in, arg0_1_ijk, 0.0), 0)
-    var_mean_mean = var_mean_sum / 784.0
+    var_mean_mean = tl.div_rn(var_mean_sum, 784.0)
     sub = arg0_1_ijk - var_mean_mean
     var_mean_squares = tl.sum(tl.where(jk_in, (arg0_1_ijk - var_mean_mean) * (arg0_1_ijk - var_mean_mean), 0.0), 0)
-    var_mean_variance = var_mean_squares / 784.0
+    var_mean_variance = tl.div_rn(var_mean_squares, 784.0)
     add_2 = var_mean_variance + 1e-05
     rsqrt = tl.rsqrt(add_2)
     mul_4 = sub * rsqrt

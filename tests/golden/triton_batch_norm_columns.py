@@ -56,11 +56,11 @@ def var_mean_0_finish(var_mean_sum_parts, var_mean_squares_center_parts, var_mea
     var_mean_squares_parts_it = tl.load(var_mean_squares_parts + i + t * 64)
     var_mean_squares_count_parts_it = tl.load(var_mean_squares_count_parts + i + t * 64)
     var_mean_sum = tl.sum(var_mean_sum_parts_it, 0, keep_dims=True)
-    var_mean_mean = var_mean_sum / 100352.0
+    var_mean_mean = tl.div_rn(var_mean_sum, 100352.0)
     var_mean_squares_away = (var_mean_squares_base_parts_it - var_mean_squares_base_parts_i) + (var_mean_squares_center_parts_it - var_mean_squares_center_parts_i)
     var_mean_squares_around = tl.sum(var_mean_squares_parts_it + ((var_mean_squares_count_parts_it * var_mean_squares_away) * var_mean_squares_away), 0, keep_dims=True)
     var_mean_squares_shift = tl.sum(var_mean_squares_count_parts_it * var_mean_squares_away, 0, keep_dims=True)
-    var_mean_squares = var_mean_squares_around - ((var_mean_squares_shift * var_mean_squares_shift) / 100352.0)
-    var_mean_variance = var_mean_squares / 100352.0
+    var_mean_squares = var_mean_squares_around - tl.div_rn(var_mean_squares_shift * var_mean_squares_shift, 100352.0)
+    var_mean_variance = tl.div_rn(var_mean_squares, 100352.0)
     tl.store(var_mean_mean_out + i, var_mean_mean)
     tl.store(var_mean_variance_out + i, var_mean_variance)

@@ -66,5 +66,5 @@ def amax_exp_sum_0_finish_all(sum_3_parts, sum_2_parts, div_out):
     sum_3 = tl.sum(sum_3_parts_t, 0)
     sum_2 = tl.sum(sum_2_parts_t, 0)
     _to_copy = sum_2.to(tl.float32)
-    div = sum_3 / _to_copy
+    div = tl.div_rn(sum_3, _to_copy)
     tl.store(div_out, div)

@@ -17,7 +17,7 @@ def abs_amax_clamp_0(arg0_1, _to_copy_out):
     arg0_1_ij = tl.load(arg0_1 + i * 128 + j)
     abs_1 = tl.abs(arg0_1_ij)
     amax = tl.reduce(abs_1, 1, nan_max, keep_dims=True)
-    div = amax / 448.0
-    div_1 = arg0_1_ij / div
+    div = tl.div_rn(amax, 448.0)
+    div_1 = tl.div_rn(arg0_1_ij, div)
     clamp = nan_min(nan_max(div_1, -448.0), 448.0)
     tl.store(_to_copy_out + i * 128 + j, clamp.to(tl.float8e4nv))

@@ -21,7 +21,7 @@ if not INTERPRETED:
 
     from .compile_support import compile_launches, stack_bytes
 
-FORMATS = ["int4_g32", "int4_g32_asym", "int4_g32_min", "int8_g16", "int8_g32"]
+FORMATS = ["int4_g32", "int4_g32_asym", "int4_g32_min", "int4_g128_asym", "int8_g16", "int8_g32"]
 N, K = 4096, 4096
 
 
@@ -38,7 +38,8 @@ def parts_of(format: str):
 @pytest.mark.parametrize("m", [1, 4, 16])
 @pytest.mark.parametrize("format", FORMATS)
 def test_few_rows(format: str, m: int, monkeypatch, tmp_path: Path) -> None:
-    """Numbers go from the registers they are decoded in to the tensor cores: nothing is stored between."""
+    """Numbers go from the registers they are decoded in to the tensor cores: nothing is stored between,
+    and rows of x come by themselves while others are multiplied."""
     (kernel,) = compile_launches(few_rows, monkeypatch)
     monkeypatch.setattr(few_rows, "NATIVE", True)
     entry, weight, data, scales = parts_of(format)
@@ -48,6 +49,7 @@ def test_few_rows(format: str, m: int, monkeypatch, tmp_path: Path) -> None:
     (made,) = kernel.kernels
     loop = made.asm["ptx"].split("cp.async.wait_group")[1]
     assert "mma.sync" in loop
+    assert "asym" in format or "ld.global" not in loop
     assert loop.count("st.shared") <= (4 if "asym" in format else 0)  # zero points are bytes
     assert stack_bytes(made, tmp_path) <= 16
 

@@ -59,8 +59,10 @@ def test_routing(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 64, 8192])
 @pytest.mark.parametrize(
-    "format", ["dense", "fp8_e4m3_row", "fp8_e4m3_128x128", "nvfp4", "mxfp4", "int8", "int4_g128"]
-)
+    "format",
+    ["dense", "fp8_e4m3_row", "fp8_e4m3_128x128", "nvfp4", "mxfp4", "int8", "int4_g128", "int4_g32",
+     "int4_g32_min", "int8_g32"],
+)  # fmt: skip
 def test_grouped_matmul(format: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = [
         *compile_launches(grouped_matmul, monkeypatch),
@@ -84,7 +86,7 @@ def test_grouped_matmul(format: str, tokens: int, monkeypatch: pytest.MonkeyPatc
         )
     made = [m for kernel in kernels for m in kernel.kernels if "arrange" not in m.metadata.name]
     assert len(made) == 2
-    if tokens >= 64 and format in ("nvfp4", "mxfp4", "int4_g128"):  # from registers
+    if tokens >= 64 and format.startswith(("nvfp4", "mxfp4", "int4")):  # from registers
         assert all(m.metadata.name == "grouped_packed_kernel" for m in made)
         assert all(re.search(r"wgmma\.mma_async[^;]*\}, *\{", m.asm["ptx"]) for m in made)
 
@@ -114,7 +116,10 @@ def test_nibbles_stay_in_registers(
 @pytest.mark.parametrize(
     "format, activations",
     [
-        *((format, "none") for format in ("nvfp4", "mxfp4", "int4_g128", "int8")),
+        *(
+            (format, "none")
+            for format in ("nvfp4", "mxfp4", "int4_g128", "int4_g32_min", "int8_g16", "int8")
+        ),
         ("fp8_e4m3_128x128", "none"),
         ("fp8_e4m3_128x128", "fp8_e4m3_1x128"),
     ],

@@ -90,7 +90,7 @@ def test_weights_of_gguf_regrouped() -> None:
 
 
 @pytest.mark.parametrize("tile", [(16, 64, 1), (32, 256, 2), (16, 128, 4), (64, 128, 2)], ids=str)
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "int8"])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "int8", "int4_g32_asym", "int4_g32_min"])
 def test_tiles(format: str, tile: tuple[int, int, int]) -> None:
     packed = quantize(torch.randn(65, 416), format)
     x = torch.randn(2, 416).bfloat16()
@@ -117,8 +117,9 @@ def test_nan_scales_make_nan_of_their_rows() -> None:
     assert found[:, 3].all() and found.sum() == 2
 
 
-def test_nan_and_infinity_of_x_stay_in_their_row() -> None:
-    packed = quantize(torch.randn(20, 256).abs() + 1, "nvfp4")
+@pytest.mark.parametrize("format", ["nvfp4", "int4_g32"])
+def test_nan_and_infinity_of_x_stay_in_their_row(format: str) -> None:
+    packed = quantize(torch.randn(20, 256).abs() + 1, format)
     x = torch.randn(3, 256).bfloat16()
     x[0, 9], x[2, 40] = torch.nan, torch.inf
     found = few(x, packed, FewTile(16, 128, 2, 2, 4)).cpu()
@@ -145,6 +146,8 @@ def test_all_codes() -> None:
     [
         ("nvfp4", "silu", 1), ("nvfp4", "clamped", 4), ("mxfp4", "silu", 4), ("mxfp4", "none", 1),
         ("int4_g128", "none", 4), ("fp8_e4m3_128x128", "clamped", 1), ("int8", "none", 1),
+        ("int4_g32", "silu", 1), ("int4_g32_min", "clamped", 4), ("int4_g32_asym", "none", 1),
+        ("int8_g16", "silu", 4),
     ],
 )  # fmt: skip
 def test_experts(format: str, gate: str, rows: int) -> None:
@@ -190,8 +193,10 @@ def test_few_and_more_rows_of_experts_agree() -> None:
 
 
 @pytest.mark.parametrize(
-    "format", ["nvfp4", "mxfp4", "int4_g64_asym", "int4_g32_min", "int8", "fp8_e4m3_128x128"]
-)
+    "format",
+    ["nvfp4", "mxfp4", "int4_g64_asym", "int4_g32_min", "int4_g32", "int8_g16", "int8",
+     "fp8_e4m3_128x128"],
+)  # fmt: skip
 @pytest.mark.parametrize("tokens, per_token", [(1, 3), (1, 8), (2, 2)])
 def test_a_token_and_its_experts(format: str, tokens: int, per_token: int) -> None:
     """Both matmuls, the gate and the weighted sum in two kernels; one pair has no expert."""

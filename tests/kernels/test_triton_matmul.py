@@ -134,7 +134,9 @@ def test_a_k_that_fills_no_step(k):
 
 
 @pytest.mark.parametrize("ends", [[3, 3, 20, 37], [0, 0, 0, 0], [40, 40, 40, 40], [0, 40, 40, 40]])
-@pytest.mark.parametrize("format", ["nvfp4", "int4_g64_asym", "fp8_e4m3_128x128", "int8"])
+@pytest.mark.parametrize(
+    "format", ["nvfp4", "int4_g64_asym", "int4_g32_min", "fp8_e4m3_128x128", "int8"]
+)
 def test_experts(format, ends):
     weight = quantize(torch.randn(4, 20, 128), format)
     x, bias = torch.randn(40, 128).bfloat16(), torch.randn(4, 20).bfloat16()

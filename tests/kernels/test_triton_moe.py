@@ -181,13 +181,14 @@ def test_all_at_one_expert_and_experts_without(how: str) -> None:
 
 
 FORMATS = ["fp8_e4m3_row", "fp8_e4m3_1x128", "fp8_e4m3_128x128", "nvfp4", "mxfp4", "mxfp8_e4m3", "int8",
-           "int4_g128"]  # fmt: skip
+           "int4_g128", "int4_g32", "int4_g32_asym", "int4_g32_min", "int8_g16", "int8_g32"]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("format", "tokens"),
-    [*((format, 3) for format in FORMATS), ("nvfp4", 40), ("fp8_e4m3_128x128", 40)],
-)
+    [*((format, 3) for format in FORMATS), ("nvfp4", 40), ("fp8_e4m3_128x128", 40),
+     ("int8_g16", 40), ("int8_g32", 40)],
+)  # fmt: skip
 def test_packed_weights(format: str, tokens: int) -> None:
     check_matmul((tokens, 3, 2, 256, 128), GATES[0], torch.bfloat16, format=format)
 

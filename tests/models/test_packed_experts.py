@@ -170,7 +170,7 @@ def test_gguf_experts_keep_their_blocks(gguf_file: Path) -> None:
     close(model)
 
 
-def test_gguf_experts_are_unpacked_where_groups_are_read(gguf_file: Path, monkeypatch) -> None:
+def test_gguf_experts_become_groups_where_those_are_read(gguf_file: Path, monkeypatch) -> None:
     """And a plan of memory counts them so."""
     planned = experts_of(shapes_of(open_checkpoint(gguf_file), torch.bfloat16, True, "cuda"))
     monkeypatch.setattr(weights, "reads_groups", lambda device, dtype: True)
@@ -180,5 +180,7 @@ def test_gguf_experts_are_unpacked_where_groups_are_read(gguf_file: Path, monkey
     for path, module in experts_of(model).items():
         for part in module.takes_packed:
             weight = getattr(module, part)
-            assert torch.equal(weight, getattr(experts_of(plain)[path], part))
+            assert weight.format.name == {"gate_up": "int4_g32_min", "down": "int8_g32"}[part]
+            assert torch.equal(weight.dequantize(), getattr(experts_of(plain)[path], part))
             assert getattr(planned[path], part).nbytes == weight.nbytes
+    close(load_model(gguf_file, dtype=torch.float32, keep="packed", activations="none"))

@@ -326,6 +326,31 @@ def test_blocks_of_the_wrong_shape_are_extra(folder: Path) -> None:
         load_model(folder)
 
 
+def test_what_to_give_where_there_is_no_config(tmp_path: Path) -> None:
+    def advice() -> str:
+        with pytest.raises(WeightsError, match=r"no config\.json") as caught:
+            open_checkpoint(tmp_path)
+        return str(caught.value)
+
+    assert "or a .gguf file" in advice()
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner/config.json").write_text("{}")
+    assert f"own folder: {tmp_path / 'inner'}" in advice()
+    (tmp_path / SINGLE).touch()
+    assert "download config.json too" in advice()
+    (tmp_path / "a.gguf").touch()
+    assert f"one of its files: {tmp_path / 'a.gguf'}" in advice()
+
+
+def test_a_pointer_of_git_lfs_is_told_from_damage(folder: Path) -> None:
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    for name in (SINGLE, "model.gguf"):
+        (folder / name).write_text(text)
+    for path in (folder, folder / "model.gguf"):
+        with pytest.raises(WeightsError, match=r"pointer of Git LFS(.|\n)*git lfs pull"):
+            open_checkpoint(path)
+
+
 def test_a_config_nested_without_end_is_an_error(folder: Path) -> None:
     (folder / "config.json").write_text("[" * 100_000)
     with pytest.raises(WeightsError, match="can't be read"):

@@ -1,10 +1,14 @@
 """GGUF's blocks as groups of integers: the same numbers, bit for bit."""
 
+import importlib
+
 import pytest
 import torch
 
 from fulgurite.quant import FORMATS, QuantTensor, codec, quantize, regroup, resolve
 from fulgurite.quant.regroup import GROUPED
+
+module = importlib.import_module("fulgurite.quant.regroup")  # the name is the function's, too
 
 
 @pytest.mark.parametrize("name", GROUPED)
@@ -16,6 +20,16 @@ def test_the_same_numbers(name, shape):
     assert grouped.dtype == torch.bfloat16
     assert torch.equal(grouped.dequantize(torch.float32), packed.dequantize(torch.float32))
     assert grouped.check() is grouped
+
+
+@pytest.mark.parametrize("most", [1, 4 * 512, 5 * 512])
+def test_a_stack_in_parts(most, monkeypatch):
+    """Of one expert, or of some; the last part may be a smaller one."""
+    packed = quantize(torch.randn(5, 2, 512), "q4_k")
+    whole = regroup(packed)
+    monkeypatch.setattr(module, "AT_ONCE", most)
+    assert torch.equal(regroup(packed).packed, whole.packed)
+    assert torch.equal(regroup(packed).dequantize(), packed.dequantize())
 
 
 @pytest.mark.parametrize("name", GROUPED)

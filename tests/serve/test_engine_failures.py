@@ -134,6 +134,25 @@ def test_nothing_stays_of_what_was_refused_half_way_or_never_read(model: Decoder
     idle(engine)
 
 
+def test_a_cache_smaller_than_the_context_is_the_context(model: Decoder) -> None:
+    engine = make_engine(model, context=128, cache_tokens=32)
+    assert engine.context == 32
+    with pytest.raises(ArgumentError, match="may have 32"):
+        engine.add(list(range(40)))
+    assert len(engine.generate([list(range(20))], greedy(50))[0].token_ids) == 12
+
+
+def test_a_reply_ends_with_an_end_token_or_goes_on(model: Decoder) -> None:
+    engine = make_engine(model)
+    whole = engine.generate([[1, 2, 3]], greedy(8))[0].token_ids
+    engine.end_ids = frozenset({whole[2]})
+    until = whole.index(whole[2]) + 1
+    ended = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=8))[0]
+    assert ended.token_ids == whole[:until]
+    assert (ended.finish_reason, ended.stopped_by) == ("stop", whole[2])
+    assert engine.generate([[1, 2, 3]], greedy(8))[0].token_ids == whole
+
+
 def test_the_shortest_context(model: Decoder) -> None:
     engine = make_engine(model, context=2)
     engine.warm_up()

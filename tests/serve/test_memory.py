@@ -5,19 +5,26 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from fulgurite.errors import CapacityError
+from fulgurite.kernels.modules import QuantEmbedding, QuantLinear
 from fulgurite.models import ModelConfig
 from fulgurite.models.config import Fields
+from fulgurite.models.layers import GatedMLP
 from fulgurite.models.llama import LLAMA, MISTRAL
 from fulgurite.models.weights import build_model
+from fulgurite.quant import quantize
+from fulgurite.serve import memory
+from fulgurite.serve.activations import activation_bytes, allocations
 from fulgurite.serve.block_tables import make_groups
 from fulgurite.serve.kv_cache import PagedCache
-from fulgurite.serve.memory import Limits, MemoryPlan, allocations, make_plan, size
+from fulgurite.serve.memory import Limits, MemoryPlan, available_bytes, make_plan, size
 
 from .engines import FIELDS
 
@@ -53,6 +60,32 @@ def test_logits_of_cuda_graphs_are_counted() -> None:
     assert many - few == 4 * 97 * (2 + 4 + 8) + 4 * tables
 
 
+def test_a_packed_weight_that_is_decoded_is_counted() -> None:
+    """On a GPU, once: the largest that meets 192 rows or more, of a layer or of the scoring table."""
+    config = LLAMA.read_config(Fields({**FIELDS, "intermediate_size": 96}, "a test"))
+
+    def workspaces(
+        step_tokens: int, requests: int, packed: Sequence[str], device: str = "cuda"
+    ) -> int:
+        model = build_model(config, LLAMA, torch.bfloat16).to_empty(device="cpu")
+        for path in packed:
+            module = model.get_submodule(path)
+            weight = quantize(torch.randn(module.weight.shape), "int8_g32").to(torch.bfloat16)
+            parent, _, name = path.rpartition(".")
+            kind = QuantEmbedding if path == "embedding" else QuantLinear
+            setattr(model.get_submodule(parent), name, kind(weight))
+        limits = replace(LIMITS, step_tokens=step_tokens, max_sequences=requests)
+        made = make_plan(model.to("meta"), limits, torch.device(device), 1 << 30)
+        return made.workspaces
+
+    layers = ("layers.0.attention.query", "layers.1.feed_forward.up", "embedding")
+    plain = workspaces(192, 4, ())
+    assert workspaces(192, 4, layers) - plain == 2 * 96 * 32
+    assert workspaces(191, 4, layers) == plain
+    assert workspaces(192, 192, (*layers, "head")) - workspaces(192, 192, ()) == 2 * 97 * 32
+    assert workspaces(192, 4, layers, "cpu") == workspaces(192, 4, (), "cpu")
+
+
 def test_the_cache_is_what_the_plan_says() -> None:
     made = plan(1 << 30, sliding_window=40)
     config = MISTRAL.read_config(Fields({**FIELDS, "sliding_window": 40}, "a test"))
@@ -83,6 +116,35 @@ def test_too_little_says_what_would_fit() -> None:
     assert plan(without + 10 * 16 * 256, shorter).cache_tokens >= context
     with pytest.raises(CapacityError, match="does not fit"):
         plan(whole.weights // 2)
+
+
+def test_the_largest_step_by_hand() -> None:
+    """A wide vocabulary decides: logits in float32, and the copy that penalties work on."""
+    config = LLAMA.read_config(Fields({**FIELDS, "vocab_size": 20_000}, "a test"))
+    model = build_model(config, LLAMA, torch.bfloat16).to("meta")
+    logits = 4 * 20_000 * (4 + 4)
+    assert logits <= activation_bytes(model, tokens=4, rows=4) < 1.01 * logits
+    assert activation_bytes(model, tokens=4, rows=64) == activation_bytes(model, 4, 4)
+    # of layers that differ the largest counts: gate, up and what comes of them, of 1000 tokens
+    plain = activation_bytes(model, tokens=1000, rows=1)
+    model.layers[1].feed_forward = GatedMLP(32, 4096, "silu").to("meta", torch.bfloat16)
+    wide = activation_bytes(model, tokens=1000, rows=1)
+    assert plain < 2e6 and 2 * 1000 * 2 * 4096 < wide < 5 * 1000 * 2 * 4096
+
+
+def test_what_is_there_to_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU what is free, and never all of it; on a CPU a share of what the container leaves."""
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    for free, used in ((50, 50), (95, 90), (100, 90)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 100))
+        assert available_bytes(cuda) == used
+    monkeypatch.setattr(memory, "_free_memory", lambda: 1000)
+    monkeypatch.setattr(memory, "CONTAINER", tmp_path)
+    assert available_bytes(cpu) == 600
+    for most, used, usable in (("max", 10, 600), ("900", 500, 240), ("5000", 10, 600)):
+        (tmp_path / "memory.max").write_text(f"{most}\n")
+        (tmp_path / "memory.current").write_text(f"{used}\n")
+        assert available_bytes(cpu) == usable
 
 
 def test_allocations_are_counted_while_they_live() -> None:

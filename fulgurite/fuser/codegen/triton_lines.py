@@ -29,8 +29,15 @@ RESERVED = frozenset(
             "quick_sigmoid",
         ),
         *("quick_tanh", "sign", "signbit", "floored_remainder", "floored_divide", "to_e4m3"),
-        *("to_e5m2", "whole_truncated_divide", "whole_truncated_remainder"),
+        *(
+            "divided",
+            "truncated_divide",
+            "to_e5m2",
+            "whole_truncated_divide",
+            "whole_truncated_remainder",
+        ),
         *("whole_floored_remainder", "whole_floored_divide", "shift_left", "shift_right"),
+        *("whole_power", "greatest_divisor", "least_multiple"),
         *("random_word", "uniform", "uniform53", "random_integer"),
     )
 )

@@ -15,9 +15,9 @@ SPELLING: dict[str, str] = {
     "add": "({0} + {1})",
     "sub": "({0} - {1})",
     "mul": "({0} * {1})",
-    "div": "({0} / {1})",
+    "div": "tl.div_rn",  # a slash may be two last places off: floor(49 / 49) would be 0
     "neg": "(-1.0 * {0})",  # before Triton 3.7 a minus subtracts from 0: -(0.0) would be 0.0
-    "reciprocal": "(1.0 / {0})",
+    "reciprocal": "tl.div_rn(1.0, {0})",
     "fma": "({0} + {1} * {2})",
     "maximum": "nan_max",
     "minimum": "nan_min",
@@ -25,7 +25,7 @@ SPELLING: dict[str, str] = {
     "fmin": "tl.minimum",
     "remainder": "floored_remainder",
     "floor_divide": "floored_divide",
-    "truncated_divide": "libdevice.trunc({0} / {1})",
+    "truncated_divide": "truncated_divide",
     "round": "libdevice.rint",
     "sign": "sign",
     "signbit": "signbit",
@@ -56,15 +56,25 @@ SPELLING: dict[str, str] = {
 }
 
 # where the spelling on doubles differs
-DOUBLE_SPELLING: dict[str, str] = {"exp": "tl.exp", "sqrt": "tl.sqrt"}
+DOUBLE_SPELLING: dict[str, str] = {
+    "div": "({0} / {1})",
+    "reciprocal": "(1.0 / {0})",
+    "exp": "tl.exp",
+    "sqrt": "tl.sqrt",
+}
 
 # where a few last places of a float32 don't matter: every float that is read is narrow
 FAST_SPELLING: dict[str, str] = {
+    "div": "({0} / {1})",
+    "reciprocal": "(1.0 / {0})",
     "exp": "libdevice.fast_expf",  # what is below 1e-38 is 0: tl.exp spends half its work on that
     "sqrt": "tl.sqrt",
     "sigmoid": "quick_sigmoid",
     "tanh": "quick_tanh",
 }
+
+# of these, functions for which a denormal is zero
+APPROXIMATIONS = ("libdevice.fast_expf", "quick_sigmoid", "quick_tanh", "tl.exp2(")
 
 # where the spelling on integers differs
 INTEGER_SPELLING: dict[str, str] = {
@@ -75,6 +85,9 @@ INTEGER_SPELLING: dict[str, str] = {
     "remainder": "whole_floored_remainder",
     "floor_divide": "whole_floored_divide",
     "truncated_divide": "whole_truncated_divide",
+    "pow": "whole_power",
+    "gcd": "greatest_divisor",
+    "lcm": "least_multiple",
     "and": "({0} & {1})",
     "or": "({0} | {1})",
     "xor": "({0} ^ {1})",

@@ -64,6 +64,11 @@ def is_single(index: Index) -> bool:
     return one and index.terms[0][1] == 1 and len(index.terms[0][0]) == 1
 
 
+def is_power_of_two(value: Expression) -> bool:
+    """Is it a number whose quotients are exact?"""
+    return isinstance(value, Constant) and abs(math.frexp(value.value)[0]) == 0.5
+
+
 def one_plus_tanh(operation: Operation) -> Expression | None:
     """The argument of tanh in 1 + tanh(u), which is 2 / (1 + exp(-2u)) without cancellation."""
     if operation.name == "add" and operation.dtype != torch.float64:

@@ -199,7 +199,7 @@ class Writer:
     def value_of(self, x: Local, axes: tuple[Axis, ...]) -> str:
         """What a reduction adds at a point, its full block."""
         b = self.body
-        text = b.expression(x.expression)
+        text = b.typed_expression(x.expression)
         if value_type(x.dtype) == torch.bool:
             text = f"{text}.to(tl.int32)"
         text = self.masked(text, start_of(x), axes)

@@ -32,6 +32,8 @@ def _separate_unstorable(work: Segmentation) -> None:
             needed = _without_reductions(work, name)
             shape = work.fold(needed)
             assert isinstance(shape, Shape), f"{name} has no kernel of its own: {shape}"
+            if not work.facts[name].collects:
+                shape.loop_over(work.facts[name].all)  # what it reads one place of may have more
             work.segments[work.next] = Segment(shape, position=work.order[name])
             work.home[name] = work.next
             work.next += 1

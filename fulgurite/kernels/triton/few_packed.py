@@ -44,7 +44,7 @@ def down_kernel(
     DECODE: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, W_ROWS: tl.constexpr,
     TENSOR_SCALE: tl.constexpr, ZERO: tl.constexpr, RESIDUAL: tl.constexpr, EVEN: tl.constexpr,
     PAIRS: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, W: tl.constexpr, SHARE: tl.constexpr,
-    STAGES: tl.constexpr, NATIVE: tl.constexpr, H_CODES: tl.constexpr,
+    STAGES: tl.constexpr, NATIVE: tl.constexpr, H_CODES: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """BN numbers of one token; SHARE warps have an expert's K among them."""
     token = tl.program_id(1)
@@ -61,12 +61,13 @@ def down_kernel(
     row = tl.where(n < N, n, 0).to(tl.int64)[None, :]
     at_scale = e[:, None] * s_expert + (row // W_ROWS) * w_scale_n
     z_row = (z_ptr + at_scale)[:, :, None] if ZERO else z_ptr
+    h_row = tl.broadcast_to((h_ptr + pair.to(tl.int64) * K)[:, None, None], [W, P, 1])
     sums = sums_of_warps(
-        (h_ptr + pair.to(tl.int64) * K)[:, None, None], live[:, None, None],
+        h_row, live[:, None, None],
         (w_ptr + e[:, None] * w_expert + row * w_stride)[:, :, None], (s_ptr + at_scale)[:, :, None],
         z_row, (warp % SHARE * C)[:, None, None], K, w_scale_k,
         DECODE, SCALING, GROUP, ZERO, EVEN, 8, C, SHARE * C, STAGES, NATIVE,
-        (hs_ptr + pair.to(tl.int64) * hs_row)[:, None, None], hs_step, H_CODES,
+        (hs_ptr + pair.to(tl.int64) * hs_row)[:, None, None], hs_step, H_CODES, P,
     )  # fmt: skip
     if SCALING == "end":
         sums *= tl.load(s_ptr + at_scale).to(tl.float32)[:, :, None]
@@ -75,7 +76,7 @@ def down_kernel(
     if RESIDUAL:
         from_row = residual_ptr + token.to(tl.int64) * residual_stride
         out += tl.load(from_row + tl.where(n < N, n, 0)).to(tl.float32)[:, None]
-    column = tl.arange(0, 8)[None, :]  # the tensor cores' columns are all the same
+    column = tl.arange(0, out.shape[1])[None, :]  # they are all the same
     into = out_ptr + token.to(tl.int64) * N + n[:, None] + 0 * column
     tl.store(into, out.to(out_ptr.dtype.element_ty), (n < N)[:, None] & (column == 0))
 
@@ -129,11 +130,12 @@ def experts_packed(
         scale.stride(0), *parts.strides, scale.stride(0) if parts.zero else 1,
         0 if residual is None else residual.stride(0),
         h if h_scale is None else h_scale, *((0, 0) if h_scale is None else h_scale.stride()),
-        DECODE=second.decode, SCALING=second.scaling, GROUP=second.group, W_ROWS=second.rows,
+        DECODE=second.decode, SCALING=second.few_scaling, GROUP=second.group, W_ROWS=second.rows,
         TENSOR_SCALE=down.format.family == "nvfp4", ZERO=parts.zero,
         RESIDUAL=residual is not None, EVEN=inner % (share * tile.depth) == 0,
         PAIRS=chosen.shape[1], BN=tile.columns, C=tile.depth, W=warps, SHARE=share,
-        STAGES=tile.stages, NATIVE=NATIVE, H_CODES=h_scale is not None, num_warps=warps,
+        STAGES=tile.stages, NATIVE=NATIVE, H_CODES=h_scale is not None, P=second.beside,
+        num_warps=warps,
     )  # fmt: skip
     return out
 

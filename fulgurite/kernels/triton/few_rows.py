@@ -49,13 +49,13 @@ def few_rows_kernel(
     FACTOR: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, EVEN: tl.constexpr,
     GROUPS: tl.constexpr, PAIRS: tl.constexpr, R: tl.constexpr, T: tl.constexpr, BN: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr, NATIVE: tl.constexpr,
-    X_CODES: tl.constexpr,
+    X_CODES: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """BN rows of the weight, R rows of x. N columns of the result; with a gate half of the rows are
     of the gate, half of what it gates, which lies N rows below.
 
     `ends_ptr`: with GROUPS the ends of the experts' rows, with PAIRS each row's expert; a row of x
-    is PAIRS rows then, and R is 1.
+    is PAIRS rows then, and R is 1. P: groups of the weight beside each other (`few_step.py`).
     `z_ptr`: the tensor scale of NVFP4, or the zero points of asymmetric integers.
     """
     HALF: tl.constexpr = BN // 2 if GATE > 0 else BN
@@ -82,7 +82,7 @@ def few_rows_kernel(
         z_ptr += expert * z_expert
         bias_ptr += expert * bias_expert
         K = tl.where(live, K, 0)  # rows of no expert are zero
-    r = start + tl.arange(0, R)
+    r = start + tl.arange(0, R * P) % R
     x_in = r < end
     from_row = tl.where(x_in, r, 0)
     if GATHER:
@@ -95,19 +95,19 @@ def few_rows_kernel(
         w_ptr + row[None, :, None] * w_stride, s_ptr + (row // W_ROWS)[None, :, None] * w_scale_n,
         z_row, (tl.arange(0, W) * C)[:, None, None], K, w_scale_k,
         DECODE, SCALING, GROUP, ZERO, EVEN, T, C, W * C, STAGES, NATIVE,
-        (xs_ptr + from_row.to(tl.int64) * xs_row)[None, :, None], xs_step, X_CODES,
+        (xs_ptr + from_row.to(tl.int64) * xs_row)[None, :, None], xs_step, X_CODES, P,
     )  # fmt: skip
     out = tl.sum(sums, 0)
     if FACTOR:
         out *= tl.load(factor_ptr)
-    m = start + tl.arange(0, T)
+    m = start + tl.arange(0, out.shape[1])
     m_in = m < tl.minimum(end, start + R)
     factors = tl.load(factors_ptr + m, m_in, 0.0) if FACTORS else 1.0
     out = finish(
         out, s_ptr, z_ptr, bias_ptr, row, w_scale_n, factors, SCALING, TENSOR_SCALE, FACTORS, BIAS
     )
     if GATE > 0:
-        left, right = tl.split(tl.permute(tl.reshape(out, [2, HALF, T]), (1, 2, 0)))
+        left, right = tl.split(tl.permute(tl.reshape(out, [2, HALF, out.shape[1]]), (1, 2, 0)))
         out = gated(left, right, alpha, limit, GATE)
     out = tl.where(live, out, 0.0)
     column = tl.program_id(0) * HALF + tl.arange(0, HALF)
@@ -155,14 +155,15 @@ def launch_few_rows(
         data.stride(-2), scale.stride(0) if scale.dim() else 0, *parts.strides,
         scale.stride(0) if parts.zero else 1, bias.stride(0) if bias is not None else 0,
         out.stride(0), *gate[1:], _or(x_scale, x), *((0, 0) if x_scale is None else x_scale.stride()),
-        DECODE=weight.decode, SCALING=weight.scaling, GROUP=weight.group, W_ROWS=weight.rows,
+        DECODE=weight.decode, SCALING=weight.few_scaling, GROUP=weight.group, W_ROWS=weight.rows,
         TENSOR_SCALE=tensor_scale, ZERO=parts.zero, GATHER=rows is not None,
         FACTORS=factors is not None, FACTOR=factor is not None, BIAS=bias is not None,
         GATE=gate[0], EVEN=x.shape[1] % (tile.depth * tile.warps) == 0,
         GROUPS=0 if ends is None else triton.next_power_of_2(experts),
-        PAIRS=0 if chosen is None else chosen.shape[1], R=tile.rows, T=max(8, tile.rows),
+        PAIRS=0 if chosen is None else chosen.shape[1], R=tile.rows,
+        T=max(8, tile.rows * weight.beside),
         BN=tile.columns, C=tile.depth, W=tile.warps, STAGES=tile.stages,
-        NATIVE=NATIVE, X_CODES=x_scale is not None, num_warps=tile.warps,
+        NATIVE=NATIVE, X_CODES=x_scale is not None, P=weight.beside, num_warps=tile.warps,
     )  # fmt: skip
 
 

@@ -13,6 +13,10 @@ straight from the register it was decoded in to the tensor cores, and one row of
 `SCALING`: "inside" a step (16 or 32 columns: the decoded weight is scaled), one a "step", at the "end",
 or "none"; "groups": several float32 scales a step, each for the sum of its group of integers ("int4",
 "cast", or "uint4" with minima).
+
+A matmul of the tensor cores is 16 words wide: that is P = 2 groups where they have 32 nibbles. Their sums
+come apart in columns of their own: each row of x is there P times, zero outside of one of the groups.
+Most of the tile's columns would have held copies anyway.
 """
 
 from __future__ import annotations
@@ -28,7 +32,6 @@ from fulgurite.kernels.triton.decode import (
     e8m0_lifted,
     e8m0_to_bfloat16,
     int4_tile,
-    plus,
     times,
 )
 
@@ -105,18 +108,18 @@ def _part(pointers, column, end, EVEN: tl.constexpr):
 
 
 @triton.jit
-def add_nibbles(w, s, z, x, sums, DECODE: tl.constexpr, ZERO: tl.constexpr, ANY: tl.constexpr,
-                NATIVE: tl.constexpr):  # fmt: skip
+def add_nibbles(w, s, x, sums, DECODE: tl.constexpr, ANY: tl.constexpr, NATIVE: tl.constexpr):
     """Words of four nibbles: four matmuls, each of one nibble of every word."""
     x0, x1, x2, x3 = quarters(x)
     if DECODE == "e2m1":
         w0, w1 = e2m1_tile(w, s, 0, ANY, NATIVE), e2m1_tile(w, s, 1, ANY, NATIVE)
         w2, w3 = e2m1_tile(w, s, 2, ANY, NATIVE), e2m1_tile(w, s, 3, ANY, NATIVE)
     else:
-        w0, w1 = int4_tile(w, 0, NATIVE), int4_tile(w, 1, NATIVE)
-        w2, w3 = int4_tile(w, 2, NATIVE), int4_tile(w, 3, NATIVE)
-        if ZERO:
-            w0, w1, w2, w3 = plus(w0, z), plus(w1, z), plus(w2, z), plus(w3, z)
+        LESS: tl.constexpr = 0 if DECODE == "uint4" else 8
+        w0 = int4_tile(w, 0, NATIVE, LESS, x.dtype)
+        w1 = int4_tile(w, 1, NATIVE, LESS, x.dtype)
+        w2 = int4_tile(w, 2, NATIVE, LESS, x.dtype)
+        w3 = int4_tile(w, 3, NATIVE, LESS, x.dtype)
     sums = add_product(w0, x0, sums, NATIVE)
     sums = add_product(w1, x1, sums, NATIVE)
     sums = add_product(w2, x2, sums, NATIVE)
@@ -124,66 +127,77 @@ def add_nibbles(w, s, z, x, sums, DECODE: tl.constexpr, ZERO: tl.constexpr, ANY:
 
 
 @triton.jit
-def groups_apart(y_WRC, G: tl.constexpr):
-    """G groups of columns as matrices of their own [G * W, R, C / G]: a warp has G matrices then."""
+def matrices_apart(y_WRC, M: tl.constexpr):
+    """A step's columns as M matrices of their own [M * W, R, C / M]: a warp has M of them then."""
     W: tl.constexpr = y_WRC.shape[0]
     R: tl.constexpr = y_WRC.shape[1]
     C: tl.constexpr = y_WRC.shape[2]
-    y_GWRC = tl.permute(tl.reshape(y_WRC, [W, R, G, C // G]), (2, 0, 1, 3))
-    return tl.reshape(y_GWRC, [G * W, R, C // G])
+    y_MWRC = tl.permute(tl.reshape(y_WRC, [W, R, M, C // M]), (2, 0, 1, 3))
+    return tl.reshape(y_MWRC, [M * W, R, C // M])
 
 
 @triton.jit
-def by_nibble(y_BRC):
-    """Columns in the order 0, 4, 8, …, 1, 5, 9, …: the first nibbles of all words, the second ones, …"""
-    B: tl.constexpr = y_BRC.shape[0]
-    R: tl.constexpr = y_BRC.shape[1]
-    C: tl.constexpr = y_BRC.shape[2]
-    return tl.reshape(tl.permute(tl.reshape(y_BRC, [B, R, C // 4, 4]), (0, 1, 3, 2)), [B, R, C])
+def own_columns(R: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr):
+    """[1, P * R, C]: where each of P times R rows has numbers, in its own group of every P."""
+    group = (tl.arange(0, P * R) // R)[None, :, None]
+    at = tl.arange(0, C)[None, None, :]
+    return at // GROUP - at // (P * GROUP) * P == group  # % as Triton 3.6 sees through it
 
 
 @triton.jit
-def nibbles_by_turn(w, LESS: tl.constexpr, NATIVE: tl.constexpr):
-    """Words of four [B, N, Q] as numbers [B, N, 4 * Q] in that order."""
-    B: tl.constexpr = w.shape[0]
-    N: tl.constexpr = w.shape[1]
-    Q: tl.constexpr = w.shape[2]
-    even = tl.join(int4_tile(w, 0, NATIVE, LESS), int4_tile(w, 2, NATIVE, LESS))
-    odd = tl.join(int4_tile(w, 1, NATIVE, LESS), int4_tile(w, 3, NATIVE, LESS))
-    both = tl.reshape(tl.join(even, odd), [B, N, Q, 4])
-    return tl.reshape(tl.permute(both, (0, 1, 3, 2)), [B, N, 4 * Q])
+def over_tile(s_BNP, R: tl.constexpr, T: tl.constexpr):
+    """Numbers of P groups as [B, N, T]: each where the columns of its group are."""
+    B: tl.constexpr = s_BNP.shape[0]
+    N: tl.constexpr = s_BNP.shape[1]
+    P: tl.constexpr = s_BNP.shape[2]
+    wide = tl.broadcast_to(s_BNP[:, :, None, :, None], [B, N, T // (P * R), P, R])
+    return tl.reshape(wide, [B, N, T])
+
+
+@triton.jit
+def add_ones(x, sums, NATIVE: tl.constexpr):
+    """sums + the sums of x, so that they lie where they are needed; x as `add_nibbles` reads it."""
+    x0, x1, x2, x3 = quarters(x)
+    ones = tl.full([sums.shape[0], sums.shape[1], x0.shape[2]], 1.0, x.dtype)
+    sums = add_product(ones, x0, sums, NATIVE)
+    sums = add_product(ones, x1, sums, NATIVE)
+    sums = add_product(ones, x2, sums, NATIVE)
+    return add_product(ones, x3, sums, NATIVE)
 
 
 @triton.jit
 def add_groups(
-    w, s, z, x, acc, DECODE: tl.constexpr, ZERO: tl.constexpr, G: tl.constexpr, NATIVE: tl.constexpr
+    w, s, z, x, acc, DECODE: tl.constexpr, ZERO: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """acc + the sums of a step's G groups, each times its scale [W, N, G]; z are zero points or minima.
+    """acc + the sums of a step's M times P groups, each times its scale; z are zero points or minima.
 
-    A sum of a group is scaled in float32, so nothing is rounded on the way. With z an infinite x gives NaN.
+    A sum of a group is scaled in float32, so nothing is rounded on the way. With z an infinite x
+    gives NaN.
     """
     W: tl.constexpr = acc.shape[0]
     N: tl.constexpr = acc.shape[1]
     T: tl.constexpr = acc.shape[2]
-    x, w = groups_apart(x, G), groups_apart(w, G)
-    s = groups_apart(s, G)
-    if ZERO:
-        z = groups_apart(z, G)
+    R: tl.constexpr = x.shape[1] // P
+    x, w, s = matrices_apart(x, M), matrices_apart(w, M), over_tile(matrices_apart(s, M), R, T)
+    none = tl.zeros([M * W, N, T], tl.float32)
     if DECODE == "cast":
-        w = cast_tile(w, x.dtype, NATIVE)
+        sums = add_product(cast_tile(w, x.dtype, NATIVE), x, none, NATIVE)
     else:
-        x, w = by_nibble(x), nibbles_by_turn(w, 0 if DECODE == "uint4" else 8, NATIVE)
-    none = tl.zeros([G * W, N, T], tl.float32)
-    sums = add_product(w.to(x.dtype), x, none, NATIVE)
+        sums = add_nibbles(w, s, x, none, DECODE, False, NATIVE)
     if ZERO:
-        ones = tl.full(
-            [G * W, N, x.shape[2]], 1.0, x.dtype
-        )  # so that x's sums lie where they are needed
-        of_x = add_product(ones, x, none, NATIVE)
+        z, of_x = over_tile(matrices_apart(z, M), R, T), add_ones(x, none, NATIVE)
         sums = sums * s + of_x * z if DECODE == "uint4" else (sums + of_x * (8.0 - z)) * s
     else:
         sums = sums * s
-    return acc + tl.sum(tl.reshape(sums, [G, W, N, T]), 0)
+    return acc + tl.sum(tl.reshape(sums, [M, W, N, T]), 0)
+
+
+@triton.jit
+def _groups_of(from_row, begin, K, GROUP: tl.constexpr, C: tl.constexpr):
+    """A number of each group of C columns, none past the end."""
+    group = begin // GROUP + tl.arange(0, C // GROUP)[None, None, :]
+    return tl.load(from_row + group, group < K // GROUP, 0)
 
 
 @triton.jit
@@ -192,9 +206,10 @@ def sum_over_k(
     DECODE: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
     ANY: tl.constexpr, EVEN: tl.constexpr, T: tl.constexpr, C: tl.constexpr, STEP: tl.constexpr,
     STAGES: tl.constexpr, NATIVE: tl.constexpr, x_scale_row=0, x_scale_k=0,
-    X_CODES: tl.constexpr = False,
+    X_CODES: tl.constexpr = False, P: tl.constexpr = 1,
 ):  # fmt: skip
-    """Pointers are [1, rows, 1], or [W, rows, 1] where warps have rows of their own; `x_in` says which
+    """[W, N, T], or [W, N, T / P] of P groups beside each other, with which all rows of x come P times.
+    Pointers are [1, rows, 1], or [W, rows, 1] where warps have rows of their own; `x_in` says which
     rows of x there are. A warp begins at column first[W, 1, 1] and goes STEP columns at a time.
 
     Also returned: the largest e8m0 scale, where not all of them can be lifted (`E8M0_LIFTED_MOST`);
@@ -203,11 +218,18 @@ def sum_over_k(
     """
     W: tl.constexpr = first.shape[0]
     N: tl.constexpr = w_row.shape[1]
+    R: tl.constexpr = x_row.shape[1] // P
     nibbles: tl.constexpr = DECODE == "e2m1" or DECODE == "int4" or DECODE == "uint4"
     PACK: tl.constexpr = 4 if nibbles else 1
     lifted: tl.constexpr = DECODE == "e2m1" and GROUP == 32 and not ANY
+    if P > 1:
+        x_in = x_in & own_columns(R, P, GROUP, C)
     acc = tl.zeros([W, N, T], tl.float32)
     top = tl.zeros([W, N, C // GROUP], tl.int32) if lifted else 0
+    # Fewer bytes than four no copy brings while others are multiplied: asked for a step ahead.
+    ahead: tl.constexpr = SCALING == "groups" and ZERO and DECODE == "int4" and C // GROUP < 4
+    if ahead:
+        next_z = _groups_of(z_row, first, K, GROUP, C)
     for k in tl.range(0, K, STEP, num_stages=STAGES):
         begin = k + first
         item = begin // PACK + tl.arange(0, C // PACK)[None, None, :]
@@ -236,18 +258,19 @@ def sum_over_k(
         elif SCALING == "groups":
             block = begin // GROUP + tl.arange(0, C // GROUP)[None, None, :]
             s = _part(s_row + block, block, K // GROUP, EVEN)
-            if ZERO:
+            if ahead:
+                z = next_z.to(tl.float32)
+                next_z = _groups_of(z_row, begin + STEP, K, GROUP, C)
+            elif ZERO:
                 z = _part(z_row + block, block, K // GROUP, EVEN).to(tl.float32)
         elif SCALING == "step":
             at = (begin if EVEN else tl.minimum(begin, K - 1)) // GROUP * w_scale_k
             scale = tl.load(s_row + at).to(tl.float32)
-            if ZERO:
-                z = 8.0 - tl.load(z_row + at).to(tl.float32)
             sums = tl.zeros([W, N, T], tl.float32)
         if SCALING == "groups":
-            sums = add_groups(w, s, z, x, acc, DECODE, ZERO, C // GROUP, NATIVE)
+            sums = add_groups(w, s, z, x, acc, DECODE, ZERO, C // (P * GROUP), P, NATIVE)
         elif nibbles:
-            sums = add_nibbles(w, s, z, x, sums, DECODE, ZERO, ANY, NATIVE)
+            sums = add_nibbles(w, s, x, sums, DECODE, ANY, NATIVE)
         elif SCALING == "inside":
             sums = add_product(times(w, s), x, sums, NATIVE)
         elif DECODE == "cast":
@@ -258,6 +281,9 @@ def sum_over_k(
             acc += sums * (scale * x_scale)
         else:
             acc = acc + sums * scale if SCALING == "step" else sums
+    if P > 1:
+        acc = tl.sum(tl.reshape(acc, [W, N, T // (P * R), P, R]), 3)
+        acc = tl.reshape(acc, [W, N, T // P])
     return acc, tl.max(tl.max(tl.max(top, 2), 1), 0) if lifted else 0
 
 
@@ -267,12 +293,13 @@ def sums_of_warps(
     DECODE: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
     EVEN: tl.constexpr, T: tl.constexpr, C: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
     NATIVE: tl.constexpr, x_scale_row=0, x_scale_k=0, X_CODES: tl.constexpr = False,
+    P: tl.constexpr = 1,
 ):  # fmt: skip
-    """[W, N, T], of any scales: MXFP4 weights of 16 and more take a second, slower turn."""
+    """The same, of any scales: MXFP4 weights of 16 and more take a second, slower turn."""
     acc, top = sum_over_k(
         x_row, x_in, w_row, s_row, z_row, first, K, w_scale_k,
         DECODE, SCALING, GROUP, ZERO, False, EVEN, T, C, STEP, STAGES, NATIVE,
-        x_scale_row, x_scale_k, X_CODES,
+        x_scale_row, x_scale_k, X_CODES, P,
     )  # fmt: skip
     if DECODE == "e2m1" and GROUP == 32:
         if top > E8M0_LIFTED_MOST:

@@ -37,7 +37,8 @@ def few_tile(m: int, n: int, k: int, weight: Weight) -> FewTile:
     """Up to 16 rows of x and one weight."""
     rows = 1 if m == 1 else 4 if m <= 4 else 8 if m <= 8 else FEW
     warps = 2 if n >= MANY_ROWS else 4
-    long = weight.decode == "e2m1" and rows <= 4  # steps: what is decoded fills the registers
+    # steps: what is decoded fills the registers
+    long = weight.nibbles and rows <= (4 if weight.decode == "e2m1" else 1)
     columns = 32 if rows > 4 or (weight.nibbles and n >= MANY_ROWS) else 16
     return FewTile(columns, _depth(k, warps, weight, 256 if long else 128), warps, 3, rows)
 
@@ -64,9 +65,10 @@ def few_down_tile(share: int, k: int, weight: Weight) -> FewTile:
 
 
 def _depth(k: int, warps: int, weight: Weight, most: int) -> int:
-    """The longest step up to `most` that K is a multiple of; a scale's group where steps have one."""
-    if weight.scaling == "step":
+    """The longest step up to `most` that K is a multiple of; whole groups of integers, or one group
+    where a step has one scale."""
+    if weight.few_scaling == "step":
         return min(weight.group, 128)
-    return next(
-        (depth for depth in (256, 128, 64) if depth <= most and k % (depth * warps) == 0), 128
-    )
+    least = weight.group if weight.few_scaling == "groups" else 64
+    steps = (depth for depth in (256, 128, 64) if least <= depth <= most)
+    return next((depth for depth in steps if k % (depth * warps) == 0), 128)

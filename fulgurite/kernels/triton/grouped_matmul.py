@@ -76,7 +76,7 @@ def grouped_matmul_kernel(
     m_in = tl.where(inside, m, 0)
     row = tl.load(rows_ptr + m_in, inside, 0).to(tl.int64) if GATHER else m_in.to(tl.int64)
     n_in = tl.where(n < N, n, 0).to(tl.int64)
-    nibbles: tl.constexpr = DECODE == "e2m1" or DECODE == "int4"
+    nibbles: tl.constexpr = DECODE == "e2m1" or DECODE == "int4" or DECODE == "uint4"
     steps = tl.where(live & (start < end), tl.cdiv(K, BK), 0)  # rows of no expert are zero
     acc = tl.zeros([BN, BM], tl.float32)
     up = tl.zeros([BN, BM], tl.float32)
@@ -144,7 +144,7 @@ def grouped_matmul(
         return _fused(x, rows, parts, PLAIN_WEIGHT, False, *after)
     entry = resolve(format)
     weight = weight_of(entry)
-    if weight is None or weight.scaling == "groups" or not takes(x, weight):
+    if weight is None or not takes(x, weight):
         return NotImplemented
     if activations != PLAIN:
         return _apart(x, rows, data, scales, format, activations, *after)

@@ -27,8 +27,9 @@ from fulgurite.kernels.triton.decode import (
     e2m1_tile,
     e8m0_lifted,
     e8m0_to_bfloat16,
+    int4_less,
     int4_tile,
-    plus,
+    rounded_nibbles,
     spread,
 )
 from fulgurite.kernels.triton.grouped_step import finish, gated
@@ -70,14 +71,16 @@ def lifted(s, GROUP: tl.constexpr, ANY: tl.constexpr):
 
 @triton.jit
 def decoded(
-    w, s, z, NIBBLE: tl.constexpr, DECODE: tl.constexpr, ZERO: tl.constexpr, ANY: tl.constexpr,
-    NATIVE: tl.constexpr,
+    w, s, z, NIBBLE: tl.constexpr, DECODE: tl.constexpr, SCALING: tl.constexpr, ZERO: tl.constexpr,
+    ANY: tl.constexpr, type: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """One nibble of each word."""
-    if DECODE == "e2m1":
+    """One nibble of each word; scaled and rounded where its group is shorter than a step."""
+    if SCALING == "groups":
+        return rounded_nibbles(w, s, z, NIBBLE, DECODE, ZERO, type, NATIVE)
+    elif DECODE == "e2m1":
         return e2m1_tile(w, s, NIBBLE, ANY, NATIVE)
     elif ZERO:
-        return plus(int4_tile(w, NIBBLE, NATIVE), z)
+        return int4_less(w, z, NIBBLE, NATIVE)
     else:
         return int4_tile(w, NIBBLE, NATIVE)
 
@@ -115,19 +118,24 @@ def sum_over_k(
             if limited:
                 top = tl.maximum(top, s.to(tl.int32))
             s = spread(lifted(s, GROUP, ANY), BN, BLOCKS, GROUP // 4)
+        elif SCALING == "groups":
+            place = at_scale[:, None] + step * BLOCKS + tl.arange(0, BLOCKS)[None, :]
+            s = spread(tl.load(s_ptr + place), BN, BLOCKS, GROUP // 4)
+            if ZERO:
+                z = spread(tl.load(z_ptr + place).to(tl.float32), BN, BLOCKS, GROUP // 4)
         else:
             scale = tl.load(s_ptr + at_scale + step * w_scale_k).to(tl.float32)
             if ZERO:
-                z = (8.0 - tl.load(z_ptr + at_scale + step * w_scale_k).to(tl.float32))[:, None]
+                z = tl.load(z_ptr + at_scale + step * w_scale_k).to(tl.float32)[:, None]
             sums = tl.zeros([BN, BM], tl.float32)
         w = side_by_side(
-            decoded(w, s, z, 0, DECODE, ZERO, ANY, NATIVE),
-            decoded(w, s, z, 1, DECODE, ZERO, ANY, NATIVE),
-            decoded(w, s, z, 2, DECODE, ZERO, ANY, NATIVE),
-            decoded(w, s, z, 3, DECODE, ZERO, ANY, NATIVE),
+            decoded(w, s, z, 0, DECODE, SCALING, ZERO, ANY, x.dtype, NATIVE),
+            decoded(w, s, z, 1, DECODE, SCALING, ZERO, ANY, x.dtype, NATIVE),
+            decoded(w, s, z, 2, DECODE, SCALING, ZERO, ANY, x.dtype, NATIVE),
+            decoded(w, s, z, 3, DECODE, SCALING, ZERO, ANY, x.dtype, NATIVE),
         )
         sums = multiply(w, x.load([start, step * BK]), sums, NATIVE)
-        acc = sums if SCALING == "inside" else acc + sums * scale[:, None]
+        acc = acc + sums * scale[:, None] if SCALING == "step" else sums
     return acc, tl.max(tl.max(top, 1), 0) if limited else 0
 
 

@@ -17,8 +17,10 @@ from fulgurite.kernels.triton.decode import (
     cast_tile,
     e2m1_tile,
     e8m0_to_bfloat16,
+    int4_less,
     int4_tile,
-    plus,
+    rounded,
+    rounded_nibbles,
     spread,
     times,
 )
@@ -54,13 +56,25 @@ def _block_scale(
 
 
 @triton.jit
+def _group_numbers(
+    from_ptr, n_in, step, K, w_scale_n, GROUP: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr
+):  # fmt: skip
+    """Scales, zero points or minima of groups of integers as float32, spread over a step's items."""
+    group = step * (BK // GROUP) + tl.arange(0, BK // GROUP)
+    place = n_in[:, None] * w_scale_n + group[None, :]
+    numbers = tl.load(from_ptr + place, (group * GROUP < K)[None, :], 0)
+    return spread(numbers.to(tl.float32), n_in.shape[0], BK // GROUP, WIDTH)
+
+
+@triton.jit
 def add_step(
     acc, x, x0, x1, x2, x3, w_ptr, s_ptr, z_ptr, n_in, step, K, w_stride, w_step, w_scale_n, w_scale_k,
     DECODE: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, W_ROWS: tl.constexpr,
     ZERO: tl.constexpr, EVEN: tl.constexpr, BK: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """acc + weight @ x.T over one step of K; nibbles meet the quarters of x."""
-    nibbles: tl.constexpr = DECODE == "e2m1" or DECODE == "int4"
+    nibbles: tl.constexpr = DECODE == "e2m1" or DECODE == "int4" or DECODE == "uint4"
+    width: tl.constexpr = GROUP // 4 if nibbles else GROUP  # words or items of a scale
     k = step * BK
     if DECODE == "dense":
         w = _dense(w_ptr, n_in, k + tl.arange(0, BK), K, w_stride, w_step, EVEN)
@@ -80,28 +94,40 @@ def add_step(
             place = (n_in // W_ROWS) * w_scale_n + (k // GROUP) * w_scale_k
             ws = tl.load(s_ptr + place).to(tl.float32)
         if SCALING == "inside":
-            s = _block_scale(
-                s_ptr, n_in, step, K, w_scale_n, GROUP, GROUP // 4 if nibbles else GROUP, BK
-            )
+            s = _block_scale(s_ptr, n_in, step, K, w_scale_n, GROUP, width, BK)
+        if SCALING == "groups":
+            s = _group_numbers(s_ptr, n_in, step, K, w_scale_n, GROUP, width, BK)
+            z = _group_numbers(z_ptr, n_in, step, K, w_scale_n, GROUP, width, BK) if ZERO else s
         sums = tl.zeros_like(acc) if SCALING == "step" else acc
         if nibbles:
-            if DECODE == "e2m1":
+            if SCALING == "groups":
+                w0 = rounded_nibbles(w, s, z, 0, DECODE, ZERO, x.dtype, NATIVE)
+                w1 = rounded_nibbles(w, s, z, 1, DECODE, ZERO, x.dtype, NATIVE)
+                w2 = rounded_nibbles(w, s, z, 2, DECODE, ZERO, x.dtype, NATIVE)
+                w3 = rounded_nibbles(w, s, z, 3, DECODE, ZERO, x.dtype, NATIVE)
+            elif DECODE == "e2m1":
                 w0 = e2m1_tile(w, s, 0, GROUP != 16, NATIVE)
                 w1 = e2m1_tile(w, s, 1, GROUP != 16, NATIVE)
                 w2 = e2m1_tile(w, s, 2, GROUP != 16, NATIVE)
                 w3 = e2m1_tile(w, s, 3, GROUP != 16, NATIVE)
+            elif ZERO:
+                z = tl.load(z_ptr + place).to(tl.float32)[:, None]
+                w0, w1 = int4_less(w, z, 0, NATIVE), int4_less(w, z, 1, NATIVE)
+                w2, w3 = int4_less(w, z, 2, NATIVE), int4_less(w, z, 3, NATIVE)
             else:
                 w0, w1 = int4_tile(w, 0, NATIVE), int4_tile(w, 1, NATIVE)
                 w2, w3 = int4_tile(w, 2, NATIVE), int4_tile(w, 3, NATIVE)
-                if ZERO:
-                    z = (8.0 - tl.load(z_ptr + place).to(tl.float32))[:, None]
-                    w0, w1, w2, w3 = plus(w0, z), plus(w1, z), plus(w2, z), plus(w3, z)
             sums = multiply(w0, x0, sums, NATIVE)
             sums = multiply(w1, x1, sums, NATIVE)
             sums = multiply(w2, x2, sums, NATIVE)
             sums = multiply(w3, x3, sums, NATIVE)
         else:
-            w = times(w, s) if SCALING == "inside" else cast_tile(w, x.dtype, NATIVE)
+            if SCALING == "inside":
+                w = times(w, s)
+            elif SCALING == "groups":
+                w = rounded(w, s, s, DECODE, ZERO, x.dtype)
+            else:
+                w = cast_tile(w, x.dtype, NATIVE)
             sums = multiply(w, x, sums, NATIVE)
         if SCALING == "step":
             return acc + sums * ws[:, None]

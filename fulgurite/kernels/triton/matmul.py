@@ -30,8 +30,8 @@ from fulgurite.kernels.triton.decode import (
     cast_tile,
     e2m1_tile,
     e8m0_to_bfloat16,
+    int4_less,
     int4_tile,
-    plus,
     quarters,
     rounded,
     rounded_nibbles,
@@ -186,15 +186,16 @@ def matmul_kernel(
                 w1 = e2m1_tile(w, s, 1, GROUP != 16, PACKED)
                 w2 = e2m1_tile(w, s, 2, GROUP != 16, PACKED)
                 w3 = e2m1_tile(w, s, 3, GROUP != 16, PACKED)
+            elif ZERO:
+                z = tl.load(tensor_scale_ptr + n_in * w_scale_n + (k // GROUP) * w_scale_k)
+                z = z.to(tl.float32)[:, None]
+                w0, w1 = int4_less(w, z, 0, PACKED), int4_less(w, z, 1, PACKED)
+                w2, w3 = int4_less(w, z, 2, PACKED), int4_less(w, z, 3, PACKED)
             else:
                 w0 = int4_tile(w, 0, PACKED)
                 w1 = int4_tile(w, 1, PACKED)
                 w2 = int4_tile(w, 2, PACKED)
                 w3 = int4_tile(w, 3, PACKED)
-                if ZERO:
-                    z = tl.load(tensor_scale_ptr + n_in * w_scale_n + (k // GROUP) * w_scale_k)
-                    z = (8.0 - z.to(tl.float32))[:, None]
-                    w0, w1, w2, w3 = plus(w0, z), plus(w1, z), plus(w2, z), plus(w3, z)
             sums = multiply(w0, x0, tl.zeros([BN, BM], kind) if SCALING == "step" else acc, PACKED)
             sums = multiply(w1, x1, sums, PACKED)
             sums = multiply(w2, x2, sums, PACKED)

@@ -62,11 +62,10 @@ def packed_tile(count: int, experts: int, weight: Weight, gated: bool) -> Tile |
 
     With a gate, 128 rows are right with 8 warps and 128 columns only: Triton 3.6 makes something else of
     4 warps, or of 256 columns."""
-    steps = weight.decode == "int4" and weight.scaling == "step" and weight.group in (64, 128)
-    if weight.decode != "e2m1" and not steps:
+    if not weight.nibbles:
         return None
     average = max(1, count // experts)
-    depth = weight.group if steps else 128
+    depth = weight.group if weight.scaling == "step" else 128
     if average <= 24:
         return Tile(16 if average <= 8 else 32, 128, depth, warps=4, stages=4)
     if average <= 96:

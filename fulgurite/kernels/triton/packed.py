@@ -33,6 +33,17 @@ class Weight:
         return self.decode in ("e2m1", "int4", "uint4")
 
     @property
+    def few_scaling(self) -> str:
+        """The same with few rows of x: sums of all 4-bit integers are scaled by groups."""
+        return "groups" if self.decode == "int4" else self.scaling
+
+    @property
+    def beside(self) -> int:
+        """Groups that lie beside each other in a matmul of the tensor cores, which is 16 words wide."""
+        grouped = self.nibbles and self.few_scaling == "groups"
+        return max(1, SHORTEST_STEP // self.group) if grouped else 1
+
+    @property
     def depth(self) -> int:
         """The K of a step: a group where each step has a scale, and else what was found fast."""
         return self.group if self.scaling == "step" else 256 if self.decode == "e2m1" else 128
