@@ -110,14 +110,10 @@ def candidates(s):
         narrow = 8 // widest(s.nest)
         add("8 bytes", replace(s, granule=narrow))
         add("16 bytes", replace(s, granule=2 * narrow))
-        if any(index.axes() == {body} for _, index, _ in s.nest.accesses()):
-            for name, granule in (("handed, 8 bytes", narrow), ("handed, 16 bytes", 2 * narrow)):
-                add(name, replace(s, granule=granule, handed=True))
         if s.sizes[body] == KEPT_BLOCK:  # a last block that is less empty
             halves = replace(s, sizes={body: KEPT_BLOCK // 2}, kept=2 * s.kept)
             add("4096, 8 bytes", replace(halves, granule=narrow))
             add("4096, 16 warps", replace(halves, granule=2 * narrow, warps=16))
-            add("4096, handed", replace(halves, granule=2 * narrow, handed=True))
     elif s.looped and s.passes > 1:
         (body,) = s.nest.body
         part = s.kept * s.sizes[body] < body.size.constant

@@ -104,7 +104,6 @@ def together(schedule: GpuSchedule) -> GpuSchedule:
 @pytest.mark.parametrize(
     ("name", "width", "dtype", "way"),
     [
-        ("rms_norm", 50257, BF16, lambda s: replace(s, handed=True)),
         ("rms_norm", 131072, BF16, lambda s: replace(s, back=True)),
         ("layer_norm", 65537, F32, lambda s: replace(s, back=True)),
         ("layer_norm", 131073, BF16, lambda s: replace(s, back=True)),  # nothing kept
@@ -121,8 +120,7 @@ def test_ways_that_measurements_try(name, width, dtype, way, monkeypatch) -> Non
     function, arguments = case(name, rows, width, dtype)
     arguments[0][1, [0, 3, width - 1]] = torch.tensor([float("-inf"), 90.0, 3.0]).to(dtype)
     (kernel,) = fused(function, *arguments).kernels
-    chosen = kernel.schedule
-    assert chosen.back or chosen.online or chosen.handed, f"{chosen}"
+    assert kernel.schedule.back or kernel.schedule.online, f"{kernel.schedule}"
 
 
 @pytest.mark.parametrize("width", [16384, 8201])

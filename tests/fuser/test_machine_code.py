@@ -92,7 +92,8 @@ def test_rows_that_start_anywhere_have_wide_accesses(
     narrow = [a for a in accesses if ".v2.b32" not in a and not a.endswith("b64")]
     walks = schedule.passes
     assert len(narrow) <= walks + 1 and len(accesses) > 3 * len(narrow), narrow
-    assert stack_bytes(made, tmp_path) <= 32
+    # float32 quotients are rounded: those that are not normal numbers call a function, which needs a stack
+    assert stack_bytes(made, tmp_path) <= (32 if dtype == BF16 else 320)
 
 
 def test_rows_that_are_aligned_have_no_edges() -> None:

@@ -44,7 +44,6 @@ def block_positions(w: Writer, first: str, filled: bool | None) -> None:
     if mask:
         b.head(f"{mask} = {along} < {w.aligned.inner}")
     b.loops[axis] = Loop(axis, block, b.depth, mask)
-    b.handed = w.schedule.handed
     b.places = {w.aligned.index: f"{w.aligned.start} + {along}"}
 
 

@@ -24,7 +24,6 @@ from .triton_lines import Loop
 from .triton_operations import Operations
 from .triton_values import constant, is_single, typed, value_tl
 
-LINE = 128  # elements that threads side by side read at once
 WIDE_INTEGERS = (torch.int64, torch.uint64, torch.uint32)
 
 
@@ -43,9 +42,6 @@ class Body(Operations):
         self.asserts = False
         self.kept: dict[Load, str] = {}  # blocks that an earlier walk has read
         self.places: dict[Index | None, str] = {}  # indices that have a shorter text
-        self.handed = (
-            False  # what starts elsewhere is read by neighbouring threads, and handed over
-        )
         self.walk = 0  # which walk over the body this is
         self.remade = False  # what is read stays narrow, and is widened in every walk
         # inputs that may have no address
@@ -204,23 +200,11 @@ class Body(Operations):
         """The reading of a block, of the type that memory has."""
         mask = "False" if load.name in self.empty else mask
         place = self.index(load.index[0]) + extra
-        hands = self.handed and not extra and self.starts_elsewhere(load)
-        if hands:
-            place, mask = (self.as_lines(text) if text else "" for text in (place, mask))
         pointer = f"{self.names[load.name]} + {place}" if place != "0" else self.names[load.name]
         options = f", mask={mask}" if mask else ""
         if mask and not load.dtype.is_floating_point:
             options += ", other=0"  # it may be a position
-        text = f"tl.load({pointer}{options})"
-        return f"tl.reshape({text}, [{self.loops[self.blocks[0]].block}])" if hands else text
-
-    def starts_elsewhere(self, load: Load) -> bool:
-        """Is it read along an aligned row, from a place that is not aligned?"""
-        return bool(self.places) and load.axes() == set(self.blocks) and len(self.blocks) == 1
-
-    def as_lines(self, text: str) -> str:
-        """The block as lines of memory: neighbours are then neighbouring threads', not one thread's."""
-        return f"tl.reshape({text}, [{self.loops[self.blocks[0]].block // LINE}, {LINE}])"
+        return f"tl.load({pointer}{options})"
 
     def kept_text(self, load: Load, outside: bool = False) -> str:
         """The same where registers have it; what an earlier walk, or row, made of it is made again."""

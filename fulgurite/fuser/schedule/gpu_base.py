@@ -37,7 +37,6 @@ class GpuSchedule:
     granule: int = (
         0  # elements: blocks start at the first multiple of so many in memory, edges are apart
     )
-    handed: bool = False  # weights of such rows are read thread by thread, and handed over
     back: bool = False  # every other walk goes from a row's end, which the cache has longest
     remade: bool = False  # values of a row are made again after each reduction, of what was read
     group: int = 1  # neighbouring elements that one running maximum and sum have in common
@@ -58,8 +57,6 @@ class GpuSchedule:
             text += ", to and fro"
         if self.granule:
             text += f", edges of {self.granule} apart"
-        if self.handed:
-            text += ", weights handed over"
         if self.online:
             text += ", maximum and exponentials together"
         if self.about:

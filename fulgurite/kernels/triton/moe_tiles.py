@@ -58,10 +58,10 @@ def fp8_tile(count: int, experts: int, gated: bool, packed: bool) -> Tile | None
 
 def packed_tile(count: int, experts: int, weight: Weight, gated: bool) -> Tile | None:
     """4-bit weights and more than a few rows: each weight is decoded once for all rows of an expert,
-    up to 256 of them; else None. `columns` are rows of the weight, of gate and up together.
+    up to 128 of them; else None. `columns` are rows of the weight, of gate and up together.
 
-    With a gate, 128 rows are right with 8 warps and 128 columns only: Triton 3.6 makes something else of
-    4 warps, or of 256 columns."""
+    128 rows are right with 8 warps and 128 columns only: Triton 3.6 makes something else of 4 warps, of 256
+    columns, and, with few steps over K, of 256 rows (which would be a tenth faster with hundreds)."""
     if not weight.nibbles:
         return None
     average = max(1, count // experts)
@@ -70,7 +70,7 @@ def packed_tile(count: int, experts: int, weight: Weight, gated: bool) -> Tile |
         return Tile(16 if average <= 8 else 32, 128, depth, warps=4, stages=4)
     if average <= 96:
         return Tile(64, 128, depth, warps=4 if gated else 8, stages=4)
-    return Tile(128 if average < 192 else 256, 128, depth, warps=8, stages=3)
+    return Tile(128, 128, depth, warps=8, stages=3)
 
 
 def _depth(weight: Weight, dtype: torch.dtype) -> int:
