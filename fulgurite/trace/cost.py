@@ -73,9 +73,14 @@ def is_view(node: fx.Node) -> bool:
 
 
 def memory_of(node: fx.Node) -> fx.Node:
-    """The node whose memory a view looks into; items of a tuple have memory of their own."""
-    while node.op == "call_function" and node.target is not operator.getitem and is_view(node):
-        node = node.all_input_nodes[0]
+    """The node whose memory a view looks into; an item of a tuple has memory of its own, but for parts of a split."""
+    while node.op == "call_function" and is_view(node):
+        source = node.all_input_nodes[0]
+        if node.target is operator.getitem and not (
+            source.op == "call_function" and is_view(source)
+        ):
+            break
+        node = source
     return node
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from fulgurite.compile import compile
 from fulgurite.executors import order
 from fulgurite.executors.gather import Group
+from fulgurite.trace.cost import memory_of
 
 
 class Pooled(nn.Module):
@@ -107,3 +109,15 @@ def test_any_program(seed: int) -> None:
 
 def test_none() -> None:
     assert order.for_memory([]) == []
+
+
+def test_parts_of_a_split_lie_in_one_memory() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    made = graph.call_function(torch.ops.aten.mm.default, (x, x))
+    parts = graph.call_function(torch.ops.aten.split.Tensor, (made, 2, 1))
+    part = graph.call_function(operator.getitem, (parts, 1))
+    seen = graph.call_function(torch.ops.aten.t.default, (part,))
+    pair = graph.call_function(torch.ops.aten.max.dim, (seen, 0))
+    place = graph.call_function(operator.getitem, (pair, 1))
+    assert [memory_of(node) for node in (seen, part, parts, place)] == [made, made, made, place]
