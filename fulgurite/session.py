@@ -74,9 +74,8 @@ class GraphRecord:
     programs: dict[Kind, Program] = field(default_factory=dict)
     saved: SavedBytes | None = None
     decisions: list[Decision] = field(default_factory=list)
-    seconds: float = (
-        0.0  # from the captured graph to its functions, backward included once it is built
-    )
+    # from the captured graph to its functions, backward included once it is built
+    seconds: float = 0.0
 
     def stages(self, kind: Kind) -> list[Trace]:
         return [trace for trace in self.history if trace.kind == kind]

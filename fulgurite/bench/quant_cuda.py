@@ -57,9 +57,8 @@ CAST_SHAPE = (16384, 4096)
 CASTS = ("fp8_e4m3_tensor", "fp8_e4m3_row", "fp8_e4m3_1x128", "fp8_e4m3_128x128", "nvfp4", "mxfp4",
          "mxfp8_e4m3", "int8", "int4_g128")  # fmt: skip
 TURNED = ("fp8_e4m3_row", "fp8_e4m3_1x128", "fp8_e4m3_128x128")
-OUT_OF_CACHE = (
-    250e6  # bytes of weights a graph goes through: four times an H200's second-level cache
-)
+# bytes of weights a graph goes through: four times an H200's second-level cache
+OUT_OF_CACHE = 250e6
 
 
 def quant_cuda(options: argparse.Namespace) -> None:

@@ -27,9 +27,8 @@ from fulgurite.capture.blocks import (
 )
 from fulgurite.capture.dynamo import GraphBreak, is_capturing
 
-MOST_CAPTURES = (
-    8  # torch.compile's own; past them what is around runs in eager, with layers compiled
-)
+# torch.compile's own; past them what is around runs in eager, with layers compiled
+MOST_CAPTURES = 8
 DATA = (
     torch.Tensor,
     *(bool, int, float, complex, str, bytes, type(None)),

@@ -22,9 +22,8 @@ from fulgurite.capture.dynamo import is_capturing
 
 LEAST_REPEATS = 4  # fewer equal layers than this are compiled as one graph with the rest
 LEAST_SHARE = 0.5  # of the model's parameters, in the repeated layers
-REASON = (
-    "a model's layers are compiled one by one"  # why what is around them is captured without them
-)
+# why what is around them is captured without them
+REASON = "a model's layers are compiled one by one"
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,8 @@ from fulgurite.capture.direct import Direct, torchs_function
 from fulgurite.errors import CaptureError, FulguriteError, GraphBreakError, OpError
 from fulgurite.trace.describe import is_the_users
 
-RECOMPILE_LIMIT = (
-    64  # shapes, dtypes or kinds of layers a function is compiled for before it runs in eager
-)
+# shapes, dtypes or kinds of layers a function is compiled for before it runs in eager
+RECOMPILE_LIMIT = 64
 
 
 def optimize(

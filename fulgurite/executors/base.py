@@ -21,9 +21,8 @@ class Executor(ABC):
 
     name: ClassVar[str]
     takes_pieces: ClassVar[bool] = False  # composite ops may be taken apart to reach this executor
-    compared: ClassVar[bool] = (
-        False  # a region that torch's own ops run faster is given back to them
-    )
+    # a region that torch's own ops run faster is given back to them
+    compared: ClassVar[bool] = False
 
     region_name: ClassVar[str] = ""  # of its regions in the trace; by default their ops give it
 

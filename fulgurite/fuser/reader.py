@@ -38,9 +38,8 @@ class Reader:
     """Values of the nodes read so far, and the statements they need."""
 
     def __init__(self, corrects: bool = False) -> None:
-        self.corrects = (
-            corrects  # variances, for the rounding of their means: one more sum in a walk
-        )
+        # variances, for the rounding of their means: one more sum in a walk
+        self.corrects = corrects
         self.values: dict[torch.fx.Node, Any] = {}
         self.statements: list[Statement] = []
         self.tensors: dict[str, Tensor] = {}

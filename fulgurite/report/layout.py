@@ -84,9 +84,8 @@ class _Slot:
     up: list[int] = field(default_factory=list)
     down: list[int] = field(default_factory=list)
     lane: bool = False
-    side: int = (
-        1  # of its layer's middle a slot starts on; long lanes alternate, lest the graph lean
-    )
+    # of its layer's middle a slot starts on; long lanes alternate, lest the graph lean
+    side: int = 1
     order: float = 0.0
     center: float = 0.0
 

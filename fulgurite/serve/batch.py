@@ -35,9 +35,8 @@ class Batch:
     rows_R: Tensor | None  # None: all of them
     max_count: int
     max_length: int
-    query_counts: list[int] | None = (
-        None  # tokens and keys of each sequence, as the host knows them
-    )
+    # tokens and keys of each sequence, as the host knows them
+    query_counts: list[int] | None = None
     key_counts: list[int] | None = None
 
 

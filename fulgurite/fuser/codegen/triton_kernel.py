@@ -42,9 +42,8 @@ class Stage:
     parts: tuple[Tensor, ...] = ()  # memory between this stage and the next
     wide: bool = False
     updates: tuple[str, ...] = ()  # those of the writes that are read, too
-    flushes: bool = (
-        False  # functions take denormals for zero, which approximations of narrow floats do
-    )
+    # functions take denormals for zero, which approximations of narrow floats do
+    flushes: bool = False
 
 
 def write_stages(name: str, schedule: GpuSchedule, device: Device, wide: bool) -> list[Stage]:

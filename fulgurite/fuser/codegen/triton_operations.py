@@ -105,9 +105,8 @@ class Operations(Lines, ABC):
         if have != want:
             small = not want.is_floating_point and want not in (torch.int32, torch.int64)
             if have.is_floating_point and small:
-                text += (
-                    ".to(tl.int64)"  # so that what doesn't fit wraps, as torch's conversion does
-                )
+                # so that what doesn't fit wraps, as torch's conversion does
+                text += ".to(tl.int64)"
             text += f".to(tl.{TYPES[want]})"
         if target in NARROW_FLOATS and source != target:
             text = f"{self.narrowed(text, argument, target)}.to(tl.float32)"

@@ -19,9 +19,8 @@ from .rows import count_passes, kept_locals, may_split, pass_roots
 from .traffic import contiguous_loads, loads_of, streamed
 
 WIDEST = 512  # neighbouring grid points done together: a few pages of each row
-WIDEST_SUM = (
-    4096  # where nothing but sums is made: their accumulators stay in the first level cache
-)
+# where nothing but sums is made: their accumulators stay in the first level cache
+WIDEST_SUM = 4096
 NARROWEST = 16
 MOST_KEPT = 1 << 20  # bytes of a thread's stack
 

@@ -34,9 +34,8 @@ class GpuSchedule:
     warps: int = 4
     stages: int = 1  # blocks of a loop whose loads are under way at once
     kept: int = 0  # blocks of the body that stay in registers, as they were read, from walk to walk
-    granule: int = (
-        0  # elements: blocks start at the first multiple of so many in memory, edges are apart
-    )
+    # elements: blocks start at the first multiple of so many in memory, edges are apart
+    granule: int = 0
     back: bool = False  # every other walk goes from a row's end, which the cache has longest
     remade: bool = False  # values of a row are made again after each reduction, of what was read
     group: int = 1  # neighbouring elements that one running maximum and sum have in common

@@ -183,9 +183,8 @@ def columns(nest: Nest, device: Device) -> GpuSchedule:
     outer = length(nest.grid[:-1])
     across = min(max(128 // widest(nest), 16), power_above(width))
     while waits(nest, once) and across * widest(nest) > 32 and few(outer, width, across, device):
-        across //= (
-            2  # nothing else can be shared among programs; a sector of 32 bytes is still whole
-        )
+        # nothing else can be shared among programs; a sector of 32 bytes is still whole
+        across //= 2
     deep = max(1, min(power_above(height), 4096 // across))
     tasks = outer * -(-width // across)
     online = online_sums(nest, facts)

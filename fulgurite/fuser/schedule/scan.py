@@ -15,9 +15,8 @@ from .base import Schedule
 from .choose import arranged, vector_axis
 from .rows import SPLIT_ELEMENTS
 
-WIDEST = (
-    256  # neighbouring grid points side by side: their accumulators stay in the first level cache
-)
+# neighbouring grid points side by side: their accumulators stay in the first level cache
+WIDEST = 256
 NARROWEST = 16
 
 
