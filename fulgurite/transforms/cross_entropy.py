@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from fulgurite.op import op
 from fulgurite.trace.cost import is_view
 from fulgurite.trace.metadata import fake_mode_of, faking
-from fulgurite.transforms.losses import gradient_of_class, nll_loss_backward
+from fulgurite.transforms.losses import by_class, of_own_class, of_rows
 from fulgurite.transforms.masks import emit_again, recomputed, source
 
 aten = torch.ops.aten
@@ -78,22 +78,24 @@ def cross_entropy_backward(
     target: Tensor,
     weight: Tensor | None,
     reduction: int,
-    ignore_index: int,
+    ignored: int,
     total_weight: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
     """The gradient of the logits: `nll_loss_backward` and then `_log_softmax_backward_data`."""
-    return _gradient(grad, logarithms, target, weight, reduction, ignore_index, total_weight, dtype)
+    grad, target = of_rows(grad, logarithms, target, reduction, total_weight)
+    return _gradient(grad, logarithms, target, weight, ignored, dtype)
 
 
 @cross_entropy_backward.fake
-def _(grad, logarithms, target, weight, reduction, ignore_index, total_weight, dtype):  # type: ignore[no-untyped-def]
+def _(grad, logarithms, target, weight, reduction, ignored, total_weight, dtype):  # type: ignore[no-untyped-def]
     return torch.empty_like(logarithms, dtype=dtype)
 
 
 @cross_entropy_backward.pieces
-def _(*arguments):  # type: ignore[no-untyped-def]
-    return _gradient(*arguments)
+def _(grad, logarithms, target, weight, reduction, ignored, total_weight, dtype):  # type: ignore[no-untyped-def]
+    grad, target = of_rows(grad, logarithms, target, reduction, total_weight)
+    return _gradient(grad, logarithms, target, weight, ignored, dtype)
 
 
 def _gradient(
@@ -101,14 +103,13 @@ def _gradient(
     logarithms: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    total_weight: Tensor,
+    ignored: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    given = target, weight, reduction, ignore_index, total_weight
-    each = nll_loss_backward(grad, logarithms, *given)
-    row = gradient_of_class(grad, logarithms, *given)  # the sum of `each` over the classes
+    each = by_class(grad, logarithms, target, weight, ignored)
+    row = of_own_class(
+        grad, logarithms, target, weight, ignored
+    )  # the sum of `each` over the classes
     wide = torch.promote_types(logarithms.dtype, torch.float32)
     return (each.to(wide) - logarithms.to(wide).exp() * row.to(wide)).to(dtype)
 

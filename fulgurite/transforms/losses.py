@@ -5,7 +5,7 @@ into zeros, which no generated kernel does; here each element asks whether it is
 
     grad[n,c] = where(c == target[n] and target[n] != ignored, -weight[c] * grad_loss / total_weight, 0)
 
-So the gradient of a cross entropy is one kernel that reads the logarithms and writes the gradient.
+So the gradient of a cross entropy is one kernel; `cross_entropy` lets it look at the logits themselves.
 """
 
 from __future__ import annotations
@@ -29,34 +29,11 @@ def nll_loss_backward(
     ignore_index: int,
     total_weight: Tensor,
 ) -> Tensor:
-    classes = 0 if self.dim() < 2 else 1
-    grad, target = _of_rows(grad_output, self, target, reduction, total_weight)
-    along = [-1 if dim == classes else 1 for dim in range(self.dim())]
-    if weight is not None:
-        grad = grad * weight.reshape(along)
-    place = torch.arange(self.shape[classes], device=self.device).reshape(along)
-    here = (place == target) & (target != ignore_index)
-    return torch.where(here, -grad, 0.0).to(self.dtype)
+    grad, target = of_rows(grad_output, self, target, reduction, total_weight)
+    return by_class(grad, self, target, weight, ignore_index)
 
 
-def gradient_of_class(
-    grad_output: Tensor,
-    self: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    total_weight: Tensor,
-) -> Tensor:
-    """The gradient of each row's own class: all others are zero, so this is also their sum."""
-    grad, target = _of_rows(grad_output, self, target, reduction, total_weight)
-    counts = target != ignore_index
-    if weight is not None:
-        grad = grad * weight[torch.where(counts, target, 0)]
-    return torch.where(counts, -grad, 0.0).to(self.dtype)
-
-
-def _of_rows(
+def of_rows(
     grad: Tensor, self: Tensor, target: Tensor, reduction: int, total_weight: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The gradient of each row's loss and its class, with a dimension of one in the place of the classes."""
@@ -68,6 +45,29 @@ def _of_rows(
     if self.dim() > grad.dim() > 0:
         grad = grad.unsqueeze(classes)
     return grad, target.unsqueeze(classes)
+
+
+def by_class(
+    grad: Tensor, self: Tensor, target: Tensor, weight: Tensor | None, ignored: int
+) -> Tensor:
+    """The gradient of each class of a row, from what `of_rows` gave."""
+    classes = 0 if self.dim() < 2 else 1
+    along = [-1 if dim == classes else 1 for dim in range(self.dim())]
+    if weight is not None:
+        grad = grad * weight.reshape(along)
+    place = torch.arange(self.shape[classes], device=self.device).reshape(along)
+    here = (place == target) & (target != ignored)
+    return torch.where(here, -grad, 0.0).to(self.dtype)
+
+
+def of_own_class(
+    grad: Tensor, self: Tensor, target: Tensor, weight: Tensor | None, ignored: int
+) -> Tensor:
+    """The gradient of each row's own class: all others are zero, so this is also their sum."""
+    counts = target != ignored
+    if weight is not None:
+        grad = grad * weight[torch.where(counts, target, 0)]
+    return torch.where(counts, -grad, 0.0).to(self.dtype)
 
 
 PIECES: dict[Any, Callable[..., Tensor]] = {

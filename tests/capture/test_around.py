@@ -209,7 +209,7 @@ def seen_calls(module: nn.Module) -> Iterator[list[int]]:
 @pytest.mark.slow
 @torch.no_grad()
 def test_generation_with_transformers_captures_no_more() -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="its models bring caches")
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4, "vocab_size": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     torch.manual_seed(0)
