@@ -32,6 +32,7 @@ from fulgurite.trace.region import Region, with_prepared
 from fulgurite.trace.text import load
 from fulgurite.trace.verify import contents, verify_kept
 from fulgurite.transforms import SIMPLIFY
+from fulgurite.transforms.attention import known_masks
 from fulgurite.transforms.remat import SavedBytes, partitioner
 
 
@@ -146,7 +147,7 @@ class Session:
         tuner = Tuner(executors, options.tune) if options.tune else None
         trace = Trace(names.apply(graph), kind, "functional", record.index)
         trace = self.step(record, "functional", lambda trace: trace, trace)
-        for transform in [*SIMPLIFY, *options.transforms_in("after_autograd")]:
+        for transform in [known_masks, *SIMPLIFY, *options.transforms_in("after_autograd")]:
             trace = self.step(record, transform.name, transform, trace)
         trace = self.step(
             record,

@@ -60,8 +60,7 @@ def deepseek_block(quick: bool) -> Workload:
     family = family_of(read)
     model = initialised(family.build(family.read_config(read)))
     length = 128 if quick else 1024
-    tokens = torch.randint(0, 4096, (2, length))
-    return NextToken(model), (tokens, torch.arange(length).expand(2, length).contiguous())
+    return NextToken(model), (torch.randint(0, 4096, (2, length)),)
 
 
 def initialised(model: nn.Module) -> nn.Module:
@@ -128,14 +127,15 @@ class CausalLM(nn.Module):
 
 
 class NextToken(nn.Module):
-    """The loss of predicting each next token, for a model that gives logits."""
+    """The loss of predicting each next token, for a model that gives logits; sequences start at position 0."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
-        logits = self.model(tokens_BT, positions_BT)
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        logits = self.model(tokens_BT, positions_T.expand_as(tokens_BT))
         return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens_BT[:, 1:].flatten())
 
 

@@ -6,6 +6,7 @@ autograd (functional ATen), or after claiming (each call has its executor).
     base.py         the contract           simplify.py  dead code, constants, algebra, common subexpressions
     purity.py       what may be moved      decompose.py one op → the pieces it is made of
     remat.py        what backward saves    quantize.py  FP8 training
+    attention.py    masks that are known before anything runs
     pooling.py      max pooling that keeps a byte an element for backward
     masks.py        gradients of a relu that don't read its result
     losses.py       the gradient of a cross entropy without a scatter

@@ -25,6 +25,7 @@ from fulgurite.trace.cost import memory_of, value_bytes
 from fulgurite.trace.metadata import fake_mode_of
 from fulgurite.trace.trace import copy_module
 from fulgurite.trace.writes import written
+from fulgurite.transforms.attention import replace_known_masks
 from fulgurite.transforms.cross_entropy import logarithms_from_logits
 from fulgurite.transforms.masks import masks_from_inputs
 from fulgurite.transforms.pooling import small_offsets
@@ -41,6 +42,7 @@ def partitioner(policy: Remat) -> Partition:
 
     def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         merge_common_subexpressions(joint.graph)
+        replace_known_masks(joint.graph)
         _cast_in_backward(joint.graph)
         _without_running_statistics(joint.graph)
         small_offsets(joint)
