@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from fulgurite import timing
 from fulgurite.capture.around import Around
-from fulgurite.capture.blocks import Blocks
+from fulgurite.capture.blocks import Blocks, beside
 from fulgurite.capture.dynamo import GraphBreak
 from fulgurite.executors.cudagraph import cuda_graphs_of
 from fulgurite.executors.fuser import kernels_of
@@ -247,6 +247,8 @@ def _regions_text(session: Session, blocks: Sequence[Blocks], around: Around | N
     if not blocks:
         return "whole: one graph for everything that can be captured together"
     groups = ", ".join(map(str, blocks))
+    if others := beside(blocks):
+        groups += f", {', '.join(type(module).__name__ for module in others)} beside them"
     rest = "the rest of the model runs in eager"
     if around and around.bodies:
         outside = f"with what is around {', '.join(around.bodies)}"

@@ -24,6 +24,7 @@ from fulgurite.capture.blocks import (
     called_with,
     captures_around,
     capturing_around,
+    is_torchs,
 )
 from fulgurite.capture.dynamo import GraphBreak, is_capturing
 
@@ -39,7 +40,7 @@ DATA = (
 def bodies_of(model: nn.Module, blocks: Sequence[Blocks]) -> tuple[nn.Module, ...]:
     """The outermost modules that call layers; none where the model does, or torch's own module is the model."""
     parents = dict.fromkeys(group.parent for group in blocks)
-    if model in parents or type(model).__module__.split(".")[0] == "torch":
+    if model in parents or is_torchs(model):
         return ()
     inside = {m for parent in parents for m in parent.modules() if m is not parent}
     return tuple(parent for parent in parents if parent not in inside)

@@ -2,14 +2,14 @@
 
 In: a module. Out: groups of layers that are alike, and, while the compiled model runs, a compiled call in place
 of each layer's own. One compiled function serves all layers: their parameters are its inputs, so TorchDynamo's
-guards find the layers alike and capture the first only. What lies outside the layers runs in eager torch, or is
-compiled by `around`.
+guards find the layers alike and capture the first only. Modules beside the layers, such as a last norm, are compiled
+one by one. What else the module does that calls them runs in eager torch; what lies around it is compiled by `around`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +60,22 @@ def find_blocks(model: nn.Module) -> list[Blocks]:
                 found.append(Blocks(path or "the model", kind, tuple(layers), parent))
                 inside.update(m for layer in layers for m in layer.modules())
     return found
+
+
+def beside(blocks: Sequence[Blocks]) -> list[nn.Module]:
+    """What the modules that call layers call besides: no modules of torch's own, most of which are one kernel."""
+    layers = {layer for group in blocks for layer in group.modules}
+    found: dict[nn.Module, None] = {}
+    for group in blocks:
+        for child in _called_by(group.parent):
+            if not is_torchs(child) and layers.isdisjoint(child.modules()):
+                found[child] = None
+    return list(found)
+
+
+def is_torchs(module: nn.Module) -> bool:
+    """Whether its class is torch's own."""
+    return type(module).__module__.split(".")[0] == "torch"
 
 
 def _only_holds(module: nn.Module) -> bool:
@@ -119,9 +135,10 @@ class BlockRunner:
     def __init__(self, blocks: list[Blocks], optimize: Callable[[Callable[..., Any]], Any]) -> None:
         self.blocks = blocks
         self.called = False  # whether the model has called one of its layers
-        self.compiled = optimize(call_block)
-        self.members = {module for group in blocks for module in group.modules}
-        for module in self.members:
+        layer, other = optimize(call_block), optimize(call_beside)
+        self.layers = {module for group in blocks for module in group.modules}
+        self.compiled = dict.fromkeys(self.layers, layer) | dict.fromkeys(beside(blocks), other)
+        for module in self.compiled:
             if not isinstance(module._compiled_call_impl, _Dispatch):
                 module._compiled_call_impl = _Dispatch(module)  # type: ignore[assignment]
 
@@ -156,7 +173,7 @@ def captures_around() -> bool:
 
 
 class _Dispatch:
-    """Stands for a layer's `__call__`: the compiled one inside a compiled model, its own everywhere else."""
+    """Stands for a module's `__call__`: the compiled one inside a compiled model, its own everywhere else."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -173,13 +190,19 @@ class _Dispatch:
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if torch._C._current_graph_task_id() == -1:  # not inside backward
             runner = _running.get()
-            self.runner = runner if runner is not None and self.module in runner.members else None
+            known = runner is not None and self.module in runner.compiled
+            self.runner = runner if known else None
         if self.runner is not None:
-            self.runner.called = True
-            return self.runner.compiled(self.module, *args, **kwargs)
+            self.runner.called |= self.module in self.runner.layers
+            return self.runner.compiled[self.module](self.module, *args, **kwargs)
         return self.module._call_impl(*args, **kwargs)
 
 
 def call_block(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """One layer, hooks and all. Its parameters become inputs of the captured graph."""
+    return self._call_impl(*args, **kwargs)
+
+
+def call_beside(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The same for a module beside the layers: another function, so that neither looks through what the other captured."""
     return self._call_impl(*args, **kwargs)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fulgurite
-from fulgurite.capture.blocks import find_blocks
+from fulgurite.capture.blocks import beside, find_blocks
 
 
 class Layer(nn.Module):
@@ -44,6 +44,49 @@ def test_containers_are_looked_into():
     x = torch.randn(3, 4, requires_grad=True)
     torch.testing.assert_close(compiled(x), model(x))
     assert len(compiled.graphs) == 1
+
+
+class Scaled(nn.Module):
+    """A module of the user's own beside the layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class Beside(nn.Module):
+    """Two norms of its own, and torch's own modules, beside layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = Scaled(), Scaled()
+        self.embedding, self.tower = nn.Embedding(9, 4), Stack([Layer() for _ in range(4)])
+        self.layers = nn.ModuleList(Layer() for _ in range(5))
+
+    def forward(self, tokens):
+        x = self.tower(self.first(self.embedding(tokens)))
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.last(x)
+
+
+def test_modules_beside_layers_are_compiled_too():
+    model = Beside()
+    blocks = find_blocks(model)
+    assert beside(blocks) == [model.first, model.last]  # torch's own, and what calls layers, are not
+    compiled = fulgurite.compile(model)
+    tokens = torch.randint(0, 9, (3, 7))
+    for training in (True, False):
+        with torch.set_grad_enabled(training):
+            torch.testing.assert_close(compiled(tokens), model(tokens))
+    wanted = torch.autograd.grad(model(tokens).sum(), list(model.parameters()))
+    got = torch.autograd.grad(compiled(tokens).sum(), list(model.parameters()))
+    torch.testing.assert_close(got, wanted)
+    assert len(compiled.graphs) == 4  # a layer and a norm, with gradients and without
+    assert "Scaled, Scaled beside them" in compiled.explain().regions
 
 
 def test_a_layer_used_twice_is_one_block():
