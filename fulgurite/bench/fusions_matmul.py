@@ -26,6 +26,7 @@ from fulgurite.fuser.library_matmul import LibraryRegion
 SETS = 3  # of inputs, which calls take turns on
 ROWS, COLUMNS = 8192, 4096
 DEPTHS = (512, 1024, 2048, 4096, 8192)
+FEW_DEPTHS = (1024, 4096)  # where time is short: with --quick, and for tuning by others
 
 
 def bias_gelu(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -87,6 +88,14 @@ def measure(case: Case) -> dict[str, Any]:
     return row
 
 
+def measure_autotuned(case: Case, mode: str) -> dict[str, float]:
+    """The same by torch.compile where it tunes: its own kernel with the epilogue, or the library's."""
+    sets = [inputs(case) for _ in range(SETS)]
+    torch._dynamo.reset()
+    function = torch.compile(case.function, mode=mode)
+    return {"max-autotune_us": 1e6 * graph_seconds([partial(function, *given) for given in sets])}
+
+
 def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     """The largest distance of a result from another's, relative to its size (random results differ)."""
     pairs = zip(ours, theirs, strict=True)
@@ -101,19 +110,19 @@ def inputs(case: Case) -> list[Tensor]:
     return [torch.randn(x, device="cuda", dtype=HALF), weight.t(), *rest]
 
 
-def fusions_matmul(quick: bool) -> Iterator[dict[str, Any]]:
-    """The rows of the group, printed as they come."""
-    for case in cases((1024, 4096) if quick else DEPTHS):
+def fusions_matmul(quick: bool) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """The cases and rows of the group, printed as they come."""
+    for case in cases(FEW_DEPTHS if quick else DEPTHS):
         row = measure(case)
         how = f"{row['speedup']:.2f}×, differs by {row['difference']:.0e}"
         print(f"matmul {case.name}: one kernel {how}", flush=True)
-        yield row
+        yield case, row
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    ways = [name.removesuffix("_us") for name in rows[0] if name.endswith("_us")]
-    found = [["µs", *ways, "one kernel is"]]
+    times_of = dict.fromkeys(name for row in rows for name in row if name.endswith("_us"))
+    found = [["µs", *(name.removesuffix("_us") for name in times_of), "one kernel is"]]
     for row in rows:
-        times = [f"{row[f'{name}_us']:.0f}" for name in ways]
+        times = [f"{row[name]:.0f}" if name in row else "" for name in times_of]
         found.append([row["case"], *times, f"{row['speedup']:.2f}×"])
     return results.table(found)

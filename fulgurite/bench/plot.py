@@ -14,7 +14,13 @@ from dataclasses import dataclass
 WIDTH, HEIGHT = 860, 460
 LEFT, RIGHT, TOP, BOTTOM = 64, 150, 48, 56
 # dark to light: they are told apart in print and by those who see no colours, as the shapes are
-STYLES = (("#0b6e99", "circle"), ("#d9730d", "square"), ("#9b9a97", "diamond"), ("#6940a5", "ring"))
+STYLES = (
+    ("#0b6e99", "circle"),
+    ("#d9730d", "square"),
+    ("#9b9a97", "diamond"),
+    ("#6940a5", "ring"),
+    ("#448361", "frame"),
+)
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 
 
@@ -102,13 +108,13 @@ def _frame(title: str, across: _Scale, up: _Scale, most: float) -> list[str]:
 
 def _marker(shape: str, x: float, y: float, colour: str, label: str) -> str:
     title = f"<title>{html.escape(label)}</title>"
+    fill = "none" if shape in ("ring", "frame") else colour
     if shape in ("circle", "ring"):
-        fill = colour if shape == "circle" else "none"
         return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{fill}" stroke="{colour}">{title}</circle>'
     turn = f' transform="rotate(45 {x:.1f} {y:.1f})"' if shape == "diamond" else ""
     return (
-        f'<rect x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8" fill="{colour}"{turn}>'
-        f"{title}</rect>"
+        f'<rect x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8" fill="{fill}" '
+        f'stroke="{colour}"{turn}>{title}</rect>'
     )
 
 

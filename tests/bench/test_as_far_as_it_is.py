@@ -54,13 +54,18 @@ def figures(*_: Any) -> dict[str, Any]:
             "fulgurite_ms": 1.0, "compile_s": 1.0}  # fmt: skip
 
 
+def product(case: Any) -> dict[str, Any]:
+    return {"group": "matmul", "case": case.name, "speedup": 1.0, "difference": 0.0}
+
+
 def test_fusions(saved: Callable[[Suite], list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusions_cuda.results, "fresh_caches", dict)
     monkeypatch.setattr(fusions_cuda, "copy_bandwidth", lambda: 1e12)
     monkeypatch.setattr(fusions_cuda, "measure", stops_after(7, figures))
     assert len(saved(fusions_cuda.fusions_cuda)) == 7
     monkeypatch.setattr(fusions_cuda, "measure", figures)
-    compiled = stops_after(3, lambda *_: {"torch_compile_percent": 50.0})
+    monkeypatch.setattr("fulgurite.bench.fusions_matmul.measure", product)
+    compiled = stops_after(3, lambda *_, **__: {"torch_compile_percent": 50.0})
     monkeypatch.setattr(fusions_cuda, "measure_compiled", compiled)
     assert sum("torch_compile_percent" in row for row in saved(fusions_cuda.fusions_cuda)) == 3
 
@@ -69,9 +74,7 @@ def test_products(saved: Callable[[Suite], list[Any]], monkeypatch: pytest.Monke
     monkeypatch.setattr(fusions_cuda.results, "fresh_caches", dict)
     monkeypatch.setattr(fusions_cuda, "copy_bandwidth", lambda: 1e12)
     monkeypatch.setattr(fusions_cuda, "measure", figures)
-    monkeypatch.setattr(fusions_cuda, "measure_compiled", lambda *_: {})
-    product = stops_after(2, lambda case: {"case": case.name, "speedup": 1.0, "difference": 0.0})
-    monkeypatch.setattr("fulgurite.bench.fusions_matmul.measure", product)
+    monkeypatch.setattr("fulgurite.bench.fusions_matmul.measure", stops_after(2, product))
     assert [row["case"] for row in saved(fusions_cuda.fusions_cuda) if "speedup" in row] == [
         "bias gelu, K 512",
         "residual, K 512",

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from fulgurite.bench.fusions_cuda import bandwidth_plot
+from fulgurite.bench.fusions_report import bandwidth_plot
 from fulgurite.bench.plot import Point, plot, size_text
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -45,3 +45,11 @@ def test_rows_of_the_suite_may_lack_candidates():
 )
 def test_sizes(size, text):
     assert size_text(size) == text
+
+
+def test_five_candidates_look_different():
+    series = {name: [Point("p", 1 << 20, 50.0)] for name in "abcde"}
+    image = plot("", series)
+    found = [*markers(image, "circle"), *markers(image, "rect")]
+    looks = {(m.tag, m.get("fill"), m.get("stroke"), m.get("transform") is None) for m in found}
+    assert len(looks) == 5 and len(found) == 10
