@@ -151,6 +151,8 @@ class Bound:
     @property
     def known(self) -> bool | None:
         """True or False where it always is, None where it depends on the axes."""
+        if self.size == 0:
+            return False
         low, high = self.index.bounds()
         if low is not None and low >= 0:
             if self.size.is_constant and high is not None and high < self.size.constant:

@@ -241,8 +241,10 @@ class FusedRegion:
         lines.append(f"        a{position} = restride(a{position}, {want})")
 
     def _made(self) -> set[str]:
-        """What kernels write, without the arguments that they write to."""
-        return self._stored() - {argument.name for argument in self.region.inputs}
+        """What kernels write, without the arguments that they write to, and results of no elements."""
+        written = self._stored() - {argument.name for argument in self.region.inputs}
+        nothing = {s.name for s in self.region.statements if s.tensor.is_empty}
+        return written | (nothing & self.region.results)
 
     def _stored(self) -> set[str]:
         return {name for kernel in self.unit.kernels for name in kernel.writes}

@@ -183,11 +183,8 @@ class TritonRegion(FusedRegion):
         for number, stage in enumerate(stages):
             first, second = (python_index(n) for n in stage.grid)
             values = [address[t.name] for t in stage.tensors] + [s.name for s in stage.symbols]
-            static = stage.grid[0].is_constant
-            if static and stage.grid[0].constant == 0:
-                continue
             indent = "    "
-            if not static:
+            if not stage.grid[0].is_constant:
                 lines.append(f"    if {first}:")
                 indent += "    "
             if on_gpu:

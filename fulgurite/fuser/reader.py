@@ -97,6 +97,8 @@ class Reader:
     ) -> Value:
         """Adds the statement name[axes] = expression."""
         empty = any(axis.size == 0 for axis in axes)
+        if empty:  # no value of it is ever read: there is nothing to compute, and nothing to store
+            expression, reduction, scan = constant(0, value_type(dtype)), None, None
         if strides is None or empty:
             strides = values.dense_strides([axis.size for axis in axes])
         while name in self.tensors:
@@ -106,6 +108,8 @@ class Reader:
         single = {axis: indices.ZERO for k, axis in enumerate(axes) if k not in kept}
         if single:
             expression = expression.substitute(single)
+        if reduction is not None and any(axis.size == 0 for axis in reduction.axes):
+            expression, reduction = of_none(reduction.kind, expression.dtype), None
         if reduction is not None:
             over = tuple(axis for axis in reduction.axes if axis.size != 1)
             ones = {axis: indices.ZERO for axis in reduction.axes if axis.size == 1}
@@ -160,6 +164,14 @@ def of_one(kind: str, expression: Expression) -> Expression:
     if kind != "sum" or not dtype.is_floating_point:
         return expression
     return Operation("add", (expression, Constant(0.0, dtype)), dtype)
+
+
+def of_none(kind: str, dtype: torch.dtype) -> Expression:
+    """What a reduction of nothing gives; of extremes there are those of bools, which are any and all."""
+    dtype = value_type(dtype)
+    if kind not in ("sum", "prod") and dtype != torch.bool:
+        raise Unsupported(f"the {kind} of nothing")
+    return constant(kind in ("prod", "min"), dtype)
 
 
 def constant(number: float | int | bool, dtype: torch.dtype) -> Constant:

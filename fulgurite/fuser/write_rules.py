@@ -42,6 +42,8 @@ def read_write(reader: Reader, node: torch.fx.Node) -> Value:
     axes = fresh_axes(tuple(from_size(size) for size in old.shape))
     strides = tuple(from_stride(stride) for stride in old.stride())
     reader.origin, reader.reading = "copy_", node
+    if any(axis.size == 0 for axis in axes):
+        return reader.value(target)  # nothing is written
     expression = reader.value(source).broadcast(axes)
     reader.store(f"{target.name}_new", old.dtype, axes, expression, strides=strides)
     reader.writes.append((reader.statements[-1].name, target.name))
@@ -98,9 +100,9 @@ def _is_read(nests: Sequence[Nest], target: str) -> bool:
 
 
 def _free_results(region: Region) -> list[str]:
-    """Statements that are returned, and not written to an input as well."""
+    """Statements that are returned, and not written to an input as well; without those of no elements."""
     written = {name for name, _ in region.writes}
-    made = {s.name for s in region.statements} - written
+    made = {s.name for s in region.statements if not s.tensor.is_empty} - written
     return list(dict.fromkeys(o.name for o in region.outputs if o.name in made and not o.pairs))
 
 

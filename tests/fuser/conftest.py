@@ -18,7 +18,7 @@ from . import support
 MODULES = (
     "test_bits test_dynamic test_normalization test_pointwise test_reductions test_scans test_special "
     "test_views test_writes test_lent test_pooling test_variance test_channels test_long_rows test_complex "
-    "test_programs test_single_places"
+    "test_programs test_single_places test_unrolled"
 ).split()
 # what a test of C++ kernels asks that Triton's do otherwise
 NOT_TRITON = {

@@ -48,7 +48,7 @@ def run(function, *arguments, lent=1):
         for got, want, exact in zip(found, theirs, wide, strict=True):
             support.same_place(got, want)
             close(got, want, exact)
-        addresses = {got.data_ptr() for got in found}
+        addresses = {got.data_ptr() for got in found if got.numel()}
         held = [a.data_ptr() in addresses for a in ours]
         for k, (before, after) in enumerate(zip(given, ours, strict=True)):
             assert held[k] or torch.equal(before, after), "an argument that is not lent was changed"
@@ -73,7 +73,7 @@ def test_elementwise_results_take_the_place(shape, dtype):
 
 def test_nothing_is_lent_of_nothing():
     empty = torch.empty(0, 5)
-    assert run(scaled, empty, torch.randn(2, 5)) in ((True,), (False,))
+    assert run(scaled, empty, torch.randn(2, 5)) == (False,)
 
 
 def test_channels_last():

@@ -44,12 +44,13 @@ def traced(program: Program) -> torch.fx.GraphModule | None:
     return graph if claimed else None
 
 
-ROUNDED = {2811}  # on a GPU: the deviation of equal numbers is not zero, their mean being rounded
+# in Triton kernels: the deviation of equal numbers is not zero, their mean being rounded
+ROUNDED = {2777, 2811}
 
 
 def run(seed: int) -> bool:
     """Compares one program where the kernels run; False where there is nothing to compare."""
-    if support.TARGET == "cuda" and seed in ROUNDED:
+    if support.TARGET != "cpp" and seed in ROUNDED:
         return False
     drawn = draw_program(seed)
     with support.place():

@@ -86,6 +86,19 @@ def test_an_empty_scan() -> None:
     support.fused(lambda x: (x.cumsum(0), x.cumsum(0).flatten()[::3], x.cumprod(1)), empty)
 
 
+def test_nothing_is_computed_of_nothing() -> None:
+    """What has no elements is allocated; what is reduced of it is there without a loop over it."""
+    empty = torch.zeros(3, 0)
+    region = support.fused(lambda x: (x.sigmoid(), x.tril()[1:], x.sum(0).cumsum(0), x.T), empty)
+    assert not region.kernels, region.source
+    region = support.fused(
+        lambda x: (x + 1, (x + 1).sum(1), (x > 0).all(1), torch.nn.functional.pad(x, (1, 2))), empty
+    )
+    stored = [store for kernel in region.kernels for store in kernel.schedule.nest.stores]
+    assert len(stored) == 3 and all(not store.tensor.is_empty for store in stored), region.source
+    assert not any(axis.size == 0 for k in region.kernels for axis in k.schedule.nest.axes)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # others lose it in eager
 def test_the_sign_of_a_negated_nan(dtype: torch.dtype) -> None:
     x = torch.tensor([NAN, -NAN, 0.0, -0.0, 1.0, float("-inf")], dtype=dtype)

@@ -169,8 +169,6 @@ class Kernel:
         return identifier(name) if name in self.updates else f"{identifier(name)}_out"
 
     def store(self, store: Store, names: Names) -> None:
-        if store.tensor.is_empty:
-            return  # its strides say nothing of where a value would go
         target = self.target(store.tensor.name)
         index = names.index(store.index)
         value = names.expression(store.value)

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from ..expression import NARROW_FLOATS, Constant, Expression, Load, Operation, value_type
+from ..expression import NARROW_FLOATS, Constant, Expression, Load, Operation, value_type, walk
 from ..nest import Nest
 from . import triton_spelling as spelling
 from .triton_lines import Lines
@@ -25,6 +25,37 @@ from .triton_values import (
     within,
 )
 
+# what a last place of its argument may decide
+JUMPS = frozenset(
+    (
+        *("floor", "ceil", "trunc", "round", "floor_divide", "truncated_divide"),
+        *("remainder", "fmod", "eq", "ne", "lt", "le", "gt", "ge"),
+    )
+)
+OFTEN_WHOLE = frozenset(("div", "share", "reciprocal", "sqrt"))  # 49 / 49, the root of 49
+
+
+def jumps(part: Expression) -> bool:
+    whole = not (part.dtype.is_floating_point or part.dtype == torch.bool)
+    return isinstance(part, Operation) and (part.name in JUMPS or (part.name == "cast" and whole))
+
+
+def decisive(nest: Nest) -> set[Expression]:
+    """Quotients and roots that something looks at which jumps: they are rounded to the nearest number."""
+    values = [local.expression for local in nest.locals.values()] + [s.value for s in nest.stores]
+    steps = [part for value in values for part in walk(value) if jumps(part)]
+    stack = [argument for step in steps for argument in step.parts()]
+    seen: set[str] = set()
+    found: set[Expression] = set()
+    while stack:
+        top = stack.pop()
+        found |= {p for p in walk(top) if isinstance(p, Operation) and p.name in OFTEN_WHOLE}
+        for local in nest.references(top):
+            if local.name not in seen and local.reduction is None:
+                seen.add(local.name)
+                stack.append(local.expression)
+    return found
+
 
 class Operations(Lines, ABC):
     """What is computed of values."""
@@ -37,6 +68,7 @@ class Operations(Lines, ABC):
         floats = {t.dtype for t in read if t.dtype.is_floating_point}
         # integers are exact; a product that nothing else is read beside is of narrow floats
         self.fast = bool(floats or not read) and floats <= set(NARROW_FLOATS)
+        self.decisive = decisive(nest) if self.fast else set()
 
     @abstractmethod
     def expression(self, expression: Expression) -> str:
@@ -60,17 +92,18 @@ class Operations(Lines, ABC):
             return f"(2.0 * {self.spelled('sigmoid', torch.float32)}({doubled}))"
         source = value_type(operation.arguments[-1].dtype)
         texts = [self.expression(a) for a in operation.arguments]
-        chosen = self.spelled(operation.name, source)
+        chosen = self.spelled(operation.name, source, operation in self.decisive)
+        if operation.name == "exp" and source == torch.float32 and self.is_narrow(operation):
+            chosen = spelling.FAST_SPELLING["exp"]
         if operation.name == "div" and is_power_of_two(operation.arguments[1]):
             chosen = "({0} / {1})"  # which is exact in any case
         call = "{" not in chosen
         start = 1 if operation.name == "where" else 0
         rest = operation.arguments[start:]
         fits = chosen.startswith("tl.") or operation.name in ("maximum", "minimum")
-        # a literal among doubles may be rounded to float32 first (Triton 3.6, tl.maximum)
-        if all(isinstance(a, Constant) for a in rest) or (
-            call and (not fits or source == torch.float64)
-        ):
+        # before Triton 3.7 tl.maximum takes a literal for a float32 or an int32, and so rounds or widens
+        fits = fits and source in (torch.float32, torch.int32, torch.int64)
+        if all(isinstance(a, Constant) for a in rest) or (call and not fits):
             for k, argument in enumerate(operation.arguments):
                 if isinstance(argument, Constant):
                     texts[k] = typed(argument.value, argument.dtype)
@@ -80,8 +113,18 @@ class Operations(Lines, ABC):
             self.functions.add(chosen)
         return f"{chosen}({', '.join(bare(t) for t in texts)})"
 
-    def spelled(self, name: str, source: torch.dtype) -> str:
-        """The text of a primitive for arguments of this value type."""
+    def is_narrow(self, operation: Operation) -> bool:
+        """Was its argument just rounded to a narrow float? A last place of a float32 is nothing beside that."""
+        (argument,) = operation.arguments
+        while isinstance(argument, Operation) and argument.name == "cast":
+            if argument.dtype in NARROW_FLOATS:
+                return True
+            (argument,) = argument.arguments
+        local = isinstance(argument, Load) and not argument.index
+        return local and argument.dtype in NARROW_FLOATS
+
+    def spelled(self, name: str, source: torch.dtype, decides: bool = False) -> str:
+        """The text of a primitive for arguments of this value type; to the last place where that decides."""
         general = spelling.SPELLING.get(name)
         if source == torch.bool:
             found = spelling.BOOL_SPELLING.get(name, general)
@@ -89,7 +132,7 @@ class Operations(Lines, ABC):
             found = spelling.INTEGER_SPELLING.get(name, general)
         elif source == torch.float64:
             found = spelling.DOUBLE_SPELLING.get(name, general)
-        elif self.fast:
+        elif self.fast and not decides:
             found = spelling.FAST_SPELLING.get(name, general)
         else:
             found = general

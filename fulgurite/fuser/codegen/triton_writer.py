@@ -178,7 +178,7 @@ class Writer:
     def declare(self, local: Local) -> None:
         b = self.body
         level, axes = b.level(local.expression), b.axes(local.expression)
-        text = bare(b.expression(local.expression))
+        text = bare(b.typed_expression(local.expression))
         name = text
         if not text.isidentifier():
             name = b.fresh(local.name)
@@ -246,8 +246,6 @@ class Writer:
         return "[" + ", ".join(str(self.schedule.sizes[a]) for a in self.body.blocks) + "]"
 
     def store(self, store: Store) -> None:
-        if store.tensor.is_empty:
-            return  # its strides say nothing of where a value would go
         b = self.body
         axes = set(store.index.axes()) | set(self.nest.grid)
         value = b.expression(store.value)

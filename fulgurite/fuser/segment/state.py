@@ -78,7 +78,8 @@ class Segmentation:
         self.order = {name: k for k, name in enumerate(self.facts)}
         self.loops = loops_of(region, self.facts, row_bytes_limit)
         self.tensors = region.tensors
-        self.wanted = region.results & self.facts.keys()
+        made = {s.name for s in region.statements if not s.tensor.is_empty}
+        self.wanted = region.results & made
         self.bytes = {t.name: cost.tensor_bytes(t) for t in region.tensors.values()}
         self.readers: dict[str, list[str]] = {}
         for f in self.facts.values():
