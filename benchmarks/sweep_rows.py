@@ -61,7 +61,7 @@ def cases():
             yield f"rms {width} {short}", fusion_cases.rms_norm, (row, ((width,), dtype))
             if width in (4098, 32768, 49152, 50257, 65536, 131072):
                 yield f"softmax {width} {short}", softmax, (row,)
-            if width in (50257, 73728, 131072):
+            if width in (32768, 49152, 50257, 73728, 131072):
                 yield f"layer_norm {width} {short}", layer_norm, (row, ((width,), dtype))
     for width in (8192, 16384):
         rows = POINTS // width
@@ -82,11 +82,18 @@ def before(s):
             s, sizes={body: held}, looped=False, passes=1, warps=warps, kept=0, granule=0
         )
     facts = analyse(s.nest)
-    online, about = online_sums(s.nest, facts), squares_about(s.nest)
+    online, about = online_sums(s.nest), squares_about(s.nest)
     passes = count_passes(s.nest, replaced_waits(s.nest, facts, online | about))
     group = max(16 // widest(s.nest), 1) if online else 1
     old = replace(s, sizes={body: 8192}, looped=True, passes=passes, online=online, about=about)
     return replace(old, warps=32, stages=1, kept=0, granule=0, back=False, group=group)
+
+
+def whole(s, block, granule, **others):
+    """All of a row kept, in blocks of this size."""
+    (body,) = s.nest.body
+    kept = -(-body.size.constant // block)
+    return replace(s, sizes={body: block}, kept=kept, granule=granule, **others)
 
 
 def candidates(s):
@@ -97,7 +104,7 @@ def candidates(s):
         if changed not in found.values():
             found[name] = changed
 
-    online = {} if s.kind == "walking" else online_sums(s.nest, analyse(s.nest))
+    online = {} if s.kind == "walking" else online_sums(s.nest)
     if online and s.kept and not s.online:  # exponentials while the rest is on its way
         facts = replaced_waits(s.nest, analyse(s.nest), online)
         once = replace(s, passes=count_passes(s.nest, facts), online=online)
@@ -110,10 +117,10 @@ def candidates(s):
         narrow = 8 // widest(s.nest)
         add("8 bytes", replace(s, granule=narrow))
         add("16 bytes", replace(s, granule=2 * narrow))
-        if s.sizes[body] == KEPT_BLOCK:  # a last block that is less empty
-            halves = replace(s, sizes={body: KEPT_BLOCK // 2}, kept=2 * s.kept)
-            add("4096, 8 bytes", replace(halves, granule=narrow))
-            add("4096, 16 warps", replace(halves, granule=2 * narrow, warps=16))
+        if s.sizes[body] == KEPT_BLOCK:  # one access a thread and block: the last is less empty
+            small = 1024 * narrow
+            add("small", whole(s, small, narrow))
+            add("small, 16 warps", whole(s, small, 2 * narrow, warps=16))
     elif s.looped and s.passes > 1:
         (body,) = s.nest.body
         part = s.kept * s.sizes[body] < body.size.constant

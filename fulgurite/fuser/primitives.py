@@ -18,6 +18,8 @@ Where a name does not say it all:
                        RuntimeError, as torch's does (a GPU does not raise, there or here)
     uniform            (seed, position), both int64: float32 in [0, 1), the upper 24 bits of `word(position)`
     uniform53          the same in float64: upper 27 bits of word(2p), then upper 26 bits of word(2p + 1)
+    share              a / b where b is the sum of a row's exponentials below its maximum and a is one of them:
+                       0 <= a <= 1 <= b, or both are NaN. Only GPU schedules say so (`schedule/online.py`)
     random_integer     int64 in [0, 2**63): upper 31 bits of word(2p), then the 32 of word(2p + 1)
 
 `word(p)` is word p % 4 of Philox 4x32-10 with the counter p // 4 (its upper 64 bits zero) and the key `seed`
@@ -110,6 +112,7 @@ PRIMITIVES: dict[str, Primitive] = {
     "sub": Primitive(2, torch.sub, 1, "-"),
     "mul": Primitive(2, torch.mul, 1, "*"),
     "div": Primitive(2, torch.true_divide, 4, "/"),
+    "share": Primitive(2, torch.true_divide, 4, "/"),
     "neg": Primitive(1, torch.neg, 1, "-"),
     "abs": Primitive(1, torch.abs, 1),
     "reciprocal": Primitive(1, torch.reciprocal, 4),

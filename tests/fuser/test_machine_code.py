@@ -12,10 +12,11 @@ import torch
 
 from fulgurite.fuser import compile_triton, from_trace, refine
 from fulgurite.fuser.codegen.triton import write_module, write_stages
+from fulgurite.fuser.expression import Operation, walk
 from fulgurite.fuser.nest_builder import build
 from fulgurite.fuser.pipeline_triton import installed
 from fulgurite.fuser.schedule.gpu import GpuSchedule, choose_gpu_schedule, row_limit
-from fulgurite.fuser.schedule.gpu_kept import scans
+from fulgurite.fuser.schedule.gpu_kept import KEPT_BLOCK, scans
 from fulgurite.fuser.segment import segment
 
 from .support import trace
@@ -64,8 +65,10 @@ def machine_code(schedule: GpuSchedule, wide: bool = False) -> Any:
         ("softmax", 131072, F32),
         ("rms_norm_backward", 16384, BF16),
         ("rms_norm", 32768, F32),
+        ("softmax", 32768, F32),
+        ("softmax", 49152, F32),
+        ("layer_norm", 32768, F32),
         ("rms_norm", 50257, BF16),
-        ("rms_norm", 65536, F32),
     ],
 )
 def test_nothing_is_spilled(name: str, width: int, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -77,30 +80,78 @@ def test_nothing_is_spilled(name: str, width: int, dtype: torch.dtype, tmp_path:
 
 
 @needs_compiler
+def test_a_walk_from_the_end_spills_little(tmp_path: Path) -> None:
+    from tests.kernels.compile_support import stack_bytes
+
+    schedule = chosen("rms_norm", 65536, F32)
+    assert schedule.back and schedule.kept
+    assert stack_bytes(machine_code(schedule), tmp_path) <= 8
+
+
+@needs_compiler
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize(("width", "dtype"), [(50257, BF16), (50257, F32), (4098, BF16)])
+@pytest.mark.parametrize(
+    ("width", "dtype", "size"), [(50257, BF16, 16), (50257, F32, 16), (4098, BF16, 8)]
+)
 def test_rows_that_start_anywhere_have_wide_accesses(
-    width: int, dtype: torch.dtype, wide: bool, tmp_path: Path
+    width: int, dtype: torch.dtype, size: int, wide: bool, tmp_path: Path
 ) -> None:
-    """Eight bytes a thread but for the block of edges and the weights."""
+    """So many bytes a thread but for the block of edges and the weights."""
     from tests.kernels.compile_support import stack_bytes
 
     schedule = chosen("softmax", width, dtype)
-    assert schedule.granule == 8 // dtype.itemsize
+    assert schedule.granule == size // dtype.itemsize
     made = machine_code(schedule, wide)
     accesses = re.findall(r"(?:ld|st)\.global[.\w]*", made.asm["ptx"])
-    narrow = [a for a in accesses if ".v2.b32" not in a and not a.endswith("b64")]
+    narrow = [a for a in accesses if f".v{size // 4}.b32" not in a and not a.endswith("b64")]
     walks = schedule.passes
     assert len(narrow) <= walks + 1 and len(accesses) > 3 * len(narrow), narrow
-    # float32 quotients are rounded: those that are not normal numbers call a function, which needs a stack
-    assert stack_bytes(made, tmp_path) <= (32 if dtype == BF16 else 320)
+    assert stack_bytes(made, tmp_path) <= 32
+
+
+@needs_compiler
+@pytest.mark.parametrize(("width", "dtype"), [(4096, F32), (50257, F32), (4096, BF16)])
+def test_softmax_divides_once_a_row(width: int, dtype: torch.dtype) -> None:
+    """One quotient, and none that is rounded: that calls a function for numbers out of range."""
+    quotients = re.findall(
+        r"div\.\w+\.f32", machine_code(chosen("softmax", width, dtype)).asm["ptx"]
+    )
+    assert quotients == ["div.full.f32"]
+
+
+def test_quotients_by_other_sums_are_divisions() -> None:
+    def operations(function: Any) -> set[str]:
+        (s,) = schedule_of(function, 4096)
+        parts = [p for x in s.nest.locals.values() for p in walk(x.expression)]
+        return {p.name for p in parts if isinstance(p, Operation)}
+
+    assert "share" in operations(lambda x: torch.softmax(x.float(), -1))
+    assert "div" not in operations(lambda x: torch.softmax(x.float(), -1))
+    assert "share" not in operations(lambda x: x.float() / x.float().exp().sum(-1, keepdim=True))
+    assert "share" not in operations(lambda x: x.float().exp() / x.float().exp().sum(-1, True))
 
 
 def test_rows_that_are_aligned_have_no_edges() -> None:
     for width, dtype in ((4096, BF16), (4100, BF16), (4098, F32), (73728, BF16), (50258, F32)):
         assert not chosen("rms_norm", width, dtype).granule
     assert chosen("rms_norm", 4098, BF16).granule == 8
+    assert chosen("rms_norm", 50257, BF16).granule == chosen("rms_norm", 50257, F32).granule == 4
     assert chosen("softmax", 4098, BF16).granule == 4
+
+
+def test_rows_that_fill_registers_are_kept_as_they_were_read() -> None:
+    for name in ("rms_norm", "softmax", "layer_norm"):
+        for dtype in (F32, BF16):
+            assert chosen(name, 32768, dtype).kept == 4 and not chosen(name, 16384, dtype).kept
+
+
+def test_rows_that_start_anywhere_have_small_blocks_where_nothing_is_beside_them() -> None:
+    """Weights would be read one by one."""
+    assert chosen("softmax", 50257, F32).kept * 2048 >= 50257
+    assert chosen("softmax", 50257, BF16).kept * 4096 >= 50257
+    assert chosen("rms_norm", 50257, F32).sizes.popitem()[1] == KEPT_BLOCK
+    longest = chosen("softmax", 57001, F32)
+    assert longest.kept * 2048 * 4 <= 200 << 10
 
 
 def test_squares_about_a_mean_leave_room_for_shorter_rows_only() -> None:

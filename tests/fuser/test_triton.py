@@ -87,7 +87,12 @@ def stages_of(name: str, wide: bool = False) -> list[Stage]:
 def stages(
     function: Callable[..., Any], arguments: Sequence[Any], wide: bool = False
 ) -> list[Stage]:
-    region = refine.refine(from_trace.read(trace(function, arguments)))
+    return graph_stages(trace(function, arguments), wide)
+
+
+def graph_stages(graph: torch.fx.GraphModule, wide: bool = False) -> list[Stage]:
+    """The kernels that an H200 gets of a region."""
+    region = refine.refine(from_trace.read(graph))
     found: list[Stage] = []
     parts = segment(region, row_limit(H200))
     _, nests = in_place(region, [build(region, part) for part in parts])
@@ -114,6 +119,38 @@ def test_kernel_text(name: str, golden) -> None:
 def test_approximations_are_for_narrow_floats(values: torch.Tensor, fast: bool) -> None:
     text = write_module(stages(lambda x: (torch.exp(x), torch.sigmoid(-x)), (values,)))
     assert ("fast_expf" in text, "quick_sigmoid" in text) == (fast, fast), text
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.float64])
+def test_a_number_among_others_has_their_type(dtype: torch.dtype) -> None:
+    """Else what is smaller than an int32 becomes one, and a double is rounded (tl.maximum of Triton 3.6)."""
+    text = write_module(stages(lambda x: torch.relu(x) % 3, (torch.zeros(99, dtype=dtype),)))
+    assert re.search(rf"max(imum)?\(.*, tl.full\(\[\], 0(.0)?, tl.{str(dtype)[6:]}\)\)", text), text
+
+
+JUMPING = {
+    "floor": lambda x: torch.floor(x / x),
+    "through_locals": lambda x: torch.ceil((1 - x / (x + 1)) * 2),
+    "integer": lambda x: (1 / x).to(torch.int32),
+    "equal": lambda x: torch.where(x / x == 1, x, 0),
+    "root": lambda x: torch.sqrt(x).trunc(),
+}
+
+
+@pytest.mark.parametrize("name", JUMPING)
+def test_what_jumps_has_exact_quotients(name: str) -> None:
+    """In kernels of narrow floats, too, where a quotient may be two last places off otherwise."""
+    x = torch.zeros(99, dtype=HALF)
+    text = write_module(stages(JUMPING[name], (x,)))
+    assert ("tl.div_rn" in text or "tl.sqrt_rn" in text) and " / " not in without_formulas(text), (
+        text
+    )
+    smooth = write_module(stages(lambda x: (x / (x + 1), torch.sqrt(x)), (x,)))
+    assert "_rn" not in smooth, smooth
+
+
+def without_formulas(text: str) -> str:
+    return re.sub(r"^ *#.*$", "", text, flags=re.MULTILINE)
 
 
 def schedules_of(name: str) -> list[GpuSchedule]:

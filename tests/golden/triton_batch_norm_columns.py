@@ -21,11 +21,11 @@ def var_mean_0(arg0_1, var_mean_sum_parts, var_mean_squares_parts, var_mean_squa
         arg0_1_ij = tl.load(arg0_1 + i + j * 64)
         var_mean_sum_sums += arg0_1_ij
         var_mean_squares_seen += 1.0
-        share = 1.0 / var_mean_squares_seen
+        portion = 1.0 / var_mean_squares_seen
         var_mean_squares_first = tl.where(var_mean_squares_seen == 1.0, arg0_1_ij, var_mean_squares_first)
         away = arg0_1_ij - var_mean_squares_first - var_mean_squares_mean
-        var_mean_squares_mean += away * share
-        var_mean_squares_sums += away * away * (1.0 - share)
+        var_mean_squares_mean += away * portion
+        var_mean_squares_sums += away * away * (1.0 - portion)
     var_mean_sum = tl.sum(var_mean_sum_sums, 0, keep_dims=True)
     length = tl.minimum(part * 512 + 512, 100352) - part * 512
     each = (tl.maximum(length - tl.arange(0, 128)[:, None] + 127, 0) // 128).to(tl.float32)

@@ -50,7 +50,7 @@ def amax_exp_sum_0(arg0_1, _to_copy_1_out):
         arg0_1_ij_5 = again(arg0_1_kept[j0_6 // 8192], 2).to(tl.float32)
         sub_3 = arg0_1_ij_5 - amax
         exp_3 = libdevice.fast_expf(sub_3)
-        div = exp_3 / sum_1
+        div = exp_3 * (1.0 / sum_1)
         tl.store(_to_copy_1_out + i * 100000 + j, div)
     for j0_7 in range(98304, 100000, 8192):
         j = j0_7 + tl.arange(0, 8192)
@@ -58,5 +58,5 @@ def amax_exp_sum_0(arg0_1, _to_copy_1_out):
         arg0_1_ij_6 = tl.load(arg0_1 + i * 100000 + j, mask=j_in).to(tl.float32)
         sub_4 = arg0_1_ij_6 - amax
         exp_4 = libdevice.fast_expf(sub_4)
-        div_2 = exp_4 / sum_1
+        div_2 = exp_4 * (1.0 / sum_1)
         tl.store(_to_copy_1_out + i * 100000 + j, div_2, mask=j_in)

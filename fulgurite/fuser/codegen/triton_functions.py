@@ -108,6 +108,20 @@ def divided(a, b):
 
 
 @triton.jit
+def share(part, whole):
+    """part / whole where 0 <= part <= 1 <= whole: one division a row, three products an element.
+
+    The product with the inverse, corrected by what is left over: rounded to the nearest number (Markstein), within one last
+    place where part is below 2**-99. A general quotient has a branch for numbers that are out of range, and a stack for it.
+    """
+    near = 1.0 / whole
+    inverse = tl.fma(tl.fma(near, -whole, 1.0), near, near)
+    quotient = part * inverse
+    left = tl.fma(quotient, -whole, part)
+    return tl.fma(left, inverse, quotient)
+
+
+@triton.jit
 def truncated_divide(a, b):
     return libdevice.trunc(divided(a, b))
 

@@ -20,6 +20,7 @@ RESERVED = frozenset(
         # functions of triton_functions.py: a local of that name would hide one
         *(
             "again",
+            "share",
             "nan_max",
             "nan_min",
             "added",

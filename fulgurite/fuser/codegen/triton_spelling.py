@@ -16,6 +16,7 @@ SPELLING: dict[str, str] = {
     "sub": "({0} - {1})",
     "mul": "({0} * {1})",
     "div": "tl.div_rn",  # a slash may be two last places off: floor(49 / 49) would be 0
+    "share": "share",
     "neg": "(-1.0 * {0})",  # before Triton 3.7 a minus subtracts from 0: -(0.0) would be 0.0
     "reciprocal": "tl.div_rn(1.0, {0})",
     "fma": "({0} + {1} * {2})",
@@ -58,6 +59,7 @@ SPELLING: dict[str, str] = {
 # where the spelling on doubles differs
 DOUBLE_SPELLING: dict[str, str] = {
     "div": "({0} / {1})",
+    "share": "({0} / {1})",
     "reciprocal": "(1.0 / {0})",
     "exp": "tl.exp",
     "sqrt": "tl.sqrt",
@@ -66,6 +68,7 @@ DOUBLE_SPELLING: dict[str, str] = {
 # where a few last places of a float32 don't matter: every float that is read is narrow
 FAST_SPELLING: dict[str, str] = {
     "div": "({0} / {1})",
+    "share": "({0} * (1.0 / {1}))",
     "reciprocal": "(1.0 / {0})",
     "exp": "libdevice.fast_expf",  # what is below 1e-38 is 0: tl.exp spends half its work on that
     "sqrt": "tl.sqrt",

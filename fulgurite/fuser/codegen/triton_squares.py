@@ -43,7 +43,7 @@ def open_squares(w: Writer, x: Local) -> Streams:
 def add_squares(w: Writer, x: Local, total: str, partners: list[Streams]) -> None:
     """One block: its sum, and what each partner has of it."""
     b = w.body
-    share, away = b.fresh("share"), b.fresh("away")
+    portion, away = b.fresh("portion"), b.fresh("away")
     value = bare(b.expression(x.expression))
     if not value.isidentifier():
         value, text = b.fresh("value"), value
@@ -51,12 +51,12 @@ def add_squares(w: Writer, x: Local, total: str, partners: list[Streams]) -> Non
     b.line(step_text(b, x, total, w.masked(value, start_of(x), w.nest.body)))
     for at in partners:
         b.line(f"{at.seen} += 1.0")
-        b.line(f"{share} = 1.0 / {at.seen}")
+        b.line(f"{portion} = 1.0 / {at.seen}")
         b.line(f"{at.first} = tl.where({at.seen} == 1.0, {value}, {at.first})")
         distance = w.masked(f"{value} - {at.first} - {at.mean}", "0.0", w.nest.body)
         b.line(f"{away} = {distance}")
-        b.line(f"{at.mean} += {away} * {share}")
-        b.line(f"{at.squares} += {away} * {away} * (1.0 - {share})")
+        b.line(f"{at.mean} += {away} * {portion}")
+        b.line(f"{at.squares} += {away} * {away} * (1.0 - {portion})")
 
 
 def close_squares(w: Writer, x: Local, at: Streams, name: str) -> None:

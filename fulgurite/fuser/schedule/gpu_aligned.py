@@ -14,9 +14,12 @@ from ..nest import Nest
 
 WIDTH = 8  # bytes a thread and access
 # rows that are walked so often at the most have accesses of twice the width. Percent of the copy on an H200, wide against
-# narrow (`benchmarks/sweep_rows.py`, bfloat16): two walks, rms_norm of 4097, 4098 and 50257, 94.8, 94.7, 75.0 against 89.2,
-# 91.3, 69.7; three walks, softmax and layer_norm of 50257, 66.8 and 65.3 against 68.9 and 74.0
+# narrow (`benchmarks/sweep_rows.py`, bfloat16): two walks, rms_norm of 4097 and 4098, 94.8 and 94.7 against 89.2 and 91.3;
+# three walks, softmax and layer_norm of 50257, 66.8 and 65.3 against 68.9 and 74.0
 FEW_WALKS = 2
+# elements of an access to a row of many blocks: weights are read one by one, and a warp's reads of them are as far apart.
+# rms_norm of 50257 bfloat16 got 81.7 percent with 4, 75.0 with 8
+MOST_IN_BLOCKS = 4
 
 
 def row_place(nest: Nest) -> Index | None:
@@ -30,8 +33,8 @@ def row_place(nest: Nest) -> Index | None:
     return place if along is not None and along == 1 and not place.loaded() else None
 
 
-def granule_of(nest: Nest, walks: int) -> int:
-    """Elements of an access; 0 where rows start at multiples of eight bytes, or nothing is gained."""
+def granule_of(nest: Nest, walks: int, blocks: int = 1) -> int:
+    """Elements of an access to a row of so many blocks; 0 where it starts at a multiple of eight bytes, or nothing is gained."""
     (body,) = nest.body
     place = row_place(nest)
     sums = [x.dtype for x in nest.locals.values() if x.reduction is not None]
@@ -44,4 +47,5 @@ def granule_of(nest: Nest, walks: int) -> int:
     steps = [coefficient for _, coefficient in start.terms] + [start.constant]
     if granule < 2 or all(n % granule == 0 for n in steps) or number(body.size) < 8 * granule:
         return 0
-    return 2 * granule if walks <= FEW_WALKS else granule
+    wide = walks <= FEW_WALKS and (blocks == 1 or 2 * granule <= MOST_IN_BLOCKS)
+    return 2 * granule if wide else granule

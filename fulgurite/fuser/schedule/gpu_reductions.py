@@ -14,13 +14,15 @@ from .base import Analysis, analyse
 from .choose import arranged
 from .gpu_aligned import granule_of
 from .gpu_base import GpuSchedule, joined, length, power_above, power_below, vector_axis, widest
-from .gpu_kept import KEPT_BLOCK, KEPT_WARPS, all_kept, part_kept, scans
-from .online import online_sums, replaced_waits, squares_about
+from .gpu_kept import KEPT_BLOCK, KEPT_WARPS, all_kept, part_kept, scans, small_blocks
+from .online import online_sums, replaced_waits, squares_about, with_shares
 from .rows import count_passes
 
+LEAST_TOGETHER = 2048  # elements of short columns that a program has
 MOST_HELD = 1 << 15  # elements of a row that a program's registers hold
-# longer ones that are walked twice are kept as memory has them: 95.9 percent of the copy against 89.5 for rms_norm of 32768
-# bfloat16 on an H200, 98.8 against 93.8 for float32 (`benchmarks/sweep_rows.py`). A third walk would compute more again
+# longer ones are kept as memory has them: for rms_norm, softmax and layer_norm of 32768 bfloat16 95.6, 94.9 and 94.5 percent of
+# the copy on an H200 against 90.4, 77.1 and 81.7, of float32 98.9, 97.8 and 95.9 against 92.5, 84.9 and 89.0
+# (`benchmarks/sweep_rows.py`)
 MOST_WIDENED = 1 << 14
 MOST_SUMMED = 1 << 14  # the same, where it also holds sums over rows
 ROW_BYTES = 4096  # of a row that has a program of its own; shorter ones share one
@@ -32,13 +34,13 @@ SPLIT_POINTS = 1 << 15  # reductions of fewer points are not cut into parts
 
 def rows(nest: Nest, device: Device) -> GpuSchedule:
     nest = arranged(nest, vector_axis(nest, nest.body))
-    nest = joined(joined(nest, nest.grid), nest.body)
+    nest = with_shares(joined(joined(nest, nest.grid), nest.body))
     facts = analyse(nest)
     (body,) = nest.body
     width = number(body.size)
     count = length(nest.grid)
     static = body.size.is_constant
-    online, about = online_sums(nest, facts), squares_about(nest)
+    online, about = online_sums(nest), squares_about(nest)
     parts = split_parts(nest, replaced_waits(nest, facts, about), count, width, device)
     if parts:
         block = min(4096 if about else 8192, power_above(-(-width // parts)))
@@ -49,7 +51,7 @@ def rows(nest: Nest, device: Device) -> GpuSchedule:
     held = power_above(width) if static else 0
     if not static or held > MOST_HELD or (not waits(nest, facts) and held > 8192):
         return walked_rows(nest, facts, online, about)
-    if held > MOST_WIDENED and cheap(nest) and count_passes(nest, facts) == 2:
+    if held > MOST_WIDENED and cheap(nest):
         kept = kept_row(nest, facts)
         if kept is not None:
             return kept
@@ -80,7 +82,9 @@ def walked_rows(
     if whole is not None:
         return whole
     kept = part_kept(nest, together, passes, bool(online), bool(about))
-    # a second walk is soon after the first: all threads on few rows, so that the cache has them
+    # a second walk is soon after the first: all threads on few rows, so that the cache has them, and from the end, which it has
+    # longest: softmax of 65536 float32 got 82 percent of the copy on an H200 instead of 74, of 131072 bfloat16 76 instead of
+    # 70; norms between 1 and 8 percent more (`benchmarks/sweep_rows.py`)
     block, warps = (KEPT_BLOCK, KEPT_WARPS) if passes > 1 else (4096, 8)
     return GpuSchedule(
         "rows",
@@ -93,6 +97,7 @@ def walked_rows(
         about,
         warps=warps,
         kept=kept,
+        back=passes > 1 and body.size.is_constant and not scans(nest),
         group=max(16 // widest(nest), 1) if online else 1,
     )
 
@@ -104,9 +109,20 @@ def kept_row(nest: Nest, facts: Analysis) -> GpuSchedule | None:
     kept = all_kept(nest, facts, walks)
     if not kept:
         return None
-    sizes, granule = {body: KEPT_BLOCK}, granule_of(nest, walks)
+    block, warps, granule = KEPT_BLOCK, KEPT_WARPS, granule_of(nest, walks, kept)
+    if granule and not read_by_rows(nest):
+        block, warps, granule, kept = small_blocks(nest, facts, walks)
     return GpuSchedule(
-        "rows", nest, (body,), sizes, True, walks, warps=KEPT_WARPS, kept=kept, granule=granule
+        "rows", nest, (body,), {body: block}, True, walks, warps=warps, kept=kept, granule=granule
+    )
+
+
+def read_by_rows(nest: Nest) -> bool:
+    """Is anything read along a row that all rows have in common, such as weights?"""
+    (body,) = nest.body
+    return any(
+        body in index.axes() and not set(nest.axes) <= index.axes()
+        for _, index, _ in nest.accesses()
     )
 
 
@@ -174,7 +190,7 @@ def split_parts(nest: Nest, facts: Analysis, tasks: int, width: int, device: Dev
 def columns(nest: Nest, device: Device) -> GpuSchedule:
     """Neighbouring grid points side by side, the body from top to bottom."""
     nest = arranged(nest, vector_axis(nest, nest.grid))
-    nest = joined(joined(nest, nest.grid[:-1]), nest.body)
+    nest = with_shares(joined(joined(nest, nest.grid[:-1]), nest.body))
     facts, about = analyse(nest), squares_about(nest)
     once = replaced_waits(nest, facts, about)
     (body,) = nest.body
@@ -186,8 +202,11 @@ def columns(nest: Nest, device: Device) -> GpuSchedule:
         # nothing else can be shared among programs; a sector of 32 bytes is still whole
         across //= 2
     deep = max(1, min(power_above(height), 4096 // across))
+    while deep * across < LEAST_TOGETHER and not few(outer, width, 4 * across, device):
+        across *= 2  # short columns: more of them, or a program has next to nothing to do
+    across = min(across, power_above(width))
     tasks = outer * -(-width // across)
-    online = online_sums(nest, facts)
+    online = online_sums(nest)
     sizes = {body: deep, vector: across}
     looped = not body.size.is_constant or deep < height
     if looped and waits(nest, facts) and body.size.is_constant:
@@ -231,7 +250,7 @@ def walking(nest: Nest, device: Device) -> GpuSchedule:
     """A fixed number of programs, each with sums of its own over many rows."""
     last = vector_axis(nest, nest.body) if nest.body else None
     nest = arranged(nest, last)
-    nest = joined(joined(nest, nest.grid), nest.body)
+    nest = with_shares(joined(joined(nest, nest.grid), nest.body))
     facts = analyse(nest)
     count = length(nest.grid)
     (grid,) = nest.grid
@@ -244,7 +263,7 @@ def walking(nest: Nest, device: Device) -> GpuSchedule:
     width = number(body.size)
     colsums = any(x.role == "colsum" for x in nest.locals.values())
     held = power_above(width) if body.size.is_constant else 0
-    online, about = online_sums(nest, facts), squares_about(nest)
+    online, about = online_sums(nest), squares_about(nest)
     if not held or held > (MOST_SUMMED if colsums else MOST_HELD):
         passes = count_passes(nest, replaced_waits(nest, facts, online | about))
         sizes = {body: 4096}

@@ -1,6 +1,6 @@
 """Two reductions in one walk over a row, although the second is made of the first: which, and when all is known.
 
-The sum of exponentials below a maximum; squared distances from the mean of a sum.
+The sum of exponentials below a maximum; squared distances from the mean of a sum. And which quotients are by such sums.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ..nest import Nest, rewrite
 from .base import Analysis
 
 
-def online_sums(nest: Nest, facts: Analysis) -> dict[str, str]:
+def online_sums(nest: Nest) -> dict[str, str]:
     """Sums of exp(e - m) where m is the maximum of e over the same row: both in one walk."""
     found: dict[str, str] = {}
     for x in nest.locals.values():
@@ -33,6 +33,27 @@ def online_sums(nest: Nest, facts: Analysis) -> dict[str, str]:
             if expanded(nest, m.expression) == expanded(nest, value):
                 found[x.name] = m.name
     return found
+
+
+def with_shares(nest: Nest) -> Nest:
+    """The nest whose quotients of an exponential by the sum of its row are called so: they divide once a row."""
+    online = online_sums(nest)
+
+    def share(part: Expression) -> Expression | None:
+        if not isinstance(part, Operation) or part.name != "div":
+            return None
+        one, whole = part.arguments
+        if not isinstance(whole, Load) or whole.index or whole.name not in online:
+            return None
+        same = expanded(nest, one) == expanded(nest, nest.locals[whole.name].expression)
+        return replace(part, name="share") if same else None
+
+    def shared(expression: Expression) -> Expression:
+        return rewrite(expression, share, lambda index: index)
+
+    found = {n: replace(x, expression=shared(x.expression)) for n, x in nest.locals.items()}
+    stores = tuple(replace(s, value=shared(s.value)) for s in nest.stores)
+    return replace(nest, locals=found, stores=stores) if online else nest
 
 
 def squares_about(nest: Nest) -> dict[str, str]:
