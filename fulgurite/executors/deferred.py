@@ -59,7 +59,8 @@ def _is_large(node: fx.Node) -> bool:
 
 def deferred(graph: fx.Graph, inputs: Inputs, fusing: set[fx.Node]) -> set[fx.Node]:
     """The free nodes that a later region can have: something fused reads the same inputs, and does not wait for a
-    single op that reads the node (as a layer's sum with its input waits for the layer)."""
+    single op that reads the node (as a layer's sum with its input waits for the layer). Those that read next to nothing,
+    such as positions and their angles, go with their readers."""
     before = _single_ops_before(graph, fusing)
     reading: dict[fx.Node, list[int]] = {}  # by input, what its fused readers wait for
     for node in fusing - inputs.free:
@@ -74,7 +75,7 @@ def deferred(graph: fx.Graph, inputs: Inputs, fusing: set[fx.Node]) -> set[fx.No
         for user in node.users:
             after[node] |= after[user] if user in inputs.free else _own(user, before, fusing)
         waiting = (mask for source in inputs.of[node] for mask in reading.get(source, ()))
-        if any(not mask & after[node] for mask in waiting):
+        if not inputs.of[node] or any(not mask & after[node] for mask in waiting):
             found.add(node)
     return found
 

@@ -16,7 +16,7 @@ from fulgurite.executors.base import Executor
 from fulgurite.executors.deferred import Inputs, deferred, inputs_of, is_plain, waited_for
 from fulgurite.executors.torch import TorchExecutor
 from fulgurite.trace import Trace
-from fulgurite.trace.cost import is_view, op_of
+from fulgurite.trace.cost import is_view, op_of, value_bytes
 from fulgurite.trace.writes import written
 from fulgurite.transforms.purity import is_ordered, readers
 
@@ -89,9 +89,10 @@ def _deferred(
         for node in calls
         if not isinstance(by_name[node.meta["executor"]], TorchExecutor) and node not in outside
     }
+    overwritten = {r for node in calls for target in written(node) for r in readers(target)}
     movable = {
         node
-        for node in fusing
+        for node in fusing - overwritten  # what reads before a write has its place
         if is_plain(node)
         and not (is_ordered(node) or any(True for _ in written(node)))
         and not any(map(_is_write, node.users))
@@ -119,7 +120,7 @@ def place(
             return False
         return group.index not in _reachable(sources - {group.index}, groups)
 
-    shared = {id(group): inputs.shared(group.nodes, node) for group in regions}
+    shared = {id(g): inputs.shared(g.nodes, node) + _common(g, node, later) for g in regions}
     first = min(users, default=len(groups))
     candidates = [
         *sorted((g for g in regions if g.index in users), key=lambda g: g.index),
@@ -136,6 +137,13 @@ def place(
     for user in users - {group.index}:
         groups[user].needs.add(group.index)
     group_of[node] = group
+
+
+def _common(group: Group, node: fx.Node, later: set[fx.Node]) -> int:
+    """Bytes of values without a group yet that a node and a region read both: they are computed where both are."""
+    inside = set(group.nodes)
+    both = [s for s in node.all_input_nodes if s in later and not inside.isdisjoint(s.users)]
+    return sum(value_bytes(source.meta["val"]) for source in both)
 
 
 def _candidates(

@@ -8,6 +8,7 @@ equal indices are, as far as the simplification sees, the same value.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -265,7 +266,8 @@ def floordiv(index: Index, by: Index) -> Index:
         return whole
     if not rest.terms and not by.terms and by.constant:
         return whole + rest.constant // by.constant
-    return whole + of_atom(Quotient(rest, by))
+    of_two = _of_two_steps(rest, by, operator.floordiv)
+    return whole + (of_two or of_atom(Quotient(rest, by)))
 
 
 def modulo(index: Index, by: Index) -> Index:
@@ -275,7 +277,17 @@ def modulo(index: Index, by: Index) -> Index:
         return rest
     if not rest.terms and not by.terms and by.constant:
         return Index(rest.constant % by.constant)
-    return of_atom(Remainder(rest, by))
+    return _of_two_steps(rest, by, operator.mod) or of_atom(Remainder(rest, by))
+
+
+def _of_two_steps(index: Index, by: Index, function: Callable[[int, int], int]) -> Index | None:
+    """What depends on one axis of two steps alone, a straight line between the two: `(i - 1) % 2` is `1 - i`."""
+    axes = list(index.axes())
+    if len(axes) != 1 or index.atoms() != axes or axes[0].size != 2 or not by.constant or by.terms:
+        return None
+    ends = [index.substitute({axes[0]: Index(step)}).constant for step in (0, 1)]
+    first, second = (function(end, by.constant) for end in ends)
+    return of_atom(axes[0]) * (second - first) + first
 
 
 def _split(index: Index, by: Index) -> tuple[Index, Index]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,19 +13,33 @@ if TYPE_CHECKING:
 
 
 def recombine(index: Index) -> Index:
-    """`(n//d)*d*c + (n%d)*c` is `n*c`: addresses through a reshape become plain again."""
+    """`(n//d)*d*c + (n%d)*c` is `n*c`, and `((n//d)%e)*d*c + (n%d)*c` is `(n%(d*e))*c`: addresses through a reshape
+    become plain again.
+    """
     for monomial, coefficient in index.terms:
         for atom in monomial:
             if not isinstance(atom, Remainder):
                 continue
             rest = tuple(other for other in monomial if other is not atom)
             factor = Index(0, ((rest, coefficient),)) if rest else Index(coefficient)
-            for quotient in _quotients(atom):
-                pair = of_atom(quotient) * atom.denominator * factor
+            for other, both in _beside(atom, index):
+                pair = other * atom.denominator * factor
                 if pair.terms and pair.terms[0] in index.terms:
                     left = index - pair - Index(0, ((monomial, coefficient),))
-                    return recombine(left + atom.numerator * factor)
+                    return recombine(left + both * factor)
     return index
+
+
+def _beside(remainder: Remainder, index: Index) -> Iterator[tuple[Index, Index]]:
+    """What may stand beside `n%d` as a multiple of `d`, and what the two are together."""
+    for quotient in _quotients(remainder):
+        yield of_atom(quotient), remainder.numerator
+    for atom in index.atoms():
+        if isinstance(atom, Remainder):
+            for quotient in _quotients(remainder):
+                if atom.numerator == of_atom(quotient):
+                    whole = remainder.denominator * atom.denominator
+                    yield of_atom(atom), modulo(remainder.numerator, whole)
 
 
 def _quotients(remainder: Remainder) -> list[Quotient]:

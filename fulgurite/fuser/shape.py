@@ -51,6 +51,10 @@ class Reading:
         return all(mine == theirs for mine, theirs in pairs if theirs in grid)
 
 
+# of values that other points have, too: a point; and in all, which another kernel would take longer to start than
+BROADCAST_FLOPS, FEW_FLOPS = 16, 1 << 23
+
+
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What segmentation knows of a statement."""
@@ -112,6 +116,12 @@ class Shape:
 
     def copy(self) -> Shape:
         return replace(self, roles=dict(self.roles), waits=dict(self.waits), facts=dict(self.facts))
+
+    def is_dear(self) -> bool:
+        """Is much computed at many more points than there are values of it, as the sine of an angle for each head?"""
+        points = 0 if self.reduces else self.loops.length(self.grid)
+        again = sum(f.flops for f in self.facts.values() if 2 * f.elements <= points)
+        return again > BROADCAST_FLOPS and again * points > FEW_FLOPS
 
     def extend(self, new: Facts) -> str | None:
         """Adds a statement whose producers here were added before; the reason where it can't be."""

@@ -26,6 +26,8 @@ from fulgurite.transforms.base import transform
 from fulgurite.transforms.purity import is_pure
 
 Hides = Literal["later", "nothing"]
+# what is added to the score of a hidden key, or less: torch's own for cuDNN where a mask is of bools (the least float16)
+HIDDEN = -65504.0
 
 
 @transform
@@ -38,38 +40,36 @@ def known_masks(trace: Trace) -> Trace:
 
 def replace_known_masks(graph: fx.Graph) -> None:
     """The same on a graph in place, for the joint graph before it is split."""
-    attentions = {node: mask for node in graph.nodes if (mask := _mask_of(node)) is not None}
+    attentions = {node: masked for node in graph.nodes if (masked := _mask_of(node)) is not None}
     if not attentions:
         return
     constant = _constants(graph)
     found: dict[fx.Node, Hides | None] = {}
-    for node, mask in attentions.items():
+    for node, (name, mask) in attentions.items():
         if mask in constant:
             if mask not in found:
                 with _disable_current_modes(), torch.no_grad():  # torch compiles in fake mode
                     found[mask] = _hides(_computed(graph, mask))
             if (hides := found[mask]) is not None:
                 _give(node, "is_causal", hides == "later")
-                _give(node, _mask_name(node), None)
+                _give(node, name, None)
 
 
-def _mask_of(node: fx.Node) -> fx.Node | None:
-    """The mask that a call of one of torch's attentions is given, if it has no other one (`is_causal`)."""
-    name = _mask_name(node)
-    if name is None or _given(node, "is_causal") or _given(node, "dropout_p"):
-        return None
-    mask = _given(node, name)
-    return mask if isinstance(mask, fx.Node) else None
+def _mask_of(node: fx.Node) -> tuple[str, fx.Node] | None:
+    """The mask that one of torch's attentions is given, forward or backward, and what the op calls it.
 
-
-def _mask_name(node: fx.Node) -> str | None:
-    """What an attention of torch's calls its mask, of forward or of backward; None for other ops."""
+    None for other ops, and where there are more reasons than the mask why a key has no part (`is_causal`, dropout).
+    """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or "_scaled_dot_product_" not in str(target):
         return None
     names = {argument.name for argument in target._schema.arguments}
-    mask = next((name for name in ("attn_bias", "attn_mask") if name in names), None)
-    return mask if "is_causal" in names else None
+    name = next((name for name in ("attn_bias", "attn_mask") if name in names), None)
+    if name is None or "is_causal" not in names:
+        return None
+    mask = _given(node, name)
+    plain = isinstance(mask, fx.Node) and not _given(node, "is_causal")
+    return (name, mask) if plain and not _given(node, "dropout_p") else None
 
 
 def _given(node: fx.Node, name: str) -> Any:
@@ -129,7 +129,7 @@ def _hides(mask: Any) -> Hides | None:
     if mask.dtype == torch.bool:
         seen, hidden = mask, ~mask
     else:
-        seen, hidden = mask == 0, mask <= torch.finfo(mask.dtype).min
+        seen, hidden = mask == 0, mask <= HIDDEN
     if seen.all():
         return "nothing"
     if mask.shape[-1] != mask.shape[-2]:

@@ -76,7 +76,10 @@ class Beside(nn.Module):
 def test_modules_beside_layers_are_compiled_too():
     model = Beside()
     blocks = find_blocks(model)
-    assert beside(blocks) == [model.first, model.last]  # torch's own, and what calls layers, are not
+    assert beside(blocks) == [
+        model.first,
+        model.last,
+    ]  # torch's own, and what calls layers, are not
     compiled = fulgurite.compile(model)
     tokens = torch.randint(0, 9, (3, 7))
     for training in (True, False):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from fulgurite.compile import compile
 from fulgurite.executors import deferred
+from fulgurite.models.tiny import Layer
 from fulgurite.trace.region import Region
 
 
@@ -38,6 +41,63 @@ def test_an_activation_is_computed_again_in_the_kernel_of_its_gradient() -> None
     unit = 4 * tokens * inner
     large = [k.bytes for k in kernels(compiled.last_trace("backward")) if k.bytes > unit]
     assert large == [6 * unit]
+
+
+def test_a_norm_is_computed_again_where_its_gradient_is() -> None:
+    """Both norms' regions read the layer's input, and each computes its own norm of it again.
+
+    The second norm reads two parts of its input, two gradients and that of the sum around it, and writes its result
+    and a gradient; the first reads its input and two gradients, and writes its result and a gradient.
+    """
+    tokens, width = 256, 256
+    layer = Layer(width, 4, 512).bfloat16()
+    x = torch.randn(1, tokens, width, dtype=torch.bfloat16, requires_grad=True)
+    angle = torch.randn(tokens, width // 4, dtype=torch.bfloat16)
+    compiled = compile(layer, tune=False)
+    compiled(x, angle, angle).sum().backward()
+    norms = [k for k in kernels(compiled.last_trace("backward")) if k.name.startswith("sum_pow")]
+    assert [k.bytes // (2 * tokens * width) for k in norms] == [7, 5]
+
+
+class Averaged(nn.Module):
+    """Reads a large buffer before and after a product, and writes to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.ones(160, 160))
+        self.linear = nn.Linear(160, 160)
+
+    def forward(self, x):
+        y = self.linear(self.seen * 2 + x)
+        along = (self.seen * 3 + y).sum(0)
+        self.seen.mul_(0.5)
+        return y, along
+
+
+def test_what_is_written_is_read_before() -> None:
+    model, x = Averaged(), torch.randn(160, 160)
+    other = copy.deepcopy(model)
+    compiled = compile(model, tune=False)
+    for _ in range(3):
+        torch.testing.assert_close(compiled(x), other(x))
+    torch.testing.assert_close(model.seen, other.seen)
+
+
+def test_angles_go_with_what_turns_by_them() -> None:
+    """Positions and angles depend on nothing: the region that reads them first has them, in a kernel of their own."""
+
+    def turned(x, weight):
+        place = torch.arange(x.shape[1], dtype=torch.float32)
+        angle = torch.outer(place, 10000.0 ** (-torch.arange(0, 64, 2) / 64)).repeat(1, 2)
+        x = x @ weight
+        heads = x.unflatten(-1, (8, 64)).transpose(1, 2)
+        return heads * angle.cos() + heads.flip(-1) * angle.sin(), heads * angle.sin()
+
+    x, weight = torch.randn(2, 512, 512), torch.randn(512, 512) / 20
+    compiled = compile(turned, tune=False)
+    torch.testing.assert_close(compiled(x, weight), turned(x, weight), rtol=1e-4, atol=1e-4)
+    sizes = [k.bytes for k in kernels(compiled.last_trace("inference"))]
+    assert len(sizes) == 2 and min(sizes) == 2 * 512 * 64 * 4, sizes  # cosines and sines, once
 
 
 def random_program(seed: int, inputs: list[torch.Tensor]):

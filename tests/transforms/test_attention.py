@@ -161,6 +161,9 @@ def test_what_a_mask_hides():
     bools = earlier()
     numbers = torch.zeros(T, T).masked_fill(~bools, -torch.inf)
     assert _hides(bools) == _hides(numbers) == _hides(numbers.bfloat16()) == "later"
+    for least in (-65504.0, -1e9, torch.finfo(torch.bfloat16).min):  # of cuDNN, and of models
+        assert _hides(torch.zeros(T, T).masked_fill(~bools, least).bfloat16()) == "later"
+    assert _hides(torch.zeros(T, T).masked_fill(~bools, -10000.0)) is None
     assert _hides(bools[None, None].expand(2, 5, T, T)) == "later"
     assert _hides(torch.ones(1, 1, 1, T, dtype=torch.bool)) == "nothing"
     assert _hides(torch.zeros(0, 1, T, T)) == "nothing"

@@ -6,6 +6,8 @@ says where they go; `triton_operations` has what is computed of it). A `Body` is
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from ..expression import (
@@ -147,6 +149,15 @@ class Body(Operations):
                 tests.append(test)
         return " & ".join(tests)
 
+    def weaker_masks(self, axes: set[Axis]) -> list[str]:
+        """The same without the innermost guards: what was read under one of these was read here, too."""
+        guards, found = self.guards, []
+        for count in reversed(range(len(guards))):
+            self.guards = guards[:count]
+            found.append(self.mask_text(axes))
+        self.guards = guards
+        return found
+
     # values
 
     def expression(self, expression: Expression) -> str:
@@ -176,9 +187,10 @@ class Body(Operations):
         mask = self.mask_text(axes)
         level = self.level(load)
         key = (load, mask + extra)
-        for outer in self.levels[: level + 1]:
-            if key in outer.loads:
-                return outer.loads[key]
+        for known in (key, *((load, less) for less in self.weaker_masks(axes))):
+            for outer in self.levels[: level + 1]:
+                if known in outer.loads:
+                    return outer.loads[known]
         letters = "".join(a.name for a in self.nest.axes if a in load.axes())
         if self.remade and load not in self.kept and self.stays_narrow(load):
             self.kept[load] = self.fresh(f"{self.names[load.name]}_kept")
@@ -233,6 +245,10 @@ class Body(Operations):
             known[text] = self.fresh("inside")
             self.line(f"{known[text]} = {text}", level)
         name = known[text]
+        either = set(_always_read(guard.outside))
+        for load in _always_read(guard.inside):
+            if load in either:  # once for both
+                self.load(load)
         self.guards.append((name, axes, level))
         inside = self.expression(guard.inside)
         self.guards[-1] = (f"~{name}", axes, level)
@@ -251,3 +267,13 @@ class Body(Operations):
         if high is None or not bound.size.is_constant or high >= bound.size.constant:
             tests.append(f"{text} < {size}")
         return " & ".join(f"({t})" for t in tests) if len(tests) > 1 else "".join(tests) or "True"
+
+
+def _always_read(expression: Expression) -> Iterator[Load]:
+    """What an expression reads from memory at every point: nothing that a guard of its own decides about."""
+    if isinstance(expression, Load):
+        if expression.index:
+            yield expression
+    elif not isinstance(expression, Guard):
+        for part in expression.parts():
+            yield from _always_read(part)

@@ -4,7 +4,7 @@ In: a nest and what is known of the device. Out: a `GpuSchedule`: the nest with 
 and one body loop, and every decision. Code generators only spell it. Decisions depend on sizes and
 dtypes alone, never on a clock, so that they are the same every time.
 
-    pointwise   one block of neighbouring points a program
+    pointwise   one block of neighbouring points a program; a short loop that chooses is written out
     transpose   square tiles, where reads and writes are contiguous along different loops
     rows        reductions along contiguous memory: a row, or several, held in registers by a program;
                 longer rows are walked in blocks, maximum and sum of exponentials in one walk
@@ -23,6 +23,7 @@ from ..nest import Nest
 from .gpu_base import GpuSchedule, joined, runs, vector_axis
 from .gpu_pointwise import pointwise, tiled
 from .gpu_reductions import MOST_HELD, MOST_SUMMED, columns, finishing, rows, walking
+from .gpu_unrolled import unrolled
 from .online import replaced_waits
 
 MOST_WALKED = 1 << 20  # bytes of float32 of a row that is walked again, from the second level cache
@@ -31,6 +32,7 @@ SIDE_BY_SIDE = 16  # rows across memory that a program has at the least: whole s
 
 def choose_gpu_schedule(nest: Nest, device: Device) -> GpuSchedule:
     if not nest.body and not any(local.reduction for local in nest.locals.values()):
+        nest = unrolled(nest, device)
         return tiled(nest) or pointwise(nest, device)
     over_grid = any(x.role in ("colsum", "scalar") for x in nest.locals.values())
     if over_grid:

@@ -110,10 +110,22 @@ def vector_axis(nest: Nest, axes: tuple[Axis, ...]) -> Axis | None:
     order = {axis: k for k, axis in enumerate(order_axes(nest, axes))}
 
     def merit(axis: Axis) -> tuple[bool, int, int, int]:
-        size = number(axis.size)
-        return (size >= SHORT, runs(nest, axis), order[axis], size)
+        return (reach(nest, axis) >= SHORT, runs(nest, axis), order[axis], number(axis.size))
 
     return max(axes, key=merit)
+
+
+def reach(nest: Nest, axis: Axis) -> int:
+    """Points that lie one after the other from this axis on: its own, times those of an axis that goes on where it ends."""
+    size = number(axis.size)
+    further = [
+        number(other.size)
+        for _, index, _ in nest.accesses()
+        if index.coefficient(axis) == 1
+        for other in index.axes()
+        if index.coefficient(other) == size
+    ]
+    return size * max(further, default=1)
 
 
 def joined(nest: Nest, axes: tuple[Axis, ...]) -> Nest:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from ..shape import Facts, Shape
 from .state import MOST_STATEMENTS, Segment, Segmentation
 
+DEAR = "it would be computed at many more points than there are values of it"
+
 
 def join_all(work: Segmentation) -> None:
     by_input: dict[str, list[int]] = {}
@@ -89,15 +91,23 @@ def _try_join(work: Segmentation, key: int, f: Facts, sources: set[int]) -> str 
     constants = _constants(work, f, shape)
     fits = f.all <= shape.grid | shape.body
     if fits and not constants and not f.collects:
+        was_dear = shape.is_dear()
         reason = shape.extend(f)
         if reason is None and shape.roles[f.name] == "free":
-            reason = _remove_last(shape, f)
+            reason = f"{f.name} has other axes than the kernel it reads from"
+        elif reason is None and not was_dear and shape.is_dear():
+            reason = DEAR
+        else:
+            return reason
+        _remove_last(shape, f)
         return reason
     trial = shape.copy()
     for extra in (*constants, f):
         reason = trial.extend(extra)
         if reason:
             return reason
+    if trial.is_dear() and not shape.is_dear():
+        return DEAR
     for name, role in trial.roles.items():
         if role == "free" and not work.facts[name].constant:
             readers = work.readers.get(name, ())
@@ -108,7 +118,6 @@ def _try_join(work: Segmentation, key: int, f: Facts, sources: set[int]) -> str 
     return None
 
 
-def _remove_last(shape: Shape, f: Facts) -> str:
+def _remove_last(shape: Shape, f: Facts) -> None:
     for table in (shape.roles, shape.waits, shape.facts):
         del table[f.name]  # type: ignore[attr-defined]
-    return f"{f.name} has other axes than the kernel it reads from"

@@ -57,7 +57,8 @@ def _merge(work: Segmentation, a: int, b: int) -> bool:
         first = min(work.segments[later].shape.facts, key=work.order.__getitem__)
         work.cuts.setdefault(first, shape)
         return False
-    if not _saves(work, a, b, shape):
+    was_dear = any(work.segments[k].shape.is_dear() for k in (a, b))
+    if not _saves(work, a, b, shape) or (shape.is_dear() and not was_dear):
         return False
     for name in work.segments[b].shape.facts:
         if work.home.get(name) == b:

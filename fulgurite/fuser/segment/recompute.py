@@ -117,6 +117,8 @@ def _with_value(work: Segmentation, name: str, needed: list[str]) -> dict[int, S
         shape = work.fold([*work.segments[key].shape.facts, *needed])
         if isinstance(shape, str) or not all(shape.storable(n) for n in work.stored(key)):
             return None
+        if shape.is_dear() and not work.segments[key].shape.is_dear():
+            return None
         shapes[key] = shape
     return shapes
 
