@@ -3,23 +3,13 @@ import fulgurite
 import torch
 
 @fulgurite.region('fuser')
-def embedding_arange_0(
+def embedding_pow_0(
     embedding_weight: "f32[256, 64]",
     tokens_bt: "i64[2, 32]",
-    folded_0: "f32[8]",
     layers_0_attention_norm_weight: "f32[64]",
 ):
     # self.embedding            tiny.py:94          x = self.embedding(tokens_BT)
     x = torch.ops.aten.embedding.default(embedding_weight, tokens_bt); del embedding_weight, tokens_bt  # fuser   80.5 KiB
-    #                           tiny.py:89          position = torch.arange(x_BTD.shape[1], device=x_BTD.device)
-    position = torch.ops.aten.arange.default(32, device=torch.device('cpu'), pin_memory=False)  # fuser   256 B
-    #                           tiny.py:90          angle = torch.outer(position, 10_000.0**-channel).repeat(1, 2)
-    view = torch.ops.aten.view.default(position, [32, 1]); del position  # fuser   view
-    outer = torch.ops.aten.mul.Tensor(view, folded_0); del view, folded_0  # fuser   1.3 KiB
-    angle = torch.ops.aten.repeat.default(outer, [1, 2]); del outer   # fuser   3.0 KiB
-    #                           tiny.py:91          return angle.cos().to(x_BTD.dtype), angle.sin().to(x_BTD.dtype)
-    cos = torch.ops.aten.cos.default(angle)                           # fuser   4.0 KiB
-    sin = torch.ops.aten.sin.default(angle); del angle                # fuser   4.0 KiB
     # self.layers.0.attention_norm  tiny.py:22          scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
     square = torch.ops.aten.pow.Tensor_Scalar(x, 2)                   # fuser   32.0 KiB
     mean = torch.ops.aten.mean.dim(square, [-1], True); del square    # fuser   16.2 KiB
@@ -30,12 +20,19 @@ def embedding_arange_0(
     mul_22 = torch.ops.aten.mul.Tensor(mul_21, layers_0_attention_norm_weight); del mul_21, layers_0_attention_norm_weight  # fuser   32.2 KiB
     # self.layers.0.attention.qkv  tiny.py:40          qkv = self.qkv(x_BTD).unflatten(-1, (3, self.heads, -1))
     view_1 = torch.ops.aten.view.default(mul_22, [64, 64]); del mul_22  # fuser   view
-    return (x, cos, sin, view_1)
-
-folded_0_1 = torch.tensor([1.0, 0.3162277638912201, 0.10000000149011612, 0.03162277489900589, 0.009999999776482582, 0.003162277629598975, 0.0010000000474974513, 0.0003162277571391314], dtype=torch.float32)
+    return (x, view_1)
 
 @fulgurite.region('fuser')
-def cat_1(mm: "f32[64, 192]", cos: "f32[32, 16]", sin: "f32[32, 16]"):
+def arange_repeat_1(folded_0: "f32[8]", mm: "f32[64, 192]"):
+    #                           tiny.py:89          position = torch.arange(x_BTD.shape[1], device=x_BTD.device)
+    position = torch.ops.aten.arange.default(32, device=torch.device('cpu'), pin_memory=False)  # fuser   256 B
+    #                           tiny.py:90          angle = torch.outer(position, 10_000.0**-channel).repeat(1, 2)
+    view = torch.ops.aten.view.default(position, [32, 1]); del position  # fuser   view
+    outer = torch.ops.aten.mul.Tensor(view, folded_0); del view, folded_0  # fuser   1.3 KiB
+    angle = torch.ops.aten.repeat.default(outer, [1, 2]); del outer   # fuser   3.0 KiB
+    #                           tiny.py:91          return angle.cos().to(x_BTD.dtype), angle.sin().to(x_BTD.dtype)
+    cos = torch.ops.aten.cos.default(angle)                           # fuser   4.0 KiB
+    sin = torch.ops.aten.sin.default(angle); del angle                # fuser   4.0 KiB
     # self.layers.0.attention.qkv  tiny.py:40          qkv = self.qkv(x_BTD).unflatten(-1, (3, self.heads, -1))
     linear = torch.ops.aten._unsafe_view.default(mm, [2, 32, 192]); del mm  # fuser   view
     # self.layers.0.attention   tiny.py:40          qkv = self.qkv(x_BTD).unflatten(-1, (3, self.heads, -1))
@@ -56,12 +53,14 @@ def cat_1(mm: "f32[64, 192]", cos: "f32[32, 16]", sin: "f32[32, 16]"):
     # self.layers.0.attention   tiny.py:28          left, right = x_BNTH.chunk(2, dim=-1)
     getitem_2, getitem_3 = torch.ops.aten.split.Tensor(k, 8, -1)      # fuser   view
     # self.layers.0.attention   tiny.py:29          return x_BNTH * cos_TH + torch.cat((-right, left), dim=-1) * sin_TH
-    mul_25 = torch.ops.aten.mul.Tensor(k, cos); del cos, k            # fuser   34.0 KiB
+    mul_25 = torch.ops.aten.mul.Tensor(k, cos); del k                 # fuser   34.0 KiB
     neg_2 = torch.ops.aten.neg.default(getitem_3); del getitem_3      # fuser   16.0 KiB
-    cat_1_1 = torch.ops.aten.cat.default([neg_2, getitem_2], -1); del neg_2, getitem_2  # fuser   32.0 KiB
-    mul_26 = torch.ops.aten.mul.Tensor(cat_1_1, sin); del sin, cat_1_1  # fuser   34.0 KiB
+    cat_1 = torch.ops.aten.cat.default([neg_2, getitem_2], -1); del neg_2, getitem_2  # fuser   32.0 KiB
+    mul_26 = torch.ops.aten.mul.Tensor(cat_1, sin); del cat_1         # fuser   34.0 KiB
     k_1 = torch.ops.aten.add.Tensor(mul_25, mul_26); del mul_25, mul_26  # fuser   48.0 KiB
-    return (v, q_1, k_1)
+    return (cos, sin, v, q_1, k_1)
+
+folded_0_1 = torch.tensor([1.0, 0.3162277638912201, 0.10000000149011612, 0.03162277489900589, 0.009999999776482582, 0.003162277629598975, 0.0010000000474974513, 0.0003162277571391314], dtype=torch.float32)
 
 @fulgurite.region('fuser')
 def pow_rsqrt_2(
@@ -259,11 +258,12 @@ def forward(
     head_weight: "f32[256, 64]",
 ):
     # self.embedding            tiny.py:94          x = self.embedding(tokens_BT)
-    x, cos, sin, view_1 = embedding_arange_0(embedding_weight, tokens_bt, folded_0_1, layers_0_attention_norm_weight); del embedding_weight, layers_0_attention_norm_weight  # fuser   12 ops   100.8 KiB
+    x, view_1 = embedding_pow_0(embedding_weight, tokens_bt, layers_0_attention_norm_weight); del embedding_weight, layers_0_attention_norm_weight  # fuser   7 ops   96.8 KiB
     # self.layers.0.attention.qkv  tiny.py:40          qkv = self.qkv(x_BTD).unflatten(-1, (3, self.heads, -1))
     t = torch.t(layers_0_attention_qkv_weight); del layers_0_attention_qkv_weight  # torch   view
     mm = torch.mm(view_1, t); del view_1, t                           # torch   1.6 MFLOP
-    v, q_1, k_1 = cat_1(mm, cos, sin); del mm                         # fuser   10 ops   100.0 KiB
+    #                           tiny.py:89          position = torch.arange(x_BTD.shape[1], device=x_BTD.device)
+    cos, sin, v, q_1, k_1 = arange_repeat_1(folded_0_1, mm); del mm   # fuser   15 ops   100.0 KiB
     # self.layers.0.attention   tiny.py:43          mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     mixed, _ = torch._scaled_dot_product_flash_attention_for_cpu(q_1, k_1, v, 0.0, True); del q_1, k_1, v, _  # torch   65.0 KiB
     # self.layers.0.attention   tiny.py:44          return self.out(mixed.transpose(1, 2).flatten(2))
@@ -289,7 +289,7 @@ def forward(
     # self.layers.1.attention.qkv  tiny.py:40          qkv = self.qkv(x_BTD).unflatten(-1, (3, self.heads, -1))
     t_5 = torch.t(layers_1_attention_qkv_weight); del layers_1_attention_qkv_weight  # torch   view
     mm_5 = torch.mm(view_8, t_5); del view_8, t_5                     # torch   1.6 MFLOP
-    v_1, q_3, k_3 = cat_5(mm_5, cos, sin); del cos, sin, mm_5         # fuser   10 ops   100.0 KiB
+    v_1, q_3, k_3 = cat_5(mm_5, cos, sin); del mm_5, cos, sin         # fuser   10 ops   100.0 KiB
     # self.layers.1.attention   tiny.py:43          mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     mixed_1, _ = torch._scaled_dot_product_flash_attention_for_cpu(q_3, k_3, v_1, 0.0, True); del q_3, k_3, v_1, _  # torch   65.0 KiB
     # self.layers.1.attention   tiny.py:44          return self.out(mixed.transpose(1, 2).flatten(2))
