@@ -89,18 +89,8 @@ def _try_join(work: Segmentation, key: int, f: Facts, sources: set[int]) -> str 
     if others and work.reaches(key, others):
         return "another kernel's result is needed in between"
     constants = _constants(work, f, shape)
-    fits = f.all <= shape.grid | shape.body
-    if fits and not constants and not f.collects:
-        was_dear = shape.is_dear()
-        reason = shape.extend(f)
-        if reason is None and shape.roles[f.name] == "free":
-            reason = f"{f.name} has other axes than the kernel it reads from"
-        elif reason is None and not was_dear and shape.is_dear():
-            reason = DEAR
-        else:
-            return reason
-        _remove_last(shape, f)
-        return reason
+    if f.all <= shape.grid | shape.body and not constants and not f.collects:
+        return _extend(shape, f)
     trial = shape.copy()
     for extra in (*constants, f):
         reason = trial.extend(extra)
@@ -118,6 +108,17 @@ def _try_join(work: Segmentation, key: int, f: Facts, sources: set[int]) -> str 
     return None
 
 
-def _remove_last(shape: Shape, f: Facts) -> None:
-    for table in (shape.roles, shape.waits, shape.facts):
-        del table[f.name]  # type: ignore[attr-defined]
+def _extend(shape: Shape, f: Facts) -> str | None:
+    """Adds a statement over loops that the shape has; where it can't stay, the shape is as before, and why is said."""
+    was_dear = shape.is_dear()
+    reason = shape.extend(f)
+    if reason is not None:
+        return reason
+    if shape.roles[f.name] == "free":
+        reason = f"{f.name} has other axes than the kernel it reads from"
+    elif shape.is_dear() and not was_dear:
+        reason = DEAR
+    if reason is not None:
+        for table in (shape.roles, shape.waits, shape.facts):
+            del table[f.name]  # type: ignore[attr-defined]
+    return reason
