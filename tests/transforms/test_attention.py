@@ -171,3 +171,31 @@ def test_what_a_mask_hides():
     assert _hides(numbers + torch.full((T, T), torch.nan).tril(-20)) is None
     assert _hides(torch.ones(T, dtype=torch.bool)) is None
     assert _hides(3) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width, value_width", [(64, 64), (192, 128)])
+def test_causal_masks_on_a_gpu(width: int, value_width: int):
+    """Whichever of torch's attentions is chosen there: values and gradients are those of float64."""
+    torch.manual_seed(0)
+    sizes = [(2, 4, 128, n) for n in (width, width, value_width)]
+    given = [torch.randn(n, device="cuda", dtype=torch.bfloat16) for n in sizes]
+    given = [x.requires_grad_() for x in given]
+
+    def attend(q, k, v):
+        place = torch.arange(q.shape[-2], device=q.device)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=place[None] <= place[:, None])
+
+    compiled = fulgurite.compile(attend)
+    wide = [x.detach().double().requires_grad_() for x in given]
+    ours, exact = compiled(*given), attend(*wide)
+    torch.testing.assert_close(ours.double(), exact, rtol=2e-2, atol=2e-2)
+    grad = torch.randn_like(exact)
+    for a, b in zip(
+        torch.autograd.grad(ours, given, grad.to(ours.dtype)),
+        torch.autograd.grad(exact, wide, grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(a.double(), b, rtol=5e-2, atol=5e-2)
+    (trace,) = [t for t in compiled.history if t.stage == "dead_code" and t.kind == "forward"]
+    assert "arange" not in str([node.target for node in trace.graph.nodes])
