@@ -81,7 +81,17 @@ class Cache(Protocol):
         ...
 
 
-class WholeSequence:
+class Unpaged:
+    """What caches without pages, and without kernels of their own, say of them."""
+
+    def pages(self, spec: AttentionSpec) -> None:
+        return None
+
+    def attend_fresh(self, spec: AttentionSpec, heads: Heads, sinks_N: Tensor | None) -> None:
+        return None
+
+
+class WholeSequence(Unpaged):
     """No cache: the tokens of the call are all there is. For training, scoring and as the plain
     reference.
 
@@ -90,12 +100,6 @@ class WholeSequence:
 
     def __init__(self, segments_T: Tensor | None = None) -> None:
         self.segments_T = segments_T
-
-    def pages(self, spec: AttentionSpec) -> None:
-        return None
-
-    def attend_fresh(self, spec: AttentionSpec, heads: Heads, sinks_N: Tensor | None) -> None:
-        return None
 
     def attend(
         self,
@@ -125,7 +129,7 @@ class WholeSequence:
         return self.segments_T[:, None] == self.segments_T[None, :]
 
 
-class ContiguousCache:
+class ContiguousCache(Unpaged):
     """Keys and values of `batch` sequences of up to `capacity` tokens, in the [B, T] layout.
 
     The key of position p lies in slot p + 1; slot 0 takes the keys of padding, which only padding
@@ -151,12 +155,6 @@ class ContiguousCache:
             for spec in specs
             if not spec.latent
         ]
-
-    def pages(self, spec: AttentionSpec) -> None:
-        return None
-
-    def attend_fresh(self, spec: AttentionSpec, heads: Heads, sinks_N: Tensor | None) -> None:
-        return None
 
     def attend(
         self,

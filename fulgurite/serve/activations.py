@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fulgurite.kernels import mla
-from fulgurite.kernels.glue import Heads
-from fulgurite.models.cache import AttentionSpec
+from fulgurite.models.cache import AttentionSpec, Unpaged
 from fulgurite.models.latent import LatentStep
 from fulgurite.models.layers import Decoder
 
@@ -51,14 +50,8 @@ def _one_of_each_layer(model: Decoder) -> Decoder:
     return small
 
 
-class _Nowhere:
+class _Nowhere(Unpaged):
     """A cache that keeps nothing and attends to nothing: only what comes out has a size."""
-
-    def pages(self, spec: AttentionSpec) -> None:
-        return None
-
-    def attend_fresh(self, spec: AttentionSpec, heads: Heads, sinks_N: Tensor | None) -> None:
-        return None
 
     def attend(
         self,

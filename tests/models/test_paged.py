@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fulgurite.kernels.glue import Heads
 from fulgurite.models import AttentionSpec, Decoder
-from fulgurite.models.cache import attention, visible
+from fulgurite.models.cache import Unpaged, attention, visible
 from fulgurite.models.latent import LatentStep, absorbed
 
 from .model_oracle import prompt
@@ -19,7 +18,7 @@ from .model_oracle import prompt
 BLOCK = 4
 
 
-class PagedCache:
+class PagedCache(Unpaged):
     """Blocks of BLOCK keys; sequence s has its keys in the blocks that `tables[s]` lists."""
 
     def __init__(self, specs: tuple[AttentionSpec, ...], blocks: int) -> None:
@@ -40,12 +39,6 @@ class PagedCache:
     def slots(self, sequence: int, count: int) -> Tensor:
         table = self.tables[sequence]
         return torch.tensor([table[p // BLOCK] * BLOCK + p % BLOCK for p in range(count)])
-
-    def pages(self, spec: AttentionSpec) -> None:
-        return None
-
-    def attend_fresh(self, spec: AttentionSpec, heads: Heads, sinks_N: Tensor | None) -> None:
-        return None
 
     def attend(
         self,
