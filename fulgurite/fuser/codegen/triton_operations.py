@@ -12,6 +12,7 @@ import torch
 
 from ..expression import NARROW_FLOATS, Constant, Expression, Load, Operation, value_type, walk
 from ..nest import Nest
+from ..schedule.base import needed
 from . import triton_spelling as spelling
 from .triton_lines import Lines
 from .triton_values import (
@@ -44,17 +45,10 @@ def decisive(nest: Nest) -> set[Expression]:
     """Quotients and roots that something looks at which jumps: they are rounded to the nearest number."""
     values = [local.expression for local in nest.locals.values()] + [s.value for s in nest.stores]
     steps = [part for value in values for part in walk(value) if jumps(part)]
-    stack = [argument for step in steps for argument in step.parts()]
-    seen: set[str] = set()
-    found: set[Expression] = set()
-    while stack:
-        top = stack.pop()
-        found |= {p for p in walk(top) if isinstance(p, Operation) and p.name in OFTEN_WHOLE}
-        for local in nest.references(top):
-            if local.name not in seen and local.reduction is None:
-                seen.add(local.name)
-                stack.append(local.expression)
-    return found
+    seen = [argument for step in steps for argument in step.parts()]
+    seen += [local.expression for local in needed(nest, seen) if local.reduction is None]
+    parts = (part for value in seen for part in walk(value))
+    return {part for part in parts if isinstance(part, Operation) and part.name in OFTEN_WHOLE}
 
 
 class Operations(Lines, ABC):

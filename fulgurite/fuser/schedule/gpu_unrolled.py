@@ -22,6 +22,7 @@ from .. import index as indices
 from ..expression import Bound, Expression, Guard, Load, walk
 from ..index import Axis
 from ..nest import Local, Nest, Store, rewrite, substituted
+from .base import needed
 from .gpu_base import length
 
 MOST_STEPS = 4  # of a loop that is written out
@@ -122,13 +123,7 @@ def _renamed(expression: Expression, names: Mapping[str, str]) -> Expression:
 
 def _without_unused(nest: Nest) -> Nest:
     """The nest without locals, and memory, that only steps not taken needed."""
-    used: set[str] = set()
-    stack = [local for store in nest.stores for local in nest.references(store.value)]
-    while stack:
-        local = stack.pop()
-        if local.name not in used:
-            used.add(local.name)
-            stack += nest.references(local.expression)
-    nest = replace(nest, locals={n: x for n, x in nest.locals.items() if n in used})
+    used = needed(nest, [store.value for store in nest.stores])
+    nest = replace(nest, locals={local.name: local for local in used})
     touched = {tensor.name for tensor, _, _ in nest.accesses()}
     return replace(nest, memory={n: t for n, t in nest.memory.items() if n in touched})
