@@ -1,8 +1,9 @@
 """Whole models: time, memory and cold compile time, beside eager and torch.compile.
 
 In: nothing. Out: for a GPT-2-sized model and a Llama-like one (on a GPU: the models of `workloads`), forward and training
-step, float32 and bfloat16: the median time with the candidates taking turns in one process (on a GPU also that of its kernels alone), and, each candidate in a process of its own with empty
-caches, the time of the first step and the memory that a step needs on top of the idle process (model, compiled code).
+step, float32 and bfloat16: how far loss and gradients are from eager's, the median time with the candidates taking turns
+in one process (on a GPU also that of its kernels alone), and, each candidate in a process of its own with empty caches, the
+time of the first step and the memory that a step needs on top of the idle process (model, compiled code).
 """
 
 from __future__ import annotations
@@ -129,13 +130,34 @@ def warm(model: str, dtype: str, device: str, quick: bool) -> dict[str, dict[str
     """The median seconds of each step, the candidates taking turns; and what of it a GPU works."""
     built, inputs = make(model, dtype, device, quick)
     candidates = {name: steps(compile_(built), inputs) for name, compile_ in CANDIDATES.items()}
+    differs = differences(built, CANDIDATES["fulgurite"](built), inputs)
     times: dict[str, dict[str, Any]] = {}
     for kind in ("forward", "train"):
         calls = {name: found[kind] for name, found in candidates.items()}
         times[kind] = {"seconds": timing.compare(calls, repeats=7, budget=1.0 if quick else 3.0)}
+        times[kind]["differs"] = differs[kind]
         if device.startswith("cuda"):
             times[kind]["gpu"] = {name: _gpu_seconds(call) for name, call in calls.items()}
     return times
+
+
+def differences(built: nn.Module, compiled: Any, inputs: tuple[Any, ...]) -> dict[str, float]:
+    """How far the compiled model's loss, and its gradients as one vector, are from eager's, as a part of those."""
+    losses, gradients = [], []
+    for model in (built, compiled):
+        loss = model(*inputs)
+        loss.backward()
+        losses.append([loss.detach()])
+        gradients.append([p.grad for p in built.parameters() if p.grad is not None])
+        built.zero_grad(set_to_none=True)
+    return {"forward": _distance(*losses), "train": _distance(*gradients)}
+
+
+def _distance(exact: list[torch.Tensor], ours: list[torch.Tensor]) -> float:
+    away = sum(
+        float((a.float() - b.float()).square().sum()) for a, b in zip(exact, ours, strict=True)
+    )
+    return math.sqrt(away / sum(float(a.float().square().sum()) for a in exact))
 
 
 def _gpu_seconds(step: Callable[[], Any], repeats: int = 2) -> float:
@@ -212,6 +234,7 @@ def _row(
             row[f"{label}_gpu_ms"] = 1e3 * found["gpu"][name]
         row[f"{label}_mib"] = alone[name][f"{kind}_bytes"] / 2**20
         row[f"{label}_first_s"] = alone[name][f"{kind}_first_s"]
+    row["differs"] = found["differs"]
     row["times_torch_compile"] = times["torch.compile"] / times["fulgurite"]
     row["times_eager"] = times["eager"] / times["fulgurite"]
     return row
@@ -219,7 +242,7 @@ def _row(
 
 def _table(rows: list[dict[str, Any]]) -> str:
     short = {"eager": "eager", "torch_compile": "compile", "fulgurite": "fulgurite"}
-    head = ["case", *short.values(), "× compile", "× eager"]
+    head = ["case", *short.values(), "× compile", "× eager", "differs"]
     on_gpu = "fulgurite_gpu_ms" in rows[0]
     head += [f"{name} GPU" for name in short.values()] if on_gpu else []
     head += [f"{name} MiB" for name in short.values()]
@@ -228,6 +251,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         line = [row["case"], *(f"{row[f'{name}_ms']:.1f} ms" for name in short)]
         line += [f"{row['times_torch_compile']:.2f}", f"{row['times_eager']:.2f}"]
+        line += [f"{row['differs']:.0e}"]
         line += [f"{row[f'{name}_gpu_ms']:.1f} ms" for name in short] if on_gpu else []
         line += [f"{row[f'{name}_mib']:.0f}" for name in short]
         line += [f"{row[f'{name}_first_s']:.1f} s" for name in list(short)[1:]]

@@ -116,7 +116,7 @@ def test_models(
             raise subprocess.CalledProcessError(1, call)
         if call.startswith("warm"):
             every = dict.fromkeys(models.CANDIDATES, 0.1)
-            return {kind: {"seconds": every, "gpu": every} for kind in kinds}
+            return {kind: {"seconds": every, "gpu": every, "differs": 0.0} for kind in kinds}
         return {f"{kind}_{what}": 1.0 for kind in kinds for what in ("first_s", "bytes")}
 
     monkeypatch.setattr(models, "_in_process", in_process)
