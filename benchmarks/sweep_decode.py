@@ -21,8 +21,10 @@ import torch.nn.functional as F
 
 sys.path.insert(0, ".")
 from fulgurite import device as hardware
-from fulgurite.kernels.chains import chain
-from fulgurite.kernels.triton import attention, fused_linear, row_linear, sampling
+from fulgurite.kernels.attention import triton_attention
+from fulgurite.kernels.common.pdl_region import chain
+from fulgurite.kernels.gemm import triton_fused_linear, triton_gemv
+from fulgurite.kernels.sampling import triton_sampling
 
 PROCESSORS = 132
 TURNS = 100 << 20  # bytes that inputs in turn fill: twice the L2 of an H200
@@ -35,9 +37,9 @@ def jobs(part):
     """(problem, plan) pairs; the first plan of a problem is the one that is chosen."""
     if part == "row":
         for n, k, gated in LINEARS:
-            chosen = row_linear.row_plan(n, k, gated, PROCESSORS)
+            chosen = triton_gemv.row_plan(n, k, gated, PROCESSORS)
             plans = [
-                row_linear.RowPlan(columns, depth, warps, 3, held)
+                triton_gemv.RowPlan(columns, depth, warps, 3, held)
                 for columns in (2, 4, 8, 16)
                 for depth in (512, 1024, 2048)
                 for warps in (4, 8)
@@ -47,9 +49,9 @@ def jobs(part):
             yield from (((part, 1, n, k, gated), plan) for plan in dict.fromkeys([chosen, *plans]))
     elif part == "few":
         for m, (n, k, gated) in itertools.product((4, 16), LINEARS):
-            chosen = fused_linear.few_plan(m, n, k, gated, 2, PROCESSORS)
+            chosen = triton_fused_linear.few_plan(m, n, k, gated, 2, PROCESSORS)
             plans = [
-                fused_linear.FewPlan(columns, depth, warps, stages, held)
+                triton_fused_linear.FewPlan(columns, depth, warps, stages, held)
                 for columns in (8, 16)
                 for depth in (64, 128, 256)
                 for warps in (2, 4, 8)
@@ -61,7 +63,7 @@ def jobs(part):
             yield from (((part, m, n, k, gated), plan) for plan in dict.fromkeys([chosen, *plans]))
     elif part == "tile":
         for m, (n, k, gated) in itertools.product((32, 64, 128), LINEARS):
-            chosen = fused_linear.tile_plan(m, n, k, gated, 2, PROCESSORS)
+            chosen = triton_fused_linear.tile_plan(m, n, k, gated, 2, PROCESSORS)
             plans = [
                 replace(chosen, columns=columns, depth=depth, split=split, warps=warps, stages=4)
                 for columns in (64, 128)
@@ -76,13 +78,13 @@ def jobs(part):
         cases = [(1, 4096, 32), (1, 2048, 16)] if part == "prefill" else cases
         for (batch, length, heads), page in itertools.product(cases, (16, 64)):
             rows = heads // 8 * (length if part == "prefill" else 1)
-            chosen = attention.plan(rows, 128, 128, False, batch * 8, length, PROCESSORS)
+            chosen = triton_attention.plan(rows, 128, 128, False, batch * 8, length, PROCESSORS)
             tiles = ((64, 64, 4), (128, 64, 8), (128, 64, 4), (128, 128, 8), (64, 128, 4))
             if part == "decode":
                 tiles = tuple((16, keys, warps) for keys in (32, 64, 128) for warps in (2, 4))
             splits = (chosen.splits,) if part == "prefill" else (1, 4, 8, 16, 32, 64)
             plans = [
-                attention.Plan(rows, keys, warps, stages, split)
+                triton_attention.Plan(rows, keys, warps, stages, split)
                 for (rows, keys, warps), split, stages in itertools.product(
                     tiles, splits, (2, 3, 5)
                 )
@@ -100,7 +102,7 @@ def calls_of(problem, plan):
     part = problem[0]
     if part in ("row", "few", "tile"):
         _, m, n, k, gated = problem
-        setattr(fused_linear, f"{part}_plan", lambda *_: plan)
+        setattr(triton_fused_linear, f"{part}_plan", lambda *_: plan)
         size = n * k * 2 * (2 if gated else 1)
         sets = [
             [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(1 + gated)]
@@ -111,14 +113,14 @@ def calls_of(problem, plan):
         if part != "tile":
             more |= {"norm": norm, "eps": 1e-6}
         ours = [
-            functools.partial(fused_linear.linear, x, w, up=up[0] if up else None, **more)
+            functools.partial(triton_fused_linear.linear, x, w, up=up[0] if up else None, **more)
             for w, *up in sets
         ]
         theirs = [functools.partial(_linears, x, weights) for weights in sets]
         return ours, theirs, (size, 2 * m * size / 2)
     if part in ("decode", "prefill"):
         _, batch, length, heads, page = problem
-        attention.plan = lambda *_: plan
+        triton_attention.plan = lambda *_: plan
         new = length if part == "prefill" else 1
         pages = -(-length // page)
         size = batch * length * 8 * 128 * 2 * 2
@@ -134,7 +136,9 @@ def calls_of(problem, plan):
         ]
         rest = (128**-0.5, 128, None, None, None, None, 1.0, 1.0, new, length)
         ours = [
-            functools.partial(attention.paged_attention, q, *kv, order, starts, lengths, *rest)
+            functools.partial(
+                triton_attention.paged_attention, q, *kv, order, starts, lengths, *rest
+            )
             for kv in sets
         ]
         flat = [torch.randn(batch, 8, length, 128, device="cuda", dtype=q.dtype) for _ in "kv"]
@@ -150,10 +154,10 @@ def calls_of(problem, plan):
     logits = torch.randn(batch, 151_936, device="cuda")
     settings = {"plain": (1.0, 0, 0, 1.0), "top-p": (1.0, 0, 0, 0.9), "both": (0.8, 0, 50, 0.9)}
     if how == "greedy":
-        ours = [functools.partial(sampling.greedy, logits)]
+        ours = [functools.partial(triton_sampling.greedy, logits)]
     else:
         one = torch.tensor(settings[how] + (0.7,)).double().expand(batch, -1)
-        ours = [functools.partial(sampling.sample_rows, logits, one.contiguous())]
+        ours = [functools.partial(triton_sampling.sample_rows, logits, one.contiguous())]
     return ours, [functools.partial(torch.argmax, logits, -1)], (logits.nbytes, 0)
 
 

@@ -24,23 +24,22 @@ from triton.runtime.errors import OutOfResources
 from fulgurite import device
 from fulgurite.bench import mla as bench
 from fulgurite.bench.quant_cuda import graph_seconds
-from fulgurite.kernels import mla_reference as reference
-from fulgurite.kernels.triton import mla_decode
-from fulgurite.kernels.triton.mla_project import project_queries
-from fulgurite.kernels.triton.tiles import processors
+from fulgurite.kernels.mla import reference, triton_decode
+from fulgurite.kernels.mla.triton_absorb import project_queries
+from fulgurite.kernels.tuning.gemm import processors
 
 ROWS = {16: (16,), 128: (16, 64)}
 KEYS, WARPS, STAGES = (16, 32, 64), (4, 8), (2, 3, 4, 5)
 SHARES = (1, 2, 4)  # programs a multiprocessor
 PROCESSES, SCALE = 5, (bench.PLAIN + bench.ROPE) ** -0.5
 Case = tuple[str, str]  # shape, kept
-Job = tuple[Case, mla_decode.Plan]
+Job = tuple[Case, triton_decode.Plan]
 
 
-def tiles(case: Case) -> list[mla_decode.Plan]:
+def tiles(case: Case) -> list[triton_decode.Plan]:
     """Whole contexts and split ones are two kernels; how often they are split is no matter of compiling."""
     found = itertools.product(ROWS[bench.HEADS[case[0]]], KEYS, WARPS, STAGES, (1, 2))
-    return [mla_decode.Plan(*sizes) for sizes in found]
+    return [triton_decode.Plan(*sizes) for sizes in found]
 
 
 def problem_of(case: Case, batch: int, copies: int, uneven: bool):
@@ -54,14 +53,14 @@ def problem_of(case: Case, batch: int, copies: int, uneven: bool):
     return problem, q, bench.angles(batch, "cuda")
 
 
-def calls(problem: bench.Problem, q, rotation, chosen: mla_decode.Plan | None):
+def calls(problem: bench.Problem, q, rotation, chosen: triton_decode.Plan | None):
     kept = reference.parts(problem.pages, bench.RANK, bench.ROPE)
     starts = torch.arange(len(problem.lengths_S) + 1, dtype=torch.int32, device="cuda")
     up_key = problem.up_NUC[:, : bench.PLAIN]
     queries = project_queries(q, up_key, *rotation, True, kept.latents_PBC.dtype)
     return [
         partial(
-            mla_decode.attend_absorbed, queries, kept, table, starts, problem.lengths_S, SCALE, 1,
+            triton_decode.attend_absorbed, queries, kept, table, starts, problem.lengths_S, SCALE, 1,
             bench.CONTEXT, q.dtype, chosen,
         )
         for table in problem.tables
@@ -92,18 +91,18 @@ def check(job: Job) -> tuple[Job, float | str]:
         return job, ((found - wanted).abs().max() / wanted.abs().max()).item()
 
 
-def sweep(case: Case, batch: int, good: list[mla_decode.Plan], until: float, copy: float):
+def sweep(case: Case, batch: int, good: list[triton_decode.Plan], until: float, copy: float):
     once = batch * bench.CONTEXT * 1152
     problem, q, rotation = problem_of(case, batch, max(2, min(16, round(250e6 / once))), False)
     count = processors(torch.device("cuda"))
     seconds = {"chosen": graph_seconds(calls(problem, q, rotation, None), 3)}
     for plan in good:
         programs = batch * -(-bench.HEADS[case[0]] // plan.rows)
-        most = bench.CONTEXT // mla_decode.LEAST_SPAN
+        most = bench.CONTEXT // triton_decode.LEAST_SPAN
         splits = {max(1, min(share * count // programs, most)) for share in SHARES}
         for split in sorted(splits):
             if (split > 1) == (plan.splits > 1) and time.time() < until:
-                sized = mla_decode.Plan(plan.rows, plan.keys, plan.warps, plan.stages, split)
+                sized = triton_decode.Plan(plan.rows, plan.keys, plan.warps, plan.stages, split)
                 seconds[str(sized)] = graph_seconds(calls(problem, q, rotation, sized), 3)
     best = sorted(seconds, key=seconds.__getitem__)[:5]
     print(

@@ -29,13 +29,13 @@ from triton.runtime.errors import OutOfResources
 sys.path.insert(0, ".")
 from fulgurite.bench import moe
 from fulgurite.bench.quant_cuda import graph_seconds
-from fulgurite.kernels.moe import Gate, Order, grouped_matmul, index
-from fulgurite.kernels.triton import grouped_matmul as kernels
-from fulgurite.kernels.triton import grouped_packed
-from fulgurite.kernels.triton.tiles import Tile
+from fulgurite.kernels.grouped_gemm import triton_4bit
+from fulgurite.kernels.grouped_gemm import triton_grouped_gemm as kernels
+from fulgurite.kernels.moe.ops import Gate, Order, grouped_matmul, index
+from fulgurite.kernels.tuning.gemm import Tile
 from fulgurite.quant import QuantTensor
 
-HOLDERS = {"rows_tile": kernels, "many_tile": kernels, "packed_tile": grouped_packed}
+HOLDERS = {"rows_tile": kernels, "many_tile": kernels, "packed_tile": triton_4bit}
 FORMATS = ("bfloat16", "fp8_e4m3_128x128", "nvfp4", "mxfp4")
 TOKENS = (1, 16, 128, 1024, 8192)
 

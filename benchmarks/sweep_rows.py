@@ -21,19 +21,21 @@ sys.path.insert(0, ".")
 from sweep_triton import MACHINE, seconds
 
 from fulgurite.bench import fusion_cases
-from fulgurite.fuser import compile_triton, from_trace, launch_triton, refine
-from fulgurite.fuser.codegen.triton import write_stages
-from fulgurite.fuser.naming import kernel_name
-from fulgurite.fuser.nest_builder import build
-from fulgurite.fuser.schedule import gpu_reductions
-from fulgurite.fuser.schedule.base import analyse
-from fulgurite.fuser.schedule.gpu import choose_gpu_schedule, row_limit
-from fulgurite.fuser.schedule.gpu_aligned import granule_of
-from fulgurite.fuser.schedule.gpu_base import power_above, widest
-from fulgurite.fuser.schedule.gpu_kept import KEPT_BLOCK
-from fulgurite.fuser.schedule.online import online_sums, replaced_waits, squares_about
-from fulgurite.fuser.schedule.rows import count_passes
+from fulgurite.fuser.codegen.kernel_names import kernel_name
+from fulgurite.fuser.codegen.triton.module import write_stages
+from fulgurite.fuser.frontend import lower_graph
+from fulgurite.fuser.ir import split_axes
+from fulgurite.fuser.runtime import compile_triton, triton_region
+from fulgurite.fuser.schedule.cpu.base import analyse
+from fulgurite.fuser.schedule.cpu.rows import count_passes
+from fulgurite.fuser.schedule.gpu import reductions
+from fulgurite.fuser.schedule.gpu.aligned_rows import granule_of
+from fulgurite.fuser.schedule.gpu.base import power_above, widest
+from fulgurite.fuser.schedule.gpu.choose import choose_gpu_schedule, row_limit
+from fulgurite.fuser.schedule.gpu.register_resident import KEPT_BLOCK
+from fulgurite.fuser.schedule.online_reduction import online_sums, replaced_waits, squares_about
 from fulgurite.fuser.segment import segment
+from fulgurite.fuser.segment.build_loop_nest import build
 from tests.fuser.support import trace
 
 PLACE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -75,9 +77,9 @@ def before(s):
         return replace(s, remade=False, passes=1, stages=1 if s.remade else s.stages)
     (body,) = s.nest.body
     width = body.size.constant
-    if power_above(width) <= gpu_reductions.MOST_HELD:
+    if power_above(width) <= reductions.MOST_HELD:
         held = power_above(width)
-        warps = gpu_reductions.row_warps(s.nest, width, held)
+        warps = reductions.row_warps(s.nest, width, held)
         return replace(
             s, sizes={body: held}, looped=False, passes=1, warps=warps, kept=0, granule=0
         )
@@ -131,12 +133,12 @@ def candidates(s):
             add("more kept", replace(s, kept=s.kept + max(s.kept // 4, 1)))
             add("fewer kept", replace(s, kept=max(s.kept // 2, 1)))
             add("fewer, to and fro", replace(s, kept=max(s.kept // 2, 1), back=True))
-    elif s.sizes[s.nest.body[0]] == gpu_reductions.MOST_HELD:
-        kept = gpu_reductions.kept_row(s.nest, analyse(s.nest))
+    elif s.sizes[s.nest.body[0]] == reductions.MOST_HELD:
+        kept = reductions.kept_row(s.nest, analyse(s.nest))
         if kept is not None:
             add("kept", kept)
     elif granule_of(s.nest, 2):
-        add("aligned", gpu_reductions.aligned_row(s.nest, analyse(s.nest)))
+        add("aligned", reductions.aligned_row(s.nest, analyse(s.nest)))
     return found
 
 
@@ -144,7 +146,7 @@ def prepared(function, shapes):
     """The region of a case, its name and candidates."""
     with torch.device(PLACE):
         inputs = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
-        region = refine.refine(from_trace.read(trace(function, inputs)))
+        region = split_axes.refine(lower_graph.read(trace(function, inputs)))
     parts = segment(region, row_limit(MACHINE))
     assert len(parts) == 1, f"{len(parts)} kernels"
     chosen = choose_gpu_schedule(build(region, parts[0]), MACHINE)
@@ -181,7 +183,7 @@ def measured(function, shapes, region, programs):
     want = want if isinstance(want, tuple) else (want,)
     moved = sum(t.nbytes for t in (*sets[0], *want))
     for name, program in programs.items():
-        call = launch_triton.TritonRegion(
+        call = triton_region.TritonRegion(
             region, lambda *_, p=program: p, (), torch.device("cuda", 0), False
         )
         error = 0.0

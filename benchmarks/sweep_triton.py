@@ -15,14 +15,16 @@ import torch
 sys.path.insert(0, ".")
 from fulgurite import device
 from fulgurite.bench import fusion_cases
-from fulgurite.fuser import compile_triton, from_trace, launch_triton, refine
-from fulgurite.fuser.codegen.triton import write_stages
-from fulgurite.fuser.naming import kernel_name
-from fulgurite.fuser.nest_builder import build
-from fulgurite.fuser.schedule.base import analyse
-from fulgurite.fuser.schedule.gpu import choose_gpu_schedule, row_limit
-from fulgurite.fuser.schedule.rows import count_passes
+from fulgurite.fuser.codegen.kernel_names import kernel_name
+from fulgurite.fuser.codegen.triton.module import write_stages
+from fulgurite.fuser.frontend import lower_graph
+from fulgurite.fuser.ir import split_axes
+from fulgurite.fuser.runtime import compile_triton, triton_region
+from fulgurite.fuser.schedule.cpu.base import analyse
+from fulgurite.fuser.schedule.cpu.rows import count_passes
+from fulgurite.fuser.schedule.gpu.choose import choose_gpu_schedule, row_limit
 from fulgurite.fuser.segment import segment
+from fulgurite.fuser.segment.build_loop_nest import build
 from tests.fuser.support import trace
 
 MACHINE = device.Device("H200", 132, 4.2e12, 2.9e13, 256 << 10, 50 << 20, (torch.float32,))
@@ -123,7 +125,7 @@ def prepared(case):
     inputs = case.inputs()
     with torch.device("cuda"):
         graph = trace(case.function, inputs)
-    region = refine.refine(from_trace.read(graph))
+    region = split_axes.refine(lower_graph.read(graph))
     parts = segment(region, row_limit(MACHINE))
     assert len(parts) == 1, f"{case.name}: {len(parts)} kernels"
     chosen = choose_gpu_schedule(build(region, parts[0]), MACHINE)
@@ -252,7 +254,7 @@ def main():
             if failed:
                 continue
             try:
-                call = launch_triton.TritonRegion(
+                call = triton_region.TritonRegion(
                     region, lambda *_, p=program: p, (), torch.device("cuda", 0), False
                 )
                 got = call(*inputs)

@@ -31,7 +31,7 @@ from fulgurite.fuse import fuse
 from fulgurite.op import Op, op
 from fulgurite.quant.recipe import Recipe
 from fulgurite.quantize import quantize
-from fulgurite.serve.request import SamplingParams
+from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.trace import Trace, verify
 from fulgurite.transforms import TimeOps, Transform, transform
 from fulgurite.version import VERSION

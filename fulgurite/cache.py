@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .config import settings
-from .errors import CacheError
+from fulgurite.config import settings
+from fulgurite.errors import CacheError
 
 DIGEST_SUFFIX = ".sha256"
 

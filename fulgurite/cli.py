@@ -23,9 +23,10 @@ from fulgurite.config import ENVIRONMENT
 from fulgurite.errors import ArgumentError, FulguriteError
 from fulgurite.explain import Explanation
 from fulgurite.models import tiny
+from fulgurite.plan import command
 from fulgurite.report.html import write_html
-from fulgurite.serve import plan_command, terminal
-from fulgurite.serve.engine import choose_device
+from fulgurite.serve import terminal
+from fulgurite.serve.engine.engine import choose_device
 from fulgurite.target import load_example, run_script
 
 
@@ -75,7 +76,7 @@ def bench(options: argparse.Namespace) -> None:
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "generate": terminal.generate,
     "chat": terminal.chat,
-    "plan": plan_command.plan,
+    "plan": command.plan,
     "explain": explain,
     "bench": bench,
 }
@@ -128,7 +129,7 @@ def _text_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         "chat", help="a conversation with a model", usage="fulgurite chat [options]"
     )
     terminal.add_options(talk, max_tokens=1024)
-    plan_command.add_options(
+    command.add_options(
         commands.add_parser(
             "plan",
             help="what fits on how many GPUs, without having one",

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from . import cache, native
-from .config import environment
-from .errors import ArgumentError
+from fulgurite import cache, native
+from fulgurite.config import environment
+from fulgurite.errors import ArgumentError
 
 
 @dataclass(frozen=True)

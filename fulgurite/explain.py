@@ -26,7 +26,7 @@ from fulgurite.executors.fuser import kernels_of
 from fulgurite.executors.torch import TORCH
 from fulgurite.executors.tune import Decision
 from fulgurite.fuser import Kernel
-from fulgurite.kernels.implementations import describe, handovers
+from fulgurite.kernels.registry import describe, handovers
 from fulgurite.session import GraphRecord, Session
 from fulgurite.trace import Kind, Trace, source_of
 from fulgurite.trace.cost import bytes_text, count_text, is_view, seconds_text, value_bytes

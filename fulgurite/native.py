@@ -21,10 +21,13 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from . import cache
-from .config import environment
-from .errors import CacheError, CompileError
+from fulgurite import cache
+from fulgurite.config import environment
+from fulgurite.errors import CacheError, CompileError
 
+INCLUDE = (
+    Path(__file__).parent / "include"
+)  # C++ headers that generated and hand-written kernels share
 FLAGS = (
     "-std=c++17",
     "-O2",

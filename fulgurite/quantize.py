@@ -21,10 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from fulgurite.errors import ArgumentError, FormatError, WeightsError
-from fulgurite.kernels.by_rows import highest_value, quantize_by_rows, signal_to_noise_by_rows
-from fulgurite.kernels.modules import QuantLinear, natural_activations, packable
-from fulgurite.kernels.quant_linear import PLAIN
-from fulgurite.kernels.quantize import static_name
+from fulgurite.kernels.gemm.modules import QuantLinear, natural_activations, packable
+from fulgurite.kernels.gemm.quant_linear import PLAIN
+from fulgurite.kernels.quantize.ops import static_name
+from fulgurite.kernels.quantize.row_chunks import (
+    highest_value,
+    quantize_by_rows,
+    signal_to_noise_by_rows,
+)
 from fulgurite.quant import QuantTensor, features_of, require_native, resolve
 from fulgurite.quant.blocks import scale_for
 from fulgurite.quant.checks import check_scales

@@ -83,17 +83,17 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 @pytest.fixture
 def peak_bytes() -> Callable[..., int]:
     """The most bytes of torch's on the CPU that live at once during a call, above what lived before it."""
-    from fulgurite.fuser import memory
+    from fulgurite.fuser.runtime import memory_pool
 
     def measure(call: Callable[..., object], *inputs: object) -> int:
         call(*inputs)  # what is warm stays
         kinds = [ProfilerActivity.CPU]
-        memory.set_reuse(False)  # kept blocks are not torch's: nobody would see them
+        memory_pool.set_reuse(False)  # kept blocks are not torch's: nobody would see them
         try:
             with profile(activities=kinds, profile_memory=True, acc_events=True) as seen:
                 call(*inputs)
         finally:
-            memory.set_reuse(True)
+            memory_pool.set_reuse(True)
         assert seen.profiler is not None and seen.profiler.kineto_results is not None
         events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
         live = peak = 0

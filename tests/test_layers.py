@@ -27,6 +27,7 @@ ORDER: list[set[str]] = [
     {"fuse", "quantize"},
     {"parallel"},
     {"models"},
+    {"plan"},
     {"target", "train", "serve"},
     {"bench", "report"},
     {"__init__"},

@@ -13,8 +13,8 @@ from torch import nn
 
 import fulgurite
 from fulgurite.errors import ArgumentError, FormatError, WeightsError
-from fulgurite.kernels.by_rows import PIECE, quantize_by_rows
-from fulgurite.kernels.modules import QuantLinear
+from fulgurite.kernels.gemm.modules import QuantLinear
+from fulgurite.kernels.quantize.row_chunks import PIECE, quantize_by_rows
 from fulgurite.quant import FORMATS, QuantTensor, resolve, signal_to_noise
 from fulgurite.quant import quantize as oracle
 from fulgurite.quant.recipe import RECIPES, Recipe

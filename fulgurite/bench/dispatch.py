@@ -24,7 +24,7 @@ from torch import Tensor
 from fulgurite.bench import results
 from fulgurite.bench.quant_cuda import copy_bandwidth, graph_seconds
 from fulgurite.errors import ArgumentError
-from fulgurite.kernels.dispatch import Wire, visits
+from fulgurite.kernels.dispatch.wire_format import Wire, visits
 from fulgurite.parallel import Axis, Collective, Mesh, launch
 from fulgurite.parallel.collectives import exchange_rows
 

@@ -25,8 +25,9 @@ from fulgurite.bench import results
 from fulgurite.bench.fusions_cpu_cases import Case, cases
 from fulgurite.bench.fusions_cuda import fusions_cuda
 from fulgurite.fuse import Fused, fuse
-from fulgurite.fuser import lower_region, memory
-from fulgurite.fuser.launch import FusedRegion
+from fulgurite.fuser import lower_region
+from fulgurite.fuser.runtime import memory_pool
+from fulgurite.fuser.runtime.cpu_region import FusedRegion
 from fulgurite.trace.region import Region
 
 
@@ -68,7 +69,7 @@ def measure(case: Case, copy: float) -> dict[str, Any]:
         budget=0.35,
     )
     moved = sum(kernel.bytes for kernel in ours.kernels)
-    memory.release()
+    memory_pool.release()
     peaks = {
         "eager": _peak(lambda: case.function(*inputs)),
         "torch_compile": _peak(lambda: compiled(*inputs)),

@@ -21,7 +21,7 @@ from fulgurite.bench import results
 from fulgurite.bench.fusion_cases import HALF, quantize_blocks
 from fulgurite.bench.quant_cuda import graph_seconds
 from fulgurite.compile import compile
-from fulgurite.fuser.library_matmul import LibraryRegion
+from fulgurite.fuser.gemm.library_fallback import LibraryRegion
 
 SETS = 3  # of inputs, which calls take turns on
 ROWS, COLUMNS = 8192, 4096

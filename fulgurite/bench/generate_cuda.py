@@ -31,11 +31,11 @@ from fulgurite.errors import ArgumentError
 from fulgurite.models.layers import Decoder
 from fulgurite.models.published import published, published_fields
 from fulgurite.models.weights import build_model, random_model
-from fulgurite.serve.engine import Engine
+from fulgurite.plan.memory import make_plan
+from fulgurite.serve.engine.engine import Engine
+from fulgurite.serve.engine.request import Request, SamplingParams
+from fulgurite.serve.engine.sampler import Draws, choose
 from fulgurite.serve.llm import BLOCK_SIZES, make_limits
-from fulgurite.serve.memory import make_plan
-from fulgurite.serve.request import Request, SamplingParams
-from fulgurite.serve.sampler import Draws, choose
 
 SHAPES = ("qwen3-0.6b", "llama-3.1-8b", "qwen3-30b-a3b")
 BATCHES = (1, 4, 16, 64, 256)

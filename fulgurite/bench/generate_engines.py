@@ -27,8 +27,8 @@ def tokens(count: int) -> list[int]:
 def fulgurite(wanted: dict[str, Any]) -> dict[str, float]:
     import torch
 
+    from fulgurite.serve.engine.request import SamplingParams
     from fulgurite.serve.llm import LLM
-    from fulgurite.serve.request import SamplingParams
 
     torch.set_num_threads(wanted["threads"])
     count, new = wanted["prompt"], wanted["new"]

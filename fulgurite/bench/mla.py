@@ -29,9 +29,9 @@ from torch import Tensor
 from fulgurite import device, timing
 from fulgurite.bench import results
 from fulgurite.bench.quant_cuda import graph_seconds
-from fulgurite.kernels import mla
-from fulgurite.kernels.attention import paged_attention
-from fulgurite.kernels.mla_reference import turned
+from fulgurite.kernels.attention.ops import paged_attention
+from fulgurite.kernels.mla import ops
+from fulgurite.kernels.mla.reference import turned
 
 Call = Callable[[], Any]
 Row = dict[str, Any]
@@ -125,7 +125,7 @@ class Problem:
 
 def make_problem(run: Run, heads: int, batch: int, context: int, kept: str, copies: int) -> Problem:
     """Pages of random latents for `copies` calls of `batch` sequences, in random order."""
-    width, dtype = mla.page_shape(RANK, ROPE, KEPT[kept])
+    width, dtype = ops.page_shape(RANK, ROPE, KEPT[kept])
     each = -(-context // PAGE)
     pages = torch.zeros(copies * batch * each, PAGE, width, dtype=dtype, device=run.device)
     tokens = pages.shape[0] * PAGE
@@ -134,7 +134,7 @@ def make_problem(run: Run, heads: int, batch: int, context: int, kept: str, copi
         slots = torch.arange(start, min(start + (1 << 16), tokens), device=run.device)
         latent = torch.randn(len(slots), RANK + ROPE, dtype=run.dtype, device=run.device)
         rotation = angles(len(slots), run.device)
-        mla.write_latent(latent, norm, *rotation, pages, slots, eps=1e-6, interleaved=True)
+        ops.write_latent(latent, norm, *rotation, pages, slots, eps=1e-6, interleaved=True)
     order = torch.randperm(pages.shape[0], device=run.device).int().view(copies, batch, each)
     up = torch.randn(heads, PLAIN + VALUE, RANK, dtype=run.dtype, device=run.device) * RANK**-0.5
     lengths = torch.full((batch,), context, dtype=torch.int32, device=run.device)
@@ -152,7 +152,7 @@ def ours(problem: Problem, q: Tensor, rotation: tuple[Tensor, Tensor], new: int)
     starts = torch.arange(0, (batch + 1) * new, new, dtype=torch.int32, device=q.device)
     return [
         partial(
-            mla.latent_attention,
+            ops.latent_attention,
             q,
             problem.up_NUC,
             *rotation,
@@ -233,7 +233,7 @@ def _in_turns(calls: list[Call]) -> Call:
 def decode(run: Run, name: str, batch: int, kept: str, copy: float, matmul: float) -> Row:
     """One token a sequence."""
     heads = HEADS[name]
-    width, dtype = mla.page_shape(RANK, ROPE, KEPT[kept])
+    width, dtype = ops.page_shape(RANK, ROPE, KEPT[kept])
     once = batch * CONTEXT * width * dtype.itemsize
     copies = max(2, min(run.most_copies, math.ceil(run.cold / once)))
     problem = make_problem(run, heads, batch, CONTEXT, kept, copies)
@@ -268,7 +268,7 @@ def prompt(run: Run, name: str, new: int, before: int, matmul: float) -> Row:
     rotation = angles(new, run.device)
     taken = seconds(run, {"ours": ours(problem, q, rotation, new)})["ours"]
     pairs = new * (2 * before + new + 1) // 2
-    is_expanded = mla.expands(new, before + new, RANK, PLAIN, ROPE, VALUE)
+    is_expanded = ops.expands(new, before + new, RANK, PLAIN, ROPE, VALUE)
     by_rule = pairs * (PLAIN + ROPE + VALUE) + (before + new) * RANK * (PLAIN + VALUE)
     absorbed = pairs * (2 * RANK + ROPE) + new * RANK * (PLAIN + VALUE)
     products = 2 * heads * (by_rule if is_expanded else absorbed)

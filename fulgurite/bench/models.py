@@ -31,7 +31,7 @@ import fulgurite
 from fulgurite import timing
 from fulgurite.bench import results, workloads
 from fulgurite.bench.compile_time import GPT2
-from fulgurite.fuser import memory
+from fulgurite.fuser.runtime import memory_pool
 from fulgurite.models.tiny import Transformer
 
 CANDIDATES: dict[str, Callable[[Any], Any]] = {
@@ -109,7 +109,7 @@ def _peak_bytes(step: Callable[[], Any], device: str) -> float:
         idle = torch.cuda.memory_allocated()
         step()
         return torch.cuda.max_memory_allocated() - idle
-    memory.release()
+    memory_pool.release()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts at what is resident now
     idle = _status("VmRSS")

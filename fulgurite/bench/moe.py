@@ -34,8 +34,8 @@ from torch import Tensor
 from fulgurite import device, timing
 from fulgurite.bench import results
 from fulgurite.bench.quant_cuda import compile_at_once, copy_bandwidth, graph_seconds
-from fulgurite.kernels.cpu.library import library
-from fulgurite.kernels.moe import Routes, moe_experts
+from fulgurite.kernels.common.cpu_library import library
+from fulgurite.kernels.moe.ops import Routes, moe_experts
 from fulgurite.quant import QuantTensor, quantize
 
 Call = Callable[[], Any]

@@ -26,9 +26,9 @@ from fulgurite import device, timing
 from fulgurite.bench import results
 from fulgurite.bench.quant_cuda import quant_cuda
 from fulgurite.bench.quantize_cpu import cast_table, measure_casts
-from fulgurite.kernels.cpu.layout import Panels, panels
-from fulgurite.kernels.cpu.library import best_instructions, library
-from fulgurite.kernels.cpu.linear import PreparedLinear
+from fulgurite.kernels.common.cpu_library import best_instructions, library
+from fulgurite.kernels.gemm.cpu_layout import Panels, panels
+from fulgurite.kernels.gemm.cpu_linear import PreparedLinear
 from fulgurite.quant import quantize
 
 FORMATS = (

@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from fulgurite.bench import results
-from fulgurite.kernels.quant_linear import quant_linear_parts
-from fulgurite.kernels.quantize import quantize_parts
-from fulgurite.kernels.scaled_mm import scaled_mm_parts
+from fulgurite.kernels.gemm.quant_linear import quant_linear_parts
+from fulgurite.kernels.gemm.scaled_mm import scaled_mm_parts
+from fulgurite.kernels.quantize.ops import quantize_parts
 from fulgurite.quant import QuantTensor, regroup, resolve
 from fulgurite.quant.regroup import GROUPED
 

@@ -13,7 +13,7 @@ import torch
 
 from fulgurite import timing
 from fulgurite.bench import results
-from fulgurite.kernels.cpu.quantize import quantize_into
+from fulgurite.kernels.quantize.cpu import quantize_into
 from fulgurite.quant import resolve
 from fulgurite.quant.shapes import data_shape, scale_shape
 

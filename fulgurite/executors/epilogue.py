@@ -25,10 +25,10 @@ from fulgurite.executors.extract import extract
 from fulgurite.executors.fuser import FUSER
 from fulgurite.executors.torch import TorchExecutor
 from fulgurite.executors.tune import FORMAT, Decision, Tuner, example
-from fulgurite.fuser import matmul
-from fulgurite.fuser.choice_matmul import Expected, expected
-from fulgurite.fuser.library_matmul import LibraryRegion
-from fulgurite.fuser.pointwise_rules import Unsupported
+from fulgurite.fuser.frontend.pointwise import Unsupported
+from fulgurite.fuser.gemm import pattern
+from fulgurite.fuser.gemm.heuristics import Expected, expected
+from fulgurite.fuser.gemm.library_fallback import LibraryRegion
 from fulgurite.trace import Trace
 from fulgurite.trace.cost import is_view, size_hint, tensors
 from fulgurite.trace.signature import signature
@@ -50,7 +50,7 @@ class Candidate:
 
     @property
     def products(self) -> list[fx.Node]:
-        return [node for node in self.nodes if node.target in matmul.PRODUCTS]
+        return [node for node in self.nodes if node.target in pattern.PRODUCTS]
 
 
 def mark_epilogues(trace: Trace, executors: Sequence[Executor], tuner: Tuner | None) -> Trace:
@@ -60,7 +60,7 @@ def mark_epilogues(trace: Trace, executors: Sequence[Executor], tuner: Tuner | N
         return trace
     seen: set[fx.Node] = set()
     for node in list(trace.graph.nodes):
-        if node.target not in matmul.PRODUCTS or node in seen or not _on_gpu(node):
+        if node.target not in pattern.PRODUCTS or node in seen or not _on_gpu(node):
             continue
         if not isinstance(by_name[node.meta["executor"]], TorchExecutor):
             continue
@@ -85,19 +85,19 @@ def candidate(trace: Trace, product: fx.Node) -> Candidate | str:
     inside = _readers(product)
     if all(is_view(node) for node in inside if node is not product):
         return ""
-    reason = matmul.why_not(product)
+    reason = pattern.why_not(product)
     if reason:
         return reason
     if len(inside) > MOST_OPS:
         return f"{len(inside)} ops read it"
     later = _dependents(trace, inside)
-    _add_sources(inside, later, matmul.operands(product)[0])
+    _add_sources(inside, later, pattern.operands(product)[0])
     if any(source in later for node in inside for source in node.all_input_nodes):
         return "another call's result is needed in between"
     nodes = [node for node in trace.graph.nodes if node in inside]
     if any(map(is_ordered, nodes)):
         return "an op that keeps its place reads it"
-    products = [node for node in nodes if node.target in matmul.PRODUCTS]
+    products = [node for node in nodes if node.target in pattern.PRODUCTS]
     return Candidate(nodes, [view for node in products for view in _views(node)])
 
 
@@ -128,8 +128,8 @@ def _add_sources(inside: set[fx.Node], later: set[fx.Node], left: fx.Node) -> No
         source = stack.pop()
         if source in inside or source in later or not all(user in inside for user in source.users):
             continue
-        sibling = source.target in matmul.PRODUCTS and matmul.why_not(source) is None
-        if sibling and matmul.operands(source)[0] is left and "apart" not in source.meta:
+        sibling = source.target in pattern.PRODUCTS and pattern.why_not(source) is None
+        if sibling and pattern.operands(source)[0] is left and "apart" not in source.meta:
             inside.add(source)
         elif source.meta.get("executor") == FUSER.name and source.op == "call_function":
             inside.add(source)
@@ -138,15 +138,15 @@ def _add_sources(inside: set[fx.Node], later: set[fx.Node], left: fx.Node) -> No
 
 def _beside(node: fx.Node) -> list[fx.Node]:
     """What a node reads, the matrices of a product aside."""
-    if node.target not in matmul.PRODUCTS:
+    if node.target not in pattern.PRODUCTS:
         return node.all_input_nodes
-    return [source for source in node.all_input_nodes if source not in matmul.operands(node)]
+    return [source for source in node.all_input_nodes if source not in pattern.operands(node)]
 
 
 def _views(product: fx.Node) -> list[fx.Node]:
     """The views that the product's matrices are: torch makes them, a region gets them as they are."""
     found = []
-    for matrix in matmul.operands(product):
+    for matrix in pattern.operands(product):
         while matrix.meta.get("executor") == FUSER.name and is_view(matrix):
             found.append(matrix)
             matrix = matrix.all_input_nodes[0]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fulgurite.fuser import memory
+from fulgurite.fuser.runtime import memory_pool
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
@@ -42,12 +42,12 @@ def spelling(node: fx.Node) -> Callable[..., Tensor] | None:
     if found is None or not isinstance(value, Tensor) or value.device.type != "cpu":
         return None
     static = all(isinstance(size, int) for size in value.shape)
-    large = static and value.numel() * value.element_size() >= memory.SMALLEST
-    return found if large and value.is_contiguous() and value.dtype in memory.CODES else None
+    large = static and value.numel() * value.element_size() >= memory_pool.SMALLEST
+    return found if large and value.is_contiguous() and value.dtype in memory_pool.CODES else None
 
 
 def _room(dtype: torch.dtype, *sizes: int) -> Tensor:
     strides = [1]
     for size in reversed(sizes[1:]):
         strides.append(strides[-1] * size)
-    return memory.allocate(sizes, tuple(reversed(strides)), dtype)
+    return memory_pool.allocate(sizes, tuple(reversed(strides)), dtype)

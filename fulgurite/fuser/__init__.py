@@ -9,8 +9,8 @@ decide loops; code generators only spell them. `interpret.py` runs the IR in pla
 
 from __future__ import annotations
 
-from .kernel import Kernel
-from .launch import FusedRegion
-from .pipeline import claims, expect_many, lower, lower_region, why_not
+from fulgurite.fuser.pipeline import claims, expect_many, lower, lower_region, why_not
+from fulgurite.fuser.runtime.cpu_region import FusedRegion
+from fulgurite.fuser.runtime.kernel import Kernel
 
 __all__ = ["FusedRegion", "Kernel", "claims", "expect_many", "lower", "lower_region", "why_not"]

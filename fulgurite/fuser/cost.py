@@ -7,11 +7,10 @@ is touched, once in and once out. A dynamic size counts as `ASSUMED_SIZE` until 
 from __future__ import annotations
 
 from fulgurite.device import Device
-
-from .expression import Load, Operation, walk
-from .index import Atom, Index
-from .ir import Statement, Tensor
-from .primitives import PRIMITIVES
+from fulgurite.fuser.ir.expression import Load, Operation, walk
+from fulgurite.fuser.ir.index import Atom, Index
+from fulgurite.fuser.ir.primitives import PRIMITIVES
+from fulgurite.fuser.ir.statement import Statement, Tensor
 
 ASSUMED_SIZE = 512
 LAUNCH_SECONDS = 2e-6  # one parallel loop of two threads, measured with an empty body

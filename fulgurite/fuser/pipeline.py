@@ -7,33 +7,34 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fulgurite import device, native
 from fulgurite.errors import FusionError
+from fulgurite.fuser import cost
+from fulgurite.fuser.codegen.cpp import translation_unit
+from fulgurite.fuser.codegen.kernel_names import kernel_name
+from fulgurite.fuser.codegen.triton import module
+from fulgurite.fuser.frontend import lower_graph
+from fulgurite.fuser.frontend.input_mutations import in_place
+from fulgurite.fuser.frontend.pointwise import Unsupported
+from fulgurite.fuser.gemm.library_fallback import LibraryRegion
+from fulgurite.fuser.gemm.lower import lower_matmul
+from fulgurite.fuser.gemm.pattern import has_products
+from fulgurite.fuser.ir.expression import value_type
+from fulgurite.fuser.ir.split_axes import refine
+from fulgurite.fuser.ir.statement import Region
+from fulgurite.fuser.pipeline_triton import installed, lower_triton
+from fulgurite.fuser.runtime.compile_pool import compilers
+from fulgurite.fuser.runtime.compile_triton import interpreting
+from fulgurite.fuser.runtime.cpu_region import FusedRegion
+from fulgurite.fuser.runtime.kernel import Kernel, measured
+from fulgurite.fuser.schedule import choose_schedule
+from fulgurite.fuser.segment import segment
+from fulgurite.fuser.segment.build_loop_nest import build
 from fulgurite.trace.cost import tensors
 from fulgurite.trace.signature import call_signature
-
-from . import cost, from_trace
-from .codegen import cpp, triton
-from .compile_processes import compilers
-from .compile_triton import interpreting
-from .expression import value_type
-from .ir import Region
-from .kernel import Kernel, measured
-from .launch import FusedRegion
-from .library_matmul import LibraryRegion
-from .matmul import has_products
-from .naming import kernel_name
-from .nest_builder import build
-from .pipeline_matmul import lower_matmul
-from .pipeline_triton import installed, lower_triton
-from .pointwise_rules import Unsupported
-from .refine import refine
-from .schedule import choose_schedule
-from .segment import segment
-from .write_rules import in_place
 
 
 def why_not(node: torch.fx.Node) -> str | None:
     """Why a node can't be part of a generated kernel, or None where it can."""
-    return _no_place(node) or from_trace.unreadable(node)
+    return _no_place(node) or lower_graph.unreadable(node)
 
 
 def _no_place(node: torch.fx.Node) -> str | None:
@@ -48,7 +49,7 @@ def _no_place(node: torch.fx.Node) -> str | None:
     if places - {torch.device("cpu")}:
         for tensor in tensors_of([node, *node.all_input_nodes]):
             part = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
-            if value_type(part) == torch.float32 and part not in triton.POINTERS:
+            if value_type(part) == torch.float32 and part not in module.POINTERS:
                 return f"{tensor.dtype} on a GPU"
     return None
 
@@ -74,11 +75,11 @@ def _is_readable(node: torch.fx.Node) -> bool:
     alone = schema is None or schema.is_mutable  # a write depends on who else reads its target
     call = None if alone else call_signature(node)
     if call is None:
-        return from_trace.unreadable(node) is None
+        return lower_graph.unreadable(node) is None
     if call not in _READABLE:
         if len(_READABLE) >= MOST_REMEMBERED:
             _READABLE.clear()
-        _READABLE[call] = from_trace.unreadable(node) is None
+        _READABLE[call] = lower_graph.unreadable(node) is None
     return _READABLE[call]
 
 
@@ -105,8 +106,8 @@ def lower(
             if has_products(region):
                 return lower_products(region, place, tune)
             if use_triton or place.type == "cuda":
-                return lower_triton(from_trace.read(region), place, tune)
-            return lower_region(from_trace.read(region, corrects=True))
+                return lower_triton(lower_graph.read(region), place, tune)
+            return lower_region(lower_graph.read(region, corrects=True))
     except Unsupported as reason:
         raise FusionError(
             f"{reason} can't be part of a generated kernel",
@@ -133,8 +134,8 @@ def lower_region(read: Region) -> FusedRegion:
     refined, nests = in_place(refined, [build(refined, part) for part in segments])
     for number, (part, nest) in enumerate(zip(segments, nests, strict=True)):
         schedules.append(choose_schedule(nest, machine))
-        texts.append(cpp.write_kernel(kernel_name(part, number), schedules[-1]))
-    unit = cpp.write_unit(texts, refined.tensors)
+        texts.append(translation_unit.write_kernel(kernel_name(part, number), schedules[-1]))
+    unit = translation_unit.write_unit(texts, refined.tensors)
     library = native.begin(unit.source) if texts else None
     kernels = []
     for part, text, schedule in zip(segments, texts, schedules, strict=True):

@@ -13,20 +13,19 @@ import torch
 
 from fulgurite import device
 from fulgurite.device import Device
-
-from . import cost
-from .codegen.triton import Stage, write_stages
-from .compile_triton import Program, interpreting, make_program, measured
-from .ir import Region
-from .kernel import Kernel
-from .launch_triton import TritonRegion, needs_wide
-from .naming import kernel_name
-from .nest_builder import build
-from .refine import refine
-from .schedule.gpu import GpuSchedule, choose_gpu_schedule, row_limit
-from .search import searched
-from .segment import Segment, segment
-from .write_rules import in_place
+from fulgurite.fuser import cost
+from fulgurite.fuser.codegen.kernel_names import kernel_name
+from fulgurite.fuser.codegen.triton.module import Stage, write_stages
+from fulgurite.fuser.frontend.input_mutations import in_place
+from fulgurite.fuser.ir.split_axes import refine
+from fulgurite.fuser.ir.statement import Region
+from fulgurite.fuser.runtime.autotune import searched
+from fulgurite.fuser.runtime.compile_triton import Program, interpreting, make_program, measured
+from fulgurite.fuser.runtime.kernel import Kernel
+from fulgurite.fuser.runtime.triton_region import TritonRegion, needs_wide
+from fulgurite.fuser.schedule.gpu.choose import GpuSchedule, choose_gpu_schedule, row_limit
+from fulgurite.fuser.segment import Segment, segment
+from fulgurite.fuser.segment.build_loop_nest import build
 
 LONGEST_ROW = (
     1 << 20

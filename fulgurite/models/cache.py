@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fulgurite.kernels.glue import Heads, Pages
+from fulgurite.kernels.elementwise.ops import Heads, Pages
 from fulgurite.models.latent import LatentStep, absorbed, expanded
 
 

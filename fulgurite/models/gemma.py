@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from fulgurite.kernels import glue
+from fulgurite.kernels.elementwise import ops
 from fulgurite.models import family
 from fulgurite.models.cache import Cache
 from fulgurite.models.config import (
@@ -125,9 +125,9 @@ class SandwichLayer(nn.Module):
         self, x_XD: Tensor, positions_X: Tensor, rotation: Rotation | None, cache: Cache
     ) -> Tensor:
         attended_XD = self.attention(self.attention_norm(x_XD), positions_X, rotation, cache)
-        x_XD = glue.add(x_XD, self.attention_out_norm(attended_XD))
+        x_XD = ops.add(x_XD, self.attention_out_norm(attended_XD))
         fed_XD = self.feed_forward(self.feed_forward_norm(x_XD))
-        return glue.add(x_XD, self.feed_forward_out_norm(fed_XD))
+        return ops.add(x_XD, self.feed_forward_out_norm(fed_XD))
 
 
 def build(config: ModelConfig) -> nn.Module:

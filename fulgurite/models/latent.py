@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from fulgurite.kernels import glue
+from fulgurite.kernels.elementwise import ops
 from fulgurite.models.rope import Rotation, rotate
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class LatentStep(NamedTuple):
         """The latent normed, and the rotary key turned, each as one head."""
         rank = self.norm_C.shape[0]
         c_XC, r_XR = self.latent_XL.split((rank, self.latent_XL.shape[-1] - rank), dim=-1)
-        c_XC = glue.rms_norm(c_XC, self.norm_C, self.eps)
+        c_XC = ops.rms_norm(c_XC, self.norm_C, self.eps)
         return c_XC[..., None, :], rotate(r_XR[..., None, :], self.rotation, self.interleaved)
 
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fulgurite.kernels import glue, joined
-from fulgurite.kernels.modules import project
+from fulgurite.kernels.elementwise import ops
+from fulgurite.kernels.gemm import fused_projections
+from fulgurite.kernels.gemm.modules import project
 from fulgurite.models.cache import AttentionSpec, Cache, WholeSequence
 from fulgurite.models.config import ModelConfig
 from fulgurite.models.rope import Rotary, Rotation
@@ -32,7 +33,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x_XD: Tensor) -> Tensor:
-        return glue.rms_norm(x_XD, self.weight, self.eps, self.offset)
+        return ops.rms_norm(x_XD, self.weight, self.eps, self.offset)
 
 
 class Block(nn.Module):
@@ -57,7 +58,7 @@ class GatedMLP(Block):
     ) -> Tensor:
         """Of norm(x) where one is given, and added onto `onto_XD`."""
         gate, up = self.together
-        inner_XI = joined.gated(x_XD, gate, up, self.activation, norm)
+        inner_XI = fused_projections.gated(x_XD, gate, up, self.activation, norm)
         return project_onto(onto_XD, inner_XI, self.down)
 
     @property
@@ -99,9 +100,9 @@ class Attention(Block):
     ) -> Tensor:
         """Of norm(x) where one is given, and added onto `onto_XD`."""
         spec, sinks_N = self.spec, self.sinks
-        q_X, k_X, v_X = joined.linears(x_XD, self.together, norm)
+        q_X, k_X, v_X = fused_projections.linears(x_XD, self.together, norm)
         cos, sin = (None, None) if rotation is None else rotation
-        heads = glue.Heads(
+        heads = ops.Heads(
             q_X.unflatten(-1, (-1, spec.key_dim)),
             k_X.unflatten(-1, (-1, spec.key_dim)),
             v_X.unflatten(-1, (-1, spec.value_dim)),
@@ -112,7 +113,7 @@ class Attention(Block):
         )
         out_XNH = cache.attend_fresh(spec, heads, sinks_N)
         if out_XNH is None:
-            q_XNH, k_XKH, v_XKH = glue.heads(*heads, cache.pages(spec))
+            q_XNH, k_XKH, v_XKH = ops.heads(*heads, cache.pages(spec))
             out_XNH = cache.attend(spec, q_XNH, k_XKH, v_XKH, positions_X, sinks_N)
         return project_onto(onto_XD, out_XNH.flatten(-2), self.output)
 
@@ -121,11 +122,11 @@ class Attention(Block):
         """The linears that read the same x."""
         return _children(self, "query", "key", "value")
 
-    def _head_norms(self) -> glue.HeadNorms | None:
+    def _head_norms(self) -> ops.HeadNorms | None:
         query_norm, key_norm = self.query_norm, self.key_norm
         if query_norm is None or key_norm is None:
             return None
-        return glue.HeadNorms(query_norm.weight, key_norm.weight, query_norm.eps, query_norm.offset)
+        return ops.HeadNorms(query_norm.weight, key_norm.weight, query_norm.eps, query_norm.offset)
 
 
 def _children(module: nn.Module, *names: str) -> tuple[nn.Module, ...]:
@@ -139,7 +140,7 @@ def project_onto(onto_XD: Tensor | None, x: Tensor, linear: nn.Module) -> Tensor
     if onto_XD is None:
         out_XD: Tensor = linear(x)
         return out_XD
-    return joined.add_linear(onto_XD, x, linear)
+    return fused_projections.add_linear(onto_XD, x, linear)
 
 
 def attention_spec(config: ModelConfig, index: int) -> AttentionSpec:
@@ -180,7 +181,7 @@ def around(block: nn.Module, norm: RMSNorm, x_XD: Tensor, *rest: Any) -> Tensor:
     if isinstance(block, Block):
         out_XD: Tensor = block(x_XD, *rest, norm=norm, onto_XD=x_XD)
         return out_XD
-    return glue.add(x_XD, block(norm(x_XD), *rest))
+    return ops.add(x_XD, block(norm(x_XD), *rest))
 
 
 class Decoder(nn.Module):

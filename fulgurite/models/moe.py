@@ -11,7 +11,7 @@ its configuration's numbers:
     Llama 4              top_k_then_sigmoid   the best k logits, sigmoid of each
 
 Experts are stored stacked, gate and up above each other: `gate_up` [E, 2I, D] and `down` [E, D, I],
-dense or packed, which is what the kernels of `fulgurite.kernels.moe` read.
+dense or packed, which is what the kernels of `fulgurite.kernels.moe.ops` read.
 
 Shapes: T tokens; D hidden size; E experts; k experts of a token; I inner size.
 """
@@ -23,13 +23,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fulgurite.kernels import glue
-from fulgurite.kernels.beside import beside, forks
-from fulgurite.kernels.grouped_matmul import CLAMPED
-from fulgurite.kernels.modules import natural_activations
-from fulgurite.kernels.moe import Gate, Routes, Rule, moe_experts, route_tokens
-from fulgurite.kernels.quant_linear import PLAIN
-from fulgurite.kernels.routing import Norm, are_few
+from fulgurite.kernels.common.multi_stream import beside, forks
+from fulgurite.kernels.elementwise import ops
+from fulgurite.kernels.gemm.modules import natural_activations
+from fulgurite.kernels.gemm.quant_linear import PLAIN
+from fulgurite.kernels.grouped_gemm.ops import CLAMPED
+from fulgurite.kernels.moe.ops import Gate, Routes, Rule, moe_experts, route_tokens
+from fulgurite.kernels.moe.routing import Norm, are_few
 from fulgurite.models.config import ExpertsConfig, ModelConfig
 from fulgurite.models.layers import Block, GatedMLP, RMSNorm
 from fulgurite.quant import QuantTensor
@@ -187,7 +187,7 @@ class MixtureOfExperts(Block):
         both = beside(
             lambda: self._routed(x_XD, few), lambda: shared(x_XD, onto_XD=onto_XD), x_XD.device
         )
-        return glue.add(*both)
+        return ops.add(*both)
 
     def _routed(
         self, x_XD: Tensor, few: bool, norm: Norm | None = None, onto_XD: Tensor | None = None
@@ -200,7 +200,7 @@ class MixtureOfExperts(Block):
             return out_TD.view(x_XD.shape)
         # ranks that share the experts sum before anything is added
         out_XD: Tensor = self.experts(x_TD, routes).view(x_XD.shape)
-        return out_XD if onto_XD is None else glue.add(onto_XD, out_XD)
+        return out_XD if onto_XD is None else ops.add(onto_XD, out_XD)
 
 
 def shared_expert(config: ModelConfig) -> GatedMLP | None:

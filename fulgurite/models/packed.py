@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from fulgurite.kernels.modules import QuantEmbedding, QuantLinear, packable
+from fulgurite.kernels.gemm.modules import QuantEmbedding, QuantLinear, packable
 from fulgurite.models import family
 from fulgurite.models.config import ModelConfig
 from fulgurite.models.family import Rule, Take

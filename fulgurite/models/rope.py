@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fulgurite.kernels import glue
+from fulgurite.kernels.elementwise import ops
 from fulgurite.models.config import RopeConfig
 
 
@@ -76,7 +76,7 @@ class Rotary(nn.Module):
 
 def rotate(x_XNH: Tensor, rotation: Rotation, interleaved: bool) -> Tensor:
     """Turn the first R dimensions of each head, in float32; the others pass through."""
-    return glue.rotate(x_XNH, rotation.cos, rotation.sin, interleaved)
+    return ops.rotate(x_XNH, rotation.cos, rotation.sin, interleaved)
 
 
 def frequencies(rope: RopeConfig, long: bool = False) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fulgurite.errors import ArgumentError
-from fulgurite.kernels.modules import QuantLinear
+from fulgurite.kernels.gemm.modules import QuantLinear
 from fulgurite.parallel.collectives import share
 from fulgurite.parallel.mesh import Axis
 from fulgurite.parallel.shares import Kept, Range, Share, Shares

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fulgurite.kernels.modules import Table, project
-from fulgurite.kernels.routing import Routes
+from fulgurite.kernels.gemm.modules import Table, project
+from fulgurite.kernels.moe.routing import Routes
 from fulgurite.parallel.collectives import (
     enter,
     gather_columns,

@@ -1,6 +1,6 @@
 """Other ranks for a process that nobody started as one of many: it becomes rank 0, and they its followers.
 
-    others = Others(4, "fulgurite.serve.follow", arguments)      three processes, on this machine
+    others = Others(4, "fulgurite.serve.worker_main", arguments)      three processes, on this machine
     mesh = Mesh(tensor=4)                                        as under torchrun
     ...
     others.close()

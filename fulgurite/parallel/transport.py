@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fulgurite.errors import ArgumentError, CapacityError
-from fulgurite.kernels.dispatch import WIRES, Visits, Wire, visits
-from fulgurite.kernels.moe import combine_parts
+from fulgurite.kernels.dispatch.wire_format import WIRES, Visits, Wire, visits
+from fulgurite.kernels.moe.ops import combine_parts
 from fulgurite.parallel.collectives import exchange, exchange_rows, gather
 from fulgurite.parallel.mesh import Axis
 

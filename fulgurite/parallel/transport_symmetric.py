@@ -30,10 +30,10 @@ import triton
 from torch import Tensor
 
 from fulgurite.errors import ArgumentError, CapacityError, RankError
-from fulgurite.kernels.dispatch import COPIES, Buffers, Wire, buffers
-from fulgurite.kernels.triton import dispatch as kernels
-from fulgurite.kernels.triton.counters import take_counters
-from fulgurite.kernels.triton.tiles import processors
+from fulgurite.kernels.common.triton_counters import take_counters
+from fulgurite.kernels.dispatch import triton_dispatch as kernels
+from fulgurite.kernels.dispatch.wire_format import COPIES, Buffers, Wire, buffers
+from fulgurite.kernels.tuning.gemm import processors
 from fulgurite.parallel.mesh import Axis
 from fulgurite.parallel.transport import Arrived
 

@@ -27,22 +27,16 @@ from fulgurite.models.weights import build_model, divide, load_checkpoint, load_
 from fulgurite.parallel.mesh import AXES, TIMEOUT, Mesh, MeshShape
 from fulgurite.parallel.others import GRACE, Others, started_alone
 from fulgurite.parallel.shares import Shares
+from fulgurite.plan.memory import Limits, MemoryPlan, available_bytes, make_plan, weight_bytes
 from fulgurite.quant import QuantTensor
 from fulgurite.quantize import quantize as pack_linears
 from fulgurite.quantize import resolve_recipe
-from fulgurite.serve.async_engine import AsyncEngine
-from fulgurite.serve.engine import Engine, Prompt, choose_device
-from fulgurite.serve.follower import Follower
-from fulgurite.serve.kv_cache import DTYPES
-from fulgurite.serve.memory import (
-    Limits,
-    MemoryPlan,
-    available_bytes,
-    make_plan,
-    weight_bytes,
-)
-from fulgurite.serve.ranks import Link, agree, open_mesh
-from fulgurite.serve.request import Result, SamplingParams, Update
+from fulgurite.serve.engine.async_engine import AsyncEngine
+from fulgurite.serve.engine.engine import Engine, Prompt, choose_device
+from fulgurite.serve.engine.kv_cache import DTYPES
+from fulgurite.serve.engine.ranks import Link, agree, open_mesh
+from fulgurite.serve.engine.request import Result, SamplingParams, Update
+from fulgurite.serve.engine.worker import Follower
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 BLOCK_SIZE = 16  # tokens of a block of the cache
@@ -222,7 +216,7 @@ def start_others(name: str | Path, options: Mapping[str, Any]) -> Others | None:
     MeshShape.for_world(
         count, data, tensor, expert
     )  # what doesn't add up is said before any starts
-    return Others(count, "fulgurite.serve.follow", pickle.dumps((name, options)))
+    return Others(count, "fulgurite.serve.worker_main", pickle.dumps((name, options)))
 
 
 def plan_memory(

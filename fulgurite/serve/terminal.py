@@ -26,9 +26,9 @@ from rich.text import Text
 from fulgurite.errors import ArgumentError
 from fulgurite.models import hub
 from fulgurite.models.tokenizer import Message
-from fulgurite.serve.kv_cache import DTYPES
+from fulgurite.serve.engine.kv_cache import DTYPES
+from fulgurite.serve.engine.request import Result, SamplingParams, Update
 from fulgurite.serve.llm import LLM
-from fulgurite.serve.request import Result, SamplingParams, Update
 
 THREADS_A_CORE = 16  # no more are started: thousands crash OpenMP
 COMPILING = "compiling kernels (cached next time)"

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fulgurite.errors import ArgumentError
-from fulgurite.kernels.fp8_linear import check_recipe, fp8_linear
+from fulgurite.kernels.gemm.fp8_linear import check_recipe, fp8_linear
 from fulgurite.trace import Trace, source_of
 from fulgurite.trace.trace import copy_module
 from fulgurite.transforms.base import Transform

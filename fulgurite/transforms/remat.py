@@ -20,7 +20,7 @@ from torch._functorch.partitioners import default_partition, min_cut_remateriali
 from torch._guards import TracingContext, tracing
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fulgurite.kernels.quantize import quantize_parts
+from fulgurite.kernels.quantize.ops import quantize_parts
 from fulgurite.trace.cost import memory_of, value_bytes
 from fulgurite.trace.metadata import fake_mode_of
 from fulgurite.trace.trace import copy_module

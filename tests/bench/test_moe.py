@@ -9,7 +9,7 @@ import torch
 
 from fulgurite import cli, native
 from fulgurite.bench import moe
-from fulgurite.kernels.moe import moe_experts
+from fulgurite.kernels.moe.ops import moe_experts
 
 pytestmark = pytest.mark.skipif(native.compiler() is None, reason="needs a C++ compiler")
 TINY = moe.Shape("tiny", 64, 32, 8, 2)

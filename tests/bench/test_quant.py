@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fulgurite.bench import quant, quantize_cpu
-from fulgurite.kernels.cpu.library import library
+from fulgurite.kernels.common.cpu_library import library
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,8 @@ import torch
 
 import fulgurite
 from fulgurite import native
-from fulgurite.fuser import from_trace, pipeline
+from fulgurite.fuser import pipeline
+from fulgurite.fuser.frontend import lower_graph
 
 
 def agree(function, *inputs, **options):
@@ -123,12 +124,12 @@ def test_calls_after_the_first_go_straight_to_the_kernels():
 def test_what_is_claimed_once_is_claimed_for_equal_calls(monkeypatch):
     asked = []
 
-    def unreadable(node, real=from_trace.unreadable):
+    def unreadable(node, real=lower_graph.unreadable):
         asked.append(str(node.target))
         return real(node)
 
     monkeypatch.setattr(pipeline, "_READABLE", {})
-    monkeypatch.setattr(from_trace, "unreadable", unreadable)
+    monkeypatch.setattr(lower_graph, "unreadable", unreadable)
 
     def function(x):
         for _ in range(4):

@@ -7,7 +7,7 @@ import torch
 
 import fulgurite
 from fulgurite.executors import kept
-from fulgurite.fuser import memory
+from fulgurite.fuser.runtime import memory_pool
 
 LARGE = 600  # squared, in float32: more than the pool's smallest block
 
@@ -54,7 +54,7 @@ def test_a_result_that_is_held_is_never_overwritten():
 
 
 def test_memory_of_dropped_results_is_taken_again():
-    memory.release()
+    memory_pool.release()
     a, b = torch.randn(2, LARGE, LARGE)
     place = kept.mm(a, b).data_ptr()
     smaller = kept.mm(a[: LARGE - 20], b)  # of another size: a part of the same block

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from . import support
+from tests.fuser import support
 
 MODULES = (
     "test_bits test_dynamic test_normalization test_pointwise test_reductions test_scans test_special "
@@ -57,6 +57,6 @@ def target(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _patched() -> None:
-    from . import interpreter
+    from tests.fuser import interpreter
 
     interpreter.patch()

@@ -29,7 +29,7 @@ def patch() -> None:
     from triton.language.extra import libdevice
     from triton.runtime import interpreter
 
-    from fulgurite.fuser.codegen import triton_functions
+    from fulgurite.fuser.codegen.triton import device_functions
 
     warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy's, of NaN and infinity
 
@@ -133,10 +133,10 @@ def patch() -> None:
     builder.create_dot = dot
 
     quick = {
-        triton_functions.nan_max: numpy.max,
-        triton_functions.nan_min: numpy.min,
-        triton_functions.product: numpy.prod,
-        triton_functions.log_add_exp: numpy.logaddexp.reduce,
+        device_functions.nan_max: numpy.max,
+        device_functions.nan_min: numpy.min,
+        device_functions.product: numpy.prod,
+        device_functions.log_add_exp: numpy.logaddexp.reduce,
     }
     # sums in double: a GPU adds in a tree, numpy often one after the other
     quick[tl.standard._sum_combine] = lambda data, axis, keepdims: numpy.sum(
@@ -155,10 +155,10 @@ def patch() -> None:
     interpreter.ReduceOps.apply_impl = apply
 
     running = {
-        triton_functions.nan_max: numpy.maximum.accumulate,
-        triton_functions.nan_min: numpy.minimum.accumulate,
-        triton_functions.product: numpy.multiply.accumulate,
-        triton_functions.log_add_exp: lambda data, axis: numpy.logaddexp.accumulate(
+        device_functions.nan_max: numpy.maximum.accumulate,
+        device_functions.nan_min: numpy.minimum.accumulate,
+        device_functions.product: numpy.multiply.accumulate,
+        device_functions.log_add_exp: lambda data, axis: numpy.logaddexp.accumulate(
             data.astype(wider(data)), axis=axis
         ),
     }

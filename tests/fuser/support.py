@@ -11,7 +11,8 @@ from torch._decomp import core_aten_decompositions, get_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fulgurite import fuser
-from fulgurite.fuser import from_trace, interpret, ir, refine
+from fulgurite.fuser.frontend import lower_graph
+from fulgurite.fuser.ir import interpreter, split_axes, statement
 
 aten = torch.ops.aten
 
@@ -60,14 +61,14 @@ def tupled(result: Any) -> tuple[Any, ...]:
     return tuple(result) if isinstance(result, tuple | list) else (result,)
 
 
-def oracle(function: Callable[..., Any], *arguments: Any, mode: str = "fake") -> ir.Region:
+def oracle(function: Callable[..., Any], *arguments: Any, mode: str = "fake") -> statement.Region:
     """Reads, checks and interprets the function, and compares with eager."""
-    region = from_trace.read(trace(function, arguments, mode))
-    ir.check(region)
-    refined = refine.refine(region)
-    ir.check(refined)
+    region = lower_graph.read(trace(function, arguments, mode))
+    statement.check(region)
+    refined = split_axes.refine(region)
+    statement.check(refined)
     for stage in (region, refined):
-        compare(interpret.run(stage, arguments), function, arguments)
+        compare(interpreter.run(stage, arguments), function, arguments)
     return refined
 
 

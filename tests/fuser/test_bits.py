@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fulgurite import fuser
-from fulgurite.fuser import from_trace, interpret, ir, refine
-
-from . import support
-from .support import fused, oracle, same_place, trace, tupled
+from fulgurite.fuser.frontend import lower_graph
+from fulgurite.fuser.ir import interpreter, split_axes, statement
+from tests.fuser import support
+from tests.fuser.support import fused, oracle, same_place, trace, tupled
 
 ON_GPUS = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOAT8 = [
@@ -32,11 +32,11 @@ WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def exactly(function: Callable[..., Any], *arguments: torch.Tensor) -> fuser.FusedRegion:
     """Interpreter and kernels give eager's very bits."""
     graph = trace(function, arguments)
-    region = from_trace.read(graph)
-    ir.check(region)
+    region = lower_graph.read(graph)
+    statement.check(region)
     lowered = fuser.lower(graph)
     eager = tupled(function(*arguments))
-    runs = [interpret.run(stage, arguments) for stage in (region, refine.refine(region))]
+    runs = [interpreter.run(stage, arguments) for stage in (region, split_axes.refine(region))]
     for results in (*runs, lowered(*arguments)):
         for ours, theirs in zip(results, eager, strict=True):
             same_place(ours, theirs)

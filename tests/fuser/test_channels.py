@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from fulgurite.device import Device
-from fulgurite.fuser import from_trace, refine
-from fulgurite.fuser.codegen.triton import write_stages
-from fulgurite.fuser.nest_builder import build
-from fulgurite.fuser.schedule.gpu import choose_gpu_schedule, row_limit
+from fulgurite.fuser.codegen.triton.module import write_stages
+from fulgurite.fuser.frontend import lower_graph
+from fulgurite.fuser.ir import split_axes
+from fulgurite.fuser.schedule.gpu.choose import choose_gpu_schedule, row_limit
 from fulgurite.fuser.segment import segment
-
-from .support import fused, trace
+from fulgurite.fuser.segment.build_loop_nest import build
+from tests.fuser.support import fused, trace
 
 H200 = Device("H200", 132, 4.2e12, 2.9e13, 256 << 10, 50 << 20, (torch.float32,))
 HALF = torch.bfloat16
@@ -36,7 +36,7 @@ def arguments(rows: int, channels: int) -> tuple[torch.Tensor, ...]:
 
 
 def segments(rows: int, channels: int):
-    region = refine.refine(from_trace.read(trace(gradient, arguments(rows, channels))))
+    region = split_axes.refine(lower_graph.read(trace(gradient, arguments(rows, channels))))
     return region, segment(region, row_limit(H200))
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from fulgurite.fuser import compile_processes, compile_worker
-from fulgurite.fuser.compile_processes import FEW, Compilers, Processes
-from fulgurite.fuser.compile_worker import Recipe
 from fulgurite.fuser.pipeline_triton import installed
+from fulgurite.fuser.runtime import compile_pool, compile_worker
+from fulgurite.fuser.runtime.compile_pool import FEW, Compilers, Processes
+from fulgurite.fuser.runtime.compile_worker import Recipe
 
 needs_compiler = pytest.mark.skipif(
     not installed() or "TRITON_INTERPRET" in os.environ, reason="no Triton that compiles"
@@ -27,7 +27,7 @@ OPTIONS = {"num_warps": 4, "num_stages": 2, "debug": False, "enable_fp_fusion": 
 TEXT = """
 import triton
 import triton.language as tl
-from fulgurite.fuser.codegen.triton_functions import nan_max
+from fulgurite.fuser.codegen.triton.device_functions import nan_max
 
 
 @triton.jit
@@ -101,7 +101,7 @@ def test_what_fails_is_said_and_what_dies_is_noticed(processes: Processes, recip
 
 @needs_compiler
 def test_processes_that_nobody_asks_end(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_processes, "IDLE", 0.3)
+    monkeypatch.setattr(compile_pool, "IDLE", 0.3)
     made = Processes(1)
     assert made.compile(recipe), "a job that takes longer than that is waited for"
     until(lambda: made.ended)
@@ -127,8 +127,8 @@ class Pretended:
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> list[Pretended]:
     monkeypatch.setattr(Pretended, "made", [], raising=False)
-    monkeypatch.setattr(compile_processes, "Processes", Pretended)
-    monkeypatch.setattr(compile_processes, "LEAST_CORES", 0)
+    monkeypatch.setattr(compile_pool, "Processes", Pretended)
+    monkeypatch.setattr(compile_pool, "LEAST_CORES", 0)
     return Pretended.made
 
 
@@ -170,7 +170,7 @@ def test_processes_that_are_ready_are_asked_and_replaced(
 def test_a_small_machine_has_none(
     pretended: list[Pretended], recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compile_processes, "LEAST_CORES", 1 << 10)
+    monkeypatch.setattr(compile_pool, "LEAST_CORES", 1 << 10)
     compilers = Compilers()
     compilers.expect()
     with ExitStack() as stack:
@@ -182,21 +182,21 @@ def test_a_small_machine_has_none(
 def test_ranks_share_the_cores_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert compile_processes.count() == 16
+    assert compile_pool.count() == 16
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert compile_processes.count() == 2
+    assert compile_pool.count() == 2
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
-    assert compile_processes.count() == 1
+    assert compile_pool.count() == 1
 
 
 @needs_compiler
 def test_a_forked_child_starts_its_own(recipe: Recipe) -> None:
-    before = compile_processes.compilers()
+    before = compile_pool.compilers()
     child = os.fork()
     if child == 0:
-        os._exit(compile_processes.compilers() is before)
+        os._exit(compile_pool.compilers() is before)
     assert os.waitpid(child, 0)[1] == 0
-    assert compile_processes.compilers() is before
+    assert compile_pool.compilers() is before
 
 
 @needs_compiler

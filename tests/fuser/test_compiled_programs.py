@@ -10,10 +10,9 @@ import os
 import pytest
 
 from fulgurite.fuser.pipeline_triton import installed
-
-from .programs import draw_program
-from .test_programs import traced
-from .test_triton import compiled, graph_stages
+from tests.fuser.programs import draw_program
+from tests.fuser.test_programs import traced
+from tests.fuser.test_triton import compiled, graph_stages
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),

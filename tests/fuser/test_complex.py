@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fulgurite import fuser
-from fulgurite.fuser import from_trace, interpret, ir, refine
-
-from . import support
-from .support import close, same_place, trace, tupled, widened
+from fulgurite.fuser.frontend import lower_graph
+from fulgurite.fuser.ir import interpreter, split_axes, statement
+from tests.fuser import support
+from tests.fuser.support import close, same_place, trace, tupled, widened
 
 INF, NAN = float("inf"), float("nan")
 FUNCTIONS = {
@@ -66,10 +66,10 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 def agree(function: Callable[..., Any], *arguments: torch.Tensor) -> fuser.FusedRegion:
     """Interpreter, refined and not, and kernels, with eager."""
     if support.TARGET == "cpp":
-        region = from_trace.read(trace(function, arguments))
-        ir.check(region)
-        for stage in (region, refine.refine(region)):
-            compare(interpret.run(stage, arguments), function, arguments)
+        region = lower_graph.read(trace(function, arguments))
+        statement.check(region)
+        for stage in (region, split_axes.refine(region)):
+            compare(interpreter.run(stage, arguments), function, arguments)
     with support.place():
         arguments = tuple(map(support.placed, arguments))
         lowered = support.lowered(function, arguments)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from fulgurite import fuser
-
-from .support import again, fused, trace
+from tests.fuser.support import again, fused, trace
 
 F = torch.nn.functional
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from fulgurite import device
-from fulgurite.fuser import from_trace, refine
-from fulgurite.fuser.codegen import cpp
-from fulgurite.fuser.nest_builder import build
+from fulgurite.fuser.codegen.cpp import translation_unit
+from fulgurite.fuser.frontend import lower_graph
+from fulgurite.fuser.frontend.input_mutations import in_place
+from fulgurite.fuser.ir import split_axes
 from fulgurite.fuser.pipeline import kernel_name
 from fulgurite.fuser.schedule import choose_schedule
 from fulgurite.fuser.segment import segment
-from fulgurite.fuser.write_rules import in_place
-
-from .support import trace
+from fulgurite.fuser.segment.build_loop_nest import build
+from tests.fuser.support import trace
 
 F = torch.nn.functional
 MACHINE = device.Device("a machine", 2, 2e10, 8e10, 48 << 10, 2 << 20, (torch.float32,))
@@ -74,12 +74,12 @@ CASES: dict[str, tuple[Callable, tuple]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_text(name: str, golden) -> None:
     function, arguments = CASES[name]
-    region = refine.refine(from_trace.read(trace(function, arguments), corrects=True))
+    region = split_axes.refine(lower_graph.read(trace(function, arguments), corrects=True))
     texts = []
     parts = segment(region, MACHINE.second_level_cache)
     _, nests = in_place(region, [build(region, part) for part in parts])
     for number, (part, nest) in enumerate(zip(parts, nests, strict=True)):
         schedule = choose_schedule(nest, MACHINE)
-        texts.append(cpp.write_kernel(kernel_name(part, number), schedule).text)
+        texts.append(translation_unit.write_kernel(kernel_name(part, number), schedule).text)
     assert len(texts) == 1, "each of these is one kernel"
     golden(f"fuser_{name}.cpp", "\n".join(texts))

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fulgurite.fuser import from_trace, refine
-from fulgurite.fuser.expression import Constant, Load, Operation
-from fulgurite.fuser.index import Axis, Index, Symbol, divide_exactly, floordiv, modulo, of_atom
-from fulgurite.fuser.index_rewrites import recombine
-from fulgurite.fuser.ir import check
-
-from .support import oracle, trace
+from fulgurite.fuser.frontend import lower_graph
+from fulgurite.fuser.ir import split_axes
+from fulgurite.fuser.ir.expression import Constant, Load, Operation
+from fulgurite.fuser.ir.index import Axis, Index, Symbol, divide_exactly, floordiv, modulo, of_atom
+from fulgurite.fuser.ir.index_rewrites import recombine
+from fulgurite.fuser.ir.statement import check
+from tests.fuser.support import oracle, trace
 
 F = torch.nn.functional
 ROW, COLUMN = Axis("i", Index(6)), Axis("j", Index(4))
@@ -124,7 +124,7 @@ def test_what_can_not_be_refined_keeps_its_quotients() -> None:
     ],
 )
 def test_the_checker_names_the_statement(breakage, message: str) -> None:
-    region = from_trace.read(trace(lambda x: x.exp() * 2, (torch.randn(3, 4),)))
+    region = lower_graph.read(trace(lambda x: x.exp() * 2, (torch.randn(3, 4),)))
     check(region)
     first, *rest = region.statements
     with pytest.raises(AssertionError, match=message) as caught:
@@ -133,9 +133,9 @@ def test_the_checker_names_the_statement(breakage, message: str) -> None:
 
 
 def test_classes_keep_both_axes_of_a_square_apart() -> None:
-    region = refine.refine(
-        from_trace.read(trace(lambda x: x * 2 + (x * 2).t(), (torch.randn(5, 5),)))
+    region = split_axes.refine(
+        lower_graph.read(trace(lambda x: x * 2 + (x * 2).t(), (torch.randn(5, 5),)))
     )
-    classes = refine.axis_classes(region)
+    classes = split_axes.axis_classes(region)
     for s in region.statements:
         assert len({classes[(s.name, axis)] for axis in s.axes}) == 2

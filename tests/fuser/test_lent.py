@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from fulgurite import fuser
-
-from . import support
-from .support import close, trace, tupled, widened
+from tests.fuser import support
+from tests.fuser.support import close, trace, tupled, widened
 
 
 def scaled(t, w):

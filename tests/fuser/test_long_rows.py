@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from fulgurite.fuser import pipeline_triton
-from fulgurite.fuser.schedule.base import analyse
-from fulgurite.fuser.schedule.gpu import GpuSchedule, choose_gpu_schedule
-from fulgurite.fuser.schedule.online import online_sums, replaced_waits
-from fulgurite.fuser.schedule.rows import count_passes
-
-from . import support
-from .support import fused
+from fulgurite.fuser.schedule.cpu.base import analyse
+from fulgurite.fuser.schedule.cpu.rows import count_passes
+from fulgurite.fuser.schedule.gpu.choose import GpuSchedule, choose_gpu_schedule
+from fulgurite.fuser.schedule.online_reduction import online_sums, replaced_waits
+from tests.fuser import support
+from tests.fuser.support import fused
 
 F = torch.nn.functional
 BF16, F32 = torch.bfloat16, torch.float32

@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from fulgurite.fuser import compile_triton, from_trace, refine
-from fulgurite.fuser.codegen.triton import write_module, write_stages
-from fulgurite.fuser.expression import Operation, walk
-from fulgurite.fuser.nest_builder import build
+from fulgurite.fuser.codegen.triton.module import write_module, write_stages
+from fulgurite.fuser.frontend import lower_graph
+from fulgurite.fuser.ir import split_axes
+from fulgurite.fuser.ir.expression import Operation, walk
 from fulgurite.fuser.pipeline_triton import installed
-from fulgurite.fuser.schedule.gpu import GpuSchedule, choose_gpu_schedule, row_limit
-from fulgurite.fuser.schedule.gpu_kept import KEPT_BLOCK, scans
+from fulgurite.fuser.runtime import compile_triton
+from fulgurite.fuser.schedule.gpu.choose import GpuSchedule, choose_gpu_schedule, row_limit
+from fulgurite.fuser.schedule.gpu.register_resident import KEPT_BLOCK, scans
 from fulgurite.fuser.segment import segment
-
-from .support import trace
-from .test_long_rows import BF16, F32, case
-from .test_triton import H200
+from fulgurite.fuser.segment.build_loop_nest import build
+from tests.fuser.support import trace
+from tests.fuser.test_long_rows import BF16, F32, case
+from tests.fuser.test_triton import H200
 
 needs_compiler = pytest.mark.skipif(
     not installed() or "TRITON_INTERPRET" in os.environ, reason="no Triton that compiles"
@@ -33,14 +34,14 @@ def chosen(name: str, width: int, dtype: torch.dtype) -> GpuSchedule:
     sizes = [(300, a.shape[1]) if a.dim() == 2 else a.shape for a in arguments]
     pairs = zip(arguments, sizes, strict=True)
     graph = trace(function, [torch.empty(size, dtype=a.dtype) for a, size in pairs])
-    region = refine.refine(from_trace.read(graph))
+    region = split_axes.refine(lower_graph.read(graph))
     (part,) = segment(region, row_limit(H200))
     return choose_gpu_schedule(build(region, part), H200)
 
 
 def schedule_of(function: Any, width: int) -> list[GpuSchedule]:
     graph = trace(function, [torch.empty(300, width, dtype=BF16)])
-    region = refine.refine(from_trace.read(graph))
+    region = split_axes.refine(lower_graph.read(graph))
     parts = segment(region, row_limit(H200))
     return [choose_gpu_schedule(build(region, part), H200) for part in parts]
 
@@ -160,7 +161,7 @@ def test_squares_about_a_mean_leave_room_for_shorter_rows_only() -> None:
 
 
 def test_rows_that_must_be_read_in_order_or_once_are_not_kept() -> None:
-    from .test_triton import schedules_of
+    from tests.fuser.test_triton import schedules_of
 
     (entropy,) = schedules_of("cross_entropy_long")
     assert not entropy.kept and entropy.passes == 1

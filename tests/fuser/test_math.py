@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from fulgurite import fuser
-
-from .support import trace
+from tests.fuser.support import trace
 
 # what include/math.h, trigonometry.h and functions.h state; and where the function is asked: exponents of two, or an interval
 BOUNDS = {

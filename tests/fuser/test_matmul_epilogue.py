@@ -22,17 +22,18 @@ from fulgurite import fuser
 from fulgurite.compile import compile
 from fulgurite.device import Device
 from fulgurite.executors import epilogue
-from fulgurite.fuser import choice_matmul, compile_triton, interpret, matmul, pipeline_matmul
-from fulgurite.fuser.codegen.triton import write_module
-from fulgurite.fuser.codegen.triton_matmul import write_matmul
-from fulgurite.fuser.library_matmul import LibraryRegion
-from fulgurite.fuser.pipeline_matmul import kernel_name, lower_matmul, scheduled
+from fulgurite.fuser.codegen.triton.module import write_module
+from fulgurite.fuser.frontend.pointwise import Unsupported
+from fulgurite.fuser.gemm import heuristics, lower, pattern
+from fulgurite.fuser.gemm.codegen import write_matmul
+from fulgurite.fuser.gemm.library_fallback import LibraryRegion
+from fulgurite.fuser.gemm.lower import kernel_name, lower_matmul, scheduled
+from fulgurite.fuser.gemm.schedule import Tile, fits
+from fulgurite.fuser.gemm.tiles import SEVERAL, neighbours
+from fulgurite.fuser.ir import interpreter
 from fulgurite.fuser.pipeline_triton import installed
-from fulgurite.fuser.pointwise_rules import Unsupported
-from fulgurite.fuser.schedule.gpu_matmul import Tile, fits
-from fulgurite.fuser.schedule.gpu_tiles import SEVERAL, neighbours
-
-from .support import close, compare, trace
+from fulgurite.fuser.runtime import compile_triton
+from tests.fuser.support import close, compare, trace
 
 F = torch.nn.functional
 HALF = torch.bfloat16
@@ -65,7 +66,7 @@ def place() -> str:
 @pytest.fixture(autouse=True)
 def _interpreter() -> None:
     if INTERPRETED:
-        from . import interpreter
+        from tests.fuser import interpreter
 
         interpreter.patch()
 
@@ -278,8 +279,8 @@ def on_cpu(name: str) -> tuple[Callable[..., Any], tuple[Tensor, ...]]:
 def test_the_region_says_what_it_computes(name: str) -> None:
     """Products are statements of the IR as well: interpreted, it is what eager computes."""
     function, arguments = on_cpu(name)
-    read = matmul.read(trace(function, arguments))
-    compare(interpret.run(read.region, arguments), function, arguments)
+    read = pattern.read(trace(function, arguments))
+    compare(interpreter.run(read.region, arguments), function, arguments)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -300,7 +301,7 @@ def large(name: str) -> tuple[Callable[..., Any], tuple[Tensor, ...]]:
 
 @pytest.mark.parametrize("name", ["bias_gelu", "gated"])
 def test_kernel_text(name: str, golden: Any) -> None:
-    schedule, part = scheduled(matmul.read(trace(*large(name))), H200)
+    schedule, part = scheduled(pattern.read(trace(*large(name))), H200)
     golden(
         f"triton_matmul_{name}.py", write_module([write_matmul(kernel_name(part), schedule, False)])
     )
@@ -310,7 +311,7 @@ def for_hopper(name: str, tile: Tile | None = None) -> Any:
     """The kernel of a large product, compiled for a GPU that need not be here."""
     from triton.backends.compiler import GPUTarget
 
-    schedule, part = scheduled(matmul.read(trace(*large(name))), H200, tile)
+    schedule, part = scheduled(pattern.read(trace(*large(name))), H200, tile)
     stage = write_matmul(kernel_name(part), schedule, False)
     module = compile_triton.load_module(write_module([stage]))
     return compile_triton.compile_stage(
@@ -350,7 +351,7 @@ def test_barriers_of_a_loop_with_warps_apart(name: str) -> None:
 @compiles
 @pytest.mark.parametrize("name", ["gated", "residual", "bias_gelu"])
 def test_what_a_search_tries_compiles(name: str) -> None:
-    schedule, _ = scheduled(matmul.read(trace(*large(name))), H200)
+    schedule, _ = scheduled(pattern.read(trace(*large(name))), H200)
     may = compile_triton.may_specialize()
     for tile in neighbours(schedule.nest, schedule.accumulators, H200, may):
         assert barriers_lie_apart(for_hopper(name, tile)), tile
@@ -358,7 +359,7 @@ def test_what_a_search_tries_compiles(name: str) -> None:
 
 @compiles
 def test_a_loop_with_warps_apart_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline_matmul, "may_specialize", lambda: False)
+    monkeypatch.setattr(lower, "may_specialize", lambda: False)
     with pytest.raises(Unsupported, match="warps apart"):
         lower_matmul(trace(*on_cpu("gated")), torch.device("cpu"), tile=SPECIALIZED)
 
@@ -366,7 +367,7 @@ def test_a_loop_with_warps_apart_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("specialize", [True, False])
 @pytest.mark.parametrize("name, products", [("gated", 2), ("residual", 1)])
 def test_a_search_tries_tiles_that_fit(name: str, products: int, specialize: bool) -> None:
-    schedule, _ = scheduled(matmul.read(trace(*large(name))), H200)
+    schedule, _ = scheduled(pattern.read(trace(*large(name))), H200)
     near = neighbours(schedule.nest, schedule.accumulators, H200, specialize)
     assert len(near) > 3 and all(fits(tile, products) for tile in near)
     assert {tile.walking for tile in near} == {True, False}
@@ -386,7 +387,7 @@ def test_what_is_no_epilogue(function: Callable[..., Any]) -> None:
     arguments = (normal(48, 16, device="cpu"), weight(16, 48, device="cpu"))
     graph = trace(function, arguments)
     with pytest.raises(Unsupported):
-        scheduled(matmul.read(graph), H200)
+        scheduled(pattern.read(graph), H200)
     compare(fuser.lower(graph)(*arguments), function, arguments)  # the library does its part
 
 
@@ -411,7 +412,7 @@ class Model(nn.Module):
 @pytest.fixture
 def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(epilogue, "_on_gpu", lambda node: True)
-    monkeypatch.setattr(choice_matmul, "_measured", lambda *_: True)
+    monkeypatch.setattr(heuristics, "_measured", lambda *_: True)
 
 
 def final(model: nn.Module, **options: Any) -> tuple[Any, Any, str]:
@@ -428,7 +429,7 @@ def final(model: nn.Module, **options: Any) -> tuple[Any, Any, str]:
 @pytest.mark.usefixtures("as_if_on_a_gpu")
 def test_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products join what reads them where that pays; the rest stays with the library, and says why."""
-    monkeypatch.setattr(choice_matmul, "START_SECONDS", -1.0)
+    monkeypatch.setattr(heuristics, "START_SECONDS", -1.0)
     compiled, _, text = final(Model(), tune=False)
     region, *_ = text.split("def forward(")
     assert region.count("aten.mm") == region.count("aten.addmm") == 1
@@ -446,7 +447,7 @@ def test_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("as_if_on_a_gpu")
 def test_every_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel for all of them."""
-    monkeypatch.setattr(choice_matmul, "START_SECONDS", -1.0)
+    monkeypatch.setattr(heuristics, "START_SECONDS", -1.0)
     model = Model().to(place())
     compiled = compile(model, tune=False, dynamic=True)
     with torch.no_grad():
@@ -459,7 +460,7 @@ def test_every_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("as_if_on_a_gpu")
 def test_a_product_that_loses_more_stays_with_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice_matmul, "LOSS", 1e9)
+    monkeypatch.setattr(heuristics, "LOSS", 1e9)
     _, _, text = final(Model(), tune=False)
     assert "one kernel saves" in text and "aten.mm" not in text.split("def forward(")[0]
 
@@ -503,29 +504,27 @@ def test_a_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         return (lambda *given: [t * float("nan") for t in made(*given)]) if tune else made
 
     monkeypatch.setattr(epilogue.fuser, "lower", wrong)
-    decision = epilogue.measured(
-        trace(*on_cpu("residual")), choice_matmul.Expected("", 0, 0, 0, True)
-    )
+    decision = epilogue.measured(trace(*on_cpu("residual")), heuristics.Expected("", 0, 0, 0, True))
     assert decision.winner == epilogue.APART
     assert "wrong" in epilogue._times(decision)
 
 
 def test_unmeasured_sizes_stay_with_the_library() -> None:
     for name in ("bias_gelu", "residual", "gated"):
-        assert choice_matmul.expected(trace(*large(name))).pays
-    assert not choice_matmul.expected(trace(*large("kept"))).pays
+        assert heuristics.expected(trace(*large(name))).pays
+    assert not heuristics.expected(trace(*large("kept"))).pays
 
     def kept_in_another_shape(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         h, activated = kept(x, w)
         return h.view(8, 1024, -1).transpose(0, 1), activated
 
-    assert not choice_matmul.expected(trace(kept_in_another_shape, large("kept")[1])).pays
+    assert not heuristics.expected(trace(kept_in_another_shape, large("kept")[1])).pays
     few = (
         normal(16, 1024, device="cpu"),
         weight(1024, 4096, device="cpu"),
         normal(4096, device="cpu"),
     )
-    expect = choice_matmul.expected(trace(bias_gelu, few))
+    expect = heuristics.expected(trace(bias_gelu, few))
     assert not expect.pays and "tune=True" in expect.why
 
 
@@ -533,7 +532,7 @@ def test_what_is_saved() -> None:
     """Products are not read again."""
     size = 70 * 90 * 2
     for name, bytes_ in (("bias_gelu", size), ("gate_and_up", 2 * size), ("gated", 2 * size)):
-        assert choice_matmul.saved_bytes(matmul.read(trace(*on_cpu(name)))) == bytes_
+        assert heuristics.saved_bytes(pattern.read(trace(*on_cpu(name)))) == bytes_
 
 
 @needs_triton

@@ -9,20 +9,19 @@ import threading
 import pytest
 import torch
 
-from fulgurite.fuser import memory
-
-from .support import fused
+from fulgurite.fuser.runtime import memory_pool
+from tests.fuser.support import fused
 
 LARGE = (1024, 512)
 
 
 @pytest.fixture(autouse=True)
 def clean():
-    memory.set_reuse(True)
-    memory.release()
+    memory_pool.set_reuse(True)
+    memory_pool.release()
     yield
-    memory.set_reuse(True)
-    memory.release()
+    memory_pool.set_reuse(True)
+    memory_pool.release()
 
 
 def test_a_held_result_is_never_overwritten() -> None:
@@ -56,27 +55,27 @@ def test_autograd_holds_what_it_saved() -> None:
 
 def test_memory_is_used_again() -> None:
     region = fused(lambda x: x * 2, torch.randn(LARGE))
-    memory.release()
+    memory_pool.release()
     first = region(torch.randn(LARGE))[0]
     address = first.data_ptr()
-    assert memory.kept_bytes() == 0
+    assert memory_pool.kept_bytes() == 0
     del first
-    assert memory.kept_bytes() >= 2 << 20
+    assert memory_pool.kept_bytes() >= 2 << 20
     assert region(torch.randn(LARGE))[0].data_ptr() == address
-    memory.release()
-    assert memory.kept_bytes() == 0
+    memory_pool.release()
+    assert memory_pool.kept_bytes() == 0
 
 
 def test_turned_off() -> None:
-    memory.set_reuse(False)
+    memory_pool.set_reuse(False)
     region = fused(lambda x: x * 2, torch.randn(LARGE))
     region(torch.randn(LARGE))
-    assert memory.kept_bytes() == 0
+    assert memory_pool.kept_bytes() == 0
 
 
-@pytest.mark.parametrize("dtype", memory.CODES)
+@pytest.mark.parametrize("dtype", memory_pool.CODES)
 def test_every_dtype_and_layout(dtype: torch.dtype) -> None:
-    made = memory.allocate((1000, 3000), (1, 1000), dtype)
+    made = memory_pool.allocate((1000, 3000), (1, 1000), dtype)
     assert made.dtype == dtype
     assert made.stride() == (1, 1000)
     made.fill_(1)
@@ -113,11 +112,11 @@ def test_temporaries_that_live_together_never_overlap() -> None:
             first = generator.randrange(8)
             last = first + generator.randrange(4)
             lifetimes.append(
-                memory.Lifetime(first, last, generator.choice([1, 64, 100, 4096, 9999]))
+                memory_pool.Lifetime(first, last, generator.choice([1, 64, 100, 4096, 9999]))
             )
-        places, total = memory.plan(lifetimes)
+        places, total = memory_pool.plan(lifetimes)
         spans = [(p, p + one.bytes, one) for p, one in zip(places, lifetimes, strict=True)]
-        assert all(p % memory.ALIGNMENT == 0 for p in places)
+        assert all(p % memory_pool.ALIGNMENT == 0 for p in places)
         assert total == max(end for _, end, _ in spans)
         for a, b in itertools.combinations(spans, 2):
             together = a[2].first <= b[2].last and b[2].first <= a[2].last
@@ -125,7 +124,7 @@ def test_temporaries_that_live_together_never_overlap() -> None:
 
 
 def test_a_chain_of_temporaries_needs_two_places() -> None:
-    _, total = memory.plan([memory.Lifetime(k, k + 1, 4096) for k in range(10)])
+    _, total = memory_pool.plan([memory_pool.Lifetime(k, k + 1, 4096) for k in range(10)])
     assert total == 2 * 4096
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .support import fused
+from tests.fuser.support import fused
 
 F = torch.nn.functional
 DTYPES = [torch.float32, torch.bfloat16]

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from fulgurite.device import Device
-from fulgurite.fuser import from_trace, refine
-from fulgurite.fuser.codegen.triton import write_stages
-from fulgurite.fuser.nest_builder import build
-from fulgurite.fuser.schedule.gpu import choose_gpu_schedule, row_limit
+from fulgurite.fuser.codegen.triton.module import write_stages
+from fulgurite.fuser.frontend import lower_graph
+from fulgurite.fuser.ir import split_axes
+from fulgurite.fuser.schedule.gpu.choose import choose_gpu_schedule, row_limit
 from fulgurite.fuser.segment import segment
-
-from .support import fused, trace
+from fulgurite.fuser.segment.build_loop_nest import build
+from tests.fuser.support import fused, trace
 
 H200 = Device("H200", 132, 4.2e12, 2.9e13, 256 << 10, 50 << 20, (torch.float32,))
 
@@ -62,8 +62,8 @@ def test_gradients_of_pairs() -> None:
 def test_points_are_taken_as_they_lie() -> None:
     """The store, and the read of what is not turned, are sixteen bytes a thread: both are at the point itself."""
     given = arguments(2048, 128, 192, 128)
-    region = refine.refine(
-        from_trace.read(trace(lambda x, cos, sin: turned(x, cos, sin, 128), given))
+    region = split_axes.refine(
+        lower_graph.read(trace(lambda x, cos, sin: turned(x, cos, sin, 128), given))
     )
     (part,) = segment(region, row_limit(H200))
     schedule = choose_gpu_schedule(build(region, part), H200)

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from . import support
-from .support import fused, oracle
+from tests.fuser import support
+from tests.fuser.support import fused, oracle
 
 F = torch.nn.functional
 INF, NAN = math.inf, math.nan

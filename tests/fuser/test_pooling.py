@@ -7,8 +7,7 @@ import torch
 
 from fulgurite.op import pieces_of
 from fulgurite.transforms.pooling import max_pool2d_offsets, max_pool2d_offsets_backward
-
-from .support import fused
+from tests.fuser.support import fused
 
 WINDOWS = [
     ([3, 3], [2, 2], [1, 1], [1, 1], False),

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from fulgurite import fuser
-
-from . import support
-from .programs import Program, draw_program, moved, parts, same
+from tests.fuser import support
+from tests.fuser.programs import Program, draw_program, moved, parts, same
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

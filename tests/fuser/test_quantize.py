@@ -9,13 +9,12 @@ import torch.nn.functional as F
 import fulgurite
 from fulgurite import fuser
 from fulgurite.executors.fuser import kernels_of
-from fulgurite.kernels import modules
-from fulgurite.kernels.quantize import quantize_parts, reference
+from fulgurite.kernels.gemm import modules
+from fulgurite.kernels.quantize.ops import quantize_parts, reference
 from fulgurite.op import pieces_of
 from fulgurite.quant import quantize as oracle
 from fulgurite.quant.format import resolve
-
-from . import support
+from tests.fuser import support
 
 FORMATS = ["fp8_e4m3_row", "fp8_e5m2_row", "fp8_e4m3_1x128", "fp8_e5m2_1x128", "int8"]
 

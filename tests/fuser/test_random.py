@@ -10,10 +10,10 @@ import torch
 import fulgurite
 from fulgurite import fuser
 from fulgurite.compile import compile
-from fulgurite.fuser import from_trace, interpret, ir
-from fulgurite.fuser.primitives import philox
-
-from .support import trace
+from fulgurite.fuser.frontend import lower_graph
+from fulgurite.fuser.ir import interpreter, statement
+from fulgurite.fuser.ir.primitives import philox
+from tests.fuser.support import trace
 
 F = torch.nn.functional
 aten = torch.ops.aten
@@ -51,10 +51,10 @@ def every(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.fixture(scope="module")
-def drawn() -> tuple[ir.Region, fuser.FusedRegion]:
+def drawn() -> tuple[statement.Region, fuser.FusedRegion]:
     graph = trace(every, (torch.randn(COUNT),))
-    region = from_trace.read(graph)
-    ir.check(region)
+    region = lower_graph.read(graph)
+    statement.check(region)
     return region, fuser.lower(graph)
 
 
@@ -64,7 +64,7 @@ def test_kernels_draw_what_the_interpreter_draws(drawn) -> None:
     torch.manual_seed(3)
     ours = fused(x)
     torch.manual_seed(3)
-    for a, b in zip(ours, interpret.run(region, (x,)), strict=True):
+    for a, b in zip(ours, interpreter.run(region, (x,)), strict=True):
         assert a.dtype == b.dtype
         torch.testing.assert_close(a, b, rtol=3e-4, atol=1e-5)
 

@@ -13,8 +13,7 @@ import torch
 
 import fulgurite
 from fulgurite import fuser
-
-from .support import fused, placed, trace
+from tests.fuser.support import fused, placed, trace
 
 OPS = {
     "sum": lambda x, d: x.sum(d),

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from fulgurite.compile import compile
-
-from .support import fused, oracle
+from tests.fuser.support import fused, oracle
 
 INF, NAN = float("inf"), float("nan")
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import torch
 
-from fulgurite.fuser import refine
-from fulgurite.fuser.expression import Load, Operation
-from fulgurite.fuser.index import Axis, Index, of_atom
-from fulgurite.fuser.ir import Output, Reduction, Region, Tensor, check, statement
+from fulgurite.fuser.ir import split_axes
+from fulgurite.fuser.ir.expression import Load, Operation
+from fulgurite.fuser.ir.index import Axis, Index, of_atom
+from fulgurite.fuser.ir.statement import Output, Reduction, Region, Tensor, check, statement
 from fulgurite.fuser.segment import Segmentation, segment
-from fulgurite.fuser.shape import Shape
+from fulgurite.fuser.segment.loop_structure import Shape
 
 ROWS, COLUMNS = Index(640), Index(384)
 LIMIT = 1 << 20
@@ -196,7 +196,7 @@ class BruteForce:
 
 def moved_by(region: Region, limit: int) -> int:
     work = Segmentation(region, limit)
-    parts = segment(refine.refine(region), limit)
+    parts = segment(split_axes.refine(region), limit)
     return sum(work.moved(part.shape.facts, part.stored) for part in parts)
 
 
@@ -227,7 +227,7 @@ def test_three_thousand_statements_in_a_second() -> None:
     region = graph.region([last])
     assert len(region.statements) == 3000
     start = time.process_time()
-    segments = segment(refine.refine(region), LIMIT)
+    segments = segment(split_axes.refine(region), LIMIT)
     taken = time.process_time() - start
     assert sum(len(part.names) for part in segments) >= 3000
     assert taken < 1.0 * SLOW_MACHINE, f"{taken:.2f} s"
@@ -243,7 +243,7 @@ def test_every_cut_has_a_reason() -> None:
     graph.pointwise("y", "full", ["x", "columns"])
     graph.reduce("rows", "row", "y")
     graph.pointwise("z", "full", ["y", "rows"])
-    parts = segment(refine.refine(graph.region(["z"])), LIMIT)
+    parts = segment(split_axes.refine(graph.region(["z"])), LIMIT)
     assert len(parts) == 2
     assert "needs all rows of rows first" in parts[0].reason
     assert parts[1].reason == "its results leave the region"
@@ -258,5 +258,5 @@ def test_a_cheap_producer_is_recomputed() -> None:
     graph.pointwise("y", "full", ["e", "c"])
     graph.reduce("r", "row", "y")
     graph.pointwise("z", "full", ["y", "r"])
-    parts = segment(refine.refine(graph.region(["z"])), LIMIT)
+    parts = segment(split_axes.refine(graph.region(["z"])), LIMIT)
     assert all("e" not in part.stored for part in parts)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from . import support
+from tests.fuser import support
 
 NAN = float("nan")
 PLACES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .support import fused, oracle
+from tests.fuser.support import fused, oracle
 
 aten = torch.ops.aten
 INF, NAN = float("inf"), float("nan")

@@ -7,10 +7,9 @@ import torch
 
 from fulgurite import native
 from fulgurite.fuser import schedule
-from fulgurite.fuser.codegen import cpp
-from fulgurite.fuser.schedule import columns, traffic
-
-from .support import fused
+from fulgurite.fuser.codegen.cpp import translation_unit
+from fulgurite.fuser.schedule.cpu import columns, memory_traffic
+from tests.fuser.support import fused
 
 F = torch.nn.functional
 ROWS = [(7, 1000), (3, 513), (5, 4099), (1, 64), (2, 3, 511)]
@@ -19,8 +18,8 @@ ROWS = [(7, 1000), (3, 513), (5, 4099), (1, 64), (2, 3, 511)]
 @pytest.fixture
 def streaming(monkeypatch):
     """Every result is large enough to go past the caches."""
-    monkeypatch.setattr(traffic, "STREAM_BYTES", 0)
-    monkeypatch.setattr(traffic, "FETCH_ROW", 0)
+    monkeypatch.setattr(memory_traffic, "STREAM_BYTES", 0)
+    monkeypatch.setattr(memory_traffic, "FETCH_ROW", 0)
 
 
 @pytest.fixture
@@ -129,7 +128,7 @@ def test_division_by_a_shared_number_is_division() -> None:
     x[:, : len(special)] = torch.tensor(special)
     c[: len(special)] = torch.tensor(special)
     y = torch.empty_like(x)
-    run = native.load(cpp.header(DIVISION) + DIVISION).divide
+    run = native.load(translation_unit.header(DIVISION) + DIVISION).divide
     run.argtypes = [ctypes.c_char_p]
     run(struct.pack("5q", x.data_ptr(), c.data_ptr(), y.data_ptr(), rows, width))
     want = x / c[:, None]

@@ -21,19 +21,20 @@ import torch
 from fulgurite import fuser
 from fulgurite.device import Device
 from fulgurite.fuse import fuse
-from fulgurite.fuser import compile_triton, from_trace, launch_triton, refine
-from fulgurite.fuser.codegen.triton import Stage, write_module, write_stages
-from fulgurite.fuser.naming import kernel_name
-from fulgurite.fuser.nest_builder import build
+from fulgurite.fuser.codegen.kernel_names import kernel_name
+from fulgurite.fuser.codegen.triton.module import Stage, write_module, write_stages
+from fulgurite.fuser.frontend import lower_graph
+from fulgurite.fuser.frontend.input_mutations import in_place
+from fulgurite.fuser.ir import split_axes
 from fulgurite.fuser.pipeline_triton import installed
-from fulgurite.fuser.schedule.gpu import GpuSchedule, choose_gpu_schedule, row_limit
-from fulgurite.fuser.search import neighbours
+from fulgurite.fuser.runtime import compile_triton, triton_region
+from fulgurite.fuser.runtime.autotune import neighbours
+from fulgurite.fuser.schedule.gpu.choose import GpuSchedule, choose_gpu_schedule, row_limit
 from fulgurite.fuser.segment import segment
-from fulgurite.fuser.write_rules import in_place
-
-from . import support
-from .support import trace
-from .test_golden import CASES, tensors
+from fulgurite.fuser.segment.build_loop_nest import build
+from tests.fuser import support
+from tests.fuser.support import trace
+from tests.fuser.test_golden import CASES, tensors
 
 F = torch.nn.functional
 H200 = Device("H200", 132, 4.2e12, 2.9e13, 256 << 10, 50 << 20, (torch.float32,))
@@ -92,7 +93,7 @@ def stages(
 
 def graph_stages(graph: torch.fx.GraphModule, wide: bool = False) -> list[Stage]:
     """The kernels that an H200 gets of a region."""
-    region = refine.refine(from_trace.read(graph))
+    region = split_axes.refine(lower_graph.read(graph))
     found: list[Stage] = []
     parts = segment(region, row_limit(H200))
     _, nests = in_place(region, [build(region, part) for part in parts])
@@ -155,7 +156,7 @@ def without_formulas(text: str) -> str:
 
 def schedules_of(name: str) -> list[GpuSchedule]:
     function, arguments = (CASES | MORE)[name]
-    region = refine.refine(from_trace.read(trace(function, arguments)))
+    region = split_axes.refine(lower_graph.read(trace(function, arguments)))
     parts = segment(region, row_limit(H200))
     return [choose_gpu_schedule(build(region, part), H200) for part in parts]
 
@@ -222,8 +223,8 @@ def test_indices_have_64_bits_only_where_sizes_need_them() -> None:
     large = torch.empty(1 << 16, 1 << 15, device="meta")
     small = torch.empty(1 << 15, 1 << 15, device="meta")
     for x, wide in ((large, True), (small, False)):
-        region = from_trace.read(trace(lambda x: x + 1, (torch.empty_like(x, device="cpu"),)))
-        assert launch_triton.needs_wide(region) is wide
+        region = lower_graph.read(trace(lambda x: x + 1, (torch.empty_like(x, device="cpu"),)))
+        assert triton_region.needs_wide(region) is wide
 
 
 def run_again(*options: str) -> None:

@@ -7,15 +7,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fulgurite import fuser
 from fulgurite.device import Device
-from fulgurite.fuser import from_trace, refine
-from fulgurite.fuser.nest import Nest
-from fulgurite.fuser.nest_builder import build
-from fulgurite.fuser.schedule.gpu_unrolled import unrolled
+from fulgurite.fuser.frontend import lower_graph
+from fulgurite.fuser.ir import split_axes
+from fulgurite.fuser.ir.loop_nest import Nest
+from fulgurite.fuser.schedule.gpu.unroll import unrolled
 from fulgurite.fuser.segment import segment
-
-from . import support
-from .support import fused
-from .test_writes import run
+from fulgurite.fuser.segment.build_loop_nest import build
+from tests.fuser import support
+from tests.fuser.support import fused
+from tests.fuser.test_writes import run
 
 DEVICE = Device("four multiprocessors", 4, 4e12, 3e13, 256 << 10, 50 << 20, (torch.float32,))
 
@@ -50,7 +50,7 @@ def gradients(batch=2, length=34, heads=4, width=64):
 
 def nest_of(function, *arguments) -> Nest:
     """The nest of a function that is one kernel, scatters not taken apart."""
-    region = refine.refine(from_trace.read(make_fx(function, tracing_mode="fake")(*arguments)))
+    region = split_axes.refine(lower_graph.read(make_fx(function, tracing_mode="fake")(*arguments)))
     (part,) = segment(region)
     return build(region, part)
 

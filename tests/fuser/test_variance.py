@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from fulgurite import fuser
-
-from . import support
-from .support import fused, trace
+from tests.fuser import support
+from tests.fuser.support import fused, trace
 
 
 def both(x, dims):

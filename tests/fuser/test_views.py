@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from fulgurite import fuser
-
-from .support import again, compare, fused, oracle, placed, trace
+from tests.fuser.support import again, compare, fused, oracle, placed, trace
 
 F = torch.nn.functional
 

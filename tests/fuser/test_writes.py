@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fulgurite import fuser
-from fulgurite.fuser import from_trace, interpret, ir, refine
-
-from . import support
-from .support import close, trace, widened
+from fulgurite.fuser.frontend import lower_graph
+from fulgurite.fuser.ir import interpreter, split_axes, statement
+from tests.fuser import support
+from tests.fuser.support import close, trace, widened
 
 
 def batch_norm(x, mean, variance, count):
@@ -82,10 +82,10 @@ def run(function, *arguments):
 def interpreted(graph, function, arguments):
     if support.TARGET == "cuda":
         return
-    region = refine.refine(from_trace.read(graph))
-    ir.check(region)
+    region = split_axes.refine(lower_graph.read(graph))
+    statement.check(region)
     ours, eager = [a.clone() for a in arguments], [a.clone() for a in arguments]
-    interpret.run(region, ours)
+    interpreter.run(region, ours)
     function(*eager)
     torch.testing.assert_close(ours, eager)
 

@@ -1,6 +1,6 @@
 import triton
 import triton.language as tl
-from fulgurite.fuser.codegen.triton_functions import sigmoid
+from fulgurite.fuser.codegen.triton.device_functions import sigmoid
 
 
 # add[i0,i1] = (arg0_1[i0,i1] + arg1_1[i1])

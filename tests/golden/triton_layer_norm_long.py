@@ -1,6 +1,6 @@
 import triton
 import triton.language as tl
-from fulgurite.fuser.codegen.triton_functions import again
+from fulgurite.fuser.codegen.triton.device_functions import again
 
 
 # _to_copy[i0,i1] = float32(arg0_1[i0,i1])

@@ -1,6 +1,6 @@
 import triton
 import triton.language as tl
-from fulgurite.fuser.codegen.triton_functions import quick_sigmoid
+from fulgurite.fuser.codegen.triton.device_functions import quick_sigmoid
 
 
 # mm[i,j] = sum_k arg0_1[i,k] * arg1_1[k,j]

@@ -1,6 +1,6 @@
 import triton
 import triton.language as tl
-from fulgurite.fuser.codegen.triton_functions import nan_max, nan_min
+from fulgurite.fuser.codegen.triton.device_functions import nan_max, nan_min
 
 
 # abs_1[i0,i1,i2] = abs(arg0_1[i0,i1,i2])

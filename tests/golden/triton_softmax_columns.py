@@ -1,7 +1,7 @@
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
-from fulgurite.fuser.codegen.triton_functions import nan_max, share
+from fulgurite.fuser.codegen.triton.device_functions import nan_max, share
 
 
 # amax[i1] = max_r0 arg0_1[r0,i1]

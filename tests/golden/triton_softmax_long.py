@@ -1,7 +1,7 @@
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
-from fulgurite.fuser.codegen.triton_functions import again, nan_max
+from fulgurite.fuser.codegen.triton.device_functions import again, nan_max
 
 
 # _to_copy[i0,i1] = float32(arg0_1[i0,i1])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fulgurite.kernels import attention_reference as reference
+from fulgurite.kernels.attention import reference
 
 
 @dataclass

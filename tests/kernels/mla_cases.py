@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fulgurite.kernels import mla_reference as reference
-from fulgurite.kernels.mla import page_shape
+from fulgurite.kernels.mla import reference
+from fulgurite.kernels.mla.ops import page_shape
 
 
 @dataclass

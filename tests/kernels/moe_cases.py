@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fulgurite.kernels.moe import Gate, Routes, Rule
+from fulgurite.kernels.moe.ops import Gate, Routes, Rule
 
 # Every family's rule, for 8 experts in 4 groups.
 RULES = {

@@ -8,11 +8,10 @@ import torch.nn.functional as F
 
 from fulgurite import native, replay
 from fulgurite.errors import ArgumentError
-from fulgurite.kernels import attention_reference as reference
-from fulgurite.kernels.attention import PAGE_DTYPES, paged_attention, store_pages
+from fulgurite.kernels.attention import reference
+from fulgurite.kernels.attention.ops import PAGE_DTYPES, paged_attention, store_pages
 from fulgurite.models.cache import AttentionSpec, WholeSequence
-
-from .attention_cases import CASES, Case, build, exact
+from tests.kernels.attention_cases import CASES, Case, build, exact
 
 pytestmark = pytest.mark.skipif(native.compiler() is None, reason="needs a C++ compiler")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fulgurite.kernels.beside import beside, forks
+from fulgurite.kernels.common.multi_stream import beside, forks
 
 
 def test_only_without_gradients_on_a_gpu() -> None:

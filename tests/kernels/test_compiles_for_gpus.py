@@ -25,22 +25,19 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from fulgurite.kernels.triton import (
-        attention,
-        few_experts,
-        few_routes,
-        fused_linear,
-        glue,
-        mla_decode,
-        mla_expand,
-        mla_hopper,
-        mla_project,
-        mla_write,
-        row_linear,
-        sampling,
+    from fulgurite.kernels.attention import triton_attention
+    from fulgurite.kernels.elementwise import triton_elementwise
+    from fulgurite.kernels.gemm import triton_fused_linear, triton_gemv
+    from fulgurite.kernels.mla import (
+        triton_absorb,
+        triton_decode,
+        triton_decode_sm90,
+        triton_prefill,
+        triton_store_kv,
     )
-
-    from .compile_support import compile_launches
+    from fulgurite.kernels.moe import triton_small_batch, triton_small_batch_routing
+    from fulgurite.kernels.sampling import triton_sampling
+    from tests.kernels.compile_support import compile_launches
 
 POINTERS = {
     "tables_ptr": "*i32", "starts_ptr": "*i32", "lengths_ptr": "*i32", "parts_ptr": "*fp32",
@@ -59,7 +56,7 @@ def compiled(kernel, constants, warps=4, stages=3, **types):
             signature[name] = "constexpr"
             continue
         plain = "*bf16" if name.endswith("_ptr") else "fp32" if name in FLOATS else "i32"
-        if kernel is attention.attention_kernel and name == "tokens":
+        if kernel is triton_attention.attention_kernel and name == "tokens":
             signature[name] = "i32"
         else:
             signature[name] = types.get(name, POINTERS.get(name, plain))
@@ -78,7 +75,7 @@ def compiled(kernel, constants, warps=4, stages=3, **types):
 @pytest.mark.parametrize("rows, columns, warps", [(1, 8, 8), (4, 16, 2), (16, 16, 4)])
 def test_few_rows(rows, columns, warps, gate):
     text = compiled(
-        fused_linear.few_kernel,
+        triton_fused_linear.few_kernel,
         {"NORM": True, "GATE": gate, "BIAS": False, "RESIDUAL": not gate, "EVEN": True, "R": rows,
          "BN": columns, "C": 128, "W": warps, "STAGES": 3, "NATIVE": True, "HELD": 1, "WHOLE": False,
          "EARLY": True},
@@ -94,7 +91,7 @@ def test_few_rows(rows, columns, warps, gate):
 @pytest.mark.parametrize("held, whole", [(1, False), (3, True)])
 def test_one_row(held, whole, gate):
     text = compiled(
-        row_linear.row_kernel,
+        triton_gemv.row_kernel,
         {"NORM": True, "GATE": gate, "BIAS": False, "RESIDUAL": not gate, "EVEN": True, "BN": 4,
          "BK": 1024, "STAGES": 3, "HELD": held, "WHOLE": whole, "EARLY": True},
     )  # fmt: skip
@@ -107,7 +104,7 @@ def test_one_row(held, whole, gate):
 @pytest.mark.parametrize("rows", [32, 64, 128])
 def test_tiles(rows, gate):
     text = compiled(
-        fused_linear.tile_kernel,
+        triton_fused_linear.tile_kernel,
         {"GATE": gate, "BIAS": False, "RESIDUAL": not gate, "EVEN": True, "SPLIT": True, "BM": rows,
          "BN": 64, "BK": 64, "NATIVE": True, "LINES": 4, "EARLY": True},
     )  # fmt: skip
@@ -119,7 +116,7 @@ def test_tiles(rows, gate):
 @pytest.mark.parametrize("pages", ["*bf16", "*fp8e4nv"])
 def test_heads(pages):
     compiled(
-        glue.heads_kernel,
+        triton_elementwise.heads_kernel,
         {"N": 16, "K": 8, "H": 128, "BH": 128, "V": 128, "BV": 128, "PAGE": 64, "NORM": True,
          "TURN": True, "INTERLEAVED": False, "STORE": True, "R": 8, "EARLY": True},
         warps=1,
@@ -129,9 +126,9 @@ def test_heads(pages):
 
 
 def test_glue():
-    compiled(glue.norm_kernel, {"BLOCK": 1024, "ROWS": 1, "EARLY": True})
+    compiled(triton_elementwise.norm_kernel, {"BLOCK": 1024, "ROWS": 1, "EARLY": True})
     for how in ("add", "silu", "gelu", "gelu_pytorch_tanh"):
-        compiled(glue.combine_kernel, {"HOW": how, "BLOCK": 1024, "EARLY": False})
+        compiled(triton_elementwise.combine_kernel, {"HOW": how, "BLOCK": 1024, "EARLY": False})
 
 
 @pytest.mark.parametrize("pages", ["*bf16", "*fp8e4nv"])
@@ -140,7 +137,7 @@ def test_glue():
 def test_attention(rows, keys, warps, split, page, pages):
     """Split and from the linears' own heads, as in decode; or neither."""
     text = compiled(
-        attention.attention_kernel,
+        triton_attention.attention_kernel,
         {"HEADS": 32, "GROUP": 4, "H": 128, "H1": 128, "H2": 16, "V": 128, "BV": 128, "PAGE": page,
          "SHARED": False, "HAS_SINKS": True, "SOFTCAP": False, "SPLIT": split, "BOUNDED": False,
          "PRECISION": "tf32", "COMPUTE": tl.bfloat16, "BM": rows, "BN": keys,
@@ -158,28 +155,31 @@ def test_experts_of_few_tokens():
              "scaling": "fp32"}  # fmt: skip
     common = {"K": 8, "EVEN": True, "STAGES": 3, "EARLY": True}
     inner = {**common, "NORM": True, "GATE": 1, "BN": 8, "BK": 512}
-    assert "cp.async" in compiled(few_experts.inner_kernel, inner, **types)
+    assert "cp.async" in compiled(triton_small_batch.inner_kernel, inner, **types)
     outer = {**common, "BJ": 8, "RESIDUAL": True, "BN": 4, "BK": 256}
-    assert "cp.async" in compiled(few_experts.outer_kernel, outer, warps=8, **types)
+    assert "cp.async" in compiled(triton_small_batch.outer_kernel, outer, warps=8, **types)
     rule = {"K": 8, "SIGMOID": True, "FIRST": False, "RENORMALISE": True, "BIAS": True}
     sizes = {"BN": 2, "BD": 8192, "BE": 256, "BLOCK": 64, "EARLY": True}
     compiled(
-        few_routes.few_routes_kernel, {**rule, **sizes, "NORM": True, "ADD": True}, warps=8, **types
+        triton_small_batch_routing.few_routes_kernel,
+        {**rule, **sizes, "NORM": True, "ADD": True},
+        warps=8,
+        **types,
     )
 
 
 @pytest.mark.parametrize("rows", [1, 40])
 def test_drawing(rows, monkeypatch):
-    made = {each.function.__name__: each for each in compile_launches(sampling, monkeypatch)}
+    made = {each.function.__name__: each for each in compile_launches(triton_sampling, monkeypatch)}
     settings = torch.tensor([[1.0, 0.0, 0, 0.9, 0.5]], dtype=torch.float64).expand(rows, -1)
-    sampling.sample_rows(torch.empty(rows, 151_936), settings)
+    triton_sampling.sample_rows(torch.empty(rows, 151_936), settings)
     assert all(
         len(made[f"{name}_kernel"].kernels) == 1 for name in ("most", "list", "edge", "draw")
     )
-    pivots = sampling.PIVOTS if rows == 1 else sampling.FEW_PIVOTS
+    pivots = triton_sampling.PIVOTS if rows == 1 else triton_sampling.FEW_PIVOTS
     text = made["pivot_kernel"].kernels[0].asm["ptx"]
     assert text.count("fma.rn.f32") >= 4 * pivots  # one a pivot, of four tokens at once
-    sampling.greedy(torch.empty(rows, 151_936, dtype=torch.bfloat16))
+    triton_sampling.greedy(torch.empty(rows, 151_936, dtype=torch.bfloat16))
     assert len(made["greedy_kernel"].kernels) == 1
 
 
@@ -190,7 +190,7 @@ LATENT = {"C": 512, "BC": 512, "R": 64, "BR": 64}
 @pytest.mark.parametrize("heads, rows, warps", [(16, 16, 4), (128, 64, 8)])
 def test_absorbed_latents(heads, rows, warps, packed):
     text = compiled(
-        mla_decode.absorbed_kernel,
+        triton_decode.absorbed_kernel,
         {**LATENT, "HEADS": heads, "PAGE": 64, "PACKED": packed, "HALF": packed, "SPLIT": True,
          "PRECISION": "tf32", "BM": rows, "BN": 32},
         warps=warps,
@@ -201,13 +201,13 @@ def test_absorbed_latents(heads, rows, warps, packed):
         tokens="i32",
     )  # fmt: skip
     assert ("wgmma" if rows >= 64 else "mma.sync") in text and "cp.async" in text
-    compiled(mla_decode.merge_kernel, {"HEADS": heads, "C": 512, "BC": 512, "SPLITS": 16})
+    compiled(triton_decode.merge_kernel, {"HEADS": heads, "C": 512, "BC": 512, "SPLITS": 16})
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_latents_of_many_heads(packed):
     """Gluon: descriptors in the signature; products of a step are issued one after the other, without waits between."""
-    kernel = mla_hopper.hopper_kernel
+    kernel = triton_decode_sm90.hopper_kernel
     kept, asked = ("fp8e4nv", "fp16") if packed else ("bf16", "bf16")
     constants = {"HEADS": 128, "C": 512, "R": 64, "PAGE": 64, "PACKED": packed, "SPLIT": True,
                  "BM": 64, "BN": 64, "num_warps": 8}  # fmt: skip
@@ -237,7 +237,7 @@ def tile_of(kind, columns):
 @pytest.mark.parametrize("packed", [False, True])
 def test_queries_of_latents(packed):
     compiled(
-        mla_project.queries_kernel,
+        triton_absorb.queries_kernel,
         {**LATENT, "HEADS": 128, "D": 128, "INTERLEAVED": True, "PACKED": packed, "BM": 4},
         latent_ptr="*fp16" if packed else "*bf16",
         powers_ptr="*fp32",
@@ -247,8 +247,8 @@ def test_queries_of_latents(packed):
 @pytest.mark.parametrize("packed", [False, True])
 def test_latents_out_of_pages(packed):
     compiled(
-        mla_expand.gather_kernel,
-        {**LATENT, "PAGE": 64, "PACKED": packed, "BK": mla_expand.GATHERED},
+        triton_prefill.gather_kernel,
+        {**LATENT, "PAGE": 64, "PACKED": packed, "BK": triton_prefill.GATHERED},
         latents_ptr="*fp8e4nv" if packed else "*bf16",
         scales_ptr="*fp32",
         table_ptr="*i32",
@@ -258,7 +258,7 @@ def test_latents_out_of_pages(packed):
 @pytest.mark.parametrize("first, last", [(True, True), (False, True), (True, False)])
 def test_expanded_latents(first, last):
     text = compiled(
-        mla_expand.expanded_kernel,
+        triton_prefill.expanded_kernel,
         {"HEADS": 128, "D": 128, "BD": 128, "R": 64, "BR": 64, "V": 128, "BV": 128, "INTERLEAVED": True,
          "FIRST": first, "LAST": last, "PRECISION": "tf32", "BM": 128, "BN": 64},
         warps=8,
@@ -272,7 +272,7 @@ def test_expanded_latents(first, last):
 @pytest.mark.parametrize("packed", [False, True])
 def test_new_latents(packed):
     compiled(
-        mla_write.write_kernel,
+        triton_store_kv.write_kernel,
         {**LATENT, "INTERLEAVED": True, "PAGE": 64, "PACKED": packed, "NATIVE": True},
         latents_ptr="*fp8e4nv" if packed else "*bf16",
         scales_ptr="*fp32",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fulgurite.kernels.triton import counters
-from fulgurite.kernels.triton.counters import Counters, take_counters
-
-from .threads import in_threads
+from fulgurite.kernels.common import triton_counters
+from fulgurite.kernels.common.triton_counters import Counters, take_counters
+from tests.kernels.threads import in_threads
 
 
 def test_no_two_threads_get_the_same_counters():
@@ -23,7 +22,7 @@ def test_no_two_threads_get_the_same_counters():
 
 
 def test_the_ring_begins_again_and_no_stretch_is_cut_short(monkeypatch):
-    monkeypatch.setattr(counters, "COUNTERS", 16)
+    monkeypatch.setattr(triton_counters, "COUNTERS", 16)
     held = Counters(torch.device("cpu"))
     found = [(held.take(count).storage_offset(), len(held.take(1))) for count in (9, 3, 2)]
     assert found == [(0, 4), (0, 4), (8, 4)]

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from fulgurite.errors import ArgumentError, FormatError
-from fulgurite.kernels.cpu import library as libraries
-from fulgurite.kernels.cpu import linear as module
-from fulgurite.kernels.cpu.layout import join, panels
-from fulgurite.kernels.cpu.linear import PreparedLinear, kept_panels, linear
-from fulgurite.kernels.quant_linear import quant_linear, rounded_activations
+from fulgurite.kernels.common import cpu_library as libraries
+from fulgurite.kernels.gemm import cpu_linear as module
+from fulgurite.kernels.gemm.cpu_layout import join, panels
+from fulgurite.kernels.gemm.cpu_linear import PreparedLinear, kept_panels, linear
+from fulgurite.kernels.gemm.quant_linear import quant_linear, rounded_activations
 from fulgurite.quant import FORMATS, QuantTensor, quantize
 
 PACKED = [name for name, format in FORMATS.items() if format.family != "cast"]

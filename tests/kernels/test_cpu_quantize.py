@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fulgurite.errors import FormatError
-from fulgurite.kernels.cpu import quantize as kernels
-from fulgurite.kernels.quantize import quantize, reference
+from fulgurite.kernels.quantize import cpu as kernels
+from fulgurite.kernels.quantize.ops import quantize, reference
 from fulgurite.quant import FORMATS, codec, resolve
 
 # what GGUF's blocks are regrouped into, and the K formats, whose scales are searched for

@@ -16,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from fulgurite.kernels.triton import dispatch as kernels  # noqa: E402
+from fulgurite.kernels.dispatch import triton_dispatch as kernels  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fulgurite.errors import ArgumentError
-from fulgurite.kernels.fp8_linear import RECIPES, fp8_linear
+from fulgurite.kernels.gemm.fp8_linear import RECIPES, fp8_linear
 from fulgurite.quant import quantize
 
 SHAPES = [((5, 7), 48, 64), ((1,), 16, 16), ((130,), 272, 144), ((3, 129), 128, 256)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fulgurite import native
-from fulgurite.kernels import glue
+from fulgurite.kernels.elementwise import ops
 
 pytestmark = pytest.mark.skipif(native.compiler() is None, reason="needs a C++ compiler")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -25,7 +25,7 @@ def close(found, plain, *args):
 
 def exact_norm(x, weight, eps, offset):
     if x.dtype != torch.float64:
-        return glue.plain_rms_norm(x, weight, eps, offset)
+        return ops.plain_rms_norm(x, weight, eps, offset)
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * (weight + offset)
 
 
@@ -35,7 +35,7 @@ def exact_norm(x, weight, eps, offset):
 def test_rms_norm(size, dtype, offset):
     x, weight = torch.randn(5, size).to(dtype), torch.randn(size)
     with torch.no_grad():
-        close(glue.rms_norm(x, weight, 1e-5, offset), exact_norm, x, weight, 1e-5, offset)
+        close(ops.rms_norm(x, weight, 1e-5, offset), exact_norm, x, weight, 1e-5, offset)
 
 
 def test_rms_norm_of_heads_and_strided_rows():
@@ -43,12 +43,12 @@ def test_rms_norm_of_heads_and_strided_rows():
     with torch.no_grad():
         for part in (x, x[:, 2], x[:, :, :24], x[:, ::2], x[:, :5, 3:20]):
             weight = torch.randn(part.shape[-1]).bfloat16()
-            close(glue.rms_norm(part, weight, 1e-6), exact_norm, part, weight, 1e-6, 0.0)
+            close(ops.rms_norm(part, weight, 1e-6), exact_norm, part, weight, 1e-6, 0.0)
 
 
 def exact_rotate(x, cos, sin, interleaved):
     if x.dtype != torch.float64:
-        return glue.plain_rotate(x, cos, sin, interleaved)
+        return ops.plain_rotate(x, cos, sin, interleaved)
     pairs = cos.shape[-1]
     out = x.clone()
     for i in range(pairs):
@@ -65,7 +65,7 @@ def test_rotate(size, pairs, dtype, interleaved):
     x = torch.randn(4, 6, size).to(dtype)[:, ::2]
     cos, sin = torch.randn(2, 4, 1, pairs).unbind(0)
     with torch.no_grad():
-        found = glue.rotate(x, cos, sin, interleaved)
+        found = ops.rotate(x, cos, sin, interleaved)
         close(found, exact_rotate, x, cos, sin, interleaved)
 
 
@@ -76,15 +76,15 @@ def test_gates_and_sums(how, size, dtype):
     both = torch.randn(5, 2 * size).mul(4).to(dtype)
     x, y = both.chunk(2, dim=-1)
     with torch.no_grad():
-        found = glue.add(x, y) if how == "add" else glue.gate(x, y, how)
-    close(found, glue.plain_combine, x, y, how)
+        found = ops.add(x, y) if how == "add" else ops.gate(x, y, how)
+    close(found, ops.plain_combine, x, y, how)
 
 
 @pytest.mark.parametrize("how", ["silu", "gelu", "gelu_pytorch_tanh"])
 def test_gates_at_the_ends(how):
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), -200.0, 200.0, -0.0, 1e-30])
     with torch.no_grad():
-        found, plain = glue.gate(x, torch.ones(7), how), glue.ACTIVATIONS[how](x)
+        found, plain = ops.gate(x, torch.ones(7), how), ops.ACTIVATIONS[how](x)
     same = (found == plain) | (found.isnan() & plain.isnan()) | ((found - plain).abs() < 1e-30)
     assert same[[0, 3, 4, 5, 6]].all()
     assert found[1] == x[1]  # torch's gelu says NaN here; and at -inf some of them do
@@ -92,25 +92,25 @@ def test_gates_at_the_ends(how):
 
 def test_empty():
     with torch.no_grad():
-        assert glue.add(torch.zeros(0, 5), torch.zeros(0, 5)).shape == (0, 5)
-        assert glue.rms_norm(torch.zeros(0, 5), torch.ones(5), 1e-6).shape == (0, 5)
+        assert ops.add(torch.zeros(0, 5), torch.zeros(0, 5)).shape == (0, 5)
+        assert ops.rms_norm(torch.zeros(0, 5), torch.ones(5), 1e-6).shape == (0, 5)
 
 
 def test_what_kernels_dont_take_runs_in_torch():
     x = torch.randn(3, 4, dtype=torch.float64)
     with torch.no_grad():
-        assert torch.equal(glue.add(x, x), x + x)
-        assert torch.equal(glue.add(x, torch.ones(4).double()), x + 1)
+        assert torch.equal(ops.add(x, x), x + x)
+        assert torch.equal(ops.add(x, torch.ones(4).double()), x + 1)
 
 
 def test_shapes_that_dont_fit_are_refused_as_torch_refuses_them():
     with torch.no_grad(), pytest.raises(RuntimeError, match="normalized_shape"):
-        glue.rms_norm(torch.randn(2, 64), torch.ones(16), 1e-6)
+        ops.rms_norm(torch.randn(2, 64), torch.ones(16), 1e-6)
     with torch.no_grad(), pytest.raises(RuntimeError, match="must match"):
-        glue.rotate(torch.randn(2, 3, 64), torch.ones(2, 1, 32), torch.ones(2, 1, 16), False)
+        ops.rotate(torch.randn(2, 3, 64), torch.ones(2, 1, 32), torch.ones(2, 1, 16), False)
 
 
 def test_gradients_go_through_the_plain_formulas():
     x = torch.randn(2, 8, requires_grad=True)
-    glue.rms_norm(glue.gate(x, x, "silu"), torch.ones(8), 1e-6).sum().backward()
+    ops.rms_norm(ops.gate(x, x, "silu"), torch.ones(8), 1e-6).sum().backward()
     assert x.grad is not None

@@ -15,11 +15,12 @@ pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="nothing is compiled there"),
 ]
 if not INTERPRETED:
-    from fulgurite.kernels.triton import dequantize, few_rows, launch, tiles
+    from fulgurite.kernels.gemm import triton_launch, triton_small_m
+    from fulgurite.kernels.quantize import triton_dequantize
+    from fulgurite.kernels.tuning import gemm
     from fulgurite.quant import resolve
     from fulgurite.quant.shapes import data_shape, scale_shape
-
-    from .compile_support import compile_launches, stack_bytes
+    from tests.kernels.compile_support import compile_launches, stack_bytes
 
 FORMATS = ["int4_g32", "int4_g32_asym", "int4_g32_min", "int4_g128_asym", "int8_g16", "int8_g32"]
 N, K = 4096, 4096
@@ -32,7 +33,7 @@ def parts_of(format: str):
         torch.empty(scale_shape(scale, (N, K)), dtype=scale.dtype, device="meta")
         for scale in entry.stored_scales
     ]
-    return entry, launch.weight_of(entry), data, scales
+    return entry, triton_launch.weight_of(entry), data, scales
 
 
 @pytest.mark.parametrize("m", [1, 4, 16])
@@ -40,12 +41,12 @@ def parts_of(format: str):
 def test_few_rows(format: str, m: int, monkeypatch, tmp_path: Path) -> None:
     """Numbers go from the registers they are decoded in to the tensor cores: nothing is stored between,
     and rows of x come by themselves while others are multiplied."""
-    (kernel,) = compile_launches(few_rows, monkeypatch)
-    monkeypatch.setattr(few_rows, "NATIVE", True)
+    (kernel,) = compile_launches(triton_small_m, monkeypatch)
+    monkeypatch.setattr(triton_small_m, "NATIVE", True)
     entry, weight, data, scales = parts_of(format)
     x = torch.empty(m, K, dtype=torch.bfloat16, device="meta")
-    tile = tiles.for_weight_only(m, N, K, weight, torch.device("cpu"))
-    launch.matmul(x, None, None, data, scales, entry, weight, None, x.dtype, tile)
+    tile = gemm.for_weight_only(m, N, K, weight, torch.device("cpu"))
+    triton_launch.matmul(x, None, None, data, scales, entry, weight, None, x.dtype, tile)
     (made,) = kernel.kernels
     loop = made.asm["ptx"].split("cp.async.wait_group")[1]
     assert "mma.sync" in loop
@@ -57,23 +58,23 @@ def test_few_rows(format: str, m: int, monkeypatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize("m", [17, 128])
 @pytest.mark.parametrize("format", FORMATS)
 def test_more_rows(format: str, m: int, monkeypatch, tmp_path: Path) -> None:
-    compiled = compile_launches(launch, monkeypatch)
+    compiled = compile_launches(triton_launch, monkeypatch)
     (kernel,) = (one for one in compiled if one.function.__name__ == "matmul_kernel")
-    monkeypatch.setattr(launch, "PACKED", True)
+    monkeypatch.setattr(triton_launch, "PACKED", True)
     monkeypatch.setattr(
-        launch, "take_counters", lambda device, count: torch.empty(count, dtype=torch.int32, device="meta")
+        triton_launch, "take_counters", lambda device, count: torch.empty(count, dtype=torch.int32, device="meta")
     )  # fmt: skip
     entry, weight, data, scales = parts_of(format)
     x = torch.empty(m, K, dtype=torch.bfloat16, device="meta")
-    tile = tiles.for_weight_only(m, N, K, weight, torch.device("cpu"))
-    launch.matmul(x, None, None, data, scales, entry, weight, None, x.dtype, tile)
+    tile = gemm.for_weight_only(m, N, K, weight, torch.device("cpu"))
+    triton_launch.matmul(x, None, None, data, scales, entry, weight, None, x.dtype, tile)
     (made,) = kernel.kernels
     assert "wgmma" in made.asm["ptx"] and stack_bytes(made, tmp_path) == 0
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_decoded_first(format: str, monkeypatch) -> None:
-    compile_launches(dequantize, monkeypatch)
+    compile_launches(triton_dequantize, monkeypatch)
     entry, weight, data, scales = parts_of(format)
-    parts = launch.packed(data, scales, entry, weight)
-    dequantize.weight_as(torch.bfloat16, weight, parts, entry)
+    parts = triton_launch.packed(data, scales, entry, weight)
+    triton_dequantize.weight_as(torch.bfloat16, weight, parts, entry)

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from fulgurite import native, replay
-from fulgurite.kernels import glue, joined
-from fulgurite.kernels.modules import QuantLinear
+from fulgurite.kernels.elementwise import ops
+from fulgurite.kernels.gemm import fused_projections
+from fulgurite.kernels.gemm.modules import QuantLinear
 from fulgurite.quant import quantize
 
 pytestmark = pytest.mark.skipif(native.compiler() is None, reason="needs a C++ compiler")
@@ -25,7 +26,7 @@ def test_joined_linears_are_the_modules(tokens, bias):
     modules = [packed(rows, bias=bias) for rows in (48, 16, 16)]
     x = torch.randn(tokens, 64)
     with torch.no_grad():
-        for found, module in zip(joined.linears(x, modules), modules, strict=True):
+        for found, module in zip(fused_projections.linears(x, modules), modules, strict=True):
             torch.testing.assert_close(found, module(x), rtol=1e-6, atol=1e-6)
 
 
@@ -35,8 +36,8 @@ def test_gated(activation, tokens):
     gate, up = packed(48), packed(48)
     x = torch.randn(tokens, 64)
     with torch.no_grad():
-        plain = glue.plain_combine(gate(x), up(x), activation)
-        found = joined.gated(x, gate, up, activation)
+        plain = ops.plain_combine(gate(x), up(x), activation)
+        found = fused_projections.gated(x, gate, up, activation)
     torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
 
 
@@ -55,7 +56,7 @@ def test_what_cant_be_joined_is_called_apart(modules):
     x = torch.randn(3, 64)
     with torch.no_grad():
         for _ in range(2):
-            for found, module in zip(joined.linears(x, modules), modules, strict=True):
+            for found, module in zip(fused_projections.linears(x, modules), modules, strict=True):
                 torch.testing.assert_close(found, module(x), rtol=1e-6, atol=1e-6)
 
 
@@ -63,9 +64,9 @@ def test_a_new_weight_is_seen():
     modules = [packed(16), packed(16)]
     x = torch.randn(2, 64)
     with torch.no_grad():
-        joined.linears(x, modules)
+        fused_projections.linears(x, modules)
         modules[1].weight = nn.Parameter(quantize(torch.randn(16, 64), "q4_1"), requires_grad=False)
-        found = joined.linears(x, modules)
+        found = fused_projections.linears(x, modules)
         torch.testing.assert_close(found[1], modules[1](x), rtol=1e-6, atol=1e-6)
 
 
@@ -76,14 +77,16 @@ def test_what_is_loaded_into_the_modules_is_seen():
     for module in (*modules, *others):
         module.activations = "q8_0"
     with torch.no_grad():
-        joined.linears(x, modules)
+        fused_projections.linears(x, modules)
         for module, other in zip(modules, others, strict=True):
             module.load_state_dict(other.state_dict())
-        for found, other in zip(joined.linears(x, modules), others, strict=True):
+        for found, other in zip(fused_projections.linears(x, modules), others, strict=True):
             torch.testing.assert_close(found, other(x), rtol=1e-6, atol=1e-6)
         modules[2].bias.add_(1)
-        torch.testing.assert_close(joined.linears(x, modules)[2], modules[2](x))
-        assert torch.equal(joined.linears(x, modules[:2])[1], joined.linears(x, modules)[1])
+        torch.testing.assert_close(fused_projections.linears(x, modules)[2], modules[2](x))
+        assert torch.equal(
+            fused_projections.linears(x, modules[:2])[1], fused_projections.linears(x, modules)[1]
+        )
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -91,5 +94,5 @@ def test_one_native_call(bias):
     modules = [packed(rows, bias=bias) for rows in (48, 16, 16)]
     x = torch.randn(1, 64)
     with torch.no_grad():
-        recorded = replay.record(lambda: joined.linears(x, modules))
+        recorded = replay.record(lambda: fused_projections.linears(x, modules))
     assert len(recorded.calls) == 1

@@ -6,10 +6,9 @@ import gc
 
 import torch
 
-from fulgurite.kernels.cpu.laid_out import LaidOut
+from fulgurite.kernels.gemm.cpu_layout_cache import LaidOut
 from fulgurite.quant import QuantTensor, quantize
-
-from .threads import in_threads
+from tests.kernels.threads import in_threads
 
 
 def weight():

@@ -7,11 +7,10 @@ import torch
 
 from fulgurite import native, replay
 from fulgurite.errors import ArgumentError
-from fulgurite.kernels import attention_reference, mla
-from fulgurite.kernels import mla_reference as reference
-from fulgurite.kernels.mla import PAGE_DTYPES, latent_attention, write_latent
-
-from .mla_cases import CASES, Case, angles, build, empty_pages, exact
+from fulgurite.kernels.attention import reference as attention_reference
+from fulgurite.kernels.mla import ops, reference
+from fulgurite.kernels.mla.ops import PAGE_DTYPES, latent_attention, write_latent
+from tests.kernels.mla_cases import CASES, Case, angles, build, empty_pages, exact
 
 pytestmark = pytest.mark.skipif(native.compiler() is None, reason="needs a C++ compiler")
 
@@ -60,11 +59,11 @@ def test_absorbed_and_expanded_both_run():
     """The cases above take both ways, and the rule that chooses is the one that is documented."""
     case = CASES["mixed"]
     sizes = (case.rank, case.plain, case.rope, case.value)
-    ways = [mla.expands(new, length, *sizes) for new, length in case.sequences]
+    ways = [ops.expands(new, length, *sizes) for new, length in case.sequences]
     assert ways == [False, True, False, False, False, True, False]
     deepseek = (512, 128, 64, 128)
-    assert not mla.expands(1, 4096, *deepseek) and not mla.expands(128, 4096, *deepseek)
-    assert mla.expands(256, 4096, *deepseek) and mla.expands(512, 512, *deepseek)
+    assert not ops.expands(1, 4096, *deepseek) and not ops.expands(128, 4096, *deepseek)
+    assert ops.expands(256, 4096, *deepseek) and ops.expands(512, 512, *deepseek)
 
 
 def test_strided_queries_and_tables():

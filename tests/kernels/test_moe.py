@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fulgurite.errors import ArgumentError, FormatError
-from fulgurite.kernels import moe, routing
-from fulgurite.kernels.moe import (
+from fulgurite.kernels.moe import ops, routing
+from fulgurite.kernels.moe.ops import (
     Gate,
     Routes,
     Rule,
@@ -24,8 +24,7 @@ from fulgurite.kernels.moe import (
     route_tokens,
 )
 from fulgurite.quant import quantize
-
-from .moe_cases import (
+from tests.kernels.moe_cases import (
     GATES,
     RULES,
     experts_one_by_one,
@@ -53,7 +52,7 @@ def test_a_rule_is_its_definition(name: str, biased: bool, how: str) -> None:
     logits = 2 * torch.randn(37, 8)
     bias = 0.5 * torch.randn(8) if biased else None
     if how == "kernel":
-        routes = moe.route(logits, RULES[name], bias)
+        routes = ops.route(logits, RULES[name], bias)
     else:
         routes = Routes(*routing.reference(logits, bias, *routing.astuple(RULES[name])))
     check_routes(routes, logits, bias, RULES[name])
@@ -64,7 +63,7 @@ def test_any_number_of_experts(experts: int) -> None:
     for per_token in sorted({1, min(8, experts), experts}):
         logits = torch.randn(5, experts)
         rule = Rule(per_token, "softmax", renormalise=True)
-        check_routes(moe.route(logits, rule), logits, None, rule)
+        check_routes(ops.route(logits, rule), logits, None, rule)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -73,7 +72,7 @@ def test_ties_go_to_the_smaller_number(name: str) -> None:
     logits[0] = 0.0
     logits[1] = -0.0
     logits[1, ::2] = 0.0
-    check_routes(moe.route(logits, RULES[name]), logits, None, RULES[name])
+    check_routes(ops.route(logits, RULES[name]), logits, None, RULES[name])
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -88,7 +87,7 @@ def test_nan_and_infinity_choose_experts_that_exist(name: str, biased: bool) -> 
     logits[5] = math.inf
     bias = torch.randn(8) if biased else None
     rule = RULES[name]
-    found = moe.route(logits, rule, bias)
+    found = ops.route(logits, rule, bias)
     wanted = routing.reference(logits, bias, *routing.astuple(rule))
     assert (found.experts_Tk.sort(dim=-1).values.diff(dim=-1) > 0).all(), "an expert twice"
     assert ((found.experts_Tk >= 0) & (found.experts_Tk < 8)).all()
@@ -104,13 +103,13 @@ def test_routing_from_tokens_is_routing_of_float32_logits(
 ) -> None:
     x, weight = torch.randn(tokens, hidden).to(dtype), torch.randn(19, hidden).to(dtype)
     bias, rule = torch.randn(19).to(dtype), Rule(4, "softmax", renormalise=True)
-    found = moe.route_tokens(x, weight, rule, bias)
+    found = ops.route_tokens(x, weight, rule, bias)
     check_routes(found, x.float() @ weight.float().T + bias.float(), None, rule)
 
 
 def test_tokens_that_are_rows_of_a_larger_tensor() -> None:
     x, weight, rule = torch.randn(6, 40)[::2, 3:36], torch.randn(9, 70)[:, :33], Rule(2)
-    check_routes(moe.route_tokens(x, weight, rule), x @ weight.T, None, rule)
+    check_routes(ops.route_tokens(x, weight, rule), x @ weight.T, None, rule)
 
 
 @pytest.mark.parametrize(
@@ -126,21 +125,21 @@ def test_tokens_that_are_rows_of_a_larger_tensor() -> None:
 )
 def test_a_rule_that_does_not_fit_is_refused(rule: Rule, words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
-        moe.route(torch.zeros(2, 8), rule)
+        ops.route(torch.zeros(2, 8), rule)
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_gradients_of_routing(name: str) -> None:
     rule = RULES[name]
     logits = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
-    experts = moe.route(logits, rule).experts_Tk
+    experts = ops.route(logits, rule).experts_Tk
     if rule.choose_first:
         weights = routing.weights_of(logits.gather(-1, experts), rule)
     else:
         weights = routing.weights_of(routing.scored(logits, rule).gather(-1, experts), rule)
     seed = torch.randn_like(weights)
     (wanted,) = torch.autograd.grad(weights, logits, seed)
-    (found,) = torch.autograd.grad(moe.route(logits, rule).weights_Tk, logits, seed)
+    (found,) = torch.autograd.grad(ops.route(logits, rule).weights_Tk, logits, seed)
     torch.testing.assert_close(found, wanted)
 
 
@@ -154,10 +153,10 @@ def test_pairs_are_sorted_by_expert(
     tokens: int, experts: int, per_token: int, dtype: torch.dtype
 ) -> None:
     chosen = make_routes(tokens, experts, per_token).experts_Tk.to(dtype)
-    check_order(moe.index(chosen, experts), chosen, experts)
+    check_order(ops.index(chosen, experts), chosen, experts)
 
 
-def check_order(order: moe.Order, chosen: Tensor, experts: int) -> None:
+def check_order(order: ops.Order, chosen: Tensor, experts: int) -> None:
     tokens, per_token = chosen.shape
     pairs = [(int(chosen[t, j]), t, j) for t in range(tokens) for j in range(per_token)]
     key = {expert: expert for expert in range(experts)}
@@ -175,17 +174,17 @@ def check_order(order: moe.Order, chosen: Tensor, experts: int) -> None:
 
 def test_numbers_of_no_expert_come_last() -> None:
     chosen = torch.tensor([[3, -1, 0], [9, 3, 2**40], [1, 4, -(2**40)]])
-    check_order(moe.index(chosen, 4), chosen, 4)
+    check_order(ops.index(chosen, 4), chosen, 4)
 
 
 def test_pairs_as_a_slice() -> None:
     chosen = torch.randint(0, 6, (9, 8))[::2, 1:4]
-    check_order(moe.index(chosen, 6), chosen, 6)
+    check_order(ops.index(chosen, 6), chosen, 6)
 
 
 def test_experts_that_are_not_numbers_of_experts() -> None:
     with pytest.raises(ArgumentError, match="int64"):
-        moe.index(torch.zeros(3, 2), 4)
+        ops.index(torch.zeros(3, 2), 4)
 
 
 # ---- experts ---------------------------------------------------------------------------------------
@@ -206,7 +205,7 @@ def check_experts(
         make_routes(tokens, experts, per_token, how),
     )
     narrow, x = layer.to(dtype), torch.randn(tokens, hidden).to(dtype)
-    found = moe.moe_experts(
+    found = ops.moe_experts(
         x,
         routes,
         narrow.gate_up,
@@ -262,7 +261,7 @@ def test_an_expert_that_nobody_asked_for_may_overflow() -> None:
     layer.down[3] = math.inf
     for tokens in (1, 50):
         routes = Routes(torch.ones(tokens, 2), torch.tensor([[0, 1]] * tokens))
-        out = moe.moe_experts(torch.randn(tokens, 16), routes, layer.gate_up, layer.down)
+        out = ops.moe_experts(torch.randn(tokens, 16), routes, layer.gate_up, layer.down)
         assert out.isfinite().all()
 
 
@@ -272,7 +271,7 @@ def test_nan_stays_with_its_token() -> None:
         x = torch.randn(tokens, 40)
         x[1, 7] = math.nan
         routes = make_routes(tokens, 4, 2)
-        out = moe.moe_experts(x, routes, layer.gate_up, layer.down)
+        out = ops.moe_experts(x, routes, layer.gate_up, layer.down)
         bad = out.isnan().any(dim=-1)
         assert bad[1] and bad.sum() == 1
 
@@ -280,9 +279,9 @@ def test_nan_stays_with_its_token() -> None:
 def test_rows_of_no_expert_are_zero() -> None:
     layer = make_layer(3, 20, 12, GATES[3], bias=True).to(torch.float32)
     chosen = torch.tensor([[0, 7], [5, -1], [2, 1]])
-    order = moe.index(chosen, 3)
+    order = ops.index(chosen, 3)
     x = torch.randn(3, 20)
-    y = moe.experts_forward(
+    y = ops.experts_forward(
         (x, order),
         order.offsets_E,
         layer.gate_up,
@@ -292,7 +291,7 @@ def test_rows_of_no_expert_are_zero() -> None:
         down_bias=layer.down_bias,
     )
     assert torch.equal(y[3:], torch.zeros(3, 20)) and (y[:3] != 0).any(dim=-1).all()
-    out = moe.combine(y, order, torch.ones(3, 2))
+    out = ops.combine(y, order, torch.ones(3, 2))
     assert torch.equal(out[1], torch.zeros(20)) and torch.equal(out[0], y[0])
 
 
@@ -344,10 +343,10 @@ def test_no_experts_at_all() -> None:
 
 def test_sorted_rows_are_gathered_rows() -> None:
     layer, routes = make_layer(5, 24, 16, GATES[0]).to(torch.float32), make_routes(11, 5, 2)
-    order, x = moe.index(routes.experts_Tk, 5), torch.randn(11, 24)
+    order, x = ops.index(routes.experts_Tk, 5), torch.randn(11, 24)
     given = (order.offsets_E, layer.gate_up, layer.down)
-    y = moe.experts_forward((x, order), *given)
-    torch.testing.assert_close(moe.experts_forward(x[order.token_S], *given), y)
+    y = ops.experts_forward((x, order), *given)
+    torch.testing.assert_close(ops.experts_forward(x[order.token_S], *given), y)
 
 
 def test_strided_tokens_and_weights() -> None:
@@ -356,8 +355,8 @@ def test_strided_tokens_and_weights() -> None:
     up = layer.gate_up.transpose(1, 2).contiguous().transpose(1, 2)
     for tokens in (2, 7):
         few = Routes(routes.weights_Tk[:tokens], routes.experts_Tk[:tokens])
-        found = moe.moe_experts(x[:tokens], few, up, layer.down)
-        wanted = moe.moe_experts(x[:tokens].contiguous(), few, layer.gate_up, layer.down)
+        found = ops.moe_experts(x[:tokens], few, up, layer.down)
+        wanted = ops.moe_experts(x[:tokens].contiguous(), few, layer.gate_up, layer.down)
         torch.testing.assert_close(found, wanted)
 
 
@@ -370,7 +369,7 @@ def test_a_token_does_not_depend_on_where_its_neighbours_go(tokens: int) -> None
         chosen = torch.rand(tokens, 6).topk(2, dim=-1).indices
         chosen[0] = torch.tensor([4, 1])
         routes = Routes(torch.full((tokens, 2), 0.5), chosen)
-        results.append(moe.moe_experts(x, routes, layer.gate_up, layer.down)[0])
+        results.append(ops.moe_experts(x, routes, layer.gate_up, layer.down)[0])
     assert all(torch.equal(result, results[0]) for result in results)
 
 
@@ -392,7 +391,7 @@ def test_gradients_equal_the_plain_loops(gate: Gate, bias: bool, weigh_input: bo
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
     x, weights, gate_up, down, *biases = leaves
     first, second = biases or (None, None)
-    ours = moe.moe_experts(
+    ours = ops.moe_experts(
         x, Routes(weights, routes.experts_Tk), gate_up, down, gate,
         gate_up_bias=first, down_bias=second, weigh_input=weigh_input,
     )  # fmt: skip
@@ -409,17 +408,17 @@ def test_operators_hold_what_torch_asks_of_them() -> None:
     layer, routes = make_layer(4, 6, 5, GATES[0], bias=True).to(torch.float32), make_routes(3, 4, 2)
     logits = torch.randn(3, 4, requires_grad=True)
     torch.library.opcheck(routing.route_parts.overload, (logits, None, *routing.astuple(Rule(2))))
-    torch.library.opcheck(moe.index_parts.overload, (routes.experts_Tk, 4))
-    order, y = moe.index(routes.experts_Tk, 4), torch.randn(6, 6, requires_grad=True)
+    torch.library.opcheck(ops.index_parts.overload, (routes.experts_Tk, 4))
+    order, y = ops.index(routes.experts_Tk, 4), torch.randn(6, 6, requires_grad=True)
     weights = routes.weights_Tk.requires_grad_()
     arguments = (y, order.place_Tk, order.token_S, order.slot_S, weights)
-    torch.library.opcheck(moe.combine_parts.overload, arguments)
+    torch.library.opcheck(ops.combine_parts.overload, arguments)
     x = torch.randn(3, 6, requires_grad=True)
     many = (
         x, order.token_S, order.place_Tk, None, order.offsets_E, layer.gate_up.requires_grad_(),
         [], "dense", None, "none", "silu", 0.0, 0.0,
     )  # fmt: skip
-    torch.library.opcheck(moe.grouped_matmul.__globals__["grouped_matmul_parts"].overload, many)
+    torch.library.opcheck(ops.grouped_matmul.__globals__["grouped_matmul_parts"].overload, many)
 
 
 def test_captured_whole_and_differentiated() -> None:
@@ -427,7 +426,7 @@ def test_captured_whole_and_differentiated() -> None:
     rule, router = Rule(2, renormalise=True), torch.randn(4, 12)
 
     def run(x: Tensor, gate_up: Tensor) -> Tensor:
-        return moe.moe_experts(x, moe.route_tokens(x, router, rule), gate_up, layer.down)
+        return ops.moe_experts(x, ops.route_tokens(x, router, rule), gate_up, layer.down)
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=False)
     gradients = []

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from fulgurite import native, replay
-from fulgurite.kernels import moe
-from fulgurite.kernels.grouped_matmul import reference
-from fulgurite.kernels.moe import Gate, Routes, Rule
+from fulgurite.kernels.grouped_gemm.ops import reference
+from fulgurite.kernels.moe import ops
+from fulgurite.kernels.moe.ops import Gate, Routes, Rule
 from fulgurite.quant import QuantTensor, quantize
-
-from .moe_cases import GATES, experts_one_by_one, make_layer, make_routes
+from tests.kernels.moe_cases import GATES, experts_one_by_one, make_layer, make_routes
 
 needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="needs a C++ compiler")
 FORMATS = [
@@ -48,7 +47,7 @@ def packed_layer(
 def test_packed_experts_are_their_dequantized_ones(format: str, tokens: int) -> None:
     up, down, exact = packed_layer(format, GATES[0])
     routes, x = make_routes(tokens, 5, 2), torch.randn(tokens, 128)
-    found = moe.moe_experts(x, routes, up, down)
+    found = ops.moe_experts(x, routes, up, down)
     wanted = experts_one_by_one(
         x.double(), Routes(routes.weights_Tk.double(), routes.experts_Tk), exact
     )
@@ -60,7 +59,7 @@ def test_packed_experts_are_their_dequantized_ones(format: str, tokens: int) -> 
 def test_gates_biases_and_weights_on_the_input(gate: Gate, weigh_input: bool) -> None:
     up, down, exact = packed_layer("q8_0", gate, bias=True)
     routes, x = make_routes(7, 5, 2), torch.randn(7, 128).bfloat16()
-    found = moe.moe_experts(
+    found = ops.moe_experts(
         x, routes, up, down, gate, gate_up_bias=exact.gate_up_bias.float(),
         down_bias=exact.down_bias.float(), weigh_input=weigh_input,
     )  # fmt: skip
@@ -79,8 +78,8 @@ def test_quantized_activations_are_those_of_the_reference(
 ) -> None:
     up, _, _ = packed_layer(format, GATES[0])
     routes, x = make_routes(tokens, 5, 2), torch.randn(tokens, 128)
-    order = moe.index(routes.experts_Tk, 5)
-    found = moe.grouped_matmul(
+    order = ops.index(routes.experts_Tk, 5)
+    found = ops.grouped_matmul(
         x, order.offsets_E, up, gate=GATES[0], rows_S=order.token_S, activations=activations
     )
     wanted = reference(
@@ -94,7 +93,7 @@ def test_the_gradient_of_x_goes_through_the_dequantized_weight() -> None:
     up, down, exact = packed_layer("int8", GATES[0])
     routes = make_routes(4, 5, 2)
     x = torch.randn(4, 128, requires_grad=True)
-    (found,) = torch.autograd.grad(moe.moe_experts(x, routes, up, down).square().sum(), x)
+    (found,) = torch.autograd.grad(ops.moe_experts(x, routes, up, down).square().sum(), x)
     wide = x.detach().double().requires_grad_()
     double = Routes(routes.weights_Tk.double(), routes.experts_Tk)
     (wanted,) = torch.autograd.grad(experts_one_by_one(wide, double, exact).square().sum(), wide)
@@ -114,8 +113,8 @@ def test_a_recorded_step_routes_anew(format: str, weigh_input: bool) -> None:
     activations = ("none", "none") if format == "dense" else ("q8_0", "q8_0")
 
     def step(x: Tensor) -> Tensor:
-        routes = moe.route_tokens(x, router, rule)
-        return moe.moe_experts(
+        routes = ops.route_tokens(x, router, rule)
+        return ops.moe_experts(
             x, routes, up, down, weigh_input=weigh_input, activations=activations
         )
 

@@ -15,8 +15,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import triton
 import triton.language as tl
 
-from fulgurite.kernels.triton import prepared as module
-from fulgurite.kernels.triton.prepared import prepared
+from fulgurite.kernels.common import triton_launch as module
+from fulgurite.kernels.common.triton_launch import prepared
 
 
 @prepared(do_not_specialize=["count"])

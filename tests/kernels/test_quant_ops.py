@@ -7,11 +7,11 @@ import torch
 
 import fulgurite
 from fulgurite.errors import FormatError
-from fulgurite.kernels.grouped import grouped_quant_linear, grouped_scaled_mm
-from fulgurite.kernels.modules import QuantEmbedding, QuantLinear, project
-from fulgurite.kernels.quant_linear import quant_linear, quant_linear_parts
-from fulgurite.kernels.quantize import quantize, quantize_parts
-from fulgurite.kernels.scaled_mm import scaled_mm, scaled_mm_parts
+from fulgurite.kernels.gemm.modules import QuantEmbedding, QuantLinear, project
+from fulgurite.kernels.gemm.quant_linear import quant_linear, quant_linear_parts
+from fulgurite.kernels.gemm.scaled_mm import scaled_mm, scaled_mm_parts
+from fulgurite.kernels.grouped_gemm.quant_linear import grouped_quant_linear, grouped_scaled_mm
+from fulgurite.kernels.quantize.ops import quantize, quantize_parts
 from fulgurite.quant import FORMATS
 from fulgurite.quant import quantize as oracle
 

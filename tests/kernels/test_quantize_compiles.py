@@ -16,23 +16,22 @@ pytestmark = [
 ]
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    from fulgurite.kernels.triton import (
-        quantize,
-        quantize_columns,
-        quantize_nibbles,
-        quantize_pairs,
-        quantize_turned,
+    from fulgurite.kernels.quantize import (
+        triton_4bit,
+        triton_bf16x2,
+        triton_quantize,
+        triton_transpose,
+        triton_transpose_bf16,
     )
+    from tests.kernels.compile_support import compile_launches
 
-    from .compile_support import compile_launches
-
-    MODULES = (quantize, quantize_columns, quantize_nibbles, quantize_pairs, quantize_turned)
+    MODULES = (triton_quantize, triton_transpose_bf16, triton_4bit, triton_bf16x2, triton_transpose)
 
 
 def compiled(x, format, monkeypatch):
     """The PTX of each kernel that a cast launches, by name."""
     stands = [stand for module in MODULES for stand in compile_launches(module, monkeypatch)]
-    quantize.quantize(x, format)
+    triton_quantize.quantize(x, format)
     return {
         stand.function.__name__: stand.kernels[0].asm["ptx"] for stand in stands if stand.kernels
     }

@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .triton_support import DEVICE, INTERPRETED  # isort: skip
+from tests.kernels.triton_support import DEVICE, INTERPRETED  # isort: skip
 
-from fulgurite.kernels import attention_reference as reference
-from fulgurite.kernels.glue import HeadNorms, Heads, Pages
-from fulgurite.kernels.triton import attention as triton_attention
-from fulgurite.kernels.triton import glue
-from fulgurite.kernels.triton import store_pages as triton_store
-
-from .attention_cases import CASES, build, exact
+from fulgurite.kernels.attention import reference, triton_attention
+from fulgurite.kernels.attention import triton_store_kv as triton_store
+from fulgurite.kernels.elementwise import triton_elementwise
+from fulgurite.kernels.elementwise.ops import HeadNorms, Heads, Pages
+from tests.kernels.attention_cases import CASES, build, exact
 
 # the interpreter cuts bfloat16 and float8 off where a GPU rounds
 PAGES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16, torch.float8_e4m3fn]
@@ -135,7 +133,7 @@ def test_fresh_heads(normed, turned, window, splits, pages, monkeypatch):
                 given, Pages(keys, values, slots), *where, *rules
             )
         else:
-            turned_q, _, _ = glue.heads(*given, (keys, values, slots))
+            turned_q, _, _ = triton_elementwise.heads(*given, (keys, values, slots))
             out = triton_attention.paged_attention(turned_q, keys, values, *where, *rules)
         found.append((out, keys, values))
     (out, *kept), (wanted, *wanted_kept) = found

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from fulgurite.errors import ArgumentError, CapacityError, RankError
-from fulgurite.kernels.dispatch import Wire
+from fulgurite.kernels.dispatch.wire_format import Wire
 from fulgurite.parallel.mesh import Axis
 from fulgurite.parallel.transport import Arrived
-
-from .triton_support import DEVICE
+from tests.kernels.triton_support import DEVICE
 
 from fulgurite.parallel import transport_symmetric as symmetric  # isort: skip
 from fulgurite.parallel.transport_symmetric import Plan, Symmetric  # isort: skip

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from fulgurite.errors import ArgumentError
-from fulgurite.kernels.dispatch import Wire
-from fulgurite.kernels.routing import Routes
+from fulgurite.kernels.dispatch.wire_format import Wire
+from fulgurite.kernels.moe.routing import Routes
 from fulgurite.models.config import ExpertsConfig
 from fulgurite.models.moe import Experts, gated
 from fulgurite.parallel import spread_experts
-
-from .test_triton_dispatch import routes, transports
-from .triton_support import DEVICE
+from tests.kernels.test_triton_dispatch import routes, transports
+from tests.kernels.triton_support import DEVICE
 
 from fulgurite.parallel.transport_gradients import (  # isort: skip
     Differentiable,

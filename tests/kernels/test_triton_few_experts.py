@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .triton_support import DEVICE, INTERPRETED  # isort: skip
+from tests.kernels.triton_support import DEVICE, INTERPRETED  # isort: skip
 
-from fulgurite.kernels.moe import Gate
-from fulgurite.kernels.routing import FEW_TOKENS
-from fulgurite.kernels.triton import few_experts
+from fulgurite.kernels.moe import triton_small_batch
+from fulgurite.kernels.moe.ops import Gate
+from fulgurite.kernels.moe.routing import FEW_TOKENS
 from fulgurite.quant import quantize
 
 SILU = Gate("silu")
@@ -51,7 +51,7 @@ def check(given, gate=SILU, residual=True, norm=None):
     given = {**given, "residual": given["residual"] if residual else None}
     dtype = given["x"].dtype
     wanted = definition(**given, gate=gate, norm=norm, dtype=dtype)
-    got = few_experts.experts(
+    got = triton_small_batch.experts(
         given["x"], given["chosen"], given["weights"], given["gate_up"], given["down"],
         gate.kind, gate.alpha, gate.limit, norm, given["residual"],
     )  # fmt: skip
@@ -94,7 +94,7 @@ def test_numbers_of_no_expert_add_nothing():
     check(given)
     given["down"][:] = float("nan")
     given["chosen"][:] = 99
-    got = few_experts.experts(
+    got = triton_small_batch.experts(
         given["x"], given["chosen"], given["weights"], given["gate_up"], given["down"],
         "silu", 0.0, 0.0, None, given["residual"],
     )  # fmt: skip
@@ -105,11 +105,11 @@ def test_what_is_left_to_others():
     given = tensors(FEW_TOKENS + 1, 2, 4, 32, 16, torch.float32)
     rest = (given["gate_up"], given["down"], "silu", 0.0, 0.0, None, None)
     routes = (given["chosen"], given["weights"])
-    assert few_experts.experts(given["x"], *routes, *rest) is NotImplemented
-    assert few_experts.experts(given["x"][:0], *routes, *rest) is NotImplemented
-    assert few_experts.experts(given["x"][:1].double(), *routes, *rest) is NotImplemented
+    assert triton_small_batch.experts(given["x"], *routes, *rest) is NotImplemented
+    assert triton_small_batch.experts(given["x"][:0], *routes, *rest) is NotImplemented
+    assert triton_small_batch.experts(given["x"][:1].double(), *routes, *rest) is NotImplemented
     turned = (given["gate_up"].mT.contiguous().mT, *rest[1:])
-    assert few_experts.experts(given["x"][:1], *routes, *turned) is NotImplemented
+    assert triton_small_batch.experts(given["x"][:1], *routes, *turned) is NotImplemented
 
 
 # ---- FP8 rows times FP8 weights ------------------------------------------------------------------
@@ -157,7 +157,7 @@ def check_rounding(packed, up, down, x, activations):
     given = [t.to(DEVICE) for t in (x, chosen, weights, *packed)]
 
     def ours(*activations):
-        out = few_experts.experts(*given, "silu", 0.0, 0.0, None, None, activations)
+        out = triton_small_batch.experts(*given, "silu", 0.0, 0.0, None, None, activations)
         return out[0].double().cpu()
 
     def definition(of_x, of_h):
@@ -184,8 +184,8 @@ def test_scales_of_powers_of_two_change_nothing():
     given = [t.to(DEVICE) for t in (x, torch.tensor([[1, 3]]), torch.rand(1, 2), *packed)]
     rest = ("silu", 0.0, 0.0, None, None)
     assert torch.equal(in_blocks(x), x.double())
-    rounded = few_experts.experts(*given, *rest, (ROWS, "none"))
-    assert torch.equal(rounded, few_experts.experts(*given, *rest, PLAIN))
+    rounded = triton_small_batch.experts(*given, *rest, (ROWS, "none"))
+    assert torch.equal(rounded, triton_small_batch.experts(*given, *rest, PLAIN))
 
 
 def test_rounding_asks_for_weights_in_the_same_blocks():
@@ -202,5 +202,5 @@ def test_rounding_asks_for_weights_in_the_same_blocks():
         None,
         None,
     )
-    assert few_experts.experts(*given, (ROWS, ROWS)) is NotImplemented
-    assert few_experts.experts(*given, PLAIN) is not NotImplemented
+    assert triton_small_batch.experts(*given, (ROWS, ROWS)) is NotImplemented
+    assert triton_small_batch.experts(*given, PLAIN) is not NotImplemented

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .moe_cases import RULES, route_one
-from .triton_support import DEVICE, INTERPRETED
+from tests.kernels.moe_cases import RULES, route_one
+from tests.kernels.triton_support import DEVICE, INTERPRETED
 
-from fulgurite.kernels.routing import Norm, Rule, astuple  # isort: skip
-from fulgurite.kernels.triton import few_routes  # isort: skip  (needs triton)
+from fulgurite.kernels.moe.routing import Norm, Rule, astuple  # isort: skip
+from fulgurite.kernels.moe import triton_small_batch_routing  # isort: skip  (needs triton)
 
 UNGROUPED = [name for name, rule in RULES.items() if rule.groups == 1]
 
@@ -17,7 +17,7 @@ UNGROUPED = [name for name, rule in RULES.items() if rule.groups == 1]
 def run(x, weight, rule, bias=None, choice_bias=None, norm=None):
     given = (t if t is None else t.to(DEVICE) for t in (x, weight, bias, choice_bias))
     norm = None if norm is None else Norm(norm.weight_D.to(DEVICE), norm.eps, norm.offset)
-    weights, chosen = few_routes.route_few(*given, norm, *astuple(rule))
+    weights, chosen = triton_small_batch_routing.route_few(*given, norm, *astuple(rule))
     return weights.cpu(), chosen.cpu()
 
 
@@ -75,5 +75,7 @@ def test_nan_is_chosen_first_and_nothing_is_out_of_range():
 def test_what_is_left_to_others():
     x, weight = torch.randn(3, 8, device=DEVICE), torch.randn(8, 8, device=DEVICE)
     for rows, rule in ((3, Rule(2)), (0, Rule(2)), (1, RULES["deepseek_v3"])):
-        found = few_routes.route_few(x[:rows], weight, None, None, None, *astuple(rule))
+        found = triton_small_batch_routing.route_few(
+            x[:rows], weight, None, None, None, *astuple(rule)
+        )
         assert found is NotImplemented

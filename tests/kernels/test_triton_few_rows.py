@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fulgurite.kernels import grouped_matmul as plain
+from fulgurite.kernels.grouped_gemm import ops as plain
 from fulgurite.quant import QuantTensor, quantize, regroup, resolve
+from tests.kernels.triton_support import DEVICE, INTERPRETED, on_device
 
-from .triton_support import DEVICE, INTERPRETED, on_device
-
-from fulgurite.kernels.triton import few_tiles, launch, linear  # isort: skip
-from fulgurite.kernels.triton.few_packed import experts_packed  # isort: skip
-from fulgurite.kernels.triton.few_rows import launch_few_rows  # isort: skip
-from fulgurite.kernels.triton.grouped_step import GATES  # isort: skip
-from fulgurite.kernels.triton.few_tiles import FewTile  # isort: skip
+from fulgurite.kernels.tuning import small_m  # isort: skip
+from fulgurite.kernels.gemm import triton_launch, triton_quant_linear  # isort: skip
+from fulgurite.kernels.moe.triton_small_batch_quantized import experts_packed  # isort: skip
+from fulgurite.kernels.gemm.triton_small_m import launch_few_rows  # isort: skip
+from fulgurite.kernels.grouped_gemm.triton_mainloop import GATES  # isort: skip
+from fulgurite.kernels.tuning.small_m import FewTile  # isort: skip
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 NIBBLES = ["nvfp4", "mxfp4", "int4_g128", "int4_g64_asym"]
@@ -30,9 +30,9 @@ def parts_of(packed: QuantTensor) -> tuple[Tensor, list[Tensor]]:
 
 def few(x: Tensor, packed: QuantTensor, tile: FewTile, **more: object) -> Tensor:
     entry = resolve(packed.format.name)
-    weight = launch.weight_of(entry)
+    weight = triton_launch.weight_of(entry)
     assert weight is not None
-    parts = launch.packed(*parts_of(packed), entry, weight)
+    parts = triton_launch.packed(*parts_of(packed), entry, weight)
     count = x.shape[0] if more.get("rows") is None else more["rows"].shape[0]
     out = torch.full((count, more.pop("columns", packed.shape[-2])), 7.0).to(x.dtype).to(DEVICE)
     launch_few_rows(
@@ -49,7 +49,7 @@ def near(ours: Tensor, exact: Tensor, terms: int, rounded: bool = False) -> bool
 
 
 def depth_of(format: str) -> int:
-    return launch.weight_of(resolve(format)).depth if "int4" in format else 128
+    return triton_launch.weight_of(resolve(format)).depth if "int4" in format else 128
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # of the first turn of MXFP4
@@ -72,7 +72,7 @@ def test_groups_of_integers(format: str, k: int) -> None:
     packed = quantize(dense + torch.randn(21, k) / 64, format)
     for dtype in (torch.float16, torch.bfloat16):
         x = torch.randn(2, k).to(dtype)
-        found = linear.quant_linear(x.to(DEVICE), *parts_of(packed), format)
+        found = triton_quant_linear.quant_linear(x.to(DEVICE), *parts_of(packed), format)
         exact = x.double() @ packed.dequantize(torch.float32).double().t()
         assert found.dtype == dtype and near(found, exact, k)
 
@@ -84,9 +84,11 @@ def test_weights_of_gguf_regrouped() -> None:
         grouped = regroup(packed)
         for m in (1, 17):
             x = torch.randn(m, 512).bfloat16()
-            found = linear.quant_linear(x.to(DEVICE), *parts_of(grouped), grouped.format.name)
+            found = triton_quant_linear.quant_linear(
+                x.to(DEVICE), *parts_of(grouped), grouped.format.name
+            )
             exact = x.double() @ packed.dequantize(torch.float32).double().t()
-            assert near(found, exact, 512, rounded=m > few_tiles.FEW), (name, m)
+            assert near(found, exact, 512, rounded=m > small_m.FEW), (name, m)
 
 
 @pytest.mark.parametrize("tile", [(16, 64, 1), (32, 256, 2), (16, 128, 4), (64, 128, 2)], ids=str)
@@ -185,11 +187,11 @@ def test_few_and_more_rows_of_experts_agree() -> None:
     packed = quantize(torch.randn(2, 24, 128), "nvfp4")
     exact = packed.dequantize(torch.float32).double()
     data, scales = parts_of(packed)
-    for count in (2 * few_tiles.FEW_OF_AN_EXPERT, 2 * few_tiles.FEW_OF_AN_EXPERT + 1):
+    for count in (2 * small_m.FEW_OF_AN_EXPERT, 2 * small_m.FEW_OF_AN_EXPERT + 1):
         x, ends = torch.randn(count, 128).bfloat16(), torch.tensor([3, count], dtype=torch.int32)
         given = (x.to(DEVICE), ends.to(DEVICE), data, scales, "nvfp4")
         wanted = torch.cat((x[:3].double() @ exact[0].t(), x[3:].double() @ exact[1].t()))
-        assert near(linear.grouped_quant_linear(*given), wanted, 128)
+        assert near(triton_quant_linear.grouped_quant_linear(*given), wanted, 128)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .triton_support import DEVICE, INTERPRETED  # isort: skip
+from tests.kernels.triton_support import DEVICE, INTERPRETED  # isort: skip
 
-from fulgurite.kernels import glue
-from fulgurite.kernels.triton import fused_linear, row_linear
+from fulgurite.kernels.elementwise import ops
+from fulgurite.kernels.gemm import triton_fused_linear, triton_gemv
 
 ROWS = (1, 3, 16, 17, 33) if INTERPRETED else (1, 2, 3, 4, 5, 16, 17, 33, 64, 65, 128)
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
@@ -30,14 +30,14 @@ def formula(x, weight, up=None, bias=None, up_bias=None, norm=None, residual=Non
         x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (norm + offset)
     y = torch.nn.functional.linear(x, weight, bias)
     if up is not None:
-        y = glue.ACTIVATIONS[activation](y) * torch.nn.functional.linear(x, up, up_bias)
+        y = ops.ACTIVATIONS[activation](y) * torch.nn.functional.linear(x, up, up_bias)
     return y if residual is None else y + residual
 
 
 def check(given, **options):
     wide = {name: tensor.double() for name, tensor in given.items()}
     wanted = formula(**wide, **options)
-    got = fused_linear.linear(**given, **options)
+    got = triton_fused_linear.linear(**given, **options)
     assert got.dtype == given["x"].dtype and got.shape == wanted.shape
     # each product's sum of K terms; 16 bits: x * norm is rounded to them, too
     eps = torch.finfo(got.dtype).eps
@@ -61,7 +61,7 @@ def test_norm(m, dtype):
     check({name: given[name] for name in ("x", "weight", "norm", "bias")}, eps=1e-5, offset=1.0)
 
 
-@pytest.mark.parametrize("activation", list(glue.ACTIVATIONS))
+@pytest.mark.parametrize("activation", list(ops.ACTIVATIONS))
 @pytest.mark.parametrize("m", [1, 18])
 def test_gate(m, activation):
     given = tensors(m, 40, 67, torch.float32)
@@ -74,9 +74,11 @@ def test_gate(m, activation):
 @pytest.mark.parametrize("k", [128, 300, 1024])
 def test_steps_held_and_walked(k, held, monkeypatch):
     """All of the weight at once, its beginning only, or none of it before the walk."""
-    monkeypatch.setattr(fused_linear, "row_plan", lambda *_: row_linear.RowPlan(4, 128, 4, 2, held))
-    few = fused_linear.FewPlan(8, 32, 4, 2, held)
-    monkeypatch.setattr(fused_linear, "few_plan", lambda *_: few)
+    monkeypatch.setattr(
+        triton_fused_linear, "row_plan", lambda *_: triton_gemv.RowPlan(4, 128, 4, 2, held)
+    )
+    few = triton_fused_linear.FewPlan(8, 32, 4, 2, held)
+    monkeypatch.setattr(triton_fused_linear, "few_plan", lambda *_: few)
     for m in (1, 2):
         given = tensors(m, 11, k, torch.float32)
         names = ("x", "weight", "up", "norm", "bias", "up_bias", "residual")
@@ -87,7 +89,9 @@ def test_steps_held_and_walked(k, held, monkeypatch):
 @pytest.mark.parametrize("gated", [False, True])
 def test_programs_that_share_a_tile(gated, monkeypatch):
     monkeypatch.setattr(
-        fused_linear, "tile_plan", lambda *_: fused_linear.TilePlan(32, 64, 32, 3, 4, 2)
+        triton_fused_linear,
+        "tile_plan",
+        lambda *_: triton_fused_linear.TilePlan(32, 64, 32, 3, 4, 2),
     )
     given = tensors(20, 70, 300, torch.float32)
     names = ("x", "weight", "residual", *(("up",) if gated else ()))
@@ -99,9 +103,9 @@ def test_rows_apart_and_what_is_left_to_others():
     wide = torch.randn(3, 200, device=DEVICE)
     check({**{name: given[name] for name in ("weight", "residual")}, "x": wide[:, 40:104]})
     x, weight = given["x"], given["weight"]
-    assert fused_linear.linear(x[:0], weight) is NotImplemented
-    assert fused_linear.linear(x.repeat(50, 1), weight) is NotImplemented
-    assert fused_linear.linear(x.double(), weight.double()) is NotImplemented
+    assert triton_fused_linear.linear(x[:0], weight) is NotImplemented
+    assert triton_fused_linear.linear(x.repeat(50, 1), weight) is NotImplemented
+    assert triton_fused_linear.linear(x.double(), weight.double()) is NotImplemented
 
 
 def test_float16_is_normed_before_it_is_multiplied():

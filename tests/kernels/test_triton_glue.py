@@ -7,10 +7,11 @@ import itertools
 import pytest
 import torch
 
-from .triton_support import DEVICE, INTERPRETED  # isort: skip
+from tests.kernels.triton_support import DEVICE, INTERPRETED  # isort: skip
 
-from fulgurite.kernels import attention_reference, glue
-from fulgurite.kernels.triton import glue as kernels
+from fulgurite.kernels.attention import reference
+from fulgurite.kernels.elementwise import ops
+from fulgurite.kernels.elementwise import triton_elementwise as kernels
 
 DTYPES = [torch.float32, torch.float16] if INTERPRETED else list(kernels.DTYPES)
 
@@ -28,23 +29,23 @@ def test_rms_norm(shape, dtype):
     x = torch.randn(shape).to(dtype).to(DEVICE)
     weight = torch.randn(shape[-1]).to(dtype).to(DEVICE)
     for offset in (0.0, 1.0):
-        wanted = glue.plain_rms_norm(x.double(), weight.double(), 1e-5, offset)
+        wanted = ops.plain_rms_norm(x.double(), weight.double(), 1e-5, offset)
         close(kernels.rms_norm(x, weight, 1e-5, offset), wanted)
 
 
 def test_rms_norm_of_heads_inside_wider_rows():
     x = torch.randn(5, 40, device=DEVICE)[:, 8:32].unflatten(-1, (3, 8))
     weight = torch.randn(8, device=DEVICE)
-    wanted = glue.plain_rms_norm(x.double(), weight.double(), 1e-6, 0.0)
+    wanted = ops.plain_rms_norm(x.double(), weight.double(), 1e-6, 0.0)
     close(kernels.rms_norm(x, weight, 1e-6, 0.0), wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("how", ["add", *glue.ACTIVATIONS])
+@pytest.mark.parametrize("how", ["add", *ops.ACTIVATIONS])
 def test_combine(how, dtype):
     pairs = torch.randn(5, 2 * 1030).to(dtype).to(DEVICE)
     x, y = pairs.chunk(2, dim=-1)  # rows apart
-    close(kernels.combine(x, y, how), glue.plain_combine(x.double(), y.double(), how))
+    close(kernels.combine(x, y, how), ops.plain_combine(x.double(), y.double(), how))
     assert kernels.combine(x[:0], y[:0], how).shape == (0, 1030)
     assert kernels.combine(x, y.double(), how) is NotImplemented
 
@@ -67,8 +68,8 @@ def test_heads(normed, turned, stored, few, monkeypatch):
     if normed:
         weights = [torch.randn(size, device=DEVICE) for _ in range(2)]
         norms = (*weights, 1e-5, 1.0)
-        wanted_q = glue.plain_rms_norm(wanted_q, weights[0].double(), 1e-5, 1.0)
-        wanted_k = glue.plain_rms_norm(wanted_k, weights[1].double(), 1e-5, 1.0)
+        wanted_q = ops.plain_rms_norm(wanted_q, weights[0].double(), 1e-5, 1.0)
+        wanted_k = ops.plain_rms_norm(wanted_k, weights[1].double(), 1e-5, 1.0)
     cos = sin = None
     if turned:
         angles = torch.rand(tokens, 1, pairs, device=DEVICE) * 6
@@ -87,7 +88,7 @@ def test_heads(normed, turned, stored, few, monkeypatch):
         return
     assert got[1:] == (None, None)
     keys, values = (torch.zeros(3, 4, k, size, device=DEVICE).double() for _ in range(2))
-    attention_reference.store_pages(wanted_k, v.double(), keys, values, slots)
+    reference.store_pages(wanted_k, v.double(), keys, values, slots)
     close(pages[0], keys)
     close(pages[1], values)
 
@@ -120,6 +121,6 @@ def test_float8_pages_saturate():
     slots = torch.tensor([0, 5, 2], device=DEVICE)
     kernels.heads(q, key, v, None, None, None, False, (keys, values, slots))
     wanted = [torch.zeros_like(keys), torch.zeros_like(values)]
-    attention_reference.store_pages(key, v, *wanted, slots)
+    reference.store_pages(key, v, *wanted, slots)
     assert torch.equal(keys.float(), wanted[0].float())
     assert torch.equal(values.float(), wanted[1].float())

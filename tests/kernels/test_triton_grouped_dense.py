@@ -7,14 +7,13 @@ import math
 import pytest
 import torch
 
-from fulgurite.kernels import grouped_matmul as plain
-from fulgurite.kernels import moe as plain_moe
+from fulgurite.kernels.grouped_gemm import ops as plain
+from fulgurite.kernels.moe import ops as plain_moe
+from tests.kernels.moe_cases import make_routes
+from tests.kernels.triton_support import DEVICE, INTERPRETED
 
-from .moe_cases import make_routes
-from .triton_support import DEVICE, INTERPRETED
-
-from fulgurite.kernels.triton import grouped_dense  # isort: skip  (needs triton)
-from fulgurite.kernels.triton.tiles import Tile  # isort: skip
+from fulgurite.kernels.grouped_gemm import triton_dense  # isort: skip  (needs triton)
+from fulgurite.kernels.tuning.gemm import Tile  # isort: skip
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 TILE = Tile(64, 32, 32, warps=4, stages=3)
@@ -43,8 +42,8 @@ def check(
     bias = torch.randn(experts, columns, generator=generator).to(dtype) if more else None
     given = (x, order.token_S, factors, order.offsets_E, weight, bias)
     there = [None if t is None else t.to(DEVICE) for t in given]
-    assert grouped_dense.takes(there[0], there[4])
-    found = grouped_dense.grouped_dense(*there, gate, 1.7, 0.9, tile).cpu()
+    assert triton_dense.takes(there[0], there[4])
+    found = triton_dense.grouped_dense(*there, gate, 1.7, 0.9, tile).cpu()
     wide = [None if t is None else t.double() for t in (x, factors, weight, bias)]
     wanted = plain.reference(
         wide[0], order.token_S, None, wide[1], order.offsets_E, wide[2], [], "dense", wide[3],
@@ -75,7 +74,7 @@ def test_the_tile_of_large_layers(gate: str) -> None:
 def test_rows_in_order_already() -> None:
     x, weight = torch.randn(5, 16).bfloat16(), torch.randn(2, 24, 16).bfloat16()
     ends = torch.tensor([2, 5], dtype=torch.int32)
-    found = grouped_dense.grouped_dense(
+    found = triton_dense.grouped_dense(
         x.to(DEVICE), None, None, ends.to(DEVICE), weight.to(DEVICE), None, "none", 0.0, 0.0, TILE
     )
     wanted = torch.cat((x[:2].float() @ weight[0].float().T, x[2:].float() @ weight[1].float().T))
@@ -85,8 +84,8 @@ def test_rows_in_order_already() -> None:
 def test_what_a_descriptor_does_not_take() -> None:
     x = torch.ones(2, 16, dtype=torch.bfloat16)
     weight = torch.ones(3, 24, 16, dtype=torch.bfloat16)
-    assert grouped_dense.takes(x, weight)
-    assert not grouped_dense.takes(x, weight.float())
-    assert not grouped_dense.takes(x.float(), weight.float())
-    assert not grouped_dense.takes(x, weight.transpose(1, 2))
-    assert not grouped_dense.takes(x[:, :12], weight[:, :, :12].contiguous())
+    assert triton_dense.takes(x, weight)
+    assert not triton_dense.takes(x, weight.float())
+    assert not triton_dense.takes(x.float(), weight.float())
+    assert not triton_dense.takes(x, weight.transpose(1, 2))
+    assert not triton_dense.takes(x[:, :12], weight[:, :, :12].contiguous())

@@ -8,17 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fulgurite.kernels import grouped_matmul as plain
-from fulgurite.kernels import moe as plain_moe
-from fulgurite.kernels.quantize import reference as quantize_reference
+from fulgurite.kernels.grouped_gemm import ops as plain
+from fulgurite.kernels.moe import ops as plain_moe
+from fulgurite.kernels.quantize.ops import reference as quantize_reference
 from fulgurite.quant import quantize
+from tests.kernels.moe_cases import make_routes
+from tests.kernels.triton_support import DEVICE, INTERPRETED
 
-from .moe_cases import make_routes
-from .triton_support import DEVICE, INTERPRETED
-
-from fulgurite.kernels.triton import grouped_fp8, grouped_tiles  # isort: skip  (needs triton)
-from fulgurite.kernels.triton import grouped_matmul as kernels  # isort: skip
-from fulgurite.kernels.triton.tiles import Tile  # isort: skip
+from fulgurite.kernels.grouped_gemm import triton_fp8, triton_tile_scheduler  # isort: skip  (needs triton)
+from fulgurite.kernels.grouped_gemm import triton_grouped_gemm as kernels  # isort: skip
+from fulgurite.kernels.tuning.gemm import Tile  # isort: skip
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 ROWS, TILES = "fp8_e4m3_1x128", "fp8_e4m3_128x128"
@@ -56,7 +55,7 @@ class Problem:
                  self.weight.packed, scales[0], self.bias]  # fmt: skip
         there = [None if t is None else t.to(DEVICE) for t in given]
         after = (self.gate, 1.7, 0.9, torch.bfloat16, tile or TILE[self.gate != "none"], result)
-        return [part.cpu() for part in grouped_fp8.grouped_fp8(parts, *there, *after)]
+        return [part.cpu() for part in triton_fp8.grouped_fp8(parts, *there, *after)]
 
     def wanted(self) -> Tensor:
         exact = self.weight.dequantize(torch.float32).double()
@@ -115,7 +114,7 @@ def test_a_layer_is_its_two_matmuls() -> None:
     given = [problem.x, order.token_S, problem.factors, order.offsets_E, problem.bias]
     x, rows, factors, ends, bias = (tensor.to(DEVICE) for tensor in given)
     gate, both = plain.Gate("clamped", 1.7, 0.9), (ROWS, ROWS)
-    found = grouped_fp8.experts(x, rows, factors, ends, weight, down, (bias, None), gate, both)
+    found = triton_fp8.experts(x, rows, factors, ends, weight, down, (bias, None), gate, both)
     first, second = ([w.packed, list(w.scales.values()), TILES] for w in (weight, down))
     how = ("clamped", 1.7, 0.9)
     inner = kernels.grouped_matmul(x, rows, None, factors, ends, *first, bias, ROWS, *how)
@@ -134,10 +133,10 @@ def test_other_formats_and_few_rows_have_no_plan(
     format: str, activations: str, tokens: int, columns: int
 ) -> None:
     weight = quantize(torch.ones(2, columns, 128), format)
-    found = grouped_fp8.plan(tokens, weight.packed, weight.format, activations, "silu", True)
+    found = triton_fp8.plan(tokens, weight.packed, weight.format, activations, "silu", True)
     assert found is None
     fits = quantize(torch.ones(2, 256, 128), TILES)
-    assert grouped_fp8.plan(64, fits.packed, fits.format, ROWS, "silu", True) is not None
+    assert triton_fp8.plan(64, fits.packed, fits.format, ROWS, "silu", True) is not None
 
 
 def test_no_tokens() -> None:
@@ -147,7 +146,7 @@ def test_no_tokens() -> None:
     ends = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     parts = [weight.packed.to(DEVICE), next(iter(weight.scales.values())).to(DEVICE)]
     how = ("silu", 0.0, 0.0, torch.bfloat16, TILE[True], ROWS)
-    found = grouped_fp8.grouped_fp8(x, rows, None, ends, *parts, None, *how)
+    found = triton_fp8.grouped_fp8(x, rows, None, ends, *parts, None, *how)
     assert found[0].shape == (0, 128) and found[1].shape == (0, 1)
 
 
@@ -156,7 +155,7 @@ def test_no_tokens() -> None:
 def test_the_map_holds_each_row_once(ends: list[int], most: int, unit: int) -> None:
     """Tiles of the most rows, or also of a unit less: then an expert has as few as there can be."""
     given = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
-    made, tiles = grouped_tiles.tile_map(given, 100, most, unit)
+    made, tiles = triton_tile_scheduler.tile_map(given, 100, most, unit)
     owners: dict[int, int] = {}
     used, worked = [0, 0, 0], [0, 0, 0]
     for expert, start, end, *_ in made.cpu().tolist():
@@ -177,7 +176,7 @@ def test_the_map_holds_each_row_once(ends: list[int], most: int, unit: int) -> N
 def test_programs_take_one_expert_after_the_other() -> None:
     """Each tile of rows by each tile of columns, once; an expert's rows before its next columns."""
     ends = torch.tensor([40, 45, 45, 141], dtype=torch.int32, device=DEVICE)
-    made, tiles = grouped_tiles.tile_map(ends, 150, 32)
+    made, tiles = triton_tile_scheduler.tile_map(ends, 150, 32)
     columns, order = 3, []
     for program in range(tiles * columns):
         line = made[program // columns].tolist()

@@ -7,16 +7,15 @@ import math
 import pytest
 import torch
 
-from fulgurite.kernels import grouped_matmul as plain
-from fulgurite.kernels import moe as plain_moe
+from fulgurite.kernels.grouped_gemm import ops as plain
+from fulgurite.kernels.moe import ops as plain_moe
 from fulgurite.quant import quantize
+from tests.kernels.moe_cases import make_routes
+from tests.kernels.triton_support import DEVICE, INTERPRETED
 
-from .moe_cases import make_routes
-from .triton_support import DEVICE, INTERPRETED
-
-from fulgurite.kernels.triton import grouped_matmul as kernels  # isort: skip  (needs triton)
-from fulgurite.kernels.triton import grouped_packed  # isort: skip
-from fulgurite.kernels.triton.tiles import Tile  # isort: skip
+from fulgurite.kernels.grouped_gemm import triton_grouped_gemm as kernels  # isort: skip  (needs triton)
+from fulgurite.kernels.grouped_gemm import triton_4bit  # isort: skip
+from fulgurite.kernels.tuning.gemm import Tile  # isort: skip
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 SHAPES = [  # tokens, experts, experts a token, K, columns of the weight, gate
@@ -33,7 +32,7 @@ FORMATS = ["nvfp4", "mxfp4", "int4_g128", "int4_g64", "int4_g128_asym", "int4_g3
 def used(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """What `fill_packed` said, call after call; few rows are none here."""
     said: list[bool] = []
-    function = grouped_packed.fill_packed
+    function = triton_4bit.fill_packed
     monkeypatch.setattr(kernels, "fill_few", lambda *_: False)
     monkeypatch.setattr(kernels, "fill_packed", lambda *a: said.append(function(*a)) or said[-1])
     return said
@@ -87,7 +86,7 @@ def test_other_tiles(
 ) -> None:
     many = rows > 64  # as `packed_tile` has them: Triton 3.6 gets many rows wrong with 4 warps
     tile = Tile(rows, 128 if many else 64, depth, warps=8 if many else 4, stages=3)
-    monkeypatch.setattr(grouped_packed, "packed_tile", lambda *_: tile)
+    monkeypatch.setattr(triton_4bit, "packed_tile", lambda *_: tile)
     check((70, 2, 1, 256, 80, "silu"), "nvfp4", more=True)
     check((70, 2, 1, 256, 72, "none"), "mxfp4", more=False, gathered=False)
     assert used == [True, True]

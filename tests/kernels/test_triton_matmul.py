@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fulgurite.kernels import grouped
-from fulgurite.kernels.quant_linear import decode_parts
+from fulgurite.kernels.gemm.quant_linear import decode_parts
+from fulgurite.kernels.grouped_gemm import quant_linear
 from fulgurite.quant import quantize, resolve
+from tests.kernels.triton_support import DEVICE, INTERPRETED, on_device
 
-from .triton_support import DEVICE, INTERPRETED, on_device
-
-from fulgurite.kernels.triton import launch, linear, tiles  # isort: skip
-from fulgurite.kernels.triton import scaled_mm as scaled  # isort: skip
-from fulgurite.kernels.triton.dequantize import weight_as  # isort: skip
+from fulgurite.kernels.gemm import triton_launch, triton_quant_linear  # isort: skip
+from fulgurite.kernels.tuning import gemm  # isort: skip
+from fulgurite.kernels.gemm import triton_scaled_mm as scaled  # isort: skip
+from fulgurite.kernels.quantize.triton_dequantize import weight_as  # isort: skip
 
 WEIGHTS = [
     *("fp8_e4m3_tensor", "fp8_e4m3_row", "fp8_e4m3_1x128", "fp8_e4m3_128x128", "fp8_e5m2_row"),
@@ -63,7 +63,7 @@ def test_weight_only(format, m, n, k):
     x, bias = torch.randn(m, k).bfloat16(), torch.randn(n).bfloat16()
     exact = x.double() @ exact_of(weight).t() + bias.double()
     data, *scales = on_device(weight.packed, *weight.scales.values())
-    ours = linear.quant_linear(x.to(DEVICE), data, scales, format, bias.to(DEVICE))
+    ours = triton_quant_linear.quant_linear(x.to(DEVICE), data, scales, format, bias.to(DEVICE))
     assert ours.shape == (m, n) and ours.dtype == torch.bfloat16
     assert near(ours, exact, k, format=format)
 
@@ -76,10 +76,10 @@ def test_parts_of_k_add_up_again_and_again(format, split):
     x = torch.randn(4, 1024).bfloat16()
     exact = x.double() @ exact_of(weight).t()
     data, *scales = on_device(weight.packed, *weight.scales.values())
-    tile = tiles.Tile(16, 64, 128, split)
-    kind = launch.weight_of(entry)
+    tile = gemm.Tile(16, 64, 128, split)
+    kind = triton_launch.weight_of(entry)
     results = [
-        launch.matmul(
+        triton_launch.matmul(
             x.to(DEVICE), None, None, data, scales, entry, kind, None, torch.float32, tile
         )
         for _ in range(3)
@@ -91,18 +91,18 @@ def test_parts_of_k_add_up_again_and_again(format, split):
 @pytest.mark.parametrize("format", WEIGHTS)
 def test_few_and_many_rows_by_either_kernel(format):
     entry = resolve(format)
-    kind = launch.weight_of(entry)
+    kind = triton_launch.weight_of(entry)
     weight = quantize(torch.randn(20, 384) * torch.randn(20, 1).exp(), format)
     data, *scales = on_device(weight.packed, *weight.scales.values())
     depth = min(kind.group, 128) if kind.scaling == "step" else 128
     for m in (1, 3, 18):
         x = torch.randn(m, 384).bfloat16()
         exact = x.double() @ exact_of(weight).t()
-        for tile in (tiles.FewTile(16, depth, 4, 2), tiles.Tile(16, 32, depth)):
-            ours = launch.matmul(
+        for tile in (gemm.FewTile(16, depth, 4, 2), gemm.Tile(16, 32, depth)):
+            ours = triton_launch.matmul(
                 x.to(DEVICE), None, None, data, scales, entry, kind, None, torch.float32, tile
             )
-            rounded = format if isinstance(tile, tiles.Tile) else ""
+            rounded = format if isinstance(tile, gemm.Tile) else ""
             assert near(ours, exact, 384, format=rounded), (m, tile)
 
 
@@ -142,9 +142,9 @@ def test_experts(format, ends):
     x, bias = torch.randn(40, 128).bfloat16(), torch.randn(4, 20).bfloat16()
     offsets = torch.tensor(ends, dtype=torch.int32)
     parts = (weight.packed, list(weight.scales.values()))
-    exact = grouped._grouped(x.double().float(), offsets, *parts, format, bias).double()
+    exact = quant_linear._grouped(x.double().float(), offsets, *parts, format, bias).double()
     data, *scales = on_device(weight.packed, *weight.scales.values())
-    ours = linear.grouped_quant_linear(
+    ours = triton_quant_linear.grouped_quant_linear(
         x.to(DEVICE), offsets.to(DEVICE), data, scales, format, bias.to(DEVICE)
     )
     assert near(ours, exact, 128)
@@ -157,7 +157,7 @@ def test_experts_packed_rows():
     offsets = torch.tensor([7, 8, 20], dtype=torch.int32)
     parts = (weight.packed, list(weight.scales.values()))
     rows = decode_parts(a.packed, [a.scale], a.format)
-    exact = grouped._grouped(rows, offsets, *parts, "fp8_e4m3_128x128", None).double()
+    exact = quant_linear._grouped(rows, offsets, *parts, "fp8_e4m3_128x128", None).double()
     ours = scaled.grouped_scaled_mm(
         *(a.packed.to(DEVICE), [a.scale.to(DEVICE)], "fp8_e4m3_1x128", offsets.to(DEVICE)),
         *(weight.packed.to(DEVICE), [weight.scale.to(DEVICE)], "fp8_e4m3_128x128"),
@@ -171,16 +171,16 @@ def test_a_weight_decoded_first(format):
     entry = resolve(format)
     weight = quantize(torch.randn(33, 384) * torch.randn(33, 1).exp(), format)
     data, *scales = on_device(weight.packed, *weight.scales.values())
-    kind = launch.weight_of(entry)
-    ours = weight_as(torch.float32, kind, launch.packed(data, scales, entry, kind), entry)
+    kind = triton_launch.weight_of(entry)
+    ours = weight_as(torch.float32, kind, triton_launch.packed(data, scales, entry, kind), entry)
     assert torch.equal(ours.cpu(), weight.dequantize(torch.float32))
 
 
 def test_many_rows():
     weight = quantize(torch.randn(20, 256), "nvfp4")
     data, *scales = on_device(weight.packed, *weight.scales.values())
-    x, bias = torch.randn(tiles.DECODE_FIRST, 256).bfloat16(), torch.randn(20)
-    ours = linear.quant_linear(x.to(DEVICE), data, scales, "nvfp4", bias.to(DEVICE))
+    x, bias = torch.randn(gemm.DECODE_FIRST, 256).bfloat16(), torch.randn(20)
+    ours = triton_quant_linear.quant_linear(x.to(DEVICE), data, scales, "nvfp4", bias.to(DEVICE))
     exact = x.double() @ exact_of(weight).t() + bias.double()
     assert (ours.cpu().double() - exact).norm() <= 2.0**-7 * exact.norm()
 
@@ -193,9 +193,9 @@ def test_a_part_of_a_weight(format):
     """Columns and rows of a larger one, as they lie: by all three kernels."""
     whole = quantize(torch.randn(256, 768), format)
     weight, exact = whole.to(DEVICE)[128:, 256:512], exact_of(whole)[128:, 256:512]
-    for m in (3, 40, tiles.DECODE_FIRST):
+    for m in (3, 40, gemm.DECODE_FIRST):
         x = torch.randn(m, 256).bfloat16()
-        ours = linear.quant_linear(
+        ours = triton_quant_linear.quant_linear(
             x.to(DEVICE), weight.packed, list(weight.scales.values()), format
         )
         wanted = x.double() @ exact.t()
@@ -210,7 +210,7 @@ def test_a_nan_weight_and_a_nan_scale():
         packed = quantize(weight, format)
         data, *scales = on_device(packed.packed, *packed.scales.values())
         x = torch.randn(2, 128).bfloat16().to(DEVICE)
-        bad = linear.quant_linear(x, data, scales, format).isnan().cpu()
+        bad = triton_quant_linear.quant_linear(x, data, scales, format).isnan().cpu()
         assert bad[:, 3].all() and bad.sum() == 2, format
 
 
@@ -226,7 +226,7 @@ def test_weights_in_blocks(format, dtype):
         x, bias = torch.randn(m, k).to(dtype), torch.randn(n).to(dtype)
         exact = x.double() @ exact_of(weight).t() + bias.double()
         data, *scales = on_device(weight.packed, *weight.scales.values())
-        ours = linear.quant_linear(x.to(DEVICE), data, scales, format, bias.to(DEVICE))
+        ours = triton_quant_linear.quant_linear(x.to(DEVICE), data, scales, format, bias.to(DEVICE))
         assert ours.shape == (m, n) and ours.dtype == dtype
         assert near(ours, exact, k, format=format)
 
@@ -235,8 +235,10 @@ def test_what_only_the_reference_takes():
     packed = quantize(torch.randn(2, 16, 256), "q4_k")
     x = torch.randn(2, 256)
     ends = torch.tensor([1, 2], dtype=torch.int32)
-    grouped = linear.grouped_quant_linear(x.bfloat16(), ends, packed.packed, [], "q4_k")
+    grouped = triton_quant_linear.grouped_quant_linear(
+        x.bfloat16(), ends, packed.packed, [], "q4_k"
+    )
     assert grouped is NotImplemented
     other = quantize(torch.randn(16, 256), "nvfp4")
     parts = (other.packed, list(other.scales.values()), "nvfp4")
-    assert linear.quant_linear(x, *parts) is NotImplemented
+    assert triton_quant_linear.quant_linear(x, *parts) is NotImplemented

@@ -5,17 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .triton_support import DEVICE, INTERPRETED  # isort: skip
+from tests.kernels.triton_support import DEVICE, INTERPRETED  # isort: skip
 
-from fulgurite.kernels import mla_reference as reference
-from fulgurite.kernels.mla import expands
-from fulgurite.kernels.triton import mla as triton_mla
-from fulgurite.kernels.triton import mla_decode
-from fulgurite.kernels.triton.mla_expand import gather
-from fulgurite.kernels.triton.mla_project import kinds, project_queries
-from fulgurite.kernels.triton.mla_write import write_latent
-
-from .mla_cases import CASES, Case, angles, build, empty_pages, exact
+from fulgurite.kernels.mla import reference, triton_decode, triton_mla
+from fulgurite.kernels.mla.ops import expands
+from fulgurite.kernels.mla.triton_absorb import kinds, project_queries
+from fulgurite.kernels.mla.triton_prefill import gather
+from fulgurite.kernels.mla.triton_store_kv import write_latent
+from tests.kernels.mla_cases import CASES, Case, angles, build, empty_pages, exact
 
 # the interpreter cuts bfloat16 off where a GPU rounds
 NARROW = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
@@ -84,7 +81,7 @@ def test_narrow(name, pages):
 @pytest.mark.parametrize("splits", [3])
 @pytest.mark.parametrize("name", ["decode", "nobody's tokens", "some tokens"])
 def test_splits(name, splits, monkeypatch):
-    monkeypatch.setattr(mla_decode, "plan", lambda *_: mla_decode.Plan(16, 16, 4, 1, splits))
+    monkeypatch.setattr(triton_decode, "plan", lambda *_: triton_decode.Plan(16, 16, 4, 1, splits))
     tensors, options = build(CASES[name], torch.float32, torch.float32, DEVICE)
     close(run(tensors, options), tensors, options, 2e-6)
 
@@ -104,12 +101,12 @@ def test_many_heads(lengths, pages):
 
 @pytest.mark.parametrize("programs, splits", [(1, 32), (16, 8), (64, 2), (128, 1), (132, 1)])
 def test_contexts_are_split_into_whole_waves(programs, splits):
-    assert mla_decode.splits_for(programs, 132, 4096) == splits
+    assert triton_decode.splits_for(programs, 132, 4096) == splits
 
 
 @pytest.mark.parametrize("longest", [0, 1, 63, 130])
 def test_short_contexts_are_hardly_split(longest):
-    assert mla_decode.splits_for(1, 132, longest) <= max(longest // mla_decode.LEAST_SPAN, 1)
+    assert triton_decode.splits_for(1, 132, longest) <= max(longest // triton_decode.LEAST_SPAN, 1)
 
 
 def test_fp8_latents_far_from_one():

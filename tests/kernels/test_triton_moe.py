@@ -8,17 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fulgurite.kernels import grouped_matmul as plain
-from fulgurite.kernels import moe as plain_moe
-from fulgurite.kernels import routing as plain_routing
-from fulgurite.kernels.moe import Gate, Rule
+from fulgurite.kernels.grouped_gemm import ops as plain
+from fulgurite.kernels.moe import ops as plain_moe
+from fulgurite.kernels.moe import routing as plain_routing
+from fulgurite.kernels.moe.ops import Gate, Rule
 from fulgurite.quant import quantize
+from tests.kernels.moe_cases import GATES, RULES, make_layer, make_routes, route_one
+from tests.kernels.triton_support import DEVICE, INTERPRETED, on_device
 
-from .moe_cases import GATES, RULES, make_layer, make_routes, route_one
-from .triton_support import DEVICE, INTERPRETED, on_device
-
-from fulgurite.kernels.triton import grouped_matmul as kernels  # isort: skip  (needs triton)
-from fulgurite.kernels.triton import moe, routing  # isort: skip
+from fulgurite.kernels.grouped_gemm import triton_grouped_gemm as kernels  # isort: skip  (needs triton)
+from fulgurite.kernels.moe import triton_moe, triton_routing  # isort: skip
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -44,7 +43,7 @@ def test_a_rule_is_its_definition(name: str, biased: bool) -> None:
     logits = 2 * torch.randn(6, 8)
     logits[4:] = logits[4:].round()  # ties
     bias = 0.5 * torch.randn(8) if biased else None
-    found = routing.route(
+    found = triton_routing.route(
         logits.to(DEVICE), None if bias is None else bias.to(DEVICE), *fields(RULES[name])
     )
     check_routes(found, logits, bias, RULES[name])
@@ -54,7 +53,9 @@ def test_a_rule_is_its_definition(name: str, biased: bool) -> None:
 def test_any_number_of_experts(experts: int) -> None:
     for per_token in sorted({1, min(8, experts)}):
         logits, rule = torch.randn(5, experts), Rule(per_token, renormalise=True)
-        check_routes(routing.route(logits.to(DEVICE), None, *fields(rule)), logits, None, rule)
+        check_routes(
+            triton_routing.route(logits.to(DEVICE), None, *fields(rule)), logits, None, rule
+        )
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss", "two_softmax"])
@@ -67,7 +68,7 @@ def test_nan_and_infinity_choose_experts_that_exist(name: str) -> None:
     logits[3] = -math.inf
     logits[4, 1:7] = -math.inf
     logits[5] = math.inf
-    weights, experts = routing.route(logits.to(DEVICE), None, *fields(RULES[name]))
+    weights, experts = triton_routing.route(logits.to(DEVICE), None, *fields(RULES[name]))
     wanted = plain_routing.reference(logits, None, *fields(RULES[name]))
     assert torch.equal(experts.cpu(), wanted[1])
     torch.testing.assert_close(weights.cpu(), wanted[0], equal_nan=True)
@@ -78,7 +79,7 @@ def test_nan_and_infinity_choose_experts_that_exist(name: str) -> None:
 def test_routing_from_tokens(tokens: int, dtype: torch.dtype) -> None:
     x, weight = torch.randn(tokens, 70).to(dtype), torch.randn(19, 70).to(dtype)
     bias, rule = torch.randn(19).to(dtype), Rule(4, renormalise=True)
-    found = routing.route_tokens(*on_device(x, weight, bias), None, *fields(rule))
+    found = triton_routing.route_tokens(*on_device(x, weight, bias), None, *fields(rule))
     check_routes(found, x.float() @ weight.float().T + bias.float(), None, rule)
 
 
@@ -90,7 +91,7 @@ def test_pairs_are_sorted_by_expert(tokens: int, experts: int, per_token: int) -
     chosen = make_routes(tokens, experts, per_token).experts_Tk
     if tokens > 30:
         chosen[3, 1], chosen[7, 0] = -1, experts + 5  # of no expert
-    found = moe.index(chosen.to(DEVICE), experts)
+    found = triton_moe.index(chosen.to(DEVICE), experts)
     wanted = plain_moe.index_reference(chosen, experts)
     for ours, theirs in zip(found, wanted, strict=True):
         assert torch.equal(ours.cpu(), theirs)
@@ -102,7 +103,7 @@ def test_rows_are_summed(dtype: torch.dtype, weighted: bool) -> None:
     order = plain_moe.index_reference(make_routes(5, 6, 3).experts_Tk, 6)
     y, weights = torch.randn(15, 70).to(dtype), torch.rand(5, 3) if weighted else None
     given = (y, order[4], order[2], order[3])
-    found = moe.combine(*on_device(*given), None if weights is None else weights.to(DEVICE))
+    found = triton_moe.combine(*on_device(*given), None if weights is None else weights.to(DEVICE))
     wanted = plain_moe.combine_reference(*given, weights)
     torch.testing.assert_close(found.cpu(), wanted)
 

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fulgurite.kernels.quantize import reference
+from fulgurite.kernels.quantize.ops import reference
+from tests.kernels.triton_support import DEVICE
 
-from .triton_support import DEVICE
-
-from fulgurite.kernels.triton import quantize as kernels  # isort: skip
+from fulgurite.kernels.quantize import triton_quantize as kernels  # isort: skip
 
 FORMATS = [
     *("fp8_e4m3_tensor", "fp8_e4m3_row", "fp8_e4m3_1x128", "fp8_e4m3_128x128"),

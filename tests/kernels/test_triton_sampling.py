@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fulgurite.kernels import sampling
+from fulgurite.kernels.sampling import ops
+from tests.kernels.triton_support import DEVICE, INTERPRETED
 
-from .triton_support import DEVICE, INTERPRETED
-
-from fulgurite.kernels.triton import sampling as kernels  # isort: skip  (needs triton)
+from fulgurite.kernels.sampling import triton_sampling as kernels  # isort: skip  (needs triton)
 
 SETTINGS = [
     (1.0, 0.0, 0, 1.0),
@@ -35,7 +34,7 @@ def settings_of(settings: list[tuple[float, ...]], random: list[float]) -> Tenso
 def compare(logits: Tensor, settings: list[tuple[float, ...]], random: list[float]) -> None:
     rows = settings_of(settings, random)
     got = kernels.sample_rows(logits.to(DEVICE), rows).cpu()
-    assert got.tolist() == sampling.one_by_one(logits, rows).tolist()
+    assert got.tolist() == ops.one_by_one(logits, rows).tolist()
 
 
 @pytest.fixture
@@ -116,7 +115,7 @@ def test_as_often_as_they_are_likely() -> None:
     rows = torch.cat([settings, u[:, None]], dim=1)
     got = kernels.sample_rows(logits.expand(draws, -1).contiguous().to(DEVICE), rows).cpu()
     p = (logits - logits.max()).exp()
-    kept = sampling._front(p, 0.0, 12, 0.9)
+    kept = ops._front(p, 0.0, 12, 0.9)
     expected = draws * p[kept].double() / p[kept].double().sum()
     seen = torch.bincount(got, minlength=90)[kept]
     assert int(seen.sum()) == draws, "something else was drawn"
@@ -133,7 +132,7 @@ def test_settings_that_lie_on_the_device() -> None:
     logits = torch.randn(6, 70, generator=torch.Generator().manual_seed(4))
     rows = settings_of(SETTINGS, RANDOM)
     got = kernels.sample_rows(logits.to(DEVICE), rows.to(DEVICE)).cpu()
-    assert got.tolist() == sampling.one_by_one(logits, rows).tolist()
+    assert got.tolist() == ops.one_by_one(logits, rows).tolist()
 
 
 def test_rows_without_a_distribution() -> None:
@@ -177,18 +176,18 @@ def test_a_row_does_not_depend_on_its_neighbours(small_chunks: None) -> None:
 @pytest.mark.skipif(INTERPRETED, reason="records CUDA graphs")
 def test_recorded_draws() -> None:
     """Replayed for other logits in the same place and other settings: what plain calls give."""
-    from fulgurite.kernels.triton import sampling_replay
+    from fulgurite.kernels.sampling import cudagraph
 
     generator = torch.Generator().manual_seed(8)
     place = torch.empty(6, 5000, device=DEVICE)
-    graphs = len(sampling_replay._draws)
+    graphs = len(cudagraph._draws)
     for _ in range(6):
         logits = 2 * torch.randn(6, 5000, generator=generator)
         place.copy_(logits)
         rows = settings_of(SETTINGS, torch.rand(6, generator=generator).tolist())
-        got = sampling_replay.sample_rows(place, rows).tolist()
-        assert got == sampling.one_by_one(logits, rows).tolist()
-    assert len(sampling_replay._draws) == graphs + 1
+        got = cudagraph.sample_rows(place, rows).tolist()
+        assert got == ops.one_by_one(logits, rows).tolist()
+    assert len(cudagraph._draws) == graphs + 1
 
 
 @pytest.mark.skipif(INTERPRETED, reason="takes the interpreter too long")
@@ -199,7 +198,7 @@ def test_vocabularies_of_real_size(size: int, scale: float) -> None:
     logits = scale * torch.randn(7, size, generator=torch.Generator().manual_seed(3))
     rows = settings_of([*SETTINGS, (1.0, 0.0, 9000, 0.97)], [*RANDOM, 0.5])
     got = kernels.sample_rows(logits.to(DEVICE), rows).tolist()
-    wanted = sampling.one_by_one(logits, rows).tolist()
+    wanted = ops.one_by_one(logits, rows).tolist()
     for logits_O, row, token, right in zip(logits, rows.tolist(), got, wanted, strict=True):
         assert token == right or could_be(logits_O, row, token), f"{row}: {token}, not {right}"
 
@@ -208,7 +207,7 @@ def could_be(logits_O: Tensor, row: list[float], token: int) -> bool:
     """Whether some p's no further off than ROUNDED lead to the token."""
     temperature, min_p, top_k, top_p, u = row
     p_O = ((logits_O - logits_O.max()).double() / temperature).exp()
-    kept = sampling._front(p_O.float(), min_p, int(top_k), top_p)
+    kept = ops._front(p_O.float(), min_p, int(top_k), top_p)
     edge = float(p_O[kept].min())
     near_O = (p_O / edge - 1).abs() <= ROUNDED
     sure_O, near_O = p_O * ((p_O > edge) & ~near_O), p_O * near_O

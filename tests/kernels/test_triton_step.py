@@ -8,36 +8,34 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .triton_support import DEVICE, INTERPRETED  # isort: skip
+from tests.kernels.triton_support import DEVICE, INTERPRETED  # isort: skip
 
-from fulgurite.kernels import (
-    attention,
-    chains,
-    glue,
-    grouped_matmul,
-    implementations,
-    joined,
-    moe,
-    routing,
-    sampling,
-)
+from fulgurite.kernels import registry
+from fulgurite.kernels.attention import ops as attention
+from fulgurite.kernels.common import pdl_region
+from fulgurite.kernels.elementwise import ops
+from fulgurite.kernels.gemm import fused_projections
+from fulgurite.kernels.grouped_gemm import ops as grouped_matmul
+from fulgurite.kernels.moe import ops as moe
+from fulgurite.kernels.moe import routing
+from fulgurite.kernels.sampling import ops as sampling
 from fulgurite.models.config import Fields
 from fulgurite.models.registry import family_of
 from fulgurite.models.weights import random_model
-from fulgurite.serve.batch import Batch
-from fulgurite.serve.block_tables import make_groups
-from fulgurite.serve.engine import Engine
-from fulgurite.serve.kv_cache import PagedCache
-from fulgurite.serve.memory import Limits, make_plan
-from fulgurite.serve.request import SamplingParams
-from fulgurite.serve.runner import lay_out
+from fulgurite.plan.memory import Limits, make_plan
+from fulgurite.serve.engine.batch import Batch
+from fulgurite.serve.engine.block_tables import make_groups
+from fulgurite.serve.engine.engine import Engine
+from fulgurite.serve.engine.kv_cache import PagedCache
+from fulgurite.serve.engine.request import SamplingParams
+from fulgurite.serve.engine.runner import lay_out
 
 TABLES = (
-    glue.NORMS,
-    glue.ROTATIONS,
-    glue.COMBINATIONS,
-    glue.HEADS,
-    joined.FUSED,
+    ops.NORMS,
+    ops.ROTATIONS,
+    ops.COMBINATIONS,
+    ops.HEADS,
+    fused_projections.FUSED,
     attention.IMPLEMENTATIONS,
     attention.FRESH,
     attention.STORES,
@@ -209,7 +207,7 @@ def test_a_layer_of_a_decode_step_is_so_many_kernels(name, count, wanted, as_on_
     launches = Launches()
     run = launches.around(interpreter.GridExecutor.__call__)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", run)
-    monkeypatch.setattr(implementations, "is_plain_call", lambda *_: True)  # though this looks on
+    monkeypatch.setattr(registry, "is_plain_call", lambda *_: True)  # though this looks on
     with launches:
         model.layers[0](x, positions, rotations[0], cache)
     assert launches.names == wanted
@@ -217,14 +215,14 @@ def test_a_layer_of_a_decode_step_is_so_many_kernels(name, count, wanted, as_on_
 
 def test_kernels_start_early_only_in_a_chain(monkeypatch):
     """Elsewhere the kernel in front may be what writes a weight."""
-    from fulgurite.kernels.triton import early
+    from fulgurite.kernels.common import triton_pdl
 
-    monkeypatch.setattr(early, "can_start_early", lambda device: True)
+    monkeypatch.setattr(triton_pdl, "can_start_early", lambda device: True)
     device = torch.device(DEVICE)
-    assert early.early(device) == {"EARLY": False}
-    with chains.chain():
-        assert early.early(device) == {"EARLY": True, "launch_pdl": True}
-        with chains.chain():
+    assert triton_pdl.early(device) == {"EARLY": False}
+    with pdl_region.chain():
+        assert triton_pdl.early(device) == {"EARLY": True, "launch_pdl": True}
+        with pdl_region.chain():
             pass
-        assert early.early(device)["EARLY"]
-    assert early.early(device) == {"EARLY": False}
+        assert triton_pdl.early(device)["EARLY"]
+    assert triton_pdl.early(device) == {"EARLY": False}

@@ -8,8 +8,7 @@ import torch
 pytest.importorskip("transformers", reason="transformers is what these compare with")
 
 from fulgurite.models import load_model
-
-from .model_oracle import CASES, Pair, make_theirs
+from tests.models.model_oracle import CASES, Pair, make_theirs
 
 _PAIRS: dict[str, Pair] = {}
 

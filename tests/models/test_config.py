@@ -10,8 +10,7 @@ import pytest
 from fulgurite.errors import WeightsError
 from fulgurite.models.config import Fields, ModelConfig
 from fulgurite.models.registry import ARCHITECTURES, family_of
-
-from .model_oracle import CASES, COMMON, Pair
+from tests.models.model_oracle import CASES, COMMON, Pair
 
 LLAMA = {**COMMON, "architectures": ["LlamaForCausalLM"]}
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from fulgurite.models import ContiguousCache, WholeSequence, load_model
-
-from .model_oracle import (
+from tests.models.model_oracle import (
     CASES,
     Pair,
     greedy_cached,

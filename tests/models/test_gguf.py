@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fulgurite.errors import WeightsError
-from fulgurite.kernels.modules import QuantLinear
+from fulgurite.kernels.gemm.modules import QuantLinear
 from fulgurite.models import load_model
 from fulgurite.models.deepseek import LatentUp
 from fulgurite.models.gguf_file import GGUFFile
-
-from .model_oracle import LATENT, make_theirs, prompt
+from tests.models.model_oracle import LATENT, make_theirs, prompt
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is what these compare with")
 

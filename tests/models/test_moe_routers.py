@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from fulgurite.kernels.moe import Rule
+from fulgurite.kernels.moe.ops import Rule
 from fulgurite.models import moe
 from fulgurite.models.config import ExpertsConfig
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fulgurite.errors import ArgumentError
-from fulgurite.kernels.modules import QuantEmbedding, QuantLinear
+from fulgurite.kernels.gemm.modules import QuantEmbedding, QuantLinear
 from fulgurite.models import ContiguousCache, load_model, weights
 from fulgurite.models.checkpoint import open_checkpoint, plan
 from fulgurite.models.hub import resolve

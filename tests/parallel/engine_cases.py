@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from fulgurite.parallel import health
+from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.llm import LLM
-from fulgurite.serve.request import SamplingParams
-
-from .model_cases import Shape
+from tests.parallel.model_cases import Shape
 
 Tokens = list[list[int]]
 PLAIN = {"context": 64, "max_sequences": 4, "step_tokens": 24, "cache_tokens": 160}

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from fulgurite.errors import FulguriteError
-from fulgurite.kernels.dispatch import Wire
-from fulgurite.kernels.routing import Routes
+from fulgurite.kernels.dispatch.wire_format import Wire
+from fulgurite.kernels.moe.routing import Routes
 from fulgurite.models.config import ExpertsConfig
 from fulgurite.models.moe import Experts, clamped_gate, gated
 from fulgurite.parallel import Collective, Mesh, Placement, spread_experts
-
-from .model_cases import distance, mesh_of
+from tests.parallel.model_cases import distance, mesh_of
 
 HIDDEN, INNER = 32, 12
 KINDS = {

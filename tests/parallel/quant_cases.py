@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import fulgurite
-from fulgurite.kernels.quant_linear import quant_linear
+from fulgurite.kernels.gemm.quant_linear import quant_linear
 from fulgurite.quant import QuantTensor, quantize
 from fulgurite.transforms.quantize import fp8_training
 

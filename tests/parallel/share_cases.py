@@ -19,8 +19,7 @@ from fulgurite.models.stored import Shape as Sizes
 from fulgurite.models.stored import StoredTensor
 from fulgurite.parallel import Placement, parallelize
 from fulgurite.quant import QuantTensor
-
-from .model_cases import Shape, mesh_of
+from tests.parallel.model_cases import Shape, mesh_of
 
 
 class BytesRead(TorchDispatchMode):

@@ -13,12 +13,11 @@ import torch
 from fulgurite.errors import ArgumentError, RankError
 from fulgurite.parallel import Ranks
 from fulgurite.parallel.others import Others, started_alone
+from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.llm import LLM
-from fulgurite.serve.request import SamplingParams
-
-from . import engine_cases as cases
-from .checkpoints import save, save_tokenizer
-from .test_load import PACKED, fields_of
+from tests.parallel import engine_cases as cases
+from tests.parallel.checkpoints import save, save_tokenizer
+from tests.parallel.test_load import PACKED, fields_of
 
 LENGTHS = (5, 1, 17, 9, 30, 12)  # more than run at once, and one that takes two steps to read
 

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from fulgurite.errors import ArgumentError, FormatError, RankError
-from fulgurite.kernels.dispatch import WIRES, Wire, buffers, visits
+from fulgurite.kernels.dispatch.wire_format import WIRES, Wire, buffers, visits
 from fulgurite.parallel import Collective, Mesh, Placement, Ranks, spread_experts
 from fulgurite.parallel.transport import SAME
-
-from . import expert_cases as cases
+from tests.parallel import expert_cases as cases
 
 FOUR, TWO_AND_TWO = (4, 1, 4), (2, 2, 2)
 UNEVEN = (5, 0, 3, 17)

@@ -9,10 +9,9 @@ import torch
 
 from fulgurite.errors import RankError
 from fulgurite.parallel import Placement, launch
-
-from . import share_cases as cases
-from .checkpoints import save
-from .test_tensor import COMMON, DENSE, MIXTURES
+from tests.parallel import share_cases as cases
+from tests.parallel.checkpoints import save
+from tests.parallel.test_tensor import COMMON, DENSE, MIXTURES
 
 TENSOR, SPREAD, MIXED, DATA = (1, 4, 1), (1, 4, 4), (2, 2, 4), (4, 1, 4)
 # Sizes at which blocks of 128 can be cut in two.

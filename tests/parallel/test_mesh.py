@@ -15,8 +15,7 @@ import torch
 from fulgurite.errors import ArgumentError, RankError
 from fulgurite.parallel import Mesh, MeshShape, Ranks, launch
 from fulgurite.parallel.collectives import share
-
-from . import mesh_cases as cases
+from tests.parallel import mesh_cases as cases
 
 
 def test_axes_of_a_shape():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from . import quant_cases as cases
+from tests.parallel import quant_cases as cases
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

@@ -10,8 +10,8 @@ import copy
 import pytest
 import torch
 
-from . import expert_cases as cases
-from .model_cases import distance, mesh_of
+from tests.parallel import expert_cases as cases
+from tests.parallel.model_cases import distance, mesh_of
 
 pytestmark = pytest.mark.gpu
 

@@ -11,8 +11,7 @@ from fulgurite.models.config import Fields
 from fulgurite.models.registry import family_of
 from fulgurite.parallel import Axis, Mesh, MeshShape, launch, parallelize
 from fulgurite.parallel.cutting import Cutter
-
-from . import model_cases as cases
+from tests.parallel import model_cases as cases
 
 COMMON = {
     "vocab_size": 97,

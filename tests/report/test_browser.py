@@ -13,9 +13,8 @@ import pytest
 from fulgurite.explain import Explanation
 from fulgurite.report.html import render_page
 from fulgurite.report.stages import programs_of
-
-from .support import Page
-from .test_html import walk
+from tests.report.support import Page
+from tests.report.test_html import walk
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = [

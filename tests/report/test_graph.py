@@ -19,8 +19,7 @@ from fulgurite.report.layout import LANE, Box, Layout, lay_out
 from fulgurite.trace import Trace
 from fulgurite.trace.cost import is_view
 from fulgurite.trace.region import Region
-
-from .support import chain
+from tests.report.support import chain
 
 
 def random_graph(seed: int, size: int) -> tuple[list[Box], list[tuple[int, int]]]:

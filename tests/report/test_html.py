@@ -27,9 +27,8 @@ from fulgurite.report.markup import Markup, element, json_script, text
 from fulgurite.report.stages import TITLE, Stage, keys_of, match, programs_of, thread
 from fulgurite.report.tables import decisions_table
 from fulgurite.trace.cost import bytes_text, seconds_text
-
-from .support import Element, Page, chain, chain_explanation
-from .test_graph import count_calls
+from tests.report.support import Element, Page, chain, chain_explanation
+from tests.report.test_graph import count_calls
 
 HOSTILE = """</script><script>alert(1)</script></title></svg><img src=x onerror=alert(2)>"'&lt;&"""
 

@@ -11,9 +11,9 @@ from fulgurite.models.config import Fields
 from fulgurite.models.llama import LLAMA
 from fulgurite.models.tokenizer import Tokenizer
 from fulgurite.models.weights import random_model
+from fulgurite.plan.memory import Limits, make_plan
 from fulgurite.quantize import quantize
-from fulgurite.serve.engine import Engine
-from fulgurite.serve.memory import Limits, make_plan
+from fulgurite.serve.engine.engine import Engine
 
 FIELDS = {
     "vocab_size": 97,

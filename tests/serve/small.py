@@ -10,8 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from fulgurite.models.family import Rule
 from fulgurite.models.llama import WEIGHTS
-
-from .engines import FIELDS, tiny_model
+from tests.serve.engines import FIELDS, tiny_model
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}{% endfor %}"

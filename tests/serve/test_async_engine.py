@@ -7,10 +7,9 @@ import asyncio
 import pytest
 
 from fulgurite.errors import ArgumentError
-from fulgurite.serve.async_engine import AsyncEngine
-from fulgurite.serve.request import Result, SamplingParams
-
-from .engines import idle, make_engine, tiny_model
+from fulgurite.serve.engine.async_engine import AsyncEngine
+from fulgurite.serve.engine.request import Result, SamplingParams
+from tests.serve.engines import idle, make_engine, tiny_model
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 PROMPTS = [[number, number + 1, number + 2] for number in range(6)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fulgurite.serve.block_tables import BlockTables, Group
-from fulgurite.serve.blocks import BlockPool, next_hash
-from fulgurite.serve.request import Request, SamplingParams
+from fulgurite.serve.engine.block_pool import BlockPool, next_hash
+from fulgurite.serve.engine.block_tables import BlockTables, Group
+from fulgurite.serve.engine.request import Request, SamplingParams
 
 FULL, NARROW, CHUNKED = Group((0,), None, None), Group((1,), 6, None), Group((2,), None, 8)
 

@@ -9,9 +9,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from fulgurite.models.tokenizer import Tokenizer
-from fulgurite.serve.detokenizer import MAX_PENDING, Detokenizer
-
-from .small import byte_tokenizer
+from fulgurite.serve.engine.detokenizer import MAX_PENDING, Detokenizer
+from tests.serve.small import byte_tokenizer
 
 TEXTS = [
     "plain ascii, with  spaces\n\n and lines",

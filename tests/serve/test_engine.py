@@ -9,10 +9,9 @@ import torch
 
 from fulgurite.errors import ArgumentError
 from fulgurite.models import Decoder
-from fulgurite.serve.engine import Engine
-from fulgurite.serve.request import Result, SamplingParams, Update
-
-from .engines import idle, make_engine, packed_model, tiny_model
+from fulgurite.serve.engine.engine import Engine
+from fulgurite.serve.engine.request import Result, SamplingParams, Update
+from tests.serve.engines import idle, make_engine, packed_model, tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,8 @@ import pytest
 
 from fulgurite.errors import ArgumentError
 from fulgurite.models import Decoder
-from fulgurite.serve.request import SamplingParams, Update
-
-from .engines import idle, make_engine, tiny_model
+from fulgurite.serve.engine.request import SamplingParams, Update
+from tests.serve.engines import idle, make_engine, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +58,10 @@ def test_a_listener_may_cancel_others(model: Decoder) -> None:
 @pytest.mark.parametrize(
     "where",
     [
-        "fulgurite.serve.runner.Runner.run",
-        "fulgurite.serve.engine.choose",
-        "fulgurite.serve.engine.log_probabilities",
-        "fulgurite.kernels.sampling.uniform",
+        "fulgurite.serve.engine.runner.Runner.run",
+        "fulgurite.serve.engine.engine.choose",
+        "fulgurite.serve.engine.engine.log_probabilities",
+        "fulgurite.kernels.sampling.ops.uniform",
     ],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -10,9 +10,8 @@ pytest.importorskip("transformers", reason="transformers is what these compare w
 from models.model_oracle import CASES, greedy_cached, make_theirs, prompt
 
 from fulgurite.models import Decoder, load_model
-from fulgurite.serve.request import SamplingParams
-
-from .engines import idle, make_engine
+from fulgurite.serve.engine.request import SamplingParams
+from tests.serve.engines import idle, make_engine
 
 LENGTHS = (3, 17, 30)
 NEW = 24

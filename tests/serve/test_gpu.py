@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fulgurite.serve.request import SamplingParams
-
-from .engines import idle, make_engine, tiny_model
+from fulgurite.serve.engine.request import SamplingParams
+from tests.serve.engines import idle, make_engine, tiny_model
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [list(range(seed, seed + length)) for seed, length in enumerate((3, 17, 30, 8, 1))]

@@ -14,9 +14,8 @@ import pytest
 import fulgurite
 from fulgurite.cli import main
 from fulgurite.errors import ArgumentError, WeightsError
-from fulgurite.serve.request import SamplingParams
-
-from .small import VOCABULARY, save_checkpoint
+from fulgurite.serve.engine.request import SamplingParams
+from tests.serve.small import VOCABULARY, save_checkpoint
 
 
 @pytest.fixture(scope="module")

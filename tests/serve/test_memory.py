@@ -13,20 +13,19 @@ import pytest
 import torch
 
 from fulgurite.errors import CapacityError
-from fulgurite.kernels.modules import QuantEmbedding, QuantLinear
+from fulgurite.kernels.gemm.modules import QuantEmbedding, QuantLinear
 from fulgurite.models import ModelConfig
 from fulgurite.models.config import Fields
 from fulgurite.models.layers import GatedMLP
 from fulgurite.models.llama import LLAMA, MISTRAL
 from fulgurite.models.weights import build_model
+from fulgurite.plan import memory
+from fulgurite.plan.activations import activation_bytes, allocations
+from fulgurite.plan.memory import Limits, MemoryPlan, available_bytes, make_plan, size
 from fulgurite.quant import quantize
-from fulgurite.serve import memory
-from fulgurite.serve.activations import activation_bytes, allocations
-from fulgurite.serve.block_tables import make_groups
-from fulgurite.serve.kv_cache import PagedCache
-from fulgurite.serve.memory import Limits, MemoryPlan, available_bytes, make_plan, size
-
-from .engines import FIELDS
+from fulgurite.serve.engine.block_tables import make_groups
+from fulgurite.serve.engine.kv_cache import PagedCache
+from tests.serve.engines import FIELDS
 
 LIMITS = Limits(256, 4, 64, 16, torch.float32)
 
@@ -179,7 +178,7 @@ import json, sys, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from serve.engines import make_engine, tiny_model
-from fulgurite.serve.request import SamplingParams
+from fulgurite.serve.engine.request import SamplingParams
 
 def resident():
     lines = Path("/proc/self/status").read_text().splitlines()

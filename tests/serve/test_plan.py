@@ -17,7 +17,7 @@ from models.model_oracle import CASES, COMMON
 
 from fulgurite.cli import main, parser
 from fulgurite.errors import ArgumentError, CapacityError
-from fulgurite.kernels.dispatch import buffers
+from fulgurite.kernels.dispatch.wire_format import buffers
 from fulgurite.models import ModelConfig
 from fulgurite.models.config import Fields
 from fulgurite.models.family import Family
@@ -26,13 +26,13 @@ from fulgurite.models.registry import family_of
 from fulgurite.models.weights import build_model
 from fulgurite.parallel.mesh import Axis, MeshShape
 from fulgurite.parallel.tensor import parallelize
+from fulgurite.plan.cluster import Question, make_split, parameters, search
+from fulgurite.plan.command import read_question, read_source
+from fulgurite.plan.gpus import GPUS, Cluster, read_cluster
+from fulgurite.plan.memory import make_plan
+from fulgurite.plan.rank_model import Cut, build_rank, format_everywhere, packed_bytes, refusal
 from fulgurite.quant import quantize
 from fulgurite.quant.format import resolve
-from fulgurite.serve.gpus import GPUS, Cluster, read_cluster
-from fulgurite.serve.memory import make_plan
-from fulgurite.serve.plan import Question, make_split, parameters, search
-from fulgurite.serve.plan_command import read_question, read_source
-from fulgurite.serve.rank_model import Cut, build_rank, format_everywhere, packed_bytes, refusal
 
 # Billions of parameters, as published.
 PUBLISHED_BILLIONS = {
@@ -395,7 +395,7 @@ def test_a_file_of_weights_is_planned_by_the_config_beside_it(tmp_path: Path) ->
 
 def test_a_model_that_does_not_fit_raises() -> None:
     options = parser().parse_args(["plan", "--model", "llama-3.1-70b", "--gpu", "t4"])
-    from fulgurite.serve.plan_command import plan
+    from fulgurite.plan.command import plan
 
     with pytest.raises(CapacityError, match="does not fit on t4"):
         plan(options)

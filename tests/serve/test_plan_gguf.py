@@ -22,13 +22,12 @@ from fulgurite.models import hub, weights
 from fulgurite.models.checkpoint import Checkpoint, open_checkpoint
 from fulgurite.models.weights import divide, load_checkpoint
 from fulgurite.parallel.mesh import MeshShape
+from fulgurite.plan.cluster import Question, make_split
+from fulgurite.plan.command import read_question, read_source
+from fulgurite.plan.memory import weight_bytes
 from fulgurite.quant import QuantTensor, quantize
 from fulgurite.serve.llm import shapes_of
-from fulgurite.serve.memory import weight_bytes
-from fulgurite.serve.plan import Question, make_split
-from fulgurite.serve.plan_command import read_question, read_source
-
-from .test_plan import fake_mesh
+from tests.serve.test_plan import fake_mesh
 
 CUDA = torch.device("cuda")
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fulgurite.errors import ArgumentError
-from fulgurite.serve.request import SamplingParams
+from fulgurite.serve.engine.request import SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fulgurite.models import Decoder
-from fulgurite.serve import runner
-from fulgurite.serve.engine import Engine
-from fulgurite.serve.request import SamplingParams
-
-from .engines import idle, make_engine, packed_model
+from fulgurite.serve.engine import runner
+from fulgurite.serve.engine.engine import Engine
+from fulgurite.serve.engine.request import SamplingParams
+from tests.serve.engines import idle, make_engine, packed_model
 
 
 @pytest.fixture(scope="module")

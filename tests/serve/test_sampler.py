@@ -8,9 +8,9 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from fulgurite.kernels import sampling
-from fulgurite.serve.request import Request, SamplingParams
-from fulgurite.serve.sampler import AHEAD, Draws, change_logits, choose
+from fulgurite.kernels.sampling import ops
+from fulgurite.serve.engine.request import Request, SamplingParams
+from fulgurite.serve.engine.sampler import AHEAD, Draws, change_logits, choose
 
 transformers = pytest.importorskip("transformers", reason="transformers is what these compare with")
 
@@ -27,7 +27,7 @@ def request(params: SamplingParams, prompt: tuple[int, ...] = (0,), reply: tuple
 def kept_by(logits: Tensor, min_p: float = 0.0, top_k: int = 0, top_p: float = 1.0) -> list[int]:
     """All tokens that some random number draws: the steps of the sum, walked through finely."""
     numbers = (np.arange(COUNT) + 0.5) / COUNT
-    return sorted({sampling.sample(logits, 1.0, min_p, top_k, top_p, u) for u in numbers})
+    return sorted({ops.sample(logits, 1.0, min_p, top_k, top_p, u) for u in numbers})
 
 
 def definition(
@@ -69,19 +69,19 @@ def definition(
     ],
 )
 def test_philox(key, counter, wanted) -> None:
-    assert tuple(sampling.philox(np.array([key]), np.array([counter]))[0].tolist()) == wanted
+    assert tuple(ops.philox(np.array([key]), np.array([counter]))[0].tolist()) == wanted
 
 
 def test_uniform_numbers_are_uniform_and_apart() -> None:
     seeds = np.repeat(np.arange(100, dtype=np.uint64), 200)
-    numbers = sampling.uniform(seeds, np.tile(np.arange(200), 100))
+    numbers = ops.uniform(seeds, np.tile(np.arange(200), 100))
     assert numbers.min() >= 0 and numbers.max() < 1 and len(set(numbers.tolist())) == 20_000
     assert stats.kstest(numbers, "uniform").pvalue > 0.01
     grid = numbers.reshape(100, 200)
     for pairs in (grid[:, :-1].ravel(), grid[:, 1:].ravel()), (grid[:-1].ravel(), grid[1:].ravel()):
         assert abs(np.corrcoef(*pairs)[0, 1]) < 0.03
     top = np.array([2**64 - 1], dtype=np.uint64)
-    assert sampling.uniform(top, np.array([0])) != sampling.uniform(top, np.array([2**32]))
+    assert ops.uniform(top, np.array([0])) != ops.uniform(top, np.array([2**32]))
 
 
 SETTINGS = [
@@ -103,8 +103,8 @@ def test_the_distribution_is_the_definitions(setting) -> None:
     logits = 2 * torch.randn(31, generator=torch.Generator().manual_seed(4))
     wanted = definition(logits, *setting)
     count = 2000
-    numbers = sampling.uniform(np.full(count, 99, dtype=np.uint64), np.arange(count))
-    drawn = [sampling.sample(logits, *setting, u) for u in numbers]
+    numbers = ops.uniform(np.full(count, 99, dtype=np.uint64), np.arange(count))
+    drawn = [ops.sample(logits, *setting, u) for u in numbers]
     seen = np.bincount(drawn, minlength=31)
     assert not seen[wanted == 0].any()
     many = wanted * count >= 5
@@ -125,7 +125,7 @@ def test_a_draw_is_the_step_of_the_definitions_sum(setting, size: int, spread: i
     logits = spread * torch.randn(size, generator=torch.Generator().manual_seed(size))
     sums = definition(logits, *setting).cumsum()
     for u in (0.0, 0.003, 0.31, 0.5, 0.77, 0.999, 1 - 2.0**-53):
-        got = sampling.sample(logits, *setting, u)
+        got = ops.sample(logits, *setting, u)
         low = sums[got - 1] if got else 0.0
         assert low - 1e-6 <= u <= sums[got] + 1e-6 and sums[got] > low
 
@@ -160,10 +160,10 @@ def test_impossible_tokens_are_never_drawn() -> None:
     logits = torch.tensor([-torch.inf, 0.0, -torch.inf, -200.0, -torch.inf])
     for u in (0.0, 0.5, 1 - 2.0**-53):
         for top_p in (1.0, 0.9):
-            assert sampling.sample(logits, 1.0, 0.0, 0, top_p, u) == 1
+            assert ops.sample(logits, 1.0, 0.0, 0, top_p, u) == 1
     for broken in (torch.nan, torch.inf):  # no distribution: a token all the same
-        assert sampling.sample(torch.tensor([0.0, broken, 1.0]), 1.0, 0.0, 0, 1.0, 0.5) == 1
-    assert sampling.sample(torch.tensor([5.0, 5.0]), 1e-30, 0.0, 0, 1.0, 0.9) == 1
+        assert ops.sample(torch.tensor([0.0, broken, 1.0]), 1.0, 0.0, 0, 1.0, 0.5) == 1
+    assert ops.sample(torch.tensor([5.0, 5.0]), 1e-30, 0.0, 0, 1.0, 0.9) == 1
 
 
 @pytest.mark.parametrize("trial", range(6))
@@ -255,7 +255,7 @@ def test_draws_ahead_are_those_of_each_step():
             rows[0].length -= 10  # as no request does: before the first number
         if step == AHEAD + 12:
             rows[1] = request(cold)  # of the same name
-        numbers = sampling.uniform(
+        numbers = ops.uniform(
             np.array([one.seed for one in rows], dtype=np.uint64),
             np.array([one.length for one in rows], dtype=np.uint64),
         )

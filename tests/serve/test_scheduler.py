@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from fulgurite.models.cache import AttentionSpec
-from fulgurite.serve.block_tables import BlockTables, Group, make_groups
-from fulgurite.serve.blocks import BlockPool
-from fulgurite.serve.request import Request, SamplingParams, State
-from fulgurite.serve.scheduler import Piece, Scheduler
+from fulgurite.serve.engine.block_pool import BlockPool
+from fulgurite.serve.engine.block_tables import BlockTables, Group, make_groups
+from fulgurite.serve.engine.request import Request, SamplingParams, State
+from fulgurite.serve.engine.scheduler import Piece, Scheduler
 
 SIZE, CONTEXT = 4, 64
 FULL, NARROW, CHUNKED = Group((0,), None, None), Group((1,), 6, None), Group((2,), None, 8)

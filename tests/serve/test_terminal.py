@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from fulgurite.cli import main
-from fulgurite.serve.engine import Engine
-
-from .small import save_checkpoint
+from fulgurite.serve.engine.engine import Engine
+from tests.serve.small import save_checkpoint
 
 
 @pytest.fixture(scope="module")

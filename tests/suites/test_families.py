@@ -20,8 +20,7 @@ import transformers
 from torch import Tensor, nn
 
 import fulgurite
-
-from .comparing import relative_error, same_description
+from tests.suites.comparing import relative_error, same_description
 
 TORCH, FUSER = ["torch"], ["fuser", "torch"]  # the suite runs once with each
 FUSED = ("llama", "convolutional")  # in the normal run; all of them with -m slow

@@ -29,8 +29,7 @@ from torch.utils import _pytree as pytree
 import fulgurite
 from fulgurite.errors import FulguriteError
 from fulgurite.transforms.purity import is_random
-
-from .comparing import no_worse, same_description, same_values, tensors_of
+from tests.suites.comparing import no_worse, same_description, same_values, tensors_of
 
 EXECUTORS = [["torch"], ["fuser", "torch"]]  # the suite runs once with each
 GROUP = 12  # samples captured as one graph

@@ -23,8 +23,7 @@ from torch import Tensor
 
 import fulgurite
 from fulgurite.errors import CaptureError, OpError
-
-from .comparing import clones, same_description, same_values, sharing, tensors_of
+from tests.suites.comparing import clones, same_description, same_values, sharing, tensors_of
 
 EXECUTORS = [["torch"], ["fuser", "torch"]]  # the suite runs once with each
 

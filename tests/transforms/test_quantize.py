@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fulgurite
 from fulgurite.errors import ArgumentError
-from fulgurite.kernels.fp8_linear import RECIPES, fp8_linear
+from fulgurite.kernels.gemm.fp8_linear import RECIPES, fp8_linear
 from fulgurite.models import tiny
 from fulgurite.transforms.quantize import fp8_training
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 from types import ModuleType
 
 from fulgurite.device import Device
-
-from ..nest import Nest
-from . import columns, pointwise, rows, scan, transpose
-from .base import Schedule
+from fulgurite.fuser.ir.loop_nest import Nest
+from fulgurite.fuser.schedule.cpu import columns, pointwise, rows, scan, transpose
+from fulgurite.fuser.schedule.cpu.base import Schedule
 
 SCHEDULES: tuple[ModuleType, ...] = (scan, transpose, pointwise, rows, columns)
 

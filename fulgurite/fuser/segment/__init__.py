@@ -8,13 +8,13 @@ their consumers, as long as that lowers the bytes. A merge is legal when a `Shap
 
 from __future__ import annotations
 
-from ..ir import Region
-from ..shape import RowLimit
-from .finish import finish
-from .join import join_all
-from .merge import merge_all
-from .recompute import recompute_all
-from .state import Segment, Segmentation
+from fulgurite.fuser.ir.statement import Region
+from fulgurite.fuser.segment.finish import finish
+from fulgurite.fuser.segment.join import join_all
+from fulgurite.fuser.segment.loop_structure import RowLimit
+from fulgurite.fuser.segment.merge import merge_all
+from fulgurite.fuser.segment.recompute import recompute_all
+from fulgurite.fuser.segment.state import Segment, Segmentation
 
 __all__ = ["Segment", "Segmentation", "segment"]
 

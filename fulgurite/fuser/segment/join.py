@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..shape import Facts, Shape
-from .state import MOST_STATEMENTS, Segment, Segmentation
+from fulgurite.fuser.segment.loop_structure import Facts, Shape
+from fulgurite.fuser.segment.state import MOST_STATEMENTS, Segment, Segmentation
 
 DEAR = "it would be computed at many more points than there are values of it"
 

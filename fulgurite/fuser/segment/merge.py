@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..shape import Shape
-from .state import Segment, Segmentation
+from fulgurite.fuser.segment.loop_structure import Shape
+from fulgurite.fuser.segment.state import Segment, Segmentation
 
 
 def merge_all(work: Segmentation) -> None:

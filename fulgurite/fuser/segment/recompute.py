@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..shape import Shape
-from .state import Segment, Segmentation
+from fulgurite.fuser.segment.loop_structure import Shape
+from fulgurite.fuser.segment.state import Segment, Segmentation
 
 RECOMPUTE_FLOPS = 64  # per element: what a value may cost to be computed again instead of stored
 MOST_ROUNDS = 3  # what one value leaves stored, another may make cheap

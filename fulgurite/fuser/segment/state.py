@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .. import cost
-from ..ir import Region
-from ..refine import axis_classes
-from ..shape import Facts, Loops, RowLimit, Shape, readings
+from fulgurite.fuser import cost
+from fulgurite.fuser.ir.split_axes import axis_classes
+from fulgurite.fuser.ir.statement import Region
+from fulgurite.fuser.segment.loop_structure import Facts, Loops, RowLimit, Shape, readings
 
 MOST_STATEMENTS = 160  # of one kernel: longer ones compile slowly and spill registers
 COPY_FLOPS = 48  # per element: what a value that reads nothing may cost to be copied everywhere

@@ -1,0 +1,1 @@
+"""Scheduled kernels → C++ text, one translation unit a region."""

@@ -1,0 +1,1 @@
+"""Scheduled kernels → Triton text, one module a region."""

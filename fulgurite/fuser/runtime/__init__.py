@@ -1,0 +1,1 @@
+"""Generated code → something to call: compile, load, launch, memory pool, autotuning."""

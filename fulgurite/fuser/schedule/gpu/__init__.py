@@ -1,0 +1,1 @@
+"""GPU schedules: blocks, programs and passes. One file a kernel shape."""

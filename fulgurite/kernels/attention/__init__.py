@@ -1,0 +1,1 @@
+"""Paged attention: operator, reference, C++ and Triton."""

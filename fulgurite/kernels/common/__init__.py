@@ -1,0 +1,1 @@
+"""What hand-written kernels share: device functions, cached launches, PDL, the C++ library."""

@@ -1,0 +1,225 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""Device functions: packed weights in registers to bfloat16 for the tensor cores.
+
+In: nibbles as they are stored, read as 16-bit words of four. Out: four tiles of exact bfloat16
+values, tile j with the j-th nibble of every word, which a matmul takes one after the other.
+
+To keep up with its memory an H200 has to decode a 4-bit weight with three instructions, loads and
+all, so two words are decoded at a time by bit moves on a 32-bit register (`PACKED`): in the layout of
+the tensor cores two neighbouring words share one, and so do their results. The other branches say
+the same in plain Triton, for the interpreter and for other makes of GPU.
+
+e2m1 in bfloat16: the three magnitude bits, put where bfloat16 has the lowest two bits of its exponent
+and the highest of its mantissa, are the number times 2^-126, subnormal 0.5 included. 4-bit integers:
+the nibble in the low bits of 128 is 128 + nibble; in those of 1024 in float16, 1024 + nibble.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+def _shift(target: str, left: int) -> str:
+    """The word moved by some bits to the left, or to the right where that is negative."""
+    return f"shl.b32 {target}, $1, {left};" if left >= 0 else f"shr.b32 {target}, $1, {-left};"
+
+
+def _e2m1(nibble: int, finish: str) -> str:
+    """Sign and magnitude of two nibbles to their places in a pair of bfloat16.
+
+    One product moves a nibble to both places, 12 and 6 bits up, and a mask keeps what belongs there.
+    """
+    mask, factor = (0x000F000F, 2**12 + 2**6) if nibble % 2 == 0 else (0x00F000F0, 2**8 + 2**2)
+    return f"""{{ .reg .b32 a, m;
+{_shift("a", -8 * (nibble // 2))} and.b32 a, a, {mask}; mul.lo.u32 a, a, {factor};
+and.b32 a, a, 0x81C081C0;
+{finish} }}"""
+
+
+def _int4(nibble: int, less: int | None, half: bool = False) -> str:
+    """Two nibbles into the low bits of 128 (of 1024 in float16), less that and `less`; or less $2.
+
+    `lop3` 0xEA is (a & m) | one: asked for by name, as the assembler leaves `and` and `or` two.
+    """
+    one, type = (0x64006400, "f16x2") if half else (0x43004300, "bf16x2")
+    known = "$2" if less is None else one + less * 0x00010001
+    return f"""{{ .reg .b32 a, m, one;
+{_shift("a", -4 * nibble)} mov.b32 m, 0x000F000F; mov.b32 one, {one}; lop3.b32 a, a, m, one, 0xEA;
+mov.b32 m, {known}; sub.rn.{type} $0, a, m; }}"""
+
+
+def _scaled(nibble: int, kind: str) -> str:
+    """Two nibbles times a scale in two parts, $2 its nearest bfloat16 and $3 what is left.
+
+    As good as rounded once: one in a thousand is the other neighbour. "zero": $4 is 128 + the zero
+    point. "minimum": plus $4, what code 8 stands for, rounded: up to 1.4 times the error.
+    """
+    less = "$4" if kind == "zero" else "m"
+    small = "fma.rn.bf16x2 t, a, $3, $4;" if kind == "minimum" else "mul.rn.bf16x2 t, a, $3;"
+    return f"""{{ .reg .b32 a, m, one, t;
+{_shift("a", -4 * nibble)} mov.b32 m, 0x000F000F; mov.b32 one, 0x43004300; lop3.b32 a, a, m, one, 0xEA;
+mov.b32 m, 0x43084308; sub.rn.bf16x2 a, a, {less}; {small} fma.rn.bf16x2 $0, a, $2, t; }}"""
+
+
+# Times the scale, which brings 2^126 along, or first times 2^126 where a scale could be too large.
+_LIFTED = "mul.rn.bf16x2 $0, a, $2;"
+_ANY = "mov.b32 m, 0x7E807E80; mul.rn.bf16x2 a, a, m; mul.rn.bf16x2 $0, a, $2;"
+E2M1_LIFTED = tl.constexpr(tuple(_e2m1(nibble, _LIFTED) for nibble in range(4)))
+E2M1_ANY = tl.constexpr(tuple(_e2m1(nibble, _ANY) for nibble in range(4)))
+INT4 = tl.constexpr(  # bfloat16 less 8, bfloat16, float16 less 8, float16
+    tuple(
+        _int4(nibble, less, half)
+        for half in (False, True)
+        for less in (8, 0)
+        for nibble in range(4)
+    )
+)
+INT4_ZERO = tl.constexpr(tuple(_int4(nibble, None) for nibble in range(4)))
+SCALED = tl.constexpr(
+    tuple(_scaled(nibble, kind) for kind in ("", "zero", "minimum") for nibble in range(4))
+)
+# What an e4m3 scale is multiplied by: its largest, 448, then still is a bfloat16.
+E4M3_LIFT = tl.constexpr(2.0**119)
+E4M3_DROP = tl.constexpr(2.0**7)
+# The largest e8m0 code, 2^1, that is a bfloat16 when lifted by 2^126.
+E8M0_LIFTED_MOST = tl.constexpr(128)
+
+
+@triton.jit
+def e2m1_tile(words, scale, NIBBLE: tl.constexpr, ANY: tl.constexpr, PACKED: tl.constexpr):
+    """One nibble of each word times `scale` (bfloat16, spread over the tile).
+
+    ANY: the scale as it is. Otherwise it was lifted, by 2^126, or by 2^119 for 2^-7 of the value.
+    """
+    if PACKED:
+        return tl.inline_asm_elementwise(
+            E2M1_ANY[NIBBLE] if ANY else E2M1_LIFTED[NIBBLE], "=r,r,r", [words, scale],
+            dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    code = words.to(tl.int32) >> (4 * NIBBLE)
+    bits = ((code & 8) << 28) | ((code & 7) << 22)
+    value = bits.to(tl.float32, bitcast=True) * (2.0**126)
+    lift: tl.constexpr = 1.0 if ANY else 2.0**-126
+    return (value * (scale.to(tl.float32) * lift)).to(tl.bfloat16)
+
+
+@triton.jit
+def int4_tile(
+    words, NIBBLE: tl.constexpr, PACKED: tl.constexpr, LESS: tl.constexpr = 8,
+    type: tl.constexpr = tl.bfloat16,
+):  # fmt: skip
+    """One nibble of each word, less 8 (or 0), as bfloat16 or float16."""
+    kind: tl.constexpr = NIBBLE if LESS == 8 else 4 + NIBBLE
+    if not PACKED:
+        return (((words.to(tl.int32) >> (4 * NIBBLE)) & 15) - LESS).to(tl.float32).to(type)
+    elif type == tl.float16:
+        return tl.inline_asm_elementwise(
+            INT4[8 + kind], "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            INT4[kind], "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def int4_less(words, zero, NIBBLE: tl.constexpr, PACKED: tl.constexpr):
+    """One nibble of each word less its zero point, which is float32 and has the tile's rows."""
+    if PACKED:
+        return tl.inline_asm_elementwise(
+            INT4_ZERO[NIBBLE], "=r,r,r", [words, (128 + zero).to(tl.bfloat16)], dtype=tl.bfloat16,
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    return (((words.to(tl.int32) >> (4 * NIBBLE)) & 15).to(tl.float32) - zero).to(tl.bfloat16)
+
+
+@triton.jit
+def rounded(codes, s, z, DECODE: tl.constexpr, ZERO: tl.constexpr, type: tl.constexpr):
+    """Integers times float32 scales, rounded once; z: minima of "uint4", else zero points (or none)."""
+    value = codes.to(tl.float32)
+    if DECODE == "uint4":
+        value = value * s + z
+    elif ZERO:
+        value = (value + (8.0 - z)) * s
+    else:
+        value = value * s
+    return value.to(type)
+
+
+@triton.jit
+def rounded_nibbles(
+    words, s, z, NIBBLE: tl.constexpr, DECODE: tl.constexpr, ZERO: tl.constexpr, type: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """The same of one nibble of each word; s and z are spread over the tile."""
+    if PACKED and type == tl.bfloat16:
+        high = s.to(tl.bfloat16)
+        low = (s - high.to(tl.float32)).to(tl.bfloat16)
+        if DECODE == "uint4":
+            return tl.inline_asm_elementwise(
+                SCALED[8 + NIBBLE], "=r,r,r,r,r", [words, high, low, (8 * s + z).to(tl.bfloat16)],
+                dtype=tl.bfloat16, is_pure=True, pack=2,
+            )  # fmt: skip
+        elif ZERO:
+            return tl.inline_asm_elementwise(
+                SCALED[4 + NIBBLE], "=r,r,r,r,r", [words, high, low, (128 + z).to(tl.bfloat16)],
+                dtype=tl.bfloat16, is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            return tl.inline_asm_elementwise(
+                SCALED[NIBBLE], "=r,r,r,r", [words, high, low], dtype=tl.bfloat16, is_pure=True,
+                pack=2,
+            )  # fmt: skip
+    else:
+        codes = int4_tile(words, NIBBLE, PACKED, 0 if DECODE == "uint4" else 8)
+        return rounded(codes, s, z, DECODE, ZERO, type)
+
+
+@triton.jit
+def cast_tile(w, type: tl.constexpr, NATIVE: tl.constexpr):
+    """8-bit weights as 16-bit floats, exact.
+
+    float8 takes the way over float32: its own way to bfloat16 is a quarter as fast on an H200.
+    """
+    if NATIVE and (w.dtype == tl.int8 or type == tl.float16):
+        return w.to(type)
+    else:
+        return w.to(tl.float32).to(type)
+
+
+@triton.jit
+def times(w, scale):
+    """w * scale in bfloat16, where the scale leaves it exact."""
+    return (w.to(tl.float32) * scale.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def quarters(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Columns 0, 4, 8, … of x; 1, 5, 9, …; and so on: what meets the four nibbles of a word."""
+    pairs = tl.reshape(x, [ROWS, COLUMNS // 4, 2, 2])
+    even, odd = tl.split(pairs)
+    zero, two = tl.split(even)
+    one, three = tl.split(odd)
+    return zero, one, two, three
+
+
+@triton.jit
+def spread(scale, ROWS: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
+    """[ROWS, BLOCKS] as [ROWS, BLOCKS * WIDTH], each repeated WIDTH times."""
+    wide = tl.broadcast_to(scale[:, :, None], [ROWS, BLOCKS, WIDTH])
+    return tl.reshape(wide, [ROWS, BLOCKS * WIDTH])
+
+
+@triton.jit
+def e8m0_to_bfloat16(code):
+    """2^(code - 127) exactly: 0 is the subnormal 2^-127, 255 is NaN."""
+    wide = code.to(tl.int32)
+    bits = tl.where(wide == 0, 0x00400000, tl.where(wide == 255, 0x7FC00000, wide << 23))
+    return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
+
+
+@triton.jit
+def e8m0_lifted(code):
+    """2^(code - 127) * 2^126, exactly, of codes up to E8M0_LIFTED_MOST."""
+    return ((code.to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True)

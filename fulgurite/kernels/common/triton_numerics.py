@@ -1,0 +1,168 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""Device functions: magnitudes, exact division, codes of 4 and 8 bits.
+
+In: float32 registers. Out: the same numbers `fulgurite.quant` makes, bit for bit. Magnitudes are
+compared as integers: the bits of |x| are ordered like |x|, and NaN comes out on top.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+CORRECTED = not triton.knobs.runtime.interpret  # whether division is corrected multiplication
+INFINITY_BITS = tl.constexpr(0x7F800000)
+ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves a whole number in the low bits
+ROUNDER_BITS = tl.constexpr(0x4B400000)
+SMALLEST_SCALE = tl.constexpr(2.0**-126)
+
+
+@triton.jit
+def magnitude_bits(x, KEEP_NAN: tl.constexpr):
+    """The bits of |x|, 0 for an infinity, and for a NaN too unless it is to be kept."""
+    return finite_bits(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, KEEP_NAN)
+
+
+@triton.jit
+def finite_bits(bits, KEEP_NAN: tl.constexpr):
+    """The same of bits of magnitudes."""
+    if KEEP_NAN:
+        return tl.where(bits == INFINITY_BITS, 0, bits)
+    return tl.where(bits >= INFINITY_BITS, 0, bits)
+
+
+@triton.jit
+def scale_of(amax, HIGHEST: tl.constexpr):
+    """amax / HIGHEST, 1 for zeros, never under 2^-126; NaN stays."""
+    scale = tl.div_rn(amax, HIGHEST)
+    scale = tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)
+    return tl.where(amax == 0.0, 1.0, scale)
+
+
+@triton.jit
+def divide(x, divisor, inverse, CORRECTED: tl.constexpr):
+    """x / divisor to the last bit, given the rounded inverse of the divisor.
+
+    Two fused multiply-adds correct the quotient (Markstein), which is a third of the instructions of
+    a division; the interpreter has no fused multiply-add and divides.
+    """
+    if CORRECTED:
+        quotient = x * inverse
+        surplus = tl.fma(quotient, divisor, -x)
+        # the minus is where -0 keeps its sign: Triton's -x is 0 - x, which is +0 of +0
+        corrected = tl.fma(surplus, -inverse, quotient)
+        # an infinity has no surplus: it stays what it is, and saturates later
+        return tl.where(tl.abs(x) == float("inf"), quotient, corrected)
+    return tl.div_rn(x, divisor)
+
+
+@triton.jit
+def reciprocal(x, NATIVE: tl.constexpr):
+    """1 / x to the last bit; one numerator is cheaper to divide than any."""
+    if NATIVE:
+        return tl.inline_asm_elementwise(
+            "rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.div_rn(1.0, x)
+
+
+@triton.jit
+def saturate(x, HIGHEST: tl.constexpr):
+    """x within ±HIGHEST; NaN stays."""
+    return tl.clamp(x, -HIGHEST, HIGHEST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def to_float8(x, type: tl.constexpr, NATIVE: tl.constexpr):
+    """x as float8, nearest even, saturating; NaN stays NaN. The interpreter's own cast neither rounds
+    to even nor knows NaN, so there the number is put on the type's grid first."""
+    if NATIVE:
+        return x.to(type)
+    x = saturate(x, 448.0 if type == tl.float8e4nv else 57344.0)
+    kept: tl.constexpr = 3 if type == tl.float8e4nv else 2  # bits of mantissa
+    normal: tl.constexpr = 2.0**-6 if type == tl.float8e4nv else 2.0**-14
+    bits = x.to(tl.int32, bitcast=True)
+    odd = (bits >> (23 - kept)) & 1
+    half: tl.constexpr = 1 << (22 - kept)
+    rounded = ((bits + (half - 1) + odd) & (-2 * half)).to(tl.float32, bitcast=True)
+    step: tl.constexpr = (
+        1.5 * normal * 2.0 ** (23 - kept)
+    )  # adding it rounds to the subnormals' step
+    small = (tl.abs(x) + step) - step
+    small = tl.where(bits < 0, -small, small)
+    nan: tl.constexpr = 480.0 if type == tl.float8e4nv else float("nan")  # what it casts to NaN
+    return tl.where(tl.abs(x) < normal, small, tl.where(x == x, rounded, nan)).to(type)
+
+
+@triton.jit
+def round_to_int(x):
+    """Nearest even of |x| < 2^22, as int32; 0 of NaN."""
+    whole = (x + ROUNDER).to(tl.int32, bitcast=True) - ROUNDER_BITS
+    return tl.where(x == x, whole, 0)
+
+
+@triton.jit
+def divide_positive(x, divisor, inverse, CORRECTED: tl.constexpr):
+    """x / divisor to the last bit for x >= 0; NaN of an infinity."""
+    if CORRECTED:
+        quotient = x * inverse
+        return tl.fma(tl.fma(quotient, divisor, -x), -inverse, quotient)
+    return tl.div_rn(x, divisor)
+
+
+@triton.jit
+def e2m1_magnitude(quotient):
+    """The e2m1 code 0 to 7 of quotient >= 0 in the last bits of an int32: nearest even, saturating.
+
+    Codes count steps of a half up to 2, of one up to 4, of two above, so the code is the least of the
+    three counts. Adding ROUNDER rounds each to a whole number. NaN, which the quotient of an infinity
+    may be, counts as 6. Additions are cheap here and comparisons are not.
+    """
+    halves = quotient * 2.0 + ROUNDER
+    ones = quotient + (ROUNDER + 2.0)
+    twos = quotient * 0.5 + (ROUNDER + 4.0)
+    least = tl.minimum(tl.minimum(halves, ones), tl.minimum(twos, ROUNDER + 7.0))
+    return least.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def int4_code(quotient):
+    """rne(quotient) + 8 within 0 to 15, in the last bits of an int32."""
+    code = tl.minimum(tl.maximum(quotient + (ROUNDER + 8.0), ROUNDER), ROUNDER + 15.0)
+    return code.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def larger_or_nan(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def any_infinite(amax):
+    """Whether some of these magnitudes is infinite or NaN."""
+    return tl.max(tl.where(amax < float("inf"), 0, 1), 0) > 0
+
+
+@triton.jit
+def finite_amax(x, AXIS: tl.constexpr, KEEP_NAN: tl.constexpr, NATIVE: tl.constexpr):
+    """The largest finite |x| along an axis; infinities are passed over, NaN is or stays.
+
+    One comparison an element; the bits are looked at only where the largest is no number (and in the
+    interpreter, which is slow at reductions of its user's own).
+    """
+    if NATIVE:
+        amax = tl.reduce(tl.abs(x), AXIS, larger_or_nan)
+        if any_infinite(amax):
+            amax = tl.max(magnitude_bits(x, KEEP_NAN), AXIS).to(tl.float32, bitcast=True)
+        return amax
+    else:
+        return tl.max(magnitude_bits(x, KEEP_NAN), AXIS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def code_8bit(x, scale, inverse, HIGHEST: tl.constexpr, type: tl.constexpr, C: tl.constexpr):
+    """Codes of one byte: float8 by its own cast, int8 by rounding."""
+    quotient = divide(x, scale, inverse, C)
+    if type == tl.int8:
+        return round_to_int(saturate(quotient, HIGHEST)).to(tl.int8)
+    return to_float8(quotient, type, C)

@@ -1,0 +1,1 @@
+"""Expert-parallel dispatch and combine: wire format and kernels."""

@@ -1,0 +1,1 @@
+"""Fused elementwise kernels of a transformer layer: norms, RoPE, gates, residual adds."""

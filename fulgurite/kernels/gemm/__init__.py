@@ -1,0 +1,1 @@
+"""GEMM and GEMV with quantized or dense weights, and fused projections."""

@@ -1,0 +1,264 @@
+"""A packed weight as the CPU's kernels want it: a QuantTensor [N, K] in, `Panels` out.
+
+Sixteen rows lie interleaved, so that one vector works on sixteen rows of the result and no sum is
+taken across a vector. Every format becomes one of four kinds of codes with scales a group of columns,
+without losing a bit (weight.h has the formula):
+
+    nibbles   q4_0 q4_1 q4_k int4_g* nvfp4 mxfp4     a table of sixteen numbers, so e2m1 is one too
+    bytes     q8_0 q6_k int8                         e4m3, e5m2   fp8_* mxfp8_*
+
+Scales keep their own type where that is float16, become bfloat16 where it holds them exactly (e8m0,
+e4m3), stay bytes under a float16 in the K formats, and are float32 otherwise. Rows are padded to 16 and columns to 32, with zeros.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fulgurite.errors import FormatError
+from fulgurite.kernels.common.cpu_library import Weight
+from fulgurite.quant import QuantTensor
+from fulgurite.quant.blocks import spread
+from fulgurite.quant.format import WHOLE, Format, level
+from fulgurite.quant.minifloat import E2M1_VALUES, decode_e8m0
+
+ROWS, BLOCK = 16, 32
+NIBBLES, BYTES, E4M3, E5M2 = range(4)
+NUMBERS = {
+    None: 0,
+    torch.float16: 1,
+    torch.bfloat16: 2,
+    torch.float32: 3,
+    torch.uint8: 4,
+    torch.int8: 5,
+}
+BYTE_OFFSET = -128
+# Twice the values of e2m1, plus 12: unsigned whole numbers. The half goes into the row's scale.
+E2M1_TABLE = [int(2 * v) + 12 for v in (*E2M1_VALUES, *(-value for value in E2M1_VALUES))]
+PARTS = ("codes", "scales", "minimums", "row_scales", "super_scales", "super_minimums")
+
+
+@dataclass(frozen=True)
+class Panels:
+    """A weight ready for the kernels. `integer` says whether they can multiply it in integers."""
+
+    rows: int
+    columns: int
+    group: int
+    kind: int
+    offset: int
+    table: tuple[int, ...]
+    codes: Tensor
+    scales: Tensor | None
+    minimums: Tensor | None
+    row_scales: Tensor | None
+    super_scales: Tensor | None = None
+    super_minimums: Tensor | None = None
+    structure: Weight = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        padded = self.columns + -self.columns % BLOCK
+        structure = Weight(
+            rows=self.rows,
+            columns=padded,
+            group=self.group,
+            codes_kind=self.kind,
+            scale_type=NUMBERS[None if self.scales is None else self.scales.dtype],
+            minimum_type=NUMBERS[None if self.minimums is None else self.minimums.dtype],
+            offset=self.offset,
+            codes=self.codes.data_ptr(),
+            scales=_address(self.scales),
+            minimums=_address(self.minimums),
+            row_scales=_address(self.row_scales),
+            super_scales=_address(self.super_scales),
+            super_minimums=_address(self.super_minimums),
+            table=(ctypes.c_uint8 * 16)(*self.table),
+            values=(ctypes.c_float * 16)(*(code + self.offset for code in self.table)),
+        )
+        object.__setattr__(self, "structure", structure)
+
+    @property
+    def integer(self) -> bool:
+        return self.kind in (NIBBLES, BYTES)
+
+    @property
+    def address(self) -> int:
+        """Of the C structure, which lives as long as this object."""
+        return ctypes.addressof(self.structure)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a product with one row of x reads."""
+        parts = (getattr(self, name) for name in PARTS)
+        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def panels(weight: QuantTensor) -> Panels:
+    """Lay a weight out. It is read once and not kept."""
+    if weight.dim() != 2 or weight.device.type != "cpu":
+        raise FormatError(
+            "only a weight [N, K] on the CPU is laid out for its kernels",
+            where=f"{weight.format.name} {list(weight.shape)} on {weight.device}",
+            next="take one expert of a stack, or move it with .cpu()",
+        )
+    codes, scales = weight.codes()
+    entry = weight.format
+    if entry.family == "cast":
+        raise FormatError(f"{entry.name} weights are multiplied by torch", next="use F.linear")
+    if entry.element.name in ("e4m3", "e5m2"):
+        return _small_floats(entry, codes, scales)
+    if entry.element.name == "e2m1":
+        return _e2m1(entry, codes, scales)
+    if entry.name == "q4_k":
+        made = _nibbles(codes, scales["sub_scale"], scales["sub_minimum"], 32, 0)
+        lows = scale_panels(-scales["minimum_scale"])
+        return replace(made, super_scales=scale_panels(scales["scale"]), super_minimums=lows)
+    if entry.name == "q6_k":
+        made = _bytes(codes, scales["sub_scale"], 16)
+        return replace(made, super_scales=scale_panels(scales["scale"]))
+    group = entry.block[1]
+    if entry.element.bits == 8:
+        if group == WHOLE:
+            return _bytes(codes, None, WHOLE, scales["scale"].flatten())
+        return _bytes(codes, scales["scale"], group)
+    offset = int(-entry.element.lowest)
+    low = scales.get("minimum")
+    if "zero_point" in scales:
+        low = -scales["zero_point"].float() * scales["scale"]
+    return _nibbles(codes + offset, scales["scale"], low, group, -offset)
+
+
+def _nibbles(codes: Tensor, scale: Tensor, low: Tensor | None, group: int, offset: int) -> Panels:
+    count = codes.shape
+    return Panels(
+        count[0], count[1], group, NIBBLES, offset, tuple(range(16)),
+        nibble_panels(codes), scale_panels(scale), None if low is None else scale_panels(low), None,
+    )  # fmt: skip
+
+
+def _e2m1(entry: Format, codes: Tensor, scales: dict[str, Tensor]) -> Panels:
+    rows, columns = codes.shape
+    factor = torch.full((rows,), 0.5)
+    scale = scales["scale"]
+    if "tensor_scale" in scales:
+        factor = factor * scales["tensor_scale"].flatten()
+        scale = scale.to(torch.bfloat16)
+    else:
+        scale = decode_e8m0(scale).to(torch.bfloat16)
+    if scale.shape[1] % 2 and entry.block[1] == 16:  # columns are padded to 32
+        scale = F.pad(scale, (0, 1))
+    return Panels(
+        rows, columns, entry.block[1], NIBBLES, -12, tuple(E2M1_TABLE),
+        nibble_panels(codes), scale_panels(scale), None, padded_rows(factor),
+    )  # fmt: skip
+
+
+def _bytes(
+    codes: Tensor,
+    scale: Tensor | None,
+    group: int,
+    row_scales: Tensor | None = None,
+) -> Panels:
+    rows, columns = codes.shape
+    shifted = (codes.to(torch.int16) - BYTE_OFFSET).to(torch.uint8)
+    return Panels(
+        rows, columns, group or columns + -columns % BLOCK, BYTES, BYTE_OFFSET, (0,) * 16,
+        byte_panels(shifted, fill=-BYTE_OFFSET),
+        None if scale is None else scale_panels(scale), None,
+        None if row_scales is None else padded_rows(row_scales),
+    )  # fmt: skip
+
+
+def _small_floats(entry: Format, codes: Tensor, scales: dict[str, Tensor]) -> Panels:
+    """A row with a NaN gets a NaN scale: its results are NaN whatever x is."""
+    rows, columns = codes.shape
+    values = codes.float()
+    if bool(values.isinf().any()):
+        raise FormatError(
+            "an e5m2 weight with infinities has no kernel",
+            where=f"{entry.name} {list(codes.shape)}",
+            next="use fulgurite.kernels.gemm.quant_linear.reference, or quantize again (it saturates)",
+        )
+    factor = torch.where(values.isnan().any(dim=1), float("nan"), 1.0)
+    group, scale = entry.block[1], scales["scale"]
+    kind = E4M3 if entry.element.name == "e4m3" else E5M2
+    if scale.dtype == torch.float8_e8m0fnu:
+        scale = decode_e8m0(scale).to(torch.bfloat16)
+    elif group == WHOLE:
+        factor = factor * scale.flatten()
+    else:
+        scale = spread(
+            scale, (level(entry, "scale").block[0], 1), torch.Size((rows, scale.shape[1]))
+        )
+    padded = columns + -columns % BLOCK
+    if group > BLOCK and padded % group:  # the last group of a row may be partial, as published
+        scale, group = scale.repeat_interleave(group // BLOCK, dim=1)[:, : padded // BLOCK], BLOCK
+    return Panels(
+        rows, columns, group or padded, kind, 0, (0,) * 16, byte_panels(codes.view(torch.uint8)),
+        None if group == WHOLE else scale_panels(scale), None, padded_rows(factor),
+    )  # fmt: skip
+
+
+def nibble_panels(codes: Tensor) -> Tensor:
+    """Codes 0 to 15 [N, K] as [N / 16, K / 32, 4 vectors, 16 rows, 4 bytes]."""
+    blocks = _blocks(codes.to(torch.uint8), 0).unflatten(-1, (4, 2, 4))
+    low, high = blocks[..., 0, :], blocks[..., 1, :]
+    return (low | (high << 4)).permute(0, 2, 3, 1, 4).contiguous()
+
+
+def byte_panels(codes: Tensor, fill: int = 0) -> Tensor:
+    """Bytes [N, K] as [N / 16, K / 32, 8 vectors, 16 rows, 4 bytes]."""
+    return _blocks(codes, fill).unflatten(-1, (8, 4)).permute(0, 2, 3, 1, 4).contiguous()
+
+
+def scale_panels(scale: Tensor) -> Tensor:
+    """[N, groups] as [N / 16, groups, 16 rows]."""
+    whole = F.pad(scale, (0, 0, 0, -scale.shape[0] % ROWS))
+    return whole.unflatten(0, (-1, ROWS)).transpose(1, 2).contiguous()
+
+
+def _blocks(codes: Tensor, fill: int) -> Tensor:
+    """[N, K] padded to [N / 16, 16, K / 32, 32]."""
+    rows, columns = codes.shape
+    whole = F.pad(codes, (0, -columns % BLOCK, 0, -rows % ROWS), value=fill)
+    return whole.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, ROWS))
+
+
+def padded_rows(values: Tensor) -> Tensor:
+    """One number a row [N] in float32, padded to whole panels."""
+    if values.dtype == torch.float32 and values.shape[0] % ROWS == 0 and values.is_contiguous():
+        return values  # nothing to compute, so a step that needs it can be recorded
+    return F.pad(values.float(), (0, -values.shape[0] % ROWS)).contiguous()
+
+
+def join(parts: list[Panels]) -> Panels:
+    """Weights of the same kind above each other: one call gives all of their results."""
+    first = parts[0]
+    same = ("columns", "group", "kind", "offset", "table")
+    fits = all(getattr(p, name) == getattr(first, name) for p in parts for name in same)
+    if not fits or any(part.rows % ROWS for part in parts[:-1]):
+        raise FormatError(
+            "these weights can't be joined for one call",
+            where=", ".join(f"[{p.rows}, {p.columns}] in groups of {p.group}" for p in parts),
+            next=f"join weights of one format with a multiple of {ROWS} rows, or call them apart",
+        )
+
+    def joined(name: str) -> Tensor | None:
+        tensors = [getattr(part, name) for part in parts]
+        return None if tensors[0] is None else torch.cat(tensors)
+
+    codes = joined("codes")
+    assert codes is not None, "panels without codes"
+    return Panels(
+        sum(part.rows for part in parts), first.columns, first.group, first.kind, first.offset,
+        first.table, codes, *(joined(name) for name in PARTS[1:]),
+    )  # fmt: skip

@@ -1,0 +1,148 @@
+"""`fp8_linear`: x @ weight.T + bias with all three matmuls of training in FP8.
+
+    forward    y[m, n]  = q(x)[m, k] · q(w)[n, k]        contracted over k, blocks along k
+    backward   gx[m, k] = q(g)[m, n] · q(wᵀ)[k, n]       contracted over n, blocks along n
+               gw[n, k] = q(gᵀ)[n, m] · q(xᵀ)[k, m]      contracted over m, blocks along m
+
+In: x [.., K], a weight [N, K] and a bias [N] in 16 or 32 bits, and the name of a recipe. Out: y
+[.., N] in x's dtype (in autocast's where it is on); gradients in the dtype of what they belong to.
+Sums are in float32.
+
+A recipe says in which format of `FORMATS` each operand is cast. Scales come from the data as it is
+(dynamic), so there is no state to keep or to restore. An operand is cast twice, once along each
+dimension it is contracted over, except where one scale serves both.
+
+What backward keeps: x cast for its second use, a byte an element; and of the weight nothing, as its
+second cast is made from the weight in backward ("recompute"), or that cast ("keep"). Recomputing is
+what a sharded weight needs: its gathered form, and casts of it, are gone by then and come back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fulgurite.errors import ArgumentError
+from fulgurite.kernels.gemm.scaled_mm import scaled_mm_parts
+from fulgurite.kernels.quantize.ops import quantize_parts
+
+Cast = tuple[Tensor, Tensor]  # packed data, scales
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Formats of x, of the weight and of the gradient of y, in each of their two casts."""
+
+    x: str
+    weight: str
+    gradient: str
+    one_scale: bool = False  # both casts of an operand have the same scale
+
+
+RECIPES: dict[str, Recipe] = {
+    "tensorwise": Recipe("fp8_e4m3_tensor", "fp8_e4m3_tensor", "fp8_e5m2_tensor", one_scale=True),
+    "rowwise": Recipe("fp8_e4m3_row", "fp8_e4m3_row", "fp8_e4m3_row"),
+    "blockwise": Recipe("fp8_e4m3_1x128", "fp8_e4m3_128x128", "fp8_e4m3_1x128"),
+}
+WEIGHTS = ("recompute", "keep")
+
+
+def fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    recipe: str = "rowwise",
+    weights: str = "recompute",
+) -> Tensor:
+    """x @ weight.T + bias, forward and backward in FP8."""
+    check_recipe(recipe, weights)
+    dtype = x.dtype
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+    with torch.autocast(x.device.type, enabled=False):
+        out: Tensor = _FP8Linear.apply(x, weight, bias, recipe, weights, dtype)
+    return out
+
+
+def check_recipe(recipe: str, weights: str) -> None:
+    """Raises where a name is not of the tables."""
+    if recipe not in RECIPES:
+        raise ArgumentError(f"{recipe!r} is not an FP8 recipe", next=f"one of {', '.join(RECIPES)}")
+    if weights not in WEIGHTS:
+        raise ArgumentError(f"weights={weights!r} is not allowed", next=f"one of {WEIGHTS}")
+
+
+class _FP8Linear(torch.autograd.Function):
+    """The rule of the module's text; AOTAutograd traces through both methods."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        recipe: str,
+        weights: str,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        formats = RECIPES[recipe]
+        rows = x.reshape(-1, x.shape[-1])
+        of_x = _cast(rows, formats.x)
+        of_weight = _cast(weight, formats.weight)
+        y = _multiply(of_x, formats.x, of_weight, formats.weight, bias, dtype)
+        ctx.formats, ctx.keeps, ctx.shape = formats, weights == "keep", x.shape
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        saved: list[Tensor | None] = [None, None, None, None, None]
+        if needs_weight:
+            saved[:2] = _turned(rows, formats.x, of_x, formats.one_scale)
+        if needs_x and ctx.keeps:
+            saved[2:4] = _turned(weight, formats.weight, of_weight, formats.one_scale)
+        elif needs_x:
+            saved[4] = weight
+        ctx.save_for_backward(*saved)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        formats: Recipe = ctx.formats
+        x_turned, x_scale, weight_turned, weight_scale, weight = ctx.saved_tensors
+        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        of_gradient = _cast(gradient, formats.gradient)
+        of_x = of_weight = of_bias = None
+        if needs_x:
+            turned = (weight_turned, weight_scale)
+            if not ctx.keeps:
+                turned = _cast(weight.t(), formats.weight)
+            of_x = _multiply(of_gradient, formats.gradient, turned, formats.weight, None, x_dtype)
+            of_x = of_x.reshape(ctx.shape)
+        if needs_weight:
+            turned = _turned(gradient, formats.gradient, of_gradient, formats.one_scale)
+            columns = (x_turned, x_scale)
+            of_weight = _multiply(turned, formats.gradient, columns, formats.x, None, weight_dtype)
+        if needs_bias:
+            of_bias = gradient.sum(0, dtype=torch.float32).to(bias_dtype)
+        return of_x, of_weight, of_bias, None, None, None
+
+
+def _cast(matrix: Tensor, format: str, scale: Tensor | None = None) -> Cast:
+    data, made = quantize_parts(matrix, format, scale)
+    return data, made
+
+
+def _turned(matrix: Tensor, format: str, cast: Cast, one_scale: bool) -> Cast:
+    """The cast of the transpose; a scale of the whole matrix is not worked out twice."""
+    return _cast(matrix.t(), format, cast[1] if one_scale else None)
+
+
+def _multiply(
+    a: Cast, a_format: str, b: Cast, b_format: str, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """a @ b.T + bias."""
+    out: Tensor = scaled_mm_parts(a[0], [a[1]], a_format, b[0], [b[1]], b_format, bias, dtype)
+    return out

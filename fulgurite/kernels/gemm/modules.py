@@ -1,0 +1,186 @@
+"""Modules with packed weights: what `nn.Linear` and `nn.Embedding` become, with the same names.
+
+In: a `QuantTensor` parameter `weight` (and a plain `bias`). Out: what the dense module would give with
+the dequantized weight, up to how its activations are rounded.
+
+`activations` is what `quant_linear` takes. A module that holds `input_scale` quantizes its input with
+that static scale instead and multiplies by `scaled_mm`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fulgurite.errors import FormatError
+from fulgurite.kernels.gemm.quant_linear import PLAIN, quant_linear
+from fulgurite.kernels.gemm.scaled_mm import scaled_mm_parts
+from fulgurite.kernels.quantize.ops import quantize_parts
+from fulgurite.quant import WHOLE, QuantTensor, features_of, is_native
+
+INTEGER_FAMILIES = ("int", "gguf", "nvfp4")
+INTEGER_FORMATS = ("mxfp4",)
+# weight -> activations that hardware multiplies it with
+PARTNERS = {
+    "fp8_e4m3_tensor": "fp8_e4m3_row",
+    "fp8_e4m3_row": "fp8_e4m3_row",
+    "fp8_e4m3_128x128": "fp8_e4m3_1x128",
+    "mxfp8_e4m3": "mxfp8_e4m3",
+    "nvfp4": "nvfp4",
+}
+# where a linear is a cast and a product in any case, and the casts that generated kernels can make
+CASTS_APART = ("cuda",)
+FUSED_CASTS = ("fp8_e4m3_row", "fp8_e4m3_1x128", "int8")
+
+
+def packable(module: nn.Module) -> tuple[str, ...]:
+    """The parameters of a module that may be packed: a linear's weight, and what `takes_packed` names."""
+    if type(module) is nn.Linear:
+        return ("weight",)
+    names: tuple[str, ...] = getattr(module, "takes_packed", ())
+    return names
+
+
+class QuantModule(nn.Module):
+    """A module with a packed `weight`. Activations that were left open follow it to its device."""
+
+    weight: nn.Parameter
+    activations: str
+
+    def choose_activations(self, weight: QuantTensor, asked: str | None) -> None:
+        """`asked`, or what multiplies fastest where the weight is."""
+        self.open = asked is None
+        self.activations = natural_activations(weight) if asked is None else asked
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        moved = super()._apply(fn, recurse)
+        if self.open and isinstance(self.weight, QuantTensor):
+            self.activations = natural_activations(self.weight)
+        return moved
+
+
+class QuantLinear(QuantModule):
+    """x @ weight.T + bias, the weight packed."""
+
+    input_scale: Tensor | None
+
+    def __init__(
+        self,
+        weight: QuantTensor,
+        bias: Tensor | None = None,
+        activations: str | None = None,
+        input_scale: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.choose_activations(weight, activations)
+        self.register_buffer("input_scale", input_scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        assert isinstance(weight, QuantTensor), "a QuantLinear's weight was replaced"
+        if self.input_scale is None and not self._casts_apart(x):
+            return quant_linear(x, weight, self.bias, self.activations)
+        # parts, not a QuantTensor: a captured program can't make one
+        rows, *scales = quantize_parts(x.flatten(0, -2), self.activations, self.input_scale)
+        packed, levels = weight.packed, list(weight.scales.values())
+        y: Tensor = scaled_mm_parts(
+            rows, scales, self.activations, packed, levels, weight.format.name, self.bias, x.dtype
+        )
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _casts_apart(self, x: Tensor) -> bool:
+        """Whether x is cast by an op of its own, which a compiled program fuses with what made x."""
+        if not torch.compiler.is_compiling() or x.device.type not in CASTS_APART:
+            return False
+        needs_gradient = torch.is_grad_enabled() and x.requires_grad
+        return self.activations in FUSED_CASTS and x.dim() > 1 and not needs_gradient
+
+    def extra_repr(self) -> str:
+        format = self.weight.format.name if isinstance(self.weight, QuantTensor) else "?"
+        return (
+            f"{self.in_features}, {self.out_features}, {format}, activations={self.activations}, "
+            f"bias={self.bias is not None}"
+        )
+
+
+class QuantEmbedding(QuantModule):
+    """Rows of a packed table, dequantized as they are looked up.
+
+    `activations` is for a head that shares the table (`project`).
+    """
+
+    def __init__(self, weight: QuantTensor, activations: str | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.choose_activations(weight, activations)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        weight = self.weight
+        assert isinstance(weight, QuantTensor), "a QuantEmbedding's weight was replaced"
+        return look_up(weight, ids)
+
+    def extra_repr(self) -> str:
+        weight = self.weight
+        format = weight.format.name if isinstance(weight, QuantTensor) else "?"
+        return f"{weight.shape[0]}, {weight.shape[1]}, {format}"
+
+
+def look_up(table: QuantTensor, ids: Tensor) -> Tensor:
+    """The rows `ids` of a packed table, in its dtype: [.., K]."""
+    if any(scale.block[0] not in (0, 1) for scale in table.format.stored_scales):
+        raise FormatError(
+            f"rows of a {table.format.name} table can't be looked up: its scales span several rows",
+            where=f"table {list(table.shape)}",
+            next="keep the embedding dense, or use a format with scales along K only",
+        )
+    flat = ids.flatten()
+    scales = {
+        scale.name: table.scales[scale.name] if scale.block[0] == WHOLE
+        else table.scales[scale.name][flat]
+        for scale in table.format.stored_scales
+    }  # fmt: skip
+    packed = QuantTensor(table.format, table.packed[flat], scales, table.dtype)
+    return packed.dequantize().view(*ids.shape, table.shape[1])
+
+
+class Table(nn.Module, ABC):
+    """A table of a vocabulary that scores by itself: one that is divided over ranks."""
+
+    @abstractmethod
+    def project(self, x: Tensor) -> Tensor:
+        """x @ weight.T, all columns."""
+
+
+def project(x: Tensor, table: nn.Module) -> Tensor:
+    """x @ weight.T for the weight of a linear or an embedding, dense or packed."""
+    if isinstance(table, Table):
+        return table.project(x)
+    if isinstance(table, QuantModule):
+        assert isinstance(table.weight, QuantTensor), "a packed weight was replaced"
+        return quant_linear(x, table.weight, None, table.activations)
+    weight = table.weight
+    assert isinstance(weight, Tensor), "a module without a weight"
+    return F.linear(x, weight)
+
+
+def natural_activations(weight: QuantTensor) -> str:
+    """What multiplies fastest on the weight's device.
+
+    CPUs: int8 in blocks of 32 where the weight's codes are whole numbers. GPUs that multiply in the
+    weight's own format: activations in the format that goes with it. Otherwise x as it is.
+    """
+    format, device = weight.format, weight.device
+    if device.type == "cpu":
+        whole = format.family in INTEGER_FAMILIES or format.name in INTEGER_FORMATS
+        return "q8_0" if whole and weight.shape[-1] % 32 == 0 else PLAIN
+    if format.name in PARTNERS and is_native(format, features_of(device)):
+        return PARTNERS[format.name]
+    return PLAIN

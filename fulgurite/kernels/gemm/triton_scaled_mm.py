@@ -1,0 +1,206 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""`scaled_mm` and `grouped_scaled_mm` on a GPU: a library call or our kernel, whichever is faster.
+
+In: the operators' arguments. Out: a @ b.T + bias, or NotImplemented for pairs of formats that only
+the reference takes.
+
+    fp8 tensor, row, 1x128 with 128x128 or 1x128     torch's library where it takes the shape and was
+                                                     measured faster (`tiles.library_wins`)
+    the same otherwise, int8 rows                    our kernel, 8 bits times 8 bits
+    MX and NVFP4, where the chip has no such units   a as bfloat16, exactly; b decoded in the kernel
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType
+from torch.nn.functional import scaled_mm as library_scaled_mm
+
+from fulgurite.kernels.gemm import triton_launch
+from fulgurite.kernels.quantize.triton_dequantize import to_bfloat16
+from fulgurite.kernels.tuning import gemm
+from fulgurite.quant import Format, resolve
+from fulgurite.quant.format import WHOLE
+
+TENSOR, ROW, BLOCKS, TILES = (WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128)
+LIBRARY = {
+    (TENSOR, TENSOR): (ScalingType.TensorWise, ScalingType.TensorWise),
+    (ROW, ROW): (ScalingType.RowWise, ScalingType.RowWise),
+    (BLOCKS, TILES): (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128),
+    (BLOCKS, BLOCKS): (ScalingType.BlockWise1x128, ScalingType.BlockWise1x128),
+}
+
+
+def scaled_mm(
+    a: Tensor,
+    a_scales: list[Tensor],
+    a_format: str,
+    b: Tensor,
+    b_scales: list[Tensor],
+    b_format: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Any:
+    """`fulgurite::scaled_mm`."""
+    rows = a.reshape(-1, a.shape[-1])
+    left, right = resolve(a_format), resolve(b_format)
+    if a.dim() > 2 and left.block != ROW and left.block[0] != 1:
+        return NotImplemented  # one scale a matrix, and several matrices
+    if a.numel() == 0 or b.numel() == 0:
+        return NotImplemented
+    scale = a_scales[0] if a.dim() == 2 else a_scales[0].reshape(-1, a_scales[0].shape[-1])
+    if _same_units(left, right):
+        m, n, k = rows.shape[0], b.shape[0], b.shape[1]
+        pair = LIBRARY.get((left.block, right.block))
+        if pair and _library_takes(pair, left, right, rows, b, bias, out_dtype):
+            if gemm.library_wins(right.block, m, n, k):
+                out = _library(rows, scale, b, b_scales[0], pair, bias, out_dtype)
+                return out.reshape(*a.shape[:-1], n)
+        weight = triton_launch.weight_of(right)
+        assert weight is not None, f"{right.name} has 8 bits, and the kernel takes those"
+        tile = gemm.for_scaled(m, n, k, weight.scaling, rows.device)
+        out = triton_launch.matmul(
+            rows, scale, left, b, b_scales, right, weight, bias, out_dtype, tile
+        )
+        return out.reshape(*a.shape[:-1], n)
+    return _decoded(a, a_scales, left, b, b_scales, right, bias, out_dtype, None)
+
+
+def grouped_scaled_mm(
+    a: Tensor,
+    a_scales: list[Tensor],
+    a_format: str,
+    offsets: Tensor,
+    b: Tensor,
+    b_scales: list[Tensor],
+    b_format: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Any:
+    """`fulgurite::grouped_scaled_mm`."""
+    left, right = resolve(a_format), resolve(b_format)
+    if a.numel() == 0 or b.numel() == 0:
+        return NotImplemented
+    if not _same_units(left, right):
+        return _decoded(a, a_scales, left, b, b_scales, right, bias, out_dtype, offsets)
+    weight = triton_launch.weight_of(right)
+    assert weight is not None, f"{right.name} has 8 bits, and the kernel takes those"
+    m, (experts, n, k) = a.shape[0], b.shape
+    tile = gemm.for_experts(m, n, k, experts, weight, same=True)
+    return triton_launch.matmul(
+        a, a_scales[0], left, b, b_scales, right, weight, bias, out_dtype, tile, offsets
+    )
+
+
+def _same_units(left: Format, right: Format) -> bool:
+    """Whether 8 bits are multiplied by 8 bits, scaled at the end or each 128 of K."""
+    if left.name == "int8" and right.name == "int8":
+        return True
+    if left.family != "fp8" or right.family != "fp8" or left.block == TILES:
+        return False
+    return right.block[1] != WHOLE or left.block[1] == WHOLE
+
+
+def _decoded(
+    a: Tensor,
+    a_scales: list[Tensor],
+    left: Format,
+    b: Tensor,
+    b_scales: list[Tensor],
+    right: Format,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    ends: Tensor | None,
+) -> Any:
+    """a as bfloat16, which holds 4- and 8-bit floats with power-of-two or e4m3 scales exactly."""
+    weight = triton_launch.weight_of(right)
+    if weight is None or left.family not in ("mx", "nvfp4"):
+        return NotImplemented
+    rows, factor = to_bfloat16(a.reshape(-1, a.shape[-1]), a_scales, left)
+    m, n, k = rows.shape[0], b.shape[-2], rows.shape[1]
+    tile: gemm.Tile | gemm.FewTile
+    if ends is None:
+        tile = gemm.for_decoded(m, n, k, weight, a.device)
+    else:
+        tile = gemm.for_experts(m, n, k, b.shape[0], weight, same=False)
+    out = triton_launch.matmul(
+        rows, None, None, b, b_scales, right, weight, bias, out_dtype, tile, ends, factor
+    )
+    return out.reshape(*a.shape[:-1], n)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _library_takes(
+    pair: tuple[ScalingType, ScalingType],
+    left: Format,
+    right: Format,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> bool:
+    """What torch's scaled_mm asks of dtypes and shapes (2.11 to 2.13, NVIDIA)."""
+    if left.family != "fp8" or a.device.type != "cuda" or torch.version.hip:
+        return False
+    capability, (n, k) = _capability(a.device), b.shape
+    both_e5m2 = left.element.name == right.element.name == "e5m2"
+    dense = a.is_contiguous() and b.is_contiguous() and n % 16 == 0 and k % 16 == 0
+    if capability < (8, 9) or both_e5m2 or not dense:
+        return False
+    if bias is not None and not (bias.dtype == dtype == torch.bfloat16 and WHOLE in left.block):
+        return False
+    if pair[0] is ScalingType.TensorWise:
+        return dtype in (torch.bfloat16, torch.float16, torch.float32)
+    if pair[0] is ScalingType.RowWise:
+        return dtype == torch.bfloat16 and capability[0] == 9
+    tiles_fit = k % 128 == 0 and (pair[1] is not ScalingType.BlockWise128x128 or n % 128 == 0)
+    return capability == (9, 0) and tiles_fit and dtype in (torch.bfloat16, torch.float32)
+
+
+def _library(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    pair: tuple[ScalingType, ScalingType],
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """torch's scaled_mm, with scales in the layouts it asks for."""
+    if pair[0] is ScalingType.RowWise:
+        b_scale = b_scale.t()
+    elif pair[0] is ScalingType.TensorWise:
+        a_scale, b_scale = a_scale.reshape(1), b_scale.reshape(1)
+    else:
+        a_scale = rows_dense(a_scale)
+        b_scale = _padded(b_scale) if b_scale.shape[0] != b.shape[0] else rows_dense(b_scale)
+    out: Tensor = library_scaled_mm(
+        a, b.t(), a_scale, pair[0], b_scale, pair[1], bias=bias, output_dtype=dtype
+    )
+    return out
+
+
+def rows_dense(scale: Tensor) -> Tensor:
+    """The same scales with rows next to each other, and strides that say so for one row too."""
+    down, across = scale.shape
+    if scale.stride() == (1, down):
+        return scale
+    return scale.new_empty(across, down).copy_(scale.t()).t()
+
+
+def _padded(scale: Tensor) -> Tensor:
+    """Scales of 128x128 tiles as [K / 128, N / 128], K next to each other, padded to fours."""
+    down, across = scale.shape
+    if across % 4 == 0 and scale.is_contiguous():
+        return scale.t()
+    padded = scale.new_zeros(down, -(-across // 4) * 4)
+    padded[:, :across] = scale
+    return padded.t()

@@ -1,0 +1,1 @@
+"""Grouped GEMM: rows sorted by expert, one weight per expert."""

@@ -1,0 +1,87 @@
+"""Weights packed a few rows at a time, so that little lies beside the weight and the result.
+
+In: a weight [N, K] or a stack [E, N, K] of experts, and a format. Out: the same `QuantTensor` that
+`quantize` gives, and how far it is from the weight in decibels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fulgurite.kernels.quantize.ops import quantize_parts
+from fulgurite.quant import QuantTensor
+from fulgurite.quant.blocks import block_amax, scale_for
+from fulgurite.quant.format import E2M1, E4M3, WHOLE, Format
+from fulgurite.quant.shapes import check_shape, data_shape, scale_shape
+
+PIECE = 4 << 20  # elements that are quantized at once
+TILE = 128  # the most rows that share a scale
+
+
+def quantize_by_rows(weight: Tensor, format: Format) -> QuantTensor:
+    """`quantize`, a few rows at a time."""
+    check_shape(format, weight.shape)
+    data = weight.new_empty(data_shape(format, weight.shape), dtype=format.data_dtype)
+    scales = {
+        scale.name: weight.new_empty(scale_shape(scale, weight.shape), dtype=scale.dtype)
+        for scale in format.stored_scales
+    }
+    if weight.dim() == 2:
+        _fill(weight, format, data, scales)
+    else:
+        for expert in range(weight.shape[0]):
+            levels = {name: values[expert] for name, values in scales.items()}
+            _fill(weight[expert], format, data[expert], levels)
+    return QuantTensor(format, data, scales, weight.dtype)
+
+
+def _fill(weight: Tensor, format: Format, data: Tensor, scales: dict[str, Tensor]) -> None:
+    static = _whole_scale(weight, format)
+    for start, piece in _pieces(weight):
+        made, *levels = quantize_parts(piece, format.name, static)
+        data[start : start + piece.shape[0]] = made
+        for scale, values in zip(format.stored_scales, levels, strict=True):
+            first = start // scale.block[0] if scale.block[0] != WHOLE else 0
+            scales[scale.name][first : first + values.shape[0]] = values
+
+
+def _whole_scale(weight: Tensor, format: Format) -> Tensor | None:
+    """The scale that all pieces share, where the format has one and there are several pieces."""
+    whole = [scale for scale in format.scales if scale.block == (WHOLE, WHOLE)]
+    pieces = [piece for _, piece in _pieces(weight)] if whole else []
+    if len(pieces) < 2:
+        return None
+    largest = [block_amax(piece.float(), whole[0], keep_nan=False) for piece in pieces]
+    return scale_for(torch.stack(largest).amax(0), highest_value(format))
+
+
+def highest_value(format: Format) -> float:
+    """What a scale of a whole matrix puts its largest element at."""
+    return (E4M3.highest * E2M1.highest) if format.family == "nvfp4" else format.element.highest
+
+
+def _pieces(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
+    rows, columns = weight.shape
+    step = max(TILE, PIECE // max(1, columns) // TILE * TILE)
+    for start in range(0, rows, step):
+        yield start, weight[start : start + step]
+
+
+def signal_to_noise_by_rows(weight: Tensor, packed: QuantTensor) -> float:
+    """`signal_to_noise`, a few rows at a time."""
+    signal = noise = 0.0
+    experts = range(weight.shape[0]) if weight.dim() == 3 else ()
+    pairs = [(weight[e], packed[e]) for e in experts] or [(weight, packed)]
+    for dense, small in pairs:
+        for start, piece in _pieces(dense):
+            original = piece.double()
+            back = small[start : start + piece.shape[0]].dequantize(torch.float32)
+            signal += original.square().sum().item()
+            noise += (original - back).square().sum().item()
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf

@@ -1,0 +1,1 @@
+"""Launch configurations: one class, one table per device family."""
