@@ -22,7 +22,7 @@ import torch.nn.functional as F
 sys.path.insert(0, ".")
 from fulgurite import device as hardware
 from fulgurite.kernels.attention import triton_attention
-from fulgurite.kernels.common.pdl_region import chain
+from fulgurite.kernels.common.pdl import pdl_region
 from fulgurite.kernels.gemm import triton_fused_linear, triton_gemv
 from fulgurite.kernels.sampling import triton_sampling
 
@@ -113,7 +113,7 @@ def calls_of(problem, plan):
         if part != "tile":
             more |= {"norm": norm, "eps": 1e-6}
         ours = [
-            functools.partial(triton_fused_linear.linear, x, w, up=up[0] if up else None, **more)
+            functools.partial(triton_fused_linear.fused_linear, x, w, up=up[0] if up else None, **more)
             for w, *up in sets
         ]
         theirs = [functools.partial(_linears, x, weights) for weights in sets]
@@ -154,7 +154,7 @@ def calls_of(problem, plan):
     logits = torch.randn(batch, 151_936, device="cuda")
     settings = {"plain": (1.0, 0, 0, 1.0), "top-p": (1.0, 0, 0, 0.9), "both": (0.8, 0, 50, 0.9)}
     if how == "greedy":
-        ours = [functools.partial(triton_sampling.greedy, logits)]
+        ours = [functools.partial(triton_sampling.greedy_sample, logits)]
     else:
         one = torch.tensor(settings[how] + (0.7,)).double().expand(batch, -1)
         ours = [functools.partial(triton_sampling.sample_rows, logits, one.contiguous())]
@@ -169,7 +169,7 @@ def _linears(x, weights):
 def compile_one(job):
     problem, plan = job
     try:
-        with chain():
+        with pdl_region():
             calls_of(problem, plan)[0][0]()
         torch.cuda.synchronize()
     except Exception as error:  # what a plan that does not fit the GPU says
@@ -179,14 +179,14 @@ def compile_one(job):
 
 def seconds(calls, captured=True):
     """Of one call, in a CUDA graph of a turn through all of them."""
-    with chain():
+    with pdl_region():
         for call in calls[:2]:
             call()
     torch.cuda.synchronize()
     rounds = max(1, 24 // len(calls))
     graph = torch.cuda.CUDAGraph()
     if captured:
-        with torch.cuda.graph(graph), chain():
+        with torch.cuda.graph(graph), pdl_region():
             for _ in range(rounds):
                 for call in calls:
                     call()

@@ -23,41 +23,41 @@ from triton.runtime.errors import OutOfResources
 
 from fulgurite import device
 from fulgurite.bench import mla as bench
-from fulgurite.bench.quant_cuda import graph_seconds
+from fulgurite.bench.measure import time_in_cuda_graph
 from fulgurite.kernels.mla import reference, triton_decode
-from fulgurite.kernels.mla.triton_absorb import project_queries
-from fulgurite.kernels.tuning.gemm import processors
+from fulgurite.kernels.mla.triton_absorb import absorb_queries
+from fulgurite.kernels.tuning.heuristics import num_sms
 
 ROWS = {16: (16,), 128: (16, 64)}
 KEYS, WARPS, STAGES = (16, 32, 64), (4, 8), (2, 3, 4, 5)
 SHARES = (1, 2, 4)  # programs a multiprocessor
-PROCESSES, SCALE = 5, (bench.PLAIN + bench.ROPE) ** -0.5
+PROCESSES, SCALE = 5, (bench.NOPE_DIM + bench.ROPE_DIM) ** -0.5
 Case = tuple[str, str]  # shape, kept
 Job = tuple[Case, triton_decode.Plan]
 
 
 def tiles(case: Case) -> list[triton_decode.Plan]:
     """Whole contexts and split ones are two kernels; how often they are split is no matter of compiling."""
-    found = itertools.product(ROWS[bench.HEADS[case[0]]], KEYS, WARPS, STAGES, (1, 2))
+    found = itertools.product(ROWS[bench.NUM_HEADS[case[0]]], KEYS, WARPS, STAGES, (1, 2))
     return [triton_decode.Plan(*sizes) for sizes in found]
 
 
 def problem_of(case: Case, batch: int, copies: int, uneven: bool):
     torch.manual_seed(0)
-    heads = bench.HEADS[case[0]]
+    heads = bench.NUM_HEADS[case[0]]
     problem = bench.make_problem(bench.CUDA, heads, batch, bench.CONTEXT, case[1], copies)
     if uneven:
         problem.lengths_S.copy_(torch.randint(1, bench.CONTEXT + 1, (batch,)))
-    size = bench.PLAIN + bench.ROPE
+    size = bench.NOPE_DIM + bench.ROPE_DIM
     q = torch.randn(batch, heads, size, dtype=torch.bfloat16, device="cuda")
-    return problem, q, bench.angles(batch, "cuda")
+    return problem, q, bench.random_rope(batch, "cuda")
 
 
 def calls(problem: bench.Problem, q, rotation, chosen: triton_decode.Plan | None):
-    kept = reference.parts(problem.pages, bench.RANK, bench.ROPE)
+    kept = reference.split_latent_cache(problem.pages, bench.KV_LORA_RANK, bench.ROPE_DIM)
     starts = torch.arange(len(problem.lengths_S) + 1, dtype=torch.int32, device="cuda")
-    up_key = problem.up_NUC[:, : bench.PLAIN]
-    queries = project_queries(q, up_key, *rotation, True, kept.latents_PBC.dtype)
+    up_key = problem.up_NUC[:, : bench.NOPE_DIM]
+    queries = absorb_queries(q, up_key, *rotation, True, kept.latents_PBC.dtype)
     return [
         partial(
             triton_decode.attend_absorbed, queries, kept, table, starts, problem.lengths_S, SCALE, 1,
@@ -79,14 +79,14 @@ def check(job: Job) -> tuple[Job, float | str]:
             problem, q, rotation = problem_of(case, 8, 1, True)
             starts = torch.arange(9, dtype=torch.int32, device="cuda")
             wide = (q.float(), problem.up_NUC.float(), *rotation, problem.pages, problem.tables[0])
-            wanted = reference.latent_attention(*wide, starts, problem.lengths_S, SCALE, True)
+            wanted = reference.mla_attention(*wide, starts, problem.lengths_S, SCALE, True)
             _held[case] = problem, q, rotation, wanted
         problem, q, rotation, wanted = _held[case]
         try:
             found = calls(problem, q, rotation, plan)[0]()
         except (OutOfResources, CompilationError) as error:
             return job, type(error).__name__
-        up_value = problem.up_NUC[:, bench.PLAIN :].float()
+        up_value = problem.up_NUC[:, bench.NOPE_DIM :].float()
         found = torch.einsum("tnc,nvc->tnv", found.float(), up_value)
         return job, ((found - wanted).abs().max() / wanted.abs().max()).item()
 
@@ -94,16 +94,16 @@ def check(job: Job) -> tuple[Job, float | str]:
 def sweep(case: Case, batch: int, good: list[triton_decode.Plan], until: float, copy: float):
     once = batch * bench.CONTEXT * 1152
     problem, q, rotation = problem_of(case, batch, max(2, min(16, round(250e6 / once))), False)
-    count = processors(torch.device("cuda"))
-    seconds = {"chosen": graph_seconds(calls(problem, q, rotation, None), 3)}
+    count = num_sms(torch.device("cuda"))
+    seconds = {"chosen": time_in_cuda_graph(calls(problem, q, rotation, None), 3)}
     for plan in good:
-        programs = batch * -(-bench.HEADS[case[0]] // plan.rows)
+        programs = batch * -(-bench.NUM_HEADS[case[0]] // plan.rows)
         most = bench.CONTEXT // triton_decode.LEAST_SPAN
         splits = {max(1, min(share * count // programs, most)) for share in SHARES}
         for split in sorted(splits):
             if (split > 1) == (plan.splits > 1) and time.time() < until:
                 sized = triton_decode.Plan(plan.rows, plan.keys, plan.warps, plan.stages, split)
-                seconds[str(sized)] = graph_seconds(calls(problem, q, rotation, sized), 3)
+                seconds[str(sized)] = time_in_cuda_graph(calls(problem, q, rotation, sized), 3)
     best = sorted(seconds, key=seconds.__getitem__)[:5]
     print(
         f"{case} batch {batch}: chosen {problem.latent_bytes / seconds['chosen'] / copy:.0%}",
@@ -115,7 +115,7 @@ def sweep(case: Case, batch: int, good: list[triton_decode.Plan], until: float, 
 
 def main() -> None:
     out, budget = sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 120.0
-    cases = [(name, kept) for name in bench.HEADS for kept in ("bfloat16", "fp8")]
+    cases = [(name, kept) for name in bench.NUM_HEADS for kept in ("bfloat16", "fp8")]
     jobs = [(case, plan) for case in cases for plan in tiles(case)]
     begin = time.time()
     with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:

@@ -28,10 +28,10 @@ from triton.runtime.errors import OutOfResources
 
 sys.path.insert(0, ".")
 from fulgurite.bench import moe
-from fulgurite.bench.quant_cuda import graph_seconds
+from fulgurite.bench.measure import time_in_cuda_graph
 from fulgurite.kernels.grouped_gemm import triton_4bit
 from fulgurite.kernels.grouped_gemm import triton_grouped_gemm as kernels
-from fulgurite.kernels.moe.ops import Gate, Order, grouped_matmul, index
+from fulgurite.kernels.moe.ops import ExpertOrder, GatedActivation, grouped_gemm, sort_by_expert
 from fulgurite.kernels.tuning.gemm import Tile
 from fulgurite.quant import QuantTensor
 
@@ -58,33 +58,33 @@ def tiles_to_try(
                 yield "many_tile", tile
 
 
-def cases(place: str) -> Iterator[tuple[dict[str, Any], list[Any], torch.Tensor, list[Order]]]:
+def cases(place: str) -> Iterator[tuple[dict[str, Any], list[Any], torch.Tensor, list[ExpertOrder]]]:
     """(what it is, calls with other routes each, the weight, their orders) of each matmul."""
     for shape, kind in itertools.product(moe.GPU_SHAPES, FORMATS):
-        gate_up, down = moe.make_layer(shape, kind, place)
+        gate_up, down = moe.make_expert_weights(shape, kind, place)
         for tokens in TOKENS:
-            routes = moe.draw_routes(shape, tokens, place)
-            orders = [index(one.experts_Tk, shape.experts) for one in routes]
+            routes = moe.random_routes(shape, tokens, place)
+            orders = [sort_by_expert(one.experts_Tk, shape.experts) for one in routes]
             pairs = tokens * shape.per_token
             x = torch.randn(tokens, shape.hidden, device=place, dtype=torch.bfloat16)
             h = torch.randn(pairs, shape.inner, device=place, dtype=torch.bfloat16)
             facts = {"shape": shape.name, "kind": kind, "tokens": tokens}
             first = [
-                partial(grouped_matmul, x, o.offsets_E, gate_up, None, Gate(), rows_S=o.token_S)
+                partial(grouped_gemm, x, o.offsets_E, gate_up, None, GatedActivation(), rows_S=o.token_S)
                 for o in orders
             ]
             yield {**facts, "matmul": "gate_up"}, first, gate_up, orders
-            second = [partial(grouped_matmul, h, o.offsets_E, down) for o in orders]
+            second = [partial(grouped_gemm, h, o.offsets_E, down) for o in orders]
             yield {**facts, "matmul": "down"}, second, down, orders
 
 
-def sweep(place: str, until: float, machine: moe.Machine) -> list[dict[str, Any]]:
+def sweep(place: str, until: float, machine: moe.Roofline) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     chosen = {name: getattr(module, name) for name, module in HOLDERS.items()}
     for facts, calls, weight, orders in cases(place):
         nibbles = isinstance(weight, QuantTensor) and weight.format.element.bits == 4
         put_back(chosen)
-        wanted, usual = calls[0](), graph_seconds(calls)
+        wanted, usual = calls[0](), time_in_cuda_graph(calls)
         best, tile = usual, "chosen"
         pairs = orders[0].token_S.numel()
         dense = not isinstance(weight, QuantTensor)
@@ -95,7 +95,7 @@ def sweep(place: str, until: float, machine: moe.Machine) -> list[dict[str, Any]
             setattr(HOLDERS[choice], choice, lambda *_, candidate=candidate: candidate)
             try:
                 torch.testing.assert_close(calls[0](), wanted, rtol=2e-2, atol=2e-2)
-                seconds = graph_seconds(calls)
+                seconds = time_in_cuda_graph(calls)
             except (OutOfResources, CompilationError):
                 continue
             if seconds < best:
@@ -126,7 +126,7 @@ def main(path: str, seconds: float) -> None:
     tests = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     subprocess.run([*tests, "tests/kernels/test_triton_moe.py"], check=True, timeout=seconds)
     with torch.no_grad():
-        rows = sweep("cuda", until - 120, moe.gpu_machine("cuda"))
+        rows = sweep("cuda", until - 120, moe.measure_gpu_roofline("cuda"))
     with open(path, "w") as file:
         json.dump(rows, file, indent=1)
     bench = [sys.executable, "-m", "fulgurite", "bench", "moe", "--device", "cuda"]

@@ -1,8 +1,8 @@
-"""Long and misaligned rows, the old way against the new one, right and fast: python3 benchmarks/sweep_rows.py OUT SECONDS.
+"""Times schedules of long and unaligned rows: python3 benchmarks/sweep_rows.py OUT SECONDS [CASE ...].
 
-Each line is a case and its candidates: percent of the copy's bandwidth and the relative error against eager. OUT (JSON lines)
-has every candidate as soon as it is measured. Names of cases after SECONDS choose some. Without a GPU candidates are
-written and compiled for an H200, nothing runs.
+Each line is a case and its candidates: percent of the copy bandwidth and the relative error against
+eager. OUT (JSON lines) has every candidate as soon as it is measured. Without a GPU, candidates are only
+written and compiled for an H200.
 """
 
 from __future__ import annotations
@@ -18,27 +18,35 @@ from dataclasses import replace
 import torch
 
 sys.path.insert(0, ".")
-from sweep_triton import MACHINE, seconds
+from sweep_triton import H200, seconds
 
-from fulgurite.bench import fusion_cases
-from fulgurite.fuser.codegen.kernel_names import kernel_name
-from fulgurite.fuser.codegen.triton.module import write_stages
+from fulgurite.bench.fusions import gpu_cases
+from fulgurite.fuser.codegen.triton.kernel import write_kernels
 from fulgurite.fuser.frontend import lower_graph
 from fulgurite.fuser.ir import split_axes
+from fulgurite.fuser.lowering import name_kernel
 from fulgurite.fuser.runtime import compile_triton, triton_region
-from fulgurite.fuser.schedule.cpu.base import analyse
-from fulgurite.fuser.schedule.cpu.rows import count_passes
-from fulgurite.fuser.schedule.gpu import reductions
-from fulgurite.fuser.schedule.gpu.aligned_rows import granule_of
-from fulgurite.fuser.schedule.gpu.base import power_above, widest
-from fulgurite.fuser.schedule.gpu.choose import choose_gpu_schedule, row_limit
-from fulgurite.fuser.schedule.gpu.register_resident import KEPT_BLOCK
-from fulgurite.fuser.schedule.online_reduction import online_sums, replaced_waits, squares_about
-from fulgurite.fuser.segment import segment
-from fulgurite.fuser.segment.build_loop_nest import build
+from fulgurite.fuser.schedule.analysis import analyze_nest, count_passes
+from fulgurite.fuser.schedule.gpu.base import max_itemsize, next_power_of_two
+from fulgurite.fuser.schedule.gpu.choose import choose_gpu_schedule, make_row_limit
+from fulgurite.fuser.schedule.gpu.peel import choose_peel_width
+from fulgurite.fuser.schedule.gpu.rows import (
+    choose_online_group,
+    choose_row_warps,
+    schedule_peeled_rows,
+    schedule_resident_rows,
+)
+from fulgurite.fuser.schedule.online_reduction import (
+    find_online_softmax,
+    find_welford,
+    merge_online_passes,
+)
+from fulgurite.fuser.segment import segment_region
+from fulgurite.fuser.segment.build_loop_nest import build_loop_nest
+from fulgurite.kernels.tuning import fuser_gpu as tuning
 from tests.fuser.support import trace
 
-PLACE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POINTS = 64 << 20
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -52,7 +60,7 @@ def layer_norm(x, w):
 
 
 def rms_norm_backward(g, x, rstd, w):
-    return fusion_cases.rms_norm_backward(g, x, rstd, w)
+    return gpu_cases.rms_norm_backward(g, x, rstd, w)
 
 
 def cases():
@@ -60,7 +68,7 @@ def cases():
     for dtype, short in ((BF16, "bf16"), (F32, "f32")):
         for width in (4097, 4098, 32768, 49152, 50257, 65536, 73728, 98304, 131072):
             row = ((POINTS // width, width), dtype)
-            yield f"rms {width} {short}", fusion_cases.rms_norm, (row, ((width,), dtype))
+            yield f"rms {width} {short}", gpu_cases.rms_norm, (row, ((width,), dtype))
             if width in (4098, 32768, 49152, 50257, 65536, 131072):
                 yield f"softmax {width} {short}", softmax, (row,)
             if width in (32768, 49152, 50257, 73728, 131072):
@@ -71,98 +79,129 @@ def cases():
         yield f"rms backward {width}", rms_norm_backward, (row, row, one, ((width,), BF16))
 
 
-def before(s):
-    """The schedule that was chosen before rows were kept, aligned or made again."""
-    if s.kind == "walking":
-        return replace(s, remade=False, passes=1, stages=1 if s.remade else s.stages)
+def make_baseline(s):
+    """The schedule without resident, peeled or rematerialized rows."""
+    if s.kind == "persistent":
+        num_stages = 1 if s.rematerializes else s.num_stages
+        return replace(s, rematerializes=False, passes=1, num_stages=num_stages)
     (body,) = s.nest.body
     width = body.size.constant
-    if power_above(width) <= reductions.MOST_HELD:
-        held = power_above(width)
-        warps = reductions.row_warps(s.nest, width, held)
+    block = next_power_of_two(width)
+    if block <= tuning.MAX_ROW_BLOCK:
         return replace(
-            s, sizes={body: held}, looped=False, passes=1, warps=warps, kept=0, granule=0
+            s,
+            block_sizes={body: block},
+            is_looped=False,
+            passes=1,
+            num_warps=choose_row_warps(s.nest, width, block),
+            resident_blocks=0,
+            peel_width=0,
         )
-    facts = analyse(s.nest)
-    online, about = online_sums(s.nest), squares_about(s.nest)
-    passes = count_passes(s.nest, replaced_waits(s.nest, facts, online | about))
-    group = max(16 // widest(s.nest), 1) if online else 1
-    old = replace(s, sizes={body: 8192}, looped=True, passes=passes, online=online, about=about)
-    return replace(old, warps=32, stages=1, kept=0, granule=0, back=False, group=group)
+    online, welford = find_online_softmax(s.nest), find_welford(s.nest)
+    merged = merge_online_passes(s.nest, analyze_nest(s.nest), online | welford)
+    return replace(
+        s,
+        block_sizes={body: 8192},
+        is_looped=True,
+        passes=count_passes(s.nest, merged),
+        online_softmax=online,
+        welford=welford,
+        num_warps=32,
+        num_stages=1,
+        resident_blocks=0,
+        peel_width=0,
+        alternates_direction=False,
+        online_group=choose_online_group(s.nest, online),
+    )
 
 
-def whole(s, block, granule, **others):
-    """All of a row kept, in blocks of this size."""
+def use_resident_blocks(s, block, peel_width, **changes):
+    """All of a row register-resident, in blocks of this size."""
     (body,) = s.nest.body
-    kept = -(-body.size.constant // block)
-    return replace(s, sizes={body: block}, kept=kept, granule=granule, **others)
+    blocks = -(-body.size.constant // block)
+    return replace(
+        s, block_sizes={body: block}, resident_blocks=blocks, peel_width=peel_width, **changes
+    )
 
 
-def candidates(s):
-    """What is chosen, what was, and what else might be."""
-    found = {"new": s, "old": before(s)}
+def make_candidates(s):
+    """The chosen schedule, the baseline, and alternatives, by name."""
+    found = {"chosen": s, "baseline": make_baseline(s)}
 
-    def add(name, changed):
-        if changed not in found.values():
-            found[name] = changed
+    def add(name, schedule):
+        if schedule not in found.values():
+            found[name] = schedule
 
-    online = {} if s.kind == "walking" else online_sums(s.nest)
-    if online and s.kept and not s.online:  # exponentials while the rest is on its way
-        facts = replaced_waits(s.nest, analyse(s.nest), online)
-        once = replace(s, passes=count_passes(s.nest, facts), online=online)
-        add("online", replace(once, group=max(16 // widest(s.nest), 1)))
-    if s.kind == "walking":
-        passes = count_passes(s.nest, analyse(s.nest))
-        add("again", replace(s, remade=True, passes=passes, stages=3))
-    elif s.granule:
+    online = {} if s.kind == "persistent" else find_online_softmax(s.nest)
+    if online and s.resident_blocks and not s.online_softmax:
+        merged = merge_online_passes(s.nest, analyze_nest(s.nest), online)
+        add(
+            "online softmax",
+            replace(
+                s,
+                passes=count_passes(s.nest, merged),
+                online_softmax=online,
+                online_group=choose_online_group(s.nest, online),
+            ),
+        )
+    if s.kind == "persistent":
+        passes = count_passes(s.nest, analyze_nest(s.nest))
+        add("rematerialized", replace(s, rematerializes=True, passes=passes, num_stages=3))
+    elif s.peel_width:
         (body,) = s.nest.body
-        narrow = 8 // widest(s.nest)
-        add("8 bytes", replace(s, granule=narrow))
-        add("16 bytes", replace(s, granule=2 * narrow))
-        if s.sizes[body] == KEPT_BLOCK:  # one access a thread and block: the last is less empty
+        narrow = 8 // max_itemsize(s.nest)
+        add("8 bytes", replace(s, peel_width=narrow))
+        add("16 bytes", replace(s, peel_width=2 * narrow))
+        if s.block_sizes[body] == tuning.RESIDENT_BLOCK:
+            # one access a thread and block: the last block is less empty
             small = 1024 * narrow
-            add("small", whole(s, small, narrow))
-            add("small, 16 warps", whole(s, small, 2 * narrow, warps=16))
-    elif s.looped and s.passes > 1:
+            add("small blocks", use_resident_blocks(s, small, narrow))
+            wide = use_resident_blocks(s, small, 2 * narrow, num_warps=16)
+            add("small blocks, 16 warps", wide)
+    elif s.is_looped and s.passes > 1:
         (body,) = s.nest.body
-        part = s.kept * s.sizes[body] < body.size.constant
-        if part:
-            add("to and fro", replace(s, back=True))
-            add("old, to and fro", replace(before(s), back=True))
-        if s.kept and part:
-            add("more kept", replace(s, kept=s.kept + max(s.kept // 4, 1)))
-            add("fewer kept", replace(s, kept=max(s.kept // 2, 1)))
-            add("fewer, to and fro", replace(s, kept=max(s.kept // 2, 1), back=True))
-    elif s.sizes[s.nest.body[0]] == reductions.MOST_HELD:
-        kept = reductions.kept_row(s.nest, analyse(s.nest))
-        if kept is not None:
-            add("kept", kept)
-    elif granule_of(s.nest, 2):
-        add("aligned", reductions.aligned_row(s.nest, analyse(s.nest)))
+        is_partly_resident = s.resident_blocks * s.block_sizes[body] < body.size.constant
+        if is_partly_resident:
+            alternating = replace(make_baseline(s), alternates_direction=True)
+            add("alternating", replace(s, alternates_direction=True))
+            add("baseline, alternating", alternating)
+        if s.resident_blocks and is_partly_resident:
+            more = s.resident_blocks + max(s.resident_blocks // 4, 1)
+            fewer = max(s.resident_blocks // 2, 1)
+            add("more resident", replace(s, resident_blocks=more))
+            add("fewer resident", replace(s, resident_blocks=fewer))
+            both = replace(s, resident_blocks=fewer, alternates_direction=True)
+            add("fewer resident, alternating", both)
+    elif s.block_sizes[s.nest.body[0]] == tuning.MAX_ROW_BLOCK:
+        resident = schedule_resident_rows(s.nest, analyze_nest(s.nest))
+        if resident is not None:
+            add("resident", resident)
+    elif choose_peel_width(s.nest, 2):
+        add("peeled", schedule_peeled_rows(s.nest, analyze_nest(s.nest)))
     return found
 
 
-def prepared(function, shapes):
+def prepare(function, shapes):
     """The region of a case, its name and candidates."""
-    with torch.device(PLACE):
+    with torch.device(DEVICE):
         inputs = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
-        region = split_axes.refine(lower_graph.read(trace(function, inputs)))
-    parts = segment(region, row_limit(MACHINE))
-    assert len(parts) == 1, f"{len(parts)} kernels"
-    chosen = choose_gpu_schedule(build(region, parts[0]), MACHINE)
-    return region, kernel_name(parts[0], 0), candidates(chosen)
+        region = split_axes.split_axes(lower_graph.lower_graph(trace(function, inputs)))
+    segments = segment_region(region, make_row_limit(H200))
+    assert len(segments) == 1, f"{len(segments)} kernels"
+    schedule = choose_gpu_schedule(build_loop_nest(region, segments[0]), H200)
+    return region, name_kernel(segments[0], 0), make_candidates(schedule)
 
 
-def compiled(program):
+def compile_module(module):
     """None, or what went wrong."""
     from triton.backends.compiler import GPUTarget
 
-    module = compile_triton.load_module(program.text)
+    loaded = compile_triton.load_module(module.text)
     try:
-        for stage in program.stages:
-            function, target = getattr(module, stage.name), GPUTarget("cuda", 90, 32)
-            compile_triton.compile_stage(function, stage, compile_triton.ALIGNED, target)
-    except Exception as problem:  # a candidate that can't be is a result, too
+        for source in module.kernels:
+            function, target = getattr(loaded, source.name), GPUTarget("cuda", 90, 32)
+            compile_triton.compile_for_target(function, source, compile_triton.ALIGNED, target)
+    except Exception as problem:  # a candidate that does not compile is a result, too
         return repr(problem)[:200]
     return None
 
@@ -173,7 +212,7 @@ def copy_bandwidth():
     return 2 * pairs[0][0].nbytes / taken
 
 
-def measured(function, shapes, region, programs):
+def measure_all(function, shapes, region, modules):
     """Name, seconds, relative error and bytes of each candidate."""
     torch.manual_seed(0)
     sets = [
@@ -182,9 +221,9 @@ def measured(function, shapes, region, programs):
     want = function(*sets[0])
     want = want if isinstance(want, tuple) else (want,)
     moved = sum(t.nbytes for t in (*sets[0], *want))
-    for name, program in programs.items():
+    for name, module in modules.items():
         call = triton_region.TritonRegion(
-            region, lambda *_, p=program: p, (), torch.device("cuda", 0), False
+            region, lambda *_, m=module: m, (), torch.device("cuda", 0), False
         )
         error = 0.0
         for a, b in zip(call(*sets[0]), want, strict=True):
@@ -204,30 +243,30 @@ def sweep(out, budget, only):
         for name, function, shapes in cases():
             if only and name not in only:
                 continue
-            region, kernel, found = prepared(function, shapes)
-            programs, jobs = {}, {}
+            region, kernel, found = prepare(function, shapes)
+            modules, jobs = {}, {}
             for candidate, schedule in found.items():
-                stages = write_stages(kernel, schedule, MACHINE, False)
-                programs[candidate] = compile_triton.make_program(stages)
-                jobs[candidate] = pool.submit(compiled, programs[candidate])
-            todo.append((name, function, shapes, region, found, programs, jobs))
+                sources = write_kernels(kernel, schedule, False)
+                modules[candidate] = compile_triton.build_kernel_module(sources)
+                jobs[candidate] = pool.submit(compile_module, modules[candidate])
+            todo.append((name, function, shapes, region, found, modules, jobs))
         print(
             f"{sum(len(t[-1]) for t in todo)} candidates at {time.time() - begin:.0f} s", flush=True
         )
         wait(job for case in todo for job in case[-1].values())  # nothing is timed beside compilers
-        copy = copy_bandwidth() if PLACE == "cuda" else 0.0
+        copy = copy_bandwidth() if DEVICE == "cuda" else 0.0
         print(f"copy {copy / 1e9:.0f} GB/s", flush=True)
-        for name, function, shapes, region, found, programs, jobs in todo:
+        for name, function, shapes, region, found, modules, jobs in todo:
             if time.time() - begin > budget:
                 print("out of time at", name, flush=True)
                 break
             problems = {c: job.result() for c, job in jobs.items()}
             line = [f"{c} {problem}" for c, problem in problems.items() if problem]
-            ready = {c: p for c, p in programs.items() if not problems[c]}
-            if PLACE != "cuda":
+            ready = {c: p for c, p in modules.items() if not problems[c]}
+            if DEVICE != "cuda":
                 line += [f"{c} compiles" for c in ready]
             else:
-                for c, taken, error, moved in measured(function, shapes, region, ready):
+                for c, taken, error, moved in measure_all(function, shapes, region, ready):
                     percent = 100 * moved / copy / taken
                     line.append(f"{c} {percent:.1f} (error {error:.0e})")
                     row = {"case": name, "candidate": c, "schedule": str(found[c])}
@@ -238,5 +277,5 @@ def sweep(out, budget, only):
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("FULGURITE_CACHE", tempfile.mkdtemp())
+    os.environ.setdefault("FULGURITE_CACHE_DIR", tempfile.mkdtemp())
     main()

@@ -1,4 +1,4 @@
-"""Times schedules around the chosen one for every fusion case: python3 benchmarks/sweep_triton.py OUT SECONDS."""
+"""Times schedules near the chosen one for every fusion case: python3 benchmarks/sweep_triton.py OUT SECONDS."""
 
 from __future__ import annotations
 
@@ -14,138 +14,146 @@ import torch
 
 sys.path.insert(0, ".")
 from fulgurite import device
-from fulgurite.bench import fusion_cases
-from fulgurite.fuser.codegen.kernel_names import kernel_name
-from fulgurite.fuser.codegen.triton.module import write_stages
+from fulgurite.bench.fusions import gpu_cases
+from fulgurite.fuser.codegen.triton.kernel import write_kernels
 from fulgurite.fuser.frontend import lower_graph
 from fulgurite.fuser.ir import split_axes
+from fulgurite.fuser.lowering import name_kernel
 from fulgurite.fuser.runtime import compile_triton, triton_region
-from fulgurite.fuser.schedule.cpu.base import analyse
-from fulgurite.fuser.schedule.cpu.rows import count_passes
-from fulgurite.fuser.schedule.gpu.choose import choose_gpu_schedule, row_limit
-from fulgurite.fuser.segment import segment
-from fulgurite.fuser.segment.build_loop_nest import build
+from fulgurite.fuser.schedule.analysis import analyze_nest, count_passes
+from fulgurite.fuser.schedule.gpu.choose import choose_gpu_schedule, make_row_limit
+from fulgurite.fuser.segment import segment_region
+from fulgurite.fuser.segment.build_loop_nest import build_loop_nest
 from tests.fuser.support import trace
 
-MACHINE = device.Device("H200", 132, 4.2e12, 2.9e13, 256 << 10, 50 << 20, (torch.float32,))
+H200 = device.DeviceInfo("H200", 132, 4.2e12, 2.9e13, 256 << 10, 50 << 20, (torch.float32,))
 
 
-def variants(s, wide=True):
-    """Schedules around one."""
+def make_variants(s, wide=True):
+    """Schedules near one."""
     found = [s]
 
     def add(sizes=None, **changes):
-        sizes = {**s.sizes, **(sizes or {})}
-        new = replace(s, sizes=sizes, **changes)
+        sizes = {**s.block_sizes, **(sizes or {})}
+        new = replace(s, block_sizes=sizes, **changes)
         if new not in found:
             found.append(new)
 
     if s.kind == "pointwise":
-        (inner,) = s.blocks
+        (inner,) = s.block_axes
         for block in (512, 1024, 2048, 4096):
-            for warps in (2, 4, 8, 16):
-                if 4 <= block // (warps * 32) <= 16:
-                    add({inner: block}, warps=warps)
+            for num_warps in (2, 4, 8, 16):
+                if 4 <= block // (num_warps * 32) <= 16:
+                    add({inner: block}, num_warps=num_warps)
     elif s.kind == "transpose":
-        a, b = s.blocks
+        a, b = s.block_axes
         for x in (32, 64, 128):
             for y in (32, 64, 128):
-                for warps in (4, 8):
-                    add({a: x, b: y}, warps=warps)
-    elif s.kind == "rows" and not s.looped:
+                for num_warps in (4, 8):
+                    add({a: x, b: y}, num_warps=num_warps)
+    elif s.kind == "rows" and not s.is_looped:
         body = s.nest.body[0]
         (grid,) = s.nest.grid
-        held = s.sizes[body]
+        row_block = s.block_sizes[body]
         for rows in (1, 2, 4, 8, 16):
-            for warps in (1, 2, 4, 8, 16, 32):
-                if rows * held > 4096 and rows > 1:
+            for num_warps in (1, 2, 4, 8, 16, 32):
+                if rows * row_block > 4096 and rows > 1:
                     continue
-                if not 8 <= rows * held // (32 * warps) <= 64:
+                if not 8 <= rows * row_block // (32 * num_warps) <= 64:
                     continue
-                blocks = (body,) if rows == 1 else (grid, body)
-                add({grid: rows}, warps=warps, blocks=blocks)
-        if held == 8192 and s.nest.body[0].size.constant < held:
-            for block, warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (4096, 16)):
-                add({body: block}, looped=True, passes=LOOPED[s.nest.formulas], warps=warps)
-        if held >= 16384:
+                block_axes = (body,) if rows == 1 else (grid, body)
+                add({grid: rows}, num_warps=num_warps, block_axes=block_axes)
+        if row_block == 8192 and s.nest.body[0].size.constant < row_block:
+            for block, num_warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (4096, 16)):
+                add(
+                    {body: block},
+                    is_looped=True,
+                    passes=PASSES[s.nest.formulas],
+                    num_warps=num_warps,
+                )
+        if row_block >= 16384:
             for block in (4096, 8192):
-                for warps in (8, 16):
-                    for ahead in (1, 3):
+                for num_warps in (8, 16):
+                    for num_stages in (1, 3):
                         add(
                             {body: block},
-                            looped=True,
-                            passes=LOOPED[s.nest.formulas],
-                            warps=warps,
-                            stages=ahead,
+                            is_looped=True,
+                            passes=PASSES[s.nest.formulas],
+                            num_warps=num_warps,
+                            num_stages=num_stages,
                         )
     elif s.kind == "rows":
-        (body,) = s.blocks
+        (body,) = s.block_axes
         for block in (2048, 4096, 8192):
-            for warps in (4, 8, 16, 32):
-                for ahead in (1, 3):
-                    if 8 <= block // (warps * 32) <= 16:
-                        add({body: block}, warps=warps, stages=ahead)
-    elif s.kind == "columns" and s.looped:
-        body, vector = s.blocks
+            for num_warps in (4, 8, 16, 32):
+                for num_stages in (1, 3):
+                    if 8 <= block // (num_warps * 32) <= 16:
+                        add({body: block}, num_warps=num_warps, num_stages=num_stages)
+    elif s.kind == "columns" and s.is_looped:
+        body, vector = s.block_axes
         for across in (32, 64, 128, 256):
             for deep in (8, 16, 32, 64, 128):
-                for warps in (4, 8):
-                    for split in (4, 8, 16, 32, 64):
-                        for ahead in (1, 3):
-                            tasks = split * 4096 // across
+                for num_warps in (4, 8):
+                    for num_splits in (4, 8, 16, 32, 64):
+                        for num_stages in (1, 3):
+                            tasks = num_splits * 4096 // across
                             if across * deep == 4096 and 264 <= tasks <= 132 * 8:
                                 add(
                                     {body: deep, vector: across},
-                                    warps=warps,
-                                    split=split,
-                                    stages=ahead,
+                                    num_warps=num_warps,
+                                    num_splits=num_splits,
+                                    num_stages=num_stages,
                                 )
-    elif s.kind == "walking" and s.looped:
-        (body,) = s.blocks
+    elif s.kind == "persistent" and s.is_looped:
+        (body,) = s.block_axes
         for block in (1024, 2048, 4096, 8192):
-            for warps in (2, 4, 8, 16):
-                for ahead in (1, 2, 3, 4):
-                    for group in (1, s.group):
-                        if 8 <= block // (warps * 32) <= 32:
-                            add({body: block}, warps=warps, stages=ahead, group=group)
-    elif s.kind == "walking":
-        for programs in (132, 256):
-            for warps in (s.warps // 2, s.warps, s.warps * 2):
-                for stages in (1, 2, 3, 4):
-                    if 1 <= warps <= 32:
-                        add(programs=programs, warps=warps, stages=stages)
+            for num_warps in (2, 4, 8, 16):
+                for num_stages in (1, 2, 3, 4):
+                    for online_group in (1, s.online_group):
+                        if 8 <= block // (num_warps * 32) <= 32:
+                            add(
+                                {body: block},
+                                num_warps=num_warps,
+                                num_stages=num_stages,
+                                online_group=online_group,
+                            )
+    elif s.kind == "persistent":
+        for num_programs in (132, 256):
+            for num_warps in (s.num_warps // 2, s.num_warps, s.num_warps * 2):
+                for num_stages in (1, 2, 3, 4):
+                    if 1 <= num_warps <= 32:
+                        add(num_programs=num_programs, num_warps=num_warps, num_stages=num_stages)
     return found
 
 
-LOOPED = {}
+PASSES = {}  # over the body, by the formulas of a nest
 
 
-def prepared(case):
+def prepare(case):
     torch.manual_seed(0)
     inputs = case.inputs()
     with torch.device("cuda"):
         graph = trace(case.function, inputs)
-    region = split_axes.refine(lower_graph.read(graph))
-    parts = segment(region, row_limit(MACHINE))
-    assert len(parts) == 1, f"{case.name}: {len(parts)} kernels"
-    chosen = choose_gpu_schedule(build(region, parts[0]), MACHINE)
-    if chosen.nest.body:
-        facts = analyse(chosen.nest)
-        LOOPED[chosen.nest.formulas] = count_passes(chosen.nest, facts)
-    return inputs, region, kernel_name(parts[0], 0), chosen
+    region = split_axes.split_axes(lower_graph.lower_graph(graph))
+    segments = segment_region(region, make_row_limit(H200))
+    assert len(segments) == 1, f"{case.name}: {len(segments)} kernels"
+    schedule = choose_gpu_schedule(build_loop_nest(region, segments[0]), H200)
+    if schedule.nest.body:
+        PASSES[schedule.nest.formulas] = count_passes(schedule.nest, analyze_nest(schedule.nest))
+    return inputs, region, name_kernel(segments[0], 0), schedule
 
 
 def compile_one(job):
-    text, stages = job
+    text, sources = job
     from triton.backends.compiler import GPUTarget
 
     module = compile_triton.load_module(text)
-    for stage in stages:
+    for source in sources:
         try:
-            compile_triton.compile_stage(
-                getattr(module, stage.name), stage, 1, GPUTarget("cuda", 90, 32)
+            compile_triton.compile_for_target(
+                getattr(module, source.name), source, 1, GPUTarget("cuda", 90, 32)
             )
-        except Exception as error:  # a variant that can't be is a result, too
+        except Exception as error:  # a variant that does not compile is a result, too
             return repr(error)[:300]
     return None
 
@@ -172,25 +180,25 @@ def extra():
     cases = []
 
     def add(name, function, make):
-        cases.append(("s", fusion_cases.Case(name, function, make)))
+        cases.append(("s", gpu_cases.Case(name, function, make)))
 
     for dtype, short in ((torch.bfloat16, "bf16"), (torch.float32, "f32")):
         for width in (128, 512, 768, 1024, 2048, 5120, 8192, 16384, 32768, 73728):
             rows = (64 << 20) // width
-            make = fusion_cases.normal((rows, width), (width,), dtype=dtype)
-            add(f"rms {width} {short}", fusion_cases.rms_norm, make)
+            make = gpu_cases.randn_inputs((rows, width), (width,), dtype=dtype)
+            add(f"rms {width} {short}", gpu_cases.rms_norm, make)
         for width in (16384, 65536, 131072):
-            make = fusion_cases.normal(((64 << 20) // width, width), dtype=dtype)
+            make = gpu_cases.randn_inputs(((64 << 20) // width, width), dtype=dtype)
             add(f"softmax {width} {short}", lambda x: torch.softmax(x, -1), make)
         for width in (4098, 4100, 4104, 50257):
-            make = fusion_cases.normal((16384 * 4096 // width, width), (width,), dtype=dtype)
+            make = gpu_cases.randn_inputs((16384 * 4096 // width, width), (width,), dtype=dtype)
             add(f"relu_bias {width} {short}", lambda x, b: torch.relu(x + b), make)
-            add(f"rms {width} {short}", fusion_cases.rms_norm, make)
+            add(f"rms {width} {short}", gpu_cases.rms_norm, make)
     for width in (768, 1024, 2048, 5120, 8192, 16384):
         rows = (64 << 20) // width
-        make = lambda rows=rows, width=width: fusion_cases.rms_norm_saved((rows, width))  # noqa: E731
-        add(f"rms backward {width}", fusion_cases.rms_norm_backward, make)
-    wide = fusion_cases.normal((16384, 4096), dtype=torch.float32)
+        make = lambda rows=rows, width=width: gpu_cases.rms_norm_backward_inputs((rows, width))  # noqa: E731
+        add(f"rms backward {width}", gpu_cases.rms_norm_backward, make)
+    wide = gpu_cases.randn_inputs((16384, 4096), dtype=torch.float32)
     add("transpose f32", lambda x: (x.t() + 1).contiguous(), wide)
     add("columns f32", lambda x: x.sum(0), wide)
     add("all f32", lambda x: x.sum(), wide)
@@ -207,26 +215,25 @@ def main():
     copy = 2 * pairs[0].nbytes / 2 / seconds(copies, 12, 15)
     del pairs, copies
     print(f"copy {copy / 1e9:.0f} GB/s")
-    groups = [("f", c) for c in fusion_cases.forward()]
-    groups += [("b", c) for c in fusion_cases.backward()]
+    groups = [("f", c) for c in gpu_cases.forward_cases()]
+    groups += [("b", c) for c in gpu_cases.backward_cases()]
     groups = extra() if only == ["sizes"] else groups
     jobs, todo = [], []
     for kind, case in groups:
         if only and only != ["sizes"] and f"{kind}:{case.name}" not in only:
             continue
         try:
-            inputs, region, name, base = prepared(case)
+            inputs, region, name, base = prepare(case)
         except Exception as error:
             print(f"{kind}:{case.name} can't: {error!r}"[:200])
             continue
         del inputs
-        programs = []
-        for schedule in variants(base):
-            stages = write_stages(name, schedule, MACHINE, False)
-            program = compile_triton.make_program(stages)
-            programs.append((schedule, program))
-            jobs.append((program.text, program.stages))
-        todo.append((kind, case, region, programs))
+        modules = []
+        for schedule in make_variants(base):
+            module = compile_triton.build_kernel_module(write_kernels(name, schedule, False))
+            modules.append((schedule, module))
+            jobs.append((module.text, module.kernels))
+        todo.append((kind, case, region, modules))
     print(f"{len(jobs)} variants at {time.time() - begin:.0f} s")
     with multiprocessing.get_context("spawn").Pool(16) as pool:
         problems = pool.map(compile_one, jobs, chunksize=2)
@@ -235,8 +242,8 @@ def main():
         print(p)
     problem = iter(problems)
     rows = []
-    for kind, case, region, programs in todo:
-        bad = [next(problem) for _ in programs]
+    for kind, case, region, modules in todo:
+        bad = [next(problem) for _ in modules]
         if time.time() - begin > budget:
             print("out of time at", case.name)
             break
@@ -250,16 +257,16 @@ def main():
         with torch.no_grad():
             want = case.function(*inputs)
         found = []
-        for (schedule, program), failed in zip(programs, bad):
+        for (schedule, module), failed in zip(modules, bad):
             if failed:
                 continue
             try:
                 call = triton_region.TritonRegion(
-                    region, lambda *_, p=program: p, (), torch.device("cuda", 0), False
+                    region, lambda *_, m=module: m, (), torch.device("cuda", 0), False
                 )
                 got = call(*inputs)
                 error = 0.0
-                if schedule is programs[0][0] and "dropout" not in case.name:
+                if schedule is modules[0][0] and "dropout" not in case.name:
                     results = want if isinstance(want, tuple) else (want,)
                     for a, b in zip(got, results):
                         scale = b.float().norm() + 1e-9
@@ -290,5 +297,5 @@ def main():
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("FULGURITE_CACHE", tempfile.mkdtemp())
+    os.environ.setdefault("FULGURITE_CACHE_DIR", tempfile.mkdtemp())
     main()

@@ -1,4 +1,4 @@
-"""Compile a function, read what it became, change it, and run the changed one.
+"""Compile a function, print its final trace, edit the trace, and run the edited one.
 
 python examples/01_read_a_trace.py
 """
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import fulgurite
 
 
-@fulgurite.compile(tune=False)  # the order of the executors decides who runs what, and no clock
+@fulgurite.compile(autotune=False)  # the order of executors alone decides who runs what
 def gated(x, gate, up):
     return F.silu(x @ gate) * (x @ up)
 
@@ -18,11 +18,11 @@ x, gate, up = torch.randn(4, 8), torch.randn(8, 16), torch.randn(8, 16)
 y = gated(x, gate, up)
 torch.testing.assert_close(y, F.silu(x @ gate) * (x @ up))
 
-# The last trace is the program that runs. Every stage before it is kept, too.
+# The final trace is the program that runs. `history` has every stage before it.
 print(gated.last_trace())
 print("stages:", ", ".join(trace.name for trace in gated.history))
 
-# The text is Python: change it, hand it back, and it runs in the old one's place.
+# The text is Python: edit it, and run it in place of the final trace.
 edited = str(gated.last_trace()).replace("aten.silu.default", "aten.relu.default")
 gated.replace_trace(edited)
 torch.testing.assert_close(gated(x, gate, up), torch.relu(x @ gate) * (x @ up))

@@ -1,4 +1,4 @@
-"""Train a small model compiled; see what is saved for backward under each policy.
+"""Train a small compiled model; print what is saved for backward under each remat policy.
 
 python examples/02_train.py
 """

@@ -1,4 +1,4 @@
-"""A transform is a function from Trace to Trace. This one replaces x**2 by x*x, and says how often.
+"""A transform is a function Trace → Trace. This one replaces x**2 by x*x, and counts how often.
 
 python examples/03_write_a_transform.py
 """
@@ -19,10 +19,10 @@ def square_by_multiplying(trace):
                 node.target, node.args = aten.mul.Tensor, (base, base)
 
     count = sum(n.target is aten.pow.Tensor_Scalar and n.args[1] == 2 for n in trace.ops)
-    return trace.edited(change).with_note(f"squares replaced: {count}")
+    return trace.edit(change).with_note(f"squares replaced: {count}")
 
 
-@fulgurite.compile(transforms=[square_by_multiplying], tune=False)
+@fulgurite.compile(transforms=[square_by_multiplying], autotune=False)
 def norm(x):
     return x / (x**2).sum(-1, keepdim=True).sqrt()
 
@@ -32,7 +32,7 @@ torch.testing.assert_close(norm(x), x / x.norm(dim=-1, keepdim=True))
 print(norm.last_trace())
 assert "aten.mul.Tensor(x, x)" in str(norm.last_trace())
 
-# Three transforms come along as tools: find the op that made a NaN, name ranges in a profile, time every op.
+# Built-in tools are transforms, too: find the op that produced a NaN, profiler ranges, time per op.
 from fulgurite.transforms import find_nonfinite  # noqa: E402
 
 careful = fulgurite.compile(lambda x: (x - 1).log().sum(), transforms=[find_nonfinite])

@@ -1,4 +1,4 @@
-"""An operator of your own, and an executor that runs some ops in your way.
+"""A custom operator, and a custom executor.
 
 python examples/04_executor_and_operator.py
 """
@@ -9,7 +9,7 @@ from torch import Tensor
 import fulgurite
 
 
-# An operator: opaque to capture, its schema read from the hints.
+# An operator: opaque to capture; its schema comes from the hints.
 @fulgurite.op("example::clipped_sum")
 def clipped_sum(x: Tensor, limits: list[float] | None = None) -> Tensor:
     low, high = limits or [-1.0, 1.0]
@@ -28,7 +28,7 @@ def _(inputs, output, grad):
     return grad.unsqueeze(-1) * ((x > low) & (x < high)), None
 
 
-# An executor: claims what it can run, gets neighbouring ops as one region, returns a callable.
+# An executor: claims ops it can run, gets adjacent ones as a region, returns a callable.
 class Doubled(fulgurite.Executor):
     """Runs pointwise regions in float64."""
 

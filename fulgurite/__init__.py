@@ -1,15 +1,15 @@
-"""Fulgurite: a compiler and LLM system on PyTorch that shows every step as Python you can read.
+"""Fulgurite: a deep-learning compiler and LLM system on PyTorch. Every step prints as Python.
 
 PyTorch program
-  │  capture/      TorchDynamo finds the graph, AOTAutograd makes it functional: forward and backward
+  │  capture/      TorchDynamo captures graphs; AOTAutograd functionalizes and differentiates them
   ▼
-Trace              trace/: an fx graph with metadata, printed as runnable Python, verified
-  │  transforms/   Trace → Trace, an ordered visible list
+Trace              trace/: an fx graph with FakeTensor metadata, printed as runnable Python
+  │  transforms/   Trace → Trace, in a fixed order
   ▼
 claimed Trace      executors/: each op goes to the first executor that can run it
-  │
+  │  fuser/        regions of ops → generated kernels: Triton on GPUs, C++ on CPUs
   ▼
-a Python callable  its source is the last trace
+Python callable    its source is the final trace
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fulgurite.executors import (
 )
 from fulgurite.fuse import fuse
 from fulgurite.op import Op, op
-from fulgurite.quant.recipe import Recipe
+from fulgurite.quant.config import QuantConfig
 from fulgurite.quantize import quantize
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.trace import Trace, verify
@@ -48,7 +48,7 @@ __all__ = [
     "FulguriteError",
     "GraphBreak",
     "Op",
-    "Recipe",
+    "QuantConfig",
     "SamplingParams",
     "TimeOps",
     "Trace",
@@ -68,7 +68,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`LLM` when it is first asked for: compiling needs no tokenizer."""
+    """Import `LLM` on first use: `compile` needs no tokenizer."""
     if name == "LLM":
         from fulgurite.serve.llm import LLM
 

@@ -1,6 +1,6 @@
-"""The `fulgurite` command: a dict from command to function.
+"""The `fulgurite` command line: `COMMANDS` maps a command to its function.
 
-In: the words of the command line. Out: text for people, files where asked for, and an exit status.
+In: command-line arguments. Out: text on stdout, files where asked for, and an exit status.
 """
 
 from __future__ import annotations
@@ -18,40 +18,41 @@ from typing import Any
 import torch
 
 import fulgurite
+from fulgurite.bench.readme import write_readme
 from fulgurite.bench.suites import SUITES
-from fulgurite.config import ENVIRONMENT
+from fulgurite.config import ENV_VARS
 from fulgurite.errors import ArgumentError, FulguriteError
 from fulgurite.explain import Explanation
+from fulgurite.explain_target import load_example, run_script
 from fulgurite.models import tiny
 from fulgurite.plan import command
 from fulgurite.report.html import write_html
-from fulgurite.serve import terminal
-from fulgurite.serve.engine.engine import choose_device
-from fulgurite.target import load_example, run_script
+from fulgurite.serve import command as terminal
+from fulgurite.device import resolve_device
 
 
 def explain(options: argparse.Namespace) -> None:
-    """Compile something with example inputs and show what became of it."""
+    """Compile a function with example inputs and print what was compiled."""
     if options.target and ":" not in options.target and options.target.endswith(".py"):
-        for number, made in enumerate(run_script(options.target)):
-            _show(made.explain(), options, made, number)
+        for number, compiled in enumerate(run_script(options.target)):
+            _print_explanation(compiled.explain(), options, compiled, number)
         return
-    function, inputs = load_example(options.target) if options.target else tiny.example()
-    choices: dict[str, Any] = {"regions": options.regions, "remat": options.remat}
+    function, inputs = load_example(options.target) if options.target else tiny.build_example()
+    choices: dict[str, Any] = {"granularity": options.granularity, "remat": options.remat}
     if options.executors:
         choices["executors"] = options.executors.split(",")
-    compiled: Any = fulgurite.compile(function, **choices)
+    compiled = fulgurite.compile(function, **choices)
     result = compiled(*inputs)
     if isinstance(result, torch.Tensor) and result.requires_grad:
         result.sum().backward()
-    _show(compiled.explain(*inputs), options, compiled)
+    _print_explanation(compiled.explain(*inputs), options, compiled)
 
 
-def _show(
+def _print_explanation(
     explanation: Explanation, options: argparse.Namespace, compiled: Any, number: int = 0
 ) -> None:
     if options.measure:
-        explanation = explanation.measured()
+        explanation = explanation.with_measured_kernels()
     if not options.no_trace and explanation.graphs:
         print(compiled.last_trace(graph=0))
     print(explanation)
@@ -68,11 +69,15 @@ def _show(
 
 
 def bench(options: argparse.Namespace) -> None:
-    """Run a suite and write its figures to a file."""
-    choose_device(options.device)
-    SUITES[options.suite](options)
+    """Run a suite and save its results; `report` renders the saved results as Markdown."""
+    if options.suite == REPORT:
+        print(f"written to {write_readme(Path(options.output or 'benchmarks'))}")
+        return
+    resolve_device(options.device)
+    SUITES[options.suite].run(options)
 
 
+REPORT = "report"  # `fulgurite bench report`: the saved results as benchmarks/README.md
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "generate": terminal.generate,
     "chat": terminal.chat,
@@ -82,9 +87,9 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    width = max(len(name) for name in ENVIRONMENT)
-    variables = "\n".join(f"  {name:<{width}}  {text}" for name, text in ENVIRONMENT.items())
+def build_parser() -> argparse.ArgumentParser:
+    width = max(len(name) for name in ENV_VARS)
+    variables = "\n".join(f"  {name:<{width}}  {text}" for name, text in ENV_VARS.items())
     top = argparse.ArgumentParser(
         prog="fulgurite",
         description="Compile PyTorch programs and see every step; generate text with the result.",
@@ -93,59 +98,59 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"fulgurite {fulgurite.__version__}")
     commands = top.add_subparsers(dest="command", metavar="command")
-    _text_commands(commands)
-    one = commands.add_parser(
-        "explain", help="compile with example inputs and show what became of it"
+    _add_text_commands(commands)
+    explain_parser = commands.add_parser(
+        "explain", help="compile with example inputs and print kernels, graph breaks, bytes and times"
     )
-    one.add_argument(
+    explain_parser.add_argument(
         "target", nargs="?", help="module:name, file.py:name or script.py (default: built in)"
     )
-    one.add_argument("--html", metavar="FILE", help="write the same as one self-contained page")
-    one.add_argument("--executors", help="names in order, separated by commas")
-    one.add_argument("--regions", default="auto", choices=["auto", "blocks", "whole"])
-    one.add_argument("--remat", default="mincut", choices=["none", "mincut", "full"])
-    one.add_argument("--measure", action="store_true", help="time each generated kernel by itself")
-    one.add_argument("--no-trace", action="store_true", help="only the table")
-    two = commands.add_parser(
-        "bench", help="measure, beside eager and torch.compile in the same run"
+    explain_parser.add_argument("--html", metavar="FILE", help="write the same as one self-contained page")
+    explain_parser.add_argument("--executors", help="names in order, separated by commas")
+    explain_parser.add_argument("--granularity", default="auto", choices=["auto", "blocks", "model"])
+    explain_parser.add_argument("--remat", default="mincut", choices=["none", "mincut", "full"])
+    explain_parser.add_argument("--measure", action="store_true", help="time each generated kernel by itself")
+    explain_parser.add_argument("--no-trace", action="store_true", help="only the table")
+    bench_parser = commands.add_parser(
+        "bench", help="run a benchmark suite, with eager and torch.compile as baselines"
     )
-    two.add_argument("suite", choices=sorted(SUITES))
-    two.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    two.add_argument("--output", metavar="FILE", help="where the figures go (default: benchmarks/)")
-    two.add_argument("--quick", action="store_true", help="fewer repeats")
+    bench_parser.add_argument("suite", choices=[*sorted(SUITES), REPORT])
+    bench_parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    bench_parser.add_argument("--output", metavar="FILE", help="where results go (default: benchmarks/)")
+    bench_parser.add_argument("--quick", action="store_true", help="fewer cases and repeats")
     return top
 
 
-def _text_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_text_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     reply = commands.add_parser(
         "generate",
-        help="write a reply to a prompt, token by token",
+        help="generate a reply to a prompt, streamed token by token",
         usage='fulgurite generate [options] ["prompt"]',
     )
     reply.add_argument("prompt", nargs="?", help="the prompt (default: read from stdin)")
-    reply.add_argument("--raw", action="store_true", help="the prompt as it is, without a template")
+    reply.add_argument("--raw", action="store_true", help="use the prompt as it is, without the chat template")
     terminal.add_options(reply, max_tokens=256)
     talk = commands.add_parser(
-        "chat", help="a conversation with a model", usage="fulgurite chat [options]"
+        "chat", help="chat with a model", usage="fulgurite chat [options]"
     )
     terminal.add_options(talk, max_tokens=1024)
     command.add_options(
         commands.add_parser(
             "plan",
-            help="what fits on how many GPUs, without having one",
+            help="estimate memory and throughput on a cluster; needs no GPU",
             usage="fulgurite plan --model NAME [--gpus 8x2] [options]",
         )
     )
 
 
-def _warn(message: Warning | str, *place: Any, **more: Any) -> None:
-    """In words: which line of ours a warning comes from helps nobody at a terminal."""
+def _show_warning(message: Warning | str, *location: Any, **more: Any) -> None:
+    """Print the message only: the source line of a warning does not help at a terminal."""
     print(f"warning: {message}", file=sys.stderr)
 
 
-def _open_streams() -> None:
-    """Text that a stream's encoding lacks is shown as `?`; a closed stream takes all, says nothing."""
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # as long as we live
+def _configure_streams() -> None:
+    """Replace characters that a stream's encoding lacks with `?`; write to /dev/null if it is closed."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # open until the process ends
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream, errors in (
         (sys.stdout, "replace"),
@@ -156,24 +161,24 @@ def _open_streams() -> None:
             stream.reconfigure(errors=errors)
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    _open_streams()
-    options = parser().parse_args(words)
+def main(argv: Sequence[str] | None = None) -> int:
+    _configure_streams()
+    options = build_parser().parse_args(argv)
     if options.command is None:
-        parser().print_help()
+        build_parser().print_help()
         return 2
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _warn
+            warnings.showwarning = _show_warning
             COMMANDS[options.command](options)
     except FulguriteError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130  # as a shell says it
+        return 130  # 128 + SIGINT, as shells report it
     except BrokenPipeError:
-        sys.stderr.close()  # the reader went away (`| head`): nothing more to say
+        sys.stderr.close()  # the reader closed the pipe (`| head`)
         return 1
     except OSError as problem:
         if problem.errno != errno.ENOSPC:

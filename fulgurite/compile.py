@@ -1,8 +1,9 @@
-"""fulgurite.compile: from a PyTorch function or module to one that runs compiled, and tells how.
+"""`fulgurite.compile`: a PyTorch function or module → one that runs compiled.
 
-In: a callable and options. Out: a `Compiled` function, or the module as a compiled module; both carry
-`.history`, `.graphs`, `.breaks`, `.last_trace()`, `.explain()`, `.save_repro()`, `.replace_trace()`.
-The pipeline itself is `Session.compile_graph` and `Session.build`.
+In: a callable and options. Out: a `Compiled` function, or a compiled module of the module's own class.
+Both have `.history`, `.graphs`, `.breaks`, `.last_trace()`, `.explain()`, `.save_repro()` and
+`.replace_trace()`. The compilation pipeline itself is in `session.py`: `Session.compile_graph` and
+`Session.build`.
 """
 
 from __future__ import annotations
@@ -21,47 +22,53 @@ import torch
 from torch import fx, nn
 
 from fulgurite import repro
-from fulgurite.capture.around import MOST_CAPTURES, Around, bodies_of, is_data, set_apart
-from fulgurite.capture.blocks import BlockRunner, Blocks, find_blocks, worth_it
+from fulgurite.capture.blocks import BlockGroup, BlockRunner, find_blocks, should_compile_blocks
+from fulgurite.capture.compiled_module import unpickle_original, unwrap_compiled, wrap_module
 from fulgurite.capture.dynamo import RECOMPILE_LIMIT, GraphBreak, is_capturing, optimize
-from fulgurite.capture.module import original_of, plain_again, wrap_module
+from fulgurite.capture.outer_graph import (
+    OUTER_RECOMPILE_LIMIT,
+    OuterGraphBackend,
+    break_graph_at,
+    find_block_parents,
+    is_plain_data,
+)
 from fulgurite.errors import ArgumentError
 from fulgurite.executors import Executor
-from fulgurite.executors.tune import Tune
+from fulgurite.executors.autotune import Autotune
 from fulgurite.explain import Explanation, explain
-from fulgurite.options import Options, Regions, make_options
+from fulgurite.options import Granularity, Options, make_options
 from fulgurite.session import GraphRecord, Session
 from fulgurite.trace import Kind, Trace
 from fulgurite.transforms.remat import Remat
 
-_recordings: list[list[Compiled]] = []
+_active_recordings: list[list[Compiled]] = []
 
 
 @contextmanager
-def recording() -> Iterator[list[Compiled]]:
-    """Everything compiled inside the block, in order."""
-    made: list[Compiled] = []
-    _recordings.append(made)
+def record_compilations() -> Iterator[list[Compiled]]:
+    """Collect every `Compiled` that is created inside the block, in order."""
+    recording: list[Compiled] = []
+    _active_recordings.append(recording)
     try:
-        yield made
+        yield recording
     finally:
-        _recordings.remove(made)
+        _active_recordings.remove(recording)
 
 
 class Compiled:
-    """A compiled function. Call it as the original; ask it how it was compiled."""
+    """A compiled function. Call it like the original; its attributes show how it was compiled."""
 
     def __init__(self, function: Callable[..., Any], options: Options) -> None:
-        for made in _recordings:
-            made.append(self)
+        for recording in _active_recordings:
+            recording.append(self)
         self.original = function
         self.session = Session(options)
-        self.blocks: list[Blocks] = []
+        self.blocks: list[BlockGroup] = []
         self._runner: BlockRunner | None = None
-        self._around = Around(self.session)
+        self._outer = OuterGraphBackend(self.session)
         if isinstance(function, nn.Module):
-            self._use_blocks(function)
-        self._run = self._first_run() if self._runner else self._optimize(function)
+            self._select_blocks(function)
+        self._run = self._make_first_run() if self._runner else self._optimize(function)
         if not isinstance(function, nn.Module):
             functools.update_wrapper(self, function, updated=())
 
@@ -73,109 +80,115 @@ class Compiled:
             function, backend, dynamic=options.dynamic, fullgraph=options.fullgraph, limit=limit
         )
 
-    def _use_blocks(self, module: nn.Module) -> None:
-        """Decide whether the model's equal layers are compiled once, or the model as a whole."""
+    def _select_blocks(self, module: nn.Module) -> None:
+        """Decide whether to compile each repeated layer once, or the model as one graph."""
         options = self.session.options
-        if options.regions == "whole" or options.fullgraph:
+        if options.granularity == "model" or options.fullgraph:
             return
         blocks = find_blocks(module)
-        if options.regions == "blocks" and not blocks:
+        if options.granularity == "blocks" and not blocks:
             raise ArgumentError(
-                f"regions='blocks', but {type(module).__name__} has no group of equal layers",
-                next="regions='whole', or 'auto' to let fulgurite choose",
+                f"granularity='blocks', but {type(module).__name__} has no repeated layers",
+                next="granularity='model', or 'auto' to let fulgurite choose",
             )
-        if options.regions == "blocks" or worth_it(module, blocks):
+        if options.granularity == "blocks" or should_compile_blocks(module, blocks):
             self.blocks = blocks
             self._runner = BlockRunner(blocks, self._optimize)
 
-    def _first_run(self) -> Callable[..., Any]:
-        """The model with its layers compiled; if it turns out not to call them, compiled as a whole."""
+    def _make_first_run(self) -> Callable[..., Any]:
+        """Run with compiled layers. If the model turns out not to call them, compile it as one graph."""
         runner = self._runner
         assert runner is not None, "only a model with blocks has a first run"
-        with_blocks = self._with_blocks(runner)
+        run_with_blocks = self._run_with_blocks(runner)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            result = with_blocks(*args, **kwargs)
-            if runner.called or self.session.options.regions == "blocks":
-                self._run = with_blocks
+            result = run_with_blocks(*args, **kwargs)
+            if runner.called or self.session.options.granularity == "blocks":
+                self._run = run_with_blocks
             else:
                 self.blocks, self._run = [], self._optimize(self.original)
             return result
 
         return run
 
-    def _with_blocks(self, runner: BlockRunner) -> Callable[..., Any]:
-        """The model with its layers compiled; and what is around them, unless a call brings a cache along."""
+    def _run_with_blocks(self, runner: BlockRunner) -> Callable[..., Any]:
+        """Run the model with compiled layers.
+
+        The outer graph (the code around the layers) is compiled too, unless inference passes a
+        KV cache or another stateful object.
+        """
         model = self.original
         assert isinstance(model, nn.Module), "only modules have blocks"
-        plain = runner.around(model)
-        bodies = bodies_of(model, self.blocks)
-        if not bodies:
-            return plain
-        self._around.bodies = [path for path, one in model.named_modules() if one in bodies]
-        captured = self._optimize(model, self._around, MOST_CAPTURES)
-        whole = runner.around(set_apart(bodies, self.blocks, captured))
+        eager_outside = runner.wrap(model)
+        parents = find_block_parents(model, self.blocks)
+        if not parents:
+            return eager_outside
+        self._outer.parent_paths = [path for path, one in model.named_modules() if one in parents]
+        captured = self._optimize(model, self._outer, OUTER_RECOMPILE_LIMIT)
+        compiled_outside = runner.wrap(break_graph_at(parents, self.blocks, captured))
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            captures = torch.is_grad_enabled() or is_data((args, kwargs))
-            return (whole if captures else plain)(*args, **kwargs)
+            compiles_outside = torch.is_grad_enabled() or is_plain_data((args, kwargs))
+            return (compiled_outside if compiles_outside else eager_outside)(*args, **kwargs)
 
         return run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_capturing():  # inside someone else's capture: be the plain function
+        if is_capturing():  # inside another capture: behave like the original function
             return self.original(*args, **kwargs)
         return self._run(*args, **kwargs)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """A call from where nobody captures."""
+        """Run compiled, without the check for an enclosing capture."""
         return self._run(*args, **kwargs)
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
-        """As a method: bound like any function."""
+        """Bind like a plain function when used as a method."""
         return self if owner is None else functools.partial(self, owner)
 
     def __copy__(self) -> Any:
-        return self  # as a copy of a function is the function
+        return self  # like copying a function
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        original = copy.deepcopy(self.original, memo)  # a method comes with its object
+        original = copy.deepcopy(self.original, memo)  # a bound method copies its object
         return self if original is self.original else compile_with(original, self.session.options)
 
     def __reduce__(self) -> Any:
-        """A pickle names the compiled function where it has a name, and holds the plain one elsewhere."""
+        """Pickle by name if the compiled function has one; otherwise pickle the original function."""
         module, name = getattr(self, "__module__", ""), getattr(self, "__qualname__", "")
         try:
             named = operator.attrgetter(name)(sys.modules[module])
         except (KeyError, AttributeError):
             named = None
-        return name if named is self else (plain_again, (self.original,))
+        return name if named is self else (unpickle_original, (self.original,))
 
     def __repr__(self) -> str:
         name = getattr(self.original, "__qualname__", type(self.original).__name__)
         return f"<fulgurite.compile of {name}, {len(self.graphs)} graphs>"
 
-    # ---- looking at it -------------------------------------------------------------------------------
+    # ---- inspection ----------------------------------------------------------------------------------
 
     @property
     def history(self) -> list[Trace]:
-        """Every stage of every graph, in the order they were made."""
+        """Every stage of every graph, in the order of compilation."""
         return self.session.history
 
     @property
     def graphs(self) -> list[GraphRecord]:
+        """One record per captured graph."""
         return self.session.graphs
 
     @property
     def breaks(self) -> list[GraphBreak]:
-        return self.session.breaks + self._around.unmeant
+        """Graph breaks in the user's code."""
+        return self.session.breaks + self._outer.unintended_breaks
 
     def last_trace(self, kind: Kind | None = None, graph: int = -1) -> Trace:
-        """The final trace of a graph (the last one), of its forward or inference unless said otherwise."""
-        return self.session.program(graph, kind).trace
+        """The final trace of a graph, by default of the last graph's inference or forward."""
+        return self.session.compiled_graph(graph, kind).trace
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        """What was compiled and why; with example inputs it is called and timed, too."""
+        """Summarize what was compiled and why. With example inputs, also call and time it."""
         if args or kwargs:
             self(*args, **kwargs)
         return explain(
@@ -184,38 +197,46 @@ class Compiled:
             {"eager": self.original, "fulgurite": self},
             args,
             kwargs,
-            self._around,
+            self._outer,
         )
 
     def save_repro(self, path: str | Path, graph: int = -1) -> Path:
-        """Write a script that runs one graph by itself and times it beside eager and torch.compile."""
-        record = self.session.record(graph)
-        return repro.save(record.captured, self.session.options, path)
+        """Write a standalone script that runs one graph and times it against eager and torch.compile."""
+        record = self.session.graph_record(graph)
+        return repro.save_script(record.captured, self.session.options, path)
 
     def replace_trace(
         self, edited: str | Path | Trace, graph: int = -1, kind: Kind | None = None
     ) -> None:
-        """Run an edited trace (its text, a file, or a Trace) in the place of a final one."""
+        """Run an edited trace (its text, a file, or a Trace) in place of a final one."""
         if isinstance(edited, Path):
             edited = edited.read_text(encoding="utf-8")
         self.session.replace_trace(str(edited), graph, kind)
 
 
-MEMBERS = ("history", "graphs", "breaks", "last_trace", "explain", "save_repro", "replace_trace")
+FORWARDED_MEMBERS = (
+    "history",
+    "graphs",
+    "breaks",
+    "last_trace",
+    "explain",
+    "save_repro",
+    "replace_trace",
+)
 
 
 def _compile_module(module: nn.Module, options: Options) -> Any:
     compiled = Compiled(module, options)
     members: dict[str, Any] = {"compiled": property(lambda module: compiled)}
-    for name in MEMBERS:
-        members[name] = _Forward(compiled, name)
+    for name in FORWARDED_MEMBERS:
+        members[name] = _ForwardedMember(compiled, name)
     return wrap_module(
         module, compiled.call, lambda other: _compile_module(other, options), members
     )
 
 
-class _Forward:
-    """An attribute of a compiled module that is its `Compiled`'s."""
+class _ForwardedMember:
+    """A descriptor that forwards an attribute of a compiled module to its `Compiled`."""
 
     def __init__(self, compiled: Compiled, name: str) -> None:
         self.compiled = compiled
@@ -234,21 +255,21 @@ def compile(
     dynamic: bool | None = None,
     fullgraph: bool = False,
     remat: Remat = "mincut",
-    regions: Regions = "auto",
-    tune: Tune | None = None,
+    granularity: Granularity = "auto",
+    autotune: Autotune | None = None,
     cudagraph: bool = False,
 ) -> Any:
-    """Compile a function, a method or an nn.Module; also a decorator, with or without options.
+    """Compile a function, a method or an nn.Module. Also a decorator, with or without options.
 
-    executors    who runs what, in order: names or Executor objects (default: what is best here)
-    transforms   functions Trace -> Trace, run after the built-in ones
-    dynamic      True: sizes are symbols from the start; False: never; None: when a size changes
-    fullgraph    raise where the graph would break instead of running that part in Python
-    remat        what backward recomputes: "none", "mincut" (the cheapest in bytes), "full"
-    regions      "blocks": equal layers are compiled once; "whole": one graph; "auto" chooses
-    tune         "auto": a generated region that torch runs faster is given back; True: each region is
-                 timed under every executor that can run it; False: nothing is measured
-    cudagraph    replay what runs on a GPU as CUDA graphs once it is warm
+    executors     executors in order of priority: names or `Executor` objects (default: fuser, torch)
+    transforms    functions Trace -> Trace, run after the built-in ones
+    dynamic       True: sizes are symbolic from the start; False: never; None: once a size changes
+    fullgraph     raise an error at a graph break instead of running that part in Python
+    remat         what backward recomputes: "none", "mincut" (fewest bytes saved), "full"
+    granularity   "blocks": compile repeated layers once; "model": one graph; "auto": choose
+    autotune      "auto": a generated region falls back to torch if torch is faster; True: time each
+                  region on every executor that can run it; False: measure nothing
+    cudagraph     replay GPU work as CUDA graphs after warm-up
     """
     options = make_options(
         executors=executors,
@@ -256,8 +277,8 @@ def compile(
         dynamic=dynamic,
         fullgraph=fullgraph,
         remat=remat,
-        regions=regions,
-        tune=tune,
+        granularity=granularity,
+        autotune=autotune,
         cudagraph=cudagraph,
     )
     if function is None:
@@ -266,7 +287,8 @@ def compile(
 
 
 def compile_with(function: Any, options: Options) -> Any:
-    function = function.original if isinstance(function, Compiled) else original_of(function)
+    """Compile with checked options. An already compiled function is compiled anew from its original."""
+    function = function.original if isinstance(function, Compiled) else unwrap_compiled(function)
     if isinstance(function, type) or not callable(function):
         raise ArgumentError(
             f"{function!r} can't be compiled",
@@ -281,15 +303,15 @@ def backend(
     module: fx.GraphModule,
     inputs: Sequence[Any],
     options: dict[str, Any] | None = None,
-    **more: Any,
+    **kwargs: Any,
 ) -> Callable[..., Any]:
-    """The backend behind `torch.compile(model, backend="fulgurite", options={...})`."""
-    wanted = {**(options or {}), **more}
-    known = inspect.signature(make_options).parameters
-    unknown = [name for name in wanted if name not in known]
+    """The TorchDynamo backend of `torch.compile(model, backend="fulgurite", options={...})`."""
+    requested = {**(options or {}), **kwargs}
+    allowed = inspect.signature(make_options).parameters
+    unknown = [name for name in requested if name not in allowed]
     if unknown:
         raise ArgumentError(
             f"{', '.join(unknown)}: no option of backend='fulgurite'",
-            next=f"options={{...}} may hold {', '.join(known)}",
+            next=f"options={{...}} may hold {', '.join(allowed)}",
         )
-    return Session(make_options(**wanted))(module, inputs)
+    return Session(make_options(**requested))(module, inputs)

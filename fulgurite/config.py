@@ -1,4 +1,4 @@
-"""Settings: frozen dataclasses, and the one table of environment variables."""
+"""Settings from the environment: the one table of environment variables, and `settings()`."""
 
 from __future__ import annotations
 
@@ -6,37 +6,37 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-ENVIRONMENT = {
-    "FULGURITE_VERIFY": "1: check every trace after every transform (the tests run so)",
-    "FULGURITE_CACHE": "folder for built kernels and tuning decisions (default: ~/.cache/fulgurite)",
-    "FULGURITE_REPRO": "folder for the scripts saved when a compilation fails (default: ./fulgurite-repro)",
-    "FULGURITE_THREADS": "threads that generated CPU kernels use (default: torch.get_num_threads())",
-    "FULGURITE_TUNE": 'auto, 1 or 0: as compile(tune="auto", True or False) says where it is not given',
-    "FULGURITE_LLAMA_PYTHON": "an interpreter that has llama-cpp-python, for bench generate",
-    "FULGURITE_CXX": "the C++ compiler for CPU kernels (default: g++, then clang++)",
+ENV_VARS = {
+    "FULGURITE_VERIFY": "1: verify every trace after every transform (as the tests do)",
+    "FULGURITE_CACHE_DIR": "folder for compiled kernels and autotuning results (default: ~/.cache/fulgurite)",
+    "FULGURITE_REPRO_DIR": "folder for scripts that reproduce failures (default: ./fulgurite-repro)",
+    "FULGURITE_NUM_THREADS": "threads of generated CPU kernels (default: torch.get_num_threads())",
+    "FULGURITE_AUTOTUNE": 'auto, 1 or 0: the default of compile(autotune=...): "auto", True or False',
+    "FULGURITE_LLAMA_PYTHON": "Python interpreter with llama-cpp-python, for bench generate",
+    "FULGURITE_CXX": "C++ compiler for CPU kernels (default: g++, then clang++)",
 }
 
 
-def environment(name: str) -> str | None:
-    """The value of one of the variables above; empty counts as unset."""
-    assert name in ENVIRONMENT, f"{name} is not in config.ENVIRONMENT"
+def read_env(name: str) -> str | None:
+    """The value of a variable of `ENV_VARS`; None if unset or empty."""
+    assert name in ENV_VARS, f"{name} is not in config.ENV_VARS"
     return os.environ.get(name) or None
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment says, read once per use: `settings()`."""
+    """Settings from the environment. `settings()` reads it at every call."""
 
     verify: bool
-    cache_folder: Path
-    repro_folder: Path
+    cache_dir: Path
+    repro_dir: Path
 
 
 def settings() -> Settings:
-    cache = environment("FULGURITE_CACHE")
+    cache = read_env("FULGURITE_CACHE_DIR")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Settings(
-        verify=environment("FULGURITE_VERIFY") == "1",
-        cache_folder=Path(cache) if cache else Path(base) / "fulgurite",
-        repro_folder=Path(environment("FULGURITE_REPRO") or "fulgurite-repro"),
+        verify=read_env("FULGURITE_VERIFY") == "1",
+        cache_dir=Path(cache) if cache else Path(base) / "fulgurite",
+        repro_dir=Path(read_env("FULGURITE_REPRO_DIR") or "fulgurite-repro"),
     )

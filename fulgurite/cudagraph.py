@@ -1,17 +1,22 @@
-"""CUDA graphs: a function of tensors, recorded once and replayed in one launch.
+"""CUDA graphs: capture a function of tensors once, then replay it in one launch.
 
-In: a function whose only effects are writes to its inputs and that, called twice on equally shaped CUDA tensors, launches the same kernels. Out:
-`Graphed`, which behaves like that function. The first calls run as they are; then the kernels are recorded and
-replayed on the same addresses:
+In: a function whose only effects are writes to its inputs. Two calls on CUDA tensors of equal shapes
+must launch the same kernels. Out: `GraphedFunction`, which behaves like that function.
 
-    inputs    that have stood still (parameters) are read where they are; others are copied into the graph's memory.
-              One that stood still and moves is copied from then on, after a second recording.
-              Those that are written to (running statistics) are, if copied, copied back.
-    results   lie in the graph's memory, which the next replay overwrites. What the user gets is copied out. What is
-              kept for backward, and gradients, are lent: while someone holds one, calls run without the graph.
+`capture_graph` is the only place that captures. Samplers and decode steps call it directly.
+`GraphedFunction` runs its first calls eagerly. It then captures the kernels and replays them on the
+same addresses:
 
-A call that a graph can't serve runs as it is: another stream, a call inside a capture or from a second thread, sizes
-past the limit. `notes` says what happened, for `explain`.
+    inputs    An input whose address never changed (a parameter) is static: it is read in place.
+              Other inputs are copied into the graph's memory. If a static input moves, the function
+              is captured again, and that input is copied from then on.
+              Mutated inputs (running statistics) that were copied in are copied back.
+    outputs   Outputs lie in the graph's memory, which the next replay overwrites. User-visible
+              outputs are copied. Tensors saved for backward and gradients are shared: while
+              someone holds one, calls run eagerly.
+
+A call also runs eagerly on another stream, inside a capture, from a second thread, or past the limit
+of shapes. `notes` lists the reasons for `explain`.
 """
 
 from __future__ import annotations
@@ -25,162 +30,237 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-Handing = Literal["inside", "copied", "lent"]
-Run = Callable[..., Sequence[Tensor]]
-RECORDINGS = 8  # of one shape; an input that moves costs one
-SHAPES = 32  # distinct sizes a graph is recorded for
+OutputMode = Literal["internal", "copied", "shared"]
+Function = Callable[..., Sequence[Tensor]]
+MAX_CAPTURES_PER_SHAPE = 8  # each static input that moves costs one
+MAX_SHAPES = 32  # distinct input shapes of one function
 
 
-class Tape(Protocol):
-    """Something recorded: what it reads, what it gives, and how to run it again."""
+# ---- capture -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """A CUDA graph and the outputs that each replay overwrites."""
+
+    graph: torch.cuda.CUDAGraph
+    outputs: Any
+
+    def replay(self) -> Any:
+        self.graph.replay()
+        return self.outputs
+
+
+class GraphPool:
+    """The memory pool and stream that several graphs share; they must never run at once.
+
+    The stream matters because cuBLAS has a workspace per stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)
+
+
+def capture_graph(
+    run: Callable[[], Any],
+    *,
+    pool: Any = None,
+    stream: torch.cuda.Stream | None = None,
+    warmups: int = 0,
+    synchronize: bool = True,
+) -> CapturedGraph:
+    """Capture the kernels that `run` launches on the current device.
+
+    pool          handle of a memory pool to share; None: a pool of its own
+    stream        stream to warm up and capture on; None: one of torch's
+    warmups       calls before the capture, which compile and load kernels
+    synchronize   False: neither wait for the device nor empty the allocator's cache. Other threads
+                  may then keep calling CUDA. For captures between the steps of a running program.
+    """
+    side = stream or torch.cuda.Stream() if warmups or not synchronize else None
+    current = torch.cuda.current_stream(None if stream is None else stream.device)
+    if side is not None and warmups:
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for _ in range(warmups):
+                run()
+        current.wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    if side is None or synchronize:
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            outputs = run()
+        return CapturedGraph(graph, outputs)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        outputs = run()
+        graph.capture_end()
+    current.wait_stream(side)
+    return CapturedGraph(graph, outputs)
+
+
+class CapturedCall(Protocol):
+    """A captured call: its inputs, its outputs, and how to replay it."""
 
     inputs: list[Any]
     outputs: list[Tensor]
 
-    def replay(self) -> None: ...
+    def replay(self) -> Any: ...
 
 
-class CudaTape:
-    """The kernels of one call, as a CUDA graph with memory of its own."""
+class CudaCapturedCall:
+    """The kernels of one call as a CUDA graph with a memory pool of its own."""
 
-    def __init__(self, run: Run, inputs: Sequence[Any]) -> None:
+    def __init__(self, run: Function, inputs: Sequence[Any]) -> None:
         self.inputs = list(inputs)
         device = next(value.device for value in inputs if isinstance(value, Tensor))
         with torch.cuda.device(device), torch.random.fork_rng([device]):
-            run(*inputs)  # these addresses may want kernels that are not compiled or loaded yet
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(device), torch.cuda.graph(self.graph):
-            self.outputs = list(run(*inputs))
+            run(*inputs)  # kernels specialized for these addresses may not be compiled yet
+        with torch.cuda.device(device):
+            self.graph = capture_graph(lambda: list(run(*inputs)))
+        self.outputs: list[Tensor] = self.graph.outputs
 
     def replay(self) -> None:
         self.graph.replay()
 
 
-@dataclass
-class _Recording:
-    """A tape with its borders: which inputs are copied in, how results are handed out."""
+# ---- a function that is captured and replayed ----------------------------------------------------
 
-    tape: Tape
-    fixed: dict[int, int]  # position of an input that is read in place → its address
-    copied: list[int]
-    written: list[int]  # of the copied ones, those that are copied back
-    handing: Sequence[Handing]
-    idle: list[tuple[int, int]] = field(default_factory=list)  # storage, its uses while not lent
+
+@dataclass
+class _ReplayableCall:
+    """A captured call with the copies of inputs and outputs around it."""
+
+    call: CapturedCall
+    static_inputs: dict[int, int]  # position of an input that is read in place → its address
+    copied_inputs: list[int]
+    copied_back: list[int]  # the copied inputs that the function mutates
+    output_modes: Sequence[OutputMode]
+    # storages of shared outputs, each with its use count while nobody else holds it
+    baseline_use_counts: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        read_in_place = {self.tape.inputs[k].untyped_storage().data_ptr() for k in self.fixed}
-        lent = [t for t, how in zip(self.tape.outputs, self.handing, strict=True) if how == "lent"]
+        read_in_place = {
+            self.call.inputs[k].untyped_storage().data_ptr() for k in self.static_inputs
+        }
+        pairs = zip(self.call.outputs, self.output_modes, strict=True)
+        shared = [tensor for tensor, mode in pairs if mode == "shared"]
         self._storages = [
             tensor.untyped_storage()
-            for tensor in lent
+            for tensor in shared
             if tensor.untyped_storage().data_ptr() not in read_in_place
         ]
-        for k in (
-            self.fixed
-        ):  # an address is enough; holding what forward lends would keep it from forward
-            self.tape.inputs[k] = None
-        self.idle = [(s._cdata, _uses(s._cdata)) for s in self._storages]
+        # Keep addresses only: a reference to forward's shared output would block forward's replay.
+        for k in self.static_inputs:
+            self.call.inputs[k] = None
+        self.baseline_use_counts = [(s._cdata, _use_count(s._cdata)) for s in self._storages]
 
-    def moved(self, addresses: Sequence[int]) -> list[int]:
-        return [k for k, address in self.fixed.items() if addresses[k] != address]
+    def moved_inputs(self, addresses: Sequence[int]) -> list[int]:
+        return [k for k, address in self.static_inputs.items() if addresses[k] != address]
 
-    def is_lent(self) -> bool:
-        return any(_uses(storage) > uses for storage, uses in self.idle)
+    def has_live_outputs(self) -> bool:
+        """Whether someone still holds a shared output of the last replay."""
+        return any(_use_count(storage) > count for storage, count in self.baseline_use_counts)
 
     def __call__(self, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
-        held = self.tape.inputs
-        if self.copied:
-            torch._foreach_copy_([held[k] for k in self.copied], [inputs[k] for k in self.copied])
-        self.tape.replay()
-        if self.written:
-            torch._foreach_copy_([inputs[k] for k in self.written], [held[k] for k in self.written])
+        own = self.call.inputs
+        if self.copied_inputs:
+            targets = [own[k] for k in self.copied_inputs]
+            torch._foreach_copy_(targets, [inputs[k] for k in self.copied_inputs])
+        self.call.replay()
+        if self.copied_back:
+            targets = [inputs[k] for k in self.copied_back]
+            torch._foreach_copy_(targets, [own[k] for k in self.copied_back])
         return tuple(
-            _copy(tensor) if how == "copied" else tensor.detach()
-            for tensor, how in zip(self.tape.outputs, self.handing, strict=True)
+            _copy_strided(tensor) if mode == "copied" else tensor.detach()
+            for tensor, mode in zip(self.call.outputs, self.output_modes, strict=True)
         )
 
 
-def _uses(storage: int) -> int:
+def _use_count(storage: int) -> int:
     return torch._C._storage_Use_Count(storage)
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    """A copy with the same strides."""
-    made = torch.empty_strided(
+def _copy_strided(tensor: Tensor) -> Tensor:
+    """Copy a tensor and keep its strides."""
+    copy = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
-    return made.copy_(tensor)
+    return copy.copy_(tensor)
 
 
 @dataclass
-class _Sizes:
-    """What is known of calls with one set of sizes."""
+class _ShapeState:
+    """What is known of the calls with one set of input shapes."""
 
     calls: int = 0
     addresses: tuple[int, ...] = ()
-    still: set[int] = field(default_factory=set)  # inputs whose address did not change
-    recordings: int = 0
-    recording: _Recording | None = None
-    given_up: bool = False
+    static: set[int] = field(default_factory=set)  # inputs whose address did not change
+    captures: int = 0
+    replayable: _ReplayableCall | None = None
+    disabled: bool = False
 
-    def look(self, addresses: tuple[int, ...]) -> None:
+    def observe(self, addresses: tuple[int, ...]) -> None:
         self.calls += 1
         pairs = zip(addresses, self.addresses or addresses, strict=True)
-        self.still = {k for k, (now, before) in enumerate(pairs) if now == before}
+        self.static = {k for k, (now, before) in enumerate(pairs) if now == before}
         self.addresses = addresses
 
 
-class Graphed:
-    """A function that is replayed as a CUDA graph once it is warm."""
+class GraphedFunction:
+    """A function that is captured after some eager calls and replayed from then on."""
 
     def __init__(
         self,
         name: str,
-        run: Run,
-        handing: Sequence[Handing],
+        run: Function,
+        output_modes: Sequence[OutputMode],
         *,
-        written: Sequence[int] = (),
+        mutated_inputs: Sequence[int] = (),
         warmups: int = 2,
-        record: Callable[[Run, Sequence[Any]], Tape] = CudaTape,
+        capture: Callable[[Function, Sequence[Any]], CapturedCall] = CudaCapturedCall,
     ) -> None:
-        self.name, self.run, self.handing, self.warmups = name, run, tuple(handing), warmups
-        self.written = tuple(written)  # positions of inputs that the function writes to
-        self.record = record
-        self.replays = self.plain_runs = 0
+        self.name, self.run, self.warmups = name, run, warmups
+        self.output_modes = tuple(output_modes)
+        self.mutated_inputs = tuple(mutated_inputs)  # positions
+        self.capture = capture
+        self.replays = self.eager_calls = 0
         self.notes: list[str] = []
-        self._sizes: dict[Any, _Sizes] = {}
-        self._busy = threading.Lock()
+        self._states: dict[Any, _ShapeState] = {}
+        self._lock = threading.Lock()
         self._stream: Any = None
 
     def __call__(self, *inputs: Any) -> Sequence[Tensor]:
-        if not self._busy.acquire(blocking=False):
-            return self._plainly(inputs, "called from a second thread meanwhile")
+        if not self._lock.acquire(blocking=False):
+            return self._run_eagerly(inputs, "called from a second thread meanwhile")
         try:
             return self._call(inputs)
         finally:
-            self._busy.release()
+            self._lock.release()
 
     def _call(self, inputs: Sequence[Any]) -> Sequence[Tensor]:
-        if self._elsewhere():
-            return self._plainly(inputs, "called on another stream, or inside a capture")
-        key = tuple(x.shape if isinstance(x, Tensor) else x for x in inputs)
-        known = self._sizes.get(key)
-        if known is None:
-            if len(self._sizes) >= SHAPES:
-                return self._plainly(inputs, f"more than {SHAPES} sizes: pad to fewer of them")
-            known = self._sizes[key] = _Sizes()
-        if known.given_up:
-            return self._plainly(inputs)
+        if self._is_on_another_stream():
+            return self._run_eagerly(inputs, "called on another stream, or inside a capture")
+        shapes = tuple(x.shape if isinstance(x, Tensor) else x for x in inputs)
+        state = self._states.get(shapes)
+        if state is None:
+            if len(self._states) >= MAX_SHAPES:
+                reason = f"more than {MAX_SHAPES} input shapes: pad to fewer of them"
+                return self._run_eagerly(inputs, reason)
+            state = self._states[shapes] = _ShapeState()
+        if state.disabled:
+            return self._run_eagerly(inputs)
         addresses = tuple(x.data_ptr() if isinstance(x, Tensor) else 0 for x in inputs)
-        recording = self._recording(known, addresses, inputs)
-        if recording is None:
-            return self._plainly(inputs)
-        if recording.is_lent():
-            return self._plainly(inputs, "results of the last replay are still held")
+        replayable = self._get_replayable(state, addresses, inputs)
+        if replayable is None:
+            return self._run_eagerly(inputs)
+        if replayable.has_live_outputs():
+            return self._run_eagerly(inputs, "outputs of the last replay are still held")
         self.replays += 1
-        return recording(inputs)
+        return replayable(inputs)
 
-    def _elsewhere(self) -> bool:
+    def _is_on_another_stream(self) -> bool:
         if not torch.cuda.is_available():
             return False
         stream = torch.cuda.current_stream()
@@ -188,60 +268,61 @@ class Graphed:
             self._stream = stream
         return torch.cuda.is_current_stream_capturing() or stream != self._stream
 
-    def _plainly(self, inputs: Sequence[Any], why: str = "") -> Sequence[Tensor]:
-        self.plain_runs += 1
-        if why and why not in self.notes:
-            self.notes.append(why)
+    def _run_eagerly(self, inputs: Sequence[Any], reason: str = "") -> Sequence[Tensor]:
+        self.eager_calls += 1
+        if reason and reason not in self.notes:
+            self.notes.append(reason)
         return self.run(*inputs)
 
-    def _recording(
-        self, known: _Sizes, addresses: tuple[int, ...], inputs: Sequence[Any]
-    ) -> _Recording | None:
-        if known.recording is not None:
-            moved = known.recording.moved(addresses)
+    def _get_replayable(
+        self, state: _ShapeState, addresses: tuple[int, ...], inputs: Sequence[Any]
+    ) -> _ReplayableCall | None:
+        """The captured call for these inputs, captured now if it is time; None: run eagerly."""
+        if state.replayable is not None:
+            moved = state.replayable.moved_inputs(addresses)
             if not moved:
-                return known.recording
-            known.recording = None
-            known.still -= set(moved)
+                return state.replayable
+            state.replayable = None
+            state.static -= set(moved)
         else:
-            known.look(addresses)
-            if known.calls <= self.warmups:
+            state.observe(addresses)
+            if state.calls <= self.warmups:
                 return None
-        if known.recordings >= RECORDINGS:
-            known.given_up = True
-            self.notes.append("given up: inputs that stood still moved again and again")
+        if state.captures >= MAX_CAPTURES_PER_SHAPE:
+            state.disabled = True
+            self.notes.append("disabled: static inputs keep moving")
             return None
-        known.recordings += 1
-        known.recording = self._record(known, inputs)
-        return known.recording
+        state.captures += 1
+        state.replayable = self._capture(state, inputs)
+        return state.replayable
 
-    def _record(self, known: _Sizes, inputs: Sequence[Any]) -> _Recording | None:
+    def _capture(self, state: _ShapeState, inputs: Sequence[Any]) -> _ReplayableCall | None:
         tensors = [k for k, value in enumerate(inputs) if isinstance(value, Tensor)]
-        fixed = {k: inputs[k].data_ptr() for k in tensors if k in known.still}
-        copied = [k for k in tensors if k not in known.still]
+        static = {k: inputs[k].data_ptr() for k in tensors if k in state.static}
+        copied = [k for k in tensors if k not in state.static]
         if any(torch._debug_has_internal_overlap(inputs[k]) == 1 for k in copied):
-            self._give_up(known, "an input overlaps itself and can't be copied into a graph")
+            self._disable(state, "an input overlaps itself and can't be copied into a graph")
             return None
-        held = [_copy(value) if k in copied else value for k, value in enumerate(inputs)]
-        before = {k: _copy(held[k]) for k in self.written}
+        own = [_copy_strided(value) if k in copied else value for k, value in enumerate(inputs)]
+        before = {k: _copy_strided(own[k]) for k in self.mutated_inputs}
         try:
-            tape = self.record(self.run, held)
-        except RuntimeError as error:  # what CUDA says of an operation that a capture forbids
-            first = str(error).strip().splitlines()[0]
-            self._give_up(known, f"could not be captured: {first}")
+            call = self.capture(self.run, own)
+        except RuntimeError as error:  # CUDA's error for an operation that a capture forbids
+            first_line = str(error).strip().splitlines()[0]
+            self._disable(state, f"could not be captured: {first_line}")
             return None
         finally:
-            for k, value in before.items():  # recording runs the function once for nothing
-                held[k].copy_(value)
-        back = [k for k in copied if k in self.written]
-        return _Recording(tape, fixed, copied, back, self.handing)
+            for k, value in before.items():  # the capture's warmup call mutated them
+                own[k].copy_(value)
+        copied_back = [k for k in copied if k in self.mutated_inputs]
+        return _ReplayableCall(call, static, copied, copied_back, self.output_modes)
 
-    def _give_up(self, known: _Sizes, why: str) -> None:
-        known.given_up = True
-        self.notes.append(why)
+    def _disable(self, state: _ShapeState, reason: str) -> None:
+        state.disabled = True
+        self.notes.append(reason)
         warnings.warn(
-            f"fulgurite: {self.name} runs without a CUDA graph: {why}. Compile without cudagraph=True, "
-            "or keep that operation out of the function.",
+            f"fulgurite: {self.name} runs without a CUDA graph: {reason}. Compile without "
+            "cudagraph=True, or keep that operation out of the function.",
             stacklevel=2,
         )
 
@@ -249,5 +330,5 @@ class Graphed:
         return f"<{self.name}: {self}>"
 
     def __str__(self) -> str:
-        said = f"{self.replays} replays, {self.plain_runs} calls without the graph"
-        return "; ".join([said, *self.notes])
+        counts = f"{self.replays} replays, {self.eager_calls} eager calls"
+        return "; ".join([counts, *self.notes])

@@ -1,7 +1,7 @@
-"""Facts of the hardware: cores, cache sizes, the measured copy bandwidth, dtypes that run natively.
+"""What cost models know of a device: cores, cache sizes, copy bandwidth, native dtypes.
 
-In: nothing but the machine. Out: a `Device`. The bandwidth is measured once (a third of a second)
-and kept in the cache for this processor and number of threads.
+In: the hardware this process runs on. Out: a `DeviceInfo`. The copy bandwidth is measured once (a third
+of a second) and stored in the cache for this CPU and number of threads, or for this GPU.
 """
 
 from __future__ import annotations
@@ -17,81 +17,83 @@ from pathlib import Path
 import torch
 
 from fulgurite import cache, native
-from fulgurite.config import environment
+from fulgurite.config import read_env
 from fulgurite.errors import ArgumentError
 
 
 @dataclass(frozen=True)
-class Device:
-    """What the cost model needs to know of a device."""
+class DeviceInfo:
+    """Properties of a device that cost models use."""
 
     name: str
-    threads: int
-    copy_bandwidth: float  # bytes read plus bytes written a second, by all threads
-    flops: float  # simple float32 operations a second, by all threads
-    first_level_cache: int  # bytes a core
-    second_level_cache: int
+    num_cores: int  # CPU threads that kernels use; streaming multiprocessors (SMs) of a GPU
+    copy_bandwidth: float  # bytes read plus bytes written per second, by all cores
+    flops: float  # simple float32 operations per second, by all cores
+    l1_cache_bytes: int  # per core
+    l2_cache_bytes: int
     native_dtypes: tuple[torch.dtype, ...]
 
 
-def cpu_threads() -> int:
-    """The threads generated kernels use."""
-    asked = environment("FULGURITE_THREADS")
-    if asked is None:
+def num_cpu_threads() -> int:
+    """Number of threads that CPU kernels use."""
+    requested = read_env("FULGURITE_NUM_THREADS")
+    if requested is None:
         return torch.get_num_threads()
-    if not asked.isdecimal() or int(asked) < 1:
-        raise ArgumentError(f"FULGURITE_THREADS={asked} must be a whole number, 1 or more")
-    return int(asked)
+    if not requested.isdecimal() or int(requested) < 1:
+        raise ArgumentError(f"FULGURITE_NUM_THREADS={requested} must be a positive integer")
+    return int(requested)
 
 
-def cpu() -> Device:
-    return _cpu(cpu_threads())
+def cpu_info() -> DeviceInfo:
+    """The CPU, with as many cores as kernels use threads."""
+    return _cpu_info(num_cpu_threads())
 
 
 @functools.cache
-def _cpu(threads: int) -> Device:
-    first, second = _cache_sizes()
-    lanes = 16 if "avx512f" in native.processor() else 8 if "avx2" in native.processor() else 4
-    return Device(
+def _cpu_info(threads: int) -> DeviceInfo:
+    l1_bytes, l2_bytes = _cache_sizes()
+    flags = native.cpu_fingerprint()
+    lanes = 16 if "avx512f" in flags else 8 if "avx2" in flags else 4
+    return DeviceInfo(
         name=_cpu_name(),
-        threads=threads,
-        copy_bandwidth=_copy_bandwidth(threads),
+        num_cores=threads,
+        copy_bandwidth=_cached_copy_bandwidth(threads),
         flops=threads * 2.5e9 * lanes,
-        first_level_cache=first,
-        second_level_cache=second,
+        l1_cache_bytes=l1_bytes,
+        l2_cache_bytes=l2_bytes,
         native_dtypes=_native_dtypes(),
     )
 
 
 @functools.cache
-def cuda(index: int = 0) -> Device:
-    """An NVIDIA GPU: threads are its multiprocessors, the first level cache is their registers."""
-    facts = torch.cuda.get_device_properties(index)
-    return Device(
-        name=facts.name,
-        threads=facts.multi_processor_count,
-        copy_bandwidth=_cuda_copy_bandwidth(index),
-        flops=facts.multi_processor_count * 128 * 1.7e9,
-        first_level_cache=256 << 10,
-        second_level_cache=facts.L2_cache_size,
+def cuda_info(index: int = 0) -> DeviceInfo:
+    """An NVIDIA GPU. Its cores are SMs; the registers of an SM take the place of the L1 cache."""
+    properties = torch.cuda.get_device_properties(index)
+    return DeviceInfo(
+        name=properties.name,
+        num_cores=properties.multi_processor_count,
+        copy_bandwidth=_cached_cuda_copy_bandwidth(index),
+        flops=properties.multi_processor_count * 128 * 1.7e9,
+        l1_cache_bytes=256 << 10,
+        l2_cache_bytes=properties.L2_cache_size,
         native_dtypes=(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     )
 
 
-def _cuda_copy_bandwidth(index: int) -> float:
+def _cached_cuda_copy_bandwidth(index: int) -> float:
     key = cache.digest("copy bandwidth", torch.cuda.get_device_name(index))
-    kept = cache.read_text("device", key)
-    if kept is not None:
-        return float(json.loads(kept)["copy_bandwidth"])
+    stored = cache.read_text("device", key)
+    if stored is not None:
+        return float(json.loads(stored)["copy_bandwidth"])
     measured = measure_cuda_copy_bandwidth(index)
     cache.write_text("device", key, json.dumps({"copy_bandwidth": measured}))
     return measured
 
 
 def measure_cuda_copy_bandwidth(index: int = 0, megabytes: int = 1024, repeats: int = 20) -> float:
-    """Bytes read plus written a second when torch copies a tensor into one that exists."""
-    place = torch.device("cuda", index)
-    source = torch.ones(megabytes << 18, device=place)
+    """Bytes read plus written per second when torch copies into an allocated tensor."""
+    device = torch.device("cuda", index)
+    source = torch.ones(megabytes << 18, device=device)
     target = torch.empty_like(source)
     times = []
     for _ in range(repeats):
@@ -106,14 +108,14 @@ def measure_cuda_copy_bandwidth(index: int = 0, megabytes: int = 1024, repeats: 
 
 
 def _cpu_name() -> str:
-    for line in native.processor().splitlines():
+    for line in native.cpu_fingerprint().splitlines():
         if "model name" in line:
             return line.split(":", 1)[1].strip()
     return "cpu"
 
 
 def _native_dtypes() -> tuple[torch.dtype, ...]:
-    flags = native.processor()
+    flags = native.cpu_fingerprint()
     dtypes = [torch.float32, torch.float64]
     if "avx512_bf16" in flags:
         dtypes.append(torch.bfloat16)
@@ -123,8 +125,8 @@ def _native_dtypes() -> tuple[torch.dtype, ...]:
 
 
 def _cache_sizes() -> tuple[int, int]:
-    """Bytes of the first and second level data cache of a core; common sizes where unknown."""
-    found = {1: 32 << 10, 2: 1 << 20}
+    """Bytes of a core's L1 and L2 data cache; common sizes if unknown."""
+    sizes = {1: 32 << 10, 2: 1 << 20}
     for folder in glob.glob("/sys/devices/system/cpu/cpu0/cache/index*"):
         try:
             level = int(Path(folder, "level").read_text())
@@ -132,23 +134,25 @@ def _cache_sizes() -> tuple[int, int]:
             size = Path(folder, "size").read_text().strip()
         except OSError:
             continue
-        if kind in ("Data", "Unified") and level in found and size.endswith("K"):
-            found[level] = int(size[:-1]) << 10
-    return found[1], found[2]
+        if kind in ("Data", "Unified") and level in sizes and size.endswith("K"):
+            sizes[level] = int(size[:-1]) << 10
+    return sizes[1], sizes[2]
 
 
-def _copy_bandwidth(threads: int) -> float:
-    key = cache.digest("copy bandwidth", native.processor(), str(threads), str(os.cpu_count()))
-    kept = cache.read_text("device", key)
-    if kept is not None:
-        return float(json.loads(kept)["copy_bandwidth"])
+def _cached_copy_bandwidth(threads: int) -> float:
+    key = cache.digest(
+        "copy bandwidth", native.cpu_fingerprint(), str(threads), str(os.cpu_count())
+    )
+    stored = cache.read_text("device", key)
+    if stored is not None:
+        return float(json.loads(stored)["copy_bandwidth"])
     measured = measure_copy_bandwidth(threads)
     cache.write_text("device", key, json.dumps({"copy_bandwidth": measured}))
     return measured
 
 
 def measure_copy_bandwidth(threads: int, megabytes: int = 64, repeats: int = 7) -> float:
-    """Bytes read plus written a second when torch copies a tensor into one that exists."""
+    """Bytes read plus written per second when torch copies into an allocated tensor."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -163,3 +167,23 @@ def measure_copy_bandwidth(threads: int, megabytes: int = 64, repeats: int = 7) 
         torch.set_num_threads(before)
     best = sorted(times)[len(times) // 4]
     return 2 * source.numel() * source.element_size() / best
+
+
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """The device by name; None: a GPU if there is one. ArgumentError if it can't be used."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ArgumentError(f"{device!r} is not a device", next="use cpu or cuda") from error
+    if resolved.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"device {device} is not supported", next="use cpu or cuda")
+    if resolved.type == "cuda" and not 0 <= (resolved.index or 0) < torch.cuda.device_count():
+        reason = "" if torch.version.cuda else " and is built without CUDA"
+        raise ArgumentError(
+            f"there is no device {device}: torch {torch.__version__} finds "
+            f"{torch.cuda.device_count()} GPUs{reason}",
+            next="use cpu, or install a torch that is built for this GPU",
+        )
+    return resolved

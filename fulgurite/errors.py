@@ -1,42 +1,42 @@
-"""The errors Fulgurite raises. Each says what went wrong, where, and what to do next.
+"""Errors that Fulgurite raises. Each says what went wrong, where, and what to do next.
 
 FulguriteError
-├── ArgumentError (also ValueError)    an argument of ours has a value that is not allowed
+├── ArgumentError (also ValueError)    an argument has a value that is not allowed
 ├── CaptureError                       the program could not be captured
 │   ├── GraphBreakError                fullgraph=True and something in the program breaks the graph
-│   └── OpError (also RuntimeError)     an op of the program refuses its inputs
-├── CompileError                       an op, a transform or an executor failed while compiling
-│   ├── VerifyError                    a trace breaks a rule of its stage; names the transform that made it
-│   └── FusionError                    fuse() was asked for a kernel that can't be generated
-├── TraceTextError (also ValueError)   an edited trace could not be read back
-├── NonFiniteError (also ArithmeticError)   the NaN/inf finder found its op
-├── FormatError (also ValueError)      a number format can't hold this tensor, or a device can't run it
-├── WeightsError (also ValueError)     a checkpoint is missing something, has too much, or is damaged
+│   └── OpError (also RuntimeError)    an op of the program rejects its inputs
+├── CompileError                       a transform, an executor or a compiler failed
+│   ├── VerifyError                    a trace breaks a rule of its stage; names the transform at fault
+│   └── FusionError                    fuse() met an op that can't be part of a generated kernel
+├── TraceTextError (also ValueError)   the text of an edited trace could not be loaded
+├── NonFiniteError (also ArithmeticError)   find_nonfinite found the op that produced a NaN or infinity
+├── FormatError (also ValueError)      a number format can't hold the tensor, or the device lacks it
+├── WeightsError (also ValueError)     a checkpoint lacks a tensor, has an unknown one, or is damaged
 ├── ReplayError                        a step can't be recorded: it is more than native kernels and views
-├── CapacityError (also MemoryError)   a model does not fit into the memory there is
-├── RankError (also RuntimeError)      another rank is gone, did not come, or left
-└── CacheError (also OSError)          the kernel cache can't be used where it is asked to be
+├── CapacityError (also MemoryError)   a model does not fit into memory
+├── RankError (also RuntimeError)      another rank failed, timed out or left
+└── CacheError (also OSError)          the kernel cache can't be used
 """
 
 from __future__ import annotations
 
 
 class FulguriteError(Exception):
-    """An error with up to three parts, printed one a line.
+    """An error message with labelled lines below it.
 
-    `what` is the message itself; `rows` are labelled lines below it, in the order given: by custom
-    `where` (the user's source line), `input` (dtype, shape, stride) and `next` (what to do about it).
+    `what` is the message. `details` are the labelled lines, usually `where` (the user's source line),
+    `input` (dtype, shape, strides) and `next` (what to do about it).
     """
 
-    def __init__(self, what: str, **rows: str | None) -> None:
+    def __init__(self, what: str, **details: str | None) -> None:
         self.what = what
-        self.rows = {label: text for label, text in rows.items() if text}
+        self.details = {label: text for label, text in details.items() if text}
         super().__init__(what)
 
     def __str__(self) -> str:
         lines = [self.what]
-        width = max((len(label) for label in self.rows), default=0)
-        for label, text in self.rows.items():
+        width = max((len(label) for label in self.details), default=0)
+        for label, text in self.details.items():
             first, *rest = text.splitlines()
             lines.append(f"  {label:<{width}}   {first}")
             lines.extend(f"  {'':<{width}}   {line}" for line in rest)
@@ -44,7 +44,7 @@ class FulguriteError(Exception):
 
 
 class ArgumentError(FulguriteError, ValueError):
-    """An argument has a value that is not allowed; the message lists what is."""
+    """An argument has a value that is not allowed. The message lists the allowed ones."""
 
 
 class CaptureError(FulguriteError):
@@ -56,11 +56,11 @@ class GraphBreakError(CaptureError):
 
 
 class OpError(CaptureError, RuntimeError):
-    """An op of the program refuses its inputs, as it would in eager torch."""
+    """An op of the program rejects its inputs, as it would in eager mode."""
 
 
 class CompileError(FulguriteError):
-    """An op, a transform or an executor failed while compiling."""
+    """A transform, an executor or a compiler failed."""
 
 
 class VerifyError(CompileError):
@@ -68,15 +68,15 @@ class VerifyError(CompileError):
 
 
 class FusionError(CompileError):
-    """A whole function was to become generated kernels, and something in it can't."""
+    """`fuse()` met an op that can't be part of a generated kernel."""
 
 
 class TraceTextError(FulguriteError, ValueError):
-    """The text of a trace could not be read back."""
+    """The text of an edited trace could not be loaded."""
 
 
 class NonFiniteError(FulguriteError, ArithmeticError):
-    """An op made a NaN or an infinity out of finite inputs."""
+    """An op produced a NaN or an infinity from finite inputs."""
 
 
 class FormatError(FulguriteError, ValueError):
@@ -84,18 +84,18 @@ class FormatError(FulguriteError, ValueError):
 
 
 class WeightsError(FulguriteError, ValueError):
-    """A checkpoint is missing a tensor, has one too many, or is damaged."""
+    """A checkpoint lacks a tensor, has an unknown one, or is damaged."""
 
 
 class CapacityError(FulguriteError, MemoryError):
-    """A model does not fit into the memory there is; the message says what would."""
+    """A model does not fit into memory. The message says what would."""
 
 
 class RankError(FulguriteError, RuntimeError):
-    """Ranks that work together lost one; the message names it, `ranks` has its number."""
+    """Another rank failed, timed out or left. `ranks` holds their numbers."""
 
-    def __init__(self, what: str, ranks: tuple[int, ...] = (), **rows: str | None) -> None:
-        super().__init__(what, **rows)
+    def __init__(self, what: str, ranks: tuple[int, ...] = (), **details: str | None) -> None:
+        super().__init__(what, **details)
         self.ranks = ranks
 
 
@@ -104,4 +104,4 @@ class ReplayError(FulguriteError):
 
 
 class CacheError(FulguriteError, OSError):
-    """The cache folder can't be used."""
+    """The kernel cache can't be used."""

@@ -1,7 +1,7 @@
-"""explain: what was compiled, by whom each op runs, what it costs, and where Python took over.
+"""`explain`: what was compiled, which executor runs each op, what it costs, where the graph broke.
 
-In: a Session after its function was called. Out: an `Explanation`, a value that prints as a table and that the
-HTML report draws.
+In: a `Session` whose function was called. Out: an `Explanation`. It prints as text, and the HTML report
+draws it.
 """
 
 from __future__ import annotations
@@ -18,46 +18,46 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fulgurite import timing
-from fulgurite.capture.around import Around
-from fulgurite.capture.blocks import Blocks, beside
+from fulgurite.capture.blocks import BlockGroup, find_sibling_modules
 from fulgurite.capture.dynamo import GraphBreak
-from fulgurite.executors.cudagraph import cuda_graphs_of
+from fulgurite.capture.outer_graph import OuterGraphBackend
+from fulgurite.executors.cudagraph import find_cuda_graphs
 from fulgurite.executors.fuser import kernels_of
 from fulgurite.executors.torch import TORCH
-from fulgurite.executors.tune import Decision
 from fulgurite.fuser import Kernel
-from fulgurite.kernels.registry import describe, handovers
+from fulgurite.fuser.segment.finalize import OUTPUT_LEAVES_REGION
+from fulgurite.kernels.registry import describe_arguments, fallbacks
 from fulgurite.session import GraphRecord, Session
 from fulgurite.trace import Kind, Trace, source_of
-from fulgurite.trace.cost import bytes_text, count_text, is_view, seconds_text, value_bytes
-from fulgurite.transforms.remat import REMAT
-
-LEAVES = "its results leave the region"  # what the fuser says, which doesn't see further
+from fulgurite.trace.cost import format_bytes, format_count, format_seconds, is_view, value_bytes
+from fulgurite.trace.decisions import Decision
+from fulgurite.trace.node_meta import executor_of, fake_value, set_comment
+from fulgurite.transforms.remat import REMAT_POLICIES
 
 
 @dataclass(frozen=True)
 class KernelSummary:
-    """One generated kernel of a program."""
+    """One generated kernel of a compiled graph."""
 
     name: str
-    call: str  # the call of the final trace that runs it
+    call: str  # the region of the final trace that runs it
     kernel: Kernel
-    reason: str  # why it ends where it does
+    reason: str  # why fusion stopped here
     seconds: float | None = None  # measured on request
 
     @property
-    def of_limit(self) -> float | None:
-        """The roofline's time over the measured one: 1.0 is the limit."""
-        return self.kernel.predicted / self.seconds if self.seconds else None
+    def roofline_fraction(self) -> float | None:
+        """Predicted (roofline) time over measured time: 1.0 is the hardware limit."""
+        return self.kernel.predicted_seconds / self.seconds if self.seconds else None
 
 
 @dataclass(frozen=True)
-class ProgramSummary:
-    """One program of one graph: its forward, backward or inference."""
+class CompiledGraphSummary:
+    """One compiled graph: the forward, backward or inference of a captured graph."""
 
     kind: Kind
-    captured_ops: int  # functional ops before anything was simplified or fused
-    calls: dict[str, int]  # calls in the final trace, by executor; views don't count
+    captured_ops: int  # functional ops before simplification and fusion
+    calls: dict[str, int]  # calls in the final trace, by executor; without views
     bytes_in: int
     bytes_out: int
     stages: list[tuple[str, float]]
@@ -66,94 +66,104 @@ class ProgramSummary:
 
     @property
     def seconds(self) -> float:
+        """Compile time."""
         return sum(seconds for _, seconds in self.stages)
 
-    def measured(self) -> ProgramSummary:
+    def with_measured_kernels(self) -> CompiledGraphSummary:
         return replace(self, kernels=[replace(k, seconds=k.kernel.measure()) for k in self.kernels])
 
 
 @dataclass(frozen=True)
 class GraphSummary:
+    """One captured graph."""
+
     index: int
-    where: str
-    seconds: float
-    programs: list[ProgramSummary]
-    saved_bytes: dict[str, int]  # by policy; empty without a backward
+    where: str  # the user's line that the graph starts at
+    seconds: float  # compile time
+    compiled_graphs: list[CompiledGraphSummary]
+    saved_bytes: dict[str, int]  # by remat policy; empty without a backward
     decisions: list[Decision]
 
 
 @dataclass(frozen=True)
 class Explanation:
+    """Everything `explain` reports."""
+
     options: str
     remat: str
-    regions: str
+    granularity: str  # what was compiled as one graph: repeated layers, or the model
     graphs: list[GraphSummary]
     breaks: list[GraphBreak]
-    times: dict[str, float]  # seconds a call, where example inputs were given
+    times: dict[str, float]  # seconds per call, if example inputs were given
     traces: list[Trace]
-    handovers: list[str] = field(default_factory=list)  # cases of our operators that torch runs
+    fallbacks: list[str] = field(default_factory=list)  # calls that no kernel supports
 
-    def measured(self) -> Explanation:
-        """The same with every generated kernel timed by itself, on memory of its own."""
-        graphs = [replace(g, programs=[p.measured() for p in g.programs]) for g in self.graphs]
+    def with_measured_kernels(self) -> Explanation:
+        """A copy in which every generated kernel is timed alone, on buffers of its own."""
+        graphs = [
+            replace(
+                graph, compiled_graphs=[g.with_measured_kernels() for g in graph.compiled_graphs]
+            )
+            for graph in self.graphs
+        ]
         return replace(self, graphs=graphs)
 
     def __str__(self) -> str:
-        lines = [f"{self.options}", f"regions               {self.regions}"]
+        lines = [f"{self.options}", f"granularity           {self.granularity}"]
         for graph in self.graphs:
             lines += ["", *_graph_lines(graph, self.remat)]
-        lines += ["", *_break_lines(self.breaks), *_handover_lines(self.handovers)]
+        lines += ["", *_break_lines(self.breaks), *_fallback_lines(self.fallbacks)]
         if self.times:
             lines.append(
-                " · ".join(f"{name} {seconds_text(time)}" for name, time in self.times.items())
+                " · ".join(f"{name} {format_seconds(time)}" for name, time in self.times.items())
             )
         return "\n".join(lines)
 
 
 def explain(
     session: Session,
-    blocks: Sequence[Blocks],
+    blocks: Sequence[BlockGroup],
     candidates: Mapping[str, Callable[..., Any]],
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
-    around: Around | None = None,
+    outer: OuterGraphBackend | None = None,
 ) -> Explanation:
-    """Sum up a session, and what is around its blocks; with arguments, time the candidates on them."""
+    """Summarize a session. With arguments, also time the candidates on them."""
     times: dict[str, float] = {}
-    if args or kwargs:  # as the user calls it: with gradients where they are recorded
+    if args or kwargs:  # in the caller's gradient mode
         calls = {k: functools.partial(f, *args, **(kwargs or {})) for k, f in candidates.items()}
-        with _left_as_they_are(args, kwargs, *candidates.values()):
-            times = timing.compare(calls)
+        with _restore_tensors(args, kwargs, *candidates.values()):
+            times = timing.median_times(calls)
     return Explanation(
         options=str(session.options),
         remat=session.options.remat,
-        regions=_regions_text(session, blocks, around),
-        graphs=[summarize(record) for record in session.graphs],
-        breaks=session.breaks + (around.unmeant if around else []),
+        granularity=_granularity_text(session, blocks, outer),
+        graphs=[summarize_graph(record) for record in session.graphs],
+        breaks=session.breaks + (outer.unintended_breaks if outer else []),
         times=times,
         traces=session.history,
-        handovers=_mark_handovers(session),
+        fallbacks=_annotate_fallbacks(session),
     )
 
 
 @contextmanager
-def _left_as_they_are(*values: Any) -> Iterator[None]:
-    """Tensors that are written to inside, and buffers of modules, get their numbers back."""
+def _restore_tensors(*values: Any) -> Iterator[None]:
+    """Restore the values of tensors and of module buffers that are written to inside the block."""
     leaves = pytree.tree_leaves(values)
     buffers = [b for module in leaves if isinstance(module, nn.Module) for b in module.buffers()]
-    tensors = [leaf for leaf in (*leaves, *buffers) if _may_be_written(leaf)]
-    numbers = [tensor.detach().clone() for tensor in tensors]
+    tensors = [leaf for leaf in (*leaves, *buffers) if _is_writable(leaf)]
+    saved = [tensor.detach().clone() for tensor in tensors]
     try:
         yield
     finally:
         with torch.no_grad():
-            for tensor, before in zip(tensors, numbers, strict=True):
+            for tensor, before in zip(tensors, saved, strict=True):
                 if not torch.equal(tensor, before):
                     tensor.copy_(before)
 
 
-def _may_be_written(value: Any) -> bool:
-    """Whether ops in place take it: not where one place is several elements (expand)."""
+def _is_writable(value: Any) -> bool:
+    """Whether in-place ops accept it: not if several elements share memory (`expand`)."""
     if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
         return False
     return not value.is_inference() and all(
@@ -161,113 +171,118 @@ def _may_be_written(value: Any) -> bool:
     )
 
 
-def _mark_handovers(session: Session) -> list[str]:
-    """Calls of the final traces that no kernel took when they ran; each gets a remark in its trace."""
-    noted = {case.arguments: case for case in handovers()}
+def _annotate_fallbacks(session: Session) -> list[str]:
+    """Find calls that no kernel supported when they ran, and add a comment to each in its trace."""
+    known = {case.arguments: case for case in fallbacks()}
     found: dict[str, None] = {}
     for record in session.graphs:
-        for kind in record.programs:
-            for node in record.final(kind).ops:
+        for kind in record.compiled_graphs:
+            for node in record.final_trace(kind).ops:
                 if getattr(node.target, "namespace", "") != "fulgurite":
                     continue
-                values = fx.node.map_arg(node.args, lambda source: source.meta.get("val"))
-                left_out = node.target._schema.arguments[len(node.args) :]
-                values = (*values, *(argument.default_value for argument in left_out))
-                case = noted.get(describe(values))
+                values = fx.node.map_arg(node.args, fake_value)
+                defaults = node.target._schema.arguments[len(node.args) :]
+                values = (*values, *(argument.default_value for argument in defaults))
+                case = known.get(describe_arguments(values))
                 if case is not None:
-                    node.meta["remark"] = f"plain torch: {case.reason}"
+                    set_comment(node, f"fallback to torch: {case.reason}")
                     found[str(case)] = None
     return list(found)
 
 
-def summarize(record: GraphRecord) -> GraphSummary:
+def summarize_graph(record: GraphRecord) -> GraphSummary:
+    """Summarize one captured graph and its compiled graphs."""
     kinds: list[Kind] = ["inference", "forward", "backward"]
-    programs = [_summarize_program(record, kind) for kind in kinds if kind in record.programs]
-    trained = record.saved is not None and "forward" in record.programs
-    saved = {p: record.saved.under(p) for p in REMAT} if trained and record.saved else {}
+    kinds = [kind for kind in kinds if kind in record.compiled_graphs]
+    saved = {}
+    if record.saved_bytes is not None and "forward" in kinds:
+        saved = {policy: record.saved_bytes.for_policy(policy) for policy in REMAT_POLICIES}
     return GraphSummary(
         index=record.index,
-        where=_where(record.captured),
+        where=_first_location(record.captured),
         seconds=record.seconds,
-        programs=programs,
+        compiled_graphs=[_summarize_compiled_graph(record, kind) for kind in kinds],
         saved_bytes=saved,
         decisions=list(record.decisions),
     )
 
 
-def _summarize_program(record: GraphRecord, kind: Kind) -> ProgramSummary:
+def _summarize_compiled_graph(record: GraphRecord, kind: Kind) -> CompiledGraphSummary:
     stages = record.stages(kind)
-    final = record.final(kind)
-    calls = Counter(n.meta.get("executor", "?") for n in final.ops if not is_view(n))
-    return ProgramSummary(
+    final = record.final_trace(kind)
+    calls = Counter(executor_of(n) or "?" for n in final.ops if not is_view(n))
+    return CompiledGraphSummary(
         kind=kind,
         captured_ops=sum(not is_view(n) for n in stages[0].ops),
         calls=dict(calls),
-        bytes_in=_bytes(final.inputs),
-        bytes_out=_bytes(final.outputs),
+        bytes_in=_total_bytes(final.inputs),
+        bytes_out=_total_bytes(final.outputs),
         stages=[(trace.stage, trace.seconds) for trace in stages],
         kernels=[_summarize_kernel(node, kernel) for node, kernel in kernels_of(final)],
-        cuda_graphs=[f"{graph.name}: {graph}" for graph in cuda_graphs_of(final)],
+        cuda_graphs=[f"{graph.name}: {graph}" for graph in find_cuda_graphs(final)],
     )
 
 
 def _summarize_kernel(node: fx.Node, kernel: Kernel) -> KernelSummary:
     reason = kernel.reason
-    if reason == LEAVES:
-        reason = _who_needs(node) or reason
+    if reason == OUTPUT_LEAVES_REGION:
+        reason = _describe_reader(node) or reason
     return KernelSummary(kernel.name, node.target.name, kernel, reason)  # type: ignore[union-attr]
 
 
-def _who_needs(node: fx.Node) -> str:
-    """`mm needs h in memory`: who reads the results of a region."""
+def _describe_reader(node: fx.Node) -> str:
+    """Who reads the outputs of a region: `mm needs h in memory`."""
     for item in node.users:
         for user in item.users:
             if user.op == "output":
-                return f"{item.name} is a result"
-            what = getattr(user.target, "__name__", str(user.target))
-            return f"{what} needs {item.name} in memory"
+                return f"{item.name} is an output"
+            reader = getattr(user.target, "__name__", str(user.target))
+            return f"{reader} needs {item.name} in memory"
     return ""
 
 
-def _bytes(values: Sequence[Any]) -> int:
+def _total_bytes(values: Sequence[Any]) -> int:
     nodes = {value for value in values if isinstance(value, fx.Node)}
-    return sum(value_bytes(node.meta.get("val")) for node in nodes)
+    return sum(value_bytes(fake_value(node)) for node in nodes)
 
 
-def _where(trace: Trace) -> str:
-    """The user's line the graph starts at."""
+def _first_location(trace: Trace) -> str:
+    """The user's line that the graph starts at."""
     for node in trace.ops:
         source = source_of(node)
-        if source.place or source.module:
-            return source.place or source.module
+        if source.location or source.module:
+            return source.location or source.module
     return ""
 
 
-def _regions_text(session: Session, blocks: Sequence[Blocks], around: Around | None) -> str:
+def _granularity_text(
+    session: Session, blocks: Sequence[BlockGroup], outer: OuterGraphBackend | None
+) -> str:
     if not blocks:
-        return "whole: one graph for everything that can be captured together"
+        return "model: one graph between graph breaks"
     groups = ", ".join(map(str, blocks))
-    if others := beside(blocks):
-        groups += f", {', '.join(type(module).__name__ for module in others)} beside them"
-    rest = "the rest of the model runs in eager"
-    if around and around.bodies:
-        outside = f"with what is around {', '.join(around.bodies)}"
-        rest = f"{outside} (but for inference with a cache); {rest}"
-    return f"blocks: {groups}; {len(session.graphs)} compiled, {rest}"
+    if siblings := find_sibling_modules(blocks):
+        groups += f", siblings {', '.join(type(module).__name__ for module in siblings)}"
+    rest = "the rest of the model runs in eager mode"
+    if outer and outer.parent_paths:
+        outside = f"with the outer graph of {', '.join(outer.parent_paths)}"
+        rest = f"{outside} (except for inference with a cache); {rest}"
+    return f"blocks: {groups}; {len(session.graphs)} graphs compiled, {rest}"
 
 
 def _graph_lines(graph: GraphSummary, remat: str) -> list[str]:
     head = f"graph {graph.index} · {graph.where}"
-    lines = [f"{head:<40}  compiled in {seconds_text(graph.seconds)}"]
-    for program in graph.programs:
-        total = sum(program.calls.values())
-        by = ", ".join(f"{name} {count}" for name, count in sorted(program.calls.items()))
+    lines = [f"{head:<40}  compiled in {format_seconds(graph.seconds)}"]
+    for compiled in graph.compiled_graphs:
+        total = sum(compiled.calls.values())
+        by = ", ".join(f"{name} {count}" for name, count in sorted(compiled.calls.items()))
+        bytes_in, bytes_out = format_bytes(compiled.bytes_in), format_bytes(compiled.bytes_out)
         lines += [
-            f"  {program.kind:<18}  {program.captured_ops} ops → {total} calls ({by or 'none'})",
-            f"  {'':<18}  {bytes_text(program.bytes_in)} in, {bytes_text(program.bytes_out)} out",
-            f"  {'':<18}  {_stage_text(program)}",
-            *_kernel_lines(program.kernels),
-            *(f"  {'cuda graph':<18}  {text}" for text in program.cuda_graphs),
+            f"  {compiled.kind:<18}  {compiled.captured_ops} ops → {total} calls ({by or 'none'})",
+            f"  {'':<18}  {bytes_in} in, {bytes_out} out",
+            f"  {'':<18}  {_stage_text(compiled)}",
+            *_kernel_lines(compiled.kernels),
+            *(f"  {'CUDA graph':<18}  {text}" for text in compiled.cuda_graphs),
         ]
     if graph.saved_bytes:
         lines.append(f"  {'saved for backward':<18}  {_saved_text(graph.saved_bytes, remat)}")
@@ -275,30 +290,31 @@ def _graph_lines(graph: GraphSummary, remat: str) -> list[str]:
 
 
 def _decision_lines(decisions: Sequence[Decision]) -> list[str]:
-    """How many regions each executor won, and those that the one in front lost."""
+    """How many regions each executor won, and the regions that fell back to torch."""
     if not decisions:
         return []
     wins = Counter(decision.winner for decision in decisions)
     won = ", ".join(f"{name} {count}" for name, count in wins.most_common())
-    lines = [f"  {'compared':<18}  {count_text(len(decisions), 'region')}: {won}"]
-    given = dict.fromkeys(str(d) for d in decisions if d.winner == TORCH.name)
-    return lines + [f"  {'given back':<18}  {text}" for text in given]
+    lines = [f"  {'autotuned':<18}  {format_count(len(decisions), 'region')}: {won}"]
+    fell_back = dict.fromkeys(str(d) for d in decisions if d.winner == TORCH.name)
+    return lines + [f"  {'fallback to torch':<18}  {text}" for text in fell_back]
 
 
 def _kernel_lines(kernels: Sequence[KernelSummary]) -> list[str]:
-    """The table of generated kernels; equal ones (of equal layers) are one line with their number."""
+    """The table of generated kernels. Equal kernels (of repeated layers) share a line with a count."""
     if not kernels:
         return []
-    measured = any(summary.seconds is not None for summary in kernels)
+    has_times = any(summary.seconds is not None for summary in kernels)
     head = ["kernel", "ops", "bytes", "predicted"]
-    head += ["measured", "of limit"] if measured else []
-    rows = [[*head, "why it ends here"]]
-    for summary, count in grouped_kernels(kernels):
+    head += ["measured", "roofline"] if has_times else []
+    rows = [[*head, "fusion boundary"]]
+    for summary, count in group_equal_kernels(kernels):
         kernel = summary.kernel
         name = f"{summary.name} ×{count}" if count > 1 else summary.name
-        row = [name, str(len(kernel.ops)), bytes_text(kernel.bytes), seconds_text(kernel.predicted)]
-        if measured:
-            row += [seconds_text(summary.seconds or 0.0), of_limit_text(summary)]
+        predicted = format_seconds(kernel.predicted_seconds)
+        row = [name, str(len(kernel.ops)), format_bytes(kernel.bytes_moved), predicted]
+        if has_times:
+            row += [format_seconds(summary.seconds or 0.0), format_roofline_fraction(summary)]
         rows.append([*row, summary.reason])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     lines = []
@@ -308,35 +324,38 @@ def _kernel_lines(kernels: Sequence[KernelSummary]) -> list[str]:
     return lines
 
 
-def of_limit_text(summary: KernelSummary) -> str:
-    """A percentage; beyond the memory's limit where the data stay in the cache."""
-    share = summary.of_limit
-    if share is None:
+def format_roofline_fraction(summary: KernelSummary) -> str:
+    """The measured speed in percent of the roofline; above it, the data stays in the cache."""
+    fraction = summary.roofline_fraction
+    if fraction is None:
         return ""
-    return "in cache" if share > 1.1 else f"{100 * share:.0f}%"
+    return "in cache" if fraction > 1.1 else f"{100 * fraction:.0f}%"
 
 
-def grouped_kernels(kernels: Sequence[KernelSummary]) -> list[tuple[KernelSummary, int]]:
+def group_equal_kernels(kernels: Sequence[KernelSummary]) -> list[tuple[KernelSummary, int]]:
+    """Each distinct kernel with the number of its occurrences."""
     groups: dict[Any, list[KernelSummary]] = {}
     for summary in kernels:
         kernel = summary.kernel
-        key = (summary.name, kernel.ops, kernel.bytes, str(kernel.schedule))
+        key = (summary.name, kernel.ops, kernel.bytes_moved, str(kernel.schedule))
         groups.setdefault(key, []).append(summary)
-    return [(same[0], len(same)) for same in groups.values()]
+    return [(equal[0], len(equal)) for equal in groups.values()]
 
 
-def _stage_text(program: ProgramSummary) -> str:
-    return " · ".join(f"{stage} {1e3 * seconds:.1f} ms" for stage, seconds in program.stages)
+def _stage_text(compiled: CompiledGraphSummary) -> str:
+    return " · ".join(f"{stage} {1e3 * seconds:.1f} ms" for stage, seconds in compiled.stages)
 
 
 def _saved_text(saved: dict[str, int], remat: str) -> str:
-    chosen = f"{bytes_text(saved[remat])} ({remat})"
-    others = [f"{policy} {bytes_text(count)}" for policy, count in saved.items() if policy != remat]
-    return " · ".join([chosen, *others])
+    used = f"{format_bytes(saved[remat])} ({remat})"
+    other = [
+        f"{policy} {format_bytes(count)}" for policy, count in saved.items() if policy != remat
+    ]
+    return " · ".join([used, *other])
 
 
-def _handover_lines(cases: Sequence[str]) -> list[str]:
-    return [f"{'plain torch':<20}  {case}" for case in cases]
+def _fallback_lines(cases: Sequence[str]) -> list[str]:
+    return [f"{'fallback to torch':<20}  {case}" for case in cases]
 
 
 def _break_lines(breaks: Sequence[GraphBreak]) -> list[str]:

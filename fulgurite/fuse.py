@@ -1,6 +1,7 @@
-"""fulgurite.fuse: the whole function becomes generated kernels, or an error says which op can't and why.
+"""`fulgurite.fuse`: a function becomes generated kernels only, or an error names the op that can't.
 
-In: a function of tensors. Out: a `Fused` function: call it as the original, look at `.kernels`.
+In: a function of tensors. Out: a `Fused` function: call it like the original; `.kernels` lists its
+kernels.
 """
 
 from __future__ import annotations
@@ -17,45 +18,46 @@ from fulgurite.executors import Executor
 from fulgurite.executors.fuser import FUSER, kernels_of
 from fulgurite.options import make_options
 from fulgurite.trace import describe, source_of
+from fulgurite.trace.node_meta import fake_value
 
 
-class _Refuse(Executor):
-    """The last of the executors: what comes this far can't be generated."""
+class _RejectingExecutor(Executor):
+    """The last executor: raises for every op that the fuser did not claim."""
 
     name = "nothing"
 
     def claims(self, node: fx.Node) -> bool:
-        refuse(node)
+        raise_fusion_error(node)
 
     def lower(self, region: fx.GraphModule) -> Callable[..., Sequence[Any]]:
-        raise AssertionError("nothing is lowered by the executor that refuses")
+        raise AssertionError("the rejecting executor claims nothing, so it lowers nothing")
 
 
-def refuse(node: fx.Node) -> NoReturn:
-    """The error for one op: its name, the user's line, its inputs and the reason."""
+def raise_fusion_error(node: fx.Node) -> NoReturn:
+    """Raise the error for one op: its name, the user's line, its inputs and the reason."""
     name = str(node.target).removeprefix("aten.").split(".")[0]
-    reason = fuser.why_not(node)
-    inputs = [f"{n.name}: {describe(n.meta.get('val'))}" for n in node.all_input_nodes]
+    reason = fuser.unsupported_reason(node)
+    inputs = [f"{n.name}: {describe(fake_value(n))}" for n in node.all_input_nodes]
     raise FusionError(
         f"{name} can't be part of a generated kernel yet",
         where=str(source_of(node)),
         input=", ".join(inputs),
         reason=None if reason == name else reason,
-        next=f"use fulgurite.compile, which leaves {name} to torch and fuses around it",
+        next=f"use fulgurite.compile, which runs {name} with torch and fuses the other ops",
     )
 
 
 class Fused(Compiled):
-    """A function that runs as generated kernels only."""
+    """A function that runs generated kernels only."""
 
     @property
     def kernels(self) -> list[fuser.Kernel]:
-        """Every kernel of every graph compiled so far: source, schedule, bytes, times."""
+        """Every kernel of every graph compiled so far: source, schedule, bytes, predicted time."""
         finals = [trace for trace in self.history if trace.stage == "final"]
         return [kernel for trace in finals for _, kernel in kernels_of(trace)]
 
 
 def fuse(function: Callable[..., Any], *, dynamic: bool | None = None) -> Fused:
-    """The function as generated kernels; raises FusionError at the first call where that can't be."""
-    options = make_options(executors=[FUSER, _Refuse()], dynamic=dynamic, fullgraph=True)
+    """Compile a function to generated kernels only. The first call raises FusionError if it can't."""
+    options = make_options(executors=[FUSER, _RejectingExecutor()], dynamic=dynamic, fullgraph=True)
     return Fused(function, options)

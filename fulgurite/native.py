@@ -1,9 +1,10 @@
-"""C++ source → a loaded library, through the cache.
+"""C++ source → a loaded shared library, through the kernel cache.
 
-In: the text of one translation unit that needs no headers of torch. Out: a `ctypes.CDLL`. The key
-is source + flags + compiler + processor + version, so a library is never used where it can't run.
-The OpenMP runtime is the one torch has already loaded, so both share one pool of threads. `begin`
-builds in the background: the kernels of a graph are compiled side by side.
+In: the text of one translation unit that includes no torch headers. Out: a `ctypes.CDLL`.
+
+The cache key is source + flags + compiler + CPU + version, so a library is never loaded on a CPU that
+can't run it. Libraries link the OpenMP runtime that torch has loaded, so both share one thread pool.
+`start_build` compiles in the background: the kernels of a graph compile in parallel.
 """
 
 from __future__ import annotations
@@ -22,12 +23,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fulgurite import cache
-from fulgurite.config import environment
+from fulgurite.config import read_env
 from fulgurite.errors import CacheError, CompileError
 
-INCLUDE = (
-    Path(__file__).parent / "include"
-)  # C++ headers that generated and hand-written kernels share
+# C++ headers that generated and hand-written kernels share
+INCLUDE = Path(__file__).parent / "include"
 FLAGS = (
     "-std=c++17",
     "-O2",
@@ -35,10 +35,10 @@ FLAGS = (
     "-fPIC",
     "-shared",
     "-fvisibility=hidden",
-    "-fwrapv",  # integers wrap, as torch's do
+    "-fwrapv",  # signed overflow wraps, as in torch
     "-fno-strict-aliasing",
     "-fno-math-errno",
-    "-fno-trapping-math",  # comparisons may be evaluated on both sides of a branch
+    "-fno-trapping-math",  # comparisons on both sides of a branch may be evaluated
     "-ffp-contract=off",  # a*b - a*b is 0, as in torch
     "-fno-exceptions",
     "-fno-rtti",
@@ -46,26 +46,26 @@ FLAGS = (
     "-pipe",
 )
 GCC_FLAGS = (
-    "-fno-thread-jumps",  # a clamp stays two selects instead of three ways through the loop
+    "-fno-thread-jumps",  # keeps a clamp as two selects instead of three paths through the loop
     "-fno-tree-pre",
 )
 VERSION = "2"
 
 _loaded: dict[str, ctypes.CDLL] = {}
-_building: dict[str, Build] = {}
-_compilers: threading.BoundedSemaphore
+_pending_builds: dict[str, PendingBuild] = {}
+_compile_slots: threading.BoundedSemaphore
 
 
 @functools.cache
-def compiler() -> str | None:
-    """The C++ compiler, or None (with one warning) where there is none."""
-    asked = environment("FULGURITE_CXX")
-    for name in [asked] if asked else ["g++", "clang++"]:
+def find_compiler() -> str | None:
+    """Path of the C++ compiler; None, with one warning, if there is none."""
+    requested = read_env("FULGURITE_CXX")
+    for name in [requested] if requested else ["g++", "clang++"]:
         found = shutil.which(name)
         if found:
             return found
     warnings.warn(
-        f"no C++ compiler found ({asked or 'g++ or clang++'}): CPU kernels are not generated and "
+        f"no C++ compiler found ({requested or 'g++ or clang++'}): no CPU kernels are generated and "
         "torch runs every op. Install g++ or set FULGURITE_CXX",
         stacklevel=2,
     )
@@ -86,20 +86,20 @@ def compiler_version(path: str) -> str:
 
 
 @functools.cache
-def processor() -> str:
-    """What `-march=native` depends on."""
+def cpu_fingerprint() -> str:
+    """Text that identifies the CPU: everything `-march=native` depends on."""
     text = platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return text + platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    found = dict.fromkeys(line for line in lines if line.split("\t")[0].strip() in wanted)
-    return text + "\n".join(found)
+    keys = ("model name", "flags", "Features", "CPU part")
+    unique = dict.fromkeys(line for line in lines if line.split("\t")[0].strip() in keys)
+    return text + "\n".join(unique)
 
 
 @functools.cache
-def machine_flags() -> tuple[str, ...]:
+def arch_flags() -> tuple[str, ...]:
     flags = ["-march=native"]
     if platform.machine() == "x86_64":
         flags.append("-mprefer-vector-width=512")
@@ -107,8 +107,8 @@ def machine_flags() -> tuple[str, ...]:
 
 
 @functools.cache
-def openmp_library() -> str | None:
-    """The file of the OpenMP runtime this process already uses, if one is loaded."""
+def loaded_openmp_library() -> str | None:
+    """Path of the OpenMP runtime that this process has loaded, if any."""
     try:
         maps = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -122,13 +122,13 @@ def openmp_library() -> str | None:
 
 @functools.cache
 def is_clang(path: str) -> bool:
-    """By what it says: on some systems clang goes by the name g++."""
+    """Judged by `--version`: on some systems g++ is clang."""
     return "clang" in compiler_version(path)
 
 
 @functools.cache
-def clang_openmp(path: str) -> tuple[str, ...]:
-    """Threads need clang's own OpenMP runtime; where that is not installed, kernels run on one."""
+def clang_openmp_flags(path: str) -> tuple[str, ...]:
+    """OpenMP flags for clang. Without clang's own OpenMP runtime, kernels run on one thread."""
     probe = [path, "-fopenmp", "-shared", "-fPIC", "-x", "c++", "-", "-o", os.devnull]
     text = "int f() { int n = 0;\n#pragma omp parallel\n{ n = 1; }\nreturn n; }"
     done = subprocess.run(probe, input=text, capture_output=True, text=True)
@@ -142,60 +142,62 @@ def clang_openmp(path: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def gathers(path: str) -> bool:
-    """Does g++ know this name of the choice to load a vector from many places? A loop with a table in it
-    is not SIMD without it, and the tuning for unknown processors has it off."""
+def has_gather_tuning(path: str) -> bool:
+    """Whether g++ has `-mtune-ctrl=use_gather`, which lets it vectorize loops with table lookups.
+
+    g++'s generic tuning disables gathers. Versions 8 to 13 know the flag under this name.
+    """
     found = re.search(r"\) (\d+)\.", compiler_version(path))
     return found is not None and 8 <= int(found[1]) <= 13
 
 
-def command(path: str, source: Path, target: Path) -> list[str]:
-    line = [path, *FLAGS, *machine_flags(), str(source), "-o", str(target)]
-    runtime = openmp_library()
-    named = runtime is not None and not os.path.basename(runtime).startswith("libgomp.so")
-    # a runtime under another name: take its symbols from it, not from a second copy
-    openmp = [str(runtime)] if named else []
+def compile_command(path: str, source: Path, target: Path) -> list[str]:
+    line = [path, *FLAGS, *arch_flags(), str(source), "-o", str(target)]
+    runtime = loaded_openmp_library()
+    is_other = runtime is not None and not os.path.basename(runtime).startswith("libgomp.so")
+    # torch ships a runtime under another name: link that file instead of a second copy
+    openmp = [str(runtime)] if is_other else []
     if is_clang(path):
-        return [*line, *clang_openmp(path), "-w", "-lm"]
+        return [*line, *clang_openmp_flags(path), "-w", "-lm"]
     line += ["-fopenmp", *GCC_FLAGS]
-    if platform.machine() == "x86_64" and gathers(path):
+    if platform.machine() == "x86_64" and has_gather_tuning(path):
         line.append("-mtune-ctrl=use_gather")
-    # without the C++ library, which the text doesn't use, linking takes a third of the time
+    # the kernels don't use the C++ standard library; without it, linking takes a third of the time
     return [*line, "-nostdlib", *(openmp or ["-lgomp"]), "-lm", "-lgcc", "-lc"]
 
 
 def build(source: str) -> Path:
-    """The shared library of a source text; compiled where the cache doesn't have it."""
-    path = compiler()
+    """Path of the shared library of a source text, compiled if it is not cached."""
+    path = find_compiler()
     if path is None:
         raise CompileError("there is no C++ compiler", next="install g++ or set FULGURITE_CXX")
-    flags = " ".join(command(path, Path("source.cpp"), Path("library.so")))
-    key = cache.digest(source, flags, compiler_version(path), processor(), VERSION)
+    flags = " ".join(compile_command(path, Path("source.cpp"), Path("library.so")))
+    key = cache.digest(source, flags, compiler_version(path), cpu_fingerprint(), VERSION)
 
     def compile_to(target: Path) -> None:
         text = target.with_suffix(".cpp")
         text.write_text(source)
-        done = subprocess.run(command(path, text, target), capture_output=True, text=True)
+        done = subprocess.run(compile_command(path, text, target), capture_output=True, text=True)
         full = os.strerror(errno.ENOSPC)
         if done.returncode and full in done.stderr:
-            raise OSError(errno.ENOSPC, full, str(target))  # the cache has another folder for it
+            raise OSError(errno.ENOSPC, full, str(target))  # the cache then uses its private folder
         if done.returncode:
             raise CompileError(
-                "the C++ compiler refused a generated kernel",
+                "the C++ compiler rejected a generated kernel",
                 where=done.stderr[:4000],
-                next="this is a fault of the fuser: report it with the kernel's source",
+                next="this is a bug in the code generator: report it with the kernel's source",
             )
 
-    return cache.entry("cpp", key, compile_to, ".so")
+    return cache.get_or_build("cpp", key, compile_to, ".so")
 
 
 def load(source: str) -> ctypes.CDLL:
-    """The loaded library of a source text."""
-    return begin(source)()
+    """Build a source text if needed, and load the library."""
+    return start_build(source)()
 
 
-class Build:
-    """A library that a thread of its own builds or finds; calling this waits for it."""
+class PendingBuild:
+    """A library that a background thread builds or finds in the cache. Calling it waits and loads."""
 
     def __init__(self, key: str, source: str) -> None:
         self.key, self.source = key, source
@@ -205,19 +207,19 @@ class Build:
         self.thread.start()
 
     def _build(self) -> None:
-        with _compilers:
+        with _compile_slots:
             try:
                 self.path = build(self.source)
             except (CompileError, CacheError, OSError) as problem:
-                self.problem = problem  # for whoever waits
+                self.problem = problem  # raised in the thread that waits
 
     def __call__(self) -> ctypes.CDLL:
         self.thread.join()
-        _building.pop(self.key, None)
+        _pending_builds.pop(self.key, None)
         if self.problem is not None:
             raise self.problem
         if self.path is None:
-            self.path = build(self.source)  # a process forked meanwhile has not the thread
+            self.path = build(self.source)  # in a process forked meanwhile: the thread is not here
         library = _loaded.get(self.key)
         if library is None:
             try:
@@ -231,29 +233,32 @@ class Build:
         return library
 
 
-def forget() -> None:
-    """Libraries asked for from now on are read from the cache again; those in use stay."""
+def clear_loaded() -> None:
+    """Load libraries from the cache again from now on; those in use stay loaded."""
     _loaded.clear()
 
 
-def _allow_compilers() -> None:
-    """As many at once as there are cores. A forked child has none of the threads that hold a turn."""
-    global _compilers
-    _compilers = threading.BoundedSemaphore(os.cpu_count() or 1)
+def _reset_compile_slots() -> None:
+    """Allow as many compilers at once as there are cores.
+
+    Called again in a forked child, which has none of the threads that hold a slot.
+    """
+    global _compile_slots
+    _compile_slots = threading.BoundedSemaphore(os.cpu_count() or 1)
 
 
-_allow_compilers()
-os.register_at_fork(after_in_child=_allow_compilers)
+_reset_compile_slots()
+os.register_at_fork(after_in_child=_reset_compile_slots)
 
 
-def begin(source: str) -> Callable[[], ctypes.CDLL]:
-    """Starts building a source text, as many at once as there are cores; the result waits for it."""
+def start_build(source: str) -> Callable[[], ctypes.CDLL]:
+    """Start to build a source text in the background. The returned function waits for the library."""
     key = cache.digest(source)
     library = _loaded.get(key)
     if library is not None:
         return lambda: library
-    build = _building.get(key)  # another thread that waits for it takes it out at any moment
-    if build is None:
-        compiler()  # warns here, once, on the caller's line
-        build = _building[key] = Build(key, source)
-    return build
+    pending = _pending_builds.get(key)  # a waiting thread may remove it at any moment
+    if pending is None:
+        find_compiler()  # warns here, once, with the caller's line
+        pending = _pending_builds[key] = PendingBuild(key, source)
+    return pending

@@ -1,7 +1,7 @@
-"""@fulgurite.op: a user's own operator, opaque to capture.
+"""`@fulgurite.op`: a custom operator, opaque to capture.
 
-In: a Python function with type hints. Out: a torch custom operator, with its schema from the hints, a rule for
-FakeTensors, and, if given, a backward.
+In: a Python function with type hints. Out: a torch custom operator. Its schema comes from the hints;
+a fake (meta) function, a backward and a decomposition are registered with decorators.
 
     @fulgurite.op("mine::scale")
     def scale(x: Tensor, factors: list[float] | None = None) -> Tensor:
@@ -13,10 +13,10 @@ FakeTensors, and, if given, a backward.
     @scale.backward
     def _(inputs, output, grad): return grad * ..., None
 
-    @scale.pieces                       # what generated kernels may compute instead, fused with neighbours
+    @scale.decomposition                # lets the fuser fuse the operator with its neighbours
     def _(x, factors=None): return ...
 
-An operator must not write to its arguments, and must not return one: capture relies on it.
+An operator must neither mutate its arguments nor return one of them: capture relies on it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.utils import _pytree as pytree
 
 from fulgurite.errors import ArgumentError
 
-_BASE = {
+_SCHEMA_TYPES = {
     torch.Tensor: "Tensor",
     int: "SymInt",
     float: "float",
@@ -45,33 +45,33 @@ _BASE = {
     torch.device: "Device",
     complex: "Scalar",
 }
-_LISTS = (list, tuple, Sequence, collections.abc.Sequence)
-_pieces: dict[Any, Callable[..., Any]] = {}  # overload -> the same in smaller ops
+_LIST_TYPES = (list, tuple, Sequence, collections.abc.Sequence)
+_decompositions: dict[Any, Callable[..., Any]] = {}  # OpOverload → the same in smaller ops
 
 
-def pieces_of(target: Any) -> Callable[..., Any] | None:
-    """The operator as smaller ops, where it has such a rule."""
-    return _pieces.get(target)
+def get_decomposition(target: Any) -> Callable[..., Any] | None:
+    """The registered decomposition of an operator, if any."""
+    return _decompositions.get(target)
 
 
 class Op:
-    """An operator. Call it like the function it was made of."""
+    """A custom operator. Call it like the function it was made from."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         _check_function(function)
         self.name = name
         self.function = function
-        self.schema = schema_of(function)
+        self.schema = infer_schema(function)
         self.__name__ = function.__name__
         self.__doc__ = function.__doc__
         self._custom = torch.library.custom_op(
             name, self._checked, mutates_args=(), schema=self.schema
         )
-        self._custom.register_fake(self._no_fake_rule)
+        self._custom.register_fake(self._raise_no_fake)
 
     @property
     def overload(self) -> Any:
-        """The `OpOverload`, as it stands in traces."""
+        """The `OpOverload`, as it appears in traces."""
         namespace, name = self.name.split("::")
         return getattr(getattr(torch.ops, namespace), name).default
 
@@ -79,29 +79,32 @@ class Op:
         return self._custom(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Op:
-        return self  # as a function is: a copied module calls the same operator
+        return self  # like a function: a copied module calls the same operator
 
     def __repr__(self) -> str:
         return f"<fulgurite.op {self.name}{self.schema}>"
 
-    def fake(self, rule: Callable[..., Any]) -> Callable[..., Any]:
-        """Register what the result looks like (dtype, shape, strides), computed on FakeTensors."""
-        self._custom.register_fake(rule)
-        return rule
-
-    def reference(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Register a plain-torch version: the test oracle, and the rule for FakeTensors."""
+    def fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Register the fake (meta) function: the result's dtype, shape and strides."""
         self._custom.register_fake(function)
         return function
 
-    def pieces(self, rule: Callable[..., Any]) -> Callable[..., Any]:
-        """Register the operator in terms of torch's own, for executors that fuse: it is taken apart where all
-        its pieces end in generated kernels, and runs whole elsewhere. `NotImplemented`: not these arguments."""
-        _pieces[self.overload] = rule
-        return rule
+    def reference(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Register a plain-torch version: the reference of tests, and the fake function."""
+        self._custom.register_fake(function)
+        return function
 
-    def backward(self, rule: Callable[..., Any]) -> Callable[..., Any]:
-        """Register `rule(inputs, output, *gradients)`, which returns a gradient or None per input."""
+    def decomposition(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Register the operator in terms of torch's ops, for executors that fuse.
+
+        The operator is decomposed if all its ops end in generated kernels, and called as it is
+        otherwise. The function returns `NotImplemented` for arguments it does not support.
+        """
+        _decompositions[self.overload] = function
+        return function
+
+    def backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Register `function(inputs, output, *gradients)`, which returns a gradient or None per input."""
         parameters = list(inspect.signature(self.function).parameters)
 
         def setup(
@@ -122,28 +125,32 @@ class Op:
             pairs = zip(ctx.leaves, ctx.is_tensor, strict=True)
             leaves = [next(saved) if is_tensor else leaf for leaf, is_tensor in pairs]
             inputs, output = pytree.tree_unflatten(leaves, ctx.structure)
-            result = rule(inputs, output, *gradients)
+            result = function(inputs, output, *gradients)
             result = result if isinstance(result, tuple) else (result,)
             if len(result) != len(parameters):
                 raise ArgumentError(
                     f"the backward of {self.name} returned {len(result)} gradients",
-                    next=f"return one per parameter ({', '.join(parameters)}), None where there is none",
+                    next=f"return one per parameter ({', '.join(parameters)}), or None for it",
                 )
-            return result[: ctx.positional]  # torch wants none of keyword-only parameters
+            return result[: ctx.positional]  # torch takes no gradients of keyword-only parameters
 
         self._custom.register_autograd(run, setup_context=setup)
-        return rule
+        return function
 
     def _checked(self, *args: Any, **kwargs: Any) -> Any:
-        """The function, refused if it wrote to an argument or returned one."""
+        """Call the function, and raise if it mutated an argument or returned one."""
         named = _tensor_arguments(self.function, args, kwargs)
-        versions = [(name, tensor, tensor._version) for name, tensor in named if _counts(tensor)]
+        versions = [
+            (name, tensor, tensor._version)
+            for name, tensor in named
+            if _has_version_counter(tensor)
+        ]
         result = self.function(*args, **kwargs)
         for name, tensor, version in versions:
             if tensor._version != version:
                 raise ArgumentError(
-                    f"{self.name} wrote to its argument {name}",
-                    where=_place(self.function),
+                    f"{self.name} mutated its argument {name}",
+                    where=_location(self.function),
                     next=f"work on a copy and return it: {name} = {name}.clone(); …; return {name}",
                 )
         storages = {t.untyped_storage()._cdata: name for name, t in named if _has_storage(t)}
@@ -152,16 +159,16 @@ class Op:
             if owner:
                 raise ArgumentError(
                     f"{self.name} returned its argument {owner}, or a view of it",
-                    where=_place(self.function),
+                    where=_location(self.function),
                     next=f"return a new tensor: {owner}.clone()",
                 )
         return result
 
-    def _no_fake_rule(self, *args: Any, **kwargs: Any) -> Any:
+    def _raise_no_fake(self, *args: Any, **kwargs: Any) -> Any:
         raise ArgumentError(
-            f"{self.name} has no rule for FakeTensors, so it can't be captured",
-            where=_place(self.function),
-            next=f"add one: @{self.__name__}.fake, a function of the same arguments that returns "
+            f"{self.name} has no fake (meta) function, so it can't be captured",
+            where=_location(self.function),
+            next=f"add one with @{self.__name__}.fake: a function of the same arguments that returns "
             "torch.empty(...) of the result's shape; or @….reference with a plain-torch version",
         )
 
@@ -171,11 +178,14 @@ def op(function: Callable[..., Any], /) -> Op: ...
 @overload
 def op(name: str, /) -> Callable[[Callable[..., Any]], Op]: ...
 def op(name_or_function: str | Callable[..., Any], /) -> Op | Callable[[Callable[..., Any]], Op]:
-    """Make an operator of a function; `"namespace::name"` names it, otherwise its own names do."""
+    """Make an operator from a function.
+
+    `@op("namespace::name")` names it; plain `@op` uses the names of the module and the function.
+    """
     if isinstance(name_or_function, str):
         name = name_or_function
         if name.count("::") != 1 or not all(part.isidentifier() for part in name.split("::")):
-            raise ArgumentError(f"{name!r} is not an operator's name", next='"namespace::name"')
+            raise ArgumentError(f"{name!r} is not a valid operator name", next='"namespace::name"')
         return lambda function: Op(name, function)
     function = name_or_function
     _check_function(function)
@@ -186,74 +196,81 @@ def op(name_or_function: str | Callable[..., Any], /) -> Op | Callable[[Callable
 def _check_function(function: Any) -> None:
     if not isinstance(function, types.FunctionType):
         raise ArgumentError(
-            f"{function!r} can't be an operator", next="pass a function made with def, with hints"
+            f"{function!r} can't be an operator",
+            next="pass a function made with def and type hints",
         )
 
 
 # ---- schema --------------------------------------------------------------------------------------
 
 
-def schema_of(function: Callable[..., Any]) -> str:
-    """`(Tensor x, float[]? factors=None) -> Tensor` from a function's hints."""
+def infer_schema(function: Callable[..., Any]) -> str:
+    """The schema of a function, from its hints: `(Tensor x, float[]? factors=None) -> Tensor`."""
     try:
         hints = typing.get_type_hints(function)
     except NameError as error:
-        _refuse(function, "its hints", f"name something that its module does not have: {error}")
+        _raise_unsupported(function, "its hints", f"use a name unknown to its module: {error}")
     parameters = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            _refuse(function, parameter.name, "takes any number of arguments")
+            _raise_unsupported(function, parameter.name, "takes any number of arguments")
         if parameter.name not in hints:
-            _refuse(function, parameter.name, "has no type hint")
-        text = _type_text(function, parameter.name, hints[parameter.name])
+            _raise_unsupported(function, parameter.name, "has no type hint")
+        text = _schema_type(function, parameter.name, hints[parameter.name])
         text = f"{text} {parameter.name}"
         if parameter.default is not parameter.empty:
-            text += f"={_default_text(parameter.default)}"
-            if not _parses(f"f({text}) -> Tensor"):
-                why = f"has the default {parameter.default!r}, which a schema can't hold (None can be)"
-                _refuse(function, parameter.name, why)
+            text += f"={_schema_default(parameter.default)}"
+            if not _is_valid_schema(f"f({text}) -> Tensor"):
+                reason = (
+                    f"has the default {parameter.default!r}, which a schema can't hold (use None)"
+                )
+                _raise_unsupported(function, parameter.name, reason)
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parameters:
             parameters.append("*")
         parameters.append(text)
     if "return" not in hints:
-        _refuse(function, "its result", "has no type hint")
-    returns = _returns_text(function, hints["return"])
+        _raise_unsupported(function, "its result", "has no type hint")
+    returns = _schema_returns(function, hints["return"])
     return f"({', '.join(parameters)}) -> {returns}"
 
 
-def _type_text(function: Callable[..., Any], name: str, hint: Any) -> str:
-    if hint in _BASE:
-        return _BASE[hint]
+def _schema_type(function: Callable[..., Any], name: str, hint: Any) -> str:
+    if hint in _SCHEMA_TYPES:
+        return _SCHEMA_TYPES[hint]
     if hint in (int | float, float | int):
         return "Scalar"
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         inner = tuple(a for a in arguments if a is not type(None))
         if inner and len(inner) < len(arguments):
-            return f"{_type_text(function, name, typing.Union[inner])}?"  # noqa: UP007
-    if origin in _LISTS and arguments and all(a in (arguments[0], Ellipsis) for a in arguments):
-        return f"{_type_text(function, name, arguments[0])}[]"
-    return _refuse(function, name, f"has the type {hint}, which an operator can't take")
+            return f"{_schema_type(function, name, typing.Union[inner])}?"  # noqa: UP007
+    if (
+        origin in _LIST_TYPES
+        and arguments
+        and all(a in (arguments[0], Ellipsis) for a in arguments)
+    ):
+        return f"{_schema_type(function, name, arguments[0])}[]"
+    return _raise_unsupported(function, name, f"has the type {hint}, which an operator can't take")
 
 
-def _returns_text(function: Callable[..., Any], hint: Any) -> str:
+def _schema_returns(function: Callable[..., Any], hint: Any) -> str:
     if hint is None or hint is type(None):
-        _refuse(function, "its result", "is None: an operator returns what it made")
+        _raise_unsupported(function, "its result", "is None: an operator must return a result")
     if typing.get_origin(hint) is tuple:
         items = typing.get_args(hint)
-        return f"({', '.join(_type_text(function, 'its result', item) for item in items)})"
-    return _type_text(function, "its result", hint)
+        return f"({', '.join(_schema_type(function, 'its result', item) for item in items)})"
+    return _schema_type(function, "its result", hint)
 
 
-def _default_text(value: Any) -> str:
+def _schema_default(value: Any) -> str:
     if isinstance(value, (str, torch.device)):
         return json.dumps(str(value), ensure_ascii=False)
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_default_text, value))}]"
+        return f"[{', '.join(map(_schema_default, value))}]"
     return str(value).removeprefix("torch.")
 
 
-def _parses(schema: str) -> bool:
+def _is_valid_schema(schema: str) -> bool:
     try:
         torch._C.parse_schema(schema)
     except RuntimeError:
@@ -261,11 +278,11 @@ def _parses(schema: str) -> bool:
     return True
 
 
-def _refuse(function: Callable[..., Any], name: str, why: str) -> typing.NoReturn:
+def _raise_unsupported(function: Callable[..., Any], name: str, reason: str) -> typing.NoReturn:
     allowed = "Tensor, int, float, bool, str, torch.dtype, torch.device, Optional and list of these"
     raise ArgumentError(
-        f"{function.__name__} can't be an operator: {name} {why}",
-        where=_place(function),
+        f"{function.__name__} can't be an operator: {name} {reason}",
+        where=_location(function),
         next=f"hints may be {allowed}",
     )
 
@@ -274,18 +291,18 @@ def _tensor_arguments(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[tuple[str, torch.Tensor]]:
     found = []
-    for name, value in _signature(function).bind(*args, **kwargs).arguments.items():
+    for name, value in _cached_signature(function).bind(*args, **kwargs).arguments.items():
         items = value if isinstance(value, (list, tuple)) else [value]
         found += [(name, item) for item in items if isinstance(item, torch.Tensor)]
     return found
 
 
 @functools.cache
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
+def _cached_signature(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
 
 
-def _counts(tensor: torch.Tensor) -> bool:
+def _has_version_counter(tensor: torch.Tensor) -> bool:
     return not tensor.is_inference()
 
 
@@ -293,6 +310,6 @@ def _has_storage(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel() > 0
 
 
-def _place(function: Callable[..., Any]) -> str:
+def _location(function: Callable[..., Any]) -> str:
     code = function.__code__
     return f"{code.co_filename}:{code.co_firstlineno}, in {function.__name__}"

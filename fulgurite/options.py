@@ -1,6 +1,7 @@
-"""The options of one compilation, checked once.
+"""The options of `fulgurite.compile`.
 
-In: the keyword arguments of `compile`. Out: a frozen `Options`, or an ArgumentError that says what is allowed.
+In: the keyword arguments of `compile`. Out: a frozen `Options`, or an `ArgumentError` that lists what is
+allowed.
 """
 
 from __future__ import annotations
@@ -9,27 +10,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from fulgurite.config import environment
+from fulgurite.config import read_env
 from fulgurite.errors import ArgumentError
 from fulgurite.executors import Executor, resolve_executors
-from fulgurite.executors.tune import Tune
+from fulgurite.executors.autotune import Autotune
 from fulgurite.transforms import Phase, Transform, as_transform
-from fulgurite.transforms.remat import REMAT, Remat
+from fulgurite.transforms.remat import REMAT_POLICIES, Remat
 
-TUNE: dict[str, Tune] = {"0": False, "1": True, "auto": "auto"}  # by what FULGURITE_TUNE says
-Regions = Literal["auto", "blocks", "whole"]
+# values of FULGURITE_AUTOTUNE
+AUTOTUNE_VALUES: dict[str, Autotune] = {"0": False, "1": True, "auto": "auto"}
+Granularity = Literal["auto", "blocks", "model"]
 DEFAULT_EXECUTORS = ("fuser", "torch")
 
 
 @dataclass(frozen=True)
 class Options:
+    """Checked options; see `fulgurite.compile` for their meaning."""
+
     executors: tuple[Executor, ...]
     transforms: tuple[Transform, ...]
     dynamic: bool | None
     fullgraph: bool
     remat: Remat
-    regions: Regions
-    tune: Tune
+    granularity: Granularity
+    autotune: Autotune
     cudagraph: bool = False
 
     def transforms_in(self, phase: Phase) -> list[Transform]:
@@ -37,7 +41,7 @@ class Options:
 
     def __str__(self) -> str:
         executors = ", ".join(executor.name for executor in self.executors)
-        return f"executors {executors} · remat {self.remat} · regions {self.regions}"
+        return f"executors {executors} · remat {self.remat} · granularity {self.granularity}"
 
 
 def make_options(
@@ -47,26 +51,26 @@ def make_options(
     dynamic: bool | None = None,
     fullgraph: bool = False,
     remat: Remat = "mincut",
-    regions: Regions = "auto",
-    tune: Tune | None = None,
+    granularity: Granularity = "auto",
+    autotune: Autotune | None = None,
     cudagraph: bool = False,
 ) -> Options:
-    """Options from what the user wrote."""
-    _one_of("remat", remat, REMAT)
-    _one_of("regions", regions, get_args(Regions))
-    _one_of("dynamic", dynamic, (None, True, False))
-    _one_of("fullgraph", fullgraph, (True, False))
-    tune = _tune_setting() if tune is None else tune
-    _one_of("tune", tune, ("auto", True, False))
-    _one_of("cudagraph", cudagraph, (True, False))
-    if cudagraph and regions == "blocks":
+    """Check the user's arguments and fill in defaults."""
+    _check_choice("remat", remat, REMAT_POLICIES)
+    _check_choice("granularity", granularity, get_args(Granularity))
+    _check_choice("dynamic", dynamic, (None, True, False))
+    _check_choice("fullgraph", fullgraph, (True, False))
+    autotune = _default_autotune() if autotune is None else autotune
+    _check_choice("autotune", autotune, ("auto", True, False))
+    _check_choice("cudagraph", cudagraph, (True, False))
+    if cudagraph and granularity == "blocks":
         raise ArgumentError(
-            "cudagraph=True records everything as one graph and regions='blocks' makes one a layer",
+            "cudagraph=True captures one graph, and granularity='blocks' compiles one per layer",
             next="drop one of the two",
         )
-    if fullgraph and regions == "blocks":
+    if fullgraph and granularity == "blocks":
         raise ArgumentError(
-            "fullgraph=True asks for one graph and regions='blocks' for one a layer",
+            "fullgraph=True asks for one graph, and granularity='blocks' for one per layer",
             next="drop one of the two",
         )
     if isinstance(transforms, (str, Transform)) or not isinstance(transforms, Sequence):
@@ -78,19 +82,19 @@ def make_options(
         dynamic=dynamic,
         fullgraph=fullgraph,
         remat=remat,
-        regions="whole" if cudagraph else regions,
-        tune=tune,
+        granularity="model" if cudagraph else granularity,
+        autotune=autotune,
         cudagraph=cudagraph,
     )
 
 
-def _tune_setting() -> Tune:
-    asked = environment("FULGURITE_TUNE") or "auto"
-    _one_of("FULGURITE_TUNE", asked, tuple(TUNE))
-    return TUNE[asked]
+def _default_autotune() -> Autotune:
+    asked = read_env("FULGURITE_AUTOTUNE") or "auto"
+    _check_choice("FULGURITE_AUTOTUNE", asked, tuple(AUTOTUNE_VALUES))
+    return AUTOTUNE_VALUES[asked]
 
 
-def _one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
+def _check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
     if not any(value is choice or (type(value) is str and value == choice) for choice in allowed):
         choices = ", ".join(map(repr, allowed))
         raise ArgumentError(f"{name}={value!r} is not allowed", next=f"one of {choices}")

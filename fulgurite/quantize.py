@@ -1,147 +1,157 @@
-"""`fulgurite.quantize(model, "fp8")`: linears packed in place, one at a time; a report out.
+"""`fulgurite.quantize(model, "fp8")`: quantizes the linears of a model in place.
 
-    dense model ─ calibrate (static scales only) ─▶ one linear after the other: rows quantized in
-    pieces, the module replaced by a `QuantLinear`, its dense weight let go ─▶ Report
+    dense model ─ calibrate (static scales only) ─▶ for each linear: quantize its weight in chunks
+    of rows, replace the module by a `QuantLinear`, free the dense weight ─▶ QuantReport
 
-So the most memory in use is the quantized model plus one layer. A module that says `takes_packed`, such as
-the stacked experts of a mixture, has those parameters packed where they are. Embeddings, norms and what
-`skip` names stay as they are; the report says why for each.
+So peak memory is the quantized model plus one layer. Parameters that a module lists in
+`quantizable`, such as stacked experts, are quantized in place. Embeddings, norms and modules that
+match `skip` stay dense; the report gives the reason for each.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import Any
 
 import torch
+from rich.progress import track
 from torch import Tensor, nn
 
 from fulgurite.errors import ArgumentError, FormatError, WeightsError
-from fulgurite.kernels.gemm.modules import QuantLinear, natural_activations, packable
-from fulgurite.kernels.gemm.quant_linear import PLAIN
-from fulgurite.kernels.quantize.ops import static_name
-from fulgurite.kernels.quantize.row_chunks import (
-    highest_value,
-    quantize_by_rows,
-    signal_to_noise_by_rows,
+from fulgurite.kernels.gemm.modules import (
+    QuantLinear,
+    default_activation_format,
+    quantizable_parameters,
 )
-from fulgurite.quant import QuantTensor, features_of, require_native, resolve
-from fulgurite.quant.blocks import scale_for
+from fulgurite.kernels.gemm.reference import UNQUANTIZED
+from fulgurite.kernels.quantize.reference import static_scale_name
+from fulgurite.kernels.quantize.row_chunks import (
+    compute_sqnr_in_row_chunks,
+    quantize_in_row_chunks,
+    tensor_scale_target,
+)
+from fulgurite.quant import QuantTensor, get_device_features, require_native, resolve_format
 from fulgurite.quant.checks import check_scales
+from fulgurite.quant.codecs.blocks import compute_scale
+from fulgurite.quant.config import QUANT_CONFIGS, QuantConfig
+from fulgurite.quant.files.safetensors_io import load_quantized, open_safetensors, save_quantized
 from fulgurite.quant.format import Format
-from fulgurite.quant.recipe import RECIPES, LayerReport, Recipe, Report, Skipped
+from fulgurite.quant.report import LayerReport, QuantReport, SkippedParameter
 from fulgurite.quant.shapes import check_shape
-from fulgurite.quant.storage import load_quantized, open_file, save_quantized
 
 ACTIVATIONS_KEY = "fulgurite.activations"
-SHARED_KEY = "fulgurite.shared"
+TIED_TENSORS_KEY = "fulgurite.tied_tensors"
 DEFAULT_SKIP = ("head", "lm_head", "*.head", "*.lm_head", "*.router")
 
 
 def quantize(
     model: nn.Module,
-    recipe: str | Recipe,
+    config: str | QuantConfig,
     *,
     skip: Sequence[str] = DEFAULT_SKIP,
     calibrate: Iterable[Any] | None = None,
     progress: bool = True,
-) -> Report:
-    """Pack the linears of a model, in place, for inference.
+) -> QuantReport:
+    """Quantize the linears of a model in place, for inference.
 
-    `recipe` is a name of `RECIPES`, a number format, or a `Recipe`; `skip` are patterns of module
-    names; `calibrate` are a few inputs of the model (a tensor, a tuple or a dict of arguments each).
+    config      a name in `QUANT_CONFIGS`, a number format, or a `QuantConfig`
+    skip        patterns of module names that stay dense
+    calibrate   input batches for static activation scales: tensors, or tuples or dicts of arguments
+    progress    show a progress bar
     """
     if not isinstance(model, nn.Module) or type(model) is nn.Linear:
         raise ArgumentError(
-            f"the linears inside of a module are quantized, and this is a {type(model).__name__}",
-            next="nn.Sequential(linear) around a linear; fulgurite.quant.quantize(tensor, format)",
+            f"quantize() needs a module that contains linears, not a {type(model).__name__}",
+            next="wrap a linear in nn.Sequential; for tensors use fulgurite.quant.quantize",
         )
-    chosen = resolve_recipe(recipe)
-    if chosen.static and calibrate is None:
+    config = resolve_quant_config(config)
+    if config.static_activations and calibrate is None:
         raise ArgumentError(
-            "static activation scales are measured, and there are no batches to measure them on",
-            next="pass calibrate=[batch, ...], or Recipe(..., static=False)",
+            "static activation scales need calibration batches",
+            next="pass calibrate=[batch, ...], or use QuantConfig(..., static_activations=False)",
         )
-    before = model_bytes(model)
-    layers, skipped = choose_layers(model, chosen, skip)
+    bytes_before = model_bytes(model)
+    layers, skipped = select_layers(model, config, skip)
     linears = [path for path in layers if isinstance(model.get_submodule(path), nn.Linear)]
-    amax = measure_inputs(model, linears, calibrate or ()) if chosen.static else {}
+    amax: dict[str, Tensor] = {}
+    if config.static_activations:
+        amax = calibrate_input_amax(model, linears, calibrate or ())
     reports: list[LayerReport] = []
-    for name in _progress(layers, chosen.weights, progress):
+    for name in _show_progress(layers, config.weights, progress):
         if name in linears:
-            reports.append(_quantize_layer(model, name, chosen, amax.get(name)))
+            reports.append(_quantize_linear(model, name, config, amax.get(name)))
         else:
-            reports += _quantize_stacks(model.get_submodule(name), name, chosen, skipped)
-    return Report(chosen, tuple(reports), tuple(skipped), before, model_bytes(model))
+            reports += _quantize_experts(model.get_submodule(name), name, config, skipped)
+    return QuantReport(config, tuple(reports), tuple(skipped), bytes_before, model_bytes(model))
 
 
-def resolve_recipe(recipe: str | Recipe) -> Recipe:
-    """A recipe with full names of formats."""
-    if isinstance(recipe, str):
-        recipe = RECIPES.get(recipe.lower()) or Recipe(resolve(recipe).name)
-    recipe = replace(recipe, weights=resolve(recipe.weights).name)
-    if recipe.activations in (None, PLAIN):
-        if recipe.static:
+def resolve_quant_config(config: str | QuantConfig) -> QuantConfig:
+    """A `QuantConfig` with full format names, from a name or a config; raises if it is invalid."""
+    if isinstance(config, str):
+        config = QUANT_CONFIGS.get(config.lower()) or QuantConfig(resolve_format(config).name)
+    config = replace(config, weights=resolve_format(config.weights).name)
+    if config.activations is None or config.activations == UNQUANTIZED:
+        if config.static_activations:
             raise ArgumentError(
-                "static scales need a format for activations",
-                next='Recipe("fp8_e4m3_row", activations="fp8_e4m3_tensor", static=True)',
+                "static_activations=True needs an activation format",
+                next='QuantConfig("fp8_e4m3_row", "fp8_e4m3_tensor", static_activations=True)',
             )
-        return recipe
-    activations = resolve(recipe.activations)  # type: ignore[arg-type]
-    if recipe.static:
-        static_name(activations)
-    return replace(recipe, activations=activations.name)
+        return config
+    activations = resolve_format(config.activations)
+    if config.static_activations:
+        static_scale_name(activations)  # raises if the format has no static scale
+    return replace(config, activations=activations.name)
 
 
-def choose_layers(
-    model: nn.Module, recipe: Recipe, skip: Sequence[str]
-) -> tuple[list[str], list[Skipped]]:
-    """The modules to pack, and every other parameter of two dimensions or more with its reason."""
-    format = resolve(recipe.weights)
+def select_layers(
+    model: nn.Module, config: QuantConfig, skip: Sequence[str]
+) -> tuple[list[str], list[SkippedParameter]]:
+    """The modules to quantize; and skipped parameters (of two or more dimensions), with reasons."""
+    format = resolve_format(config.weights)
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
     layers: list[str] = []
-    skipped: list[Skipped] = []
+    skipped: list[SkippedParameter] = []
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() < 2:
                 continue
-            full = f"{path}.{name}" if path else name
-            why = _reason(module, name, path, parameter, format, skip, owners[id(parameter)])
-            if why is not None:
-                skipped.append(Skipped(full, _bytes(parameter), why))
+            full_name = f"{path}.{name}" if path else name
+            reason = _skip_reason(module, name, path, format, skip, owners[id(parameter)])
+            if reason is not None:
+                skipped.append(SkippedParameter(full_name, _nbytes(parameter), reason))
             elif path not in layers:
                 layers.append(path)
     return layers, skipped
 
 
-def _reason(
+def _skip_reason(
     module: nn.Module,
     name: str,
     path: str,
-    parameter: Tensor,
     format: Format,
     skip: Sequence[str],
     owners: list[str],
 ) -> str | None:
-    """Why a parameter is not packed, or None."""
+    """Why a parameter is not quantized, or None."""
+    parameter = module.get_parameter(name)
     if isinstance(parameter, QuantTensor):
-        return f"already in {parameter.format.name}"
-    if name not in packable(module):
+        return f"already quantized to {parameter.format.name}"
+    if name not in quantizable_parameters(module):
         return f"{type(module).__name__}, not a linear"
     pattern = next((p for p in skip if fnmatch.fnmatch(path, p)), None)
     if pattern is not None:
         return f"skip={pattern!r}"
     if len(owners) > 1:
         other = next(owner for owner in owners if owner != f"{path}.{name}")
-        return f"shared with {other}"
+        return f"tied to {other}"
     if parameter.is_meta:
-        return "on the meta device, without values"
+        return "on the meta device"
     try:
         check_shape(format, parameter.shape)
     except FormatError as error:
@@ -149,13 +159,13 @@ def _reason(
     return None
 
 
-def measure_inputs(
+def calibrate_input_amax(
     model: nn.Module, layers: Sequence[str], batches: Iterable[Any]
 ) -> dict[str, Tensor]:
-    """The largest finite magnitude of each layer's input over the batches."""
+    """The largest finite |x| of each layer's input over the batches."""
     amax: dict[str, Tensor] = {}
 
-    def watch(name: str) -> Any:
+    def make_hook(name: str) -> Any:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             x = inputs[0].detach().abs()
             largest = x.masked_fill(~x.isfinite(), 0.0).amax() if x.numel() else x.new_zeros(())
@@ -163,26 +173,26 @@ def measure_inputs(
 
         return hook
 
-    handles = [model.get_submodule(n).register_forward_pre_hook(watch(n)) for n in layers]
+    handles = [model.get_submodule(n).register_forward_pre_hook(make_hook(n)) for n in layers]
     try:
         with torch.no_grad():
             for batch in batches:
-                _call(model, batch)
+                _run_batch(model, batch)
     finally:
         for handle in handles:
             handle.remove()
     for name in layers:
         if name not in amax or not bool(amax[name] > 0):
             raise FormatError(
-                "calibration gave no scale: the layer's input was "
-                + ("never seen" if name not in amax else "all zero"),
+                "calibration found no scale: "
+                + ("the layer was never called" if name not in amax else "its input was all zero"),
                 where=name,
-                next="calibrate with batches that reach it, or name it in skip=",
+                next="calibrate with batches that use the layer, or add it to skip=",
             )
     return amax
 
 
-def _call(model: nn.Module, batch: Any) -> None:
+def _run_batch(model: nn.Module, batch: Any) -> None:
     if isinstance(batch, Mapping):
         model(**batch)
     elif isinstance(batch, (tuple, list)):
@@ -191,157 +201,166 @@ def _call(model: nn.Module, batch: Any) -> None:
         model(batch)
 
 
-def _quantize_layer(
-    model: nn.Module, path: str, recipe: Recipe, amax: Tensor | None
+def _quantize_linear(
+    model: nn.Module, path: str, config: QuantConfig, amax: Tensor | None
 ) -> LayerReport:
     dense = model.get_submodule(path)
-    assert isinstance(dense, nn.Linear), f"{path} was a linear when layers were chosen"
+    assert isinstance(dense, nn.Linear), f"{path} must be a linear"
     weight = dense.weight.detach()
-    packed = quantize_by_rows(weight, resolve(recipe.weights))
-    check_scales(packed.parts, packed.format, f"{path}.weight")
-    activations = recipe.activations or natural_activations(packed)
+    quantized = quantize_in_row_chunks(weight, resolve_format(config.weights))
+    check_scales(quantized.packed_data, quantized.format, f"{path}.weight")
+    activations = config.activations or default_activation_format(quantized)
     input_scale = None
-    if activations != PLAIN:
-        entry = resolve(activations)
+    if activations != UNQUANTIZED:
+        entry = resolve_format(activations)
         check_shape(entry, weight.shape, where=f"the input of {path}")
         if weight.device.type == "cuda":
-            require_native(entry, features_of(weight.device))
+            require_native(entry, get_device_features(weight.device))
         if amax is not None:
-            input_scale = static_scale(amax, entry)
+            input_scale = compute_static_scale(amax, entry)
     bias = None if dense.bias is None else dense.bias.detach()
-    layer = QuantLinear(packed, bias, recipe.activations, input_scale)
+    layer = QuantLinear(quantized, bias, config.activations, input_scale)
     layer.train(dense.training)
-    decibels = signal_to_noise_by_rows(weight, packed)
-    above, _, last = path.rpartition(".")
-    setattr(model.get_submodule(above), last, layer)
-    text = activations + (" static" if input_scale is not None else "")
-    shape = tuple(weight.shape)
-    return LayerReport(
-        path, shape, packed.format.name, text, _bytes(weight), packed.nbytes, decibels
-    )
+    sqnr_db = compute_sqnr_in_row_chunks(weight, quantized)
+    parent, _, last = path.rpartition(".")
+    setattr(model.get_submodule(parent), last, layer)
+    if input_scale is not None:
+        activations += " static"
+    return _report_layer(path, weight, quantized, activations, sqnr_db)
 
 
-def _quantize_stacks(
-    module: nn.Module, path: str, recipe: Recipe, skipped: Sequence[Skipped]
+def _quantize_experts(
+    module: nn.Module, path: str, config: QuantConfig, skipped: Sequence[SkippedParameter]
 ) -> list[LayerReport]:
-    """Pack the parameters of a module that takes them packed; static scales are of linears only."""
-    left = {one.name for one in skipped}
-    wanted = None if recipe.static else recipe.activations
-    module.activations = wanted
+    """Quantize the parameters in a module's `quantizable`. Static scales apply to linears only."""
+    skipped_names = {parameter.name for parameter in skipped}
+    module.activations = None if config.static_activations else config.activations
     reports = []
-    for name in packable(module):
-        full, weight = f"{path}.{name}", getattr(module, name).detach()
-        if full in left:
+    for name in quantizable_parameters(module):
+        full_name, weight = f"{path}.{name}", getattr(module, name).detach()
+        if full_name in skipped_names:
             continue
-        packed = quantize_by_rows(weight, resolve(recipe.weights))
-        check_scales(packed.parts, packed.format, full)
-        activations = wanted or natural_activations(packed)
-        if activations != PLAIN:
-            check_shape(resolve(activations), weight.shape, where=f"the input of {full}")
-        decibels = signal_to_noise_by_rows(weight, packed)
-        setattr(module, name, nn.Parameter(packed, requires_grad=False))
-        sizes = (_bytes(weight), packed.nbytes)
-        shape, format = tuple(weight.shape), packed.format.name
-        reports.append(LayerReport(full, shape, format, activations, *sizes, decibels))
+        quantized = quantize_in_row_chunks(weight, resolve_format(config.weights))
+        check_scales(quantized.packed_data, quantized.format, full_name)
+        activations = module.activations or default_activation_format(quantized)
+        if activations != UNQUANTIZED:
+            check_shape(
+                resolve_format(activations), weight.shape, where=f"the input of {full_name}"
+            )
+        sqnr_db = compute_sqnr_in_row_chunks(weight, quantized)
+        setattr(module, name, nn.Parameter(quantized, requires_grad=False))
+        reports.append(_report_layer(full_name, weight, quantized, activations, sqnr_db))
     return reports
 
 
-def static_scale(amax: Tensor, format: Format) -> Tensor:
-    """The scale that puts `amax` at the format's largest value."""
-    return scale_for(amax.float(), highest_value(format))
+def _report_layer(
+    name: str, weight: Tensor, quantized: QuantTensor, activations: str, sqnr_db: float
+) -> LayerReport:
+    return LayerReport(
+        name=name,
+        shape=tuple(weight.shape),
+        format=quantized.format.name,
+        activations=activations,
+        bytes_before=_nbytes(weight),
+        bytes_after=quantized.nbytes,
+        sqnr_db=sqnr_db,
+    )
 
 
-# ---- files -----------------------------------------------------------------------------------------
+def compute_static_scale(amax: Tensor, format: Format) -> Tensor:
+    """The scale that maps `amax` to the largest value of the format."""
+    return compute_scale(amax.float(), tensor_scale_target(format))
+
+
+# ---- files ---------------------------------------------------------------------------------------
 
 
 def save(model: nn.Module, path: str | PathLike[str]) -> None:
-    """The model's state_dict in one safetensors file, with how each layer takes its activations.
+    """Save a quantized model's state_dict and activation formats in one safetensors file.
 
-    A tensor that several names share is written once.
+    Tied tensors are stored once.
     """
     activations = {
-        name: None if getattr(module, "open", False) else module.activations
+        name: None if getattr(module, "uses_default_activations", False) else module.activations
         for name, module in model.named_modules()
-        if isinstance(module, QuantLinear) or (packable(module) and hasattr(module, "activations"))
+        if isinstance(module, QuantLinear)
+        or (quantizable_parameters(module) and hasattr(module, "activations"))
     }
     tensors: dict[str, Tensor] = {}
-    first: dict[tuple[object, ...], str] = {}
-    shared: dict[str, str] = {}
+    first_name: dict[tuple[object, ...], str] = {}
+    tied: dict[str, str] = {}
     for name, tensor in model.state_dict().items():
         data = tensor.packed if isinstance(tensor, QuantTensor) else tensor
-        same = data.data_ptr(), data.dtype, tuple(data.shape), data.stride(), tensor.dtype
-        owner = first.setdefault(same, name)
+        identity = data.data_ptr(), data.dtype, tuple(data.shape), data.stride(), tensor.dtype
+        owner = first_name.setdefault(identity, name)
         if owner == name or tensor.numel() == 0:
             tensors[name] = tensor
         else:
-            shared[name] = owner
-    header = {ACTIVATIONS_KEY: json.dumps(activations), SHARED_KEY: json.dumps(shared)}
+            tied[name] = owner
+    header = {ACTIVATIONS_KEY: json.dumps(activations), TIED_TENSORS_KEY: json.dumps(tied)}
     save_quantized(tensors, path, header)
 
 
 def load(
     model: nn.Module, path: str | PathLike[str], device: torch.device | str = "cpu"
 ) -> nn.Module:
-    """The same model, dense (or on meta) before, filled with what `save` wrote."""
+    """Load a file of `save` into the model it was saved from, dense or on the meta device."""
     tensors = load_quantized(path, device=device)
-    activations, shared = _saved(path, ACTIVATIONS_KEY), _saved(path, SHARED_KEY)
-    tensors |= {name: tensors[owner] for name, owner in shared.items()}
+    activations = _read_metadata(path, ACTIVATIONS_KEY)
+    tied = _read_metadata(path, TIED_TENSORS_KEY)
+    tensors |= {name: tensors[owner] for name, owner in tied.items()}
     for name, tensor in tensors.items():
         module_path, _, last = name.rpartition(".")
         if not isinstance(tensor, QuantTensor):
             continue
         dense = model.get_submodule(module_path)
-        if last not in packable(dense):
+        if last not in quantizable_parameters(dense):
             continue
         if not isinstance(dense, nn.Linear):
             dense.activations = activations.get(module_path)
             setattr(dense, last, nn.Parameter(tensor, requires_grad=False))
             continue
-        above, _, short = module_path.rpartition(".")
+        parent, _, child = module_path.rpartition(".")
         scale = tensors.get(f"{module_path}.input_scale")
         bias = tensors.get(f"{module_path}.bias")
-        packed = QuantLinear(tensor, bias, activations.get(module_path), scale)
-        setattr(model.get_submodule(above), short, packed.train(dense.training))
+        quantized = QuantLinear(tensor, bias, activations.get(module_path), scale)
+        setattr(model.get_submodule(parent), child, quantized.train(dense.training))
     missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
     if missing or unexpected:
         raise WeightsError(
-            f"the file does not fit the model: {len(missing)} missing, {len(unexpected)} extra",
+            f"the file does not match the model: {len(missing)} missing, "
+            f"{len(unexpected)} unexpected",
             where=str(path),
             missing="\n".join(missing),
-            extra="\n".join(unexpected),
-            next="build the model the file was saved from",
+            unexpected="\n".join(unexpected),
+            next="build the model that the file was saved from",
         )
     return model
 
 
-def _saved(path: str | PathLike[str], key: str) -> dict[str, str]:
-    with open_file(path) as file:
-        found: dict[str, str] = json.loads((file.metadata() or {}).get(key, "{}"))
-    return found
+def _read_metadata(path: str | PathLike[str], key: str) -> dict[str, str]:
+    with open_safetensors(path) as file:
+        values: dict[str, str] = json.loads((file.metadata() or {}).get(key, "{}"))
+    return values
 
 
-# ---- texts and sizes -------------------------------------------------------------------------------
+# ---- sizes and progress --------------------------------------------------------------------------
 
 
 def model_bytes(model: nn.Module) -> int:
     """Bytes of parameters and buffers, each counted once."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return sum(_bytes(tensor) for tensor in tensors.values())
+    return sum(_nbytes(tensor) for tensor in tensors.values())
 
 
-def _bytes(tensor: Tensor) -> int:
-    return (
-        tensor.nbytes if isinstance(tensor, QuantTensor) else tensor.numel() * tensor.element_size()
-    )
+def _nbytes(tensor: Tensor) -> int:
+    if isinstance(tensor, QuantTensor):
+        return tensor.nbytes
+    return tensor.numel() * tensor.element_size()
 
 
-def _progress(names: Sequence[str], format: str, wanted: bool) -> Iterator[str]:
-    """The names, under a progress bar where rich is installed and someone looks."""
-    try:
-        from rich.progress import track
-    except ImportError:
-        wanted = False
-    if not wanted:
-        yield from names
-        return
-    yield from track(names, description=f"quantize to {format}", transient=True)
+def _show_progress(names: Sequence[str], format: str, enabled: bool) -> Iterable[str]:
+    """The names, with a progress bar if enabled."""
+    if not enabled:
+        return names
+    return track(names, description=f"quantize to {format}", transient=True)

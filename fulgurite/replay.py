@@ -1,18 +1,19 @@
-"""Replay: a step that is nothing but native kernel calls, run again in one C call.
+"""Replay: run a recorded step of native CPU kernels again in one C call.
 
-In: a function that, once warm, calls only native kernels and makes only views around them: fused
-regions, packed linears, paged attention. Out: a `Recording`, which runs the same kernels on the same
-addresses without Python, torch's dispatcher or allocation: on the CPU what CUDA graphs are on a GPU.
+In: a function that, once warm, only calls native kernels and makes views: fused regions, quantized
+linears, paged attention. Out: a `Recording`. It runs the same kernels on the same addresses without
+Python, torch's dispatcher or allocation. It is to the CPU what a CUDA graph is to a GPU.
 
     token_ids, positions = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     step = replay.record(model_step, token_ids, positions)
     token_ids[0], positions[0] = 17, 4
-    step()                                   # results lie in step.outputs, the same tensors every time
+    step()                            # the outputs are step.outputs, the same tensors every time
 
-A native kernel is a C function `int64_t name(const int64_t* a)`: addresses, sizes and the number of
-threads in one array; it returns 0 where all is well. Kernels are called through `Kernel`, which writes the
-call down while a step is recorded. Anything else that computes would be missing from the replay, so
-recording refuses it by name. Sizes are those of the recorded step: record one step a batch size.
+A native kernel is a C function `int64_t name(const int64_t* a)`. The array holds addresses, sizes and
+the number of threads. The function returns 0 on success. `NativeKernel` calls such a function, and
+records the call while a step is recorded. Any other computation would be missing from the replay, so
+`record` raises an error that names it. Sizes are those of the recorded step: record one step per
+batch size.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from fulgurite import native
 from fulgurite.errors import FulguriteError, ReplayError
 
 SOURCE = """
-// Calls written down: functions of one array of integers each, and where their arrays lie.
+// Recorded calls: functions of one array of integers, and the addresses of their arrays.
 typedef long int64_t;
 typedef int64_t (*Function)(const int64_t*);
 struct Call { Function function; const int64_t* arguments; };
@@ -41,7 +42,8 @@ struct timespec { long seconds, nanoseconds; };
 extern "C" int clock_gettime(int, timespec*);
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// a: the calls, how many, room for the status of a call that failed; the number of that call, from 1
+// a: the calls, their count, where to store the status of a failed call.
+// Returns 0, or the number of the call that failed, counted from 1.
 EXPORT int64_t replay(const int64_t* a) {
   const Call* calls = (const Call*)a[0];
   for (int64_t k = 0; k < a[1]; ++k) {
@@ -54,8 +56,8 @@ EXPORT int64_t replay(const int64_t* a) {
   return 0;
 }
 
-// the same with the nanoseconds of each call added to a[3]
-EXPORT int64_t timed(const int64_t* a) {
+// The same; adds the nanoseconds of each call to a[3].
+EXPORT int64_t replay_timed(const int64_t* a) {
   const Call* calls = (const Call*)a[0];
   int64_t* spent = (int64_t*)a[3];
   timespec before, after;
@@ -70,15 +72,15 @@ EXPORT int64_t timed(const int64_t* a) {
 """
 
 
-class Kernel:
-    """A native function, called with its packed arguments; writes itself down while recording."""
+class NativeKernel:
+    """A native function of packed arguments; a recording in progress records its calls."""
 
     def __init__(
         self,
         library: ctypes.CDLL,
         symbol: str,
         name: str | None = None,
-        problem: Callable[[int], Exception] | None = None,
+        make_error: Callable[[int], Exception] | None = None,
     ) -> None:
         function = getattr(library, symbol)
         function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64
@@ -86,55 +88,55 @@ class Kernel:
         self.function = function
         self.library = library
         self.address = ctypes.cast(function, ctypes.c_void_p).value or 0
-        self.problem = problem or self._failed
+        self.make_error = make_error or self._default_error
 
-    def __call__(self, packed: bytes, keep: Sequence[object] = ()) -> None:
-        """Run it. `keep`: what owns the memory behind the addresses, which a recording has to hold."""
-        if _here.recorder is not None:
-            _here.recorder.add(self, packed, keep)
+    def __call__(self, packed: bytes, keep_alive: Sequence[object] = ()) -> None:
+        """Run the kernel. A recording holds `keep_alive`, the owners of the addressed memory."""
+        if _thread_state.recorder is not None:
+            _thread_state.recorder.add(self, packed, keep_alive)
         status = self.function(packed)
         if status:
-            raise self.problem(status)
+            raise self.make_error(status)
 
-    def _failed(self, status: int) -> Exception:
+    def _default_error(self, status: int) -> Exception:
         return FulguriteError(f"the native kernel {self.name} failed with status {status}")
 
 
 @dataclass(frozen=True)
-class Call:
-    kernel: Kernel
+class NativeCall:
+    kernel: NativeKernel
     packed: bytes
 
 
 class Recorder:
-    """Gathers native calls and the memory they use."""
+    """Collects native calls and the owners of the memory they use."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self.kept: list[object] = []
+        self.calls: list[NativeCall] = []
+        self.keep_alive: list[object] = []
 
-    def add(self, kernel: Kernel, packed: bytes, keep: Sequence[object]) -> None:
-        self.calls.append(Call(kernel, packed))
-        self.kept.extend(keep)
-
-
-ALLOCATIONS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
+    def add(self, kernel: NativeKernel, packed: bytes, keep_alive: Sequence[object]) -> None:
+        self.calls.append(NativeCall(kernel, packed))
+        self.keep_alive.extend(keep_alive)
 
 
-def _refuse_computing(names: Sequence[str]) -> None:
-    """Raise for the first op that is neither a view, an allocation nor made of others."""
+ALLOCATION_OPS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
+
+
+def _check_no_computation(names: Sequence[str]) -> None:
+    """Raise for the first op that is no view, no allocation and not composed of other ops."""
     for name in dict.fromkeys(names):
         namespace, _, short = name.partition("::")
-        if namespace == "aten" and short not in ALLOCATIONS and not _only_looks(name):
+        if namespace == "aten" and short not in ALLOCATION_OPS and not _is_view_or_composite(name):
             raise ReplayError(
-                f"{name} computes something that is not a native kernel",
-                next="compile the part around it with the fuser, or move it out of the recorded step",
+                f"{name} computes something outside of native kernels",
+                next="compile the code around it with the fuser, or move it out of the recorded step",
             )
 
 
 @functools.cache
-def _only_looks(name: str) -> bool:
-    """Whether an op makes views only, or is composed of ops that are seen themselves."""
+def _is_view_or_composite(name: str) -> bool:
+    """Whether an op returns views only, or is composed of ops that the profiler reports itself."""
     schemas = torch._C._jit_get_schemas_for_operator(name)
     looks = all(
         torch._C._dispatch_has_kernel_for_dispatch_key(
@@ -147,60 +149,60 @@ def _only_looks(name: str) -> bool:
     return looks
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     recorder: Recorder | None = None
 
 
-_here = _Here()
+_thread_state = _ThreadState()
 
 
-def recording() -> bool:
-    """Whether native calls on this thread are being written down."""
-    return _here.recorder is not None
+def is_recording() -> bool:
+    """Whether native calls on this thread are being recorded."""
+    return _thread_state.recorder is not None
 
 
-def keep(tensor: Tensor) -> Tensor:
-    """The tensor; a recording in progress holds its memory."""
-    if _here.recorder is not None:
-        _here.recorder.kept.append(tensor)
+def hold_tensor(tensor: Tensor) -> Tensor:
+    """Return the tensor; a recording in progress keeps its memory alive."""
+    if _thread_state.recorder is not None:
+        _thread_state.recorder.keep_alive.append(tensor)
     return tensor
 
 
 def record(step: Callable[..., Any], *inputs: Any, warmups: int = 1) -> Recording:
-    """Run `step(*inputs)` and write its native calls down. It has to be idempotent on its inputs.
+    """Run `step(*inputs)` and record its native calls. The step must be idempotent on its inputs.
 
-    warmups   runs before, in which regions are compiled and memory is first touched
+    warmups   calls before the recording, which compile regions and touch memory first
     """
-    if _here.recorder is not None:
+    if _thread_state.recorder is not None:
         raise ReplayError("a recording inside a recording", next="record the outer step only")
     for _ in range(warmups):
         step(*inputs)
     recorder = Recorder()
-    _here.recorder = recorder
+    _thread_state.recorder = recorder
     try:
-        # A profiler sees every op without being seen: under a dispatch mode TorchDynamo would step aside.
-        with profiler_legacy.profile() as seen:
+        # A profiler sees every op. Under a dispatch mode TorchDynamo would not run compiled code.
+        with profiler_legacy.profile() as profile:
             outputs = step(*inputs)
     finally:
-        _here.recorder = None
-    _refuse_computing([event.name for event in seen.function_events])
-    return Recording(recorder.calls, (recorder.kept, inputs, step), outputs)
+        _thread_state.recorder = None
+    _check_no_computation([event.name for event in profile.function_events])
+    return Recording(recorder.calls, (recorder.keep_alive, inputs, step), outputs)
 
 
 class Recording:
-    """The recorded calls. Calling it runs them; `outputs` is what the step returned."""
+    """Recorded calls. Calling it runs them; `outputs` is what the step returned."""
 
-    def __init__(self, calls: Sequence[Call], held: Any, outputs: Any) -> None:
+    def __init__(self, calls: Sequence[NativeCall], keep_alive: Any, outputs: Any) -> None:
         self.calls = tuple(calls)
         self.outputs = outputs
-        self._held = held  # everything whose memory the calls use
+        self._keep_alive = keep_alive  # owners of the memory that the calls use
         arguments = b"".join(call.packed for call in calls)
         self._arguments = ctypes.create_string_buffer(arguments, max(len(arguments), 1))
-        at = ctypes.addressof(self._arguments)
+        address = ctypes.addressof(self._arguments)
         rows: list[int] = []
         for call in calls:
-            rows += [call.kernel.address, at]
-            at += len(call.packed)
+            rows += [call.kernel.address, address]
+            address += len(call.packed)
         self._table = (ctypes.c_int64 * len(rows))(*rows)
         self._status = ctypes.c_int64(0)
         library = _library()
@@ -210,21 +212,21 @@ class Recording:
         )
 
     def __call__(self) -> Any:
-        """Run the step again on what its inputs hold now; returns `outputs`."""
+        """Run the step again on the current contents of its inputs; return `outputs`."""
         failed = self._run(self._head)
         if failed:
-            raise self.calls[failed - 1].kernel.problem(self._status.value)
+            raise self.calls[failed - 1].kernel.make_error(self._status.value)
         return self.outputs
 
     def __repr__(self) -> str:
         return f"<recording of {len(self.calls)} native calls>"
 
     def profile(self, repeats: int = 20) -> list[tuple[str, int, float]]:
-        """(kernel, how many calls, seconds a step) of each kernel, slowest first."""
+        """Return (kernel, number of calls, seconds per step) of each kernel, slowest first."""
         spent = (ctypes.c_int64 * len(self.calls))()
         head = self._head + struct.pack("q", ctypes.addressof(spent))
         for _ in range(repeats):
-            _library().timed(head)
+            _library().replay_timed(head)
         total: dict[str, list[float]] = {}
         for call, nanoseconds in zip(self.calls, spent, strict=True):
             total.setdefault(call.kernel.name, []).append(nanoseconds * 1e-9 / repeats)
@@ -235,6 +237,6 @@ class Recording:
 @functools.cache
 def _library() -> ctypes.CDLL:
     library = native.load(SOURCE)
-    for function in (library.replay, library.timed):
+    for function in (library.replay, library.replay_timed):
         function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64
     return library

@@ -1,8 +1,8 @@
-"""Session: everything known about one compiled function or module.
+"""Session: the compilation pipeline, and the record of everything one function compiled.
 
-In: graphs from TorchDynamo, one at a time. Out: the functions that run them, and the record of how they came
-about: every stage of every graph, graph breaks, what is saved for backward, decisions of tuning.
-`Session.compile_graph` and `Session.build` are the pipeline, top to bottom.
+In: graphs from TorchDynamo, one at a time. Out: callables that run them. A session records every stage
+of every graph, graph breaks, tensors saved for backward and autotuning decisions.
+Read `Session.compile_graph` and then `Session.build`: they are the pipeline from top to bottom.
 """
 
 from __future__ import annotations
@@ -16,84 +16,88 @@ from torch import fx
 from torch._guards import TracingContext
 
 from fulgurite import repro
-from fulgurite.capture.autograd import BoxedFunction, differentiate
+from fulgurite.capture.autograd import BoxedFunction, run_aot_autograd
 from fulgurite.capture.dynamo import GraphBreak
-from fulgurite.capture.names import Names, with_captured_names
+from fulgurite.capture.input_names import CapturedNames, clean_input_names
 from fulgurite.config import settings
 from fulgurite.errors import ArgumentError, CompileError, FulguriteError
-from fulgurite.executors import claim, lower
-from fulgurite.executors.cudagraph import graphed
-from fulgurite.executors.epilogue import mark_epilogues
-from fulgurite.executors.tune import Decision, Tuner
+from fulgurite.executors import claim, lower_trace
+from fulgurite.executors.autotune import ExecutorTuner
+from fulgurite.executors.cudagraph import capture_cuda_graphs
+from fulgurite.executors.fuser import can_fuse_gemms, fuse_gemms
 from fulgurite.options import Options
 from fulgurite.trace import Kind, Trace, verify
-from fulgurite.trace.cost import bytes_text, count_text, is_view, node_bytes, seconds_text
-from fulgurite.trace.region import Region, with_prepared
-from fulgurite.trace.text import load
-from fulgurite.trace.verify import contents, verify_kept
+from fulgurite.trace.cost import format_bytes, format_count, format_seconds, is_view, node_bytes
+from fulgurite.trace.decisions import Decision
+from fulgurite.trace.region import Region, bind_cached_launches
+from fulgurite.trace.source import load_source
+from fulgurite.trace.verify import snapshot_graph, verify_unmodified
 from fulgurite.transforms import SIMPLIFY
-from fulgurite.transforms.attention import known_masks
-from fulgurite.transforms.remat import SavedBytes, partitioner
+from fulgurite.transforms.attention_masks import fold_attention_masks
+from fulgurite.transforms.remat import SavedBytes, make_partitioner
 
 
-class Program:
-    """What runs: a trace compiled to a function, which an edited trace can replace."""
+class CompiledGraph:
+    """A final trace compiled to a Python function. An edited trace can replace the function."""
 
     def __init__(self, trace: Trace) -> None:
-        self._boxed_call = True  # AOTAutograd: inputs come in a list, which may be emptied
+        self._boxed_call = True  # tells AOTAutograd to pass inputs in a list, which is cleared
         self.trace = trace
         self._compiled = trace.compile()
-        self.run: BoxedFunction = self._first
+        self.run: BoxedFunction = self._first_call
 
     def __call__(self, inputs: list[Any]) -> Any:
         return self.run(inputs)
 
-    def _first(self, inputs: list[Any]) -> Any:
-        """The first call waits for the kernels; the next ones call them without a detour."""
+    def _first_call(self, inputs: list[Any]) -> Any:
+        """The first call waits for kernels to compile; later calls launch them directly."""
         result = self._compiled(inputs)
-        if self.run == self._first:
-            self.run = with_prepared(self._compiled)
+        if self.run == self._first_call:
+            self.run = bind_cached_launches(self._compiled)
         return result
 
     def replace(self, forward: Callable[..., Any]) -> None:
+        """Run `forward` instead of the trace."""
+
         def run(inputs: list[Any]) -> Any:
             return forward(*inputs)
 
         self.run = run
 
     def restore(self) -> None:
+        """Run the trace again."""
         self._compiled = self.trace.compile()
-        self.run = self._first
+        self.run = self._first_call
 
 
 @dataclass
 class GraphRecord:
-    """One captured graph: its stages and its programs, by kind."""
+    """One captured graph: its traces at every stage, and its compiled graphs by kind."""
 
     index: int
     history: list[Trace] = field(default_factory=list)
-    programs: dict[Kind, Program] = field(default_factory=dict)
-    saved: SavedBytes | None = None
+    compiled_graphs: dict[Kind, CompiledGraph] = field(default_factory=dict)
+    saved_bytes: SavedBytes | None = None
     decisions: list[Decision] = field(default_factory=list)
-    # from the captured graph to its functions, backward included once it is built
-    seconds: float = 0.0
+    seconds: float = 0.0  # compile time; includes backward once that is built
 
     def stages(self, kind: Kind) -> list[Trace]:
+        """The traces of one kind, in order."""
         return [trace for trace in self.history if trace.kind == kind]
 
-    def final(self, kind: Kind) -> Trace:
-        return self.programs[kind].trace
+    def final_trace(self, kind: Kind) -> Trace:
+        return self.compiled_graphs[kind].trace
 
     @property
     def captured(self) -> Trace:
         return self.history[0]
 
     def __repr__(self) -> str:
-        return f"GraphRecord({self.index}, {', '.join(self.programs)})"
+        return f"GraphRecord({self.index}, {', '.join(self.compiled_graphs)})"
 
 
 class Session:
-    """Compiles graphs by one set of options and remembers all of it."""
+    """Compiles graphs with one set of options, and records the result of every step."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -102,7 +106,7 @@ class Session:
         self.__name__ = "fulgurite"  # TorchDynamo prints its backend's name
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The backend TorchDynamo calls with each captured graph."""
+        """Compile one captured graph: TorchDynamo calls this as its backend."""
         record = GraphRecord(len(self.graphs))
         self.graphs.append(record)
         try:
@@ -116,112 +120,121 @@ class Session:
     def compile_graph(
         self, record: GraphRecord, module: fx.GraphModule, inputs: Sequence[Any]
     ) -> Callable[..., Any]:
-        """Captured graph → a callable that runs it, with backward where gradients are needed."""
+        """Captured graph → a callable, with a backward graph if gradients are needed."""
         started = time.perf_counter()
-        captured = Trace(with_captured_names(module), "captured", "captured", record.index)
-        trace = self.step(record, "captured", lambda trace: trace, captured)
+        captured = Trace(clean_input_names(module), "captured", "captured", record.index)
+        trace = self.run_step(record, "captured", lambda trace: trace, captured)
         for executor in self.options.executors:
-            executor.expect(captured.module, inputs)
+            executor.warm_up(captured.module, inputs)
         for transform in self.options.transforms_in("before_autograd"):
-            trace = self.step(record, transform.name, transform, trace)
-        names = Names(captured.module)
-        result = differentiate(
+            trace = self.run_step(record, transform.name, transform, trace)
+        names = CapturedNames(captured.module)
+        result = run_aot_autograd(
             module if trace.module is captured.module else trace.module,
             trace.module,
             inputs,
             forward=lambda graph: self.build(record, "forward", graph, names),
             backward=lambda graph: self.build(record, "backward", graph, names),
             inference=lambda graph: self.build(record, "inference", graph, names),
-            partition=self.partition(record),
+            partition=self.make_partition(record),
         )
         record.seconds += time.perf_counter() - started
         return result
 
     def build(
-        self, record: GraphRecord, kind: Kind, graph: fx.GraphModule, names: Names
-    ) -> Program:
-        """Functional graph → program: simplify, transform, claim, lower."""
+        self, record: GraphRecord, kind: Kind, graph: fx.GraphModule, names: CapturedNames
+    ) -> CompiledGraph:
+        """Functional graph → compiled graph: simplify, transform, claim, fuse GEMMs, lower."""
         started = time.perf_counter()
         options = self.options
         executors = options.executors
-        tuner = Tuner(executors, options.tune) if options.tune else None
+        tuner = ExecutorTuner(executors, options.autotune) if options.autotune else None
         trace = Trace(names.apply(graph), kind, "functional", record.index)
-        trace = self.step(record, "functional", lambda trace: trace, trace)
-        for transform in [known_masks, *SIMPLIFY, *options.transforms_in("after_autograd")]:
-            trace = self.step(record, transform.name, transform, trace)
-        trace = self.step(
-            record,
-            "claimed",
-            lambda trace: mark_epilogues(claim(trace, executors), executors, tuner),
-            trace,
-        )
-        choose = tuner.choose if tuner else None
-        # what runs after these steps may be run twice, or read what a region has overwritten
-        lends = not options.cudagraph and not options.transforms_in("after_claim")
-        trace = self.step(
-            record, "final", lambda trace: lower(trace, executors, choose, lends), trace
+        trace = self.run_step(record, "functional", lambda trace: trace, trace)
+        for transform in [
+            fold_attention_masks,
+            *SIMPLIFY,
+            *options.transforms_in("after_autograd"),
+        ]:
+            trace = self.run_step(record, transform.name, transform, trace)
+        trace = self.run_step(record, "claimed", lambda trace: claim(trace, executors), trace)
+        if can_fuse_gemms(trace, executors):
+            trace = self.run_step(
+                record, "gemm_fusion", lambda trace: fuse_gemms(trace, executors, tuner), trace
+            )
+        choose = tuner.choose_executor if tuner else None
+        # regions may overwrite dead buffers only if nothing is added to the trace afterwards: a CUDA
+        # graph runs its calls twice, and a transform may read an overwritten buffer
+        donate = not options.cudagraph and not options.transforms_in("after_claim")
+        trace = self.run_step(
+            record, "final", lambda trace: lower_trace(trace, executors, choose, donate), trace
         )
         if options.cudagraph:
-            kept = _user_results(trace)
-            trace = self.step(record, "cudagraph", lambda trace: graphed(trace, kept), trace)
+            num_outputs = _num_user_outputs(trace)
+            trace = self.run_step(
+                record, "cudagraph", lambda trace: capture_cuda_graphs(trace, num_outputs), trace
+            )
         for transform in options.transforms_in("after_claim"):
-            trace = self.step(record, transform.name, transform, trace)
-        trace = record.history[-1] = trace.with_note(_sum_up(record.stages(kind)))
-        program = record.programs[kind] = Program(trace)
+            trace = self.run_step(record, transform.name, transform, trace)
+        trace = record.history[-1] = trace.with_note(_summary_line(record.stages(kind)))
+        compiled = record.compiled_graphs[kind] = CompiledGraph(trace)
         record.decisions += tuner.decisions if tuner else []
         if kind == "backward":
             record.seconds += time.perf_counter() - started
-        return program
+        return compiled
 
-    def step(
+    def run_step(
         self, record: GraphRecord, name: str, change: Callable[[Trace], Trace], trace: Trace
     ) -> Trace:
-        """One named, timed, verified step; its result goes into the history."""
-        known = contents(trace) if settings().verify else None
+        """Run one named step of the pipeline: time it, verify its result, add that to the history."""
+        known = snapshot_graph(trace) if settings().verify else None
         started = time.perf_counter()
         try:
             changed = change(trace).at_stage(name, time.perf_counter() - started)
             if known is not None:
-                verify_kept(trace, known, name)
+                verify_unmodified(trace, known, name)
                 verify(changed, before=trace if changed.module is not trace.module else None)
         except FulguriteError as error:
-            self._with_repro(record, error)
+            self._attach_repro(record, error)
             raise
         except Exception as error:
             failure = CompileError(
                 f"{name} failed on {trace.name}: {type(error).__name__}: {error}",
-                next=f"leave {name} out, or mend it; the script above runs this graph by itself",
+                next=f"remove or fix {name}; the script above reproduces the failure",
             )
-            self._with_repro(record, failure)
+            self._attach_repro(record, failure)
             raise failure from error
         record.history.append(changed)
         return changed
 
-    def _with_repro(self, record: GraphRecord, error: FulguriteError) -> None:
+    def _attach_repro(self, record: GraphRecord, error: FulguriteError) -> None:
         """Save a script that reproduces the failure, and name it in the error."""
-        if record.history and "repro" not in error.rows:
+        if record.history and "repro" not in error.details:
             try:
-                saved = str(repro.save_failing(record.captured, self.options))
+                saved = str(repro.save_failure(record.captured, self.options))
             except OSError as problem:  # the failure itself is what the user needs to see
-                saved = f"not saved ({problem}): set FULGURITE_REPRO to a writable folder"
-            error.rows = {"repro": saved, **error.rows}
+                saved = f"not saved ({problem}): set FULGURITE_REPRO_DIR to a writable folder"
+            error.details = {"repro": saved, **error.details}
 
-    def partition(self, record: GraphRecord) -> Callable[..., Any]:
-        split = partitioner(self.options.remat)
+    def make_partition(self, record: GraphRecord) -> Callable[..., Any]:
+        """The function that splits a joint graph into forward and backward."""
+        split = make_partitioner(self.options.remat)
 
         def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-            record.saved = SavedBytes(joint, inputs, options)
+            record.saved_bytes = SavedBytes(joint, inputs, options)
             return split(joint, inputs, **options)
 
         return partition
 
-    # ---- looking at it -------------------------------------------------------------------------------
+    # ---- inspection ----------------------------------------------------------------------------------
 
     @property
     def history(self) -> list[Trace]:
+        """Every trace of every graph, in order."""
         return [trace for record in self.graphs for trace in record.history]
 
-    def record(self, graph: int) -> GraphRecord:
+    def graph_record(self, graph: int) -> GraphRecord:
+        """The record of a graph by its number; negative numbers count from the end."""
         if not self.graphs:
             raise ArgumentError(
                 "nothing is compiled yet", next="call the compiled function with inputs first"
@@ -232,42 +245,43 @@ class Session:
             )
         return self.graphs[graph]
 
-    def program(self, graph: int, kind: Kind | None) -> Program:
-        record = self.record(graph)
+    def compiled_graph(self, graph: int, kind: Kind | None) -> CompiledGraph:
+        """What runs for one kind of a graph; None: inference, or the forward of training."""
+        record = self.graph_record(graph)
         if kind is None:
-            kind = "inference" if "inference" in record.programs else "forward"
-        if kind not in record.programs:
+            kind = "inference" if "inference" in record.compiled_graphs else "forward"
+        if kind not in record.compiled_graphs:
             raise ArgumentError(
                 f"graph {record.index} has no {kind}",
-                next=f"one of {', '.join(record.programs)}"
+                next=f"one of {', '.join(record.compiled_graphs)}"
                 + ("; backward is built when it first runs" if kind == "backward" else ""),
             )
-        return record.programs[kind]
+        return record.compiled_graphs[kind]
 
     def replace_trace(self, text: str, graph: int, kind: Kind | None) -> None:
-        """Run an edited text in the place of a final trace."""
-        program = self.program(graph, kind)
-        forward = load(text, f"<edited {program.trace.name}>")
-        repro.check_replacement(program.trace, forward)
-        program.replace(forward)
+        """Run an edited text in place of a final trace."""
+        compiled = self.compiled_graph(graph, kind)
+        forward = load_source(text, f"<edited {compiled.trace.name}>")
+        repro.check_replacement(compiled.trace, forward)
+        compiled.replace(forward)
 
 
-def _user_results(trace: Trace) -> int:
-    """How many results of a graph the user gets; those of a training forward go on with what is saved."""
+def _num_user_outputs(trace: Trace) -> int:
+    """Number of outputs the user gets. A training forward returns saved tensors after them."""
     if trace.kind != "forward":
         return len(trace.outputs)
     metadata = TracingContext.get().fw_metadata
-    assert metadata is not None, "AOTAutograd builds forward without having looked at it"
+    assert metadata is not None, "AOTAutograd built forward without analysing it"
     return int(metadata.num_forward_returns)
 
 
-def _sum_up(stages: list[Trace]) -> str:
-    """The line under a final trace's title: what runs, what it moves, what it took to compile."""
+def _summary_line(stages: list[Trace]) -> str:
+    """The line below a final trace's title: calls, bytes moved, compile time."""
     computing = [node for node in stages[-1].ops if not is_view(node)]
     regions = sum(isinstance(node.target, Region) for node in computing)
-    parts = [count_text(regions, "region")] if regions else []
-    parts.append(count_text(len(computing) - regions, "library call"))
+    parts = [format_count(regions, "region")] if regions else []
+    parts.append(format_count(len(computing) - regions, "library call"))
     moved = sum(node_bytes(node) for node in computing)
-    parts.append(f"{bytes_text(moved)} moved")
-    parts.append(f"{seconds_text(sum(trace.seconds for trace in stages))} to compile")
+    parts.append(f"{format_bytes(moved)} moved")
+    parts.append(f"{format_seconds(sum(trace.seconds for trace in stages))} to compile")
     return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""What every test runs under: verified traces, a cache of its own, fixed seeds, a clean TorchDynamo."""
+"""Settings of every test: verified traces, a private cache, fixed seeds, a clean TorchDynamo."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ import torch
 import torch._dynamo
 from torch.profiler import ProfilerActivity, profile
 
-# Set before any test module is imported: some read settings at import time.
+# Set before test modules are imported: some read settings at import time.
 os.environ["FULGURITE_VERIFY"] = "1"
-# Which executor wins a region must not depend on how busy the machine is.
-os.environ["FULGURITE_TUNE"] = "0"
-# oneDNN's bfloat16 convolutions die of an illegal instruction where a virtual machine shows AMX but forbids it.
+# Which executor runs a region must not depend on the load of the machine.
+os.environ["FULGURITE_AUTOTUNE"] = "0"
+# oneDNN's bfloat16 convolutions hit an illegal instruction if a virtual machine shows AMX but forbids it.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 _folder = tempfile.TemporaryDirectory(prefix="fulgurite-tests-")
-os.environ.setdefault("FULGURITE_CACHE", os.path.join(_folder.name, "cache"))  # workers share it
-os.environ["FULGURITE_REPRO"] = os.path.join(_folder.name, "repro")
+os.environ.setdefault(
+    "FULGURITE_CACHE_DIR", os.path.join(_folder.name, "cache")
+)  # xdist workers share it
+os.environ["FULGURITE_REPRO_DIR"] = os.path.join(_folder.name, "repro")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Without -m, leave the slow suites out; `-m slow` runs them. No test fails for being slow."""
+    """Without -m, skip the slow suites; `-m slow` runs them. No test fails for being slow."""
     if importlib.util.find_spec("hypothesis"):
         from hypothesis import HealthCheck, settings
 
@@ -40,14 +42,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tests marked `gpu` need one."""
+    """Skip tests marked `gpu` without a GPU."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    """Each test starts with the same random numbers and nothing captured."""
+    """Seed all random generators, and reset TorchDynamo, before each test."""
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
@@ -57,17 +59,17 @@ def _fresh() -> Iterator[None]:
 
 @pytest.fixture
 def torch_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Single torch ops by default: for tests that look at each op, or at the numbers torch draws."""
+    """Default to the torch executor: for tests that look at single ops or at torch's random numbers."""
     monkeypatch.setattr("fulgurite.options.DEFAULT_EXECUTORS", ("torch",))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--accept", action="store_true", help="write golden files anew")
+    parser.addoption("--accept", action="store_true", help="overwrite golden files")
 
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """Compare a text with tests/golden/NAME; `pytest --accept` writes it instead."""
+    """Compare a text with tests/golden/NAME. `pytest --accept` overwrites the file."""
 
     def check(name: str, text: str) -> None:
         path = Path(__file__).parent / "golden" / name
@@ -82,18 +84,18 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 @pytest.fixture
 def peak_bytes() -> Callable[..., int]:
-    """The most bytes of torch's on the CPU that live at once during a call, above what lived before it."""
+    """Peak bytes that torch allocates on the CPU during a call, above what was allocated before."""
     from fulgurite.fuser.runtime import memory_pool
 
     def measure(call: Callable[..., object], *inputs: object) -> int:
         call(*inputs)  # what is warm stays
         kinds = [ProfilerActivity.CPU]
-        memory_pool.set_reuse(False)  # kept blocks are not torch's: nobody would see them
+        memory_pool.set_pooling(False)  # kept blocks are not torch's: nobody would see them
         try:
             with profile(activities=kinds, profile_memory=True, acc_events=True) as seen:
                 call(*inputs)
         finally:
-            memory_pool.set_reuse(True)
+            memory_pool.set_pooling(True)
         assert seen.profiler is not None and seen.profiler.kineto_results is not None
         events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
         live = peak = 0

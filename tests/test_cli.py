@@ -108,9 +108,9 @@ def test_a_file_with_dots_in_its_name(folder, capsys):
         (["explain", "missing.py"], "no file missing.py"),
         (["explain", "--executors", "magic"], "'torch', 'fuser', 'inductor'"),
         (["explain", "cli_example"], "module:name"),
-        (["explain", "cli_example:number"], "that can be called"),
+        (["explain", "cli_example:number"], "has no callable"),
         (["explain", "cli_example:Kind"], "is a class"),
-        (["bench", "fusions", "--device", "nowhere"], "'nowhere' is no device"),
+        (["bench", "fusions", "--device", "nowhere"], "'nowhere' is not a device"),
         (["explain", "cli_example:plain", "--html", "cli_example.py/x.html"], "can't be written"),
     ],
 )
@@ -121,15 +121,15 @@ def test_mistakes_are_answered_in_words(folder, capsys, words, says):
 
 
 def test_warnings_are_words(folder, capsys, monkeypatch):
-    monkeypatch.setattr(native, "compiler", lambda: warnings.warn("no compiler here", stacklevel=2))
+    monkeypatch.setattr(native, "find_compiler", lambda: warnings.warn("no compiler here", stacklevel=2))
     assert main(["explain", "cli_example:plain", "--no-trace"]) == 0
     assert "warning: no compiler here\n" in capsys.readouterr().err
 
 
 def test_a_variable_that_is_no_number(folder, capsys, monkeypatch):
-    monkeypatch.setenv("FULGURITE_THREADS", "many")
+    monkeypatch.setenv("FULGURITE_NUM_THREADS", "many")
     assert main(["explain", "cli_example:plain"]) == 1
-    assert "ArgumentError: FULGURITE_THREADS=many must be" in capsys.readouterr().err
+    assert "ArgumentError: FULGURITE_NUM_THREADS=many must be" in capsys.readouterr().err
 
 
 def test_no_command_shows_the_help(capsys):
@@ -141,4 +141,4 @@ def test_help_lists_commands_and_variables(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     out = capsys.readouterr().out
-    assert "explain" in out and "bench" in out and "FULGURITE_CACHE" in out
+    assert "explain" in out and "bench" in out and "FULGURITE_CACHE_DIR" in out

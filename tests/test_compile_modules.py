@@ -1,4 +1,4 @@
-"""Compiled modules are the modules they were made of; they, and compiled functions, are copied, pickled and nested."""
+"""Compiled modules share state with the original; copying, pickling and nesting of compiled code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Small(nn.Module):
         return self.linear.weight.sum()
 
 
-def test_a_compiled_module_is_that_module():
+def test_compiled_module_shares_state_with_the_original():
     model = Small()
     compiled = fulgurite.compile(model)
     assert isinstance(compiled, Small)
@@ -49,7 +49,7 @@ def test_a_compiled_module_is_that_module():
 
 
 @pytest.mark.usefixtures("torch_only")
-def test_train_eval_and_buffers_that_change():
+def test_train_eval_and_mutated_buffers():
     eager = Small()
     ours = fulgurite.compile(copy.deepcopy(eager))
     x = torch.randn(6, 4)
@@ -91,7 +91,7 @@ class Holder:
         return x * self.factor
 
 
-def test_copies_and_pickles_of_compiled_functions():
+def test_copy_and_pickle_of_compiled_functions():
     x = torch.ones(2)
     assert copy.copy(doubled) is doubled and copy.deepcopy(doubled) is doubled
     assert pickle.loads(pickle.dumps(doubled)) is doubled
@@ -106,13 +106,13 @@ def test_copies_and_pickles_of_compiled_functions():
     assert other.call is not holder.call and other.call.graphs
 
 
-def test_compiling_again_starts_from_the_original():
+def test_recompiling_starts_from_the_original():
     compiled = fulgurite.compile(fulgurite.compile(Small().eval()), remat="none")
     assert compiled(torch.randn(2, 4)).shape == (2, 4)
     assert len(compiled.graphs) == 1
 
 
-def test_a_module_with_names_like_ours_keeps_them():
+def test_user_attributes_take_precedence_over_ours():
     class Mine(nn.Module):
         def __init__(self):
             super().__init__()
@@ -127,7 +127,7 @@ def test_a_module_with_names_like_ours_keeps_them():
     assert compiled.compiled.history
 
 
-def test_inside_another_compilation():
+def test_compiled_function_inside_another_compilation():
     inner = fulgurite.compile(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     outer = fulgurite.compile(lambda x: inner(x) + 1, fullgraph=True)
     x = torch.randn(2, 4)
@@ -136,7 +136,7 @@ def test_inside_another_compilation():
     torch.testing.assert_close(theirs(x), inner(x) * 2)
 
 
-def test_through_torch_compile():
+def test_torch_compile_backend():
     model = nn.Linear(4, 4)
     x = torch.randn(2, 4)
     assert torch.allclose(torch.compile(model, backend="fulgurite")(x), model(x))

@@ -1,4 +1,7 @@
-"""When a graph is recorded, what is copied, what is lent: with a tape that needs no GPU. And, on one, the real thing."""
+"""CUDA graphs: when a call is captured, which inputs and outputs are copied or shared.
+
+A fake capture needs no GPU; the last tests run on one.
+"""
 
 from __future__ import annotations
 
@@ -10,44 +13,44 @@ import torch
 from torch import Tensor, nn
 
 import fulgurite
-from fulgurite.cudagraph import RECORDINGS, SHAPES, Graphed
+from fulgurite.cudagraph import MAX_CAPTURES_PER_SHAPE, MAX_SHAPES, GraphedFunction
 from fulgurite.errors import ArgumentError
-from fulgurite.executors.cudagraph import cuda_graphs_of
+from fulgurite.executors.cudagraph import find_cuda_graphs
 
 
-class FakeTape:
-    """Runs the function again on the memory it was recorded with, as a graph does."""
+class FakeCapture:
+    """Runs the function again on the memory it was captured with, as a graph does."""
 
     def __init__(self, run, inputs):
-        self.run, self.inputs, self.kept = run, list(inputs), list(inputs)
+        self.run, self.inputs, self.memory = run, list(inputs), list(inputs)
         self.outputs = list(run(*inputs))
 
     def replay(self):
-        for held, new in zip(self.outputs, self.run(*self.kept), strict=True):
+        for held, new in zip(self.outputs, self.run(*self.memory), strict=True):
             held.copy_(new)
 
 
-class ForgetfulTape(FakeTape):
-    """As a CUDA graph does, keeps addresses and no tensors."""
+class AddressOnlyCapture(FakeCapture):
+    """Like a CUDA graph, holds addresses and no tensors."""
 
     def __init__(self, run, inputs):
         super().__init__(run, inputs)
-        self.kept = []
+        self.memory = []
 
     def replay(self):
         pass
 
 
-def make(run=None, handing=("copied",), **options):
+def make(run=None, output_modes=("copied",), **options):
     run = run or (lambda x, w: (x * w,))
-    return Graphed("graph_0", run, handing, record=FakeTape, **options)
+    return GraphedFunction("graph_0", run, output_modes, capture=FakeCapture, **options)
 
 
-def recordings(graphed: Graphed) -> int:
-    return sum(sizes.recordings for sizes in graphed._sizes.values())
+def count_captures(graphed: GraphedFunction) -> int:
+    return sum(state.captures for state in graphed._states.values())
 
 
-def test_results_are_right_in_every_phase_and_belong_to_the_user():
+def test_user_outputs_are_right_and_never_overwritten():
     graphed, w = make(), torch.tensor([2.0, 3.0])
     given = []
     inputs = [torch.full((2,), float(step)) for step in range(6)]
@@ -57,80 +60,82 @@ def test_results_are_right_in_every_phase_and_belong_to_the_user():
         w += 1  # read where it is, whatever it holds
         assert result.tolist() == [(2.0 + step) * step, (3.0 + step) * step]
     assert given[3].tolist() == [15.0, 18.0], "a later replay changed a result"
-    assert graphed.replays == 4 and graphed.plain_runs == 2 and recordings(graphed) == 1
+    assert graphed.replays == 4 and graphed.eager_calls == 2 and count_captures(graphed) == 1
 
 
-def test_an_input_that_stood_still_may_move():
+def test_static_input_that_moves_is_copied_after_a_second_capture():
     graphed, x = make(), torch.ones(2)
     weights = [torch.full((2,), float(k)) for k in range(8)]
     for w in [weights[0]] * 4 + weights:
         assert graphed(x, w)[0].tolist() == w.tolist()
-    assert recordings(graphed) == 2, "from the second recording on it is copied"
+    assert count_captures(graphed) == 2, "from the second capture on it is copied"
 
 
-def test_inputs_that_move_again_and_again_end_it():
+def test_capture_is_disabled_if_static_inputs_keep_moving():
     def run(*inputs):
         return (sum(inputs),)
 
-    graphed = Graphed("graph_0", run, ["copied"], record=FakeTape)
-    count = RECORDINGS + 1
+    graphed = GraphedFunction("graph_0", run, ["copied"], capture=FakeCapture)
+    count = MAX_CAPTURES_PER_SHAPE + 1
     values = [torch.ones(2) for _ in range(count)]
     for moving in range(count):
         for _ in range(3):
             graphed(*values)
         values[moving] = torch.full((2,), 2.0)
         assert graphed(*values)[0].tolist() == [count + moving + 1.0] * 2
-    assert recordings(graphed) == RECORDINGS and "given up" in str(graphed)
+    assert count_captures(graphed) == MAX_CAPTURES_PER_SHAPE and "keep moving" in str(graphed)
 
 
-def test_what_is_lent_is_not_overwritten():
-    graphed, w = make(lambda x, w: (x * w, x + w), ("copied", "lent")), torch.ones(2)
+def test_shared_outputs_are_not_overwritten_while_held():
+    graphed, w = make(lambda x, w: (x * w, x + w), ("copied", "shared")), torch.ones(2)
     inputs = [torch.full((2,), float(step)) for step in range(5)]
     held = [graphed(x, w)[1] for x in inputs]
     assert [h.tolist() for h in held] == [[k + 1.0] * 2 for k in range(5)]
     assert graphed.replays == 1 and "still held" in str(graphed)
     held.clear()
     assert graphed(torch.full((2,), 9.0), w)[1].tolist() == [10.0, 10.0]
-    assert graphed.replays == 2, "what was given back can be lent again"
+    assert graphed.replays == 2, "released outputs can be shared again"
 
 
-def test_a_view_of_what_is_lent_counts():
-    graphed, w = make(handing=("lent",)), torch.ones(2)
+def test_view_of_a_shared_output_counts_as_held():
+    graphed, w = make(output_modes=("shared",)), torch.ones(2)
     for _ in range(3):
         view = graphed(torch.ones(2), w)[0][1:]
     graphed(torch.zeros(2), w)
     assert view.tolist() == [1.0]
 
 
-def test_a_lent_view_of_a_parameter_does_not_block():
-    graphed, w = make(lambda x, w: (x * w, w.t()), ("copied", "lent")), torch.ones(2, 2)
+def test_shared_view_of_a_parameter_does_not_block_replay():
+    graphed, w = make(lambda x, w: (x * w, w.t()), ("copied", "shared")), torch.ones(2, 2)
     inputs = [torch.ones(2, 2) for _ in range(5)]
     held = [graphed(x, w)[1] for x in inputs]
-    assert len(held) == 5 and graphed.replays == 3 and recordings(graphed) == 1
+    assert len(held) == 5 and graphed.replays == 3 and count_captures(graphed) == 1
 
 
-def test_a_recording_does_not_hold_what_it_reads_in_place():
+def test_capture_does_not_hold_static_inputs():
     w = torch.ones(2)
     before = torch._C._storage_Use_Count(w.untyped_storage()._cdata)
-    graphed = Graphed("graph_0", lambda x, w: (x * 2,), ["copied"], record=ForgetfulTape)
+    graphed = GraphedFunction(
+        "graph_0", lambda x, w: (x * 2,), ["copied"], capture=AddressOnlyCapture
+    )
     for x in [torch.ones(2) for _ in range(4)]:
         graphed(x, w)
     assert graphed.replays == 2
     assert torch._C._storage_Use_Count(w.untyped_storage()._cdata) == before
 
 
-def test_sizes_have_recordings_of_their_own():
+def test_each_shape_is_captured_by_itself():
     graphed = make()
     inputs = [torch.arange(float(size)) for size in [3, 5, 3, 5, 3, 5, 0, 0, 0]]
     for x in inputs:
         assert graphed(x, x)[0].tolist() == (x * x).tolist()
-    assert recordings(graphed) == 3 and graphed.replays == 3
-    for size in range(100, 100 + SHAPES):
+    assert count_captures(graphed) == 3 and graphed.replays == 3
+    for size in range(100, 100 + MAX_SHAPES):
         graphed(torch.ones(size), torch.ones(size))
     assert "pad to fewer" in str(graphed)
 
 
-def test_strides_are_kept():
+def test_strides_of_outputs():
     graphed = make(lambda x, w: (x.t() * w,), ("copied",))
     for _ in range(4):
         x = torch.randn(3, 2)
@@ -138,25 +143,25 @@ def test_strides_are_kept():
         assert result.stride() == (x.t() * 1).stride() and torch.equal(result, x.t())
 
 
-def test_what_cannot_be_captured_runs_plainly_and_says_so():
-    def tape(run, inputs):
+def test_failed_capture_warns_and_runs_eagerly():
+    def failing_capture(run, inputs):
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
 
-    graphed = Graphed("graph_0", lambda x: (x + 1,), ["copied"], record=tape)
+    graphed = GraphedFunction("graph_0", lambda x: (x + 1,), ["copied"], capture=failing_capture)
     with pytest.warns(UserWarning, match="not permitted when stream is capturing. Compile without"):
         for _ in range(5):
             assert graphed(torch.zeros(1)).__getitem__(0).item() == 1
     assert graphed.replays == 0
 
 
-def test_an_input_that_overlaps_itself():
+def test_overlapping_input_runs_eagerly():
     graphed = make()
     with pytest.warns(UserWarning, match="overlaps itself"):
         for _ in range(5):
             assert graphed(torch.ones(1).expand(3), torch.ones(3))[0].tolist() == [1.0] * 3
 
 
-def test_a_second_thread_runs_plainly():
+def test_second_thread_runs_eagerly():
     inside, go = threading.Event(), threading.Event()
 
     def run(x):
@@ -165,7 +170,7 @@ def test_a_second_thread_runs_plainly():
             go.wait(10)
         return (x + 1,)
 
-    graphed = Graphed("graph_0", run, ["copied"], record=FakeTape)
+    graphed = GraphedFunction("graph_0", run, ["copied"], capture=FakeCapture)
     thread = threading.Thread(target=graphed, args=(torch.zeros(1),))
     thread.start()
     inside.wait(10)
@@ -174,17 +179,17 @@ def test_a_second_thread_runs_plainly():
     thread.join()
 
 
-def test_on_the_cpu_there_is_nothing_to_record():
+def test_nothing_is_captured_on_the_cpu():
     compiled = fulgurite.compile(lambda x: torch.relu(x) + 1, cudagraph=True)
     x = torch.randn(4)
     assert torch.equal(compiled(x), torch.relu(x) + 1)
     assert "graph_0" not in str(compiled.last_trace())
 
 
-def test_stretches_of_a_trace_become_graphs(monkeypatch):
-    """On the CPU, with the fake tape: what is cut out runs, prints, and reads back."""
-    monkeypatch.setattr("fulgurite.executors.cudagraph.capturable", lambda n: n.name != "cos")
-    monkeypatch.setattr("fulgurite.executors.cudagraph.RECORD", FakeTape)
+def test_capturable_parts_of_a_trace_become_graphs(monkeypatch):
+    """On the CPU, with the fake capture: the graphs run, print and load."""
+    monkeypatch.setattr("fulgurite.executors.cudagraph.is_capturable", lambda n: n.name != "cos")
+    monkeypatch.setattr("fulgurite.executors.cudagraph.CAPTURE", FakeCapture)
 
     def f(x, w):
         return torch.softmax(torch.relu(x @ w).cos() @ w, -1), x + 1
@@ -197,21 +202,21 @@ def test_stretches_of_a_trace_become_graphs(monkeypatch):
         ours = torch.autograd.grad(compiled(x, w)[0].square().sum(), w)
         torch.testing.assert_close(ours, torch.autograd.grad(f(x, w)[0].square().sum(), w))
     trace = compiled.last_trace()
-    assert len(cuda_graphs_of(trace)) == 2 and sum(g.replays for g in cuda_graphs_of(trace)) > 4
+    assert len(find_cuda_graphs(trace)) == 2 and sum(g.replays for g in find_cuda_graphs(trace)) > 4
     assert "def graph_1(" in str(trace) and "cos = torch.cos(relu)" in str(trace)
     torch.testing.assert_close(list(trace.load()(x, w))[:2], list(f(x, w)))
-    assert "cuda graph" in str(compiled.explain())
+    assert "CUDA graph" in str(compiled.explain())
 
 
-def test_inputs_that_are_written():
-    """Each call counts once: recording runs the function too, and copies of inputs are copied back."""
+def test_mutated_inputs():
+    """Each call counts once: a capture runs the function too, and copied inputs are copied back."""
 
     def run(x, still, moving):
         still.add_(x)
         moving.mul_(2)
         return (x + still,)
 
-    graphed, still = make(run, written=[1, 2]), torch.zeros(2)
+    graphed, still = make(run, mutated_inputs=[1, 2]), torch.zeros(2)
     for step in range(1, 7):
         x, moving = torch.ones(2), torch.full((2,), float(step))
         (result,) = graphed(x, still, moving)
@@ -221,8 +226,8 @@ def test_inputs_that_are_written():
 
 
 def test_running_statistics_inside_graphs(monkeypatch):
-    monkeypatch.setattr("fulgurite.executors.cudagraph.capturable", lambda n: True)
-    monkeypatch.setattr("fulgurite.executors.cudagraph.RECORD", FakeTape)
+    monkeypatch.setattr("fulgurite.executors.cudagraph.is_capturable", lambda n: True)
+    monkeypatch.setattr("fulgurite.executors.cudagraph.CAPTURE", FakeCapture)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3), nn.BatchNorm1d(3))
     plain = copy.deepcopy(net)
@@ -231,13 +236,13 @@ def test_running_statistics_inside_graphs(monkeypatch):
         x = torch.randn(5, 4)
         torch.testing.assert_close(compiled(x), plain(x), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(dict(net.named_buffers()), dict(plain.named_buffers()))
-    (graph,) = cuda_graphs_of(compiled.last_trace())
-    assert graph.replays == 5 and len(graph.written) == 6
+    (graph,) = find_cuda_graphs(compiled.last_trace())
+    assert graph.replays == 5 and len(graph.mutated_inputs) == 6
 
 
-def test_it_goes_with_one_graph_only():
+def test_cudagraph_needs_one_graph():
     with pytest.raises(ArgumentError, match="one graph"):
-        fulgurite.compile(lambda x: x, cudagraph=True, regions="blocks")
+        fulgurite.compile(lambda x: x, cudagraph=True, granularity="blocks")
     with pytest.raises(ArgumentError, match="cudagraph='yes'"):
         fulgurite.compile(lambda x: x, cudagraph="yes")
 
@@ -256,7 +261,7 @@ class Net(nn.Module):
 
 
 def graphs_of(compiled, kind=None):
-    return cuda_graphs_of(compiled.last_trace(kind))
+    return find_cuda_graphs(compiled.last_trace(kind))
 
 
 @pytest.fixture
@@ -280,7 +285,7 @@ def test_inference_on_a_gpu(net):
         torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
     (graph,) = graphs_of(compiled.compiled)
     assert graph.replays == 5 and not graph.notes
-    assert "graph_0: 5 replays, 2 calls without" in str(compiled.explain())
+    assert "graph_0: 5 replays, 2 eager calls" in str(compiled.explain())
 
 
 @pytest.mark.gpu
@@ -311,7 +316,7 @@ def test_training_on_a_gpu(net, accumulate):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("executors", [["torch"], ["fuser", "torch"]])
-def test_every_replay_draws_anew(executors):
+def test_every_replay_draws_new_random_numbers(executors):
     compiled = fulgurite.compile(
         lambda x: torch.nn.functional.dropout(x, 0.5), cudagraph=True, executors=executors
     )
@@ -324,7 +329,7 @@ def test_every_replay_draws_anew(executors):
 
 
 @pytest.mark.gpu
-def test_what_needs_the_host_stays_between_graphs():
+def test_host_ops_stay_between_graphs():
     def f(x, w):
         y = torch.relu(x @ w) + 1
         picked = y[y.sum(1) > y.sum()]  # a size that depends on data
@@ -338,7 +343,7 @@ def test_what_needs_the_host_stays_between_graphs():
 
 
 @pytest.mark.gpu
-def test_lengths_that_change():
+def test_changing_lengths():
     compiled = fulgurite.compile(lambda x: torch.softmax(x * 2, -1), cudagraph=True, dynamic=True)
     for length in [5, 64, 5, 64, 5, 64, 5, 64, 7]:
         x = torch.randn(3, length, device="cuda")

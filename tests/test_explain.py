@@ -1,4 +1,4 @@
-"""What `explain` does to those who ask; what it says is tested where each part is made."""
+"""Side effects of `explain`. Its contents are tested with the parts that produce them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 import fulgurite
 
 
-def test_explaining_leaves_inputs_and_buffers_as_they_are():
+def test_explain_restores_inputs_and_buffers():
     model = nn.BatchNorm1d(4)
     compiled = fulgurite.compile(model)
     x, before = torch.randn(8, 4), copy.deepcopy(model.state_dict())

@@ -1,4 +1,4 @@
-"""fulgurite.compile on a CUDA device: the same contract as on the CPU."""
+"""`fulgurite.compile` on a CUDA device."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from fulgurite.transforms import annotate, find_nonfinite
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("regions", ["whole", "blocks"])
-def test_a_model_moves_devices_and_trains(regions):
-    model = tiny.Transformer(layers=4, width=64, heads=4, inner=96, vocabulary=128)
-    compiled = fulgurite.compile(model, regions=regions)
+@pytest.mark.parametrize("granularity", ["model", "blocks"])
+def test_model_moves_to_the_gpu_and_trains(granularity):
+    model = tiny.Transformer(
+        num_layers=4, hidden_size=64, num_heads=4, intermediate_size=96, vocab_size=128
+    )
+    compiled = fulgurite.compile(model, granularity=granularity)
     tokens = torch.randint(0, 128, (2, 17))
     on_cpu = compiled(tokens)
     compiled.to("cuda")
@@ -32,7 +34,7 @@ def test_a_model_moves_devices_and_trains(regions):
     assert "cuda:0" in str(compiled.last_trace("forward"))
 
 
-def test_random_ops_draw_what_eager_draws():
+def test_random_ops_match_eager():
     def f(x):
         return F.dropout(x, 0.4), torch.rand_like(x), torch.randn(5, device=x.device)
 
@@ -45,7 +47,7 @@ def test_random_ops_draw_what_eager_draws():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
-def test_small_types(dtype):
+def test_small_dtypes(dtype):
     def f(x):
         return (x.float() * 2 + 1).to(dtype).float().sum(-1)
 
@@ -53,7 +55,7 @@ def test_small_types(dtype):
     torch.testing.assert_close(fulgurite.compile(f)(x), f(x))
 
 
-def test_final_traces_run_from_their_text():
+def test_traces_run_from_their_text():
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32)).cuda()
     compiled = fulgurite.compile(model)
     x = torch.randn(5, 16, device="cuda")
@@ -64,7 +66,7 @@ def test_final_traces_run_from_their_text():
         torch.testing.assert_close(trace.load()(*inputs), expected)
 
 
-def test_tools_and_inductor():
+def test_instrumentation_and_inductor():
     def f(x):
         return F.silu(x) * x.softmax(-1)
 
@@ -72,6 +74,6 @@ def test_tools_and_inductor():
     for options in (
         dict(transforms=[annotate, find_nonfinite]),
         dict(executors=["inductor", "torch"]),
-        dict(executors=["inductor", "torch"], tune=True),
+        dict(executors=["inductor", "torch"], autotune=True),
     ):
         torch.testing.assert_close(fulgurite.compile(f, **options)(x), f(x))

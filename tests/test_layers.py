@@ -1,13 +1,20 @@
-"""A module imports only from its left in this order, at its top, and there are no cycles by delay."""
+"""Imports go in one direction: a module imports only from its left in these orders, at its top.
+
+Read with `ast`, so nothing is imported. Imports under `TYPE_CHECKING` don't count.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "fulgurite"
+
+# Packages and modules of the root. Entries of one set don't import each other.
 ORDER: list[set[str]] = [
     {"version", "errors"},
     {"config", "timing", "op"},
@@ -28,23 +35,87 @@ ORDER: list[set[str]] = [
     {"parallel"},
     {"models"},
     {"plan"},
-    {"target", "train", "serve"},
+    {"explain_target", "serve"},
     {"bench", "report"},
     {"__init__"},
     {"cli"},
     {"__main__"},
 ]
-RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
+# The same inside packages that have sub-packages; `.` is the package's own files.
+SUB_ORDER: dict[str, list[set[str]]] = {
+    "fuser": [
+        {"ir"},
+        {"frontend"},
+        {"segment"},
+        {"schedule"},
+        {"codegen"},
+        {"runtime"},
+        {"lowering"},
+        {"gemm"},
+        {"pipeline"},
+        {"__init__"},
+    ],
+    "kernels": [
+        {"registry", "integer_math"},
+        {"common"},
+        {"tuning"},
+        {"elementwise", "sampling", "quantize"},
+        {"attention", "gemm"},
+        {"mla"},
+        {"grouped_gemm"},
+        {"moe"},
+        {"dispatch"},
+        {"__init__"},
+    ],
+}
 # The public API may be used by what stands on top of all of it.
-FACADE_USERS = {"bench", "cli", "report", "__main__"}
+API_USERS = {"bench", "cli", "report", "__main__"}
+# Imports inside functions, each with its reason.
+LAZY_IMPORTS = {
+    ("__init__.py", "fulgurite.serve.llm"): "compiling needs no tokenizer",
+    ("bench/generate/engines.py", "fulgurite.serve.llm"): "another interpreter runs this file",
+    ("bench/generate/engines.py", "fulgurite.serve.engine.request"): "the same",
+    (
+        "fuser/runtime/compile_worker.py",
+        "fulgurite.fuser.codegen.triton.device_functions",
+    ): "after the packages were entered without their __init__",
+}
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+NAMES = {path: str(path.relative_to(PACKAGE)) for path in FILES}
+
+
+def rank_of(order: list[set[str]]) -> dict[str, int]:
+    return {name: rank for rank, names in enumerate(order) for name in names}
+
+
+RANK = rank_of(ORDER)
 
 
 def layer_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imports_of(path: Path) -> list[tuple[str, int]]:
-    """The parts of fulgurite a file imports, with line numbers; imports for type checkers don't count."""
+class Import:
+    """One imported module: `fulgurite.a.b`, its line, and whether it is inside a function."""
+
+    def __init__(self, module: str, line: int, in_function: bool) -> None:
+        self.module = module
+        self.line = line
+        self.in_function = in_function
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(self.module.split(".")[1:]) or ("__init__",)
+
+
+def module_exists(module: str) -> bool:
+    path = PACKAGE.joinpath(*module.split(".")[1:])
+    return path.is_dir() or path.with_suffix(".py").exists()
+
+
+@cache
+def imports_of(path: Path) -> list[Import]:
     tree = ast.parse(path.read_text())
     typing_only = {
         inner
@@ -52,47 +123,111 @@ def imports_of(path: Path) -> list[tuple[str, int]]:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for inner in ast.walk(node)
     }
+    in_functions = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for inner in ast.walk(node)
+    }
     here = ("fulgurite", *path.relative_to(PACKAGE).parts[:-1])
     found = []
     for node in ast.walk(tree):
         if node in typing_only:
             continue
-        names: list[str] = []
+        modules: list[str] = []
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(here[: len(here) - node.level + 1]) if node.level else ""
             base = ".".join(part for part in (base, node.module) if part)
-            names = [f"{base}.{a.name}" if base == "fulgurite" else base for a in node.names]
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "fulgurite":
-                known = len(parts) > 1 and (
-                    (PACKAGE / parts[1]).is_dir() or (PACKAGE / f"{parts[1]}.py").exists()
-                )
-                found.append((parts[1] if known else "__init__", node.lineno))
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                is_module = base.startswith("fulgurite") and module_exists(full)
+                modules.append(full if is_module else base)
+        for module in modules:
+            if module.split(".")[0] == "fulgurite":
+                found.append(Import(module, node.lineno, node in in_functions))
     return found
-
-
-FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def test_every_file_has_a_place():
     assert {layer_of(path) for path in FILES} <= set(RANK)
+    for package, order in SUB_ORDER.items():
+        here = {
+            path.relative_to(PACKAGE / package).parts[0]
+            for path in FILES
+            if layer_of(path) == package
+        }
+        assert {name.removesuffix(".py") for name in here} == set(rank_of(order)), package
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_the_orders_name_only_what_exists():
+    for name in RANK:
+        assert module_exists(f"fulgurite.{name}"), name
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES.get)
 def test_imports_point_left(path):
     layer = layer_of(path)
-    for name, line in imports_of(path):
-        if name == "__init__" and layer in FACADE_USERS:
+    for found in imports_of(path):
+        name = found.parts[0]
+        if name == "__init__" and layer in API_USERS:
             continue
-        same = name == layer
-        assert same or RANK[name] < RANK[layer], f"{path.name}:{line}: {layer} imports {name}"
+        where = f"{NAMES[path]}:{found.line}"
+        assert name == layer or RANK[name] < RANK[layer], f"{where}: {layer} imports {name}"
+        if name == layer and layer in SUB_ORDER:
+            rank = rank_of(SUB_ORDER[layer])
+            own = path.relative_to(PACKAGE / layer).parts[0].removesuffix(".py")
+            other = found.parts[1] if len(found.parts) > 1 else "__init__"
+            assert own == other or rank[other] < rank[own], f"{where}: {own} imports {other}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES.get)
+def test_imports_are_at_the_top(path):
+    for found in imports_of(path):
+        if found.in_function:
+            key = (NAMES[path], found.module)
+            assert key in LAZY_IMPORTS, f"{NAMES[path]}:{found.line}: {found.module} in a function"
+
+
+def test_no_import_cycles():
+    """Modules import each other in no circle. A package stands for its `__init__.py`."""
+
+    def file_of(module: str) -> Path:
+        path = PACKAGE.joinpath(*module.split(".")[1:])
+        return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+    edges = {path: {file_of(found.module) for found in imports_of(path)} for path in FILES}
+    state: dict[Path, str] = {}
+    cycles: list[str] = []
+
+    def visit(path: Path, above: list[Path]) -> None:
+        state[path] = "open"
+        for other in sorted(edges[path]):
+            if state.get(other) == "open":
+                circle = [*above[above.index(other) :], other] if other in above else [path, other]
+                cycles.append(" → ".join(NAMES[one] for one in circle))
+            elif other not in state:
+                visit(other, [*above, other])
+        state[path] = "done"
+
+    for path in FILES:
+        if path not in state:
+            visit(path, [path])
+    assert not cycles, "\n".join(cycles)
+
+
+def test_registries_hold_functions():
+    """No `"fulgurite.module:function"` strings: go-to-definition works on real objects."""
+    pattern = re.compile(r"""["']fulgurite(\.\w+)+:\w+["']""")
+    for path in FILES:
+        assert not pattern.search(path.read_text()), NAMES[path]
 
 
 def test_the_reader_of_imports_sees_all_kinds(tmp_path, monkeypatch):
-    file = PACKAGE / "trace" / "example.py"
+    path = PACKAGE / "trace" / "example.py"
     source = "import fulgurite.compile\nfrom fulgurite import errors\ndef f():\n    from ..quant import x\n"
     monkeypatch.setattr(Path, "read_text", lambda self: source)
-    assert [name for name, _ in imports_of(file)] == ["compile", "errors", "quant"]
+    found = imports_of.__wrapped__(path)
+    assert [one.parts[0] for one in found] == ["compile", "errors", "quant"]
+    assert [one.in_function for one in found] == [False, False, True]

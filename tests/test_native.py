@@ -20,16 +20,16 @@ SOURCE = 'extern "C" __attribute__((visibility("default"))) int answer(void) {{ 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FULGURITE_CACHE", str(tmp_path))
+    monkeypatch.setenv("FULGURITE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(native, "_loaded", {})
 
 
-def test_builds_and_loads() -> None:
+def test_build_and_load() -> None:
     assert native.load(SOURCE.format(42)).answer() == 42
     assert native.load(SOURCE.format(43)).answer() == 43
 
 
-def test_a_warm_start_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_start_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     path = native.build(SOURCE.format(1))
 
     def refuse(*arguments: object, **options: object) -> None:
@@ -40,28 +40,28 @@ def test_a_warm_start_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ctypes.CDLL(str(path)).answer() == 1
 
 
-def test_a_truncated_library_is_built_again() -> None:
+def test_truncated_library_is_rebuilt() -> None:
     path = native.build(SOURCE.format(5))
     path.write_bytes(path.read_bytes()[:100])
     assert native.load(SOURCE.format(5)).answer() == 5
 
 
-def test_the_key_holds_flags_and_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_key_contains_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     first = native.build(SOURCE.format(1))
     monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-DOTHER"))
     assert native.build(SOURCE.format(1)) != first
 
 
-def test_a_refused_source_says_why() -> None:
-    with pytest.raises(CompileError, match="refused") as caught:
+def test_rejected_source_shows_the_compiler_error() -> None:
+    with pytest.raises(CompileError, match="rejected") as caught:
         native.load("this is no C++")
     assert "this" in str(caught.value)
 
 
-def test_a_full_disk_is_no_fault_of_the_kernel(
+def test_full_disk_falls_back_to_the_private_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiler says so in its own words; the kernel is built where there is room."""
+    """The compiler reports ENOSPC in its output; the kernel is then built in the private folder."""
     monkeypatch.setattr(cache, "_private_folder", None)
     run = subprocess.run
 
@@ -78,13 +78,13 @@ def test_a_full_disk_is_no_fault_of_the_kernel(
 
 
 def test_openmp_is_shared_with_torch() -> None:
-    """One pool of threads: the library we link is the file torch has loaded."""
+    """One thread pool: kernels link the OpenMP library that torch has loaded."""
     library = native.load(
         'extern "C" int omp_get_max_threads(void);'
-        'extern "C" __attribute__((visibility("default"))) int most(void)'
+        'extern "C" __attribute__((visibility("default"))) int max_threads(void)'
         "{ return omp_get_max_threads(); }"
     )
-    assert library.most() >= 1
+    assert library.max_threads() >= 1
     loaded = {
         line.split()[-1]
         for line in Path("/proc/self/maps").read_text().splitlines()
@@ -93,20 +93,20 @@ def test_openmp_is_shared_with_torch() -> None:
     assert len(loaded) == 1, loaded
 
 
-def test_without_a_compiler_torch_runs_everything() -> None:
+def test_without_a_compiler_the_fuser_claims_nothing() -> None:
     """One warning, no claims, no error."""
     program = (
         "import warnings\n"
         "warnings.simplefilter('always')\n"
-        "with warnings.catch_warnings(record=True) as said:\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
         "    import torch\n"
         "    from fulgurite import fuser\n"
         "    from torch.fx.experimental.proxy_tensor import make_fx\n"
         "    graph = make_fx(lambda x: x * 2, tracing_mode='fake')(torch.randn(3))\n"
         "    nodes = [n for n in graph.graph.nodes if n.op == 'call_function']\n"
-        "    assert nodes and not any(fuser.claims(n) for n in nodes * 3)\n"
-        "ours = [w for w in said if 'compiler' in str(w.message)]\n"
-        "assert len(ours) == 1, said\n"
+        "    assert nodes and not any(fuser.can_fuse(n) for n in nodes * 3)\n"
+        "ours = [w for w in caught if 'compiler' in str(w.message)]\n"
+        "assert len(ours) == 1, caught\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -118,15 +118,15 @@ def test_without_a_compiler_torch_runs_everything() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_child_forked_while_all_compilers_are_busy() -> None:
-    """It has none of the threads that build, and waits for none of them."""
+def test_fork_while_all_compile_slots_are_taken() -> None:
+    """A forked child has none of the build threads, and must not wait for them."""
     program = (
         "import os, signal, threading\n"
         "from fulgurite import native\n"
         f"source = {SOURCE.format(7)!r}\n"
         "real, go = native.build, threading.Event()\n"
         "native.build = lambda source: go.wait() and real(source)\n"
-        "builds = [native.begin(source + ' ' * k) for k in range(os.cpu_count())]\n"
+        "builds = [native.start_build(source + ' ' * k) for k in range(os.cpu_count())]\n"
         "child = os.fork()\n"
         "if child == 0:\n"
         "    native.build = real\n"
@@ -142,18 +142,18 @@ def test_a_child_forked_while_all_compilers_are_busy() -> None:
 
 
 @pytest.mark.parametrize("compiler", ["false", "not a program"])
-def test_a_compiler_that_does_not_run(
+def test_compiler_that_does_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
 ) -> None:
     path = tmp_path / "g++"
     path.write_text("#!/bin/false\n" if compiler == "false" else compiler)
     path.chmod(0o700)
-    monkeypatch.setattr(native, "compiler", lambda: str(path))
+    monkeypatch.setattr(native, "find_compiler", lambda: str(path))
     with pytest.raises(CompileError, match="does not run"):
         native.load(SOURCE.format(8))
 
 
-def test_digest_names_are_safe() -> None:
+def test_digest_is_a_safe_file_name() -> None:
     assert cache.digest("x").isalnum()
 
 
@@ -161,11 +161,11 @@ def _without_openmp(path: str) -> tuple[str, ...]:
     return ("-fopenmp-simd",)
 
 
-def test_clang_gets_flags_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clang_gets_no_gcc_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "compiler_version", lambda path: "Apple clang version 15.0.0")
     monkeypatch.setattr(native, "is_clang", native.is_clang.__wrapped__)
-    monkeypatch.setattr(native, "clang_openmp", _without_openmp)
-    line = native.command("/usr/bin/g++", Path("a.cpp"), Path("a.so"))
+    monkeypatch.setattr(native, "clang_openmp_flags", _without_openmp)
+    line = native.compile_command("/usr/bin/g++", Path("a.cpp"), Path("a.so"))
     assert "-fopenmp-simd" in line and not set(line) & {*native.GCC_FLAGS, "-fopenmp", "-nostdlib"}
 
 
@@ -174,11 +174,11 @@ def test_clang_gets_flags_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_built_by_clang(monkeypatch: pytest.MonkeyPatch, threads: bool) -> None:
     """A transpose, which shuffles lanes, and a norm, with and without an OpenMP runtime."""
     path = shutil.which("clang++")
-    if threads and native.clang_openmp(path) != ("-fopenmp",):
+    if threads and native.clang_openmp_flags(path) != ("-fopenmp",):
         pytest.skip("clang++ has no OpenMP runtime here")
     if not threads:
-        monkeypatch.setattr(native, "clang_openmp", _without_openmp)
-    monkeypatch.setattr(native, "compiler", lambda: path)
+        monkeypatch.setattr(native, "clang_openmp_flags", _without_openmp)
+    monkeypatch.setattr(native, "find_compiler", lambda: path)
     x = torch.randn(67, 129)
     for function in (lambda x: (x.t() + 1).contiguous(), lambda x: torch.softmax(x, -1)):
         torch.testing.assert_close(fulgurite.fuse(function)(x), function(x))

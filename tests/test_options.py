@@ -1,4 +1,4 @@
-"""Options are checked once, and a wrong one says what is allowed."""
+"""Invalid options raise an error that lists what is allowed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fulgurite.errors import ArgumentError
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "hint"),
     [
         ({"executors": ["nvfuser"]}, "torch"),
         ({"executors": []}, "torch"),
@@ -19,18 +19,18 @@ from fulgurite.errors import ArgumentError
         ({"transforms": [3]}, "Trace -> Trace"),
         ({"transforms": print}, "list"),
         ({"remat": "some"}, "mincut"),
-        ({"regions": "layers"}, "blocks"),
+        ({"granularity": "layers"}, "blocks"),
         ({"dynamic": "yes"}, "True"),
-        ({"fullgraph": True, "regions": "blocks"}, "drop"),
+        ({"fullgraph": True, "granularity": "blocks"}, "drop"),
     ],
 )
-def test_bad_options_say_what_is_allowed(options, says):
+def test_invalid_options_list_what_is_allowed(options, hint):
     with pytest.raises(ArgumentError) as caught:
         fulgurite.compile(lambda x: x, **options)
-    assert says in caught.value.rows["next"]
+    assert hint in caught.value.details["next"]
 
 
-def test_what_cannot_be_compiled_says_so():
+def test_objects_that_cannot_be_compiled_raise():
     for thing in (3, nn.Linear, None.__class__):
         with pytest.raises(ArgumentError, match="can't be compiled"):
             fulgurite.compile(thing)

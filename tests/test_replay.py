@@ -65,7 +65,7 @@ def test_what_is_not_native_is_named():
     step = two_kernels()
     with pytest.raises(ReplayError, match="aten::sin"):
         replay.record(lambda x: step(x.sin())[0], torch.randn(2, 37))
-    assert not replay.recording()
+    assert not replay.is_recording()
 
 
 def test_a_view_of_other_memory_is_no_kernel():

@@ -1,4 +1,4 @@
-"""Saved scripts run by themselves, and fail the way the original did."""
+"""Repro scripts are standalone, compare with eager and print times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import fulgurite
 from fulgurite.repro import make_inputs
 
 
-def test_a_saved_graph_stands_alone(tmp_path):
+def test_saved_script_is_standalone(tmp_path):
     model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
     compiled = fulgurite.compile(model)
     compiled(torch.randn(3, 4).t().contiguous().t())
@@ -29,7 +29,7 @@ def test_a_saved_graph_stands_alone(tmp_path):
     torch.testing.assert_close(namespace["forward"](*inputs)[0], expected)
 
 
-def test_the_script_compares_and_times(tmp_path):
+def test_script_compares_and_times(tmp_path):
     compiled = fulgurite.compile(lambda x, i: x[i].sin() + 1)
     compiled(torch.randn(5, 3), torch.tensor([0, 2]))
     path = compiled.save_repro(tmp_path / "repro.py")

@@ -1,7 +1,7 @@
-"""How long compiling takes, and what a call costs on top of the ops.
+"""Suite `compile`: compile time, and the overhead of a compiled call.
 
-In: nothing. Out: for a 12-layer GPT-2-sized model, the time from the first call to the end of the first backward
-in a fresh process (so that nothing is warm), and the time of one call of a two-op function on a 2×2 tensor; beside
+In: nothing. Out: for a 12-layer GPT-2-sized model, the time from the first call to the end of the first backward in a
+fresh process with empty caches; and the time of one call of a two-op function on a 2×2 tensor. Baselines are
 torch.compile with aot_eager and with inductor.
 """
 
@@ -33,7 +33,7 @@ CANDIDATES: dict[str, Compile] = {
     "aot_eager": lambda f: torch.compile(f, backend="aot_eager"),
     "inductor": lambda f: torch.compile(f),
     "fulgurite": lambda f: fulgurite.compile(f),
-    "fulgurite whole": lambda f: fulgurite.compile(f, regions="whole"),
+    "fulgurite, one graph": lambda f: fulgurite.compile(f, granularity="model"),
 }
 
 
@@ -55,7 +55,7 @@ class Layer(nn.Module):
 
 
 class GPT2(nn.Module):
-    """GPT-2 small in shape: 12 layers, width 768, 12 heads; a small vocabulary keeps the run short."""
+    """GPT-2 small: 12 layers, width 768, 12 heads; a small vocabulary keeps the run short."""
 
     def __init__(self, layers: int = 12, width: int = 768, vocabulary: int = 1024) -> None:
         super().__init__()
@@ -64,14 +64,14 @@ class GPT2(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        place = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.tokens(tokens) + self.positions(place)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.positions(positions)
         for layer in self.layers:
             x = layer(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())
 
 
-def compile_time(options: argparse.Namespace) -> None:
+def run_compile(options: argparse.Namespace) -> None:
     """Suite `compile`."""
     repeats = 1 if options.quick else 3
     rows: list[dict[str, Any]] = []
@@ -80,9 +80,9 @@ def compile_time(options: argparse.Namespace) -> None:
     with Progress(transient=True) as progress:
         bar = progress.add_task("cold compiles", total=len(work))
         for name, _ in work:
-            colds.setdefault(name, []).append(_cold_in_fresh_process(name, options.device))
+            colds.setdefault(name, []).append(_run_in_fresh_process(name, options.device))
             progress.advance(bar)
-    overhead = measure_overhead(options.device)
+    overhead = measure_call_overhead(options.device)
     for name in CANDIDATES:
         row: dict[str, Any] = {"case": name, "call_us": 1e6 * overhead[name]}
         if name in colds:
@@ -94,11 +94,11 @@ def compile_time(options: argparse.Namespace) -> None:
     for row in rows:
         if "cold_s" in row:
             row["times_aot_eager"] = baseline / row["cold_s"]
-    print(_table(rows))
-    print(f"written to {results.save('compile', options.device, rows, options.output)}")
+    print(format_table(rows))
+    print(f"written to {results.save_results('compile', options.device, rows, options.output)}")
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
+def format_table(rows: list[dict[str, Any]]) -> str:
     head = ["", "forward", "backward", "cold compile", "× aot_eager", "two-op call"]
     body = [
         [
@@ -112,13 +112,13 @@ def _table(rows: list[dict[str, Any]]) -> str:
         ]
         for row in rows
     ]
-    return results.table([head, *body])
+    return results.format_table([head, *body])
 
 
-def measure_overhead(device: str) -> dict[str, float]:
-    """Seconds of one call of a two-op function on a 2×2 tensor, the candidates taking turns."""
+def measure_call_overhead(device: str) -> dict[str, float]:
+    """Seconds of one call of a two-op function on a 2×2 tensor, candidates taking turns."""
     x = torch.randn(2, 2, device=device)
-    calls: dict[str, timing.Call] = {}
+    calls: dict[str, timing.Thunk] = {}
     for name, compile_ in CANDIDATES.items():
         torch._dynamo.reset_code_caches()
 
@@ -128,15 +128,15 @@ def measure_overhead(device: str) -> dict[str, float]:
         compiled = compile_(two_ops)
         calls[name] = functools.partial(compiled, x)
     with torch.no_grad():
-        return timing.compare(calls, repeats=25, budget=2.0)
+        return timing.median_times(calls, repeats=25, budget=2.0)
 
 
-def cold(name: str, device: str) -> dict[str, float]:
+def time_cold_compile(name: str, device: str) -> dict[str, float]:
     """Seconds of the first forward and the first backward in this process."""
     torch.manual_seed(0)
     model = GPT2().to(device)
     tokens = torch.randint(0, 1024, (1, 16), device=device)
-    model(tokens).backward()  # the libraries' own start-up is not what is measured
+    model(tokens).backward()  # start-up of the libraries is not measured
     compiled = CANDIDATES[name](model)
     timing.synchronize()
     start = time.perf_counter()
@@ -148,12 +148,12 @@ def cold(name: str, device: str) -> dict[str, float]:
     return {"forward": middle - start, "backward": time.perf_counter() - middle}
 
 
-def _cold_in_fresh_process(name: str, device: str) -> dict[str, float]:
+def _run_in_fresh_process(name: str, device: str) -> dict[str, float]:
     code = (
         "import json, fulgurite.bench.compile_time as suite; "
-        f"print(json.dumps(suite.cold({name!r}, {device!r})))"
+        f"print(json.dumps(suite.time_cold_compile({name!r}, {device!r})))"
     )
-    environment = {**os.environ, **results.fresh_caches()}
+    environment = {**os.environ, **results.fresh_cache_environment()}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
     )

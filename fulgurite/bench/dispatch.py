@@ -1,17 +1,16 @@
-"""The suite `dispatch`: tokens to other ranks and back, beside moving the same bytes by a plain copy.
+"""Suite `dispatch`: expert-parallel dispatch and combine, against a plain copy of the same bytes.
 
-In: nothing. Out: rows of figures and a table.
+In: nothing. Out: rows and a table.
 
-    cuda   the kernels of the symmetric transport, in one process that holds the buffers of all ranks
-           (ranks that share a GPU take turns, so their own times mean nothing): what one rank's part takes,
-           and the bytes that it must read and write over that time, in percent of the copy bandwidth
-    cpu    the collective transport between two processes by gloo, beside one all-to-all of as many bytes
+    cuda   kernels of the symmetric-memory dispatcher, in one process that holds the buffers of all ranks (ranks that
+           share a GPU run in turns, so their own times mean nothing): the time of one rank's part, and the bytes that
+           it must read and write over that time as percent of the copy bandwidth
+    cpu    `AllToAllDispatcher` between two gloo processes, against one all-to-all of as many bytes
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,111 +21,122 @@ import torch
 from torch import Tensor
 
 from fulgurite.bench import results
-from fulgurite.bench.quant_cuda import copy_bandwidth, graph_seconds
+from fulgurite.bench.measure import measure_gpu_copy_bandwidth, time_in_cuda_graph
 from fulgurite.errors import ArgumentError
-from fulgurite.kernels.dispatch.wire_format import Wire, visits
-from fulgurite.parallel import Axis, Collective, Mesh, launch
-from fulgurite.parallel.collectives import exchange_rows
+from fulgurite.kernels.dispatch.buffers import DispatchConfig
+from fulgurite.kernels.dispatch.layout import get_dispatch_layout
+from fulgurite.kernels.dispatch.wire_format import WireFormat
+from fulgurite.parallel import AllToAllDispatcher, Axis, Mesh, launch
+from fulgurite.parallel.collectives import all_to_all_rows
+from fulgurite.parallel.dispatcher_symmetric import (
+    SymmetricMemoryDispatcher,
+    allocate_local_buffers,
+)
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Shape:
+class LayerShape:
     name: str
     hidden: int
     per_token: int
     experts: int
 
 
-SHAPES = (Shape("DeepSeek-V3", 7168, 8, 256), Shape("Qwen3-30B-A3B", 2048, 8, 128))
+SHAPES = (LayerShape("DeepSeek-V3", 7168, 8, 256), LayerShape("Qwen3-30B-A3B", 2048, 8, 128))
 RANKS = 8
 TOKENS = (1, 16, 128, 1024, 4096)
-WIRES = ("bf16", "fp8", "nvfp4")
+WIRE_FORMATS = ("bf16", "fp8", "nvfp4")
 CPU_TOKENS = (1, 16, 128, 512)
 
 
-def dispatch(options: argparse.Namespace) -> None:
+def run_dispatch(options: argparse.Namespace) -> None:
     """Suite `dispatch`."""
     if options.device == "cpu":
-        rows = launch(_on_cpu, 2, bool(options.quick))[0]
+        rows = launch(_measure_cpu, 2, bool(options.quick))[0]
         head = "2 ranks · gloo · one thread each · medians"
-        print(f"{head}\n{_cpu_table(rows)}")
+        print(f"{head}\n{format_cpu_table(rows)}")
     elif torch.cuda.is_available():
-        copy = copy_bandwidth()
-        save = partial(results.save, "dispatch", options.device, output=options.output)
-        rows = _on_cuda(copy, bool(options.quick), save)
+        copy = measure_gpu_copy_bandwidth()
+        save = partial(results.save_results, "dispatch", options.device, output=options.output)
+        rows = _measure_gpu(copy, bool(options.quick), save)
         head = (
             f"{torch.cuda.get_device_name()} · copy {copy / 1e9:.0f} GB/s · {RANKS} ranks' buffers"
         )
-        print(f"{head}\n{_cuda_table(rows)}")
+        print(f"{head}\n{format_gpu_table(rows)}")
     else:
-        raise ArgumentError("there is no GPU here", next="--device cpu")
-    print(f"written to {results.save('dispatch', options.device, rows, options.output)}")
+        raise ArgumentError("no CUDA device is available", next="--device cpu")
+    print(f"written to {results.save_results('dispatch', options.device, rows, options.output)}")
 
 
 # ---- the kernels, one process ------------------------------------------------------------------------
 
 
-def _on_cuda(copy: float, quick: bool, save: Callable[[list[Row]], object]) -> list[Row]:
+def _measure_gpu(copy: float, quick: bool, save: Callable[[list[Row]], object]) -> list[Row]:
     rows: list[Row] = []
-    cases = [(SHAPES[0], wire) for wire in WIRES]
-    cases += [] if quick else [(shape, WIRES[0]) for shape in SHAPES[1:]]
+    cases = [(SHAPES[0], wire) for wire in WIRE_FORMATS]
+    cases += [] if quick else [(shape, WIRE_FORMATS[0]) for shape in SHAPES[1:]]
     for shape, wire in cases:
         for tokens in TOKENS[1::2] if quick else TOKENS:
-            rows.append(_kernels(shape, wire, tokens, copy))
-            save(rows)  # as far as it is
-            torch.cuda.empty_cache()  # the next ones' buffers have other sizes
+            rows.append(_measure_kernels(shape, wire, tokens, copy))
+            save(rows)  # partial results survive an interrupt
+            torch.cuda.empty_cache()  # the next case has buffers of other sizes
     return rows
 
 
-def _kernels(shape: Shape, wire: str, tokens: int, copy: float) -> Row:
-    """Seconds of one rank's part of a dispatch and a combine, and of its share of the floor."""
-    symmetric = importlib.import_module("fulgurite.parallel.transport_symmetric")
+def _measure_kernels(shape: LayerShape, wire: str, tokens: int, copy: float) -> Row:
+    """Seconds of one rank's dispatch and combine, and percent of the copy bandwidth."""
     per_rank = shape.experts // RANKS
-    plan = symmetric.Plan(tokens, shape.per_token, shape.hidden, per_rank, wire=wire)
-    memory = symmetric.local_memory(RANKS, plan, "cuda")
+    config = DispatchConfig(tokens, shape.per_token, shape.hidden, per_rank, dispatch_format=wire)
+    buffers = allocate_local_buffers(RANKS, config, "cuda")
     axes = [Axis("expert", tuple(range(RANKS)), rank) for rank in range(RANKS)]
-    running = [symmetric.Symmetric(a, plan, m) for a, m in zip(axes, memory, strict=True)]
-    inputs = [_inputs(shape, tokens, seed) for seed in range(RANKS)]
+    dispatchers = [
+        SymmetricMemoryDispatcher(axis, config, buffer)
+        for axis, buffer in zip(axes, buffers, strict=True)
+    ]
+    inputs = [_random_inputs(shape, tokens, seed) for seed in range(RANKS)]
 
-    def there() -> list[Any]:
-        calls = zip(running, inputs, strict=True)
-        sent = [t.send(x, chosen, shape.experts, w) for t, (x, chosen, w) in calls]
-        return [t.receive(one) for t, one in zip(running, sent, strict=True)]
+    def dispatch_all() -> list[Any]:
+        calls = zip(dispatchers, inputs, strict=True)
+        pending = [d.start_dispatch(x, slots, shape.experts, w) for d, (x, slots, w) in calls]
+        return [d.finish_dispatch(one) for d, one in zip(dispatchers, pending, strict=True)]
 
-    def back(arrived: list[Any]) -> None:
-        for transport, one in zip(running, arrived, strict=True):
-            transport.send_back(one.x_SD, one)
-        for transport, one in zip(running, arrived, strict=True):
-            transport.sum_up(one)
+    def combine_all(dispatched: list[Any]) -> None:
+        for dispatcher, one in zip(dispatchers, dispatched, strict=True):
+            dispatcher.start_combine(one.x_SD, one)
+        for dispatcher, one in zip(dispatchers, dispatched, strict=True):
+            dispatcher.finish_combine(one)
 
-    def both() -> None:
-        back(there())
+    def dispatch_and_combine_all() -> None:
+        combine_all(dispatch_all())
 
-    def only_there() -> None:
-        there()
-        for transport in running:
-            transport.under_way = 0  # results are not asked for
+    def dispatch_only() -> None:
+        dispatch_all()
+        for dispatcher in dispatchers:
+            dispatcher.in_flight = 0  # nothing is combined
 
     with torch.no_grad():
-        one_way = graph_seconds([only_there] * 4) / RANKS
-        all_ways = graph_seconds([both] * 4) / RANKS
-    for transport in running:
-        transport.check()
+        dispatch_seconds = time_in_cuda_graph([dispatch_only] * 4) / RANKS
+        total_seconds = time_in_cuda_graph([dispatch_and_combine_all] * 4) / RANKS
+    for dispatcher in dispatchers:
+        dispatcher.check()
     pairs = tokens * shape.per_token
-    ways = [visits(chosen, shape.experts, RANKS).visited_TW for _, chosen, _ in inputs]
-    rows = int(sum(visited.sum() for visited in ways)) / RANKS  # a token goes once to each rank
+    ways = [
+        get_dispatch_layout(chosen, shape.experts, RANKS).is_token_in_rank_TW
+        for _, chosen, _ in inputs
+    ]
+    rows = int(sum(visited.sum() for visited in ways)) / RANKS  # a token is sent once to each rank
     row_bytes, value = (
-        Wire(wire, shape.hidden).row_bytes + running[0].sizes.header,
+        WireFormat(wire, shape.hidden).row_bytes + dispatchers[0].buffers.header_bytes,
         2 * shape.hidden,
     )
-    # rows: read, written to a peer, read there, written as values for each visit; then the other way
+    # dispatch: read, written to a peer, read there, written once per expert; combine: the reverse
     moved = {
         "dispatch": rows * 3 * row_bytes + pairs * value,
         "combine": pairs * value + rows * 2 * value + tokens * value,
     }
-    seconds = {"dispatch": one_way, "combine": max(all_ways - one_way, 1e-9)}
+    seconds = {"dispatch": dispatch_seconds, "combine": max(total_seconds - dispatch_seconds, 1e-9)}
     return {
         "shape": shape.name,
         "wire": wire,
@@ -136,7 +146,7 @@ def _kernels(shape: Shape, wire: str, tokens: int, copy: float) -> Row:
     }
 
 
-def _inputs(shape: Shape, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def _random_inputs(shape: LayerShape, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator("cuda").manual_seed(seed)
     how: dict[str, Any] = {"generator": generator, "device": "cuda"}
     chosen = torch.rand(tokens, shape.experts, **how).topk(shape.per_token, dim=-1).indices
@@ -144,7 +154,7 @@ def _inputs(shape: Shape, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tenso
     return x, chosen, torch.rand(tokens, shape.per_token, **how)
 
 
-def _cuda_table(rows: list[Row]) -> str:
+def format_gpu_table(rows: list[Row]) -> str:
     head = ["shape", "wire", "tokens", "dispatch", "of copy", "combine", "of copy"]
     lines = [
         [
@@ -158,51 +168,54 @@ def _cuda_table(rows: list[Row]) -> str:
         ]
         for row in rows
     ]
-    return results.table([head, *lines])
+    return results.format_table([head, *lines])
 
 
-# ---- the collective transport, two processes -----------------------------------------------------------
+# ---- all-to-all, two processes --------------------------------------------------------------------
 
 
-def _on_cpu(quick: bool) -> list[Row]:
-    """What each of two ranks measures; both come to the same calls."""
+def _measure_cpu(quick: bool) -> list[Row]:
+    """Runs on each of two ranks; both make the same calls."""
     rows = []
     with Mesh(expert=2, timeout=60) as mesh, torch.no_grad():
         shape = SHAPES[1]
         for wire in ("bf16", "fp8", "nvfp4"):
             for tokens in CPU_TOKENS[1::2] if quick else CPU_TOKENS:
-                rows.append(_collective(mesh, shape, wire, tokens))
+                rows.append(_measure_collective(mesh, shape, wire, tokens))
     return rows
 
 
-def _collective(mesh: Mesh, shape: Shape, wire: str, tokens: int) -> Row:
+def _measure_collective(mesh: Mesh, shape: LayerShape, wire: str, tokens: int) -> Row:
     generator = torch.Generator().manual_seed(mesh.rank)
     chosen = torch.rand(tokens, shape.experts, generator=generator).topk(shape.per_token).indices
     x = torch.randn(tokens, shape.hidden, generator=generator).bfloat16()
     weights = torch.rand(tokens, shape.per_token, generator=generator)
-    transport = Collective(mesh.expert, wire=wire)
+    dispatcher = AllToAllDispatcher(mesh.expert, dispatch_format=wire)
 
-    def there_and_back() -> None:
-        arrived = transport.send(x, chosen, shape.experts, weights)
-        transport.combine(arrived.x_SD, arrived)
+    def dispatch_and_combine() -> None:
+        dispatched = dispatcher.start_dispatch(x, chosen, shape.experts, weights)
+        dispatcher.combine(dispatched.x_SD, dispatched)
 
-    half = tokens  # of two ranks, nearly every token visits both
-    row_bytes, result_bytes = Wire(wire, shape.hidden).row_bytes, 2 * shape.hidden
-    bytes_there = torch.zeros(2 * half, row_bytes, dtype=torch.uint8)
-    bytes_back = torch.zeros(2 * half, result_bytes, dtype=torch.uint8)
+    half = tokens  # nearly every token goes to both ranks
+    row_bytes, result_bytes = WireFormat(wire, shape.hidden).row_bytes, 2 * shape.hidden
+    dispatch_bytes = torch.zeros(2 * half, row_bytes, dtype=torch.uint8)
+    combine_bytes = torch.zeros(2 * half, result_bytes, dtype=torch.uint8)
     split = (half, half)
 
-    def plain() -> None:
-        exchange_rows(bytes_there, mesh.expert, split, split, "there")
-        exchange_rows(bytes_back, mesh.expert, split, split, "back")
+    def all_to_all() -> None:
+        all_to_all_rows(dispatch_bytes, mesh.expert, split, split, "dispatch")
+        all_to_all_rows(combine_bytes, mesh.expert, split, split, "combine")
 
-    seconds = {name: _median(call) for name, call in (("ours", there_and_back), ("plain", plain))}
+    seconds = {
+        name: _median(call)
+        for name, call in (("ours", dispatch_and_combine), ("all_to_all", all_to_all))
+    }
     moved = 2 * half * (row_bytes + result_bytes)
     return {"shape": shape.name, "wire": wire, "tokens": tokens, "bytes": moved, **seconds}
 
 
 def _median(call: Any, rounds: int = 15) -> float:
-    """All ranks must call equally often, so rounds are counted, not timed."""
+    """The median of a fixed number of rounds: all ranks must call equally often."""
     call()
     readings = []
     for _ in range(rounds):
@@ -212,8 +225,8 @@ def _median(call: Any, rounds: int = 15) -> float:
     return sorted(readings)[rounds // 2]
 
 
-def _cpu_table(rows: list[Row]) -> str:
-    head = ["shape", "wire", "tokens", "bytes", "there and back", "all-to-all alone"]
+def format_cpu_table(rows: list[Row]) -> str:
+    head = ["shape", "wire", "tokens", "bytes", "dispatch + combine", "all-to-all alone"]
     lines = [
         [
             row["shape"],
@@ -221,8 +234,8 @@ def _cpu_table(rows: list[Row]) -> str:
             str(row["tokens"]),
             f"{row['bytes'] / 1e6:.2f} MB",
             f"{row['ours'] * 1e3:.2f} ms",
-            f"{row['plain'] * 1e3:.2f} ms",
+            f"{row['all_to_all'] * 1e3:.2f} ms",
         ]
         for row in rows
     ]
-    return results.table([head, *lines])
+    return results.format_table([head, *lines])

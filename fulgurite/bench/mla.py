@@ -1,23 +1,20 @@
-"""Latent attention: decode steps and prompts of the DeepSeek shapes, beside plain torch and the floor.
+"""Suite `mla`: MLA decode and prefill at DeepSeek shapes, against torch and the roofline.
 
 In: nothing. Out: two tables.
 
-    decode   one token for each of 1 to 64 sequences (a CPU: 16) with 4096 tokens each. `of copy`: the bytes of the latents over
-             the time, in percent of the copy bandwidth. `of floor`: the larger of that time and the products at the
-             rate of a large matmul, over the time. The up projection's share (read by every step, at batch 1 more than
-             the latents of V3) counts among the bytes and the products.
-    prompt   new tokens after a cached prefix, as `latent_attention` does it (mostly expanded) and absorbed
+    decode    one token for each of 1 to 64 sequences (CPU: 16) with 4096 tokens each. `of copy`: bytes of the latents
+              over the time, as percent of the copy bandwidth. `of floor`: the larger of that and of the FLOPs at the
+              throughput of a large GEMM. The kv_b projection counts among bytes and FLOPs.
+    prefill   new tokens after a cached prefix, as `mla_attention` runs it (mostly expanded), and absorbed
 
-Each call has latents that no cache holds any more; `torch` is the same absorbed in plain torch over contiguous latents,
-`paged` the generic paged attention with one key head, both with the same projections around them.
+Every call reads latents that no cache holds. `torch` is absorbed attention in plain torch over contiguous latents;
+`paged` is generic paged attention with one KV head. Both include the projections.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,85 +25,88 @@ from torch import Tensor
 
 from fulgurite import device, timing
 from fulgurite.bench import results
-from fulgurite.bench.quant_cuda import graph_seconds
+from fulgurite.bench.measure import Call, round_robin, time_in_cuda_graph
+from fulgurite.kernels.attention.metadata import AttentionMetadata, AttentionOptions
 from fulgurite.kernels.attention.ops import paged_attention
 from fulgurite.kernels.mla import ops
-from fulgurite.kernels.mla.reference import turned
+from fulgurite.kernels.mla.reference import apply_rope
+from fulgurite.kernels.tuning.mla import should_expand
 
-Call = Callable[[], Any]
 Row = dict[str, Any]
-CONTEXT, PAGE = 4096, 64
-RANK, PLAIN, ROPE, VALUE = 512, 128, 64, 128
-HEADS = {"DeepSeek-V2-Lite": 16, "DeepSeek-V3": 128}
-KEPT = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+CONTEXT, BLOCK_SIZE = 4096, 64
+KV_LORA_RANK, NOPE_DIM, ROPE_DIM, VALUE_DIM = 512, 128, 64, 128
+NUM_HEADS = {"DeepSeek-V2-Lite": 16, "DeepSeek-V3": 128}
+CACHE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
-class Run:
-    """What one kind of device measures."""
+class DeviceSetup:
+    """The cases of one kind of device."""
 
     device: str
     dtype: torch.dtype
-    kept: tuple[str, ...]
+    cache_dtypes: tuple[str, ...]
     batches: dict[str, tuple[int, ...]]
-    prompts: tuple[tuple[int, int], ...]  # new tokens, tokens before them
-    cold: int  # bytes of latents that calls take in turns
+    prompts: tuple[tuple[int, int], ...]  # (new tokens, cached tokens)
+    cold: int  # bytes of latents that calls rotate over
     most_copies: int
 
 
-CPU = Run(
+CPU = DeviceSetup(
     device="cpu",
     dtype=torch.float32,
-    kept=("float32", "bfloat16", "fp8"),
+    cache_dtypes=("float32", "bfloat16", "fp8"),
     batches={"DeepSeek-V2-Lite": (1, 4, 16), "DeepSeek-V3": (1, 4)},
     prompts=((512, 0), (256, 1792), (64, 1984)),
     cold=256 << 20,
     most_copies=64,
 )
-CUDA = Run(
+CUDA = DeviceSetup(
     device="cuda",
     dtype=torch.bfloat16,
-    kept=("bfloat16", "fp8"),
-    batches=dict.fromkeys(HEADS, (1, 4, 16, 64)),
+    cache_dtypes=("bfloat16", "fp8"),
+    batches=dict.fromkeys(NUM_HEADS, (1, 4, 16, 64)),
     prompts=((4096, 0), (1024, 8192), (128, 8192)),
     cold=250_000_000,
     most_copies=32,
 )
 
 
-def mla_suite(options: argparse.Namespace) -> None:
+def run_mla(options: argparse.Namespace) -> None:
     """Suite `mla`."""
     run = CUDA if options.device.startswith("cuda") else CPU
-    copy, matmul = rates(run)
+    copy, matmul = measure_roofline(run)
     found: list[Row] = [{"part": "rates", "copy": copy, "matmul": matmul}]
     jobs = [
-        partial(decode, run, name, batch, kept, copy, matmul)
+        partial(measure_decode, run, name, batch, cache_dtype, copy, matmul)
         for name, batches in run.batches.items()
         for batch in (batches[::2] if options.quick else batches)
-        for kept in (run.kept[:1] if options.quick else run.kept)
+        for cache_dtype in (run.cache_dtypes[:1] if options.quick else run.cache_dtypes)
     ]
     jobs += [
-        partial(prompt, run, name, new, before, matmul)
+        partial(measure_prefill, run, name, new, before, matmul)
         for name in run.batches
         for new, before in (run.prompts[:1] if options.quick else run.prompts)
     ]
     with Progress(transient=True) as progress, torch.inference_mode():
         for job in progress.track(jobs, description="mla"):
             found.append(job())
-            path = results.save("mla", options.device, found, options.output)  # as far as it is
+            path = results.save_results(
+                "mla", options.device, found, options.output
+            )  # partial results survive an interrupt
     print(f"copy {copy / 1e9:.1f} GB/s · matmul {matmul / 1e12:.2f} TFLOP/s · context {CONTEXT}")
-    print("\n\n".join(tables(found)))
+    print("\n\n".join(format_tables(found)))
     print(f"written to {path}")
 
 
-def rates(run: Run) -> tuple[float, float]:
-    """Bytes a second of a copy, and products (two a multiply-add) of a large matmul, in this run."""
+def measure_roofline(run: DeviceSetup) -> tuple[float, float]:
+    """Copy bandwidth in bytes/s, and throughput of a large GEMM in FLOP/s."""
     size = 8192 if run.device == "cuda" else 1536
     a, b = (torch.randn(size, size, dtype=run.dtype, device=run.device) for _ in range(2))
-    seconds = timing.compare({"matmul": lambda: a @ b}, repeats=7, budget=1.0)["matmul"]
+    seconds = timing.median_times({"matmul": lambda: a @ b}, repeats=7, budget=1.0)["matmul"]
     if run.device == "cuda":
         return device.measure_cuda_copy_bandwidth(), 2 * size**3 / seconds
-    return device.measure_copy_bandwidth(device.cpu_threads(), 256), 2 * size**3 / seconds
+    return device.measure_copy_bandwidth(device.num_cpu_threads(), 256), 2 * size**3 / seconds
 
 
 # ---- problems ------------------------------------------------------------------------------------
@@ -114,143 +114,152 @@ def rates(run: Run) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Problem:
-    """The arguments of latent_attention but for queries: pages of many sequences, and one call's weights."""
+    """The arguments of `mla_attention` but for queries: a cache of many sequences, and the weight."""
 
-    up_NUC: Tensor
-    pages: Tensor
-    tables: list[Tensor]  # of each call in turn
-    lengths_S: Tensor
-    latent_bytes: int  # that a call reads
+    kv_b_NUC: Tensor
+    cache_PBW: Tensor
+    block_tables: list[Tensor]  # one per call
+    seq_lens_S: Tensor
+    latent_bytes: int  # read by one call
 
 
-def make_problem(run: Run, heads: int, batch: int, context: int, kept: str, copies: int) -> Problem:
-    """Pages of random latents for `copies` calls of `batch` sequences, in random order."""
-    width, dtype = ops.page_shape(RANK, ROPE, KEPT[kept])
-    each = -(-context // PAGE)
-    pages = torch.zeros(copies * batch * each, PAGE, width, dtype=dtype, device=run.device)
-    tokens = pages.shape[0] * PAGE
-    norm = torch.ones(RANK, dtype=run.dtype, device=run.device)
+def make_problem(
+    run: DeviceSetup, heads: int, batch: int, context: int, cache_dtype: str, copies: int
+) -> Problem:
+    """Random latents for `copies` calls of `batch` sequences; blocks are in random order."""
+    width, dtype = ops.mla_slot_shape(KV_LORA_RANK, ROPE_DIM, CACHE_DTYPES[cache_dtype])
+    blocks = -(-context // BLOCK_SIZE)
+    cache = torch.zeros(copies * batch * blocks, BLOCK_SIZE, width, dtype=dtype, device=run.device)
+    tokens = cache.shape[0] * BLOCK_SIZE
+    norm = torch.ones(KV_LORA_RANK, dtype=run.dtype, device=run.device)
     for start in range(0, tokens, 1 << 16):
         slots = torch.arange(start, min(start + (1 << 16), tokens), device=run.device)
-        latent = torch.randn(len(slots), RANK + ROPE, dtype=run.dtype, device=run.device)
-        rotation = angles(len(slots), run.device)
-        ops.write_latent(latent, norm, *rotation, pages, slots, eps=1e-6, interleaved=True)
-    order = torch.randperm(pages.shape[0], device=run.device).int().view(copies, batch, each)
-    up = torch.randn(heads, PLAIN + VALUE, RANK, dtype=run.dtype, device=run.device) * RANK**-0.5
-    lengths = torch.full((batch,), context, dtype=torch.int32, device=run.device)
-    return Problem(up, pages, list(order), lengths, batch * context * width * dtype.itemsize)
+        latent = torch.randn(
+            len(slots), KV_LORA_RANK + ROPE_DIM, dtype=run.dtype, device=run.device
+        )
+        rotation = random_rope(len(slots), run.device)
+        ops.store_mla_cache(latent, norm, *rotation, cache, slots, eps=1e-6, interleaved=True)
+    order = torch.randperm(cache.shape[0], device=run.device).int().view(copies, batch, blocks)
+    kv_b = (
+        torch.randn(heads, NOPE_DIM + VALUE_DIM, KV_LORA_RANK, dtype=run.dtype, device=run.device)
+        * KV_LORA_RANK**-0.5
+    )
+    seq_lens = torch.full((batch,), context, dtype=torch.int32, device=run.device)
+    return Problem(kv_b, cache, list(order), seq_lens, batch * context * width * dtype.itemsize)
 
 
-def angles(tokens: int, place: str) -> tuple[Tensor, Tensor]:
-    angle = torch.randn(tokens, ROPE // 2, device=place)
+def random_rope(tokens: int, device_type: str) -> tuple[Tensor, Tensor]:
+    angle = torch.randn(tokens, ROPE_DIM // 2, device=device_type)
     return angle.cos(), angle.sin()
 
 
-def ours(problem: Problem, q: Tensor, rotation: tuple[Tensor, Tensor], new: int) -> list[Call]:
-    """A call for each table: `new` tokens of every sequence."""
-    batch, context = len(problem.lengths_S), int(problem.lengths_S.max())
+def fulgurite_calls(
+    problem: Problem, q: Tensor, rotation: tuple[Tensor, Tensor], new: int
+) -> list[Call]:
+    """One call per block table: `new` tokens of every sequence."""
+    batch, context = len(problem.seq_lens_S), int(problem.seq_lens_S.max())
     starts = torch.arange(0, (batch + 1) * new, new, dtype=torch.int32, device=q.device)
     return [
         partial(
-            ops.latent_attention,
+            ops.mla_attention,
             q,
-            problem.up_NUC,
+            problem.kv_b_NUC,
             *rotation,
-            problem.pages,
-            table,
-            starts,
-            problem.lengths_S,
-            scale=(PLAIN + ROPE) ** -0.5,
+            problem.cache_PBW,
+            AttentionMetadata(
+                table, starts, problem.seq_lens_S, new, context, [new] * batch, [context] * batch
+            ),
+            scale=(NOPE_DIM + ROPE_DIM) ** -0.5,
             interleaved=True,
-            max_query=new,
-            max_length=context,
-            query_counts=[new] * batch,
-            key_counts=[context] * batch,
         )
-        for table in problem.tables
+        for table in problem.block_tables
     ]
 
 
-def generic(problem: Problem, q: Tensor, rotation: tuple[Tensor, Tensor]) -> list[Call]:
-    """Projections in torch around paged attention with one key head."""
-    starts = torch.arange(len(problem.lengths_S) + 1, dtype=torch.int32, device=q.device)
+def paged_attention_calls(
+    problem: Problem, q: Tensor, rotation: tuple[Tensor, Tensor]
+) -> list[Call]:
+    """Projections in torch, and generic paged attention with one KV head."""
+    starts = torch.arange(len(problem.seq_lens_S) + 1, dtype=torch.int32, device=q.device)
 
     def call(table: Tensor) -> Tensor:
         out_TNC = paged_attention(
-            absorbed_queries(problem, q, rotation),
-            problem.pages[:, :, None],
+            absorb_queries(problem, q, rotation),
+            problem.cache_PBW[:, :, None],
             None,
-            table,
-            starts,
-            problem.lengths_S,
-            scale=(PLAIN + ROPE) ** -0.5,
-            value_dim=RANK,
-            max_query=1,
-            max_length=CONTEXT,
+            AttentionMetadata(table, starts, problem.seq_lens_S, 1, CONTEXT),
+            AttentionOptions((NOPE_DIM + ROPE_DIM) ** -0.5, value_dim=KV_LORA_RANK),
         )
-        return torch.einsum("tnc,nvc->tnv", out_TNC, problem.up_NUC[:, PLAIN:])
+        return torch.einsum("tnc,nvc->tnv", out_TNC, problem.kv_b_NUC[:, NOPE_DIM:])
 
-    return [partial(call, table) for table in problem.tables]
-
-
-def plain(problem: Problem, q: Tensor, rotation: tuple[Tensor, Tensor]) -> list[Call]:
-    """The same in torch over latents that lie end to end, [batch, context, L]."""
-    batch = len(problem.lengths_S)
-    whole = problem.pages.view(len(problem.tables), batch, CONTEXT, RANK + ROPE).to(q.dtype)
-
-    def call(kept_BKL: Tensor) -> Tensor:
-        q_TNL = absorbed_queries(problem, q, rotation)
-        scores_TNK = (q_TNL @ kept_BKL.mT) * (PLAIN + ROPE) ** -0.5
-        out_TNC = scores_TNK.softmax(dim=-1) @ kept_BKL[..., :RANK]
-        return torch.einsum("tnc,nvc->tnv", out_TNC, problem.up_NUC[:, PLAIN:])
-
-    return [partial(call, kept_BKL) for kept_BKL in whole]
+    return [partial(call, table) for table in problem.block_tables]
 
 
-def absorbed_queries(problem: Problem, q: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    q_TNC = torch.einsum("tnd,ndc->tnc", q[..., :PLAIN], problem.up_NUC[:, :PLAIN])
+def torch_calls(problem: Problem, q: Tensor, rotation: tuple[Tensor, Tensor]) -> list[Call]:
+    """Absorbed attention in torch over contiguous latents, [batch, context, L]."""
+    batch = len(problem.seq_lens_S)
+    whole = problem.cache_PBW.view(
+        len(problem.block_tables), batch, CONTEXT, KV_LORA_RANK + ROPE_DIM
+    ).to(q.dtype)
+
+    def call(latents_BKL: Tensor) -> Tensor:
+        q_TNL = absorb_queries(problem, q, rotation)
+        scores_TNK = (q_TNL @ latents_BKL.mT) * (NOPE_DIM + ROPE_DIM) ** -0.5
+        out_TNC = scores_TNK.softmax(dim=-1) @ latents_BKL[..., :KV_LORA_RANK]
+        return torch.einsum("tnc,nvc->tnv", out_TNC, problem.kv_b_NUC[:, NOPE_DIM:])
+
+    return [partial(call, latents_BKL) for latents_BKL in whole]
+
+
+def absorb_queries(problem: Problem, q: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    q_TNC = torch.einsum("tnd,ndc->tnc", q[..., :NOPE_DIM], problem.kv_b_NUC[:, :NOPE_DIM])
     cos, sin = (x[:, None] for x in rotation)
-    q_TNR = turned(q[..., PLAIN:].float(), cos, sin, True).to(q.dtype)
+    q_TNR = apply_rope(q[..., NOPE_DIM:].float(), cos, sin, True).to(q.dtype)
     return torch.cat((q_TNC, q_TNR), dim=-1)
 
 
 # ---- measuring -----------------------------------------------------------------------------------
 
 
-def seconds(run: Run, calls: dict[str, list[Call]]) -> dict[str, float]:
-    """Of a call: on a GPU by a graph of all of them, on a CPU the median of turns."""
+def time_calls(run: DeviceSetup, calls: dict[str, list[Call]]) -> dict[str, float]:
+    """Seconds per call: inside a CUDA graph on a GPU; the median of turns on a CPU."""
     if run.device == "cuda":
-        return {name: graph_seconds(many) for name, many in calls.items()}
-    turns = {name: _in_turns(many) for name, many in calls.items()}
-    return timing.compare(turns, repeats=5, budget=0.5)
+        return {name: time_in_cuda_graph(many) for name, many in calls.items()}
+    turns = {name: round_robin(many) for name, many in calls.items()}
+    return timing.median_times(turns, repeats=5, budget=0.5)
 
 
-def _in_turns(calls: list[Call]) -> Call:
-    order = itertools.cycle(calls)
-    return lambda: next(order)()
-
-
-def decode(run: Run, name: str, batch: int, kept: str, copy: float, matmul: float) -> Row:
-    """One token a sequence."""
-    heads = HEADS[name]
-    width, dtype = ops.page_shape(RANK, ROPE, KEPT[kept])
+def measure_decode(
+    run: DeviceSetup, name: str, batch: int, cache_dtype: str, copy: float, matmul: float
+) -> Row:
+    """One decode step: one token per sequence."""
+    heads = NUM_HEADS[name]
+    width, dtype = ops.mla_slot_shape(KV_LORA_RANK, ROPE_DIM, CACHE_DTYPES[cache_dtype])
     once = batch * CONTEXT * width * dtype.itemsize
     copies = max(2, min(run.most_copies, math.ceil(run.cold / once)))
-    problem = make_problem(run, heads, batch, CONTEXT, kept, copies)
-    q = torch.randn(batch, heads, PLAIN + ROPE, dtype=run.dtype, device=run.device)
-    rotation = angles(batch, run.device)
-    calls = {"ours": ours(problem, q, rotation, 1)}
-    if KEPT[kept] == run.dtype:
-        calls |= {"paged": generic(problem, q, rotation), "torch": plain(problem, q, rotation)}
-    taken = seconds(run, calls)
-    bytes = problem.latent_bytes + problem.up_NUC.nbytes
-    products = 2 * batch * heads * (CONTEXT * (2 * RANK + ROPE) + RANK * (PLAIN + VALUE))
+    problem = make_problem(run, heads, batch, CONTEXT, cache_dtype, copies)
+    q = torch.randn(batch, heads, NOPE_DIM + ROPE_DIM, dtype=run.dtype, device=run.device)
+    rotation = random_rope(batch, run.device)
+    calls = {"ours": fulgurite_calls(problem, q, rotation, 1)}
+    if CACHE_DTYPES[cache_dtype] == run.dtype:
+        calls |= {
+            "paged": paged_attention_calls(problem, q, rotation),
+            "torch": torch_calls(problem, q, rotation),
+        }
+    taken = time_calls(run, calls)
+    bytes = problem.latent_bytes + problem.kv_b_NUC.nbytes
+    products = (
+        2
+        * batch
+        * heads
+        * (CONTEXT * (2 * KV_LORA_RANK + ROPE_DIM) + KV_LORA_RANK * (NOPE_DIM + VALUE_DIM))
+    )
     floor = max(bytes / copy, products / matmul)
     return {
         "part": "decode",
         "shape": name,
         "batch": batch,
-        "kept": kept,
+        "kept": cache_dtype,
         **{f"{key}_ms": 1e3 * value for key, value in taken.items()},
         "bytes": bytes,
         "products": products,
@@ -259,19 +268,21 @@ def decode(run: Run, name: str, batch: int, kept: str, copy: float, matmul: floa
     }
 
 
-def prompt(run: Run, name: str, new: int, before: int, matmul: float) -> Row:
-    """One sequence's new tokens after a prefix, by the rule and absorbed."""
-    heads = HEADS[name]
-    kept = next(key for key, dtype in KEPT.items() if dtype == run.dtype)
-    problem = make_problem(run, heads, 1, before + new, kept, 1)
-    q = torch.randn(new, heads, PLAIN + ROPE, dtype=run.dtype, device=run.device)
-    rotation = angles(new, run.device)
-    taken = seconds(run, {"ours": ours(problem, q, rotation, new)})["ours"]
+def measure_prefill(run: DeviceSetup, name: str, new: int, before: int, matmul: float) -> Row:
+    """New tokens of one sequence after a cached prefix."""
+    heads = NUM_HEADS[name]
+    cache_dtype = next(key for key, dtype in CACHE_DTYPES.items() if dtype == run.dtype)
+    problem = make_problem(run, heads, 1, before + new, cache_dtype, 1)
+    q = torch.randn(new, heads, NOPE_DIM + ROPE_DIM, dtype=run.dtype, device=run.device)
+    rotation = random_rope(new, run.device)
+    taken = time_calls(run, {"ours": fulgurite_calls(problem, q, rotation, new)})["ours"]
     pairs = new * (2 * before + new + 1) // 2
-    is_expanded = ops.expands(new, before + new, RANK, PLAIN, ROPE, VALUE)
-    by_rule = pairs * (PLAIN + ROPE + VALUE) + (before + new) * RANK * (PLAIN + VALUE)
-    absorbed = pairs * (2 * RANK + ROPE) + new * RANK * (PLAIN + VALUE)
-    products = 2 * heads * (by_rule if is_expanded else absorbed)
+    is_expanded = should_expand(new, before + new, KV_LORA_RANK, NOPE_DIM, ROPE_DIM, VALUE_DIM)
+    expanded = pairs * (NOPE_DIM + ROPE_DIM + VALUE_DIM) + (before + new) * KV_LORA_RANK * (
+        NOPE_DIM + VALUE_DIM
+    )
+    absorbed = pairs * (2 * KV_LORA_RANK + ROPE_DIM) + new * KV_LORA_RANK * (NOPE_DIM + VALUE_DIM)
+    products = 2 * heads * (expanded if is_expanded else absorbed)
     return {
         "part": "prompt",
         "shape": name,
@@ -285,9 +296,9 @@ def prompt(run: Run, name: str, new: int, before: int, matmul: float) -> Row:
     }
 
 
-def tables(found: list[Row]) -> list[str]:
+def format_tables(found: list[Row]) -> list[str]:
     decoded = [row for row in found if row["part"] == "decode"]
-    head = ["shape", "batch", "kept", "ours", "paged", "torch", "of copy", "of floor"]
+    head = ["shape", "batch", "cache", "ours", "paged", "torch", "of copy", "of floor"]
     body = [
         [
             row["shape"],
@@ -316,4 +327,4 @@ def tables(found: list[Row]) -> list[str]:
         ]
         for row in asked
     ]
-    return [results.table([head, *body]), results.table(prompts)]
+    return [results.format_table([head, *body]), results.format_table(prompts)]

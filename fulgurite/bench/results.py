@@ -1,6 +1,6 @@
-"""A table while it is measured, and a file afterwards.
+"""Results of a suite: an aligned text table, and a JSON file.
 
-In: rows of figures. Out: aligned text, and JSON with the machine, the versions and the command.
+In: rows of figures. Out: text; and JSON with the hardware, the versions and the command.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 import platform
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -15,12 +16,12 @@ from typing import Any
 
 import torch
 
-from fulgurite.trace.text import write_text
+from fulgurite.trace.source import write_atomically
 from fulgurite.version import VERSION
 
 
-def machine(device: str) -> dict[str, Any]:
-    """What the figures were measured on."""
+def describe_machine(device: str) -> dict[str, Any]:
+    """The hardware and versions that the figures were measured with."""
     facts = {
         "date": datetime.date.today().isoformat(),
         "fulgurite": VERSION,
@@ -28,7 +29,7 @@ def machine(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
         "processor": _processor(),
-        "command": " ".join(["fulgurite", *sys.argv[1:]]),
+        "command": re.sub(r" --output \S+", "", " ".join(["fulgurite", *sys.argv[1:]])),
     }
     if device.startswith("cuda"):
         facts["gpu"] = torch.cuda.get_device_name()
@@ -44,25 +45,25 @@ def _processor() -> str:
     return platform.processor()
 
 
-def fresh_caches() -> dict[str, str]:
-    """Variables that point every compiler's cache to an empty folder: a cold compile is cold."""
+def fresh_cache_environment() -> dict[str, str]:
+    """Environment variables that point every compiler's cache to an empty folder, for cold compiles."""
     folder = tempfile.mkdtemp(prefix="fulgurite-bench-")
     return {
         "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
         "TRITON_CACHE_DIR": f"{folder}/triton",
-        "FULGURITE_CACHE": f"{folder}/fulgurite",
+        "FULGURITE_CACHE_DIR": f"{folder}/fulgurite",
     }
 
 
-def save(suite: str, device: str, rows: list[dict[str, Any]], output: str | None) -> Path:
-    """Write a suite's rows beside the facts of the machine."""
-    facts = machine(device)
+def save_results(suite: str, device: str, rows: list[dict[str, Any]], output: str | None) -> Path:
+    """Write the rows of a suite and the description of the machine."""
+    facts = describe_machine(device)
     path = Path(output) if output else Path("benchmarks") / f"{facts['date']}-{suite}-{device}.json"
-    return write_text(path, json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")
+    return write_atomically(path, json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")
 
 
-def table(rows: list[list[str]]) -> str:
-    """Aligned columns: the first to the left, figures to the right; the first row is the head."""
+def format_table(rows: list[list[str]]) -> str:
+    """Aligned columns: the first one left, figures right. The first row is the header."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(

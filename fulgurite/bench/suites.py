@@ -1,26 +1,63 @@
-"""The suites, one function each: `SUITES`."""
+"""The suites of `fulgurite bench`: how each runs, and how its rows are printed."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from fulgurite.bench.compile_time import compile_time
-from fulgurite.bench.dispatch import dispatch
-from fulgurite.bench.fusions import fusions
-from fulgurite.bench.generate import generate
-from fulgurite.bench.mla import mla_suite
-from fulgurite.bench.models import models
-from fulgurite.bench.moe import moe
-from fulgurite.bench.quant import quant
+from fulgurite.bench import compile_time, dispatch, mla, moe
+from fulgurite.bench.fusions import cpu as fusions_cpu
+from fulgurite.bench.fusions.report import format_report
+from fulgurite.bench.generate import cpu as generate_cpu
+from fulgurite.bench.generate import gpu as generate_gpu
+from fulgurite.bench.models import suite as models_suite
+from fulgurite.bench.quant import cpu as quant_cpu
+from fulgurite.bench.quant import gpu as quant_gpu
+from fulgurite.bench.quant.cpu_quantize import format_cast_table
 
-SUITES: dict[str, Callable[[argparse.Namespace], None]] = {
-    "compile": compile_time,
-    "dispatch": dispatch,
-    "fusions": fusions,
-    "generate": generate,
-    "mla": mla_suite,
-    "models": models,
-    "moe": moe,
-    "quant": quant,
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """`run` measures and saves; the other two print saved rows, of a CPU's file or a GPU's."""
+
+    run: Callable[[argparse.Namespace], None]
+    format_cpu: Callable[[Rows], str]
+    format_gpu: Callable[[Rows], str]
+
+
+def _format_quant_cpu(rows: Rows) -> str:
+    linears = [row for row in rows if "cast" not in row]
+    casts = [row for row in rows if "cast" in row]
+    return f"{quant_cpu.format_table(linears)}\n\n{format_cast_table(casts)}"
+
+
+def _format_generate_gpu(rows: Rows) -> str:
+    groups = itertools.groupby(rows, key=lambda row: row["shape"])
+    return "\n\n".join(generate_gpu.format_table(list(group)) for _, group in groups)
+
+
+def _format_mla(rows: Rows) -> str:
+    return "\n\n".join(mla.format_tables(rows))
+
+
+SUITES: dict[str, Suite] = {
+    "compile": Suite(
+        compile_time.run_compile, compile_time.format_table, compile_time.format_table
+    ),
+    "dispatch": Suite(dispatch.run_dispatch, dispatch.format_cpu_table, dispatch.format_gpu_table),
+    "fusions": Suite(fusions_cpu.run_fusions, fusions_cpu.format_table, format_report),
+    "generate": Suite(generate_cpu.run_generate, generate_cpu.format_table, _format_generate_gpu),
+    "mla": Suite(mla.run_mla, _format_mla, _format_mla),
+    "models": Suite(models_suite.run_models, models_suite.format_table, models_suite.format_table),
+    "moe": Suite(moe.run_moe, moe.format_table, moe.format_table),
+    "quant": Suite(
+        quant_cpu.run_quant,
+        _format_quant_cpu,
+        lambda rows: "\n\n".join(quant_gpu.format_tables(rows)),
+    ),
 }

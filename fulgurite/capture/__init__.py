@@ -1,10 +1,15 @@
-"""A PyTorch program → graphs.
+"""PyTorch program → graphs.
 
-In: a function or module and its arguments. Out: torch-level graphs (TorchDynamo), then functional ATen graphs of
-forward and backward (AOTAutograd), with names from the user's program; graph breaks with reasons; the repeated
-blocks of a model.
+In: a function or module and its arguments. Out: torch-level graphs from TorchDynamo, then functional ATen
+graphs of forward and backward from AOTAutograd, with input names from the user's program. Graph breaks
+come with reasons. The repeated layers of a model are compiled once.
 
-    dynamo.py    the way into TorchDynamo, graph breaks, its errors as ours
-    autograd.py  the way through AOTAutograd            names.py   names from the user's program
-    blocks.py    equal layers, compiled once            module.py  a compiled nn.Module that is still that module
+    dynamo.py           entry into TorchDynamo: graph breaks, errors, is_capturing
+    direct_call.py      later calls, without TorchDynamo's overhead
+    autograd.py         AOTAutograd: functionalize, differentiate, build each graph
+    input_aliasing.py   inputs that share memory, if a graph mutates one of them
+    input_names.py      input names from the user's program
+    blocks.py           repeated layers, compiled once
+    outer_graph.py      the graph around the repeated layers
+    compiled_module.py  a compiled nn.Module that is still an instance of its class
 """

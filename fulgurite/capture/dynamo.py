@@ -1,7 +1,7 @@
-"""The way into TorchDynamo.
+"""Entry into TorchDynamo.
 
-In: a callable and our backend. Out: the same callable, captured on its first call. Graph breaks are gathered
-(reason, the user's line, how to avoid it) for `explain`; with fullgraph=True they are raised as GraphBreakError.
+In: a callable and our backend. Out: the callable, captured on its first call. Graph breaks (reason, the
+user's line, a hint) are collected for `explain`; with fullgraph=True they raise GraphBreakError.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from fulgurite.capture.direct import Direct, torchs_function
+from fulgurite.capture.direct_call import DirectCall, find_inline_wrapper
 from fulgurite.errors import CaptureError, FulguriteError, GraphBreakError, OpError
-from fulgurite.trace.describe import is_the_users
+from fulgurite.trace.describe import is_user_file
 
-# shapes, dtypes or kinds of layers a function is compiled for before it runs in eager
+# how often a function is recompiled, for shapes, dtypes or layers, before it runs in eager mode
 RECOMPILE_LIMIT = 64
 
 
@@ -47,79 +47,82 @@ def optimize(
     fullgraph: bool,
     limit: int = RECOMPILE_LIMIT,
 ) -> Any:
-    """`function`, captured by TorchDynamo and compiled by `backend` when it is called."""
-    _listen()
-    # marks the time before a graph in torch's profiler, at 3 µs a call whether or not that runs
+    """`function`, captured by TorchDynamo and compiled by `backend` when called."""
+    _attach_break_listener()
+    # a profiler marker that costs 3 µs a call, with or without a profiler
     torch._dynamo.config.record_runtime_overhead = False
-    # without these guards a hook that is added to a layer later is never called; 0.3 µs a layer
+    # these guards (0.3 µs a layer) notice a hook that is added to a layer after capture
     torch._dynamo.config.skip_nnmodule_hook_guards = False
-    known = inspect.signature(torch.compile).parameters
-    wanted = {"recompile_limit": limit, "isolate_recompiles": True}
-    isolation: Any = {key: value for key, value in wanted.items() if key in known}
-    with _deaf_to_other_threads():
+    supported = inspect.signature(torch.compile).parameters
+    limits = {"recompile_limit": limit, "isolate_recompiles": True}
+    isolation: Any = {key: value for key, value in limits.items() if key in supported}
+    with _ignore_tracing_in_other_threads():
         captured = torch.compile(
             function, backend=backend, dynamic=dynamic, fullgraph=fullgraph, **isolation
         )
-    return Direct(
-        function, heard(captured, backend.breaks), backend, torchs_function(function, captured)
+    return DirectCall(
+        function,
+        collect_breaks(captured, backend.breaks),
+        backend,
+        find_inline_wrapper(function, captured),
     )
 
 
-def heard(captured: Callable[..., Any], breaks: list[GraphBreak]) -> Callable[..., Any]:
-    """A call through TorchDynamo: its graph breaks go into the list, its errors come out as ours."""
+def collect_breaks(captured: Callable[..., Any], breaks: list[GraphBreak]) -> Callable[..., Any]:
+    """`captured`, with its graph breaks appended to `breaks` and TorchDynamo's errors translated."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        outer, here.breaks = here.breaks, breaks
+        outer, _break_sink.breaks = _break_sink.breaks, breaks
         try:
             return captured(*args, **kwargs)
         except (exc.BackendCompilerFailed, exc.Unsupported, exc.TorchRuntimeError) as error:
-            raise_as_ours(error)
+            raise_translated(error)
         finally:
-            here.breaks = outer
+            _break_sink.breaks = outer
 
     return call
 
 
 def is_capturing() -> bool:
-    """Whether someone captures the code that runs here, on this thread, or sends tangents through it.
+    """Whether this thread captures the code that runs now, or computes forward-mode derivatives.
 
-    `torch.compiler.is_compiling()` also says yes while another thread compiles. Forward derivatives ride on
-    tensors, where generated kernels don't see them.
+    `torch.compiler.is_compiling()` is also true while another thread compiles. Forward-mode derivatives
+    are attached to tensors, where generated kernels don't see them.
     """
     if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
         return True
-    tracing = _guards._TLS.__dict__.get("tracing_context")  # try_get raises inside: 0.7 µs
+    tracing = _guards._TLS.__dict__.get("tracing_context")  # try_get() costs 0.7 µs
     if tracing is not None or forward_ad._current_level >= 0:
         return True
-    traced = _len_torch_dispatch_stack() or _dispatch_tls_is_dispatch_key_included(_BEFORE_DISPATCH)
+    traced = _len_torch_dispatch_stack() or _dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
     return bool(traced) and get_proxy_mode() is not None
 
 
-_BEFORE_DISPATCH = DispatchKey.PreDispatch  # where torch.export and make_fx may trace
+_PRE_DISPATCH = DispatchKey.PreDispatch  # key under which torch.export and make_fx may trace
 
 
-_building = threading.Lock()
+_compile_lock = threading.Lock()
 
 
 @contextmanager
-def _deaf_to_other_threads() -> Iterator[None]:
-    """What torch.compile makes in here runs while another thread traces.
+def _ignore_tracing_in_other_threads() -> Iterator[None]:
+    """Let functions made by torch.compile inside this block run while another thread traces.
 
-    It keeps a reference to `is_fx_symbolic_tracing`, one flag for all threads, and refuses to run while that is
-    set: also when another thread compiles something else. Our callers have asked `is_capturing`, which knows.
+    They hold a reference to `is_fx_symbolic_tracing`, one flag for all threads, and refuse to run while
+    it is set, also by another thread. Our callers check `is_capturing`, which knows the thread.
     """
-    with _building:
-        asked = _symbolic_trace.is_fx_symbolic_tracing
+    with _compile_lock:
+        original = _symbolic_trace.is_fx_symbolic_tracing
         _symbolic_trace.is_fx_symbolic_tracing = lambda: False
         try:
             yield
         finally:
-            _symbolic_trace.is_fx_symbolic_tracing = asked
+            _symbolic_trace.is_fx_symbolic_tracing = original
 
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """A place where capture stopped and Python took over."""
+    """A line where capture stopped and Python took over."""
 
     reason: str
     hint: str
@@ -131,61 +134,61 @@ class GraphBreak:
         return linecache.getline(self.file, self.line).strip()
 
     def __str__(self) -> str:
-        place = f"{os.path.basename(self.file)}:{self.line}"
-        lines = [f"{place}   {self.code}", self.reason, *([self.hint] if self.hint else [])]
-        return f"\n{'':<{len(place)}}   ".join(lines)
+        location = f"{os.path.basename(self.file)}:{self.line}"
+        lines = [f"{location}   {self.code}", self.reason, *([self.hint] if self.hint else [])]
+        return f"\n{'':<{len(location)}}   ".join(lines)
 
 
-class Here(threading.local):
-    """Who is compiling on this thread: graph breaks go into this list."""
+class _BreakSink(threading.local):
+    """The list that collects the graph breaks of this thread's capture."""
 
     breaks: list[GraphBreak] | None = None
 
 
-here = Here()
+_break_sink = _BreakSink()
 
 
-class _Listener(logging.Handler):
-    """Hears TorchDynamo speak of graph breaks."""
+class _BreakListener(logging.Handler):
+    """Collects graph breaks from TorchDynamo's log."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if here.breaks is None:
+        if _break_sink.breaks is None:
             return
-        found = parse_break(record.getMessage())
-        if found is not None and found not in here.breaks:
-            here.breaks.append(found)
+        found = parse_graph_break(record.getMessage())
+        if found is not None and found not in _break_sink.breaks:
+            _break_sink.breaks.append(found)
 
 
-_listener = _Listener(logging.DEBUG)
+_break_listener = _BreakListener(logging.DEBUG)
 
 
-def _listen() -> None:
-    """Attach the listener once; Dynamo's own output stays as the user set it."""
+def _attach_break_listener() -> None:
+    """Attach the listener once. TorchDynamo's own log output stays as the user set it."""
     logger = logging.getLogger("torch._dynamo.symbolic_convert.__graph_breaks")
-    if _listener in logger.handlers:
+    if _break_listener in logger.handlers:
         return
     if not logger.isEnabledFor(logging.DEBUG):
         logger.setLevel(logging.DEBUG)
-        logger.propagate = False  # nobody asked to see these: keep them from the parent's handlers
-    logger.addHandler(_listener)
+        logger.propagate = False  # the user did not enable this log: don't pass it on
+    logger.addHandler(_break_listener)
 
 
-def parse_break(message: str) -> GraphBreak | None:
-    """A GraphBreak from what Dynamo says about one."""
-    place = re.search(r"in user code at (.+?):(\d+)$", message, re.MULTILINE)
-    if place is None:
+def parse_graph_break(message: str) -> GraphBreak | None:
+    """A GraphBreak from TorchDynamo's log message; None if it has no location."""
+    location = re.search(r"in user code at (.+?):(\d+)$", message, re.MULTILINE)
+    if location is None:
         return None
     reason, hint = _reason_and_hint(message.partition("Graph Break Reason: ")[2])
-    file, line = place[1], int(place[2])
+    file, line = location[1], int(location[2])
     frames = re.findall(r'File "(.+?)", line (\d+), in', message)
-    own = [frame for frame in frames if is_the_users(frame[0])]
-    if own and not is_the_users(file):
+    own = [frame for frame in frames if is_user_file(frame[0])]
+    if own and not is_user_file(file):
         file, line = own[-1][0], int(own[-1][1])
     return GraphBreak(reason, hint, file, line)
 
 
 def _reason_and_hint(text: str) -> tuple[str, str]:
-    """Dynamo's message has a title, an explanation and hints; the title and first hint are enough."""
+    """The title, explanation and first hint of TorchDynamo's message."""
     head = text.partition("*** While handling this graph break")[0]
     head = re.sub(r"^Failed to handle graph break gracefully.*?\n\n", "", head, flags=re.DOTALL)
     head = re.sub(r"^Encountered graph break when attempting to trace .*\n+", "", head.lstrip())
@@ -198,8 +201,8 @@ def _reason_and_hint(text: str) -> tuple[str, str]:
     return reason, hint[1].strip() if hint else ""
 
 
-def raise_as_ours(error: Exception) -> NoReturn:
-    """Dynamo's errors as ours: a failure of our backend is itself, a graph break is a GraphBreakError."""
+def raise_translated(error: Exception) -> NoReturn:
+    """Raise TorchDynamo's error as ours: our backend's own error, or GraphBreakError for a break."""
     inner = error
     while isinstance(inner, exc.BackendCompilerFailed):
         cause = getattr(inner, "inner_exception", None) or inner.__cause__
@@ -213,45 +216,43 @@ def raise_as_ours(error: Exception) -> NoReturn:
         reason, hint = _reason_and_hint(text)
         raised = re.search(r"context: raised exception (.+)", text)
         if raised:
-            reason = f"the program raises {plain_exception(raised[1])}"
-            hint = "compile without fullgraph=True, and the exception itself comes out"
+            reason = f"the program raises {clean_exception_text(raised[1])}"
+            hint = "compile without fullgraph=True to get the exception itself"
         raise GraphBreakError(
-            f"the graph breaks here, and fullgraph=True: {reason}",
+            f"graph break with fullgraph=True: {reason}",
             where=_user_line(text),
             next=hint or "change that line, or compile without fullgraph=True",
         ) from error
     if isinstance(error, exc.TorchRuntimeError):
-        raise _ours_behind(error) or _refused_inputs(text) from error
+        raise _find_fulgurite_error(error) or _make_op_error(text) from error
     if isinstance(error, exc.BackendCompilerFailed):
         raise CaptureError(
             f"capture failed: {type(inner).__name__}: {inner}",
             where=_user_line(str(inner)),
-            next="if torch.compile(..., backend='aot_eager') fails too, torch can't capture this: leave "
-            "that part out with torch.compiler.disable",
+            next="if torch.compile(..., backend='aot_eager') fails too, torch can't capture this: "
+            "exclude that part with torch.compiler.disable",
         ) from inner
     raise error
 
 
-def plain_exception(text: str) -> str:
-    """`ValueError('mine')`, also where torch 2.11 and 2.12 show the variables of Dynamo's own."""
+def clean_exception_text(text: str) -> str:
+    """`ValueError('mine')` from TorchDynamo's text, which in 2.11 and 2.12 shows internal variables."""
     text = re.sub(r"ConstantVariable\(\w+: (.*?)\)(?=[,\]])", r"\1", text)
     return re.sub(r"^(\w+)\(\[(.*)\]\)$", r"\1(\2)", text)
 
 
-def _ours_behind(error: BaseException) -> FulguriteError | None:
-    """An error of ours that Dynamo met and wrapped, such as that of an operator without a fake rule."""
-    behind = error.__cause__ or error.__context__
-    if behind is None or isinstance(behind, FulguriteError):
-        return behind
-    return _ours_behind(behind)
+def _find_fulgurite_error(error: BaseException) -> FulguriteError | None:
+    """Our error inside TorchDynamo's, such as that of an operator without a fake function."""
+    cause = error.__cause__ or error.__context__
+    if cause is None or isinstance(cause, FulguriteError):
+        return cause
+    return _find_fulgurite_error(cause)
 
 
-def _refused_inputs(text: str) -> OpError:
-    """What Dynamo says of an op that failed on FakeTensors: the op, its inputs, its own message."""
+def _make_op_error(text: str) -> OpError:
+    """The error of an op that failed on FakeTensors: the op, its inputs and its message."""
     call = re.search(r"fake tensors: \w+ (.+?)\(\*\((.*)\), \*\*(.*)\): got (\w+)\((.*)\)", text)
-    next_step = (
-        "run it without compiling: where eager torch takes these inputs, capture is at fault"
-    )
+    next_step = "run it in eager mode: if that accepts these inputs, this is a bug of capture"
     if call is None:
         return OpError(text.strip().splitlines()[0], where=_user_line(text), next=next_step)
     function, inputs, keywords, kind, message = call.groups()
@@ -265,9 +266,9 @@ def _refused_inputs(text: str) -> OpError:
 
 
 def _user_line(text: str) -> str:
-    """The user's line in a message of Dynamo's, or nothing."""
+    """The user's line in a message of TorchDynamo's; empty if there is none."""
     frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)', text)
-    own = [frame for frame in frames if is_the_users(frame[0])] or frames
+    own = [frame for frame in frames if is_user_file(frame[0])] or frames
     if not own:
         return ""
     file, line, function = own[-1]

@@ -1,15 +1,19 @@
-"""Who runs each op.
+"""Executors: who runs each op.
 
-In: a functional Trace. Out: a claimed Trace (every op has an executor, composite ops taken apart where their
-pieces fuse), and then a final one, where each region an executor took is one call.
+In: a functional Trace. Out: a claimed Trace, where every op has an executor; then a final Trace, where
+each region is one call of its executor.
 
-    base.py     the contract, the list of executors     claim.py    the priority walk with late decomposition
-    gather.py   neighbouring ops → regions              torch.py    everything, op by op
-    regions.py  regions → calls                         extract.py  a region as a graph module of its own
-    writes.py   writes to inputs, gathered              whole.py    ops that were taken apart, and the way back
-    tune.py     the fastest executor, by measuring      fuser.py    regions through generated kernels
-    inductor.py regions through TorchInductor
-    load.py     @region, @subgraph in a printed trace → what they were
+    base.py          the executor contract and registry
+    claim.py         each op to the first executor that claims it, with late decomposition
+    composite.py     composite ops that were decomposed, and how to restore them
+    grouping.py      claimed ops → regions           sinking.py        where input-only ops go
+    memory_order.py  order of regions by memory      donation.py       which inputs regions overwrite
+    regions.py       regions → calls                 input_writes.py   writes to inputs, fused
+    autotune.py      the fastest executor of a region, by measurement
+    torch.py         every op as a call of torch     pooled_matmul.py  CPU matmuls into pooled memory
+    fuser.py         regions as generated kernels    inductor.py       regions through TorchInductor
+    cudagraph.py     parts of a final trace as CUDA graphs
+    load.py          @region, @subgraph of a printed trace
 """
 
 from fulgurite.executors.base import Executor, executor_names, register_executor, resolve_executors
@@ -17,7 +21,7 @@ from fulgurite.executors.claim import claim
 from fulgurite.executors.fuser import FUSER
 from fulgurite.executors.inductor import INDUCTOR
 from fulgurite.executors.load import region, subgraph, unprintable
-from fulgurite.executors.regions import lower
+from fulgurite.executors.regions import lower_trace
 from fulgurite.executors.torch import TORCH
 
 BUILT_IN = [TORCH, FUSER, INDUCTOR]
@@ -29,7 +33,7 @@ __all__ = [
     "Executor",
     "claim",
     "executor_names",
-    "lower",
+    "lower_trace",
     "region",
     "register_executor",
     "resolve_executors",

@@ -1,7 +1,7 @@
-"""The contract of an executor, and the list of them.
+"""The executor contract and the registry of executors.
 
-In: nodes to claim and regions to lower. Out: callables. A user's executor is a subclass of `Executor` with two
-methods; it is passed to `compile(executors=[mine, "torch"])`, or registered by name.
+In: nodes to claim and regions to lower. Out: callables. A user's executor is a subclass of `Executor`
+with two methods. Pass it to `compile(executors=[mine, "torch"])`, or register it by name.
 """
 
 from __future__ import annotations
@@ -17,51 +17,52 @@ from fulgurite.errors import ArgumentError
 
 
 class Executor(ABC):
-    """Runs the ops it claims. Regions are graphs of claimed neighbours, inputs and outputs flat."""
+    """Runs the ops it claims. A region is a graph of claimed neighbors with flat inputs and outputs."""
 
     name: ClassVar[str]
-    takes_pieces: ClassVar[bool] = False  # composite ops may be taken apart to reach this executor
-    # a region that torch's own ops run faster is given back to them
-    compared: ClassVar[bool] = False
+    # composite ops may be decomposed so that this executor can claim the decomposed ops
+    accepts_decomposed_ops: ClassVar[bool] = False
+    # a region falls back to torch's own ops where those are faster
+    falls_back_if_slower: ClassVar[bool] = False
 
-    region_name: ClassVar[str] = ""  # of its regions in the trace; by default their ops give it
+    region_name: ClassVar[str] = ""  # name prefix of its regions; "": derived from their ops
 
     @abstractmethod
     def claims(self, node: fx.Node) -> bool:
-        """Whether this executor can run the node. `node.meta["val"]` says what its value looks like."""
+        """Return whether this executor can run the node. `fake_value(node)` describes its value."""
 
     @abstractmethod
     def lower(self, region: fx.GraphModule) -> Callable[..., Sequence[Any]]:
-        """A function of the region's inputs that returns its outputs, in order."""
+        """Return a function from the region's inputs to its outputs, in order."""
 
-    def expect(self, captured: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        """May start what regions of this graph will need: it is differentiated and claimed meanwhile."""
+    def warm_up(self, captured: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        """Start background work that lowering will need; autograd and claiming run meanwhile."""
         return
 
-    def begin(self, region: fx.GraphModule) -> None:
-        """May start what `lower` will need: all regions are begun before the first is lowered."""
+    def start_lowering(self, region: fx.GraphModule) -> None:
+        """Start background compilation; called for all regions before the first `lower`."""
         return
 
-    def tuned(self, region: fx.GraphModule) -> Callable[..., Sequence[Any]]:
-        """The same after a search for the fastest way, where the executor has several."""
+    def lower_autotuned(self, region: fx.GraphModule) -> Callable[..., Sequence[Any]]:
+        """Like `lower`, but time several schedules where the executor has several."""
         return self.lower(region)
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """Who runs a region, the function that does (None: op by op), and a remark for the trace."""
+class ExecutorChoice:
+    """The executor of a region, its function (None: op by op) and a comment for the trace."""
 
     executor: Executor
     call: Callable[..., Any] | None
-    remark: str = ""
+    comment: str = ""
 
 
 _REGISTERED: dict[str, Executor] = {}  # BUILT_IN in __init__.py, then users' own
 
 
 def register_executor(executor: Executor) -> Executor:
-    """Make an executor known by its name, for `executors=["name", "torch"]`."""
-    _check(executor)
+    """Make an executor available by name, for `executors=["name", "torch"]`."""
+    _check_executor(executor)
     _REGISTERED[executor.name] = executor
     return executor
 
@@ -70,12 +71,12 @@ def executor_names() -> list[str]:
     return list(_REGISTERED)
 
 
-def resolve_executors(wanted: Sequence[Executor | str]) -> list[Executor]:
-    """Names and objects → executors, in priority order."""
-    if isinstance(wanted, (str, Executor)):
-        wanted = [wanted]
-    found: list[Executor] = []
-    for entry in wanted:
+def resolve_executors(requested: Sequence[Executor | str]) -> list[Executor]:
+    """Turn names and objects into executors, in priority order."""
+    if isinstance(requested, (str, Executor)):
+        requested = [requested]
+    executors: list[Executor] = []
+    for entry in requested:
         if isinstance(entry, str):
             if entry not in _REGISTERED:
                 raise ArgumentError(
@@ -83,14 +84,14 @@ def resolve_executors(wanted: Sequence[Executor | str]) -> list[Executor]:
                     next=f"one of {', '.join(map(repr, _REGISTERED))}, or an Executor object",
                 )
             entry = _REGISTERED[entry]
-        _check(entry)
-        found.append(entry)
-    if not found:
+        _check_executor(entry)
+        executors.append(entry)
+    if not executors:
         raise ArgumentError("executors is empty", next="leave it out, or end the list with 'torch'")
-    return found
+    return executors
 
 
-def _check(executor: Any) -> None:
+def _check_executor(executor: Any) -> None:
     if not isinstance(executor, Executor):
         raise ArgumentError(
             f"{executor!r} is not an executor",
@@ -98,5 +99,5 @@ def _check(executor: Any) -> None:
         )
     if not isinstance(getattr(executor, "name", None), str):
         raise ArgumentError(
-            f"{type(executor).__name__} has no name", next='give the class a line: name = "mine"'
+            f"{type(executor).__name__} has no name", next='add to the class: name = "mine"'
         )

@@ -1,8 +1,8 @@
-"""The priority walk: each op goes to the first executor that can run it.
+"""Claim: each op goes to the first executor that can run it, with late decomposition.
 
-In: a functional Trace and the executors in order. Out: a Trace at stage "claimed", where every op carries its
-executor's name. An op that only the last resort would take is taken apart one level if all its pieces end with
-the executors before it, and otherwise stays whole.
+In: a functional Trace and the executors in priority order. Out: a Trace at stage "claimed", where every
+op carries its executor's name. Suppose only the last executor would claim an op. The op is decomposed
+one level if executors before the last claim all of its decomposed ops. Otherwise it stays whole.
 """
 
 from __future__ import annotations
@@ -15,106 +15,128 @@ from torch import fx
 
 from fulgurite.errors import CompileError
 from fulgurite.executors.base import Executor
-from fulgurite.executors.whole import Whole
+from fulgurite.executors.composite import CompositeOp
 from fulgurite.trace import Trace, describe, source_of
 from fulgurite.trace.cost import is_view
+from fulgurite.trace.node_meta import (
+    composite_of,
+    executor_of,
+    fake_value,
+    is_claimed,
+    set_executor,
+)
 from fulgurite.trace.signature import call_signature
 from fulgurite.trace.trace import copy_module
-from fulgurite.transforms.decompose import decompose, inline
+from fulgurite.transforms.decompose import decompose, inline_decomposition
 
-LAZY = (
-    torch.ops.aten._conj.default,
-    torch.ops.aten._neg_view.default,
-)  # views that compute when read
-DEEPEST = 4  # levels a composite op is taken apart; torch's own tables end well before
-Known = dict[tuple[str, int], fx.GraphModule | None]  # pieces by call and depth
+# views that are materialized when they are read
+LAZY_VIEWS = (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default)
+MAX_DECOMPOSITION_DEPTH = 4  # torch's own tables end well before
+DecompositionCache = dict[tuple[str, int], fx.GraphModule | None]  # by call signature and depth
 
 
 def claim(trace: Trace, executors: Sequence[Executor]) -> Trace:
     """Give every op an executor."""
     module = copy_module(trace.module)
-    known: Known = {}
+    cache: DecompositionCache = {}
     for node in list(module.graph.nodes):
-        taken_apart = node._erased  # with the tuple it was an item of
-        if node.op in ("call_function", "call_method", "call_module") and not taken_apart:
-            _claim_node(module, node, executors, DEEPEST, known)
-    wholes = {node.meta["whole"]: None for node in module.graph.nodes if "whole" in node.meta}
+        if node._erased:  # a getitem, erased when its tuple was decomposed
+            continue
+        if node.op in ("call_function", "call_method", "call_module"):
+            _claim_node(module, node, executors, MAX_DECOMPOSITION_DEPTH, cache)
+    composites: dict[CompositeOp, None] = {}
     for node in module.graph.nodes:
-        if "whole" in node.meta:
-            node.meta["whole"].pieces.add(node)
-    for whole in wholes:
-        whole.close()
+        composite = composite_of(node)
+        if composite is not None:
+            composite.decomposed_nodes.add(node)
+            composites[composite] = None
+    for composite in composites:
+        composite.finalize()
     return trace.with_module(module)
 
 
 def _claim_node(
-    module: fx.GraphModule, node: fx.Node, executors: Sequence[Executor], depth: int, known: Known
+    module: fx.GraphModule,
+    node: fx.Node,
+    executors: Sequence[Executor],
+    depth: int,
+    cache: DecompositionCache,
 ) -> None:
-    if node.target is operator.getitem and "executor" in node.args[0].meta:
-        node.meta["executor"] = node.args[0].meta["executor"]  # an item stays with its tuple
+    if node.target is operator.getitem and is_claimed(node.args[0]):
+        set_executor(node, executor_of(node.args[0]))  # an item stays with its tuple
         return
     *preferred, last = executors
     for executor in preferred:
         if executor.claims(node):
-            node.meta["executor"] = executor.name
+            set_executor(node, executor.name)
             return
-    wanting = [executor for executor in preferred if executor.takes_pieces]
-    pieces = _wanted_pieces(module, node, wanting, depth, known) if wanting else None
-    if pieces is not None:
-        whole = Whole.of(node)
-        made, results = inline(node, pieces)
-        if "whole" not in node.meta:  # not itself a piece of something larger
-            whole.open(made, results)
-        for piece in made:
-            if not piece._erased:  # with the tuple it was an item of
-                _claim_node(module, piece, executors, depth - 1, known)
+    accepting = [executor for executor in preferred if executor.accepts_decomposed_ops]
+    decomposed = None
+    if accepting:
+        decomposed = _decompose_if_claimable(module, node, accepting, depth, cache)
+    if decomposed is not None:
+        composite = CompositeOp.from_node(node)
+        inlined, results = inline_decomposition(node, decomposed)
+        if composite_of(node) is None:  # else the node belongs to a larger composite op
+            composite.track_results(inlined, results)
+        for inner in inlined:
+            if not inner._erased:
+                _claim_node(module, inner, executors, depth - 1, cache)
         return
     if not last.claims(node):
         raise CompileError(
             f"no executor claims {node.target}",
             where=str(source_of(node)),
-            input=", ".join(
-                f"{n.name}: {describe(n.meta.get('val'))}" for n in node.all_input_nodes
-            ),
+            input=", ".join(f"{n.name}: {describe(fake_value(n))}" for n in node.all_input_nodes),
             next="end the list of executors with 'torch', which runs everything",
         )
-    node.meta["executor"] = last.name
+    set_executor(node, last.name)
 
 
-def _wanted_pieces(
-    module: fx.GraphModule, node: fx.Node, wanting: Sequence[Executor], depth: int, known: Known
+def _decompose_if_claimable(
+    module: fx.GraphModule,
+    node: fx.Node,
+    accepting: Sequence[Executor],
+    depth: int,
+    cache: DecompositionCache,
 ) -> fx.GraphModule | None:
-    """The node's pieces, if every one that computes something ends with an executor that fuses.
+    """Decompose the node if the accepting executors claim every decomposed op that computes.
 
-    Equal layers have equal ops, and tracing the pieces of one takes milliseconds: what came out is remembered.
+    Equal layers have equal ops, and tracing a decomposition takes milliseconds. So results are cached.
     """
     if depth == 0 or not isinstance(node.target, torch._ops.OpOverload):
         return None
-    if _is_free(node) and node.target not in LAZY:
+    if _is_view_or_getitem(node) and node.target not in LAZY_VIEWS:
         return None
     call = call_signature(node)
-    if call is None:  # sizes that are symbols: each call is its own
-        return _taken_apart(module, node, wanting, depth, known)
-    if (call, depth) not in known:
-        known[call, depth] = _taken_apart(module, node, wanting, depth, known)
-    return known[call, depth]
+    if call is None:  # symbolic sizes: calls are not comparable
+        return _decompose_uncached(module, node, accepting, depth, cache)
+    if (call, depth) not in cache:
+        cache[call, depth] = _decompose_uncached(module, node, accepting, depth, cache)
+    return cache[call, depth]
 
 
-def _taken_apart(
-    module: fx.GraphModule, node: fx.Node, wanting: Sequence[Executor], depth: int, known: Known
+def _decompose_uncached(
+    module: fx.GraphModule,
+    node: fx.Node,
+    accepting: Sequence[Executor],
+    depth: int,
+    cache: DecompositionCache,
 ) -> fx.GraphModule | None:
-    pieces = decompose(module, node)
-    if pieces is None:
+    decomposed = decompose(module, node)
+    if decomposed is None:
         return None
-    computing = [n for n in pieces.graph.nodes if n.op == "call_function" and not _is_free(n)]
-    wanted = bool(computing) and all(
-        any(executor.claims(piece) for executor in wanting)
-        or _wanted_pieces(pieces, piece, wanting, depth - 1, known) is not None
-        for piece in computing
+    computing = [
+        n for n in decomposed.graph.nodes if n.op == "call_function" and not _is_view_or_getitem(n)
+    ]
+    is_claimable = bool(computing) and all(
+        any(executor.claims(inner) for executor in accepting)
+        or _decompose_if_claimable(decomposed, inner, accepting, depth - 1, cache) is not None
+        for inner in computing
     )
-    return pieces if wanted else None
+    return decomposed if is_claimable else None
 
 
-def _is_free(node: fx.Node) -> bool:
-    """Views and item picking go wherever their neighbours go."""
+def _is_view_or_getitem(node: fx.Node) -> bool:
+    """Views and getitem go wherever their neighbors go."""
     return node.target is operator.getitem or is_view(node)

@@ -1,8 +1,8 @@
-"""Stretches of a final trace as CUDA graphs.
+"""Capture CUDA graphs: capturable parts of a final trace become graph calls.
 
-In: a final trace, whose lines are kernels and library calls. Out: the same trace with every stretch that can be
-recorded as one call. What can't be stays between them: CPU tensors, sizes that depend on data, collectives, and
-generated kernels that draw a seed on the host (a replay would draw the same numbers each time).
+In: a final trace of kernels and library calls. Out: the same trace, with each run of capturable nodes as
+one call. Other nodes stay between them: CPU tensors, data-dependent sizes, collectives, and generated
+kernels whose seed the host draws (a replay would draw the same numbers each time).
 """
 
 from __future__ import annotations
@@ -14,108 +14,126 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from fulgurite.cudagraph import CudaTape, Graphed, Handing
+from fulgurite.cudagraph import CudaCapturedCall, GraphedFunction, OutputMode
 from fulgurite.executors.base import Executor
-from fulgurite.executors.regions import lower
+from fulgurite.executors.regions import lower_trace
 from fulgurite.executors.torch import TORCH
 from fulgurite.trace import Trace
-from fulgurite.trace.cost import is_view, op_of, tensors
+from fulgurite.trace.cost import is_view, iter_tensors
+from fulgurite.trace.mutations import is_input_mutation, mutated_inputs
+from fulgurite.trace.node_meta import (
+    aten_op,
+    copy_meta,
+    cudagraph_output,
+    enter_cudagraph,
+    executor_of,
+    fake_value,
+    leave_cudagraph,
+    set_cudagraph_output,
+    set_executor,
+)
 from fulgurite.trace.printer import render
+from fulgurite.trace.purity import is_pure, is_random
 from fulgurite.trace.region import Region
-from fulgurite.trace.text import bind
+from fulgurite.trace.source import compile_source
 from fulgurite.trace.trace import copy_module
-from fulgurite.trace.writes import writes_only_inputs, written
-from fulgurite.transforms.purity import is_pure, is_random
 
-SYNCHRONIZING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-RECORD = CudaTape
-WARMUPS = {"inference": 2, "forward": 2, "backward": 4}  # backward waits for forward's addresses
+SYNCHRONIZING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+CAPTURE = CudaCapturedCall
+WARMUPS = {
+    "inference": 2,
+    "forward": 2,
+    "backward": 4,
+}  # backward's inputs are static only once forward is captured
 
 
 class CudaGraphExecutor(Executor):
-    """Runs stretches that were chosen before; see `graphed`."""
+    """Runs the nodes that `capture_cuda_graphs` assigned to it."""
 
     name = "cudagraph"
     region_name = "graph"
 
     def __init__(self, warmups: int) -> None:
         self.warmups = warmups
-        self.graphs: list[Graphed] = []
+        self.graphs: list[GraphedFunction] = []
 
     def claims(self, node: fx.Node) -> bool:
-        return node.meta.get("executor") == self.name
+        return executor_of(node) == self.name
 
     def lower(self, region: fx.GraphModule) -> Callable[..., Sequence[Any]]:
         for node in region.graph.nodes:
-            if "ran_by" in node.meta:
-                node.meta["executor"] = node.meta.pop("ran_by")
-        run = bind(render(region, "graph", (), "boxed"), "<fulgurite graph>")
-        handing: list[Handing] = [n.meta["handing"] for n in region.graph.output_node().args[0]]
-        name = f"graph_{len(self.graphs)}"
-        changed = {target for node in region.graph.nodes for target in written(node)}
-        places = [node for node in region.graph.nodes if node.op == "placeholder"]
-        graphed = Graphed(
-            name,
-            lambda *i: run(list(i)),
-            handing,
-            written=[k for k, node in enumerate(places) if node in changed],
+            leave_cudagraph(node)
+        run = compile_source(render(region, "graph", (), "boxed"), "<fulgurite graph>")
+        output_modes: list[OutputMode] = [
+            cudagraph_output(n) for n in region.graph.output_node().args[0]
+        ]
+        mutated = {target for node in region.graph.nodes for target in mutated_inputs(node)}
+        placeholders = region.graph.find_nodes(op="placeholder")
+        graphed = GraphedFunction(
+            f"graph_{len(self.graphs)}",
+            lambda *inputs: run(list(inputs)),
+            output_modes,
+            mutated_inputs=[k for k, node in enumerate(placeholders) if node in mutated],
             warmups=self.warmups,
-            record=RECORD,
+            capture=CAPTURE,
         )
         self.graphs.append(graphed)
         return graphed
 
 
-def graphed(trace: Trace, user_results: int) -> Trace:
-    """The trace with its capturable stretches as CUDA graphs.
+def capture_cuda_graphs(trace: Trace, num_user_outputs: int) -> Trace:
+    """Replace the capturable parts of a trace by CUDA graphs.
 
-    user_results   how many of its results the user gets; the others are kept for backward
+    num_user_outputs   how many outputs go to the user; the others are saved for backward
     """
     module = copy_module(trace.module)
     executor = CudaGraphExecutor(WARMUPS[trace.kind])
-    handed = _handed(trace, module.graph, user_results)
+    output_modes = _output_modes(trace, module.graph, num_user_outputs)
     for node in module.graph.nodes:
         if node.op != "call_function":
             continue
-        node.meta = {**node.meta, "handing": handed.get(node, "inside")}
-        if capturable(node):
-            node.meta["ran_by"] = node.meta.get("executor", TORCH.name)
-            node.meta["executor"] = executor.name
+        copy_meta(node, node)  # don't change the metadata of the earlier stage
+        set_cudagraph_output(node, output_modes.get(node, "internal"))
+        if is_capturable(node):
+            enter_cudagraph(node, executor.name)
         else:
-            node.meta["executor"] = TORCH.name
-    return lower(trace.with_module(module), [executor, TORCH])
+            set_executor(node, TORCH.name)
+    return lower_trace(trace.with_module(module), [executor, TORCH])
 
 
-def cuda_graphs_of(trace: Trace) -> list[Graphed]:
+def find_cuda_graphs(trace: Trace) -> list[GraphedFunction]:
     """The CUDA graphs of a final trace, in order."""
     calls = [n.target.call for n in trace.graph.nodes if isinstance(n.target, Region)]
-    return [call for call in calls if isinstance(call, Graphed)]
+    return [call for call in calls if isinstance(call, GraphedFunction)]
 
 
-def _handed(trace: Trace, graph: fx.Graph, user_results: int) -> dict[fx.Node, Handing]:
-    """How values that leave the program are handed out: gradients and what backward needs are lent."""
-    found: dict[fx.Node, Handing] = {}
-    results = graph.output_node().args[0]
-    for position, node in enumerate(results if isinstance(results, (list, tuple)) else [results]):
-        lent = trace.kind == "backward" or position >= user_results
+def _output_modes(
+    trace: Trace, graph: fx.Graph, num_user_outputs: int
+) -> dict[fx.Node, OutputMode]:
+    """How the program's outputs are returned: gradients and saved tensors without a copy."""
+    modes: dict[fx.Node, OutputMode] = {}
+    outputs = graph.output_node().args[0]
+    for position, node in enumerate(outputs if isinstance(outputs, (list, tuple)) else [outputs]):
+        is_shared = trace.kind == "backward" or position >= num_user_outputs
         if isinstance(node, fx.Node):
-            found[node] = "copied" if found.get(node) == "copied" or not lent else "lent"
-    for node in reversed(graph.nodes):  # a view that leaves takes its base along
-        if node in found and is_view(node):
+            is_copied = modes.get(node) == "copied" or not is_shared
+            modes[node] = "copied" if is_copied else "shared"
+    for node in reversed(graph.nodes):  # the base of a returned view is returned with it
+        if node in modes and is_view(node):
             for source in node.all_input_nodes:
-                found.setdefault(source, found[node])
-    return found
+                modes.setdefault(source, modes[node])
+    return modes
 
 
-def capturable(node: fx.Node) -> bool:
-    """Whether a CUDA graph can hold this line of a final trace."""
-    values = [t for n in (node, *node.all_input_nodes) for t in tensors(n.meta.get("val"))]
+def is_capturable(node: fx.Node) -> bool:
+    """Whether a CUDA graph can capture this node of a final trace."""
+    values = [t for n in (node, *node.all_input_nodes) for t in iter_tensors(fake_value(n))]
     if not values or any(t.device.type != "cuda" for t in values):
         return False
     if len({t.device for t in values}) > 1 or free_unbacked_symbols(values):
         return False
     if isinstance(node.target, Region):
-        return bool(getattr(node.target.call, "capturable", True))
-    tags = set(getattr(op_of(node), "tags", ()))
-    plain = is_pure(node) or is_random(node) or writes_only_inputs(node)
-    return not SYNCHRONIZING & tags and plain
+        return bool(getattr(node.target.call, "is_capturable", True))
+    tags = set(getattr(aten_op(node), "tags", ()))
+    is_replayable = is_pure(node) or is_random(node) or is_input_mutation(node)
+    return not SYNCHRONIZING_TAGS & tags and is_replayable

@@ -1,7 +1,7 @@
-"""Regions handed to TorchInductor: an alternative, and the yardstick.
+"""The inductor executor: regions compiled by TorchInductor, as an alternative and for comparison.
 
-In: a region. Out: what Inductor compiles it to. It claims what Inductor can fuse or call: ATen and prims ops
-on CPU and CUDA tensors; everything else is left to the executors after it.
+In: a region. Out: what Inductor compiles it to. It claims what Inductor can fuse or call: ATen and prims
+ops on CPU and CUDA tensors. Other ops go to the executors after it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import torch
 from torch import fx
 
 from fulgurite.executors.base import Executor
-from fulgurite.trace.cost import tensors
-from fulgurite.transforms.purity import is_random
+from fulgurite.trace.cost import iter_tensors
+from fulgurite.trace.node_meta import fake_value
+from fulgurite.trace.purity import is_random
 
 
 class InductorExecutor(Executor):
@@ -23,13 +24,10 @@ class InductorExecutor(Executor):
     def claims(self, node: fx.Node) -> bool:
         target = node.target
         if node.op != "call_function" or is_random(node):
-            return False  # random ops stay with torch, so that they draw what eager draws
-        values = [
-            node.meta.get("val"),
-            *(source.meta.get("val") for source in node.all_input_nodes),
-        ]
-        held = [tensor for value in values for tensor in tensors(value)]
-        if any(t.device.type not in ("cpu", "cuda") or t.is_complex() for t in held):
+            return False  # torch draws the same random numbers as eager
+        values = [fake_value(n) for n in (node, *node.all_input_nodes)]
+        tensors = [tensor for value in values for tensor in iter_tensors(value)]
+        if any(t.device.type not in ("cpu", "cuda") or t.is_complex() for t in tensors):
             return False
         if isinstance(target, torch._ops.OpOverload):
             return target.namespace in ("aten", "prims") and not target._schema.is_mutable
@@ -38,11 +36,14 @@ class InductorExecutor(Executor):
     def lower(self, region: fx.GraphModule) -> Callable[..., Sequence[Any]]:
         from torch._inductor import standalone_compile
 
-        inputs = [n.meta["val"] for n in region.graph.nodes if n.op == "placeholder"]
-        symbolic = any(isinstance(value, torch.SymInt) for value in inputs) or any(
-            isinstance(size, torch.SymInt) for v in inputs for t in tensors(v) for size in t.shape
+        inputs = [fake_value(n) for n in region.graph.nodes if n.op == "placeholder"]
+        is_symbolic = any(isinstance(value, torch.SymInt) for value in inputs) or any(
+            isinstance(size, torch.SymInt)
+            for v in inputs
+            for t in iter_tensors(v)
+            for size in t.shape
         )
-        shapes = "from_tracing_context" if symbolic else "from_example_inputs"
+        shapes = "from_tracing_context" if is_symbolic else "from_example_inputs"
         return standalone_compile(region, inputs, dynamic_shapes=shapes)
 
 

@@ -1,8 +1,7 @@
-"""Reading a printed trace back: what `@fulgurite.region`, `@fulgurite.subgraph` and `fulgurite.unprintable`
-in its text mean.
+"""Load a printed trace: `@fulgurite.region`, `@fulgurite.subgraph` and `fulgurite.unprintable`.
 
-In: the functions of a printed trace. Out: regions, lowered again by the executor the text names the first time
-they run; and graphs, for the higher-order ops that look inside the function they are given.
+In: the functions of a printed trace. Out: regions, which the named executor lowers again when they first
+run; and graph modules, for the higher-order ops that inspect the function they are given.
 """
 
 from __future__ import annotations
@@ -20,16 +19,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fulgurite.errors import TraceTextError
 from fulgurite.executors.base import resolve_executors
 from fulgurite.executors.cudagraph import CudaGraphExecutor
+from fulgurite.trace.node_meta import has_fake_value, set_fake_value
 
 
 def region(executor: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Marks a function of a printed trace as a region that `executor` runs.
+    """Mark a function of a printed trace as a region that `executor` runs.
 
-    A stretch that was a CUDA graph runs call by call: an edited trace is there to be looked into.
+    A region that was a CUDA graph runs call by call: an edited trace is there to be debugged.
     """
     if executor == CudaGraphExecutor.name:
         return lambda function: function
-    (runs,) = resolve_executors([executor])
+    (region_executor,) = resolve_executors([executor])
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         lowered: dict[Any, Callable[..., Sequence[Any]]] = {}
@@ -37,15 +37,16 @@ def region(executor: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         @functools.wraps(function)
         def run(*inputs: Any) -> Any:
             if any(isinstance(value, FakeTensor) for value in inputs):
-                return function(*inputs)  # asked what it would give: its ops know
+                return function(*inputs)  # shape propagation: its ops do it
             key = tuple(_signature(value) for value in inputs)
             if key not in lowered:
                 with torch.no_grad():
                     module = make_fx(function, tracing_mode="fake")(*inputs)
                 placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
                 for node, value in zip(placeholders, inputs, strict=True):
-                    node.meta.setdefault("val", value)  # a number, which is the same in every call
-                lowered[key] = runs.lower(module)
+                    if not has_fake_value(node):
+                        set_fake_value(node, value)  # a number, constant for this key
+                lowered[key] = region_executor.lower(module)
             return lowered[key](*inputs)
 
         return run
@@ -54,7 +55,7 @@ def region(executor: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def subgraph(function: Callable[..., Any]) -> fx.GraphModule:
-    """Marks a function of a printed trace as the graph that a higher-order op (cond, checkpoint) runs."""
+    """Mark a function of a printed trace as the graph of a higher-order op (cond, checkpoint)."""
     graph = fx.Graph()
     inputs = [graph.placeholder(name) for name in inspect.signature(function).parameters]
     graph.output(graph.call_function(function, tuple(inputs)))
@@ -68,18 +69,18 @@ def _signature(value: Any) -> Any:
 
 
 class unprintable:
-    """Stands where a trace held something that has no text: a process group, a user's object."""
+    """Replaces an object of a trace that has no text form: a process group, a user's object."""
 
     def __init__(self, what: str) -> None:
         self.what = what
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def _raise(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TraceTextError(
             f"the trace uses {self.what}, which can't be written as text",
-            next="run the trace from the compiled function, or put your own object in its place",
+            next="run the trace from the compiled function, or replace it by your own object",
         )
 
-    __call__ = _refuse
+    __call__ = _raise
 
     def __getattr__(self, name: str) -> Any:
-        self._refuse()
+        self._raise()

@@ -1,192 +1,227 @@
-"""Claimed neighbours → regions → calls.
+"""Lower a claimed trace: regions become calls.
 
-In: a claimed Trace. Out: the final Trace. Ops that one fusing executor claimed are gathered into regions (`gather`),
-each is taken out (`extract`), lowered and becomes one call. Ops of the torch executor stay single calls.
+In: a claimed Trace. Out: the final Trace. Ops that one fusing executor claimed are grouped into regions
+(`group_ops`). Each region is extracted (`extract_subgraph`), lowered by its executor, and becomes one
+call. Ops of the torch executor stay single calls.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch import fx, ops
+from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from fulgurite.errors import CompileError, FulguriteError
-from fulgurite.executors.base import Chosen, Executor
-from fulgurite.executors.extract import Extracted, extract
-from fulgurite.executors.gather import Group, gather, in_order
-from fulgurite.executors.lend import lend
-from fulgurite.executors.order import for_memory
+from fulgurite.executors.base import Executor, ExecutorChoice
+from fulgurite.executors.composite import restore_composite_ops
+from fulgurite.executors.donation import find_donations
+from fulgurite.executors.grouping import Group, group_ops, sort_topologically
+from fulgurite.executors.input_writes import fuse_input_writes
+from fulgurite.executors.memory_order import reorder_for_memory
 from fulgurite.executors.torch import TorchExecutor
-from fulgurite.executors.whole import as_torch
-from fulgurite.executors.writes import gather_writes
 from fulgurite.trace import Trace, describe, source_of
 from fulgurite.trace.cost import (
-    bytes_text,
-    count_text,
+    format_bytes,
+    format_count,
     is_view,
-    tensors,
+    iter_tensors,
     value_bytes,
 )
+from fulgurite.trace.extract import Subgraph, extract_subgraph
+from fulgurite.trace.mutations import mutated_inputs
+from fulgurite.trace.node_meta import (
+    composite_of,
+    copy_location,
+    copy_meta,
+    executor_of,
+    fake_value,
+    mark_donated,
+    set_comment,
+    set_executor,
+    set_fake_value,
+)
+from fulgurite.trace.op_names import GENERIC_OPS, name_from_ops
 from fulgurite.trace.region import Region
 from fulgurite.trace.trace import copy_module
-from fulgurite.trace.writes import written
 
-aten = ops.aten
-Lower = Callable[[str, Executor, fx.GraphModule, Callable[[], fx.GraphModule]], Chosen]
+# (region name, executor that claimed it, region, builder of the region as torch runs it) → choice
+ChooseExecutor = Callable[
+    [str, Executor, fx.GraphModule, Callable[[], fx.GraphModule]], ExecutorChoice
+]
+GENERIC_REGION_OPS = GENERIC_OPS | {
+    *("neg", "convert_element_type", "copy", "sum", "mean", "getitem")
+}
 
 
-def lower(
-    trace: Trace, executors: Sequence[Executor], choose: Lower | None = None, lends: bool = False
+def lower_trace(
+    trace: Trace,
+    executors: Sequence[Executor],
+    choose_executor: ChooseExecutor | None = None,
+    allow_donation: bool = False,
 ) -> Trace:
-    """The final trace: regions lowered, single ops spelled as directly as torch allows.
+    """Return the final trace: regions are lowered, single ops are direct calls of torch.
 
-    lends   whether regions may overwrite what nobody reads after them: nothing is to be added to the trace, then
+    choose_executor   picks the executor of a region; None: the one that claimed it
+    allow_donation    regions may overwrite inputs that nobody reads afterwards. Then no later step may
+                      add readers to the trace.
     """
     by_name = {executor.name: executor for executor in executors}
-    groups = gather(trace, by_name)
+    groups = group_ops(trace, by_name)
     if all(group.executor is None for group in groups):
         module = copy_module(trace.module)
     else:
-        module = _assemble(trace, for_memory(in_order(groups)), choose or _lower_with, lends)
-    gather_writes(module)
+        ordered = reorder_for_memory(sort_topologically(groups))
+        builder = _GraphBuilder(trace, choose_executor or _use_claiming_executor)
+        module = builder.build(ordered, find_donations(ordered) if allow_donation else {})
+    fuse_input_writes(module)
     for node in module.graph.nodes:
-        executor = by_name.get(node.meta.get("executor", ""))
+        executor = by_name.get(executor_of(node))
         if isinstance(executor, TorchExecutor):
-            executor.spell(module, node)
+            executor.use_direct_function(module, node)
     module.graph.lint()
     return trace.with_module(module)
 
 
-def _assemble(trace: Trace, groups: list[Group], choose: Lower, lends: bool) -> fx.GraphModule:
-    graph = fx.Graph()
-    value_of: dict[fx.Node, fx.Node] = {}
-    for node in trace.graph.nodes:
-        if node.op in ("placeholder", "get_attr"):
-            value_of[node] = graph.node_copy(node, lambda n: value_of[n])
-    lent = lend(groups) if lends else {}
-    extracted = {g.index: _begun(trace, g, lent.get(g.index)) for g in groups if _is_region(g)}
-    serial = 0
-    for group in groups:
-        if not _is_region(group):
+@dataclass
+class _GraphBuilder:
+    """Builds the graph of the final trace, group by group."""
+
+    trace: Trace
+    choose_executor: ChooseExecutor
+
+    def __post_init__(self) -> None:
+        self.graph = fx.Graph()
+        self.value_of: dict[
+            fx.Node, fx.Node
+        ] = {}  # node of the claimed trace → node of the new graph
+
+    def build(self, groups: list[Group], donations: dict[int, set[fx.Node]]) -> fx.GraphModule:
+        for node in self.trace.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self._copy(node)
+        subgraphs = {  # all of them first: executors compile in the background
+            group.index: self._extract_region(group, donations.get(group.index, set()))
+            for group in groups
+            if _is_region(group)
+        }
+        numbers = itertools.count()
+        for group in groups:
+            if group.index in subgraphs:
+                self._add_region(group, subgraphs[group.index], next(numbers))
+                continue
             for node in group.nodes:
-                value_of[node] = graph.node_copy(node, lambda n: value_of[n])
-                value_of[node].meta["executor"] = _alone(node, group)
-            continue
-        _add_region(trace, graph, group, extracted[group.index], value_of, serial, choose)
-        serial += 1
-    old = trace.graph.output_node()
-    result = graph.output(fx.node.map_arg(old.args[0], lambda n: value_of[n]))
-    result.meta = dict(old.meta)
-    module = _LazyGraphModule(trace.module, graph, class_name="Trace")
-    module.meta = dict(trace.module.meta)
-    return module
+                set_executor(self._copy(node), _executor_of_single_op(node))
+        old_output = self.trace.graph.output_node()
+        results = fx.node.map_arg(old_output.args[0], lambda n: self.value_of[n])
+        copy_meta(old_output, self.graph.output(results))
+        module = _LazyGraphModule(self.trace.module, self.graph, class_name="Trace")
+        module.meta = dict(self.trace.module.meta)
+        return module
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        copy = self.graph.node_copy(node, lambda n: self.value_of[n])
+        self.value_of[node] = copy
+        return copy
+
+    def _extract_region(self, group: Group, donated: set[fx.Node]) -> Subgraph:
+        """Extract a region and let its executor start compiling it."""
+        assert group.executor is not None, "only fusing executors have regions"
+        subgraph = extract_subgraph(self.trace, group.nodes)
+        placeholders = subgraph.module.graph.find_nodes(op="placeholder")
+        for placeholder, source in zip(placeholders, subgraph.inputs, strict=True):
+            if source in donated:
+                mark_donated(placeholder)
+        try:
+            group.executor.start_lowering(subgraph.module)
+        except FulguriteError:
+            raise
+        except Exception as error:
+            raise _lowering_error(group, error) from error
+        return subgraph
+
+    def _add_region(self, group: Group, subgraph: Subgraph, number: int) -> None:
+        """Lower a region and add its call, or its ops if it falls back to torch."""
+        assert group.executor is not None, "only fusing executors have regions"
+        module, inputs, outputs = subgraph
+        name = f"{group.executor.region_name or _name_region(group.nodes)}_{number}"
+        restore = functools.partial(restore_composite_ops, self.trace, group.nodes, inputs, outputs)
+        try:
+            choice = self.choose_executor(name, group.executor, module, restore)
+        except FulguriteError:
+            raise
+        except Exception as error:
+            raise _lowering_error(group, error) from error
+        if choice.call is None:
+            self._add_fallback_ops(restore(), subgraph, choice.comment)
+            return
+        summary = _summarize_region(group, subgraph, choice.call)
+        region = Region(name, choice.executor.name, module, choice.call, summary)
+        call = self.graph.call_function(region, tuple(self.value_of[n] for n in inputs))
+        copy_location(group.nodes[0], call)
+        set_fake_value(call, tuple(fake_value(n) for n in outputs))
+        set_executor(call, choice.executor.name)
+        for position, output in enumerate(outputs):
+            item = self.graph.create_node(
+                "call_function", operator.getitem, (call, position), name=output.name
+            )
+            copy_meta(output, item)
+            self.value_of[output] = item
+
+    def _add_fallback_ops(
+        self, torch_module: fx.GraphModule, subgraph: Subgraph, comment: str
+    ) -> None:
+        """Add the ops of a region as torch runs them; the first one carries the comment."""
+        copied: dict[fx.Node, fx.Node] = {}
+        inputs = iter(subgraph.inputs)
+        for node in torch_module.graph.nodes:
+            if node.op == "placeholder":
+                copied[node] = self.value_of[next(inputs)]
+            elif node.op == "output":
+                for output, result in zip(subgraph.outputs, node.args[0], strict=True):
+                    self.value_of[output] = copied[result]
+            else:
+                copied[node] = self.graph.node_copy(node, lambda n: copied[n])
+                if not is_view(node) and comment:
+                    set_comment(copied[node], comment)
+                    comment = ""
 
 
-def _alone(node: fx.Node, group: Group) -> str:
-    """Who runs a node that is not in a region: what is free, or only a write, torch does."""
-    own = not _moves_nothing(node) and not written(node)
-    return str(node.meta["executor"]) if own else TorchExecutor.name
+def _summarize_region(group: Group, subgraph: Subgraph, call: Callable[..., Any]) -> str:
+    """`4 ops   64.0 MiB   donated: conv`, the comment of a region's call."""
+    computing = sum(not is_view(node) for node in group.nodes)
+    moved = sum(value_bytes(fake_value(n)) for n in {*subgraph.inputs, *subgraph.outputs})
+    summary = f"{format_count(computing, 'op')}   {format_bytes(moved)}"
+    overwritten = [subgraph.inputs[k].name for k in getattr(call, "overwritten_inputs", ())]
+    return f"{summary}   donated: {', '.join(overwritten)}" if overwritten else summary
 
 
-def _moves_nothing(node: fx.Node) -> bool:
-    """A view, or arithmetic with sizes."""
-    return is_view(node) or not any(True for _ in tensors(node.meta.get("val")))
+def _executor_of_single_op(node: fx.Node) -> str:
+    """The executor of a node outside of regions: torch for free ops and writes."""
+    is_torch = _is_free(node) or mutated_inputs(node)
+    return TorchExecutor.name if is_torch else executor_of(node)
+
+
+def _is_free(node: fx.Node) -> bool:
+    """Whether the node moves no data: a view, or arithmetic on sizes."""
+    return is_view(node) or not any(True for _ in iter_tensors(fake_value(node)))
 
 
 def _is_region(group: Group) -> bool:
-    return group.executor is not None and not all(map(_moves_nothing, group.nodes))
+    return group.executor is not None and not all(map(_is_free, group.nodes))
 
 
-def _begun(trace: Trace, group: Group, lent: set[fx.Node] | None) -> Extracted:
-    """The region as a module with its inputs and outputs, its lowering under way."""
-    assert group.executor is not None, "only fusing executors have regions"
-    extracted = extract(trace, group.nodes)
-    places = [node for node in extracted[0].graph.nodes if node.op == "placeholder"]
-    for place, source in zip(places, extracted[1], strict=True):
-        if lent and source in lent:
-            place.meta["lent"] = True
-    try:
-        group.executor.begin(extracted[0])
-    except FulguriteError:
-        raise
-    except Exception as error:
-        raise _lowering_failed(group, error) from error
-    return extracted
-
-
-def _add_region(
-    trace: Trace,
-    graph: fx.Graph,
-    group: Group,
-    extracted: Extracted,
-    value_of: dict[fx.Node, fx.Node],
-    serial: int,
-    choose: Lower,
-) -> None:
-    assert group.executor is not None, "only fusing executors have regions"
-    module, inputs, outputs = extracted
-    plain = functools.partial(as_torch, trace, group.nodes, inputs, outputs)
-    name = f"{group.executor.region_name or _telling_name(group.nodes)}_{serial}"
-    try:
-        chosen = choose(name, group.executor, module, plain)
-    except FulguriteError:
-        raise
-    except Exception as error:
-        raise _lowering_failed(group, error) from error
-    if chosen.call is None:
-        _give_back(graph, plain(), inputs, outputs, value_of, chosen.remark)
-        return
-    executor = chosen.executor
-    computing = sum(not is_view(node) for node in group.nodes)
-    moved = sum(value_bytes(n.meta.get("val")) for n in {*inputs, *outputs})
-    summary = f"{count_text(computing, 'op')}   {bytes_text(moved)}"
-    overwritten = [inputs[k].name for k in getattr(chosen.call, "overwritten", ())]
-    if overwritten:
-        summary += f"   in the place of {', '.join(overwritten)}"
-    region = Region(name, executor.name, module, chosen.call, summary)
-    node = graph.call_function(region, tuple(value_of[n] for n in inputs))
-    node.meta = {
-        "val": tuple(n.meta.get("val") for n in outputs),
-        "executor": executor.name,
-        **{k: v for k, v in group.nodes[0].meta.items() if k in ("stack_trace", "nn_module_stack")},
-    }
-    for position, output in enumerate(outputs):
-        picked = (operator.getitem, (node, position))
-        item = graph.create_node("call_function", *picked, name=output.name)
-        item.meta = dict(output.meta)
-        value_of[output] = item
-
-
-DULL = [
-    "add",
-    "sub",
-    "mul",
-    "div",
-    "neg",
-    "to_copy",
-    "convert_element_type",
-    "clone",
-    "copy",
-    "full",
-    "where",
-    "sum",
-    "mean",
-    "getitem",
-]
-
-
-def _telling_name(nodes: list[fx.Node]) -> str:
-    """A name from what the user would call the region: ops that were taken apart first, then telling ones."""
-    wholes = [_op_name(n.meta["whole"].target) for n in nodes if "whole" in n.meta]
-    rest = [n for n in nodes if not _moves_nothing(n) and "whole" not in n.meta]
-    ops = [_op_name(n.target) for n in rest]
-    telling = [name for name in ops if name not in DULL]
-    named = list(dict.fromkeys([*wholes, *telling])) or list(dict.fromkeys(ops)) or ["region"]
-    return "_".join(named[:2])
+def _name_region(nodes: list[fx.Node]) -> str:
+    """A name that the user recognizes: composite ops first, then specific ops."""
+    composites = [_op_name(composite_of(n).target) for n in nodes if composite_of(n) is not None]
+    rest = [n for n in nodes if not _is_free(n) and composite_of(n) is None]
+    names = [_op_name(n.target) for n in rest]
+    return name_from_ops(names, first=composites, generic=GENERIC_REGION_OPS, max_ops=2)
 
 
 def _op_name(target: Any) -> str:
@@ -196,39 +231,16 @@ def _op_name(target: Any) -> str:
     return name if name.isidentifier() else "region"
 
 
-def _give_back(
-    graph: fx.Graph,
-    plain: fx.GraphModule,
-    inputs: list[fx.Node],
-    outputs: list[fx.Node],
-    value_of: dict[fx.Node, fx.Node],
-    remark: str,
-) -> None:
-    """The ops of a region as torch runs them, in the place of the region."""
-    copied: dict[fx.Node, fx.Node] = {}
-    given = iter(inputs)
-    for node in plain.graph.nodes:
-        if node.op == "placeholder":
-            copied[node] = value_of[next(given)]
-        elif node.op == "output":
-            for output, result in zip(outputs, node.args[0], strict=True):
-                value_of[output] = copied[result]
-        else:
-            copied[node] = graph.node_copy(node, lambda n: copied[n])
-            if not is_view(node) and remark:
-                copied[node].meta["remark"], remark = remark, ""
+def _use_claiming_executor(
+    name: str, executor: Executor, module: fx.GraphModule, restore: Callable[[], fx.GraphModule]
+) -> ExecutorChoice:
+    return ExecutorChoice(executor, executor.lower(module))
 
 
-def _lower_with(
-    name: str, executor: Executor, module: fx.GraphModule, plain: Callable[[], fx.GraphModule]
-) -> Chosen:
-    return Chosen(executor, executor.lower(module))
-
-
-def _lowering_failed(group: Group, error: Exception) -> CompileError:
+def _lowering_error(group: Group, error: Exception) -> CompileError:
     assert group.executor is not None, "only fusing executors have regions"
     node = group.nodes[-1]
-    inputs = [f"{n.name}: {describe(n.meta.get('val'))}" for n in node.all_input_nodes]
+    inputs = [f"{n.name}: {describe(fake_value(n))}" for n in node.all_input_nodes]
     return CompileError(
         f"the executor {group.executor.name!r} failed on a region of {len(group.nodes)} ops that ends "
         f"in {node.target}: {type(error).__name__}: {str(error)[:400]}",

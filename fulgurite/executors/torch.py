@@ -1,9 +1,9 @@
-"""The executor that runs everything: each op is one call of torch.
+"""The torch executor: each op is one call of torch. It runs everything.
 
-In: single nodes. Out: the same nodes, spelled as the plainest function that does the same: `torch.add(x, 1)`
-rather than `torch.ops.aten.add.Tensor(x, 1)`. It reads better and skips the slow, schema-driven way into the
-dispatcher. A spelling is used only if it was seen to dispatch to exactly that op with exactly those arguments.
-Large matmuls of the CPU are those of `kept`: the same, into memory that is reused.
+In: single nodes. Out: the same nodes, with the most direct function as target: `torch.add(x, 1)` instead
+of `torch.ops.aten.add.Tensor(x, 1)`. It reads better and skips the slow, schema-driven entry of the
+dispatcher. A direct function is used only if it was recorded to dispatch to exactly that op with exactly
+those arguments. Large matmuls on the CPU become those of `pooled_matmul`, whose outputs reuse memory.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fulgurite.executors import kept
+from fulgurite.executors import pooled_matmul
 from fulgurite.executors.base import Executor
-from fulgurite.trace.metadata import fake_mode_of, faking
+from fulgurite.trace.metadata import find_fake_mode, use_fake_mode
+from fulgurite.trace.node_meta import fake_value, set_aten_op
 from fulgurite.trace.printer import render
-from fulgurite.trace.text import bind
+from fulgurite.trace.source import compile_source
 
 
 class TorchExecutor(Executor):
@@ -31,48 +32,48 @@ class TorchExecutor(Executor):
         return True
 
     def lower(self, region: fx.GraphModule) -> Callable[..., Sequence[Any]]:
-        """A region run op by op; how tuning times torch against the others."""
-        run = bind(render(region, "region", (), "boxed"), "<fulgurite region>")
+        """Run a region op by op; autotuning times torch this way."""
+        run = compile_source(render(region, "region", (), "boxed"), "<fulgurite region>")
         return lambda *inputs: run(list(inputs))
 
-    def spell(self, module: fx.GraphModule, node: fx.Node) -> None:
-        """Point the node at the plainest function that does the same."""
+    def use_direct_function(self, module: fx.GraphModule, node: fx.Node) -> None:
+        """Replace the node's target by the most direct function that dispatches to it."""
         if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
             return
-        spelling = kept.spelling(node)
-        if spelling is None:
-            key = (node.target, _kinds(node.args), _kinds(node.kwargs))
-            if key not in _SPELLINGS:
-                _SPELLINGS[key] = _find_spelling(node, fake_mode_of(module))
-            spelling = _SPELLINGS[key]
-        if spelling is not None:
-            node.meta["aten"] = node.target
-            node.target = spelling
+        function = pooled_matmul.find_pooled_function(node)
+        if function is None:
+            key = (node.target, _argument_kinds(node.args), _argument_kinds(node.kwargs))
+            if key not in _DIRECT_FUNCTIONS:
+                _DIRECT_FUNCTIONS[key] = _find_direct_function(node, find_fake_mode(module))
+            function = _DIRECT_FUNCTIONS[key]
+        if function is not None:
+            set_aten_op(node, node.target)
+            node.target = function
 
 
-_SPELLINGS: dict[Any, Callable[..., Any] | None] = {}
-_SAME_AS = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}
+_DIRECT_FUNCTIONS: dict[Any, Callable[..., Any] | None] = {}
+_EQUIVALENT_OPS = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}
 _NAMESPACES = (torch, torch._C._nn, torch._C._special, torch._C._linalg, torch._C._fft)
 
 
-def _find_spelling(node: fx.Node, mode: FakeTensorMode) -> Callable[..., Any] | None:
-    args = fx.node.map_arg(node.args, lambda source: source.meta.get("val"))
-    kwargs = fx.node.map_arg(node.kwargs, lambda source: source.meta.get("val"))
-    for candidate in _candidates(node):
-        recorder = _Recorder()
+def _find_direct_function(node: fx.Node, mode: FakeTensorMode) -> Callable[..., Any] | None:
+    args = fx.node.map_arg(node.args, lambda source: fake_value(source))
+    kwargs = fx.node.map_arg(node.kwargs, lambda source: fake_value(source))
+    for candidate in _candidate_functions(node):
+        recorder = _DispatchRecorder()
         try:
-            with faking(mode), recorder:
+            with use_fake_mode(mode), recorder:
                 candidate(*args, **kwargs)
         except (TypeError, RuntimeError, ValueError, NotImplementedError):
-            continue  # this function doesn't take these arguments: not a spelling of the op
-        wanted = _SAME_AS.get(node.target, node.target)
-        if recorder.saw_only(wanted, args, kwargs):
+            continue  # the function doesn't take these arguments
+        op = _EQUIVALENT_OPS.get(node.target, node.target)
+        if recorder.recorded_only(op, args, kwargs):
             return candidate
     return None
 
 
-def _candidates(node: fx.Node) -> Iterator[Callable[..., Any]]:
-    assert isinstance(node.target, torch._ops.OpOverload), "only ATen ops are spelled"
+def _candidate_functions(node: fx.Node) -> Iterator[Callable[..., Any]]:
+    assert isinstance(node.target, torch._ops.OpOverload), "only ATen ops have direct functions"
     name = node.target._schema.name.split("::")[1]
     for namespace in _NAMESPACES:
         function = getattr(namespace, name, None)
@@ -84,8 +85,8 @@ def _candidates(node: fx.Node) -> Iterator[Callable[..., Any]]:
         yield method
 
 
-class _Recorder(TorchDispatchMode):
-    """Remembers which ops a call comes down to."""
+class _DispatchRecorder(TorchDispatchMode):
+    """Records which ops a call dispatches to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,19 +95,21 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.namespace != "prim":  # questions about a tensor, such as its device, are no work
+        if func.namespace != "prim":  # queries of a tensor, such as its device
             self.calls.append((func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    def saw_only(self, target: Any, args: Any, kwargs: Any) -> bool:
+    def recorded_only(self, target: Any, args: Any, kwargs: Any) -> bool:
         if len(self.calls) != 1 or self.calls[0][0] is not target:
             return False
-        _, seen_args, seen_kwargs = self.calls[0]
-        return _by_name(target, seen_args, seen_kwargs) == _by_name(target, args, kwargs)
+        _, recorded_args, recorded_kwargs = self.calls[0]
+        return _arguments_by_name(target, recorded_args, recorded_kwargs) == _arguments_by_name(
+            target, args, kwargs
+        )
 
 
-def _by_name(target: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """All arguments of a call by name, defaults filled in, in a form that == compares exactly."""
+def _arguments_by_name(target: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """All arguments of a call by name, with defaults, in a form that == compares exactly."""
     result = {}
     for position, parameter in enumerate(target._schema.arguments):
         if position < len(args):
@@ -127,16 +130,16 @@ def _comparable(value: Any) -> Any:
     return (type(value), repr(value))
 
 
-def _kinds(value: Any) -> Any:
-    """What the argument parser looks at: kinds of arguments, not their values."""
+def _argument_kinds(value: Any) -> Any:
+    """What torch's argument parser looks at: the kinds of arguments, not their values."""
     if isinstance(value, dict):
-        return tuple((key, _kinds(item)) for key, item in sorted(value.items()))
+        return tuple((key, _argument_kinds(item)) for key, item in sorted(value.items()))
     if isinstance(value, (list, tuple)):
-        return (type(value).__name__, *(_kinds(item) for item in value))
+        return (type(value).__name__, *(_argument_kinds(item) for item in value))
     if isinstance(value, fx.Node):
-        held = value.meta.get("val")
-        scalar = isinstance(held, torch.Tensor) and held.dim() == 0
-        return (type(held).__name__, scalar)
+        inner = fake_value(value)
+        is_scalar = isinstance(inner, torch.Tensor) and inner.dim() == 0
+        return (type(inner).__name__, is_scalar)
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format, str, bool)):
         return value
     return type(value).__name__

@@ -1,8 +1,8 @@
-// Functions of a float, branch-free, so that a loop over them becomes SIMD; errors in units of the
-// last place (ulp) over the whole range, as `tests/fuser/test_math.py` measures them:
+// Functions of a float, branch-free, so that loops over them become SIMD. Largest errors in ulp
+// over the whole range, as measured by the tests:
 //   exp 1   exp2 1   expm1 2   log 1.5   log2 2   log1p 2   tanh 2.5   sigmoid 2.5   erf 2
-// NaN gives NaN; infinities, zeros and subnormal numbers give what the limit is. `trigonometry.h` and
-// `functions.h` have more; functions of a double, and erfc and lgamma, are the C library's.
+// NaN gives NaN; infinities, zeros and subnormal numbers give the limit. See also `trigonometry.h`
+// and `math_via_double.h`. Functions of a double, erfc and lgamma are those of the C library.
 
 INLINE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 INLINE float floor(float x) { return __builtin_floorf(x); }
@@ -15,7 +15,7 @@ INLINE float copysign(float a, float b) { return __builtin_copysignf(a, b); }
 INLINE bool signbit(float x) { return bits(x) >> 31; }
 
 // e^r for |r| <= log(2)/2
-INLINE float exp_part(float r) {
+INLINE float exp_reduced(float r) {
   float p = fma(0.00138144326f, r, 0.00836879674f);
   p = fma(p, r, 0.0416683958f);
   p = fma(p, r, 0.1666652f);
@@ -24,17 +24,18 @@ INLINE float exp_part(float r) {
   return fma(p, r, 1.0f);
 }
 
-// A number added to this is rounded to an integer: the last bits of the sum are that integer + 254.
+// Adding a number to this rounds it to an integer: the last bits of the sum are that integer + 254.
 const float INTEGERS = 12582912.0f + 254.0f;
 
-// 2^n p for such a sum of n: in two factors, so that subnormal results are right
+// 2^n p for such a sum of n, in two factors, so that subnormal results are right.
 INLINE float times_power(float p, int32_t sum) {
   uint32_t half = (uint32_t)sum >> 1;
   return p * as_float(half << 23) * as_float(((uint32_t)sum - half) << 23);
 }
 
-// no more than what 2^130 is: an integer, because the smaller of two floats costs SIMD twice as much
-INLINE int32_t at_most_130(float sum) {
+// Clamps such a sum to n <= 130. As integers, because a minimum of floats costs twice as much in
+// SIMD.
+INLINE int32_t clamp_to_130(float sum) {
   const int32_t limit = __builtin_bit_cast(int32_t, INTEGERS + 130.0f), u = (int32_t)bits(sum);
   return u < limit ? u : limit;
 }
@@ -42,18 +43,18 @@ INLINE int32_t at_most_130(float sum) {
 // e^x = 2^n e^r with |r| <= log(2)/2
 INLINE float exp(float x) {
   float y = x < -104.0f ? -104.0f : x;
-  int32_t sum = at_most_130(fma(y, 1.44269504f, INTEGERS));
+  int32_t sum = clamp_to_130(fma(y, 1.44269504f, INTEGERS));
   float n = as_float((uint32_t)sum) - INTEGERS;
   float r = fma(n, -0.693145752f, y);
   r = fma(n, -1.42860677e-06f, r);
-  return times_power(exp_part(r), sum);
+  return times_power(exp_reduced(r), sum);
 }
 
 INLINE float exp2(float x) {
   float y = x < -151.0f ? -151.0f : x;
-  int32_t sum = at_most_130(y + INTEGERS);
+  int32_t sum = clamp_to_130(y + INTEGERS);
   float n = as_float((uint32_t)sum) - INTEGERS;
-  return times_power(exp_part((y - n) * 0.693147182f), sum);
+  return times_power(exp_reduced((y - n) * 0.693147182f), sum);
 }
 
 // e^r - 1 - r for |r| <= 0.52, divided by r^2
@@ -89,7 +90,7 @@ INLINE float log_tail(float f) {
 
 struct split_float { float fraction, exponent; };
 
-// x = (1 + fraction) * 2^exponent, subnormal x too
+// x = (1 + fraction) * 2^exponent, also for subnormal x.
 INLINE split_float split(float x) {
   bool tiny = x < 1.17549435e-38f;
   uint32_t u = bits(tiny ? x * 8388608.0f : x);
@@ -98,7 +99,7 @@ INLINE split_float split(float x) {
   return {m - 1.0f, (float)(tiny ? e - 23 : e)};
 }
 
-// what a logarithm is where there is no number to split
+// Logarithms of zero, infinity, NaN and negative numbers.
 INLINE float log_limits(float x, float y) {
   y = x == __builtin_inff() ? x : y;
   y = x == 0.0f ? -__builtin_inff() : y;
@@ -132,7 +133,7 @@ INLINE float sigmoid(float x) {
   return (x < 0.0f ? e : 1.0f) / (1.0f + e);
 }
 
-// (e^2x - 1) / (e^2x + 1); from 9.02 on it is 1
+// (e^2x - 1) / (e^2x + 1); 1 from 9.02 on.
 INLINE float tanh(float x) {
   float a = __builtin_fabsf(x);
   float y = a > 9.02f ? 18.04f : a + a;
@@ -145,7 +146,7 @@ INLINE float tanh(float x) {
   return __builtin_copysignf(e / (e + 2.0f), x);
 }
 
-// below 1 an odd polynomial, above it 1 - e^(polynomial of |x|), and 1 from 4 on
+// Below 1 an odd polynomial, above it 1 - e^(polynomial of |x|), 1 from 4 on.
 INLINE float erf(float x) {
   float a = __builtin_fabsf(x);
   float z = x * x;
@@ -210,7 +211,7 @@ INLINE double hypot(double a, double b) { return __builtin_hypot(a, b); }
 INLINE double pow(double a, double b) { return __builtin_pow(a, b); }
 INLINE double nextafter(double a, double b) { return __builtin_nextafter(a, b); }
 
-// log(e^a + e^b), for running sums of exponentials
+// log(e^a + e^b), for scans.
 INLINE double log_add_exp(double a, double b) {
   const double high = nan_max(a, b), low = nan_min(a, b);
   const bool same = (high == low) & (__builtin_fabs(high) == __builtin_inf());

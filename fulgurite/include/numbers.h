@@ -1,5 +1,5 @@
-// Number formats and conversions, minima and maxima, integer arithmetic: what every kernel may use.
-// Plain C++ without headers; each function is branch-free so that a loop over it becomes SIMD.
+// Number formats and conversions, minima and maxima, integer arithmetic: shared by all CPU kernels.
+// Plain C++ without system headers. Functions are branch-free, so that loops over them become SIMD.
 typedef signed char int8_t;
 typedef unsigned char uint8_t;
 typedef short int16_t;
@@ -22,7 +22,8 @@ inline int omp_get_thread_num() { return 0; }
 inline int omp_get_num_threads() { return 1; }
 #endif
 
-// Lanes of a, then of b, in another order. Known orders become one instruction.
+// Shuffles the lanes of a and b: indices from `count` on select lanes of b. A constant order
+// becomes one instruction.
 #ifdef __clang__
 template <class V, class O> INLINE V SHUFFLE_LANES(V a, V b, O order) {
   V result;
@@ -40,7 +41,7 @@ template <class V, class O> INLINE V SHUFFLE_LANES(V a, V b, O order) {
 INLINE uint32_t bits(float x) { return __builtin_bit_cast(uint32_t, x); }
 INLINE float as_float(uint32_t x) { return __builtin_bit_cast(float, x); }
 
-// Storage types: a number that is kept narrow and computed with as a float.
+// Storage types: narrow in memory, computed in float.
 struct bf16 { uint16_t code; };
 struct f16 { uint16_t code; };
 struct f8e4m3 { uint8_t code; };
@@ -51,14 +52,14 @@ struct f8e8m0 { uint8_t code; };
 
 INLINE float widen(bf16 x) { return as_float((uint32_t)x.code << 16); }
 
-// nearest even; NaN stays NaN
+// Rounds to nearest even; NaN stays NaN.
 INLINE uint16_t bf16_code(float x) {
   uint32_t u = bits(x);
   uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   return (uint16_t)(x != x ? 0x7fc0u : rounded);
 }
 
-// A small float with `exponent` and `mantissa` bits, widened: normal numbers by moving the exponent,
+// Widens a small float with `exponent` and `mantissa` bits: normal numbers by moving the exponent,
 // subnormal ones by an exact product with the smallest step.
 template <int exponent, int mantissa, int bias = (1 << (exponent - 1)) - 1>
 INLINE float widen_code(uint32_t code) {
@@ -71,7 +72,7 @@ INLINE float widen_code(uint32_t code) {
   return as_float(bits(value) | sign);
 }
 
-// The code of a float in such a format: nearest even, subnormals too. Overflow is the caller's.
+// Rounds a float to such a format, to nearest even, subnormals too. The caller handles overflow.
 template <int exponent, int mantissa, int bias = (1 << (exponent - 1)) - 1>
 INLINE uint32_t narrow_code(float magnitude) {
   const int shift = 23 - mantissa;
@@ -98,8 +99,8 @@ INLINE uint16_t f16_code(float x) {
   return (uint16_t)(code | ((bits(x) >> 16) & 0x8000u));
 }
 
-// e4m3fn: no infinities, 0x7f is NaN; past the largest number (448) comes E4M3_OVERFLOW, which is
-// what this torch does: 0x7e (saturates) or 0x7f (NaN)
+// e4m3fn has no infinities, and 0x7f is NaN. Numbers beyond the largest (448) become E4M3_OVERFLOW,
+// as in the installed torch: 0x7e (saturates) or 0x7f (NaN).
 INLINE float widen(f8e4m3 x) {
   float value = widen_code<4, 3>(x.code);
   return (x.code & 0x7fu) == 0x7fu ? as_float(0x7fc00000u | ((uint32_t)(x.code & 0x80u) << 24)) : value;
@@ -126,7 +127,7 @@ INLINE uint8_t f8e5m2_code(float x) {
   return (uint8_t)(code | ((bits(x) >> 24) & 0x80u));
 }
 
-// the formats without -0 and infinities: 0x80 is NaN, and so is everything too large
+// The fnuz formats have neither -0 nor infinities: 0x80 is NaN, and overflow is NaN.
 template <int exponent, int mantissa, int bias>
 INLINE float widen_unsigned_zero(uint32_t code) {
   float value = widen_code<exponent, mantissa, bias>(code);
@@ -144,7 +145,7 @@ INLINE float widen(f8e5m2z x) { return widen_unsigned_zero<5, 2, 16>(x.code); }
 INLINE uint8_t f8e4m3z_code(float x) { return unsigned_zero_code<4, 3, 8>(x, 248.0f); }
 INLINE uint8_t f8e5m2z_code(float x) { return unsigned_zero_code<5, 2, 16>(x, 61440.0f); }
 
-// a power of two, no sign, 0xff is NaN; halves go up
+// e8m0 is a power of two without sign; 0xff is NaN; halves round up.
 INLINE float widen(f8e8m0 x) {
   float value = x.code == 0 ? as_float(0x00400000u) : as_float((uint32_t)x.code << 23);
   return x.code == 0xffu ? __builtin_nanf("") : value;
@@ -168,16 +169,16 @@ INLINE void store(f16* to, float x) { to->code = f16_code(x); }
 INLINE void store(f8e4m3* to, float x) { to->code = f8e4m3_code(x); }
 INLINE void store(f8e5m2* to, float x) { to->code = f8e5m2_code(x); }
 
-// Rounding to a narrow format and back.
+// Rounds to a narrow format and back to float.
 INLINE float round_bf16(float x) { return widen(bf16{bf16_code(x)}); }
 INLINE float round_f16(float x) { return widen(f16{f16_code(x)}); }
 INLINE float round_f8e4m3(float x) { return widen(f8e4m3{f8e4m3_code(x)}); }
 INLINE float round_f8e5m2(float x) { return widen(f8e5m2{f8e5m2_code(x)}); }
 
-// NaN if either is; -0 and +0 as they come
+// NaN if either is; of -0 and +0 either one.
 template <class T> INLINE T nan_max(T a, T b) { return (a > b) | (a != a) ? a : b; }
 template <class T> INLINE T nan_min(T a, T b) { return (a < b) | (a != a) ? a : b; }
-// the number, where the other is NaN
+// The other one if one is NaN (fmax, fmin).
 template <class T> INLINE T number_max(T a, T b) { return (a > b) | (b != b) ? a : b; }
 template <class T> INLINE T number_min(T a, T b) { return (a < b) | (b != b) ? a : b; }
 
@@ -212,34 +213,37 @@ REDUCTIONS(uint16_t)
 REDUCTIONS(uint32_t)
 REDUCTIONS(uint64_t)
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t floor_quotient(int64_t a, int64_t b) { return a / b - ((a % b != 0) & ((a % b < 0) != (b < 0))); }
-INLINE int64_t floor_remainder(int64_t a, int64_t b) {
+INLINE int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t floor_divide_i64(int64_t a, int64_t b) {
+  return a / b - ((a % b != 0) & ((a % b < 0) != (b < 0)));
+}
+INLINE int64_t floor_mod_i64(int64_t a, int64_t b) {
   int64_t r = a % b;
   return r + ((r != 0) & ((r < 0) != (b < 0)) ? b : 0);
 }
 
-// A gathered index; one that is out of range reads element 0 and is reported.
-INLINE int64_t checked(int64_t i, int64_t size, int64_t* bad) {
+// An indirect index. One that is out of range reads element 0 and reports error 1.
+INLINE int64_t check_index(int64_t i, int64_t size, int64_t* error) {
   bool out = (i < 0) | (i >= size);
-  if (__builtin_expect(out, 0)) *bad = 1;
+  if (__builtin_expect(out, 0)) *error = 1;
   return out ? 0 : i;
 }
-// The same, counted from the end where it is negative.
-INLINE int64_t wrapped(int64_t i, int64_t size, int64_t* bad) {
-  return checked(i + (i < 0 ? size : 0), size, bad);
+// The same; negative indices count from the end.
+INLINE int64_t wrap_index(int64_t i, int64_t size, int64_t* error) {
+  return check_index(i + (i < 0 ? size : 0), size, error);
 }
 
-// A float as an integer. g++ would make `trunc` of that and a float again, whose -0, NaN and numbers that no integer
-// holds are not what torch gives; a zero that it can't know keeps it from that.
-EXPORT int64_t unknown_zero;
-int64_t unknown_zero = 0;
-template <class I, class F> INLINE I whole(F x) { return (I)x ^ (I)unknown_zero; }
+// Converts a float to an integer. If the result becomes a float again, g++ would use `trunc`, which
+// differs from torch for -0, NaN and numbers that no integer holds. A zero that g++ can't know
+// prevents that.
+EXPORT int64_t opaque_zero;
+int64_t opaque_zero = 0;
+template <class I, class F> INLINE I to_integer(F x) { return (I)x ^ (I)opaque_zero; }
 
-// The threads worth starting for this much work.
-INLINE int threads_for(int64_t work, int64_t grain, int threads) {
+// The number of threads for this much work: one thread a grain.
+INLINE int choose_num_threads(int64_t work, int64_t grain, int max_threads) {
   int64_t wanted = work / grain;
-  return wanted < 2 ? 1 : (int)least(wanted, threads);
+  return wanted < 2 ? 1 : (int)min_i64(wanted, max_threads);
 }
 
 template <class T> INLINE T shift_left(T a, T b) {
@@ -259,7 +263,7 @@ template <class T> INLINE T abs(T a) { return a < 0 ? (T)-a : a; }
 INLINE float abs(float a) { return __builtin_fabsf(a); }
 INLINE double abs(double a) { return __builtin_fabs(a); }
 
-// the one quotient that does not fit: the lowest number by -1
+// The one quotient that overflows is the lowest number divided by -1.
 template <class T> INLINE bool by_minus_one(T b) { return ((T)-1 < 0) & (b == (T)-1); }
 template <class T> INLINE T truncated_divide(T a, T b) { return by_minus_one(b) ? (T)(0 - (uint64_t)a) : (T)(a / b); }
 INLINE float truncated_divide(float a, float b) { return __builtin_truncf(a / b); }
@@ -293,7 +297,7 @@ INLINE double floored_divide(double a, double b) {
   return b == 0 ? a / b : low != 0 ? f : __builtin_copysign(0.0, a / b);
 }
 
-// integers to integer powers, wrapping; a negative power of anything but 1 and -1 is 0
+// Integer powers, wrapping; a negative power of anything but 1 and -1 is 0.
 template <class T> INLINE T pow(T a, T b) {
   if (b < 0) return a == 1 ? (T)1 : a == (T)-1 ? (T)(b & 1 ? -1 : 1) : (T)0;
   uint64_t result = 1, factor = (uint64_t)a;
@@ -303,30 +307,30 @@ template <class T> INLINE T pow(T a, T b) {
   }
   return (T)result;
 }
-template <class T> INLINE T greatest_divisor(T a, T b) {
+template <class T> INLINE T int_gcd(T a, T b) {
   a = abs(a), b = abs(b);
   while (a != 0) {
     T rest = truncated_remainder(b, a);
     b = a, a = rest;
   }
-  return b;  // as torch: negative where the lowest number, which has no absolute value, is among them
+  return b;  // as in torch, negative where an argument is the lowest number
 }
-template <class T> INLINE T least_multiple(T a, T b) {
-  T g = greatest_divisor(a, b);
+template <class T> INLINE T int_lcm(T a, T b) {
+  T g = int_gcd(a, b);
   if (g == 0) return 0;
   T factor = truncated_divide(a, g);
   if (sizeof(T) < 4) return (T)abs((int32_t)factor * (int32_t)b);
   return abs((T)((uint64_t)factor * (uint64_t)b));
 }
 
-// An integer that is divided by; zero is reported, and 1 instead.
-template <class T> INLINE T divisor(T b, int64_t* bad) {
-  if (__builtin_expect(b == 0, 0)) *bad = 2;
+// An integer divisor. Zero reports error 2 and becomes 1.
+template <class T> INLINE T check_divisor(T b, int64_t* error) {
+  if (__builtin_expect(b == 0, 0)) *error = 2;
   return b == 0 ? (T)1 : b;
 }
 
 // Word position % 4 of Philox 4x32-10 with the counter position / 4 and the key `seed`.
-INLINE uint32_t random_word(int64_t seed, int64_t position) {
+INLINE uint32_t philox_word(int64_t seed, int64_t position) {
   const uint64_t counter = (uint64_t)position >> 2;
   uint32_t a = (uint32_t)counter, b = (uint32_t)(counter >> 32), c = 0, d = 0;
   uint32_t left = (uint32_t)seed, right = (uint32_t)((uint64_t)seed >> 32);
@@ -342,13 +346,13 @@ INLINE uint32_t random_word(int64_t seed, int64_t position) {
   const uint32_t low = position & 1 ? b : a, high = position & 1 ? d : c;
   return position & 2 ? high : low;
 }
-// in [0, 1): 24 bits of a word, 53 bits of two; 63 bits as an integer
+// uniform: 24 bits of a word, in [0, 1); uniform53: 53 bits of two words; random_integer: 63 bits.
 INLINE float uniform(int64_t seed, int64_t position) {
-  return (float)(int32_t)(random_word(seed, position) >> 8) * (1.0f / 16777216.0f);
+  return (float)(int32_t)(philox_word(seed, position) >> 8) * (1.0f / 16777216.0f);
 }
 INLINE int64_t random_bits(int64_t seed, int64_t position, int upper, int lower) {
-  const int64_t high = random_word(seed, 2 * position) >> (32 - upper);
-  return high << lower | random_word(seed, 2 * position + 1) >> (32 - lower);
+  const int64_t high = philox_word(seed, 2 * position) >> (32 - upper);
+  return high << lower | philox_word(seed, 2 * position + 1) >> (32 - lower);
 }
 INLINE double uniform53(int64_t seed, int64_t position) {
   return (double)random_bits(seed, position, 27, 26) * (1.0 / 9007199254740992.0);

@@ -1,30 +1,31 @@
-// sin, cos and tan of a float, right for every argument: at most 2 ulp, tan 3.5 ulp.
-// x = m 2^k with an integer m is m t turns of the circle, t = 2^k / (2 pi) without its whole turns. The
-// table has 117 digits of t in two parts; a fused product takes whole quarters away without rounding first.
-struct Turns {
+// sin, cos and tan of a float for every argument: at most 2 ulp, tan 3.5 ulp. Range reduction
+// (Payne-Hanek): x = m 2^k with an integer m is m t turns of the circle, where t is the fraction of
+// 2^k / (2 pi). The table has 117 bits of t in two parts. A fused multiply-add subtracts whole
+// quarters before it rounds.
+struct TurnTable {
   double high[256] = {}, low[256] = {};
 
-  // 64 bits of 1 / (2 pi) from bit `place` on
-  static constexpr uint64_t digits(int place) {
+  // 64 bits of 1 / (2 pi) from bit `position` on
+  static constexpr uint64_t digits(int position) {
     const uint64_t words[10] = {0x28be60db, 0x9391054a, 0x7f09d5f4, 0x7d4d3770, 0x36d8a566,
                                 0x4f10e410, 0x7f9458ea, 0xf7aef158, 0x6dc91b8e, 0x909374b8};
-    uint64_t both = words[place / 32] << 32 | words[place / 32 + 1];
-    int rest = place % 32;
-    return rest ? both << rest | words[place / 32 + 2] >> (32 - rest) : both;
+    uint64_t both = words[position / 32] << 32 | words[position / 32 + 1];
+    int rest = position % 32;
+    return rest ? both << rest | words[position / 32 + 2] >> (32 - rest) : both;
   }
 
-  constexpr Turns() {
+  constexpr TurnTable() {
     double scale = 0x1p-149;  // of the smallest exponents; 0 and 1 mean the same one
     for (int e = 0; e < 255; ++e) {
-      int place = e < 150 ? 0 : e - 150;
-      high[e] = (double)(digits(place) >> 11) * 0x1p-53 * scale;
-      low[e] = (double)digits(place + 53) * 0x1p-117 * scale;
+      int position = e < 150 ? 0 : e - 150;
+      high[e] = (double)(digits(position) >> 11) * 0x1p-53 * scale;
+      low[e] = (double)digits(position + 53) * 0x1p-117 * scale;
       if (e >= 1 && e < 150) scale *= 2;
     }
     high[255] = __builtin_nan("");  // infinities and NaN
   }
 };
-static constexpr Turns TURNS;
+static constexpr TurnTable TURNS;
 
 struct Angle { float rest; int32_t quarter; };  // x = quarter * pi/2 + rest, |rest| <= pi/4
 
@@ -38,7 +39,7 @@ INLINE Angle angle(float x) {
   return {(float)(rest * 6.283185307179586), (int32_t)quarter};
 }
 
-INLINE float sin_part(float r) {
+INLINE float sin_reduced(float r) {
   float z = r * r;
   float p = __builtin_fmaf(2.71808361e-06f, z, -0.000198393083f);
   p = __builtin_fmaf(p, z, 0.00833332929f);
@@ -46,7 +47,7 @@ INLINE float sin_part(float r) {
   return __builtin_fmaf(p * z, r, r);
 }
 
-INLINE float cos_part(float r) {
+INLINE float cos_reduced(float r) {
   float z = r * r;
   float p = __builtin_fmaf(2.44327748e-05f, z, -0.0013887313f);
   p = __builtin_fmaf(p, z, 0.0416666456f);
@@ -54,20 +55,20 @@ INLINE float cos_part(float r) {
   return __builtin_fmaf(p, z, 1.0f);
 }
 
-// the sine of an angle `add` quarters further
-INLINE float turned_sine(Angle a, int32_t add) {
+// The sine of the angle plus `add` quarters of a turn.
+INLINE float shifted_sine(Angle a, int32_t add) {
   uint32_t quarter = (uint32_t)(a.quarter + add), odd = 0u - (quarter & 1u);
-  uint32_t y = (bits(cos_part(a.rest)) & odd) | (bits(sin_part(a.rest)) & ~odd);
+  uint32_t y = (bits(cos_reduced(a.rest)) & odd) | (bits(sin_reduced(a.rest)) & ~odd);
   return as_float(y ^ (quarter & 2u) << 30);
 }
 
 INLINE float sin(float x) {
-  float y = turned_sine(angle(x), 0);
+  float y = shifted_sine(angle(x), 0);
   return as_float(bits(y) ^ (bits(x) & 0x80000000u));
 }
-INLINE float cos(float x) { return turned_sine(angle(x), 1); }
+INLINE float cos(float x) { return shifted_sine(angle(x), 1); }
 INLINE float tan(float x) {
   Angle a = angle(x);
-  float y = turned_sine(a, 0) / turned_sine(a, 1);
+  float y = shifted_sine(a, 0) / shifted_sine(a, 1);
   return as_float(bits(y) ^ (bits(x) & 0x80000000u));
 }

@@ -1,18 +1,15 @@
-"""From an operator's table and a device to the function that runs there.
+"""Kernel registries: from an operator and a device to the function that runs there.
 
-In: a table device type -> "module:function", and a device. Out: the function, or None where the
-table has no line for the device. The module is imported when its line is first used, so a machine
-without Triton or a compiler never asks for them.
+In: an operator's table {device type: kernel function}, a device, a reference function and the arguments.
+Out: the kernel's result, or the reference's where no kernel supports the call.
 
-A function may return `NotImplemented` for a case it does not take (a format, a shape, a dtype); the
-operator then runs its reference, which takes all of them. Each such case is noted once, with the
-arguments that it was about: `handovers()` lists them and `explain()` shows them.
+A kernel function returns `NotImplemented` for a case it does not support (a format, a shape, a dtype).
+The operator then runs its plain-torch reference, which supports all of them. Each such case is recorded
+once, with its arguments: `fallbacks()` lists them and `explain()` shows them.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-MOST_NOTED = 200  # different cases; more would be a loop over shapes, of which these tell enough
+Kernel = Callable[..., Any]
+
+MAX_FALLBACKS = 200  # distinct cases recorded; more come from a loop over shapes and add nothing
 
 
 @dataclass(frozen=True)
-class Handover:
-    """A case that no kernel takes, so that plain torch runs it."""
+class Fallback:
+    """A call that no kernel supports, so the plain-torch reference ran it."""
 
     operator: str
     device: str
@@ -38,32 +37,23 @@ class Handover:
         return f"{self.operator} on {self.device}: {self.reason} ({self.arguments})"
 
 
-_handovers: Counter[Handover] = Counter()
+_fallbacks: Counter[Fallback] = Counter()
 
 
-def handovers() -> dict[Handover, int]:
-    """What was handed over to plain torch in this process, and how often."""
-    return dict(_handovers)
+def fallbacks() -> dict[Fallback, int]:
+    """The fallbacks of this process, with their counts."""
+    return dict(_fallbacks)
 
 
-def find(table: Mapping[str, str], device: torch.device) -> Callable[..., Any] | None:
-    """The function of a device's line."""
-    place = table.get(device.type)
-    return None if place is None else _load(place)
+def find_kernel(table: Mapping[str, Kernel], device: torch.device) -> Kernel | None:
+    """The kernel function for a device, None where the table has none."""
+    return table.get(device.type)
 
 
-@functools.cache
-def _load(place: str) -> Callable[..., Any]:
-    module, name = place.split(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return function
+def can_skip_dispatcher(*tensors: Tensor | None) -> bool:
+    """Whether a kernel may be called directly: no capture, dispatch mode, subclass or gradient.
 
-
-def is_plain_call(*tensors: Tensor | None) -> bool:
-    """Whether nobody looks on: no capture, no dispatch mode, no subclass, no gradient to record.
-
-    An operator's function may then be called without going through torch's dispatcher, which costs
-    tens of microseconds for an operator in Python.
+    Skipping torch's dispatcher saves tens of microseconds for an operator in Python.
     """
     if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
         return False
@@ -73,37 +63,41 @@ def is_plain_call(*tensors: Tensor | None) -> bool:
     return all(type(tensor) in (Tensor, nn.Parameter) for tensor in given)
 
 
-def run(
-    table: Mapping[str, str],
-    device: torch.device,
-    reference: Callable[..., Any],
-    *arguments: Any,
+def dispatch(
+    table: Mapping[str, Kernel], device: torch.device, reference: Kernel, *arguments: Any
 ) -> Any:
-    """What the device's function gives, or else the reference."""
-    function = find(table, device)
-    result = NotImplemented if function is None else function(*arguments)
+    """Call the device's kernel; where there is none, or it does not support the call, the reference."""
+    kernel = find_kernel(table, device)
+    result = NotImplemented if kernel is None else kernel(*arguments)
     if result is not NotImplemented:
         return result
-    place = table.get(device.type)
-    reason = f"{place} does not take these" if place else "there is no kernel for this device"
-    _note(reference, device, reason, arguments)
+    reason = "no kernel for this device"
+    if kernel is not None:
+        reason = f"{kernel.__module__}.{kernel.__qualname__} does not support these arguments"
+    _record_fallback(reference, device, reason, arguments)
     return reference(*arguments)
 
 
-def _note(
-    reference: Callable[..., Any], device: torch.device, reason: str, arguments: Sequence[Any]
+def _record_fallback(
+    reference: Kernel, device: torch.device, reason: str, arguments: Sequence[Any]
 ) -> None:
+    case = Fallback(_operator_name(reference), device.type, reason, describe_arguments(arguments))
+    if case in _fallbacks or len(_fallbacks) < MAX_FALLBACKS:
+        _fallbacks[case] += 1
+
+
+def _operator_name(reference: Kernel) -> str:
+    """`attention.paged_attention` of `kernels.attention.reference.paged_attention`, for example."""
     module = reference.__module__.removeprefix("fulgurite.kernels.")
-    name = module if reference.__name__ == "reference" else f"{module}.{reference.__name__}"
-    case = Handover(name, device.type, reason, describe(arguments))
-    if case in _handovers or len(_handovers) < MOST_NOTED:
-        _handovers[case] += 1
+    module = module.removesuffix(".ops").removesuffix(".reference")
+    name = reference.__name__.removesuffix("reference").strip("_")
+    return f"{module}.{name}" if name else module
 
 
-def describe(value: Any) -> str:
-    """`float32[2, 256], 'q4_k', None`: what a kernel looks at before it takes a case."""
+def describe_arguments(value: Any) -> str:
+    """`float32[2, 256], 'q4_k', None`: what a kernel checks before it supports a call."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
     if isinstance(value, list | tuple):
-        return ", ".join(map(describe, value))
+        return ", ".join(map(describe_arguments, value))
     return repr(value)

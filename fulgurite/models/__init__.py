@@ -1,57 +1,71 @@
-"""Language models as plain modules: a checkpoint in, a `Decoder` out; token ids in, logits out.
+"""Language models as plain `nn.Module`s: a checkpoint in, a `CausalLM` out; token ids in, logits out.
 
-    name ─ hub.resolve ─▶ path ─ open_checkpoint ─▶ family, ModelConfig, mapped tensors
+    name ─ resolve_model_path ─▶ path ─ open_checkpoint ─▶ family, ModelConfig, mapped tensors
                                     │ load_checkpoint: modules on meta, then one tensor at a time
                                     ▼
-    token ids, positions ─▶ Decoder ─▶ logits         text ─ Tokenizer ─▶ token ids
+    token ids, positions ─▶ CausalLM ─▶ logits        text ─ Tokenizer ─▶ token ids
                               │ each attention layer
                               ▼
-                            Cache.attend
+                            KVCache.attend
 
-**The interface between a model and whoever runs it** is `model(token_ids, positions, cache)`:
+    config.py      ModelConfig, config.json reader     layers.py        Attention, GatedMLP, CausalLM
+    rope.py        rotary embeddings                   moe.py           Router, Experts, MoE
+    kv_cache.py    KVCache protocol, simple caches     mla.py           multi-head latent attention
+    families/      one file per family; registry       loading/         checkpoints and weights
+    tokenizer.py   Tokenizer, chat templates           expert_load.py   tokens per expert
 
-- Tokens come flat, [T], or in a batch, [B, T]. Nothing but attention looks beyond one token, so
-  a model can't tell which; flat is for an engine that mixes prompts and steps of many sequences.
-- `positions` has the shape of `token_ids`: where each token stands in its own sequence. A negative
-  position marks padding. Who may see whom follows from positions alone, no mask is passed.
-- `cache` is whatever has the four names of `cache.Cache`:
-    `attend(spec, q, k, v, positions, sinks)`  stores a layer's new keys and values, attends
-    `extent(positions)`   how long each token's sequence is; only dynamic and LongRoPE ask
-    `attend_latent(spec, step, positions)`     the same for latent attention, from raw projections
-    `pages(spec)`         where a kernel may store new keys and values itself, or None
-  It knows which token belongs to which sequence (by its row, by a table of blocks, by segments);
-  the model does not. None means `WholeSequence`: no cache, the tokens given are all there is.
-- `model.attention_specs`, one a layer, says what a cache has to keep: heads, sizes, window, chunk.
-  For latent attention it is one key of rank + rope numbers a token, and no values.
-- `model.hidden(...)` and `model.logits(hidden)` are the two halves of the call, for logits of
-  some rows.
-- `model.stale_after`: a LongRoPE sequence that outgrows this length has to be run again from
+**The interface of a model** is `model(token_ids, positions, cache)`:
+
+- Tokens are flat, [T], or a batch, [B, T]. Only attention looks beyond one token, so a model does
+  not need to know which. The flat layout is for an engine that mixes prefill and decode of many
+  sequences.
+- `positions` has the shape of `token_ids`: the position of each token in its own sequence. A
+  negative position marks padding. Positions define the attention mask; no mask is passed.
+- `cache` implements `kv_cache.KVCache`:
+    `attend(spec, q, k, v, positions, sinks)`   stores a layer's new keys and values, and attends
+    `attend_mla(spec, inputs, positions)`       the same for MLA, from the raw projections
+    `attend_fused(spec, qkv, sinks)`            QK norm, RoPE, cache write and attention, fused
+    `cache_slots(spec)`                         where a kernel may write keys and values, or None
+    `sequence_lengths(positions)`               for dynamic NTK and LongRoPE
+  The cache knows which token belongs to which sequence (by row, by block table or by segments); the
+  model does not. None means `NoKVCache`: tokens attend only to tokens of the same call.
+- `model.attention_specs`, one per layer, tells what a cache must store: heads, sizes, sliding
+  window, chunk. For MLA this is one key of kv_lora_rank + qk_rope_head_dim elements per token, and
+  no values.
+- `model.compute_hidden_states(...)` and `model.compute_logits(hidden)` are the two halves of the
+  call, for logits of some rows.
+- `model.recompute_after`: a LongRoPE sequence that grows beyond this length must be run again from
   its start.
 
-Families are one file each; `registry.py` maps architecture names to them. Tokenizers are in
-`tokenizer.py`, which needs the tokenizers and jinja2 packages and so is not imported from here.
+`tokenizer.py` needs the tokenizers and jinja2 packages, so it is not imported here.
 """
 
 from __future__ import annotations
 
-from fulgurite.models.cache import AttentionSpec, Cache, ContiguousCache, WholeSequence
-from fulgurite.models.checkpoint import open_checkpoint
+from fulgurite.models.attention_spec import AttentionSpec
 from fulgurite.models.config import ModelConfig
-from fulgurite.models.layers import Decoder
-from fulgurite.models.registry import ARCHITECTURES
-from fulgurite.models.weights import load_checkpoint, load_model, load_share, random_model
+from fulgurite.models.families.registry import ARCHITECTURES
+from fulgurite.models.kv_cache import ContiguousKVCache, KVCache, NoKVCache
+from fulgurite.models.layers import CausalLM
+from fulgurite.models.loading.checkpoint import open_checkpoint
+from fulgurite.models.loading.loader import (
+    build_random_model,
+    load_checkpoint,
+    load_model,
+    load_shard,
+)
 
 __all__ = [
     "ARCHITECTURES",
     "AttentionSpec",
-    "Cache",
-    "ContiguousCache",
-    "Decoder",
+    "CausalLM",
+    "ContiguousKVCache",
+    "KVCache",
     "ModelConfig",
-    "WholeSequence",
+    "NoKVCache",
+    "build_random_model",
     "load_checkpoint",
     "load_model",
-    "load_share",
+    "load_shard",
     "open_checkpoint",
-    "random_model",
 ]

@@ -1,7 +1,7 @@
 """The tokenizer inside a GGUF file: vocabulary, merges or scores in, a `tokenizers` backend out.
 
-Two kinds: `gpt2`, byte-level BPE whose way of splitting text has a name (`tokenizer.ggml.pre`), and
-`llama`, SentencePiece BPE whose merges follow from the scores of its pieces.
+Two kinds are supported. `gpt2` is byte-level BPE; `tokenizer.ggml.pre` names its pre-tokenizer.
+`llama` is SentencePiece BPE; its merges follow from the scores of its tokens.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ GPT4O = (
     rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_CONTRACTIONS}?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_HAN = "[一-龥ࠀ-一가-퟿]+"  # and most of what is not Latin
+_CJK = "[一-龥ࠀ-一가-퟿]+"  # Chinese, and most scripts that are not Latin
 DEEPSEEK_LLM = (
     r"[\r\n]",
     r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
     r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
     r"\s+$",
-    _HAN,
+    _CJK,
     r"\p{N}",
 )
-DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}")
+DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")
 DEEPSEEK_V3 = (
     r"\p{N}{1,3}",
     "[一-龥぀-ゟ゠-ヿ]+",
@@ -44,8 +44,8 @@ DEEPSEEK_V3 = (
     r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-# The name of a way to split text -> the patterns it splits by, one after the other.
-SPLITS: dict[str, tuple[str, ...]] = {
+# Pre-tokenizer name -> the patterns it splits by, in order.
+PRE_TOKENIZER_PATTERNS: dict[str, tuple[str, ...]] = {
     "default": (GPT2,),
     "gpt-2": (GPT2,),
     "smollm": (r"\p{N}", GPT2),
@@ -64,16 +64,16 @@ SPLITS: dict[str, tuple[str, ...]] = {
 
 
 def build_backend(metadata: Mapping[str, object], where: str) -> tuple[Tokenizer, list[str]]:
-    """The tokenizer, and its tokens in the order of their ids."""
-    tokens = _texts(metadata, "tokens", where)
+    """Build the tokenizer; also returns its tokens in the order of their ids."""
+    tokens = _read_strings(metadata, "tokens", where)
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
-        backend = _byte_level(metadata, tokens, where)
+        backend = _build_byte_level_bpe(metadata, tokens, where)
     elif kind == "llama":
-        backend = _sentence_piece(metadata, tokens, where)
+        backend = _build_sentencepiece_bpe(metadata, tokens, where)
     else:
         raise WeightsError(
-            f"the tokenizer kind {kind!r} is not supported; known: gpt2, llama", where=where
+            f"tokenizer model {kind!r} is not supported; supported: gpt2, llama", where=where
         )
     types = metadata.get("tokenizer.ggml.token_type")
     types = types if isinstance(types, list) else [NORMAL] * len(tokens)
@@ -84,20 +84,23 @@ def build_backend(metadata: Mapping[str, object], where: str) -> tuple[Tokenizer
     return backend, tokens
 
 
-def _byte_level(metadata: Mapping[str, object], tokens: list[str], where: str) -> Tokenizer:
+def _build_byte_level_bpe(
+    metadata: Mapping[str, object], tokens: list[str], where: str
+) -> Tokenizer:
     name = str(metadata.get("tokenizer.ggml.pre", "default"))
-    if name not in SPLITS:
+    if name not in PRE_TOKENIZER_PATTERNS:
         raise WeightsError(
-            f"the way {name!r} to split text is not known; known: {', '.join(SPLITS)}",
+            f"pre-tokenizer {name!r} is not supported; "
+            f"supported: {', '.join(PRE_TOKENIZER_PATTERNS)}",
             where=where,
-            next="load the safetensors checkpoint, whose tokenizer.json says it in full",
+            next="load the safetensors checkpoint; its tokenizer.json defines the pre-tokenizer",
         )
-    merges = [_pair(text) for text in _texts(metadata, "merges", where)]
+    merges = [_split_merge(text) for text in _read_strings(metadata, "merges", where)]
     vocabulary = {text: id for id, text in enumerate(tokens)}
-    backend = _pairs(where, vocabulary, merges, fuse_unk=False, ignore_merges=False)
+    backend = _build_bpe(where, vocabulary, merges, fuse_unk=False, ignore_merges=False)
     splits = [
         pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False)
-        for pattern in SPLITS[name]
+        for pattern in PRE_TOKENIZER_PATTERNS[name]
     ]
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
@@ -105,20 +108,24 @@ def _byte_level(metadata: Mapping[str, object], tokens: list[str], where: str) -
     return backend
 
 
-def _sentence_piece(metadata: Mapping[str, object], tokens: list[str], where: str) -> Tokenizer:
+def _build_sentencepiece_bpe(
+    metadata: Mapping[str, object], tokens: list[str], where: str
+) -> Tokenizer:
     scores = metadata.get("tokenizer.ggml.scores")
     listed = scores if isinstance(scores, list) else []
     numbers = [score for score in listed if isinstance(score, float)]
     if len(numbers) != len(tokens):
-        raise WeightsError("the tokenizer has no score for each token", where=where)
+        raise WeightsError("the tokenizer needs one score per token", where=where)
     vocabulary = {text: id for id, text in enumerate(tokens)}
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     if not isinstance(unknown, int) or not 0 <= unknown < len(tokens):
-        raise WeightsError(f"the tokenizer's unknown token {unknown!r} is none", where=where)
-    backend = _pairs(
+        raise WeightsError(
+            f"tokenizer.ggml.unknown_token_id={unknown!r} is not a token id", where=where
+        )
+    backend = _build_bpe(
         where,
         vocabulary,
-        merges_from_scores(vocabulary, numbers),
+        compute_merges(vocabulary, numbers),
         unk_token=tokens[unknown],
         fuse_unk=True,
         byte_fallback=True,
@@ -133,34 +140,34 @@ def _sentence_piece(metadata: Mapping[str, object], tokens: list[str], where: st
     return backend
 
 
-def _pairs(
-    where: str, vocabulary: dict[str, int], merges: list[tuple[str, str]], **how: Any
+def _build_bpe(
+    where: str, vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any
 ) -> Tokenizer:
-    """Byte-pair encoding; merges of tokens that are not there are refused."""
+    """Build a byte-pair encoding; raises if a merge names unknown tokens."""
     try:
-        return Tokenizer(models.BPE(vocabulary, merges, **how))
-    except Exception as error:  # the library has no narrower class for it
-        raise WeightsError(f"the tokenizer can't be built: {error}", where=where) from error
+        return Tokenizer(models.BPE(vocabulary, merges, **options))
+    except Exception as error:  # the library raises plain Exception
+        raise WeightsError(f"cannot build the tokenizer: {error}", where=where) from error
 
 
-def merges_from_scores(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """SentencePiece merges the pair that makes the best piece: every split is a merge."""
+def compute_merges(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """SentencePiece merges the pair with the best-scoring result, so every split is a merge."""
     found = []
     for piece, id in vocabulary.items():
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
+        for split in range(1, len(piece)):
+            left, right = piece[:split], piece[split:]
             if left in vocabulary and right in vocabulary:
                 found.append((-scores[id], vocabulary[left], vocabulary[right], left, right))
     return [(left, right) for _, _, _, left, right in sorted(found)]
 
 
-def _texts(metadata: Mapping[str, object], name: str, where: str) -> list[str]:
+def _read_strings(metadata: Mapping[str, object], name: str, where: str) -> list[str]:
     values = metadata.get(f"tokenizer.ggml.{name}")
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise WeightsError(f"the tokenizer's {name} are missing", where=where)
+        raise WeightsError(f"the file has no tokenizer.ggml.{name}", where=where)
     return [str(value) for value in values]
 
 
-def _pair(merge: str) -> tuple[str, str]:
+def _split_merge(merge: str) -> tuple[str, str]:
     left, _, right = merge.partition(" ")
     return left, right

@@ -1,10 +1,10 @@
-"""The pieces all families share: token ids and positions in, logits out.
+"""The layers that all families share: token ids and positions in, logits out.
 
-Every module here works on one token at a time except attention, which goes through the cache; so
-the tokens may come flat, [T], or in a batch, [B, T], and nothing in a model can tell.
+All modules except attention work on each token by itself; attention goes through the KV cache. So
+tokens may be flat, [T], or a batch, [B, T], and no module needs to know which.
 
-Shapes: X the layout of the tokens, [T] or [B, T]; D hidden size; I inner size; N query heads;
-K key heads; H head size; O vocabulary.
+Shapes: X token layout, [T] or [B, T]; D hidden size; I intermediate size; N query heads; K KV
+heads; H head size; O vocabulary.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fulgurite.kernels.elementwise import ops
+from fulgurite.kernels.elementwise import ops as elementwise
 from fulgurite.kernels.gemm import fused_projections
-from fulgurite.kernels.gemm.modules import project
-from fulgurite.models.cache import AttentionSpec, Cache, WholeSequence
+from fulgurite.kernels.gemm.modules import compute_logits
+from fulgurite.models.attention_spec import AttentionSpec
 from fulgurite.models.config import ModelConfig
-from fulgurite.models.rope import Rotary, Rotation
+from fulgurite.models.kv_cache import KVCache, NoKVCache
+from fulgurite.models.rope import RotaryCosSin, RotaryEmbedding
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * (offset + weight), in float32; Gemma's offset is 1."""
+    """y = x / sqrt(mean(x^2) + eps) * (offset + weight), in float32. Gemma's offset is 1."""
 
     def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
@@ -33,165 +34,177 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x_XD: Tensor) -> Tensor:
-        return ops.rms_norm(x_XD, self.weight, self.eps, self.offset)
+        return elementwise.rms_norm(x_XD, self.weight, self.eps, self.offset)
 
 
-class Block(nn.Module):
-    """A part of a layer that takes the norm before it and the sum behind it along.
+class ResidualBlock(nn.Module):
+    """A module that can fuse the norm before it and the residual add after it.
 
-    `block(x, norm=norm, onto_XD=x)` is x + block(norm(x)), where it can in fewer kernels.
+    `block(x, norm=norm, residual_XD=x)` is x + block(norm(x)), in fewer kernels where possible.
     """
 
 
-class GatedMLP(Block):
-    """down(activation(gate(x)) * up(x))."""
+class GatedMLP(ResidualBlock):
+    """y = down_proj(activation(gate_proj(x)) * up_proj(x))."""
 
-    def __init__(self, hidden: int, inner: int, activation: str, bias: bool = False) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, activation: str, bias: bool = False
+    ) -> None:
         super().__init__()
-        self.gate = nn.Linear(hidden, inner, bias=bias)
-        self.up = nn.Linear(hidden, inner, bias=bias)
-        self.down = nn.Linear(inner, hidden, bias=bias)
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
         self.activation = activation
 
+    @classmethod
+    def from_config(cls, config: ModelConfig) -> GatedMLP:
+        """The MLP of a dense layer."""
+        return cls(config.hidden_size, config.intermediate_size, config.activation, config.mlp_bias)
+
     def forward(
-        self, x_XD: Tensor, *, norm: RMSNorm | None = None, onto_XD: Tensor | None = None
+        self, x_XD: Tensor, *, norm: RMSNorm | None = None, residual_XD: Tensor | None = None
     ) -> Tensor:
-        """Of norm(x) where one is given, and added onto `onto_XD`."""
-        gate, up = self.together
-        inner_XI = fused_projections.gated(x_XD, gate, up, self.activation, norm)
-        return project_onto(onto_XD, inner_XI, self.down)
+        """Apply `norm` to x first if given, and add the output to `residual_XD` if given."""
+        gate, up = self.fused_projections
+        intermediate_XI = fused_projections.fused_gate_up(x_XD, gate, up, self.activation, norm)
+        return project_add(residual_XD, intermediate_XI, self.down_proj)
 
     @property
-    def together(self) -> tuple[nn.Module, ...]:
-        """The linears that read the same x."""
-        return _children(self, "gate", "up")
+    def fused_projections(self) -> tuple[nn.Module, ...]:
+        """The linears that read the same input."""
+        return _get_children(self, "gate_proj", "up_proj")
 
 
-class Attention(Block):
-    """Grouped-query attention; optionally norms on each head of query and key, and sinks."""
+class Attention(ResidualBlock):
+    """Grouped-query attention, optionally with QK norm and attention sinks."""
 
     def __init__(
         self, config: ModelConfig, index: int, norm_offset: float = 0.0, sinks: bool = False
     ) -> None:
         super().__init__()
         layer = config.layers[index]
-        self.spec = attention_spec(config, index)
+        self.spec = build_attention_spec(config, index)
         self.interleaved = layer.rope is not None and layer.rope.interleaved
-        query_size, key_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.query = nn.Linear(config.hidden, query_size, bias=config.query_bias)
-        self.key = nn.Linear(config.hidden, key_size, bias=config.query_bias)
-        self.value = nn.Linear(config.hidden, key_size, bias=config.query_bias)
-        self.output = nn.Linear(query_size, config.hidden, bias=config.output_bias)
-        self.query_norm = self.key_norm = None
+        query_size = config.num_heads * config.head_dim
+        key_size = config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.o_proj_bias)
+        self.q_norm = self.k_norm = None
         if config.qk_norm:
-            self.query_norm = RMSNorm(config.head_dim, config.norm_eps, norm_offset)
-            self.key_norm = RMSNorm(config.head_dim, config.norm_eps, norm_offset)
-        self.sinks = nn.Parameter(torch.empty(config.heads)) if sinks else None
+            self.q_norm = RMSNorm(config.head_dim, config.norm_eps, norm_offset)
+            self.k_norm = RMSNorm(config.head_dim, config.norm_eps, norm_offset)
+        self.sinks = nn.Parameter(torch.empty(config.num_heads)) if sinks else None
 
     def forward(
         self,
         x_XD: Tensor,
         positions_X: Tensor,
-        rotation: Rotation | None,
-        cache: Cache,
+        cos_sin: RotaryCosSin | None,
+        cache: KVCache,
         *,
         norm: RMSNorm | None = None,
-        onto_XD: Tensor | None = None,
+        residual_XD: Tensor | None = None,
     ) -> Tensor:
-        """Of norm(x) where one is given, and added onto `onto_XD`."""
+        """Apply `norm` to x first if given, and add the output to `residual_XD` if given."""
         spec, sinks_N = self.spec, self.sinks
-        q_X, k_X, v_X = fused_projections.linears(x_XD, self.together, norm)
-        cos, sin = (None, None) if rotation is None else rotation
-        heads = ops.Heads(
+        q_X, k_X, v_X = fused_projections.fused_linears(x_XD, self.fused_projections, norm)
+        cos, sin = (None, None) if cos_sin is None else cos_sin
+        qkv = elementwise.ProjectedQKV(
             q_X.unflatten(-1, (-1, spec.key_dim)),
             k_X.unflatten(-1, (-1, spec.key_dim)),
             v_X.unflatten(-1, (-1, spec.value_dim)),
-            self._head_norms(),
+            self._get_qk_norm(),
             cos,
             sin,
             self.interleaved,
         )
-        out_XNH = cache.attend_fresh(spec, heads, sinks_N)
+        out_XNH = cache.attend_fused(spec, qkv, sinks_N)
         if out_XNH is None:
-            q_XNH, k_XKH, v_XKH = ops.heads(*heads, cache.pages(spec))
+            q_XNH, k_XKH, v_XKH = elementwise.qk_norm_rope(*qkv, cache.cache_slots(spec))
             out_XNH = cache.attend(spec, q_XNH, k_XKH, v_XKH, positions_X, sinks_N)
-        return project_onto(onto_XD, out_XNH.flatten(-2), self.output)
+        return project_add(residual_XD, out_XNH.flatten(-2), self.o_proj)
 
     @property
-    def together(self) -> tuple[nn.Module, ...]:
-        """The linears that read the same x."""
-        return _children(self, "query", "key", "value")
+    def fused_projections(self) -> tuple[nn.Module, ...]:
+        """The linears that read the same input."""
+        return _get_children(self, "q_proj", "k_proj", "v_proj")
 
-    def _head_norms(self) -> ops.HeadNorms | None:
-        query_norm, key_norm = self.query_norm, self.key_norm
-        if query_norm is None or key_norm is None:
+    def _get_qk_norm(self) -> elementwise.QKNorm | None:
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is None or k_norm is None:
             return None
-        return ops.HeadNorms(query_norm.weight, key_norm.weight, query_norm.eps, query_norm.offset)
+        return elementwise.QKNorm(q_norm.weight, k_norm.weight, q_norm.eps, q_norm.offset)
 
 
-def _children(module: nn.Module, *names: str) -> tuple[nn.Module, ...]:
-    """By their names, past `nn.Module.__getattr__`: a step asks for them in every layer."""
+def _get_children(module: nn.Module, *names: str) -> tuple[nn.Module, ...]:
+    """Children by name. It bypasses the slow `nn.Module.__getattr__`: every layer calls it each
+    step.
+    """
     modules: dict[str, Any] = module._modules
     return tuple([modules[name] for name in names])
 
 
-def project_onto(onto_XD: Tensor | None, x: Tensor, linear: nn.Module) -> Tensor:
-    """linear(x), added onto what there is."""
-    if onto_XD is None:
+def project_add(residual_XD: Tensor | None, x: Tensor, linear: nn.Module) -> Tensor:
+    """linear(x), plus the residual if given."""
+    if residual_XD is None:
         out_XD: Tensor = linear(x)
         return out_XD
-    return fused_projections.add_linear(onto_XD, x, linear)
+    return fused_projections.fused_linear_add(residual_XD, x, linear)
 
 
-def attention_spec(config: ModelConfig, index: int) -> AttentionSpec:
-    """The plain attention of layer `index`."""
+def build_attention_spec(config: ModelConfig, index: int) -> AttentionSpec:
+    """The attention spec of layer `index`, without MLA."""
     layer = config.layers[index]
     return AttentionSpec(
-        layer=index,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
+        layer_index=index,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
         key_dim=config.head_dim,
         value_dim=config.head_dim,
         scale=config.attention_scale,
-        window=layer.window,
-        chunk=layer.chunk,
+        sliding_window=layer.sliding_window,
+        chunk_size=layer.attention_chunk_size,
         softcap=config.attention_softcap,
     )
 
 
 class PreNormLayer(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)): the layer of most families."""
+    """h = x + attention(norm(x)); out = h + feed_forward(norm(h)): the layer of most families."""
 
     def __init__(self, config: ModelConfig, attention: nn.Module, feed_forward: nn.Module) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = attention
-        self.feed_forward_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.feed_forward_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.feed_forward = feed_forward
 
     def forward(
-        self, x_XD: Tensor, positions_X: Tensor, rotation: Rotation | None, cache: Cache
+        self, x_XD: Tensor, positions_X: Tensor, cos_sin: RotaryCosSin | None, cache: KVCache
     ) -> Tensor:
-        x_XD = around(self.attention, self.attention_norm, x_XD, positions_X, rotation, cache)
-        return around(self.feed_forward, self.feed_forward_norm, x_XD)
+        h_XD = apply_residual_block(
+            self.attention, self.attention_norm, x_XD, positions_X, cos_sin, cache
+        )
+        return apply_residual_block(self.feed_forward, self.feed_forward_norm, h_XD)
 
 
-def around(block: nn.Module, norm: RMSNorm, x_XD: Tensor, *rest: Any) -> Tensor:
+def apply_residual_block(block: nn.Module, norm: RMSNorm, x_XD: Tensor, *args: Any) -> Tensor:
     """x + block(norm(x))."""
-    if isinstance(block, Block):
-        out_XD: Tensor = block(x_XD, *rest, norm=norm, onto_XD=x_XD)
+    if isinstance(block, ResidualBlock):
+        out_XD: Tensor = block(x_XD, *args, norm=norm, residual_XD=x_XD)
         return out_XD
-    return ops.add(x_XD, block(norm(x_XD), *rest))
+    return elementwise.add(x_XD, block(norm(x_XD), *args))
 
 
-class Decoder(nn.Module):
-    """A language model: embedding, layers, norm, head.
+class CausalLM(nn.Module):
+    """A decoder-only language model: embedding, layers, norm, LM head.
 
-    `model(token_ids, positions, cache)` gives the logits of every token. An engine that needs only
-    some calls `hidden` and then `logits` on the rows it wants.
+    `model(token_ids, positions, cache)` returns the logits of every token. An engine that needs
+    logits of few tokens calls `compute_hidden_states`, then `compute_logits` on the rows it needs.
 
-    `stale_after`: a sequence that grows past this many tokens has to be run once more from its
-    start, since LongRoPE then turns all of its keys by other factors; None for every other model.
+    `recompute_after`: LongRoPE rotates all keys by other factors once a sequence is longer than
+    this. The sequence must then be run again from its start. None for all other models.
     """
 
     def __init__(
@@ -199,61 +212,67 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocabulary, config.hidden)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden, config.norm_eps, norm_offset)
-        self.head = None if config.tied else nn.Linear(config.hidden, config.vocabulary, bias=False)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, norm_offset)
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings
+            else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        )
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
-        self.rotaries = nn.ModuleList(Rotary(rope) for rope in ropes)
-        self.rotary_of_layer = tuple(
+        self.rotary_embeddings = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
+        self.rotary_index = tuple(
             None if layer.rope is None else ropes.index(layer.rope) for layer in config.layers
         )
-        self.needs_extent = any(rope.needs_extent for rope in ropes)
-        switches = [rope.original_positions for rope in ropes if rope.switches]
-        self.stale_after = min(switches, default=None)
+        self.needs_sequence_lengths = any(rope.needs_sequence_length for rope in ropes)
+        switches = [rope.original_max_positions for rope in ropes if rope.switches_factors]
+        self.recompute_after = min(switches, default=None)
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """One a layer: what a cache has to keep for it."""
+        """The attention spec of each layer: what a cache must store for it."""
         return tuple(layer.attention.spec for layer in self.layers)
 
     def forward(
-        self, token_ids_X: Tensor, positions_X: Tensor, cache: Cache | None = None
+        self, token_ids_X: Tensor, positions_X: Tensor, cache: KVCache | None = None
     ) -> Tensor:
-        return self.logits(self.hidden(token_ids_X, positions_X, cache))
+        return self.compute_logits(self.compute_hidden_states(token_ids_X, positions_X, cache))
 
-    def hidden(
-        self, token_ids_X: Tensor, positions_X: Tensor, cache: Cache | None = None
+    def compute_hidden_states(
+        self, token_ids_X: Tensor, positions_X: Tensor, cache: KVCache | None = None
     ) -> Tensor:
-        """The normed hidden state of every token, [X, D]."""
-        cache = WholeSequence() if cache is None else cache
-        x_XD, rotations = self.begin(token_ids_X, positions_X, cache)
-        return self.run_layers(x_XD, positions_X, rotations, cache)
+        """The hidden state of every token after the last norm, [X, D]."""
+        cache = NoKVCache() if cache is None else cache
+        x_XD, cos_sins = self.embed(token_ids_X, positions_X, cache)
+        return self.run_layers(x_XD, positions_X, cos_sins, cache)
 
-    def begin(
-        self, token_ids_X: Tensor, positions_X: Tensor, cache: Cache
-    ) -> tuple[Tensor, list[Rotation]]:
-        """What the layers start from: embedded tokens, and the angles of their positions."""
-        extent_X = cache.extent(positions_X) if self.needs_extent else None
-        rotations = [rotary(positions_X, extent_X) for rotary in self.rotaries]
-        x_XD = self.embedding(token_ids_X)
+    def embed(
+        self, token_ids_X: Tensor, positions_X: Tensor, cache: KVCache
+    ) -> tuple[Tensor, list[RotaryCosSin]]:
+        """The inputs of the layers: embedded tokens, and cos and sin of their positions."""
+        lengths_X = cache.sequence_lengths(positions_X) if self.needs_sequence_lengths else None
+        cos_sins = [rotary(positions_X, lengths_X) for rotary in self.rotary_embeddings]
+        x_XD = self.embed_tokens(token_ids_X)
         if self.config.embedding_scale != 1.0:
-            # Rounded to the weights' dtype first, as Gemma was trained.
+            # Gemma was trained with the scale rounded to the dtype of the weights.
             x_XD = x_XD * x_XD.new_full((), self.config.embedding_scale)
-        return x_XD, rotations
+        return x_XD, cos_sins
 
     def run_layers(
-        self, x_XD: Tensor, positions_X: Tensor, rotations: Sequence[Rotation], cache: Cache
+        self, x_XD: Tensor, positions_X: Tensor, cos_sins: Sequence[RotaryCosSin], cache: KVCache
     ) -> Tensor:
-        """All layers and the last norm: the part of a step that is nothing but kernels."""
-        for layer, rotary in zip(self.layers, self.rotary_of_layer, strict=True):
-            rotation = None if rotary is None else rotations[rotary]
-            x_XD = layer(x_XD, positions_X, rotation, cache)
+        """All layers and the last norm: the part of a step that only launches kernels."""
+        for layer, index in zip(self.layers, self.rotary_index, strict=True):
+            cos_sin = None if index is None else cos_sins[index]
+            x_XD = layer(x_XD, positions_X, cos_sin, cache)
         normed_XD: Tensor = self.norm(x_XD)
         return normed_XD
 
-    def logits(self, hidden_XD: Tensor) -> Tensor:
-        """The scores of the next token, [X, O]."""
-        logits_XO = project(hidden_XD, self.embedding if self.head is None else self.head)
+    def compute_logits(self, hidden_XD: Tensor) -> Tensor:
+        """The logits of the next token, [X, O]."""
+        logits_XO = compute_logits(
+            hidden_XD, self.embed_tokens if self.lm_head is None else self.lm_head
+        )
         cap = self.config.logit_softcap
         return logits_XO if cap is None else torch.tanh(logits_XO / cap) * cap

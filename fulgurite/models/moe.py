@@ -1,19 +1,21 @@
-"""Mixtures of experts: hidden states in, the weighted sum of each token's experts out.
+"""Mixture of experts (MoE): hidden states in, the weighted sum of each token's experts out.
 
-Routing rules look alike and differ where it matters. Each family names one of these, a `Rule` made of
-its configuration's numbers:
+Each family picks one of these routings. It becomes a `RouterConfig` with the numbers of its config.
 
-    Mixtral, Qwen3-MoE   softmax_then_top_k   the best k probabilities, renormalised or not
-    DeepSeek-V2          grouped_softmax      the same in the best groups (by best expert), scaled
-    DeepSeek-V3          grouped_sigmoid      sigmoid scores; a bias and the best groups (by best
-                                              two) choose; plain scores weigh, renormalised, scaled
-    gpt-oss              top_k_then_softmax   the best k logits, softmax among them
-    Llama 4              top_k_then_sigmoid   the best k logits, sigmoid of each
+    Mixtral, Qwen3-MoE   softmax_then_topk   top-k of the softmax, renormalized or not
+    DeepSeek-V2          grouped_softmax     the same within the best groups (by their best expert),
+                                             scaled
+    DeepSeek-V3          grouped_sigmoid     sigmoid scores. Selection adds a correction bias and
+                                             stays within the best groups (by their best two
+                                             experts). Weights are the scores without bias,
+                                             renormalized and scaled
+    gpt-oss              topk_then_softmax   top-k of the logits, then softmax over them
+    Llama 4              topk_then_sigmoid   top-k of the logits, then sigmoid of each
 
-Experts are stored stacked, gate and up above each other: `gate_up` [E, 2I, D] and `down` [E, D, I],
-dense or packed, which is what the kernels of `fulgurite.kernels.moe.ops` read.
+Expert weights are stacked, gate rows before up rows: `gate_up_proj` [E, 2I, D] and `down_proj` [E,
+D, I]. They are dense or quantized. This is the layout that `fulgurite.kernels.moe.ops` reads.
 
-Shapes: T tokens; D hidden size; E experts; k experts of a token; I inner size.
+Shapes: T tokens; D hidden size; E experts; k experts per token; I intermediate size.
 """
 
 from __future__ import annotations
@@ -23,188 +25,205 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fulgurite.kernels.common.multi_stream import beside, forks
-from fulgurite.kernels.elementwise import ops
-from fulgurite.kernels.gemm.modules import natural_activations
-from fulgurite.kernels.gemm.quant_linear import PLAIN
-from fulgurite.kernels.grouped_gemm.ops import CLAMPED
-from fulgurite.kernels.moe.ops import Gate, Routes, Rule, moe_experts, route_tokens
-from fulgurite.kernels.moe.routing import Norm, are_few
-from fulgurite.models.config import ExpertsConfig, ModelConfig
-from fulgurite.models.layers import Block, GatedMLP, RMSNorm
+from fulgurite.kernels.common.multi_stream import can_overlap, run_overlapped
+from fulgurite.kernels.elementwise import ops as elementwise
+from fulgurite.kernels.elementwise.gated_activation import CLAMPED_SWIGLU
+from fulgurite.kernels.gemm.modules import default_activation_format
+from fulgurite.kernels.gemm.reference import UNQUANTIZED
+from fulgurite.kernels.moe.ops import (
+    GatedActivation,
+    RouterConfig,
+    Routes,
+    fused_experts,
+    route_tokens,
+)
+from fulgurite.kernels.moe.routing import RmsNormArgs, is_small_batch
+from fulgurite.models.config import ModelConfig, MoEConfig
+from fulgurite.models.layers import GatedMLP, ResidualBlock, RMSNorm
 from fulgurite.quant import QuantTensor
 
-RoutingRule = Callable[[ExpertsConfig], Rule]
+RoutingFunction = Callable[[MoEConfig], RouterConfig]
 
 
-def softmax_then_top_k(config: ExpertsConfig) -> Rule:
-    return Rule(config.per_token, "softmax", renormalise=config.renormalise)
+def softmax_then_topk(config: MoEConfig) -> RouterConfig:
+    return RouterConfig(config.top_k, "softmax", renormalize=config.renormalize)
 
 
-def top_k_then_softmax(config: ExpertsConfig) -> Rule:
-    return Rule(config.per_token, "softmax", choose_first=True)
+def topk_then_softmax(config: MoEConfig) -> RouterConfig:
+    return RouterConfig(config.top_k, "softmax", topk_before_scoring=True)
 
 
-def top_k_then_sigmoid(config: ExpertsConfig) -> Rule:
-    return Rule(config.per_token, "sigmoid", choose_first=True)
+def topk_then_sigmoid(config: MoEConfig) -> RouterConfig:
+    return RouterConfig(config.top_k, "sigmoid", topk_before_scoring=True)
 
 
-def grouped_softmax(config: ExpertsConfig) -> Rule:
-    return Rule(
-        config.per_token,
+def grouped_softmax(config: MoEConfig) -> RouterConfig:
+    return RouterConfig(
+        config.top_k,
         "softmax",
-        scaling=config.scaling,
-        groups=config.groups,
-        groups_kept=config.groups_kept,
+        scaling=config.routed_scaling_factor,
+        groups=config.num_groups,
+        topk_groups=config.topk_groups,
     )
 
 
-def grouped_sigmoid(config: ExpertsConfig) -> Rule:
-    return Rule(
-        config.per_token,
+def grouped_sigmoid(config: MoEConfig) -> RouterConfig:
+    return RouterConfig(
+        config.top_k,
         "sigmoid",
-        renormalise=config.renormalise,
-        scaling=config.scaling,
-        groups=config.groups,
-        groups_kept=config.groups_kept,
+        renormalize=config.renormalize,
+        scaling=config.routed_scaling_factor,
+        groups=config.num_groups,
+        topk_groups=config.topk_groups,
         group_by="two",
     )
 
 
 class Router(nn.Module):
-    """Scores the experts for each token in float32 and picks by a rule.
+    """Scores the experts for each token in float32 and selects the top k.
 
-    `bias` is added to the logits; `choice_bias`, always float32, only takes part in choosing.
+    `bias` is added to the logits. `correction_bias`, always float32, affects only the selection.
     """
 
     def __init__(
         self,
-        hidden: int,
-        config: ExpertsConfig,
-        rule: RoutingRule,
+        hidden_size: int,
+        config: MoEConfig,
+        routing: RoutingFunction,
         bias: bool = False,
-        choice_bias: bool = False,
+        correction_bias: bool = False,
     ) -> None:
         super().__init__()
-        self.rule = rule(config)
-        self.weight = nn.Parameter(torch.empty(config.count, hidden))
-        self.bias = nn.Parameter(torch.empty(config.count)) if bias else None
-        self.choice_bias = None
-        if choice_bias:
-            self.choice_bias = nn.Parameter(torch.empty(config.count, dtype=torch.float32))
+        self.config = routing(config)
+        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
+        self.bias = nn.Parameter(torch.empty(config.num_experts)) if bias else None
+        self.correction_bias = None
+        if correction_bias:
+            self.correction_bias = nn.Parameter(
+                torch.empty(config.num_experts, dtype=torch.float32)
+            )
 
-    def forward(self, x_TD: Tensor, norm: Norm | None = None) -> Routes:
-        return route_tokens(x_TD, self.weight, self.rule, self.bias, self.choice_bias, norm)
-
-
-def gated(activation: str) -> Gate:
-    """activation(gate) * up, of the two halves of a [.., 2I] tensor."""
-    return Gate(activation)
+    def forward(self, x_TD: Tensor, norm: RmsNormArgs | None = None) -> Routes:
+        return route_tokens(x_TD, self.weight, self.config, self.bias, self.correction_bias, norm)
 
 
-def clamped_gate(alpha: float, limit: float) -> Gate:
-    """gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), with both clamped first."""
-    return Gate(CLAMPED, alpha, limit)
+def gated_activation(activation: str) -> GatedActivation:
+    """y = activation(gate) * up, where gate and up are the halves of a [.., 2I] tensor."""
+    return GatedActivation(activation)
+
+
+def clamped_swiglu(alpha: float, limit: float) -> GatedActivation:
+    """gpt-oss: y = (up + 1) * gate * sigmoid(alpha * gate), with gate and up clamped first."""
+    return GatedActivation(CLAMPED_SWIGLU, alpha, limit)
 
 
 class Experts(nn.Module):
-    """All experts of a layer. `gate_up` and `down` may be replaced by packed weights.
+    """All experts of a layer. `gate_up_proj` and `down_proj` may be dense or quantized.
 
-    `activations` says what rows are quantized to for packed weights: None is what multiplies fastest
-    on the weight's device.
+    `activations` is the activation format for quantized weights. None selects the fastest format
+    on the device of the weights.
     """
 
-    takes_packed = ("gate_up", "down")
+    quantizable = ("gate_up_proj", "down_proj")
 
     def __init__(
         self,
-        hidden: int,
-        config: ExpertsConfig,
-        gate: Gate,
+        hidden_size: int,
+        config: MoEConfig,
+        activation: GatedActivation,
         bias: bool = False,
-        weigh_input: bool = False,
+        apply_router_weight_on_input: bool = False,
     ) -> None:
         super().__init__()
-        self.gate = gate
-        self.weigh_input = weigh_input
+        self.activation = activation
+        self.apply_router_weight_on_input = apply_router_weight_on_input
         self.activations: str | None = None
-        count, inner = config.count, config.inner
-        self.gate_up = nn.Parameter(torch.empty(count, 2 * inner, hidden))
-        self.down = nn.Parameter(torch.empty(count, hidden, inner))
-        self.gate_up_bias = nn.Parameter(torch.empty(count, 2 * inner)) if bias else None
-        self.down_bias = nn.Parameter(torch.empty(count, hidden)) if bias else None
+        num_experts, size = config.num_experts, config.intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * size, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, size))
+        self.gate_up_proj_bias = nn.Parameter(torch.empty(num_experts, 2 * size)) if bias else None
+        self.down_proj_bias = nn.Parameter(torch.empty(num_experts, hidden_size)) if bias else None
 
     def forward(
         self,
         x_TD: Tensor,
         routes: Routes,
-        norm: Norm | None = None,
-        onto_TD: Tensor | None = None,
+        norm: RmsNormArgs | None = None,
+        residual_TD: Tensor | None = None,
     ) -> Tensor:
-        """The weighted sum of each token's experts, of norm(x) and added onto `onto_TD`."""
-        return moe_experts(
+        """The weighted sum of each token's experts; `norm` and residual as in `ResidualBlock`."""
+        return fused_experts(
             x_TD,
             routes,
-            self.gate_up,
-            self.down,
-            self.gate,
-            gate_up_bias=self.gate_up_bias,
-            down_bias=self.down_bias,
-            weigh_input=self.weigh_input,
-            activations=(self._activations(self.gate_up), self._activations(self.down)),
+            self.gate_up_proj,
+            self.down_proj,
+            self.activation,
+            gate_up_bias=self.gate_up_proj_bias,
+            down_bias=self.down_proj_bias,
+            apply_router_weight_on_input=self.apply_router_weight_on_input,
+            activations=(self._activations(self.gate_up_proj), self._activations(self.down_proj)),
             norm=norm,
-            onto_TD=onto_TD,
+            residual_TD=residual_TD,
         )
 
     def _activations(self, weight: Tensor) -> str:
         if not isinstance(weight, QuantTensor):
-            return PLAIN
-        return natural_activations(weight) if self.activations is None else self.activations
+            return UNQUANTIZED
+        return default_activation_format(weight) if self.activations is None else self.activations
 
 
-class MixtureOfExperts(Block):
-    """router -> experts, plus the shared expert where there is one; on a GPU both at once."""
+class MoE(ResidualBlock):
+    """y = experts(x, router(x)) + shared_expert(x). On GPUs the two terms run on two streams."""
 
-    def __init__(self, router: Router, experts: Experts, shared: GatedMLP | None = None) -> None:
+    def __init__(
+        self, router: Router, experts: Experts, shared_expert: GatedMLP | None = None
+    ) -> None:
         super().__init__()
         self.router = router
         self.experts = experts
-        self.shared = shared
+        self.shared_expert = shared_expert
 
     def forward(
-        self, x_XD: Tensor, *, norm: RMSNorm | None = None, onto_XD: Tensor | None = None
+        self, x_XD: Tensor, *, norm: RMSNorm | None = None, residual_XD: Tensor | None = None
     ) -> Tensor:
-        """Of norm(x) where one is given, and added onto `onto_XD`."""
-        few = are_few(x_XD) and type(self.experts) is Experts
-        if not few or self.shared is not None or norm is None:
+        """Apply `norm` to x first if given, and add the output to `residual_XD` if given."""
+        small_batch = is_small_batch(x_XD) and type(self.experts) is Experts
+        if not small_batch or self.shared_expert is not None or norm is None:
             x_XD, norm = x_XD if norm is None else norm(x_XD), None
-        given = None if norm is None else Norm(norm.weight, norm.eps, norm.offset)
-        shared = self.shared
+        norm_args = None if norm is None else RmsNormArgs(norm.weight, norm.eps, norm.offset)
+        shared = self.shared_expert
         if shared is None:
-            return self._routed(x_XD, few, given, onto_XD)
-        if not forks(x_XD):
-            return shared(x_XD, onto_XD=self._routed(x_XD, few, onto_XD=onto_XD))
-        both = beside(
-            lambda: self._routed(x_XD, few), lambda: shared(x_XD, onto_XD=onto_XD), x_XD.device
+            return self._run_experts(x_XD, small_batch, norm_args, residual_XD)
+        if not can_overlap(x_XD):
+            routed_XD = self._run_experts(x_XD, small_batch, residual_XD=residual_XD)
+            return shared(x_XD, residual_XD=routed_XD)
+        outputs = run_overlapped(
+            lambda: self._run_experts(x_XD, small_batch),
+            lambda: shared(x_XD, residual_XD=residual_XD),
+            x_XD.device,
         )
-        return ops.add(*both)
+        return elementwise.add(*outputs)
 
-    def _routed(
-        self, x_XD: Tensor, few: bool, norm: Norm | None = None, onto_XD: Tensor | None = None
+    def _run_experts(
+        self,
+        x_XD: Tensor,
+        small_batch: bool,
+        norm: RmsNormArgs | None = None,
+        residual_XD: Tensor | None = None,
     ) -> Tensor:
         x_TD = x_XD.flatten(0, -2)
         routes = self.router(x_TD) if norm is None else self.router(x_TD, norm)
-        if few:
-            onto_TD = None if onto_XD is None else onto_XD.flatten(0, -2)
-            out_TD: Tensor = self.experts(x_TD, routes, norm, onto_TD)
+        if small_batch:
+            residual_TD = None if residual_XD is None else residual_XD.flatten(0, -2)
+            out_TD: Tensor = self.experts(x_TD, routes, norm, residual_TD)
             return out_TD.view(x_XD.shape)
-        # ranks that share the experts sum before anything is added
+        # With experts sharded over ranks, the sum over ranks comes before the residual add.
         out_XD: Tensor = self.experts(x_TD, routes).view(x_XD.shape)
-        return out_XD if onto_XD is None else ops.add(onto_XD, out_XD)
+        return out_XD if residual_XD is None else elementwise.add(residual_XD, out_XD)
 
 
-def shared_expert(config: ModelConfig) -> GatedMLP | None:
-    """The expert that every token visits, as a plain MLP."""
-    assert config.experts is not None, f"{config.family} has no experts"
-    inner = config.experts.shared_inner
-    return GatedMLP(config.hidden, inner, config.activation, config.mlp_bias) if inner else None
+def build_shared_expert(config: ModelConfig) -> GatedMLP | None:
+    """The shared expert, which processes every token, as a plain MLP."""
+    assert config.moe is not None, f"{config.family} has no experts"
+    size = config.moe.shared_intermediate_size
+    return GatedMLP(config.hidden_size, size, config.activation, config.mlp_bias) if size else None

@@ -1,14 +1,15 @@
-"""Rotary position embedding: positions in, cos and sin out; queries and keys in, rotated ones out.
+"""Rotary position embedding (RoPE): positions in, cos and sin out; queries and keys in, rotated
+ones out.
 
-    (a, b) -> (a cos t - b sin t, b cos t + a sin t),   t = position * frequency[pair]
+    (a, b) -> (a cos t - b sin t, b cos t + a sin t),   t = position * inv_freq[pair]
 
-A pair is (x[i], x[i + R/2]) in the half layout and (x[2i], x[2i + 1]) in the interleaved one. The
-scalings change only the frequencies, and for YaRN and LongRoPE the length of the rotated vector.
+A pair is (x[i], x[i + R/2]) in the half layout and (x[2i], x[2i + 1]) in the interleaved layout.
+RoPE scalings change only the frequencies; YaRN and LongRoPE also scale cos and sin.
 
-Two scalings, dynamic and LongRoPE, depend on how long the whole sequence is. That length comes in
-as the `extent` of each token, so that neighbours in a batch never change a result.
+Dynamic NTK and LongRoPE depend on the length of the whole sequence. Callers pass that length for
+each token, so other sequences in a batch never change a result.
 
-Shapes: X the layout of the tokens, [T] or [B, T]; N heads; H head size; R rotated ones.
+Shapes: X token layout, [T] or [B, T]; N heads; H head size; R rotary_dim.
 """
 
 from __future__ import annotations
@@ -19,102 +20,106 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fulgurite.kernels.elementwise import ops
+from fulgurite.kernels.elementwise import ops as elementwise
 from fulgurite.models.config import RopeConfig
 
 
-class Rotation(NamedTuple):
+class RotaryCosSin(NamedTuple):
     """cos and sin of each token's angles, times the attention factor; [X, 1, R / 2], float32."""
 
     cos: Tensor
     sin: Tensor
 
 
-class Rotary(nn.Module):
-    """The angles of one rotary embedding.
+class RotaryEmbedding(nn.Module):
+    """cos and sin of one rotary embedding.
 
-    The frequencies are made on the CPU even while modules are built on the meta device: they are
-    computed, not loaded, and so must exist before any checkpoint is read.
+    Frequencies are computed, not loaded. So they are created on the CPU even when the modules are
+    built on the meta device.
     """
 
-    short: Tensor
-    long: Tensor
+    short_inv_freq: Tensor
+    long_inv_freq: Tensor
 
     def __init__(self, config: RopeConfig) -> None:
         super().__init__()
         self.config = config
-        self.register_buffer("short", frequencies(config), persistent=False)
-        self.register_buffer("long", frequencies(config, long=True), persistent=False)
+        self.register_buffer("short_inv_freq", compute_inv_freq(config), persistent=False)
+        long_inv_freq = compute_inv_freq(config, long=True)
+        self.register_buffer("long_inv_freq", long_inv_freq, persistent=False)
 
-    def forward(self, positions_X: Tensor, extent_X: Tensor | None) -> Rotation:
-        angles = positions_X[..., None] * self._frequencies(
-            extent_X
-        )  # whole numbers become float32
+    def forward(self, positions_X: Tensor, lengths_X: Tensor | None) -> RotaryCosSin:
+        angles = positions_X[..., None] * self._inv_freq(lengths_X)  # int * float32 -> float32
         cos, sin, factor = angles.cos(), angles.sin(), self.config.attention_factor
         if factor != 1.0:
             cos, sin = cos * factor, sin * factor
-        return Rotation(cos[..., None, :], sin[..., None, :])
+        return RotaryCosSin(cos[..., None, :], sin[..., None, :])
 
-    def _frequencies(self, extent_X: Tensor | None) -> Tensor:
-        if not self.config.needs_extent:
-            return self.short
-        assert extent_X is not None, f"a {self.config.kind} rotary embedding needs the extents"
-        if self.config.kind == "longrope":
-            is_long = extent_X[..., None] > self.config.original_positions
-            return torch.where(is_long, self.long, self.short)
-        return self._stretched(extent_X)
+    def _inv_freq(self, lengths_X: Tensor | None) -> Tensor:
+        if not self.config.needs_sequence_length:
+            return self.short_inv_freq
+        assert lengths_X is not None, (
+            f"a {self.config.rope_type} rotary embedding needs sequence lengths"
+        )
+        if self.config.rope_type == "longrope":
+            is_long = lengths_X[..., None] > self.config.original_max_positions
+            return torch.where(is_long, self.long_inv_freq, self.short_inv_freq)
+        return self._dynamic_ntk_inv_freq(lengths_X)
 
-    def _stretched(self, extent_X: Tensor) -> Tensor:
-        """Dynamic NTK: past the trained length the base grows with the length of the sequence."""
+    def _dynamic_ntk_inv_freq(self, lengths_X: Tensor) -> Tensor:
+        """Dynamic NTK: beyond `max_positions` the base grows with the sequence length."""
         rope = self.config
-        length = extent_X.clamp(min=rope.max_positions).float()
+        length = lengths_X.clamp(min=rope.max_positions).float()
         growth = rope.factor * length / rope.max_positions - (rope.factor - 1)
-        base = rope.theta * growth ** (rope.dim / (rope.dim - 2))
-        exponents = torch.arange(0, rope.dim, 2, device=extent_X.device).float() / rope.dim
+        base = rope.theta * growth ** (rope.rotary_dim / (rope.rotary_dim - 2))
+        dims = torch.arange(0, rope.rotary_dim, 2, device=lengths_X.device).float()
+        exponents = dims / rope.rotary_dim
         return 1.0 / base[..., None] ** exponents
 
 
-def rotate(x_XNH: Tensor, rotation: Rotation, interleaved: bool) -> Tensor:
-    """Turn the first R dimensions of each head, in float32; the others pass through."""
-    return ops.rotate(x_XNH, rotation.cos, rotation.sin, interleaved)
+def apply_rope(x_XNH: Tensor, cos_sin: RotaryCosSin, interleaved: bool) -> Tensor:
+    """Rotate the first R dimensions of each head, in float32. The others are unchanged."""
+    return elementwise.apply_rope(x_XNH, cos_sin.cos, cos_sin.sin, interleaved)
 
 
-def frequencies(rope: RopeConfig, long: bool = False) -> Tensor:
-    """Radians per position of each pair, [R / 2] float32, scaled as `rope.kind` says."""
-    exponents = torch.arange(0, rope.dim, 2, device="cpu").float() / rope.dim
-    plain = 1.0 / rope.theta**exponents
-    if rope.kind == "linear":
-        return plain / rope.factor
-    if rope.kind == "yarn":
-        return _yarn(rope, plain)
-    if rope.kind == "llama3":
-        return _llama3(rope, plain)
-    if rope.kind == "longrope":
+def compute_inv_freq(rope: RopeConfig, long: bool = False) -> Tensor:
+    """Radians per position of each pair, [R / 2] float32, scaled by `rope.rope_type`."""
+    exponents = torch.arange(0, rope.rotary_dim, 2, device="cpu").float() / rope.rotary_dim
+    inv_freq = 1.0 / rope.theta**exponents
+    if rope.rope_type == "linear":
+        return inv_freq / rope.factor
+    if rope.rope_type == "yarn":
+        return _scale_yarn(rope, inv_freq)
+    if rope.rope_type == "llama3":
+        return _scale_llama3(rope, inv_freq)
+    if rope.rope_type == "longrope":
         factors = rope.long_factors if long else rope.short_factors
         return 1.0 / (torch.tensor(factors, device="cpu") * rope.theta**exponents)
-    return plain
+    return inv_freq
 
 
-def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
-    """Slow pairs are slowed by `factor`, fast ones kept, those between blended."""
-    turns = rope.original_positions * plain / (2 * math.pi)
-    span = rope.high_frequency_factor - rope.low_frequency_factor
-    past = turns - rope.low_frequency_factor
-    keep = (past / span).clamp(0, 1) if span else (past >= 0).float()
-    return keep * plain + (1 - keep) * plain / rope.factor
+def _scale_llama3(rope: RopeConfig, inv_freq: Tensor) -> Tensor:
+    """Divide low frequencies by `factor`, keep high frequencies, blend between them."""
+    rotations = rope.original_max_positions * inv_freq / (2 * math.pi)
+    span = rope.high_freq_factor - rope.low_freq_factor
+    excess = rotations - rope.low_freq_factor
+    keep = (excess / span).clamp(0, 1) if span else (excess >= 0).float()
+    return keep * inv_freq + (1 - keep) * inv_freq / rope.factor
 
 
-def _yarn(rope: RopeConfig, plain: Tensor) -> Tensor:
-    """Pairs with over beta_fast turns in the trained context are kept, under beta_slow slowed."""
+def _scale_yarn(rope: RopeConfig, inv_freq: Tensor) -> Tensor:
+    """Keep pairs with more than beta_fast rotations in the trained context; divide those below
+    beta_slow.
+    """
 
-    def pair_with(turns: float) -> float:
-        logarithm = math.log(rope.original_positions / (turns * 2 * math.pi))
-        return rope.dim * logarithm / (2 * math.log(rope.theta))
+    def find_pair(rotations: float) -> float:
+        logarithm = math.log(rope.original_max_positions / (rotations * 2 * math.pi))
+        return rope.rotary_dim * logarithm / (2 * math.log(rope.theta))
 
-    low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
+    low, high = find_pair(rope.beta_fast), find_pair(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rope.dim - 1)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
     width = (high - low) or 0.001
-    slow = ((torch.arange(rope.dim // 2, device="cpu").float() - low) / width).clamp(0, 1)
-    return slow * plain / rope.factor + (1 - slow) * plain
+    ramp = ((torch.arange(rope.rotary_dim // 2, device="cpu").float() - low) / width).clamp(0, 1)
+    return ramp * inv_freq / rope.factor + (1 - ramp) * inv_freq

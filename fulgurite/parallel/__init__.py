@@ -1,35 +1,35 @@
-"""Many ranks: a device mesh, sharded weights, experts spread over ranks.
+"""Parallelism over ranks: a device mesh, sharded weights, distributed experts.
 
-torchrun or launch ─▶ Mesh (data, tensor, expert) ─▶ parallelize(model, mesh, plan_of(model.config))
+torchrun or launch ─▶ Mesh (data, tensor, expert) ─▶ parallelize(model, mesh, rules)
                                                         │ tensor.py: weights, heads, vocabulary
-                                                        │ expert.py: experts, by a Transport
-load of experts ─ rebalance ─▶ Placement ───────────────┘
+                                                        │ expert.py: experts, with a TokenDispatcher
+expert load ─ rebalance_experts ─▶ Placement ───────────┘
 
-`models.load_share` does the same to a checkpoint of which each rank reads its share only. `channel.py` is how rank 0
-tells the others what to do, `others.py` starts them beside a process that is alone, `health.py` names who is gone.
+`load_shard` of models does the same to a checkpoint of which each rank reads its shard only. channel.py
+broadcasts messages of rank 0, workers.py starts worker processes, health.py finds ranks that failed.
 """
 
 from __future__ import annotations
 
-from fulgurite.parallel.expert import ExpertParallel, spread_experts
-from fulgurite.parallel.launch import Ranks, launch
+from fulgurite.parallel.dispatcher import AllToAllDispatcher, TokenDispatcher
+from fulgurite.parallel.expert import ExpertParallel, apply_expert_parallel
+from fulgurite.parallel.launch import RankPool, launch
 from fulgurite.parallel.mesh import Axis, Mesh, MeshShape
 from fulgurite.parallel.placement import Placement
-from fulgurite.parallel.shares import Shares
+from fulgurite.parallel.sharding import Sharding
 from fulgurite.parallel.tensor import parallelize
-from fulgurite.parallel.transport import Collective, Transport
 
 __all__ = [
+    "AllToAllDispatcher",
     "Axis",
-    "Collective",
     "ExpertParallel",
     "Mesh",
     "MeshShape",
     "Placement",
-    "Ranks",
-    "Shares",
-    "Transport",
+    "RankPool",
+    "Sharding",
+    "TokenDispatcher",
+    "apply_expert_parallel",
     "launch",
     "parallelize",
-    "spread_experts",
 ]

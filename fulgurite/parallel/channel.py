@@ -1,8 +1,8 @@
-"""What rank 0 says to all others: bytes in there, the same bytes out everywhere else, in order.
+"""Broadcast of messages from rank 0: bytes in on rank 0, the same bytes out on all others, in order.
 
-Between two messages any time may pass, so this is no collective with its timeout: messages lie in the
-store the ranks met at, and a rank that waits for one looks around once a second. It gives up when rank 0
-is gone, has failed or has left, and says so.
+Any time may pass between two messages, so this is not a collective with a timeout. Messages are keys of
+the store that the ranks use. A rank that waits for one checks once a second whether rank 0 is gone, has
+failed or has left, and raises an error if so.
 """
 
 from __future__ import annotations
@@ -12,53 +12,53 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from fulgurite.parallel.health import SLICE, STORE_TIMEOUT, Health
+from fulgurite.parallel.health import STORE_TIMEOUT, WAIT_SLICE, HealthMonitor
 from fulgurite.parallel.mesh import Mesh
 
-SPEAKER = 0
-WHAT = "message of rank 0"
+SENDER_RANK = 0
+MESSAGE_LABEL = "message of rank 0"
 
 
-class Channel:
-    """Every rank of a mesh has one end; rank 0 calls `send`, all others as often `receive`."""
+class BroadcastChannel:
+    """One end a rank: rank 0 calls `send`, every other rank calls `receive` equally often."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self.speaks, self.health = mesh.rank == SPEAKER, mesh.health
+        self.is_sender, self.health = mesh.rank == SENDER_RANK, mesh.health
         self.count = 0
         self.store: Store | None = None
         if self.health is not None:
-            # A connection of its own: who waits on one keeps beats from being written through it.
+            # A connection of its own: a wait would block the heartbeats on a shared one.
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            timeout = STORE_TIMEOUT if self.speaks else SLICE
+            timeout = STORE_TIMEOUT if self.is_sender else WAIT_SLICE
             client = TCPStore(host, port, is_master=False, timeout=timeout)
-            self.store = PrefixStore(f"fulgurite-channel-{mesh.number}", client)
+            self.store = PrefixStore(f"fulgurite-channel-{mesh.mesh_number}", client)
 
     def send(self, message: bytes) -> None:
-        assert self.speaks, "only rank 0 sends"
+        assert self.is_sender, "only rank 0 sends"
         if self.store is not None and self.health is not None:
-            sending = _Sending(self.store, str(self.count), message)
-            self.health.finish(WHAT, sending.start, on_host=True)
-            # Whoever took part in the last step has read what came before it.
+            pending = _PendingSend(self.store, str(self.count), message)
+            self.health.run_collective(MESSAGE_LABEL, pending.start, on_host=True)
+            # Every rank that took part in the last step has read the message before it.
             self.store.delete_key(str(self.count - 2))
         self.count += 1
 
     def receive(self) -> bytes:
         """The next message, whenever it comes."""
-        assert not self.speaks and self.store is not None, "rank 0 does not hear itself"
-        assert self.health is not None, "ranks that are many have one"
-        waiting = _Waiting(self.store, str(self.count), self.health)
-        self.health.finish(WHAT, lambda: waiting, on_host=True)
+        assert not self.is_sender and self.store is not None, "rank 0 only sends"
+        assert self.health is not None, "several ranks have a health monitor"
+        pending = _PendingReceive(self.store, str(self.count), self.health)
+        self.health.run_collective(MESSAGE_LABEL, lambda: pending, on_host=True)
         self.count += 1
-        return waiting.message
+        return pending.message
 
 
-class _Sending:
-    """A message being set, in the shape of a collective: so both ends count alike."""
+class _PendingSend:
+    """A send with the interface of a collective, so that both ends count the same steps."""
 
     def __init__(self, store: Store, key: str, message: bytes) -> None:
         self.store, self.key, self.message = store, key, message
 
-    def start(self) -> _Sending:
+    def start(self) -> _PendingSend:
         self.store.set(self.key, self.message)
         return self
 
@@ -66,17 +66,17 @@ class _Sending:
         return None
 
 
-class _Waiting:
-    """The wait for a message, in the shape of a collective."""
+class _PendingReceive:
+    """The wait for a message, with the interface of a collective."""
 
-    def __init__(self, store: Store, key: str, health: Health) -> None:
+    def __init__(self, store: Store, key: str, health: HealthMonitor) -> None:
         self.store, self.key, self.health = store, key, health
         self.message = b""
 
     def wait(self, timeout: timedelta) -> None:
-        """Until it is there, or for as long as the store's connection has patience."""
+        """Wait for the message, up to the timeout of the store's connection."""
         self.message = self.store.get(self.key)
 
     def is_completed(self) -> bool:
-        """Asked after a wait in vain: whether another one makes no sense."""
-        return self.health.has_left(SPEAKER)
+        """Whether waiting again is pointless, since the sender left."""
+        return self.health.has_left(SENDER_RANK)

@@ -1,16 +1,16 @@
-"""Experts spread over ranks: `ExpertParallel` stands where a layer's experts stood.
+"""Expert parallelism: `ExpertParallel` replaces the experts of a layer.
 
-In: a rank's tokens and their routes. Out: the weighted sum of each token's experts, wherever they are.
+In: this rank's tokens and their routes. Out: the weighted sum of each token's experts, on any rank.
 
-    routes ─ replica table ─▶ slots ─ transport.dispatch ─▶ rows of other ranks' tokens too
-       ─ this rank's experts, each row by one of them ─▶ results ─ transport.combine ─▶ own tokens
+    routes ─ replica table ─▶ slots ─ dispatch ─▶ rows of tokens of all ranks
+       ─ this rank's experts, one row each ─▶ results ─ combine ─▶ own tokens
 
-Each rank keeps the experts of its own slots. A placement may put one expert into several slots, or order
-them by measured load; it is applied right behind the router, and nothing after that knows of it.
+Each rank has the experts of its own slots. A placement may put one expert into several slots, or order
+experts by measured load. It is applied right after the router; the rest of the layer sees slots only.
 
-Every rank of the axis must call its layers equally often, also when it has no tokens.
+Every rank of the axis must call its layers equally often, also if it has no tokens.
 
-Shapes: T tokens; k experts of a token; S rows that arrive; D hidden size; E experts; P slots.
+Shapes: T tokens; k experts of a token; S received rows; D hidden size; E experts; P slots.
 """
 
 from __future__ import annotations
@@ -23,142 +23,144 @@ from torch import Tensor, nn
 
 from fulgurite.errors import ArgumentError
 from fulgurite.kernels.moe.routing import Routes
+from fulgurite.parallel.dispatcher import TokenDispatcher
 from fulgurite.parallel.mesh import Axis
-from fulgurite.parallel.placement import Placement, ReplicaTable, contiguous
-from fulgurite.parallel.transport import Transport
+from fulgurite.parallel.placement import Placement, ReplicaTable, contiguous_placement
 
 
 class ExpertParallel(nn.Module):
     """`experts(x_TD, routes)` with the experts of all ranks.
 
-    `experts` is a module of the same call that holds this rank's experts only, in the order of its
-    slots. It weighs what goes in or what comes out, as it does with all experts at hand.
+    `experts` has the same signature and this rank's experts only, in the order of its slots. It
+    applies the router weights, to its inputs or its outputs.
     """
 
     def __init__(
         self,
         experts: nn.Module,
-        transport: Transport,
+        dispatcher: TokenDispatcher,
         placement: Placement,
         layer: int = 0,
     ) -> None:
         super().__init__()
         self.experts = experts
-        self.transport = transport
+        self.dispatcher = dispatcher
         self.placement = placement
-        self.slots = placement.slots_LS.shape[1]
+        self.num_slots = placement.slots_LS.shape[1]
         self.layer = layer
 
     def forward(self, x_TD: Tensor, routes: Routes) -> Tensor:
-        return self.finish(self.send(x_TD, routes))
+        return self.finish(self.start_dispatch(x_TD, routes))
 
-    def send(self, x_TD: Tensor, routes: Routes) -> Any:
-        """Start the tokens on their way."""
+    def start_dispatch(self, x_TD: Tensor, routes: Routes) -> Any:
+        """Start to send the tokens to their experts."""
         slots_Tk = routes.experts_Tk
-        if self.table is not None:
-            slots_Tk = self.table.remap(self.layer, slots_Tk, self.transport.axis.index)
-        return self.transport.send(x_TD, slots_Tk, self.slots, routes.weights_Tk)
+        if self.replica_table is not None:
+            slots_Tk = self.replica_table.remap(self.layer, slots_Tk, self.dispatcher.axis.index)
+        return self.dispatcher.start_dispatch(x_TD, slots_Tk, self.num_slots, routes.weights_Tk)
 
-    def finish(self, sent: Any) -> Tensor:
-        """What the experts of all ranks make of them."""
-        arrived = self.transport.receive(sent)
-        visits = Routes(arrived.weights_S[:, None], arrived.experts_S[:, None])
-        y_SD: Tensor = self.experts(arrived.x_SD, visits)
-        return self.transport.combine(y_SD, arrived)
+    def finish(self, pending: Any) -> Tensor:
+        """Run this rank's experts on the received rows and combine the results of all ranks."""
+        dispatched = self.dispatcher.finish_dispatch(pending)
+        routes = Routes(dispatched.weights_S[:, None], dispatched.experts_S[:, None])
+        y_SD: Tensor = self.experts(dispatched.x_SD, routes)
+        return self.dispatcher.combine(y_SD, dispatched)
 
     @cached_property
-    def table(self) -> ReplicaTable | None:
-        """The slots of each expert; None where they lie in order. On the device the weights are on once
-        tokens come: they may be made on none and loaded later."""
-        if self.placement.slots_LS[self.layer].tolist() == list(range(self.placement.experts)):
+    def replica_table(self) -> ReplicaTable | None:
+        """The slots of each expert; None if experts are in order.
+
+        Built at the first call, since the weights may be on the meta device before.
+        """
+        if self.placement.slots_LS[self.layer].tolist() == list(range(self.placement.num_experts)):
             return None
-        return self.placement.table(next(self.experts.parameters()).device)
+        return self.placement.replica_table(next(self.experts.parameters()).device)
 
     @property
-    def mine(self) -> tuple[int, ...]:
+    def local_experts(self) -> tuple[int, ...]:
         """The experts in this rank's slots."""
-        found: list[int] = self.placement.by_rank_LRP[
-            self.layer, self.transport.axis.index
-        ].tolist()
-        return tuple(found)
+        experts_P = self.placement.experts_LRP[self.layer, self.dispatcher.axis.index]
+        return tuple(experts_P.tolist())
 
     @property
-    def redundant(self) -> bool:
-        """Whether some expert lies in several slots."""
-        return self.slots > self.placement.experts
+    def has_redundant_experts(self) -> bool:
+        """Whether some expert is in several slots."""
+        return self.num_slots > self.placement.num_experts
 
     def extra_repr(self) -> str:
-        axis = self.transport.axis
-        mine = self.slots // axis.size
-        first = axis.index * mine
-        return f"slots {first} to {first + mine - 1} of {self.slots}, {axis}"
+        axis = self.dispatcher.axis
+        local_slots = self.num_slots // axis.size
+        first = axis.index * local_slots
+        return f"slots {first} to {first + local_slots - 1} of {self.num_slots}, {axis}"
 
 
-class SharedBeside(nn.Module):
-    """A mixture whose shared expert runs while tokens are on their way to the others."""
+class OverlappedSharedExpert(nn.Module):
+    """A mixture of experts whose shared expert runs while tokens are in flight."""
 
-    def __init__(self, router: nn.Module, experts: ExpertParallel, shared: nn.Module) -> None:
+    def __init__(
+        self, router: nn.Module, experts: ExpertParallel, shared_expert: nn.Module
+    ) -> None:
         super().__init__()
         self.router = router
         self.experts = experts
-        self.shared = shared
+        self.shared_expert = shared_expert
 
     def forward(self, x_XD: Tensor) -> Tensor:
         x_TD = x_XD.flatten(0, -2)
-        sent = self.experts.send(x_TD, self.router(x_TD))
-        shared_XD: Tensor = self.shared(x_XD)
-        return self.experts.finish(sent).view(x_XD.shape) + shared_XD
+        pending = self.experts.start_dispatch(x_TD, self.router(x_TD))
+        shared_XD: Tensor = self.shared_expert(x_XD)
+        return self.experts.finish(pending).view(x_XD.shape) + shared_XD
 
 
-def spread_experts(
+def apply_expert_parallel(
     experts: nn.Module,
-    transport: Transport,
+    dispatcher: TokenDispatcher,
     placement: Placement | None = None,
     layer: int = 0,
 ) -> ExpertParallel:
-    """Keep this rank's experts of a module that has all of them, and put the transport around it.
+    """Keep this rank's experts of a module, and wrap it in `ExpertParallel`.
 
-    Every parameter of `experts` is stacked over experts in its first dimension.
+    The first dimension of every parameter of `experts` is the expert.
     """
-    axis = transport.axis
-    count = _count(experts)
+    axis = dispatcher.axis
+    count = _count_experts(experts)
     if placement is None:
-        placement, layer = contiguous(1, count, axis.size), 0
-    _check(placement, layer, count, axis)
-    mine = placement.by_rank_LRP[layer, axis.index].tolist()  # experts, by slot
+        placement, layer = contiguous_placement(1, count, axis.size), 0
+    _check_placement(placement, layer, count, axis)
+    local_experts = placement.experts_LRP[layer, axis.index].tolist()  # by slot
     for name, parameter in list(experts.named_parameters(recurse=False)):
-        stacked = take(parameter.detach(), mine)
+        stacked = select_experts(parameter.detach(), local_experts)
         setattr(experts, name, nn.Parameter(stacked, parameter.requires_grad))
-    return ExpertParallel(experts, transport, placement, layer)
+    return ExpertParallel(experts, dispatcher, placement, layer)
 
 
-def take(stack: Tensor, rows: list[int]) -> Tensor:
-    """Rows of a stack, dense or packed, as a new tensor: the whole stack may then be let go."""
+def select_experts(stack: Tensor, rows: list[int]) -> Tensor:
+    """Rows of a dense or quantized stack as a new tensor, so that the full stack can be freed."""
     first, last = rows[0], rows[-1] + 1
     if rows == list(range(first, last)):
         return stack[first:last].clone()
     return torch.cat([stack[row : row + 1] for row in rows])
 
 
-def _count(experts: nn.Module) -> int:
+def _count_experts(experts: nn.Module) -> int:
     sizes = {name: p.shape[0] for name, p in experts.named_parameters(recurse=False)}
     if len(set(sizes.values())) != 1:
         raise ArgumentError(
-            f"{type(experts).__name__} is no stack of experts: {sizes or 'it has no parameters'}",
-            next="every parameter has the experts in its first dimension",
+            f"{type(experts).__name__} is not a stack of experts: {sizes or 'it has no parameters'}",
+            next="the first dimension of every parameter must be the expert",
         )
     return next(iter(sizes.values()))
 
 
-def _check(placement: Placement, layer: int, count: int, axis: Axis) -> None:
-    if placement.experts != count or placement.ranks != axis.size:
+def _check_placement(placement: Placement, layer: int, count: int, axis: Axis) -> None:
+    if placement.num_experts != count or placement.num_ranks != axis.size:
         raise ArgumentError(
-            f"a placement of {placement.experts} experts on {placement.ranks} ranks was given for "
-            f"{count} experts on {axis.size}",
-            next="make it for this model and this mesh (fulgurite.parallel.rebalance)",
+            f"the placement has {placement.num_experts} experts on {placement.num_ranks} ranks, but "
+            f"there are {count} experts on {axis.size} ranks",
+            next="make a placement for this model and mesh (fulgurite.parallel.rebalance)",
         )
-    if not 0 <= layer < placement.layers:
+    if not 0 <= layer < placement.num_layers:
         raise ArgumentError(
-            f"the placement has {placement.layers} layers, and no layer {layer}",
-            next="a placement has one row for each layer with experts",
+            f"the placement has {placement.num_layers} layers, and no layer {layer}",
+            next="a placement has one row for each MoE layer",
         )

@@ -1,17 +1,17 @@
-"""Ranks on one machine: N processes that run a function together, and end together.
+"""Ranks on one machine: N processes that run a function together.
 
-    results = launch(train, 4, config)          one call, a list with one result a rank
+    results = launch(train, 4, config)          one call; a list with one result a rank
 
-    with Ranks(4) as ranks:                      the same processes for several calls
-        first = ranks.run(step, 1)
-        second = ranks.run(step, 2)
+    with RankPool(4) as pool:                    the same processes for several calls
+        first = pool.run(step, 1)
+        second = pool.run(step, 2)
 
-A function is named by its module, so it must be importable; arguments and results are pickled. If one
-rank fails, the others get `grace` seconds to fail on their own (they usually can say why), then all are
-killed, and the error has what each of them said. Rank processes end when their parent does.
+A function is pickled by name, so it must be importable; arguments and results are pickled. If one rank
+fails, the others get `failure_grace` seconds to fail on their own, since their errors help. Then all are
+killed, and the error has the message of each. Rank processes exit with their parent.
 
-Processes come from a fork server that has imported torch once, so that the second rank costs no import.
-The store they meet at lives in the parent: it outlasts any rank.
+Processes come from a fork server that has imported torch once, so starting a rank costs no import. The
+parent hosts the store, so the store outlives every rank.
 """
 
 from __future__ import annotations
@@ -35,103 +35,105 @@ from torch.distributed import TCPStore
 
 from fulgurite.errors import ArgumentError, RankError
 
-PRELOAD = ["torch", "torch.distributed", "fulgurite.parallel.launch"]
-GRACE = 15.0
+PRELOADED_MODULES = ["torch", "torch.distributed", "fulgurite.parallel.launch"]
+FAILURE_GRACE = 15.0
 
 
 def launch(
     function: Callable[..., Any], ranks: int, *arguments: Any, threads: int = 1
 ) -> list[Any]:
-    """Call a function on `ranks` new processes; their results, by rank."""
-    with Ranks(ranks, threads=threads) as running:
-        return running.run(function, *arguments)
+    """Call a function on `ranks` new processes; returns their results, by rank."""
+    with RankPool(ranks, threads=threads) as pool:
+        return pool.run(function, *arguments)
 
 
 @dataclass(frozen=True)
-class Failure:
-    """What a rank said last, or how its process ended."""
+class RankFailure:
+    """The last error of a rank, or how its process ended."""
 
     rank: int
     text: str
 
 
-class Ranks:
-    """Processes with RANK, WORLD_SIZE and a store set up, waiting for functions to run."""
+class RankPool:
+    """Processes with RANK, WORLD_SIZE and a store, which wait for functions to run."""
 
-    def __init__(self, count: int, *, threads: int = 1, grace: float = GRACE) -> None:
+    def __init__(
+        self, count: int, *, threads: int = 1, failure_grace: float = FAILURE_GRACE
+    ) -> None:
         if count < 1:
             raise ArgumentError(f"{count} ranks can't be started", next="start at least one")
-        self.count, self.grace = count, grace
+        self.count, self.failure_grace = count, failure_grace
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context.set_forkserver_preload(PRELOADED_MODULES)
         self.processes: list[BaseProcess] = []
         self.pipes: list[Connection] = []
         for rank in range(count):
-            ours, theirs = context.Pipe()
+            parent_end, child_end = context.Pipe()
             environment = dict(os.environ) | rank_environment(rank, count, self.store.port)
             process = context.Process(
-                target=_serve, args=(theirs, environment, threads), daemon=True
+                target=_run_rank, args=(child_end, environment, threads), daemon=True
             )
             process.start()
-            theirs.close()
+            child_end.close()
             self.processes.append(process)
-            self.pipes.append(ours)
+            self.pipes.append(parent_end)
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return bool(self.processes) and all(process.is_alive() for process in self.processes)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call a function on every rank; RankError if any of them fails, after all have ended."""
-        if not self.alive:
-            raise RankError("these ranks have ended", next="start new ones: Ranks(count)")
-        message = _message(function, arguments)
+        """Call a function on every rank; RankError if one fails, after all processes have exited."""
+        if not self.is_alive:
+            raise RankError("these ranks have ended", next="start new ones: RankPool(count)")
+        message = _pickle_call(function, arguments)
         for pipe in self.pipes:
             pipe.send_bytes(message)
         results, failures = self._collect()
         if failures:
             self.kill()
-            raise _error(failures, self.count)
+            raise _make_rank_error(failures, self.count)
         return [results[rank] for rank in range(self.count)]
 
-    def _collect(self) -> tuple[dict[int, Any], list[Failure]]:
-        """Answers until all are there, or until `grace` seconds after the first failure."""
+    def _collect(self) -> tuple[dict[int, Any], list[RankFailure]]:
+        """Receive all answers, or those until `failure_grace` seconds after the first failure."""
         results: dict[int, Any] = {}
-        failures: list[Failure] = []
+        failures: list[RankFailure] = []
         waiting = dict(enumerate(self.pipes))
         deadline: float | None = None
         while waiting:
             left = None if deadline is None else deadline - time.monotonic()
             ready = wait(list(waiting.values()), left)
             if not ready:
-                failures += [Failure(rank, "still running; killed") for rank in waiting]
+                failures += [RankFailure(rank, "still running; killed") for rank in waiting]
                 break
             for rank in [r for r, pipe in waiting.items() if pipe in ready]:
                 answer = self._receive(rank)
                 del waiting[rank]
-                if isinstance(answer, Failure):
+                if isinstance(answer, RankFailure):
                     failures.append(answer)
-                    deadline = deadline or time.monotonic() + self.grace
+                    deadline = deadline or time.monotonic() + self.failure_grace
                 else:
                     results[rank] = answer[0]
         return results, failures
 
-    def _receive(self, rank: int) -> tuple[Any] | Failure:
+    def _receive(self, rank: int) -> tuple[Any] | RankFailure:
         try:
             answer = self.pipes[rank].recv_bytes()
         except (EOFError, ConnectionResetError):
             process = self.processes[rank]
             process.join(5)
-            return Failure(rank, f"its process ended{_how(process.exitcode)}")
+            return RankFailure(rank, f"its process ended{_describe_exit(process.exitcode)}")
         try:
             worked, value = pickle.loads(answer)
-        except Exception:  # a result's own code runs here, and may raise anything
-            return Failure(rank, f"its result can't be read here\n{traceback.format_exc()}")
-        return (value,) if worked else Failure(rank, value)
+        except Exception:  # unpickling a result may raise anything
+            return RankFailure(rank, f"its result can't be read here\n{traceback.format_exc()}")
+        return (value,) if worked else RankFailure(rank, value)
 
     def kill(self) -> None:
-        """End every process, now."""
+        """Kill every process."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -141,15 +143,15 @@ class Ranks:
         self.processes, self.pipes = [], []
 
     def close(self) -> None:
-        """Let every process end; kill what has not after a moment."""
+        """Wait for every process to exit; kill it after five seconds."""
         for pipe in self.pipes:
-            pipe.close()  # the end of its input
+            pipe.close()  # ends its loop
         deadline = time.monotonic() + 5
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
         self.kill()
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> RankPool:
         return self
 
     def __exit__(
@@ -165,7 +167,7 @@ class Ranks:
 
 
 def rank_environment(rank: int, count: int, port: int) -> dict[str, str]:
-    """What a mesh wants to find: this rank's place, and the store of the process that starts them."""
+    """The environment variables that a mesh reads: this rank, and the store of its parent."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -173,32 +175,32 @@ def rank_environment(rank: int, count: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the parent's, no rank starts one
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent hosts the store
     }
 
 
-def _message(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
+def _pickle_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
     try:
         return pickle.dumps((function, arguments))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:  # as pickle has them
+    except (pickle.PicklingError, AttributeError, TypeError) as error:  # all that pickle raises
         raise ArgumentError(
             f"{getattr(function, '__qualname__', function)} can't be sent to ranks: {error}",
-            next="a function at the top of a module, and arguments that pickle",
+            next="use a module-level function and picklable arguments",
         ) from error
 
 
-def _end_with_parent() -> None:
-    """However the parent ends: what a rank is in the middle of, nobody waits for any more."""
+def _exit_with_parent() -> None:
+    """Exit when the parent exits, also in the middle of a function."""
     parent = multiprocessing.parent_process()
-    assert parent is not None, "a rank was started by somebody"
+    assert parent is not None, "a rank has a parent process"
     parent.join()
     os._exit(1)
 
 
-def _serve(pipe: Connection, environment: dict[str, str], threads: int) -> None:
-    """What a rank's process does: functions in, results out, until the pipe is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    threading.Thread(target=_end_with_parent, name="fulgurite-parent", daemon=True).start()
+def _run_rank(pipe: Connection, environment: dict[str, str], threads: int) -> None:
+    """The loop of a rank's process: functions in, results out, until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles ctrl-C
+    threading.Thread(target=_exit_with_parent, name="fulgurite-parent", daemon=True).start()
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(threads)
@@ -210,12 +212,12 @@ def _serve(pipe: Connection, environment: dict[str, str], threads: int) -> None:
         try:
             function, arguments = pickle.loads(message)
             answer = pickle.dumps((True, function(*arguments)))
-        except Exception:  # whatever a user's function raises travels to the parent as text
+        except Exception:  # any error of the function is sent to the parent as text
             answer = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(answer)
 
 
-def _how(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     if code is None:
         return ""
     if code < 0:
@@ -223,19 +225,21 @@ def _how(code: int | None) -> str:
     return f" with exit code {code}"
 
 
-def _error(failures: list[Failure], count: int) -> RankError:
-    """The failure that came first names the error; the others follow, a line each."""
+def _make_rank_error(failures: list[RankFailure], count: int) -> RankError:
+    """The error of the first failure; the other failures follow, one line each."""
     first, *rest = failures
-    others = "\n".join(f"rank {failure.rank}: {_summary(failure.text)}" for failure in rest)
+    others = "\n".join(
+        f"rank {failure.rank}: {_last_traceback_line(failure.text)}" for failure in rest
+    )
     return RankError(
-        f"rank {first.rank} of {count} failed: {_summary(first.text)}",
+        f"rank {first.rank} of {count} failed: {_last_traceback_line(first.text)}",
         ranks=tuple(failure.rank for failure in failures),
         trace=first.text.strip() if "\n" in first.text.strip() else None,
         others=others or None,
     )
 
 
-def _summary(text: str) -> str:
-    """The line of a traceback that says what was raised."""
+def _last_traceback_line(text: str) -> str:
+    """The line of a traceback with the exception."""
     lines = [line for line in text.strip().splitlines() if line and not line.startswith(" ")]
     return lines[-1] if lines else text.strip()

@@ -1,12 +1,12 @@
-"""The modules that stand where weights were divided, and the hooks that take tokens in and out.
+"""Tensor-parallel modules and hooks: full modules in, modules of a rank's shard out.
 
-    VocabularyTable   rows of an embedding or head; looks up and scores
-    RowLinear         columns of a linear; its sums are taken over the axis
-    OwnLinear         all of a linear, for a rank's own tokens
-    DividedExperts    a share of each expert's inner size
-    Tokens            which tokens are whose, where they are divided between attention and attention
+    VocabParallelEmbedding   rows of an embedding or head: looks up and computes logits
+    RowParallelLinear        columns of a linear; its output is reduced over the axis
+    LocalTokensLinear        a full linear, applied to this rank's tokens only
+    TensorParallelExperts    a range of each expert's intermediate size
+    TokenSharding            which tokens belong to which rank (sequence parallelism)
 
-Shapes: X the layout of the tokens; T all of them in a row; D hidden size; O vocabulary.
+Shapes: X the layout of the tokens; T all of them, flat; D hidden size; O vocabulary.
 """
 
 from __future__ import annotations
@@ -16,158 +16,175 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fulgurite.kernels.gemm.modules import Table, project
+from fulgurite.kernels.gemm.modules import VocabTable, compute_logits
 from fulgurite.kernels.moe.routing import Routes
 from fulgurite.parallel.collectives import (
-    enter,
-    gather_columns,
-    gather_tokens,
-    leave,
-    scatter_tokens,
-    share,
+    all_gather_columns,
+    all_gather_tokens,
+    copy_to_parallel_region,
+    reduce_from_parallel_region,
+    reduce_scatter_tokens,
+    shard_range,
 )
 from fulgurite.parallel.mesh import Axis
 
 
-class Tokens:
-    """Tokens divided over an axis; `shape` is the layout of all of them, from the last look-up."""
+class TokenSharding:
+    """Tokens sharded over an axis; `shape` is the layout of all tokens in the last lookup."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self.shape = torch.Size((0,))
 
-    def scatter(self, x_XD: Tensor) -> Tensor:
-        """Sums over ranks, of which each keeps its own tokens."""
-        return scatter_tokens(x_XD.flatten(0, -2), self.axis)
+    def reduce_scatter(self, x_XD: Tensor) -> Tensor:
+        """Sum over ranks; each rank keeps its own tokens."""
+        return reduce_scatter_tokens(x_XD.flatten(0, -2), self.axis)
 
-    def gather(self, x_TD: Tensor) -> Tensor:
+    def all_gather(self, x_TD: Tensor) -> Tensor:
         """The tokens of all ranks in their layout."""
-        whole = gather_tokens(x_TD, self.axis, self.shape.numel())
-        return whole.view(*self.shape, whole.shape[-1])
+        all_TD = all_gather_tokens(x_TD, self.axis, self.shape.numel())
+        return all_TD.view(*self.shape, all_TD.shape[-1])
 
-    def own(self, x_XD: Tensor) -> Tensor:
-        """Of tokens that every rank has, this rank's."""
-        start, stop = share(self.shape.numel(), self.axis.index, self.axis.size)
+    def take_local(self, x_XD: Tensor) -> Tensor:
+        """This rank's tokens of those that every rank has."""
+        start, stop = shard_range(self.shape.numel(), self.axis.index, self.axis.size)
         return x_XD.flatten(0, -2)[start:stop]
 
 
-class VocabularyTable(Table):
-    """A range of a vocabulary's rows. `inner` is the embedding or linear that holds them."""
+class VocabParallelEmbedding(VocabTable):
+    """A range of a vocabulary's rows. `inner` is the embedding or linear with these rows."""
 
     def __init__(
-        self, inner: nn.Module, axis: Axis, total: int, step: int, tokens: Tokens | None
+        self,
+        inner: nn.Module,
+        axis: Axis,
+        total: int,
+        alignment: int,
+        token_sharding: TokenSharding | None,
     ) -> None:
         super().__init__()
         self.inner = inner
-        self.axis, self.total, self.step, self.tokens = axis, total, step, tokens
-        self.start, self.stop = share(total, axis.index, axis.size, step)
+        self.axis, self.total, self.alignment = axis, total, alignment
+        self.token_sharding = token_sharding
+        self.start, self.stop = shard_range(total, axis.index, axis.size, alignment)
 
     def forward(self, ids_X: Tensor) -> Tensor:
         inside_X = (ids_X >= self.start) & (ids_X < self.stop)
         rows_X = (ids_X - self.start).where(inside_X, 0)
         x_XD = self.inner(rows_X)
         x_XD = x_XD.where(inside_X[..., None], x_XD.new_zeros(()))
-        if self.tokens is None:
-            return leave(x_XD, self.axis)
-        self.tokens.shape = ids_X.shape
-        return self.tokens.scatter(x_XD)
+        if self.token_sharding is None:
+            return reduce_from_parallel_region(x_XD, self.axis)
+        self.token_sharding.shape = ids_X.shape
+        return self.token_sharding.reduce_scatter(x_XD)
 
     def project(self, x: Tensor) -> Tensor:
-        # Divided tokens were gathered just before, which sums gradients on its way back.
-        x = x if self.tokens is not None else enter(x, self.axis)
-        return gather_columns(project(x, self.inner), self.axis, self.total, self.step)
+        # Sharded tokens were all-gathered just before, whose backward reduces the gradients.
+        x = x if self.token_sharding is not None else copy_to_parallel_region(x, self.axis)
+        return all_gather_columns(
+            compute_logits(x, self.inner), self.axis, self.total, self.alignment
+        )
 
     def extra_repr(self) -> str:
         return f"rows {self.start} to {self.stop - 1} of {self.total}"
 
 
-class RowLinear(nn.Module):
-    """A share of a linear's columns: sums over the axis, then the bias once."""
+class RowParallelLinear(nn.Module):
+    """A range of a linear's columns: reduced over the axis, then the bias is added once."""
 
-    def __init__(self, inner: nn.Module, axis: Axis, tokens: Tokens | None) -> None:
+    def __init__(self, inner: nn.Module, axis: Axis, token_sharding: TokenSharding | None) -> None:
         super().__init__()
         self.bias = inner.bias
         inner.bias = None
         self.inner = inner
-        self.axis, self.tokens = axis, tokens
+        self.axis, self.token_sharding = axis, token_sharding
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x)
-        y = leave(y, self.axis) if self.tokens is None else self.tokens.scatter(y)
+        y = (
+            reduce_from_parallel_region(y, self.axis)
+            if self.token_sharding is None
+            else self.token_sharding.reduce_scatter(y)
+        )
         return y if self.bias is None else y + self.bias
 
 
-class OwnLinear(nn.Module):
-    """The last linear of a module that runs whole on every rank: of this rank's own tokens only."""
+class LocalTokensLinear(nn.Module):
+    """The last linear of a replicated module, applied to this rank's tokens only."""
 
-    def __init__(self, inner: nn.Module, tokens: Tokens) -> None:
+    def __init__(self, inner: nn.Module, token_sharding: TokenSharding) -> None:
         super().__init__()
-        self.inner, self.tokens = inner, tokens
+        self.inner, self.token_sharding = inner, token_sharding
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.inner(self.tokens.own(x))
+        y: Tensor = self.inner(self.token_sharding.take_local(x))
         return y
 
 
-class DividedExperts(nn.Module):
-    """Experts of which this rank has a range of the inner size; sums over the axis.
+class TensorParallelExperts(nn.Module):
+    """Experts with a range of their intermediate size; outputs are reduced over the axis.
 
-    The bias of `down` belongs to the sum, so the first rank alone adds it, to its part.
+    The bias of `down_proj` is added once, by the first rank.
     """
 
-    def __init__(self, experts: nn.Module, axis: Axis, inner: tuple[int, int]) -> None:
+    def __init__(self, experts: nn.Module, axis: Axis, kept: tuple[int, int]) -> None:
         super().__init__()
         self.axis = axis
-        self.weigh_input = bool(getattr(experts, "weigh_input", False))
-        self.down_bias = experts.down_bias
-        experts.down_bias = None  # a parameter, or nothing already
-        start, stop = inner
-        for name in ("gate_up", "gate_up_bias"):
+        typed_experts: Any = experts
+        self.apply_router_weight_on_input = bool(typed_experts.apply_router_weight_on_input)
+        self.down_proj_bias = experts.down_proj_bias
+        experts.down_proj_bias = None  # a parameter, or nothing already
+        start, stop = kept
+        for name in ("gate_up_proj", "gate_up_proj_bias"):
             parameter = getattr(experts, name)
             if parameter is not None:
-                whole = parameter.detach()
-                half = whole.shape[1] // 2
-                parts = (whole[:, start:stop], whole[:, half + start : half + stop])
-                _put(experts, name, torch.cat(parts, dim=1), parameter)
-        down = experts.get_parameter("down")
-        _put(experts, "down", down.detach()[:, :, start:stop].clone(), down)
+                full = parameter.detach()
+                half = full.shape[1] // 2
+                shards = (full[:, start:stop], full[:, half + start : half + stop])
+                _replace_parameter(experts, name, torch.cat(shards, dim=1), parameter)
+        down = experts.get_parameter("down_proj")
+        _replace_parameter(experts, "down_proj", down.detach()[:, :, start:stop].clone(), down)
         self.experts = experts
 
     def forward(self, x_TD: Tensor, routes: Routes) -> Tensor:
-        part_TD = self.experts(x_TD, routes)
-        if self.down_bias is not None and self.axis.index == 0:
-            bias_TkD = self.down_bias[routes.experts_Tk]
-            if not self.weigh_input:
+        partial_TD = self.experts(x_TD, routes)
+        if self.down_proj_bias is not None and self.axis.index == 0:
+            bias_TkD = self.down_proj_bias[routes.experts_Tk]
+            if not self.apply_router_weight_on_input:
                 bias_TkD = bias_TkD * routes.weights_Tk[..., None]
-            part_TD = part_TD + bias_TkD.sum(dim=1).to(part_TD.dtype)
-        return leave(part_TD, self.axis)
+            partial_TD = partial_TD + bias_TkD.sum(dim=1).to(partial_TD.dtype)
+        return reduce_from_parallel_region(partial_TD, self.axis)
 
 
-def _put(module: nn.Module, name: str, value: Tensor, before: Tensor) -> None:
-    setattr(module, name, nn.Parameter(value, before.requires_grad))
+def _replace_parameter(module: nn.Module, name: str, value: Tensor, previous: Tensor) -> None:
+    setattr(module, name, nn.Parameter(value, previous.requires_grad))
 
 
 # ---- hooks -----------------------------------------------------------------------------------------
 
 
-def enter_whole(module: nn.Module, axis: Axis, tokens: Tokens | None) -> None:
-    """All tokens go into a module whose inside is divided; its first argument are the tokens.
+def add_input_hook(module: nn.Module, axis: Axis, token_sharding: TokenSharding | None) -> None:
+    """Give all tokens to a module with sharded weights; the tokens are its first argument.
 
-    A norm that was handed in to be taken along stays outside: it belongs to what all ranks have.
+    A `norm` argument is applied before: it is replicated, so it stays outside the parallel region.
     """
 
-    def before(
+    def enter_region(
         module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x, *rest = arguments
         norm = named.get("norm")
         if norm is not None:
             x, named = norm(x), named | {"norm": None}
-        return (enter(x, axis) if tokens is None else tokens.gather(x), *rest), named
+        if token_sharding is None:
+            x = copy_to_parallel_region(x, axis)
+        else:
+            x = token_sharding.all_gather(x)
+        return (x, *rest), named
 
-    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_pre_hook(enter_region, with_kwargs=True)
 
 
-def gather_at_end(module: nn.Module, tokens: Tokens) -> None:
-    """Behind this module every rank has all tokens again."""
-    module.register_forward_hook(lambda module, arguments, out: tokens.gather(out))
+def add_gather_hook(module: nn.Module, token_sharding: TokenSharding) -> None:
+    """All-gather the tokens behind a module."""
+    module.register_forward_hook(lambda module, arguments, out: token_sharding.all_gather(out))

@@ -1,20 +1,19 @@
-"""The mesh: every rank has a place on the axes data, tensor and expert.
+"""The device mesh: numbers of ranks in, one `Axis` for each of data, tensor and expert parallelism out.
 
-In: how many ranks each axis has. Out: one `Axis` each, with the ranks that share it and the process
-group they talk through.
+An `Axis` has the ranks that share it and their process group.
 
     data x tensor = all ranks        rank = data_index * tensor + tensor_index
-    expert divides data x tensor     `expert` ranks in a row share one set of experts
+    expert divides data x tensor     `expert` consecutive ranks share one set of experts
 
-The data axis has its own tokens on each rank, the tensor axis one set of weights. The expert axis is no
-third factor: it cuts the same ranks again, for the experts only. So 8 ranks are, for instance,
+Each data rank has tokens of its own; a tensor axis shares one set of weights. The expert axis is not a
+third factor: it regroups the same ranks, for the experts only. Meshes of 8 ranks are, for example,
 
-    Mesh(data=8, expert=8)              data-parallel attention, experts over all
-    Mesh(data=2, tensor=4, expert=8)    tensor-parallel attention in fours, experts over all
-    Mesh(tensor=8)                      everything tensor parallel
+    Mesh(data=8, expert=8)              data-parallel attention, experts over all ranks
+    Mesh(data=2, tensor=4, expert=8)    tensor-parallel attention over 4, experts over all ranks
+    Mesh(tensor=8)                      everything tensor-parallel
 
-Ranks are started by torchrun, by any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or
-by `parallel.launch` on one machine. One process without any of it is a mesh of one.
+Ranks are started by torchrun, by any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT,
+or by `parallel.launch` on one machine. A single process is a mesh of one rank.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ import torch
 import torch.distributed as dist
 
 from fulgurite.errors import ArgumentError
-from fulgurite.parallel.health import Health
+from fulgurite.parallel.health import HealthMonitor
 
 AXES = ("data", "tensor", "expert")
-TIMEOUT = 300.0  # seconds that ranks wait for each other
-START_RANKS = "start the ranks with torchrun, or with fulgurite.parallel.launch"
-# All ranks make their meshes in one order, so the n-th at a store is the same one everywhere: what a closed
-# mesh left there can't be taken for the next one's.
-_meshes: Counter[tuple[str, int]] = Counter()
+DEFAULT_TIMEOUT = 300.0  # seconds that ranks wait for each other
+HOW_TO_START_RANKS = "start the ranks with torchrun, or with fulgurite.parallel.launch"
+# All ranks create their meshes in the same order, so the n-th mesh at a store is the same one on all
+# ranks. Keys that a closed mesh left at the store are not mistaken for those of the next one.
+_mesh_counts: Counter[tuple[str, int]] = Counter()
 
 
 @dataclass(frozen=True)
 class MeshShape:
-    """How many ranks each axis has, and which rank is where. Needs no processes."""
+    """The number of ranks of each axis, and their positions. Needs no processes."""
 
     data: int = 1
     tensor: int = 1
@@ -53,40 +52,40 @@ class MeshShape:
             size = getattr(self, name)
             if size < 1:
                 raise ArgumentError(f"{name}={size}", next="an axis has at least one rank")
-        if self.ranks % self.expert:
-            counts = [str(n) for n in range(1, self.ranks + 1) if self.ranks % n == 0]
+        if self.world_size % self.expert:
+            counts = [str(n) for n in range(1, self.world_size + 1) if self.world_size % n == 0]
             raise ArgumentError(
                 f"expert {self.expert} must divide data {self.data} x tensor {self.tensor} = "
-                f"{self.ranks} ranks",
-                next=f"expert={_either(counts)}",
+                f"{self.world_size} ranks",
+                next=f"expert={_format_choices(counts)}",
             )
 
     @property
-    def ranks(self) -> int:
+    def world_size(self) -> int:
         return self.data * self.tensor
 
     @staticmethod
     def for_world(world: int, data: int | None, tensor: int, expert: int) -> MeshShape:
-        """The shape for `world` started ranks; `data` None takes what tensor leaves."""
+        """The shape for `world` ranks; `data` None: world / tensor."""
         if data is None:
             data = max(1, world // max(1, tensor))
         shape = MeshShape(data, tensor, expert)
-        if shape.ranks != world:
+        if shape.world_size != world:
             counts = [str(n) for n in range(1, world + 1) if world % n == 0]
             raise ArgumentError(
-                f"data {data} x tensor {tensor} = {shape.ranks} ranks, but {world} "
+                f"data {data} x tensor {tensor} = {shape.world_size} ranks, but {world} "
                 f"{'was' if world == 1 else 'were'} started",
-                next=f"start {shape.ranks} ranks (torchrun --nproc-per-node {shape.ranks}), or choose "
-                f"tensor={_either(counts)} and leave data to what remains",
+                next=f"start {shape.world_size} ranks (torchrun --nproc-per-node {shape.world_size}), or choose "
+                f"tensor={_format_choices(counts)} and leave data to what remains",
             )
         return shape
 
     def groups(self, axis: str) -> list[list[int]]:
         """The ranks of every group along an axis, in order.
 
-        `replica` is the rest of `expert`: ranks that hold the same experts for other tokens.
+        The groups of `expert_data` are the ranks with the same experts and other tokens.
         """
-        ranks = torch.arange(self.ranks)
+        ranks = torch.arange(self.world_size)
         if axis == "world":
             return [ranks.tolist()]
         if axis == "tensor":
@@ -95,23 +94,23 @@ class MeshShape:
             return ranks.view(self.data, self.tensor).t().tolist()
         if axis == "expert":
             return ranks.view(-1, self.expert).tolist()
-        assert axis == "replica", f"{axis} is no axis"
+        assert axis == "expert_data", f"{axis} is not an axis"
         return ranks.view(-1, self.expert).t().tolist()
 
     def __str__(self) -> str:
-        text = f"data {self.data} x tensor {self.tensor} = {self.ranks} ranks"
+        text = f"data {self.data} x tensor {self.tensor} = {self.world_size} ranks"
         return text if self.expert == 1 else f"{text}, experts over {self.expert}"
 
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """The ranks this one shares an axis with. `group` is None where it is alone."""
+    """The ranks that share an axis with this one. `group` is None for a single rank."""
 
     name: str
     ranks: tuple[int, ...]
     index: int
     group: dist.ProcessGroup | None = None
-    health: Health | None = None
+    health: HealthMonitor | None = None
 
     @property
     def size(self) -> int:
@@ -122,7 +121,7 @@ class Axis:
 
 
 class Mesh:
-    """The axes of this rank. Use it as a context, or call `close` at the end."""
+    """The axes of this rank. Use it as a context manager, or call `close` at the end."""
 
     def __init__(
         self,
@@ -130,73 +129,77 @@ class Mesh:
         tensor: int = 1,
         expert: int = 1,
         *,
-        timeout: float = TIMEOUT,
+        timeout: float = DEFAULT_TIMEOUT,
         backend: str | None = None,
     ) -> None:
         if not 0 < timeout < threading.TIMEOUT_MAX:
-            raise ArgumentError(f"timeout={timeout}", next="seconds that ranks wait for each other")
-        self.rank, world = _place()
+            raise ArgumentError(
+                f"timeout={timeout}", next="seconds that ranks wait for each other; must be above 0"
+            )
+        self.rank, world = _rank_and_world_size()
         self.shape = MeshShape.for_world(world, data, tensor, expert)
         self.timeout = timeout
-        self.device = _device()
-        self.number = 0  # of the meshes that this process made
-        self.health: Health | None = None
-        self._started_here = False
+        self.device = _default_device()
+        self.mesh_number = 0  # among the meshes at the same store
+        self.health: HealthMonitor | None = None
+        self._owns_process_group = False
         if world > 1:
             self._start(backend)
         self.world = self._axis("world")
         self.data = self._axis("data")
         self.tensor = self._axis("tensor")
         self.expert = self._axis("expert")
-        self.replica = self._axis("replica")
+        self.expert_data = self._axis("expert_data")
 
     def _start(self, backend: str | None) -> None:
-        host, port = os.environ["MASTER_ADDR"], _variable("MASTER_PORT")
-        number = self.number = _meshes[host, port]
-        _meshes[host, port] += 1
+        host, port = os.environ["MASTER_ADDR"], _read_int_env("MASTER_PORT")
+        number = self.mesh_number = _mesh_counts[host, port]
+        _mesh_counts[host, port] += 1
         wait = timedelta(seconds=self.timeout)
         if not dist.is_initialized():
             store, _, _ = next(iter(dist.rendezvous("env://", timeout=wait)))
             own = dist.PrefixStore(f"fulgurite-{number}", store)
             dist.init_process_group(
-                backend or _backend(),
+                backend or _default_backend(),
                 store=own,
                 rank=self.rank,
-                world_size=self.shape.ranks,
+                world_size=self.shape.world_size,
                 timeout=wait,
             )
-            self._started_here = True
-        self.health = Health(number, host, port, self.rank, self.shape.ranks, self.timeout)
-        self.health.finish("start", lambda: dist.barrier(async_op=True), on_host=True)
+            self._owns_process_group = True
+        self.health = HealthMonitor(
+            number, host, port, self.rank, self.shape.world_size, self.timeout
+        )
+        self.health.run_collective("start", lambda: dist.barrier(async_op=True), on_host=True)
 
     def _axis(self, name: str) -> Axis:
-        """Every rank makes every group, in one order, as torch.distributed asks."""
-        mine: Axis | None = None
+        """Create all groups of an axis; torch.distributed requires it of every rank, in one order."""
+        own: Axis | None = None
         for ranks in self.shape.groups(name):
             group = None
             if len(ranks) > 1:
                 group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout))
             if self.rank in ranks:
-                mine = Axis(name, tuple(ranks), ranks.index(self.rank), group, self.health)
-        assert mine is not None, f"rank {self.rank} has no place on {name} of {self.shape}"
-        return mine
+                own = Axis(name, tuple(ranks), ranks.index(self.rank), group, self.health)
+        assert own is not None, f"rank {self.rank} is in no group of {name} in {self.shape}"
+        return own
 
     @property
-    def neighbours(self) -> int:
-        """How many ranks of this machine share this rank's device, this one among them."""
-        local = _local()[1] if self.shape.ranks > 1 else 1
+    def ranks_per_device(self) -> int:
+        """The number of ranks of this machine that use this rank's device."""
+        local = _local_rank_and_world_size()[1] if self.shape.world_size > 1 else 1
         if self.device.type == "cpu":
             return local
         return -(-local // torch.cuda.device_count())
 
     def close(self) -> None:
-        """Leave in good order: others that still wait here are told."""
+        """Leave the mesh; ranks that still wait for this one get an error."""
         if self.health is not None:
             self.health.close()
             self.health = None
-        if self._started_here:
+        if self._owns_process_group:
             dist.destroy_process_group()
-            self._started_here = False
+            self._owns_process_group = False
 
     def __enter__(self) -> Mesh:
         return self
@@ -210,61 +213,64 @@ class Mesh:
         self.close()
 
     def __repr__(self) -> str:
-        places = ", ".join(f"{name} {getattr(self, name).index}" for name in AXES)
-        return f"<Mesh {self.shape}; rank {self.rank}: {places}>"
+        indices = ", ".join(f"{name} {getattr(self, name).index}" for name in AXES)
+        return f"<Mesh {self.shape}; rank {self.rank}: {indices}>"
 
 
-def new_store(host: str, port: int) -> None:
-    """A store was started here, perhaps where another one was before."""
-    del _meshes[host, port]
+def reset_mesh_count(host: str, port: int) -> None:
+    """Start to count the meshes of a new store, whose address another store may have had."""
+    del _mesh_counts[host, port]
 
 
-def _place() -> tuple[int, int]:
-    """This rank and the number of ranks, from whoever started them."""
+def _rank_and_world_size() -> tuple[int, int]:
+    """RANK and WORLD_SIZE, from the process group or the environment."""
     started = dist.is_available() and dist.is_initialized()
     if started:
         rank, world = dist.get_rank(), dist.get_world_size()
     else:
-        rank, world = _variable("RANK", "0"), _variable("WORLD_SIZE", "1")
+        rank, world = _read_int_env("RANK", "0"), _read_int_env("WORLD_SIZE", "1")
     wanted = ("MASTER_ADDR", "MASTER_PORT") if started else ("RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in wanted if name not in os.environ]
     if world > 1 and missing:
         raise ArgumentError(
-            f"there are {world} ranks, but {', '.join(missing)} is not set", next=START_RANKS
+            f"there are {world} ranks, but {', '.join(missing)} is not set", next=HOW_TO_START_RANKS
         )
     if not 0 <= rank < world:
         raise ArgumentError(
-            f"RANK {rank} is none of 0 to WORLD_SIZE {world} - 1 = {world - 1}", next=START_RANKS
+            f"RANK {rank} is not in 0 to WORLD_SIZE {world} - 1 = {world - 1}",
+            next=HOW_TO_START_RANKS,
         )
     return rank, world
 
 
-def _variable(name: str, default: str | None = None) -> int:
-    """A number that a launcher has set."""
+def _read_int_env(name: str, default: str | None = None) -> int:
+    """An integer environment variable of a launcher."""
     text = os.environ[name] if default is None else os.environ.get(name, default)
     try:
         return int(text)
     except ValueError as error:
-        raise ArgumentError(f"{name} is {text!r} and no number", next=START_RANKS) from error
+        raise ArgumentError(
+            f"{name} is {text!r} and not a number", next=HOW_TO_START_RANKS
+        ) from error
 
 
-def _local() -> tuple[int, int]:
-    """This rank among those of its machine, and how many they are."""
+def _local_rank_and_world_size() -> tuple[int, int]:
+    """LOCAL_RANK and LOCAL_WORLD_SIZE."""
     rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    return _variable("LOCAL_RANK", rank), _variable("LOCAL_WORLD_SIZE", world)
+    return _read_int_env("LOCAL_RANK", rank), _read_int_env("LOCAL_WORLD_SIZE", world)
 
 
-def _device() -> torch.device:
+def _default_device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", _local()[0] % torch.cuda.device_count())
+    return torch.device("cuda", _local_rank_and_world_size()[0] % torch.cuda.device_count())
 
 
-def _backend() -> str:
-    """NCCL where each rank of this machine has a GPU of its own; gloo otherwise."""
-    own = torch.cuda.is_available() and torch.cuda.device_count() >= _local()[1]
+def _default_backend() -> str:
+    """NCCL if each rank of this machine has a GPU of its own; otherwise gloo."""
+    own = torch.cuda.is_available() and torch.cuda.device_count() >= _local_rank_and_world_size()[1]
     return "cpu:gloo,cuda:nccl" if own else "gloo"
 
 
-def _either(options: list[str]) -> str:
+def _format_choices(options: list[str]) -> str:
     return options[0] if len(options) == 1 else f"{', '.join(options[:-1])} or {options[-1]}"

@@ -1,17 +1,19 @@
-"""Better places for experts: measured load in, a `Placement` with a low busiest rank out.
+"""Expert load balancing: recorded expert load in, a `Placement` with a low maximum load out.
 
-Layer by layer:
+Layer by layer, as in DeepSeek's EPLB:
 
-    replicas   extra slots go, one at a time, to the expert whose replicas are busiest
-    pack       replicas go, busiest first, to the least busy rank that has room
-    swap       while it helps, the busiest rank trades one of its experts for a lighter one
-    align      ranks are renamed so that most experts stay where they lay before
+    replicate   extra slots go, one at a time, to the expert with the busiest replicas
+    pack        replicas go, busiest first, to the least busy rank with a free slot
+    swap        while it helps, the busiest rank swaps an expert for one with less load
+    align       ranks are permuted so that most experts stay on their rank
 
-With a budget of `moves` a layer starts from where its experts lie now instead: replicas of experts
-that cooled down make room for those of hot ones, then ranks swap, until the budget is used up.
+With a budget of `max_moves`, a layer starts from its previous placement instead. Replicas of experts
+that are no longer busy are replaced by those of busy ones, then ranks swap, until the budget is used.
 
-With several nodes, `groups` of experts (which a group-limited router visits together) are packed onto
-nodes first and then each node is done for itself, so that a token's experts lie on few nodes.
+With several nodes, `groups` of experts (which a group-limited router selects together) are packed onto
+nodes first, then each node is balanced by itself. A token's experts are then on few nodes.
+
+Shapes: L layers; E experts; S slots; R ranks; P slots of a rank; X some experts; G groups.
 """
 
 from __future__ import annotations
@@ -24,172 +26,186 @@ import torch
 from torch import Tensor
 
 from fulgurite.errors import ArgumentError
-from fulgurite.parallel.placement import Placement, check_load, simulate
+from fulgurite.parallel.placement import Placement, check_expert_load, simulate_rank_load
 
-Counts = np.ndarray
-EPSILON = 1e-9  # of the load: a smaller gain is rounding
-GOOD_ENOUGH = 1.02  # of the average: no other counts of replicas are tried
-TRIES = 4
+Array = np.ndarray
+MIN_GAIN = 1e-9  # relative; a smaller gain is rounding
+GOOD_ENOUGH = 1.02  # maximum over mean load, at which no other replica counts are tried
+MAX_TRIES = 4
 
 
 @dataclass(frozen=True)
-class Places:
-    """What there is to fill: `slots` in all, shared evenly by ranks, these evenly by nodes."""
+class SlotLayout:
+    """The slots to fill, divided evenly over ranks, and these over nodes."""
 
-    ranks: int
-    slots: int
-    nodes: int = 1
-    groups: int = 1
+    num_ranks: int
+    num_slots: int
+    num_nodes: int = 1
+    num_groups: int = 1
 
 
-def rebalance(
+def rebalance_experts(
     load_LE: Tensor,
     ranks: int,
     *,
     slots: int | None = None,
     nodes: int = 1,
     groups: int = 1,
-    old: Placement | None = None,
-    moves: int | None = None,
+    previous: Placement | None = None,
+    max_moves: int | None = None,
 ) -> Placement:
-    """Places for the experts of a recorded load; `slots` beyond the experts are for replicas.
+    """A balanced placement for a recorded expert load.
 
-    slots    in all; None: one an expert, and up to a multiple of the ranks
-    nodes    how many the ranks are spread over; with `groups` of experts these stay together
-    old      where experts lie now: a layer that would gain nothing stays as it is
-    moves    how many experts of a layer may travel at most; None: as many as it takes
+    slots       of all ranks; more than experts: for replicas; None: the experts, rounded up to a
+                multiple of the ranks
+    nodes       number of nodes of the ranks; `groups` of experts stay together on a node
+    previous    the current placement; a layer that would not gain stays as it is
+    max_moves   most experts of a layer that change their rank; None: no limit
     """
-    load = check_load(load_LE)
+    load = check_expert_load(load_LE)
     experts = load.shape[1]
     if ranks < 1 or nodes < 1 or ranks % nodes:
-        raise ArgumentError(f"{ranks} ranks can't be spread evenly over {nodes} nodes")
+        raise ArgumentError(f"{ranks} ranks can't be divided evenly over {nodes} nodes")
     slots = -(-experts // ranks) * ranks if slots is None else slots
-    places = Places(ranks, slots, nodes, groups if nodes > 1 else 1)
-    _check(places, experts)
-    before = old if old is not None and old.slots_LS.shape[1] == slots else None
-    if moves is not None and (before is None or places.groups > 1):
+    layout = SlotLayout(ranks, slots, nodes, groups if nodes > 1 else 1)
+    _check_layout(layout, experts)
+    if previous is not None and previous.slots_LS.shape[1] != slots:
+        previous = None
+    if max_moves is not None and (previous is None or layout.num_groups > 1):
         raise ArgumentError(
-            f"moves={moves} needs an old placement of {slots} slots, and no groups of experts"
+            f"max_moves={max_moves} needs a previous placement of {slots} slots, and groups=1"
         )
     rows = []
     for layer, load_E in enumerate(load.numpy()):
-        if before is None:
-            row = _layer(load_E, places)
-        elif moves is None:
-            row = align(_layer(load_E, places), before.slots_LS[layer].numpy(), places, experts)
+        if previous is None:
+            row = _place_layer(load_E, layout)
         else:
-            row = _improve(load_E, before.slots_LS[layer].numpy(), ranks, moves)
+            previous_S = previous.slots_LS[layer].numpy()
+            if max_moves is None:
+                row = _place_layer(load_E, layout)
+                row = align_with_previous(row, previous_S, layout, experts)
+            else:
+                row = _improve_placement(load_E, previous_S, ranks, max_moves)
         rows.append(torch.from_numpy(row))
-    made = Placement(torch.stack(rows) if rows else torch.zeros(0, slots).long(), experts, ranks)
-    return made if before is None else _keep_good_layers(load, before, made)
+    slots_LS = torch.stack(rows) if rows else torch.zeros(0, slots).long()
+    placement = Placement(slots_LS, experts, ranks)
+    return placement if previous is None else _keep_better_layers(load, previous, placement)
 
 
-def _check(places: Places, experts: int) -> None:
-    ranks, nodes, slots = places.ranks, places.nodes, places.slots
-    # one replica a rank; experts of a group that stays on its node have that node's ranks only
-    most = experts * (ranks if places.groups == 1 else ranks // nodes)
-    if slots % ranks or not experts <= slots <= most:
-        least = -(-experts // ranks) * ranks
+def _check_layout(layout: SlotLayout, experts: int) -> None:
+    ranks, nodes, slots = layout.num_ranks, layout.num_nodes, layout.num_slots
+    # At most one replica a rank; experts of a group have the ranks of one node only.
+    max_slots = experts * (ranks if layout.num_groups == 1 else ranks // nodes)
+    if slots % ranks or not experts <= slots <= max_slots:
+        min_slots = -(-experts // ranks) * ranks
         raise ArgumentError(
             f"{slots} slots for {experts} experts on {ranks} ranks",
-            where=f"{places.groups} groups of experts, {nodes} nodes"
-            if places.groups > 1
+            where=f"{layout.num_groups} groups of experts, {nodes} nodes"
+            if layout.num_groups > 1
             else None,
-            next=f"a multiple of {ranks} from {least} to {most}",
+            next=f"a multiple of {ranks} from {min_slots} to {max_slots}",
         )
-    if places.groups > 1 and (places.groups % nodes or experts % places.groups):
+    if layout.num_groups > 1 and (layout.num_groups % nodes or experts % layout.num_groups):
         raise ArgumentError(
-            f"{places.groups} groups of {experts} experts can't be shared evenly by {nodes} nodes",
-            next="groups=1 places experts one by one",
+            f"{layout.num_groups} groups of {experts} experts can't be divided evenly over {nodes} nodes",
+            next="use groups=1, which ignores groups",
         )
 
 
-def _keep_good_layers(load: Tensor, old: Placement, new: Placement) -> Placement:
-    was, now = simulate(load, old).load_LR.amax(1), simulate(load, new).load_LR.amax(1)
-    better = now < was * (1 - EPSILON)
-    return Placement(new.slots_LS.where(better[:, None], old.slots_LS), new.experts, new.ranks)
+def _keep_better_layers(load: Tensor, old: Placement, new: Placement) -> Placement:
+    """The new slots of layers whose maximum load decreases, the old slots of all others."""
+    old_max_L = simulate_rank_load(load, old).load_LR.amax(1)
+    new_max_L = simulate_rank_load(load, new).load_LR.amax(1)
+    is_better_L = new_max_L < old_max_L * (1 - MIN_GAIN)
+    slots_LS = new.slots_LS.where(is_better_L[:, None], old.slots_LS)
+    return Placement(slots_LS, new.num_experts, new.num_ranks)
 
 
-def _layer(load_E: Counts, places: Places) -> Counts:
-    """[S]: the expert of each slot, ranks one after the other."""
-    if places.groups == 1:
-        return _place(load_E, np.arange(len(load_E)), places.ranks, places.slots)
-    nodes, each = places.nodes, places.groups // places.nodes
-    members_GX = np.arange(len(load_E)).reshape(places.groups, -1)
+def _place_layer(load_E: Array, layout: SlotLayout) -> Array:
+    """[S]: the expert of each slot, rank by rank."""
+    if layout.num_groups == 1:
+        return _place_experts(load_E, np.arange(len(load_E)), layout.num_ranks, layout.num_slots)
+    nodes, groups_per_node = layout.num_nodes, layout.num_groups // layout.num_nodes
+    members_GX = np.arange(len(load_E)).reshape(layout.num_groups, -1)
     group_loads = load_E[members_GX].sum(1)
-    node_of_group = pack(group_loads, np.arange(places.groups), nodes, each)
+    node_of_group = balanced_packing(
+        group_loads, np.arange(layout.num_groups), nodes, groups_per_node
+    )
     rows = []
     for node in range(nodes):
         experts = members_GX[node_of_group == node].ravel()
-        rows.append(_place(load_E[experts], experts, places.ranks // nodes, places.slots // nodes))
+        node_ranks, node_slots = layout.num_ranks // nodes, layout.num_slots // nodes
+        rows.append(_place_experts(load_E[experts], experts, node_ranks, node_slots))
     return np.concatenate(rows)
 
 
-def _place(load_X: Counts, experts_X: Counts, ranks: int, slots: int) -> Counts:
-    """Slots of some ranks, filled with some experts."""
-    counts_X = replicas(load_X, slots, ranks)
-    index_S, rank_S, most = _packed(load_X, counts_X, ranks)
-    for _ in range(TRIES):
+def _place_experts(load_X: Array, experts_X: Array, ranks: int, slots: int) -> Array:
+    """Fill the slots of some ranks with some experts."""
+    counts_X = replicate_experts(load_X, slots, ranks)
+    index_S, rank_S, most = _pack_replicas(load_X, counts_X, ranks)
+    for _ in range(MAX_TRIES):
         if most <= load_X.sum() / ranks * GOOD_ENOUGH:
             break
-        found = _other_replicas(load_X, counts_X, index_S, rank_S, ranks, most)
+        found = _try_moving_a_replica(load_X, counts_X, index_S, rank_S, ranks, most)
         if found is None:
             break
         counts_X = found
-        index_S, rank_S, most = _packed(load_X, counts_X, ranks)
+        index_S, rank_S, most = _pack_replicas(load_X, counts_X, ranks)
     return experts_X[index_S[np.lexsort((index_S, rank_S))]]
 
 
-def _packed(load_X: Counts, counts_X: Counts, ranks: int) -> tuple[Counts, Counts, float]:
-    """The expert of each slot, its rank, and the busiest rank's load."""
+def _pack_replicas(load_X: Array, counts_X: Array, ranks: int) -> tuple[Array, Array, float]:
+    """The expert of each slot, its rank, and the maximum load of a rank."""
     index_S = np.repeat(np.arange(len(load_X)), counts_X)
     share_S = (load_X / counts_X)[index_S]
-    rank_S = pack(share_S, index_S, ranks, len(index_S) // ranks)
+    rank_S = balanced_packing(share_S, index_S, ranks, len(index_S) // ranks)
     return index_S, rank_S, float(np.bincount(rank_S, share_S, ranks).max())
 
 
-def _other_replicas(
-    load_X: Counts, counts_X: Counts, index_S: Counts, rank_S: Counts, ranks: int, most: float
-) -> Counts | None:
-    """Counts with one replica from elsewhere for an expert of the busiest rank, if that is better.
+def _try_moving_a_replica(
+    load_X: Array, counts_X: Array, index_S: Array, rank_S: Array, ranks: int, most: float
+) -> Array | None:
+    """Replica counts with one replica moved to an expert of the busiest rank, if that is better.
 
-    The greedy counts make the busiest replica least, which is not always the busiest rank.
+    The greedy counts minimize the load of the busiest replica, which is not always the busiest rank.
     """
     totals = np.bincount(rank_S, (load_X / counts_X)[index_S], ranks)
     busy = np.unique(index_S[rank_S == totals.argmax()])
     busy = busy[np.argsort(-(load_X / counts_X)[busy], kind="stable")]
-    for hot in busy[counts_X[busy] < ranks][:TRIES]:
+    for hot in busy[counts_X[busy] < ranks][:MAX_TRIES]:
         left = np.where(counts_X > 1, load_X / np.maximum(counts_X - 1, 1), np.inf)
         left[hot] = np.inf
-        for cold in np.argsort(left, kind="stable")[:TRIES]:
+        for cold in np.argsort(left, kind="stable")[:MAX_TRIES]:
             counts = counts_X.copy()
             counts[hot] += 1
             counts[cold] -= 1
-            if np.isfinite(left[cold]) and _packed(load_X, counts, ranks)[2] < most * (1 - EPSILON):
+            if np.isfinite(left[cold]) and _pack_replicas(load_X, counts, ranks)[2] < most * (
+                1 - MIN_GAIN
+            ):
                 return counts
     return None
 
 
-def replicas(load_E: Counts, slots: int, most: int) -> Counts:
-    """How many slots each expert gets, at most one a rank: what makes the busiest replica least."""
+def replicate_experts(load_E: Array, slots: int, max_count: int) -> Array:
+    """The number of slots of each expert, at most `max_count`; minimizes the busiest replica."""
     counts = np.ones(len(load_E), dtype=np.int64)
     heap = [(-load, 1, expert) for expert, load in enumerate(load_E.tolist())]
     heapq.heapify(heap)
     for _ in range(slots - len(load_E)):
         _, count, expert = heapq.heappop(heap)
         counts[expert] = count + 1
-        if count + 1 < most:
+        if count + 1 < max_count:
             heapq.heappush(heap, (-load_E[expert] / (count + 1), count + 1, expert))
     return counts
 
 
-def pack(load_S: Counts, kind_S: Counts, bins: int, room: int) -> Counts:
-    """[S]: a bin for each item, `room` items a bin, with a low heaviest bin.
+def balanced_packing(load_S: Array, kind_S: Array, bins: int, bin_size: int) -> Array:
+    """[S]: a bin for each item, `bin_size` items a bin, with a low maximum load of a bin.
 
-    Items of one kind (replicas of an expert) go to different bins where that is possible.
+    Items of one kind (replicas of an expert) go to different bins if possible.
     """
     bin_S = np.empty(len(load_S), dtype=np.int64)
-    total, free = np.zeros(bins), np.full(bins, room)
+    total, free = np.zeros(bins), np.full(bins, bin_size)
     holds = np.zeros((bins, int(kind_S.max()) + 1), dtype=bool)
     for item in np.lexsort((kind_S, -load_S)):
         closed = (free == 0).astype(np.int64) * 2 + holds[:, kind_S[item]]
@@ -198,15 +214,15 @@ def pack(load_S: Counts, kind_S: Counts, bins: int, room: int) -> Counts:
         total[chosen] += load_S[item]
         free[chosen] -= 1
         holds[chosen, kind_S[item]] = True
-    _swap(load_S, kind_S, bin_S, total, holds, most=8 * len(load_S))
+    _swap_items(load_S, kind_S, bin_S, total, holds, max_swaps=8 * len(load_S))
     return bin_S
 
 
-def _swap(
-    load_S: Counts, kind_S: Counts, bin_S: Counts, total: Counts, holds: Counts, most: int
+def _swap_items(
+    load_S: Array, kind_S: Array, bin_S: Array, total: Array, holds: Array, max_swaps: int
 ) -> None:
-    """Trade between the heaviest bin and another while the heavier of the two gets lighter."""
-    for _ in range(most):
+    """Swap items of the heaviest bin with those of others while the heavier of the two gets lighter."""
+    for _ in range(max_swaps):
         heaviest = int(total.argmax())
         mine = np.flatnonzero(bin_S == heaviest)
         shift = load_S[mine][:, None] - load_S[None, :]
@@ -214,7 +230,7 @@ def _swap(
         doubled = holds[bin_S][:, kind_S[mine]].T | holds[heaviest, kind_S][None, :]
         after[doubled | (bin_S == heaviest)[None, :]] = np.inf
         row, other = np.unravel_index(int(after.argmin()), after.shape)
-        if after[row, other] >= total[heaviest] * (1 - EPSILON):
+        if after[row, other] >= total[heaviest] * (1 - MIN_GAIN):
             return
         item, partner = mine[row], bin_S[other]
         for one, origin, target in ((item, heaviest, partner), (other, partner, heaviest)):
@@ -224,14 +240,14 @@ def _swap(
             bin_S[one] = target
 
 
-def _improve(load_E: Counts, old_S: Counts, ranks: int, moves: int) -> Counts:
-    """The old slots, at most `moves` of them with an expert that is new to their rank."""
+def _improve_placement(load_E: Array, old_S: Array, ranks: int, max_moves: int) -> Array:
+    """The old slots; at most `max_moves` of them get an expert that is new to their rank."""
     kind_S, bin_S = old_S.copy(), np.repeat(np.arange(ranks), len(old_S) // ranks)
     holds = np.zeros((ranks, len(load_E)), dtype=bool)
     holds[bin_S, kind_S] = True
     counts_E = np.bincount(kind_S, minlength=len(load_E))
-    wanted_E = replicas(load_E, len(old_S), ranks)
-    while moves > 0 and (counts_E < wanted_E).any():
+    wanted_E = replicate_experts(load_E, len(old_S), ranks)
+    while max_moves > 0 and (counts_E < wanted_E).any():
         hot = int(np.where(counts_E < wanted_E, load_E / counts_E, -1).argmax())
         spare = (counts_E > wanted_E)[kind_S] & ~holds[bin_S, hot]
         if not spare.any():
@@ -243,37 +259,43 @@ def _improve(load_E: Counts, old_S: Counts, ranks: int, moves: int) -> Counts:
         kind_S[slot] = hot
         holds = np.zeros_like(holds)
         holds[bin_S, kind_S] = True
-        moves -= 1
+        max_moves -= 1
     load_S = (load_E / counts_E)[kind_S]
     total = np.bincount(bin_S, load_S, ranks)
-    _swap(load_S, kind_S, bin_S, total, holds, most=moves // 2)
+    _swap_items(load_S, kind_S, bin_S, total, holds, max_swaps=max_moves // 2)
     new_RP = kind_S[np.argsort(bin_S, kind="stable")].reshape(ranks, -1)
-    return np.concatenate([_in_old_order(*pair) for pair in zip(new_RP, old_S.reshape(ranks, -1))])
+    return np.concatenate(
+        [_keep_previous_slots(*pair) for pair in zip(new_RP, old_S.reshape(ranks, -1))]
+    )
 
 
-def align(row_S: Counts, old_S: Counts, places: Places, experts: int) -> Counts:
-    """The same sets of experts on renamed nodes and ranks, in the old order where they stay."""
-    nodes = places.nodes if places.groups > 1 else 1
-    new_NRP = row_S.reshape(nodes, places.ranks // nodes, -1)
+def align_with_previous(row_S: Array, old_S: Array, layout: SlotLayout, experts: int) -> Array:
+    """The same experts on permuted nodes and ranks; experts that stay keep their slots."""
+    nodes = layout.num_nodes if layout.num_groups > 1 else 1
+    new_NRP = row_S.reshape(nodes, layout.num_ranks // nodes, -1)
     old_NRP = old_S.reshape(new_NRP.shape)
-    new_NRP = new_NRP[_match(_sets(new_NRP, nodes, experts), _sets(old_NRP, nodes, experts))]
+    new_NRP = new_NRP[
+        _match_rows(_membership(new_NRP, nodes, experts), _membership(old_NRP, nodes, experts))
+    ]
     for new_RP, old_RP in zip(new_NRP, old_NRP, strict=True):
         ranks = len(new_RP)
-        new_RP[:] = new_RP[_match(_sets(new_RP, ranks, experts), _sets(old_RP, ranks, experts))]
+        new_RP[:] = new_RP[
+            _match_rows(_membership(new_RP, ranks, experts), _membership(old_RP, ranks, experts))
+        ]
         for rank in range(ranks):
-            new_RP[rank] = _in_old_order(new_RP[rank], old_RP[rank])
+            new_RP[rank] = _keep_previous_slots(new_RP[rank], old_RP[rank])
     return new_NRP.reshape(-1)
 
 
-def _sets(slots: Counts, rows: int, experts: int) -> Counts:
-    """[rows, E]: 1 where an expert is in that part of the slots."""
+def _membership(slots: Array, rows: int, experts: int) -> Array:
+    """[rows, E]: 1 if an expert is in that row of slots."""
     held = np.zeros((rows, experts))
     held[np.arange(rows)[:, None], slots.reshape(rows, -1)] = 1
     return held
 
 
-def _match(new: Counts, old: Counts) -> Counts:
-    """For each old row the new one to put there: pairs with most in common first."""
+def _match_rows(new: Array, old: Array) -> Array:
+    """For each old row the new row to put there; pairs with most experts in common first."""
     common = new @ old.T
     chosen = np.full(len(old), -1)
     taken = np.zeros(len(new), dtype=bool)
@@ -284,8 +306,8 @@ def _match(new: Counts, old: Counts) -> Counts:
     return chosen
 
 
-def _in_old_order(new_P: Counts, old_P: Counts) -> Counts:
-    """The same experts, those that stay in their old slots."""
+def _keep_previous_slots(new_P: Array, old_P: Array) -> Array:
+    """The same experts; those that stay keep their slots."""
     coming = list(new_P)
     result = np.full(len(new_P), -1)
     for slot, expert in enumerate(old_P):

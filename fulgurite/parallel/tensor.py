@@ -1,26 +1,27 @@
-"""Tensor parallelism from a plan table: a model on every rank in, each rank's share of it left.
+"""Tensor and expert parallelism from a table of rules: a full model in, this rank's shard out.
 
-    plan = {"embedding": "vocabulary", "layers.*.attention.query": "query", ...}    a family's PLAN
-    shares = parallelize(model, mesh, plan)
-    print(shares)                                      what was divided, and what was not and why
-    loss.backward(); shares.reduce_gradients()
+    rules = {"embed_tokens": "vocabulary", "layers.*.attention.q_proj": "query", ...}
+    sharding = parallelize(model, mesh, rules)         a family's `sharding_rules`
+    print(sharding)                                    what is sharded, and what is not and why
+    loss.backward(); sharding.reduce_gradients()
 
-What a plan may say of a module or parameter (`*` stands for one name between dots):
+The styles of modules and parameters (`*` stands for one name between dots):
 
-    vocabulary     an embedding or a head: rows divided; logits come out whole
-    attention      whole tokens go in; its specs say how many heads there are
-    query, key     rows belong to query or key heads; fewer key heads than ranks are kept by several
-    output         columns belong to query heads; its sums are taken over ranks
-    feed_forward   whole tokens go in; `column` and `row` inside it divide the inner size
-    column, row    rows divided; columns divided and sums taken over ranks, the bias once
-    experts        over the expert axis where the mesh has one, else each expert's inner size
-    last           the norm before the head
+    vocabulary     an embedding or head: rows are sharded; logits come out complete
+    attention      its input are all tokens; its spec has the number of heads
+    query, key     rows belong to query or key heads; if there are fewer key heads than ranks, several
+                   ranks have the same one
+    output         columns belong to query heads; the output is reduced over ranks
+    feed_forward   its input are all tokens; `column` and `row` inside shard its intermediate size
+    column, row    column- and row-parallel linears: sharded rows; sharded columns and a reduction
+    experts        over the expert axis if the mesh has one, else the intermediate size of each expert
+    final_norm     the norm before the head
 
-With experts spread over ranks, tokens are divided too (`split_tokens`): between attention and attention
-each rank has its share of the tokens, norms and routers see only those, sums are scattered instead of
-repeated, and attention gathers. Heads that can't be divided leave attention whole on every rank.
+With an expert axis, tokens are sharded, too (`sequence_parallel`). Outside of attention each rank has
+its share of the tokens: norms and routers see only those, reductions become reduce-scatters, and
+attention all-gathers. Attention whose heads can't be sharded runs completely on every rank.
 
-Weights, dense or packed, are cut where they lie; packed ones at block boundaries.
+Dense and quantized weights are sharded in place; quantized ones at block boundaries.
 """
 
 from __future__ import annotations
@@ -34,294 +35,320 @@ from typing import Any
 from torch import Tensor, nn
 
 from fulgurite.errors import ArgumentError
-from fulgurite.parallel.collectives import share
-from fulgurite.parallel.cutting import Cutter, step_of
-from fulgurite.parallel.expert import ExpertParallel, SharedBeside, spread_experts
-from fulgurite.parallel.gradients import ExpertCopies, KeyCopies
+from fulgurite.parallel.collectives import shard_range
+from fulgurite.parallel.dispatcher import AllToAllDispatcher, TokenDispatcher
+from fulgurite.parallel.expert import (
+    ExpertParallel,
+    OverlappedSharedExpert,
+    apply_expert_parallel,
+)
+from fulgurite.parallel.gradients import ReplicatedExperts, ReplicatedKeyHeads
 from fulgurite.parallel.layers import (
-    DividedExperts,
-    OwnLinear,
-    RowLinear,
-    Tokens,
-    VocabularyTable,
-    enter_whole,
-    gather_at_end,
+    LocalTokensLinear,
+    RowParallelLinear,
+    TensorParallelExperts,
+    TokenSharding,
+    VocabParallelEmbedding,
+    add_gather_hook,
+    add_input_hook,
 )
 from fulgurite.parallel.mesh import Mesh
 from fulgurite.parallel.placement import Placement
-from fulgurite.parallel.shares import Range, Shares
-from fulgurite.parallel.transport import Collective, Transport
-from fulgurite.quant import QuantTensor
-from fulgurite.quant.sharding import boundary
+from fulgurite.parallel.sharding import Range, Sharder, Sharding, weight_alignment
 
-Plan = Mapping[str, str]
+ShardingRules = Mapping[str, str]
 STYLES = (
     *("vocabulary", "attention", "query", "key", "output"),
-    *("feed_forward", "column", "row", "experts", "last"),
+    *("feed_forward", "column", "row", "experts", "final_norm"),
 )
 
 
 def parallelize(
     model: nn.Module,
     mesh: Mesh,
-    plan: Plan,
+    rules: ShardingRules,
     *,
-    split_tokens: bool | None = None,
-    transport: Transport | None = None,
+    sequence_parallel: bool | None = None,
+    dispatcher: TokenDispatcher | None = None,
     placement: Placement | None = None,
-) -> Shares:
-    """Keep this rank's share of a model, in place.
+) -> Sharding:
+    """Replace a model's parameters by this rank's shard of them, in place.
 
-    split_tokens   None: where both the tensor and the expert axis have several ranks
-    transport      how tokens reach experts; `Collective` by default
-    placement      where experts lie, one row a layer with experts; in order by default
+    sequence_parallel   None: if both the tensor and the expert axis have several ranks
+    dispatcher          sends tokens to experts; None: `AllToAllDispatcher`
+    placement           expert slots, one row for each MoE layer; None: experts in order
     """
-    if split_tokens is None:
-        split_tokens = mesh.tensor.size > 1 and mesh.expert.size > 1
-    if mesh.tensor.size > 1 and mesh.expert.size > 1 and not split_tokens:
+    if sequence_parallel is None:
+        sequence_parallel = mesh.tensor.size > 1 and mesh.expert.size > 1
+    if mesh.tensor.size > 1 and mesh.expert.size > 1 and not sequence_parallel:
         raise ArgumentError(
-            "split_tokens=False, but tensor and expert axis both have several ranks",
+            "sequence_parallel=False, but tensor and expert axis both have several ranks",
             where=str(mesh.shape),
-            next="tokens that every tensor rank has would be sent to the experts several times: "
-            "leave split_tokens out, or choose expert=1",
+            next="every tensor rank would send the same tokens to the experts: omit "
+            "sequence_parallel, or use expert=1",
         )
-    if transport is None and mesh.expert.size > 1:
-        transport = Collective(mesh.expert)
-    work = _Work(model, mesh, _matches(model, plan), split_tokens, transport, placement)
-    return work.run()
+    if dispatcher is None and mesh.expert.size > 1:
+        dispatcher = AllToAllDispatcher(mesh.expert)
+    styles = _match_rules(model, rules)
+    return _Parallelizer(model, mesh, styles, sequence_parallel, dispatcher, placement).run()
 
 
-def _matches(model: nn.Module, plan: Plan) -> dict[str, str]:
-    """Module or parameter -> style, in the order of the model."""
-    unknown = {style for style in plan.values() if style not in STYLES}
+def _match_rules(model: nn.Module, rules: ShardingRules) -> dict[str, str]:
+    """Module or parameter → style, in the order of the model."""
+    unknown = {style for style in rules.values() if style not in STYLES}
     if unknown:
         raise ArgumentError(
-            f"a plan can't say {', '.join(sorted(unknown))}", next=f"one of {', '.join(STYLES)}"
+            f"unknown style {', '.join(sorted(unknown))}", next=f"one of {', '.join(STYLES)}"
         )
     patterns = [
         (re.compile(re.escape(pattern).replace(r"\*", r"[^.]+")), style)
-        for pattern, style in plan.items()
+        for pattern, style in rules.items()
     ]
     names = [name for name, _ in model.named_modules()]
     names += [name for name, _ in model.named_parameters()]
-    found = {}
+    styles = {}
     for name in names:
         for pattern, style in patterns:
             if pattern.fullmatch(name):
-                found[name] = style
-    return found
+                styles[name] = style
+    return styles
 
 
-class _Work:
-    """One run of `parallelize`."""
+class _Parallelizer:
+    """One call of `parallelize`."""
 
     def __init__(
         self,
         model: nn.Module,
         mesh: Mesh,
         styles: dict[str, str],
-        split_tokens: bool,
-        transport: Transport | None,
+        sequence_parallel: bool,
+        dispatcher: TokenDispatcher | None,
         placement: Placement | None,
     ) -> None:
         self.model, self.mesh, self.styles = model, mesh, styles
         self.axis = mesh.tensor
-        self.tokens = Tokens(self.axis) if split_tokens else None
-        self.transport, self.placement = transport, placement
-        self.shares = Shares(mesh)
-        self.mixtures = 0
-        self.cutter = Cutter(model, self.axis, self.shares)
-        # For gradients. Modules are wrapped on the way, so parameters are known by themselves.
-        self.spread: set[nn.Parameter] = set()
-        self.after_sum: set[nn.Parameter] = set()
-        self.partial: list[nn.Module] = []
-        self.copies: dict[nn.Parameter, KeyCopies] = {}
-        self.slots: dict[nn.Parameter, ExpertCopies] = {}
+        self.token_sharding = TokenSharding(self.axis) if sequence_parallel else None
+        self.dispatcher, self.placement = dispatcher, placement
+        self.sharding = Sharding(mesh)
+        self.num_moe_layers = 0
+        self.sharder = Sharder(model, self.axis, self.sharding)
+        # For gradients; keyed by parameter, since names change when modules are wrapped.
+        self.expert_parallel: set[nn.Parameter] = set()
+        self.after_reduction: set[nn.Parameter] = set()
+        self.partial_modules: list[nn.Module] = []
+        self.replicated_keys: dict[nn.Parameter, ReplicatedKeyHeads] = {}
+        self.replicated_experts: dict[nn.Parameter, ReplicatedExperts] = {}
 
-    def run(self) -> Shares:
-        divided = self.axis.size > 1
+    def run(self) -> Sharding:
+        is_sharded = self.axis.size > 1
         for name, style in self.styles.items():
-            if style == "vocabulary" and divided:
-                self._vocabulary(name)
-            elif style == "attention" and divided:
-                self._attention(name)
-            elif style == "feed_forward" and divided:
-                self._feed_forward(name)
-            elif style == "last" and self.tokens is not None:
-                gather_at_end(self.model.get_submodule(name), self.tokens)
-        for name in self._named("experts", ""):
-            self._experts(name)
-        self._note_gradients()
-        self.shares.kept = {n: self.cutter.kept[p] for n, p in self.model.named_parameters()}
-        return self.shares
+            if style == "vocabulary" and is_sharded:
+                self._shard_vocabulary(name)
+            elif style == "attention" and is_sharded:
+                self._shard_attention(name)
+            elif style == "feed_forward" and is_sharded:
+                self._shard_feed_forward(name)
+            elif style == "final_norm" and self.token_sharding is not None:
+                add_gather_hook(self.model.get_submodule(name), self.token_sharding)
+        for name in self._names_with_style("experts", ""):
+            self._shard_experts(name)
+        self._record_gradient_reductions()
+        slices = self.sharder.slices
+        self.sharding.slices = {n: slices[p] for n, p in self.model.named_parameters()}
+        return self.sharding
 
-    def _note_gradients(self) -> None:
-        gradients = self.shares.gradients
+    def _record_gradient_reductions(self) -> None:
+        gradients = self.sharding.gradients
         gradients.model = self.model
-        partial = {p for module in self.partial for p in module.parameters()} - self.after_sum
+        inside = {p for module in self.partial_modules for p in module.parameters()}
+        partial = inside - self.after_reduction
         for name, parameter in self.model.named_parameters():
-            if parameter in self.spread:
-                gradients.axes[name] = "replica"
-            elif parameter in self.cutter.divided:
+            if parameter in self.expert_parallel:
+                gradients.axes[name] = "expert_data"
+            elif parameter in self.sharder.sharded:
                 gradients.axes[name] = "data"
             else:
-                whole = self.tokens is None and parameter not in partial
-                gradients.axes[name] = "data" if whole else "world"
-            if parameter in self.copies:
-                gradients.copies[name] = self.copies[parameter]
-            if parameter in self.slots:
-                gradients.slots[name] = self.slots[parameter]
+                is_complete = self.token_sharding is None and parameter not in partial
+                gradients.axes[name] = "data" if is_complete else "world"
+            if parameter in self.replicated_keys:
+                gradients.replicated_keys[name] = self.replicated_keys[parameter]
+            if parameter in self.replicated_experts:
+                gradients.replicated_experts[name] = self.replicated_experts[parameter]
 
-    def _named(self, style: str, inside: str) -> list[str]:
+    def _names_with_style(self, style: str, inside: str) -> list[str]:
         prefix = f"{inside}." if inside else ""
         return [n for n, s in self.styles.items() if s == style and n.startswith(prefix)]
 
-    # ---- the parts of a model ----------------------------------------------------------------------
+    # ---- the modules of a model --------------------------------------------------------------------
 
-    def _vocabulary(self, name: str) -> None:
-        module = self.model.get_submodule(name)
+    def _shard_vocabulary(self, name: str) -> None:
+        module, sharder = self.model.get_submodule(name), self.sharder
         weight = module.weight
         assert isinstance(weight, Tensor), f"{name} has no weight"
-        step = boundary(weight.format, 0, 2) if isinstance(weight, QuantTensor) else 1
-        total = weight.shape[0]
-        self.cutter.check_enough(name, total, step)
-        self.cutter.cut(f"{name}.weight", "vocabulary", 0, self.cutter.share(total, step))
-        bias = getattr(module, "bias", None)
-        if bias is not None:
-            raise ArgumentError(f"{name} has a bias", next="heads of our families have none")
-        self.cutter.replace(name, VocabularyTable(module, self.axis, total, step, self.tokens))
+        alignment, total = weight_alignment(weight, 0), weight.shape[0]
+        sharder.check_divisible(name, total, alignment)
+        rows = sharder.local_range(total, alignment)
+        sharder.shard_parameter(f"{name}.weight", "vocabulary", 0, rows)
+        if getattr(module, "bias", None) is not None:
+            raise ArgumentError(f"{name} has a bias", next="use a head without a bias")
+        table = VocabParallelEmbedding(module, self.axis, total, alignment, self.token_sharding)
+        sharder.replace_module(name, table)
 
-    def _attention(self, name: str) -> None:
-        module = self.model.get_submodule(name)
-        spec: Any = module.spec  # an AttentionSpec of models, which is further up
-        heads, kv_heads = spec.heads, spec.kv_heads
-        split = split_heads(heads, kv_heads, self.axis.index, self.axis.size)
-        if split is None:
+    def _shard_attention(self, name: str) -> None:
+        module, sharder = self.model.get_submodule(name), self.sharder
+        spec: Any = module.spec  # models.kv_cache.AttentionSpec; models imports this package
+        heads, kv_heads = spec.num_heads, spec.num_kv_heads
+        ranges = shard_heads(heads, kv_heads, self.axis.index, self.axis.size)
+        if ranges is None:
             note = f"{heads} query and {kv_heads} key heads don't divide by {self.axis.size}"
-            self.cutter.line(name, "whole", (heads, kv_heads), (heads, kv_heads), note)
-            if self.tokens is not None:
-                enter_whole(module, self.axis, self.tokens)
-                for child in self._named("output", name):
-                    self.cutter.replace(
-                        child, OwnLinear(self.model.get_submodule(child), self.tokens)
-                    )
+            sharder.add_entry(name, "replicated", (heads, kv_heads), (heads, kv_heads), note)
+            if self.token_sharding is not None:
+                add_input_hook(module, self.axis, self.token_sharding)
+                for child in self._names_with_style("output", name):
+                    linear = self.model.get_submodule(child)
+                    sharder.replace_module(child, LocalTokensLinear(linear, self.token_sharding))
             return
-        queries, keys = split
+        queries, keys = ranges
         module.spec = dataclasses.replace(
-            spec, heads=queries[1] - queries[0], kv_heads=keys[1] - keys[0]
+            spec, num_heads=queries[1] - queries[0], num_kv_heads=keys[1] - keys[0]
         )
-        for child in self._named("query", name):
-            self.cutter.cut_module(child, "query", 0, heads, queries)
-        for child in self._named("key", name):
-            self.cutter.cut_module(child, "key", 0, kv_heads, keys)
+        for child in self._names_with_style("query", name):
+            sharder.shard_module(child, "query", 0, heads, queries)
+        for child in self._names_with_style("key", name):
+            sharder.shard_module(child, "key", 0, kv_heads, keys)
             if kv_heads < self.axis.size:
-                self._remember_copies(child, kv_heads, keys)
-        for child in self._named("output", name):
-            self.cutter.cut(f"{child}.weight", "output", 1, queries, heads)
-            self._reduce_after(child)
-        self._enter(name)
+                self._record_replicated_keys(child, kv_heads, keys)
+        for child in self._names_with_style("output", name):
+            sharder.shard_parameter(f"{child}.weight", "output", 1, queries, heads)
+            self._reduce_output(child)
+        self._enter_parallel_region(name)
 
-    def _feed_forward(self, name: str) -> None:
-        mixture = bool(self._named("experts", name))
-        if mixture and self.mesh.expert.size > 1:
-            return  # tokens are divided already, and a shared expert is kept whole
-        columns, rows = self._named("column", name), self._named("row", name)
-        # Those of one MLP have one inner size; a shared expert inside has another.
+    def _shard_feed_forward(self, name: str) -> None:
+        is_moe = bool(self._names_with_style("experts", name))
+        if is_moe and self.mesh.expert.size > 1:
+            return  # tokens are sharded already, and a shared expert is replicated
+        columns = self._names_with_style("column", name)
+        rows = self._names_with_style("row", name)
+        # The linears of one MLP have one intermediate size; a shared expert inside has another.
         for parent in dict.fromkeys(child.rpartition(".")[0] for child in rows):
-            self._inner(
+            self._shard_intermediate(
                 parent,
                 [child for child in columns if child.rpartition(".")[0] == parent],
                 [child for child in rows if child.rpartition(".")[0] == parent],
             )
-        self._enter(name)
+        self._enter_parallel_region(name)
 
-    def _inner(self, parent: str, columns: list[str], rows: list[str]) -> None:
-        """Divide one inner size: the rows of `columns`, and the columns of `rows` alike."""
-        weights = [(self.cutter.weight(child), 0) for child in columns]
-        weights += [(self.cutter.weight(child), 1) for child in rows]
+    def _shard_intermediate(self, parent: str, columns: list[str], rows: list[str]) -> None:
+        """Shard one intermediate size: the rows of column-parallel linears, and the other way."""
+        sharder = self.sharder
+        weights = [(sharder.get_weight(child), 0) for child in columns]
+        weights += [(sharder.get_weight(child), 1) for child in rows]
         total = weights[0][0].shape[weights[0][1]]
-        step = math.lcm(*(step_of(weight, dim) for weight, dim in weights))
-        self.cutter.check_enough(parent, total, step)
-        inner = self.cutter.share(total, step)
+        alignment = math.lcm(*(weight_alignment(weight, dim) for weight, dim in weights))
+        sharder.check_divisible(parent, total, alignment)
+        kept = sharder.local_range(total, alignment)
         for child in columns:
-            self.cutter.cut_module(child, "column", 0, total, inner)
+            sharder.shard_module(child, "column", 0, total, kept)
         for child in rows:
-            self.cutter.cut(f"{child}.weight", "row", 1, inner)
-            self._reduce_after(child)
+            sharder.shard_parameter(f"{child}.weight", "row", 1, kept)
+            self._reduce_output(child)
 
-    def _experts(self, name: str) -> None:
+    def _shard_experts(self, name: str) -> None:
         experts = self.model.get_submodule(name)
         before = dict(experts.named_parameters(recurse=False))
-        cuts: dict[str, tuple[int, tuple[Range, ...]]] = {}  # parameter -> what of which dimension
+        ranges: dict[str, tuple[int, tuple[Range, ...]]] = {}  # parameter → dimension, ranges
         if self.mesh.expert.size > 1:
-            assert self.transport is not None, "parallelize made one"
-            parallel = spread_experts(experts, self.transport, self.placement, self.mixtures)
-            self.cutter.replace(name, parallel)
-            self._run_beside(name.rpartition(".")[0], parallel)
-            cuts = dict.fromkeys(before, (0, tuple((e, e + 1) for e in parallel.mine)))
-            self.spread |= set(experts.parameters())
-            if parallel.redundant:
-                copies = ExpertCopies(parallel.mine, parallel.placement.experts)
-                self.slots |= dict.fromkeys(experts.parameters(), copies)
-            self.mixtures += 1
+            ranges = self._distribute_experts(name, experts)
         elif self.axis.size > 1:
-            if self.tokens is not None:
-                raise ArgumentError(
-                    "tokens can't be divided where all ranks hold a part of every expert",
-                    where=name,
-                    next="leave split_tokens out, or give the mesh an expert axis",
-                )
-            down = experts.get_parameter("down")
-            step = math.lcm(step_of(down, 2), step_of(experts.get_parameter("gate_up"), 1))
-            self.cutter.check_enough(name, down.shape[2], step)
-            inner = self.cutter.share(down.shape[2], step)
-            both = tuple((half + inner[0], half + inner[1]) for half in (0, down.shape[2]))
-            cuts = {"gate_up": (1, both), "gate_up_bias": (1, both), "down": (2, (inner,))}
-            self.cutter.replace(name, DividedExperts(experts, self.axis, inner))
-            self.cutter.divided |= set(experts.parameters())
+            ranges = self._shard_each_expert(name, experts)
         after = before | dict(experts.named_parameters(recurse=False))  # a bias may have moved
-        for parameter, whole in before.items():
-            kept = after[parameter]
-            if parameter in cuts:
-                dim, ranges = cuts[parameter]
-                self.cutter.kept[kept] = self.cutter.kept[whole].cut(dim, *ranges)
-            self.cutter.line(
-                f"{name}.{parameter}", "experts", tuple(whole.shape), tuple(kept.shape)
+        for parameter, full in before.items():
+            shard = after[parameter]
+            if parameter in ranges:
+                dim, kept = ranges[parameter]
+                self.sharder.slices[shard] = self.sharder.slices[full].narrow(dim, *kept)
+            self.sharder.add_entry(
+                f"{name}.{parameter}", "experts", tuple(full.shape), tuple(shard.shape)
             )
 
-    def _run_beside(self, name: str, experts: ExpertParallel) -> None:
-        """A shared expert of the same mixture runs while tokens travel."""
-        mixture: Any = self.model.get_submodule(name)
-        if getattr(mixture, "shared", None) is not None:
-            self.cutter.replace(name, SharedBeside(mixture.router, experts, mixture.shared))
+    def _distribute_experts(
+        self, name: str, experts: nn.Module
+    ) -> dict[str, tuple[int, tuple[Range, ...]]]:
+        """Expert parallelism: whole experts on each rank."""
+        assert self.dispatcher is not None, "parallelize made one"
+        names = [parameter for parameter, _ in experts.named_parameters(recurse=False)]
+        parallel = apply_expert_parallel(
+            experts, self.dispatcher, self.placement, self.num_moe_layers
+        )
+        self.sharder.replace_module(name, parallel)
+        self._overlap_shared_expert(name.rpartition(".")[0], parallel)
+        self.expert_parallel |= set(experts.parameters())
+        if parallel.has_redundant_experts:
+            replicas = ReplicatedExperts(parallel.local_experts, parallel.placement.num_experts)
+            self.replicated_experts |= dict.fromkeys(experts.parameters(), replicas)
+        self.num_moe_layers += 1
+        kept = tuple((expert, expert + 1) for expert in parallel.local_experts)
+        return dict.fromkeys(names, (0, kept))
 
-    # ---- what is done to modules -------------------------------------------------------------------
+    def _shard_each_expert(
+        self, name: str, experts: nn.Module
+    ) -> dict[str, tuple[int, tuple[Range, ...]]]:
+        """Tensor parallelism: a range of the intermediate size of every expert on each rank."""
+        if self.token_sharding is not None:
+            raise ArgumentError(
+                "sequence_parallel=True, but every rank has a part of every expert",
+                where=name,
+                next="omit sequence_parallel, or give the mesh an expert axis",
+            )
+        down, gate_up = experts.get_parameter("down_proj"), experts.get_parameter("gate_up_proj")
+        alignment = math.lcm(weight_alignment(down, 2), weight_alignment(gate_up, 1))
+        total = down.shape[2]
+        self.sharder.check_divisible(name, total, alignment)
+        kept = self.sharder.local_range(total, alignment)
+        both = tuple((half + kept[0], half + kept[1]) for half in (0, total))
+        self.sharder.replace_module(name, TensorParallelExperts(experts, self.axis, kept))
+        self.sharder.sharded |= set(experts.parameters())
+        return {
+            "gate_up_proj": (1, both),
+            "gate_up_proj_bias": (1, both),
+            "down_proj": (2, (kept,)),
+        }
 
-    def _enter(self, name: str) -> None:
+    def _overlap_shared_expert(self, name: str, experts: ExpertParallel) -> None:
+        """Run the shared expert of this MoE layer while tokens are in flight."""
+        moe: Any = self.model.get_submodule(name)
+        if getattr(moe, "shared_expert", None) is not None:
+            overlapped = OverlappedSharedExpert(moe.router, experts, moe.shared_expert)
+            self.sharder.replace_module(name, overlapped)
+
+    # ---- changes of modules ------------------------------------------------------------------------
+
+    def _enter_parallel_region(self, name: str) -> None:
         module = self.model.get_submodule(name)
-        enter_whole(module, self.axis, self.tokens)
-        self.partial.append(module)
+        add_input_hook(module, self.axis, self.token_sharding)
+        self.partial_modules.append(module)
 
-    def _reduce_after(self, name: str) -> None:
-        linear = RowLinear(self.model.get_submodule(name), self.axis, self.tokens)
-        self.cutter.replace(name, linear)
+    def _reduce_output(self, name: str) -> None:
+        linear = RowParallelLinear(self.model.get_submodule(name), self.axis, self.token_sharding)
+        self.sharder.replace_module(name, linear)
         if linear.bias is not None:
-            self.after_sum.add(linear.bias)
+            self.after_reduction.add(linear.bias)
 
-    def _remember_copies(self, name: str, kv_heads: int, keys: Range) -> None:
-        for path in self.cutter.parameters(name):
+    def _record_replicated_keys(self, name: str, kv_heads: int, keys: Range) -> None:
+        for path in self.sharder.parameter_names(name):
             parameter = self.model.get_parameter(path)
             local = parameter.shape[0]
-            self.copies[parameter] = KeyCopies(local * kv_heads, keys[0] * local)
+            self.replicated_keys[parameter] = ReplicatedKeyHeads(local * kv_heads, keys[0] * local)
 
 
-def split_heads(heads: int, kv_heads: int, index: int, count: int) -> tuple[Range, Range] | None:
-    """The query and key heads of one rank; None where ranks can't have equally many."""
+def shard_heads(heads: int, kv_heads: int, index: int, count: int) -> tuple[Range, Range] | None:
+    """The query and key heads of one rank; None if they can't be sharded evenly."""
     if heads % count:
         return None
-    queries = share(heads, index, count)
+    queries = shard_range(heads, index, count)
     if kv_heads % count == 0:
-        return queries, share(kv_heads, index, count)
+        return queries, shard_range(kv_heads, index, count)
     if count % kv_heads == 0:
         first = index * kv_heads // count
         return queries, (first, first + 1)

@@ -1,7 +1,8 @@
-"""What a step needs beside weights and cache: a model on the meta device in, bytes out.
+"""Peak activation memory of a step: a model on the meta device in, bytes out.
 
-The largest step runs where tensors have shapes and no memory, and a dispatch mode watches which of them
-are alive at once. Attention through a cache is a stand-in that gives a result of the right size.
+The largest step runs on the meta device, where tensors have shapes and no memory. A dispatch mode
+tracks which tensors are alive at once. A stand-in KV cache returns attention outputs of the right
+shape.
 """
 
 from __future__ import annotations
@@ -17,28 +18,31 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fulgurite.kernels.mla import ops
-from fulgurite.models.cache import AttentionSpec, Unpaged
-from fulgurite.models.latent import LatentStep
-from fulgurite.models.layers import Decoder
+from fulgurite.kernels.mla.ops import mla_attention_meta
+from fulgurite.models.attention_spec import AttentionSpec
+from fulgurite.models.kv_cache import UnpagedKVCache
+from fulgurite.models.layers import CausalLM
+from fulgurite.models.mla import MLAInputs
 
 
-def activation_bytes(model: Decoder, tokens: int, rows: int) -> int:
-    """The most that lives at once in a step of `tokens` tokens with logits of `rows` of them."""
-    assert model.norm.weight.is_meta, "a step is tried on the meta device"
-    rows, model = min(rows, tokens), _one_of_each_layer(model)
-    with torch.inference_mode(), allocations() as watch, torch.device("meta"):
+def activation_bytes(model: CausalLM, tokens: int, rows: int) -> int:
+    """Peak bytes of a step of `tokens` tokens that computes the logits of `rows` of them."""
+    assert model.norm.weight.is_meta, "activation_bytes runs a step on the meta device"
+    rows, model = min(rows, tokens), _deduplicate_layers(model)
+    with torch.inference_mode(), track_allocations() as tracker, torch.device("meta"):
         ids = torch.zeros(tokens, dtype=torch.long)
-        hidden = model.hidden(ids, torch.zeros(tokens, dtype=torch.long), _Nowhere())
-        picked = hidden[torch.zeros(rows, dtype=torch.long)]
-        logits = model.logits(picked).float()
+        hidden = model.compute_hidden_states(
+            ids, torch.zeros(tokens, dtype=torch.long), _NullCache()
+        )
+        selected = hidden[torch.zeros(rows, dtype=torch.long)]
+        logits = model.compute_logits(selected).float()
         del hidden
-        logits.clone()  # what penalties and drawing work on
-    return watch.most
+        logits.clone()  # the sampler's copy, for penalties
+    return tracker.peak
 
 
-def _one_of_each_layer(model: Decoder) -> Decoder:
-    """The model with one layer of each kind: layers run one after the other, so it peaks as high."""
+def _deduplicate_layers(model: CausalLM) -> CausalLM:
+    """The model with one layer of each kind. Layers run one by one, so the peak is the same."""
     kinds: dict[object, int] = {}
     for index, layer in enumerate(model.layers):
         shapes = tuple((name, value.shape) for name, value in layer.named_parameters())
@@ -46,12 +50,12 @@ def _one_of_each_layer(model: Decoder) -> Decoder:
     small = copy.copy(model)
     small._modules = dict(model._modules)
     small.layers = torch.nn.ModuleList(model.layers[index] for index in kinds.values())
-    small.rotary_of_layer = tuple(model.rotary_of_layer[index] for index in kinds.values())
+    small.rotary_index = tuple(model.rotary_index[index] for index in kinds.values())
     return small
 
 
-class _Nowhere(Unpaged):
-    """A cache that keeps nothing and attends to nothing: only what comes out has a size."""
+class _NullCache(UnpagedKVCache):
+    """A KV cache that stores nothing. Its outputs have the right shape and no values."""
 
     def attend(
         self,
@@ -64,19 +68,19 @@ class _Nowhere(Unpaged):
     ) -> Tensor:
         return q_XNH.new_empty(*q_XNH.shape[:-1], spec.value_dim)
 
-    def attend_latent(self, spec: AttentionSpec, step: LatentStep, positions_X: Tensor) -> Tensor:
-        return ops.largest_step(step.q_XNH, step.up_NUC, step.value_dim)
+    def attend_mla(self, spec: AttentionSpec, step: MLAInputs, positions_X: Tensor) -> Tensor:
+        return mla_attention_meta(step.q_XNH, step.kv_b_NUC, step.value_dim)
 
-    def extent(self, positions_X: Tensor) -> Tensor:
+    def sequence_lengths(self, positions_X: Tensor) -> Tensor:
         return positions_X
 
 
-class Allocations(TorchDispatchMode):
-    """Counts the bytes of new tensors that are alive: `now`, and the `most` there were."""
+class AllocationTracker(TorchDispatchMode):
+    """Counts the bytes of new tensors that are alive: the `current` sum and its `peak`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.most = 0
+        self.current = self.peak = 0
         self.alive: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,7 +88,7 @@ class Allocations(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.is_meta:
                 self._count(leaf.untyped_storage())
-        self.most = max(self.most, self.now)
+        self.peak = max(self.peak, self.current)
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -92,16 +96,16 @@ class Allocations(TorchDispatchMode):
         if key in self.alive:
             return
 
-        def gone(_: Any) -> None:
+        def on_free(_: Any) -> None:
             del self.alive[key]
-            self.now -= bytes
+            self.current -= bytes
 
-        self.alive[key] = weakref.ref(storage, gone)
-        self.now += bytes
+        self.alive[key] = weakref.ref(storage, on_free)
+        self.current += bytes
 
 
 @contextmanager
-def allocations() -> Iterator[Allocations]:
-    watch = Allocations()
-    with watch:
-        yield watch
+def track_allocations() -> Iterator[AllocationTracker]:
+    tracker = AllocationTracker()
+    with tracker:
+        yield tracker

@@ -1,7 +1,7 @@
-"""`fulgurite plan`: words of the command line in, what fits where out. No GPU is needed.
+"""`fulgurite plan`: command-line options in, the meshes that a model fits on out. No GPU is needed.
 
-A model is a well-known name (models/published.py), a folder with a config.json (weights or not), or a GGUF
-file; the last is planned in the formats that an `LLM` keeps its weights in on a GPU.
+A model is a preset (models/families/presets.py), a folder with a config.json, with or without
+weights, or a GGUF file. A GGUF file is planned in the formats that an `LLM` keeps on a GPU.
 """
 
 from __future__ import annotations
@@ -17,40 +17,64 @@ from pathlib import Path
 import torch
 
 from fulgurite.errors import ArgumentError, CapacityError
-from fulgurite.kernels.dispatch.wire_format import WIRES
-from fulgurite.models import hub
-from fulgurite.models.checkpoint import language_fields, open_checkpoint, read_config_file
-from fulgurite.models.config import Fields, ModelConfig
-from fulgurite.models.family import Family
-from fulgurite.models.published import PUBLISHED, published_fields
-from fulgurite.models.registry import family_of
+from fulgurite.kernels.dispatch.wire_format import WIRE_FORMATS
+from fulgurite.models.config import ConfigFields, ModelConfig
+from fulgurite.models.families.family import ModelFamily
+from fulgurite.models.families.presets import MODEL_PRESETS, find_preset
+from fulgurite.models.families.registry import find_family
+from fulgurite.models.loading import hub
+from fulgurite.models.loading.checkpoint import (
+    get_language_model_fields,
+    open_checkpoint,
+    read_config_file,
+)
+from fulgurite.models.loading.loader import build_meta_model
 from fulgurite.parallel.mesh import MeshShape
-from fulgurite.plan.cluster import Fixed, Question, Split, advice, fits, make_cut, search
-from fulgurite.plan.expert_load import load_text
-from fulgurite.plan.gpus import GPUS, read_cluster
-from fulgurite.plan.memory import size
-from fulgurite.plan.rank_model import FormatOf, build_rank, format_everywhere, refusal
-from fulgurite.plan.text import as_json, headline, others_text, room_text, split_text, why
+from fulgurite.plan.cluster import GPUS, parse_cluster
+from fulgurite.plan.expert_load import format_expert_load
+from fulgurite.plan.kv_cache import KV_CACHE_DTYPES
+from fulgurite.plan.search import (
+    ClusterPlan,
+    MeshConstraint,
+    PlanQuery,
+    has_fitting_mesh,
+    make_shard_spec,
+    search_meshes,
+    suggest_alternatives,
+)
+from fulgurite.plan.shard import (
+    FormatLookup,
+    build_model_shard,
+    find_sharding_error,
+    uniform_format,
+)
+from fulgurite.plan.text import (
+    format_capacity,
+    format_choice,
+    format_headline,
+    format_memory,
+    format_other_meshes,
+    to_json,
+)
 from fulgurite.quant import QuantTensor
-from fulgurite.quant.format import Format, resolve
-from fulgurite.serve.engine.kv_cache import DTYPES
-from fulgurite.serve.llm import shapes_of
+from fulgurite.quant.format import Format, resolve_format
+from fulgurite.trace.cost import format_bytes
 
-CONTEXT = 8192  # tokens of a request, where nobody says how many
-MOST = 10**9  # requests, tokens or ranks: more are a slip of the finger
-PLAIN = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}  # not packed
+DEFAULT_CONTEXT = 8192
+MAX_OPTION_VALUE = 10**9  # a larger number of requests, tokens or ranks is a typing error
+UNQUANTIZED_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 
 @dataclass(frozen=True)
-class Source:
-    """What a name stands for, and the format its weights are published or stored in."""
+class ModelSource:
+    """A model by name, and the number format of its weights; fields as in `PlanQuery`."""
 
     name: str
-    family: Family
+    family: ModelFamily
     config: ModelConfig
-    format_of: FormatOf
+    format_lookup: FormatLookup
     format: str
-    step: int = 1  # packed weights are cut at multiples of this
+    shard_alignment: int = 1
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -59,18 +83,26 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--model",
         required=True,
         metavar="NAME",
-        help="a well-known name (deepseek-v3), a folder, or a .gguf file",
+        help="a known name (deepseek-v3), a folder, or a .gguf file",
     )
     model.add_argument(
-        "--format", help="of weights: bf16, fp8, nvfp4, int4, q4_k, … (default: as published)"
+        "--format",
+        help="number format of the weights: bf16, fp8, nvfp4, int4, q4_k, … (default: as published)",
     )
-    model.add_argument("--kv", default="auto", choices=["auto", *DTYPES], help="cached keys")
+    model.add_argument(
+        "--kv-dtype",
+        default="auto",
+        choices=["auto", *KV_CACHE_DTYPES],
+        help="dtype of cached keys and values",
+    )
     gpus = command.add_argument_group("GPUs")
-    gpus.add_argument("--gpus", default="1", help="8, or 8x2 for two nodes of eight")
-    gpus.add_argument("--gpu", default="h200", help=f"which (default h200): {', '.join(GPUS)}")
-    gpus.add_argument("--memory", type=float, metavar="GIB", help="of each, where it differs")
+    gpus.add_argument("--gpus", default="1", help="number: 8, or 8x2 for two nodes of eight")
+    gpus.add_argument("--gpu", default="h200", help=f"type (default h200): {', '.join(GPUS)}")
+    gpus.add_argument(
+        "--memory", type=float, metavar="GIB", help="memory of a GPU (default: of its type)"
+    )
     for axis, text in (
-        ("data", "ranks with requests of their own"),
+        ("data", "replicas with requests of their own"),
         ("tensor", "ranks that share each weight"),
         ("expert", "ranks that share the experts"),
     ):
@@ -80,240 +112,269 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--context",
         type=int,
         metavar="N",
-        help=f"tokens of a request (default: {CONTEXT:,}, or the model's most)",
+        help=f"tokens of a request (default: {DEFAULT_CONTEXT:,}, or the model's maximum)",
     )
-    use.add_argument("--batch", type=int, metavar="N", help="requests at once (default: what fits)")
-    use.add_argument("--step-tokens", type=int, metavar="N", help="of a step of one data rank")
+    use.add_argument(
+        "--batch", type=int, metavar="N", help="requests at once (default: as many as fit)"
+    )
+    use.add_argument(
+        "--max-batched-tokens", type=int, metavar="N", help="most tokens of a step of one replica"
+    )
     experts = command.add_argument_group("experts")
     experts.add_argument(
-        "--wire", choices=[*WIRES], help="how tokens travel (default: fp8 or bf16)"
+        "--dispatch-format",
+        choices=[*WIRE_FORMATS],
+        help="wire format of tokens sent to experts (default: fp8 for FP8 weights, else bf16)",
     )
     experts.add_argument(
-        "--redundant", type=int, default=0, metavar="N", help="extra places for hot ones"
+        "--redundant-experts", type=int, default=0, metavar="N", help="extra slots for busy experts"
     )
     experts.add_argument(
-        "--load", metavar="FILE", help="recorded visits [layers, experts]: .json, .npy or .csv"
+        "--expert-load",
+        metavar="FILE",
+        help="recorded tokens by [layer, expert]: .json, .npy or .csv",
     )
-    experts.add_argument("--placement", metavar="FILE", help="where to write the best places")
-    command.add_argument("--json", action="store_true", help="the same for programs")
+    experts.add_argument(
+        "--placement", metavar="FILE", help="write the best placement to this file"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
 
 
 def plan(options: argparse.Namespace) -> None:
-    """Print what fits where."""
-    question = read_question(options)
-    fixed = (options.data, options.tensor, options.expert)
-    _check_fixed(question, *fixed)
-    splits = search(question, *fixed)
-    if not splits:
+    """Print the meshes that the model fits on, best first."""
+    query = read_query(options)
+    constraint = MeshConstraint(options.data, options.tensor, options.expert)
+    _check_mesh_constraint(query, constraint)
+    plans = search_meshes(query, constraint)
+    if not plans:
         raise ArgumentError(
-            f"{question.name} can't be cut for {question.cluster.count} GPUs",
-            next="another number of GPUs; powers of two go best",
+            f"{query.name} can't be sharded over {query.cluster.num_gpus} GPUs",
+            next="choose another number of GPUs; powers of two work best",
         )
     if options.json:
-        print(json.dumps(as_json(question, splits), indent=2))
+        print(json.dumps(to_json(query, plans), indent=2))
         return
-    best = splits[0]
-    loaded = ""
-    if options.load and best.fits:  # read before anything is printed: it may not be there
-        loaded = load_text(question, best, Path(options.load), options.placement)
-    print(headline(question, _whole_bytes(question)))
+    best = plans[0]
+    expert_load = ""
+    if options.expert_load and best.fits:  # before anything is printed: the file may be missing
+        path = Path(options.expert_load)
+        expert_load = format_expert_load(query, best, path, options.placement)
+    print(format_headline(query, _model_bytes(query)))
     print()
-    print(split_text(question, best))
+    print(format_memory(query, best))
     print()
     if not best.fits:
-        raise _too_large(options, question, best)
-    print(room_text(question, best))
-    if question.batch is not None and best.requests < question.batch:
-        print(_waiting(question, best, fixed))
-    print(why(splits))
-    if len(splits) > 1:
+        raise _capacity_error(options, query, best)
+    print(format_capacity(query, best))
+    if query.batch is not None and best.max_requests < query.batch:
+        print(_explain_waiting(query, constraint))
+    print(format_choice(plans))
+    if len(plans) > 1:
         print()
-        print(others_text(splits[1:]))
-    if loaded:
+        print(format_other_meshes(plans[1:]))
+    if expert_load:
         print()
-        print(loaded)
+        print(expert_load)
 
 
-def _whole_bytes(question: Question) -> int:
-    rank = build_rank(question.config, question.family, make_cut(question, MeshShape()))
-    return sum(rank.weights(question.format_of).values())
+def _model_bytes(query: PlanQuery) -> int:
+    spec = make_shard_spec(query, MeshShape())
+    shard = build_model_shard(query.config, query.family, spec)
+    return sum(shard.component_bytes(query.format_lookup).values())
 
 
-def _waiting(question: Question, best: Split, fixed: Fixed) -> str:
-    """What becomes of requests that have no room."""
-    text = f"of the {question.batch:,} asked for the others wait"
-    if question.kv_dtype.itemsize > 1:
-        small = search(replace(question, kv_dtype=DTYPES["fp8"]), *fixed)[0]
-        text += f"; --kv fp8 has room for {small.requests:,}"
+def _explain_waiting(query: PlanQuery, constraint: MeshConstraint) -> str:
+    """A line for batches that are larger than the capacity."""
+    text = f"the rest of the {query.batch:,} requests waits"
+    if query.kv_dtype.itemsize > 1:
+        fp8_cache = replace(query, kv_dtype=KV_CACHE_DTYPES["fp8"])
+        best = search_meshes(fp8_cache, constraint)[0]
+        text += f"; with --kv-dtype fp8 {best.max_requests:,} fit"
     return text
 
 
-def _too_large(options: argparse.Namespace, question: Question, best: Split) -> CapacityError:
-    plan, fixed = best.plan, (options.data, options.tensor, options.expert)
-    if plan.total > plan.available:
-        what = f"the best split needs {size(plan.total)} on each GPU and no cache yet"
+def _capacity_error(
+    options: argparse.Namespace, query: PlanQuery, best: ClusterPlan
+) -> CapacityError:
+    memory = best.memory
+    constraint = MeshConstraint(options.data, options.tensor, options.expert)
+    if memory.total > memory.available:
+        reason = f"the best mesh needs {format_bytes(memory.total)} a GPU without a KV cache"
     else:
-        left = size(plan.available - plan.total)
-        what = f"{left} are left for a cache, too little for one request of {question.context:,} tokens"
-    tips = list(advice(question, *fixed))
+        left = format_bytes(memory.available - memory.total)
+        reason = (
+            f"{left} are left for a KV cache, too little for one request of "
+            f"{query.context:,} tokens"
+        )
+    suggestions = list(suggest_alternatives(query, constraint))
     for name in ("fp8", "nvfp4"):
-        smaller = read_question(argparse.Namespace(**(vars(options) | {"format": name})))
-        if smaller.format != question.format and fits(smaller, fixed):
-            tips.append(f"a smaller format: --format {name}")
+        smaller = read_query(argparse.Namespace(**(vars(options) | {"format": name})))
+        if smaller.format != query.format and has_fitting_mesh(smaller, constraint):
+            suggestions.append(f"a smaller format: --format {name}")
             break
     return CapacityError(
-        f"{question.name} does not fit on {question.cluster}: {what}",
-        next="\n".join(tips) or "GPUs with more memory, or a smaller model",
+        f"{query.name} does not fit on {query.cluster}: {reason}",
+        next="\n".join(suggestions) or "use GPUs with more memory, or a smaller model",
     )
 
 
-def read_question(options: argparse.Namespace) -> Question:
-    """The options, checked."""
-    source = read_source(options.model)
-    config = source.config
+def read_query(options: argparse.Namespace) -> PlanQuery:
+    """Check the options."""
+    source = resolve_model(options.model)
     if options.format is not None:
-        source = _in_format(source, options.format)
-        config = source.config
-    context = min(CONTEXT, config.max_positions) if options.context is None else options.context
+        source = _override_format(source, options.format)
+    config = source.config
+    context = options.context
+    if context is None:
+        context = min(DEFAULT_CONTEXT, config.max_positions)
     if not 2 <= context <= config.max_positions:
         raise ArgumentError(
             f"a context of {context:,} tokens is not possible",
             next=f"{source.name} takes --context 2 to {config.max_positions}",
         )
-    for name in ("batch", "step_tokens", "data", "tensor", "expert"):
+    for name in ("batch", "max_batched_tokens", "data", "tensor", "expert"):
         value = getattr(options, name)
-        if value is not None and not 1 <= value <= MOST:
+        if value is not None and not 1 <= value <= MAX_OPTION_VALUE:
             raise ArgumentError(
-                f"--{name.replace('_', '-')} {value} must be 1 or more, up to {MOST:,}"
+                f"--{name.replace('_', '-')} {value} must be 1 or more, up to {MAX_OPTION_VALUE:,}"
             )
-    if options.redundant < 0:
-        raise ArgumentError(f"--redundant {options.redundant} must be 0 or more")
-    if (options.load or options.redundant) and config.experts is None:
+    if options.redundant_experts < 0:
+        raise ArgumentError(f"--redundant-experts {options.redundant_experts} must be 0 or more")
+    if (options.expert_load or options.redundant_experts) and config.moe is None:
         raise ArgumentError(
-            f"{source.name} has no experts", next="leave out --load and --redundant"
+            f"{source.name} has no experts", next="omit --expert-load and --redundant-experts"
         )
-    fp8 = source.format.startswith("fp8")
-    return Question(
+    is_fp8 = source.format.startswith("fp8")
+    return PlanQuery(
         name=source.name,
         family=source.family,
         config=config,
-        format_of=source.format_of,
+        format_lookup=source.format_lookup,
         format=source.format,
-        step=source.step,
-        cluster=read_cluster(options.gpus, options.gpu, options.memory),
+        shard_alignment=source.shard_alignment,
+        cluster=parse_cluster(options.gpus, options.gpu, options.memory),
         context=context,
-        kv_dtype=config.dtype if options.kv == "auto" else DTYPES[options.kv],
+        kv_dtype=config.dtype if options.kv_dtype == "auto" else KV_CACHE_DTYPES[options.kv_dtype],
         batch=options.batch,
-        step_tokens=options.step_tokens,
-        wire=options.wire or ("fp8" if fp8 else "bf16"),
-        redundant=options.redundant,
+        max_batched_tokens=options.max_batched_tokens,
+        dispatch_format=options.dispatch_format or ("fp8" if is_fp8 else "bf16"),
+        redundant_experts=options.redundant_experts,
     )
 
 
-def read_source(name: str) -> Source:
-    """A path, a well-known name, or a model that a package carries."""
+def resolve_model(name: str) -> ModelSource:
+    """A model by path, by preset name, or from an installed package."""
     path = Path(name).expanduser()
-    if not path.exists() and name in hub.EMBEDDED:
-        path = hub.embedded(name)
+    if not path.exists() and name in hub.PACKAGED_MODELS:
+        path = hub.find_packaged_model(name)
     if path.suffix == ".gguf" and path.exists():
         return _from_gguf(name, path)
     if path.is_file() and path.suffix == ".safetensors":
         path = path.parent
     if path.is_dir():
         return _from_fields(name, read_config_file(path))
-    if path.suffix in hub.FILES:
+    if path.suffix in hub.MODEL_SUFFIXES:
         raise ArgumentError(
             f"there is no file {name!r}", next="check the path; fulgurite plan reads .gguf files"
         )
-    fields = published_fields(name)
+    fields = find_preset(name)
     if fields is not None:
         return _from_fields(name.rsplit("/", 1)[-1].lower(), fields)
-    near = difflib.get_close_matches(name.lower(), PUBLISHED, n=4, cutoff=0.4)
+    similar = difflib.get_close_matches(name.lower(), MODEL_PRESETS, n=4, cutoff=0.4)
+    hint = (
+        f"did you mean {', '.join(similar)}?" if similar else f"known: {', '.join(MODEL_PRESETS)}"
+    )
     raise ArgumentError(
-        f"there is no model {name!r}: no folder, no .gguf file, no well-known name",
-        next=f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(PUBLISHED)}",
+        f"there is no model {name!r}: no folder, no .gguf file, no known name", next=hint
     )
 
 
-def _from_fields(name: str, fields: Fields) -> Source:
-    family = family_of(fields)
-    config = family.read_config(language_fields(fields))
-    method = fields.section("quantization_config").text("quant_method", "")
-    plain = str(config.dtype).removeprefix("torch.")
-    source = Source(name, family, config, format_everywhere(None), plain)
+def _from_fields(name: str, fields: ConfigFields) -> ModelSource:
+    family = find_family(fields)
+    config = family.read_config(get_language_model_fields(fields))
+    method = fields.get_section("quantization_config").get_str("quant_method", "")
+    dtype = str(config.dtype).removeprefix("torch.")
+    source = ModelSource(name, family, config, uniform_format(None), dtype)
     if method == "fp8":
-        return _packed(source, resolve("fp8_e4m3_128x128"))
+        return _quantize_source(source, resolve_format("fp8_e4m3_128x128"))
     if method == "mxfp4":
         return replace(
-            _packed(source, resolve("mxfp4")),
-            format_of=format_everywhere(resolve("mxfp4"), experts_only=True),
-            format=f"mxfp4 experts, {plain}",
+            _quantize_source(source, resolve_format("mxfp4")),
+            format_lookup=uniform_format(resolve_format("mxfp4"), experts_only=True),
+            format=f"mxfp4 experts, {dtype}",
         )
     return source
 
 
-def _packed(source: Source, format: Format) -> Source:
+def _quantize_source(source: ModelSource, format: Format) -> ModelSource:
     return replace(
-        source, format_of=format_everywhere(format), format=format.name, step=_step([format])
+        source,
+        format_lookup=uniform_format(format),
+        format=format.name,
+        shard_alignment=_shard_alignment([format]),
     )
 
 
-def _step(formats: Iterable[Format]) -> int:
-    """Where weights of these formats may be cut: at multiples of each block."""
+def _shard_alignment(formats: Iterable[Format]) -> int:
+    """Weights of these formats can be sharded at multiples of this: the least common block size."""
     return math.lcm(*(size or 1 for format in formats for size in format.block))
 
 
-def _from_gguf(name: str, path: Path) -> Source:
+def _from_gguf(name: str, path: Path) -> ModelSource:
     checkpoint = open_checkpoint(path)
-    config = replace(checkpoint.config, dtype=torch.bfloat16)  # of what is not packed
-    model = shapes_of(checkpoint, config.dtype, packed=True, place="cuda")
+    config = replace(checkpoint.config, dtype=torch.bfloat16)  # of weights that are not quantized
+    model = build_meta_model(checkpoint, config.dtype, keep_quantized=True, device="cuda")
     formats = {
         key: tensor.format
         for key, tensor in model.named_parameters()
         if isinstance(tensor, QuantTensor)
     }
     stored = {tensor.format.lower() for _, tensor in checkpoint.tensors()}
-    kept = {format.name for format in formats.values()}
-    return Source(
+    loaded = {format.name for format in formats.values()}
+    return ModelSource(
         name=Path(name).name,
         family=checkpoint.family,
         config=config,
-        format_of=formats.get,
-        format=f"{_listed(stored - {'dense'})} as {_listed(kept)}",
-        step=_step(formats.values()),
+        format_lookup=formats.get,
+        format=f"{_join_names(stored - {'dense'})} as {_join_names(loaded)}",
+        shard_alignment=_shard_alignment(formats.values()),
     )
 
 
-def _listed(names: set[str]) -> str:
+def _join_names(names: set[str]) -> str:
     return ", ".join(sorted(names)) or "bfloat16"
 
 
-def _in_format(source: Source, name: str) -> Source:
-    """A format by name; the published one where it is of the kind that was asked for."""
-    if name.lower() in PLAIN:
-        config = replace(source.config, dtype=PLAIN[name.lower()])
-        plain = format_everywhere(None)
-        return replace(source, config=config, format_of=plain, format=name.lower(), step=1)
-    format = resolve(name)
-    kind = source.format.split(maxsplit=1)[0].split("_", maxsplit=1)[0]
-    return source if name.lower() == kind else _packed(source, format)
+def _override_format(source: ModelSource, name: str) -> ModelSource:
+    """The source in a format; as published if it is published in a format of this kind."""
+    if name.lower() in UNQUANTIZED_DTYPES:
+        return replace(
+            source,
+            config=replace(source.config, dtype=UNQUANTIZED_DTYPES[name.lower()]),
+            format_lookup=uniform_format(None),
+            format=name.lower(),
+            shard_alignment=1,
+        )
+    format = resolve_format(name)
+    published = source.format.split(maxsplit=1)[0].split("_", maxsplit=1)[0]
+    return source if name.lower() == published else _quantize_source(source, format)
 
 
-def _check_fixed(
-    question: Question, data: int | None, tensor: int | None, expert: int | None
-) -> None:
-    """A split that was asked for and can't be is an error with the whole equation."""
-    world = question.cluster.count
+def _check_mesh_constraint(query: PlanQuery, constraint: MeshConstraint) -> None:
+    """ArgumentError if no mesh satisfies the constraint, with the whole equation."""
+    data, tensor, expert = constraint
+    world = query.cluster.num_gpus
     if tensor is None:
         tensor = 1 if data is None else max(1, world // data)
     if data is None:
         data = max(1, world // tensor)
-    shape = MeshShape(data, tensor, expert or 1)
-    if shape.ranks != world:
+    mesh_shape = MeshShape(data, tensor, expert or 1)
+    if mesh_shape.world_size != world:
         raise ArgumentError(
-            f"data {data} x tensor {tensor} = {shape.ranks} ranks, but there are {world} GPUs",
-            next="leave one of them out, and it takes what the other leaves",
+            f"data {data} x tensor {tensor} = {mesh_shape.world_size} ranks, but there are {world} "
+            "GPUs",
+            next="omit --data or --tensor; it is then computed from the other",
         )
-    problem = refusal(question.config, make_cut(question, shape))
-    if problem:
-        raise ArgumentError(problem, where=str(shape), next="another axis, or leave it open")
+    error = find_sharding_error(query.config, make_shard_spec(query, mesh_shape))
+    if error:
+        raise ArgumentError(error, where=str(mesh_shape), next="change an axis, or omit it")

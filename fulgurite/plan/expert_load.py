@@ -1,7 +1,7 @@
-"""`fulgurite plan --load`: a recorded load of experts in, how evenly ranks share it out.
+"""`fulgurite plan --expert-load`: recorded expert load in, the load balance of ranks out.
 
 Three placements are compared by their busiest rank: experts in order, rebalanced, and rebalanced with
-redundant places for the busiest experts.
+redundant slots for the busiest experts.
 """
 
 from __future__ import annotations
@@ -14,48 +14,49 @@ from torch import Tensor
 from fulgurite.errors import ArgumentError
 from fulgurite.parallel.placement import (
     Placement,
-    contiguous,
-    moved,
-    read_load,
+    contiguous_placement,
+    count_moves,
+    read_expert_load,
     save_placement,
-    simulate,
+    simulate_rank_load,
 )
-from fulgurite.parallel.rebalance import rebalance
-from fulgurite.plan.cluster import Question, Split
-from fulgurite.plan.memory import size
+from fulgurite.parallel.rebalance import rebalance_experts
+from fulgurite.plan.search import ClusterPlan, PlanQuery
+from fulgurite.trace.cost import format_bytes
 
 
 @dataclass(frozen=True)
-class Places:
-    """One placement, and what it is called."""
-
+class NamedPlacement:
     name: str
     placement: Placement
 
 
-def load_text(question: Question, split: Split, path: Path, write_to: str | None) -> str:
-    """The comparison as a table; the best placement goes to a file where one is named."""
-    load = read_load(path)
-    _check(question, split, load)
-    places = _places(question, split, load)
-    layers, experts = load.shape
+def format_expert_load(
+    query: PlanQuery, plan: ClusterPlan, path: Path, placement_path: str | None
+) -> str:
+    """The comparison as a table; the best placement is saved if a path is given."""
+    load_LE = read_expert_load(path)
+    _check_load_shape(query, plan, load_LE)
+    candidates = _candidate_placements(query, plan, load_LE)
+    layers, experts = load_LE.shape
     lines = [
-        f"load of {path.name} · {layers} layers of {experts} experts on {split.shape.expert} ranks"
+        f"expert load of {path.name} · {layers} layers of {experts} experts on "
+        f"{plan.mesh_shape.expert} ranks"
     ]
-    first = places[0].placement
-    rows = [("", "busiest rank", "worst layer", "places a rank", "experts that move", "")]
-    for one in places:
-        balance = simulate(load, one.placement)
-        worst = int(balance.ratio_L.argmax())
-        count = moved(first, one.placement)
+    in_order = candidates[0].placement
+    rows = [("", "busiest rank", "worst layer", "slots a rank", "moved experts", "")]
+    for candidate in candidates:
+        load = simulate_rank_load(load_LE, candidate.placement)
+        worst = int(load.imbalance_L.argmax())
+        moves = count_moves(in_order, candidate.placement)
         rows.append(
             (
-                one.name,
-                f"{balance.ratio:.2f} × mean",
-                f"{float(balance.ratio_L[worst]):.2f} (layer {worst})",
-                str(one.placement.slots_per_rank),
-                f"{count:,}",
-                f"{size(count * _expert_bytes(question, split))} in all" if count else "",
+                candidate.name,
+                f"{load.imbalance:.2f} × mean",
+                f"{float(load.imbalance_L[worst]):.2f} (layer {worst})",
+                str(candidate.placement.slots_per_rank),
+                f"{moves:,}",
+                f"{format_bytes(moves * _expert_bytes(query, plan))} in total" if moves else "",
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -63,48 +64,52 @@ def load_text(question: Question, split: Split, path: Path, write_to: str | None
         cells = [row[0].ljust(widths[0])]
         cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         lines.append("  " + "   ".join(cells).rstrip())
-    if write_to is not None:
-        lines.append(f"written to {save_placement(places[-1].placement, Path(write_to))}")
+    if placement_path is not None:
+        saved = save_placement(candidates[-1].placement, Path(placement_path))
+        lines.append(f"written to {saved}")
     return "\n".join(lines)
 
 
-def _check(question: Question, split: Split, load: Tensor) -> None:
-    experts = question.config.experts
-    assert experts is not None, "a load was asked for of a model with experts"
-    sparse = sum(layer.experts for layer in question.config.layers)
-    if tuple(load.shape) != (sparse, experts.count):
+def _check_load_shape(query: PlanQuery, plan: ClusterPlan, load_LE: Tensor) -> None:
+    moe = query.config.moe
+    assert moe is not None, "an expert load needs a model with experts"
+    moe_layers = sum(layer.is_moe for layer in query.config.layers)
+    if tuple(load_LE.shape) != (moe_layers, moe.num_experts):
         raise ArgumentError(
-            f"a load of {list(load.shape)} is not of {question.name}",
-            next=f"it has {sparse} layers with {experts.count} experts each",
+            f"an expert load of shape {list(load_LE.shape)} does not belong to {query.name}",
+            next=f"it has {moe_layers} layers with {moe.num_experts} experts each",
         )
-    if split.shape.expert == 1:
+    if plan.mesh_shape.expert == 1:
         raise ArgumentError(
-            "this split keeps all experts on every rank, so there is nothing to place",
-            next="--expert spreads them",
+            "this mesh has all experts on every rank, so there is nothing to place",
+            next="distribute the experts with --expert",
         )
 
 
-def _places(question: Question, split: Split, load: Tensor) -> list[Places]:
-    experts, ranks = question.config.experts, split.shape.expert
-    assert experts is not None, "a load was asked for of a model with experts"
-    nodes, groups = -(-ranks // question.cluster.per_node), experts.groups
+def _candidate_placements(
+    query: PlanQuery, plan: ClusterPlan, load_LE: Tensor
+) -> list[NamedPlacement]:
+    moe, ranks = query.config.moe, plan.mesh_shape.expert
+    assert moe is not None, "an expert load needs a model with experts"
+    nodes, groups = -(-ranks // query.cluster.gpus_per_node), moe.num_groups
     if ranks % nodes or groups % nodes:
-        nodes = groups = 1  # groups can't stay together then
-    layers = load.shape[0]
-    plain = contiguous(layers, experts.count, ranks)
-    slots = plain.slots_LS.shape[1]
-    extra = max(split.cut.slots, slots + ranks)
-    found = [
-        Places("experts in order", plain),
-        Places("rebalanced", rebalance(load, ranks, slots=slots, nodes=nodes, groups=groups)),
+        nodes = groups = 1  # expert groups can't be kept on one node each
+    in_order = contiguous_placement(load_LE.shape[0], moe.num_experts, ranks)
+    slots = in_order.slots_LS.shape[1]
+    rebalanced = rebalance_experts(load_LE, ranks, slots=slots, nodes=nodes, groups=groups)
+    candidates = [
+        NamedPlacement("experts in order", in_order),
+        NamedPlacement("rebalanced", rebalanced),
     ]
-    if extra <= experts.count * ranks:
-        name = f"with {extra - experts.count} redundant"
-        spread = rebalance(load, ranks, slots=extra, nodes=nodes, groups=groups)
-        found.append(Places(name, spread))
-    return found
+    more_slots = max(plan.shard_spec.expert_slots, slots + ranks)
+    if more_slots <= moe.num_experts * ranks:
+        name = f"with {more_slots - moe.num_experts} redundant"
+        redundant = rebalance_experts(load_LE, ranks, slots=more_slots, nodes=nodes, groups=groups)
+        candidates.append(NamedPlacement(name, redundant))
+    return candidates
 
 
-def _expert_bytes(question: Question, split: Split) -> int:
-    sparse = sum(layer.experts for layer in question.config.layers)
-    return split.weights["experts"] // (sparse * split.cut.slots // split.shape.expert)
+def _expert_bytes(query: PlanQuery, plan: ClusterPlan) -> int:
+    moe_layers = sum(layer.is_moe for layer in query.config.layers)
+    local_slots = plan.shard_spec.expert_slots // plan.mesh_shape.expert
+    return plan.weights["experts"] // (moe_layers * local_slots)

@@ -1,13 +1,12 @@
-"""Memory is planned before it is used: a model on the meta device in, a `MemoryPlan` out.
+"""The memory plan of an engine: a model on the meta device in, a `MemoryPlan` out.
 
     weights       parameters and buffers
-    activations   the most that lives at once in the largest step, found by running it on the meta
-                  device and watching what it allocates
-    workspaces    what libraries keep for themselves, tables of blocks, logits of CUDA graphs, and a
-                  packed weight that is decoded whole
-    cache         KV blocks, out of what is left
+    activations   the peak of the largest step, measured by running it on the meta device
+    workspaces    library workspaces, block tables, logits of CUDA graphs, and the largest quantized
+                  weight after dequantization
+    KV cache      blocks, from the memory that is left
 
-Where even one request of the whole context has no room, the error says what would have.
+If not even one request of the full context fits, the `CapacityError` lists changes that would fit.
 """
 
 from __future__ import annotations
@@ -21,53 +20,49 @@ from typing import NamedTuple
 import torch
 
 from fulgurite.errors import CapacityError
-from fulgurite.kernels.mla import ops
-from fulgurite.kernels.tuning.gemm import DECODE_FIRST
-from fulgurite.models.cache import AttentionSpec
-from fulgurite.models.layers import Decoder
+from fulgurite.kernels.tuning.sm_90 import Sm90Heuristics
+from fulgurite.models.attention_spec import AttentionSpec
+from fulgurite.models.layers import CausalLM
 from fulgurite.plan.activations import activation_bytes
+from fulgurite.plan.kv_cache import KVCacheGroup, group_layers, kv_bytes_per_token
+from fulgurite.plan.limits import EngineLimits
 from fulgurite.quant import QuantTensor
 from fulgurite.quant.format import Format
-from fulgurite.serve.engine.block_tables import Group, make_groups
+from fulgurite.trace.cost import format_bytes
 
-MATMUL_WORKSPACE = 2 * (32 << 20)  # what torch gives cuBLAS on Hopper, for steps and for graphs
-SHARE = 0.9  # of a GPU's memory that is ours; the rest is for the driver and fragments
-CPU_SHARE = 0.6  # other programs live there too
-CONTAINER = Path("/sys/fs/cgroup")  # what a container may take and has, where there is one
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the engine is built for."""
-
-    context: int
-    max_sequences: int
-    step_tokens: int
-    block_size: int
-    kv_dtype: torch.dtype
-    cache_tokens: int | None = None  # None: room for max_sequences whole contexts, if there is
+CUBLAS_WORKSPACE = 2 * (32 << 20)  # torch's cuBLAS workspace on Hopper: eager steps and CUDA graphs
+GPU_MEMORY_UTILIZATION = 0.9  # the rest is for the driver and fragmentation
+CPU_MEMORY_UTILIZATION = 0.6  # other programs need memory, too
+CGROUP = Path("/sys/fs/cgroup")  # memory limit and use of a container
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by what they are for; `blocks[g]` KV blocks for each group of layers."""
+    """Bytes by purpose, and the number of KV-cache blocks of each `KVCacheGroup`."""
 
     device: torch.device
-    limits: Limits
+    limits: EngineLimits
     available: int
     weights: int
     activations: int
     workspaces: int
-    cache: int
-    blocks: tuple[int, ...]
+    kv_cache: int
+    group_blocks: tuple[int, ...]
     cache_tokens: int
-    dispatch: int = 0  # buffers through which ranks send tokens to each other's experts
+    dispatch_buffers: int = 0  # expert-parallel dispatch and combine
 
     @property
     def total(self) -> int:
-        return self.weights + self.activations + self.workspaces + self.dispatch + self.cache
+        return (
+            self.weights
+            + self.activations
+            + self.workspaces
+            + self.dispatch_buffers
+            + self.kv_cache
+        )
 
-    def table(self) -> str:
+    def format_table(self) -> str:
+        """One line a purpose, for people."""
         limits = self.limits
         dtype = str(limits.kv_dtype).removeprefix("torch.")
         rows = [
@@ -75,198 +70,200 @@ class MemoryPlan:
             (
                 "activations",
                 self.activations,
-                f"{limits.step_tokens} tokens a step, logits of {limits.max_sequences}",
+                f"{limits.max_batched_tokens} tokens a step, logits of {limits.max_sequences}",
             ),
             ("workspaces", self.workspaces, ""),
-            *([("dispatch", self.dispatch, "")] if self.dispatch else []),
+            *([("dispatch", self.dispatch_buffers, "")] if self.dispatch_buffers else []),
             (
                 "KV cache",
-                self.cache,
+                self.kv_cache,
                 f"{self.cache_tokens:,} tokens in blocks of {limits.block_size}, {dtype}",
             ),
-            ("all", self.total, f"of {size(self.available)} to use on {self.device}"),
+            ("total", self.total, f"of {format_bytes(self.available)} available on {self.device}"),
         ]
         return "\n".join(
-            f"{name:<12} {size(count):>10}   {text}".rstrip() for name, count, text in rows
+            f"{name:<12} {format_bytes(count):>10}   {text}".rstrip() for name, count, text in rows
         )
 
 
-def make_plan(
-    model: Decoder,
-    limits: Limits,
+def plan_memory(
+    model: CausalLM,
+    limits: EngineLimits,
     device: torch.device,
     available: int,
-    share: Decoder | None = None,
+    shard: CausalLM | None = None,
 ) -> MemoryPlan:
-    """The plan for a model; only shapes and dtypes of its tensors are read.
+    """Plan the memory of a model from the shapes and dtypes of its tensors.
 
-    `share`: what this rank of many has of it, if it is not all.
+    `shard`: this rank's shard of the model; None: the rank has all of it.
     """
-    share = model if share is None else share
-    specs = share.attention_specs
-    packed = (
-        Packed(name, weight.numel(), weight.format)
-        for name, weight in share.named_parameters()
+    shard = model if shard is None else shard
+    specs = shard.attention_specs
+    quantized = (
+        QuantizedWeight(name, weight.numel(), weight.format)
+        for name, weight in shard.named_parameters()
         if isinstance(weight, QuantTensor)
     )
     plan = MemoryPlan(
         device=device,
         limits=limits,
         available=available,
-        weights=weight_bytes(share, device),
-        activations=activation_bytes(model, limits.step_tokens, limits.max_sequences),
+        weights=weight_bytes(shard, device),
+        activations=activation_bytes(model, limits.max_batched_tokens, limits.max_sequences),
         workspaces=workspace_bytes(
-            specs, limits, device, model.config.vocabulary if share is model else 0
+            specs, limits, device, model.config.vocab_size if shard is model else 0
         )
-        + decoded_bytes(packed, limits, device, share.norm.weight.dtype),
-        cache=0,
-        blocks=(),
+        + dequantize_workspace_bytes(quantized, limits, device, shard.norm.weight.dtype),
+        kv_cache=0,
+        group_blocks=(),
         cache_tokens=0,
     )
-    return with_cache(plan, specs)
+    return add_kv_cache(plan, specs)
 
 
 def workspace_bytes(
-    specs: Sequence[AttentionSpec], limits: Limits, device: torch.device, vocabulary: int
+    specs: Sequence[AttentionSpec], limits: EngineLimits, device: torch.device, vocab_size: int
 ) -> int:
-    """Tables of blocks, what libraries keep for themselves, and the logits that CUDA graphs leave.
+    """Bytes of block tables, library workspaces and the logits of CUDA graphs.
 
-    There is a graph for each power of two of requests; 0 for `vocabulary` where there are none.
+    There is a graph for each power of two of requests. Without graphs `vocab_size` is 0.
     """
     columns = -(-limits.context // limits.block_size)
-    tables = 4 * len(make_groups(specs)) * limits.max_sequences * columns
+    tables = 4 * len(group_layers(specs)) * limits.max_sequences * columns
     if device.type != "cuda":
         return tables
     rows = (2 << (limits.max_sequences - 1).bit_length()) - 1  # 1 + 2 + 4 + ...
-    return tables + MATMUL_WORKSPACE + 4 * rows * vocabulary
+    return tables + CUBLAS_WORKSPACE + 4 * rows * vocab_size
 
 
-class Packed(NamedTuple):
-    """A packed weight of a linear, or of a table that may score."""
+class QuantizedWeight(NamedTuple):
+    """A quantized weight of a linear or an embedding."""
 
     name: str
-    numbers: int
+    numel: int
     format: Format
 
 
-def decoded_bytes(
-    weights: Iterable[Packed], limits: Limits, device: torch.device, dtype: torch.dtype
+def dequantize_workspace_bytes(
+    weights: Iterable[QuantizedWeight],
+    limits: EngineLimits,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> int:
-    """The largest weight as plain numbers: a GPU decodes it first where it meets many rows.
+    """Bytes of the largest weight that a GPU dequantizes before a GEMM of many rows.
 
-    FP8 is multiplied as it is. A table meets one row of each request, a layer all of a step's tokens.
+    FP8 weights need no dequantization. The head computes one row a request, a layer all tokens of
+    the step.
     """
     if device.type != "cuda":
         return 0
-    inside, outside = limits.step_tokens, limits.max_sequences
-    decoded = [
-        one.numbers
-        for one in weights
-        if one.format.family != "fp8" and ".experts." not in one.name
-        if (inside if one.name.startswith("layers.") else outside) >= DECODE_FIRST
+    layer_rows, head_rows = limits.max_batched_tokens, limits.max_sequences
+    dequantized = [
+        weight.numel
+        for weight in weights
+        if weight.format.family != "fp8" and ".experts." not in weight.name
+        if (layer_rows if weight.name.startswith("layers.") else head_rows)
+        >= Sm90Heuristics.gemm_dequantize_first_m
     ]
-    return max(decoded, default=0) * dtype.itemsize
+    return max(dequantized, default=0) * dtype.itemsize
 
 
-def with_cache(plan: MemoryPlan, specs: Sequence[AttentionSpec]) -> MemoryPlan:
-    """The plan with KV blocks out of what is left; an error where that is too little."""
-    groups = make_groups(specs)
+def add_kv_cache(plan: MemoryPlan, specs: Sequence[AttentionSpec]) -> MemoryPlan:
+    """Give the memory that is left to KV-cache blocks; CapacityError if it is too little."""
+    groups = group_layers(specs)
     limits, left = plan.limits, plan.available - plan.total
-    most = limits.cache_tokens or limits.context * limits.max_sequences
-    least = min(most, limits.context)
-    low, high = 0, -(-most // limits.block_size)  # in blocks: the most that fits lies between
+    max_tokens = limits.cache_tokens or limits.context * limits.max_sequences
+    min_tokens = min(max_tokens, limits.context)
+    low, high = 0, -(-max_tokens // limits.block_size)  # binary search over the number of blocks
     while low < high:
         middle = (low + high + 1) // 2
-        if _cache_bytes(_blocks(middle, groups, limits), specs, groups, limits) <= left:
+        if _cache_bytes(_blocks_per_group(middle, groups, limits), specs, groups, limits) <= left:
             low = middle
         else:
             high = middle - 1
-    if low * limits.block_size < least:
+    if low * limits.block_size < min_tokens:
         raise CapacityError(
-            f"the model does not fit: {size(plan.total)} without a cache, "
-            f"{size(plan.available)} to use on {plan.device}",
-            plan=plan.table(),
-            next=_advice(plan, specs, groups, low * limits.block_size),
+            f"the model does not fit: it needs {format_bytes(plan.total)} without a KV cache, "
+            f"{format_bytes(plan.available)} are available on {plan.device}",
+            plan=plan.format_table(),
+            next=_suggest_smaller(plan, specs, groups, low * limits.block_size),
         )
-    blocks = _blocks(low, groups, limits)
+    group_blocks = _blocks_per_group(low, groups, limits)
     return replace(
         plan,
-        cache=_cache_bytes(blocks, specs, groups, limits),
-        blocks=blocks,
+        kv_cache=_cache_bytes(group_blocks, specs, groups, limits),
+        group_blocks=group_blocks,
         cache_tokens=low * limits.block_size,
     )
 
 
-def _blocks(whole: int, groups: Sequence[Group], limits: Limits) -> tuple[int, ...]:
-    """Blocks a group when a layer that sees everything has `whole`: fewer behind a window."""
-    context = min(limits.context, whole * limits.block_size)
+def _blocks_per_group(
+    full_blocks: int, groups: Sequence[KVCacheGroup], limits: EngineLimits
+) -> tuple[int, ...]:
+    """Blocks of each group if a full-attention group has `full_blocks`; windows need fewer."""
+    context = min(limits.context, full_blocks * limits.block_size)
+    max_batched_tokens, block_size = limits.max_batched_tokens, limits.block_size
     return tuple(
         min(
-            whole,
-            limits.max_sequences * group.blocks(context, limits.step_tokens, limits.block_size),
+            full_blocks,
+            limits.max_sequences * group.max_blocks(context, max_batched_tokens, block_size),
         )
         for group in groups
     )
 
 
 def _cache_bytes(
-    blocks: Sequence[int],
+    group_blocks: Sequence[int],
     specs: Sequence[AttentionSpec],
-    groups: Sequence[Group],
-    limits: Limits,
+    groups: Sequence[KVCacheGroup],
+    limits: EngineLimits,
 ) -> int:
-    per_layer = {spec.layer: token_bytes(spec, limits.kv_dtype) for spec in specs}
+    per_layer = {spec.layer_index: kv_bytes_per_token(spec, limits.kv_dtype) for spec in specs}
     return sum(
         (count + 1) * limits.block_size * sum(per_layer[layer] for layer in group.layers)
-        for count, group in zip(blocks, groups, strict=True)
+        for count, group in zip(group_blocks, groups, strict=True)
     )
 
 
-def token_bytes(spec: AttentionSpec, dtype: torch.dtype) -> int:
-    """What one layer keeps of one token."""
-    if spec.latent:
-        width, kept = ops.page_shape(spec.value_dim, spec.key_dim - spec.value_dim, dtype)
-        return width * kept.itemsize
-    return spec.kv_heads * (spec.key_dim + spec.value_dim) * dtype.itemsize
-
-
-def _advice(
-    plan: MemoryPlan, specs: Sequence[AttentionSpec], groups: Sequence[Group], tokens: int
+def _suggest_smaller(
+    plan: MemoryPlan, specs: Sequence[AttentionSpec], groups: Sequence[KVCacheGroup], tokens: int
 ) -> str:
-    """What would fit; each line was tried."""
+    """Changes of the limits that would fit, one a line; the first two are checked."""
     limits, lines = plan.limits, []
     if tokens >= limits.block_size:
         lines.append(f"a shorter context: context={tokens}")
     if limits.kv_dtype.itemsize > 1:
-        small = replace(limits, kv_dtype=torch.float8_e4m3fn)
-        blocks = _blocks(-(-limits.context // limits.block_size), groups, small)
-        if plan.total + _cache_bytes(blocks, specs, groups, small) <= plan.available:
-            lines.append('a smaller cache: kv_dtype="fp8"')
+        fp8 = replace(limits, kv_dtype=torch.float8_e4m3fn)
+        blocks = _blocks_per_group(-(-limits.context // limits.block_size), groups, fp8)
+        if plan.total + _cache_bytes(blocks, specs, groups, fp8) <= plan.available:
+            lines.append('a smaller KV cache: kv_dtype="fp8"')
     if plan.activations > plan.available // 10:
-        lines.append(f"smaller steps: step_tokens={max(limits.step_tokens // 4, 1)}")
+        fewer = max(limits.max_batched_tokens // 4, 1)
+        lines.append(f"smaller steps: max_batched_tokens={fewer}")
     if plan.weights > plan.available // 2:
+        from_float32, from_16_bits = plan.weights * 9 // 64, plan.weights * 9 // 32
         lines.append(
-            f"a smaller format: at 4.5 bits a weight {size(plan.weights * 9 // 64)} in place of "
-            f"{size(plan.weights)} of float32, {size(plan.weights * 9 // 32)} of 16 bits"
+            f"a smaller format: at 4.5 bits a weight {format_bytes(from_float32)} instead of "
+            f"{format_bytes(plan.weights)} of float32, {format_bytes(from_16_bits)} of 16 bits"
         )
-    return "\n".join(lines) or "a machine with more memory, or a smaller model"
+    return "\n".join(lines) or "a device with more memory, or a smaller model"
 
 
-def weight_bytes(model: Decoder, device: torch.device) -> int:
-    """Parameters and buffers, each once; packed ones are laid out a second time for a CPU."""
+def weight_bytes(model: CausalLM, device: torch.device) -> int:
+    """Bytes of parameters and buffers. On a CPU quantized weights exist twice: as stored, and repacked."""
     total = 0
-    for tensor in {id(one): one for one in [*model.parameters(), *model.buffers()]}.values():
+    for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values():
         copies = 2 if isinstance(tensor, QuantTensor) and device.type == "cpu" else 1
         total += copies * tensor.nbytes
     return total
 
 
 def available_bytes(device: torch.device) -> int:
-    """What an engine may use: a share of the memory that is free now."""
+    """Bytes that an engine may use: a fraction of the memory that is free now."""
     if device.type == "cuda":
-        free, whole = torch.cuda.mem_get_info(device)
-        return int(min(free, SHARE * whole))
-    return int(CPU_SHARE * min(_free_memory(), _group_limit()))
+        free, total = torch.cuda.mem_get_info(device)
+        return int(min(free, GPU_MEMORY_UTILIZATION * total))
+    return int(CPU_MEMORY_UTILIZATION * min(_free_memory(), _cgroup_free_memory()))
 
 
 def _free_memory() -> int:
@@ -274,26 +271,16 @@ def _free_memory() -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    found = next(line for line in lines if line.startswith("MemAvailable"))
-    return int(found.split()[1]) * 1024
+    line = next(line for line in lines if line.startswith("MemAvailable"))
+    return int(line.split()[1]) * 1024
 
 
-def _group_limit() -> float:
-    """What a container may still take."""
+def _cgroup_free_memory() -> float:
+    """Bytes that this container may still allocate; infinite without a limit."""
     try:
-        most, used = (
-            (CONTAINER / name).read_text().strip() for name in ("memory.max", "memory.current")
+        limit, used = (
+            (CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current")
         )
     except OSError:
         return float("inf")
-    return float("inf") if most == "max" else int(most) - int(used)
-
-
-def size(bytes: int) -> str:
-    """Bytes as people read them."""
-    value, unit = float(bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+    return float("inf") if limit == "max" else int(limit) - int(used)

@@ -1,65 +1,67 @@
-"""Number formats in plain torch: the oracle every quantized kernel is compared with.
+"""Number formats in plain PyTorch: the reference for all quantized kernels.
 
-In: float tensors, or packed ones from safetensors and GGUF files. Out: `QuantTensor`s, and back.
+In: float tensors, or quantized tensors from safetensors and GGUF files. Out: `QuantTensor`s, and
+float tensors back.
 
-    format.py      FORMATS, the one table: element, blocks, scales, packing, range, hardware
-    shapes.py      shapes of packed data and scales; what doesn't divide
-    blocks.py      block maxima, spreading scales, nibbles     minifloat.py   e2m1, e4m3, e5m2, e8m0
-    fp8.py  nvfp4.py  mx.py  ints.py  casts.py  gguf.py  gguf_search.py       one codec a family
-    codec.py       format -> encode, decode, pack, unpack
-    tensor.py      QuantTensor, quantize                       sharding.py    cutting at boundaries
-    checks.py      scales that can't be right                  hardware.py    what runs where
-    layouts.py     checkpoints as others publish them          storage.py     our own layout
-    gguf_header.py gguf_file.py   .gguf files                  error.py       signal to noise
-    optional.py    packages only some functions need
+    format.py     FORMATS, the table of number formats    tensor.py     QuantTensor, quantize
+    shapes.py     shapes of packed data and scales        sharding.py   slices at block boundaries
+    codecs/       quantize, dequantize, pack, unpack      checks.py     detects invalid scales
+    files/        GGUF, safetensors, other layouts        hardware.py   native formats of a device
+    repack.py     GGUF blocks -> grouped integers         sqnr.py       quantization error in dB
+    config.py     QuantConfig of a model                  report.py     QuantReport
+    optional_package.py   imports of optional packages
 """
 
-from fulgurite.quant.blocks import Codes, Packed
-from fulgurite.quant.codec import decode, encode, pack, unpack
-from fulgurite.quant.error import signal_to_noise
+from fulgurite.quant.codecs.blocks import Codes, PackedData
+from fulgurite.quant.codecs.codec import dequantize_codes, pack, quantize_to_codes, unpack
+from fulgurite.quant.files.checkpoint_layouts import (
+    CheckpointWeight,
+    find_quantized_weights,
+    read_quantized_weight,
+)
+from fulgurite.quant.files.gguf import read_gguf
+from fulgurite.quant.files.safetensors_io import load_quantized, save_quantized
 from fulgurite.quant.format import (
     ALIASES,
     FORMATS,
-    WHOLE,
-    Element,
+    WHOLE_DIM,
+    ElementType,
     Format,
-    Scale,
+    ScaleSpec,
     describe_formats,
-    resolve,
+    resolve_format,
 )
-from fulgurite.quant.gguf_file import read_gguf
-from fulgurite.quant.hardware import features_of, is_native, require_native
-from fulgurite.quant.layouts import PublishedWeight, read_weight, weight_names
-from fulgurite.quant.regroup import regroup
-from fulgurite.quant.storage import load_quantized, save_quantized
+from fulgurite.quant.hardware import get_device_features, is_native, require_native
+from fulgurite.quant.repack import repack_gguf
+from fulgurite.quant.sqnr import compute_sqnr
 from fulgurite.quant.tensor import QuantTensor, quantize
 
 __all__ = [
     "ALIASES",
     "FORMATS",
-    "WHOLE",
+    "WHOLE_DIM",
+    "CheckpointWeight",
     "Codes",
-    "Element",
+    "ElementType",
     "Format",
-    "Packed",
-    "PublishedWeight",
+    "PackedData",
     "QuantTensor",
-    "Scale",
-    "decode",
+    "ScaleSpec",
+    "compute_sqnr",
+    "dequantize_codes",
     "describe_formats",
-    "encode",
-    "features_of",
+    "find_quantized_weights",
+    "get_device_features",
     "is_native",
     "load_quantized",
     "pack",
     "quantize",
+    "quantize_to_codes",
     "read_gguf",
-    "read_weight",
-    "regroup",
+    "read_quantized_weight",
+    "repack_gguf",
     "require_native",
-    "resolve",
+    "resolve_format",
     "save_quantized",
-    "signal_to_noise",
     "unpack",
-    "weight_names",
 ]

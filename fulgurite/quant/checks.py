@@ -1,10 +1,10 @@
-"""Refusing scales that can't be right: NaN, infinite, or zero over data that isn't zero.
+"""Detects invalid scales: NaN, infinite, or zero over nonzero data.
 
-In: packed parts, usually just read from a checkpoint. Out: nothing, or a `WeightsError` that names
-the tensor, the first bad block and what to do.
+In: packed data, usually just read from a checkpoint. Out: nothing, or a `WeightsError` that names
+the tensor, the first invalid block and what to do.
 
-A zero float16 scale inside a GGUF block is allowed: its published quantizers write one where a
-block is too small for float16, and it reads as zeros.
+A zero float16 scale inside a GGUF block is valid: llama.cpp writes one for blocks that are too
+small for float16. It dequantizes to zeros.
 """
 
 from __future__ import annotations
@@ -13,58 +13,62 @@ import torch
 from torch import Tensor
 
 from fulgurite.errors import WeightsError
-from fulgurite.quant.blocks import Packed, nonzero_blocks, spread
-from fulgurite.quant.codec import unpack
-from fulgurite.quant.format import Format, Scale, level
-from fulgurite.quant.minifloat import E2M1_VALUES, decode_e8m0
+from fulgurite.quant.codecs.blocks import PackedData, expand_blocks, find_nonzero_blocks
+from fulgurite.quant.codecs.codec import unpack
+from fulgurite.quant.codecs.minifloat import E2M1_VALUES, dequantize_e8m0
+from fulgurite.quant.format import Format, ScaleSpec, get_scale_spec
 from fulgurite.quant.shapes import logical_shape
 
 FAMILIES_WITH_ZERO_SCALES = ("gguf",)
 
 
-def check_scales(packed: Packed, format: Format, where: str) -> None:
-    """Raises where a scale is NaN, infinite, or zero under codes that are not zero."""
+def check_scales(packed: PackedData, format: Format, where: str) -> None:
+    """Raise if a scale is NaN, infinite, or zero over nonzero codes."""
     if packed.data.is_meta:
         return
-    codes = unpack(packed, format) if _inside(format) else None
+    codes = unpack(packed, format) if _has_inline_scales(format) else None
     scales = packed.scales if codes is None else codes.scales
     for scale in format.scales:
         values = scales[scale.name]
         if not values.is_floating_point():
             continue
-        numbers = decode_e8m0(values) if scale.type == "e8m0" else values.float()
-        _refuse(~numbers.isfinite(), numbers, scale, where, "is not a finite number")
+        numbers = dequantize_e8m0(values) if scale.type == "e8m0" else values.float()
+        _raise_if_any(~numbers.isfinite(), numbers, scale, where, "is not finite")
         zero = numbers == 0
         may_be_zero = format.family in FAMILIES_WITH_ZERO_SCALES or scale.name == "minimum"
         if not may_be_zero and bool(zero.any()):
-            bad = zero & nonzero_blocks(_magnitudes(packed, format), scale)
-            _refuse(bad, numbers, scale, where, "is zero over data that isn't")
+            invalid = zero & find_nonzero_blocks(_code_magnitudes(packed, format), scale)
+            _raise_if_any(invalid, numbers, scale, where, "is zero over nonzero data")
 
 
-def _inside(format: Format) -> bool:
-    return any(not scale.stored for scale in format.scales)
+def _has_inline_scales(format: Format) -> bool:
+    return any(not scale.is_separate for scale in format.scales)
 
 
-def _magnitudes(packed: Packed, format: Format) -> Tensor:
-    """Codes as numbers that are zero where the value is."""
+def _code_magnitudes(packed: PackedData, format: Format) -> Tensor:
+    """The codes, shifted so that they are zero where the value is zero."""
     codes = unpack(packed, format)
     if format.element.name == "e2m1":
         return codes.codes % len(E2M1_VALUES)
     if "zero_point" in codes.scales:
         shape = torch.Size(logical_shape(format, packed.data.shape))
-        zero = spread(codes.scales["zero_point"], level(format, "zero_point").block, shape)
+        zero = expand_blocks(
+            codes.scales["zero_point"], get_scale_spec(format, "zero_point").block, shape
+        )
         return codes.codes.float() - zero
     return codes.codes
 
 
-def _refuse(bad: Tensor, numbers: Tensor, scale: Scale, where: str, what: str) -> None:
-    count = int(bad.sum())
+def _raise_if_any(
+    invalid: Tensor, numbers: Tensor, scale: ScaleSpec, where: str, problem: str
+) -> None:
+    count = int(invalid.sum())
     if count == 0:
         return
-    place = [int(i) for i in bad.nonzero()[0]]
+    index = [int(i) for i in invalid.nonzero()[0]]
     raise WeightsError(
-        f"{scale.name} {what}: {numbers[tuple(place)].item()} at {place}",
-        where=f"{where}, {count} of {bad.numel()} scales",
-        next="the file is damaged or was quantized from weights with NaN: download it again or "
-        "quantize again from the original weights; check=False loads it as it is",
+        f"{scale.name} {problem}: {numbers[tuple(index)].item()} at index {index}",
+        where=f"{where}, {count} of {invalid.numel()} scales",
+        next="the file is damaged, or its original weights contained NaN: download it again, "
+        "or quantize again from the original weights; check=False loads it anyway",
     )

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fulgurite.report.items import Flow, Item, Level, levels_of
-from fulgurite.report.layout import Box, Layout, Place, Route, lay_out
-from fulgurite.report.markup import Markup, element, join
+from fulgurite.report.items import Flow, Item, Level, build_levels
+from fulgurite.report.layout import Box, Layout, Rectangle, Route, compute_layout
+from fulgurite.report.markup import Markup, join_markup, make_element
 from fulgurite.trace import Trace
 
-COMFORTABLE = 90  # boxes of the drawing that is shown first, where there is a choice
+PREFERRED_BOXES = 90  # the drawing shown first has at most so many boxes, if there is one
 LABEL_WIDTH = 30  # characters
-CHARACTER = 6.65  # width of a character at the label's size, in pixels
-SMALL_CHARACTER = 5.45
+CHAR_WIDTH = 6.65  # width of a character at the label's size, in pixels
+SMALL_CHAR_WIDTH = 5.45
 
 EXECUTOR_COLOURS = {
     "torch": 0,
@@ -25,60 +25,60 @@ EXECUTOR_COLOURS = {
     "kernels": 2,
     "inductor": 3,
 }  # of page.css; others follow
-COLOURS = 7
+NUM_COLOURS = 7
 LEGEND = "round: input · dashed: view · filled: call · heavy outline: returned"
 
 
-def colour_of(executor: str, others: Sequence[str] = ()) -> int:
-    """The colour of an executor: fixed for ours, in order of appearance for a user's."""
+def executor_colour(executor: str, others: Sequence[str] = ()) -> int:
+    """The colour of an executor: fixed for built-in ones, in order of appearance for a user's."""
     if executor in EXECUTOR_COLOURS:
         return EXECUTOR_COLOURS[executor]
     unknown = [name for name in others if name not in EXECUTOR_COLOURS]
     place = unknown.index(executor) if executor in unknown else 0
-    free = COLOURS - len(EXECUTOR_COLOURS)
+    free = NUM_COLOURS - len(EXECUTOR_COLOURS)
     return len(EXECUTOR_COLOURS) + place % free
 
 
-def draw(trace: Trace, executors: Sequence[str] = ()) -> Markup:
-    """Every drawing of a trace, all but one hidden, and the buttons that choose among them."""
-    levels = levels_of(trace)
-    first = _first_shown(levels)
+def draw_trace(trace: Trace, executors: Sequence[str] = ()) -> Markup:
+    """One drawing per level, all but one hidden, and the buttons that switch between them."""
+    levels = build_levels(trace)
+    first = _choose_level(levels)
     grouped = any(level.depth is not None for level in levels)
     drawings = [
         draw_level(level, executors, hidden=position != first)
         for position, level in enumerate(levels)
     ]
-    canvas = element("div", *drawings, class_="canvas", tabindex="-1")
+    canvas = make_element("div", *drawings, class_="canvas", tabindex="-1")
     legend = LEGEND + (" · click a module to open it" if grouped else "")
-    return join([_choices(levels, first), canvas, element("figcaption", legend, class_="quiet")])
+    return join_markup([_level_buttons(levels, first), canvas, make_element("figcaption", legend, class_="quiet")])
 
 
-def _first_shown(levels: Sequence[Level]) -> int:
-    fitting = [i for i, level in enumerate(levels) if len(level.items) <= COMFORTABLE]
+def _choose_level(levels: Sequence[Level]) -> int:
+    fitting = [i for i, level in enumerate(levels) if len(level.items) <= PREFERRED_BOXES]
     return fitting[-1] if fitting else 0
 
 
-def _choices(levels: Sequence[Level], first: int) -> Markup:
+def _level_buttons(levels: Sequence[Level], first: int) -> Markup:
     if len(levels) < 2:
         return Markup("")
     buttons = [
-        element(
+        make_element(
             "button",
             "ops" if level.depth is None else f"depth {level.depth}",
-            element("small", len(level.items)),
+            make_element("small", len(level.items)),
             type="button",
             aria_pressed="true" if position == first else "false",
             title=f"{len(level.items)} boxes",
         )
         for position, level in enumerate(levels)
     ]
-    label = element("span", "modules to", class_="quiet")
-    return element("div", label, *buttons, class_="choices levels", role="group")
+    label = make_element("span", "modules to", class_="quiet")
+    return make_element("div", label, *buttons, class_="choices levels", role="group")
 
 
 def draw_level(level: Level, executors: Sequence[str] = (), hidden: bool = False) -> Markup:
-    """One drawing."""
-    layout = place_level(level)
+    """Draw one level as SVG."""
+    layout = layout_level(level)
     edges = [
         _edge(flow, route, level.items)
         for flow, route in zip(level.flows, layout.routes, strict=True)
@@ -90,8 +90,8 @@ def draw_level(level: Level, executors: Sequence[str] = (), hidden: bool = False
     return _svg(level, layout, [*edges, *nodes], hidden)
 
 
-def place_level(level: Level) -> Layout:
-    """Where everything goes."""
+def layout_level(level: Level) -> Layout:
+    """Compute positions of boxes and edges."""
     sources: list[list[int]] = [[] for _ in level.items]
     used = [False] * len(level.items)
     for flow in level.flows:
@@ -102,13 +102,13 @@ def place_level(level: Level) -> Layout:
         aside = not used[number] or all(light[source] for source in sources[number])
         light.append(item.kind == "input" or (item.kind == "view" and aside))
     boxes = [_box(item, weight) for item, weight in zip(level.items, light, strict=True)]
-    return lay_out(boxes, [(flow.source, flow.target) for flow in level.flows])
+    return compute_layout(boxes, [(flow.source, flow.target) for flow in level.flows])
 
 
 def _svg(level: Level, layout: Layout, children: list[Markup], hidden: bool) -> Markup:
     width, height = round(layout.width), round(layout.height)
     what = "every op" if level.depth is None else f"modules to depth {level.depth}"
-    return element(
+    return make_element(
         "svg",
         *children,
         class_="drawing",
@@ -125,30 +125,30 @@ def _svg(level: Level, layout: Layout, children: list[Markup], hidden: bool) -> 
 # ---- boxes ---------------------------------------------------------------------------------------
 
 
-def shorten(label: str, limit: int = LABEL_WIDTH) -> str:
-    """A long name keeps its end, which tells it from its neighbours."""
+def shorten_label(label: str, limit: int = LABEL_WIDTH) -> str:
+    """Shorten from the left: the end of a name is what differs."""
     return label if len(label) <= limit else f"…{label[-(limit - 1) :]}"
 
 
 def _box(item: Item, light: bool) -> Box:
-    label, detail = len(shorten(item.label)), len(shorten(item.detail))
+    label, detail = len(shorten_label(item.label)), len(shorten_label(item.detail))
     if item.kind in ("input", "view"):
-        return Box(round(SMALL_CHARACTER * label + 14), 16.0, light)
+        return Box(round(SMALL_CHAR_WIDTH * label + 14), 16.0, light)
     if item.kind == "op":
-        return Box(round(CHARACTER * label + SMALL_CHARACTER * detail + 30), 24.0)
-    return Box(round(max(CHARACTER * label, SMALL_CHARACTER * detail) + 28), 40.0)
+        return Box(round(CHAR_WIDTH * label + SMALL_CHAR_WIDTH * detail + 30), 24.0)
+    return Box(round(max(CHAR_WIDTH * label, SMALL_CHAR_WIDTH * detail) + 28), 40.0)
 
 
-def _node(number: int, item: Item, place: Place, executors: Sequence[str]) -> Markup:
+def _node(number: int, item: Item, place: Rectangle, executors: Sequence[str]) -> Markup:
     classes = ["node", item.kind]
     if item.executor:
-        classes.append(f"x{colour_of(item.executor, executors)}")
+        classes.append(f"x{executor_colour(item.executor, executors)}")
     if item.returned:
         classes.append("returned")
-    return element(
+    return make_element(
         "g",
-        element("title", item.about),
-        element("rect", width=_number(place.width), height=_number(place.height)),
+        make_element("title", item.about),
+        make_element("rect", width=_number(place.width), height=_number(place.height)),
         *_texts(item, place),
         class_=" ".join(classes),
         data_box=number,
@@ -158,19 +158,19 @@ def _node(number: int, item: Item, place: Place, executors: Sequence[str]) -> Ma
     )
 
 
-def _texts(item: Item, place: Place) -> list[Markup]:
-    label, detail = shorten(item.label), shorten(item.detail)
+def _texts(item: Item, place: Rectangle) -> list[Markup]:
+    label, detail = shorten_label(item.label), shorten_label(item.detail)
     if item.kind in ("input", "view"):
-        return [element("text", label, x=_number(place.width / 2), y="11.5")]
+        return [make_element("text", label, x=_number(place.width / 2), y="11.5")]
     if item.kind == "op":
         return [
-            element("text", label, x="10", y="16"),
-            element("text", detail, class_="detail", x=_number(place.width - 10), y="16"),
+            make_element("text", label, x="10", y="16"),
+            make_element("text", detail, class_="detail", x=_number(place.width - 10), y="16"),
         ]
     middle = _number(place.width / 2)
     return [
-        element("text", label, x=middle, y="17"),
-        element("text", detail, class_="detail", x=middle, y="31"),
+        make_element("text", label, x=middle, y="17"),
+        make_element("text", detail, class_="detail", x=middle, y="31"),
     ]
 
 
@@ -180,10 +180,10 @@ def _texts(item: Item, place: Place) -> list[Markup]:
 def _edge(flow: Flow, route: Route, items: Sequence[Item]) -> Markup:
     shown = flow.values[:6]
     more = [f"and {len(flow.values) - len(shown)} more"] if len(flow.values) > len(shown) else []
-    between = f"{shorten(items[flow.source].label)} → {shorten(items[flow.target].label)}"
-    return element(
+    between = f"{shorten_label(items[flow.source].label)} → {shorten_label(items[flow.target].label)}"
+    return make_element(
         "path",
-        element("title", "\n".join([*shown, *more, between])),
+        make_element("title", "\n".join([*shown, *more, between])),
         class_="edge direct" if route.direct else "edge",
         data_between=f"{flow.source} {flow.target}",
         d=_path_data(route),
@@ -191,7 +191,7 @@ def _edge(flow: Flow, route: Route, items: Sequence[Item]) -> Markup:
 
 
 def _path_data(route: Route) -> str:
-    """Vertical through a layer, a curve from one layer to the next."""
+    """SVG path: straight inside a layer, a curve between layers."""
     x, y = route.points[0]
     parts = [f"M{_number(x)} {_number(y)}"]
     for next_x, next_y in route.points[1:]:

@@ -1,4 +1,4 @@
-"""The page: what `fulgurite explain` prints, every stage beside the one before, the graph as a picture.
+"""The HTML page of `fulgurite explain --html`: its tables, a diff of stages, and the drawn graph.
 
 In: an `Explanation`. Out: one HTML file, written whole or not at all, that needs neither network nor other files.
 """
@@ -9,56 +9,56 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from fulgurite.explain import Explanation, GraphSummary, ProgramSummary
+from fulgurite.explain import CompiledGraphSummary, Explanation, GraphSummary
 from fulgurite.report import tables
-from fulgurite.report.graph import draw
-from fulgurite.report.markup import Markup, element, json_script
-from fulgurite.report.stages import Program, payload, programs_of
-from fulgurite.trace.cost import seconds_text
-from fulgurite.trace.text import write_text
+from fulgurite.report.graph import draw_trace
+from fulgurite.report.markup import Markup, make_element, make_json_script
+from fulgurite.report.stages import StageHistory, build_payload, group_stages
+from fulgurite.trace.cost import format_seconds
+from fulgurite.trace.source import write_atomically
 from fulgurite.version import VERSION
 
 SCRIPTS = ("shared.js", "stages.js", "picture.js", "page.js")  # one script, in this order
-OPEN_GRAPHS = 4  # with more graphs than this, only the first is unfolded
+MAX_OPEN_GRAPHS = 4  # with more graphs, only the first is expanded
 
 
 def write_html(explanation: Explanation, path: str | Path) -> Path:
-    """Write the page of an explanation to a file."""
-    return write_text(Path(path), render_page(explanation))
+    """Write the HTML page of an explanation to a file."""
+    return write_atomically(Path(path), render_page(explanation))
 
 
 def render_page(explanation: Explanation) -> str:
-    """The page as text."""
-    programs = programs_of(explanation.traces)
-    body = element(
+    """The HTML text of the page."""
+    programs = group_stages(explanation.traces)
+    body = make_element(
         "body",
-        _bar(),
-        element("main", _overview(explanation), *_graphs(explanation, programs), id="top"),
-        element("div", class_="tooltip", role="status", hidden=True),
-        json_script("data", payload(programs)),
-        element("script", Markup("\n".join(map(_package_file, SCRIPTS)))),
+        _make_toolbar(),
+        make_element("main", _make_overview(explanation), *_make_graphs(explanation, programs), id="top"),
+        make_element("div", class_="tooltip", role="status", hidden=True),
+        make_json_script("data", build_payload(programs)),
+        make_element("script", Markup("\n".join(map(_read_package_file, SCRIPTS)))),
     )
-    title = f"fulgurite explain: {tables.headline(explanation)}"
-    head = element(
+    title = f"fulgurite explain: {tables.format_headline(explanation)}"
+    head = make_element(
         "head",
-        element("meta", charset="utf-8"),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("meta", name="generator", content=f"fulgurite {VERSION}"),
-        element("title", title),
-        element("style", Markup(_package_file("page.css"))),
+        make_element("meta", charset="utf-8"),
+        make_element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        make_element("meta", name="generator", content=f"fulgurite {VERSION}"),
+        make_element("title", title),
+        make_element("style", Markup(_read_package_file("page.css"))),
     )
-    return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
+    return f"<!doctype html>\n{make_element('html', head, body, lang='en')}\n"
 
 
-def _package_file(name: str) -> str:
+def _read_package_file(name: str) -> str:
     return resources.files("fulgurite.report").joinpath(name).read_text(encoding="utf-8")
 
 
 # ---- the top -------------------------------------------------------------------------------------
 
 
-def _bar() -> Markup:
-    search = element(
+def _make_toolbar() -> Markup:
+    search = make_element(
         "input",
         type="search",
         id="search",
@@ -67,65 +67,65 @@ def _bar() -> Markup:
         autocomplete="off",
         spellcheck="false",
     )
-    return element(
+    return make_element(
         "header",
-        element("a", "fulgurite", element("span", "explain"), href="#top", class_="brand"),
-        element(
+        make_element("a", "fulgurite", make_element("span", "explain"), href="#top", class_="brand"),
+        make_element(
             "div",
             search,
-            element("kbd", "/", title="press / to search"),
-            element("div", id="found", hidden=True, aria_live="polite"),
+            make_element("kbd", "/", title="press / to search"),
+            make_element("div", id="found", hidden=True, aria_live="polite"),
             class_="search",
             role="search",
         ),
-        element("button", "auto", type="button", id="theme", title="light, dark or as the system"),
+        make_element("button", "auto", type="button", id="theme", title="light, dark or as the system"),
         class_="top",
     )
 
 
-def _overview(explanation: Explanation) -> Markup:
+def _make_overview(explanation: Explanation) -> Markup:
     breaks = explanation.breaks
     parts = [
-        element("h1", tables.headline(explanation)),
-        element("p", explanation.options, class_="options"),
-        element("p", explanation.regions, class_="quiet"),
-        element(
+        make_element("h1", tables.format_headline(explanation)),
+        make_element("p", explanation.options, class_="options"),
+        make_element("p", explanation.granularity, class_="quiet"),
+        make_element(
             "noscript",
-            element("p", "Stages and search need JavaScript; tables and pictures don't."),
+            make_element("p", "Stages and search need JavaScript; tables and pictures don't."),
         ),
     ]
-    columns = [tables.graphs_table(explanation.graphs)] if explanation.graphs else []
-    columns += [tables.times_table(explanation.times)] if explanation.times else []
-    parts.append(element("div", *columns, class_="columns"))
-    count = element("small", len(breaks)) if breaks else ""
-    parts += [element("h2", "Graph breaks", count, id="breaks"), tables.breaks_list(breaks)]
-    printed = element("pre", str(explanation), class_="printed")
-    parts.append(element("details", element("summary", "As fulgurite explain prints it"), printed))
-    return element("section", *parts, class_="overview")
+    columns = [tables.make_graphs_table(explanation.graphs)] if explanation.graphs else []
+    columns += [tables.make_times_table(explanation.times)] if explanation.times else []
+    parts.append(make_element("div", *columns, class_="columns"))
+    count = make_element("small", len(breaks)) if breaks else ""
+    parts += [make_element("h2", "Graph breaks", count, id="breaks"), tables.make_breaks_list(breaks)]
+    printed = make_element("pre", str(explanation), class_="printed")
+    parts.append(make_element("details", make_element("summary", "As fulgurite explain prints it"), printed))
+    return make_element("section", *parts, class_="overview")
 
 
 # ---- one graph -----------------------------------------------------------------------------------
 
 
-def _graphs(explanation: Explanation, programs: Sequence[Program]) -> list[Markup]:
-    executors = sorted({n for g in explanation.graphs for p in g.programs for n in p.calls})
-    few = len(explanation.graphs) <= OPEN_GRAPHS
+def _make_graphs(explanation: Explanation, programs: Sequence[StageHistory]) -> list[Markup]:
+    executors = sorted({n for g in explanation.graphs for p in g.compiled_graphs for n in p.calls})
+    few = len(explanation.graphs) <= MAX_OPEN_GRAPHS
     numbered = {(program.graph, program.kind): n for n, program in enumerate(programs)}
     sections = []
     for position, graph in enumerate(explanation.graphs):
         inner = [
-            _program(
+            _make_program(
                 summary,
                 number := numbered[graph.index, summary.kind],
                 programs[number],
                 executors,
             )
-            for summary in graph.programs
+            for summary in graph.compiled_graphs
         ]
-        content = element("div", *_graph_numbers(graph, explanation.remat), *inner)
-        summary = element("summary", _graph_title(graph))
+        content = make_element("div", *_make_graph_numbers(graph, explanation.remat), *inner)
+        summary = make_element("summary", _make_graph_title(graph))
         sections.append(
-            element(
+            make_element(
                 "details",
                 summary,
                 content,
@@ -137,74 +137,74 @@ def _graphs(explanation: Explanation, programs: Sequence[Program]) -> list[Marku
     return sections
 
 
-def _graph_title(graph: GraphSummary) -> Markup:
-    return element(
+def _make_graph_title(graph: GraphSummary) -> Markup:
+    return make_element(
         "h2",
         f"Graph {graph.index}",
-        element("code", graph.where),
-        element("span", f"compiled in {seconds_text(graph.seconds)}", class_="quiet"),
+        make_element("code", graph.where),
+        make_element("span", f"compiled in {format_seconds(graph.seconds)}", class_="quiet"),
     )
 
 
-def _graph_numbers(graph: GraphSummary, remat: str) -> list[Markup]:
+def _make_graph_numbers(graph: GraphSummary, remat: str) -> list[Markup]:
     parts = []
     if graph.saved_bytes:
-        parts.append(element("div", tables.saved_table(graph, remat), class_="columns"))
+        parts.append(make_element("div", tables.make_saved_table(graph, remat), class_="columns"))
     if graph.decisions:
-        parts.append(tables.decisions_table(graph.decisions))
+        parts.append(tables.make_decisions_table(graph.decisions))
     return parts
 
 
-def _program(
-    summary: ProgramSummary, number: int, program: Program, executors: Sequence[str]
+def _make_program(
+    summary: CompiledGraphSummary, number: int, program: StageHistory, executors: Sequence[str]
 ) -> Markup:
-    name = tables.anchor(program.graph, program.kind)
+    name = tables.program_anchor(program.graph, program.kind)
     calls = sum(summary.calls.values())
-    return element(
+    return make_element(
         "section",
-        element(
+        make_element(
             "h3",
             program.kind.capitalize(),
-            element("span", f"{summary.captured_ops} ops → {calls} calls", class_="quiet"),
+            make_element("span", f"{summary.captured_ops} ops → {calls} calls", class_="quiet"),
         ),
-        element(
+        make_element(
             "div",
-            tables.executors_table(summary, program.final, executors),
-            tables.stages_table(program),
+            tables.make_executors_table(summary, program.final, executors),
+            tables.make_stages_table(program),
             class_="columns",
         ),
-        tables.kernels_list(summary),
-        element(
+        tables.make_kernels_list(summary),
+        make_element(
             "figure",
-            element("div", class_="toolbar"),
-            draw(program.final, executors),
+            make_element("div", class_="toolbar"),
+            draw_trace(program.final, executors),
             class_="picture",
             aria_label=f"{program.kind} {program.graph} as a graph",
         ),
-        _stages(program),
+        _make_stages(program),
         class_="program",
         id=name,
         data_program=number,
     )
 
 
-def _stages(program: Program) -> Markup:
-    """The frame in which the page's script shows two stages; the choice is there without it."""
+def _make_stages(program: StageHistory) -> Markup:
+    """The container in which the page's script shows two stages; the selects work without it."""
     last = len(program.stages) - 1
-    chosen = element(
+    chosen = make_element(
         "div",
-        _stage_choice("from", program, max(last - 1, 0)),
-        element("span", "→", class_="quiet", aria_hidden="true"),
-        _stage_choice("to", program, last),
+        _make_stage_select("from", program, max(last - 1, 0)),
+        make_element("span", "→", class_="quiet", aria_hidden="true"),
+        _make_stage_select("to", program, last),
         class_="toolbar",
     )
-    return element("div", chosen, element("div", class_="panes"), class_="stages")
+    return make_element("div", chosen, make_element("div", class_="panes"), class_="stages")
 
 
-def _stage_choice(name: str, program: Program, selected: int) -> Markup:
+def _make_stage_select(name: str, program: StageHistory, selected: int) -> Markup:
     options = [
-        element("option", stage.trace.stage, value=number, selected=number == selected)
+        make_element("option", stage.trace.stage, value=number, selected=number == selected)
         for number, stage in enumerate(program.stages)
     ]
     label = "compare stage" if name == "from" else "with stage"
-    return element("select", *options, class_=name, aria_label=label)
+    return make_element("select", *options, class_=name, aria_label=label)

@@ -16,22 +16,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-LANE = 32  # layers a value may be led through
-LONG = 6  # layers from which on a lane counts as long
+MAX_LANE_LAYERS = 32  # an edge crosses at most so many layers in a lane
+LONG_LANE_LAYERS = 6  # lanes of at least so many layers count as long
 SWEEPS = 6
-STIFFNESS = (1.0, 0.3, 4.0)  # of an edge, by how many of its ends are lanes: these stay straight
-GRAVITY = 0.02  # how strongly a slot is pulled to the middle, beside 1 for a neighbour
+STIFFNESS = (1.0, 0.3, 4.0)  # by the number of edge ends that are lanes: lanes stay straight
+GRAVITY = 0.02  # pull to the middle; a neighbour pulls with 1
 COLUMN_GAP = 14.0
 LANE_GAP = 9.0
 LAYER_GAP = 22.0
 PORT_GAP = 9.0
 MARGIN = 16.0
-LIGHT = 0.01  # how strongly a light box pulls, beside 1 for a call
+LIGHT_WEIGHT = 0.01  # pull of a light box; a call pulls with 1
 
 
 @dataclass(frozen=True)
 class Box:
-    """What is to be placed. A light box (an input, a view) follows its neighbours; it doesn't pull them."""
+    """A box to place. A light box (input, view) follows its neighbours and hardly pulls them."""
 
     width: float
     height: float
@@ -39,8 +39,8 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A rectangle, by its upper left corner, and the layer it is in."""
+class Rectangle:
+    """A placed box: upper left corner, size and layer."""
 
     left: float
     top: float
@@ -59,7 +59,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Route:
-    """An edge as points from top to bottom; each stretch from an even to an odd point is vertical."""
+    """An edge as points from top to bottom; segments from even to odd points are vertical."""
 
     points: list[tuple[float, float]]
     direct: bool  # has no lane of its own: drawn faintly, behind the boxes
@@ -67,7 +67,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Layout:
-    places: list[Place]
+    places: list[Rectangle]
     routes: list[Route]
     width: float
     height: float
@@ -90,24 +90,24 @@ class _Slot:
     center: float = 0.0
 
 
-def lay_out(boxes: Sequence[Box], edges: Sequence[tuple[int, int]]) -> Layout:
-    """Place boxes and route edges."""
+def compute_layout(boxes: Sequence[Box], edges: Sequence[tuple[int, int]]) -> Layout:
+    """Layered graph layout: place boxes and route edges."""
     for source, target in edges:
         assert source < target, f"edge {source} → {target} goes against the program's order"
-    layers = _layers(boxes, edges)
-    slots, lanes = _slots(boxes, edges, layers)
-    rows = _rows(slots)
+    layers = _assign_layers(boxes, edges)
+    slots, lanes = _make_slots(boxes, edges, layers)
+    rows = _group_by_layer(slots)
     for sweep in range(SWEEPS):
-        _sort(slots, rows, downwards=sweep % 2 == 0)
-    _pack(slots, rows)
+        _order_layer(slots, rows, downwards=sweep % 2 == 0)
+    _initial_positions(slots, rows)
     for sweep in range(SWEEPS):
-        _pull(slots, rows, downwards=sweep % 2 == 0)
+        _improve_positions(slots, rows, downwards=sweep % 2 == 0)
     left = min((slot.center - slot.width / 2 for slot in slots), default=0.0) - MARGIN
     for slot in slots:
         slot.center = round(slot.center - left, 1)
-    bands = _bands(boxes, rows, slots)
-    places = [_place(box, slots[i], bands) for i, box in enumerate(boxes)]
-    routes = _routes(places, edges, slots, lanes, bands)
+    bands = _layer_bands(boxes, rows, slots)
+    places = [_make_rectangle(box, slots[i], bands) for i, box in enumerate(boxes)]
+    routes = _route_edges(places, edges, slots, lanes, bands)
     width = max((slot.center + slot.width / 2 for slot in slots), default=0.0) + MARGIN
     height = (bands[-1][1] if bands else 0.0) + MARGIN
     return Layout(places, routes, width, height, len(slots))
@@ -116,7 +116,7 @@ def lay_out(boxes: Sequence[Box], edges: Sequence[tuple[int, int]]) -> Layout:
 # ---- layers and lanes ----------------------------------------------------------------------------
 
 
-def _layers(boxes: Sequence[Box], edges: Sequence[tuple[int, int]]) -> list[int]:
+def _assign_layers(boxes: Sequence[Box], edges: Sequence[tuple[int, int]]) -> list[int]:
     sources: list[list[int]] = [[] for _ in boxes]
     users: list[list[int]] = [[] for _ in boxes]
     for source, target in edges:
@@ -131,18 +131,18 @@ def _layers(boxes: Sequence[Box], edges: Sequence[tuple[int, int]]) -> list[int]
     return layers
 
 
-def _slots(
+def _make_slots(
     boxes: Sequence[Box], edges: Sequence[tuple[int, int]], layers: Sequence[int]
 ) -> tuple[list[_Slot], dict[int, list[int]]]:
-    """One slot for each box, and lanes: for a source, its slots in the layers below it."""
+    """One slot per box, and lanes: the slots of a source in the layers that its edges cross."""
     slots = [
-        _Slot(layer, box.width, LIGHT if box.light else 1.0)
+        _Slot(layer, box.width, LIGHT_WEIGHT if box.light else 1.0)
         for box, layer in zip(boxes, layers, strict=True)
     ]
     lanes: dict[int, list[int]] = {}
     for source, target in edges:
         span = layers[target] - layers[source]
-        if span > LANE:
+        if span > MAX_LANE_LAYERS:
             continue
         lane = lanes.setdefault(source, [source])
         while len(lane) < span:
@@ -150,7 +150,7 @@ def _slots(
             _connect(slots, lane[-1], len(slots) - 1)
             lane.append(len(slots) - 1)
         _connect(slots, lane[span - 1], target)
-    long = [lane for lane in lanes.values() if len(lane) > LONG]
+    long = [lane for lane in lanes.values() if len(lane) > LONG_LANE_LAYERS]
     for lane in long[::2]:
         for index in lane[1:]:
             slots[index].side = -1
@@ -162,7 +162,7 @@ def _connect(slots: list[_Slot], above: int, below: int) -> None:
     slots[below].up.append(above)
 
 
-def _rows(slots: Sequence[_Slot]) -> list[list[int]]:
+def _group_by_layer(slots: Sequence[_Slot]) -> list[list[int]]:
     rows: list[list[int]] = [[] for _ in range(1 + max((s.layer for s in slots), default=-1))]
     for index, slot in enumerate(slots):
         rows[slot.layer].append(index)
@@ -176,8 +176,8 @@ def _rows(slots: Sequence[_Slot]) -> list[list[int]]:
 # ---- order and position within a layer -----------------------------------------------------------
 
 
-def _sort(slots: list[_Slot], rows: list[list[int]], downwards: bool) -> None:
-    """Sort each layer by the mean place of its neighbours in the layer just done."""
+def _order_layer(slots: list[_Slot], rows: list[list[int]], downwards: bool) -> None:
+    """Order each layer by the mean position of its neighbours (barycenter heuristic)."""
     for row in rows if downwards else reversed(rows):
         wanted = {}
         for index in row:
@@ -190,39 +190,39 @@ def _sort(slots: list[_Slot], rows: list[list[int]], downwards: bool) -> None:
             slots[index].order = position - middle
 
 
-def _separation(one: _Slot, two: _Slot) -> float:
+def _min_distance(one: _Slot, two: _Slot) -> float:
     gap = LANE_GAP if one.lane or two.lane else COLUMN_GAP
     return (one.width + two.width) / 2 + gap
 
 
-def _pack(slots: list[_Slot], rows: list[list[int]]) -> None:
-    """A first position: each layer packed around zero."""
+def _initial_positions(slots: list[_Slot], rows: list[list[int]]) -> None:
+    """Initial positions: each layer packed around zero."""
     for row in rows:
         at = 0.0
         for before, index in zip([None, *row], row, strict=False):
-            at += 0.0 if before is None else _separation(slots[before], slots[index])
+            at += 0.0 if before is None else _min_distance(slots[before], slots[index])
             slots[index].center = at
         for index in row:
             slots[index].center -= at / 2
 
 
-def _pull(slots: list[_Slot], rows: list[list[int]], downwards: bool) -> None:
-    """Move each layer to where its neighbours want it, keeping order and distance."""
+def _improve_positions(slots: list[_Slot], rows: list[list[int]], downwards: bool) -> None:
+    """Move each layer towards its neighbours, keeping order and minimum distances."""
     for row in rows if downwards else reversed(rows):
         offset = 0.0
         targets: list[tuple[float, float]] = []
         offsets: list[float] = []
         for before, index in zip([None, *row], row, strict=False):
-            offset += 0.0 if before is None else _separation(slots[before], slots[index])
+            offset += 0.0 if before is None else _min_distance(slots[before], slots[index])
             offsets.append(offset)
-            wish, weight = _wish(slots, index, downwards)
+            wish, weight = _preferred_position(slots, index, downwards)
             targets.append((wish - offset, weight))
-        for index, at, shift in zip(row, _isotonic(targets), offsets, strict=True):
+        for index, at, shift in zip(row, _isotonic_regression(targets), offsets, strict=True):
             slots[index].center = at + shift
 
 
-def _wish(slots: list[_Slot], index: int, downwards: bool) -> tuple[float, float]:
-    """Where a slot wants to be, and how strongly."""
+def _preferred_position(slots: list[_Slot], index: int, downwards: bool) -> tuple[float, float]:
+    """The preferred position of a slot, and its weight."""
     slot = slots[index]
     near = slot.up if downwards else slot.down
     total, weights = 0.0, GRAVITY * slot.weight
@@ -234,8 +234,8 @@ def _wish(slots: list[_Slot], index: int, downwards: bool) -> tuple[float, float
     return total / weights, weights
 
 
-def _isotonic(targets: Sequence[tuple[float, float]]) -> list[float]:
-    """The increasing values nearest to the targets in weighted squares: pool adjacent violators."""
+def _isotonic_regression(targets: Sequence[tuple[float, float]]) -> list[float]:
+    """Weighted isotonic regression by pool-adjacent-violators."""
     pools: list[tuple[float, float, int]] = []  # mean, weight, length
     for mean, weight in targets:
         length = 1
@@ -251,10 +251,10 @@ def _isotonic(targets: Sequence[tuple[float, float]]) -> list[float]:
 # ---- geometry ------------------------------------------------------------------------------------
 
 
-def _bands(
+def _layer_bands(
     boxes: Sequence[Box], rows: Sequence[Sequence[int]], slots: Sequence[_Slot]
 ) -> list[tuple[float, float]]:
-    """Top and bottom of each layer; a layer whose edges run far sideways gets more room above it."""
+    """Top and bottom of each layer; layers whose edges run far sideways get more room above."""
     bands: list[tuple[float, float]] = []
     top = MARGIN
     for row in rows:
@@ -268,9 +268,9 @@ def _bands(
     return bands
 
 
-def _place(box: Box, slot: _Slot, bands: Sequence[tuple[float, float]]) -> Place:
+def _make_rectangle(box: Box, slot: _Slot, bands: Sequence[tuple[float, float]]) -> Rectangle:
     top, bottom = bands[slot.layer]
-    return Place(
+    return Rectangle(
         left=round(slot.center - box.width / 2, 1),
         top=round((top + bottom - box.height) / 2, 1),
         width=box.width,
@@ -279,8 +279,8 @@ def _place(box: Box, slot: _Slot, bands: Sequence[tuple[float, float]]) -> Place
     )
 
 
-def _routes(
-    places: Sequence[Place],
+def _route_edges(
+    places: Sequence[Rectangle],
     edges: Sequence[tuple[int, int]],
     slots: Sequence[_Slot],
     lanes: dict[int, list[int]],
@@ -289,8 +289,8 @@ def _routes(
     through = []
     for source, target in edges:
         span = places[target].layer - places[source].layer
-        through.append([] if span > LANE else lanes[source][1:span])
-    ports = _ports(places, edges, slots, through)
+        through.append([] if span > MAX_LANE_LAYERS else lanes[source][1:span])
+    ports = _assign_ports(places, edges, slots, through)
     routes = []
     for (source, target), lane, port in zip(edges, through, ports, strict=True):
         start, end = places[source], places[target]
@@ -298,17 +298,17 @@ def _routes(
         for index in lane:
             points += [(slots[index].center, edge) for edge in bands[slots[index].layer]]
         points += [(port, bands[end.layer][0]), (port, end.top)]
-        routes.append(Route(points, end.layer - start.layer > LANE))
+        routes.append(Route(points, end.layer - start.layer > MAX_LANE_LAYERS))
     return routes
 
 
-def _ports(
-    places: Sequence[Place],
+def _assign_ports(
+    places: Sequence[Rectangle],
     edges: Sequence[tuple[int, int]],
     slots: Sequence[_Slot],
     through: Sequence[Sequence[int]],
 ) -> list[float]:
-    """Where each edge enters its target: side by side, in the order they come from."""
+    """The entry point of each edge at its target, ordered by origin."""
     arriving: dict[int, list[tuple[float, int]]] = {}
     for number, ((source, target), lane) in enumerate(zip(edges, through, strict=True)):
         comes_from = slots[lane[-1]].center if lane else places[source].center

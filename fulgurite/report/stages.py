@@ -17,7 +17,7 @@ from typing import Any
 
 from fulgurite.trace import Trace
 
-TITLE = 0  # the thread of a text's first line, which names the stage and so always differs
+TITLE_ID = 0  # id of the first line of a text: it names the stage, so it always differs
 PROGRAM_KINDS = ("inference", "forward", "backward")
 
 _ASSIGNED = re.compile(r"([\w, ]+?),? = ")
@@ -26,7 +26,7 @@ _PARAMETER = re.compile(r"(\w+)(?::|,$)")
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of one program: its lines, and how it differs from the stage before."""
+    """One stage of a graph: its lines, and the diff to the previous stage."""
 
     trace: Trace
     lines: list[str]
@@ -37,8 +37,8 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Program:
-    """The stages of one kind of one graph, the captured ones first."""
+class StageHistory:
+    """All stages of one kind (forward, backward, inference) of one graph, captured first."""
 
     graph: int
     kind: str
@@ -49,8 +49,8 @@ class Program:
         return self.stages[-1].trace
 
 
-def programs_of(traces: Sequence[Trace]) -> list[Program]:
-    """The programs of all graphs, in order."""
+def group_stages(traces: Sequence[Trace]) -> list[StageHistory]:
+    """Group traces by graph and kind, in order."""
     result = []
     for graph in dict.fromkeys(trace.index for trace in traces):
         own = [trace for trace in traces if trace.index == graph]
@@ -58,24 +58,24 @@ def programs_of(traces: Sequence[Trace]) -> list[Program]:
         for kind in PROGRAM_KINDS:
             built = [trace for trace in own if trace.kind == kind]
             if built:
-                result.append(Program(graph, kind, thread([*captured, *built])))
+                result.append(StageHistory(graph, kind, match_stages([*captured, *built])))
     return result
 
 
-def thread(traces: Sequence[Trace]) -> list[Stage]:
-    """The stages of one program with their lines threaded."""
+def match_stages(traces: Sequence[Trace]) -> list[Stage]:
+    """Match lines across the stages: equal lines get the same id."""
     stages: list[Stage] = []
     before: list[str] = []
     threads: list[int] = []
-    following = TITLE + 1
+    following = TITLE_ID + 1
     for trace in traces:
         lines = trace.text.split("\n")
-        pairs = match(keys_of(before), keys_of(lines))
+        pairs = match_lines(line_keys(before), line_keys(lines))
         old = threads
         threads = [-1] * len(lines)
         for here, there in pairs:
             threads[there] = old[here]
-        threads[0] = TITLE
+        threads[0] = TITLE_ID
         for position, number in enumerate(threads):
             if number < 0:
                 threads[position] = following
@@ -95,8 +95,8 @@ def thread(traces: Sequence[Trace]) -> list[Stage]:
     return stages
 
 
-def payload(programs: Sequence[Program]) -> dict[str, Any]:
-    """What the page's script reads."""
+def build_payload(programs: Sequence[StageHistory]) -> dict[str, Any]:
+    """JSON data for the page's script."""
     numbers: dict[str, int] = {}
     described = [
         {
@@ -120,8 +120,8 @@ def payload(programs: Sequence[Program]) -> dict[str, Any]:
 # ---- which line is which -------------------------------------------------------------------------
 
 
-def keys_of(lines: Sequence[str]) -> list[str]:
-    """What identifies each line: the value it assigns, or what it declares, or all of it."""
+def line_keys(lines: Sequence[str]) -> list[str]:
+    """A key per line: the name it assigns, or what it declares, or its text."""
     keys = []
     scope = ""
     for position, line in enumerate(lines):
@@ -145,8 +145,8 @@ def keys_of(lines: Sequence[str]) -> list[str]:
     return keys
 
 
-def match(old: Sequence[str], new: Sequence[str]) -> list[tuple[int, int]]:
-    """Pairs of positions with equal keys, increasing on both sides: a patience diff."""
+def match_lines(old: Sequence[str], new: Sequence[str]) -> list[tuple[int, int]]:
+    """Pairs of line positions with equal keys: a patience diff."""
     pairs: list[tuple[int, int]] = []
     work = [(0, len(old), 0, len(new))]
     while work:
@@ -157,7 +157,7 @@ def match(old: Sequence[str], new: Sequence[str]) -> list[tuple[int, int]]:
         while old_start < old_end and new_start < new_end and old[old_end - 1] == new[new_end - 1]:
             old_end, new_end = old_end - 1, new_end - 1
             pairs.append((old_end, new_end))
-        anchors = _anchors(old, new, (old_start, old_end), (new_start, new_end))
+        anchors = _find_anchors(old, new, (old_start, old_end), (new_start, new_end))
         if not anchors:
             continue
         for here, there in [*anchors, (old_end, new_end)]:
@@ -167,21 +167,21 @@ def match(old: Sequence[str], new: Sequence[str]) -> list[tuple[int, int]]:
     return sorted(pairs)
 
 
-def _anchors(
+def _find_anchors(
     old: Sequence[str], new: Sequence[str], within: tuple[int, int], among: tuple[int, int]
 ) -> list[tuple[int, int]]:
-    """Keys that occur once on each side, the most of them that keep their order."""
+    """The longest ordered sequence of keys that are unique on both sides."""
     old_counts = Counter(old[slice(*within)])
     new_counts = Counter(new[slice(*among)])
     place = {new[i]: i for i in range(*among) if new_counts[new[i]] == 1}
     candidates = [
         (i, place[old[i]]) for i in range(*within) if old_counts[old[i]] == 1 and old[i] in place
     ]
-    return _longest_increasing(candidates)
+    return _longest_increasing_pairs(candidates)
 
 
-def _longest_increasing(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The longest run of pairs (sorted by the first) whose second increases."""
+def _longest_increasing_pairs(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The longest subsequence of pairs (sorted by the first) whose second increases."""
     ends: list[int] = []  # smallest last value of an increasing run, by length
     holders: list[int] = []  # the pair that has it
     previous: list[int] = []

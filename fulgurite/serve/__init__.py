@@ -1,23 +1,26 @@
-"""Text generation: prompts in, tokens and text out, many requests at a time.
+"""Text generation: prompts in, tokens and text out, many requests at once.
 
-prompt ─ Engine.add ─▶ Request
-                         │ scheduler.py   who runs in the next step, under a budget of tokens
-                         ▼
-                       Pieces ─ batch.py ─▶ flat tensors, block tables
-                         │ runner.py      the model over all of them, paged attention
-                         ▼
-                       logits ─ sampler.py ─▶ a token each
-                         │ engine.py      detokenizer.py: text; stop strings, ends
-                         ▼
-                       Updates and Results
+prompt ─ Engine.add_request ─▶ Request
+                                 │ scheduler.py    schedules the next step under a token budget
+                                 ▼
+                               ScheduledChunks ─ batch.py ─▶ flat tensors, block tables
+                                 │ runner.py       runs the model with paged attention
+                                 ▼
+                               logits ─ sampler.py ─▶ one token a request
+                                 │ engine.py       detokenizer.py: text, stop strings
+                                 ▼
+                               Updates and Results
 
-block_tables.py, blocks.py   which blocks hold whose keys; reuse of equal beginnings
-kv_cache.py                  the blocks themselves; the model's `Cache`
-memory.py                    the plan of memory before any is used
-llm.py                       `LLM`, all of it behind one class;  async_engine.py for asyncio
-ranks.py, follower.py        one engine over many ranks: what rank 0 tells, and who does it
-follow.py                    a rank that an LLM started beside itself
-terminal.py                  `fulgurite generate` and `fulgurite chat`
-plan_command.py              `fulgurite plan`: what fits where on GPUs nobody has to have (plan.py,
-                             rank_model.py, gpus.py; plan_text.py and load_text.py print it)
+llm.py                            `LLM`: all of it behind one class
+command.py                        `fulgurite generate` and `fulgurite chat`
+worker_main.py                    the process of a worker rank
+engine/engine.py                  `Engine.step`: schedule → execute → postprocess; async_engine.py for
+                                  asyncio
+engine/scheduler.py, request.py   which request runs when
+engine/block_manager.py           which KV-cache blocks belong to whom; prefix cache
+engine/kv_cache.py                the blocks themselves: the model's `KVCache`
+engine/captured_step.py           decode steps captured as CUDA graphs, or as native calls on CPUs
+engine/coordinator.py, worker.py  one engine over many ranks
+
+The memory plan, and `fulgurite plan`, are in plan/.
 """

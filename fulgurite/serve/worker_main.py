@@ -1,6 +1,6 @@
-"""`python -m fulgurite.serve.worker_main`: a rank that an LLM started beside itself (parallel/others.py).
+"""`python -m fulgurite.serve.worker_main`: a worker process of an LLM (parallel/workers.py).
 
-In: the arguments of that LLM, on stdin. Out: nothing; it computes its share until rank 0 is done.
+In: the arguments of that LLM, on stdin. Out: nothing; it runs its shard until rank 0 is done.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import pickle
 import sys
 
 from fulgurite.errors import FulguriteError
-from fulgurite.parallel.others import arguments_given
+from fulgurite.parallel.workers import read_arguments
 from fulgurite.serve.llm import LLM
 
 
 def main() -> int:
-    name, options = pickle.loads(arguments_given())
+    name, config = pickle.loads(read_arguments())
     try:
-        LLM(name, **options).close()
+        LLM(name, config).close()
     except FulguriteError as error:
         print(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -1,4 +1,7 @@
-"""What a printed trace says beside its lines: types, places in the user's program, costs."""
+"""Comments of a printed trace: types, lines of the user's program, costs.
+
+In: values, sources and nodes. Out: the text after `:` or `#` in a trace.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +12,31 @@ from torch import fx
 
 from fulgurite.trace import cost
 from fulgurite.trace.describe import Source, describe
+from fulgurite.trace.node_meta import comment_of
 from fulgurite.trace.region import Region
 
 
-def annotation(value: Any) -> str:
-    """`f32[4, 8]`, with the device where it is not the CPU."""
+def type_annotation(value: Any) -> str:
+    """`f32[4, 8]`, with the device unless it is the CPU."""
     text = describe(value)
     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
         text += f" {value.device}"
     return text
 
 
-def place_comment(place: Source) -> str:
-    """The module and the line of the user's that the lines below come from."""
-    return f"# {place.module:<24}  {place.place:<18}  {place.code}".rstrip()
+def source_comment(source: Source) -> str:
+    """The user's module and line that the following lines come from."""
+    return f"# {source.module:<24}  {source.location:<18}  {source.code}".rstrip()
 
 
 def cost_comment(node: fx.Node, executor: str) -> str:
-    """Who runs a line, and how many bytes it moves or products it makes."""
+    """The executor of a line, and its flops or the bytes it moves."""
     if isinstance(node.target, Region):
         return f"{executor}   {node.target.summary}"
     if cost.is_view(node):
         return f"{executor}   view"
     flops = cost.node_flops(node)
     moved = cost.node_bytes(node)
-    amount = cost.flops_text(flops) if flops else cost.bytes_text(moved) if moved else ""
-    parts = (executor, amount, node.meta.get("remark"))
+    amount = cost.format_flops(flops) if flops else cost.format_bytes(moved) if moved else ""
+    parts = (executor, amount, comment_of(node))
     return "   ".join(part for part in parts if part)

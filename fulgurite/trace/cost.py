@@ -1,7 +1,7 @@
-"""What one node costs: bytes it must move and floating-point operations it must do.
+"""The cost of one node: bytes it moves and floating-point operations it does.
 
-In: a node with metadata. Out: numbers for comments, tables and the executors' choices. Symbolic sizes count
-with their example value (the size seen when the graph was captured).
+In: a node with metadata. Out: numbers for comments, tables and heuristics. A symbolic size counts as its
+hint (the size seen at capture).
 """
 
 from __future__ import annotations
@@ -14,56 +14,54 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from fulgurite.trace.node_meta import aten_op, fake_value
+
 
 def size_hint(value: Any) -> int:
-    """An int for an int or a SymInt, without adding a guard."""
+    """An int for an int or a SymInt, without adding a guard. An unbacked symbol counts as 1."""
     if isinstance(value, torch.SymInt):
         hint = value.node.hint
         return int(hint) if hint is not None else 1
     return int(value)
 
 
-def tensors(value: Any) -> Iterable[torch.Tensor]:
+def iter_tensors(value: Any) -> Iterable[torch.Tensor]:
     """The tensors inside a metadata value."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from tensors(item)
+            yield from iter_tensors(item)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the elements a tensor addresses (an expanded axis counts once)."""
+    """Bytes of the elements a tensor addresses. An expanded axis (stride 0) counts once."""
     count = 1
-    for size, stride in zip(tensor.shape, strides(tensor), strict=True):
+    for size, stride in zip(tensor.shape, strides_or_ones(tensor), strict=True):
         length = size_hint(size)
         count *= 1 if size_hint(stride) == 0 and length > 0 else length
     return count * tensor.dtype.itemsize
 
 
-def strides(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Strides, or contiguous ones for a layout that has none."""
+def strides_or_ones(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """A tensor's strides; ones for a layout without strides."""
     if tensor.layout is torch.strided:
         return tensor.stride()
     return tuple(1 for _ in tensor.shape)
 
 
 def value_bytes(value: Any) -> int:
-    return sum(tensor_bytes(tensor) for tensor in tensors(value))
-
-
-def op_of(node: fx.Node) -> Any:
-    """The ATen op of a node, also where the final trace spells it as a plainer function."""
-    return node.meta.get("aten", node.target)
+    """Bytes of all tensors inside a metadata value."""
+    return sum(tensor_bytes(tensor) for tensor in iter_tensors(value))
 
 
 def is_view(node: fx.Node) -> bool:
-    """A node that moves nothing: a view op, or picking an item out of a tuple."""
+    """Whether a node moves no data: a view op, or `getitem` of a tuple."""
     if node.target is operator.getitem:
         return True
-    if op_of(node) is torch.ops.aten._unsafe_view.default:
-        return True  # a view whose schema doesn't say so
-    schema = getattr(op_of(node), "_schema", None)
+    if aten_op(node) is torch.ops.aten._unsafe_view.default:
+        return True  # a view, although its schema doesn't say so
+    schema = getattr(aten_op(node), "_schema", None)
     if schema is None:
         return False
     returns = schema.returns
@@ -72,8 +70,11 @@ def is_view(node: fx.Node) -> bool:
     )
 
 
-def memory_of(node: fx.Node) -> fx.Node:
-    """The node whose memory a view looks into; an item of a tuple has memory of its own, but for parts of a split."""
+def view_base(node: fx.Node) -> fx.Node:
+    """The node whose memory a view refers to; the node itself if it is no view.
+
+    An item of a tuple has memory of its own, unless the tuple's op is a view (`split`).
+    """
     while node.op == "call_function" and is_view(node):
         source = node.all_input_nodes[0]
         if node.target is operator.getitem and not (
@@ -85,23 +86,23 @@ def memory_of(node: fx.Node) -> fx.Node:
 
 
 def node_bytes(node: fx.Node) -> int:
-    """Bytes read and written if the node runs by itself."""
+    """Bytes read and written if the node runs as its own kernel."""
     if node.op != "call_function" or is_view(node):
         return 0
-    read = sum(value_bytes(source.meta.get("val")) for source in node.all_input_nodes)
-    return read + value_bytes(node.meta.get("val"))
+    read = sum(value_bytes(fake_value(source)) for source in node.all_input_nodes)
+    return read + value_bytes(fake_value(node))
 
 
 def node_flops(node: fx.Node) -> int:
     """Floating-point operations of matmuls, convolutions and attention; 0 for everything else."""
-    packet = getattr(op_of(node), "overloadpacket", None)
+    packet = getattr(aten_op(node), "overloadpacket", None)
     formula = flop_registry.get(packet)
     if formula is None:
         return 0
 
     def concrete(value: Any) -> Any:
         if isinstance(value, fx.Node):
-            return concrete(value.meta.get("val"))
+            return concrete(fake_value(value))
         if isinstance(value, torch.Tensor):
             shape = tuple(size_hint(size) for size in value.shape)
             return torch.empty(shape, dtype=value.dtype, device="meta")
@@ -111,10 +112,10 @@ def node_flops(node: fx.Node) -> int:
 
     arguments = [concrete(argument) for argument in node.args]
     keywords = {key: concrete(argument) for key, argument in node.kwargs.items()}
-    return int(formula(*arguments, **keywords, out_val=concrete(node.meta.get("val"))))
+    return int(formula(*arguments, **keywords, out_val=concrete(fake_value(node))))
 
 
-def bytes_text(count: float) -> str:
+def format_bytes(count: float) -> str:
     """`96.0 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
@@ -123,7 +124,7 @@ def bytes_text(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def flops_text(count: float) -> str:
+def format_flops(count: float) -> str:
     """`275.0 GFLOP`."""
     for unit in ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP"):
         if count < 1000:
@@ -132,13 +133,13 @@ def flops_text(count: float) -> str:
     return f"{count:.1f} PFLOP"
 
 
-def seconds_text(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """`41 ms`."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.1f} µs"
     return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def count_text(number: int, thing: str) -> str:
+def format_count(number: int, thing: str) -> str:
     """`1 op`, `2 ops`."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

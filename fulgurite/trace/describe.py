@@ -1,7 +1,7 @@
-"""Short words for values and places: `bf16[4, s0]`, `self.mlp · model.py:57`.
+"""Short descriptions of values and source lines: `bf16[4, s0]`, `model.py:57`.
 
-In: whatever stands in `node.meta["val"]`, and the stack traces that capture left on nodes.
-Out: the strings that signatures, comments, tables and errors print.
+In: a node's fake value, and the stack trace that capture recorded on it. Out: strings for signatures,
+comments, tables and errors.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import fx
+
+from fulgurite.trace.node_meta import module_stack, stack_trace
 
 DTYPE_NAMES = {
     torch.float64: "f64",
@@ -46,12 +48,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def describe(value: Any) -> str:
-    """One value in a few characters: dtype and shape, and the strides where they are not contiguous."""
+    """A value in a few characters: dtype and shape, and strides unless they are contiguous."""
     if isinstance(value, torch.Tensor):
         text = f"{dtype_name(value.dtype)}[{', '.join(map(str, value.shape))}]"
         if value.layout is not torch.strided:
             return f"{text} {str(value.layout).removeprefix('torch.')}"
-        if not _is_plainly_contiguous(value):
+        if not _is_row_major(value):
             text += f" strides [{', '.join(map(str, value.stride()))}]"
         return text
     if isinstance(value, (bool, torch.SymBool)):
@@ -65,8 +67,8 @@ def describe(value: Any) -> str:
     return "None" if value is None else type(value).__name__
 
 
-def _is_plainly_contiguous(value: torch.Tensor) -> bool:
-    """Row-major, decided on the printed strides so that a symbolic shape adds no guard."""
+def _is_row_major(value: torch.Tensor) -> bool:
+    """Whether the tensor is contiguous. Compares printed strides, so that no guard is added."""
     expected: list[str] = []
     running: Any = 1
     for size in reversed(value.shape):
@@ -75,14 +77,14 @@ def _is_plainly_contiguous(value: torch.Tensor) -> bool:
     strides = [str(stride) for stride in value.stride()]
     expected.reverse()
     return all(
-        have == want or str(size) in ("0", "1")
-        for have, want, size in zip(strides, expected, value.shape, strict=True)
+        actual == wanted or str(size) in ("0", "1")
+        for actual, wanted, size in zip(strides, expected, value.shape, strict=True)
     )
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where in the user's program a node comes from. Empty fields are unknown."""
+    """The line of the user's program that a node comes from. Empty fields are unknown."""
 
     module: str = ""
     file: str = ""
@@ -91,37 +93,37 @@ class Source:
     function: str = ""
 
     @property
-    def place(self) -> str:
-        """`model.py:57`, or nothing."""
+    def location(self) -> str:
+        """`model.py:57`; empty if unknown."""
         return f"{os.path.basename(self.file)}:{self.line}" if self.file else ""
 
     def __str__(self) -> str:
-        place = f"{self.file}:{self.line}, in {self.function}" if self.file else ""
-        return "   ".join(part for part in (self.code, place, self.module) if part)
+        location = f"{self.file}:{self.line}, in {self.function}" if self.file else ""
+        return "   ".join(part for part in (self.code, location, self.module) if part)
 
 
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)')
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_NOT_THE_USERS = (
+_PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_INTERNAL_PATHS = (
     os.path.dirname(torch.__file__) + os.sep,
-    os.path.join(_HERE, "op.py"),
-    os.path.join(_HERE, "capture") + os.sep,
+    os.path.join(_PACKAGE_ROOT, "op.py"),
+    os.path.join(_PACKAGE_ROOT, "capture") + os.sep,
 )
 
 
-def is_the_users(file: str) -> bool:
-    """A file that is neither torch's nor one of ours that stand between the user and torch."""
-    return not file.startswith(_NOT_THE_USERS)
+def is_user_file(file: str) -> bool:
+    """Whether a file is neither torch's nor one of ours that lie between the user and torch."""
+    return not file.startswith(_INTERNAL_PATHS)
 
 
 def source_of(node: fx.Node) -> Source:
-    """The user's module path and source line of a node, as far as capture recorded them."""
-    return _source(node.meta.get("stack_trace") or "", module_path(node))
+    """The user's module path and source line of a node, if capture recorded them."""
+    return _parse_source(stack_trace(node), module_path(node))
 
 
 def module_path(node: fx.Node) -> str:
-    """`self.layers.0.mlp`, from the stack of modules capture was in when it met the node."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    """The innermost nn.Module that the node was captured in: `self.layers.0.mlp`."""
+    stack = module_stack(node)
     if not stack:
         return ""
     path = next(reversed(stack.values()))[0]
@@ -131,7 +133,7 @@ def module_path(node: fx.Node) -> str:
 @lru_cache(maxsize=4096)
 def clean_path(path: str) -> str:
     """`L['self']._modules['layers']._modules['0'].mlp` → `self.layers.0.mlp`."""
-    path = re.sub(r"^L\['fn'\]", "self", path)  # what TorchDynamo calls the module it is given
+    path = re.sub(r"^L\['fn'\]", "self", path)  # TorchDynamo's name for the module it is given
     path = re.sub(r"^L\['(\w+)'\]", r"\1", path)
     path = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", path)
     path = re.sub(r"\[(?:'([^']+)'|(\d+))\]", lambda m: f".{m[1] or m[2]}", path)
@@ -139,12 +141,12 @@ def clean_path(path: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _source(stack_trace: str, module: str) -> Source:
+def _parse_source(stack_trace: str, module: str) -> Source:
     lines = stack_trace.strip().splitlines()
     frames = [(m, i) for i, line in enumerate(lines) if (m := _FRAME.search(line))]
     if not frames:
         return Source(module=module)
-    own = [frame for frame in frames if is_the_users(frame[0]["file"])]
+    own = [frame for frame in frames if is_user_file(frame[0]["file"])]
     match, index = (own or frames)[-1]
     follows = lines[index + 1].strip() if index + 1 < len(lines) else ""
     code = "" if _FRAME.search(follows) else follows

@@ -1,7 +1,7 @@
-"""A Python value → the Python expression that makes it.
+"""A Python value → a Python expression that evaluates to it.
 
-In: arguments of fx nodes. Out: text, or None where a value has no text (a process group, a user's object);
-the printer then binds it by name.
+In: arguments of fx nodes. Out: text, or None for a value that can't be written down (a process group, a
+user's object). The printer then binds that value to a name.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import fx
 
-Name = Callable[[fx.Node], str]
-SMALL_CONSTANT = 64  # elements; above this a constant is printed as compressed bytes
+NameNode = Callable[[fx.Node], str]
+MAX_LITERAL_ELEMENTS = 64  # larger constants are printed as compressed bytes
 
 
-def literal(value: Any, name: Name) -> str | None:
-    """The expression for `value`, where `name` spells nodes. None: there is none."""
+def format_literal(value: Any, name: NameNode) -> str | None:
+    """The expression for `value`; `name` gives the names of nodes. None: there is no expression."""
     match value:
         case fx.Node():
             return name(value)
@@ -32,11 +32,11 @@ def literal(value: Any, name: Name) -> str | None:
         case int():
             return repr(int(value))
         case float():
-            return _float(value)
+            return _format_float(value)
         case complex():
-            return f"complex({_float(value.real)}, {_float(value.imag)})"
+            return f"complex({_format_float(value.real)}, {_format_float(value.imag)})"
         case torch.SymInt() | torch.SymFloat() | torch.SymBool():
-            return _symbolic(value)
+            return _format_symbolic(value)
         case torch.dtype() | torch.memory_format() | torch.layout():
             return str(value)
         case torch.device():
@@ -46,38 +46,38 @@ def literal(value: Any, name: Name) -> str | None:
         case torch._ops.HigherOrderOperator():
             return f"torch.ops.higher_order.{value.name()}"
         case slice():
-            return _call("slice", (value.start, value.stop, value.step), name)
+            return _format_call("slice", (value.start, value.stop, value.step), name)
         case tuple():
-            inner = _items(value, name)
+            inner = _format_items(value, name)
             return None if inner is None else f"({inner},)" if len(value) == 1 else f"({inner})"
         case list():
-            inner = _items(value, name)
+            inner = _format_items(value, name)
             return None if inner is None else f"[{inner}]"
         case dict():
-            pairs = [(literal(k, name), literal(v, name)) for k, v in value.items()]
+            pairs = [(format_literal(k, name), format_literal(v, name)) for k, v in value.items()]
             if any(k is None or v is None for k, v in pairs):
                 return None
             return "{" + ", ".join(f"{k}: {v}" for k, v in pairs) + "}"
     return "..." if value is Ellipsis else None
 
 
-def _items(values: Any, name: Name) -> str | None:
-    parts = [literal(item, name) for item in values]
+def _format_items(values: Any, name: NameNode) -> str | None:
+    parts = [format_literal(item, name) for item in values]
     return None if any(part is None for part in parts) else ", ".join(part or "" for part in parts)
 
 
-def _call(function: str, arguments: tuple[Any, ...], name: Name) -> str | None:
-    inner = _items(arguments, name)
+def _format_call(function: str, arguments: tuple[Any, ...], name: NameNode) -> str | None:
+    inner = _format_items(arguments, name)
     return None if inner is None else f"{function}({inner})"
 
 
-def _symbolic(value: Any) -> str | None:
-    """A symbolic number that has become a constant prints as it; a free one must come in as an input."""
+def _format_symbolic(value: Any) -> str | None:
+    """A symbolic number prints only if it is a known constant; otherwise it must be an input."""
     known = value.node.maybe_as_int() if isinstance(value, torch.SymInt) else None
     return None if known is None else repr(known)
 
 
-def _float(value: float) -> str:
+def _format_float(value: float) -> str:
     if math.isnan(value):
         return "math.nan"
     if math.isinf(value):
@@ -85,15 +85,15 @@ def _float(value: float) -> str:
     return repr(float(value))
 
 
-def constant(tensor: torch.Tensor) -> str | None:
-    """The expression that rebuilds a constant tensor bit for bit, or None (a subclass, a sparse tensor)."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    if not plain or tensor.layout is not torch.strided or tensor.device.type == "meta":
+def format_constant(tensor: torch.Tensor) -> str | None:
+    """An expression that rebuilds a constant tensor bit for bit. None for subclasses and sparse tensors."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if not is_plain or tensor.layout is not torch.strided or tensor.device.type == "meta":
         return None
     data = tensor.detach().cpu().contiguous()
     shape = list(data.shape)
-    if data.numel() <= SMALL_CONSTANT and _prints_exactly(data):
-        numbers = literal(data.tolist(), lambda node: node.name)
+    if data.numel() <= MAX_LITERAL_ELEMENTS and _round_trips_as_list(data):
+        numbers = format_literal(data.tolist(), lambda node: node.name)
         text = f"torch.tensor({numbers}, dtype={data.dtype})"
         text += f".reshape({shape})" if data.numel() == 0 else ""
     else:
@@ -109,9 +109,9 @@ def constant(tensor: torch.Tensor) -> str | None:
     return text
 
 
-def _prints_exactly(data: torch.Tensor) -> bool:
-    """Whether tolist() and torch.tensor() give the same bits back."""
+def _round_trips_as_list(data: torch.Tensor) -> bool:
+    """Whether `torch.tensor(data.tolist())` gives the same bits."""
     if data.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-        return not bool(data.isnan().any())  # NaN payloads and signs would be lost
+        return not bool(data.isnan().any())  # a list loses NaN payloads and signs
     integers = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
     return data.dtype in integers

@@ -1,7 +1,7 @@
-"""FakeTensor metadata: what a node's value will look like, without computing it.
+"""FakeTensor propagation: the dtype, shape and strides of every node, without computing it.
 
-In: a graph whose inputs carry `meta["val"]`. Out: `meta["val"]` on every node, made by running the ops on
-FakeTensors in the mode (and with the symbolic sizes) the inputs came with.
+In: a graph whose inputs have fake values. Out: fake values on every node. Ops run on FakeTensors in the
+inputs' own fake mode, with its symbolic sizes.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fulgurite.trace.cost import tensors
+from fulgurite.trace.cost import iter_tensors
+from fulgurite.trace.node_meta import fake_value, has_fake_value, has_side_effect, set_fake_value
 from fulgurite.trace.region import Region
 
 
-def fake_mode_of(module: fx.GraphModule) -> FakeTensorMode:
-    """The mode the graph's metadata was made in."""
+def find_fake_mode(module: fx.GraphModule) -> FakeTensorMode:
+    """The fake mode of the graph's metadata."""
     for node in module.graph.nodes:
-        for tensor in tensors(node.meta.get("val")):
+        for tensor in iter_tensors(fake_value(node)):
             if isinstance(tensor, FakeTensor):
                 return tensor.fake_mode
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @contextmanager
-def faking(mode: FakeTensorMode) -> Iterator[None]:
-    """Run ops on fakes: constants may be real tensors, and gradients are of no interest.
+def use_fake_mode(mode: FakeTensorMode) -> Iterator[None]:
+    """Run ops on FakeTensors without gradients. Constants may be real tensors.
 
-    Sizes that depend on data get new symbols here, which the capture that is under way must not wait for.
+    Data-dependent sizes get fresh unbacked symbols, which the enclosing capture must ignore.
     """
     allowed = mode.allow_non_fake_inputs
     mode.allow_non_fake_inputs = True
@@ -45,28 +46,28 @@ def faking(mode: FakeTensorMode) -> Iterator[None]:
         mode.allow_non_fake_inputs = allowed
 
 
-def evaluate(
+def evaluate_fake(
     module: fx.GraphModule, visit: Callable[[fx.Node, Any, dict[fx.Node, Any]], Any] | None = None
 ) -> dict[fx.Node, Any]:
-    """Run the graph on its inputs' metadata; `visit(node, computed, values)` may replace a value."""
+    """Run the graph on its inputs' fake values. `visit(node, computed, values)` may replace a value."""
     values: dict[fx.Node, Any] = {}
-    with faking(fake_mode_of(module)):
+    with use_fake_mode(find_fake_mode(module)):
         for node in module.graph.nodes:
-            if node.op == "placeholder" or node.meta.get("effect"):
-                values[node] = node.meta.get("val")
+            if node.op == "placeholder" or has_side_effect(node):
+                values[node] = fake_value(node)
             elif node.op != "output":
-                computed = call_node(module, node, values)
+                computed = run_node(module, node, values)
                 values[node] = visit(node, computed, values) if visit else computed
     return values
 
 
-def call_node(module: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    """One node applied to values of its arguments."""
+def run_node(module: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    """Run one node on the values of its arguments."""
     if node.op == "get_attr":
-        held: Any = module
+        attribute: Any = module
         for part in str(node.target).split("."):
-            held = getattr(held, part)
-        return held
+            attribute = getattr(attribute, part)
+        return attribute
     args = fx.node.map_arg(node.args, lambda source: values[source])
     kwargs = fx.node.map_arg(node.kwargs, lambda source: values[source])
     if node.op == "call_method":
@@ -81,55 +82,57 @@ def call_node(module: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any])
 
 
 def _run_region(module: fx.GraphModule, inputs: Any) -> Any:
-    """A region op by op, and so the regions inside it."""
+    """Run a region op by op, nested regions too."""
     values: dict[fx.Node, Any] = {}
-    given = iter(inputs)
+    arguments = iter(inputs)
     for node in module.graph.nodes:
         if node.op == "output":
             return fx.node.map_arg(node.args[0], lambda source: values[source])
-        values[node] = next(given) if node.op == "placeholder" else call_node(module, node, values)
+        values[node] = (
+            next(arguments) if node.op == "placeholder" else run_node(module, node, values)
+        )
     raise AssertionError("a graph without an output")
 
 
 def fill_metadata(module: fx.GraphModule) -> None:
-    """Give metadata to the nodes that lack it, computing only those."""
+    """Compute the fake values of nodes that have none."""
     missing = [
         node
         for node in module.graph.nodes
-        if "val" not in node.meta and node.op not in ("placeholder", "output")
+        if not has_fake_value(node) and node.op not in ("placeholder", "output")
     ]
     if not missing:
         return
-    with faking(mode := fake_mode_of(module)):
+    with use_fake_mode(mode := find_fake_mode(module)):
         for node in missing:
-            sources = {source: source.meta.get("val") for source in node.all_input_nodes}
-            value = call_node(module, node, sources)
+            sources = {source: fake_value(source) for source in node.all_input_nodes}
+            value = run_node(module, node, sources)
             if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
                 value = mode.from_tensor(value, static_shapes=True)
-            node.meta["val"] = value
+            set_fake_value(node, value)
 
 
 def same_metadata(one: Any, two: Any) -> bool:
-    """Equal in everything that metadata says."""
+    """Whether two fake values have the same dtypes, devices, layouts, sizes and strides."""
     if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
         if one.dtype != two.dtype or one.device != two.device or one.layout != two.layout:
             return False
-        if not _equal_sizes(one.shape, two.shape):
+        if not _has_same_sizes(one.shape, two.shape):
             return False
-        return one.layout is not torch.strided or _equal_strides(one, two)
+        return one.layout is not torch.strided or _has_same_strides(one, two)
     if isinstance(one, (list, tuple)) and isinstance(two, (list, tuple)):
         return len(one) == len(two) and all(map(same_metadata, one, two))
     return not isinstance(one, torch.Tensor) and not isinstance(two, torch.Tensor)
 
 
-def _equal_sizes(one: Any, two: Any) -> bool:
+def _has_same_sizes(one: Any, two: Any) -> bool:
     return len(one) == len(two) and all(
         statically_known_true(a == b) for a, b in zip(one, two, strict=True)
     )
 
 
-def _equal_strides(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Strides of axes of size 0 or 1 mean nothing, nor do any where there is no element."""
+def _has_same_strides(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Compare strides. Those of axes of size 1 don't matter, nor any of an empty tensor."""
     if any(statically_known_true(size == 0) for size in one.shape):
         return True
     return all(

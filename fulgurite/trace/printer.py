@@ -1,8 +1,8 @@
-"""Trace → Python.
+"""Trace → Python source.
 
-In: a graph module. Out: a `Program`: source text and the objects it refers to by name. Two styles of the
-same lines: "text" is for people and stands alone in a file (imports, typed signature, comments); "boxed" is
-what runs: inputs come in a list that is emptied, and every callee is a global bound beforehand.
+In: a graph module. Out: a `PythonSource`: text, and the objects it refers to by name. There are two styles
+of the same lines. "text" is for people: a standalone file with imports, a typed signature and comments.
+"boxed" is what runs: inputs come in a list, which is cleared, and every callee is a bound global.
 
     # self.mlp             model.py:57   return self.down(F.silu(self.up(h)))
     up = torch.ops.aten.mm(h, up_w.t())                         # torch   275.0 GFLOP
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import builtins
 import keyword
+import math
 import operator
 import types
 from collections.abc import Iterable
@@ -21,10 +22,11 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from fulgurite.trace.comments import annotation, cost_comment, place_comment
+from fulgurite.trace.comments import cost_comment, source_comment, type_annotation
 from fulgurite.trace.describe import Source, source_of
-from fulgurite.trace.literal import constant, literal
-from fulgurite.trace.qualified import qualified_name
+from fulgurite.trace.literal import format_constant, format_literal
+from fulgurite.trace.node_meta import captured_value, executor_of, fake_value
+from fulgurite.trace.qualified_name import qualified_name
 from fulgurite.trace.region import Region
 
 Style = Literal["text", "boxed"]
@@ -57,27 +59,27 @@ RESERVED = {"torch", "math", "operator", "fulgurite", "base64", "zlib", "args", 
 
 
 @dataclass
-class Program:
-    """Source text, and what its free names stand for when it is run rather than read."""
+class PythonSource:
+    """Python text, and the objects that its free names refer to (empty in the "text" style)."""
 
     text: str
     bindings: dict[str, Any] = field(default_factory=dict)
 
 
-def render(module: fx.GraphModule, title: str, notes: Iterable[str], style: Style) -> Program:
-    """The whole program of a graph module in one of the two styles."""
+def render(module: fx.GraphModule, title: str, notes: Iterable[str], style: Style) -> PythonSource:
+    """Print a graph module in one of the two styles."""
     writer = _Writer(style)
-    forward = writer.function("forward", module)
+    forward = writer.format_function("forward", module)
     if style == "boxed":
-        return Program("\n".join(forward) + "\n", writer.bindings)
+        return PythonSource("\n".join(forward) + "\n", writer.bindings)
     head = [f"# {title}", *(f"# {note}" for note in notes)]
     imports = [f"import {name}" for name in sorted(writer.imports | {"torch"})]
     prelude = [line for block in writer.prelude for line in (*block, "")]
-    return Program("\n".join([*head, *imports, "", *prelude, *forward]) + "\n", {})
+    return PythonSource("\n".join([*head, *imports, "", *prelude, *forward]) + "\n", {})
 
 
 class _Writer:
-    """Collects what the functions of one program share: imports, constants, nested functions."""
+    """Collects what the functions of one file share: imports, constants, nested functions."""
 
     def __init__(self, style: Style) -> None:
         self.style = style
@@ -85,31 +87,31 @@ class _Writer:
         self.prelude: list[list[str]] = []
         self.bindings: dict[str, Any] = {}
         self.names: dict[int, str] = {}  # id of a bound object → its name
-        self.taken: set[str] = set(RESERVED)  # names outside functions
-        self.locals: set[str] = set()  # names inside any of them
+        self.taken: set[str] = set(RESERVED)  # global names
+        self.locals: set[str] = set()  # local names of any function
 
     # ---- functions -------------------------------------------------------------------------------
 
-    def function(self, name: str, module: fx.GraphModule, decorator: str = "") -> list[str]:
-        """`def name(...)` with its body, one line an op."""
+    def format_function(self, name: str, module: fx.GraphModule, decorator: str = "") -> list[str]:
+        """`def name(...)` with its body, one line per op."""
         scope = _Scope(self, module)
-        body = scope.body()
+        body = scope.format_body()
         boxed = self.style == "boxed"
-        head = scope.boxed_head(name) if boxed else scope.head(name)
+        head = scope.format_boxed_signature(name) if boxed else scope.format_signature(name)
         return [*([decorator] if decorator else []), *head, *(f"    {line}" for line in body)]
 
-    def nested(self, name: str, module: fx.GraphModule, decorator: str = "") -> str:
-        """The name of a function of its own above the one being printed."""
-        known = self.names.get(id(module))
-        if known is None:
-            known = self.names[id(module)] = self.fresh(name)
-            self.prelude.append(self.function(known, module, decorator))
-        return known
+    def add_nested_function(self, name: str, module: fx.GraphModule, decorator: str = "") -> str:
+        """Print a nested graph as a function above the current one; returns its name."""
+        assigned = self.names.get(id(module))
+        if assigned is None:
+            assigned = self.names[id(module)] = self.unique_name(name)
+            self.prelude.append(self.format_function(assigned, module, decorator))
+        return assigned
 
-    # ---- names of things outside the function ------------------------------------------------------
+    # ---- global names ------------------------------------------------------------------------------
 
-    def fresh(self, wanted: str) -> str:
-        name = "".join(c if c.isalnum() or c == "_" else "_" for c in wanted) or "value"
+    def unique_name(self, hint: str) -> str:
+        name = "".join(c if c.isalnum() or c == "_" else "_" for c in hint) or "value"
         name = f"_{name}" if name[0].isdigit() else name
         unique, count = name, 1
         avoid = self.taken | self.locals
@@ -118,60 +120,60 @@ class _Writer:
         self.taken.add(unique)
         return unique
 
-    def bound(self, wanted: str, value: Any) -> str:
-        """A global name for an object, the same one every time."""
+    def bind_global(self, hint: str, value: Any) -> str:
+        """A global name for an object; the same object always gets the same name."""
         name = self.names.get(id(value))
         if name is None:
-            name = self.names[id(value)] = self.fresh(wanted)
+            name = self.names[id(value)] = self.unique_name(hint)
             self.bindings[name] = value
         return name
 
-    def callee(self, target: Any) -> str:
-        """How to spell a function."""
+    def format_callee(self, target: Any) -> str:
+        """The expression for a function that is called."""
         if isinstance(target, Region):
             if self.style == "boxed":
-                return self.bound(target.name, target.call)
+                return self.bind_global(target.name, target.call)
             self.imports.add("fulgurite")
-            return self.nested(
+            return self.add_nested_function(
                 target.name, target.module, f"@fulgurite.region({target.executor!r})"
             )
-        spelled = qualified_name(target)
+        dotted = qualified_name(target)
         if self.style == "boxed":
-            return self.bound((spelled or "function").removeprefix("torch.ops."), target)
-        if spelled is None:
-            return self.unprintable(target)
-        root = spelled.split(".")[0]
-        if "." in spelled:
-            self.imports.add(root if root == "torch" else spelled.rpartition(".")[0])
-        return spelled
+            return self.bind_global((dotted or "function").removeprefix("torch.ops."), target)
+        if dotted is None:
+            return self.add_unprintable(target)
+        root = dotted.split(".")[0]
+        if "." in dotted:
+            self.imports.add(root if root == "torch" else dotted.rpartition(".")[0])
+        return dotted
 
-    def unprintable(self, value: Any) -> str:
-        """A name for something that has no text; reading the text back says so where it is used."""
-        known = self.names.get(id(value))
-        if known is None:
+    def add_unprintable(self, value: Any) -> str:
+        """A name for an object that can't be written down. The loaded text raises where it is used."""
+        name = self.names.get(id(value))
+        if name is None:
             self.imports.add("fulgurite")
-            known = self.names[id(value)] = self.fresh("object")
-            self.prelude.append([f"{known} = fulgurite.unprintable({repr(value)[:80]!r})"])
-        return known
+            name = self.names[id(value)] = self.unique_name("object")
+            self.prelude.append([f"{name} = fulgurite.unprintable({repr(value)[:80]!r})"])
+        return name
 
-    def attribute(self, wanted: str, value: Any) -> str:
-        """The name of something the graph module holds: a constant, or a nested graph."""
+    def format_attribute(self, hint: str, value: Any) -> str:
+        """The name of an attribute of the graph module: a constant, or a nested graph."""
         if isinstance(value, fx.GraphModule) and self.style == "text":
             self.imports.add("fulgurite")
-            # not by its own name: capturing the text again, TorchDynamo gives that to a graph of its own
-            return self.nested(f"sub_{wanted}", value, "@fulgurite.subgraph")
+            # a prefix, because TorchDynamo uses the plain name for its own graphs if it captures the text
+            return self.add_nested_function(f"sub_{hint}", value, "@fulgurite.subgraph")
         if self.style == "boxed":
-            return self.bound(wanted, value)
-        known = self.names.get(id(value))
-        if known is not None:
-            return known
-        text = constant(value) if isinstance(value, torch.Tensor) else None
+            return self.bind_global(hint, value)
+        name = self.names.get(id(value))
+        if name is not None:
+            return name
+        text = format_constant(value) if isinstance(value, torch.Tensor) else None
         if text is None:
-            return self.unprintable(value)
-        known = self.names[id(value)] = self.fresh(wanted)
-        self.prelude.append([f"{known} = {text}"])
+            return self.add_unprintable(value)
+        name = self.names[id(value)] = self.unique_name(hint)
+        self.prelude.append([f"{name} = {text}"])
         self.imports |= {name for name in ("zlib", "base64", "math") if f"{name}." in text}
-        return known
+        return name
 
 
 class _Scope:
@@ -181,10 +183,10 @@ class _Scope:
         self.writer = writer
         self.module = module
         self.nodes = list(module.graph.nodes)
-        self.local: dict[fx.Node, str] = {}
+        self.local_names: dict[fx.Node, str] = {}
         self.unpacked: dict[fx.Node, list[fx.Node | None]] = {}
         self._name_locals()
-        self.dies_after = self._last_uses()
+        self.dead_after = self._last_uses()
 
     def _name_locals(self) -> None:
         taken: set[str] = set()
@@ -194,186 +196,192 @@ class _Scope:
             name, count = node.name, 1
             while name in self.writer.taken or name in taken or keyword.iskeyword(name):
                 name, count = f"{node.name}_{count}", count + 1
-            items = _items_of(node)
+            items = _unpacked_items(node)
             if items is not None:
                 self.unpacked[node] = items
                 continue
             taken.add(name)
-            self.local[node] = name
+            self.local_names[node] = name
         self.writer.locals |= taken
 
     def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
-        """For each node, the values that nobody needs after it."""
+        """For each node, the values whose last use it is."""
         last: dict[fx.Node, fx.Node] = {}
-        made_by = {item: node for node, items in self.unpacked.items() for item in items if item}
+        tuple_of = {item: node for node, items in self.unpacked.items() for item in items if item}
         for node in self.nodes:
             for source in node.all_input_nodes:
                 if source.op != "get_attr" and source not in self.unpacked:
-                    last[source] = made_by.get(node, node)
-        dies: dict[fx.Node, list[fx.Node]] = {}
+                    last[source] = tuple_of.get(node, node)
+        dead: dict[fx.Node, list[fx.Node]] = {}
         for value, user in last.items():
             if user.op != "output":
-                dies.setdefault(user, []).append(value)
-        return dies
+                dead.setdefault(user, []).append(value)
+        return dead
 
-    # ---- head --------------------------------------------------------------------------------------
+    # ---- signature ---------------------------------------------------------------------------------
 
-    def head(self, name: str) -> list[str]:
+    def format_signature(self, name: str) -> list[str]:
         parameters = []
         for node in self.nodes:
             if node.op == "placeholder":
-                value = node.meta.get("val", node.meta.get("example_value"))
-                known = value is not None
-                parameters.append(self.local[node] + (f': "{annotation(value)}"' if known else ""))
+                value = captured_value(node)
+                annotation = "" if value is None else f': "{type_annotation(value)}"'
+                parameters.append(self.local_names[node] + annotation)
         line = f"def {name}({', '.join(parameters)}):"
         if len(line) <= WIDTH:
             return [line]
         return [f"def {name}(", *(f"    {parameter}," for parameter in parameters), "):"]
 
-    def boxed_head(self, name: str) -> list[str]:
-        names = [self.local[node] for node in self.nodes if node.op == "placeholder"]
+    def format_boxed_signature(self, name: str) -> list[str]:
+        names = [self.local_names[node] for node in self.nodes if node.op == "placeholder"]
         unpack = [f"    {', '.join(names)}, = args"] if names else []
         return [f"def {name}(args):", *unpack, "    args.clear()"]
 
     # ---- body --------------------------------------------------------------------------------------
 
-    def body(self) -> list[str]:
+    def format_body(self) -> list[str]:
         lines: list[str] = []
-        place = Source()
+        current = Source()
         skipped = {item for items in self.unpacked.values() for item in items if item is not None}
         for node in self.nodes:
             if node.op in ("placeholder", "get_attr") or node in skipped:
                 continue
             if self.writer.style == "text" and node.op != "output":
-                here = source_of(node)
-                if (here.file or here.module) and here != place:
-                    place = here
-                    lines.append(place_comment(here))
-            lines += self.returns(node) if node.op == "output" else [self.statement(node)]
+                source = source_of(node)
+                if (source.file or source.module) and source != current:
+                    current = source
+                    lines.append(source_comment(source))
+            lines += (
+                self.format_return(node) if node.op == "output" else [self.format_statement(node)]
+            )
         return lines
 
-    def returns(self, node: fx.Node) -> list[str]:
-        """`return (...)`, folded where it is long."""
-        result = _plain(node.args[0])
-        line = f"return {self.value(result)}"
+    def format_return(self, node: fx.Node) -> list[str]:
+        """`return (...)`, wrapped if it is long."""
+        result = _as_tuple(node.args[0])
+        line = f"return {self.format_value(result)}"
         if len(line) <= WIDTH - 4 or not isinstance(result, tuple) or self.writer.style == "boxed":
             return [line]
         lines, current = ["return ("], "   "
-        for item in map(self.value, result):
+        for item in map(self.format_value, result):
             if len(current) + len(item) + 2 > WIDTH - 4:
                 lines.append(current)
                 current = "   "
             current += f" {item},"
         return [*lines, current, ")"]
 
-    def statement(self, node: fx.Node) -> str:
-        line = self.assignment(node)
-        dead = [self.local[value] for value in self.dies_after.get(node, [])]
-        if "_" in self.targets(node):
+    def format_statement(self, node: fx.Node) -> str:
+        line = self.format_assignment(node)
+        dead = [self.local_names[value] for value in self.dead_after.get(node, [])]
+        if "_" in self.assignment_targets(node):
             dead.append("_")
         if dead:
             line += f"; del {', '.join(dead)}"
-        executor = node.meta.get("executor")
+        executor = executor_of(node)
         if executor and self.writer.style == "text":
             line = f"{line:<{COMMENT_COLUMN}}  # {cost_comment(node, executor)}"
         return line
 
-    def assignment(self, node: fx.Node) -> str:
+    def format_assignment(self, node: fx.Node) -> str:
         if node.op == "call_function" and node.target is operator.setitem:
             target, index, new = node.args
-            return f"{self.value(target)}[{self.index(index)}] = {self.value(new)}"
-        expression = self.expression(node)
+            return f"{self.format_value(target)}[{self.format_index(index)}] = {self.format_value(new)}"
+        expression = self.format_expression(node)
         if not node.users:
             return expression
-        targets = self.targets(node)
+        targets = self.assignment_targets(node)
         left = f"{targets[0]}," if len(targets) == 1 and node in self.unpacked else None
         return f"{left or ', '.join(targets)} = {expression}"
 
-    def targets(self, node: fx.Node) -> list[str]:
+    def assignment_targets(self, node: fx.Node) -> list[str]:
         items = self.unpacked.get(node)
         if items is None:
-            return [self.local[node]]
-        return [self.local[item] if item is not None else "_" for item in items]
+            return [self.local_names[node]]
+        return [self.local_names[item] if item is not None else "_" for item in items]
 
-    def expression(self, node: fx.Node) -> str:
+    def format_expression(self, node: fx.Node) -> str:
         if node.op == "call_method":
             receiver, *arguments = node.args
-            return f"{self.value(receiver)}.{node.target}({self.arguments(arguments, node.kwargs)})"
+            return f"{self.format_value(receiver)}.{node.target}({self.format_arguments(arguments, node.kwargs)})"
         if node.op == "call_module":
             module = self.module.get_submodule(str(node.target))
-            callee = self.writer.attribute(str(node.target), module)
-            return f"{callee}({self.arguments(node.args, node.kwargs)})"
+            callee = self.writer.format_attribute(str(node.target), module)
+            return f"{callee}({self.format_arguments(node.args, node.kwargs)})"
         target = node.target
         if target is operator.getitem:
             source, index = node.args
-            return f"{self.value(source)}[{self.index(index)}]"
+            return f"{self.format_value(source)}[{self.format_index(index)}]"
         if target in INFIX and len(node.args) == 2 and not node.kwargs:
-            left, right = map(self.value, node.args)
+            left, right = map(self.format_value, node.args)
             return f"{left} {INFIX[target]} {right}"  # type: ignore[index]
         if target in PREFIX and len(node.args) == 1 and not node.kwargs:
-            return f"{PREFIX[target]}{self.value(node.args[0])}"  # type: ignore[index]
+            return f"{PREFIX[target]}{self.format_value(node.args[0])}"  # type: ignore[index]
         if isinstance(target, types.MethodDescriptorType) and self.writer.style == "text":
             method: str = target.__name__
             if getattr(torch.Tensor, method, None) is target and node.args:
-                rest = self.arguments(node.args[1:], node.kwargs)
-                return f"{self.value(node.args[0])}.{method}({rest})"
+                rest = self.format_arguments(node.args[1:], node.kwargs)
+                return f"{self.format_value(node.args[0])}.{method}({rest})"
         if target is getattr and len(node.args) == 2:
-            return f"{self.value(node.args[0])}.{node.args[1]}"
-        return f"{self.writer.callee(target)}({self.arguments(node.args, node.kwargs)})"
+            return f"{self.format_value(node.args[0])}.{node.args[1]}"
+        return (
+            f"{self.writer.format_callee(target)}({self.format_arguments(node.args, node.kwargs)})"
+        )
 
-    def arguments(self, args: Iterable[Any], kwargs: dict[str, Any]) -> str:
-        parts = [self.value(argument) for argument in args]
-        parts += [f"{key}={self.value(argument)}" for key, argument in kwargs.items()]
+    def format_arguments(self, args: Iterable[Any], kwargs: dict[str, Any]) -> str:
+        parts = [self.format_value(argument) for argument in args]
+        parts += [f"{key}={self.format_value(argument)}" for key, argument in kwargs.items()]
         return ", ".join(parts)
 
-    def index(self, index: Any) -> str:
+    def format_index(self, index: Any) -> str:
         if isinstance(index, slice):
-            bounds = ["" if b is None else self.value(b) for b in (index.start, index.stop)]
-            step = "" if index.step is None else f":{self.value(index.step)}"
+            bounds = ["" if b is None else self.format_value(b) for b in (index.start, index.stop)]
+            step = "" if index.step is None else f":{self.format_value(index.step)}"
             return ":".join(bounds) + step
         if isinstance(index, tuple) and index:
-            return ", ".join(self.index(item) for item in index) + ("," * (len(index) == 1))
-        return self.value(index)
+            return ", ".join(self.format_index(item) for item in index) + ("," * (len(index) == 1))
+        return self.format_value(index)
 
-    def value(self, value: Any) -> str:
-        text = literal(value, self.name)
+    def format_value(self, value: Any) -> str:
+        text = format_literal(value, self.node_name)
         if text is None and isinstance(value, (list, tuple)):
-            inner = ", ".join(self.value(item) for item in value)
+            inner = ", ".join(self.format_value(item) for item in value)
             return f"[{inner}]" if isinstance(value, list) else f"({inner},)"
         if text is None and isinstance(value, dict):
-            return "{" + ", ".join(f"{k!r}: {self.value(v)}" for k, v in value.items()) + "}"
+            return "{" + ", ".join(f"{k!r}: {self.format_value(v)}" for k, v in value.items()) + "}"
         if text is None and self.writer.style == "boxed":
-            return self.writer.bound(type(value).__name__.lower(), value)
+            return self.writer.bind_global(type(value).__name__.lower(), value)
         if text is None:
-            spelled = qualified_name(value) if callable(value) else None
-            return self.writer.callee(value) if spelled else self.writer.unprintable(value)
+            dotted = qualified_name(value) if callable(value) else None
+            return (
+                self.writer.format_callee(value) if dotted else self.writer.add_unprintable(value)
+            )
         if "math." in text:
             if self.writer.style == "boxed":
-                self.writer.bindings["math"] = __import__("math")
+                self.writer.bindings["math"] = math
             self.writer.imports.add("math")
         if "torch." in text and self.writer.style == "boxed":
             self.writer.bindings["torch"] = torch
         return text
 
-    def name(self, node: fx.Node) -> str:
+    def node_name(self, node: fx.Node) -> str:
         if node.op == "get_attr":
-            wanted = str(node.target)
-            held: Any = self.module
-            for part in wanted.split("."):
-                held = getattr(held, part)
-            return self.writer.attribute(wanted, held)
-        return self.local[node]
+            path = str(node.target)
+            attribute: Any = self.module
+            for part in path.split("."):
+                attribute = getattr(attribute, part)
+            return self.writer.format_attribute(path, attribute)
+        return self.local_names[node]
 
 
-# ---- small things --------------------------------------------------------------------------------
+# ---- helpers -------------------------------------------------------------------------------------
 
 
-def _items_of(node: fx.Node) -> list[fx.Node | None] | None:
-    """The getitem nodes of a tuple, by position, if unpacking it says the same thing."""
-    value = node.meta.get("val")
+def _unpacked_items(node: fx.Node) -> list[fx.Node | None] | None:
+    """The `getitem` nodes of a tuple by position, if a tuple assignment can replace them."""
+    value = fake_value(node)
     if node.op != "call_function" or not isinstance(value, (tuple, list)) or not value:
         return None
-    if node.target is operator.getitem:  # a tuple inside a tuple is picked apart item by item
+    if node.target is operator.getitem:  # a nested tuple is indexed item by item
         return None
     items: list[fx.Node | None] = [None] * len(value)
     for user in node.users:
@@ -386,6 +394,6 @@ def _items_of(node: fx.Node) -> list[fx.Node | None] | None:
     return items if node.users else None
 
 
-def _plain(value: Any) -> Any:
-    """Output structures are printed as tuples."""
+def _as_tuple(value: Any) -> Any:
+    """Outputs are printed as tuples."""
     return tuple(value) if isinstance(value, (list, tuple)) else value

@@ -1,7 +1,7 @@
-"""A region without its names: what two equal regions of different layers have in common.
+"""Signatures: cache keys of regions and calls.
 
-In: a graph module with metadata, or one call of it. Out: a text. Equal texts mean the same ops on the same dtypes,
-sizes and strides.
+In: a graph module with metadata, or one of its calls. Out: a text without names. Equal texts mean the same
+ops on the same dtypes, sizes and strides, so repeated layers share their kernels.
 """
 
 from __future__ import annotations
@@ -10,38 +10,42 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx, strided
 
-from fulgurite.trace.cost import tensors
+from fulgurite.trace.cost import iter_tensors
+from fulgurite.trace.node_meta import fake_value, is_donated
 
 
-def signature(module: fx.GraphModule) -> str:
-    """A region without its names: equal regions of different layers have the same."""
+def region_signature(module: fx.GraphModule) -> str:
+    """A region without its names: equal regions of different layers have equal signatures."""
     number = {node: position for position, node in enumerate(module.graph.nodes)}
     lines = []
     for node in module.graph.nodes:
-        arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: _Numbered(number[n]))
-        value = node.meta.get("val")
-        known = [(t.dtype, tuple(t.shape), tuple(t.stride()), t.device) for t in tensors(value)]
+        arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: _NodeIndex(number[n]))
+        value = fake_value(node)
+        layouts = [
+            (t.dtype, tuple(t.shape), tuple(t.stride()), t.device) for t in iter_tensors(value)
+        ]
         target = "" if node.op in ("placeholder", "output") else node.target
-        target = "lent" if node.meta.get("lent") else target
-        lines.append(f"{node.op} {target} {arguments} {known or value}")
+        target = "donated" if is_donated(node) else target
+        lines.append(f"{node.op} {target} {arguments} {layouts or value}")
     return "\n".join(lines)
 
 
 def call_signature(node: fx.Node) -> str | None:
-    """A call without its names: equal ones compute the same from equal tensors. None where sizes are symbols."""
+    """A call without its names: equal signatures compute the same. None if a size is symbolic."""
     sources = node.all_input_nodes
-    made = list(tensors(node.meta.get("val")))
+    results = list(iter_tensors(fake_value(node)))
     number = {source: position for position, source in enumerate(sources)}
-    arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: _Numbered(number[n]))
-    values = [source.meta.get("val") for source in sources] + made
-    if not made or not all(isinstance(value, Tensor) and _is_plain(value) for value in values):
+    arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: _NodeIndex(number[n]))
+    values = [fake_value(source) for source in sources] + results
+    is_static = all(isinstance(value, Tensor) and _is_static_dense(value) for value in values)
+    if not results or not is_static:
         return None
     layouts = [(t.dtype, tuple(t.shape), t.stride(), t.storage_offset(), t.device) for t in values]
     return f"{node.target} {arguments} {layouts}"
 
 
-def _is_plain(value: Tensor) -> bool:
-    """Of fixed sizes, and nothing but its numbers."""
+def _is_static_dense(value: Tensor) -> bool:
+    """Whether the tensor is strided, with static sizes and without conjugate or negative bit."""
     if value.layout is not strided or value.is_conj() or value.is_neg():
         return False
     sizes = (*value.shape, *value.stride(), value.storage_offset())
@@ -49,7 +53,9 @@ def _is_plain(value: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class _Numbered:
+class _NodeIndex:
+    """A node by its position: prints as `%3`."""
+
     position: int
 
     def __repr__(self) -> str:

@@ -1,8 +1,8 @@
-"""Trace: one stage of one captured graph, as a value.
+"""Trace: one stage of one captured graph, as an immutable value.
 
-In: a `torch.fx.GraphModule` whose nodes carry metadata. Out: its text (`str(trace)`), the function that text
-stands for (`trace.compile()`), and a new Trace for each change (`trace.edited()`, `trace.at_stage()`); the graph
-inside a Trace is never changed once the Trace exists.
+In: a `torch.fx.GraphModule` whose nodes have metadata. Out: its text (`str(trace)`), the function that the
+text defines (`trace.compile()`), and a new Trace for each change (`trace.edit()`, `trace.at_stage()`). The
+graph of a Trace is never changed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from fulgurite.trace.metadata import fill_metadata
+from fulgurite.trace.node_meta import copy_meta
 from fulgurite.trace.printer import render
-from fulgurite.trace.text import bind, load, write_text
+from fulgurite.trace.source import compile_source, load_source, write_atomically
 
 Kind = Literal["captured", "forward", "backward", "inference"]
 BoxedFunction = Callable[[list[Any]], Any]
@@ -26,14 +27,14 @@ BoxedFunction = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class Trace:
-    """One stage of one graph. `module` is read, never written."""
+    """One stage of one graph. `module` must not be modified."""
 
     module: fx.GraphModule
     kind: Kind
     stage: str
-    index: int = 0  # which graph of the compiled function
-    seconds: float = 0.0  # what making this stage took
-    notes: tuple[str, ...] = field(default=())  # decisions worth a line at the top of the text
+    index: int = 0  # number of the captured graph
+    seconds: float = 0.0  # time of the step that produced this stage
+    notes: tuple[str, ...] = field(default=())  # comment lines below the title
 
     @property
     def graph(self) -> fx.Graph:
@@ -41,7 +42,7 @@ class Trace:
 
     @property
     def name(self) -> str:
-        """`forward 0 · simplify`."""
+        """Kind, number and stage: `forward 0 · claimed`."""
         return f"{self.kind} {self.index} · {self.stage}"
 
     @property
@@ -61,7 +62,7 @@ class Trace:
 
     @cached_property
     def text(self) -> str:
-        """The program as Python that runs by itself."""
+        """The trace as standalone Python source."""
         return render(self.module, self.name, self.notes, style="text").text
 
     def __str__(self) -> str:
@@ -74,21 +75,21 @@ class Trace:
         return f"```python\n{self.text}\n```"
 
     def compile(self) -> BoxedFunction:
-        """The function this trace stands for; it takes its inputs in a list, which it empties."""
-        program = render(self.module, self.name, self.notes, style="boxed")
-        return bind(program, f"<fulgurite {self.name}>")
+        """Compile the trace to a function that takes its inputs in a list, which it clears."""
+        source = render(self.module, self.name, self.notes, style="boxed")
+        return compile_source(source, f"<fulgurite {self.name}>")
 
     def run(self, *inputs: Any) -> Any:
-        """Run this stage on real inputs."""
+        """Run the trace on real inputs."""
         return self.compile()(list(inputs))
 
     def save(self, path: str | Path) -> Path:
-        """Write the text to a file (whole or not at all); importing that file gives `forward`."""
-        return write_text(Path(path), self.text)
+        """Write the text to a file, atomically. The file defines `forward`."""
+        return write_atomically(Path(path), self.text)
 
     def load(self) -> Callable[..., Any]:
-        """`forward` as the printed text defines it: the way back from print."""
-        return load(self.text, f"<fulgurite {self.name}, from its text>")
+        """The function `forward` that the printed text defines."""
+        return load_source(self.text, f"<fulgurite {self.name}, from its text>")
 
     def at_stage(self, stage: str, seconds: float = 0.0) -> Trace:
         return replace(self, stage=stage, seconds=seconds)
@@ -99,10 +100,10 @@ class Trace:
     def with_note(self, note: str) -> Trace:
         return replace(self, notes=(*self.notes, note))
 
-    def edited(self, change: Callable[[fx.Graph], None]) -> Trace:
-        """A new Trace whose graph is a copy that `change` has worked on.
+    def edit(self, change: Callable[[fx.Graph], None]) -> Trace:
+        """A new Trace whose graph is a copy that `change` modified in place.
 
-        Nodes that `change` adds need no metadata: it is filled in here.
+        Nodes that `change` adds get their metadata here.
         """
         module = copy_module(self.module)
         change(module.graph)
@@ -111,14 +112,16 @@ class Trace:
 
 
 def copy_module(module: fx.GraphModule) -> fx.GraphModule:
-    """A GraphModule of its own, sharing constants and metadata values with the old one."""
+    """Copy a GraphModule. The copy shares constants and metadata values with the original."""
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     result = graph.graph_copy(module.graph, values)
     old = module.graph.output_node()
     new = graph.output(result)
-    new.meta = dict(old.meta)
+    copy_meta(old, new)
     graph._codegen = fx.graph.CodeGen()
-    copied = _LazyGraphModule(module, graph, class_name="Trace")  # its Python is never asked for
+    copied = _LazyGraphModule(
+        module, graph, class_name="Trace"
+    )  # its Python code is never generated
     copied.meta = dict(module.meta)
     return copied

@@ -1,17 +1,18 @@
-"""What is legal at each stage, and the check that it is so.
+"""The verifier: the rules of each stage.
 
-In: a Trace, and the one it was made from. Out: nothing, or a VerifyError that names the transform, the rule
-and the node. Runs after every transform in the tests and under FULGURITE_VERIFY=1.
+In: a Trace, and the one it was made from. Out: nothing, or a VerifyError that names the transform, the
+rule and the node. Runs after every transform in the tests and under FULGURITE_VERIFY=1.
 
-    rule             holds from      says
-    defined once     captured        every name is defined once, before it is used
-    callable         captured        every target can be called
-    metadata         functional      every op has metadata, and it is what the op gives on FakeTensors
-    functional       functional      no op writes to its arguments, but the last ones to inputs
-    claimed          claimed         every op has an executor
-    same interface   each transform  as many inputs and outputs, of the same dtype, shape, strides, device
-    same history     each transform  the trace it was given is as it was
-    same aliases     each transform  outputs share memory with inputs and each other just as before
+    rule              from stage      meaning
+    defined once      captured        every name is defined once, before its uses
+    callable targets  captured        every target is callable
+    has metadata      functional      every op has metadata
+    metadata          functional      the metadata is what the op returns on FakeTensors
+    functional        functional      no op mutates its arguments, except input mutations
+    claimed           claimed         every op has an executor
+    same interface    each transform  the same inputs and outputs: dtype, shape, strides, device
+    same aliases      each transform  outputs alias inputs and each other as before
+    unmodified input  each transform  the transform did not change the trace it was given
 """
 
 from __future__ import annotations
@@ -26,53 +27,59 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fulgurite.errors import VerifyError
-from fulgurite.trace.cost import op_of
 from fulgurite.trace.describe import describe, source_of
-from fulgurite.trace.metadata import evaluate, same_metadata
+from fulgurite.trace.metadata import evaluate_fake, same_metadata
+from fulgurite.trace.mutations import is_input_mutation
+from fulgurite.trace.node_meta import (
+    aten_op,
+    fake_value,
+    has_fake_value,
+    has_side_effect,
+    is_claimed,
+)
 from fulgurite.trace.region import Region
 from fulgurite.trace.trace import Trace
-from fulgurite.trace.writes import writes_only_inputs
 
 Problem = tuple[str, fx.Node | None]  # what is wrong, and with which node
-CLAIMED_STAGES = ("claimed", "final")
-# What verify found of each module: a stage is checked against the one before, whose values are known already.
-_KNOWN_ALIASES: WeakKeyDictionary[fx.GraphModule, list[str]] = WeakKeyDictionary()
+CLAIMED_STAGES = ("claimed", "gemm_fusion", "final")
+# aliases of verified modules: each stage is compared with the one before
+_ALIAS_CACHE: WeakKeyDictionary[fx.GraphModule, list[str]] = WeakKeyDictionary()
 
 
 def verify(trace: Trace, before: Trace | None = None) -> None:
-    """Raise VerifyError if the trace breaks a rule of its stage or differs from `before` in interface."""
-    for rule in _rules(trace):
+    """Raise VerifyError if the trace breaks a rule of its stage, or its interface is not `before`'s."""
+    for rule in _rules_of_stage(trace):
         _raise_first(trace, rule.__name__, rule(trace))
     before = before if before is not None and before.kind == trace.kind else None
     values: dict[fx.Node, Any] = {}
     if trace.kind != "captured":
-        values = evaluate(trace.module, _recorded_where_opaque)
+        values = evaluate_fake(trace.module, _keep_opaque_values)
         _raise_first(trace, "metadata", _wrong_metadata(trace, values))
     if before is not None:
         _raise_first(trace, "same interface", _changed_interface(trace, before))
     if trace.kind == "captured":
         return
-    aliases = _KNOWN_ALIASES[trace.module] = _aliases(trace, values)
+    aliases = _ALIAS_CACHE[trace.module] = _aliases(trace, values)
     if before is not None:
         _raise_first(trace, "same aliases", _changed_aliases(trace, aliases, before))
 
 
-def contents(trace: Trace) -> list[Any]:
-    """What a graph says, to see later whether it still says it."""
+def snapshot_graph(trace: Trace) -> list[Any]:
+    """The contents of a graph, to detect modifications."""
     return [(n, n.op, n.target, n.args, n.kwargs) for n in trace.graph.nodes]
 
 
-def verify_kept(trace: Trace, known: list[Any], name: str) -> None:
-    """Raise VerifyError if `name` wrote to the trace it was given."""
-    if contents(trace) != known:
+def verify_unmodified(trace: Trace, snapshot: list[Any], name: str) -> None:
+    """Raise VerifyError if the transform `name` modified the trace it was given."""
+    if snapshot_graph(trace) != snapshot:
         raise VerifyError(
-            f"{name} changed the trace it was given; the history would show its work as older",
+            f"{name} modified the trace it was given, which the history still shows",
             trace=trace.name,
-            next=f"let {name} work on a copy: return trace.edited(change), where change gets the graph",
+            next=f"let {name} modify a copy: return trace.edit(change), where change gets the graph",
         )
 
 
-def _rules(trace: Trace) -> list[Callable[[Trace], Iterator[Problem]]]:
+def _rules_of_stage(trace: Trace) -> list[Callable[[Trace], Iterator[Problem]]]:
     rules: list[Callable[[Trace], Iterator[Problem]]] = [defined_once, callable_targets]
     if trace.kind != "captured":
         rules += [has_metadata, functional]
@@ -100,80 +107,78 @@ def callable_targets(trace: Trace) -> Iterator[Problem]:
 
 def has_metadata(trace: Trace) -> Iterator[Problem]:
     for node in trace.ops:
-        if "val" not in node.meta:
+        if not has_fake_value(node):
             yield f"{node.name} has no metadata", node
 
 
 def functional(trace: Trace) -> Iterator[Problem]:
     for node in trace.graph.nodes:
         if node.op in ("call_method", "call_module"):
-            what = node.op.removeprefix("call_")
-            yield f"{node.name} calls the {what} {node.target}; only functions are left here", node
+            kind = node.op.removeprefix("call_")
+            yield f"{node.name} calls the {kind} {node.target}; only functions are allowed", node
         schema = getattr(node.target, "_schema", None)
-        if schema is None or not schema.is_mutable or node.meta.get("effect"):
+        if schema is None or not schema.is_mutable or has_side_effect(node):
             continue
-        if not writes_only_inputs(node):
-            yield f"{node.name} writes to its arguments ({schema.name})", node
+        if not is_input_mutation(node):
+            yield f"{node.name} mutates its arguments ({schema.name})", node
 
 
 def claimed(trace: Trace) -> Iterator[Problem]:
     for node in trace.ops:
-        if "executor" not in node.meta:
+        if not is_claimed(node):
             yield f"{node.name} has no executor", node
 
 
-def _recorded_where_opaque(node: fx.Node, computed: Any, values: dict[fx.Node, Any]) -> Any:
-    """Higher-order ops and fresh symbols are taken as recorded: running them again proves nothing."""
-    maker = node.args[0] if node.target is operator.getitem else node
-    opaque = isinstance(getattr(maker, "target", None), torch._ops.HigherOrderOperator)
-    recorded = node.meta.get("val")
-    return recorded if opaque or _has_fresh_symbols(recorded) else computed
+def _keep_opaque_values(node: fx.Node, computed: Any, values: dict[fx.Node, Any]) -> Any:
+    """Keep the recorded values of higher-order ops and unbacked symbols: they can't be recomputed."""
+    producer = node.args[0] if node.target is operator.getitem else node
+    opaque = isinstance(getattr(producer, "target", None), torch._ops.HigherOrderOperator)
+    recorded = fake_value(node)
+    return recorded if opaque or _has_unbacked_symbols(recorded) else computed
 
 
-def _has_fresh_symbols(value: Any) -> bool:
+def _has_unbacked_symbols(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
-        return any(_has_fresh_symbols(item) for item in value)
+        return any(_has_unbacked_symbols(item) for item in value)
     symbolic = isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
     return symbolic and bool(free_unbacked_symbols(value))
 
 
 def _wrong_metadata(trace: Trace, values: dict[fx.Node, Any]) -> Iterator[Problem]:
     for node in trace.ops:
-        recorded = node.meta.get("val")
+        recorded = fake_value(node)
         if not same_metadata(recorded, values[node]):
-            text = f"{node.name} is recorded as {describe(recorded)} and gives"
-            yield f"{text} {describe(values[node])}", node
+            computed = describe(values[node])
+            yield f"{node.name} is recorded as {describe(recorded)} but is {computed}", node
 
 
 def _changed_interface(trace: Trace, before: Trace) -> Iterator[Problem]:
-    for what, new, old in (
+    for role, new, old in (
         ("input", trace.inputs, before.inputs),
         ("output", trace.outputs, before.outputs),
     ):
         if len(new) != len(old):
-            yield f"{len(new)} {what}s where there were {len(old)}", None
+            yield f"{len(new)} {role}s instead of {len(old)}", None
             return
         for position, (now, then) in enumerate(zip(new, old, strict=True)):
             if isinstance(now, fx.Node) != isinstance(then, fx.Node):
-                was = _recorded(then)
-                if isinstance(was, torch.Tensor) or isinstance(_recorded(now), torch.Tensor):
-                    yield f"{what} {position} is {now} and was {describe(was)}", None
-                continue  # a number that folded to a constant
-            if isinstance(now, fx.Node) and not same_metadata(
-                now.meta.get("val"), then.meta.get("val")
-            ):
-                is_, was = describe(now.meta.get("val")), describe(then.meta.get("val"))
-                yield f"{what} {position} is {is_} and was {was}", now
+                was = _metadata_of(then)
+                if isinstance(was, torch.Tensor) or isinstance(_metadata_of(now), torch.Tensor):
+                    yield f"{role} {position} is {now} and was {describe(was)}", None
+                continue  # a number that was folded to a constant
+            if isinstance(now, fx.Node) and not same_metadata(fake_value(now), fake_value(then)):
+                is_, was = describe(fake_value(now)), describe(fake_value(then))
+                yield f"{role} {position} is {is_} and was {was}", now
 
 
-def _recorded(value: Any) -> Any:
-    return value.meta.get("val") if isinstance(value, fx.Node) else value
+def _metadata_of(value: Any) -> Any:
+    return fake_value(value) if isinstance(value, fx.Node) else value
 
 
 def _changed_aliases(trace: Trace, aliases: list[str], before: Trace) -> Iterator[Problem]:
-    old = _KNOWN_ALIASES.get(before.module)
+    old = _ALIAS_CACHE.get(before.module)
     if old is None:
-        old = _aliases(before, evaluate(before.module, _recorded_where_opaque))
+        old = _aliases(before, evaluate_fake(before.module, _keep_opaque_values))
     for position, (now, then) in enumerate(zip(aliases, old, strict=True)):
         if now != then:
             node = trace.outputs[position]
@@ -185,41 +190,42 @@ def _changed_aliases(trace: Trace, aliases: list[str], before: Trace) -> Iterato
 
 
 def _aliases(trace: Trace, values: dict[fx.Node, Any]) -> list[str]:
-    """For each output, the first input or earlier output whose memory it shares."""
+    """For each output, the first input or earlier output that it shares memory with."""
     owner: dict[int, str] = {}
     for position, node in enumerate(trace.inputs):
-        storage = _storage(values[node])
+        storage = _storage_id(values[node])
         if storage is not None:
             owner.setdefault(storage, f"input {position}")
-    shares: list[str] = []
+    aliases: list[str] = []
     for position, node in enumerate(trace.outputs):
-        storage = _storage(values[node]) if isinstance(node, fx.Node) else None
-        shares.append(owner.get(storage, "") if storage is not None else "")
+        storage = _storage_id(values[node]) if isinstance(node, fx.Node) else None
+        aliases.append(owner.get(storage, "") if storage is not None else "")
         if storage is not None:
             owner.setdefault(storage, f"output {position}")
-    return shares
+    return aliases
 
 
-def _storage(value: Any) -> int | None:
+def _storage_id(value: Any) -> int | None:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     return value.untyped_storage()._cdata
 
 
 def _raise_first(trace: Trace, rule: str, problems: Iterator[Problem]) -> None:
-    for what, node in problems:
+    for problem, node in problems:
         where = str(source_of(node)) if node is not None else ""
         target = f"{_target_name(node)}" if node is not None else None
         raise VerifyError(
-            f"{trace.stage} made a trace that breaks the rule '{rule.replace('_', ' ')}': {what}",
+            f"{trace.stage} returned a trace that breaks the rule "
+            f"'{rule.replace('_', ' ')}': {problem}",
             trace=trace.name,
             op=target,
             where=where,
-            next=f"mend {trace.stage}, or leave it out; print(trace) shows what it made",
+            next=f"fix or remove {trace.stage}; print(trace) shows what it returned",
         )
 
 
 def _target_name(node: fx.Node) -> str:
     if isinstance(node.target, Region):
         return node.target.name
-    return f"{node.name} = {op_of(node)}"
+    return f"{node.name} = {aten_op(node)}"

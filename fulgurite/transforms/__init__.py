@@ -1,24 +1,26 @@
 """Trace → Trace.
 
-In and out: a Trace. A transform says in which phase it runs: before autograd (the captured program), after
-autograd (functional ATen), or after claiming (each call has its executor).
+In and out: a Trace. A transform runs in one of three phases: before autograd (on the captured program),
+after autograd (on functional ATen graphs), or after claiming (each call has its executor).
 
-    base.py         the contract           simplify.py  dead code, constants, algebra, common subexpressions
-    purity.py       what may be moved      decompose.py one op → the pieces it is made of
-    remat.py        what backward saves    quantize.py  FP8 training
-    attention.py    masks that are known before anything runs
-    pooling.py      max pooling that keeps a byte an element for backward
-    masks.py        gradients of a relu that don't read its result
-    losses.py       the gradient of a cross entropy without a scatter
-    cross_entropy.py  the same from the logits themselves, which forward then need not turn into logarithms
-    nonfinite.py, annotation.py, op_times.py   tools that are transforms
+    base.py             the contract: Transform, @transform
+    simplify.py         dead code, constants, algebra, common subexpressions
+    attention_masks.py  constant-fold attention masks, for example to is_causal=True
+    decompose.py        one op → smaller ops
+    remat.py            split forward and backward: what is saved, what is recomputed
+    max_pool.py         max pooling that saves int8 offsets instead of int64 indices
+    relu_backward.py    recompute ReLU masks from batch-norm inputs
+    nll_loss.py         elementwise gradient of the negative log likelihood
+    cross_entropy.py    recompute log-softmax in backward instead of saving it
+    fp8.py              FP8 training
+    nonfinite.py, annotation.py, op_times.py   debugging and profiling, on top of instrument.py
 """
 
 from fulgurite.transforms.annotation import annotate
 from fulgurite.transforms.base import Phase, Transform, as_transform, transform
+from fulgurite.transforms.fp8 import fp8_training
 from fulgurite.transforms.nonfinite import find_nonfinite
 from fulgurite.transforms.op_times import TimeOps
-from fulgurite.transforms.quantize import fp8_training
 from fulgurite.transforms.simplify import SIMPLIFY
 
 __all__ = [

@@ -1,7 +1,7 @@
-"""Name the work in profiles by module path.
+"""Profiler ranges by module path.
 
-In: a claimed Trace. Out: the same with a range opened wherever the user's module changes: `torch.profiler`
-shows it, and on a GPU so does NVTX.
+In: a claimed Trace. Out: the same with a profiler range for each of the user's modules. `torch.profiler`
+shows the ranges, and so does NVTX on a GPU.
 
     compiled = fulgurite.compile(model, transforms=[fulgurite.transforms.annotate])
 """
@@ -16,12 +16,12 @@ from torch import fx
 
 from fulgurite.trace import Trace, source_of
 from fulgurite.transforms.base import transform
-from fulgurite.transforms.observe import add_effect
+from fulgurite.transforms.instrument import add_effect
 
 
 @transform(phase="after_claim")
 def annotate(trace: Trace) -> Trace:
-    """Open a range per module path, in the order of execution."""
+    """Open a profiler range per module path, in the order of execution."""
 
     def change(graph: fx.Graph) -> None:
         current = ""
@@ -29,7 +29,7 @@ def annotate(trace: Trace) -> Trace:
             if node.op != "call_function":
                 continue
             source = source_of(node)
-            path = f"{trace.kind} {source.module or source.place or 'outside modules'}"
+            path = f"{trace.kind} {source.module or source.location or 'no module'}"
             if path != current:
                 with graph.inserting_before(node):
                     add_effect(graph, enter_range, path)
@@ -38,31 +38,31 @@ def annotate(trace: Trace) -> Trace:
             with graph.inserting_before(graph.output_node()):
                 add_effect(graph, leave_range)
 
-    return trace.edited(change)
+    return trace.edit(change)
 
 
-class _Open(threading.local):
-    """The range that is open on this thread."""
+class _OpenRange(threading.local):
+    """The open range of this thread."""
 
     record: Any = None
 
 
-_open = _Open()
+_open_range = _OpenRange()
 
 
 def enter_range(path: str) -> None:
-    """Close the open range, if any, and open another."""
+    """Close the open range, if any, and open a new one."""
     leave_range()
-    _open.record = torch.profiler.record_function(path)
-    _open.record.__enter__()
+    _open_range.record = torch.profiler.record_function(path)
+    _open_range.record.__enter__()
     if torch.cuda.is_available():
         torch.cuda.nvtx.range_push(path)
 
 
 def leave_range() -> None:
-    if _open.record is None:
+    if _open_range.record is None:
         return
-    record, _open.record = _open.record, None
+    record, _open_range.record = _open_range.record, None
     record.__exit__(None, None, None)
     if torch.cuda.is_available():
         torch.cuda.nvtx.range_pop()

@@ -1,10 +1,10 @@
-"""The contract: a transform is a function from Trace to Trace that says when it runs.
+"""The contract: a transform is a function Trace → Trace with a phase.
 
     @fulgurite.transform(phase="after_autograd")
     def my_pass(trace: Trace) -> Trace:
-        return trace.edited(lambda graph: ...)
+        return trace.edit(lambda graph: ...)
 
-A plain function is taken as one that runs after autograd.
+A plain function runs after autograd.
 """
 
 from __future__ import annotations
@@ -19,45 +19,53 @@ from fulgurite.errors import ArgumentError
 from fulgurite.trace import Trace
 
 Phase = Literal["before_autograd", "after_autograd", "after_claim"]
-Change = Callable[[Trace], Trace]
+TraceFunction = Callable[[Trace], Trace]
 
 
 @dataclass(frozen=True)
 class Transform:
+    """A named function Trace → Trace and the phase it runs in."""
+
     name: str
     phase: Phase
-    change: Change
+    function: TraceFunction
 
     def __call__(self, trace: Trace) -> Trace:
-        with _disable_current_modes():  # torch compiles in fake mode; constants are to be real
-            result = self.change(trace)
+        with _disable_current_modes():  # TorchDynamo calls us in fake mode; constants must be real
+            result = self.function(trace)
         if not isinstance(result, Trace):
             raise ArgumentError(
                 f"the transform {self.name} returned {type(result).__name__}, not a Trace",
-                next="return the trace it was given, or trace.edited(...)",
+                next="return the trace it was given, or trace.edit(...)",
             )
         return result
 
 
 @overload
-def transform(change: Change, /) -> Transform: ...
+def transform(change: TraceFunction, /) -> Transform: ...
 @overload
-def transform(*, phase: Phase = ..., name: str | None = ...) -> Callable[[Change], Transform]: ...
 def transform(
-    change: Change | None = None, /, *, phase: Phase = "after_autograd", name: str | None = None
-) -> Transform | Callable[[Change], Transform]:
-    """Make a Transform of a function; see the module's docstring."""
+    *, phase: Phase = ..., name: str | None = ...
+) -> Callable[[TraceFunction], Transform]: ...
+def transform(
+    change: TraceFunction | None = None,
+    /,
+    *,
+    phase: Phase = "after_autograd",
+    name: str | None = None,
+) -> Transform | Callable[[TraceFunction], Transform]:
+    """Make a Transform from a function. A decorator, with or without arguments."""
     if phase not in get_args(Phase):
         raise ArgumentError(f"phase={phase!r} is not a phase", next=f"one of {get_args(Phase)}")
 
-    def wrap(function: Change) -> Transform:
+    def wrap(function: TraceFunction) -> Transform:
         return Transform(name or function.__name__, phase, function)
 
     return wrap if change is None else wrap(change)
 
 
 def as_transform(value: Any) -> Transform:
-    """A Transform from what a user put in the list."""
+    """A Transform from an entry of the user's list."""
     if isinstance(value, Transform):
         return value
     if callable(value) and not isinstance(value, type):

@@ -1,12 +1,14 @@
-"""The backward of a cross entropy from the logits, which are in memory anyway, instead of their logarithms.
+"""Recompute log-softmax in the backward of a cross entropy, instead of saving it.
 
-In: the joint graph of forward and backward. Out: the same, where forward gives two numbers a row and backward makes
-the logarithms once more; forward then writes nothing as large as the logits:
+In: the joint graph of forward and backward. Out: the same, where forward saves two numbers per row and
+backward recomputes the log-softmax from the logits, which are in memory anyway. Forward then writes
+nothing as large as the logits:
 
-    log_softmax(x)[n,c] = x[n,c] - top[n] - total[n]       top = max_c x       total = log(sum_c exp(x - top))
+    log_softmax(x)[n,c] = x[n,c] - row_max[n] - log_sum[n]
+    row_max = max_c x          log_sum = log(sum_c exp(x - row_max))
 
-The gradient of the negative log likelihood has one number a row that is not zero, so that its sum over the classes,
-which the backward of the log softmax asks for, is that number (`cross_entropy_backward`).
+The gradient of the negative log likelihood has one nonzero number per row. Its sum over the classes, which
+the backward of log-softmax needs, is that number (`cross_entropy_backward`).
 """
 
 from __future__ import annotations
@@ -18,9 +20,20 @@ from torch import Tensor, fx
 
 from fulgurite.op import op
 from fulgurite.trace.cost import is_view
-from fulgurite.trace.metadata import fake_mode_of, faking
-from fulgurite.transforms.losses import by_class, of_own_class, of_rows
-from fulgurite.transforms.masks import emit_again, recomputed, source
+from fulgurite.trace.metadata import find_fake_mode, use_fake_mode
+from fulgurite.trace.node_meta import (
+    copy_meta,
+    fake_value,
+    is_in_backward,
+    mark_must_recompute,
+    set_fake_value,
+)
+from fulgurite.transforms.nll_loss import (
+    broadcast_row_gradients,
+    class_gradients,
+    target_class_gradients,
+)
+from fulgurite.transforms.relu_backward import emit_recompute, skip_detach
 
 aten = torch.ops.aten
 LOG_SOFTMAX = aten._log_softmax.default
@@ -28,168 +41,185 @@ LOG_SOFTMAX_BACKWARD = aten._log_softmax_backward_data.default
 NLL_BACKWARD = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 
 
-@op("fulgurite::log_softmax_parts")
-def log_softmax_parts(x: Tensor, dim: int, half_to_float: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """log_softmax, and what it takes off each row: the maximum, and the logarithm of the sum of the rest."""
-    return _parts(x, dim, half_to_float)
+@op("fulgurite::log_softmax_with_stats")
+def log_softmax_with_stats(
+    x: Tensor, dim: int, half_to_float: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """log_softmax, and the two numbers per row that it subtracts: the maximum and the log-sum-exp."""
+    return _log_softmax_with_stats(x, dim, half_to_float)
 
 
-@log_softmax_parts.fake
+@log_softmax_with_stats.fake
 def _(x, dim, half_to_float):  # type: ignore[no-untyped-def]
-    return _parts(x, dim, half_to_float)
+    return _log_softmax_with_stats(x, dim, half_to_float)
 
 
-@log_softmax_parts.pieces
+@log_softmax_with_stats.decomposition
 def _(x, dim, half_to_float):  # type: ignore[no-untyped-def]
-    return _parts(x, dim, half_to_float)
+    return _log_softmax_with_stats(x, dim, half_to_float)
 
 
-def _parts(x: Tensor, dim: int, half_to_float: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _log_softmax_with_stats(
+    x: Tensor, dim: int, half_to_float: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    top = wide.amax(dim, keepdim=True)
-    total = (wide - top).exp().sum(dim, keepdim=True).log()
-    return _logarithms(x, top, total, wide.dtype if half_to_float else x.dtype), top, total
+    row_max = wide.amax(dim, keepdim=True)
+    log_sum = (wide - row_max).exp().sum(dim, keepdim=True).log()
+    return (
+        _recompute_log_softmax(x, row_max, log_sum, wide.dtype if half_to_float else x.dtype),
+        row_max,
+        log_sum,
+    )
 
 
-@op("fulgurite::logarithms_again")
-def logarithms_again(x: Tensor, top: Tensor, total: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a log softmax made of x, from the two numbers a row that it kept."""
-    return _logarithms(x, top, total, dtype)
+@op("fulgurite::recompute_log_softmax")
+def recompute_log_softmax(
+    x: Tensor, row_max: Tensor, log_sum: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """log_softmax of x, from the two numbers per row that forward saved."""
+    return _recompute_log_softmax(x, row_max, log_sum, dtype)
 
 
-@logarithms_again.fake
-def _(x, top, total, dtype):  # type: ignore[no-untyped-def]
+@recompute_log_softmax.fake
+def _(x, row_max, log_sum, dtype):  # type: ignore[no-untyped-def]
     return torch.empty_like(x, dtype=dtype)
 
 
-@logarithms_again.pieces
-def _(x, top, total, dtype):  # type: ignore[no-untyped-def]
-    return _logarithms(x, top, total, dtype)
+@recompute_log_softmax.decomposition
+def _(x, row_max, log_sum, dtype):  # type: ignore[no-untyped-def]
+    return _recompute_log_softmax(x, row_max, log_sum, dtype)
 
 
-def _logarithms(x: Tensor, top: Tensor, total: Tensor, dtype: torch.dtype) -> Tensor:
-    return ((x.to(top.dtype) - top) - total).to(dtype, copy=True)
+def _recompute_log_softmax(
+    x: Tensor, row_max: Tensor, log_sum: Tensor, dtype: torch.dtype
+) -> Tensor:
+    return ((x.to(row_max.dtype) - row_max) - log_sum).to(dtype, copy=True)
 
 
 @op("fulgurite::cross_entropy_backward")
 def cross_entropy_backward(
     grad: Tensor,
-    logarithms: Tensor,
+    log_probs: Tensor,
     target: Tensor,
     weight: Tensor | None,
     reduction: int,
-    ignored: int,
+    ignore_index: int,
     total_weight: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient of the logits: `nll_loss_backward` and then `_log_softmax_backward_data`."""
-    grad, target = of_rows(grad, logarithms, target, reduction, total_weight)
-    return _gradient(grad, logarithms, target, weight, ignored, dtype)
+    """Gradient of the logits: `nll_loss_backward`, then `_log_softmax_backward_data`."""
+    grad, target = broadcast_row_gradients(grad, log_probs, target, reduction, total_weight)
+    return _logits_gradient(grad, log_probs, target, weight, ignore_index, dtype)
 
 
 @cross_entropy_backward.fake
-def _(grad, logarithms, target, weight, reduction, ignored, total_weight, dtype):  # type: ignore[no-untyped-def]
-    return torch.empty_like(logarithms, dtype=dtype)
+def _(grad, log_probs, target, weight, reduction, ignore_index, total_weight, dtype):  # type: ignore[no-untyped-def]
+    return torch.empty_like(log_probs, dtype=dtype)
 
 
-@cross_entropy_backward.pieces
-def _(grad, logarithms, target, weight, reduction, ignored, total_weight, dtype):  # type: ignore[no-untyped-def]
-    grad, target = of_rows(grad, logarithms, target, reduction, total_weight)
-    return _gradient(grad, logarithms, target, weight, ignored, dtype)
+@cross_entropy_backward.decomposition
+def _(grad, log_probs, target, weight, reduction, ignore_index, total_weight, dtype):  # type: ignore[no-untyped-def]
+    grad, target = broadcast_row_gradients(grad, log_probs, target, reduction, total_weight)
+    return _logits_gradient(grad, log_probs, target, weight, ignore_index, dtype)
 
 
-def _gradient(
+def _logits_gradient(
     grad: Tensor,
-    logarithms: Tensor,
+    log_probs: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    ignored: int,
+    ignore_index: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    each = by_class(grad, logarithms, target, weight, ignored)
-    row = of_own_class(
-        grad, logarithms, target, weight, ignored
-    )  # the sum of `each` over the classes
-    wide = torch.promote_types(logarithms.dtype, torch.float32)
-    return (each.to(wide) - logarithms.to(wide).exp() * row.to(wide)).to(dtype)
+    by_class = class_gradients(grad, log_probs, target, weight, ignore_index)
+    # the sum of `by_class` over the classes
+    row_sum = target_class_gradients(grad, log_probs, target, weight, ignore_index)
+    wide = torch.promote_types(log_probs.dtype, torch.float32)
+    return (by_class.to(wide) - log_probs.to(wide).exp() * row_sum.to(wide)).to(dtype)
 
 
-def logarithms_from_logits(joint: fx.GraphModule) -> None:
-    """Let the backward of each log softmax look at its input, where nothing else keeps what it made."""
+def recompute_log_softmax_in_backward(joint: fx.GraphModule) -> None:
+    """Let the backward of each log-softmax read its input, unless its output is needed elsewhere."""
     graph = joint.graph
     for node in graph.find_nodes(op="call_function", target=LOG_SOFTMAX):
-        readers = _readers(node)
-        if readers and _is_taken(node):
-            with faking(fake_mode_of(joint)):
-                _split(graph, node, readers)
+        readers = _backward_readers(node)
+        if readers and _is_supported(node):
+            with use_fake_mode(find_fake_mode(joint)):
+                _replace_log_softmax(graph, node, readers)
     graph.eliminate_dead_code()
 
 
-def _readers(node: fx.Node) -> list[fx.Node]:
-    """What backward does with it; none where that is more than the gradient of a log softmax."""
-    behind, found = [node], []
-    for one in behind:
-        for user in one.users:
+def _backward_readers(node: fx.Node) -> list[fx.Node]:
+    """Nodes of backward that read the log-softmax; empty if one of them is not its gradient."""
+    aliases, found = [node], []
+    for alias in aliases:
+        for user in alias.users:
             if user.target is aten.detach.default:
-                behind.append(user)
+                aliases.append(user)
             elif user.op == "output":
                 return []
-            elif user.meta.get("partitioner_tag") == "is_backward":
+            elif is_in_backward(user):
                 found.append(user)
-    known = all(
-        user.target in (LOG_SOFTMAX_BACKWARD, *NLL_BACKWARD) and source(user.args[1]) is node
+    is_supported = all(
+        user.target in (LOG_SOFTMAX_BACKWARD, *NLL_BACKWARD) and skip_detach(user.args[1]) is node
         for user in found
     )
-    return found if known and any(u.target is LOG_SOFTMAX_BACKWARD for u in found) else []
+    return found if is_supported and any(u.target is LOG_SOFTMAX_BACKWARD for u in found) else []
 
 
-def _is_taken(node: fx.Node) -> bool:
-    """Whether it has elements, which lie as the formulas lay them."""
-    value = node.meta["val"]
-    x = node.args[0].meta["val"]  # type: ignore[union-attr]
-    has_some = all(not isinstance(size, int) or size > 0 for size in x.shape)
-    return has_some and x.dim() > 0 and x.stride() == value.stride()
+def _is_supported(node: fx.Node) -> bool:
+    """Whether the tensor is not empty, and has the strides that the formulas produce."""
+    value = fake_value(node)
+    x = fake_value(node.args[0])  # type: ignore[union-attr]
+    is_nonempty = all(not isinstance(size, int) or size > 0 for size in x.shape)
+    return is_nonempty and x.dim() > 0 and x.stride() == value.stride()
 
 
-def _split(graph: fx.Graph, node: fx.Node, readers: list[fx.Node]) -> None:
+def _replace_log_softmax(graph: fx.Graph, node: fx.Node, readers: list[fx.Node]) -> None:
     x = node.args[0]
     assert isinstance(x, fx.Node)
-    _move_again(x)
+    _recompute_copies(x)
     with graph.inserting_before(node):
-        parts = graph.call_function(log_softmax_parts.overload, node.args)
-        parts.meta = {**node.meta, "val": log_softmax_parts.overload(x.meta["val"], *node.args[1:])}
-        items = [graph.call_function(operator.getitem, (parts, place)) for place in range(3)]
-        for item, value in zip(items, parts.meta["val"], strict=True):
-            item.meta = {**node.meta, "val": value}
-    made, top, total = items
+        outputs = graph.call_function(log_softmax_with_stats.overload, node.args)
+        copy_meta(node, outputs)
+        set_fake_value(outputs, log_softmax_with_stats.overload(fake_value(x), *node.args[1:]))
+        items = [graph.call_function(operator.getitem, (outputs, index)) for index in range(3)]
+        for item, value in zip(items, fake_value(outputs), strict=True):
+            copy_meta(node, item)
+            set_fake_value(item, value)
+    log_probs, row_max, log_sum = items
     first = min(readers, key=list(graph.nodes).index)
     with graph.inserting_before(first):
-        again = emit_again(graph, logarithms_again.overload, x, top, total, node.meta["val"].dtype)
+        recomputed = emit_recompute(
+            graph, recompute_log_softmax.overload, x, row_max, log_sum, fake_value(node).dtype
+        )
     for reader in readers:
-        reader.args = (reader.args[0], again, *reader.args[2:])
+        reader.args = (reader.args[0], recomputed, *reader.args[2:])
         if reader.target is LOG_SOFTMAX_BACKWARD:
-            _join(graph, reader, again)
-    node.replace_all_uses_with(made)
+            _fuse_gradients(graph, reader, recomputed)
+    node.replace_all_uses_with(log_probs)
 
 
-def _move_again(x: fx.Node) -> None:
-    """Keep what slices, copies and casts were made of, instead of what they gave."""
-    moves = aten.clone.default, aten._to_copy.default
-    while x.target in moves or (is_view(x) and x.target is not operator.getitem):
-        recomputed(x)
+def _recompute_copies(x: fx.Node) -> None:
+    """Recompute slices, copies and casts of the logits, so that only their source is saved."""
+    copies = aten.clone.default, aten._to_copy.default
+    while x.target in copies or (is_view(x) and x.target is not operator.getitem):
+        mark_must_recompute(x)
         x = x.all_input_nodes[0]
 
 
-def _join(graph: fx.Graph, node: fx.Node, again: fx.Node) -> None:
-    """The gradients of the likelihood and of the log softmax in one, where nothing is between them."""
-    (likelihood, _, dim, dtype) = node.args
-    if not isinstance(likelihood, fx.Node) or likelihood.target not in NLL_BACKWARD:
+def _fuse_gradients(graph: fx.Graph, node: fx.Node, log_probs: fx.Node) -> None:
+    """Merge the gradients of nll_loss and log_softmax into one op, if they are adjacent."""
+    (nll_gradient, _, dim, dtype) = node.args
+    if not isinstance(nll_gradient, fx.Node) or nll_gradient.target not in NLL_BACKWARD:
         return
-    value = again.meta["val"]
+    value = fake_value(log_probs)
     if dim % value.dim() != (0 if value.dim() < 2 else 1):  # type: ignore[operator]
         return
-    (grad, _, *rest) = likelihood.args
+    (grad, _, *rest) = nll_gradient.args
     with graph.inserting_before(node):
-        joined = graph.call_function(cross_entropy_backward.overload, (grad, again, *rest, dtype))
-    joined.meta = dict(node.meta)
-    node.replace_all_uses_with(joined)
+        fused = graph.call_function(
+            cross_entropy_backward.overload, (grad, log_probs, *rest, dtype)
+        )
+    copy_meta(node, fused)
+    node.replace_all_uses_with(fused)

@@ -1,8 +1,8 @@
-"""Find the op that made the first NaN or infinity.
+"""Find the op that produced the first NaN or infinity.
 
-In: a claimed Trace. Out: the same with a check behind every call: a NaN where no input had one, or an infinity
-where every input was finite, raises NonFiniteError with the op and the user's line. An op that is *given* an
-infinity (a mask) may hand it on.
+In: a claimed Trace. Out: the same with a check after every call. A NaN if no input had one, or an infinity
+if every input was finite, raises NonFiniteError with the op and the user's line. An op whose *input* is
+infinite (a mask) may pass it on.
 
     compiled = fulgurite.compile(model, transforms=[fulgurite.transforms.find_nonfinite])
 """
@@ -18,67 +18,73 @@ from torch import fx
 
 from fulgurite.errors import NonFiniteError
 from fulgurite.trace import Trace, describe
+from fulgurite.trace.node_meta import fake_value
 from fulgurite.transforms.base import transform
-from fulgurite.transforms.observe import add_effect, label, place
+from fulgurite.transforms.instrument import add_effect, op_label, source_label
 
 
 @transform(phase="after_claim")
 def find_nonfinite(trace: Trace) -> Trace:
-    """Check every floating-point value as it is made."""
+    """Check every floating-point value when it is computed."""
 
     def change(graph: fx.Graph) -> None:
         for node in list(graph.nodes):
-            if node.op != "call_function" or not _can_be_nonfinite(node.meta.get("val")):
+            if node.op != "call_function" or not _can_be_nonfinite(fake_value(node)):
                 continue
             if _has_infinite_literal(node):
                 continue
-            maker = _maker(node)
-            inputs = tuple(s for s in maker.all_input_nodes if _can_be_nonfinite(s.meta.get("val")))
+            producer = _producer(node)
+            inputs = tuple(s for s in producer.all_input_nodes if _can_be_nonfinite(fake_value(s)))
             with graph.inserting_after(node):
                 add_effect(
-                    graph, check_finite, node, inputs, f"{node.name} = {label(maker)}", place(node)
+                    graph,
+                    check_finite,
+                    node,
+                    inputs,
+                    f"{node.name} = {op_label(producer)}",
+                    source_label(node),
                 )
 
-    return trace.edited(change)
+    return trace.edit(change)
 
 
-def _maker(node: fx.Node) -> fx.Node:
-    """The call a value comes out of, where it is one item of several."""
-    picked = node.target is operator.getitem and isinstance(node.args[0], fx.Node)
-    return _maker(node.args[0]) if picked else node  # type: ignore[arg-type]
+def _producer(node: fx.Node) -> fx.Node:
+    """The call that computed a value: for an item of a tuple, the call that returned the tuple."""
+    is_item = node.target is operator.getitem and isinstance(node.args[0], fx.Node)
+    return _producer(node.args[0]) if is_item else node  # type: ignore[arg-type]
 
 
 def check_finite(
     value: torch.Tensor, inputs: tuple[torch.Tensor, ...], op: str, where: str
 ) -> None:
-    """Raise if `value` holds a NaN or infinity that `inputs` can't account for."""
-    value, inputs = _readable(value), tuple(map(_readable, inputs))
+    """Raise if `value` has a NaN or infinity that does not come from `inputs`."""
+    value, inputs = _widen(value), tuple(map(_widen, inputs))
     if bool(torch.isfinite(value).all()):
         return
     has_nan = bool(torch.isnan(value).any())
-    innocent = [
+    explained = [
         bool(torch.isnan(i).any()) if has_nan else not bool(torch.isfinite(i).all()) for i in inputs
     ]
-    if any(innocent):
+    if any(explained):
         return
     count = int((~torch.isfinite(value)).sum())
     raise NonFiniteError(
-        f"{op} made {'NaN' if has_nan else 'an infinity'} ({count} of {value.numel()} values)",
+        f"{op} produced {'NaN' if has_nan else 'an infinity'} ({count} of {value.numel()} values)",
         where=where,
-        input="\n".join(map(_statistics, inputs)),
-        next="look at the inputs' ranges above; clamp, shift or rescale before this op",
+        input="\n".join(map(_describe_range, inputs)),
+        next="check the ranges of the inputs above; clamp, shift or rescale before this op",
     )
 
 
-def _statistics(value: torch.Tensor) -> str:
+def _describe_range(value: torch.Tensor) -> str:
     if value.numel() == 0 or value.is_complex():
         return describe(value)
     low, high = value.double().aminmax()
     return f"{describe(value)} from {low.item():.4g} to {high.item():.4g}"
 
 
-def _readable(value: torch.Tensor) -> torch.Tensor:
-    """In a dtype that torch can look for NaN in: it can't in one-byte floats."""
+def _widen(value: torch.Tensor) -> torch.Tensor:
+    """Cast one-byte floats, in which torch can't look for NaN."""
     return value.float() if value.dtype.itemsize == 1 else value
 
 
@@ -89,6 +95,6 @@ def _can_be_nonfinite(value: Any) -> bool:
 
 
 def _has_infinite_literal(node: fx.Node) -> bool:
-    """The program asks for an infinity by name (a mask, the start of a maximum)."""
+    """Whether the op has an infinite literal argument (a mask, the initial value of a maximum)."""
     literals = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)]
     return any(not math.isfinite(number) for number in literals)

@@ -1,7 +1,7 @@
-"""A table of where the time goes, by op.
+"""Time per op, as a table.
 
-In: a claimed Trace. Out: the same with a clock reading around every call. The readings gather in the TimeOps
-object, whose text is the table.
+In: a claimed Trace. Out: the same with timers around every call. The times are collected in the `TimeOps`
+object, which prints as a table.
 
     times = fulgurite.TimeOps()
     compiled = fulgurite.compile(model, transforms=[times.transform])
@@ -19,9 +19,10 @@ import torch
 from torch import fx
 
 from fulgurite.trace import Trace, source_of
-from fulgurite.trace.cost import seconds_text
+from fulgurite.trace.cost import format_seconds
+from fulgurite.trace.node_meta import has_side_effect
 from fulgurite.transforms.base import Transform
-from fulgurite.transforms.observe import add_effect, label
+from fulgurite.transforms.instrument import add_effect, op_label
 
 _tables: weakref.WeakValueDictionary[int, TimeOps] = weakref.WeakValueDictionary()
 _serial = itertools.count()
@@ -29,6 +30,8 @@ _serial = itertools.count()
 
 @dataclass
 class Row:
+    """One call of a trace: its number of runs and total time."""
+
     graph: str
     op: str
     where: str
@@ -37,7 +40,7 @@ class Row:
 
 
 class TimeOps:
-    """Collects the time of every call of the functions compiled with `.transform`."""
+    """Collects the time of every call in functions compiled with `.transform`."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
@@ -52,21 +55,21 @@ class TimeOps:
     def _instrument(self, trace: Trace) -> Trace:
         def change(graph: fx.Graph) -> None:
             for node in list(graph.nodes):
-                if node.op != "call_function" or node.meta.get("effect"):
+                if node.op != "call_function" or has_side_effect(node):
                     continue
                 source = source_of(node)
-                where = " ".join(part for part in (source.module, source.place) if part)
+                where = " ".join(part for part in (source.module, source.location) if part)
                 row = len(self.rows)
-                self.rows.append(Row(f"{trace.kind} {trace.index}", label(node), where))
+                self.rows.append(Row(f"{trace.kind} {trace.index}", op_label(node), where))
                 with graph.inserting_before(node):
                     add_effect(graph, start_clock, self.handle)
                 with graph.inserting_after(node):
                     add_effect(graph, stop_clock, self.handle, row)
 
-        return trace.edited(change)
+        return trace.edit(change)
 
     def clear(self) -> None:
-        """Forget the readings so far (after a warm-up, say)."""
+        """Reset all times, for example after a warm-up."""
         for row in self.rows:
             row.calls, row.seconds = 0, 0.0
 
@@ -77,7 +80,7 @@ class TimeOps:
         for row in rows:
             share = f"{100 * row.seconds / total:4.0f}%"
             lines.append(
-                f"{seconds_text(row.seconds):>10}  {share:>5}  {row.calls:>5}  {row.graph:<12}  "
+                f"{format_seconds(row.seconds):>10}  {share:>5}  {row.calls:>5}  {row.graph:<12}  "
                 f"{row.op:<36}  {row.where}"
             )
         return "\n".join(lines)

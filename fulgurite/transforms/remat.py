@@ -1,10 +1,10 @@
-"""Which values forward saves for backward, and which backward computes again.
+"""Rematerialization: which values forward saves for backward, and which backward recomputes.
 
-In: the joint graph of forward and backward that AOTAutograd traced. Out: the two graphs. Policies:
+In: the joint graph of forward and backward from AOTAutograd. Out: the two graphs. Policies:
 
-    none     save everything backward reads; recompute nothing
-    mincut   torch's min-cut partitioner: recompute what is cheap, save where that costs the fewest bytes
-    full     save the inputs only; backward runs forward again (as checkpointing the whole graph does)
+    none     save everything that backward reads; recompute nothing
+    mincut   torch's min-cut partitioner: recompute cheap ops to save the fewest bytes
+    full     save the inputs only; backward runs forward again (checkpointing of the whole graph)
 """
 
 from __future__ import annotations
@@ -18,145 +18,153 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
-from torch.utils.checkpoint import CheckpointPolicy
 
-from fulgurite.kernels.quantize.ops import quantize_parts
-from fulgurite.trace.cost import memory_of, value_bytes
-from fulgurite.trace.metadata import fake_mode_of
+from fulgurite.kernels.quantize.ops import quantize_op
+from fulgurite.trace.cost import value_bytes, view_base
+from fulgurite.trace.metadata import find_fake_mode
+from fulgurite.trace.mutations import mutated_inputs
+from fulgurite.trace.node_meta import (
+    fake_value,
+    is_in_backward,
+    mark_must_recompute,
+    set_fake_value,
+    set_saved_for_backward,
+)
 from fulgurite.trace.trace import copy_module
-from fulgurite.trace.writes import written
-from fulgurite.transforms.attention import replace_known_masks
-from fulgurite.transforms.cross_entropy import logarithms_from_logits
-from fulgurite.transforms.masks import masks_from_inputs
-from fulgurite.transforms.pooling import small_offsets
-from fulgurite.transforms.simplify import merge_common_subexpressions
+from fulgurite.transforms.attention_masks import fold_masks_in_graph
+from fulgurite.transforms.cross_entropy import recompute_log_softmax_in_backward
+from fulgurite.transforms.max_pool import use_int8_offsets
+from fulgurite.transforms.relu_backward import recompute_relu_masks
+from fulgurite.transforms.simplify import merge_subexpressions_in_graph
 
 aten = torch.ops.aten
 Remat = Literal["none", "mincut", "full"]
-REMAT = get_args(Remat)
+REMAT_POLICIES = get_args(Remat)
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 
-def partitioner(policy: Remat) -> Partition:
-    """The partition function of a policy, as AOTAutograd calls it."""
+def make_partitioner(policy: Remat) -> Partition:
+    """The partition function of a policy, in the form AOTAutograd calls."""
 
     def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        merge_common_subexpressions(joint.graph)
-        replace_known_masks(joint.graph)
-        _cast_in_backward(joint.graph)
-        _without_running_statistics(joint.graph)
-        small_offsets(joint)
-        if policy != "none":  # it computes once more, if only what is read anyway
-            masks_from_inputs(joint)
-            logarithms_from_logits(joint)
+        merge_subexpressions_in_graph(joint.graph)
+        fold_masks_in_graph(joint.graph)
+        _recompute_casts(joint.graph)
+        _drop_running_statistics(joint.graph)
+        use_int8_offsets(joint)
+        if policy != "none":  # these recompute, if only from tensors that are read anyway
+            recompute_relu_masks(joint)
+            recompute_log_softmax_in_backward(joint)
         if policy == "full":
             _recompute_forward(joint.graph)
-        forward, backward = _split(policy, joint, inputs, options)
-        _save_what_was(forward, options["num_fwd_outputs"])
-        _mark_saved(forward, backward, options["num_fwd_outputs"])
+        forward, backward = _split_joint_graph(policy, joint, inputs, options)
+        _clone_overwritten_inputs(forward, options["num_fwd_outputs"])
+        _mark_saved_tensors(forward, backward, options["num_fwd_outputs"])
         return forward, backward
 
     return partition
 
 
-def _split(policy: Remat, joint: fx.GraphModule, inputs: Any, options: dict[str, Any]) -> Any:
+def _split_joint_graph(
+    policy: Remat, joint: fx.GraphModule, inputs: Any, options: dict[str, Any]
+) -> Any:
     if policy == "none":
         return default_partition(joint, inputs, **options)
     with functorch_config.patch(
-        cse=False,  # torch's own imports all of Inductor, a second by itself
-        # activations that a matmul of backward reads are computed again too: a kernel that runs there
-        # anyway (of the activation's own gradient) writes them, and a quarter less is saved
+        cse=False,  # torch's own CSE imports all of Inductor, which takes a second
+        # recompute activations that a backward matmul reads, too: the kernel of the activation's
+        # gradient, which runs anyway, writes them; this saves a quarter less
         ban_recompute_materialized_backward=False,
     ):
         return min_cut_rematerialization_partition(joint, inputs, **options)
 
 
-def _cast_in_backward(graph: fx.Graph) -> None:
-    """Leave in backward the casts that its rules make there, of weights above all.
+def _recompute_casts(graph: fx.Graph) -> None:
+    """Keep quantizing casts of backward, mostly of weights, in backward.
 
-    They depend on no gradient, so that torch would rather make them in forward and keep them.
+    They depend on no gradient, so torch's partitioner would move them to forward and save them.
     """
     for node in graph.nodes:
         cast = node.args[0] if node.target is operator.getitem else node
-        if not isinstance(cast, fx.Node) or cast.target is not quantize_parts.overload:
+        if not isinstance(cast, fx.Node) or cast.target is not quantize_op.overload:
             continue
-        if cast.meta.get("partitioner_tag") == "is_backward":
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-            node.meta.setdefault("ac_graph_id", 0)
+        if is_in_backward(cast):
+            mark_must_recompute(node, keep_checkpoint=True)
 
 
-def _without_running_statistics(graph: fx.Graph) -> None:
-    """In training the backward of a batch norm reads no running statistics: they are not kept for it."""
-    for target, trains in (
+def _drop_running_statistics(graph: fx.Graph) -> None:
+    """Drop the running statistics from batch-norm backward, which does not read them in training."""
+    for target, position in (
         (aten.native_batch_norm_backward.default, 7),
         (aten.batch_norm_backward.default, 7),
     ):
         for node in graph.find_nodes(op="call_function", target=target):
-            if len(node.args) > trains and node.args[trains] is True:
+            if len(node.args) > position and node.args[position] is True:
                 node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
-def _save_what_was(forward: fx.GraphModule, user_outputs: int) -> None:
-    """Keep a copy where backward reads an input as it was before this graph writes to it."""
+def _clone_overwritten_inputs(forward: fx.GraphModule, user_outputs: int) -> None:
+    """Save a clone of an input that backward reads, if forward mutates it."""
     graph = forward.graph
-    overwritten = {target for node in graph.nodes for target in written(node)}
+    overwritten = {target for node in graph.nodes for target in mutated_inputs(node)}
     if not overwritten:
         return
     output = graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
     copies: dict[fx.Node, fx.Node] = {}
     for position, node in enumerate(results[user_outputs:], user_outputs):
-        if not isinstance(node, fx.Node) or memory_of(node) not in overwritten:
+        if not isinstance(node, fx.Node) or view_base(node) not in overwritten:
             continue
         if node not in copies:
             with graph.inserting_after(node):
                 copies[node] = graph.call_function(aten.clone.default, (node,))
-            copies[node].meta["val"] = node.meta["val"].clone()
+            set_fake_value(copies[node], fake_value(node).clone())
         results[position] = copies[node]
     output.args = (type(output.args[0])(results),)  # type: ignore[call-arg,arg-type]
     forward.recompile()
 
 
-def _mark_saved(forward: fx.GraphModule, backward: fx.GraphModule, user_outputs: int) -> None:
-    """Inputs of backward that are its own to drop: what forward made for it, and gave to nobody else."""
+def _mark_saved_tensors(
+    forward: fx.GraphModule, backward: fx.GraphModule, user_outputs: int
+) -> None:
+    """Mark the inputs of backward that it may free: computed by forward and not returned to the user."""
     results = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
-    returned = {memory_of(n) for n in results[:user_outputs] if isinstance(n, fx.Node)}
-    kept = [n for n in results[user_outputs:] if isinstance(n, fx.Node)]
-    saved = {n.name for n in kept if memory_of(n) not in returned and not _is_input(n)}
+    returned = {view_base(n) for n in results[:user_outputs] if isinstance(n, fx.Node)}
+    candidates = [n for n in results[user_outputs:] if isinstance(n, fx.Node)]
+    saved = {n.name for n in candidates if view_base(n) not in returned and not _is_input(n)}
     for node in backward.graph.find_nodes(op="placeholder"):
-        node.meta["saved"] = node.name in saved
+        set_saved_for_backward(node, node.name in saved)
 
 
 def _is_input(node: fx.Node) -> bool:
-    return memory_of(node).op in ("placeholder", "get_attr")
+    return view_base(node).op in ("placeholder", "get_attr")
 
 
 def _recompute_forward(graph: fx.Graph) -> None:
-    """Mark everything that needs no gradient as checkpointing does; random ops then replay their draws."""
+    """Mark all of forward as checkpointed. Random ops then replay their draws."""
     backward: set[fx.Node] = set()
     for node in graph.nodes:
         is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
         if is_tangent or any(source in backward for source in node.all_input_nodes):
             backward.add(node)
-        elif node.op == "call_function" and not written(node):
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-            node.meta["ac_graph_id"] = 0
+        elif node.op == "call_function" and not mutated_inputs(node):
+            mark_must_recompute(node)
 
 
-def saved_bytes(forward: fx.GraphModule, user_outputs: int) -> int:
-    """Bytes that stay alive between forward and backward, without the graph's own inputs.
+def count_saved_bytes(forward: fx.GraphModule, user_outputs: int) -> int:
+    """Bytes that stay allocated between forward and backward, without the graph's inputs.
 
-    Inputs (parameters above all) live on anyway; what the policy decides about is everything else.
+    Inputs (mostly parameters) stay allocated anyway; the policy decides about everything else.
     """
     saved = forward.graph.output_node().args[0][user_outputs:]  # type: ignore[index]
-    roots = {memory_of(node) for node in saved if isinstance(node, fx.Node)}
-    return sum(value_bytes(node.meta.get("val")) for node in roots if node.op != "placeholder")
+    roots = {view_base(node) for node in saved if isinstance(node, fx.Node)}
+    return sum(value_bytes(fake_value(node)) for node in roots if node.op != "placeholder")
 
 
 class SavedBytes:
-    """What each policy would save, worked out when someone asks.
+    """Bytes that each policy would save for backward, computed on request.
 
-    Keeps a copy of the joint graph, because partitioning changes the one it is given.
+    Holds a copy of the joint graph, because partitioning modifies its input.
     """
 
     def __init__(self, joint: fx.GraphModule, inputs: Any, options: dict[str, Any]) -> None:
@@ -164,8 +172,8 @@ class SavedBytes:
         self._inputs = inputs
         self._options = options
 
-    def under(self, policy: Remat) -> int:
+    def for_policy(self, policy: Remat) -> int:
         options = {k: v for k, v in self._options.items() if k != "static_lifetime_input_nodes"}
-        with tracing(TracingContext(fake_mode_of(self._joint))):
-            forward, _ = partitioner(policy)(copy_module(self._joint), self._inputs, **options)
-        return saved_bytes(forward, self._options["num_fwd_outputs"])
+        with tracing(TracingContext(find_fake_mode(self._joint))):
+            forward, _ = make_partitioner(policy)(copy_module(self._joint), self._inputs, **options)
+        return count_saved_bytes(forward, self._options["num_fwd_outputs"])

@@ -1,7 +1,7 @@
-"""The built-in clean-ups, in the order they run: `SIMPLIFY`.
+"""The built-in simplifications, in the order they run: `SIMPLIFY`.
 
-In: a functional Trace. Out: a smaller one that computes the same bits: -0, NaN and inf included, the same
-random draws, the same sharing of memory between results.
+In: a functional Trace. Out: a smaller one with bitwise equal results (-0, NaN and inf included), the same
+random draws, and the same aliasing of outputs.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fulgurite.trace import Trace
-from fulgurite.trace.metadata import call_node, same_metadata
+from fulgurite.trace.metadata import run_node, same_metadata
+from fulgurite.trace.node_meta import fake_value, set_fake_value
+from fulgurite.trace.purity import allocates_memory, find_escaping, is_pure
 from fulgurite.trace.trace import copy_module
 from fulgurite.transforms.base import transform
-from fulgurite.transforms.purity import escaping, is_pure, makes_memory
 
 aten = torch.ops.aten
-FOLD_LIMIT = 16  # elements: larger constants are cheaper to compute than to keep
+MAX_FOLDED_ELEMENTS = 16  # larger constants are cheaper to compute than to store
 
 
 @transform
-def dead_code(trace: Trace) -> Trace:
-    """Drop what nobody uses. Random draws stay: dropping one would shift all that follow."""
+def eliminate_dead_code(trace: Trace) -> Trace:
+    """Remove unused nodes. Random ops stay: removing one would shift all later draws."""
 
     def change(graph: fx.Graph) -> None:
         for node in reversed(graph.nodes):
@@ -35,29 +36,29 @@ def dead_code(trace: Trace) -> Trace:
                 graph.erase_node(node)
 
     dead = any(not node.users and is_pure(node) for node in trace.graph.nodes)
-    return trace.edited(change) if dead else trace
+    return trace.edit(change) if dead else trace
 
 
 @transform
-def constant_folding(trace: Trace) -> Trace:
-    """Compute once what depends on constants alone, where the result is small."""
-    if not any(node.op == "get_attr" or _foldable(node, {}) for node in trace.graph.nodes):
+def fold_constants(trace: Trace) -> Trace:
+    """Evaluate nodes that depend on constants alone, if the result is small."""
+    if not any(node.op == "get_attr" or _is_foldable(node, {}) for node in trace.graph.nodes):
         return trace
     module = copy_module(trace.module)
     graph = module.graph
-    visible = escaping(graph)
+    visible = find_escaping(graph)
     folded: list[str] = []
-    known: dict[fx.Node, Any] = {}  # constants so far, by the node that stands for them
+    known: dict[fx.Node, Any] = {}  # values of constant nodes
     for node in list(graph.nodes):
         if node.op == "get_attr":
-            known[node] = call_node(module, node, {})
-        elif _foldable(node, known):
+            known[node] = run_node(module, node, {})
+        elif _is_foldable(node, known):
             with _disable_current_modes(), torch.no_grad():
-                known[node] = call_node(module, node, known)
+                known[node] = run_node(module, node, known)
     for node, value in known.items():
-        needed = any(user not in known for user in node.users)
-        creates = not node.all_input_nodes  # a creator is as short as the constant it would become
-        if node.op == "get_attr" or creates or not needed or node in visible:
+        is_needed = any(user not in known for user in node.users)
+        is_factory = not node.all_input_nodes  # `full` or `arange` is as short as a constant
+        if node.op == "get_attr" or is_factory or not is_needed or node in visible:
             continue
         if isinstance(value, torch.Tensor):
             serial = itertools.count(len(folded))
@@ -66,189 +67,200 @@ def constant_folding(trace: Trace) -> Trace:
             module.register_buffer(name, value)
             with graph.inserting_before(node):
                 constant = graph.get_attr(name)
-            constant.meta = {"val": node.meta["val"]}
+            set_fake_value(constant, fake_value(node))
             node.replace_all_uses_with(constant)
-    return dead_code(trace.with_module(module)) if folded else trace
+    return eliminate_dead_code(trace.with_module(module)) if folded else trace
 
 
-def _foldable(node: fx.Node, known: dict[fx.Node, Any]) -> bool:
+def _is_foldable(node: fx.Node, known: dict[fx.Node, Any]) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload) or not is_pure(node):
         return False
     if node.target in (aten.empty.memory_format, aten.empty_strided.default):
         return False
-    value = node.meta.get("val")
+    value = fake_value(node)
     if not isinstance(value, FakeTensor) or any(isinstance(s, torch.SymInt) for s in value.shape):
         return False
-    small = value.numel() <= FOLD_LIMIT
+    small = value.numel() <= MAX_FOLDED_ELEMENTS
     return small and all(source in known for source in node.all_input_nodes)
 
 
 @transform
-def algebra(trace: Trace) -> Trace:
-    """Rewrites that hold for every value: `x * 1`, `x / 1`, `x - 0`, casts there and back, idle views.
+def simplify_algebra(trace: Trace) -> Trace:
+    """Remove ops that never change a value: `x * 1`, `x / 1`, `x - 0`, round-trip casts, no-op views.
 
-    Not `x + 0.0` (-0.0 + 0.0 is 0.0), not `x * 0` (NaN, inf), not `x - x`.
+    Not `x + 0.0` (-0.0 + 0.0 is 0.0), `x * 0` (NaN, inf) or `x - x`.
     """
 
     def change(graph: fx.Graph) -> None:
-        visible = escaping(graph)
+        visible = find_escaping(graph)
         outputs = set(graph.output_node().all_input_nodes)
         for node in list(graph.nodes):
-            rule = RULES.get(node.target) if node.op == "call_function" else None
-            same = rule(node) if rule is not None else None
-            if same is None or not same_metadata(same.meta.get("val"), node.meta.get("val")):
+            rewrite = REWRITES.get(node.target) if node.op == "call_function" else None
+            same = rewrite(node) if rewrite is not None else None
+            if same is None or not same_metadata(fake_value(same), fake_value(node)):
                 continue
             if node.target in COPIES and (node in visible or same in visible):
                 continue
-            if node in visible and makes_memory(node):  # the caller may write to it
-                if same in visible or not makes_memory(same):
+            if node in visible and allocates_memory(node):  # the caller may mutate it
+                if same in visible or not allocates_memory(same):
                     continue
                 visible.add(same)
-            if node in outputs:  # results stay objects of their own
+            if node in outputs:  # outputs stay distinct objects
                 if same in outputs or same.op != "call_function":
                     continue
                 outputs.add(same)
             node.replace_all_uses_with(same)
             graph.erase_node(node)
 
-    return trace.edited(change)
+    return trace.edit(change)
 
 
-Rule = Callable[[fx.Node], fx.Node | None]  # the earlier node it equals, if it does
+Rewrite = Callable[[fx.Node], fx.Node | None]  # the earlier node that equals the node, if any
 
 
-def _first(node: fx.Node) -> fx.Node | None:
-    """The first argument, if it is a node (metadata is compared by the caller)."""
+def _first_argument(node: fx.Node) -> fx.Node | None:
+    """The first argument, if it is a node. The caller compares metadata."""
     return node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
 
 
-def _same_view(node: fx.Node) -> fx.Node | None:
-    """The nearest value up the chain of views that looks the same: they keep the order of elements."""
-    above = _first(node)
-    while above is not None and above.target in SAME_ORDER:
-        if same_metadata(above.meta.get("val"), node.meta.get("val")):
-            return above
-        above = _first(above)
-    return above
+def _equal_view(node: fx.Node) -> fx.Node | None:
+    """The nearest value up the chain of reshapes with the same metadata."""
+    source = _first_argument(node)
+    while source is not None and source.target in RESHAPES:
+        if same_metadata(fake_value(source), fake_value(node)):
+            return source
+        source = _first_argument(source)
+    return source
 
 
-def _neutral_right(number: int) -> Rule:
+def _identity_operand(number: int) -> Rewrite:
     """`x op number` is x."""
 
-    def rule(node: fx.Node) -> fx.Node | None:
-        plain = len(node.args) == 2 and not node.kwargs and type(node.args[1]) in (int, float)
-        neutral = plain and repr(node.args[1]) in (repr(number), repr(float(number)))  # not -0.0
-        return _first(node) if neutral else None
+    def rewrite(node: fx.Node) -> fx.Node | None:
+        is_plain = len(node.args) == 2 and not node.kwargs and type(node.args[1]) in (int, float)
+        is_identity = is_plain and repr(node.args[1]) in (repr(number), repr(float(number)))
+        return _first_argument(node) if is_identity else None  # repr: -0.0 is not 0.0
 
-    return rule
+    return rewrite
 
 
-def _times_one(node: fx.Node) -> fx.Node | None:
-    """x * 1 and x / 1 are x for real numbers; a complex product has inf * 0 in it."""
-    return None if node.meta["val"].is_complex() else _neutral_right(1)(node)
+def _multiply_by_one(node: fx.Node) -> fx.Node | None:
+    """x * 1 and x / 1 are x for real numbers. A complex product contains inf * 0."""
+    return None if fake_value(node).is_complex() else _identity_operand(1)(node)
 
 
 def _add_zero(node: fx.Node) -> fx.Node | None:
     """x + 0 is x for integers only."""
-    value = node.meta["val"]
-    return None if value.is_floating_point() or value.is_complex() else _neutral_right(0)(node)
+    value = fake_value(node)
+    return None if value.is_floating_point() or value.is_complex() else _identity_operand(0)(node)
 
 
-def _undo(target: Any) -> Rule:
+def _cancel_inverse(target: Any) -> Rewrite:
     """op(op(x)) is x."""
 
-    def rule(node: fx.Node) -> fx.Node | None:
-        inner = _first(node)
+    def rewrite(node: fx.Node) -> fx.Node | None:
+        inner = _first_argument(node)
         same = inner is not None and inner.target is target and inner.args[1:] == node.args[1:]
-        return _first(inner) if inner is not None and same else None
+        return _first_argument(inner) if inner is not None and same else None
 
-    return rule
+    return rewrite
 
 
-def _there_and_back(node: fx.Node) -> fx.Node | None:
-    """A cast to what it is already, or to a wider type and back."""
-    first = _first(node)
+def _cancel_cast(node: fx.Node) -> fx.Node | None:
+    """A cast to the value's own dtype, or to a wider dtype and back."""
+    first = _first_argument(node)
     if first is None:
         return None
-    if first.target is aten._to_copy.default and (source := _first(first)) is not None:
-        narrow, wide = source.meta["val"].dtype, first.meta["val"].dtype
-        if node.meta["val"].dtype == narrow and wide in WIDER.get(narrow, ()):
+    if first.target is aten._to_copy.default and (source := _first_argument(first)) is not None:
+        narrow, wide = fake_value(source).dtype, fake_value(first).dtype
+        if fake_value(node).dtype == narrow and wide in EXACT_WIDENINGS.get(narrow, ()):
             return source
     return first
 
 
-SAME_ORDER = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
-WIDER = {
+RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+EXACT_WIDENINGS = {
     torch.bfloat16: (torch.float32, torch.float64),
     torch.float16: (torch.float32, torch.float64),
     torch.float32: (torch.float64,),
 }
 COPIES = {aten.clone.default, aten._to_copy.default, aten.lift_fresh_copy.default}
-RULES: dict[Any, Rule] = {
-    aten.mul.Tensor: _times_one,
-    aten.mul.Scalar: _times_one,
-    aten.div.Tensor: _times_one,
-    aten.div.Scalar: _times_one,
-    aten.sub.Tensor: _neutral_right(0),
+REWRITES: dict[Any, Rewrite] = {
+    aten.mul.Tensor: _multiply_by_one,
+    aten.mul.Scalar: _multiply_by_one,
+    aten.div.Tensor: _multiply_by_one,
+    aten.div.Scalar: _multiply_by_one,
+    aten.sub.Tensor: _identity_operand(0),
     aten.add.Tensor: _add_zero,
-    aten.pow.Tensor_Scalar: _neutral_right(1),
-    aten.neg.default: _undo(aten.neg.default),
-    aten._conj.default: _undo(aten._conj.default),
-    aten.t.default: _undo(aten.t.default),
-    aten.transpose.int: _undo(aten.transpose.int),
-    aten.view.default: _same_view,
-    aten._unsafe_view.default: _same_view,
-    aten.reshape.default: _same_view,
-    aten.expand.default: _first,
-    aten.permute.default: _first,
-    aten.slice.Tensor: lambda node: _first(node) if _whole_slice(node) else None,
-    aten.alias.default: _first,
-    aten.detach.default: _first,
-    aten.clone.default: _first,
-    aten._to_copy.default: _there_and_back,
+    aten.pow.Tensor_Scalar: _identity_operand(1),
+    aten.neg.default: _cancel_inverse(aten.neg.default),
+    aten._conj.default: _cancel_inverse(aten._conj.default),
+    aten.t.default: _cancel_inverse(aten.t.default),
+    aten.transpose.int: _cancel_inverse(aten.transpose.int),
+    aten.view.default: _equal_view,
+    aten._unsafe_view.default: _equal_view,
+    aten.reshape.default: _equal_view,
+    aten.expand.default: _first_argument,
+    aten.permute.default: _first_argument,
+    aten.slice.Tensor: lambda node: _first_argument(node) if _is_full_slice(node) else None,
+    aten.alias.default: _first_argument,
+    aten.detach.default: _first_argument,
+    aten.clone.default: _first_argument,
+    aten._to_copy.default: _cancel_cast,
 }
 
 
-def _whole_slice(node: fx.Node) -> bool:
-    """A slice from the start in steps of one; that it ends at the end is in the metadata."""
+def _is_full_slice(node: fx.Node) -> bool:
+    """A slice from the start with step 1. The caller's metadata check covers its end."""
     start = node.args[2] if len(node.args) > 2 else None
     step = node.args[4] if len(node.args) > 4 else 1
     return start in (None, 0) and step == 1
 
 
 @transform
-def common_subexpressions(trace: Trace) -> Trace:
-    """Compute once what is computed twice from the same inputs."""
-    return trace.edited(merge_common_subexpressions)
+def eliminate_common_subexpressions(trace: Trace) -> Trace:
+    """Merge nodes that compute the same from the same inputs (CSE)."""
+    return trace.edit(merge_subexpressions_in_graph)
 
 
-def merge_common_subexpressions(graph: fx.Graph) -> None:
-    """The same on a graph in place, for the joint graph before it is split."""
-    visible = escaping(graph)
+def merge_subexpressions_in_graph(graph: fx.Graph) -> None:
+    """The same on a graph in place, for the joint graph before it is partitioned."""
+    visible = find_escaping(graph)
     first_seen: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or not is_pure(node):
             continue
-        key = (node.target, _key(node.args), _key(node.kwargs))
+        key = (node.target, _hashable_key(node.args), _hashable_key(node.kwargs))
         first = first_seen.setdefault(key, node)
         if first is not node and node not in visible:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
 
 
-def _key(value: Any) -> Any:
-    """A hashable stand-in: equal keys, equal values. 1, 1.0 and True differ, and so do 0.0 and -0.0."""
+def _hashable_key(value: Any) -> Any:
+    """A hashable key of an argument. 1, 1.0 and True have different keys, and so do 0.0 and -0.0."""
     if isinstance(value, (list, tuple)):
-        return tuple(_key(item) for item in value)
+        return tuple(_hashable_key(item) for item in value)
     if isinstance(value, dict):
-        return tuple(sorted((key, _key(item)) for key, item in value.items()))
+        return tuple(sorted((key, _hashable_key(item)) for key, item in value.items()))
     if isinstance(value, slice):
-        return ("slice", _key(value.start), _key(value.stop), _key(value.step))
+        return (
+            "slice",
+            _hashable_key(value.start),
+            _hashable_key(value.stop),
+            _hashable_key(value.step),
+        )
     if isinstance(value, (float, complex)):
         return (type(value), repr(value))
     return (type(value), value)
 
 
-SIMPLIFY = [constant_folding, algebra, common_subexpressions, dead_code]
+SIMPLIFY = [fold_constants, simplify_algebra, eliminate_common_subexpressions, eliminate_dead_code]
 
-__all__ = ["SIMPLIFY", "algebra", "common_subexpressions", "constant_folding", "dead_code"]
+__all__ = [
+    "SIMPLIFY",
+    "eliminate_common_subexpressions",
+    "eliminate_dead_code",
+    "fold_constants",
+    "simplify_algebra",
+]

@@ -11,7 +11,7 @@ import torch
 from fulgurite import cli, native
 from fulgurite.bench import mla
 
-pytestmark = pytest.mark.skipif(native.compiler() is None, reason="needs a C++ compiler")
+pytestmark = pytest.mark.skipif(native.find_compiler() is None, reason="needs a C++ compiler")
 SIZES = {"CONTEXT": 128, "RANK": 32, "PLAIN": 16, "ROPE": 8, "VALUE": 12, "HEADS": {"tiny": 3}}
 TINY = replace(mla.CPU, batches={"tiny": (1, 2)}, prompts=((70, 5),), cold=1 << 16)
 
@@ -21,19 +21,19 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SIZES.items():
         monkeypatch.setattr(mla, name, value)
     monkeypatch.setattr(mla, "CPU", TINY)
-    monkeypatch.setattr(mla, "rates", lambda run: (1e10, 1e11))
+    monkeypatch.setattr(mla, "measure_roofline", lambda run: (1e10, 1e11))
 
 
 def test_all_candidates_are_the_same_attention() -> None:
     problem = mla.make_problem(TINY, 3, 2, 128, "float32", 2)
-    q, rotation = torch.randn(2, 3, 24), mla.angles(2, "cpu")
+    q, rotation = torch.randn(2, 3, 24), mla.random_rope(2, "cpu")
     # the plain one reads latents end to end, so pages have to lie in order for it
     in_order = torch.arange(8, dtype=torch.int32).view(2, 2, 2)
     problem = replace(problem, tables=list(in_order))
     for ours, paged, plain in zip(
-        mla.ours(problem, q, rotation, 1),
-        mla.generic(problem, q, rotation),
-        mla.plain(problem, q, rotation),
+        mla.fulgurite_calls(problem, q, rotation, 1),
+        mla.paged_attention_calls(problem, q, rotation),
+        mla.torch_calls(problem, q, rotation),
         strict=True,
     ):
         wanted = ours()

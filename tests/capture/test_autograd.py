@@ -1,4 +1,4 @@
-"""0-dim float64 tensors beside Python floats, which torch passes in the same clothes; and calls without wrappers."""
+"""Mutated 0-dim float64 tensors next to Python floats; calls without AOTAutograd's runtime wrapper."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import fulgurite
 from fulgurite.capture import autograd
 
 
-def write(a, s, v):
+def mutate(a, s, v):
     a.add_(1)
     return -a
 
 
-def write_a_float(a, s, v):
+def mutate_with_a_float(a, s, v):
     a.mul_(s)
     v.add_(a)
     return v * s, torch.full((2,), s)
@@ -36,9 +36,9 @@ def float_that_cannot_be_a_tensor(a, s, v):
 
 @pytest.mark.parametrize("dynamic", [None, True, False])
 @pytest.mark.parametrize(
-    "function", [write, write_a_float, fill_and_clamp, float_that_cannot_be_a_tensor]
+    "function", [mutate, mutate_with_a_float, fill_and_clamp, float_that_cannot_be_a_tensor]
 )
-def test_writes_to_scalar_tensors_are_kept(function, dynamic):
+def test_mutation_of_scalar_tensors(function, dynamic):
     compiled = fulgurite.compile(function, dynamic=dynamic)
     ours, eager = ([torch.tensor(2.0, dtype=torch.float64), torch.arange(3.0)] for _ in range(2))
     for s in (0.5, 1.25, 3.0):  # a changing float becomes a symbol
@@ -48,7 +48,7 @@ def test_writes_to_scalar_tensors_are_kept(function, dynamic):
         torch.testing.assert_close(ours, eager, rtol=0, atol=0)
 
 
-def test_writes_to_scalar_tensors_while_gradients_are_taken():
+def test_mutation_of_scalar_tensors_with_gradients():
     def function(a, x):
         a.mul_(2)
         return (x * a).sum()
@@ -59,18 +59,18 @@ def test_writes_to_scalar_tensors_while_gradients_are_taken():
         assert a.item() == 6.0 and x.grad.tolist() == [6.0] * 4
 
 
-def around(compiled, *inputs):
-    """Whether calls go through AOTAutograd's wrappers: the results, and what stood between."""
-    seen = []
-    found = autograd.needs_nothing_around
+def run_and_check_wrapper(compiled, *inputs):
+    """The results, and whether the call uses AOTAutograd's runtime wrapper."""
+    answers = []
+    original = autograd.can_skip_runtime_wrapper
 
-    def note(*arguments):
-        seen.append(found(*arguments))
-        return seen[-1]
+    def record(*arguments):
+        answers.append(original(*arguments))
+        return answers[-1]
 
-    with mock.patch.object(autograd, "needs_nothing_around", note):
+    with mock.patch.object(autograd, "can_skip_runtime_wrapper", record):
         result = compiled(*inputs)
-    return result, not (seen and all(seen))
+    return result, not (answers and all(answers))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def around(compiled, *inputs):
     ],
 )
 @pytest.mark.parametrize("grad", [False, True])
-def test_wrappers_are_left_out_where_they_would_do_nothing(function, expected, grad):
+def test_runtime_wrapper_is_skipped_if_it_does_nothing(function, expected, grad):
     x = torch.randn(3, 4)
     torch.manual_seed(0)
     wanted_x = x.clone()
@@ -94,23 +94,23 @@ def test_wrappers_are_left_out_where_they_would_do_nothing(function, expected, g
     compiled = fulgurite.compile(function, executors=["torch"])
     with torch.set_grad_enabled(grad):
         torch.manual_seed(0)
-        result, wrapped = around(compiled, x)
+        result, wrapped = run_and_check_wrapper(compiled, x)
     assert wrapped == expected
     torch.testing.assert_close(result, wanted)
     torch.testing.assert_close(x, wanted_x)
 
 
-def test_wrappers_stay_for_inputs_given_twice_and_autocast():
+def test_runtime_wrapper_stays_for_duplicate_inputs_and_autocast():
     x = torch.randn(3, 4)
-    _, wrapped = around(fulgurite.compile(lambda a, b: a.add_(1) + b), x, x)
+    _, wrapped = run_and_check_wrapper(fulgurite.compile(lambda a, b: a.add_(1) + b), x, x)
     assert wrapped
     with torch.autocast("cpu", torch.bfloat16):
-        result, wrapped = around(fulgurite.compile(lambda a: a @ a.t()), x)
+        result, wrapped = run_and_check_wrapper(fulgurite.compile(lambda a: a @ a.t()), x)
     assert wrapped and result.dtype == torch.bfloat16
 
 
-def test_no_gradient_is_kept_without_wrappers():
+def test_no_gradient_is_recorded_without_the_runtime_wrapper():
     weight = torch.randn(4, requires_grad=True)
     compiled = fulgurite.compile(lambda x: (x * weight).detach(), executors=["torch"])
-    result, _ = around(compiled, torch.randn(3, 4))
+    result, _ = run_and_check_wrapper(compiled, torch.randn(3, 4))
     assert not result.requires_grad and result.grad_fn is None

@@ -1,4 +1,4 @@
-"""Which layers are taken as blocks, and that compiled blocks do what the layers do."""
+"""Repeated blocks: which layers are found, and that compiled blocks match the layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fulgurite
-from fulgurite.capture.blocks import beside, find_blocks
+from fulgurite.capture.blocks import find_blocks, find_sibling_modules
 
 
 class Layer(nn.Module):
@@ -37,7 +37,7 @@ class Stack(nn.Module):
         return x
 
 
-def test_containers_are_looked_into():
+def test_layers_in_nested_containers_are_found():
     model = Stack(*([Layer() for _ in range(2)] for _ in range(3)))
     assert [str(group) for group in find_blocks(model)] == ["6 × Layer in groups"]
     compiled = fulgurite.compile(model)
@@ -47,7 +47,7 @@ def test_containers_are_looked_into():
 
 
 class Scaled(nn.Module):
-    """A module of the user's own beside the layers."""
+    """A sibling module of the layers, with a class of the user's."""
 
     def __init__(self):
         super().__init__()
@@ -57,8 +57,8 @@ class Scaled(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
 
 
-class Beside(nn.Module):
-    """Two norms of its own, and torch's own modules, beside layers."""
+class WithSiblings(nn.Module):
+    """Layers with siblings: two norms of the user's class, and torch's own modules."""
 
     def __init__(self):
         super().__init__()
@@ -73,13 +73,13 @@ class Beside(nn.Module):
         return self.last(x)
 
 
-def test_modules_beside_layers_are_compiled_too():
-    model = Beside()
+def test_sibling_modules_are_compiled():
+    model = WithSiblings()
     blocks = find_blocks(model)
-    assert beside(blocks) == [
+    assert find_sibling_modules(blocks) == [
         model.first,
         model.last,
-    ]  # torch's own, and what calls layers, are not
+    ]  # not torch's own modules, nor other block parents
     compiled = fulgurite.compile(model)
     tokens = torch.randint(0, 9, (3, 7))
     for training in (True, False):
@@ -88,23 +88,23 @@ def test_modules_beside_layers_are_compiled_too():
     wanted = torch.autograd.grad(model(tokens).sum(), list(model.parameters()))
     got = torch.autograd.grad(compiled(tokens).sum(), list(model.parameters()))
     torch.testing.assert_close(got, wanted)
-    assert len(compiled.graphs) == 4  # a layer and a norm, with gradients and without
-    assert "Scaled, Scaled beside them" in compiled.explain().regions
+    assert len(compiled.graphs) == 4  # a layer and a norm, with and without gradients
+    assert "siblings Scaled, Scaled" in compiled.explain().granularity
 
 
-def test_a_layer_used_twice_is_one_block():
+def test_shared_layer_counts_once():
     layer = Layer()
     model = Stack([layer, layer, Layer()], [layer, Layer(), Layer()])
     (group,) = find_blocks(model)
     assert len(group.modules) == 4
-    compiled = fulgurite.compile(copy.deepcopy(model), regions="blocks")
+    compiled = fulgurite.compile(copy.deepcopy(model), granularity="blocks")
     x = torch.randn(3, 4)
     torch.testing.assert_close(compiled(x), model(x))
 
 
-def test_settings_that_differ_from_layer_to_layer():
+def test_layers_with_different_attributes():
     model = Stack([Layer(index) for index in range(4)])
-    compiled = fulgurite.compile(model, regions="blocks")
+    compiled = fulgurite.compile(model, granularity="blocks")
     x = torch.randn(3, 4)
     torch.testing.assert_close(compiled(x), model(x))
     model.groups[0][1].layer_idx = 9
@@ -113,10 +113,10 @@ def test_settings_that_differ_from_layer_to_layer():
     torch.testing.assert_close(compiled(x), model(x))
 
 
-@pytest.mark.parametrize("regions", ["blocks", "whole"])
-def test_threads_each_run_compiled(regions):
+@pytest.mark.parametrize("granularity", ["blocks", "model"])
+def test_concurrent_threads(granularity):
     models = [Stack([Layer() for _ in range(4)]) for _ in range(2)]
-    compiled = [fulgurite.compile(model, regions=regions) for model in models]
+    compiled = [fulgurite.compile(model, granularity=granularity) for model in models]
     failures = []
 
     def work(position):
@@ -137,11 +137,11 @@ def test_threads_each_run_compiled(regions):
     assert all(model.graphs for model in compiled)
 
 
-@pytest.mark.parametrize("regions", ["blocks", "whole"])
-def test_runs_while_another_thread_traces(regions):
-    """One flag of torch says that somebody traces; it makes torch.compile's own functions raise in every thread."""
+@pytest.mark.parametrize("granularity", ["blocks", "model"])
+def test_call_while_another_thread_traces(granularity):
+    """torch has one tracing flag for all threads, and torch.compile's functions raise while it is set."""
     model = Stack([Layer() for _ in range(4)])
-    compiled = fulgurite.compile(model, regions=regions)
+    compiled = fulgurite.compile(model, granularity=granularity)
     entered, done = threading.Event(), threading.Event()
 
     def traced(x):
@@ -162,7 +162,7 @@ def test_runs_while_another_thread_traces(regions):
     assert compiled.graphs
 
 
-def test_is_the_plain_model_when_traced():
+def test_tracing_sees_the_original_model():
     model = Stack([Layer() for _ in range(4)])
     compiled = fulgurite.compile(model)
     x = torch.randn(3, 4)
@@ -172,7 +172,7 @@ def test_is_the_plain_model_when_traced():
 
 
 class Unpacked(Stack):
-    """Has equal layers, and calls what is inside them instead of them."""
+    """Has repeated layers, and calls their children instead of the layers."""
 
     def forward(self, x):
         for layer in self.groups[0]:
@@ -180,16 +180,16 @@ class Unpacked(Stack):
         return x
 
 
-def test_a_model_that_never_calls_its_layers_is_compiled_as_a_whole():
+def test_model_that_never_calls_its_layers_is_compiled_as_one_graph():
     model = Unpacked([Layer() for _ in range(4)])
     compiled = fulgurite.compile(model)
     x = torch.randn(3, 4)
     for _ in range(2):
         torch.testing.assert_close(compiled(x), model(x))
-    assert len(compiled.graphs) == 1 and compiled.explain().regions.startswith("whole")
+    assert len(compiled.graphs) == 1 and compiled.explain().granularity.startswith("model")
 
 
-def test_lazy_modules_are_compiled_as_a_whole():
+def test_lazy_modules_are_compiled_as_one_graph():
     model = nn.Sequential(*(nn.Sequential(nn.LazyLinear(4), nn.ReLU()) for _ in range(4)))
     compiled = fulgurite.compile(model)
     x = torch.randn(3, 5)

@@ -1,4 +1,4 @@
-"""Errors of the user's program and of capture: of the right type, with the user's line."""
+"""Errors of the user's program and of capture: their types, and the user's line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fulgurite
-from fulgurite.capture.dynamo import is_capturing, plain_exception
+from fulgurite.capture.dynamo import clean_exception_text, is_capturing
 from fulgurite.errors import ArgumentError, CompileError, GraphBreakError, OpError
 
 ANY = torch.randn(2, 3)
@@ -15,7 +15,7 @@ ANY = torch.randn(2, 3)
 @pytest.mark.parametrize(
     "kind", [ValueError, IndexError, RuntimeError, KeyError, TypeError, KeyboardInterrupt]
 )
-def test_exceptions_of_the_program_come_out_as_they_are(kind):
+def test_exceptions_of_the_program_are_unchanged(kind):
     def f(x):
         y = x + 1
         if y.shape[0] == 2:
@@ -27,17 +27,17 @@ def test_exceptions_of_the_program_come_out_as_they_are(kind):
     assert type(caught.value) is kind
 
 
-def test_fullgraph_names_the_exception():
+def test_fullgraph_error_names_the_exception():
     def f(x):
         raise ValueError("mine")
 
     with pytest.raises(GraphBreakError, match=r"raises ValueError\('mine'\)") as caught:
         fulgurite.compile(f, fullgraph=True)(ANY)
-    assert "test_dynamo.py" in caught.value.rows["where"]
+    assert "test_dynamo.py" in caught.value.details["where"]
 
 
 @pytest.mark.parametrize(
-    ("said", "plain"),
+    ("text", "expected"),
     [
         ("ValueError('mine')", "ValueError('mine')"),
         ("ValueError([ConstantVariable(str: 'mine')])", "ValueError('mine')"),
@@ -48,45 +48,45 @@ def test_fullgraph_names_the_exception():
         ("RuntimeError([])", "RuntimeError()"),
     ],
 )
-def test_exceptions_read_the_same_in_every_torch(said, plain):
-    assert plain_exception(said) == plain
+def test_exception_text_is_the_same_in_every_torch_version(text, expected):
+    assert clean_exception_text(text) == expected
 
 
-def test_an_op_that_refuses_its_inputs_is_named():
+def test_op_that_rejects_its_inputs_is_named():
     def f(x):
         return x @ x
 
     with pytest.raises(OpError, match="matmul") as caught:
         fulgurite.compile(f)(ANY)
     assert isinstance(caught.value, RuntimeError)
-    assert "return x @ x" in caught.value.rows["where"]
-    assert "size=(2, 3)" in caught.value.rows["input"]
+    assert "return x @ x" in caught.value.details["where"]
+    assert "size=(2, 3)" in caught.value.details["input"]
 
 
-def test_an_operator_without_a_fake_rule_says_so():
+def test_operator_without_a_fake_function_raises():
     @fulgurite.op("test_dynamo::no_rule")
     def no_rule(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
-    with pytest.raises(ArgumentError, match="no rule for FakeTensors"):
+    with pytest.raises(ArgumentError, match="no fake .meta. function"):
         fulgurite.compile(lambda x: no_rule(x) + 1)(ANY)
 
 
-def test_unknown_options_of_the_backend_say_what_is_allowed():
+def test_unknown_backend_options_list_what_is_allowed():
     with pytest.raises(Exception, match="may hold executors, transforms"):
         torch.compile(lambda x: x + 1, backend="fulgurite", options={"fast": True})(ANY)
 
 
-def test_an_unwritable_folder_hides_no_error(monkeypatch, tmp_path):
+def test_unwritable_repro_folder_hides_no_error(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("FULGURITE_REPRO", str(tmp_path / "file" / "folder"))
+    monkeypatch.setenv("FULGURITE_REPRO_DIR", str(tmp_path / "file" / "folder"))
 
     def fails(trace):
         raise ValueError("mine")
 
     with pytest.raises(CompileError, match="ValueError: mine") as caught:
         fulgurite.compile(lambda x: x + 1, transforms=[fails])(ANY)
-    assert "FULGURITE_REPRO" in caught.value.rows["repro"]
+    assert "FULGURITE_REPRO_DIR" in caught.value.details["repro"]
 
 
 def test_exporting_a_compiled_module_exports_the_module():

@@ -1,4 +1,4 @@
-"""The priority walk: first come, late decomposition, and what nobody takes."""
+"""Claim: the first executor that can run an op, late decomposition, and unclaimed ops."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import torch.nn.functional as F
 
 import fulgurite
 from fulgurite.errors import CompileError
+from fulgurite.trace.node_meta import executor_of
 
 aten = torch.ops.aten
 
 
-class Takes(fulgurite.Executor):
+class ClaimingExecutor(fulgurite.Executor):
     """Claims some ops and runs them through torch, counting regions."""
 
-    name = "takes"
+    name = "claiming"
 
-    def __init__(self, *names, pieces=False):
+    def __init__(self, *names, accepts_decomposed=False):
         self.names = names
-        type(self).takes_pieces = pieces
+        type(self).accepts_decomposed_ops = accepts_decomposed
         self.regions = []
 
     def claims(self, node):
@@ -34,81 +35,87 @@ class Takes(fulgurite.Executor):
 
 def executors_of(compiled):
     trace = next(t for t in compiled.history if t.stage == "claimed")
-    return [(str(n.target).removeprefix("aten."), n.meta["executor"]) for n in trace.ops]
+    return [(str(n.target).removeprefix("aten."), executor_of(n)) for n in trace.ops]
 
 
-def test_the_first_that_claims_gets_it():
-    mine = Takes("add", "mul")
+def test_first_claiming_executor_gets_the_op():
+    mine = ClaimingExecutor("add", "mul")
     f = fulgurite.compile(lambda x: (x + 1).relu() * 2, executors=[mine, "torch"])
     x = torch.randn(3)
     assert torch.equal(f(x), (x + 1).relu() * 2)
     assert executors_of(f) == [
-        ("add.Tensor", "takes"),
+        ("add.Tensor", "claiming"),
         ("relu.default", "torch"),
-        ("mul.Tensor", "takes"),
+        ("mul.Tensor", "claiming"),
     ]
     assert len(mine.regions) == 2  # relu stands between them
     text = str(f.last_trace())
-    assert "@fulgurite.region('takes')" in text and "# takes   1 op " in text
+    assert "@fulgurite.region('claiming')" in text and "# claiming   1 op " in text
 
 
-def test_a_composite_op_is_taken_apart_when_all_its_pieces_are_wanted():
-    pieces = ("amax", "sub", "exp", "sum", "div", "var_mean", "mul", "add", "rsqrt")
+def test_composite_op_is_decomposed_if_all_decomposed_ops_are_claimed():
+    decomposed_ops = ("amax", "sub", "exp", "sum", "div", "var_mean", "mul", "add", "rsqrt")
     both = lambda x: F.softmax(x, -1) + F.layer_norm(x, (4,))  # noqa: E731
     x = torch.randn(3, 4)
-    f = fulgurite.compile(both, executors=[Takes(*pieces, pieces=True), "torch"])
+    f = fulgurite.compile(
+        both, executors=[ClaimingExecutor(*decomposed_ops, accepts_decomposed=True), "torch"]
+    )
     torch.testing.assert_close(f(x), both(x))
-    assert "takes" in {e for _, e in executors_of(f)}
+    assert "claiming" in {e for _, e in executors_of(f)}
     assert not any("softmax" in op or "layer_norm" in op for op, _ in executors_of(f))
-    assert "softmax" in str(next(t for t in f.history if t.stage == "dead_code"))
-    # without exp nobody can finish softmax: it stays whole, and layer_norm is still taken apart
-    fewer = [name for name in pieces if name != "exp"]
-    g = fulgurite.compile(both, executors=[Takes(*fewer, pieces=True), "torch"])
+    assert "softmax" in str(next(t for t in f.history if t.stage == "eliminate_dead_code"))
+    # without exp nobody claims all of softmax: it stays composite, and layer_norm is still decomposed
+    fewer = [name for name in decomposed_ops if name != "exp"]
+    g = fulgurite.compile(
+        both, executors=[ClaimingExecutor(*fewer, accepts_decomposed=True), "torch"]
+    )
     torch.testing.assert_close(g(x), both(x))
     assert ("_softmax.default", "torch") in executors_of(g)
     assert not any("layer_norm" in op for op, _ in executors_of(g))
 
 
-def test_a_view_is_not_taken_apart(monkeypatch):
+def test_views_are_not_decomposed(monkeypatch):
     """Torch's own rule for a view of no elements of conjugated numbers fails, and there is nothing to gain."""
-    taken_apart = []
+    decomposed = []
     monkeypatch.setattr(
         import_module("fulgurite.executors.claim"),
         "decompose",
-        lambda module, node: taken_apart.append(str(node.target)),
+        lambda module, node: decomposed.append(str(node.target)),
     )
-    f = fulgurite.compile(lambda x: x.mH.view(-1), executors=[Takes(pieces=True), "torch"])
+    f = fulgurite.compile(
+        lambda x: x.mH.view(-1), executors=[ClaimingExecutor(accepts_decomposed=True), "torch"]
+    )
     x = torch.empty(0, 3, 4, dtype=torch.complex64)
     assert f(x).shape == (0,)
-    assert "aten.view.default" not in taken_apart and "aten.permute.default" not in taken_apart
+    assert "aten.view.default" not in decomposed and "aten.permute.default" not in decomposed
     assert ("view.default", "torch") in executors_of(f)
 
 
-def test_an_op_nobody_takes_is_an_error_with_the_way_out():
+def test_unclaimed_op_is_an_error_with_a_hint():
     with pytest.raises(CompileError) as caught:
-        fulgurite.compile(lambda x: x.relu(), executors=[Takes("add")])(torch.ones(3))
+        fulgurite.compile(lambda x: x.relu(), executors=[ClaimingExecutor("add")])(torch.ones(3))
     assert "no executor claims aten.relu" in str(caught.value)
-    assert "'torch'" in caught.value.rows["next"] and "f32[3]" in caught.value.rows["input"]
-    assert "repro" in caught.value.rows
+    assert "'torch'" in caught.value.details["next"] and "f32[3]" in caught.value.details["input"]
+    assert "repro" in caught.value.details
 
 
-def test_a_failing_executor_is_named_with_a_repro(tmp_path, monkeypatch):
-    class Fails(Takes):
+def test_failing_executor_is_named_with_a_repro(tmp_path, monkeypatch):
+    class Fails(ClaimingExecutor):
         name = "fails"
 
         def lower(self, region):
             raise ZeroDivisionError("boom")
 
-    monkeypatch.setenv("FULGURITE_REPRO", str(tmp_path))
+    monkeypatch.setenv("FULGURITE_REPRO_DIR", str(tmp_path))
     with pytest.raises(CompileError) as caught:
         fulgurite.compile(lambda x: (x + 1) * 2, executors=[Fails("add", "mul"), "torch"])(
             torch.ones(2, 3)
         )
     error = caught.value
     assert "'fails'" in str(error) and "boom" in str(error) and "aten.mul" in str(error)
-    assert "test_claim.py" in error.rows["where"] and "f32[2, 3]" in error.rows["input"]
+    assert "test_claim.py" in error.details["where"] and "f32[2, 3]" in error.details["input"]
     (script,) = tmp_path.iterdir()
-    assert error.rows["repro"] == str(script)
+    assert error.details["repro"] == str(script)
 
 
 def normed(x, w, v):
@@ -117,7 +124,7 @@ def normed(x, w, v):
 
 
 @pytest.mark.parametrize(("dynamic", "times"), [(False, 2), (True, 3)])
-def test_equal_calls_are_taken_apart_once(monkeypatch, dynamic, times):
+def test_equal_calls_are_decomposed_once(monkeypatch, dynamic, times):
     """Where sizes are symbols each is its own."""
     module = import_module("fulgurite.executors.claim")
     seen = []
@@ -127,7 +134,9 @@ def test_equal_calls_are_taken_apart_once(monkeypatch, dynamic, times):
         return real(graph, node)
 
     monkeypatch.setattr(module, "decompose", decompose)
-    compiled = fulgurite.compile(normed, executors=["fuser", "torch"], tune=False, dynamic=dynamic)
+    compiled = fulgurite.compile(
+        normed, executors=["fuser", "torch"], autotune=False, dynamic=dynamic
+    )
     inputs = torch.randn(5, 6), torch.randn(6), torch.randn(3)
     torch.testing.assert_close(compiled(*inputs), normed(*inputs))
     assert seen.count("aten.native_layer_norm.default") == times

@@ -1,4 +1,4 @@
-"""The fuser in whole programs: what is in memory of its own, views, sizes that hide, no compiler."""
+"""The fuser executor in whole programs: aliasing, views, hidden sizes, no compiler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 import fulgurite
 from fulgurite import native
 from fulgurite.fuser import pipeline
-from fulgurite.fuser.frontend import lower_graph
 
 
 def agree(function, *inputs, **options):
@@ -29,7 +28,7 @@ def agree(function, *inputs, **options):
     return compiled
 
 
-def test_ops_that_are_no_views_give_memory_of_their_own():
+def test_non_view_ops_return_new_memory():
     a, b = torch.randn(()), torch.randn(1, 3)
     agree(
         lambda a, b: (
@@ -46,7 +45,7 @@ def test_ops_that_are_no_views_give_memory_of_their_own():
     )
 
 
-def test_views_of_a_result_are_other_objects_in_the_same_memory():
+def test_views_of_a_result_share_its_memory():
     def views(a):
         b = -a
         return b, b.expand_as(b), b.view(-1), b.t(), a.view_as(a)
@@ -59,7 +58,7 @@ def test_expanded_tensors_of_no_elements():
     agree(lambda b: (b.sum(0), b.sqrt().flip(0), (b + 1).sum(), b[..., 1:].clone() * 2), b)
 
 
-def test_sizes_that_no_input_shows_reach_the_region():
+def test_sizes_that_no_input_has_reach_the_region():
     def grows(x):
         flat = x.flatten().sort()[0]  # its size is a product; the next line needs both factors
         return flat.view(x.shape) * 2 + torch.arange(x.shape[1] // 2 + 1).sum(), flat + x.shape[0]
@@ -77,29 +76,29 @@ def test_views_for_library_calls_do_not_split_regions():
     inputs = torch.randn(4, 8), torch.randn(16, 8), torch.randn(16, 8)
     compiled = fulgurite.compile(gated)
     torch.testing.assert_close(compiled(*inputs), gated(*inputs))
-    assert compiled.explain().graphs[0].programs[0].calls == {"fuser": 1, "torch": 2}
+    assert compiled.explain().graphs[0].compiled_graphs[0].calls == {"fuser": 1, "torch": 2}
 
 
-def test_numbers_read_from_data_stay_with_torch():
+def test_data_dependent_numbers_stay_with_torch():
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         agree(lambda x, n: (x.narrow(0, n.item(), 2) * 2 + 1,), torch.randn(6, 3), torch.tensor(1))
 
 
-def test_regions_are_named_after_what_they_do_and_listed_with_their_kernels():
+def test_regions_are_named_by_their_ops_and_listed_with_kernels():
     compiled = fulgurite.compile(lambda x, w: torch.nn.functional.layer_norm(x, (6,), w) @ x.t())
     compiled(torch.randn(5, 6), torch.randn(6))
     assert "layer_norm_0(x, w)" in str(compiled.last_trace())
     explanation = compiled.explain()
-    (kernel,) = explanation.graphs[0].programs[0].kernels
+    (kernel,) = explanation.graphs[0].compiled_graphs[0].kernels
     assert kernel.call == "layer_norm_0" and kernel.reason.startswith("mm needs")
-    assert "why it ends here" in str(explanation) and "measured" not in str(explanation)
-    timed = explanation.measured()
-    assert "measured" in str(timed) and timed.graphs[0].programs[0].kernels[0].seconds > 0
+    assert "fusion boundary" in str(explanation) and "measured" not in str(explanation)
+    timed = explanation.with_measured_kernels()
+    assert "measured" in str(timed) and timed.graphs[0].compiled_graphs[0].kernels[0].seconds > 0
 
 
 def test_without_a_compiler_torch_runs_everything(monkeypatch):
     monkeypatch.setenv("FULGURITE_CXX", "no-such-compiler")
-    native.compiler.cache_clear()
+    native.find_compiler.cache_clear()
     try:
         with pytest.warns(UserWarning, match="no C\\+\\+ compiler found") as seen:
             compiled = fulgurite.compile(lambda x: (x + 1) * 2)
@@ -108,28 +107,28 @@ def test_without_a_compiler_torch_runs_everything(monkeypatch):
         assert len([w for w in seen if "compiler" in str(w.message)]) == 1
         assert "@fulgurite.region" not in str(compiled.last_trace())
     finally:
-        native.compiler.cache_clear()
+        native.find_compiler.cache_clear()
 
 
-def test_calls_after_the_first_go_straight_to_the_kernels():
-    compiled = fulgurite.compile(lambda x: (x.exp() + 1).relu(), tune=False)
+def test_later_calls_use_the_cached_launch():
+    compiled = fulgurite.compile(lambda x: (x.exp() + 1).relu(), autotune=False)
     x = torch.randn(5, 7)
     for _ in range(3):
         torch.testing.assert_close(compiled(x), (x.exp() + 1).relu())
-    names = compiled.graphs[0].programs["inference"].run.__globals__
+    names = compiled.graphs[0].compiled_graphs["inference"].run.__globals__
     (region,) = (value for name, value in names.items() if "exp" in name)
     assert isinstance(region, FunctionType), "each call asks the region for its function"
 
 
-def test_what_is_claimed_once_is_claimed_for_equal_calls(monkeypatch):
+def test_claims_are_cached_for_equal_calls(monkeypatch):
     asked = []
 
-    def unreadable(node, real=lower_graph.unreadable):
+    def find_unsupported_reason(node, real=pipeline.find_unsupported_reason):
         asked.append(str(node.target))
         return real(node)
 
-    monkeypatch.setattr(pipeline, "_READABLE", {})
-    monkeypatch.setattr(lower_graph, "unreadable", unreadable)
+    monkeypatch.setattr(pipeline, "_CAN_LOWER_CACHE", {})
+    monkeypatch.setattr(pipeline, "find_unsupported_reason", find_unsupported_reason)
 
     def function(x):
         for _ in range(4):
@@ -137,6 +136,6 @@ def test_what_is_claimed_once_is_claimed_for_equal_calls(monkeypatch):
         return x, torch.sin(x.t()), torch.sin(x.double())
 
     x = torch.randn(3, 5)
-    compiled = fulgurite.compile(function, executors=["fuser", "torch"], tune=False)
+    compiled = fulgurite.compile(function, executors=["fuser", "torch"], autotune=False)
     torch.testing.assert_close(compiled(x), function(x))
     assert asked.count("aten.sin.default") == 3, "another layout or dtype is another question"

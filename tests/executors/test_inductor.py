@@ -1,4 +1,4 @@
-"""Regions through TorchInductor, and choosing by measurement."""
+"""Regions through TorchInductor, and autotuning between executors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_regions_and_single_ops_share_a_graph(inputs):
     torch.testing.assert_close(compiled(*inputs), expected)
     text = str(compiled.last_trace())
     assert "@fulgurite.region('inductor')" in text and "rand_like" in text.split("def forward")[1]
-    assert compiled.explain().graphs[0].programs[0].calls["inductor"] >= 1
+    assert compiled.explain().graphs[0].compiled_graphs[0].calls["inductor"] >= 1
 
 
 def test_dynamic_sizes_reach_inductor():
@@ -45,16 +45,16 @@ def test_dynamic_sizes_reach_inductor():
     torch.testing.assert_close(final.load()(*inputs)[0], (x * 2).relu().sum(-1))
 
 
-def test_tuning_keeps_the_fastest_and_remembers(inputs, monkeypatch):
+def test_autotune_keeps_the_fastest_and_caches_it(inputs, monkeypatch):
     def timed(calls, *args, **kwargs):
         timed.count += 1
         return {name: {"torch": 1e-6, "inductor": 5e-6}[name] for name in calls}
 
     timed.count = 0
-    monkeypatch.setattr("fulgurite.timing.compare_on", timed)
+    monkeypatch.setattr("fulgurite.timing.median_times_on", timed)
     g = lambda x, w: (x @ w).relu() + 1  # noqa: E731
     for cached in (False, True):
-        compiled = fulgurite.compile(g, executors=["inductor", "torch"], tune=True)
+        compiled = fulgurite.compile(g, executors=["inductor", "torch"], autotune=True)
         torch.testing.assert_close(compiled(*inputs), g(*inputs))
         (decision,) = compiled.graphs[0].decisions
         assert decision.winner == "torch" and decision.cached == cached
@@ -63,9 +63,9 @@ def test_tuning_keeps_the_fastest_and_remembers(inputs, monkeypatch):
     cache.clear("decisions")
 
 
-def test_tuning_measures_for_real(inputs):
+def test_autotune_measures(inputs):
     compiled = fulgurite.compile(
-        lambda x, w: (x @ w).tanh(), executors=["inductor", "torch"], tune=True
+        lambda x, w: (x @ w).tanh(), executors=["inductor", "torch"], autotune=True
     )
     torch.testing.assert_close(compiled(*inputs), (inputs[0] @ inputs[1]).tanh())
     (decision,) = compiled.graphs[0].decisions

@@ -1,4 +1,4 @@
-"""Regions: as large as order allows, never a cycle, ordered ops in order."""
+"""Regions: as large as dependencies allow, never a cycle, ordered ops in order."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import torch
 from torch import fx
 
 import fulgurite
-from fulgurite.executors.regions import lower
+from fulgurite.executors.regions import lower_trace
 from fulgurite.executors.torch import TORCH
 from fulgurite.trace import Trace, verify
 from fulgurite.trace.metadata import fill_metadata
+from fulgurite.trace.node_meta import executor_of, set_executor
 
 
-class Fuses(fulgurite.Executor):
+class FusingExecutor(fulgurite.Executor):
     name = "fuses"
 
     def claims(self, node):
@@ -37,7 +38,7 @@ def random_trace(seed, length=40):
     for _ in range(length):
         left, right = draw.choice(values[-8:]), draw.choice(values)
         node = graph.call_function(torch.ops.aten.add.Tensor, (left, right))
-        node.meta["executor"] = draw.choice(["fuses", "fuses", "torch"])
+        set_executor(node, draw.choice(["fuses", "fuses", "torch"]))
         values.append(node)
     graph.output(tuple(values[-3:]))
     module = fx.GraphModule({}, graph)
@@ -45,30 +46,30 @@ def random_trace(seed, length=40):
     return Trace(module, "inference", "claimed")
 
 
-def test_random_graphs_stay_right_and_regions_stay_few():
+def test_random_graphs_are_right_and_have_few_regions():
     for seed in range(60):
         trace = random_trace(seed)
-        final = lower(trace, [Fuses(), TORCH]).at_stage("final")
+        final = lower_trace(trace, [FusingExecutor(), TORCH]).at_stage("final")
         verify(final, before=trace)
         inputs = [torch.randn(4) for _ in range(3)]
         torch.testing.assert_close(final.run(*inputs), trace.run(*inputs), rtol=0, atol=0)
-        single = sum(n.meta["executor"] == "torch" for n in trace.ops)
+        single = sum(executor_of(n) == "torch" for n in trace.ops)
         regions = sum(
-            n.meta["executor"] == "fuses" and "getitem" not in str(n.target) for n in final.ops
+            executor_of(n) == "fuses" and "getitem" not in str(n.target) for n in final.ops
         )
         assert regions <= single + 1
 
 
-def test_everything_for_one_executor_is_one_region():
+def test_one_executor_gives_one_region():
     trace = random_trace(0)
     for node in trace.ops:
-        node.meta["executor"] = "fuses"
-    final = lower(trace, [Fuses(), TORCH])
+        set_executor(node, "fuses")
+    final = lower_trace(trace, [FusingExecutor(), TORCH])
     assert sum("getitem" not in str(n.target) for n in final.ops) == 1
 
 
-def test_random_draws_keep_their_order_across_regions():
-    class Takes(Fuses):
+def test_random_ops_keep_their_order_across_regions():
+    class ClaimsRandom(FusingExecutor):
         name = "takes_random"
 
         def claims(self, node):
@@ -84,13 +85,15 @@ def test_random_draws_keep_their_order_across_regions():
     torch.manual_seed(0)
     expected = f(x)
     torch.manual_seed(0)
-    torch.testing.assert_close(fulgurite.compile(f, executors=[Takes(), "torch"])(x), expected)
+    torch.testing.assert_close(
+        fulgurite.compile(f, executors=[ClaimsRandom(), "torch"])(x), expected
+    )
 
 
-def test_a_printed_region_is_lowered_again_when_it_is_read_back():
+def test_loaded_trace_lowers_its_regions_again():
     calls = []
 
-    class Counts(Fuses):
+    class Counts(FusingExecutor):
         name = "counts"
 
         def lower(self, region):

@@ -1,4 +1,4 @@
-"""Spelling: the plainest function, and only where it is exactly the op."""
+"""Direct functions: the most direct torch function, only if it is exactly the op."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fulgurite
+from fulgurite.trace.node_meta import aten_op
 
 pytestmark = pytest.mark.usefixtures("torch_only")
 
@@ -14,10 +15,10 @@ def targets(function, *inputs):
     compiled = fulgurite.compile(function)
     with torch.no_grad():
         torch.testing.assert_close(compiled(*inputs), function(*inputs), equal_nan=True)
-    return {str(n.meta.get("aten", n.target)): n.target for n in compiled.last_trace().ops}
+    return {str(aten_op(n)): n.target for n in compiled.last_trace().ops}
 
 
-def test_plain_functions_where_they_are_the_same():
+def test_direct_functions_replace_equal_ops():
     x = torch.randn(3, 4)
     found = targets(
         lambda x: (torch.add(x, 1).exp().view(12), x @ x.t(), torch.where(x > 0, x, 0.0)), x
@@ -26,7 +27,7 @@ def test_plain_functions_where_they_are_the_same():
     assert found["aten.view.default"] is torch.Tensor.view and found["aten.mm.default"] is torch.mm
 
 
-def test_ops_without_a_plain_function_stay_as_they_are():
+def test_ops_without_a_direct_function_stay():
     x = torch.randn(3, 4, requires_grad=True)
     compiled = fulgurite.compile(lambda x: torch.nn.functional.silu(x))
     compiled(x).sum().backward()
@@ -34,7 +35,7 @@ def test_ops_without_a_plain_function_stay_as_they_are():
     assert node.target is torch.ops.aten.silu_backward.default
 
 
-def test_overloads_are_told_apart():
+def test_overloads_are_distinguished():
     x = torch.tensor([1, 2, 3])
     found = targets(
         lambda x: (x.sum(), x.float().sum(0, dtype=torch.float64), torch.max(x), x.float().max(0)),

@@ -1,8 +1,10 @@
-"""The fuser's tests run for C++ kernels, and again for Triton's: on a GPU, or in Triton's interpreter.
+"""Runs the fuser's tests for C++ kernels, and again for Triton kernels.
 
 pytest tests/fuser                                C++
 TRITON_INTERPRET=1 pytest tests/fuser             Triton on CPU tensors, in its interpreter
 pytest -m gpu tests/fuser                         Triton on a GPU
+
+A test module opts in to the Triton runs with `RUNS_ON_TRITON = True`.
 """
 
 from __future__ import annotations
@@ -15,17 +17,12 @@ import torch
 
 from tests.fuser import support
 
-MODULES = (
-    "test_bits test_dynamic test_normalization test_pointwise test_reductions test_scans test_special "
-    "test_views test_writes test_lent test_pooling test_variance test_channels test_long_rows test_complex "
-    "test_programs test_single_places test_unrolled"
-).split()
-# what a test of C++ kernels asks that Triton's do otherwise
+# Tests that only hold for C++ kernels, with the reason to skip them for Triton.
 NOT_TRITON = {
-    "test_long_row_is_cut": "rows of a GPU kernel may be longer",
-    "test_gather_out_of_range_is_an_error": "a GPU kernel stops the device, as torch's do",
-    "test_integers_by_integers": "a division by zero on a GPU raises nothing, as torch's",
-    "test_negative_indices": "a GPU kernel stops the device, as torch's do",
+    "test_row_longer_than_the_cache_is_split": "rows of a GPU kernel may be longer",
+    "test_gather_out_of_range_raises": "a GPU kernel traps on a device-side assert, like torch's",
+    "test_integer_division": "a division by zero on a GPU does not raise, in torch either",
+    "test_negative_indices": "a GPU kernel traps on a device-side assert, like torch's",
 }
 
 
@@ -38,25 +35,25 @@ def targets() -> list[object]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.module.__name__.rsplit(".", 1)[-1] in MODULES:
+    if getattr(metafunc.module, "RUNS_ON_TRITON", False):
         metafunc.parametrize("target", targets(), indirect=True)
 
 
 @pytest.fixture(autouse=True)
 def target(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Which kernels `support.fused` generates in this test."""
+    """Selects the kernels that `support.check_fused` generates in this test."""
     kind = getattr(request, "param", "cpp")
     name = getattr(request.node, "originalname", request.node.name)
     if kind != "cpp" and name in NOT_TRITON:
         pytest.skip(NOT_TRITON[name])
     if kind == "triton":
-        _patched()
+        _patch_triton_interpreter()
     support.TARGET = kind
     yield
     support.TARGET = "cpp"
 
 
-def _patched() -> None:
-    from tests.fuser import interpreter
+def _patch_triton_interpreter() -> None:
+    from tests.fuser import triton_interpreter
 
-    interpreter.patch()
+    triton_interpreter.patch()

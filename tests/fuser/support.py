@@ -1,4 +1,4 @@
-"""What the fuser's tests share: tracing a function into a region, and the float64 rule."""
+"""Shared by the fuser's tests: tracing a function into a region, and the comparison with eager."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from torch._decomp import core_aten_decompositions, get_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fulgurite import fuser
-from fulgurite.fuser.frontend import lower_graph
-from fulgurite.fuser.ir import interpreter, split_axes, statement
+from fulgurite.fuser.frontend.lower_graph import lower_graph
+from fulgurite.fuser.ir.interpreter import interpret_region
+from fulgurite.fuser.ir.split_axes import split_axes
+from fulgurite.fuser.ir.statement import Region, verify_region
 
 aten = torch.ops.aten
 
-# what kernels are generated: "cpp", "triton" (in its interpreter) or "cuda"; conftest.py sets it
+# The kernels to generate: "cpp", "triton" (in its interpreter) or "cuda". conftest.py sets it.
 TARGET = "cpp"
 
 DECOMPOSED = (
@@ -35,20 +37,27 @@ DECOMPOSED = (
     aten.smooth_l1_loss,
     aten.linalg_vector_norm,
 )
-KEPT = (aten.silu, aten.gelu, aten.silu_backward, aten.gelu_backward, aten.lerp, aten.clamp)
+NOT_DECOMPOSED = (
+    aten.silu,
+    aten.gelu,
+    aten.silu_backward,
+    aten.gelu_backward,
+    aten.lerp,
+    aten.clamp,
+)
 
 
 def decompositions() -> dict[Any, Any]:
     table = dict(core_aten_decompositions())
     table.update(get_decompositions(DECOMPOSED))
-    kept = {getattr(packet, name) for packet in KEPT for name in packet.overloads()}
-    return {op: rule for op, rule in table.items() if op not in kept}
+    excluded = {getattr(packet, name) for packet in NOT_DECOMPOSED for name in packet.overloads()}
+    return {op: rule for op, rule in table.items() if op not in excluded}
 
 
 def trace(
     function: Callable[..., Any], arguments: Sequence[Any], mode: str = "fake"
 ) -> torch.fx.GraphModule:
-    """A functional ATen graph, with FakeTensor metadata, as a region has it."""
+    """Traces a function into a functional ATen graph with FakeTensor metadata, like a region's."""
     graph = make_fx(function, tracing_mode=mode, decomposition_table=decompositions())(*arguments)
     functional = torch.func.functionalize(graph, remove="mutations")
     graph = make_fx(functional, tracing_mode=mode)(*arguments)
@@ -57,56 +66,60 @@ def trace(
     return graph
 
 
-def tupled(result: Any) -> tuple[Any, ...]:
+def as_tuple(result: Any) -> tuple[Any, ...]:
     return tuple(result) if isinstance(result, tuple | list) else (result,)
 
 
-def oracle(function: Callable[..., Any], *arguments: Any, mode: str = "fake") -> statement.Region:
-    """Reads, checks and interprets the function, and compares with eager."""
-    region = lower_graph.read(trace(function, arguments, mode))
-    statement.check(region)
-    refined = split_axes.refine(region)
-    statement.check(refined)
-    for stage in (region, refined):
-        compare(interpreter.run(stage, arguments), function, arguments)
+def check_interpreted(function: Callable[..., Any], *arguments: Any, mode: str = "fake") -> Region:
+    """Lowers, verifies and interprets the function, and compares with eager. Returns the region."""
+    region = lower_graph(trace(function, arguments, mode))
+    verify_region(region)
+    refined = split_axes(region)
+    verify_region(refined)
+    for variant in (region, refined):
+        check_against_eager(interpret_region(variant, arguments), function, arguments)
     return refined
 
 
-def fused(function: Callable[..., Any], *arguments: Any, mode: str = "fake") -> fuser.FusedRegion:
-    """Lowers and runs the function, and compares with eager by the float64 rule."""
-    with place():
-        arguments = tuple(map(placed, arguments))
-        region = lowered(function, arguments, mode)
-        compare(region(*arguments), function, arguments)
+def check_fused(
+    function: Callable[..., Any], *arguments: Any, mode: str = "fake"
+) -> fuser.FusedRegion:
+    """Lowers and runs the function, and compares with eager and float64. Returns its kernels."""
+    with target_device():
+        arguments = tuple(map(to_target, arguments))
+        region = lower_for_target(function, arguments, mode)
+        check_against_eager(region(*arguments), function, arguments)
     return region
 
 
-def lowered(
+def lower_for_target(
     function: Callable[..., Any], arguments: Sequence[Any], mode: str = "fake"
 ) -> fuser.FusedRegion:
-    """The function's kernels for the target."""
-    return fuser.lower(trace(function, arguments, mode), use_triton=TARGET == "triton")
+    """Lowers the function to kernels of the target."""
+    return fuser.lower_region(trace(function, arguments, mode), use_triton=TARGET == "triton")
 
 
-def place() -> AbstractContextManager[Any]:
-    """New tensors are made where the target wants them."""
+def target_device() -> AbstractContextManager[Any]:
+    """Creates new tensors on the target's device."""
     return torch.device("cuda") if TARGET == "cuda" else nullcontext()
 
 
-def placed(argument: Any) -> Any:
-    """The tensor where the target wants it."""
-    return on_gpu(argument) if TARGET == "cuda" else argument
+def to_target(argument: Any) -> Any:
+    """Moves a tensor to the target's device."""
+    return to_gpu(argument) if TARGET == "cuda" else argument
 
 
-def again(region: fuser.FusedRegion, function: Callable[..., Any], *arguments: Any) -> None:
-    """Runs what `fused` gave on other arguments, and compares with eager."""
-    with place():
-        arguments = tuple(map(placed, arguments))
-        compare(region(*arguments), function, arguments)
+def check_fused_again(
+    region: fuser.FusedRegion, function: Callable[..., Any], *arguments: Any
+) -> None:
+    """Runs the result of `check_fused` on other arguments, and compares with eager."""
+    with target_device():
+        arguments = tuple(map(to_target, arguments))
+        check_against_eager(region(*arguments), function, arguments)
 
 
-def on_gpu(argument: Any) -> Any:
-    """The same window onto the same memory, on the GPU."""
+def to_gpu(argument: Any) -> Any:
+    """Copies a tensor's storage to the GPU and returns the same strided view of it."""
     if not isinstance(argument, torch.Tensor) or argument.is_cuda:
         return argument
     memory = (
@@ -115,28 +128,28 @@ def on_gpu(argument: Any) -> Any:
     return memory.as_strided(argument.shape, argument.stride(), argument.storage_offset())
 
 
-def widened(argument: Any) -> Any:
+def to_float64(argument: Any) -> Any:
     if isinstance(argument, torch.Tensor) and argument.is_floating_point():
         return argument.double()
     return argument
 
 
-def compare(
+def check_against_eager(
     got: Sequence[Any], function: Callable[..., Any], arguments: Sequence[Any], slack: float = 4.0
 ) -> None:
-    """Same dtypes, sizes, strides; errors against float64 at most twice eager's."""
-    eager = tupled(function(*arguments))
-    exact = tupled(function(*(widened(a) for a in arguments)))
-    assert len(got) == len(eager), "another number of results"
+    """Checks dtypes, sizes, strides, and that errors are at most twice eager's."""
+    eager = as_tuple(function(*arguments))
+    exact = as_tuple(function(*(to_float64(a) for a in arguments)))
+    assert len(got) == len(eager), "a different number of results"
     for ours, theirs, wide in zip(got, eager, exact, strict=True):
         if not isinstance(theirs, torch.Tensor):
             assert ours == theirs
             continue
-        same_place(ours, theirs)
-        close(ours, theirs, wide, slack)
+        check_layout(ours, theirs)
+        check_close(ours, theirs, wide, slack)
 
 
-def same_place(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+def check_layout(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     assert ours.dtype == theirs.dtype, f"{ours.dtype} instead of {theirs.dtype}"
     assert ours.shape == theirs.shape, f"{ours.shape} instead of {theirs.shape}"
     if theirs.numel():
@@ -144,20 +157,25 @@ def same_place(ours: torch.Tensor, theirs: torch.Tensor) -> None:
             assert have == want or size == 1, f"{ours.stride()} instead of {theirs.stride()}"
 
 
-def close(ours: torch.Tensor, theirs: torch.Tensor, wide: torch.Tensor, slack: float = 4.0) -> None:
-    """ours is as near to float64 as theirs: at most twice the error, plus a few last places."""
+def check_close(
+    ours: torch.Tensor, theirs: torch.Tensor, wide: torch.Tensor, slack: float = 4.0
+) -> None:
+    """Checks that the error against float64 is at most twice eager's, plus a few ulp."""
     if not theirs.is_floating_point():
         assert torch.equal(ours, theirs), f"{ours} instead of {theirs}"
         return
     a, b, exact = ours.double(), theirs.double(), wide.double()
-    # NaN and infinity where eager has them, or where float64 does (eager gelu(inf) is NaN), or would in this dtype
+    # NaN and infinity must match eager, or float64 (eager gelu(inf) is NaN), or float64 rounded to this
+    # dtype.
     kind = _kind(a)
-    odd = (
+    mismatch = (
         (kind != _kind(b))
         & (kind != _kind(exact))
         & (kind != _kind(exact.to(theirs.dtype).double()))
     )
-    assert not odd.any(), f"{a[odd]} instead of {b[odd]} (float64: {exact[odd]})"
+    assert not mismatch.any(), (
+        f"{a[mismatch]} instead of {b[mismatch]} (float64: {exact[mismatch]})"
+    )
     finite = b.isfinite() & exact.isfinite() & a.isfinite()
     if not finite.any():
         return
@@ -165,7 +183,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor, wide: torch.Tensor, slack: f
     info = torch.finfo(theirs.dtype)
     floor = slack * info.eps * exact.abs() + info.tiny
     if theirs.dtype == torch.float64:
-        # eager is its own reference: formulas may differ by a few last places of their terms
+        # Eager is its own reference here. Formulas may differ by a few ulp of their terms.
         floor = 64 * info.eps * (exact.abs() + 1)
     allowed = 2 * (b - exact).abs().max() + floor
     error = (a - exact).abs()
@@ -177,5 +195,5 @@ def close(ours: torch.Tensor, theirs: torch.Tensor, wide: torch.Tensor, slack: f
 
 
 def _kind(x: torch.Tensor) -> torch.Tensor:
-    """0 for numbers, 1 for inf, -1 for -inf, 2 for NaN."""
+    """Returns 0 for finite numbers, 1 for inf, -1 for -inf, 2 for NaN."""
     return torch.where(x.isnan(), 2.0, torch.where(x.isinf(), x.sign(), 0.0))

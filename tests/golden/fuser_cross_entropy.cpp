@@ -18,21 +18,21 @@
 // sum_3[] = sum_r0 where_1[r0]
 // div[] = (sum_3[] / _to_copy[])
 // rows: i<512 x j<1000, SIMD over j, 2 passes
-static void amax_exp_sum_0(const int64_t* __restrict arg1_1, const float* __restrict arg0_1, float* __restrict div_out, int64_t* bad, int threads) {
-  const int team = threads;
-  double* sum_3_parts = (double*)malloc(sizeof(double) * team);
-  for (int64_t c = 0; c < team; ++c) sum_3_parts[c] = 0;
-  int64_t* sum_2_parts = (int64_t*)malloc(sizeof(int64_t) * team);
-  for (int64_t c = 0; c < team; ++c) sum_2_parts[c] = 0;
-  #pragma omp parallel num_threads(team)
+static void amax_exp_sum_0(const int64_t* __restrict arg1_1, const float* __restrict arg0_1, float* __restrict div_out, int64_t* error, int max_threads) {
+  const int num_threads = max_threads;
+  double* sum_3_partials = (double*)malloc(sizeof(double) * num_threads);
+  for (int64_t c = 0; c < num_threads; ++c) sum_3_partials[c] = 0;
+  int64_t* sum_2_partials = (int64_t*)malloc(sizeof(int64_t) * num_threads);
+  for (int64_t c = 0; c < num_threads; ++c) sum_2_partials[c] = 0;
+  #pragma omp parallel num_threads(num_threads)
   {
-    const int me = omp_get_thread_num();
-    double sum_3_part = 0;
-    int64_t sum_2_part = 0;
+    const int tid = omp_get_thread_num();
+    double sum_3_partial = 0;
+    int64_t sum_2_partial = 0;
     #pragma omp for schedule(static)
     for (int64_t i = 0; i < 512; ++i) {
       const bool ne_2 = arg1_1[i] != (-100l);
-      sum_2_part += (int64_t)ne_2;
+      sum_2_partial += (int64_t)ne_2;
       float amax = lowest<float>();
       #pragma omp simd reduction(nan_max:amax)
       for (int64_t j = 0; j < 1000; ++j) {  // pass 1
@@ -48,25 +48,25 @@ static void amax_exp_sum_0(const int64_t* __restrict arg1_1, const float* __rest
       const bool ne_1 = arg1_1[i] != (-100l);
       const bool ne = arg1_1[i] != (-100l);
       const int64_t where = ne ? arg1_1[i] : 0l;
-      const float sub = arg0_1[i * 1000 + checked(where, 1000, bad)] - amax;
+      const float sub = arg0_1[i * 1000 + check_index(where, 1000, error)] - amax;
       const float log_ = log(sum_1);
       const float sub_1 = sub - log_;
       const float neg = -sub_1;
       const float where_1 = ne_1 ? neg : 0.0f;
-      sum_3_part += where_1;
+      sum_3_partial += where_1;
     }
-    sum_3_parts[me] = sum_3_part;
-    sum_2_parts[me] = sum_2_part;
+    sum_3_partials[tid] = sum_3_partial;
+    sum_2_partials[tid] = sum_2_partial;
   }
-  double sum_3_all = sum_3_parts[0];
-  for (int t = 1; t < team; ++t) sum_3_all += sum_3_parts[t];
-  const float sum_3 = sum_3_all;
-  int64_t sum_2_all = sum_2_parts[0];
-  for (int t = 1; t < team; ++t) sum_2_all += sum_2_parts[t];
-  const int64_t sum_2 = sum_2_all;
+  double sum_3_total = sum_3_partials[0];
+  for (int t = 1; t < num_threads; ++t) sum_3_total += sum_3_partials[t];
+  const float sum_3 = sum_3_total;
+  int64_t sum_2_total = sum_2_partials[0];
+  for (int t = 1; t < num_threads; ++t) sum_2_total += sum_2_partials[t];
+  const int64_t sum_2 = sum_2_total;
   const float _to_copy = (float)sum_2;
   const float div = sum_3 / _to_copy;
   div_out[0] = div;
-  free(sum_3_parts);
-  free(sum_2_parts);
+  free(sum_3_partials);
+  free(sum_2_partials);
 }

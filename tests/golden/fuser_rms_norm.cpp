@@ -6,8 +6,8 @@
 // mul[i0,i1] = (arg0_1[i0,i1] * rsqrt[i0])
 // mul_1[i0,i1] = (mul[i0,i1] * arg1_1[i1])
 // rows: i<4096 x j<1024, SIMD over j, 2 passes
-static void pow_mean_rsqrt_0(const float* __restrict arg0_1, const float* __restrict arg1_1, float* __restrict mul_1_out, int64_t* bad, int threads) {
-  #pragma omp parallel for schedule(static) num_threads(threads)
+static void pow_mean_rsqrt_0(const float* __restrict arg0_1, const float* __restrict arg1_1, float* __restrict mul_1_out, int64_t* error, int max_threads) {
+  #pragma omp parallel for schedule(static) num_threads(max_threads)
   for (int64_t i = 0; i < 4096; ++i) {
     float mean_sum = 0;
     #pragma omp simd reduction(+:mean_sum)
@@ -19,7 +19,7 @@ static void pow_mean_rsqrt_0(const float* __restrict arg0_1, const float* __rest
     const float add = mean + 1e-06f;
     const float rsqrt_ = rsqrt(add);
     for (int64_t block = 0; block < 1024; block += 512) {
-      fetch(arg0_1 + i * 1024 + block + 1024, 512);  // of the next row
+      prefetch(arg0_1 + i * 1024 + block + 1024, 512);  // next row
       #pragma omp simd
       for (int64_t j = block; j < block + 512; ++j) {  // pass 2
         const float mul = arg0_1[i * 1024 + j] * rsqrt_;

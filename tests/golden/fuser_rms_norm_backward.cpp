@@ -14,17 +14,17 @@
 // mul_5[i0,i1] = (arg0_1[i0,i1] * mul[i0,i1])
 // sum_1[i1] = sum_r0 mul_5[r0,i1]
 // rows: i<4096 x j<512, SIMD over j, 3 passes
-static void pow_mean_rsqrt_0(const float* __restrict arg1_1, const float* __restrict arg2_1, const float* __restrict arg0_1, float* __restrict mul_4_out, float* __restrict sum_1_out, int64_t* bad, int threads) {
-  const int team = threads;
-  double* sum_1_parts = (double*)malloc(sizeof(double) * team * (512));
-  for (int64_t c = 0; c < team * (512); ++c) sum_1_parts[c] = 0;
-  float* sum_1_rows = (float*)malloc(sizeof(float) * team * (512));
-  #pragma omp parallel num_threads(team)
+static void pow_mean_rsqrt_0(const float* __restrict arg1_1, const float* __restrict arg2_1, const float* __restrict arg0_1, float* __restrict mul_4_out, float* __restrict sum_1_out, int64_t* error, int max_threads) {
+  const int num_threads = max_threads;
+  double* sum_1_partials = (double*)malloc(sizeof(double) * num_threads * (512));
+  for (int64_t c = 0; c < num_threads * (512); ++c) sum_1_partials[c] = 0;
+  float* sum_1_accs = (float*)malloc(sizeof(float) * num_threads * (512));
+  #pragma omp parallel num_threads(num_threads)
   {
-    const int me = omp_get_thread_num();
-    float* __restrict sum_1_part = sum_1_rows + me * (512);
-    double* __restrict sum_1_long = sum_1_parts + me * (512);
-    for (int64_t c = 0; c < 512; ++c) sum_1_part[c] = 0;
+    const int tid = omp_get_thread_num();
+    float* __restrict sum_1_acc = sum_1_accs + tid * (512);
+    double* __restrict sum_1_partial = sum_1_partials + tid * (512);
+    for (int64_t c = 0; c < 512; ++c) sum_1_acc[c] = 0;
     int64_t rows_done = 0;
     #pragma omp for schedule(static)
     for (int64_t i = 0; i < 4096; ++i) {
@@ -45,11 +45,11 @@ static void pow_mean_rsqrt_0(const float* __restrict arg1_1, const float* __rest
         const float mul_2 = mul_1 * mul;
         const float mul_5 = arg0_1[i * 512 + j] * mul;
         mean_1_sum += mul_2;
-        sum_1_part[j] += mul_5;
+        sum_1_acc[j] += mul_5;
       }
       const float mean_1 = mean_1_sum / 512.0f;
-      fetch(arg1_1 + i * 512 + 512, 512);  // of the next row
-      fetch(arg0_1 + i * 512 + 512, 512);  // of the next row
+      prefetch(arg1_1 + i * 512 + 512, 512);  // next row
+      prefetch(arg0_1 + i * 512 + 512, 512);  // next row
       #pragma omp simd
       for (int64_t j = 0; j < 512; ++j) {  // pass 3
         const float mul_1 = arg0_1[i * 512 + j] * arg2_1[j];
@@ -62,23 +62,23 @@ static void pow_mean_rsqrt_0(const float* __restrict arg1_1, const float* __rest
       if (++rows_done % 64 == 0) {
         #pragma omp simd
         for (int64_t c = 0; c < 512; ++c) {
-          sum_1_long[c] += sum_1_part[c];
-          sum_1_part[c] = 0;
+          sum_1_partial[c] += sum_1_acc[c];
+          sum_1_acc[c] = 0;
         }
       }
     }
     #pragma omp simd
     for (int64_t c = 0; c < 512; ++c) {
-      sum_1_long[c] += sum_1_part[c];
-      sum_1_part[c] = 0;
+      sum_1_partial[c] += sum_1_acc[c];
+      sum_1_acc[c] = 0;
     }
   }
-  for (int64_t j = 0; j < 512; ++j) {  // the threads' sums together
-    double sum_1_all = sum_1_parts[j];
-    for (int t = 1; t < team; ++t) sum_1_all += sum_1_parts[t * (512) + j];
-    const float sum_1 = sum_1_all;
+  for (int64_t j = 0; j < 512; ++j) {  // combine the partials of all threads
+    double sum_1_total = sum_1_partials[j];
+    for (int t = 1; t < num_threads; ++t) sum_1_total += sum_1_partials[t * (512) + j];
+    const float sum_1 = sum_1_total;
     sum_1_out[j] = sum_1;
   }
-  free(sum_1_parts);
-  free(sum_1_rows);
+  free(sum_1_partials);
+  free(sum_1_accs);
 }

@@ -4,8 +4,8 @@
 // mul_1[i0,i1,i2,i3] = (cat[i0,i1,i2,i3] * arg2_1[i2,i3])
 // add[i0,i1,i2,i3] = (mul[i0,i1,i2,i3] + mul_1[i0,i1,i2,i3])
 // pointwise: i<16 j<128 x k<64, SIMD over k
-static void neg_cat_0(const float* __restrict arg1_1, const float* __restrict arg0_1, const float* __restrict arg2_1, float* __restrict add_out, int64_t* bad, int threads) {
-  #pragma omp parallel for collapse(2) schedule(static) num_threads(threads_for(131072, 18724, threads))
+static void neg_cat_0(const float* __restrict arg1_1, const float* __restrict arg0_1, const float* __restrict arg2_1, float* __restrict add_out, int64_t* error, int max_threads) {
+  #pragma omp parallel for collapse(2) schedule(static) num_threads(choose_num_threads(131072, 18724, max_threads))
   for (int64_t i = 0; i < 16; ++i) {
     for (int64_t j = 0; j < 128; ++j) {
       #pragma omp simd

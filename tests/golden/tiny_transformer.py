@@ -4,12 +4,12 @@ import torch
 
 @fulgurite.region('fuser')
 def embedding_pow_0(
-    embedding_weight: "f32[256, 64]",
+    embed_tokens_weight: "f32[256, 64]",
     tokens_bt: "i64[2, 32]",
     layers_0_attention_norm_weight: "f32[64]",
 ):
-    # self.embedding            tiny.py:94          x = self.embedding(tokens_BT)
-    x = torch.ops.aten.embedding.default(embedding_weight, tokens_bt); del embedding_weight, tokens_bt  # fuser   80.5 KiB
+    # self.embed_tokens         tiny.py:96          x = self.embed_tokens(tokens_BT)
+    x = torch.ops.aten.embedding.default(embed_tokens_weight, tokens_bt); del embed_tokens_weight, tokens_bt  # fuser   80.5 KiB
     # self.layers.0.attention_norm  tiny.py:22          scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
     square = torch.ops.aten.pow.Tensor_Scalar(x, 2)                   # fuser   32.0 KiB
     mean = torch.ops.aten.mean.dim(square, [-1], True); del square    # fuser   16.2 KiB
@@ -18,24 +18,24 @@ def embedding_pow_0(
     # self.layers.0.attention_norm  tiny.py:23          return (x * scale).type_as(x) * self.weight
     mul_21 = torch.ops.aten.mul.Tensor(x, scale); del scale           # fuser   32.2 KiB
     mul_22 = torch.ops.aten.mul.Tensor(mul_21, layers_0_attention_norm_weight); del mul_21, layers_0_attention_norm_weight  # fuser   32.2 KiB
-    # self.layers.0.attention.qkv  tiny.py:40          qkv = self.qkv(x_BTD).unflatten(-1, (3, self.heads, -1))
+    # self.layers.0.attention.qkv_proj  tiny.py:40          qkv = self.qkv_proj(x_BTD).unflatten(-1, (3, self.num_heads, -1))
     view_1 = torch.ops.aten.view.default(mul_22, [64, 64]); del mul_22  # fuser   view
     return (x, view_1)
 
 @fulgurite.region('fuser')
 def arange_repeat_1(folded_0: "f32[8]", mm: "f32[64, 192]"):
-    #                           tiny.py:89          position = torch.arange(x_BTD.shape[1], device=x_BTD.device)
+    #                           tiny.py:91          position = torch.arange(x_BTD.shape[1], device=x_BTD.device)
     position = torch.ops.aten.arange.default(32, device=torch.device('cpu'), pin_memory=False)  # fuser   256 B
-    #                           tiny.py:90          angle = torch.outer(position, 10_000.0**-channel).repeat(1, 2)
+    #                           tiny.py:92          angle = torch.outer(position, 10_000.0**-channel).repeat(1, 2)
     view = torch.ops.aten.view.default(position, [32, 1]); del position  # fuser   view
     outer = torch.ops.aten.mul.Tensor(view, folded_0); del view, folded_0  # fuser   1.3 KiB
     angle = torch.ops.aten.repeat.default(outer, [1, 2]); del outer   # fuser   3.0 KiB
-    #                           tiny.py:91          return angle.cos().to(x_BTD.dtype), angle.sin().to(x_BTD.dtype)
+    #                           tiny.py:93          return angle.cos().to(x_BTD.dtype), angle.sin().to(x_BTD.dtype)
     cos = torch.ops.aten.cos.default(angle)                           # fuser   4.0 KiB
     sin = torch.ops.aten.sin.default(angle); del angle                # fuser   4.0 KiB
-    # self.layers.0.attention.qkv  tiny.py:40          qkv = self.qkv(x_BTD).unflatten(-1, (3, self.heads, -1))
+    # self.layers.0.attention.qkv_proj  tiny.py:40          qkv = self.qkv_proj(x_BTD).unflatten(-1, (3, self.num_heads, -1))
     linear = torch.ops.aten._unsafe_view.default(mm, [2, 32, 192]); del mm  # fuser   view
-    # self.layers.0.attention   tiny.py:40          qkv = self.qkv(x_BTD).unflatten(-1, (3, self.heads, -1))
+    # self.layers.0.attention   tiny.py:40          qkv = self.qkv_proj(x_BTD).unflatten(-1, (3, self.num_heads, -1))
     qkv = torch.ops.aten.view.default(linear, [2, 32, 3, 4, 16]); del linear  # fuser   view
     # self.layers.0.attention   tiny.py:41          q, k, v = qkv.permute(2, 0, 3, 1, 4)
     permute = torch.ops.aten.permute.default(qkv, [2, 0, 3, 1, 4]); del qkv  # fuser   view
@@ -68,7 +68,7 @@ def pow_rsqrt_2(
     x: "f32[2, 32, 64]",
     layers_0_feed_forward_norm_weight: "f32[64]",
 ):
-    # self.layers.0.attention.out  tiny.py:44          return self.out(mixed.transpose(1, 2).flatten(2))
+    # self.layers.0.attention.o_proj  tiny.py:44          return self.o_proj(attended.transpose(1, 2).flatten(2))
     linear_1 = torch.ops.aten._unsafe_view.default(mm_1, [2, 32, 64]); del mm_1  # fuser   view
     # self.layers.0             tiny.py:67          x = x + self.attention(self.attention_norm(x), cos, sin)
     x_1 = torch.ops.aten.add.Tensor(x, linear_1); del x, linear_1     # fuser   48.0 KiB
@@ -80,21 +80,21 @@ def pow_rsqrt_2(
     # self.layers.0.feed_forward_norm  tiny.py:23          return (x * scale).type_as(x) * self.weight
     mul_27 = torch.ops.aten.mul.Tensor(x_1, scale_1); del scale_1     # fuser   32.2 KiB
     mul_28 = torch.ops.aten.mul.Tensor(mul_27, layers_0_feed_forward_norm_weight); del mul_27, layers_0_feed_forward_norm_weight  # fuser   32.2 KiB
-    # self.layers.0.feed_forward.gate  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    # self.layers.0.feed_forward.gate_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
     view_5 = torch.ops.aten.view.default(mul_28, [64, 64]); del mul_28  # fuser   view
     return (x_1, view_5)
 
 @fulgurite.region('fuser')
 def silu_3(mm_2: "f32[64, 160]", mm_3: "f32[64, 160]"):
-    # self.layers.0.feed_forward.gate  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    # self.layers.0.feed_forward.gate_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
     linear_2 = torch.ops.aten._unsafe_view.default(mm_2, [2, 32, 160]); del mm_2  # fuser   view
-    # self.layers.0.feed_forward  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    # self.layers.0.feed_forward  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
     silu = torch.ops.aten.silu.default(linear_2); del linear_2        # fuser   80.0 KiB
-    # self.layers.0.feed_forward.up  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    # self.layers.0.feed_forward.up_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
     linear_3 = torch.ops.aten._unsafe_view.default(mm_3, [2, 32, 160]); del mm_3  # fuser   view
-    # self.layers.0.feed_forward  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    # self.layers.0.feed_forward  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
     mul_29 = torch.ops.aten.mul.Tensor(silu, linear_3); del silu, linear_3  # fuser   120.0 KiB
-    # self.layers.0.feed_forward.down  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    # self.layers.0.feed_forward.down_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
     view_7 = torch.ops.aten.view.default(mul_29, [64, 160]); del mul_29  # fuser   view
     return (view_7,)
 
@@ -104,7 +104,7 @@ def pow_rsqrt_4(
     x_1: "f32[2, 32, 64]",
     layers_1_attention_norm_weight: "f32[64]",
 ):
-    # self.layers.0.feed_forward.down  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    # self.layers.0.feed_forward.down_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
     linear_4 = torch.ops.aten._unsafe_view.default(mm_4, [2, 32, 64]); del mm_4  # fuser   view
     # self.layers.0             tiny.py:68          return x + self.feed_forward(self.feed_forward_norm(x))
     x_2 = torch.ops.aten.add.Tensor(x_1, linear_4); del x_1, linear_4  # fuser   48.0 KiB
@@ -116,15 +116,15 @@ def pow_rsqrt_4(
     # self.layers.1.attention_norm  tiny.py:23          return (x * scale).type_as(x) * self.weight
     mul_30 = torch.ops.aten.mul.Tensor(x_2, scale_2); del scale_2     # fuser   32.2 KiB
     mul_31 = torch.ops.aten.mul.Tensor(mul_30, layers_1_attention_norm_weight); del mul_30, layers_1_attention_norm_weight  # fuser   32.2 KiB
-    # self.layers.1.attention.qkv  tiny.py:40          qkv = self.qkv(x_BTD).unflatten(-1, (3, self.heads, -1))
+    # self.layers.1.attention.qkv_proj  tiny.py:40          qkv = self.qkv_proj(x_BTD).unflatten(-1, (3, self.num_heads, -1))
     view_8 = torch.ops.aten.view.default(mul_31, [64, 64]); del mul_31  # fuser   view
     return (x_2, view_8)
 
 @fulgurite.region('fuser')
 def cat_5(mm_5: "f32[64, 192]", cos: "f32[32, 16]", sin: "f32[32, 16]"):
-    # self.layers.1.attention.qkv  tiny.py:40          qkv = self.qkv(x_BTD).unflatten(-1, (3, self.heads, -1))
+    # self.layers.1.attention.qkv_proj  tiny.py:40          qkv = self.qkv_proj(x_BTD).unflatten(-1, (3, self.num_heads, -1))
     linear_5 = torch.ops.aten._unsafe_view.default(mm_5, [2, 32, 192]); del mm_5  # fuser   view
-    # self.layers.1.attention   tiny.py:40          qkv = self.qkv(x_BTD).unflatten(-1, (3, self.heads, -1))
+    # self.layers.1.attention   tiny.py:40          qkv = self.qkv_proj(x_BTD).unflatten(-1, (3, self.num_heads, -1))
     qkv_1 = torch.ops.aten.view.default(linear_5, [2, 32, 3, 4, 16]); del linear_5  # fuser   view
     # self.layers.1.attention   tiny.py:41          q, k, v = qkv.permute(2, 0, 3, 1, 4)
     permute_1 = torch.ops.aten.permute.default(qkv_1, [2, 0, 3, 1, 4]); del qkv_1  # fuser   view
@@ -155,7 +155,7 @@ def pow_rsqrt_6(
     x_2: "f32[2, 32, 64]",
     layers_1_feed_forward_norm_weight: "f32[64]",
 ):
-    # self.layers.1.attention.out  tiny.py:44          return self.out(mixed.transpose(1, 2).flatten(2))
+    # self.layers.1.attention.o_proj  tiny.py:44          return self.o_proj(attended.transpose(1, 2).flatten(2))
     linear_6 = torch.ops.aten._unsafe_view.default(mm_6, [2, 32, 64]); del mm_6  # fuser   view
     # self.layers.1             tiny.py:67          x = x + self.attention(self.attention_norm(x), cos, sin)
     x_3 = torch.ops.aten.add.Tensor(x_2, linear_6); del x_2, linear_6  # fuser   48.0 KiB
@@ -167,27 +167,27 @@ def pow_rsqrt_6(
     # self.layers.1.feed_forward_norm  tiny.py:23          return (x * scale).type_as(x) * self.weight
     mul_36 = torch.ops.aten.mul.Tensor(x_3, scale_3); del scale_3     # fuser   32.2 KiB
     mul_37 = torch.ops.aten.mul.Tensor(mul_36, layers_1_feed_forward_norm_weight); del mul_36, layers_1_feed_forward_norm_weight  # fuser   32.2 KiB
-    # self.layers.1.feed_forward.gate  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    # self.layers.1.feed_forward.gate_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
     view_12 = torch.ops.aten.view.default(mul_37, [64, 64]); del mul_37  # fuser   view
     return (x_3, view_12)
 
 @fulgurite.region('fuser')
 def silu_7(mm_7: "f32[64, 160]", mm_8: "f32[64, 160]"):
-    # self.layers.1.feed_forward.gate  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    # self.layers.1.feed_forward.gate_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
     linear_7 = torch.ops.aten._unsafe_view.default(mm_7, [2, 32, 160]); del mm_7  # fuser   view
-    # self.layers.1.feed_forward  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    # self.layers.1.feed_forward  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
     silu_1 = torch.ops.aten.silu.default(linear_7); del linear_7      # fuser   80.0 KiB
-    # self.layers.1.feed_forward.up  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    # self.layers.1.feed_forward.up_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
     linear_8 = torch.ops.aten._unsafe_view.default(mm_8, [2, 32, 160]); del mm_8  # fuser   view
-    # self.layers.1.feed_forward  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    # self.layers.1.feed_forward  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
     mul_38 = torch.ops.aten.mul.Tensor(silu_1, linear_8); del silu_1, linear_8  # fuser   120.0 KiB
-    # self.layers.1.feed_forward.down  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    # self.layers.1.feed_forward.down_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
     view_14 = torch.ops.aten.view.default(mul_38, [64, 160]); del mul_38  # fuser   view
     return (view_14,)
 
 @fulgurite.region('fuser')
 def pow_rsqrt_8(mm_9: "f32[64, 64]", x_3: "f32[2, 32, 64]", norm_weight: "f32[64]"):
-    # self.layers.1.feed_forward.down  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    # self.layers.1.feed_forward.down_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
     linear_9 = torch.ops.aten._unsafe_view.default(mm_9, [2, 32, 64]); del mm_9  # fuser   view
     # self.layers.1             tiny.py:68          return x + self.feed_forward(self.feed_forward_norm(x))
     x_4 = torch.ops.aten.add.Tensor(x_3, linear_9); del x_3, linear_9  # fuser   48.0 KiB
@@ -199,15 +199,15 @@ def pow_rsqrt_8(mm_9: "f32[64, 64]", x_3: "f32[2, 32, 64]", norm_weight: "f32[64
     # self.norm                 tiny.py:23          return (x * scale).type_as(x) * self.weight
     mul_39 = torch.ops.aten.mul.Tensor(x_4, scale_4); del x_4, scale_4  # fuser   32.2 KiB
     mul_40 = torch.ops.aten.mul.Tensor(mul_39, norm_weight); del mul_39, norm_weight  # fuser   32.2 KiB
-    # self.head                 tiny.py:98          logits = self.head(self.norm(x))
+    # self.lm_head              tiny.py:100         logits = self.lm_head(self.norm(x))
     view_15 = torch.ops.aten.view.default(mul_40, [64, 64]); del mul_40  # fuser   view
     return (view_15,)
 
 @fulgurite.region('fuser')
 def log_softmax_nll_loss_forward_9(mm_10: "f32[64, 256]", tokens_bt: "i64[2, 32]"):
-    # self.head                 tiny.py:98          logits = self.head(self.norm(x))
+    # self.lm_head              tiny.py:100         logits = self.lm_head(self.norm(x))
     logits = torch.ops.aten._unsafe_view.default(mm_10, [2, 32, 256]); del mm_10  # fuser   view
-    #                           tiny.py:99          return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten())
+    #                           tiny.py:101         return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten())
     getitem_14 = torch.ops.aten.slice.Tensor(logits, 1, 0, -1); del logits  # fuser   view
     clone = torch.ops.aten.clone.default(getitem_14, memory_format=torch.contiguous_format); del getitem_14  # fuser   124.0 KiB
     flatten_2 = torch.ops.aten._unsafe_view.default(clone, [62, 256]); del clone  # fuser   view
@@ -238,82 +238,82 @@ def log_softmax_nll_loss_forward_9(mm_10: "f32[64, 256]", tokens_bt: "i64[2, 32]
     return (div,)
 
 def forward(
-    embedding_weight: "f32[256, 64]",
+    embed_tokens_weight: "f32[256, 64]",
     tokens_bt: "i64[2, 32]",
     layers_0_attention_norm_weight: "f32[64]",
-    layers_0_attention_qkv_weight: "f32[192, 64]",
-    layers_0_attention_out_weight: "f32[64, 64]",
+    layers_0_attention_qkv_proj_weight: "f32[192, 64]",
+    layers_0_attention_o_proj_weight: "f32[64, 64]",
     layers_0_feed_forward_norm_weight: "f32[64]",
-    layers_0_feed_forward_gate_weight: "f32[160, 64]",
-    layers_0_feed_forward_up_weight: "f32[160, 64]",
-    layers_0_feed_forward_down_weight: "f32[64, 160]",
+    layers_0_feed_forward_gate_proj_weight: "f32[160, 64]",
+    layers_0_feed_forward_up_proj_weight: "f32[160, 64]",
+    layers_0_feed_forward_down_proj_weight: "f32[64, 160]",
     layers_1_attention_norm_weight: "f32[64]",
-    layers_1_attention_qkv_weight: "f32[192, 64]",
-    layers_1_attention_out_weight: "f32[64, 64]",
+    layers_1_attention_qkv_proj_weight: "f32[192, 64]",
+    layers_1_attention_o_proj_weight: "f32[64, 64]",
     layers_1_feed_forward_norm_weight: "f32[64]",
-    layers_1_feed_forward_gate_weight: "f32[160, 64]",
-    layers_1_feed_forward_up_weight: "f32[160, 64]",
-    layers_1_feed_forward_down_weight: "f32[64, 160]",
+    layers_1_feed_forward_gate_proj_weight: "f32[160, 64]",
+    layers_1_feed_forward_up_proj_weight: "f32[160, 64]",
+    layers_1_feed_forward_down_proj_weight: "f32[64, 160]",
     norm_weight: "f32[64]",
-    head_weight: "f32[256, 64]",
+    lm_head_weight: "f32[256, 64]",
 ):
-    # self.embedding            tiny.py:94          x = self.embedding(tokens_BT)
-    x, view_1 = embedding_pow_0(embedding_weight, tokens_bt, layers_0_attention_norm_weight); del embedding_weight, layers_0_attention_norm_weight  # fuser   7 ops   96.8 KiB
-    # self.layers.0.attention.qkv  tiny.py:40          qkv = self.qkv(x_BTD).unflatten(-1, (3, self.heads, -1))
-    t = torch.t(layers_0_attention_qkv_weight); del layers_0_attention_qkv_weight  # torch   view
+    # self.embed_tokens         tiny.py:96          x = self.embed_tokens(tokens_BT)
+    x, view_1 = embedding_pow_0(embed_tokens_weight, tokens_bt, layers_0_attention_norm_weight); del embed_tokens_weight, layers_0_attention_norm_weight  # fuser   7 ops   96.8 KiB
+    # self.layers.0.attention.qkv_proj  tiny.py:40          qkv = self.qkv_proj(x_BTD).unflatten(-1, (3, self.num_heads, -1))
+    t = torch.t(layers_0_attention_qkv_proj_weight); del layers_0_attention_qkv_proj_weight  # torch   view
     mm = torch.mm(view_1, t); del view_1, t                           # torch   1.6 MFLOP
-    #                           tiny.py:89          position = torch.arange(x_BTD.shape[1], device=x_BTD.device)
+    #                           tiny.py:91          position = torch.arange(x_BTD.shape[1], device=x_BTD.device)
     cos, sin, v, q_1, k_1 = arange_repeat_1(folded_0_1, mm); del mm   # fuser   15 ops   100.0 KiB
-    # self.layers.0.attention   tiny.py:43          mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    mixed, _ = torch._scaled_dot_product_flash_attention_for_cpu(q_1, k_1, v, 0.0, True); del q_1, k_1, v, _  # torch   65.0 KiB
-    # self.layers.0.attention   tiny.py:44          return self.out(mixed.transpose(1, 2).flatten(2))
-    transpose = torch.transpose(mixed, 1, 2); del mixed               # torch   view
+    # self.layers.0.attention   tiny.py:43          attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    attended, _ = torch._scaled_dot_product_flash_attention_for_cpu(q_1, k_1, v, 0.0, True); del q_1, k_1, v, _  # torch   65.0 KiB
+    # self.layers.0.attention   tiny.py:44          return self.o_proj(attended.transpose(1, 2).flatten(2))
+    transpose = torch.transpose(attended, 1, 2); del attended         # torch   view
     flatten = transpose.view([2, 32, 64]); del transpose              # torch   view
-    # self.layers.0.attention.out  tiny.py:44          return self.out(mixed.transpose(1, 2).flatten(2))
-    t_1 = torch.t(layers_0_attention_out_weight); del layers_0_attention_out_weight  # torch   view
+    # self.layers.0.attention.o_proj  tiny.py:44          return self.o_proj(attended.transpose(1, 2).flatten(2))
+    t_1 = torch.t(layers_0_attention_o_proj_weight); del layers_0_attention_o_proj_weight  # torch   view
     view_4 = flatten.view([64, 64]); del flatten                      # torch   view
     mm_1 = torch.mm(view_4, t_1); del view_4, t_1                     # torch   524.3 kFLOP
     x_1, view_5 = pow_rsqrt_2(mm_1, x, layers_0_feed_forward_norm_weight); del mm_1, x, layers_0_feed_forward_norm_weight  # fuser   7 ops   64.2 KiB
-    # self.layers.0.feed_forward.gate  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
-    t_2 = torch.t(layers_0_feed_forward_gate_weight); del layers_0_feed_forward_gate_weight  # torch   view
+    # self.layers.0.feed_forward.gate_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    t_2 = torch.t(layers_0_feed_forward_gate_proj_weight); del layers_0_feed_forward_gate_proj_weight  # torch   view
     mm_2 = torch.mm(view_5, t_2); del t_2                             # torch   1.3 MFLOP
-    # self.layers.0.feed_forward.up  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
-    t_3 = torch.t(layers_0_feed_forward_up_weight); del layers_0_feed_forward_up_weight  # torch   view
+    # self.layers.0.feed_forward.up_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    t_3 = torch.t(layers_0_feed_forward_up_proj_weight); del layers_0_feed_forward_up_proj_weight  # torch   view
     mm_3 = torch.mm(view_5, t_3); del view_5, t_3                     # torch   1.3 MFLOP
-    # self.layers.0.feed_forward.gate  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    # self.layers.0.feed_forward.gate_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
     view_7, = silu_3(mm_2, mm_3); del mm_2, mm_3                      # fuser   2 ops   120.0 KiB
-    # self.layers.0.feed_forward.down  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
-    t_4 = torch.t(layers_0_feed_forward_down_weight); del layers_0_feed_forward_down_weight  # torch   view
+    # self.layers.0.feed_forward.down_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    t_4 = torch.t(layers_0_feed_forward_down_proj_weight); del layers_0_feed_forward_down_proj_weight  # torch   view
     mm_4 = torch.mm(view_7, t_4); del view_7, t_4                     # torch   1.3 MFLOP
     x_2, view_8 = pow_rsqrt_4(mm_4, x_1, layers_1_attention_norm_weight); del mm_4, x_1, layers_1_attention_norm_weight  # fuser   7 ops   64.2 KiB
-    # self.layers.1.attention.qkv  tiny.py:40          qkv = self.qkv(x_BTD).unflatten(-1, (3, self.heads, -1))
-    t_5 = torch.t(layers_1_attention_qkv_weight); del layers_1_attention_qkv_weight  # torch   view
+    # self.layers.1.attention.qkv_proj  tiny.py:40          qkv = self.qkv_proj(x_BTD).unflatten(-1, (3, self.num_heads, -1))
+    t_5 = torch.t(layers_1_attention_qkv_proj_weight); del layers_1_attention_qkv_proj_weight  # torch   view
     mm_5 = torch.mm(view_8, t_5); del view_8, t_5                     # torch   1.6 MFLOP
     v_1, q_3, k_3 = cat_5(mm_5, cos, sin); del mm_5, cos, sin         # fuser   10 ops   100.0 KiB
-    # self.layers.1.attention   tiny.py:43          mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    mixed_1, _ = torch._scaled_dot_product_flash_attention_for_cpu(q_3, k_3, v_1, 0.0, True); del q_3, k_3, v_1, _  # torch   65.0 KiB
-    # self.layers.1.attention   tiny.py:44          return self.out(mixed.transpose(1, 2).flatten(2))
-    transpose_1 = torch.transpose(mixed_1, 1, 2); del mixed_1         # torch   view
+    # self.layers.1.attention   tiny.py:43          attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    attended_1, _ = torch._scaled_dot_product_flash_attention_for_cpu(q_3, k_3, v_1, 0.0, True); del q_3, k_3, v_1, _  # torch   65.0 KiB
+    # self.layers.1.attention   tiny.py:44          return self.o_proj(attended.transpose(1, 2).flatten(2))
+    transpose_1 = torch.transpose(attended_1, 1, 2); del attended_1   # torch   view
     flatten_1 = transpose_1.view([2, 32, 64]); del transpose_1        # torch   view
-    # self.layers.1.attention.out  tiny.py:44          return self.out(mixed.transpose(1, 2).flatten(2))
-    t_6 = torch.t(layers_1_attention_out_weight); del layers_1_attention_out_weight  # torch   view
+    # self.layers.1.attention.o_proj  tiny.py:44          return self.o_proj(attended.transpose(1, 2).flatten(2))
+    t_6 = torch.t(layers_1_attention_o_proj_weight); del layers_1_attention_o_proj_weight  # torch   view
     view_11 = flatten_1.view([64, 64]); del flatten_1                 # torch   view
     mm_6 = torch.mm(view_11, t_6); del view_11, t_6                   # torch   524.3 kFLOP
     x_3, view_12 = pow_rsqrt_6(mm_6, x_2, layers_1_feed_forward_norm_weight); del mm_6, x_2, layers_1_feed_forward_norm_weight  # fuser   7 ops   64.2 KiB
-    # self.layers.1.feed_forward.gate  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
-    t_7 = torch.t(layers_1_feed_forward_gate_weight); del layers_1_feed_forward_gate_weight  # torch   view
+    # self.layers.1.feed_forward.gate_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    t_7 = torch.t(layers_1_feed_forward_gate_proj_weight); del layers_1_feed_forward_gate_proj_weight  # torch   view
     mm_7 = torch.mm(view_12, t_7); del t_7                            # torch   1.3 MFLOP
-    # self.layers.1.feed_forward.up  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
-    t_8 = torch.t(layers_1_feed_forward_up_weight); del layers_1_feed_forward_up_weight  # torch   view
+    # self.layers.1.feed_forward.up_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    t_8 = torch.t(layers_1_feed_forward_up_proj_weight); del layers_1_feed_forward_up_proj_weight  # torch   view
     mm_8 = torch.mm(view_12, t_8); del view_12, t_8                   # torch   1.3 MFLOP
-    # self.layers.1.feed_forward.gate  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
+    # self.layers.1.feed_forward.gate_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
     view_14, = silu_7(mm_7, mm_8); del mm_7, mm_8                     # fuser   2 ops   120.0 KiB
-    # self.layers.1.feed_forward.down  tiny.py:55          return self.down(F.silu(self.gate(x)) * self.up(x))
-    t_9 = torch.t(layers_1_feed_forward_down_weight); del layers_1_feed_forward_down_weight  # torch   view
+    # self.layers.1.feed_forward.down_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    t_9 = torch.t(layers_1_feed_forward_down_proj_weight); del layers_1_feed_forward_down_proj_weight  # torch   view
     mm_9 = torch.mm(view_14, t_9); del view_14, t_9                   # torch   1.3 MFLOP
     view_15, = pow_rsqrt_8(mm_9, x_3, norm_weight); del mm_9, x_3, norm_weight  # fuser   7 ops   48.2 KiB
-    # self.head                 tiny.py:98          logits = self.head(self.norm(x))
-    t_10 = torch.t(head_weight); del head_weight                      # torch   view
+    # self.lm_head              tiny.py:100         logits = self.lm_head(self.norm(x))
+    t_10 = torch.t(lm_head_weight); del lm_head_weight                # torch   view
     mm_10 = torch.mm(view_15, t_10); del view_15, t_10                # torch   2.1 MFLOP
     div, = log_softmax_nll_loss_forward_9(mm_10, tokens_bt); del tokens_bt, mm_10  # fuser   21 ops   64.5 KiB
     return (div,)

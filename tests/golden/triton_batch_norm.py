@@ -23,14 +23,14 @@ import triton.language as tl
 def var_mean_rsqrt_copy_0(arg0_1, arg1_1, arg2_1, mul_4_out):
     i = tl.program_id(0)
     jk = tl.arange(0, 1024)
-    jk_in = jk < 784
-    arg0_1_ijk = tl.load(arg0_1 + i * 49 + (jk % 49) + (jk // 49) * 12544, mask=jk_in)
+    jk_mask = jk < 784
+    arg0_1_ijk = tl.load(arg0_1 + i * 49 + (jk % 49) + (jk // 49) * 12544, mask=jk_mask)
     arg1_1_i = tl.load(arg1_1 + i)
     arg2_1_i = tl.load(arg2_1 + i)
-    var_mean_sum = tl.sum(tl.where(jk_in, arg0_1_ijk, 0.0), 0)
+    var_mean_sum = tl.sum(tl.where(jk_mask, arg0_1_ijk, 0.0), 0)
     var_mean_mean = tl.div_rn(var_mean_sum, 784.0)
     sub = arg0_1_ijk - var_mean_mean
-    var_mean_squares = tl.sum(tl.where(jk_in, (arg0_1_ijk - var_mean_mean) * (arg0_1_ijk - var_mean_mean), 0.0), 0)
+    var_mean_squares = tl.sum(tl.where(jk_mask, (arg0_1_ijk - var_mean_mean) * (arg0_1_ijk - var_mean_mean), 0.0), 0)
     var_mean_variance = tl.div_rn(var_mean_squares, 784.0)
     add_2 = var_mean_variance + 1e-05
     rsqrt = tl.rsqrt(add_2)
@@ -41,6 +41,6 @@ def var_mean_rsqrt_copy_0(arg0_1, arg1_1, arg2_1, mul_4_out):
     mul_2 = arg2_1_i * 0.9
     mul_3 = var_mean_variance * 0.1
     add_1 = mul_2 + mul_3
-    tl.store(mul_4_out + i * 49 + (jk % 49) + (jk // 49) * 12544, mul_4, mask=jk_in)
+    tl.store(mul_4_out + i * 49 + (jk % 49) + (jk // 49) * 12544, mul_4, mask=jk_mask)
     tl.store(arg1_1 + i, add)
     tl.store(arg2_1 + i, add_1)

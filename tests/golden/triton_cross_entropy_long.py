@@ -19,7 +19,7 @@ from fulgurite.fuser.codegen.triton.device_functions import nan_max
 # ne_1[i0] = (arg1_1[i0] != -100)
 # scalar_tensor_1[] = 0.0
 # where_1[i0] = where(ne_1[i0], neg[i0], scalar_tensor_1[])
-# rows: i<300 x j<128256, blocks of 4096 j, 8 warps, 1 walk over j, maximum and exponentials together
+# rows: i<300 x j<128256, blocks of 4096 j, 8 warps, 1 pass over j, online softmax
 @triton.jit
 def amax_exp_sum_0(arg1_1, arg0_1, where_1_out):
     i = tl.program_id(0)
@@ -27,32 +27,32 @@ def amax_exp_sum_0(arg1_1, arg0_1, where_1_out):
     ne_1 = arg1_1_i != (-100)
     ne = arg1_1_i != (-100)
     where = tl.where(ne, arg1_1_i, 0)
-    place = where
-    tl.device_assert((0 <= place) & (place < 128256), "index out of range")
-    place = place.to(tl.int32)
-    arg0_1_i = tl.load(arg0_1 + i * 128256 + place).to(tl.float32)
-    amax_all = tl.full([512], (-3.4028234663852886e+38), tl.float32)
-    sum_1_sums = tl.full([512], 0.0, tl.float32)
+    index = where
+    tl.device_assert((0 <= index) & (index < 128256), "index out of range")
+    index = index.to(tl.int32)
+    arg0_1_i = tl.load(arg0_1 + i * 128256 + index).to(tl.float32)
+    amax_acc = tl.full([512], (-3.4028234663852886e+38), tl.float32)
+    sum_1_acc = tl.full([512], 0.0, tl.float32)
     for j0 in range(0, 126976, 4096):
         j = j0 + tl.arange(0, 4096)
         arg0_1_ij = tl.load(arg0_1 + i * 128256 + j).to(tl.float32)
         groups = tl.reshape(arg0_1_ij, [512, 8])
-        best = nan_max(amax_all, tl.reduce(groups, 1, nan_max))
-        scale = tl.exp(amax_all - best)
-        sum_1_sums = sum_1_sums * scale + tl.sum(tl.exp2(groups * 1.4426950408889634 - (best * 1.4426950408889634)[:, None]), 1)
-        amax_all = best
+        new_max = nan_max(amax_acc, tl.reduce(groups, 1, nan_max))
+        scale = tl.exp(amax_acc - new_max)
+        sum_1_acc = sum_1_acc * scale + tl.sum(tl.exp2(groups * 1.4426950408889634 - (new_max * 1.4426950408889634)[:, None]), 1)
+        amax_acc = new_max
     for j0_2 in range(126976, 128256, 4096):
         j = j0_2 + tl.arange(0, 4096)
-        j_in = j < 128256
-        arg0_1_ij_2 = tl.load(arg0_1 + i * 128256 + j, mask=j_in).to(tl.float32)
-        groups_2 = tl.reshape(tl.where(j_in, arg0_1_ij_2, float("-inf")), [512, 8])
-        best_2 = nan_max(amax_all, tl.reduce(groups_2, 1, nan_max))
-        scale_2 = tl.exp(amax_all - best_2)
-        sum_1_sums = sum_1_sums * scale_2 + tl.sum(tl.exp2(groups_2 * 1.4426950408889634 - (best_2 * 1.4426950408889634)[:, None]), 1)
-        amax_all = best_2
-    amax = tl.reduce(amax_all, 0, nan_max)
+        j_mask = j < 128256
+        arg0_1_ij_2 = tl.load(arg0_1 + i * 128256 + j, mask=j_mask).to(tl.float32)
+        groups_2 = tl.reshape(tl.where(j_mask, arg0_1_ij_2, float("-inf")), [512, 8])
+        new_max_2 = nan_max(amax_acc, tl.reduce(groups_2, 1, nan_max))
+        scale_2 = tl.exp(amax_acc - new_max_2)
+        sum_1_acc = sum_1_acc * scale_2 + tl.sum(tl.exp2(groups_2 * 1.4426950408889634 - (new_max_2 * 1.4426950408889634)[:, None]), 1)
+        amax_acc = new_max_2
+    amax = tl.reduce(amax_acc, 0, nan_max)
     amax = tl.where(amax == (-3.4028234663852886e+38), float("-inf"), amax)
-    sum_1 = tl.sum(sum_1_sums * tl.exp(amax_all - amax), 0)
+    sum_1 = tl.sum(sum_1_acc * tl.exp(amax_acc - amax), 0)
     sub = arg0_1_i - amax
     log = tl.log(sum_1)
     sub_1 = sub - log

@@ -11,9 +11,9 @@ def embedding_0(arg1_1, arg0_1, mul_out):
     k = tl.arange(0, 512)
     ij = program
     arg0_1_ij = tl.load(arg0_1 + ij)
-    place = arg0_1_ij
-    tl.device_assert((0 <= place) & (place < 5000), "index out of range")
-    place = place.to(tl.int32)
-    arg1_1_ijk = tl.load(arg1_1 + k + place * 512)
+    index = arg0_1_ij
+    tl.device_assert((0 <= index) & (index < 5000), "index out of range")
+    index = index.to(tl.int32)
+    arg1_1_ijk = tl.load(arg1_1 + k + index * 512)
     mul = arg1_1_ijk * 3.0
     tl.store(mul_out + ij * 512 + k, mul)

@@ -17,13 +17,13 @@ import triton.language as tl
 # mul_4[i0,i1] = (rsqrt[i0] * sub[i0,i1])
 # mul_5[i0,i1] = (arg0_1[i0,i1] * mul[i0,i1])
 # sum_1[i1] = sum_r0 mul_5[r0,i1]
-# walking: i<4096 x j<512, blocks of 2 i x 512 j, 2 warps, 256 programs walk the rows, 4 blocks ahead
+# persistent: i<4096 x j<512, blocks of 2 i x 512 j, 2 warps, 256 programs, 4 stages
 @triton.jit
-def pow_mean_rsqrt_0(arg1_1, arg2_1, arg0_1, mul_4_out, sum_1_parts):
+def pow_mean_rsqrt_0(arg1_1, arg2_1, arg0_1, mul_4_out, sum_1_partials):
     program = tl.program_id(0)
     j = tl.arange(0, 512)[None, :]
     arg2_1_j = tl.load(arg2_1 + j)
-    sum_1_part = tl.full([2, 512], 0.0, tl.float32)
+    sum_1_partial = tl.full([2, 512], 0.0, tl.float32)
     for i0 in tl.range(program * 2, 4096, 512, num_stages=4):
         i = (i0 + tl.arange(0, 2))[:, None]
         arg1_1_ij = tl.load(arg1_1 + i * 512 + j)
@@ -42,17 +42,17 @@ def pow_mean_rsqrt_0(arg1_1, arg2_1, arg0_1, mul_4_out, sum_1_parts):
         sub = mul_1 - mul_3
         mul_4 = rsqrt * sub
         mul_5 = arg0_1_ij * mul
-        sum_1_part += mul_5
+        sum_1_partial += mul_5
         tl.store(mul_4_out + i * 512 + j, mul_4)
-    sum_1_part = tl.sum(sum_1_part, 0, keep_dims=True)
-    tl.store(sum_1_parts + program * 512 + j, sum_1_part)
+    sum_1_partial = tl.sum(sum_1_partial, 0, keep_dims=True)
+    tl.store(sum_1_partials + program * 512 + j, sum_1_partial)
 
 
-# finish: j<512 x t<256, blocks of 256 t x 16 j, 8 warps
+# combine: j<512 x t<256, blocks of 256 t x 16 j, 8 warps
 @triton.jit
-def pow_mean_rsqrt_0_finish(sum_1_parts, sum_1_out):
+def pow_mean_rsqrt_0_combine(sum_1_partials, sum_1_out):
     j = (tl.program_id(0) * 16 + tl.arange(0, 16))[None, :]
     t = tl.arange(0, 256)[:, None]
-    sum_1_parts_jt = tl.load(sum_1_parts + j + t * 512)
-    sum_1 = tl.sum(sum_1_parts_jt, 0, keep_dims=True)
+    sum_1_partials_jt = tl.load(sum_1_partials + j + t * 512)
+    sum_1 = tl.sum(sum_1_partials_jt, 0, keep_dims=True)
     tl.store(sum_1_out + j, sum_1)

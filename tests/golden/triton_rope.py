@@ -17,10 +17,10 @@ def neg_cat_0(arg1_1, arg0_1, arg2_1, add_out):
     arg1_1_ijk = tl.load(arg1_1 + k + (ij % 128) * 64)
     arg2_1_ijk = tl.load(arg2_1 + k + (ij % 128) * 64)
     mul = arg0_1_ijk * arg1_1_ijk
-    inside = k < 32
-    arg0_1_ijk_2 = tl.load(arg0_1 + ij * 64 + k + 32, mask=inside)
-    arg0_1_ijk_3 = tl.load(arg0_1 + ij * 64 + k - 32, mask=~inside)
-    cat = tl.where(inside, (-1.0 * arg0_1_ijk_2), arg0_1_ijk_3)
+    in_bounds = k < 32
+    arg0_1_ijk_2 = tl.load(arg0_1 + ij * 64 + k + 32, mask=in_bounds)
+    arg0_1_ijk_3 = tl.load(arg0_1 + ij * 64 + k - 32, mask=~in_bounds)
+    cat = tl.where(in_bounds, (-1.0 * arg0_1_ijk_2), arg0_1_ijk_3)
     mul_1 = cat * arg2_1_ijk
     add = mul + mul_1
     tl.store(add_out + ij * 64 + k, add)

@@ -1,7 +1,7 @@
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
-from fulgurite.fuser.codegen.triton.device_functions import nan_max, share
+from fulgurite.fuser.codegen.triton.device_functions import nan_max, softmax_div
 
 
 # amax[i0] = max_r1 arg0_1[i0,r1]
@@ -19,5 +19,5 @@ def amax_exp_sum_0(arg0_1, div_out):
     sub = arg0_1_ij - amax
     exp = libdevice.exp(sub)
     sum_1 = tl.sum(exp, 0)
-    div = share(exp, sum_1)
+    div = softmax_div(exp, sum_1)
     tl.store(div_out + i * 1024 + j, div)

@@ -1,7 +1,7 @@
-"""Triton kernels compiled for a GPU that is not there: launches become compilations.
+"""Compiles Triton kernels for a GPU without having one: launches become compilations.
 
-In: a module of kernels. Out: the same module whose launches compile their kernel for an H200, with
-the types, sizes and divisibility of the arguments, and note what came of it.
+In: a module of kernels. Out: the same module, whose launches compile their kernel for sm_90 with the types,
+sizes and divisibility of the arguments, and record the result.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 HOPPER = GPUTarget("cuda", 90, 32)
-SHARED_BYTES = 227 << 10  # of a program on an H200
+SHARED_BYTES = 227 << 10  # per program on an H200
 TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8",
     torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
     torch.float8_e4m3fn: "fp8e4nv", torch.float64: "fp64",
 }  # fmt: skip
-EVEN = [["tt.divisibility", 16]]
+DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
 
 
 @dataclass
 class Compiled:
-    """Stands where a kernel stood; `kernels` are what its launches became."""
+    """Replaces a kernel; `kernels` are the compiled kernels of its launches."""
 
     function: Any
     kernels: list[Any] = field(default_factory=list)
@@ -46,41 +46,43 @@ class Compiled:
         options = {
             key: named.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in named
         }
-        given = dict(zip(self.function.arg_names, args, strict=False)) | named
+        arguments = dict(zip(self.function.arg_names, args, strict=False)) | named
         types: dict[str, str] = {}
         constants: dict[tuple[int], Any] = {}
         attributes: dict[tuple[int], Any] = {}
         for position, parameter in enumerate(self.function.params):
-            value, place = given[parameter.name], (position,)
-            fixed = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
-            if parameter.is_constexpr or fixed or value is None:
-                types[parameter.name], constants[place] = "constexpr", value
+            value, key = arguments[parameter.name], (position,)
+            is_one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
+            if parameter.is_constexpr or is_one or value is None:
+                types[parameter.name], constants[key] = "constexpr", value
                 continue
-            types[parameter.name] = type_of(value)
-            even = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
-            if even and not parameter.do_not_specialize:
-                attributes[place] = EVEN
+            types[parameter.name] = triton_type(value)
+            is_divisible = isinstance(value, torch.Tensor) or (
+                isinstance(value, int) and value % 16 == 0
+            )
+            if is_divisible and not parameter.do_not_specialize:
+                attributes[key] = DIVISIBLE_BY_16
         source = ASTSource(self.function, types, constants, attributes)
-        made = triton.compile(source, target=HOPPER, options=options)
-        assert made.asm["cubin"], "no machine code"
-        assert made.metadata.shared <= SHARED_BYTES, (
-            f"{made.metadata.shared} bytes of shared memory"
+        compiled = triton.compile(source, target=HOPPER, options=options)
+        assert compiled.asm["cubin"], "no machine code"
+        assert compiled.metadata.shared <= SHARED_BYTES, (
+            f"{compiled.metadata.shared} bytes of shared memory"
         )
-        self.kernels.append(made)
+        self.kernels.append(compiled)
 
 
-def stack_bytes(made: Any, folder: Path) -> int:
-    """What a thread of a compiled kernel keeps in memory because its registers don't hold it."""
+def stack_bytes(compiled: Any, folder: Path) -> int:
+    """Bytes that a thread of a compiled kernel spills to the stack."""
     path = folder / "kernel.cubin"
-    path.write_bytes(made.asm["cubin"])
+    path.write_bytes(compiled.asm["cubin"])
     command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(path)]
-    told = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = re.search(r"STACK:(\d+)", told.stdout + told.stderr)
-    assert found, told.stdout
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = re.search(r"STACK:(\d+)", result.stdout + result.stderr)
+    assert found, result.stdout
     return int(found.group(1))
 
 
-def type_of(value: Any) -> str:
+def triton_type(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return "*" + TYPES[value.dtype]
     if isinstance(value, TensorDescriptor):
@@ -91,10 +93,10 @@ def type_of(value: Any) -> str:
 
 
 def compile_launches(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
-    """Replace a module's kernels until the test is over."""
-    made = []
+    """Replace a module's kernels for the duration of a test."""
+    compiled = []
     for name, kernel in vars(module).copy().items():
         if isinstance(kernel, triton.JITFunction) and name.endswith("_kernel"):
-            made.append(Compiled(kernel))
-            monkeypatch.setattr(module, name, made[-1])
-    return made
+            compiled.append(Compiled(kernel))
+            monkeypatch.setattr(module, name, compiled[-1])
+    return compiled

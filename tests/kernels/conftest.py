@@ -1,4 +1,4 @@
-"""TEST_EVERY=n takes every nth test of a process: what test_interpreted.py does with a slow interpreter."""
+"""TEST_EVERY=n runs every nth test of a process; test_interpreted.py uses it, as the interpreter is slow."""
 
 from __future__ import annotations
 

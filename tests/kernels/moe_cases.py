@@ -8,22 +8,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fulgurite.kernels.moe.ops import Gate, Routes, Rule
+from fulgurite.kernels.moe.ops import GatedActivation, RouterConfig, Routes
 
 # Every family's rule, for 8 experts in 4 groups.
 RULES = {
-    "mixtral": Rule(2, "softmax", renormalise=True),
-    "qwen3": Rule(3, "softmax"),
-    "deepseek_v2": Rule(3, "softmax", scaling=1.7, groups=4, groups_kept=2),
-    "deepseek_v3": Rule(
-        3, "sigmoid", renormalise=True, scaling=2.5, groups=4, groups_kept=2, group_by="two"
+    "mixtral": RouterConfig(2, "softmax", renormalize=True),
+    "qwen3": RouterConfig(3, "softmax"),
+    "deepseek_v2": RouterConfig(3, "softmax", scaling=1.7, groups=4, topk_groups=2),
+    "deepseek_v3": RouterConfig(
+        3, "sigmoid", renormalize=True, scaling=2.5, groups=4, topk_groups=2, group_by="two"
     ),
-    "gpt_oss": Rule(3, "softmax", choose_first=True),
-    "llama4": Rule(1, "sigmoid", choose_first=True),
-    "all": Rule(8, "softmax", renormalise=True),
-    "two_softmax": Rule(2, "softmax", groups=4, groups_kept=1, group_by="two"),
+    "gpt_oss": RouterConfig(3, "softmax", topk_before_scoring=True),
+    "llama4": RouterConfig(1, "sigmoid", topk_before_scoring=True),
+    "all": RouterConfig(8, "softmax", renormalize=True),
+    "two_softmax": RouterConfig(2, "softmax", groups=4, topk_groups=1, group_by="two"),
 }
-GATES = [Gate("silu"), Gate("gelu"), Gate("gelu_pytorch_tanh"), Gate("clamped", 1.702, 0.7)]
+GATES = [
+    GatedActivation("silu"),
+    GatedActivation("gelu"),
+    GatedActivation("gelu_pytorch_tanh"),
+    GatedActivation("clamped", 1.702, 0.7),
+]
 
 
 def larger(a: float, b: float) -> bool:
@@ -51,19 +56,21 @@ def scores(values: list[float], how: str) -> list[float]:
     return [math.exp(value - most) / total for value in values]
 
 
-def route_one(logits: list[float], bias: list[float] | None, rule: Rule) -> dict[int, float]:
+def route_one(
+    logits: list[float], bias: list[float] | None, rule: RouterConfig
+) -> dict[int, float]:
     """Expert -> weight, best first, by the definition; in Python's own floats."""
-    of_all = logits if rule.choose_first else scores(logits, rule.score)
+    of_all = logits if rule.topk_before_scoring else scores(logits, rule.score)
     choice = of_all if bias is None else [a + b for a, b in zip(of_all, bias, strict=True)]
     size = len(logits) // rule.groups
     members = [list(range(g * size, (g + 1) * size)) for g in range(rule.groups)]
     front = 2 if rule.group_by == "two" else 1
     strength = [sum(choice[e] for e in best(choice, min(front, size), m)) for m in members]
-    kept = best(strength, rule.groups_kept)
+    kept = best(strength, rule.topk_groups)
     chosen = best(choice, rule.per_token, sorted(e for g in kept for e in members[g]))
     weights = [of_all[expert] for expert in chosen]
-    weights = scores(weights, rule.score) if rule.choose_first else weights
-    total = sum(weights) if rule.renormalise else 1.0
+    weights = scores(weights, rule.score) if rule.topk_before_scoring else weights
+    total = sum(weights) if rule.renormalize else 1.0
     return {e: rule.scaling * w / total for e, w in zip(chosen, weights, strict=True)}
 
 
@@ -75,7 +82,7 @@ class Layer:
     down: Tensor
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
-    gate: Gate
+    gate: GatedActivation
 
     def to(self, dtype: torch.dtype, device: str = "cpu") -> Layer:
         tensors = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
@@ -83,7 +90,7 @@ class Layer:
 
 
 def make_layer(
-    experts: int, hidden: int, inner: int, gate: Gate, bias: bool = False, seed: int = 0
+    experts: int, hidden: int, inner: int, gate: GatedActivation, bias: bool = False, seed: int = 0
 ) -> Layer:
     generator = torch.Generator().manual_seed(seed)
 
@@ -100,23 +107,25 @@ def make_layer(
 
 
 def experts_one_by_one(
-    x: Tensor, routes: Routes, layer: Layer, weigh_input: bool = False
+    x: Tensor, routes: Routes, layer: Layer, apply_router_weight_on_input: bool = False
 ) -> Tensor:
     """The plain loop over tokens and their experts."""
     rows = []
     for token in range(x.shape[0]):
         total = torch.zeros_like(x[token])
         for weight, expert in zip(routes.weights_Tk[token], routes.experts_Tk[token], strict=True):
-            hidden = layer.gate_up[expert] @ (x[token] * weight if weigh_input else x[token])
+            hidden = layer.gate_up[expert] @ (
+                x[token] * weight if apply_router_weight_on_input else x[token]
+            )
             hidden = hidden if layer.gate_up_bias is None else hidden + layer.gate_up_bias[expert]
             out = layer.down[expert] @ gate_one(layer.gate, hidden)
             out = out if layer.down_bias is None else out + layer.down_bias[expert]
-            total = total + (out if weigh_input else out * weight)
+            total = total + (out if apply_router_weight_on_input else out * weight)
         rows.append(total)
     return torch.stack(rows) if rows else torch.zeros_like(x)
 
 
-def gate_one(gate: Gate, hidden: Tensor) -> Tensor:
+def gate_one(gate: GatedActivation, hidden: Tensor) -> Tensor:
     """Written apart from the package's own."""
     left, right = hidden[: len(hidden) // 2], hidden[len(hidden) // 2 :]
     if gate.kind == "silu":

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from fulgurite.errors import ArgumentError, FormatError
 from fulgurite.kernels.common import cpu_library as libraries
 from fulgurite.kernels.gemm import cpu_linear as module
-from fulgurite.kernels.gemm.cpu_layout import join, panels
-from fulgurite.kernels.gemm.cpu_linear import PreparedLinear, kept_panels, linear
-from fulgurite.kernels.gemm.quant_linear import quant_linear, rounded_activations
+from fulgurite.kernels.gemm.cpu_layout import concat_panels, pack_panels
+from fulgurite.kernels.gemm.cpu_linear import LinearCall, linear, panels_cache
+from fulgurite.kernels.gemm.quant_linear import quant_linear
+from fulgurite.kernels.gemm.reference import fake_quantize_activations
 from fulgurite.quant import FORMATS, QuantTensor, quantize
 
 PACKED = [name for name, format in FORMATS.items() if format.family != "cast"]
@@ -26,7 +27,7 @@ SHAPES = [(16, 256, 1), (37, 512, 3), (1, 256, 9), (48, 768, 17), (70, 256, 29)]
 
 
 def check(got, x, weight, activations, bias=None):
-    exact_x = rounded_activations(x, activations).double()
+    exact_x = fake_quantize_activations(x, activations).double()
     exact_w = weight.dequantize(torch.float64)
     want, size = exact_x @ exact_w.T, exact_x.abs() @ exact_w.abs().T
     if bias is not None:
@@ -48,13 +49,13 @@ def test_every_format_and_shape(name, activations):
 @pytest.mark.slow
 @pytest.mark.parametrize("instructions", list(libraries.SIMD))
 def test_every_instruction_set(instructions, monkeypatch):
-    if instructions == "avx512_vnni" and libraries.best_instructions() != instructions:
+    if instructions == "avx512_vnni" and libraries.best_instruction_set() != instructions:
         pytest.skip("this machine has no AVX-512 VNNI")
-    if instructions == "avx2" and libraries.best_instructions() == "plain":
+    if instructions == "avx2" and libraries.best_instruction_set() == "generic":
         pytest.skip("this machine has no AVX2")
-    chosen = libraries.library(instructions)
+    chosen = libraries.load_library(instructions)
     assert chosen.instructions().decode() == instructions
-    monkeypatch.setattr(module, "library", lambda: chosen)
+    monkeypatch.setattr(module, "load_library", lambda: chosen)
     for name in PACKED:
         for activations in ("none", "q8_0"):
             weight, x = quantize(torch.randn(35, 512), name), torch.randn(11, 512)
@@ -88,7 +89,7 @@ def test_half_a_block_of_nvfp4():
 @pytest.mark.parametrize("tokens", [0, 1, 2, 3, 4, 5, 7, 8, 15, 255, 256, 257, 520])
 def test_numbers_of_tokens_and_threads(tokens):
     weight, x = quantize(torch.randn(150, 160), "q4_1"), torch.randn(tokens, 160)
-    made = panels(weight)
+    made = pack_panels(weight)
     for integer, activations in ((True, "q8_0"), (False, "none")):
         one = linear(x, made, integer=integer, threads=1)
         check(one, x, weight, activations)
@@ -133,7 +134,7 @@ def test_infinity_in_e5m2_is_refused():
     codes = torch.full((2, 32), 0x7C, dtype=torch.uint8).view(torch.float8_e5m2)
     weight = QuantTensor("fp8_e5m2_row", codes, {"scale": torch.ones(2, 1)})
     with pytest.raises(FormatError, match="infinities"):
-        panels(weight)
+        pack_panels(weight)
 
 
 @pytest.mark.parametrize("gate", ["silu", "gelu_pytorch_tanh"])
@@ -145,11 +146,11 @@ def test_gated_pair_with_biases_and_residual(gate, dtype):
     for tokens in (1, 6, 300):
         x, extra = torch.randn(tokens, 96).to(dtype), torch.randn(tokens, 70).to(dtype)
         out = torch.empty(tokens, 70, dtype=dtype)
-        call = PreparedLinear(
-            panels(gate_w), bias, up=panels(up_w), up_bias=up_bias, gate=gate, threads=2
+        call = LinearCall(
+            pack_panels(gate_w), bias, up=pack_panels(up_w), up_bias=up_bias, gate=gate, threads=2
         ).bind(x, out, extra)
         call()
-        exact = rounded_activations(x, "q8_0").double()
+        exact = fake_quantize_activations(x, "q8_0").double()
         left = exact @ gate_w.dequantize(torch.float64).T + bias.double()
         right = exact @ up_w.dequantize(torch.float64).T + up_bias.double()
         want = function(left) * right + extra.double()
@@ -161,30 +162,30 @@ def test_residual_may_be_the_result():
     weight, x = quantize(torch.randn(33, 64), "q8_0"), torch.randn(2, 64)
     state = torch.randn(2, 33)
     want = state + quant_linear(x, weight, None, "q8_0")
-    PreparedLinear(panels(weight)).bind(x, state, state)()
+    LinearCall(pack_panels(weight)).bind(x, state, state)()
     torch.testing.assert_close(state, want)
 
 
 def test_joined_weights_and_what_does_not_fit():
     parts = [quantize(torch.randn(rows, 64), "q4_1") for rows in (32, 16, 5)]
     x = torch.randn(3, 64)
-    got = linear(x, join([panels(part) for part in parts]), integer=True)
+    got = linear(x, concat_panels([pack_panels(part) for part in parts]), integer=True)
     want = torch.cat([quant_linear(x, part, None, "q8_0") for part in parts], dim=-1)
     assert torch.equal(got, want)
     with pytest.raises(FormatError, match="joined"):
-        join([panels(parts[2]), panels(parts[0])])
+        concat_panels([pack_panels(parts[2]), pack_panels(parts[0])])
     with pytest.raises(FormatError, match="joined"):
-        join([panels(parts[0]), panels(quantize(torch.randn(16, 64), "q4_0"))])
+        concat_panels([pack_panels(parts[0]), pack_panels(quantize(torch.randn(16, 64), "q4_0"))])
     with pytest.raises(ArgumentError, match="same shape"):
-        PreparedLinear(panels(parts[0]), up=panels(parts[1]))
+        LinearCall(pack_panels(parts[0]), up=pack_panels(parts[1]))
 
 
 def test_panels_are_kept_while_the_weight_lives_and_is_not_written():
     weight = quantize(torch.randn(16, 32), "q8_0")
-    first = kept_panels(weight.packed, [], "q8_0")
-    assert kept_panels(weight.packed, [], "q8_0") is first
+    first = panels_cache(weight.packed, [], "q8_0")
+    assert panels_cache(weight.packed, [], "q8_0") is first
     weight.packed.copy_(quantize(torch.randn(16, 32), "q8_0").packed)
-    second = kept_panels(weight.packed, [], "q8_0")
+    second = panels_cache(weight.packed, [], "q8_0")
     assert second is not first
     x = torch.randn(2, 32)
     check(quant_linear(x, weight), x, weight, "none")

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from fulgurite.errors import FormatError
 from fulgurite.kernels.quantize import cpu as kernels
-from fulgurite.kernels.quantize.ops import quantize, reference
-from fulgurite.quant import FORMATS, codec, resolve
+from fulgurite.kernels.quantize.ops import quantize
+from fulgurite.kernels.quantize.reference import reference
+from fulgurite.quant import FORMATS, resolve_format
+from fulgurite.quant.codecs import codec
 
 # what GGUF's blocks are regrouped into, and the K formats, whose scales are searched for
 IN_PLAIN_TORCH = ("int8_g16", "int8_g32", "int4_g32_min", "q4_k", "q6_k")
@@ -18,7 +20,9 @@ NAMES = [
     for name, format in FORMATS.items()
     if format.family != "cast" and name not in IN_PLAIN_TORCH
 ]
-ANY_WIDTH = [name for name in NAMES if FORMATS[name].may_end_early or FORMATS[name].block[1] == 0]
+ANY_WIDTH = [
+    name for name in NAMES if FORMATS[name].allows_partial_blocks or FORMATS[name].block[1] == 0
+]
 SHAPES = [
     (1, 128),
     (3, 256),
@@ -44,7 +48,9 @@ def same(ours: list[Tensor], wanted: list[Tensor], format: str) -> None:
         left, right = raw(one), raw(two)
         if torch.equal(left, right):
             continue
-        if one.dtype == torch.uint8 and resolve(format).family == "gguf":  # scales lie in the data
+        if (
+            one.dtype == torch.uint8 and resolve_format(format).family == "gguf"
+        ):  # scales lie in the data
             assert_same_blocks(one, two, format)
         else:
             assert one.is_floating_point()
@@ -55,8 +61,8 @@ def same(ours: list[Tensor], wanted: list[Tensor], format: str) -> None:
 
 
 def assert_same_blocks(one: Tensor, two: Tensor, format: str) -> None:
-    entry = resolve(format)
-    left, right = (codec.unpack(codec.Packed(data, {}), entry) for data in (one, two))
+    entry = resolve_format(format)
+    left, right = (codec.unpack(codec.PackedData(data, {}), entry) for data in (one, two))
     assert torch.equal(left.codes, right.codes)
     for name, scale in left.scales.items():
         torch.testing.assert_close(scale, right.scales[name], rtol=0, atol=0, equal_nan=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fulgurite.errors import ArgumentError
-from fulgurite.kernels.gemm.fp8_linear import RECIPES, fp8_linear
+from fulgurite.kernels.gemm.fp8_linear import FP8_RECIPES, fp8_linear
 from fulgurite.quant import quantize
 
 SHAPES = [((5, 7), 48, 64), ((1,), 16, 16), ((130,), 272, 144), ((3, 129), 128, 256)]
@@ -19,7 +19,7 @@ def cast(x: Tensor, format: str) -> Tensor:
 
 def expected(x: Tensor, weight: Tensor, gradient: Tensor, recipe: str) -> tuple[Tensor, ...]:
     """y, and the gradients of x and of the weight, from quantized operands in float64."""
-    formats = RECIPES[recipe]
+    formats = FP8_RECIPES[recipe]
     rows, g = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
     y = cast(rows, formats.x) @ cast(weight, formats.weight).t()
     of_x = cast(g, formats.gradient) @ cast(weight.t(), formats.weight).t()
@@ -35,7 +35,7 @@ def assert_near(ours: Tensor, exact: Tensor, terms: int) -> None:
 
 
 @pytest.mark.parametrize("weights", ["recompute", "keep"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("leading, n, k", SHAPES)
 def test_forward_and_both_gradients(leading, n, k, dtype, recipe, weights):

@@ -17,8 +17,8 @@ pytestmark = [
 if not INTERPRETED:
     from fulgurite.kernels.gemm import triton_launch, triton_small_m
     from fulgurite.kernels.quantize import triton_dequantize
-    from fulgurite.kernels.tuning import gemm
-    from fulgurite.quant import resolve
+    from fulgurite.kernels.tuning.sm_90 import Sm90Heuristics
+    from fulgurite.quant import resolve_format
     from fulgurite.quant.shapes import data_shape, scale_shape
     from tests.kernels.compile_support import compile_launches, stack_bytes
 
@@ -27,13 +27,13 @@ N, K = 4096, 4096
 
 
 def parts_of(format: str):
-    entry = resolve(format)
+    entry = resolve_format(format)
     data = torch.empty(data_shape(entry, (N, K)), dtype=entry.data_dtype, device="meta")
     scales = [
         torch.empty(scale_shape(scale, (N, K)), dtype=scale.dtype, device="meta")
-        for scale in entry.stored_scales
+        for scale in entry.separate_scales
     ]
-    return entry, triton_launch.weight_of(entry), data, scales
+    return entry, triton_launch.dequant_scheme(entry), data, scales
 
 
 @pytest.mark.parametrize("m", [1, 4, 16])
@@ -45,8 +45,8 @@ def test_few_rows(format: str, m: int, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(triton_small_m, "NATIVE", True)
     entry, weight, data, scales = parts_of(format)
     x = torch.empty(m, K, dtype=torch.bfloat16, device="meta")
-    tile = gemm.for_weight_only(m, N, K, weight, torch.device("cpu"))
-    triton_launch.matmul(x, None, None, data, scales, entry, weight, None, x.dtype, tile)
+    tile = Sm90Heuristics().weight_only_config(m, N, K, weight)
+    triton_launch.launch_gemm(x, None, None, data, scales, entry, weight, None, x.dtype, tile)
     (made,) = kernel.kernels
     loop = made.asm["ptx"].split("cp.async.wait_group")[1]
     assert "mma.sync" in loop
@@ -60,14 +60,14 @@ def test_few_rows(format: str, m: int, monkeypatch, tmp_path: Path) -> None:
 def test_more_rows(format: str, m: int, monkeypatch, tmp_path: Path) -> None:
     compiled = compile_launches(triton_launch, monkeypatch)
     (kernel,) = (one for one in compiled if one.function.__name__ == "matmul_kernel")
-    monkeypatch.setattr(triton_launch, "PACKED", True)
+    monkeypatch.setattr(triton_launch, "NATIVE", True)
     monkeypatch.setattr(
-        triton_launch, "take_counters", lambda device, count: torch.empty(count, dtype=torch.int32, device="meta")
+        triton_launch, "acquire_counters", lambda device, count: torch.empty(count, dtype=torch.int32, device="meta")
     )  # fmt: skip
     entry, weight, data, scales = parts_of(format)
     x = torch.empty(m, K, dtype=torch.bfloat16, device="meta")
-    tile = gemm.for_weight_only(m, N, K, weight, torch.device("cpu"))
-    triton_launch.matmul(x, None, None, data, scales, entry, weight, None, x.dtype, tile)
+    tile = Sm90Heuristics().weight_only_config(m, N, K, weight)
+    triton_launch.launch_gemm(x, None, None, data, scales, entry, weight, None, x.dtype, tile)
     (made,) = kernel.kernels
     assert "wgmma" in made.asm["ptx"] and stack_bytes(made, tmp_path) == 0
 
@@ -76,5 +76,5 @@ def test_more_rows(format: str, m: int, monkeypatch, tmp_path: Path) -> None:
 def test_decoded_first(format: str, monkeypatch) -> None:
     compile_launches(triton_dequantize, monkeypatch)
     entry, weight, data, scales = parts_of(format)
-    parts = triton_launch.packed(data, scales, entry, weight)
-    triton_dequantize.weight_as(torch.bfloat16, weight, parts, entry)
+    parts = triton_launch.make_operand(data, scales, entry, weight)
+    triton_dequantize.dequantize_weight(torch.bfloat16, weight, parts, entry)

@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from fulgurite.kernels.gemm.cpu_layout_cache import LaidOut
+from fulgurite.kernels.gemm.cpu_layout_cache import WeightLayoutCache
 from fulgurite.quant import QuantTensor, quantize
 from tests.kernels.threads import in_threads
 
@@ -17,7 +17,7 @@ def weight():
 
 def test_found_again_until_written():
     made = []
-    laid_out = LaidOut(lambda given: made.append(given) or len(made))
+    laid_out = WeightLayoutCache(lambda given: made.append(given) or len(made))
     data = weight()
     assert [laid_out(data, [], "q8_0") for _ in range(3)] == [1, 1, 1]
     data.copy_(weight())
@@ -27,7 +27,7 @@ def test_found_again_until_written():
 
 def test_scales_and_strides_count():
     """The same data under other scales, after its scale was written to, or transposed, is another weight."""
-    laid_out = LaidOut(lambda given: given.dequantize())
+    laid_out = WeightLayoutCache(lambda given: given.dequantize())
     first = quantize(torch.randn(32, 32), "fp8_e4m3_tensor")
     data, scale = first.packed, first.scales["scale"]
     for given, scales in ((data, [scale]), (data, [scale * 3]), (data.t(), [scale])):
@@ -39,7 +39,7 @@ def test_scales_and_strides_count():
 
 
 def test_dropped_with_the_weight():
-    laid_out = LaidOut(lambda given: None)
+    laid_out = WeightLayoutCache(lambda given: None)
     for _ in range(10):
         laid_out(weight(), [], "q8_0")
         gc.collect()
@@ -48,7 +48,7 @@ def test_dropped_with_the_weight():
 
 def test_from_many_threads():
     """Weights come and go in eight threads at once: each finds its own result and nobody trips over another's."""
-    laid_out = LaidOut(lambda given: given.packed.float().sum())
+    laid_out = WeightLayoutCache(lambda given: given.packed.float().sum())
 
     def use():
         for seed in range(300):

@@ -13,15 +13,15 @@ from torch import Tensor
 from fulgurite.errors import ArgumentError, FormatError
 from fulgurite.kernels.moe import ops, routing
 from fulgurite.kernels.moe.ops import (
-    Gate,
+    GatedActivation,
+    RouterConfig,
     Routes,
-    Rule,
     combine,
-    grouped_matmul,
-    index,
-    pick,
+    gather_weights,
+    grouped_gemm,
     route,
     route_tokens,
+    sort_by_expert,
 )
 from fulgurite.quant import quantize
 from tests.kernels.moe_cases import (
@@ -36,7 +36,7 @@ from tests.kernels.moe_cases import (
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def check_routes(routes: Routes, logits: Tensor, bias: Tensor | None, rule: Rule) -> None:
+def check_routes(routes: Routes, logits: Tensor, bias: Tensor | None, rule: RouterConfig) -> None:
     assert routes.weights_Tk.shape == routes.experts_Tk.shape == (len(logits), rule.per_token)
     assert routes.experts_Tk.dtype == torch.int64
     for token in range(len(logits)):
@@ -62,7 +62,7 @@ def test_a_rule_is_its_definition(name: str, biased: bool, how: str) -> None:
 def test_any_number_of_experts(experts: int) -> None:
     for per_token in sorted({1, min(8, experts), experts}):
         logits = torch.randn(5, experts)
-        rule = Rule(per_token, "softmax", renormalise=True)
+        rule = RouterConfig(per_token, "softmax", renormalize=True)
         check_routes(ops.route(logits, rule), logits, None, rule)
 
 
@@ -102,28 +102,28 @@ def test_routing_from_tokens_is_routing_of_float32_logits(
     hidden: int, tokens: int, dtype: torch.dtype
 ) -> None:
     x, weight = torch.randn(tokens, hidden).to(dtype), torch.randn(19, hidden).to(dtype)
-    bias, rule = torch.randn(19).to(dtype), Rule(4, "softmax", renormalise=True)
+    bias, rule = torch.randn(19).to(dtype), RouterConfig(4, "softmax", renormalize=True)
     found = ops.route_tokens(x, weight, rule, bias)
     check_routes(found, x.float() @ weight.float().T + bias.float(), None, rule)
 
 
 def test_tokens_that_are_rows_of_a_larger_tensor() -> None:
-    x, weight, rule = torch.randn(6, 40)[::2, 3:36], torch.randn(9, 70)[:, :33], Rule(2)
+    x, weight, rule = torch.randn(6, 40)[::2, 3:36], torch.randn(9, 70)[:, :33], RouterConfig(2)
     check_routes(ops.route_tokens(x, weight, rule), x @ weight.T, None, rule)
 
 
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
-        (Rule(9), "9 experts a token, and 8 of 8"),
-        (Rule(0), "0 experts a token"),
-        (Rule(3, groups=4, groups_kept=1), "3 experts a token, and 2 of 8"),
-        (Rule(1, groups=3), "8 experts can't be chosen from 1 of 3"),
-        (Rule(1, "tanh"), "score='tanh'"),
-        (Rule(1, group_by="sum"), "group_by='sum'"),
+        (RouterConfig(9), "9 experts a token, and 8 of 8"),
+        (RouterConfig(0), "0 experts a token"),
+        (RouterConfig(3, groups=4, topk_groups=1), "3 experts a token, and 2 of 8"),
+        (RouterConfig(1, groups=3), "8 experts can't be chosen from 1 of 3"),
+        (RouterConfig(1, "tanh"), "score='tanh'"),
+        (RouterConfig(1, group_by="sum"), "group_by='sum'"),
     ],
 )
-def test_a_rule_that_does_not_fit_is_refused(rule: Rule, words: str) -> None:
+def test_a_rule_that_does_not_fit_is_refused(rule: RouterConfig, words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         ops.route(torch.zeros(2, 8), rule)
 
@@ -133,10 +133,12 @@ def test_gradients_of_routing(name: str) -> None:
     rule = RULES[name]
     logits = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
     experts = ops.route(logits, rule).experts_Tk
-    if rule.choose_first:
-        weights = routing.weights_of(logits.gather(-1, experts), rule)
+    if rule.topk_before_scoring:
+        weights = routing.compute_weights(logits.gather(-1, experts), rule)
     else:
-        weights = routing.weights_of(routing.scored(logits, rule).gather(-1, experts), rule)
+        weights = routing.compute_weights(
+            routing.apply_scoring(logits, rule).gather(-1, experts), rule
+        )
     seed = torch.randn_like(weights)
     (wanted,) = torch.autograd.grad(weights, logits, seed)
     (found,) = torch.autograd.grad(ops.route(logits, rule).weights_Tk, logits, seed)
@@ -153,10 +155,10 @@ def test_pairs_are_sorted_by_expert(
     tokens: int, experts: int, per_token: int, dtype: torch.dtype
 ) -> None:
     chosen = make_routes(tokens, experts, per_token).experts_Tk.to(dtype)
-    check_order(ops.index(chosen, experts), chosen, experts)
+    check_order(ops.sort_by_expert(chosen, experts), chosen, experts)
 
 
-def check_order(order: ops.Order, chosen: Tensor, experts: int) -> None:
+def check_order(order: ops.ExpertOrder, chosen: Tensor, experts: int) -> None:
     tokens, per_token = chosen.shape
     pairs = [(int(chosen[t, j]), t, j) for t in range(tokens) for j in range(per_token)]
     key = {expert: expert for expert in range(experts)}
@@ -174,17 +176,17 @@ def check_order(order: ops.Order, chosen: Tensor, experts: int) -> None:
 
 def test_numbers_of_no_expert_come_last() -> None:
     chosen = torch.tensor([[3, -1, 0], [9, 3, 2**40], [1, 4, -(2**40)]])
-    check_order(ops.index(chosen, 4), chosen, 4)
+    check_order(ops.sort_by_expert(chosen, 4), chosen, 4)
 
 
 def test_pairs_as_a_slice() -> None:
     chosen = torch.randint(0, 6, (9, 8))[::2, 1:4]
-    check_order(ops.index(chosen, 6), chosen, 6)
+    check_order(ops.sort_by_expert(chosen, 6), chosen, 6)
 
 
 def test_experts_that_are_not_numbers_of_experts() -> None:
     with pytest.raises(ArgumentError, match="int64"):
-        ops.index(torch.zeros(3, 2), 4)
+        ops.sort_by_expert(torch.zeros(3, 2), 4)
 
 
 # ---- experts ---------------------------------------------------------------------------------------
@@ -193,10 +195,10 @@ def test_experts_that_are_not_numbers_of_experts() -> None:
 def check_experts(
     dtype: torch.dtype,
     shape: tuple[int, int, int, int, int],
-    gate: Gate,
+    gate: GatedActivation,
     how: str = "random",
     bias: bool = False,
-    weigh_input: bool = False,
+    apply_router_weight_on_input: bool = False,
 ) -> None:
     """Against float64: no worse than a plain loop in the same dtype, and some rounding."""
     tokens, experts, per_token, hidden, inner = shape
@@ -205,7 +207,7 @@ def check_experts(
         make_routes(tokens, experts, per_token, how),
     )
     narrow, x = layer.to(dtype), torch.randn(tokens, hidden).to(dtype)
-    found = ops.moe_experts(
+    found = ops.fused_experts(
         x,
         routes,
         narrow.gate_up,
@@ -213,10 +215,12 @@ def check_experts(
         gate,
         gate_up_bias=narrow.gate_up_bias,
         down_bias=narrow.down_bias,
-        weigh_input=weigh_input,
+        apply_router_weight_on_input=apply_router_weight_on_input,
     )
     wide = Routes(routes.weights_Tk.double(), routes.experts_Tk)
-    exact = experts_one_by_one(x.double(), wide, narrow.to(torch.float64), weigh_input)
+    exact = experts_one_by_one(
+        x.double(), wide, narrow.to(torch.float64), apply_router_weight_on_input
+    )
     assert found.dtype == dtype and found.shape == x.shape
     if not tokens:
         return
@@ -238,16 +242,22 @@ SHAPES = [  # tokens, experts, experts a token, hidden, inner
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("gate", GATES, ids=lambda gate: gate.kind)
-def test_experts(shape: tuple[int, int, int, int, int], gate: Gate, dtype: torch.dtype) -> None:
+def test_experts(
+    shape: tuple[int, int, int, int, int], gate: GatedActivation, dtype: torch.dtype
+) -> None:
     check_experts(dtype, shape, gate)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("weigh_input", [False, True])
+@pytest.mark.parametrize("apply_router_weight_on_input", [False, True])
 @pytest.mark.parametrize("gate", GATES, ids=lambda gate: gate.kind)
-def test_biases_and_weights_on_the_input(gate: Gate, weigh_input: bool, dtype: torch.dtype) -> None:
+def test_biases_and_weights_on_the_input(
+    gate: GatedActivation, apply_router_weight_on_input: bool, dtype: torch.dtype
+) -> None:
     for tokens in (1, 3, 40):
-        check_experts(dtype, (tokens, 6, 2, 40, 24), gate, "random", True, weigh_input)
+        check_experts(
+            dtype, (tokens, 6, 2, 40, 24), gate, "random", True, apply_router_weight_on_input
+        )
 
 
 @pytest.mark.parametrize("how", ["same", "even"])
@@ -261,7 +271,7 @@ def test_an_expert_that_nobody_asked_for_may_overflow() -> None:
     layer.down[3] = math.inf
     for tokens in (1, 50):
         routes = Routes(torch.ones(tokens, 2), torch.tensor([[0, 1]] * tokens))
-        out = ops.moe_experts(torch.randn(tokens, 16), routes, layer.gate_up, layer.down)
+        out = ops.fused_experts(torch.randn(tokens, 16), routes, layer.gate_up, layer.down)
         assert out.isfinite().all()
 
 
@@ -271,7 +281,7 @@ def test_nan_stays_with_its_token() -> None:
         x = torch.randn(tokens, 40)
         x[1, 7] = math.nan
         routes = make_routes(tokens, 4, 2)
-        out = ops.moe_experts(x, routes, layer.gate_up, layer.down)
+        out = ops.fused_experts(x, routes, layer.gate_up, layer.down)
         bad = out.isnan().any(dim=-1)
         assert bad[1] and bad.sum() == 1
 
@@ -279,7 +289,7 @@ def test_nan_stays_with_its_token() -> None:
 def test_rows_of_no_expert_are_zero() -> None:
     layer = make_layer(3, 20, 12, GATES[3], bias=True).to(torch.float32)
     chosen = torch.tensor([[0, 7], [5, -1], [2, 1]])
-    order = ops.index(chosen, 3)
+    order = ops.sort_by_expert(chosen, 3)
     x = torch.randn(3, 20)
     y = ops.experts_forward(
         (x, order),
@@ -301,9 +311,9 @@ def test_index_tensors_with_gaps_between_their_numbers() -> None:
     factors = torch.randn(4)
     for held in (weight, quantize(torch.randn(3, 8, 32), "q8_0")):
         given = x if held is weight else torch.randn(5, 32)
-        want = grouped_matmul(given, ends, held, rows_S=rows, factors_S=factors)
+        want = grouped_gemm(given, ends, held, rows_S=rows, factors_S=factors)
         apart = [torch.stack((t, t + 99), dim=1)[:, 0] for t in (ends, rows, factors)]
-        found = grouped_matmul(given, apart[0], held, rows_S=apart[1], factors_S=apart[2])
+        found = grouped_gemm(given, apart[0], held, rows_S=apart[1], factors_S=apart[2])
         assert torch.equal(found, want)
 
 
@@ -313,19 +323,25 @@ ints = partial(torch.tensor, dtype=torch.int32)
 @pytest.mark.parametrize(
     "says, call",
     [
-        ("end behind the last", lambda x, w: grouped_matmul(x, ints([1, 200]), w)),
-        ("end behind the last", lambda x, w: grouped_matmul(x, ints([-1, 2]), w)),
-        ("is not there", lambda x, w: grouped_matmul(x, ints([1, 2]), w, rows_S=ints([0, 7]))),
-        ("is not there", lambda x, w: grouped_matmul(x, ints([1, 2]), w, rows_S=ints([0, -1]))),
-        ("factors", lambda x, w: grouped_matmul(x, ints([1, 2]), w, factors_S=torch.ones(1))),
-        ("bias", lambda x, w: grouped_matmul(x, ints([1, 2]), w, torch.ones(2, 16))),
-        ("is not there", lambda x, w: combine(x[:1], index(ints([[0], [1]]), 2))),
-        ("weights", lambda x, w: combine(x, index(ints([[0], [1]]), 2), torch.ones(1, 1))),
-        ("weights", lambda x, w: pick(torch.ones(1, 1), index(ints([[0], [1]]), 2))),
-        ("must be", lambda x, w: route(x[0], Rule(1))),
-        ("a bias", lambda x, w: route(x, Rule(1), torch.zeros(16))),
-        ("don't fit", lambda x, w: route_tokens(x, torch.randn(4, 16), Rule(1))),
-        ("a bias", lambda x, w: route_tokens(x, torch.randn(4, 64), Rule(1), torch.ones(1))),
+        ("end behind the last", lambda x, w: grouped_gemm(x, ints([1, 200]), w)),
+        ("end behind the last", lambda x, w: grouped_gemm(x, ints([-1, 2]), w)),
+        ("is not there", lambda x, w: grouped_gemm(x, ints([1, 2]), w, rows_S=ints([0, 7]))),
+        ("is not there", lambda x, w: grouped_gemm(x, ints([1, 2]), w, rows_S=ints([0, -1]))),
+        ("factors", lambda x, w: grouped_gemm(x, ints([1, 2]), w, factors_S=torch.ones(1))),
+        ("bias", lambda x, w: grouped_gemm(x, ints([1, 2]), w, torch.ones(2, 16))),
+        ("is not there", lambda x, w: combine(x[:1], sort_by_expert(ints([[0], [1]]), 2))),
+        ("weights", lambda x, w: combine(x, sort_by_expert(ints([[0], [1]]), 2), torch.ones(1, 1))),
+        (
+            "weights",
+            lambda x, w: gather_weights(torch.ones(1, 1), sort_by_expert(ints([[0], [1]]), 2)),
+        ),
+        ("must be", lambda x, w: route(x[0], RouterConfig(1))),
+        ("a bias", lambda x, w: route(x, RouterConfig(1), torch.zeros(16))),
+        ("don't fit", lambda x, w: route_tokens(x, torch.randn(4, 16), RouterConfig(1))),
+        (
+            "a bias",
+            lambda x, w: route_tokens(x, torch.randn(4, 64), RouterConfig(1), torch.ones(1)),
+        ),
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
@@ -337,13 +353,13 @@ def test_nothing_is_read_where_nothing_is(says: str, call: Any, packed: bool) ->
 
 
 def test_no_experts_at_all() -> None:
-    out = grouped_matmul(torch.randn(3, 8), torch.empty(0, dtype=torch.int32), torch.randn(0, 4, 8))
+    out = grouped_gemm(torch.randn(3, 8), torch.empty(0, dtype=torch.int32), torch.randn(0, 4, 8))
     assert torch.equal(out, torch.zeros(3, 4))
 
 
 def test_sorted_rows_are_gathered_rows() -> None:
     layer, routes = make_layer(5, 24, 16, GATES[0]).to(torch.float32), make_routes(11, 5, 2)
-    order, x = ops.index(routes.experts_Tk, 5), torch.randn(11, 24)
+    order, x = ops.sort_by_expert(routes.experts_Tk, 5), torch.randn(11, 24)
     given = (order.offsets_E, layer.gate_up, layer.down)
     y = ops.experts_forward((x, order), *given)
     torch.testing.assert_close(ops.experts_forward(x[order.token_S], *given), y)
@@ -355,8 +371,8 @@ def test_strided_tokens_and_weights() -> None:
     up = layer.gate_up.transpose(1, 2).contiguous().transpose(1, 2)
     for tokens in (2, 7):
         few = Routes(routes.weights_Tk[:tokens], routes.experts_Tk[:tokens])
-        found = ops.moe_experts(x[:tokens], few, up, layer.down)
-        wanted = ops.moe_experts(x[:tokens].contiguous(), few, layer.gate_up, layer.down)
+        found = ops.fused_experts(x[:tokens], few, up, layer.down)
+        wanted = ops.fused_experts(x[:tokens].contiguous(), few, layer.gate_up, layer.down)
         torch.testing.assert_close(found, wanted)
 
 
@@ -369,17 +385,19 @@ def test_a_token_does_not_depend_on_where_its_neighbours_go(tokens: int) -> None
         chosen = torch.rand(tokens, 6).topk(2, dim=-1).indices
         chosen[0] = torch.tensor([4, 1])
         routes = Routes(torch.full((tokens, 2), 0.5), chosen)
-        results.append(ops.moe_experts(x, routes, layer.gate_up, layer.down)[0])
+        results.append(ops.fused_experts(x, routes, layer.gate_up, layer.down)[0])
     assert all(torch.equal(result, results[0]) for result in results)
 
 
 # ---- gradients, capture ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("weigh_input", [False, True])
+@pytest.mark.parametrize("apply_router_weight_on_input", [False, True])
 @pytest.mark.parametrize("gate", GATES, ids=lambda gate: gate.kind)
 @pytest.mark.parametrize("bias", [False, True])
-def test_gradients_equal_the_plain_loops(gate: Gate, bias: bool, weigh_input: bool) -> None:
+def test_gradients_equal_the_plain_loops(
+    gate: GatedActivation, bias: bool, apply_router_weight_on_input: bool
+) -> None:
     layer, routes = make_layer(5, 9, 7, gate, bias), make_routes(6, 5, 2, "even")
     tensors = [
         torch.randn(6, 9, dtype=torch.float64),
@@ -391,12 +409,14 @@ def test_gradients_equal_the_plain_loops(gate: Gate, bias: bool, weigh_input: bo
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
     x, weights, gate_up, down, *biases = leaves
     first, second = biases or (None, None)
-    ours = ops.moe_experts(
+    ours = ops.fused_experts(
         x, Routes(weights, routes.experts_Tk), gate_up, down, gate,
-        gate_up_bias=first, down_bias=second, weigh_input=weigh_input,
+        gate_up_bias=first, down_bias=second, apply_router_weight_on_input=apply_router_weight_on_input,
     )  # fmt: skip
     plain = type(layer)(gate_up, down, first, second, gate)
-    theirs = experts_one_by_one(x, Routes(weights, routes.experts_Tk), plain, weigh_input)
+    theirs = experts_one_by_one(
+        x, Routes(weights, routes.experts_Tk), plain, apply_router_weight_on_input
+    )
     torch.testing.assert_close(ours, theirs)
     seed = torch.randn_like(ours)
     wanted = torch.autograd.grad(theirs, leaves, seed)
@@ -407,26 +427,28 @@ def test_gradients_equal_the_plain_loops(gate: Gate, bias: bool, weigh_input: bo
 def test_operators_hold_what_torch_asks_of_them() -> None:
     layer, routes = make_layer(4, 6, 5, GATES[0], bias=True).to(torch.float32), make_routes(3, 4, 2)
     logits = torch.randn(3, 4, requires_grad=True)
-    torch.library.opcheck(routing.route_parts.overload, (logits, None, *routing.astuple(Rule(2))))
-    torch.library.opcheck(ops.index_parts.overload, (routes.experts_Tk, 4))
-    order, y = ops.index(routes.experts_Tk, 4), torch.randn(6, 6, requires_grad=True)
+    torch.library.opcheck(
+        routing.route_op.overload, (logits, None, *routing.astuple(RouterConfig(2)))
+    )
+    torch.library.opcheck(ops.sort_by_expert_op.overload, (routes.experts_Tk, 4))
+    order, y = ops.sort_by_expert(routes.experts_Tk, 4), torch.randn(6, 6, requires_grad=True)
     weights = routes.weights_Tk.requires_grad_()
     arguments = (y, order.place_Tk, order.token_S, order.slot_S, weights)
-    torch.library.opcheck(ops.combine_parts.overload, arguments)
+    torch.library.opcheck(ops.combine_op.overload, arguments)
     x = torch.randn(3, 6, requires_grad=True)
     many = (
         x, order.token_S, order.place_Tk, None, order.offsets_E, layer.gate_up.requires_grad_(),
         [], "dense", None, "none", "silu", 0.0, 0.0,
     )  # fmt: skip
-    torch.library.opcheck(ops.grouped_matmul.__globals__["grouped_matmul_parts"].overload, many)
+    torch.library.opcheck(ops.grouped_gemm.__globals__["grouped_matmul_parts"].overload, many)
 
 
 def test_captured_whole_and_differentiated() -> None:
     layer = make_layer(4, 12, 8, GATES[0]).to(torch.float32)
-    rule, router = Rule(2, renormalise=True), torch.randn(4, 12)
+    rule, router = RouterConfig(2, renormalize=True), torch.randn(4, 12)
 
     def run(x: Tensor, gate_up: Tensor) -> Tensor:
-        return ops.moe_experts(x, ops.route_tokens(x, router, rule), gate_up, layer.down)
+        return ops.fused_experts(x, ops.route_tokens(x, router, rule), gate_up, layer.down)
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=False)
     gradients = []

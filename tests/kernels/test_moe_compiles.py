@@ -13,6 +13,7 @@ import torch
 if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("needs triton, and not its interpreter", allow_module_level=True)
 
+from fulgurite.kernels.elementwise.gated_activation import GatedActivation
 from fulgurite.kernels.gemm import triton_launch, triton_quant_linear, triton_small_m
 from fulgurite.kernels.grouped_gemm import (
     triton_4bit,
@@ -21,10 +22,10 @@ from fulgurite.kernels.grouped_gemm import (
     triton_grouped_gemm,
     triton_tile_scheduler,
 )
-from fulgurite.kernels.grouped_gemm.ops import Gate
 from fulgurite.kernels.moe import triton_moe, triton_routing, triton_small_batch_quantized
-from fulgurite.kernels.quantize.ops import quantize_parts
-from fulgurite.kernels.tuning.gemm import Tile
+from fulgurite.kernels.quantize.ops import quantize_op
+from fulgurite.kernels.tuning.config import LaunchConfig
+from fulgurite.kernels.tuning.sm_90 import Sm90Heuristics
 from fulgurite.quant import quantize
 from tests.kernels.compile_support import compile_launches, stack_bytes
 
@@ -35,7 +36,7 @@ BF16 = torch.bfloat16
 def test_sorting_and_summing(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = compile_launches(triton_moe, monkeypatch)
     for tokens in (1, 4096):
-        triton_moe.index(torch.zeros(tokens, 8, dtype=torch.int64), 256)
+        triton_moe.sort_by_expert(torch.zeros(tokens, 8, dtype=torch.int64), 256)
     places = torch.zeros(8, 8, dtype=torch.int32)
     triton_moe.combine(torch.empty(64, 7168, dtype=BF16), places, places, places, torch.ones(8, 8))
     assert all(kernel.kernels for kernel in kernels)
@@ -78,7 +79,7 @@ def test_grouped_matmul(format: str, tokens: int, monkeypatch: pytest.MonkeyPatc
     x = torch.empty(tokens, hidden, dtype=BF16)
     for gate, factors, bias in (("silu", None, None), ("clamped", torch.empty(2 * tokens), data)):
         bias = None if bias is None else torch.empty(experts, 2 * inner, dtype=BF16)
-        triton_grouped_gemm.grouped_matmul(
+        triton_grouped_gemm.grouped_gemm(
             x, rows, None, factors, ends, data, scales, format, bias, "none", gate, 1.7, 7.0
         )
     made = [m for kernel in kernels for m in kernel.kernels if "arrange" not in m.metadata.name]
@@ -95,13 +96,13 @@ def test_nibbles_stay_in_registers(
     """Each tile of rows that there may be: nothing is decoded by way of memory, nothing spilled."""
     compile_launches(triton_tile_scheduler, monkeypatch)
     kernels = compile_launches(triton_4bit, monkeypatch)
-    tile = Tile(rows, 128, 128, warps=8 if rows > 64 else 4, stages=3)
-    monkeypatch.setattr(triton_4bit, "packed_tile", lambda *_: tile)
+    tile = LaunchConfig(rows, 128, 128, num_warps=8 if rows > 64 else 4, num_stages=3)
+    monkeypatch.setattr(Sm90Heuristics, "grouped_4bit_config", lambda *_: tile)
     packed = quantize(torch.ones(8, 1024, 512), "nvfp4")
     order, ends = torch.zeros(2048, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
     data, scales = packed.packed, list(packed.scales.values())
     x = torch.empty(256, 512, dtype=BF16)
-    triton_grouped_gemm.grouped_matmul(
+    triton_grouped_gemm.grouped_gemm(
         x, order, None, None, ends, data, scales, "nvfp4", None, "none", "silu", 0.0, 0.0
     )
     (made,) = (m for k in kernels for m in k.kernels if m.metadata.name == "grouped_packed_kernel")
@@ -127,11 +128,11 @@ def test_few_tokens(format: str, activations: str, monkeypatch: pytest.MonkeyPat
         *compile_launches(triton_small_m, monkeypatch),
     ]
     monkeypatch.setattr(
-        triton_small_batch_quantized, "quantize", lambda x, format: quantize_parts(x, format, None)
+        triton_small_batch_quantized, "quantize", lambda x, format: quantize_op(x, format, None)
     )
     up, down = (quantize(torch.ones(8, n, 512), format) for n in (1024, 768))
     x, chosen = torch.ones(1, 512, dtype=BF16), torch.zeros(1, 2, dtype=torch.int64)
-    out = triton_small_batch_quantized.experts_packed(
+    out = triton_small_batch_quantized.run_quantized_experts(
         x, chosen, torch.ones(1, 2), up, down, "silu", 0.0, 0.0, None, None, (activations,) * 2
     )
     assert out.shape == (1, 768) and [len(kernel.kernels) for kernel in kernels] == [1, 1]
@@ -155,17 +156,17 @@ def test_fp8(tokens: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     """Spilled registers made this kernel four times slower: sums stay where they are."""
     compile_launches(triton_tile_scheduler, monkeypatch)
     kernels = compile_launches(triton_fp8, monkeypatch)
-    rows, tiles = triton_fp8.ROWS, triton_fp8.TILES
+    rows, tiles = triton_fp8.ACTIVATION_FORMAT, triton_fp8.WEIGHT_FORMAT
     experts, hidden, inner = 8, 1024, 512
     gate_up, down = (
         quantize(torch.ones(experts, *shape), tiles)
         for shape in ((2 * inner, hidden), (hidden, inner))
     )
-    monkeypatch.setattr(triton_fp8, "quantize", lambda x, format: quantize_parts(x, format, None))
+    monkeypatch.setattr(triton_fp8, "quantize", lambda x, format: quantize_op(x, format, None))
     order, ends = (torch.zeros(size, dtype=torch.int32) for size in (2 * tokens, experts))
     x = torch.ones(tokens, hidden, dtype=BF16)
-    out = triton_fp8.experts(
-        x, order, None, ends, gate_up, down, (None, None), Gate(), (rows, rows)
+    out = triton_fp8.run_experts_fp8(
+        x, order, None, ends, gate_up, down, (None, None), GatedActivation(), (rows, rows)
     )
     (both,) = (kernel.kernels for kernel in kernels if kernel.kernels)
     assert out.shape == (2 * tokens, hidden) and len(both) == 2
@@ -181,5 +182,5 @@ def test_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = torch.zeros(8, dtype=torch.int32)
     for dtype, columns in ((BF16, 2048), (torch.float32, 1)):
         a, b = torch.empty(512, 1536, dtype=dtype), torch.empty(512, columns, dtype=dtype)
-        triton_grouped_gemm.grouped_outer(a, b, ends)
+        triton_grouped_gemm.grouped_wgrad(a, b, ends)
     assert len(outer.kernels) == 2

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from fulgurite import native, replay
-from fulgurite.kernels.grouped_gemm.ops import reference
+from fulgurite.kernels.grouped_gemm.reference import reference
 from fulgurite.kernels.moe import ops
-from fulgurite.kernels.moe.ops import Gate, Routes, Rule
+from fulgurite.kernels.moe.ops import GatedActivation, RouterConfig, Routes
 from fulgurite.quant import QuantTensor, quantize
 from tests.kernels.moe_cases import GATES, experts_one_by_one, make_layer, make_routes
 
-needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(native.find_compiler() is None, reason="needs a C++ compiler")
 FORMATS = [
     "q4_0",
     "q8_0",
@@ -27,7 +27,7 @@ FORMATS = [
 
 
 def packed_layer(
-    format: str, gate: Gate, bias: bool = False
+    format: str, gate: GatedActivation, bias: bool = False
 ) -> tuple[QuantTensor, QuantTensor, object]:
     """Packed weights, and the layer of what they dequantize to."""
     layer = make_layer(5, 128, 128, gate, bias)
@@ -47,7 +47,7 @@ def packed_layer(
 def test_packed_experts_are_their_dequantized_ones(format: str, tokens: int) -> None:
     up, down, exact = packed_layer(format, GATES[0])
     routes, x = make_routes(tokens, 5, 2), torch.randn(tokens, 128)
-    found = ops.moe_experts(x, routes, up, down)
+    found = ops.fused_experts(x, routes, up, down)
     wanted = experts_one_by_one(
         x.double(), Routes(routes.weights_Tk.double(), routes.experts_Tk), exact
     )
@@ -55,16 +55,18 @@ def test_packed_experts_are_their_dequantized_ones(format: str, tokens: int) -> 
 
 
 @pytest.mark.parametrize("gate", GATES, ids=lambda gate: gate.kind)
-@pytest.mark.parametrize("weigh_input", [False, True])
-def test_gates_biases_and_weights_on_the_input(gate: Gate, weigh_input: bool) -> None:
+@pytest.mark.parametrize("apply_router_weight_on_input", [False, True])
+def test_gates_biases_and_weights_on_the_input(
+    gate: GatedActivation, apply_router_weight_on_input: bool
+) -> None:
     up, down, exact = packed_layer("q8_0", gate, bias=True)
     routes, x = make_routes(7, 5, 2), torch.randn(7, 128).bfloat16()
-    found = ops.moe_experts(
+    found = ops.fused_experts(
         x, routes, up, down, gate, gate_up_bias=exact.gate_up_bias.float(),
-        down_bias=exact.down_bias.float(), weigh_input=weigh_input,
+        down_bias=exact.down_bias.float(), apply_router_weight_on_input=apply_router_weight_on_input,
     )  # fmt: skip
     double = Routes(routes.weights_Tk.double(), routes.experts_Tk)
-    wanted = experts_one_by_one(x.double(), double, exact, weigh_input)
+    wanted = experts_one_by_one(x.double(), double, exact, apply_router_weight_on_input)
     assert (found.double() - wanted).abs().max() <= 8 * 2**-8 * wanted.abs().max()
 
 
@@ -78,8 +80,8 @@ def test_quantized_activations_are_those_of_the_reference(
 ) -> None:
     up, _, _ = packed_layer(format, GATES[0])
     routes, x = make_routes(tokens, 5, 2), torch.randn(tokens, 128)
-    order = ops.index(routes.experts_Tk, 5)
-    found = ops.grouped_matmul(
+    order = ops.sort_by_expert(routes.experts_Tk, 5)
+    found = ops.grouped_gemm(
         x, order.offsets_E, up, gate=GATES[0], rows_S=order.token_S, activations=activations
     )
     wanted = reference(
@@ -93,7 +95,7 @@ def test_the_gradient_of_x_goes_through_the_dequantized_weight() -> None:
     up, down, exact = packed_layer("int8", GATES[0])
     routes = make_routes(4, 5, 2)
     x = torch.randn(4, 128, requires_grad=True)
-    (found,) = torch.autograd.grad(ops.moe_experts(x, routes, up, down).square().sum(), x)
+    (found,) = torch.autograd.grad(ops.fused_experts(x, routes, up, down).square().sum(), x)
     wide = x.detach().double().requires_grad_()
     double = Routes(routes.weights_Tk.double(), routes.experts_Tk)
     (wanted,) = torch.autograd.grad(experts_one_by_one(wide, double, exact).square().sum(), wide)
@@ -102,20 +104,25 @@ def test_the_gradient_of_x_goes_through_the_dequantized_weight() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("format", ["dense", "q4_0"])
-@pytest.mark.parametrize("weigh_input", [False, True])
-def test_a_recorded_step_routes_anew(format: str, weigh_input: bool) -> None:
+@pytest.mark.parametrize("apply_router_weight_on_input", [False, True])
+def test_a_recorded_step_routes_anew(format: str, apply_router_weight_on_input: bool) -> None:
     if format == "dense":
         layer = make_layer(5, 128, 128, GATES[0]).to(torch.float32)
         up, down = layer.gate_up, layer.down
     else:
         up, down, _ = packed_layer(format, GATES[0])
-    router, rule = torch.randn(5, 128), Rule(2, renormalise=True)
+    router, rule = torch.randn(5, 128), RouterConfig(2, renormalize=True)
     activations = ("none", "none") if format == "dense" else ("q8_0", "q8_0")
 
     def step(x: Tensor) -> Tensor:
         routes = ops.route_tokens(x, router, rule)
-        return ops.moe_experts(
-            x, routes, up, down, weigh_input=weigh_input, activations=activations
+        return ops.fused_experts(
+            x,
+            routes,
+            up,
+            down,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+            activations=activations,
         )
 
     with torch.no_grad():

@@ -7,11 +7,11 @@ import torch
 
 import fulgurite
 from fulgurite.errors import FormatError
-from fulgurite.kernels.gemm.modules import QuantEmbedding, QuantLinear, project
-from fulgurite.kernels.gemm.quant_linear import quant_linear, quant_linear_parts
-from fulgurite.kernels.gemm.scaled_mm import scaled_mm, scaled_mm_parts
-from fulgurite.kernels.grouped_gemm.quant_linear import grouped_quant_linear, grouped_scaled_mm
-from fulgurite.kernels.quantize.ops import quantize, quantize_parts
+from fulgurite.kernels.gemm.modules import QuantEmbedding, QuantLinear, compute_logits
+from fulgurite.kernels.gemm.quant_linear import quant_linear, quant_linear_op
+from fulgurite.kernels.gemm.scaled_mm import scaled_mm, scaled_mm_op
+from fulgurite.kernels.grouped_gemm.ops import grouped_gemm
+from fulgurite.kernels.quantize.ops import quantize, quantize_op
 from fulgurite.quant import FORMATS
 from fulgurite.quant import quantize as oracle
 
@@ -34,13 +34,10 @@ def test_operators_of_every_format(name):
     close(scaled_mm(rows, packed), rows.dequantize(), packed.dequantize())
     experts = quantize(torch.randn(3, 24, 256), name)
     ends = torch.tensor([2, 2, 4], dtype=torch.int32)
-    for got, left in (
-        (grouped_quant_linear(x, ends, experts), x),
-        (grouped_scaled_mm(rows, ends, experts), rows.dequantize()),
-    ):
-        close(got[:2], left[:2], experts[0].dequantize())
-        close(got[2:4], left[2:4], experts[2].dequantize())
-        assert (got[4:] == 0).all()
+    got = grouped_gemm(x, ends, experts)
+    close(got[:2], x[:2], experts[0].dequantize())
+    close(got[2:4], x[2:4], experts[2].dequantize())
+    assert (got[4:] == 0).all()
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3_tensor", "nvfp4", "q4_k", "int4_g32_asym"])
@@ -53,12 +50,12 @@ def test_torch_checks_the_operators(name):
     )
     # torch's check of the schema multiplies its inputs, which float8 can't
     tests = ("test_faketensor",) if narrow else ("test_schema", "test_faketensor")
-    torch.library.opcheck(quantize_parts.overload, (x.detach(), name, None), test_utils=tests)
+    torch.library.opcheck(quantize_op.overload, (x.detach(), name, None), test_utils=tests)
     arguments = (x, packed.packed, parts, name, torch.randn(8), "none")
-    torch.library.opcheck(quant_linear_parts.overload, arguments, test_utils=tests)
+    torch.library.opcheck(quant_linear_op.overload, arguments, test_utils=tests)
     left = (rows.packed, list(rows.scales.values()), name)
     right = (packed.packed, parts, name, None, torch.bfloat16)
-    torch.library.opcheck(scaled_mm_parts.overload, (*left, *right), test_utils=tests)
+    torch.library.opcheck(scaled_mm_op.overload, (*left, *right), test_utils=tests)
 
 
 @pytest.mark.parametrize("name", ["q4_1", "fp8_e4m3_128x128", "nvfp4"])
@@ -84,7 +81,7 @@ def test_modules_are_captured_and_agree(name):
 
         def forward(self, ids):
             x = self.table(ids)
-            return self.layer(x).relu(), project(x, self.table)
+            return self.layer(x).relu(), compute_logits(x, self.table)
 
     model = Model()
     dense = table.weight.dequantize()
@@ -121,8 +118,7 @@ def test_a_bias_of_another_shape_is_refused(shape):
     for call in (
         lambda: quant_linear(x, weight, bias),
         lambda: scaled_mm(packed, weight, bias),
-        lambda: grouped_quant_linear(x, ends, stack, bias),
-        lambda: grouped_scaled_mm(packed, ends, stack, bias),
+        lambda: grouped_gemm(x, ends, stack, bias),
     ):
         with pytest.raises(FormatError, match="bias .* must be"):
             call()
@@ -146,9 +142,5 @@ def test_refusals_say_what_where_and_next():
         quantize(torch.randn(2, 64), "mxfp4", torch.tensor(1.0))
     with pytest.raises(FormatError, match="can't be multiplied"):
         scaled_mm(oracle(torch.randn(2, 32), "q8_0"), weight)
-    with pytest.raises(FormatError, match=r"int32\[3\]"):
-        grouped_quant_linear(
-            torch.randn(4, 64), torch.tensor([4]), oracle(torch.randn(3, 8, 64), "q8_0")
-        )
     with pytest.raises(FormatError, match="span several rows"):
         QuantEmbedding(oracle(torch.randn(128, 128), "fp8_e4m3_128x128"))(torch.tensor([1]))

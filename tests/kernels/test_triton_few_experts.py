@@ -8,11 +8,11 @@ import torch
 from tests.kernels.triton_support import DEVICE, INTERPRETED  # isort: skip
 
 from fulgurite.kernels.moe import triton_small_batch
-from fulgurite.kernels.moe.ops import Gate
-from fulgurite.kernels.moe.routing import FEW_TOKENS
+from fulgurite.kernels.moe.ops import GatedActivation
+from fulgurite.kernels.tuning.moe import MAX_SMALL_BATCH
 from fulgurite.quant import quantize
 
-SILU = Gate("silu")
+SILU = GatedActivation("silu")
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
 
 
@@ -51,7 +51,7 @@ def check(given, gate=SILU, residual=True, norm=None):
     given = {**given, "residual": given["residual"] if residual else None}
     dtype = given["x"].dtype
     wanted = definition(**given, gate=gate, norm=norm, dtype=dtype)
-    got = triton_small_batch.experts(
+    got = triton_small_batch.run_experts(
         given["x"], given["chosen"], given["weights"], given["gate_up"], given["down"],
         gate.kind, gate.alpha, gate.limit, norm, given["residual"],
     )  # fmt: skip
@@ -84,7 +84,11 @@ def test_norm(hidden):
 
 def test_gates():
     given = tensors(1, 2, 3, 64, 32, torch.float32)
-    for gate in (Gate("gelu"), Gate("gelu_pytorch_tanh"), Gate("clamped", 1.702, 0.7)):
+    for gate in (
+        GatedActivation("gelu"),
+        GatedActivation("gelu_pytorch_tanh"),
+        GatedActivation("clamped", 1.702, 0.7),
+    ):
         check(given, gate)
 
 
@@ -94,7 +98,7 @@ def test_numbers_of_no_expert_add_nothing():
     check(given)
     given["down"][:] = float("nan")
     given["chosen"][:] = 99
-    got = triton_small_batch.experts(
+    got = triton_small_batch.run_experts(
         given["x"], given["chosen"], given["weights"], given["gate_up"], given["down"],
         "silu", 0.0, 0.0, None, given["residual"],
     )  # fmt: skip
@@ -102,14 +106,14 @@ def test_numbers_of_no_expert_add_nothing():
 
 
 def test_what_is_left_to_others():
-    given = tensors(FEW_TOKENS + 1, 2, 4, 32, 16, torch.float32)
+    given = tensors(MAX_SMALL_BATCH + 1, 2, 4, 32, 16, torch.float32)
     rest = (given["gate_up"], given["down"], "silu", 0.0, 0.0, None, None)
     routes = (given["chosen"], given["weights"])
-    assert triton_small_batch.experts(given["x"], *routes, *rest) is NotImplemented
-    assert triton_small_batch.experts(given["x"][:0], *routes, *rest) is NotImplemented
-    assert triton_small_batch.experts(given["x"][:1].double(), *routes, *rest) is NotImplemented
+    assert triton_small_batch.run_experts(given["x"], *routes, *rest) is NotImplemented
+    assert triton_small_batch.run_experts(given["x"][:0], *routes, *rest) is NotImplemented
+    assert triton_small_batch.run_experts(given["x"][:1].double(), *routes, *rest) is NotImplemented
     turned = (given["gate_up"].mT.contiguous().mT, *rest[1:])
-    assert triton_small_batch.experts(given["x"][:1], *routes, *turned) is NotImplemented
+    assert triton_small_batch.run_experts(given["x"][:1], *routes, *turned) is NotImplemented
 
 
 # ---- FP8 rows times FP8 weights ------------------------------------------------------------------
@@ -157,7 +161,7 @@ def check_rounding(packed, up, down, x, activations):
     given = [t.to(DEVICE) for t in (x, chosen, weights, *packed)]
 
     def ours(*activations):
-        out = triton_small_batch.experts(*given, "silu", 0.0, 0.0, None, None, activations)
+        out = triton_small_batch.run_experts(*given, "silu", 0.0, 0.0, None, None, activations)
         return out[0].double().cpu()
 
     def definition(of_x, of_h):
@@ -184,8 +188,8 @@ def test_scales_of_powers_of_two_change_nothing():
     given = [t.to(DEVICE) for t in (x, torch.tensor([[1, 3]]), torch.rand(1, 2), *packed)]
     rest = ("silu", 0.0, 0.0, None, None)
     assert torch.equal(in_blocks(x), x.double())
-    rounded = triton_small_batch.experts(*given, *rest, (ROWS, "none"))
-    assert torch.equal(rounded, triton_small_batch.experts(*given, *rest, PLAIN))
+    rounded = triton_small_batch.run_experts(*given, *rest, (ROWS, "none"))
+    assert torch.equal(rounded, triton_small_batch.run_experts(*given, *rest, PLAIN))
 
 
 def test_rounding_asks_for_weights_in_the_same_blocks():
@@ -202,5 +206,5 @@ def test_rounding_asks_for_weights_in_the_same_blocks():
         None,
         None,
     )
-    assert triton_small_batch.experts(*given, (ROWS, ROWS)) is NotImplemented
-    assert triton_small_batch.experts(*given, PLAIN) is not NotImplemented
+    assert triton_small_batch.run_experts(*given, (ROWS, ROWS)) is NotImplemented
+    assert triton_small_batch.run_experts(*given, PLAIN) is not NotImplemented

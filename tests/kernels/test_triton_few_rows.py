@@ -7,15 +7,17 @@ import torch
 from torch import Tensor
 
 from fulgurite.kernels.grouped_gemm import ops as plain
-from fulgurite.quant import QuantTensor, quantize, regroup, resolve
+from fulgurite.quant import QuantTensor, quantize, repack_gguf, resolve_format
 from tests.kernels.triton_support import DEVICE, INTERPRETED, on_device
 
-from fulgurite.kernels.tuning import small_m  # isort: skip
 from fulgurite.kernels.gemm import triton_launch, triton_quant_linear  # isort: skip
-from fulgurite.kernels.moe.triton_small_batch_quantized import experts_packed  # isort: skip
-from fulgurite.kernels.gemm.triton_small_m import launch_few_rows  # isort: skip
-from fulgurite.kernels.grouped_gemm.triton_mainloop import GATES  # isort: skip
-from fulgurite.kernels.tuning.small_m import FewTile  # isort: skip
+from fulgurite.kernels.moe.triton_small_batch_quantized import run_quantized_experts  # isort: skip
+from fulgurite.kernels.gemm.triton_small_m import launch_small_m_gemm  # isort: skip
+from fulgurite.kernels.elementwise.gated_activation import GATE_IDS
+
+from fulgurite.kernels.tuning.config import LaunchConfig  # isort: skip
+from fulgurite.kernels.tuning.sm_90 import Sm90Heuristics  # isort: skip
+from fulgurite.kernels.tuning.small_m import SMALL_M  # isort: skip
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 NIBBLES = ["nvfp4", "mxfp4", "int4_g128", "int4_g64_asym"]
@@ -28,14 +30,20 @@ def parts_of(packed: QuantTensor) -> tuple[Tensor, list[Tensor]]:
     return data, scales
 
 
-def few(x: Tensor, packed: QuantTensor, tile: FewTile, **more: object) -> Tensor:
-    entry = resolve(packed.format.name)
-    weight = triton_launch.weight_of(entry)
+def small_m_config(
+    block_n: int, block_k: int, num_warps: int, num_stages: int, block_m: int
+) -> LaunchConfig:
+    return LaunchConfig(block_m, block_n, block_k, num_warps, num_stages, small_m=True)
+
+
+def few(x: Tensor, packed: QuantTensor, tile: LaunchConfig, **more: object) -> Tensor:
+    entry = resolve_format(packed.format.name)
+    weight = triton_launch.dequant_scheme(entry)
     assert weight is not None
-    parts = triton_launch.packed(*parts_of(packed), entry, weight)
+    parts = triton_launch.make_operand(*parts_of(packed), entry, weight)
     count = x.shape[0] if more.get("rows") is None else more["rows"].shape[0]
     out = torch.full((count, more.pop("columns", packed.shape[-2])), 7.0).to(x.dtype).to(DEVICE)
-    launch_few_rows(
+    launch_small_m_gemm(
         x.to(DEVICE), parts, weight, tile, out, tensor_scale=entry.family == "nvfp4", **more
     )
     return out
@@ -49,7 +57,7 @@ def near(ours: Tensor, exact: Tensor, terms: int, rounded: bool = False) -> bool
 
 
 def depth_of(format: str) -> int:
-    return triton_launch.weight_of(resolve(format)).depth if "int4" in format else 128
+    return triton_launch.dequant_scheme(resolve_format(format)).block_k if "int4" in format else 128
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # of the first turn of MXFP4
@@ -58,7 +66,7 @@ def depth_of(format: str) -> int:
 def test_rows_of_x(format: str, rows: int, m: int) -> None:
     packed = quantize(torch.randn(37, 384) * torch.randn(37, 1).exp(), format)
     x = torch.randn(m, 384).bfloat16()
-    found = few(x, packed, FewTile(16, depth_of(format), 2, 2, rows))
+    found = few(x, packed, small_m_config(16, depth_of(format), 2, 2, rows))
     exact = x.double() @ packed.dequantize(torch.float32).double().t()
     assert near(found, exact, 384)
 
@@ -81,14 +89,14 @@ def test_weights_of_gguf_regrouped() -> None:
     """A file's blocks, as a GPU reads them, by the few rows' kernel and by the tiled one."""
     for name in ("q4_0", "q4_1", "q8_0", "q4_k", "q6_k"):
         packed = quantize(torch.randn(20, 512), name)
-        grouped = regroup(packed)
+        grouped = repack_gguf(packed)
         for m in (1, 17):
             x = torch.randn(m, 512).bfloat16()
             found = triton_quant_linear.quant_linear(
                 x.to(DEVICE), *parts_of(grouped), grouped.format.name
             )
             exact = x.double() @ packed.dequantize(torch.float32).double().t()
-            assert near(found, exact, 512, rounded=m > small_m.FEW), (name, m)
+            assert near(found, exact, 512, rounded=m > SMALL_M), (name, m)
 
 
 @pytest.mark.parametrize("tile", [(16, 64, 1), (32, 256, 2), (16, 128, 4), (64, 128, 2)], ids=str)
@@ -96,7 +104,7 @@ def test_weights_of_gguf_regrouped() -> None:
 def test_tiles(format: str, tile: tuple[int, int, int]) -> None:
     packed = quantize(torch.randn(65, 416), format)
     x = torch.randn(2, 416).bfloat16()
-    found = few(x, packed, FewTile(*tile, 3, 4))
+    found = few(x, packed, small_m_config(*tile, 3, 4))
     assert near(found, x.double() @ packed.dequantize(torch.float32).double().t(), 416)
 
 
@@ -108,14 +116,16 @@ def test_every_size_of_an_mxfp4_scale(code: int) -> None:
     packed.scale.view(torch.uint8)[::3, 2] = code
     packed.scale.view(torch.uint8)[:, 5] = 0
     x = (torch.randn(3, 256) * 2.0**-40).bfloat16()
-    found = few(x, packed, FewTile(16, 128, 2, 2, 4))
+    found = few(x, packed, small_m_config(16, 128, 2, 2, 4))
     assert near(found, x.double() @ packed.dequantize(torch.float32).double().t(), 256)
 
 
 def test_nan_scales_make_nan_of_their_rows() -> None:
     packed = quantize(torch.randn(20, 256), "mxfp4")
     packed.scale.view(torch.uint8)[3, 2] = 255
-    found = few(torch.randn(2, 256).bfloat16(), packed, FewTile(16, 128, 2, 2, 4)).isnan().cpu()
+    found = (
+        few(torch.randn(2, 256).bfloat16(), packed, small_m_config(16, 128, 2, 2, 4)).isnan().cpu()
+    )
     assert found[:, 3].all() and found.sum() == 2
 
 
@@ -124,7 +134,7 @@ def test_nan_and_infinity_of_x_stay_in_their_row(format: str) -> None:
     packed = quantize(torch.randn(20, 256).abs() + 1, format)
     x = torch.randn(3, 256).bfloat16()
     x[0, 9], x[2, 40] = torch.nan, torch.inf
-    found = few(x, packed, FewTile(16, 128, 2, 2, 4)).cpu()
+    found = few(x, packed, small_m_config(16, 128, 2, 2, 4)).cpu()
     assert found[0].isnan().all() and found[1].isfinite().all() and (found[2] == torch.inf).all()
 
 
@@ -136,7 +146,7 @@ def test_all_codes() -> None:
     packed.packed.copy_(words.view(torch.uint8))
     x = torch.zeros(4, 1024)
     x[0, 0::8], x[1, 1::8], x[2, 6::8], x[3, 7::8] = 1.0, 2.0, 1.0, 2.0
-    found = few(x.bfloat16(), packed, FewTile(16, 128, 2, 2, 4))
+    found = few(x.bfloat16(), packed, small_m_config(16, 128, 2, 2, 4))
     assert near(found, x.double() @ packed.dequantize(torch.float32).double().t(), 16)
 
 
@@ -160,8 +170,8 @@ def test_experts(format: str, gate: str, rows: int) -> None:
     bias, factors = torch.randn(5, 42).bfloat16(), torch.rand(13) + 0.5
     columns = 42 if gate == "none" else 21
     given = dict(zip(("rows", "factors", "ends", "bias"), on_device(which, factors, ends, bias)))
-    tile = FewTile(16, depth_of(format), 2, 2, rows)
-    found = few(x, packed, tile, gate=(GATES[gate], 1.7, 2.0), columns=columns, **given)
+    tile = small_m_config(16, depth_of(format), 2, 2, rows)
+    found = few(x, packed, tile, gate=(GATE_IDS[gate], 1.7, 2.0), columns=columns, **given)
     wanted = plain.reference(
         x.double(), which, None, factors.double(), ends, packed.dequantize(torch.float32).double(), [],
         "dense", bias.double(), "none", gate, 1.7, 2.0,
@@ -174,7 +184,7 @@ def test_the_same_twice_and_in_any_company() -> None:
     """A row's result depends neither on the run nor on which rows stand beside it."""
     packed = quantize(torch.randn(3, 20, 256), "nvfp4")
     x = torch.randn(7, 256).bfloat16()
-    tile = FewTile(16, 128, 2, 2, 4)
+    tile = small_m_config(16, 128, 2, 2, 4)
     ends = torch.tensor([2, 6, 7], dtype=torch.int32).to(DEVICE)
     first, second = (few(x, packed, tile, ends=ends) for _ in range(2))
     assert torch.equal(first, second)
@@ -187,7 +197,10 @@ def test_few_and_more_rows_of_experts_agree() -> None:
     packed = quantize(torch.randn(2, 24, 128), "nvfp4")
     exact = packed.dequantize(torch.float32).double()
     data, scales = parts_of(packed)
-    for count in (2 * small_m.FEW_OF_AN_EXPERT, 2 * small_m.FEW_OF_AN_EXPERT + 1):
+    for count in (
+        2 * Sm90Heuristics.small_m_rows_per_expert,
+        2 * Sm90Heuristics.small_m_rows_per_expert + 1,
+    ):
         x, ends = torch.randn(count, 128).bfloat16(), torch.tensor([3, count], dtype=torch.int32)
         given = (x.to(DEVICE), ends.to(DEVICE), data, scales, "nvfp4")
         wanted = torch.cat((x[:3].double() @ exact[0].t(), x[3:].double() @ exact[1].t()))
@@ -215,7 +228,7 @@ def test_a_token_and_its_experts(format: str, tokens: int, per_token: int) -> No
                 left, right = (wide_up[e] @ x[t].double()).chunk(2)
                 h = (torch.nn.functional.silu(left) * right).bfloat16().double()
                 wanted[t] += weight * (wide_down[e] @ h)
-    found = experts_packed(
+    found = run_quantized_experts(
         *on_device(x, chosen, weights), up.to(DEVICE), down.to(DEVICE), "silu", 0.0, 0.0,
         None, residual.to(DEVICE),
     )  # fmt: skip

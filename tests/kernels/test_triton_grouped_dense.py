@@ -13,10 +13,10 @@ from tests.kernels.moe_cases import make_routes
 from tests.kernels.triton_support import DEVICE, INTERPRETED
 
 from fulgurite.kernels.grouped_gemm import triton_dense  # isort: skip  (needs triton)
-from fulgurite.kernels.tuning.gemm import Tile  # isort: skip
+from fulgurite.kernels.tuning.config import LaunchConfig  # isort: skip
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
-TILE = Tile(64, 32, 32, warps=4, stages=3)
+TILE = LaunchConfig(64, 32, 32, num_warps=4, num_stages=3)
 SHAPES = [  # tokens, experts, experts a token, K, columns of the weight, gate
     (1, 1, 1, 8, 2, "silu"),
     (70, 1, 1, 40, 64, "none"),
@@ -28,13 +28,13 @@ SHAPES = [  # tokens, experts, experts a token, K, columns of the weight, gate
 
 
 def check(
-    shape: tuple[int, int, int, int, int, str], dtype: torch.dtype, more: bool, tile: Tile = TILE
+    shape: tuple[int, int, int, int, int, str], dtype: torch.dtype, more: bool, tile: LaunchConfig = TILE
 ) -> None:
     tokens, experts, per_token, size, columns, gate = shape
     generator = torch.Generator().manual_seed(tokens + columns)
     chosen = make_routes(tokens, experts, per_token).experts_Tk
     chosen[tokens // 2, 0] = -1  # nobody's
-    order = plain_moe.Order(*plain_moe.index_reference(chosen, experts))
+    order = plain_moe.ExpertOrder(*plain_moe.sort_by_expert_reference(chosen, experts))
     x = torch.randn(tokens, size, generator=generator).to(dtype)
     weight = torch.randn(experts, columns, size, generator=generator) / math.sqrt(size)
     weight, pairs = weight.to(dtype), tokens * per_token
@@ -42,8 +42,8 @@ def check(
     bias = torch.randn(experts, columns, generator=generator).to(dtype) if more else None
     given = (x, order.token_S, factors, order.offsets_E, weight, bias)
     there = [None if t is None else t.to(DEVICE) for t in given]
-    assert triton_dense.takes(there[0], there[4])
-    found = triton_dense.grouped_dense(*there, gate, 1.7, 0.9, tile).cpu()
+    assert triton_dense.supports_tma(there[0], there[4])
+    found = triton_dense.grouped_gemm_dense(*there, gate, 1.7, 0.9, tile).cpu()
     wide = [None if t is None else t.double() for t in (x, factors, weight, bias)]
     wanted = plain.reference(
         wide[0], order.token_S, None, wide[1], order.offsets_E, wide[2], [], "dense", wide[3],
@@ -67,14 +67,14 @@ def test_half_precision() -> None:
 
 @pytest.mark.parametrize("gate", ["silu", "none"])
 def test_the_tile_of_large_layers(gate: str) -> None:
-    tile = Tile(128, 128 if gate == "silu" else 256, 64, warps=8, stages=3)
+    tile = LaunchConfig(128, 128 if gate == "silu" else 256, 64, num_warps=8, num_stages=3)
     check((150, 1, 1, 128, 300, gate), torch.bfloat16, False, tile)
 
 
 def test_rows_in_order_already() -> None:
     x, weight = torch.randn(5, 16).bfloat16(), torch.randn(2, 24, 16).bfloat16()
     ends = torch.tensor([2, 5], dtype=torch.int32)
-    found = triton_dense.grouped_dense(
+    found = triton_dense.grouped_gemm_dense(
         x.to(DEVICE), None, None, ends.to(DEVICE), weight.to(DEVICE), None, "none", 0.0, 0.0, TILE
     )
     wanted = torch.cat((x[:2].float() @ weight[0].float().T, x[2:].float() @ weight[1].float().T))
@@ -84,8 +84,8 @@ def test_rows_in_order_already() -> None:
 def test_what_a_descriptor_does_not_take() -> None:
     x = torch.ones(2, 16, dtype=torch.bfloat16)
     weight = torch.ones(3, 24, 16, dtype=torch.bfloat16)
-    assert triton_dense.takes(x, weight)
-    assert not triton_dense.takes(x, weight.float())
-    assert not triton_dense.takes(x.float(), weight.float())
-    assert not triton_dense.takes(x, weight.transpose(1, 2))
-    assert not triton_dense.takes(x[:, :12], weight[:, :, :12].contiguous())
+    assert triton_dense.supports_tma(x, weight)
+    assert not triton_dense.supports_tma(x, weight.float())
+    assert not triton_dense.supports_tma(x.float(), weight.float())
+    assert not triton_dense.supports_tma(x, weight.transpose(1, 2))
+    assert not triton_dense.supports_tma(x[:, :12], weight[:, :, :12].contiguous())

@@ -10,18 +10,21 @@ from torch import Tensor
 
 from fulgurite.kernels.grouped_gemm import ops as plain
 from fulgurite.kernels.moe import ops as plain_moe
-from fulgurite.kernels.quantize.ops import reference as quantize_reference
+from fulgurite.kernels.quantize.reference import reference as quantize_reference
 from fulgurite.quant import quantize
 from tests.kernels.moe_cases import make_routes
 from tests.kernels.triton_support import DEVICE, INTERPRETED
 
 from fulgurite.kernels.grouped_gemm import triton_fp8, triton_tile_scheduler  # isort: skip  (needs triton)
 from fulgurite.kernels.grouped_gemm import triton_grouped_gemm as kernels  # isort: skip
-from fulgurite.kernels.tuning.gemm import Tile  # isort: skip
+from fulgurite.kernels.tuning.config import LaunchConfig  # isort: skip
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 ROWS, TILES = "fp8_e4m3_1x128", "fp8_e4m3_128x128"
-TILE = {gated: Tile(64, 128 if gated else 256, 128, warps=8) for gated in (False, True)}
+TILE = {
+    gated: LaunchConfig(64, 128 if gated else 256, 128, num_warps=8, num_stages=4)
+    for gated in (False, True)
+}
 
 
 class Problem:
@@ -40,7 +43,7 @@ class Problem:
         generator = torch.Generator().manual_seed(tokens + columns)
         chosen = make_routes(tokens, experts, per_token).experts_Tk
         chosen[tokens // 2, 0] = -1
-        self.order = plain_moe.Order(*plain_moe.index_reference(chosen, experts))
+        self.order = plain_moe.ExpertOrder(*plain_moe.sort_by_expert_reference(chosen, experts))
         self.x = torch.randn(tokens, size, generator=generator).to(torch.bfloat16)
         weight = torch.randn(experts, columns, size, generator=generator) / math.sqrt(size)
         self.weight, self.gate = quantize(weight, TILES), gate
@@ -48,18 +51,18 @@ class Problem:
         self.factors = torch.rand(pairs, generator=generator) if more else None
         self.bias = torch.randn(experts, columns, generator=generator) if more else None
 
-    def run(self, result: str | None = None, tile: Tile | None = None) -> list[Tensor]:
+    def run(self, result: str | None = None, tile: LaunchConfig | None = None) -> list[Tensor]:
         order, scales = self.order, list(self.weight.scales.values())
         parts = [part.to(DEVICE) for part in quantize_reference(self.x, ROWS)]
         given = [order.token_S, self.factors, order.offsets_E,
                  self.weight.packed, scales[0], self.bias]  # fmt: skip
         there = [None if t is None else t.to(DEVICE) for t in given]
         after = (self.gate, 1.7, 0.9, torch.bfloat16, tile or TILE[self.gate != "none"], result)
-        return [part.cpu() for part in triton_fp8.grouped_fp8(parts, *there, *after)]
+        return [part.cpu() for part in triton_fp8.grouped_gemm_fp8(parts, *there, *after)]
 
     def wanted(self) -> Tensor:
         exact = self.weight.dequantize(torch.float32).double()
-        x = plain.rounded_activations(self.x, ROWS).double()
+        x = plain.fake_quantize_activations(self.x, ROWS).double()
         factors, bias = (None if t is None else t.double() for t in (self.factors, self.bias))
         return plain.reference(
             x, self.order.token_S, None, factors, self.order.offsets_E, exact, [], "dense", bias,
@@ -91,7 +94,10 @@ def test_gathered_scaled_and_gated(shape: tuple[int, int, int, int, int, str], m
 def test_every_tile(rows: int, gate: str) -> None:
     columns = 128 if gate == "silu" else 256
     problem = Problem(170, 2, 1, 128, 512, gate, more=False)
-    (found,), wanted = problem.run(tile=Tile(rows, columns, 128, warps=8)), problem.wanted()
+    (found,), wanted = (
+        problem.run(tile=LaunchConfig(rows, columns, 128, num_warps=8, num_stages=4)),
+        problem.wanted(),
+    )
     limit = 6 * torch.finfo(torch.bfloat16).eps * max(1.0, wanted.abs().max().item())
     assert (found.double() - wanted).abs().max().item() <= limit
 
@@ -113,12 +119,14 @@ def test_a_layer_is_its_two_matmuls() -> None:
     weight, order = problem.weight.to(DEVICE), problem.order
     given = [problem.x, order.token_S, problem.factors, order.offsets_E, problem.bias]
     x, rows, factors, ends, bias = (tensor.to(DEVICE) for tensor in given)
-    gate, both = plain.Gate("clamped", 1.7, 0.9), (ROWS, ROWS)
-    found = triton_fp8.experts(x, rows, factors, ends, weight, down, (bias, None), gate, both)
+    gate, both = plain.GatedActivation("clamped", 1.7, 0.9), (ROWS, ROWS)
+    found = triton_fp8.run_experts_fp8(
+        x, rows, factors, ends, weight, down, (bias, None), gate, both
+    )
     first, second = ([w.packed, list(w.scales.values()), TILES] for w in (weight, down))
     how = ("clamped", 1.7, 0.9)
-    inner = kernels.grouped_matmul(x, rows, None, factors, ends, *first, bias, ROWS, *how)
-    wanted = kernels.grouped_matmul(
+    inner = kernels.grouped_gemm(x, rows, None, factors, ends, *first, bias, ROWS, *how)
+    wanted = kernels.grouped_gemm(
         inner, None, None, None, ends, *second, None, ROWS, "none", 0.0, 0.0
     )
     assert torch.equal(found, wanted) and found.any()
@@ -133,10 +141,14 @@ def test_other_formats_and_few_rows_have_no_plan(
     format: str, activations: str, tokens: int, columns: int
 ) -> None:
     weight = quantize(torch.ones(2, columns, 128), format)
-    found = triton_fp8.plan(tokens, weight.packed, weight.format, activations, "silu", True)
+    found = triton_fp8.select_fp8_config(
+        tokens, weight.packed, weight.format, activations, "silu", True
+    )
     assert found is None
     fits = quantize(torch.ones(2, 256, 128), TILES)
-    assert triton_fp8.plan(64, fits.packed, fits.format, ROWS, "silu", True) is not None
+    assert (
+        triton_fp8.select_fp8_config(64, fits.packed, fits.format, ROWS, "silu", True) is not None
+    )
 
 
 def test_no_tokens() -> None:
@@ -146,7 +158,7 @@ def test_no_tokens() -> None:
     ends = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     parts = [weight.packed.to(DEVICE), next(iter(weight.scales.values())).to(DEVICE)]
     how = ("silu", 0.0, 0.0, torch.bfloat16, TILE[True], ROWS)
-    found = triton_fp8.grouped_fp8(x, rows, None, ends, *parts, None, *how)
+    found = triton_fp8.grouped_gemm_fp8(x, rows, None, ends, *parts, None, *how)
     assert found[0].shape == (0, 128) and found[1].shape == (0, 1)
 
 
@@ -155,7 +167,7 @@ def test_no_tokens() -> None:
 def test_the_map_holds_each_row_once(ends: list[int], most: int, unit: int) -> None:
     """Tiles of the most rows, or also of a unit less: then an expert has as few as there can be."""
     given = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
-    made, tiles = triton_tile_scheduler.tile_map(given, 100, most, unit)
+    made, tiles = triton_tile_scheduler.build_tile_map(given, 100, most, unit)
     owners: dict[int, int] = {}
     used, worked = [0, 0, 0], [0, 0, 0]
     for expert, start, end, *_ in made.cpu().tolist():
@@ -176,7 +188,7 @@ def test_the_map_holds_each_row_once(ends: list[int], most: int, unit: int) -> N
 def test_programs_take_one_expert_after_the_other() -> None:
     """Each tile of rows by each tile of columns, once; an expert's rows before its next columns."""
     ends = torch.tensor([40, 45, 45, 141], dtype=torch.int32, device=DEVICE)
-    made, tiles = triton_tile_scheduler.tile_map(ends, 150, 32)
+    made, tiles = triton_tile_scheduler.build_tile_map(ends, 150, 32)
     columns, order = 3, []
     for program in range(tiles * columns):
         line = made[program // columns].tolist()

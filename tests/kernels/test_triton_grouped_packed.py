@@ -15,7 +15,8 @@ from tests.kernels.triton_support import DEVICE, INTERPRETED
 
 from fulgurite.kernels.grouped_gemm import triton_grouped_gemm as kernels  # isort: skip  (needs triton)
 from fulgurite.kernels.grouped_gemm import triton_4bit  # isort: skip
-from fulgurite.kernels.tuning.gemm import Tile  # isort: skip
+from fulgurite.kernels.tuning.config import LaunchConfig  # isort: skip
+from fulgurite.kernels.tuning.sm_90 import Sm90Heuristics  # isort: skip
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 SHAPES = [  # tokens, experts, experts a token, K, columns of the weight, gate
@@ -30,11 +31,13 @@ FORMATS = ["nvfp4", "mxfp4", "int4_g128", "int4_g64", "int4_g128_asym", "int4_g3
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What `fill_packed` said, call after call; few rows are none here."""
+    """What `try_grouped_gemm_4bit` said, call after call; few rows are none here."""
     said: list[bool] = []
-    function = triton_4bit.fill_packed
-    monkeypatch.setattr(kernels, "fill_few", lambda *_: False)
-    monkeypatch.setattr(kernels, "fill_packed", lambda *a: said.append(function(*a)) or said[-1])
+    function = triton_4bit.try_grouped_gemm_4bit
+    monkeypatch.setattr(kernels, "try_small_m_grouped_gemm", lambda *_: False)
+    monkeypatch.setattr(
+        kernels, "try_grouped_gemm_4bit", lambda *a: said.append(function(*a)) or said[-1]
+    )
     return said
 
 
@@ -45,7 +48,7 @@ def check(
     generator = torch.Generator().manual_seed(tokens + columns)
     chosen = make_routes(tokens, experts, per_token).experts_Tk
     chosen[tokens // 2, 0] = -1  # nobody's
-    order = plain_moe.Order(*plain_moe.index_reference(chosen, experts))
+    order = plain_moe.ExpertOrder(*plain_moe.sort_by_expert_reference(chosen, experts))
     pairs = tokens * per_token
     x = torch.randn(tokens if gathered else pairs, size, generator=generator).bfloat16()
     weight = torch.randn(experts, columns, size, generator=generator) / math.sqrt(size)
@@ -55,7 +58,7 @@ def check(
     bias = torch.randn(experts, columns, generator=generator).bfloat16() if more else None
     there = [None if t is None else t.to(DEVICE) for t in (x, rows, factors, order.offsets_E, bias)]
     data, scales = packed.packed.to(DEVICE), [s.to(DEVICE) for s in packed.scales.values()]
-    found = kernels.grouped_matmul(
+    found = kernels.grouped_gemm(
         there[0], there[1], None, there[2], there[3], data, scales, format, there[4], "none", gate,
         1.7, 0.9,
     ).cpu()  # fmt: skip
@@ -84,9 +87,11 @@ def test_gathered_and_gated(
 def test_other_tiles(
     rows: int, depth: int, used: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    many = rows > 64  # as `packed_tile` has them: Triton 3.6 gets many rows wrong with 4 warps
-    tile = Tile(rows, 128 if many else 64, depth, warps=8 if many else 4, stages=3)
-    monkeypatch.setattr(triton_4bit, "packed_tile", lambda *_: tile)
+    many = (
+        rows > 64
+    )  # as `grouped_4bit_config` has them: Triton 3.6 gets many rows wrong with 4 warps
+    tile = LaunchConfig(rows, 128 if many else 64, depth, num_warps=8 if many else 4, num_stages=3)
+    monkeypatch.setattr(Sm90Heuristics, "grouped_4bit_config", lambda *_: tile)
     check((70, 2, 1, 256, 80, "silu"), "nvfp4", more=True)
     check((70, 2, 1, 256, 72, "none"), "mxfp4", more=False, gathered=False)
     assert used == [True, True]
@@ -97,7 +102,7 @@ def test_scales_of_all_sizes(power: int, used: list[bool]) -> None:
     """e8m0 has scales that are no bfloat16 when lifted: of numbers up to 2^100, and down to 2^-100."""
     packed = quantize(torch.randn(2, 64, 128) * 2.0**power, "mxfp4")
     x, ends = torch.randn(40, 128).bfloat16(), torch.tensor([25, 40], dtype=torch.int32)
-    found = kernels.grouped_matmul(
+    found = kernels.grouped_gemm(
         x.to(DEVICE), None, None, None, ends.to(DEVICE), packed.packed.to(DEVICE),
         [s.to(DEVICE) for s in packed.scales.values()], "mxfp4", None, "none", "none", 0.0, 0.0,
     ).cpu()  # fmt: skip

@@ -10,15 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from fulgurite.kernels.gemm.quant_linear import decode_parts
-from fulgurite.kernels.grouped_gemm import quant_linear
-from fulgurite.quant import quantize, resolve
+from fulgurite.kernels.elementwise.gated_activation import NO_GATE
+from fulgurite.kernels.gemm.reference import UNQUANTIZED, dequantize_packed
+from fulgurite.kernels.grouped_gemm.reference import reference as grouped_gemm_reference
+from fulgurite.quant import quantize, resolve_format
 from tests.kernels.triton_support import DEVICE, INTERPRETED, on_device
 
 from fulgurite.kernels.gemm import triton_launch, triton_quant_linear  # isort: skip
-from fulgurite.kernels.tuning import gemm  # isort: skip
+from fulgurite.kernels.tuning.config import LaunchConfig  # isort: skip
+from fulgurite.kernels.tuning.sm_90 import Sm90Heuristics  # isort: skip
 from fulgurite.kernels.gemm import triton_scaled_mm as scaled  # isort: skip
-from fulgurite.kernels.quantize.triton_dequantize import weight_as  # isort: skip
+from fulgurite.kernels.quantize.triton_dequantize import dequantize_weight  # isort: skip
 
 WEIGHTS = [
     *("fp8_e4m3_tensor", "fp8_e4m3_row", "fp8_e4m3_1x128", "fp8_e4m3_128x128", "fp8_e5m2_row"),
@@ -40,6 +42,14 @@ PAIRS = [
     ("nvfp4", "nvfp4"),
     ("mxfp8_e4m3", "mxfp4"),
 ]
+
+
+def grouped_reference(x, offsets, data, scales, format, bias):
+    """Rows sorted by expert, no gate."""
+    plain = (UNQUANTIZED, NO_GATE, 0.0, 0.0)
+    return grouped_gemm_reference(
+        x, None, None, None, offsets, data, scales, format, bias, *plain
+    )
 
 
 def near(ours: Tensor, exact: Tensor, terms: int, float8: bool = False, format: str = "") -> bool:
@@ -71,15 +81,15 @@ def test_weight_only(format, m, n, k):
 @pytest.mark.parametrize("split", [2, 5])
 @pytest.mark.parametrize("format", ["nvfp4", "int4_g128", "fp8_e4m3_row"])
 def test_parts_of_k_add_up_again_and_again(format, split):
-    entry = resolve(format)
+    entry = resolve_format(format)
     weight = quantize(torch.randn(66, 1024), format)
     x = torch.randn(4, 1024).bfloat16()
     exact = x.double() @ exact_of(weight).t()
     data, *scales = on_device(weight.packed, *weight.scales.values())
-    tile = gemm.Tile(16, 64, 128, split)
-    kind = triton_launch.weight_of(entry)
+    tile = LaunchConfig(16, 64, 128, num_stages=4, split_k=split)
+    kind = triton_launch.dequant_scheme(entry)
     results = [
-        triton_launch.matmul(
+        triton_launch.launch_gemm(
             x.to(DEVICE), None, None, data, scales, entry, kind, None, torch.float32, tile
         )
         for _ in range(3)
@@ -90,19 +100,22 @@ def test_parts_of_k_add_up_again_and_again(format, split):
 
 @pytest.mark.parametrize("format", WEIGHTS)
 def test_few_and_many_rows_by_either_kernel(format):
-    entry = resolve(format)
-    kind = triton_launch.weight_of(entry)
+    entry = resolve_format(format)
+    kind = triton_launch.dequant_scheme(entry)
     weight = quantize(torch.randn(20, 384) * torch.randn(20, 1).exp(), format)
     data, *scales = on_device(weight.packed, *weight.scales.values())
-    depth = min(kind.group, 128) if kind.scaling == "step" else 128
+    depth = min(kind.group_size, 128) if kind.scaling == "mainloop" else 128
     for m in (1, 3, 18):
         x = torch.randn(m, 384).bfloat16()
         exact = x.double() @ exact_of(weight).t()
-        for tile in (gemm.FewTile(16, depth, 4, 2), gemm.Tile(16, 32, depth)):
-            ours = triton_launch.matmul(
+        for tile in (
+            LaunchConfig(16, 16, depth, num_stages=2, small_m=True),
+            LaunchConfig(16, 32, depth, num_stages=4),
+        ):
+            ours = triton_launch.launch_gemm(
                 x.to(DEVICE), None, None, data, scales, entry, kind, None, torch.float32, tile
             )
-            rounded = format if isinstance(tile, gemm.Tile) else ""
+            rounded = format if not tile.small_m else ""
             assert near(ours, exact, 384, format=rounded), (m, tile)
 
 
@@ -142,7 +155,7 @@ def test_experts(format, ends):
     x, bias = torch.randn(40, 128).bfloat16(), torch.randn(4, 20).bfloat16()
     offsets = torch.tensor(ends, dtype=torch.int32)
     parts = (weight.packed, list(weight.scales.values()))
-    exact = quant_linear._grouped(x.double().float(), offsets, *parts, format, bias).double()
+    exact = grouped_reference(x.double().float(), offsets, *parts, format, bias).double()
     data, *scales = on_device(weight.packed, *weight.scales.values())
     ours = triton_quant_linear.grouped_quant_linear(
         x.to(DEVICE), offsets.to(DEVICE), data, scales, format, bias.to(DEVICE)
@@ -156,8 +169,8 @@ def test_experts_packed_rows():
     a = quantize(torch.randn(21, 256), "fp8_e4m3_1x128")
     offsets = torch.tensor([7, 8, 20], dtype=torch.int32)
     parts = (weight.packed, list(weight.scales.values()))
-    rows = decode_parts(a.packed, [a.scale], a.format)
-    exact = quant_linear._grouped(rows, offsets, *parts, "fp8_e4m3_128x128", None).double()
+    rows = dequantize_packed(a.packed, [a.scale], a.format)
+    exact = grouped_reference(rows, offsets, *parts, "fp8_e4m3_128x128", None).double()
     ours = scaled.grouped_scaled_mm(
         *(a.packed.to(DEVICE), [a.scale.to(DEVICE)], "fp8_e4m3_1x128", offsets.to(DEVICE)),
         *(weight.packed.to(DEVICE), [weight.scale.to(DEVICE)], "fp8_e4m3_128x128"),
@@ -168,18 +181,20 @@ def test_experts_packed_rows():
 
 @pytest.mark.parametrize("format", WEIGHTS)
 def test_a_weight_decoded_first(format):
-    entry = resolve(format)
+    entry = resolve_format(format)
     weight = quantize(torch.randn(33, 384) * torch.randn(33, 1).exp(), format)
     data, *scales = on_device(weight.packed, *weight.scales.values())
-    kind = triton_launch.weight_of(entry)
-    ours = weight_as(torch.float32, kind, triton_launch.packed(data, scales, entry, kind), entry)
+    kind = triton_launch.dequant_scheme(entry)
+    ours = dequantize_weight(
+        torch.float32, kind, triton_launch.make_operand(data, scales, entry, kind), entry
+    )
     assert torch.equal(ours.cpu(), weight.dequantize(torch.float32))
 
 
 def test_many_rows():
     weight = quantize(torch.randn(20, 256), "nvfp4")
     data, *scales = on_device(weight.packed, *weight.scales.values())
-    x, bias = torch.randn(gemm.DECODE_FIRST, 256).bfloat16(), torch.randn(20)
+    x, bias = torch.randn(Sm90Heuristics.gemm_dequantize_first_m, 256).bfloat16(), torch.randn(20)
     ours = triton_quant_linear.quant_linear(x.to(DEVICE), data, scales, "nvfp4", bias.to(DEVICE))
     exact = x.double() @ exact_of(weight).t() + bias.double()
     assert (ours.cpu().double() - exact).norm() <= 2.0**-7 * exact.norm()
@@ -193,7 +208,7 @@ def test_a_part_of_a_weight(format):
     """Columns and rows of a larger one, as they lie: by all three kernels."""
     whole = quantize(torch.randn(256, 768), format)
     weight, exact = whole.to(DEVICE)[128:, 256:512], exact_of(whole)[128:, 256:512]
-    for m in (3, 40, gemm.DECODE_FIRST):
+    for m in (3, 40, Sm90Heuristics.gemm_dequantize_first_m):
         x = torch.randn(m, 256).bfloat16()
         ours = triton_quant_linear.quant_linear(
             x.to(DEVICE), weight.packed, list(weight.scales.values()), format

@@ -11,7 +11,7 @@ from torch import Tensor
 from fulgurite.kernels.grouped_gemm import ops as plain
 from fulgurite.kernels.moe import ops as plain_moe
 from fulgurite.kernels.moe import routing as plain_routing
-from fulgurite.kernels.moe.ops import Gate, Rule
+from fulgurite.kernels.moe.ops import GatedActivation, RouterConfig
 from fulgurite.quant import quantize
 from tests.kernels.moe_cases import GATES, RULES, make_layer, make_routes, route_one
 from tests.kernels.triton_support import DEVICE, INTERPRETED, on_device
@@ -23,12 +23,12 @@ pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def fields(rule: Rule) -> tuple[object, ...]:
+def fields(rule: RouterConfig) -> tuple[object, ...]:
     return plain_routing.astuple(rule)
 
 
 def check_routes(
-    found: tuple[Tensor, Tensor], logits: Tensor, bias: Tensor | None, rule: Rule
+    found: tuple[Tensor, Tensor], logits: Tensor, bias: Tensor | None, rule: RouterConfig
 ) -> None:
     weights, experts = (tensor.cpu() for tensor in found)
     for token in range(len(logits)):
@@ -52,7 +52,7 @@ def test_a_rule_is_its_definition(name: str, biased: bool) -> None:
 @pytest.mark.parametrize("experts", [1, 3, 17, 60])
 def test_any_number_of_experts(experts: int) -> None:
     for per_token in sorted({1, min(8, experts)}):
-        logits, rule = torch.randn(5, experts), Rule(per_token, renormalise=True)
+        logits, rule = torch.randn(5, experts), RouterConfig(per_token, renormalize=True)
         check_routes(
             triton_routing.route(logits.to(DEVICE), None, *fields(rule)), logits, None, rule
         )
@@ -78,7 +78,7 @@ def test_nan_and_infinity_choose_experts_that_exist(name: str) -> None:
 @pytest.mark.parametrize("tokens", [0, 1, 18])
 def test_routing_from_tokens(tokens: int, dtype: torch.dtype) -> None:
     x, weight = torch.randn(tokens, 70).to(dtype), torch.randn(19, 70).to(dtype)
-    bias, rule = torch.randn(19).to(dtype), Rule(4, renormalise=True)
+    bias, rule = torch.randn(19).to(dtype), RouterConfig(4, renormalize=True)
     found = triton_routing.route_tokens(*on_device(x, weight, bias), None, *fields(rule))
     check_routes(found, x.float() @ weight.float().T + bias.float(), None, rule)
 
@@ -91,8 +91,8 @@ def test_pairs_are_sorted_by_expert(tokens: int, experts: int, per_token: int) -
     chosen = make_routes(tokens, experts, per_token).experts_Tk
     if tokens > 30:
         chosen[3, 1], chosen[7, 0] = -1, experts + 5  # of no expert
-    found = triton_moe.index(chosen.to(DEVICE), experts)
-    wanted = plain_moe.index_reference(chosen, experts)
+    found = triton_moe.sort_by_expert(chosen.to(DEVICE), experts)
+    wanted = plain_moe.sort_by_expert_reference(chosen, experts)
     for ours, theirs in zip(found, wanted, strict=True):
         assert torch.equal(ours.cpu(), theirs)
 
@@ -100,7 +100,7 @@ def test_pairs_are_sorted_by_expert(tokens: int, experts: int, per_token: int) -
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_rows_are_summed(dtype: torch.dtype, weighted: bool) -> None:
-    order = plain_moe.index_reference(make_routes(5, 6, 3).experts_Tk, 6)
+    order = plain_moe.sort_by_expert_reference(make_routes(5, 6, 3).experts_Tk, 6)
     y, weights = torch.randn(15, 70).to(dtype), torch.rand(5, 3) if weighted else None
     given = (y, order[4], order[2], order[3])
     found = triton_moe.combine(*on_device(*given), None if weights is None else weights.to(DEVICE))
@@ -113,7 +113,7 @@ def test_rows_are_summed(dtype: torch.dtype, weighted: bool) -> None:
 
 def check_matmul(
     shape: tuple[int, int, int, int, int],
-    gate: Gate,
+    gate: GatedActivation,
     dtype: torch.dtype,
     how: str = "random",
     bias: bool = False,
@@ -127,7 +127,7 @@ def check_matmul(
         make_layer(experts, hidden, inner, gate, bias),
         make_routes(tokens, experts, per_token, how),
     )
-    order = plain_moe.Order(*plain_moe.index_reference(routes.experts_Tk, experts))
+    order = plain_moe.ExpertOrder(*plain_moe.sort_by_expert_reference(routes.experts_Tk, experts))
     x = torch.randn(tokens, hidden).to(dtype)
     data, scales, exact = layer.gate_up.to(dtype), [], layer.gate_up.to(dtype).double()
     if format is not None:
@@ -139,12 +139,12 @@ def check_matmul(
     place = [
         None if t is None else t.to(DEVICE) for t in (order.token_S, None, scale, order.offsets_E)
     ]
-    found = kernels.grouped_matmul(
+    found = kernels.grouped_gemm(
         x.to(DEVICE), *place, data.to(DEVICE), [s.to(DEVICE) for s in scales], format or "dense",
         None if first is None else first.to(DEVICE), activations, gate.kind, gate.alpha, gate.limit,
     )  # fmt: skip
     wide = None if scale is None else scale.double()
-    given = plain.rounded_activations(x, activations).double()
+    given = plain.fake_quantize_activations(x, activations).double()
     wanted = plain.reference(
         given, order.token_S, None, wide, order.offsets_E, exact, [], "dense",
         None if first is None else first.double(), "none", gate.kind, gate.alpha, gate.limit,
@@ -171,8 +171,8 @@ def test_gathered_and_gated(shape: tuple[int, int, int, int, int], dtype: torch.
     check_matmul(shape, GATES[0], dtype)
 
 
-@pytest.mark.parametrize("gate", [*GATES, Gate("none")], ids=lambda gate: gate.kind)
-def test_gates_biases_and_factors(gate: Gate) -> None:
+@pytest.mark.parametrize("gate", [*GATES, GatedActivation("none")], ids=lambda gate: gate.kind)
+def test_gates_biases_and_factors(gate: GatedActivation) -> None:
     check_matmul((5, 4, 2, 40, 24), gate, torch.float32, bias=True, factors=True)
 
 
@@ -214,9 +214,9 @@ def test_quantized_activations(format: str, activations: str, bias: bool) -> Non
 
 def test_rows_of_no_expert_are_zero() -> None:
     layer = make_layer(3, 20, 12, GATES[3], bias=True).to(torch.float32, DEVICE)
-    order = plain_moe.index_reference(torch.tensor([[0, 7], [5, -1], [2, 1]]), 3)
+    order = plain_moe.sort_by_expert_reference(torch.tensor([[0, 7], [5, -1], [2, 1]]), 3)
     _, offsets, tokens, _, _ = on_device(*order)
-    found = kernels.grouped_matmul(
+    found = kernels.grouped_gemm(
         torch.randn(3, 20, device=DEVICE), tokens, None, None, offsets, layer.gate_up, [], "dense",
         layer.gate_up_bias, "none", "clamped", 1.7, 0.7,
     )  # fmt: skip
@@ -241,7 +241,7 @@ def test_weights_turned_over() -> None:
         0.0,
     )
     moved = [a.to(DEVICE) if isinstance(a, Tensor) else a for a in arguments]
-    found = kernels.grouped_matmul(rows.to(DEVICE), None, None, None, *moved)
+    found = kernels.grouped_gemm(rows.to(DEVICE), None, None, None, *moved)
     wanted = plain.reference(rows, None, None, None, *arguments)
     torch.testing.assert_close(found.cpu(), wanted, rtol=1e-5, atol=1e-5)
 
@@ -250,6 +250,6 @@ def test_weights_turned_over() -> None:
 def test_gradients_of_weights(dtype: torch.dtype) -> None:
     offsets = torch.tensor([3, 3, 40, 41]).int()
     a, b = torch.randn(41, 37).to(dtype), torch.randn(41, 70).to(dtype)
-    found = kernels.grouped_outer(*on_device(a, b, offsets)).cpu()
-    wanted = plain.outer_reference(a.double(), b.double(), offsets)
+    found = kernels.grouped_wgrad(*on_device(a, b, offsets)).cpu()
+    wanted = plain.wgrad_reference(a.double(), b.double(), offsets)
     assert (found.double() - wanted).abs().max() <= 4 * torch.finfo(dtype).eps * wanted.abs().max()

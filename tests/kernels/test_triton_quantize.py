@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fulgurite.kernels.quantize.ops import reference
+from fulgurite.kernels.quantize.reference import reference
 from tests.kernels.triton_support import DEVICE
 
 from fulgurite.kernels.quantize import triton_quantize as kernels  # isort: skip
@@ -151,7 +151,7 @@ def test_transposed_pairs(format):
 
 
 def test_a_row_longer_than_a_program(monkeypatch):
-    monkeypatch.setattr(kernels, "LONGEST_ROW", 64)
+    monkeypatch.setattr(kernels, "MAX_REGISTER_ROW", 64)
     for format in ("fp8_e4m3_row", "int8"):
         check(torch.randn(3, 1000), format)
 

@@ -1,4 +1,4 @@
-"""A function called by many threads that take turns as often as Python lets them."""
+"""Calls a function from many threads with the shortest switch interval of Python."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ THREADS = 8
 
 
 def in_threads(function: Callable[[], Any]) -> None:
-    """Call it in each of them; what one raises is raised here."""
+    """Call the function in each thread; an exception is raised here."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

@@ -1,8 +1,8 @@
-"""Where Triton kernels run in tests: in Triton's interpreter, if asked for, or on a GPU.
+"""Where Triton kernels run in tests: on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1).
 
 TRITON_INTERPRET=1 pytest tests/kernels        kernels on CPU tensors, in the interpreter
-pytest tests/kernels                           kernels on a GPU; without one, a process of its own
-                                               runs them in the interpreter (test_interpreted.py)
+pytest tests/kernels                           kernels on a GPU; without one, test_interpreted.py
+                                               runs these files in the interpreter
 """
 
 from __future__ import annotations

@@ -1,39 +1,39 @@
-"""Fixtures: the pairs of models, one thread, no gradients."""
+"""Fixtures: pairs of a reference model and our model, one thread, no gradients."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is what these compare with")
+pytest.importorskip("transformers", reason="transformers is the reference")
 
 from fulgurite.models import load_model
-from tests.models.model_oracle import CASES, Pair, make_theirs
+from tests.models.reference_models import CASES, ModelPair, build_reference
 
-_PAIRS: dict[str, Pair] = {}
+_PAIRS: dict[str, ModelPair] = {}
 
 
 @pytest.fixture(scope="session")
 def get_pair(tmp_path_factory: pytest.TempPathFactory):
-    def get(name: str) -> Pair:
+    def get(name: str) -> ModelPair:
         if name not in _PAIRS:
-            theirs = make_theirs(name)
+            reference = build_reference(name)
             path = tmp_path_factory.mktemp(name)
-            theirs.save_pretrained(path)
-            _PAIRS[name] = Pair(name, theirs, load_model(path), path)
+            reference.save_pretrained(path)
+            _PAIRS[name] = ModelPair(name, reference, load_model(path), path)
         return _PAIRS[name]
 
     return get
 
 
 @pytest.fixture(params=list(CASES))
-def pair(request: pytest.FixtureRequest, get_pair) -> Pair:
+def pair(request: pytest.FixtureRequest, get_pair) -> ModelPair:
     return get_pair(request.param)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
-    """Models this small only lose by sharing work between threads."""
+    """Models this small are slower with several threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

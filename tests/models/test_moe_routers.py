@@ -1,6 +1,7 @@
-"""Every routing rule and its experts against transformers' own module, weights drawn wide.
+"""Every routing with its experts against the transformers module.
 
-Shapes are unlike those of the small models: more experts, in groups whose size is no power of two.
+Shapes differ from those of the small models: more experts, in groups whose size is not a power of
+two.
 """
 
 from __future__ import annotations
@@ -12,36 +13,38 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from fulgurite.kernels.moe.ops import Rule
+from fulgurite.kernels.moe.ops import RouterConfig
 from fulgurite.models import moe
-from fulgurite.models.config import ExpertsConfig
+from fulgurite.models.config import MoEConfig
 
-HIDDEN, INNER = 36, 20
+HIDDEN_SIZE, INTERMEDIATE_SIZE = 36, 20
 GROUPED = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
-# name -> class prefix, the module, fields of its configuration, our rule, our configuration
+# name -> class prefix, module, config fields, our routing, our MoEConfig fields
 CASES = {
-    "mixtral": ("Mixtral", "MixtralSparseMoeBlock", {}, moe.softmax_then_top_k, {"renormalise": True}),
+    "mixtral": ("Mixtral", "MixtralSparseMoeBlock", {}, moe.softmax_then_topk, {"renormalize": True}),
     "qwen3_normed": ("Qwen3Moe", "Qwen3MoeSparseMoeBlock", {"norm_topk_prob": True},
-                     moe.softmax_then_top_k, {"renormalise": True}),
+                     moe.softmax_then_topk, {"renormalize": True}),
     "qwen3_unnormed": ("Qwen3Moe", "Qwen3MoeSparseMoeBlock", {"norm_topk_prob": False},
-                       moe.softmax_then_top_k, {}),
+                       moe.softmax_then_topk, {}),
     "deepseek_v2_greedy": ("DeepseekV2", "DeepseekV2Moe",
                            {"topk_method": "greedy", "routed_scaling_factor": 1.7},
-                           moe.grouped_softmax, {"scaling": 1.7}),
+                           moe.grouped_softmax, {"routed_scaling_factor": 1.7}),
     "deepseek_v2_groups": ("DeepseekV2", "DeepseekV2Moe", {"topk_method": "group_limited_greedy", **GROUPED},
-                           moe.grouped_softmax, {"scaling": 1.7, "groups": 4, "groups_kept": 2}),
+                           moe.grouped_softmax, {"routed_scaling_factor": 1.7, "num_groups": 4, "topk_groups": 2}),
     "deepseek_v3_normed": ("DeepseekV3", "DeepseekV3MoE", {"norm_topk_prob": True, **GROUPED}, moe.grouped_sigmoid,
-                           {"renormalise": True, "scaling": 1.7, "groups": 4, "groups_kept": 2}),
+                           {"renormalize": True, "routed_scaling_factor": 1.7, "num_groups": 4, "topk_groups": 2}),
     "deepseek_v3_unnormed": ("DeepseekV3", "DeepseekV3MoE", {"norm_topk_prob": False, **GROUPED},
-                             moe.grouped_sigmoid, {"scaling": 1.7, "groups": 4, "groups_kept": 2}),
-    "gpt_oss": ("GptOss", "GptOssMLP", {}, moe.top_k_then_softmax, {}),
-    "llama4": ("Llama4Text", "Llama4TextMoe", {}, moe.top_k_then_sigmoid, {}),
+                             moe.grouped_sigmoid, {"routed_scaling_factor": 1.7, "num_groups": 4, "topk_groups": 2}),
+    "gpt_oss": ("GptOss", "GptOssMLP", {}, moe.topk_then_softmax, {}),
+    "llama4": ("Llama4Text", "Llama4TextMoe", {}, moe.topk_then_sigmoid, {}),
 }  # fmt: skip
 
 
-def theirs_of(prefix: str, name: str, fields: dict[str, object], experts: int, k: int) -> nn.Module:
+def build_reference_moe(
+    prefix: str, name: str, fields: dict[str, object], experts: int, k: int
+) -> nn.Module:
     config = getattr(transformers, f"{prefix}Config")(
-        hidden_size=HIDDEN, intermediate_size=INNER, moe_intermediate_size=INNER,
+        hidden_size=HIDDEN_SIZE, intermediate_size=INTERMEDIATE_SIZE, moe_intermediate_size=INTERMEDIATE_SIZE,
         num_experts=experts, num_local_experts=experts, n_routed_experts=experts, n_shared_experts=1,
         num_experts_per_tok=k, num_attention_heads=2, num_key_value_heads=2, **fields,
     )  # fmt: skip
@@ -56,61 +59,63 @@ def theirs_of(prefix: str, name: str, fields: dict[str, object], experts: int, k
     return module
 
 
-def ours_of(
-    theirs: nn.Module, rule: moe.RoutingRule, config: ExpertsConfig
-) -> moe.MixtureOfExperts:
-    """The same weights in our modules."""
-    their_router = theirs.gate if hasattr(theirs, "gate") else theirs.router
-    correction = getattr(their_router, "e_score_correction_bias", None)
-    bias = getattr(their_router, "bias", None)
-    router = moe.Router(HIDDEN, config, rule, bias is not None, correction is not None)
-    router.weight.data = their_router.weight.data
+def build_moe(reference: nn.Module, routing: moe.RoutingFunction, config: MoEConfig) -> moe.MoE:
+    """Our modules with the weights of the reference."""
+    reference_router = reference.gate if hasattr(reference, "gate") else reference.router
+    correction = getattr(reference_router, "e_score_correction_bias", None)
+    bias = getattr(reference_router, "bias", None)
+    router = moe.Router(HIDDEN_SIZE, config, routing, bias is not None, correction is not None)
+    router.weight.data = reference_router.weight.data
     if bias is not None:
         router.bias.data = bias.data
     if correction is not None:
-        router.choice_bias.data = correction.data
-    oss, llama = rule is moe.top_k_then_softmax, rule is moe.top_k_then_sigmoid
-    gate = moe.clamped_gate(1.702, 7.0) if oss else moe.gated("silu")
-    experts = moe.Experts(HIDDEN, config, gate, bias=oss, weigh_input=llama)
-    up, down = theirs.experts.gate_up_proj.data, theirs.experts.down_proj.data
-    if oss or llama:
+        router.correction_bias.data = correction.data
+    is_gpt_oss, is_llama4 = routing is moe.topk_then_softmax, routing is moe.topk_then_sigmoid
+    activation = moe.clamped_swiglu(1.702, 7.0) if is_gpt_oss else moe.gated_activation("silu")
+    experts = moe.Experts(
+        HIDDEN_SIZE, config, activation, bias=is_gpt_oss, apply_router_weight_on_input=is_llama4
+    )
+    up, down = reference.experts.gate_up_proj.data, reference.experts.down_proj.data
+    if is_gpt_oss or is_llama4:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
-    if oss:  # gate and up take turns there
+    if is_gpt_oss:  # gate and up rows are interleaved there
         up = torch.cat((up[:, ::2], up[:, 1::2]), dim=1)
-        between = theirs.experts.gate_up_proj_bias.data
-        experts.gate_up_bias.data = torch.cat((between[:, ::2], between[:, 1::2]), dim=1)
-        experts.down_bias.data = theirs.experts.down_proj_bias.data
-    experts.gate_up.data, experts.down.data = up.contiguous(), down.contiguous()
-    return moe.MixtureOfExperts(router, experts)
+        bias_interleaved = reference.experts.gate_up_proj_bias.data
+        experts.gate_up_proj_bias.data = torch.cat(
+            (bias_interleaved[:, ::2], bias_interleaved[:, 1::2]), dim=1
+        )
+        experts.down_proj_bias.data = reference.experts.down_proj_bias.data
+    experts.gate_up_proj.data, experts.down_proj.data = up.contiguous(), down.contiguous()
+    return moe.MoE(router, experts)
 
 
-def routed_part(theirs: nn.Module, x: Tensor) -> Tensor:
-    """Their result without the shared expert."""
-    out = theirs(x)
+def reference_routed_output(reference: nn.Module, x: Tensor) -> Tensor:
+    """The output of the reference without the shared expert."""
+    out = reference(x)
     out = (out[0] if isinstance(out, tuple) else out).view(x.shape)
-    shared = getattr(theirs, "shared_experts", getattr(theirs, "shared_expert", None))
+    shared = getattr(reference, "shared_experts", getattr(reference, "shared_expert", None))
     return out if shared is None else out - shared(x)
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("experts", "k"), [(12, 1), (20, 6), (60, 4)])
 @torch.no_grad()
-def test_experts_equal_transformers(name: str, experts: int, k: int) -> None:
-    prefix, module, fields, rule, numbers = CASES[name]
-    theirs = theirs_of(prefix, module, fields, experts, k)
-    ours = ours_of(theirs, rule, ExpertsConfig(experts, k, INNER, **numbers))
+def test_moe_matches_transformers(name: str, experts: int, k: int) -> None:
+    prefix, module, fields, routing, moe_fields = CASES[name]
+    reference = build_reference_moe(prefix, module, fields, experts, k)
+    layer = build_moe(reference, routing, MoEConfig(experts, k, INTERMEDIATE_SIZE, **moe_fields))
     for tokens in (1, 33):
-        x = torch.randn(1, tokens, HIDDEN, generator=torch.Generator().manual_seed(tokens))
-        wanted = routed_part(theirs, x)
+        x = torch.randn(1, tokens, HIDDEN_SIZE, generator=torch.Generator().manual_seed(tokens))
+        expected = reference_routed_output(reference, x)
         torch.testing.assert_close(
-            ours(x), wanted, rtol=1e-4, atol=2e-5 * float(wanted.abs().max())
+            layer(x), expected, rtol=1e-4, atol=2e-5 * float(expected.abs().max())
         )
 
 
-def test_every_rule_is_pinned() -> None:
-    """One that is not would show as a rule without a case."""
-    config = ExpertsConfig(8, 2, INNER)
-    rules = {value for value in vars(moe).values() if callable(value)
-             and getattr(value, "__annotations__", {}).get("return") == "Rule"}  # fmt: skip
-    assert rules == {rule for _, _, _, rule, _ in CASES.values()}
-    assert all(isinstance(rule(config), Rule) for rule in rules)
+def test_every_routing_has_a_case() -> None:
+    """A routing function without a case fails here."""
+    config = MoEConfig(8, 2, INTERMEDIATE_SIZE)
+    routings = {value for value in vars(moe).values() if callable(value)
+             and getattr(value, "__annotations__", {}).get("return") == "RouterConfig"}  # fmt: skip
+    assert routings == {routing for _, _, _, routing, _ in CASES.values()}
+    assert all(isinstance(routing(config), RouterConfig) for routing in routings)

@@ -10,7 +10,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from fulgurite.errors import ArgumentError, WeightsError
-from fulgurite.models.gguf_tokenizer import SPLITS, build_backend, merges_from_scores
+from fulgurite.models.gguf_tokenizer import PRE_TOKENIZER_PATTERNS, build_backend, compute_merges
 from fulgurite.models.tokenizer import from_folder, load_tokenizer
 
 TEXTS = (
@@ -30,7 +30,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def trained() -> Backend:
-    """A byte-level BPE that learned these texts."""
+    """A byte-level BPE trained on TEXTS."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -52,8 +52,8 @@ def folder(trained: Backend, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def as_metadata(trained: Backend, pre: str) -> dict[str, object]:
-    """The same vocabulary as a GGUF file keeps it."""
+def to_gguf_metadata(trained: Backend, pre: str) -> dict[str, object]:
+    """The same vocabulary as GGUF metadata."""
     state = json.loads(trained.to_str())["model"]
     tokens = sorted(state["vocab"], key=state["vocab"].get)
     return {
@@ -66,36 +66,37 @@ def as_metadata(trained: Backend, pre: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_folder_and_gguf_metadata_give_the_same_tokenizer(
-    trained: Backend, folder: Path, text: str
-) -> None:
-    plain, (rebuilt, _) = from_folder(folder), build_backend(as_metadata(trained, "gpt-2"), "here")
-    ids = plain.encode(text)
+def test_folder_and_gguf_tokenizers_agree(trained: Backend, folder: Path, text: str) -> None:
+    from_json, (rebuilt, _) = (
+        from_folder(folder),
+        build_backend(to_gguf_metadata(trained, "gpt-2"), "here"),
+    )
+    ids = from_json.encode(text)
     assert rebuilt.encode(text).ids == ids
-    assert plain.decode(ids, skip_special=False) == text
+    assert from_json.decode(ids, skip_special_tokens=False) == text
     assert rebuilt.decode(ids, skip_special_tokens=False) == text
 
 
-@pytest.mark.parametrize("pre", SPLITS)
-def test_every_way_to_split_loses_nothing(trained: Backend, pre: str) -> None:
-    backend, _ = build_backend(as_metadata(trained, pre), "here")
+@pytest.mark.parametrize("pre", PRE_TOKENIZER_PATTERNS)
+def test_every_pre_tokenizer_round_trips(trained: Backend, pre: str) -> None:
+    backend, _ = build_backend(to_gguf_metadata(trained, pre), "here")
     for text in TEXTS:
         assert backend.decode(backend.encode(text).ids, skip_special_tokens=False) == text
 
 
-def test_ways_to_split_digits_differ_as_they_should(trained: Backend) -> None:
-    def pieces(pre: str) -> list[str]:
-        backend, _ = build_backend(as_metadata(trained, pre), "here")
+def test_pre_tokenizers_split_digits(trained: Backend) -> None:
+    def split(pre: str) -> list[str]:
+        backend, _ = build_backend(to_gguf_metadata(trained, pre), "here")
         return [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str("a 12345")]
 
-    assert pieces("gpt-2") == ["a", "Ġ12345"]
-    assert pieces("llama-bpe") == ["a", "Ġ", "123", "45"]
-    assert pieces("qwen2") == ["a", "Ġ", "1", "2", "3", "4", "5"]
-    assert pieces("smollm") == ["a", "Ġ", "1", "2", "3", "4", "5"]
+    assert split("gpt-2") == ["a", "Ġ12345"]
+    assert split("llama-bpe") == ["a", "Ġ", "123", "45"]
+    assert split("qwen2") == ["a", "Ġ", "1", "2", "3", "4", "5"]
+    assert split("smollm") == ["a", "Ġ", "1", "2", "3", "4", "5"]
 
 
 @pytest.mark.parametrize(
-    "pre, wanted",
+    "pre, expected",
     [
         ("deepseek-llm", "Year's| x|=|f|(|y|)| |1|2|3|4| |你好|\n|\n| ok| "),
         ("deepseek-coder", "Year's| x|=|f|(|y|)| |1|2|3|4| |你好|\n|\n| ok| "),
@@ -103,52 +104,57 @@ def test_ways_to_split_digits_differ_as_they_should(trained: Backend) -> None:
         ("deepseek-r1-qwen", "Year|'s| x|=f|(y|)| |1|2|3|4| 你好|\n\n| ok| "),
     ],
 )
-def test_deepseeks_ways_to_split(trained: Backend, pre: str, wanted: str) -> None:
-    """Digits one by one or three at a time, punctuation with what follows it or alone."""
-    backend, _ = build_backend(as_metadata(trained, pre), "here")
+def test_deepseek_pre_tokenizers(trained: Backend, pre: str, expected: str) -> None:
+    """Digits alone or in groups of three; punctuation alone or with the next word."""
+    backend, _ = build_backend(to_gguf_metadata(trained, pre), "here")
     splits = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[pre]]
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated")
+            for pattern in PRE_TOKENIZER_PATTERNS[pre]
+        ]
     )
     text = "Year's x=f(y) 1234 你好\n\n ok "
-    found = [piece for piece, _ in splits.pre_tokenize_str(text)]
-    assert found == wanted.replace("Year's", "Year|'|s").split("|")
+    actual = [piece for piece, _ in splits.pre_tokenize_str(text)]
+    assert actual == expected.replace("Year's", "Year|'|s").split("|")
     assert backend.decode(backend.encode(text).ids, skip_special_tokens=False) == text
 
 
-def test_unknown_kinds_of_tokenizers_are_errors(trained: Backend) -> None:
-    with pytest.raises(WeightsError, match="'mystery' to split text is not known"):
-        build_backend(as_metadata(trained, "mystery"), "here")
-    with pytest.raises(WeightsError, match="kind 'bert' is not supported"):
-        build_backend({**as_metadata(trained, "gpt-2"), "tokenizer.ggml.model": "bert"}, "here")
-    with pytest.raises(WeightsError, match="tokens are missing"):
+def test_unsupported_tokenizers_are_errors(trained: Backend) -> None:
+    with pytest.raises(WeightsError, match="pre-tokenizer 'mystery' is not supported"):
+        build_backend(to_gguf_metadata(trained, "mystery"), "here")
+    with pytest.raises(WeightsError, match="tokenizer model 'bert' is not supported"):
+        build_backend(
+            {**to_gguf_metadata(trained, "gpt-2"), "tokenizer.ggml.model": "bert"}, "here"
+        )
+    with pytest.raises(WeightsError, match="no tokenizer.ggml.tokens"):
         build_backend({}, "here")
 
 
-def test_sentence_piece_merges_follow_from_scores() -> None:
-    pieces = ["<unk>", "<s>", "a", "b", "c", "ab", "abc", "bc", "▁", "▁ab"]
+def test_sentencepiece_merges_follow_from_scores() -> None:
+    split = ["<unk>", "<s>", "a", "b", "c", "ab", "abc", "bc", "▁", "▁ab"]
     scores = [0.0, 0.0, -9.0, -9.0, -9.0, -2.0, -1.0, -3.0, -9.0, -4.0]
     bytes_ = [f"<0x{value:02X}>" for value in range(256)]
     metadata = {
         "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": pieces + bytes_,
+        "tokenizer.ggml.tokens": split + bytes_,
         "tokenizer.ggml.scores": scores + [0.0] * 256,
         "tokenizer.ggml.token_type": [2, 3] + [1] * 8 + [6] * 256,
     }
-    vocabulary = {piece: id for id, piece in enumerate(pieces)}
-    merges = merges_from_scores(vocabulary, scores)
+    vocabulary = {piece: id for id, piece in enumerate(split)}
+    merges = compute_merges(vocabulary, scores)
     assert merges == [("a", "bc"), ("ab", "c"), ("a", "b"), ("b", "c"), ("▁", "ab")]
     backend, _ = build_backend(metadata, "here")
-    for text, wanted in (
+    for text, expected in (
         ("ab", ["▁ab"]),
         ("abc ab", ["▁", "abc", "▁ab"]),
         ("cab", ["▁", "c", "ab"]),
     ):
-        assert backend.encode(text).tokens == wanted
+        assert backend.encode(text).tokens == expected
         assert backend.decode(backend.encode(text).ids) == text
     assert backend.decode(backend.encode("é!").ids) == "é!"
 
 
-def test_special_tokens_and_stops_of_a_folder(folder: Path) -> None:
+def test_special_tokens_and_stop_ids(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
     tokenizer = load_tokenizer(folder)
     assert (tokenizer.bos_id, tokenizer.stop_ids) == (0, (1, 7))
@@ -156,16 +162,16 @@ def test_special_tokens_and_stops_of_a_folder(folder: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("<|im_start|>hi")) == "hi"
 
 
-def test_a_chat_template_from_either_place(folder: Path) -> None:
+def test_chat_template_sources(folder: Path) -> None:
     messages = [{"role": "user", "content": "hi"}]
-    wanted = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    expected = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     for template in (TEMPLATE, [{"name": "default", "template": TEMPLATE}]):
         settings["chat_template"] = template
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-        assert load_tokenizer(folder).chat(messages) == wanted
+        assert load_tokenizer(folder).apply_chat_template(messages) == expected
     (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ messages | length }}{{ extra }}")
-    assert load_tokenizer(folder).chat(messages, extra="!") == "<|im_start|>1!"
+    assert load_tokenizer(folder).apply_chat_template(messages, extra="!") == "<|im_start|>1!"
 
 
 @pytest.mark.parametrize(
@@ -181,26 +187,26 @@ def test_a_chat_template_from_either_place(folder: Path) -> None:
         "{{ 'a' * 10**15 }}",
     ],
 )
-def test_a_template_can_reach_nothing(folder: Path, template: str) -> None:
+def test_chat_template_sandbox(folder: Path, template: str) -> None:
     (folder / "chat_template.jinja").write_text(template)
-    with pytest.raises(ArgumentError, match="refuses"):
-        load_tokenizer(folder).chat([{"role": "user", "content": "hi"}])
+    with pytest.raises(ArgumentError, match="rejects"):
+        load_tokenizer(folder).apply_chat_template([{"role": "user", "content": "hi"}])
 
 
 def test_missing_and_damaged_tokenizers_are_errors(folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
-    tokenizer.check_fits(tokenizer.size)
-    with pytest.raises(WeightsError, match="the model embeds 99"):
-        tokenizer.check_fits(99)
+    tokenizer.check_vocab_size(tokenizer.vocab_size)
+    with pytest.raises(WeightsError, match="vocab_size=99"):
+        tokenizer.check_vocab_size(99)
     with pytest.raises(ArgumentError, match="no chat template"):
-        tokenizer.chat([])
+        tokenizer.apply_chat_template([])
     file = folder / "tokenizer.json"
     file.write_text(file.read_text()[:1000])
-    with pytest.raises(WeightsError, match=r"tokenizer\.json can't be read: it is cut short"):
+    with pytest.raises(WeightsError, match=r"cannot parse tokenizer\.json: the file is truncated"):
         load_tokenizer(folder)
     for damaged in (b"{}", b'{"model": {}}', b"5}", b"\xff}"):
         file.write_bytes(damaged)
-        with pytest.raises(WeightsError, match=r"tokenizer\.json can't be read"):
+        with pytest.raises(WeightsError, match=r"cannot parse tokenizer\.json"):
             load_tokenizer(folder)
     file.unlink()
     with pytest.raises(WeightsError, match=r"no tokenizer\.json"):
@@ -208,7 +214,7 @@ def test_missing_and_damaged_tokenizers_are_errors(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("template", [[{}], [5], {"a": 1}, [{"name": "default", "template": 5}]])
-def test_a_template_that_is_none(folder: Path, template: object) -> None:
+def test_invalid_chat_template_is_ignored(folder: Path, template: object) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     assert load_tokenizer(folder).chat_template is None
 
@@ -225,7 +231,7 @@ def test_a_template_that_is_none(folder: Path, template: object) -> None:
         ("llama", "unknown_token_id", -1),
     ],
 )
-def test_a_damaged_tokenizer_of_a_gguf_file(model: str, name: str, value: object) -> None:
+def test_damaged_gguf_tokenizer(model: str, name: str, value: object) -> None:
     metadata: dict[str, object] = {
         "tokenizer.ggml.model": model,
         "tokenizer.ggml.tokens": ["a", "b", "ab"],
@@ -237,6 +243,6 @@ def test_a_damaged_tokenizer_of_a_gguf_file(model: str, name: str, value: object
         build_backend({**metadata, f"tokenizer.ggml.{name}": value}, "x.gguf")
 
 
-def test_text_that_is_no_unicode(folder: Path) -> None:
+def test_invalid_unicode(folder: Path) -> None:
     with pytest.raises(ArgumentError, match="character 1 of the text"):
         load_tokenizer(folder).encode("a\udc80b")

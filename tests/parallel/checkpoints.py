@@ -15,12 +15,13 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from fulgurite.models import Decoder, random_model
-from fulgurite.models import family as rules
-from fulgurite.models.checkpoint import expected_names
-from fulgurite.models.config import Fields
-from fulgurite.models.family import Family, Take
-from fulgurite.models.registry import family_of
+from fulgurite.models import CausalLM, build_random_model
+from fulgurite.models import weight_mapping as rules
+from fulgurite.models.config import ConfigFields
+from fulgurite.models.families.family import ModelFamily
+from fulgurite.models.families.registry import find_family
+from fulgurite.models.loading.checkpoint import map_expected_names
+from fulgurite.models.weight_mapping import Convert
 from fulgurite.quant import quantize
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -31,36 +32,38 @@ def interleaved(x: Tensor) -> Tensor:
     return torch.stack(x.chunk(2, dim=1), dim=2).flatten(1, 2)
 
 
-UNDO: dict[Take, Callable[[Tensor], Tensor]] = {
-    rules.whole: lambda x: x,
-    rules.transposed: lambda x: x.transpose(-1, -2),
-    rules.gate_before_up: interleaved,
-    rules.transposed_gate_before_up: lambda x: interleaved(x).transpose(-1, -2),
+UNDO: dict[Convert, Callable[[Tensor], Tensor]] = {
+    rules.identity: lambda x: x,
+    rules.transpose: lambda x: x.transpose(-1, -2),
+    rules.deinterleave_gate_up: interleaved,
+    rules.transpose_deinterleave_gate_up: lambda x: interleaved(x).transpose(-1, -2),
     # parts of one tensor, in the order of the table
-    rules.fused_query: lambda x: x,
-    rules.fused_key: lambda x: x,
-    rules.fused_value: lambda x: x,
-    rules.first_half: lambda x: x,
-    rules.second_half: lambda x: x,
+    rules.slice_q: lambda x: x,
+    rules.slice_k: lambda x: x,
+    rules.slice_v: lambda x: x,
+    rules.slice_first_half: lambda x: x,
+    rules.slice_second_half: lambda x: x,
 }
 
 
-def tensors_of(model: Decoder, family: Family) -> dict[str, Tensor]:
+def tensors_of(model: CausalLM, family: ModelFamily) -> dict[str, Tensor]:
     """The model's parameters by the names, and in the shapes, of a file."""
     found: dict[str, list[Tensor]] = {}
     parameters = dict(model.named_parameters())
-    for name, fillings in expected_names(family.weights, model.config, parameters).items():
+    for name, fillings in map_expected_names(family.weights, model.config, parameters).items():
         for one in fillings:
-            part = one.rule.put(parameters[one.parameter].detach(), model.config, one.expert)
-            found.setdefault(name, []).append(UNDO[one.rule.take](part))
+            part = one.mapping.target_view(
+                parameters[one.parameter].detach(), model.config, one.expert
+            )
+            found.setdefault(name, []).append(UNDO[one.mapping.convert](part))
     return {name: torch.cat(parts).contiguous() for name, parts in found.items()}
 
 
 def save(folder: Path, fields: dict[str, object], packed: str = "", shards: int = 1) -> Path:
     """A checkpoint with wide random weights, its linears packed as `fp8`, its experts as `mxfp4`."""
-    family = family_of(Fields(fields, "a test"))
-    config = family.read_config(Fields(fields, "a test"))
-    model = random_model(config, family, dtype=torch.float32, std=0.3)
+    family = find_family(ConfigFields(fields, "a test"))
+    config = family.read_config(ConfigFields(fields, "a test"))
+    model = build_random_model(config, family, dtype=torch.float32, std=0.3)
     tensors = tensors_of(model, family)
     if packed == "fp8":
         fields, tensors = fields | {"quantization_config": FP8}, in_fp8(tensors)

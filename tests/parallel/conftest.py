@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from fulgurite.kernels.dispatch.wire_format import Wire
-from fulgurite.parallel.launch import Ranks
+from fulgurite.parallel.launch import RankPool
+from tests.kernels.dispatch.cases import round_trip
 from tests.parallel.expert_cases import make_experts, make_inputs
 
 
@@ -21,18 +21,18 @@ def build_kernels() -> None:
             with torch.set_grad_enabled(differentiated):
                 experts(x, routes)
         for name in ("fp8", "nvfp4"):
-            Wire(name, 32).rounded(x)
+            round_trip(name, x)
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], Ranks]]:
+def ranks() -> Iterator[Callable[[int], RankPool]]:
     """`ranks(4)`: four processes, started when first asked for, and anew after a failure."""
-    running: dict[int, Ranks] = {}
+    running: dict[int, RankPool] = {}
     build_kernels()
 
-    def get(count: int) -> Ranks:
-        if count not in running or not running[count].alive:
-            running[count] = Ranks(count)
+    def get(count: int) -> RankPool:
+        if count not in running or not running[count].is_alive:
+            running[count] = RankPool(count)
         return running[count]
 
     yield get

@@ -1,6 +1,6 @@
-"""What each rank does in test_expert.py: spread experts against all of them in one process.
+"""The functions that ranks run in test_expert.py: expert parallelism against one process.
 
-Ranks import the module of the function they are sent, so it lies here, where nothing needs pytest.
+Ranks import the module of their function, so this module must not import pytest.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from fulgurite.errors import FulguriteError
-from fulgurite.kernels.dispatch.wire_format import Wire
+from fulgurite.kernels.dispatch.wire_format import WireFormat
 from fulgurite.kernels.moe.routing import Routes
-from fulgurite.models.config import ExpertsConfig
-from fulgurite.models.moe import Experts, clamped_gate, gated
-from fulgurite.parallel import Collective, Mesh, Placement, spread_experts
+from fulgurite.models.config import MoEConfig
+from fulgurite.models.moe import Experts, clamped_swiglu, gated_activation
+from fulgurite.parallel import AllToAllDispatcher, Mesh, Placement, apply_expert_parallel
 from tests.parallel.model_cases import distance, mesh_of
 
 HIDDEN, INNER = 32, 12
 KINDS = {
-    "plain": dict(gate=gated("silu")),
-    "biases": dict(gate=clamped_gate(1.702, 3.0), bias=True),
-    "weighs input": dict(gate=gated("gelu"), weigh_input=True),
+    "plain": dict(activation=gated_activation("silu")),
+    "biases": dict(activation=clamped_swiglu(1.702, 3.0), bias=True),
+    "weighs input": dict(activation=gated_activation("gelu"), apply_router_weight_on_input=True),
 }
 
 
 def make_experts(kind: str, count: int, per_token: int, dtype: torch.dtype) -> Experts:
-    experts = Experts(HIDDEN, ExpertsConfig(count, per_token, INNER), **KINDS[kind]).to(dtype)
+    experts = Experts(HIDDEN, MoEConfig(count, per_token, INNER), **KINDS[kind]).to(dtype)
     generator = torch.Generator().manual_seed(3)
     for parameter in experts.parameters():
         nn.init.normal_(parameter, std=0.3, generator=generator)
@@ -48,12 +48,12 @@ def make_inputs(
     return x, Routes(weights, chosen)
 
 
-class Straight(torch.autograd.Function):
-    """A wire's rounding, with the gradient passed straight through."""
+class StraightThrough(torch.autograd.Function):
+    """The rounding of a wire format, with gradient 1."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, wire: Wire) -> Tensor:
-        return wire.rounded(x)
+    def forward(ctx, x: Tensor, wire: WireFormat) -> Tensor:
+        return wire.unpack(wire.pack(x), x.dtype)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
@@ -75,8 +75,11 @@ def compare(
     """Distances of the output, the gradients of tokens and weights, and of this rank's experts."""
     mesh = mesh_of(shape)
     whole = make_experts(kind, count, per_token, dtype)
-    ours = spread_experts(
-        copy.deepcopy(whole), Collective(mesh.expert, wire=wire), placement, layer=0
+    ours = apply_expert_parallel(
+        copy.deepcopy(whole),
+        AllToAllDispatcher(mesh.expert, dispatch_format=wire),
+        placement,
+        layer=0,
     )
     group = [
         make_inputs(rank, tokens[rank % len(tokens)], count, per_token, dtype, only)
@@ -85,7 +88,7 @@ def compare(
     outs = []
     for x, routes in group:
         x.requires_grad_(), routes.weights_Tk.requires_grad_()
-        sent = x if wire == "same" else Straight.apply(x, Wire(wire, HIDDEN))
+        sent = x if wire == "same" else StraightThrough.apply(x, WireFormat(wire, HIDDEN))
         outs.append(whole(sent, routes))
     torch.cat(outs).square().sum().backward()
 
@@ -117,13 +120,15 @@ def refused(
     x, routes = make_inputs(mesh.rank, tokens[mesh.rank], 8, 2, torch.float32, only=5)
     if bad is not None and mesh.rank == 1:
         routes.experts_Tk[0, 0] = bad
-    ours = spread_experts(experts, Collective(mesh.expert, capacity=capacity))
+    ours = apply_expert_parallel(experts, AllToAllDispatcher(mesh.expert, capacity=capacity))
     try:
         ours(x, routes)
         text = ""
     except FulguriteError as error:
         text = f"{type(error).__name__}: {error}"
-    ours = spread_experts(make_experts("plain", 8, 2, torch.float32), Collective(mesh.expert))
+    ours = apply_expert_parallel(
+        make_experts("plain", 8, 2, torch.float32), AllToAllDispatcher(mesh.expert)
+    )
     routes = Routes(routes.weights_Tk, torch.zeros_like(routes.experts_Tk))
     return text, str(ours(x, routes).shape)
 
@@ -136,7 +141,7 @@ def die(rank: int, how: str, timeout: float) -> str:
 
     mesh = Mesh(expert=4, timeout=timeout)
     experts = make_experts("plain", 8, 2, torch.float32)
-    ours = spread_experts(experts, Collective(mesh.expert))
+    ours = apply_expert_parallel(experts, AllToAllDispatcher(mesh.expert))
     x, routes = make_inputs(mesh.rank, 4, 8, 2, torch.float32, None)
     ours(x, routes)
     if mesh.rank == rank:

@@ -10,8 +10,8 @@ import torch
 
 from fulgurite.errors import ArgumentError, RankError
 from fulgurite.parallel import Mesh
-from fulgurite.parallel.channel import Channel
-from fulgurite.parallel.collectives import sum_over
+from fulgurite.parallel.channel import BroadcastChannel
+from fulgurite.parallel.collectives import all_reduce
 
 
 def places() -> tuple[int, tuple[int, ...], int, str]:
@@ -53,28 +53,28 @@ def stay(folder: str) -> None:
         Path(folder, str(os.getpid())).touch()
         if mesh.rank == 1:
             time.sleep(600)
-        sum_over(torch.ones(1), mesh.world)
+        all_reduce(torch.ones(1), mesh.world)
 
 
 def messages(texts: list[bytes], pause: float) -> list[bytes]:
     """What rank 0 says; a pause in the middle, longer than a look around takes."""
     with Mesh(tensor=4, timeout=30) as mesh:
-        channel, heard = Channel(mesh), []
+        channel, heard = BroadcastChannel(mesh), []
         for number, text in enumerate(texts):
-            if channel.speaks:
+            if channel.is_sender:
                 time.sleep(pause if number == 1 else 0)
                 channel.send(text)
             else:
                 heard.append(channel.receive())
-            sum_over(torch.ones(1), mesh.world)  # as steps do: nobody runs ahead by more than one
+            all_reduce(torch.ones(1), mesh.world)  # as steps do: nobody runs ahead by more than one
         return heard
 
 
 def left_alone() -> str:
     """Rank 0 leaves without a word."""
     with Mesh(tensor=4, timeout=30) as mesh:
-        channel = Channel(mesh)
+        channel = BroadcastChannel(mesh)
         try:
-            return "" if channel.speaks else channel.receive().decode()
+            return "" if channel.is_sender else channel.receive().decode()
         except RankError as error:
             return str(error)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import fulgurite
-from fulgurite.models import Decoder, ModelConfig, random_model
-from fulgurite.models.family import Family
-from fulgurite.models.registry import ARCHITECTURES, plan_of
-from fulgurite.parallel import Collective, Mesh, Placement, parallelize
+from fulgurite.models import CausalLM, ModelConfig, build_random_model
+from fulgurite.models.families.family import ModelFamily
+from fulgurite.models.families.registry import ARCHITECTURES, get_sharding_rules
+from fulgurite.parallel import AllToAllDispatcher, Mesh, Placement, parallelize
 
 Shape = tuple[int, int, int]
 _meshes: dict[Shape, Mesh] = {}
@@ -30,13 +30,13 @@ def mesh_of(shape: Shape) -> Mesh:
     return _meshes[shape]
 
 
-def family(config: ModelConfig) -> Family:
+def family(config: ModelConfig) -> ModelFamily:
     return next(f for f in ARCHITECTURES.values() if f.name == config.family)
 
 
-def whole_model(config: ModelConfig) -> Decoder:
+def whole_model(config: ModelConfig) -> CausalLM:
     """Wide weights, so that every part matters; biases and router corrections too."""
-    return random_model(config, family(config), dtype=torch.float32, std=0.3).train()
+    return build_random_model(config, family(config), dtype=torch.float32, std=0.3).train()
 
 
 def tokens_of(rank: int, vocabulary: int, lengths: tuple[int, ...]) -> Tensor:
@@ -64,7 +64,7 @@ def compare(
 ) -> Compared:
     mesh = mesh_of(shape)
     whole = whole_model(config)
-    everyone = [tokens_of(rank, config.vocabulary, lengths) for rank in range(shape[0])]
+    everyone = [tokens_of(rank, config.vocab_size, lengths) for rank in range(shape[0])]
     wanted, losses = zip(*(loss_of(whole, ids) for ids in everyone), strict=True)
     torch.stack(losses).sum().backward()
     local, expected = copy.deepcopy(whole), copy.deepcopy(whole)
@@ -72,7 +72,7 @@ def compare(
     with torch.no_grad():
         for parameter, source in zip(expected.parameters(), whole.parameters(), strict=True):
             parameter.copy_(torch.zeros_like(source) if source.grad is None else source.grad)
-    plan = plan_of(config)
+    plan = get_sharding_rules(config)
     shares = parallelize(local, mesh, plan, placement=placement)
     parallelize(expected, mesh, plan, placement=placement)
     logits, loss = loss_of(local, everyone[mesh.data.index])
@@ -97,7 +97,7 @@ def compare_trained(
         for parameter in wholes[1].parameters():
             parameter.mul_(0.7)
     locals = [copy.deepcopy(whole) for whole in wholes]
-    shares = [parallelize(local, mesh, plan_of(config)) for local in locals]
+    shares = [parallelize(local, mesh, get_sharding_rules(config)) for local in locals]
 
     def descend(model: nn.Module) -> None:
         with torch.no_grad():
@@ -108,7 +108,7 @@ def compare_trained(
 
     for step in range(steps):
         for seed in (2 * step, 2 * step + 1):  # two gradients a step
-            batches = [tokens_of(100 * seed + r, config.vocabulary, lengths) for r in range(ranks)]
+            batches = [tokens_of(100 * seed + r, config.vocab_size, lengths) for r in range(ranks)]
             for whole, local in zip(wholes, locals, strict=True):
                 torch.stack([loss_of(whole, ids)[1] for ids in batches]).sum().backward()
                 loss_of(local, batches[mesh.data.index])[1].backward()
@@ -116,7 +116,7 @@ def compare_trained(
             share.reduce_gradients()
             descend(whole)
             descend(local)
-    ids = tokens_of(7, config.vocabulary, (9,))
+    ids = tokens_of(7, config.vocab_size, (9,))
     return [
         distance(loss_of(local, ids)[0], loss_of(whole, ids)[0])
         for whole, local in zip(wholes, locals, strict=True)
@@ -145,23 +145,23 @@ def compare_packed(config: ModelConfig, shape: Shape, recipe: str) -> float:
     for module in whole.modules():
         if hasattr(module, "activations"):
             module.activations = "none"  # of rows that are divided, blocks have other maxima
-    ids = tokens_of(0, config.vocabulary, (13,))
+    ids = tokens_of(0, config.vocab_size, (13,))
     with torch.no_grad():
         wanted = whole(ids, torch.arange(len(ids)))
-        parallelize(whole, mesh, plan_of(config))
+        parallelize(whole, mesh, get_sharding_rules(config))
         return distance(whole(ids, torch.arange(len(ids))), wanted)
 
 
 def compare_cached(config: ModelConfig, shape: Shape, new: int) -> tuple[list[int], list[int]]:
     """Greedy tokens of a divided model with a cache of its own heads, and of the whole one."""
-    from fulgurite.models import ContiguousCache
+    from fulgurite.models import ContiguousKVCache
 
     mesh = mesh_of(shape)
     model = whole_model(config).eval()
-    ids = tokens_of(0, config.vocabulary, (7,))
+    ids = tokens_of(0, config.vocab_size, (7,))
     texts = []
     for _ in range(2):
-        cache = ContiguousCache(model.attention_specs, 1, len(ids) + new)
+        cache = ContiguousKVCache(model.attention_specs, 1, len(ids) + new)
         text, step, start = ids.tolist(), ids[None], 0
         with torch.no_grad():
             for _ in range(new):
@@ -171,9 +171,9 @@ def compare_cached(config: ModelConfig, shape: Shape, new: int) -> tuple[list[in
                 text.append(int(chosen))
         texts.append(text[len(ids) :])
         if len(texts) == 1:
-            parallelize(model, mesh, plan_of(config), transport=_transport(mesh))
+            parallelize(model, mesh, get_sharding_rules(config), dispatcher=_make_dispatcher(mesh))
     return texts[1], texts[0]
 
 
-def _transport(mesh: Mesh) -> Collective | None:
-    return Collective(mesh.expert) if mesh.expert.size > 1 else None
+def _make_dispatcher(mesh: Mesh) -> AllToAllDispatcher | None:
+    return AllToAllDispatcher(mesh.expert) if mesh.expert.size > 1 else None

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fulgurite
 from fulgurite.kernels.gemm.quant_linear import quant_linear
 from fulgurite.quant import QuantTensor, quantize
-from fulgurite.transforms.quantize import fp8_training
+from fulgurite.transforms.fp8 import fp8_training
 
 _meshes: dict[str, DeviceMesh] = {}
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from fulgurite.errors import ArgumentError, RankError
-from fulgurite.parallel import Ranks
-from fulgurite.parallel.others import Others, started_alone
+from fulgurite.parallel import RankPool
+from fulgurite.parallel.workers import WorkerProcesses, is_single_process
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.llm import LLM
 from tests.parallel import engine_cases as cases
 from tests.parallel.checkpoints import save, save_tokenizer
-from tests.parallel.test_load import PACKED, fields_of
+from tests.parallel.test_load_shard import PACKED, fields_of
 
 LENGTHS = (5, 1, 17, 9, 30, 12)  # more than run at once, and one that takes two steps to read
 
@@ -104,7 +104,7 @@ def test_sampling(ranks, folder):
         SamplingParams(max_tokens=7, temperature=0.8, top_p=0.9, seed=5, ignore_eos=True),
         SamplingParams(max_tokens=7, temperature=1.2, top_k=11, seed=6, ignore_eos=True),
         SamplingParams(max_tokens=7, repetition_penalty=1.3, ignore_eos=True, logprobs=2),
-        SamplingParams(max_tokens=7, logit_bias={4: 3.0}, banned=(9,), ignore_eos=True),
+        SamplingParams(max_tokens=7, logit_bias={4: 3.0}, banned_token_ids=(9,), ignore_eos=True),
         SamplingParams(max_tokens=2),
         SamplingParams(max_tokens=5, stop="a", temperature=2.0, seed=1),
     ]
@@ -130,7 +130,7 @@ def test_a_stream_that_is_left(ranks, folder):
     wanted = [one.token_ids for one in llm.generate([prompt, prompt[:3]], params)]
     found = ranks(2).run(cases.cancel_and_go_on, path, (1, 2, 1), prompt)
     assert found[0][0] == wanted
-    assert found[0][1] == found[1][1] == sum(llm.plan.blocks)
+    assert found[0][1] == found[1][1] == sum(llm.plan.group_blocks)
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_a_soak(ranks, folder, name, shape):
 @pytest.mark.parametrize("victim", [1, slow(0)])
 def test_a_rank_that_dies(folder, victim):
     """Rank 0 notices inside of a step; a rank that waits for rank 0 to say something, outside of any."""
-    with Ranks(2, grace=40) as pool, pytest.raises(RankError) as caught:
+    with RankPool(2, failure_grace=40) as pool, pytest.raises(RankError) as caught:
         pool.run(cases.die, folder("llama"), (1, 2, 1), victim, [1, 2, 3])
     text = str(caught.value)
     assert f"rank {victim} of 2 failed: its process ended, killed by SIGKILL" in text
@@ -176,17 +176,17 @@ def test_a_process_that_starts_the_others(folder):
     """An LLM in a plain process; afterwards that is what it is again."""
     path, before = folder("qwen3_moe"), dict(os.environ)
     with LLM(path, tensor=2, expert=2, timeout=60.0, **cases.PLAIN) as llm:
-        assert llm.leads and llm.others is not None and not started_alone()
+        assert llm.is_driver and llm.workers is not None and not is_single_process()
         found = [one.token_ids for one in llm.generate(prompts(), greedy())]
-    assert all(process.returncode == 0 for process in llm.others.processes)
-    assert dict(os.environ) == before and started_alone()
+    assert all(process.returncode == 0 for process in llm.workers.processes)
+    assert dict(os.environ) == before and is_single_process()
     assert found == alone(path, greedy())
 
 
 def test_a_process_that_does_not_begin(capfd):
     before = dict(os.environ)
     with pytest.raises(RankError, match="rank [12] did not begin") as caught:
-        Others(3, "no_such_module", b"")
+        WorkerProcesses(3, "no_such_module", b"")
     assert caught.value.ranks and dict(os.environ) == before
     assert "No module named no_such_module" in capfd.readouterr().err
 
@@ -202,7 +202,7 @@ def test_what_can_not_be_divided_ends_all(folder):
     """The error of a share that can't be made; nobody is left, and nothing of a mesh."""
     with pytest.raises(ArgumentError, match="no experts to spread over 2 ranks"):
         LLM(folder("llama"), expert=2, **cases.PLAIN)
-    assert started_alone()
+    assert is_single_process()
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fulgurite.errors import ArgumentError, RankError
-from fulgurite.parallel import Mesh, MeshShape, Ranks, launch
-from fulgurite.parallel.collectives import share
+from fulgurite.parallel import Mesh, MeshShape, RankPool, launch
+from fulgurite.parallel.collectives import shard_range
 from tests.parallel import mesh_cases as cases
 
 
@@ -23,8 +23,8 @@ def test_axes_of_a_shape():
     assert shape.groups("tensor") == [[0, 1, 2], [3, 4, 5]]
     assert shape.groups("data") == [[0, 3], [1, 4], [2, 5]]
     assert shape.groups("expert") == [[0, 1], [2, 3], [4, 5]]
-    assert shape.groups("replica") == [[0, 2, 4], [1, 3, 5]]
-    for axis in ("world", "data", "tensor", "expert", "replica"):
+    assert shape.groups("expert_data") == [[0, 2, 4], [1, 3, 5]]
+    for axis in ("world", "data", "tensor", "expert", "expert_data"):
         assert sorted(r for group in shape.groups(axis) for r in group) == list(range(6))
 
 
@@ -42,7 +42,7 @@ def test_axes_of_a_shape():
 def test_equations_that_do_not_hold(world, data, tensor, expert, message):
     with pytest.raises(ArgumentError, match=message) as caught:
         MeshShape.for_world(world, data, tensor, expert)
-    assert "next" in caught.value.rows
+    assert "next" in caught.value.details
 
 
 def test_data_takes_what_tensor_leaves():
@@ -65,11 +65,11 @@ def test_a_started_rank_without_an_address(monkeypatch):
 @pytest.mark.parametrize(
     "variables, message",
     [
-        ({"WORLD_SIZE": "four"}, "WORLD_SIZE is 'four' and no number"),
-        ({"WORLD_SIZE": ""}, "WORLD_SIZE is '' and no number"),
-        ({"RANK": "1"}, "RANK 1 is none of 0 to WORLD_SIZE 1 - 1 = 0"),
-        ({"WORLD_SIZE": "0"}, "RANK 0 is none of 0 to WORLD_SIZE 0 - 1 = -1"),
-        ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK -1 is none of 0 to WORLD_SIZE 2 - 1 = 1"),
+        ({"WORLD_SIZE": "four"}, "WORLD_SIZE is 'four' and not a number"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE is '' and not a number"),
+        ({"RANK": "1"}, "RANK 1 is not in 0 to WORLD_SIZE 1 - 1 = 0"),
+        ({"WORLD_SIZE": "0"}, "RANK 0 is not in 0 to WORLD_SIZE 0 - 1 = -1"),
+        ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK -1 is not in 0 to WORLD_SIZE 2 - 1 = 1"),
         ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
     ],
 )
@@ -91,7 +91,7 @@ def test_a_timeout_is_a_time(timeout):
 @pytest.mark.parametrize("total", [0, 1, 5, 8, 97])
 @pytest.mark.parametrize("step", [1, 3])
 def test_shares_cover_everything_once(total, step):
-    ranges = [share(total, index, 4, step) for index in range(4)]
+    ranges = [shard_range(total, index, 4, step) for index in range(4)]
     assert [i for start, stop in ranges for i in range(start, stop)] == list(range(total))
     assert all(start % step == 0 or start == total for start, _ in ranges)
 
@@ -111,14 +111,14 @@ def test_the_wrong_number_of_ranks_is_said_on_all(ranks):
 
 def test_a_failing_function_ends_all_ranks():
     started = time.monotonic()
-    pool = Ranks(3, grace=0.5)
+    pool = RankPool(3, failure_grace=0.5)
     with pytest.raises(
         RankError, match="rank 1 of 3 failed: ValueError: no more of rank 1"
     ) as error:
         pool.run(cases.one_fails, 1)
     assert time.monotonic() - started < 30
     assert "rank 0: still running; killed" in str(error.value)
-    assert not pool.alive
+    assert not pool.is_alive
     with pytest.raises(RankError, match="have ended"):
         pool.run(cases.one_fails, 1)
 

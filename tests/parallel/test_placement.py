@@ -14,15 +14,15 @@ from torch import Tensor
 from fulgurite.errors import ArgumentError
 from fulgurite.parallel.placement import (
     Placement,
-    contiguous,
-    count_load,
-    moved,
-    read_load,
+    contiguous_placement,
+    count_expert_load,
+    count_moves,
+    read_expert_load,
     read_placement,
     save_placement,
-    simulate,
+    simulate_rank_load,
 )
-from fulgurite.parallel.rebalance import rebalance
+from fulgurite.parallel.rebalance import rebalance_experts
 
 
 def random_load(layers: int, experts: int, seed: int = 0, spread: float = 1.0) -> Tensor:
@@ -63,7 +63,7 @@ def best_by_trying_all(load: list[float], ranks: int, slots: int) -> float:
 )
 def test_near_the_best_there_is(experts: int, ranks: int, slots: int) -> None:
     load = random_load(12, experts, seed=experts)
-    made = simulate(load, rebalance(load, ranks, slots=slots)).load_LR.amax(1)
+    made = simulate_rank_load(load, rebalance_experts(load, ranks, slots=slots)).load_LR.amax(1)
     best = torch.tensor([best_by_trying_all(row, ranks, slots) for row in load.double().tolist()])
     excess = made / best.to(made)
     assert bool((excess > 1 - 1e-6).all())
@@ -88,22 +88,22 @@ def test_what_always_holds(
     experts: int, ranks: int, slots: int | None, nodes: int, groups: int
 ) -> None:
     load = random_load(3, experts, seed=ranks, spread=1.5)
-    made = rebalance(load, ranks, slots=slots, nodes=nodes, groups=groups)
+    made = rebalance_experts(load, ranks, slots=slots, nodes=nodes, groups=groups)
     assert made.slots_LS.shape == (3, slots or -(-experts // ranks) * ranks)
     replicas = made.replicas_LE
     assert int(replicas.min()) >= 1 and int(replicas.max()) <= max(ranks, 1)
-    balance = simulate(load, made)
+    balance = simulate_rank_load(load, made)
     assert torch.allclose(balance.load_LR.sum(1), load.double().sum(1))
     busiest_replica = (load / replicas).amax(1)
     bound = balance.load_LR.mean(1) + busiest_replica
     if groups == 1:
         assert bool((balance.load_LR.amax(1) <= bound * (1 + 1e-9)).all())
-    assert bool((balance.ratio_L >= 1 - 1e-9).all()) and balance.ratio >= 1 - 1e-9
+    assert bool((balance.imbalance_L >= 1 - 1e-9).all()) and balance.imbalance >= 1 - 1e-9
 
 
 def test_a_group_stays_on_one_node() -> None:
     load = random_load(4, 32)
-    made = rebalance(load, 8, slots=40, nodes=4, groups=8)
+    made = rebalance_experts(load, 8, slots=40, nodes=4, groups=8)
     groups_LNP = made.slots_LS.unflatten(1, (4, -1)) // 4
     for node_groups in groups_LNP.flatten(0, 1):
         assert len(set(node_groups.tolist())) == 2
@@ -112,52 +112,64 @@ def test_a_group_stays_on_one_node() -> None:
 def test_more_replicas_of_hot_experts_help() -> None:
     load = torch.full((2, 16), 10.0)
     load[:, 3] = 400.0
-    plain = simulate(load, contiguous(2, 16, 8)).ratio
-    packed = simulate(load, rebalance(load, 8)).ratio
-    spread = simulate(load, rebalance(load, 8, slots=24)).ratio
+    plain = simulate_rank_load(load, contiguous_placement(2, 16, 8)).imbalance
+    packed = simulate_rank_load(load, rebalance_experts(load, 8)).imbalance
+    spread = simulate_rank_load(load, rebalance_experts(load, 8, slots=24)).imbalance
     assert plain == pytest.approx(410 / (550 / 8)) and packed <= plain
     assert spread < 1.1 < packed
 
 
 def test_no_load_and_equal_load() -> None:
     nothing = torch.zeros(2, 8)
-    assert simulate(nothing, rebalance(nothing, 4, slots=12)).ratio == 1.0
+    assert simulate_rank_load(nothing, rebalance_experts(nothing, 4, slots=12)).imbalance == 1.0
     even = torch.full((1, 8), 3.0)
-    assert simulate(even, rebalance(even, 4)).ratio == pytest.approx(1.0)
-    assert rebalance(torch.zeros(0, 8), 4).layers == 0
+    assert simulate_rank_load(even, rebalance_experts(even, 4)).imbalance == pytest.approx(1.0)
+    assert rebalance_experts(torch.zeros(0, 8), 4).num_layers == 0
 
 
 def test_the_same_load_gives_the_same_places() -> None:
     load = random_load(5, 48)
-    one, two = rebalance(load, 8, slots=56), rebalance(load, 8, slots=56)
+    one, two = rebalance_experts(load, 8, slots=56), rebalance_experts(load, 8, slots=56)
     assert torch.equal(one.slots_LS, two.slots_LS)
 
 
 def test_what_lies_well_stays() -> None:
     load = random_load(6, 64)
-    old = rebalance(load, 8, slots=72)
-    assert moved(old, rebalance(load, 8, slots=72, old=old)) == 0
+    old = rebalance_experts(load, 8, slots=72)
+    assert count_moves(old, rebalance_experts(load, 8, slots=72, previous=old)) == 0
     drifted = load * torch.exp(0.3 * torch.randn(6, 64, generator=torch.Generator().manual_seed(5)))
-    fresh, aligned = rebalance(drifted, 8, slots=72), rebalance(drifted, 8, slots=72, old=old)
-    assert simulate(drifted, aligned).ratio == pytest.approx(simulate(drifted, fresh).ratio)
-    assert moved(old, aligned) < moved(old, fresh)
-    assert simulate(drifted, aligned).ratio < simulate(drifted, old).ratio
+    fresh, aligned = (
+        rebalance_experts(drifted, 8, slots=72),
+        rebalance_experts(drifted, 8, slots=72, previous=old),
+    )
+    assert simulate_rank_load(drifted, aligned).imbalance == pytest.approx(
+        simulate_rank_load(drifted, fresh).imbalance
+    )
+    assert count_moves(old, aligned) < count_moves(old, fresh)
+    assert (
+        simulate_rank_load(drifted, aligned).imbalance < simulate_rank_load(drifted, old).imbalance
+    )
 
 
 @pytest.mark.parametrize("moves", [0, 1, 6, 20])
 def test_a_budget_of_moves(moves: int) -> None:
     load = random_load(4, 64)
-    old = rebalance(load, 8, slots=72)
+    old = rebalance_experts(load, 8, slots=72)
     drifted = load * torch.exp(0.4 * torch.randn(4, 64, generator=torch.Generator().manual_seed(6)))
-    new = rebalance(drifted, 8, slots=72, old=old, moves=moves)
-    assert moved(old, new) <= 4 * moves
-    was, now = simulate(drifted, old).load_LR.amax(1), simulate(drifted, new).load_LR.amax(1)
+    new = rebalance_experts(drifted, 8, slots=72, previous=old, max_moves=moves)
+    assert count_moves(old, new) <= 4 * moves
+    was, now = (
+        simulate_rank_load(drifted, old).load_LR.amax(1),
+        simulate_rank_load(drifted, new).load_LR.amax(1),
+    )
     assert bool((now <= was * (1 + 1e-9)).all())
     if moves == 20:
-        assert simulate(drifted, new).ratio < 1 + 0.5 * (simulate(drifted, old).ratio - 1)
+        assert simulate_rank_load(drifted, new).imbalance < 1 + 0.5 * (
+            simulate_rank_load(drifted, old).imbalance - 1
+        )
     # What stays on its rank stays in its slot.
     for rank in range(8):
-        for old_P, new_P in zip(old.by_rank_LRP[:, rank], new.by_rank_LRP[:, rank], strict=True):
+        for old_P, new_P in zip(old.experts_LRP[:, rank], new.experts_LRP[:, rank], strict=True):
             assert all(a == b or a not in new_P for a, b in zip(old_P, new_P, strict=True))
 
 
@@ -165,14 +177,14 @@ def test_moves_are_counted_by_rank() -> None:
     old = Placement(torch.tensor([[0, 1, 2, 3]]), 4, 2)
     same = Placement(torch.tensor([[1, 0, 3, 2]]), 4, 2)
     other = Placement(torch.tensor([[0, 2, 1, 3]]), 4, 2)
-    assert moved(old, same) == 0 and moved(old, other) == 2
+    assert count_moves(old, same) == 0 and count_moves(old, other) == 2
     with pytest.raises(ArgumentError, match="different models"):
-        moved(old, contiguous(2, 4, 2))
+        count_moves(old, contiguous_placement(2, 4, 2))
 
 
 def test_the_router_finds_every_replica_in_turn() -> None:
     placement = Placement(torch.tensor([[2, 0, 1, 2, 2, 0], [0, 1, 2, 0, 1, 2]]), 3, 3)
-    table = placement.table()
+    table = placement.replica_table()
     experts = torch.tensor([[2, 0], [2, 1], [2, 0], [2, 1]])
     assert table.remap(0, experts).tolist() == [[0, 1], [3, 2], [4, 1], [0, 2]]
     assert table.remap(0, experts, first_token=1).tolist() == [[3, 5], [4, 2], [0, 5], [3, 2]]
@@ -181,7 +193,7 @@ def test_the_router_finds_every_replica_in_turn() -> None:
 
 
 def test_an_expert_that_does_not_exist_has_no_slot() -> None:
-    table = Placement(torch.tensor([[2, 0, 1, 0]]), 3, 2).table()
+    table = Placement(torch.tensor([[2, 0, 1, 0]]), 3, 2).replica_table()
     found = table.remap(0, torch.tensor([[0, -1], [3, 1], [2, 10**9]]))
     assert found.tolist() == [[1, -1], [-1, 2], [0, -1]]
 
@@ -192,45 +204,48 @@ def test_a_routed_batch_lands_where_the_simulator_says(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     chances = torch.exp(torch.randn(24, generator=generator))
     experts = torch.multinomial(chances.expand(4096, -1), 4, generator=generator)
-    load = count_load(experts, 24)[None]
-    placement = rebalance(load, 4, slots=32)
-    slots = placement.table().remap(0, experts)
+    load = count_expert_load(experts, 24)[None]
+    placement = rebalance_experts(load, 4, slots=32)
+    slots = placement.replica_table().remap(0, experts)
     assert torch.equal(placement.slots_LS[0][slots], experts)  # the right expert, always
     visits = torch.bincount(slots.flatten() // placement.slots_per_rank, minlength=4)
-    predicted = simulate(load, placement).load_LR[0]
+    predicted = simulate_rank_load(load, placement).load_LR[0]
     assert float((visits - predicted).abs().max() / predicted.mean()) < 0.05
 
 
 def test_what_is_refused() -> None:
     load = random_load(1, 8)
     with pytest.raises(ArgumentError, match="a multiple of 4 from 8 to 32"):
-        rebalance(load, 4, slots=10)
-    with pytest.raises(ArgumentError, match="4 ranks can't be spread evenly over 3 nodes"):
-        rebalance(load, 4, nodes=3)
-    with pytest.raises(ArgumentError, match="0 ranks can't be spread"):
-        rebalance(load, 0)
+        rebalance_experts(load, 4, slots=10)
+    with pytest.raises(ArgumentError, match="4 ranks can't be divided evenly over 3 nodes"):
+        rebalance_experts(load, 4, nodes=3)
+    with pytest.raises(ArgumentError, match="0 ranks can't be divided"):
+        rebalance_experts(load, 0)
     with pytest.raises(ArgumentError, match="a multiple of 8 from 8 to 16"):  # a node has two ranks
-        rebalance(load, 8, slots=40, nodes=4, groups=8)
+        rebalance_experts(load, 8, slots=40, nodes=4, groups=8)
     with pytest.raises(ArgumentError, match="3 groups of 8 experts"):
-        rebalance(load, 4, nodes=2, groups=3)
-    with pytest.raises(ArgumentError, match="moves=3 needs an old placement"):
-        rebalance(load, 4, moves=3)
-    with pytest.raises(ArgumentError, match="expert 2 of layer 0 lies nowhere"):
+        rebalance_experts(load, 4, nodes=2, groups=3)
+    with pytest.raises(ArgumentError, match="max_moves=3 needs a previous placement"):
+        rebalance_experts(load, 4, max_moves=3)
+    with pytest.raises(ArgumentError, match="expert 2 of layer 0 is in no slot"):
         Placement(torch.tensor([[0, 1, 1, 3]]), 4, 2)
     with pytest.raises(ArgumentError, match="outside 0 to 3"):
         Placement(torch.tensor([[0, 1, 2, 4]]), 4, 2)
     for ranks in (3, 0, -4):
-        with pytest.raises(ArgumentError, match=f"can't be shared evenly by {ranks} ranks"):
+        with pytest.raises(ArgumentError, match=f"can't be divided evenly over {ranks} ranks"):
             Placement(torch.tensor([[0, 1, 2, 3]]), 4, ranks)
     for bad in (torch.tensor([1.0]), torch.tensor([[-1.0]]), torch.tensor([[float("nan")]])):
-        with pytest.raises(ArgumentError, match="a load"):
-            rebalance(bad, 1)
+        with pytest.raises(ArgumentError, match="an expert load"):
+            rebalance_experts(bad, 1)
 
 
 def test_a_placement_survives_its_file(tmp_path: Path) -> None:
-    made = rebalance(random_load(2, 8), 4, slots=12)
+    made = rebalance_experts(random_load(2, 8), 4, slots=12)
     read = read_placement(save_placement(made, tmp_path / "places.json"))
-    assert torch.equal(read.slots_LS, made.slots_LS) and (read.experts, read.ranks) == (8, 4)
+    assert torch.equal(read.slots_LS, made.slots_LS) and (read.num_experts, read.num_ranks) == (
+        8,
+        4,
+    )
     (tmp_path / "other.json").write_text('{"experts": 8}')
     (tmp_path / "cut.json").write_text('{"experts": 8')
     (tmp_path / "list.json").write_text("[1]")
@@ -238,7 +253,7 @@ def test_a_placement_survives_its_file(tmp_path: Path) -> None:
     (tmp_path / "large.json").write_text('{"experts": 2, "ranks": 1, "slots": [[0, 1e30]]}')
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
     for name in ("other.json", "cut.json", "list.json", "ragged.json", "large.json", "bytes.json"):
-        with pytest.raises(ArgumentError, match="holds no placement"):
+        with pytest.raises(ArgumentError, match="is not a placement"):
             read_placement(tmp_path / name)
     with pytest.raises(ArgumentError, match="can't be read"):
         read_placement(tmp_path / "missing.json")
@@ -252,14 +267,14 @@ def test_files_of_load(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("1,2,0\n5,0,7\n")
     np.save(tmp_path / "a.npy", np.array(rows, dtype=np.int32))
     for suffix in ("json", "csv", "npy"):
-        assert read_load(tmp_path / f"a.{suffix}").tolist() == rows
+        assert read_expert_load(tmp_path / f"a.{suffix}").tolist() == rows
     (tmp_path / "b.json").write_text("[[1, 2], [3]]")
     (tmp_path / "c.json").write_text("{")
     np.save(tmp_path / "p.npy", np.array([{"pickled": 1}]), allow_pickle=True)
     for name in ("b.json", "c.json", "p.npy"):
-        with pytest.raises(ArgumentError, match="holds no load"):
-            read_load(tmp_path / name)
+        with pytest.raises(ArgumentError, match="is not an expert load"):
+            read_expert_load(tmp_path / name)
     with pytest.raises(ArgumentError, match="can't be read"):
-        read_load(tmp_path / "missing.json")
-    with pytest.raises(ArgumentError, match="no load that can be read"):
-        read_load(tmp_path / "load.pt")
+        read_expert_load(tmp_path / "missing.json")
+    with pytest.raises(ArgumentError, match="is not an expert load"):
+        read_expert_load(tmp_path / "load.pt")

@@ -10,6 +10,7 @@ import copy
 import pytest
 import torch
 
+from tests.kernels.dispatch.cases import round_trip
 from tests.parallel import expert_cases as cases
 from tests.parallel.model_cases import distance, mesh_of
 
@@ -23,14 +24,22 @@ def several_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compare(count: int, wire: str, kind: str, rounds: int) -> float:
     """The largest distance over many steps with changing numbers of tokens, none among them."""
-    from fulgurite.parallel import spread_experts
-    from fulgurite.parallel.transport_symmetric import Plan, Symmetric, symmetric_memory
+    from fulgurite.parallel import apply_expert_parallel
+    from fulgurite.parallel.dispatcher_symmetric import (
+        DispatchConfig,
+        SymmetricMemoryDispatcher,
+        allocate_symmetric_buffer,
+    )
 
     mesh = mesh_of((count, 1, count))
-    plan = Plan(16, 3, cases.HIDDEN, 8 // count, wire=wire, result="f32")
-    transport = Symmetric(mesh.expert, plan, symmetric_memory(mesh.expert, plan, mesh.device))
+    plan = DispatchConfig(
+        16, 3, cases.HIDDEN, 8 // count, dispatch_format=wire, combine_format="f32"
+    )
+    transport = SymmetricMemoryDispatcher(
+        mesh.expert, plan, allocate_symmetric_buffer(mesh.expert, plan, mesh.device)
+    )
     whole = cases.make_experts(kind, 8, 3, torch.float32).to(mesh.device)
-    ours = spread_experts(copy.deepcopy(whole), transport)
+    ours = apply_expert_parallel(copy.deepcopy(whole), transport)
     generator = torch.Generator().manual_seed(0)
     worst = 0.0
     for round in range(rounds):
@@ -41,7 +50,7 @@ def compare(count: int, wire: str, kind: str, rounds: int) -> float:
         x, routes = x.to(mesh.device), type(routes)(*(part.to(mesh.device) for part in routes))
         with torch.no_grad():
             out = ours(x, routes)
-            rounded = transport.wire.rounded(x)
+            rounded = round_trip(wire, x)
             worst = max(worst, distance(out, whole(rounded, routes)))
         transport.check()
     return worst
@@ -63,22 +72,30 @@ def test_four_ranks_under_pressure(several_on_one_gpu):
 
 def compare_gradients(count: int, rounds: int) -> float:
     """Of tokens, weights and this rank's experts, against all experts on one rank."""
-    from fulgurite.parallel import spread_experts
-    from fulgurite.parallel.collectives import sum_over
-    from fulgurite.parallel.transport_gradients import Differentiable, gradient_plan
-    from fulgurite.parallel.transport_symmetric import Plan, Symmetric, symmetric_memory
+    from fulgurite.parallel import apply_expert_parallel
+    from fulgurite.parallel.collectives import all_reduce
+    from fulgurite.parallel.dispatcher_gradients import DifferentiableDispatcher, gradient_config
+    from fulgurite.parallel.dispatcher_symmetric import (
+        DispatchConfig,
+        SymmetricMemoryDispatcher,
+        allocate_symmetric_buffer,
+    )
 
     mesh = mesh_of((count, 1, count))
-    there = Plan(16, 3, cases.HIDDEN, 8 // count, wire="f32", result="f32")
-    plans = there, gradient_plan(there, torch.float32)
-    transport = Differentiable(
+    there = DispatchConfig(
+        16, 3, cases.HIDDEN, 8 // count, dispatch_format="f32", combine_format="f32"
+    )
+    plans = there, gradient_config(there, torch.float32)
+    transport = DifferentiableDispatcher(
         *(
-            Symmetric(mesh.expert, plan, symmetric_memory(mesh.expert, plan, mesh.device))
+            SymmetricMemoryDispatcher(
+                mesh.expert, plan, allocate_symmetric_buffer(mesh.expert, plan, mesh.device)
+            )
             for plan in plans
         )
     )
     whole = cases.make_experts("plain", 8, 3, torch.float32).to(mesh.device)
-    ours = spread_experts(copy.deepcopy(whole), transport)
+    ours = apply_expert_parallel(copy.deepcopy(whole), transport)
     worst = 0.0
     for round in range(rounds):
         tokens = (5 * mesh.rank + 3 * round) % 17
@@ -98,7 +115,7 @@ def compare_gradients(count: int, rounds: int) -> float:
         for name, parameter in ours.experts.named_parameters():
             alone = whole.get_parameter(name).grad
             alone = torch.zeros_like(whole.get_parameter(name)) if alone is None else alone
-            total = sum_over(alone.cpu(), mesh.expert)[first : first + 8 // count]
+            total = all_reduce(alone.cpu(), mesh.expert)[first : first + 8 // count]
             worst = max(worst, distance(parameter.grad.cpu(), total))
     return worst
 

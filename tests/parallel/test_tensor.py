@@ -7,10 +7,10 @@ import torch
 
 from fulgurite.errors import ArgumentError, RankError
 from fulgurite.models import ModelConfig
-from fulgurite.models.config import Fields
-from fulgurite.models.registry import family_of
+from fulgurite.models.config import ConfigFields
+from fulgurite.models.families.registry import find_family
 from fulgurite.parallel import Axis, Mesh, MeshShape, launch, parallelize
-from fulgurite.parallel.cutting import Cutter
+from fulgurite.parallel.sharding import Sharder
 from tests.parallel import model_cases as cases
 
 COMMON = {
@@ -87,7 +87,7 @@ MORE = [(4, 1, 2), (1, 4, 2), (2, 2, 2), *SPREAD.values(), TENSOR, BOTH]
 def config_of(name: str, **changed: object) -> ModelConfig:
     architecture, fields = (DENSE | MIXTURES)[name]
     values = COMMON | fields | {"architectures": [f"{architecture}ForCausalLM"]} | changed
-    return family_of(Fields(values, name)).read_config(Fields(values, name))
+    return find_family(ConfigFields(values, name)).read_config(ConfigFields(values, name))
 
 
 def check(pool, config, shape, lengths=LENGTHS, placement=None):
@@ -186,7 +186,7 @@ def test_packed_experts_are_cut_and_spread(ranks, recipe):
 def test_blocks_that_can_not_be_cut():
     """Two shares of 128 are inside of blocks of 128."""
     config = config_of("qwen3", hidden_size=128, intermediate_size=128, head_dim=64)
-    with pytest.raises(RankError, match="128 can't be shared by 2 ranks") as caught:
+    with pytest.raises(RankError, match="128 can't be sharded over 2 ranks") as caught:
         launch(cases.compare_packed, 2, config, (1, 2, 1), "fp8_e4m3_1x128")
     assert "choose a tensor axis of 1" in str(caught.value)
 
@@ -194,19 +194,24 @@ def test_blocks_that_can_not_be_cut():
 @pytest.mark.parametrize(
     "total, step, ranks, says",
     [
-        (10, 1, 6, "2 x 5 = 10 leave nothing to the last one\n.* where .*layer\n.* axis of 5"),
+        (10, 1, 6, "2 x 5 = 10 leave nothing for the last rank\n.* where .*layer\n.* axis of 5"),
         (50, 1, 30, "2 x 29 = 58 leave nothing .*\n.*\n.* axis of 25"),
-        (96, 32, 4, "32 x 3 = 96 leave .*\n.* where .*layer, cut at multiples of 32\n.* axis of 3"),
+        (
+            96,
+            32,
+            4,
+            "32 x 3 = 96 leave .*\n.* where .*layer, sharded at multiples of 32\n.* axis of 3",
+        ),
     ],
 )
 def test_ranks_that_would_have_nothing(total, step, ranks, says):
     """Fewer ranks than parts may still be too many: 10 in shares of 2 are 5."""
     axis = Axis("tensor", tuple(range(ranks)), 0)
-    cutter = Cutter(torch.nn.Module(), axis, shares=None)
+    cutter = Sharder(torch.nn.Module(), axis, sharding=None)
     with pytest.raises(ArgumentError, match=says) as caught:
-        cutter.check_enough("layer", total, step)
+        cutter.check_divisible("layer", total, step)
     advised = Axis("tensor", tuple(range(int(str(caught.value).split()[-1]))), 0)
-    Cutter(torch.nn.Module(), advised, shares=None).check_enough("layer", total, step)
+    Sharder(torch.nn.Module(), advised, sharding=None).check_divisible("layer", total, step)
 
 
 def test_generation_with_a_cache(ranks):
@@ -225,9 +230,10 @@ def test_the_report_says_what_was_divided(ranks):
     report = ranks(2).run(cases.compare, config_of("qwen3_moe"), (1, 2, 1), (3,), None)[0].report
     lines = {line.split()[0]: line.split()[1:] for line in report.splitlines()}
     assert report.splitlines()[0] == str(MeshShape(1, 2, 1))
-    assert lines["embedding.weight"] == "vocabulary 97 x 64 49 x 64".split()
-    assert lines["layers.0-2.attention.query.weight"] == "query 64 x 64 32 x 64".split()
-    assert lines["layers.1.feed_forward.down.weight"] == "row 64 x 96 64 x 48".split()
+    assert lines["embed_tokens.weight"] == "vocabulary 97 x 64 49 x 64".split()
+    assert lines["layers.0-2.attention.q_proj.weight"] == "query 64 x 64 32 x 64".split()
+    assert lines["layers.1.feed_forward.down_proj.weight"] == "row 64 x 96 64 x 48".split()
     assert (
-        lines["layers.0,2.feed_forward.experts.down"] == "experts 8 x 64 x 40 8 x 64 x 20".split()
+        lines["layers.0,2.feed_forward.experts.down_proj"]
+        == "experts 8 x 64 x 40 8 x 64 x 20".split()
     )

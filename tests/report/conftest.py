@@ -47,7 +47,7 @@ class Pointwise(fulgurite.Executor):
 def explained() -> Explanation:
     """Three layers, trained, with a user's executor and the torch executor."""
     torch.manual_seed(0)
-    model = fulgurite.compile(Stack(), regions="whole", executors=[Pointwise(), "torch"])
+    model = fulgurite.compile(Stack(), granularity="model", executors=[Pointwise(), "torch"])
     x = torch.randn(4, 16)
     model(x).sum().backward()
     return model.explain(x)

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fulgurite.explain import Explanation, GraphSummary, ProgramSummary
+from fulgurite.explain import Explanation, GraphSummary, CompiledGraphSummary
 from fulgurite.report.markup import VOID
 from fulgurite.trace import Trace
 
@@ -35,7 +35,7 @@ def chain_explanation(length: int) -> Explanation:
     """The explanation of a long trace."""
     traces = [chain(length, stage) for stage in ("functional", "claimed", "final")]
     stages = [(trace.stage, 0.001) for trace in traces]
-    program = ProgramSummary("inference", length, {"torch": length}, 256, 256, stages)
+    program = CompiledGraphSummary("inference", length, {"torch": length}, 256, 256, stages)
     graph = GraphSummary(0, "model.py:1", 0.1, [program], {}, [])
     return Explanation("executors torch", "mincut", "whole", [graph], [], {}, traces)
 

@@ -12,7 +12,7 @@ import pytest
 
 from fulgurite.explain import Explanation
 from fulgurite.report.html import render_page
-from fulgurite.report.stages import programs_of
+from fulgurite.report.stages import group_stages
 from tests.report.support import Page
 from tests.report.test_html import walk
 
@@ -74,7 +74,7 @@ def test_rows_of_any_two_stages(explained: Explanation, tmp_path: Path) -> None:
             [list(row) for row in walk(before, after)[:-1]]  # the empty line after the last newline
             for before, after in itertools.combinations_with_replacement(program.stages, 2)
         ]
-        for program in programs_of(explained.traces)
+        for program in group_stages(explained.traces)
     ]
     assert seen == expected
 
@@ -86,7 +86,7 @@ def test_a_pane_shows_its_stage_word_for_word(explained: Explanation, tmp_path: 
         ".map((line) => line.textContent)); })()"
     )
     seen = result_of(after_running(render_page(explained), script, tmp_path))
-    stages = programs_of(explained.traces)[0].stages
+    stages = group_stages(explained.traces)[0].stages
     assert seen == [stages[-2].lines[:-1], stages[-1].lines[:-1]]
 
 
@@ -100,7 +100,7 @@ def test_search_marks_lines_and_nodes(explained: Explanation, tmp_path: Path) ->
     texts = {line for trace in explained.traces for line in trace.text.split("\n")}
     assert sorted(lines) == sorted(line for line in texts if "addmm" in line.lower())
     assert lines
-    final = programs_of(explained.traces)[0].final
+    final = group_stages(explained.traces)[0].final
     reads_or_is = [
         node
         for node in final.ops

@@ -13,9 +13,9 @@ from torch import fx
 
 import fulgurite
 from fulgurite.explain import Explanation
-from fulgurite.report.graph import colour_of, draw, place_level, shorten
-from fulgurite.report.items import Level, level_of, levels_of
-from fulgurite.report.layout import LANE, Box, Layout, lay_out
+from fulgurite.report.graph import executor_colour, draw_trace, layout_level, shorten_label
+from fulgurite.report.items import Level, build_level, build_levels
+from fulgurite.report.layout import MAX_LANE_LAYERS, Box, Layout, compute_layout
 from fulgurite.trace import Trace
 from fulgurite.trace.cost import is_view
 from fulgurite.trace.region import Region
@@ -44,7 +44,7 @@ def finals(explanation: Explanation) -> list[Trace]:
 @pytest.mark.parametrize("seed", range(12))
 def test_boxes_are_placed_once_inside_and_apart(seed: int) -> None:
     boxes, edges = random_graph(seed, 5 + 12 * seed)
-    layout = lay_out(boxes, edges)
+    layout = compute_layout(boxes, edges)
     assert [(p.width, p.height) for p in layout.places] == [(b.width, b.height) for b in boxes]
     for place in layout.places:
         assert place.left >= 0 and place.top >= 0
@@ -58,7 +58,7 @@ def test_boxes_are_placed_once_inside_and_apart(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_edges_go_downwards_and_around_boxes(seed: int) -> None:
     boxes, edges = random_graph(seed, 5 + 12 * seed)
-    layout = lay_out(boxes, edges)
+    layout = compute_layout(boxes, edges)
     assert len(layout.routes) == len(edges)
     for (source, target), route in zip(edges, layout.routes, strict=True):
         start, end = layout.places[source], layout.places[target]
@@ -68,7 +68,7 @@ def test_edges_go_downwards_and_around_boxes(seed: int) -> None:
         assert end.left < route.points[-1][0] < end.left + end.width
         heights = [y for _, y in route.points]
         assert heights == sorted(heights)
-        assert route.direct == (end.layer - start.layer > LANE)
+        assert route.direct == (end.layer - start.layer > MAX_LANE_LAYERS)
         if not route.direct:
             assert_clear(layout, route.points, {source, target})
 
@@ -85,13 +85,13 @@ def assert_clear(layout: Layout, points: list[tuple[float, float]], ends: set[in
 
 def test_a_chain_is_straight() -> None:
     boxes = [Box(40.0 + 10 * (i % 5), 24.0) for i in range(40)]
-    layout = lay_out(boxes, [(i, i + 1) for i in range(39)])
+    layout = compute_layout(boxes, [(i, i + 1) for i in range(39)])
     assert max(p.center for p in layout.places) - min(p.center for p in layout.places) <= 0.2
     assert [p.layer for p in layout.places] == list(range(40))
 
 
 def test_two_branches_stand_beside_their_fork() -> None:
-    layout = lay_out([Box(50.0, 24.0)] * 4, [(0, 1), (0, 2), (1, 3), (2, 3)])
+    layout = compute_layout([Box(50.0, 24.0)] * 4, [(0, 1), (0, 2), (1, 3), (2, 3)])
     fork, left, right, join = layout.places
     assert left.top == right.top
     assert fork.center == pytest.approx(join.center, abs=1)
@@ -101,17 +101,17 @@ def test_two_branches_stand_beside_their_fork() -> None:
 def test_an_input_stands_just_above_its_first_use() -> None:
     """Box 0 is used by box 5 only: it sinks from the first layer to the one above box 5."""
     boxes = [Box(40.0, 16.0, light=True), *[Box(60.0, 24.0)] * 5]
-    layout = lay_out(boxes, [(1, 2), (2, 3), (3, 4), (4, 5), (0, 5)])
+    layout = compute_layout(boxes, [(1, 2), (2, 3), (3, 4), (4, 5), (0, 5)])
     assert layout.places[0].layer == layout.places[5].layer - 1
 
 
 def test_layout_refuses_an_edge_against_the_order() -> None:
     with pytest.raises(AssertionError, match="goes against"):
-        lay_out([Box(1.0, 1.0)] * 2, [(1, 0)])
+        compute_layout([Box(1.0, 1.0)] * 2, [(1, 0)])
 
 
 def test_nothing_to_place() -> None:
-    assert lay_out([], []).places == []
+    assert compute_layout([], []).places == []
 
 
 def count_calls(function, *arguments) -> int:
@@ -138,8 +138,8 @@ def test_layout_is_linear() -> None:
 
 
 def place_work(length: int) -> dict[str, int]:
-    level = level_of(chain(length), None)
-    return {"slots": place_level(level).slots, "calls": count_calls(place_level, level)}
+    level = build_level(chain(length), None)
+    return {"slots": layout_level(level).slots, "calls": count_calls(layout_level, level)}
 
 
 # ---- what is drawn -------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def expected_edges(trace: Trace) -> set[tuple[str, str]]:
 
 def test_every_call_has_one_box_and_every_value_one_edge(explained: Explanation) -> None:
     for trace in finals(explained):
-        level = level_of(trace, None)
+        level = build_level(trace, None)
         names = [name for item in level.items for name in item.nodes]
         calls = {target for _, target in expected_edges(trace)}
         inputs = {node.name for node in trace.inputs}
@@ -178,7 +178,7 @@ def test_every_call_has_one_box_and_every_value_one_edge(explained: Explanation)
 
 def test_modules_hold_every_call_once_at_each_depth(explained: Explanation) -> None:
     for trace in finals(explained):
-        *modules, ops = levels_of(trace)
+        *modules, ops = build_levels(trace)
         assert modules and ops.depth is None
         everything = sorted(name for item in ops.items for name in item.nodes)
         for level in modules:
@@ -195,14 +195,14 @@ def test_modules_hold_every_call_once_at_each_depth(explained: Explanation) -> N
 
 def test_layers_of_a_model_are_boxes(plain: Explanation, explained: Explanation) -> None:
     (forward, *_) = finals(explained)
-    labels = [item.label for level in levels_of(forward) for item in level.items]
+    labels = [item.label for level in build_levels(forward) for item in level.items]
     assert {"self.layers.0", "self.layers.1", "self.layers.2"} <= set(labels)
     assert "self.up" not in labels  # of the other model
 
 
 def test_boxes_say_what_runs_them(explained: Explanation) -> None:
     forward = finals(explained)[0]
-    level = level_of(forward, None)
+    level = build_level(forward, None)
     item_of = {item.nodes[0]: item for item in level.items}
     kinds = set()
     for node in forward.ops:
@@ -219,12 +219,12 @@ def test_boxes_say_what_runs_them(explained: Explanation) -> None:
             assert item.kind == ("view" if is_view(node) else "op")
             assert item.executor == "torch"
     assert kinds == {"op", "view", "region"}
-    widths = {p.height for p, i in zip(place_level(level).places, level.items, strict=True)}
+    widths = {p.height for p, i in zip(layout_level(level).places, level.items, strict=True)}
     assert len(widths) == 3  # views and inputs are smaller than calls, and those than regions
 
 
 def test_an_edge_names_its_value_with_dtype_and_shape(plain: Explanation) -> None:
-    level = level_of(finals(plain)[0], None)
+    level = build_level(finals(plain)[0], None)
     said = [text for flow in level.flows for text in flow.values]
     assert "x: f32[4, 16]" in said
     assert "up_weight: f32[48, 16]" in said
@@ -232,7 +232,7 @@ def test_an_edge_names_its_value_with_dtype_and_shape(plain: Explanation) -> Non
 
 def test_returned_values_are_marked(plain: Explanation) -> None:
     trace = finals(plain)[0]
-    level = level_of(trace, None)
+    level = build_level(trace, None)
     returned = {name for item in level.items if item.returned for name in item.values}
     assert {node.name for node in trace.outputs if isinstance(node, fx.Node)} <= returned
     assert not all(item.returned for item in level.items)
@@ -251,7 +251,7 @@ def test_a_module_called_twice_keeps_the_graph_acyclic() -> None:
     compiled = fulgurite.compile(Twice())
     with torch.no_grad():
         compiled(torch.randn(2, 4))
-    level = level_of(compiled.last_trace(), 2)
+    level = build_level(compiled.last_trace(), 2)
     labels = [item.label for item in level.items if item.kind != "input"]
     assert labels == ["self.twice", "sin", "cos", "mul", "self.twice"]
     assert all(flow.source < flow.target for flow in level.flows)
@@ -259,20 +259,20 @@ def test_a_module_called_twice_keeps_the_graph_acyclic() -> None:
 
 def test_drawing_is_deterministic(explained: Explanation) -> None:
     for trace in finals(explained):
-        assert draw(trace, ["pointwise", "torch"]) == draw(trace, ["pointwise", "torch"])
+        assert draw_trace(trace, ["pointwise", "torch"]) == draw_trace(trace, ["pointwise", "torch"])
 
 
 def test_colours_are_fixed_for_ours_and_distinct_for_others() -> None:
-    assert [colour_of(name) for name in ("torch", "fuser", "kernels", "inductor")] == [0, 1, 2, 3]
+    assert [executor_colour(name) for name in ("torch", "fuser", "kernels", "inductor")] == [0, 1, 2, 3]
     known = ["a", "b", "torch", "c"]
-    assert len({colour_of(name, known) for name in known}) == 4
+    assert len({executor_colour(name, known) for name in known}) == 4
 
 
 def test_long_names_keep_their_end() -> None:
-    assert shorten("self.layers.11.attention.projection", 16) == "…tion.projection"
-    assert shorten("mm") == "mm"
+    assert shorten_label("self.layers.11.attention.projection", 16) == "…tion.projection"
+    assert shorten_label("mm") == "mm"
 
 
 def test_a_level_without_ops_draws() -> None:
     level = Level(None, [], [])
-    assert place_level(level).places == []
+    assert layout_level(level).places == []

@@ -19,14 +19,14 @@ import torch
 
 import fulgurite
 from fulgurite.capture.dynamo import GraphBreak
-from fulgurite.executors.tune import Decision
+from fulgurite.trace.decisions import Decision
 from fulgurite.explain import Explanation
 from fulgurite.report import write_html
 from fulgurite.report.html import render_page
-from fulgurite.report.markup import Markup, element, json_script, text
-from fulgurite.report.stages import TITLE, Stage, keys_of, match, programs_of, thread
-from fulgurite.report.tables import decisions_table
-from fulgurite.trace.cost import bytes_text, seconds_text
+from fulgurite.report.markup import Markup, make_element, make_json_script, escape_text
+from fulgurite.report.stages import TITLE_ID, Stage, line_keys, match_lines, group_stages, match_stages
+from fulgurite.report.tables import make_decisions_table
+from fulgurite.trace.cost import format_bytes, format_seconds
 from tests.report.support import Element, Page, chain, chain_explanation
 from tests.report.test_graph import count_calls
 
@@ -87,16 +87,16 @@ def test_page_shows_what_explain_prints(explained: Explanation) -> None:
     assert printed.text == str(explained)
     cells = Counter(cell.text for cell in page.root.all("td"))
     for graph in explained.graphs:
-        for program in graph.programs:
+        for program in graph.compiled_graphs:
             for number in (program.captured_ops, *program.calls.values()):
                 assert cells[str(number)]
-            assert cells[bytes_text(program.bytes_in)] and cells[bytes_text(program.bytes_out)]
-            assert cells[seconds_text(program.seconds)]
+            assert cells[format_bytes(program.bytes_in)] and cells[format_bytes(program.bytes_out)]
+            assert cells[format_seconds(program.seconds)]
             stages = [f"{1e3 * seconds:.1f}" for _, seconds in program.stages]
             assert all(cells[stage] for stage in stages)
     assert explained.times
     for name, seconds in explained.times.items():
-        assert cells[seconds_text(seconds)] and name in page.root.text
+        assert cells[format_seconds(seconds)] and name in page.root.text
 
 
 def rows_under(page: Page, head: str) -> list[list[Element]]:
@@ -163,7 +163,7 @@ def test_a_hostile_source_line_stays_text(tmp_path: Path) -> None:
         compiled = fulgurite.compile(load_source(tmp_path, name, comment).function)
         compiled(torch.ones(2))
         found = GraphBreak(comment, comment, str(tmp_path / f"{name}.py"), 2)
-        explanation = replace(compiled.explain(), options=comment, regions=comment, breaks=[found])
+        explanation = replace(compiled.explain(), options=comment, granularity=comment, breaks=[found])
         pages.append(Page(render_page(explanation)))
         assert comment in explanation.traces[-1].text
         assert pages[-1].stage_texts() == [trace.text for trace in explanation.traces]
@@ -175,17 +175,17 @@ def test_a_hostile_source_line_stays_text(tmp_path: Path) -> None:
 
 
 def test_markup_escapes_what_is_not_markup() -> None:
-    inner = element("b", "<&>")
+    inner = make_element("b", "<&>")
     assert inner == "<b>&lt;&amp;&gt;</b>"
-    made = element("p", inner, '"', class_='a"b', hidden=True, id=None, data_line=3)
+    made = make_element("p", inner, '"', class_='a"b', hidden=True, id=None, data_line=3)
     assert made == '<p class="a&quot;b" hidden data-line="3"><b>&lt;&amp;&gt;</b>&quot;</p>'
-    assert text(Markup("<i>")) == "<i>"
-    assert text("caf\udce9") == "caf?"  # a file name that isn't UTF-8
+    assert escape_text(Markup("<i>")) == "<i>"
+    assert escape_text("caf\udce9") == "caf?"  # a file name that isn't UTF-8
 
 
 def test_data_cannot_end_its_script() -> None:
     hostile = {"</script>": ["<!--<script>", "\u2028&\udce9"]}
-    script = json_script("data", hostile)
+    script = make_json_script("data", hostile)
     assert not set("<>&") & set(
         script.removeprefix('<script type="application/json" id="data">')[:-9]
     )
@@ -216,17 +216,17 @@ def walk(before: Stage, after: Stage) -> list[tuple[int | None, int | None]]:
 
 def test_any_two_stages_align(explained: Explanation) -> None:
     """The walk meets every line of both, and lines it pairs say the same thing about the same value."""
-    for program in programs_of(explained.traces):
+    for program in group_stages(explained.traces):
         for before, after in itertools.combinations_with_replacement(program.stages, 2):
             rows = walk(before, after)
             assert [a for a, _ in rows if a is not None] == list(range(len(before.lines)))
             assert [b for _, b in rows if b is not None] == list(range(len(after.lines)))
-            keys = keys_of(before.lines), keys_of(after.lines)
+            keys = line_keys(before.lines), line_keys(after.lines)
             assert all(keys[0][a] == keys[1][b] for a, b in rows if None not in (a, b))
 
 
 def test_counts_of_a_stage_are_those_of_its_rows(explained: Explanation) -> None:
-    for program in programs_of(explained.traces):
+    for program in group_stages(explained.traces):
         for before, after in itertools.pairwise(program.stages):
             rows = walk(before, after)
             added = sum(a is None for a, _ in rows)
@@ -234,16 +234,16 @@ def test_counts_of_a_stage_are_those_of_its_rows(explained: Explanation) -> None
             changed = sum(
                 before.lines[a] != after.lines[b]
                 for a, b in rows
-                if a is not None and b is not None and after.threads[b] != TITLE
+                if a is not None and b is not None and after.threads[b] != TITLE_ID
             )
             assert (after.added, after.removed, after.changed) == (added, removed, changed)
 
 
 def test_a_stage_that_changes_nothing_says_so(plain: Explanation) -> None:
     """Between claimed and functional, lines get their executor: changed, never added or removed."""
-    (forward, *_) = programs_of(plain.traces)
+    (forward, *_) = group_stages(plain.traces)
     by_name = {stage.trace.stage: stage for stage in forward.stages}
-    folding = by_name["constant_folding"]
+    folding = by_name["fold_constants"]
     assert (folding.added, folding.removed, folding.changed) == (0, 0, 0)
     claimed = by_name["claimed"]
     assert (claimed.added, claimed.removed) == (0, 0)
@@ -261,8 +261,8 @@ def test_an_op_put_between_two_others_is_one_added_line() -> None:
             new = graph.call_function(torch.ops.aten.neg.default, (node,))
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
 
-    after = before.edited(insert)
-    _, stage = thread([before, after])
+    after = before.edit(insert)
+    _, stage = match_stages([before, after])
     assert (stage.added, stage.removed) == (1, 0)
     uses = sum(len(n.users) for n in after.graph.nodes if n.name == "neg_default")
     assert 0 < stage.changed <= uses + 1
@@ -275,16 +275,16 @@ def test_match_pairs_equal_keys_in_order(seed: int) -> None:
     new = [key for key in old if chance.random() < 0.7]
     for _ in range(chance.randrange(10)):
         new.insert(chance.randint(0, len(new)), f"v{chance.randrange(40)}")
-    pairs = match(old, new)
+    pairs = match_lines(old, new)
     assert all(old[a] == new[b] for a, b in pairs)
     for (a, b), (next_a, next_b) in itertools.pairwise(pairs):
         assert a < next_a and b < next_b
-    assert match(old, old) == [(i, i) for i in range(len(old))]
+    assert match_lines(old, old) == [(i, i) for i in range(len(old))]
 
 
 def test_match_keeps_the_longest_common_order_of_values() -> None:
     old = ["a =", "b =", "c =", "d =", "e ="]
-    assert match(old, ["c =", "a =", "b =", "d =", "x =", "e ="]) == [
+    assert match_lines(old, ["c =", "a =", "b =", "d =", "x =", "e ="]) == [
         (0, 1),
         (1, 2),
         (3, 3),
@@ -321,10 +321,10 @@ def test_generated_kernels_are_listed_with_their_source() -> None:
     compiled(torch.randn(4, 16))
     explanation = compiled.explain()
     page = render_page(explanation)
-    (kernel,) = explanation.graphs[0].programs[0].kernels
+    (kernel,) = explanation.graphs[0].compiled_graphs[0].kernels
     assert kernel.name in page and str(kernel.kernel.schedule) in html.unescape(page)
     assert html.escape(kernel.kernel.source.splitlines()[-2].strip()) in page
-    assert "why it ends here" in page
+    assert "fusion boundary" in page
 
 
 # ---- regions that were timed ---------------------------------------------------------------------
@@ -333,10 +333,10 @@ def test_generated_kernels_are_listed_with_their_source() -> None:
 def test_equal_regions_are_one_line() -> None:
     times = {"fuser": 2e-6, "torch": 31.8e-3}
     made = [Decision(f"silu_{k}", "fuser", times, k > 0) for k in range(3)]
-    rows = [row.text for row in Page(decisions_table(made)).root.all("tr")]
+    rows = [row.text for row in Page(make_decisions_table(made)).root.all("tr")]
     assert rows == ["regionfusertorchruns on", "silu_0 ×32.0 µs31.80 msfuser"]
-    assert "3 regions compared, 3 on fuser" in decisions_table(made)
-    assert "<details class=compared open>" not in decisions_table(made).replace('"', "")
+    assert "3 regions compared, 3 on fuser" in make_decisions_table(made)
+    assert "<details class=compared open>" not in make_decisions_table(made).replace('"', "")
 
 
 def test_what_torch_got_back_is_open() -> None:
@@ -344,7 +344,7 @@ def test_what_torch_got_back_is_open() -> None:
         Decision("sum_0", "torch", {"fuser": 5e-6, "torch": 4e-6}, False),
         Decision("sin_0", "fuser", {"fuser": 5e-6, "inductor": 6e-6}, False),
     ]
-    page = decisions_table(made)
+    page = make_decisions_table(made)
     assert "2 regions compared, 1 on torch, 1 on fuser" in page
     assert [row.text for row in Page(page).root.all("tr")][1:] == [
         "sum_05.0 µs–4.0 µstorch",

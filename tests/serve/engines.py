@@ -6,12 +6,13 @@ import copy
 
 import torch
 
-from fulgurite.models import Decoder
-from fulgurite.models.config import Fields
-from fulgurite.models.llama import LLAMA
+from fulgurite.models import CausalLM
+from fulgurite.models.config import ConfigFields
+from fulgurite.models.families.llama import LLAMA
+from fulgurite.models.loading.loader import build_random_model
 from fulgurite.models.tokenizer import Tokenizer
-from fulgurite.models.weights import random_model
-from fulgurite.plan.memory import Limits, make_plan
+from fulgurite.plan.limits import EngineLimits
+from fulgurite.plan.memory import plan_memory
 from fulgurite.quantize import quantize
 from fulgurite.serve.engine.engine import Engine
 
@@ -28,12 +29,12 @@ FIELDS = {
 }
 
 
-def tiny_model(**changed: object) -> Decoder:
-    config = LLAMA.read_config(Fields({**FIELDS, **changed}, "a test"))
-    return random_model(config, LLAMA, std=0.3)
+def tiny_model(**changed: object) -> CausalLM:
+    config = LLAMA.read_config(ConfigFields({**FIELDS, **changed}, "a test"))
+    return build_random_model(config, LLAMA, std=0.3)
 
 
-def packed_model() -> Decoder:
+def packed_model() -> CausalLM:
     """With packed linears, so that its decode steps run prepared."""
     model = tiny_model()
     quantize(model, "q8_0", progress=False)
@@ -41,35 +42,37 @@ def packed_model() -> Decoder:
 
 
 def make_engine(
-    model: Decoder,
+    model: CausalLM,
     tokenizer: Tokenizer | None = None,
     *,
     context: int = 128,
     max_sequences: int = 8,
-    step_tokens: int = 32,
+    max_batched_tokens: int = 32,
     block_size: int = 4,
     cache_tokens: int | None = None,
     kv_dtype: torch.dtype | None = None,
-    reuse: bool = True,
+    prefix_caching: bool = True,
 ) -> Engine:
-    limits = Limits(
+    limits = EngineLimits(
         context=context,
         max_sequences=max_sequences,
-        step_tokens=step_tokens,
+        max_batched_tokens=max_batched_tokens,
         block_size=block_size,
-        kv_dtype=kv_dtype or model.embedding.weight.dtype,
+        kv_dtype=kv_dtype or model.embed_tokens.weight.dtype,
         cache_tokens=cache_tokens,
     )
     shapes = copy.deepcopy(model).to("meta")
-    plan = make_plan(shapes, limits, model.norm.weight.device, available=8 << 30)
-    return Engine(model, tokenizer, plan, reuse=reuse)
+    plan = plan_memory(shapes, limits, model.norm.weight.device, available=8 << 30)
+    return Engine(model, tokenizer, plan, prefix_caching=prefix_caching)
 
 
 def idle(engine: Engine) -> None:
     """Every block came back, and nothing is left of any request."""
-    assert not engine.requests and not engine.listeners and not engine.texts
+    assert not engine.requests and not engine.listeners and not engine.detokenizers
     assert not engine.scheduler.running and not engine.scheduler.waiting
-    for pool, table in zip(engine.tables.pools, engine.tables.tables, strict=True):
-        assert sorted(pool.free) == list(range(1, pool.count + 1))
-        assert not any(pool.users) and not table.any()
-    assert sorted(engine.tables.free_rows) == list(range(engine.plan.limits.max_sequences))
+    for pool, table in zip(
+        engine.block_manager.pools, engine.block_manager.block_tables, strict=True
+    ):
+        assert sorted(pool.free_blocks) == list(range(1, pool.num_blocks + 1))
+        assert not any(pool.ref_counts) and not table.any()
+    assert sorted(engine.block_manager.free_rows) == list(range(engine.plan.limits.max_sequences))

@@ -15,7 +15,7 @@ import fulgurite
 from fulgurite.cli import main
 from fulgurite.errors import ArgumentError, WeightsError
 from fulgurite.serve.engine.request import SamplingParams
-from tests.serve.small import VOCABULARY, save_checkpoint
+from tests.serve.tiny_checkpoint import VOCABULARY, save_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_one_prompt_or_many(llm) -> None:
     assert llm.generate(list(one.prompt_ids), params)[0].token_ids == one.token_ids
     each = llm.generate(["abc", "xyz"], [params, SamplingParams(max_tokens=2, ignore_eos=True)])
     assert [len(result.token_ids) for result in each] == [9, 2]
-    with pytest.raises(ArgumentError, match="2 prompts and 1"):
+    with pytest.raises(ArgumentError, match="2 prompts, but 1"):
         llm.generate(["abc", "xyz"], [params])
 
 
@@ -52,7 +52,7 @@ def test_a_conversation_is_written_by_the_template(llm) -> None:
     said = [{"role": "user", "content": "hi"}]
     prompt = "<s>user: hi<s>assistant: "
     params = SamplingParams(max_tokens=8, ignore_eos=True)
-    assert llm.tokenizer.decode(llm.conversation(said), skip_special=False) == prompt
+    assert llm.tokenizer.decode(llm.encode_chat(said), skip_special_tokens=False) == prompt
     assert llm.chat(said, params).token_ids == llm.generate(prompt, params)[0].token_ids
 
 
@@ -79,13 +79,15 @@ def test_settings_are_checked(folder: Path, values: dict) -> None:
 def test_a_dense_model_can_be_packed(folder: Path, llm) -> None:
     packed = fulgurite.LLM(folder, device="cpu", context=64, quantize="q8_0")
     packed.generate("abc", SamplingParams(max_tokens=3, ignore_eos=True))
-    assert packed.engine.runner.unfixed is None and 1 in packed.engine.runner.fixed
+    assert (
+        packed.engine.runner.no_capture_reason is None and 1 in packed.engine.runner.captured_steps
+    )
     assert packed.plan.weights != llm.plan.weights
 
 
 def test_a_tokenizer_that_does_not_fit(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, vocabulary=VOCABULARY - 1)
-    with pytest.raises(WeightsError, match=f"{VOCABULARY} tokens and the model embeds"):
+    with pytest.raises(WeightsError, match=f"{VOCABULARY} tokens, more than"):
         fulgurite.LLM(tmp_path)
 
 
@@ -130,10 +132,10 @@ def test_the_command_reads_stdin_and_raw_prompts(
         (["--max-tokens", "-3"], "max_tokens=-3"),
         (["--threads", "0"], "--threads 0"),
         (["--context", "12"], "the prompt has"),
-        (["--model", "no-such-model"], "there is no model 'no-such-model'"),
-        (["--quantize", "fp9"], "'fp9' is not a number format"),
-        (["--device", "tpu"], "'tpu' is no device"),
-        (["--device", "meta"], "models can't run on meta"),
+        (["--model", "no-such-model"], "model 'no-such-model' not found"),
+        (["--quantize", "fp9"], "unknown number format 'fp9'"),
+        (["--device", "tpu"], "'tpu' is not a device"),
+        (["--device", "meta"], "device meta is not supported"),
         (["--device", "cuda:99"], "there is no device cuda:99"),
     ],
 )
@@ -175,12 +177,12 @@ def test_ctrl_c_takes_back_a_line_of_a_chat_and_ends_what_loads(
 
     monkeypatch.setattr("builtins.input", read)
     assert main(["chat", "--model", str(folder)]) == 0
-    assert capsys.readouterr().err.count("/reset forgets") == 2
+    assert capsys.readouterr().err.count("/reset starts a new") == 2
 
     def interrupted(name: str) -> Path:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fulgurite.models.hub.resolve", interrupted)
+    monkeypatch.setattr("fulgurite.models.loading.hub.resolve_model_path", interrupted)
     assert main(["generate", "hi", "--model", str(folder)]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
@@ -200,7 +202,7 @@ def test_chat(
         {"role": "user", "content": "more"},
     ]
     assert out == f"{first}\n{llm.chat(said, params).text}\n{first}\n"
-    assert err.count("/reset forgets") == 2
+    assert err.count("/reset starts a new") == 2
 
 
 def test_ctrl_c_stops_a_reply_and_not_the_chat(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import fulgurite
-from fulgurite.models import hub
+from fulgurite.models.loading import hub
 from fulgurite.serve.engine.request import SamplingParams
 from tests.serve.engines import idle
 
@@ -60,7 +60,7 @@ lights. In the morning there would be letters, and perhaps an orange."""
 
 @pytest.fixture(scope="module")
 def dense():
-    return fulgurite.LLM("smollm2", device="cpu", context=256, packed=False)
+    return fulgurite.LLM("smollm2", device="cpu", context=256, keep_quantized=False)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def theirs():
         "transformers", reason="transformers is what these compare with"
     )
     pytest.importorskip("accelerate", reason="transformers reads GGUF with it")
-    path = hub.resolve("smollm2")
+    path = hub.resolve_model_path("smollm2")
     return transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     )
@@ -82,7 +82,7 @@ def theirs():
 
 def greedy(llm, count: int) -> SamplingParams:
     """So many tokens and no end before, as transformers' min_new_tokens."""
-    return SamplingParams(max_tokens=count, banned=tuple(llm.engine.end_ids))
+    return SamplingParams(max_tokens=count, banned_token_ids=tuple(llm.engine.end_ids))
 
 
 def perplexity(logits_TO: Tensor, ids_T: Tensor) -> float:

@@ -1,7 +1,8 @@
-"""Whole models, tiny and random: compiled against eager, forward and backward.
+"""Tiny random models, compiled against eager, forward and backward.
 
-In float32 logits, parameter gradients and buffers equal eager's; in bfloat16 their error against float64 is at most
-twice eager's own. Weights are drawn wide (0.3): with the usual 0.02 a wrong router or norm would not be seen.
+In float32, logits, parameter gradients and buffers equal eager's. In bfloat16, their error against float64
+is at most twice eager's. Weights have a standard deviation of 0.3: with the usual 0.02, a wrong router or
+norm would not be noticed.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import transformers
 from torch import Tensor, nn
 
 import fulgurite
-from tests.suites.comparing import relative_error, same_description
+from tests.suites.comparison import assert_same_metadata, relative_error
 
-TORCH, FUSER = ["torch"], ["fuser", "torch"]  # the suite runs once with each
+TORCH, FUSER = ["torch"], ["fuser", "torch"]  # the suite runs with each
 FUSED = ("llama", "convolutional")  # in the normal run; all of them with -m slow
 VOCABULARY = 61
 BATCH, LENGTH = 2, 9
@@ -120,7 +121,7 @@ DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @dataclass
 class Family:
-    """A model in float32 and what it is called with."""
+    """A model in float32, and its inputs."""
 
     model: nn.Module
     inputs: dict[str, Any]
@@ -190,7 +191,7 @@ def whisper() -> Family:
 
 
 class ConvolutionalNet(nn.Module):
-    """Convolutions, batch norm in training (its running statistics change), pooling, a residual."""
+    """Convolutions, batch norm in training mode, pooling, a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +209,7 @@ class ConvolutionalNet(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM in both directions."""
+    """A bidirectional LSTM."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +234,7 @@ FAMILIES: dict[str, Callable[[], Family]] = {
 
 
 def cases(names: Iterable[str]) -> Any:
-    """Each family with torch alone, and with the fuser in front."""
+    """Each family with the torch executor, and with the fuser before it."""
     pairs = [(name, TORCH) for name in names]
     for name in names:
         marks = () if name in FUSED else pytest.mark.slow
@@ -254,7 +255,7 @@ class Result:
 
 
 def run(family: Family, call: Callable[..., Any] | None = None) -> Result:
-    """Logits, gradients of a random weighting of them, and buffers afterwards."""
+    """Logits, gradients of a randomly weighted sum of them, and buffers afterwards."""
     model = family.model
     model.zero_grad()
     output = (call or model)(**family.inputs)
@@ -267,16 +268,17 @@ def run(family: Family, call: Callable[..., Any] | None = None) -> Result:
 
 @pytest.fixture(autouse=True)
 def _capture_lstm():
-    """Let TorchDynamo trace LSTMs, which by default it leaves to eager."""
+    """Let TorchDynamo trace LSTMs, which run in eager mode by default."""
     with torch._dynamo.config.patch(allow_rnn=True):
         yield
 
 
 def close(ours: Result, eager: Result, exact: Callable[[], Result]) -> None:
-    """Equal within float32's rounding at the size of each tensor's entries.
+    """Assert equality within float32 rounding, relative to each tensor's largest entry.
 
-    Where that fails, float64 decides: our error may be twice eager's. A gradient that is zero but for rounding
-    (a bias before a norm or a softmax) has only the size of the terms that cancel in it, the other gradients'.
+    If that fails, float64 decides: our error may be twice eager's. A gradient that is zero except for
+    rounding (a bias before a norm or a softmax) is compared with the size of the other gradients, whose
+    terms cancel in it.
     """
     for what in ("results", "gradients", "buffers"):
         values, expected = getattr(ours, what), getattr(eager, what)
@@ -284,7 +286,7 @@ def close(ours: Result, eager: Result, exact: Callable[[], Result]) -> None:
         largest = max((size(want) for want in expected.values()), default=0.0)
         for name, want in expected.items():
             value = values[name]
-            same_description(value, want, strides=False)
+            assert_same_metadata(value, want, strides=False)
             atol = 1e-5 * max(size(want), 1e-3)
             if torch.allclose(value, want, rtol=1.3e-6, atol=atol, equal_nan=True):
                 continue
@@ -300,26 +302,26 @@ def size(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def check_float32(family: Family, executors: list[str], regions: str) -> Any:
+def check_float32(family: Family, executors: list[str], granularity: str) -> Any:
     ours = Family(copy.deepcopy(family.model), family.inputs)
     wide = family.to(torch.float64)
     expected = run(family)
-    compiled: Any = fulgurite.compile(ours.model, executors=executors, regions=regions)
+    compiled: Any = fulgurite.compile(ours.model, executors=executors, granularity=granularity)
     result = run(ours, compiled)
     close(result, expected, functools.cache(lambda: run(wide)))
     assert compiled.graphs, "nothing was compiled"
-    assert any("backward" in record.programs for record in compiled.graphs), "no backward"
+    assert any("backward" in record.compiled_graphs for record in compiled.graphs), "no backward"
     return compiled
 
 
 @cases(FAMILIES)
-def test_float32_equals_eager(name: str, executors: list[str]) -> None:
-    compiled = check_float32(FAMILIES[name](), executors, "whole")
+def test_float32_matches_eager(name: str, executors: list[str]) -> None:
+    compiled = check_float32(FAMILIES[name](), executors, "model")
     assert not compiled.breaks, [str(found) for found in compiled.breaks]
 
 
 @cases(["llama", "bert"])
-def test_blocks_equal_eager(name: str, executors: list[str]) -> None:
+def test_blocks_match_eager(name: str, executors: list[str]) -> None:
     """Four equal layers, compiled once."""
     compiled = check_float32(decoder(name, num_hidden_layers=4), executors, "blocks")
     queries = re.compile("q_proj|query")
@@ -330,23 +332,23 @@ def test_blocks_equal_eager(name: str, executors: list[str]) -> None:
 @pytest.mark.parametrize(
     "executors", [TORCH, pytest.param(FUSER, marks=pytest.mark.slow)], ids="-".join
 )
-def test_experts_chosen_in_python(executors: list[str]) -> None:
+def test_experts_routed_in_python(executors: list[str]) -> None:
     """Looping over the experts that were hit depends on data: the graph breaks, the answer is right."""
     family = decoder("mixtral", experts_implementation="eager")
-    compiled = check_float32(family, executors, "whole")
+    compiled = check_float32(family, executors, "model")
     assert compiled.breaks
 
 
 @cases(FAMILIES)
-def test_bfloat16_is_as_good_as_eager(name: str, executors: list[str]) -> None:
+def test_bfloat16_error_is_at_most_twice_that_of_eager(name: str, executors: list[str]) -> None:
     family = FAMILIES[name]()
     exact = run(family.to(torch.float64))
     eager = run(family.to(torch.bfloat16))
     ours = family.to(torch.bfloat16)
-    compiled: Any = fulgurite.compile(ours.model, executors=executors, regions="whole")
+    compiled: Any = fulgurite.compile(ours.model, executors=executors, granularity="model")
     result = run(ours, compiled)
     assert compiled.graphs, "nothing was compiled"
-    same_description(result.logits, eager.logits)
+    assert_same_metadata(result.logits, eager.logits)
     for what, values in {
         "logits": lambda r: [r.logits],
         "gradients": lambda r: [r.gradients[n] for n in sorted(exact.gradients)],

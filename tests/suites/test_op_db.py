@@ -1,10 +1,10 @@
-"""torch's own operator database, compiled against eager.
+"""torch's operator database, compiled against eager.
 
-Every sample input of every operator, in float32 and one other dtype, forward and gradient: what eager computes, the
-compiled program computes too, with the same dtypes, shapes and strides, from the same seed. Samples of one operator go
-through TorchDynamo together, a group in one graph; a group that differs is run again sample by sample to name it.
+Every sample input of every operator, in float32 and one other dtype, forward and gradient. The compiled
+program must match eager in values, dtypes, shapes and strides, from the same seed. Samples of one operator
+are captured in groups; a group that fails is run again sample by sample.
 
-The normal run takes a fixed sample of the operators; all of them:  pytest -m slow tests/suites/test_op_db.py
+The normal run takes a fixed sample of the operators. All of them: pytest -m slow tests/suites/test_op_db.py
 """
 
 from __future__ import annotations
@@ -28,8 +28,13 @@ from torch.utils import _pytree as pytree
 
 import fulgurite
 from fulgurite.errors import FulguriteError
-from fulgurite.transforms.purity import is_random
-from tests.suites.comparing import no_worse, same_description, same_values, tensors_of
+from fulgurite.trace.purity import is_random
+from tests.suites.comparison import (
+    assert_error_at_most_twice_eager,
+    assert_same_metadata,
+    assert_same_values,
+    tensors_of,
+)
 
 EXECUTORS = [["torch"], ["fuser", "torch"]]  # the suite runs once with each
 GROUP = 12  # samples captured as one graph
@@ -112,14 +117,14 @@ Program = Callable[[list[tuple[tuple[Any, ...], dict[str, Any]]]], list[Any]]
 
 
 def other_dtype(op: OpInfo) -> torch.dtype | None:
-    """The second dtype of an operator: one of four, spread over the operators by name."""
+    """The second dtype of an operator: one of four, chosen by the operator's name."""
     supported = op.supported_dtypes("cpu")
     able = [d for d in (torch.bfloat16, torch.int64, torch.bool, torch.complex64) if d in supported]
     return able[sum(map(ord, op.formatted_name)) % len(able)] if able else None
 
 
 def calls(op: OpInfo, dtype: torch.dtype, requires_grad: bool, limit: int | None) -> list[Call]:
-    """The samples, the same ones every time."""
+    """The samples of an operator, the same at every call."""
     _seed()
     found = []
     for sample in op.sample_inputs("cpu", dtype, requires_grad=requires_grad):
@@ -137,7 +142,7 @@ def _seed() -> None:
 
 
 def program(function: Callable[..., Any]) -> Program:
-    """Many calls in one function."""
+    """One function that makes many calls."""
 
     def run(arguments: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
         return [function(*args, **kwargs) for args, kwargs in arguments]
@@ -146,7 +151,7 @@ def program(function: Callable[..., Any]) -> Program:
 
 
 def execute(run: Program, group: Sequence[Call], gradient: bool) -> tuple[list[Any], list[Any]]:
-    """Outputs and gradients of a group of calls; the cotangents are drawn from the same seed every time."""
+    """Outputs and gradients of a group of calls. Cotangents have a fixed seed."""
     _seed()
     with torch.set_grad_enabled(gradient):
         outputs = run([(call.args, call.kwargs) for call in group])
@@ -164,7 +169,7 @@ def execute(run: Program, group: Sequence[Call], gradient: bool) -> tuple[list[A
 
 @contextmanager
 def capturing(op: OpInfo) -> Iterator[None]:
-    """Capture warnings and what depends on data too, and random ops without the database's own seeding."""
+    """Let TorchDynamo capture warnings and data-dependent ops; disable the database's own seeding."""
 
     def plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -206,22 +211,26 @@ def compare(setting: Setting, eager: list[Call], ours: list[Call]) -> list[Any]:
     with capturing(setting.op):
         expected = execute(run, eager, setting.gradient)
         result = execute(compiled, ours, setting.gradient)
-    same_description(result[0], expected[0])
-    same_description(result[1], expected[1], strides=False)  # autograd promises none for gradients
+    assert_same_metadata(result[0], expected[0])
+    assert_same_metadata(
+        result[1], expected[1], strides=False
+    )  # autograd promises none for gradients
     if setting.has_values and not _draws_its_own(compiled, setting.executors):
-        same_values([c.args for c in ours], [c.args for c in eager])
+        assert_same_values([c.args for c in ours], [c.args for c in eager])
         try:
-            same_values(result, expected)
+            assert_same_values(result, expected)
         except AssertionError:  # rounding, or wrong? Float64 decides
             exact = execute(run, [exactly(call) for call in eager], setting.gradient)
-            no_worse(tensors_of(result), tensors_of(expected), tensors_of(exact))
+            assert_error_at_most_twice_eager(
+                tensors_of(result), tensors_of(expected), tensors_of(exact)
+            )
     if compiled.breaks and len(ours) > 1:
         raise AssertionError(f"the graph breaks: {compiled.breaks[0]}")
     return compiled.graphs
 
 
 def _draws_its_own(compiled: Any, executors: list[str]) -> bool:
-    """Generated code draws from a stream of its own, so its random numbers are not eager's."""
+    """Generated kernels have their own random stream, so their numbers differ from eager's."""
     nodes = [node for trace in compiled.history for node in trace.ops]
     return "fuser" in executors and any(map(is_random, nodes))
 
@@ -261,7 +270,7 @@ def check(setting: Setting, limit: int | None) -> Tally:
 
 
 def _one_by_one(setting: Setting, eager: list[Call], ours: list[Call], tally: Tally) -> bool:
-    """A group failed: which sample is it? True if some sample explains it without being wrong.
+    """Find the sample that made a group fail. True if a sample explains it without being wrong.
 
     Samples that eager refuses don't count; one that capture leaves to eager is noted.
     """
@@ -304,7 +313,7 @@ SAMPLES += [(name, ["fuser", "torch"]) for name in SAMPLE[1::4]]  # a compiler r
 
 
 def check_all(name: str, executors: list[str], modes: Sequence[bool], limit: int | None) -> None:
-    """One operator in its dtypes; `modes`: without and with gradients."""
+    """Check one operator in its dtypes. `modes`: without and with gradients."""
     op = OPS[name]
     for dtype in dtypes(op):
         for gradient in modes:
@@ -323,7 +332,7 @@ def check_all(name: str, executors: list[str], modes: Sequence[bool], limit: int
     ids=lambda part: part if isinstance(part, str) else "-".join(part),
 )
 def test_sample_of_operators(name: str, executors: list[str]) -> None:
-    """The first samples of one operator in ten, with gradients where there are any."""
+    """The first samples of every tenth operator, with gradients if it has any."""
     op = OPS[name]
     modes = (True,) if all(differentiable(op, dtype) for dtype in dtypes(op)) else (False, True)
     check_all(name, executors, modes, limit=2)
@@ -337,7 +346,7 @@ def test_operator(name: str, executors: list[str]) -> None:
     check_all(name, executors, (False, True), limit=None)
 
 
-def test_exceptions_are_few_and_real() -> None:
+def test_exceptions_are_known_operators() -> None:
     assert len(EXCEPTIONS) <= 10
     assert {name.partition("-")[0] for name in EXCEPTIONS} | BREAKING <= OPS.keys()
     assert len(OPS) == len(op_db), "two operators have one name"

@@ -1,11 +1,11 @@
 """Random small programs, compiled against eager.
 
-Hypothesis draws inputs (odd shapes, strides, dtypes, views of one another) and three to ten lines of pointwise,
-reduction, view, indexing and in-place ops. The compiled program must give eager's values, dtypes, strides, gradients
-and mutated inputs, and its results must share memory just as eager's do. Every stage of its history is printed, read
-back and run: same results.
+Hypothesis draws inputs (odd shapes, strides, dtypes, views of one another) and three to ten lines of
+pointwise, reduction, view, indexing and in-place ops. The compiled program must match eager in values,
+dtypes, strides, gradients, mutated inputs and aliasing of outputs. Every stage of its history is printed,
+loaded and run with the same results.
 
-A failing program is printed as Python. More of them:  pytest -m slow tests/suites/test_programs.py
+A failing program is printed as Python. For more programs: pytest -m slow tests/suites/test_programs.py
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ from torch import Tensor
 
 import fulgurite
 from fulgurite.errors import CaptureError, OpError
-from tests.suites.comparing import clones, same_description, same_values, sharing, tensors_of
+from tests.suites.comparison import (
+    assert_same_metadata,
+    assert_same_values,
+    clone_inputs,
+    storage_owners,
+    tensors_of,
+)
 
 EXECUTORS = [["torch"], ["fuser", "torch"]]  # the suite runs once with each
 
@@ -113,11 +119,11 @@ def make(
 
 @dataclass(frozen=True)
 class RandomProgram:
-    """Source text: `inputs()` makes the arguments, `program(...)` is what is compiled."""
+    """Source text: `inputs()` creates the arguments, `program(...)` is compiled."""
 
     inputs_source: str
     source: str
-    computes: bool  # whether any line makes or changes a tensor that can be seen
+    computes: bool  # whether any line computes or mutates a visible tensor
 
     def __repr__(self) -> str:
         return f"\n{self.inputs_source}\n{self.source}"
@@ -235,7 +241,7 @@ def programs(draw: Any) -> RandomProgram:
 
 @dataclass
 class Outcome:
-    """All that can be seen of a call."""
+    """Everything visible of a call."""
 
     results: tuple[Any, ...]
     inputs: list[Tensor]  # afterwards
@@ -295,24 +301,26 @@ def captured_by_torch(program: RandomProgram) -> Outcome | None:
 def agree(ours: Outcome, eager: Outcome, program: RandomProgram) -> None:
     ours.gradients = zeros_as_none(ours.gradients, eager.gradients)
     try:
-        same_description([ours.results, ours.inputs], [eager.results, eager.inputs])
+        assert_same_metadata([ours.results, ours.inputs], [eager.results, eager.inputs])
     except AssertionError:  # capture may turn strides after a write through a transposed view
         captured = captured_by_torch(program)
         if captured is None:
             raise
-        same_description([ours.results, ours.inputs], [captured.results, captured.inputs])
-    same_description(ours.gradients, eager.gradients, strides=False)
+        assert_same_metadata([ours.results, ours.inputs], [captured.results, captured.inputs])
+    assert_same_metadata(ours.gradients, eager.gradients, strides=False)
     try:
-        same_values(seen(ours), seen(eager))
+        assert_same_values(visible_values(ours), visible_values(eager))
     except (
         AssertionError
     ):  # a write to memory that overlaps itself is another one in torch's capture
         captured = captured_by_torch(program)
         if captured is None:
             raise
-        same_values(seen(ours), seen(captured))
+        assert_same_values(visible_values(ours), visible_values(captured))
     ours_all, eager_all = [*ours.inputs, *ours.results], [*eager.inputs, *eager.results]
-    assert list(sharing(ours_all)) == list(sharing(eager_all)), "memory is shared differently"
+    assert list(storage_owners(ours_all)) == list(storage_owners(eager_all)), (
+        "memory is shared differently"
+    )
     if _same_objects(ours_all) != _same_objects(
         eager_all
     ):  # inputs that share memory are made anew
@@ -323,7 +331,7 @@ def agree(ours: Outcome, eager: Outcome, program: RandomProgram) -> None:
     assert ours_grad == eager_grad, f"requires_grad {ours_grad}, in eager {eager_grad}"
 
 
-def seen(outcome: Outcome) -> list[Any]:
+def visible_values(outcome: Outcome) -> list[Any]:
     return [outcome.results, outcome.inputs, outcome.gradients]
 
 
@@ -332,22 +340,24 @@ def _same_objects(values: list[Tensor]) -> list[int]:
 
 
 def check_round_trip(program: RandomProgram, compiled: Any) -> int:
-    """Every stage, printed and read back, gives what the compiled program gives; returns how many."""
-    seen: list[tuple[Any, Any, list[Any]]] = []
+    """Check that every stage, printed and loaded, matches the final trace. Returns their number."""
+    calls: list[tuple[Any, Any, list[Any]]] = []
     for record in compiled.graphs:
-        for kind, built in record.programs.items():
-            built.run = _recording(built.run, record, kind, seen)
+        for kind, built in record.compiled_graphs.items():
+            built.run = _record_inputs(built.run, record, kind, calls)
     call(compiled, program.inputs())
     count = 0
-    for record, kind, inputs in seen:
-        record.programs[kind].restore()
+    for record, kind, inputs in calls:
+        record.compiled_graphs[kind].restore()
         for stage in record.stages(kind):
-            ours, final = clones(inputs), clones(inputs)
+            ours, final = clone_inputs(inputs), clone_inputs(inputs)
             with torch.no_grad():
-                result, expected = stage.load()(*ours), record.final(kind).run(*final)
-            same_description(list(result), list(expected))
-            same_values(list(result), list(expected))
-            shared = [list(sharing(tensors_of(v))) for v in ([ours, result], [final, expected])]
+                result, expected = stage.load()(*ours), record.final_trace(kind).run(*final)
+            assert_same_metadata(list(result), list(expected))
+            assert_same_values(list(result), list(expected))
+            shared = [
+                list(storage_owners(tensors_of(v))) for v in ([ours, result], [final, expected])
+            ]
             assert shared[0] == shared[1], f"{stage.name}: memory is shared differently"
             count += 1
     for record in compiled.graphs:
@@ -356,28 +366,28 @@ def check_round_trip(program: RandomProgram, compiled: Any) -> int:
     return count
 
 
-def _recording(run: Callable[..., Any], record: Any, kind: str, seen: list[Any]) -> Any:
+def _record_inputs(run: Callable[..., Any], record: Any, kind: str, calls: list[Any]) -> Any:
     def recorded(inputs: list[Any]) -> Any:
-        seen.append((record, kind, clones(inputs)))
+        calls.append((record, kind, clone_inputs(inputs)))
         return run(inputs)
 
     return recorded
 
 
 def check_captured(program: RandomProgram, captured: Any) -> None:
-    """The captured program, read back, changes its inputs as eager does and gives what it gave before printing."""
+    """Check that the loaded captured trace mutates its inputs as eager does and returns the same."""
     outcomes = []
     for run in (captured.load(), captured.run):
         inputs = program.inputs()
         by_name = dict(zip(program.function().__code__.co_varnames, inputs, strict=False))
         outcomes.append((run(*(by_name[node.name] for node in captured.inputs)), inputs))
-    (ours, changed), (expected, _) = outcomes
-    same_description(list(ours), list(expected))
-    same_values(list(ours), list(expected))
-    same_values(changed, call(program.function(), program.inputs()).inputs)
+    (ours, mutated), (expected, _) = outcomes
+    assert_same_metadata(list(ours), list(expected))
+    assert_same_values(list(ours), list(expected))
+    assert_same_values(mutated, call(program.function(), program.inputs()).inputs)
 
 
-def looked_at(examples: int) -> Any:
+def hypothesis_settings(examples: int) -> Any:
     return settings(
         max_examples=examples,
         derandomize=True,
@@ -389,14 +399,14 @@ def looked_at(examples: int) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")
-@looked_at(100)
+@hypothesis_settings(100)
 @given(program=programs())
 def test_random_programs(program: RandomProgram) -> None:
     check_round_trip(program, check(program, ["torch"]))
 
 
 @pytest.mark.filterwarnings("ignore")
-@looked_at(20)
+@hypothesis_settings(20)
 @given(program=programs())
 def test_random_programs_fused(program: RandomProgram) -> None:
     check_round_trip(program, check(program, ["fuser", "torch"]))
@@ -405,7 +415,7 @@ def test_random_programs_fused(program: RandomProgram) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("executors", EXECUTORS, ids="-".join)
 @pytest.mark.filterwarnings("ignore")
-@looked_at(600)
+@hypothesis_settings(600)
 @given(program=programs())
 def test_many_random_programs(program: RandomProgram, executors: list[str]) -> None:
     check_round_trip(program, check(program, executors))

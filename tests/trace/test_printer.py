@@ -1,4 +1,4 @@
-"""Programs whose text is hard to get right: odd names, graphs inside graphs, symbols, literals."""
+"""Printing of difficult programs: odd names, nested graphs, symbolic sizes, literals."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fulgurite
-from fulgurite.session import Program
+from fulgurite.session import CompiledGraph
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What each program was called with and what it gave: (trace, inputs, random state, outputs)."""
-    seen = []
-    run = Program.__call__
+    """Every call of a compiled graph: (trace, inputs, random state, outputs)."""
+    calls = []
+    run = CompiledGraph.__call__
 
-    def record(program, inputs):
-        kept, state = [_copy(value) for value in inputs], torch.get_rng_state()
-        result = run(program, inputs)
-        seen.append((program.trace, kept, state, [_copy(value) for value in result]))
+    def record(graph, inputs):
+        copies, state = [_copy(value) for value in inputs], torch.get_rng_state()
+        result = run(graph, inputs)
+        calls.append((graph.trace, copies, state, [_copy(value) for value in result]))
         return result
 
-    monkeypatch.setattr(Program, "__call__", record)
-    return seen
+    monkeypatch.setattr(CompiledGraph, "__call__", record)
+    return calls
 
 
 def _copy(value):
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def every_stage_runs_from_its_text(compiled, calls):
+def check_every_stage_from_its_text(compiled, calls):
+    """Load every stage from its text and compare it with what the final trace returned."""
     for final, inputs, state, expected in calls:
         record = compiled.graphs[final.index]
         for trace in record.stages(final.kind):
@@ -70,7 +71,7 @@ def checkpointed(x):
         return checkpoint(lambda v: F.dropout(v @ v.t(), 0.3).sin(), x, use_reentrant=False).float()
 
 
-def names_that_are_taken(torch_, math, args, device, base64, complex, slice, forward, é):
+def shadowing_names(torch_, math, args, device, base64, complex, slice, forward, é):
     total = torch_ + math + args + device + base64 + complex + forward + é
     return total * (1 + 2j), slice[1:] * float("-inf"), total[:2]
 
@@ -82,7 +83,7 @@ def names_that_are_taken(torch_, math, args, device, base64, complex, slice, for
         (nested_branches, [(3,)]),
         (checkpointed, [(3, 4)]),
         (lambda x: Sine.apply(x) * 2, [(3,)]),
-        (names_that_are_taken, [(3,)] * 9),
+        (shadowing_names, [(3,)] * 9),
         (lambda x: (x[: x.shape[0] // 2], x.view(-1) * math.nan, x.shape[0] * 2.5, None), [(6, 2)]),
     ],
 )
@@ -93,10 +94,10 @@ def test_every_stage_runs_from_its_text(function, shapes, dynamic, calls):
     results = compiled(*inputs)
     results = results if isinstance(results, tuple) else (results,)
     sum(r.abs().sum() for r in results if isinstance(r, torch.Tensor)).backward()
-    every_stage_runs_from_its_text(compiled, calls)
+    check_every_stage_from_its_text(compiled, calls)
 
 
-def test_operators_are_spelled_as_people_write_them():
+def test_python_operators_are_printed_as_symbols():
     compiled = fulgurite.compile(lambda x, n: (-x + ~n, +x))
     compiled(torch.ones(2), torch.ones(2, dtype=torch.int64))
     captured = str(compiled.history[0])
@@ -105,7 +106,7 @@ def test_operators_are_spelled_as_people_write_them():
 
 @pytest.mark.usefixtures("torch_only")
 @pytest.mark.parametrize("function", [nested_branches, checkpointed, lambda x: Sine.apply(x) * 2])
-def test_captured_graphs_inside_graphs_run_and_compile_again(function):
+def test_nested_captured_graphs_round_trip(function):
     x = torch.randn(3, 3).sum(0) if function is nested_branches else torch.randn(3, 3)
     first = fulgurite.compile(function)
     torch.manual_seed(0)
@@ -113,7 +114,7 @@ def test_captured_graphs_inside_graphs_run_and_compile_again(function):
     again = first.graphs[0].captured.load()
     calls = [again, fulgurite.compile(again)]
     if function is checkpointed and torch.__version__ < "2.12":
-        calls.pop()  # its TorchDynamo forgets to leave an autocast that was entered by hand, whatever the backend
+        calls.pop()  # its TorchDynamo does not leave an autocast entered by hand, with any backend
     for call in calls:
         torch.manual_seed(0)
         values = {"x": x.clone().requires_grad_(), "weight": WEIGHT}

@@ -1,4 +1,4 @@
-"""Every stage prints, runs from its text, and says what it should."""
+"""Every stage prints, and runs from its text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import fulgurite
 from fulgurite.errors import TraceTextError
 from fulgurite.models import tiny
 from fulgurite.trace.describe import clean_path, describe
-from fulgurite.trace.literal import constant
+from fulgurite.trace.literal import format_constant
 
 
 class MLP(nn.Module):
@@ -40,7 +40,7 @@ def trained():
 
 
 def run_as_file(trace, tmp_path, inputs):
-    """Print, write, import, run."""
+    """Save the trace to a file, import it and run it."""
     path = trace.save(tmp_path / f"{trace.kind}_{trace.stage}.py")
     spec = importlib.util.spec_from_file_location("printed_trace", path)
     module = importlib.util.module_from_spec(spec)
@@ -66,13 +66,13 @@ def test_every_stage_runs_from_its_file(trained, tmp_path):
 
 
 @pytest.mark.usefixtures("torch_only")
-def test_the_final_text_reads_well(trained):
+def test_final_text(trained):
     _, compiled, _ = trained
     text = str(compiled.last_trace())
     assert text.startswith("# forward 0 · final\n")
     assert 'x: "f32[4, 8]"' in text and 'up_weight: "f32[16, 8]"' in text
     assert "# self.up " in text and "test_trace.py:" in text and "F.silu(self.up(h))" in text
-    assert "h, " in text.split("native_layer_norm")[0]  # the user's own name for the value
+    assert "h, " in text.split("native_layer_norm")[0]  # the user's variable name
     assert "# torch " in text and "FLOP" in text
     assert "; del " in text
     lines = [line for line in text.splitlines() if "= torch." in line]
@@ -80,7 +80,7 @@ def test_the_final_text_reads_well(trained):
 
 
 @pytest.mark.usefixtures("torch_only")
-def test_dead_values_are_deleted_and_live_ones_not(trained):
+def test_dead_values_are_deleted(trained):
     _, compiled, _ = trained
     for trace in compiled.history:
         text = [line.split("  #")[0] for line in trace.text.splitlines()]
@@ -96,7 +96,7 @@ def test_dead_values_are_deleted_and_live_ones_not(trained):
 
 
 @pytest.mark.usefixtures("torch_only")
-def test_an_edited_trace_runs_in_its_place(trained, tmp_path):
+def test_replace_trace(trained, tmp_path):
     model, compiled, x = trained
     text = str(compiled.last_trace("forward"))
     assert "torch._C._nn.silu(" in text
@@ -112,24 +112,24 @@ def test_an_edited_trace_runs_in_its_place(trained, tmp_path):
 
 @pytest.mark.usefixtures("torch_only")
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (lambda t: t.replace("def forward", "def backward"), "no function called forward"),
         (lambda t: t.replace("import torch", "import torch, no_such_module"), "no_such_module"),
         (lambda t: t.replace("return (", "return (("), "not Python"),
-        (lambda t: t.replace('x: "f32[4, 8]",', ""), "fails on inputs"),
-        (lambda t: t.replace("return (", "return (x, "), "something else"),
+        (lambda t: t.replace('x: "f32[4, 8]",', ""), "fails on the original"),
+        (lambda t: t.replace("return (", "return (x, "), "other values"),
     ],
 )
-def test_a_badly_edited_trace_is_refused(trained, change, says):
+def test_invalid_edits_raise(trained, change, message):
     model, compiled, x = trained
-    with pytest.raises(TraceTextError, match=says):
+    with pytest.raises(TraceTextError, match=message):
         compiled.replace_trace(change(str(compiled.last_trace("forward"))), kind="forward")
-    torch.testing.assert_close(compiled(x), model(x))  # the old one still runs
+    torch.testing.assert_close(compiled(x), model(x))  # the previous trace still runs
 
 
 @pytest.mark.usefixtures("torch_only")
-def test_a_traceback_shows_the_trace(trained):
+def test_traceback_shows_the_trace(trained):
     _, compiled, _ = trained
     with pytest.raises(RuntimeError) as caught:
         compiled.last_trace("forward").run(*[torch.zeros(3)] * 7)
@@ -137,7 +137,7 @@ def test_a_traceback_shows_the_trace(trained):
     assert frames and "native_layer_norm" in str(frames[-1].statement)
 
 
-def test_saving_is_whole_or_nothing(trained, tmp_path, monkeypatch):
+def test_save_is_atomic(trained, tmp_path, monkeypatch):
     _, compiled, _ = trained
     path = tmp_path / "trace.py"
     path.write_text("old")
@@ -147,7 +147,7 @@ def test_saving_is_whole_or_nothing(trained, tmp_path, monkeypatch):
     assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["trace.py"]
 
 
-def test_constants_come_back_bit_for_bit(tmp_path):
+def test_constants_round_trip_bitwise(tmp_path):
     values = [
         torch.tensor([1.5, -0.0, math.inf, 1e-45]),
         torch.tensor([math.nan, 1.0]),
@@ -163,7 +163,7 @@ def test_constants_come_back_bit_for_bit(tmp_path):
     for value in values:
         names = {"torch": torch, "math": math}
         exec("import zlib, base64", names)
-        back = eval(constant(value), names)
+        back = eval(format_constant(value), names)
         assert back.dtype == value.dtype and back.shape == value.shape
         assert back.stride() == value.stride() or value.numel() == 0
         same = (
@@ -197,9 +197,9 @@ def test_captured_constants_control_flow_and_symbols_round_trip(tmp_path):
     torch.testing.assert_close(final.load()(*inputs)[0], f(x, flag))
 
 
-def test_the_built_in_transformer_prints_like_its_golden_file(golden):
-    model, inputs = tiny.example()
-    compiled = fulgurite.compile(model, regions="whole")
+def test_tiny_transformer_golden(golden):
+    model, inputs = tiny.build_example()
+    compiled = fulgurite.compile(model, granularity="model")
     with torch.no_grad():
         compiled(*inputs)
     text = compiled.last_trace().text

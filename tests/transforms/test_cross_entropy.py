@@ -1,4 +1,4 @@
-"""Cross entropies whose backward looks at the logits: against float64, and what is written and kept."""
+"""Cross entropy with recomputed log-softmax: against float64; what is written and saved."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fulgurite.transforms import cross_entropy
 ROWS, WIDTH, CLASSES = 24, 16, 1000
 
 
-def of_shifted(hidden: Tensor, head: Tensor, target: Tensor, **more) -> Tensor:
-    """As language models are trained: each token's logits and the next token."""
+def shifted_cross_entropy(hidden: Tensor, head: Tensor, target: Tensor, **more) -> Tensor:
+    """The loss of language models: the logits of each token against the next token."""
     logits = F.linear(hidden, head)[:, :-1]
     return F.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten(), **more)
 
@@ -36,12 +36,12 @@ def gradients(function, hidden: Tensor, weight: Tensor, target: Tensor) -> list[
     return [part.grad.double() for part in given]
 
 
-def again(compiled) -> int:
-    """How many log softmaxes backward computes once more."""
+def count_recomputed(compiled) -> int:
+    """Number of log-softmaxes that backward recomputes."""
     (functional,) = [
         t for t in compiled.history if t.name.startswith("backward") and t.stage == "functional"
     ]
-    target = cross_entropy.logarithms_again.overload
+    target = cross_entropy.recompute_log_softmax.overload
     return sum(node.target is target for node in functional.graph.nodes)
 
 
@@ -56,7 +56,7 @@ def test_gradients(dtype, more) -> None:
     def loss(hidden, weight, target):
         classes = torch.linspace(0.5, 2, CLASSES, dtype=hidden.dtype)
         given = {**more, "weight": classes} if "weight" in more else more
-        return of_shifted(hidden, weight, target, **given)
+        return shifted_cross_entropy(hidden, weight, target, **given)
 
     exact = gradients(loss, hidden.double(), weight.double(), target)
     eager = gradients(loss, hidden, weight, target)
@@ -66,38 +66,38 @@ def test_gradients(dtype, more) -> None:
     ):
         allowed = 2 * (theirs - right).abs().max() + 1e-6 * right.abs().max()
         assert (ours - right).abs().max() <= allowed
-    assert again(compiled) == 1
+    assert count_recomputed(compiled) == 1
 
 
-def test_forward_writes_two_numbers_a_row() -> None:
-    """The product itself is kept, not its slice, nor its logarithms."""
-    compiled = compile(of_shifted, tune=False)
+def test_forward_saves_two_numbers_per_row() -> None:
+    """The output of the GEMM is saved, not its slice, nor its log-softmax."""
+    compiled = compile(shifted_cross_entropy, autotune=False)
     compiled(*inputs(torch.bfloat16)).backward()
     regions = [
         node for node in compiled.last_trace("forward").ops if isinstance(node.target, Region)
     ]
-    made = [tensor.numel() for node in regions for tensor in node.meta["val"]]
-    assert max(made) < ROWS * 4
+    sizes = [tensor.numel() for node in regions for tensor in node.meta["val"]]
+    assert max(sizes) < ROWS * 4
     read = compiled.last_trace("backward").inputs
     large = [t.meta["val"].shape for t in read if t.meta["val"].numel() >= (ROWS - 2) * CLASSES]
     assert large == [(ROWS, CLASSES)]
 
 
-def test_the_gradient_is_one_kernel_without_a_sum() -> None:
-    compiled = compile(of_shifted, tune=False)
+def test_gradient_is_one_kernel_without_a_reduction() -> None:
+    compiled = compile(shifted_cross_entropy, autotune=False)
     compiled(*inputs(torch.float32)).backward()
     calls = [
         n.target.call for n in compiled.last_trace("backward").ops if isinstance(n.target, Region)
     ]
     kernels = [kernel for call in calls for kernel in call.kernels]
-    large = [kernel for kernel in kernels if kernel.bytes >= 4 * ROWS * CLASSES]
-    assert len(large) == 1 and large[0].bytes < 2.2 * 4 * ROWS * CLASSES
+    large = [kernel for kernel in kernels if kernel.bytes_moved >= 4 * ROWS * CLASSES]
+    assert len(large) == 1 and large[0].bytes_moved < 2.2 * 4 * ROWS * CLASSES
 
 
-def test_logarithms_that_are_given_back_are_kept() -> None:
+def test_returned_log_softmax_is_not_recomputed() -> None:
     def loss(hidden, weight, target):
-        logarithms = F.log_softmax(F.linear(hidden, weight), -1)
-        return F.nll_loss(logarithms.flatten(0, 1), target.flatten()), logarithms
+        log_probs = F.log_softmax(F.linear(hidden, weight), -1)
+        return F.nll_loss(log_probs.flatten(0, 1), target.flatten()), log_probs
 
     hidden, weight, target = inputs(torch.float32)
     compiled = compile(loss)
@@ -107,11 +107,11 @@ def test_logarithms_that_are_given_back_are_kept() -> None:
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-    assert again(compiled) == 0
+    assert count_recomputed(compiled) == 0
 
 
-def test_rows_that_lie_otherwise() -> None:
-    """log_softmax gives contiguous rows of whatever it is given."""
+def test_noncontiguous_logits() -> None:
+    """log_softmax returns contiguous rows for every input layout."""
     x = torch.randn(50, 6, dtype=torch.float64).t().requires_grad_()
     target = torch.randint(0, 50, (6,))
     compile(lambda x, t: F.cross_entropy(x, t))(x, target).backward()

@@ -1,4 +1,4 @@
-"""Each clean-up fires where it should, and not where it would change a bit."""
+"""Each simplification applies where it should, and not where it would change a bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPECIAL = torch.tensor([0.0, -0.0, 1.0, -1.5, math.inf, -math.inf, math.nan, 1e-
 
 
 def ops_after(function, *inputs):
-    """Targets left after the built-in clean-ups, and bit-for-bit agreement with eager."""
+    """The targets that remain after simplification; checks bitwise equality with eager."""
     compiled = fulgurite.compile(function)
     ours, eager = compiled(*inputs), function(*inputs)
     for mine, theirs in zip(ours, eager, strict=True):
@@ -24,7 +24,7 @@ def ops_after(function, *inputs):
         assert torch.equal(
             mine.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8)
         )
-    stage = next(t for t in compiled.history if t.stage == "dead_code")
+    stage = next(t for t in compiled.history if t.stage == "eliminate_dead_code")
     return [str(node.target).removeprefix("aten.") for node in stage.ops]
 
 
@@ -52,7 +52,7 @@ def ops_after(function, *inputs):
         (lambda x: (x.sum() * 1.0 + x * True,), ["sum.default", "mul.Tensor", "add.Tensor"]),
     ],
 )
-def test_rules(function, left):
+def test_rewrites(function, left):
     assert ops_after(function, SPECIAL.clone()) == left
 
 
@@ -63,7 +63,7 @@ def test_integers_and_promotion():
     assert ops_after(lambda x: (x * 1.0 + 2,), x) == ["mul.Tensor", "add.Tensor"]
 
 
-def test_a_complex_product_with_one_is_not_idle():
+def test_complex_multiplication_by_one_stays():
     x = torch.tensor([complex(math.inf, 1), complex(-0.0, -1), complex(1, math.nan)])
     assert ops_after(lambda x: ((x * 1).conj().clone(),), x)[0] == "mul.Tensor"
     assert ops_after(lambda x: (-(x / 1),), x) == ["div.Tensor", "neg.default"]
@@ -79,7 +79,7 @@ def test_a_complex_product_with_one_is_not_idle():
         lambda x: ((r := x.relu()) * 1 * 1, (r * 1).t()),
     ],
 )
-def test_results_share_no_memory_they_did_not_share(function):
+def test_outputs_do_not_become_aliases(function):
     x = torch.randn(3, 3)
     before, expected = x.clone(), function(x)
     results = fulgurite.compile(function)(x)
@@ -94,7 +94,7 @@ def test_zero_and_minus_zero_are_different_constants():
     assert left.count("add.Tensor") == 3 and left.count("mul.Tensor") == 3
 
 
-def test_views_undone_and_transposes():
+def test_inverse_views_cancel():
     x = torch.randn(3, 4)
     assert ops_after(lambda x: (x.t().t() + 1,), x) == ["add.Tensor"]
     assert ops_after(lambda x: (x.transpose(0, 1).transpose(0, 1) * 2,), x) == ["mul.Tensor"]
@@ -106,8 +106,8 @@ def test_views_undone_and_transposes():
     ]
 
 
-def test_a_conjugate_of_a_conjugate():
-    """Also in a backward, where a region gives the first and its reader wants plain numbers."""
+def test_double_conjugate_cancels():
+    """Also in backward, where a region returns the inner one and its reader needs resolved numbers."""
     z = torch.randn(3, dtype=torch.complex64)
     assert ops_after(lambda z: (z.conj().conj() * 2,), z) == ["mul.Tensor"]
     x = torch.randn(5, 6, 7, requires_grad=True)
@@ -117,14 +117,14 @@ def test_a_conjugate_of_a_conjugate():
     assert torch.allclose(got, want, atol=1e-5)
 
 
-def test_constants_fold_and_stay_fresh():
+def test_folded_constants_are_not_shared_with_the_caller():
     def f(x):
         table = torch.tensor([1.0, 2.0]) * 3 + torch.arange(2)
         return x + table, table
 
     compiled = fulgurite.compile(f)
     first = compiled(torch.zeros(2))
-    first[1].fill_(99)  # a result belongs to the caller
+    first[1].fill_(99)  # the caller may mutate an output
     second = compiled(torch.zeros(2))
     assert second[0].tolist() == [3.0, 7.0] and second[1].tolist() == [3.0, 7.0]
 
@@ -146,12 +146,12 @@ def test_folding_twice_keeps_the_first_constants():
     fold = SIMPLIFY[0]
     compiled = fulgurite.compile(
         lambda x: x + torch.tensor([1.0, 2.0]) * 3,
-        transforms=[lambda trace: trace.edited(times_a_constant), fold],
+        transforms=[lambda trace: trace.edit(times_a_constant), fold],
     )
     assert compiled(torch.zeros(2)).tolist() == [30.0, 60.0]
 
 
-def test_random_ops_are_neither_merged_nor_dropped():
+def test_random_ops_are_not_merged_or_removed():
     def f(x):
         return torch.rand_like(x) - torch.rand_like(x)
 

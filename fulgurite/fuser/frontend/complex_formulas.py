@@ -1,7 +1,8 @@
-"""Formulas of complex numbers as pairs of real expressions: one row an op, as `pointwise_rules` has them.
+"""Formulas of complex ops as pairs of real expressions. Same structure as `pointwise.py`.
 
-Divisions are Smith's; infinities and NaN go where C's complex functions put them, except that a factor of 1 in
-front of a sum is not multiplied with (torch multiplies, and turns infinities into NaN).
+Division is Smith's method. Infinities and NaN follow C's complex functions, with one exception: a
+factor of 1 in front of a sum is not multiplied. torch multiplies it, which turns infinities into
+NaN.
 """
 
 from __future__ import annotations
@@ -12,258 +13,297 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fulgurite.fuser.frontend.pointwise import Unsupported, add, apply, div, mul, number, sub, where
+from fulgurite.fuser.ir.build_expression import add, apply, constant_like, div, mul, sub, where
+from fulgurite.fuser.ir.errors import Unsupported
 from fulgurite.fuser.ir.expression import Constant, Expression, Operation
 
 
-class Pair(NamedTuple):
-    """A complex number as two expressions."""
+class ComplexPair(NamedTuple):
+    """A complex number as two real expressions."""
 
     real: Expression
     imaginary: Expression
 
 
-def plus(a: Pair, b: Pair) -> Pair:
-    return Pair(add(a.real, b.real), add(a.imaginary, b.imaginary))
+def complex_add(a: ComplexPair, b: ComplexPair) -> ComplexPair:
+    return ComplexPair(add(a.real, b.real), add(a.imaginary, b.imaginary))
 
 
-def minus(a: Pair, b: Pair) -> Pair:
-    return Pair(sub(a.real, b.real), sub(a.imaginary, b.imaginary))
+def complex_sub(a: ComplexPair, b: ComplexPair) -> ComplexPair:
+    return ComplexPair(sub(a.real, b.real), sub(a.imaginary, b.imaginary))
 
 
-def times(a: Pair, b: Pair) -> Pair:
+def complex_mul(a: ComplexPair, b: ComplexPair) -> ComplexPair:
     real = sub(mul(a.real, b.real), mul(a.imaginary, b.imaginary))
-    return Pair(real, add(mul(a.real, b.imaginary), mul(a.imaginary, b.real)))
+    return ComplexPair(real, add(mul(a.real, b.imaginary), mul(a.imaginary, b.real)))
 
 
-def over(a: Pair, b: Pair) -> Pair:
-    """Smith's: by the larger part of the divisor first, so that no square leaves the range."""
+def complex_div(a: ComplexPair, b: ComplexPair) -> ComplexPair:
+    """Divides by Smith's method: by the larger part of the divisor first, against overflow."""
     c, d = b
-    first = apply("ge", apply("abs", c), apply("abs", d))
-    ratio = where(first, div(d, c), div(c, d))
-    scale = apply("reciprocal", where(first, add(c, mul(d, ratio)), add(d, mul(c, ratio))))
-    real = where(first, add(a.real, mul(a.imaginary, ratio)), add(mul(a.real, ratio), a.imaginary))
-    turned_back = sub(mul(a.imaginary, ratio), a.real)
-    imaginary = where(first, sub(a.imaginary, mul(a.real, ratio)), turned_back)
-    nothing = Operation(
-        "and", (apply("eq", c, number(0, c)), apply("eq", d, number(0, d))), torch.bool
+    real_is_larger = apply("ge", apply("abs", c), apply("abs", d))
+    ratio = where(real_is_larger, div(d, c), div(c, d))
+    divisor = where(real_is_larger, add(c, mul(d, ratio)), add(d, mul(c, ratio)))
+    scale = apply("reciprocal", divisor)
+    real = where(
+        real_is_larger, add(a.real, mul(a.imaginary, ratio)), add(mul(a.real, ratio), a.imaginary)
     )
-    by_zero = Pair(div(a.real, apply("abs", c)), div(a.imaginary, apply("abs", d)))
-    return choose(nothing, by_zero, Pair(mul(real, scale), mul(imaginary, scale)))
+    imaginary = where(
+        real_is_larger, sub(a.imaginary, mul(a.real, ratio)), sub(mul(a.imaginary, ratio), a.real)
+    )
+    is_zero = Operation(
+        "and",
+        (apply("eq", c, constant_like(0, c)), apply("eq", d, constant_like(0, d))),
+        torch.bool,
+    )
+    by_zero = ComplexPair(div(a.real, apply("abs", c)), div(a.imaginary, apply("abs", d)))
+    return complex_where(is_zero, by_zero, ComplexPair(mul(real, scale), mul(imaginary, scale)))
 
 
-def negative(a: Pair) -> Pair:
-    return Pair(apply("neg", a.real), apply("neg", a.imaginary))
+def complex_neg(a: ComplexPair) -> ComplexPair:
+    return ComplexPair(apply("neg", a.real), apply("neg", a.imaginary))
 
 
-def constant(value: complex, like: Pair) -> Pair:
-    return Pair(number(value.real, like.real), number(value.imag, like.real))
+def complex_constant(value: complex, like: ComplexPair) -> ComplexPair:
+    return ComplexPair(constant_like(value.real, like.real), constant_like(value.imag, like.real))
 
 
-def scaled(a: Pair, factor: Any) -> Pair:
+def complex_scale(a: ComplexPair, factor: Any) -> ComplexPair:
     if not isinstance(factor, int | float | complex):
-        raise Unsupported("a scale that is not a plain number")
-    return a if factor == 1 else times(constant(complex(factor), a), a)
+        raise Unsupported("a scale factor that is not a Python number")
+    return a if factor == 1 else complex_mul(complex_constant(complex(factor), a), a)
 
 
-def choose(condition: Expression, a: Pair, b: Pair) -> Pair:
-    return Pair(where(condition, a.real, b.real), where(condition, a.imaginary, b.imaginary))
+def complex_where(condition: Expression, a: ComplexPair, b: ComplexPair) -> ComplexPair:
+    return ComplexPair(where(condition, a.real, b.real), where(condition, a.imaginary, b.imaginary))
 
 
-def magnitude(a: Pair) -> Expression:
+def complex_abs(a: ComplexPair) -> Expression:
     return apply("hypot", a.real, a.imaginary)
 
 
-def angle(a: Pair) -> Expression:
+def complex_angle(a: ComplexPair) -> Expression:
     return apply("atan2", a.imaginary, a.real)
 
 
-def conjugate(a: Pair) -> Pair:
-    return Pair(a.real, apply("neg", a.imaginary))
+def complex_conj(a: ComplexPair) -> ComplexPair:
+    return ComplexPair(a.real, apply("neg", a.imaginary))
 
 
-def exponential(a: Pair) -> Pair:
-    size = apply("exp", a.real)
-    flat = apply("eq", a.imaginary, number(0, a.real))
-    turned = Pair(mul(size, apply("cos", a.imaginary)), mul(size, apply("sin", a.imaginary)))
-    result = choose(flat, Pair(size, a.imaginary), turned)
-    zero = number(0, size)
-    nothing = Operation(
-        "and", (apply("eq", size, zero), apply("eq", a.real, number(-math.inf, size))), torch.bool
+def complex_exp(a: ComplexPair) -> ComplexPair:
+    modulus = apply("exp", a.real)
+    is_real = apply("eq", a.imaginary, constant_like(0, a.real))
+    rotated = ComplexPair(
+        mul(modulus, apply("cos", a.imaginary)), mul(modulus, apply("sin", a.imaginary))
     )
-    return choose(
-        nothing, Pair(zero, zero), Pair(_kept_infinite(size, a, result), result.imaginary)
+    result = complex_where(is_real, ComplexPair(modulus, a.imaginary), rotated)
+    zero = constant_like(0, modulus)
+    is_zero = Operation(
+        "and",
+        (apply("eq", modulus, zero), apply("eq", a.real, constant_like(-math.inf, modulus))),
+        torch.bool,
+    )
+    return complex_where(
+        is_zero,
+        ComplexPair(zero, zero),
+        ComplexPair(_fix_infinite_real(modulus, a, result), result.imaginary),
     )
 
 
-def _kept_infinite(size: Expression, a: Pair, result: Pair) -> Expression:
-    """e^(inf + iy) has an infinite real part, whatever y is."""
-    endless = apply("eq", a.real, number(math.inf, size))
-    lost = apply("ne", result.real, result.real)
-    undone = Operation("and", (endless, lost), torch.bool)
-    return where(undone, size, result.real)
+def _fix_infinite_real(modulus: Expression, a: ComplexPair, result: ComplexPair) -> Expression:
+    """Makes the real part of e^(inf + iy) infinite for every y."""
+    is_infinite = apply("eq", a.real, constant_like(math.inf, modulus))
+    is_nan = apply("ne", result.real, result.real)
+    needs_fix = Operation("and", (is_infinite, is_nan), torch.bool)
+    return where(needs_fix, modulus, result.real)
 
 
-def logarithm(a: Pair) -> Pair:
-    return Pair(apply("log", magnitude(a)), angle(a))
+def complex_log(a: ComplexPair) -> ComplexPair:
+    return ComplexPair(apply("log", complex_abs(a)), complex_angle(a))
 
 
-def root(a: Pair) -> Pair:
-    half = number(0.5, a.real)
-    larger = apply("sqrt", mul(half, add(magnitude(a), apply("abs", a.real))))
+def complex_sqrt(a: ComplexPair) -> ComplexPair:
+    half = constant_like(0.5, a.real)
+    larger = apply("sqrt", mul(half, add(complex_abs(a), apply("abs", a.real))))
     smaller = div(mul(half, apply("abs", a.imaginary)), larger)
-    right = apply("ge", a.real, number(0, a.real))
-    zero = apply("eq", larger, number(0, a.real))
-    real = where(right, larger, smaller)
-    imaginary = where(right, smaller, larger)
+    is_positive = apply("ge", a.real, constant_like(0, a.real))
+    zero = apply("eq", larger, constant_like(0, a.real))
+    real = where(is_positive, larger, smaller)
+    imaginary = where(is_positive, smaller, larger)
     signed = apply("copysign", imaginary, a.imaginary)
-    result = choose(zero, Pair(number(0, a.real), a.imaginary), Pair(real, signed))
-    tall = _infinite(a.imaginary)
-    return choose(tall, Pair(number(math.inf, a.real), a.imaginary), result)
+    result = complex_where(
+        zero, ComplexPair(constant_like(0, a.real), a.imaginary), ComplexPair(real, signed)
+    )
+    return complex_where(
+        _is_inf(a.imaginary), ComplexPair(constant_like(math.inf, a.real), a.imaginary), result
+    )
 
 
-def hyperbolic(sine: bool) -> Callable[[Pair], Pair]:
+def make_sinh_cosh(sine: bool) -> Callable[[ComplexPair], ComplexPair]:
     first, second = ("sinh", "cosh") if sine else ("cosh", "sinh")
 
-    def formula(a: Pair) -> Pair:
+    def formula(a: ComplexPair) -> ComplexPair:
         real = mul(apply(first, a.real), apply("cos", a.imaginary))
-        return Pair(real, mul(apply(second, a.real), apply("sin", a.imaginary)))
+        return ComplexPair(real, mul(apply(second, a.real), apply("sin", a.imaginary)))
 
     return formula
 
 
-def tangent(a: Pair) -> Pair:
-    """tanh = (t (1 + u^2) + i u (1 - t^2)) / (1 + t^2 u^2) with t = tanh real, u = tan imaginary."""
-    one = number(1, a.real)
+def complex_tanh(a: ComplexPair) -> ComplexPair:
+    """Computes tanh(x + iy) with t = tanh x and u = tan y.
+
+    (t (1 + u^2) + i u (1 - t^2)) / (1 + t^2 u^2)
+    """
+    one = constant_like(1, a.real)
     t, u = apply("tanh", a.real), apply("tan", a.imaginary)
     below = add(one, mul(mul(t, t), mul(u, u)))
     real = div(mul(t, add(one, mul(u, u))), below)
-    return Pair(real, div(mul(u, sub(one, mul(t, t))), below))
+    return ComplexPair(real, div(mul(u, sub(one, mul(t, t))), below))
 
 
-def turned(function: Callable[[Pair], Pair], back: bool) -> Callable[[Pair], Pair]:
-    """f(z) = g(iz), or -i g(iz): sin, cos and tan of their hyperbolic kin."""
+def make_trigonometric(
+    function: Callable[[ComplexPair], ComplexPair], back: bool
+) -> Callable[[ComplexPair], ComplexPair]:
+    """Returns sin, cos or tan from its hyperbolic counterpart g: f(z) = g(iz), or -i g(iz)."""
 
-    def formula(a: Pair) -> Pair:
-        b = function(Pair(apply("neg", a.imaginary), a.real))
-        return Pair(b.imaginary, apply("neg", b.real)) if back else b
+    def formula(a: ComplexPair) -> ComplexPair:
+        b = function(ComplexPair(apply("neg", a.imaginary), a.real))
+        return ComplexPair(b.imaginary, apply("neg", b.real)) if back else b
 
     return formula
 
 
-def power(a: Pair, b: Pair) -> Pair:
+def complex_pow(a: ComplexPair, b: ComplexPair) -> ComplexPair:
     exponent = (
-        b.real.value if isinstance(b.real, Constant) and b.imaginary == number(0, b.real) else None
+        b.real.value
+        if isinstance(b.real, Constant) and b.imaginary == constant_like(0, b.real)
+        else None
     )
     if exponent == 1:
         return a
     if exponent == 2:
-        return times(a, a)
+        return complex_mul(a, a)
     if exponent == 3:
-        return times(times(a, a), a)
+        return complex_mul(complex_mul(a, a), a)
     if exponent == 0.5:
-        return root(a)
-    general = exponential(times(b, logarithm(a)))
-    nothing = apply("eq", magnitude(a), number(0, a.real))
-    none = apply("eq", magnitude(b), number(0, b.real))
-    at_zero = Pair(where(none, number(1, a.real), number(0, a.real)), number(0, a.real))
-    return choose(nothing, at_zero, general)
+        return complex_sqrt(a)
+    general = complex_exp(complex_mul(b, complex_log(a)))
+    is_zero = apply("eq", complex_abs(a), constant_like(0, a.real))
+    exponent_is_zero = apply("eq", complex_abs(b), constant_like(0, b.real))
+    at_zero = ComplexPair(
+        where(exponent_is_zero, constant_like(1, a.real), constant_like(0, a.real)),
+        constant_like(0, a.real),
+    )
+    return complex_where(is_zero, at_zero, general)
 
 
-def sign(a: Pair) -> Pair:
-    size = magnitude(a)
-    nothing = apply("eq", size, number(0, size))
-    return choose(nothing, constant(0, a), Pair(div(a.real, size), div(a.imaginary, size)))
+def complex_sgn(a: ComplexPair) -> ComplexPair:
+    modulus = complex_abs(a)
+    is_zero = apply("eq", modulus, constant_like(0, modulus))
+    return complex_where(
+        is_zero,
+        complex_constant(0, a),
+        ComplexPair(div(a.real, modulus), div(a.imaginary, modulus)),
+    )
 
 
-def _either(test: Callable[[Expression], Expression]) -> Callable[[Pair], Expression]:
+def _any_part(test: Callable[[Expression], Expression]) -> Callable[[ComplexPair], Expression]:
     return lambda a: Operation("or", (test(a.real), test(a.imaginary)), torch.bool)
 
 
-def _infinite(a: Expression) -> Expression:
-    return apply("eq", apply("abs", a), number(math.inf, a))
+def _is_inf(a: Expression) -> Expression:
+    return apply("eq", apply("abs", a), constant_like(math.inf, a))
 
 
-def _equal(a: Pair, b: Pair) -> Expression:
+def _eq(a: ComplexPair, b: ComplexPair) -> Expression:
     same = (apply("eq", a.real, b.real), apply("eq", a.imaginary, b.imaginary))
     return Operation("and", same, torch.bool)
 
 
-def _divide(a: Pair, b: Pair, rounding_mode: str | None = None) -> Pair:
+def _div(a: ComplexPair, b: ComplexPair, rounding_mode: str | None = None) -> ComplexPair:
     if rounding_mode is not None:
-        raise Unsupported("a rounded division of complex numbers")
-    return over(a, b)
+        raise Unsupported("complex division with rounding_mode")
+    return complex_div(a, b)
 
 
-def _one_over(a: Pair) -> Pair:
-    return over(constant(1, a), a)
+def _reciprocal(a: ComplexPair) -> ComplexPair:
+    return complex_div(complex_constant(1, a), a)
 
 
-def _lerp(a: Pair, b: Pair, weight: Pair) -> Pair:
-    near = plus(a, times(weight, minus(b, a)))
-    far = minus(b, times(minus(b, a), minus(constant(1, a), weight)))
-    return choose(apply("lt", magnitude(weight), number(0.5, a.real)), near, far)
+def _lerp(a: ComplexPair, b: ComplexPair, weight: ComplexPair) -> ComplexPair:
+    near = complex_add(a, complex_mul(weight, complex_sub(b, a)))
+    far = complex_sub(
+        b, complex_mul(complex_sub(b, a), complex_sub(complex_constant(1, a), weight))
+    )
+    return complex_where(apply("lt", complex_abs(weight), constant_like(0.5, a.real)), near, far)
 
 
-def _polar(size: Pair, turn: Pair) -> Pair:
-    return Pair(mul(size.real, apply("cos", turn.real)), mul(size.real, apply("sin", turn.real)))
+def _polar(modulus: ComplexPair, turn: ComplexPair) -> ComplexPair:
+    return ComplexPair(
+        mul(modulus.real, apply("cos", turn.real)), mul(modulus.real, apply("sin", turn.real))
+    )
 
 
-BOTH = ("self", "other")
-SELF = ("self",)
-FORMULAS: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
-    "add": (BOTH, lambda a, b, alpha=1: plus(a, scaled(b, alpha))),
-    "sub": (BOTH, lambda a, b, alpha=1: minus(a, scaled(b, alpha))),
-    "rsub": (BOTH, lambda a, b, alpha=1: minus(b, scaled(a, alpha))),
-    "mul": (BOTH, times),
-    "div": (BOTH, _divide),
-    "neg": (SELF, negative),
-    "positive": (SELF, lambda a: a),
-    "reciprocal": (SELF, _one_over),
-    "square": (SELF, lambda a: times(a, a)),
-    "abs": (SELF, magnitude),
-    "angle": (SELF, angle),
-    "sgn": (SELF, sign),
-    "_conj": (SELF, conjugate),
-    "_conj_physical": (SELF, conjugate),
-    "conj_physical": (SELF, conjugate),
-    "resolve_conj": (SELF, lambda a: a),
-    "resolve_neg": (SELF, lambda a: a),
-    "_neg_view": (SELF, negative),
-    "exp": (SELF, exponential),
-    "log": (SELF, logarithm),
-    "log2": (SELF, lambda a: scaled(logarithm(a), 1 / math.log(2))),
-    "log10": (SELF, lambda a: scaled(logarithm(a), 1 / math.log(10))),
-    "sqrt": (SELF, root),
-    "rsqrt": (SELF, lambda a: _one_over(root(a))),
-    "sinh": (SELF, hyperbolic(sine=True)),
-    "cosh": (SELF, hyperbolic(sine=False)),
-    "tanh": (SELF, tangent),
-    "sin": (SELF, turned(hyperbolic(sine=True), back=True)),
-    "cos": (SELF, turned(hyperbolic(sine=False), back=False)),
-    "tan": (SELF, turned(tangent, back=True)),
-    "sigmoid": (SELF, lambda a: _one_over(plus(constant(1, a), exponential(negative(a))))),
-    "silu": (
-        SELF,
-        lambda a: times(a, _one_over(plus(constant(1, a), exponential(negative(a))))),
+BINARY = ("self", "other")
+UNARY = ("self",)
+COMPLEX_FORMULAS: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
+    "add": (BINARY, lambda a, b, alpha=1: complex_add(a, complex_scale(b, alpha))),
+    "sub": (BINARY, lambda a, b, alpha=1: complex_sub(a, complex_scale(b, alpha))),
+    "rsub": (BINARY, lambda a, b, alpha=1: complex_sub(b, complex_scale(a, alpha))),
+    "mul": (BINARY, complex_mul),
+    "div": (BINARY, _div),
+    "neg": (UNARY, complex_neg),
+    "positive": (UNARY, lambda a: a),
+    "reciprocal": (UNARY, _reciprocal),
+    "square": (UNARY, lambda a: complex_mul(a, a)),
+    "abs": (UNARY, complex_abs),
+    "angle": (UNARY, complex_angle),
+    "sgn": (UNARY, complex_sgn),
+    "_conj": (UNARY, complex_conj),
+    "_conj_physical": (UNARY, complex_conj),
+    "conj_physical": (UNARY, complex_conj),
+    "resolve_conj": (UNARY, lambda a: a),
+    "resolve_neg": (UNARY, lambda a: a),
+    "_neg_view": (UNARY, complex_neg),
+    "exp": (UNARY, complex_exp),
+    "log": (UNARY, complex_log),
+    "log2": (UNARY, lambda a: complex_scale(complex_log(a), 1 / math.log(2))),
+    "log10": (UNARY, lambda a: complex_scale(complex_log(a), 1 / math.log(10))),
+    "sqrt": (UNARY, complex_sqrt),
+    "rsqrt": (UNARY, lambda a: _reciprocal(complex_sqrt(a))),
+    "sinh": (UNARY, make_sinh_cosh(sine=True)),
+    "cosh": (UNARY, make_sinh_cosh(sine=False)),
+    "tanh": (UNARY, complex_tanh),
+    "sin": (UNARY, make_trigonometric(make_sinh_cosh(sine=True), back=True)),
+    "cos": (UNARY, make_trigonometric(make_sinh_cosh(sine=False), back=False)),
+    "tan": (UNARY, make_trigonometric(complex_tanh, back=True)),
+    "sigmoid": (
+        UNARY,
+        lambda a: _reciprocal(complex_add(complex_constant(1, a), complex_exp(complex_neg(a)))),
     ),
-    "pow": (("self", "exponent"), power),
-    "eq": (BOTH, _equal),
-    "ne": (BOTH, lambda a, b: apply("not", _equal(a, b))),
-    "isnan": (SELF, _either(lambda a: apply("ne", a, a))),
-    "isinf": (SELF, _either(_infinite)),
-    "logical_not": (SELF, lambda a: _equal(a, constant(0, a))),
-    "where": (BOTH, lambda a, b, condition: choose(condition, a, b)),
-    "masked_fill": (("self", "value"), lambda a, b, mask: choose(mask, b, a)),
+    "silu": (
+        UNARY,
+        lambda a: complex_mul(
+            a, _reciprocal(complex_add(complex_constant(1, a), complex_exp(complex_neg(a))))
+        ),
+    ),
+    "pow": (("self", "exponent"), complex_pow),
+    "eq": (BINARY, _eq),
+    "ne": (BINARY, lambda a, b: apply("not", _eq(a, b))),
+    "isnan": (UNARY, _any_part(lambda a: apply("ne", a, a))),
+    "isinf": (UNARY, _any_part(_is_inf)),
+    "logical_not": (UNARY, lambda a: _eq(a, complex_constant(0, a))),
+    "where": (BINARY, lambda a, b, condition: complex_where(condition, a, b)),
+    "masked_fill": (("self", "value"), lambda a, b, mask: complex_where(mask, b, a)),
     "addcmul": (
         ("self", "tensor1", "tensor2"),
-        lambda a, b, c, value=1: plus(a, times(scaled(b, value), c)),
+        lambda a, b, c, value=1: complex_add(a, complex_mul(complex_scale(b, value), c)),
     ),
     "addcdiv": (
         ("self", "tensor1", "tensor2"),
-        lambda a, b, c, value=1: plus(a, over(scaled(b, value), c)),
+        lambda a, b, c, value=1: complex_add(a, complex_div(complex_scale(b, value), c)),
     ),
     "lerp": (("self", "end", "weight"), _lerp),
-    "complex": (("real", "imag"), lambda a, b: Pair(a.real, b.real)),
+    "complex": (("real", "imag"), lambda a, b: ComplexPair(a.real, b.real)),
     "polar": (("abs", "angle"), _polar),
 }

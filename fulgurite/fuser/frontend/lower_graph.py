@@ -1,61 +1,86 @@
-"""Reads a region's fx graph into the IR.
+"""Lowers a region's fx graph to the IR.
 
-In: a GraphModule of functional ATen nodes with FakeTensor metadata. Out: an `ir.Region`, and, per
-node, why it can't be read (`unreadable`). Every op is a row in a table: of `pointwise_rules`, `activation_rules` and
-`special_rules` (elementwise), of `view_rules` (index maps, no memory) or of `statement_rules` (reductions, copies with
-another order, gathers, factories).
+In: a GraphModule of functional ATen nodes with FakeTensor metadata. Out: a `Region`; or, for a
+single node, why it can't be lowered (`find_unsupported_reason`). Every op has an entry in one of
+three tables: `ELEMENTWISE_LOWERINGS` (formulas), `VIEW_LOWERINGS` (index maps, no memory) and
+`STATEMENT_LOWERINGS` (reductions, scans, copies, gathers, factories, random numbers).
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
 from torch._prims_common import elementwise_dtypes
 
-from fulgurite.fuser.frontend import (
-    activations,
-    complex,
-    copies,
-    input_mutations,
-    pointwise,
-    special,
-    tensor_value,
-    views,
+from fulgurite.fuser.frontend import complex_numbers, input_mutations, tensor_value
+from fulgurite.fuser.frontend.activations import ACTIVATION_LOWERINGS
+from fulgurite.fuser.frontend.copies import COPY_LOWERINGS
+from fulgurite.fuser.frontend.data_movement import DATA_MOVEMENT_LOWERINGS
+from fulgurite.fuser.frontend.factories import FACTORY_LOWERINGS
+from fulgurite.fuser.frontend.gathers import GATHER_LOWERINGS
+from fulgurite.fuser.frontend.lowering_context import SUPPORTED_OPMATH_DTYPES, LoweringContext
+from fulgurite.fuser.frontend.pointwise import POINTWISE_LOWERINGS, PointwiseLowering
+from fulgurite.fuser.frontend.random import RANDOM_LOWERINGS
+from fulgurite.fuser.frontend.reductions import REDUCTION_LOWERINGS
+from fulgurite.fuser.frontend.scans import SCAN_LOWERINGS
+from fulgurite.fuser.frontend.special import SPECIAL_LOWERINGS
+from fulgurite.fuser.frontend.tensor_value import (
+    ComplexValue,
+    TensorValue,
+    size_to_index,
+    stride_to_index,
 )
-from fulgurite.fuser.frontend.lowering_context import VALUE_TYPES, Reader
-from fulgurite.fuser.frontend.pointwise import Unsupported
-from fulgurite.fuser.frontend.tensor_value import Complex, Value, from_size, from_stride
+from fulgurite.fuser.frontend.variance import VARIANCE_LOWERINGS
+from fulgurite.fuser.frontend.views import VIEW_LOWERINGS
 from fulgurite.fuser.ir import index as indices
-from fulgurite.fuser.ir.expression import Expression, value_type
+from fulgurite.fuser.ir.errors import Unsupported
+from fulgurite.fuser.ir.expression import Expression, opmath_dtype
 from fulgurite.fuser.ir.index import Index
 from fulgurite.fuser.ir.statement import Output, Region, Statement, Tensor
+from fulgurite.trace.node_meta import fake_value, is_donated
 
-POINTWISE = {**pointwise.RULES, **activations.RULES, **special.RULES}
+ELEMENTWISE_LOWERINGS: dict[str, PointwiseLowering] = {
+    **POINTWISE_LOWERINGS,
+    **ACTIVATION_LOWERINGS,
+    **SPECIAL_LOWERINGS,
+}
+# Each is called with the context, the node and the op's arguments by name (`self` is `source`).
+STATEMENT_LOWERINGS: dict[str, Callable[..., Any]] = {
+    **REDUCTION_LOWERINGS,
+    **VARIANCE_LOWERINGS,
+    **SCAN_LOWERINGS,
+    **DATA_MOVEMENT_LOWERINGS,
+    **GATHER_LOWERINGS,
+    **RANDOM_LOWERINGS,
+    **COPY_LOWERINGS,
+    **FACTORY_LOWERINGS,
+}
 
-# prims that mean something else than the ATen op of that name: whole division, other arguments
-OTHER_PRIMS = {"div", "pow", "where", "reshape", "squeeze", "transpose", "amax", "amin"}
-# what the reductions among the prims call the arguments of the ATen ops
-PRIM_NAMES = {"inp": "self", "dims": "dim", "output_dtype": "dtype"}
+# Prims that differ from the ATen op of the same name: integer division, other arguments.
+PRIMS_UNLIKE_ATEN = {"div", "pow", "where", "reshape", "squeeze", "transpose", "amax", "amin"}
+# ATen's names for the arguments of prims reductions
+PRIM_ARGUMENT_NAMES = {"inp": "self", "dims": "dim", "output_dtype": "dtype"}
 
 
-def op_name(target: Any) -> str | None:
-    """`add` for aten.add.Tensor; None for what is not an ATen or prims op."""
+def get_op_name(target: Any) -> str | None:
+    """Returns `add` for aten.add.Tensor; None if the target is not an ATen or prims op."""
     if not isinstance(target, torch._ops.OpOverload):
         return None
     name = target._schema.name.split("::")[1]
-    if target.namespace == "prims" and name not in OTHER_PRIMS:
+    if target.namespace == "prims" and name not in PRIMS_UNLIKE_ATEN:
         return name
     return name if target.namespace == "aten" else None
 
 
-def arguments(node: torch.fx.Node) -> dict[str, Any]:
-    """The node's arguments by their schema names, defaults filled in."""
+def bind_arguments(node: torch.fx.Node) -> dict[str, Any]:
+    """Returns the node's arguments by schema name, including defaults."""
     assert isinstance(node.target, torch._ops.OpOverload), f"{node} is not an ATen call"
     bound: dict[str, Any] = {}
-    renamed = PRIM_NAMES if node.target.namespace == "prims" else {}
+    renamed = PRIM_ARGUMENT_NAMES if node.target.namespace == "prims" else {}
     for position, argument in enumerate(node.target._schema.arguments):
         name = renamed.get(argument.name, argument.name)
         if position < len(node.args):
@@ -65,224 +90,238 @@ def arguments(node: torch.fx.Node) -> dict[str, Any]:
         elif argument.has_default_value():
             bound[name] = argument.default_value
     if renamed and bound.get("dim", "some") in (None, [], ()):
-        raise Unsupported("a reduction over no dimensions")  # ATen reads that as all of them
+        # ATen would reduce over all dimensions.
+        raise Unsupported("a prims reduction over an empty list of dimensions")
     return bound
 
 
-def compute_type(rule: pointwise.Rule, tensors: list[Any], node: torch.fx.Node) -> Any:
-    """The value type an elementwise op computes in, by torch's promotion."""
+def promote_operands(lowering: PointwiseLowering, tensors: list[Any], node: torch.fx.Node) -> Any:
+    """Returns the opmath dtype of an elementwise op, by torch's type promotion."""
     kinds = {
         "default": PROMOTION.DEFAULT,
         "float": PROMOTION.INT_TO_FLOAT,
         "bool": PROMOTION.DEFAULT,
         "where": PROMOTION.DEFAULT,
     }
-    kind = rule.promotion
+    kind = lowering.promotion
     if kind == "masked_fill":
-        return value_type(node.meta["val"].dtype)
+        return opmath_dtype(fake_value(node).dtype)
     if kind == "division":
-        mode = arguments(node).get("rounding_mode")
+        mode = bind_arguments(node).get("rounding_mode")
         kind = "float" if mode is None else "default"
     computed, _ = elementwise_dtypes(*tensors, type_promotion_kind=kinds[kind])
-    return value_type(computed)
+    return opmath_dtype(computed)
 
 
-def read_pointwise(reader: Reader, node: torch.fx.Node, rule: pointwise.Rule) -> Value:
-    bound = arguments(node)
-    metas = []
-    for name in rule.operands:
+def lower_elementwise(
+    ctx: LoweringContext, node: torch.fx.Node, lowering: PointwiseLowering
+) -> TensorValue:
+    """Lowers an elementwise op to one statement."""
+    bound = bind_arguments(node)
+    operand_metas = []
+    for name in lowering.operands:
         argument = bound.get(name)
         if isinstance(argument, torch.fx.Node):
-            metas.append(argument.meta["val"])
+            operand_metas.append(fake_value(argument))
         elif argument is not None:
-            metas.append(argument)
-    dtype = compute_type(rule, metas, node)
-    if dtype not in VALUE_TYPES:
-        raise Unsupported(f"{dtype} values")
-    extra = {name: value for name, value in bound.items() if name not in rule.operands}
+            operand_metas.append(argument)
+    dtype = promote_operands(lowering, operand_metas, node)
+    if dtype not in SUPPORTED_OPMATH_DTYPES:
+        raise Unsupported(f"dtype {dtype}")
+    extra = {name: value for name, value in bound.items() if name not in lowering.operands}
 
     def expression_at(axes: tuple[indices.Axis, ...]) -> Expression:
         operands = [
-            None if bound.get(name) is None else reader.operand(bound[name], axes, dtype)
-            for name in rule.operands
+            None if bound.get(name) is None else ctx.read_operand(bound[name], axes, dtype)
+            for name in lowering.operands
         ]
         for name, value in extra.items():
             if isinstance(value, torch.fx.Node):
-                extra[name] = reader.operand(value, axes, torch.bool)
+                extra[name] = ctx.read_operand(value, axes, torch.bool)
         if node.target._schema.name == "aten::nan_to_num":  # type: ignore[union-attr]
-            extra["storage"] = node.meta["val"].dtype
-        return rule.formula(*operands, **extra)
+            extra["storage"] = fake_value(node).dtype
+        return lowering.formula(*operands, **extra)
 
-    return reader.result(node, expression_at)
+    return ctx.add_result(node, expression_at)
 
 
-def read_node(reader: Reader, node: torch.fx.Node) -> Any:
-    """The value of one call_function node."""
+def lower_node(ctx: LoweringContext, node: torch.fx.Node) -> Any:
+    """Lowers one call_function node and returns its value."""
     if node.target is operator.getitem:
-        source = reader.values.get(node.args[0])  # type: ignore[call-overload]
+        source = ctx.values.get(node.args[0])  # type: ignore[call-overload]
         if not isinstance(source, tuple):
-            raise Unsupported("an item of something that is not a tuple of tensors")
+            raise Unsupported("getitem of something other than a tuple of tensors")
         return source[node.args[1]]
-    fake = node.meta.get("val")
+    fake = fake_value(node)
     if torch.Tag.data_dependent_output in getattr(node.target, "tags", ()):
-        raise Unsupported("a number that is read from data")
+        raise Unsupported("a data-dependent scalar")
     if isinstance(fake, int | torch.SymInt) and not isinstance(fake, bool):
-        return from_size(fake)
-    name = op_name(node.target)
+        return size_to_index(fake)
+    name = get_op_name(node.target)
     if name is None:
-        raise Unsupported(f"a call of {node.target}")
+        raise Unsupported(f"a call to {node.target}")
     if name == "copy_":
-        return input_mutations.read_write(reader, node)
+        return input_mutations.lower_input_copy(ctx, node)
     if node.target._schema.is_mutable:  # type: ignore[union-attr]
-        raise Unsupported(f"{name}, which writes to its argument")
-    reader.origin, reader.reading = name, node
-    if complex.concerns(reader, node):
-        return complex.read(reader, node, name, arguments(node))
+        raise Unsupported(f"{name}, which mutates its argument")
+    ctx.origin, ctx.current_node = name, node
+    if complex_numbers.involves_complex(ctx, node):
+        return complex_numbers.lower_complex_node(ctx, node, name, bind_arguments(node))
     for value in fake if isinstance(fake, tuple | list) else (fake,):
         if isinstance(value, torch.Tensor):
             _check_tensor(value)
-    if name in POINTWISE:
-        return read_pointwise(reader, node, POINTWISE[name])
-    if name in views.RULES:
-        return views.RULES[name](reader, node, **_python_names(arguments(node)))
-    if name in copies.RULES:
-        made = copies.RULES[name](reader, node, **_python_names(arguments(node)))
-        if isinstance(made, tuple):
-            return tuple(_own(reader, node, *pair) for pair in zip(made, fake, strict=True))
-        return _own(reader, node, made, fake)
+    if name in ELEMENTWISE_LOWERINGS:
+        return lower_elementwise(ctx, node, ELEMENTWISE_LOWERINGS[name])
+    if name in VIEW_LOWERINGS:
+        return VIEW_LOWERINGS[name](ctx, node, **_rename_self(bind_arguments(node)))
+    if name in STATEMENT_LOWERINGS:
+        values = STATEMENT_LOWERINGS[name](ctx, node, **_rename_self(bind_arguments(node)))
+        if isinstance(values, tuple):
+            return tuple(
+                _copy_if_aliased(ctx, node, *pair) for pair in zip(values, fake, strict=True)
+            )
+        return _copy_if_aliased(ctx, node, values, fake)
     raise Unsupported(f"{name}")
 
 
-def _own(reader: Reader, node: torch.fx.Node, value: Any, fake: Any) -> Any:
-    """The value in memory of its own: an op that is no view never gives its argument back."""
-    source = getattr(value.expression, "name", None) if isinstance(value, Value) else None
-    if source is None or reader.maker.get(source) is node:
+def _copy_if_aliased(ctx: LoweringContext, node: torch.fx.Node, value: Any, fake: Any) -> Any:
+    """Copies a value that is in the buffer of another node. Only views may alias their argument."""
+    source = getattr(value.expression, "name", None) if isinstance(value, TensorValue) else None
+    if source is None or ctx.producers.get(source) is node:
         return value
-    return reader.result(node, value.broadcast, fake)
+    return ctx.add_result(node, value.broadcast_to, fake)
 
 
-def _python_names(bound: dict[str, Any]) -> dict[str, Any]:
+def _rename_self(bound: dict[str, Any]) -> dict[str, Any]:
     return {"source" if name == "self" else name: value for name, value in bound.items()}
 
 
 def _check_tensor(fake: torch.Tensor) -> None:
     if fake.device.type not in ("cpu", "cuda"):
-        raise Unsupported(f"a tensor on {fake.device}")
+        raise Unsupported(f"a tensor on device {fake.device}")
     if fake.layout != torch.strided:
-        raise Unsupported(f"a tensor of layout {fake.layout}")
-    if value_type(fake.dtype) not in VALUE_TYPES:
-        raise Unsupported(f"{fake.dtype} tensors")
+        raise Unsupported(f"tensor layout {fake.layout}")
+    if opmath_dtype(fake.dtype) not in SUPPORTED_OPMATH_DTYPES:
+        raise Unsupported(f"dtype {fake.dtype}")
     if fake.is_conj() or fake.is_neg():
-        raise Unsupported("a lazily conjugated or negated tensor")
+        raise Unsupported("a tensor with a lazy conjugate or negative bit")
 
 
-def input_value(reader: Reader, name: str, fake: Any) -> Tensor | Index:
-    """What a placeholder is."""
+def lower_placeholder(ctx: LoweringContext, name: str, fake: Any) -> Tensor | Index:
+    """Creates the tensor or symbol of a placeholder."""
     if isinstance(fake, int | torch.SymInt):
-        return from_size(fake)
+        return size_to_index(fake)
     if not isinstance(fake, torch.Tensor):
-        raise Unsupported(f"an input that is a {type(fake).__name__}")
+        raise Unsupported(f"an input of type {type(fake).__name__}")
     _check_tensor(fake)
-    sizes = tuple(from_size(size) for size in fake.shape)
-    strides = tuple(from_stride(stride) for stride in fake.stride())
+    sizes = tuple(size_to_index(size) for size in fake.shape)
+    strides = tuple(stride_to_index(stride) for stride in fake.stride())
     if any(size == 0 for size in sizes):
-        strides = tensor_value.dense_strides(sizes)
+        strides = tensor_value.contiguous_strides(sizes)
     tensor = Tensor(name, fake.dtype, sizes, strides)
     if fake.dtype.is_complex:
-        steps = (*(stride * 2 for stride in strides), indices.ONE)
-        tensor = Tensor(name, fake.dtype.to_real(), (*sizes, Index(2)), steps, pairs=True)
-    reader.tensors[name] = tensor
+        strides = (*(stride * 2 for stride in strides), indices.ONE)
+        sizes = (*sizes, Index(2))
+        tensor = Tensor(name, fake.dtype.to_real(), sizes, strides, is_view_as_real=True)
+    ctx.tensors[name] = tensor
     return tensor
 
 
-def unreadable(node: torch.fx.Node) -> str | None:
-    """Why this node, alone, can't be part of a generated kernel; None where it can."""
-    reader = Reader()
+def find_unsupported_reason(node: torch.fx.Node) -> str | None:
+    """Returns why this node can't be part of a generated kernel; None if it can."""
+    ctx = LoweringContext()
     try:
         for argument in node.all_input_nodes:
-            fake = argument.meta.get("val")
+            fake = fake_value(argument)
             if isinstance(fake, tuple | list):
-                reader.values[argument] = tuple(
-                    _as_value(input_value(reader, f"{argument.name}_{k}", part))
+                ctx.values[argument] = tuple(
+                    _load_argument(lower_placeholder(ctx, f"{argument.name}_{k}", part))
                     for k, part in enumerate(fake)
                 )
             else:
-                reader.values[argument] = _as_value(input_value(reader, argument.name, fake))
-        read_node(reader, node)
+                ctx.values[argument] = _load_argument(lower_placeholder(ctx, argument.name, fake))
+        lower_node(ctx, node)
     except Unsupported as reason:
         return str(reason)
     return None
 
 
-def _as_value(argument: Tensor | Index) -> Value | Complex | Index:
+def _load_argument(argument: Tensor | Index) -> TensorValue | ComplexValue | Index:
     if isinstance(argument, Index):
         return argument
-    value = tensor_value.of_tensor(argument)
-    return complex.halves(value, argument.dtype.to_complex()) if argument.pairs else value
+    value = tensor_value.load_tensor(argument)
+    return (
+        complex_numbers.split_complex(value, argument.dtype.to_complex())
+        if argument.is_view_as_real
+        else value
+    )
 
 
-def read(region: torch.fx.GraphModule, corrects: bool = False) -> Region:
-    """The whole region; `corrects` makes variances right about means that are far from 0."""
-    reader = Reader(corrects)
-    taken: list[Tensor | Index] = []
-    lent: set[str] = set()
+def lower_graph(region: torch.fx.GraphModule, corrects_means: bool = False) -> Region:
+    """Lowers the whole region.
+
+    `corrects_means` makes variances accurate for values whose mean is far from 0.
+    """
+    ctx = LoweringContext(corrects_means)
+    arguments: list[Tensor | Index] = []
+    donated: set[str] = set()
     outputs: tuple[Output, ...] = ()
     for node in region.graph.nodes:
         if node.op == "placeholder":
-            argument = input_value(reader, node.name, node.meta["val"])
-            taken.append(argument)
-            lent |= {node.name} if node.meta.get("lent") else set()
-            reader.values[node] = _as_value(argument)
+            argument = lower_placeholder(ctx, node.name, fake_value(node))
+            arguments.append(argument)
+            donated |= {node.name} if is_donated(node) else set()
+            ctx.values[node] = _load_argument(argument)
         elif node.op == "call_function":
-            reader.values[node] = read_node(reader, node)
+            ctx.values[node] = lower_node(ctx, node)
         elif node.op == "output":
             results = node.args[0]
             flat = results if isinstance(results, tuple | list) else (results,)
-            outputs = tuple(_output(reader, result) for result in flat)
+            outputs = tuple(_lower_output(ctx, result) for result in flat)
         else:
-            raise Unsupported(f"a node {node.op}")
-    writes = tuple(reader.writes)
-    needed = _needed(reader.statements, outputs, writes)
-    return Region(tuple(taken), needed, outputs, writes, frozenset(lent))
+            raise Unsupported(f"an fx node of kind {node.op}")
+    writes = tuple(ctx.writes)
+    needed = _eliminate_dead_statements(ctx.statements, outputs, writes)
+    return Region(tuple(arguments), needed, outputs, writes, frozenset(donated))
 
 
-def _output(reader: Reader, result: Any) -> Output:
+def _lower_output(ctx: LoweringContext, result: Any) -> Output:
     if result is None:
         return Output()
     if isinstance(result, int):
         return Output(size=Index(result))
-    value = reader.values[result]
+    value = ctx.values[result]
     if isinstance(value, Index):
         return Output(size=value)
-    if isinstance(value, Complex):
-        return complex.output(reader, value, result)
-    if not isinstance(value, Value):
-        raise Unsupported("a tuple among the outputs")
-    fake = result.meta["val"]
-    sizes = tuple(from_size(size) for size in fake.shape)
-    strides = tuple(from_stride(stride) for stride in fake.stride())
-    source = getattr(value.expression, "name", None)
-    found = tensor_value.window(value, reader.tensors[source]) if source in reader.tensors else None
-    empty = any(size == 0 for size in sizes)
-    if found is not None and (
-        empty or all(s is None or s == want for s, want in zip(found[0], strides, strict=True))
-    ):
-        tensor = reader.tensors[source]  # type: ignore[index]
-        whole = tensor.sizes == sizes and tensor.strides == strides and found[1] == 0
-        return Output(source, sizes, strides, found[1], whole=whole)
-    copied = reader.result(result, value.broadcast)
+    if isinstance(value, ComplexValue):
+        return complex_numbers.lower_complex_output(ctx, value, result)
+    if not isinstance(value, TensorValue):
+        raise Unsupported("a tuple as an output")
+    fake = fake_value(result)
+    sizes = tuple(size_to_index(size) for size in fake.shape)
+    strides = tuple(stride_to_index(stride) for stride in fake.stride())
+    source = getattr(value.expression, "name", "")
+    tensor = ctx.tensors.get(source)
+    view = tensor_value.find_strides(value, tensor) if tensor is not None else None
+    is_empty = any(size == 0 for size in sizes)
+    if tensor is not None and view is not None:
+        matches = zip(view[0], strides, strict=True)
+        if is_empty or all(stride is None or stride == want for stride, want in matches):
+            is_full = tensor.sizes == sizes and tensor.strides == strides and view[1] == 0
+            return Output(source, sizes, strides, view[1], is_full_buffer=is_full)
+    copied = ctx.add_result(result, value.broadcast_to)
     name = copied.expression.name  # type: ignore[union-attr]
-    return Output(name, sizes, strides, whole=True)
+    return Output(name, sizes, strides, is_full_buffer=True)
 
 
-def _needed(
+def _eliminate_dead_statements(
     statements: list[Statement], outputs: tuple[Output, ...], writes: tuple[tuple[str, str], ...]
 ) -> tuple[Statement, ...]:
-    """The statements that some output or write depends on."""
-    wanted = {output.name for output in outputs} | {name for name, _ in writes}
-    kept: list[Statement] = []
+    """Returns the statements that some output or write depends on."""
+    live = {output.name for output in outputs} | {name for name, _ in writes}
+    live_statements: list[Statement] = []
     for s in reversed(statements):
-        if s.name in wanted:
-            kept.append(s)
-            wanted.update(load.name for load in s.loads)
-    return tuple(reversed(kept))
+        if s.name in live:
+            live_statements.append(s)
+            live.update(load.name for load in s.loads)
+    return tuple(reversed(live_statements))

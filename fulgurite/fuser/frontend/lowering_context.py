@@ -1,6 +1,7 @@
-"""What a region's nodes mean so far: the `Reader` that every rule gets.
+"""The state of lowering one region: the `LoweringContext` that every lowering gets.
 
-In: calls of rules, one a node of an fx graph. Out: values of the nodes, and the statements they need.
+In: calls of lowerings, one per node of an fx graph. Out: the value of each node, and the statements
+that compute them.
 """
 
 from __future__ import annotations
@@ -12,14 +13,20 @@ from typing import Any
 import torch
 
 from fulgurite.fuser.frontend import tensor_value
-from fulgurite.fuser.frontend.pointwise import Unsupported
-from fulgurite.fuser.frontend.tensor_value import Complex, Value, from_size, from_stride
+from fulgurite.fuser.frontend.tensor_value import (
+    ComplexValue,
+    TensorValue,
+    size_to_index,
+    stride_to_index,
+)
 from fulgurite.fuser.ir import index as indices
-from fulgurite.fuser.ir.expression import Constant, Expression, Operation, Position, value_type
+from fulgurite.fuser.ir.errors import Unsupported
+from fulgurite.fuser.ir.expression import Constant, Expression, IndexValue, Operation, opmath_dtype
 from fulgurite.fuser.ir.index import Index
-from fulgurite.fuser.ir.statement import Reduction, Scan, Statement, Tensor, statement
+from fulgurite.fuser.ir.statement import Reduction, Scan, Statement, Tensor, make_statement
+from fulgurite.trace.node_meta import fake_value
 
-VALUE_TYPES = {
+SUPPORTED_OPMATH_DTYPES = {
     torch.bool,
     torch.uint8,
     torch.uint16,
@@ -34,57 +41,55 @@ VALUE_TYPES = {
 }
 
 
-class Reader:
-    """Values of the nodes read so far, and the statements they need."""
+class LoweringContext:
+    """The values of all nodes lowered so far, and their statements.
 
-    def __init__(self, corrects: bool = False) -> None:
-        # variances, for the rounding of their means: one more sum in a walk
-        self.corrects = corrects
+    `corrects_means` makes variances exact for the rounding error of their mean, with one more sum.
+    """
+
+    def __init__(self, corrects_means: bool = False) -> None:
+        self.corrects_means = corrects_means
         self.values: dict[torch.fx.Node, Any] = {}
         self.statements: list[Statement] = []
         self.tensors: dict[str, Tensor] = {}
-        self.writes: list[tuple[str, str]] = []  # a statement, and the input that gets its values
-        self.origin = ""
-        self.reading: torch.fx.Node | None = None
-        self.maker: dict[str, torch.fx.Node | None] = {}  # the node that a statement was made for
-        self.streams = 0
-        self.part: str | None = None  # of complex numbers, the one that is being read
+        self.writes: list[tuple[str, str]] = []  # (statement, input that it overwrites)
+        self.origin = ""  # the name of the op that is being lowered
+        self.current_node: torch.fx.Node | None = None
+        self.producers: dict[str, torch.fx.Node | None] = {}  # the node of each statement
+        self.num_random_streams = 0
+        self.complex_part: str | None = None  # "real" or "imaginary" while a part is lowered
 
-    # what rules call
-
-    def value(self, node: Any) -> Value:
+    def get_value(self, node: Any) -> TensorValue:
+        """Returns the value of a tensor argument."""
         found = self.values.get(node)
-        if isinstance(found, Complex):
-            if self.part is None:
-                raise Unsupported("a complex number among real ones")
-            return found.real if self.part == "real" else found.imaginary
-        if not isinstance(found, Value):
-            raise Unsupported("an argument that is not a tensor")
+        if isinstance(found, ComplexValue):
+            if self.complex_part is None:
+                raise Unsupported("mixed complex and real operands")
+            return found.real if self.complex_part == "real" else found.imaginary
+        if not isinstance(found, TensorValue):
+            raise Unsupported("a non-tensor argument")
         return found
 
-    def integer(self, argument: Any) -> Index:
-        """An int argument of an op: a number, or a node that computes a dynamic size."""
+    def to_index(self, argument: Any) -> Index:
+        """Converts an int argument of an op: a number, or a node that computes a dynamic size."""
         if isinstance(argument, torch.fx.Node):
             found = self.values[argument]
             if not isinstance(found, Index):
-                raise Unsupported("a size that is not an integer")
+                raise Unsupported("a non-integer size")
             return found
         if isinstance(argument, torch.SymInt):
-            return from_size(argument)
+            return size_to_index(argument)
         return Index(int(argument))
 
-    def sizes(self, arguments: Sequence[Any]) -> tuple[Index, ...]:
-        return tuple(self.integer(argument) for argument in arguments)
+    def to_indices(self, arguments: Sequence[Any]) -> tuple[Index, ...]:
+        return tuple(self.to_index(argument) for argument in arguments)
 
-    def next_stream(self) -> int:
-        """A number for the next op that draws random numbers."""
-        self.streams += 1
-        return self.streams - 1
+    def next_random_stream(self) -> int:
+        """Returns the stream number of the next op that draws random numbers."""
+        self.num_random_streams += 1
+        return self.num_random_streams - 1
 
-    def meta(self, node: torch.fx.Node) -> Any:
-        return node.meta["val"]
-
-    def store(
+    def add_statement(
         self,
         name: str,
         dtype: torch.dtype,
@@ -93,94 +98,102 @@ class Reader:
         reduction: Reduction | None = None,
         strides: tuple[Index, ...] | None = None,
         scan: Scan | None = None,
-        pairs: bool = False,
-    ) -> Value:
-        """Adds the statement name[axes] = expression."""
-        empty = any(axis.size == 0 for axis in axes)
-        if empty:  # no value of it is ever read: there is nothing to compute, and nothing to store
-            expression, reduction, scan = constant(0, value_type(dtype)), None, None
-        if strides is None or empty:
-            strides = tensor_value.dense_strides([axis.size for axis in axes])
+        is_view_as_real: bool = False,
+    ) -> TensorValue:
+        """Adds the statement `name[axes] = expression` and returns its value."""
+        is_empty = any(axis.size == 0 for axis in axes)
+        if is_empty:  # no element is ever read
+            expression, reduction, scan = make_constant(0, opmath_dtype(dtype)), None, None
+        if strides is None or is_empty:
+            strides = tensor_value.contiguous_strides([axis.size for axis in axes])
         while name in self.tensors:
             name += "_"
-        # dimensions of one element, or of one in memory, are no loops: only the value has them
-        kept = [k for k, axis in enumerate(axes) if axis.size != 1 and (empty or strides[k] != 0)]
-        single = {axis: indices.ZERO for k, axis in enumerate(axes) if k not in kept}
-        if single:
-            expression = expression.substitute(single)
+        # Dimensions with one element, or with stride 0, are no loops. Only the value has them.
+        loop_dims = [
+            k for k, axis in enumerate(axes) if axis.size != 1 and (is_empty or strides[k] != 0)
+        ]
+        unit_axes = {axis: indices.ZERO for k, axis in enumerate(axes) if k not in loop_dims}
+        if unit_axes:
+            expression = expression.substitute(unit_axes)
         if reduction is not None and any(axis.size == 0 for axis in reduction.axes):
-            expression, reduction = of_none(reduction.kind, expression.dtype), None
+            expression, reduction = reduce_empty(reduction.kind, expression.dtype), None
         if reduction is not None:
             over = tuple(axis for axis in reduction.axes if axis.size != 1)
             ones = {axis: indices.ZERO for axis in reduction.axes if axis.size == 1}
             expression = expression.substitute(ones) if ones else expression
             if not over:
-                expression = of_one(reduction.kind, expression)
+                expression = reduce_single_element(reduction.kind, expression)
             reduction = replace(reduction, axes=over) if over else None
         if scan is not None and scan.axis.size == 1:
-            expression, scan = of_one(scan.kind, expression), None
-        loops = tuple(axes[k] for k in kept)
-        steps = tuple(strides[k] for k in kept)
-        tensor = Tensor(name, dtype, tuple(a.size for a in loops), steps, pairs)
+            expression, scan = reduce_single_element(scan.kind, expression), None
+        loops = tuple(axes[k] for k in loop_dims)
+        loop_strides = tuple(strides[k] for k in loop_dims)
+        tensor = Tensor(name, dtype, tuple(a.size for a in loops), loop_strides, is_view_as_real)
         self.tensors[name] = tensor
-        self.maker[name] = self.reading
-        self.statements.append(statement(tensor, loops, expression, reduction, self.origin, scan))
-        value = tensor_value.of_tensor(tensor)
-        if not single:
+        self.producers[name] = self.current_node
+        self.statements.append(
+            make_statement(tensor, loops, expression, reduction, self.origin, scan)
+        )
+        value = tensor_value.load_tensor(tensor)
+        if not unit_axes:
             return value
-        return value.view([axis.size for axis in axes], lambda new: [new[k] for k in kept])
+        return value.reindex([axis.size for axis in axes], lambda new: [new[k] for k in loop_dims])
 
-    def result(
+    def add_result(
         self, node: torch.fx.Node, expression_at: Any, fake: Any = None, part: str = ""
-    ) -> Value:
-        """A statement with the sizes, strides and dtype of the node, or of `fake`, a part of it."""
-        fake = self.meta(node) if fake is None else fake
-        sizes = tuple(from_size(size) for size in fake.shape)
-        axes = tensor_value.fresh_axes(sizes)
-        strides = tuple(from_stride(stride) for stride in fake.stride())
-        expression = convert(expression_at(axes), fake.dtype)
+    ) -> TensorValue:
+        """Adds a statement with the layout and dtype of the node, or of its output `fake`."""
+        fake = fake_value(node) if fake is None else fake
+        sizes = tuple(size_to_index(size) for size in fake.shape)
+        axes = indices.make_axes(sizes)
+        strides = tuple(stride_to_index(stride) for stride in fake.stride())
+        expression = convert_dtype(expression_at(axes), fake.dtype)
         name = f"{node.name}_{part}" if part else node.name
-        return self.store(name, fake.dtype, axes, expression, strides=strides)
+        return self.add_statement(name, fake.dtype, axes, expression, strides=strides)
 
-    def operand(
+    def read_operand(
         self, argument: Any, axes: tuple[indices.Axis, ...], dtype: torch.dtype
     ) -> Expression:
-        """A tensor or number as an expression at the axes of a result, in a value type."""
+        """Returns a tensor or number as an expression at the axes of a result, cast to `dtype`."""
         if isinstance(argument, torch.fx.Node):
             found = self.values[argument]
             if isinstance(found, Index):
-                return convert(Position(found, torch.int64), dtype)
-            return convert(self.value(argument).broadcast(axes), dtype)
+                return convert_dtype(IndexValue(found, torch.int64), dtype)
+            return convert_dtype(self.get_value(argument).broadcast_to(axes), dtype)
         if isinstance(argument, torch.SymInt):
-            return convert(Position(from_size(argument), torch.int64), dtype)
+            return convert_dtype(IndexValue(size_to_index(argument), torch.int64), dtype)
         if isinstance(argument, bool | int | float):
-            return constant(argument, dtype)
-        raise Unsupported(f"an argument {argument!r}")
+            return make_constant(argument, dtype)
+        raise Unsupported(f"the argument {argument!r}")
 
 
-def of_one(kind: str, expression: Expression) -> Expression:
-    """What a reduction or scan of one element gives: sums start with 0, so that of -0 is 0."""
-    dtype = value_type(expression.dtype)
+def reduce_single_element(kind: str, expression: Expression) -> Expression:
+    """Returns the reduction or scan of one element. Sums start with 0, so the sum of -0 is 0."""
+    dtype = opmath_dtype(expression.dtype)
     if kind != "sum" or not dtype.is_floating_point:
         return expression
     return Operation("add", (expression, Constant(0.0, dtype)), dtype)
 
 
-def of_none(kind: str, dtype: torch.dtype) -> Expression:
-    """What a reduction of nothing gives; of extremes there are those of bools, which are any and all."""
-    dtype = value_type(dtype)
+def reduce_empty(kind: str, dtype: torch.dtype) -> Expression:
+    """Returns the reduction of no elements.
+
+    Max and min of bools are any and all; others have none.
+    """
+    dtype = opmath_dtype(dtype)
     if kind not in ("sum", "prod") and dtype != torch.bool:
-        raise Unsupported(f"the {kind} of nothing")
-    return constant(kind in ("prod", "min"), dtype)
+        raise Unsupported(f"{kind} of an empty tensor")
+    return make_constant(kind in ("prod", "min"), dtype)
 
 
-def constant(number: float | int | bool, dtype: torch.dtype) -> Constant:
+def make_constant(number: float | int | bool, dtype: torch.dtype) -> Constant:
+    """Creates a constant. Integers wrap to the range of the dtype."""
     if dtype.is_floating_point:
         return Constant(float(number), dtype)
     if dtype == torch.bool:
         return Constant(bool(number), dtype)
     if isinstance(number, float) and (number != number or number in (float("inf"), -float("inf"))):
-        raise Unsupported(f"{number} as an integer")
+        raise Unsupported(f"{number} converted to an integer")
     info = torch.iinfo(dtype)
     whole = int(number)
     if not info.min <= whole <= info.max:
@@ -188,12 +201,12 @@ def constant(number: float | int | bool, dtype: torch.dtype) -> Constant:
     return Constant(whole, dtype)
 
 
-def convert(expression: Expression, dtype: torch.dtype) -> Expression:
-    """The expression in the value type of `dtype`; rounds only where value types differ."""
-    if value_type(expression.dtype) == value_type(dtype):
+def convert_dtype(expression: Expression, dtype: torch.dtype) -> Expression:
+    """Casts to the opmath dtype of `dtype`, if the expression has another one."""
+    if opmath_dtype(expression.dtype) == opmath_dtype(dtype):
         return expression
-    if value_type(dtype) not in VALUE_TYPES:
-        raise Unsupported(f"{dtype} values")
+    if opmath_dtype(dtype) not in SUPPORTED_OPMATH_DTYPES:
+        raise Unsupported(f"dtype {dtype}")
     if isinstance(expression, Constant):
-        return constant(expression.value, value_type(dtype))
-    return Operation("cast", (expression,), value_type(dtype))
+        return make_constant(expression.value, opmath_dtype(dtype))
+    return Operation("cast", (expression,), opmath_dtype(dtype))

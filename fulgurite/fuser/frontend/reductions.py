@@ -1,7 +1,7 @@
-"""ATen's reductions as statements. Same calling convention as `view_rules`.
+"""Lowerings of reductions. Same calling convention as `views.py`.
 
-Means and places of the best are several statements each: `sum` and a quotient, a maximum and the least
-position that holds it. Variances are in `variance_rules`.
+A mean is a sum and a division. An argmax is a maximum and the first index that holds it. Variances
+are in `variance.py`.
 """
 
 from __future__ import annotations
@@ -12,243 +12,271 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fulgurite.fuser.frontend.lowering_context import Reader
-from fulgurite.fuser.frontend.pointwise import Unsupported, apply, div, number, sub, where
-from fulgurite.fuser.frontend.tensor_value import Axes, Value, cast_to, dimension, positions
-from fulgurite.fuser.frontend.views import unsqueezed
+from fulgurite.fuser.frontend.lowering_context import LoweringContext
+from fulgurite.fuser.frontend.tensor_value import (
+    Axes,
+    TensorValue,
+    axis_indices,
+    canonicalize_dim,
+    make_cast,
+)
+from fulgurite.fuser.frontend.views import unsqueeze_value
 from fulgurite.fuser.ir import index as indices
-from fulgurite.fuser.ir.expression import Constant, Expression, Operation, Position, value_type
+from fulgurite.fuser.ir.build_expression import apply, constant_like, div, sub, where
+from fulgurite.fuser.ir.errors import Unsupported
+from fulgurite.fuser.ir.expression import Constant, Expression, IndexValue, Operation, opmath_dtype
 from fulgurite.fuser.ir.index import Axis, Index
 from fulgurite.fuser.ir.statement import Reduction
+from fulgurite.trace.node_meta import fake_value
 
 
-def reduced_dims(dim: Any, rank: int) -> list[int]:
+def canonicalize_dims(dim: Any, rank: int) -> list[int]:
+    """Returns the reduced dimensions in order. None and an empty list mean all of them."""
     if dim is None or (isinstance(dim, list | tuple) and not dim):
         return list(range(rank))
     dims = [dim] if isinstance(dim, int) else list(dim)
-    return sorted({dimension(d, rank) for d in dims} if rank else set())
+    return sorted({canonicalize_dim(d, rank) for d in dims} if rank else set())
 
 
-def reduce(
-    reader: Reader,
+def add_reduction(
+    ctx: LoweringContext,
     name: str,
-    value: Value,
+    value: TensorValue,
     dims: Sequence[int],
     kind: str,
     dtype: torch.dtype,
     body: Callable[[Expression, Axes], Expression],
-    about: str | None = None,
-) -> Value:
-    """The statement name[kept] = kind over dims of body(value); the result has no size-1 dims."""
+    welford_sum: str | None = None,
+) -> TensorValue:
+    """Adds the statement that reduces `body(value)` over `dims`.
+
+    The result lacks those dimensions.
+    """
     axes = tuple(
         Axis(f"r{d}" if d in dims else f"i{d}", size) for d, size in enumerate(value.sizes)
     )
-    kept = tuple(axis for d, axis in enumerate(axes) if d not in dims)
-    over = tuple(axis for d, axis in enumerate(axes) if d in dims)
-    expression = body(value.at(positions(axes)), axes)
-    return reader.store(name, dtype, kept, expression, Reduction(kind, over, about))
+    kept_axes = tuple(axis for d, axis in enumerate(axes) if d not in dims)
+    reduced_axes = tuple(axis for d, axis in enumerate(axes) if d in dims)
+    expression = body(value.load_at(axis_indices(axes)), axes)
+    return ctx.add_statement(
+        name, dtype, kept_axes, expression, Reduction(kind, reduced_axes, welford_sum)
+    )
 
 
-def keep_dims(value: Value, dims: Sequence[int]) -> Value:
+def restore_reduced_dims(value: TensorValue, dims: Sequence[int]) -> TensorValue:
+    """Inserts the reduced dimensions with size 1, for keepdim=True."""
     for d in sorted(dims):
-        value = unsqueezed(value, d)
+        value = unsqueeze_value(value, d)
     return value
 
 
-def finish(
-    reader: Reader,
+def finish_reduction(
+    ctx: LoweringContext,
     name: str,
-    value: Value,
+    value: TensorValue,
     dims: Sequence[int],
     keepdim: bool,
     dtype: torch.dtype,
     formula: Callable[[Expression], Expression] | None,
-) -> Value:
-    """Applies a formula to a reduction's result, rounds to the op's dtype, puts size-1 dims back."""
+) -> TensorValue:
+    """Applies a formula to a reduction's result, rounds to the op's dtype and handles `keepdim`."""
     if formula is not None or dtype != value.dtype:
         axes = value.axes
         expression = value.expression
         expression = formula(expression) if formula else expression
-        if value_type(expression.dtype) != value_type(dtype):
-            expression = Operation("cast", (expression,), value_type(dtype))
-        value = reader.store(name, dtype, axes, expression)
-    return keep_dims(value, dims) if keepdim else value
+        if opmath_dtype(expression.dtype) != opmath_dtype(dtype):
+            expression = Operation("cast", (expression,), opmath_dtype(dtype))
+        value = ctx.add_statement(name, dtype, axes, expression)
+    return restore_reduced_dims(value, dims) if keepdim else value
 
 
-OF_BOOLS = {"sum": "max", "prod": "min"}  # a sum of bools is whether there is one: nothing to count
+BOOL_KINDS = {"sum": "max", "prod": "min"}  # of bools: a sum with dtype=bool is `any`
 
 
-def _sum(kind: str) -> Callable[..., Value]:
-    def rule(
-        reader: Reader,
+def make_sum_lowering(kind: str) -> Callable[..., TensorValue]:
+    def lower(
+        ctx: LoweringContext,
         node: Node,
         source: Any,
         dim: Any = None,
         keepdim: bool = False,
         dtype: Any = None,
-    ) -> Value:
-        value = reader.value(source)
-        dims = reduced_dims(dim, len(value.axes))
-        result = node.meta["val"].dtype
-        wide = value_type(result)
+    ) -> TensorValue:
+        value = ctx.get_value(source)
+        dims = canonicalize_dims(dim, len(value.axes))
+        result = fake_value(node).dtype
+        wide = opmath_dtype(result)
         narrow = wide != result
-        total = reduce(
-            reader,
+        total = add_reduction(
+            ctx,
             f"{node.name}_wide" if narrow else node.name,
             value,
             dims,
-            OF_BOOLS[kind] if wide == torch.bool else kind,
+            BOOL_KINDS[kind] if wide == torch.bool else kind,
             wide,
-            cast_to(wide),
+            make_cast(wide),
         )
-        return finish(reader, node.name, total, dims, keepdim, result, None)
+        return finish_reduction(ctx, node.name, total, dims, keepdim, result, None)
 
-    return rule
+    return lower
 
 
-def count_of(value: Value, dims: Sequence[int]) -> Index:
+def count_reduced(value: TensorValue, dims: Sequence[int]) -> Index:
+    """Returns the number of elements per reduction."""
     return indices.product([value.sizes[d] for d in dims])
 
 
-def divided_by(expression: Expression, count: Index, less: float = 0) -> Expression:
-    """expression / max(count - less, 0)."""
+def divide_by_count(expression: Expression, count: Index, correction: float = 0) -> Expression:
+    """Returns `expression / max(count - correction, 0)`."""
     if count.is_constant:
-        return div(expression, number(max(count.constant - less, 0.0), expression))
-    size: Expression = Operation("cast", (Position(count, torch.int64),), expression.dtype)
-    if less:
-        size = apply("maximum", sub(size, number(less, size)), number(0, size))
+        return div(expression, constant_like(max(count.constant - correction, 0.0), expression))
+    size: Expression = Operation("cast", (IndexValue(count, torch.int64),), expression.dtype)
+    if correction:
+        size = apply("maximum", sub(size, constant_like(correction, size)), constant_like(0, size))
     return div(expression, size)
 
 
-def _mean(
-    reader: Reader,
+def lower_mean(
+    ctx: LoweringContext,
     node: Node,
     source: Any,
     dim: Any = None,
     keepdim: bool = False,
     dtype: Any = None,
-) -> Value:
-    value = reader.value(source)
-    dims = reduced_dims(dim, len(value.axes))
-    result = node.meta["val"].dtype
-    wide = value_type(result)
-    total = reduce(reader, f"{node.name}_sum", value, dims, "sum", wide, cast_to(wide))
-    count = count_of(value, dims)
-    return finish(reader, node.name, total, dims, keepdim, result, lambda e: divided_by(e, count))
+) -> TensorValue:
+    value = ctx.get_value(source)
+    dims = canonicalize_dims(dim, len(value.axes))
+    result = fake_value(node).dtype
+    wide = opmath_dtype(result)
+    total = add_reduction(ctx, f"{node.name}_sum", value, dims, "sum", wide, make_cast(wide))
+    count = count_reduced(value, dims)
+    return finish_reduction(
+        ctx, node.name, total, dims, keepdim, result, lambda e: divide_by_count(e, count)
+    )
 
 
-def _check_not_empty(value: Value, dims: Sequence[int]) -> None:
-    """Nothing has no largest number: torch says so."""
+def _check_not_empty(value: TensorValue, dims: Sequence[int]) -> None:
+    """Leaves max and min of no elements to torch, which raises an error."""
     if any(value.sizes[d] == indices.ZERO for d in dims):
-        raise Unsupported("an extreme of nothing")
+        raise Unsupported("max or min over an empty dimension")
 
 
-def _extreme(kind: str) -> Callable[..., Value]:
-    def rule(
-        reader: Reader, node: Node, source: Any, dim: Any = None, keepdim: bool = False
-    ) -> Value:
-        value = reader.value(source)
-        dims = reduced_dims(dim, len(value.axes))
+def make_extremum_lowering(kind: str) -> Callable[..., TensorValue]:
+    def lower(
+        ctx: LoweringContext, node: Node, source: Any, dim: Any = None, keepdim: bool = False
+    ) -> TensorValue:
+        value = ctx.get_value(source)
+        dims = canonicalize_dims(dim, len(value.axes))
         _check_not_empty(value, dims)
-        best = reduce(reader, node.name, value, dims, kind, value.dtype, lambda e, _: e)
-        return keep_dims(best, dims) if keepdim else best
+        extremum = add_reduction(ctx, node.name, value, dims, kind, value.dtype, lambda e, _: e)
+        return restore_reduced_dims(extremum, dims) if keepdim else extremum
 
-    return rule
+    return lower
 
 
-def _first_place(
-    reader: Reader, name: str, value: Value, dims: Sequence[int], best: Value
-) -> Value:
-    """Where the best value first is: the least position that holds it (or the first NaN)."""
-    far = torch.iinfo(torch.int64).max
+def _find_first_index(
+    ctx: LoweringContext, name: str, value: TensorValue, dims: Sequence[int], extremum: TensorValue
+) -> TensorValue:
+    """Adds the statement of the first index that holds the extremum (or the first NaN)."""
+    no_index = torch.iinfo(torch.int64).max
 
     def body(expression: Expression, axes: Axes) -> Expression:
-        kept = [indices.of_atom(axis) for d, axis in enumerate(axes) if d not in dims]
+        kept_axes = [indices.from_atom(axis) for d, axis in enumerate(axes) if d not in dims]
         position = indices.ZERO
         for d in dims:
-            position = position * axes[d].size + indices.of_atom(axes[d])
-        hit: Expression = Operation("eq", (expression, best.at(kept)), torch.bool)
+            position = position * axes[d].size + indices.from_atom(axes[d])
+        is_match: Expression = Operation(
+            "eq", (expression, extremum.load_at(kept_axes)), torch.bool
+        )
         if expression.dtype.is_floating_point:
-            missing = Operation("ne", (expression, expression), torch.bool)
-            hit = Operation("or", (hit, missing), torch.bool)
-        return where(hit, Position(position, torch.int64), Constant(far, torch.int64))
+            is_nan = Operation("ne", (expression, expression), torch.bool)
+            is_match = Operation("or", (is_match, is_nan), torch.bool)
+        return where(is_match, IndexValue(position, torch.int64), Constant(no_index, torch.int64))
 
-    return reduce(reader, name, value, dims, "min", torch.int64, body)
+    return add_reduction(ctx, name, value, dims, "min", torch.int64, body)
 
 
-def _arg_extreme(kind: str) -> Callable[..., Value]:
-    def rule(
-        reader: Reader, node: Node, source: Any, dim: Any = None, keepdim: bool = False
-    ) -> Value:
-        value = reader.value(source)
-        dims = reduced_dims(dim, len(value.axes))
+def make_arg_extremum_lowering(kind: str) -> Callable[..., TensorValue]:
+    def lower(
+        ctx: LoweringContext, node: Node, source: Any, dim: Any = None, keepdim: bool = False
+    ) -> TensorValue:
+        value = ctx.get_value(source)
+        dims = canonicalize_dims(dim, len(value.axes))
         if not dims:
-            return reader.store(node.name, torch.int64, (), Constant(0, torch.int64))
+            return ctx.add_statement(node.name, torch.int64, (), Constant(0, torch.int64))
         _check_not_empty(value, dims)
-        best = reduce(reader, f"{node.name}_{kind}", value, dims, kind, value.dtype, lambda e, _: e)
-        place = _first_place(reader, node.name, value, dims, best)
-        return keep_dims(place, dims) if keepdim else place
+        extremum = add_reduction(
+            ctx, f"{node.name}_{kind}", value, dims, kind, value.dtype, lambda e, _: e
+        )
+        index = _find_first_index(ctx, node.name, value, dims, extremum)
+        return restore_reduced_dims(index, dims) if keepdim else index
 
-    return rule
+    return lower
 
 
-def _extreme_with_place(kind: str) -> Callable[..., Any]:
-    """max and min: of everything, of two tensors, or along a dim with the place of the best."""
+def make_extremum_with_index_lowering(kind: str) -> Callable[..., Any]:
+    """Returns the lowering of max or min: of all elements, or along a dimension with its index."""
 
-    def rule(
-        reader: Reader, node: Node, source: Any, dim: Any = None, keepdim: bool = False, **rest: Any
+    def lower(
+        ctx: LoweringContext,
+        node: Node,
+        source: Any,
+        dim: Any = None,
+        keepdim: bool = False,
+        **rest: Any,
     ) -> Any:
         if rest:
             raise Unsupported(f"{kind} of two tensors")
-        if not isinstance(node.meta["val"], tuple | list):
-            return _extreme(kind)(reader, node, source)
-        value = reader.value(source)
-        dims = reduced_dims(dim, len(value.axes))
+        if not isinstance(fake_value(node), tuple | list):
+            return make_extremum_lowering(kind)(ctx, node, source)
+        value = ctx.get_value(source)
+        dims = canonicalize_dims(dim, len(value.axes))
         if not dims:
-            zero = reader.store(f"{node.name}_place", torch.int64, (), Constant(0, torch.int64))
+            zero = ctx.add_statement(
+                f"{node.name}_index", torch.int64, (), Constant(0, torch.int64)
+            )
             return value, zero
         _check_not_empty(value, dims)
-        best = reduce(reader, node.name, value, dims, kind, value.dtype, lambda e, _: e)
-        place = _first_place(reader, f"{node.name}_place", value, dims, best)
+        extremum = add_reduction(ctx, node.name, value, dims, kind, value.dtype, lambda e, _: e)
+        index = _find_first_index(ctx, f"{node.name}_index", value, dims, extremum)
         if keepdim:
-            return keep_dims(best, dims), keep_dims(place, dims)
-        return best, place
+            return restore_reduced_dims(extremum, dims), restore_reduced_dims(index, dims)
+        return extremum, index
 
-    return rule
+    return lower
 
 
-def _any_all(kind: str) -> Callable[..., Value]:
-    def rule(
-        reader: Reader, node: Node, source: Any, dim: Any = None, keepdim: bool = False
-    ) -> Value:
-        value = reader.value(source)
-        dims = reduced_dims(dim, len(value.axes))
+def make_any_all_lowering(kind: str) -> Callable[..., TensorValue]:
+    def lower(
+        ctx: LoweringContext, node: Node, source: Any, dim: Any = None, keepdim: bool = False
+    ) -> TensorValue:
+        value = ctx.get_value(source)
+        dims = canonicalize_dims(dim, len(value.axes))
         if isinstance(dim, list | tuple) and not dim:
             dims = list(range(len(value.axes)))
-        result = node.meta["val"].dtype
+        result = fake_value(node).dtype
 
-        def truth(expression: Expression, axes: Axes) -> Expression:
+        def to_bool(expression: Expression, axes: Axes) -> Expression:
             if expression.dtype == torch.bool:
                 return expression
-            wide = expression
-            return Operation("ne", (wide, number(0, wide)), torch.bool)
+            return Operation("ne", (expression, constant_like(0, expression)), torch.bool)
 
-        found = reduce(reader, f"{node.name}_found", value, dims, kind, torch.bool, truth)
-        return finish(reader, node.name, found, dims, keepdim, result, None)
+        found = add_reduction(ctx, f"{node.name}_found", value, dims, kind, torch.bool, to_bool)
+        return finish_reduction(ctx, node.name, found, dims, keepdim, result, None)
 
-    return rule
+    return lower
 
 
-RULES: dict[str, Callable[..., Any]] = {
-    "sum": _sum("sum"),
-    "prod": _sum("prod"),
-    "mean": _mean,
-    "amax": _extreme("max"),
-    "amin": _extreme("min"),
-    "max": _extreme_with_place("max"),
-    "min": _extreme_with_place("min"),
-    "argmax": _arg_extreme("max"),
-    "argmin": _arg_extreme("min"),
-    "any": _any_all("max"),
-    "all": _any_all("min"),
+REDUCTION_LOWERINGS: dict[str, Callable[..., Any]] = {
+    "sum": make_sum_lowering("sum"),
+    "prod": make_sum_lowering("prod"),
+    "mean": lower_mean,
+    "amax": make_extremum_lowering("max"),
+    "amin": make_extremum_lowering("min"),
+    "max": make_extremum_with_index_lowering("max"),
+    "min": make_extremum_with_index_lowering("min"),
+    "argmax": make_arg_extremum_lowering("max"),
+    "argmin": make_arg_extremum_lowering("min"),
+    "any": make_any_all_lowering("max"),
+    "all": make_any_all_lowering("min"),
 }

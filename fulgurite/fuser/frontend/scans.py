@@ -1,6 +1,7 @@
-"""ATen's cumulative ops as scans. Same calling convention as `view_rules`.
+"""Lowerings of cumulative ops as scans. Same calling convention as `views.py`.
 
-The place of a running maximum is a second scan: the last position up to here at which the element is the maximum.
+The indices of cummax are a second scan: the last index so far at which the element equals the
+maximum.
 """
 
 from __future__ import annotations
@@ -11,76 +12,81 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fulgurite.fuser.frontend.lowering_context import Reader
-from fulgurite.fuser.frontend.pointwise import where
+from fulgurite.fuser.frontend.lowering_context import LoweringContext
 from fulgurite.fuser.frontend.tensor_value import (
     Axes,
-    Value,
-    cast_to,
-    dimension,
-    fresh_axes,
-    from_size,
-    from_stride,
-    positions,
+    TensorValue,
+    axis_indices,
+    canonicalize_dim,
+    make_cast,
+    size_to_index,
+    stride_to_index,
 )
-from fulgurite.fuser.ir.expression import Constant, Expression, Operation, Position, value_type
+from fulgurite.fuser.ir.build_expression import where
+from fulgurite.fuser.ir.expression import Constant, Expression, IndexValue, Operation, opmath_dtype
+from fulgurite.fuser.ir.index import make_axes
 from fulgurite.fuser.ir.statement import Scan
+from fulgurite.trace.node_meta import fake_value
 
 
-def scanned(
-    reader: Reader,
+def add_scan(
+    ctx: LoweringContext,
     name: str,
     fake: torch.Tensor,
     dim: int,
     kind: str,
     body: Callable[[Axes], Expression],
-) -> Value:
-    """The statement name[axes] = kind up to here along dim of body, laid out as `fake`."""
-    axes = fresh_axes([from_size(size) for size in fake.shape])
-    strides = tuple(from_stride(stride) for stride in fake.stride())
-    scan = Scan(kind, axes[dimension(dim, len(axes))]) if axes else None
-    return reader.store(name, fake.dtype, axes, body(axes), strides=strides, scan=scan)
+) -> TensorValue:
+    """Adds the statement that scans `body` along `dim`, with the layout of `fake`."""
+    axes = make_axes([size_to_index(size) for size in fake.shape])
+    strides = tuple(stride_to_index(stride) for stride in fake.stride())
+    scan = Scan(kind, axes[canonicalize_dim(dim, len(axes))]) if axes else None
+    return ctx.add_statement(name, fake.dtype, axes, body(axes), strides=strides, scan=scan)
 
 
-def _cumulative(kind: str) -> Callable[..., Value]:
-    def rule(reader: Reader, node: Node, source: Any, dim: int, dtype: Any = None) -> Value:
-        value, fake = reader.value(source), node.meta["val"]
-        wide = value_type(fake.dtype)
+def make_cumulative_lowering(kind: str) -> Callable[..., TensorValue]:
+    def lower(
+        ctx: LoweringContext, node: Node, source: Any, dim: int, dtype: Any = None
+    ) -> TensorValue:
+        value, fake = ctx.get_value(source), fake_value(node)
+        wide = opmath_dtype(fake.dtype)
 
         def body(axes: Axes) -> Expression:
-            return cast_to(wide)(value.broadcast(axes), axes)
+            return make_cast(wide)(value.broadcast_to(axes), axes)
 
-        return scanned(reader, node.name, fake, dim, kind, body)
+        return add_scan(ctx, node.name, fake, dim, kind, body)
 
-    return rule
+    return lower
 
 
-def _extreme(kind: str) -> Callable[..., tuple[Value, Value]]:
-    def rule(reader: Reader, node: Node, source: Any, dim: int) -> tuple[Value, Value]:
-        value = reader.value(source)
-        values, places = node.meta["val"]
-        best = scanned(reader, f"{node.name}_values", values, dim, kind, value.broadcast)
+def make_cumulative_extremum_lowering(kind: str) -> Callable[..., tuple[TensorValue, TensorValue]]:
+    def lower(
+        ctx: LoweringContext, node: Node, source: Any, dim: int
+    ) -> tuple[TensorValue, TensorValue]:
+        value = ctx.get_value(source)
+        value_fake, index_fake = fake_value(node)
+        extremum = add_scan(ctx, f"{node.name}_values", value_fake, dim, kind, value.broadcast_to)
 
-        def place(axes: Axes) -> Expression:
+        def index_at(axes: Axes) -> Expression:
             if not axes:
                 return Constant(0, torch.int64)
-            element, so_far = value.broadcast(axes), best.broadcast(axes)
-            hit: Expression = Operation("eq", (element, so_far), torch.bool)
+            element, so_far = value.broadcast_to(axes), extremum.broadcast_to(axes)
+            is_match: Expression = Operation("eq", (element, so_far), torch.bool)
             if element.dtype.is_floating_point:
-                missing = Operation("ne", (element, element), torch.bool)
-                hit = Operation("or", (hit, missing), torch.bool)
-            here = Position(positions(axes)[dimension(dim, len(axes))], torch.int64)
-            return where(hit, here, Constant(0, torch.int64))
+                is_nan = Operation("ne", (element, element), torch.bool)
+                is_match = Operation("or", (is_match, is_nan), torch.bool)
+            position = IndexValue(axis_indices(axes)[canonicalize_dim(dim, len(axes))], torch.int64)
+            return where(is_match, position, Constant(0, torch.int64))
 
-        return best, scanned(reader, f"{node.name}_indices", places, dim, "max", place)
+        return extremum, add_scan(ctx, f"{node.name}_indices", index_fake, dim, "max", index_at)
 
-    return rule
+    return lower
 
 
-RULES: dict[str, Callable[..., Any]] = {
-    "cumsum": _cumulative("sum"),
-    "cumprod": _cumulative("prod"),
-    "logcumsumexp": _cumulative("logsumexp"),
-    "cummax": _extreme("max"),
-    "cummin": _extreme("min"),
+SCAN_LOWERINGS: dict[str, Callable[..., Any]] = {
+    "cumsum": make_cumulative_lowering("sum"),
+    "cumprod": make_cumulative_lowering("prod"),
+    "logcumsumexp": make_cumulative_lowering("logsumexp"),
+    "cummax": make_cumulative_extremum_lowering("max"),
+    "cummin": make_cumulative_extremum_lowering("min"),
 }

@@ -1,6 +1,8 @@
-"""Variances and standard deviations as statements: a sum, then squared distances from the mean.
+"""Lowerings of variance and standard deviation: a sum, then squared deviations from the mean.
 
-Same calling convention as `view_rules`.
+    var = sum (x - mean)^2 / (n - correction)
+
+Same calling convention as `views.py`.
 """
 
 from __future__ import annotations
@@ -11,110 +13,140 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fulgurite.fuser.frontend.lowering_context import Reader
-from fulgurite.fuser.frontend.pointwise import add, apply, mul, number, sub, where
-from fulgurite.fuser.frontend.reductions import count_of, divided_by, finish, reduce, reduced_dims
-from fulgurite.fuser.frontend.tensor_value import Axes, Value, cast_to, positions
+from fulgurite.fuser.frontend.lowering_context import LoweringContext
+from fulgurite.fuser.frontend.reductions import (
+    add_reduction,
+    canonicalize_dims,
+    count_reduced,
+    divide_by_count,
+    finish_reduction,
+)
+from fulgurite.fuser.frontend.tensor_value import Axes, TensorValue, axis_indices, make_cast
 from fulgurite.fuser.ir import index as indices
-from fulgurite.fuser.ir.expression import NARROW_FLOATS, Expression, value_type
+from fulgurite.fuser.ir.build_expression import add, apply, constant_like, mul, sub, where
+from fulgurite.fuser.ir.expression import NARROW_FLOATS, Expression, opmath_dtype
 from fulgurite.fuser.ir.index import Index
+from fulgurite.trace.node_meta import fake_value
 
 
-def _squared_deviations(
-    reader: Reader, node: Node, value: Value, dims: Sequence[int], dtype: torch.dtype
-) -> tuple[Value, Value]:
-    """Mean, and the sum of squared distances from it, so that nothing cancels.
+def _add_squared_deviations(
+    ctx: LoweringContext, node: Node, value: TensorValue, dims: Sequence[int], dtype: torch.dtype
+) -> tuple[TensorValue, TensorValue]:
+    """Returns the mean and the sum of squared deviations from it, without cancellation.
 
-    Two walks; a generator may do both in one, as long as it takes distances from a mean.
+    These are two passes. A code generator may merge them into one Welford pass.
     """
-    count = count_of(value, dims)
-    total = reduce(reader, f"{node.name}_sum", value, dims, "sum", dtype, cast_to(dtype))
-    summed = reader.statements[-1].name
-    mean = reader.store(f"{node.name}_mean", dtype, total.axes, divided_by(total.expression, count))
+    count = count_reduced(value, dims)
+    total = add_reduction(ctx, f"{node.name}_sum", value, dims, "sum", dtype, make_cast(dtype))
+    sum_name = ctx.statements[-1].name
+    mean = ctx.add_statement(
+        f"{node.name}_mean", dtype, total.axes, divide_by_count(total.expression, count)
+    )
 
-    def distance(expression: Expression, axes: Axes) -> Expression:
-        kept = [indices.of_atom(axis) for d, axis in enumerate(axes) if d not in dims]
-        return sub(cast_to(dtype)(expression, axes), mean.at(kept))
+    def deviation(expression: Expression, axes: Axes) -> Expression:
+        kept_axes = [indices.from_atom(axis) for d, axis in enumerate(axes) if d not in dims]
+        return sub(make_cast(dtype)(expression, axes), mean.load_at(kept_axes))
 
-    def squared(expression: Expression, axes: Axes) -> Expression:
-        away = distance(expression, axes)
-        return mul(away, away)
+    def squared_deviation(expression: Expression, axes: Axes) -> Expression:
+        value = deviation(expression, axes)
+        return mul(value, value)
 
     name = f"{node.name}_squares"
-    squares = reduce(reader, name, value, dims, "sum", dtype, squared, summed)
-    if not reader.corrects or value.dtype in NARROW_FLOATS:
+    squares = add_reduction(ctx, name, value, dims, "sum", dtype, squared_deviation, sum_name)
+    if not ctx.corrects_means or value.dtype in NARROW_FLOATS:
         return mean, squares
-    shift = reduce(reader, f"{node.name}_shift", value, dims, "sum", dtype, distance)
-    return _corrected(reader, node.name, mean, squares, shift, count)
+    deviation_sum = add_reduction(
+        ctx, f"{node.name}_deviations", value, dims, "sum", dtype, deviation
+    )
+    return _correct_rounded_mean(ctx, node.name, mean, squares, deviation_sum, count)
 
 
-def _corrected(
-    reader: Reader, name: str, mean: Value, squares: Value, shift: Value, count: Index
-) -> tuple[Value, Value]:
-    """Mean and squares about it, of those about a rounded mean and the distances from that added up.
+def _correct_rounded_mean(
+    ctx: LoweringContext,
+    name: str,
+    mean: TensorValue,
+    squares: TensorValue,
+    deviation_sum: TensorValue,
+    count: Index,
+) -> tuple[TensorValue, TensorValue]:
+    """Corrects the mean and the squared deviations for the rounding of the mean.
 
         sum (x - m)^2 = sum (x - r)^2 - n (m - r)^2        m - r = sum (x - r) / n
 
-    A mean that is off by no more than the rounding of the distances stays as it is.
+    m is the exact mean, r the rounded one. The mean stays as it is if its error is not larger than
+    the rounding error of the deviations.
     """
-    axes, at, dtype = squares.axes, positions(squares.axes), squares.dtype
-    moved = reader.store(f"{name}_moved", dtype, axes, divided_by(shift.at(at), count))
-    less = reader.store(f"{name}_less", dtype, axes, mul(shift.at(at), moved.at(at)))
-    noise = mul(squares.at(at), number((4 * torch.finfo(dtype).eps) ** 2, squares.expression))
-    exact = where(apply("gt", less.at(at), noise), add(mean.at(at), moved.at(at)), mean.at(at))
-    around = sub(squares.at(at), less.at(at))
+    axes, at, dtype = squares.axes, axis_indices(squares.axes), squares.dtype
+
+    def add_pointwise(suffix: str, expression: Expression) -> Expression:
+        return ctx.add_statement(f"{name}_{suffix}", dtype, axes, expression).load_at(at)
+
+    mean_error = add_pointwise("mean_error", divide_by_count(deviation_sum.load_at(at), count))
+    square_error = add_pointwise("square_error", mul(deviation_sum.load_at(at), mean_error))
+    threshold = constant_like((4 * torch.finfo(dtype).eps) ** 2, squares.expression)
+    is_large = apply("gt", square_error, mul(squares.load_at(at), threshold))
+    exact_mean = where(is_large, add(mean.load_at(at), mean_error), mean.load_at(at))
+    exact_squares = sub(squares.load_at(at), square_error)
+    exact_squares = apply("maximum", exact_squares, constant_like(0, exact_squares))
     return (
-        reader.store(f"{name}_exact", dtype, axes, exact),
-        reader.store(f"{name}_around", dtype, axes, apply("maximum", around, number(0, around))),
+        ctx.add_statement(f"{name}_exact_mean", dtype, axes, exact_mean),
+        ctx.add_statement(f"{name}_exact_squares", dtype, axes, exact_squares),
     )
 
 
-def _correction(correction: Any, unbiased: Any) -> float:
+def _get_correction(correction: Any, unbiased: Any) -> float:
     if unbiased is not None:
         return float(unbiased)
     return 1.0 if correction is None else float(correction)
 
 
-def _spread(
-    reader: Reader,
+def _lower_variance(
+    ctx: LoweringContext,
     node: Node,
     name: str,
-    result: torch.dtype,
+    dtype: torch.dtype,
     source: Any,
     formula: Callable[[Expression], Expression] | None = None,
     dim: Any = None,
     keepdim: bool = False,
     correction: Any = None,
     unbiased: Any = None,
-) -> tuple[Value, Value]:
-    """The variance, or a formula of it, and the mean."""
-    value = reader.value(source)
-    dims = reduced_dims(dim, len(value.axes))
-    less = _correction(correction, unbiased)
-    mean, squares = _squared_deviations(reader, node, value, dims, value_type(result))
-    count = count_of(value, dims)
+) -> tuple[TensorValue, TensorValue]:
+    """Returns the variance, or a formula of it, and the mean."""
+    value = ctx.get_value(source)
+    dims = canonicalize_dims(dim, len(value.axes))
+    mean, squares = _add_squared_deviations(ctx, node, value, dims, opmath_dtype(dtype))
+    count = count_reduced(value, dims)
 
-    def variance(total: Expression) -> Expression:
-        divided = divided_by(total, count, less)
+    def divide(total: Expression) -> Expression:
+        divided = divide_by_count(total, count, _get_correction(correction, unbiased))
         return formula(divided) if formula else divided
 
-    spread = finish(reader, name, squares, dims, keepdim, result, variance)
-    rounded = finish(reader, f"{node.name}_rounded", mean, dims, keepdim, result, None)
-    return spread, rounded
+    variance = finish_reduction(ctx, name, squares, dims, keepdim, dtype, divide)
+    rounded = finish_reduction(ctx, f"{node.name}_rounded", mean, dims, keepdim, dtype, None)
+    return variance, rounded
 
 
-def _var(reader: Reader, node: Node, source: Any, **options: Any) -> Value:
-    return _spread(reader, node, node.name, node.meta["val"].dtype, source, **options)[0]
+def lower_var(ctx: LoweringContext, node: Node, source: Any, **options: Any) -> TensorValue:
+    return _lower_variance(ctx, node, node.name, fake_value(node).dtype, source, **options)[0]
 
 
-def _std(reader: Reader, node: Node, source: Any, **options: Any) -> Value:
-    dtype = node.meta["val"].dtype
-    return _spread(reader, node, node.name, dtype, source, lambda e: apply("sqrt", e), **options)[0]
+def lower_std(ctx: LoweringContext, node: Node, source: Any, **options: Any) -> TensorValue:
+    dtype = fake_value(node).dtype
+    return _lower_variance(
+        ctx, node, node.name, dtype, source, lambda e: apply("sqrt", e), **options
+    )[0]
 
 
-def _var_mean(reader: Reader, node: Node, source: Any, **options: Any) -> tuple[Value, Value]:
-    dtype = node.meta["val"][0].dtype
-    return _spread(reader, node, f"{node.name}_variance", dtype, source, **options)
+def lower_var_mean(
+    ctx: LoweringContext, node: Node, source: Any, **options: Any
+) -> tuple[TensorValue, TensorValue]:
+    dtype = fake_value(node)[0].dtype
+    return _lower_variance(ctx, node, f"{node.name}_variance", dtype, source, **options)
 
 
-RULES: dict[str, Callable[..., Any]] = {"var": _var, "std": _std, "var_mean": _var_mean}
+VARIANCE_LOWERINGS: dict[str, Callable[..., Any]] = {
+    "var": lower_var,
+    "std": lower_std,
+    "var_mean": lower_var_mean,
+}

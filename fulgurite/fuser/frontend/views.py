@@ -1,7 +1,7 @@
-"""ATen's views as index maps: no statement, no memory, only other indices in the loads.
+"""Lowerings of views: index maps that need no statement and no memory.
 
-Each rule gets the reader, the node and the op's arguments by name (`self` is called `source`) and
-gives a `Value`, or a tuple of them for ops with several results.
+Every lowering is called with the context, the node and the op's arguments by name (`self` is called
+`source`). It returns a `TensorValue`, or a tuple of them for an op with several outputs.
 """
 
 from __future__ import annotations
@@ -9,45 +9,46 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch.fx import Node
 
-from fulgurite.fuser.cost import number
 from fulgurite.fuser.frontend import tensor_value
-from fulgurite.fuser.frontend.lowering_context import Reader
-from fulgurite.fuser.frontend.pointwise import Unsupported
-from fulgurite.fuser.frontend.tensor_value import Value, dimension, from_size, reshape
+from fulgurite.fuser.frontend.bitcast import bitcast_value
+from fulgurite.fuser.frontend.lowering_context import LoweringContext
+from fulgurite.fuser.frontend.tensor_value import (
+    TensorValue,
+    canonicalize_dim,
+    reshape_value,
+    size_to_index,
+)
 from fulgurite.fuser.ir import index as indices
+from fulgurite.fuser.ir.cost import size_hint
+from fulgurite.fuser.ir.errors import Unsupported
 from fulgurite.fuser.ir.expression import (
-    NARROW_FLOATS,
-    Constant,
-    Expression,
     Load,
-    Operation,
-    Position,
-    value_type,
 )
 from fulgurite.fuser.ir.index import Index
 from fulgurite.fuser.ir.statement import Tensor
+from fulgurite.trace.node_meta import fake_value
 
 
-def _shape(node: Node) -> tuple[Index, ...]:
-    return tuple(from_size(size) for size in node.meta["val"].shape)
+def _sizes_of(node: Node) -> tuple[Index, ...]:
+    return tuple(size_to_index(size) for size in fake_value(node).shape)
 
 
-def _same(reader: Reader, node: Node, source: Any, **_: Any) -> Value:
-    return reader.value(source)
+def lower_alias(ctx: LoweringContext, node: Node, source: Any, **_: Any) -> TensorValue:
+    return ctx.get_value(source)
 
 
-def _reshape(reader: Reader, node: Node, source: Any, **_: Any) -> Value:
-    have, want = source.meta["val"].dtype, node.meta["val"].dtype
+def lower_reshape(ctx: LoweringContext, node: Node, source: Any, **_: Any) -> TensorValue:
+    have, want = fake_value(source).dtype, fake_value(node).dtype
     if have != want:
-        return bits_as(reader.value(source), have, want, _shape(node))
-    return reshape(reader.value(source), _shape(node))
+        return bitcast_value(ctx.get_value(source), have, want, _sizes_of(node))
+    return reshape_value(ctx.get_value(source), _sizes_of(node))
 
 
-def permuted(value: Value, order: Sequence[int]) -> Value:
-    order = [dimension(dim, len(value.axes)) for dim in order]
+def permute_value(value: TensorValue, order: Sequence[int]) -> TensorValue:
+    """Reorders dimensions."""
+    order = [canonicalize_dim(dim, len(value.axes)) for dim in order]
     sizes = [value.sizes[dim] for dim in order]
 
     def index_of(new: tuple[Index, ...]) -> list[Index]:
@@ -56,30 +57,34 @@ def permuted(value: Value, order: Sequence[int]) -> Value:
             result[dim] = position
         return result
 
-    return value.view(sizes, index_of)
+    return value.reindex(sizes, index_of)
 
 
-def _permute(reader: Reader, node: Node, source: Any, dims: Sequence[int]) -> Value:
-    return permuted(reader.value(source), dims)
+def lower_permute(
+    ctx: LoweringContext, node: Node, source: Any, dims: Sequence[int]
+) -> TensorValue:
+    return permute_value(ctx.get_value(source), dims)
 
 
-def _transpose(reader: Reader, node: Node, source: Any, dim0: int, dim1: int) -> Value:
-    value = reader.value(source)
+def lower_transpose(
+    ctx: LoweringContext, node: Node, source: Any, dim0: int, dim1: int
+) -> TensorValue:
+    value = ctx.get_value(source)
     order = list(range(len(value.axes)))
     if order:
-        dim0, dim1 = dimension(dim0, len(order)), dimension(dim1, len(order))
+        dim0, dim1 = canonicalize_dim(dim0, len(order)), canonicalize_dim(dim1, len(order))
         order[dim0], order[dim1] = order[dim1], order[dim0]
-    return permuted(value, order)
+    return permute_value(value, order)
 
 
-def _t(reader: Reader, node: Node, source: Any) -> Value:
-    value = reader.value(source)
-    return permuted(value, list(reversed(range(len(value.axes)))))
+def lower_t(ctx: LoweringContext, node: Node, source: Any) -> TensorValue:
+    value = ctx.get_value(source)
+    return permute_value(value, list(reversed(range(len(value.axes)))))
 
 
-def _expand(reader: Reader, node: Node, source: Any, **_: Any) -> Value:
-    value = reader.value(source)
-    sizes = _shape(node)
+def lower_expand(ctx: LoweringContext, node: Node, source: Any, **_: Any) -> TensorValue:
+    value = ctx.get_value(source)
+    sizes = _sizes_of(node)
     skipped = len(sizes) - len(value.axes)
 
     def index_of(new: tuple[Index, ...]) -> list[Index]:
@@ -88,34 +93,34 @@ def _expand(reader: Reader, node: Node, source: Any, **_: Any) -> Value:
             for own, position, size in zip(value.axes, new[skipped:], sizes[skipped:], strict=True)
         ]
 
-    return value.view(sizes, index_of)
+    return value.reindex(sizes, index_of)
 
 
-def _slice(
-    reader: Reader,
+def lower_slice(
+    ctx: LoweringContext,
     node: Node,
     source: Any,
     dim: int = 0,
     start: Any = None,
     end: Any = None,
     step: Any = 1,
-) -> Value:
-    value = reader.value(source)
-    dim = dimension(dim, len(value.axes))
-    begin = clamped_start(reader, start, value.sizes[dim])
-    stride = reader.integer(step)
+) -> TensorValue:
+    value = ctx.get_value(source)
+    dim = canonicalize_dim(dim, len(value.axes))
+    begin = clamp_slice_start(ctx, start, value.sizes[dim])
+    stride = ctx.to_index(step)
 
     def index_of(new: tuple[Index, ...]) -> list[Index]:
         result = list(new)
         result[dim] = new[dim] * stride + begin
         return result
 
-    return value.view(_shape(node), index_of)
+    return value.reindex(_sizes_of(node), index_of)
 
 
-def clamped_start(reader: Reader, start: Any, size: Index) -> Index:
-    """A slice's start as an index from the front."""
-    begin = reader.integer(0 if start is None else start)
+def clamp_slice_start(ctx: LoweringContext, start: Any, size: Index) -> Index:
+    """Converts a slice's start to an index from the front, clamped to the size."""
+    begin = ctx.to_index(0 if start is None else start)
     if begin == 0:
         return begin
     if not begin.is_constant:
@@ -124,52 +129,55 @@ def clamped_start(reader: Reader, start: Any, size: Index) -> Index:
         begin = begin + size
         if begin.is_constant:
             return Index(max(begin.constant, 0))
-        raise Unsupported("a slice from the end of a dynamic size")
+        raise Unsupported("a negative slice start in a dynamic dimension")
     if size.is_constant:
         return Index(min(begin.constant, size.constant))
     return begin
 
 
-def _select(reader: Reader, node: Node, source: Any, dim: int, index: Any) -> Value:
-    value = reader.value(source)
-    dim = dimension(dim, len(value.axes))
-    position = reader.integer(index)
+def lower_select(
+    ctx: LoweringContext, node: Node, source: Any, dim: int, index: Any
+) -> TensorValue:
+    value = ctx.get_value(source)
+    dim = canonicalize_dim(dim, len(value.axes))
+    position = ctx.to_index(index)
     if position.is_constant and position.constant < 0:
         position = position + value.sizes[dim]
     if not position.is_constant and not value.sizes[dim].is_constant and position.symbols():
         low, _ = position.bounds()
         if low is None or low < 0:
-            raise Unsupported("a select at a dynamic position")
-    return value.view(_shape(node), lambda new: (*new[:dim], position, *new[dim:]))
+            raise Unsupported("select with a dynamic index")
+    return value.reindex(_sizes_of(node), lambda new: (*new[:dim], position, *new[dim:]))
 
 
-def _unsqueeze(reader: Reader, node: Node, source: Any, dim: int) -> Value:
-    value = reader.value(source)
-    return unsqueezed(value, dimension(dim, len(value.axes) + 1))
+def lower_unsqueeze(ctx: LoweringContext, node: Node, source: Any, dim: int) -> TensorValue:
+    value = ctx.get_value(source)
+    return unsqueeze_value(value, canonicalize_dim(dim, len(value.axes) + 1))
 
 
-def unsqueezed(value: Value, dim: int) -> Value:
+def unsqueeze_value(value: TensorValue, dim: int) -> TensorValue:
+    """Inserts a dimension of size 1."""
     sizes = (*value.sizes[:dim], indices.ONE, *value.sizes[dim:])
-    return value.view(sizes, lambda new: (*new[:dim], *new[dim + 1 :]))
+    return value.reindex(sizes, lambda new: (*new[:dim], *new[dim + 1 :]))
 
 
-def _squeeze(reader: Reader, node: Node, source: Any, dim: Any = None) -> Value:
-    value = reader.value(source)
+def lower_squeeze(ctx: LoweringContext, node: Node, source: Any, dim: Any = None) -> TensorValue:
+    value = ctx.get_value(source)
     rank = len(value.axes)
     wanted = range(rank) if dim is None else [dim] if isinstance(dim, int) else dim
-    named = {dimension(d, rank) for d in wanted} if rank else set()
-    gone = {d for d in named if value.sizes[d] == 1}
-    sizes = [size for d, size in enumerate(value.sizes) if d not in gone]
+    named = {canonicalize_dim(d, rank) for d in wanted} if rank else set()
+    removed = {d for d in named if value.sizes[d] == 1}
+    sizes = [size for d, size in enumerate(value.sizes) if d not in removed]
 
     def index_of(new: tuple[Index, ...]) -> list[Index]:
         left = iter(new)
-        return [indices.ZERO if d in gone else next(left) for d in range(rank)]
+        return [indices.ZERO if d in removed else next(left) for d in range(rank)]
 
-    return value.view(sizes, index_of)
+    return value.reindex(sizes, index_of)
 
 
-def _pieces(value: Value, dim: int, lengths: Sequence[Index]) -> tuple[Value, ...]:
-    pieces: list[Value] = []
+def _split_value(value: TensorValue, dim: int, lengths: Sequence[Index]) -> tuple[TensorValue, ...]:
+    parts: list[TensorValue] = []
     start = indices.ZERO
     for length in lengths:
         sizes = (*value.sizes[:dim], length, *value.sizes[dim + 1 :])
@@ -177,33 +185,37 @@ def _pieces(value: Value, dim: int, lengths: Sequence[Index]) -> tuple[Value, ..
         def index_of(new: tuple[Index, ...], begin: Index = start) -> tuple[Index, ...]:
             return (*new[:dim], new[dim] + begin, *new[dim + 1 :])
 
-        pieces.append(value.view(sizes, index_of))
+        parts.append(value.reindex(sizes, index_of))
         start = start + length
-    return tuple(pieces)
+    return tuple(parts)
 
 
-def _split(reader: Reader, node: Node, source: Any, dim: int = 0, **_: Any) -> tuple[Value, ...]:
-    value = reader.value(source)
-    dim = dimension(dim, len(value.axes))
-    return _pieces(value, dim, [from_size(part.shape[dim]) for part in node.meta["val"]])
+def lower_split(
+    ctx: LoweringContext, node: Node, source: Any, dim: int = 0, **_: Any
+) -> tuple[TensorValue, ...]:
+    value = ctx.get_value(source)
+    dim = canonicalize_dim(dim, len(value.axes))
+    return _split_value(value, dim, [size_to_index(part.shape[dim]) for part in fake_value(node)])
 
 
-def _unbind(reader: Reader, node: Node, source: Any, dim: int = 0) -> tuple[Value, ...]:
-    value = reader.value(source)
-    dim = dimension(dim, len(value.axes))
+def lower_unbind(
+    ctx: LoweringContext, node: Node, source: Any, dim: int = 0
+) -> tuple[TensorValue, ...]:
+    value = ctx.get_value(source)
+    dim = canonicalize_dim(dim, len(value.axes))
     sizes = (*value.sizes[:dim], *value.sizes[dim + 1 :])
     return tuple(
-        value.view(sizes, lambda new, k=k: (*new[:dim], Index(k), *new[dim:]))
-        for k in range(len(node.meta["val"]))
+        value.reindex(sizes, lambda new, k=k: (*new[:dim], Index(k), *new[dim:]))
+        for k in range(len(fake_value(node)))
     )
 
 
-def _diagonal(
-    reader: Reader, node: Node, source: Any, offset: int = 0, dim1: int = 0, dim2: int = 1
-) -> Value:
-    value = reader.value(source)
+def lower_diagonal(
+    ctx: LoweringContext, node: Node, source: Any, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> TensorValue:
+    value = ctx.get_value(source)
     rank = len(value.axes)
-    first, second = dimension(dim1, rank), dimension(dim2, rank)
+    first, second = canonicalize_dim(dim1, rank), canonicalize_dim(dim2, rank)
     rest = [d for d in range(rank) if d not in (first, second)]
 
     def index_of(new: tuple[Index, ...]) -> list[Index]:
@@ -214,135 +226,91 @@ def _diagonal(
         result[second] = new[-1] + max(offset, 0)
         return result
 
-    return value.view(_shape(node), index_of)
+    return value.reindex(_sizes_of(node), index_of)
 
 
-def _unfold(reader: Reader, node: Node, source: Any, dimension: int, size: int, step: int) -> Value:
-    value = reader.value(source)
+def lower_unfold(
+    ctx: LoweringContext, node: Node, source: Any, dimension: int, size: int, step: int
+) -> TensorValue:
+    value = ctx.get_value(source)
     if not value.axes:
-        raise Unsupported("unfold of a number")
-    dim = tensor_value.dimension(dimension, len(value.axes))
+        raise Unsupported("unfold of a 0-d tensor")
+    dim = canonicalize_dim(dimension, len(value.axes))
 
     def index_of(new: tuple[Index, ...]) -> list[Index]:
         result = list(new[:-1])
         result[dim] = new[dim] * step + new[-1]
         return result
 
-    return value.view(_shape(node), index_of)
+    return value.reindex(_sizes_of(node), index_of)
 
 
-def _as_strided(
-    reader: Reader,
+def lower_as_strided(
+    ctx: LoweringContext,
     node: Node,
     source: Any,
     size: Sequence[Any],
     stride: Sequence[Any],
     storage_offset: Any = None,
-) -> Value:
-    """Other steps through the same memory, where all of that memory is known and dense."""
-    value = reader.value(source)
+) -> TensorValue:
+    """Lowers as_strided of a tensor whose memory is known and dense."""
+    value = ctx.get_value(source)
     name = getattr(value.expression, "name", "")
-    tensor = reader.tensors.get(name)
-    seen = tensor_value.window(value, tensor) if tensor is not None else None
-    if tensor is None or seen is None:
-        raise Unsupported("as_strided of something that is not in memory as it is")
-    address = seen[1]
+    tensor = ctx.tensors.get(name)
+    view = tensor_value.find_strides(value, tensor) if tensor is not None else None
+    if tensor is None or view is None:
+        raise Unsupported("as_strided of a value that is not a strided view of memory")
+    address = view[1]
     if storage_offset is not None:
-        begin = from_size(source.meta["val"].storage_offset())
-        address = reader.integer(storage_offset) - begin + seen[1]
-    axes = tensor_value.fresh_axes(_shape(node))
-    for axis, step in zip(axes, reader.sizes(stride), strict=True):
-        address = address + indices.of_atom(axis) * step
-    place = _unravelled(address, tensor)
-    return Value(axes, Load(name, place, tensor.dtype), value.dtype)
+        begin = size_to_index(fake_value(source).storage_offset())
+        address = ctx.to_index(storage_offset) - begin + view[1]
+    axes = indices.make_axes(_sizes_of(node))
+    for axis, axis_stride in zip(axes, ctx.to_indices(stride), strict=True):
+        address = address + indices.from_atom(axis) * axis_stride
+    index = _unravel_address(address, tensor)
+    return TensorValue(axes, Load(name, index, tensor.dtype), value.dtype)
 
 
-def _unravelled(address: Index, tensor: Tensor) -> tuple[Index, ...]:
-    """The position in a dense tensor that lies at an address."""
+def _unravel_address(address: Index, tensor: Tensor) -> tuple[Index, ...]:
+    """Converts an address to the index of an element of a dense tensor."""
     low, high = address.bounds()
     count = indices.product(tensor.sizes)
     if low is None or high is None or low < 0 or not count.is_constant or high >= count.constant:
-        raise Unsupported("as_strided that may reach past the tensor")
-    place = [indices.ZERO] * len(tensor.sizes)
+        raise Unsupported("as_strided that may go out of bounds")
+    index = [indices.ZERO] * len(tensor.sizes)
     order = [d for d, size in enumerate(tensor.sizes) if size != 1]
-    order.sort(key=lambda d: -number(tensor.strides[d]))
-    inside = count
+    order.sort(key=lambda d: -size_hint(tensor.strides[d]))
+    inner = count
     for d in order:
-        rest = indices.divide_exactly(inside, tensor.sizes[d])
+        rest = indices.divide_exactly(inner, tensor.sizes[d])
         if rest is None or rest != tensor.strides[d]:
-            raise Unsupported("as_strided of a tensor with holes")
-        inside = rest
-        place[d] = indices.floordiv(address, inside)
-        address = indices.modulo(address, inside)
-    return tuple(place)
+            raise Unsupported("as_strided of a tensor that is not dense")
+        inner = rest
+        index[d] = indices.floordiv(address, inner)
+        address = indices.modulo(address, inner)
+    return tuple(index)
 
 
-def bits_as(value: Value, have: torch.dtype, want: torch.dtype, sizes: tuple[Index, ...]) -> Value:
-    """view(dtype): the same bytes, little end first, as elements of another type."""
-    if value_type(have).is_complex or value_type(want).is_complex:
-        raise Unsupported("complex numbers as other numbers")
-    if have.itemsize == want.itemsize:
-        return Value(value.axes, _bits(value.expression, have, want), want)
-    axes = tensor_value.fresh_axes(sizes)
-    at = tensor_value.positions(axes)
-    if have.itemsize > want.itemsize:
-        ratio = have.itemsize // want.itemsize
-        wide = _bits(
-            value.at([*at[:-1], indices.floordiv(at[-1], Index(ratio))]), have, WHOLE[have.itemsize]
-        )
-        part = indices.modulo(at[-1], Index(ratio)) * (8 * want.itemsize)
-        shift = Operation("cast", (Position(part, torch.int64),), wide.dtype)
-        moved = Operation("shift_right", (wide, shift), wide.dtype)
-        narrow = Operation("cast", (moved,), WHOLE[want.itemsize])
-        return Value(axes, _bits(narrow, narrow.dtype, want), want)
-    ratio = want.itemsize // have.itemsize
-    whole = WHOLE[want.itemsize]
-    total: Expression = Constant(0, whole)
-    for k in range(ratio):
-        element = value.at([*at[:-1], at[-1] * ratio + k])
-        part_bits = _bits(element, have, WHOLE[have.itemsize])
-        widened = Operation("cast", (part_bits,), whole)
-        mask = Constant((1 << 8 * have.itemsize) - 1, whole)
-        kept = Operation("and", (widened, mask), whole)
-        moved = Operation("shift_left", (kept, Constant(8 * have.itemsize * k, whole)), whole)
-        total = Operation("or", (total, moved), whole)
-    return Value(axes, _bits(total, whole, want), want)
-
-
-WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _bits(expression: Expression, have: torch.dtype, want: torch.dtype) -> Expression:
-    if have == want or value_type(have) == want or have == value_type(want):
-        return expression  # packed numbers are bytes
-    if isinstance(expression, Operation) and expression.name == "bitcast":
-        first = expression.arguments[0]  # through `have` and on: as one, so that no NaN is touched
-        return first if first.dtype == want else Operation("bitcast", (first,), want)
-    if have in NARROW_FLOATS:
-        expression = Operation("cast", (expression,), have)
-    return Operation("bitcast", (expression,), want)
-
-
-RULES: dict[str, Callable[..., Any]] = {
-    "alias": _same,
-    "detach": _same,
-    "view": _reshape,
-    "_unsafe_view": _reshape,
-    "reshape": _reshape,
-    "permute": _permute,
-    "transpose": _transpose,
-    "t": _t,
-    "expand": _expand,
-    "slice": _slice,
-    "select": _select,
-    "unsqueeze": _unsqueeze,
-    "squeeze": _squeeze,
-    "split": _split,
-    "split_with_sizes": _split,
-    "unsafe_split": _split,
-    "unsafe_split_with_sizes": _split,
-    "unbind": _unbind,
-    "diagonal": _diagonal,
-    "unfold": _unfold,
-    "as_strided": _as_strided,
+VIEW_LOWERINGS: dict[str, Callable[..., Any]] = {
+    "alias": lower_alias,
+    "detach": lower_alias,
+    "view": lower_reshape,
+    "_unsafe_view": lower_reshape,
+    "reshape": lower_reshape,
+    "permute": lower_permute,
+    "transpose": lower_transpose,
+    "t": lower_t,
+    "expand": lower_expand,
+    "slice": lower_slice,
+    "select": lower_select,
+    "unsqueeze": lower_unsqueeze,
+    "squeeze": lower_squeeze,
+    "split": lower_split,
+    "split_with_sizes": lower_split,
+    "unsafe_split": lower_split,
+    "unsafe_split_with_sizes": lower_split,
+    "unbind": lower_unbind,
+    "diagonal": lower_diagonal,
+    "unfold": lower_unfold,
+    "as_strided": lower_as_strided,
 }

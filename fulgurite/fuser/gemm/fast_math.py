@@ -1,46 +1,46 @@
-"""Activations with fewer instructions, for epilogues that no memory traffic hides.
+"""Fast math: activations with fewer instructions, for GEMM epilogues.
 
 In: an expression of the IR. Out: one that is equal but for the last place: gates by the sigmoid, constants
-multiplied beforehand. A pointwise kernel waits for memory anyway; a tile of a product waits for its epilogue.
+multiplied in advance. A pointwise kernel waits for memory anyway, but a GEMM tile waits for its epilogue.
 """
 
 from __future__ import annotations
 
 from fulgurite.fuser.ir.expression import Constant, Expression, Operation
-from fulgurite.fuser.ir.loop_nest import rewrite
+from fulgurite.fuser.ir.expression_rewrites import rewrite_expression
 
 
-def lean(expression: Expression) -> Expression:
-    """The expression with its activations rewritten."""
-    return rewrite(expression, _rewritten, lambda index: index)
+def use_fast_math(expression: Expression) -> Expression:
+    """Rewrite the activations of an expression."""
+    return rewrite_expression(expression, _rewrite_activation, lambda index: index)
 
 
-def _rewritten(part: Expression) -> Expression | None:
+def _rewrite_activation(part: Expression) -> Expression | None:
     if not isinstance(part, Operation):
         return None
-    found = _tanh_gate(part) or _exponential_gate(part)
-    return None if found is None else lean(found)
+    found = _tanh_to_sigmoid(part) or _exp_to_sigmoid(part)
+    return None if found is None else use_fast_math(found)
 
 
-def _tanh_gate(part: Operation) -> Expression | None:
+def _tanh_to_sigmoid(part: Operation) -> Expression | None:
     """c*x * (1 + tanh(u)) = 2c*x * sigmoid(2u), which does not cancel either."""
     if part.name != "mul":
         return None
     scaled, gate = part.arguments
     if not isinstance(scaled, Operation) or not isinstance(gate, Operation) or gate.name != "add":
         return None
-    factor, x = _scaled(scaled)
+    factor, x = _split_constant_factor(scaled)
     one, tanh = gate.arguments
     if not (isinstance(one, Constant) and one.value == 1 and isinstance(tanh, Operation)):
         return None
     if tanh.name != "tanh":
         return None
-    inner, u = _scaled(tanh.arguments[0])
-    sigmoid = Operation("sigmoid", (_times(2 * inner, u),), part.dtype)
-    return Operation("mul", (_times(2 * factor, x), sigmoid), part.dtype)
+    inner, u = _split_constant_factor(tanh.arguments[0])
+    sigmoid = Operation("sigmoid", (_multiply(2 * inner, u),), part.dtype)
+    return Operation("mul", (_multiply(2 * factor, x), sigmoid), part.dtype)
 
 
-def _exponential_gate(part: Operation) -> Expression | None:
+def _exp_to_sigmoid(part: Operation) -> Expression | None:
     """x / (1 + exp(-u)) = x * sigmoid(u)."""
     if part.name != "div" or not isinstance(part.arguments[1], Operation):
         return None
@@ -59,17 +59,17 @@ def _exponential_gate(part: Operation) -> Expression | None:
     return Operation("mul", (x, sigmoid), part.dtype)
 
 
-def _scaled(expression: Expression) -> tuple[float, Expression]:
+def _split_constant_factor(expression: Expression) -> tuple[float, Expression]:
     """The constant that an expression is multiplied with, and the rest."""
     if isinstance(expression, Operation) and expression.name == "mul":
         first, rest = expression.arguments
         if isinstance(first, Constant):
-            factor, inner = _scaled(rest)
+            factor, inner = _split_constant_factor(rest)
             return float(first.value) * factor, inner
     return 1.0, expression
 
 
-def _times(factor: float, expression: Expression) -> Expression:
+def _multiply(factor: float, expression: Expression) -> Expression:
     if factor == 1:
         return expression
     return Operation("mul", (Constant(factor, expression.dtype), expression), expression.dtype)

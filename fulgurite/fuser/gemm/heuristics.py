@@ -1,8 +1,9 @@
-"""Whether one kernel for a product and its epilogue should be faster than the library's call and a kernel.
+"""The cost model of GEMM fusion: is one kernel faster than the library's GEMM and a second kernel?
 
-In: a region with products. Out: `Expected`: what is saved (the product is not read again, and a launch), what is lost
-(a generated product is slower than the library's, and nothing is computed beside its epilogue), and the answer. It
-says yes only for devices and sizes that were measured; `tune=True` measures others.
+In: a scheduled GEMM region. Out: a `FusionEstimate`. Fusing saves reading the GEMM's output again, and a
+launch. It costs time, too: a generated GEMM is slower than the library's, and its epilogue is exposed. The
+estimate is positive only for devices and sizes that were measured; `autotune=True` measures others. The
+numbers are in the device family's table (`kernels/tuning`).
 """
 
 from __future__ import annotations
@@ -12,88 +13,95 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fulgurite import device
-from fulgurite.fuser import cost
-from fulgurite.fuser.gemm import pattern
-from fulgurite.fuser.gemm.lower import kernel_name, scheduled, tensor_rate
-from fulgurite.fuser.gemm.pattern import Matmuls
-from fulgurite.fuser.gemm.schedule import MatmulSchedule
-from fulgurite.fuser.pipeline_triton import PRETENDED
+from fulgurite.device import DeviceInfo
+from fulgurite.fuser.gemm.frontend import GEMM_OPS, GemmRegion
+from fulgurite.fuser.gemm.schedule import ScheduledGemm
+from fulgurite.fuser.ir import cost
+from fulgurite.kernels.tuning.heuristics import heuristics_for
 from fulgurite.trace.cost import is_view
-
-# on an H200, products of 8192 x 4096 with inner sizes from 512 to 4096 (docs/fuser-gpu.md): with these numbers the
-# rule says yes to none that was slower
-MEASURED = (9, 0)  # compute capability
-LAUNCH_SECONDS = 2e-6  # between two kernels of a stream
-START_SECONDS = 3e-6  # descriptors, the first tiles, and the last
-LOSS = 0.025  # of the library's time for the product
-INSTRUCTIONS = 1 / 3  # of the epilogue's operations that the library's product would have hidden
-MARGIN = 0.01  # of the whole, which must be won
-LEAST_ROWS = 1024
-MOST_DEPTH = 4096
-MOST_WEIGHTS = 1 << 25  # elements of the right matrices
 
 
 @dataclass(frozen=True)
-class Expected:
-    """What one kernel should save and lose, in seconds."""
+class FusionEstimate:
+    """What one kernel saves and costs, in seconds."""
 
-    name: str
-    saved: float
-    lost: float
-    total: float  # of the library's call and a kernel
-    known: bool  # was it measured on such a device and such sizes?
-
-    @property
-    def pays(self) -> bool:
-        return self.known and self.saved - self.lost > MARGIN * self.total
+    saved_seconds: float
+    lost_seconds: float
+    unfused_seconds: float  # the library's GEMM and a kernel
+    min_gain: float  # fraction of unfused_seconds
+    is_measured: bool  # whether fusion was measured on such a device and such sizes
 
     @property
-    def why(self) -> str:
-        if not self.known:
-            return "one kernel was not faster, or not measured, for such products; tune=True does"
-        return f"one kernel saves {1e6 * self.saved:.1f} µs and loses {1e6 * self.lost:.1f}"
+    def is_profitable(self) -> bool:
+        gain = self.saved_seconds - self.lost_seconds
+        return self.is_measured and gain > self.min_gain * self.unfused_seconds
+
+    @property
+    def reason(self) -> str:
+        if not self.is_measured:
+            return "fusion was slower, or is unmeasured, for such GEMMs; try autotune=True"
+        saved, lost = 1e6 * self.saved_seconds, 1e6 * self.lost_seconds
+        return f"fusion saves {saved:.1f} µs and costs {lost:.1f} µs"
 
 
-def expected(module: fx.GraphModule) -> Expected:
-    """For a region with products; raises Unsupported where it can't be one kernel."""
-    place = next(n.meta["val"].device for n in module.graph.nodes if n.target in pattern.PRODUCTS)
-    machine = device.cuda(place.index or 0) if place.type == "cuda" else PRETENDED
-    read = pattern.read(module)
-    schedule, part = scheduled(read, machine)
-    rows = cost.number(schedule.rows.size)
-    product = sum(2 * rows * p.width * p.depth for p in read.products) / tensor_rate(machine)
-    work = sum(f.flops * f.elements for f in part.shape.facts.values())
-    saved = saved_bytes(read) / machine.copy_bandwidth + LAUNCH_SECONDS
-    lost = LOSS * product + INSTRUCTIONS * work / machine.flops + START_SECONDS
-    known = _measured(read, schedule, place) and not _keeps_a_product(module)
-    return Expected(kernel_name(part), saved, lost, product + 2 * saved, known)
+def estimate_fusion(
+    module: fx.GraphModule,
+    scheduled: ScheduledGemm,
+    device: torch.device,
+    device_info: DeviceInfo,
+) -> FusionEstimate:
+    """Estimate the gain of one kernel for a region."""
+    heuristics = heuristics_for(device)
+    gemm_seconds = scheduled.gemm_flops / tensor_core_flops(device_info)
+    saved = saved_bytes(scheduled.region) / device_info.copy_bandwidth
+    saved += heuristics.gemm_epilogue_launch_seconds
+    exposed = heuristics.gemm_epilogue_exposed_fraction * scheduled.epilogue_flops
+    lost = heuristics.gemm_epilogue_slowdown * gemm_seconds
+    lost += exposed / device_info.flops + heuristics.gemm_epilogue_prologue_seconds
+    is_measured = _is_in_measured_range(scheduled, device)
+    return FusionEstimate(
+        saved,
+        lost,
+        unfused_seconds=gemm_seconds + 2 * saved,
+        min_gain=heuristics.gemm_epilogue_min_gain,
+        is_measured=is_measured and not _returns_a_gemm_output(module),
+    )
 
 
-def saved_bytes(read: Matmuls) -> int:
-    """The products: a kernel would read them again."""
-    return sum(cost.tensor_bytes(s.tensor) for s in read.region.statements if s.origin == "mm")
+def saved_bytes(region: GemmRegion) -> int:
+    """Bytes of the GEMM outputs, which a second kernel would read again."""
+    statements = region.region.statements
+    return sum(cost.tensor_bytes(s.tensor) for s in statements if s.origin == "mm")
 
 
-def _keeps_a_product(module: fx.GraphModule) -> bool:
-    """Whether a product is wanted for itself, too, as training does: its second store is not hidden.
+def tensor_core_flops(device_info: DeviceInfo) -> float:
+    """Tensor-core operations per second in 16 bits: on an H200 25 times the CUDA cores' rate."""
+    return 25 * device_info.flops
 
-    A Llama's gate and up products of 8192 x 8192 x 2048 took 0.94 ms so, and 0.82 with the library and a kernel.
+
+def _returns_a_gemm_output(module: fx.GraphModule) -> bool:
+    """Whether a GEMM output itself is returned, as in training. Its second store is not hidden.
+
+    Llama's gate and up GEMMs of 8192 x 8192 x 2048 took 0.94 ms fused, and 0.82 ms with the library.
     """
-    (output,) = module.graph.find_nodes(op="output")
-    for node in output.all_input_nodes:
+    for node in module.graph.output_node().all_input_nodes:
         while is_view(node):
             node = node.all_input_nodes[0]
-        if node.target in pattern.PRODUCTS:
+        if node.target in GEMM_OPS:
             return True
     return False
 
 
-def _measured(read: Matmuls, schedule: MatmulSchedule, place: torch.device) -> bool:
-    if place.type == "cuda" and torch.cuda.get_device_capability(place) != MEASURED:
+def _is_in_measured_range(scheduled: ScheduledGemm, device: torch.device) -> bool:
+    heuristics = heuristics_for(device)
+    measured = heuristics.gemm_epilogue_capability
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) != measured:
         return False
-    rows = schedule.rows.size
-    if not (schedule.descriptors and rows.is_constant and rows.constant >= LEAST_ROWS):
+    m = scheduled.schedule.row_axis.size
+    is_large = m.is_constant and m.constant >= heuristics.gemm_epilogue_min_m
+    if not scheduled.schedule.use_tma or not is_large:
         return False
-    weights = sum(p.width * p.depth for p in read.products)
-    return read.products[0].depth <= MOST_DEPTH and weights <= MOST_WEIGHTS
+    gemms = scheduled.region.gemms
+    weight_elements = sum(gemm.n * gemm.k for gemm in gemms)
+    is_small = weight_elements <= heuristics.gemm_epilogue_max_weight_elements
+    return gemms[0].k <= heuristics.gemm_epilogue_max_k and is_small

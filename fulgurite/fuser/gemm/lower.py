@@ -1,119 +1,199 @@
-"""A region with matrix products to one Triton kernel: tiles of the products, the rest of the region as their epilogue.
+"""Lower a region with GEMMs: one Triton kernel, or the library's GEMMs and kernels for the rest.
 
-In: a region as an fx graph, and where its tensors are. Out: a `TritonRegion` with one kernel. Products stay with
-the library unless someone asks for this: `executors/epilogue.py` does, where it measured or expects that it pays.
+In: a region as an fx graph, and its device. Out: a `TritonRegion` with one kernel, or a
+`LibraryGemmRegion`. A region has GEMMs only where `fusion.py` put them there. It hands on the schedule
+that it decided by; `lower_gemm` computes one only for a region that comes without.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
 
-from fulgurite import device
-from fulgurite.device import Device
-from fulgurite.fuser import cost
-from fulgurite.fuser.frontend.pointwise import Unsupported
-from fulgurite.fuser.gemm import pattern
-from fulgurite.fuser.gemm.autotune import searched_tile
-from fulgurite.fuser.gemm.codegen import write_matmul
-from fulgurite.fuser.gemm.pattern import Matmuls
-from fulgurite.fuser.gemm.schedule import MatmulSchedule, Tile, over_tiles, tiled
-from fulgurite.fuser.gemm.tiles import best_tile
-from fulgurite.fuser.ir.split_axes import refine
-from fulgurite.fuser.pipeline_triton import PRETENDED
-from fulgurite.fuser.runtime.compile_triton import (
-    Program,
-    interpreting,
-    make_program,
-    may_specialize,
-    measured,
+from fulgurite.device import DeviceInfo
+from fulgurite.fuser.gemm.codegen import write_gemm
+from fulgurite.fuser.gemm.frontend import (
+    GEMM_OPS,
+    extract_epilogue,
+    gemm_operands,
+    lower_gemm_graph,
 )
-from fulgurite.fuser.runtime.kernel import Kernel
-from fulgurite.fuser.runtime.triton_region import TritonRegion, needs_wide
-from fulgurite.fuser.schedule.gpu.choose import row_limit
-from fulgurite.fuser.segment import Segment, segment
-from fulgurite.fuser.segment.build_loop_nest import build
+from fulgurite.fuser.gemm.heuristics import tensor_core_flops
+from fulgurite.fuser.gemm.schedule import (
+    GemmSchedule,
+    ScheduledGemm,
+    apply_config,
+    make_problem,
+    schedule_gemms,
+)
+from fulgurite.fuser.ir import cost
+from fulgurite.fuser.ir.errors import Unsupported
+from fulgurite.fuser.lowering import gpu_info, lower_to_kernels, with_index
+from fulgurite.fuser.runtime.autotune import pick_fastest
+from fulgurite.fuser.runtime.compile_triton import (
+    KernelModule,
+    build_kernel_module,
+    is_interpreted,
+    supports_warp_specialization,
+)
+from fulgurite.fuser.runtime.cpu_region import FusedRegion
+from fulgurite.fuser.runtime.kernel import Kernel, time_triton_kernel
+from fulgurite.fuser.runtime.triton_region import TritonRegion, needs_int64_indices
+from fulgurite.kernels.tuning.gemm_epilogue import GemmEpilogueConfig
+from fulgurite.kernels.tuning.heuristics import heuristics_for
+from fulgurite.trace.node_meta import fusion_schedule
 
 
-def lower_matmul(
+@dataclass(frozen=True, eq=False)
+class FusionSchedule:
+    """The schedule of a fused GEMM, and the names of the nodes that it was computed for."""
+
+    scheduled: ScheduledGemm
+    node_names: tuple[str, ...]
+
+
+def lower_gemm_region(
+    module: fx.GraphModule, device: torch.device, autotune: bool = False
+) -> FusedRegion:
+    """One kernel for GEMMs and epilogue; the library's GEMMs and a kernel if that can't be."""
+    if device.type == "cuda" or is_interpreted():
+        try:
+            return lower_gemm(module, device, autotune)
+        except Unsupported:  # grouping may split a region after fusion was decided
+            pass
+    return LibraryGemmRegion(module, device)
+
+
+def lower_gemm(
     module: fx.GraphModule,
-    place: torch.device,
-    tune: bool = False,
-    tile: Tile | None = None,
+    device: torch.device,
+    autotune: bool = False,
+    config: GemmEpilogueConfig | None = None,
 ) -> TritonRegion:
-    """The kernel of a region whose products are read by elementwise ops; `tune` searches its tiles."""
-    if place.type == "cuda" and place.index is None:
-        place = torch.device("cuda", torch.cuda.current_device())
-    if tile is not None and tile.loop == "warp_specialize" and not may_specialize():
-        raise Unsupported("a loop with warps apart, which Triton compiles right from 3.7 on")
-    machine = device.cuda(place.index) if place.type == "cuda" else PRETENDED
-    read = pattern.read(module)
-    schedule, part = scheduled(read, machine, tile)
-    name = kernel_name(part)
-    wide = needs_wide(read.region)
-    if tune and tile is None and not interpreting():
-        schedule = searched_tile(name, schedule, machine, place, bool(wide))
+    """Lower a region to one kernel; `autotune` times several configs."""
+    device = with_index(device)
+    is_specialized = config is not None and config.tile_loop == "warp_specialize"
+    if is_specialized and not supports_warp_specialization():
+        raise Unsupported("a warp-specialized loop, which Triton miscompiles before 3.7")
+    device_info = gpu_info(device)
+    scheduled = _handed_on_schedule(module) if config is None else None
+    if scheduled is None:
+        region = lower_gemm_graph(module)
+        scheduled = schedule_gemms(region, device_info, heuristics_for(device), config)
+    name = scheduled.kernel_name
+    int64_indices = needs_int64_indices(scheduled.region.region)
+    if autotune and config is None and not is_interpreted():
+        schedule = _autotune(scheduled, device, bool(int64_indices))
+        scheduled = replace(scheduled, schedule=schedule)
+    schedule = scheduled.schedule
 
     @functools.cache
-    def write(with_wide: bool, aligned: bool) -> Program:
-        chosen = schedule if aligned else replace(schedule, descriptors=False)
-        return make_program([write_matmul(name, chosen, with_wide)])
+    def write(use_int64: bool, is_aligned: bool) -> KernelModule:
+        variant = schedule if is_aligned else replace(schedule, use_tma=False)
+        return build_kernel_module([write_gemm(name, variant, use_int64)])
 
-    kernel = _kernel(read, write(bool(wide), True), part, schedule, machine, place)
-    return TritonRegion(read.region, write, (kernel,), place, wide)
-
-
-def scheduled(
-    read: Matmuls, machine: Device, tile: Tile | None = None
-) -> tuple[MatmulSchedule, Segment]:
-    """The schedule with the tile that is asked for, or with the one that should be best."""
-    refined = refine(read.epilogue)
-    parts = segment(refined, row_limit(machine))
-    if len(parts) != 1:
-        raise Unsupported(f"an epilogue of {len(parts)} kernels")
-    nest, accumulators = over_tiles(build(refined, parts[0]), read.products)
-    chosen = tile or best_tile(nest, accumulators, machine)
-    return tiled(nest, accumulators, chosen, machine), parts[0]
+    kernel = _describe_kernel(scheduled, write(bool(int64_indices), True), device_info, device)
+    return TritonRegion(scheduled.region.region, write, (kernel,), device, int64_indices)
 
 
-def kernel_name(part: Segment) -> str:
-    """`mm_gelu`: the product, and what says most about its epilogue."""
-    ops = dict.fromkeys(f.statement.origin.strip("_") for f in part.shape.facts.values())
-    telling = [op for op in ops if op not in ("clone", "to_copy")] or list(ops)
-    return "_".join(["mm", *telling[:3]])
+def _handed_on_schedule(module: fx.GraphModule) -> ScheduledGemm | None:
+    """The schedule of the step "gemm_fusion", unless the region has other nodes by now."""
+    names = node_names(module)
+    for node in module.graph.nodes:
+        handed_on = fusion_schedule(node)
+        if handed_on is not None and handed_on.node_names == names:
+            scheduled: ScheduledGemm = handed_on.scheduled
+            return scheduled
+    return None
 
 
-def _kernel(
-    read: Matmuls,
-    program: Program,
-    part: Segment,
-    schedule: MatmulSchedule,
-    machine: Device,
-    place: torch.device,
+def node_names(module: fx.GraphModule) -> tuple[str, ...]:
+    return tuple(node.name for node in module.graph.nodes)
+
+
+def _autotune(scheduled: ScheduledGemm, device: torch.device, use_int64: bool) -> GemmSchedule:
+    """The schedule with the fastest config."""
+    schedule, device_info = scheduled.schedule, gpu_info(device)
+    nest, accumulators = schedule.nest, schedule.accumulators
+    configs = heuristics_for(device).autotune_gemm_epilogue_configs(
+        make_problem(nest, accumulators, device_info), supports_warp_specialization()
+    )
+    candidates = [apply_config(nest, accumulators, config, device_info) for config in configs]
+
+    def write(candidate: GemmSchedule) -> KernelModule:
+        return build_kernel_module([write_gemm(scheduled.kernel_name, candidate, use_int64)])
+
+    return pick_fastest([schedule, *candidates], write, device, device_info.name)
+
+
+def _describe_kernel(
+    scheduled: ScheduledGemm,
+    kernel_module: KernelModule,
+    device_info: DeviceInfo,
+    device: torch.device,
 ) -> Kernel:
-    (stage,) = program.stages
-    moved = sum(map(cost.tensor_bytes, stage.tensors))
-    rows = cost.number(schedule.rows.size)
-    work = sum(2 * rows * p.width * p.depth for p in read.products)
-    ops = ("mm",) * len(read.products) + tuple(
-        f.statement.origin for f in part.shape.facts.values()
-    )
+    (source,) = kernel_module.kernels
+    bytes_moved = sum(map(cost.tensor_bytes, source.tensors))
+    memory_seconds = bytes_moved / device_info.copy_bandwidth
+    math_seconds = scheduled.gemm_flops / tensor_core_flops(device_info)
+    statements = scheduled.segment.structure.statements.values()
     return Kernel(
-        stage.name,
-        stage.text,
-        schedule,
-        ops,
-        moved,
-        work,
-        max(moved / machine.copy_bandwidth, work / tensor_rate(machine)) + cost.LAUNCH_SECONDS,
-        part.reason,
-        measured(program, [stage.name], place),
+        name=source.name,
+        source=source.text,
+        schedule=scheduled.schedule,
+        ops=(
+            *("mm" for _ in scheduled.region.gemms),
+            *(s.statement.origin for s in statements),
+        ),
+        bytes_moved=bytes_moved,
+        flops=scheduled.gemm_flops,
+        predicted_seconds=max(memory_seconds, math_seconds) + cost.LAUNCH_SECONDS,
+        reason=scheduled.segment.reason,
+        _measure=time_triton_kernel(kernel_module, [source.name], device),
     )
 
 
-def tensor_rate(machine: Device) -> float:
-    """Operations a second of 16-bit products: on an H200 25 times those of a multiprocessor's plain lanes."""
-    return 25 * machine.flops
+class LibraryGemmRegion(FusedRegion):
+    """GEMMs by torch, everything else by generated kernels.
+
+    Fused GEMMs are measured against it, and it runs where a region can't be one kernel.
+    """
+
+    def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
+        gemms = [n for n in module.graph.nodes if n.target in GEMM_OPS]
+        epilogue = extract_epilogue(module, are_in_memory=True)
+        self.epilogue = lower_to_kernels(epilogue, device)  # its first arguments: the GEMM outputs
+        self.region, self.unit = self.epilogue.region, self.epilogue.unit
+        self.kernels, self.source = self.epilogue.kernels, self.epilogue.source
+        self.launcher = ""
+        placeholders = module.graph.find_nodes(op="placeholder")
+        position = {node: k for k, node in enumerate(placeholders)}
+        self.operands = [tuple(position[matrix] for matrix in gemm_operands(n)) for n in gemms]
+        read = {n.name for n in epilogue.graph.find_nodes(op="placeholder")}
+        self.epilogue_inputs = [position[n] for n in placeholders if n.name in read]
+
+    @property
+    def is_capturable(self) -> bool:
+        return self.epilogue.is_capturable
+
+    @property
+    def overwritten_inputs(self) -> tuple[int, ...]:
+        """Those of the epilogue, whose arguments come after the GEMM outputs."""
+        first = len(self.operands)
+        return tuple(self.epilogue_inputs[k - first] for k in self.epilogue.overwritten_inputs)
+
+    def wait(self) -> None:
+        self.epilogue.wait()
+
+    @property
+    def cached_launch(self) -> Callable[..., tuple[Any, ...]] | None:
+        return None
+
+    def __call__(self, *arguments: Any) -> tuple[Any, ...]:
+        outputs = [torch.mm(arguments[lhs], arguments[rhs]) for lhs, rhs in self.operands]
+        return self.epilogue(*outputs, *(arguments[k] for k in self.epilogue_inputs))

@@ -1,8 +1,8 @@
-"""A matrix product with its epilogue: tiles of the product, and the epilogue's loops over them.
+"""Schedule GEMMs with their epilogue: the epilogue's loops run over the tiles of a GEMM's output.
 
-In: the refined epilogue of `matmul.Matmuls`, cut into its one segment. Out: a `MatmulSchedule`: the epilogue's nest
-over rows `i` and columns `j` of a tile, where reads of a product became accumulators. Where the columns are reduced in
-blocks (the largest value of every 128, to quantize by), a tile has the columns of one block.
+In: a `GemmRegion`. Out: a `ScheduledGemm`. Its `GemmSchedule` is the epilogue's loop nest over rows `i` and
+columns `j` of a tile, where loads of a GEMM output became accumulators. If the epilogue reduces blocks of
+columns (the absolute maximum of every 128, to quantize), a tile has the columns of one block.
 """
 
 from __future__ import annotations
@@ -12,237 +12,286 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fulgurite.device import Device
-from fulgurite.fuser.cost import number
-from fulgurite.fuser.frontend.pointwise import Unsupported
-from fulgurite.fuser.gemm.fast_math import lean
-from fulgurite.fuser.gemm.pattern import Product
+from fulgurite.device import DeviceInfo
+from fulgurite.fuser.gemm.fast_math import use_fast_math
+from fulgurite.fuser.gemm.frontend import Gemm, GemmRegion
 from fulgurite.fuser.ir import index as indices
+from fulgurite.fuser.ir.cost import size_hint
+from fulgurite.fuser.ir.errors import Unsupported
 from fulgurite.fuser.ir.expression import Constant, Expression, Load
+from fulgurite.fuser.ir.expression_rewrites import rewrite_expression
 from fulgurite.fuser.ir.index import Axis, Index
-from fulgurite.fuser.ir.loop_nest import Local, Nest, named, rewrite
-from fulgurite.fuser.schedule.gpu.base import GpuSchedule, joined, power_above
+from fulgurite.fuser.ir.loop_nest import Local, LoopNest, rename_loops
+from fulgurite.fuser.ir.split_axes import split_axes
+from fulgurite.fuser.schedule.gpu.base import GpuSchedule, flatten_loops, next_power_of_two
+from fulgurite.fuser.schedule.gpu.choose import make_row_limit
+from fulgurite.fuser.segment import Segment, segment_region
+from fulgurite.fuser.segment.build_loop_nest import build_loop_nest
+from fulgurite.kernels.tuning.gemm_epilogue import (
+    GemmEpilogueConfig,
+    GemmEpilogueHeuristics,
+    GemmEpilogueProblem,
+)
+from fulgurite.trace.op_names import name_from_ops
 
-MOST_COLUMNS = 256  # of a tile
-SHARED_BYTES = 227 << 10  # of a program, of Hopper and later
-ALIGNMENT = 16  # bytes, of every row a descriptor reads
+MAX_BLOCK_N = 256
+TMA_ALIGNMENT = 16  # bytes; of every row that a tensor descriptor reads or writes
+LOOP_NAMES = {"flatten": "flattened", "plain": "plain", "warp_specialize": "warp-specialized"}
 
 
 @dataclass(frozen=True)
 class Accumulator:
-    """The part of a product that a tile sums up: its own columns, from `offset` on."""
+    """The accumulator of one GEMM in a tile: the GEMM's columns from `offset` on."""
 
-    name: str  # of the local that it is in the epilogue
-    product: Product
+    name: str  # of its local in the epilogue
+    gemm: Gemm
     offset: int
 
 
 @dataclass(frozen=True)
-class Tile:
-    """What a program computes at once, and how."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-    descriptors: bool = True  # tiles are copied by the tensor memory accelerator
-    walking: bool = True  # a program a multiprocessor, which walks over tiles
-    rows_together: int = 8  # rows of tiles that programs side by side work on
-    loop: str = "flatten"  # over tiles: as one with the inner one, "plain", or "warp_specialize"
-    stores: bool = False  # results go through descriptors as well
-
-
-@dataclass(frozen=True)
-class MatmulSchedule(GpuSchedule):
-    """The epilogue's nest over the tiles of its products."""
+class GemmSchedule(GpuSchedule):
+    """The epilogue's loop nest over the output tiles of its GEMMs."""
 
     accumulators: tuple[Accumulator, ...] = ()
-    depth: int = 64
-    descriptors: bool = False
-    rows_together: int = 8
-    loop: str = "flatten"
-    stores_tiles: bool = False
+    block_k: int = 64
+    use_tma: bool = False
+    group_m: int = 8
+    tile_loop: str = "flatten"
+    tma_store: bool = False
 
     @property
-    def rows(self) -> Axis:
+    def row_axis(self) -> Axis:
         return self.nest.grid[0]
 
     @property
-    def tile_columns(self) -> int:
-        return self.sizes[self.blocks[-1]]
+    def block_m(self) -> int:
+        return self.block_sizes[self.row_axis]
+
+    @property
+    def block_n(self) -> int:
+        return self.block_sizes[self.block_axes[-1]]
 
     def __str__(self) -> str:
-        inner = self.accumulators[0].product.depth
-        text = f"matmul: {' '.join(f'{a.name}<{a.size}' for a in self.nest.axes)} x {inner}"
-        text += f", tiles of {self.sizes[self.rows]} x {self.tile_columns} x {self.depth}"
+        inner = self.accumulators[0].gemm.k
+        text = f"gemm: {' '.join(f'{a.name}<{a.size}' for a in self.nest.axes)} x {inner}"
+        text += f", tiles of {self.block_m} x {self.block_n} x {self.block_k}"
         count = len(self.accumulators)
-        text += f" of {count} products" if count > 1 else ""
-        text += f", {self.warps} warps, {self.stages} blocks ahead"
-        text += ", by descriptors" if self.descriptors else ""
-        text += ", results too" if self.descriptors and self.stores_tiles else ""
-        if not self.programs:
+        text += f" of {count} GEMMs" if count > 1 else ""
+        text += f", {self.num_warps} warps, {self.num_stages} stages"
+        text += ", TMA loads" if self.use_tma else ""
+        text += " and stores" if self.use_tma and self.tma_store else ""
+        if not self.num_programs:
             return text
-        text += f", {self.programs} programs walk the tiles"
-        return (
-            text
-            + {"flatten": " in one loop", "plain": "", "warp_specialize": ", warps apart"}[
-                self.loop
-            ]
-        )
+        loop = LOOP_NAMES[self.tile_loop]
+        return f"{text}, persistent: {self.num_programs} programs, {loop} tile loop"
 
 
-def tiled(
-    nest: Nest, accumulators: tuple[Accumulator, ...], tile: Tile, device: Device
-) -> MatmulSchedule:
-    """The schedule with these tiles."""
-    rows, last = nest.grid[0], nest.axes[-1]
-    block = number(last.size) if nest.body else tile.columns
-    sizes = {rows: tile.rows, last: block}
-    programs = 0
-    if tile.walking:
-        count = -(-number(rows.size) // tile.rows) * -(-columns_of(nest) // block)
-        programs = min(device.threads, count) if rows.size.is_constant else device.threads
-    return MatmulSchedule(
-        "matmul",
-        nest,
-        (rows, last),
-        sizes,
-        programs=programs,
-        warps=tile.warps,
-        stages=tile.stages,
-        accumulators=accumulators,
-        depth=tile.depth,
-        descriptors=tile.descriptors and all(map(describable, accumulators)),
-        rows_together=tile.rows_together,
-        loop=tile.loop,
-        stores_tiles=tile.stores,
+@dataclass(frozen=True, eq=False)
+class ScheduledGemm:
+    """A GEMM region with its schedule; `segment` holds the statements of the epilogue."""
+
+    region: GemmRegion
+    schedule: GemmSchedule
+    segment: Segment
+
+    @property
+    def kernel_name(self) -> str:
+        """`mm_gelu`: the GEMM and its epilogue."""
+        ops = [s.statement.origin for s in self.segment.structure.statements.values()]
+        return f"mm_{name_from_ops(ops, generic=('clone', 'to_copy'))}"
+
+    @property
+    def gemm_flops(self) -> int:
+        m = size_hint(self.schedule.row_axis.size)
+        return sum(2 * m * gemm.n * gemm.k for gemm in self.region.gemms)
+
+    @property
+    def epilogue_flops(self) -> int:
+        return sum(s.flops * s.elements for s in self.segment.structure.statements.values())
+
+
+def schedule_gemms(
+    region: GemmRegion,
+    device_info: DeviceInfo,
+    heuristics: GemmEpilogueHeuristics,
+    config: GemmEpilogueConfig | None = None,
+) -> ScheduledGemm:
+    """Schedule a region with the given config, or with the one that should be fastest."""
+    epilogue = split_axes(region.epilogue)
+    segments = segment_region(epilogue, make_row_limit(device_info))
+    if len(segments) != 1:
+        raise Unsupported(f"an epilogue of {len(segments)} kernels")
+    nest, accumulators = tile_epilogue(build_loop_nest(epilogue, segments[0]), region.gemms)
+    if config is None:
+        problem = make_problem(nest, accumulators, device_info)
+        config = heuristics.rank_gemm_epilogue_configs(problem)[0]
+    schedule = apply_config(nest, accumulators, config, device_info)
+    return ScheduledGemm(region, schedule, segments[0])
+
+
+def make_problem(
+    nest: LoopNest, accumulators: tuple[Accumulator, ...], device_info: DeviceInfo
+) -> GemmEpilogueProblem:
+    """The sizes by which heuristics choose a config."""
+    return GemmEpilogueProblem(
+        m=size_hint(nest.grid[0].size),
+        n=epilogue_columns(nest),
+        num_gemms=len(accumulators),
+        block_columns=size_hint(nest.axes[-1].size) if nest.body else 0,
+        num_sms=device_info.num_cores,
     )
 
 
-def describable(accumulator: Accumulator) -> bool:
-    """May descriptors read both matrices? Their rows must begin at multiples of 16 bytes."""
-    product = accumulator.product
-    for matrix in (product.left, product.right):
-        step = max(stride.constant for stride in matrix.strides)
-        if (step * matrix.itemsize) % ALIGNMENT:
+def apply_config(
+    nest: LoopNest,
+    accumulators: tuple[Accumulator, ...],
+    config: GemmEpilogueConfig,
+    device_info: DeviceInfo,
+) -> GemmSchedule:
+    """The schedule with this config."""
+    rows, last = nest.grid[0], nest.axes[-1]
+    block_n = size_hint(last.size) if nest.body else config.block_n
+    num_programs = 0
+    if config.persistent:
+        num_programs = device_info.num_cores
+        if rows.size.is_constant:
+            row_tiles = -(-size_hint(rows.size) // config.block_m)
+            tiles = row_tiles * -(-epilogue_columns(nest) // block_n)
+            num_programs = min(num_programs, tiles)
+    return GemmSchedule(
+        "gemm",
+        nest,
+        (rows, last),
+        {rows: config.block_m, last: block_n},
+        num_programs=num_programs,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        accumulators=accumulators,
+        block_k=config.block_k,
+        use_tma=config.use_tma and all(can_use_tma(a.gemm) for a in accumulators),
+        group_m=config.group_m,
+        tile_loop=config.tile_loop,
+        tma_store=config.tma_store,
+    )
+
+
+def can_use_tma(gemm: Gemm) -> bool:
+    """Whether tensor descriptors can read both matrices: rows must start at multiples of 16 bytes."""
+    for matrix in (gemm.lhs, gemm.rhs):
+        row_stride = max(stride.constant for stride in matrix.strides)
+        if (row_stride * matrix.itemsize) % TMA_ALIGNMENT:
             return False
     return True
 
 
-def columns_of(nest: Nest) -> int:
-    """Columns of the epilogue: of a product, or of a part of it."""
-    return number(indices.product([axis.size for axis in nest.axes[1:]]))
-
-
-def fits(tile: Tile, products: int) -> bool:
-    """Does the memory of a multiprocessor hold what is under way?"""
-    block = (tile.rows + products * tile.columns) * tile.depth * 2
-    return block * tile.stages <= SHARED_BYTES
+def epilogue_columns(nest: LoopNest) -> int:
+    """Columns of the epilogue: all columns of a GEMM, or a part of them."""
+    return size_hint(indices.product([axis.size for axis in nest.axes[1:]]))
 
 
 # ---- the epilogue over rows and columns ----------------------------------------------------------
 
 
-def over_tiles(nest: Nest, products: tuple[Product, ...]) -> tuple[Nest, tuple[Accumulator, ...]]:
-    """The epilogue's nest over (rows, columns), with accumulators in the place of the products' elements."""
-    if len({product.left.name for product in products}) > 1:
-        raise Unsupported("products of different left matrices in one kernel")
-    by_name = {product.name: product for product in products}
+def tile_epilogue(
+    nest: LoopNest, gemms: tuple[Gemm, ...]
+) -> tuple[LoopNest, tuple[Accumulator, ...]]:
+    """The epilogue's loop nest over (rows, columns); loads of GEMM outputs become accumulators."""
+    if len({gemm.lhs.name for gemm in gemms}) > 1:
+        raise Unsupported("GEMMs of different left matrices in one kernel")
+    by_name = {gemm.name: gemm for gemm in gemms}
     roles = {local.role for local in nest.locals.values() if local.reduction}
-    if roles - {"rowsum"}:
-        raise Unsupported("a sum over rows or a scan after a product")
-    nest = _grouped(nest, by_name)
-    found: dict[tuple[str, int], Accumulator] = {}
+    if roles - {"row_reduction"}:
+        raise Unsupported("a sum over rows or a scan after a GEMM")
+    nest = _collapse_to_rows_and_columns(nest, by_name)
+    accumulators: dict[tuple[str, int], Accumulator] = {}
 
-    def replaced(part: Expression) -> Expression | None:
+    def replace_load(part: Expression) -> Expression | None:
         if not isinstance(part, Load) or part.name not in by_name:
             return None
-        product = by_name[part.name]
-        offset = _offset(nest, product, part.index[0])
-        key = (product.name, offset)
-        name = f"{product.name}_at{offset}" if offset else product.name
-        found.setdefault(key, Accumulator(name, product, offset))
+        gemm = by_name[part.name]
+        offset = _column_offset(nest, gemm, part.index[0])
+        name = f"{gemm.name}_at{offset}" if offset else gemm.name
+        accumulators.setdefault((gemm.name, offset), Accumulator(name, gemm, offset))
         return Load(name, (), torch.float32)
 
-    def changed(expression: Expression) -> Expression:
-        return lean(rewrite(expression, replaced, lambda index: index))
+    def transform(expression: Expression) -> Expression:
+        return use_fast_math(rewrite_expression(expression, replace_load, lambda index: index))
 
-    locals_ = {n: replace(x, expression=changed(x.expression)) for n, x in nest.locals.items()}
-    stores = tuple(replace(s, value=changed(s.value)) for s in nest.stores)
-    sums = {a.name: _local(a) for a in found.values()}
+    locals_ = {n: replace(x, expression=transform(x.expression)) for n, x in nest.locals.items()}
+    stores = tuple(replace(s, value=transform(s.value)) for s in nest.stores)
+    sums = {a.name: _accumulator_local(a) for a in accumulators.values()}
     memory = {n: t for n, t in nest.memory.items() if n not in by_name}
-    for product in products:
-        memory |= {t.name: t for t in (product.left, product.right)}
-    formulas = (*map(_formula, products), *nest.formulas)
+    for gemm in gemms:
+        memory |= {t.name: t for t in (gemm.lhs, gemm.rhs)}
+    formulas = (*map(_formula, gemms), *nest.formulas)
     nest = replace(
         nest, locals={**sums, **locals_}, stores=stores, memory=memory, formulas=formulas
     )
-    return nest, tuple(found.values())
+    return nest, tuple(accumulators.values())
 
 
-def _formula(product: Product) -> str:
-    return f"{product.name}[i,j] = sum_k {product.left.name}[i,k] * {product.right.name}[k,j]"
+def _formula(gemm: Gemm) -> str:
+    return f"{gemm.name}[i,j] = sum_k {gemm.lhs.name}[i,k] * {gemm.rhs.name}[k,j]"
 
 
-def _local(accumulator: Accumulator) -> Local:
-    """Where an accumulator stands in the epilogue; what it is, the code generator writes."""
+def _accumulator_local(accumulator: Accumulator) -> Local:
+    """The local of an accumulator in the epilogue. Codegen writes its value, not this constant."""
     return Local(accumulator.name, Constant(0.0, torch.float32), torch.float32)
 
 
-def _places(nest: Nest, products: dict[str, Product]) -> Iterator[tuple[Product, Index]]:
-    for tensor, index, stores in nest.accesses():
-        if tensor.name in products and not stores:
-            yield products[tensor.name], index
+def _gemm_loads(nest: LoopNest, gemms: dict[str, Gemm]) -> Iterator[tuple[Gemm, Index]]:
+    for tensor, index, is_store in nest.accesses():
+        if tensor.name in gemms and not is_store:
+            yield gemms[tensor.name], index
 
 
-def _grouped(nest: Nest, products: dict[str, Product]) -> Nest:
-    """The nest with one loop over rows and one over columns; a second one where blocks of them are reduced."""
+def _collapse_to_rows_and_columns(nest: LoopNest, gemms: dict[str, Gemm]) -> LoopNest:
+    """One loop over rows and one over columns; a third if blocks of columns are reduced."""
     steps: dict[Axis, Index] = {}
     rows: list[Axis] = []
     for axis in nest.axes:
-        along = {_step(index, axis, product) for product, index in _places(nest, products)}
-        if len(along) != 1:
-            raise Unsupported("an epilogue that walks its products in different ways")
-        is_row, steps[axis] = along.pop()
+        axis_steps = {_axis_step(index, axis, gemm) for gemm, index in _gemm_loads(nest, gemms)}
+        if len(axis_steps) != 1:
+            raise Unsupported("an epilogue that loops over its GEMMs in different ways")
+        is_row, steps[axis] = axis_steps.pop()
         rows += [axis] if is_row else []
     columns = [a for a in nest.grid if a not in rows]
     if not rows or set(rows) & set(nest.body) or len(nest.body) > 1:
-        raise Unsupported("an epilogue that is not over rows and columns of a product")
+        raise Unsupported("an epilogue that is not over rows and columns of a GEMM")
     for group in (rows, columns):
-        group.sort(key=lambda axis: -number(steps[axis]))
+        group.sort(key=lambda axis: -size_hint(steps[axis]))
     nest = replace(nest, grid=(*rows, *columns))
-    nest = joined(joined(nest, tuple(rows)), tuple(columns))
+    nest = flatten_loops(flatten_loops(nest, tuple(rows)), tuple(columns))
     if any(not axis.size.is_constant for axis in nest.axes[1:]):
-        raise Unsupported("a product with a dynamic number of columns")
+        raise Unsupported("a GEMM with a dynamic N")
     for axis in nest.body:
-        size = number(axis.size)
-        if steps[axis] != 1 or size != power_above(size) or not 16 <= size <= MOST_COLUMNS:
-            raise Unsupported(f"a reduction of {size} columns of a product")
-    return named(nest)
+        size = size_hint(axis.size)
+        if steps[axis] != 1 or size != next_power_of_two(size) or not 16 <= size <= MAX_BLOCK_N:
+            raise Unsupported(f"a reduction of {size} columns of a GEMM")
+    return rename_loops(nest)
 
 
-def _step(index: Index, axis: Axis, product: Product) -> tuple[bool, Index]:
-    """Whether the loop walks along rows of the product, and how many rows or columns a step is."""
+def _axis_step(index: Index, axis: Axis, gemm: Gemm) -> tuple[bool, Index]:
+    """Whether the loop goes along rows of the GEMM, and how many rows or columns a step is."""
     step = index.coefficient(axis)
     if step is None or step == 0:
-        raise Unsupported("an epilogue that reads its product by other loops than its own")
-    rows = indices.divide_exactly(step, Index(product.width))
+        raise Unsupported("an epilogue that reads its GEMM by other loops than its own")
+    rows = indices.divide_exactly(step, Index(gemm.n))
     if rows is not None:
         return True, rows
-    if not axis.size.is_constant or number(step) * axis.size.constant > product.width:
-        raise Unsupported("an epilogue that reads its product across rows")
+    if not axis.size.is_constant or size_hint(step) * axis.size.constant > gemm.n:
+        raise Unsupported("an epilogue that reads its GEMM across rows")
     return False, step
 
 
-def _offset(nest: Nest, product: Product, index: Index) -> int:
-    """The column of the product that the first column of the epilogue is."""
-    place = indices.of_atom(nest.axes[0]) * product.width
+def _column_offset(nest: LoopNest, gemm: Gemm, index: Index) -> int:
+    """The column of the GEMM that is the first column of the epilogue."""
+    start = indices.from_atom(nest.axes[0]) * gemm.n
     width = indices.ONE
     for axis in reversed(nest.axes[1:]):
-        place = place + indices.of_atom(axis) * width
+        start = start + indices.from_atom(axis) * width
         width = width * axis.size
-    rest = index - place
-    if not rest.is_constant or not 0 <= rest.constant <= product.width - number(width):
-        raise Unsupported("an epilogue that reads its product out of order")
-    return rest.constant
+    offset = index - start
+    if not offset.is_constant or not 0 <= offset.constant <= gemm.n - size_hint(width):
+        raise Unsupported("an epilogue that reads its GEMM out of order")
+    return offset.constant

@@ -1,7 +1,8 @@
 """Expressions of the IR: what a statement computes at one point of its axes.
 
-Loads, constants, positions, primitives and guarded choices. An expression computes in its *value type*:
-float32 for the narrow floats, as torch does, and the dtype itself otherwise; a `cast` to a narrow float rounds.
+An expression is a tree of loads, constants, index values, primitives and masked selections. It
+computes in its opmath dtype, as torch does: float32 for narrow floats, otherwise the dtype itself.
+A `cast` to a narrow float rounds.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ NARROW_FLOATS = {
     torch.float8_e8m0fnu: "f8e8m0",
 }
 
-# formats that torch only stores: two numbers a byte, looked at through `view(torch.uint8)`
-PACKED = {torch.float4_e2m1fn_x2: torch.uint8}
+# Storage-only formats with two numbers in a byte. They are computed on as `view(torch.uint8)`.
+PACKED_DTYPES = {torch.float4_e2m1fn_x2: torch.uint8}
 
 
-def value_type(dtype: torch.dtype) -> torch.dtype:
-    """The type that arithmetic on a tensor of this dtype is done in (torch's opmath type).
+def opmath_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of arithmetic on a tensor of this dtype (`at::opmath_type`).
 
-    Of complex numbers the type of a part: the IR computes with their parts.
+    For a complex dtype it is the opmath dtype of its parts, because the IR computes on the parts.
     """
     if dtype.is_complex:
-        return value_type(dtype.to_real())
-    return torch.float32 if dtype in NARROW_FLOATS else PACKED.get(dtype, dtype)
+        return opmath_dtype(dtype.to_real())
+    return torch.float32 if dtype in NARROW_FLOATS else PACKED_DTYPES.get(dtype, dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """An element of a region input or of an earlier statement."""
+    """One element of a region input or of an earlier statement."""
 
     name: str
     index: tuple[Index, ...]
@@ -49,8 +50,8 @@ class Load:
     def substitute(self, axes: Mapping[Axis, Index]) -> Load:
         return replace(self, index=tuple(i.substitute(axes) for i in self.index))
 
-    def parts(self) -> tuple[Expression, ...]:
-        return tuple(a.value for i in self.index for a in i.loaded())
+    def children(self) -> tuple[Expression, ...]:
+        return tuple(a.value for i in self.index for a in i.indirect_indices())
 
     def __str__(self) -> str:
         return f"{self.name}[{','.join(str(i).replace(' ', '') for i in self.index)}]"
@@ -64,7 +65,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A number of the program."""
+    """A literal number."""
 
     value: int | float | bool
     dtype: torch.dtype
@@ -72,7 +73,7 @@ class Constant:
     def substitute(self, axes: Mapping[Axis, Index]) -> Constant:
         return self
 
-    def parts(self) -> tuple[Expression, ...]:
+    def children(self) -> tuple[Expression, ...]:
         return ()
 
     def __str__(self) -> str:
@@ -86,17 +87,17 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
-    """The value of an index, as a number (arange, masks of positions, a dynamic size)."""
+class IndexValue:
+    """The value of an index as a number, for arange, position masks and dynamic sizes."""
 
     index: Index
     dtype: torch.dtype
 
-    def substitute(self, axes: Mapping[Axis, Index]) -> Position:
+    def substitute(self, axes: Mapping[Axis, Index]) -> IndexValue:
         return replace(self, index=self.index.substitute(axes))
 
-    def parts(self) -> tuple[Expression, ...]:
-        return tuple(a.value for a in self.index.loaded())
+    def children(self) -> tuple[Expression, ...]:
+        return tuple(a.value for a in self.index.indirect_indices())
 
     def __str__(self) -> str:
         return f"({self.index})"
@@ -110,7 +111,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A primitive of `primitives.py`, elementwise."""
+    """An elementwise primitive of `primitives.py`."""
 
     name: str
     arguments: tuple[Expression, ...]
@@ -119,17 +120,17 @@ class Operation:
     def substitute(self, axes: Mapping[Axis, Index]) -> Operation:
         return replace(self, arguments=tuple(a.substitute(axes) for a in self.arguments))
 
-    def parts(self) -> tuple[Expression, ...]:
+    def children(self) -> tuple[Expression, ...]:
         return self.arguments
 
     def __str__(self) -> str:
         texts = [str(argument) for argument in self.arguments]
         if self.name == "cast":
             return f"{str(self.dtype).removeprefix('torch.')}({texts[0]})"
-        sign = PRIMITIVES[self.name].infix if self.name in PRIMITIVES else None
-        if sign is None:
+        infix = PRIMITIVES[self.name].infix if self.name in PRIMITIVES else None
+        if infix is None:
             return f"{self.name}({', '.join(texts)})"
-        return f"({texts[0]} {sign} {texts[1]})" if len(texts) == 2 else f"{sign}{texts[0]}"
+        return f"({texts[0]} {infix} {texts[1]})" if len(texts) == 2 else f"{infix}{texts[0]}"
 
     def axes(self) -> set[Axis]:
         return set().union(*(a.axes() for a in self.arguments)) if self.arguments else set()
@@ -139,25 +140,25 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
-    """0 <= index < size."""
+class BoundsCheck:
+    """The condition 0 <= index < size."""
 
     index: Index
     size: Index
 
-    def substitute(self, axes: Mapping[Axis, Index]) -> Bound:
-        return Bound(self.index.substitute(axes), self.size.substitute(axes))
+    def substitute(self, axes: Mapping[Axis, Index]) -> BoundsCheck:
+        return BoundsCheck(self.index.substitute(axes), self.size.substitute(axes))
 
     @property
-    def known(self) -> bool | None:
-        """True or False where it always is, None where it depends on the axes."""
+    def static_value(self) -> bool | None:
+        """True or False if the condition is always so, None if it depends on the axes."""
         if self.size == 0:
             return False
         low, high = self.index.bounds()
         if low is not None and low >= 0:
             if self.size.is_constant and high is not None and high < self.size.constant:
                 return True
-            axis = self.index.plain
+            axis = self.index.single_axis
             if axis is not None and axis.size == self.size:
                 return True
             if self.size.is_constant and low >= self.size.constant:
@@ -171,23 +172,26 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
-class Guard:
-    """`inside` where every bound holds, else `outside`; each is read only where it is the answer."""
+class Masked:
+    """`inside` where every bounds check holds, otherwise `outside`.
 
-    bounds: tuple[Bound, ...]
+    Memory of a side is read only where that side is selected.
+    """
+
+    bounds: tuple[BoundsCheck, ...]
     inside: Expression
     outside: Expression
     dtype: torch.dtype
 
     def substitute(self, axes: Mapping[Axis, Index]) -> Expression:
-        return guard(
+        return make_masked(
             tuple(b.substitute(axes) for b in self.bounds),
             self.inside.substitute(axes),
             self.outside.substitute(axes),
         )
 
-    def parts(self) -> tuple[Expression, ...]:
-        gathered = tuple(a.value for b in self.bounds for a in b.index.loaded())
+    def children(self) -> tuple[Expression, ...]:
+        gathered = tuple(a.value for b in self.bounds for a in b.index.indirect_indices())
         return (self.inside, self.outside, *gathered)
 
     def __str__(self) -> str:
@@ -207,27 +211,42 @@ class Guard:
         return found
 
 
-Expression = Load | Constant | Position | Operation | Guard
+Expression = Load | Constant | IndexValue | Operation | Masked
 
 
-def guard(bounds: tuple[Bound, ...], inside: Expression, outside: Expression) -> Expression:
-    """A Guard, or the side that is always taken."""
-    left = tuple(b for b in bounds if b.known is not True)
-    if not left:
+def make_masked(
+    bounds: tuple[BoundsCheck, ...], inside: Expression, outside: Expression
+) -> Expression:
+    """Creates a `Masked`, or returns the side that is always selected."""
+    dynamic = tuple(b for b in bounds if b.static_value is not True)
+    if not dynamic:
         return inside
-    if any(b.known is False for b in left):
+    if any(b.static_value is False for b in dynamic):
         return outside
-    return Guard(left, inside, outside, inside.dtype)
+    return Masked(dynamic, inside, outside, inside.dtype)
 
 
 def walk(expression: Expression) -> Iterator[Expression]:
-    """The expression and all its parts, parents first."""
+    """Yields the expression and all its descendants, parents first."""
     stack: list[Expression] = [expression]
     while stack:
         top = stack.pop()
         yield top
-        stack.extend(top.parts())
+        stack.extend(top.children())
 
 
-def loads(expression: Expression) -> list[Load]:
+def iter_indices(expression: Expression) -> Iterator[Index]:
+    """Yields every index of an expression: of loads, index values and bounds checks."""
+    for part in walk(expression):
+        if isinstance(part, Load):
+            yield from part.index
+        elif isinstance(part, IndexValue):
+            yield part.index
+        elif isinstance(part, Masked):
+            for bound in part.bounds:
+                yield bound.index
+
+
+def collect_loads(expression: Expression) -> list[Load]:
+    """Returns all loads of an expression, including those of gathered indices."""
     return [part for part in walk(expression) if isinstance(part, Load)]

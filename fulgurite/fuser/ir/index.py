@@ -1,31 +1,31 @@
 """Index expressions: integers that depend on axes, sizes and, for gathers, on loaded values.
 
-An `Index` is a polynomial with integer coefficients over atoms. Most are affine, `64*h + d`; symbols
-of dynamic sizes may multiply (`s0*h + d`), and what a reshape leaves over becomes `//` and `%` atoms.
-Everything is built through `+`, `*`, `floordiv` and `modulo`, which simplify as they build, so two
-equal indices are, as far as the simplification sees, the same value.
+An `Index` is a polynomial with integer coefficients over atoms (`index_atoms.py`). Most indices are
+affine, such as `64*h + d`. Symbols of dynamic sizes may multiply (`s0*h + d`), and a reshape can
+leave `//` and `%` atoms. `+`, `*`, `floordiv` and `modulo` simplify as they build. Equal indices
+are therefore equal values, as far as the simplification can see.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from fulgurite.fuser.ir.index_atoms import (
     Atom,
     Axis,
-    Loaded,
+    FloorDiv,
+    IndirectIndex,
+    Mod,
     Monomial,
-    Quotient,
-    Remainder,
     Symbol,
-    order,
+    sort_key,
 )
 
 
 class Index:
-    """A polynomial: `constant + sum of coefficient * product of atoms`. Immutable."""
+    """An immutable polynomial: `constant + sum of coefficient * product of atoms`."""
 
     __slots__ = ("_hash", "constant", "terms")
 
@@ -58,7 +58,7 @@ class Index:
         terms = dict(self.terms)
         for monomial, coefficient in other.terms:
             terms[monomial] = terms.get(monomial, 0) + coefficient
-        return _index(self.constant + other.constant, terms)
+        return _build_index(self.constant + other.constant, terms)
 
     def __neg__(self) -> Index:
         return self * -1
@@ -81,9 +81,9 @@ class Index:
         for left, a in (((), self.constant), *self.terms):
             for right, b in (((), other.constant), *other.terms):
                 if a and b:
-                    monomial = tuple(sorted(left + right, key=order))
+                    monomial = tuple(sorted(left + right, key=sort_key))
                     terms[monomial] = terms.get(monomial, 0) + a * b
-        return _index(terms.pop((), 0), terms)
+        return _build_index(terms.pop((), 0), terms)
 
     __radd__ = __add__
     __rmul__ = __mul__
@@ -108,8 +108,8 @@ class Index:
         return not self.terms
 
     @property
-    def plain(self) -> Axis | None:
-        """The axis, when this index is exactly one axis and nothing else."""
+    def single_axis(self) -> Axis | None:
+        """The axis if this index is exactly one axis, otherwise None."""
         if self.constant or len(self.terms) != 1:
             return None
         monomial, coefficient = self.terms[0]
@@ -118,46 +118,47 @@ class Index:
         return monomial[0]
 
     def atoms(self) -> list[Atom]:
-        """The atoms of this index, each once, not looking inside `//` and `%`."""
+        """Returns the distinct atoms of this index, without those inside `//` and `%`."""
         return list(dict.fromkeys(atom for monomial, _ in self.terms for atom in monomial))
 
     def axes(self) -> set[Axis]:
-        """Every axis it depends on, inside `//`, `%` and gathered indices too."""
+        """Returns every axis that it depends on, including those inside `//`, `%` and gathers."""
         found: set[Axis] = set()
         for atom in self.atoms():
             if isinstance(atom, Axis):
                 found.add(atom)
-            elif isinstance(atom, Quotient | Remainder):
+            elif isinstance(atom, FloorDiv | Mod):
                 found |= atom.numerator.axes() | atom.denominator.axes()
-            elif isinstance(atom, Loaded):
+            elif isinstance(atom, IndirectIndex):
                 found |= atom.value.axes()
         return found
 
-    def loaded(self) -> list[Loaded]:
-        """The gathered positions in it, inside `//` and `%` too."""
-        found: list[Loaded] = []
+    def indirect_indices(self) -> list[IndirectIndex]:
+        """Returns its indirect (gathered) indices, including those inside `//` and `%`."""
+        found: list[IndirectIndex] = []
         for atom in self.atoms():
-            if isinstance(atom, Loaded):
+            if isinstance(atom, IndirectIndex):
                 found.append(atom)
-            elif isinstance(atom, Quotient | Remainder):
-                found += atom.numerator.loaded()
+            elif isinstance(atom, FloorDiv | Mod):
+                found += atom.numerator.indirect_indices()
         return found
 
     def symbols(self) -> set[Symbol]:
+        """Returns every symbol that it depends on, including those in the sizes of its axes."""
         found: set[Symbol] = set()
         for atom in self.atoms():
             if isinstance(atom, Symbol):
                 found.add(atom)
             elif isinstance(atom, Axis):
                 found |= atom.size.symbols()
-            elif isinstance(atom, Quotient | Remainder):
+            elif isinstance(atom, FloorDiv | Mod):
                 found |= atom.numerator.symbols() | atom.denominator.symbols()
-            elif isinstance(atom, Loaded):
+            elif isinstance(atom, IndirectIndex):
                 found |= atom.value.symbols() | atom.size.symbols()
         return found
 
     def coefficient(self, axis: Axis) -> Index | None:
-        """What the axis is multiplied with, or None where the index is not linear in it."""
+        """Returns the factor of `axis`, or None if the index is not linear in it."""
         result: dict[Monomial, int] = {}
         for monomial, coefficient in self.terms:
             count = sum(atom is axis or atom == axis for atom in monomial)
@@ -169,12 +170,12 @@ class Index:
             elif count > 1:
                 return None
             for atom in monomial:
-                if not isinstance(atom, Axis | Symbol) and axis in of_atom(atom).axes():
+                if not isinstance(atom, Axis | Symbol) and axis in from_atom(atom).axes():
                     return None
-        return _index(result.pop((), 0), result)
+        return _build_index(result.pop((), 0), result)
 
     def substitute(self, axes: Mapping[Axis, Index]) -> Index:
-        """This index with axes replaced, simplified again."""
+        """Replaces axes by indices and simplifies the result."""
         if not self.terms:
             return self
         total = Index(self.constant)
@@ -186,14 +187,14 @@ class Index:
         return total
 
     def evaluate(self, value_of: Callable[[Atom], int]) -> int:
-        """The integer this is, where `value_of` knows axes, symbols and loaded values."""
+        """Computes the integer value. `value_of` returns the value of an axis, symbol or gather."""
         total = self.constant
         for monomial, coefficient in self.terms:
             for atom in monomial:
-                if isinstance(atom, Quotient):
+                if isinstance(atom, FloorDiv):
                     down = atom.denominator.evaluate(value_of)
                     coefficient *= atom.numerator.evaluate(value_of) // down
-                elif isinstance(atom, Remainder):
+                elif isinstance(atom, Mod):
                     down = atom.denominator.evaluate(value_of)
                     coefficient *= atom.numerator.evaluate(value_of) % down
                 else:
@@ -202,7 +203,7 @@ class Index:
         return total
 
     def bounds(self) -> tuple[int | None, int | None]:
-        """The smallest and largest value it can take; None where that is not known."""
+        """Returns the smallest and the largest possible value; None for an unknown bound."""
         low: int | None = self.constant
         high: int | None = self.constant
         for monomial, coefficient in self.terms:
@@ -226,15 +227,18 @@ ZERO = Index(0)
 ONE = Index(1)
 
 
-def of(value: Index | int) -> Index:
+def as_index(value: Index | int) -> Index:
+    """Converts an int to an `Index`."""
     return value if isinstance(value, Index) else Index(value)
 
 
-def of_atom(atom: Atom) -> Index:
+def from_atom(atom: Atom) -> Index:
+    """Returns the index that consists of this one atom."""
     return Index(0, (((atom,), 1),))
 
 
 def product(sizes: tuple[Index, ...] | list[Index]) -> Index:
+    """Multiplies all sizes."""
     total = ONE
     for size in sizes:
         total = total * size
@@ -242,7 +246,7 @@ def product(sizes: tuple[Index, ...] | list[Index]) -> Index:
 
 
 def divide_exactly(index: Index, by: Index) -> Index | None:
-    """index / by where that leaves nothing over for every value of the symbols, else None."""
+    """Returns `index / by` if it has no remainder for any value of the symbols, otherwise None."""
     if by == 1:
         return index
     if by.is_constant:
@@ -265,42 +269,47 @@ def divide_exactly(index: Index, by: Index) -> Index | None:
         if coefficient % scale:
             return None
         terms[tuple(rest)] = coefficient // scale
-    return _index(terms.pop((), 0), terms)
+    return _build_index(terms.pop((), 0), terms)
 
 
 def floordiv(index: Index, by: Index) -> Index:
-    """index // by for a positive `by`."""
-    whole, rest = _split(index, by)
-    if _within(rest, by):
+    """Returns `index // by` for a positive `by`."""
+    whole, rest = _split_divisible(index, by)
+    if _is_within(rest, by):
         return whole
     if not rest.terms and not by.terms and by.constant:
         return whole + rest.constant // by.constant
-    of_two = _of_two_steps(rest, by, operator.floordiv)
-    return whole + (of_two or of_atom(Quotient(rest, by)))
+    linear = _interpolate_two_points(rest, by, operator.floordiv)
+    return whole + (linear or from_atom(FloorDiv(rest, by)))
 
 
 def modulo(index: Index, by: Index) -> Index:
-    """index % by for a positive `by`."""
-    _, rest = _split(index, by)
-    if _within(rest, by):
+    """Returns `index % by` for a positive `by`."""
+    _, rest = _split_divisible(index, by)
+    if _is_within(rest, by):
         return rest
     if not rest.terms and not by.terms and by.constant:
         return Index(rest.constant % by.constant)
-    return _of_two_steps(rest, by, operator.mod) or of_atom(Remainder(rest, by))
+    return _interpolate_two_points(rest, by, operator.mod) or from_atom(Mod(rest, by))
 
 
-def _of_two_steps(index: Index, by: Index, function: Callable[[int, int], int]) -> Index | None:
-    """What depends on one axis of two steps alone, a straight line between the two: `(i - 1) % 2` is `1 - i`."""
+def _interpolate_two_points(
+    index: Index, by: Index, function: Callable[[int, int], int]
+) -> Index | None:
+    """Returns `function(index, by)` as a line if the index depends only on one axis of size 2.
+
+    Two points define a line: `(i - 1) % 2` is `1 - i`.
+    """
     axes = list(index.axes())
     if len(axes) != 1 or index.atoms() != axes or axes[0].size != 2 or not by.constant or by.terms:
         return None
     ends = [index.substitute({axes[0]: Index(step)}).constant for step in (0, 1)]
     first, second = (function(end, by.constant) for end in ends)
-    return of_atom(axes[0]) * (second - first) + first
+    return from_atom(axes[0]) * (second - first) + first
 
 
-def _split(index: Index, by: Index) -> tuple[Index, Index]:
-    """index = whole * by + rest, moving every term that divides exactly into whole."""
+def _split_divisible(index: Index, by: Index) -> tuple[Index, Index]:
+    """Splits `index = whole * by + rest`. Every term that `by` divides goes into `whole`."""
     whole, rest = ZERO, ZERO
     for monomial, coefficient in index.terms:
         term = Index(0, ((monomial, coefficient),))
@@ -318,24 +327,24 @@ def _split(index: Index, by: Index) -> tuple[Index, Index]:
     return whole, rest + constant
 
 
-def _within(index: Index, size: Index) -> bool:
-    """Is 0 <= index < size certain?"""
+def _is_within(index: Index, size: Index) -> bool:
+    """Whether 0 <= index < size certainly holds."""
     low, high = index.bounds()
     if low is None or low < 0:
         return False
     if size.is_constant:
         return high is not None and high < size.constant
-    axis = index.plain
+    axis = index.single_axis
     if axis is not None:
         return axis.size == size
-    # sum of stride * axis with each stride the product of the sizes inside it
+    # A row-major sum of stride * axis: each stride is the product of the inner sizes.
     remaining = index
     reach = ONE
     for _ in range(len(index.terms)):
         for monomial, _ in remaining.terms:
             inner = [atom for atom in monomial if isinstance(atom, Axis)]
             if len(inner) == 1 and remaining.coefficient(inner[0]) == reach:
-                remaining = remaining - of_atom(inner[0]) * reach
+                remaining = remaining - from_atom(inner[0]) * reach
                 reach = reach * inner[0].size
                 break
     return remaining == 0 and reach == size
@@ -343,17 +352,22 @@ def _within(index: Index, size: Index) -> bool:
 
 def _substitute_atom(atom: Atom, axes: Mapping[Axis, Index]) -> Index:
     if isinstance(atom, Axis):
-        return axes.get(atom, of_atom(atom))
-    if isinstance(atom, Quotient):
+        return axes.get(atom, from_atom(atom))
+    if isinstance(atom, FloorDiv):
         return floordiv(atom.numerator.substitute(axes), atom.denominator.substitute(axes))
-    if isinstance(atom, Remainder):
+    if isinstance(atom, Mod):
         return modulo(atom.numerator.substitute(axes), atom.denominator.substitute(axes))
-    if isinstance(atom, Loaded):
-        return of_atom(replace(atom, value=atom.value.substitute(axes)))
-    return of_atom(atom)
+    if isinstance(atom, IndirectIndex):
+        return from_atom(replace(atom, value=atom.value.substitute(axes)))
+    return from_atom(atom)
 
 
-def _index(constant: int, terms: dict[Monomial, int]) -> Index:
-    kept = [(m, c) for m, c in terms.items() if c]
-    kept.sort(key=lambda term: (tuple(order(a) for a in term[0]), term[1]))
-    return Index(constant, tuple(kept))
+def _build_index(constant: int, terms: dict[Monomial, int]) -> Index:
+    """Drops zero terms and sorts the others into canonical order."""
+    nonzero = [(m, c) for m, c in terms.items() if c]
+    nonzero.sort(key=lambda term: (tuple(sort_key(a) for a in term[0]), term[1]))
+    return Index(constant, tuple(nonzero))
+
+
+def make_axes(sizes: Sequence[Index], prefix: str = "i") -> tuple[Axis, ...]:
+    return tuple(Axis(f"{prefix}{k}", size) for k, size in enumerate(sizes))

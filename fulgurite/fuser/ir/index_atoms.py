@@ -1,6 +1,6 @@
-"""The atoms that an `Index` is a polynomial of: loop variables, sizes, `//`, `%` and gathered values.
+"""The atoms of an `Index`: loop variables, sizes, `//`, `%` and gathered values.
 
-Each knows its `bounds`: the smallest and largest value it can take, None where that is not known.
+Each atom has `bounds()`: the smallest and the largest value it can take, None for an unknown bound.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Axis:
         return self.name
 
     def bounds(self) -> Bounds:
-        return below(self.size)
+        return bounds_below(self.size)
 
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A size that is known only when the kernel is called; at least `low`."""
+    """A size that is known only when the kernel is called. It is at least `low`."""
 
     name: str
     low: int = 0
@@ -44,14 +44,14 @@ class Symbol:
 
 
 @dataclass(frozen=True, slots=True)
-class Quotient:
+class FloorDiv:
     """numerator // denominator, rounded down."""
 
     numerator: Index
     denominator: Index
 
     def __str__(self) -> str:
-        return f"({self.numerator})//{factor(self.denominator)}"
+        return f"({self.numerator})//{format_factor(self.denominator)}"
 
     def bounds(self) -> Bounds:
         low, high = self.numerator.bounds()
@@ -62,52 +62,53 @@ class Quotient:
 
 
 @dataclass(frozen=True, slots=True)
-class Remainder:
+class Mod:
     """numerator % denominator, with the sign of the denominator."""
 
     numerator: Index
     denominator: Index
 
     def __str__(self) -> str:
-        return f"({self.numerator})%{factor(self.denominator)}"
+        return f"({self.numerator})%{format_factor(self.denominator)}"
 
     def bounds(self) -> Bounds:
-        return below(self.denominator)
+        return bounds_below(self.denominator)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """An integer that a tensor holds, below `size`: the index of a gather.
+class IndirectIndex:
+    """An integer below `size` that is loaded from a tensor: the index of a gather.
 
-    Where it `wraps`, negative values count from the end; elsewhere they are out of range.
+    If `wraps_negative`, negative values count from the end. Otherwise they are out of range.
     """
 
     value: Expression
     size: Index
-    wraps: bool = True
+    wraps_negative: bool = True
 
     def __str__(self) -> str:
         return str(self.value)
 
     def bounds(self) -> Bounds:
-        return below(self.size)
+        return bounds_below(self.size)
 
 
-Atom = Axis | Symbol | Quotient | Remainder | Loaded
+Atom = Axis | Symbol | FloorDiv | Mod | IndirectIndex
 Monomial = tuple[Atom, ...]
 
 
-def below(size: Index) -> Bounds:
-    """The bounds of 0 <= value < size."""
+def bounds_below(size: Index) -> Bounds:
+    """Returns the bounds of 0 <= value < size."""
     _, high = size.bounds()
     return 0, None if high is None else max(high - 1, 0)
 
 
-def order(atom: Atom) -> tuple[int, str]:
-    """Where an atom stands in a product: axes first, then symbols, then the rest."""
+def sort_key(atom: Atom) -> tuple[int, str]:
+    """Orders the atoms of a product: axes first, then symbols, then the rest."""
     kind = 0 if isinstance(atom, Axis) else 1 if isinstance(atom, Symbol) else 2
     return kind, str(atom)
 
 
-def factor(index: Index) -> str:
-    return str(index) if index.is_constant or index.plain else f"({index})"
+def format_factor(index: Index) -> str:
+    """Prints an index as a format_factor, with parentheses around sums."""
+    return str(index) if index.is_constant or index.single_axis else f"({index})"

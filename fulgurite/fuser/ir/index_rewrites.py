@@ -1,4 +1,4 @@
-"""Rewrites of an index that keep its value: addresses made plain, gathered positions in other words."""
+"""Rewrites of an index: simpler addresses, and new expressions inside gathered indices."""
 
 from __future__ import annotations
 
@@ -8,86 +8,87 @@ from typing import TYPE_CHECKING
 
 from fulgurite.fuser.ir.index import (
     Atom,
+    FloorDiv,
     Index,
-    Loaded,
-    Quotient,
-    Remainder,
+    IndirectIndex,
+    Mod,
     floordiv,
+    from_atom,
     modulo,
-    of_atom,
 )
 
 if TYPE_CHECKING:
     from fulgurite.fuser.ir.expression import Expression
 
 
-def recombine(index: Index) -> Index:
-    """`(n//d)*d*c + (n%d)*c` is `n*c`, and `((n//d)%e)*d*c + (n%d)*c` is `(n%(d*e))*c`: addresses through a reshape
-    become plain again.
+def recombine_div_mod(index: Index) -> Index:
+    """Removes the `//` and `%` pairs that a reshape leaves in an address.
+
+    `(n//d)*d*c + (n%d)*c` becomes `n*c`, and `((n//d)%e)*d*c + (n%d)*c` becomes `(n%(d*e))*c`.
     """
     for monomial, coefficient in index.terms:
         for atom in monomial:
-            if not isinstance(atom, Remainder):
+            if not isinstance(atom, Mod):
                 continue
             rest = tuple(other for other in monomial if other is not atom)
             factor = Index(0, ((rest, coefficient),)) if rest else Index(coefficient)
-            for other, both in _beside(atom, index):
+            for other, both in _find_matching_multiples(atom, index):
                 pair = other * atom.denominator * factor
                 if pair.terms and pair.terms[0] in index.terms:
                     left = index - pair - Index(0, ((monomial, coefficient),))
-                    return recombine(left + both * factor)
+                    return recombine_div_mod(left + both * factor)
     return index
 
 
-def _beside(remainder: Remainder, index: Index) -> Iterator[tuple[Index, Index]]:
-    """What may stand beside `n%d` as a multiple of `d`, and what the two are together."""
-    for quotient in _quotients(remainder):
-        yield of_atom(quotient), remainder.numerator
+def _find_matching_multiples(remainder: Mod, index: Index) -> Iterator[tuple[Index, Index]]:
+    """Yields (q, sum): terms q such that `q*d + n%d` simplifies, and what that sum is."""
+    for quotient in _find_quotients(remainder):
+        yield from_atom(quotient), remainder.numerator
     for atom in index.atoms():
-        if isinstance(atom, Remainder):
-            for quotient in _quotients(remainder):
-                if atom.numerator == of_atom(quotient):
+        if isinstance(atom, Mod):
+            for quotient in _find_quotients(remainder):
+                if atom.numerator == from_atom(quotient):
                     whole = remainder.denominator * atom.denominator
-                    yield of_atom(atom), modulo(remainder.numerator, whole)
+                    yield from_atom(atom), modulo(remainder.numerator, whole)
 
 
-def _quotients(remainder: Remainder) -> list[Quotient]:
-    """The quotient beside a remainder, in both of its spellings: `(n//64)//32` and `n//2048`."""
-    found = [Quotient(remainder.numerator, remainder.denominator)]
+def _find_quotients(remainder: Mod) -> list[FloorDiv]:
+    """Returns the quotient that matches a remainder, in both forms: `(n//64)//32` and `n//2048`."""
+    found = [FloorDiv(remainder.numerator, remainder.denominator)]
     terms, constant = remainder.numerator.terms, remainder.numerator.constant
     if len(terms) == 1 and not constant and terms[0][1] == 1 and len(terms[0][0]) == 1:
         (inner,) = terms[0][0]
-        if isinstance(inner, Quotient):
+        if isinstance(inner, FloorDiv):
             whole = inner.denominator * remainder.denominator
-            found.append(Quotient(inner.numerator, whole))
+            found.append(FloorDiv(inner.numerator, whole))
     return found
 
 
-def map_loaded(index: Index, change: Callable[[Expression], Expression]) -> Index:
-    """The index with the expressions inside gathered positions changed."""
-    if not index.terms or not any(_holds_loaded(atom) for atom in index.atoms()):
+def map_indirect(index: Index, change: Callable[[Expression], Expression]) -> Index:
+    """Applies `change` to the expressions inside indirect indices."""
+    if not index.terms or not any(_has_indirect(atom) for atom in index.atoms()):
         return index
     total = Index(index.constant)
     for monomial, coefficient in index.terms:
         term = Index(coefficient)
         for atom in monomial:
-            if isinstance(atom, Loaded):
-                term = term * of_atom(replace(atom, value=change(atom.value)))
-            elif isinstance(atom, Quotient):
-                inner = map_loaded(atom.numerator, change)
+            if isinstance(atom, IndirectIndex):
+                term = term * from_atom(replace(atom, value=change(atom.value)))
+            elif isinstance(atom, FloorDiv):
+                inner = map_indirect(atom.numerator, change)
                 term = term * floordiv(inner, atom.denominator)
-            elif isinstance(atom, Remainder):
-                inner = map_loaded(atom.numerator, change)
+            elif isinstance(atom, Mod):
+                inner = map_indirect(atom.numerator, change)
                 term = term * modulo(inner, atom.denominator)
             else:
-                term = term * of_atom(atom)
+                term = term * from_atom(atom)
         total = total + term
     return total
 
 
-def _holds_loaded(atom: Atom) -> bool:
-    if isinstance(atom, Loaded):
+def _has_indirect(atom: Atom) -> bool:
+    if isinstance(atom, IndirectIndex):
         return True
-    if isinstance(atom, Quotient | Remainder):
-        return any(_holds_loaded(a) for a in atom.numerator.atoms())
+    if isinstance(atom, FloorDiv | Mod):
+        return any(_has_indirect(a) for a in atom.numerator.atoms())
     return False

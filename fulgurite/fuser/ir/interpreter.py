@@ -1,7 +1,8 @@
-"""Runs a region in plain torch, statement by statement: the oracle of every schedule and generator.
+"""Runs a region in plain torch, statement by statement.
 
-In: an `ir.Region` and the region's arguments. Out: the same tuple that the generated code returns.
-It is slow and simple on purpose: each statement is evaluated at every point of its axes at once.
+In: a `Region` and its arguments. Out: the tuple that the generated code returns. This is the
+reference for every schedule and code generator. It is slow and simple on purpose: each statement is
+evaluated at all points of its axes at once.
 """
 
 from __future__ import annotations
@@ -11,162 +12,167 @@ from typing import Any
 
 import torch
 
-from fulgurite.fuser.frontend.random import SEED, draw_seed
 from fulgurite.fuser.ir import index as indices
 from fulgurite.fuser.ir.expression import (
     NARROW_FLOATS,
-    PACKED,
-    Bound,
+    PACKED_DTYPES,
+    BoundsCheck,
     Constant,
     Expression,
-    Guard,
+    IndexValue,
     Load,
+    Masked,
     Operation,
-    Position,
-    value_type,
+    opmath_dtype,
 )
-from fulgurite.fuser.ir.index import Atom, Axis, Index, Loaded, Quotient, Remainder, Symbol
+from fulgurite.fuser.ir.index import Atom, Axis, FloorDiv, Index, IndirectIndex, Mod, Symbol
 from fulgurite.fuser.ir.primitives import PRIMITIVES
-from fulgurite.fuser.ir.statement import Region, Statement, Tensor
+from fulgurite.fuser.ir.random_seed import SEED, draw_seed
+from fulgurite.fuser.ir.statement import Output, Region, Statement, Tensor
 
 
-def symbol_values(region: Region, arguments: Sequence[Any]) -> dict[str, int]:
-    """The value of every symbol, from arguments that are one or have it as a size or stride."""
-    drawing = any(SEED in s.expression.symbols() for s in region.statements)
-    found = {SEED.name: draw_seed()} if drawing else {}
+def bind_symbols(region: Region, arguments: Sequence[Any]) -> dict[str, int]:
+    """Finds the value of every symbol: an argument, or a size or stride of an argument."""
+    draws = any(SEED in s.expression.symbols() for s in region.statements)
+    found = {SEED.name: draw_seed()} if draws else {}
     for declared, given in zip(region.arguments, arguments, strict=True):
         if isinstance(declared, Index):
             pairs = [(declared, int(given))]
         else:
             pairs = list(zip(declared.sizes, given.shape, strict=True))
             pairs += zip(declared.strides, given.stride(), strict=True)
-        for what, number in pairs:
-            atoms = what.atoms()
+        for index, value in pairs:
+            atoms = index.atoms()
             if (
                 len(atoms) == 1
                 and isinstance(atoms[0], Symbol)
-                and what == indices.of_atom(atoms[0])
+                and index == indices.from_atom(atoms[0])
             ):
-                found.setdefault(atoms[0].name, number)
+                found.setdefault(atoms[0].name, value)
     return found
 
 
-class Evaluation:
-    """One statement at all points of its axes; `memory` holds inputs and earlier statements."""
+class StatementEvaluator:
+    """Evaluates expressions at all points of the axes.
+
+    `memory` holds inputs and earlier results.
+    """
 
     def __init__(
         self, axes: Sequence[Axis], memory: Mapping[str, torch.Tensor], symbols: Mapping[str, int]
     ) -> None:
         self.memory = memory
         self.symbols = symbols
-        self.shape = [self.size(axis.size) for axis in axes]
-        self.grid: dict[Axis, torch.Tensor] = {}
+        self.shape = [self.evaluate_size(axis.size) for axis in axes]
+        self.axis_values: dict[Axis, torch.Tensor] = {}
         for k, axis in enumerate(axes):
             view = [1] * len(axes)
             view[k] = -1
-            self.grid[axis] = torch.arange(self.shape[k]).reshape(view)
+            self.axis_values[axis] = torch.arange(self.shape[k]).reshape(view)
 
-    def size(self, size: Index) -> int:
+    def evaluate_size(self, size: Index) -> int:
         def symbol(atom: Atom) -> int:
-            assert isinstance(atom, Symbol), f"the size {size} has an axis in it"
+            assert isinstance(atom, Symbol), f"the size {size} depends on an axis"
             return self.symbols[atom.name]
 
         return size.evaluate(symbol)
 
-    def index(self, index: Index) -> torch.Tensor:
+    def evaluate_index(self, index: Index) -> torch.Tensor:
         total = torch.full([1] * len(self.shape), index.constant)
         for monomial, coefficient in index.terms:
             product = torch.full([1] * len(self.shape), coefficient)
             for atom in monomial:
-                product = product * self.atom(atom)
+                product = product * self.evaluate_atom(atom)
             total = total + product
         return total
 
-    def atom(self, atom: Atom) -> torch.Tensor:
+    def evaluate_atom(self, atom: Atom) -> torch.Tensor:
         if isinstance(atom, Axis):
-            return self.grid[atom]
+            return self.axis_values[atom]
         if isinstance(atom, Symbol):
             return torch.tensor(self.symbols[atom.name])
-        if isinstance(atom, Quotient):
-            down = self.index(atom.denominator)
-            return torch.div(self.index(atom.numerator), down, rounding_mode="floor")
-        if isinstance(atom, Remainder):
-            return torch.remainder(self.index(atom.numerator), self.index(atom.denominator))
-        assert isinstance(atom, Loaded)
-        value = self.expression(atom.value).to(torch.int64)
-        return torch.where(value < 0, value + self.size(atom.size), value)
+        if isinstance(atom, FloorDiv):
+            down = self.evaluate_index(atom.denominator)
+            return torch.div(self.evaluate_index(atom.numerator), down, rounding_mode="floor")
+        if isinstance(atom, Mod):
+            return torch.remainder(
+                self.evaluate_index(atom.numerator), self.evaluate_index(atom.denominator)
+            )
+        assert isinstance(atom, IndirectIndex)
+        value = self.evaluate(atom.value).to(torch.int64)
+        return torch.where(value < 0, value + self.evaluate_size(atom.size), value)
 
-    def bound(self, bound: Bound) -> torch.Tensor:
-        index = self.index(bound.index)
-        return (index >= 0) & (index < self.index(bound.size))
+    def evaluate_bounds_check(self, bound: BoundsCheck) -> torch.Tensor:
+        index = self.evaluate_index(bound.index)
+        return (index >= 0) & (index < self.evaluate_index(bound.size))
 
-    def expression(self, expression: Expression) -> torch.Tensor:
+    def evaluate(self, expression: Expression) -> torch.Tensor:
         if isinstance(expression, Constant):
             shape = [1] * len(self.shape)
-            return torch.full(shape, expression.value, dtype=value_type(expression.dtype))
-        if isinstance(expression, Position):
-            return self.index(expression.index).to(value_type(expression.dtype))
+            return torch.full(shape, expression.value, dtype=opmath_dtype(expression.dtype))
+        if isinstance(expression, IndexValue):
+            return self.evaluate_index(expression.index).to(opmath_dtype(expression.dtype))
         if isinstance(expression, Load):
             return self.load(expression)
-        if isinstance(expression, Guard):
+        if isinstance(expression, Masked):
             inside = torch.ones([1] * len(self.shape), dtype=torch.bool)
             for bound in expression.bounds:
-                inside = inside & self.bound(bound)
+                inside = inside & self.evaluate_bounds_check(bound)
             return torch.where(
-                inside, self.expression(expression.inside), self.expression(expression.outside)
+                inside, self.evaluate(expression.inside), self.evaluate(expression.outside)
             )
-        values = [self.expression(argument) for argument in expression.arguments]
+        values = [self.evaluate(argument) for argument in expression.arguments]
         if expression.name == "cast":
-            return values[0].to(expression.dtype).to(value_type(expression.dtype))
+            return values[0].to(expression.dtype).to(opmath_dtype(expression.dtype))
         if expression.name == "bitcast":
-            stored = self.stored(expression.arguments[0], values[0])
-            return stored.view(_seen(expression.dtype)).to(value_type(expression.dtype))
-        return PRIMITIVES[expression.name].torch(*values).to(value_type(expression.dtype))
+            stored = self.to_storage(expression.arguments[0], values[0])
+            return stored.view(_storage_dtype(expression.dtype)).to(opmath_dtype(expression.dtype))
+        return PRIMITIVES[expression.name].torch(*values).to(opmath_dtype(expression.dtype))
 
-    def stored(self, argument: Expression, value: torch.Tensor) -> torch.Tensor:
-        """A value in its storage dtype; what a narrow format holds in memory exactly as it is there."""
+    def to_storage(self, argument: Expression, value: torch.Tensor) -> torch.Tensor:
+        """Converts a value to its storage dtype. A load of a narrow float keeps its exact bits."""
         if argument.dtype in NARROW_FLOATS and isinstance(argument, Operation):
             inner = argument.arguments[0]
             if isinstance(inner, Load) and inner.dtype == argument.dtype:
-                return self.element(inner)
-        return value.to(_seen(argument.dtype))
+                return self.load_stored(inner)
+        return value.to(_storage_dtype(argument.dtype))
 
     def load(self, load: Load) -> torch.Tensor:
-        return self.element(load).to(value_type(load.dtype))
+        return self.load_stored(load).to(opmath_dtype(load.dtype))
 
-    def element(self, load: Load) -> torch.Tensor:
+    def load_stored(self, load: Load) -> torch.Tensor:
         memory = self.memory[load.name]
         if not load.index:
             value = memory.reshape([1] * len(self.shape))
         elif memory.numel() == 0:
-            # only a guard that never lets it through can read from an empty tensor
+            # Only a masked load, whose mask is never true, can read an empty tensor.
             value = torch.zeros([1] * len(self.shape), dtype=memory.dtype)
         else:
             at = [
-                self.index(position).clamp(0, size - 1)
+                self.evaluate_index(position).clamp(0, size - 1)
                 for position, size in zip(load.index, memory.shape, strict=True)
             ]
             value = memory[tuple(torch.broadcast_tensors(*at))]
         return value
 
 
-def run_statement(
+def interpret_statement(
     s: Statement, memory: Mapping[str, torch.Tensor], symbols: Mapping[str, int]
 ) -> torch.Tensor:
-    """The statement's values, in its storage dtype."""
-    evaluation = Evaluation(s.all_axes, memory, symbols)
-    value = evaluation.expression(s.expression).broadcast_to(evaluation.shape)
+    """Computes the statement's values, in its storage dtype."""
+    evaluator = StatementEvaluator(s.all_axes, memory, symbols)
+    value = evaluator.evaluate(s.expression).broadcast_to(evaluator.shape)
     if s.reduction is not None:
         dims = list(range(len(s.axes), len(s.all_axes)))
         value = _reduce(s.reduction.kind, value, dims)
     if s.scan is not None:
         value = _scan(s.scan.kind, value, s.axes.index(s.scan.axis))
-    return value.to(_seen(s.tensor.dtype))
+    return value.to(_storage_dtype(s.tensor.dtype))
 
 
-def _seen(dtype: torch.dtype) -> torch.dtype:
-    """What a dtype is computed with as: packed numbers as bytes."""
-    return PACKED.get(dtype, dtype)
+def _storage_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype that torch can index: packed formats are bytes."""
+    return PACKED_DTYPES.get(dtype, dtype)
 
 
 def _reduce(kind: str, value: torch.Tensor, dims: list[int]) -> torch.Tensor:
@@ -197,19 +203,21 @@ def _scan(kind: str, value: torch.Tensor, dim: int) -> torch.Tensor:
     return (torch.cummax if kind == "max" else torch.cummin)(value, dim).values
 
 
-def run(region: Region, arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """The region's results."""
+def interpret_region(region: Region, arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """Runs the region and returns its results. Mutated inputs are overwritten."""
     arguments = [
-        torch.view_as_real(given) if isinstance(declared, Tensor) and declared.pairs else given
+        torch.view_as_real(given)
+        if isinstance(declared, Tensor) and declared.is_view_as_real
+        else given
         for declared, given in zip(region.arguments, arguments, strict=True)
     ]
-    symbols = symbol_values(region, arguments)
+    symbols = bind_symbols(region, arguments)
     memory: dict[str, torch.Tensor] = {}
     for declared, given in zip(region.arguments, arguments, strict=True):
         if not isinstance(declared, Index):
-            memory[declared.name] = given.view(_seen(given.dtype))
-    size = Evaluation((), memory, symbols).size
-    for tensor in region.layouts.values():
+            memory[declared.name] = given.view(_storage_dtype(given.dtype))
+    size = StatementEvaluator((), memory, symbols).evaluate_size
+    for tensor in region.input_layouts.values():
         given = memory[tensor.name]
         memory[tensor.name] = torch.as_strided(
             given,
@@ -218,33 +226,33 @@ def run(region: Region, arguments: Sequence[Any]) -> tuple[Any, ...]:
             given.storage_offset(),
         )
     for s in region.statements:
-        computed = run_statement(s, memory, symbols)
+        computed = interpret_statement(s, memory, symbols)
         strided = torch.empty_strided(
             [size(n) for n in s.tensor.sizes],
             [size(n) for n in s.tensor.strides],
-            dtype=_seen(s.tensor.dtype),
+            dtype=_storage_dtype(s.tensor.dtype),
         )
         memory[s.name] = strided.copy_(computed)
-    results = tuple(_result(region, output, memory, symbols) for output in region.outputs)
+    results = tuple(_make_output(region, output, memory, symbols) for output in region.outputs)
     for name, target in region.writes:
         memory[target].copy_(memory[name].reshape(memory[target].shape))
     return results
 
 
-def _result(
-    region: Region, output: Any, memory: Mapping[str, torch.Tensor], symbols: Mapping[str, int]
+def _make_output(
+    region: Region, output: Output, memory: Mapping[str, torch.Tensor], symbols: Mapping[str, int]
 ) -> Any:
-    size = Evaluation((), memory, symbols).size
+    size = StatementEvaluator((), memory, symbols).evaluate_size
     if output.size is not None:
         return size(output.size)
     if output.name is None:
         return None
     base = memory[output.name]
     base = base.view(region.tensors[output.name].dtype)
-    seen = torch.as_strided(
+    view = torch.as_strided(
         base,
         [size(n) for n in output.sizes],
         [size(n) for n in output.strides],
         base.storage_offset() + size(output.offset),
     )
-    return torch.view_as_complex(seen) if output.pairs else seen
+    return torch.view_as_complex(view) if output.is_view_as_real else view

@@ -1,45 +1,63 @@
-"""A loop nest: values that are local to an iteration, and what is stored.
+"""Loop nests: the loops of one kernel, the values local to an iteration, and the stores.
 
-In: what `nest_builder` made of a segment. Out: nests over other loops: in another order, joined, renamed.
-Grid and body loops have axes of their own, `Local` values stand in the order they can be computed, memory
-is addressed by one flat index. Still no threads and no language: schedules order and cut the loops.
+In: what `segment/build_loop_nest.py` builds from a segment. Out: nests with reordered, collapsed or
+renamed loops. Grid and body loops have axes of their own. `Local` values are in an order in which
+they can be computed. Memory is addressed by one flat index. A nest has no threads and no target
+language: schedules order and split the loops.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
-from fulgurite.fuser.cost import number
 from fulgurite.fuser.ir import index as indices
-from fulgurite.fuser.ir.expression import Bound, Expression, Guard, Load, Operation, Position, walk
+from fulgurite.fuser.ir.cost import size_hint
+from fulgurite.fuser.ir.expression import (
+    Expression,
+    Load,
+    iter_indices,
+    walk,
+)
 from fulgurite.fuser.ir.index import Axis, Index
-from fulgurite.fuser.ir.index_rewrites import map_loaded
 from fulgurite.fuser.ir.statement import Tensor
 
 LOOP_NAMES = "ijklmnopqrstuvw"
+# Where a value is computed in the loops; `segment/loop_structure.py` defines each.
+Role = Literal[
+    "body",
+    "row",
+    "row_reduction",
+    "column_reduction",
+    "full_reduction",
+    "scan",
+    "finalize",
+    "inline",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """A value of one iteration; where `reduction` is set, its accumulation over other loops."""
+    """A value of one iteration or, if `reduction` is set, its accumulation over other loops."""
 
     name: str
     expression: Expression
     dtype: torch.dtype
-    reduction: str | None = None  # sum, prod, max or min; of a scan logsumexp, too
-    role: str = "body"  # as in shape.py; rowsum, colsum and scalar are reductions, and scan
+    reduction: str | None = None  # sum, prod, max or min; a scan also logsumexp
+    role: Role = "body"
     flops: int = 0
-    over_body: bool = True  # a scalar: whether it sums the body's points or one value a row
-    about: str | None = None  # squared distances from the mean of what this local sums up
+    over_body: bool = True  # of a full reduction: over all points, or over one value per row
+    # Set for sums of squared deviations: the local that sums the same values, for the mean.
+    welford_sum: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """memory[index] = value."""
+    """`memory[index] = value`."""
 
     tensor: Tensor
     index: Index
@@ -47,14 +65,14 @@ class Store:
 
 
 @dataclass(frozen=True)
-class Nest:
+class LoopNest:
     """The loops of one kernel."""
 
     grid: tuple[Axis, ...]
     body: tuple[Axis, ...]
     locals: dict[str, Local]
     stores: tuple[Store, ...]
-    memory: dict[str, Tensor]  # what is read or written, by name
+    memory: dict[str, Tensor]  # every tensor that is read or written, by name
     formulas: tuple[str, ...]
 
     @property
@@ -62,7 +80,7 @@ class Nest:
         return self.grid + self.body
 
     def references(self, expression: Expression) -> list[Local]:
-        """The locals an expression uses directly."""
+        """Returns the locals that an expression uses directly."""
         found: dict[str, Local] = {}
         for part in walk(expression):
             if isinstance(part, Load) and not part.index:
@@ -70,7 +88,7 @@ class Nest:
         return list(found.values())
 
     def accesses(self) -> Iterator[tuple[Tensor, Index, bool]]:
-        """Every flat index with its tensor, and whether it is a store."""
+        """Yields (tensor, flat index, is_store) for every memory access."""
         for local in self.locals.values():
             for part in walk(local.expression):
                 if isinstance(part, Load) and part.index:
@@ -82,43 +100,10 @@ class Nest:
                     yield self.memory[part.name], part.index[0], False
 
 
-def rewrite(
-    expression: Expression,
-    change: Callable[[Expression], Expression | None],
-    change_index: Callable[[Index], Index],
-) -> Expression:
-    """A copy with parts replaced (`change` gives the new part, or None to go on inside)."""
-    changed = change(expression)
-    if changed is not None:
-        return changed
-
-    def inner(part: Expression) -> Expression:
-        return rewrite(part, change, change_index)
-
-    def in_index(index: Index) -> Index:
-        return map_loaded(change_index(index), inner)
-
-    if isinstance(expression, Load):
-        return replace(expression, index=tuple(in_index(i) for i in expression.index))
-    if isinstance(expression, Operation):
-        return replace(expression, arguments=tuple(inner(a) for a in expression.arguments))
-    if isinstance(expression, Guard):
-        bounds = tuple(Bound(in_index(b.index), b.size) for b in expression.bounds)
-        return replace(
-            expression,
-            bounds=bounds,
-            inside=inner(expression.inside),
-            outside=inner(expression.outside),
-        )
-    if isinstance(expression, Position):
-        return replace(expression, index=in_index(expression.index))
-    return expression
-
-
-def substituted(
-    nest: Nest, axes: Mapping[Axis, Index], grid: tuple[Axis, ...], body: tuple[Axis, ...]
-) -> Nest:
-    """The nest over other axes."""
+def substitute_axes(
+    nest: LoopNest, axes: Mapping[Axis, Index], grid: tuple[Axis, ...], body: tuple[Axis, ...]
+) -> LoopNest:
+    """Replaces axes by indices over the new grid and body loops."""
     return replace(
         nest,
         grid=grid,
@@ -134,62 +119,56 @@ def substituted(
     )
 
 
-def all_indices(nest: Nest) -> list[Index]:
-    """Every index of the nest: addresses, positions, guards, gathered positions' own."""
+def collect_indices(nest: LoopNest) -> list[Index]:
+    """Returns every index of the nest: addresses, index values, bounds checks, gathers."""
     found: list[Index] = [s.index for s in nest.stores]
     expressions = [local.expression for local in nest.locals.values()]
     expressions += [s.value for s in nest.stores]
     for expression in expressions:
-        for part in walk(expression):
-            if isinstance(part, Load):
-                found += part.index
-            elif isinstance(part, Position):
-                found.append(part.index)
-            elif isinstance(part, Guard):
-                found += [b.index for b in part.bounds]
+        found += iter_indices(expression)
     return found
 
 
-def order_axes(nest: Nest, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-    """Largest steps through memory first, as the widest access has them; stores decide ties."""
+def order_axes(nest: LoopNest, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    """Orders axes by decreasing stride of the access that uses most of them. Stores break ties."""
     best: dict[Axis, tuple[int, int]] = {}
     ranked = sorted(
         nest.accesses(),
-        key=lambda access: (-sum(_step(access[1], a) != 0 for a in axes), not access[2]),
+        key=lambda access: (-sum(_abs_stride(access[1], a) != 0 for a in axes), not access[2]),
     )
     for rank, (_, index, _) in enumerate(ranked):
         for axis in axes:
-            step = _step(index, axis)
+            step = _abs_stride(index, axis)
             if axis not in best and step:
                 best[axis] = (rank, step)
-    # axes of one access by their step; an axis the widest access lacks goes outside
+    # Axes of one access are ordered by stride. Axes that the widest access lacks go outside.
     return tuple(
         sorted(axes, key=lambda a: (-best.get(a, (999, 0))[0], -best.get(a, (999, 0))[1], a.name))
     )
 
 
-def _step(index: Index, axis: Axis) -> int:
-    """The size of the step an axis makes, 0 for none; something large where it isn't linear."""
+def _abs_stride(index: Index, axis: Axis) -> int:
+    """Returns the absolute stride of an axis: 0 if unused, a large number if not linear."""
     step = index.coefficient(axis)
     if step is None:
         return 1 << 20
-    return abs(number(step))
+    return abs(size_hint(step))
 
 
-def coalesce(nest: Nest) -> Nest:
-    """Joins neighbouring loops that every index walks as one."""
+def collapse_loops(nest: LoopNest) -> LoopNest:
+    """Merges neighboring loops that every index traverses as one."""
     changed = True
     while changed:
         changed = False
         for group in ("grid", "body"):
             axes: tuple[Axis, ...] = getattr(nest, group)
             for outer, inner in itertools.pairwise(axes):
-                if all(_joins(index, outer, inner) for index in all_indices(nest)):
-                    joined = Axis(inner.name, outer.size * inner.size)
-                    new = tuple(joined if a == inner else a for a in axes if a != outer)
-                    other = {"grid": nest.grid, "body": nest.body, group: new}
-                    swap = {outer: indices.ZERO, inner: indices.of_atom(joined)}
-                    nest = substituted(nest, swap, other["grid"], other["body"])
+                if all(_can_collapse(index, outer, inner) for index in collect_indices(nest)):
+                    merged = Axis(inner.name, outer.size * inner.size)
+                    axes = tuple(merged if a == inner else a for a in axes if a != outer)
+                    loops = {"grid": nest.grid, "body": nest.body, group: axes}
+                    mapping = {outer: indices.ZERO, inner: indices.from_atom(merged)}
+                    nest = substitute_axes(nest, mapping, loops["grid"], loops["body"])
                     changed = True
                     break
             if changed:
@@ -197,20 +176,20 @@ def coalesce(nest: Nest) -> Nest:
     return nest
 
 
-def _joins(index: Index, outer: Axis, inner: Axis) -> bool:
+def _can_collapse(index: Index, outer: Axis, inner: Axis) -> bool:
     a, b = index.coefficient(outer), index.coefficient(inner)
     return a is not None and b is not None and a == b * inner.size
 
 
-def named(nest: Nest) -> Nest:
-    """Loops called i, j, k … from the outside in."""
+def rename_loops(nest: LoopNest) -> LoopNest:
+    """Names loops i, j, k … from the outside in."""
     names = iter(LOOP_NAMES)
-    swap: dict[Axis, Index] = {}
+    mapping: dict[Axis, Index] = {}
     renamed: list[Axis] = []
     for k, axis in enumerate(nest.axes):
         name = next(names, f"i{k}")
         new = Axis(name, axis.size)
         renamed.append(new)
-        swap[axis] = indices.of_atom(new)
+        mapping[axis] = indices.from_atom(new)
     count = len(nest.grid)
-    return substituted(nest, swap, tuple(renamed[:count]), tuple(renamed[count:]))
+    return substitute_axes(nest, mapping, tuple(renamed[:count]), tuple(renamed[count:]))

@@ -1,29 +1,36 @@
 """The elementwise primitives of the IR, one row each.
 
-`torch` is its meaning on tensors of the value type and is what the interpreter runs; `flops` is a
-rough cost per element, for the choice of what to recompute; `infix` is how it prints.
-Arguments of one operation have one value type (`where` and casts aside); comparisons give bool.
+`torch` is the definition on tensors of the opmath dtype; the interpreter runs it. `flops` is a
+rough cost per element, which decides what is recomputed. `infix` is how the primitive prints. All
+arguments of one operation have the same opmath dtype, except for `where` and casts. Comparisons
+return bool.
 
-Where a name does not say it all:
+Semantics that a name does not define:
 
-    maximum, minimum   NaN where either is; fmax, fmin: the other where one is NaN
-    fmod, remainder    the sign of the dividend; the sign of the divisor
-    round              halves to even
-    where              (bool, a, b)
-    cast               to the operation's own dtype; a narrow float rounds, an integer wraps, a float
-                       that does not fit an integer gives what torch gives
-    bitcast            the bits of the argument read as another dtype of that width; a narrow float is
-                       always the argument of a `cast` to that format, so that its width is there to see
-    divisor            the argument, an integer; on a CPU a zero is reported and the call raises
-                       RuntimeError, as torch's does (a GPU does not raise, there or here)
-    uniform            (seed, position), both int64: float32 in [0, 1), the upper 24 bits of `word(position)`
-    uniform53          the same in float64: upper 27 bits of word(2p), then upper 26 bits of word(2p + 1)
-    share              a / b where b is the sum of a row's exponentials below its maximum and a is one of them:
-                       0 <= a <= 1 <= b, or both are NaN. Only GPU schedules say so (`schedule/online.py`)
-    random_integer     int64 in [0, 2**63): upper 31 bits of word(2p), then the 32 of word(2p + 1)
+    maximum, minimum  NaN if either argument is NaN
+    fmax, fmin        the other argument if one is NaN
+    fmod, remainder   the sign of the dividend; the sign of the divisor
+    round             half to even
+    where             (bool, a, b)
+    cast              to the operation's own dtype. A narrow float rounds, an integer wraps. A float
+                      that does not fit an integer gives torch's result.
+    bitcast           reinterprets the bits as another dtype of the same width. A narrow float
+                      argument is always a `cast` to that format, so that its width is visible.
+    nonzero_divisor   the argument, an integer. On a CPU a zero is reported and the call raises
+                      RuntimeError, as in torch. On a GPU nothing is raised, as in torch.
+    softmax_div       a / b for softmax: b is the sum of a row's exponentials below its maximum, a
+                      is one of them. So 0 <= a <= 1 <= b, or both are NaN. Only GPU schedules emit
+                      it (`schedule/online_reduction.py`).
+    uniform           (seed, position), both int64: float32 in [0, 1), the upper 24 bits of
+                      `word(position)`
+    uniform53         the same in float64: the upper 27 bits of word(2p), then the upper 26 bits of
+                      word(2p + 1)
+    random_integer    int64 in [0, 2**63): the upper 31 bits of word(2p), then the 32 bits of
+                      word(2p + 1)
 
-`word(p)` is word p % 4 of Philox 4x32-10 with the counter p // 4 (its upper 64 bits zero) and the key `seed`
-(low word first): the standard generator, so neighbours can share one evaluation.
+`word(p)` is word p % 4 of Philox 4x32-10 with the counter p // 4 (its upper 64 bits are zero) and
+the key `seed` (low word first). This is the standard generator, so neighbors can share one
+evaluation.
 """
 
 from __future__ import annotations
@@ -33,11 +40,13 @@ from dataclasses import dataclass
 
 import torch
 
-WORD = 0xFFFFFFFF
+MASK_32 = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
 class Primitive:
+    """A row of the table."""
+
     arity: int
     torch: Callable[..., torch.Tensor]
     flops: int = 1
@@ -57,26 +66,26 @@ def _where(condition: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.T
 
 
 def _cast(a: torch.Tensor) -> torch.Tensor:
-    raise AssertionError("casts are the interpreter's own")
+    raise AssertionError("the interpreter implements casts itself")
 
 
-def _shifted_product(a: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The upper and lower 32 bits of a 32-bit number times a 32-bit constant, both in int64."""
+def _multiply_high_low(a: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the upper and lower 32 bits of a 32-bit number times a constant, both as int64."""
     first, second = (a & 0xFFFF) * factor, (a >> 16) * factor
-    lower = (first + ((second & 0xFFFF) << 16)) & WORD
+    lower = (first + ((second & 0xFFFF) << 16)) & MASK_32
     return (second + (first >> 16)) >> 16, lower
 
 
 def philox(seed: torch.Tensor, counter: torch.Tensor) -> list[torch.Tensor]:
-    """Philox 4x32-10 of the counter (64 bits of 128) under the key `seed`: four words, as int64."""
+    """Computes Philox 4x32-10 of a 64-bit counter with the key `seed`: four words, as int64."""
     zero = torch.zeros_like(counter)
-    a, b, c, d = counter & WORD, (counter >> 32) & WORD, zero, zero
-    left, right = seed & WORD, (seed >> 32) & WORD
+    a, b, c, d = counter & MASK_32, (counter >> 32) & MASK_32, zero, zero
+    left, right = seed & MASK_32, (seed >> 32) & MASK_32
     for _ in range(10):
-        upper_a, lower_a = _shifted_product(a, 0xD2511F53)
-        upper_c, lower_c = _shifted_product(c, 0xCD9E8D57)
+        upper_a, lower_a = _multiply_high_low(a, 0xD2511F53)
+        upper_c, lower_c = _multiply_high_low(c, 0xCD9E8D57)
         a, b, c, d = upper_c ^ b ^ left, lower_c, upper_a ^ d ^ right, lower_a
-        left, right = (left + 0x9E3779B9) & WORD, (right + 0xBB67AE85) & WORD
+        left, right = (left + 0x9E3779B9) & MASK_32, (right + 0xBB67AE85) & MASK_32
     return [a, b, c, d]
 
 
@@ -100,7 +109,7 @@ def _random_integer(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     return (upper >> 1 << 32) | lower
 
 
-def _divisor(a: torch.Tensor) -> torch.Tensor:
+def _nonzero_divisor(a: torch.Tensor) -> torch.Tensor:
     if not bool(a.all()):
         raise RuntimeError("ZeroDivisionError")
     return a
@@ -112,7 +121,7 @@ PRIMITIVES: dict[str, Primitive] = {
     "sub": Primitive(2, torch.sub, 1, "-"),
     "mul": Primitive(2, torch.mul, 1, "*"),
     "div": Primitive(2, torch.true_divide, 4, "/"),
-    "share": Primitive(2, torch.true_divide, 4, "/"),
+    "softmax_div": Primitive(2, torch.true_divide, 4, "/"),
     "neg": Primitive(1, torch.neg, 1, "-"),
     "abs": Primitive(1, torch.abs, 1),
     "reciprocal": Primitive(1, torch.reciprocal, 4),
@@ -123,7 +132,7 @@ PRIMITIVES: dict[str, Primitive] = {
     "fmod": Primitive(2, torch.fmod, 20),
     "remainder": Primitive(2, torch.remainder, 20),
     "floor_divide": Primitive(2, torch.floor_divide, 20),
-    "truncated_divide": Primitive(
+    "trunc_divide": Primitive(
         2,
         lambda a, b: torch.div(a, b, rounding_mode="trunc"),
         6,
@@ -190,5 +199,5 @@ PRIMITIVES: dict[str, Primitive] = {
     # integers only
     "gcd": Primitive(2, torch.gcd, 200),
     "lcm": Primitive(2, torch.lcm, 200),
-    "divisor": Primitive(1, _divisor, 1),
+    "nonzero_divisor": Primitive(1, _nonzero_divisor, 1),
 }

@@ -1,13 +1,13 @@
 """The fuser's IR: a region is a list of statements `name[axes] = expression`.
 
-In flows what `from_trace` read from a region's fx graph; out flow regions that segments, schedules and
-code generators work on. Nothing here knows of threads, tiles or languages.
+In: what `frontend/lower_graph.py` builds from a region's fx graph. Out: regions that segmentation,
+schedules and code generators read. The IR knows no threads, tiles or target languages.
 
     ss[i]   = sum_j (x[i,j] * x[i,j])
     y[i,j]  = (x[i,j] * rsqrt(((ss[i] / 4096.0) + 1e-06))) * w[j]
 
-Views are index maps: they have no statement, only other indices in the loads (`expression.py`). `check` says what is
-wrong with a region, if anything is.
+A view has no statement of its own. It only changes the indices of loads (`expression.py`).
+`verify_region` checks the rules of the IR.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from dataclasses import dataclass, field
 import torch
 
 from fulgurite.fuser.ir import index as indices
-from fulgurite.fuser.ir.expression import Expression, Load, Operation, loads, walk
+from fulgurite.fuser.ir.expression import Expression, Load, Operation, collect_loads, walk
 from fulgurite.fuser.ir.index import Axis, Index
 from fulgurite.fuser.ir.primitives import PRIMITIVES
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Memory with a layout: a region input, or where a statement's values are stored."""
+    """A buffer with a strided layout: a region input, or the result of a statement."""
 
     name: str
     dtype: torch.dtype
     sizes: tuple[Index, ...]
     strides: tuple[Index, ...]
-    pairs: bool = False  # complex numbers, seen as real ones with one more dimension, of two
+    is_view_as_real: bool = False  # complex data as `torch.view_as_real` shows it
 
     @property
     def itemsize(self) -> int:
@@ -40,7 +40,7 @@ class Tensor:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it is known to have no elements."""
+        """Whether the tensor is statically known to have no elements."""
         return any(size == 0 for size in self.sizes)
 
     def __str__(self) -> str:
@@ -50,18 +50,20 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """kind is sum, prod, max or min (max and min give NaN where there is one)."""
+    """A reduction over `axes`. `kind` is sum, prod, max or min; max and min propagate NaN."""
 
     kind: str
     axes: tuple[Axis, ...]
-    about: str | None = None  # squared distances from the mean of what this statement sums up
+    # Set for sums of squared deviations: the statement that sums the same values. The mean comes
+    # from it, so both sums can run in one Welford pass.
+    welford_sum: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """At each place the reduction of everything up to it along one of the statement's own axes.
+    """An inclusive scan along one of the statement's own axes.
 
-    kind is sum, prod, max, min (NaN from the first one on) or logsumexp.
+    `kind` is sum, prod, max, min or logsumexp. Max and min stay NaN after the first NaN.
     """
 
     kind: str
@@ -70,7 +72,7 @@ class Scan:
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """tensor[axes] = expression, its reduction over further axes, or its scan along one of them."""
+    """`tensor[axes] = expression`, optionally reduced over more axes or scanned along one axis."""
 
     tensor: Tensor
     axes: tuple[Axis, ...]
@@ -98,7 +100,7 @@ class Statement:
         return f"{left} = {self.reduction.kind}_{over} {self.expression}"
 
 
-def statement(
+def make_statement(
     tensor: Tensor,
     axes: tuple[Axis, ...],
     expression: Expression,
@@ -106,15 +108,18 @@ def statement(
     origin: str = "",
     scan: Scan | None = None,
 ) -> Statement:
-    return Statement(tensor, axes, reduction, expression, origin, tuple(loads(expression)), scan)
+    """Creates a statement and collects its loads."""
+    return Statement(
+        tensor, axes, reduction, expression, origin, tuple(collect_loads(expression)), scan
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
     """One entry of the region's result.
 
-    A tensor is a strided window onto `name` (a statement's memory or a region input); a dynamic
-    size is `size`; None is neither.
+    A tensor is a strided view of `name`, which is a statement's buffer or a region input. A dynamic
+    size has `size` set. None has neither.
     """
 
     name: str | None = None
@@ -122,22 +127,23 @@ class Output:
     strides: tuple[Index, ...] = ()
     offset: Index = indices.ZERO
     size: Index | None = None
-    whole: bool = False  # the window is exactly the memory, nothing to restride
-    pairs: bool = False  # its last dimension, of two, is the parts of complex numbers
+    is_full_buffer: bool = False  # the view is the whole buffer: no as_strided needed
+    is_view_as_real: bool = False  # the launcher returns it through `view_as_complex`
 
 
 @dataclass(frozen=True)
 class Region:
-    """What one fx region means. `arguments` are the placeholders in order: a tensor or a symbol."""
+    """The IR of one fx region. `arguments` are its placeholders in order: tensors or symbols."""
 
     arguments: tuple[Tensor | Index, ...]
     statements: tuple[Statement, ...]
     outputs: tuple[Output, ...]
-    writes: tuple[tuple[str, str], ...] = ()  # a statement, and the input that gets its values
-    lent: frozenset[str] = frozenset()  # inputs whose memory results may have
-    layouts: Mapping[str, Tensor] = field(default_factory=dict)  # inputs, as `refine` splits them
-    # what `refine.axis_classes` found, once it was asked
-    classes: dict[tuple[str, Axis], int] = field(default_factory=dict, compare=False, repr=False)
+    writes: tuple[tuple[str, str], ...] = ()  # (statement, input that it overwrites)
+    donated: frozenset[str] = frozenset()  # inputs whose buffers results may reuse
+    # inputs with the dimensions that `split_axes` gave them
+    input_layouts: Mapping[str, Tensor] = field(default_factory=dict)
+    # the cached result of `assign_loop_ids`
+    loop_ids: dict[tuple[str, Axis], int] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -145,14 +151,14 @@ class Region:
 
     @property
     def results(self) -> set[str]:
-        """Statements that are asked for: returned, or written to an input."""
+        """Statements that the region returns or writes to an input."""
         returned = {output.name for output in self.outputs if output.name is not None}
         return returned | {name for name, _ in self.writes}
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
         found = {t.name: t for t in self.inputs}
-        found.update(self.layouts)
+        found.update(self.input_layouts)
         found.update({s.name: s.tensor for s in self.statements})
         return found
 
@@ -164,33 +170,39 @@ class Region:
         return "\n".join(lines)
 
 
-def check(region: Region) -> None:
-    """Raises AssertionError that names the statement where the region breaks a rule of the IR."""
+def verify_region(region: Region) -> None:
+    """Raises an AssertionError that names the first statement that breaks a rule of the IR."""
     known: dict[str, Tensor] = {t.name: region.tensors[t.name] for t in region.inputs}
     for s in region.statements:
         where = f"in `{s}`"
-        assert s.name not in known, f"{s.name} is defined twice, {where}"
-        assert tuple(a.size for a in s.axes) == s.tensor.sizes, f"axes are not the sizes, {where}"
-        assert len(set(s.all_axes)) == len(s.all_axes), f"an axis is there twice, {where}"
-        assert s.scan is None or s.reduction is None, f"a scan and a reduction, {where}"
-        assert s.scan is None or s.scan.axis in s.axes, f"a scan along no axis of its own, {where}"
+        assert s.name not in known, f"{s.name} is defined twice {where}"
+        assert tuple(a.size for a in s.axes) == s.tensor.sizes, (
+            f"axes do not match the tensor sizes {where}"
+        )
+        assert len(set(s.all_axes)) == len(s.all_axes), f"duplicate axis {where}"
+        assert s.scan is None or s.reduction is None, f"both a scan and a reduction {where}"
+        assert s.scan is None or s.scan.axis in s.axes, (
+            f"the scan axis is not an axis of the statement {where}"
+        )
         free = s.expression.axes() - set(s.all_axes)
-        assert not free, f"axes {free} are not bound, {where}"
+        assert not free, f"axes {free} are not bound {where}"
         for part in walk(s.expression):
             if isinstance(part, Load):
-                assert part.name in known, f"{part.name} is read before it is made, {where}"
+                assert part.name in known, f"{part.name} is read before it is defined {where}"
                 tensor = known[part.name]
-                assert len(part.index) == len(tensor.sizes), f"{part} has a wrong rank, {where}"
-                assert part.dtype == tensor.dtype, f"{part} has a wrong dtype, {where}"
+                assert len(part.index) == len(tensor.sizes), f"{part} has the wrong rank {where}"
+                assert part.dtype == tensor.dtype, f"{part} has the wrong dtype {where}"
             elif isinstance(part, Operation):
-                assert part.name in PRIMITIVES, f"{part.name} is no primitive, {where}"
+                assert part.name in PRIMITIVES, f"{part.name} is not a primitive {where}"
                 arity = PRIMITIVES[part.name].arity
-                assert len(part.arguments) == arity, f"{part.name} takes {arity}, {where}"
+                assert len(part.arguments) == arity, f"{part.name} takes {arity} arguments {where}"
         known[s.name] = s.tensor
     for output in region.outputs:
-        assert output.name is None or output.name in known, f"output {output.name} is not made"
+        assert output.name is None or output.name in known, f"output {output.name} is not defined"
     for name, target in region.writes:
         old, new = known[target], known[name]
-        assert old.dtype == new.dtype, f"{name} is not of the dtype of {target}"
+        assert old.dtype == new.dtype, f"{name} and {target} differ in dtype"
         strides = [step for size, step in zip(old.sizes, old.strides, strict=True) if size != 1]
-        assert tuple(strides) == new.strides or 0 in new.sizes, f"{name} is laid out otherwise"
+        assert tuple(strides) == new.strides or 0 in new.sizes, (
+            f"{name} and {target} differ in strides"
+        )

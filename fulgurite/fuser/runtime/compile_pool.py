@@ -1,12 +1,12 @@
-"""Processes that compile Triton kernels beside this one.
+"""A pool of worker processes that compile Triton kernels.
 
-In: recipes of kernels. Out: kernels in Triton's cache, from where this process loads them. Triton's compiler is a
-third Python (its front end, linking), so that threads wait for one another, and the thread that captures the program
-for all of them: ResNet-50 has 160 kernels of 0.3 s each.
+In: `CompileJob`s. Out: kernels in Triton's cache, from where this process loads them. A third of Triton's
+compiler is Python (its frontend, linking). So threads block each other, and they all block the thread that
+captures the program: ResNet-50 has 160 kernels of 0.3 s each.
 
-The processes are forks of one that has Triton imported (`compile_worker`), which takes a second to start: until then,
-and for a program of a few kernels, threads compile. They end when nobody has asked for a while. If they can't be started or die,
-threads compile, too: what is in Triton's cache afterwards is the same.
+The workers are forks of one process that has Triton imported (`compile_worker`). It takes a second to start.
+Until then, and for a program of few kernels, threads compile. Idle workers exit after a while. If workers can't
+be started or die, threads compile too; Triton's cache holds the same kernels afterwards.
 """
 
 from __future__ import annotations
@@ -24,133 +24,133 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 from fulgurite.fuser.runtime import compile_worker
-from fulgurite.fuser.runtime.compile_worker import MESSAGE, READY, Recipe
+from fulgurite.fuser.runtime.compile_worker import MAX_MESSAGE_BYTES, READY_ID, CompileJob
 
-FEW = 2  # kernels that threads compile at once while there are no processes
-IDLE = 30.0  # seconds after which processes that nobody asks end
-LEAST_CORES = 4  # fewer are busy with the threads that there are anyway
+MAX_LOCAL_COMPILES = 2  # kernels that threads compile at once while no workers are ready
+IDLE_SECONDS = 30.0  # after which idle workers exit
+MIN_CORES = 4  # on fewer, threads keep all cores busy anyway
 
 
-def count() -> int:
-    """How many compile at once: this process' cores, or its share where a machine has several like it."""
+def worker_count() -> int:
+    """How many kernels compile at once: the cores, divided by the ranks of this node."""
     cores = len(os.sched_getaffinity(0))
     return max(1, min(32, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
-class Processes:
-    """Compilers behind one socket: a message is taken by whoever is free."""
+class WorkerProcesses:
+    """Workers that share one socket: an idle one takes the next message."""
 
-    def __init__(self, number: int) -> None:
-        self.ready = False  # they have said so
-        self.ended = False
-        self.failed = False  # they ended before they were ready, or died at work
-        self._numbers = itertools.count()
-        self._waiting: dict[int, Future[bool]] = {}
+    def __init__(self, count: int) -> None:
+        self.is_ready = False  # the workers reported so
+        self.has_ended = False
+        self.has_failed = False  # ended before they were ready, or died at work
+        self._job_ids = itertools.count()
+        self._pending: dict[int, Future[bool]] = {}
         self._lock = threading.Lock()
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._channel.settimeout(IDLE)
+        self._channel.settimeout(IDLE_SECONDS)
         with theirs:
             command = [sys.executable, "-P", compile_worker.__file__]
             self._process = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(number)],
+                [*command, str(theirs.fileno()), str(count)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # who asked compiles what failed again, and shows it
-                start_new_session=True,  # an interrupt from the keyboard is not for them
+                stderr=subprocess.DEVNULL,  # a failed job is compiled again here, which raises
+                start_new_session=True,  # not interrupted from the keyboard
             )
         threading.Thread(target=self._listen, name="fulgurite-compilers", daemon=True).start()
 
-    def compile(self, recipe: Recipe) -> bool:
-        """Waits until Triton's cache has the kernel; whether it has."""
+    def compile(self, job: CompileJob) -> bool:
+        """Wait until the job is done; return whether Triton's cache has the kernel."""
         with self._lock:
-            if self.ended:
+            if self.has_ended:
                 return False
-            number, done = next(self._numbers), Future[bool]()
-            self._waiting[number] = done
+            job_id, result = next(self._job_ids), Future[bool]()
+            self._pending[job_id] = result
             try:
-                self._channel.send(recipe.message(number))
-            except OSError:  # they have just died
-                del self._waiting[number]
+                self._channel.send(job.to_message(job_id))
+            except OSError:  # the workers have just died
+                del self._pending[job_id]
                 return False
-        return done.result()
+        return result.result()
 
     def _listen(self) -> None:
-        """Hands out answers until there are none to come."""
-        while self._hear():
+        """Receive results until the workers end."""
+        while self._receive():
             pass
         self._channel.close()
         self._process.wait()
 
-    def _hear(self) -> bool:
+    def _receive(self) -> bool:
         try:
-            message = self._channel.recv(MESSAGE)
+            message = self._channel.recv(MAX_MESSAGE_BYTES)
         except TimeoutError:
             with self._lock:
-                self.ended = not self._waiting
-                return not self.ended
+                self.has_ended = not self._pending
+                return not self.has_ended
         except OSError:
             message = b""
         if not message:
             with self._lock:
-                self.ended = self.failed = True
-                for done in self._waiting.values():
-                    done.set_result(False)
+                self.has_ended = self.has_failed = True
+                for result in self._pending.values():
+                    result.set_result(False)
             return False
-        number, problem = json.loads(message)
-        if number == READY:
-            self.ready = True
+        job_id, error = json.loads(message)
+        if job_id == READY_ID:
+            self.is_ready = True
             return True
         with self._lock:
-            self._waiting.pop(number).set_result(problem is None)
+            self._pending.pop(job_id).set_result(error is None)
         return True
 
 
-class Compilers:
-    """The processes of this one, and when to ask them."""
+class CompilePool:
+    """The workers of this process, and when to use them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._processes: Processes | None = None
-        self._given_up = len(os.sched_getaffinity(0)) < LEAST_CORES or not sys.executable
-        self._few = threading.BoundedSemaphore(FEW)
+        self._workers: WorkerProcesses | None = None
+        self._disabled = len(os.sched_getaffinity(0)) < MIN_CORES or not sys.executable
+        self._local_slots = threading.BoundedSemaphore(MAX_LOCAL_COMPILES)
 
-    def expect(self) -> None:
-        """Many kernels are about to come: processes may start."""
-        self._current()
+    def start_workers(self) -> None:
+        """Start the workers: many kernels are about to be compiled."""
+        self._get_workers()
 
     @contextmanager
-    def beside(self, recipe: Recipe) -> Iterator[None]:
-        """Around compiling a kernel here: another process has done it before, where that is sooner."""
-        few = not self._are_ready() and self._few.acquire(blocking=False)
+    def offload(self, job: CompileJob) -> Iterator[None]:
+        """A context to compile a kernel in; a worker has compiled it before, if that is faster."""
+        is_local = not self._workers_are_ready() and self._local_slots.acquire(blocking=False)
         try:
-            if not few and (processes := self._current()) is not None:
-                processes.compile(recipe)
+            if not is_local and (workers := self._get_workers()) is not None:
+                workers.compile(job)
             yield
         finally:
-            if few:
-                self._few.release()
+            if is_local:
+                self._local_slots.release()
 
-    def _are_ready(self) -> bool:
-        processes = self._processes
-        return processes is not None and processes.ready and not processes.ended
+    def _workers_are_ready(self) -> bool:
+        workers = self._workers
+        return workers is not None and workers.is_ready and not workers.has_ended
 
-    def _current(self) -> Processes | None:
-        """The processes, started where there are none; None where there can't be any."""
+    def _get_workers(self) -> WorkerProcesses | None:
+        """The workers, started if there are none; None if there can't be any."""
         with self._lock:
-            known = self._processes
-            if known is not None and known.failed:
-                self._given_up = True
-            if self._given_up:
+            workers = self._workers
+            if workers is not None and workers.has_failed:
+                self._disabled = True
+            if self._disabled:
                 return None
-            if known is None or known.ended:
+            if workers is None or workers.has_ended:
                 try:
-                    self._processes = Processes(count())
+                    self._workers = WorkerProcesses(worker_count())
                 except OSError:
-                    self._given_up = True
+                    self._disabled = True
                     return None
-            return self._processes
+            return self._workers
 
 
-compilers = functools.cache(Compilers)
-os.register_at_fork(after_in_child=compilers.cache_clear)  # a fork can't hear its parent's answers
+compile_pool = functools.cache(CompilePool)
+os.register_at_fork(after_in_child=compile_pool.cache_clear)  # a fork can't receive results

@@ -1,9 +1,10 @@
-"""Triton kernels from text to something to run: modules in the kernel cache, compiled side by side, kept.
+"""Compile Triton kernels: generated modules in the kernel cache, compiled in parallel.
 
-In: stages. Out: a `Program`, and for each variant of it (aligned addresses, divisible sizes, 64-bit indices) what
-launches its stages. Compilation starts when a region is lowered and runs in threads, which ask other processes where
-there are many kernels (`compile_processes`); Triton keeps what it built in our cache folder, so a warm process
-compiles nothing. With TRITON_INTERPRET=1 the same kernels run on CPU tensors, in Triton's interpreter.
+In: `TritonKernelSource`s. Out: a `KernelModule`, and the launch handles of its kernels for each variant
+(aligned addresses, divisible sizes, 64-bit indices). Compilation starts when a region is lowered and runs in
+threads. If there are many kernels, threads hand them to worker processes (`compile_pool`). Triton stores what
+it built in our cache folder, so a warm process compiles nothing. With TRITON_INTERPRET=1 the same kernels run
+on CPU tensors, in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -22,46 +23,51 @@ import torch
 
 from fulgurite import cache
 from fulgurite.config import settings
-from fulgurite.fuser import cost
-from fulgurite.fuser.codegen.triton.module import Stage, argument_types, write_module
-from fulgurite.fuser.frontend.random import SEED
-from fulgurite.fuser.runtime import compile_pool, compile_worker
-from fulgurite.fuser.runtime.compile_worker import Recipe
+from fulgurite.fuser.codegen.triton.kernel import TritonKernelSource
+from fulgurite.fuser.codegen.triton.module import argument_types, write_module
+from fulgurite.fuser.ir.random_seed import SEED
+from fulgurite.fuser.runtime import compile_worker
+from fulgurite.fuser.runtime.compile_pool import compile_pool, worker_count
+from fulgurite.fuser.runtime.compile_worker import CompileJob
 
-ALIGNED, DIVISIBLE, WIDE = 1, 2, 4  # bits of a variant
-Runnable = tuple[Any, Any, Any]  # what runs a stage, its handle on the device, its packed metadata
+ALIGNED, DIVISIBLE, INT64_INDICES = 1, 2, 4  # bits of a variant
+LaunchHandle = tuple[Any, Any, Any]  # the launcher, the function on the device, packed metadata
 
 
-def interpreting() -> bool:
-    """Do kernels run in Triton's interpreter?"""
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def may_specialize() -> bool:
-    """Is a loop whose warps go apart compiled right? Not before Triton 3.7: such loops are not written for it.
-
-    3.6 leaves barriers in memory that tiles are then copied to (triton-lang/triton#9592 gives them memory of their
-    own). On an H200 the first columns of tiles were NaN: what a barrier is when it is read as numbers.
-    """
+def triton_version() -> str:
     import triton
 
-    major, minor = map(int, triton.__version__.split(".")[:2])
+    return str(triton.__version__)
+
+
+def supports_warp_specialization() -> bool:
+    """Whether Triton compiles warp-specialized loops right. Triton 3.6 miscompiles them.
+
+    It places barriers in memory that tiles are copied to (triton-lang/triton#9592 fixes that). On an H200 the
+    first columns of tiles were NaN: barriers read as numbers.
+    """
+    major, minor = map(int, triton_version().split(".")[:2])
     return (major, minor) >= (3, 7)
 
 
 def load_module(text: str) -> ModuleType:
-    """The module, from a file of the kernel cache: Triton reads the source of what it compiles."""
+    """Import a generated module from a file of the kernel cache: Triton reads its source."""
     key = cache.digest(text)
-    path = cache.entry("triton", key, lambda place: _put(place, text), ".py")
-    return compile_worker.load(str(path))
+    path = cache.get_or_build("triton", key, lambda target: _write_text(target, text), ".py")
+    return compile_worker.load_module(str(path))
 
 
-def _put(place: Path, text: str) -> None:
-    place.write_text(text)
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text)
 
 
-class _OurFolder:
-    """Triton's own cache inside ours, as long as any of our kernels is being compiled."""
+class _TritonCacheDir:
+    """A context in which Triton's cache folder is inside ours; contexts may overlap."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -74,206 +80,157 @@ class _OurFolder:
             if self.users == 0:
                 self.scope = triton.knobs.cache.scope()
                 self.scope.__enter__()
-                triton.knobs.cache.dir = str(_built())
+                triton.knobs.cache.dir = str(_built_dir())
             self.users += 1
 
-    def __exit__(self, *problem: Any) -> None:
+    def __exit__(self, *error: Any) -> None:
         with self.lock:
             self.users -= 1
             if self.users == 0:
                 self.scope.__exit__(None, None, None)
 
 
-our_folder = _OurFolder()
+triton_cache_dir = _TritonCacheDir()
 
 
-def _built() -> Path:
-    return settings().cache_folder / "triton" / "built"
+def _built_dir() -> Path:
+    return settings().cache_dir / "triton" / "built"
 
 
 @functools.cache
-def threads() -> ThreadPoolExecutor:
-    """Threads that compile, or wait for processes that do."""
-    return ThreadPoolExecutor(compile_pool.count(), thread_name_prefix="fulgurite-triton")
+def compile_threads() -> ThreadPoolExecutor:
+    """Threads that compile, or wait for worker processes that do."""
+    return ThreadPoolExecutor(worker_count(), thread_name_prefix="fulgurite-triton")
 
 
-os.register_at_fork(after_in_child=threads.cache_clear)  # threads don't survive a fork
+os.register_at_fork(after_in_child=compile_threads.cache_clear)  # threads don't survive a fork
 
 
 @dataclass(frozen=True)
-class Program:
-    """The stages of a region for one width of indices, and the module they are in."""
+class KernelModule:
+    """The kernels of a region for one width of indices, and the module that defines them."""
 
-    stages: tuple[Stage, ...]
+    kernels: tuple[TritonKernelSource, ...]
     text: str
 
-    def begin(self, variant: int) -> list[Future[Any]]:
-        """Starts compiling every stage."""
+    def start_compile(self, variant: int) -> list[Future[Any]]:
+        """Start compiling every kernel."""
         module = load_module(self.text)
         return [
-            threads().submit(prepare_stage, getattr(module, stage.name), stage, variant)
-            for stage in self.stages
+            compile_threads().submit(
+                compile_for_current_device, getattr(module, kernel.name), kernel, variant
+            )
+            for kernel in self.kernels
         ]
 
-    def functions(self) -> list[Runnable]:
-        """Every stage as the interpreter runs it."""
+    def interpreted_kernels(self) -> list[LaunchHandle]:
+        """Every kernel as the interpreter runs it."""
         module = load_module(self.text)
-        return [(getattr(module, stage.name), None, None) for stage in self.stages]
+        return [(getattr(module, kernel.name), None, None) for kernel in self.kernels]
 
-    def compile(self, variant: int) -> list[Runnable]:
-        return ready(self.begin(variant))
-
-
-def make_program(stages: Sequence[Stage]) -> Program:
-    return Program(tuple(stages), write_module(stages))
+    def compile(self, variant: int) -> list[LaunchHandle]:
+        return wait_for_kernels(self.start_compile(variant))
 
 
-def ready(jobs: list[Future[Any]]) -> list[Runnable]:
-    """Kernels on the device, once they are compiled."""
+def build_kernel_module(kernels: Sequence[TritonKernelSource]) -> KernelModule:
+    return KernelModule(tuple(kernels), write_module(kernels))
+
+
+def wait_for_kernels(jobs: list[Future[Any]]) -> list[LaunchHandle]:
+    """Wait until kernels are compiled, and load them onto the device."""
     kernels = [job.result() for job in jobs]
-    with our_folder:  # it has what calls them, too
+    with triton_cache_dir:  # the compiled launchers are there too
         for kernel in kernels:
             kernel._init_handles()
     return [(kernel.run, kernel.function, kernel.packed_metadata) for kernel in kernels]
 
 
-def prepare_stage(function: Any, stage: Stage, variant: int) -> Any:
-    """The compiled kernel for this device, and what will launch it, in Triton's cache."""
+def compile_for_current_device(function: Any, source: TritonKernelSource, variant: int) -> Any:
+    """Compile a kernel and its launcher for the current device, into Triton's cache."""
     import triton
 
     active = triton.runtime.driver.active
-    recipe = recipe_of(function, stage, variant, active.get_current_target())
-    known = cache.digest(triton.__version__, recipe.message(0))
-    with our_folder:
-        if cache.read_text("triton", known) is None:
-            with compile_pool.compilers().beside(recipe):
-                kernel = compile_worker.build(function, recipe)
+    job = make_compile_job(function, source, variant, active.get_current_target())
+    compiled_key = cache.digest(triton.__version__, job.to_message(0))
+    with triton_cache_dir:
+        if cache.read_text("triton", compiled_key) is None:
+            with compile_pool().offload(job):
+                kernel = compile_worker.compile_kernel(function, job)
             active.launcher_cls(kernel.src, kernel.metadata)  # Triton 3.6 runs a C compiler for it
-            cache.write_text("triton", known, stage.name)
+            cache.write_text("triton", compiled_key, source.name)
             return kernel
-        return compile_worker.build(function, recipe)
+        return compile_worker.compile_kernel(function, job)
 
 
-def compile_stage(function: Any, stage: Stage, variant: int, target: Any) -> Any:
-    """The compiled kernel for a device that need not be there, from Triton's cache where it is there."""
-    with our_folder:
-        return compile_worker.build(function, recipe_of(function, stage, variant, target))
+def compile_for_target(function: Any, source: TritonKernelSource, variant: int, target: Any) -> Any:
+    """Compile a kernel for a device that need not be present."""
+    job = make_compile_job(function, source, variant, target)
+    with triton_cache_dir:
+        return compile_worker.compile_kernel(function, job)
 
 
-def recipe_of(function: Any, stage: Stage, variant: int, target: Any) -> Recipe:
-    """What compiling a stage takes, in any process."""
-    count = len(stage.tensors)
-    even = list(range(count)) if variant & ALIGNED else []
+def make_compile_job(
+    function: Any, source: TritonKernelSource, variant: int, target: Any
+) -> CompileJob:
+    """What compiling a kernel takes, in any process."""
+    count = len(source.tensors)
+    divisible = list(range(count)) if variant & ALIGNED else []
     if variant & DIVISIBLE:
-        even += [count + k for k, symbol in enumerate(stage.symbols) if symbol != SEED]
+        divisible += [count + k for k, symbol in enumerate(source.symbols) if symbol != SEED]
     options = {
-        "num_warps": stage.warps,
-        "num_stages": stage.stages,
-        "debug": stage.asserts,
+        "num_warps": source.num_warps,
+        "num_stages": source.num_stages,
+        "debug": source.has_asserts,
         "sanitize_overflow": False,
         "enable_fp_fusion": True,
-        "enable_reflect_ftz": stage.flushes,
+        "enable_reflect_ftz": source.flushes_denormals,
     }
-    return Recipe(
-        function.fn.__code__.co_filename,
-        stage.name,
-        argument_types(stage),
-        tuple(even),
-        options,
-        (target.backend, target.arch, target.warp_size),
-        str(_built()),
+    return CompileJob(
+        path=function.fn.__code__.co_filename,
+        name=source.name,
+        argument_types=argument_types(source),
+        divisible_arguments=tuple(divisible),
+        options=options,
+        target=(target.backend, target.arch, target.warp_size),
+        cache_dir=str(_built_dir()),
     )
 
 
-Write = Callable[[bool, bool], Program]  # with 64-bit indices or not, for aligned addresses or any
+WriteModule = Callable[[bool, bool], KernelModule]  # (use 64-bit indices, addresses are aligned)
 
 
-class Variants(dict[int, list[Runnable]]):
-    """Compiled stages by variant; what is missing is compiled when it is asked for."""
+class CompiledVariants(dict[int, list[LaunchHandle]]):
+    """Launch handles by variant; a missing variant is compiled when it is first used."""
 
-    def __init__(self, write: Write) -> None:
+    def __init__(self, write: WriteModule) -> None:
         super().__init__()
         self._write = write
-        self.begun: dict[int, list[Future[Any]]] = {}
+        self.pending: dict[int, list[Future[Any]]] = {}
 
-    def begin(self, variant: int) -> None:
-        """Starts compiling a variant that will be asked for."""
-        self.begun[variant] = self.program(variant).begin(variant)
+    def start_compile(self, variant: int) -> None:
+        """Start compiling a variant that will be used."""
+        self.pending[variant] = self.kernel_module(variant).start_compile(variant)
 
-    def program(self, variant: int) -> Program:
-        return self._write(bool(variant & WIDE), bool(variant & ALIGNED))
+    def kernel_module(self, variant: int) -> KernelModule:
+        return self._write(bool(variant & INT64_INDICES), bool(variant & ALIGNED))
 
-    def __missing__(self, variant: int) -> list[Runnable]:
-        if interpreting():
-            self[variant] = self.program(variant).functions()
+    def __missing__(self, variant: int) -> list[LaunchHandle]:
+        if is_interpreted():
+            self[variant] = self.kernel_module(variant).interpreted_kernels()
             return self[variant]
-        if variant not in self.begun:
-            self.begin(variant)
-        self[variant] = ready(self.begun.pop(variant))
+        if variant not in self.pending:
+            self.start_compile(variant)
+        self[variant] = wait_for_kernels(self.pending.pop(variant))
         return self[variant]
 
 
-def give_scratch() -> None:
-    """Descriptors that a kernel makes lie in memory that its launch asks for: torch's, if no one set another."""
+def ensure_scratch_allocator() -> None:
+    """Let launches allocate tensor descriptors by torch, unless the user set another allocator."""
     from triton.runtime import _allocation
 
     if isinstance(_allocation._allocator.get(), _allocation.NullAllocator):
-        _allocation.set_allocator(_scratch)
+        _allocation.set_allocator(_allocate_scratch)
 
 
-def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+def _allocate_scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
-
-
-def measured(program: Program, names: Sequence[str], device: torch.device) -> Callable[[], float]:
-    """A function that times one kernel, all its stages, on buffers of its own."""
-
-    def measure() -> float:
-        picked = [k for k, stage in enumerate(program.stages) if stage.name in names]
-        kernels = program.compile(ALIGNED | (WIDE if program.stages[0].wide else 0))
-        buffers: dict[str, torch.Tensor] = {}
-        for k in picked:
-            for tensor in program.stages[k].tensors:
-                reach = 1 + sum(
-                    (cost.number(size) - 1) * cost.number(stride)
-                    for size, stride in zip(tensor.sizes, tensor.strides, strict=True)
-                )
-                if tensor.name not in buffers:
-                    buffers[tensor.name] = _filled(max(reach, 1), tensor.dtype, device)
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        give_scratch()
-
-        def run_all() -> None:
-            for k in picked:
-                stage = program.stages[k]
-                run, function, packed = kernels[k]
-                values = [buffers[t.name].data_ptr() for t in stage.tensors]
-                values += [cost.ASSUMED_SIZE] * len(stage.symbols)
-                grid = [cost.number(n) for n in stage.grid]
-                run(*grid, 1, stream, function, packed, None, None, None, *values)
-
-        return event_seconds(run_all)
-
-    return measure
-
-
-def _filled(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Numbers for floats, zeros for integers: they may be positions."""
-    if not dtype.is_floating_point:
-        return torch.zeros(count, dtype=dtype, device=device)
-    return torch.rand(count, device=device).to(dtype)
-
-
-def event_seconds(call: Callable[[], Any], repeats: int = 20) -> float:
-    """Seconds of the device for one call: the median of several, by events."""
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return sorted(times)[len(times) // 2]

@@ -1,15 +1,16 @@
-"""A process that compiles Triton kernels for another: what `compile_processes` starts.
+"""A worker process that compiles Triton kernels; `compile_pool` starts it.
 
     python -P compile_worker.py SOCKET COUNT
 
-In: recipes, one a message of the socket. Out: a message for each when Triton's cache has its kernel, with what went
-wrong otherwise. It forks into COUNT processes that share the socket when the first recipe comes: whoever is free
-takes the next. They end when the other side closes it. Importing torch takes seconds and nothing here needs it, so
-this file imports only what it must, and packages of ours are entered without running their `__init__`.
+In: `CompileJob`s, one per message of the socket. Out: a message for each when Triton's cache has its kernel, or
+with the error. When the first job comes, the process forks into COUNT workers that share the socket; an idle one
+takes the next job. They exit when the other side closes the socket. Importing torch takes seconds and nothing here
+needs it. So this file imports only what it must, and registers our packages without running their `__init__`.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -22,29 +23,29 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-MESSAGE = 1 << 16  # bytes at most; a recipe has some hundreds
-READY = -1  # the number of the message that says that recipes are welcome
-EVEN = [["tt.divisibility", 16]]
+MAX_MESSAGE_BYTES = 1 << 16  # a job has some hundreds
+READY_ID = -1  # the job id of the message that the workers are ready
+DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """All that compiling one kernel takes, as plain values."""
+class CompileJob:
+    """What compiling one kernel takes, as plain values."""
 
-    path: str  # of the module the kernel is in
+    path: str  # of the module that defines the kernel
     name: str
-    types: tuple[str, ...]  # of its arguments
-    even: tuple[int, ...]  # arguments that are multiples of 16
+    argument_types: tuple[str, ...]
+    divisible_arguments: tuple[int, ...]  # positions of arguments that are multiples of 16
     options: dict[str, Any]
-    target: tuple[str, int, int]  # backend, architecture, threads of a warp
-    folder: str  # Triton's cache
+    target: tuple[str, int, int]  # backend, architecture, warp size
+    cache_dir: str  # Triton's cache
 
-    def message(self, number: int) -> bytes:
-        return json.dumps([number, asdict(self)]).encode()
+    def to_message(self, job_id: int) -> bytes:
+        return json.dumps([job_id, asdict(self)]).encode()
 
 
-def load(path: str) -> ModuleType:
-    """The module of a file: its name is part of what Triton knows a kernel by."""
+def load_module(path: str) -> ModuleType:
+    """Import a file; the module's name is part of Triton's cache key."""
     spec = importlib.util.spec_from_file_location(f"fulgurite_kernels_{Path(path).stem[:16]}", path)
     assert spec is not None and spec.loader is not None, f"no module at {path}"
     module = importlib.util.module_from_spec(spec)
@@ -52,65 +53,65 @@ def load(path: str) -> ModuleType:
     return module
 
 
-def read_triton() -> None:
-    """Triton knows a kernel by all of its own files, half a gigabyte: read once, not by each thread and fork."""
+def cache_triton_key() -> None:
+    """Compute Triton's own cache key once: it hashes half a gigabyte of Triton's files."""
     from triton.runtime.cache import triton_key
 
-    with _reading:
-        triton_key()  # which remembers
+    with _triton_key_lock:
+        triton_key()  # caches its result
 
 
-_reading = threading.Lock()
+_triton_key_lock = threading.Lock()
 
 
-def build(function: Any, recipe: Recipe) -> Any:
-    """The compiled kernel, from Triton's cache where it is there."""
+def compile_kernel(function: Any, job: CompileJob) -> Any:
+    """Compile a kernel, or load it from Triton's cache."""
     import triton
     from triton.backends.compiler import GPUTarget
 
-    read_triton()
+    cache_triton_key()
     source = triton.compiler.ASTSource(
         fn=function,
-        signature=dict(zip(function.arg_names, recipe.types, strict=True)),
+        signature=dict(zip(function.arg_names, job.argument_types, strict=True)),
         constexprs={},
-        attrs={(position,): EVEN for position in recipe.even},
+        attrs={(position,): DIVISIBLE_BY_16 for position in job.divisible_arguments},
     )
-    return triton.compile(source, target=GPUTarget(*recipe.target), options=recipe.options)
+    return triton.compile(source, target=GPUTarget(*job.target), options=job.options)
 
 
-def answer(message: bytes, modules: dict[str, ModuleType]) -> bytes:
-    """Compiles what a message asks for."""
+def handle_message(message: bytes, modules: dict[str, ModuleType]) -> bytes:
+    """Compile the kernel of a message; return the answer."""
     import triton
 
-    number, fields = json.loads(message)
-    recipe = Recipe(**fields)
-    triton.knobs.cache.dir = recipe.folder
+    job_id, fields = json.loads(message)
+    job = CompileJob(**fields)
+    triton.knobs.cache.dir = job.cache_dir
     try:
-        if recipe.path not in modules:
-            modules[recipe.path] = load(recipe.path)
-        build(getattr(modules[recipe.path], recipe.name), recipe)
-    except Exception as problem:  # whoever asked compiles it again and raises it there
-        return json.dumps([number, f"{type(problem).__name__}: {problem}"[:1000]]).encode()
-    return json.dumps([number, None]).encode()
+        if job.path not in modules:
+            modules[job.path] = load_module(job.path)
+        compile_kernel(getattr(modules[job.path], job.name), job)
+    except Exception as error:  # the other side compiles it again, and raises there
+        return json.dumps([job_id, f"{type(error).__name__}: {error}"[:1000]]).encode()
+    return json.dumps([job_id, None]).encode()
 
 
-def serve(channel: socket.socket) -> None:
+def serve_jobs(channel: socket.socket) -> None:
     modules: dict[str, ModuleType] = {}
-    while message := channel.recv(MESSAGE):
-        channel.send(answer(message, modules))
+    while message := channel.recv(MAX_MESSAGE_BYTES):
+        channel.send(handle_message(message, modules))
 
 
-def fork(channel: socket.socket, count: int) -> None:
-    """Processes that serve, until all have ended; where one dies, all do, and the other side sees the end."""
+def fork_workers(channel: socket.socket, count: int) -> None:
+    """Fork workers and wait for them. If one dies, all are killed, and the other side notices."""
     children: set[int] = set()
     for _ in range(count):
         child = os.fork()
         if child == 0:
             status = 1
             try:
-                serve(channel)
+                serve_jobs(channel)
                 status = 0
-            finally:  # nothing of what the first process would do next
+            finally:  # never return into the first process's code
                 os._exit(status)
         children.add(child)
     channel.close()
@@ -122,8 +123,8 @@ def fork(channel: socket.socket, count: int) -> None:
                 os.kill(other, signal.SIGKILL)
 
 
-def enter_packages() -> None:
-    """Our packages without what their `__init__` imports."""
+def register_bare_packages() -> None:
+    """Register our packages without running what their `__init__` imports."""
     folder = Path(__file__).parents[3]
     for name in (
         "fulgurite",
@@ -138,13 +139,12 @@ def enter_packages() -> None:
 
 def main() -> None:
     channel, count = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    enter_packages()
-    import fulgurite.fuser.codegen.triton.device_functions  # noqa: F401  (so that forks have it)
-
-    read_triton()
-    channel.send(json.dumps([READY, None]).encode())
+    register_bare_packages()
+    importlib.import_module("fulgurite.fuser.codegen.triton.device_functions")  # for all forks
+    cache_triton_key()
+    channel.send(json.dumps([READY_ID, None]).encode())
     if channel.recv(1, socket.MSG_PEEK):
-        fork(channel, count)
+        fork_workers(channel, count)
 
 
 if __name__ == "__main__":

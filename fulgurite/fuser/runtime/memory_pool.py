@@ -1,9 +1,9 @@
-"""Memory for results and temporaries of fused regions.
+"""The memory pool for outputs and temporaries of fused regions on the CPU.
 
-In: sizes, strides, a dtype. Out: an uninitialised tensor. Most of the time of a large CPU kernel is the
-page faults of its fresh result, so large ones come from blocks that are kept when they are released
-(`codegen/include/memory.h`): a block returns when the last tensor that shares its storage is gone, never before.
-`set_reuse(False)` turns that off, `release()` gives what is kept back to the system.
+In: sizes, strides, a dtype. Out: an uninitialized tensor. Most of the time of a large CPU kernel goes into page
+faults of its fresh output. So large outputs come from pooled blocks (`include/memory_pool.h`). A block returns to the pool
+when the last tensor that shares its storage is gone, never before. `set_pooling(False)` turns the pool off;
+`release_pool()` returns free blocks to the system.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch.utils.dlpack import from_dlpack
 from fulgurite import native, replay
 from fulgurite.fuser.ir.index import Index
 
-# torch.empty_strided(sizes, strides, dtype=dtype) on the CPU, in half its time: no keywords, no dispatcher
+# torch.empty_strided(sizes, strides, dtype=dtype) on the CPU in half its time: no keywords, no dispatcher
 empty_strided = _empty_strided_cpu
 
-SMALLEST = 1 << 19  # bytes; below, malloc keeps memory by itself
-MOST_KEPT = 4  # a fraction of the machine's memory: one part in so many
+MIN_POOLED_BYTES = 1 << 19  # malloc reuses smaller blocks by itself
+POOL_MEMORY_DIVISOR = 4  # the pool keeps at most this part of the total memory
 
-# DLPack's codes of the dtypes it has
-CODES: dict[torch.dtype, tuple[int, int]] = {
+# dtypes that DLPack supports: type code and bits
+DLPACK_CODES: dict[torch.dtype, tuple[int, int]] = {
     torch.int8: (0, 8),
     torch.int16: (0, 16),
     torch.int32: (0, 32),
@@ -46,102 +46,105 @@ CODES: dict[torch.dtype, tuple[int, int]] = {
     torch.bool: (6, 8),
 }
 
-_reuse = True
+_pooling = True
 
 
-ALIGNMENT = 64  # bytes: a line of the cache
+ALIGNMENT = 64  # bytes: a cache line
 
 
 @dataclass(frozen=True, order=True)
 class Lifetime:
-    """A temporary: from the kernel that writes it to the last one that reads it."""
+    """The lifetime of a temporary: from the kernel that writes it to the last that reads it."""
 
     first: int
     last: int
     bytes: int
 
 
-def plan(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
-    """Where each temporary lies in one buffer, and how large that is: large ones first, each at the
-    lowest place where nothing that lives at the same time is in its way."""
-    places: dict[int, int] = {}
+def assign_offsets(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
+    """Place temporaries in one arena: return the offset of each, and the arena's size.
+
+    Large ones first, each at the lowest offset where no temporary with an overlapping lifetime lies.
+    """
+    offsets: dict[int, int] = {}
     for k in sorted(range(len(lifetimes)), key=lambda k: -lifetimes[k].bytes):
-        one, place = lifetimes[k], 0
-        for start, other in sorted((places[j], lifetimes[j]) for j in places):
-            together = other.first <= one.last and one.first <= other.last
-            if together and start < place + one.bytes and place < start + other.bytes:
-                place = -(-(start + other.bytes) // ALIGNMENT) * ALIGNMENT
-        places[k] = place
-    total = max((places[k] + lifetimes[k].bytes for k in places), default=0)
-    return [places[k] for k in range(len(lifetimes))], total
+        lifetime, offset = lifetimes[k], 0
+        for start, other in sorted((offsets[j], lifetimes[j]) for j in offsets):
+            overlaps = other.first <= lifetime.last and lifetime.first <= other.last
+            collides = start < offset + lifetime.bytes and offset < start + other.bytes
+            if overlaps and collides:
+                offset = -(-(start + other.bytes) // ALIGNMENT) * ALIGNMENT
+        offsets[k] = offset
+    total = max((offsets[k] + lifetimes[k].bytes for k in offsets), default=0)
+    return [offsets[k] for k in range(len(lifetimes))], total
 
 
-def set_reuse(on: bool) -> None:
-    """Whether large results come from kept blocks (the default) or fresh from torch."""
-    global _reuse
-    _reuse = on
-    if not on:
-        release()
+def set_pooling(enabled: bool) -> None:
+    """Allocate large outputs from the pool (the default), or from torch."""
+    global _pooling
+    _pooling = enabled
+    if not enabled:
+        release_pool()
 
 
-def release() -> None:
-    """Gives the kept blocks back to the system; what anyone holds stays as it is."""
+def release_pool() -> None:
+    """Return free blocks to the system; blocks in use are not affected."""
     if _pool.cache_info().currsize:
-        _pool().release()
+        _pool().release_pool()
 
 
-def kept_bytes() -> int:
-    """Bytes kept for the next results."""
-    return int(_pool().kept()) if _pool.cache_info().currsize else 0
+def pooled_bytes() -> int:
+    """Bytes of the free blocks in the pool."""
+    return int(_pool().get_pooled_bytes()) if _pool.cache_info().currsize else 0
 
 
 def allocate(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor."""
+    """Allocate an uninitialized tensor; large ones come from the pool."""
     elements = 1
     for size in sizes:
         elements *= size
-    if elements * dtype.itemsize < SMALLEST or not _reuse or dtype not in CODES:
-        return replay.keep(empty_strided(sizes, strides, dtype))
-    return _from_pool(sizes, strides, dtype)
+    if elements * dtype.itemsize < MIN_POOLED_BYTES or not _pooling or dtype not in DLPACK_CODES:
+        return replay.hold_tensor(empty_strided(sizes, strides, dtype))
+    return _allocate_from_pool(sizes, strides, dtype)
 
 
 def is_small(sizes: Sequence[Index], strides: Sequence[Index], dtype: torch.dtype) -> bool:
-    """Whether `empty_strided` is what `allocate` would come to, for sizes that are known beforehand."""
-    if not all(number.is_constant for number in (*sizes, *strides)):
+    """Whether sizes are static and `allocate` would use `empty_strided`."""
+    if not all(index.is_constant for index in (*sizes, *strides)):
         return False
-    return math.prod(size.constant for size in sizes) * dtype.itemsize < SMALLEST
+    return math.prod(size.constant for size in sizes) * dtype.itemsize < MIN_POOLED_BYTES
 
 
 @functools.cache
 def _pool() -> ctypes.CDLL:
-    library = native.load((native.INCLUDE / "memory.h").read_text())
-    library.make.restype = ctypes.c_void_p
-    library.make.argtypes = [*[ctypes.c_int64] * 4, ctypes.c_char_p]
-    library.kept.restype = ctypes.c_int64
+    library = native.load((native.INCLUDE / "memory_pool.h").read_text())
+    library.allocate_tensor.restype = ctypes.c_void_p
+    library.allocate_tensor.argtypes = [*[ctypes.c_int64] * 4, ctypes.c_char_p]
+    library.get_pooled_bytes.restype = ctypes.c_int64
     library.set_limit.argtypes = [ctypes.c_int64]
-    library.set_limit(_machine_memory() // MOST_KEPT)
+    library.set_limit(_total_memory() // POOL_MEMORY_DIVISOR)
     return library
 
 
-def _machine_memory() -> int:
+def _total_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-_capsule = ctypes.pythonapi.PyCapsule_New
-_capsule.restype = ctypes.py_object
-_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 
-def _from_pool(
+def _allocate_from_pool(
     sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    reach = 1
+    extent = 1
     for size, stride in zip(sizes, strides, strict=True):
-        reach += (size - 1) * stride
-    code, bits = CODES[dtype]
+        extent += (size - 1) * stride
+    code, bits = DLPACK_CODES[dtype]
     rank = len(sizes)
-    numbers = struct.pack(f"{2 * rank}q", *sizes, *strides)
-    managed = _pool().make(reach * dtype.itemsize, code, bits, rank, numbers)
+    layout = struct.pack(f"{2 * rank}q", *sizes, *strides)
+    managed = _pool().allocate_tensor(extent * dtype.itemsize, code, bits, rank, layout)
     if managed is None:
         return torch.empty_strided(sizes, strides, dtype=dtype)  # raises torch's own error
-    return replay.keep(from_dlpack(_capsule(managed, b"dltensor", None)))
+    return replay.hold_tensor(from_dlpack(_new_capsule(managed, b"dltensor", None)))

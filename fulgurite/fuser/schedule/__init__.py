@@ -1,25 +1,13 @@
-"""Schedules: a nest in, loops with every decision made out. One file a kernel shape.
+"""Schedules: how the loops of a kernel run on the hardware.
 
-`choose_schedule` asks them in order; the first that accepts makes the schedule.
+In: a `LoopNest` and a device. Out: a schedule, the nest with its loops ordered and every decision
+made (SIMD axis, block sizes, passes, warps). Code generators print a schedule and decide nothing.
+
+    analysis.py          which pass over the body computes which value
+    loop_order.py        the order of loops
+    online_reduction.py  online softmax and Welford: two dependent reductions in one pass
+    cpu/                 C++ kernels: `choose_cpu_schedule`
+    gpu/                 Triton kernels: `choose_gpu_schedule`
+
+The numbers that schedules compare with are in `kernels/tuning/fuser_cpu.py` and `fuser_gpu.py`.
 """
-
-from __future__ import annotations
-
-from types import ModuleType
-
-from fulgurite.device import Device
-from fulgurite.fuser.ir.loop_nest import Nest
-from fulgurite.fuser.schedule.cpu import columns, pointwise, rows, scan, transpose
-from fulgurite.fuser.schedule.cpu.base import Schedule
-
-SCHEDULES: tuple[ModuleType, ...] = (scan, transpose, pointwise, rows, columns)
-
-
-def choose_schedule(nest: Nest, device: Device) -> Schedule:
-    reasons = []
-    for module in SCHEDULES:
-        reason = module.accepts(nest)
-        if reason is None:
-            return module.schedule(nest, device)  # type: ignore[no-any-return]
-        reasons.append(f"{module.__name__.rsplit('.', 1)[1]}: {reason}")
-    raise AssertionError(f"no schedule accepts a segment: {'; '.join(reasons)}")

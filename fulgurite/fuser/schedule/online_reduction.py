@@ -1,6 +1,9 @@
-"""Two reductions in one walk over a row, although the second is made of the first: which, and when all is known.
+"""Online reductions: two dependent reductions over a row in one pass.
 
-The sum of exponentials below a maximum; squared distances from the mean of a sum. And which quotients are by such sums.
+In: a loop nest. Out: which reductions can share a pass, and an `Analysis` where they do.
+
+    online softmax   max(x), then sum(exp(x - max(x)))   rescales the sum as the maximum grows
+    Welford          sum(x), then sum((x - mean(x))^2)   corrects the mean at every element
 """
 
 from __future__ import annotations
@@ -8,62 +11,69 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fulgurite.fuser.ir.expression import Expression, Load, Operation
-from fulgurite.fuser.ir.loop_nest import Nest, rewrite
-from fulgurite.fuser.schedule.cpu.base import Analysis
+from fulgurite.fuser.ir.expression_rewrites import rewrite_expression
+from fulgurite.fuser.ir.loop_nest import LoopNest
+from fulgurite.fuser.schedule.analysis import Analysis
 
 
-def online_sums(nest: Nest) -> dict[str, str]:
-    """Sums of exp(e - m) where m is the maximum of e over the same row: both in one walk."""
+def find_online_softmax(nest: LoopNest) -> dict[str, str]:
+    """Sums of exp(x - m) where m is the maximum of x over the same row: sum → maximum."""
     found: dict[str, str] = {}
-    for x in nest.locals.values():
-        if x.role != "rowsum" or x.reduction != "sum":
+    for total in nest.locals.values():
+        if total.role != "row_reduction" or total.reduction != "sum":
             continue
-        e = resolved(nest, x.expression)
-        if not (isinstance(e, Operation) and e.name == "exp"):
+        power = resolve_local(nest, total.expression)
+        if not (isinstance(power, Operation) and power.name == "exp"):
             continue
-        inner = resolved(nest, e.arguments[0])
-        if not (isinstance(inner, Operation) and inner.name == "sub"):
+        shifted = resolve_local(nest, power.arguments[0])
+        if not (isinstance(shifted, Operation) and shifted.name == "sub"):
             continue
-        value, best = inner.arguments
-        best = resolved(nest, best)
-        if not (isinstance(best, Load) and not best.index):
+        value, reference = shifted.arguments
+        reference = resolve_local(nest, reference)
+        if not (isinstance(reference, Load) and not reference.index):
             continue
-        m = nest.locals[best.name]
-        if m.role == "rowsum" and m.reduction == "max" and m.dtype == x.dtype:
-            if expanded(nest, m.expression) == expanded(nest, value):
-                found[x.name] = m.name
+        maximum = nest.locals[reference.name]
+        if maximum.role != "row_reduction" or maximum.reduction != "max":
+            continue
+        same = inline_locals(nest, maximum.expression) == inline_locals(nest, value)
+        if maximum.dtype == total.dtype and same:
+            found[total.name] = maximum.name
     return found
 
 
-def with_shares(nest: Nest) -> Nest:
-    """The nest whose quotients of an exponential by the sum of its row are called so: they divide once a row."""
-    online = online_sums(nest)
+def mark_softmax_divisions(nest: LoopNest) -> LoopNest:
+    """Turns exp(x - max) / sum into `softmax_div`, which divides once a row, not at every element."""
+    sums = find_online_softmax(nest)
+    if not sums:
+        return nest
 
-    def share(part: Expression) -> Expression | None:
+    def mark(part: Expression) -> Expression | None:
         if not isinstance(part, Operation) or part.name != "div":
             return None
-        one, whole = part.arguments
-        if not isinstance(whole, Load) or whole.index or whole.name not in online:
+        numerator, total = part.arguments
+        if not isinstance(total, Load) or total.index or total.name not in sums:
             return None
-        same = expanded(nest, one) == expanded(nest, nest.locals[whole.name].expression)
-        return replace(part, name="share") if same else None
+        summand = nest.locals[total.name].expression
+        is_summand = inline_locals(nest, numerator) == inline_locals(nest, summand)
+        return replace(part, name="softmax_div") if is_summand else None
 
-    def shared(expression: Expression) -> Expression:
-        return rewrite(expression, share, lambda index: index)
+    def mark_all(expression: Expression) -> Expression:
+        return rewrite_expression(expression, mark, lambda index: index)
 
-    found = {n: replace(x, expression=shared(x.expression)) for n, x in nest.locals.items()}
-    stores = tuple(replace(s, value=shared(s.value)) for s in nest.stores)
-    return replace(nest, locals=found, stores=stores) if online else nest
-
-
-def squares_about(nest: Nest) -> dict[str, str]:
-    """Sums of squared distances from a mean, each with the sum that the mean is of."""
-    sums = {x.name: x for x in nest.locals.values() if x.role == "rowsum"}
-    return {name: x.about for name, x in sums.items() if x.about is not None and x.about in sums}
+    changed = {n: replace(x, expression=mark_all(x.expression)) for n, x in nest.locals.items()}
+    stores = tuple(replace(s, value=mark_all(s.value)) for s in nest.stores)
+    return replace(nest, locals=changed, stores=stores)
 
 
-def resolved(nest: Nest, expression: Expression) -> Expression:
-    """Past locals that are no reductions, to what they are."""
+def find_welford(nest: LoopNest) -> dict[str, str]:
+    """Sums of squared distances from a mean: sum of squares → sum behind the mean."""
+    sums = {x.name: x for x in nest.locals.values() if x.role == "row_reduction"}
+    pairs = {name: x.welford_sum for name, x in sums.items()}
+    return {name: total for name, total in pairs.items() if total is not None and total in sums}
+
+
+def resolve_local(nest: LoopNest, expression: Expression) -> Expression:
+    """The expression behind a chain of locals that are no reductions."""
     while isinstance(expression, Load) and not expression.index:
         local = nest.locals[expression.name]
         if local.reduction is not None:
@@ -72,28 +82,28 @@ def resolved(nest: Nest, expression: Expression) -> Expression:
     return expression
 
 
-def expanded(nest: Nest, expression: Expression) -> Expression:
-    """With all locals but reductions written out."""
+def inline_locals(nest: LoopNest, expression: Expression) -> Expression:
+    """The expression with all locals but reductions replaced by their own expressions."""
 
-    def out(part: Expression) -> Expression | None:
+    def inline(part: Expression) -> Expression | None:
         if isinstance(part, Load) and not part.index:
             local = nest.locals[part.name]
-            return None if local.reduction else expanded(nest, local.expression)
+            return None if local.reduction else inline_locals(nest, local.expression)
         return None
 
-    return rewrite(expression, out, lambda index: index)
+    return rewrite_expression(expression, inline, lambda index: index)
 
 
-def replaced_waits(nest: Nest, facts: Analysis, online: dict[str, str]) -> Analysis:
-    """When locals are known, where some sums are ready together with what they are made of."""
-    if not online:
-        return facts
-    again: dict[str, int] = {}
-    found = replace(facts, waits=again)
+def merge_online_passes(nest: LoopNest, analysis: Analysis, pairs: dict[str, str]) -> Analysis:
+    """The analysis where each key of `pairs` is ready in the same pass as its value."""
+    if not pairs:
+        return analysis
+    ready_pass: dict[str, int] = {}
+    merged = replace(analysis, ready_pass=ready_pass)
     for local in nest.locals.values():
-        if local.name in online:
-            again[local.name] = again[online[local.name]]
+        if local.name in pairs:
+            ready_pass[local.name] = ready_pass[pairs[local.name]]
             continue
-        wait = found.expression_wait(local.expression)
-        again[local.name] = wait + 1 if local.role == "rowsum" else wait
-    return found
+        ready = merged.expression_ready_pass(local.expression)
+        ready_pass[local.name] = ready + 1 if local.role == "row_reduction" else ready
+    return merged

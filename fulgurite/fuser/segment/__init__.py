@@ -1,29 +1,30 @@
-"""Cuts a region into kernels so that few bytes move.
+"""Segmentation: cuts a region into kernels so that few bytes move.
 
-In: a refined region. Out: segments in the order they run, each with the statements it computes,
-those it stores, its shape, and why it ends where it does. Statements join, in order, the segment
-they save most bytes with; then whole segments are merged, and cheap producers are recomputed in
-their consumers, as long as that lowers the bytes. A merge is legal when a `Shape` accepts it.
+In: a region with split axes. Out: segments in execution order. Each has its statements, the values
+it stores, its loop structure, and why it ends. Statements are assigned, in order, to the segment
+where they save the most bytes. Then segments are merged, and cheap producers are recomputed in
+their consumers, as long as that lowers the bytes. A merge is legal if a `LoopStructure` accepts all
+its statements.
 """
 
 from __future__ import annotations
 
 from fulgurite.fuser.ir.statement import Region
-from fulgurite.fuser.segment.finish import finish
-from fulgurite.fuser.segment.join import join_all
-from fulgurite.fuser.segment.loop_structure import RowLimit
-from fulgurite.fuser.segment.merge import merge_all
-from fulgurite.fuser.segment.recompute import recompute_all
+from fulgurite.fuser.segment.assign import assign_statements
+from fulgurite.fuser.segment.finalize import finalize_segments
+from fulgurite.fuser.segment.loop_structure import RowBytesLimit
+from fulgurite.fuser.segment.merge import merge_segments
+from fulgurite.fuser.segment.recompute import recompute_values
 from fulgurite.fuser.segment.state import Segment, Segmentation
 
-__all__ = ["Segment", "Segmentation", "segment"]
+__all__ = ["Segment", "Segmentation", "segment_region"]
 
 
-def segment(region: Region, row_bytes_limit: RowLimit = 1 << 20) -> list[Segment]:
-    """The segments of a refined region, in an order in which they can run."""
-    work = Segmentation(region, row_bytes_limit)
-    join_all(work)
-    merge_all(work)
-    recompute_all(work)
-    merge_all(work)  # those that now read the same
-    return finish(work)
+def segment_region(region: Region, row_bytes_limit: RowBytesLimit = 1 << 20) -> list[Segment]:
+    """Cuts a region with split axes into segments, in execution order."""
+    state = Segmentation(region, row_bytes_limit)
+    assign_statements(state)
+    merge_segments(state)
+    recompute_values(state)
+    merge_segments(state)  # recomputation can make more segments read the same values
+    return finalize_segments(state)

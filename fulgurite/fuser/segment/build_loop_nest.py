@@ -1,7 +1,7 @@
-"""A segment as one loop nest.
+"""Builds the loop nest of a segment.
 
-In: a segment of a refined region. Out: a `Nest`. Statements of the segment that are read at several places
-become several locals; axes that are always walked together are one axis.
+In: a segment of a region with split axes. Out: a `LoopNest`. A statement that is read at several
+indices becomes several locals. Axes with the same loop id become one axis.
 """
 
 from __future__ import annotations
@@ -11,82 +11,85 @@ from dataclasses import replace
 
 from fulgurite.fuser.ir import index as indices
 from fulgurite.fuser.ir.expression import (
-    Bound,
+    BoundsCheck,
     Constant,
     Expression,
-    Guard,
+    IndexValue,
     Load,
+    Masked,
     Operation,
-    Position,
-    value_type,
+    opmath_dtype,
     walk,
 )
+from fulgurite.fuser.ir.expression_rewrites import rewrite_expression
 from fulgurite.fuser.ir.index import Axis, Index
-from fulgurite.fuser.ir.index_rewrites import map_loaded, recombine
-from fulgurite.fuser.ir.loop_nest import Local, Nest, Store, rewrite
-from fulgurite.fuser.ir.split_axes import axis_classes
+from fulgurite.fuser.ir.index_rewrites import map_indirect, recombine_div_mod
+from fulgurite.fuser.ir.loop_ids import assign_loop_ids
+from fulgurite.fuser.ir.loop_nest import Local, LoopNest, Store
 from fulgurite.fuser.ir.statement import Region, Statement, Tensor
 from fulgurite.fuser.segment import Segment
 
 
-def build(region: Region, segment: Segment) -> Nest:
-    """The nest of a segment, with its axes in no particular order yet."""
-    return _Builder(region, segment).build()
+def build_loop_nest(region: Region, segment: Segment) -> LoopNest:
+    """Builds the nest of a segment. Its axes are in no particular order yet."""
+    return _LoopNestBuilder(region, segment).build()
 
 
-class _Builder:
+class _LoopNestBuilder:
     def __init__(self, region: Region, segment: Segment) -> None:
         self.segment = segment
         self.tensors = region.tensors
-        self.members = {f.name: f.statement for f in segment.shape.facts.values()}
-        self.classes = axis_classes(region)
+        self.members = {f.name: f.statement for f in segment.structure.statements.values()}
+        self.loop_ids = assign_loop_ids(region)
         self.loops: dict[int, Axis] = {}
         for s in self.members.values():
             for axis in s.all_axes:
-                key = self.classes[(s.name, axis)]
+                key = self.loop_ids[(s.name, axis)]
                 self.loops.setdefault(key, Axis(f"a{key}", axis.size))
         self.locals: dict[str, Local] = {}
         self.known: dict[tuple[str, tuple[Index, ...]], Expression] = {}
         self.memory: dict[str, Tensor] = {}
 
-    def build(self) -> Nest:
-        shape = self.segment.shape
+    def build(self) -> LoopNest:
+        structure = self.segment.structure
         stores = []
-        parts = self.parts()
+        parts = self.find_complex_loop()
         for name in self.segment.stored:
             s = self.members[name]
             at = tuple(self.loop(s, axis) for axis in s.axes)
             tensor = self.tensors[name]
             self.memory[name] = tensor
-            places = [at] if parts is None else [(*at[:-1], Index(k)) for k in range(2)]
-            stores += [Store(tensor, flat(tensor, at), self.value(name, at)) for at in places]
-        grid = tuple(self.loops[c] for c in sorted(shape.grid - {parts}) if c in self.loops)
-        body = tuple(self.loops[c] for c in sorted(shape.body) if c in self.loops)
+            points = [at] if parts is None else [(*at[:-1], Index(k)) for k in range(2)]
+            stores += [
+                Store(tensor, flatten_index(tensor, at), self.value(name, at)) for at in points
+            ]
+        grid = tuple(self.loops[c] for c in sorted(structure.grid - {parts}) if c in self.loops)
+        body = tuple(self.loops[c] for c in sorted(structure.body) if c in self.loops)
         formulas = tuple(str(self.members[name]) for name in self.members)
-        return Nest(grid, body, self.locals, tuple(stores), self.memory, formulas)
+        return LoopNest(grid, body, self.locals, tuple(stores), self.memory, formulas)
 
-    def parts(self) -> int | None:
-        """The loop over the parts of complex results, where it can be written out: nothing else has it.
+    def find_complex_loop(self) -> int | None:
+        """Returns the loop over real and imaginary parts if the nest can unroll it, otherwise None.
 
-        And nothing chooses between values: GCC 12 mixes up neighbours that are read under a mask and
-        stored in pairs (-O2 -ftree-vectorize -fno-trapping-math).
+        No other statement may use the loop or select between values. GCC 12 miscompiles neighbors
+        that are loaded under a mask and stored in pairs (-O2 -ftree-vectorize -fno-trapping-math).
         """
-        woven = [s for s in self.members.values() if s.tensor.pairs]
-        if not woven or {s.name for s in woven} != set(self.segment.stored):
+        complex_results = [s for s in self.members.values() if s.tensor.is_view_as_real]
+        if not complex_results or {s.name for s in complex_results} != set(self.segment.stored):
             return None
-        (loop,) = {self.classes[(s.name, s.axes[-1])] for s in woven}
-        others = [s for s in self.members.values() if not s.tensor.pairs]
-        if any(_chooses(part) for s in others for part in walk(s.expression)):
+        (loop,) = {self.loop_ids[(s.name, s.axes[-1])] for s in complex_results}
+        other_statements = [s for s in self.members.values() if not s.tensor.is_view_as_real]
+        if any(_is_select(part) for s in other_statements for part in walk(s.expression)):
             return None
-        used = {self.classes[(s.name, axis)] for s in others for axis in s.all_axes}
-        used |= {self.classes[(s.name, axis)] for s in woven for axis in s.axes[:-1]}
+        used = {self.loop_ids[(s.name, axis)] for s in other_statements for axis in s.all_axes}
+        used |= {self.loop_ids[(s.name, axis)] for s in complex_results for axis in s.axes[:-1]}
         return None if loop in used else loop
 
     def loop(self, s: Statement, axis: Axis) -> Index:
-        return indices.of_atom(self.loops[self.classes[(s.name, axis)]])
+        return indices.from_atom(self.loops[self.loop_ids[(s.name, axis)]])
 
     def value(self, name: str, at: tuple[Index, ...]) -> Expression:
-        """The statement's value at an index, as a constant or a reference to a local."""
+        """Returns the statement's value at an index: a constant or a reference to a local."""
         key = (name, at)
         if key in self.known:
             return self.known[key]
@@ -95,83 +98,89 @@ class _Builder:
         if s.reduction is not None:
             axes.update({axis: self.loop(s, axis) for axis in s.reduction.axes})
         expression = self.rewrite(s.expression.substitute(axes))
-        role = self.segment.shape.roles[name]
+        role = self.segment.structure.roles[name]
         reduction = s.reduction.kind if s.reduction else s.scan.kind if s.scan else None
-        reference = isinstance(expression, Load) and not expression.index
-        if reduction is None and (reference or isinstance(expression, Constant)):
+        is_reference = isinstance(expression, Load) and not expression.index
+        if reduction is None and (is_reference or isinstance(expression, Constant)):
             self.known[key] = expression
             return expression
-        unique = _unused(name, self.locals)
-        dtype = value_type(s.expression.dtype)
-        facts = self.segment.shape.facts[name]
-        inner = bool(facts.reduced & self.segment.shape.body)
-        about = s.reduction.about if s.reduction else None
-        summed = self.known.get((about, at)) if about is not None else None
+        unique = _make_unique(name, self.locals)
+        dtype = opmath_dtype(s.expression.dtype)
+        info = self.segment.structure.statements[name]
+        over_body = bool(info.reduced_loops & self.segment.structure.body)
+        sum_name = s.reduction.welford_sum if s.reduction else None
+        welford_sum = self.known.get((sum_name, at)) if sum_name is not None else None
         self.locals[unique] = Local(
             unique,
             expression,
             dtype,
             reduction,
             role,
-            facts.flops,
-            over_body=inner,
-            about=summed.name if isinstance(summed, Load) else None,
+            info.flops,
+            over_body=over_body,
+            welford_sum=welford_sum.name if isinstance(welford_sum, Load) else None,
         )
         self.known[key] = Load(unique, (), dtype)
         return self.known[key]
 
     def rewrite(self, expression: Expression) -> Expression:
-        """Loads of this segment's statements become locals, other loads flat addresses."""
+        """Turns loads of this segment's statements into locals, other loads into flat addresses."""
         if isinstance(expression, Load):
             if expression.name in self.members:
                 return self.value(expression.name, expression.index)
-            at = tuple(self.in_index(i) for i in expression.index)
+            at = tuple(self.rewrite_index(i) for i in expression.index)
             tensor = self.tensors[expression.name]
             self.memory[expression.name] = tensor
-            return Load(expression.name, (flat(tensor, at),), expression.dtype)
+            return Load(expression.name, (flatten_index(tensor, at),), expression.dtype)
         if isinstance(expression, Operation):
             return replace(
                 expression, arguments=tuple(self.rewrite(a) for a in expression.arguments)
             )
-        if isinstance(expression, Guard):
+        if isinstance(expression, Masked):
             bounds = tuple(
-                Bound(self.in_index(b.index), self.in_index(b.size)) for b in expression.bounds
+                BoundsCheck(self.rewrite_index(b.index), self.rewrite_index(b.size))
+                for b in expression.bounds
             )
             return replace(
                 expression,
                 bounds=bounds,
-                inside=self.guarded(expression.inside),
-                outside=self.guarded(expression.outside),
+                inside=self.rewrite_masked(expression.inside),
+                outside=self.rewrite_masked(expression.outside),
             )
-        if isinstance(expression, Position):
-            return replace(expression, index=self.in_index(expression.index))
+        if isinstance(expression, IndexValue):
+            return replace(expression, index=self.rewrite_index(expression.index))
         return expression
 
-    def guarded(self, expression: Expression) -> Expression:
-        """A side of a guard, all in one expression: a local would be read outside the guard too."""
-        rewritten = self.rewrite(expression)
-        return self.expand(rewritten)
+    def rewrite_masked(self, expression: Expression) -> Expression:
+        """Rewrites a side of a `Masked` into one expression.
 
-    def expand(self, expression: Expression) -> Expression:
+        A local would be loaded without the mask.
+        """
+        rewritten = self.rewrite(expression)
+        return self.inline_locals(rewritten)
+
+    def inline_locals(self, expression: Expression) -> Expression:
+        """Replaces references to locals that load memory by their expressions."""
+
         def expanded(part: Expression) -> Expression | None:
             if isinstance(part, Load) and not part.index:
                 local = self.locals[part.name]
                 if local.reduction is None and _reads_memory(local.expression, self.locals):
-                    return self.expand(local.expression)
+                    return self.inline_locals(local.expression)
             return None
 
-        return rewrite(expression, expanded, lambda index: index)
+        return rewrite_expression(expression, expanded, lambda index: index)
 
-    def in_index(self, index: Index) -> Index:
-        return map_loaded(index, self.rewrite)
+    def rewrite_index(self, index: Index) -> Index:
+        return map_indirect(index, self.rewrite)
 
 
-def _chooses(part: Expression) -> bool:
-    return isinstance(part, Guard) or (isinstance(part, Operation) and part.name == "where")
+def _is_select(part: Expression) -> bool:
+    return isinstance(part, Masked) or (isinstance(part, Operation) and part.name == "where")
 
 
 def _reads_memory(expression: Expression, known: Mapping[str, Local]) -> bool:
-    """Does it read memory, itself or through locals that are not reductions?"""
+    """Whether it loads memory, itself or through locals that are not reductions."""
     for part in walk(expression):
         if isinstance(part, Load):
             if part.index:
@@ -182,14 +191,15 @@ def _reads_memory(expression: Expression, known: Mapping[str, Local]) -> bool:
     return False
 
 
-def flat(tensor: Tensor, at: tuple[Index, ...]) -> Index:
+def flatten_index(tensor: Tensor, at: tuple[Index, ...]) -> Index:
+    """Returns the address of an element, relative to the tensor's start."""
     total = indices.ZERO
     for position, stride in zip(at, tensor.strides, strict=True):
         total = total + position * stride
-    return recombine(total)
+    return recombine_div_mod(total)
 
 
-def _unused(name: str, taken: Mapping[str, object]) -> str:
+def _make_unique(name: str, taken: Mapping[str, object]) -> str:
     unique, count = name, 1
     while unique in taken:
         count += 1

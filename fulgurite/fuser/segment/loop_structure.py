@@ -1,311 +1,347 @@
-"""The shape of a segment: which loops are its grid, which its body, and what each statement is there.
+"""The loop structure of a kernel: its grid and body loops, and the role of each statement in them.
 
-In: statements with the classes of their axes, one after the other. Out: a `Shape` that accepted them,
-or the reason one was refused. Shapes know no threads and no language; schedules turn them into loops.
+In: statements, one after the other, with the loop ids of their axes. Out: a `LoopStructure` that
+contains them, or the reason why one could not be added. It knows no threads and no target language.
+Schedules turn it into loops.
 
-Grid loops run once each; body loops run inside, possibly several times (passes). Statements are
+The grid loops run once each. The body loops run inside them, possibly several times ("passes"). A
+row is the body at one grid point. Roles of statements:
 
-    body      computed at every point of grid x body
-    row       computed once a grid point
-    rowsum    a reduction over the body: its result is a row value, ready one pass later
-    colsum    a reduction over the grid: its result is ready when all grid points are done
-    scalar    a reduction over grid and body both
-    scan      a scan along the body; then nothing else is reduced, and the body is walked once
-    post      computed from colsums and scalars, at the end
-    free      has other axes: computed wherever it is used, can't be stored here
+    body              computed at every point of grid x body
+    row               computed once per grid point
+    row_reduction     a reduction over the body; ready one pass later, then a row value
+    column_reduction  a reduction over the grid; ready after all grid points
+    full_reduction    a reduction over both grid and body
+    scan              a scan along the body; the kernel then has no reduction and one pass
+    finalize          computed at the end, from column and full reductions
+    inline            has other axes; computed wherever it is used, can't be stored by this kernel
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from fulgurite.fuser.ir.expression import Load
+from fulgurite.fuser.ir.index import Axis
+from fulgurite.fuser.ir.loop_nest import Role
 from fulgurite.fuser.ir.statement import Statement
 
-Classes = frozenset[int]
-NONE: Classes = frozenset()
-SHORTEST_ROW = 64  # bytes of float32: one vector
-# the longest row, in bytes of float32, that is walked again, or that is added up over rows (`summed`): one
-# for all, or by the number of rows and whether rows lie across memory, neighbours side by side
-RowLimit = int | Callable[[int, bool, bool], int]
-AFTER = ("colsum", "scalar", "post")
+LoopIds = Mapping[tuple[str, Axis], int]  # of a statement's axis
+LoopSet = frozenset[int]  # of loop ids
+NO_LOOPS: LoopSet = frozenset()
+MIN_ROW_BYTES = 64  # of float32: one AVX-512 vector
+# The longest row, in bytes of float32, that a second pass may read or that column reductions may
+# accumulate: a number, or a function of (number of rows, is_column_reduction, is_strided). Rows are
+# strided if the grid loops, not the body loops, are contiguous in memory.
+RowBytesLimit = int | Callable[[int, bool, bool], int]
+AFTER_GRID = ("column_reduction", "full_reduction", "finalize")
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """One load of a statement: of what, and which classes its indices are plain axes of."""
+class Read:
+    """One load of a statement, in terms of loops."""
 
     name: str
-    classes: tuple[
-        int | None, ...
-    ]  # of the index at each dimension, None where it is no plain axis
-    source: tuple[int, ...]  # of the loaded statement's own axes; empty for inputs
+    loops: tuple[int | None, ...]  # of the index of each dimension; None if it is not a single axis
+    source_loops: tuple[int, ...]  # of the axes of the loaded statement; empty for inputs
 
     @property
-    def aligned(self) -> bool:
-        return self.classes == self.source
+    def is_aligned(self) -> bool:
+        """Whether each point reads the producer's value at the same point."""
+        return self.loops == self.source_loops
 
-    def grid_aligned(self, grid: Classes) -> bool:
-        pairs = zip(self.classes, self.source, strict=True)
+    def is_grid_aligned(self, grid: LoopSet) -> bool:
+        """Whether each point reads values of its own row."""
+        pairs = zip(self.loops, self.source_loops, strict=True)
         return all(mine == theirs for mine, theirs in pairs if theirs in grid)
 
 
-# of values that other points have, too: a point; and in all, which another kernel would take longer to start than
-BROADCAST_FLOPS, FEW_FLOPS = 16, 1 << 23
+# A kernel recomputes too much if broadcast values cost more than MAX_BROADCAST_FLOPS per point and
+# more than MIN_RECOMPUTED_FLOPS in total. Less work than that takes less time than another launch.
+MAX_BROADCAST_FLOPS, MIN_RECOMPUTED_FLOPS = 16, 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What segmentation knows of a statement."""
+class StatementInfo:
+    """A statement, with what segmentation needs to know of it."""
 
     statement: Statement
-    kept: Classes
-    reduced: Classes
-    scanned: Classes
-    readings: tuple[Reading, ...]
+    parallel_loops: LoopSet
+    reduced_loops: LoopSet
+    scanned_loops: LoopSet
+    reads: tuple[Read, ...]
     flops: int
     bytes: int  # of its result, if stored
     elements: int  # points of its loops
-    constant: bool  # reads nothing: copied into whatever uses it
+    is_constant: bool  # reads nothing and is cheap: copied into every segment that uses it
 
     @property
     def name(self) -> str:
         return self.statement.name
 
     @property
-    def all(self) -> Classes:
-        return self.kept | self.reduced
+    def loops(self) -> LoopSet:
+        return self.parallel_loops | self.reduced_loops
 
     @property
-    def collects(self) -> bool:
-        """Is one of its values made of many points?"""
-        return bool(self.reduced or self.scanned)
+    def is_reduction_or_scan(self) -> bool:
+        """Whether one value combines many points."""
+        return bool(self.reduced_loops or self.scanned_loops)
 
 
 @dataclass(frozen=True)
-class Loops:
-    """What shapes know of a region's loops: classes of axes, and how long rows may be."""
+class LoopSizes:
+    """Sizes of a region's loops, by loop id, and the limit of a row."""
 
     sizes: dict[int, int]
-    runs: dict[int, int]  # bytes that lie one after the other along a class
-    row_limit: RowLimit
+    contiguous_bytes: dict[int, int]  # bytes of all loads for which the loop has stride 1
+    row_bytes_limit: RowBytesLimit
 
-    def length(self, classes: Classes) -> int:
+    def count_points(self, loops: LoopSet) -> int:
         total = 1
-        for one in classes:
-            total *= self.sizes[one]
+        for loop in loops:
+            total *= self.sizes[loop]
         return total
 
-    def contiguous(self, classes: Classes) -> int:
-        return sum(self.runs.get(one, 0) for one in classes)
+    def count_contiguous_bytes(self, loops: LoopSet) -> int:
+        return sum(self.contiguous_bytes.get(loop, 0) for loop in loops)
 
 
 @dataclass
-class Shape:
-    """Statements of one kernel and their roles. `extend` adds one, or says why it can't."""
+class LoopStructure:
+    """Loops and statements of one kernel. `try_add` adds a statement or returns why it can't."""
 
-    loops: Loops
-    grid: Classes = NONE
-    body: Classes = NONE
-    reduces: bool = False
-    scans: bool = False
-    roles: dict[str, str] = field(default_factory=dict)
-    waits: dict[str, int] = field(default_factory=dict)  # passes over the body a value needs first
-    facts: dict[str, Facts] = field(default_factory=dict)
+    loop_sizes: LoopSizes
+    grid: LoopSet = NO_LOOPS
+    body: LoopSet = NO_LOOPS
+    has_reduction: bool = False
+    has_scan: bool = False
+    roles: dict[str, Role] = field(default_factory=dict)
+    ready_pass: dict[str, int] = field(default_factory=dict)  # passes that must run before
+    statements: dict[str, StatementInfo] = field(default_factory=dict)
 
-    def copy(self) -> Shape:
-        return replace(self, roles=dict(self.roles), waits=dict(self.waits), facts=dict(self.facts))
+    def copy(self) -> LoopStructure:
+        return replace(
+            self,
+            roles=dict(self.roles),
+            ready_pass=dict(self.ready_pass),
+            statements=dict(self.statements),
+        )
 
-    def is_dear(self) -> bool:
-        """Is much computed at many more points than there are values of it, as the sine of an angle for each head?"""
-        points = 0 if self.reduces else self.loops.length(self.grid)
-        again = sum(f.flops for f in self.facts.values() if 2 * f.elements <= points)
-        return again > BROADCAST_FLOPS and again * points > FEW_FLOPS
+    def recomputes_too_much(self) -> bool:
+        """Whether broadcast values cost much at every point, as RoPE's sine for each head would."""
+        points = 0 if self.has_reduction else self.loop_sizes.count_points(self.grid)
+        flops = sum(f.flops for f in self.statements.values() if 2 * f.elements <= points)
+        return flops > MAX_BROADCAST_FLOPS and flops * points > MIN_RECOMPUTED_FLOPS
 
-    def extend(self, new: Facts) -> str | None:
-        """Adds a statement whose producers here were added before; the reason where it can't be."""
-        if self.scans or new.scanned:
-            return self._extend_scan(new)
-        if not self.reduces:
-            return self._extend_pointwise(new)
-        role, reason = self._role(new)
+    def try_add(self, new: StatementInfo) -> str | None:
+        """Adds a statement after its producers. Returns the reason if it can't be added."""
+        if self.has_scan or new.scanned_loops:
+            return self._try_add_scan(new)
+        if not self.has_reduction:
+            return self._try_add_pointwise(new)
+        role, reason = self._find_role(new)
         if reason:
             return reason
-        self._add(new, role)
+        self._record(new, role)
         return None
 
-    def _add(self, new: Facts, role: str) -> None:
+    def _record(self, new: StatementInfo, role: Role) -> None:
         self.roles[new.name] = role
-        self.facts[new.name] = new
-        wait = 0
-        for reading in new.readings:
-            if reading.name in self.waits:
-                wait = max(wait, self.waits[reading.name])
-        together = self._together(new)
-        if together is not None:
-            wait = self.waits[together] - 1
-        self.waits[new.name] = wait + 1 if role == "rowsum" else wait
+        self.statements[new.name] = new
+        ready = 0
+        for read in new.reads:
+            if read.name in self.ready_pass:
+                ready = max(ready, self.ready_pass[read.name])
+        welford_sum = self._find_welford_sum(new)
+        if welford_sum is not None:
+            ready = self.ready_pass[welford_sum] - 1
+        self.ready_pass[new.name] = ready + 1 if role == "row_reduction" else ready
 
-    def _extend_pointwise(self, new: Facts) -> str | None:
-        if not new.reduced:
-            if not new.all <= self.grid:
-                self.loop_over(new.all)
-            self._add(new, "body")
+    def _try_add_pointwise(self, new: StatementInfo) -> str | None:
+        if not new.reduced_loops:
+            if not new.loops <= self.grid:
+                self.set_grid(new.loops)
+            self._record(new, "body")
             return None
-        # the first reduction decides what is grid and what is body
-        whole = Shape(self.loops, new.kept, new.reduced, True)
-        for earlier in self.facts.values():
-            role, reason = whole._role(earlier)
+        # The first reduction decides which loops are grid and which are body.
+        rebuilt = LoopStructure(self.loop_sizes, new.parallel_loops, new.reduced_loops, True)
+        for info in (*self.statements.values(), new):
+            role, reason = rebuilt._find_role(info)
             if reason:
                 return reason
-            whole._add(earlier, role)
-        role, reason = whole._role(new)
-        if reason:
-            return reason
-        whole._add(new, role)
-        self.grid, self.body, self.reduces = whole.grid, whole.body, True
-        self.roles, self.waits, self.facts = whole.roles, whole.waits, whole.facts
+            rebuilt._record(info, role)
+        self.grid, self.body, self.has_reduction = rebuilt.grid, rebuilt.body, True
+        self.roles, self.ready_pass, self.statements = (
+            rebuilt.roles,
+            rebuilt.ready_pass,
+            rebuilt.statements,
+        )
         return None
 
-    def loop_over(self, grid: Classes) -> None:
-        """Other loops, where nothing is reduced: what has more of them is computed where it is used."""
+    def set_grid(self, grid: LoopSet) -> None:
+        """Sets the loops of a pointwise kernel. Statements with more loops become inline."""
         self.grid = grid
-        for name, facts in self.facts.items():
-            self.roles[name] = "body" if facts.all <= grid else "free"
+        for name, info in self.statements.items():
+            self.roles[name] = "body" if info.loops <= grid else "inline"
 
-    def _extend_scan(self, new: Facts) -> str | None:
-        """One walk along the scanned axis: what reads a scan does so at the very same point."""
-        if self.reduces or new.reduced:
-            return f"{new.name} needs another walk than a scan"
-        whole = self
-        if not self.scans:
-            grid = new.kept - new.scanned
-            whole = Shape(self.loops, grid, new.scanned, scans=True)
-            for earlier in self.facts.values():
-                whole._add(earlier, "body" if earlier.all <= new.kept else "free")
-        points = whole.grid | whole.body
-        if new.scanned and (new.scanned != whole.body or new.kept != points):
+    def _try_add_scan(self, new: StatementInfo) -> str | None:
+        """Adds to a kernel with one pass along the scanned axis.
+
+        Readers of a scan must be aligned.
+        """
+        if self.has_reduction or new.reduced_loops:
+            return f"a kernel with a scan can't have a reduction ({new.name})"
+        rebuilt = self
+        if not self.has_scan:
+            grid = new.parallel_loops - new.scanned_loops
+            rebuilt = LoopStructure(self.loop_sizes, grid, new.scanned_loops, has_scan=True)
+            for earlier in self.statements.values():
+                rebuilt._record(
+                    earlier, "body" if earlier.loops <= new.parallel_loops else "inline"
+                )
+        points = rebuilt.grid | rebuilt.body
+        if new.scanned_loops and (
+            new.scanned_loops != rebuilt.body or new.parallel_loops != points
+        ):
             return f"{new.name} scans along another axis"
-        for reading in new.readings:
-            if whole.waits.get(reading.name) and not reading.aligned:
-                return f"{new.name} reads {reading.name} at other places than it is scanned"
-        late = any(whole.waits.get(reading.name) for reading in new.readings)
-        if late and new.all != points:
-            return f"{new.name} has other axes than the scan it reads"
-        whole._add(new, "scan" if new.scanned else "body" if new.all <= points else "free")
-        whole.waits[new.name] = int(late or bool(new.scanned))
-        self.grid, self.body, self.scans = whole.grid, whole.body, True
-        self.roles, self.waits, self.facts = whole.roles, whole.waits, whole.facts
+        for read in new.reads:
+            if rebuilt.ready_pass.get(read.name) and not read.is_aligned:
+                return f"{new.name} reads the scan {read.name} at other points"
+        late = any(rebuilt.ready_pass.get(read.name) for read in new.reads)
+        if late and new.loops != points:
+            return f"{new.name} has other axes than the scan that it reads"
+        rebuilt._record(
+            new, "scan" if new.scanned_loops else "body" if new.loops <= points else "inline"
+        )
+        rebuilt.ready_pass[new.name] = int(late or bool(new.scanned_loops))
+        self.grid, self.body, self.has_scan = rebuilt.grid, rebuilt.body, True
+        self.roles, self.ready_pass, self.statements = (
+            rebuilt.roles,
+            rebuilt.ready_pass,
+            rebuilt.statements,
+        )
         return None
 
-    def _role(self, new: Facts) -> tuple[str, str | None]:
-        here = [(r, self.roles[r.name]) for r in new.readings if r.name in self.roles]
-        if any(role in AFTER for _, role in here):
-            return self._role_after(new, here)
-        for reading, role in here:
-            if reading.source == () and reading.classes == ():
-                continue  # a single value, the same everywhere
-            waiting = self.waits[reading.name] > 0 or role in ("rowsum", "row")
-            if role == "rowsum" and not reading.aligned:
-                return "", f"{new.name} reads {reading.name} of other rows"
-            if waiting and not reading.grid_aligned(self.grid):
-                return "", f"{new.name} reads {reading.name} of other rows"
-        if not new.reduced:
-            return self._role_pointwise(new, here)
-        if new.kept == self.grid and new.reduced == self.body:
-            return "rowsum", None if self._together(new) is not None else self._fits(here)
+    def _find_role(self, new: StatementInfo) -> tuple[Role, str | None]:
+        """Returns the role of a statement and, if it can't be in this kernel, the reason."""
+        producers = [(r, self.roles[r.name]) for r in new.reads if r.name in self.roles]
+        if any(role in AFTER_GRID for _, role in producers):
+            return self._find_finalize_role(new, producers)
+        for read, role in producers:
+            if read.source_loops == () and read.loops == ():
+                continue  # a scalar is the same everywhere
+            is_row_value = self.ready_pass[read.name] > 0 or role in ("row_reduction", "row")
+            if role == "row_reduction" and not read.is_aligned:
+                return "inline", f"{new.name} reads {read.name} of other rows"
+            if is_row_value and not read.is_grid_aligned(self.grid):
+                return "inline", f"{new.name} reads {read.name} of other rows"
+        if not new.reduced_loops:
+            return self._find_pointwise_role(new, producers)
+        if new.parallel_loops == self.grid and new.reduced_loops == self.body:
+            in_one_pass = self._find_welford_sum(new) is not None
+            return "row_reduction", None if in_one_pass else self._check_row_fits(producers)
+        other_axes = f"{new.name} reduces over other axes than {self._first_reduction()}"
         if not self.grid:
-            return "", f"{new.name} reduces over other axes than {self._first_reduction()}"
-        if new.reduced == self.grid and new.kept == self.body:
-            if self._row_bytes() > self._limit(summed=True):
-                return "", f"the rows that {new.name} adds up are too long for the cache"
-            if self._row_bytes() < SHORTEST_ROW:
-                return "", f"the rows that {new.name} adds up are too short for SIMD"
-            return "colsum", self._fits(here)
-        if not new.kept and new.reduced in (self.grid, self.grid | self.body):
-            return "scalar", self._fits(here)
-        return "", f"{new.name} reduces over other axes than {self._first_reduction()}"
+            return "inline", other_axes
+        if new.reduced_loops == self.grid and new.parallel_loops == self.body:
+            if self._row_bytes() > self._max_row_bytes(is_column_reduction=True):
+                return "inline", f"the rows that {new.name} reduces over are too long for the cache"
+            if self._row_bytes() < MIN_ROW_BYTES:
+                return "inline", f"the rows that {new.name} reduces over are too short for SIMD"
+            return "column_reduction", self._check_row_fits(producers)
+        if not new.parallel_loops and new.reduced_loops in (self.grid, self.grid | self.body):
+            return "full_reduction", self._check_row_fits(producers)
+        return "inline", other_axes
 
-    def _role_pointwise(
-        self, new: Facts, here: list[tuple[Reading, str]]
-    ) -> tuple[str, str | None]:
-        if not new.all <= self.grid | self.body:
-            return "free", self._fits(here)
-        if new.all & self.body and (new.all & self.grid or not self.grid):
-            return "body", self._fits(here)
-        if new.all & self.grid or not new.all:
-            tainted = any(self.waits[r.name] for r, _ in here)
-            return ("row" if new.all == self.grid or tainted else "free"), None
-        if any(self.waits[r.name] for r, _ in here):
-            return "body", self._fits(here)
-        return "free", None
+    def _find_pointwise_role(
+        self, new: StatementInfo, producers: list[tuple[Read, Role]]
+    ) -> tuple[Role, str | None]:
+        if not new.loops <= self.grid | self.body:
+            return "inline", self._check_row_fits(producers)
+        if new.loops & self.body and (new.loops & self.grid or not self.grid):
+            return "body", self._check_row_fits(producers)
+        if new.loops & self.grid or not new.loops:
+            needs_reduction = any(self.ready_pass[r.name] for r, _ in producers)
+            return ("row" if new.loops == self.grid or needs_reduction else "inline"), None
+        if any(self.ready_pass[r.name] for r, _ in producers):
+            return "body", self._check_row_fits(producers)
+        return "inline", None
 
-    def _role_after(self, new: Facts, here: list[tuple[Reading, str]]) -> tuple[str, str | None]:
-        if new.reduced or not new.all <= self.body:
-            return "", f"{new.name} needs all rows of {here[0][0].name} first"
-        for reading, role in here:
-            if role in AFTER and not reading.aligned:
-                return "", f"{new.name} reads {reading.name} at other places"
-            if role not in AFTER and role != "free":
-                return "", f"{new.name} needs all rows and each row"
-        return "post", None
+    def _find_finalize_role(
+        self, new: StatementInfo, producers: list[tuple[Read, Role]]
+    ) -> tuple[Role, str | None]:
+        if new.reduced_loops or not new.loops <= self.body:
+            return "inline", f"{new.name} needs all rows of {producers[0][0].name} first"
+        for read, role in producers:
+            if role in AFTER_GRID and not read.is_aligned:
+                return "inline", f"{new.name} reads {read.name} at other points"
+            if role not in AFTER_GRID and role != "inline":
+                return "inline", f"{new.name} needs both all rows and each row"
+        return "finalize", None
 
-    def _fits(self, here: list[tuple[Reading, str]]) -> str | None:
-        """A second pass over the body is made only where the row stays in cache."""
-        if not any(self.waits[reading.name] for reading, _ in here):
+    def _check_row_fits(self, producers: list[tuple[Read, Role]]) -> str | None:
+        """Returns a reason if another pass is needed and the row exceeds the cache."""
+        if not any(self.ready_pass[read.name] for read, _ in producers):
             return None
-        if self._row_bytes() > self._limit(summed=False):
-            return "the row is too long for the cache, and is read again"
+        if self._row_bytes() > self._max_row_bytes(is_column_reduction=False):
+            return "the row is too long for the cache and needs a second pass"
         return None
 
-    def _together(self, new: Facts) -> str | None:
-        """The sum in whose walk these squares about its mean are made, where the generator can."""
-        reduction = new.statement.reduction
-        about = reduction.about if reduction is not None else None
-        rows = about is not None and self.roles.get(about) == "rowsum"
-        return about if rows and not isinstance(self.loops.row_limit, int) else None
+    def _find_welford_sum(self, new: StatementInfo) -> str | None:
+        """Returns the sum with which these squared deviations share a Welford pass, or None.
 
-    def _limit(self, summed: bool) -> int:
-        limit, loops = self.loops.row_limit, self.loops
+        Only GPU code generation can do that; its limit is a function.
+        """
+        reduction = new.statement.reduction
+        name = reduction.welford_sum if reduction is not None else None
+        if isinstance(self.loop_sizes.row_bytes_limit, int) or name is None:
+            return None
+        return name if self.roles.get(name) == "row_reduction" else None
+
+    def _max_row_bytes(self, is_column_reduction: bool) -> int:
+        limit, loops = self.loop_sizes.row_bytes_limit, self.loop_sizes
         if isinstance(limit, int):
             return limit
-        across = loops.contiguous(self.grid) > loops.contiguous(self.body)
-        return limit(loops.length(self.grid), summed, across)
+        grid_bytes = loops.count_contiguous_bytes(self.grid)
+        is_strided = grid_bytes > loops.count_contiguous_bytes(self.body)
+        return limit(loops.count_points(self.grid), is_column_reduction, is_strided)
 
     def _row_bytes(self) -> int:
-        """Bytes of a row of float32."""
-        return 4 * self.loops.length(self.body)
+        """Returns the bytes of a row of float32."""
+        return 4 * self.loop_sizes.count_points(self.body)
 
     def _first_reduction(self) -> str:
-        return next((name for name, f in self.facts.items() if f.reduced), "another reduction")
+        return next(
+            (name for name, f in self.statements.items() if f.reduced_loops), "another reduction"
+        )
 
-    def storable(self, name: str) -> bool:
-        """Can this kernel write the statement's result to memory?"""
-        role, facts = self.roles[name], self.facts[name]
-        if self.scans:
-            return facts.all == self.grid | self.body and role != "free"
-        if not self.reduces:
-            return facts.all == self.grid and role == "body"
+    def can_store(self, name: str) -> bool:
+        """Whether this kernel can write the statement's result to memory."""
+        role, info = self.roles[name], self.statements[name]
+        if self.has_scan:
+            return info.loops == self.grid | self.body and role != "inline"
+        if not self.has_reduction:
+            return info.loops == self.grid and role == "body"
         if role == "body":
-            return facts.all == self.grid | self.body
+            return info.loops == self.grid | self.body
         if role == "row":
-            return facts.all == self.grid
-        return role != "free"
+            return info.loops == self.grid
+        return role != "inline"
 
 
-def readings(s: Statement, classes: dict, axes_of: dict) -> tuple[Reading, ...]:  # type: ignore[type-arg]
-    """The loads of a statement, in terms of classes; `axes_of` knows statements only."""
-    found: dict[Reading, None] = {}
-    for load in s.loads:
-        found[_reading(s, load, classes, axes_of)] = None
-    return tuple(found)
+def collect_reads(
+    s: Statement, loop_ids: LoopIds, axes_of: Mapping[str, tuple[Axis, ...]]
+) -> tuple[Read, ...]:
+    """Returns the distinct loads of a statement. `axes_of` has the axes of statements only."""
+    return tuple(dict.fromkeys(_make_read(s, load, loop_ids, axes_of) for load in s.loads))
 
 
-def _reading(s: Statement, load: Load, classes: dict, axes_of: dict) -> Reading:  # type: ignore[type-arg]
-    mine: list[int | None] = []
-    for index in load.index:
-        axis = index.plain
-        mine.append(classes.get((s.name, axis)) if axis is not None else None)
-    source = tuple(classes[(load.name, axis)] for axis in axes_of.get(load.name, ()))
-    return Reading(load.name, tuple(mine), source)
+def _make_read(
+    s: Statement, load: Load, loop_ids: LoopIds, axes_of: Mapping[str, tuple[Axis, ...]]
+) -> Read:
+    axes = [index.single_axis for index in load.index]
+    loops = tuple(None if axis is None else loop_ids.get((s.name, axis)) for axis in axes)
+    source = tuple(loop_ids[(load.name, axis)] for axis in axes_of.get(load.name, ()))
+    return Read(load.name, loops, source)

@@ -1,90 +1,94 @@
-"""Whole segments are merged, pair by pair, while that saves bytes."""
+"""Merges pairs of segments while that saves bytes."""
 
 from __future__ import annotations
 
-from fulgurite.fuser.segment.loop_structure import Shape
+from fulgurite.fuser.segment.loop_structure import LoopStructure
 from fulgurite.fuser.segment.state import Segment, Segmentation
 
 
-def merge_all(work: Segmentation) -> None:
+def merge_segments(state: Segmentation) -> None:
     """Merges pairs of segments while that saves bytes."""
-    work.connect()
-    refused: set[tuple[int, int]] = set()
+    state.update_dependencies()
+    rejected: set[tuple[int, int]] = set()
     changed = True
     while changed:
         changed = False
-        for a, b in _pairs(work):
-            if (a, b) in refused or a not in work.segments or b not in work.segments:
+        for a, b in _rank_pairs(state):
+            if (a, b) in rejected or a not in state.segments or b not in state.segments:
                 continue
-            if _merge(work, a, b):
+            if _try_merge(state, a, b):
                 changed = True
-                refused = {pair for pair in refused if a not in pair and b not in pair}
+                rejected = {pair for pair in rejected if a not in pair and b not in pair}
             else:
-                refused.add((a, b))
+                rejected.add((a, b))
 
 
-def _pairs(work: Segmentation) -> list[tuple[int, int]]:
-    """Segments that share a value, most bytes first."""
+def _rank_pairs(state: Segmentation) -> list[tuple[int, int]]:
+    """Returns pairs of segments that share a value, most shared bytes first."""
     shared: dict[tuple[int, int], int] = {}
     readers: dict[str, list[int]] = {}
-    for key, segment in work.segments.items():
-        members = segment.shape.facts
-        names = {r.name for f in members.values() for r in f.readings}
+    for key, segment in state.segments.items():
+        members = segment.structure.statements
+        names = {r.name for f in members.values() for r in f.reads}
         for name in names - members.keys():
             readers.setdefault(name, []).append(key)
     for name, keys in readers.items():
-        home = work.home.get(name)
-        group = ([home] if home is not None else []) + keys
+        owner = state.owner.get(name)
+        group = ([owner] if owner is not None else []) + keys
         for k, a in enumerate(group[:12]):
             for b in group[k + 1 : 12]:
                 pair = (a, b) if a < b else (b, a)
                 if a != b:
-                    shared[pair] = shared.get(pair, 0) + work.bytes[name]
+                    shared[pair] = shared.get(pair, 0) + state.bytes[name]
     return sorted(shared, key=lambda pair: (-shared[pair], pair))
 
 
-def _merge(work: Segmentation, a: int, b: int) -> bool:
-    """Makes one segment of two, where that is legal and saves bytes."""
-    parents = work.parents
+def _try_merge(state: Segmentation, a: int, b: int) -> bool:
+    """Merges two segments if that is legal and saves bytes."""
     for one, other in ((a, b), (b, a)):
-        between = {p for p in parents[other] if p != one}
-        if between and work.reaches(one, between, skip=other):
+        between = {p for p in state.dependencies[other] if p != one}
+        if between and state.reaches(one, between, skip=other):
             return False
-    names = [*work.segments[a].shape.facts, *work.segments[b].shape.facts]
-    shape = work.fold(names)
-    if isinstance(shape, str):
-        later = max(a, b, key=lambda k: work.segments[k].position)
-        first = min(work.segments[later].shape.facts, key=work.order.__getitem__)
-        work.cuts.setdefault(first, shape)
+    names = [*state.segments[a].structure.statements, *state.segments[b].structure.statements]
+    structure = state.build_structure(names)
+    if isinstance(structure, str):
+        later = max(a, b, key=lambda k: state.segments[k].position)
+        first = min(state.segments[later].structure.statements, key=state.order.__getitem__)
+        state.split_reasons.setdefault(first, structure)
         return False
-    was_dear = any(work.segments[k].shape.is_dear() for k in (a, b))
-    if not _saves(work, a, b, shape) or (shape.is_dear() and not was_dear):
+    recomputed_before = any(state.segments[k].structure.recomputes_too_much() for k in (a, b))
+    if not _saves_bytes(state, a, b, structure) or (
+        structure.recomputes_too_much() and not recomputed_before
+    ):
         return False
-    for name in work.segments[b].shape.facts:
-        if work.home.get(name) == b:
-            work.home[name] = a
-    position = min(work.segments[a].position, work.segments[b].position)
-    work.segments[a] = Segment(shape, position=position)
-    del work.segments[b]
-    if work.copies:
-        work.count_copies()
-    work.connect()
+    for name in state.segments[b].structure.statements:
+        if state.owner.get(name) == b:
+            state.owner[name] = a
+    position = min(state.segments[a].position, state.segments[b].position)
+    state.segments[a] = Segment(structure, position=position)
+    del state.segments[b]
+    if state.computing_segments:
+        state.index_segments()
+    state.update_dependencies()
     return True
 
 
-def _saves(work: Segmentation, a: int, b: int, shape: Shape) -> bool:
-    """Does the merged kernel move fewer bytes, its unstorable results counted again?"""
-    before = sum(work.moved(work.segments[k].shape.facts, work.stored(k)) for k in (a, b))
-    stored = {*work.stored(a), *work.stored(b)}
+def _saves_bytes(state: Segmentation, a: int, b: int, structure: LoopStructure) -> bool:
+    """Whether the merged kernel moves fewer bytes, including kernels for what it can't store."""
+    before = sum(
+        state.count_bytes_moved(state.segments[k].structure.statements, state.find_stored(k))
+        for k in (a, b)
+    )
+    stored = {*state.find_stored(a), *state.find_stored(b)}
     for name in list(stored):
-        outside = any(reader not in shape.facts for reader in work.readers.get(name, ()))
-        if name not in work.wanted and not outside:
+        outside = any(reader not in structure.statements for reader in state.readers.get(name, ()))
+        if name not in state.results and not outside:
             stored.discard(name)
-    kept = [name for name in stored if shape.storable(name)]
-    after = work.moved(shape.facts, kept)
-    for name in stored - set(kept):
-        alone = work.pointwise_closure(name, stored)
-        if alone is None:
+    storable = [name for name in stored if structure.can_store(name)]
+    after = state.count_bytes_moved(structure.statements, storable)
+    for name in stored - set(storable):
+        separate = state.find_pointwise_closure(name, stored)
+        if separate is None:
             return False
-        after += work.moved(alone, [name])
+        after += state.count_bytes_moved(separate, [name])
     return after < before

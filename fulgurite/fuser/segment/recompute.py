@@ -1,133 +1,143 @@
-"""Cheap values are computed again where they are read, instead of stored, while that saves bytes."""
+"""Recomputes cheap values in their readers, instead of storing them, while that saves bytes."""
 
 from __future__ import annotations
 
-from fulgurite.fuser.segment.loop_structure import Shape
+from fulgurite.fuser.segment.loop_structure import LoopStructure
 from fulgurite.fuser.segment.state import Segment, Segmentation
 
-RECOMPUTE_FLOPS = 64  # per element: what a value may cost to be computed again instead of stored
-MOST_ROUNDS = 3  # what one value leaves stored, another may make cheap
+MAX_RECOMPUTE_FLOPS = 64  # per element, of a value that is recomputed instead of stored
+MAX_ROUNDS = 3  # a recomputed value can make the recomputation of another one cheap
 
 
-def recompute_all(work: Segmentation) -> None:
-    """Tries every value that crosses segments, the largest first, again while some are left out."""
-    work.count_copies()
-    for _ in range(MOST_ROUNDS):
-        if not _round(work):
+def recompute_values(state: Segmentation) -> None:
+    """Tries every value that crosses segments, largest first, until nothing changes."""
+    state.index_segments()
+    for _ in range(MAX_ROUNDS):
+        if not _recompute_round(state):
             return
 
 
-def _round(work: Segmentation) -> bool:
-    stored = {n for key in work.segments for n in work.stored(key)}
-    crossing = [n for n in stored - work.wanted if not work.facts[n].collects]
+def _recompute_round(state: Segmentation) -> bool:
+    """Tries every value once. Returns whether any is recomputed now."""
+    stored = {n for segment_id in state.segments for n in state.find_stored(segment_id)}
+    crossing = [n for n in stored - state.results if not state.statements[n].is_reduction_or_scan]
     changed = False
-    for name in sorted(crossing, key=lambda n: (-work.bytes[n], n)):
-        if name in stored and _recompute(work, name, stored):
-            stored = {n for key in work.segments for n in work.stored(key)}
+    for name in sorted(crossing, key=lambda n: (-state.bytes[n], n)):
+        if name in stored and _try_recompute(state, name, stored):
+            stored = {n for segment_id in state.segments for n in state.find_stored(segment_id)}
             changed = True
     return changed
 
 
-def closure(work: Segmentation, name: str, stored: set[str]) -> list[str] | None:
-    """The statement and what it needs that no kernel stores; None where that is too dear."""
-    found: dict[str, None] = {}
-    stack, total = [name], 0
-    while stack:
-        top = stack.pop()
-        if top in found:
-            continue
-        f = work.facts[top]
-        if f.collects:
-            return None
-        found[top] = None
-        total += f.flops
-        for reading in f.readings:
-            if reading.name in work.facts and reading.name not in stored:
-                stack.append(reading.name)
-    return None if total > RECOMPUTE_FLOPS else list(found)
+def find_recomputed_statements(
+    state: Segmentation, name: str, stored: set[str]
+) -> list[str] | None:
+    """Returns the statement and its unstored producers; None if recomputing them costs too much."""
+    found = state.find_pointwise_closure(name, stored)
+    if found is None or sum(state.statements[n].flops for n in found) > MAX_RECOMPUTE_FLOPS:
+        return None
+    return found
 
 
-def _recompute(work: Segmentation, name: str, stored: set[str]) -> bool:
-    """Computes the value in all its readers, in the way that moves fewest bytes, if that is fewer than now.
+def _try_recompute(state: Segmentation, name: str, stored: set[str]) -> bool:
+    """Recomputes the value in all its readers if that moves fewer bytes than storing it.
 
-    From what is stored anyway, or from a narrower value on the way, which then is stored in its place: the
-    bfloat16 numbers that it widens.
+    Candidates start from stored values, or from a narrower intermediate value that is stored
+    instead, such as the bfloat16 tensor that this value upcasts. The one with the fewest bytes
+    wins.
     """
-    ways = [closure(work, name, stored)]
-    ways += [closure(work, name, stored | {cut}) for cut in _narrower(work, name)]
-    best: tuple[int, dict[int, Shape]] | None = None
-    for needed in ways:
-        shapes = _with_value(work, name, needed) if needed is not None else None
-        if shapes is None:
+    candidates = [find_recomputed_statements(state, name, stored)]
+    candidates += [
+        find_recomputed_statements(state, name, stored | {narrow})
+        for narrow in _find_narrower_values(state, name)
+    ]
+    best: tuple[int, dict[int, LoopStructure]] | None = None
+    for needed in candidates:
+        structures = _inline_into_readers(state, name, needed) if needed is not None else None
+        if structures is None:
             continue
-        saved, old = _tried(work, work.home[name], shapes)
-        _restored(work, old)
+        saved, old = _try_structures(state, state.owner[name], structures)
+        _restore_segments(state, old)
         if saved > (best[0] if best else 0):
-            best = saved, shapes
+            best = saved, structures
     if best is None:
         return False
-    _tried(work, work.home[name], best[1])
+    _try_structures(state, state.owner[name], best[1])
     return True
 
 
-def _narrower(work: Segmentation, name: str) -> list[str]:
-    """What the value is made of at the same points, with fewer bytes, where its kernel could store that."""
-    shape = work.segments[work.home[name]].shape
+def _find_narrower_values(state: Segmentation, name: str) -> list[str]:
+    """Returns pointwise producers of the value with fewer bytes that its kernel can store."""
+    structure = state.segments[state.owner[name]].structure
     found: list[str] = []
-    top = work.facts[name]
-    while len(inside := [r for r in top.readings if r.name in shape.facts]) == 1:
-        top = work.facts[inside[0].name]
-        if top.collects or top.all != work.facts[name].all or top.constant:
+    top = state.statements[name]
+    while len(local := [r for r in top.reads if r.name in structure.statements]) == 1:
+        top = state.statements[local[0].name]
+        if top.is_reduction_or_scan or top.loops != state.statements[name].loops or top.is_constant:
             break
-        if work.bytes[top.name] < work.bytes[name] and shape.storable(top.name):
+        if state.bytes[top.name] < state.bytes[name] and structure.can_store(top.name):
             found.append(top.name)
     return found
 
 
-def _tried(
-    work: Segmentation, home: int, shapes: dict[int, Shape]
+def _try_structures(
+    state: Segmentation, owner: int, structures: dict[int, LoopStructure]
 ) -> tuple[int, dict[int, Segment]]:
-    """Gives segments these shapes: bytes that it saves (none where segments wait for each other), and what was."""
-    touched = {home, *shapes}
-    before = _total(work, touched)
-    old = {key: work.segments[key] for key in touched}
-    for key, shape in shapes.items():
-        work.replace(key, shape)
-    work.prune(home)
-    saved = before - _total(work, touched)
-    return (0 if saved > 0 and _cyclic(work) else saved), old
+    """Replaces the structures of segments. Returns the saved bytes and the old segments.
+
+    The saving is 0 if segments then depend on each other in a cycle.
+    """
+    touched = {owner, *structures}
+    before = _count_bytes_moved(state, touched)
+    old = {segment_id: state.segments[segment_id] for segment_id in touched}
+    for segment_id, structure in structures.items():
+        state.replace_structure(segment_id, structure)
+    state.prune_segment(owner)
+    saved = before - _count_bytes_moved(state, touched)
+    return (0 if saved > 0 and _has_cycle(state) else saved), old
 
 
-def _restored(work: Segmentation, old: dict[int, Segment]) -> None:
-    for key, segment in old.items():
-        work.replace(key, segment.shape)
-        work.segments[key] = segment
+def _restore_segments(state: Segmentation, old: dict[int, Segment]) -> None:
+    for segment_id, segment in old.items():
+        state.replace_structure(segment_id, segment.structure)
+        state.segments[segment_id] = segment
 
 
-def _with_value(work: Segmentation, name: str, needed: list[str]) -> dict[int, Shape] | None:
-    """The segments that read the value, with what it needs inside; None where one can't have that."""
-    users = {
+def _inline_into_readers(
+    state: Segmentation, name: str, needed: list[str]
+) -> dict[int, LoopStructure] | None:
+    """Adds statements to all segments that read the value; None if one can't have them."""
+    readers = {
         k
-        for reader in work.readers.get(name, ())
-        for k in work.computed_in(reader)
-        if name not in work.segments[k].shape.facts
+        for reader in state.readers.get(name, ())
+        for k in state.find_computing_segments(reader)
+        if name not in state.segments[k].structure.statements
     }
-    shapes: dict[int, Shape] = {}
-    for key in users:
-        shape = work.fold([*work.segments[key].shape.facts, *needed])
-        if isinstance(shape, str) or not all(shape.storable(n) for n in work.stored(key)):
+    structures: dict[int, LoopStructure] = {}
+    for segment_id in readers:
+        structure = state.build_structure(
+            [*state.segments[segment_id].structure.statements, *needed]
+        )
+        if isinstance(structure, str) or not all(
+            structure.can_store(n) for n in state.find_stored(segment_id)
+        ):
             return None
-        if shape.is_dear() and not work.segments[key].shape.is_dear():
+        if (
+            structure.recomputes_too_much()
+            and not state.segments[segment_id].structure.recomputes_too_much()
+        ):
             return None
-        shapes[key] = shape
-    return shapes
+        structures[segment_id] = structure
+    return structures
 
 
-def _total(work: Segmentation, keys: set[int]) -> int:
+def _count_bytes_moved(state: Segmentation, segment_ids: set[int]) -> int:
     return sum(
-        work.moved(work.segments[k].shape.facts, work.stored(k)) for k in keys if k in work.segments
+        state.count_bytes_moved(state.segments[k].structure.statements, state.find_stored(k))
+        for k in segment_ids
+        if k in state.segments
     )
 
 
-def _cyclic(work: Segmentation) -> bool:
-    return len(work.run_order()) < len(work.segments)
+def _has_cycle(state: Segmentation) -> bool:
+    return len(state.sort_topologically()) < len(state.segments)

@@ -1,6 +1,7 @@
-"""What a cut into kernels is while it is made: which statements are in which segment, and its bytes.
+"""The state of segmentation: which statements are in which segment, and the bytes they move.
 
-In: a refined region. Out: a `Segmentation` that `join`, `merge`, `recompute` and `finish` change in turn.
+In: a region with split axes. Out: a `Segmentation`, which `assign`, `merge`, `recompute` and
+`finalize` change in turn.
 """
 
 from __future__ import annotations
@@ -8,246 +9,273 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fulgurite.fuser import cost
-from fulgurite.fuser.ir.split_axes import axis_classes
+from fulgurite.fuser.ir import cost
+from fulgurite.fuser.ir.loop_ids import assign_loop_ids
 from fulgurite.fuser.ir.statement import Region
-from fulgurite.fuser.segment.loop_structure import Facts, Loops, RowLimit, Shape, readings
+from fulgurite.fuser.segment.loop_structure import (
+    LoopSizes,
+    LoopStructure,
+    RowBytesLimit,
+    StatementInfo,
+    collect_reads,
+)
 
-MOST_STATEMENTS = 160  # of one kernel: longer ones compile slowly and spill registers
-COPY_FLOPS = 48  # per element: what a value that reads nothing may cost to be copied everywhere
+MAX_STATEMENTS = 160  # per kernel; longer kernels compile slowly and spill registers
+MAX_COPY_FLOPS = 48  # per element, of a value without loads that is copied into every reader
 
 
 @dataclass(eq=False)
 class Segment:
-    """Statements that one kernel computes."""
+    """The statements that one kernel computes."""
 
-    shape: Shape
-    reason: str = "the region ends"
+    structure: LoopStructure
+    reason: str = "the region ends"  # why it ends where it does
     stored: tuple[str, ...] = ()
-    position: int = 0
+    position: int = 0  # of its first statement in the program
 
     @property
     def names(self) -> list[str]:
-        return list(self.shape.facts)
+        return list(self.structure.statements)
 
     def __str__(self) -> str:
         return f"{', '.join(self.names)} → {', '.join(self.stored)}"
 
 
-def facts_of(region: Region) -> dict[str, Facts]:
-    classes = axis_classes(region)
+def collect_statement_info(region: Region) -> dict[str, StatementInfo]:
+    """Describes every statement in terms of loops, by name."""
+    ids = assign_loop_ids(region)
     axes_of = {s.name: s.axes for s in region.statements}
-    found: dict[str, Facts] = {}
+    found: dict[str, StatementInfo] = {}
     for s in region.statements:
         over = s.reduction.axes if s.reduction else ()
-        found[s.name] = Facts(
+        found[s.name] = StatementInfo(
             s,
-            frozenset(classes[(s.name, axis)] for axis in s.axes),
-            frozenset(classes[(s.name, axis)] for axis in over),
-            frozenset([classes[(s.name, s.scan.axis)]] if s.scan else []),
-            readings(s, classes, axes_of),
-            cost.flops(s),
+            frozenset(ids[(s.name, axis)] for axis in s.axes),
+            frozenset(ids[(s.name, axis)] for axis in over),
+            frozenset([ids[(s.name, s.scan.axis)]] if s.scan else []),
+            collect_reads(s, ids, axes_of),
+            cost.count_flops(s),
             cost.tensor_bytes(s.tensor),
-            cost.elements(tuple(axis.size for axis in s.all_axes)),
-            not (s.loads or s.reduction or s.scan) and cost.flops(s) <= COPY_FLOPS,
+            cost.count_elements(tuple(axis.size for axis in s.all_axes)),
+            not (s.loads or s.reduction or s.scan) and cost.count_flops(s) <= MAX_COPY_FLOPS,
         )
     return found
 
 
-def loops_of(region: Region, facts: dict[str, Facts], row_limit: RowLimit) -> Loops:
-    classes = axis_classes(region)
+def measure_loops(
+    region: Region, statements: dict[str, StatementInfo], row_bytes_limit: RowBytesLimit
+) -> LoopSizes:
+    """Finds the size of every loop and the bytes that it traverses with stride 1."""
+    ids = assign_loop_ids(region)
     sizes = {
-        classes[(s.name, axis)]: cost.number(axis.size)
+        ids[(s.name, axis)]: cost.size_hint(axis.size)
         for s in region.statements
         for axis in s.all_axes
     }
-    runs: dict[int, int] = {}
-    for reading in {r for f in facts.values() for r in f.readings}:
-        tensor = region.tensors[reading.name]
-        for one, stride in zip(reading.classes, tensor.strides, strict=True):
-            if one is not None and stride == 1:
-                runs[one] = runs.get(one, 0) + cost.tensor_bytes(tensor)
-    return Loops(sizes, runs, row_limit)
+    contiguous: dict[int, int] = {}
+    for read in {r for info in statements.values() for r in info.reads}:
+        tensor = region.tensors[read.name]
+        for loop, stride in zip(read.loops, tensor.strides, strict=True):
+            if loop is not None and stride == 1:
+                contiguous[loop] = contiguous.get(loop, 0) + cost.tensor_bytes(tensor)
+    return LoopSizes(sizes, contiguous, row_bytes_limit)
 
 
 class Segmentation:
-    """Segments by number, and what is known about the statements in them."""
+    """Segments by id, and the statements of the region by name."""
 
-    def __init__(self, region: Region, row_bytes_limit: RowLimit) -> None:
-        self.facts = facts_of(region)
-        self.order = {name: k for k, name in enumerate(self.facts)}
-        self.loops = loops_of(region, self.facts, row_bytes_limit)
+    def __init__(self, region: Region, row_bytes_limit: RowBytesLimit) -> None:
+        self.statements = collect_statement_info(region)
+        self.order = {name: k for k, name in enumerate(self.statements)}
+        self.loop_sizes = measure_loops(region, self.statements, row_bytes_limit)
         self.tensors = region.tensors
-        made = {s.name for s in region.statements if not s.tensor.is_empty}
-        self.wanted = region.results & made
+        computed = {s.name for s in region.statements if not s.tensor.is_empty}
+        self.results = region.results & computed
         self.bytes = {t.name: cost.tensor_bytes(t) for t in region.tensors.values()}
         self.readers: dict[str, list[str]] = {}
-        for f in self.facts.values():
-            for name in dict.fromkeys(r.name for r in f.readings):
+        for f in self.statements.values():
+            for name in dict.fromkeys(r.name for r in f.reads):
                 self.readers.setdefault(name, []).append(f.name)
         self.segments: dict[int, Segment] = {}
-        self.home: dict[str, int] = {}  # the segment that stores a statement's value
-        self.copies: dict[
-            str, list[int]
-        ] = {}  # the segments that compute it, once they are counted
-        self.parents: dict[int, set[int]] = {}  # the segments that one reads from
-        self.last: dict[int, int] = {}  # the place in the program of a segment's last statement
-        self.cuts: dict[str, str] = {}  # why a statement did not join what it reads
-        self.next = 0
+        # the segment that stores a statement's value
+        self.owner: dict[str, int] = {}
+        # every segment that computes a statement; filled by `index_segments`
+        self.computing_segments: dict[str, list[int]] = {}
+        # the segments that a segment reads from
+        self.dependencies: dict[int, set[int]] = {}
+        # the position in the program of a segment's last statement
+        self.last_position: dict[int, int] = {}
+        # why a statement is not in the segment of its producer
+        self.split_reasons: dict[str, str] = {}
+        self.next_id = 0
 
-    def producers(self, key: int) -> set[int]:
-        """Segments that this one reads from."""
-        members = self.segments[key].shape.facts
+    def find_dependencies(self, segment_id: int) -> set[int]:
+        """Returns the segments that this one reads from."""
+        members = self.segments[segment_id].structure.statements
         found: set[int] = set()
         for f in members.values():
-            for reading in f.readings:
-                if reading.name not in members and reading.name in self.home:
-                    found.add(self.home[reading.name])
+            for read in f.reads:
+                if read.name not in members and read.name in self.owner:
+                    found.add(self.owner[read.name])
         return found
 
     def reaches(self, start: int, targets: set[int], skip: int | None = None) -> bool:
-        """Does some target depend on `start`, through segments other than `skip`?"""
+        """Whether some target depends on `start`, not counting paths through `skip`."""
         seen: set[int] = set()
         stack = [t for t in targets if t != start]
         if start in targets:
             return True
         low = self.segments[start].position
         while stack:
-            key = stack.pop()
-            if key in seen or key == skip:
+            segment_id = stack.pop()
+            if segment_id in seen or segment_id == skip:
                 continue
-            seen.add(key)
-            for before in self.parents[key]:
+            seen.add(segment_id)
+            for before in self.dependencies[segment_id]:
                 if before == start:
                     return True
-                if self.last[before] >= low:
+                if self.last_position[before] >= low:
                     stack.append(before)
         return False
 
-    def fold(self, names: Iterable[str]) -> Shape | str:
-        """The shape of a set of statements, in order, or why there is none."""
+    def build_structure(self, names: Iterable[str]) -> LoopStructure | str:
+        """Builds one kernel of these statements. Returns the reason if there is none."""
         ordered = sorted(set(names), key=self.order.__getitem__)
-        if len(ordered) > MOST_STATEMENTS:
-            return f"a kernel has at most {MOST_STATEMENTS} statements"
+        if len(ordered) > MAX_STATEMENTS:
+            return f"a kernel has at most {MAX_STATEMENTS} statements"
         reason = "nothing to compute"
-        # the first reduction decides grid and body; where that fails, another one may decide better
-        reductions: list[str | None] = [n for n in ordered if self.facts[n].reduced]
+        # The first reduction decides grid and body. If that fails, try the next ones.
+        reductions: list[str | None] = [n for n in ordered if self.statements[n].reduced_loops]
         firsts = reductions[:4] or [None]
         for first in firsts:
-            shape = Shape(self.loops)
+            structure = LoopStructure(self.loop_sizes)
             if first is not None:
-                lead = self.facts[first]
-                shape.grid, shape.body, shape.reduces = lead.kept, lead.reduced, True
+                lead = self.statements[first]
+                structure.grid, structure.body, structure.has_reduction = (
+                    lead.parallel_loops,
+                    lead.reduced_loops,
+                    True,
+                )
             problem: str | None = None
             for name in ordered:
-                problem = shape.extend(self.facts[name])
+                problem = structure.try_add(self.statements[name])
                 if problem:
                     break
             if problem is None:
-                return shape
+                return structure
             reason = problem
         return reason
 
-    def stored(self, key: int) -> list[str]:
-        """What the segment must write: outputs, and what other segments read from it."""
+    def find_stored(self, segment_id: int) -> list[str]:
+        """Returns what the segment must store: results, and values that other segments read."""
         result = []
-        for name in self.segments[key].shape.facts:
-            if self.home.get(name) != key:
+        for name in self.segments[segment_id].structure.statements:
+            if self.owner.get(name) != segment_id:
                 continue
             outside = any(
-                name not in self.segments[k].shape.facts
+                name not in self.segments[k].structure.statements
                 for reader in self.readers.get(name, ())
-                for k in self.computed_in(reader)
+                for k in self.find_computing_segments(reader)
             )
-            if name in self.wanted or outside:
+            if name in self.results or outside:
                 result.append(name)
         return result
 
-    def computed_in(self, name: str) -> list[int]:
-        """The segments that compute a statement: its home, or each that has a copy of it."""
-        if name not in self.copies:
-            return [self.home[name]] if name in self.home else []
-        return self.copies[name]
+    def find_computing_segments(self, name: str) -> list[int]:
+        """Returns the segments that compute a statement: its owner, or all that recompute it."""
+        if name not in self.computing_segments:
+            return [self.owner[name]] if name in self.owner else []
+        return self.computing_segments[name]
 
-    def moved(self, names: Iterable[str], stored: Iterable[str]) -> int:
-        """Bytes in and out of a kernel."""
+    def count_bytes_moved(self, names: Iterable[str], stored: Iterable[str]) -> int:
+        """Returns the bytes that a kernel reads and writes."""
         members = set(names)
-        inside = {r.name for n in members for r in self.facts[n].readings if r.name not in members}
-        total = sum(self.bytes[name] for name in inside)
+        loaded = {
+            r.name for n in members for r in self.statements[n].reads if r.name not in members
+        }
+        total = sum(self.bytes[name] for name in loaded)
         return total + sum(self.bytes[name] for name in stored)
 
-    def connect(self) -> None:
-        """Which segment reads from which, and where in the program each ends."""
-        self.parents = {key: self.producers(key) for key in self.segments}
-        self.last = {
-            key: max(self.order[n] for n in s.shape.facts) for key, s in self.segments.items()
+    def update_dependencies(self) -> None:
+        """Recomputes `dependencies` and `last_position` of all segments."""
+        self.dependencies = {
+            segment_id: self.find_dependencies(segment_id) for segment_id in self.segments
+        }
+        self.last_position = {
+            segment_id: max(self.order[n] for n in s.structure.statements)
+            for segment_id, s in self.segments.items()
         }
 
-    def replace(self, key: int, shape: Shape | None) -> None:
-        """Gives a segment another shape (None: no segment), and counts where statements are."""
-        had = self.segments[key].shape.facts if key in self.segments else {}
-        for name in had:
-            if not self.facts[name].constant:
-                self.copies[name] = [k for k in self.copies[name] if k != key]
-        if shape is None:
-            del self.segments[key]
+    def replace_structure(self, segment_id: int, structure: LoopStructure | None) -> None:
+        """Replaces or (None) deletes a segment, and updates `computing_segments`."""
+        old = self.segments[segment_id].structure.statements if segment_id in self.segments else {}
+        for name in old:
+            if not self.statements[name].is_constant:
+                self.computing_segments[name] = [
+                    k for k in self.computing_segments[name] if k != segment_id
+                ]
+        if structure is None:
+            del self.segments[segment_id]
             return
-        position = min(self.order[name] for name in shape.facts)
-        self.segments[key] = Segment(shape, position=position)
-        for name in shape.facts:
-            if not self.facts[name].constant:
-                self.copies.setdefault(name, []).append(key)
+        position = min(self.order[name] for name in structure.statements)
+        self.segments[segment_id] = Segment(structure, position=position)
+        for name in structure.statements:
+            if not self.statements[name].is_constant:
+                self.computing_segments.setdefault(name, []).append(segment_id)
 
-    def prune(self, key: int) -> None:
-        """Drops statements that nothing stored by the segment needs any more."""
-        needed = set(self.stored(key))
-        members = self.segments[key].shape.facts
+    def prune_segment(self, segment_id: int) -> None:
+        """Drops statements that no stored value of the segment needs any more."""
+        needed = set(self.find_stored(segment_id))
+        members = self.segments[segment_id].structure.statements
         for name in sorted(members, key=self.order.__getitem__, reverse=True):
             if name in needed:
-                needed.update(r.name for r in members[name].readings if r.name in members)
+                needed.update(r.name for r in members[name].reads if r.name in members)
         if not needed:
-            self.replace(key, None)
+            self.replace_structure(segment_id, None)
             return
         if len(needed) == len(members):
             return
-        shape = self.fold(needed)
-        if isinstance(shape, Shape):
-            self.replace(key, shape)
+        structure = self.build_structure(needed)
+        if isinstance(structure, LoopStructure):
+            self.replace_structure(segment_id, structure)
 
-    def count_copies(self) -> None:
-        """Finds again which segments compute what."""
-        self.copies = {}
-        for key, segment in self.segments.items():
-            for name in segment.shape.facts:
-                if not self.facts[name].constant:
-                    self.copies.setdefault(name, []).append(key)
+    def index_segments(self) -> None:
+        """Recomputes `computing_segments`."""
+        self.computing_segments = {}
+        for segment_id, segment in self.segments.items():
+            for name in segment.structure.statements:
+                if not self.statements[name].is_constant:
+                    self.computing_segments.setdefault(name, []).append(segment_id)
 
-    def pointwise_closure(self, name: str, stored: set[str]) -> list[str] | None:
-        """What a kernel of its own for this statement computes; None where a reduction is in it."""
+    def find_pointwise_closure(self, name: str, stored: set[str]) -> list[str] | None:
+        """Returns what a separate kernel of this statement computes; None if it would reduce."""
         found: dict[str, None] = {}
         stack = [name]
         while stack:
             top = stack.pop()
             if top in found:
                 continue
-            if self.facts[top].collects:
+            if self.statements[top].is_reduction_or_scan:
                 return None
             found[top] = None
-            for reading in self.facts[top].readings:
-                if reading.name in self.facts and reading.name not in stored:
-                    stack.append(reading.name)
+            for read in self.statements[top].reads:
+                if read.name in self.statements and read.name not in stored:
+                    stack.append(read.name)
         return list(found)
 
-    def run_order(self) -> list[int]:
-        """Segments after those they read from; without the ones that wait for each other."""
-        parents = {key: self.producers(key) & self.segments.keys() for key in self.segments}
+    def sort_topologically(self) -> list[int]:
+        """Returns the segments in execution order, without those in a dependency cycle."""
+        dependencies = {
+            segment_id: self.find_dependencies(segment_id) & self.segments.keys()
+            for segment_id in self.segments
+        }
         done: dict[int, None] = {}
         ready = sorted(self.segments, key=lambda k: self.segments[k].position)
         progress = True
         while progress and len(done) < len(ready):
             progress = False
-            for key in ready:
-                if key not in done and parents[key] <= done.keys():
-                    done[key] = None
+            for segment_id in ready:
+                if segment_id not in done and dependencies[segment_id] <= done.keys():
+                    done[segment_id] = None
                     progress = True
         return list(done)

@@ -1,9 +1,9 @@
 """Paged attention in C++: tensors in, one native call, tensors out.
 
-In: the arguments of `kernels.attention`, on the CPU. Out: the result, or `NotImplemented` for what the
-kernel doesn't take (float64, pages whose last dimension is not contiguous), which the reference runs. Both
-calls are `replay.Kernel`s: a decode step that is recorded runs them without Python. One library is
-built for each dtype of pages, when it is first met.
+In: the arguments of `attention.ops`, on the CPU. Out: the result, or `NotImplemented` for cases the
+kernel does not support (float64, caches whose last dimension is not contiguous). Both calls are
+`replay.NativeKernel`s, so a recorded decode step runs them without Python. One library is compiled
+per cache dtype, on first use.
 """
 
 from __future__ import annotations
@@ -16,134 +16,139 @@ import torch
 from torch import Tensor
 
 from fulgurite import device, native, replay
-from fulgurite.kernels.common.cpu_library import paging_problem, translation_unit
+from fulgurite.kernels.attention.metadata import AttentionMetadata, AttentionOptions
+from fulgurite.kernels.common.cpu_library import (
+    DTYPE_CODES,
+    build_translation_unit,
+    cache_error,
+)
 
-PARTS = ("vectors.h", "paged.h", "attention.h", "attention_run.h")
-PAGES = {
+HEADERS = ("vec16.h", "block_table.h", "attention.h", "attention_run.h")
+CACHE_TYPES = {
     torch.float32: "float",
     torch.bfloat16: "bf16",
     torch.float16: "f16",
     torch.float8_e4m3fn: "f8e4m3",
     torch.float8_e5m2: "f8e5m2",
 }
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_pack_attend = struct.Struct("28q3d3q").pack
+_pack_attention = struct.Struct("28q3d3q").pack
 _pack_store = struct.Struct("13qd13qd2q").pack
 
 
-def source(pages: torch.dtype) -> str:
-    return translation_unit(*PARTS, defines=[f"PAGE {PAGES[pages]}"])
+def build_source(cache_dtype: torch.dtype) -> str:
+    return build_translation_unit(*HEADERS, defines=[f"CACHE_T {CACHE_TYPES[cache_dtype]}"])
 
 
 @functools.cache
-def _kernels(pages: torch.dtype) -> tuple[replay.Kernel, replay.Kernel]:
-    library = native.load(source(pages))
-    attend = replay.Kernel(library, "attend", "paged_attention", paging_problem)
-    return attend, replay.Kernel(library, "store_pages", problem=paging_problem)
+def _load_kernels(cache_dtype: torch.dtype) -> tuple[replay.NativeKernel, replay.NativeKernel]:
+    library = native.load(build_source(cache_dtype))
+    attend = replay.NativeKernel(library, "paged_attention", make_error=cache_error)
+    return attend, replay.NativeKernel(library, "store_kv_cache", make_error=cache_error)
 
 
 def paged_attention(
     q: Tensor,
-    keys: Tensor,
-    values: Tensor | None,
-    tables: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    scale: float,
-    value_dim: int,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    key_scale: float,
-    value_scale: float,
-    max_query: int,
-    max_length: int,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    metadata: AttentionMetadata,
+    options: AttentionOptions,
 ) -> Any:
-    """`kernels.attention.paged_attention`."""
-    if not _takes(q, keys, values) or (sinks is not None and sinks.dtype not in KINDS):
+    """`attention.ops.paged_attention`."""
+    sinks, value_dim = options.sinks_N, options.value_dim
+    if not _is_supported(q, key_cache, value_cache):
         return NotImplemented
+    if sinks is not None and sinks.dtype not in DTYPE_CODES:
+        return NotImplemented
+    block_table, query_start_loc, seq_lens = metadata[:3]
     out = torch.empty((q.shape[0], q.shape[1], value_dim), dtype=q.dtype)
-    where = keys if values is None else values
-    packed = _pack_attend(
+    value_source = key_cache if value_cache is None else value_cache
+    packed = _pack_attention(
         q.data_ptr(),
-        keys.data_ptr(),
-        0 if values is None else values.data_ptr(),
-        tables.data_ptr(),
-        starts.data_ptr(),
-        lengths.data_ptr(),
+        key_cache.data_ptr(),
+        0 if value_cache is None else value_cache.data_ptr(),
+        block_table.data_ptr(),
+        query_start_loc.data_ptr(),
+        seq_lens.data_ptr(),
         0 if sinks is None else sinks.data_ptr(),
         out.data_ptr(),
         *q.shape[:1],
-        lengths.shape[0],
+        seq_lens.shape[0],
         q.shape[1],
-        keys.shape[2],
-        keys.shape[3],
+        key_cache.shape[2],
+        key_cache.shape[3],
         value_dim,
-        keys.shape[1],
+        key_cache.shape[1],
         *q.stride()[:2],
-        tables.stride(0),
-        *keys.stride()[:3],
-        *where.stride()[:3],
-        window or 0,
-        chunk or 0,
-        KINDS[q.dtype],
-        0 if sinks is None else KINDS[sinks.dtype],
-        scale * key_scale,
-        softcap or 0.0,
-        value_scale if values is not None else key_scale,
-        device.cpu_threads(),
-        tables.shape[1],
-        keys.shape[0],
+        block_table.stride(0),
+        *key_cache.stride()[:3],
+        *value_source.stride()[:3],
+        options.window or 0,
+        options.chunk or 0,
+        DTYPE_CODES[q.dtype],
+        0 if sinks is None else DTYPE_CODES[sinks.dtype],
+        options.scale * options.key_scale,
+        options.softcap or 0.0,
+        options.value_scale if value_cache is not None else options.key_scale,
+        device.num_cpu_threads(),
+        block_table.shape[1],
+        key_cache.shape[0],
     )
-    attend, _ = _kernels(keys.dtype)
-    attend(packed, keep=(q, keys, values, tables, starts, lengths, sinks, out))
+    attend, _ = _load_kernels(key_cache.dtype)
+    tensors = (q, key_cache, value_cache, block_table, query_start_loc, seq_lens, sinks, out)
+    attend(packed, keep_alive=tensors)
     return out
 
 
-def store_pages(
+def store_kv_cache(
     k: Tensor,
     v: Tensor | None,
-    keys: Tensor,
-    values: Tensor | None,
-    slots: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    slot_mapping: Tensor,
     key_scale: float,
     value_scale: float,
 ) -> Any:
-    """`kernels.attention.store_pages`."""
-    if not _takes(k, keys, values) or slots.dtype != torch.int64 or not slots.is_contiguous():
+    """`attention.ops.store_kv_cache`."""
+    if not _is_supported(k, key_cache, value_cache):
         return NotImplemented
-    if v is not None and (v.dtype not in KINDS or v.stride(-1) != 1):
+    if slot_mapping.dtype != torch.int64 or not slot_mapping.is_contiguous():
         return NotImplemented
+    if v is not None and (v.dtype not in DTYPE_CODES or v.stride(-1) != 1):
+        return NotImplemented
+    has_values = v is not None and value_cache is not None
     packed = _pack_store(
-        *_rows(k, keys, slots),
+        *_pack_rows(k, key_cache, slot_mapping),
         key_scale,
-        *(_rows(v, values, slots) if v is not None and values is not None else [0] * 13),
+        *(_pack_rows(v, value_cache, slot_mapping) if has_values else [0] * 13),
         value_scale,
-        device.cpu_threads(),
-        keys.shape[0] * keys.shape[1],
+        device.num_cpu_threads(),
+        key_cache.shape[0] * key_cache.shape[1],
     )
-    _, store = _kernels(keys.dtype)
-    store(packed, keep=(k, v, keys, values, slots))
+    _, store = _load_kernels(key_cache.dtype)
+    store(packed, keep_alive=(k, v, key_cache, value_cache, slot_mapping))
     return None
 
 
-def _rows(new: Tensor, pages: Tensor, slots: Tensor) -> tuple[int, ...]:
+def _pack_rows(new: Any, cache: Any, slot_mapping: Tensor) -> tuple[int, ...]:
     return (
         new.data_ptr(),
-        pages.data_ptr(),
-        slots.data_ptr(),
+        cache.data_ptr(),
+        slot_mapping.data_ptr(),
         *new.shape,
         *new.stride()[:2],
-        *pages.stride()[:3],
-        pages.shape[1],
-        KINDS[new.dtype],
+        *cache.stride()[:3],
+        cache.shape[1],
+        DTYPE_CODES[new.dtype],
     )
 
 
-def _takes(new: Tensor, keys: Tensor, values: Tensor | None) -> bool:
-    if new.dtype not in KINDS or keys.dtype not in PAGES or native.compiler() is None:
+def _is_supported(new: Tensor, key_cache: Tensor, value_cache: Tensor | None) -> bool:
+    if new.dtype not in DTYPE_CODES or key_cache.dtype not in CACHE_TYPES:
         return False
-    if values is not None and (values.dtype != keys.dtype or values.stride(-1) != 1):
+    if native.find_compiler() is None:
         return False
-    return new.stride(-1) == 1 and keys.stride(-1) == 1
+    if value_cache is not None and (
+        value_cache.dtype != key_cache.dtype or value_cache.stride(-1) != 1
+    ):
+        return False
+    return new.stride(-1) == 1 and key_cache.stride(-1) == 1

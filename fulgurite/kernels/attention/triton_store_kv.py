@@ -1,8 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""New keys and values into their pages on GPUs: one program a token and head.
+"""Store of new keys and values into the KV cache on GPUs: one program per token and head.
 
-In: keys [T, K, H] and values, pages, and the slot of each token (negative: nowhere). Out: nothing; the
-pages are written. float8 saturates.
+    cache[slot // B, slot % B, k] = round(new[t, k] / scale)
+
+In: keys [T, K, H] and values, the caches, and the slot of each token (negative: it is skipped).
+Out: nothing; the caches are written. A float8 cache saturates.
 """
 
 from __future__ import annotations
@@ -10,62 +12,67 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
-from fulgurite.kernels.common.integer_math import next_power_of_2
-from fulgurite.kernels.common.triton_launch import prepared
-from fulgurite.kernels.elementwise.triton_elementwise import DTYPES, into_page
+from fulgurite.kernels.common.triton_import import tl
+from fulgurite.kernels.common.triton_launch import cached_launch
+from fulgurite.kernels.elementwise.triton_elementwise import SUPPORTED_DTYPES, store_to_cache
+from fulgurite.kernels.integer_math import next_power_of_2
 
 
-@prepared
-def store_kernel(
-    k_ptr, v_ptr, keys_ptr, values_ptr, slots_ptr, key_scale, value_scale, key_limit, value_limit,
-    k_token, k_head, v_token, v_head, key_page, key_slot, key_head, value_page, value_slot, value_head,
-    H: tl.constexpr, BH: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PAGE: tl.constexpr,
-    HAS_VALUES: tl.constexpr,
+@cached_launch
+def store_kv_cache_kernel(
+    k_ptr, v_ptr, key_cache_ptr, value_cache_ptr, slot_mapping_ptr, key_scale, value_scale,
+    key_max, value_max, k_token_stride, k_head_stride, v_token_stride, v_head_stride,
+    key_block_stride, key_slot_stride, key_head_stride, value_block_stride, value_slot_stride,
+    value_head_stride,
+    H: tl.constexpr, BH: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HAS_VALUES: tl.constexpr,
 ):  # fmt: skip
     """One head of one token into its slot."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.load(slots_ptr + token)
+    slot = tl.load(slot_mapping_ptr + token)
     column = tl.arange(0, BH)
-    x = tl.load(k_ptr + token * k_token + head * k_head + column, column < H, 0.0)
-    into_page(
-        x.to(tl.float32), keys_ptr, slot, head, column, slot >= 0, key_scale, key_limit, key_page, key_slot,
-        key_head, H, PAGE,
+    x = tl.load(k_ptr + token * k_token_stride + head * k_head_stride + column, column < H, 0.0)
+    store_to_cache(
+        x.to(tl.float32), key_cache_ptr, slot, head, column, slot >= 0, key_scale, key_max,
+        key_block_stride, key_slot_stride, key_head_stride, H, BLOCK_SIZE,
     )  # fmt: skip
     if HAS_VALUES:
         column = tl.arange(0, BV)
-        x = tl.load(v_ptr + token * v_token + head * v_head + column, column < V, 0.0)
-        into_page(
-            x.to(tl.float32), values_ptr, slot, head, column, slot >= 0, value_scale, value_limit, value_page,
-            value_slot, value_head, V, PAGE,
+        x = tl.load(v_ptr + token * v_token_stride + head * v_head_stride + column, column < V, 0.0)
+        store_to_cache(
+            x.to(tl.float32), value_cache_ptr, slot, head, column, slot >= 0, value_scale,
+            value_max, value_block_stride, value_slot_stride, value_head_stride, V, BLOCK_SIZE,
         )  # fmt: skip
 
 
-def store_pages(
+def store_kv_cache(
     k: Tensor,
     v: Tensor | None,
-    keys: Tensor,
-    values: Tensor | None,
-    slots: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    slot_mapping: Tensor,
     key_scale: float,
     value_scale: float,
 ) -> Any:
-    """`kernels.attention.store_pages`."""
-    if k.dtype not in DTYPES or slots.dtype != torch.int64 or slots.stride(0) != 1:
+    """`attention.ops.store_kv_cache`."""
+    if k.dtype not in SUPPORTED_DTYPES or slot_mapping.dtype != torch.int64:
         return NotImplemented
-    if any(x is not None and x.stride(-1) != 1 for x in (k, v, keys, values)):
+    if slot_mapping.stride(0) != 1:
+        return NotImplemented
+    if any(x is not None and x.stride(-1) != 1 for x in (k, v, key_cache, value_cache)):
         return NotImplemented
     if k.numel() == 0:
         return None
-    new_v, pages_v = (k, keys) if v is None or values is None else (v, values)
-    limit = torch.finfo(keys.dtype).max if keys.dtype.itemsize == 1 else float("inf")
-    store_kernel[(k.shape[0], k.shape[1])](
-        k, new_v, keys, pages_v, slots, key_scale, value_scale, limit, limit,
-        *k.stride()[:2], *new_v.stride()[:2], *keys.stride()[:3], *pages_v.stride()[:3],
+    new_v, v_cache = (k, key_cache) if v is None or value_cache is None else (v, value_cache)
+    is_float8 = key_cache.dtype.itemsize == 1
+    cache_max = torch.finfo(key_cache.dtype).max if is_float8 else float("inf")
+    store_kv_cache_kernel[(k.shape[0], k.shape[1])](
+        k, new_v, key_cache, v_cache, slot_mapping, key_scale, value_scale, cache_max, cache_max,
+        *k.stride()[:2], *new_v.stride()[:2], *key_cache.stride()[:3], *v_cache.stride()[:3],
         H=k.shape[2], BH=next_power_of_2(k.shape[2]), V=new_v.shape[2],
-        BV=next_power_of_2(new_v.shape[2]), PAGE=keys.shape[1],
+        BV=next_power_of_2(new_v.shape[2]), BLOCK_SIZE=key_cache.shape[1],
         HAS_VALUES=v is not None, num_warps=1,
     )  # fmt: skip
     return None

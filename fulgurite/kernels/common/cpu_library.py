@@ -1,7 +1,8 @@
-"""The C++ of this folder as a loaded library, and its structures as ctypes.
+"""Hand-written C++ kernels: translation units of `kernels/include`, and the GEMM library.
 
-In: nothing but the machine (or a named instruction set, for tests). Out: `Library.linear(call)`, the
-address of a `Call` in, the work done. Built once for a machine and kept in the cache.
+In: names of headers, or an instruction set. Out: C++ source for `native.load`, or the loaded
+library of quantized linears, whose `linear` takes the address of a `LinearStruct`. Libraries are
+compiled once for a CPU and kept in the kernel cache.
 """
 
 from __future__ import annotations
@@ -11,37 +12,43 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from fulgurite import native
 from fulgurite.errors import ArgumentError
 
 INCLUDE = Path(__file__).parents[1] / "include"
-PARTS = (
+LINEAR_HEADERS = (
     "weight.h",
     "activations.h",
     "linear.h",
     "linear_many.h",
     "linear_run.h",
     "grouped_linear.h",
-    "read.h",
+    "memory_read.h",
 )
-SIMD = {"avx512_vnni": "simd_avx512.h", "avx2": "simd_avx2.h", "plain": "simd_plain.h"}
+SIMD = {"avx512_vnni": "simd_avx512.h", "avx2": "simd_avx2.h", "generic": "simd_generic.h"}
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as C++ kernels number them
 
-
-# what the checks of paged.h found
-PAGING_PROBLEMS = (
-    "query_starts rise from 0 to at most the number of queries, and these don't",
-    "a sequence has more keys than its row of the table has room for, or fewer than new tokens",
-    "the table names a page that does not exist",
-    "a slot lies behind the last page",
+# errors of block_table.h, by status - 1
+CACHE_ERRORS = (
+    "query_start_loc must rise from 0 to at most the number of query tokens",
+    "a sequence has more tokens than its row of block_table holds, or fewer than query tokens",
+    "block_table names a cache block that does not exist",
+    "slot_mapping names a slot past the last cache block",
 )
 
 
-def paging_problem(status: int) -> ArgumentError:
-    return ArgumentError(PAGING_PROBLEMS[status - 1], next="check the tables of pages and lengths")
+def cache_error(status: int) -> ArgumentError:
+    """The error that a kernel's non-zero status stands for."""
+    return ArgumentError(
+        CACHE_ERRORS[status - 1],
+        next="check block_table, slot_mapping, query_start_loc and seq_lens",
+    )
 
 
-class Weight(ctypes.Structure):
-    """`Weight` of weight.h."""
+class WeightStruct(ctypes.Structure):
+    """`Weight` of weight.h: a quantized weight in the kernels' layout."""
 
     _fields_ = (
         ("rows", ctypes.c_int64),
@@ -62,8 +69,8 @@ class Weight(ctypes.Structure):
     )
 
 
-class Call(ctypes.Structure):
-    """`Call` of linear.h."""
+class LinearStruct(ctypes.Structure):
+    """`Call` of linear.h: the arguments of one `linear` call."""
 
     _fields_ = (
         ("weight", ctypes.c_void_p),
@@ -85,42 +92,42 @@ class Call(ctypes.Structure):
 
 
 @functools.cache
-def best_instructions() -> str:
-    """The instruction set this machine's kernels use."""
-    flags = set(native.processor().replace("\n", " ").split())
+def best_instruction_set() -> str:
+    """The best instruction set that this CPU has and the kernels support."""
+    flags = set(native.cpu_fingerprint().replace("\n", " ").split())
     if {"avx512f", "avx512bw", "avx512_vnni"} <= flags:
         return "avx512_vnni"
-    return "avx2" if {"avx2", "fma"} <= flags else "plain"
+    return "avx2" if {"avx2", "fma"} <= flags else "generic"
 
 
 @functools.cache
-def library(instructions: str | None = None) -> ctypes.CDLL:
-    """The kernels, compiled for this machine."""
-    loaded = native.load(source(instructions or best_instructions()))
+def load_library(instructions: str | None = None) -> ctypes.CDLL:
+    """The kernels of quantized linears, compiled for this CPU."""
+    loaded = native.load(build_source(instructions or best_instruction_set()))
     loaded.linear.argtypes = [ctypes.c_void_p]
     loaded.linear.restype = None
-    loaded.plain_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
-    loaded.plain_read.restype = ctypes.c_uint64
+    loaded.read_memory.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+    loaded.read_memory.restype = ctypes.c_uint64
     loaded.instructions.restype = ctypes.c_char_p
     sizes = (loaded.weight_size(), loaded.call_size())
-    expected = (ctypes.sizeof(Weight), ctypes.sizeof(Call))
-    assert sizes == expected, f"structures of {sizes} bytes in C++ and {expected} in Python"
+    expected = (ctypes.sizeof(WeightStruct), ctypes.sizeof(LinearStruct))
+    assert sizes == expected, f"struct sizes differ: {sizes} bytes in C++, {expected} in Python"
     return loaded
 
 
-def source(instructions: str) -> str:
-    """The text of the kernels of linears."""
-    return translation_unit(SIMD[instructions], *PARTS)
+def build_source(instructions: str) -> str:
+    """C++ source of the kernels of quantized linears."""
+    return build_translation_unit(SIMD[instructions], *LINEAR_HEADERS)
 
 
-def translation_unit(
-    *parts: str, defines: Sequence[str] = (), shared: Sequence[str] = ("numbers.h", "math.h")
+def build_translation_unit(
+    *headers: str, defines: Sequence[str] = (), shared: Sequence[str] = ("numbers.h", "math.h")
 ) -> str:
-    """Files of this folder as one text, after numbers and functions shared with generated kernels."""
+    """Headers of `kernels/include` as one source, after those shared with generated kernels."""
     texts = [
         "#define E4M3_OVERFLOW 0x7fu",
         *(f"#define {name}" for name in defines),
         *((native.INCLUDE / name).read_text() for name in shared),
-        *((INCLUDE / name).read_text() for name in parts),
+        *((INCLUDE / name).read_text() for name in headers),
     ]
     return "\n".join(texts)

@@ -1,13 +1,14 @@
-"""Two calls that don't need each other, at the same time on a GPU.
+"""Multi-stream overlap: two independent calls at the same time on a GPU.
 
-In: two functions. Out: the results of both, as if one had run after the other.
+In: two functions. Out: both results, as if the calls had run one after the other.
 
-The second runs on a side stream that forks off the current one and joins it again, so a CUDA graph
-records both as branches. Its memory is safe without marking: each stream has a side stream of its own,
-and whatever the side stream does next waits for all that the current one was told before.
+The second call runs on a side stream that forks from the current stream and joins it again, so a
+CUDA graph captures both as branches. Tensors need no `record_stream`: each stream has its own side
+stream, and work queued on the side stream waits for everything queued on the current stream before
+it.
 
-Only where it can help and does no harm: without gradients (autograd would have to know of the streams),
-and outside of captures by TorchDynamo, which see one stream.
+Calls overlap only without gradients (autograd would need to know the streams) and outside of
+TorchDynamo captures, which see one stream.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Call = Callable[[], Tensor]
-_sides: dict[tuple[int | None, int], torch.cuda.Stream] = {}
+Thunk = Callable[[], Tensor]
+_side_streams: dict[tuple[int | None, int], torch.cuda.Stream] = {}
 
 
-def forks(x: Tensor) -> bool:
-    """Whether calls on x run beside each other."""
+def can_overlap(x: Tensor) -> bool:
+    """Whether calls on x may run on two streams."""
     if x.device.type != "cuda" or torch.is_grad_enabled():
         return False
     return not torch.compiler.is_compiling()
 
 
-def beside(first: Call, second: Call, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(first(), second()) on a GPU where `forks` says so, the second on a side stream."""
+def run_overlapped(first: Thunk, second: Thunk, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(first(), second()), the second on a side stream; only where `can_overlap`."""
     current = torch.cuda.current_stream(device)
     key = device.index, current.cuda_stream
-    side = _sides.get(key)
+    side = _side_streams.get(key)
     if side is None:
-        side = _sides[key] = torch.cuda.Stream(device)
+        side = _side_streams[key] = torch.cuda.Stream(device)
     side.wait_stream(current)
-    here = first()
+    first_result = first()
     with torch.cuda.stream(side):
-        there = second()
+        second_result = second()
     current.wait_stream(side)
-    return here, there
+    return first_result, second_result

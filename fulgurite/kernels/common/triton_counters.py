@@ -1,8 +1,7 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs
-"""Counters for programs that share a tile.
+"""Counters for programs that share an output tile (split-K, split-KV).
 
-In: how many tiles a launch has. Out: that many zeros on the device, which are zeros again when the
-launch is over.
+In: how many tiles a launch has. Out: that many zeros on the device. Each program adds one to the
+counter of its tile; the last program merges the partial results and sets the counter back to zero.
 """
 
 from __future__ import annotations
@@ -12,38 +11,39 @@ import threading
 import torch
 from torch import Tensor
 
-COUNTERS = 1 << 22
+RING_SIZE = 1 << 22
 
 
-class Counters:
-    """Zeros that count the finished parts of each tile; whoever is last sets its own back to zero.
+class CounterRing:
+    """A long ring of zeros. Each call acquires the next stretch.
 
-    Each call takes the next stretch of a long ring, so that calls on several streams and from several
-    threads, and CUDA graphs that are replayed at the same time, count apart.
+    So calls on several streams and threads, and CUDA graphs replayed at the same time, never share
+    counters.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.ring = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        self.ring = torch.zeros(RING_SIZE, dtype=torch.int32, device=device)
         self.position = 0
-        self.taking = threading.Lock()
+        self.lock = threading.Lock()
 
-    def take(self, count: int) -> Tensor:
-        count = -(-count // 4) * 4  # 16 bytes: kernels are compiled for pointers so aligned
-        if count > COUNTERS:
+    def acquire(self, count: int) -> Tensor:
+        count = -(-count // 4) * 4  # 16 bytes: kernels are compiled for pointers aligned to 16
+        if count > RING_SIZE:
             return torch.zeros(count, dtype=torch.int32, device=self.ring.device)
-        with self.taking:
-            start = self.position if self.position + count <= COUNTERS else 0
+        with self.lock:
+            start = self.position if self.position + count <= RING_SIZE else 0
             self.position = start + count
         return self.ring[start : start + count]
 
 
-_counters: dict[torch.device, Counters] = {}
+_rings: dict[torch.device, CounterRing] = {}
 
 
-def take_counters(device: torch.device, count: int) -> Tensor:
-    found = _counters.get(device)
-    if found is None:
+def acquire_counters(device: torch.device, count: int) -> Tensor:
+    """`count` zeros, from the device's ring."""
+    ring = _rings.get(device)
+    if ring is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return torch.zeros(count, dtype=torch.int32, device=device)  # the graph's own
-        found = _counters.setdefault(device, Counters(device))
-    return found.take(count)
+            return torch.zeros(count, dtype=torch.int32, device=device)  # owned by the graph
+        ring = _rings.setdefault(device, CounterRing(device))
+    return ring.acquire(count)

@@ -5,39 +5,40 @@ In: nibbles as they are stored, read as 16-bit words of four. Out: four tiles of
 values, tile j with the j-th nibble of every word, which a matmul takes one after the other.
 
 To keep up with its memory an H200 has to decode a 4-bit weight with three instructions, loads and
-all, so two words are decoded at a time by bit moves on a 32-bit register (`PACKED`): in the layout of
-the tensor cores two neighbouring words share one, and so do their results. The other branches say
-the same in plain Triton, for the interpreter and for other makes of GPU.
+all, so two words are decoded at a time by bit moves on a 32-bit register (`PACKED`): in the layout
+of the tensor cores two neighbouring words share one, and so do their results. The other branches
+say the same in plain Triton, for the interpreter and for other makes of GPU.
 
-e2m1 in bfloat16: the three magnitude bits, put where bfloat16 has the lowest two bits of its exponent
-and the highest of its mantissa, are the number times 2^-126, subnormal 0.5 included. 4-bit integers:
-the nibble in the low bits of 128 is 128 + nibble; in those of 1024 in float16, 1024 + nibble.
+e2m1 in bfloat16: the three magnitude bits, put where bfloat16 has the lowest two bits of its
+exponent and the highest of its mantissa, are the number times 2^-126, subnormal 0.5 included. 4-bit
+integers: the nibble in the low bits of 128 is 128 + nibble; in those of 1024 in float16, 1024 +
+nibble.
 """
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from fulgurite.kernels.common.triton_import import tl, triton
 
 
-def _shift(target: str, left: int) -> str:
+def _shift_asm(target: str, left: int) -> str:
     """The word moved by some bits to the left, or to the right where that is negative."""
     return f"shl.b32 {target}, $1, {left};" if left >= 0 else f"shr.b32 {target}, $1, {-left};"
 
 
-def _e2m1(nibble: int, finish: str) -> str:
+def _e2m1_asm(nibble: int, finish: str) -> str:
     """Sign and magnitude of two nibbles to their places in a pair of bfloat16.
 
-    One product moves a nibble to both places, 12 and 6 bits up, and a mask keeps what belongs there.
+    One product moves a nibble to both places, 12 and 6 bits up, and a mask keeps what belongs
+    there.
     """
     mask, factor = (0x000F000F, 2**12 + 2**6) if nibble % 2 == 0 else (0x00F000F0, 2**8 + 2**2)
     return f"""{{ .reg .b32 a, m;
-{_shift("a", -8 * (nibble // 2))} and.b32 a, a, {mask}; mul.lo.u32 a, a, {factor};
+{_shift_asm("a", -8 * (nibble // 2))} and.b32 a, a, {mask}; mul.lo.u32 a, a, {factor};
 and.b32 a, a, 0x81C081C0;
 {finish} }}"""
 
 
-def _int4(nibble: int, less: int | None, half: bool = False) -> str:
+def _int4_asm(nibble: int, less: int | None, half: bool = False) -> str:
     """Two nibbles into the low bits of 128 (of 1024 in float16), less that and `less`; or less $2.
 
     `lop3` 0xEA is (a & m) | one: asked for by name, as the assembler leaves `and` and `or` two.
@@ -45,11 +46,11 @@ def _int4(nibble: int, less: int | None, half: bool = False) -> str:
     one, type = (0x64006400, "f16x2") if half else (0x43004300, "bf16x2")
     known = "$2" if less is None else one + less * 0x00010001
     return f"""{{ .reg .b32 a, m, one;
-{_shift("a", -4 * nibble)} mov.b32 m, 0x000F000F; mov.b32 one, {one}; lop3.b32 a, a, m, one, 0xEA;
+{_shift_asm("a", -4 * nibble)} mov.b32 m, 0x000F000F; mov.b32 one, {one}; lop3.b32 a, a, m, one, 0xEA;
 mov.b32 m, {known}; sub.rn.{type} $0, a, m; }}"""
 
 
-def _scaled(nibble: int, kind: str) -> str:
+def _int4_scaled_asm(nibble: int, kind: str) -> str:
     """Two nibbles times a scale in two parts, $2 its nearest bfloat16 and $3 what is left.
 
     As good as rounded once: one in a thousand is the other neighbour. "zero": $4 is 128 + the zero
@@ -58,43 +59,43 @@ def _scaled(nibble: int, kind: str) -> str:
     less = "$4" if kind == "zero" else "m"
     small = "fma.rn.bf16x2 t, a, $3, $4;" if kind == "minimum" else "mul.rn.bf16x2 t, a, $3;"
     return f"""{{ .reg .b32 a, m, one, t;
-{_shift("a", -4 * nibble)} mov.b32 m, 0x000F000F; mov.b32 one, 0x43004300; lop3.b32 a, a, m, one, 0xEA;
+{_shift_asm("a", -4 * nibble)} mov.b32 m, 0x000F000F; mov.b32 one, 0x43004300; lop3.b32 a, a, m, one, 0xEA;
 mov.b32 m, 0x43084308; sub.rn.bf16x2 a, a, {less}; {small} fma.rn.bf16x2 $0, a, $2, t; }}"""
 
 
 # Times the scale, which brings 2^126 along, or first times 2^126 where a scale could be too large.
-_LIFTED = "mul.rn.bf16x2 $0, a, $2;"
-_ANY = "mov.b32 m, 0x7E807E80; mul.rn.bf16x2 a, a, m; mul.rn.bf16x2 $0, a, $2;"
-E2M1_LIFTED = tl.constexpr(tuple(_e2m1(nibble, _LIFTED) for nibble in range(4)))
-E2M1_ANY = tl.constexpr(tuple(_e2m1(nibble, _ANY) for nibble in range(4)))
-INT4 = tl.constexpr(  # bfloat16 less 8, bfloat16, float16 less 8, float16
+_MULTIPLY_BIASED = "mul.rn.bf16x2 $0, a, $2;"
+_MULTIPLY_FULL_RANGE = "mov.b32 m, 0x7E807E80; mul.rn.bf16x2 a, a, m; mul.rn.bf16x2 $0, a, $2;"
+E2M1_BIASED_ASM = tl.constexpr(tuple(_e2m1_asm(nibble, _MULTIPLY_BIASED) for nibble in range(4)))
+E2M1_FULL_RANGE_ASM = tl.constexpr(tuple(_e2m1_asm(nibble, _MULTIPLY_FULL_RANGE) for nibble in range(4)))
+INT4_ASM = tl.constexpr(  # bfloat16 less 8, bfloat16, float16 less 8, float16
     tuple(
-        _int4(nibble, less, half)
+        _int4_asm(nibble, less, half)
         for half in (False, True)
         for less in (8, 0)
         for nibble in range(4)
     )
 )
-INT4_ZERO = tl.constexpr(tuple(_int4(nibble, None) for nibble in range(4)))
-SCALED = tl.constexpr(
-    tuple(_scaled(nibble, kind) for kind in ("", "zero", "minimum") for nibble in range(4))
+INT4_ZERO_POINT_ASM = tl.constexpr(tuple(_int4_asm(nibble, None) for nibble in range(4)))
+INT4_SCALED_ASM = tl.constexpr(
+    tuple(_int4_scaled_asm(nibble, kind) for kind in ("", "zero", "minimum") for nibble in range(4))
 )
 # What an e4m3 scale is multiplied by: its largest, 448, then still is a bfloat16.
-E4M3_LIFT = tl.constexpr(2.0**119)
-E4M3_DROP = tl.constexpr(2.0**7)
+E4M3_SCALE_BIAS = tl.constexpr(2.0**119)
+E4M3_SCALE_UNBIAS = tl.constexpr(2.0**7)
 # The largest e8m0 code, 2^1, that is a bfloat16 when lifted by 2^126.
-E8M0_LIFTED_MOST = tl.constexpr(128)
+MAX_BIASED_E8M0 = tl.constexpr(128)
 
 
 @triton.jit
-def e2m1_tile(words, scale, NIBBLE: tl.constexpr, ANY: tl.constexpr, PACKED: tl.constexpr):
+def dequantize_e2m1(words, scale, NIBBLE: tl.constexpr, ANY: tl.constexpr, PACKED: tl.constexpr):
     """One nibble of each word times `scale` (bfloat16, spread over the tile).
 
     ANY: the scale as it is. Otherwise it was lifted, by 2^126, or by 2^119 for 2^-7 of the value.
     """
     if PACKED:
         return tl.inline_asm_elementwise(
-            E2M1_ANY[NIBBLE] if ANY else E2M1_LIFTED[NIBBLE], "=r,r,r", [words, scale],
+            E2M1_FULL_RANGE_ASM[NIBBLE] if ANY else E2M1_BIASED_ASM[NIBBLE], "=r,r,r", [words, scale],
             dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     code = words.to(tl.int32) >> (4 * NIBBLE)
@@ -105,7 +106,7 @@ def e2m1_tile(words, scale, NIBBLE: tl.constexpr, ANY: tl.constexpr, PACKED: tl.
 
 
 @triton.jit
-def int4_tile(
+def dequantize_int4(
     words, NIBBLE: tl.constexpr, PACKED: tl.constexpr, LESS: tl.constexpr = 8,
     type: tl.constexpr = tl.bfloat16,
 ):  # fmt: skip
@@ -115,30 +116,30 @@ def int4_tile(
         return (((words.to(tl.int32) >> (4 * NIBBLE)) & 15) - LESS).to(tl.float32).to(type)
     elif type == tl.float16:
         return tl.inline_asm_elementwise(
-            INT4[8 + kind], "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2
+            INT4_ASM[8 + kind], "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2
         )
     else:
         return tl.inline_asm_elementwise(
-            INT4[kind], "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
+            INT4_ASM[kind], "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
         )
 
 
 @triton.jit
-def int4_less(words, zero, NIBBLE: tl.constexpr, PACKED: tl.constexpr):
+def dequantize_int4_zero_point(words, zero, NIBBLE: tl.constexpr, PACKED: tl.constexpr):
     """One nibble of each word less its zero point, which is float32 and has the tile's rows."""
     if PACKED:
         return tl.inline_asm_elementwise(
-            INT4_ZERO[NIBBLE], "=r,r,r", [words, (128 + zero).to(tl.bfloat16)], dtype=tl.bfloat16,
+            INT4_ZERO_POINT_ASM[NIBBLE], "=r,r,r", [words, (128 + zero).to(tl.bfloat16)], dtype=tl.bfloat16,
             is_pure=True, pack=2,
         )  # fmt: skip
     return (((words.to(tl.int32) >> (4 * NIBBLE)) & 15).to(tl.float32) - zero).to(tl.bfloat16)
 
 
 @triton.jit
-def rounded(codes, s, z, DECODE: tl.constexpr, ZERO: tl.constexpr, type: tl.constexpr):
+def scale_and_round(codes, s, z, DEQUANT: tl.constexpr, ZERO: tl.constexpr, type: tl.constexpr):
     """Integers times float32 scales, rounded once; z: minima of "uint4", else zero points (or none)."""
     value = codes.to(tl.float32)
-    if DECODE == "uint4":
+    if DEQUANT == "uint4":
         value = value * s + z
     elif ZERO:
         value = (value + (8.0 - z)) * s
@@ -148,36 +149,36 @@ def rounded(codes, s, z, DECODE: tl.constexpr, ZERO: tl.constexpr, type: tl.cons
 
 
 @triton.jit
-def rounded_nibbles(
-    words, s, z, NIBBLE: tl.constexpr, DECODE: tl.constexpr, ZERO: tl.constexpr, type: tl.constexpr,
+def dequantize_int4_scaled(
+    words, s, z, NIBBLE: tl.constexpr, DEQUANT: tl.constexpr, ZERO: tl.constexpr, type: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
     """The same of one nibble of each word; s and z are spread over the tile."""
     if PACKED and type == tl.bfloat16:
         high = s.to(tl.bfloat16)
         low = (s - high.to(tl.float32)).to(tl.bfloat16)
-        if DECODE == "uint4":
+        if DEQUANT == "uint4":
             return tl.inline_asm_elementwise(
-                SCALED[8 + NIBBLE], "=r,r,r,r,r", [words, high, low, (8 * s + z).to(tl.bfloat16)],
+                INT4_SCALED_ASM[8 + NIBBLE], "=r,r,r,r,r", [words, high, low, (8 * s + z).to(tl.bfloat16)],
                 dtype=tl.bfloat16, is_pure=True, pack=2,
             )  # fmt: skip
         elif ZERO:
             return tl.inline_asm_elementwise(
-                SCALED[4 + NIBBLE], "=r,r,r,r,r", [words, high, low, (128 + z).to(tl.bfloat16)],
+                INT4_SCALED_ASM[4 + NIBBLE], "=r,r,r,r,r", [words, high, low, (128 + z).to(tl.bfloat16)],
                 dtype=tl.bfloat16, is_pure=True, pack=2,
             )  # fmt: skip
         else:
             return tl.inline_asm_elementwise(
-                SCALED[NIBBLE], "=r,r,r,r", [words, high, low], dtype=tl.bfloat16, is_pure=True,
+                INT4_SCALED_ASM[NIBBLE], "=r,r,r,r", [words, high, low], dtype=tl.bfloat16, is_pure=True,
                 pack=2,
             )  # fmt: skip
     else:
-        codes = int4_tile(words, NIBBLE, PACKED, 0 if DECODE == "uint4" else 8)
-        return rounded(codes, s, z, DECODE, ZERO, type)
+        codes = dequantize_int4(words, NIBBLE, PACKED, 0 if DEQUANT == "uint4" else 8)
+        return scale_and_round(codes, s, z, DEQUANT, ZERO, type)
 
 
 @triton.jit
-def cast_tile(w, type: tl.constexpr, NATIVE: tl.constexpr):
+def cast_8bit(w, type: tl.constexpr, NATIVE: tl.constexpr):
     """8-bit weights as 16-bit floats, exact.
 
     float8 takes the way over float32: its own way to bfloat16 is a quarter as fast on an H200.
@@ -189,13 +190,13 @@ def cast_tile(w, type: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def times(w, scale):
+def multiply_bfloat16(w, scale):
     """w * scale in bfloat16, where the scale leaves it exact."""
     return (w.to(tl.float32) * scale.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit
-def quarters(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def deinterleave_by_4(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Columns 0, 4, 8, … of x; 1, 5, 9, …; and so on: what meets the four nibbles of a word."""
     pairs = tl.reshape(x, [ROWS, COLUMNS // 4, 2, 2])
     even, odd = tl.split(pairs)
@@ -205,7 +206,7 @@ def quarters(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def spread(scale, ROWS: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
+def expand_blocks(scale, ROWS: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
     """[ROWS, BLOCKS] as [ROWS, BLOCKS * WIDTH], each repeated WIDTH times."""
     wide = tl.broadcast_to(scale[:, :, None], [ROWS, BLOCKS, WIDTH])
     return tl.reshape(wide, [ROWS, BLOCKS * WIDTH])
@@ -220,6 +221,6 @@ def e8m0_to_bfloat16(code):
 
 
 @triton.jit
-def e8m0_lifted(code):
+def e8m0_to_biased_bfloat16(code):
     """2^(code - 127) * 2^126, exactly, of codes up to E8M0_LIFTED_MOST."""
     return ((code.to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True)

@@ -1,21 +1,21 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs
-"""Launches that are prepared once: kernels as ever, called with addresses from the second time on.
+"""Cached kernel launches: `@triton.jit` kernels whose repeated launches skip Triton's host code.
 
-    @prepared                               instead of @triton.jit, for kernels (not for what they call)
-    kernel[grid](x, 7, BLOCK=64, num_warps=4)
+    @cached_launch                              instead of @triton.jit, for kernels that are launched
+    kernel[grid](x, 7, BLOCK=64, num_warps=4)   as always
 
-In: a kernel's function. Out: a kernel that is launched as Triton's are. Triton binds, specialises and looks up
-with every launch, which takes longer than many kernels run. Here the compiled kernel that a first launch gave is kept
-by all that it was compiled for, and later ones hand their numbers straight to its launcher:
+In: a kernel function. Out: a kernel that is launched like any Triton kernel. Triton binds,
+specializes and looks up the compiled kernel at every launch, which takes longer than many kernels
+run. Here the first launch's compiled kernel is cached, and later launches pass raw addresses and
+numbers to its launcher. The key is everything that Triton compiles a kernel for:
 
-    constants     the options and `tl.constexpr`s, and where they stand
+    constants     launch options and `tl.constexpr` arguments, with their names and positions
     dtypes        of the tensors
     alignment     which addresses are multiples of 16
-    numbers       whole ones by what Triton tells apart: 1, multiples of 16, those past 32 bits
+    integers      by Triton's specialization classes: 1, multiples of 16, others, beyond 32 bits
 
-A launch with anything else among its arguments (descriptors, tensors of a subclass) goes Triton's way, and so
-does one whose grid is a function. Kept launches call none of Triton's launch hooks. In Triton's interpreter and on AMD's
-GPUs, whose kernels are also compiled for how large tensors are, a kernel is Triton's own.
+A launch with other argument types (tensor descriptors, tensor subclasses) or with a callable grid
+goes through Triton. Cached launches call no Triton launch hooks. In Triton's interpreter, and on
+AMD GPUs, where Triton also specializes on tensor sizes, `cached_launch` is `triton.jit`.
 """
 
 from __future__ import annotations
@@ -26,112 +26,113 @@ from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor, nn
 
+from fulgurite.kernels.common.triton_import import HAS_TRITON, INTERPRETED, triton
+
 Grid = tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
-Given = tuple[Any, ...]
+Args = tuple[Any, ...]
 POINTERS = (Tensor, nn.Parameter)
-PLAIN = (int, float, bool, type(None))
-BEYOND = 1 << 31  # numbers that take 64 bits
+SCALARS = (int, float, bool, type(None))
+INT32_LIMIT = 1 << 31
 
 
-class Launch(NamedTuple):
-    """A compiled kernel: what runs it, its handle, its metadata, and the constants behind its arguments."""
+class CompiledLaunch(NamedTuple):
+    """A compiled kernel: launcher, handle, metadata, and the constants after the arguments."""
 
     run: Callable[..., None]
     function: int
-    packed: Any
-    constants: Given
+    packed_metadata: Any
+    constants: Args
 
 
-class Form(NamedTuple):
-    """Arguments of certain types and names: which are tensors, which whole numbers, which constants."""
+class CallSignature(NamedTuple):
+    """How a call with certain argument types and names is keyed: which arguments are what."""
 
-    places: tuple[int, ...]  # of the tensors
-    tensors: Callable[[Given], Given]
-    numbers: Callable[[Given], Given]
-    constants: Callable[[Given], Given]
-    launches: dict[Given, Launch]
+    tensor_positions: tuple[int, ...]
+    select_tensors: Callable[[Args], Args]
+    select_integers: Callable[[Args], Args]
+    select_constants: Callable[[Args], Args]
+    launches: dict[Args, CompiledLaunch]
 
 
-class Prepared(triton.JITFunction):  # type: ignore[misc]
-    """A kernel whose launches are kept."""
+class CachedKernel(triton.JITFunction):  # type: ignore[misc]
+    """A Triton kernel with a cache of compiled launches."""
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         super().__init__(function, **options)
-        self.forms: dict[Given, Form | None] = {}
+        self.signatures: dict[Args, CallSignature | None] = {}
 
     def __getitem__(self, grid: Grid) -> Callable[..., None]:
         return lambda *args, **named: self._launch(grid, args, named)
 
-    def _launch(self, grid: Grid, args: Given, named: dict[str, Any]) -> None:
-        given = (*args, *named.values())
-        kind = (*map(type, given), *named)
-        form = self.forms.get(kind, _UNSEEN)
-        if form is _UNSEEN:
-            form = self.forms[kind] = self._form(args, named)
-        if form is None or callable(grid):
+    def _launch(self, grid: Grid, args: Args, named: dict[str, Any]) -> None:
+        values = (*args, *named.values())
+        types = (*map(type, values), *named)
+        signature = self.signatures.get(types, _UNKNOWN)
+        if signature is _UNKNOWN:
+            signature = self.signatures[types] = self._build_signature(args, named)
+        if signature is None or callable(grid):
             self.run(*args, grid=grid, warmup=False, **named)
             return
         device = current_device()
-        tensors, numbers = form.tensors(given), form.numbers(given)
+        tensors, integers = signature.select_tensors(values), signature.select_integers(values)
         addresses = [tensor.data_ptr() for tensor in tensors]
         key = (
             device,
-            *form.constants(given),
+            *signature.select_constants(values),
             *[tensor.dtype for tensor in tensors],
-            *_alignments(addresses),
-            *_classes(numbers),
+            *_alignment_key(addresses),
+            *_integer_key(integers),
         )
-        found = form.launches.get(key)
-        if found is None:
+        compiled = signature.launches.get(key)
+        if compiled is None:
             kernel = self.run(*args, grid=grid, warmup=False, **named)
-            form.launches[key] = self._kept(kernel, len(args), named)
+            signature.launches[key] = self._compiled_launch(kernel, len(args), named)
             return
-        values = list(args)
-        for place, address in zip(form.places, addresses, strict=True):
-            values[place] = address
+        raw = list(args)
+        for position, address in zip(signature.tensor_positions, addresses, strict=True):
+            raw[position] = address
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-        run, function, packed, constants = found
-        run(
-            x, y, z, current_stream(device), function, packed, None, None, None, *values, *constants
-        )
+        run, function, metadata, constants = compiled
+        run(x, y, z, current_stream(device), function, metadata, None, None, None, *raw, *constants)
 
-    def _form(self, args: Given, named: dict[str, Any]) -> Form | None:
-        """None where some argument is nothing that a launch can be kept by."""
-        numbers: list[int] = []
-        places, constants = [], list(range(len(args), len(args) + len(named)))
-        for place, (parameter, value) in enumerate(zip(self.params, args, strict=False)):
+    def _build_signature(self, args: Args, named: dict[str, Any]) -> CallSignature | None:
+        """None where an argument can't be part of a cache key."""
+        integers: list[int] = []
+        tensors, constants = [], list(range(len(args), len(args) + len(named)))
+        for position, (parameter, value) in enumerate(zip(self.params, args, strict=False)):
             if parameter.is_constexpr:
-                constants.append(place)
+                constants.append(position)
             elif type(value) in POINTERS:
-                places.append(place)
-            elif type(value) in PLAIN:
-                (numbers if type(value) is int else []).append(place)
+                tensors.append(position)
+            elif type(value) in SCALARS:
+                (integers if type(value) is int else []).append(position)
             else:
                 return None
         if any(not p.is_constexpr for p in self.params[len(args) :]):
             return None
-        constant = _take(constants)
-        if not all(_is_hashable(value) for value in constant((*args, *named.values()))):
+        select_constants = _select(constants)
+        if not all(_is_hashable(value) for value in select_constants((*args, *named.values()))):
             return None
-        return Form(tuple(places), _take(places), _take(numbers), constant, {})
+        return CallSignature(
+            tuple(tensors), _select(tensors), _select(integers), select_constants, {}
+        )
 
-    def _kept(self, kernel: Any, count: int, named: dict[str, Any]) -> Launch:
+    def _compiled_launch(self, kernel: Any, count: int, named: dict[str, Any]) -> CompiledLaunch:
         constants = (named.get(p.name, p.default) for p in self.params[count:])
-        return Launch(kernel.run, kernel.function, kernel.packed_metadata, tuple(constants))
+        return CompiledLaunch(kernel.run, kernel.function, kernel.packed_metadata, tuple(constants))
 
 
-def prepared(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """The kernel of a function; `options` are those of `triton.jit`."""
+def cached_launch(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Decorate a Triton kernel; `options` are those of `triton.jit`."""
     if function is None:
-        return partial(prepared, **options)
-    made = triton.jit if triton.knobs.runtime.interpret or torch.version.hip else Prepared
-    return made(function, **options)
+        return partial(cached_launch, **options)
+    plain = not HAS_TRITON or INTERPRETED or torch.version.hip
+    return (triton.jit if plain else CachedKernel)(function, **options)
 
 
-_UNSEEN: Any = object()
+_UNKNOWN: Any = object()
 
 
 def current_device() -> int:
@@ -142,28 +143,28 @@ def current_stream(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)
 
 
-def _alignments(addresses: list[int]) -> Sequence[bool]:
-    """Which addresses are multiples of 16; of many that all are, one word."""
+def _alignment_key(addresses: list[int]) -> Sequence[bool]:
+    """Which addresses are multiples of 16; one entry where all are, the common case."""
     if not reduce(operator.or_, addresses, 0) & 15:
         return (True,)
     return [not address & 15 for address in addresses]
 
 
-def _classes(numbers: Given) -> Given:
-    """What Triton compiles a kernel anew for: numbers of 64 bits are told apart one by one."""
-    if numbers and (max(numbers) >= BEYOND or min(numbers) < -BEYOND):
-        return numbers
-    return tuple([1 if number == 1 else 0 if number & 15 else 16 for number in numbers])
+def _integer_key(integers: Args) -> Args:
+    """Triton's specialization class of each integer; the integers themselves beyond 32 bits."""
+    if integers and (max(integers) >= INT32_LIMIT or min(integers) < -INT32_LIMIT):
+        return integers
+    return tuple([1 if number == 1 else 0 if number & 15 else 16 for number in integers])
 
 
-def _take(places: Sequence[int]) -> Callable[[Given], Given]:
-    """Those of the arguments that stand at these places."""
-    if len(places) > 1:
-        return operator.itemgetter(*places)
-    if not places:
-        return lambda given: ()
-    only = places[0]
-    return lambda given: (given[only],)
+def _select(positions: Sequence[int]) -> Callable[[Args], Args]:
+    """A function that returns the arguments at these positions."""
+    if len(positions) > 1:
+        return operator.itemgetter(*positions)
+    if not positions:
+        return lambda values: ()
+    only = positions[0]
+    return lambda values: (values[only],)
 
 
 def _is_hashable(value: Any) -> bool:

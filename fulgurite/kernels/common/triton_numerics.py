@@ -7,14 +7,13 @@ compared as integers: the bits of |x| are ordered like |x|, and NaN comes out on
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from fulgurite.kernels.common.triton_import import INTERPRETED, tl, triton
 
-CORRECTED = not triton.knobs.runtime.interpret  # whether division is corrected multiplication
+NATIVE = not INTERPRETED  # whether division is corrected multiplication
 INFINITY_BITS = tl.constexpr(0x7F800000)
-ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves a whole number in the low bits
-ROUNDER_BITS = tl.constexpr(0x4B400000)
-SMALLEST_SCALE = tl.constexpr(2.0**-126)
+ROUND_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves a whole number in the low bits
+ROUND_MAGIC_BITS = tl.constexpr(0x4B400000)
+MIN_SCALE = tl.constexpr(2.0**-126)
 
 
 @triton.jit
@@ -32,10 +31,10 @@ def finite_bits(bits, KEEP_NAN: tl.constexpr):
 
 
 @triton.jit
-def scale_of(amax, HIGHEST: tl.constexpr):
+def compute_scale(amax, HIGHEST: tl.constexpr):
     """amax / HIGHEST, 1 for zeros, never under 2^-126; NaN stays."""
     scale = tl.div_rn(amax, HIGHEST)
-    scale = tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)
+    scale = tl.where(scale < MIN_SCALE, MIN_SCALE, scale)
     return tl.where(amax == 0.0, 1.0, scale)
 
 
@@ -43,8 +42,8 @@ def scale_of(amax, HIGHEST: tl.constexpr):
 def divide(x, divisor, inverse, CORRECTED: tl.constexpr):
     """x / divisor to the last bit, given the rounded inverse of the divisor.
 
-    Two fused multiply-adds correct the quotient (Markstein), which is a third of the instructions of
-    a division; the interpreter has no fused multiply-add and divides.
+    Two fused multiply-adds correct the quotient (Markstein), which is a third of the instructions
+    of a division; the interpreter has no fused multiply-add and divides.
     """
     if CORRECTED:
         quotient = x * inverse
@@ -97,7 +96,7 @@ def to_float8(x, type: tl.constexpr, NATIVE: tl.constexpr):
 @triton.jit
 def round_to_int(x):
     """Nearest even of |x| < 2^22, as int32; 0 of NaN."""
-    whole = (x + ROUNDER).to(tl.int32, bitcast=True) - ROUNDER_BITS
+    whole = (x + ROUND_MAGIC).to(tl.int32, bitcast=True) - ROUND_MAGIC_BITS
     return tl.where(x == x, whole, 0)
 
 
@@ -114,31 +113,31 @@ def divide_positive(x, divisor, inverse, CORRECTED: tl.constexpr):
 def e2m1_magnitude(quotient):
     """The e2m1 code 0 to 7 of quotient >= 0 in the last bits of an int32: nearest even, saturating.
 
-    Codes count steps of a half up to 2, of one up to 4, of two above, so the code is the least of the
-    three counts. Adding ROUNDER rounds each to a whole number. NaN, which the quotient of an infinity
-    may be, counts as 6. Additions are cheap here and comparisons are not.
+    Codes count steps of a half up to 2, of one up to 4, of two above, so the code is the least of
+    the three counts. Adding ROUNDER rounds each to a whole number. NaN, which the quotient of an
+    infinity may be, counts as 6. Additions are cheap here and comparisons are not.
     """
-    halves = quotient * 2.0 + ROUNDER
-    ones = quotient + (ROUNDER + 2.0)
-    twos = quotient * 0.5 + (ROUNDER + 4.0)
-    least = tl.minimum(tl.minimum(halves, ones), tl.minimum(twos, ROUNDER + 7.0))
+    halves = quotient * 2.0 + ROUND_MAGIC
+    ones = quotient + (ROUND_MAGIC + 2.0)
+    twos = quotient * 0.5 + (ROUND_MAGIC + 4.0)
+    least = tl.minimum(tl.minimum(halves, ones), tl.minimum(twos, ROUND_MAGIC + 7.0))
     return least.to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def int4_code(quotient):
+def quantize_int4(quotient):
     """rne(quotient) + 8 within 0 to 15, in the last bits of an int32."""
-    code = tl.minimum(tl.maximum(quotient + (ROUNDER + 8.0), ROUNDER), ROUNDER + 15.0)
+    code = tl.minimum(tl.maximum(quotient + (ROUND_MAGIC + 8.0), ROUND_MAGIC), ROUND_MAGIC + 15.0)
     return code.to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def larger_or_nan(a, b):
+def max_propagate_nan(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def any_infinite(amax):
+def has_nonfinite(amax):
     """Whether some of these magnitudes is infinite or NaN."""
     return tl.max(tl.where(amax < float("inf"), 0, 1), 0) > 0
 
@@ -147,12 +146,12 @@ def any_infinite(amax):
 def finite_amax(x, AXIS: tl.constexpr, KEEP_NAN: tl.constexpr, NATIVE: tl.constexpr):
     """The largest finite |x| along an axis; infinities are passed over, NaN is or stays.
 
-    One comparison an element; the bits are looked at only where the largest is no number (and in the
-    interpreter, which is slow at reductions of its user's own).
+    One comparison an element; the bits are looked at only where the largest is no number (and in
+    the interpreter, which is slow at reductions of its user's own).
     """
     if NATIVE:
-        amax = tl.reduce(tl.abs(x), AXIS, larger_or_nan)
-        if any_infinite(amax):
+        amax = tl.reduce(tl.abs(x), AXIS, max_propagate_nan)
+        if has_nonfinite(amax):
             amax = tl.max(magnitude_bits(x, KEEP_NAN), AXIS).to(tl.float32, bitcast=True)
         return amax
     else:
@@ -160,7 +159,7 @@ def finite_amax(x, AXIS: tl.constexpr, KEEP_NAN: tl.constexpr, NATIVE: tl.conste
 
 
 @triton.jit
-def code_8bit(x, scale, inverse, HIGHEST: tl.constexpr, type: tl.constexpr, C: tl.constexpr):
+def quantize_8bit(x, scale, inverse, HIGHEST: tl.constexpr, type: tl.constexpr, C: tl.constexpr):
     """Codes of one byte: float8 by its own cast, int8 by rounding."""
     quotient = divide(x, scale, inverse, C)
     if type == tl.int8:

@@ -1,17 +1,17 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Kernels that start while the one in front of them drains (programmatic dependent launch).
+"""Programmatic dependent launch (PDL) in Triton: a kernel starts while the previous one drains.
 
-    with chain():                           kernels launched here may start early (`kernels/chains.py`)
-    launch(**early(device))                 this kernel may start before the one in front is done
-    let_next_start()                        in a kernel: the next one may start now, as far as there is room
-    wait_for_inputs()                       in a kernel: everything before it is done and can be read
+    with pdl_region():                      kernels launched here use PDL (`pdl.py`)
+    kernel[grid](…, **pdl_options(device))  PDL=True and Triton's `launch_pdl=True` inside a region
+    launch_dependents()                     in a kernel: the next kernel may start, as room allows
+    wait_for_dependencies()                 in a kernel: all previous kernels are done and visible
 
-In: a device. Out: the launch options of a kernel, in a chain or outside of one. What lies before `wait_for_inputs` may
-read what no kernel of the chain writes: weights. Everything else comes after it, and every program waits,
-also one that has nothing to do: so a kernel that is done says that all before it are.
+In: a device. Out: the launch options of a kernel. Before `wait_for_dependencies` a kernel reads
+only what no kernel of the region writes, such as weights. Every program waits, even one without
+work: so a finished kernel implies that all kernels before it are finished.
 
-A kernel that is launched without these options waits for all of the one in front, as ever; so chains may
-be broken anywhere. In a CUDA graph they are edges of their own kind.
+A kernel launched without these options waits for the whole previous kernel, so a region may contain
+any kernels. A CUDA graph captures PDL as programmatic edges.
 """
 
 from __future__ import annotations
@@ -20,34 +20,33 @@ import functools
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
-from fulgurite.kernels.common.pdl_region import in_chain
+from fulgurite.kernels.common.pdl import in_pdl_region
+from fulgurite.kernels.common.triton_import import INTERPRETED, tl, triton
 
-HOPPER = (9, 0)
-LINE = tl.constexpr(128)  # bytes that one prefetch brings
+HOPPER = (9, 0)  # first compute capability with PDL
+CACHE_LINE_BYTES = tl.constexpr(128)  # of one prefetch instruction
 
 
 @triton.jit
-def let_next_start():
+def launch_dependents():
     tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def wait_for_inputs():
+def wait_for_dependencies():
     tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def fetch_ahead(row_ptrs, LINES: tl.constexpr):
-    """The first LINES * 128 bytes of rows into the GPU's second-level cache."""
-    line = tl.arange(0, LINES) * LINE
-    at = row_ptrs.to(tl.int64)[:, None] + line[None, :]
+def prefetch_l2(row_ptrs, LINES: tl.constexpr):
+    """Prefetch the first LINES * 128 bytes of each row into L2."""
+    line_offsets = tl.arange(0, LINES) * CACHE_LINE_BYTES
+    addresses = row_ptrs.to(tl.int64)[:, None] + line_offsets[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
-        [at],
+        [addresses],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -55,16 +54,19 @@ def fetch_ahead(row_ptrs, LINES: tl.constexpr):
 
 
 @functools.cache
-def can_start_early(device: torch.device) -> bool:
-    """Whether the GPU and this Triton have programmatic dependent launch."""
-    if device.type != "cuda" or triton.knobs.runtime.interpret:
+def supports_pdl(device: torch.device) -> bool:
+    """Whether the GPU and this Triton version have PDL."""
+    if device.type != "cuda" or INTERPRETED:
         return False
-    known = hasattr(tl.extra, "cuda") and hasattr(tl.extra.cuda, "gdc_wait")
-    return known and torch.cuda.get_device_capability(device) >= HOPPER
+    has_intrinsics = hasattr(tl.extra, "cuda") and hasattr(tl.extra.cuda, "gdc_wait")
+    return has_intrinsics and torch.cuda.get_device_capability(device) >= HOPPER
 
 
-def early(device: torch.device, chained: bool | None = None) -> dict[str, Any]:
-    """Launch options: EARLY for the kernel, and what tells the driver; in a chain, or as it is said."""
-    if not (in_chain() if chained is None else chained) or not can_start_early(device):
-        return {"EARLY": False}
-    return {"EARLY": True, "launch_pdl": True}
+def pdl_options(device: torch.device, enabled: bool | None = None) -> dict[str, Any]:
+    """Launch options: PDL for the kernel, `launch_pdl` for the driver.
+
+    enabled   None: inside a `pdl_region` only
+    """
+    if not (in_pdl_region() if enabled is None else enabled) or not supports_pdl(device):
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}

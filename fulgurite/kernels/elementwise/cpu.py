@@ -1,6 +1,6 @@
-"""The glue of a layer in C++: one native call each, which a recorded step runs without Python.
+"""Fused elementwise operators in C++: one native call each, which a recorded step can replay.
 
-In: tensors on the CPU in float32, bfloat16 or float16 whose rows are contiguous. Out: new tensors, or
+In: tensors on the CPU in float32, bfloat16 or float16 with contiguous rows. Out: new tensors, or
 `NotImplemented` for anything else.
 """
 
@@ -14,68 +14,73 @@ import torch
 from torch import Tensor
 
 from fulgurite import device, native, replay
-from fulgurite.kernels.common.cpu_library import translation_unit
+from fulgurite.kernels.common.cpu_library import DTYPE_CODES, build_translation_unit
 
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-COMBINATIONS = {"add": 0, "silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3}
-_pack_norm = struct.Struct("10q2dq").pack
-_pack_rotate = struct.Struct("13q").pack
-_pack_combine = struct.Struct("10q").pack
+BINARY_OP_CODES = {"add": 0, "silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3}
+_pack_rms_norm = struct.Struct("10q2dq").pack
+_pack_rope = struct.Struct("13q").pack
+_pack_binary = struct.Struct("10q").pack
 
 
 @functools.cache
-def _kernel(name: str) -> replay.Kernel:
-    return replay.Kernel(native.load(translation_unit("vectors.h", "glue.h")), name)
+def _load_kernel(name: str) -> replay.NativeKernel:
+    library = native.load(build_translation_unit("vec16.h", "elementwise.h"))
+    return replay.NativeKernel(library, name)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Any:
+    """`elementwise.ops.rms_norm`."""
     rows = _grouped_rows(x)
     fits = weight.shape == x.shape[-1:] and weight.is_contiguous()
-    if rows is None or weight.dtype not in KINDS or not fits:
+    if rows is None or weight.dtype not in DTYPE_CODES or not fits:
         return NotImplemented
-    count, inner, outer_step, step = rows
+    count, group, group_stride, row_stride = rows
     out = torch.empty(x.shape, dtype=x.dtype)
-    packed = _pack_norm(
-        x.data_ptr(), weight.data_ptr(), out.data_ptr(), count, inner, x.shape[-1], outer_step, step,
-        KINDS[x.dtype], KINDS[weight.dtype], eps, offset, device.cpu_threads(),
+    packed = _pack_rms_norm(
+        x.data_ptr(), weight.data_ptr(), out.data_ptr(), count, group, x.shape[-1], group_stride,
+        row_stride, DTYPE_CODES[x.dtype], DTYPE_CODES[weight.dtype], eps, offset,
+        device.num_cpu_threads(),
     )  # fmt: skip
-    _kernel("rms_norm")(packed, (x, weight, out))
+    _load_kernel("rms_norm")(packed, (x, weight, out))
     return out
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Any:
-    plain = cos.is_contiguous() and sin.is_contiguous() and cos.dtype == sin.dtype == torch.float32
-    if x.dim() != 3 or x.dtype not in KINDS or x.stride(-1) != 1 or not plain:
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Any:
+    """`elementwise.ops.apply_rope`."""
+    is_float32 = cos.dtype == sin.dtype == torch.float32
+    if not is_float32 or not cos.is_contiguous() or not sin.is_contiguous():
+        return NotImplemented
+    if x.dim() != 3 or x.dtype not in DTYPE_CODES or x.stride(-1) != 1:
         return NotImplemented
     pairs = cos.shape[-1]
     if cos.numel() != x.shape[0] * pairs or sin.shape != cos.shape or 2 * pairs > x.shape[-1]:
         return NotImplemented
     out = torch.empty(x.shape, dtype=x.dtype)
-    packed = _pack_rotate(
+    packed = _pack_rope(
         x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(), *x.shape, pairs,
-        *x.stride()[:2], interleaved, KINDS[x.dtype], device.cpu_threads(),
+        *x.stride()[:2], interleaved, DTYPE_CODES[x.dtype], device.num_cpu_threads(),
     )  # fmt: skip
-    _kernel("rotate")(packed, (x, cos, sin, out))
+    _load_kernel("apply_rope")(packed, (x, cos, sin, out))
     return out
 
 
-def combine(x: Tensor, y: Tensor, how: str) -> Any:
+def elementwise_binary(x: Tensor, y: Tensor, operation: str) -> Any:
     """x + y ("add"), or activation(x) * y."""
-    first, second = _rows(x), _rows(y)
-    if first is None or second is None or x.shape != y.shape or x.dtype != y.dtype:
+    x_rows, y_rows = _rows(x), _rows(y)
+    if x_rows is None or y_rows is None or x.shape != y.shape or x.dtype != y.dtype:
         return NotImplemented
     out = torch.empty(x.shape, dtype=x.dtype)
-    packed = _pack_combine(
-        x.data_ptr(), y.data_ptr(), out.data_ptr(), first[0], x.shape[-1], first[1], second[1],
-        KINDS[x.dtype], COMBINATIONS[how], device.cpu_threads(),
+    packed = _pack_binary(
+        x.data_ptr(), y.data_ptr(), out.data_ptr(), x_rows[0], x.shape[-1], x_rows[1], y_rows[1],
+        DTYPE_CODES[x.dtype], BINARY_OP_CODES[operation], device.num_cpu_threads(),
     )  # fmt: skip
-    _kernel("combine")(packed, (x, y, out))
+    _load_kernel("elementwise_binary")(packed, (x, y, out))
     return out
 
 
 def _rows(x: Tensor) -> tuple[int, int] | None:
-    """How many rows x has and how far apart they are, if that is one number."""
-    if x.dtype not in KINDS or x.dim() == 0 or native.compiler() is None:
+    """Number of rows and their stride; None where x has no single row stride."""
+    if x.dtype not in DTYPE_CODES or x.dim() == 0 or native.find_compiler() is None:
         return None
     if x.is_contiguous():
         return (x.numel() // x.shape[-1] if x.shape[-1] else 0), x.shape[-1]
@@ -85,10 +90,12 @@ def _rows(x: Tensor) -> tuple[int, int] | None:
 
 
 def _grouped_rows(x: Tensor) -> tuple[int, int, int, int] | None:
-    """Rows, how many lie together, and how far apart groups and rows are: heads of tokens."""
-    plain = _rows(x)
-    if plain is not None:
-        return plain[0], 1, plain[1], 0
-    if x.dim() == 3 and x.stride(-1) == 1 and x.dtype in KINDS and native.compiler() is not None:
-        return x.shape[0] * x.shape[1], max(x.shape[1], 1), x.stride(0), x.stride(1)
-    return None
+    """Number of rows, rows per group, strides of groups and rows: the heads of tokens."""
+    rows = _rows(x)
+    if rows is not None:
+        return rows[0], 1, rows[1], 0
+    if x.dim() != 3 or x.stride(-1) != 1 or x.dtype not in DTYPE_CODES:
+        return None
+    if native.find_compiler() is None:
+        return None
+    return x.shape[0] * x.shape[1], max(x.shape[1], 1), x.stride(0), x.stride(1)

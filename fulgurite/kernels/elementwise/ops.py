@@ -1,15 +1,17 @@
-"""What lies between the linears and the attention of a layer: norms, rotations, gates, sums.
+"""Fused elementwise operators of a transformer layer: tensors in, new tensors out.
 
-    rms_norm   x / sqrt(mean(x^2) + eps) * (weight + offset)
-    rotate     (a, b) -> (a cos - b sin, b cos + a sin)
-    gate       activation(x) * y
-    add        x + y
-    heads      query and key normed and turned, key and value stored: from the linears to the attention
+    rms_norm            x / sqrt(mean(x^2) + eps) * (weight + offset)
+    apply_rope          (a, b) -> (a cos - b sin, b cos + a sin)
+    activation_and_mul  activation(x) * y
+    add                 x + y
+    qk_norm_rope        query and key: norm and RoPE; key and value: optionally into the KV cache
 
-In: tensors. Out: new tensors. Where nothing is differentiated and no graph is captured, a CPU runs each
-as one native kernel, so that a step of a model made of them can be recorded (`fulgurite.replay`), and a
-GPU as one Triton kernel. Everywhere else they are the plain torch formulas, which capture hands to the
-fuser.
+Without gradients and outside of graph capture each is one native kernel on the CPU, so that a step
+of a model can be recorded (`fulgurite.replay`), and one Triton kernel on a GPU. Otherwise they are
+plain torch ops, which capture gives to the fuser.
+
+Shapes: X tokens; N query heads; K key heads; H size of a head; V size of a value; P cache blocks of
+B slots.
 """
 
 from __future__ import annotations
@@ -22,20 +24,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fulgurite.kernels import registry
+from fulgurite.kernels.elementwise import cpu, triton_elementwise
 
-NORMS = {
-    "cpu": "fulgurite.kernels.elementwise.cpu:rms_norm",
-    "cuda": "fulgurite.kernels.elementwise.triton_elementwise:rms_norm",
+RMS_NORM_KERNELS: dict[str, registry.Kernel] = {
+    "cpu": cpu.rms_norm,
+    "cuda": triton_elementwise.rms_norm,
 }
-ROTATIONS = {
-    "cpu": "fulgurite.kernels.elementwise.cpu:rotate",
-    "cuda": "fulgurite.kernels.elementwise.triton_elementwise:rotate",
+ROPE_KERNELS: dict[str, registry.Kernel] = {
+    "cpu": cpu.apply_rope,
+    "cuda": triton_elementwise.apply_rope,
 }
-COMBINATIONS = {
-    "cpu": "fulgurite.kernels.elementwise.cpu:combine",
-    "cuda": "fulgurite.kernels.elementwise.triton_elementwise:combine",
+BINARY_KERNELS: dict[str, registry.Kernel] = {
+    "cpu": cpu.elementwise_binary,
+    "cuda": triton_elementwise.elementwise_binary,
 }
-HEADS = {"cuda": "fulgurite.kernels.elementwise.triton_elementwise:heads"}
+QK_NORM_ROPE_KERNELS: dict[str, registry.Kernel] = {"cuda": triton_elementwise.qk_norm_rope}
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -44,8 +47,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class HeadNorms(NamedTuple):
-    """The norms of query heads and key heads."""
+class QKNorm(NamedTuple):
+    """The RMS norms of query heads and key heads."""
 
     query: Tensor
     key: Tensor
@@ -53,21 +56,21 @@ class HeadNorms(NamedTuple):
     offset: float
 
 
-class Pages(NamedTuple):
-    """Where the keys and values of new tokens go; see `kernels/attention.py`."""
+class KVCacheSlots(NamedTuple):
+    """A layer's KV cache and the slots of new tokens in it; see `kernels/attention/ops.py`."""
 
-    keys_PBKH: Tensor
-    values_PBKV: Tensor
-    slots_T: Tensor
+    key_cache_PBKH: Tensor
+    value_cache_PBKV: Tensor
+    slot_mapping_T: Tensor
 
 
-class Heads(NamedTuple):
-    """Query, key and value as the linears left them, and what is to be done to them."""
+class ProjectedQKV(NamedTuple):
+    """Query, key and value as projected, with the norm and RoPE to apply to them."""
 
     q_XNH: Tensor
     k_XKH: Tensor
     v_XKV: Tensor
-    norms: HeadNorms | None
+    norms: QKNorm | None
     cos: Tensor | None
     sin: Tensor | None
     interleaved: bool
@@ -75,92 +78,105 @@ class Heads(NamedTuple):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """In float32, rounded once to x's dtype."""
-    if _plain():
-        return plain_rms_norm(x, weight, eps, offset)
-    out: Tensor = registry.run(NORMS, x.device, plain_rms_norm, x, weight, eps, offset)
+    if _needs_torch_ops():
+        return rms_norm_reference(x, weight, eps, offset)
+    out: Tensor = registry.dispatch(
+        RMS_NORM_KERNELS, x.device, rms_norm_reference, x, weight, eps, offset
+    )
     return out
 
 
-def rotate(x_XNH: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Turn the first dimensions of each head, in float32; the others pass through.
+def apply_rope(x_XNH: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate the first dimensions of each head, in float32; the others pass through.
 
     cos, sin   [X, 1, pairs]; a pair is (x[i], x[i + pairs]), or (x[2i], x[2i + 1]) if interleaved
     """
-    if _plain():
-        return plain_rotate(x_XNH, cos, sin, interleaved)
-    out: Tensor = registry.run(ROTATIONS, x_XNH.device, plain_rotate, x_XNH, cos, sin, interleaved)
+    if _needs_torch_ops():
+        return apply_rope_reference(x_XNH, cos, sin, interleaved)
+    out: Tensor = registry.dispatch(
+        ROPE_KERNELS, x_XNH.device, apply_rope_reference, x_XNH, cos, sin, interleaved
+    )
     return out
 
 
-def gate(x: Tensor, y: Tensor, activation: str) -> Tensor:
+def activation_and_mul(x: Tensor, y: Tensor, activation: str) -> Tensor:
     """activation(x) * y."""
-    if _plain():
-        return plain_combine(x, y, activation)
-    out: Tensor = registry.run(COMBINATIONS, x.device, plain_combine, x, y, activation)
+    if _needs_torch_ops():
+        return elementwise_binary_reference(x, y, activation)
+    out: Tensor = registry.dispatch(
+        BINARY_KERNELS, x.device, elementwise_binary_reference, x, y, activation
+    )
     return out
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
-    if _plain():
+    """x + y."""
+    if _needs_torch_ops():
         return x + y
-    out: Tensor = registry.run(COMBINATIONS, x.device, plain_combine, x, y, "add")
+    out: Tensor = registry.dispatch(
+        BINARY_KERNELS, x.device, elementwise_binary_reference, x, y, "add"
+    )
     return out
 
 
-def heads(
+def qk_norm_rope(
     q_XNH: Tensor,
     k_XKH: Tensor,
     v_XKV: Tensor,
-    norms: HeadNorms | None,
+    norms: QKNorm | None,
     cos: Tensor | None,
     sin: Tensor | None,
     interleaved: bool,
-    pages: Pages | None = None,
+    cache: KVCacheSlots | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What attention reads: query and key with their norms and rotation, and the value.
+    """What attention reads: query and key with their norms and RoPE, and the value.
 
-    A device that can writes key and value into `pages` in the same pass; then both are None.
+    A kernel that can also stores key and value into `cache`; then both are returned as None.
     """
-    if not _plain():
-        function = registry.find(HEADS, q_XNH.device)
-        given = (q_XNH, k_XKH, v_XKV, norms, cos, sin, interleaved, pages)
-        found = NotImplemented if function is None else function(*given)
-        if found is not NotImplemented:
-            q, k, v = found
+    if not _needs_torch_ops():
+        kernel = registry.find_kernel(QK_NORM_ROPE_KERNELS, q_XNH.device)
+        arguments = (q_XNH, k_XKH, v_XKV, norms, cos, sin, interleaved, cache)
+        result = NotImplemented if kernel is None else kernel(*arguments)
+        if result is not NotImplemented:
+            q, k, v = result
             return q, k, v
     if norms is not None:
         q_XNH = rms_norm(q_XNH, norms.query, norms.eps, norms.offset)
         k_XKH = rms_norm(k_XKH, norms.key, norms.eps, norms.offset)
     if cos is not None and sin is not None:
-        q_XNH, k_XKH = (rotate(x, cos, sin, interleaved) for x in (q_XNH, k_XKH))
+        q_XNH, k_XKH = (apply_rope(x, cos, sin, interleaved) for x in (q_XNH, k_XKH))
     return q_XNH, k_XKH, v_XKV
 
 
-def _plain() -> bool:
+def _needs_torch_ops() -> bool:
+    """Whether autograd or graph capture must see plain torch ops."""
     return torch.is_grad_enabled() or torch.compiler.is_compiling()
 
 
-def plain_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """`rms_norm` in plain torch."""
     weight = weight.float()
     if offset:
         weight = weight + offset
     return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
 
-def plain_rotate(x_XNH: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def apply_rope_reference(x_XNH: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """`apply_rope` in plain torch."""
     size = 2 * cos.shape[-1]
-    turned, rest = x_XNH[..., :size].float(), x_XNH[..., size:]
+    rotated, rest = x_XNH[..., :size].float(), x_XNH[..., size:]
     if interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
     else:
-        a, b = turned.chunk(2, dim=-1)
+        a, b = rotated.chunk(2, dim=-1)
     first, second = a * cos - b * sin, b * cos + a * sin
     if interleaved:
-        turned = torch.stack((first, second), dim=-1).flatten(-2)
+        rotated = torch.stack((first, second), dim=-1).flatten(-2)
     else:
-        turned = torch.cat((first, second), dim=-1)
-    return torch.cat((turned.to(x_XNH.dtype), rest), dim=-1)
+        rotated = torch.cat((first, second), dim=-1)
+    return torch.cat((rotated.to(x_XNH.dtype), rest), dim=-1)
 
 
-def plain_combine(x: Tensor, y: Tensor, how: str) -> Tensor:
-    return x + y if how == "add" else ACTIVATIONS[how](x) * y
+def elementwise_binary_reference(x: Tensor, y: Tensor, operation: str) -> Tensor:
+    """x + y ("add"), or activation(x) * y, in plain torch."""
+    return x + y if operation == "add" else ACTIVATIONS[operation](x) * y

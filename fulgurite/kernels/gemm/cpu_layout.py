@@ -1,4 +1,4 @@
-"""A packed weight as the CPU's kernels want it: a QuantTensor [N, K] in, `Panels` out.
+"""A packed weight as the CPU's kernels want it: a QuantTensor [N, K] in, `PackedPanels` out.
 
 Sixteen rows lie interleaved, so that one vector works on sixteen rows of the result and no sum is
 taken across a vector. Every format becomes one of four kinds of codes with scales a group of columns,
@@ -21,15 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fulgurite.errors import FormatError
-from fulgurite.kernels.common.cpu_library import Weight
+from fulgurite.kernels.common.cpu_library import WeightStruct
 from fulgurite.quant import QuantTensor
-from fulgurite.quant.blocks import spread
-from fulgurite.quant.format import WHOLE, Format, level
-from fulgurite.quant.minifloat import E2M1_VALUES, decode_e8m0
+from fulgurite.quant.codecs.blocks import expand_blocks
+from fulgurite.quant.codecs.minifloat import E2M1_VALUES, dequantize_e8m0
+from fulgurite.quant.format import WHOLE_DIM, Format, get_scale_spec
 
-ROWS, BLOCK = 16, 32
-NIBBLES, BYTES, E4M3, E5M2 = range(4)
-NUMBERS = {
+PANEL_ROWS, BLOCK_COLUMNS = 16, 32
+CODE_4BIT, CODE_8BIT, CODE_E4M3, CODE_E5M2 = range(4)
+SCALE_DTYPE_CODES = {
     None: 0,
     torch.float16: 1,
     torch.bfloat16: 2,
@@ -40,11 +40,11 @@ NUMBERS = {
 BYTE_OFFSET = -128
 # Twice the values of e2m1, plus 12: unsigned whole numbers. The half goes into the row's scale.
 E2M1_TABLE = [int(2 * v) + 12 for v in (*E2M1_VALUES, *(-value for value in E2M1_VALUES))]
-PARTS = ("codes", "scales", "minimums", "row_scales", "super_scales", "super_minimums")
+TENSOR_FIELDS = ("codes", "scales", "minimums", "row_scales", "super_scales", "super_minimums")
 
 
 @dataclass(frozen=True)
-class Panels:
+class PackedPanels:
     """A weight ready for the kernels. `integer` says whether they can multiply it in integers."""
 
     rows: int
@@ -59,17 +59,17 @@ class Panels:
     row_scales: Tensor | None
     super_scales: Tensor | None = None
     super_minimums: Tensor | None = None
-    structure: Weight = field(init=False, repr=False, compare=False)
+    structure: WeightStruct = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        padded = self.columns + -self.columns % BLOCK
-        structure = Weight(
+        padded = self.columns + -self.columns % BLOCK_COLUMNS
+        structure = WeightStruct(
             rows=self.rows,
             columns=padded,
             group=self.group,
             codes_kind=self.kind,
-            scale_type=NUMBERS[None if self.scales is None else self.scales.dtype],
-            minimum_type=NUMBERS[None if self.minimums is None else self.minimums.dtype],
+            scale_type=SCALE_DTYPE_CODES[None if self.scales is None else self.scales.dtype],
+            minimum_type=SCALE_DTYPE_CODES[None if self.minimums is None else self.minimums.dtype],
             offset=self.offset,
             codes=self.codes.data_ptr(),
             scales=_address(self.scales),
@@ -84,7 +84,7 @@ class Panels:
 
     @property
     def integer(self) -> bool:
-        return self.kind in (NIBBLES, BYTES)
+        return self.kind in (CODE_4BIT, CODE_8BIT)
 
     @property
     def address(self) -> int:
@@ -94,7 +94,7 @@ class Panels:
     @property
     def nbytes(self) -> int:
         """Bytes that a product with one row of x reads."""
-        parts = (getattr(self, name) for name in PARTS)
+        parts = (getattr(self, name) for name in TENSOR_FIELDS)
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
 
@@ -102,7 +102,7 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def panels(weight: QuantTensor) -> Panels:
+def pack_panels(weight: QuantTensor) -> PackedPanels:
     """Lay a weight out. It is read once and not kept."""
     if weight.dim() != 2 or weight.device.type != "cpu":
         raise FormatError(
@@ -110,42 +110,42 @@ def panels(weight: QuantTensor) -> Panels:
             where=f"{weight.format.name} {list(weight.shape)} on {weight.device}",
             next="take one expert of a stack, or move it with .cpu()",
         )
-    codes, scales = weight.codes()
+    codes, scales = weight.unpack()
     entry = weight.format
     if entry.family == "cast":
         raise FormatError(f"{entry.name} weights are multiplied by torch", next="use F.linear")
     if entry.element.name in ("e4m3", "e5m2"):
-        return _small_floats(entry, codes, scales)
+        return _pack_fp8(entry, codes, scales)
     if entry.element.name == "e2m1":
-        return _e2m1(entry, codes, scales)
+        return _pack_e2m1(entry, codes, scales)
     if entry.name == "q4_k":
-        made = _nibbles(codes, scales["sub_scale"], scales["sub_minimum"], 32, 0)
-        lows = scale_panels(-scales["minimum_scale"])
-        return replace(made, super_scales=scale_panels(scales["scale"]), super_minimums=lows)
+        made = _pack_4bit(codes, scales["sub_scale"], scales["sub_minimum"], 32, 0)
+        lows = pack_scales(-scales["minimum_scale"])
+        return replace(made, super_scales=pack_scales(scales["scale"]), super_minimums=lows)
     if entry.name == "q6_k":
-        made = _bytes(codes, scales["sub_scale"], 16)
-        return replace(made, super_scales=scale_panels(scales["scale"]))
+        made = _pack_8bit(codes, scales["sub_scale"], 16)
+        return replace(made, super_scales=pack_scales(scales["scale"]))
     group = entry.block[1]
     if entry.element.bits == 8:
-        if group == WHOLE:
-            return _bytes(codes, None, WHOLE, scales["scale"].flatten())
-        return _bytes(codes, scales["scale"], group)
-    offset = int(-entry.element.lowest)
+        if group == WHOLE_DIM:
+            return _pack_8bit(codes, None, WHOLE_DIM, scales["scale"].flatten())
+        return _pack_8bit(codes, scales["scale"], group)
+    offset = int(-entry.element.min_value)
     low = scales.get("minimum")
     if "zero_point" in scales:
         low = -scales["zero_point"].float() * scales["scale"]
-    return _nibbles(codes + offset, scales["scale"], low, group, -offset)
+    return _pack_4bit(codes + offset, scales["scale"], low, group, -offset)
 
 
-def _nibbles(codes: Tensor, scale: Tensor, low: Tensor | None, group: int, offset: int) -> Panels:
+def _pack_4bit(codes: Tensor, scale: Tensor, low: Tensor | None, group: int, offset: int) -> PackedPanels:
     count = codes.shape
-    return Panels(
-        count[0], count[1], group, NIBBLES, offset, tuple(range(16)),
-        nibble_panels(codes), scale_panels(scale), None if low is None else scale_panels(low), None,
+    return PackedPanels(
+        count[0], count[1], group, CODE_4BIT, offset, tuple(range(16)),
+        pack_4bit_codes(codes), pack_scales(scale), None if low is None else pack_scales(low), None,
     )  # fmt: skip
 
 
-def _e2m1(entry: Format, codes: Tensor, scales: dict[str, Tensor]) -> Panels:
+def _pack_e2m1(entry: Format, codes: Tensor, scales: dict[str, Tensor]) -> PackedPanels:
     rows, columns = codes.shape
     factor = torch.full((rows,), 0.5)
     scale = scales["scale"]
@@ -153,32 +153,32 @@ def _e2m1(entry: Format, codes: Tensor, scales: dict[str, Tensor]) -> Panels:
         factor = factor * scales["tensor_scale"].flatten()
         scale = scale.to(torch.bfloat16)
     else:
-        scale = decode_e8m0(scale).to(torch.bfloat16)
+        scale = dequantize_e8m0(scale).to(torch.bfloat16)
     if scale.shape[1] % 2 and entry.block[1] == 16:  # columns are padded to 32
         scale = F.pad(scale, (0, 1))
-    return Panels(
-        rows, columns, entry.block[1], NIBBLES, -12, tuple(E2M1_TABLE),
-        nibble_panels(codes), scale_panels(scale), None, padded_rows(factor),
+    return PackedPanels(
+        rows, columns, entry.block[1], CODE_4BIT, -12, tuple(E2M1_TABLE),
+        pack_4bit_codes(codes), pack_scales(scale), None, pad_rows(factor),
     )  # fmt: skip
 
 
-def _bytes(
+def _pack_8bit(
     codes: Tensor,
     scale: Tensor | None,
     group: int,
     row_scales: Tensor | None = None,
-) -> Panels:
+) -> PackedPanels:
     rows, columns = codes.shape
     shifted = (codes.to(torch.int16) - BYTE_OFFSET).to(torch.uint8)
-    return Panels(
-        rows, columns, group or columns + -columns % BLOCK, BYTES, BYTE_OFFSET, (0,) * 16,
-        byte_panels(shifted, fill=-BYTE_OFFSET),
-        None if scale is None else scale_panels(scale), None,
-        None if row_scales is None else padded_rows(row_scales),
+    return PackedPanels(
+        rows, columns, group or columns + -columns % BLOCK_COLUMNS, CODE_8BIT, BYTE_OFFSET, (0,) * 16,
+        pack_8bit_codes(shifted, fill=-BYTE_OFFSET),
+        None if scale is None else pack_scales(scale), None,
+        None if row_scales is None else pad_rows(row_scales),
     )  # fmt: skip
 
 
-def _small_floats(entry: Format, codes: Tensor, scales: dict[str, Tensor]) -> Panels:
+def _pack_fp8(entry: Format, codes: Tensor, scales: dict[str, Tensor]) -> PackedPanels:
     """A row with a NaN gets a NaN scale: its results are NaN whatever x is."""
     rows, columns = codes.shape
     values = codes.float()
@@ -186,70 +186,70 @@ def _small_floats(entry: Format, codes: Tensor, scales: dict[str, Tensor]) -> Pa
         raise FormatError(
             "an e5m2 weight with infinities has no kernel",
             where=f"{entry.name} {list(codes.shape)}",
-            next="use fulgurite.kernels.gemm.quant_linear.reference, or quantize again (it saturates)",
+            next="use fulgurite.kernels.gemm.reference.reference, or quantize again (it saturates)",
         )
     factor = torch.where(values.isnan().any(dim=1), float("nan"), 1.0)
     group, scale = entry.block[1], scales["scale"]
-    kind = E4M3 if entry.element.name == "e4m3" else E5M2
+    kind = CODE_E4M3 if entry.element.name == "e4m3" else CODE_E5M2
     if scale.dtype == torch.float8_e8m0fnu:
-        scale = decode_e8m0(scale).to(torch.bfloat16)
-    elif group == WHOLE:
+        scale = dequantize_e8m0(scale).to(torch.bfloat16)
+    elif group == WHOLE_DIM:
         factor = factor * scale.flatten()
     else:
-        scale = spread(
-            scale, (level(entry, "scale").block[0], 1), torch.Size((rows, scale.shape[1]))
+        scale = expand_blocks(
+            scale, (get_scale_spec(entry, "scale").block[0], 1), torch.Size((rows, scale.shape[1]))
         )
-    padded = columns + -columns % BLOCK
-    if group > BLOCK and padded % group:  # the last group of a row may be partial, as published
-        scale, group = scale.repeat_interleave(group // BLOCK, dim=1)[:, : padded // BLOCK], BLOCK
-    return Panels(
-        rows, columns, group or padded, kind, 0, (0,) * 16, byte_panels(codes.view(torch.uint8)),
-        None if group == WHOLE else scale_panels(scale), None, padded_rows(factor),
+    padded = columns + -columns % BLOCK_COLUMNS
+    if group > BLOCK_COLUMNS and padded % group:  # the last group of a row may be partial, as published
+        scale, group = scale.repeat_interleave(group // BLOCK_COLUMNS, dim=1)[:, : padded // BLOCK_COLUMNS], BLOCK_COLUMNS
+    return PackedPanels(
+        rows, columns, group or padded, kind, 0, (0,) * 16, pack_8bit_codes(codes.view(torch.uint8)),
+        None if group == WHOLE_DIM else pack_scales(scale), None, pad_rows(factor),
     )  # fmt: skip
 
 
-def nibble_panels(codes: Tensor) -> Tensor:
+def pack_4bit_codes(codes: Tensor) -> Tensor:
     """Codes 0 to 15 [N, K] as [N / 16, K / 32, 4 vectors, 16 rows, 4 bytes]."""
-    blocks = _blocks(codes.to(torch.uint8), 0).unflatten(-1, (4, 2, 4))
+    blocks = _to_blocks(codes.to(torch.uint8), 0).unflatten(-1, (4, 2, 4))
     low, high = blocks[..., 0, :], blocks[..., 1, :]
     return (low | (high << 4)).permute(0, 2, 3, 1, 4).contiguous()
 
 
-def byte_panels(codes: Tensor, fill: int = 0) -> Tensor:
+def pack_8bit_codes(codes: Tensor, fill: int = 0) -> Tensor:
     """Bytes [N, K] as [N / 16, K / 32, 8 vectors, 16 rows, 4 bytes]."""
-    return _blocks(codes, fill).unflatten(-1, (8, 4)).permute(0, 2, 3, 1, 4).contiguous()
+    return _to_blocks(codes, fill).unflatten(-1, (8, 4)).permute(0, 2, 3, 1, 4).contiguous()
 
 
-def scale_panels(scale: Tensor) -> Tensor:
+def pack_scales(scale: Tensor) -> Tensor:
     """[N, groups] as [N / 16, groups, 16 rows]."""
-    whole = F.pad(scale, (0, 0, 0, -scale.shape[0] % ROWS))
-    return whole.unflatten(0, (-1, ROWS)).transpose(1, 2).contiguous()
+    whole = F.pad(scale, (0, 0, 0, -scale.shape[0] % PANEL_ROWS))
+    return whole.unflatten(0, (-1, PANEL_ROWS)).transpose(1, 2).contiguous()
 
 
-def _blocks(codes: Tensor, fill: int) -> Tensor:
+def _to_blocks(codes: Tensor, fill: int) -> Tensor:
     """[N, K] padded to [N / 16, 16, K / 32, 32]."""
     rows, columns = codes.shape
-    whole = F.pad(codes, (0, -columns % BLOCK, 0, -rows % ROWS), value=fill)
-    return whole.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, ROWS))
+    whole = F.pad(codes, (0, -columns % BLOCK_COLUMNS, 0, -rows % PANEL_ROWS), value=fill)
+    return whole.unflatten(1, (-1, BLOCK_COLUMNS)).unflatten(0, (-1, PANEL_ROWS))
 
 
-def padded_rows(values: Tensor) -> Tensor:
+def pad_rows(values: Tensor) -> Tensor:
     """One number a row [N] in float32, padded to whole panels."""
-    if values.dtype == torch.float32 and values.shape[0] % ROWS == 0 and values.is_contiguous():
+    if values.dtype == torch.float32 and values.shape[0] % PANEL_ROWS == 0 and values.is_contiguous():
         return values  # nothing to compute, so a step that needs it can be recorded
-    return F.pad(values.float(), (0, -values.shape[0] % ROWS)).contiguous()
+    return F.pad(values.float(), (0, -values.shape[0] % PANEL_ROWS)).contiguous()
 
 
-def join(parts: list[Panels]) -> Panels:
+def concat_panels(parts: list[PackedPanels]) -> PackedPanels:
     """Weights of the same kind above each other: one call gives all of their results."""
     first = parts[0]
     same = ("columns", "group", "kind", "offset", "table")
     fits = all(getattr(p, name) == getattr(first, name) for p in parts for name in same)
-    if not fits or any(part.rows % ROWS for part in parts[:-1]):
+    if not fits or any(part.rows % PANEL_ROWS for part in parts[:-1]):
         raise FormatError(
             "these weights can't be joined for one call",
             where=", ".join(f"[{p.rows}, {p.columns}] in groups of {p.group}" for p in parts),
-            next=f"join weights of one format with a multiple of {ROWS} rows, or call them apart",
+            next=f"join weights of one format with a multiple of {PANEL_ROWS} rows, or call them apart",
         )
 
     def joined(name: str) -> Tensor | None:
@@ -258,7 +258,7 @@ def join(parts: list[Panels]) -> Panels:
 
     codes = joined("codes")
     assert codes is not None, "panels without codes"
-    return Panels(
+    return PackedPanels(
         sum(part.rows for part in parts), first.columns, first.group, first.kind, first.offset,
-        first.table, codes, *(joined(name) for name in PARTS[1:]),
+        first.table, codes, *(joined(name) for name in TENSOR_FIELDS[1:]),
     )  # fmt: skip

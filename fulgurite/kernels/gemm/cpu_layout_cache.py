@@ -19,25 +19,25 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fulgurite.quant import QuantTensor, resolve
+from fulgurite.quant import QuantTensor, resolve_format
 
 T = TypeVar("T")
-Place = tuple[int, torch.Size, tuple[int, ...]]
-Key = tuple[str, tuple[Place, ...]]
+TensorLocation = tuple[int, torch.Size, tuple[int, ...]]
+CacheKey = tuple[str, tuple[TensorLocation, ...]]
 
 
-def version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
     """How often a tensor's memory was written to, as far as torch counts it."""
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _place(tensor: Tensor) -> Place:
+def _location_of(tensor: Tensor) -> TensorLocation:
     """Where a tensor's numbers are."""
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 @dataclass(frozen=True)
-class Entry(Generic[T]):
+class CacheEntry(Generic[T]):
     """A result, good while the storages it came from live (then their memory is nobody else's) and are not
     written to."""
 
@@ -49,28 +49,28 @@ class Entry(Generic[T]):
         return any(storage.expired() for storage in self.storages)
 
 
-class LaidOut(Generic[T]):
+class WeightLayoutCache(Generic[T]):
     """A function of a packed weight whose results are kept by the weight's memory."""
 
     def __init__(self, lay_out: Callable[[QuantTensor], T]) -> None:
         self.lay_out = lay_out
-        self.entries: dict[Key, Entry[T]] = {}
+        self.entries: dict[CacheKey, CacheEntry[T]] = {}
         self.changing = threading.Lock()
 
     def __call__(self, data: Tensor, scales: Sequence[Tensor], format: str) -> T:
         parts = (data, *scales)
-        key = (format, tuple(map(_place, parts)))
-        versions = tuple(map(version, parts))
+        key = (format, tuple(map(_location_of, parts)))
+        versions = tuple(map(version_of, parts))
         found = self.entries.get(key)
         if found is None or found.versions != versions or found.expired():
-            names = [scale.name for scale in resolve(format).stored_scales]
+            names = [scale.name for scale in resolve_format(format).separate_scales]
             weight = QuantTensor(format, data, dict(zip(names, scales, strict=True)))
             storages = tuple(StorageWeakRef(part.untyped_storage()) for part in parts)
-            found = Entry(storages, versions, self.lay_out(weight))
+            found = CacheEntry(storages, versions, self.lay_out(weight))
             self._keep(key, found)
         return found.result
 
-    def _keep(self, key: Key, entry: Entry[T]) -> None:
+    def _keep(self, key: CacheKey, entry: CacheEntry[T]) -> None:
         with self.changing:
             expired = [k for k, old in self.entries.items() if old.expired()]
             gone = [self.entries.pop(k) for k in expired]

@@ -7,7 +7,7 @@ With `activations` "q8_0" x is quantized to int8 in blocks of 32 and the product
 integers (VNNI where there is one); formats of small floats, and "none", multiply in float32.
 
 `quant_linear` is what the operator calls. An engine that calls two hundred linears a token prepares
-each once, `PreparedLinear(panels(weight), ...)`, and then runs them on fixed memory: one C call each,
+each once, `LinearCall(panels(weight), ...)`, and then runs them on fixed memory: one C call each,
 no dispatch.
 """
 
@@ -22,16 +22,16 @@ from torch import Tensor
 
 from fulgurite import device, replay
 from fulgurite.errors import ArgumentError
-from fulgurite.kernels.common.cpu_library import Call, library
-from fulgurite.kernels.gemm.cpu_layout import Panels, padded_rows, panels
-from fulgurite.kernels.gemm.cpu_layout_cache import LaidOut
-from fulgurite.kernels.gemm.quant_linear import PLAIN, rounded_activations
-from fulgurite.native import compiler
-from fulgurite.quant import resolve
+from fulgurite.kernels.common.cpu_library import LinearStruct, load_library
+from fulgurite.kernels.gemm.cpu_layout import PackedPanels, pack_panels, pad_rows
+from fulgurite.kernels.gemm.cpu_layout_cache import WeightLayoutCache
+from fulgurite.kernels.gemm.reference import UNQUANTIZED, fake_quantize_activations
+from fulgurite.native import find_compiler
+from fulgurite.quant import resolve_format
 
-INTEGER_ACTIVATIONS = "q8_0"
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-GATES = {"none": 0, "silu": 1, "gelu_pytorch_tanh": 2}
+INT8_ACTIVATIONS = "q8_0"
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+GATE_IDS = {"none": 0, "silu": 1, "gelu_pytorch_tanh": 2}
 
 
 def quant_linear(
@@ -43,26 +43,26 @@ def quant_linear(
     activations: str,
 ) -> Tensor:
     """The operator's implementation for the CPU."""
-    if x.dtype not in TYPES or resolve(format).family == "cast" or data.numel() == 0:
+    if x.dtype not in DTYPE_CODES or resolve_format(format).family == "cast" or data.numel() == 0:
         return NotImplemented
-    if compiler() is None:
+    if find_compiler() is None:
         return NotImplemented
-    weight = kept_panels(data, scales, format)
-    if activations not in (PLAIN, INTEGER_ACTIVATIONS) or (
-        activations == INTEGER_ACTIVATIONS and not weight.integer
+    weight = panels_cache(data, scales, format)
+    if activations not in (UNQUANTIZED, INT8_ACTIVATIONS) or (
+        activations == INT8_ACTIVATIONS and not weight.integer
     ):
-        y = linear(rounded_activations(x, activations), weight, bias)
+        y = linear(fake_quantize_activations(x, activations), weight, bias)
         return y.to(x.dtype)
-    return linear(x, weight, bias, integer=activations == INTEGER_ACTIVATIONS)
+    return linear(x, weight, bias, integer=activations == INT8_ACTIVATIONS)
 
 
 def linear(
     x: Tensor,
-    weight: Panels,
+    weight: PackedPanels,
     bias: Tensor | None = None,
     *,
     integer: bool = False,
-    up: Panels | None = None,
+    up: PackedPanels | None = None,
     gate: str = "none",
     residual: Tensor | None = None,
     threads: int | None = None,
@@ -71,7 +71,7 @@ def linear(
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     rows = rows if rows.stride(-1) == 1 or rows.numel() == 0 else rows.contiguous()
     out = torch.empty(rows.shape[0], weight.rows, dtype=x.dtype)
-    call = PreparedLinear(weight, bias, integer=integer, up=up, gate=gate, threads=threads)
+    call = LinearCall(weight, bias, integer=integer, up=up, gate=gate, threads=threads)
     if out.numel():
         extra = None if residual is None else residual.reshape(out.shape).contiguous()
         call.bind(rows, out, extra)
@@ -79,7 +79,7 @@ def linear(
     return out.view(*x.shape[:-1], weight.rows)
 
 
-class PreparedLinear:
+class LinearCall:
     """One linear that is called many times: `bind` it to memory, then call it.
 
     The tensors it is bound to, and the weight, are kept alive by it. `call.tokens` may be changed
@@ -88,11 +88,11 @@ class PreparedLinear:
 
     def __init__(
         self,
-        weight: Panels,
+        weight: PackedPanels,
         bias: Tensor | None = None,
         *,
         integer: bool = True,
-        up: Panels | None = None,
+        up: PackedPanels | None = None,
         up_bias: Tensor | None = None,
         gate: str = "none",
         threads: int | None = None,
@@ -108,42 +108,42 @@ class PreparedLinear:
         biases = [b for b in (bias, up_bias) if b is not None]
         assert all(b.shape == (weight.rows,) for b in biases), "a bias has a number for each row"
         self.weight, self.up = weight, up
-        self.biases = tuple(None if b is None else padded_rows(b) for b in (bias, up_bias))
+        self.biases = tuple(None if b is None else pad_rows(b) for b in (bias, up_bias))
         self.bound: tuple[Tensor | None, ...] = ()
-        self.call = Call(
+        self.call = LinearStruct(
             weight=weight.address,
             up=None if up is None else up.address,
             bias=_address(self.biases[0]),
             up_bias=_address(self.biases[1]),
             given=weight.columns,
             integer=int(integer and weight.integer),
-            activation=GATES[gate],
-            threads=device.cpu_threads() if threads is None else threads,
+            activation=GATE_IDS[gate],
+            threads=device.num_cpu_threads() if threads is None else threads,
         )
         self.address = ctypes.addressof(self.call)
-        self.run = library().linear
+        self.run = load_library().linear
 
-    def bind(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> PreparedLinear:
+    def bind(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> LinearCall:
         """Read from x [M, K] and write to out [M, N] (plus residual, which may be out itself)."""
         call = self.call
         assert x.dtype == out.dtype and x.shape == (out.shape[0], call.given), "x does not fit"
         assert x.stride(-1) == 1 and out.stride(-1) == 1, "columns must be contiguous"
         call.x, call.out, call.residual = x.data_ptr(), out.data_ptr(), _address(residual)
-        call.tokens, call.type = x.shape[0], TYPES[x.dtype]
+        call.tokens, call.type = x.shape[0], DTYPE_CODES[x.dtype]
         call.x_stride, call.out_stride = x.stride(0), out.stride(0)
         self.bound = (x, out, residual)
         return self
 
     def __call__(self) -> None:
-        if replay.recording():
-            _kernel()(bytes(self.call), keep=(self,))
+        if replay.is_recording():
+            _kernel()(bytes(self.call), keep_alive=(self,))
         else:
             self.run(self.address)
 
 
 @functools.cache
-def _kernel() -> replay.Kernel:
-    return replay.Kernel(library(), "linear_kernel", "linear")
+def _kernel() -> replay.NativeKernel:
+    return replay.NativeKernel(load_library(), "linear_kernel", "linear")
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -152,4 +152,4 @@ def _address(tensor: Tensor | None) -> int | None:
 
 # ---- weights laid out on their first use -----------------------------------------------------------
 
-kept_panels = LaidOut(panels)
+panels_cache = WeightLayoutCache(pack_panels)

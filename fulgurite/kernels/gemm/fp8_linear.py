@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 
 from fulgurite.errors import ArgumentError
-from fulgurite.kernels.gemm.scaled_mm import scaled_mm_parts
-from fulgurite.kernels.quantize.ops import quantize_parts
+from fulgurite.kernels.gemm.scaled_mm import scaled_mm_op
+from fulgurite.kernels.quantize.ops import quantize_op
 
-Cast = tuple[Tensor, Tensor]  # packed data, scales
+QuantizedMatrix = tuple[Tensor, Tensor]  # packed data, scales
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Fp8Recipe:
     """Formats of x, of the weight and of the gradient of y, in each of their two casts."""
 
     x: str
@@ -42,12 +42,12 @@ class Recipe:
     one_scale: bool = False  # both casts of an operand have the same scale
 
 
-RECIPES: dict[str, Recipe] = {
-    "tensorwise": Recipe("fp8_e4m3_tensor", "fp8_e4m3_tensor", "fp8_e5m2_tensor", one_scale=True),
-    "rowwise": Recipe("fp8_e4m3_row", "fp8_e4m3_row", "fp8_e4m3_row"),
-    "blockwise": Recipe("fp8_e4m3_1x128", "fp8_e4m3_128x128", "fp8_e4m3_1x128"),
+FP8_RECIPES: dict[str, Fp8Recipe] = {
+    "tensorwise": Fp8Recipe("fp8_e4m3_tensor", "fp8_e4m3_tensor", "fp8_e5m2_tensor", one_scale=True),
+    "rowwise": Fp8Recipe("fp8_e4m3_row", "fp8_e4m3_row", "fp8_e4m3_row"),
+    "blockwise": Fp8Recipe("fp8_e4m3_1x128", "fp8_e4m3_128x128", "fp8_e4m3_1x128"),
 }
-WEIGHTS = ("recompute", "keep")
+WEIGHT_CAST_MODES = ("recompute", "keep")
 
 
 def fp8_linear(
@@ -69,10 +69,10 @@ def fp8_linear(
 
 def check_recipe(recipe: str, weights: str) -> None:
     """Raises where a name is not of the tables."""
-    if recipe not in RECIPES:
-        raise ArgumentError(f"{recipe!r} is not an FP8 recipe", next=f"one of {', '.join(RECIPES)}")
-    if weights not in WEIGHTS:
-        raise ArgumentError(f"weights={weights!r} is not allowed", next=f"one of {WEIGHTS}")
+    if recipe not in FP8_RECIPES:
+        raise ArgumentError(f"{recipe!r} is not an FP8 recipe", next=f"one of {', '.join(FP8_RECIPES)}")
+    if weights not in WEIGHT_CAST_MODES:
+        raise ArgumentError(f"weights={weights!r} is not allowed", next=f"one of {WEIGHT_CAST_MODES}")
 
 
 class _FP8Linear(torch.autograd.Function):
@@ -88,19 +88,19 @@ class _FP8Linear(torch.autograd.Function):
         weights: str,
         dtype: torch.dtype,
     ) -> Tensor:
-        formats = RECIPES[recipe]
+        formats = FP8_RECIPES[recipe]
         rows = x.reshape(-1, x.shape[-1])
         of_x = _cast(rows, formats.x)
         of_weight = _cast(weight, formats.weight)
-        y = _multiply(of_x, formats.x, of_weight, formats.weight, bias, dtype)
+        y = _scaled_matmul(of_x, formats.x, of_weight, formats.weight, bias, dtype)
         ctx.formats, ctx.keeps, ctx.shape = formats, weights == "keep", x.shape
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         saved: list[Tensor | None] = [None, None, None, None, None]
         if needs_weight:
-            saved[:2] = _turned(rows, formats.x, of_x, formats.one_scale)
+            saved[:2] = _cast_transposed(rows, formats.x, of_x, formats.one_scale)
         if needs_x and ctx.keeps:
-            saved[2:4] = _turned(weight, formats.weight, of_weight, formats.one_scale)
+            saved[2:4] = _cast_transposed(weight, formats.weight, of_weight, formats.one_scale)
         elif needs_x:
             saved[4] = weight
         ctx.save_for_backward(*saved)
@@ -108,7 +108,7 @@ class _FP8Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        formats: Recipe = ctx.formats
+        formats: Fp8Recipe = ctx.formats
         x_turned, x_scale, weight_turned, weight_scale, weight = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
@@ -119,30 +119,30 @@ class _FP8Linear(torch.autograd.Function):
             turned = (weight_turned, weight_scale)
             if not ctx.keeps:
                 turned = _cast(weight.t(), formats.weight)
-            of_x = _multiply(of_gradient, formats.gradient, turned, formats.weight, None, x_dtype)
+            of_x = _scaled_matmul(of_gradient, formats.gradient, turned, formats.weight, None, x_dtype)
             of_x = of_x.reshape(ctx.shape)
         if needs_weight:
-            turned = _turned(gradient, formats.gradient, of_gradient, formats.one_scale)
+            turned = _cast_transposed(gradient, formats.gradient, of_gradient, formats.one_scale)
             columns = (x_turned, x_scale)
-            of_weight = _multiply(turned, formats.gradient, columns, formats.x, None, weight_dtype)
+            of_weight = _scaled_matmul(turned, formats.gradient, columns, formats.x, None, weight_dtype)
         if needs_bias:
             of_bias = gradient.sum(0, dtype=torch.float32).to(bias_dtype)
         return of_x, of_weight, of_bias, None, None, None
 
 
-def _cast(matrix: Tensor, format: str, scale: Tensor | None = None) -> Cast:
-    data, made = quantize_parts(matrix, format, scale)
+def _cast(matrix: Tensor, format: str, scale: Tensor | None = None) -> QuantizedMatrix:
+    data, made = quantize_op(matrix, format, scale)
     return data, made
 
 
-def _turned(matrix: Tensor, format: str, cast: Cast, one_scale: bool) -> Cast:
+def _cast_transposed(matrix: Tensor, format: str, cast: QuantizedMatrix, one_scale: bool) -> QuantizedMatrix:
     """The cast of the transpose; a scale of the whole matrix is not worked out twice."""
     return _cast(matrix.t(), format, cast[1] if one_scale else None)
 
 
-def _multiply(
-    a: Cast, a_format: str, b: Cast, b_format: str, bias: Tensor | None, dtype: torch.dtype
+def _scaled_matmul(
+    a: QuantizedMatrix, a_format: str, b: QuantizedMatrix, b_format: str, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """a @ b.T + bias."""
-    out: Tensor = scaled_mm_parts(a[0], [a[1]], a_format, b[0], [b[1]], b_format, bias, dtype)
+    out: Tensor = scaled_mm_op(a[0], [a[1]], a_format, b[0], [b[1]], b_format, bias, dtype)
     return out

@@ -1,19 +1,19 @@
-"""Linears of one input in one pass, with what a layer has before and behind them.
+"""Fused projections: linears that read one input in one pass, with the ops before and after them.
 
-    linears      [module(norm(x)) for each module]
-    gated        activation(gate(norm(x))) * up(norm(x))
-    add_linear   residual + module(x)
+    fused_linears      [module(norm(x)) for each module]             qkv_proj
+    fused_gate_up      activation(gate(norm(x))) * up(norm(x))       gate_up_proj
+    fused_linear_add   residual + module(x)                          o_proj, down_proj
 
-In: x, the modules that read it, and the norm that comes first, if any. Out: their results. Where nothing
-is differentiated or captured,
+In: x, the modules that read it, and the RMS norm before them, if any. Out: their results. Without
+gradients and outside of graph capture,
 
-- a CPU with modules packed alike quantizes x once and runs the weights in one native call: query, key
-  and value as one weight, gate and up as one gated product;
-- a GPU with few rows and dense weights reads each weight once in one kernel that does the norm, the gate
-  and the sum on its way (`triton/fused_linear.py`). Weights that lie one behind the other in memory
-  (`lay_together`) are one weight, to the library too.
+- a CPU with QuantLinears of one layout quantizes x once and runs the weights in one native call: query,
+  key and value as one weight, gate and up as one gated linear;
+- a GPU with few rows and dense weights reads each weight once, in one kernel with norm, gated
+  activation and residual (`triton_fused_linear.py`). Weights that are adjacent in memory
+  (`merge_weight_storage`) are one weight, for the GEMM library as well.
 
-Everywhere else the formulas are what they say.
+Everywhere else these are the plain formulas.
 """
 
 from __future__ import annotations
@@ -30,19 +30,26 @@ from torch import Tensor, nn
 
 from fulgurite import native
 from fulgurite.kernels import registry
-from fulgurite.kernels.elementwise import ops
-from fulgurite.kernels.gemm.cpu_layout import Panels, join, panels
-from fulgurite.kernels.gemm.cpu_layout_cache import version
-from fulgurite.kernels.gemm.cpu_linear import GATES, INTEGER_ACTIVATIONS, TYPES, kept_panels, linear
+from fulgurite.kernels.elementwise.ops import activation_and_mul, add
+from fulgurite.kernels.gemm import triton_fused_linear
+from fulgurite.kernels.gemm.cpu_layout import PackedPanels, concat_panels, pack_panels
+from fulgurite.kernels.gemm.cpu_layout_cache import version_of
+from fulgurite.kernels.gemm.cpu_linear import (
+    DTYPE_CODES,
+    GATE_IDS,
+    INT8_ACTIVATIONS,
+    linear,
+    panels_cache,
+)
 from fulgurite.kernels.gemm.modules import QuantLinear
+from fulgurite.kernels.tuning.heuristics import heuristics_for
 from fulgurite.quant import QuantTensor
 
-FUSED = {"cuda": "fulgurite.kernels.gemm.triton_fused_linear:linear"}
-MOST_FUSED = 128  # rows up to which those kernels are meant to beat the library and what follows it
+FUSED_LINEAR_KERNELS: dict[str, registry.Kernel] = {"cuda": triton_fused_linear.fused_linear}
 
 
-class Norm(Protocol):
-    """An RMS norm: x / sqrt(mean(x^2) + eps) * (offset + weight)."""
+class RMSNormModule(Protocol):
+    """An RMS norm module: x / sqrt(mean(x^2) + eps) * (offset + weight)."""
 
     weight: Any
     eps: float
@@ -51,14 +58,16 @@ class Norm(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
-def linears(x: Tensor, modules: Sequence[nn.Module], norm: Norm | None = None) -> list[Tensor]:
+def fused_linears(
+    x: Tensor, modules: Sequence[nn.Module], norm: RMSNormModule | None = None
+) -> list[Tensor]:
     """[module(norm(x)) for module in modules]; the results may be views of one tensor."""
-    dense = _dense(x, modules)
-    out = None if dense is None else _fused(x, dense, norm)
+    dense = _find_dense_weight(x, modules)
+    out = None if dense is None else _run_fused_kernel(x, dense, norm)
     if out is None:
         x = x if norm is None else norm(x)
-        if _one_pass(x, modules):
-            packed = _joined(modules)
+        if _can_fuse_quantized(x, modules):
+            packed = _find_merged_panels(modules)
             if packed.weight is not None:
                 out = linear(x, packed.weight, packed.bias, integer=True)
         elif dense is not None and len(modules) > 1:
@@ -69,147 +78,159 @@ def linears(x: Tensor, modules: Sequence[nn.Module], norm: Norm | None = None) -
     return list(out.split_with_sizes(sizes, dim=-1))
 
 
-def gated(
-    x: Tensor, gate: nn.Module, up: nn.Module, activation: str, norm: Norm | None = None
+def fused_gate_up(
+    x: Tensor, gate: nn.Module, up: nn.Module, activation: str, norm: RMSNormModule | None = None
 ) -> Tensor:
     """activation(gate(norm(x))) * up(norm(x))."""
-    both = _dense(x, (gate, up))
-    first, second = both.parts if both else (_dense(x, (gate,)), _dense(x, (up,)))
-    if first is not None and second is not None:
-        out = _fused(x, first, norm, up=second, activation=activation)
+    both = _find_dense_weight(x, (gate, up))
+    if both:
+        dense_gate, dense_up = both.parts
+    else:
+        dense_gate, dense_up = _find_dense_weight(x, (gate,)), _find_dense_weight(x, (up,))
+    if dense_gate is not None and dense_up is not None:
+        out = _run_fused_kernel(x, dense_gate, norm, up=dense_up, activation=activation)
         if out is not None:
             return out
     x = x if norm is None else norm(x)
     if both is not None:
         y = F.linear(x, both.weight, both.bias)
         y_gate, y_up = y.split_with_sizes([len(part.weight) for part in both.parts], dim=-1)
-        return ops.gate(y_gate, y_up, activation)
-    if activation in GATES and _one_pass(x, (gate, up)) and gate.bias is None and up.bias is None:
-        parts = _panels(gate), _panels(up)
-        if _alike(*parts) and parts[0].rows == parts[1].rows:
-            return linear(x, parts[0], integer=True, up=parts[1], gate=activation)
-    return ops.gate(gate(x), up(x), activation)
+        return activation_and_mul(y_gate, y_up, activation)
+    has_bias = gate.bias is not None or up.bias is not None
+    if activation in GATE_IDS and not has_bias and _can_fuse_quantized(x, (gate, up)):
+        gate_panels, up_panels = _panels(gate), _panels(up)
+        if _have_same_layout(gate_panels, up_panels) and gate_panels.rows == up_panels.rows:
+            return linear(x, gate_panels, integer=True, up=up_panels, gate=activation)
+    return activation_and_mul(gate(x), up(x), activation)
 
 
-def add_linear(residual: Tensor, x: Tensor, module: nn.Module) -> Tensor:
+def fused_linear_add(residual: Tensor, x: Tensor, module: nn.Module) -> Tensor:
     """residual + module(x)."""
-    dense = _dense(x, (module,))
-    out = None if dense is None else _fused(x, dense, residual=residual)
-    if out is None and dense is not None and dense.bias is None:  # the library adds on its way
+    dense = _find_dense_weight(x, (module,))
+    out = None if dense is None else _run_fused_kernel(x, dense, residual=residual)
+    if out is None and dense is not None and dense.bias is None:  # the library adds the residual
         if x.dim() == 2:
-            return torch.addmm(residual, x, dense.turned)
+            return torch.addmm(residual, x, dense.transposed)
         rows = x.reshape(-1, x.shape[-1])
-        out = torch.addmm(residual.reshape(len(rows), -1), rows, dense.turned)
+        out = torch.addmm(residual.reshape(len(rows), -1), rows, dense.transposed)
         out = out.view(residual.shape)
-    return ops.add(residual, module(x)) if out is None else out
+    return add(residual, module(x)) if out is None else out
 
 
 # ---- dense weights -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Dense:
-    """A plain weight [N, K] and its bias; `parts` are those it is made of, one behind the other."""
+class DenseWeight:
+    """A dense weight [N, K] and its bias; `parts` are the adjacent weights it consists of."""
 
     weight: Tensor
     bias: Tensor | None
-    turned: Tensor  # [K, N], a view
-    parts: tuple[Dense, ...] = ()
+    transposed: Tensor  # [K, N], a view
+    parts: tuple[DenseWeight, ...] = ()
 
 
-class Part(NamedTuple):
-    """A linear's parameters, where they lie, and how."""
+class ParameterLocation(NamedTuple):
+    """A linear's parameters, their addresses and strides."""
 
     weight: Any
     address: int
-    numbers: int
+    numel: int
     strides: tuple[int, ...]
     bias: Any
     bias_address: int
 
     @classmethod
-    def of(cls, module: nn.Module) -> Part:
+    def of(cls, module: nn.Module) -> ParameterLocation:
         weight, bias = module._parameters["weight"], module._parameters["bias"]
         assert weight is not None, "a linear without a weight"
-        place = weight.data_ptr(), weight.numel(), weight.stride()
-        return cls(weight, *place, bias, 0 if bias is None else bias.data_ptr())
+        layout = weight.data_ptr(), weight.numel(), weight.stride()
+        return cls(weight, *layout, bias, 0 if bias is None else bias.data_ptr())
 
 
-class Seen(NamedTuple):
-    """What plain linears were found to be, good while they are plain and their parameters lie so."""
+class CachedWeight(NamedTuple):
+    """A merged weight of plain linears, valid while modules and addresses are the same."""
 
-    parts: list[Part]
-    dense: Dense | None
+    parts: list[ParameterLocation]
+    dense: DenseWeight | None
 
-    def holds(self, modules: Sequence[nn.Module]) -> bool:
+    def is_valid(self, modules: Sequence[nn.Module]) -> bool:
         for module, part in zip(modules, self.parts, strict=True):
-            weight, address, numbers, strides, bias, bias_address = part
-            now = module._parameters
-            if now.get("weight") is not weight or now.get("bias") is not bias:
+            weight, address, numel, strides, bias, bias_address = part
+            current = module._parameters
+            if current.get("weight") is not weight or current.get("bias") is not bias:
                 return False
             if weight.data_ptr() != address or (
                 bias is not None and bias.data_ptr() != bias_address
             ):
                 return False
-            if weight.numel() != numbers or weight.stride() != strides or not _is_linear(module):
+            if weight.numel() != numel or weight.stride() != strides:
+                return False
+            if not _is_unmodified_linear(module):
                 return False
         return True
 
 
-_seen: weakref.WeakKeyDictionary[nn.Module, dict[int, Seen]] = weakref.WeakKeyDictionary()
+_dense_weights: weakref.WeakKeyDictionary[nn.Module, dict[int, CachedWeight]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def lay_together(modules: Sequence[nn.Module]) -> None:
-    """Move the weights of plain linears, and their biases, one behind the other."""
-    if not all(_is_plain(module) for module in modules):
+def merge_weight_storage(modules: Sequence[nn.Module]) -> None:
+    """Make the weights of plain linears, and their biases, adjacent in memory."""
+    if not all(_is_dense_linear(module) for module in modules):
         return
     for name in ("weight", "bias"):
         tensors = [getattr(module, name) for module in modules]
-        if any(tensor is None for tensor in tensors) or _behind(tensors) is not None:
+        if any(tensor is None for tensor in tensors) or _adjacent_view(tensors) is not None:
             continue
         parts = torch.cat([tensor.data for tensor in tensors]).split([len(t) for t in tensors])
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.data = part
 
 
-def _dense(x: Tensor, modules: Sequence[nn.Module]) -> Dense | None:
-    """The modules as one dense linear; None where they are not, or must be called as modules."""
-    if x.device.type not in FUSED or torch.is_grad_enabled() or torch.compiler.is_compiling():
+def _find_dense_weight(x: Tensor, modules: Sequence[nn.Module]) -> DenseWeight | None:
+    """The modules as one dense linear; None where they must be called as modules."""
+    if x.device.type not in FUSED_LINEAR_KERNELS:
         return None
-    by_count = _seen.get(modules[0])
-    seen = None if by_count is None else by_count.get(len(modules))
-    if seen is not None and seen.holds(modules):
-        return seen.dense
-    if not all(_is_plain(module) for module in modules):
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
-    seen = Seen([Part.of(module) for module in modules], _as_one(modules))
-    _seen.setdefault(modules[0], {})[len(modules)] = seen
-    return seen.dense
+    by_count = _dense_weights.get(modules[0])
+    cached = None if by_count is None else by_count.get(len(modules))
+    if cached is not None and cached.is_valid(modules):
+        return cached.dense
+    if not all(_is_dense_linear(module) for module in modules):
+        return None
+    parts = [ParameterLocation.of(module) for module in modules]
+    cached = CachedWeight(parts, _merge_dense(modules))
+    _dense_weights.setdefault(modules[0], {})[len(modules)] = cached
+    return cached.dense
 
 
-def _as_one(modules: Sequence[nn.Module]) -> Dense | None:
-    """Plain linears one behind the other as one; None where they lie apart."""
-    weight, biases = _behind([module.weight for module in modules]), [m.bias for m in modules]
+def _merge_dense(modules: Sequence[nn.Module]) -> DenseWeight | None:
+    """Adjacent plain linears as one; None where they are not adjacent."""
+    weight = _adjacent_view([module.weight for module in modules])
+    biases = [module.bias for module in modules]
     if weight is None or (None in biases and any(bias is not None for bias in biases)):
         return None
-    bias = None if biases[0] is None else _behind(biases)
+    bias = None if biases[0] is None else _adjacent_view(biases)
     if bias is None and biases[0] is not None:
         return None
-    parts: list[Any] = [] if len(modules) == 1 else [_as_one((module,)) for module in modules]
-    return Dense(weight, bias, weight.detach().t(), tuple(parts))
+    parts: list[Any] = [] if len(modules) == 1 else [_merge_dense((module,)) for module in modules]
+    return DenseWeight(weight, bias, weight.detach().t(), tuple(parts))
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """A linear whose weight is a tensor like any other."""
+def _is_dense_linear(module: nn.Module) -> bool:
+    """Whether a module is a plain linear with a plain tensor as its weight."""
     return (
-        _is_linear(module)
+        _is_unmodified_linear(module)
         and type(module.weight) is nn.Parameter
         and type(module.weight.data) is Tensor
     )
 
 
-def _is_linear(module: nn.Module) -> bool:
-    """Torch's own, with nobody listening and no `forward` put in its place."""
+def _is_unmodified_linear(module: nn.Module) -> bool:
+    """Whether a module is torch's own linear, without hooks and with its own `forward`."""
     return (
         type(module) is nn.Linear
         and not module._forward_hooks
@@ -218,36 +239,37 @@ def _is_linear(module: nn.Module) -> bool:
     )
 
 
-def _behind(tensors: Sequence[Any]) -> Tensor | None:
-    """Tensors that follow each other in memory, as one."""
+def _adjacent_view(tensors: Sequence[Any]) -> Tensor | None:
+    """One view of tensors that are adjacent in memory; None where they are not."""
     first = tensors[0]
     if len(tensors) == 1:
         return first  # type: ignore[no-any-return]
-    storage, at = first.untyped_storage().data_ptr(), first.storage_offset()
+    storage, offset = first.untyped_storage().data_ptr(), first.storage_offset()
     for tensor in tensors:
         if not tensor.is_contiguous() or tensor.untyped_storage().data_ptr() != storage:
             return None
-        if tensor.storage_offset() != at or tensor.shape[1:] != first.shape[1:]:
+        if tensor.storage_offset() != offset or tensor.shape[1:] != first.shape[1:]:
             return None
-        at += tensor.numel()
+        offset += tensor.numel()
     rows = sum(tensor.shape[0] for tensor in tensors)
-    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())  # type: ignore[no-any-return]
+    merged: Tensor = first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+    return merged
 
 
-def _fused(
+def _run_fused_kernel(
     x: Tensor,
-    dense: Dense,
-    norm: Norm | None = None,
+    dense: DenseWeight,
+    norm: RMSNormModule | None = None,
     *,
-    up: Dense | None = None,
+    up: DenseWeight | None = None,
     activation: str = "",
     residual: Tensor | None = None,
 ) -> Tensor | None:
-    """One kernel for all of it; None where there is none."""
-    if x.numel() > MOST_FUSED * x.shape[-1]:
+    """Run the fused kernel; None where it does not support the call."""
+    if x.numel() > heuristics_for(x.device).fused_linear_max_rows * x.shape[-1]:
         return None
-    function = registry.find(FUSED, x.device)
-    if function is None or (up is not None and (dense.bias is None) != (up.bias is None)):
+    kernel = registry.find_kernel(FUSED_LINEAR_KERNELS, x.device)
+    if kernel is None or (up is not None and (dense.bias is None) != (up.bias is None)):
         return None
     rows = x.reshape(-1, x.shape[-1])
     options: dict[str, Any] = {"bias": dense.bias}
@@ -257,61 +279,63 @@ def _fused(
         options |= {"up": up.weight, "up_bias": up.bias, "activation": activation}
     if residual is not None:
         options["residual"] = residual.reshape(len(rows), -1)
-    out = function(rows, dense.weight, **options)
+    out = kernel(rows, dense.weight, **options)
     return None if out is NotImplemented else out.view(*x.shape[:-1], -1)
 
 
-# ---- packed weights ------------------------------------------------------------------------------
+# ---- quantized weights ---------------------------------------------------------------------------
 
 
-def _one_pass(x: Tensor, modules: Sequence[nn.Module]) -> bool:
+def _can_fuse_quantized(x: Tensor, modules: Sequence[nn.Module]) -> bool:
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    if x.device.type != "cpu" or x.dtype not in TYPES or native.compiler() is None:
+    if x.device.type != "cpu" or x.dtype not in DTYPE_CODES or native.find_compiler() is None:
         return False
     return all(
         type(module) is QuantLinear
-        and module.activations == INTEGER_ACTIVATIONS
+        and module.activations == INT8_ACTIVATIONS
         and module.input_scale is None
         for module in modules
     )
 
 
-def _panels(module: nn.Module) -> Panels:
+def _panels(module: nn.Module) -> PackedPanels:
     weight = module.weight
     assert isinstance(weight, QuantTensor), "a QuantLinear's weight was replaced"
-    return kept_panels(weight.packed, list(weight.scales.values()), weight.format.name)
+    return panels_cache(weight.packed, list(weight.scales.values()), weight.format.name)
 
 
-def _alike(first: Panels, second: Panels) -> bool:
-    same = ("columns", "group", "kind", "offset", "table")
-    return first.integer and all(getattr(first, n) == getattr(second, n) for n in same)
+def _have_same_layout(first: PackedPanels, second: PackedPanels) -> bool:
+    layouts = [(p.columns, p.group, p.kind, p.offset, p.table) for p in (first, second)]
+    return first.integer and layouts[0] == layouts[1]
 
 
 @dataclass(frozen=True)
-class Joined:
-    """Several weights as one (None: they can't be), good while the parts are the same and not written to."""
+class MergedPanels:
+    """Several weights as one (None: their layouts differ), valid while the tensors don't change."""
 
-    parts: tuple[Tensor, ...]
-    marks: tuple[tuple[int, int], ...]
-    weight: Panels | None
+    tensors: tuple[Tensor, ...]
+    versions: tuple[tuple[int, int], ...]  # address and version of each tensor
+    weight: PackedPanels | None
     bias: Tensor | None = None
 
 
-_kept: weakref.WeakKeyDictionary[nn.Module, Joined] = weakref.WeakKeyDictionary()
+_merged_panels: weakref.WeakKeyDictionary[nn.Module, MergedPanels] = weakref.WeakKeyDictionary()
 
 
-def _joined(modules: Sequence[nn.Module]) -> Joined:
-    """The modules' weights above each other."""
-    parts = _parts(modules)
-    marks = tuple((part.data_ptr(), version(part)) for part in parts)
-    found = _kept.get(modules[0])
-    if found is None or found.marks != marks or not all(map(operator.is_, found.parts, parts)):
-        found = _kept[modules[0]] = Joined(parts, marks, *_join(modules))
-    return found
+def _find_merged_panels(modules: Sequence[nn.Module]) -> MergedPanels:
+    """The modules' weights concatenated along their rows; cached."""
+    tensors = _parameters_of(modules)
+    versions = tuple((tensor.data_ptr(), version_of(tensor)) for tensor in tensors)
+    merged = _merged_panels.get(modules[0])
+    is_valid = merged is not None and merged.versions == versions
+    if merged is None or not is_valid or not all(map(operator.is_, merged.tensors, tensors)):
+        merged = MergedPanels(tensors, versions, *_merge_panels(modules))
+        _merged_panels[modules[0]] = merged
+    return merged
 
 
-def _parts(modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+def _parameters_of(modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     """Packed data, scales and biases."""
     parts: list[Tensor] = []
     for module in modules:
@@ -323,11 +347,12 @@ def _parts(modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     return tuple(parts)
 
 
-def _join(modules: Sequence[nn.Module]) -> tuple[Panels | None, Tensor | None]:
-    parts = [panels(module.weight) for module in modules]  # type: ignore[arg-type]
+def _merge_panels(modules: Sequence[nn.Module]) -> tuple[PackedPanels | None, Tensor | None]:
+    parts = [pack_panels(module.weight) for module in modules]  # type: ignore[arg-type]
     biases = [module.bias for module in modules]
-    fits = all(_alike(parts[0], part) for part in parts)
-    fits = fits and not any(part.rows % 16 for part in parts)
-    if not fits or (None in biases and any(bias is not None for bias in biases)):
+    can_merge = all(_have_same_layout(parts[0], part) for part in parts)
+    can_merge = can_merge and not any(part.rows % 16 for part in parts)
+    if not can_merge or (None in biases and any(bias is not None for bias in biases)):
         return None, None
-    return join(parts), None if biases[0] is None else torch.cat(list(biases))  # type: ignore[arg-type]
+    bias = None if biases[0] is None else torch.cat(list(biases))  # type: ignore[arg-type]
+    return concat_panels(parts), bias

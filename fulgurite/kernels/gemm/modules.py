@@ -18,15 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fulgurite.errors import FormatError
-from fulgurite.kernels.gemm.quant_linear import PLAIN, quant_linear
-from fulgurite.kernels.gemm.scaled_mm import scaled_mm_parts
-from fulgurite.kernels.quantize.ops import quantize_parts
-from fulgurite.quant import WHOLE, QuantTensor, features_of, is_native
+from fulgurite.kernels.gemm.quant_linear import quant_linear
+from fulgurite.kernels.gemm.reference import UNQUANTIZED
+from fulgurite.kernels.gemm.scaled_mm import scaled_mm_op
+from fulgurite.kernels.quantize.ops import quantize_op
+from fulgurite.quant import WHOLE_DIM, QuantTensor, get_device_features, is_native
 
 INTEGER_FAMILIES = ("int", "gguf", "nvfp4")
 INTEGER_FORMATS = ("mxfp4",)
 # weight -> activations that hardware multiplies it with
-PARTNERS = {
+NATIVE_ACTIVATION_FORMATS = {
     "fp8_e4m3_tensor": "fp8_e4m3_row",
     "fp8_e4m3_row": "fp8_e4m3_row",
     "fp8_e4m3_128x128": "fp8_e4m3_1x128",
@@ -34,15 +35,15 @@ PARTNERS = {
     "nvfp4": "nvfp4",
 }
 # where a linear is a cast and a product in any case, and the casts that generated kernels can make
-CASTS_APART = ("cuda",)
-FUSED_CASTS = ("fp8_e4m3_row", "fp8_e4m3_1x128", "int8")
+SEPARATE_CAST_DEVICES = ("cuda",)
+FUSIBLE_CAST_FORMATS = ("fp8_e4m3_row", "fp8_e4m3_1x128", "int8")
 
 
-def packable(module: nn.Module) -> tuple[str, ...]:
-    """The parameters of a module that may be packed: a linear's weight, and what `takes_packed` names."""
+def quantizable_parameters(module: nn.Module) -> tuple[str, ...]:
+    """The parameters of a module that may be packed: a linear's weight, and what `quantizable` names."""
     if type(module) is nn.Linear:
         return ("weight",)
-    names: tuple[str, ...] = getattr(module, "takes_packed", ())
+    names: tuple[str, ...] = getattr(module, "quantizable", ())
     return names
 
 
@@ -54,13 +55,13 @@ class QuantModule(nn.Module):
 
     def choose_activations(self, weight: QuantTensor, asked: str | None) -> None:
         """`asked`, or what multiplies fastest where the weight is."""
-        self.open = asked is None
-        self.activations = natural_activations(weight) if asked is None else asked
+        self.uses_default_activations = asked is None
+        self.activations = default_activation_format(weight) if asked is None else asked
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         moved = super()._apply(fn, recurse)
-        if self.open and isinstance(self.weight, QuantTensor):
-            self.activations = natural_activations(self.weight)
+        if self.uses_default_activations and isinstance(self.weight, QuantTensor):
+            self.activations = default_activation_format(self.weight)
         return moved
 
 
@@ -89,19 +90,19 @@ class QuantLinear(QuantModule):
         if self.input_scale is None and not self._casts_apart(x):
             return quant_linear(x, weight, self.bias, self.activations)
         # parts, not a QuantTensor: a captured program can't make one
-        rows, *scales = quantize_parts(x.flatten(0, -2), self.activations, self.input_scale)
+        rows, *scales = quantize_op(x.flatten(0, -2), self.activations, self.input_scale)
         packed, levels = weight.packed, list(weight.scales.values())
-        y: Tensor = scaled_mm_parts(
+        y: Tensor = scaled_mm_op(
             rows, scales, self.activations, packed, levels, weight.format.name, self.bias, x.dtype
         )
         return y.view(*x.shape[:-1], self.out_features)
 
     def _casts_apart(self, x: Tensor) -> bool:
         """Whether x is cast by an op of its own, which a compiled program fuses with what made x."""
-        if not torch.compiler.is_compiling() or x.device.type not in CASTS_APART:
+        if not torch.compiler.is_compiling() or x.device.type not in SEPARATE_CAST_DEVICES:
             return False
         needs_gradient = torch.is_grad_enabled() and x.requires_grad
-        return self.activations in FUSED_CASTS and x.dim() > 1 and not needs_gradient
+        return self.activations in FUSIBLE_CAST_FORMATS and x.dim() > 1 and not needs_gradient
 
     def extra_repr(self) -> str:
         format = self.weight.format.name if isinstance(self.weight, QuantTensor) else "?"
@@ -114,7 +115,7 @@ class QuantLinear(QuantModule):
 class QuantEmbedding(QuantModule):
     """Rows of a packed table, dequantized as they are looked up.
 
-    `activations` is for a head that shares the table (`project`).
+    `activations` is for a head that shares the table (`compute_logits`).
     """
 
     def __init__(self, weight: QuantTensor, activations: str | None = None) -> None:
@@ -125,7 +126,7 @@ class QuantEmbedding(QuantModule):
     def forward(self, ids: Tensor) -> Tensor:
         weight = self.weight
         assert isinstance(weight, QuantTensor), "a QuantEmbedding's weight was replaced"
-        return look_up(weight, ids)
+        return lookup_embedding(weight, ids)
 
     def extra_repr(self) -> str:
         weight = self.weight
@@ -133,9 +134,9 @@ class QuantEmbedding(QuantModule):
         return f"{weight.shape[0]}, {weight.shape[1]}, {format}"
 
 
-def look_up(table: QuantTensor, ids: Tensor) -> Tensor:
+def lookup_embedding(table: QuantTensor, ids: Tensor) -> Tensor:
     """The rows `ids` of a packed table, in its dtype: [.., K]."""
-    if any(scale.block[0] not in (0, 1) for scale in table.format.stored_scales):
+    if any(scale.block[0] not in (0, 1) for scale in table.format.separate_scales):
         raise FormatError(
             f"rows of a {table.format.name} table can't be looked up: its scales span several rows",
             where=f"table {list(table.shape)}",
@@ -143,15 +144,15 @@ def look_up(table: QuantTensor, ids: Tensor) -> Tensor:
         )
     flat = ids.flatten()
     scales = {
-        scale.name: table.scales[scale.name] if scale.block[0] == WHOLE
+        scale.name: table.scales[scale.name] if scale.block[0] == WHOLE_DIM
         else table.scales[scale.name][flat]
-        for scale in table.format.stored_scales
+        for scale in table.format.separate_scales
     }  # fmt: skip
     packed = QuantTensor(table.format, table.packed[flat], scales, table.dtype)
     return packed.dequantize().view(*ids.shape, table.shape[1])
 
 
-class Table(nn.Module, ABC):
+class VocabTable(nn.Module, ABC):
     """A table of a vocabulary that scores by itself: one that is divided over ranks."""
 
     @abstractmethod
@@ -159,9 +160,9 @@ class Table(nn.Module, ABC):
         """x @ weight.T, all columns."""
 
 
-def project(x: Tensor, table: nn.Module) -> Tensor:
+def compute_logits(x: Tensor, table: nn.Module) -> Tensor:
     """x @ weight.T for the weight of a linear or an embedding, dense or packed."""
-    if isinstance(table, Table):
+    if isinstance(table, VocabTable):
         return table.project(x)
     if isinstance(table, QuantModule):
         assert isinstance(table.weight, QuantTensor), "a packed weight was replaced"
@@ -171,7 +172,7 @@ def project(x: Tensor, table: nn.Module) -> Tensor:
     return F.linear(x, weight)
 
 
-def natural_activations(weight: QuantTensor) -> str:
+def default_activation_format(weight: QuantTensor) -> str:
     """What multiplies fastest on the weight's device.
 
     CPUs: int8 in blocks of 32 where the weight's codes are whole numbers. GPUs that multiply in the
@@ -180,7 +181,7 @@ def natural_activations(weight: QuantTensor) -> str:
     format, device = weight.format, weight.device
     if device.type == "cpu":
         whole = format.family in INTEGER_FAMILIES or format.name in INTEGER_FORMATS
-        return "q8_0" if whole and weight.shape[-1] % 32 == 0 else PLAIN
-    if format.name in PARTNERS and is_native(format, features_of(device)):
-        return PARTNERS[format.name]
-    return PLAIN
+        return "q8_0" if whole and weight.shape[-1] % 32 == 0 else UNQUANTIZED
+    if format.name in NATIVE_ACTIVATION_FORMATS and is_native(format, get_device_features(device)):
+        return NATIVE_ACTIVATION_FORMATS[format.name]
+    return UNQUANTIZED

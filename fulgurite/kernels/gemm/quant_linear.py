@@ -17,81 +17,47 @@ counts as the identity); the packed weight has none.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fulgurite.errors import FormatError
 from fulgurite.kernels import registry
+from fulgurite.kernels.gemm import cpu_linear, triton_quant_linear
+from fulgurite.kernels.gemm.reference import (
+    UNQUANTIZED,
+    check_bias,
+    check_operands,
+    dequantize_packed,
+    reference,
+)
 from fulgurite.op import op
-from fulgurite.quant import Packed, QuantTensor, codec, resolve
-from fulgurite.quant import quantize as quantize_plain
-from fulgurite.quant.format import Format
+from fulgurite.quant import QuantTensor, resolve_format
 from fulgurite.quant.shapes import check_shape, logical_shape
 
-PLAIN = "none"
-
 # device type -> function of the operator's arguments; it may return NotImplemented
-IMPLEMENTATIONS: dict[str, str] = {
-    "cpu": "fulgurite.kernels.gemm.cpu_linear:quant_linear",
-    "cuda": "fulgurite.kernels.gemm.triton_quant_linear:quant_linear",
+IMPLEMENTATIONS: dict[str, registry.Kernel] = {
+    "cpu": cpu_linear.quant_linear,
+    "cuda": triton_quant_linear.quant_linear,
 }
 
 
 def quant_linear(
-    x: Tensor, weight: QuantTensor, bias: Tensor | None = None, activations: str = PLAIN
+    x: Tensor, weight: QuantTensor, bias: Tensor | None = None, activations: str = UNQUANTIZED
 ) -> Tensor:
     """x @ weight.T + bias."""
-    if activations != PLAIN:
-        activations = resolve(activations).name
-        check_shape(resolve(activations), x.shape, where=f"x {list(x.shape)}")
+    if activations != UNQUANTIZED:
+        activations = resolve_format(activations).name
+        check_shape(resolve_format(activations), x.shape, where=f"x {list(x.shape)}")
     check_operands(x, weight)
     check_bias(bias, weight.shape[:1])
     scales = list(weight.scales.values())
     arguments = (x, weight.packed, scales, weight.format.name, bias, activations)
-    if registry.is_plain_call(x, bias):
+    if registry.can_skip_dispatcher(x, bias):
         return _run(*arguments)
-    out: Tensor = quant_linear_parts(*arguments)
+    out: Tensor = quant_linear_op(*arguments)
     return out
 
 
-def check_operands(x: Tensor, weight: QuantTensor) -> None:
-    """Raises where x and the weight don't fit each other."""
-    if weight.dim() != 2:
-        raise FormatError(
-            f"the weight of a linear has two dimensions, and this one has {weight.dim()}",
-            where=f"{weight.format.name} weight {list(weight.shape)}",
-            next="take one expert of a stack, or use grouped_quant_linear",
-        )
-    if x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
-        raise FormatError(
-            f"x has {x.shape[-1] if x.dim() else 1} columns, and the weight takes K = "
-            f"{weight.shape[-1]}",
-            where=f"x {list(x.shape)}, {weight.format.name} weight {list(weight.shape)}",
-            next="the last dimensions of both are contracted: check which one is transposed",
-        )
-    if not x.is_floating_point():
-        raise FormatError(
-            f"x must be floating point, and is {x.dtype}",
-            where=f"x {list(x.shape)}",
-            next="two packed operands are multiplied by scaled_mm",
-        )
-
-
-def check_bias(bias: Tensor | None, shape: Sequence[int]) -> None:
-    """Raises where a bias is not one number a row of the weight."""
-    if bias is not None and tuple(bias.shape) != tuple(shape):
-        raise FormatError(
-            f"bias {list(bias.shape)} must be {list(shape)}: a number for each row of the weight",
-            next="reshape or expand it",
-        )
-
-
 @op("fulgurite::quant_linear")
-def quant_linear_parts(
+def quant_linear_op(
     x: Tensor,
     data: Tensor,
     scales: list[Tensor],
@@ -115,42 +81,13 @@ def _run(
     bias: Tensor | None,
     activations: str,
 ) -> Tensor:
-    out: Tensor = registry.run(
+    out: Tensor = registry.dispatch(
         IMPLEMENTATIONS, x.device, reference, x, data, scales, format, bias, activations
     )
     return out
 
 
-def reference(
-    x: Tensor,
-    data: Tensor,
-    scales: list[Tensor],
-    format: str,
-    bias: Tensor | None,
-    activations: str,
-) -> Tensor:
-    """Everything dequantized, then one matmul in float32."""
-    weight = decode_parts(data, scales, resolve(format))
-    out = F.linear(rounded_activations(x, activations), weight)
-    return (out if bias is None else out + bias.float()).to(x.dtype)
-
-
-def decode_parts(data: Tensor, scales: list[Tensor], format: Format) -> Tensor:
-    """Packed parts as float32."""
-    names = [scale.name for scale in format.stored_scales]
-    packed = Packed(data, dict(zip(names, scales, strict=True)))
-    return codec.decode(codec.unpack(packed, format), format)
-
-
-def rounded_activations(x: Tensor, activations: str) -> Tensor:
-    """x in float32, as it is after quantizing its rows."""
-    if activations == PLAIN:
-        return x.float()
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    return quantize_plain(rows, activations).dequantize(torch.float32).reshape(x.shape)
-
-
-@quant_linear_parts.fake
+@quant_linear_op.fake
 def _(
     x: Tensor,
     data: Tensor,
@@ -159,15 +96,15 @@ def _(
     bias: Tensor | None,
     activations: str,
 ) -> Tensor:
-    rows, columns = logical_shape(resolve(format), data.shape)
+    rows, columns = logical_shape(resolve_format(format), data.shape)
     assert x.shape[-1] == columns, f"x {x.shape} does not fit a weight of {columns} columns"
     return x.new_empty((*x.shape[:-1], rows))
 
 
-@quant_linear_parts.backward
+@quant_linear_op.backward
 def _(inputs: tuple, output: Tensor, gradient: Tensor) -> tuple:  # type: ignore[type-arg]
     x, data, scales, format, bias, _ = inputs
-    weight = decode_parts(data, scales, resolve(format))
+    weight = dequantize_packed(data, scales, resolve_format(format))
     of_x = (gradient.float() @ weight).to(x.dtype)
     of_bias = None
     if bias is not None:

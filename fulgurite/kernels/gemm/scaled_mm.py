@@ -15,15 +15,16 @@ from torch import Tensor
 
 from fulgurite.errors import FormatError
 from fulgurite.kernels import registry
-from fulgurite.kernels.gemm.quant_linear import check_bias, decode_parts
+from fulgurite.kernels.gemm import cpu_scaled_mm, triton_scaled_mm
+from fulgurite.kernels.gemm.reference import check_bias, dequantize_packed
 from fulgurite.op import op
-from fulgurite.quant import QuantTensor, resolve
+from fulgurite.quant import QuantTensor, resolve_format
 from fulgurite.quant.shapes import logical_shape
 
 # device type -> function of the operator's arguments; it may return NotImplemented
-IMPLEMENTATIONS: dict[str, str] = {
-    "cpu": "fulgurite.kernels.gemm.cpu_scaled_mm:scaled_mm",
-    "cuda": "fulgurite.kernels.gemm.triton_scaled_mm:scaled_mm",
+IMPLEMENTATIONS: dict[str, registry.Kernel] = {
+    "cpu": cpu_scaled_mm.scaled_mm,
+    "cuda": triton_scaled_mm.scaled_mm,
 }
 
 
@@ -41,7 +42,7 @@ def scaled_mm(
             next="a is [.., M, K] and b is [N, K], both with K last and blocks along K",
         )
     check_bias(bias, b.shape[:1])
-    out: Tensor = scaled_mm_parts(
+    out: Tensor = scaled_mm_op(
         a.packed,
         list(a.scales.values()),
         a.format.name,
@@ -55,7 +56,7 @@ def scaled_mm(
 
 
 @op("fulgurite::scaled_mm")
-def scaled_mm_parts(
+def scaled_mm_op(
     a: Tensor,
     a_scales: list[Tensor],
     a_format: str,
@@ -67,7 +68,7 @@ def scaled_mm_parts(
 ) -> Tensor:
     """The operator: both operands as packed data and their stored scales."""
     arguments = (a, a_scales, a_format, b, b_scales, b_format, bias, out_dtype)
-    out: Tensor = registry.run(IMPLEMENTATIONS, a.device, reference, *arguments)
+    out: Tensor = registry.dispatch(IMPLEMENTATIONS, a.device, reference, *arguments)
     return out
 
 
@@ -82,13 +83,13 @@ def reference(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Both dequantized, then one matmul in float32."""
-    left = decode_parts(a, a_scales, resolve(a_format))
-    right = decode_parts(b, b_scales, resolve(b_format))
+    left = dequantize_packed(a, a_scales, resolve_format(a_format))
+    right = dequantize_packed(b, b_scales, resolve_format(b_format))
     out = F.linear(left, right)
     return (out if bias is None else out + bias.float()).to(out_dtype)
 
 
-@scaled_mm_parts.fake
+@scaled_mm_op.fake
 def _(
     a: Tensor,
     a_scales: list[Tensor],
@@ -99,7 +100,7 @@ def _(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    left = logical_shape(resolve(a_format), a.shape)
-    right = logical_shape(resolve(b_format), b.shape)
+    left = logical_shape(resolve_format(a_format), a.shape)
+    right = logical_shape(resolve_format(b_format), b.shape)
     assert left[-1] == right[-1], f"K of a is {left[-1]} and of b {right[-1]}"
     return a.new_empty((*left[:-1], right[0]), dtype=out_dtype)

@@ -8,7 +8,7 @@ with scales beside it. Out: [M, N], summed in float32 (int8 rows in int32) and r
 
 The rows of the weight are the rows of the tensor cores' tile: they number at least 64 where M may be
 1, and decoded weights go from registers straight into the multiplication. How the weight is decoded
-(`DECODE`) and where its scales come in (`SCALING`) is compiled in:
+(`DEQUANT`) and where its scales come in (`SCALING`) is compiled in:
 
     same     8 bits times 8 bits          end      per row or tensor: the sum is scaled
     cast     8 bits to 16                 step     each 128 (or group) of K: the step's sum is scaled
@@ -22,27 +22,25 @@ them to finish a tile adds the others' sums in their order: one launch, and the 
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from fulgurite.kernels.common.triton_dequantize import (
-    E4M3_DROP,
-    E4M3_LIFT,
-    cast_tile,
-    e2m1_tile,
+    E4M3_SCALE_BIAS,
+    E4M3_SCALE_UNBIAS,
+    cast_8bit,
+    deinterleave_by_4,
+    dequantize_e2m1,
+    dequantize_int4,
+    dequantize_int4_scaled,
+    dequantize_int4_zero_point,
     e8m0_to_bfloat16,
-    int4_less,
-    int4_tile,
-    quarters,
-    rounded,
-    rounded_nibbles,
-    spread,
-    times,
+    expand_blocks,
+    multiply_bfloat16,
+    scale_and_round,
 )
+from fulgurite.kernels.common.triton_import import tl, triton
 
 
 @triton.jit
-def multiply(w, x, acc, NATIVE: tl.constexpr):
+def dot_nt(w, x, acc, NATIVE: tl.constexpr):
     """acc + w @ x.T; float8 products are added up in float32 after each 128 of them.
 
     The interpreter multiplies bfloat16 as if it were integers, so there the numbers are widened.
@@ -56,7 +54,7 @@ def multiply(w, x, acc, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def find_group(ends_ptr, experts, tile, rows, BM: tl.constexpr, GROUPS: tl.constexpr):
+def find_expert_tile(ends_ptr, experts, tile, rows, BM: tl.constexpr, GROUPS: tl.constexpr):
     """The expert of a tile of rows, its first row, and where its rows end.
 
     Experts' rows lie one after another, each expert's from a tile of its own; after the last come the
@@ -77,12 +75,12 @@ def find_group(ends_ptr, experts, tile, rows, BM: tl.constexpr, GROUPS: tl.const
 
 
 @triton.jit(do_not_specialize=["M", "split", "x_scale_k", "w_scale_k", "experts", "tiles_m"])
-def matmul_kernel(
+def gemm_kernel(
     x_ptr, w_ptr, out_ptr, x_scale_ptr, w_scale_ptr, tensor_scale_ptr, bias_ptr,
     partial_ptr, count_ptr, ends_ptr,
     M, N, K, split, x_stride, w_stride, out_stride, x_scale_m, x_scale_k, w_scale_n, w_scale_k,
     experts, w_expert, w_scale_expert, tiles_m,
-    DECODE: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, W_ROWS: tl.constexpr,
+    DEQUANT: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, W_ROWS: tl.constexpr,
     X_SCALED: tl.constexpr, FACTOR: tl.constexpr, TENSOR_SCALE: tl.constexpr, ZERO: tl.constexpr,
     BIAS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
@@ -99,7 +97,7 @@ def matmul_kernel(
     tile_m = within // width
     n = tile_n * BN + tl.arange(0, BN)
     if GROUPS > 0:
-        expert, start, M = find_group(ends_ptr, experts, tile_m, M, BM, GROUPS)
+        expert, start, M = find_expert_tile(ends_ptr, experts, tile_m, M, BM, GROUPS)
         m = start + tl.arange(0, BM)
         live = expert < experts
         expert = tl.minimum(expert, experts - 1).to(tl.int64)
@@ -112,7 +110,7 @@ def matmul_kernel(
         live = True
     n_in = tl.where(n < N, n, 0).to(tl.int64)
     m_in = tl.where(m < M, m, 0).to(tl.int64)
-    nibbles: tl.constexpr = DECODE == "e2m1" or DECODE == "int4" or DECODE == "uint4"
+    nibbles: tl.constexpr = DEQUANT == "e2m1" or DEQUANT == "int4" or DEQUANT == "uint4"
     WK: tl.constexpr = BK // 4 if nibbles else BK  # words of four, or items
     steps = tl.cdiv(K, BK)
     mine = tl.cdiv(steps, split)
@@ -120,12 +118,12 @@ def matmul_kernel(
     last = tl.minimum(first + mine, steps)
     if GROUPS > 0:
         last = tl.where(live & (start < M), last, first)  # rows of no expert are zero
-    whole: tl.constexpr = w_ptr.dtype.element_ty == tl.int8 and DECODE == "same"
+    whole: tl.constexpr = w_ptr.dtype.element_ty == tl.int8 and DEQUANT == "same"
     kind: tl.constexpr = tl.int32 if whole else tl.float32
     acc = tl.zeros([BN, BM], kind)
     item = tl.arange(0, WK)
     wide = tl.arange(0, BK)
-    ahead: tl.constexpr = SCALING == "step" and X_SCALED
+    ahead: tl.constexpr = SCALING == "mainloop" and X_SCALED
     if ahead:
         if W_ROWS % BN == 0:  # one scale for all of the tile's rows
             ws_from = w_scale_ptr + (tile_n * BN // W_ROWS).to(tl.int64) * w_scale_n
@@ -154,9 +152,9 @@ def matmul_kernel(
             after = tl.minimum(step + 1, steps - 1)
             next_ws = tl.load(ws_from + after * w_scale_k)
             next_xs = tl.load(xs_from + after.to(tl.int64) * x_scale_k, m < M, 0.0)
-        elif SCALING == "step":  # asked for here, needed after the multiplication
+        elif SCALING == "mainloop":  # asked for here, needed after the multiplication
             ws = tl.load(w_scale_ptr + (n_in // W_ROWS) * w_scale_n + (k // GROUP) * w_scale_k)
-        if SCALING == "inside" or SCALING == "groups":
+        if SCALING == "operand" or SCALING == "group":
             group: tl.constexpr = GROUP // 4 if nibbles else GROUP
             block = step * (BK // GROUP) + tl.arange(0, BK // GROUP)
             s_from = w_scale_ptr + n_in[:, None] * w_scale_n + block[None, :]
@@ -165,51 +163,51 @@ def matmul_kernel(
             else:
                 s = tl.load(s_from, (block * GROUP < K)[None, :], 0.0)
             z = s
-            if SCALING == "groups":
+            if SCALING == "group":
                 if ZERO:
                     z_from = tensor_scale_ptr + n_in[:, None] * w_scale_n + block[None, :]
                     z = tl.load(z_from, (block * GROUP < K)[None, :], 0).to(tl.float32)
-                    z = spread(z, BN, BK // GROUP, group)
+                    z = expand_blocks(z, BN, BK // GROUP, group)
             elif GROUP == 16:
-                s = (s.to(tl.float32) * E4M3_LIFT).to(tl.bfloat16)
+                s = (s.to(tl.float32) * E4M3_SCALE_BIAS).to(tl.bfloat16)
             else:
                 s = e8m0_to_bfloat16(s)
-            s = spread(s, BN, BK // GROUP, group)
+            s = expand_blocks(s, BN, BK // GROUP, group)
         if nibbles:
-            x0, x1, x2, x3 = quarters(x, BM, BK)
-            if SCALING == "groups":
-                w0 = rounded_nibbles(w, s, z, 0, DECODE, ZERO, x.dtype, PACKED)
-                w1 = rounded_nibbles(w, s, z, 1, DECODE, ZERO, x.dtype, PACKED)
-                w2 = rounded_nibbles(w, s, z, 2, DECODE, ZERO, x.dtype, PACKED)
-                w3 = rounded_nibbles(w, s, z, 3, DECODE, ZERO, x.dtype, PACKED)
-            elif DECODE == "e2m1":
-                w0 = e2m1_tile(w, s, 0, GROUP != 16, PACKED)
-                w1 = e2m1_tile(w, s, 1, GROUP != 16, PACKED)
-                w2 = e2m1_tile(w, s, 2, GROUP != 16, PACKED)
-                w3 = e2m1_tile(w, s, 3, GROUP != 16, PACKED)
+            x0, x1, x2, x3 = deinterleave_by_4(x, BM, BK)
+            if SCALING == "group":
+                w0 = dequantize_int4_scaled(w, s, z, 0, DEQUANT, ZERO, x.dtype, PACKED)
+                w1 = dequantize_int4_scaled(w, s, z, 1, DEQUANT, ZERO, x.dtype, PACKED)
+                w2 = dequantize_int4_scaled(w, s, z, 2, DEQUANT, ZERO, x.dtype, PACKED)
+                w3 = dequantize_int4_scaled(w, s, z, 3, DEQUANT, ZERO, x.dtype, PACKED)
+            elif DEQUANT == "e2m1":
+                w0 = dequantize_e2m1(w, s, 0, GROUP != 16, PACKED)
+                w1 = dequantize_e2m1(w, s, 1, GROUP != 16, PACKED)
+                w2 = dequantize_e2m1(w, s, 2, GROUP != 16, PACKED)
+                w3 = dequantize_e2m1(w, s, 3, GROUP != 16, PACKED)
             elif ZERO:
                 z = tl.load(tensor_scale_ptr + n_in * w_scale_n + (k // GROUP) * w_scale_k)
                 z = z.to(tl.float32)[:, None]
-                w0, w1 = int4_less(w, z, 0, PACKED), int4_less(w, z, 1, PACKED)
-                w2, w3 = int4_less(w, z, 2, PACKED), int4_less(w, z, 3, PACKED)
+                w0, w1 = dequantize_int4_zero_point(w, z, 0, PACKED), dequantize_int4_zero_point(w, z, 1, PACKED)
+                w2, w3 = dequantize_int4_zero_point(w, z, 2, PACKED), dequantize_int4_zero_point(w, z, 3, PACKED)
             else:
-                w0 = int4_tile(w, 0, PACKED)
-                w1 = int4_tile(w, 1, PACKED)
-                w2 = int4_tile(w, 2, PACKED)
-                w3 = int4_tile(w, 3, PACKED)
-            sums = multiply(w0, x0, tl.zeros([BN, BM], kind) if SCALING == "step" else acc, PACKED)
-            sums = multiply(w1, x1, sums, PACKED)
-            sums = multiply(w2, x2, sums, PACKED)
-            sums = multiply(w3, x3, sums, PACKED)
+                w0 = dequantize_int4(w, 0, PACKED)
+                w1 = dequantize_int4(w, 1, PACKED)
+                w2 = dequantize_int4(w, 2, PACKED)
+                w3 = dequantize_int4(w, 3, PACKED)
+            sums = dot_nt(w0, x0, tl.zeros([BN, BM], kind) if SCALING == "mainloop" else acc, PACKED)
+            sums = dot_nt(w1, x1, sums, PACKED)
+            sums = dot_nt(w2, x2, sums, PACKED)
+            sums = dot_nt(w3, x3, sums, PACKED)
         else:
-            if SCALING == "inside":
-                w = times(w, s)
-            elif SCALING == "groups":
-                w = rounded(w, s, s, DECODE, ZERO, x.dtype)
-            elif DECODE == "cast":
-                w = cast_tile(w, x.dtype, PACKED)
-            sums = multiply(w, x, tl.zeros([BN, BM], kind) if SCALING == "step" else acc, PACKED)
-        if SCALING == "step":
+            if SCALING == "operand":
+                w = multiply_bfloat16(w, s)
+            elif SCALING == "group":
+                w = scale_and_round(w, s, s, DEQUANT, ZERO, x.dtype)
+            elif DEQUANT == "cast":
+                w = cast_8bit(w, x.dtype, PACKED)
+            sums = dot_nt(w, x, tl.zeros([BN, BM], kind) if SCALING == "mainloop" else acc, PACKED)
+        if SCALING == "mainloop":
             if ahead and W_ROWS % BN == 0:
                 acc += sums * (ws * xs)[None, :]
             elif ahead:
@@ -237,14 +235,14 @@ def matmul_kernel(
             tl.store(count_ptr + tile, 0)
     if finished:
         out = acc.to(tl.float32)
-        if SCALING == "end":
+        if SCALING == "epilogue":
             out *= tl.load(w_scale_ptr + n_in * w_scale_n)[:, None]
             if X_SCALED:
                 out *= tl.load(x_scale_ptr + m_in * x_scale_m)[None, :]
         if FACTOR:
             out *= tl.load(x_scale_ptr)
         if TENSOR_SCALE:
-            out *= tl.load(tensor_scale_ptr) * E4M3_DROP
+            out *= tl.load(tensor_scale_ptr) * E4M3_SCALE_UNBIAS
         if BIAS:
             bias = tl.load(bias_ptr + n_in).to(tl.float32)[:, None]
             out += tl.where(live, bias, 0.0)

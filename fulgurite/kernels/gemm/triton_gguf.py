@@ -13,16 +13,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from fulgurite.kernels.gemm.triton_launch import PACKED
+from fulgurite.kernels.common.triton_import import tl, triton
+from fulgurite.kernels.gemm.triton_launch import NATIVE
 from fulgurite.quant import Format
 
 BLOCK_N = 32
 # columns of a step, of a block, and bytes of a block
-SIZES = {
+BLOCK_LAYOUTS = {
     "q4_0": (32, 32, 18),
     "q4_1": (32, 32, 20),
     "q8_0": (32, 32, 34),
@@ -33,7 +32,7 @@ SIZES = {
 
 
 @triton.jit
-def half_at(data_ptr, inside):
+def load_unaligned_float16(data_ptr, inside):
     """A float16 whose two bytes may lie at an odd address, as float32."""
     low = tl.load(data_ptr, inside, 0).to(tl.int32)
     high = tl.load(data_ptr + 1, inside, 0).to(tl.int32)
@@ -41,26 +40,26 @@ def half_at(data_ptr, inside):
 
 
 @triton.jit
-def bytes_at(row_ptr, place, inside):
+def load_byte(row_ptr, place, inside):
     """The byte `place` of each row's block, or one a column, as int32."""
     return tl.load(row_ptr + place, inside, 0).to(tl.int32)
 
 
 @triton.jit
-def q4_k_scales(block_ptr, j, inside):
+def load_q4_k_scales(block_ptr, j, inside):
     """The 6-bit scale and minimum of sub-block j: the last four keep two bits with the first four."""
-    first = bytes_at(block_ptr, 4 + j % 4, inside)
-    second = bytes_at(block_ptr, 8 + j % 4, inside)
-    third = bytes_at(block_ptr, 12 + j % 4, inside)
+    first = load_byte(block_ptr, 4 + j % 4, inside)
+    second = load_byte(block_ptr, 8 + j % 4, inside)
+    third = load_byte(block_ptr, 12 + j % 4, inside)
     early = j < 4
     scale = tl.where(early, first & 63, (third & 15) | ((first >> 6) << 4))
     low = tl.where(early, second & 63, (third >> 4) | ((second >> 6) << 4))
-    d, dmin = half_at(block_ptr, inside), half_at(block_ptr + 2, inside)
+    d, dmin = load_unaligned_float16(block_ptr, inside), load_unaligned_float16(block_ptr + 2, inside)
     return d * scale.to(tl.float32), -dmin * low.to(tl.float32)
 
 
 @triton.jit
-def blocks_kernel(
+def gguf_gemm_kernel(
     x_ptr, data_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, m, n, k, x_step, row_bytes, groups,
     FORMAT: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, BYTES: tl.constexpr,
     GROUP: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, NATIVE: tl.constexpr,
@@ -81,28 +80,28 @@ def blocks_kernel(
         low = tl.zeros([BLOCK_N], tl.float32)
         if FORMAT == "q4_0" or FORMAT == "q4_1":
             head: tl.constexpr = 2 if FORMAT == "q4_0" else 4
-            pair = bytes_at(wide_ptr, head + at[None, :] % 16, tall)
+            pair = load_byte(wide_ptr, head + at[None, :] % 16, tall)
             codes = (pair >> (at[None, :] // 16 * 4)) & 15
-            scale = half_at(block_ptr, known)
-            low = -8.0 * scale if FORMAT == "q4_0" else half_at(block_ptr + 2, known)
+            scale = load_unaligned_float16(block_ptr, known)
+            low = -8.0 * scale if FORMAT == "q4_0" else load_unaligned_float16(block_ptr + 2, known)
         elif FORMAT == "q8_0":
-            codes = bytes_at(wide_ptr, 2 + at[None, :], tall)
+            codes = load_byte(wide_ptr, 2 + at[None, :], tall)
             codes = (codes << 24) >> 24
-            scale = half_at(block_ptr, known)
+            scale = load_unaligned_float16(block_ptr, known)
         elif FORMAT == "q4_k":
             j = start % WIDTH // STEP
-            codes = (bytes_at(wide_ptr, 16 + j // 2 * 32 + at[None, :], tall) >> (j % 2 * 4)) & 15
-            scale, low = q4_k_scales(block_ptr, j, known)
+            codes = (load_byte(wide_ptr, 16 + j // 2 * 32 + at[None, :], tall) >> (j % 2 * 4)) & 15
+            scale, low = load_q4_k_scales(block_ptr, j, known)
         elif FORMAT == "q6_k":
             half, inner = start % WIDTH // 128, start % 128
-            pair = bytes_at(wide_ptr, half * 64 + inner % 64 + at[None, :], tall)
-            upper = bytes_at(wide_ptr, 128 + half * 32 + inner % 32 + at[None, :], tall)
+            pair = load_byte(wide_ptr, half * 64 + inner % 64 + at[None, :], tall)
+            upper = load_byte(wide_ptr, 128 + half * 32 + inner % 32 + at[None, :], tall)
             codes = ((pair >> (inner // 64 * 4)) & 15) | (((upper >> (inner // 32 * 2)) & 3) << 4)
             codes -= 32
-            signed = (bytes_at(block_ptr, 192 + start % WIDTH // 16, known) << 24) >> 24
-            scale = half_at(block_ptr + 208, known) * signed.to(tl.float32)
+            signed = (load_byte(block_ptr, 192 + start % WIDTH // 16, known) << 24) >> 24
+            scale = load_unaligned_float16(block_ptr + 208, known) * signed.to(tl.float32)
         else:
-            codes = (bytes_at(wide_ptr, at[None, :] // 2, tall) >> (at[None, :] % 2 * 4)) & 15
+            codes = (load_byte(wide_ptr, at[None, :] // 2, tall) >> (at[None, :] % 2 * 4)) & 15
             place = columns.to(tl.int64) * groups + start // GROUP
             scale = tl.load(scale_ptr + place, known, 0.0)
             zero = tl.load(zero_ptr + place, known, 0).to(tl.float32) if ZERO else 8.0
@@ -124,27 +123,27 @@ def blocks_kernel(
     )
 
 
-def blocks_linear(
+def gguf_linear(
     rows: Tensor, data: Tensor, scales: list[Tensor], format: Format, bias: Tensor | None
 ) -> Any:
     """x @ weight.T + bias, or NotImplemented where the format is none of these."""
-    lowest = any(scale.name == "minimum" for scale in format.stored_scales)
+    lowest = any(scale.name == "minimum" for scale in format.separate_scales)
     integers = format.family == "int" and format.element.bits == 4 and not lowest
     kind = "int4" if integers else format.name
     whole = rows.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    if kind not in SIZES or not whole or data.dim() != 2 or 0 in (rows.numel(), data.numel()):
+    if kind not in BLOCK_LAYOUTS or not whole or data.dim() != 2 or 0 in (rows.numel(), data.numel()):
         return NotImplemented
-    step, width, size = SIZES[kind]
+    step, width, size = BLOCK_LAYOUTS[kind]
     (m, k), n = rows.shape, data.shape[0]
     data, group = data.contiguous(), format.block[1]
     first = scales[0].contiguous() if scales else data
     second = scales[1].contiguous() if len(scales) > 1 else data
     out = rows.new_empty((m, n))
     tile = 16 if m <= 16 else 32 if m <= 32 else 64
-    blocks_kernel[(triton.cdiv(m, tile), triton.cdiv(n, BLOCK_N))](
+    gguf_gemm_kernel[(triton.cdiv(m, tile), triton.cdiv(n, BLOCK_N))](
         rows, data, first, second, out if bias is None else bias, out, m, n, k, rows.stride(0),
         data.shape[1], k // group,
         FORMAT=kind, STEP=step, WIDTH=width, BYTES=size, GROUP=group, ZERO=len(scales) > 1,
-        BIAS=bias is not None, NATIVE=PACKED, BLOCK_M=tile, BLOCK_N=BLOCK_N, num_warps=4,
+        BIAS=bias is not None, NATIVE=NATIVE, BLOCK_M=tile, BLOCK_N=BLOCK_N, num_warps=4,
     )  # fmt: skip
     return out

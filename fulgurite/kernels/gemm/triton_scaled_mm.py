@@ -5,7 +5,7 @@ In: the operators' arguments. Out: a @ b.T + bias, or NotImplemented for pairs o
 the reference takes.
 
     fp8 tensor, row, 1x128 with 128x128 or 1x128     torch's library where it takes the shape and was
-                                                     measured faster (`tiles.library_wins`)
+                                                     measured faster (`prefers_library_scaled_mm`)
     the same otherwise, int8 rows                    our kernel, 8 bits times 8 bits
     MX and NVFP4, where the chip has no such units   a as bfloat16, exactly; b decoded in the kernel
 """
@@ -21,17 +21,17 @@ from torch.nn.functional import ScalingType
 from torch.nn.functional import scaled_mm as library_scaled_mm
 
 from fulgurite.kernels.gemm import triton_launch
-from fulgurite.kernels.quantize.triton_dequantize import to_bfloat16
-from fulgurite.kernels.tuning import gemm
-from fulgurite.quant import Format, resolve
-from fulgurite.quant.format import WHOLE
+from fulgurite.kernels.quantize.triton_dequantize import dequantize_activations
+from fulgurite.kernels.tuning.heuristics import heuristics_for
+from fulgurite.quant import Format, resolve_format
+from fulgurite.quant.format import WHOLE_DIM
 
-TENSOR, ROW, BLOCKS, TILES = (WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128)
-LIBRARY = {
+TENSOR, ROW, BLOCK_1x128, BLOCK_128x128 = (WHOLE_DIM, WHOLE_DIM), (1, WHOLE_DIM), (1, 128), (128, 128)
+LIBRARY_SCALING = {
     (TENSOR, TENSOR): (ScalingType.TensorWise, ScalingType.TensorWise),
     (ROW, ROW): (ScalingType.RowWise, ScalingType.RowWise),
-    (BLOCKS, TILES): (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128),
-    (BLOCKS, BLOCKS): (ScalingType.BlockWise1x128, ScalingType.BlockWise1x128),
+    (BLOCK_1x128, BLOCK_128x128): (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128),
+    (BLOCK_1x128, BLOCK_1x128): (ScalingType.BlockWise1x128, ScalingType.BlockWise1x128),
 }
 
 
@@ -47,27 +47,27 @@ def scaled_mm(
 ) -> Any:
     """`fulgurite::scaled_mm`."""
     rows = a.reshape(-1, a.shape[-1])
-    left, right = resolve(a_format), resolve(b_format)
+    left, right = resolve_format(a_format), resolve_format(b_format)
     if a.dim() > 2 and left.block != ROW and left.block[0] != 1:
         return NotImplemented  # one scale a matrix, and several matrices
     if a.numel() == 0 or b.numel() == 0:
         return NotImplemented
     scale = a_scales[0] if a.dim() == 2 else a_scales[0].reshape(-1, a_scales[0].shape[-1])
-    if _same_units(left, right):
+    if _multiplies_8bit(left, right):
         m, n, k = rows.shape[0], b.shape[0], b.shape[1]
-        pair = LIBRARY.get((left.block, right.block))
-        if pair and _library_takes(pair, left, right, rows, b, bias, out_dtype):
-            if gemm.library_wins(right.block, m, n, k):
-                out = _library(rows, scale, b, b_scales[0], pair, bias, out_dtype)
+        pair = LIBRARY_SCALING.get((left.block, right.block))
+        if pair and _library_supports(pair, left, right, rows, b, bias, out_dtype):
+            if heuristics_for(rows.device).prefers_library_scaled_mm(right.block, m, n, k):
+                out = _library_scaled_mm(rows, scale, b, b_scales[0], pair, bias, out_dtype)
                 return out.reshape(*a.shape[:-1], n)
-        weight = triton_launch.weight_of(right)
+        weight = triton_launch.dequant_scheme(right)
         assert weight is not None, f"{right.name} has 8 bits, and the kernel takes those"
-        tile = gemm.for_scaled(m, n, k, weight.scaling, rows.device)
-        out = triton_launch.matmul(
-            rows, scale, left, b, b_scales, right, weight, bias, out_dtype, tile
+        config = heuristics_for(rows.device).scaled_mm_config(m, n, k, weight.scaling)
+        out = triton_launch.launch_gemm(
+            rows, scale, left, b, b_scales, right, weight, bias, out_dtype, config
         )
         return out.reshape(*a.shape[:-1], n)
-    return _decoded(a, a_scales, left, b, b_scales, right, bias, out_dtype, None)
+    return _dequantized_gemm(a, a_scales, left, b, b_scales, right, bias, out_dtype, None)
 
 
 def grouped_scaled_mm(
@@ -82,30 +82,31 @@ def grouped_scaled_mm(
     out_dtype: torch.dtype,
 ) -> Any:
     """`fulgurite::grouped_scaled_mm`."""
-    left, right = resolve(a_format), resolve(b_format)
+    left, right = resolve_format(a_format), resolve_format(b_format)
     if a.numel() == 0 or b.numel() == 0:
         return NotImplemented
-    if not _same_units(left, right):
-        return _decoded(a, a_scales, left, b, b_scales, right, bias, out_dtype, offsets)
-    weight = triton_launch.weight_of(right)
+    if not _multiplies_8bit(left, right):
+        return _dequantized_gemm(a, a_scales, left, b, b_scales, right, bias, out_dtype, offsets)
+    weight = triton_launch.dequant_scheme(right)
     assert weight is not None, f"{right.name} has 8 bits, and the kernel takes those"
     m, (experts, n, k) = a.shape[0], b.shape
-    tile = gemm.for_experts(m, n, k, experts, weight, same=True)
-    return triton_launch.matmul(
-        a, a_scales[0], left, b, b_scales, right, weight, bias, out_dtype, tile, offsets
+    heuristics = heuristics_for(a.device)
+    config = heuristics.expert_gemm_config(m, n, k, experts, weight, is_8bit=True)
+    return triton_launch.launch_gemm(
+        a, a_scales[0], left, b, b_scales, right, weight, bias, out_dtype, config, offsets
     )
 
 
-def _same_units(left: Format, right: Format) -> bool:
+def _multiplies_8bit(left: Format, right: Format) -> bool:
     """Whether 8 bits are multiplied by 8 bits, scaled at the end or each 128 of K."""
     if left.name == "int8" and right.name == "int8":
         return True
-    if left.family != "fp8" or right.family != "fp8" or left.block == TILES:
+    if left.family != "fp8" or right.family != "fp8" or left.block == BLOCK_128x128:
         return False
-    return right.block[1] != WHOLE or left.block[1] == WHOLE
+    return right.block[1] != WHOLE_DIM or left.block[1] == WHOLE_DIM
 
 
-def _decoded(
+def _dequantized_gemm(
     a: Tensor,
     a_scales: list[Tensor],
     left: Format,
@@ -117,18 +118,18 @@ def _decoded(
     ends: Tensor | None,
 ) -> Any:
     """a as bfloat16, which holds 4- and 8-bit floats with power-of-two or e4m3 scales exactly."""
-    weight = triton_launch.weight_of(right)
+    weight = triton_launch.dequant_scheme(right)
     if weight is None or left.family not in ("mx", "nvfp4"):
         return NotImplemented
-    rows, factor = to_bfloat16(a.reshape(-1, a.shape[-1]), a_scales, left)
+    rows, factor = dequantize_activations(a.reshape(-1, a.shape[-1]), a_scales, left)
     m, n, k = rows.shape[0], b.shape[-2], rows.shape[1]
-    tile: gemm.Tile | gemm.FewTile
+    heuristics = heuristics_for(a.device)
     if ends is None:
-        tile = gemm.for_decoded(m, n, k, weight, a.device)
+        config = heuristics.mixed_gemm_config(m, n, k, weight)
     else:
-        tile = gemm.for_experts(m, n, k, b.shape[0], weight, same=False)
-    out = triton_launch.matmul(
-        rows, None, None, b, b_scales, right, weight, bias, out_dtype, tile, ends, factor
+        config = heuristics.expert_gemm_config(m, n, k, b.shape[0], weight, is_8bit=False)
+    out = triton_launch.launch_gemm(
+        rows, None, None, b, b_scales, right, weight, bias, out_dtype, config, ends, factor
     )
     return out.reshape(*a.shape[:-1], n)
 
@@ -138,7 +139,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _library_takes(
+def _library_supports(
     pair: tuple[ScalingType, ScalingType],
     left: Format,
     right: Format,
@@ -155,7 +156,7 @@ def _library_takes(
     dense = a.is_contiguous() and b.is_contiguous() and n % 16 == 0 and k % 16 == 0
     if capability < (8, 9) or both_e5m2 or not dense:
         return False
-    if bias is not None and not (bias.dtype == dtype == torch.bfloat16 and WHOLE in left.block):
+    if bias is not None and not (bias.dtype == dtype == torch.bfloat16 and WHOLE_DIM in left.block):
         return False
     if pair[0] is ScalingType.TensorWise:
         return dtype in (torch.bfloat16, torch.float16, torch.float32)
@@ -165,7 +166,7 @@ def _library_takes(
     return capability == (9, 0) and tiles_fit and dtype in (torch.bfloat16, torch.float32)
 
 
-def _library(
+def _library_scaled_mm(
     a: Tensor,
     a_scale: Tensor,
     b: Tensor,
@@ -180,15 +181,15 @@ def _library(
     elif pair[0] is ScalingType.TensorWise:
         a_scale, b_scale = a_scale.reshape(1), b_scale.reshape(1)
     else:
-        a_scale = rows_dense(a_scale)
-        b_scale = _padded(b_scale) if b_scale.shape[0] != b.shape[0] else rows_dense(b_scale)
+        a_scale = to_column_major(a_scale)
+        b_scale = _pad_block_scales(b_scale) if b_scale.shape[0] != b.shape[0] else to_column_major(b_scale)
     out: Tensor = library_scaled_mm(
         a, b.t(), a_scale, pair[0], b_scale, pair[1], bias=bias, output_dtype=dtype
     )
     return out
 
 
-def rows_dense(scale: Tensor) -> Tensor:
+def to_column_major(scale: Tensor) -> Tensor:
     """The same scales with rows next to each other, and strides that say so for one row too."""
     down, across = scale.shape
     if scale.stride() == (1, down):
@@ -196,7 +197,7 @@ def rows_dense(scale: Tensor) -> Tensor:
     return scale.new_empty(across, down).copy_(scale.t()).t()
 
 
-def _padded(scale: Tensor) -> Tensor:
+def _pad_block_scales(scale: Tensor) -> Tensor:
     """Scales of 128x128 tiles as [K / 128, N / 128], K next to each other, padded to fours."""
     down, across = scale.shape
     if across % 4 == 0 and scale.is_contiguous():

@@ -14,38 +14,41 @@ while its memory brings the next one.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from fulgurite.kernels.common.triton_operands import Packed, Weight
-from fulgurite.kernels.gemm.triton_small_m_mainloop import sums_of_warps
-from fulgurite.kernels.grouped_gemm.triton_mainloop import finish, gated
-from fulgurite.kernels.tuning.small_m import FewTile
+from fulgurite.kernels.common.triton_epilogue import apply_gate, apply_scales_and_bias
+from fulgurite.kernels.common.triton_import import INTERPRETED, tl, triton
+from fulgurite.kernels.common.triton_operands import DequantScheme, QuantizedOperand
+from fulgurite.kernels.gemm.triton_small_m_mainloop import accumulate_k_any_scale
+from fulgurite.kernels.tuning.config import LaunchConfig
 
-NATIVE = not triton.knobs.runtime.interpret
-NO_END = tl.constexpr(2**31 - 1)
+NATIVE = not INTERPRETED
+MAX_OFFSET = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def group_of(ends_ptr, experts, row, GROUPS: tl.constexpr):
+def find_expert(ends_ptr, experts, row, GROUPS: tl.constexpr):
     """The expert of a row, the first of its rows, and where they end.
 
     Rows of no expert come after the last, as one more group.
     """
     group = tl.arange(0, GROUPS)
-    ends = tl.load(ends_ptr + group, group < experts, NO_END)
+    ends = tl.load(ends_ptr + group, group < experts, MAX_OFFSET)
     before = ends <= row
     expert = tl.sum(before.to(tl.int32), 0)
-    return expert, tl.max(tl.where(before, ends, 0), 0), tl.min(tl.where(before, NO_END, ends), 0)
+    return (
+        expert,
+        tl.max(tl.where(before, ends, 0), 0),
+        tl.min(tl.where(before, MAX_OFFSET, ends), 0),
+    )
 
 
 @triton.jit(do_not_specialize=["M", "w_scale_k", "experts", "xs_step"])
-def few_rows_kernel(
+def small_m_gemm_kernel(
     x_ptr, rows_ptr, factors_ptr, ends_ptr, w_ptr, s_ptr, z_ptr, bias_ptr, factor_ptr, out_ptr,
     M, N, K, experts, x_stride, w_expert, w_stride, s_expert, w_scale_n, w_scale_k, z_expert,
     bias_expert, out_stride, alpha, limit, xs_ptr, xs_row, xs_step,
-    DECODE: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, W_ROWS: tl.constexpr,
+    DEQUANT: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, W_ROWS: tl.constexpr,
     TENSOR_SCALE: tl.constexpr, ZERO: tl.constexpr, GATHER: tl.constexpr, FACTORS: tl.constexpr,
     FACTOR: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, EVEN: tl.constexpr,
     GROUPS: tl.constexpr, PAIRS: tl.constexpr, R: tl.constexpr, T: tl.constexpr, BN: tl.constexpr,
@@ -72,7 +75,7 @@ def few_rows_kernel(
             expert = tl.load(ends_ptr + start)
             live = (expert >= 0) & (expert < experts)
         else:
-            expert, first, end = group_of(ends_ptr, experts, start, GROUPS)
+            expert, first, end = find_expert(ends_ptr, experts, start, GROUPS)
             end = tl.minimum(end, M)
             if (start - first) % R != 0:
                 return  # another program has this row
@@ -91,11 +94,11 @@ def few_rows_kernel(
     if PAIRS > 0:
         from_row = from_row // PAIRS
     z_row = z_ptr + row[None, :, None] * w_scale_n if ZERO else z_ptr
-    sums = sums_of_warps(
+    sums = accumulate_k_any_scale(
         x_ptr + from_row.to(tl.int64)[None, :, None] * x_stride, x_in[None, :, None],
         w_ptr + row[None, :, None] * w_stride, s_ptr + (row // W_ROWS)[None, :, None] * w_scale_n,
         z_row, (tl.arange(0, W) * C)[:, None, None], K, w_scale_k,
-        DECODE, SCALING, GROUP, ZERO, EVEN, T, C, W * C, STAGES, NATIVE,
+        DEQUANT, SCALING, GROUP, ZERO, EVEN, T, C, W * C, STAGES, NATIVE,
         (xs_ptr + from_row.to(tl.int64) * xs_row)[None, :, None], xs_step, X_CODES, P,
     )  # fmt: skip
     out = tl.sum(sums, 0)
@@ -104,12 +107,12 @@ def few_rows_kernel(
     m = start + tl.arange(0, out.shape[1])
     m_in = m < tl.minimum(end, start + R)
     factors = tl.load(factors_ptr + m, m_in, 0.0) if FACTORS else 1.0
-    out = finish(
+    out = apply_scales_and_bias(
         out, s_ptr, z_ptr, bias_ptr, row, w_scale_n, factors, SCALING, TENSOR_SCALE, FACTORS, BIAS
     )
     if GATE > 0:
         left, right = tl.split(tl.permute(tl.reshape(out, [2, HALF, out.shape[1]]), (1, 2, 0)))
-        out = gated(left, right, alpha, limit, GATE)
+        out = apply_gate(left, right, alpha, limit, GATE)
     out = tl.where(live, out, 0.0)
     column = tl.program_id(0) * HALF + tl.arange(0, HALF)
     into = out_ptr + m.to(tl.int64)[None, :] * out_stride + column[:, None]
@@ -117,11 +120,11 @@ def few_rows_kernel(
     tl.store(into, out.to(out_ptr.dtype.element_ty), keep)
 
 
-def launch_few_rows(
+def launch_small_m_gemm(
     x: Tensor,
-    parts: Packed,
-    weight: Weight,
-    tile: FewTile,
+    parts: QuantizedOperand,
+    weight: DequantScheme,
+    config: LaunchConfig,
     out: Tensor,
     *,
     tensor_scale: bool = False,
@@ -147,26 +150,26 @@ def launch_few_rows(
     experts = 0 if ends is None and chosen is None else data.shape[0]
     halves = 2 if gate[0] else 1
     grid = (
-        triton.cdiv(columns, tile.columns // halves),
-        count if experts else triton.cdiv(count, tile.rows),
+        triton.cdiv(columns, config.block_n // halves),
+        count if experts else triton.cdiv(count, config.block_m),
     )
-    few_rows_kernel[grid](
-        x, _or(rows, x), _or(factors, x), _or(ends, _or(chosen, x)), data, scale, parts.second,
-        _or(bias, x), _or(factor, x), out, count, columns, x.shape[1], experts, x.stride(0), data.stride(0),
+    small_m_gemm_kernel[grid](
+        x, _or_placeholder(rows, x), _or_placeholder(factors, x), _or_placeholder(ends, _or_placeholder(chosen, x)), data, scale, parts.extra_scale,
+        _or_placeholder(bias, x), _or_placeholder(factor, x), out, count, columns, x.shape[1], experts, x.stride(0), data.stride(0),
         data.stride(-2), scale.stride(0) if scale.dim() else 0, *parts.strides,
-        scale.stride(0) if parts.zero else 1, bias.stride(0) if bias is not None else 0,
-        out.stride(0), *gate[1:], _or(x_scale, x), *((0, 0) if x_scale is None else x_scale.stride()),
-        DECODE=weight.decode, SCALING=weight.few_scaling, GROUP=weight.group, W_ROWS=weight.rows,
-        TENSOR_SCALE=tensor_scale, ZERO=parts.zero, GATHER=rows is not None,
+        scale.stride(0) if parts.has_zero_points else 1, bias.stride(0) if bias is not None else 0,
+        out.stride(0), *gate[1:], _or_placeholder(x_scale, x), *((0, 0) if x_scale is None else x_scale.stride()),
+        DEQUANT=weight.dequant, SCALING=weight.small_m_scaling, GROUP=weight.group_size, W_ROWS=weight.scale_rows,
+        TENSOR_SCALE=tensor_scale, ZERO=parts.has_zero_points, GATHER=rows is not None,
         FACTORS=factors is not None, FACTOR=factor is not None, BIAS=bias is not None,
-        GATE=gate[0], EVEN=x.shape[1] % (tile.depth * tile.warps) == 0,
+        GATE=gate[0], EVEN=x.shape[1] % (config.block_k * config.num_warps) == 0,
         GROUPS=0 if ends is None else triton.next_power_of_2(experts),
-        PAIRS=0 if chosen is None else chosen.shape[1], R=tile.rows,
-        T=max(8, tile.rows * weight.beside),
-        BN=tile.columns, C=tile.depth, W=tile.warps, STAGES=tile.stages,
-        NATIVE=NATIVE, X_CODES=x_scale is not None, P=weight.beside, num_warps=tile.warps,
+        PAIRS=0 if chosen is None else chosen.shape[1], R=config.block_m,
+        T=max(8, config.block_m * weight.groups_per_dot),
+        BN=config.block_n, C=config.block_k, W=config.num_warps, STAGES=config.num_stages,
+        NATIVE=NATIVE, X_CODES=x_scale is not None, P=weight.groups_per_dot, num_warps=config.num_warps,
     )  # fmt: skip
 
 
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+def _or_placeholder(tensor: Tensor | None, other: Tensor) -> Tensor:
     return other if tensor is None else tensor

@@ -10,9 +10,9 @@ straight from the register it was decoded in to the tensor cores, and one row of
     W  warps    R  rows of x that are read    T  columns of the tensor cores' tile, 8 or 16
     N  rows of the weight    C  columns of a warp's step    Q  words of four nibbles in them
 
-`DECODE`: "e2m1" and "int4" are nibbles, "cast" is 8 bits, "dense" the dtype of x.
-`SCALING`: "inside" a step (16 or 32 columns: the decoded weight is scaled), one a "step", at the "end",
-or "none"; "groups": several float32 scales a step, each for the sum of its group of integers ("int4",
+`DEQUANT`: "e2m1" and "int4" are nibbles, "cast" is 8 bits, "dense" the dtype of x.
+`SCALING`: "operand" a step (16 or 32 columns: the decoded weight is scaled), one a "mainloop", at the "epilogue",
+or "none"; "group": several float32 scales a step, each for the sum of its group of integers ("int4",
 "cast", or "uint4" with minima).
 
 A matmul of the tensor cores is 16 words wide: that is P = 2 groups where they have 32 nibbles. Their sums
@@ -22,25 +22,23 @@ Most of the tile's columns would have held copies anyway.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from fulgurite.kernels.common.triton_dequantize import (
-    E4M3_LIFT,
-    E8M0_LIFTED_MOST,
-    cast_tile,
-    e2m1_tile,
-    e8m0_lifted,
+    E4M3_SCALE_BIAS,
+    MAX_BIASED_E8M0,
+    cast_8bit,
+    dequantize_e2m1,
+    dequantize_int4,
     e8m0_to_bfloat16,
-    int4_tile,
-    times,
+    e8m0_to_biased_bfloat16,
+    multiply_bfloat16,
 )
+from fulgurite.kernels.common.triton_import import tl, triton
 
-ROWS = tl.constexpr(16)  # that the tensor cores take
+MMA_ROWS = tl.constexpr(16)  # that the tensor cores take
 
 
 @triton.jit
-def multiply(x_WRC, w_WNC, acc_WRN, NATIVE: tl.constexpr):
+def dot_x_major(x_WRC, w_WNC, acc_WRN, NATIVE: tl.constexpr):
     """acc + x @ w.T, one matrix a warp; the interpreter needs the numbers widened.
 
     The tensor cores take 16 rows: fewer are repeated. For weights that need no decoding.
@@ -48,9 +46,9 @@ def multiply(x_WRC, w_WNC, acc_WRN, NATIVE: tl.constexpr):
     W: tl.constexpr = x_WRC.shape[0]
     R: tl.constexpr = x_WRC.shape[1]
     C: tl.constexpr = x_WRC.shape[2]
-    if R < ROWS:
-        again = tl.broadcast_to(x_WRC[:, None, :, :], [W, ROWS // R, R, C])
-        x_WRC = tl.reshape(again, [W, ROWS, C])
+    if R < MMA_ROWS:
+        again = tl.broadcast_to(x_WRC[:, None, :, :], [W, MMA_ROWS // R, R, C])
+        x_WRC = tl.reshape(again, [W, MMA_ROWS, C])
     w_WCN = tl.permute(w_WNC, (0, 2, 1))
     if NATIVE:
         return tl.dot(x_WRC, w_WCN, acc_WRN)
@@ -59,7 +57,7 @@ def multiply(x_WRC, w_WNC, acc_WRN, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def add_product(w_WNC, x_WRC, acc_WNT, NATIVE: tl.constexpr):
+def dot_w_major(w_WNC, x_WRC, acc_WNT, NATIVE: tl.constexpr):
     """acc + w @ x.T, one matrix a warp; rows of x are repeated to fill the tile.
 
     The interpreter needs the numbers widened.
@@ -79,7 +77,7 @@ def add_product(w_WNC, x_WRC, acc_WNT, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def quarters(x_WRC):
+def deinterleave_by_4(x_WRC):
     """Columns 0, 4, 8, … of x; 1, 5, 9, …; and so on: what meets the four nibbles of a word."""
     W: tl.constexpr = x_WRC.shape[0]
     R: tl.constexpr = x_WRC.shape[1]
@@ -91,7 +89,7 @@ def quarters(x_WRC):
 
 
 @triton.jit
-def over_columns(s_WNB, ITEMS: tl.constexpr):
+def repeat_over_columns(s_WNB, ITEMS: tl.constexpr):
     """Scales of blocks as [W, N, ITEMS], each repeated over its block."""
     W: tl.constexpr = s_WNB.shape[0]
     N: tl.constexpr = s_WNB.shape[1]
@@ -100,7 +98,7 @@ def over_columns(s_WNB, ITEMS: tl.constexpr):
 
 
 @triton.jit
-def _part(pointers, column, end, EVEN: tl.constexpr):
+def _load_columns(pointers, column, end, EVEN: tl.constexpr):
     """What lies at the pointers, and zero for columns from `end` on."""
     if EVEN:
         return tl.load(pointers)
@@ -109,26 +107,26 @@ def _part(pointers, column, end, EVEN: tl.constexpr):
 
 
 @triton.jit
-def add_nibbles(w, s, x, sums, DECODE: tl.constexpr, ANY: tl.constexpr, NATIVE: tl.constexpr):
+def dot_4bit(w, s, x, sums, DEQUANT: tl.constexpr, ANY: tl.constexpr, NATIVE: tl.constexpr):
     """Words of four nibbles: four matmuls, each of one nibble of every word."""
-    x0, x1, x2, x3 = quarters(x)
-    if DECODE == "e2m1":
-        w0, w1 = e2m1_tile(w, s, 0, ANY, NATIVE), e2m1_tile(w, s, 1, ANY, NATIVE)
-        w2, w3 = e2m1_tile(w, s, 2, ANY, NATIVE), e2m1_tile(w, s, 3, ANY, NATIVE)
+    x0, x1, x2, x3 = deinterleave_by_4(x)
+    if DEQUANT == "e2m1":
+        w0, w1 = dequantize_e2m1(w, s, 0, ANY, NATIVE), dequantize_e2m1(w, s, 1, ANY, NATIVE)
+        w2, w3 = dequantize_e2m1(w, s, 2, ANY, NATIVE), dequantize_e2m1(w, s, 3, ANY, NATIVE)
     else:
-        LESS: tl.constexpr = 0 if DECODE == "uint4" else 8
-        w0 = int4_tile(w, 0, NATIVE, LESS, x.dtype)
-        w1 = int4_tile(w, 1, NATIVE, LESS, x.dtype)
-        w2 = int4_tile(w, 2, NATIVE, LESS, x.dtype)
-        w3 = int4_tile(w, 3, NATIVE, LESS, x.dtype)
-    sums = add_product(w0, x0, sums, NATIVE)
-    sums = add_product(w1, x1, sums, NATIVE)
-    sums = add_product(w2, x2, sums, NATIVE)
-    return add_product(w3, x3, sums, NATIVE)
+        LESS: tl.constexpr = 0 if DEQUANT == "uint4" else 8
+        w0 = dequantize_int4(w, 0, NATIVE, LESS, x.dtype)
+        w1 = dequantize_int4(w, 1, NATIVE, LESS, x.dtype)
+        w2 = dequantize_int4(w, 2, NATIVE, LESS, x.dtype)
+        w3 = dequantize_int4(w, 3, NATIVE, LESS, x.dtype)
+    sums = dot_w_major(w0, x0, sums, NATIVE)
+    sums = dot_w_major(w1, x1, sums, NATIVE)
+    sums = dot_w_major(w2, x2, sums, NATIVE)
+    return dot_w_major(w3, x3, sums, NATIVE)
 
 
 @triton.jit
-def matrices_apart(y_WRC, M: tl.constexpr):
+def split_columns(y_WRC, M: tl.constexpr):
     """A step's columns as M matrices of their own [M * W, R, C / M]: a warp has M of them then."""
     W: tl.constexpr = y_WRC.shape[0]
     R: tl.constexpr = y_WRC.shape[1]
@@ -138,7 +136,7 @@ def matrices_apart(y_WRC, M: tl.constexpr):
 
 
 @triton.jit
-def own_columns(R: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr):
+def group_column_mask(R: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr):
     """[1, P * R, C]: where each of P times R rows has numbers, in its own group of every P."""
     group = (tl.arange(0, P * R) // R)[None, :, None]
     at = tl.arange(0, C)[None, None, :]
@@ -146,7 +144,7 @@ def own_columns(R: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr, C: tl.con
 
 
 @triton.jit
-def over_tile(s_BNP, R: tl.constexpr, T: tl.constexpr):
+def repeat_over_tile(s_BNP, R: tl.constexpr, T: tl.constexpr):
     """Numbers of P groups as [B, N, T]: each where the columns of its group are."""
     B: tl.constexpr = s_BNP.shape[0]
     N: tl.constexpr = s_BNP.shape[1]
@@ -156,19 +154,19 @@ def over_tile(s_BNP, R: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def add_ones(x, sums, NATIVE: tl.constexpr):
-    """sums + the sums of x, so that they lie where they are needed; x as `add_nibbles` reads it."""
-    x0, x1, x2, x3 = quarters(x)
+def sum_x(x, sums, NATIVE: tl.constexpr):
+    """sums + the sums of x, so that they lie where they are needed; x as `dot_4bit` reads it."""
+    x0, x1, x2, x3 = deinterleave_by_4(x)
     ones = tl.full([sums.shape[0], sums.shape[1], x0.shape[2]], 1.0, x.dtype)
-    sums = add_product(ones, x0, sums, NATIVE)
-    sums = add_product(ones, x1, sums, NATIVE)
-    sums = add_product(ones, x2, sums, NATIVE)
-    return add_product(ones, x3, sums, NATIVE)
+    sums = dot_w_major(ones, x0, sums, NATIVE)
+    sums = dot_w_major(ones, x1, sums, NATIVE)
+    sums = dot_w_major(ones, x2, sums, NATIVE)
+    return dot_w_major(ones, x3, sums, NATIVE)
 
 
 @triton.jit
-def add_groups(
-    w, s, z, x, acc, DECODE: tl.constexpr, ZERO: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
+def dot_grouped_int(
+    w, s, z, x, acc, DEQUANT: tl.constexpr, ZERO: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
     """acc + the sums of a step's M times P groups, each times its scale; z are zero points or minima.
@@ -180,31 +178,31 @@ def add_groups(
     N: tl.constexpr = acc.shape[1]
     T: tl.constexpr = acc.shape[2]
     R: tl.constexpr = x.shape[1] // P
-    x, w, s = matrices_apart(x, M), matrices_apart(w, M), over_tile(matrices_apart(s, M), R, T)
+    x, w, s = split_columns(x, M), split_columns(w, M), repeat_over_tile(split_columns(s, M), R, T)
     none = tl.zeros([M * W, N, T], tl.float32)
-    if DECODE == "cast":
-        sums = add_product(cast_tile(w, x.dtype, NATIVE), x, none, NATIVE)
+    if DEQUANT == "cast":
+        sums = dot_w_major(cast_8bit(w, x.dtype, NATIVE), x, none, NATIVE)
     else:
-        sums = add_nibbles(w, s, x, none, DECODE, False, NATIVE)
+        sums = dot_4bit(w, s, x, none, DEQUANT, False, NATIVE)
     if ZERO:
-        z, of_x = over_tile(matrices_apart(z, M), R, T), add_ones(x, none, NATIVE)
-        sums = sums * s + of_x * z if DECODE == "uint4" else (sums + of_x * (8.0 - z)) * s
+        z, of_x = repeat_over_tile(split_columns(z, M), R, T), sum_x(x, none, NATIVE)
+        sums = sums * s + of_x * z if DEQUANT == "uint4" else (sums + of_x * (8.0 - z)) * s
     else:
         sums = sums * s
     return acc + tl.sum(tl.reshape(sums, [M, W, N, T]), 0)
 
 
 @triton.jit
-def _groups_of(from_row, begin, K, GROUP: tl.constexpr, C: tl.constexpr):
+def _load_group_values(from_row, begin, K, GROUP: tl.constexpr, C: tl.constexpr):
     """A number of each group of C columns, none past the end."""
     group = begin // GROUP + tl.arange(0, C // GROUP)[None, None, :]
     return tl.load(from_row + group, group < K // GROUP, 0)
 
 
 @triton.jit
-def sum_over_k(
+def accumulate_k(
     x_row, x_in, w_row, s_row, z_row, first, K, w_scale_k,
-    DECODE: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+    DEQUANT: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
     ANY: tl.constexpr, EVEN: tl.constexpr, T: tl.constexpr, C: tl.constexpr, STEP: tl.constexpr,
     STAGES: tl.constexpr, NATIVE: tl.constexpr, x_scale_row=0, x_scale_k=0,
     X_CODES: tl.constexpr = False, P: tl.constexpr = 1,
@@ -213,29 +211,29 @@ def sum_over_k(
     Pointers are [1, rows, 1], or [W, rows, 1] where warps have rows of their own; `x_in` says which
     rows of x there are. A warp begins at column first[W, 1, 1] and goes STEP columns at a time.
 
-    Also returned: the largest e8m0 scale, where not all of them can be lifted (`E8M0_LIFTED_MOST`);
+    Also returned: the largest e8m0 scale, where not all of them can be lifted (`MAX_BIASED_E8M0`);
     with one above that the sums are wrong, and to be taken again with ANY.
     X_CODES: x is one row a warp, in FP8, with a scale for each step, which is a group of the weight.
     """
     W: tl.constexpr = first.shape[0]
     N: tl.constexpr = w_row.shape[1]
     R: tl.constexpr = x_row.shape[1] // P
-    nibbles: tl.constexpr = DECODE == "e2m1" or DECODE == "int4" or DECODE == "uint4"
+    nibbles: tl.constexpr = DEQUANT == "e2m1" or DEQUANT == "int4" or DEQUANT == "uint4"
     PACK: tl.constexpr = 4 if nibbles else 1
-    lifted: tl.constexpr = DECODE == "e2m1" and GROUP == 32 and not ANY
+    lifted: tl.constexpr = DEQUANT == "e2m1" and GROUP == 32 and not ANY
     if P > 1:
-        x_in = x_in & own_columns(R, P, GROUP, C)
+        x_in = x_in & group_column_mask(R, P, GROUP, C)
     acc = tl.zeros([W, N, T], tl.float32)
     top = tl.zeros([W, N, C // GROUP], tl.int32) if lifted else 0
     # Fewer bytes than four no copy brings while others are multiplied: asked for a step ahead.
-    ahead: tl.constexpr = SCALING == "groups" and ZERO and DECODE == "int4" and C // GROUP < 4
+    ahead: tl.constexpr = SCALING == "group" and ZERO and DEQUANT == "int4" and C // GROUP < 4
     if ahead:
-        next_z = _groups_of(z_row, first, K, GROUP, C)
+        next_z = _load_group_values(z_row, first, K, GROUP, C)
     for k in tl.range(0, K, STEP, num_stages=STAGES):
         begin = k + first
         item = begin // PACK + tl.arange(0, C // PACK)[None, None, :]
         column = begin + tl.arange(0, C)[None, None, :]
-        w = _part(w_row + item, item, K // PACK, EVEN)
+        w = _load_columns(w_row + item, item, K // PACK, EVEN)
         if EVEN:
             x = tl.load(x_row + column, x_in, 0.0)
         else:
@@ -244,44 +242,44 @@ def sum_over_k(
         if X_CODES:
             at = (begin if EVEN else tl.minimum(begin, K - 1)) // GROUP * x_scale_k
             x_scale = tl.load(x_scale_row + at)
-            x = cast_tile(x, tl.bfloat16, NATIVE)
-        if SCALING == "inside":
+            x = cast_8bit(x, tl.bfloat16, NATIVE)
+        if SCALING == "operand":
             block = begin // GROUP + tl.arange(0, C // GROUP)[None, None, :]
-            s = _part(s_row + block, block, K // GROUP, EVEN)
+            s = _load_columns(s_row + block, block, K // GROUP, EVEN)
             if lifted:
                 top = tl.maximum(top, s.to(tl.int32))
-                s = e8m0_lifted(s)
+                s = e8m0_to_biased_bfloat16(s)
             elif GROUP == 16:
-                s = (s.to(tl.float32) * E4M3_LIFT).to(tl.bfloat16)
+                s = (s.to(tl.float32) * E4M3_SCALE_BIAS).to(tl.bfloat16)
             else:
                 s = e8m0_to_bfloat16(s)
-            s = over_columns(s, C // PACK)
-        elif SCALING == "groups":
+            s = repeat_over_columns(s, C // PACK)
+        elif SCALING == "group":
             block = begin // GROUP + tl.arange(0, C // GROUP)[None, None, :]
-            s = _part(s_row + block, block, K // GROUP, EVEN)
+            s = _load_columns(s_row + block, block, K // GROUP, EVEN)
             if ahead:
                 z = next_z.to(tl.float32)
-                next_z = _groups_of(z_row, begin + STEP, K, GROUP, C)
+                next_z = _load_group_values(z_row, begin + STEP, K, GROUP, C)
             elif ZERO:
-                z = _part(z_row + block, block, K // GROUP, EVEN).to(tl.float32)
-        elif SCALING == "step":
+                z = _load_columns(z_row + block, block, K // GROUP, EVEN).to(tl.float32)
+        elif SCALING == "mainloop":
             at = (begin if EVEN else tl.minimum(begin, K - 1)) // GROUP * w_scale_k
             scale = tl.load(s_row + at).to(tl.float32)
             sums = tl.zeros([W, N, T], tl.float32)
-        if SCALING == "groups":
-            sums = add_groups(w, s, z, x, acc, DECODE, ZERO, C // (P * GROUP), P, NATIVE)
+        if SCALING == "group":
+            sums = dot_grouped_int(w, s, z, x, acc, DEQUANT, ZERO, C // (P * GROUP), P, NATIVE)
         elif nibbles:
-            sums = add_nibbles(w, s, x, sums, DECODE, ANY, NATIVE)
-        elif SCALING == "inside":
-            sums = add_product(times(w, s), x, sums, NATIVE)
-        elif DECODE == "cast":
-            sums = add_product(cast_tile(w, x.dtype, NATIVE), x, sums, NATIVE)
+            sums = dot_4bit(w, s, x, sums, DEQUANT, ANY, NATIVE)
+        elif SCALING == "operand":
+            sums = dot_w_major(multiply_bfloat16(w, s), x, sums, NATIVE)
+        elif DEQUANT == "cast":
+            sums = dot_w_major(cast_8bit(w, x.dtype, NATIVE), x, sums, NATIVE)
         else:
-            sums = add_product(w, x, sums, NATIVE)
+            sums = dot_w_major(w, x, sums, NATIVE)
         if X_CODES:
             acc += sums * (scale * x_scale)
         else:
-            acc = acc + sums * scale if SCALING == "step" else sums
+            acc = acc + sums * scale if SCALING == "mainloop" else sums
     if P > 1:
         acc = tl.sum(tl.reshape(acc, [W, N, T // (P * R), P, R]), 3)
         acc = tl.reshape(acc, [W, N, T // P])
@@ -289,23 +287,23 @@ def sum_over_k(
 
 
 @triton.jit
-def sums_of_warps(
+def accumulate_k_any_scale(
     x_row, x_in, w_row, s_row, z_row, first, K, w_scale_k,
-    DECODE: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+    DEQUANT: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
     EVEN: tl.constexpr, T: tl.constexpr, C: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
     NATIVE: tl.constexpr, x_scale_row=0, x_scale_k=0, X_CODES: tl.constexpr = False,
     P: tl.constexpr = 1,
 ):  # fmt: skip
     """The same, of any scales: MXFP4 weights of 16 and more take a second, slower turn."""
-    acc, top = sum_over_k(
+    acc, top = accumulate_k(
         x_row, x_in, w_row, s_row, z_row, first, K, w_scale_k,
-        DECODE, SCALING, GROUP, ZERO, False, EVEN, T, C, STEP, STAGES, NATIVE,
+        DEQUANT, SCALING, GROUP, ZERO, False, EVEN, T, C, STEP, STAGES, NATIVE,
         x_scale_row, x_scale_k, X_CODES, P,
     )  # fmt: skip
-    if DECODE == "e2m1" and GROUP == 32:
-        if top > E8M0_LIFTED_MOST:
-            acc, _ = sum_over_k(
+    if DEQUANT == "e2m1" and GROUP == 32:
+        if top > MAX_BIASED_E8M0:
+            acc, _ = accumulate_k(
                 x_row, x_in, w_row, s_row, z_row, first, K, w_scale_k,
-                DECODE, SCALING, GROUP, ZERO, True, EVEN, T, C, STEP, 2, NATIVE,
+                DEQUANT, SCALING, GROUP, ZERO, True, EVEN, T, C, STEP, 2, NATIVE,
             )  # fmt: skip
     return acc

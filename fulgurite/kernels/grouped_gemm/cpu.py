@@ -18,16 +18,16 @@ from torch import Tensor
 
 from fulgurite import device, native, replay
 from fulgurite.errors import ArgumentError
-from fulgurite.kernels.common.cpu_library import library, translation_unit
-from fulgurite.kernels.elementwise.cpu import KINDS
-from fulgurite.kernels.gemm.cpu_layout import Panels, panels
-from fulgurite.kernels.gemm.cpu_layout_cache import LaidOut
-from fulgurite.kernels.gemm.cpu_linear import INTEGER_ACTIVATIONS as INTEGER
-from fulgurite.kernels.gemm.quant_linear import PLAIN, rounded_activations
-from fulgurite.kernels.grouped_gemm.ops import CLAMPED, DENSE, NO_GATE
-from fulgurite.quant import QuantTensor, resolve
+from fulgurite.kernels.common.cpu_library import DTYPE_CODES, build_translation_unit, load_library
+from fulgurite.kernels.elementwise.gated_activation import CLAMPED_SWIGLU, NO_GATE
+from fulgurite.kernels.gemm.cpu_layout import PackedPanels, pack_panels
+from fulgurite.kernels.gemm.cpu_layout_cache import WeightLayoutCache
+from fulgurite.kernels.gemm.cpu_linear import INT8_ACTIVATIONS as INTEGER
+from fulgurite.kernels.gemm.reference import UNQUANTIZED, fake_quantize_activations
+from fulgurite.kernels.grouped_gemm.reference import DENSE
+from fulgurite.quant import QuantTensor, resolve_format
 
-GATES = {NO_GATE: 0, "silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, CLAMPED: 4}
+GATE_IDS = {NO_GATE: 0, "silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, CLAMPED_SWIGLU: 4}
 LANES = 16
 _pack_widen = struct.Struct("10q").pack
 _pack_packed = struct.Struct("12q").pack
@@ -35,27 +35,27 @@ _pack_job = struct.Struct("19q2d3q").pack
 
 
 @functools.cache
-def kernel(name: str) -> replay.Kernel:
+def load_kernel(name: str) -> replay.NativeKernel:
     """A function of moe.h or grouped_matmul.h."""
-    text = translation_unit("vectors.h", "glue.h", "moe.h", "grouped_matmul.h")
-    return replay.Kernel(native.load(text), name, problem=_problem)
+    text = build_translation_unit("vec16.h", "elementwise.h", "moe.h", "grouped_matmul.h")
+    return replay.NativeKernel(native.load(text), name, make_error=_index_error)
 
 
-def _problem(status: int) -> ArgumentError:
+def _index_error(status: int) -> ArgumentError:
     what = "a row that is asked for is not there", "an expert's rows end behind the last one"
     return ArgumentError(
         what[status - 1],
-        next="take rows and offsets from fulgurite.kernels.moe.ops.index of the same tokens",
+        next="take rows and offsets from fulgurite.kernels.moe.ops.sort_by_expert of the same tokens",
     )
 
 
-def takes(*tensors: Tensor | None) -> bool:
+def supports_dtypes(*tensors: Tensor | None) -> bool:
     """Whether there is a compiler and the kernels know the dtypes."""
-    known = all(tensor is None or tensor.dtype in KINDS for tensor in tensors)
-    return known and native.compiler() is not None
+    known = all(tensor is None or tensor.dtype in DTYPE_CODES for tensor in tensors)
+    return known and native.find_compiler() is not None
 
 
-def float_rows(x: Tensor, rows: Tensor | None = None, fresh: bool = False) -> Tensor:
+def to_float_rows(x: Tensor, rows: Tensor | None = None, fresh: bool = False) -> Tensor:
     """x [R, K], or some rows of it, in float32 with rows padded to whole vectors.
 
     It is x itself where it is that already, unless `fresh` memory is asked for.
@@ -68,14 +68,14 @@ def float_rows(x: Tensor, rows: Tensor | None = None, fresh: bool = False) -> Te
     count = x.shape[0] if rows is None else rows.shape[0]
     out = torch.empty(count, padded)
     packed = _pack_widen(
-        x.data_ptr(), out.data_ptr(), count, x.shape[1], x.stride(0), padded, KINDS[x.dtype],
-        _address(rows), device.cpu_threads(), x.shape[0],
+        x.data_ptr(), out.data_ptr(), count, x.shape[1], x.stride(0), padded, DTYPE_CODES[x.dtype],
+        _address(rows), device.num_cpu_threads(), x.shape[0],
     )  # fmt: skip
-    kernel("widen_rows")(packed, (x, rows, out))
+    load_kernel("widen_rows")(packed, (x, rows, out))
     return out
 
 
-def grouped_matmul(
+def grouped_gemm(
     x: Tensor,
     rows: Tensor | None,
     places: Tensor | None,
@@ -91,24 +91,24 @@ def grouped_matmul(
     limit: float,
 ) -> Any:
     """`fulgurite::grouped_matmul`."""
-    if not takes(x, bias) or (factors is not None and factors.dtype != torch.float32):
+    if not supports_dtypes(x, bias) or (factors is not None and factors.dtype != torch.float32):
         return NotImplemented
     after = (factors, offsets, bias, gate, alpha, limit)
     if format == DENSE:
-        if not takes(data) or data.stride(2) != 1 or data.shape[0] == 0:
+        if not supports_dtypes(data) or data.stride(2) != 1 or data.shape[0] == 0:
             return NotImplemented
-        return _dense(x, rows, data, *after)
-    if resolve(format).family == "cast" or data.numel() == 0:
+        return _dense_gemm(x, rows, data, *after)
+    if resolve_format(format).family == "cast" or data.numel() == 0:
         return NotImplemented
-    given, stack = x, kept_stack(data, scales, format)
+    given, stack = x, expert_panels_cache(data, scales, format)
     integer = activations == INTEGER and stack.panels[0].integer
-    if activations != PLAIN and not integer:
-        given, rows = rounded_activations(x if rows is None else x[rows], activations), None
-    sums = _packed(float_rows(given, rows), x.shape[1], offsets, stack, integer)
-    return _finish(sums, x.dtype, data.shape[1], *after)
+    if activations != UNQUANTIZED and not integer:
+        given, rows = fake_quantize_activations(x if rows is None else x[rows], activations), None
+    sums = _quantized_gemm(to_float_rows(given, rows), x.shape[1], offsets, stack, integer)
+    return _apply_epilogue(sums, x.dtype, data.shape[1], *after)
 
 
-def _dense(
+def _dense_gemm(
     x: Tensor,
     rows: Tensor | None,
     data: Tensor,
@@ -120,7 +120,7 @@ def _dense(
     limit: float,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    given = float_rows(x)
+    given = to_float_rows(x)
     count = x.shape[0] if rows is None else rows.shape[0]
     columns = data.shape[1]
     out = torch.empty(count, columns // (1 if gate == NO_GATE else 2), dtype=dtype or x.dtype)
@@ -129,14 +129,14 @@ def _dense(
     packed = _pack_job(
         given.data_ptr(), _address(rows), _address(factors), _address(offsets), data.data_ptr(),
         _address(bias), out.data_ptr(), count, *data.shape, given.stride(0), *data.stride()[:2],
-        *_bias_facts(bias, out, data.dtype), GATES[gate], alpha, limit, device.cpu_threads(),
+        *_bias_and_dtype_codes(bias, out, data.dtype), GATE_IDS[gate], alpha, limit, device.num_cpu_threads(),
         room.data_ptr(), given.shape[0],
     )  # fmt: skip
-    kernel("grouped_matmul")(packed, (given, rows, factors, offsets, data, bias, out, room))
+    load_kernel("grouped_matmul")(packed, (given, rows, factors, offsets, data, bias, out, room))
     return out
 
 
-def _finish(
+def _apply_epilogue(
     sums: Tensor,
     dtype: torch.dtype,
     columns: int,
@@ -154,22 +154,26 @@ def _finish(
     packed = _pack_job(
         sums.data_ptr(), 0, _address(factors), offsets.data_ptr(), 0, _address(bias),
         out.data_ptr(), sums.shape[0], offsets.shape[0], columns, 0, sums.stride(0), 0, 0,
-        *_bias_facts(bias, out, torch.float32), GATES[gate], alpha, limit, device.cpu_threads(), 0, 0,
+        *_bias_and_dtype_codes(bias, out, torch.float32), GATE_IDS[gate], alpha, limit, device.num_cpu_threads(), 0, 0,
     )  # fmt: skip
-    kernel("finish_rows")(packed, (sums, factors, offsets, bias, out))
+    load_kernel("finish_rows")(packed, (sums, factors, offsets, bias, out))
     return out
 
 
-def _bias_facts(bias: Tensor | None, out: Tensor, weight: torch.dtype) -> tuple[int, ...]:
+def _bias_and_dtype_codes(bias: Tensor | None, out: Tensor, weight: torch.dtype) -> tuple[int, ...]:
     """Stride of the bias; kinds of result, weight and bias."""
-    kinds = (KINDS[out.dtype], KINDS[weight], 0 if bias is None else KINDS[bias.dtype])
+    kinds = (
+        DTYPE_CODES[out.dtype],
+        DTYPE_CODES[weight],
+        0 if bias is None else DTYPE_CODES[bias.dtype],
+    )
     return (0 if bias is None else bias.stride(0), *kinds)
 
 
-def dense_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def compute_router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias in float32: one expert that has all rows."""
     stacked = None if bias is None else bias[None]
-    return _dense(
+    return _dense_gemm(
         x, None, weight[None], None, None, stacked, NO_GATE, 0.0, 0.0, dtype=torch.float32
     )
 
@@ -182,34 +186,36 @@ def _address(tensor: Tensor | None) -> int:
 
 
 @dataclass(frozen=True)
-class Stack:
+class ExpertPanels:
     """Experts laid out for the kernels."""
 
-    panels: tuple[Panels, ...]
+    panels: tuple[PackedPanels, ...]
     addresses: ctypes.Array[ctypes.c_int64]
 
 
-def _stack(weight: QuantTensor) -> Stack:
-    laid = tuple(panels(weight[expert]) for expert in range(weight.packed.shape[0]))
-    return Stack(laid, (ctypes.c_int64 * len(laid))(*(one.address for one in laid)))
+def _pack_experts(weight: QuantTensor) -> ExpertPanels:
+    laid = tuple(pack_panels(weight[expert]) for expert in range(weight.packed.shape[0]))
+    return ExpertPanels(laid, (ctypes.c_int64 * len(laid))(*(one.address for one in laid)))
 
 
-kept_stack = LaidOut(_stack)
+expert_panels_cache = WeightLayoutCache(_pack_experts)
 
 
-def _packed(given: Tensor, size: int, offsets: Tensor, stack: Stack, integer: bool) -> Tensor:
+def _quantized_gemm(
+    given: Tensor, size: int, offsets: Tensor, stack: ExpertPanels, integer: bool
+) -> Tensor:
     """Sums [S, N] of float rows times packed weights."""
     columns = stack.panels[0].rows
     sums = torch.empty(given.shape[0], columns)
     packed = _pack_packed(
         ctypes.addressof(stack.addresses), given.data_ptr(), sums.data_ptr(), offsets.data_ptr(),
         len(stack.panels), size, columns, given.stride(0), sums.stride(0), integer,
-        device.cpu_threads(), given.shape[0],
+        device.num_cpu_threads(), given.shape[0],
     )  # fmt: skip
     _grouped_linear()(packed, (stack, given, offsets, sums))
     return sums
 
 
 @functools.cache
-def _grouped_linear() -> replay.Kernel:
-    return replay.Kernel(library(), "grouped_linear", problem=_problem)
+def _grouped_linear() -> replay.NativeKernel:
+    return replay.NativeKernel(load_library(), "grouped_linear", make_error=_index_error)

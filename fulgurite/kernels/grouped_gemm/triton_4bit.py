@@ -17,39 +17,37 @@ into one thread.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fulgurite.kernels.common.triton_dequantize import (
-    E4M3_LIFT,
-    E8M0_LIFTED_MOST,
-    e2m1_tile,
-    e8m0_lifted,
+    E4M3_SCALE_BIAS,
+    MAX_BIASED_E8M0,
+    dequantize_e2m1,
+    dequantize_int4,
+    dequantize_int4_scaled,
+    dequantize_int4_zero_point,
     e8m0_to_bfloat16,
-    int4_less,
-    int4_tile,
-    rounded_nibbles,
-    spread,
+    e8m0_to_biased_bfloat16,
+    expand_blocks,
 )
-from fulgurite.kernels.common.triton_operands import Packed, Weight
-from fulgurite.kernels.gemm.triton_gemm import multiply
-from fulgurite.kernels.grouped_gemm.triton_mainloop import finish, gated
+from fulgurite.kernels.common.triton_epilogue import apply_gate, apply_scales_and_bias
+from fulgurite.kernels.common.triton_import import INTERPRETED, TensorDescriptor, tl, triton
+from fulgurite.kernels.common.triton_operands import DequantScheme, QuantizedOperand
+from fulgurite.kernels.gemm.triton_gemm import dot_nt
 from fulgurite.kernels.grouped_gemm.triton_tile_scheduler import (
-    by_expert,
-    or_else,
-    tile_at,
-    tile_map,
+    build_tile_map,
+    expert_major_tile,
+    load_tile_info,
+    or_placeholder,
 )
-from fulgurite.kernels.tuning.grouped_gemm import packed_tile
+from fulgurite.kernels.tuning.heuristics import heuristics_for
 
-NATIVE = not triton.knobs.runtime.interpret
-OCTET = tl.constexpr(8)  # rows of gate, then as many of up
+NATIVE = not INTERPRETED
+INTERLEAVE = tl.constexpr(8)  # rows of gate, then as many of up
 
 
 @triton.jit
-def arrange_kernel(
+def permute_x_kernel(
     x_ptr, rows_ptr, out_ptr, S, x_stride, K,
     GATHER: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -65,34 +63,34 @@ def arrange_kernel(
 
 
 @triton.jit
-def lifted(s, GROUP: tl.constexpr, ANY: tl.constexpr):
-    """Scales of 16 or 32 columns as bfloat16, of the kind that `e2m1_tile` takes."""
+def prepare_scale(s, GROUP: tl.constexpr, ANY: tl.constexpr):
+    """Scales of 16 or 32 columns as bfloat16, of the kind that `dequantize_e2m1` takes."""
     if GROUP == 16:
-        return (s.to(tl.float32) * E4M3_LIFT).to(tl.bfloat16)
+        return (s.to(tl.float32) * E4M3_SCALE_BIAS).to(tl.bfloat16)
     elif ANY:
         return e8m0_to_bfloat16(s)
     else:
-        return e8m0_lifted(s)
+        return e8m0_to_biased_bfloat16(s)
 
 
 @triton.jit
-def decoded(
-    w, s, z, NIBBLE: tl.constexpr, DECODE: tl.constexpr, SCALING: tl.constexpr, ZERO: tl.constexpr,
+def dequantize_nibble(
+    w, s, z, NIBBLE: tl.constexpr, DEQUANT: tl.constexpr, SCALING: tl.constexpr, ZERO: tl.constexpr,
     ANY: tl.constexpr, type: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """One nibble of each word; scaled and rounded where its group is shorter than a step."""
-    if SCALING == "groups":
-        return rounded_nibbles(w, s, z, NIBBLE, DECODE, ZERO, type, NATIVE)
-    elif DECODE == "e2m1":
-        return e2m1_tile(w, s, NIBBLE, ANY, NATIVE)
+    if SCALING == "group":
+        return dequantize_int4_scaled(w, s, z, NIBBLE, DEQUANT, ZERO, type, NATIVE)
+    elif DEQUANT == "e2m1":
+        return dequantize_e2m1(w, s, NIBBLE, ANY, NATIVE)
     elif ZERO:
-        return int4_less(w, z, NIBBLE, NATIVE)
+        return dequantize_int4_zero_point(w, z, NIBBLE, NATIVE)
     else:
-        return int4_tile(w, NIBBLE, NATIVE)
+        return dequantize_int4(w, NIBBLE, NATIVE)
 
 
 @triton.jit
-def side_by_side(w0, w1, w2, w3):
+def concat_columns(w0, w1, w2, w3):
     """Four tiles as one, in which they are columns after columns: registers just change their names."""
     BN: tl.constexpr = w0.shape[0]
     WIDE: tl.constexpr = w0.shape[1]
@@ -101,55 +99,55 @@ def side_by_side(w0, w1, w2, w3):
 
 
 @triton.jit
-def sum_over_k(
+def accumulate_k(
     x, words, s_ptr, z_ptr, at_scale, w_scale_k, start, octet, matrix, steps,
-    DECODE: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+    DEQUANT: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
     ANY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """BN rows of the weight by BM rows of x.
 
-    Also returned: the largest e8m0 scale, where not all of them can be lifted (`E8M0_LIFTED_MOST`);
+    Also returned: the largest e8m0 scale, where not all of them can be lifted (`MAX_BIASED_E8M0`);
     with one above that the sums are wrong, and to be taken again with ANY.
     """
     BLOCKS: tl.constexpr = BK // GROUP
-    limited: tl.constexpr = DECODE == "e2m1" and GROUP == 32 and not ANY
+    limited: tl.constexpr = DEQUANT == "e2m1" and GROUP == 32 and not ANY
     acc = tl.zeros([BN, BM], tl.float32)
     top = tl.zeros([BN, BLOCKS], tl.int32) if limited else 0
     for step in tl.range(0, steps, num_stages=STAGES):
         w = words.load([octet, matrix, 0, step * (BK // 4)]).reshape(BN, BK // 4)
         s, z, sums = 0, 0, acc
-        if SCALING == "inside":
+        if SCALING == "operand":
             s = tl.load(s_ptr + at_scale[:, None] + step * BLOCKS + tl.arange(0, BLOCKS)[None, :])
             if limited:
                 top = tl.maximum(top, s.to(tl.int32))
-            s = spread(lifted(s, GROUP, ANY), BN, BLOCKS, GROUP // 4)
-        elif SCALING == "groups":
+            s = expand_blocks(prepare_scale(s, GROUP, ANY), BN, BLOCKS, GROUP // 4)
+        elif SCALING == "group":
             place = at_scale[:, None] + step * BLOCKS + tl.arange(0, BLOCKS)[None, :]
-            s = spread(tl.load(s_ptr + place), BN, BLOCKS, GROUP // 4)
+            s = expand_blocks(tl.load(s_ptr + place), BN, BLOCKS, GROUP // 4)
             if ZERO:
-                z = spread(tl.load(z_ptr + place).to(tl.float32), BN, BLOCKS, GROUP // 4)
+                z = expand_blocks(tl.load(z_ptr + place).to(tl.float32), BN, BLOCKS, GROUP // 4)
         else:
             scale = tl.load(s_ptr + at_scale + step * w_scale_k).to(tl.float32)
             if ZERO:
                 z = tl.load(z_ptr + at_scale + step * w_scale_k).to(tl.float32)[:, None]
             sums = tl.zeros([BN, BM], tl.float32)
-        w = side_by_side(
-            decoded(w, s, z, 0, DECODE, SCALING, ZERO, ANY, x.dtype, NATIVE),
-            decoded(w, s, z, 1, DECODE, SCALING, ZERO, ANY, x.dtype, NATIVE),
-            decoded(w, s, z, 2, DECODE, SCALING, ZERO, ANY, x.dtype, NATIVE),
-            decoded(w, s, z, 3, DECODE, SCALING, ZERO, ANY, x.dtype, NATIVE),
+        w = concat_columns(
+            dequantize_nibble(w, s, z, 0, DEQUANT, SCALING, ZERO, ANY, x.dtype, NATIVE),
+            dequantize_nibble(w, s, z, 1, DEQUANT, SCALING, ZERO, ANY, x.dtype, NATIVE),
+            dequantize_nibble(w, s, z, 2, DEQUANT, SCALING, ZERO, ANY, x.dtype, NATIVE),
+            dequantize_nibble(w, s, z, 3, DEQUANT, SCALING, ZERO, ANY, x.dtype, NATIVE),
         )
-        sums = multiply(w, x.load([start, step * BK]), sums, NATIVE)
-        acc = acc + sums * scale[:, None] if SCALING == "step" else sums
+        sums = dot_nt(w, x.load([start, step * BK]), sums, NATIVE)
+        acc = acc + sums * scale[:, None] if SCALING == "mainloop" else sums
     return acc, tl.max(tl.max(top, 1), 0) if limited else 0
 
 
 @triton.jit(do_not_specialize=["experts", "w_scale_k"])
-def grouped_packed_kernel(
+def grouped_gemm_4bit_kernel(
     x, words, map_ptr, s_ptr, z_ptr, factors_ptr, bias_ptr, out_ptr,
     N, K, experts, s_expert, w_scale_n, w_scale_k, z_expert, bias_expert, out_stride, alpha, limit,
-    DECODE: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, TENSOR_SCALE: tl.constexpr,
+    DEQUANT: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, TENSOR_SCALE: tl.constexpr,
     ZERO: tl.constexpr, FACTORS: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -157,8 +155,8 @@ def grouped_packed_kernel(
     """BN rows of the weight by BM rows of x; N columns of the result."""
     halves: tl.constexpr = 2 if GATE > 0 else 1
     columns: tl.constexpr = BN // halves
-    tile_m, tile_n = by_expert(map_ptr, tl.program_id(0), tl.cdiv(N, columns))
-    expert, start, end = tile_at(map_ptr, tile_m)
+    tile_m, tile_n = expert_major_tile(map_ptr, tl.program_id(0), tl.cdiv(N, columns))
+    expert, start, end = load_tile_info(map_ptr, tile_m)
     live = (expert < experts) & (start < end)
     expert = tl.minimum(expert, experts - 1)
     s_ptr += expert.to(tl.int64) * s_expert
@@ -166,29 +164,29 @@ def grouped_packed_kernel(
     bias_ptr += expert.to(tl.int64) * bias_expert
     first = tile_n * columns
     r = tl.arange(0, BN)
-    n = first + r // (halves * OCTET) * OCTET + r % OCTET
-    row = (tl.where(n < N, n, 0) + (r // OCTET % halves) * N).to(tl.int64)
+    n = first + r // (halves * INTERLEAVE) * INTERLEAVE + r % INTERLEAVE
+    row = (tl.where(n < N, n, 0) + (r // INTERLEAVE % halves) * N).to(tl.int64)
     steps = tl.where(live, K // BK, 0)  # rows of no expert are zero
-    acc, top = sum_over_k(
-        x, words, s_ptr, z_ptr, row * w_scale_n, w_scale_k, start, first // OCTET, expert * halves,
-        steps, DECODE, SCALING, GROUP, ZERO, False, BM, BN, BK, STAGES, NATIVE,
+    acc, top = accumulate_k(
+        x, words, s_ptr, z_ptr, row * w_scale_n, w_scale_k, start, first // INTERLEAVE, expert * halves,
+        steps, DEQUANT, SCALING, GROUP, ZERO, False, BM, BN, BK, STAGES, NATIVE,
     )  # fmt: skip
-    if DECODE == "e2m1" and GROUP == 32:
-        if top > E8M0_LIFTED_MOST:  # weights of 16 and more take a second, slower turn
-            acc, _ = sum_over_k(
-                x, words, s_ptr, z_ptr, row * w_scale_n, w_scale_k, start, first // OCTET,
-                expert * halves, steps, DECODE, SCALING, GROUP, ZERO, True, BM, BN, BK, 2, NATIVE,
+    if DEQUANT == "e2m1" and GROUP == 32:
+        if top > MAX_BIASED_E8M0:  # weights of 16 and more take a second, slower turn
+            acc, _ = accumulate_k(
+                x, words, s_ptr, z_ptr, row * w_scale_n, w_scale_k, start, first // INTERLEAVE,
+                expert * halves, steps, DEQUANT, SCALING, GROUP, ZERO, True, BM, BN, BK, 2, NATIVE,
             )  # fmt: skip
     m = start + tl.arange(0, BM)
     inside = m < end
     factor = tl.load(factors_ptr + m, inside, 0.0) if FACTORS else 1.0
-    out = finish(
+    out = apply_scales_and_bias(
         acc, s_ptr, z_ptr, bias_ptr, row, w_scale_n, factor, "none", TENSOR_SCALE, FACTORS, BIAS
     )
     if GATE > 0:
-        turns = tl.reshape(out, [BN // (2 * OCTET), 2, OCTET, BM])
+        turns = tl.reshape(out, [BN // (2 * INTERLEAVE), 2, INTERLEAVE, BM])
         left, right = tl.split(tl.permute(turns, (0, 2, 3, 1)))
-        out = tl.reshape(gated(left, right, alpha, limit, GATE), [columns, BM])
+        out = tl.reshape(apply_gate(left, right, alpha, limit, GATE), [columns, BM])
     out = tl.where(live, out, 0.0)
     column = first + tl.arange(0, columns)
     into = out_ptr + m.to(tl.int64)[:, None] * out_stride + column[None, :]
@@ -196,12 +194,12 @@ def grouped_packed_kernel(
     tl.store(into, tl.trans(out).to(out_ptr.dtype.element_ty), keep)
 
 
-def fill_packed(
+def try_grouped_gemm_4bit(
     out: Tensor,
     x: Tensor,
     rows: Tensor | None,
-    parts: Packed,
-    weight: Weight,
+    parts: QuantizedOperand,
+    weight: DequantScheme,
     tensor_scale: bool,
     factors: Tensor | None,
     ends: Tensor,
@@ -209,44 +207,45 @@ def fill_packed(
     gate: tuple[int, float, float],
 ) -> bool:
     """Whether `out` has been filled: not with other weights, nor with sizes that blocks don't divide."""
-    tile = packed_tile(len(out), len(ends), weight, gate[0] > 0)
-    if tile is None or not _fits(x, parts.data, out.shape[1], tile.depth):
+    heuristics = heuristics_for(x.device)
+    config = heuristics.grouped_4bit_config(len(out), len(ends), weight, gate[0] > 0)
+    if config is None or not _supports_tma(x, parts.data, out.shape[1], config.block_k):
         return False
-    x = _arranged(x, rows, len(out), tile.depth)
+    x = _permute_x(x, rows, len(out), config.block_k)
     (count, columns), (experts, _, items) = out.shape, parts.data.shape
     halves, scale = 2 if gate[0] else 1, parts.scale
-    map, tiles = tile_map(ends, count, tile.rows)
+    map, tiles = build_tile_map(ends, count, config.block_m)
     words = TensorDescriptor(  # octets of gate and up take turns
         parts.data,
         [columns // 8, experts * halves, 8, items],
         [8 * items, columns * items, items, 1],
-        [tile.columns // (8 * halves), halves, 8, tile.depth // 4],
+        [config.block_n // (8 * halves), halves, 8, config.block_k // 4],
     )
-    block = TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [tile.rows, tile.depth])
-    grouped_packed_kernel[(tiles * triton.cdiv(columns, tile.columns // halves),)](
-        block, words, map, scale, parts.second, or_else(factors, x), or_else(bias, x), out,
+    block = TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [config.block_m, config.block_k])
+    grouped_gemm_4bit_kernel[(tiles * triton.cdiv(columns, config.block_n // halves),)](
+        block, words, map, scale, parts.extra_scale, or_placeholder(factors, x), or_placeholder(bias, x), out,
         columns, x.shape[1], experts, scale.stride(0), *parts.strides,
-        scale.stride(0) if parts.zero else 1, 0 if bias is None else bias.stride(0),
+        scale.stride(0) if parts.has_zero_points else 1, 0 if bias is None else bias.stride(0),
         out.stride(0), *gate[1:],
-        DECODE=weight.decode, SCALING=weight.scaling, GROUP=weight.group,
-        TENSOR_SCALE=tensor_scale, ZERO=parts.zero, FACTORS=factors is not None,
-        BIAS=bias is not None, GATE=gate[0], BM=tile.rows, BN=tile.columns, BK=tile.depth,
-        STAGES=tile.stages, NATIVE=NATIVE, num_warps=tile.warps, num_stages=tile.stages,
+        DEQUANT=weight.dequant, SCALING=weight.scaling, GROUP=weight.group_size,
+        TENSOR_SCALE=tensor_scale, ZERO=parts.has_zero_points, FACTORS=factors is not None,
+        BIAS=bias is not None, GATE=gate[0], BM=config.block_m, BN=config.block_n, BK=config.block_k,
+        STAGES=config.num_stages, NATIVE=NATIVE, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return True
 
 
-def _fits(x: Tensor, data: Tensor, columns: int, depth: int) -> bool:
+def _supports_tma(x: Tensor, data: Tensor, columns: int, depth: int) -> bool:
     """Whether the copy unit takes the words: whole octets of rows, K in whole steps."""
     whole = columns % 8 == 0 and x.shape[1] % depth == 0 and x.shape[1] % 32 == 0
     return whole and data.is_contiguous() and data.data_ptr() % 16 == 0
 
 
-def _arranged(x: Tensor, rows: Tensor | None, count: int, depth: int) -> Tensor:
+def _permute_x(x: Tensor, rows: Tensor | None, count: int, depth: int) -> Tensor:
     """The rows one after the other, columns of a nibble next to each other."""
     out = x.new_empty(count, x.shape[1])
-    arrange_kernel[(triton.cdiv(count, 16), x.shape[1] // depth)](
-        x, or_else(rows, x), out, count, x.stride(0), x.shape[1],
+    permute_x_kernel[(triton.cdiv(count, 16), x.shape[1] // depth)](
+        x, or_placeholder(rows, x), out, count, x.stride(0), x.shape[1],
         GATHER=rows is not None, ROWS=16, BK=depth, num_warps=4,
     )  # fmt: skip
     return out

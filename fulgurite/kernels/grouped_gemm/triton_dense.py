@@ -17,23 +17,26 @@ many rows as the registers hold sums of, and few rows of work are spare.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fulgurite.kernels.grouped_gemm.ops import NO_GATE
-from fulgurite.kernels.grouped_gemm.triton_mainloop import GATES, gated
-from fulgurite.kernels.grouped_gemm.triton_tile_scheduler import banded, or_else, tile_at, tile_map
-from fulgurite.kernels.tuning.gemm import Tile
+from fulgurite.kernels.common.triton_epilogue import apply_gate
+from fulgurite.kernels.common.triton_import import INTERPRETED, TensorDescriptor, tl, triton
+from fulgurite.kernels.elementwise.gated_activation import GATE_IDS, NO_GATE
+from fulgurite.kernels.grouped_gemm.triton_tile_scheduler import (
+    build_tile_map,
+    load_tile_info,
+    or_placeholder,
+    swizzle_tile,
+)
+from fulgurite.kernels.tuning.config import LaunchConfig
 
-NATIVE = not triton.knobs.runtime.interpret
-MORE = 64  # rows by which tiles differ: the tensor cores take no fewer
+NATIVE = not INTERPRETED
+EXTRA_ROWS = 64  # rows by which tiles differ: the tensor cores take no fewer
 ACROSS = 4  # tiles of columns side by side: H200, DeepSeek-V3's experts, 4% before 8
 
 
 @triton.jit
-def multiply_rows(x, w, acc, NATIVE: tl.constexpr):
+def dot_nt(x, w, acc, NATIVE: tl.constexpr):
     """acc + x @ w.T; the interpreter multiplies bfloat16 as if it were integers."""
     if NATIVE:
         return tl.dot(x, tl.trans(w), acc)
@@ -42,7 +45,7 @@ def multiply_rows(x, w, acc, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def store_rows(
+def apply_epilogue_and_store(
     acc, factors_ptr, bias_ptr, out_ptr, start, end, first, live, N, out_stride, alpha, limit,
     FACTORS: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -61,14 +64,16 @@ def store_rows(
     if BIAS:
         out += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)[None, :]
     if GATE > 0:
-        out = gated(out, up, alpha, limit, GATE)
+        out = apply_gate(out, up, alpha, limit, GATE)
     out = tl.where(live, out, 0.0).to(out_ptr.dtype.element_ty)
     place = m.to(tl.int64)[:, None] * out_stride + n[None, :]
     tl.store(out_ptr + place, out, inside[:, None] & (n < N)[None, :])
 
 
 @triton.jit
-def row_starts(x_ptr, rows_ptr, start, end, x_stride, GATHER: tl.constexpr, BM: tl.constexpr):
+def gather_row_pointers(
+    x_ptr, rows_ptr, start, end, x_stride, GATHER: tl.constexpr, BM: tl.constexpr
+):
     """Where each row of x begins; rows past the end are the first."""
     m = start + tl.arange(0, BM)
     row = tl.load(rows_ptr + m, m < end, 0) if GATHER else tl.where(m < end, m, 0)
@@ -90,7 +95,7 @@ def load_rows(
 
 
 @triton.jit
-def rows_by_columns(
+def compute_tile(
     x_ptr, x, more, rows_ptr, factors_ptr, weights, bias_ptr, out_ptr, expert, start, end, first, live,
     N, K, x_stride, out_stride, bias_expert, alpha, limit,
     GATHER: tl.constexpr, TOGETHER: tl.constexpr, FACTORS: tl.constexpr, BIAS: tl.constexpr,
@@ -99,34 +104,34 @@ def rows_by_columns(
 ):  # fmt: skip
     """BM rows, and MORE of them, by BN columns of the result."""
     halves: tl.constexpr = 2 if GATE > 0 else 1
-    x_from = row_starts(x_ptr, rows_ptr, start, end, x_stride, GATHER, BM)
+    x_from = gather_row_pointers(x_ptr, rows_ptr, start, end, x_stride, GATHER, BM)
     acc = tl.zeros([BM, halves * BN], tl.float32)
     if MORE > 0:
-        more_from = row_starts(x_ptr, rows_ptr, start + BM, end, x_stride, GATHER, MORE)
+        more_from = gather_row_pointers(x_ptr, rows_ptr, start + BM, end, x_stride, GATHER, MORE)
         more_acc = tl.zeros([MORE, halves * BN], tl.float32)
     steps = tl.where(live, tl.cdiv(K, BK), 0)  # rows of no expert are zero
     for step in tl.range(0, steps, num_stages=STAGES - 1 if MORE > 0 else STAGES):
         k = step * BK
         x_tile = load_rows(x, x_from, start, k, K, TOGETHER, EVEN, BK)
         w = weights.load([expert, first, 0, k]).reshape(halves * BN, BK)
-        acc = multiply_rows(x_tile, w, acc, NATIVE)
+        acc = dot_nt(x_tile, w, acc, NATIVE)
         if MORE > 0:
             x_tile = load_rows(more, more_from, start + BM, k, K, TOGETHER, EVEN, BK)
-            more_acc = multiply_rows(x_tile, w, more_acc, NATIVE)
+            more_acc = dot_nt(x_tile, w, more_acc, NATIVE)
     bias_ptr += expert.to(tl.int64) * bias_expert
-    store_rows(
+    apply_epilogue_and_store(
         acc, factors_ptr, bias_ptr, out_ptr, start, end, first, live, N, out_stride, alpha, limit,
         FACTORS, BIAS, GATE, BM, BN,
     )  # fmt: skip
     if MORE > 0:
-        store_rows(
+        apply_epilogue_and_store(
             more_acc, factors_ptr, bias_ptr, out_ptr, start + BM, end, first, live, N, out_stride,
             alpha, limit, FACTORS, BIAS, GATE, MORE, BN,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["experts", "tiles_m"])
-def grouped_dense_kernel(
+def grouped_gemm_dense_kernel(
     x_ptr, x, more, rows_ptr, factors_ptr, map_ptr, weights, bias_ptr, out_ptr,
     N, K, experts, tiles_m, x_stride, out_stride, bias_expert, alpha, limit,
     GATHER: tl.constexpr, TOGETHER: tl.constexpr, FACTORS: tl.constexpr, BIAS: tl.constexpr,
@@ -135,32 +140,32 @@ def grouped_dense_kernel(
     NATIVE: tl.constexpr,
 ):  # fmt: skip
     """N columns of the result, BN in a program; with a gate the weight has two rows for each."""
-    tile_m, tile_n = banded(tl.program_id(0), tiles_m, tl.cdiv(N, BN), ACROSS)
-    expert, start, end = tile_at(map_ptr, tile_m)
+    tile_m, tile_n = swizzle_tile(tl.program_id(0), tiles_m, tl.cdiv(N, BN), ACROSS)
+    expert, start, end = load_tile_info(map_ptr, tile_m)
     live = (expert < experts) & (start < end)
     expert = tl.minimum(expert, experts - 1)
     first = tile_n * BN
     if end - start > BM:
-        rows_by_columns(
+        compute_tile(
             x_ptr, x, more, rows_ptr, factors_ptr, weights, bias_ptr, out_ptr, expert, start, end,
             first, live, N, K, x_stride, out_stride, bias_expert, alpha, limit, GATHER, TOGETHER,
             FACTORS, BIAS, GATE, EVEN, BM, MORE, BN, BK, STAGES, NATIVE,
         )  # fmt: skip
     else:
-        rows_by_columns(
+        compute_tile(
             x_ptr, x, more, rows_ptr, factors_ptr, weights, bias_ptr, out_ptr, expert, start, end,
             first, live, N, K, x_stride, out_stride, bias_expert, alpha, limit, GATHER, TOGETHER,
             FACTORS, BIAS, GATE, EVEN, BM, 0, BN, BK, STAGES, NATIVE,
         )  # fmt: skip
 
 
-def takes(x: Tensor, data: Tensor) -> bool:
+def supports_tma(x: Tensor, data: Tensor) -> bool:
     """Whether a tensor descriptor takes the weight: rows of whole 16 bytes, one after the other."""
     halves = x.dtype in (torch.bfloat16, torch.float16) and data.dtype == x.dtype
     return halves and data.is_contiguous() and data.shape[2] % 8 == 0 and data.data_ptr() % 16 == 0
 
 
-def grouped_dense(
+def grouped_gemm_dense(
     x: Tensor,
     rows: Tensor | None,
     factors: Tensor | None,
@@ -170,9 +175,9 @@ def grouped_dense(
     gate: str,
     alpha: float,
     limit: float,
-    tile: Tile,
+    config: LaunchConfig,
 ) -> Tensor:
-    """The operator for weights that `takes` takes."""
+    """The operator for weights that `supports_tma` takes."""
     count, size = (x.shape[0] if rows is None else rows.shape[0]), x.shape[1]
     experts, halves = data.shape[0], 1 if gate == NO_GATE else 2
     columns = data.shape[1] // halves
@@ -180,28 +185,28 @@ def grouped_dense(
     if out.numel() == 0:
         return out
     x = x if x.stride(1) == 1 else x.contiguous()
-    more = tile.rows if tile.rows < MORE else MORE
-    map, tiles = tile_map(offsets, count, tile.rows + more, more)
+    more = config.block_m if config.block_m < EXTRA_ROWS else EXTRA_ROWS
+    map, tiles = build_tile_map(offsets, count, config.block_m + more, more)
     weights = TensorDescriptor(  # columns of gate and up take turns
         data,
         [experts, columns, halves, size],
         [data.stride(0), size, columns * size, 1],
-        [1, tile.columns, halves, tile.depth],
+        [1, config.block_n, halves, config.block_k],
     )
     together = rows is None and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     blocks: list[TensorDescriptor | None] = [
-        TensorDescriptor(x, [count, size], [x.stride(0), 1], [height, tile.depth])
+        TensorDescriptor(x, [count, size], [x.stride(0), 1], [height, config.block_k])
         if together
         else None
-        for height in (tile.rows, more)
+        for height in (config.block_m, more)
     ]
-    grouped_dense_kernel[(tiles * triton.cdiv(columns, tile.columns),)](
-        x, *blocks, or_else(rows, offsets), or_else(factors, x), map, weights, or_else(bias, x), out,
+    grouped_gemm_dense_kernel[(tiles * triton.cdiv(columns, config.block_n),)](
+        x, *blocks, or_placeholder(rows, offsets), or_placeholder(factors, x), map, weights, or_placeholder(bias, x), out,
         columns, size, experts, tiles, x.stride(0), out.stride(0),
         0 if bias is None else bias.stride(0), alpha, limit, GATHER=rows is not None,
-        TOGETHER=together, FACTORS=factors is not None, BIAS=bias is not None, GATE=GATES[gate],
-        EVEN=size % tile.depth == 0, BM=tile.rows, MORE=more, BN=tile.columns, BK=tile.depth,
-        ACROSS=ACROSS, STAGES=tile.stages, NATIVE=NATIVE, num_warps=tile.warps,
-        num_stages=tile.stages,
+        TOGETHER=together, FACTORS=factors is not None, BIAS=bias is not None, GATE=GATE_IDS[gate],
+        EVEN=size % config.block_k == 0, BM=config.block_m, MORE=more, BN=config.block_n, BK=config.block_k,
+        ACROSS=ACROSS, STAGES=config.num_stages, NATIVE=NATIVE, num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )  # fmt: skip
     return out

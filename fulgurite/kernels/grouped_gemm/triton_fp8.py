@@ -11,7 +11,7 @@ never lies in memory in between.
 
 The products of a step of 128 have sums of their own, scaled by one number of the weight and one of each
 row. A program makes two tiles of columns side by side: gate and up, or neighbours. Rows of x are the
-rows of the tensor cores' tile, so there have to be enough of them (`moe_tiles.fp8_tile`). Weights come
+rows of the tensor cores' tile, so there have to be enough of them (`grouped_fp8_config`). Weights come
 through a tensor descriptor: the copy unit works out their addresses.
 """
 
@@ -20,32 +20,39 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fulgurite.kernels.common.triton_numerics import CORRECTED, code_8bit, finite_amax, scale_of
-from fulgurite.kernels.grouped_gemm.ops import NO_GATE, Gate
-from fulgurite.kernels.grouped_gemm.triton_mainloop import GATES, gated
-from fulgurite.kernels.grouped_gemm.triton_tile_scheduler import banded, or_else, tile_at, tile_map
-from fulgurite.kernels.quantize.ops import empty_scale
+from fulgurite.kernels.common.triton_epilogue import apply_gate
+from fulgurite.kernels.common.triton_import import TensorDescriptor, tl, triton
+from fulgurite.kernels.common.triton_numerics import (
+    NATIVE,
+    compute_scale,
+    finite_amax,
+    quantize_8bit,
+)
+from fulgurite.kernels.elementwise.gated_activation import GATE_IDS, NO_GATE, GatedActivation
+from fulgurite.kernels.grouped_gemm.triton_tile_scheduler import (
+    build_tile_map,
+    load_tile_info,
+    or_placeholder,
+    swizzle_tile,
+)
+from fulgurite.kernels.quantize.reference import empty_scale
 from fulgurite.kernels.quantize.triton_quantize import quantize
-from fulgurite.kernels.tuning.gemm import Tile
-from fulgurite.kernels.tuning.grouped_gemm import fp8_tile
-from fulgurite.quant import Format, QuantTensor, resolve
+from fulgurite.kernels.tuning.config import LaunchConfig
+from fulgurite.kernels.tuning.heuristics import heuristics_for
+from fulgurite.quant import Format, QuantTensor, resolve_format
 
-NATIVE = not triton.knobs.runtime.interpret
-ROWS, TILES = "fp8_e4m3_1x128", "fp8_e4m3_128x128"
-BLOCK = 128  # columns of a scale
+ACTIVATION_FORMAT, WEIGHT_FORMAT = "fp8_e4m3_1x128", "fp8_e4m3_128x128"
+SCALE_BLOCK = 128  # columns of a scale
 ACROSS = 8  # tiles of columns side by side
-HIGHEST = tl.constexpr(448.0)  # of e4m3
-REGISTERS = 216  # with more the assembler interleaves both tiles' sums, and then they don't fit
+E4M3_MAX = tl.constexpr(448.0)  # of e4m3
+MAX_REGISTERS = 216  # with more the assembler interleaves both tiles' sums, and then they don't fit
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit
-def products(x, w, NATIVE: tl.constexpr):
+def dot_nt_fp8(x, w, NATIVE: tl.constexpr):
     """x @ w.T of a step; the interpreter knows no products of 8 bits."""
     if NATIVE:
         return tl.dot(x, tl.trans(w), max_num_imprecise_acc=128)
@@ -54,15 +61,15 @@ def products(x, w, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def store_block(
+def quantize_and_store(
     out, codes_ptr, scales_ptr, m, first, inside, width, stride, row, step,
     DTYPE: tl.constexpr, BN: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """A block of 128 columns: rounded to 16 bits, then to codes by the largest of each row."""
     out = out.to(DTYPE).to(tl.float32)
-    scale = scale_of(finite_amax(out, 1, False, C), HIGHEST)
+    scale = compute_scale(finite_amax(out, 1, False, C), E4M3_MAX)
     inverse = tl.div_rn(1.0, scale)[:, None]
-    code = code_8bit(out, scale[:, None], inverse, HIGHEST, codes_ptr.dtype.element_ty, C)
+    code = quantize_8bit(out, scale[:, None], inverse, E4M3_MAX, codes_ptr.dtype.element_ty, C)
     n = first + tl.arange(0, BN)
     tl.store(scales_ptr + m * row + (first // BN) * step, scale, inside)
     place = m.to(tl.int64)[:, None] * stride + n[None, :]
@@ -70,7 +77,7 @@ def store_block(
 
 
 @triton.jit
-def store_plain(out, out_ptr, m, n, inside, width, stride):
+def store_tile(out, out_ptr, m, n, inside, width, stride):
     place = m.to(tl.int64)[:, None] * stride + n[None, :]
     tl.store(
         out_ptr + place, out.to(out_ptr.dtype.element_ty), inside[:, None] & (n < width)[None, :]
@@ -78,7 +85,7 @@ def store_plain(out, out_ptr, m, n, inside, width, stride):
 
 
 @triton.jit
-def followed(
+def apply_row_weight_and_bias(
     sums, factor, bias_ptr, n, width, FACTORS: tl.constexpr, BIAS: tl.constexpr
 ):  # fmt: skip
     """What comes before the gate: the row's factor, the bias."""
@@ -90,7 +97,7 @@ def followed(
 
 
 @triton.jit(do_not_specialize=["experts", "tiles_m", "xs_step", "scales_step"])
-def grouped_fp8_kernel(
+def grouped_gemm_fp8_kernel(
     x_ptr, rows_ptr, factors_ptr, map_ptr, weights, bias_ptr, out_ptr, xs_ptr, ws_ptr, scales_ptr,
     N, K, experts, tiles_m, x_stride, out_stride, bias_expert, xs_row, xs_step, ws_expert, ws_stride,
     scales_row, scales_step, alpha, limit,
@@ -100,8 +107,8 @@ def grouped_fp8_kernel(
 ):  # fmt: skip
     """N columns of the result: BM rows by two tiles of BN columns, gate and up or neighbours."""
     columns: tl.constexpr = BN if GATE > 0 else 2 * BN
-    tile_m, tile_n = banded(tl.program_id(0), tiles_m, tl.cdiv(N, columns), ACROSS)
-    expert, start, end = tile_at(map_ptr, tile_m)
+    tile_m, tile_n = swizzle_tile(tl.program_id(0), tiles_m, tl.cdiv(N, columns), ACROSS)
+    expert, start, end = load_tile_info(map_ptr, tile_m)
     live = (expert < experts) & (start < end)
     expert = tl.minimum(expert, experts - 1)
     m = start + tl.arange(0, BM)
@@ -131,49 +138,51 @@ def grouped_fp8_kernel(
             x = tl.load(x_from + (k + wide)[None, :])
         else:
             x = tl.load(x_from + (k + wide)[None, :], (k + wide < K)[None, :], 0.0)
-        sums = products(x, weights.load([w_row, k]), NATIVE)
+        sums = dot_nt_fp8(x, weights.load([w_row, k]), NATIVE)
         acc += sums * (xs * ws)[:, None]
-        sums = products(x, weights.load([w_row + further, k]), NATIVE)
+        sums = dot_nt_fp8(x, weights.load([w_row + further, k]), NATIVE)
         second += sums * (xs * ws2)[:, None]
         xs, ws, ws2 = next_xs, next_ws, next_ws2
     factor = tl.load(factors_ptr + m_in, inside, 0.0) if FACTORS else 1.0
     n = first + tl.arange(0, BN)
     bias_ptr += expert.to(tl.int64) * bias_expert
-    out = followed(acc, factor, bias_ptr, n, N, FACTORS, BIAS)
+    out = apply_row_weight_and_bias(acc, factor, bias_ptr, n, N, FACTORS, BIAS)
     width = N if GATE > 0 else N - BN
-    other = followed(second, factor, bias_ptr + further, n, width, FACTORS, BIAS)
+    other = apply_row_weight_and_bias(second, factor, bias_ptr + further, n, width, FACTORS, BIAS)
     if GATE > 0:
-        out = gated(out, other, alpha, limit, GATE)
+        out = apply_gate(out, other, alpha, limit, GATE)
     out = tl.where(live, out, 0.0)
     if QUANTIZED:
-        store_block(
+        quantize_and_store(
             out, out_ptr, scales_ptr, m, first, inside, N, out_stride, scales_row, scales_step,
             DTYPE, BN, C,
         )  # fmt: skip
     else:
-        store_plain(out, out_ptr, m, n, inside, N, out_stride)
+        store_tile(out, out_ptr, m, n, inside, N, out_stride)
         if GATE == 0:
-            store_plain(tl.where(live, other, 0.0), out_ptr, m, n + BN, inside, N, out_stride)
+            store_tile(tl.where(live, other, 0.0), out_ptr, m, n + BN, inside, N, out_stride)
 
 
-def plan(
+def select_fp8_config(
     count: int, data: Tensor, format: Format, activations: str, gate: str, packed: bool
-) -> Tile | None:
+) -> LaunchConfig | None:
     """The tile for such weights; None where rows are few, or gate and up share a tile of scales.
 
     `packed`: whether the result is quantized. A gated one that is not asks for more registers.
     """
-    rows = resolve(activations)
-    if (rows.name, format.name) != (ROWS, TILES):
+    rows = resolve_format(activations)
+    if (rows.name, format.name) != (ACTIVATION_FORMAT, WEIGHT_FORMAT):
         return None
-    if gate != NO_GATE and (data.shape[1] // 2) % BLOCK:
+    if gate != NO_GATE and (data.shape[1] // 2) % SCALE_BLOCK:
         return None
     if data.shape[2] % 16 or data.data_ptr() % 16 or not data.is_contiguous():
         return None
-    return fp8_tile(count, data.shape[0], gate != NO_GATE, packed)
+    return heuristics_for(data.device).grouped_fp8_config(
+        count, data.shape[0], gate != NO_GATE, packed
+    )
 
 
-def grouped_fp8(
+def grouped_gemm_fp8(
     parts: list[Tensor],
     rows: Tensor | None,
     factors: Tensor | None,
@@ -185,35 +194,37 @@ def grouped_fp8(
     alpha: float,
     limit: float,
     dtype: torch.dtype,
-    tile: Tile,
+    config: LaunchConfig,
     result: str | None = None,
 ) -> list[Tensor]:
     """[y] of rows as [codes, scales]; with `result`, a format like theirs, y is that instead."""
     x, x_scale = parts
     count, size = (x.shape[0] if rows is None else rows.shape[0]), x.shape[1]
     experts, columns = data.shape[0], data.shape[1] // (1 if gate == NO_GATE else 2)
-    entry = None if result is None else resolve(result)
+    entry = None if result is None else resolve_format(result)
     out = x.new_empty(count, columns, dtype=dtype if entry is None else entry.data_dtype)
-    scales = [] if entry is None else [empty_scale(out, entry, entry.stored_scales[0])]
+    scales = [] if entry is None else [empty_scale(out, entry, entry.separate_scales[0])]
     if out.numel() == 0:
         return [out, *scales]
-    map, tiles = tile_map(offsets, count, tile.rows)
-    weights = TensorDescriptor(data, [experts * data.shape[1], size], [size, 1], [BLOCK, BLOCK])
-    grouped_fp8_kernel[(tiles * triton.cdiv(columns, tile.columns),)](
-        x, or_else(rows, offsets), or_else(factors, x_scale), map, weights,
-        or_else(bias, x_scale), out, x_scale, scale, scales[0] if scales else x_scale, columns, size, experts, tiles, x.stride(0),
+    map, tiles = build_tile_map(offsets, count, config.block_m)
+    weights = TensorDescriptor(
+        data, [experts * data.shape[1], size], [size, 1], [SCALE_BLOCK, SCALE_BLOCK]
+    )
+    grouped_gemm_fp8_kernel[(tiles * triton.cdiv(columns, config.block_n),)](
+        x, or_placeholder(rows, offsets), or_placeholder(factors, x_scale), map, weights,
+        or_placeholder(bias, x_scale), out, x_scale, scale, scales[0] if scales else x_scale, columns, size, experts, tiles, x.stride(0),
         out.stride(0), 0 if bias is None else bias.stride(0), *x_scale.stride(), scale.stride(0),
         scale.stride(1), *(scales[0].stride() if scales else (0, 0)), alpha, limit,
         GATHER=rows is not None, FACTORS=factors is not None, BIAS=bias is not None,
-        GATE=GATES[gate], EVEN=size % BLOCK == 0, QUANTIZED=result is not None,
-        DTYPE=DTYPES[dtype], BM=tile.rows, BN=BLOCK, BK=BLOCK, ACROSS=ACROSS, C=CORRECTED,
-        NATIVE=NATIVE, num_warps=tile.warps, num_stages=tile.stages,
-        maxnreg=REGISTERS if gate == NO_GATE else None,
+        GATE=GATE_IDS[gate], EVEN=size % SCALE_BLOCK == 0, QUANTIZED=result is not None,
+        DTYPE=DTYPES[dtype], BM=config.block_m, BN=SCALE_BLOCK, BK=SCALE_BLOCK, ACROSS=ACROSS, C=NATIVE,
+        NATIVE=NATIVE, num_warps=config.num_warps, num_stages=config.num_stages,
+        maxnreg=MAX_REGISTERS if gate == NO_GATE else None,
     )  # fmt: skip
     return [out, *scales]
 
 
-def experts(
+def run_experts_fp8(
     x: Tensor,
     rows: Tensor | None,
     factors: Tensor | None,
@@ -221,20 +232,20 @@ def experts(
     gate_up: QuantTensor,
     down: QuantTensor,
     biases: tuple[Tensor | None, Tensor | None],
-    gate: Gate,
+    gate: GatedActivation,
     activations: tuple[str, str],
 ) -> Any:
-    """Both matmuls of a layer, what is between them in FP8 too; NotImplemented without a `plan`."""
+    """Both matmuls of a layer, what is between them in FP8 too; NotImplemented without a `select_fp8_config`."""
     first, second = activations
     count = x.shape[0] if rows is None else rows.shape[0]
-    tile = plan(count, gate_up.packed, gate_up.format, first, gate.kind, packed=True)
-    down_tile = plan(count, down.packed, down.format, second, NO_GATE, packed=False)
-    if tile is None or down_tile is None or gate.kind == NO_GATE or x.dtype not in DTYPES:
+    config = select_fp8_config(count, gate_up.packed, gate_up.format, first, gate.kind, packed=True)
+    down_config = select_fp8_config(count, down.packed, down.format, second, NO_GATE, packed=False)
+    if config is None or down_config is None or gate.kind == NO_GATE or x.dtype not in DTYPES:
         return NotImplemented
     parts = quantize(x, first)
     (scale,), (down_scale,) = (list(weight.scales.values()) for weight in (gate_up, down))
-    how = (gate.kind, gate.alpha, gate.limit, x.dtype, tile, second)
-    inner = grouped_fp8(parts, rows, factors, offsets, gate_up.packed, scale, biases[0], *how)
-    plain = (NO_GATE, 0.0, 0.0, x.dtype, down_tile)
+    how = (gate.kind, gate.alpha, gate.limit, x.dtype, config, second)
+    inner = grouped_gemm_fp8(parts, rows, factors, offsets, gate_up.packed, scale, biases[0], *how)
+    plain = (NO_GATE, 0.0, 0.0, x.dtype, down_config)
     given = (inner, None, None, offsets, down.packed, down_scale, biases[1])
-    return grouped_fp8(*given, *plain)[0]
+    return grouped_gemm_fp8(*given, *plain)[0]

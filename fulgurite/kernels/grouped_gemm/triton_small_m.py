@@ -14,17 +14,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fulgurite.kernels.common.triton_operands import Packed, Weight
-from fulgurite.kernels.gemm.triton_small_m import launch_few_rows
-from fulgurite.kernels.tuning.small_m import few_experts_tile
+from fulgurite.kernels.common.triton_operands import DequantScheme, QuantizedOperand
+from fulgurite.kernels.gemm.triton_small_m import launch_small_m_gemm
+from fulgurite.kernels.tuning.heuristics import heuristics_for
 
 
-def fill_few(
+def try_small_m_grouped_gemm(
     out: Tensor,
     x: Tensor,
     rows: Tensor | None,
-    parts: Packed,
-    weight: Weight,
+    parts: QuantizedOperand,
+    weight: DequantScheme,
     tensor_scale: bool,
     factors: Tensor | None,
     ends: Tensor,
@@ -32,13 +32,13 @@ def fill_few(
     gate: tuple[int, float, float],
 ) -> bool:
     """Whether `out` has been filled."""
-    dense = weight.decode == "dense" or x.dtype == torch.float32
+    dense = weight.dequant == "dense" or x.dtype == torch.float32
     given = (len(out), len(ends), parts.data.shape[1], x.shape[1], weight)
-    tile = None if dense else few_experts_tile(*given)
-    if tile is None:
+    config = None if dense else heuristics_for(x.device).expert_small_m_config(*given)
+    if config is None:
         return False
-    launch_few_rows(
-        x, parts, weight, tile, out, tensor_scale=tensor_scale, rows=rows, factors=factors, ends=ends,
+    launch_small_m_gemm(
+        x, parts, weight, config, out, tensor_scale=tensor_scale, rows=rows, factors=factors, ends=ends,
         bias=bias, gate=gate,
     )  # fmt: skip
     return True

@@ -1,190 +1,190 @@
-// Paged attention on the CPU. PAGE is the type keys and values are kept in: one library a type.
+// Paged attention on the CPU. CACHE_T is the element type of the KV cache: one library per type.
 //
-//   out[t, n] = sum_j p_j value[j],  p = softmax over the seen keys j, and the sink, of
+//   out[t, n] = sum_j p_j value[j],  p = softmax over the visible keys j, and the sink, of
 //   softcap * tanh(scale * q[t, n] . key[j] / softcap)
 //
-// The queries that share a key head are rows: row r of sequence s is token r / group, head r % group.
-// A work item is a tile of rows over a span of keys. It walks the keys in blocks with a running maximum
-// and sum (online softmax). Tiles of few rows (decode) read keys where they lie; taller ones (prefill)
-// first turn a block of keys over, so that a vector holds one coordinate of sixteen keys. Where there
-// are fewer items than threads, contexts are split into spans, whose results are merged afterwards.
-// What a row sees is an interval of keys whether by cause, window or chunk, so masks are two numbers.
+// Queries that share a key head are rows: row r of sequence s is token r / group, head r % group. A work item
+// is a tile of rows and a range of keys. It iterates over blocks of keys with a running maximum and sum (online
+// softmax). Small tiles (decode) read keys in place. Large tiles (prefill) transpose a block of keys first, so
+// that a vector holds one coordinate of sixteen keys. With fewer items than threads, contexts are split
+// (split-KV) and the partial results merged. Causal, window and chunk masks all make the visible keys of a row
+// an interval, so a mask is two numbers.
 
-const int TALL = 32;       // rows of a tile of prefill
-const int FLAT = 8;        // a tile of at most this many rows reads keys where they lie
-const int BLOCK = 64;      // keys of a block of prefill
-const int64_t SPAN = 256;  // keys worth a span of their own
+const int PREFILL_ROWS = 32;         // rows of a prefill tile
+const int MAX_DECODE_ROWS = 8;       // a tile of at most this many rows reads keys in place
+const int KEY_BLOCK = 64;            // keys of a block
+const int64_t MIN_SPLIT_KEYS = 256;  // keys of a split, at least
 
-// ---- the problem -------------------------------------------------------------------------------------
+// ---- arguments ---------------------------------------------------------------------------------------
 
-struct Problem {
+struct AttentionArgs {
   const char* q;
-  const PAGE *keys, *values;
-  const int32_t *tables, *starts, *lengths;
+  const CACHE_T *keys, *values;
+  const int32_t *block_table, *query_start_loc, *seq_lens;
   const char* sinks;
   char* out;
-  int64_t sequences, heads, key_heads, group, key_dim, value_dim, page;
-  int64_t q_token, q_head, table_row;
-  int64_t key_page, key_slot, key_head, value_page, value_slot, value_head;
+  int64_t sequences, heads, key_heads, group, key_dim, value_dim, block_size;
+  int64_t q_token_stride, q_head_stride, table_row_stride;
+  int64_t key_block_stride, key_slot_stride, key_head_stride, value_block_stride, value_slot_stride, value_head_stride;
   int64_t window, chunk;       // 0: none
-  int64_t query_kind, sink_kind;  // 0 float, 1 bf16, 2 f16
+  int64_t query_dtype, sink_dtype;  // 0 float, 1 bf16, 2 f16
   float scale, softcap, value_scale;
-  int64_t key_width, value_width;  // rounded up to whole vectors
+  int64_t key_width, value_width;  // rounded up to a multiple of LANES
 };
 
-INLINE int64_t rounded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
-INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t round_up(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+INLINE int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
 
-static float number_at(const char* from, int64_t at, int64_t kind) {
-  if (kind == 0) return ((const float*)from)[at];
-  return kind == 1 ? widen(((const bf16*)from)[at]) : widen(((const f16*)from)[at]);
+static float load_number(const char* from, int64_t at, int64_t dtype) {
+  if (dtype == 0) return ((const float*)from)[at];
+  return dtype == 1 ? widen(((const bf16*)from)[at]) : widen(((const f16*)from)[at]);
 }
 
-// Rows first .. first + rows of sequence s under one key head, over keys low .. high.
-struct Item {
+// Rows first .. first + rows of one sequence and key head, over keys low .. high.
+struct WorkItem {
   int64_t sequence, key_head, first, rows, low, high;
 };
 
-// What a tile of rows has gathered: maxima, sums, weighted values; and room to work in.
+// A tile's online softmax state (row_max, row_sum, acc = weighted values) and its workspace.
 struct Tile {
-  float *q, *scores, *sum, *largest, *gathered, *keys, *values;
-  int64_t from[TALL], to[TALL];  // the keys each row sees
+  float *q, *scores, *row_sum, *row_max, *acc, *keys, *values;
+  int64_t from[PREFILL_ROWS], to[PREFILL_ROWS];  // visible keys of each row
 };
 
-INLINE int64_t tile_floats(const Problem& p, int64_t rows) {
-  int64_t keys = larger(p.key_width, 1) * BLOCK, values = p.value_width * BLOCK;
-  return rows * (p.key_width + BLOCK + 2 + p.value_width) + keys + values + 8 * LANES;
+INLINE int64_t workspace_floats(const AttentionArgs& p, int64_t rows) {
+  int64_t keys = max_i64(p.key_width, 1) * KEY_BLOCK, values = p.value_width * KEY_BLOCK;
+  return rows * (p.key_width + KEY_BLOCK + 2 + p.value_width) + keys + values + 8 * LANES;
 }
 
-static void lay_out(const Problem& p, int64_t rows, float* memory, Tile& tile) {
+static void assign_workspace(const AttentionArgs& p, int64_t rows, float* memory, Tile& tile) {
   tile.keys = memory;
-  tile.values = tile.keys + p.key_width * BLOCK;
-  tile.q = tile.values + p.value_width * BLOCK;
+  tile.values = tile.keys + p.key_width * KEY_BLOCK;
+  tile.q = tile.values + p.value_width * KEY_BLOCK;
   tile.scores = tile.q + rows * p.key_width;
-  tile.gathered = tile.scores + rows * BLOCK;
-  tile.largest = tile.gathered + rows * p.value_width;
-  tile.sum = tile.largest + rows;
+  tile.acc = tile.scores + rows * KEY_BLOCK;
+  tile.row_max = tile.acc + rows * p.value_width;
+  tile.row_sum = tile.row_max + rows;
 }
 
-static void begin(const Problem& p, const Item& item, Tile& tile) {
-  const int64_t start = p.starts[item.sequence];
-  const int64_t before = p.lengths[item.sequence] - (p.starts[item.sequence + 1] - start);
+static void init_tile(const AttentionArgs& p, const WorkItem& item, Tile& tile) {
+  const int64_t start = p.query_start_loc[item.sequence];
+  const int64_t before = p.seq_lens[item.sequence] - (p.query_start_loc[item.sequence + 1] - start);
   for (int64_t r = 0; r < item.rows; ++r) {
     const int64_t token = (item.first + r) / p.group;
     const int64_t head = item.key_head * p.group + (item.first + r) % p.group;
-    const int64_t at = (start + token) * p.q_token + head * p.q_head;
+    const int64_t at = (start + token) * p.q_token_stride + head * p.q_head_stride;
     float* row = tile.q + r * p.key_width;
-    if (p.query_kind == 0) widen_row((const float*)p.q + at, p.key_dim, row);
-    else if (p.query_kind == 1) widen_row((const bf16*)p.q + at, p.key_dim, row);
+    if (p.query_dtype == 0) widen_row((const float*)p.q + at, p.key_dim, row);
+    else if (p.query_dtype == 1) widen_row((const bf16*)p.q + at, p.key_dim, row);
     else widen_row((const f16*)p.q + at, p.key_dim, row);
-    for (int64_t c = 0; c < p.key_width; c += LANES) put(row + c, load(row + c) * p.scale);
+    for (int64_t c = 0; c < p.key_width; c += LANES) store_vec(row + c, load(row + c) * p.scale);
     const int64_t position = before + token;
-    int64_t from = p.window ? larger(0, position - p.window + 1) : 0;
-    if (p.chunk) from = larger(from, position / p.chunk * p.chunk);
-    tile.from[r] = larger(from, item.low);
-    tile.to[r] = least(position + 1, item.high);
-    tile.largest[r] = -__builtin_inff();
-    tile.sum[r] = 0;
-    for (int64_t c = 0; c < p.value_width; c += LANES) put(tile.gathered + r * p.value_width + c, vec{});
+    int64_t from = p.window ? max_i64(0, position - p.window + 1) : 0;
+    if (p.chunk) from = max_i64(from, position / p.chunk * p.chunk);
+    tile.from[r] = max_i64(from, item.low);
+    tile.to[r] = min_i64(position + 1, item.high);
+    tile.row_max[r] = -__builtin_inff();
+    tile.row_sum[r] = 0;
+    for (int64_t c = 0; c < p.value_width; c += LANES) store_vec(tile.acc + r * p.value_width + c, vec{});
   }
 }
 
 // ---- scores of one block -----------------------------------------------------------------------------
 
-// Few rows: products along the key, sixteen keys at a time, whose lanes are then summed together.
-static void scores_flat(const Problem& p, const Item& item, Tile& tile, const float* keys, int64_t step,
-                        int64_t count) {
+// Decode: dot products along the key, sixteen keys at a time; one stride sums the lanes of all sixteen.
+static void decode_scores(const AttentionArgs& p, const WorkItem& item, Tile& tile, const float* keys, int64_t stride,
+                          int64_t count) {
   for (int64_t j = 0; j < count; j += LANES) {
-    const int64_t there = least(count - j, LANES);
+    const int64_t valid = min_i64(count - j, LANES);
     for (int64_t r = 0; r < item.rows; ++r) {
       const float* q = tile.q + r * p.key_width;
-      vec parts[LANES];
+      vec partials[LANES];
       for (int64_t l = 0; l < LANES; ++l) {
-        const float* key = keys + (j + least(l, there - 1)) * step;
-        vec part = load(key) * load(q);
-        for (int64_t c = LANES; c < p.key_width; c += LANES) part += load(key + c) * load(q + c);
-        parts[l] = part;
+        const float* key = keys + (j + min_i64(l, valid - 1)) * stride;
+        vec partial = load(key) * load(q);
+        for (int64_t c = LANES; c < p.key_width; c += LANES) partial += load(key + c) * load(q + c);
+        partials[l] = partial;
       }
-      put(tile.scores + r * BLOCK + j, sums(parts));
+      store_vec(tile.scores + r * KEY_BLOCK + j, row_sums(partials));
     }
   }
 }
 
-// rows x 64 products of q [rows][width] with keys turned over, [width][64]
+// rows x 64 scores of q [rows][width] with transposed keys [width][64]
 template <int rows>
-INLINE void products(const float* q, int64_t q_step, const float* keys, int64_t width, float* out) {
+INLINE void score_rows(const float* q, int64_t q_stride, const float* keys, int64_t width, float* out) {
   vec total[rows][4] = {};
   for (int64_t h = 0; h < width; ++h) {
-    const float* key = keys + h * BLOCK;
+    const float* key = keys + h * KEY_BLOCK;
     vec k[4];
     UNROLL
     for (int v = 0; v < 4; ++v) k[v] = load(key + v * LANES);
     UNROLL
     for (int r = 0; r < rows; ++r)
       UNROLL
-      for (int v = 0; v < 4; ++v) total[r][v] += k[v] * q[r * q_step + h];
+      for (int v = 0; v < 4; ++v) total[r][v] += k[v] * q[r * q_stride + h];
   }
   UNROLL
   for (int r = 0; r < rows; ++r)
     UNROLL
-    for (int v = 0; v < 4; ++v) put(out + r * BLOCK + v * LANES, total[r][v]);
+    for (int v = 0; v < 4; ++v) store_vec(out + r * KEY_BLOCK + v * LANES, total[r][v]);
 }
 
-static void scores_tall(const Problem& p, const Item& item, Tile& tile) {
+static void prefill_scores(const AttentionArgs& p, const WorkItem& item, Tile& tile) {
   int64_t r = 0;
   for (; r + 4 <= item.rows; r += 4)
-    products<4>(tile.q + r * p.key_width, p.key_width, tile.keys, p.key_dim, tile.scores + r * BLOCK);
+    score_rows<4>(tile.q + r * p.key_width, p.key_width, tile.keys, p.key_dim, tile.scores + r * KEY_BLOCK);
   for (; r < item.rows; ++r)
-    products<1>(tile.q + r * p.key_width, p.key_width, tile.keys, p.key_dim, tile.scores + r * BLOCK);
+    score_rows<1>(tile.q + r * p.key_width, p.key_width, tile.keys, p.key_dim, tile.scores + r * KEY_BLOCK);
 }
 
 // ---- softmax and values of one block -----------------------------------------------------------------
 
-// Scores become weights exp(score - maximum); what was gathered before is scaled to the new maximum.
-static void weigh(const Problem& p, const Item& item, Tile& tile, int64_t first, int64_t count) {
-  const ivec lane = EACH_LANE(SAME);
+// Scores become weights exp(score - row_max); acc and row_sum are rescaled to the new maximum.
+static void softmax_block(const AttentionArgs& p, const WorkItem& item, Tile& tile, int64_t first, int64_t count) {
+  const ivec lane = EACH_LANE(LANE_INDEX);
   for (int64_t r = 0; r < item.rows; ++r) {
-    float* scores = tile.scores + r * BLOCK;
-    const int32_t from = (int32_t)larger(0, least(tile.from[r] - first, BLOCK));
-    const int32_t to = (int32_t)larger(0, least(tile.to[r] - first, count));
-    const int64_t whole = rounded(count);
-    if (from >= to) {  // sees nothing here
-      for (int64_t j = 0; j < whole; j += LANES) put(scores + j, vec{});
+    float* scores = tile.scores + r * KEY_BLOCK;
+    const int32_t from = (int32_t)max_i64(0, min_i64(tile.from[r] - first, KEY_BLOCK));
+    const int32_t to = (int32_t)max_i64(0, min_i64(tile.to[r] - first, count));
+    const int64_t padded_count = round_up(count);
+    if (from >= to) {  // no visible key in this block
+      for (int64_t j = 0; j < padded_count; j += LANES) store_vec(scores + j, vec{});
       continue;
     }
-    vec most = spread(-__builtin_inff());
-    for (int64_t j = 0; j < whole; j += LANES) {
+    vec block_max = broadcast(-__builtin_inff());
+    for (int64_t j = 0; j < padded_count; j += LANES) {
       vec s = load(scores + j);
       if (p.softcap > 0) s = vector_tanh(s / p.softcap) * p.softcap;
       ivec at = lane + (int32_t)j;
-      s = choose((at >= from) & (at < to), s, spread(-__builtin_inff()));
-      put(scores + j, s);
-      most = largest(s, most);
+      s = blend((at >= from) & (at < to), s, broadcast(-__builtin_inff()));
+      store_vec(scores + j, s);
+      block_max = vec_max(s, block_max);
     }
-    const float here = top_of(most), top = here > tile.largest[r] ? here : tile.largest[r];
-    const float base = top == -__builtin_inff() ? 0.0f : top;
+    const float new_max = lane_max(block_max), max_score = new_max > tile.row_max[r] ? new_max : tile.row_max[r];
+    const float base = max_score == -__builtin_inff() ? 0.0f : max_score;
     vec total = vec{};
-    for (int64_t j = 0; j < whole; j += LANES) {
+    for (int64_t j = 0; j < padded_count; j += LANES) {
       ivec at = lane + (int32_t)j;
       vec weight = vector_exp(load(scores + j) - base);
-      weight = choose((at >= from) & (at < to), weight, vec{});
-      put(scores + j, weight);
+      weight = blend((at >= from) & (at < to), weight, vec{});
+      store_vec(scores + j, weight);
       total += weight;
     }
-    if (top != tile.largest[r]) {
-      const float factor = vector_exp(spread(tile.largest[r] - base))[0];
-      tile.sum[r] *= factor;
-      float* gathered = tile.gathered + r * p.value_width;
-      for (int64_t c = 0; c < p.value_width; c += LANES) put(gathered + c, load(gathered + c) * factor);
-      tile.largest[r] = top;
+    if (max_score != tile.row_max[r]) {
+      const float factor = vector_exp(broadcast(tile.row_max[r] - base))[0];
+      tile.row_sum[r] *= factor;
+      float* acc = tile.acc + r * p.value_width;
+      for (int64_t c = 0; c < p.value_width; c += LANES) store_vec(acc + c, load(acc + c) * factor);
+      tile.row_max[r] = max_score;
     }
-    tile.sum[r] += sum(total);
+    tile.row_sum[r] += lane_sum(total);
   }
 }
 
-// gathered [rows][columns * 16] += weights [rows][count] * values [count]
+// acc [rows][columns * 16] += weights [rows][count] * values [count]
 template <int rows, int columns>
-INLINE void accumulate(const float* weights, const float* values, int64_t step, int64_t count, float* to,
+INLINE void accumulate(const float* weights, const float* values, int64_t stride, int64_t count, float* to,
                        int64_t width) {
   vec total[rows][columns];
   UNROLL
@@ -194,35 +194,35 @@ INLINE void accumulate(const float* weights, const float* values, int64_t step, 
   for (int64_t j = 0; j < count; ++j) {
     vec value[columns];
     UNROLL
-    for (int c = 0; c < columns; ++c) value[c] = load(values + j * step + c * LANES);
+    for (int c = 0; c < columns; ++c) value[c] = load(values + j * stride + c * LANES);
     UNROLL
     for (int r = 0; r < rows; ++r)
       UNROLL
-      for (int c = 0; c < columns; ++c) total[r][c] += value[c] * weights[r * BLOCK + j];
+      for (int c = 0; c < columns; ++c) total[r][c] += value[c] * weights[r * KEY_BLOCK + j];
   }
   UNROLL
   for (int r = 0; r < rows; ++r)
     UNROLL
-    for (int c = 0; c < columns; ++c) put(to + r * width + c * LANES, total[r][c]);
+    for (int c = 0; c < columns; ++c) store_vec(to + r * width + c * LANES, total[r][c]);
 }
 
 template <int rows>
-INLINE void accumulate_rows(const Problem& p, Tile& tile, int64_t r, const float* values, int64_t step,
+INLINE void accumulate_rows(const AttentionArgs& p, Tile& tile, int64_t r, const float* values, int64_t stride,
                             int64_t count) {
-  const float* weights = tile.scores + r * BLOCK;
-  float* to = tile.gathered + r * p.value_width;
+  const float* weights = tile.scores + r * KEY_BLOCK;
+  float* to = tile.acc + r * p.value_width;
   int64_t c = 0;
   for (; c + 4 * LANES <= p.value_width; c += 4 * LANES)
-    accumulate<rows, 4>(weights, values + c, step, count, to + c, p.value_width);
+    accumulate<rows, 4>(weights, values + c, stride, count, to + c, p.value_width);
   for (; c < p.value_width; c += LANES)
-    accumulate<rows, 1>(weights, values + c, step, count, to + c, p.value_width);
+    accumulate<rows, 1>(weights, values + c, stride, count, to + c, p.value_width);
 }
 
-static void gather_values(const Problem& p, const Item& item, Tile& tile, const float* values, int64_t step,
-                          int64_t count) {
+static void accumulate_values(const AttentionArgs& p, const WorkItem& item, Tile& tile, const float* values,
+                              int64_t stride, int64_t count) {
   int64_t r = 0;
-  for (; r + 4 <= item.rows; r += 4) accumulate_rows<4>(p, tile, r, values, step, count);
-  if (item.rows - r == 3) accumulate_rows<3>(p, tile, r, values, step, count);
-  if (item.rows - r == 2) accumulate_rows<2>(p, tile, r, values, step, count);
-  if (item.rows - r == 1) accumulate_rows<1>(p, tile, r, values, step, count);
+  for (; r + 4 <= item.rows; r += 4) accumulate_rows<4>(p, tile, r, values, stride, count);
+  if (item.rows - r == 3) accumulate_rows<3>(p, tile, r, values, stride, count);
+  if (item.rows - r == 2) accumulate_rows<2>(p, tile, r, values, stride, count);
+  if (item.rows - r == 1) accumulate_rows<1>(p, tile, r, values, stride, count);
 }

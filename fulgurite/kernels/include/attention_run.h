@@ -1,215 +1,222 @@
-// Walking the keys: items over threads, blocks within an item, spans merged; and new keys into pages.
+// The main loops of paged attention: items over threads, key blocks within an item, split results merged; and the
+// store of new keys and values into the cache.
 
-INLINE const PAGE* key_at(const Problem& p, const Item& item, int64_t j) {
-  const int64_t page = p.tables[item.sequence * p.table_row + j / p.page];
-  return p.keys + page * p.key_page + j % p.page * p.key_slot + item.key_head * p.key_head;
+INLINE const CACHE_T* key_at(const AttentionArgs& p, const WorkItem& item, int64_t j) {
+  const int64_t block = p.block_table[item.sequence * p.table_row_stride + j / p.block_size], slot = j % p.block_size;
+  return p.keys + block * p.key_block_stride + slot * p.key_slot_stride + item.key_head * p.key_head_stride;
 }
-INLINE const PAGE* value_at(const Problem& p, const Item& item, int64_t j) {
+INLINE const CACHE_T* value_at(const AttentionArgs& p, const WorkItem& item, int64_t j) {
   if (!p.values) return key_at(p, item, j);
-  const int64_t page = p.tables[item.sequence * p.table_row + j / p.page];
-  return p.values + page * p.value_page + j % p.page * p.value_slot + item.key_head * p.value_head;
+  const int64_t block = p.block_table[item.sequence * p.table_row_stride + j / p.block_size], slot = j % p.block_size;
+  return p.values + block * p.value_block_stride + slot * p.value_slot_stride + item.key_head * p.value_head_stride;
 }
-INLINE int64_t value_step(const Problem& p) { return p.values ? p.value_slot : p.key_slot; }
+INLINE int64_t value_stride(const AttentionArgs& p) { return p.values ? p.value_slot_stride : p.key_slot_stride; }
 
-// Rows of kept numbers as floats: where they lie if they are floats in whole vectors, widened otherwise.
-INLINE const float* as_floats(const float* from, int64_t step, int64_t count, int64_t dim, float* room,
-                              int64_t width, int64_t* new_step) {
-  *new_step = step;
+// Rows of the cache as floats: in place if they are floats in full vectors, converted otherwise.
+INLINE const float* as_floats(const float* from, int64_t stride, int64_t count, int64_t dim, float* scratch,
+                              int64_t width, int64_t* new_stride) {
+  *new_stride = stride;
   if (dim == width) return from;
-  for (int64_t j = 0; j < count; ++j) widen_row(from + j * step, dim, room + j * width);
-  *new_step = width;
-  return room;
+  for (int64_t j = 0; j < count; ++j) widen_row(from + j * stride, dim, scratch + j * width);
+  *new_stride = width;
+  return scratch;
 }
 template <class T>
-INLINE const float* as_floats(const T* from, int64_t step, int64_t count, int64_t dim, float* room,
-                              int64_t width, int64_t* new_step) {
-  for (int64_t j = 0; j < count; ++j) widen_row(from + j * step, dim, room + j * width);
-  *new_step = width;
-  return room;
+INLINE const float* as_floats(const T* from, int64_t stride, int64_t count, int64_t dim, float* scratch, int64_t width,
+                              int64_t* new_stride) {
+  for (int64_t j = 0; j < count; ++j) widen_row(from + j * stride, dim, scratch + j * width);
+  *new_stride = width;
+  return scratch;
 }
 
-// Decode: a block is what is left of a page, at most BLOCK keys.
-static void walk_flat(const Problem& p, const Item& item, Tile& tile) {
+// Decode: a block of keys is the rest of a cache block, at most KEY_BLOCK keys.
+static void attend_decode(const AttentionArgs& p, const WorkItem& item, Tile& tile) {
   for (int64_t j = item.low; j < item.high;) {
-    const int64_t count = least(least(p.page - j % p.page, item.high - j), BLOCK);
-    int64_t step;
-    const float* keys = as_floats(key_at(p, item, j), p.key_slot, count, p.key_dim, tile.keys, p.key_width, &step);
-    scores_flat(p, item, tile, keys, step, count);
-    weigh(p, item, tile, j, count);
+    const int64_t count = min_i64(min_i64(p.block_size - j % p.block_size, item.high - j), KEY_BLOCK);
+    int64_t stride;
+    const float* keys =
+        as_floats(key_at(p, item, j), p.key_slot_stride, count, p.key_dim, tile.keys, p.key_width, &stride);
+    decode_scores(p, item, tile, keys, stride, count);
+    softmax_block(p, item, tile, j, count);
     const float* values =
-        as_floats(value_at(p, item, j), value_step(p), count, p.value_dim, tile.values, p.value_width, &step);
-    gather_values(p, item, tile, values, step, count);
+        as_floats(value_at(p, item, j), value_stride(p), count, p.value_dim, tile.values, p.value_width, &stride);
+    accumulate_values(p, item, tile, values, stride, count);
     j += count;
   }
 }
 
-// Sixteen keys turned over: lane l of to[h * BLOCK] is key l's coordinate h.
-static void turn_keys(const Problem& p, const float* const* keys, int64_t count, float* to) {
+// Transpose sixteen keys: lane l of to[h * KEY_BLOCK] is coordinate h of key l.
+static void transpose_keys(const AttentionArgs& p, const float* const* keys, int64_t count, float* to) {
   for (int64_t h = 0; h < p.key_width; h += LANES) {
     vec row[LANES];
     UNROLL
-    for (int64_t l = 0; l < LANES; ++l) row[l] = load(keys[least(l, count - 1)] + h);
-    turn_square(row);
+    for (int64_t l = 0; l < LANES; ++l) row[l] = load(keys[min_i64(l, count - 1)] + h);
+    transpose_16x16(row);
     UNROLL
-    for (int64_t l = 0; l < LANES; ++l) put(to + (h + l) * BLOCK, row[l]);
+    for (int64_t l = 0; l < LANES; ++l) store_vec(to + (h + l) * KEY_BLOCK, row[l]);
   }
 }
 
-// Prefill: BLOCK keys from as many pages as they lie in.
-static void walk_tall(const Problem& p, const Item& item, Tile& tile, float* room) {
-  for (int64_t j = item.low; j < item.high; j += BLOCK) {
-    const int64_t count = least(BLOCK, item.high - j);
-    for (int64_t part = 0; part < count; part += LANES) {
-      const int64_t there = least(LANES, count - part);
+// Prefill: KEY_BLOCK keys from as many cache blocks as they are in.
+static void attend_prefill(const AttentionArgs& p, const WorkItem& item, Tile& tile, float* scratch) {
+  for (int64_t j = item.low; j < item.high; j += KEY_BLOCK) {
+    const int64_t count = min_i64(KEY_BLOCK, item.high - j);
+    for (int64_t first = 0; first < count; first += LANES) {
+      const int64_t valid = min_i64(LANES, count - first);
       const float* keys[LANES];
-      for (int64_t l = 0; l < there; ++l) {
-        widen_row(key_at(p, item, j + part + l), p.key_dim, room + l * p.key_width);
-        keys[l] = room + l * p.key_width;
+      for (int64_t l = 0; l < valid; ++l) {
+        widen_row(key_at(p, item, j + first + l), p.key_dim, scratch + l * p.key_width);
+        keys[l] = scratch + l * p.key_width;
       }
-      turn_keys(p, keys, there, tile.keys + part);
+      transpose_keys(p, keys, valid, tile.keys + first);
     }
     for (int64_t l = 0; l < count; ++l)
       widen_row(value_at(p, item, j + l), p.value_dim, tile.values + l * p.value_width);
-    scores_tall(p, item, tile);
-    weigh(p, item, tile, j, count);
-    gather_values(p, item, tile, tile.values, p.value_width, count);
+    prefill_scores(p, item, tile);
+    softmax_block(p, item, tile, j, count);
+    accumulate_values(p, item, tile, tile.values, p.value_width, count);
   }
 }
 
-static void put_number(char* to, int64_t at, int64_t kind, float x) {
-  if (kind == 0) ((float*)to)[at] = x;
-  else if (kind == 1) store((bf16*)to + at, x);
+static void store_number(char* to, int64_t at, int64_t dtype, float x) {
+  if (dtype == 0) ((float*)to)[at] = x;
+  else if (dtype == 1) store((bf16*)to + at, x);
   else store((f16*)to + at, x);
 }
 
-// One row's result: divided by the sum, to which the sink adds its share.
-static void finish(const Problem& p, const Item& item, int64_t r, float largest, float sum, const float* gathered) {
-  const int64_t token = p.starts[item.sequence] + (item.first + r) / p.group;
+// Write one row's result: acc / row_sum, where the sink adds to the sum.
+static void write_row(const AttentionArgs& p, const WorkItem& item, int64_t r, float row_max, float row_sum,
+                      const float* acc) {
+  const int64_t token = p.query_start_loc[item.sequence] + (item.first + r) / p.group;
   const int64_t head = item.key_head * p.group + (item.first + r) % p.group;
   float factor = 1.0f;
   if (p.sinks) {
-    const float sink = number_at(p.sinks, head, p.sink_kind);
-    const float top = sink > largest ? sink : largest;
-    factor = exp(largest - top);
-    sum = sum * factor + exp(sink - top);
+    const float sink = load_number(p.sinks, head, p.sink_dtype);
+    const float max_score = sink > row_max ? sink : row_max;
+    factor = exp(row_max - max_score);
+    row_sum = row_sum * factor + exp(sink - max_score);
   }
-  const float scale = factor * p.value_scale / sum;
+  const float scale = factor * p.value_scale / row_sum;
   const int64_t at = (token * p.heads + head) * p.value_dim;
-  for (int64_t c = 0; c < p.value_dim; ++c) put_number(p.out, at + c, p.query_kind, gathered[c] * scale);
+  for (int64_t c = 0; c < p.value_dim; ++c) store_number(p.out, at + c, p.query_dtype, acc[c] * scale);
 }
 
 // ---- items -------------------------------------------------------------------------------------------
 
-INLINE int64_t rows_of(const Problem& p, int64_t s) { return (p.starts[s + 1] - p.starts[s]) * p.group; }
-INLINE int64_t tiles_of(const Problem& p, int64_t s) { return (rows_of(p, s) + TALL - 1) / TALL; }
+INLINE int64_t num_rows(const AttentionArgs& p, int64_t s) {
+  return (p.query_start_loc[s + 1] - p.query_start_loc[s]) * p.group;
+}
+INLINE int64_t num_tiles(const AttentionArgs& p, int64_t s) {
+  return (num_rows(p, s) + PREFILL_ROWS - 1) / PREFILL_ROWS;
+}
 
-// Item number `index` of all; `ends` are the items up to each sequence, heads and tiles counted.
-static Item item_at(const Problem& p, const int64_t* ends, int64_t index) {
+// Work item `index`; ends[s] is the number of items of sequences 0 .. s.
+static WorkItem find_item(const AttentionArgs& p, const int64_t* ends, int64_t index) {
   int64_t low = 0, high = p.sequences;
   while (low < high) {
     int64_t middle = (low + high) / 2;
     if (ends[middle] <= index) low = middle + 1; else high = middle;
   }
-  Item item;
-  const int64_t within = index - (low ? ends[low - 1] : 0), tiles = tiles_of(p, low);
+  WorkItem item;
+  const int64_t within = index - (low ? ends[low - 1] : 0), tiles = num_tiles(p, low);
   item.sequence = low;
   item.key_head = within / tiles;
-  // later tiles have more keys: they go first
-  item.first = (tiles - 1 - within % tiles) * TALL;
-  item.rows = least(TALL, rows_of(p, low) - item.first);
-  const int64_t before = p.lengths[low] - (p.starts[low + 1] - p.starts[low]);
+  // later tiles have more keys: run them first
+  item.first = (tiles - 1 - within % tiles) * PREFILL_ROWS;
+  item.rows = min_i64(PREFILL_ROWS, num_rows(p, low) - item.first);
+  const int64_t before = p.seq_lens[low] - (p.query_start_loc[low + 1] - p.query_start_loc[low]);
   const int64_t first = before + item.first / p.group;
   const int64_t last = before + (item.first + item.rows - 1) / p.group;
   item.high = last + 1;
-  item.low = p.window ? larger(0, first - p.window + 1) : 0;
-  if (p.chunk) item.low = larger(item.low, first / p.chunk * p.chunk);
+  item.low = p.window ? max_i64(0, first - p.window + 1) : 0;
+  if (p.chunk) item.low = max_i64(item.low, first / p.chunk * p.chunk);
   return item;
 }
 
-static void run_item(const Problem& p, const Item& item, Tile& tile, float* room) {
-  begin(p, item, tile);
-  if (item.rows <= FLAT) walk_flat(p, item, tile);
-  else walk_tall(p, item, tile, room);
+static void run_item(const AttentionArgs& p, const WorkItem& item, Tile& tile, float* scratch) {
+  init_tile(p, item, tile);
+  if (item.rows <= MAX_DECODE_ROWS) attend_decode(p, item, tile);
+  else attend_prefill(p, item, tile, scratch);
 }
 
-// The share `span` of `spans` of an item's keys, in whole pages.
-static Item part_of(const Problem& p, Item item, int64_t span, int64_t spans) {
-  const int64_t pages = (item.high - item.low + p.page - 1) / p.page;
-  const int64_t each = (pages + spans - 1) / spans * p.page;
-  const int64_t low = item.low + span * each;
-  item.high = least(item.high, low + each);
+// Split `split` of `splits` of an item's keys, in whole cache blocks.
+static WorkItem split_item(const AttentionArgs& p, WorkItem item, int64_t split, int64_t splits) {
+  const int64_t blocks = (item.high - item.low + p.block_size - 1) / p.block_size;
+  const int64_t each = (blocks + splits - 1) / splits * p.block_size;
+  const int64_t low = item.low + split * each;
+  item.high = min_i64(item.high, low + each);
   item.low = low;
   return item;
 }
 
-// The spans of one row, merged: each scaled to the largest maximum.
-static void merge(const Problem& p, const Item& item, int64_t r, const float* parts, int64_t spans, int64_t stride,
-                  float* gathered) {
-  float largest = -__builtin_inff(), total = 0;
-  for (int64_t s = 0; s < spans; ++s) largest = parts[s * stride] > largest ? parts[s * stride] : largest;
-  const float base = largest == -__builtin_inff() ? 0.0f : largest;
-  for (int64_t c = 0; c < p.value_width; c += LANES) put(gathered + c, vec{});
-  for (int64_t s = 0; s < spans; ++s) {
-    const float* part = parts + s * stride;
-    const float factor = exp(part[0] - base);
-    total += part[1] * factor;
+// Merge the splits of one row: each is rescaled to the largest maximum.
+static void merge_splits(const AttentionArgs& p, const WorkItem& item, int64_t r, const float* partials,
+                         int64_t splits, int64_t stride, float* acc) {
+  float row_max = -__builtin_inff(), total = 0;
+  for (int64_t s = 0; s < splits; ++s) row_max = partials[s * stride] > row_max ? partials[s * stride] : row_max;
+  const float base = row_max == -__builtin_inff() ? 0.0f : row_max;
+  for (int64_t c = 0; c < p.value_width; c += LANES) store_vec(acc + c, vec{});
+  for (int64_t s = 0; s < splits; ++s) {
+    const float* partial = partials + s * stride;
+    const float factor = exp(partial[0] - base);
+    total += partial[1] * factor;
     for (int64_t c = 0; c < p.value_width; c += LANES)
-      put(gathered + c, load(gathered + c) + load(part + LANES + c) * factor);
+      store_vec(acc + c, load(acc + c) + load(partial + LANES + c) * factor);
   }
-  finish(p, item, r, largest, total, gathered);
+  write_row(p, item, r, row_max, total, acc);
 }
 
-static void run_all(const Problem& p, const int64_t* ends, int64_t items, int64_t spans, int threads) {
-  const int64_t floats = tile_floats(p, TALL) + LANES * p.key_width + p.value_width;
+static void run_items(const AttentionArgs& p, const int64_t* ends, int64_t items, int64_t splits, int threads) {
+  const int64_t floats = workspace_floats(p, PREFILL_ROWS) + LANES * p.key_width + p.value_width;
   const int64_t stride = LANES + p.value_width;
-  float* parts = spans > 1 ? (float*)malloc(sizeof(float) * items * spans * TALL * stride) : nullptr;
+  float* partials = splits > 1 ? (float*)malloc(sizeof(float) * items * splits * PREFILL_ROWS * stride) : nullptr;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     float* memory = (float*)malloc(sizeof(float) * (floats + LANES));
     Tile tile;
-    lay_out(p, TALL, memory, tile);
-    float* room = memory + tile_floats(p, TALL);
+    assign_workspace(p, PREFILL_ROWS, memory, tile);
+    float* scratch = memory + workspace_floats(p, PREFILL_ROWS);
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t work = 0; work < items * spans; ++work) {
-      const Item whole = item_at(p, ends, work / spans);
-      const Item item = spans > 1 ? part_of(p, whole, work % spans, spans) : whole;
-      run_item(p, item, tile, room);
+    for (int64_t work = 0; work < items * splits; ++work) {
+      const WorkItem full_item = find_item(p, ends, work / splits);
+      const WorkItem item = splits > 1 ? split_item(p, full_item, work % splits, splits) : full_item;
+      run_item(p, item, tile, scratch);
       for (int64_t r = 0; r < item.rows; ++r) {
-        const float* gathered = tile.gathered + r * p.value_width;
-        if (spans == 1) {
-          finish(p, item, r, tile.largest[r], tile.sum[r], gathered);
+        const float* acc = tile.acc + r * p.value_width;
+        if (splits == 1) {
+          write_row(p, item, r, tile.row_max[r], tile.row_sum[r], acc);
           continue;
         }
-        float* part = parts + ((work / spans * TALL + r) * spans + work % spans) * stride;
-        part[0] = tile.largest[r];
-        part[1] = tile.sum[r];
-        __builtin_memcpy(part + LANES, gathered, sizeof(float) * p.value_width);
+        float* partial = partials + ((work / splits * PREFILL_ROWS + r) * splits + work % splits) * stride;
+        partial[0] = tile.row_max[r];
+        partial[1] = tile.row_sum[r];
+        __builtin_memcpy(partial + LANES, acc, sizeof(float) * p.value_width);
       }
     }
-    if (spans > 1) {
+    if (splits > 1) {
 #pragma omp for schedule(static)
-      for (int64_t work = 0; work < items * TALL; ++work) {
-        const Item item = item_at(p, ends, work / TALL);
-        if (work % TALL < item.rows)
-          merge(p, item, work % TALL, parts + work * spans * stride, spans, stride, room);
+      for (int64_t work = 0; work < items * PREFILL_ROWS; ++work) {
+        const WorkItem item = find_item(p, ends, work / PREFILL_ROWS);
+        if (work % PREFILL_ROWS < item.rows)
+          merge_splits(p, item, work % PREFILL_ROWS, partials + work * splits * stride, splits, stride, scratch);
       }
     }
     free(memory);
   }
-  free(parts);
+  free(partials);
 }
 
-INLINE float number_in(int64_t bits64) { return (float)__builtin_bit_cast(double, bits64); }
+INLINE float unpack_double(int64_t bits64) { return (float)__builtin_bit_cast(double, bits64); }
 
-// a: as `cpu/attention.py` packs it
-EXPORT int64_t attend(const int64_t* a) {
-  Problem p;
+// a: as kernels/attention/cpu.py packs it
+EXPORT int64_t paged_attention(const int64_t* a) {
+  AttentionArgs p;
   p.q = (const char*)a[0];
-  p.keys = (const PAGE*)a[1];
-  p.values = (const PAGE*)a[2];
-  p.tables = (const int32_t*)a[3];
-  p.starts = (const int32_t*)a[4];
-  p.lengths = (const int32_t*)a[5];
+  p.keys = (const CACHE_T*)a[1];
+  p.values = (const CACHE_T*)a[2];
+  p.block_table = (const int32_t*)a[3];
+  p.query_start_loc = (const int32_t*)a[4];
+  p.seq_lens = (const int32_t*)a[5];
   p.sinks = (const char*)a[6];
   p.out = (char*)a[7];
   const int64_t tokens = a[8];
@@ -219,79 +226,80 @@ EXPORT int64_t attend(const int64_t* a) {
   p.group = p.heads / p.key_heads;
   p.key_dim = a[12];
   p.value_dim = a[13];
-  p.page = a[14];
-  p.q_token = a[15];
-  p.q_head = a[16];
-  p.table_row = a[17];
-  p.key_page = a[18];
-  p.key_slot = a[19];
-  p.key_head = a[20];
-  p.value_page = a[21];
-  p.value_slot = a[22];
-  p.value_head = a[23];
+  p.block_size = a[14];
+  p.q_token_stride = a[15];
+  p.q_head_stride = a[16];
+  p.table_row_stride = a[17];
+  p.key_block_stride = a[18];
+  p.key_slot_stride = a[19];
+  p.key_head_stride = a[20];
+  p.value_block_stride = a[21];
+  p.value_slot_stride = a[22];
+  p.value_head_stride = a[23];
   p.window = a[24];
   p.chunk = a[25];
-  p.query_kind = a[26];
-  p.sink_kind = a[27];
-  p.scale = number_in(a[28]);
-  p.softcap = number_in(a[29]);
-  p.value_scale = number_in(a[30]);
+  p.query_dtype = a[26];
+  p.sink_dtype = a[27];
+  p.scale = unpack_double(a[28]);
+  p.softcap = unpack_double(a[29]);
+  p.value_scale = unpack_double(a[30]);
   const int threads = (int)a[31];
-  p.key_width = rounded(p.key_dim);
-  p.value_width = rounded(p.value_dim);
+  p.key_width = round_up(p.key_dim);
+  p.value_width = round_up(p.value_dim);
   const auto first_key = [&](int64_t s, int64_t count) {
-    const int64_t first = p.lengths[s] - count, seen = p.window ? larger(0, first - p.window + 1) : 0;
-    return p.chunk ? larger(seen, first / p.chunk * p.chunk) : seen;
+    const int64_t first = p.seq_lens[s] - count, seen = p.window ? max_i64(0, first - p.window + 1) : 0;
+    return p.chunk ? max_i64(seen, first / p.chunk * p.chunk) : seen;
   };
-  const int64_t wrong = check_tables(p.starts, p.lengths, p.tables, p.table_row, p.sequences, tokens, p.page, a[32],
-                                     a[33], first_key);
-  if (wrong) return wrong;
-  const int64_t size = p.query_kind ? 2 : 4, row = p.heads * p.value_dim * size;
-  const int64_t used = p.sequences ? p.starts[p.sequences] : 0;
-  __builtin_memset(p.out + used * row, 0, (tokens - used) * row);  // tokens that are nobody's
+  const int64_t error = check_block_table(p.query_start_loc, p.seq_lens, p.block_table, p.table_row_stride,
+                                          p.sequences, tokens, p.block_size, a[32], a[33], first_key);
+  if (error) return error;
+  const int64_t size = p.query_dtype ? 2 : 4, row = p.heads * p.value_dim * size;
+  const int64_t used = p.sequences ? p.query_start_loc[p.sequences] : 0;
+  __builtin_memset(p.out + used * row, 0, (tokens - used) * row);  // tokens of no sequence
   int64_t* ends = (int64_t*)malloc(sizeof(int64_t) * (p.sequences + 1));
-  int64_t items = 0, longest = 0;
+  int64_t items = 0, max_seq_len = 0;
   for (int64_t s = 0; s < p.sequences; ++s) {
-    items += tiles_of(p, s) * p.key_heads;
+    items += num_tiles(p, s) * p.key_heads;
     ends[s] = items;
-    longest = larger(longest, p.lengths[s]);
+    max_seq_len = max_i64(max_seq_len, p.seq_lens[s]);
   }
-  int64_t reach = p.window ? least(longest, p.window) : longest;
-  if (p.chunk) reach = least(reach, p.chunk);
-  int64_t spans = 1;
+  int64_t max_keys = p.window ? min_i64(max_seq_len, p.window) : max_seq_len;
+  if (p.chunk) max_keys = min_i64(max_keys, p.chunk);
+  int64_t splits = 1;
   if (items && items % threads && items < 4 * threads)
-    spans = larger(1, least((4 * threads + items - 1) / items, reach / SPAN));
-  const int64_t work = items * reach * (p.key_dim + p.value_dim);
-  run_all(p, ends, items, spans, threads_for(work, 1 << 15, threads));
+    splits = max_i64(1, min_i64((4 * threads + items - 1) / items, max_keys / MIN_SPLIT_KEYS));
+  const int64_t work = items * max_keys * (p.key_dim + p.value_dim);
+  run_items(p, ends, items, splits, choose_num_threads(work, 1 << 15, threads));
   free(ends);
   return 0;
 }
 
-// ---- new keys and values into pages ------------------------------------------------------------------
+// ---- storing new keys and values ---------------------------------------------------------------------
 
-static float limit_of(const float*) { return __builtin_inff(); }
-static float limit_of(const bf16*) { return __builtin_inff(); }
-static float limit_of(const f16*) { return __builtin_inff(); }
-static float limit_of(const f8e4m3*) { return 448.0f; }
-static float limit_of(const f8e5m2*) { return 57344.0f; }
+static float cache_max(const float*) { return __builtin_inff(); }
+static float cache_max(const bf16*) { return __builtin_inff(); }
+static float cache_max(const f16*) { return __builtin_inff(); }
+static float cache_max(const f8e4m3*) { return 448.0f; }
+static float cache_max(const f8e5m2*) { return 57344.0f; }
 INLINE void store(float* to, float x) { *to = x; }
 
-// a: new, pages, slots, tokens, heads, size; strides of new: token, head; of pages: page, slot, head;
-// slots a page, kind of new, scale
+// a: new, cache, slot_mapping, tokens, heads, head size; strides of new (token, head) and of the cache (block, slot,
+// head); block size, dtype of new, scale
 static void store_rows(const int64_t* a, int threads) {
   const char* from = (const char*)a[0];
-  PAGE* pages = (PAGE*)a[1];
-  const int64_t* slots = (const int64_t*)a[2];
-  const int64_t tokens = a[3], heads = a[4], size = a[5], page = a[11], kind = a[12];
-  const float scale = number_in(a[13]), limit = limit_of(pages);
+  CACHE_T* cache = (CACHE_T*)a[1];
+  const int64_t* slot_mapping = (const int64_t*)a[2];
+  const int64_t tokens = a[3], heads = a[4], size = a[5], block_size = a[11], dtype = a[12];
+  const float scale = unpack_double(a[13]), limit = cache_max(cache);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t t = 0; t < tokens; ++t) {
-    if (slots[t] < 0) continue;
+    if (slot_mapping[t] < 0) continue;
     for (int64_t k = 0; k < heads; ++k) {
       const int64_t at = t * a[6] + k * a[7];
-      PAGE* to = pages + slots[t] / page * a[8] + slots[t] % page * a[9] + k * a[10];
+      const int64_t block = slot_mapping[t] / block_size, slot = slot_mapping[t] % block_size;
+      CACHE_T* to = cache + block * a[8] + slot * a[9] + k * a[10];
       for (int64_t h = 0; h < size; ++h) {
-        float x = number_at(from, at + h, kind) / scale;
+        float x = load_number(from, at + h, dtype) / scale;
         x = x > limit ? limit : x < -limit ? -limit : x;
         store(to + h, x);
       }
@@ -299,9 +307,9 @@ static void store_rows(const int64_t* a, int threads) {
   }
 }
 
-EXPORT int64_t store_pages(const int64_t* a) {
-  if (const int64_t wrong = check_slots((const int64_t*)a[2], a[3], a[29])) return wrong;
-  const int threads = threads_for(a[3] * a[4] * a[5], 1 << 15, (int)a[28]);
+EXPORT int64_t store_kv_cache(const int64_t* a) {
+  if (const int64_t error = check_slot_mapping((const int64_t*)a[2], a[3], a[29])) return error;
+  const int threads = choose_num_threads(a[3] * a[4] * a[5], 1 << 15, (int)a[28]);
   store_rows(a, threads);
   if (a[15]) store_rows(a + 14, threads);
   return 0;

@@ -32,7 +32,7 @@ struct Job {
   float alpha, limit;
 };
 
-template <class T> INLINE vec read(const char* from, int64_t at, int64_t left) { return some((const T*)from + at, left); }
+template <class T> INLINE vec read(const char* from, int64_t at, int64_t left) { return load_partial((const T*)from + at, left); }
 INLINE vec read_kind(const char* from, int64_t kind, int64_t at, int64_t left) {
   if (kind == 0) return read<float>(from, at, left);
   return kind == 1 ? read<bf16>(from, at, left) : read<f16>(from, at, left);
@@ -52,7 +52,7 @@ static void few_tile(const float* const* x, const W* const* w, int64_t size, int
     vec b[columns];
     UNROLL
     for (int n = 0; n < columns; ++n) {
-      b[n] = wide(w[n] + c);
+      b[n] = load_widened(w[n] + c);
       if (lines == 0 && (sizeof(W) == 4 || c % 32 == 0)) __builtin_prefetch(w[n] + c + ahead, 0, 2);
     }
     UNROLL
@@ -66,10 +66,10 @@ static void few_tile(const float* const* x, const W* const* w, int64_t size, int
   }
   if (c < size)
     for (int n = 0; n < columns; ++n) {
-      const vec b = some(w[n] + c, size - c);
+      const vec b = load_partial(w[n] + c, size - c);
       for (int r = 0; r < rows; ++r) total[r * columns + n] += load(x[r] + c) * b;
     }
-  put(out, sums(total));
+  store_vec(out, row_sums(total));
 }
 
 // A group of columns and all rows. `soon` is where the next group begins, `bytes` long.
@@ -79,9 +79,9 @@ static void few_group(const float* const* x, int64_t count, const W* const* w, i
   for (int64_t m = 0; m < count; m += rows) {
     const float* given[rows];
     float sum[16];
-    for (int64_t r = 0; r < rows; ++r) given[r] = x[least(m + r, count - 1)];
+    for (int64_t r = 0; r < rows; ++r) given[r] = x[min_i64(m + r, count - 1)];
     few_tile<rows, columns, lines>(given, w, size, ahead, soon + bytes * m / count, sum);
-    for (int64_t r = 0; r < least(count - m, rows); ++r)
+    for (int64_t r = 0; r < min_i64(count - m, rows); ++r)
       for (int64_t k = 0; k < there; ++k) out[(m + r) * COLUMNS + k] = sum[r * columns + k];
   }
 }
@@ -93,9 +93,9 @@ static void few_rows(const float* const* x, int64_t count, const W* w, int64_t s
   const int64_t ahead = columns * step, bytes = ahead * sizeof(W);
   for (int64_t n = 0; n < width; n += columns) {
     const W* from[columns];
-    for (int64_t k = 0; k < columns; ++k) from[k] = w + least(n + k, width - 1) * step;
+    for (int64_t k = 0; k < columns; ++k) from[k] = w + min_i64(n + k, width - 1) * step;
     const char* soon = (const char*)(w + n * step + ahead);
-    const int64_t there = least(width - n, columns);
+    const int64_t there = min_i64(width - n, columns);
     if (count <= rows) few_group<rows, columns, 0>(x, count, from, there, size, ahead, soon, bytes, out + n);
     else if (count <= 3 * rows)
       few_group<rows, columns, (all + 1) / 2>(x, count, from, there, size, ahead, soon, bytes, out + n);
@@ -111,9 +111,9 @@ static void few_widened(const float* const* x, int64_t count, const W* w, int64_
   float columns[4 * padded];
   const float* from[4];
   for (int64_t n = 0; n < width; n += 4) {
-    const int64_t there = least(width - n, 4);
+    const int64_t there = min_i64(width - n, 4);
     for (int64_t k = 0; k < there; ++k) widen_row(w + (n + k) * step, size, columns + k * padded);
-    for (int64_t k = 0; k < 4; ++k) from[k] = columns + least(k, there - 1) * padded;
+    for (int64_t k = 0; k < 4; ++k) from[k] = columns + min_i64(k, there - 1) * padded;
     const char* soon = (const char*)(w + (n + 4) * step);
     few_group<4, 4, 1>(x, count, from, there, padded, 0, soon, 4 * step * sizeof(W), out + n);
   }
@@ -127,9 +127,9 @@ template <class W> static void turn_over(const W* w, int64_t step, int64_t width
     for (int64_t c = 0; c < depth; c += LANES) {
       vec square[LANES];
       for (int64_t l = 0; l < LANES; ++l)
-        square[l] = n + l < width ? some(w + (n + l) * step + c, depth - c) : vec{};
-      turn_square(square);
-      for (int64_t l = 0; l < LANES; ++l) put(to + (c + l) * COLUMNS + n, square[l]);
+        square[l] = n + l < width ? load_partial(w + (n + l) * step + c, depth - c) : vec{};
+      transpose_16x16(square);
+      for (int64_t l = 0; l < LANES; ++l) store_vec(to + (c + l) * COLUMNS + n, square[l]);
     }
 }
 
@@ -163,8 +163,8 @@ static void add_tile(const float* const* x, const float* panel, int64_t depth, f
   for (; c < depth; ++c) add(c);
   UNROLL
   for (int r = 0; r < rows; ++r) {
-    put(out[r], load(out[r]) + total[r][0]);
-    put(out[r] + LANES, load(out[r] + LANES) + total[r][1]);
+    store_vec(out[r], load(out[r]) + total[r][0]);
+    store_vec(out[r] + LANES, load(out[r] + LANES) + total[r][1]);
   }
 }
 template <int rows>
@@ -174,12 +174,12 @@ INLINE void add_rows(const float* const* x, int64_t from, int64_t m, int64_t cou
   float unused[COLUMNS] = {};
   float* into[rows];
   for (int64_t r = 0; r < rows; ++r) {
-    given[r] = x[least(m + r, count - 1)] + from;
+    given[r] = x[min_i64(m + r, count - 1)] + from;
     into[r] = m + r < count ? out + (m + r) * COLUMNS : unused;
   }
   // an even share of what is left to fetch, one line for a column at most
   const int64_t tiles = (count - m + rows - 1) / rows;
-  const int64_t fetched = least(depth, (soon.left + tiles - 1) / tiles);
+  const int64_t fetched = min_i64(depth, (soon.left + tiles - 1) / tiles);
   soon.left -= fetched;
   add_tile<rows>(given, panel, depth, into, soon, fetched);
 }
@@ -189,11 +189,11 @@ static void more_rows(const float* const* x, int64_t count, const W* w, int64_t 
                       const W* after, float* panel, float* out) {
   __builtin_memset(out, 0, count * COLUMNS * sizeof(float));
   for (int64_t from = 0; from < size; from += DEPTH) {
-    const int64_t depth = least(size - from, DEPTH);
+    const int64_t depth = min_i64(size - from, DEPTH);
     turn_over(w + from, step, width, depth, panel);
     const int64_t next = from + depth;
     const bool last = next == size;
-    const int64_t length = (least(last ? size : size - next, DEPTH) * sizeof(W) + LINE - 1) / LINE;
+    const int64_t length = (min_i64(last ? size : size - next, DEPTH) * sizeof(W) + LINE - 1) / LINE;
     Soon soon{(const char*)(last ? after : w + next), (int64_t)(step * sizeof(W)), length, COLUMNS * length, 0};
     int64_t m = 0;
     for (; m + 12 <= count; m += 12) add_rows<12>(x, from, m, count, panel, depth, out, soon);
@@ -221,14 +221,14 @@ INLINE vec gated(const Job& job, vec left, vec right) {
   if (job.gate == SILU) return silu(left) * right;
   if (job.gate == GELU) return gelu(left) * right;
   if (job.gate == GELU_TANH) return gelu_tanh(left) * right;
-  const vec limit = spread(job.limit);
-  left = choose(left > limit, limit, left);
-  right = choose(right > limit, limit, choose(right < -limit, -limit, right));
+  const vec limit = broadcast(job.limit);
+  left = blend(left > limit, limit, left);
+  right = blend(right > limit, limit, blend(right < -limit, -limit, right));
   return (right + 1.0f) * left / (1.0f + vector_exp(-job.alpha * left));
 }
 
 INLINE vec finished(const Job& job, const float* sums, int64_t row, int64_t expert, int64_t column, int64_t left) {
-  vec v = some(sums, left);
+  vec v = load_partial(sums, left);
   if (job.factors) v *= job.factors[row];
   if (job.bias) v += read_kind(job.bias, job.bias_kind, expert * job.bias_step + column, left);
   return v;
@@ -245,7 +245,7 @@ static void finish_row(const Job& job, const float* left_sums, const float* righ
     vec v = finished(job, left_sums + n - first, row, expert, n, left);
     if (job.gate != PLAIN)
       v = gated(job, v, finished(job, right_sums + n - first, row, expert, half + n, left));
-    keep(out + n, v, left);
+    store_partial(out + n, v, left);
   }
 }
 
@@ -258,11 +258,11 @@ static __attribute__((noinline)) void finish_any(const Job& job, const float* le
 
 template <class W> static void run_item(const Job& job, int64_t expert, int64_t block, float* room) {
   const int64_t half = job.gate == PLAIN ? job.columns : job.columns / 2;
-  const int64_t first = block * COLUMNS, last = least(first + COLUMNS, half);
+  const int64_t first = block * COLUMNS, last = min_i64(first + COLUMNS, half);
   const int64_t start = expert ? job.offsets[expert - 1] : 0, end = job.offsets[expert];
   float *other = room + TALL * COLUMNS, *panel = other + TALL * COLUMNS;
   for (int64_t from = start; from < end; from += TALL) {
-    const int64_t count = least(end - from, TALL);
+    const int64_t count = min_i64(end - from, TALL);
     const float* x[TALL];
     for (int64_t m = 0; m < count; ++m)
       x[m] = job.x + (job.rows ? job.rows[from + m] : from + m) * job.x_step;
@@ -277,7 +277,7 @@ template <class W> static void run_item(const Job& job, int64_t expert, int64_t 
 static Job job_of(const int64_t* a) {
   return Job{(const float*)a[0], (const int32_t*)a[1], (const float*)a[2], (const int32_t*)a[3], (const char*)a[4],
              (const char*)a[5], (char*)a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15], a[16],
-             a[17], a[18], number_in(a[19]), number_in(a[20])};
+             a[17], a[18], unpack_double(a[19]), unpack_double(a[20])};
 }
 
 enum { ROWS_OUTSIDE = 1, OFFSETS_OUTSIDE = 2 };
@@ -315,9 +315,9 @@ EXPORT int64_t grouped_matmul(const int64_t* a) {
   const int64_t half = job.gate == PLAIN ? job.columns : job.columns / 2;
   const int64_t blocks = (half + COLUMNS - 1) / COLUMNS;
   zero_rest(job);
-  const int threads = threads_for(job.count * job.columns * job.size, 1 << 17, (int)a[21]);
+  const int threads = choose_num_threads(job.count * job.columns * job.size, 1 << 17, (int)a[21]);
   // neighbours are taken together: each fetches what the next will read
-  const int64_t together = larger(1, least(8, found * blocks / (4 * threads)));
+  const int64_t together = max_i64(1, min_i64(8, found * blocks / (4 * threads)));
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     alignas(64) float room[(2 * TALL + DEPTH) * COLUMNS];
@@ -337,7 +337,7 @@ EXPORT int64_t finish_rows(const int64_t* a) {
   const Job job = job_of(a);
   if (const int64_t wrong = check_offsets(job.offsets, job.experts, job.count)) return wrong;
   const int64_t half = job.gate == PLAIN ? job.columns : job.columns / 2;
-  const int threads = threads_for(job.count * job.columns, 1 << 14, (int)a[21]);
+  const int threads = choose_num_threads(job.count * job.columns, 1 << 14, (int)a[21]);
   zero_rest(job);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t row = 0; row < (int64_t)job.offsets[job.experts - 1]; ++row) {
@@ -357,7 +357,7 @@ EXPORT int64_t finish_rows(const int64_t* a) {
 // there are: rows of x as floats, zeros behind them
 EXPORT int64_t widen_rows(const int64_t* a) {
   if (const int64_t wrong = check_rows((const int32_t*)a[7], a[2], a[9])) return wrong;
-  const int threads = threads_for(a[2] * a[3], 1 << 15, (int)a[8]);
+  const int threads = choose_num_threads(a[2] * a[3], 1 << 15, (int)a[8]);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t r = 0; r < a[2]; ++r) {
     float* out = (float*)a[1] + r * a[5];

@@ -1,33 +1,33 @@
-// Latent attention on the CPU. PAGE is what latents are kept in: float, bf16, f16, or f8e4m3 for packed
-// rows (`mla_reference.packed_row`), one library a type.
+// Multi-head latent attention (MLA) on the CPU. CACHE_T is the element type of cached latents: float, bf16, f16, or
+// f8e4m3 for FP8 rows (`fp8_row_layout` of mla/reference.py). One library per type.
 //
-//   key_j = (U_k c_j, r_j), value_j = U_v c_j,  out[t, n] = sum_j softmax_j(scale q[t, n] . key_j) value_j
+//   key_j = (W_uk c_j, r_j), value_j = W_uv c_j,  out[t, n] = sum_j softmax_j(scale q[t, n] . key_j) value_j
 //
-// Queries lie in the lanes of vectors, keys come one number at a time: scores, maxima, weights and what is
-// gathered are vectors over queries, so softmax needs no sum within a vector and no key is ever turned
-// over. Everything is one small product: `product`.
+// Queries are in the lanes of vectors and keys are read one number at a time. Scores, maxima, weights and
+// accumulators are vectors over queries, so the softmax needs no sum within a vector and keys are never
+// transposed. Everything is one small GEMM: `dot_tile`.
 //
-// absorbed: a lane is a (token, head), its query U_k^T q; a key is (c, r) and the value c itself.
-// expanded: a lane is a token of one head; a block of keys and values is expanded, used by all of the
-//           sequence's new tokens, and forgotten: no expanded key ever leaves the second level cache.
+// absorbed: a lane is a (token, head) with the query W_uk^T q; a key is (c, r) and the value c itself.
+// expanded: a lane is a token of one head. A block of keys and values is expanded and used by all new tokens
+//           of the sequence before the next one, so expanded keys never leave the L2 cache.
 
-const int WIDE = 2 * LANES;  // lanes of a tile
-const int TILES = 4;         // tiles that share a block of keys
-const int BLOCK = 64;        // keys of a block
-const int64_t SPAN = 256;    // keys worth a span of their own
+const int TILE_LANES = 2 * LANES;  // queries of a tile
+const int MAX_TILES = 4;         // tiles that share a block of keys, at most
+const int KEY_BLOCK = 64;        // keys of a block
+const int64_t MIN_SPLIT_KEYS = 256;    // keys of a split, at least
 
-// ---- the product everything is made of ---------------------------------------------------------------
+// ---- the GEMM that everything uses --------------------------------------------------------------------
 
 // to[r][0 .. vecs] (+)= sum over k of a[r * a_row + k * a_step] * b[k * b_step + 0 .. vecs]
-// Every fourth row has a pointer of its own: sixteen strides would not fit the registers. `side_by_side`: a_row is 1.
-// Meanwhile what `ahead` says is fetched into the second level cache, a little with each k.
-struct Ahead {
-  const char* const* from;  // one for every eight rows
-  int64_t step;             // bytes for each k
+// Every fourth row has its own pointer: sixteen strides would not fit the registers. `contiguous_rows`: a_row is 1.
+// `prefetch` names rows that are prefetched into L2 meanwhile, `step` bytes with each k.
+struct Prefetch {
+  const char* const* from;  // one per eight rows
+  int64_t step;             // bytes per k
 };
-template <int rows, int vecs, bool side_by_side, bool fetch, class B>
-INLINE void product(const float* a, int64_t a_row, int64_t a_step, const B* b, int64_t b_step, int64_t depth,
-                    float* to, int64_t to_row, bool add, Ahead ahead) {
+template <int rows, int vecs, bool contiguous_rows, bool fetch, class B>
+INLINE void dot_tile(const float* a, int64_t a_row, int64_t a_step, const B* b, int64_t b_step, int64_t depth,
+                     float* to, int64_t to_row, bool add, Prefetch prefetch) {
   vec total[rows][vecs];
   const float* from[(rows + 3) / 4];
   UNROLL
@@ -39,109 +39,110 @@ INLINE void product(const float* a, int64_t a_row, int64_t a_step, const B* b, i
   for (int64_t k = 0; k < depth; ++k) {
     vec right[vecs];
     UNROLL
-    for (int v = 0; v < vecs; ++v) right[v] = wide(b + k * b_step + v * LANES);
+    for (int v = 0; v < vecs; ++v) right[v] = load_widened(b + k * b_step + v * LANES);
     UNROLL
     for (int r = 0; r < rows; ++r) {
-      const float left = side_by_side ? a[r] : from[r / 4][r % 4 * a_row];
+      const float left = contiguous_rows ? a[r] : from[r / 4][r % 4 * a_row];
       UNROLL
       for (int v = 0; v < vecs; ++v) total[r][v] += right[v] * left;
     }
     if (fetch)
       UNROLL
-      for (int r = 0; r < rows; r += 8) __builtin_prefetch(ahead.from[r / 8] + k * ahead.step, 0, 2);
-    if (side_by_side) a += a_step;
+      for (int r = 0; r < rows; r += 8) __builtin_prefetch(prefetch.from[r / 8] + k * prefetch.step, 0, 2);
+    if (contiguous_rows) a += a_step;
     UNROLL
     for (int r = 0; r < rows; r += 4) from[r / 4] += a_step;
   }
   UNROLL
   for (int r = 0; r < rows; ++r)
     UNROLL
-    for (int v = 0; v < vecs; ++v) put(to + r * to_row + v * LANES, total[r][v]);
+    for (int v = 0; v < vecs; ++v) store_vec(to + r * to_row + v * LANES, total[r][v]);
 }
 
-template <int vecs, bool side_by_side, bool fetch = false, class B>
-INLINE void product_rows(int64_t rows, const float* a, int64_t a_row, int64_t a_step, const B* b, int64_t b_step,
-                         int64_t depth, float* to, int64_t to_row, bool add, Ahead ahead = {}) {
-  const int many = 16 / vecs;
+template <int vecs, bool contiguous_rows, bool fetch = false, class B>
+INLINE void dot_rows(int64_t rows, const float* a, int64_t a_row, int64_t a_step, const B* b, int64_t b_step,
+                     int64_t depth, float* to, int64_t to_row, bool add, Prefetch prefetch = {}) {
+  const int max_rows = 16 / vecs;
   int64_t r = 0;
-#define SOME(n, fetches) \
+#define DOT_ROWS(n, prefetching) \
   for (; r + n <= rows; r += n) \
-    product<n, vecs, side_by_side, fetches>(a + r * a_row, a_row, a_step, b, b_step, depth, to + r * to_row, to_row, \
-                                            add, Ahead{ahead.from + r / 8, ahead.step});
-  SOME(many, fetch)
-  if (many > 4) SOME(4, false)
-  SOME(1, false)
-#undef SOME
+    dot_tile<n, vecs, contiguous_rows, prefetching>(a + r * a_row, a_row, a_step, b, b_step, depth, to + r * to_row, \
+                                                    to_row, add, Prefetch{prefetch.from + r / 8, prefetch.step});
+  DOT_ROWS(max_rows, fetch)
+  if (max_rows > 4) DOT_ROWS(4, false)
+  DOT_ROWS(1, false)
+#undef DOT_ROWS
 }
 
 // Rows of a times b, of one or two vectors.
-static void multiply(int64_t rows, int64_t lanes, const float* a, int64_t a_row, const float* b, int64_t depth,
-                     float* to, int64_t to_row, bool add) {
-  if (lanes > LANES) product_rows<2, false>(rows, a, a_row, 1, b, WIDE, depth, to, to_row, add);
-  else product_rows<1, false>(rows, a, a_row, 1, b, WIDE, depth, to, to_row, add);
+static void gemm(int64_t rows, int64_t lanes, const float* a, int64_t a_row, const float* b, int64_t depth, float* to,
+                 int64_t to_row, bool add) {
+  if (lanes > LANES) dot_rows<2, false>(rows, a, a_row, 1, b, TILE_LANES, depth, to, to_row, add);
+  else dot_rows<1, false>(rows, a, a_row, 1, b, TILE_LANES, depth, to, to_row, add);
 }
-static void multiply_fetching(int64_t rows, int64_t lanes, const float* a, int64_t a_row, const float* b, int64_t depth,
-                              float* to, int64_t to_row, Ahead ahead) {
-  if (lanes > LANES) product_rows<2, false, true>(rows, a, a_row, 1, b, WIDE, depth, to, to_row, false, ahead);
-  else product_rows<1, false, true>(rows, a, a_row, 1, b, WIDE, depth, to, to_row, false, ahead);
+static void gemm_prefetching(int64_t rows, int64_t lanes, const float* a, int64_t a_row, const float* b, int64_t depth,
+                             float* to, int64_t to_row, Prefetch prefetch) {
+  if (lanes > LANES) dot_rows<2, false, true>(rows, a, a_row, 1, b, TILE_LANES, depth, to, to_row, false, prefetch);
+  else dot_rows<1, false, true>(rows, a, a_row, 1, b, TILE_LANES, depth, to, to_row, false, prefetch);
 }
-// Columns of a times b, onto what is there.
-static void multiply_columns(int64_t columns, int64_t lanes, const float* a, int64_t a_step, const float* b,
-                             int64_t depth, float* to) {
-  if (lanes > LANES) product_rows<2, true>(columns, a, 1, a_step, b, WIDE, depth, to, WIDE, true);
-  else product_rows<1, true>(columns, a, 1, a_step, b, WIDE, depth, to, WIDE, true);
+// Columns of a times b, added to the result.
+static void gemm_columns(int64_t columns, int64_t lanes, const float* a, int64_t a_step, const float* b, int64_t depth,
+                         float* to) {
+  if (lanes > LANES) dot_rows<2, true>(columns, a, 1, a_step, b, TILE_LANES, depth, to, TILE_LANES, true);
+  else dot_rows<1, true>(columns, a, 1, a_step, b, TILE_LANES, depth, to, TILE_LANES, true);
 }
-// Few rows times a matrix that is read once, as it lies.
+// A few rows times a matrix that is read once, in place.
 template <class B>
-static void multiply_through(int64_t rows, int64_t width, const float* a, int64_t a_row, const B* b, int64_t b_step,
-                             int64_t depth, float* to, int64_t to_row) {
+static void gemm_streaming(int64_t rows, int64_t width, const float* a, int64_t a_row, const B* b,
+                           int64_t b_step, int64_t depth, float* to, int64_t to_row) {
   int64_t c = 0;
   for (; c + 16 * LANES <= width && rows < 4; c += 16 * LANES)
-    product_rows<16, false>(rows, a, a_row, 1, b + c, b_step, depth, to + c, to_row, false);
+    dot_rows<16, false>(rows, a, a_row, 1, b + c, b_step, depth, to + c, to_row, false);
   for (; c + 4 * LANES <= width; c += 4 * LANES)
-    product_rows<4, false>(rows, a, a_row, 1, b + c, b_step, depth, to + c, to_row, false);
+    dot_rows<4, false>(rows, a, a_row, 1, b + c, b_step, depth, to + c, to_row, false);
   for (; c < width; c += LANES)
-    product_rows<1, false>(rows, a, a_row, 1, b + c, b_step, depth, to + c, to_row, false);
+    dot_rows<1, false>(rows, a, a_row, 1, b + c, b_step, depth, to + c, to_row, false);
 }
 
-// ---- the problem -------------------------------------------------------------------------------------
+// ---- arguments ---------------------------------------------------------------------------------------
 
-INLINE int64_t rounded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
-INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-INLINE float number_in(int64_t bits64) { return (float)__builtin_bit_cast(double, bits64); }
+INLINE int64_t round_up(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+INLINE int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE float unpack_double(int64_t bits64) { return (float)__builtin_bit_cast(double, bits64); }
 INLINE void store(float* to, float x) { *to = x; }
 
-struct Problem {
-  const char *q, *up;
+struct MlaArgs {
+  const char *q, *kv_b;
   const float *cos, *sin;
-  const char* pages;
-  const int32_t *tables, *starts, *lengths;
+  const char* cache;
+  const int32_t *block_table, *query_start_loc, *seq_lens;
   char* out;
-  int64_t tokens, sequences, heads, plain, rope, rank, value, page;
-  int64_t q_token, q_head, up_head, up_row, table_row;  // in numbers
-  int64_t page_bytes, slot_bytes, rope_at, scale_at;    // in bytes
-  int64_t kind, interleaved;                            // of q, up and out: 0 float, 1 bf16, 2 f16
+  int64_t tokens, sequences, heads, nope_dim, rope_dim, rank, value_dim, block_size;
+  int64_t q_token_stride, q_head_stride, kv_b_head_stride, kv_b_row_stride, table_row_stride;  // in numbers
+  int64_t block_bytes, slot_bytes, rope_offset, scale_offset;                                  // in bytes
+  int64_t dtype, interleaved;  // dtype of q, kv_b and out: 0 float, 1 bf16, 2 f16
   float scale;
   int threads;
-  int64_t kept;   // floats of a key as it is worked on: rank rounded up, then the rotary part
-  int64_t width;  // the rank rounded up to whole vectors
+  int64_t key_width;     // floats of a key: latent_width, then the rotary part rounded up
+  int64_t latent_width;  // the rank rounded up to a multiple of LANES
 };
 
-INLINE int64_t size_of(int64_t kind) { return kind ? 2 : 4; }
-static void widen_kind(const char* from, int64_t at, int64_t kind, int64_t count, float* to) {
-  if (kind == 0) widen_row((const float*)from + at, count, to);
-  else if (kind == 1) widen_row((const bf16*)from + at, count, to);
+INLINE int64_t dtype_bytes(int64_t dtype) { return dtype ? 2 : 4; }
+static void widen_dtype(const char* from, int64_t at, int64_t dtype, int64_t count, float* to) {
+  if (dtype == 0) widen_row((const float*)from + at, count, to);
+  else if (dtype == 1) widen_row((const bf16*)from + at, count, to);
   else widen_row((const f16*)from + at, count, to);
 }
-static void put_kind(char* to, int64_t at, int64_t kind, float x) {
-  if (kind == 0) ((float*)to)[at] = x;
-  else if (kind == 1) store((bf16*)to + at, x);
+static void store_dtype(char* to, int64_t at, int64_t dtype, float x) {
+  if (dtype == 0) ((float*)to)[at] = x;
+  else if (dtype == 1) store((bf16*)to + at, x);
   else store((f16*)to + at, x);
 }
 
-// (a, b) -> (a cos - b sin, b cos + a sin) for each pair
-static void turn(const float* x, const float* cos, const float* sin, int64_t rope, bool interleaved, float* to) {
-  const int64_t pairs = rope / 2, step = interleaved ? 2 : 1, apart = interleaved ? 1 : pairs;
+// RoPE: (a, b) -> (a cos - b sin, b cos + a sin) for each pair
+static void apply_rope(const float* x, const float* cos, const float* sin, int64_t rope_dim, bool interleaved,
+                       float* to) {
+  const int64_t pairs = rope_dim / 2, step = interleaved ? 2 : 1, apart = interleaved ? 1 : pairs;
   for (int64_t i = 0; i < pairs; ++i) {
     const float a = x[i * step], b = x[i * step + apart];
     to[i * step] = a * cos[i] - b * sin[i];
@@ -149,97 +150,99 @@ static void turn(const float* x, const float* cos, const float* sin, int64_t rop
   }
 }
 
-// Key j of a sequence as floats: its latent, its rotary part.
-INLINE float scale_at(const char* row, const Problem& p) {
-  if (sizeof(PAGE) > 1) return 1.0f;
+// Keys of a sequence as floats: latent, then rotary part.
+INLINE float load_scale(const char* row, const MlaArgs& p) {
+  if (sizeof(CACHE_T) > 1) return 1.0f;
   float scale;
-  __builtin_memcpy(&scale, row + p.scale_at, sizeof scale);
+  __builtin_memcpy(&scale, row + p.scale_offset, sizeof scale);
   return scale;
 }
-static void read_rope(const char* row, const Problem& p, float* to) {
-  if (sizeof(PAGE) == 1) widen_row((const bf16*)(row + p.rope_at), p.rope, to);
-  else widen_row((const PAGE*)(row + p.rope_at), p.rope, to);
+static void load_rope(const char* row, const MlaArgs& p, float* to) {
+  if (sizeof(CACHE_T) == 1) widen_row((const bf16*)(row + p.rope_offset), p.rope_dim, to);
+  else widen_row((const CACHE_T*)(row + p.rope_offset), p.rope_dim, to);
 }
-static void read_block(const Problem& p, int64_t sequence, int64_t first, int64_t count, float* to) {
-  const int32_t* table = p.tables + sequence * p.table_row;
+static void load_key_block(const MlaArgs& p, int64_t sequence, int64_t first, int64_t count, float* to) {
+  const int32_t* table = p.block_table + sequence * p.table_row_stride;
   for (int64_t j = 0; j < count; ++j) {
     const int64_t at = first + j;
-    const char* row = p.pages + table[at / p.page] * p.page_bytes + at % p.page * p.slot_bytes;
-    float* key = to + j * p.kept;
-    widen_row((const PAGE*)row, p.rank, key);
-    if (sizeof(PAGE) == 1) {
-      const float scale = scale_at(row, p);
-      for (int64_t c = 0; c < p.width; c += LANES) put(key + c, load(key + c) * scale);
+    const char* row = p.cache + table[at / p.block_size] * p.block_bytes + at % p.block_size * p.slot_bytes;
+    float* key = to + j * p.key_width;
+    widen_row((const CACHE_T*)row, p.rank, key);
+    if (sizeof(CACHE_T) == 1) {
+      const float scale = load_scale(row, p);
+      for (int64_t c = 0; c < p.latent_width; c += LANES) store_vec(key + c, load(key + c) * scale);
     }
-    read_rope(row, p, key + p.width);
+    load_rope(row, p, key + p.latent_width);
   }
 }
 
-// Where every eighth key of the block from `first` on lies; the last one's place past the end, which is not read.
-static void look_ahead(const Problem& p, int64_t sequence, int64_t first, int64_t end, const char** from) {
-  const int32_t* table = p.tables + sequence * p.table_row;
-  for (int64_t j = 0; j < BLOCK; j += 8) {
-    const int64_t at = least(first + j, end - 1);
-    from[j / 8] = p.pages + table[at / p.page] * p.page_bytes + at % p.page * p.slot_bytes;
+// Addresses of every eighth key of the block from `first` on; past the end, of the last key.
+static void find_prefetch_rows(const MlaArgs& p, int64_t sequence, int64_t first, int64_t end, const char** from) {
+  const int32_t* table = p.block_table + sequence * p.table_row_stride;
+  for (int64_t j = 0; j < KEY_BLOCK; j += 8) {
+    const int64_t at = min_i64(first + j, end - 1);
+    from[j / 8] = p.cache + table[at / p.block_size] * p.block_bytes + at % p.block_size * p.slot_bytes;
   }
 }
 
-// Queries of up to WIDE rows, turned over: lane l of to[h * WIDE] is number h of row l.
-static void turn_over(const float* rows, int64_t step, int64_t count, int64_t size, float* to) {
+// Transpose up to TILE_LANES queries: lane l of to[h * TILE_LANES] is number h of row l.
+static void transpose_queries(const float* rows, int64_t step, int64_t count, int64_t size, float* to) {
   for (int64_t h = 0; h < size; h += LANES)
-    for (int64_t part = 0; part < WIDE; part += LANES) {
+    for (int64_t lane = 0; lane < TILE_LANES; lane += LANES) {
       vec row[LANES];
       UNROLL
       for (int64_t l = 0; l < LANES; ++l)
-        row[l] = part + l < count ? load(rows + (part + l) * step + h) : vec{};
-      turn_square(row);
-      for (int64_t l = 0; l < least(LANES, size - h); ++l) put(to + (h + l) * WIDE + part, row[l]);
+        row[l] = lane + l < count ? load(rows + (lane + l) * step + h) : vec{};
+      transpose_16x16(row);
+      for (int64_t l = 0; l < min_i64(LANES, size - h); ++l) store_vec(to + (h + l) * TILE_LANES + lane, row[l]);
     }
 }
 
 // ---- softmax of one block ----------------------------------------------------------------------------
 
-// What the lanes of a tile have gathered: maxima, sums; lane l sees keys below `to[l]`.
+// A tile's online softmax state; lane l sees keys below `to[l]`.
 struct Tile {
-  float *q, *largest, *sum, *gathered;
-  int32_t to[WIDE];
+  float *q, *row_max, *row_sum, *acc;
+  int32_t to[TILE_LANES];
 };
 
-// Scores [count][WIDE] become weights; what was gathered before, [values][WIDE], is scaled to the new maximum.
-static void weigh(Tile& tile, float* scores, int64_t first, int64_t count, int64_t lanes, int64_t values, float scale) {
-  for (int64_t part = 0; part < lanes; part += LANES) {
+// Scores [count][TILE_LANES] become weights; acc [values][TILE_LANES] is rescaled to the new maximum.
+static void softmax_block(Tile& tile, float* scores, int64_t first, int64_t count, int64_t lanes, int64_t values,
+                          float scale) {
+  for (int64_t lane = 0; lane < lanes; lane += LANES) {
     ivec to;
-    __builtin_memcpy(&to, tile.to + part, sizeof to);
-    const vec nothing = spread(-__builtin_inff()), before = load(tile.largest + part);
-    vec most = before;
+    __builtin_memcpy(&to, tile.to + lane, sizeof to);
+    const vec neg_inf = broadcast(-__builtin_inff()), old_max = load(tile.row_max + lane);
+    vec new_max = old_max;
     for (int64_t j = 0; j < count; ++j) {
-      vec s = choose(to > (int32_t)(first + j), load(scores + j * WIDE + part) * scale, nothing);
-      put(scores + j * WIDE + part, s);
-      most = choose((most > s) | (most != most), most, s);  // NaN stays
+      vec s = blend(to > (int32_t)(first + j), load(scores + j * TILE_LANES + lane) * scale, neg_inf);
+      store_vec(scores + j * TILE_LANES + lane, s);
+      new_max = blend((new_max > s) | (new_max != new_max), new_max, s);  // NaN stays
     }
-    const vec base = choose(most == nothing, vec{}, most);
+    const vec base = blend(new_max == neg_inf, vec{}, new_max);
     vec total = vec{};
     for (int64_t j = 0; j < count; ++j) {
-      const vec weight = choose(to > (int32_t)(first + j), vector_exp(load(scores + j * WIDE + part) - base), vec{});
-      put(scores + j * WIDE + part, weight);
+      const vec weight = blend(to > (int32_t)(first + j), vector_exp(load(scores + j * TILE_LANES + lane) - base),
+                               vec{});
+      store_vec(scores + j * TILE_LANES + lane, weight);
       total += weight;
     }
-    const ivec moved = before != most;
-    const vec factor = vector_exp(before - base);
-    put(tile.sum + part, load(tile.sum + part) * factor + total);
-    put(tile.largest + part, most);
+    const ivec changed = old_max != new_max;
+    const vec factor = vector_exp(old_max - base);
+    store_vec(tile.row_sum + lane, load(tile.row_sum + lane) * factor + total);
+    store_vec(tile.row_max + lane, new_max);
     bool any = false;
-    for (int l = 0; l < LANES; ++l) any |= moved[l] != 0;
+    for (int l = 0; l < LANES; ++l) any |= changed[l] != 0;
     if (!any) continue;
     for (int64_t v = 0; v < values; ++v)
-      put(tile.gathered + v * WIDE + part, load(tile.gathered + v * WIDE + part) * factor);
+      store_vec(tile.acc + v * TILE_LANES + lane, load(tile.acc + v * TILE_LANES + lane) * factor);
   }
 }
 
-static void clear(Tile& tile, int64_t values) {
-  for (int64_t part = 0; part < WIDE; part += LANES) {
-    put(tile.largest + part, spread(-__builtin_inff()));
-    put(tile.sum + part, vec{});
+static void clear_tile(Tile& tile, int64_t values) {
+  for (int64_t lane = 0; lane < TILE_LANES; lane += LANES) {
+    store_vec(tile.row_max + lane, broadcast(-__builtin_inff()));
+    store_vec(tile.row_sum + lane, vec{});
   }
-  __builtin_memset(tile.gathered, 0, sizeof(float) * values * WIDE);
+  __builtin_memset(tile.acc, 0, sizeof(float) * values * TILE_LANES);
 }

@@ -1,272 +1,298 @@
-// Absorbed: all queries of a step into latent space, over the latents as they are kept, and out again.
+// Absorbed MLA: queries into latent space, attention to the cached latents, results out of latent space.
 
 // ---- which sequences are absorbed --------------------------------------------------------------------
 
-// `mla.expands`
-INLINE bool expands(const Problem& p, int64_t queries, int64_t keys) {
-  const int64_t pairs = queries * (2 * keys - queries + 1) / 2, up = p.rank * (p.plain + p.value);
-  const int64_t absorbed = queries * up + pairs * (2 * p.rank + p.rope);
-  return queries >= FEW && keys * up + pairs * (p.plain + p.rope + p.value) < absorbed;
+// `should_expand` of tuning/mla.py
+INLINE bool should_expand(const MlaArgs& p, int64_t queries, int64_t keys) {
+  const int64_t pairs = queries * (2 * keys - queries + 1) / 2, expansion = p.rank * (p.nope_dim + p.value_dim);
+  const int64_t absorbed = queries * expansion + pairs * (2 * p.rank + p.rope_dim);
+  const int64_t expanded = keys * expansion + pairs * (p.nope_dim + p.rope_dim + p.value_dim);
+  return queries >= MIN_EXPANDED_QUERIES && expanded < absorbed;
 }
 
-// The absorbed tokens end to end: sequence s has rows places[s] .. places[s + 1], token[r] is a row's.
-const int64_t ROWS = TILES * WIDE;  // of an item
-struct Absorbed {
-  int64_t *places, *token;
-  int64_t tokens, items, longest;
-  float* rows;  // [tokens][heads][kept]: queries in latent space, then what they gathered
+// The absorbed tokens end to end: sequence s has rows first_row[s] .. first_row[s + 1]; token[r] is the token of row r.
+const int64_t ITEM_ROWS = MAX_TILES * TILE_LANES;  // of a work item
+struct AbsorbedQueries {
+  int64_t *first_row, *token;
+  int64_t tokens, items, max_seq_len;
+  float* rows;  // [tokens][heads][key_width]: queries in latent space, then their results
 };
 
-INLINE int64_t new_tokens(const Problem& p, int64_t s) { return p.starts[s + 1] - p.starts[s]; }
-INLINE bool is_expanded(const Problem& p, int64_t s) { return expands(p, new_tokens(p, s), p.lengths[s]); }
+INLINE int64_t new_tokens(const MlaArgs& p, int64_t s) { return p.query_start_loc[s + 1] - p.query_start_loc[s]; }
+INLINE bool is_expanded(const MlaArgs& p, int64_t s) { return should_expand(p, new_tokens(p, s), p.seq_lens[s]); }
 
-static void find_absorbed(const Problem& p, Absorbed& all) {
-  all.places = (int64_t*)malloc(sizeof(int64_t) * (p.sequences + 1 + p.tokens));
-  all.token = all.places + p.sequences + 1;
-  all.tokens = all.items = all.longest = 0;
+static void collect_absorbed(const MlaArgs& p, AbsorbedQueries& queries) {
+  queries.first_row = (int64_t*)malloc(sizeof(int64_t) * (p.sequences + 1 + p.tokens));
+  queries.token = queries.first_row + p.sequences + 1;
+  queries.tokens = queries.items = queries.max_seq_len = 0;
   for (int64_t s = 0; s < p.sequences; ++s) {
-    all.places[s] = all.tokens;
+    queries.first_row[s] = queries.tokens;
     if (new_tokens(p, s) == 0 || is_expanded(p, s)) continue;
-    for (int64_t t = p.starts[s]; t < p.starts[s + 1]; ++t) all.token[all.tokens++] = t;
-    all.items += (new_tokens(p, s) * p.heads + ROWS - 1) / ROWS;
-    all.longest = larger(all.longest, p.lengths[s]);
+    for (int64_t t = p.query_start_loc[s]; t < p.query_start_loc[s + 1]; ++t) queries.token[queries.tokens++] = t;
+    queries.items += (new_tokens(p, s) * p.heads + ITEM_ROWS - 1) / ITEM_ROWS;
+    queries.max_seq_len = max_i64(queries.max_seq_len, p.seq_lens[s]);
   }
-  all.places[p.sequences] = all.tokens;
-  all.rows = (float*)malloc(sizeof(float) * all.tokens * p.heads * p.kept + 64);
+  queries.first_row[p.sequences] = queries.tokens;
+  queries.rows = (float*)malloc(sizeof(float) * queries.tokens * p.heads * p.key_width + 64);
 }
 
-// ---- absorbed: queries into latent space, and what was gathered out of it ----------------------------
+// ---- queries into latent space, and results out of it ------------------------------------------------
 
-const int64_t TOGETHER = 64;  // tokens that pass a head's weights at once
+const int64_t HEAD_TOKENS = 64;  // tokens multiplied with a head's weights at once
 
-// (U_k^T q, q turned) of some tokens of one head; `room`: their queries, and weights that need padding
+// (W_uk^T q_nope, rope(q_rope)) of some tokens and one head; `scratch` holds queries and padded weights
 template <class T>
-static void absorb(const Problem& p, const Absorbed& all, int64_t head, int64_t first, int64_t count, float* room) {
-  const int64_t wide_q = rounded(p.plain), step = p.heads * p.kept;
-  float* to = all.rows + (first * p.heads + head) * p.kept;
-  float *turned = room + TOGETHER * wide_q, *weights = turned + rounded(p.rope);
+static void absorb(const MlaArgs& p, const AbsorbedQueries& queries, int64_t head, int64_t first, int64_t count,
+                   float* scratch) {
+  const int64_t q_width = round_up(p.nope_dim), step = p.heads * p.key_width;
+  float* to = queries.rows + (first * p.heads + head) * p.key_width;
+  float *rope_in = scratch + HEAD_TOKENS * q_width, *weights = rope_in + round_up(p.rope_dim);
   for (int64_t r = 0; r < count; ++r) {
-    const int64_t token = all.token[first + r], at = token * p.q_token + head * p.q_head;
-    widen_row((const T*)p.q + at, p.plain, room + r * wide_q);
-    float* rope = to + r * step + p.width;
-    for (int64_t c = 0; c < p.kept - p.width; ++c) rope[c] = 0;
-    widen_row((const T*)p.q + at + p.plain, p.rope, turned);
-    turn(turned, p.cos + token * (p.rope / 2), p.sin + token * (p.rope / 2), p.rope, p.interleaved, rope);
+    const int64_t token = queries.token[first + r], at = token * p.q_token_stride + head * p.q_head_stride;
+    widen_row((const T*)p.q + at, p.nope_dim, scratch + r * q_width);
+    float* rope_out = to + r * step + p.latent_width;
+    for (int64_t c = 0; c < p.key_width - p.latent_width; ++c) rope_out[c] = 0;
+    widen_row((const T*)p.q + at + p.nope_dim, p.rope_dim, rope_in);
+    const int64_t angle = token * (p.rope_dim / 2);
+    apply_rope(rope_in, p.cos + angle, p.sin + angle, p.rope_dim, p.interleaved, rope_out);
   }
-  const T* up = (const T*)p.up + head * p.up_head;
-  if (p.rank == p.width) {
-    multiply_through(count, p.width, room, wide_q, up, p.up_row, p.plain, to, step);
+  const T* kv_b = (const T*)p.kv_b + head * p.kv_b_head_stride;
+  if (p.rank == p.latent_width) {
+    gemm_streaming(count, p.latent_width, scratch, q_width, kv_b, p.kv_b_row_stride, p.nope_dim, to, step);
     return;
   }
-  for (int64_t d = 0; d < p.plain; ++d) widen_row(up + d * p.up_row, p.rank, weights + d * p.width);
-  multiply_through(count, p.width, room, wide_q, (const float*)weights, p.width, p.plain, to, step);
+  for (int64_t d = 0; d < p.nope_dim; ++d)
+    widen_row(kv_b + d * p.kv_b_row_stride, p.rank, weights + d * p.latent_width);
+  gemm_streaming(count, p.latent_width, scratch, q_width, (const float*)weights, p.latent_width, p.nope_dim, to, step);
 }
 
-// sixteen rows of U_v times one token's gathered latent
+// sixteen rows of W_uv times one token's latent result
 template <class T>
-INLINE vec sixteen_values(const T* up, int64_t step, int64_t there, int64_t width, const float* x) {
-  vec parts[LANES];
+INLINE vec project_16_values(const T* kv_b, int64_t step, int64_t valid, int64_t latent_width, const float* x) {
+  vec partials[LANES];
   for (int64_t l = 0; l < LANES; ++l) {
-    const T* row = up + least(l, there - 1) * step;
-    vec part = wide(row) * load(x);
-    for (int64_t c = LANES; c < width; c += LANES) part += wide(row + c) * load(x + c);
-    parts[l] = part;
+    const T* row = kv_b + min_i64(l, valid - 1) * step;
+    vec partial = load_widened(row) * load(x);
+    for (int64_t c = LANES; c < latent_width; c += LANES) partial += load_widened(row + c) * load(x + c);
+    partials[l] = partial;
   }
-  return sums(parts);
+  return row_sums(partials);
 }
 
 template <class T>
-static void leave(const Problem& p, const Absorbed& all, int64_t head, int64_t first, int64_t count, float* room) {
-  const T* up = (const T*)p.up + head * p.up_head + p.plain * p.up_row;
-  const bool padded = p.rank != p.width;
-  for (int64_t v = 0; v < p.value; v += LANES) {
-    const int64_t there = least(LANES, p.value - v);
+static void project_values(const MlaArgs& p, const AbsorbedQueries& queries, int64_t head, int64_t first,
+                           int64_t count, float* scratch) {
+  const T* kv_b = (const T*)p.kv_b + head * p.kv_b_head_stride + p.nope_dim * p.kv_b_row_stride;
+  const bool padded = p.rank != p.latent_width;
+  for (int64_t v = 0; v < p.value_dim; v += LANES) {
+    const int64_t valid = min_i64(LANES, p.value_dim - v);
     if (padded)
-      for (int64_t l = 0; l < there; ++l) widen_row(up + (v + l) * p.up_row, p.rank, room + l * p.width);
+      for (int64_t l = 0; l < valid; ++l)
+        widen_row(kv_b + (v + l) * p.kv_b_row_stride, p.rank, scratch + l * p.latent_width);
     for (int64_t r = 0; r < count; ++r) {
-      const float* x = all.rows + ((first + r) * p.heads + head) * p.kept;
-      const vec found = padded ? sixteen_values((const float*)room, p.width, there, p.width, x)
-                               : sixteen_values(up + v * p.up_row, p.up_row, there, p.width, x);
-      const int64_t at = (all.token[first + r] * p.heads + head) * p.value + v;
-      for (int64_t l = 0; l < there; ++l) put_kind(p.out, at + l, p.kind, found[l]);
+      const float* x = queries.rows + ((first + r) * p.heads + head) * p.key_width;
+      const vec values =
+          padded ? project_16_values((const float*)scratch, p.latent_width, valid, p.latent_width, x)
+                 : project_16_values(kv_b + v * p.kv_b_row_stride, p.kv_b_row_stride, valid, p.latent_width, x);
+      const int64_t at = (queries.token[first + r] * p.heads + head) * p.value_dim + v;
+      for (int64_t l = 0; l < valid; ++l) store_dtype(p.out, at + l, p.dtype, values[l]);
     }
   }
 }
 
-// One of the two for every head and every TOGETHER tokens.
-static void each_head(const Problem& p, const Absorbed& all, bool in) {
-  const int64_t pieces = (all.tokens + TOGETHER - 1) / TOGETHER, work = p.heads * pieces;
-  const int threads = threads_for(all.tokens * p.heads * p.rank * (in ? p.plain : p.value), 1 << 17, p.threads);
-  const int64_t room_in = TOGETHER * rounded(p.plain) + rounded(p.rope) + p.plain * p.width;
-  const int64_t floats = larger(room_in, LANES * p.width) + LANES;
+// `absorb` or `project_values` for every head and every HEAD_TOKENS tokens.
+static void for_each_head(const MlaArgs& p, const AbsorbedQueries& queries, bool absorbing) {
+  const int64_t chunks = (queries.tokens + HEAD_TOKENS - 1) / HEAD_TOKENS, work = p.heads * chunks;
+  const int64_t products = queries.tokens * p.heads * p.rank * (absorbing ? p.nope_dim : p.value_dim);
+  const int threads = choose_num_threads(products, 1 << 17, p.threads);
+  const int64_t absorb_floats = HEAD_TOKENS * round_up(p.nope_dim) + round_up(p.rope_dim) + p.nope_dim * p.latent_width;
+  const int64_t floats = max_i64(absorb_floats, LANES * p.latent_width) + LANES;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    float* room = (float*)malloc(sizeof(float) * floats);
+    float* scratch = (float*)malloc(sizeof(float) * floats);
 #pragma omp for schedule(static)
     for (int64_t w = 0; w < work; ++w) {
-      const int64_t head = w / pieces, first = w % pieces * TOGETHER, count = least(TOGETHER, all.tokens - first);
-#define CALL(T) in ? absorb<T>(p, all, head, first, count, room) : leave<T>(p, all, head, first, count, room)
-      if (p.kind == 0) CALL(float);
-      else if (p.kind == 1) CALL(bf16);
+      const int64_t head = w / chunks, first = w % chunks * HEAD_TOKENS;
+      const int64_t count = min_i64(HEAD_TOKENS, queries.tokens - first);
+#define CALL(T) \
+  absorbing ? absorb<T>(p, queries, head, first, count, scratch) \
+            : project_values<T>(p, queries, head, first, count, scratch)
+      if (p.dtype == 0) CALL(float);
+      else if (p.dtype == 1) CALL(bf16);
       else CALL(f16);
 #undef CALL
     }
-    free(room);
+    free(scratch);
   }
 }
 
-// ---- absorbed: the walk ------------------------------------------------------------------------------
+// ---- attention ---------------------------------------------------------------------------------------
 
 // Rows first .. first + rows of a sequence's (token, head) pairs, over keys low .. high.
-struct Item {
+struct WorkItem {
   int64_t sequence, first, rows, low, high;
 };
 
-static Item item_at(const Problem& p, const Absorbed& all, int64_t index) {
-  Item item;
+static WorkItem find_item(const MlaArgs& p, const AbsorbedQueries& queries, int64_t index) {
+  WorkItem item;
   for (item.sequence = 0;; ++item.sequence) {
-    const int64_t rows = (all.places[item.sequence + 1] - all.places[item.sequence]) * p.heads;
-    const int64_t items = (rows + ROWS - 1) / ROWS;
+    const int64_t rows = (queries.first_row[item.sequence + 1] - queries.first_row[item.sequence]) * p.heads;
+    const int64_t items = (rows + ITEM_ROWS - 1) / ITEM_ROWS;
     if (index < items) {
-      item.first = index * ROWS;
-      item.rows = least(ROWS, rows - item.first);
+      item.first = index * ITEM_ROWS;
+      item.rows = min_i64(ITEM_ROWS, rows - item.first);
       break;
     }
     index -= items;
   }
-  const int64_t before = p.lengths[item.sequence] - new_tokens(p, item.sequence);
+  const int64_t cached = p.seq_lens[item.sequence] - new_tokens(p, item.sequence);
   item.low = 0;
-  item.high = before + (item.first + item.rows - 1) / p.heads + 1;
+  item.high = cached + (item.first + item.rows - 1) / p.heads + 1;
   return item;
 }
 
-// The share `span` of `spans` of an item's keys, in whole blocks.
-static Item part_of(Item item, int64_t span, int64_t spans) {
-  const int64_t blocks = (item.high + BLOCK - 1) / BLOCK, each = (blocks + spans - 1) / spans * BLOCK;
-  item.low = span * each;
-  item.high = least(item.high, item.low + each);
+// Split `split` of `splits` of an item's keys, in whole key blocks.
+static WorkItem split_item(WorkItem item, int64_t split, int64_t splits) {
+  const int64_t blocks = (item.high + KEY_BLOCK - 1) / KEY_BLOCK, each = (blocks + splits - 1) / splits * KEY_BLOCK;
+  item.low = split * each;
+  item.high = min_i64(item.high, item.low + each);
   return item;
 }
 
-INLINE int64_t rows_of(const Item& item, int64_t tile) { return least(WIDE, item.rows - tile * WIDE); }
-
-static void begin_absorbed(const Problem& p, const Absorbed& all, const Item& item, int64_t index, Tile& tile) {
-  const int64_t before = p.lengths[item.sequence] - new_tokens(p, item.sequence);
-  const int64_t first = item.first + index * WIDE, rows = rows_of(item, index);
-  turn_over(all.rows + (all.places[item.sequence] * p.heads + first) * p.kept, p.kept, rows, p.kept, tile.q);
-  for (int64_t l = 0; l < WIDE; ++l) tile.to[l] = l < rows ? (int32_t)(before + (first + l) / p.heads + 1) : 0;
-  clear(tile, p.width);
+INLINE int64_t tile_rows(const WorkItem& item, int64_t tile) {
+  return min_i64(TILE_LANES, item.rows - tile * TILE_LANES);
 }
 
-// A block of keys meets all tiles of the item, while the next one is fetched.
-static void walk_absorbed(const Problem& p, const Absorbed& all, const Item& item, Tile* tiles, float* keys, float* scores) {
-  const int64_t count_tiles = (item.rows + WIDE - 1) / WIDE;
-  const char* soon[BLOCK / 8];
-  const Ahead ahead = {soon, (8 * p.slot_bytes + p.kept - 1) / p.kept};
-  for (int64_t i = 0; i < count_tiles; ++i) begin_absorbed(p, all, item, i, tiles[i]);
-  for (int64_t j = item.low; j < item.high; j += BLOCK) {
-    const int64_t count = least(BLOCK, item.high - j);
-    read_block(p, item.sequence, j, count, keys);
-    look_ahead(p, item.sequence, j + BLOCK, item.high, soon);
-    for (int64_t i = 0; i < count_tiles; ++i) {
+static void init_absorbed_tile(const MlaArgs& p, const AbsorbedQueries& queries, const WorkItem& item, int64_t index,
+                               Tile& tile) {
+  const int64_t cached = p.seq_lens[item.sequence] - new_tokens(p, item.sequence);
+  const int64_t first = item.first + index * TILE_LANES, rows = tile_rows(item, index);
+  const float* q = queries.rows + (queries.first_row[item.sequence] * p.heads + first) * p.key_width;
+  transpose_queries(q, p.key_width, rows, p.key_width, tile.q);
+  for (int64_t l = 0; l < TILE_LANES; ++l) tile.to[l] = l < rows ? (int32_t)(cached + (first + l) / p.heads + 1) : 0;
+  clear_tile(tile, p.latent_width);
+}
+
+// Each block of keys is used by all tiles of the item while the next block is prefetched.
+static void attend_absorbed(const MlaArgs& p, const AbsorbedQueries& queries, const WorkItem& item, Tile* tiles,
+                            float* keys, float* scores) {
+  const int64_t num_tiles = (item.rows + TILE_LANES - 1) / TILE_LANES;
+  const char* prefetch_rows[KEY_BLOCK / 8];
+  const Prefetch prefetch = {prefetch_rows, (8 * p.slot_bytes + p.key_width - 1) / p.key_width};
+  for (int64_t i = 0; i < num_tiles; ++i) init_absorbed_tile(p, queries, item, i, tiles[i]);
+  for (int64_t j = item.low; j < item.high; j += KEY_BLOCK) {
+    const int64_t count = min_i64(KEY_BLOCK, item.high - j);
+    load_key_block(p, item.sequence, j, count, keys);
+    find_prefetch_rows(p, item.sequence, j + KEY_BLOCK, item.high, prefetch_rows);
+    for (int64_t i = 0; i < num_tiles; ++i) {
       Tile& tile = tiles[i];
-      const int64_t lanes = rounded(rows_of(item, i));
-      if (i == 0) multiply_fetching(count, lanes, keys, p.kept, tile.q, p.kept, scores, WIDE, ahead);
-      else multiply(count, lanes, keys, p.kept, tile.q, p.kept, scores, WIDE, false);
-      weigh(tile, scores, j, count, lanes, p.rank, p.scale);
-      multiply_columns(p.rank, lanes, keys, p.kept, scores, count, tile.gathered);
+      const int64_t lanes = round_up(tile_rows(item, i));
+      if (i == 0) gemm_prefetching(count, lanes, keys, p.key_width, tile.q, p.key_width, scores, TILE_LANES, prefetch);
+      else gemm(count, lanes, keys, p.key_width, tile.q, p.key_width, scores, TILE_LANES, false);
+      softmax_block(tile, scores, j, count, lanes, p.rank, p.scale);
+      gemm_columns(p.rank, lanes, keys, p.key_width, scores, count, tile.acc);
     }
   }
 }
 
-// Gathered latents [width][WIDE] as rows, each times its factor.
-static void turn_back(const Tile& tile, int64_t rows, int64_t width, const float* factor, float* to, int64_t step) {
-  for (int64_t c = 0; c < width; c += LANES)
-    for (int64_t part = 0; part < rows; part += LANES) {
+// Transpose acc [latent_width][TILE_LANES] back to rows, each times its factor.
+static void transpose_acc(const Tile& tile, int64_t rows, int64_t latent_width, const float* factor, float* to,
+                          int64_t step) {
+  for (int64_t c = 0; c < latent_width; c += LANES)
+    for (int64_t row = 0; row < rows; row += LANES) {
       vec square[LANES];
       UNROLL
-      for (int64_t l = 0; l < LANES; ++l) square[l] = load(tile.gathered + (c + l) * WIDE + part);
-      turn_square(square);
-      for (int64_t l = 0; l < least(LANES, rows - part); ++l)
-        put(to + (part + l) * step + c, square[l] * factor[part + l]);
+      for (int64_t l = 0; l < LANES; ++l) square[l] = load(tile.acc + (c + l) * TILE_LANES + row);
+      transpose_16x16(square);
+      for (int64_t l = 0; l < min_i64(LANES, rows - row); ++l)
+        store_vec(to + (row + l) * step + c, square[l] * factor[row + l]);
     }
 }
 
-// What a tile gathered takes the place of its queries.
-static void finish_absorbed(const Problem& p, const Absorbed& all, const Item& item, int64_t index, const Tile& tile) {
-  float factor[WIDE];
-  for (int64_t l = 0; l < rows_of(item, index); ++l) factor[l] = 1.0f / tile.sum[l];
-  float* to = all.rows + (all.places[item.sequence] * p.heads + item.first + index * WIDE) * p.kept;
-  turn_back(tile, rows_of(item, index), p.width, factor, to, p.kept);
+// A tile's results overwrite its queries.
+static void write_absorbed(const MlaArgs& p, const AbsorbedQueries& queries, const WorkItem& item, int64_t index,
+                           const Tile& tile) {
+  float factor[TILE_LANES];
+  for (int64_t l = 0; l < tile_rows(item, index); ++l) factor[l] = 1.0f / tile.row_sum[l];
+  const int64_t row = queries.first_row[item.sequence] * p.heads + item.first + index * TILE_LANES;
+  float* to = queries.rows + row * p.key_width;
+  transpose_acc(tile, tile_rows(item, index), p.latent_width, factor, to, p.key_width);
 }
 
-// What a tile gathered from its span: rows `step` apart of maximum, sum, latent.
-static void leave_part(const Problem& p, const Item& item, int64_t index, const Tile& tile, float* parts, int64_t step) {
-  float factor[WIDE];
-  float* part = parts + index * WIDE * step;
-  for (int64_t l = 0; l < rows_of(item, index); ++l) {
-    part[l * step] = tile.largest[l];
-    part[l * step + 1] = tile.sum[l];
+// A tile's partial results: rows of maximum, sum, latent, `step` apart.
+static void write_partial(const MlaArgs& p, const WorkItem& item, int64_t index, const Tile& tile, float* partials,
+                          int64_t step) {
+  float factor[TILE_LANES];
+  float* partial = partials + index * TILE_LANES * step;
+  for (int64_t l = 0; l < tile_rows(item, index); ++l) {
+    partial[l * step] = tile.row_max[l];
+    partial[l * step + 1] = tile.row_sum[l];
     factor[l] = 1.0f;
   }
-  turn_back(tile, rows_of(item, index), p.width, factor, part + LANES, step);
+  transpose_acc(tile, tile_rows(item, index), p.latent_width, factor, partial + LANES, step);
 }
 
-// The spans of one row, merged: each scaled to the largest maximum. A part: maximum, sum, gathered latent.
-static void merge(const Problem& p, const float* parts, int64_t spans, int64_t stride, float* to) {
-  float largest = -__builtin_inff(), total = 0;
-  for (int64_t s = 0; s < spans; ++s)
-    if (!(parts[s * stride] <= largest)) largest = parts[s * stride];
-  const float base = largest == -__builtin_inff() ? 0.0f : largest;
-  for (int64_t c = 0; c < p.width; c += LANES) put(to + c, vec{});
-  for (int64_t s = 0; s < spans; ++s) {
-    const float* part = parts + s * stride;
-    const float factor = exp(part[0] - base);
-    total += part[1] * factor;
-    for (int64_t c = 0; c < p.width; c += LANES) put(to + c, load(to + c) + load(part + LANES + c) * factor);
+// Merge the splits of one row, each (maximum, sum, latent), rescaled to the largest maximum.
+static void merge_splits(const MlaArgs& p, const float* partials, int64_t splits, int64_t stride, float* to) {
+  float row_max = -__builtin_inff(), total = 0;
+  for (int64_t s = 0; s < splits; ++s)
+    if (!(partials[s * stride] <= row_max)) row_max = partials[s * stride];
+  const float base = row_max == -__builtin_inff() ? 0.0f : row_max;
+  for (int64_t c = 0; c < p.latent_width; c += LANES) store_vec(to + c, vec{});
+  for (int64_t s = 0; s < splits; ++s) {
+    const float* partial = partials + s * stride;
+    const float factor = exp(partial[0] - base);
+    total += partial[1] * factor;
+    for (int64_t c = 0; c < p.latent_width; c += LANES)
+      store_vec(to + c, load(to + c) + load(partial + LANES + c) * factor);
   }
-  for (int64_t c = 0; c < p.width; c += LANES) put(to + c, load(to + c) * (1.0f / total));
+  for (int64_t c = 0; c < p.latent_width; c += LANES) store_vec(to + c, load(to + c) * (1.0f / total));
 }
 
-static void run_absorbed(const Problem& p, Absorbed& all) {
-  each_head(p, all, true);
-  int64_t spans = 1;
-  if (all.items % p.threads && all.items < 4 * p.threads)
-    spans = larger(1, least((4 * p.threads + all.items - 1) / all.items, all.longest / SPAN));
-  const int64_t stride = LANES + p.width, work = all.items * spans;
-  const int64_t most = least(TILES, (all.tokens * p.heads + WIDE - 1) / WIDE);  // tiles of any item
-  float* parts = spans > 1 ? (float*)malloc(sizeof(float) * work * ROWS * stride) : nullptr;
-  const int threads = threads_for(all.items * WIDE * all.longest * (p.kept + p.width), 1 << 17, p.threads);
+static void run_absorbed(const MlaArgs& p, AbsorbedQueries& queries) {
+  for_each_head(p, queries, true);
+  int64_t splits = 1;
+  if (queries.items % p.threads && queries.items < 4 * p.threads)
+    splits = min_i64((4 * p.threads + queries.items - 1) / queries.items, queries.max_seq_len / MIN_SPLIT_KEYS);
+  splits = max_i64(1, splits);
+  const int64_t stride = LANES + p.latent_width, work = queries.items * splits;
+  const int64_t max_tiles = min_i64(MAX_TILES, (queries.tokens * p.heads + TILE_LANES - 1) / TILE_LANES);  // of an item
+  float* partials = splits > 1 ? (float*)malloc(sizeof(float) * work * ITEM_ROWS * stride) : nullptr;
+  const int64_t products = queries.items * TILE_LANES * queries.max_seq_len * (p.key_width + p.latent_width);
+  const int threads = choose_num_threads(products, 1 << 17, p.threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    const int64_t each = (p.kept + p.width + 2) * WIDE, floats = BLOCK * p.kept + BLOCK * WIDE + most * each;
-    float *memory = (float*)malloc(sizeof(float) * floats), *keys = memory, *scores = keys + BLOCK * p.kept;
-    Tile tiles[TILES];
-    for (int64_t i = 0; i < most; ++i) {
-      tiles[i].q = scores + BLOCK * WIDE + i * each;
-      tiles[i].gathered = tiles[i].q + p.kept * WIDE;
-      tiles[i].largest = tiles[i].gathered + p.width * WIDE;
-      tiles[i].sum = tiles[i].largest + WIDE;
+    const int64_t each = (p.key_width + p.latent_width + 2) * TILE_LANES;
+    const int64_t floats = KEY_BLOCK * p.key_width + KEY_BLOCK * TILE_LANES + max_tiles * each;
+    float *memory = (float*)malloc(sizeof(float) * floats), *keys = memory, *scores = keys + KEY_BLOCK * p.key_width;
+    Tile tiles[MAX_TILES];
+    for (int64_t i = 0; i < max_tiles; ++i) {
+      tiles[i].q = scores + KEY_BLOCK * TILE_LANES + i * each;
+      tiles[i].acc = tiles[i].q + p.key_width * TILE_LANES;
+      tiles[i].row_max = tiles[i].acc + p.latent_width * TILE_LANES;
+      tiles[i].row_sum = tiles[i].row_max + TILE_LANES;
     }
 #pragma omp for schedule(dynamic, 1)
     for (int64_t w = 0; w < work; ++w) {
-      const Item whole = item_at(p, all, w / spans), item = spans > 1 ? part_of(whole, w % spans, spans) : whole;
-      walk_absorbed(p, all, item, tiles, keys, scores);
-      for (int64_t i = 0; i * WIDE < item.rows; ++i)
-        if (spans == 1) finish_absorbed(p, all, item, i, tiles[i]);
-        else leave_part(p, item, i, tiles[i], parts + (w / spans * ROWS * spans + w % spans) * stride, spans * stride);
+      const WorkItem full_item = find_item(p, queries, w / splits);
+      const WorkItem item = splits > 1 ? split_item(full_item, w % splits, splits) : full_item;
+      attend_absorbed(p, queries, item, tiles, keys, scores);
+      for (int64_t i = 0; i * TILE_LANES < item.rows; ++i)
+        if (splits == 1) write_absorbed(p, queries, item, i, tiles[i]);
+        else write_partial(p, item, i, tiles[i], partials + (w / splits * ITEM_ROWS * splits + w % splits) * stride,
+                           splits * stride);
     }
-    if (spans > 1) {
+    if (splits > 1) {
 #pragma omp for schedule(static)
-      for (int64_t w = 0; w < all.items * ROWS; ++w) {
-        const Item item = item_at(p, all, w / ROWS);
-        if (w % ROWS >= item.rows) continue;
-        float* to = all.rows + (all.places[item.sequence] * p.heads + item.first + w % ROWS) * p.kept;
-        merge(p, parts + w * spans * stride, spans, stride, to);
+      for (int64_t w = 0; w < queries.items * ITEM_ROWS; ++w) {
+        const WorkItem item = find_item(p, queries, w / ITEM_ROWS);
+        if (w % ITEM_ROWS >= item.rows) continue;
+        const int64_t row = queries.first_row[item.sequence] * p.heads + item.first + w % ITEM_ROWS;
+        merge_splits(p, partials + w * splits * stride, splits, stride, queries.rows + row * p.key_width);
       }
     }
     free(memory);
   }
-  free(parts);
-  each_head(p, all, false);
+  free(partials);
+  for_each_head(p, queries, false);
 }

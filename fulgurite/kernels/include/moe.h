@@ -23,7 +23,7 @@ INLINE int64_t take_best(int32_t* ranks, int64_t count) {
 }
 
 struct Rule {
-  int64_t tokens, experts, per_token, sigmoid, choose_first, renormalise, groups, groups_kept, by_two;
+  int64_t tokens, experts, per_token, sigmoid, topk_before_scoring, renormalize, groups, topk_groups, by_two;
   float scaling;
 };
 
@@ -42,7 +42,7 @@ static float strength(const float* choice, int64_t size, bool two) {
 static void softmax_row(float* x, int64_t count) {
   float most = -__builtin_inff(), total = 0.0f;
   for (int64_t i = 0; i < count; ++i) most = x[i] > most || x[i] != x[i] ? x[i] : most;
-  for (int64_t i = 0; i < count; i += LANES) keep(x + i, vector_exp(some(x + i, count - i) - most), count - i);
+  for (int64_t i = 0; i < count; i += LANES) store_partial(x + i, vector_exp(load_partial(x + i, count - i) - most), count - i);
   for (int64_t i = 0; i < count; ++i) total += x[i];
   for (int64_t i = 0; i < count; ++i) x[i] /= total;
 }
@@ -55,17 +55,17 @@ static void score_row(const Rule& rule, float* x, int64_t count) {
 static void choose(const Rule& rule, float* scores, const float* bias, float* choice, int32_t* ranks,
                    float* weights, int64_t* experts) {
   const int64_t count = rule.experts, size = count / rule.groups;
-  const bool limited = rule.groups_kept < rule.groups;
+  const bool limited = rule.topk_groups < rule.groups;
   const bool by_logits = !bias && !(limited && rule.by_two);
   for (int64_t i = 0; i < count; ++i) choice[i] = scores[i];
-  if (!rule.choose_first) score_row(rule, scores, count);
+  if (!rule.topk_before_scoring) score_row(rule, scores, count);
   if (!by_logits)
     for (int64_t i = 0; i < count; ++i) choice[i] = scores[i] + (bias ? bias[i] : 0.0f);
   for (int64_t i = 0; i < count; ++i) ranks[i] = rank_of(choice[i]);
   if (limited) {
     int32_t groups[rule.groups];
     for (int64_t g = 0; g < rule.groups; ++g) groups[g] = rank_of(strength(choice + g * size, size, rule.by_two));
-    for (int64_t kept = 0; kept < rule.groups_kept; ++kept) take_best(groups, rule.groups);
+    for (int64_t kept = 0; kept < rule.topk_groups; ++kept) take_best(groups, rule.groups);
     for (int64_t i = 0; i < count; ++i) ranks[i] = groups[i / size] == NEVER ? ranks[i] : NEVER;
   }
   float total = 0.0f;
@@ -73,17 +73,17 @@ static void choose(const Rule& rule, float* scores, const float* bias, float* ch
     experts[k] = take_best(ranks, count);
     weights[k] = scores[experts[k]];
   }
-  if (rule.choose_first) score_row(rule, weights, rule.per_token);
+  if (rule.topk_before_scoring) score_row(rule, weights, rule.per_token);
   for (int64_t k = 0; k < rule.per_token; ++k) total += weights[k];
   for (int64_t k = 0; k < rule.per_token; ++k)
-    weights[k] = (rule.renormalise ? weights[k] / (total + 1e-20f) : weights[k]) * rule.scaling;
+    weights[k] = (rule.renormalize ? weights[k] / (total + 1e-20f) : weights[k]) * rule.scaling;
 }
 
 // a: logits (float, overwritten), choice bias (float) or 0, weights, experts, the rule's numbers, threads,
 // stride of logits
 EXPORT int64_t route(const int64_t* a) {
-  const Rule rule = {a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], number_in(a[13])};
-  const int threads = threads_for(rule.tokens * rule.experts, 1 << 12, (int)a[14]);
+  const Rule rule = {a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], unpack_double(a[13])};
+  const int threads = choose_num_threads(rule.tokens * rule.experts, 1 << 12, (int)a[14]);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t t = 0; t < rule.tokens; ++t) {
     float choice[rule.experts];
@@ -138,7 +138,7 @@ EXPORT int64_t moe_pick(const int64_t* a) {
 // out[t] = sum over k of weights[t, k] * y[places[t, k]], in this order
 template <class T> static void combine_tokens(const int64_t* a) {
   const int64_t tokens = a[4], per_token = a[5], size = a[6];
-  const int threads = threads_for(tokens * per_token * size, 1 << 15, (int)a[9]);
+  const int threads = choose_num_threads(tokens * per_token * size, 1 << 15, (int)a[9]);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t t = 0; t < tokens; ++t) {
     const int32_t* place = (const int32_t*)a[1] + t * per_token;
@@ -146,10 +146,10 @@ template <class T> static void combine_tokens(const int64_t* a) {
     for (int64_t c = 0; c < size; c += LANES) {
       vec total = {};
       for (int64_t k = 0; k < per_token; ++k) {
-        const vec row = some((const T*)a[0] + place[k] * a[7] + c, size - c);
+        const vec row = load_partial((const T*)a[0] + place[k] * a[7] + c, size - c);
         total += weight ? row * weight[k] : row;
       }
-      keep((T*)a[3] + t * size + c, total, size - c);
+      store_partial((T*)a[3] + t * size + c, total, size - c);
     }
   }
 }
@@ -159,7 +159,7 @@ EXPORT int64_t moe_combine(const int64_t* a) {
   for (int64_t pair = 0; pair < a[4] * a[5]; ++pair)
     if (places[pair] < 0 || places[pair] >= a[10]) return 1;  // as grouped_matmul.h says it
 #define CALL(T) combine_tokens<T>(a)
-  BY_KIND(a[8], CALL)
+  DISPATCH_DTYPE(a[8], CALL)
 #undef CALL
   return 0;
 }

@@ -42,7 +42,7 @@ INLINE int32_t top(ivec v) {
   return most;
 }
 INLINE void put_bytes(uint8_t* to, uvec codes) {
-  const quarters narrow = __builtin_convertvector(codes, quarters);
+  const u8x16 narrow = __builtin_convertvector(codes, u8x16);
   __builtin_memcpy(to, &narrow, 16);
 }
 #endif
@@ -53,7 +53,7 @@ INLINE vec finite(vec x) { return (vec)((ivec)x & ((ivec)magnitude(x) != INFINIT
 INLINE vec reciprocal(vec x) { return pick(x == 0.0f, vec{}, 1.0f / x); }
 INLINE vec scales_for(vec amax, float largest) {
   const vec scale = amax / largest;
-  return pick(amax == 0.0f, spread(1.0f), pick(scale < SMALLEST_SCALE, spread(SMALLEST_SCALE), scale));
+  return pick(amax == 0.0f, broadcast(1.0f), pick(scale < SMALLEST_SCALE, broadcast(SMALLEST_SCALE), scale));
 }
 
 // ---- magnitudes --------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ template <bool keep_nan> INLINE ivec largest_of(const float* x, int64_t n, ivec 
   }
   for (; k < n; k += LANES) {
     float last[LANES] = {};
-    __builtin_memcpy(last, x + k, least(LANES, n - k) * 4);
+    __builtin_memcpy(last, x + k, min_i64(LANES, n - k) * 4);
     most = larger(most, counted<keep_nan>(load(last)));
   }
   return larger(most, other);
@@ -113,7 +113,7 @@ INLINE bool products_are_exact(vec scale) {
 }
 struct Divisor { vec scale, inverse, bound; };
 INLINE Divisor divisor_of(float scale, float inverse, float largest) {
-  return {spread(scale), spread(inverse), spread(scale * largest * 1.001f)};
+  return {broadcast(scale), broadcast(inverse), broadcast(scale * largest * 1.001f)};
 }
 template <bool product> INLINE vec quotient(vec x, const Divisor& by) {
   if (!product) return x / by.scale;
@@ -138,7 +138,7 @@ template <int exponent_bits, int mantissa, int last_bits, int most_exponent> str
   static constexpr int exponent = most_exponent, bits = 1 + exponent_bits + mantissa;
   template <bool bounded = false> INLINE uvec code(vec x) {  // bounded: hardly over the largest
     vec m = magnitude(x);
-    if (!bounded) m = pick(m > largest, spread(largest), m);
+    if (!bounded) m = pick(m > largest, broadcast(largest), m);
     const uvec sign = ((uvec)x & 0x80000000u) >> (32 - bits);
     const uvec code = narrowed<exponent_bits, mantissa>(m) | sign;
     const uvec none = uvec{} + (bits == 8 ? 0x7fu : 0u);
@@ -154,13 +154,13 @@ INLINE uvec whole(vec x) { return (uvec)(x + ROUND) - bits(ROUND); }
 struct Int8 {
   static constexpr float largest = 127.0f;
   template <bool bounded = false> INLINE uvec code(vec x) {
-    return whole(bounded ? number(x) : clamped(number(x), spread(-127.0f), spread(127.0f)));
+    return whole(bounded ? number(x) : clamped(number(x), broadcast(-127.0f), broadcast(127.0f)));
   }
 };
 struct Int4 {
   static constexpr float largest = 7.5f;
   template <bool = false> INLINE uvec code(vec x) {  // its scale puts the largest between two codes
-    return whole(clamped(number(x), spread(-8.0f), spread(7.0f))) + 8u;
+    return whole(clamped(number(x), broadcast(-8.0f), broadcast(7.0f))) + 8u;
   }
 };
 

@@ -23,7 +23,7 @@ template <int width> INLINE void ranges(const float* x, float start, vec* low, v
   vec lows[LANES], highs[LANES];
   UNROLL
   for (int b = 0; b < LANES; ++b) {
-    lows[b] = spread(start), highs[b] = spread(-start);
+    lows[b] = broadcast(start), highs[b] = broadcast(-start);
     for (int k = 0; k < width; k += LANES) {
       const vec v = finite(load(x + b * width + k));
       lows[b] = smaller(v, lows[b]);
@@ -44,8 +44,8 @@ INLINE void divide_blocks(const float* x, const float* scales, const float* inve
 }
 template <class E, int width> INLINE void divide_nibbles(const float* x, vec scale, uint8_t* to) {
   float scales[LANES], inverses[LANES];
-  put(scales, scale);
-  put(inverses, 1.0f / scale);
+  store_vec(scales, scale);
+  store_vec(inverses, 1.0f / scale);
   if (products_are_exact(scale)) divide_blocks<E, width, true>(x, scales, inverses, to);
   else divide_blocks<E, width, false>(x, scales, inverses, to);
 }
@@ -57,7 +57,7 @@ template <class E> struct MX {  // scale = 2^(floor(log2 amax) - emax), so divis
     const ivec exponent = larger((amax >> 23) - E::exponent, ivec{}), nan = amax > INFINITE;
     put_bytes(out.small, (uvec)select(nan, ivec{} + 255, exponent));
     float factors[LANES];
-    put(factors, (vec)select(nan, ivec{} + 0x7fc00000, (254 - exponent) << 23));
+    store_vec(factors, (vec)select(nan, ivec{} + 0x7fc00000, (254 - exponent) << 23));
     for (int b = 0; b < LANES; ++b)
       for (int k = b * width; k < (b + 1) * width; k += LANES) {
         const uvec codes = E::code(load(x + k) * factors[b]);
@@ -71,16 +71,16 @@ struct NVFP4 {
   INLINE void blocks(const float* x, float tensor_scale, Sixteen& out) {
     const vec amax = magnitudes<width, true>(x);
     vec wanted = amax / 6.0f / tensor_scale;
-    wanted = pick(wanted < 0x1p-9f, spread(0x1p-9f), wanted);
-    put_bytes(out.small, E4M3::code(pick(amax == 0.0f, spread(1.0f), wanted)));
-    divide_nibbles<E2M1, width>(x, wide((const f8e4m3*)out.small) * tensor_scale, out.data);
+    wanted = pick(wanted < 0x1p-9f, broadcast(0x1p-9f), wanted);
+    put_bytes(out.small, E4M3::code(pick(amax == 0.0f, broadcast(1.0f), wanted)));
+    divide_nibbles<E2M1, width>(x, load_widened((const f8e4m3*)out.small) * tensor_scale, out.data);
   }
 };
 template <int columns> struct SignedInt4 {
   static constexpr int width = columns, bytes = columns / 2, scale_bytes = 4, second_bytes = 0;
   INLINE void blocks(const float* x, float, Sixteen& out) {
     const vec scale = scales_for(magnitudes<width, true>(x), Int4::largest);
-    put(out.scales, scale);
+    store_vec(out.scales, scale);
     divide_nibbles<Int4, width>(x, scale, out.data);
   }
 };
@@ -90,14 +90,14 @@ template <int columns> struct UnsignedInt4 {
     vec low, high;
     ranges<width>(x, 0.0f, &low, &high);
     vec scale = high / 15.0f - low / 15.0f;
-    scale = pick(scale < SMALLEST_SCALE, spread(SMALLEST_SCALE), scale);
-    scale = pick((low == 0.0f) & (high == 0.0f), spread(1.0f), scale);
-    const uvec zero = whole(number(clamped(-low / scale, vec{}, spread(15.0f))));
-    put(out.scales, scale);
+    scale = pick(scale < SMALLEST_SCALE, broadcast(SMALLEST_SCALE), scale);
+    scale = pick((low == 0.0f) & (high == 0.0f), broadcast(1.0f), scale);
+    const uvec zero = whole(number(clamped(-low / scale, vec{}, broadcast(15.0f))));
+    store_vec(out.scales, scale);
     put_bytes(out.small, zero);
     for (int b = 0; b < LANES; ++b)
       for (int k = b * width; k < (b + 1) * width; k += LANES) {
-        const vec step = clamped(number(load(x + k) / out.scales[b]), spread(-64.0f), spread(64.0f));
+        const vec step = clamped(number(load(x + k) / out.scales[b]), broadcast(-64.0f), broadcast(64.0f));
         const ivec code = (ivec)whole(step) + (int32_t)out.small[b];
         put_pairs(out.data + k / 2, (uvec)smaller(larger(code, ivec{}), ivec{} + 15));
       }
@@ -111,8 +111,8 @@ INLINE void put_f16(uint8_t* to, float x) {
   __builtin_memcpy(to, &code, 2);
 }
 INLINE void put_halves(uint8_t* to, vec first, vec second) {
-  const ivec low = __builtin_convertvector(clamped(first, vec{}, spread(15.5f)), ivec);
-  const ivec high = __builtin_convertvector(clamped(second, vec{}, spread(15.5f)), ivec);
+  const ivec low = __builtin_convertvector(clamped(first, vec{}, broadcast(15.5f)), ivec);
+  const ivec high = __builtin_convertvector(clamped(second, vec{}, broadcast(15.5f)), ivec);
   put_bytes(to, (uvec)(low | high << 4));
 }
 struct GGUF {
@@ -122,7 +122,7 @@ struct Q4_0 : GGUF {  // the first element of largest magnitude becomes -8
   static constexpr int bytes = 18;
   INLINE void blocks(const float* x, float, Sixteen& out) {
     const ivec amax = (ivec)magnitudes<width, true>(x);
-    const ivec lane = EACH_LANE(SAME);
+    const ivec lane = EACH_LANE(LANE_INDEX);
     int32_t most[LANES];
     __builtin_memcpy(most, &amax, sizeof most);
     ivec keys[LANES];  // its place, and in the last bit its sign
@@ -135,16 +135,16 @@ struct Q4_0 : GGUF {  // the first element of largest magnitude becomes -8
       }
     }
     const ivec sign = (over_lanes<Smaller<ivec>>(keys) & 1) << 31;
-    const vec limit = spread(F16_LARGEST);
+    const vec limit = broadcast(F16_LARGEST);
     const vec scale = clamped((vec)(amax | sign) / -8.0f, -limit, limit);
     float inverses[LANES];
-    put(inverses, reciprocal(scale));
-    put(out.scales, scale);
+    store_vec(inverses, reciprocal(scale));
+    store_vec(out.scales, scale);
     for (int b = 0; b < LANES; ++b) {
       vec step[2];
       for (int half = 0; half < 2; ++half) {
         step[half] = load(x + b * width + half * LANES) * inverses[b] + 8.5f;
-        step[half] = pick(step[half] == step[half], step[half], spread(8.0f));
+        step[half] = pick(step[half] == step[half], step[half], broadcast(8.0f));
       }
       put_f16(out.data + b * bytes, out.scales[b]);
       put_halves(out.data + b * bytes + 2, step[0], step[1]);
@@ -157,12 +157,12 @@ struct Q4_1 : GGUF {
     vec low, high;
     ranges<width>(x, __builtin_inff(), &low, &high);
     vec scale = (high - low) / 15.0f;
-    scale = pick(scale > F16_LARGEST, spread(F16_LARGEST), scale);
-    low = pick(high == high, clamped(low, spread(-F16_LARGEST), spread(F16_LARGEST)), high);
+    scale = pick(scale > F16_LARGEST, broadcast(F16_LARGEST), scale);
+    low = pick(high == high, clamped(low, broadcast(-F16_LARGEST), broadcast(F16_LARGEST)), high);
     float inverses[LANES], lows[LANES];
-    put(inverses, reciprocal(scale));
-    put(lows, low);
-    put(out.scales, scale);
+    store_vec(inverses, reciprocal(scale));
+    store_vec(lows, low);
+    store_vec(out.scales, scale);
     for (int b = 0; b < LANES; ++b) {
       vec step[2];
       for (int half = 0; half < 2; ++half)
@@ -177,15 +177,15 @@ struct Q8_0 : GGUF {  // halves away from zero
   static constexpr int bytes = 34;
   INLINE void blocks(const float* x, float, Sixteen& out) {
     vec scale = magnitudes<width, true>(x) / 127.0f;
-    scale = pick(scale > F16_LARGEST, spread(F16_LARGEST), scale);
+    scale = pick(scale > F16_LARGEST, broadcast(F16_LARGEST), scale);
     float inverses[LANES];
-    put(inverses, reciprocal(scale));
-    put(out.scales, scale);
+    store_vec(inverses, reciprocal(scale));
+    store_vec(out.scales, scale);
     for (int b = 0; b < LANES; ++b) {
       put_f16(out.data + b * bytes, out.scales[b]);
       for (int half = 0; half < 2; ++half) {
         const vec product = number(load(x + b * width + half * LANES) * inverses[b]);
-        const vec step = clamped(product, spread(-127.0f), spread(127.0f));
+        const vec step = clamped(product, broadcast(-127.0f), broadcast(127.0f));
         const ivec cut = __builtin_convertvector(step, ivec);
         const vec rest = step - __builtin_convertvector(cut, vec);
         const ivec more = __builtin_convertvector(rest + rest, ivec);

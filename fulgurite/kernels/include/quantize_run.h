@@ -18,9 +18,9 @@ enum Coder { FP8_E4M3, FP8_E5M2, INT8_ROWS, FP8_E4M3_TILES, FP8_E5M2_TILES, NV, 
 const int64_t TILE = 128;      // rows and columns of an FP8 tile
 const int64_t SEGMENT = 2048;  // numbers widened at a time: sixteen of the widest blocks
 
-INLINE float scale_for(float amax, float largest) { return scales_for(spread(amax), largest)[0]; }
+INLINE float scale_for(float amax, float largest) { return scales_for(broadcast(amax), largest)[0]; }
 INLINE int threads_of(const Job& job) {
-  return threads_for(job.matrices * job.rows * job.columns, 1 << 15, (int)job.threads);
+  return choose_num_threads(job.matrices * job.rows * job.columns, 1 << 15, (int)job.threads);
 }
 
 // Up to SEGMENT numbers of a row as floats: where they lie, or in `room`.
@@ -37,7 +37,7 @@ template <bool keep_nan>
 static ivec row_largest(const Job& job, int64_t row, int64_t start, int64_t n, ivec most) {
   float room[SEGMENT];
   for (int64_t k = 0; k < n; k += SEGMENT) {
-    const int64_t part = least(SEGMENT, n - k);
+    const int64_t part = min_i64(SEGMENT, n - k);
     most = largest_of<keep_nan>(segment(job, row, start + k, part, room), part, most);
   }
   return most;
@@ -48,7 +48,7 @@ template <class E> static void row_bytes(const Job& job, int64_t row, int64_t st
                                          const Divisor& by, bool product) {
   float room[SEGMENT];
   for (int64_t k = 0; k < n; k += SEGMENT) {
-    const int64_t part = least(SEGMENT, n - k);
+    const int64_t part = min_i64(SEGMENT, n - k);
     const float* x = segment(job, row, start + k, part, room);
     uint8_t* to = job.data + row * job.columns + start + k;
     if (product) divide_run<E, true>(x, part, by, to);
@@ -64,7 +64,7 @@ template <class F> static void blocks(const Job& job) {
     const float of_matrix = job.format == NV ? ((const float*)job.second)[row / job.rows] : 0.0f;
     float room[SEGMENT], padded[SEGMENT];
     for (int64_t b = 0; b < count; b += LANES) {
-      const int64_t n = least(LANES, count - b), at = row * count + b;
+      const int64_t n = min_i64(LANES, count - b), at = row * count + b;
       const float* x = segment(job, row, b * F::width, n * F::width, room);
       if (n < LANES) {
         __builtin_memset(padded, 0, LANES * F::width * 4);
@@ -87,7 +87,7 @@ template <class E, bool keep_nan> static void runs(const Job& job, int64_t width
 #pragma omp parallel for schedule(static) num_threads(threads_of(job))
   for (int64_t row = 0; row < job.matrices * job.rows; ++row)
     for (int64_t b = 0; b < count; ++b) {
-      const int64_t start = b * width, n = least(width, job.columns - start);
+      const int64_t start = b * width, n = min_i64(width, job.columns - start);
       float& scale = ((float*)job.scales)[row * count + b];
       if (!job.given)
         scale = scale_for(as_magnitude(row_largest<keep_nan>(job, row, start, n, ivec{})), E::largest);
@@ -103,7 +103,7 @@ template <class E> static void tiles(const Job& job) {
   for (int64_t tile = 0; tile < job.matrices * down * across; ++tile) {
     const int64_t matrix = tile / (down * across), place = tile % (down * across);
     const int64_t top = place / across * TILE, start = place % across * TILE;
-    const int64_t height = least(TILE, job.rows - top), n = least(TILE, job.columns - start);
+    const int64_t height = min_i64(TILE, job.rows - top), n = min_i64(TILE, job.columns - start);
     const int64_t first = matrix * job.rows + top;
     float& scale = ((float*)job.scales)[tile];
     if (!job.given) {

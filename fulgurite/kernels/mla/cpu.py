@@ -1,9 +1,9 @@
-"""Latent attention in C++: tensors in, one native call, tensors out.
+"""Multi-head latent attention (MLA) in C++: tensors in, one native call, tensors out.
 
-In: the arguments of `kernels.mla`, on the CPU. Out: the result, or `NotImplemented` for what the kernel
-doesn't take (float64, weights of another dtype than the queries, rows that are not contiguous), which the
-reference runs. Both calls are `replay.Kernel`s: a decode step that is recorded runs them without Python.
-One library is built for each dtype of pages, when it is first met.
+In: the arguments of `mla.ops`, on the CPU. Out: the result, or `NotImplemented` for cases the
+kernel does not support (float64, weights of another dtype than the queries, rows that are not
+contiguous). Both calls are `replay.NativeKernel`s, so a recorded decode step runs them without
+Python. One library is compiled per cache dtype, on first use.
 """
 
 from __future__ import annotations
@@ -16,109 +16,116 @@ import torch
 from torch import Tensor
 
 from fulgurite import device, native, replay
-from fulgurite.kernels.common.cpu_library import paging_problem, translation_unit
-from fulgurite.kernels.mla.ops import FEW
-from fulgurite.kernels.mla.reference import packed_row
+from fulgurite.kernels.attention.metadata import AttentionMetadata
+from fulgurite.kernels.common.cpu_library import (
+    DTYPE_CODES,
+    build_translation_unit,
+    cache_error,
+)
+from fulgurite.kernels.mla.reference import fp8_row_layout
+from fulgurite.kernels.tuning.mla import MLA_MIN_EXPANDED_QUERIES
 
-PARTS = ("vectors.h", "paged.h", "mla.h", "mla_absorbed.h", "mla_expanded.h", "mla_run.h")
-PAGES = {
+HEADERS = ("vec16.h", "block_table.h", "mla.h", "mla_absorbed.h", "mla_expanded.h", "mla_run.h")
+CACHE_TYPES = {
     torch.float32: "float",
     torch.bfloat16: "bf16",
     torch.float16: "f16",
     torch.uint8: "f8e4m3",
 }
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_pack_attend = struct.Struct("28qd3q").pack
-_pack_write = struct.Struct("18qd2q").pack
+_pack_attention = struct.Struct("28qd3q").pack
+_pack_store = struct.Struct("18qd2q").pack
 
 
-def source(pages: torch.dtype) -> str:
-    return translation_unit(*PARTS, defines=[f"PAGE {PAGES[pages]}", f"FEW {FEW}"])
+def build_source(cache_dtype: torch.dtype) -> str:
+    defines = [
+        f"CACHE_T {CACHE_TYPES[cache_dtype]}",
+        f"MIN_EXPANDED_QUERIES {MLA_MIN_EXPANDED_QUERIES}",
+    ]
+    return build_translation_unit(*HEADERS, defines=defines)
 
 
 @functools.cache
-def _kernels(pages: torch.dtype) -> tuple[replay.Kernel, replay.Kernel]:
-    library = native.load(source(pages))
-    names = ("latent_attention", "write_latent")
-    attend, write = (replay.Kernel(library, name, problem=paging_problem) for name in names)
-    return attend, write
+def _load_kernels(cache_dtype: torch.dtype) -> tuple[replay.NativeKernel, replay.NativeKernel]:
+    library = native.load(build_source(cache_dtype))
+    attend = replay.NativeKernel(library, "mla_attention", make_error=cache_error)
+    return attend, replay.NativeKernel(library, "store_mla_cache", make_error=cache_error)
 
 
-def latent_attention(
+def mla_attention(
     q: Tensor,
-    up: Tensor,
+    kv_b: Tensor,
     cos: Tensor,
     sin: Tensor,
-    pages: Tensor,
-    tables: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
+    cache: Tensor,
+    metadata: AttentionMetadata,
     scale: float,
     interleaved: bool,
-    max_query: int,
-    max_length: int,
-    query_counts: list[int] | None,
-    key_counts: list[int] | None,
 ) -> Any:
-    """`kernels.mla.latent_attention`; which sequences are expanded is decided in C++."""
-    if not _takes(q, cos, sin, pages) or up.dtype != q.dtype or up.stride(-1) != 1:
+    """`mla.ops.mla_attention`; C++ decides which sequences are expanded."""
+    if not _is_supported(q, cos, sin, cache) or kv_b.dtype != q.dtype or kv_b.stride(-1) != 1:
         return NotImplemented
-    rope, rank = 2 * cos.shape[1], up.shape[2]
-    plain = q.shape[2] - rope
-    value = up.shape[1] - plain
-    out = torch.empty((q.shape[0], q.shape[1], value), dtype=q.dtype)
-    packed = _pack_attend(
-        q.data_ptr(), up.data_ptr(), cos.data_ptr(), sin.data_ptr(), pages.data_ptr(),
-        tables.data_ptr(), starts.data_ptr(), lengths.data_ptr(), out.data_ptr(),
-        q.shape[0], lengths.shape[0], q.shape[1], plain, rope, rank, value, pages.shape[1],
-        *q.stride()[:2], *up.stride()[:2], tables.stride(0),
-        *_row(pages, rank, rope), KINDS[q.dtype], interleaved, scale, device.cpu_threads(),
-        tables.shape[1], pages.shape[0],
+    block_table, query_start_loc, seq_lens = metadata[:3]
+    rope_dim, rank = 2 * cos.shape[1], kv_b.shape[2]
+    nope_dim = q.shape[2] - rope_dim
+    value_dim = kv_b.shape[1] - nope_dim
+    out = torch.empty((q.shape[0], q.shape[1], value_dim), dtype=q.dtype)
+    packed = _pack_attention(
+        q.data_ptr(), kv_b.data_ptr(), cos.data_ptr(), sin.data_ptr(), cache.data_ptr(),
+        block_table.data_ptr(), query_start_loc.data_ptr(), seq_lens.data_ptr(), out.data_ptr(),
+        q.shape[0], seq_lens.shape[0], q.shape[1], nope_dim, rope_dim, rank, value_dim,
+        cache.shape[1], *q.stride()[:2], *kv_b.stride()[:2], block_table.stride(0),
+        *_slot_layout(cache, rank, rope_dim), DTYPE_CODES[q.dtype], interleaved, scale,
+        device.num_cpu_threads(), block_table.shape[1], cache.shape[0],
     )  # fmt: skip
-    attend, _ = _kernels(pages.dtype)
-    attend(packed, keep=(q, up, cos, sin, pages, tables, starts, lengths, out))
+    attend, _ = _load_kernels(cache.dtype)
+    tensors = (q, kv_b, cos, sin, cache, block_table, query_start_loc, seq_lens, out)
+    attend(packed, keep_alive=tensors)
     return out
 
 
-def write_latent(
-    latent: Tensor,
+def store_mla_cache(
+    kv_a: Tensor,
     norm: Tensor,
     cos: Tensor,
     sin: Tensor,
-    pages: Tensor,
-    slots: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
     eps: float,
     interleaved: bool,
 ) -> Any:
-    """`kernels.mla.write_latent`."""
-    if not _takes(latent, cos, sin, pages) or slots.dtype != torch.int64:
+    """`mla.ops.store_mla_cache`."""
+    if not _is_supported(kv_a, cos, sin, cache) or slot_mapping.dtype != torch.int64:
         return NotImplemented
-    if norm.dtype not in KINDS or not norm.is_contiguous() or not slots.is_contiguous():
+    if norm.dtype not in DTYPE_CODES or not norm.is_contiguous():
+        return NotImplemented
+    if not slot_mapping.is_contiguous():
         return NotImplemented
     rank = norm.shape[0]
-    rope = latent.shape[1] - rank
-    packed = _pack_write(
-        latent.data_ptr(), norm.data_ptr(), cos.data_ptr(), sin.data_ptr(), pages.data_ptr(),
-        slots.data_ptr(), latent.shape[0], rank, rope, latent.stride(0), pages.shape[1],
-        *_row(pages, rank, rope), KINDS[latent.dtype], KINDS[norm.dtype], interleaved, eps,
-        device.cpu_threads(), pages.shape[0] * pages.shape[1],
+    rope_dim = kv_a.shape[1] - rank
+    packed = _pack_store(
+        kv_a.data_ptr(), norm.data_ptr(), cos.data_ptr(), sin.data_ptr(), cache.data_ptr(),
+        slot_mapping.data_ptr(), kv_a.shape[0], rank, rope_dim, kv_a.stride(0), cache.shape[1],
+        *_slot_layout(cache, rank, rope_dim), DTYPE_CODES[kv_a.dtype], DTYPE_CODES[norm.dtype],
+        interleaved, eps, device.num_cpu_threads(), cache.shape[0] * cache.shape[1],
     )  # fmt: skip
-    _, write = _kernels(pages.dtype)
-    write(packed, keep=(latent, norm, cos, sin, pages, slots))
+    _, store = _load_kernels(cache.dtype)
+    store(packed, keep_alive=(kv_a, norm, cos, sin, cache, slot_mapping))
     return None
 
 
-def _row(pages: Tensor, rank: int, rope: int) -> tuple[int, int, int, int]:
-    """Bytes of a page and a slot, and where in a slot the rotary key and the scale begin."""
-    size = pages.element_size()
-    row = packed_row(rank, rope)
-    starts = (row.rope, row.scale) if size == 1 else (rank * size, 0)
-    return pages.stride(0) * size, pages.stride(1) * size, *starts
+def _slot_layout(cache: Tensor, rank: int, rope_dim: int) -> tuple[int, int, int, int]:
+    """Bytes of a block and of a slot, and the offsets of the rotary key and the scale in a slot."""
+    size = cache.element_size()
+    row = fp8_row_layout(rank, rope_dim)
+    offsets = (row.rope, row.scale) if size == 1 else (rank * size, 0)
+    return cache.stride(0) * size, cache.stride(1) * size, *offsets
 
 
-def _takes(new: Tensor, cos: Tensor, sin: Tensor, pages: Tensor) -> bool:
-    if new.dtype not in KINDS or pages.dtype not in PAGES or native.compiler() is None:
+def _is_supported(new: Tensor, cos: Tensor, sin: Tensor, cache: Tensor) -> bool:
+    if new.dtype not in DTYPE_CODES or cache.dtype not in CACHE_TYPES:
+        return False
+    if native.find_compiler() is None:
         return False
     if any(x.dtype != torch.float32 or not x.is_contiguous() for x in (cos, sin)):
         return False
-    return new.stride(-1) == 1 and pages.stride(-1) == 1
+    return new.stride(-1) == 1 and cache.stride(-1) == 1

@@ -1,27 +1,31 @@
-"""Latent attention over paged memory: DeepSeek's, from the raw projections of new tokens to their heads.
+"""Multi-head latent attention (MLA, DeepSeek) over a paged cache of latents.
 
-    write_latent       norms a new token's latent, turns its rotary key, and keeps both in a slot
-    latent_attention   turns the queries and attends to what is kept
+    store_mla_cache   norms a new token's latent, rotates its rotary key, and caches both
+    mla_attention     rotates the queries and attends to the cache
 
-A token leaves L = C + R numbers for all heads: its latent c, from which every head's key and value
-follow (key = (U_k c, r), value = U_v c), and one rotary key r. There are two ways to attend to them:
+A token caches L = C + R numbers for all heads: its latent c, from which every head's key and value
+follow (key = (W_uk c, r), value = W_uv c), and one rotary key r. There are two ways to attend to
+them:
 
-    absorbed   (U_k^T q, q_r) . (c, r), and U_v on what was gathered: no key is expanded. A pair of a
-               query and a key costs 2C + R products a head, a query C (D + V) more.
-    expanded   keys and values of each head are made first, C (D + V) products a key and head; a pair
-               then costs D + R + V, a third of it.
+    absorbed   (W_uk^T q, q_r) . (c, r), then W_uv on the result: no key is expanded. A pair of a
+               query and a key costs 2C + R multiply-adds per head, a query C (D + V) more.
+    expanded   keys and values of each head first, C (D + V) multiply-adds per key and head; a pair
+               then costs D + R + V, a third.
 
-So a token that is decoded, or a few, are absorbed; long prompts are expanded, and so is a cached prefix they
-come after. `expands` decides for each sequence. Pages are float32, bfloat16 or float16, [P, B, C + R]; or uint8,
-[P, B, bytes], rows of which hold an FP8 latent with a scale of its own, and its rotary key in bfloat16
-(`mla_reference.packed_row`; 656 bytes for C = 512, R = 64, against 1152 in 16 bits).
+So decode tokens, and a few new tokens, are absorbed. Long prompts are expanded, with the cached
+prefix before them. `tuning.mla.should_expand` decides for each sequence.
 
-The reference is `mla_reference`; the kernels are in C++ (`cpu/mla`) and Triton (`triton/mla`). While a graph
-is captured these are the operators `fulgurite::write_latent` and `fulgurite::latent_attention`.
+Caches are float32, bfloat16 or float16, [P, B, C + R]; or uint8, [P, B, bytes], with an FP8 latent,
+its own scale and a bfloat16 rotary key per slot (`reference.fp8_row_layout`; 656 bytes for C = 512,
+R = 64, against 1152 in 16 bits).
 
-Shapes: T tokens; S sequences; P pages of B slots of W numbers or bytes; M pages a row of the table;
-N heads; D size of a query without its rotary part; R the rotary part; H = D + R; I = R / 2 pairs;
-C latent rank; V size of a value; U = D + V; L = C + R.
+Three implementations: plain torch (`reference`), C++ (`cpu`) and Triton (`triton_mla`). During
+graph capture the functions are the operators `fulgurite::store_mla_cache` and
+`fulgurite::mla_attention`.
+
+Shapes: T tokens; S sequences; P cache blocks of B slots of W numbers or bytes; M blocks in a row of
+the block table; N heads; D size of a query without its rotary part; R the rotary part; H = D + R; I
+= R / 2 pairs; C rank of the latent; V size of a value; U = D + V; L = C + R.
 """
 
 from __future__ import annotations
@@ -31,236 +35,226 @@ from torch import Tensor
 
 from fulgurite.errors import ArgumentError
 from fulgurite.kernels import registry
-from fulgurite.kernels.attention.paged import as_read, check_slots, check_tables
-from fulgurite.kernels.mla import reference
+from fulgurite.kernels.attention.metadata import (
+    AttentionMetadata,
+    as_contiguous,
+    check_metadata,
+    check_slot_mapping,
+    complete_metadata,
+)
+from fulgurite.kernels.mla import cpu, reference, triton_mla, triton_store_kv
+from fulgurite.kernels.tuning.heuristics import heuristics_for
 
-# device type -> function of the operator's arguments; it may return NotImplemented
-ATTENTION = {
-    "cpu": "fulgurite.kernels.mla.cpu:latent_attention",
-    "cuda": "fulgurite.kernels.mla.triton_mla:latent_attention",
+# device type -> kernel with the operator's arguments; it may return NotImplemented
+MLA_ATTENTION_KERNELS: dict[str, registry.Kernel] = {
+    "cpu": cpu.mla_attention,
+    "cuda": triton_mla.mla_attention,
 }
-WRITES = {
-    "cpu": "fulgurite.kernels.mla.cpu:write_latent",
-    "cuda": "fulgurite.kernels.mla.triton_store_kv:write_latent",
+STORE_MLA_CACHE_KERNELS: dict[str, registry.Kernel] = {
+    "cpu": cpu.store_mla_cache,
+    "cuda": triton_store_kv.store_mla_cache,
 }
 
-PAGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
-EXPANDED_KEYS = 4096  # that a GPU expands at once; a longer sequence goes in pieces
-FEW = 32  # new tokens that are absorbed whatever the products: less than a tile of an expanded head
+CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 
 
-def page_shape(rank: int, rope: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
-    """How wide a slot is and in which dtype, to keep latents in `dtype`; any float8 is packed rows."""
+def mla_slot_shape(rank: int, rope_dim: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+    """Width and dtype of a cache slot that stores latents in `dtype`; any float8 is an FP8 row."""
     if dtype.itemsize > 1:
-        return rank + rope, dtype
-    return reference.packed_row(rank, rope).size, torch.uint8
+        return rank + rope_dim, dtype
+    return reference.fp8_row_layout(rank, rope_dim).size, torch.uint8
 
 
-def expands(queries: int, keys: int, rank: int, plain: int, rope: int, value: int) -> bool:
-    """Whether expanding its keys is less work for a sequence of `keys`, the last `queries` of them new."""
-    pairs = queries * (2 * keys - queries + 1) // 2
-    up = rank * (plain + value)
-    absorbed = queries * up + pairs * (2 * rank + rope)
-    return queries >= FEW and keys * up + pairs * (plain + rope + value) < absorbed
+def mla_attention_meta(q_TNH: Tensor, kv_b_NUC: Tensor, value_dim: int) -> Tensor:
+    """An empty result; allocates what a GPU needs to expand keys. For memory planning."""
+    max_keys = heuristics_for(kv_b_NUC.device).mla_max_expanded_keys
+    kv_b_NUC.new_empty((max_keys, *kv_b_NUC.shape[:2]))
+    return q_TNH.new_empty((*q_TNH.shape[:2], value_dim))
 
 
-def largest_step(q_TNH: Tensor, up_NUC: Tensor, value: int) -> Tensor:
-    """The result's shape, beside as much memory as a GPU takes to expand keys: for planning it."""
-    up_NUC.new_empty((EXPANDED_KEYS, *up_NUC.shape[:2]))
-    return q_TNH.new_empty((*q_TNH.shape[:2], value))
-
-
-def write_latent(
-    latent_TL: Tensor,
+def store_mla_cache(
+    kv_a_TL: Tensor,
     norm_C: Tensor,
     cos_TI: Tensor,
     sin_TI: Tensor,
-    pages_PBW: Tensor,
-    slots_T: Tensor,
+    cache_PBW: Tensor,
+    slot_mapping_T: Tensor,
     *,
     eps: float,
     interleaved: bool,
 ) -> None:
-    """Keep what new tokens leave to be attended to, in place.
+    """Write the latents and rotary keys of new tokens into the cache, in place.
 
-    latent_TL   the down projection as it is: C numbers that are normed here, R that are turned here
-    norm_C      the weight of the latent's RMS norm
-    slots_T     int64; token t goes to page slots[t] // B, slot slots[t] % B; negative: nowhere
+    kv_a_TL          the down projection: C numbers that are normed here, R that are rotated here
+    norm_C           the weight of the latent's RMS norm
+    slot_mapping_T   int64; token t goes to block slot // B, slot slot % B; negative: not stored
     """
-    rank, rope = norm_C.shape[0], 2 * cos_TI.shape[-1]
-    if latent_TL.dim() != 2 or latent_TL.shape[1] != rank + rope:
+    rank, rope_dim = norm_C.shape[0], 2 * cos_TI.shape[-1]
+    if kv_a_TL.dim() != 2 or kv_a_TL.shape[1] != rank + rope_dim:
         raise ArgumentError(
-            f"{list(latent_TL.shape)} for a latent of {rank} and a rotary key of {rope} numbers",
-            next=f"new latents are [T, {rank + rope}]",
+            f"kv_a {list(kv_a_TL.shape)} for a rank of {rank} and rotary keys of {rope_dim}",
+            next=f"kv_a must be [T, {rank + rope_dim}]",
         )
-    _check_pages(pages_PBW, rank, rope)
-    _check_rotation(cos_TI, sin_TI, latent_TL.shape[0])
-    check_slots(slots_T, latent_TL.shape[0])
-    call = _write_latent if torch.compiler.is_compiling() else _dispatch_write
-    call(latent_TL, norm_C, cos_TI, sin_TI, pages_PBW, slots_T, eps, interleaved)
+    _check_cache(cache_PBW, rank, rope_dim)
+    _check_rope(cos_TI, sin_TI, kv_a_TL.shape[0])
+    check_slot_mapping(slot_mapping_T, kv_a_TL.shape[0])
+    call = _store_mla_cache_op if torch.compiler.is_compiling() else _dispatch_store_mla_cache
+    call(kv_a_TL, norm_C, cos_TI, sin_TI, cache_PBW, slot_mapping_T, eps, interleaved)
 
 
-def latent_attention(
+def mla_attention(
     q_TNH: Tensor,
-    up_NUC: Tensor,
+    kv_b_NUC: Tensor,
     cos_TI: Tensor,
     sin_TI: Tensor,
-    pages_PBW: Tensor,
-    tables_SM: Tensor,
-    query_starts: Tensor,
-    lengths_S: Tensor,
+    cache_PBW: Tensor,
+    metadata: AttentionMetadata,
     *,
     scale: float,
     interleaved: bool,
-    max_query: int | None = None,
-    max_length: int | None = None,
-    query_counts: list[int] | None = None,
-    key_counts: list[int] | None = None,
 ) -> Tensor:
-    """What each query token attends to, [T, N, V].
+    """Attention output of each query token, [T, N, V]; zeros for tokens of no sequence.
 
-    q_TNH         not turned yet: D numbers as they are, then R that the rotation is for
-    up_NUC        what expands a latent for each head: D rows for its key, V for its value
-    tables_SM     int32; token j of sequence s is kept in page tables[s, j // B], slot j % B
-    query_starts  int32 [S + 1]; the tokens of sequence s are query_starts[s] up to query_starts[s + 1]
-    lengths_S     int32; how many tokens sequence s has, the new ones among them
-    max_query     the most tokens any sequence has in this call, if known: T otherwise
-    max_length    the longest of `lengths_S`, if known: M * B otherwise
-    query_counts  the tokens of each sequence, and `key_counts` its length, where the host knows them: a
-                  GPU expands only then
-
-    Tokens at and past query_starts[S] belong to nobody and get zeros.
+    q_TNH      D numbers as they are, then R that are rotated here
+    kv_b_NUC   the up projection of each head: D rows for its key, V for its value
+    metadata   a GPU expands only where `query_lens` and `seq_lens` are known
     """
-    _check(q_TNH, up_NUC, cos_TI, sin_TI, pages_PBW, tables_SM, query_starts, lengths_S)
-    call = _latent_attention if torch.compiler.is_compiling() else _dispatch
-    return call(
-        q_TNH,
-        up_NUC,
-        cos_TI,
-        sin_TI,
-        pages_PBW,
-        tables_SM,
-        query_starts,
-        lengths_S,
-        scale,
-        interleaved,
-        max_query if max_query is not None else q_TNH.shape[0],
-        max_length if max_length is not None else tables_SM.shape[1] * pages_PBW.shape[1],
-        query_counts,
-        key_counts,
+    metadata = complete_metadata(metadata, q_TNH.shape[0], cache_PBW.shape[1])
+    _check_attention(q_TNH, kv_b_NUC, cos_TI, sin_TI, cache_PBW, metadata)
+    if torch.compiler.is_compiling():
+        return _mla_attention_op(
+            q_TNH, kv_b_NUC, cos_TI, sin_TI, cache_PBW, *metadata, scale, interleaved
+        )
+    return _dispatch_mla_attention(
+        q_TNH, kv_b_NUC, cos_TI, sin_TI, cache_PBW, metadata, scale, interleaved
     )
 
 
-def _check(
+def _check_attention(
     q: Tensor,
-    up: Tensor,
+    kv_b: Tensor,
     cos: Tensor,
     sin: Tensor,
-    pages: Tensor,
-    tables: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
+    cache: Tensor,
+    metadata: AttentionMetadata,
 ) -> None:
-    rope = 2 * cos.shape[-1]
-    if q.dim() != 3 or up.dim() != 3 or q.shape[1] != up.shape[0]:
+    rope_dim = 2 * cos.shape[-1]
+    if q.dim() != 3 or kv_b.dim() != 3 or q.shape[1] != kv_b.shape[0]:
         raise ArgumentError(
-            f"queries {list(q.shape)} and an up projection {list(up.shape)} don't fit together",
-            next="queries are [T, N, D + R], the up projection [N, D + V, C]",
+            f"queries {list(q.shape)} and kv_b {list(kv_b.shape)} don't fit together",
+            next="queries are [T, N, D + R], kv_b [N, D + V, C]",
         )
-    if q.shape[2] < rope or up.shape[1] < q.shape[2] - rope:
+    if q.shape[2] < rope_dim or kv_b.shape[1] < q.shape[2] - rope_dim:
         raise ArgumentError(
-            f"queries of {q.shape[2]} numbers, {rope} of them turned, and {up.shape[1]} rows of the up "
-            "projection for a head's key and value don't fit together"
+            f"queries of {q.shape[2]} numbers, {rope_dim} of them rotary, and {kv_b.shape[1]} rows "
+            "of kv_b per head don't fit together"
         )
-    _check_rotation(cos, sin, q.shape[0])
-    _check_pages(pages, up.shape[2], rope)
-    check_tables(tables, starts, lengths)
+    _check_rope(cos, sin, q.shape[0])
+    _check_cache(cache, kv_b.shape[2], rope_dim)
+    check_metadata(metadata)
 
 
-def _check_rotation(cos: Tensor, sin: Tensor, tokens: int) -> None:
+def _check_rope(cos: Tensor, sin: Tensor, tokens: int) -> None:
     if cos.shape != sin.shape or cos.dim() != 2 or cos.shape[0] != tokens:
         raise ArgumentError(
             f"cos {list(cos.shape)} and sin {list(sin.shape)} for {tokens} tokens",
-            next="both are [T, R / 2]",
+            next="both must be [T, R / 2]",
         )
 
 
-def _check_pages(pages: Tensor, rank: int, rope: int) -> None:
-    if pages.dtype not in PAGE_DTYPES:
-        raise ArgumentError(f"pages of {pages.dtype}", next=f"use one of {PAGE_DTYPES}")
-    width = rank + rope
-    if pages.dtype == torch.uint8:
-        width = reference.packed_row(rank, rope).size
-    if pages.dim() != 3 or pages.shape[2] != width:
+def _check_cache(cache: Tensor, rank: int, rope_dim: int) -> None:
+    if cache.dtype not in CACHE_DTYPES:
+        raise ArgumentError(f"MLA cache of {cache.dtype}", next=f"use one of {CACHE_DTYPES}")
+    width = rank + rope_dim
+    if cache.dtype == torch.uint8:
+        width = reference.fp8_row_layout(rank, rope_dim).size
+    if cache.dim() != 3 or cache.shape[2] != width:
         raise ArgumentError(
-            f"pages {list(pages.shape)} for a latent of {rank} and a rotary key of {rope} numbers",
-            next=f"pages of {pages.dtype} are [P, B, {width}]",
+            f"MLA cache {list(cache.shape)} for a rank of {rank} and rotary keys of {rope_dim}",
+            next=f"a cache of {cache.dtype} must be [P, B, {width}]",
         )
 
 
-def _dispatch(
+def _dispatch_mla_attention(
     q_TNH: Tensor,
-    up_NUC: Tensor,
+    kv_b_NUC: Tensor,
     cos_TI: Tensor,
     sin_TI: Tensor,
-    pages_PBW: Tensor,
-    tables_SM: Tensor,
-    query_starts: Tensor,
-    lengths_S: Tensor,
+    cache_PBW: Tensor,
+    metadata: AttentionMetadata,
     scale: float,
     interleaved: bool,
-    max_query: int,
-    max_length: int,
-    query_counts: list[int] | None,
-    key_counts: list[int] | None,
 ) -> Tensor:
-    """The implementation for this device and these dtypes."""
-    arguments = (
-        q_TNH,
-        up_NUC,
-        cos_TI,
-        sin_TI,
-        pages_PBW,
-        *as_read(tables_SM, query_starts, lengths_S),
-        scale,
-        interleaved,
-        max_query,
-        max_length,
-        query_counts,
-        key_counts,
+    """Run the kernel of this device."""
+    tensors = (q_TNH, kv_b_NUC, cos_TI, sin_TI, cache_PBW)
+    arguments = (*tensors, as_contiguous(metadata), scale, interleaved)
+    out: Tensor = registry.dispatch(
+        MLA_ATTENTION_KERNELS, q_TNH.device, reference.mla_attention, *arguments
     )
-    out: Tensor = registry.run(ATTENTION, q_TNH.device, reference.latent_attention, *arguments)
     return out
 
 
-def _dispatch_write(
-    latent_TL: Tensor,
+def _mla_attention_schema(
+    q_TNH: Tensor,
+    kv_b_NUC: Tensor,
+    cos_TI: Tensor,
+    sin_TI: Tensor,
+    cache_PBW: Tensor,
+    block_table_SM: Tensor,
+    query_start_loc: Tensor,
+    seq_lens_S: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    query_lens: list[int] | None,
+    seq_lens: list[int] | None,
+    scale: float,
+    interleaved: bool,
+) -> Tensor:
+    """`mla_attention` with a flat argument list, which a torch operator's schema needs."""
+    metadata = AttentionMetadata(
+        block_table_SM,
+        query_start_loc,
+        seq_lens_S,
+        max_query_len,
+        max_seq_len,
+        query_lens,
+        seq_lens,
+    )
+    tensors = (q_TNH, kv_b_NUC, cos_TI, sin_TI, cache_PBW)
+    return _dispatch_mla_attention(*tensors, metadata, scale, interleaved)
+
+
+def _dispatch_store_mla_cache(
+    kv_a_TL: Tensor,
     norm_C: Tensor,
     cos_TI: Tensor,
     sin_TI: Tensor,
-    pages_PBW: Tensor,
-    slots_T: Tensor,
+    cache_PBW: Tensor,
+    slot_mapping_T: Tensor,
     eps: float,
     interleaved: bool,
 ) -> None:
-    arguments = (latent_TL, norm_C, cos_TI, sin_TI, pages_PBW, slots_T, eps, interleaved)
-    registry.run(WRITES, latent_TL.device, reference.write_latent, *arguments)
+    """Run the kernel of this device."""
+    arguments = (kv_a_TL, norm_C, cos_TI, sin_TI, cache_PBW, slot_mapping_T, eps, interleaved)
+    registry.dispatch(
+        STORE_MLA_CACHE_KERNELS, kv_a_TL.device, reference.store_mla_cache, *arguments
+    )
 
 
-_latent_attention = torch.library.custom_op(
-    "fulgurite::latent_attention", _dispatch, mutates_args=()
+_mla_attention_op = torch.library.custom_op(
+    "fulgurite::mla_attention", _mla_attention_schema, mutates_args=()
 )
-_write_latent = torch.library.custom_op(
-    "fulgurite::write_latent", _dispatch_write, mutates_args=("pages_PBW",)
+_store_mla_cache_op = torch.library.custom_op(
+    "fulgurite::store_mla_cache", _dispatch_store_mla_cache, mutates_args=("cache_PBW",)
 )
 
 
-@_latent_attention.register_fake
-def _(q_TNH, up_NUC, cos_TI, *rest):  # type: ignore[no-untyped-def]
-    value = up_NUC.shape[1] - (q_TNH.shape[2] - 2 * cos_TI.shape[-1])
-    return q_TNH.new_empty((q_TNH.shape[0], q_TNH.shape[1], value))
+@_mla_attention_op.register_fake
+def _(q_TNH, kv_b_NUC, cos_TI, *rest):  # type: ignore[no-untyped-def]
+    value_dim = kv_b_NUC.shape[1] - (q_TNH.shape[2] - 2 * cos_TI.shape[-1])
+    return q_TNH.new_empty((q_TNH.shape[0], q_TNH.shape[1], value_dim))
 
 
-@_write_latent.register_fake
-def _(latent_TL, norm_C, cos_TI, sin_TI, pages_PBW, slots_T, eps, interleaved):  # type: ignore[no-untyped-def]
+@_store_mla_cache_op.register_fake
+def _(*args):  # type: ignore[no-untyped-def]
     return None

@@ -1,47 +1,49 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Absorbed latent attention on GPUs: flash-style over the latents as they are kept, contexts split.
+"""Absorbed MLA on GPUs: FlashAttention-style decode over cached latents, with split-KV.
 
     scores = scale * (q_c . c_j + q_r . r_j)      out = sum_j softmax_j(scores) c_j
 
-A program takes a tile of rows, the (token, head) pairs of one sequence, over a span of its keys: a latent is read
-once for all rows of the tile, and serves as key and as value. With few tiles contexts are split into spans, each
-of which leaves its maximum, its sum and its weighted latents, and `merge_kernel` joins them.
+A program takes a tile of rows and a range of keys. Rows are the (token, head) pairs of one
+sequence. A latent is read once for all rows of the tile and is both key and value. With few tiles
+contexts are split: each program stores its maximum, sum and accumulator, and `merge_splits_kernel`
+merges them.
 
-FP8 latents are multiplied in float16, which holds them exactly: an instruction converts two of them, where bfloat16
-takes many. Their scales never touch them: a scale multiplies its column of the scores, and it is part of the weight,
+FP8 latents are multiplied in float16, which holds them exactly: one instruction converts two of
+them, where bfloat16 takes many. Scales are not applied to the latents. The scale f_j multiplies
+column j of the scores, and it is part of the weight u_j:
 
-    u_j = exp2(s_j + log2 f_j - top)      sum_j u_j c_j,  sum_j u_j / f_j
+    u_j = exp2(s_j + log2 f_j - max)      acc = sum_j u_j c_j,   sum = sum_j u_j / f_j
 
-so that the largest weight is 1 however small the scales are.
+So the largest weight is 1 however small the scales are.
 
-    T  tokens    N  heads    C  latent rank    R  rotary part    S  sequences    P  splits
+    T  tokens    N  heads    C  rank of the latent    R  rotary part    S  sequences
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from fulgurite.kernels.mla.reference import Parts
-from fulgurite.kernels.mla.triton_absorb import Queries
-from fulgurite.kernels.mla.triton_store_kv import NATIVE
-from fulgurite.kernels.tuning.gemm import processors
+from fulgurite.kernels.attention.metadata import AttentionMetadata
+from fulgurite.kernels.common.triton_import import INTERPRETED, tl, triton
+from fulgurite.kernels.integer_math import cdiv, next_power_of_2
+from fulgurite.kernels.mla.reference import LatentCache
+from fulgurite.kernels.mla.triton_absorb import AbsorbedQueries
+from fulgurite.kernels.tuning.config import LaunchConfig
+from fulgurite.kernels.tuning.heuristics import heuristics_for
 
-LEAST_SPAN = 64  # keys worth a program of their own
-MOST_SPLITS = 64
-NEGATIVE = tl.constexpr(-float("inf"))
+NEG_INF = tl.constexpr(-float("inf"))
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _half(x):
-    """float16 of e4m3, two an instruction. Not pure, or the compiler would convert once for each use, and
-    fetch values byte by byte."""
+def _e4m3_to_f16(x):
+    """float16 of e4m3, two per instruction.
+
+    Not pure: otherwise the compiler converts once per use and loads values byte by byte.
+    """
     return tl.inline_asm_elementwise(
         "{ .reg .b16 a, b; mov.b32 {a, b}, $2;"
         " cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
@@ -50,95 +52,103 @@ def _half(x):
 
 
 @triton.jit
-def _tile(
-    pages_ptr, at, column, inside, SIZE: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr
+def _load_tile(
+    cache_ptr,
+    offsets,
+    column,
+    is_key,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """Rows `at` of the pages, of SIZE numbers in WIDTH columns."""
+    """Rows at `offsets` of the cache, SIZE numbers padded to WIDTH columns."""
     if MASKED:
-        keep = inside[:, None] & (column < SIZE)[None, :]
-        return tl.load(pages_ptr + at[:, None] + column[None, :], keep, 0.0)
+        mask = is_key[:, None] & (column < SIZE)[None, :]
+        return tl.load(cache_ptr + offsets[:, None] + column[None, :], mask, 0.0)
     elif SIZE < WIDTH:
-        return tl.load(pages_ptr + at[:, None] + column[None, :], (column < SIZE)[None, :], 0.0)
+        return tl.load(
+            cache_ptr + offsets[:, None] + column[None, :], (column < SIZE)[None, :], 0.0
+        )
     else:
-        return tl.load(pages_ptr + at[:, None] + column[None, :])
+        return tl.load(cache_ptr + offsets[:, None] + column[None, :])
 
 
 @triton.jit
-def _walk(
-    start, stop, last, q_c, q_r, top, total, gathered, position, latents_ptr, ropes_ptr,
-    scales_ptr, table, factor, latent_page, latent_slot, rope_page, rope_slot, scale_page, scale_slot,
-    C: tl.constexpr, BC: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PAGE: tl.constexpr,
-    PACKED: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr,
+def _attend_blocks(
+    start, stop, last, q_c, q_r, m_i, l_i, acc, position, latents_ptr, ropes_ptr, scales_ptr,
+    block_row, row_scale, latent_block_stride, latent_slot_stride, rope_block_stride,
+    rope_slot_stride, scale_block_stride, scale_slot_stride,
+    C: tl.constexpr, BC: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    FP8: tl.constexpr, CONVERT_F16: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys start .. stop, a block at a time, with a running maximum and sum (online softmax)."""
+    """Online softmax over keys start .. stop, in blocks of BN."""
     column, i = tl.arange(0, BC), tl.arange(0, BR)
-    if PAGE % BN == 0:  # a block lies in one page; its number is read a block ahead
-        ahead = tl.load(table + start // PAGE, start < stop, 0)
+    if BLOCK_SIZE % BN == 0:  # BN keys are in one cache block, which is looked up one step ahead
+        next_block = tl.load(block_row + start // BLOCK_SIZE, start < stop, 0)
     for j in range(start, stop, BN):
         key = j + tl.arange(0, BN)
-        inside = key < last
-        if PAGE % BN == 0:
-            page = ahead.to(tl.int64)
-            ahead = tl.load(table + (j + BN) // PAGE, j + BN < stop, 0)
-            slot = j % PAGE + tl.arange(0, BN)
+        is_key = key < last
+        if BLOCK_SIZE % BN == 0:
+            block = next_block.to(tl.int64)
+            next_block = tl.load(block_row + (j + BN) // BLOCK_SIZE, j + BN < stop, 0)
+            slot = j % BLOCK_SIZE + tl.arange(0, BN)
         else:
-            page = tl.load(table + key // PAGE, inside, 0).to(tl.int64)
-            slot = key % PAGE
-        at = page * latent_page + slot * latent_slot
-        c = _tile(latents_ptr, at, column, inside, C, BC, MASKED)
-        c = _half(c) if HALF else c.to(q_c.dtype)
-        scores = tl.dot(q_c, tl.trans(c), input_precision=PRECISION)
-        if PACKED:
-            at = scales_ptr + page * scale_page + slot * scale_slot
-            size = tl.load(at, inside, 1.0) if MASKED else tl.load(at)
-            scores *= size[None, :]
+            block = tl.load(block_row + key // BLOCK_SIZE, is_key, 0).to(tl.int64)
+            slot = key % BLOCK_SIZE
+        offsets = block * latent_block_stride + slot * latent_slot_stride
+        c = _load_tile(latents_ptr, offsets, column, is_key, C, BC, MASKED)
+        c = _e4m3_to_f16(c) if CONVERT_F16 else c.to(q_c.dtype)
+        qk = tl.dot(q_c, tl.trans(c), input_precision=PRECISION)
+        if FP8:
+            scale_ptrs = scales_ptr + block * scale_block_stride + slot * scale_slot_stride
+            key_scale = tl.load(scale_ptrs, is_key, 1.0) if MASKED else tl.load(scale_ptrs)
+            qk *= key_scale[None, :]
         if R > 0:
-            r = _tile(ropes_ptr, page * rope_page + slot * rope_slot, i, inside, R, BR, MASKED)
-            scores = tl.dot(q_r, tl.trans(r.to(q_r.dtype)), scores, input_precision=PRECISION)
+            offsets = block * rope_block_stride + slot * rope_slot_stride
+            r = _load_tile(ropes_ptr, offsets, i, is_key, R, BR, MASKED)
+            qk = tl.dot(q_r, tl.trans(r.to(q_r.dtype)), qk, input_precision=PRECISION)
         if MASKED:
-            seen = (key[None, :] <= position[:, None]) & inside[None, :]
-            scores = tl.where(seen, scores, NEGATIVE)
-        scores *= factor[:, None]
-        if PACKED:
-            scores += tl.log2(size)[None, :]
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new_top == NEGATIVE, 0.0, new_top) if MASKED else new_top
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(top - base)
-        gathered = tl.dot(
-            weights.to(q_c.dtype), c, gathered * shrink[:, None], input_precision=PRECISION
-        )
-        if PACKED:
-            weights *= (1.0 / size)[None, :]
-        total = total * shrink + tl.sum(weights, 1)
-        top = new_top
-    return top, total, gathered
+            visible = (key[None, :] <= position[:, None]) & is_key[None, :]
+            qk = tl.where(visible, qk, NEG_INF)
+        qk *= row_scale[:, None]
+        if FP8:
+            qk += tl.log2(key_scale)[None, :]
+        m_new = tl.maximum(m_i, tl.max(qk, 1))
+        m_base = tl.where(m_new == NEG_INF, 0.0, m_new) if MASKED else m_new
+        p = tl.exp2(qk - m_base[:, None])
+        alpha = tl.exp2(m_i - m_base)
+        acc = tl.dot(p.to(q_c.dtype), c, acc * alpha[:, None], input_precision=PRECISION)
+        if FP8:
+            p *= (1.0 / key_scale)[None, :]
+        l_i = l_i * alpha + tl.sum(p, 1)
+        m_i = m_new
+    return m_i, l_i, acc
 
 
 @triton.jit
-def absorbed_kernel(
-    q_ptr, rope_ptr, powers_ptr, latents_ptr, ropes_ptr, scales_ptr, tables_ptr, starts_ptr,
-    lengths_ptr, out_ptr, parts_ptr, tops_ptr, sums_ptr, scale, tiles, splits, tokens, sequences,
-    table_row,
-    latent_page, latent_slot, rope_page, rope_slot, scale_page, scale_slot,
+def mla_decode_kernel(
+    q_ptr, q_rope_ptr, powers_ptr, latents_ptr, ropes_ptr, scales_ptr, block_table_ptr,
+    query_start_loc_ptr, seq_lens_ptr, out_ptr, partial_acc_ptr, partial_max_ptr, partial_sum_ptr,
+    scale, tiles, splits, tokens, sequences, table_row_stride, latent_block_stride,
+    latent_slot_stride, rope_block_stride, rope_slot_stride, scale_block_stride, scale_slot_stride,
     HEADS: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
-    PAGE: tl.constexpr, PACKED: tl.constexpr, HALF: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr, CONVERT_F16: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Rows tile * BM .. of one sequence over one span of its keys."""
-    if PACKED:  # rows of bytes lie 16 apart, which the compiler sees in the factor
-        rope_page, rope_slot = rope_page * 8, rope_slot * 8
+    """Rows tile * BM .. of one sequence, over one split of its keys."""
+    if FP8:  # strides are multiples of 16 bytes, which the compiler sees in the factor
+        rope_block_stride, rope_slot_stride = rope_block_stride * 8, rope_slot_stride * 8
     sequence = tl.program_id(0) // tiles
-    tile = tiles - 1 - tl.program_id(0) % tiles  # later tiles have more keys: they go first
+    tile = tiles - 1 - tl.program_id(0) % tiles  # later tiles have more keys: run them first
     split = tl.program_id(1)
     if sequence >= sequences:
         if not SPLIT:
-            zero_rows(out_ptr, starts_ptr, tokens, sequences, HEADS * C)
+            zero_unused_tokens(out_ptr, query_start_loc_ptr, tokens, sequences, HEADS * C)
         return
-    start = tl.load(starts_ptr + sequence)
-    count = tl.load(starts_ptr + sequence + 1) - start
-    length = tl.load(lengths_ptr + sequence)
+    start = tl.load(query_start_loc_ptr + sequence)
+    count = tl.load(query_start_loc_ptr + sequence + 1) - start
+    length = tl.load(seq_lens_ptr + sequence)
     if tile * BM >= count * HEADS:
         return
     row = tile * BM + tl.arange(0, BM)
@@ -148,199 +158,159 @@ def absorbed_kernel(
     first = 0
     last = tl.max(tl.where(is_row, position, -1), 0) + 1
     if SPLIT:
-        span = tl.cdiv(tl.cdiv(last, splits), BN) * BN
-        first = split * span
-        last = tl.minimum(last, first + span)
+        split_keys = tl.cdiv(tl.cdiv(last, splits), BN) * BN
+        first = split * split_keys
+        last = tl.minimum(last, first + split_keys)
 
     column, i = tl.arange(0, BC), tl.arange(0, BR)
-    place = start.to(tl.int64) * HEADS + row
-    from_q = q_ptr + place[:, None] * C + column[None, :]
-    q_c = tl.load(from_q, is_row[:, None] & (column < C)[None, :], 0.0)
-    from_rope = rope_ptr + place[:, None] * R + i[None, :]
-    q_r = tl.load(from_rope, is_row[:, None] & (i < R)[None, :], 0.0)
-    factor = tl.full([BM], 1.0, tl.float32) * (scale * LOG2E)
-    if PACKED:
-        factor *= tl.load(powers_ptr + place, is_row, 1.0)
-    top = tl.full([BM], NEGATIVE, tl.float32)
-    total = tl.zeros([BM], tl.float32)
-    gathered = tl.zeros([BM, BC], tl.float32)
-    table = tables_ptr + sequence.to(tl.int64) * table_row
+    out_row = start.to(tl.int64) * HEADS + row
+    q_ptrs = q_ptr + out_row[:, None] * C + column[None, :]
+    q_c = tl.load(q_ptrs, is_row[:, None] & (column < C)[None, :], 0.0)
+    q_rope_ptrs = q_rope_ptr + out_row[:, None] * R + i[None, :]
+    q_r = tl.load(q_rope_ptrs, is_row[:, None] & (i < R)[None, :], 0.0)
+    row_scale = tl.full([BM], 1.0, tl.float32) * (scale * LOG2E)
+    if FP8:
+        row_scale *= tl.load(powers_ptr + out_row, is_row, 1.0)
+    m_i = tl.full([BM], NEG_INF, tl.float32)
+    l_i = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, BC], tl.float32)
+    block_row = block_table_ptr + sequence.to(tl.int64) * table_row_stride
 
-    # blocks that every row sees whole need no mask
-    seen_by_all = tl.min(tl.where(is_row, position, last), 0) + 1
-    whole = first + tl.maximum(tl.minimum(seen_by_all, last) - first, 0) // BN * BN
-    top, total, gathered = _walk(
-        first, whole, last, q_c, q_r, top, total, gathered, position, latents_ptr, ropes_ptr,
-        scales_ptr, table, factor, latent_page, latent_slot, rope_page, rope_slot, scale_page,
-        scale_slot, C, BC, R, BR, PAGE, PACKED, HALF, PRECISION, BN, False,
+    # blocks of keys that every row sees completely need no mask
+    all_visible_end = tl.min(tl.where(is_row, position, last), 0) + 1
+    unmasked_end = first + tl.maximum(tl.minimum(all_visible_end, last) - first, 0) // BN * BN
+    m_i, l_i, acc = _attend_blocks(
+        first, unmasked_end, last, q_c, q_r, m_i, l_i, acc, position, latents_ptr, ropes_ptr,
+        scales_ptr, block_row, row_scale, latent_block_stride, latent_slot_stride,
+        rope_block_stride, rope_slot_stride, scale_block_stride, scale_slot_stride, C, BC, R, BR,
+        BLOCK_SIZE, FP8, CONVERT_F16, PRECISION, BN, False,
     )  # fmt: skip
-    top, total, gathered = _walk(
-        whole, last, last, q_c, q_r, top, total, gathered, position, latents_ptr, ropes_ptr,
-        scales_ptr, table, factor, latent_page, latent_slot, rope_page, rope_slot, scale_page,
-        scale_slot, C, BC, R, BR, PAGE, PACKED, HALF, PRECISION, BN, True,
+    m_i, l_i, acc = _attend_blocks(
+        unmasked_end, last, last, q_c, q_r, m_i, l_i, acc, position, latents_ptr, ropes_ptr,
+        scales_ptr, block_row, row_scale, latent_block_stride, latent_slot_stride,
+        rope_block_stride, rope_slot_stride, scale_block_stride, scale_slot_stride, C, BC, R, BR,
+        BLOCK_SIZE, FP8, CONVERT_F16, PRECISION, BN, True,
     )  # fmt: skip
 
     if SPLIT:
-        mine = place * splits + split
-        tl.store(tops_ptr + mine, top, is_row)
-        tl.store(sums_ptr + mine, total, is_row)
-        tl.store(parts_ptr + mine[:, None] * BC + column[None, :], gathered, is_row[:, None])
+        partial_row = out_row * splits + split
+        tl.store(partial_max_ptr + partial_row, m_i, is_row)
+        tl.store(partial_sum_ptr + partial_row, l_i, is_row)
+        tl.store(
+            partial_acc_ptr + partial_row[:, None] * BC + column[None, :], acc, is_row[:, None]
+        )
     else:
-        out = (gathered / total[:, None]).to(out_ptr.dtype.element_ty)
-        to = out_ptr + place[:, None] * C + column[None, :]
-        tl.store(to, out, is_row[:, None] & (column < C)[None, :])
+        out = (acc / l_i[:, None]).to(out_ptr.dtype.element_ty)
+        out_ptrs = out_ptr + out_row[:, None] * C + column[None, :]
+        tl.store(out_ptrs, out, is_row[:, None] & (column < C)[None, :])
 
 
 @triton.jit
-def zero_rows(out_ptr, starts_ptr, tokens, sequences, ROW: tl.constexpr):
-    """Tokens that are nobody's, of ROW numbers each."""
-    number = tl.arange(0, 1024)
-    first = tl.load(starts_ptr + sequences).to(tl.int64)
+def zero_unused_tokens(out_ptr, query_start_loc_ptr, tokens, sequences, ROW: tl.constexpr):
+    """Zero the output of tokens of no sequence, ROW numbers each."""
+    offset = tl.arange(0, 1024)
+    first = tl.load(query_start_loc_ptr + sequences).to(tl.int64)
     count = (tokens - first) * ROW
     for start in range(0, count, 1024):
-        empty = tl.zeros([1024], out_ptr.dtype.element_ty)
-        tl.store(out_ptr + first * ROW + start + number, empty, start + number < count)
+        zeros = tl.zeros([1024], out_ptr.dtype.element_ty)
+        tl.store(out_ptr + first * ROW + start + offset, zeros, start + offset < count)
 
 
 @triton.jit
-def merge_kernel(
-    parts_ptr, tops_ptr, sums_ptr, starts_ptr, out_ptr, splits, sequences,
+def merge_splits_kernel(
+    partial_acc_ptr, partial_max_ptr, partial_sum_ptr, query_start_loc_ptr, out_ptr, splits,
+    sequences,
     HEADS: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The spans of one (token, head): each is scaled to the largest maximum. Zeros for nobody's tokens."""
+    """Merge the splits of one (token, head), rescaled to the largest maximum.
+
+    Tokens of no sequence get zeros.
+    """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     split, column = tl.arange(0, SPLITS), tl.arange(0, BC)
     row = token * HEADS + head
-    to = out_ptr + row * C + column
-    if token >= tl.load(starts_ptr + sequences):
-        tl.store(to, tl.zeros([BC], out_ptr.dtype.element_ty), column < C)
+    out_ptrs = out_ptr + row * C + column
+    if token >= tl.load(query_start_loc_ptr + sequences):
+        tl.store(out_ptrs, tl.zeros([BC], out_ptr.dtype.element_ty), column < C)
         return
-    place = row * splits + split
-    top = tl.load(tops_ptr + place, split < splits, NEGATIVE)
-    most = tl.max(top, 0)
-    factor = tl.exp2(top - tl.where(most == NEGATIVE, 0.0, most))
-    total = tl.sum(tl.load(sums_ptr + place, split < splits, 0.0) * factor, 0)
-    where = (split < splits)[:, None]
-    found = tl.load(parts_ptr + place[:, None] * BC + column[None, :], where, 0.0)
-    out = tl.sum(found * factor[:, None], 0) / total
-    tl.store(to, out.to(out_ptr.dtype.element_ty), column < C)
+    partial_row = row * splits + split
+    partial_max = tl.load(partial_max_ptr + partial_row, split < splits, NEG_INF)
+    m_i = tl.max(partial_max, 0)
+    rescale = tl.exp2(partial_max - tl.where(m_i == NEG_INF, 0.0, m_i))
+    l_i = tl.sum(tl.load(partial_sum_ptr + partial_row, split < splits, 0.0) * rescale, 0)
+    acc_ptrs = partial_acc_ptr + partial_row[:, None] * BC + column[None, :]
+    partial_acc = tl.load(acc_ptrs, (split < splits)[:, None], 0.0)
+    out = tl.sum(partial_acc * rescale[:, None], 0) / l_i
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), column < C)
 
 
 # ---- launching -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Tile sizes and how contexts are split."""
+class SplitPartials(NamedTuple):
+    """Partial results of split contexts; one element each where contexts are not split."""
 
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-    splits: int
-
-
-class Spans(NamedTuple):
-    """What the spans of a split context leave; empty where contexts are whole."""
-
-    parts: Tensor
-    tops: Tensor
-    sums: Tensor
-
-
-def plan(
-    rows: int, wide: bool, packed: bool, sequences: int, longest: int, device: torch.device
-) -> Plan:
-    """For `rows` rows a sequence. Measured on an H200 (`benchmarks/sweep_mla.py`), 4096 keys, batch 64: with 16
-    rows 64 x 3 stages read bfloat16 at 87% of the copy bandwidth, 32 x 4 keep two programs a processor
-    at conversions of FP8; with 128 rows 64 keys beat 32 by a fifth. GPUs with less shared memory take small tiles.
-    """
-    if wide:
-        tile, together = Plan(16, 16, 4, 1, 1), 2
-    elif not _is_roomy(device):
-        tile, together = Plan(16, 32, 4, 2, 1), 1
-    elif rows <= 16:
-        tile, together = (Plan(16, 32, 4, 4, 1), 2) if packed else (Plan(16, 64, 4, 3, 1), 1)
-    elif rows <= 32:
-        tile, together = Plan(32, 32, 4, 3, 1), 1
-    else:
-        tile, together = Plan(64, 32 if packed else 64, 8, 3 if packed else 2, 1), 1
-    programs = sequences * triton.cdiv(rows, tile.rows)
-    return replace(tile, splits=splits_for(programs, together * processors(device), longest))
-
-
-def _is_roomy(device: torch.device) -> bool:
-    """Whether a program may have as much shared memory as on Hopper, 227 KiB; so in the interpreter."""
-    if device.type != "cuda":
-        return True
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 227 << 10
-
-
-def splits_for(programs: int, resident: int, longest: int) -> int:
-    """Spans a context, where `resident` programs run at once: the fewest keys one after the other.
-
-    A program costs as much as 64 keys before its first, and the merge of a span 4.
-    """
-
-    def cost(splits: int) -> int:
-        waves = triton.cdiv(programs * splits, resident)
-        return waves * (triton.cdiv(longest, splits) + 64) + (4 * splits if splits > 1 else 0)
-
-    return min(range(1, max(min(longest // LEAST_SPAN, MOST_SPLITS), 1) + 1), key=cost)
+    acc: Tensor
+    max: Tensor
+    sum: Tensor
 
 
 def attend_absorbed(
-    queries: Queries,
-    kept: Parts,
-    tables: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
+    queries: AbsorbedQueries,
+    cache: LatentCache,
+    metadata: AttentionMetadata,
     scale: float,
-    max_query: int,
-    max_length: int,
     dtype: torch.dtype,
-    chosen: Plan | None = None,
+    config: LaunchConfig | None = None,
 ) -> Tensor:
-    """What absorbed queries gather, [T, N, C]; zeros for nobody's tokens."""
+    """Attention of absorbed queries to the latents, [T, N, C]; zeros for tokens of no sequence."""
     q_TNC, q_TNR, powers = queries
+    block_table, query_start_loc, seq_lens, max_query_len, max_seq_len = metadata[:5]
+    assert max_query_len is not None and max_seq_len is not None, "the operator sets both"
     tokens, heads, rank = q_TNC.shape
-    rope, packed, wide = q_TNR.shape[2], powers is not None, q_TNC.dtype == torch.float32
-    if chosen is None:
-        sizes = (max_query * heads, wide, packed, lengths.shape[0], max_length)
-        chosen = plan(*sizes, q_TNC.device)
-    splits, split = chosen.splits, chosen.splits > 1
-    out = torch.empty((tokens, heads, rank), dtype=dtype, device=q_TNC.device)
-    width = max(16, triton.next_power_of_2(rank))
-    spans = empty_spans(tokens * heads, splits, width, q_TNC.device)
-    scales = kept.scales_PB if kept.scales_PB is not None else spans.tops
-    tiles = triton.cdiv(max_query * heads, chosen.rows)
-    absorbed_kernel[(lengths.shape[0] * tiles + 1, splits)](
-        q_TNC, q_TNR, spans.tops if powers is None else powers, kept.latents_PBC, kept.ropes_PBR,
-        scales, tables, starts, lengths, out, *spans, scale, tiles, splits, tokens,
-        lengths.shape[0], tables.stride(0),
-        *kept.latents_PBC.stride()[:2],
-        *(step // (8 if packed else 1) for step in kept.ropes_PBR.stride()[:2]),
-        *(scales.stride() if packed else (0, 0)),
-        HEADS=heads, C=rank, BC=width, R=rope, BR=max(16, triton.next_power_of_2(rope)),
-        PAGE=kept.latents_PBC.shape[1], PACKED=packed, HALF=packed and not wide and NATIVE,
-        SPLIT=split, PRECISION="ieee" if wide else "tf32", BM=chosen.rows, BN=chosen.keys,
-        num_warps=chosen.warps, num_stages=chosen.stages,
+    rope_dim, is_fp8, is_float32 = q_TNR.shape[2], powers is not None, q_TNC.dtype == torch.float32
+    sequences = seq_lens.shape[0]
+    if config is None:
+        config = heuristics_for(q_TNC.device).mla_decode_config(
+            max_query_len * heads, is_float32, is_fp8, sequences, max_seq_len
+        )
+    splits = config.split_k
+    out = torch.zeros((tokens, heads, rank), dtype=dtype, device=q_TNC.device)
+    width = max(16, next_power_of_2(rank))
+    partials = allocate_partials(tokens * heads, splits, width, q_TNC.device)
+    scales = cache.scales_PB if cache.scales_PB is not None else partials.max
+    tiles = cdiv(max_query_len * heads, config.block_m)
+    mla_decode_kernel[(sequences * tiles + 1, splits)](
+        q_TNC, q_TNR, partials.max if powers is None else powers, cache.latents_PBC,
+        cache.ropes_PBR, scales, block_table, query_start_loc, seq_lens, out, *partials, scale,
+        tiles, splits, tokens, sequences, block_table.stride(0),
+        *cache.latents_PBC.stride()[:2],
+        *(stride // (8 if is_fp8 else 1) for stride in cache.ropes_PBR.stride()[:2]),
+        *(scales.stride() if is_fp8 else (0, 0)),
+        HEADS=heads, C=rank, BC=width, R=rope_dim, BR=max(16, next_power_of_2(rope_dim)),
+        BLOCK_SIZE=cache.latents_PBC.shape[1], FP8=is_fp8,
+        CONVERT_F16=is_fp8 and not is_float32 and not INTERPRETED, SPLIT=splits > 1,
+        PRECISION="ieee" if is_float32 else "tf32", BM=config.block_m, BN=config.block_n,
+        num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    if split:
-        merge(spans, starts, out, splits, width)
+    if splits > 1:
+        merge_splits(partials, query_start_loc, out, splits, width)
     return out
 
 
-def empty_spans(rows: int, splits: int, width: int, device: torch.device) -> Spans:
+def allocate_partials(rows: int, splits: int, width: int, device: torch.device) -> SplitPartials:
     count = rows * splits if splits > 1 else 1
-    tops, sums = torch.empty(2, count, device=device).unbind(0)
-    return Spans(torch.empty(count * width if splits > 1 else 1, device=device), tops, sums)
+    row_max, row_sum = torch.zeros(2, count, device=device).unbind(0)
+    acc = torch.zeros(count * width if splits > 1 else 1, device=device)
+    return SplitPartials(acc, row_max, row_sum)
 
 
-def merge(spans: Spans, starts: Tensor, out: Tensor, splits: int, width: int) -> None:
-    """Join the spans of every (token, head) into `out`, [T, N, C]."""
+def merge_splits(
+    partials: SplitPartials, query_start_loc: Tensor, out: Tensor, splits: int, width: int
+) -> None:
+    """Merge the splits of every (token, head) into `out`, [T, N, C]."""
     tokens, heads, rank = out.shape
-    merge_kernel[(tokens, heads)](
-        *spans, starts, out, splits, starts.shape[0] - 1,
-        HEADS=heads, C=rank, BC=width, SPLITS=triton.next_power_of_2(splits), num_warps=4,
+    merge_splits_kernel[(tokens, heads)](
+        *partials, query_start_loc, out, splits, query_start_loc.shape[0] - 1,
+        HEADS=heads, C=rank, BC=width, SPLITS=next_power_of_2(splits), num_warps=4,
     )  # fmt: skip

@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Latent attention on GPUs: short pieces of sequences absorbed, long ones expanded.
+"""MLA on GPUs: sequences with few new tokens absorbed, long ones expanded.
 
-In: the arguments of `kernels.mla.latent_attention` on a GPU. Out: [T, N, V]. Decode steps (and every call whose
-counts the host does not know) are absorbed as they are, without a sync, so a CUDA graph can hold them. In a step
-with prompts the host knows who has how many tokens: the few-token sequences are absorbed together, each long one
-is expanded a piece of keys at a time.
+In: the arguments of `mla.ops.mla_attention` on a GPU. Out: [T, N, V], or `NotImplemented`. Decode
+steps, and every call whose lengths the host does not know, are absorbed without a device sync, so a
+CUDA graph can capture them. In a step with prompts the host knows the lengths: sequences with few
+new tokens are absorbed together, and each long sequence is expanded chunk by chunk.
 """
 
 from __future__ import annotations
@@ -14,142 +14,163 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fulgurite.kernels.attention.metadata import AttentionMetadata
 from fulgurite.kernels.mla import triton_decode_sm90
-from fulgurite.kernels.mla.ops import EXPANDED_KEYS, expands
-from fulgurite.kernels.mla.reference import Parts, parts
-from fulgurite.kernels.mla.triton_absorb import project_queries
+from fulgurite.kernels.mla.reference import LatentCache, split_latent_cache
+from fulgurite.kernels.mla.triton_absorb import absorb_queries
 from fulgurite.kernels.mla.triton_decode import attend_absorbed
-from fulgurite.kernels.mla.triton_prefill import attend_expanded, empty_state, gather
-from fulgurite.kernels.mla.triton_store_kv import DTYPES, plain_angles
+from fulgurite.kernels.mla.triton_prefill import (
+    KeyChunk,
+    allocate_state,
+    attend_expanded,
+    gather_latents,
+)
+from fulgurite.kernels.mla.triton_store_kv import SUPPORTED_DTYPES, is_rope_supported
+from fulgurite.kernels.tuning.heuristics import heuristics_for
+from fulgurite.kernels.tuning.mla import should_expand
 
 
-class Call(NamedTuple):
-    """The arguments that every sequence shares, with the pages taken apart."""
+class LayerArguments(NamedTuple):
+    """The arguments that all sequences of a call share."""
 
-    up_NUC: Tensor
-    kept: Parts
-    tables_SM: Tensor
-    lengths_S: Tensor
+    kv_b_NUC: Tensor
+    cache: LatentCache
     scale: float
     interleaved: bool
-    plain: int
-    max_length: int
+    nope_dim: int
 
 
 @torch.no_grad()
-def latent_attention(
+def mla_attention(
     q: Tensor,
-    up: Tensor,
+    kv_b: Tensor,
     cos: Tensor,
     sin: Tensor,
-    pages: Tensor,
-    tables: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
+    cache: Tensor,
+    metadata: AttentionMetadata,
     scale: float,
     interleaved: bool,
-    max_query: int,
-    max_length: int,
-    query_counts: list[int] | None,
-    key_counts: list[int] | None,
 ) -> Any:
-    """`kernels.mla.latent_attention`."""
-    if q.dtype not in DTYPES or up.dtype != q.dtype or not plain_angles(cos, sin):
+    """`mla.ops.mla_attention`."""
+    if q.dtype not in SUPPORTED_DTYPES or kv_b.dtype != q.dtype or not is_rope_supported(cos, sin):
         return NotImplemented
-    if any(x.stride(-1) != 1 for x in (q, up, pages)) or scale <= 0:
+    if any(x.stride(-1) != 1 for x in (q, kv_b, cache)) or scale <= 0:
         return NotImplemented
-    if pages.dtype == torch.uint8 and any(step % 16 for step in pages.stride()[:2]):
+    if cache.dtype == torch.uint8 and any(stride % 16 for stride in cache.stride()[:2]):
         return NotImplemented
-    rope = 2 * cos.shape[1]
-    plain = q.shape[2] - rope
-    if q.numel() == 0 or lengths.shape[0] == 0 or max_query == 0:
-        return q.new_zeros((*q.shape[:2], up.shape[1] - plain))
-    kept = parts(pages, up.shape[2], rope)
-    call = Call(up, kept, tables, lengths, scale, interleaved, plain, max_length)
-    long = _long(call, rope, query_counts or [], key_counts or [])
-    if not long:
-        return _absorbed(call, q, cos, sin, starts, max_query)
-    assert query_counts is not None and key_counts is not None, "long ones are found by the counts"
-    return _mixed(call, q, cos, sin, long, query_counts, key_counts)
+    rope_dim = 2 * cos.shape[1]
+    nope_dim = q.shape[2] - rope_dim
+    if q.numel() == 0 or metadata.seq_lens_S.shape[0] == 0 or metadata.max_query_len == 0:
+        return q.new_zeros((*q.shape[:2], kv_b.shape[1] - nope_dim))
+    views = split_latent_cache(cache, kv_b.shape[2], rope_dim)
+    layer = LayerArguments(kv_b, views, scale, interleaved, nope_dim)
+    expanded = _sequences_to_expand(layer, rope_dim, metadata)
+    if not expanded:
+        return _attend_absorbed(layer, q, cos, sin, metadata)
+    return _attend_mixed(layer, q, cos, sin, metadata, expanded)
 
 
-def _long(call: Call, rope: int, query_counts: list[int], key_counts: list[int]) -> list[int]:
+def _sequences_to_expand(
+    layer: LayerArguments, rope_dim: int, metadata: AttentionMetadata
+) -> list[int]:
     """The sequences whose keys are better expanded."""
-    heads_up, rank = call.up_NUC.shape[1:]
-    sizes = (rank, call.plain, rope, heads_up - call.plain)
-    counts = zip(query_counts, key_counts, strict=True)
-    return [s for s, (new, length) in enumerate(counts) if expands(new, length, *sizes)]
+    rows, rank = layer.kv_b_NUC.shape[1:]
+    sizes = (rank, layer.nope_dim, rope_dim, rows - layer.nope_dim)
+    lens = zip(metadata.query_lens or [], metadata.seq_lens or [], strict=True)
+    return [s for s, (queries, keys) in enumerate(lens) if should_expand(queries, keys, *sizes)]
 
 
-def _absorbed(
-    call: Call, q: Tensor, cos: Tensor, sin: Tensor, starts: Tensor, max_query: int
+def _attend_absorbed(
+    layer: LayerArguments, q: Tensor, cos: Tensor, sin: Tensor, metadata: AttentionMetadata
 ) -> Tensor:
-    """U_v (attention of U_k^T q to the latents)."""
-    up_key_NDC, up_value_NVC = call.up_NUC[:, : call.plain], call.up_NUC[:, call.plain :]
-    kind = call.kept.latents_PBC.dtype
-    queries = project_queries(q, up_key_NDC, cos, sin, call.interleaved, kind)
-    on_hopper = triton_decode_sm90.fits(queries, call.kept, max_query * q.shape[1])
-    attend = triton_decode_sm90.attend_hopper if on_hopper else attend_absorbed
-    found_TNC = attend(
-        queries, call.kept, call.tables_SM, starts, call.lengths_S, call.scale, max_query,
-        call.max_length, q.dtype,
-    )  # fmt: skip
-    out_TNV = q.new_empty((*q.shape[:2], up_value_NVC.shape[1]))
-    torch.bmm(found_TNC.transpose(0, 1), up_value_NVC.mT, out=out_TNV.transpose(0, 1))
+    """W_uv (attention of W_uk^T q to the latents)."""
+    w_uk_NDC, w_uv_NVC = layer.kv_b_NUC[:, : layer.nope_dim], layer.kv_b_NUC[:, layer.nope_dim :]
+    cache_dtype = layer.cache.latents_PBC.dtype
+    queries = absorb_queries(q, w_uk_NDC, cos, sin, layer.interleaved, cache_dtype)
+    assert metadata.max_query_len is not None, "the operator sets it"
+    rows = metadata.max_query_len * q.shape[1]
+    use_sm90 = triton_decode_sm90.is_supported(queries, layer.cache, rows)
+    attend = triton_decode_sm90.attend_absorbed_sm90 if use_sm90 else attend_absorbed
+    latent_TNC = attend(queries, layer.cache, metadata, layer.scale, q.dtype)
+    out_TNV = q.new_empty((*q.shape[:2], w_uv_NVC.shape[1]))
+    torch.bmm(latent_TNC.transpose(0, 1), w_uv_NVC.mT, out=out_TNV.transpose(0, 1))
     return out_TNV
 
 
-def _mixed(
-    call: Call,
+def _attend_mixed(
+    layer: LayerArguments,
     q: Tensor,
     cos: Tensor,
     sin: Tensor,
-    long: list[int],
-    query_counts: list[int],
-    key_counts: list[int],
+    metadata: AttentionMetadata,
+    expanded: list[int],
 ) -> Tensor:
-    """Long sequences one by one; the others gathered into a call of their own."""
-    out_TNV = q.new_zeros((*q.shape[:2], call.up_NUC.shape[1] - call.plain))
-    starts = [0]
-    for count in query_counts:
-        starts.append(starts[-1] + count)
-    for s in long:
-        own = slice(starts[s], starts[s + 1])
-        row = call.tables_SM[s]
-        _expand(call, q[own], cos[own], sin[own], row, key_counts[s], out_TNV[own])
-    few = [s for s, count in enumerate(query_counts) if count and s not in set(long)]
-    if few:
-        tokens = [t for s in few for t in range(starts[s], starts[s + 1])]
-        ends = [0]
-        for s in few:
-            ends.append(ends[-1] + query_counts[s])
-        at = torch.tensor(tokens, device=q.device)
-        rows = torch.tensor(few, device=q.device)
-        part = call._replace(
-            tables_SM=call.tables_SM[rows],
-            lengths_S=call.lengths_S[rows],
-            max_length=max(key_counts[s] for s in few),
+    """Expand the sequences of `expanded` one by one; absorb all others in one call."""
+    query_lens, seq_lens = metadata.query_lens, metadata.seq_lens
+    assert query_lens is not None and seq_lens is not None, "sequences to expand are found by these"
+    out_TNV = q.new_zeros((*q.shape[:2], layer.kv_b_NUC.shape[1] - layer.nope_dim))
+    starts = _cumulative(query_lens)
+    for s in expanded:
+        tokens = slice(starts[s], starts[s + 1])
+        blocks_M = metadata.block_table_SM[s]
+        _attend_expanded(
+            layer, q[tokens], cos[tokens], sin[tokens], blocks_M, seq_lens[s], out_TNV[tokens]
         )
-        new_starts = torch.tensor(ends, dtype=torch.int32, device=q.device)
-        most = max(query_counts[s] for s in few)
-        out_TNV[at] = _absorbed(part, q[at], cos[at], sin[at], new_starts, most)
+    absorbed = [s for s, count in enumerate(query_lens) if count and s not in set(expanded)]
+    if absorbed:
+        tokens = torch.tensor(
+            [t for s in absorbed for t in range(starts[s], starts[s + 1])], device=q.device
+        )
+        out_TNV[tokens] = _attend_absorbed(
+            layer, q[tokens], cos[tokens], sin[tokens], _select_sequences(metadata, absorbed)
+        )
     return out_TNV
 
 
-def _expand(
-    call: Call, q: Tensor, cos: Tensor, sin: Tensor, row_M: Tensor, length: int, out: Tensor
+def _select_sequences(metadata: AttentionMetadata, sequences: list[int]) -> AttentionMetadata:
+    """The metadata of some sequences, whose tokens are gathered end to end."""
+    assert metadata.query_lens is not None and metadata.seq_lens is not None
+    device = metadata.seq_lens_S.device
+    rows = torch.tensor(sequences, device=device)
+    query_lens = [metadata.query_lens[s] for s in sequences]
+    seq_lens = [metadata.seq_lens[s] for s in sequences]
+    starts = torch.tensor(_cumulative(query_lens), dtype=torch.int32, device=device)
+    return AttentionMetadata(
+        metadata.block_table_SM[rows],
+        starts,
+        metadata.seq_lens_S[rows],
+        max(query_lens),
+        max(seq_lens),
+        query_lens,
+        seq_lens,
+    )
+
+
+def _cumulative(counts: list[int]) -> list[int]:
+    starts = [0]
+    for count in counts:
+        starts.append(starts[-1] + count)
+    return starts
+
+
+def _attend_expanded(
+    layer: LayerArguments,
+    q: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    blocks_M: Tensor,
+    length: int,
+    out: Tensor,
 ) -> None:
-    """One sequence, a piece of at most EXPANDED_KEYS keys at a time, in whole pages."""
-    page = call.kept.latents_PBC.shape[1]
-    each = max(EXPANDED_KEYS // page, 1) * page
-    tokens, heads, value = out.shape
-    state = empty_state(tokens if length > each else 0, heads, value, q.device)
-    for first in range(0, length, each):
-        count = min(each, length - first)
-        c_KC, r_KR = gather(call.kept, row_M[first // page :], count, q.dtype)
-        up_KNU = (c_KC @ call.up_NUC.flatten(0, 1).t()).unflatten(1, (q.shape[1], -1))
-        before = length - q.shape[0]
-        attend_expanded(
-            q, cos, sin, up_KNU, r_KR, out, state, call.scale, call.interleaved,
-            before, first, first + count == length,
-        )  # fmt: skip
+    """One sequence, in chunks of whole cache blocks and at most `mla_max_expanded_keys` keys."""
+    block_size = layer.cache.latents_PBC.shape[1]
+    max_keys = heuristics_for(q.device).mla_max_expanded_keys
+    chunk_size = max(max_keys // block_size, 1) * block_size
+    tokens, heads, value_dim = out.shape
+    state = allocate_state(tokens if length > chunk_size else 0, heads, value_dim, q.device)
+    for first in range(0, length, chunk_size):
+        count = min(chunk_size, length - first)
+        c_KC, r_KR = gather_latents(layer.cache, blocks_M[first // block_size :], count, q.dtype)
+        kv_KNU = (c_KC @ layer.kv_b_NUC.flatten(0, 1).t()).unflatten(1, (heads, -1))
+        chunk = KeyChunk(kv_KNU, r_KR, length - tokens, first, first + count == length)
+        attend_expanded(q, cos, sin, chunk, out, state, layer.scale, layer.interleaved)

@@ -1,13 +1,15 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Expanded latent attention on GPUs: one sequence's new tokens over keys and values of every head.
+"""Expanded MLA on GPUs: one sequence's new tokens over the expanded keys and values of every head.
 
-    scores = scale * (q_d . k_j + turned q_r . r_j)      out = sum_j softmax_j(scores) v_j
+    scores = scale * (q_d . k_j + rope(q_r) . r_j)      out = sum_j softmax_j(scores) v_j
 
-Keys come in pieces: `gather` reads a piece out of its pages, a matmul expands it, `attend_expanded` takes it, so that a
-long context never lies expanded as a whole. Between pieces the running maxima, sums and weighted values stay in memory,
-and the next piece goes on from them. Blocks of keys that every token of a tile sees whole have no mask.
+Keys are expanded chunk by chunk, so that a long context is never expanded as a whole:
+`gather_latents` reads a chunk out of the cache, a GEMM expands it, and `attend_expanded` attends to
+it. Between chunks the running maximum, sum and accumulator are in memory. Blocks of keys that every
+token of a tile sees completely are not masked.
 
-    T  new tokens of the sequence    N  heads    D  plain part    R  rotary part    V  value    K  keys of a piece
+    T  new tokens of the sequence    N  heads    D  part without RoPE    R  rotary part    V  value
+    K  keys of a chunk
 """
 
 from __future__ import annotations
@@ -15,192 +17,203 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from fulgurite.kernels.mla.reference import Parts
-from fulgurite.kernels.mla.triton_decode import LOG2E, NEGATIVE
-from fulgurite.kernels.mla.triton_store_kv import turned
+from fulgurite.kernels.common.triton_import import tl, triton
+from fulgurite.kernels.integer_math import cdiv, next_power_of_2
+from fulgurite.kernels.mla.reference import LatentCache
+from fulgurite.kernels.mla.triton_decode import LOG2E, NEG_INF
+from fulgurite.kernels.mla.triton_store_kv import load_rope
+from fulgurite.kernels.tuning.heuristics import heuristics_for
 
-GATHERED = 16  # latents that a program reads out of pages
 
+class SoftmaxState(NamedTuple):
+    """Online softmax state of the queries after some chunks."""
 
-class State(NamedTuple):
-    """What the queries have gathered from the pieces so far."""
-
-    tops_TN: Tensor
-    sums_TN: Tensor
-    gathered_TNV: Tensor
+    max_TN: Tensor
+    sum_TN: Tensor
+    acc_TNV: Tensor
 
 
 @triton.jit
-def _walk(
-    start, stop, q_d, q_r, top, total, gathered, position, up_ptr, ropes_ptr, first_key, keys,
-    key_step, factor, D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
+def _attend_blocks(
+    start, stop, q_d, q_r, m_i, l_i, acc, position, kv_ptr, ropes_ptr, first_key, keys,
+    key_stride, qk_scale, D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
     V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys start .. stop of the piece, a block at a time, with a running maximum and sum."""
+    """Online softmax over keys start .. stop of the chunk, in blocks of BN."""
     d, i, v = tl.arange(0, BD), tl.arange(0, BR), tl.arange(0, BV)
     for j in range(start, stop, BN):
         key = j + tl.arange(0, BN)
-        inside = key < keys
-        at = up_ptr + key.to(tl.int64) * key_step
-        k = tl.load(at[:, None] + d[None, :], inside[:, None] & (d < D)[None, :], 0.0)
-        scores = tl.dot(q_d, tl.trans(k), input_precision=PRECISION)
+        is_key = key < keys
+        kv_ptrs = kv_ptr + key.to(tl.int64) * key_stride
+        k = tl.load(kv_ptrs[:, None] + d[None, :], is_key[:, None] & (d < D)[None, :], 0.0)
+        qk = tl.dot(q_d, tl.trans(k), input_precision=PRECISION)
         if R > 0:
-            from_r = ropes_ptr + (key * R)[:, None] + i[None, :]
-            r = tl.load(from_r, inside[:, None] & (i < R)[None, :], 0.0)
-            scores = tl.dot(q_r, tl.trans(r), scores, input_precision=PRECISION)
+            rope_key_ptrs = ropes_ptr + (key * R)[:, None] + i[None, :]
+            r = tl.load(rope_key_ptrs, is_key[:, None] & (i < R)[None, :], 0.0)
+            qk = tl.dot(q_r, tl.trans(r), qk, input_precision=PRECISION)
         if MASKED:
-            seen = ((first_key + key)[None, :] <= position[:, None]) & inside[None, :]
-            scores = tl.where(seen, scores, NEGATIVE)
-        new_top = tl.maximum(top, tl.max(scores, 1) * factor)
-        base = tl.where(new_top == NEGATIVE, 0.0, new_top) if MASKED else new_top
-        weights = tl.exp2(scores * factor - base[:, None])
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(weights, 1)
-        values = tl.load((at + D)[:, None] + v[None, :], inside[:, None] & (v < V)[None, :], 0.0)
-        gathered = tl.dot(
-            weights.to(values.dtype), values, gathered * shrink[:, None], input_precision=PRECISION
-        )
-        top = new_top
-    return top, total, gathered
+            visible = ((first_key + key)[None, :] <= position[:, None]) & is_key[None, :]
+            qk = tl.where(visible, qk, NEG_INF)
+        m_new = tl.maximum(m_i, tl.max(qk, 1) * qk_scale)
+        m_base = tl.where(m_new == NEG_INF, 0.0, m_new) if MASKED else m_new
+        p = tl.exp2(qk * qk_scale - m_base[:, None])
+        alpha = tl.exp2(m_i - m_base)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        value_ptrs = (kv_ptrs + D)[:, None] + v[None, :]
+        values = tl.load(value_ptrs, is_key[:, None] & (v < V)[None, :], 0.0)
+        acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision=PRECISION)
+        m_i = m_new
+    return m_i, l_i, acc
 
 
 @triton.jit
-def expanded_kernel(
-    q_ptr, cos_ptr, sin_ptr, up_ptr, ropes_ptr, out_ptr, tops_ptr, sums_ptr, gathered_ptr,
-    scale, tokens, before, first_key, keys, q_token, q_head, key_step, head_step,
+def mla_prefill_kernel(
+    q_ptr, cos_ptr, sin_ptr, kv_ptr, ropes_ptr, out_ptr, max_ptr, sum_ptr, acc_ptr,
+    scale, tokens, cached, first_key, keys, q_token_stride, q_head_stride, key_stride, head_stride,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
     V: tl.constexpr, BV: tl.constexpr, INTERLEAVED: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Tokens tile * BM .. of one head over the keys of one piece."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # later tiles have more keys: they go first
+    """Tokens tile * BM .. of one head, over the keys of one chunk."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # later tiles have more keys: run them first
     head = tl.program_id(1)
     token = (tile * BM + tl.arange(0, BM)).to(tl.int64)
     is_row = token < tokens
-    position = before + tile * BM + tl.arange(0, BM)
+    position = cached + tile * BM + tl.arange(0, BM)
     d, v = tl.arange(0, BD), tl.arange(0, BV)
-    row = token * q_token + head * q_head
+    row = token * q_token_stride + head * q_head_stride
     q_d = tl.load(q_ptr + row[:, None] + d[None, :], is_row[:, None] & (d < D)[None, :], 0.0)
-    q_r = turned(q_ptr, row + D, cos_ptr, sin_ptr, token, is_row, R, BR, INTERLEAVED).to(q_d.dtype)
-    place = token * HEADS + head
-    to = place[:, None] * V + v[None, :]
-    there = is_row[:, None] & (v < V)[None, :]
+    q_r = load_rope(q_ptr, row + D, cos_ptr, sin_ptr, token, is_row, R, BR, INTERLEAVED)
+    q_r = q_r.to(q_d.dtype)
+    state_row = token * HEADS + head
+    out_offsets = state_row[:, None] * V + v[None, :]
+    mask = is_row[:, None] & (v < V)[None, :]
     if FIRST:
-        top = tl.full([BM], NEGATIVE, tl.float32)
-        total = tl.zeros([BM], tl.float32)
-        gathered = tl.zeros([BM, BV], tl.float32)
+        m_i = tl.full([BM], NEG_INF, tl.float32)
+        l_i = tl.zeros([BM], tl.float32)
+        acc = tl.zeros([BM, BV], tl.float32)
     else:
-        top = tl.load(tops_ptr + place, is_row, NEGATIVE)
-        total = tl.load(sums_ptr + place, is_row, 0.0)
-        gathered = tl.load(gathered_ptr + to, there, 0.0)
+        m_i = tl.load(max_ptr + state_row, is_row, NEG_INF)
+        l_i = tl.load(sum_ptr + state_row, is_row, 0.0)
+        acc = tl.load(acc_ptr + out_offsets, mask, 0.0)
 
-    reach = tl.minimum(before + tl.minimum((tile + 1) * BM, tokens) - first_key, keys)
-    seen_by_all = tl.minimum(tl.maximum(before + tile * BM + 1 - first_key, 0), keys)
-    whole = seen_by_all // BN * BN
-    up_ptr += head * head_step
-    top, total, gathered = _walk(
-        0, whole, q_d, q_r, top, total, gathered, position, up_ptr, ropes_ptr, first_key, keys,
-        key_step, scale * LOG2E, D, BD, R, BR, V, BV, PRECISION, BN, False,
+    visible_end = tl.minimum(cached + tl.minimum((tile + 1) * BM, tokens) - first_key, keys)
+    all_visible_end = tl.minimum(tl.maximum(cached + tile * BM + 1 - first_key, 0), keys)
+    unmasked_end = all_visible_end // BN * BN
+    kv_ptr += head * head_stride
+    m_i, l_i, acc = _attend_blocks(
+        0, unmasked_end, q_d, q_r, m_i, l_i, acc, position, kv_ptr, ropes_ptr, first_key, keys,
+        key_stride, scale * LOG2E, D, BD, R, BR, V, BV, PRECISION, BN, False,
     )  # fmt: skip
-    top, total, gathered = _walk(
-        whole, reach, q_d, q_r, top, total, gathered, position, up_ptr, ropes_ptr, first_key, keys,
-        key_step, scale * LOG2E, D, BD, R, BR, V, BV, PRECISION, BN, True,
+    m_i, l_i, acc = _attend_blocks(
+        unmasked_end, visible_end, q_d, q_r, m_i, l_i, acc, position, kv_ptr, ropes_ptr, first_key,
+        keys, key_stride, scale * LOG2E, D, BD, R, BR, V, BV, PRECISION, BN, True,
     )  # fmt: skip
 
     if LAST:
-        tl.store(out_ptr + to, (gathered / total[:, None]).to(out_ptr.dtype.element_ty), there)
+        tl.store(out_ptr + out_offsets, (acc / l_i[:, None]).to(out_ptr.dtype.element_ty), mask)
     else:
-        tl.store(tops_ptr + place, top, is_row)
-        tl.store(sums_ptr + place, total, is_row)
-        tl.store(gathered_ptr + to, gathered, there)
+        tl.store(max_ptr + state_row, m_i, is_row)
+        tl.store(sum_ptr + state_row, l_i, is_row)
+        tl.store(acc_ptr + out_offsets, acc, mask)
 
 
 @triton.jit
-def gather_kernel(
-    latents_ptr, ropes_ptr, scales_ptr, table_ptr, c_ptr, r_ptr, keys,
-    latent_page, latent_slot, rope_page, rope_slot, scale_page, scale_slot,
-    C: tl.constexpr, BC: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PAGE: tl.constexpr,
-    PACKED: tl.constexpr, BK: tl.constexpr,
+def gather_latents_kernel(
+    latents_ptr, ropes_ptr, scales_ptr, table_ptr, c_ptr, r_ptr, keys, latent_block_stride,
+    latent_slot_stride, rope_block_stride, rope_slot_stride, scale_block_stride, scale_slot_stride,
+    C: tl.constexpr, BC: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    FP8: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """BK latents and rotary keys out of their pages, end to end, as numbers of the queries' kind."""
+    """BK latents and rotary keys out of the cache, end to end, in the queries' dtype."""
     key = tl.program_id(0) * BK + tl.arange(0, BK)
-    inside = key < keys
-    page, slot = tl.load(table_ptr + key // PAGE, inside, 0).to(tl.int64), key % PAGE
+    is_key = key < keys
+    block, slot = tl.load(table_ptr + key // BLOCK_SIZE, is_key, 0).to(tl.int64), key % BLOCK_SIZE
     column, i = tl.arange(0, BC), tl.arange(0, BR)
-    keep = inside[:, None] & (column < C)[None, :]
-    at = page * latent_page + slot * latent_slot
-    c = tl.load(latents_ptr + at[:, None] + column[None, :], keep, 0.0)
-    if PACKED:
-        at = scales_ptr + page * scale_page + slot * scale_slot
-        c = c.to(tl.float32) * tl.load(at, inside, 0.0)[:, None]
-    to = c_ptr + key.to(tl.int64)[:, None] * C + column[None, :]
-    tl.store(to, c.to(c_ptr.dtype.element_ty), keep)
+    mask = is_key[:, None] & (column < C)[None, :]
+    offsets = block * latent_block_stride + slot * latent_slot_stride
+    c = tl.load(latents_ptr + offsets[:, None] + column[None, :], mask, 0.0)
+    if FP8:
+        scale_ptrs = scales_ptr + block * scale_block_stride + slot * scale_slot_stride
+        c = c.to(tl.float32) * tl.load(scale_ptrs, is_key, 0.0)[:, None]
+    c_ptrs = c_ptr + key.to(tl.int64)[:, None] * C + column[None, :]
+    tl.store(c_ptrs, c.to(c_ptr.dtype.element_ty), mask)
     if R > 0:
-        keep = inside[:, None] & (i < R)[None, :]
-        at = page * rope_page + slot * rope_slot
-        r = tl.load(ropes_ptr + at[:, None] + i[None, :], keep, 0.0)
-        to = r_ptr + key.to(tl.int64)[:, None] * R + i[None, :]
-        tl.store(to, r.to(r_ptr.dtype.element_ty), keep)
+        mask = is_key[:, None] & (i < R)[None, :]
+        offsets = block * rope_block_stride + slot * rope_slot_stride
+        r = tl.load(ropes_ptr + offsets[:, None] + i[None, :], mask, 0.0)
+        r_ptrs = r_ptr + key.to(tl.int64)[:, None] * R + i[None, :]
+        tl.store(r_ptrs, r.to(r_ptr.dtype.element_ty), mask)
 
 
-def gather(kept: Parts, row_M: Tensor, keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The first `keys` latents and rotary keys of the pages that a row of the table names."""
-    rank, rope = kept.latents_PBC.shape[2], kept.ropes_PBR.shape[2]
-    c_KC = torch.empty((keys, rank), dtype=dtype, device=row_M.device)
-    r_KR = torch.empty((keys, rope), dtype=dtype, device=row_M.device)
-    packed = kept.scales_PB is not None
-    scales = c_KC if kept.scales_PB is None else kept.scales_PB
-    gather_kernel[(triton.cdiv(keys, GATHERED),)](
-        kept.latents_PBC, kept.ropes_PBR, scales, row_M, c_KC, r_KR, keys,
-        *kept.latents_PBC.stride()[:2], *kept.ropes_PBR.stride()[:2],
-        *(scales.stride() if packed else (0, 0)),
-        C=rank, BC=_width(rank), R=rope, BR=_width(rope), PAGE=kept.latents_PBC.shape[1],
-        PACKED=packed, BK=GATHERED, num_warps=4,
+def gather_latents(
+    cache: LatentCache, blocks_M: Tensor, keys: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The first `keys` latents and rotary keys of a sequence's blocks."""
+    rank, rope_dim = cache.latents_PBC.shape[2], cache.ropes_PBR.shape[2]
+    c_KC = torch.empty((keys, rank), dtype=dtype, device=blocks_M.device)
+    r_KR = torch.empty((keys, rope_dim), dtype=dtype, device=blocks_M.device)
+    is_fp8 = cache.scales_PB is not None
+    scales = c_KC if cache.scales_PB is None else cache.scales_PB
+    block_k = heuristics_for(blocks_M.device).mla_gather_keys
+    gather_latents_kernel[(cdiv(keys, block_k),)](
+        cache.latents_PBC, cache.ropes_PBR, scales, blocks_M, c_KC, r_KR, keys,
+        *cache.latents_PBC.stride()[:2], *cache.ropes_PBR.stride()[:2],
+        *(scales.stride() if is_fp8 else (0, 0)),
+        C=rank, BC=_padded_width(rank), R=rope_dim, BR=_padded_width(rope_dim),
+        BLOCK_SIZE=cache.latents_PBC.shape[1], FP8=is_fp8, BK=block_k, num_warps=4,
     )  # fmt: skip
     return c_KC, r_KR
 
 
-def empty_state(tokens: int, heads: int, value: int, device: torch.device) -> State:
-    tops, sums = torch.empty(2, tokens, heads, device=device).unbind(0)
-    return State(tops, sums, torch.empty(tokens, heads, value, device=device))
+def allocate_state(tokens: int, heads: int, value_dim: int, device: torch.device) -> SoftmaxState:
+    row_max, row_sum = torch.empty(2, tokens, heads, device=device).unbind(0)
+    return SoftmaxState(row_max, row_sum, torch.empty(tokens, heads, value_dim, device=device))
+
+
+class KeyChunk(NamedTuple):
+    """Expanded keys and values of a chunk, and its place in the sequence.
+
+    cached      keys before the first new token
+    first_key   position of the chunk's first key
+    """
+
+    kv_KNU: Tensor
+    ropes_KR: Tensor
+    cached: int
+    first_key: int
+    is_last: bool
 
 
 def attend_expanded(
     q_TNH: Tensor,
     cos: Tensor,
     sin: Tensor,
-    up_KNU: Tensor,
-    ropes_KR: Tensor,
+    chunk: KeyChunk,
     out_TNV: Tensor,
-    state: State,
+    state: SoftmaxState,
     scale: float,
     interleaved: bool,
-    before: int,
-    first_key: int,
-    is_last: bool,
 ) -> None:
-    """One piece of keys, from `first_key` on, into `out_TNV` or, before the last piece, into `state`.
-
-    before   how many keys lie before the first new token
-    """
+    """Attend to one chunk of keys, into `out_TNV`, or into `state` before the last chunk."""
     tokens, heads, size = q_TNH.shape
-    keys, rope, value = up_KNU.shape[0], ropes_KR.shape[1], out_TNV.shape[2]
-    plain, wide = size - rope, q_TNH.dtype == torch.float32
-    rows = 32 if wide else 128 if tokens > 64 else 64
-    expanded_kernel[(triton.cdiv(tokens, rows), heads)](
-        q_TNH, cos, sin, up_KNU, ropes_KR, out_TNV, *state,
-        scale, tokens, before, first_key, keys, *q_TNH.stride()[:2], *up_KNU.stride()[:2],
-        HEADS=heads, D=plain, BD=_width(plain), R=rope, BR=_width(rope), V=value, BV=_width(value),
-        INTERLEAVED=interleaved, FIRST=first_key == 0, LAST=is_last,
-        PRECISION="ieee" if wide else "tf32", BM=rows,
-        BN=32 if wide else 64, num_warps=4 if rows <= 64 else 8, num_stages=1 if wide else 3,
+    keys, rope_dim, value_dim = len(chunk.kv_KNU), chunk.ropes_KR.shape[1], out_TNV.shape[2]
+    nope_dim, is_float32 = size - rope_dim, q_TNH.dtype == torch.float32
+    config = heuristics_for(q_TNH.device).mla_prefill_config(tokens, is_float32)
+    mla_prefill_kernel[(cdiv(tokens, config.block_m), heads)](
+        q_TNH, cos, sin, chunk.kv_KNU, chunk.ropes_KR, out_TNV, *state,
+        scale, tokens, chunk.cached, chunk.first_key, keys, *q_TNH.stride()[:2],
+        *chunk.kv_KNU.stride()[:2],
+        HEADS=heads, D=nope_dim, BD=_padded_width(nope_dim), R=rope_dim,
+        BR=_padded_width(rope_dim), V=value_dim, BV=_padded_width(value_dim),
+        INTERLEAVED=interleaved, FIRST=chunk.first_key == 0, LAST=chunk.is_last,
+        PRECISION="ieee" if is_float32 else "tf32", BM=config.block_m, BN=config.block_n,
+        num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
 
-def _width(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
+def _padded_width(size: int) -> int:
+    return max(16, next_power_of_2(size))

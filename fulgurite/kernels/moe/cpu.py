@@ -13,8 +13,13 @@ import torch
 from torch import Tensor
 
 from fulgurite import device, native
-from fulgurite.kernels.elementwise.cpu import KINDS
-from fulgurite.kernels.grouped_gemm.cpu import dense_logits, float_rows, kernel, takes
+from fulgurite.kernels.common.cpu_library import DTYPE_CODES
+from fulgurite.kernels.grouped_gemm.cpu import (
+    compute_router_logits,
+    load_kernel,
+    supports_dtypes,
+    to_float_rows,
+)
 
 _pack_route = struct.Struct("13qd2q").pack
 _pack_index = struct.Struct("11q").pack
@@ -22,52 +27,52 @@ _pack_pick = struct.Struct("7q").pack
 _pack_combine = struct.Struct("11q").pack
 
 
-def route(logits: Tensor, choice_bias: Tensor | None, *rule: Any) -> Any:
+def route(logits: Tensor, correction_bias: Tensor | None, *rule: Any) -> Any:
     """`fulgurite::route`."""
-    if not takes(logits, choice_bias):
+    if not supports_dtypes(logits, correction_bias):
         return NotImplemented
-    return _choose(float_rows(logits, fresh=True), logits.shape[1], choice_bias, *rule)
+    return _select_topk(to_float_rows(logits, fresh=True), logits.shape[1], correction_bias, *rule)
 
 
 def route_tokens(
-    x: Tensor, weight: Tensor, bias: Tensor | None, choice_bias: Tensor | None, *rule: Any
+    x: Tensor, weight: Tensor, bias: Tensor | None, correction_bias: Tensor | None, *rule: Any
 ) -> Any:
     """`route` of x @ weight.T + bias."""
-    if not takes(x, weight, bias, choice_bias) or weight.stride(1) != 1:
+    if not supports_dtypes(x, weight, bias, correction_bias) or weight.stride(1) != 1:
         return NotImplemented
-    return _choose(dense_logits(x, weight, bias), weight.shape[0], choice_bias, *rule)
+    return _select_topk(compute_router_logits(x, weight, bias), weight.shape[0], correction_bias, *rule)
 
 
-def _choose(
+def _select_topk(
     logits: Tensor,
     experts: int,
-    choice_bias: Tensor | None,
+    correction_bias: Tensor | None,
     per_token: int,
     score: str,
-    choose_first: bool,
-    renormalise: bool,
+    topk_before_scoring: bool,
+    renormalize: bool,
     scaling: float,
     groups: int,
-    groups_kept: int,
+    topk_groups: int,
     group_by: str,
 ) -> tuple[Tensor, Tensor]:
     """Logits in float32, which are overwritten."""
     tokens = logits.shape[0]
-    bias = None if choice_bias is None else float_rows(choice_bias[None])
+    bias = None if correction_bias is None else to_float_rows(correction_bias[None])
     weights = torch.empty(tokens, per_token)
     chosen = torch.empty(tokens, per_token, dtype=torch.int64)
     packed = _pack_route(
         logits.data_ptr(), 0 if bias is None else bias.data_ptr(), weights.data_ptr(),
-        chosen.data_ptr(), tokens, experts, per_token, score == "sigmoid", choose_first, renormalise,
-        groups, groups_kept, group_by == "two", scaling, device.cpu_threads(), logits.stride(0),
+        chosen.data_ptr(), tokens, experts, per_token, score == "sigmoid", topk_before_scoring, renormalize,
+        groups, topk_groups, group_by == "two", scaling, device.num_cpu_threads(), logits.stride(0),
     )  # fmt: skip
-    kernel("route")(packed, (logits, bias, weights, chosen))
+    load_kernel("route")(packed, (logits, bias, weights, chosen))
     return weights, chosen
 
 
-def index(experts_Tk: Tensor, experts: int) -> Any:
+def sort_by_expert(experts_Tk: Tensor, experts: int) -> Any:
     """`fulgurite::moe_index`."""
-    if native.compiler() is None:
+    if native.find_compiler() is None:
         return NotImplemented
     chosen = experts_Tk if experts_Tk.is_contiguous() else experts_Tk.contiguous()
     tokens, per_token = chosen.shape
@@ -80,13 +85,13 @@ def index(experts_Tk: Tensor, experts: int) -> Any:
         chosen.data_ptr(), chosen.dtype == torch.int32, *(field.data_ptr() for field in fields),
         tokens, per_token, experts, room.data_ptr(),
     )  # fmt: skip
-    kernel("moe_index")(packed, (chosen, room, *fields))
+    load_kernel("moe_index")(packed, (chosen, room, *fields))
     return fields
 
 
-def pick(weights_Tk: Tensor, tokens: Tensor, slots: Tensor) -> Any:
+def gather_weights(weights_Tk: Tensor, tokens: Tensor, slots: Tensor) -> Any:
     """`fulgurite::moe_pick`."""
-    if weights_Tk.dtype != torch.float32 or native.compiler() is None:
+    if weights_Tk.dtype != torch.float32 or native.find_compiler() is None:
         return NotImplemented
     weights = weights_Tk if weights_Tk.is_contiguous() else weights_Tk.contiguous()
     out = torch.empty(tokens.shape[0])
@@ -94,7 +99,7 @@ def pick(weights_Tk: Tensor, tokens: Tensor, slots: Tensor) -> Any:
         weights.data_ptr(), tokens.data_ptr(), slots.data_ptr(), out.data_ptr(), tokens.shape[0],
         weights.shape[1], weights.shape[0],
     )  # fmt: skip
-    kernel("moe_pick")(packed, (weights, tokens, slots, out))
+    load_kernel("moe_pick")(packed, (weights, tokens, slots, out))
     return out
 
 
@@ -102,15 +107,15 @@ def combine(
     y: Tensor, places: Tensor, tokens: Tensor, slots: Tensor, weights: Tensor | None
 ) -> Any:
     """`fulgurite::moe_combine`."""
-    if not takes(y) or (weights is not None and weights.dtype != torch.float32):
+    if not supports_dtypes(y) or (weights is not None and weights.dtype != torch.float32):
         return NotImplemented
     y = y if y.stride(1) == 1 or y.numel() == 0 else y.contiguous()
     weights = weights if weights is None or weights.is_contiguous() else weights.contiguous()
     out = torch.empty(places.shape[0], y.shape[1], dtype=y.dtype)
     packed = _pack_combine(
         y.data_ptr(), places.data_ptr(), 0 if weights is None else weights.data_ptr(),
-        out.data_ptr(), *places.shape, y.shape[1], y.stride(0), KINDS[y.dtype],
-        device.cpu_threads(), y.shape[0],
+        out.data_ptr(), *places.shape, y.shape[1], y.stride(0), DTYPE_CODES[y.dtype],
+        device.num_cpu_threads(), y.shape[0],
     )  # fmt: skip
-    kernel("moe_combine")(packed, (y, places, weights, out))
+    load_kernel("moe_combine")(packed, (y, places, weights, out))
     return out

@@ -5,7 +5,7 @@
     y_SD   = experts_forward((x, order), order.offsets_E, gate_up, down)
     y_TD   = combine(y_SD, order, routes.weights_Tk)          each token's k rows, in a fixed order
 
-`moe_experts` is the last three together. Nothing waits for the device: sizes depend on shapes alone,
+`fused_experts` is the last three together. Nothing waits for the device: sizes depend on shapes alone,
 and where an expert's rows begin and end is only read by kernels. Each step is a custom operator with
 a gradient, so the same code trains. Results are deterministic: pairs are sorted stably, and a token
 sums its rows in the order of its experts.
@@ -23,29 +23,42 @@ from torch import Tensor
 from fulgurite.errors import ArgumentError
 from fulgurite.kernels import registry
 from fulgurite.kernels.elementwise import ops
-from fulgurite.kernels.gemm.quant_linear import PLAIN
-from fulgurite.kernels.grouped_gemm.ops import NO_GATE, Gate, grouped_matmul
-from fulgurite.kernels.moe.routing import Norm, Routes, Rule, are_few, route, route_tokens, wide
+from fulgurite.kernels.elementwise.gated_activation import NO_GATE, GatedActivation
+from fulgurite.kernels.gemm.reference import UNQUANTIZED
+from fulgurite.kernels.grouped_gemm import triton_fp8
+from fulgurite.kernels.grouped_gemm.ops import grouped_gemm
+from fulgurite.kernels.grouped_gemm.reference import upcast
+from fulgurite.kernels.moe import cpu, triton_moe, triton_small_batch
+from fulgurite.kernels.moe.routing import (
+    RmsNormArgs,
+    RouterConfig,
+    Routes,
+    is_small_batch,
+    route,
+    route_tokens,
+)
 from fulgurite.op import op
 from fulgurite.quant import QuantTensor
 
 # device type -> function of the operator's arguments; it may return NotImplemented
-INDEX_IMPLEMENTATIONS: dict[str, str] = {
-    "cpu": "fulgurite.kernels.moe.cpu:index",
-    "cuda": "fulgurite.kernels.moe.triton_moe:index",
+SORT_IMPLEMENTATIONS: dict[str, registry.Kernel] = {
+    "cpu": cpu.sort_by_expert,
+    "cuda": triton_moe.sort_by_expert,
 }
-FEW_IMPLEMENTATIONS: dict[str, str] = {"cuda": "fulgurite.kernels.moe.triton_small_batch:experts"}
-PACKED_IMPLEMENTATIONS: dict[str, str] = {
-    "cuda": "fulgurite.kernels.grouped_gemm.triton_fp8:experts",
+SMALL_BATCH_IMPLEMENTATIONS: dict[str, registry.Kernel] = {
+    "cuda": triton_small_batch.run_experts
 }
-PICK_IMPLEMENTATIONS: dict[str, str] = {"cpu": "fulgurite.kernels.moe.cpu:pick"}
-COMBINE_IMPLEMENTATIONS: dict[str, str] = {
-    "cpu": "fulgurite.kernels.moe.cpu:combine",
-    "cuda": "fulgurite.kernels.moe.triton_moe:combine",
+FP8_EXPERTS_IMPLEMENTATIONS: dict[str, registry.Kernel] = {
+    "cuda": triton_fp8.run_experts_fp8,
+}
+GATHER_WEIGHTS_IMPLEMENTATIONS: dict[str, registry.Kernel] = {"cpu": cpu.gather_weights}
+COMBINE_IMPLEMENTATIONS: dict[str, registry.Kernel] = {
+    "cpu": cpu.combine,
+    "cuda": triton_moe.combine,
 }
 
 
-class Order(NamedTuple):
+class ExpertOrder(NamedTuple):
     """Pairs of token and expert, sorted by expert; the order of tokens stays within one. All int32.
 
     counts_E    pairs of each expert
@@ -62,7 +75,7 @@ class Order(NamedTuple):
     place_Tk: Tensor
 
 
-def index(experts_Tk: Tensor, experts: int) -> Order:
+def sort_by_expert(experts_Tk: Tensor, experts: int) -> ExpertOrder:
     """Sort the pairs of token and expert by expert.
 
     Numbers outside of 0 to experts - 1 belong to nobody: they come last, past `offsets_E[-1]`, where
@@ -79,22 +92,22 @@ def index(experts_Tk: Tensor, experts: int) -> Order:
             f"{experts_Tk.numel()} pairs of token and expert are more than int32 counts",
             next="run fewer tokens at once",
         )
-    if registry.is_plain_call(experts_Tk):
-        return Order(*_index(experts_Tk, experts))
-    return Order(*index_parts(experts_Tk, experts))
+    if registry.can_skip_dispatcher(experts_Tk):
+        return ExpertOrder(*_sort_by_expert(experts_Tk, experts))
+    return ExpertOrder(*sort_by_expert_op(experts_Tk, experts))
 
 
 def experts_forward(
-    x: Tensor | tuple[Tensor, Order],
+    x: Tensor | tuple[Tensor, ExpertOrder],
     offsets_E: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    gate: Gate | None = None,
+    gate: GatedActivation | None = None,
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     factors_S: Tensor | None = None,
-    activations: tuple[str, str] = (PLAIN, PLAIN),
+    activations: tuple[str, str] = (UNQUANTIZED, UNQUANTIZED),
 ) -> Tensor:
     """down(gate(x @ gate_up.T)) of each row by its expert: [S, D].
 
@@ -106,25 +119,34 @@ def experts_forward(
     rows, order = (x, None) if isinstance(x, Tensor) else x
     if isinstance(gate_up, QuantTensor) and isinstance(down, QuantTensor):
         index_S, biases = None if order is None else order.token_S, (gate_up_bias, down_bias)
-        given = (rows, index_S, factors_S, offsets_E, gate_up, down, biases, gate or Gate())
-        out_SD = _packed_throughout(*given, activations)
+        given = (
+            rows,
+            index_S,
+            factors_S,
+            offsets_E,
+            gate_up,
+            down,
+            biases,
+            gate or GatedActivation(),
+        )
+        out_SD = _run_fp8_experts(*given, activations)
         if out_SD is not None:
             return out_SD
-    inner_SI = grouped_matmul(
+    inner_SI = grouped_gemm(
         rows,
         offsets_E,
         gate_up,
         gate_up_bias,
-        gate or Gate(),
+        gate or GatedActivation(),
         rows_S=None if order is None else order.token_S,
         places=None if order is None else order.place_Tk,
         factors_S=factors_S,
         activations=activations[0],
     )
-    return grouped_matmul(inner_SI, offsets_E, down, down_bias, activations=activations[1])
+    return grouped_gemm(inner_SI, offsets_E, down, down_bias, activations=activations[1])
 
 
-def _packed_throughout(
+def _run_fp8_experts(
     rows: Tensor,
     index_S: Tensor | None,
     factors_S: Tensor | None,
@@ -132,41 +154,41 @@ def _packed_throughout(
     gate_up: QuantTensor,
     down: QuantTensor,
     biases: tuple[Tensor | None, Tensor | None],
-    gate: Gate,
+    gate: GatedActivation,
     activations: tuple[str, str],
 ) -> Tensor | None:
     """Both matmuls with the rows between them quantized by the first: the same numbers as one after
     the other. None where no kernel does it, and where a gradient or a capture looks on."""
-    function = registry.find(PACKED_IMPLEMENTATIONS, rows.device)
-    if function is None or PLAIN in activations:
+    function = registry.find_kernel(FP8_EXPERTS_IMPLEMENTATIONS, rows.device)
+    if function is None or UNQUANTIZED in activations:
         return None
-    if not registry.is_plain_call(rows, factors_S, gate_up.packed, down.packed, *biases):
+    if not registry.can_skip_dispatcher(rows, factors_S, gate_up.packed, down.packed, *biases):
         return None
     out = function(rows, index_S, factors_S, offsets_E, gate_up, down, biases, gate, activations)
     return None if out is NotImplemented else out
 
 
-def combine(y_SD: Tensor, order: Order, weights_Tk: Tensor | None = None) -> Tensor:
+def combine(y_SD: Tensor, order: ExpertOrder, weights_Tk: Tensor | None = None) -> Tensor:
     """Each token's rows times their weights (without: as they are), summed in float32 in order."""
     _check_weights(weights_Tk, order)
     arguments = (y_SD, order.place_Tk, order.token_S, order.slot_S, weights_Tk)
-    if registry.is_plain_call(y_SD, weights_Tk):
+    if registry.can_skip_dispatcher(y_SD, weights_Tk):
         return _combine(*arguments)
-    out: Tensor = combine_parts(*arguments)
+    out: Tensor = combine_op(*arguments)
     return out
 
 
-def pick(weights_Tk: Tensor, order: Order) -> Tensor:
+def gather_weights(weights_Tk: Tensor, order: ExpertOrder) -> Tensor:
     """The weight of each sorted pair: [S]."""
     _check_weights(weights_Tk, order)
     arguments = (weights_Tk, order.token_S, order.slot_S, order.place_Tk)
-    if registry.is_plain_call(weights_Tk):
-        return _pick(*arguments)
-    out: Tensor = pick_parts(*arguments)
+    if registry.can_skip_dispatcher(weights_Tk):
+        return _gather_weights(*arguments)
+    out: Tensor = gather_weights_op(*arguments)
     return out
 
 
-def _check_weights(weights_Tk: Tensor | None, order: Order) -> None:
+def _check_weights(weights_Tk: Tensor | None, order: ExpertOrder) -> None:
     if weights_Tk is not None and weights_Tk.shape != order.place_Tk.shape:
         raise ArgumentError(
             f"weights {list(weights_Tk.shape)} for pairs {list(order.place_Tk.shape)}",
@@ -174,28 +196,30 @@ def _check_weights(weights_Tk: Tensor | None, order: Order) -> None:
         )
 
 
-def moe_experts(
+def fused_experts(
     x_TD: Tensor,
     routes: Routes,
     gate_up: Tensor,
     down: Tensor,
-    gate: Gate | None = None,
+    gate: GatedActivation | None = None,
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-    weigh_input: bool = False,
-    activations: tuple[str, str] = (PLAIN, PLAIN),
-    norm: Norm | None = None,
-    onto_TD: Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    activations: tuple[str, str] = (UNQUANTIZED, UNQUANTIZED),
+    norm: RmsNormArgs | None = None,
+    residual_TD: Tensor | None = None,
 ) -> Tensor:
-    """The weighted sum of each token's experts, of norm(x) and added onto `onto_TD`: [T, D]."""
-    if gate_up_bias is None and down_bias is None and not weigh_input:
-        few = _few(x_TD, routes, gate_up, down, gate or Gate(), norm, onto_TD, activations)
+    """The weighted sum of each token's experts, of norm(x) and added onto `residual_TD`: [T, D]."""
+    if gate_up_bias is None and down_bias is None and not apply_router_weight_on_input:
+        few = _run_small_batch(
+            x_TD, routes, gate_up, down, gate or GatedActivation(), norm, residual_TD, activations
+        )
         if few is not None:
             return few
     x_TD = x_TD if norm is None else ops.rms_norm(x_TD, *norm)
-    order = index(routes.experts_Tk, gate_up.shape[0])
-    factors_S = pick(routes.weights_Tk, order) if weigh_input else None
+    order = sort_by_expert(routes.experts_Tk, gate_up.shape[0])
+    factors_S = gather_weights(routes.weights_Tk, order) if apply_router_weight_on_input else None
     y_SD = experts_forward(
         (x_TD, order),
         order.offsets_E,
@@ -207,30 +231,30 @@ def moe_experts(
         factors_S=factors_S,
         activations=activations,
     )
-    out_TD = combine(y_SD, order, None if weigh_input else routes.weights_Tk)
-    return out_TD if onto_TD is None else ops.add(onto_TD, out_TD)
+    out_TD = combine(y_SD, order, None if apply_router_weight_on_input else routes.weights_Tk)
+    return out_TD if residual_TD is None else ops.add(residual_TD, out_TD)
 
 
-def _few(
+def _run_small_batch(
     x_TD: Tensor,
     routes: Routes,
     gate_up: Tensor,
     down: Tensor,
-    gate: Gate,
-    norm: Norm | None,
-    onto_TD: Tensor | None,
+    gate: GatedActivation,
+    norm: RmsNormArgs | None,
+    residual_TD: Tensor | None,
     activations: tuple[str, str],
 ) -> Tensor | None:
     """Two kernels for few tokens, nothing sorted; None where there are none."""
     weights = (w.packed if isinstance(w, QuantTensor) else w for w in (gate_up, down))
-    plain = registry.is_plain_call(x_TD, routes.weights_Tk, *weights, onto_TD)
-    if not plain or not are_few(x_TD):
+    plain = registry.can_skip_dispatcher(x_TD, routes.weights_Tk, *weights, residual_TD)
+    if not plain or not is_small_batch(x_TD):
         return None
-    function = registry.find(FEW_IMPLEMENTATIONS, x_TD.device)
+    function = registry.find_kernel(SMALL_BATCH_IMPLEMENTATIONS, x_TD.device)
     if function is None or gate.kind == NO_GATE:
         return None
     given = (x_TD, routes.experts_Tk, routes.weights_Tk, gate_up, down)
-    out = function(*given, gate.kind, gate.alpha, gate.limit, norm, onto_TD, activations)
+    out = function(*given, gate.kind, gate.alpha, gate.limit, norm, residual_TD, activations)
     return None if out is NotImplemented else out
 
 
@@ -238,19 +262,23 @@ def _few(
 
 
 @op("fulgurite::moe_index")
-def index_parts(experts_Tk: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `Order`."""
-    return _index(experts_Tk, experts)
+def sort_by_expert_op(
+    experts_Tk: Tensor, experts: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The fields of `ExpertOrder`."""
+    return _sort_by_expert(experts_Tk, experts)
 
 
-def _index(experts_Tk: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = registry.run(
-        INDEX_IMPLEMENTATIONS, experts_Tk.device, index_reference, experts_Tk, experts
+def _sort_by_expert(
+    experts_Tk: Tensor, experts: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = registry.dispatch(
+        SORT_IMPLEMENTATIONS, experts_Tk.device, sort_by_expert_reference, experts_Tk, experts
     )
     return found
 
 
-def index_reference(
+def sort_by_expert_reference(
     experts_Tk: Tensor, experts: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """A stable sort in plain torch, without reading anything on the host."""
@@ -266,7 +294,7 @@ def index_reference(
     return tuple(field.int() for field in (*fields, place_Tk))  # type: ignore[return-value]
 
 
-@index_parts.fake
+@sort_by_expert_op.fake
 def _(experts_Tk: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     def room(*shape: int) -> Tensor:
         return experts_Tk.new_empty(shape, dtype=torch.int32)
@@ -277,34 +305,39 @@ def _(experts_Tk: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor,
 
 
 @op("fulgurite::moe_pick")
-def pick_parts(weights: Tensor, tokens: Tensor, slots: Tensor, places: Tensor) -> Tensor:
+def gather_weights_op(weights: Tensor, tokens: Tensor, slots: Tensor, places: Tensor) -> Tensor:
     """The operator; `places` is for the gradient."""
-    return _pick(weights, tokens, slots, places)
+    return _gather_weights(weights, tokens, slots, places)
 
 
-def _pick(weights: Tensor, tokens: Tensor, slots: Tensor, places: Tensor) -> Tensor:
-    out: Tensor = registry.run(
-        PICK_IMPLEMENTATIONS, weights.device, pick_reference, weights, tokens, slots
+def _gather_weights(weights: Tensor, tokens: Tensor, slots: Tensor, places: Tensor) -> Tensor:
+    out: Tensor = registry.dispatch(
+        GATHER_WEIGHTS_IMPLEMENTATIONS,
+        weights.device,
+        gather_weights_reference,
+        weights,
+        tokens,
+        slots,
     )
     return out
 
 
-def pick_reference(weights: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
+def gather_weights_reference(weights: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
     return weights[tokens, slots]
 
 
-@pick_parts.fake
+@gather_weights_op.fake
 def _(weights: Tensor, tokens: Tensor, slots: Tensor, places: Tensor) -> Tensor:
     return weights.new_empty(tokens.shape)
 
 
-@pick_parts.backward
+@gather_weights_op.backward
 def _(inputs: tuple, output: Tensor, of_result: Tensor) -> tuple:  # type: ignore[type-arg]
     return of_result[inputs[3]], None, None, None
 
 
 @op("fulgurite::moe_combine")
-def combine_parts(
+def combine_op(
     y: Tensor, places: Tensor, tokens: Tensor, slots: Tensor, weights: Tensor | None
 ) -> Tensor:
     """The operator; `tokens` and `slots` are for the gradient."""
@@ -314,7 +347,7 @@ def combine_parts(
 def _combine(
     y: Tensor, places: Tensor, tokens: Tensor, slots: Tensor, weights: Tensor | None
 ) -> Tensor:
-    out: Tensor = registry.run(
+    out: Tensor = registry.dispatch(
         COMBINE_IMPLEMENTATIONS, y.device, combine_reference, y, places, tokens, slots, weights
     )
     return out
@@ -324,41 +357,41 @@ def combine_reference(
     y: Tensor, places: Tensor, tokens: Tensor, slots: Tensor, weights: Tensor | None
 ) -> Tensor:
     """One slot after the other."""
-    total = wide(y).new_zeros(places.shape[0], y.shape[1])
+    total = upcast(y).new_zeros(places.shape[0], y.shape[1])
     for slot in range(places.shape[1]):
-        rows = wide(y[places[:, slot]])
+        rows = upcast(y[places[:, slot]])
         total = total + (rows if weights is None else rows * weights[:, slot, None])
     return total.to(y.dtype)
 
 
-@combine_parts.fake
+@combine_op.fake
 def _(y: Tensor, places: Tensor, tokens: Tensor, slots: Tensor, weights: Tensor | None) -> Tensor:
     return y.new_empty(places.shape[0], y.shape[1])
 
 
-@combine_parts.backward
+@combine_op.backward
 def _(inputs: tuple, output: Tensor, of_result: Tensor) -> tuple:  # type: ignore[type-arg]
     y, places, tokens, slots, weights = inputs
-    of_y = wide(of_result)[tokens]
+    of_y = upcast(of_result)[tokens]
     of_weights = None
     if weights is not None:
-        of_rows = (of_y * wide(y)).sum(dim=-1)
+        of_rows = (of_y * upcast(y)).sum(dim=-1)
         of_weights = of_rows[places].to(weights.dtype)
         of_y = of_y * weights[tokens, slots][:, None]
     return of_y.to(y.dtype), None, None, None, of_weights
 
 
 __all__ = [
-    "Gate",
-    "Order",
+    "ExpertOrder",
+    "GatedActivation",
+    "RouterConfig",
     "Routes",
-    "Rule",
     "combine",
     "experts_forward",
-    "grouped_matmul",
-    "index",
-    "moe_experts",
-    "pick",
+    "fused_experts",
+    "gather_weights",
+    "grouped_gemm",
     "route",
     "route_tokens",
+    "sort_by_expert",
 ]

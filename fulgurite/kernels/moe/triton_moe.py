@@ -14,16 +14,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from fulgurite.kernels.common.triton_import import tl, triton
+
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-CHUNK = 256  # pairs of token and expert that one program sorts
+CHUNK_PAIRS = 256  # pairs of token and expert that one program sorts
 
 
 @triton.jit
-def pair_experts(experts_ptr, pair, S, E):
+def load_pair_experts(experts_ptr, pair, S, E):
     """The expert of each pair, E for numbers of no expert, E + 1 past the last pair."""
     expert = tl.load(experts_ptr + pair, pair < S, 0)
     expert = tl.where((expert < 0) | (expert >= E), E, expert).to(tl.int32)
@@ -39,7 +39,7 @@ def store_order(place, pair, S, per_token, tokens_ptr, slots_ptr, places_ptr):
 
 
 @triton.jit
-def earlier(expert, expert_ptr, first, S, E, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def count_preceding_pairs(expert, expert_ptr, first, S, E, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """How many pairs of the same stretch come before: the same expert's earlier ones, and, second,
     all of smaller experts."""
     at = tl.arange(0, CHUNK)
@@ -47,7 +47,7 @@ def earlier(expert, expert_ptr, first, S, E, CHUNK: tl.constexpr, BLOCK: tl.cons
     smaller = tl.zeros([CHUNK], tl.int32)
     for block in range(0, CHUNK, BLOCK):
         j = block + tl.arange(0, BLOCK)
-        other = pair_experts(expert_ptr, first + j, S, E)[None, :]
+        other = load_pair_experts(expert_ptr, first + j, S, E)[None, :]
         before = (other == expert[:, None]) & (j[None, :] < at[:, None])
         same += tl.sum(before.to(tl.int32), 1)
         smaller += tl.sum((other < expert[:, None]).to(tl.int32), 1)
@@ -55,26 +55,26 @@ def earlier(expert, expert_ptr, first, S, E, CHUNK: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit(do_not_specialize=["S"])
-def index_few_kernel(
+def sort_small_kernel(
     experts_ptr, counts_ptr, offsets_ptr, tokens_ptr, slots_ptr, places_ptr, S, E, per_token,
     CHUNK: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """All pairs in one program."""
     pair = tl.arange(0, CHUNK)
-    expert = pair_experts(experts_ptr, pair, S, E)
-    same, smaller = earlier(expert, experts_ptr, 0, S, E, CHUNK, BLOCK)
+    expert = load_pair_experts(experts_ptr, pair, S, E)
+    same, smaller = count_preceding_pairs(expert, experts_ptr, 0, S, E, CHUNK, BLOCK)
     store_order(smaller + same, pair, S, per_token, tokens_ptr, slots_ptr, places_ptr)
     e = tl.arange(0, BE)
     counts = tl.zeros([BE], tl.int32)
     for block in range(0, CHUNK, BLOCK):
-        other = pair_experts(experts_ptr, block + tl.arange(0, BLOCK), S, E)
+        other = load_pair_experts(experts_ptr, block + tl.arange(0, BLOCK), S, E)
         counts += tl.sum((other[:, None] == e[None, :]).to(tl.int32), 0)
     tl.store(counts_ptr + e, counts, e < E)
     tl.store(offsets_ptr + e, tl.cumsum(counts, 0), e < E)
 
 
 @triton.jit(do_not_specialize=["S"])
-def count_kernel(
+def count_pairs_kernel(
     experts_ptr, before_ptr, S, E, CHUNK: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Pairs of each expert (and of no expert) in a stretch: before[stretch, E + 1]."""
@@ -83,13 +83,13 @@ def count_kernel(
     counts = tl.zeros([BE], tl.int32)
     for block in range(0, CHUNK, BLOCK):
         pair = chunk * CHUNK + block + tl.arange(0, BLOCK)
-        expert = pair_experts(experts_ptr, pair, S, E)
+        expert = load_pair_experts(experts_ptr, pair, S, E)
         counts += tl.sum((expert[:, None] == e[None, :]).to(tl.int32), 0)
     tl.store(before_ptr + chunk * (E + 1) + e, counts, e <= E)
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def scan_kernel(before_ptr, counts_ptr, chunks, E, BLOCK: tl.constexpr):
+def scan_counts_kernel(before_ptr, counts_ptr, chunks, E, BLOCK: tl.constexpr):
     """Counts of stretches become the counts before each, for one expert; their sum is its count."""
     expert = tl.program_id(0)
     total = tl.zeros([], tl.int32)
@@ -103,15 +103,15 @@ def scan_kernel(before_ptr, counts_ptr, chunks, E, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["S"])
-def place_kernel(
+def scatter_pairs_kernel(
     experts_ptr, before_ptr, counts_ptr, offsets_ptr, tokens_ptr, slots_ptr, places_ptr, S, E, per_token,
     CHUNK: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Where each pair goes: smaller experts, earlier stretches, earlier pairs of its own."""
     chunk = tl.program_id(0)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
-    expert = pair_experts(experts_ptr, pair, S, E)
-    place, _smaller = earlier(expert, experts_ptr, chunk * CHUNK, S, E, CHUNK, BLOCK)
+    expert = load_pair_experts(experts_ptr, pair, S, E)
+    place, _smaller = count_preceding_pairs(expert, experts_ptr, chunk * CHUNK, S, E, CHUNK, BLOCK)
     place += tl.load(before_ptr + chunk * (E + 1) + expert, expert <= E, 0)
     for start in range(0, E, BLOCK):
         e = start + tl.arange(0, BLOCK)
@@ -124,7 +124,7 @@ def place_kernel(
         tl.store(offsets_ptr + e, tl.cumsum(counts, 0), e < E)
 
 
-def index(experts_Tk: Tensor, experts: int) -> Any:
+def sort_by_expert(experts_Tk: Tensor, experts: int) -> Any:
     """`fulgurite::moe_index`."""
     chosen = experts_Tk.contiguous()
     tokens, per_token = chosen.shape
@@ -136,20 +136,20 @@ def index(experts_Tk: Tensor, experts: int) -> Any:
     counts, offsets = room(experts + 1), room(experts)
     of_token, slots, places = room(pairs), room(pairs), room(tokens, per_token)
     wide, order = triton.next_power_of_2(experts + 1), (of_token, slots, places)
-    if pairs <= CHUNK:
+    if pairs <= CHUNK_PAIRS:
         size = max(16, triton.next_power_of_2(max(pairs, 1)))
-        index_few_kernel[(1,)](
+        sort_small_kernel[(1,)](
             chosen, counts, offsets, *order, pairs, experts, per_token,
             CHUNK=size, BE=wide, BLOCK=16, num_warps=4,
         )  # fmt: skip
         return counts[:experts], offsets, *order
-    chunks = triton.cdiv(pairs, CHUNK)
+    chunks = triton.cdiv(pairs, CHUNK_PAIRS)
     before = room(chunks, experts + 1)
-    count_kernel[(chunks,)](chosen, before, pairs, experts, CHUNK=CHUNK, BE=wide, BLOCK=16)
-    scan_kernel[(experts + 1,)](before, counts, chunks, experts, BLOCK=256)
-    place_kernel[(chunks,)](
+    count_pairs_kernel[(chunks,)](chosen, before, pairs, experts, CHUNK=CHUNK_PAIRS, BE=wide, BLOCK=16)
+    scan_counts_kernel[(experts + 1,)](before, counts, chunks, experts, BLOCK=256)
+    scatter_pairs_kernel[(chunks,)](
         chosen, before, counts, offsets, *order, pairs, experts, per_token,
-        CHUNK=CHUNK, BE=wide, BLOCK=32, num_warps=8,
+        CHUNK=CHUNK_PAIRS, BE=wide, BLOCK=32, num_warps=8,
     )  # fmt: skip
     return counts[:experts], offsets, *order
 

@@ -6,7 +6,7 @@ In: the operator's arguments. Out: weights and experts, or NotImplemented (float
     route            logits in memory; a tile of tokens a program
     route_tokens     programs share the experts of a tile of tokens; the last to finish chooses
 
-Numbers are compared as integers with the order of the floats, NaN above all (`rank_of`), and the first
+Numbers are compared as integers with the order of the floats, NaN above all (`sort_key`), and the first
 of equals is taken: the choice is that of the reference, bit for bit.
 """
 
@@ -15,41 +15,40 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from fulgurite.kernels.common.triton_counters import take_counters
+from fulgurite.kernels.common.triton_counters import acquire_counters
+from fulgurite.kernels.common.triton_import import INTERPRETED, tl, triton
 
-NATIVE = not triton.knobs.runtime.interpret
+NATIVE = not INTERPRETED
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-NEVER = tl.constexpr(-(2**31))  # below every rank: chosen already, or not allowed
-NAN = tl.constexpr(2**31 - 1)
+EXCLUDED = tl.constexpr(-(2**31))  # below every rank: chosen already, or not allowed
+NAN_KEY = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def rank_of(x):
+def sort_key(x):
     """A float as an integer with the same order, NaN above all and both zeros equal."""
     code = (x + 0.0).to(tl.int32, bitcast=True)
-    code = tl.where(code == NEVER, 0, code)  # -0
-    return tl.where(x != x, NAN, tl.where(code < 0, code ^ NAN, code))
+    code = tl.where(code == EXCLUDED, 0, code)  # -0
+    return tl.where(x != x, NAN_KEY, tl.where(code < 0, code ^ NAN_KEY, code))
 
 
 @triton.jit
-def number_of(rank):
+def key_to_float(rank):
     """The float of a rank."""
-    return tl.where(rank < 0, rank ^ NAN, rank).to(tl.float32, bitcast=True)
+    return tl.where(rank < 0, rank ^ NAN_KEY, rank).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def first_best(rank, place, SIZE: tl.constexpr):
+def argmax_first(rank, place, SIZE: tl.constexpr):
     """[T, SIZE] -> the largest of each row and the first place that has it."""
     top = tl.max(rank, 1)
     return top, tl.min(tl.where(rank == top[:, None], place, SIZE), 1)
 
 
 @triton.jit
-def scores_of(x, valid, SIGMOID: tl.constexpr):
+def apply_scoring(x, valid, SIGMOID: tl.constexpr):
     if SIGMOID:
         return 1 / (1 + tl.exp(-x))
     else:
@@ -62,7 +61,7 @@ def scores_of(x, valid, SIGMOID: tl.constexpr):
 
 
 @triton.jit
-def choose(
+def select_topk(
     logits, bias, token, T, weights_ptr, experts_ptr, scaling, E,
     K: tl.constexpr, SIGMOID: tl.constexpr, FIRST: tl.constexpr, RENORMALISE: tl.constexpr,
     GROUPS: tl.constexpr, KEPT: tl.constexpr, BY_TWO: tl.constexpr, BIAS: tl.constexpr,
@@ -71,42 +70,42 @@ def choose(
     """Experts and weights of a tile of tokens, logits [BT, BE] in registers."""
     e = tl.arange(0, BE)[None, :]
     valid = e < E
-    scores = logits if FIRST else scores_of(logits, valid, SIGMOID)
+    scores = logits if FIRST else apply_scoring(logits, valid, SIGMOID)
     by_logits: tl.constexpr = (not BIAS) and not (KEPT < GROUPS and BY_TWO)
     choice = logits if by_logits else scores
     if BIAS:
         choice = choice + bias
-    rank = tl.where(valid, rank_of(choice), NEVER)
+    rank = tl.where(valid, sort_key(choice), EXCLUDED)
     if KEPT < GROUPS:
         size = E // GROUPS
         g = tl.arange(0, BG)[None, :]
-        strength = tl.full([BT, BG], NEVER, tl.int32)
+        strength = tl.full([BT, BG], EXCLUDED, tl.int32)
         for group in range(GROUPS):
-            mine = tl.where((e // size == group) & valid, rank, NEVER)
-            top, at = first_best(mine, e, BE)
+            mine = tl.where((e // size == group) & valid, rank, EXCLUDED)
+            top, at = argmax_first(mine, e, BE)
             if BY_TWO:
-                second = tl.max(tl.where(e == at[:, None], NEVER, mine), 1)
-                both = rank_of(number_of(top) + number_of(second))
-                top = tl.where(second == NEVER, top, both)
+                second = tl.max(tl.where(e == at[:, None], EXCLUDED, mine), 1)
+                both = sort_key(key_to_float(top) + key_to_float(second))
+                top = tl.where(second == EXCLUDED, top, both)
             strength = tl.where(g == group, top[:, None], strength)
         allowed = tl.zeros([BT, BE], tl.int32)
         for _kept in range(KEPT):
-            _most, best = first_best(strength, g, BG)
-            strength = tl.where(g == best[:, None], NEVER, strength)
+            _most, best = argmax_first(strength, g, BG)
+            strength = tl.where(g == best[:, None], EXCLUDED, strength)
             allowed = allowed | ((e // size) == best[:, None]).to(tl.int32)
-        rank = tl.where(allowed > 0, rank, NEVER)
+        rank = tl.where(allowed > 0, rank, EXCLUDED)
     j = tl.arange(0, BK)[None, :]
     weights = tl.zeros([BT, BK], tl.float32)
     chosen = tl.zeros([BT, BK], tl.int64)
     for index in range(K):
-        _top, best = first_best(rank, e, BE)
+        _top, best = argmax_first(rank, e, BE)
         here = e == best[:, None]
-        rank = tl.where(here, NEVER, rank)
+        rank = tl.where(here, EXCLUDED, rank)
         weight = tl.sum(tl.where(here, scores, 0.0), 1)
         weights = tl.where(j == index, weight[:, None], weights)
         chosen = tl.where(j == index, best[:, None].to(tl.int64), chosen)
     if FIRST:
-        weights = tl.where(j < K, scores_of(weights, j < K, SIGMOID), 0.0)
+        weights = tl.where(j < K, apply_scoring(weights, j < K, SIGMOID), 0.0)
     if RENORMALISE:
         weights = weights / (tl.sum(weights, 1)[:, None] + 1e-20)
     place = token[:, None].to(tl.int64) * K + j
@@ -127,7 +126,7 @@ def route_kernel(
     place = token.to(tl.int64)[:, None] * stride + e[None, :]
     logits = tl.load(logits_ptr + place, (token < T)[:, None] & (e < E)[None, :], 0.0)
     bias = tl.load(bias_ptr + e, e < E, 0.0).to(tl.float32)[None, :] if BIAS else 0.0
-    choose(
+    select_topk(
         logits.to(tl.float32), bias, token, T, weights_ptr, experts_ptr, scaling, E, K, SIGMOID,
         FIRST, RENORMALISE, GROUPS, KEPT, BY_TWO, BIAS, BT, BE, BK, BG,
     )  # fmt: skip
@@ -172,53 +171,53 @@ def route_tokens_kernel(
         from_ptr = logits_ptr + token.to(tl.int64)[:, None] * E + e[None, :]
         logits = tl.load(from_ptr, there, 0.0, cache_modifier=".cg")
         bias = tl.load(bias_ptr + e, e < E, 0.0).to(tl.float32)[None, :] if BIAS else 0.0
-        choose(
+        select_topk(
             logits, bias, token, T, weights_ptr, experts_ptr, scaling, E, K, SIGMOID, FIRST,
             RENORMALISE, GROUPS, KEPT, BY_TWO, BIAS, BT, BE, BK, BG,
         )  # fmt: skip
 
 
-def _rule(experts: int, choice_bias: Tensor | None, *rule: Any) -> dict[str, Any]:
+def _config_constexprs(experts: int, correction_bias: Tensor | None, *rule: Any) -> dict[str, Any]:
     """A rule as what is compiled in."""
-    per_token, score, choose_first, renormalise, _, groups, groups_kept, group_by = rule
+    per_token, score, topk_before_scoring, renormalize, _, groups, topk_groups, group_by = rule
     return {
-        "K": per_token, "SIGMOID": score == "sigmoid", "FIRST": choose_first,
-        "RENORMALISE": renormalise, "GROUPS": groups, "KEPT": groups_kept,
-        "BY_TWO": group_by == "two", "BIAS": choice_bias is not None,
+        "K": per_token, "SIGMOID": score == "sigmoid", "FIRST": topk_before_scoring,
+        "RENORMALISE": renormalize, "GROUPS": groups, "KEPT": topk_groups,
+        "BY_TWO": group_by == "two", "BIAS": correction_bias is not None,
         "BE": triton.next_power_of_2(experts), "BK": triton.next_power_of_2(per_token),
         "BG": triton.next_power_of_2(groups),
     }  # fmt: skip
 
 
-def _room(x: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
+def _allocate_outputs(x: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
     shape = (x.shape[0], per_token)
     return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int64)
 
 
-def route(logits: Tensor, choice_bias: Tensor | None, *rule: Any) -> Any:
+def route(logits: Tensor, correction_bias: Tensor | None, *rule: Any) -> Any:
     """`fulgurite::route`."""
     if logits.dtype not in FLOATS:
         return NotImplemented
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    weights, chosen = _room(logits, rule[0])
+    weights, chosen = _allocate_outputs(logits, rule[0])
     tokens, experts = logits.shape
     if tokens:
         route_kernel[(triton.cdiv(tokens, 4),)](
-            logits, logits if choice_bias is None else choice_bias, weights, chosen, tokens, experts,
-            logits.stride(0), rule[4], BT=4, num_warps=4, **_rule(experts, choice_bias, *rule),
+            logits, logits if correction_bias is None else correction_bias, weights, chosen, tokens, experts,
+            logits.stride(0), rule[4], BT=4, num_warps=4, **_config_constexprs(experts, correction_bias, *rule),
         )  # fmt: skip
     return weights, chosen
 
 
 def route_tokens(
-    x: Tensor, weight: Tensor, bias: Tensor | None, choice_bias: Tensor | None, *rule: Any
+    x: Tensor, weight: Tensor, bias: Tensor | None, correction_bias: Tensor | None, *rule: Any
 ) -> Any:
     """`route` of x @ weight.T + bias."""
     fits = x.dtype in FLOATS and weight.dtype in FLOATS
     if not fits or x.stride(1) != 1 or weight.stride(1) != 1 or x.shape[1] == 0:
         return NotImplemented
     (tokens, size), experts = x.shape, weight.shape[0]
-    weights, chosen = _room(x, rule[0])
+    weights, chosen = _allocate_outputs(x, rule[0])
     if tokens == 0:
         return weights, chosen
     rows = 16 if tokens <= 1024 else 32
@@ -226,10 +225,10 @@ def route_tokens(
     tiles = triton.cdiv(tokens, rows)
     logits = x.new_empty(tokens, experts, dtype=torch.float32)
     route_tokens_kernel[(tiles, triton.cdiv(experts, columns))](
-        x, weight, x if bias is None else bias, x if choice_bias is None else choice_bias, logits,
-        take_counters(x.device, tiles), weights, chosen, tokens, experts, size, x.stride(0),
+        x, weight, x if bias is None else bias, x if correction_bias is None else correction_bias, logits,
+        acquire_counters(x.device, tiles), weights, chosen, tokens, experts, size, x.stride(0),
         weight.stride(0), rule[4], BT=rows, ADD=bias is not None, BN=columns,
         BD=128 if x.dtype != torch.float32 else 64, NATIVE=NATIVE, num_warps=4, num_stages=3,
-        **_rule(experts, choice_bias, *rule),
+        **_config_constexprs(experts, correction_bias, *rule),
     )  # fmt: skip
     return weights, chosen

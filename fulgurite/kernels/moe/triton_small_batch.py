@@ -17,33 +17,36 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from fulgurite.kernels.common.integer_math import cdiv, next_power_of_2
-from fulgurite.kernels.common.triton_pdl import early, let_next_start, wait_for_inputs
-from fulgurite.kernels.gemm.quant_linear import PLAIN
-from fulgurite.kernels.grouped_gemm.triton_grouped_gemm import GATES
-from fulgurite.kernels.grouped_gemm.triton_mainloop import gated
-from fulgurite.kernels.moe.routing import FEW_TOKENS
-from fulgurite.kernels.moe.triton_small_batch_quantized import experts_packed
+from fulgurite.kernels.common.triton_epilogue import apply_gate
+from fulgurite.kernels.common.triton_import import tl, triton
+from fulgurite.kernels.common.triton_pdl import (
+    launch_dependents,
+    pdl_options,
+    wait_for_dependencies,
+)
+from fulgurite.kernels.gemm.reference import UNQUANTIZED
+from fulgurite.kernels.grouped_gemm.triton_grouped_gemm import GATE_IDS
+from fulgurite.kernels.integer_math import cdiv, next_power_of_2
+from fulgurite.kernels.moe.triton_small_batch_quantized import run_quantized_experts
+from fulgurite.kernels.tuning.moe import MAX_SMALL_BATCH
 from fulgurite.quant import QuantTensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit(do_not_specialize=["E"])
-def inner_kernel(
+def gate_up_kernel(
     x_ptr, experts_ptr, w_ptr, norm_ptr, h_ptr, E, inner, D, x_stride, w_expert, w_stride,
     eps, offset, alpha, limit,
     K: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, EVEN: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BN numbers of one pair's h."""
-    if EARLY:
-        let_next_start()
-        wait_for_inputs()
+    if PDL:
+        launch_dependents()
+        wait_for_dependencies()
     pair = tl.program_id(1)
     expert = tl.load(experts_ptr + pair)
     live = (expert >= 0) & (expert < E)
@@ -72,22 +75,22 @@ def inner_kernel(
         left += w.to(tl.float32) * x
         right += v.to(tl.float32) * x
     factor = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / D + eps) if NORM else 1.0
-    out = gated(tl.sum(left, 1) * factor, tl.sum(right, 1) * factor, alpha, limit, GATE)
+    out = apply_gate(tl.sum(left, 1) * factor, tl.sum(right, 1) * factor, alpha, limit, GATE)
     out = tl.where(live, out, 0.0)
     tl.store(h_ptr + pair.to(tl.int64) * inner + n, out.to(h_ptr.dtype.element_ty), n < inner)
 
 
 @triton.jit(do_not_specialize=["E"])
-def outer_kernel(
+def down_kernel(
     h_ptr, experts_ptr, weights_ptr, w_ptr, residual_ptr, out_ptr, E, D, inner, w_expert, w_stride,
     residual_stride,
     K: tl.constexpr, BJ: tl.constexpr, RESIDUAL: tl.constexpr, EVEN: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BN numbers of one token, all of its K experts side by side."""
-    if EARLY:
-        let_next_start()
-        wait_for_inputs()
+    if PDL:
+        launch_dependents()
+        wait_for_dependencies()
     token = tl.program_id(1)
     j = tl.arange(0, BJ)
     expert = tl.load(experts_ptr + token * K + j, j < K, -1)
@@ -120,7 +123,7 @@ def outer_kernel(
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExpertLaunch:
     """Rows of the weight in a program, columns of a step, warps, stages."""
 
     rows: int
@@ -129,15 +132,15 @@ class Plan:
     stages: int
 
 
-def inner_plan(pairs: int, inner: int, hidden: int) -> Plan:
-    return Plan(8, 512, 4, 3)
+def inner_plan(pairs: int, inner: int, hidden: int) -> ExpertLaunch:
+    return ExpertLaunch(8, 512, 4, 3)
 
 
-def outer_plan(tokens: int, per_token: int, hidden: int, inner: int) -> Plan:
-    return Plan(4 if per_token > 4 else 8, 256, 8, 3)
+def outer_plan(tokens: int, per_token: int, hidden: int, inner: int) -> ExpertLaunch:
+    return ExpertLaunch(4 if per_token > 4 else 8, 256, 8, 3)
 
 
-def experts(
+def run_experts(
     x: Tensor,
     chosen: Tensor,
     weights: Tensor,
@@ -148,29 +151,33 @@ def experts(
     limit: float,
     norm: tuple[Tensor, float, float] | None,
     residual: Tensor | None,
-    activations: tuple[str, str] = (PLAIN, PLAIN),
+    activations: tuple[str, str] = (UNQUANTIZED, UNQUANTIZED),
 ) -> Any:
     """[T, D], or NotImplemented for more tokens and other layouts."""
     if isinstance(gate_up, QuantTensor) and isinstance(down, QuantTensor):
         how = (gate, alpha, limit, norm, residual, activations)
-        return experts_packed(x, chosen, weights, gate_up, down, *how)
+        return run_quantized_experts(x, chosen, weights, gate_up, down, *how)
     tokens, hidden = x.shape
     per_token, inner = chosen.shape[1], down.shape[2]
-    if not 0 < tokens <= FEW_TOKENS or not _fits(x, weights, gate_up, down, residual) or not inner:
+    if (
+        not 0 < tokens <= MAX_SMALL_BATCH
+        or not _supports(x, weights, gate_up, down, residual)
+        or not inner
+    ):
         return NotImplemented
     chosen, weights = chosen.contiguous(), weights.contiguous()
-    count, starts = down.shape[0], early(x.device)
+    count, starts = down.shape[0], pdl_options(x.device)
     h = torch.empty((tokens * per_token, inner), dtype=x.dtype, device=x.device)
     plan = inner_plan(tokens * per_token, inner, hidden)
-    inner_kernel[(cdiv(inner, plan.rows), tokens * per_token)](
+    gate_up_kernel[(cdiv(inner, plan.rows), tokens * per_token)](
         x, chosen, gate_up, x if norm is None else norm[0], h, count, inner, hidden, x.stride(0),
         *gate_up.stride()[:2], *(norm[1:] if norm else (0.0, 0.0)), alpha, limit,
-        K=per_token, NORM=norm is not None, GATE=GATES[gate], EVEN=hidden % plan.depth == 0, BN=plan.rows, BK=plan.depth,
+        K=per_token, NORM=norm is not None, GATE=GATE_IDS[gate], EVEN=hidden % plan.depth == 0, BN=plan.rows, BK=plan.depth,
         STAGES=plan.stages, num_warps=plan.warps, **starts,
     )  # fmt: skip
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     plan = outer_plan(tokens, per_token, hidden, inner)
-    outer_kernel[(cdiv(hidden, plan.rows), tokens)](
+    down_kernel[(cdiv(hidden, plan.rows), tokens)](
         h, chosen, weights, down, out if residual is None else residual, out, count, hidden, inner,
         *down.stride()[:2], 0 if residual is None else residual.stride(0),
         K=per_token, BJ=next_power_of_2(per_token), RESIDUAL=residual is not None,
@@ -180,7 +187,7 @@ def experts(
     return out
 
 
-def _fits(
+def _supports(
     x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, residual: Tensor | None
 ) -> bool:
     tensors = [x, gate_up, down, *(t for t in (residual,) if t is not None)]

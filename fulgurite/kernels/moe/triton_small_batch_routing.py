@@ -15,32 +15,35 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from fulgurite.kernels.common.integer_math import cdiv, next_power_of_2
-from fulgurite.kernels.common.triton_counters import take_counters
-from fulgurite.kernels.common.triton_pdl import early, let_next_start, wait_for_inputs
-from fulgurite.kernels.moe.routing import FEW_TOKENS
-from fulgurite.kernels.moe.triton_routing import FLOATS, NEVER, rank_of, scores_of
+from fulgurite.kernels.common.triton_counters import acquire_counters
+from fulgurite.kernels.common.triton_import import tl, triton
+from fulgurite.kernels.common.triton_pdl import (
+    launch_dependents,
+    pdl_options,
+    wait_for_dependencies,
+)
+from fulgurite.kernels.integer_math import cdiv, next_power_of_2
+from fulgurite.kernels.moe.triton_routing import EXCLUDED, FLOATS, apply_scoring, sort_key
+from fulgurite.kernels.tuning.moe import MAX_SMALL_BATCH
 
-HELD = 16384  # numbers of the weight in a program: 32 registers of each of 256 threads
-WIDEST = 8192  # columns, and
-MOST_EXPERTS = 512  # experts that a program compares
+REGISTER_ELEMENTS = 16384  # numbers of the weight in a program: 32 registers of each of 256 threads
+MAX_HIDDEN_SIZE = 8192  # columns, and
+MAX_EXPERTS = 512  # experts that a program compares
 
 
 @triton.jit
-def few_routes_kernel(
+def route_small_batch_kernel(
     x_ptr, w_ptr, norm_ptr, add_ptr, bias_ptr, logits_ptr, count_ptr, weights_ptr, experts_ptr,
     T, E, D, x_stride, w_stride, scaling, eps, offset,
     K: tl.constexpr, SIGMOID: tl.constexpr, FIRST: tl.constexpr, RENORMALISE: tl.constexpr,
     NORM: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
-    BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Logits of BN experts for all tokens; the last program chooses."""
-    if EARLY:
-        let_next_start()
+    if PDL:
+        launch_dependents()
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     d = tl.arange(0, BD)
     inside = d < D
@@ -48,8 +51,8 @@ def few_routes_kernel(
     w = tl.load(from_w, inside[None, :], 0.0)
     if NORM:
         norm = tl.load(norm_ptr + d, inside, 0.0).to(tl.float32) + offset
-    if EARLY:
-        wait_for_inputs()
+    if PDL:
+        wait_for_dependencies()
     for token in range(T):
         x = tl.load(x_ptr + token * x_stride + d, inside, 0.0).to(tl.float32)
         if NORM:
@@ -65,14 +68,14 @@ def few_routes_kernel(
     if tl.atomic_add(count_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(count_ptr, 0)
         for token in range(T):
-            _choose_counting(
+            _select_topk_by_counting(
                 logits_ptr + token * E, bias_ptr, weights_ptr + token * K, experts_ptr + token * K,
                 E, scaling, K, SIGMOID, FIRST, RENORMALISE, BIAS, BE, BLOCK,
             )  # fmt: skip
 
 
 @triton.jit
-def _choose_counting(
+def _select_topk_by_counting(
     logits_ptr, bias_ptr, weights_ptr, experts_ptr, E, scaling,
     K: tl.constexpr, SIGMOID: tl.constexpr, FIRST: tl.constexpr, RENORMALISE: tl.constexpr,
     BIAS: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr,
@@ -83,7 +86,7 @@ def _choose_counting(
     logits = tl.load(logits_ptr + e, valid, 0.0, cache_modifier=".cg")
     scores = logits
     if not FIRST:
-        scores = _row(scores_of(logits[None, :], valid[None, :], SIGMOID), BE)
+        scores = _flatten_row(apply_scoring(logits[None, :], valid[None, :], SIGMOID), BE)
     if BIAS:  # chooses among scores; they go where every thread can read them
         choice = scores + tl.load(bias_ptr + e, valid, 0.0).to(tl.float32)
         tl.debug_barrier()
@@ -91,17 +94,17 @@ def _choose_counting(
         tl.debug_barrier()
     else:
         choice = logits
-    rank = tl.where(valid, rank_of(choice), NEVER)
+    rank = tl.where(valid, sort_key(choice), EXCLUDED)
     place = tl.zeros([BE], tl.int32)
     for start in tl.static_range(0, BE, BLOCK):
         j = start + tl.arange(0, BLOCK)
         other = tl.load(logits_ptr + j, j < E, 0.0, cache_modifier=".cg")
-        other = tl.where(j < E, rank_of(other), NEVER)[None, :]
+        other = tl.where(j < E, sort_key(other), EXCLUDED)[None, :]
         first = (other > rank[:, None]) | ((other == rank[:, None]) & (j[None, :] < e[:, None]))
         place += tl.sum(first.to(tl.int32), 1)
     taken = valid & (place < K)
     if FIRST:
-        scores = _row(scores_of(logits[None, :], taken[None, :], SIGMOID), BE)
+        scores = _flatten_row(apply_scoring(logits[None, :], taken[None, :], SIGMOID), BE)
     weights = tl.where(taken, scores, 0.0)
     if RENORMALISE:
         weights = weights / (tl.sum(weights, 0) + 1e-20)
@@ -110,40 +113,40 @@ def _choose_counting(
 
 
 @triton.jit
-def _row(x, SIZE: tl.constexpr):
+def _flatten_row(x, SIZE: tl.constexpr):
     return tl.reshape(x, [SIZE])
 
 
-def route_few(
+def route_small_batch(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    choice_bias: Tensor | None,
+    correction_bias: Tensor | None,
     norm: tuple[Tensor, float, float] | None,
     *rule: Any,
 ) -> Any:
     """Weights and experts [T, K]; NotImplemented for more tokens, groups and other layouts."""
-    per_token, score, choose_first, renormalise, scaling, groups, groups_kept, _ = rule
+    per_token, score, topk_before_scoring, renormalize, scaling, groups, topk_groups, _ = rule
     (tokens, size), experts = x.shape, weight.shape[0]
-    if not 0 < tokens <= FEW_TOKENS or groups_kept < groups or not 0 < size <= WIDEST:
+    if not 0 < tokens <= MAX_SMALL_BATCH or topk_groups < groups or not 0 < size <= MAX_HIDDEN_SIZE:
         return NotImplemented
-    fits = x.dtype in FLOATS and weight.dtype in FLOATS and experts <= MOST_EXPERTS
+    fits = x.dtype in FLOATS and weight.dtype in FLOATS and experts <= MAX_EXPERTS
     if not fits or x.stride(1) != 1 or weight.stride(1) != 1:
         return NotImplemented
     scale, eps, offset = norm or (x, 0.0, 0.0)
     width = next_power_of_2(size)
-    rows = min(8, max(1, HELD // width))
+    rows = min(8, max(1, REGISTER_ELEMENTS // width))
     programs = cdiv(experts, rows)
     power = next_power_of_2(experts)
     logits = torch.empty((tokens, experts), dtype=torch.float32, device=x.device)
     weights = torch.empty((tokens, per_token), dtype=torch.float32, device=x.device)
     chosen = torch.empty((tokens, per_token), dtype=torch.int64, device=x.device)
-    few_routes_kernel[(programs,)](
-        x, weight, scale, x if bias is None else bias, x if choice_bias is None else choice_bias,
-        logits, take_counters(x.device, 1), weights, chosen, tokens, experts, size, x.stride(0),
+    route_small_batch_kernel[(programs,)](
+        x, weight, scale, x if bias is None else bias, x if correction_bias is None else correction_bias,
+        logits, acquire_counters(x.device, 1), weights, chosen, tokens, experts, size, x.stride(0),
         weight.stride(0), scaling, eps, offset, K=per_token, SIGMOID=score == "sigmoid",
-        FIRST=choose_first, RENORMALISE=renormalise, NORM=norm is not None, ADD=bias is not None,
-        BIAS=choice_bias is not None, BN=rows, BD=width, BE=power,
-        BLOCK=min(power, max(16, HELD // power)), num_warps=8, **early(x.device),
+        FIRST=topk_before_scoring, RENORMALISE=renormalize, NORM=norm is not None, ADD=bias is not None,
+        BIAS=correction_bias is not None, BN=rows, BD=width, BE=power,
+        BLOCK=min(power, max(16, REGISTER_ELEMENTS // power)), num_warps=8, **pdl_options(x.device),
     )  # fmt: skip
     return weights, chosen

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from fulgurite import device, native, replay
-from fulgurite.kernels.common.cpu_library import translation_unit
-from fulgurite.quant import WHOLE, resolve
-from fulgurite.quant.blocks import given_scale
-from fulgurite.quant.format import Format, Scale, level
+from fulgurite.kernels.common.cpu_library import build_translation_unit
+from fulgurite.quant import WHOLE_DIM, resolve_format
+from fulgurite.quant.codecs.blocks import check_static_scale
+from fulgurite.quant.format import Format, ScaleSpec, get_scale_spec
 from fulgurite.quant.shapes import data_shape, scale_shape
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-PARTS = ("vectors.h", "quantize.h", "quantize_blocks.h", "quantize_run.h")
-TILED = "128x128"
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+HEADERS = ("vec16.h", "quantize.h", "quantize_blocks.h", "quantize_run.h")
+BLOCK_128x128 = "128x128"
 # names of formats -> their numbers in quantize_run.h
-CODERS = {
+FORMAT_CODES = {
     "fp8_e4m3": 0, "fp8_e5m2": 1, "int8": 2, "fp8_e4m3_128x128": 3, "fp8_e5m2_128x128": 4,
     "nvfp4": 5, "mxfp4": 6, "mxfp8_e4m3": 7, "mxfp8_e5m2": 8, "int4_g32": 9, "int4_g64": 10,
     "int4_g128": 11, "int4_g32_asym": 12, "int4_g64_asym": 13, "int4_g128_asym": 14,
@@ -36,14 +36,14 @@ _pack = struct.Struct("13q").pack
 
 def quantize(x: Tensor, format: str, static: Tensor | None = None) -> Any:
     """The operator's implementation for the CPU."""
-    entry = resolve(format)
+    entry = resolve_format(format)
     takes_static = entry.family in ("fp8", "nvfp4") or entry.name == "int8"
-    if _coder(entry) is None or x.numel() == 0 or (static is not None and not takes_static):
+    if _format_code(entry) is None or x.numel() == 0 or (static is not None and not takes_static):
         return NotImplemented
-    if native.compiler() is None:
+    if native.find_compiler() is None:
         return NotImplemented
     data = torch.empty(data_shape(entry, x.shape), dtype=entry.data_dtype)
-    scales = [_room(scale, x, entry, static) for scale in entry.stored_scales]
+    scales = [_allocate_scale(scale, x, entry, static) for scale in entry.separate_scales]
     quantize_into(x, entry, data, scales, given=static is not None)
     return [data, *scales]
 
@@ -52,50 +52,50 @@ def quantize_into(
     x: Tensor, format: Format, data: Tensor, scales: list[Tensor], *, given: bool = False
 ) -> None:
     """Pack x into memory that is there; `given` says that the scales (NVFP4's: the last) are too."""
-    coder = _coder(format)
+    coder = _format_code(format)
     assert coder is not None, f"{format.name} has no kernel"
-    rows, height = _rows(x), x.shape[-2] if x.dim() > 1 else 1
+    rows, height = _as_rows(x), x.shape[-2] if x.dim() > 1 else 1
     addresses = [scale.data_ptr() for scale in scales] + [0, 0]
     packed = _pack(
         rows.data_ptr(), data.data_ptr(), *addresses[:2], rows.shape[0] // height, height,
-        x.shape[-1], rows.stride(0), TYPES[rows.dtype], coder, given, device.cpu_threads(),
-        _width(format, x.shape[-1]),
+        x.shape[-1], rows.stride(0), DTYPE_CODES[rows.dtype], coder, given, device.num_cpu_threads(),
+        _scale_width(format, x.shape[-1]),
     )  # fmt: skip
     _kernel()(packed, (rows, data, *scales))
 
 
 @functools.cache
-def _kernel() -> replay.Kernel:
-    text = translation_unit(*PARTS, defines=["ROUND_EACH_STEP"], shared=["numbers.h"])
-    return replay.Kernel(native.load(text), "quantize")
+def _kernel() -> replay.NativeKernel:
+    text = build_translation_unit(*HEADERS, defines=["ROUND_EACH_STEP"], shared=["numbers.h"])
+    return replay.NativeKernel(native.load(text), "quantize")
 
 
-def _coder(format: Format) -> int | None:
-    tiled = format.name.endswith(TILED)
+def _format_code(format: Format) -> int | None:
+    tiled = format.name.endswith(BLOCK_128x128)
     plain = f"fp8_{format.element.name}" if format.family == "fp8" and not tiled else format.name
-    return CODERS.get(plain)
+    return FORMAT_CODES.get(plain)
 
 
-def _width(format: Format, columns: int) -> int:
+def _scale_width(format: Format, columns: int) -> int:
     """Columns that share a scale of FP8; 0 stands for the whole matrix."""
     rows, width = format.block
-    if rows == WHOLE:
-        return WHOLE
-    return columns if width == WHOLE else width
+    if rows == WHOLE_DIM:
+        return WHOLE_DIM
+    return columns if width == WHOLE_DIM else width
 
 
-def _rows(x: Tensor) -> Tensor:
+def _as_rows(x: Tensor) -> Tensor:
     """x as rows of contiguous numbers of a type that the kernels read."""
     x = x.detach()
-    x = x if x.dtype in TYPES else x.float()
+    x = x if x.dtype in DTYPE_CODES else x.float()
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     return flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()
 
 
-def _room(scale: Scale, x: Tensor, format: Format, static: Tensor | None) -> Tensor:
+def _allocate_scale(scale: ScaleSpec, x: Tensor, format: Format, static: Tensor | None) -> Tensor:
     """A level's tensor: the given one, or room for what the kernel makes."""
     room = torch.empty(scale_shape(scale, x.shape), dtype=scale.dtype)
     given = "tensor_scale" if format.family == "nvfp4" else "scale"
     if static is None or scale.name != given:
         return room
-    return room.copy_(given_scale(static, level(format, given), x))
+    return room.copy_(check_static_scale(static, get_scale_spec(format, given), x))

@@ -12,72 +12,72 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fulgurite.kernels.quantize.ops import quantize_parts
+from fulgurite.kernels.quantize.ops import quantize_op
 from fulgurite.quant import QuantTensor
-from fulgurite.quant.blocks import block_amax, scale_for
-from fulgurite.quant.format import E2M1, E4M3, WHOLE, Format
+from fulgurite.quant.codecs.blocks import block_amax, compute_scale
+from fulgurite.quant.format import E2M1, E4M3, WHOLE_DIM, Format
 from fulgurite.quant.shapes import check_shape, data_shape, scale_shape
 
-PIECE = 4 << 20  # elements that are quantized at once
-TILE = 128  # the most rows that share a scale
+CHUNK_ELEMENTS = 4 << 20  # elements that are quantized at once
+MAX_SCALE_ROWS = 128  # the most rows that share a scale
 
 
-def quantize_by_rows(weight: Tensor, format: Format) -> QuantTensor:
+def quantize_in_row_chunks(weight: Tensor, format: Format) -> QuantTensor:
     """`quantize`, a few rows at a time."""
     check_shape(format, weight.shape)
     data = weight.new_empty(data_shape(format, weight.shape), dtype=format.data_dtype)
     scales = {
         scale.name: weight.new_empty(scale_shape(scale, weight.shape), dtype=scale.dtype)
-        for scale in format.stored_scales
+        for scale in format.separate_scales
     }
     if weight.dim() == 2:
-        _fill(weight, format, data, scales)
+        _quantize_matrix_into(weight, format, data, scales)
     else:
         for expert in range(weight.shape[0]):
             levels = {name: values[expert] for name, values in scales.items()}
-            _fill(weight[expert], format, data[expert], levels)
+            _quantize_matrix_into(weight[expert], format, data[expert], levels)
     return QuantTensor(format, data, scales, weight.dtype)
 
 
-def _fill(weight: Tensor, format: Format, data: Tensor, scales: dict[str, Tensor]) -> None:
-    static = _whole_scale(weight, format)
-    for start, piece in _pieces(weight):
-        made, *levels = quantize_parts(piece, format.name, static)
+def _quantize_matrix_into(weight: Tensor, format: Format, data: Tensor, scales: dict[str, Tensor]) -> None:
+    static = _compute_tensor_scale(weight, format)
+    for start, piece in _iterate_row_chunks(weight):
+        made, *levels = quantize_op(piece, format.name, static)
         data[start : start + piece.shape[0]] = made
-        for scale, values in zip(format.stored_scales, levels, strict=True):
-            first = start // scale.block[0] if scale.block[0] != WHOLE else 0
+        for scale, values in zip(format.separate_scales, levels, strict=True):
+            first = start // scale.block[0] if scale.block[0] != WHOLE_DIM else 0
             scales[scale.name][first : first + values.shape[0]] = values
 
 
-def _whole_scale(weight: Tensor, format: Format) -> Tensor | None:
+def _compute_tensor_scale(weight: Tensor, format: Format) -> Tensor | None:
     """The scale that all pieces share, where the format has one and there are several pieces."""
-    whole = [scale for scale in format.scales if scale.block == (WHOLE, WHOLE)]
-    pieces = [piece for _, piece in _pieces(weight)] if whole else []
+    whole = [scale for scale in format.scales if scale.block == (WHOLE_DIM, WHOLE_DIM)]
+    pieces = [piece for _, piece in _iterate_row_chunks(weight)] if whole else []
     if len(pieces) < 2:
         return None
     largest = [block_amax(piece.float(), whole[0], keep_nan=False) for piece in pieces]
-    return scale_for(torch.stack(largest).amax(0), highest_value(format))
+    return compute_scale(torch.stack(largest).amax(0), tensor_scale_target(format))
 
 
-def highest_value(format: Format) -> float:
+def tensor_scale_target(format: Format) -> float:
     """What a scale of a whole matrix puts its largest element at."""
-    return (E4M3.highest * E2M1.highest) if format.family == "nvfp4" else format.element.highest
+    return (E4M3.max_value * E2M1.max_value) if format.family == "nvfp4" else format.element.max_value
 
 
-def _pieces(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _iterate_row_chunks(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
     rows, columns = weight.shape
-    step = max(TILE, PIECE // max(1, columns) // TILE * TILE)
+    step = max(MAX_SCALE_ROWS, CHUNK_ELEMENTS // max(1, columns) // MAX_SCALE_ROWS * MAX_SCALE_ROWS)
     for start in range(0, rows, step):
         yield start, weight[start : start + step]
 
 
-def signal_to_noise_by_rows(weight: Tensor, packed: QuantTensor) -> float:
+def compute_sqnr_in_row_chunks(weight: Tensor, packed: QuantTensor) -> float:
     """`signal_to_noise`, a few rows at a time."""
     signal = noise = 0.0
     experts = range(weight.shape[0]) if weight.dim() == 3 else ()
     pairs = [(weight[e], packed[e]) for e in experts] or [(weight, packed)]
     for dense, small in pairs:
-        for start, piece in _pieces(dense):
+        for start, piece in _iterate_row_chunks(dense):
             original = piece.double()
             back = small[start : start + piece.shape[0]].dequantize(torch.float32)
             signal += original.square().sum().item()

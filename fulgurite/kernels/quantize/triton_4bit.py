@@ -13,30 +13,29 @@ threads but the largest magnitude of a block.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from fulgurite.kernels.common.triton_bf16x2 import (
-    MAGNITUDES,
-    finite_pairs,
-    larger_half,
-    largest_pair,
-    mxfp4_bytes,
-    nibble_bytes,
-    without_infinities,
+    ABS_MASK,
+    max_of_halves,
+    quantize_4bit_bf16x2,
+    quantize_mxfp4_bf16x2,
+    reduce_max_bf16x2,
+    saturate_infinities,
+    zero_nonfinite,
 )
+from fulgurite.kernels.common.triton_import import tl, triton
 from fulgurite.kernels.common.triton_numerics import (
-    CORRECTED,
     INFINITY_BITS,
+    NATIVE,
+    compute_scale,
     divide,
     divide_positive,
     e2m1_magnitude,
-    int4_code,
     magnitude_bits,
+    quantize_int4,
     reciprocal,
     saturate,
-    scale_of,
     to_float8,
 )
 from fulgurite.quant import Format
@@ -45,16 +44,16 @@ from fulgurite.quant import Format
 # LANE_BYTES: what a lane stores at once, having read four times as many. H200, `fulgurite bench quant`
 TILE, WARPS, NVFP4_WARPS = 1024, 4, 1
 LANE_BYTES = tl.constexpr(16)
-INT4_SPAN = tl.constexpr(7.5)
+INT4_RANGE = tl.constexpr(7.5)
 SIXTH = tl.constexpr(0.16666667163372039794921875)  # 1 / 6 as a float32
-TINY_SCALE = tl.constexpr(2.0**-80)  # under it the remainders of a division may be inexact
+MIN_EXACT_SCALE = tl.constexpr(2.0**-80)  # under it the remainders of a division may be inexact
 
 
 @triton.jit
-def nvfp4_scale(amax, tensor_scale, ONE: tl.constexpr, C: tl.constexpr):
+def compute_nvfp4_scale(amax, tensor_scale, ONE: tl.constexpr, C: tl.constexpr):
     """The e4m3 of (amax / 6) / tensor_scale, from 2^-9 to 448, 1 for zeros."""
     if C and ONE:
-        if tensor_scale < TINY_SCALE:
+        if tensor_scale < MIN_EXACT_SCALE:
             wanted = tl.div_rn(tl.div_rn(amax, 6.0), tensor_scale)
         else:
             sixth = divide_positive(amax, 6.0, SIXTH, C)
@@ -66,13 +65,13 @@ def nvfp4_scale(amax, tensor_scale, ONE: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def plain_bytes(low_bits, high_bits, scale, inverse, KIND: tl.constexpr, C: tl.constexpr):
+def quantize_4bit_scalar(low_bits, high_bits, scale, inverse, KIND: tl.constexpr, C: tl.constexpr):
     """Two codes a byte of numbers that come apart, as the bits of float32."""
     low = low_bits.to(tl.float32, bitcast=True)
     high = high_bits.to(tl.float32, bitcast=True)
     if KIND == "int4":
         low, high = divide(low, scale, inverse, C), divide(high, scale, inverse, C)
-        return (int4_code(low) & 0x0F) | ((int4_code(high) << 4) & 0xF0)
+        return (quantize_int4(low) & 0x0F) | ((quantize_int4(high) << 4) & 0xF0)
     if KIND == "mxfp4":
         low, high = tl.abs(low) * inverse, tl.abs(high) * inverse
     else:
@@ -83,7 +82,7 @@ def plain_bytes(low_bits, high_bits, scale, inverse, KIND: tl.constexpr, C: tl.c
 
 
 @triton.jit
-def nibbles_kernel(
+def quantize_4bit_kernel(
     x_ptr, data_ptr, scale_ptr, amax_ptr, tensor_scale_ptr, blocks, across, stride, blocks_of_matrix,
     KIND: tl.constexpr, PAIRED: tl.constexpr, FLAT: tl.constexpr, ONE: tl.constexpr,
     BLOCKS: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
@@ -105,11 +104,11 @@ def nibbles_kernel(
         pair = (block - row * across)[:, None] * (B // 2) + tl.arange(0, B // 2)[None, :]
     if PAIRED:
         word = tl.load(source + pair, here, 0)
-        size = word & MAGNITUDES
-        most = larger_half(largest_pair(size, 1, C))
+        size = word & ABS_MASK
+        most = max_of_halves(reduce_max_bf16x2(size, 1, C))
         strange = tl.max(most, 0) >= INFINITY_BITS
         if strange:
-            most = larger_half(largest_pair(finite_pairs(size, True), 1, C))
+            most = max_of_halves(reduce_max_bf16x2(zero_nonfinite(size, True), 1, C))
         amax = most.to(tl.float32, bitcast=True)
     else:
         low = tl.load(source + 2 * pair, here, 0.0).to(tl.float32)
@@ -124,45 +123,45 @@ def nibbles_kernel(
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # a power of two: exact
     elif KIND == "nvfp4":
         if ONE:
-            tensor_scale = scale_of(tl.load(amax_ptr).to(tl.float32, bitcast=True), 2688.0)
+            tensor_scale = compute_scale(tl.load(amax_ptr).to(tl.float32, bitcast=True), 2688.0)
             if tl.program_id(0) == 0:
                 tl.store(tensor_scale_ptr, tensor_scale)
         else:
             matrix = block // blocks_of_matrix
             most = tl.load(amax_ptr + matrix, inside, 0)
-            tensor_scale = scale_of(most.to(tl.float32, bitcast=True), 2688.0)
+            tensor_scale = compute_scale(most.to(tl.float32, bitcast=True), 2688.0)
             begins = inside & (block == matrix * blocks_of_matrix)
             tl.store(tensor_scale_ptr + matrix, tensor_scale, begins)
-        stored = nvfp4_scale(amax, tensor_scale, ONE, C)
+        stored = compute_nvfp4_scale(amax, tensor_scale, ONE, C)
         tl.store(scale_ptr + block, stored, inside)
         scale = tl.where(valid, stored.to(tl.float32) * tensor_scale, 1.0)
         inverse = reciprocal(scale, C)
     else:
-        scale = scale_of(amax, INT4_SPAN)
+        scale = compute_scale(amax, INT4_RANGE)
         tl.store(scale_ptr + block, scale, inside)
         scale = tl.where(valid, scale, 1.0)
         inverse = reciprocal(scale, C)
     scale, inverse, valid = scale[:, None], inverse[:, None], valid[:, None]
     if PAIRED and C:
         if KIND == "mxfp4":
-            code = mxfp4_bytes(word, inverse, valid)
+            code = quantize_mxfp4_bf16x2(word, inverse, valid)
         else:
             if strange:
                 STEPS: tl.constexpr = 7.75 if KIND == "int4" else 16.0
-                word = tl.where(valid, without_infinities(word, scale, scale, STEPS), 0)
-            code = nibble_bytes(word, scale, inverse, KIND)
+                word = tl.where(valid, saturate_infinities(word, scale, scale, STEPS), 0)
+            code = quantize_4bit_bf16x2(word, scale, inverse, KIND)
     else:
         if PAIRED:
             low_bits, high_bits = word << 16, word & -65536
         else:
             low_bits, high_bits = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
-        code = plain_bytes(low_bits, high_bits, scale, inverse, KIND, C)
+        code = quantize_4bit_scalar(low_bits, high_bits, scale, inverse, KIND, C)
         code = tl.where(valid, code, 0x88 if KIND == "int4" else 0).to(tl.uint8)
     together: tl.constexpr = min(LANE_BYTES, B // 2)
     tl.store(data_ptr + first + tl.max_contiguous(byte, [1, together]), code, here)
 
 
-def quantize_nibbles(
+def quantize_4bit(
     x: Tensor, data: Tensor, scales: list[Tensor], format: Format, amax: Tensor | None
 ) -> None:
     """Fills bytes and scales; `amax` holds the bits of each matrix's largest magnitude (NVFP4)."""
@@ -181,9 +180,9 @@ def quantize_nibbles(
     assert blocks < 2**31, f"{blocks} blocks are more than a 32-bit number counts"
     warps = NVFP4_WARPS if format.family == "nvfp4" else WARPS
     together = TILE * warps // width
-    nibbles_kernel[(triton.cdiv(blocks, together),)](
+    quantize_4bit_kernel[(triton.cdiv(blocks, together),)](
         x, data, scales[0], scales[0] if amax is None else amax, scales[-1],
         blocks, across, stride, rows * across,
         KIND="int4" if format.family == "int" else format.name, PAIRED=paired, FLAT=flat,
-        ONE=matrices == 1, BLOCKS=together, B=width, C=CORRECTED, num_warps=warps,
+        ONE=matrices == 1, BLOCKS=together, B=width, C=NATIVE, num_warps=warps,
     )  # fmt: skip

@@ -11,19 +11,18 @@ In: packed data [M, K] and its scales. Out: bfloat16 [M, K].
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from fulgurite.kernels.common.triton_dequantize import e8m0_to_bfloat16
-from fulgurite.kernels.common.triton_operands import Packed, Weight
+from fulgurite.kernels.common.triton_import import tl, triton
+from fulgurite.kernels.common.triton_operands import DequantScheme, QuantizedOperand
 from fulgurite.quant import Format
 
-TILE = 4096  # elements of a program
+TILE_ELEMENTS = 4096  # elements of a program
 
 
 @triton.jit
-def dequantize_kernel(
+def dequantize_blocks_kernel(
     data_ptr, scale_ptr, out_ptr, blocks, B: tl.constexpr, BLOCKS: tl.constexpr, NIBBLES: tl.constexpr
 ):  # fmt: skip
     """out = code * scale, blocks of B columns; rows are whole blocks, so they lie end to end."""
@@ -36,7 +35,7 @@ def dequantize_kernel(
     if NIBBLES:
         place = block[:, None] * (B // 2) + tl.arange(0, B // 2)[None, :]
         pair = tl.load(data_ptr + place, inside[:, None], 0).to(tl.int32)
-        both = tl.join(_e2m1(pair & 15) * scale, _e2m1(pair >> 4) * scale)
+        both = tl.join(_e2m1_to_float32(pair & 15) * scale, _e2m1_to_float32(pair >> 4) * scale)
         value = tl.reshape(both, [BLOCKS, B])
     else:
         place = block[:, None] * B + tl.arange(0, B)[None, :]
@@ -46,19 +45,19 @@ def dequantize_kernel(
 
 
 @triton.jit
-def _e2m1(code):
+def _e2m1_to_float32(code):
     bits = ((code & 8) << 28) | ((code & 7) << 22)
     return bits.to(tl.float32, bitcast=True) * (2.0**126)
 
 
-def to_bfloat16(data: Tensor, scales: list[Tensor], format: Format) -> tuple[Tensor, Tensor | None]:
+def dequantize_activations(data: Tensor, scales: list[Tensor], format: Format) -> tuple[Tensor, Tensor | None]:
     """Rows in bfloat16 and the factor still to come."""
     nibbles, width = format.element.bits == 4, format.block[1]
     rows, items = data.shape
     out = data.new_empty((rows, items * (2 if nibbles else 1)), dtype=torch.bfloat16)
     scale = scales[0].view(torch.uint8) if format.family == "mx" else scales[0]
-    blocks, together = out.numel() // width, TILE // width
-    dequantize_kernel[(triton.cdiv(blocks, together),)](
+    blocks, together = out.numel() // width, TILE_ELEMENTS // width
+    dequantize_blocks_kernel[(triton.cdiv(blocks, together),)](
         data.contiguous(), scale.contiguous(), out, blocks,
         B=width, BLOCKS=together, NIBBLES=nibbles, num_warps=4,
     )  # fmt: skip
@@ -66,9 +65,9 @@ def to_bfloat16(data: Tensor, scales: list[Tensor], format: Format) -> tuple[Ten
 
 
 @triton.jit
-def weight_kernel(
+def dequantize_weight_kernel(
     data_ptr, scale_ptr, second_ptr, out_ptr, columns, scale_n, scale_k,
-    DECODE: tl.constexpr, GROUP: tl.constexpr, W_ROWS: tl.constexpr, TENSOR_SCALE: tl.constexpr,
+    DEQUANT: tl.constexpr, GROUP: tl.constexpr, W_ROWS: tl.constexpr, TENSOR_SCALE: tl.constexpr,
     ZERO: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out[n, k] = (code - zero) * scale * tensor scale (or code * scale + minimum), a stretch of a row
@@ -76,7 +75,7 @@ def weight_kernel(
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
     column = first + tl.arange(0, BLOCK)
-    nibbles: tl.constexpr = DECODE == "e2m1" or DECODE == "int4" or DECODE == "uint4"
+    nibbles: tl.constexpr = DEQUANT == "e2m1" or DEQUANT == "int4" or DEQUANT == "uint4"
     byte = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
     at = 2 * byte if nibbles else column
     inside = at < columns
@@ -87,9 +86,9 @@ def weight_kernel(
         scale = tl.load(scale_ptr + place, inside, 0.0).to(tl.float32)
     if nibbles:
         pair = tl.load(data_ptr + row * (columns // 2) + byte, inside, 0).to(tl.int32)
-        if DECODE == "e2m1":
-            low, high = _e2m1(pair & 15) * scale, _e2m1(pair >> 4) * scale
-        elif DECODE == "uint4":
+        if DEQUANT == "e2m1":
+            low, high = _e2m1_to_float32(pair & 15) * scale, _e2m1_to_float32(pair >> 4) * scale
+        elif DEQUANT == "uint4":
             minimum = tl.load(second_ptr + place, inside, 0.0)
             low = (pair & 15).to(tl.float32) * scale + minimum
             high = (pair >> 4).to(tl.float32) * scale + minimum
@@ -105,18 +104,18 @@ def weight_kernel(
     tl.store(out_ptr + row * columns + column, value.to(out_ptr.dtype.element_ty), column < columns)
 
 
-def weight_as(dtype: torch.dtype, weight: Weight, parts: Packed, format: Format) -> Tensor:
+def dequantize_weight(dtype: torch.dtype, weight: DequantScheme, parts: QuantizedOperand, format: Format) -> Tensor:
     """A packed weight [N, K] in 16 bits."""
     data = parts.data.contiguous()  # it may be columns of a larger one
-    data = data.view(torch.uint8) if weight.nibbles else data
+    data = data.view(torch.uint8) if weight.is_4bit else data
     rows, items = data.shape
-    columns = items * 2 if weight.nibbles else items
+    columns = items * 2 if weight.is_4bit else items
     out = data.new_empty((rows, columns), dtype=dtype)
     block = min(triton.next_power_of_2(columns), 2048)
-    weight_kernel[(rows, triton.cdiv(columns, block))](
-        data, parts.scale, parts.second, out, columns, *parts.strides,
-        DECODE=weight.decode, GROUP=weight.group, W_ROWS=weight.rows,
-        TENSOR_SCALE=format.family == "nvfp4", ZERO=parts.zero, BLOCK=block, num_warps=4,
+    dequantize_weight_kernel[(rows, triton.cdiv(columns, block))](
+        data, parts.scale, parts.extra_scale, out, columns, *parts.strides,
+        DEQUANT=weight.dequant, GROUP=weight.group_size, W_ROWS=weight.scale_rows,
+        TENSOR_SCALE=format.family == "nvfp4", ZERO=parts.has_zero_points, BLOCK=block, num_warps=4,
         enable_fp_fusion=False,  # scale * code + minimum, rounded twice as everywhere
     )  # fmt: skip
     return out

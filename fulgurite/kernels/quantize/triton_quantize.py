@@ -18,26 +18,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from fulgurite.kernels.common.triton_import import tl, triton
 from fulgurite.kernels.common.triton_numerics import (
-    CORRECTED,
-    code_8bit,
+    NATIVE,
+    compute_scale,
     finite_amax,
     magnitude_bits,
-    scale_of,
+    quantize_8bit,
     to_float8,
 )
 from fulgurite.kernels.quantize import triton_bf16x2, triton_transpose
-from fulgurite.kernels.quantize.ops import empty_scale
-from fulgurite.kernels.quantize.triton_4bit import quantize_nibbles
-from fulgurite.quant import Format, resolve
-from fulgurite.quant.format import WHOLE
+from fulgurite.kernels.quantize.reference import empty_scale
+from fulgurite.kernels.quantize.triton_4bit import quantize_4bit
+from fulgurite.quant import Format, resolve_format
+from fulgurite.quant.format import WHOLE_DIM
 from fulgurite.quant.shapes import check_shape, data_shape
 
-LONGEST_ROW = 16384  # columns a program keeps in registers; longer rows are read twice
+MAX_REGISTER_ROW = 16384  # columns a program keeps in registers; longer rows are read twice
 TILE_WARPS = 8  # of a 128x128 tile
 TILE = 4096  # elements of a program of the 1xB kernels: H200, `fulgurite bench quant`
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,7 +47,7 @@ AMAX_PROGRAMS = 1056  # eight for each of an H200's processors
 
 
 @triton.jit
-def rows_kernel(
+def quantize_rows_kernel(
     x_ptr, data_ptr, scale_ptr, rows, columns, stride,
     HIGHEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE_ROW: tl.constexpr,
     C: tl.constexpr,
@@ -73,7 +72,7 @@ def rows_kernel(
         here = inside & (column < columns)[None, :]
         x = tl.load(start + column[None, :], here, 0.0).to(tl.float32)
         amax = finite_amax(x, 1, type == tl.int8, C)
-    scale = scale_of(amax, HIGHEST)
+    scale = compute_scale(amax, HIGHEST)
     tl.store(scale_ptr + row, scale, row < rows)
     scale = scale[:, None]
     inverse = tl.div_rn(1.0, scale)
@@ -82,14 +81,14 @@ def rows_kernel(
         for first in range(0, columns, BLOCK):
             here = inside & (first + column < columns)[None, :]
             x = tl.load(start + first + column[None, :], here, 0.0).to(tl.float32)
-            code = code_8bit(x, scale, inverse, HIGHEST, type, C)
+            code = quantize_8bit(x, scale, inverse, HIGHEST, type, C)
             tl.store(out + first + column[None, :], code, here)
     else:
-        tl.store(out + column[None, :], code_8bit(x, scale, inverse, HIGHEST, type, C), here)
+        tl.store(out + column[None, :], quantize_8bit(x, scale, inverse, HIGHEST, type, C), here)
 
 
 @triton.jit
-def blocks_kernel(
+def quantize_blocks_kernel(
     x_ptr, data_ptr, scale_ptr, rows, columns, stride, scale_row, scale_column,
     MX: tl.constexpr, HIGHEST: tl.constexpr, EMAX: tl.constexpr,
     BLOCKS: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
@@ -110,15 +109,15 @@ def blocks_kernel(
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # a power of two: exact
         code = to_float8(x * inverse[:, None], type, C)
     else:
-        scale = scale_of(amax, HIGHEST)
+        scale = compute_scale(amax, HIGHEST)
         place = row * scale_row + (block - row32 * across) * scale_column
         tl.store(scale_ptr + place, scale, row < rows)
-        code = code_8bit(x, scale[:, None], tl.div_rn(1.0, scale)[:, None], HIGHEST, type, C)
+        code = quantize_8bit(x, scale[:, None], tl.div_rn(1.0, scale)[:, None], HIGHEST, type, C)
     tl.store(data_ptr + row[:, None] * columns + column, code, here)
 
 
 @triton.jit
-def tiles_kernel(
+def quantize_128x128_kernel(
     x_ptr, data_ptr, scale_ptr, rows, columns, stride, down,
     HIGHEST: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -130,9 +129,9 @@ def tiles_kernel(
     here = (row < rows)[:, None] & (column < columns)[None, :]
     full = matrix * rows + row
     x = tl.load(x_ptr + full[:, None] * stride + column[None, :], here, 0.0).to(tl.float32)
-    scale = scale_of(tl.max(finite_amax(x, 1, False, C), 0), HIGHEST)
+    scale = compute_scale(tl.max(finite_amax(x, 1, False, C), 0), HIGHEST)
     tl.store(scale_ptr + tile.to(tl.int64) * tl.num_programs(1) + tl.program_id(1), scale)
-    code = code_8bit(x, scale, tl.div_rn(1.0, scale), HIGHEST, data_ptr.dtype.element_ty, C)
+    code = quantize_8bit(x, scale, tl.div_rn(1.0, scale), HIGHEST, data_ptr.dtype.element_ty, C)
     tl.store(data_ptr + full[:, None] * columns + column[None, :], code, here)
 
 
@@ -155,7 +154,7 @@ def amax_kernel(
 
 
 @triton.jit
-def cast_kernel(
+def quantize_tensor_kernel(
     x_ptr, data_ptr, amax_ptr, scale_ptr, rows, columns, stride,
     HIGHEST: tl.constexpr, GIVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     C: tl.constexpr,
@@ -169,11 +168,11 @@ def cast_kernel(
     if GIVEN:
         scale = tl.load(scale_ptr + matrix)
     else:
-        scale = scale_of(tl.load(amax_ptr + matrix).to(tl.float32, bitcast=True), HIGHEST)
+        scale = compute_scale(tl.load(amax_ptr + matrix).to(tl.float32, bitcast=True), HIGHEST)
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             tl.store(scale_ptr + matrix, scale)
     x = tl.load(x_ptr + full * stride + column[None, :], here, 0.0).to(tl.float32)
-    code = code_8bit(x, scale, tl.div_rn(1.0, scale), HIGHEST, data_ptr.dtype.element_ty, C)
+    code = quantize_8bit(x, scale, tl.div_rn(1.0, scale), HIGHEST, data_ptr.dtype.element_ty, C)
     tl.store(data_ptr + full * columns + column[None, :], code, here)
 
 
@@ -182,45 +181,47 @@ def cast_kernel(
 
 def quantize(x: Tensor, format: str, static: Tensor | None = None) -> Any:
     """`fulgurite::quantize` on a GPU: packed data and stored scales, or NotImplemented."""
-    entry = resolve(format)
-    launch = _launcher(entry, static)
+    entry = resolve_format(format)
+    launch = _select_launcher(entry, static)
     if launch is None or x.dtype not in DTYPES:
         return NotImplemented
     check_shape(entry, x.shape)
     data = x.new_empty(data_shape(entry, x.shape), dtype=entry.data_dtype)
-    scales = [empty_scale(x, entry, scale) for scale in entry.stored_scales]
+    scales = [empty_scale(x, entry, scale) for scale in entry.separate_scales]
     if x.numel() == 0:
         return NotImplemented  # the oracle knows the scales of nothing
-    if triton_transpose.takes(x, entry) and (static is not None or entry.block != (WHOLE, WHOLE)):
+    if triton_transpose.is_transposed(x, entry) and (
+        static is not None or entry.block != (WHOLE_DIM, WHOLE_DIM)
+    ):
         if static is not None:
             scales[0].copy_(static.reshape(-1))
-        triton_transpose.quantize_turned(x, data, scales[0], entry)
+        triton_transpose.quantize_transposed(x, data, scales[0], entry)
     else:
-        launch(_matrices(x), data, scales, entry, static)
+        launch(_as_matrices(x), data, scales, entry, static)
     return [data, *scales]
 
 
-Launch = Callable[[Tensor, Tensor, list[Tensor], Format, Tensor | None], None]
+Launcher = Callable[[Tensor, Tensor, list[Tensor], Format, Tensor | None], None]
 
 
-def _launcher(format: Format, static: Tensor | None) -> Launch | None:
+def _select_launcher(format: Format, static: Tensor | None) -> Launcher | None:
     """The kernel of a format, None where only the oracle has it."""
-    per_tensor = format.block == (WHOLE, WHOLE)
+    per_tensor = format.block == (WHOLE_DIM, WHOLE_DIM)
     if static is not None and not (format.family == "fp8" and per_tensor):
         return None
     if per_tensor:
-        return _by_tensor
-    if format.block[1] == WHOLE:
-        return _by_row
+        return _quantize_tensor
+    if format.block[1] == WHOLE_DIM:
+        return _quantize_rows
     if format.block[0] != 1:
-        return _by_tile
+        return _quantize_128x128
     symmetric_nibbles = format.element.bits == 4 and len(format.scales) == 1
     if format.family in ("gguf", "cast") or (format.family == "int" and not symmetric_nibbles):
         return None
-    return _by_block
+    return _quantize_blocks
 
 
-def _matrices(x: Tensor) -> Tensor:
+def _as_matrices(x: Tensor) -> Tensor:
     """x as [E, R, K] whose rows lie at one stride, K dense: a view where that can be."""
     rows = x.unsqueeze(0) if x.dim() == 1 else x
     matrices = rows.reshape(-1, *rows.shape[-2:])
@@ -229,72 +230,78 @@ def _matrices(x: Tensor) -> Tensor:
     return matrices if dense and stacked else matrices.contiguous()
 
 
-def _by_row(x: Tensor, data: Tensor, scales: list[Tensor], format: Format, _: object) -> None:
+def _quantize_rows(
+    x: Tensor, data: Tensor, scales: list[Tensor], format: Format, _: object
+) -> None:
     matrices, rows, columns = x.shape
-    block = min(triton.next_power_of_2(columns), LONGEST_ROW)
+    block = min(triton.next_power_of_2(columns), MAX_REGISTER_ROW)
     together = max(1, min(2048 // block, 16))
-    rows_kernel[(triton.cdiv(matrices * rows, together),)](
+    quantize_rows_kernel[(triton.cdiv(matrices * rows, together),)](
         x, data, scales[0], matrices * rows, columns, x.stride(1),
-        HIGHEST=format.element.highest, ROWS=together, BLOCK=block,
-        WHOLE_ROW=columns <= block, C=CORRECTED, num_warps=max(4, min(16, together * block // 1024)),
+        HIGHEST=format.element.max_value, ROWS=together, BLOCK=block,
+        WHOLE_ROW=columns <= block, C=NATIVE, num_warps=max(4, min(16, together * block // 1024)),
     )  # fmt: skip
 
 
-def _by_block(x: Tensor, data: Tensor, scales: list[Tensor], format: Format, _: object) -> None:
+def _quantize_blocks(
+    x: Tensor, data: Tensor, scales: list[Tensor], format: Format, _: object
+) -> None:
     if format.element.bits == 4:
-        amax = _amax(x) if format.family == "nvfp4" else None
-        return quantize_nibbles(x, data, scales, format, amax)
+        amax = _compute_amax(x) if format.family == "nvfp4" else None
+        return quantize_4bit(x, data, scales, format, amax)
     matrices, rows, columns = x.shape
-    width, highest = format.block[1], format.element.highest
+    width, highest = format.block[1], format.element.max_value
     power_of_two = format.family == "mx"
     total = matrices * rows * triton.cdiv(columns, width)
     assert total < 2**31, f"{total} blocks are more than a 32-bit number counts"
-    blocks_kernel[(triton.cdiv(total, TILE // width),)](
+    quantize_blocks_kernel[(triton.cdiv(total, TILE // width),)](
         x, data, scales[0].view(torch.uint8) if power_of_two else scales[0],
-        matrices * rows, columns, x.stride(1), *_strides(scales[0]),
+        matrices * rows, columns, x.stride(1), *_scale_strides(scales[0]),
         MX=power_of_two, HIGHEST=highest, EMAX=math.floor(math.log2(highest)),
-        BLOCKS=TILE // width, B=width, C=CORRECTED, num_warps=4,
+        BLOCKS=TILE // width, B=width, C=NATIVE, num_warps=4,
     )  # fmt: skip
 
 
-def _strides(scale: Tensor) -> tuple[int, int]:
+def _scale_strides(scale: Tensor) -> tuple[int, int]:
     """From one row's scale to the next row's, and to the next block's."""
     return (scale.stride(-2) if scale.dim() > 1 else 0), scale.stride(-1)
 
 
-def _by_tile(x: Tensor, data: Tensor, scales: list[Tensor], format: Format, _: object) -> None:
+def _quantize_128x128(
+    x: Tensor, data: Tensor, scales: list[Tensor], format: Format, _: object
+) -> None:
     matrices, rows, columns = x.shape
-    if triton_bf16x2.in_words(x):
-        return triton_bf16x2.tiles_of_pairs(x, data, scales[0], format.element.highest)
+    if triton_bf16x2.can_read_bf16x2(x):
+        return triton_bf16x2.quantize_128x128_bf16x2(x, data, scales[0], format.element.max_value)
     down = triton.cdiv(rows, 128)
-    tiles_kernel[(matrices * down, triton.cdiv(columns, 128))](
+    quantize_128x128_kernel[(matrices * down, triton.cdiv(columns, 128))](
         x, data, scales[0], rows, columns, x.stride(1), down,
-        HIGHEST=format.element.highest, C=CORRECTED, num_warps=TILE_WARPS,
+        HIGHEST=format.element.max_value, C=NATIVE, num_warps=TILE_WARPS,
     )  # fmt: skip
 
 
-def _by_tensor(
+def _quantize_tensor(
     x: Tensor, data: Tensor, scales: list[Tensor], format: Format, static: Tensor | None
 ) -> None:
     matrices, rows, columns = x.shape
     if static is not None:
         one_each = static.numel() == scales[0].numel()
         scales[0].copy_(static.reshape(scales[0].shape) if one_each else static.reshape(-1))
-    amax = scales[0] if static is not None else _amax(x)
+    amax = scales[0] if static is not None else _compute_amax(x)
     block = min(triton.next_power_of_2(columns), 2048)
     together = max(1, TILE // block)
     grid = (triton.cdiv(rows, together), triton.cdiv(columns, block), matrices)
-    cast_kernel[grid](
+    quantize_tensor_kernel[grid](
         x, data, amax, scales[0], rows, columns, x.stride(1),
-        HIGHEST=format.element.highest, GIVEN=static is not None, ROWS=together, BLOCK=block,
-        C=CORRECTED, num_warps=4,
+        HIGHEST=format.element.max_value, GIVEN=static is not None, ROWS=together, BLOCK=block,
+        C=NATIVE, num_warps=4,
     )  # fmt: skip
 
 
-def _amax(x: Tensor) -> Tensor:
+def _compute_amax(x: Tensor) -> Tensor:
     """The bits of each matrix's largest finite magnitude."""
-    if triton_bf16x2.in_words(x) and triton_bf16x2.dense(x):
-        return triton_bf16x2.amax_of_pairs(x)
+    if triton_bf16x2.can_read_bf16x2(x) and triton_bf16x2.has_dense_rows(x):
+        return triton_bf16x2.compute_amax_bf16x2(x)
     matrices, rows, columns = x.shape
     amax = torch.zeros(matrices, dtype=torch.int32, device=x.device)
     block = min(triton.next_power_of_2(columns), 2048)

@@ -9,27 +9,26 @@ along M, so the transpose costs no pass of its own.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from fulgurite.kernels.common.triton_import import tl, triton
 from fulgurite.kernels.common.triton_numerics import (
-    CORRECTED,
-    code_8bit,
+    NATIVE,
+    compute_scale,
     finite_amax,
     magnitude_bits,
-    scale_of,
+    quantize_8bit,
 )
 from fulgurite.kernels.quantize import triton_transpose_bf16
 from fulgurite.quant import Format
-from fulgurite.quant.format import WHOLE
+from fulgurite.quant.format import WHOLE_DIM
 
 WARPS = 4  # for 64 columns
 ROWS, COLUMNS = 128, 64  # of x in a program's tile: H200, `fulgurite bench quant`
 
 
 @triton.jit
-def turned_kernel(
+def quantize_transposed_kernel(
     x_ptr, data_ptr, scale_ptr, amax_ptr, rows, columns, stride, across, scale_column,
     MODE: tl.constexpr, HIGHEST: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -40,15 +39,15 @@ def turned_kernel(
     x = tl.load(x_ptr + m[:, None] * stride + n[None, :], here, 0.0).to(tl.float32)
     keep: tl.constexpr = data_ptr.dtype.element_ty == tl.int8
     if MODE == "block":
-        scale = scale_of(finite_amax(x, 0, keep, C), HIGHEST)
+        scale = compute_scale(finite_amax(x, 0, keep, C), HIGHEST)
         tl.store(scale_ptr + n * across + tl.program_id(0) * scale_column, scale, n < columns)
         scale = scale[None, :]
     elif MODE == "tile":
         bits = tl.max(tl.max(magnitude_bits(x, keep), 0), 0)
-        scale = scale_of(bits.to(tl.float32, bitcast=True), HIGHEST)
+        scale = compute_scale(bits.to(tl.float32, bitcast=True), HIGHEST)
         tl.store(scale_ptr + tl.program_id(1) * across + tl.program_id(0), scale)
     elif MODE == "row":
-        scale = scale_of(
+        scale = compute_scale(
             tl.load(amax_ptr + n, n < columns, 0).to(tl.float32, bitcast=True), HIGHEST
         )
         if tl.program_id(0) == 0:
@@ -56,7 +55,7 @@ def turned_kernel(
         scale = scale[None, :]
     else:
         scale = tl.load(scale_ptr)
-    code = code_8bit(x, scale, tl.div_rn(1.0, scale), HIGHEST, data_ptr.dtype.element_ty, C)
+    code = quantize_8bit(x, scale, tl.div_rn(1.0, scale), HIGHEST, data_ptr.dtype.element_ty, C)
     tl.store(data_ptr + n[:, None] * rows + m[None, :], tl.trans(code), tl.trans(here))
 
 
@@ -77,33 +76,33 @@ def column_amax_kernel(
     tl.atomic_max(amax_ptr + n, tl.max(bits, 0), n < columns)
 
 
-def takes(x: Tensor, format: Format) -> bool:
+def is_transposed(x: Tensor, format: Format) -> bool:
     """Whether x is the transpose of a dense matrix and the format has a byte an element."""
     turned = x.dim() == 2 and x.stride(0) == 1 and x.stride(1) >= max(x.shape[0], 2)
     return turned and format.element.bits == 8 and format.family in ("fp8", "int")
 
 
-def quantize_turned(x: Tensor, data: Tensor, scale: Tensor, format: Format) -> None:
+def quantize_transposed(x: Tensor, data: Tensor, scale: Tensor, format: Format) -> None:
     """Fills codes and scales of the view x; a scale of the whole matrix is there already."""
     columns, rows = x.shape
     mode = MODES[format.block]
-    if format.family == "fp8" and triton_transpose_bf16.takes(x.t()):
-        return triton_transpose_bf16.quantize_columns(
-            x.t(), data, scale, mode, format.element.highest
+    if format.family == "fp8" and triton_transpose_bf16.can_read_bf16x2(x.t()):
+        return triton_transpose_bf16._quantize_transposed_bf16x2(
+            x.t(), data, scale, mode, format.element.max_value
         )
     amax = scale
     if mode == "row":
         amax = _column_amax(x, keep_nan=format.name == "int8")
     width = 128 if mode == "tile" else COLUMNS
     grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, width))
-    turned_kernel[grid](
+    quantize_transposed_kernel[grid](
         x, data, scale, amax, rows, columns, x.stride(1), scale.stride(0), scale.stride(1),
-        MODE=mode, HIGHEST=format.element.highest, TM=ROWS, TN=width, C=CORRECTED,
+        MODE=mode, HIGHEST=format.element.max_value, TM=ROWS, TN=width, C=NATIVE,
         num_warps=WARPS * width // 64,
     )  # fmt: skip
 
 
-MODES = {(WHOLE, WHOLE): "tensor", (1, WHOLE): "row", (1, 128): "block", (128, 128): "tile"}
+MODES = {(WHOLE_DIM, WHOLE_DIM): "tensor", (1, WHOLE_DIM): "row", (1, 128): "block", (128, 128): "tile"}
 
 
 def _column_amax(x: Tensor, keep_nan: bool) -> Tensor:

@@ -10,20 +10,24 @@ for whom, and has the same for all dtypes.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from fulgurite.kernels.common.triton_bf16x2 import (
-    MAGNITUDES,
-    either_larger,
-    finite_pairs,
-    fp8_columns,
-    larger_half,
-    largest_pair,
-    without_infinities,
+    ABS_MASK,
+    max_bf16x2,
+    max_of_halves,
+    quantize_fp8_transposed,
+    reduce_max_bf16x2,
+    saturate_infinities,
+    zero_nonfinite,
 )
-from fulgurite.kernels.common.triton_numerics import CORRECTED, INFINITY_BITS, reciprocal, scale_of
+from fulgurite.kernels.common.triton_import import tl, triton
+from fulgurite.kernels.common.triton_numerics import (
+    INFINITY_BITS,
+    NATIVE,
+    compute_scale,
+    reciprocal,
+)
 
 # rows, words and warps of a tile; rows and words of a step of the maxima, and all rows of a program:
 # H200, `fulgurite bench quant`
@@ -32,14 +36,14 @@ AMAX_ROWS, AMAX_WORDS, AMAX_WARPS, AMAX_EACH = 32, 64, 4, 512
 
 
 @triton.jit
-def largest_of_four(one, two, three, four, C: tl.constexpr):
+def max_of_four_rows(one, two, three, four, C: tl.constexpr):
     """The largest magnitudes of the pairs of columns that four rows of words have."""
-    most = either_larger(either_larger(one, two, C), either_larger(three, four, C), C)
-    return largest_pair(most, 0, C)
+    most = max_bf16x2(max_bf16x2(one, two, C), max_bf16x2(three, four, C), C)
+    return reduce_max_bf16x2(most, 0, C)
 
 
 @triton.jit
-def columns_kernel(
+def quantize_transposed_bf16x2_kernel(
     x_ptr, data_ptr, scale_ptr, amax_ptr, quads, words, stride, scale_row, scale_column,
     MODE: tl.constexpr, HIGHEST: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -56,22 +60,22 @@ def columns_kernel(
     two = tl.load(source + stride, here, 0)
     three = tl.load(source + 2 * stride, here, 0)
     four = tl.load(source + 3 * stride, here, 0)
-    M: tl.constexpr = MAGNITUDES
-    most = largest_of_four(one & M, two & M, three & M, four & M, C)
-    strange = tl.max(larger_half(most), 0) >= INFINITY_BITS
+    M: tl.constexpr = ABS_MASK
+    most = max_of_four_rows(one & M, two & M, three & M, four & M, C)
+    strange = tl.max(max_of_halves(most), 0) >= INFINITY_BITS
     if MODE == "block" or MODE == "tile":
         if strange:
-            most = largest_of_four(
-                finite_pairs(one & M, False), finite_pairs(two & M, False),
-                finite_pairs(three & M, False), finite_pairs(four & M, False), C,
+            most = max_of_four_rows(
+                zero_nonfinite(one & M, False), zero_nonfinite(two & M, False),
+                zero_nonfinite(three & M, False), zero_nonfinite(four & M, False), C,
             )  # fmt: skip
     if MODE == "block" or MODE == "row":
         low, high = most << 16, most & 0x7FFF0000
         if MODE == "row":
             low = tl.load(amax_ptr + 2 * word, word < words, 0)
             high = tl.load(amax_ptr + 2 * word + 1, word < words, 0)
-        low = scale_of(low.to(tl.float32, bitcast=True), HIGHEST)
-        high = scale_of(high.to(tl.float32, bitcast=True), HIGHEST)
+        low = compute_scale(low.to(tl.float32, bitcast=True), HIGHEST)
+        high = compute_scale(high.to(tl.float32, bitcast=True), HIGHEST)
         if MODE == "block" or tile_m == 0:
             into = scale_ptr + 2 * word.to(tl.int64) * scale_row + tile_m * scale_column
             tl.store(into, low, word < words)
@@ -80,7 +84,7 @@ def columns_kernel(
         low_inverse, high_inverse = reciprocal(low, C), reciprocal(high, C)
     else:
         if MODE == "tile":
-            low = scale_of(tl.max(larger_half(most), 0).to(tl.float32, bitcast=True), HIGHEST)
+            low = compute_scale(tl.max(max_of_halves(most), 0).to(tl.float32, bitcast=True), HIGHEST)
             tl.store(scale_ptr + tile_n * scale_row + tile_m * scale_column, low)
         else:
             low = tl.load(scale_ptr)
@@ -88,11 +92,11 @@ def columns_kernel(
         low_inverse = tl.div_rn(1.0, low)
         high_inverse = low_inverse
     if strange:
-        one = without_infinities(one, low, high, 2.0 * HIGHEST)
-        two = without_infinities(two, low, high, 2.0 * HIGHEST)
-        three = without_infinities(three, low, high, 2.0 * HIGHEST)
-        four = without_infinities(four, low, high, 2.0 * HIGHEST)
-    left, right = fp8_columns(
+        one = saturate_infinities(one, low, high, 2.0 * HIGHEST)
+        two = saturate_infinities(two, low, high, 2.0 * HIGHEST)
+        three = saturate_infinities(three, low, high, 2.0 * HIGHEST)
+        four = saturate_infinities(four, low, high, 2.0 * HIGHEST)
+    left, right = quantize_fp8_transposed(
         one, two, three, four, low, low_inverse, high, high_inverse, HIGHEST, C
     )
     inside = (word < words)[:, None] & (quad < quads)[None, :]
@@ -102,7 +106,7 @@ def columns_kernel(
 
 
 @triton.jit
-def column_maxima_kernel(
+def column_amax_bf16x2_kernel(
     x_ptr, amax_ptr, rows, words, stride, each, TM: tl.constexpr, TN: tl.constexpr, C: tl.constexpr
 ):
     """amax[n]: the bits of the largest finite |x[m, n]|, by atomic maximum."""
@@ -112,29 +116,29 @@ def column_maxima_kernel(
     for first in range(0, each, TM):
         m = start + first + tl.arange(0, TM)
         here = (m < rows)[:, None] & (word < words)[None, :]
-        size = tl.load(x_ptr + m[:, None] * stride + word[None, :], here, 0) & MAGNITUDES
-        most = either_larger(most, size, C)
-    pair = largest_pair(most, 0, C)
-    if tl.max(larger_half(pair), 0) >= INFINITY_BITS:  # rare enough to read everything again
+        size = tl.load(x_ptr + m[:, None] * stride + word[None, :], here, 0) & ABS_MASK
+        most = max_bf16x2(most, size, C)
+    pair = reduce_max_bf16x2(most, 0, C)
+    if tl.max(max_of_halves(pair), 0) >= INFINITY_BITS:  # rare enough to read everything again
         most = tl.zeros([TM, TN], tl.int32)
         for first in range(0, each, TM):
             m = start + first + tl.arange(0, TM)
             here = (m < rows)[:, None] & (word < words)[None, :]
-            size = tl.load(x_ptr + m[:, None] * stride + word[None, :], here, 0) & MAGNITUDES
-            most = either_larger(most, finite_pairs(size, False), C)
-        pair = largest_pair(most, 0, C)
+            size = tl.load(x_ptr + m[:, None] * stride + word[None, :], here, 0) & ABS_MASK
+            most = max_bf16x2(most, zero_nonfinite(size, False), C)
+        pair = reduce_max_bf16x2(most, 0, C)
     tl.atomic_max(amax_ptr + 2 * word, pair << 16, word < words)
     tl.atomic_max(amax_ptr + 2 * word + 1, pair & 0x7FFF0000, word < words)
 
 
-def takes(x: Tensor) -> bool:
+def can_read_bf16x2(x: Tensor) -> bool:
     """Whether a dense x [M, N] can be read and written in words."""
     rows, columns = x.shape
     even = columns % 2 == 0 and x.stride(0) % 2 == 0 and x.data_ptr() % 4 == 0
     return x.dtype == torch.bfloat16 and even and rows % 4 == 0
 
 
-def quantize_columns(x: Tensor, data: Tensor, scale: Tensor, mode: str, highest: float) -> None:
+def _quantize_transposed_bf16x2(x: Tensor, data: Tensor, scale: Tensor, mode: str, highest: float) -> None:
     """Fills codes [N, M] and scales of x [M, N]; a scale of the whole matrix is there already."""
     rows, columns = x.shape
     pairs, words, stride = x.view(torch.int32), columns // 2, x.stride(0) // 2
@@ -142,12 +146,12 @@ def quantize_columns(x: Tensor, data: Tensor, scale: Tensor, mode: str, highest:
     if mode == "row":
         amax = torch.zeros(columns, dtype=torch.int32, device=x.device)
         grid = (triton.cdiv(words, AMAX_WORDS), triton.cdiv(rows, AMAX_EACH))
-        column_maxima_kernel[grid](
+        column_amax_bf16x2_kernel[grid](
             pairs, amax, rows, words, stride, min(AMAX_EACH, triton.next_power_of_2(rows)),
-            TM=AMAX_ROWS, TN=AMAX_WORDS, C=CORRECTED, num_warps=AMAX_WARPS,
+            TM=AMAX_ROWS, TN=AMAX_WORDS, C=NATIVE, num_warps=AMAX_WARPS,
         )  # fmt: skip
-    columns_kernel[(triton.cdiv(words, WORDS), triton.cdiv(rows, ROWS))](
+    quantize_transposed_bf16x2_kernel[(triton.cdiv(words, WORDS), triton.cdiv(rows, ROWS))](
         pairs, data.view(torch.int32), scale, amax, rows // 4, words, stride,
         scale.stride(0), scale.stride(1),
-        MODE=mode, HIGHEST=highest, TM=ROWS, TN=WORDS, C=CORRECTED, num_warps=WARPS,
+        MODE=mode, HIGHEST=highest, TM=ROWS, TN=WORDS, C=NATIVE, num_warps=WARPS,
     )  # fmt: skip

@@ -1,25 +1,27 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Drawing tokens on a GPU: many programs a row, four readings of the logits, no sorting.
+"""Sampling on a GPU: several programs per row, four passes over the logits, no sort.
 
-In: logits and each row's settings, as `kernels/sampling.py` says. Out: a token a row.
+In: logits and each row's settings (`sampling/ops.py`). Out: a token per row.
 
-What min-p, top-k and top-p keep is the front of the list sorted by falling p, so it is said by one
-number p* and how many tokens of exactly p* belong to it. The bits of a p in [0, 1] grow with it.
+min-p, top-k and top-p keep a prefix of the tokens sorted by falling p. So the kept set is given by
+a threshold p* and the number of tokens of exactly p* that are kept. The bits of a p in [0, 1] grow
+with p.
 
-    most_kernel    the largest logit, and bounds of p*: for top-k the k-th largest of what each few
-                   tokens have as their largest, for top-p what the sums of p and p squared allow
-    pivot_kernel   the sums of all p above each of 16 or 32 pivots between the bounds: two hold p*
-    list_kernel    sums what lies above those two and lists what lies between, a few of all tokens
-    edge_kernel    finds p* in the list (or in all tokens, if the list was too long: rows where
-                   thousands share a p); one program a row, which reads no logits
-    draw_kernel    sums what each chunk of the vocabulary keeps; the last program of a row finds the
-                   chunk in which the sum passes the random number, and in it the token
+    max_kernel         the largest logit, and bounds of p*: for top-k the k-th largest of the maxima
+                       of stretches of tokens, for top-p from the sums of p and p squared
+    pivot_kernel       the sums of all p above each of 16 or 32 pivots between the bounds: p* is
+                       between two of them
+    candidates_kernel  sums what is above those two and lists the tokens between them, a few of all
+    threshold_kernel   finds p* in the list (or in all tokens, if the list overflowed: rows where
+                       thousands of tokens share a p); one program per row, which reads no logits
+    sample_kernel      sums what each chunk of the vocabulary keeps; the last program of a row finds
+                       the chunk, and in it the token, at which the sum passes the random number
 
-The first two are in `sampling_bounds.py`, the next two in `sampling_edge.py`. The middle three run
-only if a row asks for top-k or top-p. Pivots and what is summed for them are rounded and only say where
-to look. What decides is summed in whole numbers, 2^43 for p = 1, so that no order of programs changes
-it; what is less than one is never drawn. p is exp2 of a float32, right to 2^-18. Nothing waits for
-the host.
+The first two are in `triton_bounds.py`, the next two in `triton_threshold.py`. The middle three run
+only if a row has top-k or top-p. Pivots and their sums are rounded and only narrow the search. Sums
+that decide are in fixed point, 2^43 for p = 1, so that the order of programs does not change them;
+p below one unit is never sampled. p is exp2 of a float32, with a relative error up to 2^-18. There
+is no device sync.
 
     R  rows    C  chunks of the vocabulary
 """
@@ -29,49 +31,38 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from fulgurite.kernels.common.integer_math import cdiv, next_power_of_2
-from fulgurite.kernels.common.triton_counters import take_counters
-from fulgurite.kernels.common.triton_launch import prepared
+from fulgurite.kernels.common.triton_counters import acquire_counters
+from fulgurite.kernels.common.triton_import import tl, triton
+from fulgurite.kernels.common.triton_launch import cached_launch
+from fulgurite.kernels.integer_math import cdiv, next_power_of_2
 from fulgurite.kernels.sampling.triton_bounds import (
-    BOUNDS,
-    COLUMNS,
-    EDGE,
-    MOST,
+    BOUNDS_SIZE,
+    MAX_LOGIT,
+    NUM_SETTINGS,
     SCALE,
-    STATE,
+    STATE_SIZE,
+    THRESHOLD,
     TIES,
-    cuts,
-    load,
-    most_kernel,
+    has_top_k_or_top_p,
+    load_logits,
+    max_kernel,
     pivot_kernel,
     probabilities,
-    units_of,
+    to_fixed_point,
 )
-from fulgurite.kernels.sampling.triton_threshold import edge_kernel, list_kernel
+from fulgurite.kernels.sampling.triton_threshold import candidates_kernel, threshold_kernel
+from fulgurite.kernels.tuning.heuristics import heuristics_for
+from fulgurite.kernels.tuning.sampling import SamplingHeuristics
 
-CHUNK = 2048  # tokens of a program
-PIVOT_CHUNK = 4096  # of one that compares with pivots
-LANES = 128  # tokens that it compares with all pivots at once
-PIVOTS = 32
-FEW_PIVOTS = 16  # of MANY_ROWS: shorter lists would cost more than they save
-MANY_ROWS = 32
-STRETCH = 64  # tokens of which the largest logit is noted, to bound the k-th largest of all
-CAPACITY = 32768  # of a list; normal logits of any width leave about half as many
-TILE = 2048  # of a list, kept in registers
-BLOCK = 2048  # of a longer one, times sixteen thresholds
-WARPS = 4
-EDGE_WARPS = 8
-MOST_ROWS = 65535  # programs in the second direction
+MAX_ROWS = 65535  # of a grid's second dimension
 
 
 @triton.jit
-def _top(logits_row, offsets, size):
-    """The largest logit and the smallest token that has it, packed; NaN is larger than all."""
-    x = load(logits_row, offsets, size)
+def _argmax_key(logits_row, offsets, size):
+    """The largest logit and the smallest token with it, packed in an int64; NaN is largest."""
+    x = load_logits(logits_row, offsets, size)
     x = tl.where(x == 0.0, 0.0, x)  # -0 is 0
     bits = x.to(tl.int32, bitcast=True)
     keys = tl.where(x != x, 0x7FFFFFFF, tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF))
@@ -80,177 +71,206 @@ def _top(logits_row, offsets, size):
     return ((key.to(tl.int64) + 2147483648) << 31) | (0x7FFFFFFF - token).to(tl.int64)
 
 
-@prepared
-def greedy_kernel(
+@cached_launch
+def argmax_kernel(
     logits, packed, tokens, counters, size, stride, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
 ):  # fmt: skip
-    """packed: int64 [R, C]."""
+    """tokens[r] = argmax(logits[r]); packed: int64 [R, C], the maximum of each chunk."""
     chunk, row, chunks = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
-    top = _top(logits + row * stride, chunk * CHUNK + tl.arange(0, CHUNK), size)
-    tl.store(packed + row * chunks + chunk, top)
+    best = _argmax_key(logits + row * stride, chunk * CHUNK + tl.arange(0, CHUNK), size)
+    tl.store(packed + row * chunks + chunk, best)
     tl.debug_barrier()
     if tl.atomic_add(counters + row, 1, sem="acq_rel") == chunks - 1:
         tl.store(counters + row, 0)
         index = tl.arange(0, CHUNKS)
-        tops = tl.load(packed + row * chunks + index, index < chunks, 0, cache_modifier=".cg")
-        tl.store(tokens + row, 0x7FFFFFFF - (tl.max(tops, 0) & 0x7FFFFFFF))
+        chunk_best = tl.load(packed + row * chunks + index, index < chunks, 0, cache_modifier=".cg")
+        tl.store(tokens + row, 0x7FFFFFFF - (tl.max(chunk_best, 0) & 0x7FFFFFFF))
 
 
 @triton.jit
-def _kept(logits_row, offsets, size, most, scale, edge):
-    """What lies above the edge in units, and what lies on it."""
-    p = probabilities(load(logits_row, offsets, size), most, scale)
+def _above_threshold(logits_row, offsets, size, max_logit, scale, threshold):
+    """p above the threshold, in fixed point, and whether p is the threshold."""
+    p = probabilities(load_logits(logits_row, offsets, size), max_logit, scale)
     bits = p.to(tl.int32, bitcast=True)
-    return tl.where(bits > edge, units_of(p), 0), (bits == edge) & (offsets < size)
+    return tl.where(bits > threshold, to_fixed_point(p), 0), (bits == threshold) & (offsets < size)
 
 
-@prepared
-def draw_kernel(
+@cached_launch
+def sample_kernel(
     logits, bounds, state, chunk_sums, chunk_ties, settings, tokens, counters, size, stride,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """chunk_sums, chunk_ties: int64 [R, C], what a chunk keeps above p*, and has of p*."""
+    """Sample the token at which the sum of kept p passes the random number.
+
+    chunk_sums, chunk_ties: int64 [R, C], the sum above p* and the number of tokens of p* in a
+    chunk.
+    """
     chunk, row, chunks = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
-    mine, state_row = settings + row * COLUMNS, state + row * STATE
-    most, scale = tl.load(bounds + row * BOUNDS + MOST), tl.load(bounds + row * BOUNDS + SCALE)
-    edge = tl.load(mine + 1).to(tl.float32).to(tl.int32, bitcast=True)
+    row_settings, state_row = settings + row * NUM_SETTINGS, state + row * STATE_SIZE
+    bounds_row = bounds + row * BOUNDS_SIZE
+    max_logit, scale = tl.load(bounds_row + MAX_LOGIT), tl.load(bounds_row + SCALE)
+    threshold = tl.load(row_settings + 1).to(tl.float32).to(tl.int32, bitcast=True)
     ties = tl.full([], 1 << 31, tl.int64)
-    if cuts(mine):
-        edge, ties = tl.load(state_row + EDGE).to(tl.int32), tl.load(state_row + TIES)
-    logits_row, place = logits + row * stride, row * chunks + chunk
+    if has_top_k_or_top_p(row_settings):
+        threshold, ties = tl.load(state_row + THRESHOLD).to(tl.int32), tl.load(state_row + TIES)
+    logits_row, slot = logits + row * stride, row * chunks + chunk
     offsets = chunk * CHUNK + tl.arange(0, CHUNK)
-    above, on = _kept(logits_row, offsets, size, most, scale, edge)
-    inside, on_edge = tl.sum(above, 0), tl.sum(on.to(tl.int32), 0).to(tl.int64)
-    tl.store(chunk_sums + place, inside)
-    tl.store(chunk_ties + place, on_edge)
+    above, is_tie = _above_threshold(logits_row, offsets, size, max_logit, scale, threshold)
+    inside, num_ties = tl.sum(above, 0), tl.sum(is_tie.to(tl.int32), 0).to(tl.int64)
+    tl.store(chunk_sums + slot, inside)
+    tl.store(chunk_ties + slot, num_ties)
     tl.debug_barrier()
     if tl.atomic_add(counters + row, 1, sem="acq_rel") == chunks - 1:
         tl.store(counters + row, 0)
-        each = units_of(edge.to(tl.float32, bitcast=True))
+        tie_units = to_fixed_point(threshold.to(tl.float32, bitcast=True))
         index = tl.arange(0, CHUNKS)
         at = row * chunks + index
         sums = tl.load(chunk_sums + at, index < chunks, 0, cache_modifier=".cg")
-        on_edges = tl.load(chunk_ties + at, index < chunks, 0, cache_modifier=".cg")
-        ties_before = tl.cumsum(on_edges, 0) - on_edges
-        here = tl.minimum(tl.maximum(ties - ties_before, 0), on_edges)
-        through = tl.cumsum(sums + here * each, 0)
-        whole = tl.max(through, 0)
-        target = (tl.load(mine + 4) * whole.to(tl.float64)).to(tl.int64)
-        target = tl.minimum(target, whole - 1)
-        passed = tl.sum((through <= target).to(tl.int32), 0)  # chunks before the one
-        is_mine = index == passed
-        before = tl.sum(tl.where(is_mine, through - sums - here * each, 0), 0)
-        allowed = ties - tl.sum(tl.where(is_mine, ties_before, 0), 0)
-        offsets = passed * CHUNK + tl.arange(0, CHUNK)
-        above, on = _kept(logits_row, offsets, size, most, scale, edge)
-        rank = tl.cumsum(on.to(tl.int32), 0)
-        running = before + tl.cumsum(above + tl.where(on & (rank <= allowed), each, 0), 0)
-        token = passed * CHUNK + tl.sum((running <= target).to(tl.int32), 0)
-        if tl.abs(most) < float("inf"):
+        chunk_num_ties = tl.load(chunk_ties + at, index < chunks, 0, cache_modifier=".cg")
+        ties_before = tl.cumsum(chunk_num_ties, 0) - chunk_num_ties
+        kept_ties = tl.minimum(tl.maximum(ties - ties_before, 0), chunk_num_ties)
+        cumulative = tl.cumsum(sums + kept_ties * tie_units, 0)
+        total = tl.max(cumulative, 0)
+        target = (tl.load(row_settings + 4) * total.to(tl.float64)).to(tl.int64)
+        target = tl.minimum(target, total - 1)
+        chunks_before = tl.sum((cumulative <= target).to(tl.int32), 0)  # the sampled one
+        is_chunk = index == chunks_before
+        before = tl.sum(tl.where(is_chunk, cumulative - sums - kept_ties * tie_units, 0), 0)
+        ties_left = ties - tl.sum(tl.where(is_chunk, ties_before, 0), 0)
+        offsets = chunks_before * CHUNK + tl.arange(0, CHUNK)
+        above, is_tie = _above_threshold(logits_row, offsets, size, max_logit, scale, threshold)
+        rank = tl.cumsum(is_tie.to(tl.int32), 0)
+        kept = above + tl.where(is_tie & (rank <= ties_left), tie_units, 0)
+        running = before + tl.cumsum(kept, 0)
+        token = chunks_before * CHUNK + tl.sum((running <= target).to(tl.int32), 0)
+        if tl.abs(max_logit) < float("inf"):
             tl.store(tokens + row, token.to(tl.int64))
         else:  # infinite or NaN: no distribution
-            top = tl.zeros([], tl.int64)
+            best = tl.zeros([], tl.int64)
             for start in range(0, size, CHUNK):
-                top = tl.maximum(top, _top(logits_row, start + tl.arange(0, CHUNK), size))
-            tl.store(tokens + row, 0x7FFFFFFF - (top & 0x7FFFFFFF))
+                best = tl.maximum(best, _argmax_key(logits_row, start + tl.arange(0, CHUNK), size))
+            tl.store(tokens + row, 0x7FFFFFFF - (best & 0x7FFFFFFF))
 
 
 # ---- launching -----------------------------------------------------------------------------------
 
 
-def greedy(logits_RO: Tensor) -> Tensor:
-    """`kernels.sampling.greedy`."""
+def greedy_sample(logits_RO: Tensor) -> Tensor:
+    """`sampling.ops.greedy_sample`."""
     rows, size = logits_RO.shape
-    if not 0 < rows <= MOST_ROWS or not 0 < size < 2**31 or logits_RO.stride(1) != 1:
+    if not 0 < rows <= MAX_ROWS or not 0 < size < 2**31 or logits_RO.stride(1) != 1:
         return NotImplemented  # type: ignore[no-any-return]
-    device, chunks = logits_RO.device, cdiv(size, CHUNK)
+    device = logits_RO.device
+    heuristics = heuristics_for(device)
+    chunk = heuristics.sampling_chunk
+    chunks = cdiv(size, chunk)
     packed = torch.empty(rows, chunks, dtype=torch.int64, device=device)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
-    greedy_kernel[(chunks, rows)](
-        logits_RO, packed, tokens, take_counters(device, rows), size, logits_RO.stride(0),
-        CHUNK=CHUNK, CHUNKS=next_power_of_2(chunks), num_warps=WARPS,
+    argmax_kernel[(chunks, rows)](
+        logits_RO, packed, tokens, acquire_counters(device, rows), size, logits_RO.stride(0),
+        CHUNK=chunk, CHUNKS=next_power_of_2(chunks), num_warps=heuristics.sampling_num_warps,
     )  # fmt: skip
     return tokens
 
 
-class Space(NamedTuple):
-    """What the programs of a call tell each other. Nothing in it has to be zero at first."""
+class Workspace(NamedTuple):
+    """What the programs of a call communicate through. Nothing in it needs to be initialized."""
 
     bounds: Tensor
-    parts: Tensor
-    largest: Tensor
+    chunk_stats: Tensor
+    stretch_max: Tensor
     pivot_sums: Tensor
-    listed: Tensor
+    candidates: Tensor
     state: Tensor
     chunks: tuple[Tensor, ...]  # int64 [R, C] each: all, above, sums, ties
 
 
-def _space(rows: int, size: int, pivots: int, device: torch.device) -> Space:
-    chunks, pivot_chunks = cdiv(size, CHUNK), cdiv(size, PIVOT_CHUNK)
-    floats = [
-        rows * each
-        for each in (
-            BOUNDS.value,
+def _allocate_workspace(
+    rows: int, size: int, pivots: int, heuristics: SamplingHeuristics, device: torch.device
+) -> Workspace:
+    chunk = heuristics.sampling_chunk
+    chunks, pivot_chunks = cdiv(size, chunk), cdiv(size, heuristics.sampling_pivot_chunk)
+    sizes = [
+        rows * tie_units
+        for tie_units in (
+            BOUNDS_SIZE.value,
             4 * chunks,
-            CHUNK // STRETCH * chunks,
+            chunk // heuristics.sampling_stretch * chunks,
             2 * pivots * pivot_chunks,
-            min(size, CAPACITY) + TILE,
+            min(size, heuristics.sampling_capacity) + heuristics.sampling_list_tile,
         )
     ]
-    state = torch.empty(rows, STATE.value, dtype=torch.int64, device=device)
+    state = torch.empty(rows, STATE_SIZE.value, dtype=torch.int64, device=device)
     by_chunk = torch.empty(4, rows, chunks, dtype=torch.int64, device=device)
-    bounds, parts, largest, sums, listed = torch.empty(sum(floats), device=device).split(floats)
-    return Space(bounds, parts, largest, sums, listed, state, by_chunk.unbind(0))
+    floats = torch.empty(sum(sizes), device=device).split(sizes)
+    return Workspace(*floats, state, by_chunk.unbind(0))
 
 
-def sample_rows(logits_RO: Tensor, settings_R5: Tensor, cut: bool | None = None) -> Tensor:
-    """`kernels.sampling.sample_rows`; `cut` says whether some row has top-k or top-p."""
+def sample_rows(
+    logits_RO: Tensor, settings_R5: Tensor, use_threshold: bool | None = None
+) -> Tensor:
+    """`sampling.ops.sample_rows`; `use_threshold`: whether some row has top-k or top-p."""
     rows, size = logits_RO.shape
-    if not 0 < rows <= MOST_ROWS or not 0 < size <= 2**19 or logits_RO.stride(1) != 1:
+    if not 0 < rows <= MAX_ROWS or not 0 < size <= 2**19 or logits_RO.stride(1) != 1:
         return NotImplemented  # type: ignore[no-any-return]
-    device, chunks = logits_RO.device, cdiv(size, CHUNK)
-    if cut is None:
-        cut = settings_R5.device.type != "cpu" or cuts_any(settings_R5)
+    device = logits_RO.device
+    heuristics = heuristics_for(device)
+    chunk = heuristics.sampling_chunk
+    chunks = cdiv(size, chunk)
+    if use_threshold is None:
+        use_threshold = settings_R5.device.type != "cpu" or needs_threshold(settings_R5)
     settings = settings_R5.to(device, torch.float64, non_blocking=True).contiguous()
-    pivots = FEW_PIVOTS if rows >= MANY_ROWS else PIVOTS
-    space = _space(rows, size, pivots, device)
-    counters, stride = take_counters(device, rows), logits_RO.stride(0)
-    grid, shared = (chunks, rows), {"CHUNK": CHUNK, "CHUNKS": next_power_of_2(chunks)}
-    most_kernel[grid](
-        logits_RO, space.parts, space.largest, space.bounds, space.state, settings, counters, size,
-        stride, STRETCHES=CHUNK // STRETCH, PIVOTS=pivots, num_warps=WARPS, **shared,
+    pivots = heuristics.sampling_num_pivots(rows)
+    space = _allocate_workspace(rows, size, pivots, heuristics, device)
+    counters, stride = acquire_counters(device, rows), logits_RO.stride(0)
+    num_warps = heuristics.sampling_num_warps
+    grid, shared = (chunks, rows), {"CHUNK": chunk, "CHUNKS": next_power_of_2(chunks)}
+    max_kernel[grid](
+        logits_RO, space.chunk_stats, space.stretch_max, space.bounds, space.state, settings,
+        counters, size, stride, STRETCHES=chunk // heuristics.sampling_stretch, PIVOTS=pivots,
+        num_warps=num_warps, **shared,
     )  # fmt: skip
-    if cut:
-        _find_edges(logits_RO, settings, counters, space, pivots)
+    if use_threshold:
+        _find_thresholds(logits_RO, settings, counters, space, pivots, heuristics)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
-    draw_kernel[grid](
+    sample_kernel[grid](
         logits_RO, space.bounds, space.state, *space.chunks[2:], settings, tokens, counters, size,
-        stride, num_warps=WARPS, **shared,
+        stride, num_warps=num_warps, **shared,
     )  # fmt: skip
     return tokens
 
 
-def cuts_any(settings_R5: Tensor) -> bool:
+def needs_threshold(settings_R5: Tensor) -> bool:
+    """Whether some row has top-k or top-p."""
     return bool(((settings_R5[:, 2] > 0) | (settings_R5[:, 3] < 1)).any())
 
 
-def _find_edges(
-    logits_RO: Tensor, settings: Tensor, counters: Tensor, space: Space, pivots: int
+def _find_thresholds(
+    logits_RO: Tensor,
+    settings: Tensor,
+    counters: Tensor,
+    space: Workspace,
+    pivots: int,
+    heuristics: SamplingHeuristics,
 ) -> None:
-    """For rows with top-k or top-p: p*, and how many tokens of it are kept."""
+    """For rows with top-k or top-p: p*, and how many tokens of p* are kept."""
     rows, size = logits_RO.shape
-    chunks, pivot_chunks = cdiv(size, CHUNK), cdiv(size, PIVOT_CHUNK)
+    chunk, pivot_chunk = heuristics.sampling_chunk, heuristics.sampling_pivot_chunk
+    lanes, tile = heuristics.sampling_pivot_lanes, heuristics.sampling_list_tile
+    capacity = min(size, heuristics.sampling_capacity)
+    chunks, pivot_chunks = cdiv(size, chunk), cdiv(size, pivot_chunk)
     pivot_kernel[(pivot_chunks, rows)](
         logits_RO, space.bounds, space.state, space.pivot_sums, settings, counters, size,
-        logits_RO.stride(0), CHUNK=PIVOT_CHUNK, CHUNKS=next_power_of_2(pivot_chunks),
-        PIVOTS=pivots, LANES=LANES, num_warps=LANES // 32,
+        logits_RO.stride(0), CHUNK=pivot_chunk, CHUNKS=next_power_of_2(pivot_chunks),
+        PIVOTS=pivots, LANES=lanes, num_warps=lanes // 32,
     )  # fmt: skip
-    rest = (*space.chunks[:2], space.listed, settings, size, logits_RO.stride(0))
-    list_kernel[(chunks, rows)](
-        logits_RO, space.bounds, space.state, *rest, min(size, CAPACITY),
-        CHUNK=CHUNK, TILE=TILE, num_warps=WARPS,
+    shared = (*space.chunks[:2], space.candidates, settings, size, logits_RO.stride(0), capacity)
+    candidates_kernel[(chunks, rows)](
+        logits_RO, space.bounds, space.state, *shared,
+        CHUNK=chunk, TILE=tile, num_warps=heuristics.sampling_num_warps,
     )  # fmt: skip
-    edge_kernel[(rows,)](
-        logits_RO, space.bounds, space.state, *rest, min(size, CAPACITY), chunks,
-        CHUNKS=next_power_of_2(chunks), TILE=TILE, BLOCK=BLOCK, num_warps=EDGE_WARPS,
+    threshold_kernel[(rows,)](
+        logits_RO, space.bounds, space.state, *shared, chunks,
+        CHUNKS=next_power_of_2(chunks), TILE=tile, BLOCK=heuristics.sampling_list_block,
+        num_warps=heuristics.sampling_threshold_num_warps,
     )  # fmt: skip

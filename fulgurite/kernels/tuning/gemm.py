@@ -1,112 +1,97 @@
-"""Which kernel and which tile for which matmul, chosen from what was measured.
+"""Launch configs of the GEMM kernels with quantized operands.
 
-In: the sizes of a matmul and the kind of its weight. Out: a `Tile`, a `FewTile`, or the library. The
-numbers come from sweeps on an H200 (torch 2.11, triton 3.6) over the linear layers of Llama-8B and
-DeepSeek-V3, M from 1 to 8192; `fulgurite bench quant --device cuda` shows what they are worth.
+In: M, N, K and how the weight is dequantized. Out: a `LaunchConfig`, or None where the library is faster. The numbers
+are in the tables of the device families; `fulgurite bench quant --device cuda` shows what they are worth.
 """
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import torch
-
-from fulgurite.kernels.common.triton_operands import Weight
-from fulgurite.kernels.tuning.small_m import FEW, FewTile, few_experts_tile, few_tile
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Rows of x, rows of the weight and columns of a step; programs that share K; warps, stages."""
-
-    rows: int
-    columns: int
-    depth: int
-    split: int = 1
-    warps: int = 4
-    stages: int = 4
+from fulgurite.kernels.common.triton_operands import DequantScheme
+from fulgurite.kernels.integer_math import cdiv, next_power_of_2
+from fulgurite.kernels.tuning.config import LaunchConfig
+from fulgurite.kernels.tuning.small_m import SMALL_M, SmallMHeuristics
 
 
-DECODE_FIRST = 192  # rows of x from which decoding the whole weight first is faster
+class GemmHeuristics(SmallMHeuristics):
+    """GEMM: x [M, K] times a weight [N, K]."""
 
+    num_sms: int
+    gemm_dequantize_first_m: int  # from this M on, dequantizing the weight for the library is faster
+    gemm_table_sms: int  # SMs of the device on which program counts were measured
+    gemm_small_programs: int  # programs that split-K aims for, blocks of 32 rows
+    gemm_programs: int  # the same, larger blocks
+    scaled_mm_large_m: int  # above, blocks of 128 x 256 fill the device
+    scaled_mm_deep_k: int  # from this K on, more programs share K
+    scaled_mm_deep_k_many_blocks: tuple[int, int]  # the same with more than so many blocks
+    library_row_scales: tuple[tuple[int, int, int], ...]  # (N above, K from, M above which it wins)
+    library_block_scales: tuple[tuple[int, int], ...]  # (N above, M above which it wins)
 
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; an H200's where there is none (the interpreter)."""
-    if device.type != "cuda":
-        return 132
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    def weight_only_config(self, m: int, n: int, k: int, weight: DequantScheme) -> LaunchConfig | None:
+        """16-bit x and a quantized weight. None: dequantize the weight, then call the library."""
+        return None if m >= self.gemm_dequantize_first_m else self.mixed_gemm_config(m, n, k, weight)
 
+    def mixed_gemm_config(self, m: int, n: int, k: int, weight: DequantScheme) -> LaunchConfig:
+        """16-bit x: a small M reads the weight at memory speed, a larger one fills the tensor cores."""
+        if m <= SMALL_M:
+            return self.small_m_config(m, n, k, weight)
+        block_m = 32 if m <= 32 else 64 if m < self.gemm_dequantize_first_m else 128
+        config = LaunchConfig(block_m, 128, min(weight.block_k, 128), num_warps=8, num_stages=3)
+        programs = self.gemm_small_programs if block_m == 32 else self.gemm_programs
+        return self._with_split_k(config, m, n, k, programs)
 
-def for_weight_only(
-    m: int, n: int, k: int, weight: Weight, device: torch.device
-) -> Tile | FewTile | None:
-    """x in 16 bits and a packed weight; None: decode the weight first and leave it to the library."""
-    return None if m >= DECODE_FIRST else for_decoded(m, n, k, weight, device)
+    def scaled_mm_config(self, m: int, n: int, k: int, scaling: str) -> LaunchConfig:
+        """8-bit x and weight. Scales in the mainloop need a second accumulator, so smaller blocks."""
+        if scaling == "mainloop" and m <= 64:
+            config = LaunchConfig(16 if m <= 16 else 32, 64, 128, num_stages=4)
+            return self._with_split_k(config, m, n, k, 600, min_steps=7)
+        if scaling == "mainloop":
+            config = LaunchConfig(64, 128, 128, num_warps=8, num_stages=4)
+            return self._with_split_k(config, m, n, k, 264, min_steps=14)
+        if m > self.scaled_mm_large_m:
+            return LaunchConfig(128, 256, 128, num_warps=8, num_stages=3)
+        config = LaunchConfig(16 if m <= 16 else 32 if m <= 32 else 64, 64, 128, num_stages=6)
+        blocks = cdiv(n, 64) * cdiv(m, config.block_m)
+        if config.block_m == 64 and blocks > 2 * self.num_sms:
+            return replace(config, num_stages=4)  # three programs per SM instead of two
+        other_k, many_blocks = self.scaled_mm_deep_k_many_blocks
+        is_deep = k >= self.scaled_mm_deep_k or (k >= other_k and blocks > many_blocks)
+        return self._with_split_k(config, m, n, k, 264 if is_deep else 132)
 
+    def expert_gemm_config(
+        self, m: int, n: int, k: int, experts: int, weight: DequantScheme, is_8bit: bool
+    ) -> LaunchConfig:
+        """Rows of several experts: the block fits the rows of an average expert."""
+        small_m = None if is_8bit else self.expert_small_m_config(m, experts, n, k, weight)
+        if small_m is not None:
+            return small_m
+        block_m = min(128, max(16, next_power_of_2(max(1, m // experts))))
+        block_k = 128 if is_8bit else min(weight.block_k, 128)
+        if block_m <= 64:
+            return LaunchConfig(block_m, 64, block_k, num_warps=4, num_stages=4)
+        return LaunchConfig(block_m, 128, block_k, num_warps=8, num_stages=3)
 
-def for_decoded(m: int, n: int, k: int, weight: Weight, device: torch.device) -> Tile | FewTile:
-    """x in 16 bits: few rows read the weight at memory speed, more fill the tensor cores."""
-    if m <= FEW:
-        return few_tile(m, n, k, weight)
-    rows = 32 if m <= 32 else 64 if m < DECODE_FIRST else 128
-    depth, programs = min(weight.depth, 128), 256 if rows == 32 else 132
-    return _split(Tile(rows, 128, depth, warps=8, stages=3), m, n, k, programs, device)
+    def _with_split_k(
+        self, config: LaunchConfig, m: int, n: int, k: int, programs: int, min_steps: int = 2
+    ) -> LaunchConfig:
+        """Split K while there are fewer than `programs` programs and each has `min_steps` steps left."""
+        blocks = cdiv(n, config.block_n) * cdiv(m, config.block_m)
+        max_programs = programs * self.num_sms // self.gemm_table_sms
+        split_k = 1
+        while blocks * split_k * 2 <= max_programs and split_k * 2 * min_steps * config.block_k <= k:
+            split_k *= 2
+        return replace(config, split_k=split_k)
 
+    def prefers_library_scaled_mm(self, block: tuple[int, int], m: int, n: int, k: int) -> bool:
+        """Whether torch's scaled_mm was faster than our kernel, by the weight's scale block.
 
-def for_scaled(m: int, n: int, k: int, scaling: str, device: torch.device) -> Tile:
-    """8 bits times 8 bits; scales of 128 columns ask for sums of their own, so for smaller tiles."""
-    if scaling == "step" and m <= 64:
-        tile = Tile(16 if m <= 16 else 32, 64, 128, stages=4)
-        return _split(tile, m, n, k, 600, device, steps=7)
-    if scaling == "step":
-        return _split(Tile(64, 128, 128, warps=8, stages=4), m, n, k, 264, device, steps=14)
-    if m > 512:
-        return Tile(128, 256, 128, warps=8, stages=3)
-    tile = Tile(16 if m <= 16 else 32 if m <= 32 else 64, 64, 128, stages=6)
-    tiles = -(-n // 64) * -(-m // tile.rows)
-    if tile.rows == 64 and tiles > 2 * processors(device):
-        return replace(tile, stages=4)  # three of them on a processor instead of two
-    deep = k >= 8192 or (k >= 7168 and tiles > 66)
-    return _split(tile, m, n, k, 264 if deep else 132, device)
-
-
-def for_experts(m: int, n: int, k: int, experts: int, weight: Weight, same: bool) -> Tile | FewTile:
-    """Rows of several experts: the tile fits the rows of an average one."""
-    few = None if same else few_experts_tile(m, experts, n, k, weight)
-    if few is not None:
-        return few
-    rows = min(128, max(16, 1 << (max(1, m // experts) - 1).bit_length()))
-    depth = 128 if same else min(weight.depth, 128)
-    if rows <= 64:
-        return Tile(rows, 64, depth, warps=4, stages=4)
-    return Tile(rows, 128, depth, warps=8, stages=3)
-
-
-def _split(
-    tile: Tile, m: int, n: int, k: int, programs: int, device: torch.device, steps: int = 2
-) -> Tile:
-    """K shared among programs while there are fewer than `programs` (for 132 processors), each with
-    some steps to go."""
-    tiles = -(-n // tile.columns) * -(-m // tile.rows)
-    most = programs * processors(device) // 132
-    split = 1
-    while tiles * split * 2 <= most and split * 2 * steps * tile.depth <= k:
-        split *= 2
-    return replace(tile, split=split)
-
-
-def library_wins(block: tuple[int, int], m: int, n: int, k: int) -> bool:
-    """Whether torch's scaled_mm was measured faster than our kernel, by the weight's blocks.
-
-    One scale goes to cuBLAS, which is good at any size. Its kernels for rows and blocks start with
-    tiles of 128 rows, so the fewer of those there are, the longer ours stay ahead.
-    """
-    if block == (0, 0):
-        return True
-    if block[1] == 0:
-        return m > (64 if n > 7168 or k > 14336 else 128 if n > 4096 or k >= 8192 else 256)
-    if m <= 32:
-        return False
-    return m > (32 if n > 4096 else 128 if n <= 2560 else 64)
+        One scale per tensor goes to cuBLAS, which is good at any size. Its kernels for row and block scales have
+        blocks of 128 rows: the fewer of them there are, the longer ours stay ahead.
+        """
+        if block == (0, 0):
+            return True
+        if block[1] == 0:
+            table = self.library_row_scales
+            return m > next(limit for above_n, from_k, limit in table if n > above_n or k >= from_k)
+        return m > next(limit for above_n, limit in self.library_block_scales if n > above_n)

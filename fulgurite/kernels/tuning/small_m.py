@@ -1,74 +1,70 @@
-"""Which tile of `few_rows_kernel` for which sizes, chosen from what was measured.
+"""Launch configs of the small-M GEMM kernel: one weight, or rows sorted by expert.
 
-In: rows of x, sizes of the weight and its kind. Out: a `FewTile`. The numbers come from sweeps on an
-H200 (torch 2.11, triton 3.6) over the linear layers of Llama-8B and DeepSeek-V3 and the experts of
-Qwen3-30B-A3B, DeepSeek-V3 and Mixtral-8x7B.
+In: M, N, K and how the weight is dequantized. Out: a `LaunchConfig` with `small_m` set.
 
-Few warps a program are best: they wait for each other's loads, so small programs leave more of them to
-run meanwhile, and a last round of programs is short. Long steps are best too, if K is a multiple.
+Few warps per program are best: warps wait for each other's loads, so small programs leave more of them to run
+meanwhile, and the last wave is short. A large `block_k` is best, too, if K is a multiple of it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from fulgurite.kernels.common.triton_operands import DequantScheme
+from fulgurite.kernels.tuning.config import LaunchConfig
 
-from fulgurite.kernels.common.triton_operands import Weight
-
-FEW = 16  # rows of x that a program of `few_rows_kernel` takes at most
-MANY_ROWS = 8192  # of a weight: programs enough for two warps each
-FEW_OF_AN_EXPERT = 4  # rows of an average expert up to which `few_rows_kernel` is the faster one
-SELDOM_SHARED = 4  # experts a row from which hardly two rows have the same one
-PROGRAMS = 1024  # of two warps: about what an H200 runs at once
+SMALL_M = 16  # rows of x per program of the small-M kernel, at most: one tensor-core tile
 
 
-@dataclass(frozen=True)
-class FewTile:
-    """A program of `few_rows_kernel`: rows of the weight, columns of a warp's step, warps, stages;
-    rows of x."""
+class SmallMHeuristics:
+    """Small-M GEMM: the weight is read once, at memory speed."""
 
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-    rows: int = FEW
+    small_m_large_n: int  # from this N on, there are enough programs for two warps each
+    small_m_rows_per_expert: int  # up to this average the small-M kernel is faster than the grouped GEMM
+    small_m_rare_sharing: int  # with so many experts per row, hardly two rows share one
+    small_m_programs: int  # programs of two warps that run at once
 
+    def small_m_config(self, m: int, n: int, k: int, weight: DequantScheme) -> LaunchConfig:
+        """Up to `SMALL_M` rows of x and one weight."""
+        block_m = 1 if m == 1 else 4 if m <= 4 else 8 if m <= 8 else SMALL_M
+        num_warps = 2 if n >= self.small_m_large_n else 4
+        # dequantized elements of a step must fit in registers
+        is_long = weight.is_4bit and block_m <= (4 if weight.dequant == "e2m1" else 1)
+        is_wide = block_m > 4 or (weight.is_4bit and n >= self.small_m_large_n)
+        block_k = _choose_block_k(k, num_warps, weight, 256 if is_long else 128)
+        return _make_config(block_m, 32 if is_wide else 16, block_k, num_warps)
 
-def few_tile(m: int, n: int, k: int, weight: Weight) -> FewTile:
-    """Up to 16 rows of x and one weight."""
-    rows = 1 if m == 1 else 4 if m <= 4 else 8 if m <= 8 else FEW
-    warps = 2 if n >= MANY_ROWS else 4
-    # steps: what is decoded fills the registers
-    long = weight.nibbles and rows <= (4 if weight.decode == "e2m1" else 1)
-    columns = 32 if rows > 4 or (weight.nibbles and n >= MANY_ROWS) else 16
-    return FewTile(columns, _depth(k, warps, weight, 256 if long else 128), warps, 3, rows)
+    def expert_small_m_config(
+        self, rows: int, experts: int, n: int, k: int, weight: DequantScheme
+    ) -> LaunchConfig | None:
+        """Rows sorted by expert, N rows of each weight. None: experts have too many rows."""
+        if rows > self.small_m_rows_per_expert * experts:
+            return None
+        if self.small_m_rare_sharing * rows <= experts:
+            return self.pair_config(rows, n, k, weight)
+        block_m = 4 if rows <= 2 * experts else 8
+        return _make_config(block_m, 32, _choose_block_k(k, 2, weight, 128), 2)
 
+    def pair_config(self, pairs: int, n: int, k: int, weight: DequantScheme) -> LaunchConfig:
+        """One (token, expert) pair per program; larger blocks once the device is full."""
+        block_n = 32 if pairs * n >= 32 * self.small_m_programs else 16
+        num_warps = 1 if k % 256 == 0 and k % 512 else 2
+        return _make_config(1, block_n, _choose_block_k(k, num_warps, weight, 256), num_warps)
 
-def few_experts_tile(count: int, experts: int, n: int, k: int, weight: Weight) -> FewTile | None:
-    """Rows sorted by expert, n rows of each weight; None where experts have many."""
-    if count > FEW_OF_AN_EXPERT * experts:
-        return None
-    if SELDOM_SHARED * count <= experts:
-        return few_pairs_tile(count, n, k, weight)
-    return FewTile(32, _depth(k, 2, weight, 128), 2, 3, rows=4 if count <= 2 * experts else 8)
-
-
-def few_pairs_tile(count: int, n: int, k: int, weight: Weight) -> FewTile:
-    """One row of x a program; as many programs as there can run at once, and then larger ones."""
-    columns = 32 if count * n >= 32 * PROGRAMS else 16
-    warps = 1 if k % 256 == 0 and k % 512 else 2
-    return FewTile(columns, _depth(k, warps, weight, 256), warps, 3, rows=1)
-
-
-def few_down_tile(share: int, k: int, weight: Weight) -> FewTile:
-    """All experts of a token side by side, `share` warps each."""
-    return FewTile(16, _depth(k, share, weight, 256), 8, 3, rows=1)
+    def expert_down_config(self, warps_per_expert: int, k: int, weight: DequantScheme) -> LaunchConfig:
+        """All experts of a token in one program, `warps_per_expert` warps each."""
+        return _make_config(1, 16, _choose_block_k(k, warps_per_expert, weight, 256), 8)
 
 
-def _depth(k: int, warps: int, weight: Weight, most: int) -> int:
-    """The longest step up to `most` that K is a multiple of; whole groups of integers, or one group
-    where a step has one scale."""
-    if weight.few_scaling == "step":
-        return min(weight.group, 128)
-    least = weight.group if weight.few_scaling == "groups" else 64
-    steps = (depth for depth in (256, 128, 64) if least <= depth <= most)
-    return next((depth for depth in steps if k % (depth * warps) == 0), 128)
+def _make_config(block_m: int, block_n: int, block_k: int, num_warps: int) -> LaunchConfig:
+    return LaunchConfig(
+        block_m, block_n, block_k, num_warps=num_warps, num_stages=3, small_m=True
+    )
+
+
+def _choose_block_k(k: int, num_warps: int, weight: DequantScheme, max_block_k: int) -> int:
+    """The largest `block_k` that divides K over the warps: whole groups of integers, or one group if the scale is
+    applied in the mainloop."""
+    if weight.small_m_scaling == "mainloop":
+        return min(weight.group_size, 128)
+    smallest = weight.group_size if weight.small_m_scaling == "group" else 64
+    candidates = (block for block in (256, 128, 64) if smallest <= block <= max_block_k)
+    return next((block for block in candidates if k % (block * num_warps) == 0), 128)

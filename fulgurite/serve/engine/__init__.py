@@ -1,1 +1,1 @@
-"""The engine: requests in, tokens out. schedule → run → sample, one step at a time."""
+"""The engine: requests in, tokens out. schedule → execute → postprocess, one step at a time."""

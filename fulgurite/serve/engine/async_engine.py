@@ -1,8 +1,8 @@
 """The engine for asyncio: `async for update in engine.stream(prompt)`.
 
-One thread runs the engine's steps; it sleeps while there is nothing to do. Coroutines hand it
-requests through a queue and hear of their updates on their own event loop, so a step never stops
-the loop, and nothing of the engine is touched by two threads.
+One thread runs the engine's steps and sleeps while there are no requests. Coroutines send it
+commands through a queue and receive updates on their own event loop. So a step never blocks the
+loop, and only one thread uses the engine.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Command = Callable[[], None]
 
 
 class AsyncEngine:
-    """Close it (or use `async with`) to stop its thread; requests on their way are cancelled."""
+    """Close it (or use `async with`) to stop its thread; unfinished requests are cancelled."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self.failure: BaseException | None = None
         self.stopped = False
-        self.waiting: dict[int, Callable[[BaseException], None]] = {}
+        self.failure_callbacks: dict[int, Callable[[BaseException], None]] = {}
         self.thread = threading.Thread(target=self._run, name="fulgurite-engine", daemon=True)
         self.thread.start()
 
@@ -48,29 +48,31 @@ class AsyncEngine:
         *,
         constraint: Constraint | None = None,
     ) -> AsyncIterator[Update]:
-        """Updates as they come; leaving the loop early, or being cancelled, cancels the request."""
+        """The updates as they come. Leaving the loop early cancels the request."""
         loop, updates = asyncio.get_running_loop(), asyncio.Queue[Update | BaseException]()
         ids: list[str] = []
 
         def deliver(item: Update | BaseException) -> None:
-            with suppress(RuntimeError):  # a loop that is closed by now, with all who wait in it
+            with suppress(RuntimeError):  # the event loop may be closed by now
                 loop.call_soon_threadsafe(updates.put_nowait, item)
 
         def submit() -> None:
             try:
-                request = self.engine.add(prompt, params, listener=deliver, constraint=constraint)
-            except Exception as error:  # whatever it was, it is one caller's and not the engine's
+                request = self.engine.add_request(
+                    prompt, params, listener=deliver, constraint=constraint
+                )
+            except Exception as error:  # any error of a request goes to its caller
                 deliver(error)
             else:
                 ids.append(request.id)
 
-        def withdraw() -> None:
-            for one in ids:
-                self.engine.cancel(one)
+        def cancel() -> None:
+            for request_id in ids:
+                self.engine.cancel(request_id)
 
-        self.waiting[id(updates)] = deliver
+        self.failure_callbacks[id(updates)] = deliver
         try:
-            self._put(submit)
+            self._submit(submit)
             while True:
                 item = await updates.get()
                 if isinstance(item, BaseException):
@@ -79,8 +81,8 @@ class AsyncEngine:
                 if item.result is not None:
                     return
         finally:
-            del self.waiting[id(updates)]
-            self.commands.put(withdraw)
+            del self.failure_callbacks[id(updates)]
+            self.commands.put(cancel)
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Result:
         async for update in self.stream(prompt, params):
@@ -88,27 +90,27 @@ class AsyncEngine:
                 return update.result
         raise AssertionError("a stream ends with a result")
 
-    def _put(self, command: Command) -> None:
+    def _submit(self, command: Command) -> None:
         if self.stopped:
             raise RuntimeError("the engine has stopped") from self.failure
         self.commands.put(command)
 
     def _run(self) -> None:
-        """The thread: commands as they come, a step whenever there is a request."""
+        """The thread: run commands as they come, and a step while there are requests."""
         try:
-            while self._obey():
+            while self._run_commands():
                 self.engine.step()
-            for name in list(self.engine.requests):
-                self.engine.cancel(name)
-        except BaseException as error:  # whatever it was, nobody may wait for it forever
+            for request_id in list(self.engine.requests):
+                self.engine.cancel(request_id)
+        except BaseException as error:  # any error must reach the streams that wait
             self.failure = error
-        self.stopped = True  # and only then look who waits: who comes later sees it
-        for fail in list(self.waiting.values()):
+        self.stopped = True  # before the loop: streams that start later see it
+        for fail in list(self.failure_callbacks.values()):
             fail(self.failure or RuntimeError("the engine has stopped"))
 
-    def _obey(self) -> bool:
-        """All commands there are, waiting for one while there is nothing to run; False: stop."""
-        while not self.engine.busy or not self.commands.empty():
+    def _run_commands(self) -> bool:
+        """Run all queued commands; wait for one if there are no requests. False: stop."""
+        while not self.engine.has_unfinished_requests or not self.commands.empty():
             command = self.commands.get()
             if command is None:
                 return False

@@ -1,6 +1,7 @@
-"""One step as flat tensors: pieces of requests in, what the model and the cache read out.
+"""One step as flat tensors: `ScheduledChunk`s in, the `InputBatch` of model and KV cache out.
 
-Shapes: T tokens of the step, S sequences, B blocks of the longest one, G groups of layers.
+Shapes: T tokens of the step; S sequences; B blocks of the longest sequence; G KV-cache groups;
+R tokens whose logits are computed.
 """
 
 from __future__ import annotations
@@ -12,90 +13,100 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fulgurite.serve.engine.block_tables import BlockTables
-from fulgurite.serve.engine.scheduler import Piece
+from fulgurite.serve.engine.block_manager import BlockManager
+from fulgurite.serve.engine.scheduler import ScheduledChunk
 
 
 @dataclass(frozen=True)
-class Batch:
-    """The tokens of sequence s are `starts_S[s]:starts_S[s + 1]`, its keys `lengths_S[s]` with them.
+class InputBatch:
+    """The tensors of one step; all chunks are concatenated along T.
 
-    `slots_GT`: where each token's key goes, block * block_size + offset. `tables_GSB`: the blocks
-    of each sequence. `extents_T`: how long each token's sequence is to the rotary embedding.
-    `rows_R`: the tokens whose logits are asked for.
+    slot_mapping_GT     slot of each token's key: block * block_size + offset
+    block_tables_GSB    blocks of each sequence
+    query_start_loc_S   the tokens of sequence s are query_start_loc_S[s]:query_start_loc_S[s + 1]
+    seq_lens_S          keys of each sequence, with those of this step
+    rope_seq_lens_T     sequence length that the rotary embedding uses; None: it uses none
+    logit_rows_R        tokens whose logits are computed; None: all
+    query_lens_host, seq_lens_host    tokens and keys of each sequence on the host, if known
     """
 
     token_ids_T: Tensor
     positions_T: Tensor
-    slots_GT: list[Tensor]
-    tables_GSB: list[Tensor]
-    starts_S: Tensor
-    lengths_S: Tensor
-    extents_T: Tensor | None
-    rows_R: Tensor | None  # None: all of them
-    max_count: int
-    max_length: int
-    # tokens and keys of each sequence, as the host knows them
-    query_counts: list[int] | None = None
-    key_counts: list[int] | None = None
+    slot_mapping_GT: list[Tensor]
+    block_tables_GSB: list[Tensor]
+    query_start_loc_S: Tensor
+    seq_lens_S: Tensor
+    rope_seq_lens_T: Tensor | None
+    logit_rows_R: Tensor | None
+    max_query_len: int
+    max_seq_len: int
+    query_lens_host: list[int] | None = None
+    seq_lens_host: list[int] | None = None
 
 
-def make_batch(
-    pieces: Sequence[Piece],
-    tables: BlockTables,
+def build_input_batch(
+    chunks: Sequence[ScheduledChunk],
+    block_manager: BlockManager,
     device: torch.device,
     *,
-    needs_extent: bool = False,
-    stale_after: int | None = None,
-) -> Batch:
-    counts_S = np.array([piece.count for piece in pieces], dtype=np.int64)
-    firsts_S = np.array([piece.start for piece in pieces], dtype=np.int64)
-    rows_S = np.array([piece.request.row for piece in pieces], dtype=np.int64)
-    lengths_S = firsts_S + counts_S
-    starts_S = np.zeros(len(pieces) + 1, dtype=np.int32)
-    np.cumsum(counts_S, out=starts_S[1:])
-    sequence_T = np.repeat(np.arange(len(pieces)), counts_S)
-    positions_T = np.arange(len(sequence_T)) - (starts_S[:-1] - firsts_S)[sequence_T]
+    needs_rope_seq_lens: bool = False,
+    recompute_after: int | None = None,
+) -> InputBatch:
+    """The batch of a step on the device; the last two options are those of `CausalLM`."""
+    query_lens_S = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int64)
+    starts_S = np.array([chunk.start for chunk in chunks], dtype=np.int64)
+    rows_S = np.array([chunk.request.block_table_row for chunk in chunks], dtype=np.int64)
+    seq_lens_S = starts_S + query_lens_S
+    query_start_loc_S = np.zeros(len(chunks) + 1, dtype=np.int32)
+    np.cumsum(query_lens_S, out=query_start_loc_S[1:])
+    sequence_T = np.repeat(np.arange(len(chunks)), query_lens_S)
+    positions_T = np.arange(len(sequence_T)) - (query_start_loc_S[:-1] - starts_S)[sequence_T]
     token_ids_T = np.concatenate(
-        [piece.request.tokens[piece.start : piece.start + piece.count] for piece in pieces]
+        [chunk.request.tokens[chunk.start : chunk.start + chunk.num_tokens] for chunk in chunks]
     )
-    size = tables.block_size
-    columns = -(-int(lengths_S.max()) // size)
-    slots_GT, tables_GSB = [], []
-    for table in tables.tables:
-        slots_GT.append(table[rows_S[sequence_T], positions_T // size] * size + positions_T % size)
-        tables_GSB.append(table[rows_S, :columns])
-    extents_T = None
-    if needs_extent:
-        extents_T = extents(pieces, stale_after)[sequence_T]
-        if stale_after is None:
-            extents_T = np.maximum(extents_T, positions_T + 1)
-    last = [index for index, piece in enumerate(pieces) if piece.last]
-    whole = len(last) == len(sequence_T)
-    return Batch(
-        token_ids_T=_tensor(token_ids_T, device),
-        positions_T=_tensor(positions_T, device),
-        slots_GT=[_tensor(slots.astype(np.int64), device) for slots in slots_GT],
-        tables_GSB=[_tensor(table, device) for table in tables_GSB],
-        starts_S=_tensor(starts_S, device),
-        lengths_S=_tensor(lengths_S.astype(np.int32), device),
-        extents_T=None if extents_T is None else _tensor(extents_T, device),
-        rows_R=None if whole else _tensor(starts_S[1:][last].astype(np.int64) - 1, device),
-        max_count=int(counts_S.max()),
-        max_length=int(lengths_S.max()),
-        query_counts=counts_S.tolist(),
-        key_counts=lengths_S.tolist(),
+    size = block_manager.block_size
+    columns = -(-int(seq_lens_S.max()) // size)
+    slot_mapping_GT, block_tables_GSB = [], []
+    for table in block_manager.block_tables:
+        blocks_T = table[rows_S[sequence_T], positions_T // size]
+        slot_mapping_GT.append(blocks_T * size + positions_T % size)
+        block_tables_GSB.append(table[rows_S, :columns])
+    rope_seq_lens_T = None
+    if needs_rope_seq_lens:
+        rope_seq_lens_T = rope_seq_lens(chunks, recompute_after)[sequence_T]
+        if recompute_after is None:
+            rope_seq_lens_T = np.maximum(rope_seq_lens_T, positions_T + 1)
+    sampled = [index for index, chunk in enumerate(chunks) if chunk.needs_sampling]
+    logit_rows_R = None
+    if len(sampled) != len(sequence_T):
+        logit_rows_R = _to_device(query_start_loc_S[1:][sampled].astype(np.int64) - 1, device)
+    return InputBatch(
+        token_ids_T=_to_device(token_ids_T, device),
+        positions_T=_to_device(positions_T, device),
+        slot_mapping_GT=[_to_device(slots.astype(np.int64), device) for slots in slot_mapping_GT],
+        block_tables_GSB=[_to_device(table, device) for table in block_tables_GSB],
+        query_start_loc_S=_to_device(query_start_loc_S, device),
+        seq_lens_S=_to_device(seq_lens_S.astype(np.int32), device),
+        rope_seq_lens_T=None if rope_seq_lens_T is None else _to_device(rope_seq_lens_T, device),
+        logit_rows_R=logit_rows_R,
+        max_query_len=int(query_lens_S.max()),
+        max_seq_len=int(seq_lens_S.max()),
+        query_lens_host=query_lens_S.tolist(),
+        seq_lens_host=seq_lens_S.tolist(),
     )
 
 
-def extents(pieces: Sequence[Piece], stale_after: int | None) -> np.ndarray:
-    """LongRoPE turns all keys by the length there is. Dynamic NTK turned each key when it was made,
-    all of the prompt's at once, and must do so again after a preemption."""
-    if stale_after is None:
-        return np.array([piece.request.prompt_length for piece in pieces])
-    return np.array([piece.request.length for piece in pieces])
+def rope_seq_lens(chunks: Sequence[ScheduledChunk], recompute_after: int | None) -> np.ndarray:
+    """The sequence length of each chunk for the rotary embedding.
+
+    LongRoPE (`recompute_after` is set) rotates all keys by the current length. Dynamic NTK rotates
+    each key when it is computed, the prompt's by the prompt's length, also after a preemption.
+    """
+    if recompute_after is None:
+        return np.array([chunk.request.prompt_length for chunk in chunks])
+    return np.array([chunk.request.length for chunk in chunks])
 
 
-def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
+def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)

@@ -1,9 +1,11 @@
-"""A decode step on fixed memory: one token each of `count` requests in, the logits of the next out.
+"""A captured decode step: one token of each of `batch_size` requests in, their next logits out.
 
-Most steps are alike: so many requests, one token each. For each number of requests the tensors of
-such a step are made once; a step writes its numbers into them and runs again without Python in
-between: on a GPU a CUDA graph of the whole step; on a CPU a recording of the layers' native calls
-(`fulgurite.replay`), with what is a torch op (the embedding, angles, the head) before and after it.
+The input tensors of a decode step are allocated once for each batch size. A step writes its inputs
+there and replays the captured work without Python in between:
+
+    GPU   a CUDA graph of the whole step
+    CPU   a recording of the layers' native calls (`fulgurite.replay`); the torch ops before and
+          after it (embedding, rotary angles, head) run eagerly
 """
 
 from __future__ import annotations
@@ -16,164 +18,151 @@ import torch
 from torch import Tensor
 
 from fulgurite import replay
-from fulgurite.kernels.common.pdl_region import chain
-from fulgurite.models.layers import Decoder
-from fulgurite.models.rope import Rotation
-from fulgurite.serve.engine.batch import Batch, extents
-from fulgurite.serve.engine.block_tables import BlockTables
-from fulgurite.serve.engine.kv_cache import PagedCache
-from fulgurite.serve.engine.scheduler import Piece
+from fulgurite.cudagraph import GraphPool, capture_graph
+from fulgurite.kernels.common.pdl import pdl_region
+from fulgurite.models.layers import CausalLM
+from fulgurite.models.rope import RotaryCosSin
+from fulgurite.serve.engine.batch import InputBatch, rope_seq_lens
+from fulgurite.serve.engine.block_manager import BlockManager
+from fulgurite.serve.engine.kv_cache import PagedKVCache
+from fulgurite.serve.engine.scheduler import ScheduledChunk
 
 WARMUPS = 2
+BufferLayout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-class Graphs:
-    """One pool of memory and one stream (which has a workspace of its own) for many CUDA graphs."""
+class CapturedDecodeStep:
+    """The decode step of `batch_size` requests; a call returns their logits [batch_size, O].
 
-    def __init__(self, device: torch.device) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(device)
-
-
-class FixedStep:
-    """The step of `count` requests; calling it gives the logits [count, O] of each.
-
-    `graphs`: what the CUDA graphs of a runner, which never run at once, share.
+    `graph_pool`: the memory that all CUDA graphs of a runner share; None on a CPU.
     """
 
     def __init__(
         self,
-        model: Decoder,
-        cache: PagedCache,
-        tables: BlockTables,
-        count: int,
-        graphs: Graphs | None = None,
+        model: CausalLM,
+        kv_cache: PagedKVCache,
+        block_manager: BlockManager,
+        batch_size: int,
+        graph_pool: GraphPool | None = None,
     ) -> None:
-        self.model, self.cache, self.tables = model, cache, tables
-        self.count = count
+        self.model, self.kv_cache, self.block_manager = model, kv_cache, block_manager
+        self.batch_size = batch_size
         self.device = model.norm.weight.device
-        groups, columns = len(tables.tables), tables.tables[0].shape[1]
-        parts: Parts = {
-            "token_ids": ((count,), torch.int64),
-            "positions": ((count,), torch.int64),
-            "extents": ((count,), torch.int64),
-            "slots": ((groups, count), torch.int64),
-            "lengths": ((count,), torch.int32),
-            "tables": ((groups, count, columns), torch.int32),
+        tables = block_manager.block_tables
+        groups, columns = len(tables), tables[0].shape[1]
+        layout: BufferLayout = {
+            "token_ids": ((batch_size,), torch.int64),
+            "positions": ((batch_size,), torch.int64),
+            "rope_seq_lens": ((batch_size,), torch.int64),
+            "slot_mapping": ((groups, batch_size), torch.int64),
+            "seq_lens": ((batch_size,), torch.int32),
+            "block_tables": ((groups, batch_size, columns), torch.int32),
         }
-        size = sum(_room(shape, dtype) for shape, dtype in parts.values())
+        size = sum(_aligned_bytes(shape, dtype) for shape, dtype in layout.values())
         on_gpu = self.device.type == "cuda"
-        self.staged = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
-        self.read = self.staged.to(self.device)
-        # where a step writes its numbers, and where the model reads them: on a CPU the same
-        self.host = {name: part.numpy() for name, part in _parts(self.staged, parts).items()}
-        self.fixed = _parts(self.read, parts)
-        self.host["lengths"][:] = self.host["extents"][:] = 1
-        self.host["slots"][:] = -1
-        self._send()
-        self.batch = self._batch(columns)
-        self.run = self._record() if graphs is None else self._capture(graphs)
-
-    def __call__(self, pieces: Sequence[Piece]) -> Tensor:
-        self._write(pieces)
-        return self.run()[: len(pieces)]
-
-    def _batch(self, columns: int) -> Batch:
-        fixed = self.fixed
-        return Batch(
-            token_ids_T=fixed["token_ids"],
-            positions_T=fixed["positions"],
-            slots_GT=list(fixed["slots"]),
-            tables_GSB=list(fixed["tables"]),
-            starts_S=torch.arange(self.count + 1, dtype=torch.int32, device=self.device),
-            lengths_S=fixed["lengths"],
-            extents_T=fixed["extents"] if self.model.needs_extent else None,
-            rows_R=None,
-            max_count=1,
-            max_length=columns * self.tables.block_size,
+        # A step writes its inputs on the host; the model reads them on the device (same on a CPU).
+        self.host_buffer = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
+        self.device_buffer = self.host_buffer.to(self.device)
+        host_tensors = _split_buffer(self.host_buffer, layout)
+        self.host_inputs = {name: tensor.numpy() for name, tensor in host_tensors.items()}
+        self.inputs = _split_buffer(self.device_buffer, layout)
+        self.host_inputs["seq_lens"][:] = self.host_inputs["rope_seq_lens"][:] = 1
+        self.host_inputs["slot_mapping"][:] = -1
+        self._copy_to_device()
+        self.batch = self._make_batch(columns)
+        self.replay = (
+            self._record_native_calls()
+            if graph_pool is None
+            else self._capture_cuda_graph(graph_pool)
         )
 
-    def _write(self, pieces: Sequence[Piece]) -> None:
-        """The numbers of a step of up to `count` requests; the rest stays padding."""
-        used, host, size = len(pieces), self.host, self.tables.block_size
-        rows = np.array([request.row for request, _, _ in pieces])
+    def __call__(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
+        self._write_inputs(chunks)
+        return self.replay()[: len(chunks)]
+
+    def _make_batch(self, columns: int) -> InputBatch:
+        inputs, size = self.inputs, self.batch_size
+        return InputBatch(
+            token_ids_T=inputs["token_ids"],
+            positions_T=inputs["positions"],
+            slot_mapping_GT=list(inputs["slot_mapping"]),
+            block_tables_GSB=list(inputs["block_tables"]),
+            query_start_loc_S=torch.arange(size + 1, dtype=torch.int32, device=self.device),
+            seq_lens_S=inputs["seq_lens"],
+            rope_seq_lens_T=inputs["rope_seq_lens"] if self.model.needs_sequence_lengths else None,
+            logit_rows_R=None,
+            max_query_len=1,
+            max_seq_len=columns * self.block_manager.block_size,
+        )
+
+    def _write_inputs(self, chunks: Sequence[ScheduledChunk]) -> None:
+        """Write the inputs of up to `batch_size` requests; the remaining rows are padding."""
+        used, host, size = len(chunks), self.host_inputs, self.block_manager.block_size
+        rows = np.array([request.block_table_row for request, _, _ in chunks])
         positions = host["positions"][:used]
-        positions[:] = [start for _, start, _ in pieces]
-        host["token_ids"][:used] = [request.tokens[start] for request, start, _ in pieces]
-        host["lengths"][:used] = positions + 1
-        host["slots"][:, used:] = -1
-        host["lengths"][used:] = 1
-        for group, table in enumerate(self.tables.tables):
-            np.take(table, rows, axis=0, out=host["tables"][group, :used], mode="clip")
+        positions[:] = [start for _, start, _ in chunks]
+        host["token_ids"][:used] = [request.tokens[start] for request, start, _ in chunks]
+        host["seq_lens"][:used] = positions + 1
+        host["slot_mapping"][:, used:] = -1
+        host["seq_lens"][used:] = 1
+        for group, table in enumerate(self.block_manager.block_tables):
+            np.take(table, rows, axis=0, out=host["block_tables"][group, :used], mode="clip")
             blocks = table[rows, positions // size]
-            host["slots"][group, :used] = blocks.astype(np.int64) * size + positions % size
-        if self.model.needs_extent:
-            found = extents(pieces, self.model.stale_after)
-            host["extents"][:used] = np.maximum(found, positions + 1)
-        self._send()
+            host["slot_mapping"][group, :used] = blocks.astype(np.int64) * size + positions % size
+        if self.model.needs_sequence_lengths:
+            lengths = rope_seq_lens(chunks, self.model.recompute_after)
+            host["rope_seq_lens"][:used] = np.maximum(lengths, positions + 1)
+        self._copy_to_device()
 
-    def _send(self) -> None:
-        """The numbers to the device, in one copy."""
-        if self.read is not self.staged:
-            self.read.copy_(self.staged, non_blocking=True)
+    def _copy_to_device(self) -> None:
+        """Copy all inputs at once."""
+        if self.device_buffer is not self.host_buffer:
+            self.device_buffer.copy_(self.host_buffer, non_blocking=True)
 
-    def _begin(self) -> tuple[Tensor, list[Rotation]]:
-        self.cache.begin(self.batch)
-        return self.model.begin(self.fixed["token_ids"], self.fixed["positions"], self.cache)
+    def _embed(self) -> tuple[Tensor, list[RotaryCosSin]]:
+        self.kv_cache.set_batch(self.batch)
+        return self.model.embed(self.inputs["token_ids"], self.inputs["positions"], self.kv_cache)
 
-    def _layers(self, x_TD: Tensor, rotations: Sequence[Rotation]) -> Tensor:
-        return self.model.run_layers(x_TD, self.fixed["positions"], rotations, self.cache)
+    def _run_layers(self, x_TD: Tensor, cos_sin: Sequence[RotaryCosSin]) -> Tensor:
+        return self.model.run_layers(x_TD, self.inputs["positions"], cos_sin, self.kv_cache)
 
-    def _record(self) -> Callable[[], Tensor]:
-        held_TD, turned = self._begin()
-        held_TD = held_TD.clone()
-        turned = [Rotation(one.cos.clone(), one.sin.clone()) for one in turned]
-        recorded = replay.record(self._layers, held_TD, turned, warmups=WARMUPS)
+    def _record_native_calls(self) -> Callable[[], Tensor]:
+        x_TD, cos_sin = self._embed()
+        static_x_TD = x_TD.clone()
+        static_cos_sin = [RotaryCosSin(pair.cos.clone(), pair.sin.clone()) for pair in cos_sin]
+        layers = replay.record(self._run_layers, static_x_TD, static_cos_sin, warmups=WARMUPS)
 
         def run() -> Tensor:
-            x_TD, rotations = self._begin()
-            held_TD.copy_(x_TD)
-            for held, new in zip(turned, rotations, strict=True):
-                held.cos.copy_(new.cos)
-                held.sin.copy_(new.sin)
-            return self.model.logits(recorded())
+            x_TD, cos_sin = self._embed()
+            static_x_TD.copy_(x_TD)
+            for static, new in zip(static_cos_sin, cos_sin, strict=True):
+                static.cos.copy_(new.cos)
+                static.sin.copy_(new.sin)
+            return self.model.compute_logits(layers())
 
         return run
 
-    def _capture(self, graphs: Graphs) -> Callable[[], Tensor]:
+    def _capture_cuda_graph(self, graph_pool: GraphPool) -> Callable[[], Tensor]:
         def step() -> Tensor:
-            with chain():
-                return self.model.logits(self._layers(*self._begin())).float()
+            with pdl_region():
+                return self.model.compute_logits(self._run_layers(*self._embed())).float()
 
-        graphs.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(graphs.stream):
-            for _ in range(WARMUPS):
-                step()
-        torch.cuda.current_stream(self.device).wait_stream(graphs.stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=graphs.pool, stream=graphs.stream):
-            logits = step()
-
-        def run() -> Tensor:
-            graph.replay()
-            return logits
-
-        return run
+        graph = capture_graph(
+            step, pool=graph_pool.handle, stream=graph_pool.stream, warmups=WARMUPS
+        )
+        return graph.replay
 
 
-Parts = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-
-
-def _parts(buffer: Tensor, parts: Parts) -> dict[str, Tensor]:
-    """Tensors one behind the other in a buffer of bytes."""
-    found, start = {}, 0
-    for name, (shape, dtype) in parts.items():
+def _split_buffer(buffer: Tensor, layout: BufferLayout) -> dict[str, Tensor]:
+    """Views of one byte buffer, one tensor after another."""
+    tensors, start = {}, 0
+    for name, (shape, dtype) in layout.items():
         used = math.prod(shape) * dtype.itemsize
-        found[name] = buffer[start : start + used].view(dtype).view(shape)
-        start += _room(shape, dtype)
-    return found
+        tensors[name] = buffer[start : start + used].view(dtype).view(shape)
+        start += _aligned_bytes(shape, dtype)
+    return tensors
 
 
-def _room(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes up to the next part: each begins at a multiple of 16, as kernels like it."""
+def _aligned_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a tensor, rounded up so that the next one is 16-byte aligned."""
     return -(-math.prod(shape) * dtype.itemsize // 16) * 16

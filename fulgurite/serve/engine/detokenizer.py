@@ -1,8 +1,8 @@
-"""Token ids in one by one, text out as soon as it is sure.
+"""Streaming detokenization: token ids in one by one, final text out.
 
-A token may end in the middle of a character, so text that ends in the replacement character waits
-for the next token. A token may end in the middle of a stop string, so text that could become one
-waits too. What was handed out is never taken back.
+A token may end inside a character. Text that ends in the replacement character waits for the next
+token. A token may also end inside a stop string, so text that could become one waits, too. Emitted
+text never changes.
 """
 
 from __future__ import annotations
@@ -11,68 +11,74 @@ from collections.abc import Sequence
 
 from fulgurite.models.tokenizer import Tokenizer
 
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-MAX_PENDING = 32  # tokens that may wait; a character has four bytes at most
+REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+MAX_PENDING_TOKENS = 32  # a character has at most four bytes, so at most four tokens
 
 
 class Detokenizer:
     """The text of one reply. `stopped_by` is the stop string that ended it, if one did."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = ()) -> None:
         self.tokenizer = tokenizer
-        self.stops = tuple(stops)
+        self.stop_strings = tuple(stop_strings)
         self.stopped_by: str | None = None
-        self.text = ""  # all that is sure
-        self.held = ""  # decoded, and the beginning of a stop string perhaps
-        self.ids: list[int] = []
-        self.context = 0  # the token to decode from: what stands before one may change its look
-        self.settled = 0  # tokens whose text is out
-        self.out = 0  # characters of the text from `context` on that are out
+        self.text = ""  # all emitted text
+        self.pending_text = ""  # decoded, but perhaps the beginning of a stop string
+        self.token_ids: list[int] = []
+        # Decoding starts some tokens back, because earlier tokens may change how a token looks.
+        self.decode_start = 0
+        self.num_emitted_tokens = 0
+        self.num_emitted_chars = 0  # of the text from `decode_start` on
 
     def push(self, token: int) -> str:
-        """The text that became sure with this token."""
-        self.ids.append(token)
-        text = self.tokenizer.decode(self.ids[self.context :])
-        if not text.endswith(UNFINISHED):
-            new = text[self.out :]
-            self.context, self.settled = self.settled, len(self.ids)
-            self.out = len(self.tokenizer.decode(self.ids[self.context :]))
-        elif len(self.ids) - self.settled > MAX_PENDING:
-            # No text at all: only its last three bytes may still become a character.
-            end = len(self.ids) - 3
-            new = self.tokenizer.decode(self.ids[self.settled : end])
-            self.context, self.settled, self.out = end, end, 0
+        """Add a token and return the text that became final."""
+        self.token_ids.append(token)
+        text = self.tokenizer.decode(self.token_ids[self.decode_start :])
+        if not text.endswith(REPLACEMENT_CHARACTER):
+            new = text[self.num_emitted_chars :]
+            self.decode_start, self.num_emitted_tokens = (
+                self.num_emitted_tokens,
+                len(self.token_ids),
+            )
+            tail = self.tokenizer.decode(self.token_ids[self.decode_start :])
+            self.num_emitted_chars = len(tail)
+        elif len(self.token_ids) - self.num_emitted_tokens > MAX_PENDING_TOKENS:
+            # These bytes are no text; only the last three may still become a character.
+            end = len(self.token_ids) - 3
+            new = self.tokenizer.decode(self.token_ids[self.num_emitted_tokens : end])
+            self.decode_start, self.num_emitted_tokens, self.num_emitted_chars = end, end, 0
         else:
             return ""
-        return self._release(new)
+        return self._emit(new)
 
     def finish(self) -> str:
-        """The rest, when no more tokens come: held text, and half characters as they are."""
+        """The remaining text when no more tokens come, incomplete characters included."""
         if self.stopped_by is not None:
             return ""
-        new = self._release(self.tokenizer.decode(self.ids[self.context :])[self.out :])
-        rest, self.held = self.held, ""
-        self.context = self.settled = len(self.ids)
-        self.out = 0
+        text = self.tokenizer.decode(self.token_ids[self.decode_start :])
+        new = self._emit(text[self.num_emitted_chars :])
+        rest, self.pending_text = self.pending_text, ""
+        self.decode_start = self.num_emitted_tokens = len(self.token_ids)
+        self.num_emitted_chars = 0
         self.text += rest
         return new + rest
 
-    def _release(self, new: str) -> str:
-        """Cut at the first stop string; hold back what may be the beginning of one."""
-        candidate = self.held + new
-        found = [(candidate.find(stop), stop) for stop in self.stops if stop in candidate]
+    def _emit(self, new: str) -> str:
+        """Cut the text at the first stop string; hold back what may be the beginning of one."""
+        text = self.pending_text + new
+        found = [(text.find(stop), stop) for stop in self.stop_strings if stop in text]
         if found:
-            place, self.stopped_by = min(found, key=lambda pair: (pair[0], len(pair[1])))
-            sure, self.held = candidate[:place], ""
+            position, self.stopped_by = min(found, key=lambda pair: (pair[0], len(pair[1])))
+            emitted, self.pending_text = text[:position], ""
         else:
-            keep = max((_overlap(candidate, stop) for stop in self.stops), default=0)
-            cut = len(candidate) - keep
-            sure, self.held = candidate[:cut], candidate[cut:]
-        self.text += sure
-        return sure
+            held = max((_stop_prefix_length(text, stop) for stop in self.stop_strings), default=0)
+            end = len(text) - held
+            emitted, self.pending_text = text[:end], text[end:]
+        self.text += emitted
+        return emitted
 
 
-def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of the text are the beginning of the stop string."""
-    most = min(len(text), len(stop) - 1)
-    return next((size for size in range(most, 0, -1) if text.endswith(stop[:size])), 0)
+def _stop_prefix_length(text: str, stop: str) -> int:
+    """The number of characters at the end of the text that are the beginning of the stop string."""
+    longest = min(len(text), len(stop) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,14 +1,14 @@
-"""The engine: requests in, text out, many at a time.
+"""The engine: requests in, text out, many requests at once.
 
-    step():  schedule ─▶ run ─▶ choose ─▶ finish
+    step():  schedule ─▶ execute ─▶ postprocess
 
-One step computes a piece of every request that has its turn and gives each request that is through
-with its prompt one token more. Requests come and go between steps. Where text is wanted as it is
-made, a listener hears of every update; `stream` and `generate` are made of that, and so is
-`async_engine.py`. Any thread may call: one step runs at a time, whoever asked for it.
+One step computes a chunk of every scheduled request, and samples one token for each request whose
+prompt is complete. Requests come and go between steps (continuous batching). A listener receives the
+updates of its request; `stream`, `generate` and `async_engine.py` are built on listeners. The engine
+is thread-safe: any thread may call, and one step runs at a time.
 
-A step that is interrupted, or in which a grammar fails, leaves every request as it was, to be run
-again; a listener that fails keeps no other from hearing.
+If a step is interrupted, or a grammar raises, all requests stay as they were and run again. A
+listener that raises does not affect the other listeners.
 """
 
 from __future__ import annotations
@@ -19,86 +19,98 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from numbers import Integral
+from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from fulgurite.errors import ArgumentError
-from fulgurite.models.layers import Decoder
+from fulgurite.models.layers import CausalLM
 from fulgurite.models.tokenizer import Tokenizer
+from fulgurite.plan.kv_cache import group_layers
 from fulgurite.plan.memory import MemoryPlan
-from fulgurite.serve.engine.block_pool import BlockPool
-from fulgurite.serve.engine.block_tables import BlockTables, make_groups
+from fulgurite.serve.engine.block_manager import BlockManager, BlockPool
+from fulgurite.serve.engine.coordinator import NO_CAPTURE_REASON, Coordinator
 from fulgurite.serve.engine.detokenizer import Detokenizer
-from fulgurite.serve.engine.kv_cache import PagedCache
-from fulgurite.serve.engine.ranks import UNFIXED, Link
+from fulgurite.serve.engine.kv_cache import PagedKVCache
 from fulgurite.serve.engine.request import (
     Constraint,
     Request,
+    RequestState,
     Result,
     SamplingParams,
-    State,
+    TokenLogprob,
     Update,
 )
-from fulgurite.serve.engine.runner import Runner
-from fulgurite.serve.engine.sampler import Draws, choose, log_probabilities
-from fulgurite.serve.engine.scheduler import Scheduler
+from fulgurite.serve.engine.runner import ModelRunner
+from fulgurite.serve.engine.sampler import Sampler, compute_logprobs
+from fulgurite.serve.engine.scheduler import ScheduledChunk, Scheduler
 
 Prompt = str | Sequence[int]
 Listener = Callable[[Update], None]
-FINISHED = State.FINISHED
+
+
+class SampledToken(NamedTuple):
+    """A token that was sampled for a request in this step."""
+
+    request: Request
+    token: int
+    logprob: TokenLogprob | None = None
 
 
 class Engine:
-    """A model with its cache and the requests on their way.
+    """A model with its KV cache and unfinished requests.
 
-    Without a tokenizer prompts are token ids and results have no text. Through a `link` the engines of
-    other ranks follow this one.
+    Without a tokenizer prompts are token ids and results have no text. With a `coordinator` this
+    engine drives the engines of other ranks.
     """
 
     def __init__(
         self,
-        model: Decoder,
+        model: CausalLM,
         tokenizer: Tokenizer | None,
         plan: MemoryPlan,
         *,
-        reuse: bool = True,
-        link: Link | None = None,
+        prefix_caching: bool = True,
+        coordinator: Coordinator | None = None,
     ) -> None:
         if tokenizer is not None:
-            tokenizer.check_fits(model.config.vocabulary)
+            tokenizer.check_vocab_size(model.config.vocab_size)
         self.model, self.tokenizer, self.plan = model, tokenizer, plan
         limits, specs = plan.limits, model.attention_specs
-        groups = make_groups(specs)
-        self.tables = BlockTables(
+        groups = group_layers(specs)
+        self.block_manager = BlockManager(
             groups,
-            [BlockPool(count) for count in plan.blocks],
-            limits.block_size,
-            limits.max_sequences,
-            limits.context,
-            limits.step_tokens,
-            # Keys that depend on how long a text becomes are not those of the same beginning.
-            reuse=reuse and not model.needs_extent,
+            [BlockPool(count) for count in plan.group_blocks],
+            limits,
+            # Keys that depend on the sequence length differ between requests of the same prefix.
+            prefix_caching=prefix_caching and not model.needs_sequence_lengths,
         )
-        self.cache = PagedCache(
-            specs, groups, plan.blocks, limits.block_size, limits.kv_dtype, plan.device
+        self.kv_cache = PagedKVCache(
+            specs, groups, plan.group_blocks, limits.block_size, limits.kv_dtype, plan.device
         )
         self.scheduler = Scheduler(
-            self.tables, limits.max_sequences, limits.step_tokens, model.stale_after
+            self.block_manager,
+            limits.max_sequences,
+            limits.max_batched_tokens,
+            model.recompute_after,
         )
-        self.link = link
-        self.runner = Runner(model, self.cache, self.tables, None if link is None else UNFIXED)
-        self.context = min(limits.context, self.tables.capacity())
-        self.draws = Draws()
+        self.coordinator = coordinator
+        no_capture_reason = None if coordinator is None else NO_CAPTURE_REASON
+        self.runner = ModelRunner(model, self.kv_cache, self.block_manager, no_capture_reason)
+        self.sampler = Sampler()
+        self.context = min(limits.context, self.block_manager.max_request_tokens())
         self.requests: dict[str, Request] = {}
-        self.texts: dict[str, Detokenizer] = {}
+        self.detokenizers: dict[str, Detokenizer] = {}
         self.listeners: dict[str, Listener] = {}
-        self.numbers = itertools.count()
+        self.request_counter = itertools.count()
         self.lock = threading.RLock()
-        self.end_ids = frozenset(model.config.eos_token_ids)
+        self.eos_token_ids = frozenset(model.config.eos_token_ids)
         if tokenizer is not None:
-            self.end_ids |= frozenset(tokenizer.stop_ids)
+            self.eos_token_ids |= frozenset(tokenizer.stop_ids)
 
-    def add(
+    # ---- requests ----------------------------------------------------------------------------------
+
+    def add_request(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
@@ -107,167 +119,181 @@ class Engine:
         listener: Listener | None = None,
         constraint: Constraint | None = None,
     ) -> Request:
-        """Put a request in line. A prompt that can't be run is refused here, and only it."""
-        params = self._checked(SamplingParams() if params is None else params)
+        """Add a request to the waiting queue; ArgumentError if its prompt can't run."""
+        params = self._check_params(SamplingParams() if params is None else params)
         prompt_ids = self.encode(prompt)
         with self.lock:
-            id = self._unused() if id is None else id
+            id = self._new_request_id() if id is None else id
             if id in self.requests:
                 raise ArgumentError(f"there is a request {id!r} already")
             request = Request(id, prompt_ids, params, self.context, constraint)
-            if self.link is not None:
-                self.link.added(request, prompt_ids)
+            if self.coordinator is not None:
+                self.coordinator.add_request(request, prompt_ids)
             self.requests[id] = request
             if self.tokenizer is not None:
-                self.texts[id] = Detokenizer(self.tokenizer, params.stop)
+                self.detokenizers[id] = Detokenizer(self.tokenizer, params.stop)
             if listener is not None:
                 self.listeners[id] = listener
-            if self._here(request):
+            if self._is_local(request):
                 self.scheduler.add(request)
         return request
 
-    def _unused(self) -> str:
-        names = (f"request-{number}" for number in self.numbers)
-        return next(name for name in names if name not in self.requests)
+    def _new_request_id(self) -> str:
+        ids = (f"request-{number}" for number in self.request_counter)
+        return next(id for id in ids if id not in self.requests)
 
-    def _here(self, request: Request) -> bool:
-        """Whether this rank's own cache has a request's keys."""
-        return self.link is None or self.link.here(request)
+    def _is_local(self, request: Request) -> bool:
+        """Whether the request runs on this rank's replica."""
+        return self.coordinator is None or self.coordinator.is_local(request)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt that can be run; an ArgumentError says why one can't."""
+        """The token ids of a prompt; ArgumentError if it can't run."""
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise ArgumentError(
-                f"a prompt can't be {prompt!r}", next="give a text, or a list of token ids"
+                f"a prompt can't be {prompt!r}", next="give a string or a list of token ids"
             )
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise ArgumentError("a text needs a tokenizer", next="give token ids")
+                raise ArgumentError("a text prompt needs a tokenizer", next="give token ids")
             ids = self.tokenizer.encode(prompt)
         else:
             ids = list(prompt)
         if not ids or prompt == "":
             raise ArgumentError("the prompt is empty", next="give at least one token")
         if len(ids) >= self.context:
-            most = self.model.config.max_positions
-            longer = f", or give a longer context: the model takes {most}"
+            max_positions = self.model.config.max_positions
+            longer = f", or use a longer context: the model supports {max_positions}"
             raise ArgumentError(
-                f"the prompt has {len(ids)} tokens, and prompt and reply together may have "
+                f"the prompt has {len(ids)} tokens, but prompt and reply together may have "
                 f"{self.context}",
-                next="shorten the prompt" + (longer if self.context < most else ""),
+                next="shorten the prompt" + (longer if self.context < max_positions else ""),
             )
-        size = self.model.config.vocabulary
-        wrong = [token for token in ids if not isinstance(token, Integral) or not 0 <= token < size]
-        if wrong:
+        vocab_size = self.model.config.vocab_size
+        invalid = [
+            token for token in ids if not isinstance(token, Integral) or not 0 <= token < vocab_size
+        ]
+        if invalid:
             raise ArgumentError(
-                f"the prompt has token {wrong[0]!r}",
-                next=f"token ids are whole numbers from 0 to {size - 1}",
+                f"the prompt has token {invalid[0]!r}",
+                next=f"token ids are integers from 0 to {vocab_size - 1}",
             )
         return ids
 
     def cancel(self, id: str) -> Update | None:
-        """End a request now, with what it has written; None where there is no such request."""
+        """End a request now and keep what it generated; None if there is no such request."""
         with self.lock:
             request = self.requests.get(id)
             if request is None:
                 return None
-            if self._here(request):
+            if self._is_local(request):
                 self.scheduler.cancel(request)
-            if self.link is not None:
-                self.link.ended(request, cancelled=True)
+            if self.coordinator is not None:
+                self.coordinator.record_end(request, cancelled=True)
             request.finish("cancelled")
-            return self._tell(self._closing(request, ""), request)
+            return self._notify(self._build_final_update(request, ""), request)
 
     @property
-    def busy(self) -> bool:
+    def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
 
+    # ---- one step ----------------------------------------------------------------------------------
+
     def step(self) -> list[Update]:
-        """One step of the model: what each request that got a token has to say."""
+        """Run one step of the model and return an update for every new token."""
         with self.lock:
-            return self._step()
+            chunks = self.scheduler.schedule()
+            if self._is_idle(chunks):
+                return []
+            sampled = self._execute(chunks)
+            return self._postprocess(chunks, sampled)
 
-    def _step(self) -> list[Update]:
-        pieces = self.scheduler.schedule()
-        if not pieces and all(self._here(request) for request in self.requests.values()):
-            assert not self.requests, "there are requests and none can run"
-            return []
-        if self.link is not None:
-            self.link.begin(pieces)
-        logits_RO = self.runner.run(pieces)
-        requests = [piece.request for piece in pieces if piece.last]
-        tokens = choose(logits_RO, requests, self.draws) if requests else []
-        chosen = list(zip(requests, tokens, strict=True))
-        told = [
-            (request, log_probabilities(logits_RO[row], token, request.params.logprobs))
-            for row, (request, token) in enumerate(chosen)
-            if request.params.logprobs is not None
+    def _is_idle(self, chunks: Sequence[ScheduledChunk]) -> bool:
+        if chunks or not all(self._is_local(request) for request in self.requests.values()):
+            return False
+        assert not self.requests, "there are requests, but none can run"
+        return True
+
+    def _execute(self, chunks: Sequence[ScheduledChunk]) -> list[SampledToken]:
+        """Run the model and sample. Requests don't change, so that an interrupted step can rerun."""
+        if self.coordinator is not None:
+            self.coordinator.begin_step(chunks)
+        logits_RO = self.runner.execute(chunks)
+        requests = [chunk.request for chunk in chunks if chunk.needs_sampling]
+        tokens = self.sampler.sample(logits_RO, requests) if requests else []
+        return [
+            SampledToken(request, token, _maybe_logprobs(logits_RO, row, request, token))
+            for row, (request, token) in enumerate(zip(requests, tokens, strict=True))
         ]
-        self.scheduler.done(pieces)  # from here on nothing takes long: an interrupt comes before
-        for request, token in chosen:
-            request.append(token)
-        for request, logprobs in told:
-            request.logprobs.append(logprobs)
-        return self._finish(chosen)
 
-    def _finish(self, chosen: list[tuple[Request, int]]) -> list[Update]:
-        """See who is done with the tokens that were chosen, here and elsewhere; tell everyone."""
-        if self.link is not None:
-            elsewhere = self.link.from_others(self.plan.limits.max_sequences)
-            for one in elsewhere:
-                self.requests[one.id].append(one.token)
-                chosen.append((self.requests[one.id], one.token))
-            for request, token in chosen:
-                self.link.chose(request, token)
+    def _postprocess(
+        self, chunks: Sequence[ScheduledChunk], sampled: list[SampledToken]
+    ) -> list[Update]:
+        """Append the tokens of all replicas, finish requests and notify listeners."""
+        self.scheduler.mark_computed(chunks)
+        for request, token, logprob in sampled:
+            request.append(token)
+            if logprob is not None:
+                request.logprobs.append(logprob)
+        if self.coordinator is not None:
+            for remote in self.coordinator.gather_remote_tokens(self.plan.limits.max_sequences):
+                request = self.requests[remote.id]
+                request.append(remote.token)
+                sampled.append(SampledToken(request, remote.token))
+            for request, token, _ in sampled:
+                self.coordinator.record_token(request, token)
         updates: list[Update] = []
-        left = iter(chosen)
+        remaining = iter(sampled)
         try:
-            for request, token in left:
-                self._take(request, token, updates)
-        finally:  # goes on behind one that fails
-            with ExitStack() as others:
-                for request, token in reversed(list(left)):
-                    others.callback(self._take, request, token, updates)
+            for request, token, _ in remaining:
+                self._process_token(request, token, updates)
+        finally:  # if a listener or grammar raises, the other requests still get their tokens
+            with ExitStack() as stack:
+                for request, token, _ in reversed(list(remaining)):
+                    stack.callback(self._process_token, request, token, updates)
         return updates
 
-    def _take(self, request: Request, token: int, updates: list[Update]) -> None:
-        if request.state is FINISHED:  # as who was cancelled by a listener is
+    def _process_token(self, request: Request, token: int, updates: list[Update]) -> None:
+        if request.state is RequestState.FINISHED:  # a listener has cancelled it in this step
             return
         if request.constraint is not None:
-            request.constraint.accept(token)
+            request.constraint.accept_token(token)
         update = self._advance(request, token)
-        updates.append(self._tell(update, request) if request.id in self.listeners else update)
+        updates.append(self._notify(update, request) if request.id in self.listeners else update)
 
     def _advance(self, request: Request, token: int) -> Update:
-        params, text = request.params, self.texts.get(request.id)
-        ends = (not params.ignore_eos and token in self.end_ids) or token in params.stop_token_ids
-        new = "" if ends or text is None else text.push(token)
-        if ends:
+        """Detokenize a new token and finish the request if it stops."""
+        params, detokenizer = request.params, self.detokenizers.get(request.id)
+        is_eos = not params.ignore_eos and token in self.eos_token_ids
+        is_stop = is_eos or token in params.stop_token_ids
+        new_text = "" if is_stop or detokenizer is None else detokenizer.push(token)
+        if is_stop:
             request.finish("stop", token)
-        elif text is not None and text.stopped_by is not None:
-            request.finish("stop", text.stopped_by)
-        elif request.length == request.limit:
+        elif detokenizer is not None and detokenizer.stopped_by is not None:
+            request.finish("stop", detokenizer.stopped_by)
+        elif request.length == request.max_length:
             request.finish("length")
         else:
-            return Update(request.id, new, (token,))
-        if self._here(request):
-            self.scheduler.end(request)
-        if self.link is not None:
-            self.link.ended(request)
-        return self._closing(request, new, (token,))
+            return Update(request.id, new_text, (token,))
+        if self._is_local(request):
+            self.scheduler.finish(request)
+        if self.coordinator is not None:
+            self.coordinator.record_end(request)
+        return self._build_final_update(request, new_text, (token,))
 
-    def _closing(self, request: Request, new: str, token_ids: tuple[int, ...] = ()) -> Update:
-        """The last update of a finished request, after which the engine forgets it."""
-        text = self.texts.pop(request.id, None)
-        if text is not None:
-            new += text.finish()
-            if text.stopped_by is not None and request.finish_reason == "length":
-                request.finish("stop", text.stopped_by)
+    def _build_final_update(
+        self, request: Request, new_text: str, token_ids: tuple[int, ...] = ()
+    ) -> Update:
+        """The last update of a finished request, which leaves the engine."""
+        detokenizer = self.detokenizers.pop(request.id, None)
+        if detokenizer is not None:
+            new_text += detokenizer.finish()
+            if detokenizer.stopped_by is not None and request.finish_reason == "length":
+                request.finish("stop", detokenizer.stopped_by)
         del self.requests[request.id]
-        result = request.result(text.text if text is not None else "")
-        return Update(request.id, new, token_ids, result)
+        result = request.build_result(detokenizer.text if detokenizer is not None else "")
+        return Update(request.id, new_text, token_ids, result)
 
-    def _tell(self, update: Update, request: Request) -> Update:
+    def _notify(self, update: Update, request: Request) -> Update:
         listener = self.listeners.get(request.id)
         if listener is not None:
             if update.result is not None:
@@ -275,14 +301,17 @@ class Engine:
             listener(update)
         return update
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Update]:
-        """The updates of one request as they come; a stream that is closed early is cancelled."""
-        updates: deque[Update] = deque()
-        following = self._follow(self.add(prompt, params, listener=updates.append), updates)
-        next(following)  # into its `try`: a stream that nobody reads is closed as well
-        return following
+    # ---- whole generations -------------------------------------------------------------------------
 
-    def _follow(self, request: Request, updates: deque[Update]) -> Iterator[Update]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Update]:
+        """The updates of one request as they come. Closing the iterator cancels the request."""
+        updates: deque[Update] = deque()
+        request = self.add_request(prompt, params, listener=updates.append)
+        stream = self._stream_updates(request, updates)
+        next(stream)  # enter its `try`, so that closing an unread stream cancels as well
+        return stream
+
+    def _stream_updates(self, request: Request, updates: deque[Update]) -> Iterator[Update]:
         try:
             update = Update(request.id, "", ())
             yield update
@@ -300,81 +329,66 @@ class Engine:
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Result]:
-        """All prompts to their end, in one batch that changes as they come and go.
-
-        Every prompt is checked before the first one runs.
-        """
-        each = self._params(prompts, params)
+        """The results of all prompts, in order. All prompts are checked before the first one runs."""
+        all_params = self._expand_params(prompts, params)
         encoded = [self.encode(prompt) for prompt in prompts]
-        found: dict[str, Result] = {}
+        results: dict[str, Result] = {}
 
         def listen(update: Update) -> None:
             if update.result is not None:
-                found[update.id] = update.result
+                results[update.id] = update.result
 
         ids: list[str] = []
         try:
-            for prompt, one in zip(encoded, each, strict=True):
-                ids.append(self.add(prompt, one, listener=listen).id)
-            while len(found) < len(ids):
+            for prompt_ids, prompt_params in zip(encoded, all_params, strict=True):
+                ids.append(self.add_request(prompt_ids, prompt_params, listener=listen).id)
+            while len(results) < len(ids):
                 self.step()
         finally:
             for id in ids:
                 self.cancel(id)
-        return [found[id] for id in ids]
+        return [results[id] for id in ids]
 
-    def _params(
+    def _expand_params(
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[SamplingParams]:
+        """One SamplingParams a prompt."""
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise ArgumentError(
-                f"{len(prompts)} prompts and {len(params)} sampling params",
-                next="give one SamplingParams for all, or a list of one each",
+                f"{len(prompts)} prompts, but {len(params)} sampling params",
+                next="give one SamplingParams for all prompts, or a list with one each",
             )
-        return [self._checked(one) for one in params]
+        return [self._check_params(one) for one in params]
 
-    def _checked(self, params: SamplingParams) -> SamplingParams:
-        """Params that this model can follow."""
+    def _check_params(self, params: SamplingParams) -> SamplingParams:
+        """The params if this model supports them; otherwise ArgumentError."""
         if not isinstance(params, SamplingParams):
-            raise ArgumentError(f"{params!r} are no SamplingParams")
-        params.check_tokens(self.model.config.vocabulary)
+            raise ArgumentError(f"{params!r} is not a SamplingParams")
+        params.check_token_ids(self.model.config.vocab_size)
         if params.stop and self.tokenizer is None:
             raise ArgumentError("stop strings need a tokenizer", next="use stop_token_ids")
         return params
 
     def warm_up(self) -> None:
-        """Run one short request, so that the first real one waits for nothing to be built."""
-        plain = SamplingParams(max_tokens=2, ignore_eos=True)
-        self.generate([[0] * max(1, min(4, self.context - 2))], plain)
-        self.forget()
+        """Run one short request, so that kernels are compiled before the first real one."""
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+        self.generate([[0] * max(1, min(4, self.context - 2))], params)
+        self.reset_prefix_cache()
 
-    def forget(self) -> None:
-        """No request finds keys in the cache that an earlier one left there."""
+    def reset_prefix_cache(self) -> None:
+        """Later requests find no keys of earlier ones."""
         with self.lock:
-            if self.link is not None:
-                self.link.forgot()
-            self.tables.forget()
+            if self.coordinator is not None:
+                self.coordinator.record_prefix_cache_reset()
+            self.block_manager.reset_prefix_cache()
 
 
-def choose_device(device: str | torch.device | None) -> torch.device:
-    """What was asked for; else a GPU where there is one."""
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        place = torch.device(device)
-    except RuntimeError as error:
-        raise ArgumentError(f"{device!r} is no device", next="cpu, or cuda") from error
-    if place.type not in ("cpu", "cuda"):
-        raise ArgumentError(f"models can't run on {device} here", next="cpu, or cuda")
-    if place.type == "cuda" and not 0 <= (place.index or 0) < torch.cuda.device_count():
-        built = "" if torch.version.cuda else ", since it is built without CUDA"
-        raise ArgumentError(
-            f"there is no device {device}: torch {torch.__version__} sees "
-            f"{torch.cuda.device_count()} GPUs{built}",
-            next="cpu, or a torch that is built for the GPU of this machine",
-        )
-    return place
+def _maybe_logprobs(
+    logits_RO: Tensor, row: int, request: Request, token: int
+) -> TokenLogprob | None:
+    count = request.params.logprobs
+    return None if count is None else compute_logprobs(logits_RO[row], token, count)

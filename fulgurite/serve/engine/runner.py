@@ -1,7 +1,8 @@
-"""Pieces of requests in, the logits of their next tokens out.
+"""The model runner: `ScheduledChunk`s in, the logits of their next tokens out.
 
-A step that gives every request one token runs on fixed memory (`FixedStep`), prepared once for each
-number of requests; every other step, with prompts in it, as a flat batch of its own.
+A step in which every request has exactly one token is a decode step. It runs as a
+`CapturedDecodeStep`, captured once for each batch size (captured_step.py). Every other step, with
+prompts in it, runs eagerly as one flat batch.
 """
 
 from __future__ import annotations
@@ -12,91 +13,96 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fulgurite.cudagraph import GraphPool
 from fulgurite.errors import ReplayError
-from fulgurite.kernels.attention.ops import IMPLEMENTATIONS
-from fulgurite.kernels.gemm.fused_projections import lay_together
-from fulgurite.models.cache import WholeSequence
-from fulgurite.models.layers import Attention, Decoder, GatedMLP
-from fulgurite.serve.engine.batch import make_batch
-from fulgurite.serve.engine.block_tables import BlockTables
-from fulgurite.serve.engine.captured_step import FixedStep, Graphs
-from fulgurite.serve.engine.kv_cache import PagedCache
-from fulgurite.serve.engine.scheduler import Piece
+from fulgurite.kernels.attention.ops import PAGED_ATTENTION_KERNELS
+from fulgurite.kernels.gemm.fused_projections import merge_weight_storage
+from fulgurite.models.kv_cache import NoKVCache
+from fulgurite.models.layers import Attention, CausalLM, GatedMLP
+from fulgurite.serve.engine.batch import build_input_batch
+from fulgurite.serve.engine.block_manager import BlockManager
+from fulgurite.serve.engine.captured_step import CapturedDecodeStep
+from fulgurite.serve.engine.kv_cache import PagedKVCache
+from fulgurite.serve.engine.scheduler import ScheduledChunk
 
-MOST_FIXED = 32  # prepared steps that are kept
+MAX_CAPTURED_STEPS = 32  # the least recently used one is dropped
 
 
-class Runner:
-    """Runs the model over one step's tokens, all requests in one flat batch.
+class ModelRunner:
+    """Runs the model over the tokens of one step, all requests in one flat batch.
 
-    `unfixed`: why steps of this model can't be prepared, where they can't (an op that is no native
-    kernel, layers that talk to other ranks); such a model runs every step as a batch of its own.
+    `no_capture_reason` says why decode steps of this model can't be captured: an op without a native
+    kernel, or layers that communicate with other ranks. Such a model runs every step eagerly.
     """
 
     def __init__(
         self,
-        model: Decoder,
-        cache: PagedCache,
-        tables: BlockTables,
-        unfixed: str | None = None,
+        model: CausalLM,
+        kv_cache: PagedKVCache,
+        block_manager: BlockManager,
+        no_capture_reason: str | None = None,
     ) -> None:
-        self.model, self.cache, self.tables = model, cache, tables
+        self.model, self.kv_cache, self.block_manager = model, kv_cache, block_manager
         self.device = model.norm.weight.device
-        self.fixed: OrderedDict[int, FixedStep] = OrderedDict()
-        self.unfixed = unfixed
-        self.graphs = None
+        self.captured_steps: OrderedDict[int, CapturedDecodeStep] = OrderedDict()
+        self.no_capture_reason = no_capture_reason
+        self.graph_pool = None
         if self.device.type == "cuda":
-            self.graphs = Graphs(self.device)
-            lay_out(model)
-        if self.device.type not in IMPLEMENTATIONS:
-            self.unfixed = f"attention on {self.device.type} has no kernel of its own"
+            self.graph_pool = GraphPool(self.device)
+            merge_projection_weights(model)
+        if self.device.type not in PAGED_ATTENTION_KERNELS:
+            self.no_capture_reason = f"there is no attention kernel for {self.device.type}"
 
     @torch.inference_mode()
-    def run(self, pieces: Sequence[Piece]) -> Tensor:
-        """[R, O] in float32: one row for each piece that ends with its request's last token."""
-        if not pieces:
-            return self._run_none()
-        if all(count == 1 and start + 1 == request.length for request, start, count in pieces):
-            step = self._fixed_step(len(pieces))
+    def execute(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
+        """Logits [R, O] in float32: one row for each chunk that needs sampling."""
+        if not chunks:
+            return self._execute_empty()
+        if all(count == 1 and start + 1 == request.length for request, start, count in chunks):
+            step = self._get_captured_step(len(chunks))
             if step is not None:
-                return step(pieces).float()
-        batch = make_batch(
-            pieces,
-            self.tables,
+                return step(chunks).float()
+        batch = build_input_batch(
+            chunks,
+            self.block_manager,
             self.device,
-            needs_extent=self.model.needs_extent,
-            stale_after=self.model.stale_after,
+            needs_rope_seq_lens=self.model.needs_sequence_lengths,
+            recompute_after=self.model.recompute_after,
         )
-        self.cache.begin(batch)
-        hidden_TD = self.model.hidden(batch.token_ids_T, batch.positions_T, self.cache)
-        if batch.rows_R is not None:
-            hidden_TD = hidden_TD[batch.rows_R]
-        return self.model.logits(hidden_TD).float()
+        self.kv_cache.set_batch(batch)
+        hidden_TD = self.model.compute_hidden_states(
+            batch.token_ids_T, batch.positions_T, self.kv_cache
+        )
+        if batch.logit_rows_R is not None:
+            hidden_TD = hidden_TD[batch.logit_rows_R]
+        return self.model.compute_logits(hidden_TD).float()
 
-    def _run_none(self) -> Tensor:
-        """A step without tokens: other ranks may want this one's experts."""
+    def _execute_empty(self) -> Tensor:
+        """Run a step without tokens, since other ranks may send tokens to this rank's experts."""
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
-        return self.model(none, none, WholeSequence()).float()
+        return self.model(none, none, NoKVCache()).float()
 
-    def _fixed_step(self, count: int) -> FixedStep | None:
-        """The prepared step for so many requests; on a GPU for the next power of two."""
-        if self.unfixed is not None:
+    def _get_captured_step(self, num_requests: int) -> CapturedDecodeStep | None:
+        """The captured step for so many requests; on a GPU for the next power of two."""
+        if self.no_capture_reason is not None:
             return None
-        size = count if self.device.type == "cpu" else 1 << (count - 1).bit_length()
-        if size not in self.fixed:
+        size = num_requests if self.device.type == "cpu" else 1 << (num_requests - 1).bit_length()
+        if size not in self.captured_steps:
             try:
-                self.fixed[size] = FixedStep(self.model, self.cache, self.tables, size, self.graphs)
-            except ReplayError as problem:
-                self.unfixed = str(problem)
+                self.captured_steps[size] = CapturedDecodeStep(
+                    self.model, self.kv_cache, self.block_manager, size, self.graph_pool
+                )
+            except ReplayError as error:
+                self.no_capture_reason = str(error)
                 return None
-            if len(self.fixed) > MOST_FIXED:
-                self.fixed.popitem(last=False)
-        self.fixed.move_to_end(size)
-        return self.fixed[size]
+            if len(self.captured_steps) > MAX_CAPTURED_STEPS:
+                self.captured_steps.popitem(last=False)
+        self.captured_steps.move_to_end(size)
+        return self.captured_steps[size]
 
 
-def lay_out(model: Decoder) -> None:
-    """Weights that read the same x one behind the other, so that one kernel runs them."""
+def merge_projection_weights(model: CausalLM) -> None:
+    """Make weights that multiply the same input contiguous, so that one GEMM computes them."""
     for module in model.modules():
         if isinstance(module, Attention | GatedMLP):
-            lay_together(module.together)
+            merge_weight_storage(module.fused_projections)

@@ -1,14 +1,15 @@
-"""Who runs in the next step: waiting and running requests in, `Piece`s of tokens out.
+"""The scheduler: waiting and running requests in, `ScheduledChunk`s of the next step out.
 
-One step takes at most `step_tokens` tokens of at most `max_sequences` requests, in this order:
+One step computes at most `max_batched_tokens` tokens of at most `max_sequences` requests:
 
-1. each running request's next token, so nobody who is writing waits for somebody's prompt;
-2. what is left of running requests' prompts, a piece at a time (chunked prefill);
-3. waiting requests, first come first served; nobody overtakes the first in line, so nobody starves.
+1. The next token of every running request in decode, so that decode never waits for a prefill.
+2. The rest of running requests' prompts, in chunks (chunked prefill).
+3. Waiting requests in arrival order. Nobody overtakes the first, so no request starves.
 
-Where blocks run out, the request that came last gives up its keys and goes back to the front of the
-line. Its tokens are kept and its keys computed again, so it writes on as if nothing had happened.
-The request that came first is never stopped, and any request fits alone: the engine always moves on.
+If blocks run out, the request that arrived last is preempted. Its blocks are freed, its tokens are
+kept, and it returns to the front of the queue. Its keys are recomputed later, so the result is the
+same. The oldest request is never preempted, and every request fits alone: the engine always makes
+progress.
 """
 
 from __future__ import annotations
@@ -17,135 +18,141 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fulgurite.serve.engine.block_tables import BlockTables
-from fulgurite.serve.engine.request import Request, State
+from fulgurite.serve.engine.block_manager import BlockManager
+from fulgurite.serve.engine.request import Request, RequestState
 
 
-class Piece(NamedTuple):
-    """`count` tokens of a request, from `start` on."""
+class ScheduledChunk(NamedTuple):
+    """`num_tokens` tokens of a request, from position `start` on."""
 
     request: Request
     start: int
-    count: int  # type: ignore[assignment]  # hides tuple.count, which a piece has no use for
+    num_tokens: int
 
     @property
-    def last(self) -> bool:
-        """Whether a new token comes of it: it ends with the last token there is."""
-        return self.start + self.count == self.request.length
+    def needs_sampling(self) -> bool:
+        """Whether the chunk ends with the request's last token, so that a new token is sampled."""
+        return self.start + self.num_tokens == self.request.length
 
 
 class Scheduler:
-    """`stale_after`: see `Decoder`; a request that outgrows it has its keys computed anew."""
+    """`recompute_after`: see `CausalLM`; a longer request has its keys recomputed once."""
 
     def __init__(
         self,
-        tables: BlockTables,
+        block_manager: BlockManager,
         max_sequences: int,
-        step_tokens: int,
-        stale_after: int | None = None,
+        max_batched_tokens: int,
+        recompute_after: int | None = None,
     ) -> None:
-        assert step_tokens >= max_sequences, "every running request has to get its next token"
-        self.tables = tables
+        assert max_batched_tokens >= max_sequences, "every running request must get its next token"
+        self.block_manager = block_manager
         self.max_sequences = max_sequences
-        self.step_tokens = step_tokens
-        self.stale_after = stale_after
+        self.max_batched_tokens = max_batched_tokens
+        self.recompute_after = recompute_after
         self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # in the order they came
-        self.preemptions = 0
+        self.running: list[Request] = []  # in arrival order
+        self.num_preemptions = 0
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
     def cancel(self, request: Request) -> None:
-        """Take a request out, wherever it is, and give its blocks back."""
-        if request.state is State.RUNNING:
+        """Remove a waiting or running request and free its blocks."""
+        if request.state is RequestState.RUNNING:
             self.running.remove(request)
-            self.tables.close(request)
-        elif request.state is State.WAITING:
+            self.block_manager.free(request)
+        elif request.state is RequestState.WAITING:
             self.waiting.remove(request)
 
-    def end(self, request: Request) -> None:
-        """A running request is done: its blocks are free."""
+    def finish(self, request: Request) -> None:
+        """Remove a running request that is done and free its blocks."""
         self.running.remove(request)
-        self.tables.close(request)
+        self.block_manager.free(request)
 
-    def schedule(self) -> list[Piece]:
-        """The pieces of the next step; none when there is nothing to do."""
-        pieces: dict[Request, Piece] = {}
-        preemptions = self.preemptions
-        self._outgrow()
-        writing = [request for request in self.running if request.length - request.computed == 1]
-        reading = [request for request in self.running if request.length - request.computed > 1]
-        budget = self.step_tokens
-        reserve, running = self.tables.reserve, State.RUNNING
-        for request in writing + reading:
-            start = request.computed
+    def schedule(self) -> list[ScheduledChunk]:
+        """The chunks of the next step; empty if there is nothing to do."""
+        chunks: dict[Request, ScheduledChunk] = {}
+        num_preemptions = self.num_preemptions
+        self._recompute_stale()
+        remaining = {r: r.length - r.num_computed_tokens for r in self.running}
+        decoding = [request for request, tokens in remaining.items() if tokens == 1]
+        prefilling = [request for request, tokens in remaining.items() if tokens > 1]
+        budget = self.max_batched_tokens
+        for request in decoding + prefilling:
+            start = request.num_computed_tokens
             count = min(request.length - start, budget)
-            if not count or request.state is not running:
+            if not count or request.state is not RequestState.RUNNING:
                 continue
-            if not reserve(request, start + count):
-                budget += self._make_room(request, start + count, pieces)
-                if request.state is not running:
+            if not self.block_manager.reserve(request, start + count):
+                budget += self._preempt_for(request, start + count, chunks)
+                if request.state is not RequestState.RUNNING:
                     continue
-            pieces[request] = Piece(request, start, count)
+            chunks[request] = ScheduledChunk(request, start, count)
             budget -= count
-        while budget and self.preemptions == preemptions and (admitted := self._admit()):
-            count = min(admitted.length - admitted.computed, budget)
-            room = self.tables.reserve(admitted, admitted.computed + count)
-            assert room, f"{admitted.id} was admitted without room"
-            pieces[admitted] = Piece(admitted, admitted.computed, count)
+        while budget and self.num_preemptions == num_preemptions and (admitted := self._admit()):
+            start = admitted.num_computed_tokens
+            count = min(admitted.length - start, budget)
+            reserved = self.block_manager.reserve(admitted, start + count)
+            assert reserved, f"{admitted.id} was admitted without enough blocks"
+            chunks[admitted] = ScheduledChunk(admitted, start, count)
             budget -= count
-        return list(pieces.values())
+        return list(chunks.values())
 
-    def done(self, pieces: Sequence[Piece]) -> None:
-        """The keys of these pieces are in the cache."""
-        publish = self.tables.publish if self.tables.reuse else None
-        for request, _, count in pieces:
-            request.computed += count
-            if publish is not None:
-                publish(request)
+    def mark_computed(self, chunks: Sequence[ScheduledChunk]) -> None:
+        """Record that the keys of these chunks are in the KV cache."""
+        prefix_caching = self.block_manager.prefix_caching
+        for request, _, num_tokens in chunks:
+            request.num_computed_tokens += num_tokens
+            if prefix_caching:
+                self.block_manager.cache_full_blocks(request)
 
-    def _make_room(self, request: Request, tokens: int, pieces: dict[Request, Piece]) -> int:
-        """Preempt from the end of the line until the tokens fit, or the request itself went.
+    def _preempt_for(
+        self, request: Request, tokens: int, chunks: dict[Request, ScheduledChunk]
+    ) -> int:
+        """Preempt the latest requests until the tokens fit, or the request itself is preempted.
 
-        Returns the tokens of this step that became free with the preempted pieces.
+        Returns the tokens of this step that the preempted chunks give back.
         """
-        given_back = 0
-        while not self.tables.reserve(request, tokens):
+        returned = 0
+        while not self.block_manager.reserve(request, tokens):
             victim = self.running.pop()
-            self.tables.close(victim)
-            victim.state = State.WAITING
-            victim.preemptions += 1
-            self.preemptions += 1
+            self.block_manager.free(victim)
+            victim.state = RequestState.WAITING
+            victim.num_preemptions += 1
+            self.num_preemptions += 1
             self.waiting.appendleft(victim)
-            dropped = pieces.pop(victim, None)
-            given_back += dropped.count if dropped else 0
+            dropped = chunks.pop(victim, None)
+            returned += dropped.num_tokens if dropped else 0
             if victim is request:
                 break
-        return given_back
+        return returned
 
     def _admit(self) -> Request | None:
-        """The first in line, if there is a row and blocks for all of its tokens."""
+        """Start the first waiting request if a row and blocks for all of its tokens are free."""
         if not self.waiting or len(self.running) >= self.max_sequences:
             return None
         request = self.waiting[0]
-        self.tables.open(request)
-        if not self.tables.admits(request):
-            self.tables.close(request)
+        self.block_manager.allocate(request)
+        if not self.block_manager.can_finish_prefill(request):
+            self.block_manager.free(request)
             return None
-        if not request.preemptions:
-            request.cached_tokens = request.computed
-        request.outgrown = self.stale_after is not None and request.length > self.stale_after
-        request.state = State.RUNNING
+        if not request.num_preemptions:
+            request.cached_tokens = request.num_computed_tokens
+        request.uses_long_rope = self._needs_long_rope(request)
+        request.state = RequestState.RUNNING
         self.running.append(self.waiting.popleft())
         return request
 
-    def _outgrow(self) -> None:
-        """LongRoPE: keys of a request that became too long are turned wrongly; start them anew."""
-        if self.stale_after is None:
+    def _needs_long_rope(self, request: Request) -> bool:
+        return self.recompute_after is not None and request.length > self.recompute_after
+
+    def _recompute_stale(self) -> None:
+        """LongRoPE: restart requests that grew past the limit, since all their keys change."""
+        if self.recompute_after is None:
             return
         for request in self.running:
-            if request.length > self.stale_after and not request.outgrown:
-                self.tables.close(request)
-                self.tables.open(request)
-                request.outgrown = True
+            if self._needs_long_rope(request) and not request.uses_long_rope:
+                self.block_manager.free(request)
+                self.block_manager.allocate(request)
+                request.uses_long_rope = True

@@ -1,297 +1,310 @@
-"""C++ of column kernels: a block of neighbouring grid points at once, each lane its own reduction.
+"""C++ of column kernels: a block of neighbouring grid points at once, one SIMD lane each.
 
-for each block of lanes (shared among threads)
-  for each body point: every lane takes in its element   (contiguous across lanes)
-  row values a lane, then the next pass, which finds what it reads again in a buffer
+for each block of lanes (split among threads)
+  for each body point: every lane accumulates its element   (contiguous across lanes)
+  row values of each lane, then the next pass, which reads packed loads from a buffer
 """
 
 from __future__ import annotations
 
-from fulgurite.fuser.codegen.cpp.expressions import Names, identifier, storage_type, value_ctype
-from fulgurite.fuser.codegen.cpp.kernel import Kernel, accumulator, static_size, wide_sum
-from fulgurite.fuser.codegen.cpp.names import BufferNames
-from fulgurite.fuser.codegen.cpp.rows import place_of
+from fulgurite.fuser.codegen.cpp.buffered_printer import BufferedPrinter
+from fulgurite.fuser.codegen.cpp.expressions import (
+    ExpressionPrinter,
+    identifier,
+    storage_type,
+    value_ctype,
+)
+from fulgurite.fuser.codegen.cpp.kernel import (
+    KernelWriter,
+    accumulator,
+    print_flat_index,
+    static_size,
+    sums_in_double,
+)
+from fulgurite.fuser.codegen.cpp.rows import staging_name
 from fulgurite.fuser.ir.expression import NARROW_FLOATS, Expression
-from fulgurite.fuser.ir.index import Axis, of, of_atom
+from fulgurite.fuser.ir.index import Axis, Index, as_index, from_atom
 from fulgurite.fuser.ir.loop_nest import Local, Store
-from fulgurite.fuser.schedule.cpu.base import store_axes
-from fulgurite.fuser.schedule.cpu.columns import kept_loads
-
-FLUSH = 128  # addends of one lane summed before they go to its total
-GROUP = 4  # body points at once: so many streams keep memory busier than one
-AHEAD = 16  # body points between what is fetched and what is computed
+from fulgurite.fuser.schedule.analysis import is_body_store
+from fulgurite.fuser.schedule.cpu.columns import find_packed_loads
+from fulgurite.kernels.tuning import fuser_cpu as tuning
 
 
-class Columns:
-    """The text of one kernel; row values are arrays over the lanes."""
+class ColumnWriter:
+    """Writes the text of one kernel; row values are arrays over the lanes."""
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: KernelWriter) -> None:
         self.kernel = kernel
         self.nest = kernel.nest
-        self.facts = kernel.facts
-        self.w = kernel.write
-        self.vector: Axis = self.nest.grid[-1]
+        self.analysis = kernel.analysis
+        self.emit = kernel.emit
+        self.simd_axis: Axis = self.nest.grid[-1]
         self.row_locals: set[str] = set()
-        self.names = BufferNames(self.local)
-        self.done: set[str] = set()
+        self.printer = BufferedPrinter(self.print_local)
+        self.declared: set[str] = set()
         self.block = kernel.schedule.block
-        self.roots = [self.pass_roots(step) for step in range(kernel.schedule.passes)]
-        loads = kept_loads(self.nest, self.roots, kernel.schedule.kept)
-        self.packed = loads if kernel.schedule.packed else []
+        self.pass_roots = [self.find_pass_roots(step) for step in range(kernel.schedule.passes)]
+        loads = find_packed_loads(self.nest, self.pass_roots, kernel.schedule.buffered_locals)
+        self.packed_loads = loads if kernel.schedule.packed else []
 
-    def local(self, name: str) -> str:
-        """Row values live in arrays over the lanes."""
+    def print_local(self, name: str) -> str:
         text = identifier(name)
         return f"{text}[lane]" if name in self.row_locals else text
 
+    def print_at_first_lane(self, index: Index) -> str:
+        """An index at the first lane of the block."""
+        return ExpressionPrinter(identifier, {self.simd_axis: "lane0"}).print_index(index)
+
     def write(self) -> None:
-        k = self.kernel
-        self.open_blocks(k.parallel(self.nest.grid))
+        num_threads = self.kernel.print_num_threads()
+        if num_threads:
+            self.kernel.open_parallel_for(num_threads, len(self.nest.grid))
+        self.open_loops()
         self.open_buffers()
-        passes = k.schedule.passes
+        passes = self.kernel.schedule.passes
         for step in range(passes + 1):
             self.row_values(step)
             if step < passes:
                 self.one_pass(step)
-        self.close_blocks()
-
-    def open_blocks(self, clause: str | None) -> None:
-        k = self.kernel
-        outer = self.nest.grid[:-1]
-        if clause:
-            collapse = f" collapse({len(outer) + 1})" if outer else ""
-            k.pragma(f"omp parallel for{collapse} schedule(static) {clause}")
-        self.open_loops()
+        self.close_loops()
 
     def open_loops(self) -> None:
         k = self.kernel
         for axis in self.nest.grid[:-1]:
-            k.loop(axis)
-        block, size = self.block, k.size(self.vector)
-        self.w(f"for (int64_t first = 0; first < {size}; first += {block}) {{")
-        self.w.lines[-1] += "  // neighbours"
-        whole = (static_size((self.vector,)) or 1) % block == 0
-        self.w(f"const int64_t lanes = {block if whole else f'least({block}, {size} - first)'};")
+            k.open_loop(axis)
+        block, size = self.block, k.print_size(self.simd_axis)
+        self.emit(f"for (int64_t lane0 = 0; lane0 < {size}; lane0 += {block}) {{", "block of lanes")
+        is_even = (static_size((self.simd_axis,)) or 1) % block == 0
+        lanes = block if is_even else f"min_i64({block}, {size} - lane0)"
+        self.emit(f"const int64_t lanes = {lanes};")
 
     def open_buffers(self) -> None:
-        """Room for what the next pass finds again."""
+        """Buffers for what later passes read again."""
         points = static_size(self.nest.body)
-        for load in self.packed:
+        for load in self.packed_loads:
             ctype = storage_type(load.dtype)
-            self.w(f"alignas(64) {ctype} {self.buffer(load.name)}[{points}][{self.block}];")
-        for name in self.kernel.schedule.kept:
+            self.emit(f"alignas(64) {ctype} {buffer_name(load.name)}[{points}][{self.block}];")
+        for name in self.kernel.schedule.buffered_locals:
             ctype = value_ctype(self.nest.locals[name].dtype)
-            self.w(f"alignas(64) {ctype} {self.buffer(name)}[{points}][{self.block}];")
+            self.emit(f"alignas(64) {ctype} {buffer_name(name)}[{points}][{self.block}];")
 
-    def buffer(self, name: str) -> str:
-        return f"{identifier(name)}_kept"
+    def print_buffered(self, name: str) -> str:
+        """A buffered value at this point."""
+        return f"{buffer_name(name)}[{print_flat_index(self.nest.body, self.kernel)}][lane]"
 
-    def kept_at(self) -> str:
-        return f"[{place_of(self.nest.body, self.kernel)}][lane]"
-
-    def close_blocks(self) -> None:
+    def close_loops(self) -> None:
         for _ in self.nest.grid:
-            self.w("}")
+            self.emit("}")
 
-    def lanes(self, comment: str = "") -> None:
-        self.kernel.pragma("omp simd")
-        self.w("for (int64_t lane = 0; lane < lanes; ++lane) {")
-        if comment:
-            self.w.lines[-1] += f"  // {comment}"
-        self.w(f"const int64_t {self.vector.name} = first + lane;")
+    def open_lanes(self, comment: str = "") -> None:
+        self.kernel.emit_pragma("omp simd")
+        self.emit("for (int64_t lane = 0; lane < lanes; ++lane) {", comment)
+        self.emit(f"const int64_t {self.simd_axis.name} = lane0 + lane;")
 
-    # values a lane
+    # values of a lane
 
-    def row_stores(self, step: int) -> list[Store]:
+    def find_row_stores(self, step: int) -> list[Store]:
         return [
             s
             for s in self.nest.stores
-            if not store_axes(self.nest, s) and self.facts.expression_wait(s.value) == step
+            if not is_body_store(self.nest, s)
+            and self.analysis.expression_ready_pass(s.value) == step
         ]
 
-    def later_roots(self, step: int) -> list[Expression]:
-        roots: list[Expression] = [s.value for s in self.row_stores(step)]
-        for later in range(step, self.kernel.schedule.passes):
-            roots += self.pass_roots(later)
-        return roots
-
     def row_values(self, step: int) -> None:
-        stores = self.row_stores(step)
+        """Row locals and row stores that are ready after `step` passes."""
+        stores = self.find_row_stores(step)
+        roots: list[Expression] = [s.value for s in stores]
+        for later in range(step, self.kernel.schedule.passes):
+            roots += self.find_pass_roots(later)
         ready = [
             x
-            for x in self.kernel.needed(self.later_roots(step))
-            if self.facts.waits[x.name] <= step
-            and not self.facts.inner[x.name]
+            for x in self.kernel.find_required_locals(roots)
+            if self.analysis.ready_pass[x.name] <= step
+            and not self.analysis.in_body[x.name]
             and x.reduction is None
-            and x.name not in self.done
+            and x.name not in self.declared
         ]
         if not ready and not stores:
             return
         for x in ready:
-            self.array(x)
-            self.done.add(x.name)
-        self.lanes()
+            self.declare_array(x)
+            self.declared.add(x.name)
+        self.open_lanes()
         for x in ready:
             self.row_locals.add(x.name)
-            self.w(f"{self.local(x.name)} = {self.names.expression(x.expression)};")
+            value = self.printer.print_expression(x.expression)
+            self.emit(f"{self.print_local(x.name)} = {value};")
         for store in stores:
-            self.kernel.store(store, self.names)
-        self.w("}")
+            self.kernel.emit_store(store, self.printer)
+        self.emit("}")
 
-    def array(self, x: Local, suffix: str = "", ctype: str | None = None) -> None:
+    def declare_array(self, x: Local, suffix: str = "", ctype: str | None = None) -> None:
         ctype = ctype or value_ctype(x.dtype)
-        self.w(f"alignas(64) {ctype} {identifier(x.name)}{suffix}[{self.block}];")
+        self.emit(f"alignas(64) {ctype} {identifier(x.name)}{suffix}[{self.block}];")
 
     # a pass over the body
 
-    def pass_sums(self, step: int) -> list[Local]:
+    def find_reductions(self, step: int) -> list[Local]:
         return [
             x
             for x in self.nest.locals.values()
-            if x.role == "rowsum" and self.facts.waits[x.name] == step + 1
+            if x.role == "row_reduction" and self.analysis.ready_pass[x.name] == step + 1
         ]
 
-    def pass_stores(self, step: int) -> list[Store]:
+    def find_stores(self, step: int) -> list[Store]:
         return [
             s
             for s in self.nest.stores
-            if store_axes(self.nest, s) and self.facts.expression_wait(s.value) == step
+            if is_body_store(self.nest, s) and self.analysis.expression_ready_pass(s.value) == step
         ]
 
-    def pass_roots(self, step: int) -> list[Expression]:
-        sums: list[Expression] = [x.expression for x in self.pass_sums(step)]
-        return sums + [s.value for s in self.pass_stores(step)]
+    def find_pass_roots(self, step: int) -> list[Expression]:
+        roots: list[Expression] = [x.expression for x in self.find_reductions(step)]
+        return roots + [s.value for s in self.find_stores(step)]
 
     def one_pass(self, step: int, bounds: tuple[str, str] | None = None) -> None:
-        sums, stores = self.pass_sums(step), self.pass_stores(step)
-        if not sums and not stores:
+        """One pass over the body, or over the part of its first loop between `bounds`."""
+        reductions, stores = self.find_reductions(step), self.find_stores(step)
+        if not reductions and not stores:
             return
         k = self.kernel
-        for x in sums:
-            self.array(x, "", accumulator(x).ctype)
+        for x in reductions:
+            self.declare_array(x, "", accumulator(x).ctype)
             self.row_locals.add(x.name)
-        last = self.nest.body[-1]
+        *outer, last = self.nest.body
         size = static_size((last,))
-        flushed = [x for x in sums if wide_sum(x) and (size is None or size > 2 * FLUSH)]
-        for x in flushed:
-            self.array(x, "_part")
-            self.array(x, "_total", "double")
-        self.reset([x for x in sums if x not in flushed], "")
-        self.reset(flushed, "_total")
-        *outer, _ = self.nest.body
+        is_long = size is None or size > 2 * tuning.COLUMN_SUM_BLOCK
+        in_double = [x for x in reductions if sums_in_double(x) and is_long]
+        for x in in_double:
+            self.declare_array(x, "_acc")
+            self.declare_array(x, "_total", "double")
+        self.reset([x for x in reductions if x not in in_double], "")
+        self.reset(in_double, "_total")
         for axis in outer:
-            chunked = bounds is not None and axis is self.nest.body[0]
-            k.loop(axis, "", *(bounds if chunked and bounds else ("0", None)))
-        low, high = bounds if bounds and not outer else ("0", k.size(last))
-        if flushed:
-            self.w(f"for (int64_t block = {low}; block < {high}; block += {FLUSH}) {{")
-            self.reset(flushed, "_part")
-            low, high = "block", f"least({high}, block + {FLUSH})"
-        if bounds and size is not None and size % GROUP == 0 and not outer:
-            self.grouped(step, sums, flushed, low, high)
+            is_split = bounds is not None and axis is self.nest.body[0]
+            k.open_loop(axis, "", *(bounds if is_split and bounds else ("0", None)))
+        low, high = bounds if bounds and not outer else ("0", k.print_size(last))
+        if in_double:
+            block = tuning.COLUMN_SUM_BLOCK
+            self.emit(f"for (int64_t block = {low}; block < {high}; block += {block}) {{")
+            self.reset(in_double, "_acc")
+            low, high = "block", f"min_i64({high}, block + {block})"
+        if bounds and size is not None and size % tuning.COLUMN_UNROLL == 0 and not outer:
+            self.unrolled_loop(step, reductions, in_double, (low, high))
         else:
-            k.loop(last, f"pass {step + 1}" if k.schedule.passes > 1 else "", low, high)
-            self.fetch(step)
-            self.open_streams(stores)
-            self.lanes()
-            self.point(step, sums, stores, flushed)
-            self.w("}")
-            self.close_streams(stores)
-            self.w("}")
-        if flushed:
-            self.lanes("short sums into long ones")
-            for x in flushed:
-                self.w(f"{identifier(x.name)}_total[lane] += {identifier(x.name)}_part[lane];")
-            self.w("}")
-            self.w("}")
+            label = f"pass {step + 1}" if k.schedule.passes > 1 else ""
+            k.open_loop(last, label, low, high)
+            self.prefetch(step)
+            self.open_staging(stores)
+            self.open_lanes()
+            self.point(step, reductions, stores, in_double)
+            self.emit("}")
+            self.flush_staging(stores)
+            self.emit("}")
+        if in_double:
+            self.open_lanes("float accumulators into double totals")
+            for x in in_double:
+                name = identifier(x.name)
+                self.emit(f"{name}_total[lane] += {name}_acc[lane];")
+            self.emit("}")
+            self.emit("}")
         for _ in outer:
-            self.w("}")
-        if flushed:
-            self.lanes()
-            for x in flushed:
-                self.w(f"{identifier(x.name)}[lane] = {identifier(x.name)}_total[lane];")
-            self.w("}")
+            self.emit("}")
+        if in_double:
+            self.open_lanes()
+            for x in in_double:
+                self.emit(f"{identifier(x.name)}[lane] = {identifier(x.name)}_total[lane];")
+            self.emit("}")
 
-    def grouped(
-        self, step: int, sums: list[Local], flushed: list[Local], low: str, high: str
+    def unrolled_loop(
+        self, step: int, reductions: list[Local], in_double: list[Local], bounds: tuple[str, str]
     ) -> None:
         """The innermost body loop, a few points at once."""
-        self.w(f"for (int64_t group = {low}; group < {high}; group += {GROUP}) {{")
-        self.lanes()
-        self.kernel.pragma(f"GCC unroll {GROUP}")
-        self.kernel.loop(self.nest.body[-1], "", "group", f"group + {GROUP}")
-        self.point(step, sums, [], flushed)
+        low, high = bounds
+        unroll = tuning.COLUMN_UNROLL
+        self.emit(f"for (int64_t group = {low}; group < {high}; group += {unroll}) {{")
+        self.open_lanes()
+        self.kernel.emit_pragma(f"GCC unroll {unroll}")
+        self.kernel.open_loop(self.nest.body[-1], "", "group", f"group + {unroll}")
+        self.point(step, reductions, [], in_double)
         for _ in range(3):
-            self.w("}")
+            self.emit("}")
 
-    def fetch(self, step: int) -> None:
-        """Asks for what the first pass reads a few body points later."""
-        if step == 0 and self.packed:
-            ahead = {self.nest.body[-1]: of_atom(self.nest.body[-1]) + of(AHEAD)}
-            for load in self.packed:
-                index = load.index[0].substitute(ahead)
-                place = Names(identifier, {self.vector: "first"}).index(index)
-                self.w(f"fetch({identifier(load.name)} + {place}, lanes);")
+    def prefetch(self, step: int) -> None:
+        """Prefetches what the first pass loads a few body points later."""
+        if step == 0 and self.packed_loads:
+            last = self.nest.body[-1]
+            ahead = {last: from_atom(last) + as_index(tuning.COLUMN_PREFETCH_DISTANCE)}
+            for load in self.packed_loads:
+                index = self.print_at_first_lane(load.index[0].substitute(ahead))
+                self.emit(f"prefetch({identifier(load.name)} + {index}, lanes);")
 
-    # results that go past the caches
+    # non-temporal stores
 
-    def streams(self, stores: list[Store]) -> list[Store]:
-        return [s for s in stores if s.tensor.name in self.kernel.schedule.streamed]
+    def find_staged(self, stores: list[Store]) -> list[Store]:
+        names = self.kernel.schedule.nontemporal_stores
+        return [s for s in stores if s.tensor.name in names]
 
-    def open_streams(self, stores: list[Store]) -> None:
-        for store in self.streams(stores):
+    def open_staging(self, stores: list[Store]) -> None:
+        for store in self.find_staged(stores):
             ctype = storage_type(store.tensor.dtype)
-            self.w(f"alignas(64) {ctype} {identifier(store.tensor.name)}_block[{self.block}];")
+            self.emit(f"alignas(64) {ctype} {staging_name(store)}[{self.block}];")
 
-    def close_streams(self, stores: list[Store]) -> None:
-        for store in self.streams(stores):
-            name = identifier(store.tensor.name)
-            place = Names(identifier, {self.vector: "first"}).index(store.index)
-            target = self.kernel.target(store.tensor.name)
-            self.w(f"stream({target} + {place}, {name}_block, lanes);")
+    def flush_staging(self, stores: list[Store]) -> None:
+        for store in self.find_staged(stores):
+            index = self.print_at_first_lane(store.index)
+            target = self.kernel.output_name(store.tensor.name)
+            self.emit(f"store_nontemporal({target} + {index}, {staging_name(store)}, lanes);")
 
-    def collect(self, store: Store) -> None:
-        name, value = f"{identifier(store.tensor.name)}_block", self.names.expression(store.value)
-        narrow = store.tensor.dtype in NARROW_FLOATS
-        self.w(f"store({name} + lane, {value});" if narrow else f"{name}[lane] = {value};")
+    def stage_value(self, store: Store) -> None:
+        name, value = staging_name(store), self.printer.print_expression(store.value)
+        is_narrow = store.tensor.dtype in NARROW_FLOATS
+        self.emit(f"store({name} + lane, {value});" if is_narrow else f"{name}[lane] = {value};")
 
-    def reset(self, sums: list[Local], suffix: str) -> None:
-        if not sums:
+    def reset(self, reductions: list[Local], suffix: str) -> None:
+        if not reductions:
             return
-        self.kernel.pragma("omp simd")
-        self.w("for (int64_t lane = 0; lane < lanes; ++lane) {")
-        for x in sums:
-            self.w(f"{identifier(x.name)}{suffix}[lane] = {accumulator(x).start};")
-        self.w("}")
+        self.kernel.emit_pragma("omp simd")
+        self.emit("for (int64_t lane = 0; lane < lanes; ++lane) {")
+        for x in reductions:
+            self.emit(f"{identifier(x.name)}{suffix}[lane] = {accumulator(x).initial};")
+        self.emit("}")
 
     def point(
-        self, step: int, sums: list[Local], stores: list[Store], flushed: list[Local]
+        self, step: int, reductions: list[Local], stores: list[Store], in_double: list[Local]
     ) -> None:
-        self.pack(step)
-        before = self.kernel.kept_before(self.roots, step)
-        for local in self.kernel.body_values(self.roots, step):
-            buffer, name = self.buffer(local.name) + self.kept_at(), identifier(local.name)
-            if local.name in before:
-                self.w(f"const {value_ctype(local.dtype)} {name} = {buffer};")
+        self.pack_loads(step)
+        buffered = self.kernel.find_buffered_locals(self.pass_roots, step)
+        for local in self.kernel.find_body_values(self.pass_roots, step):
+            name = identifier(local.name)
+            if local.name in buffered:
+                ctype = value_ctype(local.dtype)
+                self.emit(f"const {ctype} {name} = {self.print_buffered(local.name)};")
                 continue
-            self.kernel.declare(local, self.names)
-            if local.name in self.kernel.schedule.kept:
-                self.w(f"{buffer} = {name};")
-        for x in sums:
+            self.kernel.declare_local(local, self.printer)
+            if local.name in self.kernel.schedule.buffered_locals:
+                self.emit(f"{self.print_buffered(local.name)} = {name};")
+        for x in reductions:
             name = identifier(x.name)
-            target = f"{name}_part[lane]" if x in flushed else f"{name}[lane]"
-            value = self.names.expression(x.expression)
-            self.w(accumulator(x).step.format(target, value) + ";")
+            target = f"{name}_acc[lane]" if x in in_double else f"{name}[lane]"
+            value = self.printer.print_expression(x.expression)
+            self.emit(accumulator(x).update.format(target, value) + ";")
+        staged = self.find_staged(stores)
         for store in stores:
-            if store in self.streams(stores):
-                self.collect(store)
+            if store in staged:
+                self.stage_value(store)
             else:
-                self.kernel.store(store, self.names)
+                self.kernel.emit_store(store, self.printer)
 
-    def pack(self, step: int) -> None:
-        """The first pass puts what it reads where the next ones find it."""
-        for load in self.packed if step == 0 else ():
-            place = self.buffer(load.name) + self.kept_at()
-            memory = f"{identifier(load.name)}[{self.names.index(load.index[0])}]"
-            self.w(f"{place} = {memory};")
-            self.names.buffers[load] = place
+    def pack_loads(self, step: int) -> None:
+        """The first pass copies its loads into buffers, where the later ones find them."""
+        for load in self.packed_loads if step == 0 else ():
+            buffered = self.print_buffered(load.name)
+            index = self.printer.print_index(load.index[0])
+            self.emit(f"{buffered} = {identifier(load.name)}[{index}];")
+            self.printer.buffers[load] = buffered
+
+
+def buffer_name(name: str) -> str:
+    return f"{identifier(name)}_buffer"

@@ -1,7 +1,7 @@
 """Expressions and indices of the IR as C++ text.
 
-In: expressions over a nest's axes. Out: text. `Names` knows how a local, a tensor and an axis are
-called at the place the text goes to.
+In: expressions over a nest's axes. Out: text. An `ExpressionPrinter` knows what locals, axes and
+indirect indices are called where the text goes.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fulgurite.fuser.codegen.cpp.op_table import BOOL_SPELLING, SPELLING
+from fulgurite.fuser.codegen.cpp.op_table import BOOL_OPS, OP_TABLE
 from fulgurite.fuser.ir.expression import (
     NARROW_FLOATS,
-    Bound,
+    BoundsCheck,
     Constant,
     Expression,
-    Guard,
+    IndexValue,
     Load,
+    Masked,
     Operation,
-    Position,
-    value_type,
+    opmath_dtype,
 )
-from fulgurite.fuser.ir.index import Axis, Index, Loaded, Quotient, Remainder, Symbol
+from fulgurite.fuser.ir.index import Axis, FloorDiv, Index, IndirectIndex, Mod, Symbol
 
 TYPES: dict[torch.dtype, str] = {
     torch.bool: "bool",
@@ -41,40 +41,45 @@ TYPES: dict[torch.dtype, str] = {
     torch.float64: "double",
 }
 SMALL_INTEGERS = {torch.uint8, torch.uint16, torch.int8, torch.int16}
-RESERVED = {spelling.split("(")[0] for spelling in SPELLING.values() if spelling[:1].isalpha()}
-# names that mean something in C++ or in our kernels
+# Names that mean something in C++, in our headers or in generated kernels.
 KEYWORDS = """
-    wrapped turn constexpr decltype nullptr alignas alignof noexcept static_cast const_cast
-    reinterpret_cast dynamic_cast thread_local wchar_t typedef typeid export import module concept
-    requires static_assert main unix linux EXPORT INLINE SPECIAL STRING REDUCTIONS
-    bits widen store split checked least sign abs fma lowest highest uniform threads
-    team bad and or xor not int float double long short char bool auto new delete this
-    if else for while do return switch case default break continue static const struct
-    class union enum template typename using namespace public private protected virtual
-    operator true false void signed unsigned sizeof goto try catch throw inline extern
-    register volatile mutable explicit friend bf16 f16 f8e4m3 f8e5m2 f8e4m3z f8e5m2z f8e8m0 round_bf16
-    round_f16 malloc free lane lanes chunk chunks first block from to me rows_done omp
-    asm typeof near far all stream fetch fetch_rows inverse Inverse group
+    alignas alignof and asm auto bool break case catch char class concept const const_cast constexpr
+    continue decltype default delete do double dynamic_cast else enum explicit export extern false
+    far float for friend goto if import inline int linux long main module mutable namespace near new
+    noexcept not nullptr operator or private protected public register reinterpret_cast requires
+    return short signed sizeof static static_assert static_cast struct switch template this
+    thread_local throw true try typedef typeid typename typeof union unix unsigned using virtual
+    void volatile wchar_t while xor
 """
-RESERVED |= set(KEYWORDS.split())
-
-
-# what kernels append to a name for its buffers and partial sums
+HEADER_NAMES = """
+    EXPORT INLINE REDUCTIONS SPECIAL STRING Reciprocal bf16 bits check_index choose_num_threads
+    f16 f8e4m3 f8e4m3z f8e5m2 f8e5m2z f8e8m0 fma free highest log_add_exp lowest make_reciprocal
+    malloc min_i64 nan_max nan_min omp
+    prefetch prefetch_rows round_bf16 round_f16 split store store_nontemporal to_integer
+    transpose_tile widen wrap_index
+"""
+KERNEL_NAMES = """
+    begin block chunk end error group lane lane0 lanes max_threads num_threads rows_done started tid
+"""
+RESERVED = {text.split("(")[0] for text in OP_TABLE.values() if text[:1].isalpha()}
+RESERVED |= {*KEYWORDS.split(), *HEADER_NAMES.split(), *KERNEL_NAMES.split()}
+# What kernels append to a name, for buffers, accumulators and partials.
 APPENDED = """
-    _row _rows _part _parts _total _some _all _out _tile _long _block _kept _mine _inverse _before
+    _acc _accs _buffer _combined _out _partial _partials _prefix _reciprocal _row _running _staging
+    _tile _total
 """
 SUFFIXES = tuple(APPENDED.split())
 
 
 def identifier(name: str) -> str:
-    """A C++ name that reads like the program's and means nothing else here."""
+    """A C++ identifier that reads like the program's name and clashes with no other."""
     text = "".join(c if c.isalnum() or c == "_" else "_" for c in name)
-    loop = len(text) == 2 and text[1] in "01"  # the ends of a tile
+    is_tile_bound = len(text) == 2 and text[1] in "01"  # i0, i1: the bounds of a tile
     if (
         text in RESERVED
         or text.endswith(SUFFIXES)
         or len(text) == 1
-        or loop
+        or is_tile_bound
         or text[0].isdigit()
         or text.startswith("__")
     ):
@@ -86,15 +91,16 @@ def storage_type(dtype: torch.dtype) -> str:
     """The type of an element in memory."""
     if dtype == torch.bool:
         return "uint8_t"
-    return NARROW_FLOATS.get(dtype) or TYPES[value_type(dtype)]
+    return NARROW_FLOATS.get(dtype) or TYPES[opmath_dtype(dtype)]
 
 
 def value_ctype(dtype: torch.dtype) -> str:
-    return TYPES[value_type(dtype)]
+    """The type that an element is computed in."""
+    return TYPES[opmath_dtype(dtype)]
 
 
-def constant(value: int | float | bool, dtype: torch.dtype) -> str:
-    dtype = value_type(dtype)
+def literal(value: int | float | bool, dtype: torch.dtype) -> str:
+    dtype = opmath_dtype(dtype)
     if dtype == torch.bool:
         return "true" if value else "false"
     if dtype.is_floating_point:
@@ -108,7 +114,7 @@ def constant(value: int | float | bool, dtype: torch.dtype) -> str:
             return f"{'-' if number < 0 else ''}__builtin_inf{suffix}()"
         text = repr(number)
         if dtype == torch.float32:
-            text = _short(number)
+            text = _shortest_digits(number)
         if number < 0 or text.startswith("-"):
             return f"({text}{suffix})"
         return text + suffix
@@ -130,14 +136,14 @@ def constant(value: int | float | bool, dtype: torch.dtype) -> str:
 
 
 def _float32(number: float) -> float:
-    """The nearest float32; infinity past the largest."""
+    """The nearest float32; infinity beyond the largest."""
     try:
         return struct.unpack("f", struct.pack("f", number))[0]  # type: ignore[no-any-return]
     except OverflowError:
         return math.copysign(math.inf, number)
 
 
-def _short(number: float) -> str:
+def _shortest_digits(number: float) -> str:
     """The fewest digits that give the same float32."""
     for digits in range(1, 10):
         text = f"{number:.{digits}g}"
@@ -147,19 +153,21 @@ def _short(number: float) -> str:
 
 
 @dataclass
-class Names:
-    """How things are called where the text is used."""
+class ExpressionPrinter:
+    """Prints expressions and indices as C++."""
 
-    local: Callable[[str], str]
-    axes: Mapping[Axis, str] = field(default_factory=dict)
-    gathered: dict[Loaded, str] = field(default_factory=dict)  # positions already looked up
+    print_local: Callable[[str], str]
+    axes: Mapping[Axis, str] = field(
+        default_factory=dict
+    )  # those with another text than their name
+    lookups: dict[IndirectIndex, str] = field(default_factory=dict)  # indices already looked up
 
     # indices
 
-    def index(self, index: Index) -> str:
+    def print_index(self, index: Index) -> str:
         parts: list[str] = []
         for monomial, coefficient in index.terms:
-            factors = [self.atom(atom) for atom in monomial]
+            factors = [self.print_atom(atom) for atom in monomial]
             if coefficient == -1:
                 parts.append("-" + " * ".join(factors))
             else:
@@ -170,55 +178,58 @@ class Names:
             parts.append(str(index.constant))
         return " + ".join(parts).replace("+ -", "- ")
 
-    def atom(self, atom: Axis | Symbol | Quotient | Remainder | Loaded) -> str:
+    def print_atom(self, atom: Axis | Symbol | FloorDiv | Mod | IndirectIndex) -> str:
         if isinstance(atom, Axis):
             return self.axes.get(atom, atom.name)
         if isinstance(atom, Symbol):
             return atom.name
-        if isinstance(atom, Loaded):
-            return self.gathered.get(atom) or self.lookup(atom)
-        top, bottom = self.index(atom.numerator), self.index(atom.denominator)
+        if isinstance(atom, IndirectIndex):
+            return self.lookups.get(atom) or self.print_lookup(atom)
+        top, bottom = self.print_index(atom.numerator), self.print_index(atom.denominator)
         low, _ = atom.numerator.bounds()
-        quotient = isinstance(atom, Quotient)
+        is_division = isinstance(atom, FloorDiv)
         if low is not None and low >= 0:
-            return f"(({top}) {'/' if quotient else '%'} ({bottom}))"
-        return f"{'floor_quotient' if quotient else 'floor_remainder'}({top}, {bottom})"
+            return f"(({top}) {'/' if is_division else '%'} ({bottom}))"
+        return f"{'floor_divide_i64' if is_division else 'floor_mod_i64'}({top}, {bottom})"
 
-    def lookup(self, atom: Loaded) -> str:
-        check = "wrapped" if atom.wraps else "checked"
-        return f"{check}({self.expression(atom.value)}, {self.index(atom.size)}, bad)"
+    def print_lookup(self, atom: IndirectIndex) -> str:
+        """An index that a tensor holds, checked against its range."""
+        check = "wrap_index" if atom.wraps_negative else "check_index"
+        value, size = self.print_expression(atom.value), self.print_index(atom.size)
+        return f"{check}({value}, {size}, error)"
 
     # values
 
-    def expression(self, expression: Expression) -> str:
+    def print_expression(self, expression: Expression) -> str:
         if isinstance(expression, Constant):
-            return constant(expression.value, expression.dtype)
-        if isinstance(expression, Position):
+            return literal(expression.value, expression.dtype)
+        if isinstance(expression, IndexValue):
             ctype = value_ctype(expression.dtype)
-            text = self.index(expression.index)
+            text = self.print_index(expression.index)
             return f"({text})" if ctype == "int64_t" else f"({ctype})({text})"
         if isinstance(expression, Load):
-            return self.load(expression)
-        if isinstance(expression, Guard):
-            test = " && ".join(self.bound(b) for b in expression.bounds)
-            inside = self.expression(expression.inside)
-            return f"({test} ? {inside} : {self.expression(expression.outside)})"
-        return self.operation(expression)
+            return self.print_load(expression)
+        if isinstance(expression, Masked):
+            test = " && ".join(self.print_bounds(b) for b in expression.bounds)
+            inside = self.print_expression(expression.inside)
+            return f"({test} ? {inside} : {self.print_expression(expression.outside)})"
+        return self.print_operation(expression)
 
-    def load(self, load: Load) -> str:
+    def print_load(self, load: Load) -> str:
         if not load.index:
-            return self.local(load.name)
-        return self.widened(load, f"{identifier(load.name)}[{self.index(load.index[0])}]")
+            return self.print_local(load.name)
+        index = self.print_index(load.index[0])
+        return self.print_widened(load, f"{identifier(load.name)}[{index}]")
 
-    def widened(self, load: Load, text: str) -> str:
-        """An element in memory as a value."""
+    def print_widened(self, load: Load, text: str) -> str:
+        """An element in memory, converted to the type it is computed in."""
         if load.dtype in NARROW_FLOATS:
             return f"widen({text})"
         return f"({text} != 0)" if load.dtype == torch.bool else text
 
-    def bound(self, bound: Bound) -> str:
+    def print_bounds(self, bound: BoundsCheck) -> str:
         low, high = bound.index.bounds()
-        text, size = self.index(bound.index), self.index(bound.size)
+        text, size = self.print_index(bound.index), self.print_index(bound.size)
         tests = []
         if low is None or low < 0:
             tests.append(f"{text} >= 0")
@@ -226,63 +237,63 @@ class Names:
             tests.append(f"{text} < {size}")
         return " && ".join(tests) or "true"
 
-    def operation(self, operation: Operation) -> str:
+    def print_operation(self, operation: Operation) -> str:
         if operation.name == "bitcast":
-            return self.bitcast(operation.arguments[0], operation.dtype)
-        texts = [self.expression(argument) for argument in operation.arguments]
+            return self.print_bitcast(operation.arguments[0], operation.dtype)
+        texts = [self.print_expression(argument) for argument in operation.arguments]
         if operation.name == "cast":
-            return self.cast(texts[0], operation.arguments[0].dtype, operation.dtype)
-        source = value_type(operation.arguments[-1].dtype)
-        spelling = SPELLING[operation.name]
+            return self.print_cast(texts[0], operation.arguments[0].dtype, operation.dtype)
+        source = opmath_dtype(operation.arguments[-1].dtype)
+        template = OP_TABLE[operation.name]
         if source == torch.bool:
-            spelling = BOOL_SPELLING.get(operation.name, spelling)
-        text = spelling.format(*texts)
-        if value_type(operation.dtype) in SMALL_INTEGERS:
-            return f"({TYPES[value_type(operation.dtype)]}){text}"
+            template = BOOL_OPS.get(operation.name, template)
+        text = template.format(*texts)
+        if opmath_dtype(operation.dtype) in SMALL_INTEGERS:
+            return f"({TYPES[opmath_dtype(operation.dtype)]}){text}"
         return text
 
-    def bitcast(self, argument: Expression, target: torch.dtype) -> str:
-        """The bits of a value as another type; what is in memory as it is there, NaNs and all."""
-        text = self.bits_of(argument)
+    def print_bitcast(self, argument: Expression, target: torch.dtype) -> str:
+        """The bits of a value as another type; bits in memory stay as they are, NaN payloads too."""
+        text = self.print_bits(argument)
         unsigned = f"uint{8 * target.itemsize}_t"
         if target in NARROW_FLOATS:
             return f"widen({NARROW_FLOATS[target]}{{({unsigned}){text}}})"
-        if target.is_floating_point and value_type(target) == target:
+        if target.is_floating_point and opmath_dtype(target) == target:
             return f"__builtin_bit_cast({TYPES[target]}, ({unsigned}){text})"
-        return f"({text} != 0)" if target == torch.bool else f"({TYPES[value_type(target)]}){text}"
+        if target == torch.bool:
+            return f"({text} != 0)"
+        return f"({TYPES[opmath_dtype(target)]}){text}"
 
-    def bits_of(self, argument: Expression) -> str:
+    def print_bits(self, argument: Expression) -> str:
         kind = NARROW_FLOATS.get(argument.dtype)
         if kind is not None:
-            assert isinstance(argument, Operation), (
-                "a narrow float's bits are those of a cast to it"
-            )
+            assert isinstance(argument, Operation), "the bits of a narrow float come from a cast"
             inner = argument.arguments[0]
             if isinstance(inner, Load) and inner.index and inner.dtype == argument.dtype:
-                return f"{identifier(inner.name)}[{self.index(inner.index[0])}].code"
-            return f"{kind}_code({self.expression(inner)})"
-        text = self.expression(argument)
+                return f"{identifier(inner.name)}[{self.print_index(inner.index[0])}].code"
+            return f"{kind}_code({self.print_expression(inner)})"
+        text = self.print_expression(argument)
         unsigned = f"uint{8 * argument.dtype.itemsize}_t"
-        if argument.dtype.is_floating_point and value_type(argument.dtype) == argument.dtype:
+        if argument.dtype.is_floating_point and opmath_dtype(argument.dtype) == argument.dtype:
             return f"__builtin_bit_cast({unsigned}, {text})"
         return f"({unsigned}){text}"
 
-    def cast(self, text: str, source: torch.dtype, target: torch.dtype) -> str:
-        have, want = value_type(source), value_type(target)
+    def print_cast(self, text: str, source: torch.dtype, target: torch.dtype) -> str:
+        have, want = opmath_dtype(source), opmath_dtype(target)
         if want == torch.bool:
             return text if have == torch.bool else f"({text} != 0)"
         if have == torch.bool and want.is_floating_point:
-            # a choice, which compilers keep in vectors of the wider type, as they don't a converted bool
-            text = f"({text} ? {constant(1, want)} : {constant(0, want)})"
+            # compilers keep a selection in vectors of the wider type, but not a converted bool
+            text = f"({text} ? {literal(1, want)} : {literal(0, want)})"
         elif have != want:
-            small = want in SMALL_INTEGERS or want in (torch.uint32, torch.uint64)
-            if have.is_floating_point and small:
-                # through a wide integer, so that what doesn't fit wraps as torch's conversion does;
-                # floats past 32 bits are multiples of 256, so for a byte those are wide enough
-                byte = have == torch.float32 and want.itemsize == 1
-                text = f"({TYPES[want]})({'int32_t' if byte else 'int64_t'}){text}"
+            is_small = want in SMALL_INTEGERS or want in (torch.uint32, torch.uint64)
+            if have.is_floating_point and is_small:
+                # through a wide integer, so that overflow wraps as in torch; int32 is wide enough
+                # for a byte, because floats beyond 32 bits are multiples of 256
+                is_byte = have == torch.float32 and want.itemsize == 1
+                text = f"({TYPES[want]})({'int32_t' if is_byte else 'int64_t'}){text}"
             elif have.is_floating_point and want in (torch.int32, torch.int64):
-                text = f"whole<{TYPES[want]}>({text})"
+                text = f"to_integer<{TYPES[want]}>({text})"
             else:
                 text = f"({TYPES[want]}){text}"
         if target in NARROW_FLOATS and source != target:

@@ -1,136 +1,138 @@
-"""C++ of row kernels that also reduce over the grid: sums a thread, combined when all rows are done.
+"""C++ of row kernels that also reduce over the grid: partials of each thread, combined at the end.
 
-each thread: its own sums over rows (in float, every so many rows into doubles)
-  its rows, as `cpp_rows` writes them
-the threads' sums together, and what is computed from them
+each thread
+  its partials: accumulated in float, every so many rows added to doubles
+  its rows, as `rows.py` writes them
+the partials of all threads combined, and what is computed from them
 """
 
 from __future__ import annotations
 
 from fulgurite.fuser.codegen.cpp.expressions import identifier, value_ctype
-from fulgurite.fuser.codegen.cpp.kernel import Kernel, accumulator
-from fulgurite.fuser.codegen.cpp.rows import Rows, held_type, team_size
+from fulgurite.fuser.codegen.cpp.kernel import KernelWriter, accumulator, partial_ctype
+from fulgurite.fuser.codegen.cpp.rows import RowWriter
 from fulgurite.fuser.ir.loop_nest import Local, Store
-from fulgurite.fuser.schedule.cpu.base import store_axes
+from fulgurite.fuser.schedule.analysis import is_body_store
+from fulgurite.kernels.tuning import fuser_cpu as tuning
 
-FLUSH_ROWS = 64  # rows summed in float before they go to the thread's total
 
-
-class GridSums(Rows):
-    def __init__(self, kernel: Kernel) -> None:
+class GridReductionWriter(RowWriter):
+    def __init__(self, kernel: KernelWriter) -> None:
         super().__init__(kernel)
-        self.colsums = [x for x in self.nest.locals.values() if x.role == "colsum"]
-        self.over_grid: list[Local] = [
-            x for x in self.nest.locals.values() if x.role in ("colsum", "scalar")
+        locals_ = self.nest.locals.values()
+        self.column_reductions = [x for x in locals_ if x.role == "column_reduction"]
+        self.grid_reductions: list[Local] = [
+            x for x in locals_ if x.role in ("column_reduction", "full_reduction")
         ]
 
     def write(self) -> None:
-        self.open_team(self.kernel.parallel(self.nest.grid))
+        self.open_threads(self.kernel.print_num_threads() or "1")
         self.grid_loops()
-        self.close_team()
+        self.close_threads()
 
-    def row(self, inner_clause: str | None) -> None:
-        super().row(inner_clause)
-        if self.colsums:
-            self.flush()
+    def row(self, simd_threads: str | None) -> None:
+        super().row(simd_threads)
+        if self.column_reductions:
+            self.emit(f"if (++rows_done % {tuning.GRID_SUM_ROWS} == 0) {{")
+            self.flush_accumulators()
+            self.emit("}")
 
-    def open_team(self, clause: str | None) -> None:
+    def open_threads(self, num_threads: str) -> None:
         k = self.kernel
-        body = k.product(self.nest.body)
-        self.w(f"const int team = {team_size(clause)};")
-        for x in self.over_grid:
-            name, ctype, held = identifier(x.name), accumulator(x).ctype, held_type(x)
-            count = f"team * ({body})" if x.role == "colsum" else "team"
-            self.w(f"{held}* {name}_parts = ({held}*)malloc(sizeof({held}) * {count});")
-            # for every thread that was asked for: the system may give fewer
-            fill = f"{name}_parts[c] = {accumulator(x).start};"
-            self.w(f"for (int64_t c = 0; c < {count}; ++c) {fill}")
-            if x.role == "colsum":
-                self.w(f"{ctype}* {name}_rows = ({ctype}*)malloc(sizeof({ctype}) * {count});")
-        k.pragma("omp parallel num_threads(team)")
-        self.w("{")
-        self.w("const int me = omp_get_thread_num();")
-        for x in self.over_grid:
-            a, name, held = accumulator(x), identifier(x.name), held_type(x)
-            if x.role == "scalar":
-                self.w(f"{held} {name}_part = {a.start};")
+        body = k.print_product(self.nest.body)
+        self.emit(f"const int num_threads = {num_threads};")
+        for x in self.grid_reductions:
+            name, a, held = identifier(x.name), accumulator(x), partial_ctype(x)
+            is_column = x.role == "column_reduction"
+            count = f"num_threads * ({body})" if is_column else "num_threads"
+            self.emit(f"{held}* {name}_partials = ({held}*)malloc(sizeof({held}) * {count});")
+            # for every thread that was asked for: the system may start fewer
+            fill = f"{name}_partials[c] = {a.initial};"
+            self.emit(f"for (int64_t c = 0; c < {count}; ++c) {fill}")
+            if is_column:
+                self.emit(
+                    f"{a.ctype}* {name}_accs = ({a.ctype}*)malloc(sizeof({a.ctype}) * {count});"
+                )
+        k.emit_pragma("omp parallel num_threads(num_threads)")
+        self.emit("{")
+        self.emit("const int tid = omp_get_thread_num();")
+        for x in self.grid_reductions:
+            name, a, held = identifier(x.name), accumulator(x), partial_ctype(x)
+            if x.role == "full_reduction":
+                self.emit(f"{held} {name}_partial = {a.initial};")
                 continue
-            self.w(f"{a.ctype}* __restrict {name}_part = {name}_rows + me * ({body});")
-            self.w(f"{held}* __restrict {name}_long = {name}_parts + me * ({body});")
-            self.w(f"for (int64_t c = 0; c < {body}; ++c) {name}_part[c] = {a.start};")
-        if self.colsums:
-            self.w("int64_t rows_done = 0;")
+            self.emit(f"{a.ctype}* __restrict {name}_acc = {name}_accs + tid * ({body});")
+            self.emit(f"{held}* __restrict {name}_partial = {name}_partials + tid * ({body});")
+            self.emit(f"for (int64_t c = 0; c < {body}; ++c) {name}_acc[c] = {a.initial};")
+        if self.column_reductions:
+            self.emit("int64_t rows_done = 0;")
         collapse = f" collapse({len(self.nest.grid)})" if len(self.nest.grid) > 1 else ""
-        k.pragma(f"omp for{collapse} schedule(static)")
+        k.emit_pragma(f"omp for{collapse} schedule(static)")
 
-    def flush(self) -> None:
-        """Every so many rows a thread's short sums are added to its long ones."""
-        self.w(f"if (++rows_done % {FLUSH_ROWS} == 0) {{")
-        self.add_up()
-        self.w("}")
-
-    def add_up(self) -> None:
-        body = self.kernel.product(self.nest.body)
-        for x in self.colsums:
+    def flush_accumulators(self) -> None:
+        """Adds the float accumulators of some rows to the thread's partials in double."""
+        body = self.kernel.print_product(self.nest.body)
+        for x in self.column_reductions:
             a, name = accumulator(x), identifier(x.name)
-            self.kernel.pragma("omp simd")
-            self.w(f"for (int64_t c = 0; c < {body}; ++c) {{")
-            self.w(a.step.format(f"{name}_long[c]", f"{name}_part[c]") + ";")
-            self.w(f"{name}_part[c] = {a.start};")
-            self.w("}")
+            self.kernel.emit_pragma("omp simd")
+            self.emit(f"for (int64_t c = 0; c < {body}; ++c) {{")
+            self.emit(a.update.format(f"{name}_partial[c]", f"{name}_acc[c]") + ";")
+            self.emit(f"{name}_acc[c] = {a.initial};")
+            self.emit("}")
 
-    def close_team(self) -> None:
-        if self.colsums:
-            self.add_up()
-        for x in self.scalars:
-            self.w(f"{identifier(x.name)}_parts[me] = {identifier(x.name)}_part;")
-        self.w("}")
-        self.names.inverses = {}  # of rows; they end here
-        self.finish_scalars()
-        late = [s for s in self.nest.stores if self.facts.expression_after(s.value)]
-        points = [s for s in late if store_axes(self.nest, s)]
-        if points:
-            self.finish_columns(points)
-        for x in self.over_grid:
-            self.w(f"free({identifier(x.name)}_parts);")
-        for x in self.colsums:
-            self.w(f"free({identifier(x.name)}_rows);")
+    def close_threads(self) -> None:
+        if self.column_reductions:
+            self.flush_accumulators()
+        for x in self.full_reductions:
+            self.emit(f"{identifier(x.name)}_partials[tid] = {identifier(x.name)}_partial;")
+        self.emit("}")
+        self.printer.reciprocals = {}  # those of row values end here
+        stores = [s for s in self.nest.stores if self.analysis.is_after_grid(s.value)]
+        self.combine_scalars(stores)
+        body_stores = [s for s in stores if is_body_store(self.nest, s)]
+        if body_stores:
+            self.combine_columns(body_stores)
+        for x in self.grid_reductions:
+            self.emit(f"free({identifier(x.name)}_partials);")
+        for x in self.column_reductions:
+            self.emit(f"free({identifier(x.name)}_accs);")
 
-    def finish_scalars(self) -> None:
-        for x in self.scalars:
-            a, name, held = accumulator(x), identifier(x.name), held_type(x)
-            self.w(f"{held} {name}_all = {name}_parts[0];")
-            step = a.step.format(f"{name}_all", f"{name}_parts[t]")
-            self.w(f"for (int t = 1; t < team; ++t) {step};")
-            self.w(f"const {value_ctype(x.dtype)} {name} = {name}_all;")
-        late = [s for s in self.nest.stores if self.facts.expression_after(s.value)]
-        single = [s for s in late if not store_axes(self.nest, s)]
-        for local in self.kernel.needed([s.value for s in late]):
-            if not self.facts.inner[local.name] and local.reduction is None:
-                self.kernel.declare(local, self.names)
-        for store in single:
-            self.kernel.store(store, self.names)
+    def combine_partials(self, x: Local, first: str, partial: str) -> None:
+        """Declares a reduction over the grid; `partial` is that of thread t."""
+        name = identifier(x.name)
+        self.emit(f"{partial_ctype(x)} {name}_total = {first};")
+        update = accumulator(x).update.format(f"{name}_total", partial)
+        self.emit(f"for (int t = 1; t < num_threads; ++t) {update};")
+        self.emit(f"const {value_ctype(x.dtype)} {name} = {name}_total;")
 
-    def finish_columns(self, stores: list[Store]) -> None:
-        k = self.kernel
-        body = k.product(self.nest.body)
-        for axis in self.nest.body:
-            k.loop(axis, "the threads' sums together")
-        place = self.place()
-        roots = [s.value for s in stores]
-        needed = k.needed(roots)
-        for x in needed:
-            if x.role == "colsum":
-                a, name = accumulator(x), identifier(x.name)
-                self.w(f"{held_type(x)} {name}_all = {name}_parts[{place}];")
-                other = f"{name}_parts[t * ({body}) + {place}]"
-                step = a.step.format(f"{name}_all", other)
-                self.w(f"for (int t = 1; t < team; ++t) {step};")
-                self.w(f"const {value_ctype(x.dtype)} {name} = {name}_all;")
-        for x in needed:
-            if x.reduction is None and self.facts.inner[x.name]:
-                k.declare(x, self.names)
+    def combine_scalars(self, stores: list[Store]) -> None:
+        for x in self.full_reductions:
+            partials = f"{identifier(x.name)}_partials"
+            self.combine_partials(x, f"{partials}[0]", f"{partials}[t]")
+        for local in self.kernel.find_required_locals([s.value for s in stores]):
+            if not self.analysis.in_body[local.name] and local.reduction is None:
+                self.kernel.declare_local(local, self.printer)
         for store in stores:
-            k.store(store, self.names)
+            if not is_body_store(self.nest, store):
+                self.kernel.emit_store(store, self.printer)
+
+    def combine_columns(self, stores: list[Store]) -> None:
+        k = self.kernel
+        body = k.print_product(self.nest.body)
+        for axis in self.nest.body:
+            k.open_loop(axis, "combine the partials of all threads")
+        index = self.body_index()
+        required = k.find_required_locals([s.value for s in stores])
+        for x in required:
+            if x.role == "column_reduction":
+                partials = f"{identifier(x.name)}_partials"
+                self.combine_partials(
+                    x, f"{partials}[{index}]", f"{partials}[t * ({body}) + {index}]"
+                )
+        for x in required:
+            if x.reduction is None and self.analysis.in_body[x.name]:
+                k.declare_local(x, self.printer)
+        for store in stores:
+            k.emit_store(store, self.printer)
         for _ in self.nest.body:
-            self.w("}")
+            self.emit("}")

@@ -1,7 +1,7 @@
 """What the C++ of every kernel shape shares: the function around the loops, locals, accumulators.
 
-In: a `Schedule`. Out: lines of text, collected by `Writer`. `cpp_rows` and `cpp_columns` write the
-loops themselves.
+In: a `CpuSchedule`. Out: lines of text, collected by `LineWriter`. `rows.py`, `columns.py`,
+`scan.py` and `transpose.py` write the loops themselves.
 """
 
 from __future__ import annotations
@@ -10,30 +10,35 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fulgurite.fuser.codegen.cpp.expressions import Names, identifier, storage_type, value_ctype
-from fulgurite.fuser.cost import number
+from fulgurite.fuser.codegen.cpp.expressions import (
+    ExpressionPrinter,
+    identifier,
+    storage_type,
+    value_ctype,
+)
+from fulgurite.fuser.codegen.formulas import print_formulas
+from fulgurite.fuser.ir.cost import size_hint
 from fulgurite.fuser.ir.expression import NARROW_FLOATS, Expression
 from fulgurite.fuser.ir.index import Axis, Index, Symbol
 from fulgurite.fuser.ir.loop_nest import Local, Store
-from fulgurite.fuser.schedule.cpu.base import Analysis, Schedule, analyse, needed
-
-GRAIN = 1 << 15  # points of a cheap kernel that are worth a thread: 20 µs of a copy
-SUM_BLOCK = 4096  # addends summed in float before they go to a double
-FORMULAS = 24  # lines of formula above a kernel, at most
+from fulgurite.fuser.schedule.analysis import Analysis, analyze_nest, find_required_locals
+from fulgurite.fuser.schedule.cpu.base import CpuSchedule
+from fulgurite.kernels.tuning import fuser_cpu as tuning
 
 
-class Writer:
-    """Lines with indentation."""
+class LineWriter:
+    """Lines of C++, indented by their braces."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.depth = 0
 
-    def __call__(self, line: str) -> None:
+    def __call__(self, line: str, comment: str = "") -> None:
         if line.startswith("}"):
             self.depth -= 1
         prefix = "" if line.startswith("#") else "  " * self.depth
-        self.lines.append(prefix + line if line else "")
+        note = f"  // {comment}" if comment else ""
+        self.lines.append(prefix + line + note if line else "")
         if line.endswith("{"):
             self.depth += 1
 
@@ -43,9 +48,9 @@ class Accumulator:
     """How a reduction is written."""
 
     ctype: str
-    start: str
-    clause: str  # of the OpenMP reduction
-    step: str  # with {0} the accumulator and {1} the next value
+    initial: str
+    omp_operator: str  # of the OpenMP reduction clause
+    update: str  # with {0} the accumulator and {1} the next value
 
 
 def accumulator(local: Local) -> Accumulator:
@@ -58,37 +63,36 @@ def accumulator(local: Local) -> Accumulator:
         return Accumulator(ctype, "0", "+", "{0} += {1}")
     if local.reduction == "prod":
         return Accumulator(ctype, "1", "*", "{0} *= {1}")
-    name, start = ("nan_max", "lowest") if local.reduction == "max" else ("nan_min", "highest")
-    return Accumulator(ctype, f"{start}<{ctype}>()", name, f"{{0}} = {name}({{0}}, {{1}})")
+    name, limit = ("nan_max", "lowest") if local.reduction == "max" else ("nan_min", "highest")
+    return Accumulator(ctype, f"{limit}<{ctype}>()", name, f"{{0}} = {name}({{0}}, {{1}})")
 
 
-def wide_sum(local: Local) -> bool:
-    """Long sums of floats go through a double."""
+def sums_in_double(local: Local) -> bool:
+    """Long sums of floats are accumulated in blocks of float and totals of double."""
     return local.reduction == "sum" and local.dtype.is_floating_point
 
 
 @dataclass
-class Kernel:
-    """The text of one kernel being written."""
+class KernelWriter:
+    """Writes the text of one kernel."""
 
     name: str
-    schedule: Schedule
-    write: Writer = field(default_factory=Writer)
-    arguments: list[str] = field(default_factory=list)  # tensors, then symbols, in order
+    schedule: CpuSchedule
+    emit: LineWriter = field(default_factory=LineWriter)
 
     def __post_init__(self) -> None:
         self.nest = self.schedule.nest
-        self.facts: Analysis = analyse(self.nest)
+        self.analysis: Analysis = analyze_nest(self.nest)
         written = [s.tensor.name for s in self.nest.stores]
-        used = list(dict.fromkeys(t.name for t, _, _ in self.nest.accesses()))
-        self.reads = [name for name in used if name not in written]
+        accessed = list(dict.fromkeys(t.name for t, _, _ in self.nest.accesses()))
+        self.reads = [name for name in accessed if name not in written]
         self.writes = list(dict.fromkeys(written))
         read = {t.name for t, _, stores in self.nest.accesses() if not stores}
         self.updates = [name for name in self.writes if name in read]
-        self.symbols = sorted(self._symbols(), key=lambda s: s.name)
-        self.plain = Names(identifier)
+        self.symbols = sorted(self._find_symbols(), key=lambda s: s.name)
+        self.printer = ExpressionPrinter(identifier)
 
-    def _symbols(self) -> set[Symbol]:
+    def _find_symbols(self) -> set[Symbol]:
         found: set[Symbol] = set()
         for axis in self.nest.axes:
             found |= axis.size.symbols()
@@ -100,135 +104,154 @@ class Kernel:
 
     # the function around the loops
 
-    def open(self) -> None:
-        w = self.write
-        for formula in self.nest.formulas[:FORMULAS]:
-            w(f"// {formula}"[:160])
-        w(f"// {self.schedule}")
+    def open_function(self) -> None:
+        for line in print_formulas(self.nest, "//"):
+            self.emit(line)
+        self.emit(f"// {self.schedule}")
         parameters = []
         for name in self.reads:
             ctype = storage_type(self.nest.memory[name].dtype)
             parameters.append(f"const {ctype}* __restrict {identifier(name)}")
         for name in self.writes:
             ctype = storage_type(self.nest.memory[name].dtype)
-            parameters.append(f"{ctype}* __restrict {self.target(name)}")
+            parameters.append(f"{ctype}* __restrict {self.output_name(name)}")
         parameters += [f"int64_t {symbol.name}" for symbol in self.symbols]
-        parameters += ["int64_t* bad", "int threads"]
-        w(f"static void {self.name}({', '.join(parameters)}) {{")
-        self.leave_when_empty()
+        parameters += ["int64_t* error", "int max_threads"]
+        self.emit(f"static void {self.name}({', '.join(parameters)}) {{")
+        self.return_when_empty()
 
-    def leave_when_empty(self) -> None:
-        """A lookup before the loops may have no place to look at where nothing is computed."""
+    def return_when_empty(self) -> None:
+        """Returns if there are no points: an index lookup before the loops may read out of range."""
         locals_ = self.nest.locals.values()
-        looks_up = any(index.loaded() for _, index, _ in self.nest.accesses())
+        has_lookups = any(index.indirect_indices() for _, index, _ in self.nest.accesses())
         points = static_size(self.nest.axes)
-        if points or not looks_up or any(x.reduction is not None for x in locals_):
+        if points or not has_lookups or any(x.reduction is not None for x in locals_):
             return
-        self.write(
-            "return;" if points == 0 else f"if ({self.product(self.nest.axes)} == 0) return;"
-        )
+        if points == 0:
+            self.emit("return;")
+        else:
+            self.emit(f"if ({self.print_product(self.nest.axes)} == 0) return;")
 
-    def close(self) -> None:
-        self.write("}")
-        self.write("")
+    def close_function(self) -> None:
+        self.emit("}")
+        self.emit("")
 
     # sizes
 
-    def size(self, axis: Axis) -> str:
-        return self.plain.index(axis.size)
+    def print_size(self, axis: Axis) -> str:
+        return self.printer.print_index(axis.size)
 
-    def product(self, axes: tuple[Axis, ...]) -> str:
-        total = Index(1)
-        for axis in axes:
-            total = total * axis.size
-        return self.plain.index(total)
+    def print_product(self, axes: tuple[Axis, ...]) -> str:
+        """The number of points of these loops."""
+        return self.printer.print_index(_product(axes))
 
-    def parallel(self, axes: tuple[Axis, ...]) -> str | None:
-        """The OpenMP clause that gives the work of these loops to threads, None where it is small."""
+    def print_num_threads(self) -> str | None:
+        """The number of threads that the kernel is worth; None for a small kernel."""
         flops = sum(local.flops for local in self.nest.locals.values())
-        grain = max(GRAIN * 8 // (8 + flops), 256)
-        total = Index(1)
-        for axis in self.nest.axes:
-            total = total * axis.size
-        if total.is_constant and total.constant < 2 * grain:
+        grain = max(tuning.THREAD_GRAIN * 8 // (8 + flops), tuning.MIN_THREAD_GRAIN)
+        points = _product(self.nest.axes)
+        if points.is_constant and points.constant < 2 * grain:
             return None
-        if not total.is_constant or total.constant < 64 * grain:
-            work = self.plain.index(total)
-            return f"num_threads(threads_for({work}, {grain}, threads))"
-        return "num_threads(threads)"
+        if not points.is_constant or points.constant < tuning.STATIC_THREADS_GRAINS * grain:
+            return f"choose_num_threads({self.printer.print_index(points)}, {grain}, max_threads)"
+        return "max_threads"
+
+    def open_parallel_for(self, num_threads: str, loops: int = 1) -> None:
+        """Splits the next `loops` loops among threads."""
+        collapse = f" collapse({loops})" if loops > 1 else ""
+        clauses = f"schedule(static) num_threads({num_threads})"
+        self.emit_pragma(f"omp parallel for{collapse} {clauses}")
 
     # values
 
-    def declare(self, local: Local, names: Names) -> None:
-        text = names.expression(local.expression)
-        text = text[1:-1] if _wrapped(text) else text
-        self.write(f"const {value_ctype(local.dtype)} {identifier(local.name)} = {text};")
+    def declare_local(self, local: Local, printer: ExpressionPrinter) -> None:
+        text = _strip_parentheses(printer.print_expression(local.expression))
+        self.emit(f"const {value_ctype(local.dtype)} {identifier(local.name)} = {text};")
 
-    def target(self, name: str) -> str:
-        """What a result is called; what is read and then written has one name."""
+    def output_name(self, name: str) -> str:
+        """The parameter of a result; a tensor that is read and then written has one name."""
         return identifier(name) if name in self.updates else f"{identifier(name)}_out"
 
-    def store(self, store: Store, names: Names) -> None:
-        target = self.target(store.tensor.name)
-        index = names.index(store.index)
-        value = names.expression(store.value)
+    def emit_store(self, store: Store, printer: ExpressionPrinter) -> None:
+        target = self.output_name(store.tensor.name)
+        index = printer.print_index(store.index)
+        value = printer.print_expression(store.value)
         if store.tensor.dtype in NARROW_FLOATS:
-            self.write(f"store({target} + {index}, {value});")
+            self.emit(f"store({target} + {index}, {value});")
         else:
-            value = value[1:-1] if _wrapped(value) else value
-            self.write(f"{target}[{index}] = {value};")
+            self.emit(f"{target}[{index}] = {_strip_parentheses(value)};")
 
-    def needed(self, roots: list[Expression]) -> list[Local]:
-        return needed(self.nest, roots)
+    def find_required_locals(self, roots: list[Expression]) -> list[Local]:
+        return find_required_locals(self.nest, roots)
 
-    def kept_before(self, roots: list[list[Expression]], step: int) -> set[str]:
+    def find_buffered_locals(self, roots: list[list[Expression]], step: int) -> set[str]:
         """Locals that an earlier pass left in a buffer; `roots` are what each pass computes."""
-        earlier = (local.name for part in roots[:step] for local in self.needed(part))
-        return {name for name in earlier if name in self.schedule.kept}
+        earlier = (x.name for part in roots[:step] for x in self.find_required_locals(part))
+        return {name for name in earlier if name in self.schedule.buffered_locals}
 
-    def body_values(self, roots: list[list[Expression]], step: int) -> list[Local]:
-        """Locals that a pass computes at each point, without those only a kept value needed."""
-        kept = self.kept_before(roots, step)
-        order = self.needed(roots[step])
-        wanted: set[str] = set()
+    def find_body_values(self, roots: list[list[Expression]], step: int) -> list[Local]:
+        """Locals that a pass computes at each point, unless only a buffered value needs them."""
+        buffered = self.find_buffered_locals(roots, step)
+        required = self.find_required_locals(roots[step])
+        used: set[str] = set()
         for root in roots[step]:
-            wanted.update(x.name for x in self.nest.references(root))
-        for local in reversed(order):
-            if local.name in wanted and local.name not in kept and local.reduction is None:
-                wanted.update(x.name for x in self.nest.references(local.expression))
-        inner = self.facts.inner
-        return [x for x in order if x.name in wanted and x.reduction is None and inner[x.name]]
+            used.update(x.name for x in self.nest.references(root))
+        for local in reversed(required):
+            if local.name in used and local.name not in buffered and local.reduction is None:
+                used.update(x.name for x in self.nest.references(local.expression))
+        in_body = self.analysis.in_body
+        return [x for x in required if x.name in used and x.reduction is None and in_body[x.name]]
 
-    def loop(self, axis: Axis, comment: str = "", start: str = "0", end: str | None = None) -> None:
-        end = self.size(axis) if end is None else end
-        note = f"  // {comment}" if comment else ""
+    # loops
+
+    def open_loop(
+        self, axis: Axis, comment: str = "", start: str = "0", end: str | None = None
+    ) -> None:
+        end = self.print_size(axis) if end is None else end
         name = axis.name
-        text = f"for (int64_t {name} = {start}; {name} < {end}; ++{name}) {{"
-        self.write(text)
-        if note:
-            self.write.lines[-1] += note
+        self.emit(f"for (int64_t {name} = {start}; {name} < {end}; ++{name}) {{", comment)
 
-    def pragma(self, text: str) -> None:
-        self.write.lines.append("  " * self.write.depth + f"#pragma {text}")
+    def emit_pragma(self, text: str) -> None:
+        self.emit.lines.append("  " * self.emit.depth + f"#pragma {text}")
 
 
-def _wrapped(text: str) -> bool:
-    """Is the whole text inside one pair of parentheses?"""
+def _product(axes: tuple[Axis, ...]) -> Index:
+    total = Index(1)
+    for axis in axes:
+        total = total * axis.size
+    return total
+
+
+def _strip_parentheses(text: str) -> str:
+    """The text without one pair of parentheses around all of it."""
     if not (text.startswith("(") and text.endswith(")")):
-        return False
+        return text
     depth = 0
     for k, c in enumerate(text):
         depth += (c == "(") - (c == ")")
         if depth == 0 and k < len(text) - 1:
-            return False
-    return True
+            return text
+    return text[1:-1]
 
 
 def static_size(axes: tuple[Axis, ...]) -> int | None:
-    """The number of points where it is known."""
+    """The number of points, None where it is dynamic."""
     total = 1
     for axis in axes:
         if not axis.size.is_constant:
             return None
-        total *= number(axis.size)
+        total *= size_hint(axis.size)
     return total
+
+
+def print_flat_index(axes: tuple[Axis, ...], kernel: KernelWriter) -> str:
+    """A point of these loops as one number, row-major."""
+    text = ""
+    for axis in axes:
+        text = f"({text}) * ({kernel.print_size(axis)}) + {axis.name}" if text else axis.name
+    return text or "0"
+
+
+def partial_ctype(x: Local) -> str:
+    """The type of a thread's partial result: double for sums of floats, for accuracy."""
+    return "double" if sums_in_double(x) else accumulator(x).ctype

@@ -1,6 +1,6 @@
-"""How each primitive is written in C++; functions are those of `include/`."""
+"""How each primitive is printed in C++. Functions are those of `fulgurite/include`."""
 
-SPELLING: dict[str, str] = {
+OP_TABLE: dict[str, str] = {
     "add": "({0} + {1})",
     "sub": "({0} - {1})",
     "mul": "({0} * {1})",
@@ -14,7 +14,7 @@ SPELLING: dict[str, str] = {
     "fmod": "truncated_remainder({0}, {1})",
     "remainder": "floored_remainder({0}, {1})",
     "floor_divide": "floored_divide({0}, {1})",
-    "truncated_divide": "truncated_divide({0}, {1})",
+    "trunc_divide": "truncated_divide({0}, {1})",
     "fma": "({0} + {1} * {2})",
     "copysign": "copysign({0}, {1})",
     "nextafter": "nextafter({0}, {1})",
@@ -33,9 +33,9 @@ SPELLING: dict[str, str] = {
     "uniform": "uniform({0}, {1})",
     "uniform53": "uniform53({0}, {1})",
     "random_integer": "random_integer({0}, {1})",
-    "divisor": "divisor({0}, bad)",
-    "gcd": "greatest_divisor({0}, {1})",
-    "lcm": "least_multiple({0}, {1})",
+    "nonzero_divisor": "check_divisor({0}, error)",
+    "gcd": "int_gcd({0}, {1})",
+    "lcm": "int_lcm({0}, {1})",
     "abs": "abs({0})",
     "floor": "floor({0})",
     "ceil": "ceil({0})",
@@ -76,8 +76,8 @@ SPELLING: dict[str, str] = {
     "ge": "({0} >= {1})",
 }
 
-# where the spelling on bools differs
-BOOL_SPELLING: dict[str, str] = {
+# Where bools differ.
+BOOL_OPS: dict[str, str] = {
     "add": "({0} || {1})",
     "mul": "({0} && {1})",
     "maximum": "({0} || {1})",

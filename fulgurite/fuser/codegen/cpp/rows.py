@@ -1,87 +1,118 @@
-"""C++ of pointwise and row kernels: threads share the grid, passes walk the body, SIMD inside.
+"""C++ of pointwise and row kernels: threads split the grid, passes over the body, SIMD inside.
 
-for each row (shared among threads)
-  pass 1: its reductions   →   row values   →   pass 2: what needs them, stores
-large results of a pass are collected in a block and go past the caches; while the dearest pass
-works on a row, the next row is fetched. Sums over the grid are kept a thread (`cpp_grid`); few long
-rows are shared among threads (`cpp_shared`).
+    for each row (split among threads)
+      pass 1: its reductions   →   row values   →   pass 2: what needs them, stores
+
+Large results of a pass are staged in a block and written by non-temporal stores. While the most
+expensive pass works on a row, the next row is prefetched. `grid_reductions.py` adds reductions over
+the grid, `split_rows.py` splits a few long rows among threads.
 """
 
 from __future__ import annotations
 
-from fulgurite.fuser.codegen.cpp.expressions import Names, identifier, storage_type, value_ctype
-from fulgurite.fuser.codegen.cpp.kernel import SUM_BLOCK, Kernel, accumulator, static_size, wide_sum
-from fulgurite.fuser.codegen.cpp.names import BufferNames, divisors
+from dataclasses import dataclass
+
+from fulgurite.fuser.codegen.cpp.buffered_printer import BufferedPrinter, find_divisors
+from fulgurite.fuser.codegen.cpp.expressions import (
+    ExpressionPrinter,
+    identifier,
+    storage_type,
+    value_ctype,
+)
+from fulgurite.fuser.codegen.cpp.kernel import (
+    KernelWriter,
+    accumulator,
+    print_flat_index,
+    static_size,
+    sums_in_double,
+)
 from fulgurite.fuser.ir.expression import NARROW_FLOATS, Expression, Load
-from fulgurite.fuser.ir.index import ONE, ZERO, Axis, of_atom
+from fulgurite.fuser.ir.index import ONE, ZERO, from_atom
 from fulgurite.fuser.ir.loop_nest import Local, Store
-from fulgurite.fuser.schedule.cpu.base import store_axes
-from fulgurite.fuser.schedule.cpu.memory_traffic import contiguous_loads, unguarded
-
-BLOCK = 512  # elements of a result that are collected before they go past the caches
-INVERSE_POINTS = 64  # divisions by one number that are worth its inverse
+from fulgurite.fuser.schedule.analysis import is_body_store, iter_unmasked
+from fulgurite.fuser.schedule.cpu.memory_traffic import find_contiguous_loads
+from fulgurite.kernels.tuning import fuser_cpu as tuning
 
 
-class Rows:
-    """The text of a row kernel, from the outside in."""
+@dataclass(frozen=True)
+class PassWork:
+    """What one pass over the body computes."""
 
-    bounds: tuple[str, str] | None = None  # of the first body loop, where threads share it
+    row_reductions: list[Local]
+    column_reductions: list[Local]
+    full_reductions: list[Local]  # over the body's points
+    stores: list[Store]
 
-    def __init__(self, kernel: Kernel) -> None:
+    @property
+    def roots(self) -> list[Expression]:
+        reductions = (*self.row_reductions, *self.column_reductions, *self.full_reductions)
+        roots: list[Expression] = [x.expression for x in reductions]
+        return roots + [s.value for s in self.stores]
+
+
+class RowWriter:
+    """Writes the text of a row kernel, from the outside in."""
+
+    bounds: tuple[str, str] | None = None  # of the first body loop, where threads split it
+
+    def __init__(self, kernel: KernelWriter) -> None:
         self.kernel = kernel
         self.nest = kernel.nest
-        self.facts = kernel.facts
+        self.analysis = kernel.analysis
         self.schedule = kernel.schedule
-        self.w = kernel.write
-        self.names = BufferNames(identifier)
-        locals_ = self.nest.locals.values()
-        self.scalars = [x for x in locals_ if x.role == "scalar"]
-        self.kept = set(kernel.schedule.kept)
-        self.row_done: set[str] = set()
-        self.roots = [self.pass_roots(step) for step in range(self.schedule.passes)]
+        self.emit = kernel.emit
+        self.printer = BufferedPrinter(identifier)
+        self.full_reductions = [x for x in self.nest.locals.values() if x.role == "full_reduction"]
+        self.declared: set[str] = set()  # row values
+        self.passes = [self.find_pass_work(step) for step in range(self.schedule.passes)]
+        self.pass_roots = [work.roots for work in self.passes]
 
     def write(self) -> None:
-        k = self.kernel
-        clause = k.parallel(self.nest.grid)
-        if clause and not self.schedule.inner_parallel and self.nest.grid:
-            collapse = f" collapse({len(self.nest.grid)})" if len(self.nest.grid) > 1 else ""
-            k.pragma(f"omp parallel for{collapse} schedule(static) {clause}")
-        self.grid_loops(clause if self.schedule.inner_parallel else None)
+        num_threads = self.kernel.print_num_threads()
+        if self.schedule.parallel_simd_loop:
+            self.grid_loops(num_threads)
+            return
+        if num_threads and self.nest.grid:
+            self.kernel.open_parallel_for(num_threads, len(self.nest.grid))
+        self.grid_loops()
 
-    def grid_loops(self, inner_clause: str | None = None) -> None:
+    def grid_loops(self, simd_threads: str | None = None) -> None:
         for axis in self.nest.grid:
-            self.kernel.loop(axis)
-        self.row(inner_clause)
+            self.kernel.open_loop(axis)
+        self.row(simd_threads)
         for _ in self.nest.grid:
-            self.w("}")
+            self.emit("}")
 
-    def row(self, inner_clause: str | None) -> None:
-        """One row: its values and passes, in turn."""
-        for name in self.schedule.kept:
-            local = self.nest.locals[name]
+    def row(self, simd_threads: str | None) -> None:
+        """One row: its values and passes in turn; `simd_threads` split the SIMD loop, if any."""
+        for name in self.schedule.buffered_locals:
+            ctype = value_ctype(self.nest.locals[name].dtype)
             points = static_size(self.nest.body)
-            ctype = value_ctype(local.dtype)
-            self.w(f"alignas(64) {ctype} {identifier(name)}_row[{points}];  // for the next pass")
+            self.emit(f"alignas(64) {ctype} {identifier(name)}_row[{points}];", "for later passes")
         for step in range(self.schedule.passes + 1):
             self.row_values(step)
-            self.row_inverses(step)
+            self.row_reciprocals(step)
             if step == 0:
-                self.look_up()
+                self.row_lookups()
             if step < self.schedule.passes:
-                self.one_pass(step, inner_clause)
+                self.one_pass(step, simd_threads)
 
-    def look_up(self) -> None:
-        """Gathered positions that are the same along the row, once a row."""
-        roots = [root for step in range(self.schedule.passes) for root in self.pass_roots(step)]
-        roots += [x.expression for x in self.kernel.needed(roots) if self.facts.inner[x.name]]
-        for part in (part for root in roots for part in unguarded(root)):
-            for atom in part.index[0].loaded() if isinstance(part, Load) and part.index else ():
-                known = all(x.name in self.row_done for x in self.nest.references(atom.value))
-                if known and not atom.value.axes() & set(self.nest.body):
-                    if atom not in self.names.gathered:
-                        name = f"place{len(self.names.gathered) + 1}_"
-                        self.w(f"const int64_t {name} = {self.names.lookup(atom)};")
-                        self.names.gathered[atom] = name
+    def row_lookups(self) -> None:
+        """Indirect indices that are the same along the row, once a row."""
+        roots = [root for roots in self.pass_roots for root in roots]
+        required = self.kernel.find_required_locals(roots)
+        roots += [x.expression for x in required if self.analysis.in_body[x.name]]
+        for part in (part for root in roots for part in iter_unmasked(root)):
+            for atom in (
+                part.index[0].indirect_indices() if isinstance(part, Load) and part.index else ()
+            ):
+                used = self.nest.references(atom.value)
+                is_known = all(x.name in self.declared for x in used)
+                if is_known and not atom.value.axes() & set(self.nest.body):
+                    if atom not in self.printer.lookups:
+                        name = f"index{len(self.printer.lookups) + 1}_"
+                        self.emit(f"const int64_t {name} = {self.printer.print_lookup(atom)};")
+                        self.printer.lookups[atom] = name
 
     # values of a row
 
@@ -90,245 +121,242 @@ class Rows:
         stores = [
             s
             for s in self.nest.stores
-            if not store_axes(self.nest, s)
-            and not self.facts.expression_after(s.value)
-            and not self.facts.expression_inner(s.value)
-            and self.facts.expression_wait(s.value) == step
+            if not is_body_store(self.nest, s)
+            and not self.analysis.is_after_grid(s.value)
+            and not self.analysis.is_in_body(s.value)
+            and self.analysis.expression_ready_pass(s.value) == step
         ]
-        sums = [x for x in self.scalars if not x.over_body and self.facts.waits[x.name] == step]
-        roots: list[Expression] = [s.value for s in stores] + [x.expression for x in sums]
-        for later in range(step, self.schedule.passes):
-            roots += list(self.pass_roots(later))
-        for local in self.kernel.needed(roots):
-            ready = self.facts.waits[local.name] <= step and not self.facts.inner[local.name]
-            if ready and local.reduction is None and local.name not in self.row_done:
-                self.kernel.declare(local, self.names)
-                self.row_done.add(local.name)
+        ready_pass = self.analysis.ready_pass
+        reductions = [
+            x for x in self.full_reductions if not x.over_body and ready_pass[x.name] == step
+        ]
+        roots: list[Expression] = [s.value for s in stores] + [x.expression for x in reductions]
+        for later in self.pass_roots[step:]:
+            roots += later
+        for local in self.kernel.find_required_locals(roots):
+            is_ready = ready_pass[local.name] <= step and not self.analysis.in_body[local.name]
+            if is_ready and local.reduction is None and local.name not in self.declared:
+                self.kernel.declare_local(local, self.printer)
+                self.declared.add(local.name)
         self.row_stores(stores)
-        for x in sums:
-            value = self.names.expression(x.expression)
-            self.w(accumulator(x).step.format(f"{identifier(x.name)}_part", value) + ";")
+        for x in reductions:
+            value = self.printer.print_expression(x.expression)
+            self.emit(accumulator(x).update.format(f"{identifier(x.name)}_partial", value) + ";")
 
     def row_stores(self, stores: list[Store]) -> None:
         for store in stores:
-            self.kernel.store(store, self.names)
+            self.kernel.emit_store(store, self.printer)
 
-    def row_inverses(self, step: int) -> None:
-        """Inverses of row values that every point of a later pass is divided by."""
+    def row_reciprocals(self, step: int) -> None:
+        """Reciprocals of row values that every point of a later pass is divided by."""
         points = static_size(self.nest.body)
-        if points is not None and points < INVERSE_POINTS:
+        if points is not None and points < tuning.MIN_RECIPROCAL_POINTS:
             return
         expressions: list[Expression] = []
         for later in range(step, self.schedule.passes):
-            expressions += self.pass_roots(later)
+            expressions += self.pass_roots[later]
             expressions += [x.expression for x in self.body_values(later)]
-        for name in divisors(expressions):
-            ready = self.facts.waits[name] <= step and not self.facts.after[name]
-            if ready and not self.facts.inner[name] and name not in self.names.inverses:
+        for name in find_divisors(expressions):
+            is_ready = self.analysis.ready_pass[name] <= step and not self.analysis.after_grid[name]
+            is_row_value = not self.analysis.in_body[name]
+            if is_ready and is_row_value and name not in self.printer.reciprocals:
                 text = identifier(name)
-                self.w(f"const Inverse {text}_inverse = inverse({text});")
-                self.names.inverses[name] = f"{text}_inverse"
+                self.emit(f"const Reciprocal {text}_reciprocal = make_reciprocal({text});")
+                self.printer.reciprocals[name] = f"{text}_reciprocal"
 
     # a pass over the body
 
-    def pass_locals(self, step: int) -> tuple[list[Local], list[Local], list[Local], list[Store]]:
-        rowsums, colsums, scalars = [], [], []
+    def find_pass_work(self, step: int) -> PassWork:
+        work = PassWork([], [], [], [])
+        ready_pass = self.analysis.ready_pass
         for x in self.nest.locals.values():
-            if x.role == "rowsum" and self.facts.waits[x.name] == step + 1:
-                rowsums.append(x)
-            elif x.role == "colsum" and self.facts.waits[x.name] == step:
-                colsums.append(x)
-            elif x.role == "scalar" and self.facts.waits[x.name] == step:
-                if x.over_body:
-                    scalars.append(x)
-        stores = [
-            s
-            for s in self.nest.stores
-            if store_axes(self.nest, s)
-            and not self.facts.expression_after(s.value)
-            and self.facts.expression_wait(s.value) == step
-        ]
-        return rowsums, colsums, scalars, stores
+            if x.role == "row_reduction" and ready_pass[x.name] == step + 1:
+                work.row_reductions.append(x)
+            elif x.role == "column_reduction" and ready_pass[x.name] == step:
+                work.column_reductions.append(x)
+            elif x.role == "full_reduction" and ready_pass[x.name] == step and x.over_body:
+                work.full_reductions.append(x)
+        for s in self.nest.stores:
+            if is_body_store(self.nest, s) and not self.analysis.is_after_grid(s.value):
+                if self.analysis.expression_ready_pass(s.value) == step:
+                    work.stores.append(s)
+        return work
 
-    def pass_roots(self, step: int) -> list[Expression]:
-        rowsums, colsums, scalars, stores = self.pass_locals(step)
-        roots = [x.expression for x in (*rowsums, *colsums, *scalars)]
-        return roots + [s.value for s in stores]
-
-    def one_pass(self, step: int, inner_clause: str | None = None) -> None:
-        rowsums, colsums, scalars, stores = self.pass_locals(step)
-        if not (rowsums or colsums or scalars or stores):
+    def one_pass(self, step: int, simd_threads: str | None = None) -> None:
+        work = self.passes[step]
+        if not work.roots:
             return
-        running = [*rowsums, *scalars]
-        wide = [x for x in running if wide_sum(x)] if self.in_parts() else []
-        for x in running:
-            if x in wide:
-                self.w(f"double {identifier(x.name)}_total = 0;")
+        reductions = [*work.row_reductions, *work.full_reductions]
+        in_double = [x for x in reductions if sums_in_double(x)] if self.sums_in_blocks() else []
+        for x in reductions:
+            if x in in_double:
+                self.emit(f"double {identifier(x.name)}_total = 0;")
             else:
-                self.w(f"{accumulator(x).ctype} {self.running(x)} = {accumulator(x).start};")
+                a = accumulator(x)
+                self.emit(f"{a.ctype} {self.running_name(x)} = {a.initial};")
         if not self.nest.body:
             self.point(step, [])
         else:
-            self.body_loops(step, running, wide, inner_clause)
-        for x in rowsums:
-            self.finish_rowsum(x, x in wide)
-        for x in scalars:
+            self.body_loops(step, reductions, in_double, simd_threads)
+        for x in work.row_reductions:
+            self.finish_row_reduction(x, x in in_double)
+        for x in work.full_reductions:
             name = identifier(x.name)
-            value = f"{name}_total" if x in wide else self.running(x)
-            self.w(accumulator(x).step.format(f"{name}_part", value) + ";")
+            value = f"{name}_total" if x in in_double else self.running_name(x)
+            self.emit(accumulator(x).update.format(f"{name}_partial", value) + ";")
 
-    def in_parts(self) -> bool:
-        """Is the body too long to sum its floats in one go?"""
+    def sums_in_blocks(self) -> bool:
+        """Is the body too long to sum its floats in one float?"""
         size = static_size(self.nest.body[-1:])
-        return len(self.nest.body) > 1 or size is None or size > 2 * SUM_BLOCK
+        return len(self.nest.body) > 1 or size is None or size > 2 * tuning.SUM_BLOCK
 
-    def finish_rowsum(self, x: Local, wide: bool) -> None:
-        if wide:
+    def finish_row_reduction(self, x: Local, in_double: bool) -> None:
+        if in_double:
             name = identifier(x.name)
-            self.w(f"const {value_ctype(x.dtype)} {name} = {name}_total;")
+            self.emit(f"const {value_ctype(x.dtype)} {name} = {name}_total;")
 
-    def running(self, x: Local) -> str:
+    def running_name(self, x: Local) -> str:
         """The accumulator inside a pass."""
-        return f"{identifier(x.name)}_row" if x.role == "scalar" else identifier(x.name)
+        name = identifier(x.name)
+        return f"{name}_row" if x.role == "full_reduction" else name
 
-    def part(self, x: Local) -> str:
-        return f"{identifier(x.name)}_some"
+    def block_accumulator(self, x: Local) -> str:
+        """The float accumulator of one block of a sum in double."""
+        return f"{identifier(x.name)}_acc"
 
     def body_loops(
-        self, step: int, running: list[Local], wide: list[Local], inner_clause: str | None
+        self, step: int, reductions: list[Local], in_double: list[Local], simd_threads: str | None
     ) -> None:
         k = self.kernel
-        *outer, vector = self.nest.body
+        *outer, simd_axis = self.nest.body
         label = f"pass {step + 1}" if self.schedule.passes > 1 else ""
         for axis in outer:
-            chunked = self.bounds if axis is self.nest.body[0] and self.bounds else ("0", None)
-            k.loop(axis, label, *chunked)
-        low, high = self.bounds if self.bounds and not outer else ("0", k.size(vector))
-        block = self.block_size(step, wide)
-        start, end, count = low, high, k.size(vector)
+            is_split = axis is self.nest.body[0] and self.bounds
+            k.open_loop(axis, label, *(self.bounds if is_split and self.bounds else ("0", None)))
+        low, high = self.bounds if self.bounds and not outer else ("0", k.print_size(simd_axis))
+        block = self.block_size(step, in_double)
+        start, end, count = low, high, k.print_size(simd_axis)
         if block:
-            whole = (static_size((vector,)) or 1) % block == 0 and low == "0"
-            if inner_clause:
-                k.pragma(f"omp parallel for schedule(static) {inner_clause}")
-                inner_clause = None
-            self.w(f"for (int64_t block = {low}; block < {high}; block += {block}) {{")
-            start, end = "block", f"block + {block}" if whole else f"least({high}, block + {block})"
-            count = str(block) if whole else f"least({block}, {high} - block)"
-        if self.schedule.fetches == step:
-            self.fetch(start, count)
-        streams = self.streams(step)
-        for store in streams:
+            is_even = (static_size((simd_axis,)) or 1) % block == 0 and low == "0"
+            if simd_threads:
+                k.open_parallel_for(simd_threads)
+                simd_threads = None
+            self.emit(f"for (int64_t block = {low}; block < {high}; block += {block}) {{")
+            start, end = "block", f"block + {block}"
+            count = str(block)
+            if not is_even:
+                end = f"min_i64({high}, {end})"
+                count = f"min_i64({block}, {high} - block)"
+        if self.schedule.prefetch_pass == step:
+            self.prefetch(start, count)
+        staged = self.staged_stores(step)
+        for store in staged:
             ctype = storage_type(store.tensor.dtype)
-            length = block or static_size((vector,))
-            self.w(f"alignas(64) {ctype} {self.collected(store)}[{length}];")
-        for x in wide:
-            self.w(f"{value_ctype(x.dtype)} {self.part(x)} = 0;")
-        clauses = "".join(
-            f" reduction({accumulator(x).clause}:{self.part(x) if x in wide else self.running(x)})"
-            for x in running
-        )
-        shared = f"parallel for simd schedule(static) {inner_clause}" if inner_clause else "simd"
-        k.pragma(f"omp {shared}{clauses}")
-        k.loop(vector, label, start, end)
-        self.point(step, wide, start)
-        self.w("}")
-        for x in wide:
-            self.w(f"{identifier(x.name)}_total += {self.part(x)};")
-        for store in streams:
-            place = Names(identifier, {vector: start}).index(store.index).removesuffix(" + 0")
-            target = f"{k.target(store.tensor.name)} + {place}"
-            self.w(f"stream({target}, {self.collected(store)}, {count});")
+            length = block or static_size((simd_axis,))
+            self.emit(f"alignas(64) {ctype} {staging_name(store)}[{length}];")
+        for x in in_double:
+            self.emit(f"{value_ctype(x.dtype)} {self.block_accumulator(x)} = 0;")
+        k.emit_pragma(self.simd_pragma(reductions, in_double, simd_threads))
+        k.open_loop(simd_axis, label, start, end)
+        self.point(step, in_double, start)
+        self.emit("}")
+        for x in in_double:
+            self.emit(f"{identifier(x.name)}_total += {self.block_accumulator(x)};")
+        for store in staged:
+            at_start = ExpressionPrinter(identifier, {simd_axis: start})
+            index = at_start.print_index(store.index).removesuffix(" + 0")
+            target = f"{k.output_name(store.tensor.name)} + {index}"
+            self.emit(f"store_nontemporal({target}, {staging_name(store)}, {count});")
         for _ in range(len(outer) + bool(block)):
-            self.w("}")
+            self.emit("}")
 
-    def block_size(self, step: int, wide: list[Local]) -> int | None:
-        """Steps of the innermost loop that are done together."""
+    def simd_pragma(
+        self, reductions: list[Local], in_double: list[Local], simd_threads: str | None
+    ) -> str:
+        clauses = ""
+        for x in reductions:
+            name = self.block_accumulator(x) if x in in_double else self.running_name(x)
+            clauses += f" reduction({accumulator(x).omp_operator}:{name})"
+        if simd_threads is None:
+            return f"omp simd{clauses}"
+        return f"omp parallel for simd schedule(static) num_threads({simd_threads}){clauses}"
+
+    def block_size(self, step: int, in_double: list[Local]) -> int | None:
+        """Iterations of the innermost loop in a block; None where it is one loop."""
         size = static_size(self.nest.body[-1:])
-        if self.schedule.fetches == step or self.streams(step):
-            return BLOCK if size is None or size > BLOCK or self.bounds else None
-        return SUM_BLOCK if wide and (size is None or size > 2 * SUM_BLOCK) else None
+        if self.schedule.prefetch_pass == step or self.staged_stores(step):
+            is_split = self.bounds is not None
+            is_long = size is None or size > tuning.STAGING_BLOCK or is_split
+            return tuning.STAGING_BLOCK if is_long else None
+        is_long = size is None or size > 2 * tuning.SUM_BLOCK
+        return tuning.SUM_BLOCK if in_double and is_long else None
 
-    def streams(self, step: int) -> list[Store]:
-        """Stores of a pass that go past the caches."""
-        stores = self.pass_locals(step)[3]
-        return [s for s in stores if s.tensor.name in self.schedule.streamed]
+    def staged_stores(self, step: int) -> list[Store]:
+        """Stores of a pass that are staged in a block and written by non-temporal stores."""
+        names = self.schedule.nontemporal_stores
+        return [s for s in self.passes[step].stores if s.tensor.name in names]
 
-    def collected(self, store: Store) -> str:
-        return f"{identifier(store.tensor.name)}_block"
-
-    def fetch(self, start: str, count: str) -> None:
-        """Asks for the same part of the next row."""
-        vector, row = self.nest.body[-1], self.nest.grid[-1]
+    def prefetch(self, start: str, count: str) -> None:
+        """Prefetches the same part of the next row."""
+        simd_axis, row = self.nest.body[-1], self.nest.grid[-1]
         found: dict[str, Load] = {}
-        for load in contiguous_loads(self.nest, vector, row):
+        for load in find_contiguous_loads(self.nest, simd_axis, row):
             found.setdefault(load.name, load)
         for name, load in found.items():
-            index = load.index[0].substitute({row: of_atom(row) + ONE})
+            index = load.index[0].substitute({row: from_atom(row) + ONE})
             if start == "0":
-                index = index.substitute({vector: ZERO})
-            place = Names(identifier, {vector: start}).index(index)
-            self.w(f"fetch({identifier(name)} + {place}, {count});  // of the next row")
+                index = index.substitute({simd_axis: ZERO})
+            text = ExpressionPrinter(identifier, {simd_axis: start}).print_index(index)
+            self.emit(f"prefetch({identifier(name)} + {text}, {count});", "next row")
 
     # one point
 
-    def point(self, step: int, wide: list[Local], start: str = "0") -> None:
-        k = self.kernel
-        rowsums, colsums, scalars, stores = self.pass_locals(step)
-        place = self.place()
+    def point(self, step: int, in_double: list[Local], start: str = "0") -> None:
+        k, work = self.kernel, self.passes[step]
+        index = self.body_index()
         for local in self.body_values(step):
             name = identifier(local.name)
-            if local.name in self.kernel.kept_before(self.roots, step):
-                self.w(f"const {value_ctype(local.dtype)} {name} = {name}_row[{place}];")
+            if local.name in self.kernel.find_buffered_locals(self.pass_roots, step):
+                self.emit(f"const {value_ctype(local.dtype)} {name} = {name}_row[{index}];")
                 continue
-            k.declare(local, self.names)
-            if local.name in self.kept:
-                self.w(f"{name}_row[{place}] = {name};")
-        for x in (*rowsums, *scalars):
-            target = self.part(x) if x in wide else self.running(x)
-            value = self.names.expression(x.expression)
-            self.w(accumulator(x).step.format(target, value) + ";")
-        for x in colsums:
-            value = self.names.expression(x.expression)
-            self.w(accumulator(x).step.format(f"{identifier(x.name)}_part[{place}]", value) + ";")
-        streams = self.streams(step)
-        for store in stores:
-            if store in streams:
-                self.collect(store, start)
+            k.declare_local(local, self.printer)
+            if local.name in self.schedule.buffered_locals:
+                self.emit(f"{name}_row[{index}] = {name};")
+        for x in (*work.row_reductions, *work.full_reductions):
+            target = self.block_accumulator(x) if x in in_double else self.running_name(x)
+            self.accumulate(x, target)
+        for x in work.column_reductions:
+            self.accumulate(x, f"{identifier(x.name)}_acc[{index}]")
+        staged = self.staged_stores(step)
+        for store in work.stores:
+            if store in staged:
+                self.stage_value(store, start)
             else:
-                k.store(store, self.names)
+                k.emit_store(store, self.printer)
 
-    def collect(self, store: Store, start: str) -> None:
-        """A value for the block that goes past the caches."""
-        vector = self.nest.body[-1].name
-        place = vector if start == "0" else f"{vector} - {start}"
-        value = self.names.expression(store.value)
+    def accumulate(self, x: Local, target: str) -> None:
+        value = self.printer.print_expression(x.expression)
+        self.emit(accumulator(x).update.format(target, value) + ";")
+
+    def stage_value(self, store: Store, start: str) -> None:
+        """Puts a value into the block for non-temporal stores."""
+        name = self.nest.body[-1].name
+        index = name if start == "0" else f"{name} - {start}"
+        value = self.printer.print_expression(store.value)
         if store.tensor.dtype in NARROW_FLOATS:
-            where = place if start == "0" else f"({place})"
-            self.w(f"store({self.collected(store)} + {where}, {value});")
+            offset = index if start == "0" else f"({index})"
+            self.emit(f"store({staging_name(store)} + {offset}, {value});")
         else:
-            self.w(f"{self.collected(store)}[{place}] = {value};")
+            self.emit(f"{staging_name(store)}[{index}] = {value};")
 
     def body_values(self, step: int) -> list[Local]:
-        return self.kernel.body_values(self.roots, step)
+        return self.kernel.find_body_values(self.pass_roots, step)
 
-    def place(self) -> str:
+    def body_index(self) -> str:
         """The body point as one number."""
-        return place_of(self.nest.body, self.kernel)
+        return print_flat_index(self.nest.body, self.kernel)
 
 
-def held_type(x: Local) -> str:
-    """The type of long sums: double for floats, so that millions of addends stay exact enough."""
-    return "double" if wide_sum(x) else accumulator(x).ctype
-
-
-def team_size(clause: str | None) -> str:
-    if clause is None:
-        return "1"
-    return clause.removeprefix("num_threads(")[:-1]
-
-
-def place_of(axes: tuple[Axis, ...], kernel: Kernel) -> str:
-    text = ""
-    for axis in axes:
-        text = f"({text}) * ({kernel.size(axis)}) + {axis.name}" if text else axis.name
-    return text or "0"
+def staging_name(store: Store) -> str:
+    """The block that collects values for non-temporal stores."""
+    return f"{identifier(store.tensor.name)}_staging"

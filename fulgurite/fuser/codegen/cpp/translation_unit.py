@@ -1,124 +1,132 @@
-"""The C++ of a region: one translation unit, one function a kernel, one entry that runs them all.
+"""The C++ of a region: one translation unit, one function a kernel, one entry point for all.
 
-In: named schedules in the order they run. Out: a `Unit`: the source text and, for each kernel, which
-buffers and sizes it takes. The text needs no headers but ours, which are part of it.
+In: named schedules in the order they run. Out: a `TranslationUnit`: the source text and, for each
+kernel, which buffers and sizes it takes.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from fulgurite import native
-from fulgurite.fuser.codegen.cpp.columns import Columns
-from fulgurite.fuser.codegen.cpp.expressions import identifier, storage_type
-from fulgurite.fuser.codegen.cpp.grid_reductions import GridSums
-from fulgurite.fuser.codegen.cpp.kernel import Kernel
-from fulgurite.fuser.codegen.cpp.parallel_rows import SharedRows
-from fulgurite.fuser.codegen.cpp.rows import Rows
+from fulgurite.fuser.codegen.cpp.columns import ColumnWriter
+from fulgurite.fuser.codegen.cpp.expressions import storage_type
+from fulgurite.fuser.codegen.cpp.grid_reductions import GridReductionWriter
+from fulgurite.fuser.codegen.cpp.kernel import KernelWriter
+from fulgurite.fuser.codegen.cpp.rows import RowWriter
 from fulgurite.fuser.codegen.cpp.scan import write_scan
-from fulgurite.fuser.codegen.cpp.split_columns import write_split
+from fulgurite.fuser.codegen.cpp.split_columns import write_split_columns
+from fulgurite.fuser.codegen.cpp.split_rows import SplitRowWriter
 from fulgurite.fuser.codegen.cpp.transpose import write_transpose
 from fulgurite.fuser.ir.index import Symbol
-from fulgurite.fuser.schedule.cpu.base import Schedule
+from fulgurite.fuser.ir.statement import Tensor
+from fulgurite.fuser.schedule.cpu.base import CpuSchedule
+
+BASE_HEADER = "numbers.h"  # every kernel includes it
+# Other headers are included where a kernel uses them.
+OPTIONAL_HEADERS = (
+    "math.h",
+    "trigonometry.h",
+    "math_via_double.h",
+    "memory_traffic.h",
+    "transpose.h",
+)
 
 
-def write_rows(kernel: Kernel) -> None:
-    kernel.open()
-    over_grid = any(x.role in ("colsum", "scalar") for x in kernel.nest.locals.values())
-    kind = SharedRows if kernel.schedule.split else GridSums if over_grid else Rows
-    kind(kernel).write()
-    kernel.close()
+def write_rows(kernel: KernelWriter) -> None:
+    kernel.open_function()
+    roles = {x.role for x in kernel.nest.locals.values()}
+    writer = RowWriter
+    if kernel.schedule.splits_body:
+        writer = SplitRowWriter
+    elif roles & {"column_reduction", "full_reduction"}:
+        writer = GridReductionWriter
+    writer(kernel).write()
+    kernel.close_function()
 
 
-def write_columns(kernel: Kernel) -> None:
-    kernel.open()
-    columns = Columns(kernel)
-    if kernel.schedule.split:
-        write_split(columns)
+def write_columns(kernel: KernelWriter) -> None:
+    kernel.open_function()
+    columns = ColumnWriter(kernel)
+    if kernel.schedule.splits_body:
+        write_split_columns(columns)
     else:
         columns.write()
-    kernel.close()
+    kernel.close_function()
 
 
-WRITERS: dict[str, Callable[[Kernel], None]] = {
+WRITERS: dict[str, Callable[[KernelWriter], None]] = {
     "pointwise": write_rows,
     "rows": write_rows,
     "columns": write_columns,
     "transpose": write_transpose,
     "scan": write_scan,
 }
-NUMBERS = "numbers.h"
-HEADERS = (
-    "math.h",
-    "trigonometry.h",
-    "functions.h",
-    "traffic.h",
-    "tile.h",
-)  # where a kernel uses them
 
 
 @functools.cache
-def _first_header() -> str:
+def _base_header() -> str:
     """What every kernel starts with."""
     large = torch.tensor(1e4).to(torch.float8_e4m3fn).view(torch.uint8)
     overflow = f"#define E4M3_OVERFLOW {int(large):#x}u"
     allocate = 'extern "C" void* malloc(unsigned long);\nextern "C" void free(void*);\n'
-    return "\n".join([overflow, (native.INCLUDE / NUMBERS).read_text(), allocate])
+    return "\n".join([overflow, (native.INCLUDE / BASE_HEADER).read_text(), allocate])
 
 
 @functools.cache
-def _header(name: str) -> tuple[str, frozenset[str]]:
+def _read_header(name: str) -> tuple[str, frozenset[str]]:
     """A header's text and the names it defines."""
     text = (native.INCLUDE / name).read_text()
     return text, frozenset(re.findall(r"^(?:template.*)?(?:INLINE|struct) ?\w* (\w+)", text, re.M))
 
 
-def header(text: str) -> str:
-    """Our own headers as text, those that a kernel uses: what is not there need not be compiled."""
-    parts, words = [_first_header()], set(re.findall(r"[A-Za-z_]\w*", text))
-    for name in HEADERS:
-        content, defined = _header(name)
+def collect_headers(text: str) -> str:
+    """The text of the headers that a kernel uses: an unused header would only cost compile time."""
+    parts, words = [_base_header()], set(re.findall(r"[A-Za-z_]\w*", text))
+    for name in OPTIONAL_HEADERS:
+        content, defined = _read_header(name)
         if words & defined:
             parts.append(content)
     return "\n".join(parts)
 
 
 @dataclass(frozen=True)
-class KernelText:
-    """One function: its text and its arguments."""
+class CppKernelSource:
+    """One C++ function: its text and its arguments."""
 
     name: str
     text: str
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     symbols: tuple[Symbol, ...]
-    updates: tuple[str, ...] = ()  # those of the writes that are read, too
+    updates: tuple[str, ...] = ()  # those of the writes that are also read
 
 
 @dataclass(frozen=True)
-class Unit:
-    """A translation unit. `slots` are the names that the entry takes, in order."""
+class TranslationUnit:
+    """A translation unit. `slots` are the names that the entry point takes, in order."""
 
-    kernels: tuple[KernelText, ...]
+    kernels: tuple[CppKernelSource, ...]
     slots: tuple[str, ...]
     text: str
 
     @property
     def source(self) -> str:
-        return header(self.text) + "\n" + self.text
+        """The text with its headers."""
+        return collect_headers(self.text) + "\n" + self.text
 
 
-def write_kernel(name: str, schedule: Schedule) -> KernelText:
-    kernel = Kernel(name, schedule)
+def write_kernel(name: str, schedule: CpuSchedule) -> CppKernelSource:
+    kernel = KernelWriter(name, schedule)
     WRITERS[schedule.kind](kernel)
-    return KernelText(
+    return CppKernelSource(
         name,
-        "\n".join(kernel.write.lines),
+        "\n".join(kernel.emit.lines),
         tuple(kernel.reads),
         tuple(kernel.writes),
         tuple(kernel.symbols),
@@ -126,36 +134,39 @@ def write_kernel(name: str, schedule: Schedule) -> KernelText:
     )
 
 
-def write_unit(kernels: list[KernelText], memory: dict) -> Unit:  # type: ignore[type-arg]
-    """All kernels, and `run`, which calls them with addresses from one array of integers."""
-    tensors = dict.fromkeys(name for k in kernels for name in (*k.reads, *k.writes))
+def write_translation_unit(
+    kernels: list[CppKernelSource], tensors: Mapping[str, Tensor]
+) -> TranslationUnit:
+    """All kernels, `run`, which calls them in order, and `run_<name>`, which calls one of them."""
+    names = dict.fromkeys(name for k in kernels for name in (*k.reads, *k.writes))
     symbols = dict.fromkeys(symbol.name for k in kernels for symbol in k.symbols)
-    slots = (*tensors, *symbols)
-    place = {name: position for position, name in enumerate(slots)}
+    slots = (*names, *symbols)
+    slot = {name: position for position, name in enumerate(slots)}
     calls: list[str] = []
     entries: list[str] = []
     for k in kernels:
-        given = [f"(const {storage_type(memory[name].dtype)}*)a[{place[name]}]" for name in k.reads]
-        given += [f"({storage_type(memory[name].dtype)}*)a[{place[name]}]" for name in k.writes]
-        given += [f"a[{place[symbol.name]}]" for symbol in k.symbols]
-        call = f"{k.name}({', '.join([*given, '&bad', 'threads'])});"
+        arguments = [
+            f"(const {storage_type(tensors[name].dtype)}*)args[{slot[name]}]" for name in k.reads
+        ]
+        arguments += [
+            f"({storage_type(tensors[name].dtype)}*)args[{slot[name]}]" for name in k.writes
+        ]
+        arguments += [f"args[{slot[symbol.name]}]" for symbol in k.symbols]
+        call = f"{k.name}({', '.join([*arguments, '&error', 'max_threads'])});"
         calls.append("  " + call)
         entries.append(
-            f"EXPORT int64_t only_{k.name}(const int64_t* a) {{\n"
-            f"  int64_t bad = 0;\n  const int threads = (int)a[{len(slots)}];\n"
-            f"  {call}\n  return bad;\n}}"
+            f"EXPORT int64_t run_{k.name}(const int64_t* args) {{\n"
+            f"  int64_t error = 0;\n  const int max_threads = (int)args[{len(slots)}];\n"
+            f"  {call}\n  return error;\n}}"
         )
     run = [
-        "// every kernel in turn; a holds addresses, then sizes, then the number of threads",
-        "EXPORT int64_t run(const int64_t* a) {",
-        "  int64_t bad = 0;",
-        f"  const int threads = (int)a[{len(slots)}];",
+        "// Runs every kernel in order. args: addresses, then sizes, then the number of threads.",
+        "EXPORT int64_t run(const int64_t* args) {",
+        "  int64_t error = 0;",
+        f"  const int max_threads = (int)args[{len(slots)}];",
         *calls,
-        "  return bad;",
+        "  return error;",
         "}",
     ]
-    body = "\n".join(k.text for k in kernels)
-    return Unit(tuple(kernels), slots, body + "\n" + "\n".join(run) + "\n" + "\n".join(entries))
-
-
-__all__ = ["KernelText", "Unit", "header", "identifier", "write_kernel", "write_unit"]
+    text = "\n".join([*(k.text for k in kernels), *run, *entries])
+    return TranslationUnit(tuple(kernels), slots, text)

@@ -1,94 +1,93 @@
-"""C++ of transposing kernels: square tiles, turned inputs through a buffer.
+"""C++ of transposing kernels: square tiles, transposed inputs through a buffer.
 
-for each tile (shared among threads), neighbours along what is read one after the other
-  each turned input: ask for the next tile, read this one along its contiguous axis into a buffer
+for each tile (split among threads), neighbours along the axis that is read contiguously
+  each transposed input: prefetch the next tile, load this one along its contiguous axis
   every point of the tile, SIMD along the output
 """
 
 from __future__ import annotations
 
-from fulgurite.fuser.codegen.cpp.expressions import Names, identifier, storage_type
-from fulgurite.fuser.codegen.cpp.kernel import Kernel
-from fulgurite.fuser.codegen.cpp.names import BufferNames
+from fulgurite.fuser.codegen.cpp.buffered_printer import BufferedPrinter
+from fulgurite.fuser.codegen.cpp.expressions import ExpressionPrinter, identifier, storage_type
+from fulgurite.fuser.codegen.cpp.kernel import KernelWriter
+from fulgurite.fuser.codegen.cpp.rows import staging_name
 from fulgurite.fuser.ir.expression import NARROW_FLOATS
-from fulgurite.fuser.ir.index import Index, of, of_atom
-from fulgurite.fuser.ir.loop_nest import Store
-from fulgurite.fuser.schedule.cpu.transpose import turned_loads
-
-PADDING = 16  # columns more than the tile has: its rows don't share cache sets and stay aligned
+from fulgurite.fuser.ir.index import Index, as_index, from_atom
+from fulgurite.fuser.schedule.loop_order import find_transposed_loads
+from fulgurite.kernels.tuning import fuser_cpu as tuning
 
 
-def write_transpose(kernel: Kernel) -> None:
-    kernel.open()
-    nest, w = kernel.nest, kernel.write
-    other, vector = nest.body
-    clause = kernel.parallel(nest.grid)
-    if clause:
-        kernel.pragma(f"omp parallel for collapse({len(nest.grid) + 2}) schedule(static) {clause}")
+def write_transpose(kernel: KernelWriter) -> None:
+    kernel.open_function()
+    nest, emit = kernel.nest, kernel.emit
+    other, inner = nest.body
+    num_threads = kernel.print_num_threads()
+    if num_threads:
+        kernel.open_parallel_for(num_threads, len(nest.grid) + 2)
     for axis in nest.grid:
-        kernel.loop(axis)
+        kernel.open_loop(axis)
     block = kernel.schedule.block
-    for axis in (vector, other):
-        size = kernel.size(axis)
-        w(f"for (int64_t {axis.name}0 = 0; {axis.name}0 < {size}; {axis.name}0 += {block}) {{")
-    w.lines[-1] += "  // tiles"
-    for axis in (other, vector):
-        size = kernel.size(axis)
-        w(f"const int64_t {axis.name}1 = least({axis.name}0 + {block}, {size});")
-    names = BufferNames(identifier)
-    turn_inputs(kernel, names)
-    write_tile(kernel, names)
+    for axis, comment in ((inner, ""), (other, "tiles")):
+        n, size = axis.name, kernel.print_size(axis)
+        emit(f"for (int64_t {n}0 = 0; {n}0 < {size}; {n}0 += {block}) {{", comment)
+    for axis in (other, inner):
+        n, size = axis.name, kernel.print_size(axis)
+        emit(f"const int64_t {n}1 = min_i64({n}0 + {block}, {size});")
+    printer = BufferedPrinter(identifier)
+    transpose_inputs(kernel, printer)
+    write_tile(kernel, printer)
     for _ in range(len(nest.grid) + 2):
-        w("}")
-    kernel.close()
+        emit("}")
+    kernel.close_function()
 
 
-def turn_inputs(kernel: Kernel, names: BufferNames) -> None:
-    """The tiles of turned inputs, in buffers."""
-    (other, vector), w, block = kernel.nest.body, kernel.write, kernel.schedule.block
-    u, v = other.name, vector.name
-    for number, load in enumerate(turned_loads(kernel.nest, vector, other)):
-        ctype = storage_type(load.dtype)
-        tile = f"{identifier(load.name)}_tile{number or ''}"
-        w(f"alignas(64) {ctype} {tile}[{block}][{block + PADDING}];")
-        step = kernel.plain.index(load.index[0].coefficient(vector) or Index(0))
-        corner = Names(identifier, {other: f"{u}0", vector: f"{v}0"})
-        next_index = load.index[0].substitute({other: of_atom(other) + of(block)})
-        source = identifier(load.name)
-        w(f"fetch_rows({source} + {corner.index(next_index)}, {step}, {block}, {v}1 - {v}0);")
-        w.lines[-1] += "  // the next tile"
-        shape = f"{block + PADDING}, {u}1 - {u}0, {v}1 - {v}0"
-        w(f"turn({source} + {corner.index(load.index[0])}, {step}, &{tile}[0][0], {shape});")
-        names.buffers[load] = f"{tile}[{u} - {u}0][{v} - {v}0]"
+def transpose_inputs(kernel: KernelWriter, printer: BufferedPrinter) -> None:
+    """Loads the tiles of transposed inputs into buffers."""
+    (other, inner), emit, block = kernel.nest.body, kernel.emit, kernel.schedule.block
+    u, v = other.name, inner.name
+    padded = block + tuning.TRANSPOSE_PADDING
+    for number, load in enumerate(find_transposed_loads(kernel.nest, inner, other)):
+        ctype, source = storage_type(load.dtype), identifier(load.name)
+        tile = f"{source}_tile{number or ''}"
+        emit(f"alignas(64) {ctype} {tile}[{block}][{padded}];")
+        stride = kernel.printer.print_index(load.index[0].coefficient(inner) or Index(0))
+        corner = ExpressionPrinter(identifier, {other: f"{u}0", inner: f"{v}0"})
+        start = corner.print_index(load.index[0])
+        next_tile = load.index[0].substitute({other: from_atom(other) + as_index(block)})
+        next_start = corner.print_index(next_tile)
+        emit(
+            f"prefetch_rows({source} + {next_start}, {stride}, {block}, {v}1 - {v}0);", "next tile"
+        )
+        shape = f"{padded}, {u}1 - {u}0, {v}1 - {v}0"
+        emit(f"transpose_tile({source} + {start}, {stride}, &{tile}[0][0], {shape});")
+        printer.buffers[load] = f"{tile}[{u} - {u}0][{v} - {v}0]"
 
 
-def write_tile(kernel: Kernel, names: BufferNames) -> None:
+def write_tile(kernel: KernelWriter, printer: BufferedPrinter) -> None:
     """Every point of a tile."""
-    nest, w, block = kernel.nest, kernel.write, kernel.schedule.block
-    other, vector = nest.body
-    u, v = other.name, vector.name
-    streams = [s for s in nest.stores if s.tensor.name in kernel.schedule.streamed]
-    kernel.loop(other, "", f"{u}0", f"{u}1")
-    for store in streams:
-        w(f"alignas(64) {storage_type(store.tensor.dtype)} {_collected(store)}[{block}];")
-    kernel.pragma("omp simd")
-    kernel.loop(vector, "", f"{v}0", f"{v}1")
-    for local in kernel.needed([store.value for store in nest.stores]):
-        kernel.declare(local, names)
+    nest, emit, block = kernel.nest, kernel.emit, kernel.schedule.block
+    other, inner = nest.body
+    u, v = other.name, inner.name
+    staged = [s for s in nest.stores if s.tensor.name in kernel.schedule.nontemporal_stores]
+    kernel.open_loop(other, "", f"{u}0", f"{u}1")
+    for store in staged:
+        emit(f"alignas(64) {storage_type(store.tensor.dtype)} {staging_name(store)}[{block}];")
+    kernel.emit_pragma("omp simd")
+    kernel.open_loop(inner, "", f"{v}0", f"{v}1")
+    for local in kernel.find_required_locals([store.value for store in nest.stores]):
+        kernel.declare_local(local, printer)
     for store in nest.stores:
-        if store not in streams:
-            kernel.store(store, names)
-        elif store.tensor.dtype in NARROW_FLOATS:
-            w(f"store({_collected(store)} + ({v} - {v}0), {names.expression(store.value)});")
+        if store not in staged:
+            kernel.emit_store(store, printer)
+            continue
+        value = printer.print_expression(store.value)
+        if store.tensor.dtype in NARROW_FLOATS:
+            emit(f"store({staging_name(store)} + ({v} - {v}0), {value});")
         else:
-            w(f"{_collected(store)}[{v} - {v}0] = {names.expression(store.value)};")
-    w("}")
-    for store in streams:
-        place = Names(identifier, {vector: f"{v}0"}).index(store.index)
-        target = f"{kernel.target(store.tensor.name)} + {place}"
-        w(f"stream({target}, {_collected(store)}, {v}1 - {v}0);")
-    w("}")
-
-
-def _collected(store: Store) -> str:
-    return f"{identifier(store.tensor.name)}_block"
+            emit(f"{staging_name(store)}[{v} - {v}0] = {value};")
+    emit("}")
+    for store in staged:
+        at_start = ExpressionPrinter(identifier, {inner: f"{v}0"})
+        target = f"{kernel.output_name(store.tensor.name)} + {at_start.print_index(store.index)}"
+        emit(f"store_nontemporal({target}, {staging_name(store)}, {v}1 - {v}0);")
+    emit("}")

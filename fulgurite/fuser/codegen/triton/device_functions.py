@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Functions that generated Triton kernels call, where Triton has none with torch's meaning.
+"""DeviceInfo functions of generated Triton kernels, where Triton has none with torch's semantics.
 
-In: blocks of one value type. Out: the same. Only generated kernels import this module, and only it and
+In: blocks of one dtype. Out: the same. Only generated kernels import this module, and only it and
 they import Triton, so that the package works where Triton is not installed.
 """
 
@@ -11,7 +11,7 @@ from triton.language.extra import libdevice
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
-# reductions: max and min give NaN where there is one
+# reductions: max and min propagate NaN
 
 
 @triton.jit
@@ -25,45 +25,49 @@ def nan_min(a, b):
 
 
 @triton.jit
-def added(a, b):
+def sum_combine(a, b):
+    """a + b"""
     return a + b
 
 
 @triton.jit
-def product(a, b):
+def prod_combine(a, b):
+    """a * b"""
     return a * b
 
 
 @triton.jit
-def log_add_exp(a, b):
+def logaddexp(a, b):
+    """log(exp(a) + exp(b))"""
     high = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
     low = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
-    endless = (a == b) & (tl.abs(a) == float("inf"))
-    return tl.where(endless, a, high + libdevice.log1p(libdevice.exp(low - high)))
+    both_infinite = (a == b) & (tl.abs(a) == float("inf"))
+    return tl.where(both_infinite, a, high + libdevice.log1p(libdevice.exp(low - high)))
 
 
-# rows in registers
+# register-resident rows
 
 
 @triton.jit
-def again(x, times: tl.constexpr):
-    """The same 16-bit numbers, which the compiler takes for others: `times` a zero it does not know is added.
+def optimization_barrier(x, pass_number: tl.constexpr):
+    """x, of a 16-bit type, as a value that the compiler can't merge with x of another pass.
 
-    Else it would keep what it made of them before, in float32, in twice the registers. The zero is the program's place
-    along the third dimension of the grid, which has one.
+    Otherwise it would hold the float32 values of an earlier pass, in twice the registers. The
+    barrier adds `pass_number` times a zero that the compiler doesn't know: the program id along the
+    grid's third dimension.
     """
     if INTERPRETED:
-        same = x
+        result = x
     else:
-        same = tl.inline_asm_elementwise(
+        result = tl.inline_asm_elementwise(
             "{ .reg .b32 zero; mov.u32 zero, %ctaid.z; mad.lo.u32 $0, zero, $2, $1; }",
             "=r,r,r,r",
-            [x, times],
+            [x, pass_number],
             dtype=x.dtype,
             is_pure=False,
             pack=2,
         )
-    return same
+    return result
 
 
 # floats
@@ -71,20 +75,22 @@ def again(x, times: tl.constexpr):
 
 @triton.jit
 def sigmoid(x):
+    """1 / (1 + exp(-x))"""
     return 1.0 / (1.0 + libdevice.exp(-x))
 
 
 @triton.jit
-def quick_sigmoid(x):
+def fast_sigmoid(x):
+    """1 / (1 + exp(-x)), approximately"""
     return libdevice.fast_dividef(1.0, 1.0 + libdevice.fast_expf(-x))
 
 
 @triton.jit
-def quick_tanh(x):
-    """Within 2e-6 of the result: near zero by its series, which does not cancel."""
+def fast_tanh(x):
+    """tanh(x) within 2e-6: near zero by its series, which does not cancel."""
     square = x * x
     series = x * (1.0 - square * (0.33333334 - square * 0.13333334))
-    return tl.where(square < 0.01, series, 2.0 * quick_sigmoid(2.0 * x) - 1.0)
+    return tl.where(square < 0.01, series, 2.0 * fast_sigmoid(2.0 * x) - 1.0)
 
 
 @triton.jit
@@ -102,75 +108,79 @@ def signbit(x):
 
 
 @triton.jit
-def divided(a, b):
-    """The quotient, rounded to the nearest number."""
+def div_rn(a, b):
+    """a / b, correctly rounded"""
     return tl.div_rn(a, b) if a.dtype == tl.float32 else a / b
 
 
 @triton.jit
-def share(part, whole):
-    """part / whole where 0 <= part <= 1 <= whole: one division a row, three products an element.
+def softmax_div(x, total):
+    """x / total where 0 <= x <= 1 <= total: one division a row, three products an element.
 
-    The product with the inverse, corrected by what is left over: rounded to the nearest number (Markstein), within one last
-    place where part is below 2**-99. A general quotient has a branch for numbers that are out of range, and a stack for it.
+    Multiplies by the reciprocal and corrects by the remainder (Markstein): correctly rounded,
+    within 1 ulp where x is below 2**-99. A general division has a branch for numbers out of range,
+    and a stack for it.
     """
-    near = 1.0 / whole
-    inverse = tl.fma(tl.fma(near, -whole, 1.0), near, near)
-    quotient = part * inverse
-    left = tl.fma(quotient, -whole, part)
-    return tl.fma(left, inverse, quotient)
+    estimate = 1.0 / total
+    reciprocal = tl.fma(tl.fma(estimate, -total, 1.0), estimate, estimate)
+    quotient = x * reciprocal
+    remainder = tl.fma(quotient, -total, x)
+    return tl.fma(remainder, reciprocal, quotient)
 
 
 @triton.jit
 def truncated_divide(a, b):
-    return libdevice.trunc(divided(a, b))
+    """trunc(a / b)"""
+    return libdevice.trunc(div_rn(a, b))
 
 
 @triton.jit
 def floored_remainder(a, b):
+    """a - floor(a / b) * b, with the sign of b"""
     rest = libdevice.fmod(a, b)
     return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
 
 
 @triton.jit
 def floored_divide(a, b):
+    """floor(a / b), as torch rounds it"""
     rest = libdevice.fmod(a, b)
-    quotient = divided(a - rest, b)
+    quotient = div_rn(a - rest, b)
     low = tl.where((rest != 0) & ((b < 0) != (rest < 0)), quotient - 1, quotient)
     whole = tl.floor(low)
     whole = tl.where(low - whole > 0.5, whole + 1, whole)
-    exact = divided(a, b)
+    exact = div_rn(a, b)
     whole = tl.where(low != 0, whole, libdevice.copysign(exact * 0, exact))
     return tl.where(b == 0, exact, whole)
 
 
 @triton.jit
 def to_e4m3(x):
-    """float8_e4m3fn as torch before 2.13 rounds: past the largest number comes NaN."""
+    """x as float8_e4m3fn, rounded as torch before 2.13 does: overflow becomes NaN."""
     return tl.where(tl.abs(x) <= 464.0, x, float("nan")).to(tl.float8e4nv)
 
 
 @triton.jit
 def to_e5m2(x):
-    """float8_e5m2 as torch rounds: past the largest number comes infinity, which Triton's has not."""
+    """x as float8_e5m2, rounded as torch does: overflow becomes infinity; Triton saturates."""
     code = x.to(tl.float8e5).to(tl.uint8, bitcast=True)
     infinite = tl.where(x < 0, 0xFC, 0x7C).to(tl.uint8)
     return tl.where(tl.abs(x) >= 61440.0, infinite, code).to(tl.float8e5, bitcast=True)
 
 
-# integers: division by a constant that is not zero
+# integers: the divisor is a constant that is not zero
 
 
 @triton.jit
-def whole_truncated_divide(a, b):
+def int_truncated_divide(a, b):
     if a.dtype.is_int_unsigned():
         return a // b
-    else:  # Triton compiles what follows an `if` that returns
+    else:  # Triton compiles code that follows a returning `if`
         return tl.where(b == -1, -a, a // tl.where(b == -1, 1, b))
 
 
 @triton.jit
-def whole_truncated_remainder(a, b):
+def int_truncated_remainder(a, b):
     if a.dtype.is_int_unsigned():
         return a % b
     else:
@@ -178,21 +188,21 @@ def whole_truncated_remainder(a, b):
 
 
 @triton.jit
-def whole_floored_remainder(a, b):
-    rest = whole_truncated_remainder(a, b)
+def int_floored_remainder(a, b):
+    rest = int_truncated_remainder(a, b)
     return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
 
 
 @triton.jit
-def whole_floored_divide(a, b):
-    rest = whole_truncated_remainder(a, b)
-    quotient = whole_truncated_divide(a, b)
+def int_floored_divide(a, b):
+    rest = int_truncated_remainder(a, b)
+    quotient = int_truncated_divide(a, b)
     return tl.where((rest != 0) & ((rest < 0) != (b < 0)), quotient - 1, quotient)
 
 
 @triton.jit
-def whole_power(a, b):
-    """By squares; a negative power of an integer is 0, but of 1 and -1."""
+def int_pow(a, b):
+    """a ** b by squaring; a negative power is 0, except of 1 and -1."""
     a, b = a + b * 0, b + a * 0
     result, base, left = a * 0 + 1, a, tl.where(b < 0, 0, b)
     for _ in range(a.dtype.primitive_bitwidth):
@@ -208,8 +218,8 @@ def whole_power(a, b):
 
 
 @triton.jit
-def greatest_divisor(a, b):
-    """Euclid's steps, as many as numbers of this width may need: 1.44 a bit."""
+def int_gcd(a, b):
+    """Euclid's algorithm, with as many steps as integers of this width may need: 1.44 a bit."""
     a, b = a + b * 0, b + a * 0
     if not a.dtype.is_int_unsigned():
         a, b = tl.abs(a), tl.abs(b)
@@ -220,10 +230,10 @@ def greatest_divisor(a, b):
 
 
 @triton.jit
-def least_multiple(a, b):
-    divisor = greatest_divisor(a, b)
+def int_lcm(a, b):
+    divisor = int_gcd(a, b)
     factor = a // tl.where(divisor == 0, 1, divisor)
-    if a.dtype.primitive_bitwidth < 32:  # as C does, which then cuts it
+    if a.dtype.primitive_bitwidth < 32:  # as in C, then truncated
         return tl.abs(factor.to(tl.int32) * b.to(tl.int32)).to(a.dtype)
     else:
         return tl.abs(factor * b)
@@ -248,7 +258,7 @@ def shift_right(a, b):
 
 
 @triton.jit
-def random_word(seed, position):
+def philox_word(seed, position):
     counter = position >> 2
     a = counter.to(tl.uint32)
     b = (counter >> 32).to(tl.uint32)
@@ -274,18 +284,18 @@ def random_word(seed, position):
 
 @triton.jit
 def uniform(seed, position):
-    return (random_word(seed, position) >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+    return (philox_word(seed, position) >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
 
 
 @triton.jit
 def uniform53(seed, position):
-    upper = random_word(seed, 2 * position).to(tl.int64)
-    lower = random_word(seed, 2 * position + 1).to(tl.int64)
+    upper = philox_word(seed, 2 * position).to(tl.int64)
+    lower = philox_word(seed, 2 * position + 1).to(tl.int64)
     return ((upper >> 5 << 26) | (lower >> 6)).to(tl.float64) * 1.1102230246251565e-16
 
 
 @triton.jit
 def random_integer(seed, position):
-    upper = random_word(seed, 2 * position).to(tl.int64)
-    lower = random_word(seed, 2 * position + 1).to(tl.int64)
+    upper = philox_word(seed, 2 * position).to(tl.int64)
+    lower = philox_word(seed, 2 * position + 1).to(tl.int64)
     return (upper >> 1 << 32) | lower

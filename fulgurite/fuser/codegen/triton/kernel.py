@@ -1,264 +1,258 @@
-"""The Triton text of one scheduled nest: a kernel, and a second one that adds up parts where there are.
+"""The Triton text of one scheduled nest: a kernel, and a second one that combines partials.
 
-In: a `GpuSchedule`. Out: `Stage`s in the order they run. Three ways through the body of a nest: held
-(the row is in registers, every value once), looped (walked in blocks, once a pass) and none (pointwise).
+In: a `GpuSchedule`. Out: `TritonKernelSource`s in the order they run. A kernel goes through the
+body of its nest in one of three ways: there is none (pointwise), a single block (every value is
+computed once), or a loop over blocks, once a pass.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fulgurite.device import Device
+from fulgurite.fuser.codegen.formulas import print_formulas
 from fulgurite.fuser.codegen.triton.multi_pass import (
-    looped,
-    pass_values,
-    pass_work,
-    row_values,
-    scan,
+    emit_looped_body,
+    emit_point_values,
+    emit_row_values,
+    emit_scan,
+    find_pass_work,
 )
 from fulgurite.fuser.codegen.triton.op_table import APPROXIMATIONS
-from fulgurite.fuser.codegen.triton.partial_sums import (
-    add_to_part,
-    clear_parts,
-    close_parts,
-    finish_nest,
-    open_parts,
+from fulgurite.fuser.codegen.triton.partials import (
+    accumulate_partial,
+    build_combine_nest,
+    clear_partials,
+    open_partials,
+    store_partials,
 )
-from fulgurite.fuser.codegen.triton.source_lines import Loop
-from fulgurite.fuser.codegen.triton.values import bare
-from fulgurite.fuser.codegen.triton.writer import Writer
-from fulgurite.fuser.frontend.input_mutations import needs_barrier
+from fulgurite.fuser.codegen.triton.source_lines import AxisBinding
+from fulgurite.fuser.codegen.triton.values import as_factor, strip_parentheses
+from fulgurite.fuser.codegen.triton.writer import KernelWriter
 from fulgurite.fuser.ir.index import Axis, Index, Symbol
 from fulgurite.fuser.ir.loop_nest import Local
 from fulgurite.fuser.ir.statement import Tensor
-from fulgurite.fuser.schedule.gpu.choose import GpuSchedule, finishing
-
-FORMULAS = 24
+from fulgurite.fuser.schedule.gpu.base import GpuSchedule
+from fulgurite.fuser.schedule.gpu.persistent import schedule_combine
+from fulgurite.fuser.segment.inplace import needs_barrier
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One function: its text, its arguments in order, and how it is launched."""
+class TritonKernelSource:
+    """One Triton function: its text, its arguments in order, and how it is launched."""
 
     name: str
     text: str
     tensors: tuple[Tensor, ...]
     symbols: tuple[Symbol, ...]
     grid: tuple[Index, Index]
-    warps: int
-    stages: int
-    asserts: bool
-    functions: frozenset[str]
+    num_warps: int
+    num_stages: int
+    has_asserts: bool
+    functions: frozenset[str]  # device functions that it calls
     writes: frozenset[str] = frozenset()  # the tensors that are results
-    parts: tuple[Tensor, ...] = ()  # memory between this stage and the next
-    wide: bool = False
-    updates: tuple[str, ...] = ()  # those of the writes that are read, too
-    # functions take denormals for zero, which approximations of narrow floats do
-    flushes: bool = False
+    partials: tuple[Tensor, ...] = ()  # memory between this kernel and its combine kernel
+    int64_index: bool = False
+    updates: tuple[str, ...] = ()  # those of the writes that are also read
+    flushes_denormals: bool = False  # fast-math functions do
 
 
-def write_stages(name: str, schedule: GpuSchedule, device: Device, wide: bool) -> list[Stage]:
-    writer = Writer(name, schedule, wide)
-    stages = [write(writer)]
-    if schedule.programs or schedule.split:
-        stages += _finishes(name, writer, device, wide)
-    return stages
-
-
-def _finishes(name: str, writer: Writer, device: Device, wide: bool) -> list[Stage]:
-    """Kernels that add parts up: one for what is stored at points, one for single values."""
-    late = writer.late_stores()
-    found = []
-    for suffix, stores in (
-        ("finish", [s for s in late if s.index.axes()]),
-        ("finish_all", [s for s in late if not s.index.axes()]),
+def write_kernels(name: str, schedule: GpuSchedule, int64_index: bool) -> list[TritonKernelSource]:
+    """The kernel of a schedule, and its combine kernels."""
+    writer = KernelWriter(name, schedule, int64_index)
+    sources = [write_kernel(writer)]
+    if not (schedule.num_programs or schedule.num_splits):
+        return sources
+    stores = writer.combine_stores()
+    for suffix, group in (
+        ("combine", [s for s in stores if s.index.axes()]),
+        ("combine_all", [s for s in stores if not s.index.axes()]),
     ):
-        if stores:
-            nest, axis = finish_nest(writer, stores)
-            found.append(write(Writer(f"{name}_{suffix}", finishing(nest, axis, device), wide)))
-    return found
+        if group:
+            nest, partials = build_combine_nest(writer, group)
+            combine = schedule_combine(nest, partials)
+            sources.append(write_kernel(KernelWriter(f"{name}_{suffix}", combine, int64_index)))
+    return sources
 
 
-def write(w: Writer) -> Stage:
-    open_grid(w)
-    if w.schedule.programs:
-        walk(w)
+def write_kernel(w: KernelWriter) -> TritonKernelSource:
+    emit_program_ids(w)
+    if w.schedule.num_programs:
+        emit_persistent_loop(w)
     elif not w.nest.body:
-        held(w)
-    elif w.schedule.looped:
-        looped(w)
+        emit_single_block(w)
+    elif w.schedule.is_looped:
+        emit_looped_body(w)
     else:
-        held_axis(w)
-        held(w)
-    return finished(w)
+        emit_body_axis(w)
+        emit_single_block(w)
+    return build_source(w)
 
 
-def finished(w: Writer) -> Stage:
+def build_source(w: KernelWriter) -> TritonKernelSource:
     """The function, once all its lines are there."""
     b = w.body
-    assert len(b.levels) == 1, "a loop was left open"
+    assert len(b.blocks) == 1, "a loop was left open"
     memory = w.nest.memory
     results = [n for n in w.writes if n not in w.updates]
     tensors = [memory[n] for n in w.reads] + [memory[n] for n in results]
-    tensors += w.parts.values()
+    tensors += w.partials.values()
     names = [b.names[n] for n in w.reads] + [w.outputs[n] for n in results]
-    names += w.part_names.values()
-    symbols = w._symbols()
-    head = [f"# {formula}"[:160] for formula in w.nest.formulas[:FORMULAS]]
-    head += [f"# {w.schedule}", "@triton.jit"]
+    names += w.partial_names.values()
+    symbols = w.find_symbols()
+    head = [*print_formulas(w.nest, "#"), f"# {w.schedule}", "@triton.jit"]
     head.append(f"def {w.name}({', '.join([*names, *(s.name for s in symbols)])}):")
-    text = "\n".join([*head, *("    " + line for line in b.levels[0].all)])
-    s = w.schedule
-    return Stage(
+    text = "\n".join([*head, *("    " + line for line in b.blocks[0].all_lines)])
+    return TritonKernelSource(
         w.name,
         text,
         tuple(tensors),
         tuple(symbols),
         w.grid_size(),
-        s.warps,
-        s.stages,
-        b.asserts,
+        w.schedule.num_warps,
+        w.schedule.num_stages,
+        b.has_asserts,
         frozenset(b.functions),
-        frozenset(w.writes),
-        tuple(w.parts.values()),
-        w.wide,
-        tuple(w.updates),
-        b.fast and any(name in text for name in APPROXIMATIONS),
+        writes=frozenset(w.writes),
+        partials=tuple(w.partials.values()),
+        int64_index=w.int64_index,
+        updates=tuple(w.updates),
+        flushes_denormals=b.fast_math and any(name in text for name in APPROXIMATIONS),
     )
 
 
-def open_grid(w: Writer) -> None:
+def emit_program_ids(w: KernelWriter) -> None:
+    """Binds the loops of the grid to program ids."""
     b, grid = w.body, w.nest.grid
-    if w.schedule.programs:
-        b.head("program = tl.program_id(0)")
+    if w.schedule.num_programs:
+        b.emit_header("program = tl.program_id(0)")
         return
     if len(grid) == 1:
-        grid_axis(w, grid[0], "tl.program_id(0)")
+        bind_grid_axis(w, grid[0], "tl.program_id(0)")
     elif grid:
-        b.head("program = tl.program_id(0)")
+        b.emit_header("program = tl.program_id(0)")
         rest = "program"
         for axis in reversed(grid[1:]):
-            count = b.index(w.count(axis))
+            count = b.print_index(w.count_programs(axis))
             if count == "1":
-                grid_axis(w, axis, "0")
+                bind_grid_axis(w, axis, "0")
                 continue
-            count = count if count.isalnum() else f"({count})"
-            grid_axis(w, axis, f"{rest} % {count}")
+            count = as_factor(count)
+            bind_grid_axis(w, axis, f"{rest} % {count}")
             rest = f"{rest} // {count}"
-        grid_axis(w, grid[0], rest)
+        bind_grid_axis(w, grid[0], rest)
 
 
-def grid_axis(w: Writer, axis: Axis, program: str) -> None:
-    b = w.body
-    wide = ".to(tl.int64)" if w.wide else ""
-    place = f"({program})" if wide and " " in program else program
-    if axis not in w.schedule.blocks:
-        b.head(f"{axis.name} = {place}{wide}")
-        b.loops[axis] = Loop(axis, 0, b.depth)
+def bind_grid_axis(w: KernelWriter, axis: Axis, program: str) -> None:
+    """Binds one loop of the grid; `program` is this program's number along it."""
+    b, int64 = w.body, w.print_int64()
+    text = f"({program})" if int64 and " " in program else program
+    if axis not in w.schedule.block_axes:
+        b.emit_header(f"{axis.name} = {text}{int64}")
+        b.bindings[axis] = AxisBinding(axis, 0, b.depth)
         return
-    block = w.schedule.sizes[axis]
-    place = f"({program})" if "//" in program or (wide and " " in program) else program
-    text = f"{place}{wide} * {block} + tl.arange(0, {block})"
+    block = w.schedule.block_sizes[axis]
+    text = f"({program})" if "//" in program or (int64 and " " in program) else program
+    positions = f"{text}{int64} * {block} + tl.arange(0, {block})"
     if program == "0":
-        text = f"tl.arange(0, {block}){wide}"
-    w.block_axis(axis, text, block)
+        positions = f"tl.arange(0, {block}){int64}"
+    w.bind_block_axis(axis, positions, block)
 
 
-def held_axis(w: Writer) -> None:
-    """The whole body at once."""
+def emit_body_axis(w: KernelWriter) -> None:
+    """Binds the body's axis to a single block."""
     (axis,) = w.nest.body
-    block = w.schedule.sizes[axis]
-    wide = ".to(tl.int64)" if w.wide else ""
-    w.block_axis(axis, f"tl.arange(0, {block}){wide}", block)
+    block = w.schedule.block_sizes[axis]
+    w.bind_block_axis(axis, f"tl.arange(0, {block}){w.print_int64()}", block)
 
 
-def held(w: Writer) -> None:
-    """Values in the order they can be computed, reductions among them, then stores."""
-    wanted = w.wanted(w.roots())
-    partial = {x.name for x in w.partial}
+def emit_single_block(w: KernelWriter) -> None:
+    """Values in an order they can be computed in, reductions among them, then stores."""
+    used = w.find_used_locals(w.find_roots())
+    partials = {x.name for x in w.partial_locals}
     for local in w.nest.locals.values():
-        if local.name in w.body.level_of:
-            continue  # a tile of a matrix product
-        if local.name in partial:
-            add_to_part(w, local)
-        elif local.name in wanted:
+        if local.name in w.body.depth_of:
+            continue  # the accumulator of a GEMM tile
+        if local.name in partials:
+            accumulate_partial(w, local)
+        elif local.name in used:
             if local.reduction is None:
-                w.declare(local)
+                w.declare_local(local)
             elif local.role == "scan":
-                scan(w, local)
+                emit_scan(w, local)
             else:
-                reduce_now(w, local)
+                emit_reduction(w, local)
     if w.updates and needs_barrier(w.nest):
-        w.body.line("tl.debug_barrier()")
+        w.body.emit("tl.debug_barrier()")
     for store in w.main_stores():
-        w.store(store)
+        w.emit_store(store)
 
 
-def held_narrow(w: Writer) -> None:
-    """The same with less in registers: after each reduction, values are made again of what was read."""
+def emit_rematerialized(w: KernelWriter) -> None:
+    """The same with fewer registers: values are rematerialized after each reduction."""
     b = w.body
-    b.remade = True
+    b.rematerializes = True
     for step in range(w.schedule.passes):
-        b.walk = step
-        row_values(w, step)
-        sums, inner, stores = pass_work(w, step)
-        pass_values(w, [x.expression for x in (*sums, *inner)])
-        for x in inner:
-            add_to_part(w, x)
-        for x in sums:
-            reduce_now(w, x)
-        pass_values(w, [s.value for s in stores])
-        for store in stores:
-            w.store(store)
-        w.forget_points()
-    row_values(w, w.schedule.passes)
+        b.pass_number = step
+        emit_row_values(w, step)
+        work = find_pass_work(w, step)
+        emit_point_values(w, [x.expression for x in (*work.reductions, *work.partials)])
+        for x in work.partials:
+            accumulate_partial(w, x)
+        for x in work.reductions:
+            emit_reduction(w, x)
+        emit_point_values(w, [s.value for s in work.stores])
+        for store in work.stores:
+            w.emit_store(store)
+        w.forget_body_values()
+    emit_row_values(w, w.schedule.passes)
 
 
-def reduce_now(w: Writer, x: Local) -> None:
+def emit_reduction(w: KernelWriter, x: Local) -> None:
+    """A reduction over the body, which is in one block."""
     b = w.body
     (axis,) = w.nest.body
-    axes = b.axes(x.expression)
-    text = w.value_of(x, w.nest.body)
-    if axis not in axes and not b.loops[axis].mask:
-        text = f"tl.broadcast_to({bare(text)}, {w.block_shape()})"
-    name = b.fresh(x.name)
-    b.line(f"{name} = {w.reduced(x, text, axis)}")
-    w.known(x, name, b.depth, axes - {axis})
+    axes = b.find_axes(x.expression)
+    text = w.print_reduction_input(x, w.nest.body)
+    if axis not in axes and not b.bindings[axis].mask:
+        text = f"tl.broadcast_to({strip_parentheses(text)}, {w.print_block_shape()})"
+    name = b.unique_name(x.name)
+    b.emit(f"{name} = {w.print_reduction(x, text, axis)}")
+    w.define_local(x, name, b.depth, axes - {axis})
 
 
-def walk(w: Writer) -> None:
-    """A fixed number of programs over all rows."""
+def emit_persistent_loop(w: KernelWriter) -> None:
+    """A fixed number of programs, each with a loop over its rows."""
     b = w.body
     (grid,) = w.nest.grid
-    block = w.schedule.sizes.get(grid, 1) if grid in w.schedule.blocks else 1
-    if w.nest.body and not w.schedule.looped:
-        held_axis(w)
-    accumulators = open_parts(w)
-    scalar = grid not in w.schedule.blocks and not w.wide
-    first = grid.name if scalar else b.fresh(f"{grid.name}0")
-    size, programs = b.index(grid.size), w.schedule.programs
+    is_block = grid in w.schedule.block_axes
+    block = w.schedule.block_sizes[grid] if is_block else 1
+    if w.nest.body and not w.schedule.is_looped:
+        emit_body_axis(w)
+    accumulators = open_partials(w)
+    is_scalar = not is_block and not w.int64_index
+    first = grid.name if is_scalar else b.unique_name(f"{grid.name}0")
+    size = b.print_index(grid.size)
     start = f"program * {block}" if block > 1 else "program"
-    clear_parts(w, start, size)
-    wide = ".to(tl.int64)" if w.wide else ""
-    ahead = 1 if w.schedule.looped else w.schedule.stages
-    steps = w.range(start, size, programs * block, ahead)
-    with b.loop(f"for {first} in {steps}:"):
-        if grid in w.schedule.blocks:
-            w.block_axis(grid, f"{first} + tl.arange(0, {block}){wide}", block)
+    clear_partials(w, start, size)
+    num_stages = 1 if w.schedule.is_looped else w.schedule.num_stages
+    steps = w.print_range(start, size, w.schedule.num_programs * block, num_stages)
+    with b.indented(f"for {first} in {steps}:"):
+        if is_block:
+            positions = f"{first} + tl.arange(0, {block}){w.print_int64()}"
+            w.bind_block_axis(grid, positions, block)
         else:
-            if not scalar:
-                b.head(f"{grid.name} = {first}{wide}")
-            b.loops[grid] = Loop(grid, 0, b.depth)
+            if not is_scalar:
+                b.emit_header(f"{grid.name} = {first}{w.print_int64()}")
+            b.bindings[grid] = AxisBinding(grid, 0, b.depth)
         w.accumulators = accumulators
-        w.first = f"{first} == {start}"
-        if w.schedule.looped:
-            looped(w)
-            if any(x.role == "colsum" for x in w.partial):
-                b.line("tl.debug_barrier()")
+        w.is_first_row = f"{first} == {start}"
+        if w.schedule.is_looped:
+            emit_looped_body(w)
+            if any(x.role == "column_reduction" for x in w.partial_locals):
+                b.emit("tl.debug_barrier()")
+        elif w.schedule.rematerializes:
+            emit_rematerialized(w)
         else:
-            (held_narrow if w.schedule.remade else held)(w)
-        w.forget(b.depth)
-    close_parts(w, accumulators)
-
-
-__all__ = ["Stage", "write_stages"]
+            emit_single_block(w)
+        w.forget_values(b.depth)
+    store_partials(w, accumulators)

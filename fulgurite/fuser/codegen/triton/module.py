@@ -1,7 +1,7 @@
 """The Triton module of a region: one file, one function a kernel.
 
-In: stages in the order they run. Out: the text of a Python module, which the launcher writes into the
-kernel cache, imports and compiles.
+In: kernel sources in the order they run. Out: the text of a Python module, which the runtime writes
+into the kernel cache, imports and compiles.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
-from fulgurite.fuser.codegen.triton.kernel import Stage, write_stages
-from fulgurite.fuser.codegen.triton.values import TYPES
-from fulgurite.fuser.frontend.random import SEED
+from fulgurite.fuser.codegen.triton.kernel import TritonKernelSource
+from fulgurite.fuser.ir.random_seed import SEED
 
-POINTERS: dict[torch.dtype, str] = {
+POINTER_TYPES: dict[torch.dtype, str] = {
     torch.bool: "i1",
     torch.uint8: "u8",
     torch.uint16: "u16",
@@ -32,30 +31,28 @@ POINTERS: dict[torch.dtype, str] = {
     torch.float32: "fp32",
     torch.float64: "fp64",
 }
+DEVICE_FUNCTIONS = "fulgurite.fuser.codegen.triton.device_functions"
 
 
-def write_module(stages: Sequence[Stage]) -> str:
+def write_module(sources: Sequence[TritonKernelSource]) -> str:
     """Imports, then every kernel."""
-    text = "\n\n\n".join(stage.text for stage in stages)
+    text = "\n\n\n".join(source.text for source in sources)
     lines = ["import triton", "import triton.language as tl"]
     if "libdevice." in text:
         lines.append("from triton.language.extra import libdevice")
-    functions = sorted({name for stage in stages for name in stage.functions})
+    functions = sorted({name for source in sources for name in source.functions})
     if functions:
         names = ", ".join(functions)
-        imported = f"from fulgurite.fuser.codegen.triton.device_functions import {names}"
-        if len(imported) > 100:
+        line = f"from {DEVICE_FUNCTIONS} import {names}"
+        if len(line) > 100:
             body = textwrap.fill(names, 92, initial_indent="    ", subsequent_indent="    ")
-            imported = imported.removesuffix(names) + f"(\n{body},\n)"
-        lines.append(imported)
+            line = line.removesuffix(names) + f"(\n{body},\n)"
+        lines.append(line)
     return "\n".join(lines) + "\n\n\n" + text + "\n"
 
 
-def argument_types(stage: Stage) -> tuple[str, ...]:
-    """The types of a stage's arguments, as Triton spells them."""
-    pointers = [f"*{POINTERS[tensor.dtype]}" for tensor in stage.tensors]
-    sizes = ["i64" if stage.wide or s == SEED else "i32" for s in stage.symbols]
+def argument_types(source: TritonKernelSource) -> tuple[str, ...]:
+    """The types of a kernel's arguments, as Triton names them."""
+    pointers = [f"*{POINTER_TYPES[tensor.dtype]}" for tensor in source.tensors]
+    sizes = ["i64" if source.int64_index or s == SEED else "i32" for s in source.symbols]
     return (*pointers, *sizes)
-
-
-__all__ = ["POINTERS", "TYPES", "Stage", "argument_types", "write_module", "write_stages"]

@@ -1,340 +1,381 @@
-"""A body that is walked in blocks, once a pass: rows that registers can't hold, columns, split reductions.
+"""A body that is iterated in blocks, once a pass: long rows, columns, split reductions.
 
-In: a `Writer`. Out: for each pass a loop that accumulates a block of partial reductions, and after it their
-reduction to one value. A maximum and the sum of exponentials below it share one pass.
+In: a `KernelWriter`. Out: for each pass a loop that accumulates a block, and after it the reduction
+of the block to one value. An online softmax takes its maximum and its sum in one pass.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from fulgurite.fuser.codegen.triton.aligned_rows import block_positions, edge_positions, open_rows
-from fulgurite.fuser.codegen.triton.partial_sums import add_to_part, store_split
-from fulgurite.fuser.codegen.triton.register_resident import (
-    Walk,
-    extent,
-    kept_end,
-    kept_texts,
-    kept_walks,
-    read_kept,
+from fulgurite.fuser.codegen.triton.partials import accumulate_partial, store_split_partials
+from fulgurite.fuser.codegen.triton.peel import (
+    emit_block_positions,
+    emit_edge_positions,
+    emit_peel_prologue,
 )
-from fulgurite.fuser.codegen.triton.values import bare, constant, value_tl
-from fulgurite.fuser.codegen.triton.welford import Streams, add_squares, close_squares, open_squares
-from fulgurite.fuser.codegen.triton.writer import Writer, held_tl, start_of, step_text
-from fulgurite.fuser.ir.expression import Expression, value_type
+from fulgurite.fuser.codegen.triton.register_resident import (
+    BlockLoop,
+    block_extent,
+    emit_resident_loads,
+    resident_block_texts,
+    resident_end,
+    resident_loops,
+)
+from fulgurite.fuser.codegen.triton.values import literal, strip_parentheses, triton_type
+from fulgurite.fuser.codegen.triton.welford import (
+    WelfordState,
+    close_welford,
+    open_welford,
+    update_welford,
+)
+from fulgurite.fuser.codegen.triton.writer import (
+    KernelWriter,
+    accumulator_type,
+    initial_value,
+    print_accumulate,
+)
+from fulgurite.fuser.ir.expression import Expression, opmath_dtype
 from fulgurite.fuser.ir.index import Axis
 from fulgurite.fuser.ir.loop_nest import Local, Store
-from fulgurite.fuser.schedule.cpu.base import store_axes
+from fulgurite.fuser.schedule.analysis import is_body_store
 
 LOG2_E = 1.4426950408889634
 LOWEST = {torch.float32: -3.4028234663852886e38, torch.float64: -1.7976931348623157e308}
 
 
-def looped(w: Writer) -> None:
-    open_rows(w)
-    read_kept(w)
+@dataclass(frozen=True)
+class PassWork:
+    """What one pass over the body computes."""
+
+    reductions: list[Local]  # of the row
+    partials: list[Local]  # reductions over the grid
+    stores: list[Store]
+
+
+def emit_looped_body(w: KernelWriter) -> None:
+    emit_peel_prologue(w)
+    emit_resident_loads(w)
     for step in range(w.schedule.passes + 1):
-        row_values(w, step)
+        emit_row_values(w, step)
         if step < w.schedule.passes:
-            one_pass(w, step)
-    if w.schedule.split:
-        store_split(w)
+            emit_pass(w, step)
+    if w.schedule.num_splits:
+        store_split_partials(w)
 
 
-def row_values(w: Writer, step: int) -> None:
+def emit_row_values(w: KernelWriter, step: int) -> None:
     """Values and stores of the row that are ready after this many passes."""
-    b = w.body
-    wanted = w.wanted(w.roots())
+    b, analysis = w.body, w.analysis
+    used = w.find_used_locals(w.find_roots())
     for local in w.nest.locals.values():
         name = local.name
-        if name not in wanted or name in b.names or local.reduction is not None:
+        if name not in used or name in b.names or local.reduction is not None:
             continue
-        if w.facts.waits[name] <= step and not w.facts.inner[name]:
-            if not w.facts.after[name]:
-                w.declare(local)
-    for x in w.partial:
-        if x.role == "scalar" and not x.over_body and w.facts.waits[x.name] == step:
-            add_to_part(w, x)
+        if analysis.ready_pass[name] <= step and not analysis.in_body[name]:
+            if not analysis.after_grid[name]:
+                w.declare_local(local)
+    for x in w.partial_locals:
+        is_row_value = x.role == "full_reduction" and not x.over_body
+        if is_row_value and analysis.ready_pass[x.name] == step:
+            accumulate_partial(w, x)
     for store in w.main_stores():
-        if store_axes(w.nest, store) or w.facts.expression_inner(store.value):
+        if is_body_store(w.nest, store) or analysis.is_in_body(store.value):
             continue
-        if w.facts.expression_wait(store.value) == step:
-            w.store(store)
+        if analysis.expression_ready_pass(store.value) == step:
+            w.emit_store(store)
 
 
-def pass_work(w: Writer, step: int) -> tuple[list[Local], list[Local], list[Store]]:
-    """What a walk over the body makes: sums of the row, sums over rows, results."""
-    sums = [x for x in w.sums if w.facts.waits[x.name] == step + 1]
-    inner = [x for x in w.partial if x not in w.sums]
-    inner = [x for x in inner if w.facts.waits[x.name] == step]
-    inner = [x for x in inner if x.role == "colsum" or x.over_body]
-    stores = [
-        s
-        for s in w.main_stores()
-        if store_axes(w.nest, s) and w.facts.expression_wait(s.value) == step
-    ]
-    return sums, inner, stores
+def find_pass_work(w: KernelWriter, step: int) -> PassWork:
+    ready_pass = w.analysis.ready_pass
+    partials = [x for x in w.partial_locals if x not in w.row_reductions]
+    partials = [x for x in partials if ready_pass[x.name] == step]
+    return PassWork(
+        [x for x in w.row_reductions if ready_pass[x.name] == step + 1],
+        [x for x in partials if x.role == "column_reduction" or x.over_body],
+        [
+            s
+            for s in w.main_stores()
+            if is_body_store(w.nest, s) and w.analysis.expression_ready_pass(s.value) == step
+        ],
+    )
 
 
-def one_pass(w: Writer, step: int) -> None:
+def emit_pass(w: KernelWriter, step: int) -> None:
     b = w.body
     (axis,) = w.nest.body
-    online, about = w.schedule.online, w.schedule.about
-    sums, inner, stores = pass_work(w, step)
-    if not (sums or inner or stores):
+    online, welford = w.schedule.online_softmax, w.schedule.welford
+    work = find_pass_work(w, step)
+    if not (work.reductions or work.partials or work.stores):
         return
-    accumulators = open_sums(w, [x for x in sums if x.name not in about])
-    streams = {x.name: open_squares(w, x) for x in sums if x.name in about}
-    open_scans(w)
-    ready = [x for x in sums if x.name not in online]
-    edges = {} if stores else walk_edges(w, ready, stores)
-    b.walk = step
-    for walk in body_walks(w, step):
-        first = b.fresh(f"{axis.name}0")
-        with b.loop(f"for {first} in {walk.steps}:"):
-            block_positions(w, first, walk.filled)
-            b.kept = kept_texts(w, first) if walk.kept else {}
-            own = [x for x in sums if x.name not in online and x.name not in about]
-            pass_values(w, [x.expression for x in (*own, *inner)])
+    accumulators = open_accumulators(w, [x for x in work.reductions if x.name not in welford])
+    states = {x.name: open_welford(w, x) for x in work.reductions if x.name in welford}
+    open_scan_carries(w)
+    without_online = [x for x in work.reductions if x.name not in online]
+    edges = {} if work.stores else emit_edges(w, without_online, work.stores)
+    b.pass_number = step
+    for loop in body_loops(w, step):
+        first = b.unique_name(f"{axis.name}0")
+        with b.indented(f"for {first} in {loop.range}:"):
+            emit_block_positions(w, first, loop.is_full)
+            b.resident = resident_block_texts(w, first) if loop.is_resident else {}
+            own = [x for x in without_online if x.name not in welford]
+            emit_point_values(w, [x.expression for x in (*own, *work.partials)])
             for x in own:
-                accumulate(w, x, accumulators, streams)
-            for x in inner:
-                add_to_part(w, x)
-            pass_values(w, [s.value for s in stores])
-            for store in stores:
-                w.store(store)
-            w.forget(b.depth)
-    b.kept = {}
-    if stores:  # last: nothing waits for what edges still have to read
-        edges = walk_edges(w, ready, stores)
-    close_sums(w, sums, accumulators, streams, edges)
+                accumulate(w, x, accumulators, states)
+            for x in work.partials:
+                accumulate_partial(w, x)
+            emit_point_values(w, [s.value for s in work.stores])
+            for store in work.stores:
+                w.emit_store(store)
+            w.forget_values(b.depth)
+    b.resident = {}
+    if work.stores:  # last: nothing waits for what the edges still have to load
+        edges = emit_edges(w, without_online, work.stores)
+    close_accumulators(w, work.reductions, accumulators, states, edges)
 
 
-def walk_edges(w: Writer, sums: list[Local], stores: list[Store]) -> dict[str, str]:
-    """The elements before and after what is aligned, in a small block: what each sum has of them."""
+def emit_edges(w: KernelWriter, reductions: list[Local], stores: list[Store]) -> dict[str, str]:
+    """The edges of a peeled row, in a small block: the names of their reductions."""
     b = w.body
-    if not w.schedule.granule:
+    if not w.schedule.peel_width:
         return {}
-    found = {x.name: b.fresh(f"{x.name}_edges") for x in sums}
-    b.walk, b.kept = 0, dict(w.edges)  # few elements: what is made of them may stay
-    with b.loop(f"for {b.fresh('edge')} in tl.static_range(1):"):
-        edge_positions(w)
-        pass_values(w, [x.expression for x in sums])
-        for x in sums:
-            text = w.value_of(x, w.nest.body)
-            b.line(f"{found[x.name]} = {w.reduced(x, text, w.nest.body[0])}")
-        pass_values(w, [s.value for s in stores])
+    found = {x.name: b.unique_name(f"{x.name}_edges") for x in reductions}
+    b.pass_number, b.resident = 0, dict(w.resident_edges)  # few elements need no barrier
+    with b.indented(f"for {b.unique_name('edge')} in tl.static_range(1):"):
+        emit_edge_positions(w)
+        emit_point_values(w, [x.expression for x in reductions])
+        for x in reductions:
+            text = w.print_reduction_input(x, w.nest.body)
+            b.emit(f"{found[x.name]} = {w.print_reduction(x, text, w.nest.body[0])}")
+        emit_point_values(w, [s.value for s in stores])
         for store in stores:
-            w.store(store)
-        w.forget(b.depth)
-    b.kept = {}
+            w.emit_store(store)
+        w.forget_values(b.depth)
+    b.resident = {}
     return found
 
 
-def open_sums(w: Writer, sums: list[Local]) -> dict[str, str]:
-    """A block of partial reductions for each."""
-    b, online = w.body, w.schedule.online
+def open_accumulators(w: KernelWriter, reductions: list[Local]) -> dict[str, str]:
+    """A block of running reductions for each."""
+    b, online = w.body, w.schedule.online_softmax
     names: dict[str, str] = {}
-    for x in sums:
-        names[x.name] = b.fresh(f"{x.name}_sums" if x.reduction == "sum" else f"{x.name}_all")
-        start, shape = start_of(x), w.block_shape()
+    for x in reductions:
+        names[x.name] = b.unique_name(f"{x.name}_acc")
+        initial, shape = initial_value(x), w.print_block_shape()
         if x.name in online.values():
-            start = constant(LOWEST[value_type(x.dtype)], x.dtype)
-        if grouped(w) and x.name in (*online, *online.values()):
-            shape = f"[{w.schedule.sizes[w.nest.body[0]] // w.schedule.group}]"
-        b.line(f"{names[x.name]} = tl.full({shape}, {start}, {held_tl(x)})")
+            initial = literal(LOWEST[opmath_dtype(x.dtype)], x.dtype)
+        if uses_online_groups(w) and x.name in (*online, *online.values()):
+            shape = f"[{w.schedule.block_sizes[w.nest.body[0]] // w.schedule.online_group}]"
+        b.emit(f"{names[x.name]} = tl.full({shape}, {initial}, {accumulator_type(x)})")
     return names
 
 
-def close_sums(
-    w: Writer,
-    sums: list[Local],
+def close_accumulators(
+    w: KernelWriter,
+    reductions: list[Local],
     accumulators: dict[str, str],
-    streams: dict[str, Streams],
+    states: dict[str, WelfordState],
     edges: dict[str, str],
 ) -> None:
-    """The reduction of each block to one value."""
-    b, online = w.body, w.schedule.online
+    """Reduces each block to one value."""
+    b, online = w.body, w.schedule.online_softmax
     (axis,) = w.nest.body
-    for x in sums:
-        name = b.fresh(x.name)
-        if x.name in streams:
-            close_squares(w, x, streams[x.name], name)
+    for x in reductions:
+        name = b.unique_name(x.name)
+        if x.name in states:
+            close_welford(w, x, states[x.name], name)
         elif x.name in online:
-            best, m = accumulators[online[x.name]], b.names[online[x.name]]
-            text = w.reduced(x, f"{accumulators[x.name]} * tl.exp({best} - {m})", axis)
-            edges |= walk_edges(w, [x], [])  # which wait for the maximum
-            b.line(f"{name} = {combined(w, x, edges[x.name], text) if edges else text}")
+            maxima, maximum = accumulators[online[x.name]], b.names[online[x.name]]
+            rescaled = f"{accumulators[x.name]} * tl.exp({maxima} - {maximum})"
+            text = w.print_reduction(x, rescaled, axis)
+            edges |= emit_edges(w, [x], [])  # which wait for the maximum
+            b.emit(f"{name} = {print_combined(w, x, edges[x.name], text) if edges else text}")
         else:
-            text = w.reduced(x, accumulators[x.name], axis)
-            b.line(f"{name} = {combined(w, x, edges[x.name], text) if x.name in edges else text}")
+            text = w.print_reduction(x, accumulators[x.name], axis)
+            if x.name in edges:
+                text = print_combined(w, x, edges[x.name], text)
+            b.emit(f"{name} = {text}")
             if x.name in online.values():
-                low = constant(LOWEST[value_type(x.dtype)], x.dtype)
-                b.line(f'{name} = tl.where({name} == {low}, float("-inf"), {name})')
-        axes = {a for a in w.nest.grid if a in b.loops}
-        w.known(x, name, b.depth, axes)
+                lowest = literal(LOWEST[opmath_dtype(x.dtype)], x.dtype)
+                b.emit(f'{name} = tl.where({name} == {lowest}, float("-inf"), {name})')
+        axes = {a for a in w.nest.grid if a in b.bindings}
+        w.define_local(x, name, b.depth, axes)
 
 
-def grouped(w: Writer) -> bool:
-    """Are a thread's neighbouring elements reduced first, before they meet the running values?"""
-    return w.schedule.group > 1 and len(w.body.blocks) == 1
+def uses_online_groups(w: KernelWriter) -> bool:
+    """Are a thread's neighbouring elements reduced before they meet the running values?"""
+    return w.schedule.online_group > 1 and len(w.body.block_axes) == 1
 
 
-def body_walks(w: Writer, step: int) -> list[Walk]:
-    """The loops over the body: blocks that are kept, all others that are full, then what is left."""
-    b, ahead = w.body, w.schedule.stages
+def body_loops(w: KernelWriter, step: int) -> list[BlockLoop]:
+    """The loops over the body: resident blocks, other full blocks, then the rest."""
+    b, num_stages = w.body, w.schedule.num_stages
     (axis,) = w.nest.body
-    block = w.schedule.sizes[axis]
-    w.part_start, w.part_end = "0", b.index(axis.size)
-    if w.schedule.split:
-        return [Walk(part_range(w, axis, block), None)]
+    block = w.schedule.block_sizes[axis]
+    w.split_start, w.split_end = "0", b.print_index(axis.size)
+    if w.schedule.num_splits:
+        return [BlockLoop(split_range(w, axis, block), None)]
     if not axis.size.is_constant:
-        return [Walk(w.range("0", b.index(axis.size), block, ahead), None)]
-    (size, full), start = extent(w), kept_end(w)
-    found = []
-    back = w.schedule.back and step % 2 == 1
+        return [BlockLoop(w.print_range("0", b.print_index(axis.size), block, num_stages), None)]
+    (size, full), start = block_extent(w), resident_end(w)
+    loops = []
+    is_backward = w.schedule.alternates_direction and step % 2 == 1
     if start < full:
-        steps = w.range(str(start), str(full), block, ahead)
-        if back:
-            steps = w.range(str(full - block), str(start - block), -block, ahead)
-        found.append(Walk(steps, True))
+        steps = w.print_range(str(start), str(full), block, num_stages)
+        if is_backward:
+            steps = w.print_range(str(full - block), str(start - block), -block, num_stages)
+        loops.append(BlockLoop(steps, True))
     if max(start, full) < size or not size:
         last = max(start, full)
-        # one block at most where edges are apart, whose block is smaller: no loop of Triton's allows that
+        # of a peeled row one block at most, and another one in each row: Triton must unroll that
+        # loop
         unrolled = f"tl.static_range({last}, {size}, {block})"
-        steps = unrolled if w.schedule.granule else w.range(str(last), str(size), block)
-        found.append(Walk(steps, False))
-    kept = kept_walks(w)
-    if back:
-        return found[::-1] + kept  # what was read last comes first
-    # first what is read, beside what is on its way, then what waits for both; later while results are written
-    return found + kept if step == 0 and not w.schedule.about else kept + found
+        is_peeled = bool(w.schedule.peel_width)
+        steps = unrolled if is_peeled else w.print_range(str(last), str(size), block)
+        loops.append(BlockLoop(steps, False))
+    resident = resident_loops(w)
+    if is_backward:
+        return loops[::-1] + resident  # what was loaded last comes first
+    # first what must be loaded, while the resident loads are in flight; in later passes last, while
+    # results are written
+    return loops + resident if step == 0 and not w.schedule.welford else resident + loops
 
 
-def part_range(w: Writer, axis: Axis, block: int) -> str:
-    """The steps over this program's part of the body."""
-    b, parts = w.body, w.schedule.split
-    size = b.index(axis.size)
-    b.line("part = tl.program_id(1)")
+def split_range(w: KernelWriter, axis: Axis, block: int) -> str:
+    """The iterations over this program's part of the body."""
+    b, splits = w.body, w.schedule.num_splits
+    size = b.print_index(axis.size)
+    b.emit("split = tl.program_id(1)")
     if axis.size.is_constant:
-        chunk = str(-(-axis.size.constant // (parts * block)) * block)
+        chunk = str(-(-axis.size.constant // (splits * block)) * block)
     else:
-        chunk = b.fresh("chunk")
-        b.line(f"{chunk} = tl.cdiv({size}, {parts * block}) * {block}")
-    start = f"part.to(tl.int64) * {chunk}" if w.wide else f"part * {chunk}"
+        chunk = b.unique_name("chunk")
+        b.emit(f"{chunk} = tl.cdiv({size}, {splits * block}) * {block}")
+    start = f"split{w.print_int64()} * {chunk}"
     end = f"tl.minimum({start} + {chunk}, {size})"
-    w.part_start, w.part_end = start, end
-    return w.range(start, end, block, w.schedule.stages)
+    w.split_start, w.split_end = start, end
+    return w.print_range(start, end, block, w.schedule.num_stages)
 
 
-def pass_values(w: Writer, roots: list[Expression]) -> None:
-    """Locals at a point of the body that these need and that are not there yet."""
+def emit_point_values(w: KernelWriter, roots: list[Expression]) -> None:
+    """Locals at a point of the body that these expressions need and that are not known yet."""
     b = w.body
-    wanted: set[str] = set()
+    required: set[str] = set()
     stack = list(roots)
     while stack:
         for local in w.nest.references(stack.pop()):
-            if local.name not in wanted and local.name not in b.names:
-                wanted.add(local.name)
+            if local.name not in required and local.name not in b.names:
+                required.add(local.name)
                 if local.reduction is None or local.role == "scan":
                     stack.append(local.expression)
     for local in w.nest.locals.values():
-        if local.name in wanted and local.role == "scan":
-            scan(w, local, w.carried[local.name])
-        elif local.name in wanted and local.reduction is None:
-            w.declare(local)
+        if local.name in required and local.role == "scan":
+            emit_scan(w, local, w.scan_carries[local.name])
+        elif local.name in required and local.reduction is None:
+            w.declare_local(local)
 
 
-def scan(w: Writer, x: Local, carried: str | None = None) -> None:
-    """The scan of a block; `carried` is the reduction of everything before it, which it extends."""
+def emit_scan(w: KernelWriter, x: Local, carry: str | None = None) -> None:
+    """The scan of a block; `carry` is the reduction of all blocks before it, which it extends."""
     b = w.body
     (axis,) = w.nest.body
-    axes = b.axes(x.expression) | {axis}
-    text = w.value_of(x, w.nest.body)
-    if not set(b.blocks) <= b.axes(x.expression):
-        # also what is the same in all columns: Triton 3.6 scans a block that is one wide wrongly
-        text = f"tl.broadcast_to({bare(text)}, {w.block_shape()})"
-    name = b.fresh(x.name)
-    if carried is None:
-        b.line(f"{name} = {w.scanned(x, text, axis)}")
+    axes = b.find_axes(x.expression) | {axis}
+    text = w.print_reduction_input(x, w.nest.body)
+    if not set(b.block_axes) <= b.find_axes(x.expression):
+        # also a value that all columns share: Triton 3.6 scans a block of width 1 wrongly
+        text = f"tl.broadcast_to({strip_parentheses(text)}, {w.print_block_shape()})"
+    name = b.unique_name(x.name)
+    if carry is None:
+        b.emit(f"{name} = {w.print_scan(x, text, axis)}")
     else:
-        point = b.fresh("value")
-        b.line(f"{point} = {bare(text)}")
-        before = f"{carried}.to({value_tl(x.dtype)})" if long_sum(x) else carried
-        b.line(f"{name} = {combined(w, x, before, w.scanned(x, point, axis))}")
-        b.line(f"{carried} = {combined(w, x, carried, w.reduced(x, point, axis))}")
-    w.known(x, name, b.depth, axes)
+        value = b.unique_name("value")
+        b.emit(f"{value} = {strip_parentheses(text)}")
+        before = f"{carry}.to({triton_type(x.dtype)})" if carries_float64(x) else carry
+        b.emit(f"{name} = {print_combined(w, x, before, w.print_scan(x, value, axis))}")
+        b.emit(f"{carry} = {print_combined(w, x, carry, w.print_reduction(x, value, axis))}")
+    w.define_local(x, name, b.depth, axes)
 
 
-def combined(w: Writer, x: Local, left: str, right: str) -> str:
+def print_combined(w: KernelWriter, x: Local, left: str, right: str) -> str:
+    """Two values of a reduction combined."""
     if x.reduction in ("sum", "prod"):
         return f"{left} {'+' if x.reduction == 'sum' else '*'} {right}"
-    return f"{w.combining(x)}({left}, {right})"
+    return f"{w.combine_function(x)}({left}, {right})"
 
 
-def long_sum(x: Local) -> bool:
-    """Sums of floats are carried in double: they may be of many blocks."""
-    return x.reduction == "sum" and value_type(x.dtype) == torch.float32
+def carries_float64(x: Local) -> bool:
+    """Is the carry of a scan a float64? For sums of floats, which may be of many blocks."""
+    return x.reduction == "sum" and opmath_dtype(x.dtype) == torch.float32
 
 
-def open_scans(w: Writer) -> None:
+def open_scan_carries(w: KernelWriter) -> None:
     """What scans carry from block to block, one value a row."""
-    b = w.body
-    sizes = ["1" if a in w.nest.body else str(w.schedule.sizes[a]) for a in b.blocks]
-    shape = f"[{', '.join(sizes)}]" if len(b.blocks) > 1 else "[]"
+    b, sizes = w.body, w.schedule.block_sizes
+    dimensions = ["1" if a in w.nest.body else str(sizes[a]) for a in b.block_axes]
+    shape = f"[{', '.join(dimensions)}]" if len(b.block_axes) > 1 else "[]"
     for x in w.nest.locals.values():
         if x.role == "scan":
-            w.carried[x.name] = b.fresh(f"{x.name}_before")
-            kind = "tl.float64" if long_sum(x) else held_tl(x)
-            b.line(f"{w.carried[x.name]} = tl.full({shape}, {start_of(x)}, {kind})")
+            w.scan_carries[x.name] = b.unique_name(f"{x.name}_carry")
+            dtype = "tl.float64" if carries_float64(x) else accumulator_type(x)
+            b.emit(f"{w.scan_carries[x.name]} = tl.full({shape}, {initial_value(x)}, {dtype})")
 
 
 def accumulate(
-    w: Writer, x: Local, accumulators: dict[str, str], streams: dict[str, Streams]
+    w: KernelWriter, x: Local, accumulators: dict[str, str], states: dict[str, WelfordState]
 ) -> None:
-    b, online = w.body, w.schedule.online
+    b, online = w.body, w.schedule.online_softmax
     name = accumulators[x.name]
-    about = [streams[n] for n, total in w.schedule.about.items() if total == x.name]
-    if about:
-        add_squares(w, x, name, about)
+    welford = [states[n] for n, total in w.schedule.welford.items() if total == x.name]
+    if welford:
+        update_welford(w, x, name, welford)
         return
-    value = w.value_of(x, w.nest.body)
-    partners = [n for n, best in online.items() if best == x.name]
-    if not partners:
-        b.line(step_text(b, x, name, value))
-        return
-    if grouped(w):
-        accumulate_groups(w, x, accumulators, partners, bare(value))
-        return
-    # the exponentials so far are scaled where the maximum grows: one exponential an element
-    point, step, scale = b.fresh("value"), b.fresh("step"), b.fresh("scale")
-    b.line(f"{point} = {bare(value)}")
-    b.line(f"{step} = {point} - {name}")
-    b.line(f"{scale} = tl.exp(-tl.abs({step}))")
-    for partner in partners:
-        s = accumulators[partner]
-        b.line(f"{s} = tl.where({step} > 0, {s} * {scale} + 1, {s} + {scale})")
-    b.line(step_text(b, x, name, point))
+    value = w.print_reduction_input(x, w.nest.body)
+    sums = [accumulators[n] for n, maximum in online.items() if maximum == x.name]
+    if not sums:
+        b.emit(print_accumulate(b, x, name, value))
+    elif uses_online_groups(w):
+        accumulate_online_groups(w, x, name, sums, strip_parentheses(value))
+    else:
+        accumulate_online(w, x, name, sums, strip_parentheses(value))
 
 
-def accumulate_groups(
-    w: Writer, x: Local, accumulators: dict[str, str], partners: list[str], value: str
+def accumulate_online(w: KernelWriter, x: Local, maximum: str, sums: list[str], value: str) -> None:
+    """Online softmax: sums are rescaled where the maximum grows, with one exponential an element.
+
+    d = x - max;  s = exp(-|d|);  sum = d > 0 ? sum * s + 1 : sum + s;  max = max(max, x)
+    """
+    b = w.body
+    point, delta, scale = b.unique_name("value"), b.unique_name("delta"), b.unique_name("scale")
+    b.emit(f"{point} = {value}")
+    b.emit(f"{delta} = {point} - {maximum}")
+    b.emit(f"{scale} = tl.exp(-tl.abs({delta}))")
+    for s in sums:
+        b.emit(f"{s} = tl.where({delta} > 0, {s} * {scale} + 1, {s} + {scale})")
+    b.emit(print_accumulate(b, x, maximum, point))
+
+
+def accumulate_online_groups(
+    w: KernelWriter, x: Local, maximum: str, sums: list[str], value: str
 ) -> None:
     """The same with one running maximum and sum for all elements of a thread's access."""
-    b, group = w.body, w.schedule.group
-    name, count = accumulators[x.name], w.schedule.sizes[w.nest.body[0]] // group
-    groups, best, scale = b.fresh("groups"), b.fresh("best"), b.fresh("scale")
-    w.combining(x)
-    b.line(f"{groups} = tl.reshape({value}, [{count}, {group}])")
-    b.line(f"{best} = nan_max({name}, tl.reduce({groups}, 1, nan_max))")
-    b.line(f"{scale} = tl.exp({name} - {best})")
-    if b.fast:
-        # one multiplication with the subtraction in it
-        power = f"{groups} * {LOG2_E} - ({best} * {LOG2_E})[:, None]"
+    b, group = w.body, w.schedule.online_group
+    count = w.schedule.block_sizes[w.nest.body[0]] // group
+    groups, new_max = b.unique_name("groups"), b.unique_name("new_max")
+    scale = b.unique_name("scale")
+    w.combine_function(x)
+    b.emit(f"{groups} = tl.reshape({value}, [{count}, {group}])")
+    b.emit(f"{new_max} = nan_max({maximum}, tl.reduce({groups}, 1, nan_max))")
+    b.emit(f"{scale} = tl.exp({maximum} - {new_max})")
+    if b.fast_math:
+        # a base-2 exponential: the scaling and the subtraction are one fused multiply-add
+        power = f"{groups} * {LOG2_E} - ({new_max} * {LOG2_E})[:, None]"
         terms = f"tl.exp2({power})"
     else:
-        terms = f"{b.spelled('exp', value_type(x.dtype))}({groups} - {best}[:, None])"
-    for partner in partners:
-        s = accumulators[partner]
-        b.line(f"{s} = {s} * {scale} + tl.sum({terms}, 1)")
-    b.line(f"{name} = {best}")
+        exp = b.lookup_op("exp", opmath_dtype(x.dtype))
+        terms = f"{exp}({groups} - {new_max}[:, None])"
+    for s in sums:
+        b.emit(f"{s} = {s} * {scale} + tl.sum({terms}, 1)")
+    b.emit(f"{maximum} = {new_max}")

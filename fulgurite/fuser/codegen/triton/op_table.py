@@ -1,7 +1,8 @@
-"""How each primitive is written in Triton.
+"""How each primitive is printed in Triton.
 
-A name that starts with `libdevice.` or `tl.` is Triton's; other functions are those of
-`triton_functions.py`, which a kernel's module imports where it uses them.
+A template with `{0}` is formatted; any other text is a function to call. Names that start with
+`libdevice.` or `tl.` are Triton's. Other functions are those of `device_functions.py`, which a
+kernel's module imports where it uses them.
 """
 
 LIBDEVICE = """
@@ -9,15 +10,15 @@ LIBDEVICE = """
     fmod atan2 hypot pow copysign nextafter
 """
 
-# floats
-SPELLING: dict[str, str] = {
+# Floats.
+OP_TABLE: dict[str, str] = {
     **{name: f"libdevice.{name}" for name in LIBDEVICE.split()},
     "add": "({0} + {1})",
     "sub": "({0} - {1})",
     "mul": "({0} * {1})",
-    "div": "tl.div_rn",  # a slash may be two last places off: floor(49 / 49) would be 0
-    "share": "share",
-    "neg": "(-1.0 * {0})",  # before Triton 3.7 a minus subtracts from 0: -(0.0) would be 0.0
+    "div": "tl.div_rn",  # `/` may be off by 2 ulp: floor(49 / 49) would be 0
+    "softmax_div": "softmax_div",
+    "neg": "(-1.0 * {0})",  # before Triton 3.7 `-x` is 0 - x: -(0.0) would be 0.0
     "reciprocal": "tl.div_rn(1.0, {0})",
     "fma": "({0} + {1} * {2})",
     "maximum": "nan_max",
@@ -26,7 +27,7 @@ SPELLING: dict[str, str] = {
     "fmin": "tl.minimum",
     "remainder": "floored_remainder",
     "floor_divide": "floored_divide",
-    "truncated_divide": "truncated_divide",
+    "trunc_divide": "truncated_divide",
     "round": "libdevice.rint",
     "sign": "sign",
     "signbit": "signbit",
@@ -34,7 +35,7 @@ SPELLING: dict[str, str] = {
     "uniform": "uniform",
     "uniform53": "uniform53",
     "random_integer": "random_integer",
-    "divisor": "{0}",
+    "nonzero_divisor": "{0}",
     "abs": "tl.abs",
     "floor": "tl.floor",
     "ceil": "tl.ceil",
@@ -56,41 +57,42 @@ SPELLING: dict[str, str] = {
     "cast": "",
 }
 
-# where the spelling on doubles differs
-DOUBLE_SPELLING: dict[str, str] = {
+# Where float64 differs.
+FLOAT64_OPS: dict[str, str] = {
     "div": "({0} / {1})",
-    "share": "({0} / {1})",
+    "softmax_div": "({0} / {1})",
     "reciprocal": "(1.0 / {0})",
     "exp": "tl.exp",
     "sqrt": "tl.sqrt",
 }
 
-# where a few last places of a float32 don't matter: every float that is read is narrow
-FAST_SPELLING: dict[str, str] = {
+# Fast math, for kernels whose inputs are all narrow floats: a few ulp of a float32 don't matter
+# there.
+FAST_MATH_OPS: dict[str, str] = {
     "div": "({0} / {1})",
-    "share": "({0} * (1.0 / {1}))",
+    "softmax_div": "({0} * (1.0 / {1}))",
     "reciprocal": "(1.0 / {0})",
-    "exp": "libdevice.fast_expf",  # what is below 1e-38 is 0: tl.exp spends half its work on that
+    "exp": "libdevice.fast_expf",  # flushes below 1e-38 to 0, on which tl.exp spends half its work
     "sqrt": "tl.sqrt",
-    "sigmoid": "quick_sigmoid",
-    "tanh": "quick_tanh",
+    "sigmoid": "fast_sigmoid",
+    "tanh": "fast_tanh",
 }
 
-# of these, functions for which a denormal is zero
-APPROXIMATIONS = ("libdevice.fast_expf", "quick_sigmoid", "quick_tanh", "tl.exp2(")
+# Fast-math functions that flush denormals to zero.
+APPROXIMATIONS = ("libdevice.fast_expf", "fast_sigmoid", "fast_tanh", "tl.exp2(")
 
-# where the spelling on integers differs
-INTEGER_SPELLING: dict[str, str] = {
+# Where integers differ.
+INTEGER_OPS: dict[str, str] = {
     "neg": "(-{0})",
     "maximum": "tl.maximum",
     "minimum": "tl.minimum",
-    "fmod": "whole_truncated_remainder",
-    "remainder": "whole_floored_remainder",
-    "floor_divide": "whole_floored_divide",
-    "truncated_divide": "whole_truncated_divide",
-    "pow": "whole_power",
-    "gcd": "greatest_divisor",
-    "lcm": "least_multiple",
+    "fmod": "int_truncated_remainder",
+    "remainder": "int_floored_remainder",
+    "floor_divide": "int_floored_divide",
+    "trunc_divide": "int_truncated_divide",
+    "pow": "int_pow",
+    "gcd": "int_gcd",
+    "lcm": "int_lcm",
     "and": "({0} & {1})",
     "or": "({0} | {1})",
     "xor": "({0} ^ {1})",
@@ -99,8 +101,8 @@ INTEGER_SPELLING: dict[str, str] = {
     "shift_right": "shift_right",
 }
 
-# and on bools
-BOOL_SPELLING: dict[str, str] = {
+# Where bools differ.
+BOOL_OPS: dict[str, str] = {
     "add": "({0} | {1})",
     "mul": "({0} & {1})",
     "maximum": "({0} | {1})",

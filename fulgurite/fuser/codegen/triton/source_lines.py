@@ -1,7 +1,7 @@
-"""Where lines of a Triton kernel go: levels of loops, names that are free.
+"""Where lines of a Triton kernel go: nested code blocks, unique names.
 
-In: lines, with the level at which what they read is known. Out: the text below a kernel's `def`, what does not
-change inside a loop before it.
+In: lines, with the depth at which everything they read is known. Out: the text below a kernel's
+`def`, with loop-invariant lines before their loop.
 """
 
 from __future__ import annotations
@@ -14,98 +14,81 @@ from dataclasses import dataclass, field
 from fulgurite.fuser.ir.expression import Load
 from fulgurite.fuser.ir.index import Axis
 
+# Functions of device_functions.py: a local of that name would hide one.
+DEVICE_FUNCTIONS = """
+    div_rn fast_sigmoid fast_tanh floored_divide floored_remainder int_floored_divide
+    int_floored_remainder int_gcd int_lcm int_pow int_truncated_divide int_truncated_remainder
+    logaddexp nan_max nan_min optimization_barrier philox_word prod_combine random_integer shift_left
+    shift_right sigmoid sign signbit softmax_div sum_combine to_e4m3 to_e5m2 truncated_divide uniform
+    uniform53
+"""
 RESERVED = frozenset(
-    (
-        *("tl", "triton", "libdevice", "float", "range", "part", "program"),
-        # functions of triton_functions.py: a local of that name would hide one
-        *(
-            "again",
-            "share",
-            "nan_max",
-            "nan_min",
-            "added",
-            "product",
-            "log_add_exp",
-            "sigmoid",
-            "quick_sigmoid",
-        ),
-        *("quick_tanh", "sign", "signbit", "floored_remainder", "floored_divide", "to_e4m3"),
-        *(
-            "divided",
-            "truncated_divide",
-            "to_e5m2",
-            "whole_truncated_divide",
-            "whole_truncated_remainder",
-        ),
-        *("whole_floored_remainder", "whole_floored_divide", "shift_left", "shift_right"),
-        *("whole_power", "greatest_divisor", "least_multiple"),
-        *("random_word", "uniform", "uniform53", "random_integer"),
-    )
+    ("tl", "triton", "libdevice", "float", "range", "program", "split", *DEVICE_FUNCTIONS.split())
 )
 
 
 @dataclass
-class Loop:
-    """A loop of the nest as text: a scalar of the program, or a block."""
+class AxisBinding:
+    """What a loop is in the text: a scalar of the program, or a dimension of its block."""
 
     axis: Axis
     block: int  # 0: a scalar
-    level: int  # where it is known: 0 in the program, more inside loops
+    depth: int  # where it is known: 0 in the program, more inside loops
     mask: str | None = None
 
 
 @dataclass
-class Level:
-    """Lines inside one loop of the text: where it is, what is read first, and the rest.
+class CodeBlock:
+    """Lines inside one loop of the text: indices first, then loads, then the rest.
 
-    Reads come first so that all are under way before the first reduction waits for the others.
+    Loads come first so that all are in flight before the first reduction waits for one of them.
     """
 
-    head: list[str] = field(default_factory=list)
-    reads: list[str] = field(default_factory=list)
+    header: list[str] = field(default_factory=list)
+    loads: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
-    loads: dict[tuple[Load, str], str] = field(default_factory=dict)
-    tests: dict[str, str] = field(default_factory=dict)
+    loaded: dict[tuple[Load, str], str] = field(default_factory=dict)  # (load, mask) → name
+    conditions: dict[str, str] = field(default_factory=dict)  # text → name
 
     @property
-    def all(self) -> list[str]:
-        return [*self.head, *self.reads, *self.lines]
+    def all_lines(self) -> list[str]:
+        return [*self.header, *self.loads, *self.lines]
 
 
-class Lines:
-    """The lines written so far, and the names they took."""
+class SourceLines:
+    """The lines written so far, and the names they use."""
 
-    def __init__(self, taken: set[str]) -> None:
-        self.taken = set(taken)
-        self.levels = [Level()]
+    def __init__(self, used_names: set[str]) -> None:
+        self.used_names = set(used_names)
+        self.blocks = [CodeBlock()]
 
-    def line(self, text: str, level: int | None = None) -> None:
-        self.levels[-1 if level is None else level].lines.append(text)
+    def emit(self, line: str, depth: int | None = None) -> None:
+        self.blocks[-1 if depth is None else depth].lines.append(line)
 
-    def head(self, text: str) -> None:
-        self.levels[-1].head.append(text)
+    def emit_header(self, line: str) -> None:
+        self.blocks[-1].header.append(line)
 
     @contextmanager
-    def loop(self, head: str) -> Iterator[None]:
-        """Lines inside `head`, one level deeper."""
-        self.levels.append(Level())
+    def indented(self, head: str) -> Iterator[None]:
+        """Lines below `head` (a `for` or an `if`), one level deeper."""
+        self.blocks.append(CodeBlock())
         yield
-        inside = self.levels.pop()
-        self.line(head)
-        for text in inside.all:
-            self.line("    " + text)
+        inner = self.blocks.pop()
+        self.emit(head)
+        for line in inner.all_lines:
+            self.emit("    " + line)
 
     @property
     def depth(self) -> int:
-        return len(self.levels) - 1
+        return len(self.blocks) - 1
 
-    def fresh(self, base: str) -> str:
+    def unique_name(self, base: str) -> str:
         text = "".join(c if c.isalnum() or c == "_" else "_" for c in base)
         if text[:1].isdigit() or keyword.iskeyword(text) or text in RESERVED:
             text = "_" + text
         unique, count = text, 1
-        while unique in self.taken:
+        while unique in self.used_names:
             count += 1
             unique = f"{text}_{count}"
-        self.taken.add(unique)
+        self.used_names.add(unique)
         return unique

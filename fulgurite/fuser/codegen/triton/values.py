@@ -1,4 +1,7 @@
-"""Numbers and types of the IR as Triton text, and what is known of a value without computing it."""
+"""Literals and types of the IR as Triton text, and properties of expressions.
+
+In: numbers, dtypes, expressions. Out: text, or whether an expression has a property.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import math
 
 import torch
 
-from fulgurite.fuser.ir.expression import Constant, Expression, Operation, value_type
+from fulgurite.fuser.ir.expression import Constant, Expression, Operation, opmath_dtype
 from fulgurite.fuser.ir.index import Index
 
 TYPES: dict[torch.dtype, str] = {
@@ -30,13 +33,14 @@ TYPES: dict[torch.dtype, str] = {
 TO_FLOAT8 = {torch.float8_e4m3fn: "to_e4m3", torch.float8_e5m2: "to_e5m2"}
 
 
-def value_tl(dtype: torch.dtype) -> str:
-    return f"tl.{TYPES[value_type(dtype)]}"
+def triton_type(dtype: torch.dtype) -> str:
+    """The type that values of a dtype are computed in."""
+    return f"tl.{TYPES[opmath_dtype(dtype)]}"
 
 
-def constant(value: int | float | bool, dtype: torch.dtype) -> str:
-    """A number as a literal; its type is that of the block it meets."""
-    dtype = value_type(dtype)
+def literal(value: int | float | bool, dtype: torch.dtype) -> str:
+    """A number as an untyped literal: it takes the type of the block it meets."""
+    dtype = opmath_dtype(dtype)
     if dtype.is_floating_point:
         number = float(value)
         if math.isnan(number) or math.isinf(number):
@@ -47,30 +51,30 @@ def constant(value: int | float | bool, dtype: torch.dtype) -> str:
     return str(int(value)) if value >= 0 else f"({int(value)})"
 
 
-def typed(value: int | float | bool, dtype: torch.dtype) -> str:
-    """A number as a scalar of a type, for places where nothing else decides it."""
-    return f"tl.full([], {constant(value, dtype)}, {value_tl(dtype)})"
+def typed_literal(value: int | float | bool, dtype: torch.dtype) -> str:
+    """A number as a scalar of a type, for where nothing else decides the type."""
+    return f"tl.full([], {literal(value, dtype)}, {triton_type(dtype)})"
 
 
 @functools.cache
-def saturates(dtype: torch.dtype) -> bool:
-    """Does this torch round what is past the largest number to the largest number?"""
+def cast_saturates(dtype: torch.dtype) -> bool:
+    """Does the installed torch saturate when it casts to this dtype?"""
     return bool(torch.tensor(1e9).to(dtype).float().isfinite())
 
 
-def is_single(index: Index) -> bool:
+def is_single_atom(index: Index) -> bool:
     """Is the index one atom and nothing else?"""
-    one = not index.constant and len(index.terms) == 1
-    return one and index.terms[0][1] == 1 and len(index.terms[0][0]) == 1
+    has_one_term = not index.constant and len(index.terms) == 1
+    return has_one_term and index.terms[0][1] == 1 and len(index.terms[0][0]) == 1
 
 
 def is_power_of_two(value: Expression) -> bool:
-    """Is it a number whose quotients are exact?"""
+    """Is it a constant that divides exactly?"""
     return isinstance(value, Constant) and abs(math.frexp(value.value)[0]) == 0.5
 
 
-def one_plus_tanh(operation: Operation) -> Expression | None:
-    """The argument of tanh in 1 + tanh(u), which is 2 / (1 + exp(-2u)) without cancellation."""
+def match_one_plus_tanh(operation: Operation) -> Expression | None:
+    """The argument u of 1 + tanh(u), which is 2 / (1 + exp(-2u)) without cancellation."""
     if operation.name == "add" and operation.dtype != torch.float64:
         one, other = operation.arguments
         if isinstance(one, Constant) and one.value == 1 and isinstance(other, Operation):
@@ -78,7 +82,7 @@ def one_plus_tanh(operation: Operation) -> Expression | None:
     return None
 
 
-def within(value: Expression, limit: float) -> bool:
+def is_clamped(value: Expression, limit: float) -> bool:
     """Is the value clamped between -limit and limit?"""
     if isinstance(value, Operation) and value.name == "minimum":
         a, b = value.arguments
@@ -88,8 +92,8 @@ def within(value: Expression, limit: float) -> bool:
     return False
 
 
-def bare(text: str) -> str:
-    """Without parentheses around the whole of it."""
+def strip_parentheses(text: str) -> str:
+    """The text without one pair of parentheses around all of it."""
     if not (text.startswith("(") and text.endswith(")")):
         return text
     depth = 0
@@ -98,3 +102,8 @@ def bare(text: str) -> str:
         if depth == 0 and k < len(text) - 1:
             return text
     return text[1:-1]
+
+
+def as_factor(text: str) -> str:
+    """The text as an operand of a multiplication."""
+    return text if text.isalnum() else f"({text})"

@@ -1,11 +1,12 @@
-"""Squared distances from the mean in the same walk that sums up: a variance that reads its row once.
+"""Welford: the sum of squared distances from the mean, in the same pass as the sum.
 
-In: a `Writer` whose schedule names such sums (`about`). Out: lines. Every element of a block is a stream of its own,
-with its first value, the mean of the distances from it, and the squares about that mean (Welford); streams, and then
-parts, are merged by distances from one of the first values (Chan), so that nothing large is subtracted:
+In: a `KernelWriter` whose schedule names such reductions (`welford`). Out: lines. Every lane of a
+block has a running state of its own: its first value, the mean of the distances from it, and the
+squares about that mean (m2). Lanes, and then splits, are merged by distances from one of the first
+values (Chan), so that nothing large is subtracted:
 
-    step     d = (x - first) - mean        mean += d / n        squares += d * d * (1 - 1/n)
-    merge    a = first - base + mean       squares + sum n * (a - center)^2        center = sum n * a / total
+    update   d = (x - first) - mean     mean += d / n     m2 += d * d * (1 - 1/n)
+    merge    a = first - base + mean    m2 + sum n * (a - center)^2    center = sum n * a / total
 """
 
 from __future__ import annotations
@@ -14,106 +15,118 @@ from dataclasses import dataclass
 
 import torch
 
-from fulgurite.fuser.codegen.triton.values import bare, value_tl
-from fulgurite.fuser.codegen.triton.writer import MERGED, Writer, start_of, step_text
+from fulgurite.fuser.codegen.triton.values import strip_parentheses, triton_type
+from fulgurite.fuser.codegen.triton.writer import (
+    WELFORD_PARTIALS,
+    KernelWriter,
+    initial_value,
+    print_accumulate,
+)
 from fulgurite.fuser.ir import index as indices
-from fulgurite.fuser.ir.expression import Constant, Expression, Load, Operation, Position
+from fulgurite.fuser.ir.expression import Constant, Expression, IndexValue, Load, Operation
 from fulgurite.fuser.ir.index import Axis, Index
 from fulgurite.fuser.ir.loop_nest import Local
 
 
 @dataclass(frozen=True)
-class Streams:
-    """Names of what one such sum holds while the body is walked."""
+class WelfordState:
+    """Names of the running state."""
 
-    seen: str  # blocks so far
+    blocks: str  # so far
     first: str
     mean: str
-    squares: str
+    m2: str
 
 
-def open_squares(w: Writer, x: Local) -> Streams:
+def open_welford(w: KernelWriter, x: Local) -> WelfordState:
     b = w.body
-    names = [b.fresh(f"{x.name}_{what}") for what in ("seen", "first", "mean", "sums")]
-    for name, shape in zip(names, ["[]", *[w.block_shape()] * 3], strict=True):
-        b.line(f"{name} = tl.full({shape}, 0.0, {value_tl(x.dtype)})")
-    return Streams(*names)
+    names = [b.unique_name(f"{x.name}_{what}") for what in ("blocks", "first", "mean", "m2")]
+    for name, shape in zip(names, ["[]", *[w.print_block_shape()] * 3], strict=True):
+        b.emit(f"{name} = tl.full({shape}, 0.0, {triton_type(x.dtype)})")
+    return WelfordState(*names)
 
 
-def add_squares(w: Writer, x: Local, total: str, partners: list[Streams]) -> None:
-    """One block: its sum, and what each partner has of it."""
+def update_welford(w: KernelWriter, x: Local, total: str, states: list[WelfordState]) -> None:
+    """One block: adds it to the sum `total`, and to each state."""
     b = w.body
-    portion, away = b.fresh("portion"), b.fresh("away")
-    value = bare(b.expression(x.expression))
+    weight, delta = b.unique_name("weight"), b.unique_name("delta")
+    value = strip_parentheses(b.print_expression(x.expression))
     if not value.isidentifier():
-        value, text = b.fresh("value"), value
-        b.line(f"{value} = {text}")
-    b.line(step_text(b, x, total, w.masked(value, start_of(x), w.nest.body)))
-    for at in partners:
-        b.line(f"{at.seen} += 1.0")
-        b.line(f"{portion} = 1.0 / {at.seen}")
-        b.line(f"{at.first} = tl.where({at.seen} == 1.0, {value}, {at.first})")
-        distance = w.masked(f"{value} - {at.first} - {at.mean}", "0.0", w.nest.body)
-        b.line(f"{away} = {distance}")
-        b.line(f"{at.mean} += {away} * {portion}")
-        b.line(f"{at.squares} += {away} * {away} * (1.0 - {portion})")
+        value, text = b.unique_name("value"), value
+        b.emit(f"{value} = {text}")
+    masked = w.mask_value(value, initial_value(x), w.nest.body)
+    b.emit(print_accumulate(b, x, total, masked))
+    for state in states:
+        b.emit(f"{state.blocks} += 1.0")
+        b.emit(f"{weight} = 1.0 / {state.blocks}")
+        b.emit(f"{state.first} = tl.where({state.blocks} == 1.0, {value}, {state.first})")
+        distance = f"{value} - {state.first} - {state.mean}"
+        b.emit(f"{delta} = {w.mask_value(distance, '0.0', w.nest.body)}")
+        b.emit(f"{state.mean} += {delta} * {weight}")
+        b.emit(f"{state.m2} += {delta} * {delta} * (1.0 - {weight})")
 
 
-def close_squares(w: Writer, x: Local, at: Streams, name: str) -> None:
-    """All streams of a block together; a part's base, center and count stay for the finish."""
+def close_welford(w: KernelWriter, x: Local, state: WelfordState, name: str) -> None:
+    """Merges all lanes of a block; a split also stores its base, center and count."""
     b = w.body
     (axis,) = w.nest.body
-    block, kind = w.schedule.sizes[axis], value_tl(x.dtype)
-    place, keep = b.blocks.index(axis), ", keep_dims=True" if len(b.blocks) > 1 else ""
-    length, lanes = b.fresh("length"), b.shaped(f"tl.arange(0, {block})", axis)
-    base, center, count = (b.fresh(f"{x.name}_{what}") for what in MERGED)
-    away, each = b.fresh("away"), b.fresh("each")
-    start = "" if w.part_start == "0" else f" - {w.part_start}"
-    b.line(f"{length} = {w.part_end}{start}")
-    b.line(f"{each} = (tl.maximum({length} - {lanes} + {block - 1}, 0) // {block}).to({kind})")
-    b.line(f"{count} = tl.sum({each}, {place}{keep})")
-    chosen = f'tl.where({each} > 0, {at.first}, float("-inf"))'
-    b.line(f"{base} = tl.max({chosen}, {place}{keep})")
-    b.line(f"{away} = tl.where({each} > 0, {at.first} - {base} + {at.mean}, 0.0)")
-    b.line(f"{center} = tl.sum({each} * {away}, {place}{keep}) / tl.maximum({count}, 1.0)")
-    b.line(f"{away} -= {center}")
-    b.line(f"{name} = tl.sum({at.squares} + {each} * {away} * {away}, {place}{keep})")
-    if w.schedule.split:
-        b.line(f"{base} = tl.where({count} > 0, {base}, 0.0)")
-        for what, text in zip(MERGED, (base, center, count), strict=True):
+    block, dtype = w.schedule.block_sizes[axis], triton_type(x.dtype)
+    dimension = b.block_axes.index(axis)
+    keep = ", keep_dims=True" if len(b.block_axes) > 1 else ""
+    lanes = b.print_broadcast(f"tl.arange(0, {block})", axis)
+    length = b.unique_name("length")
+    base, center, count = (b.unique_name(f"{x.name}_{what}") for what in WELFORD_PARTIALS)
+    delta, lane_count = b.unique_name("delta"), b.unique_name("lane_count")
+    start = "" if w.split_start == "0" else f" - {w.split_start}"
+    b.emit(f"{length} = {w.split_end}{start}")
+    blocks = f"tl.maximum({length} - {lanes} + {block - 1}, 0) // {block}"
+    b.emit(f"{lane_count} = ({blocks}).to({dtype})")
+    b.emit(f"{count} = tl.sum({lane_count}, {dimension}{keep})")
+    firsts = f'tl.where({lane_count} > 0, {state.first}, float("-inf"))'
+    b.emit(f"{base} = tl.max({firsts}, {dimension}{keep})")
+    distance = f"{state.first} - {base} + {state.mean}"
+    b.emit(f"{delta} = tl.where({lane_count} > 0, {distance}, 0.0)")
+    total = f"tl.sum({lane_count} * {delta}, {dimension}{keep})"
+    b.emit(f"{center} = {total} / tl.maximum({count}, 1.0)")
+    b.emit(f"{delta} -= {center}")
+    b.emit(f"{name} = tl.sum({state.m2} + {lane_count} * {delta} * {delta}, {dimension}{keep})")
+    if w.schedule.num_splits:
+        b.emit(f"{base} = tl.where({count} > 0, {base}, 0.0)")
+        for what, text in zip(WELFORD_PARTIALS, (base, center, count), strict=True):
             b.names[f"{x.name}_{what}"] = text
 
 
-def merged_parts(w: Writer, x: Local, t: Index, place: Index) -> dict[str, Local]:
-    """The squares of all parts about the mean of all, as locals of the kernel that finishes."""
+def merge_welford_partials(w: KernelWriter, x: Local, split: Index, row: Index) -> dict[str, Local]:
+    """The squares of all splits about the mean of all, as locals of the combine kernel."""
     dtype = x.dtype
 
-    def part(name: str, at: Index) -> Expression:
-        tensor = w.parts[name]
-        own = place if tensor.sizes[1] != 1 else indices.ZERO
-        return Load(tensor.name, (at * tensor.sizes[1] + own,), tensor.dtype)
+    def load(name: str, at: Index) -> Expression:
+        tensor = w.partials[name]
+        column = row if tensor.sizes[1] != 1 else indices.ZERO
+        return Load(tensor.name, (at * tensor.sizes[1] + column,), tensor.dtype)
 
-    def of(name: str, *arguments: Expression) -> Operation:
+    def apply(name: str, *arguments: Expression) -> Operation:
         return Operation(name, arguments, dtype)
 
-    base, center, count = (part(f"{x.name}_{what}", t) for what in MERGED)
-    # distances from the mean of the first part
-    bases = of("sub", base, part(f"{x.name}_base", indices.ZERO))
-    centers = of("sub", center, part(f"{x.name}_center", indices.ZERO))
-    away = Local(f"{x.name}_away", of("add", bases, centers), dtype)
-    shift = Load(away.name, (), dtype)
-    weighted = of("mul", count, shift)
-    around = of("add", part(x.name, t), of("mul", weighted, shift))
-    squares = Local(f"{x.name}_around", around, dtype, "sum", "rowsum")
-    total = Local(f"{x.name}_shift", weighted, dtype, "sum", "rowsum")
+    base, center, count = (load(f"{x.name}_{what}", split) for what in WELFORD_PARTIALS)
+    # distances from the mean of the first split
+    bases = apply("sub", base, load(f"{x.name}_base", indices.ZERO))
+    centers = apply("sub", center, load(f"{x.name}_center", indices.ZERO))
+    delta = Local(f"{x.name}_delta", apply("add", bases, centers), dtype)
+    distance = Load(delta.name, (), dtype)
+    weighted = apply("mul", count, distance)
+    shifted_m2 = apply("add", load(x.name, split), apply("mul", weighted, distance))
+    m2 = Local(f"{x.name}_m2", shifted_m2, dtype, "sum", "row_reduction")
+    total = Local(f"{x.name}_delta_sum", weighted, dtype, "sum", "row_reduction")
     (axis,) = w.nest.body
-    shifted = Load(total.name, (), dtype)
-    less = of("div", of("mul", shifted, shifted), _length(axis, dtype))
-    whole = Local(x.name, of("sub", Load(squares.name, (), dtype), less), dtype, None, "row")
-    return {local.name: local for local in (away, squares, total, whole)}
+    delta_sum = Load(total.name, (), dtype)
+    correction = apply("div", apply("mul", delta_sum, delta_sum), _length_of(axis, dtype))
+    result = apply("sub", Load(m2.name, (), dtype), correction)
+    combined = Local(x.name, result, dtype, None, "row")
+    return {local.name: local for local in (delta, m2, total, combined)}
 
 
-def _length(axis: Axis, dtype: torch.dtype) -> Expression:
+def _length_of(axis: Axis, dtype: torch.dtype) -> Expression:
     if axis.size.is_constant:
         return Constant(float(axis.size.constant), dtype)
-    return Operation("cast", (Position(axis.size, torch.int64),), dtype)
+    return Operation("cast", (IndexValue(axis.size, torch.int64),), dtype)

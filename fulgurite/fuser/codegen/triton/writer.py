@@ -1,6 +1,6 @@
-"""What the ways through a kernel's body share: names, values, masks, reductions, stores.
+"""What all ways through a kernel's body share: names, values, masks, reductions, stores.
 
-In: a `GpuSchedule`. Out: a `Writer`, whose `body` collects lines; `triton_kernel` drives it.
+In: a `GpuSchedule`. Out: a `KernelWriter`, whose `body` collects lines. `kernel.py` drives it.
 """
 
 from __future__ import annotations
@@ -9,9 +9,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fulgurite.fuser.codegen.triton.expressions import Body
-from fulgurite.fuser.codegen.triton.source_lines import Loop
-from fulgurite.fuser.codegen.triton.values import TO_FLOAT8, bare, constant, typed, value_tl
+from fulgurite.fuser.codegen.triton.expressions import KernelBody
+from fulgurite.fuser.codegen.triton.source_lines import AxisBinding
+from fulgurite.fuser.codegen.triton.values import (
+    TO_FLOAT8,
+    literal,
+    strip_parentheses,
+    triton_type,
+    typed_literal,
+)
 from fulgurite.fuser.ir import index as indices
 from fulgurite.fuser.ir.expression import (
     NARROW_FLOATS,
@@ -19,98 +25,105 @@ from fulgurite.fuser.ir.expression import (
     Expression,
     Load,
     Operation,
-    value_type,
+    opmath_dtype,
     walk,
 )
 from fulgurite.fuser.ir.index import Axis, Index, Symbol
-from fulgurite.fuser.ir.loop_nest import Local, Nest, Store
+from fulgurite.fuser.ir.loop_nest import Local, LoopNest, Store
 from fulgurite.fuser.ir.statement import Tensor
-from fulgurite.fuser.schedule.cpu.base import analyse, store_axes
-from fulgurite.fuser.schedule.gpu.choose import GpuSchedule, replaced_waits
+from fulgurite.fuser.schedule.analysis import analyze_nest, is_body_store
+from fulgurite.fuser.schedule.gpu.base import GpuSchedule
+from fulgurite.fuser.schedule.online_reduction import merge_online_passes
 
-# functions of triton_functions.py that combine two values of a reduction
-COMBINING = {
-    "sum": "added",
-    "prod": "product",
+# DeviceInfo functions that combine two values of a reduction.
+COMBINE_FUNCTIONS = {
+    "sum": "sum_combine",
+    "prod": "prod_combine",
     "max": "nan_max",
     "min": "nan_min",
-    "logsumexp": "log_add_exp",
+    "logsumexp": "logaddexp",
 }
-
-
-MERGED = ("base", "center", "count")  # what a part of squares about a mean has beside them
+# What a split stores for Welford, besides its sum of squares.
+WELFORD_PARTIALS = ("base", "center", "count")
 
 
 @dataclass(frozen=True)
-class AlignedRow:
-    """Names: elements of a row before its first multiple of eight bytes, its place, elements from there on."""
+class PeeledRow:
+    """Names of a peeled row's parts."""
 
-    index: Index  # where a point of a row is in memory
-    before: str
-    start: str
-    inner: str
+    index: Index  # of a point of the row in memory
+    peeled: str  # elements before the first aligned one
+    start: str  # index of the first aligned element
+    length: str  # aligned elements
 
 
-class Writer:
-    """The text of one kernel being written."""
+class KernelWriter:
+    """Writes the text of one kernel."""
 
-    def __init__(self, name: str, schedule: GpuSchedule, wide: bool) -> None:
+    def __init__(self, name: str, schedule: GpuSchedule, int64_index: bool) -> None:
         self.name = name
         self.schedule = schedule
-        self.nest = without_last_casts(schedule.nest)
-        self.wide = wide
-        together = schedule.online | schedule.about
-        self.facts = replaced_waits(self.nest, analyse(self.nest), together)
-        self.over_grid = [x for x in self.nest.locals.values() if x.role in ("colsum", "scalar")]
-        self.sums = [x for x in self.nest.locals.values() if x.role == "rowsum"]
-        self.partial = self.sums if schedule.split else self.over_grid
-        if not (schedule.split or schedule.programs):
-            self.partial = []
-        written = [s.tensor.name for s in self.main_stores()]
-        self.writes = list(dict.fromkeys(written))
-        self.reads = list(dict.fromkeys(self._read()))
-        self.body = Body(self.nest, schedule.blocks, wide, {s.name for s in self._symbols()})
+        self.nest = drop_store_casts(schedule.nest)
+        self.int64_index = int64_index
+        pairs = schedule.online_softmax | schedule.welford
+        self.analysis = merge_online_passes(self.nest, analyze_nest(self.nest), pairs)
+        locals_ = self.nest.locals.values()
+        self.row_reductions = [x for x in locals_ if x.role == "row_reduction"]
+        self.partial_locals: list[Local] = []  # reductions whose partials this kernel stores
+        if schedule.num_splits:
+            self.partial_locals = self.row_reductions
+        elif schedule.num_programs:
+            roles = ("column_reduction", "full_reduction")
+            self.partial_locals = [x for x in locals_ if x.role in roles]
+        self.writes = list(dict.fromkeys(s.tensor.name for s in self.main_stores()))
+        self.reads = list(dict.fromkeys(self.find_reads()))
+        symbols = {s.name for s in self.find_symbols()}
+        self.body = KernelBody(self.nest, schedule.block_axes, int64_index, symbols)
         for tensor in self.reads:
-            self.body.names[tensor] = self.body.fresh(tensor)
+            self.body.names[tensor] = self.body.unique_name(tensor)
         self.updates = [t for t in self.writes if t in self.reads]
         self.outputs = {
-            t: self.body.names[t] if t in self.updates else self.body.fresh(f"{t}_out")
+            t: self.body.names[t] if t in self.updates else self.body.unique_name(f"{t}_out")
             for t in self.writes
         }
-        self.parts = {x.name: self._part(x) for x in self.partial}
-        for x in self.partial if schedule.split else ():
-            for what in MERGED if x.name in schedule.about else ():
-                part = replace(self.parts[x.name], name=f"{x.name}_{what}_parts")
-                self.parts[f"{x.name}_{what}"] = part
-        self.part_names = {n: self.body.fresh(t.name) for n, t in self.parts.items()}
-        self.carried: dict[str, str] = {}  # of scans, from block to block
-        self.accumulators: dict[str, str] = {}  # of sums over the grid, while rows are walked
-        self.first = ""  # the test for a program's first row
-        self.kept: dict[Load, str] = {}  # reads that registers keep from walk to walk: their blocks
-        self.edges: dict[Load, str] = {}  # the same of a row's edges
-        self.aligned: AlignedRow | None = None  # where blocks start at multiples of eight bytes
-        self.part_start, self.part_end = "0", ""  # of the body, what this program walks
+        self.partials = {x.name: self.make_partial(x) for x in self.partial_locals}
+        for x in self.partial_locals if schedule.num_splits else ():
+            for what in WELFORD_PARTIALS if x.name in schedule.welford else ():
+                partial = replace(self.partials[x.name], name=f"{x.name}_{what}_partials")
+                self.partials[f"{x.name}_{what}"] = partial
+        self.partial_names = {n: self.body.unique_name(t.name) for n, t in self.partials.items()}
+        self.scan_carries: dict[str, str] = {}  # from block to block
+        self.accumulators: dict[str, str] = {}  # of reductions over the grid
+        self.is_first_row = ""  # the condition, as text
+        self.resident: dict[Load, str] = {}  # register-resident loads: tuples of their blocks
+        self.resident_edges: dict[Load, str] = {}  # the same of a peeled row's edges
+        self.peeled_row: PeeledRow | None = None
+        self.split_start, self.split_end = (
+            "0",
+            "",
+        )  # the part of the body that this program iterates
 
     def main_stores(self) -> list[Store]:
-        """Stores of this kernel, not of the one that adds parts up."""
-        return [s for s in self.nest.stores if not self.is_late(s)]
+        """Stores of this kernel, not of the combine kernel."""
+        return [s for s in self.nest.stores if not self.is_combine_store(s)]
 
-    def late_stores(self) -> list[Store]:
-        return [s for s in self.nest.stores if self.is_late(s)]
+    def combine_stores(self) -> list[Store]:
+        return [s for s in self.nest.stores if self.is_combine_store(s)]
 
-    def is_late(self, store: Store) -> bool:
-        """Does the kernel that adds parts up store it?"""
-        if self.schedule.split:
-            return not store_axes(self.nest, store)
-        return self.facts.expression_after(store.value)
+    def is_combine_store(self, store: Store) -> bool:
+        """Does the kernel that combines partials store it?"""
+        if self.schedule.num_splits:
+            return not is_body_store(self.nest, store)
+        return self.analysis.is_after_grid(store.value)
 
-    def roots(self) -> list[Expression]:
-        found = [s.value for s in self.main_stores()]
-        about = self.schedule.about  # made in the walk of another sum
-        return found + [x.expression for x in self.partial if x.name not in about]
+    def find_roots(self) -> list[Expression]:
+        """The expressions that this kernel computes."""
+        roots: list[Expression] = [s.value for s in self.main_stores()]
+        welford = self.schedule.welford  # computed along with another sum
+        return roots + [x.expression for x in self.partial_locals if x.name not in welford]
 
-    def wanted(self, roots: list[Expression]) -> set[str]:
-        """Locals that are needed, those that make reductions too."""
+    def find_used_locals(self, roots: list[Expression]) -> set[str]:
+        """Locals that are used, also those that reductions read."""
         found: set[str] = set()
         stack = list(roots)
         while stack:
@@ -120,15 +133,14 @@ class Writer:
                     stack.append(local.expression)
         return found
 
-    def _read(self) -> list[str]:
-        found: list[str] = []
-        wanted = self.wanted(self.roots())
-        expressions = [self.nest.locals[n].expression for n in self.nest.locals if n in wanted]
-        for expression in [*expressions, *self.roots()]:
-            found += [t.name for t in _memory(self.nest, expression)]
-        return found
+    def find_reads(self) -> list[str]:
+        """Tensors that this kernel loads, in order."""
+        used = self.find_used_locals(self.find_roots())
+        expressions = [self.nest.locals[n].expression for n in self.nest.locals if n in used]
+        parts = (part for e in [*expressions, *self.find_roots()] for part in walk(e))
+        return [self.nest.memory[p.name].name for p in parts if isinstance(p, Load) and p.index]
 
-    def _symbols(self) -> list[Symbol]:
+    def find_symbols(self) -> list[Symbol]:
         found: set[Symbol] = set()
         for axis in self.nest.axes:
             found |= axis.size.symbols()
@@ -138,171 +150,184 @@ class Writer:
             found |= store.index.symbols() | store.value.symbols()
         return sorted(found, key=lambda s: s.name)
 
-    def _part(self, x: Local) -> Tensor:
-        """Memory for a local's parts: one row a program or part."""
-        rows = Index(self.schedule.programs or self.schedule.split)
-        if self.schedule.split:
-            sizes = (rows, indices.product([a.size for a in self.nest.grid]))
+    def make_partial(self, x: Local) -> Tensor:
+        """Memory for the partials of a reduction: one row for each program or split."""
+        rows = Index(self.schedule.num_programs or self.schedule.num_splits)
+        if self.schedule.num_splits:
+            columns = indices.product([a.size for a in self.nest.grid])
         else:
-            sizes = (rows, self.nest.body[0].size if x.role == "colsum" else indices.ONE)
-        return Tensor(f"{x.name}_parts", value_type(x.dtype), sizes, (sizes[1], indices.ONE))
+            is_column = x.role == "column_reduction"
+            columns = self.nest.body[0].size if is_column else indices.ONE
+        strides = (columns, indices.ONE)
+        return Tensor(f"{x.name}_partials", opmath_dtype(x.dtype), (rows, columns), strides)
 
-    def count(self, axis: Axis) -> Index:
-        """Programs along a loop."""
-        block = self.schedule.sizes.get(axis)
-        if axis not in self.schedule.blocks or block is None:
+    def count_programs(self, axis: Axis) -> Index:
+        """Programs along a loop of the grid."""
+        block = self.schedule.block_sizes.get(axis)
+        if axis not in self.schedule.block_axes or block is None:
             return axis.size
         return indices.floordiv(axis.size + (block - 1), Index(block))
 
     def grid_size(self) -> tuple[Index, Index]:
-        if self.schedule.programs:
-            return Index(self.schedule.programs), indices.ONE
-        total = indices.product([self.count(axis) for axis in self.nest.grid])
-        return total, Index(self.schedule.split or 1)
+        if self.schedule.num_programs:
+            return Index(self.schedule.num_programs), indices.ONE
+        total = indices.product([self.count_programs(axis) for axis in self.nest.grid])
+        return total, Index(self.schedule.num_splits or 1)
 
-    def block_axis(self, axis: Axis, text: str, block: int, filled: bool | None = None) -> None:
-        """A loop as a dimension of the block, with its mask where it is not filled."""
+    # loops and values
+
+    def bind_block_axis(
+        self, axis: Axis, text: str, block: int, is_full: bool | None = None
+    ) -> None:
+        """A loop as a dimension of the block, masked unless blocks are full (None: by the size)."""
         b = self.body
-        if len(b.blocks) > 1:
-            text = b.shaped(f"({text})" if "+" in text else text, axis)
-        b.head(f"{axis.name} = {text}")
-        loop = Loop(axis, block, b.depth)
-        if filled is None:
+        if len(b.block_axes) > 1:
+            text = b.print_broadcast(f"({text})" if "+" in text else text, axis)
+        b.emit_header(f"{axis.name} = {text}")
+        binding = AxisBinding(axis, block, b.depth)
+        if is_full is None:
             size = axis.size.constant if axis.size.is_constant else 0
-            filled = size > 0 and size % block == 0
-        if not filled:
-            loop.mask = f"{axis.name}_in"
-            b.head(f"{loop.mask} = {axis.name} < {b.index(axis.size)}")
-        b.loops[axis] = loop
+            is_full = size > 0 and size % block == 0
+        if not is_full:
+            binding.mask = f"{axis.name}_mask"
+            b.emit_header(f"{binding.mask} = {axis.name} < {b.print_index(axis.size)}")
+        b.bindings[axis] = binding
 
-    def declare(self, local: Local) -> None:
+    def declare_local(self, local: Local) -> None:
         b = self.body
-        level, axes = b.level(local.expression), b.axes(local.expression)
-        text = bare(b.typed_expression(local.expression))
+        depth, axes = b.find_depth(local.expression), b.find_axes(local.expression)
+        text = strip_parentheses(b.print_typed(local.expression))
         name = text
         if not text.isidentifier():
-            name = b.fresh(local.name)
-            b.line(f"{name} = {text}", level)
-        self.known(local, name, level, axes)
+            name = b.unique_name(local.name)
+            b.emit(f"{name} = {text}", depth)
+        self.define_local(local, name, depth, axes)
 
-    def known(self, local: Local, name: str, level: int, axes: set[Axis]) -> None:
+    def define_local(self, local: Local, name: str, depth: int, axes: set[Axis]) -> None:
+        """Records what a local is called, where it is known, and on which loops it depends."""
         self.body.names[local.name] = name
-        self.body.level_of[local.name] = level
+        self.body.depth_of[local.name] = depth
         self.body.axes_of[local.name] = axes
 
-    def masked(self, text: str, start: str, axes: tuple[Axis, ...]) -> str:
-        """The value where every loop is inside its size, else what changes no reduction."""
-        tests = [self.body.loops[a].mask for a in axes if a in self.body.loops]
-        masks = " & ".join(test for test in tests if test)
-        return f"tl.where({masks}, {bare(text)}, {start})" if masks else text
+    def forget_body_values(self) -> None:
+        """Forgets values at points of the body; loads of other axes stay."""
+        b, body = self.body, set(self.nest.body)
+        for name in [n for n, axes in b.axes_of.items() if axes & body]:
+            del b.names[name], b.depth_of[name], b.axes_of[name]
+        for block in b.blocks:
+            block.loaded = {k: n for k, n in block.loaded.items() if not k[0].axes() & body}
 
-    def value_of(self, x: Local, axes: tuple[Axis, ...]) -> str:
-        """What a reduction adds at a point, its full block."""
+    def forget_values(self, depth: int) -> None:
+        """Forgets the values of a loop that ends."""
         b = self.body
-        text = b.typed_expression(x.expression)
-        if value_type(x.dtype) == torch.bool:
+        for name in [n for n, value_depth in b.depth_of.items() if value_depth >= depth]:
+            del b.names[name], b.depth_of[name], b.axes_of[name]
+
+    # reductions
+
+    def mask_value(self, text: str, neutral: str, axes: tuple[Axis, ...]) -> str:
+        """The value where every loop is inside its size, elsewhere a neutral one."""
+        bindings = [self.body.bindings[a] for a in axes if a in self.body.bindings]
+        masks = " & ".join(binding.mask for binding in bindings if binding.mask)
+        return f"tl.where({masks}, {strip_parentheses(text)}, {neutral})" if masks else text
+
+    def print_reduction_input(self, x: Local, axes: tuple[Axis, ...]) -> str:
+        """The block that a reduction reduces."""
+        text = self.body.print_typed(x.expression)
+        if opmath_dtype(x.dtype) == torch.bool:
             text = f"{text}.to(tl.int32)"
-        text = self.masked(text, start_of(x), axes)
-        return text
+        return self.mask_value(text, initial_value(x), axes)
 
-    def reduced(self, x: Local, text: str, axis: Axis) -> str:
-        """The reduction of a block along one of its loops."""
+    def print_reduction(self, x: Local, text: str, axis: Axis) -> str:
+        """The reduction of a block along one of its dimensions."""
         b = self.body
-        place = b.blocks.index(axis)
-        keep = ", keep_dims=True" if len(b.blocks) > 1 else ""
-        dtype = value_type(x.dtype)
-        text = bare(text)
+        dimension = b.block_axes.index(axis)
+        keep = ", keep_dims=True" if len(b.block_axes) > 1 else ""
+        dtype = opmath_dtype(x.dtype)
+        text = strip_parentheses(text)
         if x.reduction == "sum":
-            return f"tl.sum({text}, {place}{keep})"
+            return f"tl.sum({text}, {dimension}{keep})"
         if x.reduction == "prod" or dtype.is_floating_point:
-            return f"tl.reduce({text}, {place}, {self.combining(x)}{keep})"
-        result = f"tl.{x.reduction}({text}, {place}{keep})"
+            return f"tl.reduce({text}, {dimension}, {self.combine_function(x)}{keep})"
+        result = f"tl.{x.reduction}({text}, {dimension}{keep})"
         if dtype == torch.bool:
             return f"{result} != 0"
-        return result if dtype.itemsize >= 4 else f"{result}.to({value_tl(dtype)})"
+        return result if dtype.itemsize >= 4 else f"{result}.to({triton_type(dtype)})"
 
-    def range(self, start: str, end: str, step: int, ahead: int = 1) -> str:
-        """The steps of a loop; `ahead` of its blocks are under way at once."""
-        if self.wide and end.isdigit():  # past 2**31 it would be taken for a negative number
-            end = f"tl.full([], {end}, tl.int64)"
-        steps = f"{start}, {end}, {step}"
-        return f"tl.range({steps}, num_stages={ahead})" if ahead > 1 else f"range({steps})"
-
-    def scanned(self, x: Local, text: str, axis: Axis) -> str:
-        """The scan of a block along one of its loops."""
-        place = self.body.blocks.index(axis)
+    def print_scan(self, x: Local, text: str, axis: Axis) -> str:
+        """The scan of a block along one of its dimensions."""
+        dimension = self.body.block_axes.index(axis)
         if x.reduction == "sum":
-            return f"tl.cumsum({bare(text)}, {place})"
-        return f"tl.associative_scan({bare(text)}, {place}, {self.combining(x)})"
+            return f"tl.cumsum({strip_parentheses(text)}, {dimension})"
+        function = self.combine_function(x)
+        return f"tl.associative_scan({strip_parentheses(text)}, {dimension}, {function})"
 
-    def combining(self, x: Local) -> str:
-        """The function that combines two values of a reduction."""
-        assert x.reduction is not None, f"{x.name} reduces nothing"
-        name = COMBINING[x.reduction]
+    def combine_function(self, x: Local) -> str:
+        """The device function that combines two values of a reduction."""
+        assert x.reduction is not None, f"{x.name} is no reduction"
+        name = COMBINE_FUNCTIONS[x.reduction]
         self.body.functions.add(name)
         return name
 
-    def block_shape(self) -> str:
-        return "[" + ", ".join(str(self.schedule.sizes[a]) for a in self.body.blocks) + "]"
+    # text
 
-    def store(self, store: Store) -> None:
+    def print_range(self, start: str, end: str, step: int, num_stages: int = 1) -> str:
+        """The iterations of a loop, pipelined where it has several stages."""
+        if self.int64_index and end.isdigit():  # beyond 2**31 it would be a negative number
+            end = f"tl.full([], {end}, tl.int64)"
+        steps = f"{start}, {end}, {step}"
+        if num_stages > 1:
+            return f"tl.range({steps}, num_stages={num_stages})"
+        return f"range({steps})"
+
+    def print_block_shape(self) -> str:
+        sizes = (str(self.schedule.block_sizes[a]) for a in self.body.block_axes)
+        return f"[{', '.join(sizes)}]"
+
+    def print_int64(self) -> str:
+        """The cast of an index, where indices need 64 bits."""
+        return ".to(tl.int64)" if self.int64_index else ""
+
+    def emit_store(self, store: Store) -> None:
         b = self.body
         axes = set(store.index.axes()) | set(self.nest.grid)
-        value = b.expression(store.value)
-        place = b.index(store.index)
+        value = b.print_expression(store.value)
+        index = b.print_index(store.index)
         pointer = self.outputs[store.tensor.name]
-        pointer = pointer if place == "0" else f"{pointer} + {place}"
-        mask = b.mask_text(axes)
+        pointer = pointer if index == "0" else f"{pointer} + {index}"
+        mask = b.print_mask(axes)
         options = f", mask={mask}" if mask else ""
         if store.tensor.dtype in TO_FLOAT8:
             if isinstance(store.value, Constant):
-                value = typed(store.value.value, store.value.dtype)
-            value = b.narrowed(value, store.value, store.tensor.dtype)
-        b.line(f"tl.store({pointer}, {bare(value)}{options})")
-
-    def forget_points(self) -> None:
-        """Values at a point of the body are unknown from here on; what was read stays."""
-        b, body = self.body, set(self.nest.body)
-        for name in [n for n, axes in b.axes_of.items() if axes & body]:
-            del b.names[name], b.level_of[name], b.axes_of[name]
-        for level in b.levels:
-            level.loads = {key: n for key, n in level.loads.items() if not key[0].axes() & body}
-
-    def forget(self, depth: int) -> None:
-        """Values of the loop that ends are unknown after it."""
-        b = self.body
-        for name in [n for n, level in b.level_of.items() if level >= depth]:
-            del b.names[name], b.level_of[name], b.axes_of[name]
+                value = typed_literal(store.value.value, store.value.dtype)
+            value = b.print_narrowed(value, store.value, store.tensor.dtype)
+        b.emit(f"tl.store({pointer}, {strip_parentheses(value)}{options})")
 
 
-def without_last_casts(nest: Nest) -> Nest:
-    """A float that is rounded and then stored in the same type is rounded by the store.
+def drop_store_casts(nest: LoopNest) -> LoopNest:
+    """Drops casts of floats to the dtype that the store rounds to anyway.
 
-    What becomes an integer or a bool is not: a store makes 0.5 a False, and what does not fit anything.
+    Casts to integers and bools stay: a store would make 0.5 a False, and overflow is undefined.
     """
 
-    def stripped(store: Store) -> Store:
+    def drop_cast(store: Store) -> Store:
         value = store.value
         if isinstance(value, Load) and not value.index:
             local = nest.locals[value.name]
             value = value if local.reduction else local.expression
         if isinstance(value, Operation) and value.name == "cast":
-            (inner,) = value.arguments
-            same = value.dtype == store.tensor.dtype and value.dtype in NARROW_FLOATS
-            if same and value_type(inner.dtype) == torch.float32:
-                return replace(store, value=inner)
+            (argument,) = value.arguments
+            is_rounding = value.dtype == store.tensor.dtype and value.dtype in NARROW_FLOATS
+            if is_rounding and opmath_dtype(argument.dtype) == torch.float32:
+                return replace(store, value=argument)
         return store
 
-    return replace(nest, stores=tuple(stripped(s) for s in nest.stores))
+    return replace(nest, stores=tuple(drop_cast(s) for s in nest.stores))
 
 
-def _memory(nest: Nest, expression: Expression) -> list[Tensor]:
-    return [nest.memory[p.name] for p in walk(expression) if isinstance(p, Load) and p.index]
-
-
-def start_of(x: Local) -> str:
-    """What a reduction begins with."""
-    dtype = value_type(x.dtype)
+def initial_value(x: Local) -> str:
+    """The neutral element of a reduction."""
+    dtype = opmath_dtype(x.dtype)
     if x.reduction == "sum":
         return "0" if not dtype.is_floating_point else "0.0"
     if x.reduction == "prod":
@@ -312,22 +337,22 @@ def start_of(x: Local) -> str:
     if dtype.is_floating_point:
         return 'float("inf")' if x.reduction == "min" else 'float("-inf")'
     info = torch.iinfo(dtype)
-    return constant(info.min if x.reduction == "max" else info.max, dtype)
+    return literal(info.min if x.reduction == "max" else info.max, dtype)
 
 
-def held_tl(x: Local) -> str:
-    """The type of an accumulator."""
-    return "tl.int32" if value_type(x.dtype) == torch.bool else value_tl(x.dtype)
+def accumulator_type(x: Local) -> str:
+    return "tl.int32" if opmath_dtype(x.dtype) == torch.bool else triton_type(x.dtype)
 
 
-def step_text(b: Body, x: Local, name: str, value: str) -> str:
-    dtype = value_type(x.dtype)
+def print_accumulate(b: KernelBody, x: Local, name: str, value: str) -> str:
+    """The line that adds a value to an accumulator."""
+    dtype, value = opmath_dtype(x.dtype), strip_parentheses(value)
     if x.reduction == "sum":
-        return f"{name} += {bare(value)}"
+        return f"{name} += {value}"
     if x.reduction == "prod":
-        return f"{name} *= {bare(value)}"
+        return f"{name} *= {value}"
     if dtype.is_floating_point:
         b.functions.add(f"nan_{x.reduction}")
-        return f"{name} = nan_{x.reduction}({name}, {bare(value)})"
+        return f"{name} = nan_{x.reduction}({name}, {value})"
     function = "tl.maximum" if x.reduction == "max" else "tl.minimum"
-    return f"{name} = {function}({name}, {bare(value)})"
+    return f"{name} = {function}({name}, {value})"

@@ -1,1 +1,1 @@
-"""CPU schedules: which loops are parallel, which are SIMD. One file a kernel shape."""
+"""Schedules of C++ kernels, one file a kernel shape: `choose.py` picks the shape."""

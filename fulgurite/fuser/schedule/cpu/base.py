@@ -1,118 +1,84 @@
-"""What a schedule is: a nest with its loops ordered, and the decisions a code generator spells.
+"""What a CPU schedule is, and how its SIMD axis is chosen.
 
-A schedule module has `accepts(nest) -> str | None` (the reason where not), and
-`schedule(nest, device) -> Schedule`; `schedules.py` asks them in order.
+In: a loop nest. Out: `CpuSchedule`, which `codegen/cpp` prints.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fulgurite.fuser.ir.expression import Load, walk
+from fulgurite.fuser.ir.cost import count_elements, size_hint
 from fulgurite.fuser.ir.index import Axis
-from fulgurite.fuser.ir.loop_nest import Local, Nest, Store
+from fulgurite.fuser.ir.loop_nest import LoopNest, order_axes
+from fulgurite.kernels.tuning import fuser_cpu as tuning
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """The loops of one kernel with every decision made."""
+class CpuSchedule:
+    """The loops of one C++ kernel with every decision made."""
 
-    kind: str  # pointwise, rows, columns or transpose
-    nest: Nest  # loops ordered from the outside in, `vector` the last of its group
-    vector: Axis | None  # the loop that becomes SIMD
-    passes: int = 1  # times the body is walked
-    block: int = 0  # columns and transpose: elements of the vector axis done together
-    split: bool = False  # rows are few: the body is shared among threads, then combined
-    kept: tuple[str, ...] = ()  # locals kept in a row buffer from one pass to the next
-    inner_parallel: bool = False  # the vector loop itself is shared among threads
-    packed: bool = False  # columns: what several passes read is kept in a buffer
-    streamed: tuple[str, ...] = ()  # results that go past the caches
-    fetches: int | None = None  # the pass in which the next row is fetched
+    kind: str  # pointwise, rows, columns, scan or transpose
+    nest: LoopNest  # loops from the outside in, `simd_axis` the last of its group
+    simd_axis: Axis | None
+    passes: int = 1  # over the body
+    block: int = 0  # columns, scan and transpose: elements of the SIMD axis in a block
+    splits_body: bool = False  # threads split the body, and their partial results are combined
+    buffered_locals: tuple[str, ...] = ()  # kept in a row buffer from one pass to the next
+    parallel_simd_loop: bool = False  # threads split the SIMD loop itself
+    packed: bool = False  # columns: loads of several passes are packed into a buffer
+    nontemporal_stores: tuple[str, ...] = ()  # results that bypass the caches
+    prefetch_pass: int | None = None  # the pass that prefetches the next row
 
     def __str__(self) -> str:
-        loops = " ".join(f"{a.name}<{a.size}" for a in self.nest.grid) or "1"
+        grid = " ".join(f"{a.name}<{a.size}" for a in self.nest.grid) or "1"
         body = " ".join(f"{a.name}<{a.size}" for a in self.nest.body) or "1"
-        text = f"{self.kind}: {loops} x {body}"
-        if self.vector is not None:
-            text += f", SIMD over {self.vector.name}"
+        text = f"{self.kind}: {grid} x {body}"
+        if self.simd_axis is not None:
+            text += f", SIMD over {self.simd_axis.name}"
         if self.passes > 1:
             text += f", {self.passes} passes"
         if self.block:
             text += f", blocks of {self.block}"
-        if self.split:
+        if self.splits_body:
             text += ", body split among threads"
-        if self.kept:
-            text += f", keeps {', '.join(self.kept)}"
+        if self.buffered_locals:
+            text += f", buffers {', '.join(self.buffered_locals)}"
         if self.packed:
-            text += ", packed"
-        if self.streamed:
-            text += ", results past the caches"
+            text += ", packed loads"
+        if self.nontemporal_stores:
+            text += ", non-temporal stores"
         return text
 
 
-@dataclass(frozen=True)
-class Analysis:
-    """When each local of a nest is known, and on which loops it depends."""
+def contiguous_bytes_per_iteration(nest: LoopNest, axis: Axis) -> float:
+    """Bytes that an iteration reads and writes contiguously along this axis; stores count twice.
 
-    nest: Nest
-    waits: dict[str, int]  # passes over the body that must be done before
-    inner: dict[str, bool]  # depends on a body loop
-    after: dict[str, bool]  # known only when all grid points are done
-
-    def expression_wait(self, expression) -> int:  # type: ignore[no-untyped-def]
-        return max((self.waits[x.name] for x in self.nest.references(expression)), default=0)
-
-    def expression_inner(self, expression) -> bool:  # type: ignore[no-untyped-def]
-        body = set(self.nest.body)
-        if expression.axes() & body:
-            return True
-        return any(self.inner[x.name] for x in self.nest.references(expression))
-
-    def expression_after(self, expression) -> bool:  # type: ignore[no-untyped-def]
-        return any(self.after[x.name] for x in self.nest.references(expression))
-
-
-def analyse(nest: Nest) -> Analysis:
-    waits: dict[str, int] = {}
-    inner: dict[str, bool] = {}
-    after: dict[str, bool] = {}
-    found = Analysis(nest, waits, inner, after)
-    for local in nest.locals.values():
-        wait = found.expression_wait(local.expression)
-        late = found.expression_after(local.expression)
-        if local.role == "rowsum":
-            waits[local.name], inner[local.name], after[local.name] = wait + 1, False, False
-        elif local.role == "scan":
-            waits[local.name], inner[local.name], after[local.name] = wait, True, late
-        elif local.role == "colsum":
-            waits[local.name], inner[local.name], after[local.name] = wait, True, True
-        elif local.role == "scalar":
-            waits[local.name], inner[local.name], after[local.name] = wait, False, True
-        else:
-            waits[local.name] = wait
-            inner[local.name] = found.expression_inner(local.expression)
-            after[local.name] = late
-    return found
-
-
-def store_axes(nest: Nest, store: Store) -> bool:
-    """Does the store happen at every body point?"""
-    return bool(store.index.axes() & set(nest.body))
-
-
-def needed(nest: Nest, roots: list) -> list[Local]:  # type: ignore[type-arg]
-    """The locals that expressions use, directly or not, in the order they can be computed.
-
-    Reductions count as known: what they are made of is not looked into.
+    An access that is made once a row counts for one in as many iterations as the row has.
     """
-    wanted: set[str] = set()
-    stack = list(roots)
-    while stack:
-        expression = stack.pop()
-        for part in walk(expression):
-            if isinstance(part, Load) and not part.index and part.name not in wanted:
-                wanted.add(part.name)
-                local = nest.locals[part.name]
-                if local.reduction is None:
-                    stack.append(local.expression)
-    return [local for name, local in nest.locals.items() if name in wanted]
+    total = 0.0
+    row = max(count_elements(tuple(axis.size for axis in nest.body)), 1)
+    for tensor, index, is_store in nest.accesses():
+        stride = index.coefficient(axis)
+        weight = float(tensor.itemsize * (2 if is_store else 1))
+        if all(index.coefficient(a) == 0 for a in nest.body):
+            weight /= row
+        if stride is not None and stride == 1:
+            total += weight
+        elif stride is not None and stride == 0:
+            total += tuning.BROADCAST_WEIGHT * weight
+    return total
+
+
+def choose_simd_axis(nest: LoopNest, axes: Sequence[Axis]) -> Axis | None:
+    """The axis along which most accesses are contiguous."""
+    if not axes:
+        return None
+    order = {axis: k for k, axis in enumerate(order_axes(nest, tuple(axes)))}
+
+    def score(axis: Axis) -> tuple[bool, float, int, int]:
+        size = size_hint(axis.size)
+        contiguous = contiguous_bytes_per_iteration(nest, axis)
+        return (size >= tuning.MIN_SIMD_LENGTH, contiguous, order[axis], size)
+
+    return max(axes, key=score)

@@ -1,111 +1,125 @@
-"""Column kernels: reductions over the body where memory is contiguous along the grid.
+"""Column CPU kernels: reductions over the body where memory is contiguous along the grid.
 
-Sums over leading or middle dimensions, norms along them: a block of neighbouring grid points is done
-together, each with its own accumulator, so that every read is a run of contiguous elements. One pass
-takes whole rows and threads share them; several passes keep what they read in a buffer, because the
-lines of a narrow block of a matrix fall on few sets of the cache.
+Sums over leading or middle dimensions, and norms along them. A block of neighbouring grid points is
+computed together, each SIMD lane with its own accumulator, so that every load is contiguous.
+Single-pass kernels take full rows, and threads split them. Multi-pass kernels pack what they load
+into a buffer: the lines of a narrow block of a matrix fall on few sets of the cache.
 """
 
 from __future__ import annotations
 
-from fulgurite.device import Device
-from fulgurite.fuser.cost import elements, number, tensor_bytes
+import sys
+
+from fulgurite.device import DeviceInfo
+from fulgurite.fuser.ir.cost import count_elements, size_hint, tensor_bytes
 from fulgurite.fuser.ir.expression import Expression, Load
-from fulgurite.fuser.ir.loop_nest import Nest
-from fulgurite.fuser.schedule.cpu.base import Schedule, analyse, store_axes
-from fulgurite.fuser.schedule.cpu.loop_order import arranged, vector_axis
-from fulgurite.fuser.schedule.cpu.memory_traffic import contiguous_loads, loads_of, streamed
-from fulgurite.fuser.schedule.cpu.rows import count_passes, kept_locals, may_split, pass_roots
+from fulgurite.fuser.ir.loop_nest import LoopNest
+from fulgurite.fuser.schedule.analysis import (
+    analyze_nest,
+    collect_memory_loads,
+    count_passes,
+    find_pass_roots,
+    is_body_store,
+)
+from fulgurite.fuser.schedule.cpu.base import CpuSchedule, choose_simd_axis
+from fulgurite.fuser.schedule.cpu.memory_traffic import (
+    find_contiguous_loads,
+    find_nontemporal_stores,
+)
+from fulgurite.fuser.schedule.cpu.rows import can_split, choose_buffered_locals
+from fulgurite.fuser.schedule.loop_order import arrange_loops
+from fulgurite.kernels.tuning import fuser_cpu as tuning
 
-WIDEST = 512  # neighbouring grid points done together: a few pages of each row
-# where nothing but sums is made: their accumulators stay in the first level cache
-WIDEST_SUM = 4096
-NARROWEST = 16
-MOST_KEPT = 1 << 20  # bytes of a thread's stack
 
-
-def accepts(nest: Nest) -> str | None:
+def why_not(nest: LoopNest) -> str | None:
     if not nest.body:
         return "it does not reduce"
     if not nest.grid:
-        return "nothing is kept"
-    if any(local.role in ("colsum", "scalar", "post") for local in nest.locals.values()):
+        return "it reduces everything"
+    roles = {local.role for local in nest.locals.values()}
+    if roles & {"column_reduction", "full_reduction", "finalize"}:
         return "it reduces over the grid too"
     return None
 
 
-def schedule(nest: Nest, device: Device) -> Schedule:
-    nest = arranged(nest, vector_axis(nest, nest.grid))
-    facts = analyse(nest)
-    passes = count_passes(nest, facts)
-    width = number(nest.grid[-1].size)
-    outer = elements(tuple(axis.size for axis in nest.grid[:-1]))
-    stores = any(store_axes(nest, store) for store in nest.stores)
-    block, packed = WIDEST, False
-    kept: tuple[str, ...] = ()
-    if passes == 1 and not stores:
-        tasks = outer * -(-width // WIDEST_SUM)
-        if may_split(nest, tasks, device):
-            return Schedule(
-                "columns", nest, nest.grid[-1], block=min(WIDEST_SUM, _round(width)), split=True
-            )
+def make_schedule(nest: LoopNest, device: DeviceInfo) -> CpuSchedule:
+    nest = arrange_loops(nest, choose_simd_axis(nest, nest.grid))
+    simd_axis = nest.grid[-1]
+    analysis = analyze_nest(nest)
+    passes = count_passes(nest, analysis)
+    width = size_hint(simd_axis.size)
+    outer = count_elements(tuple(axis.size for axis in nest.grid[:-1]))
+    stores_body = any(is_body_store(nest, store) for store in nest.stores)
+    if passes == 1 and not stores_body:
+        tasks = outer * -(-width // tuning.MAX_COLUMN_SUM_BLOCK)
+        if can_split(nest, tasks, device):
+            block = min(tuning.MAX_COLUMN_SUM_BLOCK, _round_up(width))
+            return CpuSchedule("columns", nest, simd_axis, block=block, splits_body=True)
+    block, packed = tuning.MAX_COLUMN_BLOCK, False
+    buffered: tuple[str, ...] = ()
     if passes > 1:
-        # several passes: the block of all rows should stay in the second level cache
-        body = max(elements(tuple(axis.size for axis in nest.body)), 1)
-        room = device.second_level_cache // 2
-        roots = [pass_roots(nest, facts, k) for k in range(passes)]
-        kept = kept_locals(nest, facts, passes, limit=None)
-        row = sum(nest.locals[name].dtype.itemsize for name in kept)
-        row += sum(load.dtype.itemsize for load in kept_loads(nest, roots, kept))
-        packed = _worth_packing(nest, device) and body * row * NARROWEST <= min(room, MOST_KEPT)
-        kept = kept if packed else ()
-        room = min(room, MOST_KEPT) // row if packed else room // 4
-        block = max(NARROWEST, min(WIDEST, room // body // NARROWEST * NARROWEST))
-    while block >= 2 * NARROWEST and outer * width < block * device.threads * 2:
+        # the block of all rows should stay in the L2 cache from pass to pass
+        height = max(count_elements(tuple(axis.size for axis in nest.body)), 1)
+        room = device.l2_cache_bytes // 2
+        roots = [find_pass_roots(nest, analysis, step) for step in range(passes)]
+        buffered = choose_buffered_locals(nest, analysis, passes, limit=sys.maxsize)
+        row_bytes = sum(nest.locals[name].dtype.itemsize for name in buffered)
+        row_bytes += sum(load.dtype.itemsize for load in find_packed_loads(nest, roots, buffered))
+        smallest = height * row_bytes * tuning.MIN_COLUMN_BLOCK
+        packed = _is_worth_packing(nest, device) and smallest <= min(room, tuning.MAX_PACKED_BYTES)
+        buffered = buffered if packed else ()
+        room = min(room, tuning.MAX_PACKED_BYTES) // row_bytes if packed else room // 4
+        multiple = room // height // tuning.MIN_COLUMN_BLOCK * tuning.MIN_COLUMN_BLOCK
+        block = max(tuning.MIN_COLUMN_BLOCK, min(tuning.MAX_COLUMN_BLOCK, multiple))
+    tasks = tuning.MIN_TASKS_PER_THREAD * device.num_cores
+    while block >= 2 * tuning.MIN_COLUMN_BLOCK and outer * width < block * tasks:
         block //= 2
-    return Schedule(
+    return CpuSchedule(
         "columns",
         nest,
-        nest.grid[-1],
+        simd_axis,
         passes=passes,
         block=block,
-        kept=kept,
+        buffered_locals=buffered,
         packed=packed,
-        streamed=streamed(nest, nest.grid[-1]),
+        nontemporal_stores=find_nontemporal_stores(nest, simd_axis),
     )
 
 
-def kept_loads(nest: Nest, roots: list[list[Expression]], kept: tuple[str, ...]) -> list[Load]:
-    """Loads along the lanes that more than one pass makes."""
-    candidates = contiguous_loads(nest, nest.grid[-1], nest.body[-1])
+def find_packed_loads(
+    nest: LoopNest, roots: list[list[Expression]], buffered: tuple[str, ...]
+) -> list[Load]:
+    """Loads along the lanes that more than one pass makes; `roots` are what each pass computes."""
+    candidates = find_contiguous_loads(nest, nest.grid[-1], nest.body[-1])
     uses: dict[Load, int] = {}
-    before: set[str] = set()
-    for part in roots:
-        values = _computed(nest, part, before)
-        for load in loads_of([*part, *(nest.locals[name].expression for name in values)]):
+    available: set[str] = set()
+    for pass_roots in roots:
+        values = _find_computed_locals(nest, pass_roots, available)
+        expressions = [nest.locals[name].expression for name in values]
+        for load in collect_memory_loads([*pass_roots, *expressions]):
             uses[load] = uses.get(load, 0) + 1
-        before |= {name for name in values if name in kept}
+        available |= {name for name in values if name in buffered}
     return [load for load in candidates if uses.get(load, 0) > 1]
 
 
-def _computed(nest: Nest, roots: list[Expression], known: set[str]) -> set[str]:
-    """The locals a pass computes where some are known already."""
+def _find_computed_locals(nest: LoopNest, roots: list[Expression], available: set[str]) -> set[str]:
+    """The locals that a pass computes where some are available already."""
     found: set[str] = set()
     stack = list(roots)
     while stack:
         for local in nest.references(stack.pop()):
-            if local.name not in known | found and local.reduction is None:
+            if local.name not in available | found and local.reduction is None:
                 found.add(local.name)
                 stack.append(local.expression)
     return found
 
 
-def _worth_packing(nest: Nest, device: Device) -> bool:
-    """Is what the kernel reads more than the second level cache holds anyway?"""
+def _is_worth_packing(nest: LoopNest, device: DeviceInfo) -> bool:
+    """Does the kernel read more than fits in the L2 cache?"""
     tensors = {tensor.name: tensor for tensor, _, is_store in nest.accesses() if not is_store}
-    static = all(axis.size.is_constant for axis in nest.body)
-    return static and sum(map(tensor_bytes, tensors.values())) > device.second_level_cache
+    is_static = all(axis.size.is_constant for axis in nest.body)
+    return is_static and sum(map(tensor_bytes, tensors.values())) > device.l2_cache_bytes
 
 
-def _round(width: int) -> int:
-    return -(-width // NARROWEST) * NARROWEST
+def _round_up(width: int) -> int:
+    return -(-width // tuning.MIN_COLUMN_BLOCK) * tuning.MIN_COLUMN_BLOCK

@@ -1,33 +1,38 @@
-"""Pointwise kernels: every point once, one loop SIMD, the others shared among threads."""
+"""Pointwise CPU kernels: every point once, one SIMD loop, the other loops split among threads."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from fulgurite.device import Device
-from fulgurite.fuser.cost import elements
-from fulgurite.fuser.ir.loop_nest import Nest
-from fulgurite.fuser.schedule.cpu.base import Schedule
-from fulgurite.fuser.schedule.cpu.loop_order import arranged, vector_axis
-from fulgurite.fuser.schedule.cpu.memory_traffic import streamed
+from fulgurite.device import DeviceInfo
+from fulgurite.fuser.ir.cost import count_elements
+from fulgurite.fuser.ir.loop_nest import LoopNest
+from fulgurite.fuser.schedule.cpu.base import CpuSchedule, choose_simd_axis
+from fulgurite.fuser.schedule.cpu.memory_traffic import find_nontemporal_stores
+from fulgurite.fuser.schedule.loop_order import arrange_loops
+from fulgurite.kernels.tuning import fuser_cpu as tuning
 
 
-def accepts(nest: Nest) -> str | None:
+def why_not(nest: LoopNest) -> str | None:
     if nest.body or any(local.reduction for local in nest.locals.values()):
         return "it reduces"
     return None
 
 
-def schedule(nest: Nest, device: Device) -> Schedule:
-    vector = vector_axis(nest, nest.grid)
-    nest = arranged(nest, vector)
+def make_schedule(nest: LoopNest, device: DeviceInfo) -> CpuSchedule:
+    nest = arrange_loops(nest, choose_simd_axis(nest, nest.grid))
     if nest.grid:
         nest = replace(nest, grid=nest.grid[:-1], body=nest.grid[-1:])
-    rows = elements(tuple(axis.size for axis in nest.grid))
-    inner = elements(tuple(axis.size for axis in nest.body))
-    alone = rows < 2 * device.threads and inner > rows
     if not nest.body:
-        return Schedule("pointwise", nest, None)
-    vector = nest.body[-1]
-    past = streamed(nest, vector)
-    return Schedule("pointwise", nest, vector, inner_parallel=alone, streamed=past)
+        return CpuSchedule("pointwise", nest, None)
+    rows = count_elements(tuple(axis.size for axis in nest.grid))
+    row_length = count_elements(tuple(axis.size for axis in nest.body))
+    few_rows = rows < tuning.MIN_TASKS_PER_THREAD * device.num_cores and row_length > rows
+    simd_axis = nest.body[-1]
+    return CpuSchedule(
+        "pointwise",
+        nest,
+        simd_axis,
+        parallel_simd_loop=few_rows,
+        nontemporal_stores=find_nontemporal_stores(nest, simd_axis),
+    )

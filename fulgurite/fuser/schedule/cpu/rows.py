@@ -1,115 +1,102 @@
-"""Row kernels: reductions over the body and what uses them, the SIMD loop inside the body.
+"""Row CPU kernels: reductions along contiguous memory, with the SIMD loop inside the body.
 
-Sums, norms, softmax, cross entropy: each grid point is a row; its reductions are made in passes over
-the row, which stays in cache. Sums over the grid (weight gradients) are kept a thread and combined.
+Sums, norms, softmax, cross entropy. Each grid point is a row. Its reductions are made in passes
+over the row, which stays in cache. Sums over the grid (weight gradients) are accumulated per thread
+and combined.
 """
 
 from __future__ import annotations
 
-from fulgurite.device import Device
-from fulgurite.fuser.cost import elements, number
-from fulgurite.fuser.ir.loop_nest import Nest
-from fulgurite.fuser.schedule.cpu.base import Analysis, Schedule, analyse, needed, store_axes
-from fulgurite.fuser.schedule.cpu.loop_order import arranged, vector_axis, votes
-from fulgurite.fuser.schedule.cpu.memory_traffic import fetching_pass, streamed
+from fulgurite.device import DeviceInfo
+from fulgurite.fuser.ir.cost import count_elements, size_hint
+from fulgurite.fuser.ir.loop_nest import LoopNest
+from fulgurite.fuser.schedule.analysis import (
+    Analysis,
+    analyze_nest,
+    count_passes,
+    find_pass_roots,
+    find_required_locals,
+)
+from fulgurite.fuser.schedule.cpu.base import (
+    CpuSchedule,
+    choose_simd_axis,
+    contiguous_bytes_per_iteration,
+)
+from fulgurite.fuser.schedule.cpu.memory_traffic import (
+    choose_prefetch_pass,
+    find_nontemporal_stores,
+)
+from fulgurite.fuser.schedule.loop_order import arrange_loops
+from fulgurite.kernels.tuning import fuser_cpu as tuning
 
-KEEP_FLOPS = 10  # a value that costs more is kept from one pass to the next
-KEEP_BYTES = 64 << 10  # of the stack, for kept rows
-SPLIT_ELEMENTS = 1 << 15  # a body shorter than this is not shared among threads
 
-
-def accepts(nest: Nest) -> str | None:
+def why_not(nest: LoopNest) -> str | None:
     if not nest.body:
         return "it does not reduce"
-    over_grid = any(local.role in ("colsum", "scalar") for local in nest.locals.values())
-    vector = vector_axis(nest, nest.axes)
-    if vector in nest.grid and not over_grid:
-        best = vector_axis(nest, nest.body)
-        if best is None or votes(nest, best) < votes(nest, vector):  # type: ignore[arg-type]
-            return "memory is contiguous along the rows, not inside them"
+    roles = {local.role for local in nest.locals.values()}
+    reduces_grid = bool(roles & {"column_reduction", "full_reduction"})
+    simd_axis = choose_simd_axis(nest, nest.axes)
+    if simd_axis in nest.grid and not reduces_grid:
+        assert simd_axis is not None, "an axis of the grid"
+        body_axis = choose_simd_axis(nest, nest.body)
+        across = contiguous_bytes_per_iteration(nest, simd_axis)
+        if body_axis is None or contiguous_bytes_per_iteration(nest, body_axis) < across:
+            return "memory is contiguous along the grid, not along the body"
     return None
 
 
-def schedule(nest: Nest, device: Device) -> Schedule:
-    nest = arranged(nest, vector_axis(nest, nest.body))
-    facts = analyse(nest)
-    passes = count_passes(nest, facts)
-    split = may_split(nest, elements(tuple(a.size for a in nest.grid)), device)
-    roots = [pass_roots(nest, facts, k) for k in range(passes)]
-    kept = () if split else kept_locals(nest, facts, passes)
-    return Schedule(
+def make_schedule(nest: LoopNest, device: DeviceInfo) -> CpuSchedule:
+    nest = arrange_loops(nest, choose_simd_axis(nest, nest.body))
+    simd_axis = nest.body[-1]
+    analysis = analyze_nest(nest)
+    passes = count_passes(nest, analysis)
+    splits_body = can_split(nest, count_elements(tuple(a.size for a in nest.grid)), device)
+    roots = [find_pass_roots(nest, analysis, step) for step in range(passes)]
+    buffered = () if splits_body else choose_buffered_locals(nest, analysis, passes)
+    return CpuSchedule(
         "rows",
         nest,
-        nest.body[-1],
+        simd_axis,
         passes=passes,
-        split=split,
-        kept=kept,
-        streamed=streamed(nest, nest.body[-1]),
-        fetches=None if split else fetching_pass(nest, roots, kept, device),
+        splits_body=splits_body,
+        buffered_locals=buffered,
+        nontemporal_stores=find_nontemporal_stores(nest, simd_axis),
+        prefetch_pass=None if splits_body else choose_prefetch_pass(nest, roots, buffered, device),
     )
 
 
-def count_passes(nest: Nest, facts: Analysis) -> int:
-    """Walks over the body: one more than the passes that the last thing made in one must wait for."""
-    passes = 1
-    for local in nest.locals.values():
-        if local.role == "rowsum":
-            passes = max(passes, facts.waits[local.name])
-        elif local.role == "colsum" or (local.role == "scalar" and local.over_body):
-            passes = max(passes, facts.waits[local.name] + 1)
-    for store in nest.stores:
-        if store_axes(nest, store) and not facts.expression_after(store.value):
-            passes = max(passes, facts.expression_wait(store.value) + 1)
-    return passes
-
-
-def may_split(nest: Nest, tasks: int, device: Device) -> bool:
-    """Few tasks with much to do each: threads can share the body."""
-    points = elements(tuple(axis.size for axis in nest.axes))
-    static = all(axis.size.is_constant for axis in nest.axes)
-    if tasks >= 2 * device.threads or points < SPLIT_ELEMENTS or not static:
+def can_split(nest: LoopNest, tasks: int, device: DeviceInfo) -> bool:
+    """Whether threads can split the body and should: few tasks, much work each, only row reductions."""
+    points = count_elements(tuple(axis.size for axis in nest.axes))
+    is_static = all(axis.size.is_constant for axis in nest.axes)
+    fills_device = tasks >= tuning.MIN_TASKS_PER_THREAD * device.num_cores
+    if fills_device or points < tuning.MIN_SPLIT_POINTS or not is_static:
         return False
-    sums = [x for x in nest.locals.values() if x.reduction]
-    return all(x.role == "rowsum" for x in sums)
+    reductions = [x for x in nest.locals.values() if x.reduction]
+    return all(x.role == "row_reduction" for x in reductions)
 
 
-def kept_locals(
-    nest: Nest, facts: Analysis, passes: int, limit: int | None = KEEP_BYTES
+def choose_buffered_locals(
+    nest: LoopNest, analysis: Analysis, passes: int, limit: int | None = None
 ) -> tuple[str, ...]:
-    """Dear values that several passes use, as far as `limit` bytes go."""
+    """Expensive values that several passes use, up to `limit` bytes (None: the default limit)."""
+    room = tuning.MAX_ROW_BUFFER_BYTES if limit is None else limit
     if passes < 2 or not all(axis.size.is_constant for axis in nest.body):
         return ()
     uses: dict[str, set[int]] = {}
-    for number_of_pass in range(passes):
-        for local in needed(nest, pass_roots(nest, facts, number_of_pass)):
-            uses.setdefault(local.name, set()).add(number_of_pass)
+    for step in range(passes):
+        for local in find_required_locals(nest, find_pass_roots(nest, analysis, step)):
+            uses.setdefault(local.name, set()).add(step)
     points = 1
     for axis in nest.body:
-        points *= number(axis.size)
-    kept: list[str] = []
-    room = limit
-    for name, where in uses.items():
+        points *= size_hint(axis.size)
+    buffered: list[str] = []
+    for name, steps in uses.items():
         local = nest.locals[name]
         size = points * local.dtype.itemsize
-        if len(where) > 1 and local.reduction is None and local.flops >= KEEP_FLOPS:
-            if facts.inner[name] and facts.after[name] is False and (room is None or size <= room):
-                kept.append(name)
-                room = room if room is None else room - size
-    return tuple(kept)
-
-
-def pass_roots(nest: Nest, facts: Analysis, number_of_pass: int) -> list:  # type: ignore[type-arg]
-    """The expressions that a pass over the body computes: reductions and stores."""
-    roots = []
-    for local in nest.locals.values():
-        if local.role == "rowsum" and facts.waits[local.name] == number_of_pass + 1:
-            roots.append(local.expression)
-        elif local.role in ("colsum", "scalar") and facts.waits[local.name] == number_of_pass:
-            if local.over_body or local.role == "colsum":
-                roots.append(local.expression)
-    for store in nest.stores:
-        late = facts.expression_after(store.value)
-        if store_axes(nest, store) and not late:
-            if facts.expression_wait(store.value) == number_of_pass:
-                roots.append(store.value)
-    return roots
+        is_expensive = local.reduction is None and local.flops >= tuning.MIN_BUFFERED_FLOPS
+        is_body_value = analysis.in_body[name] and not analysis.after_grid[name]
+        if len(steps) > 1 and is_expensive and is_body_value and size <= room:
+            buffered.append(name)
+            room -= size
+    return tuple(buffered)

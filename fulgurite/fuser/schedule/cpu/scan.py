@@ -1,42 +1,39 @@
-"""Scanning kernels: running sums, products, extremes along the one body loop, and what is made of them.
+"""Scan CPU kernels: running sums, products and extrema along the one body loop.
 
-Where memory is contiguous along the grid, neighbouring grid points run side by side, each with its own accumulator.
-Where it is contiguous along the body, a row is one run; few long rows are cut into parts that threads first
-collect and then, knowing what came before, scan.
+Where memory is contiguous along the grid, neighbouring grid points run side by side in SIMD lanes,
+each with its own accumulator. Where it is contiguous along the body, a row is one scan. A few long
+rows are split among threads: each reduces its chunk, and then scans it starting from the prefix of
+the chunks before.
 """
 
 from __future__ import annotations
 
-from fulgurite.device import Device
-from fulgurite.fuser.cost import elements, number
-from fulgurite.fuser.ir.loop_nest import Local, Nest
-from fulgurite.fuser.schedule.cpu.base import Schedule
-from fulgurite.fuser.schedule.cpu.loop_order import arranged, vector_axis
-from fulgurite.fuser.schedule.cpu.rows import SPLIT_ELEMENTS
-
-# neighbouring grid points side by side: their accumulators stay in the first level cache
-WIDEST = 256
-NARROWEST = 16
+from fulgurite.device import DeviceInfo
+from fulgurite.fuser.ir.cost import count_elements, size_hint
+from fulgurite.fuser.ir.loop_nest import Local, LoopNest
+from fulgurite.fuser.schedule.cpu.base import CpuSchedule, choose_simd_axis
+from fulgurite.fuser.schedule.loop_order import arrange_loops
+from fulgurite.kernels.tuning import fuser_cpu as tuning
 
 
-def accepts(nest: Nest) -> str | None:
-    if not scans_of(nest):
+def why_not(nest: LoopNest) -> str | None:
+    if not find_scans(nest):
         return "it does not scan"
     return None
 
 
-def scans_of(nest: Nest) -> list[Local]:
+def find_scans(nest: LoopNest) -> list[Local]:
     return [local for local in nest.locals.values() if local.role == "scan"]
 
 
-def independent(nest: Nest) -> bool:
+def are_scans_independent(nest: LoopNest) -> bool:
     """Does no scan read another?"""
-    names = {local.name for local in scans_of(nest)}
-    return not any(names & reach(nest, local) for local in scans_of(nest))
+    names = {local.name for local in find_scans(nest)}
+    return not any(names & _find_inputs(nest, local) for local in find_scans(nest))
 
 
-def reach(nest: Nest, local: Local) -> set[str]:
-    """The locals that one is made of, directly or not."""
+def _find_inputs(nest: LoopNest, local: Local) -> set[str]:
+    """The locals that one is computed from, directly or not."""
     found: set[str] = set()
     stack = [local.expression]
     while stack:
@@ -47,20 +44,20 @@ def reach(nest: Nest, local: Local) -> set[str]:
     return found
 
 
-def schedule(nest: Nest, device: Device) -> Schedule:
-    vector = vector_axis(nest, nest.axes)
-    assert vector is not None, "a scan has an axis"
-    across = vector in nest.grid
-    if not across and any(axis == vector for axis in nest.body):
-        nest = arranged(nest, nest.body[-1])
-        rows = elements(tuple(axis.size for axis in nest.grid))
-        points = rows * number(nest.body[-1].size)
-        split = rows < device.threads and points >= SPLIT_ELEMENTS and independent(nest)
-        return Schedule("scan", nest, nest.body[-1], split=split)
-    nest = arranged(nest, vector)
-    width = number(nest.grid[-1].size)
-    outer = elements(tuple(axis.size for axis in nest.grid[:-1]))
-    block = WIDEST
-    while block >= 2 * NARROWEST and outer * width < block * device.threads * 2:
+def make_schedule(nest: LoopNest, device: DeviceInfo) -> CpuSchedule:
+    simd_axis = choose_simd_axis(nest, nest.axes)
+    assert simd_axis is not None, "a scan has an axis"
+    if simd_axis in nest.body:
+        nest = arrange_loops(nest, nest.body[-1])
+        rows = count_elements(tuple(axis.size for axis in nest.grid))
+        points = rows * size_hint(nest.body[-1].size)
+        is_large = rows < device.num_cores and points >= tuning.MIN_SPLIT_POINTS
+        splits_body = is_large and are_scans_independent(nest)
+        return CpuSchedule("scan", nest, nest.body[-1], splits_body=splits_body)
+    nest = arrange_loops(nest, simd_axis)
+    points = count_elements(tuple(axis.size for axis in nest.grid))
+    block = tuning.MAX_SCAN_BLOCK
+    tasks = tuning.MIN_TASKS_PER_THREAD * device.num_cores
+    while block >= 2 * tuning.MIN_SCAN_BLOCK and points < block * tasks:
         block //= 2
-    return Schedule("scan", nest, nest.grid[-1], block=block)
+    return CpuSchedule("scan", nest, nest.grid[-1], block=block)

@@ -1,1 +1,1 @@
-"""GPU schedules: blocks, programs and passes. One file a kernel shape."""
+"""Schedules of Triton kernels, one file a kernel shape: `choose.py` picks the shape."""

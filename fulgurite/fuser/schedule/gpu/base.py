@@ -1,161 +1,170 @@
-"""What a GPU schedule is, and what the schedules share: sizes, contiguity, loops joined into one.
+"""What a GPU schedule is, and what the schedules share: sizes, contiguity, flattened loops.
 
-In: nests. Out: `GpuSchedule`, the nest with at most three grid loops and one body loop, and every decision a code
-generator spells.
+In: loop nests. Out: `GpuSchedule`, which `codegen/triton` prints.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from fulgurite.fuser.cost import number
 from fulgurite.fuser.ir import index as indices
+from fulgurite.fuser.ir.cost import size_hint
 from fulgurite.fuser.ir.expression import Expression
+from fulgurite.fuser.ir.expression_rewrites import rewrite_expression
 from fulgurite.fuser.ir.index import Axis, Index
-from fulgurite.fuser.ir.index_rewrites import recombine
-from fulgurite.fuser.ir.loop_nest import Nest, order_axes, rewrite, substituted
-from fulgurite.fuser.schedule.cpu.loop_order import SHORT
+from fulgurite.fuser.ir.index_rewrites import recombine_div_mod
+from fulgurite.fuser.ir.loop_nest import LoopNest, order_axes, substitute_axes
+from fulgurite.kernels.tuning import fuser_gpu as tuning
 
 
 @dataclass(frozen=True)
 class GpuSchedule:
-    """One nest with every decision made."""
+    """The loops of one Triton kernel with every decision made."""
 
     kind: str
-    nest: Nest
-    blocks: tuple[Axis, ...] = ()  # loops that are dimensions of a block, in order
-    sizes: dict[Axis, int] = field(default_factory=dict)  # of each block, a power of two
-    looped: bool = False  # the body is walked in blocks
-    passes: int = 1
-    online: dict[str, str] = field(default_factory=dict)  # sum of exponentials: its maximum
-    about: dict[str, str] = field(default_factory=dict)  # squares about a mean: its sum
-    programs: int = 0  # that walk the rows, where the grid is reduced
-    split: int = 0  # parts of the body, where rows are few
-    warps: int = 4
-    stages: int = 1  # blocks of a loop whose loads are under way at once
-    kept: int = 0  # blocks of the body that stay in registers, as they were read, from walk to walk
-    # elements: blocks start at the first multiple of so many in memory, edges are apart
-    granule: int = 0
-    back: bool = False  # every other walk goes from a row's end, which the cache has longest
-    remade: bool = False  # values of a row are made again after each reduction, of what was read
-    group: int = 1  # neighbouring elements that one running maximum and sum have in common
+    nest: LoopNest
+    block_axes: tuple[Axis, ...] = ()  # loops that are dimensions of a block, in order
+    block_sizes: dict[Axis, int] = field(default_factory=dict)  # powers of two
+    is_looped: bool = False  # the body is iterated in blocks
+    passes: int = 1  # over the body
+    online_softmax: dict[str, str] = field(default_factory=dict)  # sum of exponentials: its maximum
+    welford: dict[str, str] = field(default_factory=dict)  # sum of squares about a mean: the sum
+    num_programs: int = 0  # of a persistent kernel, which iterates over all rows
+    num_splits: int = 0  # of the body, where rows are too few to fill the device
+    num_warps: int = 4
+    num_stages: int = 1  # pipeline depth: blocks whose loads are in flight at once
+    resident_blocks: int = 0  # blocks of the body that stay in registers, in their storage dtype
+    # Elements: blocks start at the first multiple of the peel width in memory, edges are peeled
+    # off.
+    peel_width: int = 0
+    alternates_direction: bool = False  # odd passes run backwards: L2 holds a row's end longest
+    rematerializes: bool = False  # after each reduction, row values are recomputed from the loads
+    online_group: int = 1  # neighbouring elements that share one running maximum and sum
 
     def __str__(self) -> str:
-        loops = " ".join(f"{a.name}<{a.size}" for a in self.nest.grid) or "1"
+        grid = " ".join(f"{a.name}<{a.size}" for a in self.nest.grid) or "1"
         body = " ".join(f"{a.name}<{a.size}" for a in self.nest.body)
-        text = f"{self.kind}: {loops}" + (f" x {body}" if body else "")
-        if self.blocks:
-            text += ", blocks of " + " x ".join(f"{self.sizes[a]} {a.name}" for a in self.blocks)
-        text += f", {self.warps} warps"
-        if self.looped:
-            times = "walk" if self.passes == 1 else "walks"
-            text += f", {self.passes} {times} over {self.nest.body[0].name}"
-        if self.kept:
-            text += f", {self.kept * self.sizes[self.nest.body[0]]} kept"
-        if self.back:
-            text += ", to and fro"
-        if self.granule:
-            text += f", edges of {self.granule} apart"
-        if self.online:
-            text += ", maximum and exponentials together"
-        if self.about:
-            text += ", sum and squares together"
-        if self.remade:
-            text += ", values made again"
-        if self.programs:
-            text += f", {self.programs} programs walk the rows"
-        if self.split:
-            text += f", {self.split} parts"
-        if self.stages > 1:
-            text += f", {self.stages} blocks ahead"
+        text = f"{self.kind}: {grid}" + (f" x {body}" if body else "")
+        if self.block_axes:
+            sizes = (f"{self.block_sizes[a]} {a.name}" for a in self.block_axes)
+            text += f", blocks of {' x '.join(sizes)}"
+        text += f", {self.num_warps} warps"
+        if self.is_looped:
+            passes = "pass" if self.passes == 1 else "passes"
+            text += f", {self.passes} {passes} over {self.nest.body[0].name}"
+        if self.resident_blocks:
+            elements = self.resident_blocks * self.block_sizes[self.nest.body[0]]
+            text += f", {elements} register-resident"
+        if self.alternates_direction:
+            text += ", alternating direction"
+        if self.peel_width:
+            text += f", peel width {self.peel_width}"
+        if self.online_softmax:
+            text += ", online softmax"
+        if self.welford:
+            text += ", Welford"
+        if self.rematerializes:
+            text += ", rematerialized"
+        if self.num_programs:
+            text += f", {self.num_programs} programs"
+        if self.num_splits:
+            text += f", {self.num_splits} splits"
+        if self.num_stages > 1:
+            text += f", {self.num_stages} stages"
         return text
 
 
-def power_above(n: int) -> int:
-    """The least power of two that is not below n."""
+def next_power_of_two(n: int) -> int:
+    """The smallest power of two that is not below n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
-def power_below(n: int) -> int:
+def previous_power_of_two(n: int) -> int:
+    """The largest power of two that is not above n."""
     return 1 << (max(n, 1).bit_length() - 1)
 
 
-def length(axes: tuple[Axis, ...]) -> int:
+def count_points(axes: tuple[Axis, ...]) -> int:
     total = 1
     for axis in axes:
-        total *= number(axis.size)
+        total *= size_hint(axis.size)
     return total
 
 
-def widest(nest: Nest) -> int:
+def max_itemsize(nest: LoopNest) -> int:
     """Bytes of the widest element that is read or written at every point."""
     inner = nest.axes[-1] if nest.axes else None
     sizes = [t.itemsize for t, index, _ in nest.accesses() if inner in index.axes()]
     return max(sizes, default=4)
 
 
-def runs(nest: Nest, axis: Axis) -> int:
-    """Bytes that are read and written one after the other along this axis, in the whole kernel."""
+def contiguous_bytes(nest: LoopNest, axis: Axis) -> int:
+    """Bytes that the whole kernel reads and writes contiguously along this axis."""
     total = 0
     for tensor, index, _ in nest.accesses():
         if index.coefficient(axis) == 1:
-            total += tensor.itemsize * length(tuple(index.axes()))
+            total += tensor.itemsize * count_points(tuple(index.axes()))
     return total
 
 
-def vector_axis(nest: Nest, axes: tuple[Axis, ...]) -> Axis | None:
+def choose_vector_axis(nest: LoopNest, axes: tuple[Axis, ...]) -> Axis | None:
     """The axis along which most bytes are contiguous."""
     if not axes:
         return None
     order = {axis: k for k, axis in enumerate(order_axes(nest, axes))}
 
-    def merit(axis: Axis) -> tuple[bool, int, int, int]:
-        return (reach(nest, axis) >= SHORT, runs(nest, axis), order[axis], number(axis.size))
+    def score(axis: Axis) -> tuple[bool, int, int, int]:
+        is_long = contiguous_extent(nest, axis) >= tuning.MIN_VECTOR_LENGTH
+        return (is_long, contiguous_bytes(nest, axis), order[axis], size_hint(axis.size))
 
-    return max(axes, key=merit)
+    return max(axes, key=score)
 
 
-def reach(nest: Nest, axis: Axis) -> int:
-    """Points that lie one after the other from this axis on: its own, times those of an axis that goes on where it ends."""
-    size = number(axis.size)
-    further = [
-        number(other.size)
+def contiguous_extent(nest: LoopNest, axis: Axis) -> int:
+    """Contiguous points along this axis, times those of an axis that continues where it ends."""
+    size = size_hint(axis.size)
+    continuing = [
+        size_hint(other.size)
         for _, index, _ in nest.accesses()
         if index.coefficient(axis) == 1
         for other in index.axes()
         if index.coefficient(other) == size
     ]
-    return size * max(further, default=1)
+    return size * max(continuing, default=1)
 
 
-def joined(nest: Nest, axes: tuple[Axis, ...]) -> Nest:
-    """The nest with these neighbouring loops as one."""
+def flatten_loops(nest: LoopNest, axes: tuple[Axis, ...]) -> LoopNest:
+    """The nest with these neighbouring loops as one; indices divide it where accesses need that."""
     if len(axes) < 2:
         return nest
-    one = Axis("".join(a.name for a in axes), indices.product([a.size for a in axes]))
-    swap: dict[Axis, Index] = {}
-    rest = indices.of_atom(one)
+    flat = Axis("".join(a.name for a in axes), indices.product([a.size for a in axes]))
+    replacements: dict[Axis, Index] = {}
+    rest = indices.from_atom(flat)
     for axis in reversed(axes[1:]):
-        swap[axis] = indices.modulo(rest, axis.size)
+        replacements[axis] = indices.modulo(rest, axis.size)
         rest = indices.floordiv(rest, axis.size)
-    swap[axes[0]] = rest
-    grid = _replaced(nest.grid, axes, one)
-    body = _replaced(nest.body, axes, one)
-    changed = substituted(nest, swap, grid, body)
+    replacements[axes[0]] = rest
+    grid = _replace_axes(nest.grid, axes, flat)
+    body = _replace_axes(nest.body, axes, flat)
+    flattened = substitute_axes(nest, replacements, grid, body)
 
-    def plain(expression: Expression) -> Expression:
-        return rewrite(expression, lambda _: None, recombine)
+    def simplify(expression: Expression) -> Expression:
+        return rewrite_expression(expression, lambda _: None, recombine_div_mod)
 
     return replace(
-        changed,
-        locals={n: replace(x, expression=plain(x.expression)) for n, x in changed.locals.items()},
+        flattened,
+        locals={
+            name: replace(local, expression=simplify(local.expression))
+            for name, local in flattened.locals.items()
+        },
         stores=tuple(
-            replace(s, index=recombine(s.index), value=plain(s.value)) for s in changed.stores
+            replace(s, index=recombine_div_mod(s.index), value=simplify(s.value))
+            for s in flattened.stores
         ),
     )
 
 
-def _replaced(group: tuple[Axis, ...], axes: tuple[Axis, ...], one: Axis) -> tuple[Axis, ...]:
+def _replace_axes(group: tuple[Axis, ...], axes: tuple[Axis, ...], flat: Axis) -> tuple[Axis, ...]:
     if not group or axes[0] not in group:
         return group
-    return tuple(one if a == axes[0] else a for a in group if a not in axes[1:])
+    return tuple(flat if a == axes[0] else a for a in group if a not in axes[1:])

@@ -1,73 +1,60 @@
-"""GPU schedules: how a nest becomes blocks, programs and passes.
+"""Which GPU schedule a loop nest gets.
 
-In: a nest and what is known of the device. Out: a `GpuSchedule`: the nest with at most three grid loops
-and one body loop, and every decision. Code generators only spell it. Decisions depend on sizes and
-dtypes alone, never on a clock, so that they are the same every time.
+In: a loop nest and a device. Out: a `GpuSchedule`: the nest with at most three grid loops and one
+body loop, and every decision. Decisions depend on sizes and dtypes alone, never on a clock, so that
+they are the same every time.
 
-    pointwise   one block of neighbouring points a program; a short loop that chooses is written out
-    transpose   square tiles, where reads and writes are contiguous along different loops
-    rows        reductions along contiguous memory: a row, or several, held in registers by a program;
-                longer rows are walked in blocks, maximum and sum of exponentials in one walk
-    columns     reductions across contiguous memory: neighbouring grid points side by side
-    walking     where the grid is summed too (weight gradients): a fixed number of programs walks all
-                rows, leaves its sums in memory, and a second kernel adds them in a fixed order
+    pointwise    one block of neighbouring points a program; short loops that select are unrolled
+    transpose    square tiles, where loads and stores are contiguous along different axes
+    rows         reductions along contiguous memory: a program holds one or several rows in
+                 registers; longer rows are iterated in blocks, with online softmax and Welford
+    columns      reductions across contiguous memory: neighbouring grid points side by side
+    persistent   the grid is reduced too (weight gradients): a fixed number of programs iterates
+                 over all rows and stores partials, which a second kernel (`combine`) adds in a
+                 fixed order
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from fulgurite.device import Device
-from fulgurite.fuser.ir.loop_nest import Nest
-from fulgurite.fuser.schedule.gpu.base import GpuSchedule, joined, runs, vector_axis
-from fulgurite.fuser.schedule.gpu.pointwise import pointwise, tiled
-from fulgurite.fuser.schedule.gpu.reductions import (
-    MOST_HELD,
-    MOST_SUMMED,
-    columns,
-    finishing,
-    rows,
-    walking,
-)
-from fulgurite.fuser.schedule.gpu.unroll import unrolled
-from fulgurite.fuser.schedule.online_reduction import replaced_waits
-
-MOST_WALKED = 1 << 20  # bytes of float32 of a row that is walked again, from the second level cache
-SIDE_BY_SIDE = 16  # rows across memory that a program has at the least: whole sectors of 32 bytes
+from fulgurite.device import DeviceInfo
+from fulgurite.fuser.ir.loop_nest import LoopNest
+from fulgurite.fuser.schedule.gpu.base import GpuSchedule, choose_vector_axis, contiguous_bytes
+from fulgurite.fuser.schedule.gpu.columns import schedule_columns
+from fulgurite.fuser.schedule.gpu.persistent import schedule_persistent
+from fulgurite.fuser.schedule.gpu.pointwise import schedule_pointwise, schedule_transpose
+from fulgurite.fuser.schedule.gpu.rows import schedule_rows
+from fulgurite.fuser.schedule.gpu.unroll import unroll_select_loops
+from fulgurite.kernels.tuning import fuser_gpu as tuning
 
 
-def choose_gpu_schedule(nest: Nest, device: Device) -> GpuSchedule:
+def choose_gpu_schedule(nest: LoopNest, device: DeviceInfo) -> GpuSchedule:
     if not nest.body and not any(local.reduction for local in nest.locals.values()):
-        nest = unrolled(nest, device)
-        return tiled(nest) or pointwise(nest, device)
-    over_grid = any(x.role in ("colsum", "scalar") for x in nest.locals.values())
-    if over_grid:
-        return walking(nest, device)
-    along, across = (vector_axis(nest, axes) for axes in (nest.body, nest.grid))
-    if along is None or (across is not None and runs(nest, along) < runs(nest, across)):
-        return columns(nest, device)
-    return rows(nest, device)
+        nest = unroll_select_loops(nest, device)
+        return schedule_transpose(nest) or schedule_pointwise(nest, device)
+    if any(x.role in ("column_reduction", "full_reduction") for x in nest.locals.values()):
+        return schedule_persistent(nest, device)
+    along, across = (choose_vector_axis(nest, axes) for axes in (nest.body, nest.grid))
+    if along is None:
+        return schedule_columns(nest, device)
+    if across is not None and contiguous_bytes(nest, along) < contiguous_bytes(nest, across):
+        return schedule_columns(nest, device)
+    return schedule_rows(nest, device)
 
 
-def row_limit(device: Device) -> Callable[[int, bool, bool], int]:
-    """How long rows may be to be walked again, in bytes of float32, and to be added up over rows."""
+def make_row_limit(device: DeviceInfo) -> Callable[[int, bool, bool], int]:
+    """The longest row, in float32 bytes, that segmentation may read again or sum over rows."""
 
-    def limit(rows: int, summed: bool, across: bool) -> int:
+    def row_limit(rows: int, summed: bool, across: bool) -> int:
         if summed:
-            return 4 * MOST_SUMMED
-        together = SIDE_BY_SIDE if across else 1
-        # long rows that are few don't fill the device: kernels of their own reduce them in parts
-        filled = rows // together >= (device.threads if across else 2 * device.threads)
-        return MOST_WALKED if filled else 4 * MOST_HELD // together
+            return 4 * tuning.MAX_GRID_SUM_ROW
+        rows_per_program = tuning.MIN_ROWS_SIDE_BY_SIDE if across else 1
+        # a few long rows don't fill the device: kernels of their own split the reduction
+        programs = rows // rows_per_program
+        needed = 1 if across else tuning.MIN_PROGRAMS_PER_SM
+        if programs >= needed * device.num_cores:
+            return tuning.MAX_ROW_REREAD_BYTES
+        return 4 * tuning.MAX_ROW_BLOCK // rows_per_program
 
-    return limit
-
-
-__all__ = [
-    "GpuSchedule",
-    "choose_gpu_schedule",
-    "finishing",
-    "joined",
-    "replaced_waits",
-    "row_limit",
-]
+    return row_limit

@@ -1,129 +1,138 @@
-"""Elementwise GPU kernels: blocks of neighbouring points, and tiles where reads and writes are turned."""
+"""Pointwise GPU kernels: blocks of neighbouring points, and square tiles for transposed accesses.
+
+In: a nest without reductions, and a device. Out: its schedule.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from fulgurite.device import Device
-from fulgurite.fuser.cost import number
-from fulgurite.fuser.ir.loop_nest import Nest
-from fulgurite.fuser.schedule.cpu.loop_order import arranged
-from fulgurite.fuser.schedule.cpu.transpose import turned_axis
+from fulgurite.device import DeviceInfo
+from fulgurite.fuser.ir.cost import size_hint
+from fulgurite.fuser.ir.loop_nest import LoopNest
 from fulgurite.fuser.schedule.gpu.base import (
     GpuSchedule,
-    joined,
-    length,
-    power_above,
-    vector_axis,
-    widest,
+    choose_vector_axis,
+    count_points,
+    flatten_loops,
+    max_itemsize,
+    next_power_of_two,
 )
-
-SMALLEST_TILED = 1 << 14  # points; a smaller transposition stays in the caches
-MANY_READS = 3
-SMALLEST_BLOCK = 512  # elements; smaller ones are not made only to fit
-SHARED_BYTES = 8  # a point, of values that all rows have in common, from where on rows go together
-LINE = 128  # bytes of memory that are fetched together
-MOST_ACROSS = 64  # elements of a row that are a program's, where it has several rows
+from fulgurite.fuser.schedule.loop_order import arrange_loops, choose_transposed_axis
+from fulgurite.kernels.tuning import fuser_gpu as tuning
 
 
-def pointwise(nest: Nest, device: Device) -> GpuSchedule:
-    """A block of neighbouring points: 16 bytes a thread and access, more where there is much."""
-    nest = arranged(nest, vector_axis(nest, nest.grid))
-    points = length(nest.grid)
+def schedule_pointwise(nest: LoopNest, device: DeviceInfo) -> GpuSchedule:
+    """A block of neighbouring points: one or two accesses of 16 bytes a thread."""
+    nest = arrange_loops(nest, choose_vector_axis(nest, nest.grid))
+    points = count_points(nest.grid)
     if not nest.grid:
-        return GpuSchedule("pointwise", nest, warps=1)
-    together = several_rows(nest, device)
-    if together is not None:
-        return together
-    lane = max(16 // widest(nest), 1)
-    # two accesses of 16 bytes a thread are under way; one where there are many of them anyway
-    block = 128 * lane * (2 if read_accesses(nest) < MANY_READS else 1)
-    while block > 32 and points < block * device.threads * 2:
+        return GpuSchedule("pointwise", nest, num_warps=1)
+    multi_row = schedule_multi_row(nest, device)
+    if multi_row is not None:
+        return multi_row
+    vector_width = max(tuning.ACCESS_BYTES // max_itemsize(nest), 1)
+    # two accesses of a thread are in flight; one where there are many loads anyway
+    accesses = 2 if count_full_reads(nest) < tuning.MANY_READS else 1
+    block = tuning.POINTWISE_THREADS * vector_width * accesses
+    programs = tuning.MIN_PROGRAMS_PER_SM * device.num_cores
+    while block > tuning.MIN_POINTWISE_BLOCK and points < block * programs:
         block //= 2
     inner = nest.grid[-1]
     if len(nest.grid) > 1:
         size = inner.size.constant if inner.size.is_constant else 0
-        fitting = fitting_block(size, block, lane)
-        block = fitting or block
-        nest = joined(nest, nest.grid[:-1] if fitting else nest.grid)
+        dividing = choose_dividing_block(size, block, vector_width)
+        block = dividing or block
+        nest = flatten_loops(nest, nest.grid[:-1] if dividing else nest.grid)
     inner = nest.grid[-1]
-    warps = max(min(block // lane // 32, 4), 1)
-    return GpuSchedule("pointwise", nest, (inner,), {inner: block}, warps=warps)
+    num_warps = block // vector_width // tuning.WARP_SIZE
+    num_warps = max(min(num_warps, tuning.MAX_POINTWISE_WARPS), 1)
+    return GpuSchedule("pointwise", nest, (inner,), {inner: block}, num_warps=num_warps)
 
 
-def several_rows(nest: Nest, device: Device) -> GpuSchedule | None:
-    """Rows side by side, where much is read that is the same in all of them: statistics and weights of channels.
+def schedule_multi_row(nest: LoopNest, device: DeviceInfo) -> GpuSchedule | None:
+    """Several rows a program, where all rows read the same vectors: statistics and weights.
 
-    A thread then reads them once for all its rows. Alone, a row of 256 channels in bfloat16 is 512 bytes, and
-    what it shares with the others (a mean, a deviation, a weight, a bias) 3 KiB more from the cache.
+    A thread then loads these once for all its rows. Alone, a row of 256 channels in bfloat16 is 512
+    bytes, and what it shares with the others (a mean, a deviation, a weight, a bias) 3 KiB more
+    from the cache.
     """
     *outer, inner = nest.grid
     if not outer or not inner.size.is_constant:
         return None
     reads = {(t.name, i): t.itemsize for t, i, stores in nest.accesses() if not stores}
-    shared = sum(size for (_, i), size in reads.items() if i.axes() == {inner})
-    whole = max(
-        (t.itemsize for t, i, _ in nest.accesses() if set(nest.grid) <= i.axes()), default=0
-    )
-    if shared < SHARED_BYTES or not whole:
+    shared_bytes = sum(size for (_, i), size in reads.items() if i.axes() == {inner})
+    full = [t.itemsize for t, i, _ in nest.accesses() if set(nest.grid) <= i.axes()]
+    if shared_bytes < tuning.MIN_SHARED_BYTES or not full:
         return None
-    # a line of memory a row; more elements than threads, and Triton would turn everything in shared memory
-    across = min(LINE // whole, MOST_ACROSS)
-    if -inner.size.constant % across * 16 > inner.size.constant:
+    itemsize = max(full)
+    # a cache line a row; with more elements than threads Triton would go through shared memory
+    width = min(tuning.CACHE_LINE_BYTES // itemsize, tuning.MAX_MULTI_ROW_WIDTH)
+    if -inner.size.constant % width * tuning.MULTI_ROW_WASTE > inner.size.constant:
         return None
-    # four accesses of 16 bytes a thread and tensor are under way; two where tensors are many
-    rows = 128 * 16 // whole // across * (4 if read_accesses(nest) < MANY_READS else 2)
-    while rows > 1 and length(nest.grid) < rows * across * device.threads * 4:
+    # four accesses of 16 bytes a thread and tensor are in flight; two where there are many tensors
+    accesses = 4 if count_full_reads(nest) < tuning.MANY_READS else 2
+    rows = tuning.POINTWISE_THREADS * tuning.ACCESS_BYTES // itemsize // width * accesses
+    programs = tuning.MIN_MULTI_ROW_PROGRAMS_PER_SM * device.num_cores
+    while rows > 1 and count_points(nest.grid) < rows * width * programs:
         rows //= 2
     if rows == 1:
         return None
-    nest = joined(nest, tuple(outer))
+    nest = flatten_loops(nest, tuple(outer))
     row, inner = nest.grid
-    return GpuSchedule("pointwise", nest, (row, inner), {row: rows, inner: across})
+    return GpuSchedule("pointwise", nest, (row, inner), {row: rows, inner: width})
 
 
-def fitting_block(size: int, block: int, lane: int) -> int:
-    """A block of which whole numbers make up the innermost loop, nearly; 0 where none does.
+def choose_dividing_block(size: int, block: int, vector_width: int) -> int:
+    """A block that divides the innermost loop, nearly; 0 where none does.
 
-    Else all loops become one, and a position in the innermost a remainder of it, which keeps accesses wide
-    where its size is even at least.
+    Else all loops are flattened into one. A position in the innermost loop is then a remainder,
+    which keeps accesses wide only where its size is even at least.
     """
     if not size:
         return 0
-    for near in (block, block // 2):
-        if size % near == 0 and (near == block or near >= SMALLEST_BLOCK):
-            return near
-    wide = size % min(lane, 2) == 0
-    for near in (block, block // 2, block // 4):
-        waste = -size % near
-        if waste * 32 <= size or (not wide and waste * 8 <= size):
-            return near
+    for candidate in (block, block // 2):
+        is_large = candidate == block or candidate >= tuning.MIN_DIVIDING_BLOCK
+        if size % candidate == 0 and is_large:
+            return candidate
+    is_wide = size % min(vector_width, 2) == 0
+    for candidate in (block, block // 2, block // 4):
+        waste = -size % candidate
+        if waste * tuning.DIVIDING_WASTE <= size:
+            return candidate
+        if not is_wide and waste * tuning.NARROW_DIVIDING_WASTE <= size:
+            return candidate
     return 0
 
 
-def read_accesses(nest: Nest) -> int:
-    """Different reads at a point, of a whole tensor's size."""
+def count_full_reads(nest: LoopNest) -> int:
+    """Different loads at a point, of at least a quarter of the kernel's points."""
     reads = {(t.name, index) for t, index, stores in nest.accesses() if not stores}
-    return sum(length(tuple(index.axes())) * 4 > length(nest.axes) for _, index in reads)
+    points = count_points(nest.axes)
+    return sum(count_points(tuple(index.axes())) * 4 > points for _, index in reads)
 
 
-def tiled(nest: Nest) -> GpuSchedule | None:
-    """Square tiles where some read is contiguous along another loop than the write."""
-    if length(nest.grid) < SMALLEST_TILED:
+def schedule_transpose(nest: LoopNest) -> GpuSchedule | None:
+    """Square tiles, where some load is contiguous along another axis than the store."""
+    if count_points(nest.grid) < tuning.MIN_TRANSPOSE_POINTS:
         return None
-    vector = vector_axis(nest, nest.grid)
-    if vector is None or number(vector.size) < 16 or turned_axis(nest, vector) is None:
+    min_length = tuning.MIN_TRANSPOSE_LENGTH
+    inner = choose_vector_axis(nest, nest.grid)
+    if inner is None or size_hint(inner.size) < min_length:
         return None
-    nest = arranged(nest, vector)
-    vector = nest.grid[-1]
-    other = turned_axis(nest, vector)
+    if choose_transposed_axis(nest, inner, min_length) is None:
+        return None
+    nest = arrange_loops(nest, inner)
+    inner = nest.grid[-1]
+    other = choose_transposed_axis(nest, inner, min_length)
     if other is None:
         return None
-    outer = tuple(a for a in nest.grid if a not in (vector, other))
-    nest = replace(nest, grid=(*outer, other, vector))
-    nest = joined(nest, outer)
-    *_, other, vector = nest.grid
-    side = max(32, min(128, 256 // widest(nest)))
-    sizes = {a: min(side, power_above(number(a.size))) for a in (other, vector)}
-    warps = max(1, min(8, sizes[other] * sizes[vector] // 1024))
-    return GpuSchedule("transpose", nest, (other, vector), sizes, warps=warps)
+    outer = tuple(a for a in nest.grid if a not in (inner, other))
+    nest = flatten_loops(replace(nest, grid=(*outer, other, inner)), outer)
+    *_, other, inner = nest.grid
+    side = min(tuning.MAX_TRANSPOSE_TILE, tuning.TRANSPOSE_TILE_BYTES // max_itemsize(nest))
+    side = max(tuning.MIN_TRANSPOSE_TILE, side)
+    sizes = {a: min(side, next_power_of_two(size_hint(a.size))) for a in (other, inner)}
+    num_warps = sizes[other] * sizes[inner] // tuning.ELEMENTS_PER_WARP
+    num_warps = max(1, min(tuning.MAX_TRANSPOSE_WARPS, num_warps))
+    return GpuSchedule("transpose", nest, (other, inner), sizes, num_warps=num_warps)

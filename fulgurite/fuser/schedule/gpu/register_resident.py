@@ -1,89 +1,96 @@
-"""Long rows that stay in registers as they were read: how much of them, and which reads.
+"""Register-resident rows: loads that stay in registers from pass to pass, in their storage dtype.
 
-In: a nest whose rows are walked more than once. Out: the reads that several walks have in common, and how many blocks
-of them a program keeps. A bfloat16 takes half of the register that its float32 would: 98304 of a row fit where 32768
-float32 do with room to spare. The rest of a longer row is read again, by then from the second level cache.
+In: a nest whose rows take several passes. Out: the loads that several passes share, and how many
+blocks of them a program holds. A bfloat16 takes half the register that its float32 would: 98304
+elements of a row fit where 32768 float32 do with room to spare. The rest of a longer row is read
+again, by then from L2.
 """
 
 from __future__ import annotations
 
-from fulgurite.fuser.cost import number
-from fulgurite.fuser.ir.expression import Load
-from fulgurite.fuser.ir.loop_nest import Nest
-from fulgurite.fuser.schedule.cpu.base import Analysis, needed
-from fulgurite.fuser.schedule.cpu.memory_traffic import unguarded
-from fulgurite.fuser.schedule.cpu.rows import pass_roots
+from dataclasses import dataclass
 
-KEPT_BLOCK, KEPT_WARPS = 8192, 32
-# of a row that starts anywhere, with nothing read beside it: one access of 16 bytes a thread and block, so that the last one is
-# less empty. softmax of 50257 float32 got 92.9 percent of the copy on an H200 instead of 81.0, of bfloat16 75.1 instead of
-# 74.0; norms, whose weights are read one by one, less (`benchmarks/sweep_rows.py`)
-SMALL_ACCESS, SMALL_WARPS, SMALL_BYTES = 16, 16, 200 << 10
-# of 256 KiB of registers: 48 of the 64 that each of 1024 threads has, where a row fits, or all but a block of it
-KEPT_BYTES = 192 << 10
-# where more is read again: what keeps machine code for an H200 free of spills, with several reads under way.
-# With 128 KiB rms_norm of 65536 float32 got 77.3 percent of the copy instead of 82.5 (`benchmarks/sweep_rows.py`)
-PARTLY_BYTES = 160 << 10
-# beside running maxima and sums: with 160 KiB softmax of 131072 float32 got 60.2 instead of 65.6
-ONLINE_BYTES = 128 << 10
-SEVERAL_BYTES = 96 << 10  # of several tensors
-# beside squares about a mean, which take three values an element, and only of rows up to a length: layer_norm of 73728
-# float32 got 67.7 instead of 61.8, of 131072 40.7 instead of 64.1 (bfloat16: 49.9 instead of 61.5)
-SQUARES_BYTES, SQUARES_LENGTH = 64 << 10, 96 << 10
+from fulgurite.fuser.ir.cost import size_hint
+from fulgurite.fuser.ir.expression import Expression, Load
+from fulgurite.fuser.ir.loop_nest import LoopNest
+from fulgurite.fuser.schedule.analysis import (
+    Analysis,
+    find_pass_roots,
+    find_required_locals,
+    has_scan,
+    iter_unmasked,
+)
+from fulgurite.kernels.tuning import fuser_gpu as tuning
 
 
-def kept_loads(nest: Nest, facts: Analysis, passes: int) -> tuple[Load, ...]:
-    """Reads of two or four bytes at every point of a row that more than one walk makes."""
-    seen: dict[Load, int] = {}
-    for k in range(passes):
-        roots = pass_roots(nest, facts, k)
-        roots = roots + [x.expression for x in needed(nest, roots) if x.reduction is None]
-        for load in dict.fromkeys(p for root in roots for p in unguarded(root) if _kept(p, nest)):
-            seen[load] = seen.get(load, 0) + 1
-    return tuple(load for load, count in seen.items() if count > 1)
+@dataclass(frozen=True)
+class ResidentBlocks:
+    """Blocks of a row that stay in registers."""
+
+    block: int  # elements
+    num_warps: int
+    peel_width: int
+    count: int
 
 
-def scans(nest: Nest) -> bool:
-    """Must the body be walked in order?"""
-    return any(local.role == "scan" for local in nest.locals.values())
+def find_resident_loads(nest: LoopNest, analysis: Analysis, passes: int) -> tuple[Load, ...]:
+    """Loads of two or four bytes at every point of a row that more than one pass makes."""
+    uses: dict[Load, int] = {}
+    for step in range(passes):
+        roots = find_pass_roots(nest, analysis, step)
+        locals_ = find_required_locals(nest, roots)
+        roots = roots + [x.expression for x in locals_ if x.reduction is None]
+        parts = (part for root in roots for part in iter_unmasked(root))
+        for load in dict.fromkeys(p for p in parts if isinstance(p, Load)):
+            if _is_point_load(load, nest):
+                uses[load] = uses.get(load, 0) + 1
+    return tuple(load for load, count in uses.items() if count > 1)
 
 
-def _kept(part: object, nest: Nest) -> bool:
+def _is_point_load(part: Expression, nest: LoopNest) -> bool:
     if not isinstance(part, Load) or not part.index or part.dtype.itemsize not in (2, 4):
         return False
-    axes = part.index[0].axes()
-    return not part.index[0].loaded() and set(nest.axes) <= axes
+    return not part.index[0].indirect_indices() and set(nest.axes) <= part.index[0].axes()
 
 
-def all_kept(nest: Nest, facts: Analysis, passes: int) -> int:
-    """How many blocks of a row make up all of it, or all but one; 0 where registers hold fewer."""
-    each, _ = _block_bytes(nest, facts, passes)
-    blocks = -(-number(nest.body[0].size) // KEPT_BLOCK)
-    return min(blocks, KEPT_BYTES // each) if each and blocks <= KEPT_BYTES // each + 1 else 0
+def count_resident_blocks(nest: LoopNest, analysis: Analysis, passes: int) -> int:
+    """Blocks that make up a full row, or all but one block of it; 0 where registers hold fewer."""
+    block_bytes, _ = _measure_block(nest, analysis, passes)
+    blocks = -(-size_hint(nest.body[0].size) // tuning.RESIDENT_BLOCK)
+    if not block_bytes or blocks > tuning.RESIDENT_BYTES // block_bytes + 1:
+        return 0
+    return min(blocks, tuning.RESIDENT_BYTES // block_bytes)
 
 
-def small_blocks(nest: Nest, facts: Analysis, passes: int) -> tuple[int, int, int, int]:
-    """Elements of a block, warps, elements of an access, blocks that are kept: of a row that starts anywhere."""
-    each = sum(load.dtype.itemsize for load in kept_loads(nest, facts, passes))
-    wide = max(t.itemsize for t, index, _ in nest.accesses() if set(nest.axes) <= index.axes())
-    granule = SMALL_ACCESS // wide
-    block = granule * SMALL_WARPS * 32
-    blocks = -(-number(nest.body[0].size) // block)
-    return block, SMALL_WARPS, granule, min(blocks, SMALL_BYTES // (block * each))
+def choose_small_blocks(nest: LoopNest, analysis: Analysis, passes: int) -> ResidentBlocks:
+    """Blocks of one aligned access a thread, for an unaligned row."""
+    loads = find_resident_loads(nest, analysis, passes)
+    element_bytes = sum(load.dtype.itemsize for load in loads)
+    widest = max(t.itemsize for t, index, _ in nest.accesses() if set(nest.axes) <= index.axes())
+    peel_width = tuning.ACCESS_BYTES // widest
+    block = peel_width * tuning.SMALL_RESIDENT_WARPS * tuning.WARP_SIZE
+    blocks = -(-size_hint(nest.body[0].size) // block)
+    count = min(blocks, tuning.SMALL_RESIDENT_BYTES // (block * element_bytes))
+    return ResidentBlocks(block, tuning.SMALL_RESIDENT_WARPS, peel_width, count)
 
 
-def part_kept(nest: Nest, facts: Analysis, passes: int, online: bool, squares: bool) -> int:
-    """How many blocks of a longer row a program keeps, beside running maxima or squares about a mean."""
-    each, reads = _block_bytes(nest, facts, passes)
-    most = SEVERAL_BYTES if reads > 1 else ONLINE_BYTES if online else PARTLY_BYTES
-    if squares:
-        most = SQUARES_BYTES if number(nest.body[0].size) <= SQUARES_LENGTH else 0
-    return most // each if each else 0
+def count_partly_resident_blocks(
+    nest: LoopNest, analysis: Analysis, passes: int, online: bool, welford: bool
+) -> int:
+    """Blocks of a longer row that fit beside the state of an online softmax or of Welford."""
+    block_bytes, tensors = _measure_block(nest, analysis, passes)
+    room = tuning.ONLINE_RESIDENT_BYTES if online else tuning.PARTLY_RESIDENT_BYTES
+    if tensors > 1:
+        room = tuning.MULTI_TENSOR_RESIDENT_BYTES
+    if welford:
+        is_short = size_hint(nest.body[0].size) <= tuning.MAX_WELFORD_RESIDENT_ROW
+        room = tuning.WELFORD_RESIDENT_BYTES if is_short else 0
+    return room // block_bytes if block_bytes else 0
 
 
-def _block_bytes(nest: Nest, facts: Analysis, passes: int) -> tuple[int, int]:
-    """Bytes that a block takes in registers, and of how many tensors; 0 where none is kept."""
-    if passes < 2 or not nest.body[0].size.is_constant or scans(nest):
+def _measure_block(nest: LoopNest, analysis: Analysis, passes: int) -> tuple[int, int]:
+    """Register bytes of a block, and the number of its tensors; 0 where none can be resident."""
+    if passes < 2 or not nest.body[0].size.is_constant or has_scan(nest):
         return 0, 0
-    loads = kept_loads(nest, facts, passes)
-    return KEPT_BLOCK * sum(load.dtype.itemsize for load in loads), len(loads)
+    loads = find_resident_loads(nest, analysis, passes)
+    return tuning.RESIDENT_BLOCK * sum(load.dtype.itemsize for load in loads), len(loads)

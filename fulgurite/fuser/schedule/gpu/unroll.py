@@ -1,105 +1,108 @@
-"""Short loops that choose between formulas, written out.
+"""Unrolling of short loops that select between formulas.
 
-In: an elementwise nest. Out: the same, or one without the loop whose steps differ: a step of it is a store of its own.
-The gradient of `q, k, v = qkv` is such a loop of three: q's and k's gradients are turned back, v's is copied. As one
-formula every point computes all of them, reads under masks, and takes one
+In: a pointwise nest. Out: the same nest, or one without the loop, with one store for each of its
+steps. The gradient of `q, k, v = qkv` is such a loop of three: the gradients of q and k go through
+the inverse rotary embedding, that of v is copied. As one formula every point computes all of them,
+under masks:
 
-    out[s, i] = where(s == 0, turned(q[i]), 0) + where(s == 1, turned(k[i]), 0) + where(s == 2, v[i], 0)
+    out[s, i] = where(s == 0, rope(q[i]), 0) + where(s == 1, rope(k[i]), 0) + where(s == 2, v[i], 0)
 
-and written out a point computes three values, each once, and reads what they have in common (angles) once:
+Unrolled, a point computes three values once each, and loads what they share (the angles) once:
 
-    out[0, i] = turned(q[i]);  out[1, i] = turned(k[i]);  out[2, i] = v[i]
+    out[0, i] = rope(q[i]);  out[1, i] = rope(k[i]);  out[2, i] = v[i]
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
-from fulgurite.device import Device
+from fulgurite.device import DeviceInfo
 from fulgurite.fuser.ir import index as indices
-from fulgurite.fuser.ir.expression import Bound, Expression, Guard, Load, walk
+from fulgurite.fuser.ir.expression import BoundsCheck, Expression, Load, Masked, walk
+from fulgurite.fuser.ir.expression_rewrites import rewrite_expression
 from fulgurite.fuser.ir.index import Axis
-from fulgurite.fuser.ir.loop_nest import Local, Nest, Store, rewrite, substituted
-from fulgurite.fuser.schedule.cpu.base import needed
-from fulgurite.fuser.schedule.gpu.base import length
-
-MOST_STEPS = 4  # of a loop that is written out
-MOST_STORES = 8  # once it is: the values of each are in registers at once
-PIECE = 128  # bytes that a step stores one after the other, at the least: a line of memory
-LEAST_POINTS = 1024  # of each step for each multiprocessor: fewer leave some without work
+from fulgurite.fuser.ir.loop_nest import Local, LoopNest, Store, substitute_axes
+from fulgurite.fuser.schedule.analysis import find_required_locals, iter_expressions
+from fulgurite.fuser.schedule.gpu.base import count_points
+from fulgurite.kernels.tuning import fuser_gpu as tuning
 
 
-def unrolled(nest: Nest, device: Device) -> Nest:
-    """The nest with its short loops that choose written out, where each step is work enough."""
+def unroll_select_loops(nest: LoopNest, device: DeviceInfo) -> LoopNest:
+    """The nest with its short selecting loops unrolled, where each step has enough work."""
     for axis in nest.grid:
-        if _is_short(nest, axis, device) and _chooses(nest, axis) and _stores_pieces(nest, axis):
-            nest = written_out(nest, axis)
+        if _is_worth_unrolling(nest, axis, device) and _selects(nest, axis):
+            if _stores_full_lines(nest, axis):
+                nest = unroll_loop(nest, axis)
     return nest
 
 
-def _is_short(nest: Nest, axis: Axis, device: Device) -> bool:
-    if not axis.size.is_constant or not 1 < axis.size.constant <= MOST_STEPS:
+def _is_worth_unrolling(nest: LoopNest, axis: Axis, device: DeviceInfo) -> bool:
+    if not axis.size.is_constant or not 1 < axis.size.constant <= tuning.MAX_UNROLL_STEPS:
         return False
-    points, steps = length(nest.grid), axis.size.constant
-    few = steps * len(nest.stores) <= MOST_STORES
-    return few and points >= steps * LEAST_POINTS * device.threads
+    steps = axis.size.constant
+    points = steps * tuning.MIN_UNROLLED_POINTS * device.num_cores
+    has_few_stores = steps * len(nest.stores) <= tuning.MAX_UNROLLED_STORES
+    return has_few_stores and count_points(nest.grid) >= points
 
 
-def _chooses(nest: Nest, axis: Axis) -> bool:
-    """Does the step alone say which of two formulas holds, and is memory read for one?"""
-    guards = [
+def _selects(nest: LoopNest, axis: Axis) -> bool:
+    """Does the step alone decide between two formulas, one of which reads memory?"""
+    selections = [
         part
-        for expression in _expressions(nest)
+        for expression in iter_expressions(nest)
         for part in walk(expression)
-        if isinstance(part, Guard)
+        if isinstance(part, Masked)
     ]
-    return any(any(_decides(axis, b) for b in g.bounds) and _reads(nest, g) for g in guards)
+    return any(
+        any(_is_decided_by(axis, b) for b in s.bounds) and _reads_memory(nest, s)
+        for s in selections
+    )
 
 
-def _decides(axis: Axis, bound: Bound) -> bool:
-    """Is it known in every step whether the bound holds?"""
+def _is_decided_by(axis: Axis, bound: BoundsCheck) -> bool:
+    """Is the outcome of the check known in every step of the loop?"""
     steps = [bound.substitute({axis: indices.Index(k)}) for k in range(axis.size.constant)]
-    return axis in bound.index.axes() and all(step.known is not None for step in steps)
+    return axis in bound.index.axes() and all(step.static_value is not None for step in steps)
 
 
-def _reads(nest: Nest, part: Expression) -> bool:
-    """Is memory read for it, by itself or by the locals it uses?"""
+def _reads_memory(nest: LoopNest, part: Expression) -> bool:
+    """Does it load from memory, itself or through the locals it uses?"""
     loads = [inner for inner in walk(part) if isinstance(inner, Load)]
-    return any(load.index or _reads(nest, nest.locals[load.name].expression) for load in loads)
+    return any(
+        load.index or _reads_memory(nest, nest.locals[load.name].expression) for load in loads
+    )
 
 
-def _stores_pieces(nest: Nest, axis: Axis) -> bool:
-    """Does each step store whole lines of memory?"""
+def _stores_full_lines(nest: LoopNest, axis: Axis) -> bool:
+    """Does each step store whole cache lines?"""
     for store in nest.stores:
-        step = store.index.coefficient(axis)
-        if step is None or not step.is_constant or step.constant * store.tensor.itemsize < PIECE:
+        stride = store.index.coefficient(axis)
+        if stride is None or not stride.is_constant:
+            return False
+        if stride.constant * store.tensor.itemsize < tuning.MIN_UNROLLED_RUN:
             return False
     return True
 
 
-def _expressions(nest: Nest) -> Iterator[Expression]:
-    yield from (local.expression for local in nest.locals.values())
-    yield from (store.value for store in nest.stores)
-
-
-def written_out(nest: Nest, axis: Axis) -> Nest:
-    """The nest without the loop: locals that depend on it, and stores, once for each of its steps."""
-    varying = _varying(nest, axis)
-    found: dict[str, Local] = {}
+def unroll_loop(nest: LoopNest, axis: Axis) -> LoopNest:
+    """The nest without the loop: stores, and locals that depend on it, once for each step."""
+    varying = _find_varying_locals(nest, axis)
+    grid = tuple(a for a in nest.grid if a != axis)
+    unrolled: dict[str, Local] = {}
     stores: list[Store] = []
     for step in range(axis.size.constant):
-        names = {name: f"{name}_of_{step}" for name in varying}
-        grid = tuple(a for a in nest.grid if a != axis)
-        there = substituted(nest, {axis: indices.Index(step)}, grid, ())
-        for name, local in there.locals.items():
-            own, value = names.get(name, name), _renamed(local.expression, names)
-            found.setdefault(own, replace(local, name=own, expression=value))
-        stores += [replace(s, value=_renamed(s.value, names)) for s in there.stores]
-    return _without_unused(replace(there, locals=found, stores=tuple(stores)))
+        names = {name: f"{name}_step{step}" for name in varying}
+        at_step = substitute_axes(nest, {axis: indices.Index(step)}, grid, ())
+        for name, local in at_step.locals.items():
+            new_name = names.get(name, name)
+            expression = _rename_locals(local.expression, names)
+            unrolled.setdefault(new_name, replace(local, name=new_name, expression=expression))
+        stores += [replace(s, value=_rename_locals(s.value, names)) for s in at_step.stores]
+    return _drop_unused(replace(at_step, locals=unrolled, stores=tuple(stores)))
 
 
-def _varying(nest: Nest, axis: Axis) -> set[str]:
+def _find_varying_locals(nest: LoopNest, axis: Axis) -> set[str]:
     """The locals whose value depends on the loop, directly or through others."""
     found: set[str] = set()
     for name, local in nest.locals.items():
@@ -109,20 +112,18 @@ def _varying(nest: Nest, axis: Axis) -> set[str]:
     return found
 
 
-def _renamed(expression: Expression, names: Mapping[str, str]) -> Expression:
-    """The expression with other locals in the place of some."""
-
-    def change(part: Expression) -> Expression | None:
+def _rename_locals(expression: Expression, names: Mapping[str, str]) -> Expression:
+    def rename(part: Expression) -> Expression | None:
         if isinstance(part, Load) and not part.index and part.name in names:
             return replace(part, name=names[part.name])
         return None
 
-    return rewrite(expression, change, lambda index: index)
+    return rewrite_expression(expression, rename, lambda index: index)
 
 
-def _without_unused(nest: Nest) -> Nest:
-    """The nest without locals, and memory, that only steps not taken needed."""
-    used = needed(nest, [store.value for store in nest.stores])
+def _drop_unused(nest: LoopNest) -> LoopNest:
+    """The nest without the locals and tensors that no store needs any more."""
+    used = find_required_locals(nest, [store.value for store in nest.stores])
     nest = replace(nest, locals={local.name: local for local in used})
     touched = {tensor.name for tensor, _, _ in nest.accesses()}
     return replace(nest, memory={n: t for n, t in nest.memory.items() if n in touched})

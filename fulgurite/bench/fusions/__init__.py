@@ -1,0 +1,1 @@
+"""Suite `fusions`: generated kernels against eager, torch.compile and the copy bandwidth."""

@@ -1,0 +1,1 @@
+"""Suite `generate`: prefill and decode throughput of the engine."""

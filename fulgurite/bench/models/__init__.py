@@ -1,0 +1,1 @@
+"""Suite `models`: whole models, forward and training step."""

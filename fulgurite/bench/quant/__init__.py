@@ -1,0 +1,1 @@
+"""Suite `quant`: GEMMs and casts of quantized formats."""

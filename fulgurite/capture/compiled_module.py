@@ -1,0 +1,76 @@
+"""A compiled nn.Module that is still an instance of its class.
+
+In: a module, and the function to call instead of its forward. Out: an instance of a subclass of the
+module's class that shares the module's `__dict__`: the same parameters, buffers, hooks, submodules,
+`state_dict`, `train()`/`eval()`, `to()`, attributes and methods. Only `__call__` differs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from fulgurite.capture.dynamo import is_capturing
+
+
+class CompiledModule(nn.Module):
+    """A mixin before the user's class. `wrap_module` sets the class attributes on a subclass per object."""
+
+    _fulgurite_original: nn.Module
+    _fulgurite_call: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_capturing():  # inside another capture: behave like the original module
+            return self._fulgurite_original(*args, **kwargs)
+        return type(self)._fulgurite_call(*args, **kwargs)
+
+    def __copy__(self) -> Any:
+        return self._fulgurite_recompile(copy.copy(self._fulgurite_original))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._fulgurite_recompile(copy.deepcopy(self._fulgurite_original, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return unpickle_original, (self._fulgurite_original,)  # a pickle holds the original module
+
+    @staticmethod
+    def _fulgurite_recompile(module: nn.Module) -> Any:
+        """Compile another module with the same options."""
+        raise AssertionError("set by wrap_module")
+
+
+def unpickle_original(original: Any) -> Any:
+    """What the pickle of a compiled function or module calls: compiled code is not pickled."""
+    return original
+
+
+def wrap_module(
+    module: nn.Module,
+    call: Callable[..., Any],
+    recompile: Callable[[nn.Module], Any],
+    members: dict[str, Any],
+) -> Any:
+    """`module` as an object that calls `call`. `members` are added unless the module has the name."""
+    original = type(module)
+    free = {name: value for name, value in members.items() if not hasattr(module, name)}
+    namespace = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "_fulgurite_original": module,
+        "_fulgurite_call": staticmethod(call),
+        "_fulgurite_recompile": staticmethod(recompile),
+        **free,
+    }
+    derived = type(original.__name__, (CompiledModule, original), namespace)
+    compiled: Any = object.__new__(derived)
+    compiled.__dict__ = module.__dict__
+    return compiled
+
+
+def unwrap_compiled(module: Any) -> Any:
+    """The module or function before compilation."""
+    return module._fulgurite_original if isinstance(module, CompiledModule) else module

@@ -1,0 +1,108 @@
+"""Guard on inputs that share memory, for graphs that mutate an input.
+
+In: a captured graph, the inputs it was captured with, its compiled form. Out: a callable that runs the
+compiled form if its inputs overlap as they did at capture, and the captured graph op by op otherwise.
+
+Which inputs overlap, and by how much, is part of what AOTAutograd compiles: `a.mul_(2); a + b` is another
+program if b lies inside a. TorchDynamo's guards only check whether two inputs are the same object.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from fulgurite.trace.cost import size_hint
+
+Span = tuple[int, int, int]  # first byte, end, position of the input
+Overlaps = list[tuple[tuple[int, int], ...]]  # overlapping inputs: (position, storage offset) each
+MAX_CACHED_ADDRESSES = 16  # sets of addresses: prefetched batches reuse a few buffers
+
+
+def guard_input_aliasing(
+    run: Callable[..., Any], captured: Callable[..., Any], inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    """`run` for inputs that overlap as these do, `captured` for other inputs."""
+    positions = [k for k, value in enumerate(inputs) if has_address(value)]
+    if len(positions) < 2:
+        return run
+    extents = [(k, _static_extent(inputs[k])) for k in positions]
+    expected = find_overlaps(_fake_spans(inputs, positions), inputs)
+    # with static sizes and no overlap at capture, the addresses alone decide
+    is_cacheable = not expected and all(extent is not None for _, extent in extents)
+    disjoint: set[tuple[int, ...]] = set()  # addresses without overlap; a model's rarely change
+
+    def call(*args: Any) -> Any:
+        addresses = tuple([args[k].data_ptr() for k in positions])
+        if addresses in disjoint:
+            return run(*args)
+        spans = [_tensor_span(args[k], k, extent) for k, extent in extents]
+        if find_overlaps(spans, args) != expected:
+            return captured(*args)
+        if is_cacheable:
+            if len(disjoint) >= MAX_CACHED_ADDRESSES:
+                disjoint.clear()
+            disjoint.add(addresses)
+        return run(*args)
+
+    return call
+
+
+def has_address(value: Any) -> bool:
+    """Whether a value is a strided tensor with an address: no wrapper subclass, no sparse tensor."""
+    plain = type(value) in (Tensor, torch.nn.Parameter) or isinstance(value, FakeTensor)
+    return plain and value.layout is torch.strided and value.device.type != "meta"
+
+
+def find_overlaps(spans: list[Span], inputs: Sequence[Any]) -> Overlaps:
+    """Pairs of inputs that overlap. Usually there are none, which sorting alone shows."""
+    spans.sort()
+    if all(before[1] <= after[0] for before, after in itertools.pairwise(spans)):
+        return []
+    found = []
+    for k, (_, end, position) in enumerate(spans):
+        for start, other_end, other in itertools.islice(spans, k + 1, None):
+            if start >= end:
+                break
+            if other_end > start:  # not empty
+                pair = sorted((position, other))
+                found.append(tuple((p, size_hint(inputs[p].storage_offset())) for p in pair))
+    return sorted(found)
+
+
+def _tensor_span(tensor: Tensor, position: int, extent: int | None) -> Span:
+    start = tensor.data_ptr()
+    if not start:  # empty, or its storage was freed
+        return 0, 0, position
+    return start, start + (_extent_bytes(tensor) if extent is None else extent), position
+
+
+def _static_extent(tensor: Tensor) -> int | None:
+    """Bytes from the first to the last element if no size is symbolic; guards then keep it."""
+    is_static = all(isinstance(number, int) for number in (*tensor.shape, *tensor.stride()))
+    return _extent_bytes(tensor) if is_static else None
+
+
+def _extent_bytes(tensor: Tensor) -> int:
+    sizes = [size_hint(size) for size in tensor.shape]
+    if 0 in sizes:
+        return 0
+    strides = map(size_hint, tensor.stride())
+    return (1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))) * tensor.itemsize
+
+
+def _fake_spans(inputs: Sequence[Any], positions: Sequence[int]) -> list[Span]:
+    """Spans of FakeTensors, which have no addresses: each storage gets an address range of its own."""
+    bases: dict[int, int] = {}
+    spans = []
+    for position in positions:
+        tensor = inputs[position]
+        base = bases.setdefault(tensor.untyped_storage()._cdata, len(bases) << 48)
+        start = base + size_hint(tensor.storage_offset()) * tensor.itemsize
+        spans.append((start, start + _extent_bytes(tensor), position))
+    return spans

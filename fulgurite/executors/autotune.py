@@ -1,0 +1,154 @@
+"""Choose executors by measurement: never slower than torch's own ops.
+
+In: a region, the executor that claimed it, and the region as torch would run it. Out: the executor that
+runs it.
+
+    autotune="auto"   Generated code is compared with torch once, in a few milliseconds, on inputs of the
+                      region's metadata. A region falls back to torch where torch is faster.
+    autotune=True     Every executor that can run the region is timed at length.
+    autotune=False    Nothing is measured: the order of the executors decides.
+
+Decisions are stored in the cache folder under everything that they depend on, and listed by `explain`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from fulgurite import native, timing
+from fulgurite.executors.base import Executor, ExecutorChoice
+from fulgurite.executors.torch import TorchExecutor
+from fulgurite.trace.cost import iter_tensors, node_bytes, size_hint, value_bytes
+from fulgurite.trace.decisions import (
+    Decision,
+    decision_key,
+    read_decision,
+    run_on_example_inputs,
+    write_decision,
+)
+from fulgurite.trace.node_meta import fake_value
+from fulgurite.trace.purity import is_random
+from fulgurite.trace.signature import region_signature
+from fulgurite.version import VERSION
+
+Autotune = Literal["auto"] | bool
+FALLBACK_MARGIN = 1.1  # torch must be faster by this factor to win a region: less is noise
+# no clock is needed if torch moves at least this many times the bytes, and the region at least as many
+OBVIOUS_SAVINGS = (3, 16 << 20)
+MAX_EXAMPLE_BYTES = 1 << 30  # of the inputs that are made for a comparison
+
+
+class ExecutorTuner:
+    """Picks executors for regions, and records the decisions."""
+
+    def __init__(self, executors: Sequence[Executor], autotune: Autotune) -> None:
+        self.executors = list(executors)
+        self.autotune = autotune
+        self.decisions: list[Decision] = []
+
+    def choose_executor(
+        self,
+        name: str,
+        claiming: Executor,
+        module: fx.GraphModule,
+        restore: Callable[[], fx.GraphModule],
+    ) -> ExecutorChoice:
+        """Choose who runs the region; `restore` builds the region as torch would run it."""
+        eligible = self._eligible_executors(claiming, module)
+        call = claiming.lower_autotuned(module) if self.autotune is True else claiming.lower(module)
+        if len(eligible) == 1:
+            return ExecutorChoice(claiming, call)
+        torch_module = restore()
+        if self.autotune == "auto" and _is_obviously_faster(module, torch_module):
+            return ExecutorChoice(claiming, call)
+        calls = {claiming.name: call}
+        key = _make_key(module, eligible, getattr(call, "source", ""))
+        decision = read_decision(key, name, {executor.name for executor in eligible})
+        if decision is None:
+            for executor in eligible[1:]:
+                is_torch = isinstance(executor, TorchExecutor)
+                calls[executor.name] = executor.lower(torch_module if is_torch else module)
+            seconds = self._measure(module, calls)
+            if seconds is None:  # timings don't settle: the order of the executors decides
+                return ExecutorChoice(claiming, call)
+            decision = Decision(name, _pick_winner(claiming, seconds), seconds, cached=False)
+            write_decision(key, decision)
+        self.decisions.append(decision)
+        winner = next(e for e in eligible if e.name == decision.winner)
+        if isinstance(winner, TorchExecutor):
+            return ExecutorChoice(winner, None, _fallback_comment(claiming, decision))
+        return ExecutorChoice(winner, calls.get(winner.name) or winner.lower(module))
+
+    def _eligible_executors(self, claiming: Executor, module: fx.GraphModule) -> list[Executor]:
+        """The executors to compare; the one that claimed the region comes first."""
+        nodes = [n for n in module.graph.nodes if n.op == "call_function"]
+        values = [tensor for n in module.graph.nodes for tensor in iter_tensors(fake_value(n))]
+        is_empty = any(size_hint(size) == 0 for tensor in values for size in tensor.shape)
+        if is_empty or any(map(is_random, nodes)):  # nothing to time; draws must not be repeated
+            return [claiming]
+        if any(map(_divides_integers, nodes)):  # integer example inputs are zeros
+            return [claiming]
+        others = [executor for executor in self.executors if executor is not claiming]
+        if self.autotune == "auto":
+            may_fall_back = claiming.falls_back_if_slower
+            others = [e for e in others if may_fall_back and isinstance(e, TorchExecutor)]
+        return [claiming, *(e for e in others if all(map(e.claims, nodes)))]
+
+    def _measure(
+        self, module: fx.GraphModule, calls: dict[str, Callable[..., Any]]
+    ) -> dict[str, float] | None:
+        def measure(*inputs: Any) -> dict[str, float] | None:
+            if self.autotune == "auto":
+                return timing.best_times_on(calls, *inputs)
+            return timing.median_times_on(calls, *inputs)
+
+        seconds: dict[str, float] | None = run_on_example_inputs(module, measure)
+        return seconds
+
+
+def _pick_winner(claiming: Executor, seconds: dict[str, float]) -> str:
+    fastest = min(seconds, key=lambda name: seconds[name])
+    is_close = seconds[claiming.name] <= FALLBACK_MARGIN * seconds[fastest]
+    return claiming.name if is_close else fastest
+
+
+def _fallback_comment(claiming: Executor, decision: Decision) -> str:
+    ratio = decision.seconds[claiming.name] / decision.seconds[decision.winner]
+    return f"fallback: {claiming.name} takes {ratio:.1f}×"
+
+
+def _is_obviously_faster(module: fx.GraphModule, torch_module: fx.GraphModule) -> bool:
+    """Whether bytes decide: tensors are large, and torch moves several times as many bytes.
+
+    Also true if the inputs of a comparison would take too much memory.
+    """
+    inputs = module.graph.find_nodes(op="placeholder")
+    outputs = module.graph.output_node().all_input_nodes
+    moved = sum(value_bytes(fake_value(node)) for node in inputs)
+    moved += sum(value_bytes(fake_value(node)) for node in outputs)
+    moved_by_torch = sum(map(node_bytes, torch_module.graph.nodes))
+    ratio, min_bytes = OBVIOUS_SAVINGS
+    is_obvious = moved_by_torch >= ratio * moved and moved >= min_bytes
+    return is_obvious or moved > MAX_EXAMPLE_BYTES
+
+
+def _divides_integers(node: fx.Node) -> bool:
+    """Whether the node divides integers: a zero among its inputs would be an error."""
+    name = str(getattr(node.target, "_opname", ""))
+    value = fake_value(node)
+    is_integer = isinstance(value, torch.Tensor) and not value.dtype.is_floating_point
+    return is_integer and name in ("div", "floor_divide", "remainder", "fmod")
+
+
+def _make_key(module: fx.GraphModule, eligible: Sequence[Executor], source: str) -> str:
+    """Everything a decision depends on: ops and sizes, the generated code, the hardware."""
+    devices = {str(t.device) for n in module.graph.nodes for t in iter_tensors(fake_value(n))}
+    hardware = [torch.cuda.get_device_name(d) if "cuda" in d else d for d in sorted(devices)]
+    hardware += [native.cpu_fingerprint(), str(torch.get_num_threads())]
+    names = [executor.name for executor in eligible]
+    signature = region_signature(module)
+    return decision_key(VERSION, torch.__version__, *hardware, *names, signature, source)

@@ -1,0 +1,96 @@
+"""Lowerings of ops that create tensors. Same calling convention as `views.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fulgurite.fuser.frontend.lowering_context import LoweringContext
+from fulgurite.fuser.frontend.tensor_value import Axes, TensorValue
+from fulgurite.fuser.ir import index as indices
+from fulgurite.fuser.ir.build_expression import apply, constant_like
+from fulgurite.fuser.ir.errors import Unsupported
+from fulgurite.fuser.ir.expression import Expression, IndexValue, Operation, opmath_dtype
+from fulgurite.trace.node_meta import fake_value
+
+
+def lower_zeros(ctx: LoweringContext, node: Node, **_: Any) -> TensorValue:
+    return _fill(ctx, node, 0)
+
+
+def lower_ones(ctx: LoweringContext, node: Node, **_: Any) -> TensorValue:
+    return _fill(ctx, node, 1)
+
+
+def lower_full(
+    ctx: LoweringContext,
+    node: Node,
+    fill_value: Any = None,
+    value: Any = None,
+    s: Any = None,
+    **_: Any,
+) -> TensorValue:
+    fill = fill_value if fill_value is not None else value if value is not None else s
+    return _fill(ctx, node, fill)
+
+
+def _fill(ctx: LoweringContext, node: Node, fill: Any) -> TensorValue:
+    dtype = fake_value(node).dtype
+    return ctx.add_result(node, lambda axes: ctx.read_operand(fill, axes, opmath_dtype(dtype)))
+
+
+def lower_arange(
+    ctx: LoweringContext, node: Node, start: Any = 0, end: Any = None, step: Any = 1, **_: Any
+) -> TensorValue:
+    dtype = fake_value(node).dtype
+    if all(isinstance(x, int | torch.SymInt | Node) for x in (start, step)):
+        begin, stride = ctx.to_index(start), ctx.to_index(step)
+
+        def integers_at(axes: Axes) -> Expression:
+            return IndexValue(indices.from_atom(axes[0]) * stride + begin, torch.int64)
+
+        return ctx.add_result(node, integers_at)
+    if not (isinstance(start, int | float) and isinstance(step, int | float)):
+        raise Unsupported("arange with symbolic floating-point arguments")
+
+    def floats_at(axes: Axes) -> Expression:
+        # torch computes start + step * i in double before it rounds.
+        position = IndexValue(indices.from_atom(axes[0]), torch.int64)
+        wide = Operation("cast", (position,), torch.float64)
+        line = apply("mul", constant_like(step, wide), wide)
+        line = apply("add", constant_like(start, wide), line)
+        return Operation("cast", (line,), dtype)
+
+    return ctx.add_result(node, floats_at)
+
+
+def lower_iota(
+    ctx: LoweringContext, node: Node, length: Any, start: Any, step: Any, **_: Any
+) -> TensorValue:
+    return lower_arange(ctx, node, start=start, step=step)
+
+
+FACTORY_LOWERINGS: dict[str, Callable[..., Any]] = {
+    "empty": lower_zeros,
+    "empty_like": lower_zeros,
+    "empty_strided": lower_zeros,
+    "empty_permuted": lower_zeros,
+    "new_empty": lower_zeros,
+    "new_empty_strided": lower_zeros,
+    "zeros": lower_zeros,
+    "ones": lower_ones,
+    "zeros_like": lower_zeros,
+    "ones_like": lower_ones,
+    "new_zeros": lower_zeros,
+    "new_ones": lower_ones,
+    "full": lower_full,
+    "full_like": lower_full,
+    "new_full": lower_full,
+    "fill": lower_full,
+    "scalar_tensor": lower_full,
+    "arange": lower_arange,
+    "iota": lower_iota,
+}

@@ -1,0 +1,129 @@
+"""Lowerings of gathers, whose indices are loaded. Same calling convention as `views.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fulgurite.fuser.frontend.lowering_context import LoweringContext
+from fulgurite.fuser.frontend.tensor_value import (
+    Axes,
+    TensorValue,
+    axis_indices,
+    canonicalize_dim,
+    reshape_value,
+)
+from fulgurite.fuser.ir import index as indices
+from fulgurite.fuser.ir.errors import Unsupported
+from fulgurite.fuser.ir.expression import Expression
+from fulgurite.fuser.ir.index import Index, IndirectIndex
+
+
+def _make_indirect_index(
+    expression: Expression, size: Index, wraps_negative: bool = False
+) -> Index:
+    if expression.dtype not in (torch.int64, torch.int32, torch.uint8, torch.int16, torch.int8):
+        raise Unsupported(f"an index tensor of dtype {expression.dtype}")
+    return indices.from_atom(IndirectIndex(expression, size, wraps_negative))
+
+
+def lower_gather(
+    ctx: LoweringContext, node: Node, source: Any, dim: int, index: Any, **_: Any
+) -> TensorValue:
+    value, index_value = ctx.get_value(source), ctx.get_value(index)
+    if not value.axes or len(value.axes) != len(index_value.axes):
+        raise Unsupported("gather with a 0-d tensor")
+    dim = canonicalize_dim(dim, len(value.axes))
+
+    def expression_at(axes: Axes) -> Expression:
+        at = axis_indices(axes)
+        at[dim] = _make_indirect_index(index_value.load_at(axis_indices(axes)), value.sizes[dim])
+        return value.load_at(at)
+
+    return ctx.add_result(node, expression_at)
+
+
+def lower_take(ctx: LoweringContext, node: Node, source: Any, index: Any) -> TensorValue:
+    value, index_value = ctx.get_value(source), ctx.get_value(index)
+    size = indices.product(value.sizes)
+    flat = reshape_value(value, (size,)) if value.axes else None
+
+    def expression_at(axes: Axes) -> Expression:
+        position = _make_indirect_index(index_value.broadcast_to(axes), size, wraps_negative=True)
+        return value.expression if flat is None else flat.load_at([position])
+
+    return ctx.add_result(node, expression_at)
+
+
+def lower_index_select(
+    ctx: LoweringContext, node: Node, source: Any, dim: int, index: Any
+) -> TensorValue:
+    value, index_value = ctx.get_value(source), ctx.get_value(index)
+    if not value.axes or not index_value.axes:
+        raise Unsupported("index_select with a 0-d tensor")
+    dim = canonicalize_dim(dim, len(value.axes))
+
+    def expression_at(axes: Axes) -> Expression:
+        at = axis_indices(axes)
+        at[dim] = _make_indirect_index(index_value.load_at([at[dim]]), value.sizes[dim])
+        return value.load_at(at)
+
+    return ctx.add_result(node, expression_at)
+
+
+def lower_embedding(
+    ctx: LoweringContext, node: Node, weight: Any, indices: Any, **_: Any
+) -> TensorValue:
+    table, index_value = ctx.get_value(weight), ctx.get_value(indices)
+
+    def expression_at(axes: Axes) -> Expression:
+        at = axis_indices(axes)
+        return table.load_at(
+            [_make_indirect_index(index_value.load_at(at[:-1]), table.sizes[0]), at[-1]]
+        )
+
+    return ctx.add_result(node, expression_at)
+
+
+def lower_index(
+    ctx: LoweringContext, node: Node, source: Any, indices: Sequence[Any]
+) -> TensorValue:
+    value = ctx.get_value(source)
+    index_values = [None if i is None else ctx.get_value(i) for i in indices]
+    index_values += [None] * (len(value.axes) - len(index_values))
+    dims = [d for d, i in enumerate(index_values) if i is not None]
+    if any(i.dtype == torch.bool for i in index_values if i is not None):
+        raise Unsupported("boolean mask indexing, whose output size depends on the data")
+    rank = max(len(index_values[d].axes) for d in dims)  # type: ignore[union-attr]
+    # Like numpy: the indexed dimensions go to the front unless they are adjacent.
+    is_adjacent = dims == list(range(dims[0], dims[-1] + 1))
+    front = dims[0] if is_adjacent else 0
+
+    def expression_at(axes: Axes) -> Expression:
+        inner = axes[front : front + rank]
+        rest = iter([*axes[:front], *axes[front + rank :]])
+        at: list[Index] = []
+        for d, index_value in enumerate(index_values):
+            if index_value is None:
+                at.append(axis_indices((next(rest),))[0])
+            else:
+                at.append(
+                    _make_indirect_index(
+                        index_value.broadcast_to(inner), value.sizes[d], wraps_negative=True
+                    )
+                )
+        return value.load_at(at)
+
+    return ctx.add_result(node, expression_at)
+
+
+GATHER_LOWERINGS: dict[str, Callable[..., Any]] = {
+    "gather": lower_gather,
+    "take": lower_take,
+    "index_select": lower_index_select,
+    "embedding": lower_embedding,
+    "index": lower_index,
+}

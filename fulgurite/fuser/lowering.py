@@ -1,0 +1,213 @@
+"""Lower a graph to kernels: C++ on the CPU, Triton on a GPU. Regions with GEMMs go through `gemm/`.
+
+In: a region as an fx graph, and its device. Out: a `FusedRegion`. Both targets share the IR and its passes;
+the limit of a row's bytes, the schedules and the code differ.
+
+    fx graph → frontend: IR → split_axes → segments → loop nests → schedules → source → runtime
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fulgurite import device as devices
+from fulgurite import native
+from fulgurite.device import DeviceInfo
+from fulgurite.fuser.codegen.cpp.translation_unit import write_kernel, write_translation_unit
+from fulgurite.fuser.codegen.triton.kernel import TritonKernelSource, write_kernels
+from fulgurite.fuser.frontend.lower_graph import lower_graph
+from fulgurite.fuser.ir import cost
+from fulgurite.fuser.ir.split_axes import split_axes
+from fulgurite.fuser.ir.statement import Region
+from fulgurite.fuser.runtime.autotune import neighbor_schedules, pick_fastest
+from fulgurite.fuser.runtime.compile_triton import (
+    KernelModule,
+    build_kernel_module,
+    is_interpreted,
+)
+from fulgurite.fuser.runtime.cpu_region import FusedRegion
+from fulgurite.fuser.runtime.kernel import Kernel, time_cpu_kernel, time_triton_kernel
+from fulgurite.fuser.runtime.triton_region import TritonRegion, needs_int64_indices
+from fulgurite.fuser.schedule.cpu.choose import choose_cpu_schedule
+from fulgurite.fuser.schedule.gpu.base import GpuSchedule
+from fulgurite.fuser.schedule.gpu.choose import choose_gpu_schedule, make_row_limit
+from fulgurite.fuser.segment import Segment, segment_region
+from fulgurite.fuser.segment.build_loop_nest import build_loop_nest
+from fulgurite.fuser.segment.inplace import store_in_place
+from fulgurite.trace.op_names import name_from_ops
+
+# What schedules see in Triton's interpreter, where nothing is timed: an H200.
+INTERPRETER_DEVICE = DeviceInfo(
+    "interpreter", 4, 4.2e12, 2.9e13, 256 << 10, 50 << 20, (torch.float32,)
+)
+
+
+def lower_to_kernels(
+    module: fx.GraphModule,
+    device: torch.device,
+    use_triton: bool = False,
+    autotune: bool = False,
+) -> FusedRegion:
+    """Lower a graph without GEMMs.
+
+    use_triton   Triton kernels for CPU tensors too, in Triton's interpreter
+    autotune     time several schedules of each GPU kernel
+    """
+    if use_triton or device.type == "cuda":
+        return lower_triton(lower_graph(module), device, autotune)
+    return lower_cpu(lower_graph(module, corrects_means=True))
+
+
+def name_kernel(segment: Segment, number: int) -> str:
+    """A name from the most specific ops of a segment."""
+    ops = [s.statement.origin for s in segment.structure.statements.values()]
+    return f"{name_from_ops(ops)}_{number}"
+
+
+def _segment_flops(segment: Segment) -> int:
+    return sum(s.flops * s.elements for s in segment.structure.statements.values())
+
+
+def _segment_ops(segment: Segment) -> tuple[str, ...]:
+    return tuple(s.statement.origin for s in segment.structure.statements.values())
+
+
+# ---- CPU -----------------------------------------------------------------------------------------
+
+
+def lower_cpu(region: Region) -> FusedRegion:
+    """Lower a region of the IR to C++ kernels in one library."""
+    region = split_axes(region)
+    device_info = devices.cpu_info()
+    segments = segment_region(region, device_info.l2_cache_bytes)
+    nests = [build_loop_nest(region, segment) for segment in segments]
+    region, nests = store_in_place(region, nests)
+    schedules = [choose_cpu_schedule(nest, device_info) for nest in nests]
+    sources = [
+        write_kernel(name_kernel(segment, number), schedule)
+        for number, (segment, schedule) in enumerate(zip(segments, schedules, strict=True))
+    ]
+    unit = write_translation_unit(sources, region.tensors)
+    library = native.start_build(unit.source) if sources else None
+    kernels = []
+    for segment, source, schedule in zip(segments, sources, schedules, strict=True):
+        assert library is not None, "a kernel without a library"
+        touched = (*source.reads, *source.writes, *source.updates)
+        bytes_moved = sum(cost.tensor_bytes(region.tensors[name]) for name in touched)
+        flops = _segment_flops(segment)
+        kernels.append(
+            Kernel(
+                name=source.name,
+                source=source.text,
+                schedule=schedule,
+                ops=_segment_ops(segment),
+                bytes_moved=bytes_moved,
+                flops=flops,
+                predicted_seconds=cost.predict_seconds(device_info, bytes_moved, flops),
+                reason=segment.reason,
+                _measure=time_cpu_kernel(source, unit, library, region),
+            )
+        )
+    return FusedRegion(region, unit, tuple(kernels), library)
+
+
+# ---- GPU -----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def with_index(device: torch.device) -> torch.device:
+    """The device with its index: "cuda" is the current one."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def gpu_info(device: torch.device) -> DeviceInfo:
+    """What schedules know of a GPU, or of Triton's interpreter."""
+    return devices.cuda_info(device.index or 0) if device.type == "cuda" else INTERPRETER_DEVICE
+
+
+@dataclass(frozen=True)
+class _ScheduledKernel:
+    name: str
+    segment: Segment
+    schedule: GpuSchedule
+
+
+def lower_triton(region: Region, device: torch.device, autotune: bool = False) -> TritonRegion:
+    """Lower a region of the IR to Triton kernels; `autotune` times several schedules."""
+    region = split_axes(region)
+    device = with_index(device)
+    assert device.type == "cuda" or is_interpreted(), "CPU tensors need TRITON_INTERPRET=1"
+    device_info = gpu_info(device)
+    segments = segment_region(region, make_row_limit(device_info))
+    nests = [build_loop_nest(region, segment) for segment in segments]
+    region, nests = store_in_place(region, nests)
+    int64_indices = needs_int64_indices(region)
+
+    def write_one(name: str, schedule: GpuSchedule, use_int64: bool) -> list[TritonKernelSource]:
+        return write_kernels(name, schedule, use_int64)
+
+    scheduled = []
+    for number, (segment, nest) in enumerate(zip(segments, nests, strict=True)):
+        name, schedule = name_kernel(segment, number), choose_gpu_schedule(nest, device_info)
+        if autotune and not is_interpreted():
+            schedule = pick_fastest(
+                neighbor_schedules(schedule),
+                lambda s, name=name: build_kernel_module(write_one(name, s, bool(int64_indices))),  # type: ignore[misc]
+                device,
+                device_info.name,
+            )
+        scheduled.append(_ScheduledKernel(name, segment, schedule))
+
+    @functools.cache
+    def write(use_int64: bool, is_aligned: bool = True) -> KernelModule:
+        sources: list[TritonKernelSource] = []
+        for kernel in scheduled:
+            sources += write_one(kernel.name, kernel.schedule, use_int64)
+        return build_kernel_module(sources)
+
+    kernel_module = write(bool(int64_indices), True)
+    kernels = tuple(
+        _describe_kernel(region, kernel_module, kernel, device_info, device) for kernel in scheduled
+    )
+    return TritonRegion(region, write, kernels, device, int64_indices)
+
+
+def _describe_kernel(
+    region: Region,
+    kernel_module: KernelModule,
+    kernel: _ScheduledKernel,
+    device_info: DeviceInfo,
+    device: torch.device,
+) -> Kernel:
+    """A kernel with those that combine its partial results."""
+    name = kernel.name
+    names = (name, f"{name}_combine", f"{name}_combine_all")
+    sources = [source for source in kernel_module.kernels if source.name in names]
+    touched = dict.fromkeys(t.name for s in sources for t in s.tensors if t not in s.partials)
+    tensors = [*touched, *(update for source in sources for update in source.updates)]
+    bytes_moved = sum(
+        cost.tensor_bytes(region.tensors[name]) for name in tensors if name in region.tensors
+    )
+    flops = _segment_flops(kernel.segment)
+    return Kernel(
+        name=name,
+        source="\n\n\n".join(source.text for source in sources),
+        schedule=kernel.schedule,
+        ops=_segment_ops(kernel.segment),
+        bytes_moved=bytes_moved,
+        flops=flops,
+        predicted_seconds=cost.predict_seconds(device_info, bytes_moved, flops),
+        reason=kernel.segment.reason,
+        _measure=time_triton_kernel(kernel_module, [s.name for s in sources], device),
+    )

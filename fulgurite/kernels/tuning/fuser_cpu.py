@@ -1,0 +1,62 @@
+"""Heuristic constants of the fuser's C++ kernels, for every CPU family.
+
+In: nothing. Out: numbers that `fuser/schedule/cpu` and `fuser/codegen/cpp` read as attributes of
+this module, so that a test or a sweep can override one with `monkeypatch.setattr`.
+
+A constant that was measured says so. For the other constants no measurement of their own is
+recorded. They are the values with which `fulgurite bench fusions` ran on two cores of a Xeon with
+AVX-512 (`benchmarks/2026-11-15-fusions-cpu.json`).
+"""
+
+from __future__ import annotations
+
+# Loop order.
+MIN_SIMD_LENGTH = 8  # a shorter loop is not worth a vector
+BROADCAST_WEIGHT = 0.25  # of a byte that stays the same along an axis, against a contiguous one
+
+# Threads.
+THREAD_GRAIN = 1 << 15  # points of a cheap kernel that are worth a thread: 20 µs of a copy
+MIN_THREAD_GRAIN = 256  # the same of an expensive kernel
+STATIC_THREADS_GRAINS = (
+    64  # a kernel of so many grains takes all threads without computing how many
+)
+MIN_TASKS_PER_THREAD = 2  # blocks shrink, or threads split the body, until there are as many
+MIN_SPLIT_POINTS = 1 << 15  # a smaller body is not split among threads
+
+# Passes over a row.
+MIN_BUFFERED_FLOPS = 10  # a value that costs more is buffered from one pass to the next
+MAX_ROW_BUFFER_BYTES = 64 << 10  # stack bytes for buffered rows
+MIN_RECIPROCAL_POINTS = 64  # divisions by one number that are worth its reciprocal
+
+# Columns: neighbouring grid points that run side by side in SIMD lanes.
+MAX_COLUMN_BLOCK = 512  # a few pages of each row
+MAX_COLUMN_SUM_BLOCK = 4096  # where nothing is stored at points: the accumulators stay in L1
+MIN_COLUMN_BLOCK = 16
+MAX_PACKED_BYTES = 1 << 20  # stack bytes of a thread, for packed columns
+COLUMN_UNROLL = 4  # body points at once: several streams keep memory busier than one
+COLUMN_PREFETCH_DISTANCE = 16  # body points between a prefetch and its use
+
+# Scans: neighbouring grid points side by side, with accumulators that stay in L1.
+MAX_SCAN_BLOCK = 256
+MIN_SCAN_BLOCK = 16
+
+# Transposes.
+TRANSPOSE_TILE = 64
+TRANSPOSE_PADDING = 16  # extra columns: rows of a tile share no cache sets and stay aligned
+MIN_TRANSPOSE_LENGTH = 16  # a shorter axis is not worth tiling
+MIN_TRANSPOSE_POINTS = 1 << 14  # a smaller kernel stays in L1
+
+# Non-temporal stores and prefetches.
+#
+# A kernel gains by bypassing the caches from this size on, even when the next kernel reads the
+# result at once. Measured on two cores with 2 MiB of L2 each: 0.9 times as fast at 16 MiB, 1.5 at
+# 32 MiB.
+MIN_NONTEMPORAL_BYTES = 32 << 20
+MIN_NONTEMPORAL_RUN = 128  # contiguous bytes of a store that are worth it
+MIN_PREFETCH_ROW_BYTES = 4 << 10  # the hardware prefetches shorter rows by itself
+STAGING_BLOCK = 512  # elements collected before a non-temporal store writes them
+
+# Accuracy of float32 sums: so many addends in float32, then one addition in float64.
+SUM_BLOCK = 4096  # of a SIMD loop, which has many accumulators
+COLUMN_SUM_BLOCK = 128  # of one lane
+GRID_SUM_ROWS = 64  # rows, of a thread's sums over the grid

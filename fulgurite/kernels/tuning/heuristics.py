@@ -1,0 +1,53 @@
+"""Lookup of the heuristics of a device.
+
+In: a device. Out: the object whose methods choose launch configurations on it. Tests and sweeps replace it
+with `override_heuristics`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from fulgurite.kernels.tuning.generic import GenericHeuristics
+from fulgurite.kernels.tuning.sm_90 import Sm90Heuristics
+from fulgurite.kernels.tuning.sm_100 import Sm100Heuristics
+
+# major compute capability -> table; other devices use `GenericHeuristics`
+DEVICE_FAMILIES: dict[int, type[Sm90Heuristics]] = {9: Sm90Heuristics, 10: Sm100Heuristics}
+
+_override: Sm90Heuristics | None = None
+
+
+def heuristics_for(device: torch.device) -> Sm90Heuristics:
+    """The heuristics of a device's family."""
+    return _override or _find_heuristics(device)
+
+
+@functools.cache
+def _find_heuristics(device: torch.device) -> Sm90Heuristics:
+    if device.type != "cuda":  # Triton's interpreter behaves like an H200
+        return Sm90Heuristics()
+    properties = torch.cuda.get_device_properties(device)
+    shared_memory = getattr(properties, "shared_memory_per_block_optin", 0)  # absent on AMD
+    family = DEVICE_FAMILIES.get(properties.major, GenericHeuristics)
+    return family(properties.multi_processor_count, shared_memory)
+
+
+def num_sms(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; those of an H200 in Triton's interpreter."""
+    return heuristics_for(device).num_sms
+
+
+@contextmanager
+def override_heuristics(heuristics: Sm90Heuristics) -> Iterator[None]:
+    """Use `heuristics` on every device. Cached launches keep what they were built with."""
+    global _override
+    before, _override = _override, heuristics
+    try:
+        yield
+    finally:
+        _override = before

@@ -1,0 +1,319 @@
+"""The symmetric-memory dispatcher: kernels write tokens directly into other ranks' memory.
+
+In: memory that every rank of the axis can address. Out: a `TokenDispatcher` that never waits for the
+host, so a step with it can be captured as a CUDA graph. For training, `dispatcher_gradients` combines
+two of them.
+
+    pending    = dispatcher.start_dispatch(x, slots, P, w)
+    dispatched = dispatcher.finish_dispatch(pending)
+    dispatcher.start_combine(y, dispatched)
+    out        = dispatcher.finish_combine(dispatched)       combine() is both
+
+Between start and finish, work that needs no other rank (a shared expert, the next layer's norm) overlaps
+with the transfer. Two steps may be in flight at once, since buffers are double-buffered.
+
+Errors on the device are written to `status` there. `check()` reads it on the host and raises. Call it
+once a step, where the host waits anyway. Until then nothing is overwritten and nothing hangs.
+
+Memory comes from `allocate_symmetric_buffer` (torch's symmetric memory, one process a rank) or from
+`allocate_local_buffers` (all ranks in one process: for tests, and benchmarks on one GPU).
+
+Shapes: T tokens; k experts of a token; W ranks; C rows from one rank to another; V = min(k, experts of
+a rank); S = W C V assignments, most of them padding; D hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
+
+from fulgurite.errors import ArgumentError, CapacityError, RankError
+from fulgurite.kernels.common.triton_counters import acquire_counters
+from fulgurite.kernels.dispatch import triton_dispatch as kernels
+from fulgurite.kernels.dispatch.buffers import NUM_BUFFERS, DispatchConfig
+from fulgurite.kernels.dispatch.wire_format import WireFormat
+from fulgurite.kernels.integer_math import cdiv, next_power_of_2
+from fulgurite.kernels.tuning.heuristics import num_sms
+from fulgurite.parallel.dispatcher import DispatchedTokens
+from fulgurite.parallel.mesh import Axis
+
+MAX_POLLS = 1 << 26  # of a flag before a rank counts as lost: about 30 s on an H200
+COMBINE_FORMATS = ("bf16", "f16", "f32")
+MAX_BLOCK = 8192  # values of a row that one program holds at once
+MAX_COMBINE_BLOCK = 1024  # the same for sums of results
+COMBINE_PROGRAMS_PER_SM = 16  # of the persistent combine kernel
+LAYOUT_BLOCK = 512  # tokens
+
+
+@dataclass(frozen=True, eq=False)
+class SymmetricBuffer:
+    """One rank's buffer, and the addresses of all ranks' buffers, on the device."""
+
+    data: Tensor
+    peer_pointers_W: Tensor
+    owner: object = None  # keeps the memory of the addresses alive
+
+
+@dataclass(frozen=True, eq=False)
+class PendingDispatch:
+    """A step in flight. `step` is its number on the device, so that a captured graph counts on."""
+
+    x_TD: Tensor
+    row_index_TW: Tensor  # row of a token among those sent to a rank; -1: not sent there
+    step: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class SymmetricHandle:
+    pending: PendingDispatch
+    counts_W: Tensor
+
+
+class SymmetricMemoryDispatcher:
+    """Device-side dispatch and combine over the ranks of an axis."""
+
+    def __init__(
+        self,
+        axis: Axis,
+        config: DispatchConfig,
+        buffer: SymmetricBuffer,
+        max_polls: int = MAX_POLLS,
+    ) -> None:
+        if config.combine_format not in COMBINE_FORMATS:
+            raise ArgumentError(
+                f"combine_format can't be {config.combine_format!r}",
+                next=f"one of {', '.join(COMBINE_FORMATS)}",
+            )
+        self.axis, self.config, self.buffer, self.max_polls = axis, config, buffer, max_polls
+        self.buffers = config.size_buffers(axis.size)
+        self.dispatch_wire = WireFormat(config.dispatch_format, config.hidden_size)
+        self.combine_wire = WireFormat(config.combine_format, config.hidden_size)
+        device = buffer.data.device
+        self.step = torch.zeros(1, dtype=torch.int32, device=device)
+        self.status = torch.zeros(2, dtype=torch.int32, device=device)
+        self.in_flight = 0
+        self.combine_programs = COMBINE_PROGRAMS_PER_SM * num_sms(device)
+        # The layout of one of the two buffers: headers, rows, returns, flags.
+        inbox_rows = axis.size * self.buffers.rows
+        self.rows_offset = inbox_rows * self.buffers.header_bytes
+        self.returns_offset = self.rows_offset + inbox_rows * self.dispatch_wire.row_bytes
+        self.flags_offset = self.returns_offset + self.buffers.return_bytes // NUM_BUFFERS
+        self.buffer_bytes = self.buffers.total_bytes // NUM_BUFFERS
+        if buffer.data.numel() < self.buffers.total_bytes:
+            raise ArgumentError(
+                f"the buffer has only {buffer.data.numel()} bytes", next=str(self.buffers)
+            )
+
+    # ---- dispatch and combine ----------------------------------------------------------------------
+
+    def start_dispatch(
+        self, x_TD: Tensor, slots_Tk: Tensor, num_slots: int, weights_Tk: Tensor
+    ) -> PendingDispatch:
+        """Write the rows of all tokens into the inboxes of their ranks."""
+        self._check_inputs(x_TD, slots_Tk, num_slots)
+        self.in_flight += 1
+        size, tokens, device = self.axis.size, x_TD.shape[0], x_TD.device
+        row_index_TW = torch.empty(tokens, size, dtype=torch.int32, device=device)
+        counts_W, step = torch.empty(size + 1, dtype=torch.int32, device=device).split([size, 1])
+        slots_Tk = slots_Tk.contiguous()
+        top_k = self.config.top_k
+        shared = {
+            "K": top_k, "K_PADDED": next_power_of_2(top_k),
+            "V": self.buffers.experts_per_row, "W": size,
+        }  # fmt: skip
+        kernels.dispatch_layout_kernel[(size,)](
+            slots_Tk, row_index_TW, counts_W, self.step, step, self.status, tokens,
+            self.axis.index, self.config.experts_per_rank,
+            BLOCK=LAYOUT_BLOCK, num_warps=8, **shared,
+        )  # fmt: skip
+        row_words = self.dispatch_wire.row_bytes // 4
+        kernels.dispatch_send_kernel[(max(tokens, 1), size)](
+            self.dispatch_wire.pack(x_TD).view(torch.int32), slots_Tk, weights_Tk.contiguous(),
+            row_index_TW, counts_W, self.buffer.peer_pointers_W, step, self._counter(),
+            self.status, tokens, self.axis.index, self.config.experts_per_rank,
+            self.buffers.rows, self.buffer_bytes, self.rows_offset, self.flags_offset,
+            W_PADDED=self._padded_size, HEADER_BYTES=self.buffers.header_bytes,
+            ROW_WORDS=row_words, BLOCK=_block_size(row_words), num_warps=_num_warps(row_words),
+            **shared,
+        )  # fmt: skip
+        return PendingDispatch(x_TD, row_index_TW, step)
+
+    def finish_dispatch(self, pending: PendingDispatch) -> DispatchedTokens:
+        """Wait for the rows of all ranks and dequantize them."""
+        device, dtype = pending.x_TD.device, pending.x_TD.dtype
+        size, rows, hidden_size = self.axis.size, self.buffers.rows, self.config.hidden_size
+        experts_per_row = self.buffers.experts_per_row
+        counts_W = torch.empty(size, dtype=torch.int32, device=device)
+        self._wait_flags(pending.step, counts_W, is_combine=False)
+        assignments = size * rows * experts_per_row
+        x_SD = torch.empty(assignments, hidden_size, dtype=dtype, device=device)
+        experts_S = torch.empty(assignments, dtype=torch.int32, device=device)
+        weights_S = torch.empty(assignments, dtype=torch.float32, device=device)
+        scale_offsets = [field.offset for field in self.dispatch_wire.fields[1:]]
+        scales_offset, token_scale_offset = (scale_offsets + [0, 0])[:2]
+        kernels.dispatch_receive_kernel[(rows, size)](
+            self.buffer.peer_pointers_W, pending.step, counts_W, x_SD, experts_S, weights_S,
+            self.axis.index, self.config.experts_per_rank, rows, self.buffer_bytes,
+            self.rows_offset, scales_offset, token_scale_offset,
+            V=experts_per_row, V_PADDED=next_power_of_2(experts_per_row),
+            HEADER_BYTES=self.buffers.header_bytes, ROW_BYTES=self.dispatch_wire.row_bytes,
+            D=hidden_size, BLOCK=_block_size(hidden_size), FORMAT=self.config.dispatch_format,
+            num_warps=_num_warps(hidden_size),
+        )  # fmt: skip
+        return DispatchedTokens(x_SD, experts_S, weights_S, SymmetricHandle(pending, counts_W))
+
+    def combine(self, y_SD: Tensor, dispatched: DispatchedTokens) -> Tensor:
+        self.start_combine(y_SD, dispatched)
+        return self.finish_combine(dispatched)
+
+    def start_combine(self, y_SD: Tensor, dispatched: DispatchedTokens) -> None:
+        """Sum the results of each row and write them into the memory of their source ranks."""
+        _reject_gradients(y_SD)
+        handle: SymmetricHandle = dispatched.handle
+        block = min(_block_size(self.config.hidden_size), MAX_COMBINE_BLOCK)
+        max_rows = max(1, self.buffers.rows * self.axis.size)
+        kernels.combine_send_kernel[(min(max_rows, self.combine_programs),)](
+            y_SD.contiguous(), handle.counts_W, self.buffer.peer_pointers_W, handle.pending.step,
+            self._counter(), self.status,
+            self.axis.index, self.config.max_tokens, self.buffers.rows,
+            self.buffer_bytes, self.returns_offset, self.flags_offset,
+            V=self.buffers.experts_per_row, M=self.buffers.ranks_per_token,
+            HEADER_BYTES=self.buffers.header_bytes, ROW_BYTES=self.combine_wire.row_bytes,
+            D=self.config.hidden_size, W=self.axis.size, W_PADDED=self._padded_size,
+            BLOCK=block, FORMAT=self.config.combine_format, num_warps=_num_warps(block),
+        )  # fmt: skip
+
+    def finish_combine(self, dispatched: DispatchedTokens) -> Tensor:
+        """Wait for the results of all ranks and sum those of each token."""
+        pending: PendingDispatch = dispatched.handle.pending
+        self._wait_flags(pending.step, pending.step, is_combine=True)
+        out_TD = torch.empty_like(pending.x_TD, memory_format=torch.contiguous_format)
+        block = min(_block_size(self.config.hidden_size), MAX_COMBINE_BLOCK)
+        if out_TD.shape[0]:
+            grid = (out_TD.shape[0], cdiv(self.config.hidden_size, block))
+            kernels.combine_reduce_kernel[grid](
+                self.buffer.peer_pointers_W, pending.step, pending.row_index_TW, out_TD,
+                self.axis.index, self.buffer_bytes, self.returns_offset,
+                M=self.buffers.ranks_per_token, W=self.axis.size, W_PADDED=self._padded_size,
+                ROW_BYTES=self.combine_wire.row_bytes, D=self.config.hidden_size, BLOCK=block,
+                FORMAT=self.config.combine_format,
+            )  # fmt: skip
+        self.in_flight -= 1
+        return out_TD
+
+    def check(self) -> None:
+        """Raise the error that the device has recorded, if any. Waits for the device."""
+        code, rank = self.status.tolist()
+        if code == kernels.TIMED_OUT.value:
+            raise RankError(
+                f"rank {self.axis.ranks[rank]} did not answer: its flag never arrived",
+                ranks=(self.axis.ranks[rank],),
+                where=str(self.axis),
+                next="look at the last output of that process; start all ranks again",
+            )
+        if code == kernels.CAPACITY_EXCEEDED.value:
+            raise CapacityError(
+                f"rank {self.axis.ranks[rank]} had more than {self.buffers.rows} rows for one rank",
+                where=str(self.axis),
+                next="use a larger capacity, fewer tokens a step, or replicas of the busiest "
+                "experts; rows past the capacity were not written",
+            )
+        if code == kernels.INVALID_EXPERT.value:
+            raise ArgumentError(
+                f"rank {self.axis.ranks[rank]} sent a token to an expert that doesn't exist",
+                where=f"{self.axis.size * self.config.experts_per_rank} slots",
+                next="check the router and the replica table",
+            )
+        if code == kernels.DUPLICATE_EXPERT.value:
+            raise ArgumentError(
+                f"rank {self.axis.ranks[rank]} sent a token to more experts of a rank than it has",
+                where=f"{self.config.experts_per_rank} experts a rank",
+                next="the experts of a token must differ: check the router",
+            )
+
+    def __str__(self) -> str:
+        return f"symmetric-memory dispatcher, {self.axis}\n{self.buffers}"
+
+    @property
+    def _padded_size(self) -> int:
+        return next_power_of_2(self.axis.size)
+
+    def _counter(self) -> Tensor:
+        return acquire_counters(self.buffer.data.device, 1)
+
+    def _wait_flags(self, step: Tensor, counts_W: Tensor, is_combine: bool) -> None:
+        kernels.wait_flags_kernel[(1,)](
+            self.buffer.peer_pointers_W, step, counts_W, self.status, self.axis.index,
+            self.max_polls, self.buffer_bytes, self.flags_offset, W=self.axis.size,
+            W_PADDED=self._padded_size, IS_COMBINE=is_combine, num_warps=1,
+        )  # fmt: skip
+
+    def _check_inputs(self, x_TD: Tensor, slots_Tk: Tensor, num_slots: int) -> None:
+        config = self.config
+        tokens, top_k = slots_Tk.shape
+        hidden_size = x_TD.shape[1]
+        if tokens > config.max_tokens or top_k != config.top_k or hidden_size != config.hidden_size:
+            raise ArgumentError(
+                f"{tokens} tokens of {hidden_size} values, {top_k} experts each",
+                where=f"buffers for {config.max_tokens} tokens of {config.hidden_size} values, "
+                f"{config.top_k} experts each",
+                next="make the dispatcher for the largest step",
+            )
+        if num_slots != config.experts_per_rank * self.axis.size:
+            raise ArgumentError(
+                f"{num_slots} slots, but the dispatcher was made for {config.experts_per_rank} x "
+                f"{self.axis.size} ranks"
+            )
+        if self.in_flight == NUM_BUFFERS:
+            raise ArgumentError(
+                f"{NUM_BUFFERS} steps are in flight already, and there are {NUM_BUFFERS} buffers",
+                next="combine the first one before a third is dispatched",
+            )
+        _reject_gradients(x_TD)
+
+
+def _reject_gradients(x: Tensor) -> None:
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ArgumentError(
+            "SymmetricMemoryDispatcher has no gradients",
+            next="run under torch.no_grad(), or train with DifferentiableDispatcher or "
+            "AllToAllDispatcher",
+        )
+
+
+def allocate_local_buffers(
+    num_ranks: int, config: DispatchConfig, device: torch.device | str
+) -> list[SymmetricBuffer]:
+    """The buffers of all ranks in one process."""
+    size = config.size_buffers(num_ranks).total_bytes
+    buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(num_ranks)]
+    pointers = torch.tensor([buffer.data_ptr() for buffer in buffers], device=device)
+    return [SymmetricBuffer(buffer, pointers, buffers) for buffer in buffers]
+
+
+def allocate_symmetric_buffer(
+    axis: Axis, config: DispatchConfig, device: torch.device
+) -> SymmetricBuffer:
+    """One buffer a process, mapped by all ranks of the axis; a collective call."""
+    if axis.group is None:
+        return allocate_local_buffers(1, config, device)[0]
+    size = config.size_buffers(axis.size).total_bytes
+    buffer = symm_mem.empty(size, dtype=torch.uint8, device=device)
+    buffer.zero_()
+    handle = symm_mem.rendezvous(buffer, axis.group)
+    torch.cuda.synchronize(device)
+    handle.barrier()  # all flags are zero before anybody reads one
+    views = [handle.get_buffer(rank, buffer.shape, buffer.dtype) for rank in range(axis.size)]
+    pointers = torch.tensor([view.data_ptr() for view in views], device=device)
+    return SymmetricBuffer(buffer, pointers, (handle, views))
+
+
+def _block_size(items: int) -> int:
+    return min(next_power_of_2(items), MAX_BLOCK)
+
+
+def _num_warps(items: int) -> int:
+    return 8 if items > 2048 else 4

@@ -1,0 +1,110 @@
+"""Graphs that mutate an input, called with inputs that overlap in other ways than at capture."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fulgurite
+from fulgurite.capture.input_aliasing import find_overlaps
+
+
+def mutate_and_add(a, b):
+    a.mul_(2)
+    return a + b
+
+
+SLICES = {  # two inputs in a tensor of ten numbers
+    "disjoint": (slice(0, 4), slice(5, 9)),
+    "overlapping": (slice(0, 4), slice(2, 6)),
+    "closer": (slice(0, 4), slice(1, 5)),
+    "shifted": (slice(1, 5), slice(3, 7)),
+    "backwards": (slice(2, 6), slice(0, 4)),
+    "equal": (slice(0, 4), slice(0, 4)),
+    "adjacent": (slice(0, 4), slice(4, 8)),
+    "interleaved": (slice(0, 8, 2), slice(1, 9, 2)),
+}
+
+
+@pytest.mark.parametrize("first", SLICES)
+@pytest.mark.parametrize("grad", [False, True])
+def test_every_pair_of_overlaps(first, grad):
+    compiled = fulgurite.compile(mutate_and_add, executors="torch")
+    for name in (first, *SLICES):
+        ours, expected = (torch.arange(10.0, requires_grad=grad) * 1 for _ in range(2))
+        found = compiled(*(ours[part] for part in SLICES[name]))
+        wanted = mutate_and_add(*(expected[part] for part in SLICES[name]))
+        assert torch.equal(found, wanted) and torch.equal(ours, expected), name
+
+
+def test_cached_addresses():
+    """Disjoint inputs are cached by address; overlapping inputs are checked at every call."""
+    compiled = fulgurite.compile(mutate_and_add, executors="torch")
+    ours, expected = torch.arange(60.0), torch.arange(60.0)
+    turns = [(0, 5), *((k, k + 10) for k in range(40)), (0, 2), (0, 5), (5, 0), (2, 0), (0, 5)]
+    for a, b in turns * 2:
+        found = compiled(ours[a : a + 4], ours[b : b + 4])
+        wanted = mutate_and_add(expected[a : a + 4], expected[b : b + 4])
+        assert torch.equal(found, wanted) and torch.equal(ours, expected), (a, b)
+
+
+def test_overlap_across_storages():
+    compiled = fulgurite.compile(mutate_and_add, executors="torch")
+    x = torch.arange(10.0)
+    assert torch.equal(compiled(x[:4], torch.ones(4)), torch.tensor([1.0, 3, 5, 7]))
+    shared = torch.from_numpy(x.numpy())  # the same memory in another storage
+    assert torch.equal(compiled(x[:4], shared[1:5]), torch.tensor([4.0, 12, 20, 16]))
+
+
+def test_dynamic_sizes():
+    compiled = fulgurite.compile(mutate_and_add, executors="torch", dynamic=True)
+    for size, shift in [(4, 10), (5, 2), (6, 1), (7, 10), (0, 3), (1, 0), (8, 3)]:
+        ours, expected = torch.arange(20.0), torch.arange(20.0)
+        found = compiled(ours[:size], ours[shift : shift + size])
+        wanted = mutate_and_add(expected[:size], expected[shift : shift + size])
+        assert torch.equal(found, wanted) and torch.equal(ours, expected), (size, shift)
+
+
+def test_buffer_that_is_also_the_input():
+    class Running(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("state", torch.zeros(3))
+
+        def forward(self, x):
+            self.state.add_(1)
+            return self.state + x
+
+    model = Running()
+    compiled = fulgurite.compile(model, executors="torch")
+    assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
+    assert torch.equal(compiled(model.state[:]), torch.full((3,), 4.0))
+    assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 4.0))
+
+
+def test_disjoint_inputs_stay_compiled():
+    compiled = fulgurite.compile(mutate_and_add, executors="torch")
+    ran = []
+    for x, y in [(torch.ones(4), torch.ones(4)) for _ in range(3)]:
+        compiled(x, y)
+        graph = compiled.graphs[0].compiled_graphs["inference"]
+        graph.replace(lambda a, b, before=graph.run: ran.append(1) or before([a, b]))
+    assert (
+        len(compiled.graphs) == 1 and len(ran) == 3
+    )  # once in the second call, twice in the third
+
+
+@pytest.mark.parametrize(
+    "spans, pairs",
+    [
+        ([(0, 4, 0), (4, 8, 1)], []),
+        ([(4, 8, 0), (0, 5, 1)], [(0, 1)]),
+        ([(0, 9, 0), (1, 2, 1), (3, 4, 2)], [(0, 1), (0, 2)]),
+        ([(0, 9, 0), (5, 5, 1)], []),  # empty
+        ([(0, 0, 0), (0, 0, 1)], []),
+    ],
+)
+def test_find_overlaps(spans, pairs):
+    found = find_overlaps(spans, [torch.zeros(1)] * 3)
+    assert [tuple(position for position, _ in pair) for pair in found] == pairs

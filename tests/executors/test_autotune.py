@@ -1,0 +1,190 @@
+"""Autotuning: slower regions fall back to torch, and the decision is cached and shown."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fulgurite
+from fulgurite import cache, timing
+from fulgurite.errors import ArgumentError
+from fulgurite.trace.decisions import make_example_input
+from fulgurite.trace.signature import region_signature
+
+
+@pytest.fixture(autouse=True)
+def _own_decisions(tmp_path, monkeypatch):
+    monkeypatch.setenv("FULGURITE_CACHE_DIR", str(tmp_path))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that says what a test wants; `seen` are the functions it was asked about."""
+
+    class Clock:
+        def __init__(self):
+            self.times = {"fuser": 1e-6, "torch": 1e-6}
+            self.seen = []
+
+        def best_on(self, calls, *inputs):
+            self.seen.append({name: call(*inputs) for name, call in calls.items()})
+            return self.times and {name: self.times[name] for name in calls}
+
+    made = Clock()
+    monkeypatch.setattr(timing, "best_times_on", made.best_on)
+    return made
+
+
+def normalized(x, w):
+    return F.layer_norm(x, (6,), w).relu()
+
+
+def inputs():
+    return torch.randn(5, 6), torch.randn(6)
+
+
+def lines(compiled):
+    return [line for line in str(compiled.last_trace()).splitlines() if "# torch" in line]
+
+
+def test_slower_region_falls_back_with_composite_ops_restored(clock):
+    clock.times = {"fuser": 4e-6, "torch": 2e-6}
+    x, w = inputs()
+    compiled = fulgurite.compile(normalized, autotune="auto")
+    torch.testing.assert_close(compiled(x, w), normalized(x, w))
+    text = str(compiled.last_trace())
+    assert "@fulgurite.region" not in text and "native_layer_norm" in text and "relu" in text
+    assert "var_mean" not in text, "layer_norm was not restored"
+    assert "fallback: fuser takes 2.0×" in text
+    (decision,) = compiled.graphs[0].decisions
+    assert decision.winner == "torch" and not decision.cached
+    shown = str(compiled.explain())
+    assert "autotuned           1 region: torch 1" in shown and "fallback" in shown
+    torch.testing.assert_close(compiled.last_trace().load()(x, w)[0], normalized(x, w))
+
+
+def test_both_candidates_compute_the_region(clock):
+    x, w = inputs()
+    fulgurite.compile(normalized, autotune="auto")(x, w)
+    (results,) = clock.seen
+    torch.testing.assert_close(results["fuser"], results["torch"])
+
+
+def test_torch_must_win_by_a_margin(clock):
+    clock.times = {"fuser": 1.05e-6, "torch": 1e-6}
+    compiled = fulgurite.compile(normalized, autotune="auto")
+    compiled(*inputs())
+    assert "@fulgurite.region('fuser')" in str(compiled.last_trace())
+
+
+def test_decisions_are_cached_for_equal_regions_only(clock):
+    clock.times = {"fuser": 4e-6, "torch": 2e-6}
+    for function, asked in (
+        (normalized, 1),
+        (lambda a, b: normalized(a, b), 1),
+        (lambda x, w: normalized(x + 1, w), 2),
+    ):
+        compiled = fulgurite.compile(function, autotune="auto")
+        compiled(*inputs())
+        assert len(clock.seen) == asked
+    cache.clear()
+    fulgurite.compile(normalized, autotune="auto")(*inputs())
+    assert len(clock.seen) == 3
+
+
+def test_unsettled_timings_decide_nothing(clock):
+    clock.times = None
+    compiled = fulgurite.compile(normalized, autotune="auto")
+    compiled(*inputs())
+    assert "@fulgurite.region('fuser')" in str(compiled.last_trace())
+    assert not compiled.graphs[0].decisions
+    fulgurite.compile(normalized, autotune="auto")(*inputs())
+    assert len(clock.seen) == 2, "nothing was kept"
+
+
+def test_autotune_off_measures_nothing(clock, monkeypatch):
+    fulgurite.compile(normalized, autotune=False)(*inputs())
+    monkeypatch.setenv("FULGURITE_AUTOTUNE", "0")
+    fulgurite.compile(normalized)(*inputs())
+    assert not clock.seen
+    monkeypatch.setenv("FULGURITE_AUTOTUNE", "auto")
+    fulgurite.compile(normalized)(*inputs())
+    assert len(clock.seen) == 1
+    monkeypatch.setenv("FULGURITE_AUTOTUNE", "often")
+    with pytest.raises(ArgumentError, match="FULGURITE_AUTOTUNE='often'"):
+        fulgurite.compile(normalized)
+
+
+def test_random_and_empty_regions_are_not_run_twice(clock):
+    fulgurite.compile(lambda x: torch.rand_like(x) * 2 + x, autotune="auto")(torch.ones(4))
+    fulgurite.compile(lambda x: x * 2 + 1, autotune="auto")(torch.ones(0, 4))
+    assert not clock.seen
+
+
+def test_large_savings_in_bytes_need_no_clock(clock):
+    x = torch.ones(2048, 2048)
+    compiled = fulgurite.compile(lambda x: ((x + 1) * 2 - x).relu(), autotune="auto")
+    compiled(x)
+    assert not clock.seen and "@fulgurite.region('fuser')" in str(compiled.last_trace())
+
+
+def test_measuring_leaves_the_random_state_alone():
+    torch.manual_seed(3)
+    expected = torch.randn(4)
+    torch.manual_seed(3)
+    fulgurite.compile(normalized, autotune="auto")(torch.ones(5, 6), torch.ones(6))
+    assert torch.equal(torch.randn(4), expected)
+
+
+@pytest.mark.parametrize(("growth", "settles"), [(2.0, False), (1.01, True)])
+def test_best_on_wants_two_readings_that_agree(monkeypatch, growth, settles):
+    now, pause = 0.0, 1e-3
+
+    def slower_each_time():
+        nonlocal now, pause
+        now, pause = now + pause, pause * growth
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+    found = timing.best_times_on({"slow": slower_each_time})
+    assert (found is not None) == settles
+    assert not settles or found["slow"] == pytest.approx(1e-3 * growth**2)
+
+
+def test_a_signature_has_no_names():
+    def region(one, two):
+        graph = torch.fx.Graph()
+        a = graph.placeholder(one)
+        a.meta["val"] = torch.empty(3)
+        b = graph.call_function(torch.ops.aten.neg.default, (a,), name=two)
+        b.meta["val"] = torch.empty(3)
+        graph.output((b,))
+        return torch.fx.GraphModule({}, graph)
+
+    assert region_signature(region("x", "y")) == region_signature(region("weight", "other"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "dtype"),
+    [
+        ((), (), torch.float64),
+        ((7,), (1,), torch.float32),
+        ((4093,), (1,), torch.bfloat16),
+        ((4094, 3), (3, 1), torch.float16),
+        ((8, 5, 6, 7), (210, 1, 35, 5), torch.bfloat16),
+        ((3, 4), (1, 0), torch.float32),
+        ((5, 3), (1, 1), torch.float32),
+        ((2, 5), (9, 1), torch.complex64),
+        ((9001,), (1,), torch.float8_e4m3fn),
+        ((6, 2), (1, 6), torch.int64),
+    ],
+)
+def test_example_inputs_match_the_metadata(shape, strides, dtype):
+    like = torch.empty_strided(shape, strides, dtype=dtype)
+    made = make_example_input(like)
+    assert (made.shape, made.stride(), made.dtype) == (like.shape, strides, dtype)
+    numbers = (made.real if dtype.is_complex else made).float()
+    low, high = (0.5, 1.5) if dtype.is_floating_point or dtype.is_complex else (0, 0)
+    assert bool(((numbers >= low) & (numbers <= high)).all()), "an element was left as it was"
+    if numbers.numel() > 4093:
+        assert torch.equal(numbers.flatten()[4093:4100], numbers.flatten()[:7])

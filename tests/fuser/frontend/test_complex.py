@@ -1,0 +1,172 @@
+"""Complex arithmetic, functions, views and concatenation against eager, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fulgurite import fuser
+from fulgurite.fuser.frontend.lower_graph import lower_graph
+from fulgurite.fuser.ir.interpreter import interpret_region
+from fulgurite.fuser.ir.split_axes import split_axes
+from fulgurite.fuser.ir.statement import verify_region
+from tests.fuser import support
+from tests.fuser.support import as_tuple, check_close, check_layout, to_float64, trace
+
+RUNS_ON_TRITON = True
+
+INF, NAN = float("inf"), float("nan")
+FUNCTIONS = {
+    name: getattr(torch, name)
+    for name in (
+        "abs angle sgn exp log log2 log10 sqrt rsqrt sinh cosh tanh sin cos tan sigmoid reciprocal square "
+        "isnan isinf".split()
+    )
+}
+CASES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "neg": lambda z: -z,
+    "conj": lambda z: z.conj() * 1,
+    "powers": lambda z: (z**2, z**3, z**0.5, z ** (1.5 + 0.5j), 2.0**z),
+    "parts": lambda z: (z.real * 2, z.imag + 1, torch.view_as_real(z).exp()),
+    "numbers": lambda z: (z * (1 + 2j) + 3, z * 2.5, z / 3, 1 - z),
+    "with_real": lambda z: (z + z.real, z * z.imag, z / z.real, z.real / z),
+    "where": lambda z: (torch.where(z.real > 0, z, z * 2), z.masked_fill(z.real > 0, 1 + 1j)),
+    "sums": lambda z: (z.sum(), z.sum(0), z.mean(-1), z.cumsum(0)),
+    "moved": lambda z: (z.t() * 2, z.flip(0), z[1] * 2, z.tril(), (z * 2).view(-1), z[::2, 1:] + 1),
+    "joined": lambda z: (torch.cat([z, z * 2]), torch.stack([z, z * 2], 1)),
+    "gathered": lambda z: z[torch.arange(3)] * 2,
+    "padded": lambda z: torch.nn.functional.pad(z, (1, 2)),
+    "cast": lambda z: (z.to(torch.complex128) * 2, z.abs().to(z.dtype) + 1j),
+    "truth": lambda z: (
+        z.bool(),
+        torch.complex(z.real * 0, z.imag * 1).bool(),
+        (z * 0).bool().sum(),
+    ),
+    "equal": lambda z: (z == z * 1, z != z.conj()),
+    "made": lambda z: (
+        torch.polar(z.abs(), z.angle()),
+        torch.complex(z.imag * 1, z.real * 1),
+        torch.view_as_complex(torch.view_as_real(z) * 2),
+        torch.ones_like(z) * z,
+        torch.full_like(z, 2 + 1j) + z,
+    ),
+    "combined": lambda z: (torch.addcmul(z, z, z, value=0.5), torch.lerp(z, z * 2, 0.3)),
+    "windows": lambda z: (z.t(), z[1:], z.real, z.imag),
+}
+
+
+def parts(x: Any) -> Any:
+    complex_ = isinstance(x, torch.Tensor) and x.is_complex()
+    return torch.view_as_real(x.resolve_conj()) if complex_ else x
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.complex128) if x.is_complex() else to_float64(x)
+
+
+def check_complex(function: Callable[..., Any], *arguments: torch.Tensor) -> fuser.FusedRegion:
+    """Compares the interpreter, before and after `split_axes`, and the kernels with eager."""
+    if support.TARGET == "cpp":
+        region = lower_graph(trace(function, arguments))
+        verify_region(region)
+        for variant in (region, split_axes(region)):
+            compare(interpret_region(variant, arguments), function, arguments)
+    with support.target_device():
+        arguments = tuple(map(support.to_target, arguments))
+        lowered = support.lower_for_target(function, arguments)
+        compare(lowered(*arguments), function, arguments)
+    return lowered
+
+
+def compare(got: Any, function: Callable[..., Any], arguments: Any) -> None:
+    eager, exact = as_tuple(function(*arguments)), as_tuple(function(*map(wide, arguments)))
+    for ours, theirs, reference in zip(got, eager, exact, strict=True):
+        check_layout(ours, theirs)
+        check_close(parts(ours), parts(theirs), parts(reference))
+
+
+def all_functions(z: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    cases = [*FUNCTIONS.values(), *CASES.values()]
+    return tuple(result for case in cases for result in as_tuple(case(z)))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.complex64, pytest.param(torch.complex128, marks=pytest.mark.slow)]
+)
+def test_all_functions(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    check_complex(all_functions, torch.randn(6, 6, dtype=dtype))
+
+
+def test_two_tensors() -> None:
+    torch.manual_seed(1)
+    a, b, c = (
+        torch.randn(5, 7, dtype=torch.complex64),
+        torch.randn(7, 5, dtype=torch.complex64).t(),
+        torch.randn(7),
+    )
+
+    def function(a, b, c):
+        return a + b, a - b, a * b, a / b, a**b, a == b, torch.add(a, b, alpha=2j), a * c, c - a
+
+    check_complex(function, a, b, c)
+
+
+def test_layouts_and_shapes() -> None:
+    torch.manual_seed(2)
+    layouts = [
+        torch.randn(5, 7, dtype=torch.complex64).t(),
+        torch.randn(40, dtype=torch.complex64)[3:33].view(5, 6),
+        torch.randn(5, 1, dtype=torch.complex64).expand(5, 4),
+        torch.randn(9, 8, dtype=torch.complex64)[::2, 1::3],
+        *(
+            torch.randn(shape, dtype=torch.complex64)
+            for shape in ((), (1,), (0,), (3, 0), (5, 1, 3))
+        ),
+    ]
+    check_complex(
+        lambda *zs: tuple(r for z in zs for r in (z.exp() * 2, z.abs(), z.sum())), *layouts
+    )
+
+
+def test_infinities_and_nan() -> None:
+    odd = torch.tensor([0.0, -0.0, 1.0, -1.0, INF, -INF, NAN, 1e30, 1e-30])
+    z = torch.complex(odd[:, None].expand(9, 9).contiguous(), odd[None].expand(9, 9).contiguous())
+    functions = (
+        torch.abs,
+        torch.angle,
+        torch.exp,
+        torch.log,
+        torch.sqrt,
+        torch.reciprocal,
+        torch.neg,
+    )
+    check_complex(
+        lambda z: (*(f(z) for f in functions), z.isnan(), z.isinf(), z.conj() * 1, z.sum(0)), z
+    )
+
+
+def test_complex_half() -> None:
+    """torch supports only views of the parts and casts on a CPU."""
+    h = torch.randn(4, 3, 2).half()
+
+    def function(h):
+        z = torch.view_as_complex(h)
+        return z, torch.view_as_real(z) * 2, z.to(torch.complex64) * 2
+
+    check_complex(function, h)
+
+
+def test_views_of_inputs_are_returned_as_views() -> None:
+    z = support.to_target(torch.randn(6, 8, dtype=torch.complex64))
+    region = support.lower_for_target(lambda z: (z.t(), z.real, z * 2), (z,))
+    for alias in region(z)[:2]:
+        assert alias.untyped_storage().data_ptr() == z.untyped_storage().data_ptr()
+
+
+def test_pointwise_chain_is_one_kernel() -> None:
+    z = torch.randn(33, 7, dtype=torch.complex64)
+    assert len(check_complex(lambda z: (z * z.conj()).real.sqrt() + (z * 2j).imag, z).kernels) == 1

@@ -1,0 +1,286 @@
+"""The kernels of a decode step, compiled for sm_90 down to machine code on any machine.
+
+The compiler rejects what the interpreter accepts: types that change in a loop, tiles too small for a dot.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="needs triton")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
+    ),
+]
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from fulgurite.kernels.attention import triton_kernel
+    from fulgurite.kernels.elementwise import triton_elementwise
+    from fulgurite.kernels.gemm import triton_fused_linear_kernels, triton_gemv
+    from fulgurite.kernels.mla import (
+        triton_absorb,
+        triton_decode,
+        triton_decode_sm90,
+        triton_prefill,
+        triton_store_kv,
+    )
+    from fulgurite.kernels.moe import triton_small_batch, triton_small_batch_routing
+    from fulgurite.kernels.sampling import triton_sampling
+    from fulgurite.kernels.tuning.sm_90 import Sm90Heuristics
+    from tests.kernels.compile_support import compile_launches
+
+POINTERS = {
+    "block_table_ptr": "*i32", "query_start_loc_ptr": "*i32", "seq_lens_ptr": "*i32",
+    "partial_acc_ptr": "*fp32", "partial_max_ptr": "*fp32", "partial_sum_ptr": "*fp32",
+    "counter_ptr": "*i32", "partials_ptr": "*fp32", "cos_ptr": "*fp32", "sin_ptr": "*fp32",
+    "slot_mapping_ptr": "*i64",
+}  # fmt: skip
+FLOATS = {"eps", "offset", "limit", "cache_max", "scale", "softcap", "value_scale"}
+
+
+def compile_ptx(kernel, constants, num_warps=4, num_stages=3, **types):
+    """The PTX of a kernel for sm_90: pointers aligned, sizes multiples of 16, the common case."""
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        default = "*bf16" if name.endswith("_ptr") else "fp32" if name in FLOATS else "i32"
+        signature[name] = types.get(name, POINTERS.get(name, default))
+        if signature[name] != "fp32":
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert compiled.asm["cubin"]
+    return compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("gate", ["", "silu"])
+@pytest.mark.parametrize("rows, block_n, num_warps", [(1, 8, 8), (4, 16, 2), (16, 16, 4)])
+def test_fused_small_m(rows, block_n, num_warps, gate):
+    ptx = compile_ptx(
+        triton_fused_linear_kernels.fused_small_m_kernel,
+        {"NORM": True, "GATE": gate, "BIAS": False, "RESIDUAL": not gate, "EVEN": True, "R": rows,
+         "BN": block_n, "C": 128, "W": num_warps, "STAGES": 3, "NATIVE": True, "PREFETCH": 1,
+         "PREFETCH_ALL": False, "PDL": True},
+        num_warps=num_warps,
+    )  # fmt: skip
+    assert "mma.sync" in ptx and "cp.async" in ptx
+    before, after = ptx.split("griddepcontrol.wait")
+    assert "launch_dependents" in before and "ld.global" in before and "cp.async" in after
+    assert "cp.async" not in before and "st.global" not in before
+
+
+@pytest.mark.parametrize("gate", ["", "silu"])
+@pytest.mark.parametrize("prefetch, prefetch_all", [(1, False), (3, True)])
+def test_fused_gemv(prefetch, prefetch_all, gate):
+    ptx = compile_ptx(
+        triton_gemv.fused_gemv_kernel,
+        {"NORM": True, "GATE": gate, "BIAS": False, "RESIDUAL": not gate, "EVEN": True, "BN": 4,
+         "BK": 1024, "STAGES": 3, "PREFETCH": prefetch, "PREFETCH_ALL": prefetch_all,
+         "PDL": True},
+    )  # fmt: skip
+    before, after = ptx.split("griddepcontrol.wait")
+    assert "ld.global" in before and "st.global" not in before
+    assert ("cp.async" in after) != prefetch_all
+
+
+@pytest.mark.parametrize("gate", ["", "silu"])
+@pytest.mark.parametrize("block_m", [32, 64, 128])
+def test_fused_gemm(block_m, gate):
+    ptx = compile_ptx(
+        triton_fused_linear_kernels.fused_gemm_kernel,
+        {"GATE": gate, "BIAS": False, "RESIDUAL": not gate, "EVEN": True, "SPLIT": True,
+         "BM": block_m, "BN": 64, "BK": 64, "NATIVE": True, "LINES": 4, "PDL": True},
+    )  # fmt: skip
+    assert "wgmma" in ptx
+    before, _ = ptx.split("griddepcontrol.wait")
+    assert "prefetch.global.L2" in before and "cp.async" not in before
+
+
+@pytest.mark.parametrize("cache", ["*bf16", "*fp8e4nv"])
+def test_qk_norm_rope(cache):
+    compile_ptx(
+        triton_elementwise.qk_norm_rope_kernel,
+        {"N": 16, "K": 8, "H": 128, "BH": 128, "V": 128, "BV": 128, "BLOCK_SIZE": 64,
+         "NORM": True, "ROPE": True, "INTERLEAVED": False, "STORE": True, "R": 8, "PDL": True},
+        num_warps=1,
+        key_cache_ptr=cache,
+        value_cache_ptr=cache,
+    )  # fmt: skip
+
+
+def test_elementwise():
+    compile_ptx(triton_elementwise.rms_norm_kernel, {"BLOCK": 1024, "ROWS": 1, "PDL": True})
+    for operation in ("add", "silu", "gelu", "gelu_pytorch_tanh"):
+        constants = {"HOW": operation, "BLOCK": 1024, "PDL": False}
+        compile_ptx(triton_elementwise.binary_kernel, constants)
+
+
+@pytest.mark.parametrize("cache", ["*bf16", "*fp8e4nv"])
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize(
+    "block_m, block_n, num_warps, is_decode", [(16, 32, 4, True), (128, 64, 8, False)]
+)
+def test_attention(block_m, block_n, num_warps, is_decode, block_size, cache):
+    """Split and fused with the projections' heads, as in decode; or neither."""
+    ptx = compile_ptx(
+        triton_kernel.attention_kernel,
+        {"HEADS": 32, "GROUP": 4, "H": 128, "H1": 128, "H2": 16, "V": 128, "BV": 128,
+         "BLOCK_SIZE": block_size, "VALUES_IN_KEYS": False, "HAS_SINKS": True, "SOFTCAP": False,
+         "SPLIT": is_decode, "ONE_LOOP": False, "PRECISION": "tf32", "COMPUTE": tl.bfloat16,
+         "BM": block_m, "BN": block_n, "MIN_SPLIT_KEYS": 128,
+         "MERGE_SPLITS": 8 if is_decode else 1, "MERGE_ROWS": 8, "FUSED": is_decode,
+         "NORM": is_decode, "ROPE": is_decode, "INTERLEAVED": False, "PDL": is_decode},
+        num_warps=num_warps,
+        key_cache_ptr=cache,
+        value_cache_ptr=cache,
+    )  # fmt: skip
+    assert ("mma.sync" if is_decode else "wgmma") in ptx
+
+
+def test_moe_small_batch():
+    types = {"experts_ptr": "*i64", "weights_ptr": "*fp32", "logits_ptr": "*fp32", "alpha": "fp32",
+             "scaling": "fp32"}  # fmt: skip
+    common = {"K": 8, "EVEN": True, "STAGES": 3, "PDL": True}
+    inner = {**common, "NORM": True, "GATE": 1, "BN": 8, "BK": 512}
+    assert "cp.async" in compile_ptx(triton_small_batch.gate_up_kernel, inner, **types)
+    outer = {**common, "BJ": 8, "RESIDUAL": True, "BN": 4, "BK": 256}
+    assert "cp.async" in compile_ptx(triton_small_batch.down_kernel, outer, num_warps=8, **types)
+    rule = {"K": 8, "SIGMOID": True, "FIRST": False, "RENORMALISE": True, "BIAS": True}
+    sizes = {"BN": 2, "BD": 8192, "BE": 256, "BLOCK": 64, "PDL": True}
+    compile_ptx(
+        triton_small_batch_routing.route_small_batch_kernel,
+        {**rule, **sizes, "NORM": True, "ADD": True},
+        num_warps=8,
+        **types,
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_sampling(rows, monkeypatch):
+    launches = {
+        launch.function.__name__: launch
+        for launch in compile_launches(triton_sampling, monkeypatch)
+    }
+    settings = torch.tensor([[1.0, 0.0, 0, 0.9, 0.5]], dtype=torch.float64).expand(rows, -1)
+    triton_sampling.sample_rows(torch.empty(rows, 151_936), settings)
+    for name in ("max", "candidates", "threshold", "sample"):
+        assert len(launches[f"{name}_kernel"].kernels) == 1
+    ptx = launches["pivot_kernel"].kernels[0].asm["ptx"]
+    pivots = Sm90Heuristics().sampling_num_pivots(rows)
+    assert ptx.count("fma.rn.f32") >= 4 * pivots  # one per pivot, of four tokens at once
+    triton_sampling.greedy_sample(torch.empty(rows, 151_936, dtype=torch.bfloat16))
+    assert len(launches["argmax_kernel"].kernels) == 1
+
+
+LATENT = {"C": 512, "BC": 512, "R": 64, "BR": 64}
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("heads, block_m, num_warps", [(16, 16, 4), (128, 64, 8)])
+def test_mla_decode(heads, block_m, num_warps, is_fp8):
+    ptx = compile_ptx(
+        triton_decode.mla_decode_kernel,
+        {**LATENT, "HEADS": heads, "BLOCK_SIZE": 64, "FP8": is_fp8, "CONVERT_F16": is_fp8,
+         "SPLIT": True, "PRECISION": "tf32", "BM": block_m, "BN": 32},
+        num_warps=num_warps,
+        q_ptr="*fp16" if is_fp8 else "*bf16",
+        latents_ptr="*fp8e4nv" if is_fp8 else "*bf16",
+        scales_ptr="*fp32",
+        powers_ptr="*fp32",
+    )  # fmt: skip
+    assert ("wgmma" if block_m >= 64 else "mma.sync") in ptx and "cp.async" in ptx
+    constants = {"HEADS": heads, "C": 512, "BC": 512, "SPLITS": 16}
+    compile_ptx(triton_decode.merge_splits_kernel, constants)
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_mla_decode_sm90(is_fp8):
+    """Gluon: tensor descriptors in the signature; the wgmmas of an iteration don't wait for each other."""
+    kernel = triton_decode_sm90.mla_decode_sm90_kernel
+    latent, query = ("fp8e4nv", "fp16") if is_fp8 else ("bf16", "bf16")
+    constants = {"HEADS": 128, "C": 512, "R": 64, "BLOCK_SIZE": 64, "FP8": is_fp8, "SPLIT": True,
+                 "BM": 64, "BN": 64, "num_warps": 8}  # fmt: skip
+    types = {"q": descriptor_type(query, 512), "q_rope": descriptor_type("bf16", 64),
+             "latents": descriptor_type(latent, 512), "ropes": descriptor_type("bf16", 64),
+             "scales_ptr": "*fp32", "powers_ptr": "*fp32"}  # fmt: skip
+    signature = {
+        name: "constexpr" if name in constants
+        else types.get(name, POINTERS.get(name, "*bf16" if name.endswith("_ptr") else "i32"))
+        for name in kernel.arg_names
+    } | {"scale": "fp32"}  # fmt: skip
+    constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = GluonASTSource(kernel, signature, constexprs, {})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    assert compiled.asm["cubin"] and compiled.metadata.shared <= 227 << 10
+    ptx = compiled.asm["ptx"]
+    assert ptx.count("wgmma.wait_group") < 10 < ptx.count("wgmma.mma_async")
+    assert "cp.async.bulk.tensor" in ptx
+
+
+def descriptor_type(dtype, columns):
+    """The type of a tensor descriptor with blocks of 64 rows."""
+    dtypes = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp8e4nv": gl.float8e4nv}
+    layout = gl.NVMMASharedLayout.get_default_for([64, columns], dtypes[dtype])
+    return f"tensordesc<{dtype}[64, {columns}],{layout!r}>"
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_mla_absorb_queries(is_fp8):
+    compile_ptx(
+        triton_absorb.absorb_queries_kernel,
+        {**LATENT, "HEADS": 128, "D": 128, "INTERLEAVED": True, "FP8": is_fp8, "BM": 4},
+        latent_ptr="*fp16" if is_fp8 else "*bf16",
+        powers_ptr="*fp32",
+    )
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_mla_gather_latents(is_fp8):
+    compile_ptx(
+        triton_prefill.gather_latents_kernel,
+        {**LATENT, "BLOCK_SIZE": 64, "FP8": is_fp8, "BK": Sm90Heuristics.mla_gather_keys},
+        latents_ptr="*fp8e4nv" if is_fp8 else "*bf16",
+        scales_ptr="*fp32",
+        table_ptr="*i32",
+    )
+
+
+@pytest.mark.parametrize("first, last", [(True, True), (False, True), (True, False)])
+def test_mla_prefill(first, last):
+    ptx = compile_ptx(
+        triton_prefill.mla_prefill_kernel,
+        {"HEADS": 128, "D": 128, "BD": 128, "R": 64, "BR": 64, "V": 128, "BV": 128,
+         "INTERLEAVED": True, "FIRST": first, "LAST": last, "PRECISION": "tf32", "BM": 128,
+         "BN": 64},
+        num_warps=8,
+        num_stages=2,
+        max_ptr="*fp32",
+        sum_ptr="*fp32",
+        acc_ptr="*fp32",
+    )  # fmt: skip
+    assert "wgmma" in ptx
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_store_mla_cache(is_fp8):
+    compile_ptx(
+        triton_store_kv.store_mla_cache_kernel,
+        {**LATENT, "INTERLEAVED": True, "BLOCK_SIZE": 64, "FP8": is_fp8, "NATIVE": True},
+        latents_ptr="*fp8e4nv" if is_fp8 else "*bf16",
+        scales_ptr="*fp32",
+    )

@@ -1,0 +1,231 @@
+"""A whole decode step out of Triton kernels: what it says, and how many kernels a layer takes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.kernels.triton_support import DEVICE, INTERPRETED  # isort: skip
+
+from fulgurite.kernels import registry
+from fulgurite.kernels.attention import ops as attention
+from fulgurite.kernels.common import pdl
+from fulgurite.kernels.elementwise import ops
+from fulgurite.kernels.gemm import fused_projections
+from fulgurite.kernels.grouped_gemm import ops as grouped_matmul
+from fulgurite.kernels.moe import ops as moe
+from fulgurite.kernels.moe import routing
+from fulgurite.kernels.sampling import ops as sampling
+from fulgurite.models.config import ConfigFields
+from fulgurite.models.families.registry import find_family
+from fulgurite.models.loading.loader import build_random_model
+from fulgurite.plan.kv_cache import group_layers
+from fulgurite.plan.limits import EngineLimits
+from fulgurite.plan.memory import plan_memory
+from fulgurite.serve.engine.batch import InputBatch
+from fulgurite.serve.engine.engine import Engine
+from fulgurite.serve.engine.kv_cache import PagedKVCache
+from fulgurite.serve.engine.request import SamplingParams
+from fulgurite.serve.engine.runner import merge_projection_weights
+
+TABLES = (
+    ops.RMS_NORM_KERNELS,
+    ops.ROPE_KERNELS,
+    ops.BINARY_KERNELS,
+    ops.QK_NORM_ROPE_KERNELS,
+    fused_projections.FUSED_LINEAR_KERNELS,
+    attention.PAGED_ATTENTION_KERNELS,
+    attention.FUSED_DECODE_KERNELS,
+    attention.STORE_KV_CACHE_KERNELS,
+    sampling.SAMPLE_KERNELS,
+    routing.TOKEN_IMPLEMENTATIONS,
+    routing.SMALL_BATCH_IMPLEMENTATIONS,
+    moe.SMALL_BATCH_IMPLEMENTATIONS,
+    moe.SORT_IMPLEMENTATIONS,
+    moe.COMBINE_IMPLEMENTATIONS,
+    grouped_matmul.IMPLEMENTATIONS,
+)
+FIELDS = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+FAMILIES = {
+    "llama": {"architectures": ["LlamaForCausalLM"]},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+    },
+}
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """In the interpreter CPU tensors take the GPU's line of every table."""
+    if INTERPRETED:
+        for table in TABLES:
+            monkeypatch.setitem(table, "cpu", table["cuda"])
+
+
+def make_model(name):
+    fields = ConfigFields({**FIELDS, **FAMILIES[name]}, "a test")
+    family = find_family(fields)
+    return build_random_model(family.read_config(fields), family, std=0.3)
+
+
+def make_engine(model):
+    limits = EngineLimits(
+        context=64, max_sequences=4, max_batched_tokens=8, block_size=16, kv_dtype=torch.float32
+    )
+    device = model.norm.weight.device
+    plan = plan_memory(copy.deepcopy(model).to("meta"), limits, device, available=1 << 30)
+    return Engine(model, None, plan)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3",
+        "qwen3_moe",
+        "gpt_oss",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen2")),
+    ],
+)
+@torch.no_grad()
+def test_the_same_tokens_as_on_the_cpu(name, request):
+    model = make_model(name)
+    prompts = [list(range(3, 12)), [7], [5, 9, 2]]
+    params = [
+        SamplingParams(max_tokens=3, ignore_eos=True),
+        SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.8, top_p=0.9, seed=3),
+        SamplingParams(max_tokens=3, ignore_eos=True, temperature=1.0, top_k=7, logprobs=2, seed=4),
+    ]
+    wanted = make_engine(copy.deepcopy(model)).generate(prompts, params)
+    request.getfixturevalue("as_on_a_gpu")
+    engine = make_engine(model.to(DEVICE))
+    if INTERPRETED:
+        merge_projection_weights(model)
+        engine.runner.unfixed = "the interpreter is no native kernel"
+    got = engine.generate(prompts, params)
+    assert [one.token_ids for one in got] == [one.token_ids for one in wanted]
+    for ours, theirs in zip(got[2].logprobs, wanted[2].logprobs, strict=True):
+        assert abs(ours.logprob - theirs.logprob) < 1e-4
+
+
+class Launches(TorchDispatchMode):
+    """Kernels a function starts: Triton's, and torch's ops that are no views and no allocations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+        self.inside = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        free = func.is_view or any(word in str(func) for word in ("empty", "detach", "_reshape"))
+        if not free and not self.inside:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+    def around(self, launch):
+        def run(executor, *args, **kwargs):
+            self.names.append(executor.fn.__name__)
+            self.inside = True
+            try:
+                return launch(executor, *args, **kwargs)
+            finally:
+                self.inside = False
+
+        return run
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="launches are counted where the interpreter runs them")
+@pytest.mark.parametrize(
+    "name, count, wanted",
+    [
+        ("llama", 1, ["row_kernel", "attention_kernel", *["row_kernel"] * 3]),
+        ("qwen3", 3, ["few_kernel", "attention_kernel", *["few_kernel"] * 3]),
+        (
+            "qwen3_moe",
+            2,
+            ["few_kernel", "attention_kernel", "few_kernel", "few_routes_kernel",
+             "inner_kernel", "outer_kernel"],
+        ),
+        (
+            "qwen3",
+            18,
+            ["norm_kernel", "tile_kernel", "attention_kernel", "tile_kernel",
+             "norm_kernel", "tile_kernel", "tile_kernel"],
+        ),
+    ],
+)  # fmt: skip
+@torch.inference_mode()
+def test_a_layer_of_a_decode_step_is_so_many_kernels(name, count, wanted, as_on_a_gpu, monkeypatch):
+    from triton.runtime import interpreter
+
+    with torch.inference_mode(False):
+        model = make_model(name)
+        merge_projection_weights(model)
+    specs = model.attention_specs
+    cache = PagedKVCache(
+        specs, group_layers(specs), [count], 16, torch.float32, torch.device("cpu")
+    )
+    positions = torch.full((count,), 5)
+    blocks = torch.arange(1, count + 1)
+    cache.set_batch(
+        InputBatch(
+            token_ids_T=torch.arange(count),
+            positions_T=positions,
+            slot_mapping_GT=[blocks * 16 + 5],
+            block_tables_GSB=[blocks[:, None].int()],
+            query_start_loc_S=torch.arange(count + 1).int(),
+            seq_lens_S=positions.int() + 1,
+            rope_lengths_T=None,
+            logit_rows_R=None,
+            max_query_len=1,
+            max_seq_len=16,
+        )
+    )
+    x, rotations = model.begin(torch.arange(count), positions, cache)
+    launches = Launches()
+    run = launches.around(interpreter.GridExecutor.__call__)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", run)
+    monkeypatch.setattr(registry, "can_skip_dispatcher", lambda *_: True)  # though this looks on
+    with launches:
+        model.layers[0](x, positions, rotations[0], cache)
+    assert launches.names == wanted
+
+
+def test_kernels_start_early_only_in_a_chain(monkeypatch):
+    """Elsewhere the kernel in front may be what writes a weight."""
+    from fulgurite.kernels.common import triton_pdl
+
+    monkeypatch.setattr(triton_pdl, "supports_pdl", lambda device: True)
+    device = torch.device(DEVICE)
+    assert triton_pdl.pdl_options(device) == {"PDL": False}
+    with pdl.pdl_region():
+        assert triton_pdl.pdl_options(device) == {"PDL": True, "launch_pdl": True}
+        with pdl.pdl_region():
+            pass
+        assert triton_pdl.pdl_options(device)["PDL"]
+    assert triton_pdl.pdl_options(device) == {"PDL": False}

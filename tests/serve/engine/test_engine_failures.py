@@ -1,0 +1,170 @@
+"""What goes wrong around an engine stays where it went wrong: interrupts, listeners, threads, edges."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import count
+from pkgutil import resolve_name
+
+import pytest
+
+from fulgurite.errors import ArgumentError
+from fulgurite.models import CausalLM
+from fulgurite.serve.engine.request import SamplingParams, Update
+from tests.serve.engines import idle, make_engine, tiny_model
+
+
+@pytest.fixture(scope="module")
+def model() -> CausalLM:
+    return tiny_model()
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(max_tokens=count, ignore_eos=True)
+
+
+def test_a_name_that_was_given_is_not_given_again(model: CausalLM) -> None:
+    engine = make_engine(model)
+    engine.add_request([1, 2], id="request-0")
+    assert engine.add_request([1, 2]).id == "request-1"
+
+
+def test_a_listener_that_fails_keeps_no_other_from_hearing(model: CausalLM) -> None:
+    engine, heard = make_engine(model), []
+
+    def fail(update: Update) -> None:
+        raise KeyError("of the listener")
+
+    for name, listener in (("a", fail), ("b", heard.append), ("c", fail)):
+        engine.add_request([1, 2, 3], greedy(3), id=name, listener=listener)
+    for _ in range(3):
+        with pytest.raises(KeyError, match="of the listener"):
+            engine.step()
+    assert [update.token_ids for update in heard] == [(t,) for t in heard[-1].result.token_ids]
+    idle(engine)
+
+
+def test_a_listener_may_cancel_others(model: CausalLM) -> None:
+    engine, heard = make_engine(model), []
+    engine.add_request([1, 2], greedy(9), listener=lambda update: engine.cancel("b"))
+    engine.add_request([3, 4], greedy(9), id="b", listener=heard.append)
+    while engine.has_unfinished_requests:
+        engine.step()
+    assert [update.result.finish_reason for update in heard] == ["cancelled"]
+    idle(engine)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "fulgurite.serve.engine.runner.ModelRunner.execute",
+        "fulgurite.serve.engine.sampler.Sampler.sample",
+        "fulgurite.serve.engine.engine.compute_logprobs",
+        "fulgurite.serve.engine.sampler.philox_uniform",
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_step_that_is_interrupted_is_run_again(
+    model: CausalLM, where: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [[1, 2, 3], list(range(40))]  # the second takes several steps to read
+    params = [
+        SamplingParams(
+            max_tokens=most, ignore_eos=True, temperature=temperature, seed=most, logprobs=2
+        )
+        for most in (9, 6)
+    ]
+    wanted = make_engine(model).generate(prompts, params)
+    engine, found = make_engine(model), {}
+
+    def listen(update: Update) -> None:
+        if update.result is not None:
+            found[update.id] = update.result
+
+    real, calls = resolve_name(where), count()
+
+    def interrupted(*arguments: object) -> object:
+        if next(calls) % 3 == 0:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    ids = [
+        engine.add_request(prompt, one, listener=listen).id
+        for prompt, one in zip(prompts, params, strict=True)
+    ]
+    monkeypatch.setattr(where, interrupted)
+    while engine.has_unfinished_requests:
+        with suppress(KeyboardInterrupt):
+            engine.step()
+    assert (next(calls) > 3) == (temperature > 0 or not where.endswith("uniform"))
+    for id, one in zip(ids, wanted, strict=True):
+        assert (found[id].token_ids, found[id].logprobs) == (one.token_ids, one.logprobs)
+    idle(engine)
+
+
+def test_threads_take_turns(model: CausalLM) -> None:
+    def params(number: int) -> SamplingParams:
+        return SamplingParams(max_tokens=12, temperature=1.0, seed=number)
+
+    def prompts(number: int) -> list[list[int]]:
+        return [[number + 1, other + 1, 7] for other in range(3)]
+
+    engine = make_engine(model, max_sequences=4, cache_tokens=64)
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda n: engine.generate(prompts(n), params(n)), range(6)))
+    idle(engine)
+    alone = make_engine(model)
+    for number, results in enumerate(found):
+        wanted = alone.generate(prompts(number), params(number))
+        assert [one.token_ids for one in results] == [one.token_ids for one in wanted]
+
+
+def test_nothing_stays_of_what_was_refused_half_way_or_never_read(model: CausalLM) -> None:
+    engine = make_engine(model)
+    for params in (
+        [SamplingParams(), SamplingParams(stop="x")],
+        [SamplingParams(), None],
+        "greedy",
+    ):
+        with pytest.raises(ArgumentError):
+            engine.generate([[1, 2], [3]], params)
+    engine.stream([1, 2, 3])  # and nobody reads it
+    idle(engine)
+
+
+def test_a_cache_smaller_than_the_context_is_the_context(model: CausalLM) -> None:
+    engine = make_engine(model, context=128, cache_tokens=32)
+    assert engine.context == 32
+    with pytest.raises(ArgumentError, match="may have 32"):
+        engine.add_request(list(range(40)))
+    assert len(engine.generate([list(range(20))], greedy(50))[0].token_ids) == 12
+
+
+def test_a_reply_ends_with_an_end_token_or_goes_on(model: CausalLM) -> None:
+    engine = make_engine(model)
+    whole = engine.generate([[1, 2, 3]], greedy(8))[0].token_ids
+    engine.eos_token_ids = frozenset({whole[2]})
+    until = whole.index(whole[2]) + 1
+    ended = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=8))[0]
+    assert ended.token_ids == whole[:until]
+    assert (ended.finish_reason, ended.stopped_by) == ("stop", whole[2])
+    assert engine.generate([[1, 2, 3]], greedy(8))[0].token_ids == whole
+
+
+def test_the_shortest_context(model: CausalLM) -> None:
+    engine = make_engine(model, context=2)
+    engine.warm_up()
+    assert len(engine.generate([[5]])[0].token_ids) == 1
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-9])
+def test_next_to_no_temperature_is_greedy(model: CausalLM, temperature: float) -> None:
+    engine = make_engine(model)
+    cold = SamplingParams(temperature=temperature, top_k=10**30, min_p=0.1, max_tokens=8)
+    assert (
+        engine.generate([[1, 2]], cold)[0].token_ids
+        == engine.generate([[1, 2]], greedy(8))[0].token_ids
+    )
+    hot = SamplingParams(temperature=1e30, banned_token_ids=[3], max_tokens=50, seed=0)
+    assert 3 not in engine.generate([[1, 2]], hot)[0].token_ids
