@@ -31,7 +31,9 @@ from fulgurite.bench import moe
 from fulgurite.bench.measure import time_in_cuda_graph
 from fulgurite.kernels.grouped_gemm import triton_4bit
 from fulgurite.kernels.grouped_gemm import triton_grouped_gemm as kernels
-from fulgurite.kernels.moe.ops import ExpertOrder, GatedActivation, grouped_gemm, sort_by_expert
+from fulgurite.kernels.moe.ops import ExpertOrder, sort_by_expert
+from fulgurite.kernels.elementwise.gated_activation import GatedActivation
+from fulgurite.kernels.grouped_gemm.ops import grouped_gemm
 from fulgurite.kernels.tuning.gemm import Tile
 from fulgurite.quant import QuantTensor
 

@@ -41,7 +41,8 @@ from fulgurite.bench.measure import (
 )
 from fulgurite.device import num_cpu_threads
 from fulgurite.kernels.common.cpu_library import load_library
-from fulgurite.kernels.moe.ops import Routes, fused_experts
+from fulgurite.kernels.moe.ops import fused_experts
+from fulgurite.kernels.moe.router_config import Routes
 from fulgurite.quant import QuantTensor, quantize
 
 ROUTE_SETS = 8  # calls rotate over them

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -100,4 +100,6 @@ def describe_arguments(value: Any) -> str:
         return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
     if isinstance(value, list | tuple):
         return ", ".join(map(describe_arguments, value))
+    if is_dataclass(value):
+        return describe_arguments([getattr(value, field.name) for field in fields(value)])
     return repr(value)

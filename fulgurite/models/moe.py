@@ -27,17 +27,12 @@ from torch import Tensor, nn
 
 from fulgurite.kernels.common.multi_stream import can_overlap, run_overlapped
 from fulgurite.kernels.elementwise import ops as elementwise
-from fulgurite.kernels.elementwise.gated_activation import CLAMPED_SWIGLU
+from fulgurite.kernels.elementwise.gated_activation import CLAMPED_SWIGLU, GatedActivation
 from fulgurite.kernels.gemm.modules import default_activation_format
 from fulgurite.kernels.gemm.reference import UNQUANTIZED
-from fulgurite.kernels.moe.ops import (
-    GatedActivation,
-    RouterConfig,
-    Routes,
-    fused_experts,
-    route_tokens,
-)
-from fulgurite.kernels.moe.routing import RmsNormArgs, is_small_batch
+from fulgurite.kernels.moe.ops import fused_experts
+from fulgurite.kernels.moe.router_config import RmsNormArgs, RouterConfig, Routes
+from fulgurite.kernels.moe.routing import is_small_batch, route_tokens
 from fulgurite.models.config import ModelConfig, MoEConfig
 from fulgurite.models.layers import GatedMLP, ResidualBlock, RMSNorm
 from fulgurite.quant import QuantTensor
@@ -61,8 +56,8 @@ def grouped_softmax(config: MoEConfig) -> RouterConfig:
     return RouterConfig(
         config.top_k,
         "softmax",
-        scaling=config.routed_scaling_factor,
-        groups=config.num_groups,
+        scaling_factor=config.routed_scaling_factor,
+        num_groups=config.num_groups,
         topk_groups=config.topk_groups,
     )
 
@@ -72,10 +67,10 @@ def grouped_sigmoid(config: MoEConfig) -> RouterConfig:
         config.top_k,
         "sigmoid",
         renormalize=config.renormalize,
-        scaling=config.routed_scaling_factor,
-        groups=config.num_groups,
+        scaling_factor=config.routed_scaling_factor,
+        num_groups=config.num_groups,
         topk_groups=config.topk_groups,
-        group_by="two",
+        group_score="top2_sum",
     )
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fulgurite.errors import ArgumentError
-from fulgurite.kernels.moe.routing import Routes
+from fulgurite.kernels.moe.router_config import Routes
 from fulgurite.parallel.dispatcher import TokenDispatcher
 from fulgurite.parallel.mesh import Axis
 from fulgurite.parallel.placement import Placement, ReplicaTable, contiguous_placement

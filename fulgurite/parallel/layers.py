@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fulgurite.kernels.gemm.modules import VocabTable, compute_logits
-from fulgurite.kernels.moe.routing import Routes
+from fulgurite.kernels.moe.router_config import Routes
 from fulgurite.parallel.collectives import (
     all_gather_columns,
     all_gather_tokens,
@@ -78,7 +78,7 @@ class VocabParallelEmbedding(VocabTable):
         self.token_sharding.shape = ids_X.shape
         return self.token_sharding.reduce_scatter(x_XD)
 
-    def project(self, x: Tensor) -> Tensor:
+    def compute_logits(self, x: Tensor) -> Tensor:
         # Sharded tokens were all-gathered just before, whose backward reduces the gradients.
         x = x if self.token_sharding is not None else copy_to_parallel_region(x, self.axis)
         return all_gather_columns(

@@ -163,7 +163,7 @@ def dequantize_workspace_bytes(
         for weight in weights
         if weight.format.family != "fp8" and ".experts." not in weight.name
         if (layer_rows if weight.name.startswith("layers.") else head_rows)
-        >= Sm90Heuristics.gemm_dequantize_first_m
+        >= Sm90Heuristics.dequantize_first_m
     ]
     return max(dequantized, default=0) * dtype.itemsize
 

@@ -8,7 +8,7 @@ import torch
 import fulgurite
 from fulgurite.kernels import registry
 from fulgurite.kernels.quantize.ops import quantize_op
-from fulgurite.kernels.quantize.reference import reference
+from fulgurite.kernels.quantize.reference import quantize as reference
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""A whole decode step out of Triton kernels: what it says, and how many kernels a layer takes."""
+"""A decode step of Triton kernels: its tokens, and the kernels of a layer."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.triton_support import DEVICE, INTERPRETED  # isort: skip
 
+from triton.runtime import interpreter
+
 from fulgurite.kernels import registry
 from fulgurite.kernels.attention import ops as attention
-from fulgurite.kernels.common import pdl
+from fulgurite.kernels.common import triton_pdl
+from fulgurite.kernels.common.pdl import pdl_region
 from fulgurite.kernels.elementwise import ops
 from fulgurite.kernels.gemm import fused_projections
-from fulgurite.kernels.grouped_gemm import ops as grouped_matmul
+from fulgurite.kernels.grouped_gemm import ops as grouped_gemm
 from fulgurite.kernels.moe import ops as moe
 from fulgurite.kernels.moe import routing
 from fulgurite.kernels.sampling import ops as sampling
@@ -31,7 +34,7 @@ from fulgurite.serve.engine.kv_cache import PagedKVCache
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.engine.runner import merge_projection_weights
 
-TABLES = (
+REGISTRIES = (
     ops.RMS_NORM_KERNELS,
     ops.ROPE_KERNELS,
     ops.BINARY_KERNELS,
@@ -41,12 +44,12 @@ TABLES = (
     attention.FUSED_DECODE_KERNELS,
     attention.STORE_KV_CACHE_KERNELS,
     sampling.SAMPLE_KERNELS,
-    routing.TOKEN_IMPLEMENTATIONS,
-    routing.SMALL_BATCH_IMPLEMENTATIONS,
-    moe.SMALL_BATCH_IMPLEMENTATIONS,
-    moe.SORT_IMPLEMENTATIONS,
-    moe.COMBINE_IMPLEMENTATIONS,
-    grouped_matmul.IMPLEMENTATIONS,
+    routing.ROUTE_TOKENS_KERNELS,
+    routing.ROUTE_SMALL_BATCH_KERNELS,
+    moe.SMALL_BATCH_KERNELS,
+    moe.SORT_KERNELS,
+    moe.COMBINE_KERNELS,
+    grouped_gemm.GROUPED_GEMM_KERNELS,
 )
 FIELDS = {
     "vocab_size": 61,
@@ -81,20 +84,20 @@ FAMILIES = {
 
 
 @pytest.fixture
-def as_on_a_gpu(monkeypatch):
-    """In the interpreter CPU tensors take the GPU's line of every table."""
+def use_cuda_kernels(monkeypatch):
+    """In the interpreter CPU tensors use the CUDA kernels of every registry."""
     if INTERPRETED:
-        for table in TABLES:
+        for table in REGISTRIES:
             monkeypatch.setitem(table, "cpu", table["cuda"])
 
 
-def make_model(name):
+def build_model(name):
     fields = ConfigFields({**FIELDS, **FAMILIES[name]}, "a test")
     family = find_family(fields)
     return build_random_model(family.read_config(fields), family, std=0.3)
 
 
-def make_engine(model):
+def build_engine(model):
     limits = EngineLimits(
         context=64, max_sequences=4, max_batched_tokens=8, block_size=16, kv_dtype=torch.float32
     )
@@ -113,28 +116,28 @@ def make_engine(model):
     ],
 )
 @torch.no_grad()
-def test_the_same_tokens_as_on_the_cpu(name, request):
-    model = make_model(name)
+def test_same_tokens_as_on_the_cpu(name, request):
+    model = build_model(name)
     prompts = [list(range(3, 12)), [7], [5, 9, 2]]
     params = [
         SamplingParams(max_tokens=3, ignore_eos=True),
         SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.8, top_p=0.9, seed=3),
         SamplingParams(max_tokens=3, ignore_eos=True, temperature=1.0, top_k=7, logprobs=2, seed=4),
     ]
-    wanted = make_engine(copy.deepcopy(model)).generate(prompts, params)
-    request.getfixturevalue("as_on_a_gpu")
-    engine = make_engine(model.to(DEVICE))
+    expected = build_engine(copy.deepcopy(model)).generate(prompts, params)
+    request.getfixturevalue("use_cuda_kernels")
+    engine = build_engine(model.to(DEVICE))
     if INTERPRETED:
         merge_projection_weights(model)
-        engine.runner.unfixed = "the interpreter is no native kernel"
-    got = engine.generate(prompts, params)
-    assert [one.token_ids for one in got] == [one.token_ids for one in wanted]
-    for ours, theirs in zip(got[2].logprobs, wanted[2].logprobs, strict=True):
+        engine.runner.no_capture_reason = "the interpreter is not a native kernel"
+    outputs = engine.generate(prompts, params)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+    for ours, theirs in zip(outputs[2].logprobs, expected[2].logprobs, strict=True):
         assert abs(ours.logprob - theirs.logprob) < 1e-4
 
 
 class Launches(TorchDispatchMode):
-    """Kernels a function starts: Triton's, and torch's ops that are no views and no allocations."""
+    """Records the kernels of a function: Triton's, and torch ops other than views and allocations."""
 
     def __init__(self):
         super().__init__()
@@ -142,12 +145,12 @@ class Launches(TorchDispatchMode):
         self.inside = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        free = func.is_view or any(word in str(func) for word in ("empty", "detach", "_reshape"))
-        if not free and not self.inside:
+        is_free = func.is_view or any(word in str(func) for word in ("empty", "detach", "_reshape"))
+        if not is_free and not self.inside:
             self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 
-    def around(self, launch):
+    def wrap(self, launch):
         def run(executor, *args, **kwargs):
             self.names.append(executor.fn.__name__)
             self.inside = True
@@ -159,32 +162,32 @@ class Launches(TorchDispatchMode):
         return run
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="launches are counted where the interpreter runs them")
+GEMV, SMALL_M, GEMM = "fused_gemv_kernel", "fused_small_m_kernel", "fused_gemm_kernel"
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="launches are counted in the interpreter")
 @pytest.mark.parametrize(
-    "name, count, wanted",
+    "name, count, expected",
     [
-        ("llama", 1, ["row_kernel", "attention_kernel", *["row_kernel"] * 3]),
-        ("qwen3", 3, ["few_kernel", "attention_kernel", *["few_kernel"] * 3]),
+        ("llama", 1, [GEMV, "attention_kernel", GEMV, GEMV, GEMV]),
+        ("qwen3", 3, [SMALL_M, "attention_kernel", SMALL_M, SMALL_M, SMALL_M]),
         (
             "qwen3_moe",
             2,
-            ["few_kernel", "attention_kernel", "few_kernel", "few_routes_kernel",
-             "inner_kernel", "outer_kernel"],
+            [SMALL_M, "attention_kernel", SMALL_M, "route_small_batch_kernel", "gate_up_kernel",
+             "down_kernel"],
         ),
         (
             "qwen3",
             18,
-            ["norm_kernel", "tile_kernel", "attention_kernel", "tile_kernel",
-             "norm_kernel", "tile_kernel", "tile_kernel"],
+            ["rms_norm_kernel", GEMM, "attention_kernel", GEMM, "rms_norm_kernel", GEMM, GEMM],
         ),
     ],
 )  # fmt: skip
 @torch.inference_mode()
-def test_a_layer_of_a_decode_step_is_so_many_kernels(name, count, wanted, as_on_a_gpu, monkeypatch):
-    from triton.runtime import interpreter
-
+def test_kernels_of_a_decode_layer(name, count, expected, use_cuda_kernels, monkeypatch):
     with torch.inference_mode(False):
-        model = make_model(name)
+        model = build_model(name)
         merge_projection_weights(model)
     specs = model.attention_specs
     cache = PagedKVCache(
@@ -200,7 +203,7 @@ def test_a_layer_of_a_decode_step_is_so_many_kernels(name, count, wanted, as_on_
             block_tables_GSB=[blocks[:, None].int()],
             query_start_loc_S=torch.arange(count + 1).int(),
             seq_lens_S=positions.int() + 1,
-            rope_lengths_T=None,
+            rope_seq_lens_T=None,
             logit_rows_R=None,
             max_query_len=1,
             max_seq_len=16,
@@ -208,24 +211,24 @@ def test_a_layer_of_a_decode_step_is_so_many_kernels(name, count, wanted, as_on_
     )
     x, rotations = model.begin(torch.arange(count), positions, cache)
     launches = Launches()
-    run = launches.around(interpreter.GridExecutor.__call__)
+    run = launches.wrap(interpreter.GridExecutor.__call__)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", run)
-    monkeypatch.setattr(registry, "can_skip_dispatcher", lambda *_: True)  # though this looks on
+    monkeypatch.setattr(
+        registry, "can_skip_dispatcher", lambda *_: True
+    )  # despite the dispatch mode of this test
     with launches:
         model.layers[0](x, positions, rotations[0], cache)
-    assert launches.names == wanted
+    assert launches.names == expected
 
 
-def test_kernels_start_early_only_in_a_chain(monkeypatch):
-    """Elsewhere the kernel in front may be what writes a weight."""
-    from fulgurite.kernels.common import triton_pdl
-
+def test_pdl_is_used_only_in_a_region(monkeypatch):
+    """Elsewhere the previous kernel may write a weight."""
     monkeypatch.setattr(triton_pdl, "supports_pdl", lambda device: True)
     device = torch.device(DEVICE)
     assert triton_pdl.pdl_options(device) == {"PDL": False}
-    with pdl.pdl_region():
+    with pdl_region():
         assert triton_pdl.pdl_options(device) == {"PDL": True, "launch_pdl": True}
-        with pdl.pdl_region():
+        with pdl_region():
             pass
         assert triton_pdl.pdl_options(device)["PDL"]
     assert triton_pdl.pdl_options(device) == {"PDL": False}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fulgurite.kernels.moe.ops import route
+from fulgurite.kernels.moe.routing import route
 from fulgurite.models import moe
 from fulgurite.models.config import MoEConfig
 from fulgurite.models.layers import GatedMLP

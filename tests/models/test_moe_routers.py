@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from fulgurite.kernels.moe.ops import RouterConfig
+from fulgurite.kernels.moe.router_config import RouterConfig
 from fulgurite.models import moe
 from fulgurite.models.config import MoEConfig
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fulgurite.errors import FulguriteError
 from fulgurite.kernels.dispatch.wire_format import WireFormat
-from fulgurite.kernels.moe.routing import Routes
+from fulgurite.kernels.moe.router_config import Routes
 from fulgurite.models.config import MoEConfig
 from fulgurite.models.moe import Experts, clamped_swiglu, gated_activation
 from fulgurite.parallel import AllToAllDispatcher, Mesh, Placement, apply_expert_parallel

@@ -34,7 +34,7 @@ class BytesRead(TorchDispatchMode):
     def shapes(self) -> dict[str, Sizes]:
         return self.files.shapes()
 
-    def read(self) -> Iterator[CheckpointTensor]:
+    def iter_tensors(self) -> Iterator[CheckpointTensor]:
         self.total = 0
         for stored in self.files.iter_tensors():
             parts = plain(stored.data)

@@ -60,7 +60,7 @@ def check(pool, path: Path, shape, params=None, **options) -> None:
     found = pool.run(cases.generate, path, shape, prompts(), params, options)
     assert found[0][0] == alone(path, params, **options)
     for _, unfixed, left in found:
-        assert unfixed is not None and "talk to other ranks" in unfixed and left == 0
+        assert unfixed is not None and "communicate with other ranks" in unfixed and left == 0
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_a_rank_that_dies(folder, victim):
 
 def test_requests_go_to_rank_0(ranks, folder):
     said = ranks(2).run(cases.ask_on_every_rank, folder("llama"))
-    assert said[0] == "" and "requests go to rank 0" in said[1] and "llm.leads" in said[1]
+    assert said[0] == "" and "only rank 0 takes requests" in said[1] and "llm.is_driver" in said[1]
 
 
 def test_a_process_that_starts_the_others(folder):
@@ -185,7 +185,7 @@ def test_a_process_that_starts_the_others(folder):
 
 def test_a_process_that_does_not_begin(capfd):
     before = dict(os.environ)
-    with pytest.raises(RankError, match="rank [12] did not begin") as caught:
+    with pytest.raises(RankError, match="rank [12] did not start") as caught:
         WorkerProcesses(3, "no_such_module", b"")
     assert caught.value.ranks and dict(os.environ) == before
     assert "No module named no_such_module" in capfd.readouterr().err
@@ -200,7 +200,7 @@ def test_axes_that_do_not_fit(folder):
 @pytest.mark.slow
 def test_what_can_not_be_divided_ends_all(folder):
     """The error of a share that can't be made; nobody is left, and nothing of a mesh."""
-    with pytest.raises(ArgumentError, match="no experts to spread over 2 ranks"):
+    with pytest.raises(ArgumentError, match="expert=2 needs a model with experts"):
         LLM(folder("llama"), expert=2, **cases.PLAIN)
     assert is_single_process()
 

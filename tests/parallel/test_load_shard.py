@@ -85,5 +85,5 @@ def test_packed_checkpoints(ranks, tmp_path, format, shape):
 
 def test_experts_that_are_not_there(tmp_path):
     folder = save(tmp_path, fields_of("llama"))
-    with pytest.raises(RankError, match="no experts to spread over 2 ranks"):
+    with pytest.raises(RankError, match="expert=2 needs a model with experts"):
         launch(cases.compare, 2, folder, (2, 1, 2), "dense")

@@ -188,7 +188,7 @@ def test_blocks_that_can_not_be_cut():
     config = config_of("qwen3", hidden_size=128, intermediate_size=128, head_dim=64)
     with pytest.raises(RankError, match="128 can't be sharded over 2 ranks") as caught:
         launch(cases.compare_packed, 2, config, (1, 2, 1), "fp8_e4m3_1x128")
-    assert "choose a tensor axis of 1" in str(caught.value)
+    assert "use a tensor axis of 1" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,9 @@ warpgroup_mma_wait: Any
 GluonTensorDescriptor: Any
 
 try:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.hopper import (
+    from triton.experimental import gluon  # type: ignore[no-redef]
+    from triton.experimental.gluon import language as gl  # type: ignore[no-redef]
+    from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[no-redef]
         fence_async_shared,
         mbarrier,
         tma,
@@ -34,7 +34,9 @@ try:
         warpgroup_mma_init,
         warpgroup_mma_wait,
     )
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonTensorDescriptor
+    from triton.experimental.gluon.nvidia.hopper import (  # type: ignore[no-redef]
+        TensorDescriptor as GluonTensorDescriptor,
+    )
 except ImportError:
     gluon = gl = TritonPlaceholder()
     tma = mbarrier = Placeholder()

@@ -1,18 +1,17 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Device functions: packed weights in registers to bfloat16 for the tensor cores.
+"""Device functions: quantized weights in registers to bfloat16 for the tensor cores.
 
 In: nibbles as they are stored, read as 16-bit words of four. Out: four tiles of exact bfloat16
-values, tile j with the j-th nibble of every word, which a matmul takes one after the other.
+values. Tile j holds the j-th nibble of every word; a GEMM multiplies one tile after the other.
 
-To keep up with its memory an H200 has to decode a 4-bit weight with three instructions, loads and
-all, so two words are decoded at a time by bit moves on a 32-bit register (`PACKED`): in the layout
-of the tensor cores two neighbouring words share one, and so do their results. The other branches
-say the same in plain Triton, for the interpreter and for other makes of GPU.
+To keep up with its memory, an H200 has three instructions for each 4-bit weight, loads included. So
+two words are dequantized at once by bit operations on a 32-bit register (`NATIVE`): in the layout of
+the tensor cores two neighbouring words share a register, and so do their results. The other branches
+compute the same in plain Triton, for the interpreter and for other GPUs.
 
-e2m1 in bfloat16: the three magnitude bits, put where bfloat16 has the lowest two bits of its
-exponent and the highest of its mantissa, are the number times 2^-126, subnormal 0.5 included. 4-bit
-integers: the nibble in the low bits of 128 is 128 + nibble; in those of 1024 in float16, 1024 +
-nibble.
+e2m1 to bfloat16: the three magnitude bits go to the lowest two bits of the bfloat16 exponent and the
+highest bit of the mantissa. That is the value times 2^-126, including the subnormal 0.5. 4-bit
+integers: a nibble in the low bits of 128 is 128 + nibble; in those of 1024 (float16), 1024 + nibble.
 """
 
 from __future__ import annotations
@@ -21,58 +20,61 @@ from fulgurite.kernels.common.triton_import import tl, triton
 
 
 def _shift_asm(target: str, left: int) -> str:
-    """The word moved by some bits to the left, or to the right where that is negative."""
+    """Shift the word to the left, or to the right where `left` is negative."""
     return f"shl.b32 {target}, $1, {left};" if left >= 0 else f"shr.b32 {target}, $1, {-left};"
 
 
-def _e2m1_asm(nibble: int, finish: str) -> str:
-    """Sign and magnitude of two nibbles to their places in a pair of bfloat16.
+def _e2m1_asm(nibble: int, multiply: str) -> str:
+    """Move sign and magnitude of two nibbles to their positions in a pair of bfloat16.
 
-    One product moves a nibble to both places, 12 and 6 bits up, and a mask keeps what belongs
-    there.
+    One multiplication moves a nibble to both positions, 12 and 6 bits up. A mask then keeps the bits
+    that belong there.
     """
     mask, factor = (0x000F000F, 2**12 + 2**6) if nibble % 2 == 0 else (0x00F000F0, 2**8 + 2**2)
     return f"""{{ .reg .b32 a, m;
 {_shift_asm("a", -8 * (nibble // 2))} and.b32 a, a, {mask}; mul.lo.u32 a, a, {factor};
 and.b32 a, a, 0x81C081C0;
-{finish} }}"""
+{multiply} }}"""
 
 
-def _int4_asm(nibble: int, less: int | None, half: bool = False) -> str:
-    """Two nibbles into the low bits of 128 (of 1024 in float16), less that and `less`; or less $2.
+def _int4_asm(nibble: int, offset: int | None, is_float16: bool = False) -> str:
+    """Put two nibbles into the low bits of 128 (float16: 1024); subtract that and `offset`, or $2.
 
-    `lop3` 0xEA is (a & m) | one: asked for by name, as the assembler leaves `and` and `or` two.
+    `lop3` 0xEA is (a & m) | one. It is named because the assembler does not merge `and` and `or`.
     """
-    one, type = (0x64006400, "f16x2") if half else (0x43004300, "bf16x2")
-    known = "$2" if less is None else one + less * 0x00010001
+    one, type = (0x64006400, "f16x2") if is_float16 else (0x43004300, "bf16x2")
+    subtrahend = "$2" if offset is None else one + offset * 0x00010001
     return f"""{{ .reg .b32 a, m, one;
 {_shift_asm("a", -4 * nibble)} mov.b32 m, 0x000F000F; mov.b32 one, {one}; lop3.b32 a, a, m, one, 0xEA;
-mov.b32 m, {known}; sub.rn.{type} $0, a, m; }}"""
+mov.b32 m, {subtrahend}; sub.rn.{type} $0, a, m; }}"""
 
 
 def _int4_scaled_asm(nibble: int, kind: str) -> str:
-    """Two nibbles times a scale in two parts, $2 its nearest bfloat16 and $3 what is left.
+    """Two nibbles times a scale that is split in two: $2 its nearest bfloat16, $3 the remainder.
 
-    As good as rounded once: one in a thousand is the other neighbour. "zero": $4 is 128 + the zero
-    point. "minimum": plus $4, what code 8 stands for, rounded: up to 1.4 times the error.
+    The result is as good as rounded once: one value in a thousand is the other neighbour. "zero": $4
+    is 128 + the zero point. "minimum": adds $4, the value of code 8, rounded; up to 1.4 times the error.
     """
-    less = "$4" if kind == "zero" else "m"
+    subtrahend = "$4" if kind == "zero" else "m"
     small = "fma.rn.bf16x2 t, a, $3, $4;" if kind == "minimum" else "mul.rn.bf16x2 t, a, $3;"
     return f"""{{ .reg .b32 a, m, one, t;
 {_shift_asm("a", -4 * nibble)} mov.b32 m, 0x000F000F; mov.b32 one, 0x43004300; lop3.b32 a, a, m, one, 0xEA;
-mov.b32 m, 0x43084308; sub.rn.bf16x2 a, a, {less}; {small} fma.rn.bf16x2 $0, a, $2, t; }}"""
+mov.b32 m, 0x43084308; sub.rn.bf16x2 a, a, {subtrahend}; {small} fma.rn.bf16x2 $0, a, $2, t; }}"""
 
 
-# Times the scale, which brings 2^126 along, or first times 2^126 where a scale could be too large.
+# Biased: the scale carries the factor 2^126. Full range: a scale could overflow with it, so the value
+# is multiplied by 2^126 first.
 _MULTIPLY_BIASED = "mul.rn.bf16x2 $0, a, $2;"
 _MULTIPLY_FULL_RANGE = "mov.b32 m, 0x7E807E80; mul.rn.bf16x2 a, a, m; mul.rn.bf16x2 $0, a, $2;"
 E2M1_BIASED_ASM = tl.constexpr(tuple(_e2m1_asm(nibble, _MULTIPLY_BIASED) for nibble in range(4)))
-E2M1_FULL_RANGE_ASM = tl.constexpr(tuple(_e2m1_asm(nibble, _MULTIPLY_FULL_RANGE) for nibble in range(4)))
-INT4_ASM = tl.constexpr(  # bfloat16 less 8, bfloat16, float16 less 8, float16
+E2M1_FULL_RANGE_ASM = tl.constexpr(
+    tuple(_e2m1_asm(nibble, _MULTIPLY_FULL_RANGE) for nibble in range(4))
+)
+INT4_ASM = tl.constexpr(  # bfloat16 minus 8, bfloat16, float16 minus 8, float16
     tuple(
-        _int4_asm(nibble, less, half)
-        for half in (False, True)
-        for less in (8, 0)
+        _int4_asm(nibble, offset, is_float16)
+        for is_float16 in (False, True)
+        for offset in (8, 0)
         for nibble in range(4)
     )
 )
@@ -80,40 +82,43 @@ INT4_ZERO_POINT_ASM = tl.constexpr(tuple(_int4_asm(nibble, None) for nibble in r
 INT4_SCALED_ASM = tl.constexpr(
     tuple(_int4_scaled_asm(nibble, kind) for kind in ("", "zero", "minimum") for nibble in range(4))
 )
-# What an e4m3 scale is multiplied by: its largest, 448, then still is a bfloat16.
+# An e4m3 scale is multiplied by 2^119: its largest value, 448, is then still a bfloat16. The output
+# is multiplied by the other 2^7.
 E4M3_SCALE_BIAS = tl.constexpr(2.0**119)
 E4M3_SCALE_UNBIAS = tl.constexpr(2.0**7)
-# The largest e8m0 code, 2^1, that is a bfloat16 when lifted by 2^126.
+# The largest e8m0 code, 2^1, that is still a bfloat16 when it is multiplied by 2^126.
 MAX_BIASED_E8M0 = tl.constexpr(128)
 
 
 @triton.jit
-def dequantize_e2m1(words, scale, NIBBLE: tl.constexpr, ANY: tl.constexpr, PACKED: tl.constexpr):
-    """One nibble of each word times `scale` (bfloat16, spread over the tile).
+def dequantize_e2m1(
+    words, scale, NIBBLE: tl.constexpr, FULL_RANGE: tl.constexpr, NATIVE: tl.constexpr
+):
+    """One nibble of each word times `scale` (bfloat16, expanded over the tile).
 
-    ANY: the scale as it is. Otherwise it was lifted, by 2^126, or by 2^119 for 2^-7 of the value.
+    FULL_RANGE: the scale as it is. Otherwise it is biased by 2^126, or by 2^119 for 2^-7 of the value.
     """
-    if PACKED:
+    if NATIVE:
         return tl.inline_asm_elementwise(
-            E2M1_FULL_RANGE_ASM[NIBBLE] if ANY else E2M1_BIASED_ASM[NIBBLE], "=r,r,r", [words, scale],
-            dtype=tl.bfloat16, is_pure=True, pack=2,
+            E2M1_FULL_RANGE_ASM[NIBBLE] if FULL_RANGE else E2M1_BIASED_ASM[NIBBLE], "=r,r,r",
+            [words, scale], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     code = words.to(tl.int32) >> (4 * NIBBLE)
     bits = ((code & 8) << 28) | ((code & 7) << 22)
     value = bits.to(tl.float32, bitcast=True) * (2.0**126)
-    lift: tl.constexpr = 1.0 if ANY else 2.0**-126
-    return (value * (scale.to(tl.float32) * lift)).to(tl.bfloat16)
+    unbias: tl.constexpr = 1.0 if FULL_RANGE else 2.0**-126
+    return (value * (scale.to(tl.float32) * unbias)).to(tl.bfloat16)
 
 
 @triton.jit
 def dequantize_int4(
-    words, NIBBLE: tl.constexpr, PACKED: tl.constexpr, LESS: tl.constexpr = 8,
+    words, NIBBLE: tl.constexpr, NATIVE: tl.constexpr, OFFSET: tl.constexpr = 8,
     type: tl.constexpr = tl.bfloat16,
 ):  # fmt: skip
-    """One nibble of each word, less 8 (or 0), as bfloat16 or float16."""
-    kind: tl.constexpr = NIBBLE if LESS == 8 else 4 + NIBBLE
-    if not PACKED:
-        return (((words.to(tl.int32) >> (4 * NIBBLE)) & 15) - LESS).to(tl.float32).to(type)
+    """One nibble of each word minus OFFSET (8 or 0), as bfloat16 or float16."""
+    kind: tl.constexpr = NIBBLE if OFFSET == 8 else 4 + NIBBLE
+    if not NATIVE:
+        return (((words.to(tl.int32) >> (4 * NIBBLE)) & 15) - OFFSET).to(tl.float32).to(type)
     elif type == tl.float16:
         return tl.inline_asm_elementwise(
             INT4_ASM[8 + kind], "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2
@@ -125,63 +130,68 @@ def dequantize_int4(
 
 
 @triton.jit
-def dequantize_int4_zero_point(words, zero, NIBBLE: tl.constexpr, PACKED: tl.constexpr):
-    """One nibble of each word less its zero point, which is float32 and has the tile's rows."""
-    if PACKED:
+def dequantize_int4_zero_point(words, zero_point, NIBBLE: tl.constexpr, NATIVE: tl.constexpr):
+    """One nibble of each word minus its zero point, which is float32 and has the tile's rows."""
+    if NATIVE:
         return tl.inline_asm_elementwise(
-            INT4_ZERO_POINT_ASM[NIBBLE], "=r,r,r", [words, (128 + zero).to(tl.bfloat16)], dtype=tl.bfloat16,
-            is_pure=True, pack=2,
+            INT4_ZERO_POINT_ASM[NIBBLE], "=r,r,r", [words, (128 + zero_point).to(tl.bfloat16)],
+            dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
-    return (((words.to(tl.int32) >> (4 * NIBBLE)) & 15).to(tl.float32) - zero).to(tl.bfloat16)
+    return (((words.to(tl.int32) >> (4 * NIBBLE)) & 15).to(tl.float32) - zero_point).to(tl.bfloat16)
 
 
 @triton.jit
-def scale_and_round(codes, s, z, DEQUANT: tl.constexpr, ZERO: tl.constexpr, type: tl.constexpr):
-    """Integers times float32 scales, rounded once; z: minima of "uint4", else zero points (or none)."""
+def scale_and_round(
+    codes, scale, aux, DEQUANT: tl.constexpr, ZERO_POINTS: tl.constexpr, type: tl.constexpr
+):
+    """Integers times float32 scales, rounded once. `aux`: minima of "uint4", otherwise zero points."""
     value = codes.to(tl.float32)
     if DEQUANT == "uint4":
-        value = value * s + z
-    elif ZERO:
-        value = (value + (8.0 - z)) * s
+        value = value * scale + aux
+    elif ZERO_POINTS:
+        value = (value + (8.0 - aux)) * scale
     else:
-        value = value * s
+        value = value * scale
     return value.to(type)
 
 
 @triton.jit
 def dequantize_int4_scaled(
-    words, s, z, NIBBLE: tl.constexpr, DEQUANT: tl.constexpr, ZERO: tl.constexpr, type: tl.constexpr,
-    PACKED: tl.constexpr,
+    words, scale, aux, NIBBLE: tl.constexpr, DEQUANT: tl.constexpr, ZERO_POINTS: tl.constexpr,
+    type: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """The same of one nibble of each word; s and z are spread over the tile."""
-    if PACKED and type == tl.bfloat16:
-        high = s.to(tl.bfloat16)
-        low = (s - high.to(tl.float32)).to(tl.bfloat16)
+    """`scale_and_round` of one nibble of each word; `scale` and `aux` are expanded over the tile."""
+    if NATIVE and type == tl.bfloat16:
+        high = scale.to(tl.bfloat16)
+        low = (scale - high.to(tl.float32)).to(tl.bfloat16)
         if DEQUANT == "uint4":
             return tl.inline_asm_elementwise(
-                INT4_SCALED_ASM[8 + NIBBLE], "=r,r,r,r,r", [words, high, low, (8 * s + z).to(tl.bfloat16)],
+                INT4_SCALED_ASM[8 + NIBBLE], "=r,r,r,r,r",
+                [words, high, low, (8 * scale + aux).to(tl.bfloat16)],
                 dtype=tl.bfloat16, is_pure=True, pack=2,
             )  # fmt: skip
-        elif ZERO:
+        elif ZERO_POINTS:
             return tl.inline_asm_elementwise(
-                INT4_SCALED_ASM[4 + NIBBLE], "=r,r,r,r,r", [words, high, low, (128 + z).to(tl.bfloat16)],
+                INT4_SCALED_ASM[4 + NIBBLE], "=r,r,r,r,r",
+                [words, high, low, (128 + aux).to(tl.bfloat16)],
                 dtype=tl.bfloat16, is_pure=True, pack=2,
             )  # fmt: skip
         else:
             return tl.inline_asm_elementwise(
-                INT4_SCALED_ASM[NIBBLE], "=r,r,r,r", [words, high, low], dtype=tl.bfloat16, is_pure=True,
-                pack=2,
+                INT4_SCALED_ASM[NIBBLE], "=r,r,r,r", [words, high, low], dtype=tl.bfloat16,
+                is_pure=True, pack=2,
             )  # fmt: skip
     else:
-        codes = dequantize_int4(words, NIBBLE, PACKED, 0 if DEQUANT == "uint4" else 8)
-        return scale_and_round(codes, s, z, DEQUANT, ZERO, type)
+        codes = dequantize_int4(words, NIBBLE, NATIVE, 0 if DEQUANT == "uint4" else 8)
+        return scale_and_round(codes, scale, aux, DEQUANT, ZERO_POINTS, type)
 
 
 @triton.jit
 def cast_8bit(w, type: tl.constexpr, NATIVE: tl.constexpr):
-    """8-bit weights as 16-bit floats, exact.
+    """8-bit weights as 16-bit floats, exactly.
 
-    float8 takes the way over float32: its own way to bfloat16 is a quarter as fast on an H200.
+    float8 is converted by way of float32: its direct conversion to bfloat16 is a quarter as fast on an
+    H200.
     """
     if NATIVE and (w.dtype == tl.int8 or type == tl.float16):
         return w.to(type)
@@ -191,13 +201,13 @@ def cast_8bit(w, type: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def multiply_bfloat16(w, scale):
-    """w * scale in bfloat16, where the scale leaves it exact."""
+    """w * scale in bfloat16, for scales that leave it exact."""
     return (w.to(tl.float32) * scale.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit
 def deinterleave_by_4(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Columns 0, 4, 8, … of x; 1, 5, 9, …; and so on: what meets the four nibbles of a word."""
+    """Columns 0, 4, 8, … of x; 1, 5, 9, …; and so on: the operands of the four nibbles of a word."""
     pairs = tl.reshape(x, [ROWS, COLUMNS // 4, 2, 2])
     even, odd = tl.split(pairs)
     zero, two = tl.split(even)
@@ -207,14 +217,14 @@ def deinterleave_by_4(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def expand_blocks(scale, ROWS: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
-    """[ROWS, BLOCKS] as [ROWS, BLOCKS * WIDTH], each repeated WIDTH times."""
+    """[ROWS, BLOCKS] as [ROWS, BLOCKS * WIDTH], each value repeated WIDTH times."""
     wide = tl.broadcast_to(scale[:, :, None], [ROWS, BLOCKS, WIDTH])
     return tl.reshape(wide, [ROWS, BLOCKS * WIDTH])
 
 
 @triton.jit
 def e8m0_to_bfloat16(code):
-    """2^(code - 127) exactly: 0 is the subnormal 2^-127, 255 is NaN."""
+    """2^(code - 127), exactly: 0 is the subnormal 2^-127, 255 is NaN."""
     wide = code.to(tl.int32)
     bits = tl.where(wide == 0, 0x00400000, tl.where(wide == 255, 0x7FC00000, wide << 23))
     return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
@@ -222,5 +232,5 @@ def e8m0_to_bfloat16(code):
 
 @triton.jit
 def e8m0_to_biased_bfloat16(code):
-    """2^(code - 127) * 2^126, exactly, of codes up to E8M0_LIFTED_MOST."""
+    """2^(code - 127) * 2^126, exactly, of codes up to MAX_BIASED_E8M0."""
     return ((code.to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True)

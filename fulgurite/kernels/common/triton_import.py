@@ -30,13 +30,16 @@ class MissingKernel:
         self.__name__ = function.__name__
 
     def __getitem__(self, grid: Any) -> NoReturn:
-        raise CompileError(
+        raise self._error()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise self._error()
+
+    def _error(self) -> CompileError:
+        return CompileError(
             f"the Triton kernel {self.__name__} can't run: Triton is not installed",
             next="pip install triton (Linux), or use the CPU kernels",
         )
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self[None]
 
 
 class Placeholder:
@@ -63,9 +66,9 @@ class TritonPlaceholder(Placeholder):
 
 
 try:
-    import triton
-    import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor
+    import triton  # type: ignore[no-redef]
+    import triton.language as tl  # type: ignore[no-redef]
+    from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[no-redef]
 except ImportError:
     triton = tl = TritonPlaceholder()
     TensorDescriptor = Placeholder

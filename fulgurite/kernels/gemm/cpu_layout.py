@@ -1,14 +1,14 @@
-"""A packed weight as the CPU's kernels want it: a QuantTensor [N, K] in, `PackedPanels` out.
+"""The layout of quantized weights for the CPU kernels: a QuantTensor [N, K] in, `PackedPanels` out.
 
-Sixteen rows lie interleaved, so that one vector works on sixteen rows of the result and no sum is
-taken across a vector. Every format becomes one of four kinds of codes with scales a group of columns,
-without losing a bit (weight.h has the formula):
+Sixteen rows (a panel) are interleaved. So one vector works on sixteen rows of the output, and no sum is
+taken across a vector. Every format becomes one of four kinds of codes, with scales for groups of columns,
+without loss (weight.h has the formula):
 
-    nibbles   q4_0 q4_1 q4_k int4_g* nvfp4 mxfp4     a table of sixteen numbers, so e2m1 is one too
-    bytes     q8_0 q6_k int8                         e4m3, e5m2   fp8_* mxfp8_*
+    4-bit codes   q4_0 q4_1 q4_k int4_g* nvfp4 mxfp4     a table of sixteen values, so e2m1 fits, too
+    8-bit codes   q8_0 q6_k int8                         e4m3, e5m2   fp8_* mxfp8_*
 
-Scales keep their own type where that is float16, become bfloat16 where it holds them exactly (e8m0,
-e4m3), stay bytes under a float16 in the K formats, and are float32 otherwise. Rows are padded to 16 and columns to 32, with zeros.
+Float16 scales stay float16. Scales become bfloat16 if it holds them exactly (e8m0, e4m3). K formats keep
+bytes under a float16 scale. All others are float32. Rows are padded to 16 and columns to 32, with zeros.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ SCALE_DTYPE_CODES = {
     torch.int8: 5,
 }
 BYTE_OFFSET = -128
-# Twice the values of e2m1, plus 12: unsigned whole numbers. The half goes into the row's scale.
+# Twice the values of e2m1, plus 12: unsigned integers. The factor 0.5 goes into the row's scale.
 E2M1_TABLE = [int(2 * v) + 12 for v in (*E2M1_VALUES, *(-value for value in E2M1_VALUES))]
 TENSOR_FIELDS = ("codes", "scales", "minimums", "row_scales", "super_scales", "super_minimums")
 
 
 @dataclass(frozen=True)
 class PackedPanels:
-    """A weight ready for the kernels. `integer` says whether they can multiply it in integers."""
+    """A weight in the kernels' layout. `integer`: the kernels can multiply it in integers."""
 
     rows: int
     columns: int
@@ -88,12 +88,12 @@ class PackedPanels:
 
     @property
     def address(self) -> int:
-        """Of the C structure, which lives as long as this object."""
+        """The address of the C struct, which lives as long as this object."""
         return ctypes.addressof(self.structure)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a product with one row of x reads."""
+        """Bytes that a GEMV reads."""
         parts = (getattr(self, name) for name in TENSOR_FIELDS)
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
@@ -103,45 +103,47 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def pack_panels(weight: QuantTensor) -> PackedPanels:
-    """Lay a weight out. It is read once and not kept."""
+    """Pack a weight. It is read once and not kept."""
     if weight.dim() != 2 or weight.device.type != "cpu":
         raise FormatError(
-            "only a weight [N, K] on the CPU is laid out for its kernels",
+            "only a weight [N, K] on the CPU can be packed for the CPU kernels",
             where=f"{weight.format.name} {list(weight.shape)} on {weight.device}",
             next="take one expert of a stack, or move it with .cpu()",
         )
     codes, scales = weight.unpack()
     entry = weight.format
     if entry.family == "cast":
-        raise FormatError(f"{entry.name} weights are multiplied by torch", next="use F.linear")
+        raise FormatError(f"{entry.name} weights have no CPU kernel", next="use F.linear")
     if entry.element.name in ("e4m3", "e5m2"):
         return _pack_fp8(entry, codes, scales)
     if entry.element.name == "e2m1":
         return _pack_e2m1(entry, codes, scales)
     if entry.name == "q4_k":
-        made = _pack_4bit(codes, scales["sub_scale"], scales["sub_minimum"], 32, 0)
-        lows = pack_scales(-scales["minimum_scale"])
-        return replace(made, super_scales=pack_scales(scales["scale"]), super_minimums=lows)
+        panels = _pack_4bit(codes, scales["sub_scale"], scales["sub_minimum"], 32, 0)
+        minimums = pack_scales(-scales["minimum_scale"])
+        return replace(panels, super_scales=pack_scales(scales["scale"]), super_minimums=minimums)
     if entry.name == "q6_k":
-        made = _pack_8bit(codes, scales["sub_scale"], 16)
-        return replace(made, super_scales=pack_scales(scales["scale"]))
+        panels = _pack_8bit(codes, scales["sub_scale"], 16)
+        return replace(panels, super_scales=pack_scales(scales["scale"]))
     group = entry.block[1]
     if entry.element.bits == 8:
         if group == WHOLE_DIM:
             return _pack_8bit(codes, None, WHOLE_DIM, scales["scale"].flatten())
         return _pack_8bit(codes, scales["scale"], group)
     offset = int(-entry.element.min_value)
-    low = scales.get("minimum")
+    minimum = scales.get("minimum")
     if "zero_point" in scales:
-        low = -scales["zero_point"].float() * scales["scale"]
-    return _pack_4bit(codes + offset, scales["scale"], low, group, -offset)
+        minimum = -scales["zero_point"].float() * scales["scale"]
+    return _pack_4bit(codes + offset, scales["scale"], minimum, group, -offset)
 
 
-def _pack_4bit(codes: Tensor, scale: Tensor, low: Tensor | None, group: int, offset: int) -> PackedPanels:
-    count = codes.shape
+def _pack_4bit(
+    codes: Tensor, scale: Tensor, minimum: Tensor | None, group: int, offset: int
+) -> PackedPanels:
+    rows, columns = codes.shape
     return PackedPanels(
-        count[0], count[1], group, CODE_4BIT, offset, tuple(range(16)),
-        pack_4bit_codes(codes), pack_scales(scale), None if low is None else pack_scales(low), None,
+        rows, columns, group, CODE_4BIT, offset, tuple(range(16)), pack_4bit_codes(codes),
+        pack_scales(scale), None if minimum is None else pack_scales(minimum), None,
     )  # fmt: skip
 
 
@@ -179,14 +181,14 @@ def _pack_8bit(
 
 
 def _pack_fp8(entry: Format, codes: Tensor, scales: dict[str, Tensor]) -> PackedPanels:
-    """A row with a NaN gets a NaN scale: its results are NaN whatever x is."""
+    """A row with a NaN gets a NaN scale: its outputs are NaN for every x."""
     rows, columns = codes.shape
     values = codes.float()
     if bool(values.isinf().any()):
         raise FormatError(
             "an e5m2 weight with infinities has no kernel",
             where=f"{entry.name} {list(codes.shape)}",
-            next="use fulgurite.kernels.gemm.reference.reference, or quantize again (it saturates)",
+            next="use fulgurite.kernels.gemm.reference.quant_linear, or quantize again (saturating)",
         )
     factor = torch.where(values.isnan().any(dim=1), float("nan"), 1.0)
     group, scale = entry.block[1], scales["scale"]
@@ -200,8 +202,9 @@ def _pack_fp8(entry: Format, codes: Tensor, scales: dict[str, Tensor]) -> Packed
             scale, (get_scale_spec(entry, "scale").block[0], 1), torch.Size((rows, scale.shape[1]))
         )
     padded = columns + -columns % BLOCK_COLUMNS
-    if group > BLOCK_COLUMNS and padded % group:  # the last group of a row may be partial, as published
-        scale, group = scale.repeat_interleave(group // BLOCK_COLUMNS, dim=1)[:, : padded // BLOCK_COLUMNS], BLOCK_COLUMNS
+    if group > BLOCK_COLUMNS and padded % group:  # the last group of a row may be partial
+        scale = scale.repeat_interleave(group // BLOCK_COLUMNS, dim=1)
+        scale, group = scale[:, : padded // BLOCK_COLUMNS], BLOCK_COLUMNS
     return PackedPanels(
         rows, columns, group or padded, kind, 0, (0,) * 16, pack_8bit_codes(codes.view(torch.uint8)),
         None if group == WHOLE_DIM else pack_scales(scale), None, pad_rows(factor),
@@ -234,31 +237,32 @@ def _to_blocks(codes: Tensor, fill: int) -> Tensor:
 
 
 def pad_rows(values: Tensor) -> Tensor:
-    """One number a row [N] in float32, padded to whole panels."""
-    if values.dtype == torch.float32 and values.shape[0] % PANEL_ROWS == 0 and values.is_contiguous():
-        return values  # nothing to compute, so a step that needs it can be recorded
+    """One value a row [N] in float32, padded to whole panels."""
+    is_padded = values.shape[0] % PANEL_ROWS == 0
+    if values.dtype == torch.float32 and is_padded and values.is_contiguous():
+        return values  # nothing to compute, so a decode step that needs it can be recorded
     return F.pad(values.float(), (0, -values.shape[0] % PANEL_ROWS)).contiguous()
 
 
 def concat_panels(parts: list[PackedPanels]) -> PackedPanels:
-    """Weights of the same kind above each other: one call gives all of their results."""
+    """Weights of the same layout stacked along N: one call computes all of their outputs."""
     first = parts[0]
     same = ("columns", "group", "kind", "offset", "table")
-    fits = all(getattr(p, name) == getattr(first, name) for p in parts for name in same)
-    if not fits or any(part.rows % PANEL_ROWS for part in parts[:-1]):
+    is_same = all(getattr(p, name) == getattr(first, name) for p in parts for name in same)
+    if not is_same or any(part.rows % PANEL_ROWS for part in parts[:-1]):
         raise FormatError(
-            "these weights can't be joined for one call",
+            "these weights can't be concatenated for one call",
             where=", ".join(f"[{p.rows}, {p.columns}] in groups of {p.group}" for p in parts),
-            next=f"join weights of one format with a multiple of {PANEL_ROWS} rows, or call them apart",
+            next=f"use weights of one format with a multiple of {PANEL_ROWS} rows, or separate calls",
         )
 
-    def joined(name: str) -> Tensor | None:
+    def concat(name: str) -> Tensor | None:
         tensors = [getattr(part, name) for part in parts]
         return None if tensors[0] is None else torch.cat(tensors)
 
-    codes = joined("codes")
+    codes = concat("codes")
     assert codes is not None, "panels without codes"
     return PackedPanels(
         sum(part.rows for part in parts), first.columns, first.group, first.kind, first.offset,
-        first.table, codes, *(joined(name) for name in TENSOR_FIELDS[1:]),
+        first.table, codes, *(concat(name) for name in TENSOR_FIELDS[1:]),
     )  # fmt: skip

@@ -1,14 +1,13 @@
-"""Linears of packed weights on the CPU: the operators' implementations, and calls for an engine.
+"""Linears with quantized weights on the CPU: the operator's kernel, and reusable calls.
 
-In: x in float32, bfloat16 or float16 and a weight, laid out on its first use. Out: x @ weight.T, with
-bias, a gate and a residual in the same pass where asked for.
+In: x in float32, bfloat16 or float16, and a weight, packed into panels on its first use. Out: x @ weight.T,
+with bias, gate and residual in the same pass if given.
 
-With `activations` "q8_0" x is quantized to int8 in blocks of 32 and the products are summed in
-integers (VNNI where there is one); formats of small floats, and "none", multiply in float32.
+With `activations` "q8_0", x is quantized to int8 in blocks of 32, and products are summed in integers (VNNI
+where available). FP8 formats, and "none", multiply in float32.
 
-`quant_linear` is what the operator calls. An engine that calls two hundred linears a token prepares
-each once, `LinearCall(panels(weight), ...)`, and then runs them on fixed memory: one C call each,
-no dispatch.
+`quant_linear` is what the operator calls. A decode step that calls hundreds of linears builds each
+`LinearCall(pack_panels(weight), ...)` once and runs it on fixed memory: one C call, no dispatch.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from fulgurite import device, replay
 from fulgurite.errors import ArgumentError
-from fulgurite.kernels.common.cpu_library import LinearStruct, load_library
+from fulgurite.kernels.common.cpu_library import DTYPE_CODES, LinearStruct, load_library
 from fulgurite.kernels.gemm.cpu_layout import PackedPanels, pack_panels, pad_rows
 from fulgurite.kernels.gemm.cpu_layout_cache import WeightLayoutCache
 from fulgurite.kernels.gemm.reference import UNQUANTIZED, fake_quantize_activations
@@ -30,7 +29,6 @@ from fulgurite.native import find_compiler
 from fulgurite.quant import resolve_format
 
 INT8_ACTIVATIONS = "q8_0"
-DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 GATE_IDS = {"none": 0, "silu": 1, "gelu_pytorch_tanh": 2}
 
 
@@ -42,7 +40,7 @@ def quant_linear(
     bias: Tensor | None,
     activations: str,
 ) -> Tensor:
-    """The operator's implementation for the CPU."""
+    """`fulgurite::quant_linear`."""
     if x.dtype not in DTYPE_CODES or resolve_format(format).family == "cast" or data.numel() == 0:
         return NotImplemented
     if find_compiler() is None:
@@ -82,8 +80,8 @@ def linear(
 class LinearCall:
     """One linear that is called many times: `bind` it to memory, then call it.
 
-    The tensors it is bound to, and the weight, are kept alive by it. `call.tokens` may be changed
-    between calls, up to the rows that were bound.
+    It keeps the weight and the bound tensors alive. `call.tokens` may change between calls, up to the
+    rows that were bound.
     """
 
     def __init__(
@@ -103,10 +101,10 @@ class LinearCall:
             raise ArgumentError(
                 "gate and up must have the same shape and format",
                 where=f"[{weight.rows}, {weight.columns}] and [{up.rows}, {up.columns}]",
-                next="call them apart",
+                next="call them separately",
             )
         biases = [b for b in (bias, up_bias) if b is not None]
-        assert all(b.shape == (weight.rows,) for b in biases), "a bias has a number for each row"
+        assert all(b.shape == (weight.rows,) for b in biases), "a bias has one value for each row"
         self.weight, self.up = weight, up
         self.biases = tuple(None if b is None else pad_rows(b) for b in (bias, up_bias))
         self.bound: tuple[Tensor | None, ...] = ()
@@ -150,6 +148,6 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-# ---- weights laid out on their first use -----------------------------------------------------------
+# ---- weights packed into panels on their first use -----------------------------------------------
 
 panels_cache = WeightLayoutCache(pack_panels)

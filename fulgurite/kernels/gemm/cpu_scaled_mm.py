@@ -1,7 +1,4 @@
-"""`scaled_mm` on the CPU.
-
-In: two quantized operands. Out: a @ b.T + bias. The left operand is dequantized, the weight stays quantized.
-"""
+"""`scaled_mm` on the CPU: the left operand is dequantized (a few rows), the weight stays quantized."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ def scaled_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """The kernel of `fulgurite::scaled_mm` on a CPU."""
+    """`fulgurite::scaled_mm`."""
     rows = dequantize_packed(a, a_scales, resolve_format(a_format))
     out = quant_linear(rows, b, b_scales, b_format, bias, UNQUANTIZED)
     return out if out is NotImplemented else out.to(out_dtype)

@@ -1,20 +1,20 @@
-"""`fp8_linear`: x @ weight.T + bias with all three matmuls of training in FP8.
+"""`fp8_linear`: x @ weight.T + bias with all three GEMMs of training in FP8.
 
     forward    y[m, n]  = q(x)[m, k] · q(w)[n, k]        contracted over k, blocks along k
     backward   gx[m, k] = q(g)[m, n] · q(wᵀ)[k, n]       contracted over n, blocks along n
                gw[n, k] = q(gᵀ)[n, m] · q(xᵀ)[k, m]      contracted over m, blocks along m
 
 In: x [.., K], a weight [N, K] and a bias [N] in 16 or 32 bits, and the name of a recipe. Out: y
-[.., N] in x's dtype (in autocast's where it is on); gradients in the dtype of what they belong to.
-Sums are in float32.
+[.., N] in x's dtype (autocast's if it is on); gradients in the dtype of what they belong to. Sums are in
+float32.
 
-A recipe says in which format of `FORMATS` each operand is cast. Scales come from the data as it is
-(dynamic), so there is no state to keep or to restore. An operand is cast twice, once along each
-dimension it is contracted over, except where one scale serves both.
+A recipe names the format of `FORMATS` that each operand is cast to. Scales are computed from the data
+(dynamic), so there is no state to save. An operand is cast twice, once along each dimension that it is
+contracted over, unless one scale serves both.
 
-What backward keeps: x cast for its second use, a byte an element; and of the weight nothing, as its
-second cast is made from the weight in backward ("recompute"), or that cast ("keep"). Recomputing is
-what a sharded weight needs: its gathered form, and casts of it, are gone by then and come back.
+Saved for backward: x cast for its second use, a byte an element. Of the weight nothing is saved: its second
+cast is computed from the weight in backward ("recompute"). With "keep", that cast is saved. A sharded weight
+needs "recompute": its gathered form is freed after forward and gathered again for backward.
 """
 
 from __future__ import annotations
@@ -29,21 +29,23 @@ from fulgurite.errors import ArgumentError
 from fulgurite.kernels.gemm.scaled_mm import scaled_mm_op
 from fulgurite.kernels.quantize.ops import quantize_op
 
-QuantizedMatrix = tuple[Tensor, Tensor]  # packed data, scales
+QuantizedMatrix = tuple[Tensor, Tensor]  # codes, scales
 
 
 @dataclass(frozen=True)
 class Fp8Recipe:
-    """Formats of x, of the weight and of the gradient of y, in each of their two casts."""
+    """Formats of x, of the weight and of the gradient of y, in both of their casts."""
 
     x: str
     weight: str
     gradient: str
-    one_scale: bool = False  # both casts of an operand have the same scale
+    one_scale: bool = False  # both casts of an operand share a scale
 
 
 FP8_RECIPES: dict[str, Fp8Recipe] = {
-    "tensorwise": Fp8Recipe("fp8_e4m3_tensor", "fp8_e4m3_tensor", "fp8_e5m2_tensor", one_scale=True),
+    "tensorwise": Fp8Recipe(
+        "fp8_e4m3_tensor", "fp8_e4m3_tensor", "fp8_e5m2_tensor", one_scale=True
+    ),
     "rowwise": Fp8Recipe("fp8_e4m3_row", "fp8_e4m3_row", "fp8_e4m3_row"),
     "blockwise": Fp8Recipe("fp8_e4m3_1x128", "fp8_e4m3_128x128", "fp8_e4m3_1x128"),
 }
@@ -68,15 +70,17 @@ def fp8_linear(
 
 
 def check_recipe(recipe: str, weights: str) -> None:
-    """Raises where a name is not of the tables."""
+    """Raise for an unknown name."""
     if recipe not in FP8_RECIPES:
-        raise ArgumentError(f"{recipe!r} is not an FP8 recipe", next=f"one of {', '.join(FP8_RECIPES)}")
+        names = ", ".join(FP8_RECIPES)
+        raise ArgumentError(f"{recipe!r} is not an FP8 recipe", next=f"one of {names}")
     if weights not in WEIGHT_CAST_MODES:
-        raise ArgumentError(f"weights={weights!r} is not allowed", next=f"one of {WEIGHT_CAST_MODES}")
+        names = ", ".join(WEIGHT_CAST_MODES)
+        raise ArgumentError(f"weights={weights!r} is not allowed", next=f"one of {names}")
 
 
 class _FP8Linear(torch.autograd.Function):
-    """The rule of the module's text; AOTAutograd traces through both methods."""
+    """The formulas of the module's docstring. AOTAutograd traces through both methods."""
 
     @staticmethod
     def forward(
@@ -90,17 +94,17 @@ class _FP8Linear(torch.autograd.Function):
     ) -> Tensor:
         formats = FP8_RECIPES[recipe]
         rows = x.reshape(-1, x.shape[-1])
-        of_x = _cast(rows, formats.x)
-        of_weight = _cast(weight, formats.weight)
-        y = _scaled_matmul(of_x, formats.x, of_weight, formats.weight, bias, dtype)
-        ctx.formats, ctx.keeps, ctx.shape = formats, weights == "keep", x.shape
+        x_fp8 = _cast(rows, formats.x)
+        weight_fp8 = _cast(weight, formats.weight)
+        y = _scaled_matmul(x_fp8, formats.x, weight_fp8, formats.weight, bias, dtype)
+        ctx.formats, ctx.keeps_weight, ctx.shape = formats, weights == "keep", x.shape
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         saved: list[Tensor | None] = [None, None, None, None, None]
         if needs_weight:
-            saved[:2] = _cast_transposed(rows, formats.x, of_x, formats.one_scale)
-        if needs_x and ctx.keeps:
-            saved[2:4] = _cast_transposed(weight, formats.weight, of_weight, formats.one_scale)
+            saved[:2] = _cast_transposed(rows, formats.x, x_fp8, formats.one_scale)
+        if needs_x and ctx.keeps_weight:
+            saved[2:4] = _cast_transposed(weight, formats.weight, weight_fp8, formats.one_scale)
         elif needs_x:
             saved[4] = weight
         ctx.save_for_backward(*saved)
@@ -109,39 +113,49 @@ class _FP8Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         formats: Fp8Recipe = ctx.formats
-        x_turned, x_scale, weight_turned, weight_scale, weight = ctx.saved_tensors
+        x_t, x_t_scale, weight_t, weight_t_scale, weight = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
+        grad_y = gradients[0].reshape(-1, gradients[0].shape[-1])
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        of_gradient = _cast(gradient, formats.gradient)
-        of_x = of_weight = of_bias = None
+        grad_fp8 = _cast(grad_y, formats.gradient)
+        grad_x = grad_weight = grad_bias = None
         if needs_x:
-            turned = (weight_turned, weight_scale)
-            if not ctx.keeps:
-                turned = _cast(weight.t(), formats.weight)
-            of_x = _scaled_matmul(of_gradient, formats.gradient, turned, formats.weight, None, x_dtype)
-            of_x = of_x.reshape(ctx.shape)
+            weight_t_fp8 = (weight_t, weight_t_scale)
+            if not ctx.keeps_weight:
+                weight_t_fp8 = _cast(weight.t(), formats.weight)
+            grad_x = _scaled_matmul(
+                grad_fp8, formats.gradient, weight_t_fp8, formats.weight, None, x_dtype
+            )
+            grad_x = grad_x.reshape(ctx.shape)
         if needs_weight:
-            turned = _cast_transposed(gradient, formats.gradient, of_gradient, formats.one_scale)
-            columns = (x_turned, x_scale)
-            of_weight = _scaled_matmul(turned, formats.gradient, columns, formats.x, None, weight_dtype)
+            grad_t_fp8 = _cast_transposed(grad_y, formats.gradient, grad_fp8, formats.one_scale)
+            grad_weight = _scaled_matmul(
+                grad_t_fp8, formats.gradient, (x_t, x_t_scale), formats.x, None, weight_dtype
+            )
         if needs_bias:
-            of_bias = gradient.sum(0, dtype=torch.float32).to(bias_dtype)
-        return of_x, of_weight, of_bias, None, None, None
+            grad_bias = grad_y.sum(0, dtype=torch.float32).to(bias_dtype)
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
-def _cast(matrix: Tensor, format: str, scale: Tensor | None = None) -> QuantizedMatrix:
-    data, made = quantize_op(matrix, format, scale)
-    return data, made
+def _cast(matrix: Tensor, format: str, static: Tensor | None = None) -> QuantizedMatrix:
+    codes, scale = quantize_op(matrix, format, static)
+    return codes, scale
 
 
-def _cast_transposed(matrix: Tensor, format: str, cast: QuantizedMatrix, one_scale: bool) -> QuantizedMatrix:
-    """The cast of the transpose; a scale of the whole matrix is not worked out twice."""
+def _cast_transposed(
+    matrix: Tensor, format: str, cast: QuantizedMatrix, one_scale: bool
+) -> QuantizedMatrix:
+    """The cast of the transpose; a per-tensor scale is not computed twice."""
     return _cast(matrix.t(), format, cast[1] if one_scale else None)
 
 
 def _scaled_matmul(
-    a: QuantizedMatrix, a_format: str, b: QuantizedMatrix, b_format: str, bias: Tensor | None, dtype: torch.dtype
+    a: QuantizedMatrix,
+    a_format: str,
+    b: QuantizedMatrix,
+    b_format: str,
+    bias: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """a @ b.T + bias."""
     out: Tensor = scaled_mm_op(a[0], [a[1]], a_format, b[0], [b[1]], b_format, bias, dtype)

@@ -83,10 +83,10 @@ def fused_gate_up(
 ) -> Tensor:
     """activation(gate(norm(x))) * up(norm(x))."""
     both = _find_dense_weight(x, (gate, up))
-    if both:
-        dense_gate, dense_up = both.parts
-    else:
-        dense_gate, dense_up = _find_dense_weight(x, (gate,)), _find_dense_weight(x, (up,))
+    parts = (
+        (_find_dense_weight(x, (gate,)), _find_dense_weight(x, (up,))) if not both else both.parts
+    )
+    dense_gate, dense_up = parts
     if dense_gate is not None and dense_up is not None:
         out = _run_fused_kernel(x, dense_gate, norm, up=dense_up, activation=activation)
         if out is not None:

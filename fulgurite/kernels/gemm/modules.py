@@ -1,10 +1,10 @@
-"""Modules with packed weights: what `nn.Linear` and `nn.Embedding` become, with the same names.
+"""Modules with quantized weights: what `nn.Linear` and `nn.Embedding` are replaced by.
 
-In: a `QuantTensor` parameter `weight` (and a plain `bias`). Out: what the dense module would give with
-the dequantized weight, up to how its activations are rounded.
+In: a `QuantTensor` parameter `weight` (and a dense `bias`). Out: what the dense module returns with the
+dequantized weight, up to the rounding of its activations.
 
-`activations` is what `quant_linear` takes. A module that holds `input_scale` quantizes its input with
-that static scale instead and multiplies by `scaled_mm`.
+`activations` is the format that `quant_linear` quantizes x to. A module with an `input_scale` quantizes its
+input with that static scale and calls `scaled_mm`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fulgurite.quant import WHOLE_DIM, QuantTensor, get_device_features, is_nati
 
 INTEGER_FAMILIES = ("int", "gguf", "nvfp4")
 INTEGER_FORMATS = ("mxfp4",)
-# weight -> activations that hardware multiplies it with
+# weight format -> activation format that hardware multiplies it with
 NATIVE_ACTIVATION_FORMATS = {
     "fp8_e4m3_tensor": "fp8_e4m3_row",
     "fp8_e4m3_row": "fp8_e4m3_row",
@@ -34,13 +34,13 @@ NATIVE_ACTIVATION_FORMATS = {
     "mxfp8_e4m3": "mxfp8_e4m3",
     "nvfp4": "nvfp4",
 }
-# where a linear is a cast and a product in any case, and the casts that generated kernels can make
+# devices where a linear is a cast and a GEMM anyway, and the casts that generated kernels can fuse
 SEPARATE_CAST_DEVICES = ("cuda",)
 FUSIBLE_CAST_FORMATS = ("fp8_e4m3_row", "fp8_e4m3_1x128", "int8")
 
 
 def quantizable_parameters(module: nn.Module) -> tuple[str, ...]:
-    """The parameters of a module that may be packed: a linear's weight, and what `quantizable` names."""
+    """The parameters that may be quantized: a linear's weight, and what `quantizable` names."""
     if type(module) is nn.Linear:
         return ("weight",)
     names: tuple[str, ...] = getattr(module, "quantizable", ())
@@ -48,15 +48,15 @@ def quantizable_parameters(module: nn.Module) -> tuple[str, ...]:
 
 
 class QuantModule(nn.Module):
-    """A module with a packed `weight`. Activations that were left open follow it to its device."""
+    """A module with a quantized `weight`. Default activations follow it to its device."""
 
     weight: nn.Parameter
     activations: str
 
-    def choose_activations(self, weight: QuantTensor, asked: str | None) -> None:
-        """`asked`, or what multiplies fastest where the weight is."""
-        self.uses_default_activations = asked is None
-        self.activations = default_activation_format(weight) if asked is None else asked
+    def set_activations(self, weight: QuantTensor, format: str | None) -> None:
+        """Use `format`, or, with None, what multiplies fastest on the weight's device."""
+        self.uses_default_activations = format is None
+        self.activations = default_activation_format(weight) if format is None else format
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         moved = super()._apply(fn, recurse)
@@ -66,7 +66,7 @@ class QuantModule(nn.Module):
 
 
 class QuantLinear(QuantModule):
-    """x @ weight.T + bias, the weight packed."""
+    """x @ weight.T + bias with a quantized weight."""
 
     input_scale: Tensor | None
 
@@ -81,15 +81,15 @@ class QuantLinear(QuantModule):
         self.out_features, self.in_features = weight.shape
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.choose_activations(weight, activations)
+        self.set_activations(weight, activations)
         self.register_buffer("input_scale", input_scale)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
         assert isinstance(weight, QuantTensor), "a QuantLinear's weight was replaced"
-        if self.input_scale is None and not self._casts_apart(x):
+        if self.input_scale is None and not self._has_separate_cast(x):
             return quant_linear(x, weight, self.bias, self.activations)
-        # parts, not a QuantTensor: a captured program can't make one
+        # tensors, not a QuantTensor: a captured graph can't construct one
         rows, *scales = quantize_op(x.flatten(0, -2), self.activations, self.input_scale)
         packed, levels = weight.packed, list(weight.scales.values())
         y: Tensor = scaled_mm_op(
@@ -97,8 +97,8 @@ class QuantLinear(QuantModule):
         )
         return y.view(*x.shape[:-1], self.out_features)
 
-    def _casts_apart(self, x: Tensor) -> bool:
-        """Whether x is cast by an op of its own, which a compiled program fuses with what made x."""
+    def _has_separate_cast(self, x: Tensor) -> bool:
+        """Whether x is cast by an op of its own, which compilation fuses with the producer of x."""
         if not torch.compiler.is_compiling() or x.device.type not in SEPARATE_CAST_DEVICES:
             return False
         needs_gradient = torch.is_grad_enabled() and x.requires_grad
@@ -113,15 +113,15 @@ class QuantLinear(QuantModule):
 
 
 class QuantEmbedding(QuantModule):
-    """Rows of a packed table, dequantized as they are looked up.
+    """Rows of a quantized table, dequantized as they are looked up.
 
-    `activations` is for a head that shares the table (`compute_logits`).
+    `activations` is for an LM head that shares the table (`compute_logits`).
     """
 
     def __init__(self, weight: QuantTensor, activations: str | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.choose_activations(weight, activations)
+        self.set_activations(weight, activations)
 
     def forward(self, ids: Tensor) -> Tensor:
         weight = self.weight
@@ -135,7 +135,7 @@ class QuantEmbedding(QuantModule):
 
 
 def lookup_embedding(table: QuantTensor, ids: Tensor) -> Tensor:
-    """The rows `ids` of a packed table, in its dtype: [.., K]."""
+    """The rows `ids` of a quantized table, in its dtype: [.., K]."""
     if any(scale.block[0] not in (0, 1) for scale in table.format.separate_scales):
         raise FormatError(
             f"rows of a {table.format.name} table can't be looked up: its scales span several rows",
@@ -153,19 +153,19 @@ def lookup_embedding(table: QuantTensor, ids: Tensor) -> Tensor:
 
 
 class VocabTable(nn.Module, ABC):
-    """A table of a vocabulary that scores by itself: one that is divided over ranks."""
+    """A vocabulary table that computes logits itself: one that is sharded over ranks."""
 
     @abstractmethod
-    def project(self, x: Tensor) -> Tensor:
+    def compute_logits(self, x: Tensor) -> Tensor:
         """x @ weight.T, all columns."""
 
 
 def compute_logits(x: Tensor, table: nn.Module) -> Tensor:
-    """x @ weight.T for the weight of a linear or an embedding, dense or packed."""
+    """x @ weight.T for the weight of a linear or an embedding, dense or quantized."""
     if isinstance(table, VocabTable):
-        return table.project(x)
+        return table.compute_logits(x)
     if isinstance(table, QuantModule):
-        assert isinstance(table.weight, QuantTensor), "a packed weight was replaced"
+        assert isinstance(table.weight, QuantTensor), "a quantized weight was replaced"
         return quant_linear(x, table.weight, None, table.activations)
     weight = table.weight
     assert isinstance(weight, Tensor), "a module without a weight"
@@ -173,15 +173,15 @@ def compute_logits(x: Tensor, table: nn.Module) -> Tensor:
 
 
 def default_activation_format(weight: QuantTensor) -> str:
-    """What multiplies fastest on the weight's device.
+    """The activation format that multiplies fastest on the weight's device.
 
-    CPUs: int8 in blocks of 32 where the weight's codes are whole numbers. GPUs that multiply in the
-    weight's own format: activations in the format that goes with it. Otherwise x as it is.
+    CPUs: int8 in blocks of 32 if the weight's codes are integers. GPUs with MMAs of the weight's format:
+    the activation format that goes with it. Otherwise activations are not quantized.
     """
     format, device = weight.format, weight.device
     if device.type == "cpu":
-        whole = format.family in INTEGER_FAMILIES or format.name in INTEGER_FORMATS
-        return "q8_0" if whole and weight.shape[-1] % 32 == 0 else UNQUANTIZED
+        is_integer = format.family in INTEGER_FAMILIES or format.name in INTEGER_FORMATS
+        return "q8_0" if is_integer and weight.shape[-1] % 32 == 0 else UNQUANTIZED
     if format.name in NATIVE_ACTIVATION_FORMATS and is_native(format, get_device_features(device)):
         return NATIVE_ACTIVATION_FORMATS[format.name]
     return UNQUANTIZED

@@ -1,59 +1,26 @@
-"""Linears with quantized weights in plain torch, and the checks of their arguments.
+"""GEMM with quantized operands in plain torch: the references that kernels are tested against.
 
-In: activations and a quantized weight. Out: x @ weight.T + bias: the definition that every kernel is compared with.
+In: the arguments of the operators `quant_linear` and `scaled_mm`. Out: their results: everything is
+dequantized, then multiplied in float32. They run on every device and take every format.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fulgurite.errors import FormatError
-from fulgurite.quant import PackedData, QuantTensor, resolve_format
-from fulgurite.quant import quantize as quantize_plain
+from fulgurite.quant import PackedData, resolve_format
+from fulgurite.quant import quantize as quantize_reference
 from fulgurite.quant.codecs import codec
 from fulgurite.quant.format import Format
 
-UNQUANTIZED = "none"
+UNQUANTIZED = "none"  # the format of activations that are not quantized
 
 
-def check_operands(x: Tensor, weight: QuantTensor) -> None:
-    """Raises where x and the weight don't fit each other."""
-    if weight.dim() != 2:
-        raise FormatError(
-            f"the weight of a linear has two dimensions, and this one has {weight.dim()}",
-            where=f"{weight.format.name} weight {list(weight.shape)}",
-            next="take one expert of a stack, or use grouped_gemm",
-        )
-    if x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
-        raise FormatError(
-            f"x has {x.shape[-1] if x.dim() else 1} columns, and the weight takes K = "
-            f"{weight.shape[-1]}",
-            where=f"x {list(x.shape)}, {weight.format.name} weight {list(weight.shape)}",
-            next="the last dimensions of both are contracted: check which one is transposed",
-        )
-    if not x.is_floating_point():
-        raise FormatError(
-            f"x must be floating point, and is {x.dtype}",
-            where=f"x {list(x.shape)}",
-            next="two packed operands are multiplied by scaled_mm",
-        )
-
-
-def check_bias(bias: Tensor | None, shape: Sequence[int]) -> None:
-    """Raises where a bias is not one number a row of the weight."""
-    if bias is not None and tuple(bias.shape) != tuple(shape):
-        raise FormatError(
-            f"bias {list(bias.shape)} must be {list(shape)}: a number for each row of the weight",
-            next="reshape or expand it",
-        )
-
-
-def reference(
+def quant_linear(
     x: Tensor,
     data: Tensor,
     scales: list[Tensor],
@@ -61,22 +28,44 @@ def reference(
     bias: Tensor | None,
     activations: str,
 ) -> Tensor:
-    """Everything dequantized, then one matmul in float32."""
+    """x @ weight.T + bias, x as it is or quantized to `activations` first."""
     weight = dequantize_packed(data, scales, resolve_format(format))
     out = F.linear(fake_quantize_activations(x, activations), weight)
     return (out if bias is None else out + bias.float()).to(x.dtype)
 
 
+def scaled_mm(
+    a: Tensor,
+    a_scales: list[Tensor],
+    a_format: str,
+    b: Tensor,
+    b_scales: list[Tensor],
+    b_format: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """a @ b.T + bias, both quantized."""
+    left = dequantize_packed(a, a_scales, resolve_format(a_format))
+    right = dequantize_packed(b, b_scales, resolve_format(b_format))
+    out = F.linear(left, right)
+    return (out if bias is None else out + bias.float()).to(out_dtype)
+
+
 def dequantize_packed(data: Tensor, scales: list[Tensor], format: Format) -> Tensor:
-    """Packed parts as float32."""
+    """Packed data and its stored scales as float32."""
     names = [scale.name for scale in format.separate_scales]
     packed = PackedData(data, dict(zip(names, scales, strict=True)))
     return codec.dequantize_codes(codec.unpack(packed, format), format)
 
 
 def fake_quantize_activations(x: Tensor, activations: str) -> Tensor:
-    """x in float32, as it is after quantizing its rows."""
+    """x in float32, rounded to the values of a format row by row."""
     if activations == UNQUANTIZED:
         return x.float()
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    return quantize_plain(rows, activations).dequantize(torch.float32).reshape(x.shape)
+    return quantize_reference(rows, activations).dequantize(torch.float32).reshape(x.shape)
+
+
+def upcast(x: Tensor) -> Tensor:
+    """x in float32, or as it is in float64."""
+    return x if x.dtype == torch.float64 else x.float()

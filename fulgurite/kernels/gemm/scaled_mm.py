@@ -1,28 +1,27 @@
-"""`scaled_mm`: a @ b.T + bias where both are packed.
+"""`scaled_mm`: a @ b.T + bias with both operands quantized.
 
     y[m, n] = sum over k of dequantize(a)[m, k] * dequantize(b)[n, k]  + bias[n]
 
-In: a [.., M, K] and b [N, K], each in a format of the table, their K in the same order; so every
-layout of scales: per tensor, row, 1x128 with 128x128, 16-wide NVFP4, 32-wide MX, int8 rows. Out:
+In: a [.., M, K] and b [N, K], each in a format of `FORMATS`, with K in the same order. So every layout
+of scales works: per tensor, row, 1x128 with 128x128, 16-wide NVFP4, 32-wide MX, int8 rows. Out:
 [.., M, N] in `out_dtype`, summed in float32 and rounded once.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fulgurite.errors import FormatError
 from fulgurite.kernels import registry
-from fulgurite.kernels.gemm import cpu_scaled_mm, triton_scaled_mm
-from fulgurite.kernels.gemm.reference import check_bias, dequantize_packed
+from fulgurite.kernels.gemm import cpu_scaled_mm, reference, triton_scaled_mm
+from fulgurite.kernels.gemm.quant_linear import check_bias
 from fulgurite.op import op
 from fulgurite.quant import QuantTensor, resolve_format
 from fulgurite.quant.shapes import logical_shape
 
-# device type -> function of the operator's arguments; it may return NotImplemented
-IMPLEMENTATIONS: dict[str, registry.Kernel] = {
+# device type -> kernel with the operator's arguments; it may return NotImplemented
+SCALED_MM_KERNELS = {
     "cpu": cpu_scaled_mm.scaled_mm,
     "cuda": triton_scaled_mm.scaled_mm,
 }
@@ -34,7 +33,7 @@ def scaled_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """a @ b.T + bias; `out_dtype` is by default the one `a` dequantizes to."""
+    """a @ b.T + bias; `out_dtype` is by default the dtype that `a` dequantizes to."""
     if b.dim() != 2 or a.dim() < 2 or a.shape[-1] != b.shape[-1]:
         raise FormatError(
             f"a {list(a.shape)} and b {list(b.shape)} can't be multiplied as a @ b.T",
@@ -68,25 +67,8 @@ def scaled_mm_op(
 ) -> Tensor:
     """The operator: both operands as packed data and their stored scales."""
     arguments = (a, a_scales, a_format, b, b_scales, b_format, bias, out_dtype)
-    out: Tensor = registry.dispatch(IMPLEMENTATIONS, a.device, reference, *arguments)
+    out: Tensor = registry.dispatch(SCALED_MM_KERNELS, a.device, reference.scaled_mm, *arguments)
     return out
-
-
-def reference(
-    a: Tensor,
-    a_scales: list[Tensor],
-    a_format: str,
-    b: Tensor,
-    b_scales: list[Tensor],
-    b_format: str,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """Both dequantized, then one matmul in float32."""
-    left = dequantize_packed(a, a_scales, resolve_format(a_format))
-    right = dequantize_packed(b, b_scales, resolve_format(b_format))
-    out = F.linear(left, right)
-    return (out if bias is None else out + bias.float()).to(out_dtype)
 
 
 @scaled_mm_op.fake

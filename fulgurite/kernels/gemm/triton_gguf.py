@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""x @ weight.T for weights in GGUF's blocks, and for 4-bit integers in groups, of any 16- or 32-bit x.
+"""GEMM with weights in GGUF blocks, and with 4-bit integers in groups, for any 16- or 32-bit x.
 
-    out[m, n] = sum over blocks b of  scale[n, b] * (x[m, b] . codes[n, b]) + low[n, b] * sum of x[m, b]
+    out[m, n] = sum over blocks b of  scale[n, b] * (x[m, b] . codes[n, b]) + low[n, b] * sum(x[m, b])
 
-In: x [M, K] and a packed weight [N, K] as it lies in the file. Out: [M, N] in x's dtype, summed in
-float32 and rounded once. Codes have at most 8 bits, so a tensor core multiplies them exactly; the scale
-of a block comes in after its product. A step is one block of scales: 32 columns, or 16 of q6_k.
+In: x [M, K] and a weight [N, K] in the layout of the file. Out: [M, N] in x's dtype, summed in float32
+and rounded once. Codes have at most 8 bits, so tensor cores multiply them exactly. The scale of a block
+is applied to its sum. A step is one block of scales: 32 columns, or 16 of q6_k.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from fulgurite.kernels.common.triton_import import tl, triton
-from fulgurite.kernels.gemm.triton_launch import NATIVE
+from fulgurite.kernels.common.triton_numerics import NATIVE
+from fulgurite.kernels.integer_math import cdiv
+from fulgurite.kernels.tuning import heuristics_for
 from fulgurite.quant import Format
 
-BLOCK_N = 32
-# columns of a step, of a block, and bytes of a block
+# format -> columns of a step, columns of a block, bytes of a block
 BLOCK_LAYOUTS = {
     "q4_0": (32, 32, 18),
     "q4_1": (32, 32, 20),
@@ -33,28 +34,29 @@ BLOCK_LAYOUTS = {
 
 @triton.jit
 def load_unaligned_float16(data_ptr, inside):
-    """A float16 whose two bytes may lie at an odd address, as float32."""
+    """A float16 that may be at an odd address, as float32."""
     low = tl.load(data_ptr, inside, 0).to(tl.int32)
     high = tl.load(data_ptr + 1, inside, 0).to(tl.int32)
     return (low | (high << 8)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def load_byte(row_ptr, place, inside):
-    """The byte `place` of each row's block, or one a column, as int32."""
-    return tl.load(row_ptr + place, inside, 0).to(tl.int32)
+def load_byte(row_ptr, index, inside):
+    """Byte `index` of each row's block, or one byte a column, as int32."""
+    return tl.load(row_ptr + index, inside, 0).to(tl.int32)
 
 
 @triton.jit
 def load_q4_k_scales(block_ptr, j, inside):
-    """The 6-bit scale and minimum of sub-block j: the last four keep two bits with the first four."""
+    """The 6-bit scale and minimum of sub-block j; the last four store two bits with the first four."""
     first = load_byte(block_ptr, 4 + j % 4, inside)
     second = load_byte(block_ptr, 8 + j % 4, inside)
     third = load_byte(block_ptr, 12 + j % 4, inside)
-    early = j < 4
-    scale = tl.where(early, first & 63, (third & 15) | ((first >> 6) << 4))
-    low = tl.where(early, second & 63, (third >> 4) | ((second >> 6) << 4))
-    d, dmin = load_unaligned_float16(block_ptr, inside), load_unaligned_float16(block_ptr + 2, inside)
+    is_first_half = j < 4
+    scale = tl.where(is_first_half, first & 63, (third & 15) | ((first >> 6) << 4))
+    low = tl.where(is_first_half, second & 63, (third >> 4) | ((second >> 6) << 4))
+    d = load_unaligned_float16(block_ptr, inside)
+    dmin = load_unaligned_float16(block_ptr + 2, inside)
     return d * scale.to(tl.float32), -dmin * low.to(tl.float32)
 
 
@@ -62,10 +64,10 @@ def load_q4_k_scales(block_ptr, j, inside):
 def gguf_gemm_kernel(
     x_ptr, data_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, m, n, k, x_step, row_bytes, groups,
     FORMAT: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, BYTES: tl.constexpr,
-    GROUP: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, NATIVE: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, ZERO_POINTS: tl.constexpr, BIAS: tl.constexpr, NATIVE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out; every format reads its own bytes, then all multiply alike."""
+    """One tile of the output. Every format reads codes its own way; the MMA is the same for all."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     known = columns < n
@@ -102,9 +104,9 @@ def gguf_gemm_kernel(
             scale = load_unaligned_float16(block_ptr + 208, known) * signed.to(tl.float32)
         else:
             codes = (load_byte(wide_ptr, at[None, :] // 2, tall) >> (at[None, :] % 2 * 4)) & 15
-            place = columns.to(tl.int64) * groups + start // GROUP
-            scale = tl.load(scale_ptr + place, known, 0.0)
-            zero = tl.load(zero_ptr + place, known, 0).to(tl.float32) if ZERO else 8.0
+            group = columns.to(tl.int64) * groups + start // GROUP_SIZE
+            scale = tl.load(scale_ptr + group, known, 0.0)
+            zero = tl.load(zero_ptr + group, known, 0).to(tl.float32) if ZERO_POINTS else 8.0
             low = -zero * scale
         x = tl.load(x_row + start + at[None, :], (rows < m)[:, None], 0.0)
         if NATIVE:
@@ -117,33 +119,34 @@ def gguf_gemm_kernel(
         total += tl.sum(x.to(tl.float32), 1)[:, None] * low[None, :]
     if BIAS:
         total += tl.load(bias_ptr + columns, known, 0.0).to(tl.float32)[None, :]
-    place = rows.to(tl.int64)[:, None] * n + columns[None, :]
-    tl.store(
-        out_ptr + place, total.to(out_ptr.dtype.element_ty), (rows < m)[:, None] & tall.trans()
-    )
+    into = out_ptr + rows.to(tl.int64)[:, None] * n + columns[None, :]
+    tl.store(into, total.to(out_ptr.dtype.element_ty), (rows < m)[:, None] & tall.trans())
 
 
 def gguf_linear(
     rows: Tensor, data: Tensor, scales: list[Tensor], format: Format, bias: Tensor | None
 ) -> Any:
-    """x @ weight.T + bias, or NotImplemented where the format is none of these."""
-    lowest = any(scale.name == "minimum" for scale in format.separate_scales)
-    integers = format.family == "int" and format.element.bits == 4 and not lowest
-    kind = "int4" if integers else format.name
-    whole = rows.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    if kind not in BLOCK_LAYOUTS or not whole or data.dim() != 2 or 0 in (rows.numel(), data.numel()):
+    """x @ weight.T + bias, or NotImplemented for other formats."""
+    has_minima = any(scale.name == "minimum" for scale in format.separate_scales)
+    is_int4 = format.family == "int" and format.element.bits == 4 and not has_minima
+    kind = "int4" if is_int4 else format.name
+    is_supported = rows.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if kind not in BLOCK_LAYOUTS or not is_supported or data.dim() != 2:
         return NotImplemented
-    step, width, size = BLOCK_LAYOUTS[kind]
+    if 0 in (rows.numel(), data.numel()):
+        return NotImplemented
+    step, width, block_bytes = BLOCK_LAYOUTS[kind]
     (m, k), n = rows.shape, data.shape[0]
-    data, group = data.contiguous(), format.block[1]
-    first = scales[0].contiguous() if scales else data
-    second = scales[1].contiguous() if len(scales) > 1 else data
+    data, group_size = data.contiguous(), format.block[1]
+    scale = scales[0].contiguous() if scales else data
+    zero_points = scales[1].contiguous() if len(scales) > 1 else data
     out = rows.new_empty((m, n))
-    tile = 16 if m <= 16 else 32 if m <= 32 else 64
-    gguf_gemm_kernel[(triton.cdiv(m, tile), triton.cdiv(n, BLOCK_N))](
-        rows, data, first, second, out if bias is None else bias, out, m, n, k, rows.stride(0),
-        data.shape[1], k // group,
-        FORMAT=kind, STEP=step, WIDTH=width, BYTES=size, GROUP=group, ZERO=len(scales) > 1,
-        BIAS=bias is not None, NATIVE=NATIVE, BLOCK_M=tile, BLOCK_N=BLOCK_N, num_warps=4,
+    config = heuristics_for(rows.device).gguf_gemm(m)
+    gguf_gemm_kernel[(cdiv(m, config.block_m), cdiv(n, config.block_n))](
+        rows, data, scale, zero_points, out if bias is None else bias, out, m, n, k, rows.stride(0),
+        data.shape[1], k // group_size,
+        FORMAT=kind, STEP=step, WIDTH=width, BYTES=block_bytes, GROUP_SIZE=group_size,
+        ZERO_POINTS=len(scales) > 1, BIAS=bias is not None, NATIVE=NATIVE,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
     )  # fmt: skip
     return out

@@ -1,8 +1,7 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs
-"""`quant_linear` and `grouped_quant_linear` on a GPU.
+"""`quant_linear` on a GPU.
 
-In: the operators' arguments. Out: x @ weight.T + bias, or NotImplemented for what only the reference
-takes: float32 activations (but of GGUF and 4-bit integer weights without minima), e2m1 with float16
+In: the operator's arguments. Out: x @ weight.T + bias, or NotImplemented for what only the reference
+takes: float32 activations (except of GGUF and 4-bit integer weights without minima), e2m1 with float16
 activations, experts in GGUF blocks.
 """
 
@@ -13,15 +12,19 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from fulgurite.kernels.gemm import triton_launch
+from fulgurite.kernels.common.triton_operands import (
+    dequant_scheme,
+    make_operand,
+    supports_dtype,
+)
+from fulgurite.kernels.gemm.reference import UNQUANTIZED
 from fulgurite.kernels.gemm.triton_gguf import gguf_linear
+from fulgurite.kernels.gemm.triton_launch import GemmInputs, launch_gemm
 from fulgurite.kernels.gemm.triton_scaled_mm import grouped_scaled_mm, scaled_mm
 from fulgurite.kernels.quantize.triton_dequantize import dequantize_weight
 from fulgurite.kernels.quantize.triton_quantize import quantize
-from fulgurite.kernels.tuning.heuristics import heuristics_for
+from fulgurite.kernels.tuning import heuristics_for
 from fulgurite.quant import resolve_format
-
-UNQUANTIZED = "none"
 
 
 def quant_linear(
@@ -50,52 +53,48 @@ def _weight_only_gemm(
     scales: list[Tensor],
     format: str,
     bias: Tensor | None,
-    ends: Tensor | None = None,
+    expert_offsets: Tensor | None = None,
 ) -> Any:
     entry = resolve_format(format)
-    weight = triton_launch.dequant_scheme(entry)
+    scheme = dequant_scheme(entry)
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    if weight is None or not triton_launch.supports_dtype(rows, weight) or data.numel() == 0:
-        return (
-            NotImplemented if ends is not None else gguf_linear(rows, data, scales, entry, bias)
-        )
-    m, k = rows.shape
-    n = data.shape[-2]
-    heuristics = heuristics_for(rows.device)
-    if ends is None:
-        config = heuristics.weight_only_config(m, n, k, weight)
+    if scheme is None or not supports_dtype(rows, scheme) or data.numel() == 0:
+        if expert_offsets is not None:
+            return NotImplemented
+        return gguf_linear(rows, data, scales, entry, bias)
+    (m, k), n = rows.shape, data.shape[-2]
+    heuristics, weight = heuristics_for(rows.device), make_operand(data, scales, entry, scheme)
+    if expert_offsets is None:
+        config = heuristics.weight_only_gemm(m, n, k, scheme)
     else:
-        config = heuristics.expert_gemm_config(m, n, k, data.shape[0], weight, is_8bit=False)
-    if config is None:  # many rows: what the library saves pays for writing the weight out
-        parts = triton_launch.make_operand(data, scales, entry, weight)
-        return F.linear(
-            rows,
-            dequantize_weight(rows.dtype, weight, parts, entry),
-            None if bias is None else bias.to(rows.dtype),
-        )
-    return triton_launch.launch_gemm(
-        rows, None, None, data, scales, entry, weight, bias, rows.dtype, config, ends
-    )
+        config = heuristics.expert_gemm(m, n, k, data.shape[0], scheme, is_8bit=False)
+    if (
+        config is None
+    ):  # many rows: the library's GEMM is faster by more than writing the weight costs
+        dense = dequantize_weight(rows.dtype, scheme, weight)
+        return F.linear(rows, dense, None if bias is None else bias.to(rows.dtype))
+    inputs = GemmInputs(rows, weight, scheme, rows.dtype, bias=bias, expert_offsets=expert_offsets)
+    return launch_gemm(inputs, config)
 
 
 def grouped_quant_linear(
     x: Tensor,
-    offsets: Tensor,
+    expert_offsets: Tensor,
     data: Tensor,
     scales: list[Tensor],
     format: str,
     bias: Tensor | None = None,
     activations: str = UNQUANTIZED,
 ) -> Any:
-    """`fulgurite::grouped_quant_linear`."""
+    """y[t] = x[t] @ weight[e].T + bias[e] for offsets[e - 1] <= t < offsets[e].
+
+    Grouped GEMM calls it for formats that have no kernel of their own.
+    """
     if activations == UNQUANTIZED:
-        return _weight_only_gemm(x, data, scales, format, bias, offsets)
+        return _weight_only_gemm(x, data, scales, format, bias, expert_offsets)
     parts = quantize(x, activations)
     if parts is NotImplemented:
         return NotImplemented
     return grouped_scaled_mm(
-        parts[0], parts[1:], activations, offsets, data, scales, format, bias, x.dtype
+        parts[0], parts[1:], activations, expert_offsets, data, scales, format, bias, x.dtype
     )
-
-
-__all__ = ["grouped_quant_linear", "quant_linear"]

@@ -1,83 +1,88 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""x @ weight.T for a few rows of x, of one weight or of experts: the weight is read once.
+"""Small-M GEMM: x @ weight.T for a few rows of x, of one weight or of experts. The weight is read once.
 
-    out[m, n] = gate((sum over k of x[row[m], k] * w[n, k] * w_scale) * factor[m] + bias[n])
+    out[m, n] = gate((sum over k of x[row[m], k] * w[n, k] * w_scale) * row_weight[m] + bias[n])
 
-In: x [M, K] in bfloat16 (float16 for integers in groups and for 8 bits), a weight [N, K], packed or dense, or a stack
-of them for experts. Out: [M, N] (of experts: their rows), summed in float32 and rounded once.
+In: x [M, K] in bfloat16 (float16 for integers in groups and for 8 bits); a weight [N, K], quantized or
+dense, or a stack of them for experts. Out: [M, N], summed in float32 and rounded once.
 
-A program takes a few rows of the weight and all of K (`few_step.py`). Its warps share K among them: each
-has sums of its own, many loads are under way at once, and the sums meet once, at the end. Weights of 4
-bits are decoded with about three instructions a number, loads and all: what an H200 has time for
-while its memory brings the next one.
+A program takes a few rows of the weight and all of K (`triton_small_m_mainloop.py`). Its warps share K:
+each warp has an accumulator of its own, many loads are in flight, and the accumulators are added once,
+at the end. Weights of 4 bits are dequantized with about three instructions a value, loads included. An
+H200 has time for that while its memory delivers the next value.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from fulgurite.kernels.common.triton_epilogue import apply_gate, apply_scales_and_bias
-from fulgurite.kernels.common.triton_import import INTERPRETED, tl, triton
+from fulgurite.kernels.common.triton_import import tl, triton
+from fulgurite.kernels.common.triton_numerics import NATIVE
 from fulgurite.kernels.common.triton_operands import DequantScheme, QuantizedOperand
+from fulgurite.kernels.elementwise.gated_activation import UNGATED, GatedActivation
 from fulgurite.kernels.gemm.triton_small_m_mainloop import accumulate_k_any_scale
-from fulgurite.kernels.tuning.config import LaunchConfig
+from fulgurite.kernels.integer_math import cdiv, next_power_of_2
+from fulgurite.kernels.tuning import LaunchConfig
 
-NATIVE = not INTERPRETED
 MAX_OFFSET = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def find_expert(ends_ptr, experts, row, GROUPS: tl.constexpr):
-    """The expert of a row, the first of its rows, and where they end.
+def find_expert(offsets_ptr, experts, row, EXPERTS_POW2: tl.constexpr):
+    """The expert of a row, the first of its rows, and their end.
 
-    Rows of no expert come after the last, as one more group.
+    Rows without an expert come last, as one more group.
     """
-    group = tl.arange(0, GROUPS)
-    ends = tl.load(ends_ptr + group, group < experts, MAX_OFFSET)
-    before = ends <= row
-    expert = tl.sum(before.to(tl.int32), 0)
-    return (
-        expert,
-        tl.max(tl.where(before, ends, 0), 0),
-        tl.min(tl.where(before, MAX_OFFSET, ends), 0),
-    )
+    group = tl.arange(0, EXPERTS_POW2)
+    ends = tl.load(offsets_ptr + group, group < experts, MAX_OFFSET)
+    is_before = ends <= row
+    expert = tl.sum(is_before.to(tl.int32), 0)
+    begin = tl.max(tl.where(is_before, ends, 0), 0)
+    return expert, begin, tl.min(tl.where(is_before, MAX_OFFSET, ends), 0)
 
 
 @triton.jit(do_not_specialize=["M", "w_scale_k", "experts", "xs_step"])
 def small_m_gemm_kernel(
-    x_ptr, rows_ptr, factors_ptr, ends_ptr, w_ptr, s_ptr, z_ptr, bias_ptr, factor_ptr, out_ptr,
+    x_ptr, row_indices_ptr, row_weights_ptr, offsets_ptr, w_ptr, s_ptr, z_ptr, bias_ptr,
+    x_factor_ptr, out_ptr,
     M, N, K, experts, x_stride, w_expert, w_stride, s_expert, w_scale_n, w_scale_k, z_expert,
     bias_expert, out_stride, alpha, limit, xs_ptr, xs_row, xs_step,
-    DEQUANT: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, W_ROWS: tl.constexpr,
-    TENSOR_SCALE: tl.constexpr, ZERO: tl.constexpr, GATHER: tl.constexpr, FACTORS: tl.constexpr,
-    FACTOR: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, EVEN: tl.constexpr,
-    GROUPS: tl.constexpr, PAIRS: tl.constexpr, R: tl.constexpr, T: tl.constexpr, BN: tl.constexpr,
-    C: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr, NATIVE: tl.constexpr,
-    X_CODES: tl.constexpr, P: tl.constexpr,
+    DEQUANT: tl.constexpr, SCALING: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, TENSOR_SCALE: tl.constexpr, ZERO_POINTS: tl.constexpr,
+    GATHER: tl.constexpr, ROW_WEIGHTS: tl.constexpr, X_FACTOR: tl.constexpr, BIAS: tl.constexpr,
+    GATE: tl.constexpr, EVEN_K: tl.constexpr, EXPERTS_POW2: tl.constexpr, TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, MMA_COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr, NATIVE: tl.constexpr,
+    X_IS_FP8: tl.constexpr, GROUPS_PER_MMA: tl.constexpr,
 ):  # fmt: skip
-    """BN rows of the weight, R rows of x. N columns of the result; with a gate half of the rows are
-    of the gate, half of what it gates, which lies N rows below.
+    """BLOCK_N rows of the weight, BLOCK_M rows of x. N columns of the output.
 
-    `ends_ptr`: with GROUPS the ends of the experts' rows, with PAIRS each row's expert; a row of x
-    is PAIRS rows then, and R is 1. P: groups of the weight beside each other (`few_step.py`).
-    `z_ptr`: the tensor scale of NVFP4, or the zero points of asymmetric integers.
+    With a gate, half of the rows are of the gate, and half of up, which is N rows below.
+
+    offsets_ptr     EXPERTS_POW2 > 0: the ends of the experts' rows; TOP_K > 0: the expert of each row
+    TOP_K           rows of the output that each row of x has; BLOCK_M is 1 then
+    z_ptr           the tensor scale of NVFP4, or zero points or minima of integers
+    GROUPS_PER_MMA  groups of the weight in one MMA (`triton_small_m_mainloop.py`)
     """
-    HALF: tl.constexpr = BN // 2 if GATE > 0 else BN
-    j = tl.arange(0, BN)
+    HALF: tl.constexpr = BLOCK_N // 2 if GATE > 0 else BLOCK_N
+    j = tl.arange(0, BLOCK_N)
     n = tl.program_id(0) * HALF + j % HALF
     row = (tl.where(n < N, n, 0) + (j // HALF) * N).to(tl.int64)
-    start = tl.program_id(1) * R
+    start = tl.program_id(1) * BLOCK_M
     end = M
     live = True
-    if GROUPS > 0 or PAIRS > 0:
+    if EXPERTS_POW2 > 0 or TOP_K > 0:
         start = tl.program_id(1)
-        if PAIRS > 0:
-            expert = tl.load(ends_ptr + start)
+        if TOP_K > 0:
+            expert = tl.load(offsets_ptr + start)
             live = (expert >= 0) & (expert < experts)
         else:
-            expert, first, end = find_expert(ends_ptr, experts, start, GROUPS)
+            expert, first, end = find_expert(offsets_ptr, experts, start, EXPERTS_POW2)
             end = tl.minimum(end, M)
-            if (start - first) % R != 0:
+            if (start - first) % BLOCK_M != 0:
                 return  # another program has this row
             live = expert < experts
         expert = tl.where(live, expert, 0).to(tl.int64)
@@ -85,34 +90,37 @@ def small_m_gemm_kernel(
         s_ptr += expert * s_expert
         z_ptr += expert * z_expert
         bias_ptr += expert * bias_expert
-        K = tl.where(live, K, 0)  # rows of no expert are zero
-    r = start + tl.arange(0, R * P) % R
+        K = tl.where(live, K, 0)  # rows without an expert are zero
+    r = start + tl.arange(0, BLOCK_M * GROUPS_PER_MMA) % BLOCK_M
     x_in = r < end
     from_row = tl.where(x_in, r, 0)
     if GATHER:
-        from_row = tl.load(rows_ptr + from_row)
-    if PAIRS > 0:
-        from_row = from_row // PAIRS
-    z_row = z_ptr + row[None, :, None] * w_scale_n if ZERO else z_ptr
+        from_row = tl.load(row_indices_ptr + from_row)
+    if TOP_K > 0:
+        from_row = from_row // TOP_K
+    z_row = z_ptr + row[None, :, None] * w_scale_n if ZERO_POINTS else z_ptr
     sums = accumulate_k_any_scale(
         x_ptr + from_row.to(tl.int64)[None, :, None] * x_stride, x_in[None, :, None],
-        w_ptr + row[None, :, None] * w_stride, s_ptr + (row // W_ROWS)[None, :, None] * w_scale_n,
-        z_row, (tl.arange(0, W) * C)[:, None, None], K, w_scale_k,
-        DEQUANT, SCALING, GROUP, ZERO, EVEN, T, C, W * C, STAGES, NATIVE,
-        (xs_ptr + from_row.to(tl.int64) * xs_row)[None, :, None], xs_step, X_CODES, P,
+        w_ptr + row[None, :, None] * w_stride,
+        s_ptr + (row // SCALE_ROWS)[None, :, None] * w_scale_n,
+        z_row, (tl.arange(0, NUM_WARPS) * BLOCK_K)[:, None, None], K, w_scale_k,
+        DEQUANT, SCALING, GROUP_SIZE, ZERO_POINTS, EVEN_K, MMA_COLUMNS, BLOCK_K,
+        NUM_WARPS * BLOCK_K, NUM_STAGES, NATIVE,
+        (xs_ptr + from_row.to(tl.int64) * xs_row)[None, :, None], xs_step, X_IS_FP8, GROUPS_PER_MMA,
     )  # fmt: skip
     out = tl.sum(sums, 0)
-    if FACTOR:
-        out *= tl.load(factor_ptr)
+    if X_FACTOR:
+        out *= tl.load(x_factor_ptr)
     m = start + tl.arange(0, out.shape[1])
-    m_in = m < tl.minimum(end, start + R)
-    factors = tl.load(factors_ptr + m, m_in, 0.0) if FACTORS else 1.0
+    m_in = m < tl.minimum(end, start + BLOCK_M)
+    row_weights = tl.load(row_weights_ptr + m, m_in, 0.0) if ROW_WEIGHTS else 1.0
     out = apply_scales_and_bias(
-        out, s_ptr, z_ptr, bias_ptr, row, w_scale_n, factors, SCALING, TENSOR_SCALE, FACTORS, BIAS
-    )
+        out, s_ptr, z_ptr, bias_ptr, row, w_scale_n, row_weights, SCALING, TENSOR_SCALE,
+        ROW_WEIGHTS, BIAS,
+    )  # fmt: skip
     if GATE > 0:
-        left, right = tl.split(tl.permute(tl.reshape(out, [2, HALF, out.shape[1]]), (1, 2, 0)))
-        out = apply_gate(left, right, alpha, limit, GATE)
+        gate, up = tl.split(tl.permute(tl.reshape(out, [2, HALF, out.shape[1]]), (1, 2, 0)))
+        out = apply_gate(gate, up, alpha, limit, GATE)
     out = tl.where(live, out, 0.0)
     column = tl.program_id(0) * HALF + tl.arange(0, HALF)
     into = out_ptr + m.to(tl.int64)[None, :] * out_stride + column[:, None]
@@ -120,56 +128,68 @@ def small_m_gemm_kernel(
     tl.store(into, out.to(out_ptr.dtype.element_ty), keep)
 
 
-def launch_small_m_gemm(
-    x: Tensor,
-    parts: QuantizedOperand,
-    weight: DequantScheme,
-    config: LaunchConfig,
-    out: Tensor,
-    *,
-    tensor_scale: bool = False,
-    rows: Tensor | None = None,
-    factors: Tensor | None = None,
-    ends: Tensor | None = None,
-    chosen: Tensor | None = None,
-    bias: Tensor | None = None,
-    factor: Tensor | None = None,
-    gate: tuple[int, float, float] = (0, 0.0, 0.0),
-    x_scale: Tensor | None = None,
-) -> None:
-    """Fill `out` [M, N]; see the top of this file.
+@dataclass(frozen=True)
+class SmallMInputs:
+    """out[m] = gate((x[row_indices[m]] @ weight.T) * row_weights[m] + bias); `out` is filled in.
 
-    rows, factors   which row of x each row of the result is of, and what it is multiplied by
-    ends            the weight is a stack, and its e-th matrix is for the rows up to ends[e]
-    chosen          [T, k]: the same for rows of x that go to k experts each, k rows of the result
-    gate            its number, alpha and limit
-    x_scale         x is in FP8, and these are its scales [rows, K / group]; one row of x a program
+    row_indices     the row of x of each row of the output
+    row_weights     what each row of the output is multiplied by
+    expert_offsets  the weight is a stack, and its e-th matrix is for the rows up to expert_offsets[e]
+    topk_experts    [T, k]: each row of x goes to k experts and has k rows of the output
+    x_factor        one number that the output is multiplied by
+    x_scale         x is in FP8 with these scales [rows, K / group]; one row of x a program
     """
-    data, scale = parts.data, parts.scale
-    count, columns = out.shape
-    experts = 0 if ends is None and chosen is None else data.shape[0]
-    halves = 2 if gate[0] else 1
+
+    x: Tensor
+    weight: QuantizedOperand
+    scheme: DequantScheme
+    out: Tensor
+    row_indices: Tensor | None = None
+    row_weights: Tensor | None = None
+    expert_offsets: Tensor | None = None
+    topk_experts: Tensor | None = None
+    bias: Tensor | None = None
+    x_factor: Tensor | None = None
+    gate: GatedActivation = UNGATED
+    x_scale: Tensor | None = None
+
+
+def launch_small_m_gemm(inputs: SmallMInputs, config: LaunchConfig) -> None:
+    """Fill `inputs.out` [M, N]."""
+    x, weight, scheme, out = inputs.x, inputs.weight, inputs.scheme, inputs.out
+    offsets, topk, bias, gate = (
+        inputs.expert_offsets, inputs.topk_experts, inputs.bias, inputs.gate
+    )  # fmt: skip
+    rows, columns = out.shape
+    experts = 0 if offsets is None and topk is None else weight.data.shape[0]
+    w_expert, s_expert, z_expert = weight.expert_strides
     grid = (
-        triton.cdiv(columns, config.block_n // halves),
-        count if experts else triton.cdiv(count, config.block_m),
+        cdiv(columns, config.block_n // gate.num_inputs),
+        rows if experts else cdiv(rows, config.block_m),
     )
     small_m_gemm_kernel[grid](
-        x, _or_placeholder(rows, x), _or_placeholder(factors, x), _or_placeholder(ends, _or_placeholder(chosen, x)), data, scale, parts.extra_scale,
-        _or_placeholder(bias, x), _or_placeholder(factor, x), out, count, columns, x.shape[1], experts, x.stride(0), data.stride(0),
-        data.stride(-2), scale.stride(0) if scale.dim() else 0, *parts.strides,
-        scale.stride(0) if parts.has_zero_points else 1, bias.stride(0) if bias is not None else 0,
-        out.stride(0), *gate[1:], _or_placeholder(x_scale, x), *((0, 0) if x_scale is None else x_scale.stride()),
-        DEQUANT=weight.dequant, SCALING=weight.small_m_scaling, GROUP=weight.group_size, W_ROWS=weight.scale_rows,
-        TENSOR_SCALE=tensor_scale, ZERO=parts.has_zero_points, GATHER=rows is not None,
-        FACTORS=factors is not None, FACTOR=factor is not None, BIAS=bias is not None,
-        GATE=gate[0], EVEN=x.shape[1] % (config.block_k * config.num_warps) == 0,
-        GROUPS=0 if ends is None else triton.next_power_of_2(experts),
-        PAIRS=0 if chosen is None else chosen.shape[1], R=config.block_m,
-        T=max(8, config.block_m * weight.groups_per_dot),
-        BN=config.block_n, C=config.block_k, W=config.num_warps, STAGES=config.num_stages,
-        NATIVE=NATIVE, X_CODES=x_scale is not None, P=weight.groups_per_dot, num_warps=config.num_warps,
+        x, _or_placeholder(inputs.row_indices, x), _or_placeholder(inputs.row_weights, x),
+        _or_placeholder(offsets, _or_placeholder(topk, x)), weight.data, weight.scale, weight.aux,
+        _or_placeholder(bias, x), _or_placeholder(inputs.x_factor, x), out, rows, columns, x.shape[1],
+        experts, x.stride(0), w_expert, weight.data.stride(-2), s_expert, *weight.scale_strides,
+        z_expert, bias.stride(0) if bias is not None else 0, out.stride(0), gate.alpha, gate.limit,
+        _or_placeholder(inputs.x_scale, x),
+        *((0, 0) if inputs.x_scale is None else inputs.x_scale.stride()),
+        DEQUANT=scheme.dequant, SCALING=scheme.small_m_scaling, GROUP_SIZE=scheme.group_size,
+        SCALE_ROWS=scheme.scale_rows, TENSOR_SCALE=weight.has_tensor_scale,
+        ZERO_POINTS=weight.has_zero_points, GATHER=inputs.row_indices is not None,
+        ROW_WEIGHTS=inputs.row_weights is not None, X_FACTOR=inputs.x_factor is not None,
+        BIAS=bias is not None, GATE=gate.kernel_id,
+        EVEN_K=x.shape[1] % (config.block_k * config.num_warps) == 0,
+        EXPERTS_POW2=0 if offsets is None else next_power_of_2(experts),
+        TOP_K=0 if topk is None else topk.shape[1], BLOCK_M=config.block_m,
+        MMA_COLUMNS=max(8, config.block_m * scheme.groups_per_mma),
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, NUM_WARPS=config.num_warps,
+        NUM_STAGES=config.num_stages, NATIVE=NATIVE, X_IS_FP8=inputs.x_scale is not None,
+        GROUPS_PER_MMA=scheme.groups_per_mma, num_warps=config.num_warps,
     )  # fmt: skip
 
 
-def _or_placeholder(tensor: Tensor | None, other: Tensor) -> Tensor:
-    return other if tensor is None else tensor
+def _or_placeholder(tensor: Tensor | None, placeholder: Tensor) -> Tensor:
+    """Any tensor for one that the kernel won't read."""
+    return placeholder if tensor is None else tensor

@@ -1,84 +1,62 @@
-"""Grouped GEMM in plain torch: the definition that every kernel is compared with.
+"""Grouped GEMM in plain torch: the references that kernels are tested against.
 
-In: rows sorted by expert and one weight per expert. Out: each row times the weight of its expert.
+In: the arguments of the operators. Out: their results, one expert after the other in float32. The
+offsets are read on the host.
 """
 
 from __future__ import annotations
 
 import itertools
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fulgurite.kernels.elementwise.gated_activation import GatedActivation
 from fulgurite.kernels.gemm.reference import (
     UNQUANTIZED,
     dequantize_packed,
     fake_quantize_activations,
+    upcast,
 )
+from fulgurite.kernels.grouped_gemm.args import DENSE, GroupedGemmArgs
 from fulgurite.quant import resolve_format
 
 
-def upcast(x: Tensor) -> Tensor:
-    """In float32, or in float64 if it is that already."""
-    return x if x.dtype == torch.float64 else x.float()
+def grouped_gemm(args: GroupedGemmArgs) -> Tensor:
+    """`fulgurite::grouped_gemm`."""
+    rows = args.x if args.row_indices is None else args.x[args.row_indices]
+    if args.activations == UNQUANTIZED:
+        rows = upcast(rows)
+    else:
+        rows = fake_quantize_activations(rows, args.activations)
+    out = rows.new_zeros(rows.shape[0], args.data.shape[1])
+    for expert, start, end in nonempty_groups(args.offsets):
+        weight = dequantize_expert(args.data, args.scales, args.format, expert)
+        y = F.linear(rows[start:end], weight)
+        if args.row_weights is not None:
+            y = y * args.row_weights[start:end, None]
+        if args.bias is not None:
+            y = y + args.bias[expert]
+        out[start:end] = y
+    return args.gate(out).to(args.x.dtype)
 
 
-DENSE = "dense"  # the format of a weight that is not packed
-
-
-def reference(
-    x: Tensor,
-    rows: Tensor | None,
-    places: Tensor | None,
-    factors: Tensor | None,
-    offsets: Tensor,
-    data: Tensor,
-    scales: list[Tensor],
-    format: str,
-    bias: Tensor | None,
-    activations: str,
-    gate: str,
-    alpha: float,
-    limit: float,
-) -> Tensor:
-    """One expert after the other in float32, the ends read on the host."""
-    given = x if rows is None else x[rows]
-    given = (
-        upcast(given)
-        if activations == UNQUANTIZED
-        else fake_quantize_activations(given, activations)
-    )
-    products = given.new_zeros(given.shape[0], data.shape[1])
+def grouped_wgrad(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """`fulgurite::grouped_wgrad`."""
+    out = a.new_zeros(offsets.shape[0], a.shape[1], b.shape[1])
     for expert, start, end in nonempty_groups(offsets):
-        product = F.linear(given[start:end], dequantize_expert(data, scales, format, expert))
-        if factors is not None:
-            product = product * factors[start:end, None]
-        if bias is not None:
-            product = product + bias[expert]
-        products[start:end] = product
-    return GatedActivation(gate, alpha, limit)(products).to(x.dtype)
+        out[expert] = upcast(a[start:end]).t() @ upcast(b[start:end])
+    return out
 
 
 def nonempty_groups(offsets: Tensor) -> list[tuple[int, int, int]]:
-    """(expert, first row, last row + 1) of each expert that has rows, on the host."""
+    """(expert, first row, end) of each expert that has rows, on the host."""
     spans = itertools.pairwise([0, *offsets.tolist()])
     return [(expert, start, end) for expert, (start, end) in enumerate(spans) if end > start]
 
 
 def dequantize_expert(data: Tensor, scales: list[Tensor], format: str, expert: int) -> Tensor:
-    """The matrix of one expert in float32 (or float64)."""
+    """The weight of one expert in float32 (or float64)."""
     if format == DENSE:
         return upcast(data[expert])
-    return dequantize_packed(
-        data[expert], [scale[expert] for scale in scales], resolve_format(format)
-    )
-
-
-def wgrad_reference(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """One expert after the other in float32, the ends read on the host."""
-    out = a.new_zeros(offsets.shape[0], a.shape[1], b.shape[1])
-    for expert, start, end in nonempty_groups(offsets):
-        out[expert] = upcast(a[start:end]).t() @ upcast(b[start:end])
-    return out
+    expert_scales = [scale[expert] for scale in scales]
+    return dequantize_packed(data[expert], expert_scales, resolve_format(format))

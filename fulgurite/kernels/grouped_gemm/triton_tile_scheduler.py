@@ -1,11 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Which rows a program of a grouped matmul takes: worked out once, for all programs.
+"""Tile scheduler of grouped GEMMs: which rows a program takes, computed once for all programs.
 
-In: where each expert's rows end, on the device. Out: for each tile of rows its expert, its first row,
-where its rows end, the first tile of its expert, and how many that has: [tiles, 8], int32. There are as
-many tiles as there may have to be; the last ones may have no rows (their end is not past their first).
-Matmuls with few rows find their tile themselves (`find_expert_tile`): that takes as long as starting this
-kernel.
+In: the end of each expert's rows, on the device. Out: the tile map, int32 [tiles, 8]: for each tile of
+rows its expert, its first row, its end, the first tile of its expert, and the expert's number of tiles.
+
+The number of tiles depends on shapes alone, so the last ones may have no rows (their end is not past their
+first row). GEMMs with few rows find their tile themselves (`find_expert_tile`): that takes as long as
+starting this kernel.
 """
 
 from __future__ import annotations
@@ -15,76 +16,80 @@ from torch import Tensor
 
 from fulgurite.kernels.common.triton_import import tl, triton
 from fulgurite.kernels.gemm.triton_gemm import find_expert_tile
+from fulgurite.kernels.integer_math import cdiv, next_power_of_2
 
 TILE_INFO_WIDTH = tl.constexpr(8)  # numbers of a tile, of which five are used
 
 
 @triton.jit(do_not_specialize=["S", "experts"])
 def build_tile_map_kernel(
-    ends_ptr, map_ptr, S, experts, BM: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr
+    offsets_ptr, map_ptr, S, experts,
+    BLOCK_M: tl.constexpr, UNIT: tl.constexpr, EXPERTS_POW2: tl.constexpr,
 ):  # fmt: skip
-    """map[tile] = expert, first row, end, the expert's first tile and how many it has; the rows of no
-    expert are those of one more, and a tile without rows is alone.
+    """map[tile] = expert, first row, end, the expert's first tile, the expert's number of tiles.
 
-    Tiles have BM rows, or, with a UNIT, some have a unit less: as few tiles as there can be of an
-    expert, and as many of them as can be smaller, the larger ones first. Only the last may have rows
-    to spare.
+    Rows without an expert are those of one more expert. A tile without rows is alone.
+
+    Tiles have BLOCK_M rows. With a UNIT, some have UNIT rows less: an expert has as few tiles as possible,
+    and as many of them as possible are small, the large ones first. Only the last one may be partial.
     """
     tile = tl.program_id(0)
-    expert, start, end = find_expert_tile(ends_ptr, experts, tile, S, BM, GROUPS)
-    size = BM
-    begin = tl.load(ends_ptr + expert - 1, expert > 0, 0)
-    tiles, number = tl.cdiv(end - begin, BM), (start - begin) // BM
-    line = map_ptr + tile * TILE_INFO_WIDTH
-    tl.store(line + 3, tl.where(start < end, tile - number, tile))
-    tl.store(line + 4, tl.where(start < end, tiles, 1))
+    expert, start, end = find_expert_tile(offsets_ptr, experts, tile, S, BLOCK_M, EXPERTS_POW2)
+    size = BLOCK_M
+    begin = tl.load(offsets_ptr + expert - 1, expert > 0, 0)
+    tiles, index = tl.cdiv(end - begin, BLOCK_M), (start - begin) // BLOCK_M
+    info = map_ptr + tile * TILE_INFO_WIDTH
+    tl.store(info + 3, tl.where(start < end, tile - index, tile))
+    tl.store(info + 4, tl.where(start < end, tiles, 1))
     if UNIT > 0:
-        large = tl.cdiv(tl.maximum(end - begin - tiles * (BM - UNIT), 0), UNIT)
-        size = tl.where(number < large, BM, BM - UNIT)
-        start -= tl.maximum(number - large, 0) * UNIT
-    tl.store(line, expert)
-    tl.store(line + 1, start)
-    tl.store(line + 2, tl.minimum(end, start + size))
+        large = tl.cdiv(tl.maximum(end - begin - tiles * (BLOCK_M - UNIT), 0), UNIT)
+        size = tl.where(index < large, BLOCK_M, BLOCK_M - UNIT)
+        start -= tl.maximum(index - large, 0) * UNIT
+    tl.store(info, expert)
+    tl.store(info + 1, start)
+    tl.store(info + 2, tl.minimum(end, start + size))
 
 
 @triton.jit
 def load_tile_info(map_ptr, tile):
-    """A line of the map."""
-    line = map_ptr + tile * TILE_INFO_WIDTH
-    return tl.load(line), tl.load(line + 1), tl.load(line + 2)
+    """Expert, first row and end of a tile."""
+    info = map_ptr + tile * TILE_INFO_WIDTH
+    return tl.load(info), tl.load(info + 1), tl.load(info + 2)
 
 
 @triton.jit
-def swizzle_tile(tile, tiles_m, tiles_n, ACROSS: tl.constexpr):
-    """Rows and columns of a program: ACROSS tiles of columns share rows of x before the next rows."""
-    band = tile // (ACROSS * tiles_m)
-    width = tl.minimum(tiles_n - band * ACROSS, ACROSS)
-    within = tile - band * ACROSS * tiles_m
-    return within // width, band * ACROSS + within % width
+def swizzle_tile(tile, tiles_m, tiles_n, GROUP_N: tl.constexpr):
+    """tile_m, tile_n of a program: GROUP_N tiles of N share rows of x in L2 before the next rows."""
+    band = tile // (GROUP_N * tiles_m)
+    width = tl.minimum(tiles_n - band * GROUP_N, GROUP_N)
+    within = tile - band * GROUP_N * tiles_m
+    return within // width, band * GROUP_N + within % width
 
 
 @triton.jit
 def expert_major_tile(map_ptr, tile, tiles_n):
-    """Rows and columns of a program: one expert after the other, and of an expert all rows by some
-    columns before the next columns. So its rows stay in the cache, and its weight is read once."""
-    line = map_ptr + tile // tiles_n * TILE_INFO_WIDTH
-    first, tiles = tl.load(line + 3), tl.load(line + 4)
+    """tile_m, tile_n of a program: one expert after the other, all rows by some columns at a time.
+
+    So an expert's rows stay in L2, and its weight is read once.
+    """
+    info = map_ptr + tile // tiles_n * TILE_INFO_WIDTH
+    first, tiles = tl.load(info + 3), tl.load(info + 4)
     within = tile - first * tiles_n
     return first + within % tiles, within // tiles
 
 
-def build_tile_map(offsets: Tensor, count: int, rows: int, unit: int = 0) -> tuple[Tensor, int]:
-    """The map of tiles of so many rows (or of a unit less), and how many there may be."""
+def build_tile_map(offsets: Tensor, rows: int, block_m: int, unit: int = 0) -> tuple[Tensor, int]:
+    """The map of tiles of `block_m` rows (or `unit` less), and their number."""
     experts = offsets.shape[0]
-    tiles = triton.cdiv(count, rows) + min(experts, count) + 1  # each one's last may be partial
-    made = torch.empty(tiles, TILE_INFO_WIDTH.value, dtype=torch.int32, device=offsets.device)
+    tiles = cdiv(rows, block_m) + min(experts, rows) + 1  # the last tile of each may be partial
+    tile_map = torch.empty(tiles, TILE_INFO_WIDTH.value, dtype=torch.int32, device=offsets.device)
     build_tile_map_kernel[(tiles,)](
-        offsets, made, count, experts, BM=rows, UNIT=unit, GROUPS=triton.next_power_of_2(experts + 1),
-        num_warps=1,
+        offsets, tile_map, rows, experts, BLOCK_M=block_m, UNIT=unit,
+        EXPERTS_POW2=next_power_of_2(experts + 1), num_warps=1,
     )  # fmt: skip
-    return made, tiles
+    return tile_map, tiles
 
 
-def or_placeholder(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """What stands for a tensor that a kernel won't look at: any other."""
-    return other if tensor is None else tensor
+def or_placeholder(tensor: Tensor | None, placeholder: Tensor) -> Tensor:
+    """Any tensor for one that a kernel won't read."""
+    return placeholder if tensor is None else tensor

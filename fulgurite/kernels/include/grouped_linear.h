@@ -6,7 +6,7 @@ EXPORT int64_t grouped_linear(const int64_t* a) {
   const Weight* const* weights = (const Weight* const*)a[0];
   const int32_t* offsets = (const int32_t*)a[3];
   for (int64_t e = 0; e < a[4]; ++e)
-    if (offsets[e] < 0 || offsets[e] > a[11]) return 2;  // as grouped_matmul.h says it
+    if (offsets[e] < 0 || offsets[e] > a[11]) return 2;  // as grouped_gemm.h says it
   int64_t start = 0;
   for (int64_t e = 0; e < a[4]; ++e) {
     const int64_t end = offsets[e];

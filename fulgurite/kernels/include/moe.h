@@ -97,7 +97,7 @@ EXPORT int64_t route(const int64_t* a) {
 // ---- sorting -----------------------------------------------------------------------------------------
 
 // a: experts, their kind (0 int64, 1 int32), counts, offsets, tokens, slots, places, T, k, E, room for E + 1
-EXPORT int64_t moe_index(const int64_t* a) {
+EXPORT int64_t moe_sort(const int64_t* a) {
   const int64_t tokens = a[7], per_token = a[8], experts = a[9];
   int32_t *counts = (int32_t*)a[2], *offsets = (int32_t*)a[3], *next = (int32_t*)a[10];
   auto expert_of = [&](int64_t pair) {
@@ -124,7 +124,7 @@ EXPORT int64_t moe_index(const int64_t* a) {
 }
 
 // a: weights [T, k], tokens, slots, out [S], S, k, T
-EXPORT int64_t moe_pick(const int64_t* a) {
+EXPORT int64_t moe_gather_weights(const int64_t* a) {
   const int32_t *tokens = (const int32_t*)a[1], *slots = (const int32_t*)a[2];
   for (int64_t s = 0; s < a[4]; ++s)
     if (tokens[s] < 0 || tokens[s] >= a[6] || slots[s] < 0 || slots[s] >= a[5]) return 1;
@@ -157,7 +157,7 @@ template <class T> static void combine_tokens(const int64_t* a) {
 EXPORT int64_t moe_combine(const int64_t* a) {
   const int32_t* places = (const int32_t*)a[1];
   for (int64_t pair = 0; pair < a[4] * a[5]; ++pair)
-    if (places[pair] < 0 || places[pair] >= a[10]) return 1;  // as grouped_matmul.h says it
+    if (places[pair] < 0 || places[pair] >= a[10]) return 1;  // as grouped_gemm.h says it
 #define CALL(T) combine_tokens<T>(a)
   DISPATCH_DTYPE(a[8], CALL)
 #undef CALL

@@ -1,19 +1,18 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""The experts of a few tokens: two kernels from routes to the sum, nothing sorted in between.
+"""The experts of a small batch: two kernels from routes to the sum, nothing sorted in between.
 
     h[t, j] = gate(rms_norm(x[t]) @ gate_up[e].T)            e = experts[t, j]; or without the norm
     out[t]  = residual[t] + sum over j of weights[t, j] * (h[t, j] @ down[e].T)
 
-In: rows x [T, D], their routes and dense weights, gate_up [E, 2I, D] and down [E, D, I]. Out: [T, D].
+In: `SmallBatchArgs` with dense weights, gate_up [E, 2I, D] and down [E, D, I]. Out: [T, D].
 
-So few tokens hardly ever share an expert: each pair of token and expert reads its weights by itself, as
-wide as memory gives them, and multiplies without the tensor cores. Sums are in float32; h is rounded once.
-Numbers of no expert add nothing.
+So few tokens hardly ever share an expert. Each pair of token and expert reads its weights by itself, with
+wide loads, and multiplies without tensor cores. Sums are in float32; h is rounded once. Indices that are no
+experts add nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,11 +25,10 @@ from fulgurite.kernels.common.triton_pdl import (
     pdl_options,
     wait_for_dependencies,
 )
-from fulgurite.kernels.gemm.reference import UNQUANTIZED
-from fulgurite.kernels.grouped_gemm.triton_grouped_gemm import GATE_IDS
 from fulgurite.kernels.integer_math import cdiv, next_power_of_2
+from fulgurite.kernels.moe.small_batch import SmallBatchArgs
 from fulgurite.kernels.moe.triton_small_batch_quantized import run_quantized_experts
-from fulgurite.kernels.tuning.moe import MAX_SMALL_BATCH
+from fulgurite.kernels.tuning import heuristics_for
 from fulgurite.quant import QuantTensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -38,79 +36,81 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @triton.jit(do_not_specialize=["E"])
 def gate_up_kernel(
-    x_ptr, experts_ptr, w_ptr, norm_ptr, h_ptr, E, inner, D, x_stride, w_expert, w_stride,
+    x_ptr, experts_ptr, w_ptr, norm_ptr, h_ptr, E, intermediate, D, x_stride, w_expert, w_stride,
     eps, offset, alpha, limit,
-    K: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, EVEN: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    TOP_K: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BN numbers of one pair's h."""
+    """BLOCK_N columns of h of one pair."""
     if PDL:
         launch_dependents()
         wait_for_dependencies()
     pair = tl.program_id(1)
     expert = tl.load(experts_ptr + pair)
     live = (expert >= 0) & (expert < E)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    column = tl.arange(0, BK)
-    x_ptr += (pair // K).to(tl.int64) * x_stride
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.arange(0, BLOCK_K)
+    x_ptr += (pair // TOP_K).to(tl.int64) * x_stride
     w_ptr += tl.where(live, expert, 0) * w_expert
-    rows = tl.where(n < inner, n, 0).to(tl.int64)[:, None] * w_stride
-    left = tl.zeros([BN, BK], tl.float32)
-    right = tl.zeros([BN, BK], tl.float32)
-    squares = tl.zeros([1, BK], tl.float32)
-    for start in tl.range(0, D, BK, num_stages=STAGES):
+    rows = tl.where(n < intermediate, n, 0).to(tl.int64)[:, None] * w_stride
+    gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    squares = tl.zeros([1, BLOCK_K], tl.float32)
+    for start in tl.range(0, D, BLOCK_K, num_stages=NUM_STAGES):
         at = (start + column)[None, :]
-        if EVEN:
+        if EVEN_K:
             x = tl.load(x_ptr + at)
             w = tl.load(w_ptr + rows + at)
-            v = tl.load(w_ptr + inner * w_stride + rows + at)
+            v = tl.load(w_ptr + intermediate * w_stride + rows + at)
         else:
             x = tl.load(x_ptr + at, at < D, 0.0)
             w = tl.load(w_ptr + rows + at, at < D, 0.0)
-            v = tl.load(w_ptr + inner * w_stride + rows + at, at < D, 0.0)
+            v = tl.load(w_ptr + intermediate * w_stride + rows + at, at < D, 0.0)
         x = x.to(tl.float32)
         if NORM:
             squares += x * x
             x *= tl.load(norm_ptr + at, at < D, 0.0).to(tl.float32) + offset
-        left += w.to(tl.float32) * x
-        right += v.to(tl.float32) * x
+        gate += w.to(tl.float32) * x
+        up += v.to(tl.float32) * x
     factor = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / D + eps) if NORM else 1.0
-    out = apply_gate(tl.sum(left, 1) * factor, tl.sum(right, 1) * factor, alpha, limit, GATE)
+    out = apply_gate(tl.sum(gate, 1) * factor, tl.sum(up, 1) * factor, alpha, limit, GATE)
     out = tl.where(live, out, 0.0)
-    tl.store(h_ptr + pair.to(tl.int64) * inner + n, out.to(h_ptr.dtype.element_ty), n < inner)
+    into = h_ptr + pair.to(tl.int64) * intermediate + n
+    tl.store(into, out.to(h_ptr.dtype.element_ty), n < intermediate)
 
 
 @triton.jit(do_not_specialize=["E"])
 def down_kernel(
-    h_ptr, experts_ptr, weights_ptr, w_ptr, residual_ptr, out_ptr, E, D, inner, w_expert, w_stride,
-    residual_stride,
-    K: tl.constexpr, BJ: tl.constexpr, RESIDUAL: tl.constexpr, EVEN: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    h_ptr, experts_ptr, weights_ptr, w_ptr, residual_ptr, out_ptr, E, D, intermediate, w_expert,
+    w_stride, residual_stride,
+    TOP_K: tl.constexpr, TOP_K_POW2: tl.constexpr, RESIDUAL: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BN numbers of one token, all of its K experts side by side."""
+    """BLOCK_N columns of one token, all of its experts side by side."""
     if PDL:
         launch_dependents()
         wait_for_dependencies()
     token = tl.program_id(1)
-    j = tl.arange(0, BJ)
-    expert = tl.load(experts_ptr + token * K + j, j < K, -1)
+    j = tl.arange(0, TOP_K_POW2)
+    expert = tl.load(experts_ptr + token * TOP_K + j, j < TOP_K, -1)
     live = (expert >= 0) & (expert < E)
-    weight = tl.load(weights_ptr + token * K + j, live, 0.0)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    weight = tl.load(weights_ptr + token * TOP_K + j, live, 0.0)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_in = tl.where(n < D, n, 0).to(tl.int64)
     row = tl.where(live, expert, 0)[:, None] * w_expert + n_in[None, :] * w_stride
-    from_h = h_ptr + (token * K + tl.where(live, j, 0)).to(tl.int64)[:, None, None] * inner
-    column = tl.arange(0, BK)[None, None, :]
-    there = live[:, None, None]
-    acc = tl.zeros([BJ, BN, BK], tl.float32)
-    for start in tl.range(0, inner, BK, num_stages=STAGES):
+    pair = (token * TOP_K + tl.where(live, j, 0)).to(tl.int64)
+    from_h = h_ptr + pair[:, None, None] * intermediate
+    column = tl.arange(0, BLOCK_K)[None, None, :]
+    mask = live[:, None, None]
+    acc = tl.zeros([TOP_K_POW2, BLOCK_N, BLOCK_K], tl.float32)
+    for start in tl.range(0, intermediate, BLOCK_K, num_stages=NUM_STAGES):
         at = start + column
-        if EVEN and BJ == K:  # numbers of no expert read the first one's weights, and weigh nothing
+        if EVEN_K and TOP_K_POW2 == TOP_K:  # pairs without an expert read expert 0, with weight 0
             w = tl.load(w_ptr + row[:, :, None] + at)
             h = tl.load(from_h + at)
         else:
-            w = tl.load(w_ptr + row[:, :, None] + at, there & (at < inner), 0.0)
-            h = tl.load(from_h + at, there & (at < inner), 0.0)
+            w = tl.load(w_ptr + row[:, :, None] + at, mask & (at < intermediate), 0.0)
+            h = tl.load(from_h + at, mask & (at < intermediate), 0.0)
         acc += w.to(tl.float32) * h.to(tl.float32)
     sums = tl.sum(acc, 2)
     out = tl.sum(tl.where(live[:, None], sums * weight[:, None], 0.0), 0)
@@ -122,76 +122,47 @@ def down_kernel(
 # ---- launching -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ExpertLaunch:
-    """Rows of the weight in a program, columns of a step, warps, stages."""
-
-    rows: int
-    depth: int
-    warps: int
-    stages: int
-
-
-def inner_plan(pairs: int, inner: int, hidden: int) -> ExpertLaunch:
-    return ExpertLaunch(8, 512, 4, 3)
-
-
-def outer_plan(tokens: int, per_token: int, hidden: int, inner: int) -> ExpertLaunch:
-    return ExpertLaunch(4 if per_token > 4 else 8, 256, 8, 3)
-
-
-def run_experts(
-    x: Tensor,
-    chosen: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate: str,
-    alpha: float,
-    limit: float,
-    norm: tuple[Tensor, float, float] | None,
-    residual: Tensor | None,
-    activations: tuple[str, str] = (UNQUANTIZED, UNQUANTIZED),
-) -> Any:
+def run_experts(args: SmallBatchArgs) -> Any:
     """[T, D], or NotImplemented for more tokens and other layouts."""
-    if isinstance(gate_up, QuantTensor) and isinstance(down, QuantTensor):
-        how = (gate, alpha, limit, norm, residual, activations)
-        return run_quantized_experts(x, chosen, weights, gate_up, down, *how)
-    tokens, hidden = x.shape
-    per_token, inner = chosen.shape[1], down.shape[2]
-    if (
-        not 0 < tokens <= MAX_SMALL_BATCH
-        or not _supports(x, weights, gate_up, down, residual)
-        or not inner
-    ):
+    if isinstance(args.gate_up, QuantTensor) and isinstance(args.down, QuantTensor):
+        return run_quantized_experts(args)
+    x, gate_up, down, norm, residual = (
+        args.x_TD, args.gate_up, args.down, args.norm, args.residual_TD
+    )  # fmt: skip
+    (tokens, hidden), (top_k, intermediate) = (
+        x.shape,
+        (args.routes.experts_Tk.shape[1], down.shape[2]),
+    )
+    heuristics = heuristics_for(x.device)
+    if not 0 < tokens <= heuristics.max_small_batch or not _supports(args) or not intermediate:
         return NotImplemented
-    chosen, weights = chosen.contiguous(), weights.contiguous()
-    count, starts = down.shape[0], pdl_options(x.device)
-    h = torch.empty((tokens * per_token, inner), dtype=x.dtype, device=x.device)
-    plan = inner_plan(tokens * per_token, inner, hidden)
-    gate_up_kernel[(cdiv(inner, plan.rows), tokens * per_token)](
-        x, chosen, gate_up, x if norm is None else norm[0], h, count, inner, hidden, x.stride(0),
-        *gate_up.stride()[:2], *(norm[1:] if norm else (0.0, 0.0)), alpha, limit,
-        K=per_token, NORM=norm is not None, GATE=GATE_IDS[gate], EVEN=hidden % plan.depth == 0, BN=plan.rows, BK=plan.depth,
-        STAGES=plan.stages, num_warps=plan.warps, **starts,
+    weights, selected = (tensor.contiguous() for tensor in args.routes)
+    experts, pdl = down.shape[0], pdl_options(x.device)
+    h = torch.empty((tokens * top_k, intermediate), dtype=x.dtype, device=x.device)
+    launch = heuristics.small_batch_gate_up
+    gate_up_kernel[(cdiv(intermediate, launch.block_n), tokens * top_k)](
+        x, selected, gate_up, x if norm is None else norm.weight_D, h, experts, intermediate, hidden,
+        x.stride(0), *gate_up.stride()[:2], *(norm[1:] if norm else (0.0, 0.0)), args.gate.alpha,
+        args.gate.limit, TOP_K=top_k, NORM=norm is not None, GATE=args.gate.kernel_id,
+        EVEN_K=hidden % launch.block_k == 0, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k,
+        NUM_STAGES=launch.num_stages, num_warps=launch.num_warps, **pdl,
     )  # fmt: skip
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
-    plan = outer_plan(tokens, per_token, hidden, inner)
-    down_kernel[(cdiv(hidden, plan.rows), tokens)](
-        h, chosen, weights, down, out if residual is None else residual, out, count, hidden, inner,
-        *down.stride()[:2], 0 if residual is None else residual.stride(0),
-        K=per_token, BJ=next_power_of_2(per_token), RESIDUAL=residual is not None,
-        EVEN=inner % plan.depth == 0, BN=plan.rows, BK=plan.depth, STAGES=plan.stages,
-        num_warps=plan.warps, **starts,
+    launch = heuristics.small_batch_down(top_k)
+    down_kernel[(cdiv(hidden, launch.block_n), tokens)](
+        h, selected, weights, down, out if residual is None else residual, out, experts, hidden,
+        intermediate, *down.stride()[:2], 0 if residual is None else residual.stride(0),
+        TOP_K=top_k, TOP_K_POW2=next_power_of_2(top_k), RESIDUAL=residual is not None,
+        EVEN_K=intermediate % launch.block_k == 0, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k,
+        NUM_STAGES=launch.num_stages, num_warps=launch.num_warps, **pdl,
     )  # fmt: skip
     return out
 
 
-def _supports(
-    x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, residual: Tensor | None
-) -> bool:
-    tensors = [x, gate_up, down, *(t for t in (residual,) if t is not None)]
-    plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
-    if not plain or weights.dtype != torch.float32 or x.dtype not in DTYPES:
+def _supports(args: SmallBatchArgs) -> bool:
+    x, weights = args.x_TD, args.routes.weights_Tk
+    tensors = [t for t in (x, args.gate_up, args.down, args.residual_TD) if t is not None]
+    is_plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
+    if not is_plain or weights.dtype != torch.float32 or x.dtype not in DTYPES:
         return False
     return all(t.dtype == x.dtype and t.stride(-1) == 1 for t in tensors)

@@ -1,13 +1,15 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Routing a few tokens: the norm, the logits, the choice and its weights in one kernel.
+"""Routing of a small batch: the norm, the logits, the selection and its weights in one kernel.
 
-    logits = rms_norm(x) @ weight.T + bias                   experts with the K largest, and their weights
+    logits = rms_norm(x) @ weight.T + bias             experts with the k largest, and their weights
 
-In: x [T, D], the router's weight [E, D] and a rule without groups. Out: weights and experts [T, K].
+In: x [T, D], the router's weight [E, D] and a `RouterConfig` without groups. Out: weights and experts
+[T, k].
 
-A program holds a few experts' weights, which are on their way before x is there. Whoever is last chooses: an
-expert's place is how many are larger (or equal and before it), counted all at once instead of K times the
-largest of the rest. Numbers are compared as in `routing.py`: the same choice, bit for bit.
+A program holds the weights of a few experts in registers; it loads them before x is ready (PDL). The last
+program to finish selects. An expert's position is the number of larger ones (or equal ones with a smaller
+index), counted for all experts at once instead of k times the largest of the rest. Floats are compared as in
+`triton_routing.py`: the same selection, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,27 +27,25 @@ from fulgurite.kernels.common.triton_pdl import (
     wait_for_dependencies,
 )
 from fulgurite.kernels.integer_math import cdiv, next_power_of_2
+from fulgurite.kernels.moe.router_config import RmsNormArgs, RouterConfig
 from fulgurite.kernels.moe.triton_routing import EXCLUDED, FLOATS, apply_scoring, sort_key
-from fulgurite.kernels.tuning.moe import MAX_SMALL_BATCH
-
-REGISTER_ELEMENTS = 16384  # numbers of the weight in a program: 32 registers of each of 256 threads
-MAX_HIDDEN_SIZE = 8192  # columns, and
-MAX_EXPERTS = 512  # experts that a program compares
+from fulgurite.kernels.tuning import heuristics_for
 
 
 @triton.jit
 def route_small_batch_kernel(
-    x_ptr, w_ptr, norm_ptr, add_ptr, bias_ptr, logits_ptr, count_ptr, weights_ptr, experts_ptr,
-    T, E, D, x_stride, w_stride, scaling, eps, offset,
-    K: tl.constexpr, SIGMOID: tl.constexpr, FIRST: tl.constexpr, RENORMALISE: tl.constexpr,
-    NORM: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
-    BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, w_ptr, norm_ptr, router_bias_ptr, correction_bias_ptr, logits_ptr, counter_ptr, weights_ptr, experts_ptr,
+    T, E, D, x_stride, w_stride, scaling_factor, eps, offset,
+    TOP_K: tl.constexpr, SIGMOID: tl.constexpr, TOPK_BEFORE_SCORING: tl.constexpr,
+    RENORMALIZE: tl.constexpr, NORM: tl.constexpr, ROUTER_BIAS: tl.constexpr,
+    CORRECTION_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EXPERTS_POW2: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Logits of BN experts for all tokens; the last program chooses."""
+    """Logits of BLOCK_N experts for all tokens; the last program selects."""
     if PDL:
         launch_dependents()
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    d = tl.arange(0, BD)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_K)
     inside = d < D
     from_w = w_ptr + tl.where(n < E, n, 0).to(tl.int64)[:, None] * w_stride + d[None, :]
     w = tl.load(from_w, inside[None, :], 0.0)
@@ -61,55 +61,58 @@ def route_small_batch_kernel(
         logit = tl.sum(w.to(tl.float32) * x[None, :], 1)
         if NORM:
             logit *= factor
-        if ADD:
-            logit += tl.load(add_ptr + n, n < E, 0.0).to(tl.float32)
+        if ROUTER_BIAS:
+            logit += tl.load(router_bias_ptr + n, n < E, 0.0).to(tl.float32)
         tl.store(logits_ptr + token * E + n, logit, n < E)
     tl.debug_barrier()
-    if tl.atomic_add(count_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-        tl.store(count_ptr, 0)
+    if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(counter_ptr, 0)
         for token in range(T):
             _select_topk_by_counting(
-                logits_ptr + token * E, bias_ptr, weights_ptr + token * K, experts_ptr + token * K,
-                E, scaling, K, SIGMOID, FIRST, RENORMALISE, BIAS, BE, BLOCK,
+                logits_ptr + token * E, correction_bias_ptr, weights_ptr + token * TOP_K,
+                experts_ptr + token * TOP_K, E, scaling_factor, TOP_K, SIGMOID, TOPK_BEFORE_SCORING,
+                RENORMALIZE, CORRECTION_BIAS, EXPERTS_POW2, BLOCK_E,
             )  # fmt: skip
 
 
 @triton.jit
 def _select_topk_by_counting(
-    logits_ptr, bias_ptr, weights_ptr, experts_ptr, E, scaling,
-    K: tl.constexpr, SIGMOID: tl.constexpr, FIRST: tl.constexpr, RENORMALISE: tl.constexpr,
-    BIAS: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, correction_bias_ptr, weights_ptr, experts_ptr, E, scaling_factor,
+    TOP_K: tl.constexpr, SIGMOID: tl.constexpr, TOPK_BEFORE_SCORING: tl.constexpr,
+    RENORMALIZE: tl.constexpr, CORRECTION_BIAS: tl.constexpr, EXPERTS_POW2: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Experts and weights of one token."""
-    e = tl.arange(0, BE)
+    e = tl.arange(0, EXPERTS_POW2)
     valid = e < E
     logits = tl.load(logits_ptr + e, valid, 0.0, cache_modifier=".cg")
     scores = logits
-    if not FIRST:
-        scores = _flatten_row(apply_scoring(logits[None, :], valid[None, :], SIGMOID), BE)
-    if BIAS:  # chooses among scores; they go where every thread can read them
-        choice = scores + tl.load(bias_ptr + e, valid, 0.0).to(tl.float32)
+    if not TOPK_BEFORE_SCORING:
+        scores = _flatten_row(apply_scoring(logits[None, :], valid[None, :], SIGMOID), EXPERTS_POW2)
+    if CORRECTION_BIAS:  # selects by scores: they go to memory, where every thread reads them
+        choice = scores + tl.load(correction_bias_ptr + e, valid, 0.0).to(tl.float32)
         tl.debug_barrier()
         tl.store(logits_ptr + e, choice, valid)
         tl.debug_barrier()
     else:
         choice = logits
-    rank = tl.where(valid, sort_key(choice), EXCLUDED)
-    place = tl.zeros([BE], tl.int32)
-    for start in tl.static_range(0, BE, BLOCK):
-        j = start + tl.arange(0, BLOCK)
+    key = tl.where(valid, sort_key(choice), EXCLUDED)
+    position = tl.zeros([EXPERTS_POW2], tl.int32)
+    for start in tl.static_range(0, EXPERTS_POW2, BLOCK_E):
+        j = start + tl.arange(0, BLOCK_E)
         other = tl.load(logits_ptr + j, j < E, 0.0, cache_modifier=".cg")
         other = tl.where(j < E, sort_key(other), EXCLUDED)[None, :]
-        first = (other > rank[:, None]) | ((other == rank[:, None]) & (j[None, :] < e[:, None]))
-        place += tl.sum(first.to(tl.int32), 1)
-    taken = valid & (place < K)
-    if FIRST:
-        scores = _flatten_row(apply_scoring(logits[None, :], taken[None, :], SIGMOID), BE)
-    weights = tl.where(taken, scores, 0.0)
-    if RENORMALISE:
+        precedes = (other > key[:, None]) | ((other == key[:, None]) & (j[None, :] < e[:, None]))
+        position += tl.sum(precedes.to(tl.int32), 1)
+    is_selected = valid & (position < TOP_K)
+    if TOPK_BEFORE_SCORING:
+        scores = _flatten_row(
+            apply_scoring(logits[None, :], is_selected[None, :], SIGMOID), EXPERTS_POW2
+        )
+    weights = tl.where(is_selected, scores, 0.0)
+    if RENORMALIZE:
         weights = weights / (tl.sum(weights, 0) + 1e-20)
-    tl.store(weights_ptr + place, weights * scaling, taken)
-    tl.store(experts_ptr + place, e.to(tl.int64), taken)
+    tl.store(weights_ptr + position, weights * scaling_factor, is_selected)
+    tl.store(experts_ptr + position, e.to(tl.int64), is_selected)
 
 
 @triton.jit
@@ -122,31 +125,35 @@ def route_small_batch(
     weight: Tensor,
     bias: Tensor | None,
     correction_bias: Tensor | None,
-    norm: tuple[Tensor, float, float] | None,
-    *rule: Any,
+    norm: RmsNormArgs | None,
+    config: RouterConfig,
 ) -> Any:
-    """Weights and experts [T, K]; NotImplemented for more tokens, groups and other layouts."""
-    per_token, score, topk_before_scoring, renormalize, scaling, groups, topk_groups, _ = rule
+    """Weights and experts [T, k]; NotImplemented for more tokens, groups and other layouts."""
     (tokens, size), experts = x.shape, weight.shape[0]
-    if not 0 < tokens <= MAX_SMALL_BATCH or topk_groups < groups or not 0 < size <= MAX_HIDDEN_SIZE:
+    heuristics = heuristics_for(x.device)
+    if not 0 < tokens <= heuristics.max_small_batch or config.selects_groups:
         return NotImplemented
-    fits = x.dtype in FLOATS and weight.dtype in FLOATS and experts <= MAX_EXPERTS
-    if not fits or x.stride(1) != 1 or weight.stride(1) != 1:
+    if not 0 < size <= heuristics.router_max_hidden_size:
         return NotImplemented
-    scale, eps, offset = norm or (x, 0.0, 0.0)
-    width = next_power_of_2(size)
-    rows = min(8, max(1, REGISTER_ELEMENTS // width))
-    programs = cdiv(experts, rows)
-    power = next_power_of_2(experts)
+    if experts > heuristics.router_max_experts:
+        return NotImplemented
+    is_supported = x.dtype in FLOATS and weight.dtype in FLOATS
+    if not is_supported or x.stride(1) != 1 or weight.stride(1) != 1:
+        return NotImplemented
+    norm_weight, eps, offset = norm or (x, 0.0, 0.0)
+    launch = heuristics.small_batch_router(experts, size)
     logits = torch.empty((tokens, experts), dtype=torch.float32, device=x.device)
-    weights = torch.empty((tokens, per_token), dtype=torch.float32, device=x.device)
-    chosen = torch.empty((tokens, per_token), dtype=torch.int64, device=x.device)
-    route_small_batch_kernel[(programs,)](
-        x, weight, scale, x if bias is None else bias, x if correction_bias is None else correction_bias,
-        logits, acquire_counters(x.device, 1), weights, chosen, tokens, experts, size, x.stride(0),
-        weight.stride(0), scaling, eps, offset, K=per_token, SIGMOID=score == "sigmoid",
-        FIRST=topk_before_scoring, RENORMALISE=renormalize, NORM=norm is not None, ADD=bias is not None,
-        BIAS=correction_bias is not None, BN=rows, BD=width, BE=power,
-        BLOCK=min(power, max(16, REGISTER_ELEMENTS // power)), num_warps=8, **pdl_options(x.device),
+    weights = torch.empty((tokens, config.top_k), dtype=torch.float32, device=x.device)
+    selected = torch.empty((tokens, config.top_k), dtype=torch.int64, device=x.device)
+    route_small_batch_kernel[(cdiv(experts, launch.block_n),)](
+        x, weight, norm_weight, x if bias is None else bias,
+        x if correction_bias is None else correction_bias, logits, acquire_counters(x.device, 1),
+        weights, selected, tokens, experts, size, x.stride(0), weight.stride(0),
+        config.scaling_factor, eps, offset, TOP_K=config.top_k, SIGMOID=config.is_sigmoid,
+        TOPK_BEFORE_SCORING=config.topk_before_scoring, RENORMALIZE=config.renormalize,
+        NORM=norm is not None, ROUTER_BIAS=bias is not None,
+        CORRECTION_BIAS=correction_bias is not None, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k,
+        EXPERTS_POW2=next_power_of_2(experts), BLOCK_E=launch.block_m, num_warps=launch.num_warps,
+        **pdl_options(x.device),
     )  # fmt: skip
-    return weights, chosen
+    return weights, selected

@@ -1,14 +1,14 @@
 """`quantize`: a float tensor in, packed data and scales out, in one pass where a kernel does it.
 
-    amax over each block -> scale -> code -> packed           (the rules are those of `fulgurite.quant`)
+    amax of each block -> scale -> code -> packed       (the rules are those of `fulgurite.quant`)
 
-The operator `fulgurite::quantize` returns the packed data and then every scale that is stored
-beside it, in the order of `Format.stored_scales`. The function `quantize` makes a `QuantTensor` of
-them. A static scale (calibrated) replaces the one made from the data: `scale` in fp8 and int
-formats, `tensor_scale` in NVFP4.
+The operator `fulgurite::quantize` returns the packed data and every scale that is stored separately,
+in the order of `Format.separate_scales`. The function `quantize` builds a `QuantTensor` of them. A
+static (calibrated) scale replaces the one computed from the data: `scale` of fp8 and int formats,
+`tensor_scale` of NVFP4.
 
-In a compiled function the casts of whole rows and of 1x128 blocks have pieces: generated kernels compute
-them together with the norm or the activation before them.
+Casts of whole rows and of 1x128 blocks have a decomposition: in a compiled function, generated kernels
+fuse them with the norm or the activation before them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fulgurite.errors import FormatError
 from fulgurite.kernels import registry
-from fulgurite.kernels.quantize import cpu, triton_quantize
-from fulgurite.kernels.quantize.reference import (
-    check_input,
-    empty_scale,
-    has_column_major_scales,
-    reference,
-)
+from fulgurite.kernels.quantize import cpu, reference, triton_quantize
+from fulgurite.kernels.quantize.scale_layout import empty_scale, has_column_major_scales
 from fulgurite.op import op
 from fulgurite.quant import WHOLE_DIM, QuantTensor, resolve_format
 from fulgurite.quant.codecs.blocks import amax_over_dims, compute_scale
@@ -32,17 +28,14 @@ from fulgurite.quant.codecs.minifloat import saturating_cast
 from fulgurite.quant.format import Format
 from fulgurite.quant.shapes import check_shape, data_shape
 
-# device type -> function of the operator's arguments; it may return NotImplemented
-IMPLEMENTATIONS: dict[str, registry.Kernel] = {
-    "cpu": cpu.quantize,
-    "cuda": triton_quantize.quantize,
-}
+# device type -> kernel with the operator's arguments; it may return NotImplemented
+QUANTIZE_KERNELS = {"cpu": cpu.quantize, "cuda": triton_quantize.quantize}
 
 
 def quantize(
     x: Tensor, format: str | Format, static: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> QuantTensor:
-    """A float tensor in a format of the table, by the kernel of its device."""
+    """A float tensor in a format of `FORMATS`, by the kernel of its device."""
     entry = resolve_format(format)
     check_input(x, entry)
     data, *scales = quantize_op(x, entry.name, static)
@@ -50,10 +43,23 @@ def quantize(
     return QuantTensor(entry, data, dict(zip(names, scales, strict=True)), dtype or x.dtype)
 
 
+def check_input(x: Tensor, format: Format) -> None:
+    """Raise unless x can be divided into the format's blocks."""
+    if not x.is_floating_point():
+        raise FormatError(
+            f"only floating-point tensors can be quantized, and this one is {x.dtype}",
+            where=f"tensor of shape {list(x.shape)}",
+            next="convert it with .float(), or leave it as it is",
+        )
+    check_shape(format, x.shape)
+
+
 @op("fulgurite::quantize")
 def quantize_op(x: Tensor, format: str, static: Tensor | None = None) -> list[Tensor]:
-    """Packed data and stored scales; `static` is the scale the caller brings."""
-    data, *scales = registry.dispatch(IMPLEMENTATIONS, x.device, reference, x, format, static)
+    """Packed data and its separate scales; `static` is a scale that the caller computed."""
+    data, *scales = registry.dispatch(
+        QUANTIZE_KERNELS, x.device, reference.quantize, x, format, static
+    )
     entry = resolve_format(format)
     if has_column_major_scales(x, entry) and scales[0].stride() != (1, scales[0].shape[0]):
         scales = [empty_scale(x, entry, entry.scales[0]).copy_(scales[0])]
@@ -70,11 +76,11 @@ def _(x: Tensor, format: str, static: Tensor | None = None) -> list[Tensor]:
 
 @quantize_op.decomposition
 def _(x: Tensor, format: str, static: Tensor | None = None) -> list[Tensor]:
-    """FP8 by rows or in blocks of one, and int8, of rows that lie as they are read."""
+    """FP8 by rows or in 1x128 blocks, and int8, of contiguous rows."""
     entry = resolve_format(format)
     width = x.shape[-1] if entry.block[1] == WHOLE_DIM else entry.block[1]
-    takes = entry.family == "fp8" or entry.name == "int8"
-    if not takes or static is not None or entry.block[0] != 1 or x.dim() < 2:
+    is_supported = entry.family == "fp8" or entry.name == "int8"
+    if not is_supported or static is not None or entry.block[0] != 1 or x.dim() < 2:
         return NotImplemented
     if x.numel() == 0 or x.shape[-1] % width or x.stride(-1) != 1:
         return NotImplemented

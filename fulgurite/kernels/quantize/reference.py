@@ -1,6 +1,6 @@
-"""Quantization in plain torch: the definition that every kernel is compared with.
+"""`quantize` in plain torch: the reference that kernels are tested against, bit for bit.
 
-In: a float tensor and a format. Out: packed data and scale factors.
+In: a float tensor, a format and, optionally, a static scale. Out: packed data and its stored scales.
 """
 
 from __future__ import annotations
@@ -10,38 +10,11 @@ from torch import Tensor
 from fulgurite.errors import FormatError
 from fulgurite.quant import resolve_format
 from fulgurite.quant.codecs import codec
-from fulgurite.quant.format import Format, ScaleSpec
-from fulgurite.quant.shapes import check_shape, scale_shape
+from fulgurite.quant.format import Format
 
 
-def check_input(x: Tensor, format: Format) -> None:
-    """Raises unless x can be cut into the format's blocks."""
-    if not x.is_floating_point():
-        raise FormatError(
-            f"only floating-point tensors are quantized, and this one is {x.dtype}",
-            where=f"tensor of shape {list(x.shape)}",
-            next="convert it with .float(), or leave it as it is",
-        )
-    check_shape(format, x.shape)
-
-
-def has_column_major_scales(x: Tensor, format: Format) -> bool:
-    """Whether the scales of x lie with rows next to each other: on GPUs those of 1x128 blocks do, as
-    matmuls read them."""
-    blocks = format.family == "fp8" and format.block == (1, 128)
-    return blocks and x.device.type == "cuda" and x.dim() == 2
-
-
-def empty_scale(x: Tensor, format: Format, scale: ScaleSpec) -> Tensor:
-    """Room for the scales of x."""
-    shape = scale_shape(scale, x.shape)
-    if has_column_major_scales(x, format):
-        return x.new_empty(shape[::-1], dtype=scale.dtype).t()
-    return x.new_empty(shape, dtype=scale.dtype)
-
-
-def reference(x: Tensor, format: str, static: Tensor | None = None) -> list[Tensor]:
-    """The oracle of `fulgurite.quant`."""
+def quantize(x: Tensor, format: str, static: Tensor | None = None) -> list[Tensor]:
+    """`fulgurite::quantize` by the codecs of `fulgurite.quant`."""
     entry = resolve_format(format)
     given: dict[str, Tensor | float] = {}
     if static is not None:
@@ -51,7 +24,7 @@ def reference(x: Tensor, format: str, static: Tensor | None = None) -> list[Tens
 
 
 def static_scale_name(format: Format) -> str:
-    """The scale of a format that may be given."""
+    """Which scale of a format may be static."""
     names = codec.CODECS[format.family].static_scales
     if not names or (len(format.scales) == 2 and format.family == "int"):
         raise FormatError(

@@ -202,8 +202,9 @@ def _allocate_workspace(
     ]
     state = torch.empty(rows, STATE_SIZE.value, dtype=torch.int64, device=device)
     by_chunk = torch.empty(4, rows, chunks, dtype=torch.int64, device=device)
-    floats = torch.empty(sum(sizes), device=device).split(sizes)
-    return Workspace(*floats, state, by_chunk.unbind(0))
+    floats = torch.empty(sum(sizes), device=device)
+    bounds, stats, stretch_max, pivot_sums, candidates = floats.split(sizes)
+    return Workspace(bounds, stats, stretch_max, pivot_sums, candidates, state, by_chunk.unbind(0))
 
 
 def sample_rows(

@@ -1,97 +1,140 @@
-"""Launch configs of the GEMM kernels with quantized operands.
+"""GEMM with a quantized weight: which kernel and which launch config.
 
-In: M, N, K and how the weight is dequantized. Out: a `LaunchConfig`, or None where the library is faster. The numbers
-are in the tables of the device families; `fulgurite bench quant --device cuda` shows what they are worth.
+In: the sizes of a GEMM, x [M, K] times a weight [N, K], and the traits of its weight. Out: a
+`LaunchConfig`, or None where the library's GEMM is faster. The numbers are fields, which the table
+of a device family sets (`sm_90.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from fulgurite.kernels.common.triton_operands import DequantScheme
-from fulgurite.kernels.integer_math import cdiv, next_power_of_2
 from fulgurite.kernels.tuning.config import LaunchConfig
-from fulgurite.kernels.tuning.small_m import SMALL_M, SmallMHeuristics
+from fulgurite.kernels.tuning.small_m import SmallMHeuristics
+from fulgurite.kernels.tuning.weight_traits import WeightTraits
+
+TABLE_SMS = 132  # multiprocessors of the GPU that `split_k_programs` counts for (an H200)
+
+
+@dataclass(frozen=True)
+class GemmEntry:
+    """A line of a GEMM table: the config of up to `max_m` rows of x.
+
+    K is split while there are at most `split_k_programs` programs (on 132 multiprocessors) and every
+    program keeps `min_k_blocks` blocks of K. 0 programs: K is never split.
+    """
+
+    max_m: int
+    config: LaunchConfig
+    split_k_programs: int = 0
+    min_k_blocks: int = 2
+
+
+@dataclass(frozen=True)
+class LibraryCrossover:
+    """A line of a crossover table: the library wins above `m` rows if N or K is above these sizes."""
+
+    n_above: int
+    k_above: int
+    m: int
+
+
+@dataclass(frozen=True)
+class DeepK:
+    """K counts as deep from `min_k` on, if the output has more than `tiles_above` tiles."""
+
+    min_k: int
+    tiles_above: int
 
 
 class GemmHeuristics(SmallMHeuristics):
-    """GEMM: x [M, K] times a weight [N, K]."""
+    """GEMM of one weight."""
 
     num_sms: int
-    gemm_dequantize_first_m: int  # from this M on, dequantizing the weight for the library is faster
-    gemm_table_sms: int  # SMs of the device on which program counts were measured
-    gemm_small_programs: int  # programs that split-K aims for, blocks of 32 rows
-    gemm_programs: int  # the same, larger blocks
-    scaled_mm_large_m: int  # above, blocks of 128 x 256 fill the device
-    scaled_mm_deep_k: int  # from this K on, more programs share K
-    scaled_mm_deep_k_many_blocks: tuple[int, int]  # the same with more than so many blocks
-    library_row_scales: tuple[tuple[int, int, int], ...]  # (N above, K from, M above which it wins)
-    library_block_scales: tuple[tuple[int, int], ...]  # (N above, M above which it wins)
 
-    def weight_only_config(self, m: int, n: int, k: int, weight: DequantScheme) -> LaunchConfig | None:
-        """16-bit x and a quantized weight. None: dequantize the weight, then call the library."""
-        return None if m >= self.gemm_dequantize_first_m else self.mixed_gemm_config(m, n, k, weight)
+    dequantize_first_m: int
+    """Rows of x from which dequantizing the whole weight for the library's GEMM is faster."""
+    max_block_k: int
+    """Columns of a step for weights that are dequantized in the kernel."""
+    e2m1_block_k: int
+    """The same before the limit, for e2m1."""
+    weight_only_table: tuple[GemmEntry, ...]
+    """x in 16 bits. `block_k` comes from the weight."""
+    mainloop_scaled_table: tuple[GemmEntry, ...]
+    """8 bits times 8 bits; every 128 columns have scales, so their sums need registers of their own."""
+    epilogue_scaled_table: tuple[GemmEntry, ...]
+    """8 bits times 8 bits, scaled once in the epilogue."""
+    crowded_block_m: int
+    crowded_num_stages: int
+    """`epilogue_scaled_table`: fewer stages, so that more programs fit, if there are two waves."""
+    deep_k: tuple[DeepK, ...]
+    deep_k_programs: int
+    """`epilogue_scaled_table`: more programs share a deep K."""
+    rowwise_library: tuple[LibraryCrossover, ...]
+    blockwise_library: tuple[LibraryCrossover, ...]
+    """When torch's scaled_mm is faster. Its kernels start with tiles of 128 rows, so the fewer of
+    those there are, the longer ours stay ahead."""
 
-    def mixed_gemm_config(self, m: int, n: int, k: int, weight: DequantScheme) -> LaunchConfig:
-        """16-bit x: a small M reads the weight at memory speed, a larger one fills the tensor cores."""
-        if m <= SMALL_M:
-            return self.small_m_config(m, n, k, weight)
-        block_m = 32 if m <= 32 else 64 if m < self.gemm_dequantize_first_m else 128
-        config = LaunchConfig(block_m, 128, min(weight.block_k, 128), num_warps=8, num_stages=3)
-        programs = self.gemm_small_programs if block_m == 32 else self.gemm_programs
-        return self._with_split_k(config, m, n, k, programs)
+    def weight_only_gemm(self, m: int, n: int, k: int, weight: WeightTraits) -> LaunchConfig | None:
+        """x in 16 bits. None: dequantize the weight first and call the library."""
+        return None if m >= self.dequantize_first_m else self.dequantized_gemm(m, n, k, weight)
 
-    def scaled_mm_config(self, m: int, n: int, k: int, scaling: str) -> LaunchConfig:
-        """8-bit x and weight. Scales in the mainloop need a second accumulator, so smaller blocks."""
-        if scaling == "mainloop" and m <= 64:
-            config = LaunchConfig(16 if m <= 16 else 32, 64, 128, num_stages=4)
-            return self._with_split_k(config, m, n, k, 600, min_steps=7)
+    def dequantized_gemm(self, m: int, n: int, k: int, weight: WeightTraits) -> LaunchConfig:
+        """x in 16 bits. Few rows read the weight at memory speed; more fill the tensor cores."""
+        if m <= self.max_small_m:
+            return self.small_m_gemm(m, n, k, weight)
+        entry = find_entry(self.weight_only_table, m)
+        block_k = min(self.preferred_block_k(weight), self.max_block_k)
+        return self._split_k(entry, replace(entry.config, block_k=block_k), m, n, k)
+
+    def preferred_block_k(self, weight: WeightTraits) -> int:
+        """Columns of a step: a group where each step has one scale."""
+        if weight.scaling == "mainloop":
+            return weight.group_size
+        return self.e2m1_block_k if weight.dequant == "e2m1" else self.max_block_k
+
+    def scaled_gemm(self, m: int, n: int, k: int, scaling: str) -> LaunchConfig:
+        """8 bits times 8 bits."""
         if scaling == "mainloop":
-            config = LaunchConfig(64, 128, 128, num_warps=8, num_stages=4)
-            return self._with_split_k(config, m, n, k, 264, min_steps=14)
-        if m > self.scaled_mm_large_m:
-            return LaunchConfig(128, 256, 128, num_warps=8, num_stages=3)
-        config = LaunchConfig(16 if m <= 16 else 32 if m <= 32 else 64, 64, 128, num_stages=6)
-        blocks = cdiv(n, 64) * cdiv(m, config.block_m)
-        if config.block_m == 64 and blocks > 2 * self.num_sms:
-            return replace(config, num_stages=4)  # three programs per SM instead of two
-        other_k, many_blocks = self.scaled_mm_deep_k_many_blocks
-        is_deep = k >= self.scaled_mm_deep_k or (k >= other_k and blocks > many_blocks)
-        return self._with_split_k(config, m, n, k, 264 if is_deep else 132)
-
-    def expert_gemm_config(
-        self, m: int, n: int, k: int, experts: int, weight: DequantScheme, is_8bit: bool
-    ) -> LaunchConfig:
-        """Rows of several experts: the block fits the rows of an average expert."""
-        small_m = None if is_8bit else self.expert_small_m_config(m, experts, n, k, weight)
-        if small_m is not None:
-            return small_m
-        block_m = min(128, max(16, next_power_of_2(max(1, m // experts))))
-        block_k = 128 if is_8bit else min(weight.block_k, 128)
-        if block_m <= 64:
-            return LaunchConfig(block_m, 64, block_k, num_warps=4, num_stages=4)
-        return LaunchConfig(block_m, 128, block_k, num_warps=8, num_stages=3)
-
-    def _with_split_k(
-        self, config: LaunchConfig, m: int, n: int, k: int, programs: int, min_steps: int = 2
-    ) -> LaunchConfig:
-        """Split K while there are fewer than `programs` programs and each has `min_steps` steps left."""
-        blocks = cdiv(n, config.block_n) * cdiv(m, config.block_m)
-        max_programs = programs * self.num_sms // self.gemm_table_sms
-        split_k = 1
-        while blocks * split_k * 2 <= max_programs and split_k * 2 * min_steps * config.block_k <= k:
-            split_k *= 2
-        return replace(config, split_k=split_k)
+            entry = find_entry(self.mainloop_scaled_table, m)
+            return self._split_k(entry, entry.config, m, n, k)
+        entry = find_entry(self.epilogue_scaled_table, m)
+        config = entry.config
+        tiles = num_tiles(config, m, n)
+        if config.block_m == self.crowded_block_m and tiles > 2 * self.num_sms:
+            return replace(config, num_stages=self.crowded_num_stages)
+        if any(k >= deep.min_k and tiles > deep.tiles_above for deep in self.deep_k):
+            entry = replace(entry, split_k_programs=self.deep_k_programs)
+        return self._split_k(entry, config, m, n, k)
 
     def prefers_library_scaled_mm(self, block: tuple[int, int], m: int, n: int, k: int) -> bool:
-        """Whether torch's scaled_mm was faster than our kernel, by the weight's scale block.
+        """Whether torch's scaled_mm was measured faster, by the weight's scale block (0: all).
 
-        One scale per tensor goes to cuBLAS, which is good at any size. Its kernels for row and block scales have
-        blocks of 128 rows: the fewer of them there are, the longer ours stay ahead.
+        One scale a tensor goes to cuBLAS, which is good at any size.
         """
         if block == (0, 0):
             return True
-        if block[1] == 0:
-            table = self.library_row_scales
-            return m > next(limit for above_n, from_k, limit in table if n > above_n or k >= from_k)
-        return m > next(limit for above_n, limit in self.library_block_scales if n > above_n)
+        table = self.rowwise_library if block[1] == 0 else self.blockwise_library
+        return m > next(c.m for c in table if n > c.n_above or k > c.k_above)
+
+    def _split_k(
+        self, entry: GemmEntry, config: LaunchConfig, m: int, n: int, k: int
+    ) -> LaunchConfig:
+        max_programs = entry.split_k_programs * self.num_sms // TABLE_SMS
+        tiles, split = num_tiles(config, m, n), 1
+        while (
+            tiles * split * 2 <= max_programs
+            and split * 2 * entry.min_k_blocks * config.block_k <= k
+        ):
+            split *= 2
+        return replace(config, split_k=split)
+
+
+def find_entry(table: tuple[GemmEntry, ...], m: int) -> GemmEntry:
+    """The first line for at least `m` rows."""
+    return next(entry for entry in table if m <= entry.max_m)
+
+
+def num_tiles(config: LaunchConfig, m: int, n: int) -> int:
+    """Tiles of an output [m, n]."""
+    return -(-n // config.block_n) * -(-m // config.block_m)

@@ -1,4 +1,4 @@
-"""Numbers of the heuristics for GPUs without a table of their own: those of Hopper."""
+"""Every other GPU, and Triton's interpreter: not measured, so the numbers are Hopper's."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from fulgurite.kernels.tuning.sm_90 import Sm90Heuristics
 
 
 class GenericHeuristics(Sm90Heuristics):
-    """SM count and shared memory are the device's; the rest is untuned."""
+    """A GPU without a table. Override a number here when it was measured, with GPU and benchmark."""

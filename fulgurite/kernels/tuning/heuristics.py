@@ -1,7 +1,9 @@
 """Lookup of the heuristics of a device.
 
-In: a device. Out: the object whose methods choose launch configurations on it. Tests and sweeps replace it
-with `override_heuristics`.
+    heuristics_for(x.device).small_m_gemm(m, n, k, weight)
+    with override_heuristics(MyHeuristics()): ...                 tests and sweeps
+
+In: a device. Out: the object whose methods choose launch configs on it.
 """
 
 from __future__ import annotations
@@ -12,29 +14,32 @@ from contextlib import contextmanager
 
 import torch
 
+from fulgurite.kernels.tuning.base import Heuristics
 from fulgurite.kernels.tuning.generic import GenericHeuristics
 from fulgurite.kernels.tuning.sm_90 import Sm90Heuristics
 from fulgurite.kernels.tuning.sm_100 import Sm100Heuristics
 
-# major compute capability -> table; other devices use `GenericHeuristics`
-DEVICE_FAMILIES: dict[int, type[Sm90Heuristics]] = {9: Sm90Heuristics, 10: Sm100Heuristics}
+# major compute capability -> table
+TABLES: dict[int, type[Heuristics]] = {9: Sm90Heuristics, 10: Sm100Heuristics}
 
-_override: Sm90Heuristics | None = None
+_override: Heuristics | None = None
 
 
-def heuristics_for(device: torch.device) -> Sm90Heuristics:
+def heuristics_for(device: torch.device) -> Heuristics:
     """The heuristics of a device's family."""
     return _override or _find_heuristics(device)
 
 
 @functools.cache
-def _find_heuristics(device: torch.device) -> Sm90Heuristics:
-    if device.type != "cuda":  # Triton's interpreter behaves like an H200
-        return Sm90Heuristics()
+def _find_heuristics(device: torch.device) -> Heuristics:
+    if device.type != "cuda":
+        return GenericHeuristics()
+    table: type[Heuristics] = GenericHeuristics
+    if not torch.version.hip:
+        table = TABLES.get(torch.cuda.get_device_capability(device)[0], GenericHeuristics)
     properties = torch.cuda.get_device_properties(device)
     shared_memory = getattr(properties, "shared_memory_per_block_optin", 0)  # absent on AMD
-    family = DEVICE_FAMILIES.get(properties.major, GenericHeuristics)
-    return family(properties.multi_processor_count, shared_memory)
+    return table(properties.multi_processor_count, shared_memory)
 
 
 def num_sms(device: torch.device) -> int:
@@ -43,7 +48,7 @@ def num_sms(device: torch.device) -> int:
 
 
 @contextmanager
-def override_heuristics(heuristics: Sm90Heuristics) -> Iterator[None]:
+def override_heuristics(heuristics: Heuristics) -> Iterator[None]:
     """Use `heuristics` on every device. Cached launches keep what they were built with."""
     global _override
     before, _override = _override, heuristics

@@ -1,4 +1,4 @@
-"""Numbers of the heuristics for Blackwell (sm_100). Not measured yet: those of Hopper."""
+"""NVIDIA Blackwell (sm_100, sm_103): not measured yet, so the numbers are Hopper's."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from fulgurite.kernels.tuning.sm_90 import Sm90Heuristics
 
 
 class Sm100Heuristics(Sm90Heuristics):
-    """Override what `fulgurite bench` and the sweeps show to be different on sm_100."""
+    """B200. Override a number here when it was measured, with the benchmark."""

@@ -1,35 +1,110 @@
-"""Numbers of the heuristics for Hopper (sm_90).
+"""NVIDIA Hopper (sm_90): what was measured on an H200, 132 multiprocessors, torch 2.11, triton 3.6.
 
-Each number names where it comes from. "H200" means measured on one with torch 2.11 and Triton 3.6.
+Every section names the benchmark that its numbers come from.
 """
 
 from __future__ import annotations
 
-from fulgurite.kernels.tuning.attention import AttentionHeuristics
-from fulgurite.kernels.tuning.elementwise import ElementwiseHeuristics
-from fulgurite.kernels.tuning.fused_linear import FusedLinearHeuristics
-from fulgurite.kernels.tuning.gemm import GemmHeuristics
-from fulgurite.kernels.tuning.gemm_epilogue import GemmEpilogueConfig, GemmEpilogueHeuristics
-from fulgurite.kernels.tuning.grouped_gemm import GroupedGemmHeuristics
-from fulgurite.kernels.tuning.mla import MlaHeuristics
-from fulgurite.kernels.tuning.sampling import SamplingHeuristics
+import sys
+
+from fulgurite.kernels.tuning.base import Heuristics
+from fulgurite.kernels.tuning.config import LaunchConfig
+from fulgurite.kernels.tuning.gemm import DeepK, GemmEntry, LibraryCrossover
+from fulgurite.kernels.tuning.gemm_epilogue import GemmEpilogueConfig
+
+ANY_M = sys.maxsize
+NO_K = sys.maxsize
 
 
-class Sm90Heuristics(
-    AttentionHeuristics,
-    MlaHeuristics,
-    SamplingHeuristics,
-    ElementwiseHeuristics,
-    FusedLinearHeuristics,
-    GemmHeuristics,
-    GroupedGemmHeuristics,
-    GemmEpilogueHeuristics,
-):
-    """Measured on an H200: 132 SMs, 227 KiB of shared memory per block."""
+class Sm90Heuristics(Heuristics):
+    """H200: 132 multiprocessors, 227 KiB of shared memory a program."""
 
-    def __init__(self, num_sms: int = 132, shared_memory_bytes: int = 227 << 10) -> None:
-        self.num_sms = num_sms
-        self.shared_memory_bytes = shared_memory_bytes
+    # ---- GEMM with a quantized weight: `fulgurite bench quant --device cuda`, over the linear layers
+    # of Llama-3.1-8B and DeepSeek-V3, M from 1 to 8192
+    dequantize_first_m = 192
+    max_block_k = 128
+    e2m1_block_k = 256
+    weight_only_table = (
+        GemmEntry(32, LaunchConfig(32, 128, num_warps=8, num_stages=3, group_n=8), 256),
+        GemmEntry(191, LaunchConfig(64, 128, num_warps=8, num_stages=3, group_n=8), 132),
+        GemmEntry(ANY_M, LaunchConfig(128, 128, num_warps=8, num_stages=3, group_n=8), 132),
+    )
+    mainloop_scaled_table = (
+        GemmEntry(16, LaunchConfig(16, 64, 128, 4, 4, group_n=8), 600, min_k_blocks=7),
+        GemmEntry(64, LaunchConfig(32, 64, 128, 4, 4, group_n=8), 600, min_k_blocks=7),
+        GemmEntry(ANY_M, LaunchConfig(64, 128, 128, 8, 4, group_n=8), 264, min_k_blocks=14),
+    )
+    epilogue_scaled_table = (
+        GemmEntry(16, LaunchConfig(16, 64, 128, 4, 6, group_n=8), 132),
+        GemmEntry(32, LaunchConfig(32, 64, 128, 4, 6, group_n=8), 132),
+        GemmEntry(512, LaunchConfig(64, 64, 128, 4, 6, group_n=8), 132),
+        GemmEntry(ANY_M, LaunchConfig(128, 256, 128, 8, 3, group_n=8)),
+    )
+    crowded_block_m = 64
+    crowded_num_stages = 4  # three programs on a multiprocessor instead of two
+    deep_k = (DeepK(8192, 0), DeepK(7168, 66))
+    deep_k_programs = 264
+    rowwise_library = (
+        LibraryCrossover(7168, 14336, 64),
+        LibraryCrossover(4096, 8191, 128),
+        LibraryCrossover(-1, -1, 256),
+    )
+    blockwise_library = (
+        LibraryCrossover(4096, NO_K, 32),
+        LibraryCrossover(2560, NO_K, 64),
+        LibraryCrossover(-1, -1, 128),
+    )
+
+    # ---- small-M GEMM: the same layers, and the experts of Qwen3-30B-A3B, DeepSeek-V3 and Mixtral-8x7B
+    max_small_m = 16
+    large_n = 8192
+    max_rows_per_expert = 4
+    min_experts_per_row = 4
+    resident_programs = 1024
+
+    # ---- grouped GEMM: benchmarks/sweep_moe.py, Qwen3-30B-A3B, DeepSeek-V3 and Mixtral-8x7B, 1024 and
+    # 8192 tokens. Configs of few rows are published ones for an H200 (16x64x64 with 5 stages).
+    large_m_rows = 32  # DeepSeek-V3
+    grouped_group_n = 8
+    dense_large_m = LaunchConfig(128, 256, 64, 8, 4, group_n=4)  # DeepSeek-V3: 4% before group_n=8
+    dense_extra_rows = 64
+    fp8_large_m = LaunchConfig(128, 256, 128, 8, 4, group_n=8)
+    fp8_max_registers = 216
+    wgrad = LaunchConfig(64, 128, 128, 8, 3)
+
+    # ---- mixture of experts: `fulgurite bench moe --device cuda`
+    max_small_batch = 2  # Qwen3-30B-A3B; with 4 tokens sorting is as fast
+    small_batch_gate_up = LaunchConfig(1, 8, 512, 4, 3)
+    small_batch_num_warps = 8
+    max_experts_per_token = 16
+    router_register_elements = 16384
+    router_max_hidden_size = 8192
+    router_max_experts = 512
+    route = LaunchConfig(block_m=4, num_warps=4)
+    sort_chunk_pairs = 256
+    combine_max_block_n = 1024
+    epilogue_max_block_n = 1024
+
+    # ---- quantize: `fulgurite bench quant --device cuda`
+    max_register_row = 16384
+    quantize_elements = 4096
+    max_tensor_block_n = 2048
+    amax_programs = 1056  # eight for each multiprocessor
+    amax_bf16x2 = LaunchConfig(1, 2048, num_warps=8)
+    amax_bf16x2_programs_per_sm = 8
+    quantize_128x128 = LaunchConfig(128, 128, num_warps=8)
+    quantize_128x128_bf16x2 = LaunchConfig(128, 128, num_warps=8)
+    store_words = 8
+    quantize_transposed = LaunchConfig(128, 64, num_warps=4)
+    quantize_transposed_bf16x2 = LaunchConfig(128, 64, num_warps=4)
+    column_amax = LaunchConfig(32, 128, num_warps=4)
+    column_amax_bf16x2 = LaunchConfig(32, 64, num_warps=4)
+    column_amax_bf16x2_rows = 512
+    quantize_4bit_warp_elements = 1024
+    quantize_4bit_num_warps = 4
+    quantize_nvfp4_num_warps = 1
+    store_bytes = 16
+    gguf_block_n = 32
 
     # ---- attention: H200, benchmarks/sweep_decode.py. Many programs want few warps each; in prefill
     # 64 x 64 beat 128 rows and 128 keys, with 290 to 350 TFLOP/s.
@@ -86,14 +161,14 @@ class Sm90Heuristics(
     # ---- generated GEMMs with an epilogue (fuser/gemm): H200, GEMMs of 8192 x 4096 with K from 512 to
     # 4096. With these numbers the cost model fuses none that was slower.
     gemm_epilogue_capability = (9, 0)
-    gemm_epilogue_configs = {  # noqa: RUF012
+    gemm_epilogue_configs = {
         GemmEpilogueConfig(128, 256, 64, 8, 3): 1.0,
         GemmEpilogueConfig(128, 128, 64, 8, 4): 0.9,
         GemmEpilogueConfig(64, 128, 64, 4, 4): 0.7,
         GemmEpilogueConfig(64, 64, 64, 4, 5): 0.5,
         GemmEpilogueConfig(64, 32, 64, 4, 5): 0.3,
     }
-    gemm_epilogue_multi_configs = {  # noqa: RUF012
+    gemm_epilogue_multi_configs = {
         GemmEpilogueConfig(128, 128, 64, 8, 3, tile_loop="plain"): 1.0,
         GemmEpilogueConfig(128, 64, 64, 4, 3, persistent=False): 0.8,
         GemmEpilogueConfig(64, 64, 64, 4, 4, persistent=False): 0.6,
@@ -108,26 +183,3 @@ class Sm90Heuristics(
     gemm_epilogue_min_m = 1024
     gemm_epilogue_max_k = 4096
     gemm_epilogue_max_weight_elements = 1 << 25
-
-    # ---- GEMM with quantized operands: H200, the linear layers of Llama-8B and DeepSeek-V3, M from 1 to
-    # 8192 (fulgurite bench quant)
-    gemm_dequantize_first_m = 192
-    gemm_table_sms = 132
-    gemm_small_programs = 256
-    gemm_programs = 132
-    scaled_mm_large_m = 512
-    scaled_mm_deep_k = 8192
-    scaled_mm_deep_k_many_blocks = (7168, 66)
-    library_row_scales = ((7168, 14337, 64), (4096, 8192, 128), (-1, 0, 256))
-    library_block_scales = ((4096, 32), (2560, 64), (-1, 128))
-
-    # ---- small-M GEMM: the same layers, and the experts of Qwen3-30B-A3B, DeepSeek-V3, Mixtral-8x7B
-    small_m_large_n = 8192
-    small_m_rows_per_expert = 4
-    small_m_rare_sharing = 4
-    small_m_programs = 1024
-
-    # ---- grouped GEMM: H200, benchmarks/sweep_moe.py, 1024 and 8192 tokens of the same experts. With few
-    # rows per expert, published configs for an H200 (16 x 64 x 64, 5 stages for one token).
-    grouped_gemm_dense_rows = 32  # DeepSeek-V3
-    grouped_gemm_4bit_rows = (8, 24, 96)

@@ -1,70 +1,71 @@
-"""Launch configs of the small-M GEMM kernel: one weight, or rows sorted by expert.
+"""The small-M GEMM kernel: a few rows of x, of one weight or of experts.
 
-In: M, N, K and how the weight is dequantized. Out: a `LaunchConfig` with `small_m` set.
-
-Few warps per program are best: warps wait for each other's loads, so small programs leave more of them to run
-meanwhile, and the last wave is short. A large `block_k` is best, too, if K is a multiple of it.
+In: rows of x, sizes and traits of the weight. Out: a `LaunchConfig` with `small_m`. Few warps a
+program are best: they wait for each other's loads, so small programs leave more of them to run
+meanwhile, and the last wave of programs is short. A large `block_k` is best too, if K is a multiple.
 """
 
 from __future__ import annotations
 
-from fulgurite.kernels.common.triton_operands import DequantScheme
 from fulgurite.kernels.tuning.config import LaunchConfig
-
-SMALL_M = 16  # rows of x per program of the small-M kernel, at most: one tensor-core tile
+from fulgurite.kernels.tuning.weight_traits import WeightTraits
 
 
 class SmallMHeuristics:
-    """Small-M GEMM: the weight is read once, at memory speed."""
+    """Configs of `small_m_gemm_kernel`; every warp has `block_k` columns of a step."""
 
-    small_m_large_n: int  # from this N on, there are enough programs for two warps each
-    small_m_rows_per_expert: int  # up to this average the small-M kernel is faster than the grouped GEMM
-    small_m_rare_sharing: int  # with so many experts per row, hardly two rows share one
-    small_m_programs: int  # programs of two warps that run at once
+    max_small_m: int
+    """Rows of x that a program takes at most."""
+    large_n: int
+    """Rows of a weight from which there are programs enough for two warps each."""
+    max_rows_per_expert: int
+    """Rows of an average expert up to which the small-M kernel is the faster one."""
+    min_experts_per_row: int
+    """Experts a row from which hardly two rows share an expert."""
+    resident_programs: int
+    """Programs of two warps that the GPU runs at once."""
 
-    def small_m_config(self, m: int, n: int, k: int, weight: DequantScheme) -> LaunchConfig:
-        """Up to `SMALL_M` rows of x and one weight."""
-        block_m = 1 if m == 1 else 4 if m <= 4 else 8 if m <= 8 else SMALL_M
-        num_warps = 2 if n >= self.small_m_large_n else 4
-        # dequantized elements of a step must fit in registers
-        is_long = weight.is_4bit and block_m <= (4 if weight.dequant == "e2m1" else 1)
-        is_wide = block_m > 4 or (weight.is_4bit and n >= self.small_m_large_n)
-        block_k = _choose_block_k(k, num_warps, weight, 256 if is_long else 128)
-        return _make_config(block_m, 32 if is_wide else 16, block_k, num_warps)
+    def small_m_gemm(self, m: int, n: int, k: int, weight: WeightTraits) -> LaunchConfig:
+        """One weight and up to `max_small_m` rows of x."""
+        block_m = 1 if m == 1 else 4 if m <= 4 else 8 if m <= 8 else self.max_small_m
+        num_warps = 2 if n >= self.large_n else 4
+        # what is dequantized in a step fills the registers
+        has_long_steps = weight.is_4bit and block_m <= (4 if weight.dequant == "e2m1" else 1)
+        block_n = 32 if block_m > 4 or (weight.is_4bit and n >= self.large_n) else 16
+        block_k = self._small_m_block_k(k, num_warps, weight, 256 if has_long_steps else 128)
+        return _small_m(block_m, block_n, block_k, num_warps)
 
-    def expert_small_m_config(
-        self, rows: int, experts: int, n: int, k: int, weight: DequantScheme
+    def small_m_experts(
+        self, rows: int, experts: int, n: int, k: int, weight: WeightTraits
     ) -> LaunchConfig | None:
-        """Rows sorted by expert, N rows of each weight. None: experts have too many rows."""
-        if rows > self.small_m_rows_per_expert * experts:
+        """Rows sorted by expert, n rows of each weight. None where experts have many rows."""
+        if rows > self.max_rows_per_expert * experts:
             return None
-        if self.small_m_rare_sharing * rows <= experts:
-            return self.pair_config(rows, n, k, weight)
+        if self.min_experts_per_row * rows <= experts:
+            return self.small_m_pairs(rows, n, k, weight)
         block_m = 4 if rows <= 2 * experts else 8
-        return _make_config(block_m, 32, _choose_block_k(k, 2, weight, 128), 2)
+        return _small_m(block_m, 32, self._small_m_block_k(k, 2, weight, 128), 2)
 
-    def pair_config(self, pairs: int, n: int, k: int, weight: DequantScheme) -> LaunchConfig:
-        """One (token, expert) pair per program; larger blocks once the device is full."""
-        block_n = 32 if pairs * n >= 32 * self.small_m_programs else 16
+    def small_m_pairs(self, pairs: int, n: int, k: int, weight: WeightTraits) -> LaunchConfig:
+        """One row of x a program: as many programs as can run at once, and then larger ones."""
+        block_n = 32 if pairs * n >= 32 * self.resident_programs else 16
         num_warps = 1 if k % 256 == 0 and k % 512 else 2
-        return _make_config(1, block_n, _choose_block_k(k, num_warps, weight, 256), num_warps)
+        return _small_m(1, block_n, self._small_m_block_k(k, num_warps, weight, 256), num_warps)
 
-    def expert_down_config(self, warps_per_expert: int, k: int, weight: DequantScheme) -> LaunchConfig:
-        """All experts of a token in one program, `warps_per_expert` warps each."""
-        return _make_config(1, 16, _choose_block_k(k, warps_per_expert, weight, 256), 8)
+    def small_m_down(self, warps_per_expert: int, k: int, weight: WeightTraits) -> LaunchConfig:
+        """All experts of a token side by side."""
+        block_k = self._small_m_block_k(k, warps_per_expert, weight, 256)
+        return _small_m(1, 16, block_k, warps_per_expert)
+
+    def _small_m_block_k(self, k: int, num_warps: int, weight: WeightTraits, longest: int) -> int:
+        """The longest step up to `longest` that divides K: whole groups of integers, or one group
+        where a step has one scale."""
+        if weight.small_m_scaling == "mainloop":
+            return min(weight.group_size, 128)
+        shortest = weight.group_size if weight.small_m_scaling == "group" else 64
+        steps = (step for step in (256, 128, 64) if shortest <= step <= longest)
+        return next((step for step in steps if k % (step * num_warps) == 0), 128)
 
 
-def _make_config(block_m: int, block_n: int, block_k: int, num_warps: int) -> LaunchConfig:
-    return LaunchConfig(
-        block_m, block_n, block_k, num_warps=num_warps, num_stages=3, small_m=True
-    )
-
-
-def _choose_block_k(k: int, num_warps: int, weight: DequantScheme, max_block_k: int) -> int:
-    """The largest `block_k` that divides K over the warps: whole groups of integers, or one group if the scale is
-    applied in the mainloop."""
-    if weight.small_m_scaling == "mainloop":
-        return min(weight.group_size, 128)
-    smallest = weight.group_size if weight.small_m_scaling == "group" else 64
-    candidates = (block for block in (256, 128, 64) if smallest <= block <= max_block_k)
-    return next((block for block in candidates if k % (block * num_warps) == 0), 128)
+def _small_m(block_m: int, block_n: int, block_k: int, num_warps: int) -> LaunchConfig:
+    return LaunchConfig(block_m, block_n, block_k, num_warps, num_stages=3, small_m=True)

@@ -11,7 +11,7 @@ from fulgurite import fuser
 from fulgurite.executors.fuser import kernels_of
 from fulgurite.kernels.gemm import modules
 from fulgurite.kernels.quantize.ops import quantize_op
-from fulgurite.kernels.quantize.reference import reference
+from fulgurite.kernels.quantize.reference import quantize as reference
 from fulgurite.op import get_decomposition
 from fulgurite.quant import quantize
 from fulgurite.quant.format import resolve_format

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fulgurite.errors import ArgumentError
-from fulgurite.kernels.moe.routing import Routes
+from fulgurite.kernels.moe.router_config import Routes
 from fulgurite.models.config import MoEConfig
 from fulgurite.models.moe import Experts, gated_activation
 from fulgurite.parallel import apply_expert_parallel
