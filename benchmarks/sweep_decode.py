@@ -1,9 +1,12 @@
-"""Times launch configs of a decode step's kernels: python3 benchmarks/sweep_decode.py OUT SECONDS [PART ...]
+"""Times launch configs of a decode step's kernels.
 
-Parts: gemv (linears of one row), small_m (up to 16 rows), gemm (up to 128), decode and prefill (attention), sampling.
-Each config is timed inside a CUDA graph with PDL, as in a step (`kernels/common/pdl.py`), over weights or caches in
-round-robin order, so that none is in L2, and compared with the library (cuBLAS, sdpa, argmax). A pool of processes
-compiles all configs first, into Triton's cache.
+    python3 benchmarks/sweep_decode.py OUT SECONDS [PART ...]
+
+Parts: gemv (linears of one row), small_m (up to 16 rows), gemm (up to 128), decode and prefill
+(attention), sampling. Each config is timed inside a CUDA graph with PDL, as in a step
+(`kernels/common/pdl.py`), over weights or caches in round-robin order, so that none is in L2, and
+compared with the library (cuBLAS, sdpa, argmax). A pool of processes compiles all configs first,
+into Triton's cache.
 """
 
 from __future__ import annotations

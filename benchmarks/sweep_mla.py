@@ -1,9 +1,11 @@
-"""Checks and times launch configs of the absorbed MLA kernel: python3 benchmarks/sweep_mla.py OUT.json [SECONDS]
+"""Checks and times launch configs of the absorbed MLA kernel.
 
-For each shape, batch and cache dtype: every config of BLOCK_M x BLOCK_N x WARPS x STAGES, each with several
-splits. A pool of processes compiles them first (they share Triton's cache on disk) and compares each with the
-reference in float32 on sequences of different lengths. Then configs are timed one by one in a CUDA graph over
-latents that are not in L2, the heuristic's config first.
+    python3 benchmarks/sweep_mla.py OUT.json [SECONDS]
+
+For each shape, batch and cache dtype: every config of BLOCK_M x BLOCK_N x WARPS x STAGES, each with
+several splits. A pool of processes compiles them first (they share Triton's cache on disk) and
+compares each with the reference in float32 on sequences of different lengths. Then configs are
+timed one by one in a CUDA graph over latents that are not in L2, the heuristic's config first.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ import fulgurite
 from fulgurite.bench.readme import write_readme
 from fulgurite.bench.suites import SUITES
 from fulgurite.config import ENV_VARS
+from fulgurite.device import resolve_device
 from fulgurite.errors import ArgumentError, FulguriteError
 from fulgurite.explain import Explanation
 from fulgurite.explain_target import load_example, run_script
@@ -28,7 +29,6 @@ from fulgurite.models import tiny
 from fulgurite.plan import command
 from fulgurite.report.html import write_html
 from fulgurite.serve import command as terminal
-from fulgurite.device import resolve_device
 
 
 def explain(options: argparse.Namespace) -> None:
@@ -100,23 +100,32 @@ def build_parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", metavar="command")
     _add_text_commands(commands)
     explain_parser = commands.add_parser(
-        "explain", help="compile with example inputs and print kernels, graph breaks, bytes and times"
+        "explain",
+        help="compile with example inputs and print kernels, graph breaks, bytes and times",
     )
     explain_parser.add_argument(
         "target", nargs="?", help="module:name, file.py:name or script.py (default: built in)"
     )
-    explain_parser.add_argument("--html", metavar="FILE", help="write the same as one self-contained page")
+    explain_parser.add_argument(
+        "--html", metavar="FILE", help="write the same as one self-contained page"
+    )
     explain_parser.add_argument("--executors", help="names in order, separated by commas")
-    explain_parser.add_argument("--granularity", default="auto", choices=["auto", "blocks", "model"])
+    explain_parser.add_argument(
+        "--granularity", default="auto", choices=["auto", "blocks", "model"]
+    )
     explain_parser.add_argument("--remat", default="mincut", choices=["none", "mincut", "full"])
-    explain_parser.add_argument("--measure", action="store_true", help="time each generated kernel by itself")
+    explain_parser.add_argument(
+        "--measure", action="store_true", help="time each generated kernel by itself"
+    )
     explain_parser.add_argument("--no-trace", action="store_true", help="only the table")
     bench_parser = commands.add_parser(
         "bench", help="run a benchmark suite, with eager and torch.compile as baselines"
     )
     bench_parser.add_argument("suite", choices=[*sorted(SUITES), REPORT])
     bench_parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    bench_parser.add_argument("--output", metavar="FILE", help="where results go (default: benchmarks/)")
+    bench_parser.add_argument(
+        "--output", metavar="FILE", help="where results go (default: benchmarks/)"
+    )
     bench_parser.add_argument("--quick", action="store_true", help="fewer cases and repeats")
     return top
 
@@ -128,11 +137,11 @@ def _add_text_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
         usage='fulgurite generate [options] ["prompt"]',
     )
     reply.add_argument("prompt", nargs="?", help="the prompt (default: read from stdin)")
-    reply.add_argument("--raw", action="store_true", help="use the prompt as it is, without the chat template")
-    terminal.add_options(reply, max_tokens=256)
-    talk = commands.add_parser(
-        "chat", help="chat with a model", usage="fulgurite chat [options]"
+    reply.add_argument(
+        "--raw", action="store_true", help="use the prompt as it is, without the chat template"
     )
+    terminal.add_options(reply, max_tokens=256)
+    talk = commands.add_parser("chat", help="chat with a model", usage="fulgurite chat [options]")
     terminal.add_options(talk, max_tokens=1024)
     command.add_options(
         commands.add_parser(

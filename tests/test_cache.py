@@ -128,7 +128,9 @@ def _build_entries(folder: str, results: multiprocessing.Queue) -> None:
 def test_concurrent_processes(folder: Path) -> None:
     context = multiprocessing.get_context("fork")
     results = context.Queue()
-    workers = [context.Process(target=_build_entries, args=(str(folder), results)) for _ in range(6)]
+    workers = [
+        context.Process(target=_build_entries, args=(str(folder), results)) for _ in range(6)
+    ]
     for worker in workers:
         worker.start()
     messages = [results.get(timeout=60) for _ in workers]

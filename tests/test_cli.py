@@ -121,7 +121,9 @@ def test_mistakes_are_answered_in_words(folder, capsys, words, says):
 
 
 def test_warnings_are_words(folder, capsys, monkeypatch):
-    monkeypatch.setattr(native, "find_compiler", lambda: warnings.warn("no compiler here", stacklevel=2))
+    monkeypatch.setattr(
+        native, "find_compiler", lambda: warnings.warn("no compiler here", stacklevel=2)
+    )
     assert main(["explain", "cli_example:plain", "--no-trace"]) == 0
     assert "warning: no compiler here\n" in capsys.readouterr().err
 

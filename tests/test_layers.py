@@ -57,8 +57,8 @@ SUB_ORDER: dict[str, list[set[str]]] = {
     ],
     "kernels": [
         {"registry", "integer_math"},
-        {"common"},
         {"tuning"},
+        {"common"},
         {"elementwise", "sampling", "quantize"},
         {"attention", "gemm"},
         {"mla"},

@@ -1,18 +1,16 @@
-"""Operators that are written by hand: tensors in, tensors out, opaque to capture.
+"""Hand-written operators: tensors in, tensors out, opaque to capture.
 
-Each is a torch custom op (`fulgurite.op`) with a rule for FakeTensors and a reference in plain torch
-that is the oracle of its tests and runs on every device. What runs faster on a device stands in the
-operator's own table, `IMPLEMENTATIONS`: device type -> "module:function", imported when it is first
-asked for (see `implementations.py`).
+Each operator is a torch custom op (`fulgurite.op`) with a fake kernel and a reference in plain
+torch, which the tests compare with and which runs on every device. Faster kernels are in the
+operator's own table, `<OP>_KERNELS`: device type -> function. A kernel returns `NotImplemented` for
+what it does not support, and the reference runs (`registry.py`).
 
-    quantize.py      a float tensor -> packed data and scales, by one of `fulgurite.quant.FORMATS`
-    quant_linear.py  x @ weight.T + bias, the weight packed, x as it is or quantized on the fly
-    scaled_mm.py     a @ b.T + bias, both packed, every layout of scales
-    grouped.py       the last two for experts: rows of x by expert, ends of the groups on the device
-    routing.py       logits -> each token's experts and their weights, by the rule of any family
-    grouped_matmul.py  rows of tokens times their experts' matrices, dense or packed, and the gate
-    moe.py           a mixture of experts: pairs sorted by expert, both matmuls, the weighted sum
-    fp8_linear.py    a linear layer whose forward and both backward matmuls are in FP8
-    cpu/             C++ for the CPU: packed weights laid out for vectors, linears of them
-    triton/          the same operators on GPUs
+    attention/     attention over paged KV caches        mla/         multi-head latent attention
+    gemm/          GEMM with quantized operands          quantize/    casts to quantized formats
+    grouped_gemm/  rows sorted by expert                 moe/         routing, experts, combine
+    sampling/      tokens from logits                    elementwise/ norms, RoPE, activations
+    dispatch/      expert-parallel all-to-all
+    common/        what kernels share: device functions, launches, the C++ library
+    tuning/        launch configs, a table a device family
+    include/       C++ headers of the CPU kernels
 """

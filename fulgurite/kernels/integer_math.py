@@ -1,7 +1,7 @@
 """Integer functions of launch code: sizes in, numbers of blocks out.
 
-Triton has functions of these names, which also work inside kernels. They cost microseconds a call on the
-host, and a prefill step makes hundreds of calls.
+Triton has functions of these names, which also work inside kernels. They cost microseconds a call
+on the host, and a prefill step makes hundreds of calls.
 """
 
 from __future__ import annotations

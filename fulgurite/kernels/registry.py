@@ -1,11 +1,11 @@
 """Kernel registries: from an operator and a device to the function that runs there.
 
-In: an operator's table {device type: kernel function}, a device, a reference function and the arguments.
-Out: the kernel's result, or the reference's where no kernel supports the call.
+In: an operator's table {device type: kernel function}, a device, a reference function and the
+arguments. Out: the kernel's result, or the reference's where no kernel supports the call.
 
-A kernel function returns `NotImplemented` for a case it does not support (a format, a shape, a dtype).
-The operator then runs its plain-torch reference, which supports all of them. Each such case is recorded
-once, with its arguments: `fallbacks()` lists them and `explain()` shows them.
+A kernel function returns `NotImplemented` for a case it does not support (a format, a shape, a
+dtype). The operator then runs its plain-torch reference, which supports all of them. Each such case
+is recorded once, with its arguments: `fallbacks()` lists them and `explain()` shows them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def can_skip_dispatcher(*tensors: Tensor | None) -> bool:
 def dispatch(
     table: Mapping[str, Kernel], device: torch.device, reference: Kernel, *arguments: Any
 ) -> Any:
-    """Call the device's kernel; where there is none, or it does not support the call, the reference."""
+    """Call the device's kernel, or the reference where no kernel supports the call."""
     kernel = find_kernel(table, device)
     result = NotImplemented if kernel is None else kernel(*arguments)
     if result is not NotImplemented:

@@ -50,7 +50,9 @@ def draw_trace(trace: Trace, executors: Sequence[str] = ()) -> Markup:
     ]
     canvas = make_element("div", *drawings, class_="canvas", tabindex="-1")
     legend = LEGEND + (" · click a module to open it" if grouped else "")
-    return join_markup([_level_buttons(levels, first), canvas, make_element("figcaption", legend, class_="quiet")])
+    return join_markup(
+        [_level_buttons(levels, first), canvas, make_element("figcaption", legend, class_="quiet")]
+    )
 
 
 def _choose_level(levels: Sequence[Level]) -> int:
@@ -180,7 +182,9 @@ def _texts(item: Item, place: Rectangle) -> list[Markup]:
 def _edge(flow: Flow, route: Route, items: Sequence[Item]) -> Markup:
     shown = flow.values[:6]
     more = [f"and {len(flow.values) - len(shown)} more"] if len(flow.values) > len(shown) else []
-    between = f"{shorten_label(items[flow.source].label)} → {shorten_label(items[flow.target].label)}"
+    between = (
+        f"{shorten_label(items[flow.source].label)} → {shorten_label(items[flow.target].label)}"
+    )
     return make_element(
         "path",
         make_element("title", "\n".join([*shown, *more, between])),

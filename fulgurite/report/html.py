@@ -33,7 +33,9 @@ def render_page(explanation: Explanation) -> str:
     body = make_element(
         "body",
         _make_toolbar(),
-        make_element("main", _make_overview(explanation), *_make_graphs(explanation, programs), id="top"),
+        make_element(
+            "main", _make_overview(explanation), *_make_graphs(explanation, programs), id="top"
+        ),
         make_element("div", class_="tooltip", role="status", hidden=True),
         make_json_script("data", build_payload(programs)),
         make_element("script", Markup("\n".join(map(_read_package_file, SCRIPTS)))),
@@ -69,7 +71,9 @@ def _make_toolbar() -> Markup:
     )
     return make_element(
         "header",
-        make_element("a", "fulgurite", make_element("span", "explain"), href="#top", class_="brand"),
+        make_element(
+            "a", "fulgurite", make_element("span", "explain"), href="#top", class_="brand"
+        ),
         make_element(
             "div",
             search,
@@ -78,7 +82,9 @@ def _make_toolbar() -> Markup:
             class_="search",
             role="search",
         ),
-        make_element("button", "auto", type="button", id="theme", title="light, dark or as the system"),
+        make_element(
+            "button", "auto", type="button", id="theme", title="light, dark or as the system"
+        ),
         class_="top",
     )
 
@@ -98,9 +104,14 @@ def _make_overview(explanation: Explanation) -> Markup:
     columns += [tables.make_times_table(explanation.times)] if explanation.times else []
     parts.append(make_element("div", *columns, class_="columns"))
     count = make_element("small", len(breaks)) if breaks else ""
-    parts += [make_element("h2", "Graph breaks", count, id="breaks"), tables.make_breaks_list(breaks)]
+    parts += [
+        make_element("h2", "Graph breaks", count, id="breaks"),
+        tables.make_breaks_list(breaks),
+    ]
     printed = make_element("pre", str(explanation), class_="printed")
-    parts.append(make_element("details", make_element("summary", "As fulgurite explain prints it"), printed))
+    parts.append(
+        make_element("details", make_element("summary", "As fulgurite explain prints it"), printed)
+    )
     return make_element("section", *parts, class_="overview")
 
 

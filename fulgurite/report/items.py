@@ -126,7 +126,9 @@ def _is_input(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr")
 
 
-def _group_nodes(nodes: Sequence[fx.Node], depth: int | None, backward: bool) -> list[list[fx.Node]]:
+def _group_nodes(
+    nodes: Sequence[fx.Node], depth: int | None, backward: bool
+) -> list[list[fx.Node]]:
     """Group nodes into boxes. Inputs that only one module uses are part of its box."""
     inputs = [node for node in nodes if _is_input(node)]
     calls = [node for node in nodes if not _is_input(node)]

@@ -54,4 +54,6 @@ def make_json_script(identity: str, value: Any) -> Markup:
     content = json.dumps(value, separators=(",", ":"))
     for character in "<>&":
         content = content.replace(character, f"\\u{ord(character):04x}")
-    return Markup(f'<script type="application/json" id="{escape_text(identity)}">{content}</script>')
+    return Markup(
+        f'<script type="application/json" id="{escape_text(identity)}">{content}</script>'
+    )

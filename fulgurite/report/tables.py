@@ -45,7 +45,9 @@ class Column:
     number: bool = False
 
 
-def make_table(columns: Sequence[Column], rows: Iterable[Sequence[object]], class_: str = "") -> Markup:
+def make_table(
+    columns: Sequence[Column], rows: Iterable[Sequence[object]], class_: str = ""
+) -> Markup:
     """A table whose first column names the row."""
     head = make_element("tr", *(_cell("th", c.head, c, scope="col") for c in columns))
     body = []
@@ -139,12 +141,23 @@ def make_kernels_list(summary: CompiledGraphSummary) -> Markup | str:
     for kernel, count in group_equal_kernels(summary.kernels):
         made = kernel.kernel
         name = f"{kernel.name} ×{count}" if count > 1 else kernel.name
-        row = [name, _ops_text(made), format_bytes(made.bytes_moved), format_seconds(made.predicted_seconds)]
-        row += [format_seconds(kernel.seconds or 0.0), format_roofline_fraction(kernel)] if measured else []
+        row = [
+            name,
+            _ops_text(made),
+            format_bytes(made.bytes_moved),
+            format_seconds(made.predicted_seconds),
+        ]
+        row += (
+            [format_seconds(kernel.seconds or 0.0), format_roofline_fraction(kernel)]
+            if measured
+            else []
+        )
         rows.append([*row, kernel.reason])
         sources.append(_kernel_source(f"{kernel.name} · {made.schedule}", made))
     listed = make_table([*columns, Column("fusion boundary")], rows)
-    return make_element("div", listed, make_element("div", *sources, class_="sources"), class_="kernels")
+    return make_element(
+        "div", listed, make_element("div", *sources, class_="sources"), class_="kernels"
+    )
 
 
 def _ops_text(kernel: Kernel, most: int = 6) -> str:
@@ -202,7 +215,9 @@ def make_decisions_table(decisions: Sequence[Decision]) -> Markup:
     rows = []
     for decision, count in _grouped_decisions(decisions):
         name = f"{decision.region} ×{count}" if count > 1 else decision.region
-        times = (format_seconds(decision.seconds[n]) if n in decision.seconds else "–" for n in names)
+        times = (
+            format_seconds(decision.seconds[n]) if n in decision.seconds else "–" for n in names
+        )
         rows.append([name, *times, decision.winner])
     wins = Counter(decision.winner for decision in decisions)
     won = ", ".join(f"{count} on {name}" for name, count in wins.most_common())
@@ -224,7 +239,9 @@ def _grouped_decisions(decisions: Sequence[Decision]) -> list[tuple[Decision, in
     return [(group[0], len(group)) for group in groups.values()]
 
 
-def make_executors_table(program: CompiledGraphSummary, final: Trace, executors: Sequence[str]) -> Markup:
+def make_executors_table(
+    program: CompiledGraphSummary, final: Trace, executors: Sequence[str]
+) -> Markup:
     """Per executor of the final trace: calls, bytes moved, FLOPs."""
     moved: dict[str, int] = defaultdict(int)
     flops: dict[str, int] = defaultdict(int)
@@ -233,7 +250,7 @@ def make_executors_table(program: CompiledGraphSummary, final: Trace, executors:
         if is_view(node):
             views += 1
             continue
-        executor = str((executor_of(node) or "?"))
+        executor = str(executor_of(node) or "?")
         moved[executor] += node_bytes(node)
         flops[executor] += node_flops(node)
     most = max(program.calls.values(), default=0)

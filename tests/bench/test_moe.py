@@ -29,10 +29,10 @@ def test_all_candidates_are_the_same_layer() -> None:
 def test_a_floor_is_the_larger_of_reading_and_computing() -> None:
     layer = moe.make_expert_weights(TINY, "float32", "cpu")
     routes = [moe.Routes(torch.ones(3, 2), torch.tensor([[0, 1], [0, 1], [0, 5]]))]
-    slow = moe.Roofline(bandwidth=1.0, operations=1e30)
+    slow = moe.Roofline(bandwidth=1.0, flops=1e30)
     nbytes = 3 * 3 * 64 * 32 * 4  # three experts, three matrices
     assert moe.roofline_seconds(TINY, layer, routes, slow) == nbytes
-    busy = moe.Roofline(bandwidth=1e30, operations=1.0)
+    busy = moe.Roofline(bandwidth=1e30, flops=1.0)
     assert moe.roofline_seconds(TINY, layer, routes, busy) == 6 * 6 * 64 * 32
 
 

@@ -1,7 +1,7 @@
 """Compiles Triton kernels for a GPU without having one: launches become compilations.
 
-In: a module of kernels. Out: the same module, whose launches compile their kernel for sm_90 with the types,
-sizes and divisibility of the arguments, and record the result.
+In: a module of kernels. Out: the same module, whose launches compile their kernel for sm_90 with
+the types, sizes and divisibility of the arguments, and record the result.
 """
 
 from __future__ import annotations

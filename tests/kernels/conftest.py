@@ -1,4 +1,4 @@
-"""TEST_EVERY=n runs every nth test of a process; test_interpreted.py uses it, as the interpreter is slow."""
+"""TEST_EVERY=n runs every nth test of a process; test_interpreted.py uses it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The kernels of a decode step, compiled for sm_90 down to machine code on any machine.
 
-The compiler rejects what the interpreter accepts: types that change in a loop, tiles too small for a dot.
+The compiler rejects what the interpreter accepts: types that change in a loop, tiles too small for
+a dot.
 """
 
 from __future__ import annotations
@@ -154,20 +155,17 @@ def test_attention(block_m, block_n, num_warps, is_decode, block_size, cache):
 
 def test_moe_small_batch():
     types = {"experts_ptr": "*i64", "weights_ptr": "*fp32", "logits_ptr": "*fp32", "alpha": "fp32",
-             "scaling": "fp32"}  # fmt: skip
-    common = {"K": 8, "EVEN": True, "STAGES": 3, "PDL": True}
-    inner = {**common, "NORM": True, "GATE": 1, "BN": 8, "BK": 512}
-    assert "cp.async" in compile_ptx(triton_small_batch.gate_up_kernel, inner, **types)
-    outer = {**common, "BJ": 8, "RESIDUAL": True, "BN": 4, "BK": 256}
-    assert "cp.async" in compile_ptx(triton_small_batch.down_kernel, outer, num_warps=8, **types)
-    rule = {"K": 8, "SIGMOID": True, "FIRST": False, "RENORMALISE": True, "BIAS": True}
-    sizes = {"BN": 2, "BD": 8192, "BE": 256, "BLOCK": 64, "PDL": True}
-    compile_ptx(
-        triton_small_batch_routing.route_small_batch_kernel,
-        {**rule, **sizes, "NORM": True, "ADD": True},
-        num_warps=8,
-        **types,
-    )
+             "scaling_factor": "fp32"}  # fmt: skip
+    shared = {"TOP_K": 8, "EVEN_K": True, "NUM_STAGES": 3, "PDL": True}
+    gate_up = {**shared, "NORM": True, "GATE": 1, "BLOCK_N": 8, "BLOCK_K": 512}
+    assert "cp.async" in compile_ptx(triton_small_batch.gate_up_kernel, gate_up, **types)
+    down = {**shared, "TOP_K_POW2": 8, "RESIDUAL": True, "BLOCK_N": 4, "BLOCK_K": 256}
+    assert "cp.async" in compile_ptx(triton_small_batch.down_kernel, down, num_warps=8, **types)
+    router = {"TOP_K": 8, "SIGMOID": True, "TOPK_BEFORE_SCORING": False, "RENORMALIZE": True,
+              "NORM": True, "ROUTER_BIAS": True, "CORRECTION_BIAS": True}  # fmt: skip
+    sizes = {"BLOCK_N": 2, "BLOCK_K": 8192, "EXPERTS_POW2": 256, "BLOCK_E": 64, "PDL": True}
+    kernel = triton_small_batch_routing.route_small_batch_kernel
+    compile_ptx(kernel, {**router, **sizes}, num_warps=8, **types)
 
 
 @pytest.mark.parametrize("rows", [1, 40])
@@ -210,7 +208,7 @@ def test_mla_decode(heads, block_m, num_warps, is_fp8):
 
 @pytest.mark.parametrize("is_fp8", [False, True])
 def test_mla_decode_sm90(is_fp8):
-    """Gluon: tensor descriptors in the signature; the wgmmas of an iteration don't wait for each other."""
+    """Gluon: tensor descriptors in the signature; few waits between the wgmmas."""
     kernel = triton_decode_sm90.mla_decode_sm90_kernel
     latent, query = ("fp8e4nv", "fp16") if is_fp8 else ("bf16", "bf16")
     constants = {"HEADS": 128, "C": 512, "R": 64, "BLOCK_SIZE": 64, "FP8": is_fp8, "SPLIT": True,

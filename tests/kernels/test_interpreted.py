@@ -1,4 +1,4 @@
-"""Runs the tests of Triton kernels in Triton's interpreter, which must be chosen before triton is imported.
+"""Runs the tests of Triton kernels in Triton's interpreter, in a process of its own.
 
 The interpreter is slow: every third test of a file runs by default, all with `-m slow`.
 """

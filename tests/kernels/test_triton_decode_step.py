@@ -137,7 +137,7 @@ def test_same_tokens_as_on_the_cpu(name, request):
 
 
 class Launches(TorchDispatchMode):
-    """Records the kernels of a function: Triton's, and torch ops other than views and allocations."""
+    """Records Triton kernels, and torch ops other than views and allocations."""
 
     def __init__(self):
         super().__init__()
@@ -209,7 +209,7 @@ def test_kernels_of_a_decode_layer(name, count, expected, use_cuda_kernels, monk
             max_seq_len=16,
         )
     )
-    x, rotations = model.begin(torch.arange(count), positions, cache)
+    x, cos_sins = model.embed(torch.arange(count), positions, cache)
     launches = Launches()
     run = launches.wrap(interpreter.GridExecutor.__call__)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", run)
@@ -217,7 +217,7 @@ def test_kernels_of_a_decode_layer(name, count, expected, use_cuda_kernels, monk
         registry, "can_skip_dispatcher", lambda *_: True
     )  # despite the dispatch mode of this test
     with launches:
-        model.layers[0](x, positions, rotations[0], cache)
+        model.layers[0](x, positions, cos_sins[0], cache)
     assert launches.names == expected
 
 

@@ -1,4 +1,4 @@
-"""What each rank does in test_engine.py: the same LLM on every rank, and rank 0 asks."""
+"""The functions that ranks run in test_engine.py: one LLM over all ranks."""
 
 from __future__ import annotations
 

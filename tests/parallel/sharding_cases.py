@@ -1,4 +1,4 @@
-"""What each rank does in test_load.py: load its share of a checkpoint, against cutting the whole model."""
+"""The functions that ranks run in test_load_shard.py: load a shard, against sharding the whole model."""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ def check(pool, path: Path, shape, params=None, **options) -> None:
     params = greedy() if params is None else params
     found = pool.run(cases.generate, path, shape, prompts(), params, options)
     assert found[0][0] == alone(path, params, **options)
-    for _, unfixed, left in found:
-        assert unfixed is not None and "communicate with other ranks" in unfixed and left == 0
+    for _, reason, left in found:
+        assert reason is not None and "communicate with other ranks" in reason and left == 0
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_packed(ranks, folder, format):
     check(ranks(2), folder(format), (1, 2, 2), packed=True)
 
 
-def test_a_stream_that_is_left(ranks, folder):
+def test_abandoned_stream_is_cancelled_on_all_ranks(ranks, folder):
     path, prompt = folder("llama"), prompts()[2]
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     llm = LLM(path, **cases.PLAIN)
@@ -172,7 +172,7 @@ def test_requests_go_to_rank_0(ranks, folder):
     assert said[0] == "" and "only rank 0 takes requests" in said[1] and "llm.is_driver" in said[1]
 
 
-def test_a_process_that_starts_the_others(folder):
+def test_single_process_starts_its_workers(folder):
     """An LLM in a plain process; afterwards that is what it is again."""
     path, before = folder("qwen3_moe"), dict(os.environ)
     with LLM(path, tensor=2, expert=2, timeout=60.0, **cases.PLAIN) as llm:
@@ -183,7 +183,7 @@ def test_a_process_that_starts_the_others(folder):
     assert found == alone(path, greedy())
 
 
-def test_a_process_that_does_not_begin(capfd):
+def test_worker_process_that_does_not_start(capfd):
     before = dict(os.environ)
     with pytest.raises(RankError, match="rank [12] did not start") as caught:
         WorkerProcesses(3, "no_such_module", b"")
@@ -198,7 +198,7 @@ def test_axes_that_do_not_fit(folder):
 
 
 @pytest.mark.slow
-def test_what_can_not_be_divided_ends_all(folder):
+def test_indivisible_model_fails_on_all_ranks(folder):
     """The error of a share that can't be made; nobody is left, and nothing of a mesh."""
     with pytest.raises(ArgumentError, match="expert=2 needs a model with experts"):
         LLM(folder("llama"), expert=2, **cases.PLAIN)

@@ -32,7 +32,7 @@ def test_uneven_tokens(ranks, kind):
 
 
 @pytest.mark.parametrize("wire", WIRE_FORMATS)
-def test_every_wire(ranks, wire):
+def test_every_wire_format(ranks, wire):
     """Equal to rounding tokens first and spreading nothing; gradients pass straight through."""
     exact = wire == "f64"
     dtype = torch.float64 if exact else torch.float32
@@ -46,7 +46,7 @@ def test_bfloat16(ranks):
 
 
 @pytest.mark.parametrize("wire", ["same", "fp8", "nvfp4"])
-def test_nobody_has_tokens(ranks, wire):
+def test_no_rank_has_tokens(ranks, wire):
     check(ranks(4), FOUR, (0,), wire=wire, dtype=torch.float32, tolerance=1e-6)
 
 
@@ -94,7 +94,7 @@ def test_capacity_is_an_error_on_every_rank(ranks):
 
 
 @pytest.mark.parametrize("bad", [8, -1, 10**9])
-def test_an_expert_that_does_not_exist_is_an_error_on_every_rank(ranks, bad):
+def test_invalid_expert_raises_on_every_rank(ranks, bad):
     for text, after in ranks(4).run(cases.refused, FOUR, (4, 1, 0, 2), None, bad):
         assert text.startswith("ArgumentError: rank 1 of the expert axis sent 1 tokens")
         assert "32" in after
@@ -103,7 +103,7 @@ def test_an_expert_that_does_not_exist_is_an_error_on_every_rank(ranks, bad):
 # ---- ranks that die --------------------------------------------------------------------------------
 
 
-def test_a_killed_rank_is_named(tmp_path):
+def test_error_names_a_killed_rank(tmp_path):
     pool = RankPool(4, failure_grace=30)
     with pytest.raises(RankError, match="rank 2 of 4 failed: its process ended, killed by SIGKILL"):
         pool.run(cases.writing, str(tmp_path), 2, "killed", 60.0)
@@ -114,7 +114,7 @@ def test_a_killed_rank_is_named(tmp_path):
         assert float(seconds) < 30, "well within the timeout of 60 s"
 
 
-def test_what_the_others_say_of_a_rank_that_stays_behind():
+def test_error_names_a_rank_that_is_behind():
     with RankPool(4) as pool:
         said = pool.run(cases.die, 1, "slept", 2.0)
     assert said[1] == "slept"
@@ -125,7 +125,7 @@ def test_what_the_others_say_of_a_rank_that_stays_behind():
         ), said[rank]
 
 
-def test_what_the_others_say_of_a_rank_that_left():
+def test_error_names_a_rank_that_left():
     with RankPool(4) as pool:
         said = pool.run(cases.die, 3, "left", 6.0)
     for rank in (0, 1, 2):
@@ -144,7 +144,7 @@ def test_a_mesh_of_one():
         torch.testing.assert_close(ours(x, routes), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_wires_keep_what_they_can():
+def test_wire_format_rounding_error():
     x = torch.randn(9, 256) * torch.randn(9, 1).exp()
     worst = {"f64": 0, "f32": 0, "bf16": 2**-8, "f16": 2**-11, "fp8": 2**-4, "nvfp4": 0.25}
     for name, bound in worst.items():
@@ -172,7 +172,7 @@ def test_nan_and_infinity_on_the_wire():
     assert round_trip("fp8", x)[2].eq(0).all()
 
 
-def test_a_wire_that_does_not_exist_or_fit():
+def test_invalid_wire_format_raises():
     with pytest.raises(ArgumentError, match="int3"):
         WireFormat("int3", 16)
     with pytest.raises(FormatError, match="blocks of 16"):
@@ -194,7 +194,7 @@ def test_the_formula_for_buffers():
     assert DispatchConfig(8, 6, 64, 2, capacity=5).size_buffers(4).rows == 5
 
 
-def test_who_goes_where():
+def test_dispatch_layout_matches_sets():
     """Against sets, token by token; slots that don't exist are nobody's."""
     generator = torch.Generator().manual_seed(0)
     for tokens, ranks, per_rank, k in ((0, 2, 2, 2), (1, 1, 3, 2), (9, 3, 2, 4), (20, 4, 4, 5)):

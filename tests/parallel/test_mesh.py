@@ -39,13 +39,13 @@ def test_axes_of_a_shape():
         (4, 0, 4, 1, "data=0"),
     ],
 )
-def test_equations_that_do_not_hold(world, data, tensor, expert, message):
+def test_impossible_meshes_raise(world, data, tensor, expert, message):
     with pytest.raises(ArgumentError, match=message) as caught:
         MeshShape.for_world(world, data, tensor, expert)
     assert "next" in caught.value.details
 
 
-def test_data_takes_what_tensor_leaves():
+def test_data_axis_defaults_to_world_over_tensor():
     assert MeshShape.for_world(8, None, 2, 4) == MeshShape(4, 2, 4)
 
 
@@ -73,7 +73,7 @@ def test_a_started_rank_without_an_address(monkeypatch):
         ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
     ],
 )
-def test_what_a_launcher_can_not_mean(monkeypatch, variables, message):
+def test_invalid_launcher_variables_raise(monkeypatch, variables, message):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
     for name, value in variables.items():
@@ -90,7 +90,7 @@ def test_a_timeout_is_a_time(timeout):
 
 @pytest.mark.parametrize("total", [0, 1, 5, 8, 97])
 @pytest.mark.parametrize("step", [1, 3])
-def test_shares_cover_everything_once(total, step):
+def test_shard_ranges_cover_everything_once(total, step):
     ranges = [shard_range(total, index, 4, step) for index in range(4)]
     assert [i for start, stop in ranges for i in range(start, stop)] == list(range(total))
     assert all(start % step == 0 or start == total for start, _ in ranges)
@@ -104,12 +104,12 @@ def test_ranks_and_meshes_one_after_another(ranks):
         assert [tensor for _, _, tensor, _ in found] == [0, 1, 0, 1]
 
 
-def test_the_wrong_number_of_ranks_is_said_on_all(ranks):
+def test_wrong_world_size_raises_on_all_ranks(ranks):
     for text in ranks(4).run(cases.too_many):
         assert "data 3 x tensor 1 = 3 ranks, but 4 were started" in text
 
 
-def test_a_failing_function_ends_all_ranks():
+def test_failing_function_kills_all_ranks():
     started = time.monotonic()
     pool = RankPool(3, failure_grace=0.5)
     with pytest.raises(
@@ -130,7 +130,7 @@ def test_launch_gives_results_by_rank():
         launch(cases.doubled, 0)
 
 
-def test_what_can_not_travel(ranks):
+def test_unpicklable_function_or_result_raises(ranks):
     with pytest.raises(ArgumentError, match="lambda> can't be sent to ranks"):
         ranks(2).run(lambda: 1)
     with pytest.raises(RankError, match="rank . of 2 failed: ValueError: invalid literal"):
@@ -172,7 +172,7 @@ def test_messages_of_rank_0(ranks):
     assert heard == [[], texts, texts, texts]
 
 
-def test_rank_0_leaves_without_a_word(ranks):
+def test_rank_0_leaves_without_stopping_workers(ranks):
     first, *others = ranks(4).run(cases.left_alone)
     assert first == ""
     for text in others:

@@ -61,7 +61,7 @@ def best_by_trying_all(load: list[float], ranks: int, slots: int) -> float:
 @pytest.mark.parametrize(
     ("experts", "ranks", "slots"), [(6, 3, 6), (5, 3, 6), (4, 4, 8), (7, 2, 8)]
 )
-def test_near_the_best_there_is(experts: int, ranks: int, slots: int) -> None:
+def test_balance_is_close_to_optimal(experts: int, ranks: int, slots: int) -> None:
     load = random_load(12, experts, seed=experts)
     made = simulate_rank_load(load, rebalance_experts(load, ranks, slots=slots)).load_LR.amax(1)
     best = torch.tensor([best_by_trying_all(row, ranks, slots) for row in load.double().tolist()])
@@ -84,7 +84,7 @@ def test_near_the_best_there_is(experts: int, ranks: int, slots: int) -> None:
         (64, 8, None, 8, 8),
     ],
 )
-def test_what_always_holds(
+def test_placement_invariants(
     experts: int, ranks: int, slots: int | None, nodes: int, groups: int
 ) -> None:
     load = random_load(3, experts, seed=ranks, spread=1.5)
@@ -127,13 +127,13 @@ def test_no_load_and_equal_load() -> None:
     assert rebalance_experts(torch.zeros(0, 8), 4).num_layers == 0
 
 
-def test_the_same_load_gives_the_same_places() -> None:
+def test_rebalance_is_deterministic() -> None:
     load = random_load(5, 48)
     one, two = rebalance_experts(load, 8, slots=56), rebalance_experts(load, 8, slots=56)
     assert torch.equal(one.slots_LS, two.slots_LS)
 
 
-def test_what_lies_well_stays() -> None:
+def test_balanced_placement_is_kept() -> None:
     load = random_load(6, 64)
     old = rebalance_experts(load, 8, slots=72)
     assert count_moves(old, rebalance_experts(load, 8, slots=72, previous=old)) == 0
@@ -152,7 +152,7 @@ def test_what_lies_well_stays() -> None:
 
 
 @pytest.mark.parametrize("moves", [0, 1, 6, 20])
-def test_a_budget_of_moves(moves: int) -> None:
+def test_max_moves_is_respected(moves: int) -> None:
     load = random_load(4, 64)
     old = rebalance_experts(load, 8, slots=72)
     drifted = load * torch.exp(0.4 * torch.randn(4, 64, generator=torch.Generator().manual_seed(6)))
@@ -182,7 +182,7 @@ def test_moves_are_counted_by_rank() -> None:
         count_moves(old, contiguous_placement(2, 4, 2))
 
 
-def test_the_router_finds_every_replica_in_turn() -> None:
+def test_remap_uses_replicas_round_robin() -> None:
     placement = Placement(torch.tensor([[2, 0, 1, 2, 2, 0], [0, 1, 2, 0, 1, 2]]), 3, 3)
     table = placement.replica_table()
     experts = torch.tensor([[2, 0], [2, 1], [2, 0], [2, 1]])
@@ -192,14 +192,14 @@ def test_the_router_finds_every_replica_in_turn() -> None:
     assert table.remap(0, experts[:0]).shape == (0, 2)
 
 
-def test_an_expert_that_does_not_exist_has_no_slot() -> None:
+def test_invalid_expert_has_slot_minus_one() -> None:
     table = Placement(torch.tensor([[2, 0, 1, 0]]), 3, 2).replica_table()
     found = table.remap(0, torch.tensor([[0, -1], [3, 1], [2, 10**9]]))
     assert found.tolist() == [[1, -1], [-1, 2], [0, -1]]
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_routed_batch_lands_where_the_simulator_says(seed: int) -> None:
+def test_simulated_load_matches_a_routed_batch(seed: int) -> None:
     """The remap of real routes, rank by rank, against the simulated load of their histogram."""
     generator = torch.Generator().manual_seed(seed)
     chances = torch.exp(torch.randn(24, generator=generator))
@@ -213,7 +213,7 @@ def test_a_routed_batch_lands_where_the_simulator_says(seed: int) -> None:
     assert float((visits - predicted).abs().max() / predicted.mean()) < 0.05
 
 
-def test_what_is_refused() -> None:
+def test_invalid_layouts_raise() -> None:
     load = random_load(1, 8)
     with pytest.raises(ArgumentError, match="a multiple of 4 from 8 to 32"):
         rebalance_experts(load, 4, slots=10)
@@ -239,7 +239,7 @@ def test_what_is_refused() -> None:
             rebalance_experts(bad, 1)
 
 
-def test_a_placement_survives_its_file(tmp_path: Path) -> None:
+def test_placement_file_round_trip(tmp_path: Path) -> None:
     made = rebalance_experts(random_load(2, 8), 4, slots=12)
     read = read_placement(save_placement(made, tmp_path / "places.json"))
     assert torch.equal(read.slots_LS, made.slots_LS) and (read.num_experts, read.num_ranks) == (

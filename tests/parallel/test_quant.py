@@ -17,5 +17,5 @@ def test_fp8_training_of_sharded_parameters(ranks, recipe, checkpointed):
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("format", ["int8", "nvfp4", "q4_k", "fp8_e4m3_1x128", "int4_g128_asym"])
-def test_packed_weights_are_cut_over_ranks(ranks, format, dim):
+def test_quantized_weights_are_sharded_over_ranks(ranks, format, dim):
     assert max(ranks(2).run(cases.packed_as_dtensor, format, dim)) < 1e-5

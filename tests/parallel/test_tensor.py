@@ -161,21 +161,21 @@ def test_fewer_tokens_than_ranks(ranks):
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 1), (1, 2, 2), (2, 1, 2)], ids=str)
-def test_two_models_that_train_in_turns(ranks, shape):
+def test_two_models_trained_alternately(ranks, shape):
     """Two gradients a step, summed over ranks once; what one model leaves behind is not the other's."""
     for errors in ranks(2).run(cases.compare_trained, config_of("qwen3_moe"), shape, (6, 3)):
         assert max(errors) < 1e-5, errors  # rotations and norms are float32 also in float64 models
 
 
 @pytest.mark.parametrize("recipe", ["int8", "fp8_e4m3_1x128", "int4_g32", "nvfp4"])
-def test_packed_weights_are_cut_at_blocks(ranks, recipe):
+def test_quantized_weights_are_sharded_at_blocks(ranks, recipe):
     config = config_of("qwen3", hidden_size=128, intermediate_size=256, head_dim=64)
     for error in ranks(2).run(cases.compare_packed, config, (1, 2, 1), recipe):
         assert error < 2e-5
 
 
 @pytest.mark.parametrize("recipe", ["int8", "fp8_e4m3_128x128", "nvfp4"])
-def test_packed_experts_are_cut_and_spread(ranks, recipe):
+def test_quantized_experts_are_sharded(ranks, recipe):
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 128}
     config = config_of("mixtral", num_local_experts=4, **sizes)
     for shape in ((1, 2, 1), (1, 2, 2), (2, 1, 2)):
@@ -183,7 +183,7 @@ def test_packed_experts_are_cut_and_spread(ranks, recipe):
             assert error < 2e-5, shape
 
 
-def test_blocks_that_can_not_be_cut():
+def test_indivisible_blocks_raise():
     """Two shares of 128 are inside of blocks of 128."""
     config = config_of("qwen3", hidden_size=128, intermediate_size=128, head_dim=64)
     with pytest.raises(RankError, match="128 can't be sharded over 2 ranks") as caught:
@@ -204,7 +204,7 @@ def test_blocks_that_can_not_be_cut():
         ),
     ],
 )
-def test_ranks_that_would_have_nothing(total, step, ranks, says):
+def test_empty_shards_raise(total, step, ranks, says):
     """Fewer ranks than parts may still be too many: 10 in shares of 2 are 5."""
     axis = Axis("tensor", tuple(range(ranks)), 0)
     cutter = Sharder(torch.nn.Module(), axis, sharding=None)
@@ -220,12 +220,12 @@ def test_generation_with_a_cache(ranks):
             assert ours == wanted
 
 
-def test_a_plan_with_an_unknown_word():
+def test_unknown_sharding_style_raises():
     with pytest.raises(ArgumentError, match="diagonal"):
         parallelize(torch.nn.Linear(2, 2), Mesh(), {"": "diagonal"})
 
 
-def test_the_report_says_what_was_divided(ranks):
+def test_sharding_report(ranks):
     """One line for layers that are divided alike."""
     report = ranks(2).run(cases.compare, config_of("qwen3_moe"), (1, 2, 1), (3,), None)[0].report
     lines = {line.split()[0]: line.split()[1:] for line in report.splitlines()}

@@ -102,7 +102,7 @@ def loaded_as_on_a_gpu(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) 
     return held([*model.parameters(), *model.buffers()])
 
 
-def test_a_gpu_holds_what_is_planned(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_plan_matches_a_gpu_model(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = open_checkpoint(file)
     there = loaded_as_on_a_gpu(checkpoint, monkeypatch)
     asked = ask(file)
@@ -110,7 +110,7 @@ def test_a_gpu_holds_what_is_planned(file: Path, monkeypatch: pytest.MonkeyPatch
     assert weight_bytes(build_meta_model(checkpoint, torch.bfloat16, True, CUDA), CUDA) == there
 
 
-def test_a_cpu_holds_what_is_planned(file: Path) -> None:
+def test_gguf_plan_matches_a_cpu_model(file: Path) -> None:
     """The blocks as they are in the file, and once more laid out for vectors."""
     checkpoint = open_checkpoint(file)
     model = load_checkpoint(checkpoint, dtype=torch.float32, device="cpu", keep_quantized=True)
@@ -121,7 +121,7 @@ def test_a_cpu_holds_what_is_planned(file: Path) -> None:
     assert weight_bytes(shapes, torch.device("cpu")) == there
 
 
-def test_a_rank_of_two_gpus_holds_what_is_planned(file: Path) -> None:
+def test_gguf_plan_matches_a_shard_of_two_gpus(file: Path) -> None:
     shape = MeshShape(1, 2, 1)
     mesh = fake_mesh(shape)
     mesh.device = CUDA
@@ -131,7 +131,7 @@ def test_a_rank_of_two_gpus_holds_what_is_planned(file: Path) -> None:
     assert sum(plan_mesh(asked, shape).weights.values()) == there
 
 
-def test_the_embedded_model(
+def test_packaged_model(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     try:
@@ -145,7 +145,7 @@ def test_the_embedded_model(
     assert "q4_1, q8_0 as int4_g32_min, int8_g32" in first and "106.4 MiB" in first
 
 
-def test_another_format_forgets_the_files_blocks(file: Path) -> None:
+def test_format_option_overrides_the_file(file: Path) -> None:
     """Plain weights are cut anywhere; those of the file only between its blocks."""
     assert resolve_model(str(file)).shard_alignment == 32
     plain = ask(file, "--format", "bf16")

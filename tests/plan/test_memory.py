@@ -45,7 +45,7 @@ def plan(
     return plan_memory(model, limits, torch.device(device), available)
 
 
-def test_what_it_counts() -> None:
+def test_count_expert_load() -> None:
     made = plan(1 << 30)
     hidden, inner, vocabulary = 32, 64, 97
     layer = 2 * hidden + 2 * hidden * hidden + 2 * hidden * 16 + 3 * hidden * inner
@@ -65,7 +65,7 @@ def test_logits_of_cuda_graphs_are_counted() -> None:
     assert many - few == 4 * 97 * (2 + 4 + 8) + 4 * tables
 
 
-def test_a_packed_weight_that_is_decoded_is_counted() -> None:
+def test_dequantized_weight_is_counted() -> None:
     """On a GPU, once: the largest that meets 192 rows or more, of a layer or of the scoring table."""
     config = LLAMA.read_config(ConfigFields({**FIELDS, "intermediate_size": 96}, "a test"))
 
@@ -91,7 +91,7 @@ def test_a_packed_weight_that_is_decoded_is_counted() -> None:
     assert workspaces(192, 4, layers, "cpu") == workspaces(192, 4, (), "cpu")
 
 
-def test_the_cache_is_what_the_plan_says() -> None:
+def test_cache_size_matches_the_plan() -> None:
     made = plan(1 << 30, sliding_window=40)
     config = MISTRAL.read_config(ConfigFields({**FIELDS, "sliding_window": 40}, "a test"))
     specs = build_model(config, MISTRAL, torch.float32).attention_specs
@@ -102,14 +102,14 @@ def test_the_cache_is_what_the_plan_says() -> None:
     assert made.group_blocks == (4 * 8,)  # 40 + 64 tokens touch at most eight blocks
 
 
-def test_the_cache_takes_what_is_left() -> None:
+def test_cache_uses_the_remaining_memory() -> None:
     whole = plan(1 << 30)
     tight = plan(whole.total - whole.kv_cache // 2)
     assert 256 <= tight.cache_tokens < whole.cache_tokens
     assert tight.total <= whole.total - whole.kv_cache // 2 < tight.total + 2 * 16 * 512
 
 
-def test_too_little_says_what_would_fit() -> None:
+def test_capacity_error_suggests_what_fits() -> None:
     whole = plan(1 << 30)
     without = whole.total - whole.kv_cache
     with pytest.raises(CapacityError) as error:
@@ -123,7 +123,7 @@ def test_too_little_says_what_would_fit() -> None:
         plan(whole.weights // 2)
 
 
-def test_the_largest_step_by_hand() -> None:
+def test_activation_peak_by_hand() -> None:
     """A wide vocabulary decides: logits in float32, and the copy that penalties work on."""
     config = LLAMA.read_config(ConfigFields({**FIELDS, "vocab_size": 20_000}, "a test"))
     model = build_model(config, LLAMA, torch.bfloat16).to("meta")
@@ -137,7 +137,7 @@ def test_the_largest_step_by_hand() -> None:
     assert plain < 2e6 and 2 * 1000 * 2 * 4096 < wide < 5 * 1000 * 2 * 4096
 
 
-def test_what_is_there_to_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU what is free, and never all of it; on a CPU a share of what the container leaves."""
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     for free, used in ((50, 50), (95, 90), (100, 90)):
@@ -152,7 +152,7 @@ def test_what_is_there_to_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert available_bytes(cpu) == usable
 
 
-def test_allocations_are_counted_while_they_live() -> None:
+def test_live_allocations_are_counted() -> None:
     with track_allocations() as watch, torch.device("meta"):
         first = torch.zeros(100)
         view = first[:50]
@@ -214,7 +214,7 @@ print(json.dumps([engine.plan.total, peak() - before]))
 
 
 @pytest.mark.slow
-def test_the_plan_comes_true() -> None:
+def test_planned_memory_matches_measured() -> None:
     """Within 5% of what the process then takes, weights, cache and activations in use."""
     folder = str(__file__).rsplit("/plan/", 1)[0]
     command = [sys.executable, "-c", MEASURE, folder]

@@ -106,7 +106,7 @@ def test_published_sizes(name: str) -> None:
     assert count / 1e9 == pytest.approx(PUBLISHED_BILLIONS[name], rel=5e-3)
 
 
-def test_names_as_people_write_them() -> None:
+def test_preset_names_and_aliases() -> None:
     same = ("deepseek-v3", "deepseek-ai/DeepSeek-V3", "DeepSeek-V3-0324")
     assert len({find_preset(name).where for name in same}) == 1  # type: ignore[union-attr]
     assert find_preset("meta-llama/Meta-Llama-3.1-8B-Instruct") is not None
@@ -134,7 +134,7 @@ def test_one_rank_has_the_whole_model(name: str) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 2, 1), (1, 4, 1), (2, 1, 2), (2, 2, 4), (1, 3, 1)], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_a_rank_has_what_a_divided_model_leaves_it(name: str, shape: tuple[int, int, int]) -> None:
+def test_planned_shard_matches_parallelize(name: str, shape: tuple[int, int, int]) -> None:
     """The first rank's weights, as `parallelize` cuts them; no processes are needed for that."""
     family, config = tiny(name)
     mesh_shape = MeshShape(*shape)
@@ -159,7 +159,7 @@ def fake_mesh(shape: MeshShape) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("format", ["fp8", "fp8_e4m3_128x128", "nvfp4", "mxfp4", "int4", "q8_0"])
-def test_packed_bytes_are_those_of_packed_tensors(format: str) -> None:
+def test_quantized_bytes_match_quantized_tensors(format: str) -> None:
     for shape in ((96, 256), (3, 130, 128)):
         weight = torch.randn(shape)
         assert quantized_bytes(weight, resolve_format(format)) == quantize(weight, format).nbytes
@@ -169,7 +169,7 @@ def test_packed_bytes_are_those_of_packed_tensors(format: str) -> None:
     assert (quantized_bytes(odd, entry) == odd.nbytes) != divides
 
 
-def test_what_is_packed() -> None:
+def test_uniform_format_selects_linears() -> None:
     everywhere, experts = (
         uniform_format(resolve_format("fp8")),
         uniform_format(resolve_format("fp8"), True),
@@ -209,7 +209,7 @@ def test_one_gpu_is_planned_as_the_engine_plans(name: str) -> None:
         assert split.memory.activations == plan.activations
 
 
-def test_parts_of_a_rank_add_up() -> None:
+def test_memory_of_a_rank_adds_up() -> None:
     asked = question(
         "deepseek_v3", Cluster(GPUS["t4"], 4, 1), dispatch_format="f32", redundant_experts=3
     )
@@ -274,13 +274,13 @@ def test_search_of_deepseek_on_two_nodes() -> None:
     assert best.memory.kv_cache == blocks * keys
 
 
-def test_tensor_parallel_repeats_the_latent() -> None:
+def test_tensor_parallel_replicates_the_mla_cache() -> None:
     asked = ask("deepseek-v3", "--gpus", "16")
     wide = plan_mesh(asked, MeshShape(2, 8, 16))
     assert wide.memory.kv_cache // wide.memory.cache_tokens == pytest.approx(61 * 576 * 2, rel=1e-3)
 
 
-def test_a_small_model_is_not_promised_a_cache_that_is_not_there() -> None:
+def test_cache_is_no_larger_than_all_requests_need() -> None:
     """Where all requests that run at once fit, the cache holds these and no more."""
     (split,) = search_meshes(ask("smollm2-135m", "--context", "2048"))
     limits = split.memory.limits
@@ -344,7 +344,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     ],
     ids=str,
 )
-def test_advice_holds(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+def test_suggestions_fit(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
     """What is said to fit does."""
     code, _, err = run(capsys, *words)
     assert code == 1 and err.startswith("CapacityError") and "does not fit" in err
@@ -387,12 +387,16 @@ def test_advice_holds(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
     ],
     ids=str,
 )
-def test_mistakes(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
+def test_invalid_options(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+) -> None:
     code, _, err = run(capsys, *words)
     assert code == 1 and message in err
 
 
-def test_a_load(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_expert_load_table_and_placement_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     generator = torch.Generator().manual_seed(0)
     load = torch.exp(torch.randn(48, 128, generator=generator)) * 100
     file, places = tmp_path / "load.json", tmp_path / "places.json"
@@ -422,7 +426,7 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
     assert sum(plan_mesh(asked, MeshShape()).weights.values()) / 1e9 == pytest.approx(13.8, abs=0.1)
 
 
-def test_a_file_of_weights_is_planned_by_the_config_beside_it(tmp_path: Path) -> None:
+def test_safetensors_file_uses_config_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL_PRESETS["gpt-oss-20b"]))
     (tmp_path / "model.safetensors").touch()
     source = resolve_model(str(tmp_path / "model.safetensors"))

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fulgurite.explain import Explanation, GraphSummary, CompiledGraphSummary
+from fulgurite.explain import CompiledGraphSummary, Explanation, GraphSummary
 from fulgurite.report.markup import VOID
 from fulgurite.trace import Trace
 

@@ -13,7 +13,7 @@ from torch import fx
 
 import fulgurite
 from fulgurite.explain import Explanation
-from fulgurite.report.graph import executor_colour, draw_trace, layout_level, shorten_label
+from fulgurite.report.graph import draw_trace, executor_colour, layout_level, shorten_label
 from fulgurite.report.items import Level, build_level, build_levels
 from fulgurite.report.layout import MAX_LANE_LAYERS, Box, Layout, compute_layout
 from fulgurite.trace import Trace
@@ -259,11 +259,18 @@ def test_a_module_called_twice_keeps_the_graph_acyclic() -> None:
 
 def test_drawing_is_deterministic(explained: Explanation) -> None:
     for trace in finals(explained):
-        assert draw_trace(trace, ["pointwise", "torch"]) == draw_trace(trace, ["pointwise", "torch"])
+        assert draw_trace(trace, ["pointwise", "torch"]) == draw_trace(
+            trace, ["pointwise", "torch"]
+        )
 
 
 def test_colours_are_fixed_for_ours_and_distinct_for_others() -> None:
-    assert [executor_colour(name) for name in ("torch", "fuser", "kernels", "inductor")] == [0, 1, 2, 3]
+    assert [executor_colour(name) for name in ("torch", "fuser", "kernels", "inductor")] == [
+        0,
+        1,
+        2,
+        3,
+    ]
     known = ["a", "b", "torch", "c"]
     assert len({executor_colour(name, known) for name in known}) == 4
 

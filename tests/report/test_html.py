@@ -19,14 +19,21 @@ import torch
 
 import fulgurite
 from fulgurite.capture.dynamo import GraphBreak
-from fulgurite.trace.decisions import Decision
 from fulgurite.explain import Explanation
 from fulgurite.report import write_html
 from fulgurite.report.html import render_page
-from fulgurite.report.markup import Markup, make_element, make_json_script, escape_text
-from fulgurite.report.stages import TITLE_ID, Stage, line_keys, match_lines, group_stages, match_stages
+from fulgurite.report.markup import Markup, escape_text, make_element, make_json_script
+from fulgurite.report.stages import (
+    TITLE_ID,
+    Stage,
+    group_stages,
+    line_keys,
+    match_lines,
+    match_stages,
+)
 from fulgurite.report.tables import make_decisions_table
 from fulgurite.trace.cost import format_bytes, format_seconds
+from fulgurite.trace.decisions import Decision
 from tests.report.support import Element, Page, chain, chain_explanation
 from tests.report.test_graph import count_calls
 
@@ -163,7 +170,9 @@ def test_a_hostile_source_line_stays_text(tmp_path: Path) -> None:
         compiled = fulgurite.compile(load_source(tmp_path, name, comment).function)
         compiled(torch.ones(2))
         found = GraphBreak(comment, comment, str(tmp_path / f"{name}.py"), 2)
-        explanation = replace(compiled.explain(), options=comment, granularity=comment, breaks=[found])
+        explanation = replace(
+            compiled.explain(), options=comment, granularity=comment, breaks=[found]
+        )
         pages.append(Page(render_page(explanation)))
         assert comment in explanation.traces[-1].text
         assert pages[-1].stage_texts() == [trace.text for trace in explanation.traces]

@@ -1,4 +1,4 @@
-"""Small engines for the tests: random models, caches of any size."""
+"""Small engines for the tests: random models and KV caches of any size."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def tiny_model(**changed: object) -> CausalLM:
     return build_random_model(config, LLAMA, std=0.3)
 
 
-def packed_model() -> CausalLM:
-    """With packed linears, so that its decode steps run prepared."""
+def quantized_model() -> CausalLM:
+    """With quantized linears, so that its decode steps are captured."""
     model = tiny_model()
     quantize(model, "q8_0", progress=False)
     return model
@@ -66,8 +66,8 @@ def make_engine(
     return Engine(model, tokenizer, plan, prefix_caching=prefix_caching)
 
 
-def idle(engine: Engine) -> None:
-    """Every block came back, and nothing is left of any request."""
+def check_idle(engine: Engine) -> None:
+    """Check that all blocks are free and no state of a request is left."""
     assert not engine.requests and not engine.listeners and not engine.detokenizers
     assert not engine.scheduler.running and not engine.scheduler.waiting
     for pool, table in zip(

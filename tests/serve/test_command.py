@@ -45,7 +45,7 @@ def test_a_stream_without_unicode(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert ended.value.code == 0 and "q8_0" in written(out)
 
 
-def test_bytes_that_are_no_text(folder: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_utf8_prompt_raises(folder: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     assert generate(folder, prompt="a\udcff") == 1  # how Python gives a byte of the command line
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
     assert main(["generate", "--model", str(folder)]) == 1
@@ -96,7 +96,7 @@ def test_ctrl_c_ends_a_reply_with_its_status(
     assert out.endswith("\n")
 
 
-def test_ctrl_c_before_the_first_token_takes_the_question_back(
+def test_ctrl_c_before_the_first_token_drops_the_message(
     folder: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines, asked, run = iter(["first", "second"]), [], Engine.step
@@ -153,7 +153,9 @@ def test_closed_streams(folder: Path, capsys, monkeypatch: pytest.MonkeyPatch) -
         (["--model", ""], "model '' not found"),
     ],
 )
-def test_more_mistakes_in_words(folder: Path, capsys, words: list[str], says: str) -> None:
+def test_more_invalid_options_give_clear_errors(
+    folder: Path, capsys, words: list[str], says: str
+) -> None:
     assert generate(folder, *words) == 1
     error = capsys.readouterr().err
     assert says in error and "Traceback" not in error

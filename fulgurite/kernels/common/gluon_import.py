@@ -1,10 +1,10 @@
-"""Gluon (Triton's language of explicit layouts) where it is installed, placeholders where it is not.
+"""Gluon (Triton with explicit layouts) where it is installed, placeholders where it is not.
 
     from fulgurite.kernels.common.gluon_import import gl, gluon, mbarrier, tma
 
-In: nothing. Out: `gluon`, `gl` (its language), the Hopper modules `mbarrier` and `tma`, the warpgroup MMA
-functions, and `GluonTensorDescriptor`. Names that changed after Triton 3.6 have one name here:
-`thread_barrier` and `async_load`. See `triton_import.py` for the placeholders.
+In: nothing. Out: `gluon`, `gl` (its language), the Hopper modules `mbarrier` and `tma`, the
+warpgroup MMA functions, and `GluonTensorDescriptor`. Names that changed after Triton 3.6 have one
+name here: `thread_barrier` and `async_load`. See `triton_import.py` for the placeholders.
 """
 
 from __future__ import annotations

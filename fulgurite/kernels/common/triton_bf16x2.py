@@ -1,14 +1,14 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """Device functions: bfloat16 values two at a time (bf16x2), as the 32-bit words that hold them.
 
-In: words of two bfloat16, the first in the low half. Out: their largest magnitudes, and packed codes of
-4 and 8 bits, equal to those that `triton_numerics.py` computes one value at a time.
+In: words of two bfloat16, the first in the low half. Out: their largest magnitudes, and packed
+codes of 4 and 8 bits, equal to those that `triton_numerics.py` computes one value at a time.
 
 A multiprocessor of an H200 must cast seven values a cycle to keep up with its memory. It compares,
 shifts or selects 64 values a cycle: nine instructions a value, loads and stores included. So
-magnitudes are compared in pairs, four words become bytes in one block of inline assembly (`NATIVE`),
-and non-finite values are looked for once a program. The other branches compute the same in plain
-Triton, for the interpreter.
+magnitudes are compared in pairs, four words become bytes in one block of inline assembly
+(`NATIVE`), and non-finite values are looked for once a program. The other branches compute the same
+in plain Triton, for the interpreter.
 """
 
 from __future__ import annotations
@@ -193,7 +193,8 @@ def saturation_bits(scale, STEPS: tl.constexpr):
 
 @triton.jit
 def saturate_infinities(words, low_scale, high_scale, STEPS: tl.constexpr):
-    """Words with ± STEPS times the scale of their half for infinities: they become the last code."""
+    """Words with ± STEPS times the scale of their half for infinities: they become the last
+    code."""
     infinite = ((words << 16) & 0x7FFFFFFF) == INFINITY_BITS
     low = tl.where(infinite, (saturation_bits(low_scale, STEPS) >> 16) & 0x7FFF, words & 0x7FFF)
     infinite = (words & 0x7FFF0000) == INFINITY_BITS
@@ -225,7 +226,8 @@ def quantize_4bit_bf16x2(words, scale, inverse, KIND: tl.constexpr):
 
 @triton.jit
 def quantize_fp8_bf16x2(words, scale, inverse, QMAX: tl.constexpr, NATIVE: tl.constexpr):
-    """Two FP8 codes in an int16: the values of a word divided by their scale. NATIVE: all finite."""
+    """Two FP8 codes in an int16: the values of a word divided by their scale. NATIVE: all
+    finite."""
     E5M2: tl.constexpr = QMAX > 448.0
     if NATIVE:
         return tl.inline_asm_elementwise(

@@ -5,13 +5,14 @@ In: nibbles as they are stored, read as 16-bit words of four. Out: four tiles of
 values. Tile j holds the j-th nibble of every word; a GEMM multiplies one tile after the other.
 
 To keep up with its memory, an H200 has three instructions for each 4-bit weight, loads included. So
-two words are dequantized at once by bit operations on a 32-bit register (`NATIVE`): in the layout of
-the tensor cores two neighbouring words share a register, and so do their results. The other branches
-compute the same in plain Triton, for the interpreter and for other GPUs.
+two words are dequantized at once by bit operations on a 32-bit register (`NATIVE`): in the layout
+of the tensor cores two neighbouring words share a register, and so do their results. The other
+branches compute the same in plain Triton, for the interpreter and for other GPUs.
 
-e2m1 to bfloat16: the three magnitude bits go to the lowest two bits of the bfloat16 exponent and the
-highest bit of the mantissa. That is the value times 2^-126, including the subnormal 0.5. 4-bit
-integers: a nibble in the low bits of 128 is 128 + nibble; in those of 1024 (float16), 1024 + nibble.
+e2m1 to bfloat16: the three magnitude bits go to the lowest two bits of the bfloat16 exponent and
+the highest bit of the mantissa. That is the value times 2^-126, including the subnormal 0.5. 4-bit
+integers: a nibble in the low bits of 128 is 128 + nibble; in those of 1024 (float16), 1024 +
+nibble.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def _shift_asm(target: str, left: int) -> str:
 def _e2m1_asm(nibble: int, multiply: str) -> str:
     """Move sign and magnitude of two nibbles to their positions in a pair of bfloat16.
 
-    One multiplication moves a nibble to both positions, 12 and 6 bits up. A mask then keeps the bits
-    that belong there.
+    One multiplication moves a nibble to both positions, 12 and 6 bits up. A mask then keeps the
+    bits that belong there.
     """
     mask, factor = (0x000F000F, 2**12 + 2**6) if nibble % 2 == 0 else (0x00F000F0, 2**8 + 2**2)
     return f"""{{ .reg .b32 a, m;
@@ -52,8 +53,9 @@ mov.b32 m, {subtrahend}; sub.rn.{type} $0, a, m; }}"""
 def _int4_scaled_asm(nibble: int, kind: str) -> str:
     """Two nibbles times a scale that is split in two: $2 its nearest bfloat16, $3 the remainder.
 
-    The result is as good as rounded once: one value in a thousand is the other neighbour. "zero": $4
-    is 128 + the zero point. "minimum": adds $4, the value of code 8, rounded; up to 1.4 times the error.
+    The result is as good as rounded once: one value in a thousand is the other neighbour. "zero":
+    $4 is 128 + the zero point. "minimum": adds $4, the value of code 8, rounded; up to 1.4 times
+    the error.
     """
     subtrahend = "$4" if kind == "zero" else "m"
     small = "fma.rn.bf16x2 t, a, $3, $4;" if kind == "minimum" else "mul.rn.bf16x2 t, a, $3;"
@@ -62,8 +64,8 @@ def _int4_scaled_asm(nibble: int, kind: str) -> str:
 mov.b32 m, 0x43084308; sub.rn.bf16x2 a, a, {subtrahend}; {small} fma.rn.bf16x2 $0, a, $2, t; }}"""
 
 
-# Biased: the scale carries the factor 2^126. Full range: a scale could overflow with it, so the value
-# is multiplied by 2^126 first.
+# Biased: the scale carries the factor 2^126. Full range: a scale could overflow with it, so the
+# value is multiplied by 2^126 first.
 _MULTIPLY_BIASED = "mul.rn.bf16x2 $0, a, $2;"
 _MULTIPLY_FULL_RANGE = "mov.b32 m, 0x7E807E80; mul.rn.bf16x2 a, a, m; mul.rn.bf16x2 $0, a, $2;"
 E2M1_BIASED_ASM = tl.constexpr(tuple(_e2m1_asm(nibble, _MULTIPLY_BIASED) for nibble in range(4)))
@@ -96,7 +98,8 @@ def dequantize_e2m1(
 ):
     """One nibble of each word times `scale` (bfloat16, expanded over the tile).
 
-    FULL_RANGE: the scale as it is. Otherwise it is biased by 2^126, or by 2^119 for 2^-7 of the value.
+    FULL_RANGE: the scale as it is. Otherwise it is biased by 2^126, or by 2^119 for 2^-7 of the
+    value.
     """
     if NATIVE:
         return tl.inline_asm_elementwise(
@@ -144,7 +147,8 @@ def dequantize_int4_zero_point(words, zero_point, NIBBLE: tl.constexpr, NATIVE: 
 def scale_and_round(
     codes, scale, aux, DEQUANT: tl.constexpr, ZERO_POINTS: tl.constexpr, type: tl.constexpr
 ):
-    """Integers times float32 scales, rounded once. `aux`: minima of "uint4", otherwise zero points."""
+    """Integers times float32 scales, rounded once. `aux`: minima of "uint4", otherwise zero
+    points."""
     value = codes.to(tl.float32)
     if DEQUANT == "uint4":
         value = value * scale + aux
@@ -160,7 +164,8 @@ def dequantize_int4_scaled(
     words, scale, aux, NIBBLE: tl.constexpr, DEQUANT: tl.constexpr, ZERO_POINTS: tl.constexpr,
     type: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """`scale_and_round` of one nibble of each word; `scale` and `aux` are expanded over the tile."""
+    """`scale_and_round` of one nibble of each word; `scale` and `aux` are expanded over the
+    tile."""
     if NATIVE and type == tl.bfloat16:
         high = scale.to(tl.bfloat16)
         low = (scale - high.to(tl.float32)).to(tl.bfloat16)
@@ -190,8 +195,8 @@ def dequantize_int4_scaled(
 def cast_8bit(w, type: tl.constexpr, NATIVE: tl.constexpr):
     """8-bit weights as 16-bit floats, exactly.
 
-    float8 is converted by way of float32: its direct conversion to bfloat16 is a quarter as fast on an
-    H200.
+    float8 is converted by way of float32: its direct conversion to bfloat16 is a quarter as fast on
+    an H200.
     """
     if NATIVE and (w.dtype == tl.int8 or type == tl.float16):
         return w.to(type)
@@ -207,7 +212,8 @@ def multiply_bfloat16(w, scale):
 
 @triton.jit
 def deinterleave_by_4(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Columns 0, 4, 8, … of x; 1, 5, 9, …; and so on: the operands of the four nibbles of a word."""
+    """Columns 0, 4, 8, … of x; 1, 5, 9, …; and so on: the operands of the four nibbles of a
+    word."""
     pairs = tl.reshape(x, [ROWS, COLUMNS // 4, 2, 2])
     even, odd = tl.split(pairs)
     zero, two = tl.split(even)

@@ -1,6 +1,6 @@
 """Cached kernel launches: `@triton.jit` kernels whose repeated launches skip Triton's host code.
 
-    @cached_launch                              instead of @triton.jit, for kernels that are launched
+    @cached_launch                              instead of @triton.jit, for launched kernels
     kernel[grid](x, 7, BLOCK=64, num_warps=4)   as always
 
 In: a kernel function. Out: a kernel that is launched like any Triton kernel. Triton binds,

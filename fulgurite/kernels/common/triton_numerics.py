@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """Device functions: magnitudes, exact division, codes of 4 and 8 bits.
 
-In: float32 registers. Out: the same values as `fulgurite.quant`, bit for bit. Magnitudes are compared
-as integers: the bits of |x| have the order of |x|, and NaN is the largest.
+In: float32 registers. Out: the same values as `fulgurite.quant`, bit for bit. Magnitudes are
+compared as integers: the bits of |x| have the order of |x|, and NaN is the largest.
 
     NATIVE  compiled for a GPU, not run by Triton's interpreter
     QMAX    the largest value that a code stands for
@@ -78,8 +78,8 @@ def saturate(x, QMAX: tl.constexpr):
 def to_float8(x, type: tl.constexpr, NATIVE: tl.constexpr):
     """x as float8, round to nearest even, saturating; NaN stays NaN.
 
-    The interpreter's own cast neither rounds to even nor knows NaN. There x is rounded to the values
-    of the type first.
+    The interpreter's own cast neither rounds to even nor knows NaN. There x is rounded to the
+    values of the type first.
     """
     if NATIVE:
         return x.to(type)
@@ -116,7 +116,8 @@ def divide_positive(x, divisor, inverse, NATIVE: tl.constexpr):
 
 @triton.jit
 def e2m1_magnitude(quotient):
-    """The e2m1 code 0 to 7 of quotient >= 0, in the last bits of an int32: nearest even, saturating.
+    """The e2m1 code 0 to 7 of quotient >= 0, in the last bits of an int32: nearest even,
+    saturating.
 
     Codes count steps of 0.5 up to 2, of 1 up to 4, of 2 above. So the code is the smallest of the
     three counts. Adding ROUND_MAGIC rounds each of them. NaN, which the quotient of an infinity may
@@ -151,8 +152,8 @@ def has_nonfinite(amax):
 def finite_amax(x, AXIS: tl.constexpr, KEEP_NAN: tl.constexpr, NATIVE: tl.constexpr):
     """The largest finite |x| along an axis. Infinities don't count; NaN counts if KEEP_NAN.
 
-    One comparison an element: the bits are examined only if the maximum is not finite. The interpreter
-    always examines them, because it is slow at custom reductions.
+    One comparison an element: the bits are examined only if the maximum is not finite. The
+    interpreter always examines them, because it is slow at custom reductions.
     """
     if NATIVE:
         amax = tl.reduce(tl.abs(x), AXIS, max_propagate_nan)

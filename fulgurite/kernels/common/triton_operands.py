@@ -1,7 +1,7 @@
 """Quantized weights as the Triton kernels take them.
 
-In: a format, packed data and scales. Out: `DequantScheme`, the one place that maps formats to kernels,
-and `QuantizedOperand`, the tensors and strides that are passed to a kernel.
+In: a format, packed data and scales. Out: `DequantScheme`, the one place that maps formats to
+kernels, and `QuantizedOperand`, the tensors and strides that are passed to a kernel.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class DequantScheme:
 
     @property
     def small_m_scaling(self) -> str:
-        """`scaling` in the small-M kernel, which scales the sums of all 4-bit integers by groups."""
+        """`scaling` in the small-M kernel, which scales the sums of all 4-bit integers by
+        groups."""
         return "group" if self.dequant == "int4" else self.scaling
 
     @property

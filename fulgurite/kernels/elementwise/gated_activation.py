@@ -1,7 +1,7 @@
 """Gated activation (GLU): [.., 2I] in, activation(gate) * up of its two halves out.
 
-In: gate_up [.., 2I], gate in front of up. Out: [.., I]. `GatedActivation` is the plain-torch definition
-and its gradient; kernels apply it in their epilogue.
+In: gate_up [.., 2I], gate in front of up. Out: [.., I]. `GatedActivation` is the plain-torch
+definition and its gradient; kernels apply it in their epilogue.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ GATE_IDS = {NO_GATE: 0, "silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, CLAMPED_SW
 class GatedActivation:
     """activation(gate) * up.
 
-    "clamped" is gpt-oss's SwiGLU: (up + 1) * gate * sigmoid(alpha * gate), both clamped to `limit` first.
-    "none" leaves its input as it is.
+    "clamped" is gpt-oss's SwiGLU: (up + 1) * gate * sigmoid(alpha * gate), both clamped to `limit`
+    first. "none" leaves its input as it is.
     """
 
     kind: str = "silu"

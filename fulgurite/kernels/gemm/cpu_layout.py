@@ -1,14 +1,15 @@
 """The layout of quantized weights for the CPU kernels: a QuantTensor [N, K] in, `PackedPanels` out.
 
-Sixteen rows (a panel) are interleaved. So one vector works on sixteen rows of the output, and no sum is
-taken across a vector. Every format becomes one of four kinds of codes, with scales for groups of columns,
-without loss (weight.h has the formula):
+Sixteen rows (a panel) are interleaved. So one vector works on sixteen rows of the output, and no
+sum is taken across a vector. Every format becomes one of four kinds of codes, with scales for
+groups of columns, without loss (weight.h has the formula):
 
     4-bit codes   q4_0 q4_1 q4_k int4_g* nvfp4 mxfp4     a table of sixteen values, so e2m1 fits, too
     8-bit codes   q8_0 q6_k int8                         e4m3, e5m2   fp8_* mxfp8_*
 
-Float16 scales stay float16. Scales become bfloat16 if it holds them exactly (e8m0, e4m3). K formats keep
-bytes under a float16 scale. All others are float32. Rows are padded to 16 and columns to 32, with zeros.
+Float16 scales stay float16. Scales become bfloat16 if it holds them exactly (e8m0, e4m3). K formats
+keep bytes under a float16 scale. All others are float32. Rows are padded to 16 and columns to 32,
+with zeros.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
     panels_cache = WeightLayoutCache(pack_panels)
     panels_cache(data, scales, format)        # packed on the first call, found again on the next
 
-An entry is computed again if the data or the scales were written to, or their memory was freed (torch does
-not count writes to inference tensors: those must not be written to). The cache is thread-safe: two threads
-that ask for the same new weight may both compute it, and one of the results is kept.
+An entry is computed again if the data or the scales were written to, or their memory was freed
+(torch does not count writes to inference tensors: those must not be written to). The cache is
+thread-safe: two threads that ask for the same new weight may both compute it, and one of the
+results is kept.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Linears with quantized weights on the CPU: the operator's kernel, and reusable calls.
 
-In: x in float32, bfloat16 or float16, and a weight, packed into panels on its first use. Out: x @ weight.T,
-with bias, gate and residual in the same pass if given.
+In: x in float32, bfloat16 or float16, and a weight, packed into panels on its first use. Out: x @
+weight.T, with bias, gate and residual in the same pass if given.
 
-With `activations` "q8_0", x is quantized to int8 in blocks of 32, and products are summed in integers (VNNI
-where available). FP8 formats, and "none", multiply in float32.
+With `activations` "q8_0", x is quantized to int8 in blocks of 32, and products are summed in
+integers (VNNI where available). FP8 formats, and "none", multiply in float32.
 
 `quant_linear` is what the operator calls. A decode step that calls hundreds of linears builds each
 `LinearCall(pack_panels(weight), ...)` once and runs it on fixed memory: one C call, no dispatch.
@@ -80,8 +80,8 @@ def linear(
 class LinearCall:
     """One linear that is called many times: `bind` it to memory, then call it.
 
-    It keeps the weight and the bound tensors alive. `call.tokens` may change between calls, up to the
-    rows that were bound.
+    It keeps the weight and the bound tensors alive. `call.tokens` may change between calls, up to
+    the rows that were bound.
     """
 
     def __init__(

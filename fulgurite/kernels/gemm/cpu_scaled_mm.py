@@ -1,4 +1,5 @@
-"""`scaled_mm` on the CPU: the left operand is dequantized (a few rows), the weight stays quantized."""
+"""`scaled_mm` on the CPU: the left operand is dequantized (a few rows), the weight stays
+quantized."""
 
 from __future__ import annotations
 

@@ -5,16 +5,17 @@
                gw[n, k] = q(gᵀ)[n, m] · q(xᵀ)[k, m]      contracted over m, blocks along m
 
 In: x [.., K], a weight [N, K] and a bias [N] in 16 or 32 bits, and the name of a recipe. Out: y
-[.., N] in x's dtype (autocast's if it is on); gradients in the dtype of what they belong to. Sums are in
-float32.
+[.., N] in x's dtype (autocast's if it is on); gradients in the dtype of what they belong to. Sums
+are in float32.
 
-A recipe names the format of `FORMATS` that each operand is cast to. Scales are computed from the data
-(dynamic), so there is no state to save. An operand is cast twice, once along each dimension that it is
-contracted over, unless one scale serves both.
+A recipe names the format of `FORMATS` that each operand is cast to. Scales are computed from the
+data (dynamic), so there is no state to save. An operand is cast twice, once along each dimension
+that it is contracted over, unless one scale serves both.
 
-Saved for backward: x cast for its second use, a byte an element. Of the weight nothing is saved: its second
-cast is computed from the weight in backward ("recompute"). With "keep", that cast is saved. A sharded weight
-needs "recompute": its gathered form is freed after forward and gathered again for backward.
+Saved for backward: x cast for its second use, a byte an element. Of the weight nothing is saved:
+its second cast is computed from the weight in backward ("recompute"). With "keep", that cast is
+saved. A sharded weight needs "recompute": its gathered form is freed after forward and gathered
+again for backward.
 """
 
 from __future__ import annotations

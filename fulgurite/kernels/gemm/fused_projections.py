@@ -7,8 +7,8 @@
 In: x, the modules that read it, and the RMS norm before them, if any. Out: their results. Without
 gradients and outside of graph capture,
 
-- a CPU with QuantLinears of one layout quantizes x once and runs the weights in one native call: query,
-  key and value as one weight, gate and up as one gated linear;
+- a CPU with QuantLinears of one layout quantizes x once and runs the weights in one native call:
+  query, key and value as one weight, gate and up as one gated linear;
 - a GPU with few rows and dense weights reads each weight once, in one kernel with norm, gated
   activation and residual (`triton_fused_linear.py`). Weights that are adjacent in memory
   (`merge_weight_storage`) are one weight, for the GEMM library as well.

@@ -1,10 +1,10 @@
 """Modules with quantized weights: what `nn.Linear` and `nn.Embedding` are replaced by.
 
-In: a `QuantTensor` parameter `weight` (and a dense `bias`). Out: what the dense module returns with the
-dequantized weight, up to the rounding of its activations.
+In: a `QuantTensor` parameter `weight` (and a dense `bias`). Out: what the dense module returns with
+the dequantized weight, up to the rounding of its activations.
 
-`activations` is the format that `quant_linear` quantizes x to. A module with an `input_scale` quantizes its
-input with that static scale and calls `scaled_mm`.
+`activations` is the format that `quant_linear` quantizes x to. A module with an `input_scale`
+quantizes its input with that static scale and calls `scaled_mm`.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ def compute_logits(x: Tensor, table: nn.Module) -> Tensor:
 def default_activation_format(weight: QuantTensor) -> str:
     """The activation format that multiplies fastest on the weight's device.
 
-    CPUs: int8 in blocks of 32 if the weight's codes are integers. GPUs with MMAs of the weight's format:
-    the activation format that goes with it. Otherwise activations are not quantized.
+    CPUs: int8 in blocks of 32 if the weight's codes are integers. GPUs with MMAs of the weight's
+    format: the activation format that goes with it. Otherwise activations are not quantized.
     """
     format, device = weight.format, weight.device
     if device.type == "cpu":

@@ -6,15 +6,15 @@ In: x [.., K] in float32, bfloat16 or float16, and a weight [N, K] in any format
 [.., N] in x's dtype, summed in float32 and rounded once.
 
 Kernels dequantize the weight in registers. GPUs have an exception: from 192 rows on, the weight is
-dequantized once for the library's GEMM, which is faster. There, and from 17 rows on with integers in
-groups under 64, dequantized weights are rounded to x's dtype.
+dequantized once for the library's GEMM, which is faster. There, and from 17 rows on with integers
+in groups under 64, dequantized weights are rounded to x's dtype.
 
-`activations` is "none" (x as it is) or a format. With a format, x is quantized on the fly, row by row
-of [M, K], and the result is that of the quantized x. On CPUs only "q8_0" (int8 in blocks of 32)
+`activations` is "none" (x as it is) or a format. With a format, x is quantized on the fly, row by
+row of [M, K], and the result is that of the quantized x. On CPUs only "q8_0" (int8 in blocks of 32)
 multiplies in integers.
 
-Backward: the gradient of x is that of a linear with the dequantized weight; quantizing x counts as the
-identity. A quantized weight has no gradient.
+Backward: the gradient of x is that of a linear with the dequantized weight; quantizing x counts as
+the identity. A quantized weight has no gradient.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     y[m, n] = sum over k of dequantize(a)[m, k] * dequantize(b)[n, k]  + bias[n]
 
-In: a [.., M, K] and b [N, K], each in a format of `FORMATS`, with K in the same order. So every layout
-of scales works: per tensor, row, 1x128 with 128x128, 16-wide NVFP4, 32-wide MX, int8 rows. Out:
-[.., M, N] in `out_dtype`, summed in float32 and rounded once.
+In: a [.., M, K] and b [N, K], each in a format of `FORMATS`, with K in the same order. So every
+layout of scales works: per tensor, row, 1x128 with 128x128, 16-wide NVFP4, 32-wide MX, int8 rows.
+Out: [.., M, N] in `out_dtype`, summed in float32 and rounded once.
 """
 
 from __future__ import annotations

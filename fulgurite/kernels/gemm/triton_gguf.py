@@ -3,9 +3,9 @@
 
     out[m, n] = sum over blocks b of  scale[n, b] * (x[m, b] . codes[n, b]) + low[n, b] * sum(x[m, b])
 
-In: x [M, K] and a weight [N, K] in the layout of the file. Out: [M, N] in x's dtype, summed in float32
-and rounded once. Codes have at most 8 bits, so tensor cores multiply them exactly. The scale of a block
-is applied to its sum. A step is one block of scales: 32 columns, or 16 of q6_k.
+In: x [M, K] and a weight [N, K] in the layout of the file. Out: [M, N] in x's dtype, summed in
+float32 and rounded once. Codes have at most 8 bits, so tensor cores multiply them exactly. The
+scale of a block is applied to its sum. A step is one block of scales: 32 columns, or 16 of q6_k.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def load_byte(row_ptr, index, inside):
 
 @triton.jit
 def load_q4_k_scales(block_ptr, j, inside):
-    """The 6-bit scale and minimum of sub-block j; the last four store two bits with the first four."""
+    """The 6-bit scale and minimum of sub-block j; the last four store two bits with the first
+    four."""
     first = load_byte(block_ptr, 4 + j % 4, inside)
     second = load_byte(block_ptr, 8 + j % 4, inside)
     third = load_byte(block_ptr, 12 + j % 4, inside)

@@ -1,8 +1,8 @@
 """`quant_linear` on a GPU.
 
-In: the operator's arguments. Out: x @ weight.T + bias, or NotImplemented for what only the reference
-takes: float32 activations (except of GGUF and 4-bit integer weights without minima), e2m1 with float16
-activations, experts in GGUF blocks.
+In: the operator's arguments. Out: x @ weight.T + bias, or NotImplemented for what only the
+reference takes: float32 activations (except of GGUF and 4-bit integer weights without minima), e2m1
+with float16 activations, experts in GGUF blocks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""`scaled_mm` on a GPU: a library call or our kernel, whichever is faster; of one weight or of experts.
+"""`scaled_mm` on a GPU: a library call or our kernel, whichever is faster; of one weight or of
+experts.
 
-In: the operator's arguments. Out: a @ b.T + bias, or NotImplemented for pairs of formats that only the
-reference takes.
+In: the operator's arguments. Out: a @ b.T + bias, or NotImplemented for pairs of formats that only
+the reference takes.
 
     fp8 tensor, row, 1x128 with 128x128 or 1x128    torch's scaled_mm if it takes the shape and was
                                                     measured faster (`prefers_library_scaled_mm`)
@@ -213,7 +214,8 @@ def to_column_major(scale: Tensor) -> Tensor:
 
 
 def _pad_block_scales(scale: Tensor) -> Tensor:
-    """Scales of 128x128 blocks as [K / 128, N / 128], K contiguous, padded to a multiple of four."""
+    """Scales of 128x128 blocks as [K / 128, N / 128], K contiguous, padded to a multiple of
+    four."""
     rows, columns = scale.shape
     if columns % 4 == 0 and scale.is_contiguous():
         return scale.t()

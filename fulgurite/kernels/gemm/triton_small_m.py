@@ -1,15 +1,16 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Small-M GEMM: x @ weight.T for a few rows of x, of one weight or of experts. The weight is read once.
+"""Small-M GEMM: x @ weight.T for a few rows of x, of one weight or of experts. The weight is read
+once.
 
     out[m, n] = gate((sum over k of x[row[m], k] * w[n, k] * w_scale) * row_weight[m] + bias[n])
 
-In: x [M, K] in bfloat16 (float16 for integers in groups and for 8 bits); a weight [N, K], quantized or
-dense, or a stack of them for experts. Out: [M, N], summed in float32 and rounded once.
+In: x [M, K] in bfloat16 (float16 for integers in groups and for 8 bits); a weight [N, K], quantized
+or dense, or a stack of them for experts. Out: [M, N], summed in float32 and rounded once.
 
-A program takes a few rows of the weight and all of K (`triton_small_m_mainloop.py`). Its warps share K:
-each warp has an accumulator of its own, many loads are in flight, and the accumulators are added once,
-at the end. Weights of 4 bits are dequantized with about three instructions a value, loads included. An
-H200 has time for that while its memory delivers the next value.
+A program takes a few rows of the weight and all of K (`triton_small_m_mainloop.py`). Its warps
+share K: each warp has an accumulator of its own, many loads are in flight, and the accumulators are
+added once, at the end. Weights of 4 bits are dequantized with about three instructions a value,
+loads included. An H200 has time for that while its memory delivers the next value.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Device functions: the main loop of the small-M GEMM, a few rows of a weight times a few rows of x.
+"""Device functions: the main loop of the small-M GEMM, a few rows of a weight times a few rows of
+x.
 
 In: pointers to rows of x, of the weight and of its scales. Out: accumulators in float32 [W, N, T].
 
 Each warp multiplies columns of its own: `tl.dot` of a stack gives each warp one matrix. Rows of the
-weight are the 16 rows of the tensor cores' tile, and rows of x its 8 columns. So a dequantized value
-goes from its register straight into the MMA, and one row of x wastes little.
+weight are the 16 rows of the tensor cores' tile, and rows of x its 8 columns. So a dequantized
+value goes from its register straight into the MMA, and one row of x wastes little.
 
     W  warps    R  rows of x that are read    T  columns of the tensor cores' tile, 8 or 16
     N  rows of the weight    C  columns of a warp's step    Q  words of four nibbles in them
@@ -76,7 +77,8 @@ def dot_w_major(w_WNC, x_WRC, acc_WNT, NATIVE: tl.constexpr):
 
 @triton.jit
 def deinterleave_by_4(x_WRC):
-    """Columns 0, 4, 8, … of x; 1, 5, 9, …; and so on: the operands of the four nibbles of a word."""
+    """Columns 0, 4, 8, … of x; 1, 5, 9, …; and so on: the operands of the four nibbles of a
+    word."""
     W: tl.constexpr = x_WRC.shape[0]
     R: tl.constexpr = x_WRC.shape[1]
     Q: tl.constexpr = x_WRC.shape[2] // 4
@@ -137,7 +139,8 @@ def split_columns(y_WRC, M: tl.constexpr):
 
 @triton.jit
 def group_column_mask(R: tl.constexpr, P: tl.constexpr, GROUP_SIZE: tl.constexpr, C: tl.constexpr):
-    """[1, P * R, C]: which columns each of the P copies of R rows keeps, its own group of every P."""
+    """[1, P * R, C]: which columns each of the P copies of R rows keeps, its own group of every
+    P."""
     group = (tl.arange(0, P * R) // R)[None, :, None]
     at = tl.arange(0, C)[None, None, :]
     return (
@@ -211,12 +214,12 @@ def accumulate_k(
 ):  # fmt: skip
     """[W, N, T], or [W, N, T / P] if P groups share an MMA, and each row of x comes P times.
 
-    Pointers are [1, rows, 1], or [W, rows, 1] if warps have rows of their own. `x_in` masks rows of x.
-    A warp starts at column first[W, 1, 1] and advances STEP columns at a time.
+    Pointers are [1, rows, 1], or [W, rows, 1] if warps have rows of their own. `x_in` masks rows of
+    x. A warp starts at column first[W, 1, 1] and advances STEP columns at a time.
 
     Also returns the largest e8m0 scale, if scales are biased: with one above `MAX_BIASED_E8M0` the
-    sums are wrong and must be computed again with FULL_RANGE.
-    X_IS_FP8: one row of x a warp, in FP8, with a scale for each step, which is a group of the weight.
+    sums are wrong and must be computed again with FULL_RANGE. X_IS_FP8: one row of x a warp, in
+    FP8, with a scale for each step, which is a group of the weight.
     """
     W: tl.constexpr = first.shape[0]
     N: tl.constexpr = w_row.shape[1]
@@ -299,7 +302,8 @@ def accumulate_k_any_scale(
     STEP: tl.constexpr, NUM_STAGES: tl.constexpr, NATIVE: tl.constexpr, x_scale_row=0, x_scale_k=0,
     X_IS_FP8: tl.constexpr = False, P: tl.constexpr = 1,
 ):  # fmt: skip
-    """`accumulate_k` for any scales: MXFP4 scales above the biased range take a second, slower pass."""
+    """`accumulate_k` for any scales: MXFP4 scales above the biased range take a second, slower
+    pass."""
     acc, max_scale = accumulate_k(
         x_row, x_in, w_row, s_row, z_row, first, K, w_scale_k,
         DEQUANT, SCALING, GROUP_SIZE, ZERO_POINTS, False, EVEN_K, T, C, STEP, NUM_STAGES, NATIVE,

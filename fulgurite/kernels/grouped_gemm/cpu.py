@@ -1,8 +1,8 @@
 """Grouped GEMM on the CPU: rows sorted by expert times dense or quantized weights, then gated.
 
-In: `GroupedGemmArgs`. Out: [S, N], or [S, N / 2] with a gate; `NotImplemented` for what only the reference
-takes (float64). Dense weights run in the kernel of grouped_gemm.h. Quantized weights run in those of
-linear.h, packed into panels on their first use. All calls are `replay.NativeKernel`s.
+In: `GroupedGemmArgs`. Out: [S, N], or [S, N / 2] with a gate; `NotImplemented` for what only the
+reference takes (float64). Dense weights run in the kernel of grouped_gemm.h. Quantized weights run
+in those of linear.h, packed into panels on their first use. All calls are `replay.NativeKernel`s.
 """
 
 from __future__ import annotations

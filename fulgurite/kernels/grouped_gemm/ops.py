@@ -4,14 +4,14 @@
     y[s] = gate(a[s] * row_weights[s] + bias[e])          gate: activation(gate half) * up half
 
 In: x [R, K]; `row_indices` int32 [S], the row of x of each sorted row (None: x is sorted itself);
-`row_weights` float32 [S], for routers that weight the input of an expert; `offsets` int32 [E], the ends of
-the experts' rows, read on the device only; weights [E, N, K], dense or quantized. Out: [S, N], or [S, N / 2]
-with a gate. Sums are in float32 and rounded once, after the gate, to x's dtype. Rows at and past
-`offsets[-1]` are zero. On GPUs, from some rows an expert on, integers in groups under 64 are rounded to
-x's dtype before they are multiplied.
+`row_weights` float32 [S], for routers that weight the input of an expert; `offsets` int32 [E], the
+ends of the experts' rows, read on the device only; weights [E, N, K], dense or quantized. Out: [S,
+N], or [S, N / 2] with a gate. Sums are in float32 and rounded once, after the gate, to x's dtype.
+Rows at and past `offsets[-1]` are zero. On GPUs, from some rows an expert on, integers in groups
+under 64 are rounded to x's dtype before they are multiplied.
 
-`positions` [R, k] is the inverse of `row_indices`: where the k copies of each row of x are. Only the
-gradient needs it: the copies are then summed in a fixed order, so training is deterministic.
+`positions` [R, k] is the inverse of `row_indices`: where the k copies of each row of x are. Only
+the gradient needs it: the copies are then summed in a fixed order, so training is deterministic.
 
 Quantized weights have no gradient; x has one, through the dequantized weight.
 """

@@ -3,17 +3,17 @@
 
     y[s] = gate(row_weights[s] * (x[row_indices[s]] @ weight[e].T) + bias[e])       rows s of expert e
 
-In: x in bfloat16 and nibbles [E, N, K / 4] in words of four, with scales. Out: [S, N], or [S, N / 2]
-with a gate.
+In: x in bfloat16 and nibbles [E, N, K / 4] in words of four, with scales. Out: [S, N], or [S, N /
+2] with a gate.
 
 The nibbles of a word are dequantized one after the other, each into a tile of its own
-(`triton_dequantize.py`), and tile j multiplies columns j, 4 + j, 8 + j, … of x. A kernel before this one
-gathers the rows and makes those columns contiguous, a step of K at a time. So x comes by tensor descriptor
-(TMA) and no thread touches it.
+(`triton_dequantize.py`), and tile j multiplies columns j, 4 + j, 8 + j, … of x. A kernel before
+this one gathers the rows and makes those columns contiguous, a step of K at a time. So x comes by
+tensor descriptor (TMA) and no thread touches it.
 
-Rows of the weight are the rows of the tensor cores' tile: dequantized values go from registers into the
-MMA, once for all rows of x in the tile, while the step before is multiplied. With a gate, eight rows of
-gate and eight of up alternate in the tile, so that both are in one thread.
+Rows of the weight are the rows of the tensor cores' tile: dequantized values go from registers into
+the MMA, once for all rows of x in the tile, while the step before is multiplied. With a gate, eight
+rows of gate and eight of up alternate in the tile, so that both are in one thread.
 """
 
 from __future__ import annotations
@@ -213,7 +213,8 @@ def grouped_gemm_4bit_kernel(
 def try_grouped_gemm_4bit(
     out: Tensor, args: GroupedGemmArgs, weight: QuantizedOperand, scheme: DequantScheme
 ) -> bool:
-    """Whether `out` has been filled; False for other weights and for sizes that blocks don't divide."""
+    """Whether `out` has been filled; False for other weights and for sizes that blocks don't
+    divide."""
     gate, bias = args.gate, args.bias
     config = heuristics_for(out.device).grouped_gemm_4bit(
         len(out), args.num_experts, scheme, gate.is_gated
@@ -247,7 +248,8 @@ def try_grouped_gemm_4bit(
 
 
 def _supports_tma(x: Tensor, data: Tensor, columns: int, block_k: int) -> bool:
-    """Whether a tensor descriptor takes the words: a multiple of 8 rows, K a multiple of block_k."""
+    """Whether a tensor descriptor takes the words: a multiple of 8 rows, K a multiple of
+    block_k."""
     divides = columns % 8 == 0 and x.shape[1] % block_k == 0 and x.shape[1] % 32 == 0
     return divides and data.is_contiguous() and data.data_ptr() % 16 == 0
 

@@ -3,16 +3,16 @@
 
     y[s] = gate(row_weights[s] * (x[row_indices[s]] @ weight[e].T) + bias[e])       rows s of expert e
 
-In: x and dense weights [E, N, K] of the same 16-bit dtype, K contiguous. Out: [S, N], or [S, N / 2] with
-a gate.
+In: x and dense weights [E, N, K] of the same 16-bit dtype, K contiguous. Out: [S, N], or [S, N / 2]
+with a gate.
 
-Rows of x are the rows of the tensor cores' tile, 64 by 256 at once, which reads least from shared memory
-for each product. With a gate, columns of gate and up alternate in the tile, so that both are in one
-thread. Weights come by tensor descriptor (TMA), so no registers hold their addresses; so do contiguous
-rows of x. Other rows are gathered.
+Rows of x are the rows of the tensor cores' tile, 64 by 256 at once, which reads least from shared
+memory for each product. With a gate, columns of gate and up alternate in the tile, so that both are
+in one thread. Weights come by tensor descriptor (TMA), so no registers hold their addresses; so do
+contiguous rows of x. Other rows are gathered.
 
-An expert's rows are divided into tiles of BLOCK_M and of BLOCK_M + EXTRA_M rows. So a tile of the weight
-is loaded for as many rows as the registers hold accumulators for, and few rows are padding.
+An expert's rows are divided into tiles of BLOCK_M and of BLOCK_M + EXTRA_M rows. So a tile of the
+weight is loaded for as many rows as the registers hold accumulators for, and few rows are padding.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def gather_row_pointers(
 def load_rows(
     x, x_from, start, k, K, X_TMA: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """BLOCK_K columns of some rows: gathered, or by tensor descriptor if the rows are contiguous."""
+    """BLOCK_K columns of some rows: gathered, or by tensor descriptor if the rows are
+    contiguous."""
     wide = k + tl.arange(0, BLOCK_K)
     if X_TMA:
         return x.load([start, k])

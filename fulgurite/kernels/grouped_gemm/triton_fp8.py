@@ -4,13 +4,15 @@
     a[s, n] = sum over blocks b of K of (x[r, b] . w[e, n, b]) x_scale[r, b] w_scale[e, n / 128, b]
     y[s]    = gate(row_weights[s] * a[s] + bias[e])              rows s of expert e; r = row_indices[s]
 
-In: quantized rows, an index that gathers them, and weights [E, N, K]. Out: [S, N], or [S, N / 2] with a
-gate; in 16 or 32 bits, or in FP8 again with a scale for each 1x128, if the next GEMM takes it so. Then the
-gated output is rounded to 16 bits and to FP8 as by two kernels, but never goes to memory in between.
+In: quantized rows, an index that gathers them, and weights [E, N, K]. Out: [S, N], or [S, N / 2]
+with a gate; in 16 or 32 bits, or in FP8 again with a scale for each 1x128, if the next GEMM takes
+it so. Then the gated output is rounded to 16 bits and to FP8 as by two kernels, but never goes to
+memory in between.
 
-Sums of 128 products are scaled by one scale of the weight and one of each row. A program computes two tiles
-of columns side by side: gate and up, or neighbours. Rows of x are the rows of the tensor cores' tile, so
-there have to be enough of them (`Heuristics.grouped_gemm_fp8`). Weights come by tensor descriptor (TMA).
+Sums of 128 products are scaled by one scale of the weight and one of each row. A program computes
+two tiles of columns side by side: gate and up, or neighbours. Rows of x are the rows of the tensor
+cores' tile, so there have to be enough of them (`Heuristics.grouped_gemm_fp8`). Weights come by
+tensor descriptor (TMA).
 """
 
 from __future__ import annotations
@@ -184,7 +186,9 @@ def select_fp8_config(
 
 @dataclass(frozen=True)
 class Fp8Inputs:
-    """y[s] = gate(row_weights[s] * (x[row_indices[s]] @ weight[e].T) + bias[e]), x and weight in FP8.
+    """x and weights in FP8.
+
+    y[s] = gate(row_weights[s] * (x[row_indices[s]] @ weight[e].T) + bias[e])
 
     codes, x_scale   rows of x as `quantize` returns them
     data, scale      the weights [E, N, K]

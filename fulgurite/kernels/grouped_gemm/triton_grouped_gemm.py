@@ -1,21 +1,22 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Grouped GEMM on a GPU: rows gathered by expert, weights dense or quantized, the gate in the epilogue.
+"""Grouped GEMM on a GPU: rows gathered by expert, weights dense or quantized, the gate in the
+epilogue.
 
     y[s] = gate(row_weights[s] * (x[row_indices[s]] @ weight[e].T) + bias[e])       rows s of expert e
 
-In: `GroupedGemmArgs`; x in bfloat16, float16 or float32, weights of the same dtype or quantized. Out:
-[S, N], or [S, N / 2] with a gate; NotImplemented for what only the reference takes.
+In: `GroupedGemmArgs`; x in bfloat16, float16 or float32, weights of the same dtype or quantized.
+Out: [S, N], or [S, N / 2] with a gate; NotImplemented for what only the reference takes.
 
-A program computes a tile of one expert's rows. It finds the expert and the rows from the offsets on the
-device: the host never waits, and an expert costs only the tiles it has. Rows of x are read through the
-index, so nothing is permuted beforehand. With a gate a program has two accumulators, gate and up, and only
-the gated output goes to memory. Rows of the weight are the rows of the tensor cores' tile, as in
-`gemm/triton_gemm.py`: few rows of x don't waste it.
+A program computes a tile of one expert's rows. It finds the expert and the rows from the offsets on
+the device: the host never waits, and an expert costs only the tiles it has. Rows of x are read
+through the index, so nothing is permuted beforehand. With a gate a program has two accumulators,
+gate and up, and only the gated output goes to memory. Rows of the weight are the rows of the tensor
+cores' tile, as in `gemm/triton_gemm.py`: few rows of x don't waste it.
 
-Some GEMMs have kernels of their own: dense weights and many rows (`triton_dense.py`), quantized weights and
-few rows (`triton_small_m.py`), 4-bit weights and more rows (`triton_4bit.py`), and FP8 times FP8 with
-enough rows (`triton_fp8.py`). Other quantized activations take three steps: gather and quantize rows,
-multiply 8 bits by 8 bits (`gemm/triton_scaled_mm.py`), apply the epilogue.
+Some GEMMs have kernels of their own: dense weights and many rows (`triton_dense.py`), quantized
+weights and few rows (`triton_small_m.py`), 4-bit weights and more rows (`triton_4bit.py`), and FP8
+times FP8 with enough rows (`triton_fp8.py`). Other quantized activations take three steps: gather
+and quantize rows, multiply 8 bits by 8 bits (`gemm/triton_scaled_mm.py`), apply the epilogue.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def grouped_gemm_kernel(
     EVEN_K: tl.constexpr, EXPERTS_POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_N: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the output [S, N]; with a gate the weight has twice as many rows, up below gate."""
+    """One tile of the output [S, N]; with a gate the weight has twice as many rows, up below
+    gate."""
     tile_m, tile_n = swizzle_tile(tl.program_id(0), tiles_m, tl.cdiv(N, BLOCK_N), GROUP_N)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     expert, start, end = find_expert_tile(offsets_ptr, experts, tile_m, S, BLOCK_M, EXPERTS_POW2)

@@ -1,11 +1,12 @@
-"""Grouped GEMM for a few rows of each expert: quantized weights are read once and dequantized in registers.
+"""Grouped GEMM for a few rows of each expert: quantized weights are read once and dequantized in
+registers.
 
-In: the operator's arguments and the weight as kernels take it. Out: the output filled in, or False if the
-kernel for more rows is faster.
+In: the operator's arguments and the weight as kernels take it. Out: the output filled in, or False
+if the kernel for more rows is faster.
 
-A program takes a few rows of one expert's weight and up to `block_m` of its tokens. It finds its expert
-from the offsets on the device; a program whose row another program has ends at once. An expert with more
-rows is read again for the next ones, mostly from L2.
+A program takes a few rows of one expert's weight and up to `block_m` of its tokens. It finds its
+expert from the offsets on the device; a program whose row another program has ends at once. An
+expert with more rows is read again for the next ones, mostly from L2.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """Tile scheduler of grouped GEMMs: which rows a program takes, computed once for all programs.
 
-In: the end of each expert's rows, on the device. Out: the tile map, int32 [tiles, 8]: for each tile of
-rows its expert, its first row, its end, the first tile of its expert, and the expert's number of tiles.
+In: the end of each expert's rows, on the device. Out: the tile map, int32 [tiles, 8]: for each tile
+of rows its expert, its first row, its end, the first tile of its expert, and the expert's number of
+tiles.
 
-The number of tiles depends on shapes alone, so the last ones may have no rows (their end is not past their
-first row). GEMMs with few rows find their tile themselves (`find_expert_tile`): that takes as long as
-starting this kernel.
+The number of tiles depends on shapes alone, so the last ones may have no rows (their end is not
+past their first row). GEMMs with few rows find their tile themselves (`find_expert_tile`): that
+takes as long as starting this kernel.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ def build_tile_map_kernel(
 
     Rows without an expert are those of one more expert. A tile without rows is alone.
 
-    Tiles have BLOCK_M rows. With a UNIT, some have UNIT rows less: an expert has as few tiles as possible,
-    and as many of them as possible are small, the large ones first. Only the last one may be partial.
+    Tiles have BLOCK_M rows. With a UNIT, some have UNIT rows less: an expert has as few tiles as
+    possible, and as many of them as possible are small, the large ones first. Only the last one may
+    be partial.
     """
     tile = tl.program_id(0)
     expert, start, end = find_expert_tile(offsets_ptr, experts, tile, S, BLOCK_M, EXPERTS_POW2)
@@ -59,7 +61,8 @@ def load_tile_info(map_ptr, tile):
 
 @triton.jit
 def swizzle_tile(tile, tiles_m, tiles_n, GROUP_N: tl.constexpr):
-    """tile_m, tile_n of a program: GROUP_N tiles of N share rows of x in L2 before the next rows."""
+    """tile_m, tile_n of a program: GROUP_N tiles of N share rows of x in L2 before the next
+    rows."""
     band = tile // (GROUP_N * tiles_m)
     width = tl.minimum(tiles_n - band * GROUP_N, GROUP_N)
     within = tile - band * GROUP_N * tiles_m

@@ -1,5 +1,5 @@
-// Rows of x, read in their own type and kept as the kernels want them: floats, or q8_0 (int8 in
-// blocks of 32 with a float16 scale), each with the sums that offsets and minimums are multiplied by.
+// Rows of x, converted to the layout of the linear kernels: float, or q8_0 (int8 in blocks of 32
+// with a float16 scale), each with the sums that offsets and minimums are multiplied by.
 enum Type { TYPE_F32, TYPE_BF16, TYPE_F16 };
 
 extern "C" void* malloc(unsigned long);
@@ -15,33 +15,33 @@ INLINE void write(void* to, int32_t type, int64_t i, float x) {
   else store((f16*)to + i, x);
 }
 
-// Up to eight rows of x, interleaved: what a kernel reads together lies together, at fixed distances
-// from one pointer. [K / 32] blocks of [2 halves] of [width] tokens:
-struct Tile {
+// Up to eight rows of x, interleaved in the order that a kernel reads them: [K / 32] blocks of [2
+// halves] of [width] tokens.
+struct XTile {
   int64_t width;    // tokens: 1, 2, 4 or 8
   float* values;    // [K][width]               float kernels
   int8_t* codes;    // [K / 32][width][32]      integer kernels
   float* scales;    // [K / 32][width]
-  int32_t* starts;  // [K / 16][width]          offset * sum of codes, of a half or (first half) of all
-  float* sums;      // [K / 16][width]          sum of x, alike
+  int32_t* offset_sums;  // [K / 16][width]          offset * sum of codes, of a half or (first half) of all
+  float* sums;      // [K / 16][width]          sum of x, in the same way
 };
 
-// A tile of up to eight tokens starts at each multiple of eight; what is left makes smaller ones.
-INLINE int64_t tile_width(int64_t left) { return left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1; }
+// A tile starts at each multiple of eight tokens; the remaining tokens make smaller tiles.
+INLINE int64_t x_tile_width(int64_t left) { return left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1; }
 
 INLINE int64_t token_bytes(int64_t columns) {  // whole cache lines
   return (columns * 4 + columns + columns / 32 * 4 + columns / 16 * 8 + 63) / 64 * 64;
 }
 
-INLINE Tile tile_at(char* memory, int64_t columns, int64_t token, int64_t width) {
+INLINE XTile x_tile_at(char* memory, int64_t columns, int64_t token, int64_t width) {
   char* at = memory + token_bytes(columns) * token;
-  Tile tile;
+  XTile tile;
   tile.width = width;
   tile.values = (float*)at;
   tile.codes = (int8_t*)(at + columns * 4 * width);
   tile.scales = (float*)(at + columns * 5 * width);
-  tile.starts = (int32_t*)(tile.scales + columns / 32 * width);
-  tile.sums = (float*)(tile.starts + columns / 16 * width);
+  tile.offset_sums = (int32_t*)(tile.scales + columns / 32 * width);
+  tile.sums = (float*)(tile.offset_sums + columns / 16 * width);
   return tile;
 }
 
@@ -54,7 +54,7 @@ static void read_row(float* row, const void* x, int32_t type, int64_t given, int
   for (int64_t k = given; k < columns; ++k) row[k] = 0.0f;
 }
 
-static void place_floats(Tile tile, int64_t t, const float* row, int64_t columns, bool sums) {
+static void store_floats(XTile tile, int64_t t, const float* row, int64_t columns, bool sums) {
   for (int64_t k = 0; k < columns; ++k) tile.values[k * tile.width + t] = row[k];
   if (!sums) return;
   for (int64_t i = 0; i < columns / 16; ++i) {
@@ -64,15 +64,15 @@ static void place_floats(Tile tile, int64_t t, const float* row, int64_t columns
   }
 }
 
-// One block as GGUF's q8_0 has it: scale = amax / 127 over finite x, halves away from zero, x over the
-// scale before that is rounded to float16. A NaN makes the scale NaN; an infinity saturates.
+// One block of GGUF's q8_0: scale = amax / 127 over finite x, round half away from zero, x divided
+// by the scale before it is rounded to float16. A NaN makes the scale NaN; an infinity saturates.
 #ifndef QUANTIZE_BLOCK
 INLINE float quantize_block(const float* from, int8_t* to, int32_t* sums) {
-  float x[BLOCK];  // copies of their own, so that the compiler knows they don't overlap
-  int8_t codes[BLOCK];
-  for (int k = 0; k < BLOCK; ++k) x[k] = from[k];
+  float x[BLOCK_COLUMNS];  // local copies, so that the compiler knows they don't alias
+  int8_t codes[BLOCK_COLUMNS];
+  for (int k = 0; k < BLOCK_COLUMNS; ++k) x[k] = from[k];
   int32_t largest = 0, strange = 0;
-  for (int k = 0; k < BLOCK; ++k) {
+  for (int k = 0; k < BLOCK_COLUMNS; ++k) {
     int32_t magnitude = (int32_t)(bits(x[k]) & 0x7fffffffu);
     strange |= magnitude > 0x7f800000 ? 1 : 0;
     magnitude = magnitude >= 0x7f800000 ? 0 : magnitude;
@@ -81,7 +81,7 @@ INLINE float quantize_block(const float* from, int8_t* to, int32_t* sums) {
   float scale = as_float((uint32_t)largest) / 127.0f;
   scale = scale > 65504.0f ? 65504.0f : scale;
   const float inverse = scale == 0.0f ? 0.0f : 1.0f / scale;
-  for (int k = 0; k < BLOCK; ++k) {
+  for (int k = 0; k < BLOCK_COLUMNS; ++k) {
     float step = x[k] * inverse;
     step = step == step ? step : 0.0f;
     step = step > 127.0f ? 127.0f : step;
@@ -91,28 +91,28 @@ INLINE float quantize_block(const float* from, int8_t* to, int32_t* sums) {
   }
   sums[0] = sums[1] = 0;
   for (int k = 0; k < 16; ++k) sums[0] += codes[k];
-  for (int k = 16; k < BLOCK; ++k) sums[1] += codes[k];
-  for (int k = 0; k < BLOCK; ++k) to[k] = codes[k];
+  for (int k = 16; k < BLOCK_COLUMNS; ++k) sums[1] += codes[k];
+  for (int k = 0; k < BLOCK_COLUMNS; ++k) to[k] = codes[k];
   return strange ? __builtin_nanf("") : round_f16(scale);
 }
 #endif
 
-static void place_codes(Tile tile, int64_t t, const float* row, int64_t columns, int32_t offset,
-                        bool halves) {
-  for (int64_t b = 0; b < columns / BLOCK; ++b) {
-    int8_t* codes = tile.codes + (b * tile.width + t) * BLOCK;
+static void store_codes(XTile tile, int64_t t, const float* row, int64_t columns, int32_t offset,
+                        bool per_half) {
+  for (int64_t b = 0; b < columns / BLOCK_COLUMNS; ++b) {
+    int8_t* codes = tile.codes + (b * tile.width + t) * BLOCK_COLUMNS;
     int32_t sum[2];
-    const float scale = quantize_block(row + b * BLOCK, codes, sum);
-    if (!halves) sum[0] += sum[1];
+    const float scale = quantize_block(row + b * BLOCK_COLUMNS, codes, sum);
+    if (!per_half) sum[0] += sum[1];
     tile.scales[b * tile.width + t] = scale;
     for (int h = 0; h < 2; ++h) {
-      tile.starts[(2 * b + h) * tile.width + t] = offset * sum[h];
+      tile.offset_sums[(2 * b + h) * tile.width + t] = offset * sum[h];
       tile.sums[(2 * b + h) * tile.width + t] = scale * (float)sum[h];
     }
   }
 }
 
-// Memory of this thread, kept from call to call for as long as the process runs: the pool's threads do.
+// Scratch memory of a thread, cached for the life of the process, like the threads of the pool.
 struct Scratch {
   char* memory;
   int64_t size;
@@ -125,4 +125,4 @@ struct Scratch {
     return (char*)(((uint64_t)memory + 63) / 64 * 64);
   }
 };
-static thread_local Scratch own, shared;
+static thread_local Scratch thread_scratch, shared_scratch;

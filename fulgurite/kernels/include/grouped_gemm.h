@@ -1,62 +1,59 @@
-// Rows sorted by expert, each times the matrix of its expert, then gated.
+// Grouped GEMM with dense weights: rows sorted by expert, each times the weight of its expert, then
+// gated.
 //
-//   y[s] = gate(factor[s] * (x[row[s]] . weight[e]) + bias[e])
+//   y[s] = gate(row_weight[s] * (x[row[s]] . weight[e]) + bias[e])
 //
-// A work item is a block of columns of one expert's result. Few rows: x and the weight both lie along K,
-// so a tile of sixteen sums (1 row by 16 columns, 2 by 8, 4 by 4) needs nothing copied; each byte of the
-// weight is read once, and its memory is the floor. More rows: a piece of the weight is turned over, so
-// that a vector holds sixteen columns, and serves all rows from the first cache. Which of the two is
-// decided by shapes alone, and within either a row's sums are taken in the same order whatever the
-// others are: a token's result does not depend on where its neighbours went.
+// A work item is a block of columns of one expert's output. Small M: x and the weight are both
+// contiguous along K, so a tile of sixteen sums (1 row by 16 columns, 2 by 8, 4 by 4) needs no
+// copy. Each byte of the weight is read once: memory bandwidth is the bound. Large M: a block of
+// the weight is transposed, so that a vector holds sixteen columns, and serves all rows from L1.
+// Shapes alone decide between the two, and in both a row's sums are taken in the same order. So a
+// token's result does not depend on the routes of other tokens. Tuned constants:
+// kernels/tuning/cpu.py.
 
-const int64_t COLUMNS = 32;     // columns of an item (of each half, with a gate)
-const int64_t TALL = 512;       // rows whose sums are kept together
-const int64_t DEPTH = 256;      // of K that is turned over at a time: 32 KB, the first cache
-const int64_t WIDENED = 16384;  // of K that few rows widen at once: four columns, on the stack
-// rows of an average expert up to which weights are read where they lie: turning them over pays from
-// about 24 on (8 experts [1536, 2048], two cores of a Xeon with AVX-512)
-const int64_t FEW = 24;
-const int64_t LINE = 64;  // bytes of a cache line
+const int64_t BLOCK_N = 32;  // columns of a work item (of each half, with a gate)
+const int64_t CACHE_LINE_BYTES = 64;
 
-enum Gates { PLAIN, SILU, GELU, GELU_TANH, CLAMPED };
+enum GateKind { NO_GATE, SILU, GELU, GELU_TANH, CLAMPED_SWIGLU };
 
-struct Job {
-  const float* x;                // [R][x_step], padded with zeros to whole vectors
+struct GroupedGemmArgs {
+  const float* x;                // [R][x_stride], padded with zeros to whole vectors
   const int32_t* rows;           // or null
-  const float* factors;          // or null
+  const float* row_weights;          // or null
   const int32_t* offsets;
   const char *weight, *bias;     // bias: or null
   char* out;
-  int64_t count, experts, columns, size, x_step, of_expert, of_column, bias_step;
-  int64_t kind, weight_kind, bias_kind, gate;
+  int64_t count, experts, columns, size, x_stride, expert_stride, row_stride, bias_stride;
+  int64_t dtype, weight_dtype, bias_dtype, gate;
   float alpha, limit;
 };
 
 template <class T> INLINE vec read(const char* from, int64_t at, int64_t left) { return load_partial((const T*)from + at, left); }
-INLINE vec read_kind(const char* from, int64_t kind, int64_t at, int64_t left) {
-  if (kind == 0) return read<float>(from, at, left);
-  return kind == 1 ? read<bf16>(from, at, left) : read<f16>(from, at, left);
+INLINE vec load_any_dtype(const char* from, int64_t dtype, int64_t at, int64_t left) {
+  if (dtype == 0) return read<float>(from, at, left);
+  return dtype == 1 ? read<bf16>(from, at, left) : read<f16>(from, at, left);
 }
 
-// ---- few rows ----------------------------------------------------------------------------------------
+// ---- small M -----------------------------------------------------------------------------------------
 
-// `rows` x `columns` sums, sixteen in all. The columns that are read next, `ahead` of these, are fetched meanwhile. Where
-// several tiles of rows share these columns each of them fetches a part, from `soon` on, `lines` cache lines for
-// sixteen of K: one tile that fetched all would wait for memory, and the others leave it idle.
+// `rows` x `columns` sums, sixteen in all. The columns that are read next, `prefetch_distance`
+// further, are prefetched meanwhile. If several tiles of rows share these columns, each prefetches
+// a part of them, from `prefetch` on, `lines` cache lines for sixteen of K: one tile that
+// prefetched all would wait for memory while the others leave it idle.
 template <int rows, int columns, int lines, class W>
-static void few_tile(const float* const* x, const W* const* w, int64_t size, int64_t ahead, const char* soon,
+static void small_m_tile(const float* const* x, const W* const* w, int64_t size, int64_t prefetch_distance, const char* prefetch,
                      float* out) {
   vec total[16] = {};
   int64_t c = 0;
-  for (; c + LANES <= size; c += LANES, soon += lines * LINE) {
+  for (; c + LANES <= size; c += LANES, prefetch += lines * CACHE_LINE_BYTES) {
     vec b[columns];
     UNROLL
     for (int n = 0; n < columns; ++n) {
       b[n] = load_widened(w[n] + c);
-      if (lines == 0 && (sizeof(W) == 4 || c % 32 == 0)) __builtin_prefetch(w[n] + c + ahead, 0, 2);
+      if (lines == 0 && (sizeof(W) == 4 || c % 32 == 0)) __builtin_prefetch(w[n] + c + prefetch_distance, 0, 2);
     }
     UNROLL
-    for (int n = 0; n < lines; ++n) __builtin_prefetch(soon + n * LINE, 0, 2);
+    for (int n = 0; n < lines; ++n) __builtin_prefetch(prefetch + n * CACHE_LINE_BYTES, 0, 2);
     UNROLL
     for (int r = 0; r < rows; ++r) {
       const vec a = load(x[r] + c);
@@ -72,84 +69,86 @@ static void few_tile(const float* const* x, const W* const* w, int64_t size, int
   store_vec(out, row_sums(total));
 }
 
-// A group of columns and all rows. `soon` is where the next group begins, `bytes` long.
+// A group of columns and all rows. `prefetch` is the start of the next group, `bytes` long.
 template <int rows, int columns, int lines, class W>
-static void few_group(const float* const* x, int64_t count, const W* const* w, int64_t there, int64_t size,
-                      int64_t ahead, const char* soon, int64_t bytes, float* out) {
+static void small_m_column_group(const float* const* x, int64_t count, const W* const* w, int64_t valid, int64_t size,
+                      int64_t prefetch_distance, const char* prefetch, int64_t bytes, float* out) {
   for (int64_t m = 0; m < count; m += rows) {
-    const float* given[rows];
+    const float* rows_x[rows];
     float sum[16];
-    for (int64_t r = 0; r < rows; ++r) given[r] = x[min_i64(m + r, count - 1)];
-    few_tile<rows, columns, lines>(given, w, size, ahead, soon + bytes * m / count, sum);
+    for (int64_t r = 0; r < rows; ++r) rows_x[r] = x[min_i64(m + r, count - 1)];
+    small_m_tile<rows, columns, lines>(rows_x, w, size, prefetch_distance, prefetch + bytes * m / count, sum);
     for (int64_t r = 0; r < min_i64(count - m, rows); ++r)
-      for (int64_t k = 0; k < there; ++k) out[(m + r) * COLUMNS + k] = sum[r * columns + k];
+      for (int64_t k = 0; k < valid; ++k) out[(m + r) * BLOCK_N + k] = sum[r * columns + k];
   }
 }
 
 template <int rows, int columns, class W>
-static void few_rows(const float* const* x, int64_t count, const W* w, int64_t step, int64_t width, int64_t size,
+static void small_m_rows(const float* const* x, int64_t count, const W* w, int64_t step, int64_t width, int64_t size,
                      float* out) {
   const int all = columns * sizeof(W) / 4;  // lines of a group for sixteen of K
-  const int64_t ahead = columns * step, bytes = ahead * sizeof(W);
+  const int64_t prefetch_distance = columns * step, bytes = prefetch_distance * sizeof(W);
   for (int64_t n = 0; n < width; n += columns) {
     const W* from[columns];
     for (int64_t k = 0; k < columns; ++k) from[k] = w + min_i64(n + k, width - 1) * step;
-    const char* soon = (const char*)(w + n * step + ahead);
-    const int64_t there = min_i64(width - n, columns);
-    if (count <= rows) few_group<rows, columns, 0>(x, count, from, there, size, ahead, soon, bytes, out + n);
+    const char* prefetch = (const char*)(w + n * step + prefetch_distance);
+    const int64_t valid = min_i64(width - n, columns);
+    if (count <= rows) small_m_column_group<rows, columns, 0>(x, count, from, valid, size, prefetch_distance, prefetch, bytes, out + n);
     else if (count <= 3 * rows)
-      few_group<rows, columns, (all + 1) / 2>(x, count, from, there, size, ahead, soon, bytes, out + n);
-    else few_group<rows, columns, (all + 3) / 4>(x, count, from, there, size, ahead, soon, bytes, out + n);
+      small_m_column_group<rows, columns, (all + 1) / 2>(x, count, from, valid, size, prefetch_distance, prefetch, bytes, out + n);
+    else small_m_column_group<rows, columns, (all + 3) / 4>(x, count, from, valid, size, prefetch_distance, prefetch, bytes, out + n);
   }
 }
 
-// The same for narrow numbers that several tiles of rows read: four columns are widened once.
+// The same for 16-bit weights that several tiles of rows read: four columns are widened once.
 template <class W>
-static void few_widened(const float* const* x, int64_t count, const W* w, int64_t step, int64_t width, int64_t size,
+static void small_m_widened(const float* const* x, int64_t count, const W* w, int64_t step, int64_t width, int64_t size,
                         float* out) {
   const int64_t padded = (size + LANES - 1) / LANES * LANES;
   float columns[4 * padded];
   const float* from[4];
   for (int64_t n = 0; n < width; n += 4) {
-    const int64_t there = min_i64(width - n, 4);
-    for (int64_t k = 0; k < there; ++k) widen_row(w + (n + k) * step, size, columns + k * padded);
-    for (int64_t k = 0; k < 4; ++k) from[k] = columns + min_i64(k, there - 1) * padded;
-    const char* soon = (const char*)(w + (n + 4) * step);
-    few_group<4, 4, 1>(x, count, from, there, padded, 0, soon, 4 * step * sizeof(W), out + n);
+    const int64_t valid = min_i64(width - n, 4);
+    for (int64_t k = 0; k < valid; ++k) widen_row(w + (n + k) * step, size, columns + k * padded);
+    for (int64_t k = 0; k < 4; ++k) from[k] = columns + min_i64(k, valid - 1) * padded;
+    const char* prefetch = (const char*)(w + (n + 4) * step);
+    small_m_column_group<4, 4, 1>(x, count, from, valid, padded, 0, prefetch, 4 * step * sizeof(W), out + n);
   }
 }
 
-// ---- more rows ---------------------------------------------------------------------------------------
+// ---- large M -----------------------------------------------------------------------------------------
 
-// `width` rows of the weight, `depth` of K, as [depth][COLUMNS] floats; zeros past the end of either
-template <class W> static void turn_over(const W* w, int64_t step, int64_t width, int64_t depth, float* to) {
-  for (int64_t n = 0; n < COLUMNS; n += LANES)
+// `width` rows of the weight, `depth` of K, as [depth][BLOCK_N] floats; zeros past the end of
+// either.
+template <class W> static void transpose_block(const W* w, int64_t step, int64_t width, int64_t depth, float* to) {
+  for (int64_t n = 0; n < BLOCK_N; n += LANES)
     for (int64_t c = 0; c < depth; c += LANES) {
       vec square[LANES];
       for (int64_t l = 0; l < LANES; ++l)
         square[l] = n + l < width ? load_partial(w + (n + l) * step + c, depth - c) : vec{};
       transpose_16x16(square);
-      for (int64_t l = 0; l < LANES; ++l) store_vec(to + (c + l) * COLUMNS + n, square[l]);
+      for (int64_t l = 0; l < LANES; ++l) store_vec(to + (c + l) * BLOCK_N + n, square[l]);
     }
 }
 
-// Pieces of the weight that are turned over next, fetched a cache line at a time while others are multiplied.
-struct Soon {
-  const char* at;  // a column's stretch of `length` lines; the next one is `step` bytes away
+// Blocks of the weight that are transposed next: one cache line is prefetched at a time while
+// others are multiplied.
+struct PrefetchCursor {
+  const char* at;  // `length` lines of a column; the next column is `step` bytes away
   int64_t step, length, left, line;
 };
-INLINE void fetch(Soon& soon) {
-  __builtin_prefetch(soon.at + soon.line * LINE, 0, 2);
-  if (++soon.line == soon.length) soon.line = 0, soon.at += soon.step;
+INLINE void prefetch_line(PrefetchCursor& prefetch) {
+  __builtin_prefetch(prefetch.at + prefetch.line * CACHE_LINE_BYTES, 0, 2);
+  if (++prefetch.line == prefetch.length) prefetch.line = 0, prefetch.at += prefetch.step;
 }
 
-// out [rows][COLUMNS] += x [rows][depth] @ panel [depth][COLUMNS]
+// out [rows][BLOCK_N] += x [rows][depth] @ panel [depth][BLOCK_N]
 template <int rows>
-static void add_tile(const float* const* x, const float* panel, int64_t depth, float* const* out, Soon& soon,
-                     int64_t fetched) {
+static void accumulate_tile(const float* const* x, const float* panel, int64_t depth, float* const* out, PrefetchCursor& prefetch,
+                     int64_t prefetched_lines) {
   vec total[rows][2] = {};
   const auto add = [&](int64_t c) __attribute__((always_inline)) {
-    const vec left = load(panel + c * COLUMNS), right = load(panel + c * COLUMNS + LANES);
+    const vec left = load(panel + c * BLOCK_N), right = load(panel + c * BLOCK_N + LANES);
     UNROLL
     for (int r = 0; r < rows; ++r) {
       total[r][0] += left * x[r][c];
@@ -157,9 +156,9 @@ static void add_tile(const float* const* x, const float* panel, int64_t depth, f
     }
   };
   int64_t c = 0;
-  Soon mine = soon;
-  for (; c < fetched; ++c) add(c), fetch(mine);
-  soon = mine;
+  PrefetchCursor mine = prefetch;
+  for (; c < prefetched_lines; ++c) add(c), prefetch_line(mine);
+  prefetch = mine;
   for (; c < depth; ++c) add(c);
   UNROLL
   for (int r = 0; r < rows; ++r) {
@@ -168,196 +167,196 @@ static void add_tile(const float* const* x, const float* panel, int64_t depth, f
   }
 }
 template <int rows>
-INLINE void add_rows(const float* const* x, int64_t from, int64_t m, int64_t count, const float* panel, int64_t depth,
-                     float* out, Soon& soon) {
-  const float* given[rows];
-  float unused[COLUMNS] = {};
+INLINE void accumulate_rows(const float* const* x, int64_t from, int64_t m, int64_t count, const float* panel, int64_t depth,
+                     float* out, PrefetchCursor& prefetch) {
+  const float* rows_x[rows];
+  float unused[BLOCK_N] = {};
   float* into[rows];
   for (int64_t r = 0; r < rows; ++r) {
-    given[r] = x[min_i64(m + r, count - 1)] + from;
-    into[r] = m + r < count ? out + (m + r) * COLUMNS : unused;
+    rows_x[r] = x[min_i64(m + r, count - 1)] + from;
+    into[r] = m + r < count ? out + (m + r) * BLOCK_N : unused;
   }
-  // an even share of what is left to fetch, one line for a column at most
+  // an even part of what is left to prefetch, at most one line a column
   const int64_t tiles = (count - m + rows - 1) / rows;
-  const int64_t fetched = min_i64(depth, (soon.left + tiles - 1) / tiles);
-  soon.left -= fetched;
-  add_tile<rows>(given, panel, depth, into, soon, fetched);
+  const int64_t prefetched_lines = min_i64(depth, (prefetch.left + tiles - 1) / tiles);
+  prefetch.left -= prefetched_lines;
+  accumulate_tile<rows>(rows_x, panel, depth, into, prefetch, prefetched_lines);
 }
 
 template <class W>
-static void more_rows(const float* const* x, int64_t count, const W* w, int64_t step, int64_t width, int64_t size,
+static void large_m_rows(const float* const* x, int64_t count, const W* w, int64_t step, int64_t width, int64_t size,
                       const W* after, float* panel, float* out) {
-  __builtin_memset(out, 0, count * COLUMNS * sizeof(float));
-  for (int64_t from = 0; from < size; from += DEPTH) {
-    const int64_t depth = min_i64(size - from, DEPTH);
-    turn_over(w + from, step, width, depth, panel);
+  __builtin_memset(out, 0, count * BLOCK_N * sizeof(float));
+  for (int64_t from = 0; from < size; from += GROUPED_GEMM_BLOCK_K) {
+    const int64_t depth = min_i64(size - from, GROUPED_GEMM_BLOCK_K);
+    transpose_block(w + from, step, width, depth, panel);
     const int64_t next = from + depth;
     const bool last = next == size;
-    const int64_t length = (min_i64(last ? size : size - next, DEPTH) * sizeof(W) + LINE - 1) / LINE;
-    Soon soon{(const char*)(last ? after : w + next), (int64_t)(step * sizeof(W)), length, COLUMNS * length, 0};
+    const int64_t length = (min_i64(last ? size : size - next, GROUPED_GEMM_BLOCK_K) * sizeof(W) + CACHE_LINE_BYTES - 1) / CACHE_LINE_BYTES;
+    PrefetchCursor prefetch{(const char*)(last ? after : w + next), (int64_t)(step * sizeof(W)), length, BLOCK_N * length, 0};
     int64_t m = 0;
-    for (; m + 12 <= count; m += 12) add_rows<12>(x, from, m, count, panel, depth, out, soon);
-    for (; m < count; m += 4) add_rows<4>(x, from, m, count, panel, depth, out, soon);
+    for (; m + 12 <= count; m += 12) accumulate_rows<12>(x, from, m, count, panel, depth, out, prefetch);
+    for (; m < count; m += 4) accumulate_rows<4>(x, from, m, count, panel, depth, out, prefetch);
   }
 }
 
-// Sums [count][COLUMNS] of `width` columns, from `first` on, of an expert.
+// Sums [count][BLOCK_N] of `width` columns, from `first` on, of an expert.
 template <class W>
-static void block_sums(const Job& job, const float* const* x, int64_t count, int64_t expert, int64_t first,
+static void compute_block(const GroupedGemmArgs& args, const float* const* x, int64_t count, int64_t expert, int64_t first,
                        int64_t width, int64_t next, float* panel, float* out) {
-  const W *all = (const W*)job.weight + expert * job.of_expert, *w = all + first * job.of_column;
-  if (job.count > FEW * job.experts)
-    more_rows(x, count, w, job.of_column, width, job.size, all + next * job.of_column, panel, out);
-  else if (sizeof(W) < 4 && count > 4 && job.size <= WIDENED)
-    few_widened(x, count, w, job.of_column, width, job.size, out);
-  else if (count > 2) few_rows<4, 4>(x, count, w, job.of_column, width, job.size, out);
-  else if (count == 2) few_rows<2, 8>(x, count, w, job.of_column, width, job.size, out);
-  else few_rows<1, 16>(x, count, w, job.of_column, width, job.size, out);
+  const W *all = (const W*)args.weight + expert * args.expert_stride, *w = all + first * args.row_stride;
+  if (args.count > GROUPED_GEMM_SMALL_M * args.experts)
+    large_m_rows(x, count, w, args.row_stride, width, args.size, all + next * args.row_stride, panel, out);
+  else if (sizeof(W) < 4 && count > 4 && args.size <= GROUPED_GEMM_WIDEN_MAX_K)
+    small_m_widened(x, count, w, args.row_stride, width, args.size, out);
+  else if (count > 2) small_m_rows<4, 4>(x, count, w, args.row_stride, width, args.size, out);
+  else if (count == 2) small_m_rows<2, 8>(x, count, w, args.row_stride, width, args.size, out);
+  else small_m_rows<1, 16>(x, count, w, args.row_stride, width, args.size, out);
 }
 
-// ---- what follows a sum ------------------------------------------------------------------------------
+// ---- epilogue ----------------------------------------------------------------------------------------
 
-INLINE vec gated(const Job& job, vec left, vec right) {
-  if (job.gate == SILU) return silu(left) * right;
-  if (job.gate == GELU) return gelu(left) * right;
-  if (job.gate == GELU_TANH) return gelu_tanh(left) * right;
-  const vec limit = broadcast(job.limit);
+INLINE vec apply_gate(const GroupedGemmArgs& args, vec left, vec right) {
+  if (args.gate == SILU) return silu(left) * right;
+  if (args.gate == GELU) return gelu(left) * right;
+  if (args.gate == GELU_TANH) return gelu_tanh(left) * right;
+  const vec limit = broadcast(args.limit);
   left = blend(left > limit, limit, left);
   right = blend(right > limit, limit, blend(right < -limit, -limit, right));
-  return (right + 1.0f) * left / (1.0f + vector_exp(-job.alpha * left));
+  return (right + 1.0f) * left / (1.0f + vector_exp(-args.alpha * left));
 }
 
-INLINE vec finished(const Job& job, const float* sums, int64_t row, int64_t expert, int64_t column, int64_t left) {
+INLINE vec apply_row_weight_and_bias(const GroupedGemmArgs& args, const float* sums, int64_t row, int64_t expert, int64_t column, int64_t left) {
   vec v = load_partial(sums, left);
-  if (job.factors) v *= job.factors[row];
-  if (job.bias) v += read_kind(job.bias, job.bias_kind, expert * job.bias_step + column, left);
+  if (args.row_weights) v *= args.row_weights[row];
+  if (args.bias) v += load_any_dtype(args.bias, args.bias_dtype, expert * args.bias_stride + column, left);
   return v;
 }
 
-// One row's sums (of both halves, with a gate), scaled, biased, gated and rounded.
+// The epilogue of one row: row weight, bias, gate, rounding.
 template <class T>
-static void finish_row(const Job& job, const float* left_sums, const float* right_sums, int64_t row, int64_t expert,
+static void store_row(const GroupedGemmArgs& args, const float* left_sums, const float* right_sums, int64_t row, int64_t expert,
                        int64_t first, int64_t last) {
-  const int64_t half = job.gate == PLAIN ? job.columns : job.columns / 2;
-  T* out = (T*)job.out + row * half;
+  const int64_t half = args.gate == NO_GATE ? args.columns : args.columns / 2;
+  T* out = (T*)args.out + row * half;
   for (int64_t n = first; n < last; n += LANES) {
     const int64_t left = last - n;
-    vec v = finished(job, left_sums + n - first, row, expert, n, left);
-    if (job.gate != PLAIN)
-      v = gated(job, v, finished(job, right_sums + n - first, row, expert, half + n, left));
+    vec v = apply_row_weight_and_bias(args, left_sums + n - first, row, expert, n, left);
+    if (args.gate != NO_GATE)
+      v = apply_gate(args, v, apply_row_weight_and_bias(args, right_sums + n - first, row, expert, half + n, left));
     store_partial(out + n, v, left);
   }
 }
 
-static __attribute__((noinline)) void finish_any(const Job& job, const float* left, const float* right, int64_t row,
+static __attribute__((noinline)) void store_row_any_dtype(const GroupedGemmArgs& args, const float* left, const float* right, int64_t row,
                                                  int64_t expert, int64_t first, int64_t last) {
-  if (job.kind == 0) finish_row<float>(job, left, right, row, expert, first, last);
-  else if (job.kind == 1) finish_row<bf16>(job, left, right, row, expert, first, last);
-  else finish_row<f16>(job, left, right, row, expert, first, last);
+  if (args.dtype == 0) store_row<float>(args, left, right, row, expert, first, last);
+  else if (args.dtype == 1) store_row<bf16>(args, left, right, row, expert, first, last);
+  else store_row<f16>(args, left, right, row, expert, first, last);
 }
 
-template <class W> static void run_item(const Job& job, int64_t expert, int64_t block, float* room) {
-  const int64_t half = job.gate == PLAIN ? job.columns : job.columns / 2;
-  const int64_t first = block * COLUMNS, last = min_i64(first + COLUMNS, half);
-  const int64_t start = expert ? job.offsets[expert - 1] : 0, end = job.offsets[expert];
-  float *other = room + TALL * COLUMNS, *panel = other + TALL * COLUMNS;
-  for (int64_t from = start; from < end; from += TALL) {
-    const int64_t count = min_i64(end - from, TALL);
-    const float* x[TALL];
+template <class W> static void run_work_item(const GroupedGemmArgs& args, int64_t expert, int64_t block, float* scratch) {
+  const int64_t half = args.gate == NO_GATE ? args.columns : args.columns / 2;
+  const int64_t first = block * BLOCK_N, last = min_i64(first + BLOCK_N, half);
+  const int64_t start = expert ? args.offsets[expert - 1] : 0, end = args.offsets[expert];
+  float *other = scratch + GROUPED_GEMM_MAX_ROWS * BLOCK_N, *panel = other + GROUPED_GEMM_MAX_ROWS * BLOCK_N;
+  for (int64_t from = start; from < end; from += GROUPED_GEMM_MAX_ROWS) {
+    const int64_t count = min_i64(end - from, GROUPED_GEMM_MAX_ROWS);
+    const float* x[GROUPED_GEMM_MAX_ROWS];
     for (int64_t m = 0; m < count; ++m)
-      x[m] = job.x + (job.rows ? job.rows[from + m] : from + m) * job.x_step;
-    const bool gated = job.gate != PLAIN;
-    block_sums<W>(job, x, count, expert, first, last - first, gated ? half + first : last, panel, room);
-    if (gated) block_sums<W>(job, x, count, expert, half + first, last - first, last, panel, other);
+      x[m] = args.x + (args.rows ? args.rows[from + m] : from + m) * args.x_stride;
+    const bool apply_gate = args.gate != NO_GATE;
+    compute_block<W>(args, x, count, expert, first, last - first, apply_gate ? half + first : last, panel, scratch);
+    if (apply_gate) compute_block<W>(args, x, count, expert, half + first, last - first, last, panel, other);
     for (int64_t m = 0; m < count; ++m)
-      finish_any(job, room + m * COLUMNS, other + m * COLUMNS, from + m, expert, first, last);
+      store_row_any_dtype(args, scratch + m * BLOCK_N, other + m * BLOCK_N, from + m, expert, first, last);
   }
 }
 
-static Job job_of(const int64_t* a) {
-  return Job{(const float*)a[0], (const int32_t*)a[1], (const float*)a[2], (const int32_t*)a[3], (const char*)a[4],
+static GroupedGemmArgs unpack_args(const int64_t* a) {
+  return GroupedGemmArgs{(const float*)a[0], (const int32_t*)a[1], (const float*)a[2], (const int32_t*)a[3], (const char*)a[4],
              (const char*)a[5], (char*)a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15], a[16],
              a[17], a[18], unpack_double(a[19]), unpack_double(a[20])};
 }
 
-enum { ROWS_OUTSIDE = 1, OFFSETS_OUTSIDE = 2 };
+enum { ROW_OUT_OF_RANGE = 1, OFFSET_OUT_OF_RANGE = 2 };
 
-// Rows and offsets name rows that are there: `most` rows of x, `count` of the result.
-static int64_t check_rows(const int32_t* rows, int64_t count, int64_t most) {
+// Row indices are below `limit_rows`, and offsets at most `count`.
+static int64_t check_rows(const int32_t* rows, int64_t count, int64_t limit_rows) {
   for (int64_t r = 0; rows && r < count; ++r)
-    if (rows[r] < 0 || rows[r] >= most) return ROWS_OUTSIDE;
+    if (rows[r] < 0 || rows[r] >= limit_rows) return ROW_OUT_OF_RANGE;
   return 0;
 }
 static int64_t check_offsets(const int32_t* offsets, int64_t experts, int64_t count) {
   for (int64_t e = 0; e < experts; ++e)
-    if (offsets[e] < 0 || offsets[e] > count) return OFFSETS_OUTSIDE;
+    if (offsets[e] < 0 || offsets[e] > count) return OFFSET_OUT_OF_RANGE;
   return 0;
 }
 
-static void zero_rest(const Job& job) {
-  const int64_t half = job.gate == PLAIN ? job.columns : job.columns / 2;
-  const int64_t bytes = half * (job.kind == 0 ? 4 : 2), used = job.offsets[job.experts - 1];
-  __builtin_memset(job.out + used * bytes, 0, (job.count - used) * bytes);
+static void zero_rows_without_expert(const GroupedGemmArgs& args) {
+  const int64_t half = args.gate == NO_GATE ? args.columns : args.columns / 2;
+  const int64_t bytes = half * (args.dtype == 0 ? 4 : 2), used = args.offsets[args.experts - 1];
+  __builtin_memset(args.out + used * bytes, 0, (args.count - used) * bytes);
 }
 
-// a: the job, threads, room for the experts that have rows
+// a: the arguments, threads, scratch for the experts that have rows
 EXPORT int64_t grouped_gemm(const int64_t* a) {
-  Job job = job_of(a);
-  const int32_t all = (int32_t)job.count;
-  if (!job.offsets) job.offsets = &all;  // one expert with all rows
-  int64_t wrong = check_offsets(job.offsets, job.experts, job.count);
-  if (!wrong) wrong = check_rows(job.rows, job.count, a[23]);
-  if (wrong) return wrong;
+  GroupedGemmArgs args = unpack_args(a);
+  const int32_t all = (int32_t)args.count;
+  if (!args.offsets) args.offsets = &all;  // one expert that has all rows
+  int64_t error = check_offsets(args.offsets, args.experts, args.count);
+  if (!error) error = check_rows(args.rows, args.count, a[23]);
+  if (error) return error;
   int32_t* active = (int32_t*)a[22];
-  int64_t found = 0;
-  for (int64_t e = 0, start = 0; e < job.experts; start = job.offsets[e], ++e)
-    if (job.offsets[e] > start) active[found++] = (int32_t)e;
-  const int64_t half = job.gate == PLAIN ? job.columns : job.columns / 2;
-  const int64_t blocks = (half + COLUMNS - 1) / COLUMNS;
-  zero_rest(job);
-  const int threads = choose_num_threads(job.count * job.columns * job.size, 1 << 17, (int)a[21]);
-  // neighbours are taken together: each fetches what the next will read
-  const int64_t together = max_i64(1, min_i64(8, found * blocks / (4 * threads)));
+  int64_t num_active = 0;
+  for (int64_t e = 0, start = 0; e < args.experts; start = args.offsets[e], ++e)
+    if (args.offsets[e] > start) active[num_active++] = (int32_t)e;
+  const int64_t half = args.gate == NO_GATE ? args.columns : args.columns / 2;
+  const int64_t blocks = (half + BLOCK_N - 1) / BLOCK_N;
+  zero_rows_without_expert(args);
+  const int threads = choose_num_threads(args.count * args.columns * args.size, GROUPED_GEMM_MIN_PARALLEL_WORK, (int)a[21]);
+  // neighbouring items in one task: each prefetches what the next one reads
+  const int64_t items_per_task = max_i64(1, min_i64(8, num_active * blocks / (4 * threads)));
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    alignas(64) float room[(2 * TALL + DEPTH) * COLUMNS];
-#pragma omp for schedule(dynamic, together)
-    for (int64_t item = 0; item < found * blocks; ++item) {
+    alignas(64) float scratch[(2 * GROUPED_GEMM_MAX_ROWS + GROUPED_GEMM_BLOCK_K) * BLOCK_N];
+#pragma omp for schedule(dynamic, items_per_task)
+    for (int64_t item = 0; item < num_active * blocks; ++item) {
       const int64_t expert = active[item / blocks], block = item % blocks;
-      if (job.weight_kind == 0) run_item<float>(job, expert, block, room);
-      else if (job.weight_kind == 1) run_item<bf16>(job, expert, block, room);
-      else run_item<f16>(job, expert, block, room);
+      if (args.weight_dtype == 0) run_work_item<float>(args, expert, block, scratch);
+      else if (args.weight_dtype == 1) run_work_item<bf16>(args, expert, block, scratch);
+      else run_work_item<f16>(args, expert, block, scratch);
     }
   }
   return 0;
 }
 
-// The same for sums that were made elsewhere: a[0] holds them, [S][columns]
+// The epilogue of sums in memory: a[0] is [S][columns].
 EXPORT int64_t grouped_epilogue(const int64_t* a) {
-  const Job job = job_of(a);
-  if (const int64_t wrong = check_offsets(job.offsets, job.experts, job.count)) return wrong;
-  const int64_t half = job.gate == PLAIN ? job.columns : job.columns / 2;
-  const int threads = choose_num_threads(job.count * job.columns, 1 << 14, (int)a[21]);
-  zero_rest(job);
+  const GroupedGemmArgs args = unpack_args(a);
+  if (const int64_t error = check_offsets(args.offsets, args.experts, args.count)) return error;
+  const int64_t half = args.gate == NO_GATE ? args.columns : args.columns / 2;
+  const int threads = choose_num_threads(args.count * args.columns, GROUPED_EPILOGUE_MIN_PARALLEL_WORK, (int)a[21]);
+  zero_rows_without_expert(args);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t row = 0; row < (int64_t)job.offsets[job.experts - 1]; ++row) {
-    int64_t low = 0, high = job.experts - 1;  // the first expert that ends after this row
+  for (int64_t row = 0; row < (int64_t)args.offsets[args.experts - 1]; ++row) {
+    int64_t low = 0, high = args.experts - 1;  // the first expert that ends after this row
     while (low < high) {
       const int64_t middle = (low + high) / 2;
-      if (job.offsets[middle] > row) high = middle;
+      if (args.offsets[middle] > row) high = middle;
       else low = middle + 1;
     }
-    const float* sums = job.x + row * job.x_step;
-    finish_any(job, sums, sums + half, row, low, 0, half);
+    const float* sums = args.x + row * args.x_stride;
+    store_row_any_dtype(args, sums, sums + half, row, low, 0, half);
   }
   return 0;
 }
 
-// a: x, out, count, columns, stride of x, columns of out, kind, which rows (or 0: all), threads, rows
-// there are: rows of x as floats, zeros behind them
+// a: x, out, rows, columns, stride of x, columns of out, dtype, row indices (or 0: all), threads,
+// rows of x. Rows of x as floats, padded with zeros.
 EXPORT int64_t widen_rows(const int64_t* a) {
-  if (const int64_t wrong = check_rows((const int32_t*)a[7], a[2], a[9])) return wrong;
-  const int threads = choose_num_threads(a[2] * a[3], 1 << 15, (int)a[8]);
+  if (const int64_t error = check_rows((const int32_t*)a[7], a[2], a[9])) return error;
+  const int threads = choose_num_threads(a[2] * a[3], WIDEN_MIN_PARALLEL_WORK, (int)a[8]);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t r = 0; r < a[2]; ++r) {
     float* out = (float*)a[1] + r * a[5];

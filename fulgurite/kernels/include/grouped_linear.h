@@ -1,17 +1,17 @@
-// Rows sorted by expert times packed weights: `linear`, one expert after the other.
+// Rows sorted by expert times quantized weights: `linear`, one expert after the other.
 //
-// a: addresses of the experts' weights, x (floats), out (floats), offsets, experts, columns of x and of
-// out, strides of both, integer, threads, rows of both
+// a: addresses of the experts' weights, x (float), out (float), offsets, number of experts, columns
+// of x and of out, strides of both, integer, threads, rows of both
 EXPORT int64_t grouped_linear(const int64_t* a) {
   const Weight* const* weights = (const Weight* const*)a[0];
   const int32_t* offsets = (const int32_t*)a[3];
   for (int64_t e = 0; e < a[4]; ++e)
-    if (offsets[e] < 0 || offsets[e] > a[11]) return 2;  // as grouped_gemm.h says it
+    if (offsets[e] < 0 || offsets[e] > a[11]) return 2;  // OFFSET_OUT_OF_RANGE of grouped_gemm.h
   int64_t start = 0;
   for (int64_t e = 0; e < a[4]; ++e) {
     const int64_t end = offsets[e];
     if (end > start) {
-      Call call = {};
+      LinearArgs call = {};
       call.weight = weights[e];
       call.x = (const float*)a[1] + start * a[7];
       call.out = (float*)a[2] + start * a[8];

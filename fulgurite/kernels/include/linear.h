@@ -1,60 +1,57 @@
-// y = x @ weight.T, a panel of 16 rows of the weight and a few rows of x (tokens) at a time.
+// y = x @ weight.T with a quantized weight: a panel of 16 rows of the weight by a few rows of x
+// (tokens).
 //
-// Integer kernels: x in q8_0. A block's sum is exact in 32 bits, then scaled into a float:
+// Int8 kernels: x in q8_0. The sum of a block is exact in 32 bits, then scaled to float:
 //   y += (scale * x_scale) * (sum of codes * x_codes + offset * sum of x_codes) + minimum * sum of x
-// Float kernels: a code becomes a float in its register; sums of 16 columns are scaled.
-// With one token a call reads every byte of the weight once; with many, a panel's codes are unpacked
-// once for eight tokens and stay in the first cache for the others.
-const int MOST_TOKENS = 8;
-const int64_t FEW_TOKENS = 4;       // each thread prepares x for itself: cheaper than a barrier
-const int64_t CHUNK_TOKENS = 256;   // rows of x prepared at a time
-const int64_t AHEAD = 4096;         // bytes of codes fetched before they are needed: over a page's end
-// products under which a second thread costs more than it gives: a parallel region took 0.9 to 1.1 us
-// (two cores of a Xeon, libgomp), one thread 50 products a nanosecond
-const int64_t SMALL_WORK = 1 << 17;
+// Float kernels: a code is dequantized in its register; sums of 16 columns are scaled.
+//
+// With one token every byte of the weight is read once. With more, the codes of a panel are
+// unpacked once for eight tokens and stay in L1 for the others. Tuned constants:
+// kernels/tuning/cpu.py.
+const int MAX_TILE_TOKENS = 8;
 
-typedef void (*PanelKernel)(const Weight&, int64_t panel, const Tile& x, Floats* result);
+typedef void (*PanelKernel)(const Weight&, int64_t panel, const XTile& x, Floats* result);
 
-// Sums live in registers only if the loops over them are written out; -O2 alone leaves them loops.
+// Accumulators stay in registers only if the loops over them are unrolled, which -O2 does not do.
 #ifdef __clang__
 #define UNROLL _Pragma("clang loop unroll(full)")
 #else
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 
-template <int codes, int tokens, bool halves, bool minimum>
-static void integer_panel(const Weight& w, int64_t panel, const Tile& x, Floats* result) {
-  const int64_t blocks = w.columns / BLOCK, groups = w.columns / w.group;
-  const int64_t blocks_per_group = halves ? 1 : w.group / BLOCK;
-  const uint8_t* code = w.codes + panel * blocks * (codes == NIBBLES ? 256 : 512);
+template <int codes, int tokens, bool per_half, bool minimum>
+static void int8_panel(const Weight& w, int64_t panel, const XTile& x, Floats* result) {
+  const int64_t blocks = w.columns / BLOCK_COLUMNS, groups = w.columns / w.group;
+  const int64_t blocks_per_group = per_half ? 1 : w.group / BLOCK_COLUMNS;
+  const uint8_t* code = w.codes + panel * blocks * (codes == CODES_4BIT ? 256 : 512);
   const Bytes table = byte_table(w.table);
-  // Minimums have sums of their own: with few tokens a chain of additions is what takes the time.
-  const int apart = minimum && tokens <= 2;
-  Floats total[tokens], lows[tokens];
+  // Minimums have accumulators of their own: with few tokens the latency of additions is the bound.
+  const int separate_minimums = minimum && tokens <= 2;
+  Floats total[tokens], minimum_sums[tokens];
   UNROLL
-  for (int t = 0; t < tokens; ++t) total[t] = lows[t] = all(0.0f);
-  int64_t index = panel * groups * ROWS, left = blocks_per_group;
+  for (int t = 0; t < tokens; ++t) total[t] = minimum_sums[t] = all(0.0f);
+  int64_t index = panel * groups * PANEL_ROWS, left = blocks_per_group;
   const int8_t* x_codes = x.codes;
   for (int64_t b = 0; b < blocks; ++b) {
-    const int64_t super = (panel * (w.columns / SUPER) + b * BLOCK / SUPER) * ROWS;
+    const int64_t super = (panel * (w.columns / SUPER_BLOCK_COLUMNS) + b * BLOCK_COLUMNS / SUPER_BLOCK_COLUMNS) * PANEL_ROWS;
     Ints sum[tokens];
     UNROLL
-    for (int line = 0; line < (codes == NIBBLES ? 4 : 8); ++line)
-      __builtin_prefetch(code + AHEAD + 64 * line);
+    for (int line = 0; line < (codes == CODES_4BIT ? 4 : 8); ++line)
+      __builtin_prefetch(code + GEMM_PREFETCH_BYTES + 64 * line);
     UNROLL
     for (int half = 0; half < 2; ++half) {
-      if (halves || half == 0)
+      if (per_half || half == 0)
         UNROLL
-        for (int t = 0; t < tokens; ++t) sum[t] = all_ints(x.starts[(2 * b + half) * tokens + t]);
-      if (codes == NIBBLES) {
+        for (int t = 0; t < tokens; ++t) sum[t] = all_ints(x.offset_sums[(2 * b + half) * tokens + t]);
+      if (codes == CODES_4BIT) {
         UNROLL
         for (int v = 2 * half; v < 2 * half + 2; ++v) {
           const Bytes packed = load_bytes(code + 64 * v);
           const Bytes low = low_codes(table, packed), high = high_codes(table, packed);
           UNROLL
           for (int t = 0; t < tokens; ++t) {
-            sum[t] = dot_nibbles(sum[t], low, x_codes + t * BLOCK + 8 * v);
-            sum[t] = dot_nibbles(sum[t], high, x_codes + t * BLOCK + 8 * v + 4);
+            sum[t] = dot_nibbles(sum[t], low, x_codes + t * BLOCK_COLUMNS + 8 * v);
+            sum[t] = dot_nibbles(sum[t], high, x_codes + t * BLOCK_COLUMNS + 8 * v + 4);
           }
         }
       } else {
@@ -63,58 +60,58 @@ static void integer_panel(const Weight& w, int64_t panel, const Tile& x, Floats*
           const Bytes wide = load_bytes(code + 64 * v);
           UNROLL
           for (int t = 0; t < tokens; ++t)
-            sum[t] = dot_bytes(sum[t], wide, x_codes + t * BLOCK + 4 * v);
+            sum[t] = dot_bytes(sum[t], wide, x_codes + t * BLOCK_COLUMNS + 4 * v);
         }
       }
-      if (halves || half == 1) {
-        const Floats scale = load_numbers(w.scales, w.scale_type, index, w.super_scales, super);
+      if (per_half || half == 1) {
+        const Floats scale = load_scales(w.scales, w.scale_type, index, w.super_scales, super);
         UNROLL
         for (int t = 0; t < tokens; ++t)
           total[t] = fma(to_floats(sum[t]), multiply(scale, all(x.scales[b * tokens + t])), total[t]);
         if (minimum) {
-          const Floats low = load_numbers(w.minimums, w.minimum_type, index, w.super_minimums, super);
+          const Floats low = load_scales(w.minimums, w.minimum_type, index, w.super_minimums, super);
           UNROLL
           for (int t = 0; t < tokens; ++t)
-            (apart ? lows : total)[t] = fma(
-                low, all(x.sums[(2 * b + (halves ? half : 0)) * tokens + t]), (apart ? lows : total)[t]);
+            (separate_minimums ? minimum_sums : total)[t] = fma(
+                low, all(x.sums[(2 * b + (per_half ? half : 0)) * tokens + t]), (separate_minimums ? minimum_sums : total)[t]);
         }
-        if (halves) index += ROWS;
-        else if (--left == 0) index += ROWS, left = blocks_per_group;
+        if (per_half) index += PANEL_ROWS;
+        else if (--left == 0) index += PANEL_ROWS, left = blocks_per_group;
       }
     }
-    code += codes == NIBBLES ? 256 : 512;
-    x_codes += tokens * BLOCK;
+    code += codes == CODES_4BIT ? 256 : 512;
+    x_codes += tokens * BLOCK_COLUMNS;
   }
   UNROLL
-  for (int t = 0; t < tokens; ++t) result[t] = apart ? add(total[t], lows[t]) : total[t];
+  for (int t = 0; t < tokens; ++t) result[t] = separate_minimums ? add(total[t], minimum_sums[t]) : total[t];
 }
 
-template <int codes, int shift> INLINE Floats value_of(const Weight& w, Bytes packed) {
-  if (codes == NIBBLES) return nibble_value<shift>(w.values, packed);
-  if (codes == BYTES) return byte_value<shift>(packed);
+template <int codes, int shift> INLINE Floats dequantize_code(const Weight& w, Bytes packed) {
+  if (codes == CODES_4BIT) return nibble_value<shift>(w.values, packed);
+  if (codes == CODES_8BIT) return byte_value<shift>(packed);
   if (codes == E4M3) return float_value<shift, 4, 0x87f00000u>(packed, 0x1p120f);
   return float_value<shift, 3, 0x8fe00000u>(packed, 0x1p112f);
 }
 
 template <int codes, int shift, int tokens>
-INLINE void add_column(const Weight& w, Bytes packed, const float* x, Floats* part) {
-  const Floats value = value_of<codes, shift>(w, packed);
+INLINE void accumulate_column(const Weight& w, Bytes packed, const float* x, Floats* part) {
+  const Floats value = dequantize_code<codes, shift>(w, packed);
   UNROLL
   for (int t = 0; t < tokens; ++t) part[t] = fma(value, all(x[t]), part[t]);
 }
 
 template <int codes, int tokens, bool minimum>
-static void float_panel(const Weight& w, int64_t panel, const Tile& x, Floats* result) {
-  const int64_t halves = w.columns / 16, groups = w.columns / w.group, each = w.group / 16;
-  const uint8_t* code = w.codes + panel * w.columns / BLOCK * (codes == NIBBLES ? 256 : 512);
+static void float_panel(const Weight& w, int64_t panel, const XTile& x, Floats* result) {
+  const int64_t per_half = w.columns / 16, groups = w.columns / w.group, each = w.group / 16;
+  const uint8_t* code = w.codes + panel * w.columns / BLOCK_COLUMNS * (codes == CODES_4BIT ? 256 : 512);
   Floats total[tokens];
   UNROLL
   for (int t = 0; t < tokens; ++t) total[t] = all(0.0f);
-  int64_t index = panel * groups * ROWS, left = each;
+  int64_t index = panel * groups * PANEL_ROWS, left = each;
   const float* column = x.values;
-  for (int64_t h = 0; h < halves; ++h) {
-    const int64_t super = (panel * (w.columns / SUPER) + h * 16 / SUPER) * ROWS;
-    // With few tokens a chain of additions is what takes the time: vectors then have sums of their own.
+  for (int64_t h = 0; h < per_half; ++h) {
+    const int64_t super = (panel * (w.columns / SUPER_BLOCK_COLUMNS) + h * 16 / SUPER_BLOCK_COLUMNS) * PANEL_ROWS;
+    // With few tokens the latency of additions is the bound: two accumulators alternate.
     const int chains = tokens <= 2 ? 2 : 1;
     Floats parts[chains][tokens];
     UNROLL
@@ -122,59 +119,59 @@ static void float_panel(const Weight& w, int64_t panel, const Tile& x, Floats* r
       UNROLL
       for (int t = 0; t < tokens; ++t) parts[c][t] = all(0.0f);
     UNROLL
-    for (int v = 0; v < (codes == NIBBLES ? 2 : 4); ++v) {
+    for (int v = 0; v < (codes == CODES_4BIT ? 2 : 4); ++v) {
       Floats* part = parts[v % chains];
       const Bytes packed = load_bytes(code);
-      __builtin_prefetch(code + AHEAD);
-      if (codes == NIBBLES) {
-        add_column<codes, 0, tokens>(w, packed, column, part);
-        add_column<codes, 8, tokens>(w, packed, column + 1 * tokens, part);
-        add_column<codes, 16, tokens>(w, packed, column + 2 * tokens, part);
-        add_column<codes, 24, tokens>(w, packed, column + 3 * tokens, part);
-        add_column<codes, 4, tokens>(w, packed, column + 4 * tokens, part);
-        add_column<codes, 12, tokens>(w, packed, column + 5 * tokens, part);
-        add_column<codes, 20, tokens>(w, packed, column + 6 * tokens, part);
-        add_column<codes, 28, tokens>(w, packed, column + 7 * tokens, part);
+      __builtin_prefetch(code + GEMM_PREFETCH_BYTES);
+      if (codes == CODES_4BIT) {
+        accumulate_column<codes, 0, tokens>(w, packed, column, part);
+        accumulate_column<codes, 8, tokens>(w, packed, column + 1 * tokens, part);
+        accumulate_column<codes, 16, tokens>(w, packed, column + 2 * tokens, part);
+        accumulate_column<codes, 24, tokens>(w, packed, column + 3 * tokens, part);
+        accumulate_column<codes, 4, tokens>(w, packed, column + 4 * tokens, part);
+        accumulate_column<codes, 12, tokens>(w, packed, column + 5 * tokens, part);
+        accumulate_column<codes, 20, tokens>(w, packed, column + 6 * tokens, part);
+        accumulate_column<codes, 28, tokens>(w, packed, column + 7 * tokens, part);
       } else {
-        add_column<codes, 0, tokens>(w, packed, column, part);
-        add_column<codes, 8, tokens>(w, packed, column + 1 * tokens, part);
-        add_column<codes, 16, tokens>(w, packed, column + 2 * tokens, part);
-        add_column<codes, 24, tokens>(w, packed, column + 3 * tokens, part);
+        accumulate_column<codes, 0, tokens>(w, packed, column, part);
+        accumulate_column<codes, 8, tokens>(w, packed, column + 1 * tokens, part);
+        accumulate_column<codes, 16, tokens>(w, packed, column + 2 * tokens, part);
+        accumulate_column<codes, 24, tokens>(w, packed, column + 3 * tokens, part);
       }
       code += 64;
-      column += (codes == NIBBLES ? 8 : 4) * tokens;
+      column += (codes == CODES_4BIT ? 8 : 4) * tokens;
     }
-    const Floats scale = load_numbers(w.scales, w.scale_type, index, w.super_scales, super);
+    const Floats scale = load_scales(w.scales, w.scale_type, index, w.super_scales, super);
     UNROLL
     for (int t = 0; t < tokens; ++t) {
       const Floats part = chains == 2 ? add(parts[0][t], parts[chains - 1][t]) : parts[0][t];
       total[t] = fma(part, scale, total[t]);
     }
     if (minimum) {
-      const Floats low = load_numbers(w.minimums, w.minimum_type, index, w.super_minimums, super);
+      const Floats low = load_scales(w.minimums, w.minimum_type, index, w.super_minimums, super);
       UNROLL
       for (int t = 0; t < tokens; ++t) total[t] = fma(low, all(x.sums[h * tokens + t]), total[t]);
     }
-    if (--left == 0) index += ROWS, left = each;
+    if (--left == 0) index += PANEL_ROWS, left = each;
   }
   UNROLL
   for (int t = 0; t < tokens; ++t) result[t] = total[t];
 }
 
 // [1, 2, 4 or 8 tokens]
-#define INTEGER(codes, halves, minimum)                                                        \
-  {integer_panel<codes, 1, halves, minimum>, integer_panel<codes, 2, halves, minimum>,         \
-   integer_panel<codes, 4, halves, minimum>, integer_panel<codes, 8, halves, minimum>}
-#define FLOATING(codes, minimum)                                                               \
+#define INT8_PANELS(codes, per_half, minimum)                                                        \
+  {int8_panel<codes, 1, per_half, minimum>, int8_panel<codes, 2, per_half, minimum>,         \
+   int8_panel<codes, 4, per_half, minimum>, int8_panel<codes, 8, per_half, minimum>}
+#define FLOAT_PANELS(codes, minimum)                                                               \
   {float_panel<codes, 1, minimum>, float_panel<codes, 2, minimum>, float_panel<codes, 4, minimum>, \
    float_panel<codes, 8, minimum>}
-static const PanelKernel INTEGER_KERNELS[2][2][2][4] = {  // [codes][halves][minimum]
-    {{INTEGER(NIBBLES, false, false), INTEGER(NIBBLES, false, true)},
-     {INTEGER(NIBBLES, true, false), INTEGER(NIBBLES, true, true)}},
-    {{INTEGER(BYTES, false, false), INTEGER(BYTES, false, true)},
-     {INTEGER(BYTES, true, false), INTEGER(BYTES, true, true)}}};
+static const PanelKernel INT8_KERNELS[2][2][2][4] = {  // [codes][per_half][minimum]
+    {{INT8_PANELS(CODES_4BIT, false, false), INT8_PANELS(CODES_4BIT, false, true)},
+     {INT8_PANELS(CODES_4BIT, true, false), INT8_PANELS(CODES_4BIT, true, true)}},
+    {{INT8_PANELS(CODES_8BIT, false, false), INT8_PANELS(CODES_8BIT, false, true)},
+     {INT8_PANELS(CODES_8BIT, true, false), INT8_PANELS(CODES_8BIT, true, true)}}};
 static const PanelKernel FLOAT_KERNELS[4][2][4] = {  // [codes][minimum]
-    {FLOATING(NIBBLES, false), FLOATING(NIBBLES, true)},
-    {FLOATING(BYTES, false), FLOATING(BYTES, true)},
-    {FLOATING(E4M3, false), FLOATING(E4M3, false)},
-    {FLOATING(E5M2, false), FLOATING(E5M2, false)}};
+    {FLOAT_PANELS(CODES_4BIT, false), FLOAT_PANELS(CODES_4BIT, true)},
+    {FLOAT_PANELS(CODES_8BIT, false), FLOAT_PANELS(CODES_8BIT, true)},
+    {FLOAT_PANELS(E4M3, false), FLOAT_PANELS(E4M3, false)},
+    {FLOAT_PANELS(E5M2, false), FLOAT_PANELS(E5M2, false)}};

@@ -1,5 +1,5 @@
 // Reads memory with all threads and sums it: the lower bound on the time of a GEMV. Each thread reads from
-// four addresses at once, four cache lines of each, and prefetches a line AHEAD bytes further: the hardware
+// four addresses at once, four cache lines of each, and prefetches a line GEMM_PREFETCH_BYTES bytes further: the hardware
 // prefetcher stops at the end of a page.
 EXPORT uint64_t read_memory(const uint64_t* from, int64_t bytes, int threads) {
   typedef uint64_t Line __attribute__((vector_size(64), aligned(8)));
@@ -17,7 +17,7 @@ EXPORT uint64_t read_memory(const uint64_t* from, int64_t bytes, int threads) {
         const Line* four = line + first + stream * each + i;
         UNROLL
         for (int l = 0; l < 4; ++l) {
-          __builtin_prefetch((const char*)(four + l) + AHEAD);
+          __builtin_prefetch((const char*)(four + l) + GEMM_PREFETCH_BYTES);
           sum[l] += four[l];
         }
       }

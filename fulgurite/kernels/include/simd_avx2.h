@@ -6,7 +6,6 @@
 
 #define INSTRUCTIONS "avx2"
 // panels and tokens whose sums fit the registers at once: 8 of 16
-const int STRIP = 1, TOGETHER = 4;
 
 struct Bytes { __m256i a, b; };
 struct Ints { __m256i a, b; };

@@ -7,7 +7,6 @@
 
 #define INSTRUCTIONS "avx512_vnni"
 // panels and tokens whose sums fit the registers at once: 24 of 32
-const int STRIP = 3, TOGETHER = 8;
 
 typedef __m512i Bytes;
 typedef __m512i Ints;

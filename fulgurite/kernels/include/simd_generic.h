@@ -1,7 +1,6 @@
 // Sixteen rows at a time in plain C++: the compiler's own vectors, on any machine.
 #define INSTRUCTIONS "generic"
 // panels and tokens whose sums are kept at once
-const int STRIP = 1, TOGETHER = 4;
 
 typedef uint8_t Bytes __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));

@@ -2,7 +2,7 @@
 
     c_j, r_j    the normed latent and the rotary key of token j, as cached
     key_j       (W_uk c_j, r_j) and value_j = W_uv c_j for every head; kv_b holds W_uk and W_uv
-    out[t, n]   sum_j p_j value_j,  p = softmax over j <= t of scale * (q_nope, rope(q_rope)) . key_j
+    out[t, n]   sum_j p_j value_j,  p = softmax_j<=t(scale * (q_nope, rope(q_rope)) . key_j)
 
 In: the operator's arguments. Out: its result, computed sequence by sequence in float32 (float64 for
 float64 queries) with expanded keys. Nothing here is fast.

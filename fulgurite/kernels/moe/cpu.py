@@ -1,7 +1,8 @@
 """Routing, sorting and combining of experts in C++: one native call each.
 
-In: the operators' arguments on the CPU. Out: new tensors, or `NotImplemented` for what the kernels don't
-take (float64). All calls are `replay.NativeKernel`s, so a decode step with experts can be recorded.
+In: the operators' arguments on the CPU. Out: new tensors, or `NotImplemented` for what the kernels
+don't take (float64). All calls are `replay.NativeKernel`s, so a decode step with experts can be
+recorded.
 """
 
 from __future__ import annotations

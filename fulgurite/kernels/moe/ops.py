@@ -1,16 +1,18 @@
-"""A mixture of experts in four steps: hidden states in, the weighted sum of each token's experts out.
+"""A mixture of experts in four steps: hidden states in, the weighted sum of each token's experts
+out.
 
     routes = route_tokens(x, router, config)                  which experts, with what weight
     order  = sort_by_expert(routes.experts_Tk, E)             pairs of token and expert, by expert
     y_SD   = experts_forward((x, order), order.offsets_E, gate_up, down)
     y_TD   = combine(y_SD, order, routes.weights_Tk)          each token's k rows, in a fixed order
 
-`fused_experts` is the last three together. Nothing waits for the device: sizes depend on shapes alone,
-and only kernels read where an expert's rows begin and end. Each step is a custom operator with a gradient,
-so the same code trains. Results are deterministic: the sort is stable, and a token's rows are summed in the
-order of its experts.
+`fused_experts` is the last three together. Nothing waits for the device: sizes depend on shapes
+alone, and only kernels read where an expert's rows begin and end. Each step is a custom operator
+with a gradient, so the same code trains. Results are deterministic: the sort is stable, and a
+token's rows are summed in the order of its experts.
 
-Shapes: T tokens; k experts of a token; S = T k pairs; E experts; D hidden size; I intermediate size.
+Shapes: T tokens; k experts of a token; S = T k pairs; E experts; D hidden size; I intermediate
+size.
 """
 
 from __future__ import annotations
@@ -134,8 +136,8 @@ def _run_fp8_experts(
     gate: GatedActivation,
     activations: tuple[str, str],
 ) -> Tensor | None:
-    """Both GEMMs, with the rows between them quantized by the first: the same values as one after the
-    other. None without such a kernel, and under capture or autograd."""
+    """Both GEMMs, with the rows between them quantized by the first: the same values as one after
+    the other. None without such a kernel, and under capture or autograd."""
     kernel = registry.find_kernel(FP8_EXPERTS_KERNELS, rows.device)
     if kernel is None or UNQUANTIZED in activations:
         return None

@@ -46,7 +46,8 @@ def compute_weights(selected_Tk: Tensor, config: RouterConfig) -> Tensor:
 
 
 def _rank_experts(choice_TE: Tensor, config: RouterConfig) -> Tensor:
-    """Experts by falling choice, the smaller index first among equals; excluded groups come last."""
+    """Experts by falling choice, the smaller index first among equals; excluded groups come
+    last."""
     order_TE = _argsort_descending(choice_TE)
     if not config.selects_groups:
         return order_TE

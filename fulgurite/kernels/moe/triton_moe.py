@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """Sorting pairs of token and expert, and summing each token's rows, on a GPU.
 
-In: the operators' arguments. Out: their results, or NotImplemented (float64). No kernel waits for the
-host, and none adds with atomics: the same inputs give the same bits.
+In: the operators' arguments. Out: their results, or NotImplemented (float64). No kernel waits for
+the host, and none adds with atomics: the same inputs give the same bits.
 
     sort_by_expert   few pairs: one program compares all with all. Many: counts of chunks of 256 pairs,
                      their prefix sums for each expert, then the position of each pair
@@ -110,7 +110,8 @@ def scatter_pairs_kernel(
     experts_ptr, counts_before_ptr, counts_ptr, offsets_ptr, tokens_ptr, slots_ptr, positions_ptr, S, E, top_k,
     CHUNK: tl.constexpr, EXPERTS_POW2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The position of each pair: after smaller experts, earlier chunks, and earlier pairs of its chunk."""
+    """The position of each pair: after smaller experts, earlier chunks, and earlier pairs of its
+    chunk."""
     chunk = tl.program_id(0)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
     expert = load_pair_experts(experts_ptr, pair, S, E)

@@ -6,8 +6,8 @@ In: the operator's arguments. Out: weights and experts, or NotImplemented (float
     route            logits in memory; a program takes a tile of tokens
     route_tokens     programs share the experts of a tile of tokens; the last one to finish selects
 
-Floats are compared as integers of the same order, NaN the largest (`sort_key`), and the first of equals is
-taken: the selection is that of the reference, bit for bit.
+Floats are compared as integers of the same order, NaN the largest (`sort_key`), and the first of
+equals is taken: the selection is that of the reference, bit for bit.
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ def route_tokens_kernel(
     EXPERTS_POW2: tl.constexpr, TOP_K_POW2: tl.constexpr, GROUPS_POW2: tl.constexpr,
     ROUTER_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Logits of BLOCK_M tokens and BLOCK_N experts; the last program of a tile of tokens selects."""
+    """Logits of BLOCK_M tokens and BLOCK_N experts; the last program of a tile of tokens
+    selects."""
     tile = tl.program_id(0)
     token = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

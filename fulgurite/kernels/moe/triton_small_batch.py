@@ -6,9 +6,9 @@
 
 In: `SmallBatchArgs` with dense weights, gate_up [E, 2I, D] and down [E, D, I]. Out: [T, D].
 
-So few tokens hardly ever share an expert. Each pair of token and expert reads its weights by itself, with
-wide loads, and multiplies without tensor cores. Sums are in float32; h is rounded once. Indices that are no
-experts add nothing.
+So few tokens hardly ever share an expert. Each pair of token and expert reads its weights by
+itself, with wide loads, and multiplies without tensor cores. Sums are in float32; h is rounded
+once. Indices that are no experts add nothing.
 """
 
 from __future__ import annotations

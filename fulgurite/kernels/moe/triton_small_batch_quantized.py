@@ -6,13 +6,13 @@
 
 In: `SmallBatchArgs` with quantized gate_up [E, 2I, D] and down [E, D, I]. Out: [T, D].
 
-So few tokens hardly ever share an expert, so nothing is sorted: each pair of token and expert reads its
-weights by itself (`gemm/triton_small_m.py`). In the second kernel each expert has one warp or a few: all
-experts of a token are read side by side, and their weighted sums are added at the end. Sums are in float32;
-h is rounded once. Indices that are no experts add nothing.
+So few tokens hardly ever share an expert, so nothing is sorted: each pair of token and expert reads
+its weights by itself (`gemm/triton_small_m.py`). In the second kernel each expert has one warp or a
+few: all experts of a token are read side by side, and their weighted sums are added at the end.
+Sums are in float32; h is rounded once. Indices that are no experts add nothing.
 
-FP8 weights may ask for FP8 rows. A kernel of its own quantizes them before each GEMM: in the loop over K
-that would be four times the instructions.
+FP8 weights may ask for FP8 rows. A kernel of its own quantizes them before each GEMM: in the loop
+over K that would be four times the instructions.
 """
 
 from __future__ import annotations
@@ -171,7 +171,8 @@ def _quantize_activations(x: Tensor, format: str) -> tuple[Tensor, Tensor | None
 
 
 def _supports_activations(activations: str, scheme: DequantScheme) -> bool:
-    """Whether rows stay as they are, or are quantized to FP8 in blocks as wide as those of the weight."""
+    """Whether rows stay as they are, or are quantized to FP8 in blocks as wide as those of the
+    weight."""
     is_blockwise = (scheme.dequant, scheme.scaling, scheme.group_size) == ("cast", "mainloop", 128)
     if activations == UNQUANTIZED:
         return True

@@ -3,13 +3,13 @@
 
     logits = rms_norm(x) @ weight.T + bias             experts with the k largest, and their weights
 
-In: x [T, D], the router's weight [E, D] and a `RouterConfig` without groups. Out: weights and experts
-[T, k].
+In: x [T, D], the router's weight [E, D] and a `RouterConfig` without groups. Out: weights and
+experts [T, k].
 
-A program holds the weights of a few experts in registers; it loads them before x is ready (PDL). The last
-program to finish selects. An expert's position is the number of larger ones (or equal ones with a smaller
-index), counted for all experts at once instead of k times the largest of the rest. Floats are compared as in
-`triton_routing.py`: the same selection, bit for bit.
+A program holds the weights of a few experts in registers; it loads them before x is ready (PDL).
+The last program to finish selects. An expert's position is the number of larger ones (or equal ones
+with a smaller index), counted for all experts at once instead of k times the largest of the rest.
+Floats are compared as in `triton_routing.py`: the same selection, bit for bit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`quantize` on the CPU: amax and packing in one pass of C++, bit for bit as the reference.
 
-In: a float tensor [.., K] and a format. Out: packed data and its separate scales, or `NotImplemented` for
-the K formats of GGUF, whose scales are found by search, and for plain casts.
+In: a float tensor [.., K] and a format. Out: packed data and its separate scales, or
+`NotImplemented` for the K formats of GGUF, whose scales are found by search, and for plain casts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def quantize(x: Tensor, format: str, static: Tensor | None = None) -> Any:
 def quantize_into(
     x: Tensor, format: Format, data: Tensor, scales: list[Tensor], *, has_scales: bool = False
 ) -> None:
-    """Quantize x into `data` and `scales`. `has_scales`: the scales (NVFP4: the last) are static."""
+    """Quantize x into `data` and `scales`. `has_scales`: the scales (NVFP4: the last) are
+    static."""
     format_code = _format_code(format)
     assert format_code is not None, f"{format.name} has no kernel"
     rows, height = _as_rows(x), x.shape[-2] if x.dim() > 1 else 1

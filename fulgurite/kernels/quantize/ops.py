@@ -2,13 +2,13 @@
 
     amax of each block -> scale -> code -> packed       (the rules are those of `fulgurite.quant`)
 
-The operator `fulgurite::quantize` returns the packed data and every scale that is stored separately,
-in the order of `Format.separate_scales`. The function `quantize` builds a `QuantTensor` of them. A
-static (calibrated) scale replaces the one computed from the data: `scale` of fp8 and int formats,
-`tensor_scale` of NVFP4.
+The operator `fulgurite::quantize` returns the packed data and every scale that is stored
+separately, in the order of `Format.separate_scales`. The function `quantize` builds a `QuantTensor`
+of them. A static (calibrated) scale replaces the one computed from the data: `scale` of fp8 and int
+formats, `tensor_scale` of NVFP4.
 
-Casts of whole rows and of 1x128 blocks have a decomposition: in a compiled function, generated kernels
-fuse them with the norm or the activation before them.
+Casts of whole rows and of 1x128 blocks have a decomposition: in a compiled function, generated
+kernels fuse them with the norm or the activation before them.
 """
 
 from __future__ import annotations

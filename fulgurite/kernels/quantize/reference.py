@@ -1,6 +1,7 @@
 """`quantize` in plain torch: the reference that kernels are tested against, bit for bit.
 
-In: a float tensor, a format and, optionally, a static scale. Out: packed data and its stored scales.
+In: a float tensor, a format and, optionally, a static scale. Out: packed data and its stored
+scales.
 """
 
 from __future__ import annotations

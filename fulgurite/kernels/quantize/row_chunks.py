@@ -1,7 +1,8 @@
-"""Quantize a weight a few rows at a time, so that little memory is needed besides weight and result.
+"""Quantize a weight a few rows at a time, so that little memory is needed besides weight and
+result.
 
-In: a weight [N, K] or a stack [E, N, K] of experts, and a format. Out: the same `QuantTensor` as `quantize`
-returns, and its signal-to-quantization-noise ratio (SQNR) in decibels.
+In: a weight [N, K] or a stack [E, N, K] of experts, and a format. Out: the same `QuantTensor` as
+`quantize` returns, and its signal-to-quantization-noise ratio (SQNR) in decibels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Memory layout of the scales that `quantize` returns.
 
-In: the tensor to quantize and its format. Out: an empty scale tensor. On GPUs, scales of 1x128 blocks
-are column-major, because GEMM kernels read them that way.
+In: the tensor to quantize and its format. Out: an empty scale tensor. On GPUs, scales of 1x128
+blocks are column-major, because GEMM kernels read them that way.
 """
 
 from __future__ import annotations

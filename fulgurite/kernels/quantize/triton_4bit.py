@@ -6,8 +6,8 @@
 In: x [E, R, K] with K contiguous. Out: bytes and scales of MXFP4, NVFP4 or symmetric INT4.
 
 If x is bfloat16, the two values of a byte come in one 32-bit word (`BF16X2`, `triton_bf16x2.py`).
-Otherwise even and odd columns are read separately. A thread makes whole bytes: threads exchange nothing
-but the amax of a block.
+Otherwise even and odd columns are read separately. A thread makes whole bytes: threads exchange
+nothing but the amax of a block.
 
     B  columns of a block    E  matrices    R  rows of each    K  columns
 """

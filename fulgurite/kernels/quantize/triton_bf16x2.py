@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""FP8 casts of bfloat16 that read two values in a 32-bit word (bf16x2): amax of tensors, 128x128 blocks.
+"""FP8 casts of bfloat16 that read two values in a 32-bit word (bf16x2): amax of tensors, 128x128
+blocks.
 
-In: x [E, R, K] with K contiguous, in bfloat16. Out: the bits of each matrix's largest magnitude; codes
-and scales of blocks. `triton_quantize.py` has the same for all dtypes, one value at a time.
+In: x [E, R, K] with K contiguous, in bfloat16. Out: the bits of each matrix's largest magnitude;
+codes and scales of blocks. `triton_quantize.py` has the same for all dtypes, one value at a time.
 
     R  rows    K  columns    E  matrices of a stack
 """
@@ -31,7 +32,8 @@ from fulgurite.kernels.tuning import heuristics_for, num_sms
 def amax_bf16x2_kernel(
     x_ptr, amax_ptr, words, programs, BLOCK_N: tl.constexpr, NATIVE: tl.constexpr
 ):
-    """amax_E: the bits of the largest finite |x| of each matrix of `words` words, by atomic maximum."""
+    """amax_E: the bits of the largest finite |x| of each matrix of `words` words, by atomic
+    maximum."""
     x_ptr += tl.program_id(1).to(tl.int64) * words
     word_index = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     amax_words = tl.zeros([BLOCK_N], tl.int32)

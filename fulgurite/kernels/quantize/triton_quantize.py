@@ -1,5 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""`quantize` on a GPU: float tensors to packed data and scales, in one read where the format allows it.
+"""`quantize` on a GPU: float tensors to packed data and scales, in one read where the format allows
+it.
 
     scale = amax(block) / QMAX;   code = round(x / scale)
 

@@ -3,14 +3,14 @@
 
     code[n, m] = round(x[m, n] / scale)
 
-In: a view x.t() [N, M] of a dense matrix x [M, N]. Out: codes [N, M] with M contiguous, and scales of
-blocks along M, the dimension that both GEMMs of backward contract over. Tiles are read along N and
-written along M, so the transpose needs no pass of its own.
+In: a view x.t() [N, M] of a dense matrix x [M, N]. Out: codes [N, M] with M contiguous, and scales
+of blocks along M, the dimension that both GEMMs of backward contract over. Tiles are read along N
+and written along M, so the transpose needs no pass of its own.
 
-`quantize_transposed` is the one entry. It launches one of two kernels: FP8 casts of bfloat16 read two
-columns in a 32-bit word (bf16x2), everything else reads one value at a time. In the bf16x2 kernel a
-thread takes the same words of four rows and makes four bytes of each of their two columns. So threads
-exchange words, not bytes, on the way to the transposed layout.
+`quantize_transposed` is the one entry. It launches one of two kernels: FP8 casts of bfloat16 read
+two columns in a 32-bit word (bf16x2), everything else reads one value at a time. In the bf16x2
+kernel a thread takes the same words of four rows and makes four bytes of each of their two columns.
+So threads exchange words, not bytes, on the way to the transposed layout.
 """
 
 from __future__ import annotations

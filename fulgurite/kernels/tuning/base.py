@@ -1,8 +1,8 @@
 """`Heuristics`: all launch heuristics of the hand-written GPU kernels in one overridable class.
 
-In: what the device has (multiprocessors, shared memory). Out: launch configs, by the methods of one mixin
-an operator family. A subclass sets the numbers of a device family (`sm_90.py`) and may override any
-method.
+In: what the device has (multiprocessors, shared memory). Out: launch configs, by the methods of one
+mixin an operator family. A subclass sets the numbers of a device family (`sm_90.py`) and may
+override any method.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """`LaunchConfig`: how one launch of a hand-written GPU kernel is blocked.
 
-In: nothing. Out: the dataclass that every heuristic of this folder returns and every launcher reads.
+In: nothing. Out: the dataclass that every heuristic of this folder returns and every launcher
+reads.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Block sizes and launch options of one kernel. Fields a kernel has no use for keep their default.
+    """Block sizes and launch options of one kernel. Fields a kernel has no use for keep their
+    default.
 
     block_m          rows of x (queries of attention) in a program
     block_n          rows of the weight, which are columns of the output (keys of attention)

@@ -1,7 +1,7 @@
 """C++ kernels on CPUs: tuned constants, a table an instruction set.
 
-In: the name of an instruction set. Out: a `CpuTuning`, and its C++ text, which is compiled in front of
-the kernels (`kernels.common.cpu_library`): field `gemm_block_k` is the constant `GEMM_BLOCK_K`.
+In: the name of an instruction set. Out: a `CpuTuning`, and its C++ text, which is compiled in front
+of the kernels (`kernels.common.cpu_library`): field `gemm_block_k` is the constant `GEMM_BLOCK_K`.
 
 Measured on two cores of a Xeon with AVX-512 VNNI (libgomp), `fulgurite bench quant` and
 `fulgurite bench moe`. AVX2 and generic CPUs were not measured; what differs there follows from the
@@ -35,8 +35,8 @@ class CpuTuning:
     grouped_gemm_max_rows: int = 512  # rows whose sums are kept together
     grouped_gemm_block_k: int = 256  # of K that is transposed at a time: 32 KB, L1
     grouped_gemm_widen_max_k: int = 16384  # of K that small-M rows widen at once, on the stack
-    # rows of an average expert up to which weights are read where they are: transposing them pays from
-    # about 24 on (8 experts [1536, 2048])
+    # rows of an average expert up to which weights are read where they are: transposing them pays
+    # from about 24 on (8 experts [1536, 2048])
     grouped_gemm_small_m: int = 24
     grouped_gemm_min_parallel_work: int = 1 << 17
     grouped_epilogue_min_parallel_work: int = 1 << 14

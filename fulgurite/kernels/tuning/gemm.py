@@ -20,8 +20,8 @@ TABLE_SMS = 132  # multiprocessors of the GPU that `split_k_programs` counts for
 class GemmEntry:
     """A line of a GEMM table: the config of up to `max_m` rows of x.
 
-    K is split while there are at most `split_k_programs` programs (on 132 multiprocessors) and every
-    program keeps `min_k_blocks` blocks of K. 0 programs: K is never split.
+    K is split while there are at most `split_k_programs` programs (on 132 multiprocessors) and
+    every program keeps `min_k_blocks` blocks of K. 0 programs: K is never split.
     """
 
     max_m: int
@@ -32,7 +32,8 @@ class GemmEntry:
 
 @dataclass(frozen=True)
 class LibraryCrossover:
-    """A line of a crossover table: the library wins above `m` rows if N or K is above these sizes."""
+    """A line of a crossover table: the library wins above `m` rows if N or K is above these
+    sizes."""
 
     n_above: int
     k_above: int
@@ -61,7 +62,8 @@ class GemmHeuristics(SmallMHeuristics):
     weight_only_table: tuple[GemmEntry, ...]
     """x in 16 bits. `block_k` comes from the weight."""
     mainloop_scaled_table: tuple[GemmEntry, ...]
-    """8 bits times 8 bits; every 128 columns have scales, so their sums need registers of their own."""
+    """8 bits times 8 bits; every 128 columns have scales, so their sums need registers of their
+    own."""
     epilogue_scaled_table: tuple[GemmEntry, ...]
     """8 bits times 8 bits, scaled once in the epilogue."""
     crowded_block_m: int
@@ -103,7 +105,8 @@ class GemmHeuristics(SmallMHeuristics):
         tiles = num_tiles(config, m, n)
         if config.block_m == self.crowded_block_m and tiles > 2 * self.num_sms:
             return replace(config, num_stages=self.crowded_num_stages)
-        if any(k >= deep.min_k and tiles > deep.tiles_above for deep in self.deep_k):
+        is_deep = any(k >= deep.min_k and tiles > deep.tiles_above for deep in self.deep_k)
+        if is_deep and entry.split_k_programs:
             entry = replace(entry, split_k_programs=self.deep_k_programs)
         return self._split_k(entry, config, m, n, k)
 

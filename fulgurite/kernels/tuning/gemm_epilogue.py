@@ -55,7 +55,9 @@ class GemmEpilogueHeuristics:
     """Decisions about generated GEMMs. A device family's table sets the numbers."""
 
     shared_memory_bytes: int
-    gemm_epilogue_capability: tuple[int, int]  # where fusion was measured; elsewhere autotune=True may
+    gemm_epilogue_capability: tuple[
+        int, int
+    ]  # where fusion was measured; elsewhere autotune=True may
     gemm_epilogue_configs: ConfigRates  # one GEMM
     gemm_epilogue_multi_configs: ConfigRates  # several GEMMs of one left matrix
     gemm_epilogue_max_accumulators: int  # elements of all accumulators of a program

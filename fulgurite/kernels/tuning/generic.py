@@ -6,4 +6,5 @@ from fulgurite.kernels.tuning.sm_90 import Sm90Heuristics
 
 
 class GenericHeuristics(Sm90Heuristics):
-    """A GPU without a table. Override a number here when it was measured, with GPU and benchmark."""
+    """A GPU without a table. Override a number here when it was measured, with GPU and
+    benchmark."""

@@ -83,8 +83,9 @@ class GroupedGemmHeuristics(GemmHeuristics):
     ) -> LaunchConfig | None:
         """FP8 times FP8, scaled every 128 columns of K; None with few rows.
 
-        `is_quantized`: the output is quantized, too. 64 rows a tile where most experts have no more,
-        and where a gated output is not quantized: its accumulators would not fit in registers.
+        `is_quantized`: the output is quantized, too. 64 rows a tile where most experts have no
+        more, and where a gated output is not quantized: its accumulators would not fit in
+        registers.
         """
         if rows < self.large_m_rows * experts:
             return None
@@ -100,9 +101,9 @@ class GroupedGemmHeuristics(GemmHeuristics):
     ) -> LaunchConfig | None:
         """4-bit weights, each dequantized once for up to 128 rows of an expert; else None.
 
-        `block_n` counts rows of the weight, of gate and up together. Triton 3.6 miscompiles 128 rows
-        with anything but 8 warps and 128 columns, and 256 rows with few steps over K (256 would be a
-        tenth faster with hundreds of rows).
+        `block_n` counts rows of the weight, of gate and up together. Triton 3.6 miscompiles 128
+        rows with anything but 8 warps and 128 columns, and 256 rows with few steps over K (256
+        would be a tenth faster with hundreds of rows).
         """
         if not weight.is_4bit:
             return None

@@ -1,6 +1,7 @@
 """Mixture of experts: routing, sorting and the kernels for small batches.
 
-In: tokens, experts and sizes. Out: a `LaunchConfig`: `block_m` tokens by `block_n` experts or columns.
+In: tokens, experts and sizes. Out: a `LaunchConfig`: `block_m` tokens by `block_n` experts or
+columns.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class MoeHeuristics:
     """Elements of the router's weight in a program: 32 registers of each of 256 threads."""
     router_max_hidden_size: int
     router_max_experts: int
-    """What the small-batch router takes: columns of a row, and experts that one program compares."""
+    """What the small-batch router takes: columns of a row, and experts that one program
+    compares."""
     route: LaunchConfig
     sort_chunk_pairs: int
     """Pairs of token and expert that one program sorts."""
@@ -41,7 +43,8 @@ class MoeHeuristics:
         return max(1, self.small_batch_num_warps // next_power_of_2(top_k))
 
     def small_batch_router(self, experts: int, hidden_size: int) -> LaunchConfig:
-        """`block_n` experts of a program, whole rows; `block_m` experts compared at once at the end."""
+        """`block_n` experts of a program, whole rows; `block_m` experts compared at once at the
+        end."""
         width, power = next_power_of_2(hidden_size), next_power_of_2(experts)
         held = self.router_register_elements
         return LaunchConfig(

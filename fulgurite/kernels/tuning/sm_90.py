@@ -161,14 +161,14 @@ class Sm90Heuristics(Heuristics):
     # ---- generated GEMMs with an epilogue (fuser/gemm): H200, GEMMs of 8192 x 4096 with K from 512 to
     # 4096. With these numbers the cost model fuses none that was slower.
     gemm_epilogue_capability = (9, 0)
-    gemm_epilogue_configs = {
+    gemm_epilogue_configs = {  # noqa: RUF012
         GemmEpilogueConfig(128, 256, 64, 8, 3): 1.0,
         GemmEpilogueConfig(128, 128, 64, 8, 4): 0.9,
         GemmEpilogueConfig(64, 128, 64, 4, 4): 0.7,
         GemmEpilogueConfig(64, 64, 64, 4, 5): 0.5,
         GemmEpilogueConfig(64, 32, 64, 4, 5): 0.3,
     }
-    gemm_epilogue_multi_configs = {
+    gemm_epilogue_multi_configs = {  # noqa: RUF012
         GemmEpilogueConfig(128, 128, 64, 8, 3, tile_loop="plain"): 1.0,
         GemmEpilogueConfig(128, 64, 64, 4, 3, persistent=False): 0.8,
         GemmEpilogueConfig(64, 64, 64, 4, 4, persistent=False): 0.6,

@@ -2,7 +2,8 @@
 
 In: rows of x, sizes and traits of the weight. Out: a `LaunchConfig` with `small_m`. Few warps a
 program are best: they wait for each other's loads, so small programs leave more of them to run
-meanwhile, and the last wave of programs is short. A large `block_k` is best too, if K is a multiple.
+meanwhile, and the last wave of programs is short. A large `block_k` is best too, if K is a
+multiple.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def test_jobs_are_dealt_and_a_failure_is_told(
     jobs = [Job("forward", name, None) for name in "abcd"]
     baselines.precompile(jobs)
     assert shares == [[jobs[0], jobs[3]], [jobs[1]], [jobs[2]]]
-    assert capsys.readouterr().out == "compiling ahead failed (1): ValueError: no such case\n"
+    assert capsys.readouterr().out == "precompilation failed (1): ValueError: no such case\n"
 
 
 def test_processes_that_take_too_long_are_stopped(

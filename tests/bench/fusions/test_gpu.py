@@ -1,4 +1,4 @@
-"""The suite `fusions` on a GPU without one: what comes first, what is told, what is in the file."""
+"""The GPU suite `fusions` with fake measurements: phases, printed lines, saved rows."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from fulgurite.bench.fusions.report import find_size_cliffs, format_report
 
 
 def row(case: str, pace: float = 1.0, size: int = 128 << 20) -> dict[str, Any]:
-    """Of a case that takes so long for a byte."""
+    """A row whose time per byte is `pace`."""
     figures = {"fulgurite_ms": pace * size, "fulgurite_percent": 90 / pace, "compile_s": 0.5}
     return {"case": case, "bytes": size, **figures}
 
 
 def product(case: gemm_epilogues.GemmCase) -> dict[str, Any]:
-    return {"group": "matmul", "case": case.name, "one kernel_us": 10.0, "speedup": 1.1,
+    return {"group": "matmul", "case": case.name, "fused kernel_us": 10.0, "speedup": 1.1,
             "difference": 0.0}  # fmt: skip
 
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The suite with nothing to measure on: who was asked for which case."""
+    """Run without a GPU: records which candidate was measured on which case."""
     asked: list[Any] = []
 
-    def measure(case: Case, copy: float) -> dict[str, Any]:
+    def measure_case(case: Case, copy: float) -> dict[str, Any]:
         asked.append(("fulgurite", case.name))
         eager = {"eager_percent": 20.0, "difference": 0.0} if case.compared else {}
         return {**row(case.name), **eager}
@@ -54,11 +54,11 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         asked.append(("tuned product", case.name))
         return {"max-autotune_us": 12.0}
 
-    for function in (measure, measure_compiled, measure_liger):
+    for function in (measure_case, measure_compiled, measure_liger):
         monkeypatch.setattr(gpu, function.__name__, function)
     few = [case for case in size_cases() if " 2048x" in case.name]
     monkeypatch.setattr(gpu, "size_cases", lambda: few)
-    monkeypatch.setattr(gpu.results, "fresh_caches", dict)
+    monkeypatch.setattr(gpu.results, "fresh_cache_environment", dict)
     monkeypatch.setattr(gpu, "measure_copy_bandwidth", lambda: 1e12)
     monkeypatch.setattr(gemm_epilogues, "measure_case", matmul)
     monkeypatch.setattr(gemm_epilogues, "measure_autotuned", autotuned)
@@ -75,7 +75,7 @@ def run(path: Path, quick: bool = False) -> list[dict[str, Any]]:
     return rows
 
 
-def test_what_matters_most_comes_first(log: list[Any], tmp_path: Path) -> None:
+def test_the_most_important_phase_runs_first(log: list[Any], tmp_path: Path) -> None:
     run(tmp_path / "out.json")
     kinds = [(entry[0], *entry[2:]) if entry[0] != "ahead" else ("ahead",) for entry in log]
     assert list(dict.fromkeys(kinds)) == [
@@ -91,7 +91,7 @@ def test_what_matters_most_comes_first(log: list[Any], tmp_path: Path) -> None:
     assert kinds == sorted(kinds, key=list(dict.fromkeys(kinds)).index), "a part at a time"
 
 
-def test_what_is_measured_warm_was_compiled_ahead(log: list[Any], tmp_path: Path) -> None:
+def test_warm_baselines_are_precompiled(log: list[Any], tmp_path: Path) -> None:
     run(tmp_path / "out.json")
     jobs = next(entry[1] for entry in log if entry[0] == "ahead")
     assert set(jobs) <= {Job(*name, mode) for name in known() for mode in (None, AUTOTUNE)}
@@ -103,7 +103,7 @@ def known() -> set[tuple[str, str]]:
     return set(baselines.find_functions())
 
 
-def test_norms_of_2048_rows_are_compared() -> None:
+def test_norms_of_2048_rows_have_baselines() -> None:
     compared = [case.name for case in size_cases() if case.compared]
     assert len(compared) == 22 and all(" 2048x" in name for name in compared)
     assert {name.split()[1] for name in compared} == {"float32", "bfloat16"}
@@ -119,8 +119,8 @@ def test_the_file_the_image_and_the_tables(
     assert sum("max-autotune_us" in r for r in rows if r["group"] == "matmul") == 8
     image = (tmp_path / "out.svg").read_text()
     assert all(f">{name}</text>" in image for name in ("max-autotune", "liger", "torch.compile"))
-    told = capsys.readouterr().out
-    assert "neighbours\n  none" in told and "forward softmax: liger 70" in told
+    output = capsys.readouterr().out
+    assert "size cliffs\n  none" in output and "forward softmax: liger 70" in output
 
 
 def test_a_quick_run_has_no_sizes(
@@ -128,10 +128,10 @@ def test_a_quick_run_has_no_sizes(
 ) -> None:
     assert {r["group"] for r in run(tmp_path / "out.json", quick=True)} == {
         "forward", "backward", "matmul"}  # fmt: skip
-    assert "neighbours" not in capsys.readouterr().out
+    assert "size cliffs" not in capsys.readouterr().out
 
 
-def test_tables_have_gaps_and_means_only_of_all_cases() -> None:
+def test_the_geomean_needs_all_cases() -> None:
     rows = [
         {**row("a 1x1"), "group": "forward", "eager_percent": 20.0, "liger_percent": 60.0},
         {**row("b 1x1"), "group": "forward", "eager_percent": 5.0},
@@ -142,7 +142,7 @@ def test_tables_have_gaps_and_means_only_of_all_cases() -> None:
     assert mean.split() == ["geomean", "10.0", "90.0"]
 
 
-def test_products_that_were_not_tuned_leave_a_gap() -> None:
+def test_gemms_without_autotuning_leave_a_gap() -> None:
     small, large = (product(gemm_epilogues.gemm_cases((depth,))[0]) for depth in (512, 1024))
     lines = gemm_epilogues.format_table([small, large | {"max-autotune_us": 12.0}]).splitlines()
     assert "max-autotune" in lines[0]
@@ -153,7 +153,7 @@ def test_products_that_were_not_tuned_leave_a_gap() -> None:
     ]
 
 
-def test_neighbours_that_are_slower_are_named() -> None:
+def test_size_cliffs_are_named() -> None:
     found = list(
         find_size_cliffs(
             [
@@ -169,5 +169,5 @@ def test_neighbours_that_are_slower_are_named() -> None:
         )
     )
     assert found == [
-        "rms_norm float32 2048x4098 takes 25% longer for a byte than rms_norm float32 2048x4096"
+        "rms_norm float32 2048x4098 takes 25% longer per byte than rms_norm float32 2048x4096"
     ]

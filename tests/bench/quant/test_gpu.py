@@ -25,9 +25,9 @@ def small(monkeypatch):
     monkeypatch.setattr(gpu, "M_SIZES", (1, 3, 16, 17))
     monkeypatch.setattr(gpu, "CAST_SHAPE", (128, 256))
     monkeypatch.setattr(gpu, "copies_beyond_cache", lambda nbytes: 2)
-    monkeypatch.setattr(gpu, "copy_bandwidth", lambda: 1e9)
+    monkeypatch.setattr(gpu, "measure_gpu_copy_bandwidth", lambda: 1e9)
     monkeypatch.setattr(gpu, "randn_bf16", lambda *shape: torch.randn(shape).bfloat16())
-    monkeypatch.setattr(gpu, "graph_seconds", count_calls)
+    monkeypatch.setattr(gpu, "time_in_cuda_graph", count_calls)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
 

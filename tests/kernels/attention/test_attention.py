@@ -1,4 +1,4 @@
-"""Paged attention: the C++ kernel against the reference in float64, and the reference against torch."""
+"""Paged attention: the C++ kernel against the float64 reference, and that against torch."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_non_finite_query_only_affects_its_row(bad, queries):
 
 
 def test_reference_equals_torch_and_unpaged_cache():
-    """One sequence from its start is causal attention; the options are those of the models' own cache."""
+    """One sequence is causal attention; with options it equals the models' own cache."""
     inputs = build(Case([(21, 21)], heads=6), torch.float32, torch.float32)
     q, key_cache, value_cache, metadata, options = inputs
     caches = (key_cache, value_cache)

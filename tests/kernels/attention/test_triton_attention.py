@@ -31,7 +31,7 @@ def run(inputs):
 
 
 def assert_close(out, inputs, tolerance):
-    """Within a fraction of the largest result, or four times the error of plain torch in float32."""
+    """Within a fraction of the largest result, or four times the error of torch in float32."""
     expected = exact(inputs)
     eager = reference.paged_attention(*inputs)
     assert out.shape == expected.shape
@@ -96,7 +96,7 @@ def test_store_kv_cache(cache):
 def test_fused_decode_attention_equals_two_kernels(
     has_norm, rope, window, splits, cache, monkeypatch
 ):
-    """Norms, RoPE, cache store and attention in one kernel: bit for bit in the cache; padding is zero."""
+    """Norms, RoPE, cache store and attention in one kernel; the caches are equal bit for bit."""
     monkeypatch.setattr(Sm90Heuristics, "attention_min_split_keys", 16)
     set_config(monkeypatch, LaunchConfig(16, 16, num_warps=4, num_stages=2, split_k=splits))
     seq_lens, heads, key_heads, size, block_size = [1, 33, 50], 6, 2, 32, 16

@@ -1,4 +1,4 @@
-"""Cached launches: when a cached kernel is launched, with which arguments, and when Triton is asked again."""
+"""Cached launches: when the cached kernel is used, with which arguments, and when Triton is."""
 
 from __future__ import annotations
 

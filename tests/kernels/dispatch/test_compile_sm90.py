@@ -61,7 +61,7 @@ def build(kernel, **constants) -> str:
     return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 
 
-def test_rows_move_sixteen_bytes_at_a_time():
+def test_rows_are_copied_in_16_byte_vectors():
     text = build(kernels.dispatch_send_kernel)
     assert text.count("ld.global.v4") >= 4 and text.count("st.global.v4") >= 4
     assert build(kernels.dispatch_receive_kernel, FORMAT="bf16").count("st.global.v4") >= 8
@@ -81,7 +81,7 @@ def test_flags_are_released_and_acquired_at_system_scope():
 
 
 @pytest.mark.parametrize("kind", ["fp8", "nvfp4"])
-def test_every_wire_builds(kind):
+def test_every_wire_format_compiles(kind):
     assert build(kernels.dispatch_receive_kernel, FORMAT=kind)
 
 

@@ -87,14 +87,14 @@ def check(
 
 
 @pytest.mark.parametrize("wire", ["f32", "bf16", "f16", "fp8", "nvfp4"])
-def test_every_wire(wire):
+def test_every_wire_format(wire):
     plan = DispatchConfig(4, 2, 32, 2, dispatch_format=wire, combine_format="f32")
     running = transports(3, plan)
     for seed, counts in enumerate([(4, 0, 3), (1, 4, 2)]):  # both copies of the buffers
         check(running, [routes(n, plan, 6, 9 * seed + r) for r, n in enumerate(counts)])
 
 
-def test_nobody_has_tokens_and_one_rank_alone():
+def test_no_tokens_and_a_single_rank():
     plan = DispatchConfig(3, 2, 16, 4, dispatch_format="f32", combine_format="f32")
     running = transports(2, plan)
     for counts in ((0, 0), (0, 3), (0, 0), (3, 1)):
@@ -123,7 +123,7 @@ def test_one_expert_takes_everything():
     check(transports(3, plan), [(x, torch.full_like(chosen, 4), w) for x, chosen, w in inputs])
 
 
-def test_more_than_a_program_takes_at_once():
+def test_more_rows_and_columns_than_one_program_handles():
     """More rows than programs, more columns than a block, and more results than are loaded together:
     of experts of one rank, and of ranks."""
     cases = [(2, DispatchConfig(7, 2, 16, 2, "f32", "f32"), 4), (2, DispatchConfig(2, 10, 1030, 12, "f32", "f32"), 12),
@@ -137,7 +137,7 @@ def test_more_than_a_program_takes_at_once():
             check(running, [routes(plan.max_tokens, plan, slots, seed) for seed in seeds])
 
 
-def test_two_steps_under_way():
+def test_two_steps_in_flight():
     """The second step is sent before the first has come back, as overlapped layers do."""
     plan = DispatchConfig(4, 2, 16, 2, dispatch_format="f32", combine_format="f32")
     running = transports(2, plan)
@@ -182,7 +182,7 @@ def test_capacity_is_an_error_on_every_rank_and_nothing_is_overwritten():
             transport.check()
 
 
-def test_a_rank_that_never_sends_is_named():
+def test_error_names_a_rank_that_never_sends():
     plan = DispatchConfig(2, 1, 16, 1, dispatch_format="f32", combine_format="f32")
     running = transports(3, plan)
     x, chosen, w = (part.to(DEVICE) for part in routes(2, plan, 3, 0))
@@ -204,7 +204,7 @@ def test_a_slot_that_does_not_exist():
             running[0].check()
 
 
-def test_a_token_that_names_an_expert_twice():
+def test_duplicate_expert_of_a_token():
     """It has more visits than its header has room for: they are not written over its neighbour's."""
     plan = DispatchConfig(4, 3, 16, 2, dispatch_format="f32", combine_format="f32")
     running = transports(2, plan)
@@ -220,7 +220,7 @@ def test_a_token_that_names_an_expert_twice():
     running[1].check()
 
 
-def test_what_does_not_fit_the_plan():
+def test_inputs_that_do_not_match_the_config_raise():
     plan = DispatchConfig(2, 1, 16, 1)
     transport = transports(2, plan)[0]
     x, chosen, w = routes(2, plan, 2, 0)

@@ -141,7 +141,7 @@ def test_gradients(counts):
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp8", "nvfp4"])
-def test_rounding_is_passed_straight_through(wire):
+def test_rounding_has_gradient_one(wire):
     """Tokens are rounded on their way, gradients are not."""
     plan = DispatchConfig(3, 2, 32, 2, dispatch_format=wire, combine_format="f32")
     check(make(2, plan), inputs_of((3, 2), plan, 4))
@@ -154,13 +154,13 @@ def test_half_precision():
     check(make(2, plan, torch.bfloat16), inputs, tolerance=2e-2)
 
 
-def test_more_experts_a_token_than_a_step_of_columns():
+def test_top_k_larger_than_the_row_alignment():
     plan = DispatchConfig(2, 9, 5, 5, dispatch_format="f32", combine_format="f32")
     assert gradient_config(plan, torch.float32).hidden_size == 5 + 16
     check(make(2, plan), inputs_of((2, 1), plan, 10))
 
 
-def test_only_parameters_want_a_gradient():
+def test_only_parameters_require_gradients():
     """The first layer of a model: tokens and weights want none, and the way back is whole all the same."""
     plan = DispatchConfig(4, 2, 8, 2, dispatch_format="f32", combine_format="f32")
     running, inputs = make(2, plan), inputs_of((4, 2), plan, 4)
@@ -178,7 +178,7 @@ def test_one_expert_takes_everything():
     check(make(2, plan), [one._replace(slots=torch.full_like(one.slots, 3)) for one in inputs])
 
 
-def test_without_gradients_nothing_travels_back():
+def test_no_grad_sends_no_gradients():
     plan = DispatchConfig(3, 2, 8, 2, dispatch_format="f32", combine_format="f32")
     running = make(2, plan)
     one = inputs_of((3, 3), plan, 4)[0]
@@ -191,7 +191,7 @@ def test_without_gradients_nothing_travels_back():
         assert not any(each.x_SD.requires_grad for each in arrived)
 
 
-def test_a_transport_of_another_plan_is_refused():
+def test_wrong_gradient_config_raises():
     plan = DispatchConfig(3, 2, 8, 2)
     with pytest.raises(ArgumentError, match="gradient_config"):
         DifferentiableDispatcher(transports(2, plan)[0], transports(2, plan)[0])

@@ -49,8 +49,8 @@ def run_gemm(format: str, m: int) -> None:
 @pytest.mark.parametrize("m", [1, 4, 16])
 @pytest.mark.parametrize("format", FORMATS)
 def test_small_m(format: str, m: int, monkeypatch, tmp_path: Path) -> None:
-    """Dequantized values go from registers into the MMA: nothing is stored in shared memory between, and
-    rows of x come by asynchronous copies."""
+    """Dequantized values go from registers into the MMA: nothing is stored in shared memory
+    between, and rows of x come by asynchronous copies."""
     (stub,) = compile_launches(triton_small_m, monkeypatch)
     run_gemm(format, m)
     (kernel,) = stub.kernels

@@ -26,7 +26,8 @@ def test_hits_until_written():
 
 
 def test_scales_and_strides_are_part_of_the_key():
-    """The same data under other scales, after its scale was written to, or transposed, is another weight."""
+    """The same data under other scales, after its scale was written to, or transposed, is
+    another weight."""
     cache = WeightLayoutCache(lambda given: given.dequantize())
     first = quantize(torch.randn(32, 32), "fp8_e4m3_tensor")
     data, scale = first.packed, first.scales["scale"]

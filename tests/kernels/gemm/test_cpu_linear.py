@@ -1,8 +1,8 @@
 """CPU linears against float64 products of exactly the same values, on every instruction set.
 
-The reference is plain torch: the weight dequantized by `fulgurite.quant`, x as it is or quantized to q8_0,
-multiplied in float64. Only the order of float32 sums may differ: a few units in the last place of the sum
-of magnitudes.
+The reference is plain torch: the weight dequantized by `fulgurite.quant`, x as it is or quantized
+to q8_0, multiplied in float64. Only the order of float32 sums may differ: a few units in the last
+place of the sum of magnitudes.
 """
 
 from __future__ import annotations

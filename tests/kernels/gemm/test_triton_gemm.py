@@ -1,7 +1,7 @@
 """GEMM with quantized operands in the interpreter (on a GPU where there is one) against float64.
 
-Each result may be off by what float32 sums of that many products allow, given the operands as they are after
-quantizing.
+Each result may be off by what float32 sums of that many products allow, given the operands as they
+are after quantizing.
 """
 
 from __future__ import annotations

@@ -72,7 +72,8 @@ def test_rows_of_x(format: str, block_m: int, m: int) -> None:
 @pytest.mark.parametrize("format", GROUPS)
 @pytest.mark.parametrize("k", [32, 160, 416])
 def test_groups_of_integers(format: str, k: int) -> None:
-    """float16 rows, too; a K that blocks don't divide; one weight stands out, so its position is right."""
+    """float16 rows, too; a K that blocks don't divide; one weight stands out, so its position is
+    right."""
     dense = torch.zeros(21, k)
     dense[3, k - 1], dense[20, 0] = 5.0, -3.0
     weight = quantize(dense + torch.randn(21, k) / 64, format)
@@ -131,7 +132,8 @@ def test_nan_and_infinity_of_x_stay_in_their_row(format: str) -> None:
 
 
 def test_all_codes() -> None:
-    """Each of 65536 words of four nibbles, in either half of a register (not in the interpreter)."""
+    """Each of 65536 words of four nibbles, in either half of a register (not in the
+    interpreter)."""
     words = torch.arange(0, 65536, 8 if INTERPRETED else 1, dtype=torch.int32)
     words = torch.stack((words, words.flip(0)), 1).to(torch.int16).view(-1, 256)
     weight = quantize(torch.ones(len(words), 1024), "mxfp4")

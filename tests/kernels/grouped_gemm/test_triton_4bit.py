@@ -90,7 +90,8 @@ def test_other_configs(block_m: int, block_k: int, results: list[bool]) -> None:
 
 @pytest.mark.parametrize("power", [-100, 0, 100])
 def test_scales_of_all_magnitudes(power: int, results: list[bool]) -> None:
-    """Some e8m0 scales are no bfloat16 when they are biased: values up to 2^100, and down to 2^-100."""
+    """Some e8m0 scales are no bfloat16 when they are biased: values up to 2^100, and down to
+    2^-100."""
     weight = quantize(torch.randn(2, 64, 128) * 2.0**power, "mxfp4")
     x, offsets = torch.randn(40, 128).bfloat16(), torch.tensor([25, 40], dtype=torch.int32)
     args = GroupedGemmArgs(x, None, None, offsets, x, [], "", None, "none", UNGATED)

@@ -1,4 +1,4 @@
-"""MLA: the C++ kernel against the reference in float64, and the reference against plain attention."""
+"""MLA: the C++ kernel against the float64 reference, and that against plain attention."""
 
 from __future__ import annotations
 

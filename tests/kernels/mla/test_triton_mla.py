@@ -23,7 +23,7 @@ QUICK = [name for name in CASES if name not in ("deepseek", "decode, long", "mix
 
 
 def run(inputs, host_lens=True):
-    """The kernel with the maxima that the operator sets; `host_lens`: the host knows the lengths."""
+    """The kernel with the operator's maxima; `host_lens`: the host knows the lengths."""
     starts = inputs.metadata.query_start_loc
     query_lens, seq_lens = (starts[1:] - starts[:-1]).tolist(), inputs.metadata.seq_lens_S.tolist()
     inputs = inputs.with_metadata(
@@ -35,7 +35,7 @@ def run(inputs, host_lens=True):
 
 
 def assert_close(out, inputs, tolerance):
-    """Within a fraction of the largest result, or four times the error of plain torch in float32."""
+    """Within a fraction of the largest result, or four times the error of torch in float32."""
     expected = exact(inputs)
     eager = reference.mla_attention(*inputs)
     assert out.shape == expected.shape

@@ -153,7 +153,8 @@ def apply_gate(activation: GatedActivation, hidden: Tensor) -> Tensor:
 
 
 def make_routes(tokens: int, experts: int, top_k: int, how: str = "random") -> Routes:
-    """Distinct experts of each token: random, all the same, or only even ones (odd ones are empty)."""
+    """Distinct experts of each token: random, all the same, or only even ones (odd ones are
+    empty)."""
     generator = torch.Generator().manual_seed(tokens + 31 * experts)
     scores = torch.rand(tokens, experts, generator=generator)
     if how == "same":

@@ -99,7 +99,8 @@ def test_grouped_gemm(format: str, tokens: int, monkeypatch: pytest.MonkeyPatch)
 def test_4bit_weights_stay_in_registers(
     block_m: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With every possible block_m nothing is dequantized by way of memory, and nothing is spilled."""
+    """With every possible block_m nothing is dequantized by way of memory, and nothing is
+    spilled."""
     compile_launches(triton_tile_scheduler, monkeypatch)
     stubs = compile_launches(triton_4bit, monkeypatch)
     config = LaunchConfig(block_m, 128, 128, num_warps=8 if block_m > 64 else 4, num_stages=3)

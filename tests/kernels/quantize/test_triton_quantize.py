@@ -1,4 +1,5 @@
-"""The Triton quantize kernels in the interpreter (or on a GPU) against the reference, bit for bit."""
+"""The Triton quantize kernels in the interpreter (or on a GPU) against the reference, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -115,8 +116,8 @@ def test_transposes(format):
 
 
 def unusual_bfloat16(rows: int, columns: int) -> Tensor:
-    """Values that kernels of bf16x2 must distinguish, by rows. No denormals: the interpreter gets those
-    of bfloat16 wrong."""
+    """Values that kernels of bf16x2 must distinguish, by rows. No denormals: the interpreter gets
+    those of bfloat16 wrong."""
     x = torch.randn(rows, columns) * torch.randn(rows, columns).exp()
     x[0, 5], x[1, 7], x[2, 100] = torch.nan, torch.inf, -torch.inf
     x[3], x[4] = 0.0, -0.0

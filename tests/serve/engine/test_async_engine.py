@@ -9,7 +9,7 @@ import pytest
 from fulgurite.errors import ArgumentError
 from fulgurite.serve.engine.async_engine import AsyncEngine
 from fulgurite.serve.engine.request import Result, SamplingParams
-from tests.serve.engines import idle, make_engine, tiny_model
+from tests.serve.engines import check_idle, make_engine, tiny_model
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 PROMPTS = [[number, number + 1, number + 2] for number in range(6)]
@@ -30,10 +30,10 @@ def test_many_at_once_equal_one_at_a_time(model) -> None:
 
     got = asyncio.run(main())
     assert [one.token_ids for one in got] == [one.token_ids for one in wanted]
-    idle(engine)
+    check_idle(engine)
 
 
-def test_a_stream_that_is_left_is_cancelled_and_a_bad_prompt_is_alone(model) -> None:
+def test_abandoned_stream_is_cancelled(model) -> None:
     engine = make_engine(model)
 
     async def leave(running: AsyncEngine) -> int:
@@ -60,13 +60,13 @@ def test_a_stream_that_is_left_is_cancelled_and_a_bad_prompt_is_alone(model) -> 
             assert len((await running.generate([3, 4], PARAMS)).token_ids) == 12
 
     asyncio.run(main())
-    idle(engine)
+    check_idle(engine)
 
 
-def test_nobody_waits_for_an_engine_that_broke(model) -> None:
+def test_failed_engine_ends_all_streams(model) -> None:
     engine = make_engine(model)
 
-    def broken(pieces):
+    def broken(chunks):
         raise ZeroDivisionError("the model broke")
 
     engine.runner.execute = broken  # type: ignore[method-assign]
@@ -83,7 +83,7 @@ def test_nobody_waits_for_an_engine_that_broke(model) -> None:
     asyncio.run(main())
 
 
-def test_nobody_waits_for_an_engine_that_closes(model) -> None:
+def test_closed_engine_ends_all_streams(model) -> None:
     async def main() -> None:
         engine = AsyncEngine(make_engine(model))
         engine.commands.put(None)  # what close() does first, while requests still come
@@ -97,7 +97,7 @@ def test_nobody_waits_for_an_engine_that_closes(model) -> None:
     asyncio.run(main())
 
 
-def test_a_prompt_that_breaks_is_its_callers_alone(model) -> None:
+def test_failing_prompt_affects_only_its_caller(model) -> None:
     class Odd(list):
         def __iter__(self):
             raise OSError("odd")
@@ -111,7 +111,7 @@ def test_a_prompt_that_breaks_is_its_callers_alone(model) -> None:
     asyncio.run(main())
 
 
-def test_a_loop_that_ended_takes_nobody_along(model) -> None:
+def test_closed_event_loop_does_not_stop_the_engine(model) -> None:
     made = make_engine(model)
     engine = AsyncEngine(made)
 
@@ -125,4 +125,4 @@ def test_a_loop_that_ended_takes_nobody_along(model) -> None:
     asyncio.run(leave())
     assert len(asyncio.run(ask()).token_ids) == 3
     engine.close()
-    idle(made)
+    check_idle(made)

@@ -36,7 +36,7 @@ def run(made: BlockManager, one: Request, tokens: int) -> None:
     made.cache_full_blocks(one)
 
 
-def test_free_blocks_are_found_until_they_are_taken() -> None:
+def test_free_blocks_stay_cached_until_allocated() -> None:
     pool = BlockPool(3)
     blocks = [pool.allocate() for _ in range(3)]
     assert blocks == [1, 2, 3] and not pool.free_blocks
@@ -51,14 +51,14 @@ def test_free_blocks_are_found_until_they_are_taken() -> None:
         pool.release(1)
 
 
-def test_a_hash_says_all_that_came_before() -> None:
+def test_block_hash_includes_all_previous_blocks() -> None:
     one, two = np.arange(4), np.arange(4, 8)
     assert hash_block(hash_block(b"", one), two) != hash_block(hash_block(b"", two), two)
     assert hash_block(b"", one) == hash_block(b"", one.copy())
 
 
 @pytest.mark.parametrize("group", [FULL, NARROW, CHUNKED])
-def test_a_row_keeps_what_is_seen(group: KVCacheGroup) -> None:
+def test_block_table_keeps_visible_blocks(group: KVCacheGroup) -> None:
     made, one = tables([group], prefix_caching=False), request(list(range(40)))
     made.allocate(one)
     for tokens in range(1, 41):
@@ -74,7 +74,7 @@ def test_a_row_keeps_what_is_seen(group: KVCacheGroup) -> None:
     assert len(made.pools[0].free_blocks) == 20 and not made.block_tables[0].any()
 
 
-def test_reserving_takes_all_or_nothing() -> None:
+def test_reserve_is_all_or_nothing() -> None:
     made, one = tables([FULL, NARROW], blocks=3), request(list(range(30)))
     made.allocate(one)
     assert made.reserve(one, 12) and not made.reserve(one, 13)
@@ -82,7 +82,7 @@ def test_reserving_takes_all_or_nothing() -> None:
     assert made.num_blocks[:, one.block_table_row].tolist() == [3, 3]
 
 
-def test_a_beginning_is_found_as_far_as_every_layer_has_it() -> None:
+def test_prefix_match_is_the_shortest_of_all_groups() -> None:
     made = tables([FULL, NARROW])
     first = request(list(range(30)))
     made.allocate(first)
@@ -109,7 +109,7 @@ def test_a_beginning_is_found_as_far_as_every_layer_has_it() -> None:
     made.free(third)
 
 
-def test_shared_blocks_stay_with_their_other_user() -> None:
+def test_shared_blocks_are_freed_by_the_last_request() -> None:
     made, first = tables([FULL]), request(list(range(20)))
     made.allocate(first)
     run(made, first, 20)

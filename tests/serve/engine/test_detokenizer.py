@@ -22,7 +22,7 @@ TEXTS = [
 
 def bytes_with_fallback() -> Backend:
     """SentencePiece's way: a token a character it knows, <0x..> tokens for other bytes."""
-    pieces = [
+    chunks = [
         "<unk>",
         *(f"<0x{byte:02X}>" for byte in range(256)),
         "▁",
@@ -30,7 +30,7 @@ def bytes_with_fallback() -> Backend:
     ]
     backend = Backend(
         models.BPE(
-            {text: id for id, text in enumerate(pieces)}, [], byte_fallback=True, unk_token="<unk>"
+            {text: id for id, text in enumerate(chunks)}, [], byte_fallback=True, unk_token="<unk>"
         )
     )
     steps = [
@@ -53,31 +53,31 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_pieces_join_to_the_text(tokenizer: Tokenizer, text: str) -> None:
+def test_emitted_text_concatenates_to_the_full_text(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     made = Detokenizer(tokenizer)
-    pieces = [made.push(token) for token in ids]
-    for piece in pieces:
-        assert "\N{REPLACEMENT CHARACTER}" not in piece or "\N{REPLACEMENT CHARACTER}" in text
-    pieces.append(made.finish())
-    assert "".join(pieces) == made.text == tokenizer.decode(ids)
+    chunks = [made.push(token) for token in ids]
+    for chunk in chunks:
+        assert "\N{REPLACEMENT CHARACTER}" not in chunk or "\N{REPLACEMENT CHARACTER}" in text
+    chunks.append(made.finish())
+    assert "".join(chunks) == made.text == tokenizer.decode(ids)
 
 
-def test_a_character_waits_for_its_last_byte(tokenizer: Tokenizer) -> None:
+def test_incomplete_character_is_held_back(tokenizer: Tokenizer) -> None:
     made = Detokenizer(tokenizer)
     ids = tokenizer.encode("a😀b")
     shown = [made.push(token) for token in ids]
-    assert [piece for piece in shown if piece] == ["a", "😀", "b"]
+    assert [chunk for chunk in shown if chunk] == ["a", "😀", "b"]
 
 
-def test_half_a_character_at_the_end_is_shown_as_such(tokenizer: Tokenizer) -> None:
+def test_incomplete_character_at_the_end_is_emitted(tokenizer: Tokenizer) -> None:
     made = Detokenizer(tokenizer)
     ids = tokenizer.encode("a😀")[:-2]
     assert "".join(made.push(token) for token in ids) == "a"
     assert made.finish() == tokenizer.decode(ids)[1:]
 
 
-def test_bytes_that_are_no_text_do_not_pile_up(tokenizer: Tokenizer) -> None:
+def test_invalid_utf8_is_emitted_eventually(tokenizer: Tokenizer) -> None:
     made = Detokenizer(tokenizer)
     lead = tokenizer.encode("😀")[0]
     for _ in range(500):
@@ -88,7 +88,7 @@ def test_bytes_that_are_no_text_do_not_pile_up(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("stops", [("END",), ("EN", "END"), ("ND", "xEND"), ("\n\n", "END")])
-def test_a_stop_string_over_tokens(stops: tuple[str, ...]) -> None:
+def test_stop_string_across_tokens(stops: tuple[str, ...]) -> None:
     tokenizer = wrapped(byte_tokenizer())
     made, shown = Detokenizer(tokenizer, stops), ""
     for token in tokenizer.encode("EN route, E, then EENxEND and more"):
@@ -100,7 +100,7 @@ def test_a_stop_string_over_tokens(stops: tuple[str, ...]) -> None:
     assert shown == made.text == text[: first[0]] and made.stopped_by == first[1]
 
 
-def test_held_text_comes_at_the_end() -> None:
+def test_held_text_is_emitted_at_the_end() -> None:
     tokenizer = wrapped(byte_tokenizer())
     made = Detokenizer(tokenizer, ["STOP"])
     assert "".join(made.push(token) for token in tokenizer.encode("a STO")) == "a "

@@ -11,7 +11,7 @@ from fulgurite.errors import ArgumentError
 from fulgurite.models import CausalLM
 from fulgurite.serve.engine.engine import Engine
 from fulgurite.serve.engine.request import Result, SamplingParams, Update
-from tests.serve.engines import idle, make_engine, packed_model, tiny_model
+from tests.serve.engines import check_idle, make_engine, quantized_model, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def random_params(rng: random.Random) -> SamplingParams:
 
 def test_soak() -> None:
     """500 requests, some cancelled on the way: all blocks come back, results are those alone."""
-    rng, model = random.Random(7), packed_model()
+    rng, model = random.Random(7), quantized_model()
     engine = make_engine(model, cache_tokens=160, context=128, max_batched_tokens=24)
     alone = make_engine(model, max_sequences=1, prefix_caching=False)
     asked: dict[str, tuple[list[int], SamplingParams]] = {}
@@ -57,7 +57,7 @@ def test_soak() -> None:
         engine.step()
         if rng.random() < 0.12 and engine.requests:
             engine.cancel(rng.choice(list(engine.requests)))
-    idle(engine)
+    check_idle(engine)
     assert engine.runner.no_capture_reason is None and set(engine.runner.captured_steps) == set(
         range(1, 9)
     )
@@ -74,7 +74,7 @@ def test_soak() -> None:
             assert got.token_ids == wanted.token_ids and got.finish_reason == wanted.finish_reason
 
 
-def test_preempted_greedy_requests_write_the_same(model: CausalLM) -> None:
+def test_preemption_does_not_change_greedy_output(model: CausalLM) -> None:
     roomy = make_engine(model)
     tight = make_engine(model, cache_tokens=64, context=60)
     prompts = [[seed, *range(seed, seed + 17)] for seed in range(6)]
@@ -82,10 +82,10 @@ def test_preempted_greedy_requests_write_the_same(model: CausalLM) -> None:
     wanted = [result.token_ids for result in roomy.generate(prompts, params)]
     assert [result.token_ids for result in tight.generate(prompts, params)] == wanted
     assert roomy.scheduler.num_preemptions == 0 and tight.scheduler.num_preemptions > 0
-    idle(tight)
+    check_idle(tight)
 
 
-def test_seeds_decide_alone(model: CausalLM) -> None:
+def test_output_depends_only_on_the_seed(model: CausalLM) -> None:
     """Beside others, in another order and after others, a seed gives the same tokens."""
     engine = make_engine(model)
     params = [SamplingParams(temperature=1.5, max_tokens=20, seed=s) for s in (1, 2, 3, 1)]
@@ -97,7 +97,7 @@ def test_seeds_decide_alone(model: CausalLM) -> None:
     assert len({tuple(r.token_ids) for r in engine.generate([ids] * 4, free)}) == 4
 
 
-def test_equal_beginnings_are_computed_once(model: CausalLM) -> None:
+def test_equal_prefixes_are_computed_once(model: CausalLM) -> None:
     engine = make_engine(model)
     shared = list(range(30))
     engine.generate([shared], SamplingParams(max_tokens=3))
@@ -111,7 +111,7 @@ def test_equal_beginnings_are_computed_once(model: CausalLM) -> None:
     assert whole.cached_tokens == 24  # the last token has to run
 
 
-def test_nobody_who_writes_waits_for_a_prompt(model: CausalLM) -> None:
+def test_decode_does_not_wait_for_prefill(model: CausalLM) -> None:
     engine = make_engine(model, max_batched_tokens=8, max_sequences=4)
     writer = engine.add_request([1], SamplingParams(max_tokens=60, ignore_eos=True))
     engine.step()
@@ -135,7 +135,7 @@ def test_first_come_first_served(model: CausalLM) -> None:
     assert order == [request.id for request in requests]
 
 
-def test_who_was_preempted_goes_before_those_who_wait(model: CausalLM) -> None:
+def test_preempted_request_returns_to_the_front(model: CausalLM) -> None:
     engine = make_engine(model, max_sequences=3, cache_tokens=64, context=60, prefix_caching=False)
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     requests = [engine.add_request([number] * 20, params) for number in range(3)]
@@ -157,7 +157,9 @@ def test_who_was_preempted_goes_before_those_who_wait(model: CausalLM) -> None:
         ("text", "needs a tokenizer"),
     ],
 )
-def test_a_bad_prompt_is_refused_and_the_others_go_on(model: CausalLM, prompt, says: str) -> None:
+def test_invalid_prompt_raises_and_other_requests_continue(
+    model: CausalLM, prompt, says: str
+) -> None:
     engine = make_engine(model)
     good = engine.add_request([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))
     engine.step()
@@ -168,7 +170,7 @@ def test_a_bad_prompt_is_refused_and_the_others_go_on(model: CausalLM, prompt, s
     while engine.has_unfinished_requests:
         engine.step()
     assert len(good.output_ids) == 5
-    idle(engine)
+    check_idle(engine)
 
 
 def test_a_prompt_one_short_of_the_context(model: CausalLM) -> None:
@@ -187,10 +189,10 @@ def test_cancelling(model: CausalLM) -> None:
     assert update and update.result and update.result.finish_reason == "cancelled"
     assert len(update.result.token_ids) == 1
     assert engine.cancel(waiting.id) is not None and engine.cancel(waiting.id) is None
-    idle(engine)
+    check_idle(engine)
 
 
-def test_streams_take_turns_and_end_when_closed(model: CausalLM) -> None:
+def test_interleaved_streams_and_closing(model: CausalLM) -> None:
     engine = make_engine(model)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     wanted = engine.generate([[1, 2, 3], [4, 5]], params)
@@ -204,10 +206,10 @@ def test_streams_take_turns_and_end_when_closed(model: CausalLM) -> None:
     third = engine.stream([7], params)
     next(third)
     third.close()  # type: ignore[attr-defined]
-    idle(engine)
+    check_idle(engine)
 
 
-def test_logprobs_are_the_models_own(model: CausalLM) -> None:
+def test_logprobs_come_from_raw_logits(model: CausalLM) -> None:
     engine = make_engine(model)
     params = SamplingParams(
         temperature=3.0, seed=1, max_tokens=4, logprobs=3, banned_token_ids=(5,)
@@ -224,7 +226,7 @@ def test_logprobs_are_the_models_own(model: CausalLM) -> None:
         assert [p for _, p in found.top] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
-def test_a_constraint_walks_along(model: CausalLM) -> None:
+def test_constraint_masks_and_accepts_every_token(model: CausalLM) -> None:
     class Alternating:
         """Even, odd, even, …"""
 
@@ -246,8 +248,8 @@ def test_a_constraint_walks_along(model: CausalLM) -> None:
     assert constraint.taken == request.output_ids.tolist()
 
 
-def test_warming_up_leaves_nothing(model: CausalLM) -> None:
+def test_warm_up_leaves_no_state(model: CausalLM) -> None:
     engine: Engine = make_engine(model)
     engine.warm_up()
-    idle(engine)
+    check_idle(engine)
     assert not engine.block_manager.pools[0].block_by_hash

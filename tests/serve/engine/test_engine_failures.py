@@ -12,7 +12,7 @@ import pytest
 from fulgurite.errors import ArgumentError
 from fulgurite.models import CausalLM
 from fulgurite.serve.engine.request import SamplingParams, Update
-from tests.serve.engines import idle, make_engine, tiny_model
+from tests.serve.engines import check_idle, make_engine, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +24,13 @@ def greedy(count: int) -> SamplingParams:
     return SamplingParams(max_tokens=count, ignore_eos=True)
 
 
-def test_a_name_that_was_given_is_not_given_again(model: CausalLM) -> None:
+def test_generated_request_ids_skip_used_ones(model: CausalLM) -> None:
     engine = make_engine(model)
     engine.add_request([1, 2], id="request-0")
     assert engine.add_request([1, 2]).id == "request-1"
 
 
-def test_a_listener_that_fails_keeps_no_other_from_hearing(model: CausalLM) -> None:
+def test_failing_listener_does_not_affect_others(model: CausalLM) -> None:
     engine, heard = make_engine(model), []
 
     def fail(update: Update) -> None:
@@ -42,7 +42,7 @@ def test_a_listener_that_fails_keeps_no_other_from_hearing(model: CausalLM) -> N
         with pytest.raises(KeyError, match="of the listener"):
             engine.step()
     assert [update.token_ids for update in heard] == [(t,) for t in heard[-1].result.token_ids]
-    idle(engine)
+    check_idle(engine)
 
 
 def test_a_listener_may_cancel_others(model: CausalLM) -> None:
@@ -52,7 +52,7 @@ def test_a_listener_may_cancel_others(model: CausalLM) -> None:
     while engine.has_unfinished_requests:
         engine.step()
     assert [update.result.finish_reason for update in heard] == ["cancelled"]
-    idle(engine)
+    check_idle(engine)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_listener_may_cancel_others(model: CausalLM) -> None:
     ],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_step_that_is_interrupted_is_run_again(
+def test_interrupted_step_runs_again(
     model: CausalLM, where: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [[1, 2, 3], list(range(40))]  # the second takes several steps to read
@@ -100,7 +100,7 @@ def test_a_step_that_is_interrupted_is_run_again(
     assert (next(calls) > 3) == (temperature > 0 or not where.endswith("uniform"))
     for id, one in zip(ids, wanted, strict=True):
         assert (found[id].token_ids, found[id].logprobs) == (one.token_ids, one.logprobs)
-    idle(engine)
+    check_idle(engine)
 
 
 def test_threads_take_turns(model: CausalLM) -> None:
@@ -113,14 +113,14 @@ def test_threads_take_turns(model: CausalLM) -> None:
     engine = make_engine(model, max_sequences=4, cache_tokens=64)
     with ThreadPoolExecutor(6) as pool:
         found = list(pool.map(lambda n: engine.generate(prompts(n), params(n)), range(6)))
-    idle(engine)
+    check_idle(engine)
     alone = make_engine(model)
     for number, results in enumerate(found):
         wanted = alone.generate(prompts(number), params(number))
         assert [one.token_ids for one in results] == [one.token_ids for one in wanted]
 
 
-def test_nothing_stays_of_what_was_refused_half_way_or_never_read(model: CausalLM) -> None:
+def test_rejected_and_unread_requests_leave_no_state(model: CausalLM) -> None:
     engine = make_engine(model)
     for params in (
         [SamplingParams(), SamplingParams(stop="x")],
@@ -130,10 +130,10 @@ def test_nothing_stays_of_what_was_refused_half_way_or_never_read(model: CausalL
         with pytest.raises(ArgumentError):
             engine.generate([[1, 2], [3]], params)
     engine.stream([1, 2, 3])  # and nobody reads it
-    idle(engine)
+    check_idle(engine)
 
 
-def test_a_cache_smaller_than_the_context_is_the_context(model: CausalLM) -> None:
+def test_small_cache_limits_the_context(model: CausalLM) -> None:
     engine = make_engine(model, context=128, cache_tokens=32)
     assert engine.context == 32
     with pytest.raises(ArgumentError, match="may have 32"):
@@ -141,7 +141,7 @@ def test_a_cache_smaller_than_the_context_is_the_context(model: CausalLM) -> Non
     assert len(engine.generate([list(range(20))], greedy(50))[0].token_ids) == 12
 
 
-def test_a_reply_ends_with_an_end_token_or_goes_on(model: CausalLM) -> None:
+def test_eos_token_ends_the_reply_unless_ignored(model: CausalLM) -> None:
     engine = make_engine(model)
     whole = engine.generate([[1, 2, 3]], greedy(8))[0].token_ids
     engine.eos_token_ids = frozenset({whole[2]})
@@ -159,7 +159,7 @@ def test_the_shortest_context(model: CausalLM) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-9])
-def test_next_to_no_temperature_is_greedy(model: CausalLM, temperature: float) -> None:
+def test_tiny_temperature_is_greedy(model: CausalLM, temperature: float) -> None:
     engine = make_engine(model)
     cold = SamplingParams(temperature=temperature, top_k=10**30, min_p=0.1, max_tokens=8)
     assert (

@@ -1,4 +1,4 @@
-"""Every family through the engine, paged and in pieces, writes what the plain model with its plain cache writes."""
+"""Every family through the engine, paged and in chunks, writes what the plain model with its plain cache writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ pytest.importorskip("transformers", reason="transformers is what these compare w
 from fulgurite.models import CausalLM, load_model
 from fulgurite.serve.engine.request import SamplingParams
 from tests.models.reference_models import CASES, build_reference, greedy_cached, make_prompt
-from tests.serve.engines import idle, make_engine
+from tests.serve.engines import check_idle, make_engine
 
 LENGTHS = (3, 17, 30)
 NEW = 24
@@ -23,7 +23,7 @@ def model(request: pytest.FixtureRequest, tmp_path) -> CausalLM:
 
 
 def test_engine_equals_the_model_with_a_plain_cache(model: CausalLM) -> None:
-    """Prompts in pieces beside steps of others; past windows, chunks and LongRoPE's switch (48)."""
+    """Prompts in chunks beside steps of others; past windows, chunks and LongRoPE's switch (48)."""
     engine = make_engine(model, max_batched_tokens=11, context=100)
     prompts = [make_prompt(length, seed) for seed, length in enumerate(LENGTHS)]
     params = SamplingParams(max_tokens=NEW, ignore_eos=True)
@@ -31,11 +31,11 @@ def test_engine_equals_the_model_with_a_plain_cache(model: CausalLM) -> None:
     for ids, result in zip(prompts, results, strict=True):
         assert result.token_ids == greedy_cached(model, [ids], NEW)[0]
         assert result.finish_reason == "length"
-    idle(engine)
+    check_idle(engine)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "llama4", "mistral"])
-def test_blocks_behind_a_window_come_back_while_it_writes(name: str, tmp_path) -> None:
+def test_blocks_before_the_window_are_freed_during_decode(name: str, tmp_path) -> None:
     build_reference(name).save_pretrained(tmp_path)
     model = load_model(tmp_path)
     engine = make_engine(model, max_batched_tokens=8, max_sequences=1, context=100)
@@ -68,7 +68,7 @@ def test_dynamic_rope_survives_preemption(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("name", "trained"), [("llama_dynamic", 24), ("phi3", 48)])
-def test_texts_past_the_trained_length_equal_transformers(
+def test_sequences_past_the_trained_length_match_transformers(
     name: str, trained: int, tmp_path
 ) -> None:
     """Prompts that end before, at and behind the length where the rotary embedding changes."""
@@ -88,7 +88,7 @@ def test_texts_past_the_trained_length_equal_transformers(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
-def test_narrow_storage_is_near(name: str, dtype: torch.dtype, tmp_path) -> None:
+def test_low_precision_cache_is_close(name: str, dtype: torch.dtype, tmp_path) -> None:
     """Logits of the last token of a prompt; the error is that of rounding keys and values."""
     build_reference(name, initializer_range=0.05).save_pretrained(tmp_path)
     model = load_model(tmp_path)
@@ -97,7 +97,7 @@ def test_narrow_storage_is_near(name: str, dtype: torch.dtype, tmp_path) -> None
     engine = make_engine(model, kv_dtype=dtype)
     seen = []
     run = engine.runner.execute
-    engine.runner.execute = lambda pieces: seen.append(run(pieces)) or seen[-1]  # type: ignore
+    engine.runner.execute = lambda chunks: seen.append(run(chunks)) or seen[-1]  # type: ignore
     engine.generate([ids.tolist()], SamplingParams(max_tokens=1))
     bits = {torch.bfloat16: 8, torch.float16: 11, torch.float8_e4m3fn: 4}[dtype]
     error = (seen[-1][0] - exact).abs().max() / exact.abs().max()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fulgurite.serve.engine.request import SamplingParams
-from tests.serve.engines import idle, make_engine, tiny_model
+from tests.serve.engines import check_idle, make_engine, tiny_model
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [list(range(seed, seed + length)) for seed, length in enumerate((3, 17, 30, 8, 1))]
@@ -27,10 +27,10 @@ def test_the_same_tokens_as_on_the_cpu(fixed: bool) -> None:
     assert [one.token_ids for one in got] == [one.token_ids for one in wanted]
     if fixed and engine.runner.no_capture_reason is None:
         assert set(engine.runner.captured_steps) == {1, 2, 4, 8}
-    idle(engine)
+    check_idle(engine)
 
 
-def test_the_plan_comes_true() -> None:
+def test_planned_memory_matches_measured() -> None:
     """Within 5% of the most that was allocated."""
     torch.cuda.empty_cache()
     torch._C._cuda_clearCublasWorkspaces()  # so that the first matmul asks for its own

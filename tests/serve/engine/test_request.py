@@ -50,7 +50,7 @@ from fulgurite.serve.engine.request import SamplingParams
         ({"banned_token_ids": [2.0]}, "banned_token_ids contains 2.0"),
     ],
 )
-def test_wrong_values_are_named(values: dict, says: str) -> None:
+def test_invalid_values_raise(values: dict, says: str) -> None:
     with pytest.raises(ArgumentError, match=says):
         SamplingParams(**values)
 

@@ -8,12 +8,12 @@ from fulgurite.models import CausalLM
 from fulgurite.serve.engine import runner
 from fulgurite.serve.engine.engine import Engine
 from fulgurite.serve.engine.request import SamplingParams
-from tests.serve.engines import idle, make_engine, packed_model
+from tests.serve.engines import check_idle, make_engine, quantized_model
 
 
 @pytest.fixture(scope="module")
 def model() -> CausalLM:
-    return packed_model()
+    return quantized_model()
 
 
 def greedy(count: int) -> SamplingParams:
@@ -24,7 +24,7 @@ def texts(engine: Engine, prompts: list[list[int]], counts: list[int]) -> list[l
     return [one.token_ids for one in engine.generate(prompts, [greedy(n) for n in counts])]
 
 
-def test_padding_touches_nobody(model: CausalLM) -> None:
+def test_padding_does_not_write_to_blocks(model: CausalLM) -> None:
     """On a GPU three requests run in the step of four: the fourth's blocks may be somebody's by then."""
     engine = make_engine(
         model, max_sequences=4, max_batched_tokens=16, cache_tokens=96, prefix_caching=False
@@ -35,13 +35,13 @@ def test_padding_touches_nobody(model: CausalLM) -> None:
     counts = [3 + 5 * (seed % 4) for seed in range(12)]
     got = texts(engine, prompts, counts)
     assert set(engine.runner.captured_steps) == {4} and engine.runner.no_capture_reason is None
-    idle(engine)
+    check_idle(engine)
     plain = make_engine(model, max_sequences=1, prefix_caching=False)
     plain.runner.no_capture_reason = "a test"
     assert got == [texts(plain, [p], [n])[0] for p, n in zip(prompts, counts, strict=True)]
 
 
-def test_one_token_of_a_prompt_is_no_decode_step(model: CausalLM) -> None:
+def test_one_prompt_token_is_not_a_decode_step(model: CausalLM) -> None:
     """A prompt that is read a token at a time beside a writer gives no token before its end."""
     engine = make_engine(model, max_sequences=2, max_batched_tokens=2)
     prompts, counts = [[1], list(range(20, 29))], [14, 4]
@@ -50,7 +50,9 @@ def test_one_token_of_a_prompt_is_no_decode_step(model: CausalLM) -> None:
     assert texts(engine, prompts, counts) == wanted
 
 
-def test_those_used_last_are_kept(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_least_recently_used_captured_step_is_dropped(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runner, "MAX_CAPTURED_STEPS", 2)
     engine = make_engine(model)
     for requests, kept in ((1, [1]), (2, [1, 2]), (1, [2, 1]), (3, [1, 3]), (1, [3, 1])):

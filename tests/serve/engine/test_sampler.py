@@ -72,7 +72,7 @@ def test_philox(key, counter, wanted) -> None:
     assert tuple(ops.philox(np.array([key]), np.array([counter]))[0].tolist()) == wanted
 
 
-def test_uniform_numbers_are_uniform_and_apart() -> None:
+def test_philox_uniforms_are_uniform_and_independent() -> None:
     seeds = np.repeat(np.arange(100, dtype=np.uint64), 200)
     numbers = ops.philox_uniform(seeds, np.tile(np.arange(200), 100))
     assert numbers.min() >= 0 and numbers.max() < 1 and len(set(numbers.tolist())) == 20_000
@@ -99,7 +99,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_the_distribution_is_the_definitions(setting) -> None:
+def test_sampled_distribution_matches_the_reference(setting) -> None:
     logits = 2 * torch.randn(31, generator=torch.Generator().manual_seed(4))
     wanted = definition(logits, *setting)
     count = 2000
@@ -120,7 +120,7 @@ def test_the_distribution_is_the_definitions(setting) -> None:
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("size", [1, 2, 17, 300, 5000])
 @pytest.mark.parametrize("spread", [1, 6])
-def test_a_draw_is_the_step_of_the_definitions_sum(setting, size: int, spread: int) -> None:
+def test_sample_inverts_the_reference_cdf(setting, size: int, spread: int) -> None:
     """Also where more tokens are kept than are looked at first."""
     logits = spread * torch.randn(size, generator=torch.Generator().manual_seed(size))
     sums = definition(logits, *setting).cumsum()
@@ -156,7 +156,7 @@ def test_min_p_looks_at_the_distribution_before_top_k() -> None:
     assert kept_by(logits, min_p=0.6, top_k=3, top_p=0.99) == [0, 1]
 
 
-def test_impossible_tokens_are_never_drawn() -> None:
+def test_impossible_tokens_are_never_sampled() -> None:
     logits = torch.tensor([-torch.inf, 0.0, -torch.inf, -200.0, -torch.inf])
     for u in (0.0, 0.5, 1 - 2.0**-53):
         for top_p in (1.0, 0.9):
@@ -213,7 +213,7 @@ def test_frequency_and_presence_look_at_the_reply_only() -> None:
     assert logits.tolist() == [0, 0, -0.75, -1.75, 0, 0, 0, 0]
 
 
-def test_all_of_it_in_order() -> None:
+def test_logit_processing_order() -> None:
     """Bias, ban, then penalties: a bias counts before a penalty multiplies it."""
     params = SamplingParams(
         logit_bias={1: 3.0}, banned_token_ids=(0,), repetition_penalty=2.0, presence_penalty=1.0
@@ -223,7 +223,7 @@ def test_all_of_it_in_order() -> None:
     assert logits.tolist() == [-torch.inf, 2.0, -3.0, 0.5]
 
 
-def test_greedy_beside_sampling_in_one_batch() -> None:
+def test_greedy_and_sampled_requests_in_one_batch() -> None:
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
     greedy, warm = SamplingParams(), SamplingParams(temperature=5.0, seed=3)
     rows = [
@@ -238,11 +238,11 @@ def test_greedy_beside_sampling_in_one_batch() -> None:
     assert tokens[1] == Sampler().sample(logits[1:2], [request(warm)])[0]
 
 
-def test_greedy_takes_the_smallest_of_equals() -> None:
+def test_greedy_tie_breaks_to_the_smallest_id() -> None:
     assert Sampler().sample(torch.tensor([[1.0, 2.0, 2.0]]), [request(SamplingParams())]) == [1]
 
 
-def test_draws_ahead_are_those_of_each_step():
+def test_precomputed_random_numbers_match_each_step():
     """Over the edge of what is made at once; requests go, come, and stand at other positions."""
     hot = SamplingParams(temperature=0.7, top_k=500, top_p=0.9, seed=4)
     cold = SamplingParams(temperature=1e-40, min_p=0.1, seed=2**64 - 1)
@@ -272,7 +272,7 @@ def test_draws_ahead_are_those_of_each_step():
         assert found.tolist() == wanted, f"step {step}"
 
 
-def test_engines_draws_give_the_same_tokens():
+def test_reused_sampler_gives_the_same_tokens():
     logits = torch.randn(3, 40)
     rows = [request(SamplingParams(temperature=1.0, seed=seed)) for seed in range(2)]
     rows.insert(1, request(SamplingParams()))

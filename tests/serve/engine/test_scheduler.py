@@ -77,24 +77,24 @@ class Ledger:
     def step(self) -> list[ScheduledChunk]:
         scheduler = self.scheduler
         before, stopped = list(scheduler.running), scheduler.num_preemptions
-        pieces = scheduler.schedule()
-        self.check_step(pieces, before, scheduler.num_preemptions - stopped)
-        for piece in pieces:
-            self.run(piece)
-        scheduler.mark_computed(pieces)
-        for piece in pieces:
-            if piece.request.num_computed_tokens == piece.request.length:
-                self.write(piece.request)
+        chunks = scheduler.schedule()
+        self.check_step(chunks, before, scheduler.num_preemptions - stopped)
+        for chunk in chunks:
+            self.run(chunk)
+        scheduler.mark_computed(chunks)
+        for chunk in chunks:
+            if chunk.request.num_computed_tokens == chunk.request.length:
+                self.write(chunk.request)
         self.check_tables()
-        return pieces
+        return chunks
 
     def key(self, request: Request, position: int, length: int) -> object:
         """What a key stands for: all tokens up to its own, and how LongRoPE turned it."""
         turned = self.stale_after is not None and length > self.stale_after
         return request.tokens[: position + 1].tobytes(), turned
 
-    def run(self, piece: ScheduledChunk) -> None:
-        request, start, count = piece
+    def run(self, chunk: ScheduledChunk) -> None:
+        request, start, count = chunk
         assert start == request.num_computed_tokens, "keys are computed in order"
         for index, group in enumerate(self.tables.groups):
             row, keys = self.tables.block_tables[index][request.block_table_row], self.keys[index]
@@ -116,11 +116,11 @@ class Ledger:
             request.finish("length")
             self.scheduler.finish(request)
 
-    def check_step(self, pieces: list[ScheduledChunk], before: list[Request], stopped: int) -> None:
+    def check_step(self, chunks: list[ScheduledChunk], before: list[Request], stopped: int) -> None:
         running, waiting = self.scheduler.running, list(self.scheduler.waiting)
-        assert sum(piece.num_tokens for piece in pieces) <= self.max_batched_tokens
-        assert len({piece.request for piece in pieces}) == len(pieces) <= self.rows
-        assert all(piece.request.state is RequestState.RUNNING for piece in pieces)
+        assert sum(chunk.num_tokens for chunk in chunks) <= self.max_batched_tokens
+        assert len({chunk.request for chunk in chunks}) == len(chunks) <= self.rows
+        assert all(chunk.request.state is RequestState.RUNNING for chunk in chunks)
         assert all(
             request.state is RequestState.WAITING and request.block_table_row < 0
             for request in waiting
@@ -128,7 +128,7 @@ class Ledger:
         line = [*running, *waiting]
         assert line == [request for request in self.order if request in line], "nobody overtakes"
         assert not before or running[0] is before[0], "who came first is never stopped"
-        served = {piece.request for piece in pieces}
+        served = {chunk.request for chunk in chunks}
         for request in before:
             if request in running and request.length - request.num_computed_tokens == 1:
                 assert request in served, "who writes waits for nobody"
@@ -136,8 +136,8 @@ class Ledger:
             assert set(running) <= set(before), "nobody comes in while others are stopped"
         else:
             assert set(before) <= set(running)
-        left = self.max_batched_tokens - sum(piece.num_tokens for piece in pieces)
-        cut = [p for p in pieces if p.start + p.num_tokens < p.request.length]
+        left = self.max_batched_tokens - sum(chunk.num_tokens for chunk in chunks)
+        cut = [p for p in chunks if p.start + p.num_tokens < p.request.length]
         assert not (cut and left), "a prompt is cut only where the step is full"
         assert not (waiting and not running), "someone can always run"
         for request in running:
@@ -198,7 +198,7 @@ def traffic(ledger: Ledger, count: int, seed: int) -> None:
     ids=("full", "window", "chunks", "all"),
 )
 @pytest.mark.parametrize("blocks", [16, 24, 80])
-def test_every_key_is_the_right_one(groups: list[KVCacheGroup], blocks: int) -> None:
+def test_every_slot_holds_the_right_key(groups: list[KVCacheGroup], blocks: int) -> None:
     ledger = Ledger(groups, blocks)
     traffic(ledger, 60, seed=blocks)
     reused = sum(request.cached_tokens > 0 for request in ledger.order)
@@ -207,14 +207,14 @@ def test_every_key_is_the_right_one(groups: list[KVCacheGroup], blocks: int) -> 
         assert ledger.scheduler.num_preemptions > 5 and ledger.most_in_use == blocks
 
 
-def test_without_reuse_nothing_is_found() -> None:
+def test_no_prefix_hits_without_prefix_caching() -> None:
     ledger = Ledger([FULL, NARROW], 24, prefix_caching=False)
     traffic(ledger, 40, seed=1)
     assert not any(request.cached_tokens for request in ledger.order)
     assert not any(pool.block_by_hash for pool in ledger.tables.pools)
 
 
-def test_what_is_forgotten_is_not_found() -> None:
+def test_reset_prefix_cache() -> None:
     ledger = Ledger([FULL, NARROW], 24)
     traffic(ledger, 20, seed=3)
     assert all(pool.block_by_hash for pool in ledger.tables.pools)
@@ -226,7 +226,7 @@ def test_what_is_forgotten_is_not_found() -> None:
     assert any(request.cached_tokens for request in ledger.order[21:])
 
 
-def test_keys_that_grew_stale_are_computed_anew() -> None:
+def test_stale_keys_are_recomputed() -> None:
     """LongRoPE: from 21 tokens on all keys of a text are turned another way."""
     ledger = Ledger([FULL], 30, prefix_caching=False, stale_after=20)
     traffic(ledger, 40, seed=2)
@@ -235,30 +235,30 @@ def test_keys_that_grew_stale_are_computed_anew() -> None:
     request = exact.add(list(range(18)), 6)
     starts = []
     while exact.scheduler.running or exact.scheduler.waiting:
-        starts += [(request.length, piece.start) for piece in exact.step()]
+        starts += [(request.length, chunk.start) for chunk in exact.step()]
     assert [length for length, start in starts if start == 0] == [18, 21]
     long = exact.add(list(range(25)), 3)  # was too long from its start
     starts = []
     while exact.scheduler.running or exact.scheduler.waiting:
-        starts += [piece.start for piece in exact.step()]
+        starts += [chunk.start for chunk in exact.step()]
     assert starts == [0, 10, 20, 25, 26] and long.uses_long_rope
 
 
-def test_a_stopped_request_has_no_piece_in_the_step_that_stops_it() -> None:
+def test_preempted_request_has_no_chunk_in_its_step() -> None:
     """Its token was scheduled already when a text before it had to be computed anew."""
     ledger = Ledger([FULL], 4, max_batched_tokens=10, prefix_caching=False, stale_after=8)
     first, second = ledger.add(list(range(7)), 6), ledger.add([50, 51, 52], 6)
     for _ in range(2):
         ledger.step()
     assert (first.length, second.length) == (9, 5)
-    pieces = ledger.step()  # three blocks for the first, and one is left for the second's two
-    assert [(p.request, p.start, p.num_tokens) for p in pieces] == [(first, 0, 9)]
+    chunks = ledger.step()  # three blocks for the first, and one is left for the second's two
+    assert [(p.request, p.start, p.num_tokens) for p in chunks] == [(first, 0, 9)]
     assert second.num_preemptions == 1
     while ledger.scheduler.running or ledger.scheduler.waiting:
         ledger.step()
 
 
-def test_layers_that_see_equally_far_share_a_table() -> None:
+def test_layers_with_equal_windows_share_a_group() -> None:
     spec = AttentionSpec(0, 2, 1, 8, 8, 1.0, sliding_window=None, chunk_size=None, softcap=None)
     reach = [(None, None), (6, None), (None, 6), (6, None), (6, 6)]
     specs = [
@@ -268,46 +268,46 @@ def test_layers_that_see_equally_far_share_a_table() -> None:
     assert [group.layers for group in group_layers(specs)] == [(0,), (1, 3), (2,), (4,)]
 
 
-def test_writers_come_before_prompts_and_prompts_in_their_order() -> None:
+def test_decode_is_scheduled_before_prefill() -> None:
     ledger = Ledger([FULL], 80, max_batched_tokens=10)
     first = ledger.add(list(range(5)), 20)
     ledger.step()
     second, third = ledger.add(list(range(30, 48)), 3), ledger.add([70, 71], 3)
-    pieces = ledger.step()
-    assert [(p.request, p.num_tokens) for p in pieces] == [(first, 1), (second, 9)]
-    pieces = ledger.step()  # the second's last nine; nothing is left for the third
-    assert [(p.request, p.num_tokens) for p in pieces] == [(first, 1), (second, 9)]
-    pieces = ledger.step()
-    assert [(p.request, p.num_tokens) for p in pieces] == [(first, 1), (second, 1), (third, 2)]
+    chunks = ledger.step()
+    assert [(p.request, p.num_tokens) for p in chunks] == [(first, 1), (second, 9)]
+    chunks = ledger.step()  # the second's last nine; nothing is left for the third
+    assert [(p.request, p.num_tokens) for p in chunks] == [(first, 1), (second, 9)]
+    chunks = ledger.step()
+    assert [(p.request, p.num_tokens) for p in chunks] == [(first, 1), (second, 1), (third, 2)]
 
 
-def test_tokens_of_a_stopped_request_go_to_those_behind_it() -> None:
-    """A step's budget comes back with the piece of a request that is stopped in it."""
+def test_budget_of_a_preempted_chunk_is_reused() -> None:
+    """A step's budget comes back with the chunk of a request that is stopped in it."""
     ledger = Ledger([FULL], 5, rows=3, max_batched_tokens=4, prefix_caching=False)
     first, second = ledger.add([1] * 4, 12), ledger.add([2] * 4, 12)
     while first.length < 8:
         ledger.step()
     while not ledger.scheduler.num_preemptions:
-        pieces = ledger.step()
-    assert [piece.request for piece in pieces] == [first] and second.state is RequestState.WAITING
+        chunks = ledger.step()
+    assert [chunk.request for chunk in chunks] == [first] and second.state is RequestState.WAITING
     assert second.num_preemptions == 1 and second.num_computed_tokens == 0 and second.length > 4
 
 
-def test_who_is_admitted_could_write_a_token() -> None:
+def test_admitted_request_can_reach_its_first_token() -> None:
     """Room for the prompt alone is too little: the first reply would stop somebody at once."""
     ledger = Ledger([FULL], 3, rows=2, max_batched_tokens=16, prefix_caching=False)
     ledger.add([1] * 4, 4)
     ledger.step()  # two blocks: four tokens, and the next one's
     second = ledger.add([2] * 4, 2)
-    pieces = ledger.step()
-    assert second.state is RequestState.WAITING and len(pieces) == 1
+    chunks = ledger.step()
+    assert second.state is RequestState.WAITING and len(chunks) == 1
     small = Ledger([FULL], 3, rows=2, max_batched_tokens=16, prefix_caching=False)
     assert [p.num_tokens for p in (small.add([1] * 11, 1), small.step())[1]] == [
         11
     ]  # all of three blocks
 
 
-def test_what_was_given_back_is_taken_oldest_first_and_from_a_texts_end() -> None:
+def test_free_blocks_are_reused_in_lru_order() -> None:
     """The beginning of a text is found longest; blocks that hold nothing whole go before all others."""
     made = BlockManager([FULL], [BlockPool(6)], make_limits(2, 8))
     old, new = (Request(n, [t] * 10, SamplingParams(), CONTEXT) for n, t in (("a", 1), ("b", 2)))
@@ -323,7 +323,7 @@ def test_what_was_given_back_is_taken_oldest_first_and_from_a_texts_end() -> Non
     assert list(made.pools[0].free_blocks) == [other, half, b, a, d, c]
 
 
-def test_what_is_found_must_be_seen_whole_by_every_layer() -> None:
+def test_prefix_must_be_cached_for_every_group() -> None:
     """Where one end of a beginning fails, the next shorter one may fail too."""
     made = BlockManager([FULL, NARROW], [BlockPool(20) for _ in range(2)], make_limits(4, 8))
     ids = list(range(30))
@@ -353,11 +353,11 @@ def test_what_is_found_must_be_seen_whole_by_every_layer() -> None:
         (CHUNKED, 23, 16),
     ],
 )
-def test_how_far_back_layers_see(group: KVCacheGroup, position: int, oldest: int) -> None:
+def test_first_visible_key(group: KVCacheGroup, position: int, oldest: int) -> None:
     assert group.first_visible(position) == oldest == first_seen(group, position)
 
 
-def test_one_request_may_have_what_the_smallest_pool_holds() -> None:
+def test_max_request_tokens_is_set_by_the_smallest_pool() -> None:
     def capacity(full: int, narrow: int) -> int:
         pools = [BlockPool(full), BlockPool(narrow)]
         return BlockManager([FULL, NARROW], pools, make_limits(2, 8)).max_request_tokens()
