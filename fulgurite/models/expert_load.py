@@ -3,7 +3,7 @@ out.
 
     with record_expert_load(model) as load_LE:
         model(token_ids, positions)
-    rebalance(load_LE, ranks=8)
+    rebalance_experts(load_LE, ranks=8)
 
 Hooks on the routers count the tokens. Replayed steps (CUDA graphs, recorded native calls) do not
 call the routers, so run the model eagerly while counting.

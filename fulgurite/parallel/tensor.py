@@ -197,7 +197,7 @@ class _Parallelizer:
 
     def _shard_attention(self, name: str) -> None:
         module, sharder = self.model.get_submodule(name), self.sharder
-        spec: Any = module.spec  # models.kv_cache.AttentionSpec; models imports this package
+        spec: Any = module.spec  # models.attention_spec.AttentionSpec; models imports this package
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
         ranges = shard_heads(heads, kv_heads, self.axis.index, self.axis.size)
         if ranges is None:

@@ -86,7 +86,7 @@ def _check(x: Tensor, offsets: Tensor, weight: Tensor, gate: GatedActivation) ->
         raise ArgumentError(
             f"offsets must be int32[{weight.shape[0]}], the end of each expert's rows, and is "
             f"{dtype}{list(offsets.shape)}",
-            next="take them from fulgurite.kernels.moe.sort_by_expert",
+            next="take them from fulgurite.kernels.moe.ops.sort_by_expert",
         )
     if gate.is_gated and weight.shape[1] % 2:
         raise ArgumentError(
@@ -99,7 +99,7 @@ def _check_rows(x: Tensor, row_indices: Tensor | None, row_weights: Tensor | Non
     if row_indices is not None and (row_indices.dtype != torch.int32 or row_indices.dim() != 1):
         raise ArgumentError(
             f"row_indices must be int32 [S], and are {row_indices.dtype} {list(row_indices.shape)}",
-            next="pass ExpertOrder.token_S of fulgurite.kernels.moe.sort_by_expert",
+            next="pass ExpertOrder.token_S of fulgurite.kernels.moe.ops.sort_by_expert",
         )
     rows = x.shape[0] if row_indices is None else row_indices.shape[0]
     if row_weights is not None and tuple(row_weights.shape) != (rows,):
