@@ -121,12 +121,20 @@ def build_parser() -> argparse.ArgumentParser:
     bench_parser = commands.add_parser(
         "bench", help="run a benchmark suite, with eager and torch.compile as baselines"
     )
-    bench_parser.add_argument("suite", choices=[*sorted(SUITES), REPORT])
-    bench_parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     bench_parser.add_argument(
-        "--output", metavar="FILE", help="where results go (default: benchmarks/)"
+        "suite",
+        choices=[*sorted(SUITES), REPORT],
+        help="what to measure; report: write benchmarks/README.md from the saved results",
     )
-    bench_parser.add_argument("--quick", action="store_true", help="fewer cases and repeats")
+    bench_parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu or cuda (default: cuda if there is a GPU)",
+    )
+    bench_parser.add_argument(
+        "--output", metavar="FILE", help="JSON file for the results (default: in benchmarks/)"
+    )
+    bench_parser.add_argument("--quick", action="store_true", help="run fewer cases and repeats")
     return top
 
 

@@ -208,7 +208,7 @@ class Compiled:
     def replace_trace(
         self, edited: str | Path | Trace, graph: int = -1, kind: Kind | None = None
     ) -> None:
-        """Run an edited trace (its text, a file, or a Trace) in place of a final one."""
+        """Run an edited trace (its text, a file, or a Trace) instead of the final trace of a graph."""
         if isinstance(edited, Path):
             edited = edited.read_text(encoding="utf-8")
         self.session.replace_trace(str(edited), graph, kind)
@@ -261,15 +261,23 @@ def compile(
 ) -> Any:
     """Compile a function, a method or an nn.Module. Also a decorator, with or without options.
 
-    executors     executors in order of priority: names or `Executor` objects (default: fuser, torch)
-    transforms    functions Trace -> Trace, run after the built-in ones
-    dynamic       True: sizes are symbolic from the start; False: never; None: once a size changes
-    fullgraph     raise an error at a graph break instead of running that part in Python
-    remat         what backward recomputes: "none", "mincut" (fewest bytes saved), "full"
-    granularity   "blocks": compile repeated layers once; "model": one graph; "auto": choose
-    autotune      "auto": a generated region falls back to torch if torch is faster; True: time each
-                  region on every executor that can run it; False: measure nothing
-    cudagraph     replay GPU work as CUDA graphs after warm-up
+    Args:
+        function: the function, method or module to compile. None: return a decorator.
+        executors: executors in order of priority: names or `Executor` objects. Default: `fuser`,
+            then `torch`.
+        transforms: functions `Trace -> Trace`, run after the built-in ones.
+        dynamic: True: sizes are symbolic from the start. False: never. None: once a size changes.
+        fullgraph: raise `GraphBreakError` at a graph break instead of running that part in Python.
+        remat: what backward recomputes: `"none"`, `"mincut"` (fewest bytes saved) or `"full"`.
+        granularity: `"blocks"`: compile repeated layers once. `"model"`: one graph. `"auto"`: choose.
+        autotune: `"auto"`: a generated region falls back to torch if torch is faster. True: time
+            each region on every executor that can run it. False: measure nothing. None: the value
+            of `FULGURITE_AUTOTUNE`, or `"auto"`.
+        cudagraph: replay GPU work as CUDA graphs after warm-up.
+
+    Returns:
+        A `Compiled` function, or a module of a subclass of the original's class. Both have
+            `.last_trace()`, `.history`, `.explain()` and the other members of `Compiled`.
     """
     options = make_options(
         executors=executors,

@@ -1,21 +1,23 @@
-"""Errors that Fulgurite raises. Each says what went wrong, where, and what to do next.
+"""Errors that Fulgurite raises.
 
-FulguriteError
-├── ArgumentError (also ValueError)    an argument has a value that is not allowed
-├── CaptureError                       the program could not be captured
-│   ├── GraphBreakError                fullgraph=True and something in the program breaks the graph
-│   └── OpError (also RuntimeError)    an op of the program rejects its inputs
-├── CompileError                       a transform, an executor or a compiler failed
-│   ├── VerifyError                    a trace breaks a rule of its stage; names the transform at fault
-│   └── FusionError                    fuse() met an op that can't be part of a generated kernel
-├── TraceTextError (also ValueError)   the text of an edited trace could not be loaded
-├── NonFiniteError (also ArithmeticError)   find_nonfinite found the op that produced a NaN or infinity
-├── FormatError (also ValueError)      a number format can't hold the tensor, or the device lacks it
-├── WeightsError (also ValueError)     a checkpoint lacks a tensor, has an unknown one, or is damaged
-├── ReplayError                        a step can't be recorded: it is more than native kernels and views
-├── CapacityError (also MemoryError)   a model does not fit into memory
-├── RankError (also RuntimeError)      another rank failed, timed out or left
-└── CacheError (also OSError)          the kernel cache can't be used
+Each says what went wrong, where, and what to do next. All are subclasses of `FulguriteError`.
+
+    FulguriteError
+    ├── ArgumentError (also ValueError)    an argument has a value that is not allowed
+    ├── CaptureError                       the program could not be captured
+    │   ├── GraphBreakError                fullgraph=True, and the program breaks the graph
+    │   └── OpError (also RuntimeError)    an op of the program rejects its inputs
+    ├── CompileError                       a transform, an executor or a compiler failed
+    │   ├── VerifyError                    a trace breaks a rule of its stage; names the transform at fault
+    │   └── FusionError                    fuse() met an op that can't be part of a generated kernel
+    ├── TraceTextError (also ValueError)   the text of an edited trace could not be loaded
+    ├── NonFiniteError (also ArithmeticError)   find_nonfinite found the op that produced a NaN or infinity
+    ├── FormatError (also ValueError)      a number format can't hold the tensor, or the device lacks it
+    ├── WeightsError (also ValueError)     a checkpoint lacks a tensor, has an unknown one, or is damaged
+    ├── ReplayError                        a step can't be recorded: it runs more than native kernels and views
+    ├── CapacityError (also MemoryError)   a model, or the rows of an expert-parallel rank, don't fit
+    ├── RankError (also RuntimeError)      another rank failed, timed out or left
+    └── CacheError (also OSError)          the kernel cache can't be used
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class CaptureError(FulguriteError):
 
 
 class GraphBreakError(CaptureError):
-    """fullgraph=True was asked for and the program breaks the graph."""
+    """The program breaks the graph, and `fullgraph=True`."""
 
 
 class OpError(CaptureError, RuntimeError):
@@ -88,7 +90,7 @@ class WeightsError(FulguriteError, ValueError):
 
 
 class CapacityError(FulguriteError, MemoryError):
-    """A model does not fit into memory. The message says what would."""
+    """A model does not fit into memory, or a rank would receive too many rows. Lists what would fit."""
 
 
 class RankError(FulguriteError, RuntimeError):

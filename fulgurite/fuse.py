@@ -1,4 +1,4 @@
-"""`fulgurite.fuse`: a function becomes generated kernels only, or an error names the op that can't.
+"""`fulgurite.fuse`: compiles a function to generated kernels only, or names the op that can't be fused.
 
 In: a function of tensors. Out: a `Fused` function: call it like the original; `.kernels` lists its
 kernels.
@@ -58,6 +58,9 @@ class Fused(Compiled):
 
 
 def fuse(function: Callable[..., Any], *, dynamic: bool | None = None) -> Fused:
-    """Compile a function to generated kernels only. The first call raises FusionError if it can't."""
+    """Compile a function to generated kernels only.
+
+    The first call raises `FusionError` if an op can't be fused. `.kernels` lists the kernels.
+    """
     options = make_options(executors=[FUSER, _RejectingExecutor()], dynamic=dynamic, fullgraph=True)
     return Fused(function, options)

@@ -58,10 +58,17 @@ def quantize(
 ) -> QuantReport:
     """Quantize the linears of a model in place, for inference.
 
-    config      a name in `QUANT_CONFIGS`, a number format, or a `QuantConfig`
-    skip        patterns of module names that stay dense
-    calibrate   input batches for static activation scales: tensors, or tuples or dicts of arguments
-    progress    show a progress bar
+    Args:
+        model: the module whose linears and experts are quantized.
+        config: a name in `QUANT_CONFIGS`, a number format, or a `QuantConfig`.
+        skip: patterns of module names that stay dense.
+        calibrate: input batches for static activation scales: tensors, or tuples or dicts of
+            arguments.
+        progress: show a progress bar.
+
+    Returns:
+        A report that prints as a table, with format, bytes and SQNR of each layer, and the reason
+            for each skipped one.
     """
     if not isinstance(model, nn.Module) or type(model) is nn.Linear:
         raise ArgumentError(

@@ -122,7 +122,7 @@ def _ignore_tracing_in_other_threads() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """A line where capture stopped and Python took over."""
+    """A graph break: the line that TorchDynamo could not capture, the reason, and what to do (`hint`)."""
 
     reason: str
     hint: str

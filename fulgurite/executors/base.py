@@ -17,7 +17,10 @@ from fulgurite.errors import ArgumentError
 
 
 class Executor(ABC):
-    """Runs the ops it claims. A region is a graph of claimed neighbors with flat inputs and outputs."""
+    """Runs the ops that it claims.
+
+    A region is a graph of neighbouring claimed ops, with flat inputs and a tuple of outputs.
+    """
 
     name: ClassVar[str]
     # composite ops may be decomposed so that this executor can claim the decomposed ops
@@ -68,6 +71,7 @@ def register_executor(executor: Executor) -> Executor:
 
 
 def executor_names() -> list[str]:
+    """Names that `compile(executors=[...])` accepts."""
     return list(_REGISTERED)
 
 

@@ -25,7 +25,7 @@ from fulgurite.trace.node_meta import has_fake_value, set_fake_value
 def region(executor: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Mark a function of a printed trace as a region that `executor` runs.
 
-    A region that was a CUDA graph runs call by call: an edited trace is there to be debugged.
+    A region that was captured as a CUDA graph runs call by call, so that it can be debugged.
     """
     if executor == CudaGraphExecutor.name:
         return lambda function: function

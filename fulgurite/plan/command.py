@@ -83,7 +83,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--model",
         required=True,
         metavar="NAME",
-        help="a known name (deepseek-v3), a folder, or a .gguf file",
+        help="a preset such as deepseek-v3, a folder, or a .gguf file",
     )
     model.add_argument(
         "--format",
@@ -93,7 +93,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--kv-dtype",
         default="auto",
         choices=["auto", *KV_CACHE_DTYPES],
-        help="dtype of cached keys and values",
+        help="dtype of the KV cache",
     )
     gpus = command.add_argument_group("GPUs")
     gpus.add_argument("--gpus", default="1", help="number: 8, or 8x2 for two nodes of eight")
@@ -102,9 +102,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--memory", type=float, metavar="GIB", help="memory of a GPU (default: of its type)"
     )
     for axis, text in (
-        ("data", "replicas with requests of their own"),
-        ("tensor", "ranks that share each weight"),
-        ("expert", "ranks that share the experts"),
+        ("data", "data-parallel replicas, each with its own requests"),
+        ("tensor", "ranks over which each weight is sharded"),
+        ("expert", "ranks over which experts are distributed"),
     ):
         gpus.add_argument(f"--{axis}", type=int, metavar="N", help=f"{text} (default: searched)")
     use = command.add_argument_group("use")
@@ -118,7 +118,10 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--batch", type=int, metavar="N", help="requests at once (default: as many as fit)"
     )
     use.add_argument(
-        "--max-batched-tokens", type=int, metavar="N", help="most tokens of a step of one replica"
+        "--max-batched-tokens",
+        type=int,
+        metavar="N",
+        help="maximum number of tokens of a step, per replica",
     )
     experts = command.add_argument_group("experts")
     experts.add_argument(

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 class QuantConfig:
     """The formats of weights and activations.
 
-    weights              number format of the weights
-    activations          None: the fastest on the device. "none": not quantized. A number format:
-                         activations are quantized to it on the fly
-    static_activations   use scales that are calibrated on the batches of `calibrate`, instead of
-                         scales computed on the fly
+    Attributes:
+        weights: number format of the weights.
+        activations: None: the fastest format of the device. `"none"`: not quantized. A number
+            format: activations are quantized to it on the fly.
+        static_activations: use scales that `quantize(..., calibrate=batches)` measures, instead of
+            scales computed on the fly.
     """
 
     weights: str

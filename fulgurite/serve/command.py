@@ -46,13 +46,16 @@ def add_options(command: argparse.ArgumentParser, max_tokens: int) -> None:
     model.add_argument("--device", help="cpu or cuda (default: cuda if there is a GPU)")
     model.add_argument("--threads", type=int, metavar="N", help="number of CPU threads")
     model.add_argument(
-        "--context", type=int, metavar="N", help="most tokens of prompt and reply together"
+        "--context",
+        type=int,
+        metavar="N",
+        help="maximum number of tokens of prompt and reply together",
     )
     model.add_argument(
         "--kv-dtype",
         default="auto",
         choices=["auto", *KV_CACHE_DTYPES],
-        help="dtype of cached keys and values",
+        help="dtype of the KV cache",
     )
     model.add_argument(
         "--dequantize",
@@ -66,9 +69,9 @@ def add_options(command: argparse.ArgumentParser, max_tokens: int) -> None:
     ranks = command.add_argument_group(
         "ranks", "processes that run one model: started here, or by torchrun on several machines"
     )
-    for name, text in (("tensor", "weights"), ("expert", "experts")):
+    for name, text in (("tensor", "weights are sharded"), ("expert", "experts are distributed")):
         ranks.add_argument(
-            f"--{name}", type=int, default=1, metavar="N", help=f"ranks that share the {text}"
+            f"--{name}", type=int, default=1, metavar="N", help=f"ranks over which {text}"
         )
     reply = command.add_argument_group("reply")
     reply.add_argument("--system", metavar="TEXT", help="system message of the conversation")
@@ -77,7 +80,7 @@ def add_options(command: argparse.ArgumentParser, max_tokens: int) -> None:
         type=int,
         default=max_tokens,
         metavar="N",
-        help=f"most tokens of a reply (default {max_tokens})",
+        help=f"maximum number of tokens of a reply (default {max_tokens})",
     )
     reply.add_argument(
         "--stop",
@@ -93,7 +96,7 @@ def _add_sampling_options(group: argparse._ArgumentGroup) -> None:
     for name, default, text in (
         ("temperature", 0.0, "0 (default): greedy decoding"),
         ("top-p", 1.0, "sample from the most likely tokens of this total probability; 1: all"),
-        ("min-p", 0.0, "least probability relative to the most likely token; 0: no limit"),
+        ("min-p", 0.0, "minimum probability relative to the most likely token; 0: no limit"),
         ("repetition-penalty", 1.0, "above 1: tokens of prompt and reply become less likely"),
     ):
         group.add_argument(f"--{name}", type=float, default=default, metavar="X", help=text)

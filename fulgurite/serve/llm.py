@@ -55,25 +55,25 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 class LLMConfig:
     """The options of an `LLM`.
 
-    dtype                dtype of weights that are not quantized. None: the checkpoint's, or float32
-                         on a CPU without instructions for it; GGUF files on a GPU: bfloat16
-    device               cpu or cuda; None: cuda if there is a GPU
-    kv_dtype             dtype of cached keys and values: float32, bfloat16, float16, fp8 or auto.
-                         auto: the model's dtype; float16 for quantized weights on a CPU
-    context              most tokens of prompt and reply together; None: the model's maximum
-    max_sequences        most requests that run at once, more wait; None: 16, on a GPU 64
-    max_batched_tokens   most tokens that one step computes; None: 512, on a GPU 4096
-    cache_tokens         tokens that the KV cache holds; None: as many as can be used and fit
-    keep_quantized       whether quantized weights of the file (GGUF, FP8) stay quantized, which needs
-                         less memory; CPUs then also quantize activations to 8 bits. False: weights
-                         are dequantized while loading. None: True where there are kernels (GGUF: on
-                         CPUs, and on GPUs in 16 bits)
-    quantize             a format or config of `fulgurite.quantize` to quantize the linears of a
-                         dense model with
-    prefix_caching       whether requests with the same prefix share KV-cache blocks
-    tensor, expert       number of ranks that share the weights, and the experts
-    data                 number of replicas with requests of their own; None: all ranks that are left
-    timeout              seconds that ranks wait for each other within a step
+    Attributes:
+        dtype: dtype of weights that are not quantized. None: the checkpoint's, or float32 on a CPU
+            without instructions for it; bfloat16 for GGUF files on a GPU.
+        device: `cpu` or `cuda`. None: `cuda` if there is a GPU.
+        kv_dtype: dtype of the KV cache: `float32`, `bfloat16`, `float16`, `fp8` or `auto`. `auto`:
+            the model's dtype; float16 for quantized weights on a CPU.
+        context: maximum number of tokens of prompt and reply together. None: the model's maximum.
+        max_sequences: maximum number of requests that run at once; others wait. None: 16, on a GPU 64.
+        max_batched_tokens: maximum number of tokens of a step. None: 512, on a GPU 4096.
+        cache_tokens: tokens that the KV cache holds. None: as many as can be used and fit.
+        keep_quantized: keep quantized weights of the file (GGUF, FP8) quantized. CPUs then also
+            quantize activations to 8 bits. False: dequantize weights while loading. None: True where
+            there are kernels (GGUF: on CPUs, and on GPUs in 16 bits).
+        quantize: a format or config name of `fulgurite.quantize`, for the linears of a dense model.
+        prefix_caching: share KV-cache blocks between requests with the same prefix.
+        data: data-parallel replicas, each with its own requests. None: all remaining ranks.
+        tensor: tensor-parallel size: the number of ranks over which weights are sharded.
+        expert: expert-parallel size: the number of ranks over which experts are distributed.
+        timeout: seconds that ranks wait for each other within a step.
     """
 
     dtype: torch.dtype | None = None
@@ -95,12 +95,16 @@ class LLMConfig:
 class LLM:
     """A model to generate text with.
 
-    `name` is a folder, a file, `smollm2`, or a name on the hub (models/loading/hub.py). Options are
-    the fields of `LLMConfig`: `LLM(name, context=4096)` is `LLM(name, LLMConfig(context=4096))`.
-
     A single process starts the other ranks of `data`, `tensor` and `expert` on this machine. Under
-    torchrun every rank creates the same LLM. Rank 0 is the driver; all other ranks call `close()`
-    and work until the driver closes, too.
+    torchrun every rank creates the same `LLM`. Rank 0 is the driver and takes requests. All other
+    ranks call `close()`, which runs their steps until the driver closes, too.
+
+    Args:
+        name: a folder, a `.safetensors` or `.gguf` file, `smollm2`, or a model on the Hugging Face
+            Hub (`owner/model`).
+        config: the options. None: the defaults of `LLMConfig`.
+        **options: fields of `LLMConfig`, which override `config`. `LLM(name, context=4096)` is
+            `LLM(name, LLMConfig(context=4096))`.
     """
 
     def __init__(self, name: str | Path, config: LLMConfig | None = None, **options: Any) -> None:
@@ -170,7 +174,7 @@ class LLM:
         return self.mesh is None or self.mesh.rank == 0
 
     def close(self) -> None:
-        """Shut down all ranks. The driver stops the workers; a worker works until then."""
+        """Shut down all ranks. The driver stops the workers; on a worker this runs steps until then."""
         coordinator, self.coordinator = self.coordinator, None
         if coordinator is None or self.mesh is None:
             return
@@ -197,7 +201,7 @@ class LLM:
         self.close()
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[Result]:
-        """The results of all prompts, in order; a single prompt gives a list of one."""
+        """Generate replies to all prompts. Results are in order; a single prompt gives a list of one."""
         return self.engine.generate(_as_prompt_list(prompts), params)
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Result:
@@ -207,11 +211,11 @@ class LLM:
     def stream(
         self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
     ) -> Iterator[Update]:
-        """The updates of one prompt or conversation as they come."""
+        """Generate a reply to one prompt or conversation, and yield `Update`s as its text grows."""
         return self.engine.stream(self.to_prompt(prompt), params)
 
     def as_async(self) -> AsyncEngine:
-        """The engine for asyncio. Use the engine only through it from now on."""
+        """The engine for asyncio. After this call, use the engine only through the returned object."""
         return AsyncEngine(self.engine)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:

@@ -54,7 +54,13 @@ def transform(
     phase: Phase = "after_autograd",
     name: str | None = None,
 ) -> Transform | Callable[[TraceFunction], Transform]:
-    """Make a Transform from a function. A decorator, with or without arguments."""
+    """Make a `Transform` from a function `Trace -> Trace`. A decorator, with or without arguments.
+
+    Args:
+        change: the function. None: return a decorator.
+        phase: `"before_autograd"`, `"after_autograd"` or `"after_claim"`.
+        name: the stage name in `compiled.history`. Default: the name of the function.
+    """
     if phase not in get_args(Phase):
         raise ArgumentError(f"phase={phase!r} is not a phase", next=f"one of {get_args(Phase)}")
 

@@ -1,7 +1,7 @@
 """Time per op, as a table.
 
-In: a claimed Trace. Out: the same with timers around every call. The times are collected in the `TimeOps`
-object, which prints as a table.
+In: a claimed Trace. Out: the same with every call timed. The times are collected in the `TimeOps` object,
+which prints as a table.
 
     times = fulgurite.TimeOps()
     compiled = fulgurite.compile(model, transforms=[times.transform])
@@ -40,7 +40,10 @@ class Row:
 
 
 class TimeOps:
-    """Collects the time of every call in functions compiled with `.transform`."""
+    """Collects the time of every call in functions compiled with `.transform`.
+
+    Pass `times.transform` to `compile(transforms=[...])`, call the function, then `print(times)`.
+    """
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
@@ -50,6 +53,7 @@ class TimeOps:
 
     @property
     def transform(self) -> Transform:
+        """The transform that adds the timers."""
         return Transform("time_ops", "after_claim", self._instrument)
 
     def _instrument(self, trace: Trace) -> Trace:

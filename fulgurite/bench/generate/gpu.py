@@ -252,7 +252,7 @@ def _time_sampling(engine: Engine, how: str, batch: int) -> dict[str, Any]:
         times.append(_time(lambda: sampler.sample(logits, requests)))
         for request in requests:
             request.append(0)
-    return {"what": f"draw: {how}", "batch": batch, "ms": 1e3 * statistics.median(times[2:])}
+    return {"what": f"sampling: {how}", "batch": batch, "ms": 1e3 * statistics.median(times[2:])}
 
 
 def _row(what: str, batch: int, seconds: float, floor: float, tokens: int) -> dict[str, Any]:

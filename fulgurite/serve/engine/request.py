@@ -33,17 +33,23 @@ NO_BIAS: Mapping[int, float] = {}
 class SamplingParams:
     """How tokens are sampled and when a request stops. The default is greedy decoding.
 
-    temperature             0: greedy; `top_p`, `top_k` and `min_p` are then ignored
-    top_p, top_k, min_p     filters; 1, 0 and 0 turn them off
-    max_tokens              most tokens of the reply
-    stop, stop_token_ids    strings and tokens that end the reply; strings are not part of its text
-    ignore_eos              whether end-of-sequence tokens don't end the reply
-    seed                    the seed and the position of a token determine its random number;
-                            None: a random seed, see `Request.seed`
-    repetition_penalty, frequency_penalty, presence_penalty    see sampler.py
-    logit_bias              token id → a number that is added to its logit
-    banned_token_ids        tokens that are never sampled
-    logprobs                n: report the log-probability of the sampled token and of the top n
+    Attributes:
+        temperature: 0: greedy decoding, which ignores `top_p`, `top_k` and `min_p`.
+        top_p: sample from the most likely tokens of this total probability. 1: all.
+        top_k: sample from the k most likely tokens. 0: all.
+        min_p: minimum probability relative to the most likely token. 0: no limit.
+        max_tokens: maximum number of tokens of the reply.
+        stop: strings that end the reply. They are not part of its text.
+        stop_token_ids: tokens that end the reply.
+        ignore_eos: continue after an end-of-sequence token.
+        seed: the seed and the position of a token determine its random number. None: a random seed,
+            see `Request.seed`.
+        repetition_penalty: above 1, tokens of prompt and reply become less likely. 1: off.
+        frequency_penalty: subtracted from a logit for each occurrence in the reply. 0: off.
+        presence_penalty: subtracted once from the logits of tokens in the reply. 0: off.
+        logit_bias: token id → a number that is added to its logit.
+        banned_token_ids: tokens that are never sampled.
+        logprobs: n: report the log-probability of the sampled token and of the top n.
     """
 
     temperature: float = 0.0

@@ -92,6 +92,8 @@ def test_a_whole_run(monkeypatch):
     assert all(row["ms"] > 0 for row in rows)
     assert all(0 < row["percent"] <= 100 for row in rows[:3])
     assert "transformers_ms" in rows[2] and "transformers_ms" not in rows[1]
-    assert {row["what"] for row in rows[3:]} == {f"draw: {how}" for how in suite.SAMPLING_SETTINGS}
+    assert {row["what"] for row in rows[3:]} == {
+        f"sampling: {how}" for how in suite.SAMPLING_SETTINGS
+    }
     text = suite.format_table(rows)
     assert "prefill" in text and "of floor" in text and "top-k, top-p" in text

@@ -13,6 +13,8 @@ from fulgurite.kernels.grouped_gemm import reference
 from fulgurite.kernels.grouped_gemm.args import DENSE, GroupedGemmArgs
 from fulgurite.kernels.moe.ops import ExpertOrder
 from fulgurite.kernels.moe.reference import sort_by_expert
+from fulgurite.kernels.tuning import LaunchConfig
+from fulgurite.kernels.tuning.generic import GenericHeuristics
 from fulgurite.quant import QuantTensor
 from tests.kernels.moe.cases import make_routes
 
@@ -89,3 +91,14 @@ def assert_near(actual: Tensor, expected: Tensor, order: ExpertOrder) -> None:
     error = (actual.double() - expected).abs().max().item()
     assert error <= 6 * torch.finfo(actual.dtype).eps * max(1.0, expected.abs().max().item())
     assert not actual[order.offsets_E[-1] :].any()
+
+
+class FixedConfig(GenericHeuristics):
+    """One config for every 4-bit grouped GEMM."""
+
+    def __init__(self, config: LaunchConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def grouped_gemm_4bit(self, *_) -> LaunchConfig:
+        return self.config

@@ -11,9 +11,9 @@ from fulgurite.kernels.elementwise.gated_activation import UNGATED
 from fulgurite.kernels.grouped_gemm import triton_4bit, triton_grouped_gemm
 from fulgurite.kernels.grouped_gemm.args import GroupedGemmArgs
 from fulgurite.kernels.tuning import LaunchConfig, override_heuristics
-from fulgurite.kernels.tuning.generic import GenericHeuristics
 from fulgurite.quant import quantize
 from tests.kernels.grouped_gemm.cases import (
+    FixedConfig,
     Problem,
     Shape,
     assert_near,
@@ -63,17 +63,6 @@ def check(shape: Shape, format: str, with_epilogue: bool, is_gathered: bool = Tr
 def test_gathered_and_gated(shape: Shape, format: str, results: list[bool]) -> None:
     check(shape, format, with_epilogue=shape[0] % 2 == 1)
     assert results == [True]
-
-
-class FixedConfig(GenericHeuristics):
-    """One config for every 4-bit grouped GEMM."""
-
-    def __init__(self, config: LaunchConfig) -> None:
-        super().__init__()
-        self.config = config
-
-    def grouped_gemm_4bit(self, *_) -> LaunchConfig:
-        return self.config
 
 
 @pytest.mark.parametrize("block_m, block_k", [(16, 256), (32, 128), (64, 128), (128, 128)])

@@ -30,8 +30,7 @@ from fulgurite.kernels.quantize.ops import quantize_op
 from fulgurite.kernels.tuning import LaunchConfig, override_heuristics
 from fulgurite.quant import quantize
 from tests.kernels.compile_support import compile_launches, stack_bytes
-from tests.kernels.grouped_gemm.cases import with_quantized_weight
-from tests.kernels.grouped_gemm.test_triton_4bit import FixedConfig
+from tests.kernels.grouped_gemm.cases import FixedConfig, with_quantized_weight
 
 pytestmark = pytest.mark.slow
 BF16 = torch.bfloat16
