@@ -97,8 +97,8 @@ def concat_columns(w0, w1, w2, w3):
     """[w0, w1, w2, w3] as one tile, by renaming registers only."""
     BLOCK_N: tl.constexpr = w0.shape[0]
     WIDE: tl.constexpr = w0.shape[1]
-    joined = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # nibble 2 i + j at [..., i, j]
-    return tl.reshape(tl.permute(joined, (0, 2, 3, 1)), [BLOCK_N, 4 * WIDE])
+    nibbles = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # nibble 2 i + j at [..., i, j]
+    return tl.reshape(tl.permute(nibbles, (0, 2, 3, 1)), [BLOCK_N, 4 * WIDE])
 
 
 @triton.jit
