@@ -90,7 +90,7 @@ def peak_bytes() -> Callable[..., int]:
     def measure(call: Callable[..., object], *inputs: object) -> int:
         call(*inputs)  # what is warm stays
         kinds = [ProfilerActivity.CPU]
-        memory_pool.set_pooling(False)  # kept blocks are not torch's: nobody would see them
+        memory_pool.set_pooling(False)  # pooled blocks are not torch's, so a leak would not show
         try:
             with profile(activities=kinds, profile_memory=True, acc_events=True) as seen:
                 call(*inputs)

@@ -36,16 +36,12 @@ from fulgurite.kernels.dispatch import triton_dispatch as kernels
 from fulgurite.kernels.dispatch.buffers import NUM_BUFFERS, DispatchConfig
 from fulgurite.kernels.dispatch.wire_format import WireFormat
 from fulgurite.kernels.integer_math import cdiv, next_power_of_2
-from fulgurite.kernels.tuning.heuristics import num_sms
+from fulgurite.kernels.tuning.heuristics import heuristics_for
 from fulgurite.parallel.dispatcher import DispatchedTokens
 from fulgurite.parallel.mesh import Axis
 
 MAX_POLLS = 1 << 26  # of a flag before a rank counts as lost: about 30 s on an H200
 COMBINE_FORMATS = ("bf16", "f16", "f32")
-MAX_BLOCK = 8192  # values of a row that one program holds at once
-MAX_COMBINE_BLOCK = 1024  # the same for sums of results
-COMBINE_PROGRAMS_PER_SM = 16  # of the persistent combine kernel
-LAYOUT_BLOCK = 512  # tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +91,10 @@ class SymmetricMemoryDispatcher:
         self.step = torch.zeros(1, dtype=torch.int32, device=device)
         self.status = torch.zeros(2, dtype=torch.int32, device=device)
         self.in_flight = 0
-        self.combine_programs = COMBINE_PROGRAMS_PER_SM * num_sms(device)
+        self.heuristics = heuristics_for(device)
+        self.send_config = self.heuristics.dispatch_row(self.dispatch_wire.row_bytes // 4)
+        self.receive_config = self.heuristics.dispatch_row(config.hidden_size)
+        self.combine_config = self.heuristics.dispatch_combine(config.hidden_size)
         # The layout of one of the two buffers: headers, rows, returns, flags.
         inbox_rows = axis.size * self.buffers.rows
         self.rows_offset = inbox_rows * self.buffers.header_bytes
@@ -127,17 +126,17 @@ class SymmetricMemoryDispatcher:
         kernels.dispatch_layout_kernel[(size,)](
             slots_Tk, row_index_TW, counts_W, self.step, step, self.status, tokens,
             self.axis.index, self.config.experts_per_rank,
-            BLOCK=LAYOUT_BLOCK, num_warps=8, **shared,
+            BLOCK=self.heuristics.dispatch_layout.block_m,
+            num_warps=self.heuristics.dispatch_layout.num_warps, **shared,
         )  # fmt: skip
-        row_words = self.dispatch_wire.row_bytes // 4
         kernels.dispatch_send_kernel[(max(tokens, 1), size)](
             self.dispatch_wire.pack(x_TD).view(torch.int32), slots_Tk, weights_Tk.contiguous(),
             row_index_TW, counts_W, self.buffer.peer_pointers_W, step, self._counter(),
             self.status, tokens, self.axis.index, self.config.experts_per_rank,
             self.buffers.rows, self.buffer_bytes, self.rows_offset, self.flags_offset,
             W_PADDED=self._padded_size, HEADER_BYTES=self.buffers.header_bytes,
-            ROW_WORDS=row_words, BLOCK=_block_size(row_words), num_warps=_num_warps(row_words),
-            **shared,
+            ROW_WORDS=self.dispatch_wire.row_bytes // 4, BLOCK=self.send_config.block_n,
+            num_warps=self.send_config.num_warps, **shared,
         )  # fmt: skip
         return PendingDispatch(x_TD, row_index_TW, step)
 
@@ -160,8 +159,8 @@ class SymmetricMemoryDispatcher:
             self.rows_offset, scales_offset, token_scale_offset,
             V=experts_per_row, V_PADDED=next_power_of_2(experts_per_row),
             HEADER_BYTES=self.buffers.header_bytes, ROW_BYTES=self.dispatch_wire.row_bytes,
-            D=hidden_size, BLOCK=_block_size(hidden_size), FORMAT=self.config.dispatch_format,
-            num_warps=_num_warps(hidden_size),
+            D=hidden_size, BLOCK=self.receive_config.block_n, FORMAT=self.config.dispatch_format,
+            num_warps=self.receive_config.num_warps,
         )  # fmt: skip
         return DispatchedTokens(x_SD, experts_S, weights_S, SymmetricHandle(pending, counts_W))
 
@@ -173,9 +172,8 @@ class SymmetricMemoryDispatcher:
         """Sum the results of each row and write them into the memory of their source ranks."""
         _reject_gradients(y_SD)
         handle: SymmetricHandle = dispatched.handle
-        block = min(_block_size(self.config.hidden_size), MAX_COMBINE_BLOCK)
         max_rows = max(1, self.buffers.rows * self.axis.size)
-        kernels.combine_send_kernel[(min(max_rows, self.combine_programs),)](
+        kernels.combine_send_kernel[(min(max_rows, self.heuristics.dispatch_combine_programs),)](
             y_SD.contiguous(), handle.counts_W, self.buffer.peer_pointers_W, handle.pending.step,
             self._counter(), self.status,
             self.axis.index, self.config.max_tokens, self.buffers.rows,
@@ -183,7 +181,8 @@ class SymmetricMemoryDispatcher:
             V=self.buffers.experts_per_row, M=self.buffers.ranks_per_token,
             HEADER_BYTES=self.buffers.header_bytes, ROW_BYTES=self.combine_wire.row_bytes,
             D=self.config.hidden_size, W=self.axis.size, W_PADDED=self._padded_size,
-            BLOCK=block, FORMAT=self.config.combine_format, num_warps=_num_warps(block),
+            BLOCK=self.combine_config.block_n, FORMAT=self.config.combine_format,
+            num_warps=self.combine_config.num_warps,
         )  # fmt: skip
 
     def finish_combine(self, dispatched: DispatchedTokens) -> Tensor:
@@ -191,7 +190,7 @@ class SymmetricMemoryDispatcher:
         pending: PendingDispatch = dispatched.handle.pending
         self._wait_flags(pending.step, pending.step, is_combine=True)
         out_TD = torch.empty_like(pending.x_TD, memory_format=torch.contiguous_format)
-        block = min(_block_size(self.config.hidden_size), MAX_COMBINE_BLOCK)
+        block = self.combine_config.block_n
         if out_TD.shape[0]:
             grid = (out_TD.shape[0], cdiv(self.config.hidden_size, block))
             kernels.combine_reduce_kernel[grid](
@@ -309,11 +308,3 @@ def allocate_symmetric_buffer(
     views = [handle.get_buffer(rank, buffer.shape, buffer.dtype) for rank in range(axis.size)]
     pointers = torch.tensor([view.data_ptr() for view in views], device=device)
     return SymmetricBuffer(buffer, pointers, (handle, views))
-
-
-def _block_size(items: int) -> int:
-    return min(next_power_of_2(items), MAX_BLOCK)
-
-
-def _num_warps(items: int) -> int:
-    return 8 if items > 2048 else 4

@@ -100,7 +100,7 @@ def test_unsettled_timings_decide_nothing(clock):
     assert "@fulgurite.region('fuser')" in str(compiled.last_trace())
     assert not compiled.graphs[0].decisions
     fulgurite.compile(normalized, autotune="auto")(*inputs())
-    assert len(clock.seen) == 2, "nothing was kept"
+    assert len(clock.seen) == 2, "nothing was stored"
 
 
 def test_autotune_off_measures_nothing(clock, monkeypatch):

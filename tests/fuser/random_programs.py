@@ -1,7 +1,7 @@
 """Random programs for the fuser's tests: lines of ops over unusual inputs.
 
 In: a seed. Out: a `RandomProgram`: its inputs, its text, and the eager and float64 value of each
-line. Only lines that torch can run are kept. A value is *exact* if everything it depends on is
+line. Lines that torch can't run are dropped. A value is *exact* if everything it depends on is
 equal in eager and float64. Comparisons, roundings and positions read only exact values, so that an
 ulp never decides between two results.
 

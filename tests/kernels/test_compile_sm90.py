@@ -251,7 +251,7 @@ def test_mla_absorb_queries(is_fp8):
 def test_mla_gather_latents(is_fp8):
     compile_ptx(
         triton_prefill.gather_latents_kernel,
-        {**LATENT, "BLOCK_SIZE": 64, "FP8": is_fp8, "BK": Sm90Heuristics.mla_gather_keys},
+        {**LATENT, "BLOCK_SIZE": 64, "FP8": is_fp8, "BK": Sm90Heuristics.mla_gather.block_m},
         latents_ptr="*fp8e4nv" if is_fp8 else "*bf16",
         scales_ptr="*fp32",
         table_ptr="*i32",

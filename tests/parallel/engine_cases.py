@@ -32,7 +32,7 @@ def generate(
     params: list[SamplingParams],
     options: dict[str, Any],
 ) -> tuple[Tokens, str | None, int]:
-    """Rank 0: every reply. All: why steps are not prepared, and how many requests are left."""
+    """Rank 0: every reply. All: why steps are not captured, and how many requests are left."""
     with open_llm(folder, shape, **options) as llm:
         replies: Tokens = []
         if llm.is_driver:
@@ -73,7 +73,7 @@ def die(folder: Path, shape: Shape, victim: int, prompt: list[int]) -> str:
 
 
 def ask_on_every_rank(folder: Path) -> str:
-    """What a rank that may not ask is told."""
+    """The error on a rank that may not submit requests."""
     with open_llm(folder, (1, 2, 1)) as llm:
         if llm.is_driver:
             return ""

@@ -72,11 +72,11 @@ def plain(tensor: Tensor) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Compared:
-    """The parameters that differ; what was read and what is kept, over all there is in the file."""
+    """The parameters that differ; bytes read and bytes held, as fractions of the file."""
 
     wrong: list[str]
     read: float
-    kept: float
+    held: float
     packed: int
 
 
@@ -99,11 +99,11 @@ def compare(
     ours, theirs = dict(found.named_parameters()), dict(whole.named_parameters())
     assert [*ours] == [*theirs]
     wrong = [name for name in ours if not same(ours[name], theirs[name])]
-    kept = sum(parameter.nbytes for parameter in ours.values())
+    held = sum(parameter.nbytes for parameter in ours.values())
     packed = sum(isinstance(parameter, QuantTensor) for parameter in ours.values())
-    return Compared(wrong, counter.read_bytes / counter.total, kept / counter.total, packed)
+    return Compared(wrong, counter.read_bytes / counter.total, held / counter.total, packed)
 
 
 def same(ours: Tensor, theirs: Tensor) -> bool:
-    alike = type(ours) is type(theirs) and ours.requires_grad == theirs.requires_grad
-    return alike and ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    same_kind = type(ours) is type(theirs) and ours.requires_grad == theirs.requires_grad
+    return same_kind and ours.dtype == theirs.dtype and torch.equal(ours, theirs)

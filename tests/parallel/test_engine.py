@@ -113,7 +113,7 @@ def test_sampling(ranks, folder):
 
 
 def test_blocks_run_out(ranks, folder):
-    """Preemption happens alike everywhere."""
+    """All ranks preempt the same requests."""
     check(ranks(2), folder("llama"), (1, 2, 1), context=48, cache_tokens=64)
 
 

@@ -33,10 +33,10 @@ def check(pool, folder: Path, shape, keep_quantized=False, placement=None) -> li
 def check_read(
     pool, folder: Path, shape, keep_quantized=False, placement=None
 ) -> list[cases.Compared]:
-    """What is kept is read, and no byte more; an expert in several slots is read once."""
+    """A rank reads the bytes it holds and no more; an expert in several slots is read once."""
     found = check(pool, folder, shape, keep_quantized, placement)
     for one in found:
-        assert one.read == pytest.approx(one.kept, abs=1e-3), one
+        assert one.read == pytest.approx(one.held, abs=1e-3), one
     return found
 
 

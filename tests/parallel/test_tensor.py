@@ -226,7 +226,7 @@ def test_unknown_sharding_style_raises():
 
 
 def test_sharding_report(ranks):
-    """One line for layers that are divided alike."""
+    """One line for layers with the same sharding."""
     report = ranks(2).run(cases.compare, config_of("qwen3_moe"), (1, 2, 1), (3,), None)[0].report
     lines = {line.split()[0]: line.split()[1:] for line in report.splitlines()}
     assert report.splitlines()[0] == str(MeshShape(1, 2, 1))

@@ -50,9 +50,9 @@ def test_boxes_are_placed_once_inside_and_apart(seed: int) -> None:
         assert place.left >= 0 and place.top >= 0
         assert place.left + place.width <= layout.width and place.bottom <= layout.height
     for one, two in itertools.combinations(layout.places, 2):
-        beside = one.left + one.width < two.left or two.left + two.width < one.left
+        side_by_side = one.left + one.width < two.left or two.left + two.width < one.left
         above = one.bottom < two.top or two.bottom < one.top
-        assert beside or above, f"{one} and {two} overlap"
+        assert side_by_side or above, f"{one} and {two} overlap"
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -266,7 +266,7 @@ def zeros_as_none(gradients: list[Tensor | None], eager: list[Tensor | None]) ->
 
 
 def check(program: RandomProgram, executors: list[str]) -> Any:
-    """Compiled and eager can't be told apart, in the first call and the second."""
+    """Compiled and eager behave the same, in the first call and the second."""
     torch._dynamo.reset()
     try:
         expected = call(program.function(), program.inputs())

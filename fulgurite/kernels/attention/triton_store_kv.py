@@ -18,6 +18,7 @@ from fulgurite.kernels.common.triton_import import tl
 from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.elementwise.triton_elementwise import SUPPORTED_DTYPES, store_to_cache
 from fulgurite.kernels.integer_math import next_power_of_2
+from fulgurite.kernels.tuning.heuristics import heuristics_for
 
 
 @cached_launch
@@ -73,6 +74,6 @@ def store_kv_cache(
         *k.stride()[:2], *new_v.stride()[:2], *key_cache.stride()[:3], *v_cache.stride()[:3],
         H=k.shape[2], BH=next_power_of_2(k.shape[2]), V=new_v.shape[2],
         BV=next_power_of_2(new_v.shape[2]), BLOCK_SIZE=key_cache.shape[1],
-        HAS_VALUES=v is not None, num_warps=1,
+        HAS_VALUES=v is not None, num_warps=heuristics_for(k.device).store_kv_num_warps,
     )  # fmt: skip
     return None

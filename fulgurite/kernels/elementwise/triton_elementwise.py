@@ -235,9 +235,11 @@ def elementwise_binary(x: Tensor, y: Tensor, operation: str) -> Any:
     if not out.numel():
         return out
     size = x.shape[-1]
-    block = min(heuristics_for(x.device).elementwise_block, next_power_of_2(size))
+    config = heuristics_for(x.device).elementwise
+    block = min(config.block_n, next_power_of_2(size))
     binary_kernel[(x_rows[0], cdiv(size, block))](
-        x, y, out, size, x_rows[2], y_rows[2], HOW=operation, BLOCK=block, num_warps=4,
+        x, y, out, size, x_rows[2], y_rows[2], HOW=operation, BLOCK=block,
+        num_warps=config.num_warps,
         **pdl_options(x.device),
     )  # fmt: skip
     return out
@@ -306,14 +308,15 @@ def build_qk_norm_rope_launch(
 ) -> QKNormRopeLaunch:
     """`sizes`: tokens, query heads, head size, key heads, value size. `block_size`: the cache's."""
     tokens, n, size, k, value_size = sizes
-    heads = heuristics_for(device).rope_heads(tokens, size)
+    heuristics = heuristics_for(device)
+    heads = heuristics.rope_heads(tokens, size)
     count = cdiv(n, heads) + (1 if block_size is None else 2) * cdiv(k, heads)
     limit = torch.finfo(cache_dtype).max if cache_dtype.itemsize == 1 else float("inf")
     constants = dict(
         N=n, K=k, H=size, BH=next_power_of_2(size), V=value_size, BV=next_power_of_2(value_size),
         BLOCK_SIZE=block_size or 1, NORM=norm, ROPE=rope, INTERLEAVED=interleaved,
         STORE=block_size is not None, R=next_power_of_2(heads),
-        num_warps=4 if heads > 1 else 1, **pdl_options(device, pdl),
+        num_warps=heuristics.rope_num_warps(heads), **pdl_options(device, pdl),
     )  # fmt: skip
     return QKNormRopeLaunch((tokens, count), limit, constants)
 

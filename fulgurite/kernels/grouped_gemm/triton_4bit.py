@@ -257,8 +257,10 @@ def _supports_tma(x: Tensor, data: Tensor, columns: int, block_k: int) -> bool:
 def _permute_x(x: Tensor, row_indices: Tensor | None, rows: int, block_k: int) -> Tensor:
     """The gathered rows, with the columns of each nibble contiguous."""
     out = x.new_empty(rows, x.shape[1])
-    permute_x_kernel[(cdiv(rows, 16), x.shape[1] // block_k)](
+    config = heuristics_for(x.device).permute_x
+    permute_x_kernel[(cdiv(rows, config.block_m), x.shape[1] // block_k)](
         x, or_placeholder(row_indices, x), out, rows, x.stride(0), x.shape[1],
-        GATHER=row_indices is not None, BLOCK_M=16, BLOCK_K=block_k, num_warps=4,
+        GATHER=row_indices is not None, BLOCK_M=config.block_m, BLOCK_K=block_k,
+        num_warps=config.num_warps,
     )  # fmt: skip
     return out

@@ -208,12 +208,14 @@ def _quantized_activations_gemm(args: GroupedGemmArgs) -> Any:
         return sums
     columns, experts = args.out_columns, args.num_experts
     out = sums.new_empty(sums.shape[0], columns)
-    block_n = min(next_power_of_2(columns), heuristics_for(x.device).epilogue_max_block_n)
+    epilogue = heuristics_for(x.device).grouped_epilogue
+    block_n = min(next_power_of_2(columns), epilogue.block_n)
     epilogue_kernel[(sums.shape[0], cdiv(columns, block_n))](
         sums, or_placeholder(args.row_weights, sums), offsets, or_placeholder(bias, sums), out,
         columns, experts, sums.stride(0), 0 if bias is None else bias.stride(0), gate.alpha,
         gate.limit, ROW_WEIGHTS=args.row_weights is not None, BIAS=bias is not None,
-        GATE=gate.kernel_id, EXPERTS_POW2=next_power_of_2(experts), BLOCK_N=block_n, num_warps=4,
+        GATE=gate.kernel_id, EXPERTS_POW2=next_power_of_2(experts), BLOCK_N=block_n,
+        num_warps=epilogue.num_warps,
     )  # fmt: skip
     return out
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from fulgurite.kernels.common.triton_import import tl, triton
 from fulgurite.kernels.gemm.triton_gemm import find_expert_tile
 from fulgurite.kernels.integer_math import cdiv, next_power_of_2
+from fulgurite.kernels.tuning.heuristics import heuristics_for
 
 TILE_INFO_WIDTH = tl.constexpr(8)  # numbers of a tile, of which five are used
 
@@ -88,7 +89,8 @@ def build_tile_map(offsets: Tensor, rows: int, block_m: int, unit: int = 0) -> t
     tile_map = torch.empty(tiles, TILE_INFO_WIDTH.value, dtype=torch.int32, device=offsets.device)
     build_tile_map_kernel[(tiles,)](
         offsets, tile_map, rows, experts, BLOCK_M=block_m, UNIT=unit,
-        EXPERTS_POW2=next_power_of_2(experts + 1), num_warps=1,
+        EXPERTS_POW2=next_power_of_2(experts + 1),
+        num_warps=heuristics_for(offsets.device).tile_map_num_warps,
     )  # fmt: skip
     return tile_map, tiles
 

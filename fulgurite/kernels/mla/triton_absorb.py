@@ -20,6 +20,7 @@ from torch import Tensor
 from fulgurite.kernels.common.triton_import import INTERPRETED, tl, triton
 from fulgurite.kernels.integer_math import cdiv, next_power_of_2
 from fulgurite.kernels.mla.triton_store_kv import load_rope
+from fulgurite.kernels.tuning.heuristics import heuristics_for
 
 # rotary keys of an FP8 cache are bfloat16, which the interpreter can't multiply
 ROPE_DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
@@ -91,11 +92,13 @@ def absorb_queries(
         latent = projected.to(latent_dtype)
     ropes = torch.empty((tokens, heads, rope_dim), dtype=rope_dtype, device=q_TNH.device)
     powers = torch.empty((tokens, heads), device=q_TNH.device) if is_fp8 else None
-    rows = 4 if is_fp8 else 16
-    absorb_queries_kernel[(cdiv(tokens * heads, rows),)](
+    heuristics = heuristics_for(q_TNH.device)
+    config = heuristics.mla_absorb_fp8 if is_fp8 else heuristics.mla_absorb
+    absorb_queries_kernel[(cdiv(tokens * heads, config.block_m),)](
         projected, q_TNH, cos, sin, latent, ropes, cos if powers is None else powers,
         tokens * heads, *q_TNH.stride()[:2], HEADS=heads, D=nope_dim, R=rope_dim,
         BR=max(16, next_power_of_2(rope_dim)), C=rank, BC=max(16, next_power_of_2(rank)),
-        INTERLEAVED=interleaved, FP8=is_fp8, BM=rows, num_warps=4 if is_fp8 else 1,
+        INTERLEAVED=interleaved, FP8=is_fp8, BM=config.block_m,
+        num_warps=config.num_warps,
     )  # fmt: skip
     return AbsorbedQueries(latent, ropes, powers)

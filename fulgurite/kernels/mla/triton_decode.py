@@ -312,5 +312,6 @@ def merge_splits(
     tokens, heads, rank = out.shape
     merge_splits_kernel[(tokens, heads)](
         *partials, query_start_loc, out, splits, query_start_loc.shape[0] - 1,
-        HEADS=heads, C=rank, BC=width, SPLITS=next_power_of_2(splits), num_warps=4,
+        HEADS=heads, C=rank, BC=width, SPLITS=next_power_of_2(splits),
+        num_warps=heuristics_for(out.device).mla_merge_num_warps,
     )  # fmt: skip

@@ -158,13 +158,14 @@ def gather_latents(
     r_KR = torch.empty((keys, rope_dim), dtype=dtype, device=blocks_M.device)
     is_fp8 = cache.scales_PB is not None
     scales = c_KC if cache.scales_PB is None else cache.scales_PB
-    block_k = heuristics_for(blocks_M.device).mla_gather_keys
-    gather_latents_kernel[(cdiv(keys, block_k),)](
+    config = heuristics_for(blocks_M.device).mla_gather
+    gather_latents_kernel[(cdiv(keys, config.block_m),)](
         cache.latents_PBC, cache.ropes_PBR, scales, blocks_M, c_KC, r_KR, keys,
         *cache.latents_PBC.stride()[:2], *cache.ropes_PBR.stride()[:2],
         *(scales.stride() if is_fp8 else (0, 0)),
         C=rank, BC=_padded_width(rank), R=rope_dim, BR=_padded_width(rope_dim),
-        BLOCK_SIZE=cache.latents_PBC.shape[1], FP8=is_fp8, BK=block_k, num_warps=4,
+        BLOCK_SIZE=cache.latents_PBC.shape[1], FP8=is_fp8, BK=config.block_m,
+        num_warps=config.num_warps,
     )  # fmt: skip
     return c_KC, r_KR
 

@@ -20,6 +20,7 @@ from fulgurite.kernels.common.triton_import import INTERPRETED, tl, triton
 from fulgurite.kernels.common.triton_numerics import to_float8
 from fulgurite.kernels.integer_math import next_power_of_2
 from fulgurite.kernels.mla.reference import split_latent_cache
+from fulgurite.kernels.tuning.heuristics import heuristics_for
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP8_MAX = tl.constexpr(448.0)
@@ -117,7 +118,7 @@ def store_mla_cache(
         *(scales.stride() if is_fp8 else (0, 0)),
         C=rank, BC=next_power_of_2(rank), R=rope_dim, BR=max(16, next_power_of_2(rope_dim)),
         BLOCK_SIZE=cache.shape[1], FP8=is_fp8, INTERLEAVED=interleaved, NATIVE=not INTERPRETED,
-        num_warps=4 if rank >= 256 else 1,
+        num_warps=heuristics_for(kv_a.device).mla_store_num_warps(rank),
     )  # fmt: skip
     return None
 

@@ -142,23 +142,28 @@ def sort_by_expert(experts_Tk: Tensor, experts: int) -> Any:
     counts, offsets = empty(experts + 1), empty(experts)
     order = (empty(pairs), empty(pairs), empty(tokens, top_k))  # tokens, slots, positions
     experts_pow2 = next_power_of_2(experts + 1)
-    chunk = heuristics_for(experts_Tk.device).sort_chunk_pairs
+    heuristics = heuristics_for(experts_Tk.device)
+    chunk, small, count = heuristics.sort_chunk_pairs, heuristics.sort_small, heuristics.sort_count
+    scan, scatter = heuristics.sort_scan, heuristics.sort_scatter
     if pairs <= chunk:
         sort_small_kernel[(1,)](
             experts_Tk, counts, offsets, *order, pairs, experts, top_k,
-            CHUNK=max(16, next_power_of_2(max(pairs, 1))), EXPERTS_POW2=experts_pow2, BLOCK=16,
-            num_warps=4,
+            CHUNK=max(16, next_power_of_2(max(pairs, 1))), EXPERTS_POW2=experts_pow2,
+            BLOCK=small.block_m, num_warps=small.num_warps,
         )  # fmt: skip
         return counts[:experts], offsets, *order
     chunks = cdiv(pairs, chunk)
     before = empty(chunks, experts + 1)
     count_pairs_kernel[(chunks,)](
-        experts_Tk, before, pairs, experts, CHUNK=chunk, EXPERTS_POW2=experts_pow2, BLOCK=16
+        experts_Tk, before, pairs, experts, CHUNK=chunk, EXPERTS_POW2=experts_pow2,
+        BLOCK=count.block_m, num_warps=count.num_warps,
+    )  # fmt: skip
+    scan_counts_kernel[(experts + 1,)](
+        before, counts, chunks, experts, BLOCK=scan.block_m, num_warps=scan.num_warps
     )
-    scan_counts_kernel[(experts + 1,)](before, counts, chunks, experts, BLOCK=256)
     scatter_pairs_kernel[(chunks,)](
         experts_Tk, before, counts, offsets, *order, pairs, experts, top_k,
-        CHUNK=chunk, EXPERTS_POW2=experts_pow2, BLOCK=32, num_warps=8,
+        CHUNK=chunk, EXPERTS_POW2=experts_pow2, BLOCK=scatter.block_m, num_warps=scatter.num_warps,
     )  # fmt: skip
     return counts[:experts], offsets, *order
 
@@ -193,9 +198,11 @@ def combine(
     y = y if y.stride(1) == 1 else y.contiguous()
     out = y.new_empty(positions.shape[0], y.shape[1])
     if out.numel():
-        block = min(next_power_of_2(y.shape[1]), heuristics_for(y.device).combine_max_block_n)
+        config = heuristics_for(y.device).combine
+        block = min(next_power_of_2(y.shape[1]), config.block_n)
         combine_kernel[(positions.shape[0], cdiv(y.shape[1], block))](
             y, positions, y if weights is None else weights.contiguous(), out, y.shape[1], y.stride(0),
-            TOP_K=positions.shape[1], HAS_WEIGHTS=weights is not None, BLOCK=block, num_warps=4,
+            TOP_K=positions.shape[1], HAS_WEIGHTS=weights is not None, BLOCK=block,
+            num_warps=config.num_warps,
         )  # fmt: skip
     return out

@@ -24,6 +24,7 @@ class AttentionHeuristics:
     attention_max_split_rows: int  # larger tiles are not split
     attention_merge_splits: int  # splits merged in one step
     attention_merge_elements: int  # elements merged in one step
+    store_kv_num_warps: int
 
     def attention_config(
         self, rows: int, key_dim: int, is_float32: bool, programs: int, max_keys: int

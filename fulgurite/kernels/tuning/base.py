@@ -8,6 +8,7 @@ override any method.
 from __future__ import annotations
 
 from fulgurite.kernels.tuning.attention import AttentionHeuristics
+from fulgurite.kernels.tuning.dispatch import DispatchHeuristics
 from fulgurite.kernels.tuning.elementwise import ElementwiseHeuristics
 from fulgurite.kernels.tuning.fused_linear import FusedLinearHeuristics
 from fulgurite.kernels.tuning.gemm_epilogue import GemmEpilogueHeuristics
@@ -28,6 +29,7 @@ class Heuristics(
     GroupedGemmHeuristics,
     MoeHeuristics,
     QuantizeHeuristics,
+    DispatchHeuristics,
 ):
     """The heuristics of one GPU. The defaults are an H200's, for Triton's interpreter."""
 

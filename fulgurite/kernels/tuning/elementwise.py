@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from fulgurite.kernels.integer_math import next_power_of_2
+from fulgurite.kernels.tuning.config import LaunchConfig
 
 
 class ElementwiseHeuristics:
     """Decisions of `kernels/elementwise`; the numbers are in the device family's table."""
 
-    elementwise_block: int  # columns of a binary kernel's program
+    elementwise: LaunchConfig  # `block_n` columns of a binary kernel's program, at most
     rms_norm_min_elements: int  # of a program; short rows (heads) share one
     rms_norm_elements_per_warp: int
     rms_norm_max_row: int  # elements of a row that a program holds in registers
@@ -24,6 +25,10 @@ class ElementwiseHeuristics:
         rows = max(1, self.rms_norm_min_elements // block)
         num_warps = max(1, min(16, block * rows // self.rms_norm_elements_per_warp))
         return rows, num_warps
+
+    def rope_num_warps(self, heads: int) -> int:
+        """Warps of a program with `heads` heads."""
+        return 4 if heads > 1 else 1
 
     def rope_heads(self, tokens: int, head_size: int) -> int:
         """Heads of a program of `qk_norm_rope_kernel`."""

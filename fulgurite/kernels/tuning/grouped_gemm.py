@@ -32,6 +32,11 @@ class GroupedGemmHeuristics(GemmHeuristics):
     """Above it the assembler interleaves the accumulators of both tiles, and they spill."""
     wgrad: LaunchConfig
     """block_m rows of a step, block_n by block_k of the output."""
+    tile_map_num_warps: int
+    permute_x: LaunchConfig
+    """`block_m` rows whose columns a program permutes for the 4-bit kernel."""
+    grouped_epilogue: LaunchConfig
+    """`block_n` columns of a program, at most, where the epilogue is a kernel of its own."""
 
     def expert_gemm(
         self, m: int, n: int, k: int, experts: int, weight: WeightTraits, is_8bit: bool

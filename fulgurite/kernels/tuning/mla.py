@@ -26,7 +26,11 @@ class MlaHeuristics:
     mla_max_splits: int
     mla_program_cost: int  # of a program's start, in keys
     mla_merge_cost: int  # of merging a split, in keys
-    mla_gather_keys: int  # latents that a program copies out of the cache
+    mla_gather: LaunchConfig  # `block_m` latents that a program copies out of the cache
+    mla_absorb: LaunchConfig  # `block_m` rows whose rotary part a program rotates
+    mla_absorb_fp8: LaunchConfig  # the same, and quantizes them
+    mla_merge_num_warps: int
+    mla_warp_rank: int
 
     def mla_decode_config(
         self, rows: int, is_float32: bool, is_fp8: bool, sequences: int, max_keys: int
@@ -66,6 +70,10 @@ class MlaHeuristics:
 
         most = min(max_keys // self.mla_min_split_keys, self.mla_max_splits)
         return min(range(1, max(most, 1) + 1), key=cost)
+
+    def mla_store_num_warps(self, rank: int) -> int:
+        """Warps of the program that stores one token's latent of `rank` columns."""
+        return 4 if rank >= self.mla_warp_rank else 1
 
     def mla_prefill_config(self, tokens: int, is_float32: bool) -> LaunchConfig:
         """Attention of one sequence's `tokens` query tokens to a chunk of expanded keys."""

@@ -31,8 +31,13 @@ class MoeHeuristics:
     route: LaunchConfig
     sort_chunk_pairs: int
     """Pairs of token and expert that one program sorts."""
-    combine_max_block_n: int
-    epilogue_max_block_n: int
+    sort_small: LaunchConfig
+    sort_count: LaunchConfig
+    sort_scan: LaunchConfig
+    sort_scatter: LaunchConfig
+    """`block_m`: pairs compared at once; chunks whose counts `sort_scan` adds at once."""
+    combine: LaunchConfig
+    """`block_n`: columns of a program, at most."""
 
     def small_batch_down(self, top_k: int) -> LaunchConfig:
         """Dense down projection, all experts of a token in a program."""

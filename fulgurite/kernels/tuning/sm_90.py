@@ -71,6 +71,9 @@ class Sm90Heuristics(Heuristics):
     fp8_large_m = LaunchConfig(128, 256, 128, 8, 4, group_n=8)
     fp8_max_registers = 216
     wgrad = LaunchConfig(64, 128, 128, 8, 3)
+    tile_map_num_warps = 1
+    permute_x = LaunchConfig(block_m=16, num_warps=4)
+    grouped_epilogue = LaunchConfig(block_n=1024, num_warps=4)
 
     # ---- mixture of experts: `fulgurite bench moe --device cuda`
     max_small_batch = 2  # Qwen3-30B-A3B; with 4 tokens sorting is as fast
@@ -82,8 +85,11 @@ class Sm90Heuristics(Heuristics):
     router_max_experts = 512
     route = LaunchConfig(block_m=4, num_warps=4)
     sort_chunk_pairs = 256
-    combine_max_block_n = 1024
-    epilogue_max_block_n = 1024
+    sort_small = LaunchConfig(block_m=16, num_warps=4)
+    sort_count = LaunchConfig(block_m=16, num_warps=4)
+    sort_scan = LaunchConfig(block_m=256, num_warps=4)
+    sort_scatter = LaunchConfig(block_m=32, num_warps=8)
+    combine = LaunchConfig(block_n=1024, num_warps=4)
 
     # ---- quantize: `fulgurite bench quant --device cuda`
     max_register_row = 16384
@@ -115,6 +121,7 @@ class Sm90Heuristics(Heuristics):
     attention_max_splits = 64
     attention_max_split_rows = 64  # a prefill tile has enough programs
     attention_merge_splits = 8
+    store_kv_num_warps = 1  # a head of one token
     attention_merge_elements = 8192  # 64 registers of each of 128 threads
 
     # ---- MLA: H200, benchmarks/sweep_mla.py, 4096 keys, batch 64. With 16 rows, 64 keys x 3 stages read
@@ -126,7 +133,18 @@ class Sm90Heuristics(Heuristics):
     mla_max_splits = 64
     mla_program_cost = 64
     mla_merge_cost = 4
-    mla_gather_keys = 16
+    mla_gather = LaunchConfig(block_m=16, num_warps=4)
+    mla_absorb = LaunchConfig(block_m=16, num_warps=1)
+    mla_absorb_fp8 = LaunchConfig(block_m=4, num_warps=4)
+    mla_merge_num_warps = 4
+    mla_warp_rank = 256  # of a latent from which storing it takes four warps
+
+    # ---- expert-parallel dispatch: H200, `fulgurite bench dispatch --device cuda`
+    dispatch_max_row_items = 8192
+    dispatch_max_combine_items = 1024
+    dispatch_layout = LaunchConfig(block_m=512, num_warps=8)
+    dispatch_warp_items = 2048
+    dispatch_combine_programs_per_sm = 16
 
     # ---- sampling: H200, benchmarks/sweep_decode.py
     sampling_chunk = 2048
@@ -143,7 +161,7 @@ class Sm90Heuristics(Heuristics):
     sampling_threshold_num_warps = 8
 
     # ---- elementwise: H200, benchmarks/sweep_decode.py
-    elementwise_block = 1024
+    elementwise = LaunchConfig(block_n=1024, num_warps=4)
     rms_norm_min_elements = 512
     rms_norm_elements_per_warp = 512
     rms_norm_max_row = 16384

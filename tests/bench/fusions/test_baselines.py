@@ -1,4 +1,4 @@
-"""Others beside our kernels: liger-kernel's functions by a module of the same interface, and compiling ahead."""
+"""Baselines: liger-kernel's functions by a module of the same interface, and precompilation."""
 
 from __future__ import annotations
 

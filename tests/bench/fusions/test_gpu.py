@@ -161,7 +161,7 @@ def test_size_cliffs_are_named() -> None:
                 row("rms_norm float32 2048x4098", 1.25),
                 row("rms_norm float32 2048x4100", 1.09),
                 row("rms_norm float32 2048x5120", 9.0),  # not of these widths
-                row("rms_norm float32 8192x4098", 9.0),  # nothing beside it
+                row("rms_norm float32 8192x4098", 9.0),  # no neighbouring size
                 row("rms_norm bfloat16 2048x4104", 9.0),
                 row("relu_bias float32 2048x4104", 9.0),
                 row("rms_norm float32 2048x4104", 9.0, size=(64 << 20) - 1),  # too small to count

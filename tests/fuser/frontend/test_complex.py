@@ -36,7 +36,7 @@ CASES: dict[str, Callable[[torch.Tensor], Any]] = {
     "where": lambda z: (torch.where(z.real > 0, z, z * 2), z.masked_fill(z.real > 0, 1 + 1j)),
     "sums": lambda z: (z.sum(), z.sum(0), z.mean(-1), z.cumsum(0)),
     "moved": lambda z: (z.t() * 2, z.flip(0), z[1] * 2, z.tril(), (z * 2).view(-1), z[::2, 1:] + 1),
-    "joined": lambda z: (torch.cat([z, z * 2]), torch.stack([z, z * 2], 1)),
+    "concatenated": lambda z: (torch.cat([z, z * 2]), torch.stack([z, z * 2], 1)),
     "gathered": lambda z: z[torch.arange(3)] * 2,
     "padded": lambda z: torch.nn.functional.pad(z, (1, 2)),
     "cast": lambda z: (z.to(torch.complex128) * 2, z.abs().to(z.dtype) + 1j),

@@ -143,7 +143,7 @@ def alternate_direction(schedule: GpuSchedule) -> GpuSchedule:
 
 
 def use_online_softmax(schedule: GpuSchedule) -> GpuSchedule:
-    """An online softmax beside resident blocks."""
+    """An online softmax in a kernel with register-resident blocks."""
     analysis = analyze_nest(schedule.nest)
     online = find_online_softmax(schedule.nest)
     passes = count_passes(schedule.nest, merge_online_passes(schedule.nest, analysis, online))

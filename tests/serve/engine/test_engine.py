@@ -122,7 +122,7 @@ def test_decode_does_not_wait_for_prefill(model: CausalLM) -> None:
         engine.step()
         steps += 1
         assert writer.length == before + 1
-    assert steps == 13  # 90 tokens, seven a step beside the writer's one
+    assert steps == 13  # 90 prompt tokens, seven a step; the eighth is the decoding request's
 
 
 def test_first_come_first_served(model: CausalLM) -> None:

@@ -23,7 +23,7 @@ def model(request: pytest.FixtureRequest, tmp_path) -> CausalLM:
 
 
 def test_engine_equals_the_model_with_a_plain_cache(model: CausalLM) -> None:
-    """Prompts in chunks beside steps of others; past windows, chunks and LongRoPE's switch (48)."""
+    """Chunked prefill mixed with decode steps; past windows, chunks and LongRoPE's switch (48)."""
     engine = make_engine(model, max_batched_tokens=11, context=100)
     prompts = [make_prompt(length, seed) for seed, length in enumerate(LENGTHS)]
     params = SamplingParams(max_tokens=NEW, ignore_eos=True)
@@ -53,7 +53,7 @@ def test_blocks_before_the_window_are_freed_during_decode(name: str, tmp_path) -
 
 
 def test_dynamic_rope_survives_preemption(tmp_path) -> None:
-    """A key made again is turned as it was when it was first made."""
+    """A recomputed key is rotated as it was the first time."""
     build_reference("llama_dynamic").save_pretrained(tmp_path)
     model = load_model(tmp_path)
     alone = make_engine(model, max_sequences=4)
@@ -82,8 +82,8 @@ def test_sequences_past_the_trained_length_match_transformers(
             make_prompt(3)[None]
         )  # theirs keeps the longest text there was, until a short one comes
         wanted = theirs.generate(ids[None], max_new_tokens=16, do_sample=False)[0, length:]
-        beside = [1, 2, 3]
-        assert engine.generate([ids.tolist(), beside], params)[0].token_ids == wanted.tolist()
+        neighbour = [1, 2, 3]
+        assert engine.generate([ids.tolist(), neighbour], params)[0].token_ids == wanted.tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])

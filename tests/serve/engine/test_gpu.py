@@ -1,4 +1,4 @@
-"""The engine on a GPU: the same tokens as on the CPU, prepared steps, memory as planned."""
+"""The engine on a GPU: the same tokens as on the CPU, captured steps, memory as planned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prepared steps: when they run, what padding does, which are kept."""
+"""Captured decode steps: when they run, what padding does, which ones stay cached."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_padding_does_not_write_to_blocks(model: CausalLM) -> None:
 
 
 def test_one_prompt_token_is_not_a_decode_step(model: CausalLM) -> None:
-    """A prompt that is read a token at a time beside a writer gives no token before its end."""
+    """A prompt prefilled a token at a time, next to a decoding request, samples only at its end."""
     engine = make_engine(model, max_sequences=2, max_batched_tokens=2)
     prompts, counts = [[1], list(range(20, 29))], [14, 4]
     alone = make_engine(model, max_sequences=1, prefix_caching=False)
@@ -55,7 +55,7 @@ def test_least_recently_used_captured_step_is_dropped(
 ) -> None:
     monkeypatch.setattr(runner, "MAX_CAPTURED_STEPS", 2)
     engine = make_engine(model)
-    for requests, kept in ((1, [1]), (2, [1, 2]), (1, [2, 1]), (3, [1, 3]), (1, [3, 1])):
+    for requests, cached in ((1, [1]), (2, [1, 2]), (1, [2, 1]), (3, [1, 3]), (1, [3, 1])):
         prompts = [[seed, 5] for seed in range(requests)]
         texts(engine, prompts, [3] * requests)
-        assert list(engine.runner.captured_steps) == kept
+        assert list(engine.runner.captured_steps) == cached

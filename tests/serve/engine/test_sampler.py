@@ -121,7 +121,7 @@ def test_sampled_distribution_matches_the_reference(setting) -> None:
 @pytest.mark.parametrize("size", [1, 2, 17, 300, 5000])
 @pytest.mark.parametrize("spread", [1, 6])
 def test_sample_inverts_the_reference_cdf(setting, size: int, spread: int) -> None:
-    """Also where more tokens are kept than are looked at first."""
+    """Also where more tokens pass than the first candidates."""
     logits = spread * torch.randn(size, generator=torch.Generator().manual_seed(size))
     sums = definition(logits, *setting).cumsum()
     for u in (0.0, 0.003, 0.31, 0.5, 0.77, 0.999, 1 - 2.0**-53):

@@ -89,9 +89,9 @@ class Ledger:
         return chunks
 
     def key(self, request: Request, position: int, length: int) -> object:
-        """What a key stands for: all tokens up to its own, and how LongRoPE turned it."""
-        turned = self.stale_after is not None and length > self.stale_after
-        return request.tokens[: position + 1].tobytes(), turned
+        """What a cached key depends on: all tokens up to its own, and LongRoPE's factors."""
+        uses_long_factors = self.stale_after is not None and length > self.stale_after
+        return request.tokens[: position + 1].tobytes(), uses_long_factors
 
     def run(self, chunk: ScheduledChunk) -> None:
         request, start, count = chunk
@@ -142,7 +142,7 @@ class Ledger:
         assert not (waiting and not running), "someone can always run"
         for request in running:
             first = self.cached.setdefault(request.id, request.cached_tokens)
-            assert request.cached_tokens == first, "what was found at the first start is told"
+            assert request.cached_tokens == first, "the hits of the first start are reported"
 
     def check_tables(self) -> None:
         """Users of a block are the rows that name it; a row has what can still be seen, and no more."""
@@ -227,7 +227,7 @@ def test_reset_prefix_cache() -> None:
 
 
 def test_stale_keys_are_recomputed() -> None:
-    """LongRoPE: from 21 tokens on all keys of a text are turned another way."""
+    """LongRoPE: from 21 tokens on all keys of a sequence are rotated with the long factors."""
     ledger = Ledger([FULL], 30, prefix_caching=False, stale_after=20)
     traffic(ledger, 40, seed=2)
     assert any(request.uses_long_rope for request in ledger.order)
