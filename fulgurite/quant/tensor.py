@@ -128,10 +128,13 @@ class QuantTensor(Tensor):
         return (self.packed, *self.scales.values())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        size = f"{self.nbytes / 2**20:.1f} MiB" if self.nbytes >= 2**20 else f"{self.nbytes} bytes"
+        count, bits = self.nbytes, self.format.bits_per_element
+        if isinstance(count, torch.SymInt) or isinstance(bits, torch.SymFloat):
+            return f"QuantTensor {self.format.name} {list(self.shape)}"  # during capture
+        size = f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count} bytes"
         lines = [
             f"QuantTensor {self.format.name} {list(self.shape)} as {_dtype_name(self.dtype)} on "
-            f"{self.device}, {size}, {self.format.bits_per_element:.4g} bits per element",
+            f"{self.device}, {size}, {bits:.4g} bits per element",
             f"  packed: {_dtype_name(self.packed.dtype)}{list(self.packed.shape)}",
         ]
         for scale in self.format.separate_scales:

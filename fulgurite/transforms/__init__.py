@@ -12,6 +12,7 @@ after autograd (on functional ATen graphs), or after claiming (each call has its
     relu_backward.py    recompute ReLU masks from batch-norm inputs
     nll_loss.py         elementwise gradient of the negative log likelihood
     cross_entropy.py    recompute log-softmax in backward instead of saving it
+    scaled_mm.py        scaled and grouped matmuls of user code → our kernels
     fp8.py              FP8 training
     nonfinite.py, annotation.py, op_times.py   debugging and profiling, on top of instrument.py
 """

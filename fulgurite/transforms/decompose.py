@@ -7,6 +7,7 @@ if there is no decomposition. It uses torch's decomposition table and those of o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -23,9 +24,30 @@ from fulgurite.trace.metadata import find_fake_mode, use_fake_mode
 from fulgurite.trace.node_meta import copy_source_and_groups, fake_value, set_fake_value
 from fulgurite.transforms import nll_loss
 
-# torch's decompositions of these don't match eager, which first truncates both ends for integers and
-# rounds them for bfloat16
-INEXACT_DECOMPOSITIONS = (torch.ops.aten.linspace, torch.ops.aten.logspace)
+aten = torch.ops.aten
+NEAREST_UPSAMPLE_OPS = (
+    aten.upsample_nearest1d,
+    aten.upsample_nearest2d,
+    aten.upsample_nearest3d,
+    aten._upsample_nearest_exact1d,
+    aten._upsample_nearest_exact2d,
+    aten._upsample_nearest_exact3d,
+)
+SMOOTH_UPSAMPLE_OPS = (
+    aten.upsample_linear1d,
+    aten.upsample_bilinear2d,
+    aten.upsample_trilinear3d,
+    aten.upsample_bicubic2d,
+)
+# torch's decompositions of these don't match eager. Eager first truncates the ends of a linspace for
+# integers and rounds them for bfloat16; it interpolates bytes with fixed-point numbers, and a scale
+# factor that does not change the size is ignored.
+INEXACT_DECOMPOSITIONS = (
+    aten.linspace,
+    aten.logspace,
+    *NEAREST_UPSAMPLE_OPS,
+    *SMOOTH_UPSAMPLE_OPS,
+)
 
 
 @lru_cache(maxsize=1)
@@ -41,9 +63,20 @@ def decomposition_table() -> dict[Any, Any]:
 
 def decompose(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
     """The decomposed ops of `node`, as a graph whose inputs are the node's `all_input_nodes`."""
-    function = decomposition_table().get(node.target) or get_decomposition(node.target)
+    function = decomposition_table().get(node.target)
     if function is None:
-        return None
+        function = get_decomposition(node.target)
+        return None if function is None else trace_call(module, node, function)
+    try:
+        return trace_call(module, node, function)
+    except (RuntimeError, ValueError, TypeError, AssertionError):
+        return None  # torch's decompositions take fewer dtypes than its kernels, and check them
+
+
+def trace_call(
+    module: fx.GraphModule, node: fx.Node, function: Callable[..., Any]
+) -> fx.GraphModule | None:
+    """The ops of `function` on the arguments of `node`; None if it returns NotImplemented for them."""
     sources = node.all_input_nodes
     values = [fake_value(source) for source in sources]
     if any(value is None for value in values):
@@ -56,7 +89,9 @@ def decompose(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
         result = function(*args, **kwargs)
         if result is NotImplemented:
             raise NotImplementedError(f"no decomposition of {node.target} for these arguments")
-        return tuple(result) if isinstance(result, tuple) else result  # not a named tuple
+        if isinstance(result, tuple):  # not a named tuple
+            return tuple(map(_with_layout_of, result, fake_value(node)))
+        return _with_layout_of(result, fake_value(node))
 
     try:
         # make_fx has global state, and backward runs on its own thread
@@ -66,6 +101,31 @@ def decompose(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
         return None  # not for these arguments, or it depends on data
     is_unusable = any(n.target is node.target or _reads_data(n) for n in traced.graph.nodes)
     return None if is_unusable else traced
+
+
+def _with_layout_of(result: Any, expected: Any) -> Any:
+    """The result of a decomposition, copied if its strides are not those of the op's own result."""
+    if not (isinstance(result, torch.Tensor) and isinstance(expected, torch.Tensor)):
+        return result
+    if result.dtype != expected.dtype or str(result.shape) != str(expected.shape):
+        raise NotImplementedError(
+            f"the decomposition gives {result.dtype} {result.shape}, the op {expected.shape}"
+        )
+    if expected.layout != torch.strided or _layout(result) == _layout(expected):
+        return result
+    target = aten.empty_strided(
+        expected.shape, expected.stride(), dtype=expected.dtype, device=expected.device
+    )
+    return aten.copy(target, result)
+
+
+def _layout(tensor: torch.Tensor) -> list[str]:
+    """Sizes and strides as text, so that symbols are compared without guards; any if empty."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    texts = [(str(size), str(stride)) for size, stride in pairs]
+    if any(size == "0" for size, _ in texts):
+        return []
+    return [size if size == "1" else f"{size}:{stride}" for size, stride in texts]
 
 
 def _reads_data(node: fx.Node) -> bool:

@@ -1,11 +1,12 @@
 """Compiles Triton kernels for a GPU without having one: launches become compilations.
 
-In: a module of kernels. Out: the same module, whose launches compile their kernel for sm_90 with
-the types, sizes and divisibility of the arguments, and record the result.
+In: a module of kernels. Out: the same module, whose launches compile their kernel for sm_90 (or
+TEST_ARCH) with the types, sizes and divisibility of the arguments, and record the result.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Callable
@@ -21,8 +22,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-HOPPER = GPUTarget("cuda", 90, 32)
-SHARED_BYTES = 227 << 10  # per program on an H200
+# TEST_ARCH=100 compiles for sm_100; test_compile_sm100.py does
+TARGET = GPUTarget("cuda", int(os.environ.get("TEST_ARCH", "90")), 32)
+IS_HOPPER = TARGET.arch == 90  # what the PTX must contain is known for Hopper only
+SHARED_BYTES = 227 << 10  # per program on an H200 and on a B200
 TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8",
     torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
@@ -63,7 +66,7 @@ class Compiled:
             if is_divisible and not parameter.do_not_specialize:
                 attributes[key] = DIVISIBLE_BY_16
         source = ASTSource(self.function, types, constants, attributes)
-        compiled = triton.compile(source, target=HOPPER, options=options)
+        compiled = triton.compile(source, target=TARGET, options=options)
         assert compiled.asm["cubin"], "no machine code"
         assert compiled.metadata.shared <= SHARED_BYTES, (
             f"{compiled.metadata.shared} bytes of shared memory"

@@ -11,7 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fulgurite
 from fulgurite.errors import ArgumentError
+from fulgurite.kernels.elementwise.gated_activation import GatedActivation
 from fulgurite.kernels.gemm.fp8_linear import FP8_RECIPES, fp8_linear
+from fulgurite.kernels.grouped_gemm.ops import grouped_gemm
 from fulgurite.models import tiny
 from fulgurite.transforms.fp8 import fp8_training
 
@@ -73,7 +75,7 @@ def test_every_matmul_is_a_scaled_mm_in_the_traces():
     assert count(compiled, "forward", "scaled_mm") == 2
     assert count(compiled, "backward", "scaled_mm") == 4
     stage = next(t for t in compiled.history if t.stage == "fp8_training('rowwise')")
-    assert "fp8 rowwise: 2 linear layers" in str(stage)
+    assert "fp8 rowwise: 2 matmuls" in str(stage)
     assert str(stage).count("fp8_linear(") == 2
 
 
@@ -141,9 +143,81 @@ def test_skipped_layers():
     compiled = compiled_with(Model(), transforms=[fp8_training(skip=["*head"])])
     compiled(torch.randn(2, 32))
     note = str(next(t for t in compiled.history if t.stage.startswith("fp8_training")))
-    assert "1 linear layers, unchanged: self.odd (20×48 is not a multiple of 16)" in note
+    assert "1 matmul, unchanged: self.odd (20×48 is not a multiple of 16)" in note
     assert "self.head (skipped)" in note
     assert count(compiled, "forward", "scaled_mm") == 1
+
+
+class ManyMatmuls(nn.Module):
+    """A weight in every form of a matmul, and matmuls of activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(64, 128) / 8)
+        self.down = nn.Parameter(torch.randn(128, 64) / 8)
+        self.bias = nn.Parameter(torch.randn(64))
+        self.experts = nn.Parameter(torch.randn(4, 64, 96, dtype=torch.bfloat16) / 8)
+        self.tied = nn.Parameter(torch.randn(32, 96) / 8)
+
+    def forward(self, x, offsets):
+        y = torch.addmm(self.bias, nn.functional.silu(x @ self.up), self.down)
+        y = nn.functional.grouped_mm(y.bfloat16(), self.experts, offs=offsets).float()
+        scores = torch.softmax(y @ y.t() / 1000, -1)  # nearly uniform: rounding changes little
+        return torch.matmul(scores, y).mm(self.tied.t())
+
+
+def relative_error(ours, wanted):
+    return float((ours.detach().float() - wanted).norm() / wanted.detach().float().norm())
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_every_form_of_a_matmul(recipe):
+    torch.manual_seed(0)
+    model, x = ManyMatmuls(), torch.randn(48, 64)
+    offsets = torch.tensor([10, 10, 30, 48], dtype=torch.int32)
+    compiled = fulgurite.compile(model, transforms=[fp8_training(recipe)])
+    found = torch.autograd.grad(compiled(x, offsets).square().sum(), list(model.parameters()))
+    loss = ManyMatmuls.forward(model, x, offsets).square().sum()
+    wanted = torch.autograd.grad(loss, list(model.parameters()))
+    assert max(map(relative_error, found, wanted)) < 0.25  # float8 rounds by up to 1/16
+    text = str(compiled.explain())
+    assert f"fp8 {recipe}: 4 matmuls, unchanged: " in text
+    assert text.count("(neither operand is a weight)") == 2
+    forward, backward = (str(compiled.last_trace(kind)) for kind in ("forward", "backward"))
+    assert forward.count("fulgurite.scaled_mm.default") == 3
+    assert forward.count("fulgurite.scaled_grouped_mm.default") == 1
+    assert backward.count("fulgurite.scaled_grouped_mm.default") == 1
+
+
+def test_experts_of_our_operator():
+    """`fulgurite::grouped_gemm` with gathered rows, a gate, row weights and a bias."""
+    torch.manual_seed(0)
+    weight = torch.randn(3, 64, 32, requires_grad=True)
+    bias = torch.randn(3, 64, requires_grad=True)
+    x = torch.randn(5, 32, requires_grad=True)
+    row_weights = torch.rand(10, requires_grad=True)
+    order = torch.randperm(10)
+    row_indices = (order // 2).int()
+    positions = torch.argsort(order).view(5, 2).int()
+    offsets = torch.tensor([4, 4, 9], dtype=torch.int32)  # the last row has no expert
+
+    def experts(x, weight, bias, row_weights):
+        return grouped_gemm(
+            x, offsets, weight, bias, GatedActivation("silu"), row_indices_S=row_indices,
+            positions=positions, row_weights_S=row_weights,
+        )  # fmt: skip
+
+    leaves = (x, weight, bias, row_weights)
+    expected = experts(*leaves)
+    wanted = torch.autograd.grad(expected.square().sum(), leaves)
+    compiled = fulgurite.compile(experts, transforms=[fp8_training()])
+    actual = compiled(*leaves)
+    assert "fulgurite.scaled_grouped_mm.default" in str(compiled.last_trace("forward"))
+    assert not actual[9].any() and relative_error(actual, expected) < 0.1
+    for ours, theirs in zip(
+        torch.autograd.grad(actual.square().sum(), leaves), wanted, strict=True
+    ):
+        assert relative_error(ours, theirs) < 0.15
 
 
 def test_inference_has_no_casts_for_backward():

@@ -24,11 +24,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fulgurite.errors import ArgumentError
 from fulgurite.kernels.gemm.scaled_mm import scaled_mm_op
 from fulgurite.kernels.quantize.ops import quantize_op
+from fulgurite.quant.format import WHOLE_DIM, resolve_format
 
 QuantizedMatrix = tuple[Tensor, Tensor]  # codes, scales
 
@@ -49,6 +51,7 @@ FP8_RECIPES: dict[str, Fp8Recipe] = {
     ),
     "rowwise": Fp8Recipe("fp8_e4m3_row", "fp8_e4m3_row", "fp8_e4m3_row"),
     "blockwise": Fp8Recipe("fp8_e4m3_1x128", "fp8_e4m3_128x128", "fp8_e4m3_1x128"),
+    "mxfp8": Fp8Recipe("mxfp8_e4m3", "mxfp8_e4m3", "mxfp8_e4m3"),
 }
 WEIGHT_CAST_MODES = ("recompute", "keep")
 
@@ -146,7 +149,13 @@ def _cast(matrix: Tensor, format: str, static: Tensor | None = None) -> Quantize
 def _cast_transposed(
     matrix: Tensor, format: str, cast: QuantizedMatrix, one_scale: bool
 ) -> QuantizedMatrix:
-    """The cast of the transpose; a per-tensor scale is not computed twice."""
+    """The cast of the transpose; a per-tensor scale is not computed twice.
+
+    Rows are padded with zeros to whole blocks: they become K.
+    """
+    entry = resolve_format(format)
+    if entry.block[1] != WHOLE_DIM and not entry.allows_partial_blocks:
+        matrix = F.pad(matrix, (0, 0, 0, -matrix.shape[0] % entry.block[1]))
     return _cast(matrix.t(), format, cast[1] if one_scale else None)
 
 

@@ -7,7 +7,9 @@ the reference takes.
     fp8 tensor, row, 1x128 with 128x128 or 1x128    torch's scaled_mm if it takes the shape and was
                                                     measured faster (`prefers_library_scaled_mm`)
     the same otherwise, int8 rows                   our kernel, 8 bits times 8 bits
-    MX and NVFP4 on GPUs without such MMAs          a as bfloat16, exactly; b dequantized in the kernel
+    MXFP8 and NVFP4 on GPUs with block-scaled MMAs  torch's scaled_mm, scales swizzled (never run: no
+                                                    such GPU was at hand)
+    MX and NVFP4 on other GPUs                      a as bfloat16, exactly; b dequantized in the kernel
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import ScalingType
+from torch.nn.functional import ScalingType, SwizzleType
 from torch.nn.functional import scaled_mm as library_scaled_mm
 
 from fulgurite.kernels.common.triton_operands import DequantScheme, dequant_scheme, make_operand
@@ -26,6 +28,8 @@ from fulgurite.kernels.quantize.triton_dequantize import dequantize_activations
 from fulgurite.kernels.tuning import heuristics_for
 from fulgurite.quant import Format, resolve_format
 from fulgurite.quant.format import WHOLE_DIM
+from fulgurite.quant.hardware import get_device_features, is_native
+from fulgurite.quant.swizzle import swizzle_scales
 
 PER_TENSOR, PER_ROW = (WHOLE_DIM, WHOLE_DIM), (1, WHOLE_DIM)
 BLOCK_1x128, BLOCK_128x128 = (1, 128), (128, 128)
@@ -35,6 +39,14 @@ LIBRARY_SCALING = {
     (PER_ROW, PER_ROW): (ScalingType.RowWise, ScalingType.RowWise),
     (BLOCK_1x128, BLOCK_128x128): (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128),
     (BLOCK_1x128, BLOCK_1x128): (ScalingType.BlockWise1x128, ScalingType.BlockWise1x128),
+}
+# format -> scaling and swizzle of each of its scale tensors, in torch's words
+BLOCK_SCALED_MMA = {
+    "mxfp8_e4m3": ([ScalingType.BlockWise1x32], [SwizzleType.SWIZZLE_32_4_4]),
+    "nvfp4": (
+        [ScalingType.BlockWise1x16, ScalingType.TensorWise],
+        [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE],
+    ),
 }
 
 
@@ -56,6 +68,8 @@ def scaled_mm(
     if a.numel() == 0 or b.numel() == 0:
         return NotImplemented
     scale = a_scales[0] if a.dim() == 2 else a_scales[0].reshape(-1, a_scales[0].shape[-1])
+    if has_block_scaled_mma(a, left, b, right):
+        return block_scaled_mm(a, a_scales, b, b_scales, left, bias, out_dtype)
     if not _multiplies_8bit(left, right):
         return _dequantized_gemm(a, a_scales, left, b, b_scales, right, bias, out_dtype, None)
     m, (n, k) = rows.shape[0], b.shape
@@ -203,6 +217,43 @@ def _library_scaled_mm(
         a, b.t(), a_scale, pair[0], b_scale, pair[1], bias=bias, output_dtype=dtype
     )
     return out
+
+
+def has_block_scaled_mma(a: Tensor, left: Format, b: Tensor, right: Format) -> bool:
+    """Whether torch multiplies two matrices of this format in it (torch 2.11 to 2.13, NVIDIA)."""
+    if left.name != right.name or left.name not in BLOCK_SCALED_MMA or torch.version.hip:
+        return False
+    (n, row_bytes), is_dense = b.shape, a.is_contiguous() and b.is_contiguous()
+    return is_dense and n % 16 == 0 and row_bytes % 16 == 0 and is_native(left, _features(a.device))
+
+
+@functools.cache
+def _features(device: torch.device) -> tuple[str, ...]:
+    return get_device_features(device)
+
+
+def block_scaled_mm(
+    a: Tensor,
+    a_scales: list[Tensor],
+    b: Tensor,
+    b_scales: list[Tensor],
+    format: Format,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """torch's scaled_mm of two matrices in one block-scaled format, with swizzled scales."""
+    recipes, swizzles = BLOCK_SCALED_MMA[format.name]
+    rows = a.reshape(-1, a.shape[-1])
+    if format.element.bits == 4:
+        rows, b = rows.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
+    block_scales = a_scales[0].reshape(-1, a_scales[0].shape[-1])
+    left = [swizzle_scales(block_scales), *(scale.reshape(1) for scale in a_scales[1:])]
+    right = [swizzle_scales(b_scales[0]), *(scale.reshape(1) for scale in b_scales[1:])]
+    out: Tensor = library_scaled_mm(
+        rows, b.t(), left, recipes, right, recipes, swizzles, swizzles, output_dtype=torch.bfloat16
+    )
+    out = out.reshape(*a.shape[:-1], b.shape[0])
+    return (out if bias is None else out + bias).to(dtype)
 
 
 def to_column_major(scale: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ separately, in the order of `Format.separate_scales`. The function `quantize` bu
 of them. A static (calibrated) scale replaces the one computed from the data: `scale` of fp8 and int
 formats, `tensor_scale` of NVFP4.
 
-Casts of whole rows and of 1x128 blocks have a decomposition: in a compiled function, generated
+Casts with a scale a row or a block of columns have a decomposition: in a compiled function, generated
 kernels fuse them with the norm or the activation before them.
 """
 
@@ -19,12 +19,10 @@ from torch import Tensor
 from fulgurite.errors import FormatError
 from fulgurite.kernels import registry
 from fulgurite.kernels.quantize import cpu, reference, triton_quantize
+from fulgurite.kernels.quantize.decompositions import decompose_quantize
 from fulgurite.kernels.quantize.scale_layout import empty_scale, has_column_major_scales
 from fulgurite.op import op
-from fulgurite.quant import WHOLE_DIM, QuantTensor, resolve_format
-from fulgurite.quant.codecs.blocks import amax_over_dims, compute_scale
-from fulgurite.quant.codecs.integer import round_to_codes
-from fulgurite.quant.codecs.minifloat import saturating_cast
+from fulgurite.quant import QuantTensor, resolve_format
 from fulgurite.quant.format import Format
 from fulgurite.quant.shapes import check_shape, data_shape
 
@@ -76,22 +74,5 @@ def _(x: Tensor, format: str, static: Tensor | None = None) -> list[Tensor]:
 
 @quantize_op.decomposition
 def _(x: Tensor, format: str, static: Tensor | None = None) -> list[Tensor]:
-    """FP8 by rows or in 1x128 blocks, and int8, of contiguous rows."""
-    entry = resolve_format(format)
-    width = x.shape[-1] if entry.block[1] == WHOLE_DIM else entry.block[1]
-    is_supported = entry.family == "fp8" or entry.name == "int8"
-    if not is_supported or static is not None or entry.block[0] != 1 or x.dim() < 2:
-        return NotImplemented
-    if x.numel() == 0 or x.shape[-1] % width or x.stride(-1) != 1:
-        return NotImplemented
-    blocks = x.float().unflatten(-1, (x.shape[-1] // width, width))
-    amax = amax_over_dims(blocks, (-1,), keep_nan=not entry.element.has_nan)
-    scale = compute_scale(amax, entry.element.max_value)
-    steps = blocks / scale.unsqueeze(-1)
-    if entry.family == "fp8":
-        codes = saturating_cast(steps, entry.element, entry.data_dtype)
-    else:
-        codes = round_to_codes(steps, entry)
-    if has_column_major_scales(x, entry):
-        scale = scale.t().contiguous().t()
-    return [codes.flatten(-2), scale]
+    """Dynamic scales only: the operator checks a static one."""
+    return NotImplemented if static is not None else decompose_quantize(x, resolve_format(format))

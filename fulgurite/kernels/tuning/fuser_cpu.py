@@ -40,6 +40,12 @@ COLUMN_PREFETCH_DISTANCE = 16  # body points between a prefetch and its use
 MAX_SCAN_BLOCK = 256
 MIN_SCAN_BLOCK = 16
 
+# Indexed stores.
+MIN_SCATTER_BLOCK = 64  # neighbouring elements that a thread takes: some cache lines
+
+# Sorts.
+MAX_SORTED_ROW = 1 << 15  # elements; torch sorts longer rows
+
 # Transposes.
 TRANSPOSE_TILE = 64
 TRANSPOSE_PADDING = 16  # extra columns: rows of a tile share no cache sets and stay aligned
@@ -60,3 +66,8 @@ STAGING_BLOCK = 512  # elements collected before a non-temporal store writes the
 SUM_BLOCK = 4096  # of a SIMD loop, which has many accumulators
 COLUMN_SUM_BLOCK = 128  # of one lane
 GRID_SUM_ROWS = 64  # rows, of a thread's sums over the grid
+
+# Tables: values without loads that a kernel computes once, before its loops.
+MIN_TABLE_USES = 4  # points of the kernel for each element of a table
+MIN_TABLE_FLOPS = 8  # of an element; cheaper values are recomputed at every point
+MAX_STACK_TABLE_BYTES = 16 << 10  # a larger table is allocated

@@ -135,3 +135,14 @@ PERSISTENT_STAGES = (
 COMBINE_WIDTH, COMBINE_DEPTH = 16, 256
 COMBINE_SCALAR_BLOCK = 1024
 COMBINE_WARPS, LARGE_COMBINE_WARPS, MIN_LARGE_COMBINE = 4, 8, 2048
+
+# Row programs: kernels with a sort, which hold every value of a row in registers.
+#
+# Elements of a row; torch sorts longer rows. Compiling a sort of 1024, 2048 and 4096 elements takes
+# 3, 7 and 25 seconds of CPU time (Triton 3.9).
+MAX_SORTED_ROW = 2048
+MAX_EXTRACTED_RANKS = 16  # so many smallest elements are searched one by one, without a sort
+MAX_EXTRACTED_ROW = 8192
+ROW_PROGRAM_POINTS = 1024  # short rows: a program has several
+ROW_PROGRAM_POINTS_PER_WARP, MAX_ROW_PROGRAM_WARPS = 256, 16
+MAX_RECOMPUTED_FLOPS = 64  # of a value that is read at other points of the row

@@ -32,6 +32,8 @@ class GroupedGemmHeuristics(GemmHeuristics):
     """Above it the assembler interleaves the accumulators of both tiles, and they spill."""
     wgrad: LaunchConfig
     """block_m rows of a step, block_n by block_k of the output."""
+    grouped_mm_max_rows: int
+    """Rows of an average expert up to which the dense kernel beats torch's grouped_mm."""
     tile_map_num_warps: int
     permute_x: LaunchConfig
     """`block_m` rows whose columns a program permutes for the 4-bit kernel."""

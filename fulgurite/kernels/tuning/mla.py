@@ -30,6 +30,7 @@ class MlaHeuristics:
     mla_absorb: LaunchConfig  # `block_m` rows whose rotary part a program rotates
     mla_absorb_fp8: LaunchConfig  # the same, and quantizes them
     mla_merge_num_warps: int
+    mla_fp8_block_m: int  # rows of a program with many rows and FP8 latents
     mla_warp_rank: int
 
     def mla_decode_config(
@@ -50,7 +51,7 @@ class MlaHeuristics:
         elif rows <= 32:
             config = LaunchConfig(block_m=32, block_n=32, num_warps=4, num_stages=3)
         elif is_fp8:
-            config = LaunchConfig(block_m=64, block_n=32, num_warps=8, num_stages=3)
+            config = LaunchConfig(self.mla_fp8_block_m, block_n=32, num_warps=8, num_stages=3)
         else:
             config = LaunchConfig(block_m=64, block_n=64, num_warps=8, num_stages=2)
         programs = sequences * cdiv(rows, config.block_m)

@@ -44,15 +44,15 @@ def block_amax(x: Tensor, scale: ScaleSpec, *, keep_nan: bool) -> Tensor:
     With `keep_nan`, the amax of a block with a NaN is NaN: for element types without NaN. Otherwise
     NaN is skipped: for element types that store the NaN themselves.
     """
-    return _block_max(_finite_magnitudes(x, keep_nan), scale)
+    return _block_max(finite_magnitudes(x, keep_nan), scale)
 
 
 def amax_over_dims(x: Tensor, dims: tuple[int, ...], *, keep_nan: bool) -> Tensor:
     """The largest finite |x| over whole dimensions."""
-    return _finite_magnitudes(x, keep_nan).amax(dims)
+    return finite_magnitudes(x, keep_nan).amax(dims)
 
 
-def _finite_magnitudes(x: Tensor, keep_nan: bool) -> Tensor:
+def finite_magnitudes(x: Tensor, keep_nan: bool) -> Tensor:
     """|x|, with infinities (and NaN, unless `keep_nan`) replaced by zero."""
     magnitude = x.abs()
     skipped = magnitude == float("inf") if keep_nan else ~(magnitude < float("inf"))

@@ -36,9 +36,9 @@ def quantize_e2m1(x: Tensor) -> Tensor:
     magnitude = x.abs()
     code = (magnitude > _E2M1_TIES_DOWN[0]).to(torch.uint8)
     for tie in _E2M1_TIES_DOWN[1:]:
-        code += magnitude > tie
+        code = code + (magnitude > tie)
     for tie in _E2M1_TIES_UP:
-        code += magnitude >= tie
+        code = code + (magnitude >= tie)
     sign = torch.signbit(x) & (magnitude >= 0)
     return code | (sign.to(torch.uint8) << 3)
 

@@ -13,10 +13,10 @@ triton = pytest.importorskip("triton", reason="needs triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter builds nothing", allow_module_level=True)
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from fulgurite.kernels.dispatch import triton_dispatch as kernels  # noqa: E402
+from tests.kernels.compile_support import TARGET  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +58,7 @@ def build(kernel, **constants) -> str:
     }
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, values, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    return triton.compile(source, target=TARGET).asm["ptx"]
 
 
 def test_rows_are_copied_in_16_byte_vectors():

@@ -1,4 +1,4 @@
-"""The Triton kernels of experts compiled for sm_90 at the sizes of real models, without a GPU."""
+"""The Triton kernels of experts compiled for a GPU at the sizes of real models, without a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fulgurite.kernels.moe.small_batch import SmallBatchArgs
 from fulgurite.kernels.quantize.ops import quantize_op
 from fulgurite.kernels.tuning import LaunchConfig, override_heuristics
 from fulgurite.quant import quantize
-from tests.kernels.compile_support import compile_launches, stack_bytes
+from tests.kernels.compile_support import IS_HOPPER, compile_launches, stack_bytes
 from tests.kernels.grouped_gemm.cases import FixedConfig, with_quantized_weight
 
 pytestmark = pytest.mark.slow
@@ -88,7 +88,9 @@ def test_grouped_gemm(format: str, tokens: int, monkeypatch: pytest.MonkeyPatch)
         triton_grouped_gemm.grouped_gemm(make_args(tokens, format, gate, with_epilogue))
     kernels = [k for stub in stubs for k in stub.kernels if "permute" not in k.metadata.name]
     assert len(kernels) == 2
-    if tokens >= 64 and format.startswith(("nvfp4", "mxfp4", "int4")):  # from registers
+    if (
+        IS_HOPPER and tokens >= 64 and format.startswith(("nvfp4", "mxfp4", "int4"))
+    ):  # from registers
         assert all(kernel.metadata.name == "grouped_gemm_4bit_kernel" for kernel in kernels)
         from_registers = r"wgmma\.mma_async[^;]*\}, *\{"
         assert all(re.search(from_registers, kernel.asm["ptx"]) for kernel in kernels)
@@ -172,7 +174,7 @@ def test_fp8(tokens: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     )
     (kernels,) = (stub.kernels for stub in stubs if stub.kernels)
     assert out.shape == (2 * tokens, hidden) and len(kernels) == 2
-    assert all(stack_bytes(kernel, tmp_path) <= 16 for kernel in kernels)
+    assert not IS_HOPPER or all(stack_bytes(kernel, tmp_path) <= 16 for kernel in kernels)
 
 
 def test_wgrad(monkeypatch: pytest.MonkeyPatch) -> None:
