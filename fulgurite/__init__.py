@@ -28,6 +28,7 @@ from fulgurite.executors import (
     unprintable,
 )
 from fulgurite.fuse import fuse
+from fulgurite.logs import configure_logging
 from fulgurite.op import Op, op
 from fulgurite.quant.config import QuantConfig
 from fulgurite.quantize import quantize
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from fulgurite.serve.llm import LLM
 
 __version__ = VERSION
+configure_logging()
 
 __all__ = [
     "LLM",

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from fulgurite.config import settings
 from fulgurite.errors import CacheError
+from fulgurite.logs import LOG
 
 DIGEST_SUFFIX = ".sha256"
 
@@ -45,7 +46,9 @@ def get_or_build(kind: str, key: str, build: Callable[[Path], None], suffix: str
     name = f"{key}{suffix}"
     path = settings().cache_dir / kind / key[:2] / name
     if _is_intact(path):
+        LOG.debug("cache hit: %s %s", kind, key[:12])
         return path
+    LOG.debug("cache miss: %s %s", kind, key[:12])
     if _private_folder is not None:
         private = _private_folder / kind / key[:2] / name
         if _is_intact(private):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import errno
 import io
+import json
 import os
 import sys
 import warnings
@@ -18,8 +19,10 @@ from typing import Any
 import torch
 
 import fulgurite
+from fulgurite import environment
 from fulgurite.bench.readme import write_readme
 from fulgurite.bench.suites import SUITES
+from fulgurite.bench.zoo.suite import add_options as add_zoo_options
 from fulgurite.config import ENV_VARS
 from fulgurite.device import resolve_device
 from fulgurite.errors import ArgumentError, FulguriteError
@@ -77,6 +80,17 @@ def bench(options: argparse.Namespace) -> None:
     SUITES[options.suite].run(options)
 
 
+def env(options: argparse.Namespace) -> None:
+    """Print what a bug report needs: versions, compiler, devices, settings."""
+    found = environment.describe()
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return
+    width = max(map(len, found))
+    for label, text in found.items():
+        print(f"{label:<{width}}   {text}")
+
+
 REPORT = "report"  # `fulgurite bench report`: the saved results as benchmarks/README.md
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "generate": terminal.generate,
@@ -84,6 +98,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "plan": command.plan,
     "explain": explain,
     "bench": bench,
+    "env": env,
 }
 
 
@@ -135,6 +150,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--output", metavar="FILE", help="JSON file for the results (default: in benchmarks/)"
     )
     bench_parser.add_argument("--quick", action="store_true", help="run fewer cases and repeats")
+    add_zoo_options(bench_parser)
+    env_parser = commands.add_parser(
+        "env", help="print versions, compiler, devices and settings, to paste into a bug report"
+    )
+    env_parser.add_argument("--json", action="store_true", help="as JSON")
     return top
 
 

@@ -32,6 +32,7 @@ from fulgurite.capture.outer_graph import (
     find_block_parents,
     is_plain_data,
 )
+from fulgurite.capture.units import Unit, UnitGroup, find_units, group_units, make_unit_runner
 from fulgurite.errors import ArgumentError
 from fulgurite.executors import Executor
 from fulgurite.executors.autotune import Autotune
@@ -64,12 +65,14 @@ class Compiled:
         self.original = function
         self.session = Session(options)
         self.blocks: list[BlockGroup] = []
-        self._runner: BlockRunner | None = None
+        self.units: list[UnitGroup] = []  # what distributed wrappers run
         self._outer = OuterGraphBackend(self.session)
+        self._run: Callable[..., Any]
         if isinstance(function, nn.Module):
-            self._select_blocks(function)
-        self._run = self._make_first_run() if self._runner else self._optimize(function)
-        if not isinstance(function, nn.Module):
+            self.blocks = self._select_blocks(function)
+            self._run = self._first_module_call
+        else:
+            self._run = self._optimize(function)
             functools.update_wrapper(self, function, updated=())
 
     def _optimize(
@@ -80,51 +83,74 @@ class Compiled:
             function, backend, dynamic=options.dynamic, fullgraph=options.fullgraph, limit=limit
         )
 
-    def _select_blocks(self, module: nn.Module) -> None:
-        """Decide whether to compile each repeated layer once, or the model as one graph."""
+    def _select_blocks(self, module: nn.Module) -> list[BlockGroup]:
+        """The repeated layers to compile once each; none to compile the model as one graph."""
         options = self.session.options
         if options.granularity == "model" or options.fullgraph:
-            return
+            return []
         blocks = find_blocks(module)
         if options.granularity == "blocks" and not blocks:
             raise ArgumentError(
                 f"granularity='blocks', but {type(module).__name__} has no repeated layers",
                 next="granularity='model', or 'auto' to let fulgurite choose",
             )
-        if options.granularity == "blocks" or should_compile_blocks(module, blocks):
-            self.blocks = blocks
-            self._runner = BlockRunner(blocks, self._optimize)
+        is_chosen = options.granularity == "blocks" or should_compile_blocks(module, blocks)
+        return blocks if is_chosen else []
 
-    def _make_first_run(self) -> Callable[..., Any]:
-        """Run with compiled layers. If the model turns out not to call them, compile it as one graph."""
-        runner = self._runner
-        assert runner is not None, "only a model with blocks has a first run"
-        run_with_blocks = self._run_with_blocks(runner)
+    def _first_module_call(self, *args: Any, **kwargs: Any) -> Any:
+        """Choose how to run a module. Wrappers such as `fully_shard` may be applied before this call."""
+        model = self.original
+        assert isinstance(model, nn.Module), "functions are compiled at once"
+        units = find_units(model)
+        self._run = self._run_units(model, units) if units else self._run_module(model, model)
+        return self._run(*args, **kwargs)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+    def _run_units(self, model: nn.Module, units: list[Unit]) -> Callable[..., Any]:
+        """Run a model in eager mode with compiled units: what its distributed wrappers run."""
+        self.units = group_units(units)
+        if len(units) > 1:
+            self.blocks = []
+            return make_unit_runner(model, self.units, self._optimize).wrap(model)
+        unit = units[0]
+        self.blocks = self._select_blocks(unit.module)
+        run = self._run_module(unit.module, unit.bind_call())
+        return unit.make_runner(run).wrap(model)
+
+    def _run_module(self, model: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, which runs the model, with compiled layers or as one graph.
+
+        If the model turns out not to call its layers, it is compiled as one graph.
+        """
+        if not self.blocks:
+            return self._optimize(call)
+        runner = BlockRunner(self.blocks, self._optimize)
+        run_with_blocks = self._run_with_blocks(model, call, runner)
+
+        def first(*args: Any, **kwargs: Any) -> Any:
             result = run_with_blocks(*args, **kwargs)
             if runner.called or self.session.options.granularity == "blocks":
-                self._run = run_with_blocks
+                current[0] = run_with_blocks
             else:
-                self.blocks, self._run = [], self._optimize(self.original)
+                self.blocks, current[0] = [], self._optimize(call)
             return result
 
-        return run
+        current = [first]
+        return lambda *args, **kwargs: current[0](*args, **kwargs)
 
-    def _run_with_blocks(self, runner: BlockRunner) -> Callable[..., Any]:
+    def _run_with_blocks(
+        self, model: nn.Module, call: Callable[..., Any], runner: BlockRunner
+    ) -> Callable[..., Any]:
         """Run the model with compiled layers.
 
         The outer graph (the code around the layers) is compiled too, unless inference passes a
         KV cache or another stateful object.
         """
-        model = self.original
-        assert isinstance(model, nn.Module), "only modules have blocks"
-        eager_outside = runner.wrap(model)
+        eager_outside = runner.wrap(call)
         parents = find_block_parents(model, self.blocks)
         if not parents:
             return eager_outside
         self._outer.parent_paths = [path for path, one in model.named_modules() if one in parents]
-        captured = self._optimize(model, self._outer, OUTER_RECOMPILE_LIMIT)
+        captured = self._optimize(call, self._outer, OUTER_RECOMPILE_LIMIT)
         compiled_outside = runner.wrap(break_graph_at(parents, self.blocks, captured))
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -198,12 +224,13 @@ class Compiled:
             args,
             kwargs,
             self._outer,
+            self.units,
         )
 
     def save_repro(self, path: str | Path, graph: int = -1) -> Path:
         """Write a standalone script that runs one graph and times it against eager and torch.compile."""
         record = self.session.graph_record(graph)
-        return repro.save_script(record.captured, self.session.options, path)
+        return repro.save_script(record.captured, self.session.options, record.state, path)
 
     def replace_trace(
         self, edited: str | Path | Trace, graph: int = -1, kind: Kind | None = None

@@ -8,6 +8,8 @@ from pathlib import Path
 
 ENV_VARS = {
     "FULGURITE_VERIFY": "1: verify every trace after every transform (as the tests do)",
+    "FULGURITE_STRICT": "1: raise where a region or a step would fall back to torch (as the tests do)",
+    "FULGURITE_LOG": "debug, info or warning: print log messages to stderr, with the rank",
     "FULGURITE_CACHE_DIR": "folder for compiled kernels and autotuning results (default: ~/.cache/fulgurite)",
     "FULGURITE_REPRO_DIR": "folder for scripts that reproduce failures (default: ./fulgurite-repro)",
     "FULGURITE_NUM_THREADS": "threads of generated CPU kernels (default: torch.get_num_threads())",
@@ -28,6 +30,7 @@ class Settings:
     """Settings from the environment. `settings()` reads it at every call."""
 
     verify: bool
+    strict: bool
     cache_dir: Path
     repro_dir: Path
 
@@ -37,6 +40,7 @@ def settings() -> Settings:
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Settings(
         verify=read_env("FULGURITE_VERIFY") == "1",
+        strict=read_env("FULGURITE_STRICT") == "1",
         cache_dir=Path(cache) if cache else Path(base) / "fulgurite",
         repro_dir=Path(read_env("FULGURITE_REPRO_DIR") or "fulgurite-repro"),
     )

@@ -32,6 +32,7 @@ class DeviceInfo:
     l1_cache_bytes: int  # per core
     l2_cache_bytes: int
     native_dtypes: tuple[torch.dtype, ...]
+    shared_memory_bytes: int = 227 << 10  # of a GPU, that one block of threads may have (H200)
 
 
 def num_cpu_threads() -> int:
@@ -55,7 +56,7 @@ def _cpu_info(threads: int) -> DeviceInfo:
     flags = native.cpu_fingerprint()
     lanes = 16 if "avx512f" in flags else 8 if "avx2" in flags else 4
     return DeviceInfo(
-        name=_cpu_name(),
+        name=cpu_name(),
         num_cores=threads,
         copy_bandwidth=_cached_copy_bandwidth(threads),
         flops=threads * 2.5e9 * lanes,
@@ -77,6 +78,8 @@ def cuda_info(index: int = 0) -> DeviceInfo:
         l1_cache_bytes=256 << 10,
         l2_cache_bytes=properties.L2_cache_size,
         native_dtypes=(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+        # the driver keeps 1 KiB of each SM's for itself
+        shared_memory_bytes=properties.shared_memory_per_multiprocessor - (1 << 10),
     )
 
 
@@ -107,7 +110,8 @@ def measure_cuda_copy_bandwidth(index: int = 0, megabytes: int = 1024, repeats: 
     return 2 * source.numel() * source.element_size() / best
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The CPU's name as the system prints it."""
     for line in native.cpu_fingerprint().splitlines():
         if "model name" in line:
             return line.split(":", 1)[1].strip()

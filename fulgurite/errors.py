@@ -18,6 +18,8 @@ Each says what went wrong, where, and what to do next. All are subclasses of `Fu
     ├── CapacityError (also MemoryError)   a model, or the rows of an expert-parallel rank, don't fit
     ├── RankError (also RuntimeError)      another rank failed, timed out or left
     └── CacheError (also OSError)          the kernel cache can't be used
+
+`FallbackWarning` is no error: something of ours failed, and torch runs that part of the program.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ class FulguriteError(Exception):
     `what` is the message. `details` are the labelled lines, usually `where` (the user's source line),
     `input` (dtype, shape, strides) and `next` (what to do about it).
     """
+
+    may_fall_back = True  # False: raised by a transform or an executor of the user
 
     def __init__(self, what: str, **details: str | None) -> None:
         self.what = what
@@ -107,3 +111,7 @@ class ReplayError(FulguriteError):
 
 class CacheError(FulguriteError, OSError):
     """The kernel cache can't be used."""
+
+
+class FallbackWarning(UserWarning):
+    """A part of a program could not be compiled, and torch runs it. With FULGURITE_STRICT=1: an error."""

@@ -21,8 +21,10 @@ from fulgurite import timing
 from fulgurite.capture.blocks import BlockGroup, find_sibling_modules
 from fulgurite.capture.dynamo import GraphBreak
 from fulgurite.capture.outer_graph import OuterGraphBackend
+from fulgurite.capture.units import UnitGroup
 from fulgurite.executors.cudagraph import find_cuda_graphs
-from fulgurite.executors.fuser import kernels_of
+from fulgurite.executors.fallback import Fallback as FailedPart
+from fulgurite.executors.fuser import describe_torch_ops, kernels_of
 from fulgurite.executors.torch import TORCH
 from fulgurite.fuser import Kernel
 from fulgurite.fuser.segment.finalize import OUTPUT_LEAVES_REGION
@@ -63,6 +65,7 @@ class CompiledGraphSummary:
     stages: list[tuple[str, float]]
     kernels: list[KernelSummary] = field(default_factory=list)
     cuda_graphs: list[str] = field(default_factory=list)
+    torch_ops: list[str] = field(default_factory=list)  # with the reasons why they are not fused
 
     @property
     def seconds(self) -> float:
@@ -83,6 +86,8 @@ class GraphSummary:
     compiled_graphs: list[CompiledGraphSummary]
     saved_bytes: dict[str, int]  # by remat policy; empty without a backward
     decisions: list[Decision]
+    notes: list[str] = field(default_factory=list)  # what transforms say of the captured program
+    failures: list[FailedPart] = field(default_factory=list)  # what could not be compiled
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,7 @@ class Explanation:
     times: dict[str, float]  # seconds per call, if example inputs were given
     traces: list[Trace]
     fallbacks: list[str] = field(default_factory=list)  # calls that no kernel supports
+    units: list[str] = field(default_factory=list)  # what distributed wrappers run compiled
 
     def with_measured_kernels(self) -> Explanation:
         """A copy in which every generated kernel is timed alone, on buffers of its own."""
@@ -110,6 +116,7 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [f"{self.options}", f"granularity           {self.granularity}"]
+        lines += _unit_lines(self.units)
         for graph in self.graphs:
             lines += ["", *_graph_lines(graph, self.remat)]
         lines += ["", *_break_lines(self.breaks), *_fallback_lines(self.fallbacks)]
@@ -127,6 +134,7 @@ def explain(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     outer: OuterGraphBackend | None = None,
+    units: Sequence[UnitGroup] = (),
 ) -> Explanation:
     """Summarize a session. With arguments, also time the candidates on them."""
     times: dict[str, float] = {}
@@ -138,6 +146,7 @@ def explain(
         options=str(session.options),
         remat=session.options.remat,
         granularity=_granularity_text(session, blocks, outer),
+        units=[str(group) for group in units],
         graphs=[summarize_graph(record) for record in session.graphs],
         breaks=session.breaks + (outer.unintended_breaks if outer else []),
         times=times,
@@ -204,6 +213,8 @@ def summarize_graph(record: GraphRecord) -> GraphSummary:
         compiled_graphs=[_summarize_compiled_graph(record, kind) for kind in kinds],
         saved_bytes=saved,
         decisions=list(record.decisions),
+        failures=list(record.fallbacks),
+        notes=[note for trace in record.stages("captured") for note in trace.notes],
     )
 
 
@@ -220,6 +231,7 @@ def _summarize_compiled_graph(record: GraphRecord, kind: Kind) -> CompiledGraphS
         stages=[(trace.stage, trace.seconds) for trace in stages],
         kernels=[_summarize_kernel(node, kernel) for node, kernel in kernels_of(final)],
         cuda_graphs=[f"{graph.name}: {graph}" for graph in find_cuda_graphs(final)],
+        torch_ops=[text for t in stages if t.stage == "claimed" for text in describe_torch_ops(t)],
     )
 
 
@@ -270,9 +282,16 @@ def _granularity_text(
     return f"blocks: {groups}; {len(session.graphs)} graphs compiled, {rest}"
 
 
+def _unit_lines(units: Sequence[str]) -> list[str]:
+    """What distributed wrappers run compiled. The wrappers' hooks and collectives run in eager mode."""
+    heads = ["distributed units", *[""] * len(units)]
+    return [f"{head:<20}  {unit}" for head, unit in zip(heads, units, strict=False)]
+
+
 def _graph_lines(graph: GraphSummary, remat: str) -> list[str]:
     head = f"graph {graph.index} · {graph.where}"
     lines = [f"{head:<40}  compiled in {format_seconds(graph.seconds)}"]
+    lines += [f"  {'note':<18}  {note}" for note in graph.notes]
     for compiled in graph.compiled_graphs:
         total = sum(compiled.calls.values())
         by = ", ".join(f"{name} {count}" for name, count in sorted(compiled.calls.items()))
@@ -282,11 +301,24 @@ def _graph_lines(graph: GraphSummary, remat: str) -> list[str]:
             f"  {'':<18}  {bytes_in} in, {bytes_out} out",
             f"  {'':<18}  {_stage_text(compiled)}",
             *_kernel_lines(compiled.kernels),
+            *_torch_op_lines(compiled.torch_ops),
             *(f"  {'CUDA graph':<18}  {text}" for text in compiled.cuda_graphs),
         ]
     if graph.saved_bytes:
         lines.append(f"  {'saved for backward':<18}  {_saved_text(graph.saved_bytes, remat)}")
-    return lines + _decision_lines(graph.decisions)
+    return lines + _decision_lines(graph.decisions) + _failure_lines(graph.failures)
+
+
+def _torch_op_lines(torch_ops: Sequence[str]) -> list[str]:
+    return [f"  {'torch ops':<18}  {', '.join(torch_ops)}"] if torch_ops else []
+
+
+def _failure_lines(failures: Sequence[FailedPart]) -> list[str]:
+    """What could not be compiled, what runs instead, and the script that reproduces it."""
+    lines = []
+    for failure in failures:
+        lines += [f"  {'failed':<18}  {failure}", f"  {'':<18}  repro: {failure.repro}"]
+    return lines
 
 
 def _decision_lines(decisions: Sequence[Decision]) -> list[str]:

@@ -61,6 +61,9 @@ class Op:
         _check_function(function)
         self.name = name
         self.function = function
+        self.is_built_in = name.startswith(
+            "fulgurite::"
+        )  # tested; decode steps have no time for more
         self.schema = infer_schema(function)
         self.__name__ = function.__name__
         self.__doc__ = function.__doc__
@@ -140,12 +143,16 @@ class Op:
     def _checked(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, and raise if it mutated an argument or returned one."""
         named = _tensor_arguments(self.function, args, kwargs)
+        if any(tensor.is_inference() for _, tensor in named) and not self.is_built_in:
+            aliases = pytree.tree_map_only(torch.Tensor, _with_version_counter, (args, kwargs))
+            args, kwargs = aliases
+            named = _tensor_arguments(self.function, args, kwargs)
         versions = [
             (name, tensor, tensor._version)
             for name, tensor in named
             if _has_version_counter(tensor)
         ]
-        result = self.function(*args, **kwargs)
+        result = self._call_counting_versions(*args, **kwargs)
         for name, tensor, version in versions:
             if tensor._version != version:
                 raise ArgumentError(
@@ -163,6 +170,13 @@ class Op:
                     next=f"return a new tensor: {owner}.clone()",
                 )
         return result
+
+    def _call_counting_versions(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function; in a compiled graph, torch would not count the writes to tensors."""
+        if self.is_built_in:
+            return self.function(*args, **kwargs)
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            return self.function(*args, **kwargs)
 
     def _raise_no_fake(self, *args: Any, **kwargs: Any) -> Any:
         raise ArgumentError(
@@ -300,6 +314,16 @@ def _tensor_arguments(
 @functools.cache
 def _cached_signature(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
+
+
+def _with_version_counter(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or for one made in inference mode an alias of it that counts its versions."""
+    if not tensor.is_inference() or type(tensor) is not torch.Tensor or not _has_storage(tensor):
+        return tensor
+    with torch.inference_mode(False), torch.no_grad():
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        layout = (tensor.storage_offset(), tensor.size(), tensor.stride())
+        return alias.set_(tensor.untyped_storage(), *layout)  # type: ignore[call-overload]
 
 
 def _has_version_counter(tensor: torch.Tensor) -> bool:

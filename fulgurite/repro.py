@@ -1,21 +1,23 @@
 """Standalone scripts that reproduce one captured graph.
 
-In: a captured Trace. Out: a Python file that does not need the user's program. Running it compiles the
-graph (and reproduces its failure, if any), compares it with eager, and times it against eager and
+In: a captured Trace. Out: a Python file that does not need the user's program. It sets the options, the
+environment variables and torch's settings of the original. Running it compiles the graph, forward and
+backward (and reproduces its failure, if any), compares it with eager, and times it against eager and
 torch.compile.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-from fulgurite import timing
+from fulgurite import environment, timing
 from fulgurite.config import settings
 from fulgurite.errors import TraceTextError
 from fulgurite.options import Options
@@ -25,27 +27,110 @@ from fulgurite.trace.metadata import find_fake_mode, same_metadata, use_fake_mod
 from fulgurite.trace.node_meta import fake_value
 from fulgurite.trace.source import write_atomically
 
+STRICT = "FULGURITE_STRICT"
 
-def build_script(trace: Trace, options: Options) -> str:
-    """The script for a captured trace."""
+
+@dataclass(frozen=True)
+class TorchState:
+    """Global settings of torch that a graph was captured under."""
+
+    grad_enabled: bool
+    autocast: dict[str, torch.dtype]  # by device type, where it is enabled
+    matmul_precision: str
+    deterministic: bool
+    default_dtype: torch.dtype
+    num_threads: int
+
+    @classmethod
+    def read(cls) -> TorchState:
+        """The settings of this thread, now."""
+        return cls(
+            grad_enabled=torch.is_grad_enabled(),
+            autocast={
+                kind: torch.get_autocast_dtype(kind)
+                for kind in ("cpu", "cuda")
+                if torch.is_autocast_enabled(kind)
+            },
+            matmul_precision=torch.get_float32_matmul_precision(),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            default_dtype=torch.get_default_dtype(),
+            num_threads=torch.get_num_threads(),
+        )
+
+    def lines(self) -> list[str]:
+        """Statements that set all but the modes."""
+        return [
+            f"torch.set_float32_matmul_precision({self.matmul_precision!r})",
+            f"torch.use_deterministic_algorithms({self.deterministic})",
+            f"torch.set_default_dtype({self.default_dtype})",
+            f"torch.set_num_threads({self.num_threads})",
+        ]
+
+    def modes(self) -> str:
+        """The context managers to call the graph in, as one `with` statement."""
+        entries = [f"torch.set_grad_enabled({self.grad_enabled})"]
+        entries += [f"torch.autocast({k!r}, {dtype})" for k, dtype in self.autocast.items()]
+        return f"with {', '.join(entries)}:"
+
+
+def build_script(
+    trace: Trace, options: Options, state: TorchState, variables: Mapping[str, str]
+) -> str:
+    """The script for a captured trace.
+
+    state       settings of torch to run it under
+    variables   environment variables to run it under
+    """
     rows = [f"    {_input_text(fake_value(node))},  # {node.name}" for node in trace.inputs]
-    executors = [executor.name for executor in options.executors]
-    transforms = [transform.name for transform in options.transforms]
-    note = f"# compiled with the transforms {', '.join(transforms)}, which are not in this file\n"
-    return (
-        '"""One captured graph: `python THIS_FILE` compiles it, compares it with eager, times it."""\n\n'
-        + (note if transforms else "")
-        + trace.text
-        + "\n\nINPUTS = [\n"
-        + "\n".join(rows)
-        + "\n]\n\n"
-        + 'if __name__ == "__main__":\n'
-        + "    import fulgurite\n"
-        + "    from fulgurite.repro import compare_with_eager\n\n"
-        + f"    options = dict(executors={executors!r}, remat={options.remat!r}, "
-        + f"dynamic={options.dynamic!r})\n"
-        + "    compare_with_eager(forward, fulgurite.compile(forward, **options), INPUTS)\n"
-    )
+    lines = [
+        '"""One captured graph: `python THIS_FILE` compiles it, compares it with eager, times it.',
+        "",
+        *(f"{label}: {text}" for label, text in environment.versions().items()),
+        '"""',
+        "",
+        "import os",
+        "",
+        f"os.environ.update({dict(variables)!r})",
+        "",
+        *(f"# compiled with {text}, not in this file" for text in _missing_parts(options)),
+        trace.text,
+        "",
+        "INPUTS = [",
+        *rows,
+        "]",
+        "",
+        'if __name__ == "__main__":',
+        "    import fulgurite",
+        "    from fulgurite.repro import compare_with_eager",
+        "",
+        *(f"    {line}" for line in state.lines()),
+        f"    options = {_option_text(trace, options)}",
+        f"    {state.modes()}",
+        "        compare_with_eager(forward, fulgurite.compile(forward, **options), INPUTS)",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _missing_parts(options: Options) -> list[str]:
+    """What a script can't carry: the user's own transforms."""
+    names = [transform.name for transform in options.transforms]
+    return [f"the transforms {', '.join(names)}"] if names else []
+
+
+def _option_text(trace: Trace, options: Options) -> str:
+    """The options of `compile`, all but transforms. Symbolic sizes stay symbolic."""
+    values = [fake_value(node) for node in trace.inputs]
+    sizes = [n for v in values for n in (v.shape if isinstance(v, torch.Tensor) else [v])]
+    has_symbols = any(isinstance(size, torch.SymInt) for size in sizes)
+    chosen = {
+        "executors": [executor.name for executor in options.executors],
+        "dynamic": True if has_symbols else options.dynamic,
+        "fullgraph": options.fullgraph,
+        "remat": options.remat,
+        "autotune": options.autotune,
+        "cudagraph": options.cudagraph,
+    }
+    return f"dict({', '.join(f'{name}={value!r}' for name, value in chosen.items())})"
 
 
 def _input_text(value: Any) -> str:
@@ -58,13 +143,15 @@ def _input_text(value: Any) -> str:
     return repr(size_hint(value) if isinstance(value, torch.SymInt) else value)
 
 
-def save_script(trace: Trace, options: Options, path: str | Path) -> Path:
-    return write_atomically(Path(path), build_script(trace, options))
+def save_script(trace: Trace, options: Options, state: TorchState, path: str | Path) -> Path:
+    """Save the script of a graph."""
+    text = build_script(trace, options, state, environment.variables())
+    return write_atomically(Path(path), text)
 
 
-def save_failure(trace: Trace, options: Options) -> Path:
-    """Save the script of a failed graph into the repro folder."""
-    text = build_script(trace, options)
+def save_failure(trace: Trace, options: Options, state: TorchState) -> Path:
+    """Save the script of a failed graph into the repro folder. It raises what failed."""
+    text = build_script(trace, options, state, environment.variables() | {STRICT: "1"})
     name = f"graph_{trace.index}_{hashlib.sha256(text.encode()).hexdigest()[:10]}.py"
     return write_atomically(settings().repro_dir / name, text)
 
@@ -98,17 +185,30 @@ def _make_input(entry: Any, generator: torch.Generator) -> Any:
 def compare_with_eager(
     forward: Callable[..., Any], compiled: Callable[..., Any], entries: Sequence[Any]
 ) -> None:
-    """Compare `compiled` with eager, and time both and torch.compile."""
-    torch.manual_seed(0)
-    expected = forward(*make_inputs(entries))
-    torch.manual_seed(0)
-    actual = compiled(*make_inputs(entries))
+    """Compare `compiled` with eager, results and gradients, and time both and torch.compile."""
+    expected, actual = run_with_gradients(forward, entries), run_with_gradients(compiled, entries)
     torch.testing.assert_close(actual, expected, equal_nan=True)
     print("fulgurite agrees with eager")
     inputs = make_inputs(entries)
     candidates = {"eager": forward, "torch.compile": torch.compile(forward), "fulgurite": compiled}
     for name, seconds in timing.median_times_on(candidates, *inputs).items():
         print(f"{name:<14} {format_seconds(seconds)}")
+
+
+def run_with_gradients(function: Callable[..., Any], entries: Sequence[Any]) -> tuple[Any, ...]:
+    """The results of a function, and the gradients of its inputs if they need any."""
+    torch.manual_seed(0)
+    inputs = make_inputs(entries)
+    result = function(*inputs)
+    results = list(result) if isinstance(result, (list, tuple)) else [result]
+    tensors = [r for r in results if isinstance(r, torch.Tensor)]
+    differentiable = [tensor for tensor in tensors if tensor.requires_grad]
+    leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    if not differentiable or not leaves:
+        return tuple(tensors)
+    ones = [torch.ones_like(tensor) for tensor in differentiable]
+    gradients = torch.autograd.grad(differentiable, leaves, ones, allow_unused=True)
+    return (*(tensor.detach() for tensor in tensors), *(g for g in gradients if g is not None))
 
 
 def check_replacement(trace: Trace, forward: Callable[..., Any]) -> None:

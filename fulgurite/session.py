@@ -2,17 +2,20 @@
 
 In: graphs from TorchDynamo, one at a time. Out: callables that run them. A session records every stage
 of every graph, graph breaks, tensors saved for backward and autotuning decisions.
-Read `Session.compile_graph` and then `Session.build`: they are the pipeline from top to bottom.
+Read `Session.compile_graph`, then `Session.build` and `Session.lower`: they are the pipeline from top to
+bottom. `failures.py` says what happens if one of its steps fails.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from torch import fx
+from torch._dynamo.exc import TorchDynamoException
 from torch._guards import TracingContext
 
 from fulgurite import repro
@@ -21,10 +24,20 @@ from fulgurite.capture.dynamo import GraphBreak
 from fulgurite.capture.input_names import CapturedNames, clean_input_names
 from fulgurite.config import settings
 from fulgurite.errors import ArgumentError, CompileError, FulguriteError
-from fulgurite.executors import claim, lower_trace
+from fulgurite.executors import Executor, claim, lower_trace
 from fulgurite.executors.autotune import ExecutorTuner
 from fulgurite.executors.cudagraph import capture_cuda_graphs
+from fulgurite.executors.fallback import TORCH_OPS, Fallback
 from fulgurite.executors.fuser import can_fuse_gemms, fuse_gemms
+from fulgurite.executors.torch import TORCH
+from fulgurite.failures import (
+    BEFORE_STEP,
+    CAPTURED_OPS,
+    attach_repro,
+    can_fall_back,
+    warn_of_fallback,
+)
+from fulgurite.logs import LOG
 from fulgurite.options import Options
 from fulgurite.trace import Kind, Trace, verify
 from fulgurite.trace.cost import format_bytes, format_count, format_seconds, is_view, node_bytes
@@ -35,6 +48,9 @@ from fulgurite.trace.verify import snapshot_graph, verify_unmodified
 from fulgurite.transforms import SIMPLIFY
 from fulgurite.transforms.attention_masks import fold_attention_masks
 from fulgurite.transforms.remat import SavedBytes, make_partitioner
+from fulgurite.transforms.scaled_mm import has_scaled_mms, route_scaled_mm
+
+StepKind = Literal["required", "optional", "user"]
 
 
 class CompiledGraph:
@@ -79,7 +95,10 @@ class GraphRecord:
     compiled_graphs: dict[Kind, CompiledGraph] = field(default_factory=dict)
     saved_bytes: SavedBytes | None = None
     decisions: list[Decision] = field(default_factory=list)
+    fallbacks: list[Fallback] = field(default_factory=list)  # what failed, and runs with torch
     seconds: float = 0.0  # compile time; includes backward once that is built
+    # settings of torch at the capture, for scripts that reproduce a failure
+    state: repro.TorchState = field(default_factory=repro.TorchState.read)
 
     def stages(self, kind: Kind) -> list[Trace]:
         """The traces of one kind, in order."""
@@ -87,6 +106,12 @@ class GraphRecord:
 
     def final_trace(self, kind: Kind) -> Trace:
         return self.compiled_graphs[kind].trace
+
+    def refresh_final_traces(self) -> None:
+        """Print final traces anew: a region that fell back at a call says so in its comment."""
+        for compiled in self.compiled_graphs.values():
+            old, compiled.trace = compiled.trace, replace(compiled.trace)
+            self.history = [compiled.trace if trace is old else trace for trace in self.history]
 
     @property
     def captured(self) -> Trace:
@@ -111,9 +136,31 @@ class Session:
         self.graphs.append(record)
         try:
             return self.compile_graph(record, module, inputs)
-        except BaseException:
-            self.graphs.remove(record)
-            raise
+        except BaseException as error:
+            if not self._can_run_captured(record, error):
+                self.graphs.remove(record)
+                raise
+            return self.run_captured(record, module, error)
+
+    def _can_run_captured(self, record: GraphRecord, error: BaseException) -> bool:
+        """Whether torch may run the captured graph after this error. TorchDynamo's are its own business:
+        some make it capture the function again."""
+        if not isinstance(error, Exception) or isinstance(error, TorchDynamoException):
+            return False
+        return bool(record.history) and can_fall_back(error, self.options)
+
+    def run_captured(
+        self, record: GraphRecord, module: fx.GraphModule, error: BaseException
+    ) -> Callable[..., Any]:
+        """The captured graph, with the user's transforms of it, as torch runs it in eager mode."""
+        assert isinstance(error, Exception), "an interrupt is not a failure"
+        name = f"graph {record.index}"
+        failure = _as_compile_error(error, "AOTAutograd failed")
+        self.report(record, Fallback(name, failure, CAPTURED_OPS))
+        record.history = record.stages("captured")
+        record.compiled_graphs.clear()
+        last = record.history[-1]
+        return module.forward if last is record.captured else last.module.forward
 
     # ---- the pipeline ------------------------------------------------------------------------------
 
@@ -127,7 +174,7 @@ class Session:
         for executor in self.options.executors:
             executor.warm_up(captured.module, inputs)
         for transform in self.options.transforms_in("before_autograd"):
-            trace = self.run_step(record, transform.name, transform, trace)
+            trace = self.run_step(record, transform.name, transform, trace, "user")
         names = CapturedNames(captured.module)
         result = run_aot_autograd(
             module if trace.module is captured.module else trace.module,
@@ -144,49 +191,89 @@ class Session:
     def build(
         self, record: GraphRecord, kind: Kind, graph: fx.GraphModule, names: CapturedNames
     ) -> CompiledGraph:
-        """Functional graph → compiled graph: simplify, transform, claim, fuse GEMMs, lower."""
+        """Functional graph → compiled graph: simplify, transform, then `lower`."""
         started = time.perf_counter()
         options = self.options
-        executors = options.executors
-        tuner = ExecutorTuner(executors, options.autotune) if options.autotune else None
+        tuner = ExecutorTuner(options.executors, options.autotune) if options.autotune else None
         trace = Trace(names.apply(graph), kind, "functional", record.index)
         trace = self.run_step(record, "functional", lambda trace: trace, trace)
-        for transform in [
-            fold_attention_masks,
-            *SIMPLIFY,
-            *options.transforms_in("after_autograd"),
-        ]:
-            trace = self.run_step(record, transform.name, transform, trace)
-        trace = self.run_step(record, "claimed", lambda trace: claim(trace, executors), trace)
+        routes = [route_scaled_mm] if has_scaled_mms(trace) else []
+        for transform in (fold_attention_masks, *routes, *SIMPLIFY):
+            trace = self.run_step(record, transform.name, transform, trace, "optional")
+        for transform in options.transforms_in("after_autograd"):
+            trace = self.run_step(record, transform.name, transform, trace, "user")
+        trace = self.lower_or_fall_back(record, trace, tuner)
+        trace = record.history[-1] = trace.with_note(_summary_line(record.stages(kind)))
+        compiled = record.compiled_graphs[kind] = CompiledGraph(trace)
+        for decision in tuner.decisions if tuner else []:
+            LOG.info("autotuned %s", decision)
+            record.decisions.append(decision)
+        LOG.info("%s %d: %s", kind, record.index, trace.notes[-1])
+        if kind == "backward":
+            record.seconds += time.perf_counter() - started
+        return compiled
+
+    def lower_or_fall_back(
+        self, record: GraphRecord, trace: Trace, tuner: ExecutorTuner | None
+    ) -> Trace:
+        """Lower a functional trace; if a step fails that can't be left out, torch runs every op."""
+        num_stages = len(record.history)
+        try:
+            return self.lower(record, trace, self.options.executors, tuner)
+        except FulguriteError as error:
+            if not can_fall_back(error, self.options):
+                raise
+            self.report(record, Fallback(f"{trace.kind} {trace.index}", error, TORCH_OPS))
+        del record.history[num_stages:]
+        return self.lower(record, trace, (TORCH,), None)
+
+    def lower(
+        self,
+        record: GraphRecord,
+        trace: Trace,
+        executors: Sequence[Executor],
+        tuner: ExecutorTuner | None,
+    ) -> Trace:
+        """Functional trace → final trace: claim, fuse GEMMs, lower regions, capture CUDA graphs."""
+        options = self.options
+        report = functools.partial(self.report, record)
+        trace = self.run_step(
+            record, "claimed", lambda trace: claim(trace, executors, report), trace
+        )
         if can_fuse_gemms(trace, executors):
-            trace = self.run_step(
-                record, "gemm_fusion", lambda trace: fuse_gemms(trace, executors, tuner), trace
-            )
+            fuse = functools.partial(fuse_gemms, executors=executors, tuner=tuner)
+            trace = self.run_step(record, "gemm_fusion", fuse, trace, "optional")
         choose = tuner.choose_executor if tuner else None
         # regions may overwrite dead buffers only if nothing is added to the trace afterwards: a CUDA
         # graph runs its calls twice, and a transform may read an overwritten buffer
         donate = not options.cudagraph and not options.transforms_in("after_claim")
         trace = self.run_step(
-            record, "final", lambda trace: lower_trace(trace, executors, choose, donate), trace
+            record,
+            "final",
+            lambda trace: lower_trace(trace, executors, choose, donate, report),
+            trace,
         )
         if options.cudagraph:
             num_outputs = _num_user_outputs(trace)
-            trace = self.run_step(
-                record, "cudagraph", lambda trace: capture_cuda_graphs(trace, num_outputs), trace
-            )
+            capture = functools.partial(capture_cuda_graphs, num_user_outputs=num_outputs)
+            trace = self.run_step(record, "cudagraph", capture, trace, "optional")
         for transform in options.transforms_in("after_claim"):
-            trace = self.run_step(record, transform.name, transform, trace)
-        trace = record.history[-1] = trace.with_note(_summary_line(record.stages(kind)))
-        compiled = record.compiled_graphs[kind] = CompiledGraph(trace)
-        record.decisions += tuner.decisions if tuner else []
-        if kind == "backward":
-            record.seconds += time.perf_counter() - started
-        return compiled
+            trace = self.run_step(record, transform.name, transform, trace, "user")
+        return trace
 
     def run_step(
-        self, record: GraphRecord, name: str, change: Callable[[Trace], Trace], trace: Trace
+        self,
+        record: GraphRecord,
+        name: str,
+        change: Callable[[Trace], Trace],
+        trace: Trace,
+        kind: StepKind = "required",
     ) -> Trace:
-        """Run one named step of the pipeline: time it, verify its result, add that to the history."""
+        """Run one named step of the pipeline: time it, verify its result, add that to the history.
+
+        kind   what happens if the step fails. "required": it raises. "optional": it is left out, with
+               a warning. "user": it raises, and nothing falls back.
+        """
         known = snapshot_graph(trace) if settings().verify else None
         started = time.perf_counter()
         try:
@@ -194,27 +281,26 @@ class Session:
             if known is not None:
                 verify_unmodified(trace, known, name)
                 verify(changed, before=trace if changed.module is not trace.module else None)
-        except FulguriteError as error:
-            self._attach_repro(record, error)
-            raise
         except Exception as error:
-            failure = CompileError(
-                f"{name} failed on {trace.name}: {type(error).__name__}: {error}",
-                next=f"remove or fix {name}; the script above reproduces the failure",
-            )
-            self._attach_repro(record, failure)
-            raise failure from error
+            failure = _as_compile_error(error, f"{name} failed on {trace.name}", name)
+            failure.may_fall_back &= kind != "user"
+            if record.history:
+                attach_repro(failure, record.captured, self.options, record.state)
+            if kind == "optional" and can_fall_back(failure, self.options):
+                self.report(record, Fallback(f"step {name}", failure, BEFORE_STEP))
+                return trace
+            raise failure from (None if failure is error else error)
         record.history.append(changed)
+        LOG.debug("%s: %s", changed.name, format_seconds(changed.seconds))
         return changed
 
-    def _attach_repro(self, record: GraphRecord, error: FulguriteError) -> None:
-        """Save a script that reproduces the failure, and name it in the error."""
-        if record.history and "repro" not in error.details:
-            try:
-                saved = str(repro.save_failure(record.captured, self.options))
-            except OSError as problem:  # the failure itself is what the user needs to see
-                saved = f"not saved ({problem}): set FULGURITE_REPRO_DIR to a writable folder"
-            error.details = {"repro": saved, **error.details}
+    def report(self, record: GraphRecord, fallback: Fallback) -> None:
+        """Record that a part of a graph falls back, and warn. In strict mode, raise its error."""
+        attach_repro(fallback.error, record.captured, self.options, record.state)
+        if not can_fall_back(fallback.error, self.options):
+            raise fallback.error
+        record.fallbacks.append(warn_of_fallback(fallback))
+        record.refresh_final_traces()
 
     def make_partition(self, record: GraphRecord) -> Callable[..., Any]:
         """The function that splits a joint graph into forward and backward."""
@@ -264,6 +350,18 @@ class Session:
         forward = load_source(text, f"<edited {compiled.trace.name}>")
         repro.check_replacement(compiled.trace, forward)
         compiled.replace(forward)
+
+
+def _as_compile_error(error: Exception, what: str, step: str = "") -> FulguriteError:
+    """The error itself if it is ours; else a CompileError that says what failed."""
+    if isinstance(error, FulguriteError):
+        return error
+    failure = CompileError(
+        f"{what}: {type(error).__name__}: {error}",
+        next=f"remove or fix {step}; the script above reproduces the failure" if step else None,
+    )
+    failure.__cause__ = error
+    return failure
 
 
 def _num_user_outputs(trace: Trace) -> int:

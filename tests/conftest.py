@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 # Set before test modules are imported: some read settings at import time.
 os.environ["FULGURITE_VERIFY"] = "1"
+os.environ["FULGURITE_STRICT"] = "1"  # a failure is an error, not a fallback to torch
 # Which executor runs a region must not depend on the load of the machine.
 os.environ["FULGURITE_AUTOTUNE"] = "0"
 # oneDNN's bfloat16 convolutions hit an illegal instruction if a virtual machine shows AMX but forbids it.

@@ -210,3 +210,45 @@ def test_returning_a_view_inside_a_list_raises():
 
     with pytest.raises(ArgumentError, match="returned its argument x"):
         pieces(torch.ones(2))
+
+
+@fulgurite.op("test_op::writes_second")
+def writes_second(x: Tensor, y: Tensor) -> Tensor:
+    y.add_(1)
+    return x * 2
+
+
+@writes_second.fake
+def _(x, y):
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize("in_inference_mode", [False, True])
+@pytest.mark.parametrize("made_in_inference_mode", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_mutation_is_caught_in_every_mode(in_inference_mode, made_in_inference_mode, is_compiled):
+    function = fulgurite.compile(lambda x, y: writes_second(x, y) + 1)
+    function = function if is_compiled else writes_second
+    with torch.inference_mode(made_in_inference_mode):
+        x, y = torch.randn(3), torch.randn(6).view(2, 3)[1]
+    with torch.inference_mode(in_inference_mode), torch.no_grad():
+        for _ in range(2):
+            with pytest.raises(ArgumentError, match="mutated its argument y"):
+                function(x, y)
+
+
+def test_operators_take_tensors_of_inference_mode():
+    @fulgurite.op("test_op::row_sum")
+    def row_sum(x: Tensor, more: list[Tensor]) -> Tensor:
+        return sum((part.sum(-1) for part in more), x.sum(-1))
+
+    @row_sum.fake
+    def _(x, more):
+        return x.new_empty(x.shape[:-1])
+
+    with torch.inference_mode():
+        x = torch.randn(4, 6).t()
+        expected = x.sum(-1) * 3
+        torch.testing.assert_close(row_sum(x, [x, x]), expected)
+        compiled = fulgurite.compile(lambda x: row_sum(x, [x, x]) + 1)
+        torch.testing.assert_close(compiled(x), expected + 1)

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from fulgurite import replay
 from fulgurite.compile import compile
 from fulgurite.errors import ReplayError
+from fulgurite.executors.fuser import kernels_of
 from fulgurite.fuse import fuse
 
 
@@ -95,3 +96,15 @@ def test_profile_counts_calls():
     step = two_kernels()
     rows = replay.record(step, torch.randn(1, 37)).profile(repeats=2)
     assert sum(count for _, count, _ in rows) == 2 and all(seconds > 0 for *_, seconds in rows)
+
+
+def test_profiler_names_generated_kernels():
+    compiled = compile(lambda x: torch.softmax(x, -1) * 2)
+    x = torch.randn(5, 7)
+    compiled(x)
+    (kernel,) = kernels_of(compiled.last_trace())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        compiled(x)
+        compiled(x)
+    counts = {event.key: event.count for event in seen.key_averages()}
+    assert counts[kernel[1].name] == 2

@@ -7,9 +7,12 @@ come with reasons. The repeated layers of a model are compiled once.
     dynamo.py           entry into TorchDynamo: graph breaks, errors, is_capturing
     direct_call.py      later calls, without TorchDynamo's overhead
     autograd.py         AOTAutograd: functionalize, differentiate, build each graph
+    subclasses.py       tensor subclasses: no symbols in the context of a result
     input_aliasing.py   inputs that share memory, if a graph mutates one of them
     input_names.py      input names from the user's program
     blocks.py           repeated layers, compiled once
+    units.py            the modules that distributed wrappers (DDP, FSDP) run
+    runner.py           runs layers and units compiled while their model runs
     outer_graph.py      the graph around the repeated layers
     compiled_module.py  a compiled nn.Module that is still an instance of its class
 """

@@ -16,11 +16,14 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.symbolic_convert import TensorifyState
-from torch._functorch._aot_autograd.schemas import OutputType, PlainTensorMeta
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput, PlainAOTOutput
+from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import TracingContext
 
 from fulgurite.capture.input_aliasing import guard_input_aliasing
-from fulgurite.trace.node_meta import example_value, graph_argument
+from fulgurite.capture.subclasses import specialize_subclass_contexts
+from fulgurite.capture.upsample import keep_upsampling_whole
+from fulgurite.trace.node_meta import example_value, fake_value, graph_argument
 from fulgurite.transforms.remat import Partition
 
 BoxedFunction = Callable[[list[Any]], Any]
@@ -63,22 +66,75 @@ def run_aot_autograd(
 
     def build_inference(graph: fx.GraphModule, _: Sequence[Any]) -> BoxedFunction:
         run = inference(graph)
-        if not autocast and can_skip_runtime_wrapper(module, graph, len(inputs)):
+        if not autocast and can_skip_runtime_wrapper(graph, len(inputs)):
             unwrapped.append(run)
-        return run
+        return restore_alias_offsets(graph, run)
 
     backend = aot_autograd(
-        fw_compiler=make_compiler(forward),
+        fw_compiler=lambda graph, _: restore_alias_offsets(graph, forward(graph)),
         bw_compiler=make_compiler(backward),
         inference_compiler=build_inference,
         partition_fn=partition,
         keep_inference_input_mutations=True,  # an input mutation is a line of the trace
     )
-    with _keep_scalar_tensors(module):
+    outputs = [example_value(node) for node in module.graph.output_node().all_input_nodes]
+    with (
+        _keep_scalar_tensors(module),
+        keep_upsampling_whole(),
+        specialize_subclass_contexts(outputs),
+    ):
         wrapped = backend(module, inputs)
     if unwrapped:
         return call_without_wrapper(unwrapped[0])
     return guard_input_aliasing(wrapped, captured, inputs) if _mutates_inputs() else wrapped
+
+
+def restore_alias_offsets(graph: fx.GraphModule, run: RunnableGraph) -> BoxedFunction:
+    """`run`, with the storage offsets from which AOTAutograd rebuilds views of mutated inputs.
+
+    With symbolic sizes it applies size, stride and offset of a graph's output to the input's memory.
+    After a write the output is a view of a new tensor, whose offset lacks that of the input.
+    """
+    offsets = _offsets_in_mutated_inputs(graph)
+    if not offsets:
+        return run
+
+    def call(inputs: list[Any]) -> Any:
+        starts = {k: inputs[base].storage_offset() for k, (base, _) in offsets.items()}
+        results = list(run.run(inputs))
+        for position, (_, offset) in offsets.items():
+            start = starts[position] + offset
+            if results[position].storage_offset() != start:
+                results[position] = _at_offset(results[position], start)
+        return results
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def _offsets_in_mutated_inputs(graph: fx.GraphModule) -> dict[int, tuple[int, int]]:
+    """For each output that is a view of a new value of an input: the input, and its offset there."""
+    metadata = TracingContext.get().fw_metadata
+    if metadata is None:
+        return {}
+    found: dict[int, tuple[int, int]] = {}
+    outputs = graph.graph.output_node().args[0]
+    first = len(metadata.tokens) + metadata.num_mutated_inp_runtime_indices
+    for position, info in enumerate(metadata.output_info, first):
+        if info.output_type is not OutputType.alias_of_input or not isinstance(info.base_idx, int):
+            continue
+        value = fake_value(outputs[position])  # type: ignore[index,arg-type]
+        offset = value.storage_offset() if isinstance(value, torch.Tensor) else None
+        if metadata.input_info[info.base_idx].mutates_data and isinstance(offset, int):
+            found[position] = (info.base_idx, offset)
+    return found
+
+
+def _at_offset(tensor: torch.Tensor, start: int) -> torch.Tensor:
+    """A tensor with the size and strides of another one, at an offset; its values have no meaning."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    extent = 1 + sum((size - 1) * stride for size, stride in pairs) if tensor.numel() else 0
+    return tensor.new_empty(start + extent).as_strided(tensor.shape, tensor.stride(), start)
 
 
 def _mutates_inputs() -> bool:
@@ -89,31 +145,36 @@ def _mutates_inputs() -> bool:
     return any(info.mutates_data or info.mutates_metadata for info in metadata.input_info)
 
 
-def can_skip_runtime_wrapper(captured: fx.GraphModule, graph: fx.GraphModule, inputs: int) -> bool:
+def can_skip_runtime_wrapper(graph: fx.GraphModule, inputs: int) -> bool:
     """Whether an inference graph takes the captured graph's inputs and returns its outputs unchanged.
 
     AOTAutograd's runtime wrapper (8 µs a call) then does nothing: no input is mutated, no output is a
     view of an input or of another output, and there are no tensor subclasses, effects or RNG states.
     """
     metadata = TracingContext.get().fw_metadata
-    if metadata is None:
-        return False
-    if any(True for _ in captured.parameters()) or any(True for _ in captured.buffers()):
-        return False  # the wrapper passes these before the inputs
-    if len(graph.graph.find_nodes(op="placeholder")) != inputs:
-        return False  # a duplicate input, or the common base of several inputs
-    if metadata.tokens or metadata.num_graphsafe_rng_states or metadata.num_intermediate_bases:
-        return False
-    if metadata.grad_enabled_mutation is not None:
-        return False
-    metas = [*metadata.subclass_inp_meta, *metadata.subclass_fw_graph_out_meta]
     return (
-        not any(info.mutates_data or info.mutates_metadata for info in metadata.input_info)
+        metadata is not None
+        and _has_plain_signature(graph, inputs)
+        and metadata.grad_enabled_mutation is None
+        and not any(info.mutates_data or info.mutates_metadata for info in metadata.input_info)
         and all(info.output_type is OutputType.non_alias for info in metadata.output_info)
         and not any(info.requires_grad or info.dynamic_dims for info in metadata.output_info)
-        and all(isinstance(meta, PlainTensorMeta) for meta in metas)
         and all(_is_trusted_op(node) for node in graph.graph.nodes if node.op == "call_function")
     )
+
+
+def _has_plain_signature(graph: fx.GraphModule, inputs: int) -> bool:
+    """Whether the graph's inputs and outputs are the captured graph's, one by one.
+
+    Others are the inner tensors of a subclass, the common base of several views, parameters of a
+    module, effect tokens and RNG states. AOTAutograd describes each in `desc`. The metadata does not
+    tell: for a graph with subclasses it is that of the inner tensors.
+    """
+    found = [node.meta.get("desc") for node in graph.graph.find_nodes(op="placeholder")]
+    outputs = graph.graph.output_node().meta.get("desc", ())
+    return found == [PlainAOTInput(k) for k in range(inputs)] and list(outputs) == [
+        PlainAOTOutput(k) for k in range(len(outputs))
+    ]
 
 
 def _is_trusted_op(node: fx.Node) -> bool:

@@ -27,6 +27,13 @@ class CompiledModule(nn.Module):
             return self._fulgurite_original(*args, **kwargs)
         return type(self)._fulgurite_call(*args, **kwargs)
 
+    def __eq__(self, other: object) -> bool:
+        """Equal to the original: FSDP2 and others keep what they know of a module in a dict by module."""
+        return unwrap_compiled(self) is unwrap_compiled(other)
+
+    def __hash__(self) -> int:
+        return hash(self._fulgurite_original)
+
     def __copy__(self) -> Any:
         return self._fulgurite_recompile(copy.copy(self._fulgurite_original))
 

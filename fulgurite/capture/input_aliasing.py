@@ -10,12 +10,13 @@ program if b lies inside a. TorchDynamo's guards only check whether two inputs a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fulgurite.trace.cost import size_hint
 
@@ -29,6 +30,9 @@ def guard_input_aliasing(
 ) -> Callable[..., Any]:
     """`run` for inputs that overlap as these do, `captured` for other inputs."""
     positions = [k for k, value in enumerate(inputs) if has_address(value)]
+    subclasses = [k for k, value in enumerate(inputs) if is_traceable_wrapper_subclass(value)]
+    if subclasses:
+        run = _guard_inner_tensors(run, captured, positions, subclasses)
     if len(positions) < 2:
         return run
     extents = [(k, _static_extent(inputs[k])) for k in positions]
@@ -51,6 +55,34 @@ def guard_input_aliasing(
         return run(*args)
 
     return call
+
+
+def _guard_inner_tensors(
+    run: Callable[..., Any],
+    captured: Callable[..., Any],
+    positions: Sequence[int],
+    subclasses: Sequence[int],
+) -> Callable[..., Any]:
+    """`run`, unless an inner tensor of a subclass overlaps another tensor: AOTAutograd assumes not."""
+
+    def call(*args: Any) -> Any:
+        inner = [one for k in subclasses for one in find_inner_tensors(args[k])]
+        tensors = [args[k] for k in positions] + inner
+        spans = [_tensor_span(tensor, k, None) for k, tensor in enumerate(tensors)]
+        found = find_overlaps(spans, tensors)
+        touches_inner = any(k >= len(positions) for pair in found for k, _ in pair)
+        return (captured if touches_inner else run)(*args)
+
+    return call
+
+
+def find_inner_tensors(value: Tensor) -> Iterator[Tensor]:
+    """The tensors with an address inside a wrapper subclass, and inside subclasses in it."""
+    if has_address(value):
+        yield value
+    elif is_traceable_wrapper_subclass(value):
+        for name in value.__tensor_flatten__()[0]:
+            yield from find_inner_tensors(getattr(value, name))
 
 
 def has_address(value: Any) -> bool:

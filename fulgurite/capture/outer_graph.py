@@ -19,15 +19,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fulgurite.capture.blocks import (
+from fulgurite.capture.blocks import BlockGroup, is_torch_module
+from fulgurite.capture.dynamo import GraphBreak, is_capturing
+from fulgurite.capture.runner import (
     BREAK_REASON,
-    BlockGroup,
     capturing_outer_graph,
     is_capturing_outer_graph,
-    is_torch_module,
     with_context_value,
 )
-from fulgurite.capture.dynamo import GraphBreak, is_capturing
 
 # torch.compile's own limit; beyond it, the code around the layers runs in eager mode
 OUTER_RECOMPILE_LIMIT = 8

@@ -20,9 +20,16 @@ import torch
 from torch import fx
 
 from fulgurite import native, timing
-from fulgurite.executors.base import Executor, ExecutorChoice
+from fulgurite.executors.base import ClaimedRegion, Executor, ExecutorChoice
 from fulgurite.executors.torch import TorchExecutor
-from fulgurite.trace.cost import iter_tensors, node_bytes, size_hint, value_bytes
+from fulgurite.trace.cost import (
+    is_view,
+    iter_tensors,
+    node_bytes,
+    size_hint,
+    value_bytes,
+    view_base,
+)
 from fulgurite.trace.decisions import (
     Decision,
     decision_key,
@@ -39,6 +46,12 @@ Autotune = Literal["auto"] | bool
 FALLBACK_MARGIN = 1.1  # torch must be faster by this factor to win a region: less is noise
 # no clock is needed if torch moves at least this many times the bytes, and the region at least as many
 OBVIOUS_SAVINGS = (3, 16 << 20)
+INDEX_OPS = {
+    *("embedding", "embedding_dense_backward", "gather", "index", "index_add", "index_copy"),
+    *("index_fill", "index_put", "index_select", "put", "scatter", "scatter_add", "scatter_reduce"),
+    *("take", "_embedding_bag", "_unsafe_index", "_unsafe_index_put", "index_reduce"),
+    *("_embedding_bag_backward", "_embedding_bag_dense_backward"),
+}
 MAX_EXAMPLE_BYTES = 1 << 30  # of the inputs that are made for a comparison
 
 
@@ -50,19 +63,15 @@ class ExecutorTuner:
         self.autotune = autotune
         self.decisions: list[Decision] = []
 
-    def choose_executor(
-        self,
-        name: str,
-        claiming: Executor,
-        module: fx.GraphModule,
-        restore: Callable[[], fx.GraphModule],
-    ) -> ExecutorChoice:
-        """Choose who runs the region; `restore` builds the region as torch would run it."""
+    def choose_executor(self, region: ClaimedRegion) -> ExecutorChoice:
+        """Choose who runs the region."""
+        name, claiming, module = region.name, region.executor, region.module
         eligible = self._eligible_executors(claiming, module)
-        call = claiming.lower_autotuned(module) if self.autotune is True else claiming.lower(module)
+        lower = claiming.lower_autotuned if self.autotune is True else claiming.lower
+        call = region.guard(lower(module))
         if len(eligible) == 1:
             return ExecutorChoice(claiming, call)
-        torch_module = restore()
+        torch_module = region.restore()
         if self.autotune == "auto" and _is_obviously_faster(module, torch_module):
             return ExecutorChoice(claiming, call)
         calls = {claiming.name: call}
@@ -73,7 +82,8 @@ class ExecutorTuner:
                 is_torch = isinstance(executor, TorchExecutor)
                 calls[executor.name] = executor.lower(torch_module if is_torch else module)
             seconds = self._measure(module, calls)
-            if seconds is None:  # timings don't settle: the order of the executors decides
+            # timings don't settle, or the region fell back: the order of the executors decides
+            if seconds is None or getattr(call, "fallback", None) is not None:
                 return ExecutorChoice(claiming, call)
             decision = Decision(name, _pick_winner(claiming, seconds), seconds, cached=False)
             write_decision(key, decision)
@@ -92,6 +102,8 @@ class ExecutorTuner:
             return [claiming]
         if any(map(_divides_integers, nodes)):  # integer example inputs are zeros
             return [claiming]
+        if any(map(_computes_index, nodes)):  # out of range for made-up inputs: an assert on a GPU
+            return [claiming]
         others = [executor for executor in self.executors if executor is not claiming]
         if self.autotune == "auto":
             may_fall_back = claiming.falls_back_if_slower
@@ -106,7 +118,14 @@ class ExecutorTuner:
                 return timing.best_times_on(calls, *inputs)
             return timing.median_times_on(calls, *inputs)
 
-        seconds: dict[str, float] | None = run_on_example_inputs(module, measure)
+        try:
+            seconds: dict[str, float] | None = run_on_example_inputs(
+                module, measure, _find_index_limits(module)
+            )
+        except (
+            torch.OutOfMemoryError
+        ):  # the example inputs are in addition to the program's tensors
+            return None
         return seconds
 
 
@@ -142,6 +161,41 @@ def _divides_integers(node: fx.Node) -> bool:
     value = fake_value(node)
     is_integer = isinstance(value, torch.Tensor) and not value.dtype.is_floating_point
     return is_integer and name in ("div", "floor_divide", "remainder", "fmod")
+
+
+def _computes_index(node: fx.Node) -> bool:
+    """Whether an index of the node is computed. Integer example inputs are zeros: always in range."""
+    if str(getattr(node.target, "_opname", "")) not in INDEX_OPS:
+        return False
+    return any(_is_integer(n) and not _is_view_of_input(n) for n in node.all_input_nodes)
+
+
+def _find_index_limits(module: fx.GraphModule) -> dict[fx.Node, int]:
+    """What example indices must be below, for the integer inputs that are only used as indices.
+
+    All zeros would make every element of an indexed store collide.
+    """
+    limits: dict[fx.Node, int] = {}
+    for node in module.graph.nodes:
+        if node.op != "call_function" or is_view(node):
+            continue
+        is_index = str(getattr(node.target, "_opname", "")) in INDEX_OPS
+        tensors = [fake_value(n) for n in (node, *node.args[:1]) if isinstance(n, fx.Node)]
+        sizes = [size_hint(n) for tensor in tensors for t in iter_tensors(tensor) for n in t.shape]
+        limit = min(sizes, default=1) if is_index else 1
+        for source in filter(_is_integer, node.all_input_nodes):
+            base = view_base(source)
+            limits[base] = min(limit, limits.get(base, limit))
+    return limits
+
+
+def _is_integer(node: fx.Node) -> bool:
+    value = fake_value(node)
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32)
+
+
+def _is_view_of_input(node: fx.Node) -> bool:
+    return view_base(node).op in ("placeholder", "get_attr")
 
 
 def _make_key(module: fx.GraphModule, eligible: Sequence[Executor], source: str) -> str:

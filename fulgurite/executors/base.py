@@ -27,6 +27,9 @@ class Executor(ABC):
     accepts_decomposed_ops: ClassVar[bool] = False
     # a region falls back to torch's own ops where those are faster
     falls_back_if_slower: ClassVar[bool] = False
+    # A region that it can't lower falls back to torch; else the error is raised. If what it lowers to has
+    # a method `can_rerun(error)`, the same holds when a call fails (`executors/fallback.py`).
+    falls_back_if_failed: ClassVar[bool] = False
 
     region_name: ClassVar[str] = ""  # name prefix of its regions; "": derived from their ops
 
@@ -49,6 +52,17 @@ class Executor(ABC):
     def lower_autotuned(self, region: fx.GraphModule) -> Callable[..., Sequence[Any]]:
         """Like `lower`, but time several schedules where the executor has several."""
         return self.lower(region)
+
+
+@dataclass(frozen=True)
+class ClaimedRegion:
+    """A region to lower, and the executor that claimed it."""
+
+    name: str
+    executor: Executor
+    module: fx.GraphModule
+    restore: Callable[[], fx.GraphModule]  # builds the region as torch runs it
+    guard: Callable[[Callable[..., Any]], Callable[..., Any]]  # adds the fallback to what runs
 
 
 @dataclass(frozen=True)

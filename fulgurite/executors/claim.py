@@ -13,9 +13,17 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from fulgurite.errors import CompileError
+from fulgurite.errors import CompileError, FulguriteError
 from fulgurite.executors.base import Executor
 from fulgurite.executors.composite import CompositeOp
+from fulgurite.executors.fallback import (
+    TORCH_OPS,
+    Fallback,
+    ReportFallback,
+    is_error_of_device,
+    raise_or_report,
+)
+from fulgurite.executors.torch import TORCH, TorchExecutor
 from fulgurite.trace import Trace, describe, source_of
 from fulgurite.trace.cost import is_view
 from fulgurite.trace.node_meta import (
@@ -35,15 +43,25 @@ MAX_DECOMPOSITION_DEPTH = 4  # torch's own tables end well before
 DecompositionCache = dict[tuple[str, int], fx.GraphModule | None]  # by call signature and depth
 
 
-def claim(trace: Trace, executors: Sequence[Executor]) -> Trace:
-    """Give every op an executor."""
+def claim(
+    trace: Trace, executors: Sequence[Executor], report: ReportFallback | None = None
+) -> Trace:
+    """Give every op an executor.
+
+    report   told of each op that goes to the last executor because claiming it failed; None: such a
+             failure is raised
+    """
     module = copy_module(trace.module)
     cache: DecompositionCache = {}
+    report = report if isinstance(executors[-1], TorchExecutor) else None
     for node in list(module.graph.nodes):
         if node._erased:  # a getitem, erased when its tuple was decomposed
             continue
         if node.op in ("call_function", "call_method", "call_module"):
-            _claim_node(module, node, executors, MAX_DECOMPOSITION_DEPTH, cache)
+            try:
+                _claim_node(module, node, executors, MAX_DECOMPOSITION_DEPTH, cache)
+            except Exception as error:  # see executors/fallback.py
+                _claim_with_torch(node, error, report)
     composites: dict[CompositeOp, None] = {}
     for node in module.graph.nodes:
         composite = composite_of(node)
@@ -53,6 +71,38 @@ def claim(trace: Trace, executors: Sequence[Executor]) -> Trace:
     for composite in composites:
         composite.finalize()
     return trace.with_module(module)
+
+
+def _claim_with_torch(node: fx.Node, error: Exception, report: ReportFallback | None) -> None:
+    """Report that claiming the op failed; torch runs it as it is."""
+    if isinstance(error, FulguriteError) and not error.may_fall_back:
+        raise error
+    if report is None or node._erased or is_error_of_device(error):  # erased: decomposed in part
+        raise error
+    failure = error if isinstance(error, FulguriteError) else _claiming_error(node, error)
+    raise_or_report(Fallback(str(node.target), failure, TORCH_OPS), report, error)
+    set_executor(node, TORCH.name)
+
+
+def _claiming_error(node: fx.Node, error: Exception) -> CompileError:
+    return CompileError(
+        f"claiming {node.target} failed: {type(error).__name__}: {str(error)[:400]}",
+        where=str(source_of(node)),
+        input=", ".join(f"{n.name}: {describe(fake_value(n))}" for n in node.all_input_nodes),
+        next="compile with executors=['torch']; the script above reproduces the failure",
+    )
+
+
+def _claims(executor: Executor, node: fx.Node) -> bool:
+    """`executor.claims(node)`; an error of a user's executor is never a reason to fall back."""
+    try:
+        return executor.claims(node)
+    except Exception as error:
+        if executor.falls_back_if_failed:
+            raise
+        failure = error if isinstance(error, FulguriteError) else _claiming_error(node, error)
+        failure.may_fall_back = False
+        raise failure from (None if failure is error else error)
 
 
 def _claim_node(
@@ -67,7 +117,7 @@ def _claim_node(
         return
     *preferred, last = executors
     for executor in preferred:
-        if executor.claims(node):
+        if _claims(executor, node):
             set_executor(node, executor.name)
             return
     accepting = [executor for executor in preferred if executor.accepts_decomposed_ops]
@@ -83,7 +133,7 @@ def _claim_node(
             if not inner._erased:
                 _claim_node(module, inner, executors, depth - 1, cache)
         return
-    if not last.claims(node):
+    if not _claims(last, node):
         raise CompileError(
             f"no executor claims {node.target}",
             where=str(source_of(node)),
@@ -130,7 +180,7 @@ def _decompose_uncached(
         n for n in decomposed.graph.nodes if n.op == "call_function" and not _is_view_or_getitem(n)
     ]
     is_claimable = bool(computing) and all(
-        any(executor.claims(inner) for executor in accepting)
+        any(_claims(executor, inner) for executor in accepting)
         or _decompose_if_claimable(decomposed, inner, accepting, depth - 1, cache) is not None
         for inner in computing
     )

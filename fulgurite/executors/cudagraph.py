@@ -51,6 +51,7 @@ class CudaGraphExecutor(Executor):
     """Runs the nodes that `capture_cuda_graphs` assigned to it."""
 
     name = "cudagraph"
+    falls_back_if_failed = True  # the step is left out
     region_name = "graph"
 
     def __init__(self, warmups: int) -> None:

@@ -8,8 +8,9 @@ CPU, and without Triton nothing on a GPU; torch runs everything then. All calls 
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from operator import getitem
 from typing import Any
 
 from torch import SymBool, SymFloat, SymInt, Tensor, fx
@@ -21,8 +22,8 @@ from fulgurite.executors.base import Executor
 from fulgurite.executors.torch import TorchExecutor
 from fulgurite.fuser.gemm.fusion import FusionOptions, fuse_gemm_epilogues, has_gpu_gemms
 from fulgurite.trace import Trace
-from fulgurite.trace.cost import iter_tensors
-from fulgurite.trace.node_meta import fake_value
+from fulgurite.trace.cost import is_view, iter_tensors
+from fulgurite.trace.node_meta import executor_of, fake_value
 from fulgurite.trace.region import Region
 from fulgurite.trace.signature import region_signature
 
@@ -35,6 +36,7 @@ class FuserExecutor(Executor):
     name = "fuser"
     accepts_decomposed_ops = True
     falls_back_if_slower = True
+    falls_back_if_failed = True
 
     def __init__(self) -> None:
         self._lowered: OrderedDict[tuple[Any, ...], fuser.FusedRegion] = OrderedDict()
@@ -105,6 +107,21 @@ def fuse_gemms(
     if tuner is not None:
         tuner.decisions += decisions
     return trace
+
+
+def describe_torch_ops(claimed: Trace) -> list[str]:
+    """The ops that torch runs, with the reason if the fuser has one: `mm ×4`, `cummin (complex64)`.
+
+    claimed   a trace of the stage "claimed"
+    """
+    counts: Counter[str] = Counter()
+    for node in claimed.ops:
+        if executor_of(node) != TorchExecutor.name or is_view(node) or node.target is getitem:
+            continue
+        name = str(node.target).removeprefix("aten.").split(".")[0]
+        reason = fuser.unsupported_reason(node) if node.op == "call_function" else None
+        counts[name if reason in (None, name) else f"{name} ({reason})"] += 1
+    return [f"{text} ×{count}" if count > 1 else text for text, count in counts.most_common()]
 
 
 def kernels_of(trace: Trace) -> list[tuple[fx.Node, fuser.Kernel]]:

@@ -20,6 +20,7 @@ from fulgurite.trace.purity import is_random
 
 class InductorExecutor(Executor):
     name = "inductor"
+    falls_back_if_failed = True
 
     def claims(self, node: fx.Node) -> bool:
         target = node.target

@@ -18,13 +18,21 @@ from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from fulgurite.errors import CompileError, FulguriteError
-from fulgurite.executors.base import Executor, ExecutorChoice
+from fulgurite.executors.base import ClaimedRegion, Executor, ExecutorChoice
 from fulgurite.executors.composite import restore_composite_ops
 from fulgurite.executors.donation import find_donations
+from fulgurite.executors.fallback import (
+    TORCH_OPS,
+    Fallback,
+    GuardedRegion,
+    ReportFallback,
+    is_error_of_device,
+    raise_or_report,
+)
 from fulgurite.executors.grouping import Group, group_ops, sort_topologically
 from fulgurite.executors.input_writes import fuse_input_writes
 from fulgurite.executors.memory_order import reorder_for_memory
-from fulgurite.executors.torch import TorchExecutor
+from fulgurite.executors.torch import TORCH, TorchExecutor
 from fulgurite.trace import Trace, describe, source_of
 from fulgurite.trace.cost import (
     format_bytes,
@@ -50,10 +58,8 @@ from fulgurite.trace.op_names import GENERIC_OPS, name_from_ops
 from fulgurite.trace.region import Region
 from fulgurite.trace.trace import copy_module
 
-# (region name, executor that claimed it, region, builder of the region as torch runs it) → choice
-ChooseExecutor = Callable[
-    [str, Executor, fx.GraphModule, Callable[[], fx.GraphModule]], ExecutorChoice
-]
+ChooseExecutor = Callable[[ClaimedRegion], ExecutorChoice]
+MAX_COMMENT = 120  # characters of a reason in the trace
 GENERIC_REGION_OPS = GENERIC_OPS | {
     *("neg", "convert_element_type", "copy", "sum", "mean", "getitem")
 }
@@ -64,12 +70,15 @@ def lower_trace(
     executors: Sequence[Executor],
     choose_executor: ChooseExecutor | None = None,
     allow_donation: bool = False,
+    report: ReportFallback | None = None,
 ) -> Trace:
     """Return the final trace: regions are lowered, single ops are direct calls of torch.
 
     choose_executor   picks the executor of a region; None: the one that claimed it
     allow_donation    regions may overwrite inputs that nobody reads afterwards. Then no later step may
                       add readers to the trace.
+    report            told of each region that falls back to torch because lowering it failed; None:
+                      such a failure is raised
     """
     by_name = {executor.name: executor for executor in executors}
     groups = group_ops(trace, by_name)
@@ -77,7 +86,7 @@ def lower_trace(
         module = copy_module(trace.module)
     else:
         ordered = reorder_for_memory(sort_topologically(groups))
-        builder = _GraphBuilder(trace, choose_executor or _use_claiming_executor)
+        builder = _GraphBuilder(trace, choose_executor or _use_claiming_executor, report)
         module = builder.build(ordered, find_donations(ordered) if allow_donation else {})
     fuse_input_writes(module)
     for node in module.graph.nodes:
@@ -94,9 +103,11 @@ class _GraphBuilder:
 
     trace: Trace
     choose_executor: ChooseExecutor
+    report: ReportFallback | None
 
     def __post_init__(self) -> None:
         self.graph = fx.Graph()
+        self.failures: dict[int, Exception] = {}  # by group index: it could not start to compile
         self.value_of: dict[
             fx.Node, fx.Node
         ] = {}  # node of the claimed trace → node of the new graph
@@ -139,10 +150,8 @@ class _GraphBuilder:
                 mark_donated(placeholder)
         try:
             group.executor.start_lowering(subgraph.module)
-        except FulguriteError:
-            raise
-        except Exception as error:
-            raise _lowering_error(group, error) from error
+        except Exception as error:  # see executors/fallback.py
+            self.failures[group.index] = error
         return subgraph
 
     def _add_region(self, group: Group, subgraph: Subgraph, number: int) -> None:
@@ -151,12 +160,10 @@ class _GraphBuilder:
         module, inputs, outputs = subgraph
         name = f"{group.executor.region_name or _name_region(group.nodes)}_{number}"
         restore = functools.partial(restore_composite_ops, self.trace, group.nodes, inputs, outputs)
-        try:
-            choice = self.choose_executor(name, group.executor, module, restore)
-        except FulguriteError:
-            raise
-        except Exception as error:
-            raise _lowering_error(group, error) from error
+        claimed = ClaimedRegion(
+            name, group.executor, module, restore, self._make_guard(name, group, restore)
+        )
+        choice = self._lower_or_fall_back(group, claimed)
         if choice.call is None:
             self._add_fallback_ops(restore(), subgraph, choice.comment)
             return
@@ -172,6 +179,46 @@ class _GraphBuilder:
             )
             copy_meta(output, item)
             self.value_of[output] = item
+
+    def _make_guard(
+        self, name: str, group: Group, restore: Callable[[], fx.GraphModule]
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """A function that adds the fallback of this region to what its executor lowered it to."""
+        assert group.executor is not None, "only fusing executors have regions"
+        can_fall_back = group.executor.falls_back_if_failed
+
+        def guard(lowered: Callable[..., Any]) -> Callable[..., Any]:
+            if not can_fall_back or not hasattr(lowered, "can_rerun"):
+                return lowered
+            return GuardedRegion(
+                name,
+                lowered,
+                make_torch_call=lambda: TORCH.lower(restore()),
+                make_error=functools.partial(_lowering_error, group),
+                report=self.report,
+            )
+
+        return guard
+
+    def _lower_or_fall_back(self, group: Group, region: ClaimedRegion) -> ExecutorChoice:
+        """Lower a region; if that fails, or failed when it started, fall back to torch."""
+        failure = self.failures.get(group.index)
+        if failure is None:
+            try:
+                choice = self.choose_executor(region)
+            except Exception as error:  # see executors/fallback.py
+                failure = error
+            else:
+                return _replace_failed(choice)
+        if is_error_of_device(failure):
+            raise failure
+        problem = _lowering_error(group, failure)
+        problem.may_fall_back = region.executor.falls_back_if_failed
+        if not problem.may_fall_back:
+            raise problem from (None if problem is failure else failure)
+        fallback = Fallback(region.name, problem, TORCH_OPS)
+        raise_or_report(fallback, self.report, failure)
+        return _run_torch(fallback)
 
     def _add_fallback_ops(
         self, torch_module: fx.GraphModule, subgraph: Subgraph, comment: str
@@ -231,13 +278,27 @@ def _op_name(target: Any) -> str:
     return name if name.isidentifier() else "region"
 
 
-def _use_claiming_executor(
-    name: str, executor: Executor, module: fx.GraphModule, restore: Callable[[], fx.GraphModule]
-) -> ExecutorChoice:
-    return ExecutorChoice(executor, executor.lower(module))
+def _use_claiming_executor(region: ClaimedRegion) -> ExecutorChoice:
+    return ExecutorChoice(region.executor, region.guard(region.executor.lower(region.module)))
 
 
-def _lowering_error(group: Group, error: Exception) -> CompileError:
+def _replace_failed(choice: ExecutorChoice) -> ExecutorChoice:
+    """The choice, or torch's ops if the region fell back while it was timed."""
+    fallback: Fallback | None = getattr(choice.call, "fallback", None)
+    if fallback is None or fallback.instead != TORCH_OPS:
+        return choice
+    return _run_torch(fallback)
+
+
+def _run_torch(fallback: Fallback) -> ExecutorChoice:
+    """The choice of a region that failed: its ops, with the reason as comment."""
+    return ExecutorChoice(TORCH, None, f"fallback: {fallback.reason[:MAX_COMMENT]}")
+
+
+def _lowering_error(group: Group, error: Exception) -> FulguriteError:
+    """The error of a region that can't be lowered or launched: what failed, and on which ops."""
+    if isinstance(error, FulguriteError):
+        return error
     assert group.executor is not None, "only fusing executors have regions"
     node = group.nodes[-1]
     inputs = [f"{n.name}: {describe(fake_value(n))}" for n in node.all_input_nodes]

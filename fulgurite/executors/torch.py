@@ -63,13 +63,20 @@ def _find_direct_function(node: fx.Node, mode: FakeTensorMode) -> Callable[..., 
         recorder = _DispatchRecorder()
         try:
             with use_fake_mode(mode), recorder:
-                candidate(*args, **kwargs)
+                result = candidate(*args, **kwargs)
         except (TypeError, RuntimeError, ValueError, NotImplementedError):
             continue  # the function doesn't take these arguments
         op = _EQUIVALENT_OPS.get(node.target, node.target)
-        if recorder.recorded_only(op, args, kwargs):
+        if recorder.recorded_only(op, args, kwargs) and _same_kinds(result, fake_value(node)):
             return candidate
     return None
+
+
+def _same_kinds(one: Any, two: Any) -> bool:
+    """Whether tensors are where tensors are. Python bindings return some integers as tensors."""
+    if isinstance(one, list | tuple) and isinstance(two, list | tuple):
+        return len(one) == len(two) and all(map(_same_kinds, one, two))
+    return isinstance(one, torch.Tensor) == isinstance(two, torch.Tensor)
 
 
 def _candidate_functions(node: fx.Node) -> Iterator[Callable[..., Any]]:

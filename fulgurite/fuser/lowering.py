@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -22,6 +24,8 @@ from fulgurite.fuser.codegen.cpp.translation_unit import write_kernel, write_tra
 from fulgurite.fuser.codegen.triton.kernel import TritonKernelSource, write_kernels
 from fulgurite.fuser.frontend.lower_graph import lower_graph
 from fulgurite.fuser.ir import cost
+from fulgurite.fuser.ir.errors import Unsupported
+from fulgurite.fuser.ir.loop_nest import LoopNest
 from fulgurite.fuser.ir.split_axes import split_axes
 from fulgurite.fuser.ir.statement import Region
 from fulgurite.fuser.runtime.autotune import neighbor_schedules, pick_fastest
@@ -36,11 +40,15 @@ from fulgurite.fuser.runtime.triton_region import TritonRegion, needs_int64_indi
 from fulgurite.fuser.schedule.cpu.choose import choose_cpu_schedule
 from fulgurite.fuser.schedule.gpu.base import GpuSchedule
 from fulgurite.fuser.schedule.gpu.choose import choose_gpu_schedule, make_row_limit
+from fulgurite.fuser.schedule.gpu.smaller import smaller_schedule
 from fulgurite.fuser.segment import Segment, segment_region
 from fulgurite.fuser.segment.build_loop_nest import build_loop_nest
 from fulgurite.fuser.segment.inplace import store_in_place
+from fulgurite.fuser.segment.scatter_nest import with_initial_nests
 from fulgurite.trace.op_names import name_from_ops
 
+MAX_PROGRAMS = 2**31 - 1  # of a grid's first dimension; the second has at most some hundred
+MAX_ATTEMPTS = 6  # schedules of one kernel that are tried before torch runs its region
 # What schedules see in Triton's interpreter, where nothing is timed: an H200.
 INTERPRETER_DEVICE = DeviceInfo(
     "interpreter", 4, 4.2e12, 2.9e13, 256 << 10, 50 << 20, (torch.float32,)
@@ -59,7 +67,7 @@ def lower_to_kernels(
     autotune     time several schedules of each GPU kernel
     """
     if use_triton or device.type == "cuda":
-        return lower_triton(lower_graph(module), device, autotune)
+        return lower_triton(lower_graph(module, uses_atomics=True), device, autotune)
     return lower_cpu(lower_graph(module, corrects_means=True))
 
 
@@ -77,6 +85,14 @@ def _segment_ops(segment: Segment) -> tuple[str, ...]:
     return tuple(s.statement.origin for s in segment.structure.statements.values())
 
 
+def _count_bytes(region: Region, nest: LoopNest, touched: Iterable[str]) -> int:
+    """Bytes that a kernel reads and writes. An indexed store touches an element a point."""
+    points = cost.count_elements(tuple(axis.size for axis in nest.axes))
+    stored = {s.tensor.name: points * s.tensor.itemsize for s in nest.stores if s.combine}
+    sizes = ((name, cost.tensor_bytes(region.tensors[name])) for name in touched)
+    return sum(min(size, stored.get(name, size)) for name, size in sizes)
+
+
 # ---- CPU -----------------------------------------------------------------------------------------
 
 
@@ -87,6 +103,7 @@ def lower_cpu(region: Region) -> FusedRegion:
     segments = segment_region(region, device_info.l2_cache_bytes)
     nests = [build_loop_nest(region, segment) for segment in segments]
     region, nests = store_in_place(region, nests)
+    segments, nests = with_initial_nests(segments, nests)
     schedules = [choose_cpu_schedule(nest, device_info) for nest in nests]
     sources = [
         write_kernel(name_kernel(segment, number), schedule)
@@ -98,7 +115,7 @@ def lower_cpu(region: Region) -> FusedRegion:
     for segment, source, schedule in zip(segments, sources, schedules, strict=True):
         assert library is not None, "a kernel without a library"
         touched = (*source.reads, *source.writes, *source.updates)
-        bytes_moved = sum(cost.tensor_bytes(region.tensors[name]) for name in touched)
+        bytes_moved = _count_bytes(region, schedule.nest, touched)
         flops = _segment_flops(segment)
         kernels.append(
             Kernel(
@@ -141,6 +158,19 @@ class _ScheduledKernel:
     name: str
     segment: Segment
     schedule: GpuSchedule
+    attempts: int = 1  # schedules tried so far
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """Names of the kernel and of those that combine its partial results."""
+        return (self.name, f"{self.name}_combine", f"{self.name}_combine_all")
+
+    def with_smaller_schedule(self, device: DeviceInfo) -> _ScheduledKernel | None:
+        """The kernel with its next schedule; None if there is none, or too many have failed."""
+        smaller = smaller_schedule(self.schedule, device)
+        if smaller is None or self.attempts == MAX_ATTEMPTS:
+            return None
+        return replace(self, schedule=smaller, attempts=self.attempts + 1)
 
 
 def lower_triton(region: Region, device: torch.device, autotune: bool = False) -> TritonRegion:
@@ -152,35 +182,59 @@ def lower_triton(region: Region, device: torch.device, autotune: bool = False) -
     segments = segment_region(region, make_row_limit(device_info))
     nests = [build_loop_nest(region, segment) for segment in segments]
     region, nests = store_in_place(region, nests)
-    int64_indices = needs_int64_indices(region)
-
-    def write_one(name: str, schedule: GpuSchedule, use_int64: bool) -> list[TritonKernelSource]:
-        return write_kernels(name, schedule, use_int64)
-
+    segments, nests = with_initial_nests(segments, nests)
+    use_int64 = bool(needs_int64_indices(region))
     scheduled = []
     for number, (segment, nest) in enumerate(zip(segments, nests, strict=True)):
         name, schedule = name_kernel(segment, number), choose_gpu_schedule(nest, device_info)
-        if autotune and not is_interpreted():
+        if autotune and not is_interpreted() and not nest.computes_index:
             schedule = pick_fastest(
                 neighbor_schedules(schedule),
-                lambda s, name=name: build_kernel_module(write_one(name, s, bool(int64_indices))),  # type: ignore[misc]
+                lambda s, name=name: build_kernel_module(write_kernels(name, s, use_int64)),  # type: ignore[misc]
                 device,
                 device_info.name,
             )
         scheduled.append(_ScheduledKernel(name, segment, schedule))
+    return _build_triton_region(region, scheduled, device)
+
+
+def _build_triton_region(
+    region: Region, scheduled: list[_ScheduledKernel], device: torch.device
+) -> TritonRegion:
+    """The region with the kernels of these schedules."""
+    int64_indices, device_info = needs_int64_indices(region), gpu_info(device)
 
     @functools.cache
     def write(use_int64: bool, is_aligned: bool = True) -> KernelModule:
         sources: list[TritonKernelSource] = []
         for kernel in scheduled:
-            sources += write_one(kernel.name, kernel.schedule, use_int64)
+            sources += write_kernels(kernel.name, kernel.schedule, use_int64)
         return build_kernel_module(sources)
 
+    def reschedule(failed: str) -> TritonRegion | None:
+        """The region with the next schedule of a kernel."""
+        for number, kernel in enumerate(scheduled):
+            if failed in kernel.source_names:
+                smaller = kernel.with_smaller_schedule(device_info)
+                if smaller is None:
+                    return None
+                others = [*scheduled[:number], smaller, *scheduled[number + 1 :]]
+                return _build_triton_region(region, others, device)
+        return None
+
     kernel_module = write(bool(int64_indices), True)
+    for source in kernel_module.kernels:
+        if source.grid[0].is_constant and source.grid[0].constant > MAX_PROGRAMS:
+            raise Unsupported(f"a kernel of {source.grid[0].constant} programs")
     kernels = tuple(
         _describe_kernel(region, kernel_module, kernel, device_info, device) for kernel in scheduled
     )
-    return TritonRegion(region, write, kernels, device, int64_indices)
+    return TritonRegion(region, write, kernels, device, int64_indices, reschedule)
+
+
+def _decline_to_measure() -> float:
+    """Not a number: on made-up inputs a computed index may be out of range, a device-side assert."""
+    return math.nan
 
 
 def _describe_kernel(
@@ -192,13 +246,11 @@ def _describe_kernel(
 ) -> Kernel:
     """A kernel with those that combine its partial results."""
     name = kernel.name
-    names = (name, f"{name}_combine", f"{name}_combine_all")
-    sources = [source for source in kernel_module.kernels if source.name in names]
+    sources = [source for source in kernel_module.kernels if source.name in kernel.source_names]
     touched = dict.fromkeys(t.name for s in sources for t in s.tensors if t not in s.partials)
     tensors = [*touched, *(update for source in sources for update in source.updates)]
-    bytes_moved = sum(
-        cost.tensor_bytes(region.tensors[name]) for name in tensors if name in region.tensors
-    )
+    known = [name for name in tensors if name in region.tensors]
+    bytes_moved = _count_bytes(region, kernel.schedule.nest, known)
     flops = _segment_flops(kernel.segment)
     return Kernel(
         name=name,
@@ -209,5 +261,7 @@ def _describe_kernel(
         flops=flops,
         predicted_seconds=cost.predict_seconds(device_info, bytes_moved, flops),
         reason=kernel.segment.reason,
-        _measure=time_triton_kernel(kernel_module, [s.name for s in sources], device),
+        _measure=_decline_to_measure
+        if kernel.schedule.nest.computes_index
+        else time_triton_kernel(kernel_module, [s.name for s in sources], device),
     )

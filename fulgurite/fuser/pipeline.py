@@ -69,6 +69,8 @@ def _can_lower(node: fx.Node) -> bool:
     call = call_signature(node) if is_cacheable else None
     if call is None:
         return find_unsupported_reason(node) is None
+    if torch.are_deterministic_algorithms_enabled():
+        call += " deterministic"  # GPU kernels may then not store in any order
     if call not in _CAN_LOWER_CACHE:
         if len(_CAN_LOWER_CACHE) >= MAX_CACHED_CALLS:
             _CAN_LOWER_CACHE.clear()
@@ -96,7 +98,9 @@ def lower_region(
         with _disable_current_modes():  # a region is lowered while torch traces on FakeTensors
             if has_gemms(module):
                 return lower_gemm_region(module, device, autotune)
-            return lower_to_kernels(module, device, use_triton, autotune)
+            region = lower_to_kernels(module, device, use_triton, autotune)
+            region.reference = module
+            return region
     except Unsupported as reason:
         raise FusionError(
             f"{reason} can't be part of a generated kernel",

@@ -177,7 +177,17 @@ INLINE float round_f8e5m2(float x) { return widen(f8e5m2{f8e5m2_code(x)}); }
 
 // NaN if either is; of -0 and +0 either one.
 template <class T> INLINE T nan_max(T a, T b) { return (a > b) | (a != a) ? a : b; }
+template <class T> INLINE T select(bool condition, T a, T b) { return condition ? a : b; }
 template <class T> INLINE T nan_min(T a, T b) { return (a < b) | (a != a) ? a : b; }
+// The same for scalars in random order: no branch depends on which one is larger (maxss, minss).
+template <class T> INLINE T nan_max_scalar(T a, T b) {
+  const T larger = a > b ? a : b;
+  return __builtin_expect(a != a, 0) ? a : larger;
+}
+template <class T> INLINE T nan_min_scalar(T a, T b) {
+  const T smaller = a < b ? a : b;
+  return __builtin_expect(a != a, 0) ? a : smaller;
+}
 // The other one if one is NaN (fmax, fmin).
 template <class T> INLINE T number_max(T a, T b) { return (a > b) | (b != b) ? a : b; }
 template <class T> INLINE T number_min(T a, T b) { return (a < b) | (b != b) ? a : b; }

@@ -32,7 +32,7 @@ def source_comment(source: Source) -> str:
 def cost_comment(node: fx.Node, executor: str) -> str:
     """The executor of a line, and its flops or the bytes it moves."""
     if isinstance(node.target, Region):
-        return f"{executor}   {node.target.summary}"
+        return f"{executor}   {node.target.comment}"
     if cost.is_view(node):
         return f"{executor}   view"
     flops = cost.node_flops(node)

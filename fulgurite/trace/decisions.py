@@ -7,7 +7,7 @@ is stored in the cache folder, so that the next process doesn't measure again.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from fulgurite.trace.cost import format_seconds, size_hint
 from fulgurite.trace.node_meta import fake_value
 
 FORMAT = 2  # of the decisions on disk
+INDEX_STEP = 7919  # between example indices: neighbouring rows are not stored one after the other
 Measure = Callable[..., dict[str, float] | None]  # (implementations by name, *inputs) → seconds
 
 
@@ -60,29 +61,43 @@ def write_decision(key: str, decision: Decision) -> None:
     cache.write_text("decisions", key, json.dumps({"format": FORMAT, **asdict(decision)}))
 
 
-def run_on_example_inputs(module: fx.GraphModule, run: Callable[..., Any]) -> Any:
+def run_on_example_inputs(
+    module: fx.GraphModule,
+    run: Callable[..., Any],
+    index_limits: Mapping[fx.Node, int] | None = None,
+) -> Any:
     """Call `run` with real inputs that look like those of the region.
+
+    index_limits   inputs that hold indices: what those must be below. Other integers are zeros.
 
     Capture runs on FakeTensors and dispatches in Python. Both are turned off, as in the final program.
     """
     placeholders = module.graph.find_nodes(op="placeholder")
+    limits = index_limits or {}
     with _disable_current_modes(), torch._C._DisablePythonDispatcher():
-        return run(*(make_example_input(fake_value(node)) for node in placeholders))
+        return run(*(make_example_input(fake_value(n), limits.get(n, 1)) for n in placeholders))
 
 
-def make_example_input(value: Any) -> Any:
-    """A real value with the metadata of a fake one. A short pattern is repeated, which is fast."""
+def make_example_input(value: Any, index_limit: int = 1) -> Any:
+    """A real value with the metadata of a fake one. A short pattern is repeated, which is fast.
+
+    index_limit   integers are spread below it
+    """
     if not isinstance(value, torch.Tensor):
         return size_hint(value) if isinstance(value, torch.SymInt) else value
     shape = [size_hint(size) for size in value.shape]
     strides = [size_hint(stride) for stride in value.stride()]
     tensor = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    flat = tensor.as_strided((extent,), (1,)) if tensor.numel() else tensor
     if not (value.dtype.is_floating_point or value.dtype.is_complex):
+        if index_limit > 1 and tensor.numel():
+            flat.copy_(torch.arange(extent, device=value.device) * INDEX_STEP % index_limit)
+            return tensor
         return tensor.zero_()  # an index must be in range
     generator = torch.Generator().manual_seed(0)  # the program's own is not touched
     pattern = (torch.rand(4093, generator=generator) + 0.5).to(value.device, value.dtype)
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    flat, repeated = tensor.as_strided((extent,), (1,)), extent - extent % len(pattern)
+    repeated = extent - extent % len(pattern)
     flat[:repeated].view(-1, len(pattern)).copy_(pattern)  # on the device: one copy
     flat[repeated:].copy_(pattern[: extent - repeated])
     return tensor

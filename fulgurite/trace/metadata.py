@@ -6,6 +6,7 @@ inputs' own fake mode, with its symbolic sizes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -13,7 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import (
+    free_unbacked_symbols,
+    statically_known_true,
+)
 
 from fulgurite.trace.cost import iter_tensors
 from fulgurite.trace.node_meta import fake_value, has_fake_value, has_side_effect, set_fake_value
@@ -112,30 +116,38 @@ def fill_metadata(module: fx.GraphModule) -> None:
             set_fake_value(node, value)
 
 
-def same_metadata(one: Any, two: Any) -> bool:
-    """Whether two fake values have the same dtypes, devices, layouts, sizes and strides."""
+def same_metadata(one: Any, two: Any, *, allow_fresh_symbols: bool = False) -> bool:
+    """Whether two fake values have the same dtypes, devices, layouts, bits, sizes and strides.
+
+    allow_fresh_symbols   data-dependent sizes count as equal: they have a fresh symbol each time that
+                          an op runs
+    """
+
+    def is_equal(a: Any, b: Any) -> bool:
+        is_fresh = allow_fresh_symbols and bool(free_unbacked_symbols([a, b]))
+        return is_fresh or statically_known_true(a == b)
+
     if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
         if one.dtype != two.dtype or one.device != two.device or one.layout != two.layout:
             return False
-        if not _has_same_sizes(one.shape, two.shape):
+        if one.is_conj() != two.is_conj() or one.is_neg() != two.is_neg():
             return False
-        return one.layout is not torch.strided or _has_same_strides(one, two)
+        if len(one.shape) != len(two.shape) or not all(map(is_equal, one.shape, two.shape)):
+            return False
+        return one.layout is not torch.strided or _has_same_strides(one, two, is_equal)
     if isinstance(one, (list, tuple)) and isinstance(two, (list, tuple)):
-        return len(one) == len(two) and all(map(same_metadata, one, two))
+        compare = functools.partial(same_metadata, allow_fresh_symbols=allow_fresh_symbols)
+        return len(one) == len(two) and all(map(compare, one, two))
     return not isinstance(one, torch.Tensor) and not isinstance(two, torch.Tensor)
 
 
-def _has_same_sizes(one: Any, two: Any) -> bool:
-    return len(one) == len(two) and all(
-        statically_known_true(a == b) for a, b in zip(one, two, strict=True)
-    )
-
-
-def _has_same_strides(one: torch.Tensor, two: torch.Tensor) -> bool:
+def _has_same_strides(
+    one: torch.Tensor, two: torch.Tensor, is_equal: Callable[[Any, Any], bool]
+) -> bool:
     """Compare strides. Those of axes of size 1 don't matter, nor any of an empty tensor."""
     if any(statically_known_true(size == 0) for size in one.shape):
         return True
     return all(
-        statically_known_true(a == b) or statically_known_true(size <= 1)
+        is_equal(a, b) or statically_known_true(size <= 1)
         for a, b, size in zip(one.stride(), two.stride(), one.shape, strict=True)
     )

@@ -22,7 +22,13 @@ class Region:
     executor: str
     module: fx.GraphModule
     call: Callable[..., Any]  # takes the module's inputs, returns a tuple
-    summary: str = ""  # comment in the printed trace: "4 ops   64.0 MiB"
+    summary: str = ""  # "4 ops   64.0 MiB"
+
+    @property
+    def comment(self) -> str:
+        """The comment in the printed trace: the summary, and what runs after a failure."""
+        fallback = getattr(self.call, "fallback", None)
+        return f"{self.summary}   fallback: {fallback.instead}" if fallback else self.summary
 
     @property
     def __name__(self) -> str:  # fx reads it of every call target

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, fx, strided
 
 from fulgurite.trace.cost import iter_tensors
@@ -22,10 +23,13 @@ def region_signature(module: fx.GraphModule) -> str:
         arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: _NodeIndex(number[n]))
         value = fake_value(node)
         layouts = [
-            (t.dtype, tuple(t.shape), tuple(t.stride()), t.device) for t in iter_tensors(value)
+            (t.dtype, tuple(t.shape), tuple(t.stride()), t.device, t.is_conj(), t.is_neg())
+            for t in iter_tensors(value)
         ]
         target = "" if node.op in ("placeholder", "output") else node.target
         target = "donated" if is_donated(node) else target
+        if target is torch.ops.aten.as_strided.default:  # it reads memory around its argument
+            layouts += [t.storage_offset() for t in iter_tensors(fake_value(node.args[0]))]
         lines.append(f"{node.op} {target} {arguments} {layouts or value}")
     return "\n".join(lines)
 

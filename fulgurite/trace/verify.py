@@ -147,7 +147,7 @@ def _has_unbacked_symbols(value: Any) -> bool:
 def _wrong_metadata(trace: Trace, values: dict[fx.Node, Any]) -> Iterator[Problem]:
     for node in trace.ops:
         recorded = fake_value(node)
-        if not same_metadata(recorded, values[node]):
+        if not same_metadata(recorded, values[node], allow_fresh_symbols=True):
             computed = describe(values[node])
             yield f"{node.name} is recorded as {describe(recorded)} but is {computed}", node
 

@@ -108,3 +108,21 @@ def test_disjoint_inputs_stay_compiled():
 def test_find_overlaps(spans, pairs):
     found = find_overlaps(spans, [torch.zeros(1)] * 3)
     assert [tuple(position for position, _ in pair) for pair in found] == pairs
+
+
+@pytest.mark.parametrize("executors", [["torch"], ["fuser", "torch"]], ids="-".join)
+@pytest.mark.parametrize("write", ["x[:, 1] = x[:, 0]", "x.mul_(2)", "x.diagonal().fill_(3)"])
+@pytest.mark.parametrize("view", ["x.flatten()", "x[1:]", "x.mT", "x.view(-1)[2:]"])
+def test_view_of_a_mutated_input_at_an_offset(executors, write, view):
+    """With dynamic sizes, AOTAutograd rebuilds the view from the storage offset of the output."""
+    scope = {}
+    exec(f"def program(x):\n    {write}\n    return {view}", scope)
+    program = scope["program"]
+    compiled = fulgurite.compile(program, executors=executors, dynamic=True)
+    for size, offset in ((2, 1), (3, 4)):
+        ours, eager = (torch.arange(20.0)[offset : offset + size**2] for _ in range(2))
+        ours, eager = ours.view(size, size), eager.view(size, size)
+        result, expected = compiled(ours), program(eager)
+        assert torch.equal(result, expected) and torch.equal(ours, eager)
+        assert result.storage_offset() == expected.storage_offset()
+        assert result.untyped_storage().data_ptr() == ours.untyped_storage().data_ptr()

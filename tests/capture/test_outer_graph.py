@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fulgurite.capture import blocks
+from fulgurite.capture import runner
 from fulgurite.capture.outer_graph import OUTER_RECOMPILE_LIMIT, is_plain_data
 from fulgurite.compile import compile
 
@@ -261,7 +261,7 @@ def test_only_user_graph_breaks_are_reported(model: Causal) -> None:
     other.load_state_dict(model.state_dict())
     compiled = compile(other)
     assert torch.allclose(compiled(TOKENS), 2 * model(TOKENS))
-    assert len(compiled.breaks) == 1 and blocks.BREAK_REASON not in compiled.breaks[0].reason
+    assert len(compiled.breaks) == 1 and runner.BREAK_REASON not in compiled.breaks[0].reason
 
 
 def test_another_capture_sees_the_original_model(model: Causal) -> None:

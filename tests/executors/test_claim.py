@@ -142,3 +142,32 @@ def test_equal_calls_are_decomposed_once(monkeypatch, dynamic, times):
     assert seen.count("aten.native_layer_norm.default") == times
     text = str(next(t for t in compiled.history if t.stage == "claimed"))
     assert text.count("aten.rsqrt.default(") == 3 and "native_layer_norm" not in text
+
+
+def test_op_whose_decomposition_refuses_the_dtype_stays_whole():
+    """torch decomposes nan_to_num with isneginf, which takes no complex numbers."""
+    z = torch.complex(torch.tensor([1.0, torch.nan]), torch.tensor([2.0, torch.inf]))
+    compiled = fulgurite.compile(lambda z: z.nan_to_num() * 2)
+    torch.testing.assert_close(compiled(z), z.nan_to_num() * 2)
+    assert ("nan_to_num.default", "torch") in executors_of(compiled)
+
+
+def test_decomposition_with_other_strides_is_copied_to_the_ops_strides(monkeypatch):
+    module = import_module("fulgurite.transforms.decompose")
+    table = {aten.logit.default: lambda x, eps=None: (x / (1 - x)).log().contiguous()}
+    monkeypatch.setattr(module, "decomposition_table", lambda: table)
+    x = torch.rand(3, 5).T
+    result = fulgurite.compile(torch.logit)(x)
+    assert result.stride() == torch.logit(x).stride() == (1, 5)
+    torch.testing.assert_close(result, torch.logit(x))
+
+
+def test_decomposition_with_another_shape_is_not_used(monkeypatch):
+    """torch 2.11 decomposes vector_norm of one element without squeezing its dimension."""
+    module = import_module("fulgurite.transforms.decompose")
+    table = {aten.logit.default: lambda x, eps=None: (x / (1 - x)).log()[None]}
+    monkeypatch.setattr(module, "decomposition_table", lambda: table)
+    x = torch.rand(3, 5)
+    compiled = fulgurite.compile(torch.logit)
+    torch.testing.assert_close(compiled(x), torch.logit(x))
+    assert executors_of(compiled) == [("logit.default", "torch")]

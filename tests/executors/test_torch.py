@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fulgurite
-from fulgurite.trace.node_meta import aten_op
+from fulgurite.executors.torch import _find_direct_function
+from fulgurite.trace.node_meta import aten_op, fake_value, set_fake_value
 
 pytestmark = pytest.mark.usefixtures("torch_only")
 
@@ -33,6 +36,21 @@ def test_ops_without_a_direct_function_stay():
     compiled(x).sum().backward()
     (node,) = [n for n in compiled.last_trace("backward").ops if "silu" in str(n.target)]
     assert node.target is torch.ops.aten.silu_backward.default
+
+
+def test_functions_that_return_integers_as_tensors_are_not_used():
+    """Python's bindings of attention return the lengths as tensors, the op returns integers."""
+    op = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    graph = fx.Graph()
+    with FakeTensorMode() as mode:
+        q = torch.empty(2, 4, 64, 64, device="cuda", dtype=torch.bfloat16)
+        x = graph.placeholder("q")
+        set_fake_value(x, q)
+        arguments = (None, True, 0.0, True)
+        node = graph.call_function(op, (x, x, x, *arguments))
+        set_fake_value(node, op(q, q, q, *arguments))
+    assert isinstance(fake_value(node)[4], int)
+    assert _find_direct_function(node, mode) is None
 
 
 def test_overloads_are_distinguished():

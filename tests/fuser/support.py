@@ -11,6 +11,7 @@ from torch._decomp import core_aten_decompositions, get_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fulgurite import fuser
+from fulgurite.capture.upsample import keep_upsampling_whole
 from fulgurite.fuser.frontend.lower_graph import lower_graph
 from fulgurite.fuser.ir.interpreter import interpret_region
 from fulgurite.fuser.ir.split_axes import split_axes
@@ -38,6 +39,25 @@ DECOMPOSED = (
     aten.linalg_vector_norm,
 )
 NOT_DECOMPOSED = (
+    # image ops, which have lowerings of their own
+    aten.upsample_nearest1d,
+    aten.upsample_nearest2d,
+    aten.upsample_nearest3d,
+    aten._upsample_nearest_exact2d,
+    aten.upsample_linear1d,
+    aten.upsample_bilinear2d,
+    aten.upsample_trilinear3d,
+    aten.upsample_bicubic2d,
+    aten.reflection_pad1d,
+    aten.reflection_pad2d,
+    aten.reflection_pad3d,
+    aten.replication_pad1d,
+    aten.replication_pad2d,
+    aten.replication_pad3d,
+    aten.reflection_pad1d_backward,
+    aten.reflection_pad2d_backward,
+    aten.reflection_pad3d_backward,
+    aten._adaptive_avg_pool2d,
     aten.silu,
     aten.gelu,
     aten.silu_backward,
@@ -58,9 +78,11 @@ def trace(
     function: Callable[..., Any], arguments: Sequence[Any], mode: str = "fake"
 ) -> torch.fx.GraphModule:
     """Traces a function into a functional ATen graph with FakeTensor metadata, like a region's."""
-    graph = make_fx(function, tracing_mode=mode, decomposition_table=decompositions())(*arguments)
-    functional = torch.func.functionalize(graph, remove="mutations")
-    graph = make_fx(functional, tracing_mode=mode)(*arguments)
+    table = decompositions()
+    with keep_upsampling_whole():
+        graph = make_fx(function, tracing_mode=mode, decomposition_table=table)(*arguments)
+        functional = torch.func.functionalize(graph, remove="mutations")
+        graph = make_fx(functional, tracing_mode=mode)(*arguments)
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph

@@ -144,6 +144,7 @@ def patch() -> None:
     fast_reductions[tl.standard._sum_combine] = lambda data, axis, keepdims: numpy.sum(
         data, axis=axis, keepdims=keepdims, dtype=accumulation_dtype(data)
     )
+    fast_reductions[tl.standard._xor_combine] = numpy.bitwise_xor.reduce  # of tl.sort
     original_reduce = interpreter.ReduceOps.apply_impl
 
     def apply(self: Any, inputs: Any) -> Any:

@@ -47,7 +47,7 @@ static void amax_exp_sum_0(const int64_t* __restrict arg1_1, const float* __rest
       }
       const bool ne_1 = arg1_1[i] != (-100l);
       const bool ne = arg1_1[i] != (-100l);
-      const int64_t where = ne ? arg1_1[i] : 0l;
+      const int64_t where = select(ne, arg1_1[i], 0l);
       const float sub = arg0_1[i * 1000 + check_index(where, 1000, error)] - amax;
       const float log_ = log(sum_1);
       const float sub_1 = sub - log_;

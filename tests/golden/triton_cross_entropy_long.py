@@ -1,5 +1,6 @@
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 from fulgurite.fuser.codegen.triton.device_functions import nan_max
 
 
@@ -31,15 +32,16 @@ def amax_exp_sum_0(arg1_1, arg0_1, where_1_out):
     tl.device_assert((0 <= index) & (index < 128256), "index out of range")
     index = index.to(tl.int32)
     arg0_1_i = tl.load(arg0_1 + i * 128256 + index).to(tl.float32)
-    amax_acc = tl.full([512], (-3.4028234663852886e+38), tl.float32)
+    amax_acc = tl.full([512], float("-inf"), tl.float32)
     sum_1_acc = tl.full([512], 0.0, tl.float32)
     for j0 in range(0, 126976, 4096):
         j = j0 + tl.arange(0, 4096)
         arg0_1_ij = tl.load(arg0_1 + i * 128256 + j).to(tl.float32)
         groups = tl.reshape(arg0_1_ij, [512, 8])
         new_max = nan_max(amax_acc, tl.reduce(groups, 1, nan_max))
-        scale = tl.exp(amax_acc - new_max)
-        sum_1_acc = sum_1_acc * scale + tl.sum(tl.exp2(groups * 1.4426950408889634 - (new_max * 1.4426950408889634)[:, None]), 1)
+        shift = tl.maximum(new_max, tl.full([], (-3.4028234663852886e+38), tl.float32))
+        scale = tl.exp(amax_acc - shift)
+        sum_1_acc = sum_1_acc * scale + tl.sum(libdevice.fast_expf(groups - shift[:, None]), 1)
         amax_acc = new_max
     for j0_2 in range(126976, 128256, 4096):
         j = j0_2 + tl.arange(0, 4096)
@@ -47,11 +49,11 @@ def amax_exp_sum_0(arg1_1, arg0_1, where_1_out):
         arg0_1_ij_2 = tl.load(arg0_1 + i * 128256 + j, mask=j_mask).to(tl.float32)
         groups_2 = tl.reshape(tl.where(j_mask, arg0_1_ij_2, float("-inf")), [512, 8])
         new_max_2 = nan_max(amax_acc, tl.reduce(groups_2, 1, nan_max))
-        scale_2 = tl.exp(amax_acc - new_max_2)
-        sum_1_acc = sum_1_acc * scale_2 + tl.sum(tl.exp2(groups_2 * 1.4426950408889634 - (new_max_2 * 1.4426950408889634)[:, None]), 1)
+        shift_2 = tl.maximum(new_max_2, tl.full([], (-3.4028234663852886e+38), tl.float32))
+        scale_2 = tl.exp(amax_acc - shift_2)
+        sum_1_acc = sum_1_acc * scale_2 + tl.sum(libdevice.fast_expf(groups_2 - shift_2[:, None]), 1)
         amax_acc = new_max_2
     amax = tl.reduce(amax_acc, 0, nan_max)
-    amax = tl.where(amax == (-3.4028234663852886e+38), float("-inf"), amax)
     sum_1 = tl.sum(sum_1_acc * tl.exp(amax_acc - amax), 0)
     sub = arg0_1_i - amax
     log = tl.log(sum_1)

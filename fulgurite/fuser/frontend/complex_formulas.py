@@ -259,7 +259,6 @@ COMPLEX_FORMULAS: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
     "abs": (UNARY, complex_abs),
     "angle": (UNARY, complex_angle),
     "sgn": (UNARY, complex_sgn),
-    "_conj": (UNARY, complex_conj),
     "_conj_physical": (UNARY, complex_conj),
     "conj_physical": (UNARY, complex_conj),
     "resolve_conj": (UNARY, lambda a: a),

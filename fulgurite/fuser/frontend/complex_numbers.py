@@ -18,9 +18,10 @@ from torch.fx import Node
 from fulgurite.fuser.frontend.complex_formulas import COMPLEX_FORMULAS, ComplexPair
 from fulgurite.fuser.frontend.data_movement import DATA_MOVEMENT_LOWERINGS
 from fulgurite.fuser.frontend.gathers import GATHER_LOWERINGS
-from fulgurite.fuser.frontend.lowering_context import LoweringContext
+from fulgurite.fuser.frontend.lowering_context import LoweringContext, call_lowering
 from fulgurite.fuser.frontend.reductions import REDUCTION_LOWERINGS
 from fulgurite.fuser.frontend.scans import SCAN_LOWERINGS
+from fulgurite.fuser.frontend.symbolic_sizes import sizes_to_indices, strides_to_indices
 from fulgurite.fuser.frontend.tensor_value import (
     Axes,
     ComplexValue,
@@ -28,9 +29,8 @@ from fulgurite.fuser.frontend.tensor_value import (
     axis_indices,
     find_strides,
     make_cast,
+    negate,
     reshape_value,
-    size_to_index,
-    stride_to_index,
 )
 from fulgurite.fuser.frontend.views import VIEW_LOWERINGS
 from fulgurite.fuser.ir import index as indices
@@ -87,10 +87,10 @@ def involves_complex(ctx: LoweringContext, node: Node) -> bool:
 
 def lower_complex_node(ctx: LoweringContext, node: Node, name: str, bound: dict[str, Any]) -> Any:
     """Lowers a node that reads or returns complex numbers."""
-    arguments = {"source" if key == "self" else key: value for key, value in bound.items()}
     if name in PER_PART_LOWERINGS:
-        return _lower_per_part(ctx, node, name, arguments)
+        return _lower_per_part(ctx, node, name, bound)
     if name in COMPLEX_LOWERINGS:
+        arguments = {"source" if key == "self" else key: value for key, value in bound.items()}
         return COMPLEX_LOWERINGS[name](ctx, node, arguments)
     if name in COMPLEX_FORMULAS:
         return _lower_formula(ctx, node, name, bound)
@@ -108,7 +108,8 @@ def _lower_per_part(ctx: LoweringContext, node: Node, name: str, bound: dict[str
     for part in PARTS:
         ctx.complex_part = part
         try:
-            parts.append(PER_PART_LOWERINGS[name](ctx, NodePart(node, part), **bound))
+            lowering = PER_PART_LOWERINGS[name]
+            parts.append(call_lowering(lowering, ctx, NodePart(node, part), bound))
         finally:
             ctx.complex_part = None
     fakes = fake_value(node)
@@ -123,9 +124,7 @@ def lower_clone(ctx: LoweringContext, node: Any, source: Any, **_: Any) -> Tenso
 
 
 def lower_reshape(ctx: LoweringContext, node: Any, source: Any, **_: Any) -> TensorValue:
-    return reshape_value(
-        ctx.get_value(source), tuple(size_to_index(size) for size in fake_value(node).shape)
-    )
+    return reshape_value(ctx.get_value(source), sizes_to_indices(fake_value(node)))
 
 
 def _select_lowerings(
@@ -136,7 +135,7 @@ def _select_lowerings(
 
 PER_PART_LOWERINGS: dict[str, Callable[..., Any]] = {
     **_select_lowerings(
-        "alias detach permute transpose t expand slice select unsqueeze squeeze split "
+        "alias detach _neg_view permute transpose t expand slice select unsqueeze squeeze split "
         "split_with_sizes unsafe_split unbind diagonal unfold",
         VIEW_LOWERINGS,
     ),
@@ -149,9 +148,28 @@ PER_PART_LOWERINGS: dict[str, Callable[..., Any]] = {
 }
 
 
+def conjugate(value: ComplexValue) -> ComplexValue:
+    return ComplexValue(value.real, negate(value.imaginary), value.dtype)
+
+
+def lower_conj_view(ctx: LoweringContext, node: Node, bound: dict[str, Any]) -> ComplexValue:
+    return conjugate(ctx.values[bound["source"]])
+
+
+def remove_bits(
+    value: TensorValue | ComplexValue, fake: torch.Tensor
+) -> TensorValue | ComplexValue:
+    """Returns what is in memory of a value whose tensor has a conjugate or negative bit."""
+    if isinstance(value, TensorValue):
+        return negate(value) if fake.is_neg() else value
+    if fake.is_neg():
+        value = ComplexValue(negate(value.real), negate(value.imaginary), value.dtype)
+    return conjugate(value) if fake.is_conj() else value
+
+
 def lower_view_as_real(ctx: LoweringContext, node: Node, bound: dict[str, Any]) -> TensorValue:
     value = ctx.values[bound["source"]]
-    axes = make_axes([size_to_index(size) for size in fake_value(node).shape])
+    axes = make_axes(sizes_to_indices(fake_value(node)))
     real, imaginary = (
         part.load_at(axis_indices(axes[:-1])) for part in (value.real, value.imaginary)
     )
@@ -186,8 +204,8 @@ def split_complex(value: TensorValue, dtype: torch.dtype) -> ComplexValue:
 def lower_complex_output(ctx: LoweringContext, value: ComplexValue, node: Node) -> Output:
     """Returns a view if the parts are interleaved in memory, otherwise interleaves them."""
     fake = fake_value(node)
-    sizes = (*(size_to_index(size) for size in fake.shape), Index(2))
-    strides = (*(stride_to_index(stride) * 2 for stride in fake.stride()), indices.ONE)
+    sizes = (*sizes_to_indices(fake), Index(2))
+    strides = (*(stride * 2 for stride in strides_to_indices(fake)), indices.ONE)
     name = getattr(value.real.expression, "name", "")
     tensor = ctx.tensors.get(name)
     if tensor is not None and getattr(value.imaginary.expression, "name", "") == name:
@@ -243,6 +261,7 @@ def make_fill_lowering(fill: Any) -> Callable[..., ComplexValue]:
 
 
 COMPLEX_LOWERINGS: dict[str, Callable[..., Any]] = {
+    "_conj": lower_conj_view,
     "view_as_real": lower_view_as_real,
     "view_as_complex": lower_view_as_complex,
     "_to_copy": lower_cast,

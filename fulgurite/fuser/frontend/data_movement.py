@@ -20,10 +20,8 @@ from fulgurite.fuser.frontend.tensor_value import (
     make_cast,
     reshape_value,
 )
-from fulgurite.fuser.frontend.views import clamp_slice_start
 from fulgurite.fuser.ir import index as indices
 from fulgurite.fuser.ir.build_expression import constant_like, where
-from fulgurite.fuser.ir.errors import Unsupported
 from fulgurite.fuser.ir.expression import (
     BoundsCheck,
     Constant,
@@ -33,6 +31,8 @@ from fulgurite.fuser.ir.expression import (
     make_masked,
     opmath_dtype,
 )
+from fulgurite.fuser.ir.host_symbols import clamp_slice_start, remainder, wrap_position
+from fulgurite.fuser.ir.index import Index
 from fulgurite.trace.node_meta import fake_value
 
 
@@ -78,15 +78,12 @@ def lower_roll(
         value, dims = reshape_value(value, (indices.product(shape),)), (0,)
     for shift, d in zip(ctx.to_indices(shifts), dims, strict=True):
         dim = canonicalize_dim(d, len(value.axes))
-        size = value.sizes[dim]
-        if not (shift.is_constant and size.is_constant):
-            raise Unsupported("roll with a dynamic size or shift")
-        value = _roll_dim(value, dim, shift.constant % size.constant)
+        value = _roll_dim(value, dim, remainder(shift, value.sizes[dim]))
     value = reshape_value(value, shape)
     return ctx.add_result(node, value.broadcast_to)
 
 
-def _roll_dim(value: TensorValue, dim: int, shift: int) -> TensorValue:
+def _roll_dim(value: TensorValue, dim: int, shift: Index) -> TensorValue:
     front, wrapped = axis_indices(value.axes), axis_indices(value.axes)
     front[dim] = front[dim] - shift
     wrapped[dim] = front[dim] + value.sizes[dim]
@@ -197,15 +194,16 @@ def lower_slice_scatter(
 ) -> TensorValue:
     base, written = ctx.get_value(source), ctx.get_value(src)
     dim = canonicalize_dim(dim, len(base.axes))
-    begin = clamp_slice_start(ctx, start, base.sizes[dim])
+    begin = clamp_slice_start(ctx.to_index(0 if start is None else start), base.sizes[dim])
+    stride = ctx.to_index(step)
 
     def expression_at(axes: Axes) -> Expression:
         index = axis_indices(axes)
         distance = index[dim] - begin
-        position = indices.floordiv(distance, indices.as_index(step))
+        position = indices.floordiv(distance, stride)
         bounds = (
             BoundsCheck(position, written.sizes[dim]),
-            BoundsCheck(indices.modulo(distance, indices.as_index(step)), indices.ONE),
+            BoundsCheck(indices.modulo(distance, stride), indices.ONE),
         )
         inner = [*index[:dim], position, *index[dim + 1 :]]
         element = make_cast(opmath_dtype(base.dtype))(written.load_at(inner), axes)
@@ -219,11 +217,7 @@ def lower_select_scatter(
 ) -> TensorValue:
     base, written = ctx.get_value(source), ctx.get_value(src)
     dim = canonicalize_dim(dim, len(base.axes))
-    position = ctx.to_index(index)
-    if not position.is_constant:
-        raise Unsupported("select_scatter with a dynamic index")
-    if position.constant < 0:
-        position = position + base.sizes[dim]
+    position = wrap_position(ctx.to_index(index), base.sizes[dim])
 
     def expression_at(axes: Axes) -> Expression:
         at = axis_indices(axes)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,25 +23,41 @@ from fulgurite.fuser.frontend.copies import COPY_LOWERINGS
 from fulgurite.fuser.frontend.data_movement import DATA_MOVEMENT_LOWERINGS
 from fulgurite.fuser.frontend.factories import FACTORY_LOWERINGS
 from fulgurite.fuser.frontend.gathers import GATHER_LOWERINGS
-from fulgurite.fuser.frontend.lowering_context import SUPPORTED_OPMATH_DTYPES, LoweringContext
+from fulgurite.fuser.frontend.index_gradients import INDEX_GRADIENT_LOWERINGS
+from fulgurite.fuser.frontend.interpolate import INTERPOLATE_LOWERINGS
+from fulgurite.fuser.frontend.lowering_context import (
+    SUPPORTED_OPMATH_DTYPES,
+    LoweringContext,
+    ScalarValue,
+    call_lowering,
+    is_symbolic,
+)
+from fulgurite.fuser.frontend.padding import PADDING_LOWERINGS
 from fulgurite.fuser.frontend.pointwise import POINTWISE_LOWERINGS, PointwiseLowering
+from fulgurite.fuser.frontend.pooling import POOLING_LOWERINGS, POOLING_OPERATORS
 from fulgurite.fuser.frontend.random import RANDOM_LOWERINGS
 from fulgurite.fuser.frontend.reductions import REDUCTION_LOWERINGS
 from fulgurite.fuser.frontend.scans import SCAN_LOWERINGS
+from fulgurite.fuser.frontend.scatters import SCATTER_LOWERINGS
+from fulgurite.fuser.frontend.search import SEARCH_LOWERINGS
+from fulgurite.fuser.frontend.sort import SORT_LOWERINGS
 from fulgurite.fuser.frontend.special import SPECIAL_LOWERINGS
-from fulgurite.fuser.frontend.tensor_value import (
-    ComplexValue,
-    TensorValue,
+from fulgurite.fuser.frontend.symbolic_sizes import (
+    float_to_expression,
+    float_to_index,
     size_to_index,
-    stride_to_index,
+    sizes_to_indices,
+    strides_to_indices,
 )
+from fulgurite.fuser.frontend.tensor_value import ComplexValue, TensorValue
 from fulgurite.fuser.frontend.variance import VARIANCE_LOWERINGS
 from fulgurite.fuser.frontend.views import VIEW_LOWERINGS
 from fulgurite.fuser.ir import index as indices
 from fulgurite.fuser.ir.errors import Unsupported
-from fulgurite.fuser.ir.expression import Expression, opmath_dtype
+from fulgurite.fuser.ir.expression import PACKED_DTYPES, Expression, opmath_dtype
 from fulgurite.fuser.ir.index import Index
 from fulgurite.fuser.ir.statement import Output, Region, Statement, Tensor
+from fulgurite.trace.cost import iter_tensors
 from fulgurite.trace.node_meta import fake_value, is_donated
 
 ELEMENTWISE_LOWERINGS: dict[str, PointwiseLowering] = {
@@ -53,17 +70,31 @@ STATEMENT_LOWERINGS: dict[str, Callable[..., Any]] = {
     **REDUCTION_LOWERINGS,
     **VARIANCE_LOWERINGS,
     **SCAN_LOWERINGS,
+    **SORT_LOWERINGS,
+    **SEARCH_LOWERINGS,
     **DATA_MOVEMENT_LOWERINGS,
     **GATHER_LOWERINGS,
+    **SCATTER_LOWERINGS,
+    **INDEX_GRADIENT_LOWERINGS,
+    **INTERPOLATE_LOWERINGS,
+    **PADDING_LOWERINGS,
+    **POOLING_LOWERINGS,
+    **POOLING_OPERATORS,
     **RANDOM_LOWERINGS,
     **COPY_LOWERINGS,
     **FACTORY_LOWERINGS,
 }
 
 # Prims that differ from the ATen op of the same name: integer division, other arguments.
-PRIMS_UNLIKE_ATEN = {"div", "pow", "where", "reshape", "squeeze", "transpose", "amax", "amin"}
+PRIMS_UNLIKE_ATEN = {
+    *("div", "pow", "where", "reshape", "squeeze", "transpose", "amax", "amin", "var")
+}
 # ATen's names for the arguments of prims reductions
 PRIM_ARGUMENT_NAMES = {"inp": "self", "dims": "dim", "output_dtype": "dtype"}
+
+
+# What torch does with the bytes of a packed format.
+PACKED_OPS = {*VIEW_LOWERINGS, "clone", "contiguous"}
 
 
 def get_op_name(target: Any) -> str | None:
@@ -73,7 +104,25 @@ def get_op_name(target: Any) -> str | None:
     name = target._schema.name.split("::")[1]
     if target.namespace == "prims" and name not in PRIMS_UNLIKE_ATEN:
         return name
-    return name if target.namespace == "aten" else None
+    return name if target.namespace == "aten" or name in POOLING_OPERATORS else None
+
+
+def resolve_constants(argument: Any) -> Any:
+    """Replaces symbolic integers whose value a guard has fixed by that value."""
+
+    def resolve(node: torch.fx.Node) -> Any:
+        value = fake_value(node)
+        known = value.node.maybe_as_int() if isinstance(value, torch.SymInt) else None
+        return node if known is None else known
+
+    return torch.fx.node.map_arg(argument, resolve)
+
+
+def _takes_symbols(kind: Any) -> bool:
+    """Whether an argument of this type may be symbolic: SymInt or Scalar, not int or float."""
+    if isinstance(kind, torch.OptionalType | torch.ListType):
+        return _takes_symbols(kind.getElementType())
+    return kind.kind() in ("SymIntType", "NumberType", "TensorType")
 
 
 def bind_arguments(node: torch.fx.Node) -> dict[str, Any]:
@@ -84,11 +133,13 @@ def bind_arguments(node: torch.fx.Node) -> dict[str, Any]:
     for position, argument in enumerate(node.target._schema.arguments):
         name = renamed.get(argument.name, argument.name)
         if position < len(node.args):
-            bound[name] = node.args[position]
+            bound[name] = resolve_constants(node.args[position])
         elif argument.name in node.kwargs:
-            bound[name] = node.kwargs[argument.name]
+            bound[name] = resolve_constants(node.kwargs[argument.name])
         elif argument.has_default_value():
             bound[name] = argument.default_value
+        if is_symbolic(bound.get(name)) and not _takes_symbols(argument.real_type):
+            raise Unsupported(f"the symbolic argument {name}")
     if renamed and bound.get("dim", "some") in (None, [], ()):
         # ATen would reduce over all dimensions.
         raise Unsupported("a prims reduction over an empty list of dimensions")
@@ -113,11 +164,30 @@ def promote_operands(lowering: PointwiseLowering, tensors: list[Any], node: torc
     return opmath_dtype(computed)
 
 
+def _check_operands(
+    node: torch.fx.Node, lowering: PointwiseLowering, bound: dict[str, Any]
+) -> None:
+    """Raises for an overload without these operands; asserts that some overload has them."""
+    missing = [name for name in lowering.operands if name not in bound]
+    if not missing:
+        return
+    packet = node.target.overloadpacket  # type: ignore[union-attr]
+    schemas = [getattr(packet, overload)._schema for overload in packet.overloads()]
+    known = {argument.name for schema in schemas for argument in schema.arguments}
+    unknown = [name for name in missing if name not in known]
+    assert not unknown, (
+        f"the PointwiseLowering of {packet} has the operands {lowering.operands}, and no overload "
+        f"has an argument named {' or '.join(unknown)}: {schemas[0]}"
+    )
+    raise Unsupported(f"{node.target}, which has no argument {' or '.join(missing)}")
+
+
 def lower_elementwise(
     ctx: LoweringContext, node: torch.fx.Node, lowering: PointwiseLowering
 ) -> TensorValue:
     """Lowers an elementwise op to one statement."""
     bound = bind_arguments(node)
+    _check_operands(node, lowering, bound)
     operand_metas = []
     for name in lowering.operands:
         argument = bound.get(name)
@@ -137,6 +207,8 @@ def lower_elementwise(
         ]
         for name, value in extra.items():
             if isinstance(value, torch.fx.Node):
+                if not isinstance(fake_value(value), torch.Tensor):
+                    raise Unsupported(f"the symbolic argument {name}")
                 extra[name] = ctx.read_operand(value, axes, torch.bool)
         if node.target._schema.name == "aten::nan_to_num":  # type: ignore[union-attr]
             extra["storage"] = fake_value(node).dtype
@@ -170,18 +242,27 @@ def lower_node(ctx: LoweringContext, node: torch.fx.Node) -> Any:
     for value in fake if isinstance(fake, tuple | list) else (fake,):
         if isinstance(value, torch.Tensor):
             _check_tensor(value)
+    if name not in PACKED_OPS:
+        _check_not_packed(name, [fake, *map(fake_value, node.all_input_nodes)])
     if name in ELEMENTWISE_LOWERINGS:
         return lower_elementwise(ctx, node, ELEMENTWISE_LOWERINGS[name])
     if name in VIEW_LOWERINGS:
-        return VIEW_LOWERINGS[name](ctx, node, **_rename_self(bind_arguments(node)))
+        return call_lowering(VIEW_LOWERINGS[name], ctx, node, bind_arguments(node))
     if name in STATEMENT_LOWERINGS:
-        values = STATEMENT_LOWERINGS[name](ctx, node, **_rename_self(bind_arguments(node)))
+        values = call_lowering(STATEMENT_LOWERINGS[name], ctx, node, bind_arguments(node))
         if isinstance(values, tuple):
             return tuple(
                 _copy_if_aliased(ctx, node, *pair) for pair in zip(values, fake, strict=True)
             )
         return _copy_if_aliased(ctx, node, values, fake)
     raise Unsupported(f"{name}")
+
+
+def _check_not_packed(name: str, values: list[Any]) -> None:
+    """Leaves other ops on packed formats to torch, which refuses most of them."""
+    for tensor in (t for value in values for t in iter_tensors(value)):
+        if tensor.dtype in PACKED_DTYPES:
+            raise Unsupported(f"{name} of {tensor.dtype}")
 
 
 def _copy_if_aliased(ctx: LoweringContext, node: torch.fx.Node, value: Any, fake: Any) -> Any:
@@ -192,10 +273,6 @@ def _copy_if_aliased(ctx: LoweringContext, node: torch.fx.Node, value: Any, fake
     return ctx.add_result(node, value.broadcast_to, fake)
 
 
-def _rename_self(bound: dict[str, Any]) -> dict[str, Any]:
-    return {"source" if name == "self" else name: value for name, value in bound.items()}
-
-
 def _check_tensor(fake: torch.Tensor) -> None:
     if fake.device.type not in ("cpu", "cuda"):
         raise Unsupported(f"a tensor on device {fake.device}")
@@ -203,50 +280,61 @@ def _check_tensor(fake: torch.Tensor) -> None:
         raise Unsupported(f"tensor layout {fake.layout}")
     if opmath_dtype(fake.dtype) not in SUPPORTED_OPMATH_DTYPES:
         raise Unsupported(f"dtype {fake.dtype}")
-    if fake.is_conj() or fake.is_neg():
-        raise Unsupported("a tensor with a lazy conjugate or negative bit")
 
 
 def lower_placeholder(ctx: LoweringContext, name: str, fake: Any) -> Tensor | Index:
     """Creates the tensor or symbol of a placeholder."""
     if isinstance(fake, int | torch.SymInt):
         return size_to_index(fake)
+    if isinstance(fake, torch.SymFloat):
+        return float_to_index(fake)
     if not isinstance(fake, torch.Tensor):
         raise Unsupported(f"an input of type {type(fake).__name__}")
     _check_tensor(fake)
-    sizes = tuple(size_to_index(size) for size in fake.shape)
-    strides = tuple(stride_to_index(stride) for stride in fake.stride())
+    sizes = sizes_to_indices(fake)
+    strides = strides_to_indices(fake)
     if any(size == 0 for size in sizes):
         strides = tensor_value.contiguous_strides(sizes)
-    tensor = Tensor(name, fake.dtype, sizes, strides)
+    tensor = Tensor(name, fake.dtype, sizes, strides, is_negated=fake.is_neg())
     if fake.dtype.is_complex:
         strides = (*(stride * 2 for stride in strides), indices.ONE)
-        sizes = (*sizes, Index(2))
-        tensor = Tensor(name, fake.dtype.to_real(), sizes, strides, is_view_as_real=True)
+        tensor = replace(
+            tensor,
+            dtype=fake.dtype.to_real(),
+            sizes=(*sizes, Index(2)),
+            strides=strides,
+            is_view_as_real=True,
+        )
     ctx.tensors[name] = tensor
     return tensor
 
 
 def find_unsupported_reason(node: torch.fx.Node) -> str | None:
     """Returns why this node can't be part of a generated kernel; None if it can."""
-    ctx = LoweringContext()
+    is_on_gpu = any(t.device.type == "cuda" for t in iter_tensors(fake_value(node)))
+    ctx = LoweringContext(uses_atomics=is_on_gpu)
     try:
         for argument in node.all_input_nodes:
             fake = fake_value(argument)
             if isinstance(fake, tuple | list):
                 ctx.values[argument] = tuple(
-                    _load_argument(lower_placeholder(ctx, f"{argument.name}_{k}", part))
+                    _load_argument(lower_placeholder(ctx, f"{argument.name}_{k}", part), part)
                     for k, part in enumerate(fake)
                 )
             else:
-                ctx.values[argument] = _load_argument(lower_placeholder(ctx, argument.name, fake))
+                declared = lower_placeholder(ctx, argument.name, fake)
+                ctx.values[argument] = _load_argument(declared, fake)
         lower_node(ctx, node)
     except Unsupported as reason:
         return str(reason)
     return None
 
 
-def _load_argument(argument: Tensor | Index) -> TensorValue | ComplexValue | Index:
+def _load_argument(
+    argument: Tensor | Index, fake: Any
+) -> TensorValue | ComplexValue | Index | ScalarValue:
+    if isinstance(fake, torch.SymFloat):
+        return ScalarValue(float_to_expression(fake))
     if isinstance(argument, Index):
         return argument
     value = tensor_value.load_tensor(argument)
@@ -257,12 +345,15 @@ def _load_argument(argument: Tensor | Index) -> TensorValue | ComplexValue | Ind
     )
 
 
-def lower_graph(region: torch.fx.GraphModule, corrects_means: bool = False) -> Region:
+def lower_graph(
+    region: torch.fx.GraphModule, corrects_means: bool = False, uses_atomics: bool = False
+) -> Region:
     """Lowers the whole region.
 
-    `corrects_means` makes variances accurate for values whose mean is far from 0.
+    `corrects_means` makes variances accurate for values whose mean is far from 0. `uses_atomics`
+    says that indexed stores are atomic operations: on a GPU.
     """
-    ctx = LoweringContext(corrects_means)
+    ctx = LoweringContext(corrects_means, uses_atomics)
     arguments: list[Tensor | Index] = []
     donated: set[str] = set()
     outputs: tuple[Output, ...] = ()
@@ -271,7 +362,7 @@ def lower_graph(region: torch.fx.GraphModule, corrects_means: bool = False) -> R
             argument = lower_placeholder(ctx, node.name, fake_value(node))
             arguments.append(argument)
             donated |= {node.name} if is_donated(node) else set()
-            ctx.values[node] = _load_argument(argument)
+            ctx.values[node] = _load_argument(argument, fake_value(node))
         elif node.op == "call_function":
             ctx.values[node] = lower_node(ctx, node)
         elif node.op == "output":
@@ -293,13 +384,22 @@ def _lower_output(ctx: LoweringContext, result: Any) -> Output:
     value = ctx.values[result]
     if isinstance(value, Index):
         return Output(size=value)
-    if isinstance(value, ComplexValue):
-        return complex_numbers.lower_complex_output(ctx, value, result)
-    if not isinstance(value, TensorValue):
+    if not isinstance(value, TensorValue | ComplexValue):
         raise Unsupported("a tuple as an output")
     fake = fake_value(result)
-    sizes = tuple(size_to_index(size) for size in fake.shape)
-    strides = tuple(stride_to_index(stride) for stride in fake.stride())
+    stored = complex_numbers.remove_bits(value, fake)
+    output = (
+        complex_numbers.lower_complex_output(ctx, stored, result)
+        if isinstance(stored, ComplexValue)
+        else _lower_real_output(ctx, stored, result)
+    )
+    return replace(output, is_conj=fake.is_conj(), is_neg=fake.is_neg())
+
+
+def _lower_real_output(ctx: LoweringContext, value: TensorValue, result: Any) -> Output:
+    fake = fake_value(result)
+    sizes = sizes_to_indices(fake)
+    strides = strides_to_indices(fake)
     source = getattr(value.expression, "name", "")
     tensor = ctx.tensors.get(source)
     view = tensor_value.find_strides(value, tensor) if tensor is not None else None

@@ -6,24 +6,42 @@ that compute them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fulgurite.fuser.frontend import tensor_value
-from fulgurite.fuser.frontend.tensor_value import (
-    ComplexValue,
-    TensorValue,
+from fulgurite.fuser.frontend.symbolic_sizes import (
     size_to_index,
-    stride_to_index,
+    sizes_to_indices,
+    strides_to_indices,
 )
+from fulgurite.fuser.frontend.tensor_value import ComplexValue, TensorValue
 from fulgurite.fuser.ir import index as indices
 from fulgurite.fuser.ir.errors import Unsupported
-from fulgurite.fuser.ir.expression import Constant, Expression, IndexValue, Operation, opmath_dtype
+from fulgurite.fuser.ir.expression import (
+    NARROW_FLOATS,
+    Constant,
+    Expression,
+    IndexValue,
+    Load,
+    Operation,
+    opmath_dtype,
+)
+from fulgurite.fuser.ir.expression_rewrites import rewrite_expression
 from fulgurite.fuser.ir.index import Index
-from fulgurite.fuser.ir.statement import Reduction, Scan, Statement, Tensor, make_statement
+from fulgurite.fuser.ir.statement import (
+    Reduction,
+    Scan,
+    Scatter,
+    Statement,
+    Tensor,
+    make_statement,
+)
 from fulgurite.trace.node_meta import fake_value
 
 SUPPORTED_OPMATH_DTYPES = {
@@ -41,14 +59,27 @@ SUPPORTED_OPMATH_DTYPES = {
 }
 
 
+# The parameters of lowerings that have other names than an op's arguments.
+PARAMETER_NAMES = {"self": "source", "source": "update"}
+
+
+@dataclass(frozen=True, slots=True)
+class ScalarValue:
+    """A symbolic floating-point number, as an expression of float64."""
+
+    expression: Expression
+
+
 class LoweringContext:
     """The values of all nodes lowered so far, and their statements.
 
     `corrects_means` makes variances exact for the rounding error of their mean, with one more sum.
+    `uses_atomics` says that indexed stores are atomic operations, in any order: on a GPU.
     """
 
-    def __init__(self, corrects_means: bool = False) -> None:
+    def __init__(self, corrects_means: bool = False, uses_atomics: bool = False) -> None:
         self.corrects_means = corrects_means
+        self.uses_atomics = uses_atomics
         self.values: dict[torch.fx.Node, Any] = {}
         self.statements: list[Statement] = []
         self.tensors: dict[str, Tensor] = {}
@@ -115,6 +146,8 @@ class LoweringContext:
         unit_axes = {axis: indices.ZERO for k, axis in enumerate(axes) if k not in loop_dims}
         if unit_axes:
             expression = expression.substitute(unit_axes)
+            if reduction is not None and reduction.rank is not None:
+                reduction = replace(reduction, rank=reduction.rank.substitute(unit_axes))
         if reduction is not None and any(axis.size == 0 for axis in reduction.axes):
             expression, reduction = reduce_empty(reduction.kind, expression.dtype), None
         if reduction is not None:
@@ -139,14 +172,70 @@ class LoweringContext:
             return value
         return value.reindex([axis.size for axis in axes], lambda new: [new[k] for k in loop_dims])
 
+    def add_scatter(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        axes: tuple[indices.Axis, ...],
+        initial: Expression,
+        scatter: Scatter,
+        strides: tuple[Index, ...] | None = None,
+    ) -> TensorValue:
+        """Adds an indexed store on top of the values `initial`, and returns its result.
+
+        Its tensor keeps dimensions of size 1, because their indices are checked too.
+        """
+        if any(axis.size == 0 for axis in (*axes, *scatter.axes)):
+            return self.add_statement(name, dtype, axes, initial, strides=strides)
+        is_scalar = not axes
+        if is_scalar:
+            axes = indices.make_axes([indices.ONE])
+            scatter = replace(scatter, index=scatter.index or (indices.ZERO,))
+            strides = None
+        sizes = tuple(axis.size for axis in axes)
+        is_expanded = strides is not None and any(stride == 0 for stride in strides)
+        if strides is None or is_expanded:
+            strides = tensor_value.contiguous_strides(sizes)
+        while name in self.tensors:
+            name += "_"
+        tensor = Tensor(name, dtype, sizes, strides)
+        self.tensors[name] = tensor
+        self.producers[name] = self.current_node
+        self.statements.append(
+            make_statement(
+                tensor,
+                axes,
+                self.inline_constants(initial),
+                origin=self.origin,
+                scatter=drop_unit_axes(scatter),
+            )
+        )
+        value = tensor_value.load_tensor(tensor)
+        return value.reindex((), lambda _: [indices.ZERO]) if is_scalar else value
+
+    def inline_constants(self, expression: Expression) -> Expression:
+        """Replaces loads of statements that read nothing, such as zeros, by their expressions."""
+        known = {
+            s.name: s for s in self.statements if not (s.loads or s.scan) and s.all_axes == s.axes
+        }
+
+        def inline(part: Expression) -> Expression | None:
+            s = known.get(part.name) if isinstance(part, Load) else None
+            if s is None or not isinstance(part, Load):
+                return None
+            value = s.expression.substitute(dict(zip(s.axes, part.index, strict=True)))
+            return round_to_storage(value, s.tensor.dtype)
+
+        return rewrite_expression(expression, inline, lambda index: index)
+
     def add_result(
         self, node: torch.fx.Node, expression_at: Any, fake: Any = None, part: str = ""
     ) -> TensorValue:
         """Adds a statement with the layout and dtype of the node, or of its output `fake`."""
         fake = fake_value(node) if fake is None else fake
-        sizes = tuple(size_to_index(size) for size in fake.shape)
+        sizes = sizes_to_indices(fake)
         axes = indices.make_axes(sizes)
-        strides = tuple(stride_to_index(stride) for stride in fake.stride())
+        strides = strides_to_indices(fake)
         expression = convert_dtype(expression_at(axes), fake.dtype)
         name = f"{node.name}_{part}" if part else node.name
         return self.add_statement(name, fake.dtype, axes, expression, strides=strides)
@@ -159,6 +248,8 @@ class LoweringContext:
             found = self.values[argument]
             if isinstance(found, Index):
                 return convert_dtype(IndexValue(found, torch.int64), dtype)
+            if isinstance(found, ScalarValue):
+                return convert_dtype(found.expression, dtype)
             return convert_dtype(self.get_value(argument).broadcast_to(axes), dtype)
         if isinstance(argument, torch.SymInt):
             return convert_dtype(IndexValue(size_to_index(argument), torch.int64), dtype)
@@ -167,9 +258,63 @@ class LoweringContext:
         raise Unsupported(f"the argument {argument!r}")
 
 
+def call_lowering(
+    lowering: Callable[..., Any], ctx: LoweringContext, node: Any, bound: dict[str, Any]
+) -> Any:
+    """Calls the lowering of a view or statement with an op's arguments, by `PARAMETER_NAMES`.
+
+    Symbolic numbers go to parameters that are annotated with Any, and to `**_`, which is not read.
+    """
+    arguments = {PARAMETER_NAMES.get(name, name): value for name, value in bound.items()}
+    for name, argument in arguments.items():
+        if is_symbolic(argument) and not _takes_symbols(lowering, name):
+            raise Unsupported(f"the symbolic argument {name}")
+    return lowering(ctx, node, **arguments)
+
+
+def is_symbolic(argument: Any) -> bool:
+    """Whether an argument is a symbolic number, or a list with one."""
+    if isinstance(argument, tuple | list):
+        return any(map(is_symbolic, argument))
+    value = fake_value(argument) if isinstance(argument, torch.fx.Node) else argument
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+@functools.cache
+def _takes_symbols(lowering: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(lowering).parameters
+    found = parameters.get(name)
+    return "_" in parameters if found is None else "Any" in str(found.annotation)
+
+
+def round_to_storage(expression: Expression, dtype: torch.dtype) -> Expression:
+    """Returns the value that is read back after it was stored with this dtype."""
+    if dtype not in NARROW_FLOATS:
+        return expression
+    if isinstance(expression, Constant):
+        rounded = torch.tensor(expression.value, dtype=torch.float64).to(dtype)
+        return Constant(float(rounded), opmath_dtype(dtype))
+    return Operation("cast", (expression,), dtype)
+
+
+def drop_unit_axes(scatter: Scatter) -> Scatter:
+    """Returns the indexed store without its axes of size 1."""
+    ones = {axis: indices.ZERO for axis in scatter.axes if axis.size == 1}
+    if not ones:
+        return scatter
+    return replace(
+        scatter,
+        axes=tuple(axis for axis in scatter.axes if axis not in ones),
+        index=tuple(index.substitute(ones) for index in scatter.index),
+        value=scatter.value.substitute(ones),
+    )
+
+
 def reduce_single_element(kind: str, expression: Expression) -> Expression:
     """Returns the reduction or scan of one element. Sums start with 0, so the sum of -0 is 0."""
     dtype = opmath_dtype(expression.dtype)
+    if kind == "argsort":
+        return Constant(0, torch.int64)
     if kind != "sum" or not dtype.is_floating_point:
         return expression
     return Operation("add", (expression, Constant(0.0, dtype)), dtype)

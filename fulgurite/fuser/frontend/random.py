@@ -97,7 +97,11 @@ def make_random_lowering(formula: Callable[..., Expression]) -> Callable[..., Te
     """Returns a lowering from a formula of random numbers and the op's arguments."""
 
     def lower(
-        ctx: LoweringContext, node: Node, generator: Any = None, **arguments: Any
+        ctx: LoweringContext,
+        node: Node,
+        generator: Any = None,
+        size: Any = None,
+        **arguments: Any,
     ) -> TensorValue:
         if generator is not None:
             raise Unsupported("an explicit generator argument")

@@ -13,14 +13,13 @@ import torch
 from torch.fx import Node
 
 from fulgurite.fuser.frontend.lowering_context import LoweringContext
+from fulgurite.fuser.frontend.symbolic_sizes import sizes_to_indices, strides_to_indices
 from fulgurite.fuser.frontend.tensor_value import (
     Axes,
     TensorValue,
     axis_indices,
     canonicalize_dim,
     make_cast,
-    size_to_index,
-    stride_to_index,
 )
 from fulgurite.fuser.ir.build_expression import where
 from fulgurite.fuser.ir.expression import Constant, Expression, IndexValue, Operation, opmath_dtype
@@ -38,8 +37,8 @@ def add_scan(
     body: Callable[[Axes], Expression],
 ) -> TensorValue:
     """Adds the statement that scans `body` along `dim`, with the layout of `fake`."""
-    axes = make_axes([size_to_index(size) for size in fake.shape])
-    strides = tuple(stride_to_index(stride) for stride in fake.stride())
+    axes = make_axes(sizes_to_indices(fake))
+    strides = strides_to_indices(fake)
     scan = Scan(kind, axes[canonicalize_dim(dim, len(axes))]) if axes else None
     return ctx.add_statement(name, fake.dtype, axes, body(axes), strides=strides, scan=scan)
 

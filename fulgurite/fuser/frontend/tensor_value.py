@@ -13,63 +13,12 @@ from typing import Any
 import torch
 
 from fulgurite.fuser.ir import index as indices
-from fulgurite.fuser.ir.errors import Unsupported
 from fulgurite.fuser.ir.expression import Expression, Load, Operation, opmath_dtype
-from fulgurite.fuser.ir.index import Axis, Index, Symbol, make_axes
+from fulgurite.fuser.ir.index import Axis, Index, make_axes
 from fulgurite.fuser.ir.index_rewrites import recombine_div_mod
 from fulgurite.fuser.ir.statement import Tensor
 
 Axes = tuple[Axis, ...]
-
-
-def size_to_index(size: Any) -> Index:
-    """Converts a size or SymInt of torch to an `Index` over named symbols."""
-    if isinstance(size, int):
-        return Index(size)
-    return _sympy_to_index(size.node.expr)
-
-
-def stride_to_index(stride: Any) -> Index:
-    """Converts a stride of torch. Max(1, n) becomes n: strides of an empty tensor mean nothing."""
-    if isinstance(stride, int):
-        return Index(stride)
-    return _sympy_stride_to_index(stride.node.expr)
-
-
-def _sympy_stride_to_index(expression: Any) -> Index:
-    if expression.func.__name__ == "Max" and len(expression.args) == 2:
-        one, rest = sorted(expression.args, key=lambda part: not part.is_Integer)
-        if one.is_Integer and int(one) == 1:
-            return _sympy_stride_to_index(rest)
-    if expression.is_Mul:
-        return indices.product([_sympy_stride_to_index(part) for part in expression.args])
-    return _sympy_to_index(expression)
-
-
-def _sympy_to_index(expression: Any) -> Index:
-    """Converts a sympy expression without sympy arithmetic, which is slow."""
-    if expression.is_Integer:
-        return Index(int(expression))
-    if expression.is_Symbol:
-        return indices.from_atom(Symbol(expression.name))
-    if expression.is_Add:
-        total = indices.ZERO
-        for part in expression.args:
-            total = total + _sympy_to_index(part)
-        return total
-    if expression.is_Mul:
-        total = indices.ONE
-        for part in expression.args:
-            total = total * _sympy_to_index(part)
-        return total
-    if expression.is_Pow and expression.args[1].is_Integer and int(expression.args[1]) > 0:
-        return indices.product([_sympy_to_index(expression.args[0])] * int(expression.args[1]))
-    name = expression.func.__name__
-    if name in ("FloorDiv", "CleanDiv"):
-        return indices.floordiv(*map(_sympy_to_index, expression.args))
-    if name in ("Mod", "PythonMod"):
-        return indices.modulo(*map(_sympy_to_index, expression.args))
-    raise Unsupported(f"the symbolic size {expression}")
 
 
 def axis_indices(axes: Axes) -> list[Index]:
@@ -136,6 +85,15 @@ class ComplexValue:
     dtype: torch.dtype
 
 
+def negate(value: TensorValue) -> TensorValue:
+    """Returns the negated value. Negated twice it is the same view of memory again."""
+    inner = value.expression
+    if isinstance(inner, Operation) and inner.name == "neg":
+        return TensorValue(value.axes, inner.arguments[0], value.dtype)
+    negated = Operation("neg", (inner,), opmath_dtype(inner.dtype))
+    return TensorValue(value.axes, negated, value.dtype)
+
+
 def contiguous_strides(sizes: Sequence[Index]) -> tuple[Index, ...]:
     """Returns row-major strides, for empty tensors too, whose torch strides may all be 0.
 
@@ -181,7 +139,10 @@ def find_strides(
 
 
 def reshape_value(value: TensorValue, sizes: tuple[Index, ...]) -> TensorValue:
-    """Lowers view and reshape: the same elements, in row-major order, with other sizes."""
+    """Lowers view and reshape: the same elements, in row-major order, with other sizes.
+
+    torch has checked that the numbers of elements are equal. With symbols, only it may know that.
+    """
     old = value.sizes
     if any(size == 0 for size in (*sizes, *old)):
         return value.reindex(sizes, lambda new: tuple(indices.ZERO for _ in old))
@@ -212,7 +173,7 @@ def reshape_value(value: TensorValue, sizes: tuple[Index, ...]) -> TensorValue:
                     old_group.append(i)
                     i += 1
                 else:
-                    raise Unsupported(f"a reshape from {old} to {sizes}")
+                    break  # equal by a guard
             result += _unravel_group(
                 [old[k] for k in old_group],
                 [new[k] for k in new_group],

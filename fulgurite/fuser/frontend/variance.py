@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fulgurite.fuser.frontend.lowering_context import LoweringContext
+from fulgurite.fuser.frontend.lowering_context import LoweringContext, is_symbolic
 from fulgurite.fuser.frontend.reductions import (
     add_reduction,
     canonicalize_dims,
@@ -25,6 +25,7 @@ from fulgurite.fuser.frontend.tensor_value import Axes, TensorValue, axis_indice
 from fulgurite.fuser.ir import index as indices
 from fulgurite.fuser.ir.build_expression import add, apply, constant_like, mul, sub, where
 from fulgurite.fuser.ir.expression import NARROW_FLOATS, Expression, opmath_dtype
+from fulgurite.fuser.ir.host_symbols import maximum
 from fulgurite.fuser.ir.index import Index
 from fulgurite.trace.node_meta import fake_value
 
@@ -94,10 +95,16 @@ def _correct_rounded_mean(
     )
 
 
-def _get_correction(correction: Any, unbiased: Any) -> float:
+def _divide_by_freedom(
+    ctx: LoweringContext, total: Expression, count: Index, correction: Any, unbiased: Any
+) -> Expression:
+    """Returns `total / max(count - correction, 0)`."""
+    if is_symbolic(correction):
+        freedom = maximum(count - ctx.to_index(correction), indices.ZERO)
+        return divide_by_count(total, freedom)
     if unbiased is not None:
-        return float(unbiased)
-    return 1.0 if correction is None else float(correction)
+        correction = unbiased
+    return divide_by_count(total, count, 1.0 if correction is None else float(correction))
 
 
 def _lower_variance(
@@ -119,7 +126,7 @@ def _lower_variance(
     count = count_reduced(value, dims)
 
     def divide(total: Expression) -> Expression:
-        divided = divide_by_count(total, count, _get_correction(correction, unbiased))
+        divided = _divide_by_freedom(ctx, total, count, correction, unbiased)
         return formula(divided) if formula else divided
 
     variance = finish_reduction(ctx, name, squares, dims, keepdim, dtype, divide)
@@ -127,22 +134,27 @@ def _lower_variance(
     return variance, rounded
 
 
-def lower_var(ctx: LoweringContext, node: Node, source: Any, **options: Any) -> TensorValue:
-    return _lower_variance(ctx, node, node.name, fake_value(node).dtype, source, **options)[0]
-
-
-def lower_std(ctx: LoweringContext, node: Node, source: Any, **options: Any) -> TensorValue:
+def lower_var(
+    ctx: LoweringContext, node: Node, source: Any, correction: Any = None, **options: Any
+) -> TensorValue:
     dtype = fake_value(node).dtype
+    return _lower_variance(ctx, node, node.name, dtype, source, correction=correction, **options)[0]
+
+
+def lower_std(
+    ctx: LoweringContext, node: Node, source: Any, correction: Any = None, **options: Any
+) -> TensorValue:
+    dtype, root = fake_value(node).dtype, lambda e: apply("sqrt", e)
     return _lower_variance(
-        ctx, node, node.name, dtype, source, lambda e: apply("sqrt", e), **options
+        ctx, node, node.name, dtype, source, root, correction=correction, **options
     )[0]
 
 
 def lower_var_mean(
-    ctx: LoweringContext, node: Node, source: Any, **options: Any
+    ctx: LoweringContext, node: Node, source: Any, correction: Any = None, **options: Any
 ) -> tuple[TensorValue, TensorValue]:
-    dtype = fake_value(node)[0].dtype
-    return _lower_variance(ctx, node, f"{node.name}_variance", dtype, source, **options)
+    dtype, name = fake_value(node)[0].dtype, f"{node.name}_variance"
+    return _lower_variance(ctx, node, name, dtype, source, correction=correction, **options)
 
 
 VARIANCE_LOWERINGS: dict[str, Callable[..., Any]] = {

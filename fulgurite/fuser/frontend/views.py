@@ -14,11 +14,12 @@ from torch.fx import Node
 from fulgurite.fuser.frontend import tensor_value
 from fulgurite.fuser.frontend.bitcast import bitcast_value
 from fulgurite.fuser.frontend.lowering_context import LoweringContext
+from fulgurite.fuser.frontend.symbolic_sizes import size_to_index
 from fulgurite.fuser.frontend.tensor_value import (
     TensorValue,
     canonicalize_dim,
+    negate,
     reshape_value,
-    size_to_index,
 )
 from fulgurite.fuser.ir import index as indices
 from fulgurite.fuser.ir.cost import size_hint
@@ -26,6 +27,7 @@ from fulgurite.fuser.ir.errors import Unsupported
 from fulgurite.fuser.ir.expression import (
     Load,
 )
+from fulgurite.fuser.ir.host_symbols import clamp_slice_start, wrap_position
 from fulgurite.fuser.ir.index import Index
 from fulgurite.fuser.ir.statement import Tensor
 from fulgurite.trace.node_meta import fake_value
@@ -37,6 +39,10 @@ def _sizes_of(node: Node) -> tuple[Index, ...]:
 
 def lower_alias(ctx: LoweringContext, node: Node, source: Any, **_: Any) -> TensorValue:
     return ctx.get_value(source)
+
+
+def lower_neg_view(ctx: LoweringContext, node: Node, source: Any) -> TensorValue:
+    return negate(ctx.get_value(source))
 
 
 def lower_reshape(ctx: LoweringContext, node: Node, source: Any, **_: Any) -> TensorValue:
@@ -107,7 +113,7 @@ def lower_slice(
 ) -> TensorValue:
     value = ctx.get_value(source)
     dim = canonicalize_dim(dim, len(value.axes))
-    begin = clamp_slice_start(ctx, start, value.sizes[dim])
+    begin = clamp_slice_start(ctx.to_index(0 if start is None else start), value.sizes[dim])
     stride = ctx.to_index(step)
 
     def index_of(new: tuple[Index, ...]) -> list[Index]:
@@ -118,35 +124,12 @@ def lower_slice(
     return value.reindex(_sizes_of(node), index_of)
 
 
-def clamp_slice_start(ctx: LoweringContext, start: Any, size: Index) -> Index:
-    """Converts a slice's start to an index from the front, clamped to the size."""
-    begin = ctx.to_index(0 if start is None else start)
-    if begin == 0:
-        return begin
-    if not begin.is_constant:
-        return begin
-    if begin.constant < 0:
-        begin = begin + size
-        if begin.is_constant:
-            return Index(max(begin.constant, 0))
-        raise Unsupported("a negative slice start in a dynamic dimension")
-    if size.is_constant:
-        return Index(min(begin.constant, size.constant))
-    return begin
-
-
 def lower_select(
     ctx: LoweringContext, node: Node, source: Any, dim: int, index: Any
 ) -> TensorValue:
     value = ctx.get_value(source)
     dim = canonicalize_dim(dim, len(value.axes))
-    position = ctx.to_index(index)
-    if position.is_constant and position.constant < 0:
-        position = position + value.sizes[dim]
-    if not position.is_constant and not value.sizes[dim].is_constant and position.symbols():
-        low, _ = position.bounds()
-        if low is None or low < 0:
-            raise Unsupported("select with a dynamic index")
+    position = wrap_position(ctx.to_index(index), value.sizes[dim])
     return value.reindex(_sizes_of(node), lambda new: (*new[:dim], position, *new[dim:]))
 
 
@@ -294,6 +277,9 @@ def _unravel_address(address: Index, tensor: Tensor) -> tuple[Index, ...]:
 VIEW_LOWERINGS: dict[str, Callable[..., Any]] = {
     "alias": lower_alias,
     "detach": lower_alias,
+    "resolve_neg": lower_alias,
+    "resolve_conj": lower_alias,
+    "_neg_view": lower_neg_view,
     "view": lower_reshape,
     "_unsafe_view": lower_reshape,
     "reshape": lower_reshape,

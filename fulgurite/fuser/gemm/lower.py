@@ -98,7 +98,13 @@ def lower_gemm(
         return build_kernel_module([write_gemm(name, variant, use_int64)])
 
     kernel = _describe_kernel(scheduled, write(bool(int64_indices), True), device_info, device)
-    return TritonRegion(scheduled.region.region, write, (kernel,), device, int64_indices)
+
+    def use_library(failed: str) -> FusedRegion:
+        return LibraryGemmRegion(module, device)
+
+    return TritonRegion(
+        scheduled.region.region, write, (kernel,), device, int64_indices, use_library
+    )
 
 
 def _handed_on_schedule(module: fx.GraphModule) -> ScheduledGemm | None:
@@ -170,7 +176,7 @@ class LibraryGemmRegion(FusedRegion):
         self.epilogue = lower_to_kernels(epilogue, device)  # its first arguments: the GEMM outputs
         self.region, self.unit = self.epilogue.region, self.epilogue.unit
         self.kernels, self.source = self.epilogue.kernels, self.epilogue.source
-        self.launcher = ""
+        self.launcher, self._first_launch_line = "", 0
         placeholders = module.graph.find_nodes(op="placeholder")
         position = {node: k for k, node in enumerate(placeholders)}
         self.operands = [tuple(position[matrix] for matrix in gemm_operands(n)) for n in gemms]
@@ -186,6 +192,13 @@ class LibraryGemmRegion(FusedRegion):
         """Those of the epilogue, whose arguments come after the GEMM outputs."""
         first = len(self.operands)
         return tuple(self.epilogue_inputs[k - first] for k in self.epilogue.overwritten_inputs)
+
+    @property
+    def may_fail_later(self) -> bool:
+        return self.epilogue.may_fail_later
+
+    def can_rerun(self, error: Exception) -> bool:
+        return self.epilogue.can_rerun(error)
 
     def wait(self) -> None:
         self.epilogue.wait()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from fulgurite.device import DeviceInfo
 from fulgurite.fuser.ir.expression import Load, Operation, walk
-from fulgurite.fuser.ir.index import Atom, Index
+from fulgurite.fuser.ir.host_symbols import evaluate_symbol
+from fulgurite.fuser.ir.index import Atom, Index, Symbol
 from fulgurite.fuser.ir.primitives import PRIMITIVES
 from fulgurite.fuser.ir.statement import Statement, Tensor
 
@@ -16,13 +17,26 @@ DEFAULT_SIZE_HINT = 512
 LAUNCH_SECONDS = 2e-6  # an empty parallel loop of two threads, measured
 
 
-def _default_hint(atom: Atom) -> int:
-    return DEFAULT_SIZE_HINT
+def atom_hint(atom: Atom) -> int:
+    """Returns a likely value of a dynamic size, or of an int argument.
+
+    It is within the atom's bounds. A symbol that the launcher computes follows from the others.
+    """
+    if isinstance(atom, Symbol) and atom.definition is not None and not atom.is_64_bit:
+        inner = {symbol.name: atom_hint(symbol) for symbol in atom.definition.symbols}
+        try:
+            return evaluate_symbol(atom, inner)
+        except (ArithmeticError, IndexError, ValueError):  # the hints don't fit together
+            pass
+    low, high = atom.bounds()
+    likely = 1 if low is None or low < 0 else DEFAULT_SIZE_HINT
+    likely = likely if high is None else min(likely, high)
+    return likely if low is None else max(likely, low)
 
 
 def size_hint(size: Index) -> int:
     """Returns a size as an int, with the default hint for dynamic sizes."""
-    return size.constant if size.is_constant else max(size.evaluate(_default_hint), 0)
+    return size.constant if size.is_constant else max(size.evaluate(atom_hint), 0)
 
 
 def count_elements(sizes: tuple[Index, ...]) -> int:
@@ -44,8 +58,9 @@ def tensor_bytes(tensor: Tensor) -> int:
 
 def count_flops(s: Statement) -> int:
     """Returns the operations per point of the statement's loops."""
-    total = 1 if s.reduction or s.scan else 0
-    for part in walk(s.expression):
+    total = 1 if s.reduction or s.scan or s.scatter else 0
+    stored = s.expressions[:-1] if s.scatter else s.expressions
+    for part in (part for expression in stored for part in walk(expression)):
         if isinstance(part, Operation):
             total += PRIMITIVES[part.name].flops
         elif isinstance(part, Load):

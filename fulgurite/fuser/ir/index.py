@@ -15,6 +15,7 @@ from dataclasses import replace
 from fulgurite.fuser.ir.index_atoms import (
     Atom,
     Axis,
+    Bounds,
     FloorDiv,
     IndirectIndex,
     Mod,
@@ -202,24 +203,16 @@ class Index:
             total += coefficient
         return total
 
-    def bounds(self) -> tuple[int | None, int | None]:
+    def bounds(self) -> Bounds:
         """Returns the smallest and the largest possible value; None for an unknown bound."""
         low: int | None = self.constant
         high: int | None = self.constant
         for monomial, coefficient in self.terms:
-            least: int | None = 1
-            most: int | None = 1
+            term: Bounds = (coefficient, coefficient)
             for atom in monomial:
-                atom_low, atom_high = atom.bounds()
-                if atom_low is None or atom_low < 0:
-                    least = most = None
-                    break
-                least = least * atom_low if least is not None else None
-                most = most * atom_high if most is not None and atom_high is not None else None
-            if coefficient < 0:
-                least, most = most, least
-            low = low + coefficient * least if low is not None and least is not None else None
-            high = high + coefficient * most if high is not None and most is not None else None
+                term = _multiply_bounds(term, atom.bounds())
+            low = low + term[0] if low is not None and term[0] is not None else None
+            high = high + term[1] if high is not None and term[1] is not None else None
         return low, high
 
 
@@ -243,6 +236,33 @@ def product(sizes: tuple[Index, ...] | list[Index]) -> Index:
     for size in sizes:
         total = total * size
     return total
+
+
+def _multiply_bounds(a: Bounds, b: Bounds) -> Bounds:
+    """Returns the bounds of a product. None is an unknown bound."""
+    if a[0] is not None and a[0] >= 0 and b[0] is not None and b[0] >= 0:
+        is_bounded = a[1] is not None and b[1] is not None
+        return a[0] * b[0], a[1] * b[1] if is_bounded else None  # type: ignore[operator]
+    lows: list[int | None] = []
+    highs: list[int | None] = []
+    for x, x_is_high in ((a[0], False), (a[1], True)):
+        for y, y_is_high in ((b[0], False), (b[1], True)):
+            if x is not None and y is not None:
+                lows.append(x * y)
+                highs.append(x * y)
+            elif x == 0 or y == 0:
+                lows.append(0)
+                highs.append(0)
+            else:  # an infinite end: its sign is that of the two factors
+                is_negative = _is_negative(x, x_is_high) != _is_negative(y, y_is_high)
+                (lows if is_negative else highs).append(None)
+    low = None if None in lows else min(n for n in lows if n is not None)
+    high = None if None in highs else max(n for n in highs if n is not None)
+    return low, high
+
+
+def _is_negative(end: int | None, is_high: bool) -> bool:
+    return not is_high if end is None else end < 0
 
 
 def divide_exactly(index: Index, by: Index) -> Index | None:

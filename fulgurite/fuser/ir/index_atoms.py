@@ -1,11 +1,11 @@
-"""The atoms of an `Index`: loop variables, sizes, `//`, `%` and gathered values.
+"""The atoms of an `Index`: loop variables, symbols, `//`, `%` and gathered values.
 
 Each atom has `bounds()`: the smallest and the largest value it can take, None for an unknown bound.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,22 +30,37 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True)
+class Definition:
+    """How the launcher computes a symbol: a Python expression over the names of other symbols."""
+
+    text: str
+    symbols: tuple[Symbol, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Symbol:
-    """A size that is known only when the kernel is called. It is at least `low`."""
+    """An integer that is known only when the kernel is called: low <= value <= high.
+
+    A size is at least 0. An int argument of the program can have either sign. Symbols of one region
+    are equal if their names are.
+    """
 
     name: str
-    low: int = 0
+    low: int | None = field(default=0, compare=False)
+    high: int | None = field(default=None, compare=False)
+    definition: Definition | None = field(default=None, compare=False)
+    is_64_bit: bool = field(default=False, compare=False)  # always, as seeds and floats are
 
     def __str__(self) -> str:
         return self.name
 
     def bounds(self) -> Bounds:
-        return self.low, None
+        return self.low, self.high
 
 
 @dataclass(frozen=True, slots=True)
 class FloorDiv:
-    """numerator // denominator, rounded down."""
+    """numerator // denominator, rounded down. The denominator is positive."""
 
     numerator: Index
     denominator: Index
@@ -63,7 +78,7 @@ class FloorDiv:
 
 @dataclass(frozen=True, slots=True)
 class Mod:
-    """numerator % denominator, with the sign of the denominator."""
+    """numerator % denominator, in [0, denominator). The denominator is positive."""
 
     numerator: Index
     denominator: Index
@@ -79,12 +94,14 @@ class Mod:
 class IndirectIndex:
     """An integer below `size` that is loaded from a tensor: the index of a gather.
 
-    If `wraps_negative`, negative values count from the end. Otherwise they are out of range.
+    If `wraps_negative`, negative values count from the end. Otherwise they are out of range. A
+    value that is not `is_checked` is known to be in 0 <= value < size: kernels do not test it.
     """
 
     value: Expression
     size: Index
     wraps_negative: bool = True
+    is_checked: bool = True
 
     def __str__(self) -> str:
         return str(self.value)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from fulgurite.fuser.ir import index as indices
 from fulgurite.fuser.ir.expression import (
     NARROW_FLOATS,
     PACKED_DTYPES,
@@ -25,30 +24,29 @@ from fulgurite.fuser.ir.expression import (
     Operation,
     opmath_dtype,
 )
+from fulgurite.fuser.ir.host_symbols import evaluate_symbol, solve_for_symbol
 from fulgurite.fuser.ir.index import Atom, Axis, FloorDiv, Index, IndirectIndex, Mod, Symbol
 from fulgurite.fuser.ir.primitives import PRIMITIVES
 from fulgurite.fuser.ir.random_seed import SEED, draw_seed
-from fulgurite.fuser.ir.statement import Output, Region, Statement, Tensor
+from fulgurite.fuser.ir.statement import Output, Region, Scatter, Statement, Tensor
 
 
 def bind_symbols(region: Region, arguments: Sequence[Any]) -> dict[str, int]:
     """Finds the value of every symbol: an argument, or a size or stride of an argument."""
-    draws = any(SEED in s.expression.symbols() for s in region.statements)
+    draws = any(SEED in e.symbols() for s in region.statements for e in s.expressions)
     found = {SEED.name: draw_seed()} if draws else {}
     for declared, given in zip(region.arguments, arguments, strict=True):
         if isinstance(declared, Index):
-            pairs = [(declared, int(given))]
+            pairs = [(declared, given)]
         else:
             pairs = list(zip(declared.sizes, given.shape, strict=True))
             pairs += zip(declared.strides, given.stride(), strict=True)
         for index, value in pairs:
-            atoms = index.atoms()
-            if (
-                len(atoms) == 1
-                and isinstance(atoms[0], Symbol)
-                and index == indices.from_atom(atoms[0])
-            ):
-                found.setdefault(atoms[0].name, value)
+            solved = solve_for_symbol(index)
+            if solved is not None:
+                symbol, _ = solved
+                coefficient = index.terms[0][1]
+                found.setdefault(symbol.name, (value - index.constant) // coefficient)
     return found
 
 
@@ -73,7 +71,7 @@ class StatementEvaluator:
     def evaluate_size(self, size: Index) -> int:
         def symbol(atom: Atom) -> int:
             assert isinstance(atom, Symbol), f"the size {size} depends on an axis"
-            return self.symbols[atom.name]
+            return evaluate_symbol(atom, self.symbols)
 
         return size.evaluate(symbol)
 
@@ -90,7 +88,7 @@ class StatementEvaluator:
         if isinstance(atom, Axis):
             return self.axis_values[atom]
         if isinstance(atom, Symbol):
-            return torch.tensor(self.symbols[atom.name])
+            return torch.tensor(evaluate_symbol(atom, self.symbols))
         if isinstance(atom, FloorDiv):
             down = self.evaluate_index(atom.denominator)
             return torch.div(self.evaluate_index(atom.numerator), down, rounding_mode="floor")
@@ -160,7 +158,11 @@ def interpret_statement(
     s: Statement, memory: Mapping[str, torch.Tensor], symbols: Mapping[str, int]
 ) -> torch.Tensor:
     """Computes the statement's values, in its storage dtype."""
+    if s.scatter is not None:
+        return _interpret_scatter(s, s.scatter, memory, symbols)
     evaluator = StatementEvaluator(s.all_axes, memory, symbols)
+    if s.reduction is not None and s.reduction.rank is not None:
+        return _select_rank(s, s.reduction.rank, evaluator)
     value = evaluator.evaluate(s.expression).broadcast_to(evaluator.shape)
     if s.reduction is not None:
         dims = list(range(len(s.axes), len(s.all_axes)))
@@ -168,6 +170,53 @@ def interpret_statement(
     if s.scan is not None:
         value = _scan(s.scan.kind, value, s.axes.index(s.scan.axis))
     return value.to(_storage_dtype(s.tensor.dtype))
+
+
+def _interpret_scatter(
+    s: Statement,
+    scatter: Scatter,
+    memory: Mapping[str, torch.Tensor],
+    symbols: Mapping[str, int],
+) -> torch.Tensor:
+    """Stores the values one after the other on top of the initial ones."""
+    over_result = StatementEvaluator(s.axes, memory, symbols)
+    initial = over_result.evaluate(s.expression).broadcast_to(over_result.shape)
+    result = initial.to(_storage_dtype(s.tensor.dtype)).clone()
+    points = StatementEvaluator(scatter.axes, memory, symbols)
+    values = points.evaluate(scatter.value).broadcast_to(points.shape).reshape(-1)
+    values = values.to(_storage_dtype(s.tensor.dtype))
+    flat = torch.zeros(points.shape, dtype=torch.int64)
+    for index, size in zip(scatter.index, result.shape, strict=True):
+        flat = flat * size + points.evaluate_index(index)
+    view = result.view(-1)
+    for position, value in zip(flat.reshape(-1).tolist(), values, strict=True):
+        view[position] = _combine(scatter.kind, view[position], value)
+    return result
+
+
+def _combine(kind: str, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    if kind == "set":
+        return new
+    if old.dtype == torch.bool:
+        return old & new if kind in ("prod", "min") else old | new
+    combine = {"sum": torch.add, "prod": torch.mul, "max": torch.maximum, "min": torch.minimum}
+    return combine[kind](old, new)
+
+
+def _select_rank(s: Statement, rank: Index, evaluator: StatementEvaluator) -> torch.Tensor:
+    """Sorts the keys once for all ranks, and looks up the position at each rank."""
+    keys = evaluator.evaluate(s.expression)
+    rank_axes = rank.axes()
+    shape = [
+        1 if axis in rank_axes else size
+        for axis, size in zip(s.all_axes, evaluator.shape, strict=True)
+    ]
+    keys = keys.broadcast_to(shape).reshape(*shape[: len(s.axes)], -1)
+    order = keys.argsort(dim=-1, stable=True)
+    sizes = evaluator.shape[: len(s.axes)]
+    ranks = evaluator.evaluate_index(rank)
+    ranks = ranks.reshape(*ranks.shape[: len(sizes)], 1).expand(*sizes, 1)
+    return order.expand(*sizes, -1).gather(-1, ranks)[..., 0]
 
 
 def _storage_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -206,9 +255,7 @@ def _scan(kind: str, value: torch.Tensor, dim: int) -> torch.Tensor:
 def interpret_region(region: Region, arguments: Sequence[Any]) -> tuple[Any, ...]:
     """Runs the region and returns its results. Mutated inputs are overwritten."""
     arguments = [
-        torch.view_as_real(given)
-        if isinstance(declared, Tensor) and declared.is_view_as_real
-        else given
+        _resolve_bits(declared, given) if isinstance(declared, Tensor) else given
         for declared, given in zip(region.arguments, arguments, strict=True)
     ]
     symbols = bind_symbols(region, arguments)
@@ -239,6 +286,12 @@ def interpret_region(region: Region, arguments: Sequence[Any]) -> tuple[Any, ...
     return results
 
 
+def _resolve_bits(declared: Tensor, given: torch.Tensor) -> torch.Tensor:
+    """Returns an argument as the region reads it: real, without conjugate and negative bit."""
+    given = given.resolve_neg()
+    return torch.view_as_real(given.resolve_conj()) if declared.is_view_as_real else given
+
+
 def _make_output(
     region: Region, output: Output, memory: Mapping[str, torch.Tensor], symbols: Mapping[str, int]
 ) -> Any:
@@ -255,4 +308,6 @@ def _make_output(
         [size(n) for n in output.strides],
         base.storage_offset() + size(output.offset),
     )
-    return torch.view_as_complex(view) if output.is_view_as_real else view
+    view = torch.view_as_complex(view) if output.is_view_as_real else view
+    view = view.conj() if output.is_conj else view
+    return torch._neg_view(view) if output.is_neg else view

@@ -19,6 +19,7 @@ from fulgurite.fuser.ir import index as indices
 from fulgurite.fuser.ir.cost import size_hint
 from fulgurite.fuser.ir.expression import (
     Expression,
+    IndexValue,
     Load,
     iter_indices,
     walk,
@@ -36,6 +37,7 @@ Role = Literal[
     "full_reduction",
     "scan",
     "finalize",
+    "row_step",
     "inline",
 ]
 
@@ -53,13 +55,38 @@ class Local:
     over_body: bool = True  # of a full reduction: over all points, or over one value per row
     # Set for sums of squared deviations: the local that sums the same values, for the mean.
     welford_sum: str | None = None
+    # Of a step of a row program: the loops of the row that it has a value for, those that it
+    # reduces over, and the rank of an argsort. Other steps load it at an index over `axes`.
+    axes: tuple[Axis, ...] = ()
+    reduced_axes: tuple[Axis, ...] = ()
+    rank: Index | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """`memory[index] = value`."""
+    """`memory[index] = value`, or with `combine` an indexed store `memory[index] combine= value`."""
 
     tensor: Tensor
+    index: Index
+    value: Expression
+    combine: str | None = None  # of an indexed store: set, sum, prod, max or min
+    # of an indexed store: loops whose iterations write different elements
+    disjoint: frozenset[Axis] = frozenset()
+
+    @property
+    def expressions(self) -> tuple[Expression, ...]:
+        """The value and, of an indexed store, its computed position."""
+        if self.combine is None:
+            return (self.value,)
+        return (self.value, IndexValue(self.index, torch.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """`tensor[index] = value` at all points of its own axes, computed before the loops."""
+
+    tensor: Tensor
+    axes: tuple[Axis, ...]
     index: Index
     value: Expression
 
@@ -74,16 +101,46 @@ class LoopNest:
     stores: tuple[Store, ...]
     memory: dict[str, Tensor]  # every tensor that is read or written, by name
     formulas: tuple[str, ...]
+    initial: LoopNest | None = None  # runs before: stores what an indexed store adds to
+    tables: tuple[Table, ...] = ()  # of CPU kernels; other expressions load them as memory
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         return self.grid + self.body
 
+    @property
+    def is_row_program(self) -> bool:
+        """Whether locals are steps of a row, which others load at an index."""
+        return any(local.role == "row_step" for local in self.locals.values())
+
+    @property
+    def computes_index(self) -> bool:
+        """Whether an index of a gather is computed here, not loaded as it is.
+
+        On made-up inputs it may be out of range, which is an assert on a GPU.
+        """
+        expressions = [local.expression for local in self.locals.values()]
+        expressions += [store.value for store in self.stores]
+        indices = [index for e in expressions for index in iter_indices(e)]
+        indices += [store.index for store in self.stores]
+        return any(
+            not (isinstance(atom.value, Load) and not self.is_local(atom.value))
+            for index in indices
+            for atom in index.indirect_indices()
+        )
+
+    def is_local(self, load: Load) -> bool:
+        """Whether a load reads a local, not memory."""
+        if not load.index:
+            return True
+        local = self.locals.get(load.name)
+        return local is not None and local.role == "row_step"
+
     def references(self, expression: Expression) -> list[Local]:
         """Returns the locals that an expression uses directly."""
         found: dict[str, Local] = {}
         for part in walk(expression):
-            if isinstance(part, Load) and not part.index:
+            if isinstance(part, Load) and self.is_local(part):
                 found[part.name] = self.locals[part.name]
         return list(found.values())
 
@@ -91,12 +148,14 @@ class LoopNest:
         """Yields (tensor, flat index, is_store) for every memory access."""
         for local in self.locals.values():
             for part in walk(local.expression):
-                if isinstance(part, Load) and part.index:
+                if isinstance(part, Load) and not self.is_local(part):
                     yield self.memory[part.name], part.index[0], False
         for store in self.stores:
             yield store.tensor, store.index, True
-            for part in walk(store.value):
-                if isinstance(part, Load) and part.index:
+            if store.combine is not None:  # keeps or adds to what is there
+                yield store.tensor, store.index, False
+            for part in (part for expression in store.expressions for part in walk(expression)):
+                if isinstance(part, Load) and not self.is_local(part):
                     yield self.memory[part.name], part.index[0], False
 
 
@@ -113,17 +172,26 @@ def substitute_axes(
             for name, local in nest.locals.items()
         },
         stores=tuple(
-            replace(s, index=s.index.substitute(axes), value=s.value.substitute(axes))
+            replace(
+                s,
+                index=s.index.substitute(axes),
+                value=s.value.substitute(axes),
+                disjoint=frozenset().union(*(_image(axis, axes) for axis in s.disjoint)),
+            )
             for s in nest.stores
         ),
     )
+
+
+def _image(axis: Axis, axes: Mapping[Axis, Index]) -> set[Axis]:
+    return axes[axis].axes() if axis in axes else {axis}
 
 
 def collect_indices(nest: LoopNest) -> list[Index]:
     """Returns every index of the nest: addresses, index values, bounds checks, gathers."""
     found: list[Index] = [s.index for s in nest.stores]
     expressions = [local.expression for local in nest.locals.values()]
-    expressions += [s.value for s in nest.stores]
+    expressions += [expression for s in nest.stores for expression in s.expressions]
     for expression in expressions:
         found += iter_indices(expression)
     return found
@@ -163,6 +231,8 @@ def collapse_loops(nest: LoopNest) -> LoopNest:
         for group in ("grid", "body"):
             axes: tuple[Axis, ...] = getattr(nest, group)
             for outer, inner in itertools.pairwise(axes):
+                if any((outer in s.disjoint) != (inner in s.disjoint) for s in nest.stores):
+                    continue
                 if all(_can_collapse(index, outer, inner) for index in collect_indices(nest)):
                     merged = Axis(inner.name, outer.size * inner.size)
                     axes = tuple(merged if a == inner else a for a in axes if a != outer)

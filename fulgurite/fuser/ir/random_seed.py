@@ -9,7 +9,7 @@ import torch
 
 from fulgurite.fuser.ir.index_atoms import Symbol
 
-SEED = Symbol("random_seed", low=1 << 62)
+SEED = Symbol("random_seed", low=1 << 62, is_64_bit=True)
 
 
 def draw_seed() -> int:

@@ -15,7 +15,7 @@ from fulgurite.fuser.ir.expression import Expression, Load, iter_indices
 from fulgurite.fuser.ir.expression_rewrites import rewrite_expression
 from fulgurite.fuser.ir.index import Axis, FloorDiv, Index, Mod, make_axes
 from fulgurite.fuser.ir.index_rewrites import map_indirect
-from fulgurite.fuser.ir.statement import Region, Statement, Tensor, make_statement
+from fulgurite.fuser.ir.statement import Region, Scatter, Statement, Tensor, make_statement
 
 MAX_SPLITS = 64  # per tensor; beyond it, indices keep their // and %
 
@@ -64,11 +64,18 @@ class _AxisSplitter:
         if axis in s.axes:
             return self.split_dimension(s.name, s.axes.index(axis), inner)
         outer = indices.divide_exactly(axis.size, inner)
-        if outer is None or s.reduction is None or not self.count_split(s.name):
+        if s.reduction is not None and s.reduction.rank is not None:
+            return []  # a sorted axis stays one loop
+        if outer is None or not (s.reduction or s.scatter) or not self.count_split(s.name):
             return []
         parts = (Axis(f"{axis.name}a", outer), Axis(f"{axis.name}b", inner))
-        over = tuple(part for a in s.reduction.axes for part in (parts if a == axis else (a,)))
         merged = indices.from_atom(parts[0]) * inner + indices.from_atom(parts[1])
+        if s.scatter is not None:
+            scatter = _split_scatter_axis(s.scatter, axis, parts, merged)
+            self.statements[s.name] = _replace_scatter(s, scatter)
+            return [s.name]
+        assert s.reduction is not None, f"{axis} is no axis of {s}"
+        over = tuple(part for a in s.reduction.axes for part in (parts if a == axis else (a,)))
         self.statements[s.name] = make_statement(
             s.tensor,
             s.axes,
@@ -91,6 +98,8 @@ class _AxisSplitter:
         if producer is not None and producer.scan is not None:
             if producer.scan.axis == producer.axes[dim]:
                 return []  # a scanned axis stays one loop
+        if producer is not None and producer.scatter is not None:
+            return []  # what is stored at computed indices keeps its dimensions
         if outer is None or inner == 1 or outer == 1 or not self.count_split(name):
             return []
         sizes = (*tensor.sizes[:dim], outer, inner, *tensor.sizes[dim + 1 :])
@@ -110,6 +119,7 @@ class _AxisSplitter:
                 s.reduction,
                 s.origin,
                 s.scan,
+                _split_scatter_loads(s.scatter, name, dim, inner),
             )
         return changed
 
@@ -118,12 +128,43 @@ class _AxisSplitter:
         names = make_axes(tensor.sizes)
         positions = [indices.from_atom(axis) for axis in names]
         positions[dim : dim + 2] = [positions[dim] * inner + positions[dim + 1]]
-        expression = s.expression.substitute(dict(zip(s.axes, positions, strict=True)))
+        mapping = dict(zip(s.axes, positions, strict=True))
+        expression = s.expression.substitute(mapping)
+        reduction = s.reduction
+        if reduction is not None and reduction.rank is not None:
+            reduction = replace(reduction, rank=reduction.rank.substitute(mapping))
         scan = s.scan
         if scan is not None:
             old = s.axes.index(scan.axis)
             scan = replace(scan, axis=names[old if old < dim else old + 1])
-        return make_statement(tensor, names, expression, s.reduction, s.origin, scan)
+        return make_statement(tensor, names, expression, reduction, s.origin, scan)
+
+
+def _split_scatter_axis(
+    scatter: Scatter, axis: Axis, parts: tuple[Axis, Axis], merged: Index
+) -> Scatter:
+    """Replaces an axis of an indexed store by two."""
+    axes = tuple(part for a in scatter.axes for part in (parts if a == axis else (a,)))
+    index = tuple(i.substitute({axis: merged}) for i in scatter.index)
+    return replace(scatter, axes=axes, index=index, value=scatter.value.substitute({axis: merged}))
+
+
+def _replace_scatter(s: Statement, scatter: Scatter) -> Statement:
+    return make_statement(s.tensor, s.axes, s.expression, origin=s.origin, scatter=scatter)
+
+
+def _split_scatter_loads(
+    scatter: Scatter | None, name: str, dim: int, inner: Index
+) -> Scatter | None:
+    """Splits the index of dimension `dim` in every load of `name`, by a value or an index."""
+    if scatter is None:
+        return None
+
+    def split(part: Expression) -> Expression:
+        return _split_loads(part, name, dim, inner)
+
+    index = tuple(map_indirect(i, split) for i in scatter.index)
+    return replace(scatter, index=index, value=split(scatter.value))
 
 
 def _split_loads(expression: Expression, name: str, dim: int, inner: Index) -> Expression:
@@ -144,7 +185,7 @@ def _split_loads(expression: Expression, name: str, dim: int, inner: Index) -> E
 
 def _find_axis_splits(s: Statement) -> Iterator[tuple[Axis, Index]]:
     """Yields the axes that the statement itself splits with // and %."""
-    for index in iter_indices(s.expression):
+    for index in (index for part in s.expressions for index in iter_indices(part)):
         for atom in index.atoms():
             if isinstance(atom, FloorDiv | Mod):
                 axis = atom.numerator.single_axis

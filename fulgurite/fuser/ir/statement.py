@@ -6,6 +6,10 @@ schedules and code generators read. The IR knows no threads, tiles or target lan
     ss[i]   = sum_j (x[i,j] * x[i,j])
     y[i,j]  = (x[i,j] * rsqrt(((ss[i] / 4096.0) + 1e-06))) * w[j]
 
+An indexed store writes at computed indices, on top of initial values:
+
+    out[i0,i1] = 0.0; out[index[s0],s1] sum= grad[s0,s1]
+
 A view has no statement of its own. It only changes the indices of loads (`expression.py`).
 `verify_region` checks the rules of the IR.
 """
@@ -14,14 +18,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from fulgurite.fuser.ir import index as indices
-from fulgurite.fuser.ir.expression import Expression, Load, Operation, collect_loads, walk
+from fulgurite.fuser.ir.expression import (
+    Expression,
+    IndexValue,
+    Load,
+    Operation,
+    collect_loads,
+    walk,
+)
 from fulgurite.fuser.ir.index import Axis, Index
 from fulgurite.fuser.ir.primitives import PRIMITIVES
+
+ARGSORT_KEY_DTYPES = (torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +46,7 @@ class Tensor:
     sizes: tuple[Index, ...]
     strides: tuple[Index, ...]
     is_view_as_real: bool = False  # complex data as `torch.view_as_real` shows it
+    is_negated: bool = False  # an input with the negative bit, which the launcher resolves
 
     @property
     def itemsize(self) -> int:
@@ -50,13 +64,19 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A reduction over `axes`. `kind` is sum, prod, max or min; max and min propagate NaN."""
+    """A reduction over `axes`. `kind` is sum, prod, max, min or argsort.
+
+    Max and min propagate NaN. An argsort reduces integer keys to the position of one of them, row-
+    major over `axes`: the key with `rank` others before it, in ascending order. Of equal keys the
+    first comes first. The keys do not depend on the axes of `rank`.
+    """
 
     kind: str
     axes: tuple[Axis, ...]
     # Set for sums of squared deviations: the statement that sums the same values. The mean comes
     # from it, so both sums can run in one Welford pass.
     welford_sum: str | None = None
+    rank: Index | None = None  # of an argsort, over the statement's own axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +91,28 @@ class Scan:
 
 
 @dataclass(frozen=True, slots=True)
+class Scatter:
+    """An indexed store: `tensor[index] kind= value` at every point of `axes`, in row-major order.
+
+    `kind` is set, sum, prod, max or min. The statement's own expression is the initial value of the
+    tensor. Several points may write the same element: of `set`, the last one wins.
+    """
+
+    kind: str
+    axes: tuple[Axis, ...]
+    index: tuple[Index, ...]  # one for each dimension of the tensor
+    value: Expression
+
+    def __str__(self) -> str:
+        return f"[{','.join(str(i) for i in self.index)}] {self.kind}= {self.value}"
+
+
+@dataclass(frozen=True, slots=True)
 class Statement:
-    """`tensor[axes] = expression`, optionally reduced over more axes or scanned along one axis."""
+    """`tensor[axes] = expression`, optionally reduced over more axes or scanned along one axis.
+
+    With `scatter`, the expression is the initial value, and values are stored on top of it.
+    """
 
     tensor: Tensor
     axes: tuple[Axis, ...]
@@ -81,6 +121,7 @@ class Statement:
     origin: str = ""
     loads: tuple[Load, ...] = field(default=(), compare=False)
     scan: Scan | None = None
+    scatter: Scatter | None = None
 
     @property
     def name(self) -> str:
@@ -88,16 +129,34 @@ class Statement:
 
     @property
     def all_axes(self) -> tuple[Axis, ...]:
+        if self.scatter is not None:
+            return self.axes + self.scatter.axes
         return self.axes + (self.reduction.axes if self.reduction else ())
+
+    @property
+    def loop_axes(self) -> tuple[Axis, ...]:
+        """The axes of the points at which the result is stored."""
+        return self.axes if self.scatter is None else self.scatter.axes
+
+    @property
+    def expressions(self) -> tuple[Expression, ...]:
+        """All its expressions. Those of an indexed store are the value, the indices, the base."""
+        if self.scatter is None:
+            return (self.expression,)
+        positions = (IndexValue(index, torch.int64) for index in self.scatter.index)
+        return (self.scatter.value, *positions, self.expression)
 
     def __str__(self) -> str:
         left = f"{self.name}[{','.join(axis.name for axis in self.axes)}]"
         if self.scan is not None:
             return f"{left} = scan_{self.scan.kind}_{self.scan.axis.name} {self.expression}"
+        if self.scatter is not None:
+            return f"{left} = {self.expression}; {self.name}{self.scatter}"
         if self.reduction is None:
             return f"{left} = {self.expression}"
         over = ",".join(axis.name for axis in self.reduction.axes)
-        return f"{left} = {self.reduction.kind}_{over} {self.expression}"
+        rank = "" if self.reduction.rank is None else f"[{self.reduction.rank}]"
+        return f"{left} = {self.reduction.kind}_{over}{rank} {self.expression}"
 
 
 def make_statement(
@@ -107,11 +166,12 @@ def make_statement(
     reduction: Reduction | None = None,
     origin: str = "",
     scan: Scan | None = None,
+    scatter: Scatter | None = None,
 ) -> Statement:
     """Creates a statement and collects its loads."""
-    return Statement(
-        tensor, axes, reduction, expression, origin, tuple(collect_loads(expression)), scan
-    )
+    s = Statement(tensor, axes, reduction, expression, origin, (), scan, scatter)
+    loads = tuple(load for part in s.expressions for load in collect_loads(part))
+    return replace(s, loads=loads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +189,8 @@ class Output:
     size: Index | None = None
     is_full_buffer: bool = False  # the view is the whole buffer: no as_strided needed
     is_view_as_real: bool = False  # the launcher returns it through `view_as_complex`
+    is_conj: bool = False  # the launcher sets the conjugate bit
+    is_neg: bool = False  # the launcher sets the negative bit
 
 
 @dataclass(frozen=True)
@@ -170,6 +232,21 @@ class Region:
         return "\n".join(lines)
 
 
+def _verify_axes(s: Statement, where: str) -> None:
+    """Checks that every axis of an expression is bound."""
+    if s.scatter is None:
+        _verify_rank(s, where)
+        free = s.expression.axes() - set(s.all_axes)
+        assert not free, f"axes {free} are not bound {where}"
+        return
+    assert s.reduction is None and s.scan is None, f"a store that reduces or scans {where}"
+    assert len(s.scatter.index) == len(s.tensor.sizes), f"an index of the wrong rank {where}"
+    *stored, base = s.expressions
+    free = base.axes() - set(s.axes)
+    free |= set().union(*(e.axes() for e in stored)) - set(s.scatter.axes)
+    assert not free, f"axes {free} are not bound {where}"
+
+
 def verify_region(region: Region) -> None:
     """Raises an AssertionError that names the first statement that breaks a rule of the IR."""
     known: dict[str, Tensor] = {t.name: region.tensors[t.name] for t in region.inputs}
@@ -184,9 +261,8 @@ def verify_region(region: Region) -> None:
         assert s.scan is None or s.scan.axis in s.axes, (
             f"the scan axis is not an axis of the statement {where}"
         )
-        free = s.expression.axes() - set(s.all_axes)
-        assert not free, f"axes {free} are not bound {where}"
-        for part in walk(s.expression):
+        _verify_axes(s, where)
+        for part in (part for expression in s.expressions for part in walk(expression)):
             if isinstance(part, Load):
                 assert part.name in known, f"{part.name} is read before it is defined {where}"
                 tensor = known[part.name]
@@ -202,7 +278,24 @@ def verify_region(region: Region) -> None:
     for name, target in region.writes:
         old, new = known[target], known[name]
         assert old.dtype == new.dtype, f"{name} and {target} differ in dtype"
-        strides = [step for size, step in zip(old.sizes, old.strides, strict=True) if size != 1]
-        assert tuple(strides) == new.strides or 0 in new.sizes, (
+        old_strides, new_strides = (
+            [step for size, step in zip(t.sizes, t.strides, strict=True) if size != 1]
+            for t in (old, new)
+        )
+        assert old_strides == new_strides or 0 in new.sizes, (
             f"{name} and {target} differ in strides"
         )
+
+
+def _verify_rank(s: Statement, where: str) -> None:
+    """Checks that an argsort, and nothing else, has a rank."""
+    if s.reduction is None:
+        return
+    rank, is_argsort = s.reduction.rank, s.reduction.kind == "argsort"
+    assert (rank is not None) == is_argsort, f"an argsort, and nothing else, has a rank {where}"
+    if rank is None:
+        return
+    assert rank.axes() <= set(s.axes), f"the rank depends on other axes {where}"
+    assert not rank.indirect_indices(), f"the rank is loaded {where}"
+    assert not s.expression.axes() & rank.axes(), f"the keys depend on the rank {where}"
+    assert s.expression.dtype in ARGSORT_KEY_DTYPES, f"keys of {s.expression.dtype} {where}"

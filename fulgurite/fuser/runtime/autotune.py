@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from fulgurite import cache
-from fulgurite.fuser.ir.errors import Unsupported
+from fulgurite.fuser.ir.errors import KernelBuildError, Unsupported
 from fulgurite.fuser.ir.index import Axis
 from fulgurite.fuser.runtime.compile_triton import (
     ALIGNED,
@@ -61,12 +61,10 @@ def pick_fastest(
 
 
 def _measure(module: KernelModule, device: torch.device) -> float:
-    """Seconds of one run; infinite if the device lacks the resources."""
-    from triton.runtime.errors import OutOfResources
-
+    """Seconds of one run; infinite if the kernel can't be built or the device lacks the resources."""
     try:
         return time_triton_kernel(module, [kernel.name for kernel in module.kernels], device)()
-    except OutOfResources:
+    except KernelBuildError:
         return float("inf")
 
 

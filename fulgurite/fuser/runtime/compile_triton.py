@@ -25,7 +25,7 @@ from fulgurite import cache
 from fulgurite.config import settings
 from fulgurite.fuser.codegen.triton.kernel import TritonKernelSource
 from fulgurite.fuser.codegen.triton.module import argument_types, write_module
-from fulgurite.fuser.ir.random_seed import SEED
+from fulgurite.fuser.ir.errors import KernelBuildError
 from fulgurite.fuser.runtime import compile_worker
 from fulgurite.fuser.runtime.compile_pool import compile_pool, worker_count
 from fulgurite.fuser.runtime.compile_worker import CompileJob
@@ -129,20 +129,27 @@ class KernelModule:
         return [(getattr(module, kernel.name), None, None) for kernel in self.kernels]
 
     def compile(self, variant: int) -> list[LaunchHandle]:
-        return wait_for_kernels(self.start_compile(variant))
+        return self.wait(self.start_compile(variant))
+
+    def wait(self, jobs: list[Future[Any]]) -> list[LaunchHandle]:
+        """Wait until every kernel is compiled, and load it onto the device."""
+        names = [kernel.name for kernel in self.kernels]
+        return [load_kernel(name, job) for name, job in zip(names, jobs, strict=True)]
 
 
 def build_kernel_module(kernels: Sequence[TritonKernelSource]) -> KernelModule:
     return KernelModule(tuple(kernels), write_module(kernels))
 
 
-def wait_for_kernels(jobs: list[Future[Any]]) -> list[LaunchHandle]:
-    """Wait until kernels are compiled, and load them onto the device."""
-    kernels = [job.result() for job in jobs]
-    with triton_cache_dir:  # the compiled launchers are there too
-        for kernel in kernels:
+def load_kernel(name: str, job: Future[Any]) -> LaunchHandle:
+    """Wait until a kernel is compiled, and load it onto the device."""
+    try:
+        kernel = job.result()
+        with triton_cache_dir:  # the compiled launchers are there too
             kernel._init_handles()
-    return [(kernel.run, kernel.function, kernel.packed_metadata) for kernel in kernels]
+    except Exception as problem:  # Triton's and ptxas' many kinds, under the kernel's name
+        raise KernelBuildError(name, problem) from problem
+    return kernel.run, kernel.function, kernel.packed_metadata
 
 
 def compile_for_current_device(function: Any, source: TritonKernelSource, variant: int) -> Any:
@@ -176,7 +183,8 @@ def make_compile_job(
     count = len(source.tensors)
     divisible = list(range(count)) if variant & ALIGNED else []
     if variant & DIVISIBLE:
-        divisible += [count + k for k, symbol in enumerate(source.symbols) if symbol != SEED]
+        sizes = [k for k, symbol in enumerate(source.symbols) if not symbol.is_64_bit]
+        divisible += [count + k for k in sizes]
     options = {
         "num_warps": source.num_warps,
         "num_stages": source.num_stages,
@@ -220,7 +228,8 @@ class CompiledVariants(dict[int, list[LaunchHandle]]):
             return self[variant]
         if variant not in self.pending:
             self.start_compile(variant)
-        self[variant] = wait_for_kernels(self.pending.pop(variant))
+        module = self.kernel_module(variant)
+        self[variant] = module.wait(self.pending.pop(variant))
         return self[variant]
 
 

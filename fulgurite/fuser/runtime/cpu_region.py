@@ -18,7 +18,13 @@ from fulgurite import device, replay
 from fulgurite.config import read_env
 from fulgurite.errors import FusionError
 from fulgurite.fuser.codegen.cpp.translation_unit import TranslationUnit
-from fulgurite.fuser.ir.index import FloorDiv, Index, Mod, Symbol, product
+from fulgurite.fuser.ir.host_symbols import (
+    HOST_SCOPE,
+    index_to_python,
+    order_definitions,
+    solve_for_symbol,
+)
+from fulgurite.fuser.ir.index import Index, Symbol, product
 from fulgurite.fuser.ir.random_seed import SEED, draw_seed
 from fulgurite.fuser.ir.statement import Region, Tensor
 from fulgurite.fuser.runtime.kernel import Kernel, Library
@@ -30,37 +36,18 @@ from fulgurite.fuser.runtime.memory_pool import (
     is_small,
 )
 
-
-def index_to_python(index: Index) -> str:
-    """Print an index over symbols as a Python expression."""
-    parts = []
-    for monomial, coefficient in index.terms:
-        factors = [str(coefficient)]
-        for atom in monomial:
-            if isinstance(atom, FloorDiv | Mod):
-                sign = "//" if isinstance(atom, FloorDiv) else "%"
-                top, bottom = index_to_python(atom.numerator), index_to_python(atom.denominator)
-                factors.append(f"(({top}) {sign} ({bottom}))")
-            else:
-                factors.append(str(atom))
-        parts.append("*".join(factors))
-    return " + ".join([*parts, str(index.constant)])
+LAUNCHER_FILE = "<fused region>"  # file name of generated launchers in tracebacks
 
 
 def find_symbol_sources(region: Region) -> dict[str, str]:
-    """For each symbol a Python expression of the region's arguments."""
+    """For each symbol that an argument, or a size or stride of one, gives: its Python expression."""
     sources: dict[str, str] = {SEED.name: "draw_seed()"}
 
     def add_source(size: Index, text: str) -> None:
-        """Solve `size = coefficient * symbol + constant` for the symbol."""
-        if len(size.terms) != 1:
-            return
-        monomial, coefficient = size.terms[0]
-        if len(monomial) == 1 and isinstance(monomial[0], Symbol) and coefficient > 0:
-            term = f"({text} - {size.constant})" if size.constant else text
-            sources.setdefault(
-                monomial[0].name, term if coefficient == 1 else f"{term} // {coefficient}"
-            )
+        solved = solve_for_symbol(size)
+        if solved is not None:
+            symbol, solve = solved
+            sources.setdefault(symbol.name, solve(text))
 
     for position, argument in enumerate(region.arguments):
         if isinstance(argument, Index):
@@ -89,6 +76,8 @@ class FusedRegion:
         self.unit = unit
         self.source = unit.text
         self.launcher = ""
+        self.reference: Callable[..., Any] | None = None  # the region's ops, run by torch
+        self._first_launch_line = 0  # of the launcher's text; 0: it launches nothing
         self._library = library
         self._call = self._first_call if library else self._build_launcher(None)
 
@@ -110,8 +99,37 @@ class FusedRegion:
         """The generated function, once the kernels are compiled."""
         return None if self._call == self._first_call else self._call
 
+    @property
+    def may_fail_later(self) -> bool:
+        """Whether a later call may find that its kernels can't be built or launched."""
+        return False
+
+    def can_rerun(self, error: Exception) -> bool:
+        """Whether a failed call has run nothing yet, so that torch can run the region instead.
+
+        A kernel that ran may have written to an input, or have reported an error of the program. An
+        IndexError is one too: a position out of range, which the launcher has found.
+        """
+        if isinstance(error, IndexError):
+            return False
+        return not 0 < self._first_launch_line <= self._failed_line(error)
+
+    def next_schedule(self, error: Exception) -> FusedRegion | None:
+        """The region with other schedules for what failed; None if there are none."""
+        return None
+
+    def _failed_line(self, error: Exception) -> int:
+        """The line of the launcher that raised the error; 0 if it was not the launcher."""
+        line, traceback = 0, error.__traceback__
+        while traceback is not None:
+            if traceback.tb_frame.f_code.co_filename == LAUNCHER_FILE:
+                line = traceback.tb_lineno
+            traceback = traceback.tb_next
+        return line
+
     def _build_launcher(self, library: ctypes.CDLL | None) -> Callable[..., tuple[Any, ...]]:
         scope: dict[str, Any] = {
+            **HOST_SCOPE,
             "as_strided": torch.as_strided,
             "view_as_real": torch.view_as_real,
             "view_as_complex": torch.view_as_complex,
@@ -126,7 +144,7 @@ class FusedRegion:
             scope["run"] = replay.NativeKernel(library, "run", name, _make_kernel_error).__call__
             scope["pack"] = struct.Struct(f"{len(self.unit.slots) + 1}q").pack
         self.launcher = self._launcher_source(scope)
-        exec(compile(self.launcher, "<fused region>", "exec"), scope)  # generated above
+        exec(compile(self.launcher, LAUNCHER_FILE, "exec"), scope)  # generated above
         return scope["fused"]  # type: ignore[no-any-return]
 
     def _launcher_source(self, scope: dict[str, Any]) -> str:
@@ -165,26 +183,50 @@ class FusedRegion:
         if unit.slots:
             given = [address.get(name, name) for name in unit.slots]
             results = format_tuple(list(variables.values()))  # a recording keeps them alive
-            lines.append(f"    run(pack({', '.join([*given, 'threads()'])}), {results})")
+            lines.append(f"    packed = pack({', '.join([*given, 'threads()'])})")
+            self._write_run(lines, scope, f"run(packed, {results})")
         self._write_input_copies(lines, variables)
         lines.append(
             f"    return {format_tuple([self._result_expression(o, variables) for o in region.outputs])}"
         )
         return "\n".join(lines) + "\n"
 
+    def _write_run(self, lines: list[str], scope: dict[str, Any], call: str) -> None:
+        """Run the kernels. For an index out of range, torch raises its own error."""
+        has_lookups = "check_index(" in self.unit.text or "wrap_index(" in self.unit.text
+        if not has_lookups:
+            lines.append(f"    {call}")
+            self._first_launch_line = len(lines)
+            return
+        scope["raise_eager_error"] = self._raise_eager_error
+        arguments = format_tuple([f"a{k}" for k in range(len(self.region.arguments))])
+        lines += ["    try:", f"        {call}"]
+        self._first_launch_line = len(lines)
+        lines.append("    except IndexError as error:")
+        lines.append(f"        raise_eager_error(error, {arguments})")
+
+    def _raise_eager_error(self, error: IndexError, arguments: tuple[Any, ...]) -> None:
+        """Raise what torch raises for these arguments: its own type and text; else `error`."""
+        is_converted = any(t.is_view_as_real for t in self.region.inputs)
+        if self.reference is not None and not is_converted:
+            self.reference(*arguments)
+        raise error
+
     def _write_argument_setup(self, lines: list[str]) -> None:
         """View complex arguments as real ones, and read the symbols from the arguments."""
         for position, argument in enumerate(self.region.arguments):
+            if isinstance(argument, Tensor) and argument.is_negated:
+                lines.append(f"    a{position} = a{position}.resolve_neg()")
             if isinstance(argument, Tensor) and argument.is_view_as_real:
                 lines.append(f"    a{position} = view_as_real(a{position}.resolve_conj())")
         sources = find_symbol_sources(self.region)
-        for name in sorted(self._needed_symbols()):
-            if name not in sources:
+        for name, text in order_definitions(self._needed_symbols(), sources).items():
+            if text is None:
                 raise FusionError(
                     f"the size {name} can't be derived from the arguments of a fused region",
                     next="report this: the region's inputs have it only in a larger expression",
                 )
-            lines.append(f"    {name} = {sources[name]}")
+            lines.append(f"    {name} = {text}")
 
     @property
     def overwritten_inputs(self) -> tuple[int, ...]:
@@ -195,7 +237,7 @@ class FusedRegion:
     @property
     def is_capturable(self) -> bool:
         """Whether a CUDA graph can capture it: a seed drawn by the host would be constant in replays."""
-        return SEED.name not in self._needed_symbols()
+        return SEED not in self._needed_symbols()
 
     def _find_temporaries(self, allocated: set[str]) -> dict[str, Lifetime]:
         """Values of static size that live only between kernels of one call."""
@@ -213,9 +255,9 @@ class FusedRegion:
             temporaries[name] = Lifetime(min(uses), max(uses), max(extent, 1) * tensor.itemsize)
         return temporaries
 
-    def _needed_symbols(self) -> set[str]:
+    def _needed_symbols(self) -> set[Symbol]:
         region = self.region
-        names = {symbol.name for kernel in self.unit.kernels for symbol in kernel.symbols}
+        needed = {symbol for kernel in self.unit.kernels for symbol in kernel.symbols}
         indices: list[Index] = []
         allocated = self._allocated_tensors()
         for tensor in region.tensors.values():
@@ -228,9 +270,7 @@ class FusedRegion:
             indices += [*output.sizes, *output.strides, output.offset]
             if output.size is not None:
                 indices.append(output.size)
-        for index in indices:
-            names |= {symbol.name for symbol in index.symbols()}
-        return names
+        return needed.union(*(index.symbols() for index in indices))
 
     def _full_buffer_layout(self, name: str) -> tuple[Any, Any] | None:
         """Sizes and strides of an output that is all of a buffer: a statement's or a donated one."""
@@ -282,7 +322,9 @@ class FusedRegion:
 
     def _result_expression(self, output: Any, variables: dict[str, str]) -> str:
         text = self._real_result_expression(output, variables)
-        return f"view_as_complex({text})" if output.is_view_as_real else text
+        text = f"view_as_complex({text})" if output.is_view_as_real else text
+        text = f"torch.conj({text})" if output.is_conj else text
+        return f"torch._neg_view({text})" if output.is_neg else text
 
     def _real_result_expression(self, output: Any, variables: dict[str, str]) -> str:
         if output.size is not None:

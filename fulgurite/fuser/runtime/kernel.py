@@ -82,8 +82,9 @@ def time_cpu_kernel(
         for name in (*source.reads, *source.writes):
             tensor = region.tensors[name]
             buffers[name] = torch.zeros(_extent(tensor), dtype=tensor.dtype)
+        hints = {s.name: cost.atom_hint(s) for kernel in unit.kernels for s in kernel.symbols}
         values = [
-            buffers[name].data_ptr() if name in buffers else cost.DEFAULT_SIZE_HINT
+            buffers[name].data_ptr() if name in buffers else hints.get(name, 0)
             for name in unit.slots
         ]
         packed = struct.pack(f"{len(values) + 1}q", *values, device.num_cpu_threads())
@@ -117,7 +118,7 @@ def time_triton_kernel(
                 kernel = module.kernels[k]
                 run, function, metadata = handles[k]
                 values = [buffers[t.name].data_ptr() for t in kernel.tensors]
-                values += [cost.DEFAULT_SIZE_HINT] * len(kernel.symbols)
+                values += [cost.atom_hint(symbol) for symbol in kernel.symbols]
                 grid = [cost.size_hint(n) for n in kernel.grid]
                 run(*grid, 1, stream, function, metadata, None, None, None, *values)
 

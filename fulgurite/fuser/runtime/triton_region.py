@@ -14,8 +14,11 @@ from typing import Any
 import torch
 
 from fulgurite.fuser.codegen.cpp.translation_unit import CppKernelSource, TranslationUnit
-from fulgurite.fuser.ir.index import Index
-from fulgurite.fuser.ir.random_seed import SEED, draw_seed
+from fulgurite.fuser.ir import index as indices
+from fulgurite.fuser.ir.errors import KernelBuildError
+from fulgurite.fuser.ir.host_symbols import HOST_SCOPE, index_to_python
+from fulgurite.fuser.ir.index import Index, Symbol
+from fulgurite.fuser.ir.random_seed import draw_seed
 from fulgurite.fuser.ir.statement import Region, Tensor
 from fulgurite.fuser.runtime.compile_triton import (
     ALIGNED,
@@ -27,9 +30,17 @@ from fulgurite.fuser.runtime.compile_triton import (
     ensure_scratch_allocator,
     is_interpreted,
 )
-from fulgurite.fuser.runtime.cpu_region import FusedRegion, format_tuple, index_to_python, restride
+from fulgurite.fuser.runtime.cpu_region import (
+    LAUNCHER_FILE,
+    FusedRegion,
+    format_tuple,
+    restride,
+)
 from fulgurite.fuser.runtime.kernel import Kernel
 from fulgurite.fuser.runtime.memory_pool import Lifetime, assign_offsets
+
+# name of a kernel that can't be built or launched → the region with another schedule for it
+Reschedule = Callable[[str], FusedRegion | None]
 
 
 class TritonRegion(FusedRegion):
@@ -42,8 +53,11 @@ class TritonRegion(FusedRegion):
         kernels: tuple[Kernel, ...],
         device: torch.device,
         int64_indices: bool | None,
+        reschedule: Reschedule = lambda kernel: None,
     ) -> None:
         self.device = device
+        self._reschedule = reschedule
+        self._launch_lines: list[int] = []  # of the launcher's text, one per kernel
         self.int64_indices = int64_indices  # None: sizes are dynamic, and each call checks
         self.kernel_module = write(bool(int64_indices), True)
         self.variants = CompiledVariants(write)
@@ -51,8 +65,38 @@ class TritonRegion(FusedRegion):
         if not is_interpreted() and int64_indices is not None:
             self.variants.start_compile(ALIGNED | (INT64_INDICES if int64_indices else 0))
 
+    @property
+    def may_fail_later(self) -> bool:
+        """Other addresses and sizes need other variants, which are compiled when they are needed."""
+        return True
+
+    def can_rerun(self, error: Exception) -> bool:
+        """Whether inputs are as they were before the failed call, and the program is right."""
+        if isinstance(error, IndexError):
+            return False
+        line = self._failed_line(error)
+        if line and isinstance(error, IndexError):  # a position that is out of range
+            return False
+        if not self._launch_lines or line < self._launch_lines[0]:
+            return True
+        if self.device.type != "cuda":  # in the interpreter, a kernel fails while it runs
+            return False
+        has_launched = line > self._launch_lines[0]  # a launch that fails has run nothing
+        return not has_launched or not (self.region.writes or self.region.donated)
+
+    def next_schedule(self, error: Exception) -> FusedRegion | None:
+        """The region with another schedule for the kernel that can't be built or launched."""
+        if isinstance(error, KernelBuildError):
+            return self._reschedule(error.kernel)
+        line = self._failed_line(error)
+        if line not in self._launch_lines:
+            return None
+        kernel = self.kernel_module.kernels[self._launch_lines.index(line)]
+        return self._reschedule(kernel.name)
+
     def _build_launcher(self, library: Any) -> Callable[..., tuple[Any, ...]]:
         scope: dict[str, Any] = {
+            **HOST_SCOPE,
             "as_strided": torch.as_strided,
             "view_as_real": torch.view_as_real,
             "view_as_complex": torch.view_as_complex,
@@ -69,7 +113,7 @@ class TritonRegion(FusedRegion):
             scope["current_device"] = torch._C._cuda_getDevice
             scope["on_device"] = torch.cuda.device
         self.launcher = self._launcher_source(scope)
-        exec(compile(self.launcher, "<fused region>", "exec"), scope)  # generated above
+        exec(compile(self.launcher, LAUNCHER_FILE, "exec"), scope)  # generated above
         return scope["fused"]  # type: ignore[no-any-return]
 
     def _launcher_source(self, scope: dict[str, Any]) -> str:
@@ -164,23 +208,23 @@ class TritonRegion(FusedRegion):
         kernels = self.kernel_module.kernels
         if not kernels:
             return
-        sizes = dict.fromkeys(s for kernel in kernels for s in kernel.symbols if s != SEED)
-        symbols = [size.name for size in sizes]
+        sizes = dict.fromkeys(s for kernel in kernels for s in kernel.symbols if not s.is_64_bit)
+        wide = f" | ({INT64_INDICES} if {self._wide_condition(list(sizes))} else 0)"
+        if self.int64_indices is not None:
+            wide = f" | {INT64_INDICES}" if self.int64_indices else ""
         if is_on_gpu:
             pointers = {address[t.name]: None for kernel in kernels for t in kernel.tensors}
             inputs = [p for p in pointers if p.startswith("p")]  # our own memory is aligned
             variant = f"(0 if ({' | '.join(inputs) or '0'}) & 15 else {ALIGNED})"
-            if symbols and self.int64_indices is None:
-                variant += f" | (0 if ({' | '.join(symbols)}) & 15 else {DIVISIBLE})"
-                variant += f" | ({INT64_INDICES} if {self._max_extent()} >= 2147483648 else 0)"
-            elif self.int64_indices:
-                variant += f" | {INT64_INDICES}"
-            lines.append(f"    kernels = variants[{variant}]")
+            if sizes and self.int64_indices is None:
+                either = " | ".join(size.name for size in sizes)
+                variant += f" | (0 if ({either}) & 15 else {DIVISIBLE})"
+            lines.append(f"    kernels = variants[{variant}{wide}]")
             lines.append(f"    stream = current_stream({self.device.index})")
             if any("tl.make_tensor_descriptor" in kernel.text for kernel in kernels):
                 lines.append("    ensure_scratch_allocator()")
         else:
-            lines.append(f"    kernels = variants[{ALIGNED}]")
+            lines.append(f"    kernels = variants[{ALIGNED}{wide}]")
         for number, kernel in enumerate(kernels):
             first, second = (index_to_python(n) for n in kernel.grid)
             values = [address[t.name] for t in kernel.tensors] + [s.name for s in kernel.symbols]
@@ -196,13 +240,21 @@ class TritonRegion(FusedRegion):
                 lines.append(
                     f"{indent}kernels[{number}][0][({first}, {second})]({', '.join(values)})"
                 )
+            self._launch_lines.append(len(lines))
 
-    def _max_extent(self) -> str:
-        """An expression for the largest extent of any tensor; from 2**31 on indices need 64 bits."""
+    def _needed_symbols(self) -> set[Symbol]:
+        extents = [_extent(t) for kernel in self.kernel_module.kernels for t in kernel.tensors]
+        return super()._needed_symbols().union(*(extent.symbols() for extent in extents))
+
+    def _wide_condition(self, symbols: list[Symbol]) -> str:
+        """The condition for 64-bit indices: a tensor's extent or a symbol needs more than 32 bits."""
         tensors = [t for kernel in self.kernel_module.kernels for t in kernel.tensors]
         extents = [extent for extent in map(_extent, tensors) if not extent.is_constant]
-        distinct = list(dict.fromkeys(index_to_python(extent) for extent in extents))
-        return f"max({', '.join(distinct)}, 0)" if distinct else "0"
+        large = [index_to_python(extent) for extent in extents]
+        large += [s.name for s in symbols if s.high is None or s.high >= 1 << 31]
+        low = [s.name for s in symbols if s.low is None or s.low < -(1 << 31)]
+        condition = f"max({', '.join(dict.fromkeys(large))}, 0) >= {1 << 31}" if large else "False"
+        return f"{condition} or min({', '.join(low)}, 0) < {-(1 << 31)}" if low else condition
 
 
 def get_allocator(device: torch.device) -> Callable[..., torch.Tensor]:
@@ -224,10 +276,10 @@ def _as_translation_unit(module: KernelModule) -> TranslationUnit:
 
 
 def _extent(tensor: Tensor) -> Index:
-    """An upper bound of the elements from the first to the last one."""
+    """An upper bound of the elements from the first to the last one, and of every size."""
     extent = Index(1)
     for size, stride in zip(tensor.sizes, tensor.strides, strict=True):
-        extent = extent + size * stride
+        extent = extent + size * (indices.ONE if stride == 0 else stride)
     return extent
 
 
@@ -236,4 +288,6 @@ def needs_int64_indices(region: Region) -> bool | None:
     extents = [_extent(tensor) for tensor in region.tensors.values()]
     if any(extent.is_constant and extent.constant >= 1 << 31 for extent in extents):
         return True
-    return None if any(not extent.is_constant for extent in extents) else False
+    symbols = {n for s in region.statements for e in s.expressions for n in e.symbols()}
+    is_dynamic = any(not extent.is_constant for extent in extents)
+    return None if is_dynamic or any(not symbol.is_64_bit for symbol in symbols) else False

@@ -86,7 +86,7 @@ def find_pass_roots(nest: LoopNest, analysis: Analysis, step: int) -> list[Expre
     for store in nest.stores:
         if is_body_store(nest, store) and not analysis.is_after_grid(store.value):
             if analysis.expression_ready_pass(store.value) == step:
-                roots.append(store.value)
+                roots += store.expressions
     return roots
 
 
@@ -120,7 +120,7 @@ def find_required_locals(nest: LoopNest, roots: list[Expression]) -> list[Local]
 def iter_expressions(nest: LoopNest) -> Iterator[Expression]:
     """The expressions of all locals, then of all stores."""
     yield from (local.expression for local in nest.locals.values())
-    yield from (store.value for store in nest.stores)
+    yield from (expression for store in nest.stores for expression in store.expressions)
 
 
 def iter_unmasked(expression: Expression) -> Iterator[Expression]:

@@ -104,6 +104,7 @@ def _try_assign(
         info.loops <= structure.grid | structure.body
         and not constants
         and not info.is_reduction_or_scan
+        and not structure.is_row_program
     ):
         return _try_add(structure, info)
     trial = structure.copy()
@@ -114,9 +115,12 @@ def _try_assign(
     if trial.recomputes_too_much() and not structure.recomputes_too_much():
         return RECOMPUTES_TOO_MUCH
     for name, role in trial.roles.items():
-        if role == "inline" and not state.statements[name].is_constant:
+        is_unstorable = role == "inline" or (info.is_scatter and name != info.name)
+        if is_unstorable and not state.statements[name].is_constant:
             readers = state.readers.get(name, ())
             if name in state.results or any(r not in trial.statements for r in readers):
+                if info.is_scatter:
+                    return f"{info.name} stores at computed indices, and {name} is stored too"
                 other = name if name != info.name else "the kernel that it reads from"
                 return f"{info.name} has other axes than {other}"
     state.segments[segment_id].structure = trial

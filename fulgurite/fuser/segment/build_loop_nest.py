@@ -23,15 +23,23 @@ from fulgurite.fuser.ir.expression import (
 )
 from fulgurite.fuser.ir.expression_rewrites import rewrite_expression
 from fulgurite.fuser.ir.index import Axis, Index
-from fulgurite.fuser.ir.index_rewrites import map_indirect, recombine_div_mod
+from fulgurite.fuser.ir.index_rewrites import map_indirect
 from fulgurite.fuser.ir.loop_ids import assign_loop_ids
 from fulgurite.fuser.ir.loop_nest import Local, LoopNest, Store
 from fulgurite.fuser.ir.statement import Region, Statement, Tensor
 from fulgurite.fuser.segment import Segment
+from fulgurite.fuser.segment.build_row_program import build_row_program
+from fulgurite.fuser.segment.scatter_nest import (
+    build_initial_nest,
+    find_disjoint_axes,
+    flatten_index,
+)
 
 
 def build_loop_nest(region: Region, segment: Segment) -> LoopNest:
     """Builds the nest of a segment. Its axes are in no particular order yet."""
+    if segment.structure.is_row_program:
+        return build_row_program(region, segment)
     return _LoopNestBuilder(region, segment).build()
 
 
@@ -52,6 +60,8 @@ class _LoopNestBuilder:
 
     def build(self) -> LoopNest:
         structure = self.segment.structure
+        if structure.has_scatter:
+            return self.build_scatter()
         stores = []
         parts = self.find_complex_loop()
         for name in self.segment.stored:
@@ -67,6 +77,27 @@ class _LoopNestBuilder:
         body = tuple(self.loops[c] for c in sorted(structure.body) if c in self.loops)
         formulas = tuple(str(self.members[name]) for name in self.members)
         return LoopNest(grid, body, self.locals, tuple(stores), self.memory, formulas)
+
+    def build_scatter(self) -> LoopNest:
+        """Builds the nest of an indexed store. Its loops keep the order in which points store."""
+        (name,) = self.segment.stored
+        s, tensor = self.members[name], self.tensors[name]
+        assert s.scatter is not None, f"{s} is no indexed store"
+        axes = {axis: self.loop(s, axis) for axis in s.scatter.axes}
+        self.memory[name] = tensor
+        value = self.rewrite(s.scatter.value.substitute(axes))
+        positions = tuple(self.rewrite_index(i.substitute(axes)) for i in s.scatter.index)
+        store = Store(
+            tensor,
+            flatten_index(tensor, positions),
+            value,
+            s.scatter.kind,
+            find_disjoint_axes(positions),
+        )
+        grid = tuple(self.loops[self.loop_ids[(name, axis)]] for axis in s.scatter.axes)
+        formulas = tuple(str(member) for member in self.members.values())
+        initial = build_initial_nest(s, self.tensors)
+        return LoopNest(grid, (), self.locals, (store,), self.memory, formulas, initial)
 
     def find_complex_loop(self) -> int | None:
         """Returns the loop over real and imaginary parts if the nest can unroll it, otherwise None.
@@ -189,14 +220,6 @@ def _reads_memory(expression: Expression, known: Mapping[str, Local]) -> bool:
             if local.reduction is None and _reads_memory(local.expression, known):
                 return True
     return False
-
-
-def flatten_index(tensor: Tensor, at: tuple[Index, ...]) -> Index:
-    """Returns the address of an element, relative to the tensor's start."""
-    total = indices.ZERO
-    for position, stride in zip(at, tensor.strides, strict=True):
-        total = total + position * stride
-    return recombine_div_mod(total)
 
 
 def _make_unique(name: str, taken: Mapping[str, object]) -> str:

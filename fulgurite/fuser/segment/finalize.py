@@ -85,6 +85,7 @@ def _merge_scalar_segments(state: Segmentation) -> None:
         for key, segment in state.segments.items()
         if not state.find_dependencies(key)
         and not any(f.loops for f in segment.structure.statements.values())
+        and not segment.structure.has_scatter
     ]
     while len(scalars) > 1:
         first, other = scalars[0], scalars.pop()

@@ -22,6 +22,12 @@ from dataclasses import replace
 from fulgurite.fuser.ir.expression import Expression, Load, walk
 from fulgurite.fuser.ir.loop_nest import LoopNest, Store
 from fulgurite.fuser.ir.statement import Region, Tensor
+from fulgurite.fuser.segment.scatter_inplace import (
+    can_overwrite_input,
+    has_scatter,
+    overwrite_input,
+    reuse_initial_buffers,
+)
 
 
 def store_in_place(region: Region, nests: Sequence[LoopNest]) -> tuple[Region, list[LoopNest]]:
@@ -30,18 +36,29 @@ def store_in_place(region: Region, nests: Sequence[LoopNest]) -> tuple[Region, l
     In the returned region, `donated` has only the inputs that now hold results, and the outputs
     name those inputs.
     """
+    nests = reuse_initial_buffers(region, nests)
     changed = list(nests)
     for name, target in region.writes:
         k = _find_storing_nest(nests, name)
+        if has_scatter(nests, name):
+            if not _is_returned(region, name, target) and can_overwrite_input(nests, name, target):
+                changed = overwrite_input(changed, name, region.tensors[target])
+            continue
         if not _is_returned(region, name, target) and _can_store_in_place(nests[k], name, target):
-            if not _is_accessed(nests[k + 1 :], target):
+            if not _is_accessed(nests[k + 1 :], name, target):
                 changed[k] = _redirect_store(changed[k], region, name, target)
     donations: dict[str | None, str] = {}
     for name in _find_donation_candidates(region):
         for target in _find_matching_donations(region, name, set(donations.values())):
             k = _find_storing_nest(nests, name)
+            if has_scatter(nests, name):
+                if not can_overwrite_input(nests, name, target):
+                    continue
+                changed = overwrite_input(changed, name, region.tensors[target])
+                donations[name] = target
+                break
             is_safe = _feeds_only_this_store(nests[k], name, target)
-            if is_safe and not _is_accessed(nests[k + 1 :], target):
+            if is_safe and not _is_accessed(nests[k + 1 :], name, target):
                 changed[k] = _redirect_store(changed[k], region, name, target)
                 donations[name] = target
                 break
@@ -54,8 +71,10 @@ def _find_storing_nest(nests: Sequence[LoopNest], name: str) -> int:
     return next(k for k, nest in enumerate(nests) if any(_stores_to(s, name) for s in nest.stores))
 
 
-def _is_accessed(nests: Sequence[LoopNest], target: str) -> bool:
-    return any(target in nest.memory for nest in nests)
+def _is_accessed(nests: Sequence[LoopNest], name: str, target: str) -> bool:
+    """Whether later kernels read the input's old values, or the result by its own name."""
+    initial = [nest.initial for nest in nests if nest.initial is not None]
+    return any(name in nest.memory or target in nest.memory for nest in (*nests, *initial))
 
 
 def _find_donation_candidates(region: Region) -> list[str]:
@@ -114,7 +133,7 @@ def _can_store_in_place(nest: LoopNest, name: str, target: str) -> bool:
     """
     own, others = _split_stores(nest, name, target)
     dependent = find_dependent_locals(nest, target)
-    if _reads_elsewhere(nest, own, target):
+    if nest.is_row_program or _reads_elsewhere(nest, own, target):
         return False
     if not others:
         return True
@@ -126,7 +145,7 @@ def _can_store_in_place(nest: LoopNest, name: str, target: str) -> bool:
 def _feeds_only_this_store(nest: LoopNest, name: str, target: str) -> bool:
     """Whether a kernel reads only the element that it then overwrites, for this store alone."""
     own, others = _split_stores(nest, name, target)
-    return not others and not _reads_elsewhere(nest, own, target)
+    return not (nest.is_row_program or others or _reads_elsewhere(nest, own, target))
 
 
 def _split_stores(nest: LoopNest, name: str, target: str) -> tuple[Store, list[Store]]:

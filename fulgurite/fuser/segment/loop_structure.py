@@ -14,6 +14,8 @@ row is the body at one grid point. Roles of statements:
     full_reduction    a reduction over both grid and body
     scan              a scan along the body; the kernel then has no reduction and one pass
     finalize          computed at the end, from column and full reductions
+    row_step          of a row program (`row_program.py`): computed for a whole row at once
+    (an indexed store is a body statement: the kernel has no reduction, and no statement after it)
     inline            has other axes; computed wherever it is used, can't be stored by this kernel
 """
 
@@ -26,6 +28,7 @@ from fulgurite.fuser.ir.expression import Load
 from fulgurite.fuser.ir.index import Axis
 from fulgurite.fuser.ir.loop_nest import Role
 from fulgurite.fuser.ir.statement import Statement
+from fulgurite.fuser.segment.row_program import find_row_grid
 
 LoopIds = Mapping[tuple[str, Axis], int]  # of a statement's axis
 LoopSet = frozenset[int]  # of loop ids
@@ -75,6 +78,9 @@ class StatementInfo:
     bytes: int  # of its result, if stored
     elements: int  # points of its loops
     is_constant: bool  # reads nothing and is cheap: copied into every segment that uses it
+    # of an indexed store: the statements of its initial value, which must be in memory
+    initial_reads: frozenset[str] = frozenset()
+    rank_loops: LoopSet = NO_LOOPS  # of an argsort: the loops over ranks
 
     @property
     def name(self) -> str:
@@ -87,7 +93,22 @@ class StatementInfo:
     @property
     def is_reduction_or_scan(self) -> bool:
         """Whether one value combines many points."""
-        return bool(self.reduced_loops or self.scanned_loops)
+        return bool(self.reduced_loops or self.scanned_loops or self.is_scatter)
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it is a constant of one axis, which CPU kernels compute once for all points."""
+        return self.is_constant and len(self.loops) <= 1
+
+    @property
+    def is_argsort(self) -> bool:
+        """Whether it sorts. Its kernel is a row program."""
+        return self.statement.reduction is not None and self.statement.reduction.rank is not None
+
+    @property
+    def is_scatter(self) -> bool:
+        """Whether it stores at computed indices: any element may be written at any point."""
+        return self.statement.scatter is not None
 
 
 @dataclass(frozen=True)
@@ -97,6 +118,17 @@ class LoopSizes:
     sizes: dict[int, int]
     contiguous_bytes: dict[int, int]  # bytes of all loads for which the loop has stride 1
     row_bytes_limit: RowBytesLimit
+    dynamic_loops: LoopSet = NO_LOOPS  # whose size is not known
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether kernels are C++. The limit of GPU kernels is a function."""
+        return isinstance(self.row_bytes_limit, int)
+
+    def max_row_bytes(self, rows: int) -> int:
+        """Returns the longest row, of float32, that a kernel may read twice."""
+        limit = self.row_bytes_limit
+        return limit if isinstance(limit, int) else limit(rows, False, False)
 
     def count_points(self, loops: LoopSet) -> int:
         total = 1
@@ -117,6 +149,8 @@ class LoopStructure:
     body: LoopSet = NO_LOOPS
     has_reduction: bool = False
     has_scan: bool = False
+    has_scatter: bool = False  # an indexed store, which ends the kernel
+    is_row_program: bool = False  # has a sort: `row_program.py`
     roles: dict[str, Role] = field(default_factory=dict)
     ready_pass: dict[str, int] = field(default_factory=dict)  # passes that must run before
     statements: dict[str, StatementInfo] = field(default_factory=dict)
@@ -132,11 +166,18 @@ class LoopStructure:
     def recomputes_too_much(self) -> bool:
         """Whether broadcast values cost much at every point, as RoPE's sine for each head would."""
         points = 0 if self.has_reduction else self.loop_sizes.count_points(self.grid)
-        flops = sum(f.flops for f in self.statements.values() if 2 * f.elements <= points)
+        broadcast = (f for f in self.statements.values() if 2 * f.elements <= points)
+        flops = sum(f.flops for f in broadcast if not f.is_table)
         return flops > MAX_BROADCAST_FLOPS and flops * points > MIN_RECOMPUTED_FLOPS
 
     def try_add(self, new: StatementInfo) -> str | None:
         """Adds a statement after its producers. Returns the reason if it can't be added."""
+        if self.has_scatter:
+            return f"{new.name} is not needed by the indexed store of the kernel"
+        if new.is_scatter:
+            return self._try_add_scatter(new)
+        if self.is_row_program or new.is_argsort:
+            return self._try_add_row_step(new)
         if self.has_scan or new.scanned_loops:
             return self._try_add_scan(new)
         if not self.has_reduction:
@@ -185,6 +226,34 @@ class LoopStructure:
         self.grid = grid
         for name, info in self.statements.items():
             self.roles[name] = "body" if info.loops <= grid else "inline"
+
+    def _try_add_row_step(self, new: StatementInfo) -> str | None:
+        """Adds to a row program. A value that is the same for every row can't be stored."""
+        statements = [*self.statements.values(), new]
+        if not any(info.is_argsort for info in statements):
+            statements = []  # of a structure that gets its sort later
+        grid = find_row_grid(statements, self.loop_sizes) if statements else NO_LOOPS
+        if isinstance(grid, str):
+            return grid
+        self.statements[new.name] = new
+        self.grid, self.has_reduction, self.is_row_program = grid, True, True
+        self.body = frozenset().union(*(info.loops for info in self.statements.values())) - grid
+        for name, info in self.statements.items():
+            self.roles[name] = "row_step" if grid <= info.parallel_loops else "inline"
+            self.ready_pass[name] = 0
+        return None
+
+    def _try_add_scatter(self, new: StatementInfo) -> str | None:
+        """Adds the indexed store that ends a pointwise kernel."""
+        if self.has_reduction or self.has_scan:
+            return f"a kernel that stores at computed indices has no reductions ({new.name})"
+        in_kernel = new.initial_reads & self.statements.keys()
+        if in_kernel:
+            return f"{new.name} stores on top of {min(in_kernel)}, which must be in memory first"
+        self.set_grid(new.loops)
+        self._record(new, "body")
+        self.has_scatter = True
+        return None
 
     def _try_add_scan(self, new: StatementInfo) -> str | None:
         """Adds to a kernel with one pass along the scanned axis.
@@ -320,6 +389,10 @@ class LoopStructure:
     def can_store(self, name: str) -> bool:
         """Whether this kernel can write the statement's result to memory."""
         role, info = self.roles[name], self.statements[name]
+        if self.has_scatter:
+            return info.is_scatter
+        if self.is_row_program:
+            return role == "row_step"
         if self.has_scan:
             return info.loops == self.grid | self.body and role != "inline"
         if not self.has_reduction:

@@ -10,8 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fulgurite.fuser.ir import cost
+from fulgurite.fuser.ir.expression import collect_loads
+from fulgurite.fuser.ir.index import Axis
 from fulgurite.fuser.ir.loop_ids import assign_loop_ids
-from fulgurite.fuser.ir.statement import Region
+from fulgurite.fuser.ir.statement import Region, Statement
 from fulgurite.fuser.segment.loop_structure import (
     LoopSizes,
     LoopStructure,
@@ -20,8 +22,11 @@ from fulgurite.fuser.segment.loop_structure import (
     collect_reads,
 )
 
+NO_READS: frozenset[str] = frozenset()
 MAX_STATEMENTS = 160  # per kernel; longer kernels compile slowly and spill registers
 MAX_COPY_FLOPS = 48  # per element, of a value without loads that is copied into every reader
+# the same for a value of one axis: CPU kernels compute it once, and its formula repeats subterms
+MAX_TABLE_FLOPS = 512
 
 
 @dataclass(eq=False)
@@ -50,16 +55,27 @@ def collect_statement_info(region: Region) -> dict[str, StatementInfo]:
         over = s.reduction.axes if s.reduction else ()
         found[s.name] = StatementInfo(
             s,
-            frozenset(ids[(s.name, axis)] for axis in s.axes),
+            frozenset(ids[(s.name, axis)] for axis in s.loop_axes),
             frozenset(ids[(s.name, axis)] for axis in over),
             frozenset([ids[(s.name, s.scan.axis)]] if s.scan else []),
             collect_reads(s, ids, axes_of),
             cost.count_flops(s),
             cost.tensor_bytes(s.tensor),
-            cost.count_elements(tuple(axis.size for axis in s.all_axes)),
-            not (s.loads or s.reduction or s.scan) and cost.count_flops(s) <= MAX_COPY_FLOPS,
+            cost.count_elements(
+                tuple(axis.size for axis in (s.loop_axes if s.scatter else s.all_axes))
+            ),
+            not (s.loads or s.reduction or s.scan or s.scatter)
+            and cost.count_flops(s) <= (MAX_COPY_FLOPS if len(s.axes) > 1 else MAX_TABLE_FLOPS),
+            frozenset(load.name for load in collect_loads(s.expression)) if s.scatter else NO_READS,
+            frozenset(ids[(s.name, axis)] for axis in _rank_axes(s)),
         )
     return found
+
+
+def _rank_axes(s: Statement) -> set[Axis]:
+    """Returns the axes over the ranks of an argsort."""
+    rank = s.reduction.rank if s.reduction is not None else None
+    return set() if rank is None else rank.axes()
 
 
 def measure_loops(
@@ -78,7 +94,13 @@ def measure_loops(
         for loop, stride in zip(read.loops, tensor.strides, strict=True):
             if loop is not None and stride == 1:
                 contiguous[loop] = contiguous.get(loop, 0) + cost.tensor_bytes(tensor)
-    return LoopSizes(sizes, contiguous, row_bytes_limit)
+    dynamic = frozenset(
+        ids[(s.name, axis)]
+        for s in region.statements
+        for axis in s.all_axes
+        if not axis.size.is_constant
+    )
+    return LoopSizes(sizes, contiguous, row_bytes_limit, dynamic)
 
 
 class Segmentation:
@@ -146,9 +168,10 @@ class Segmentation:
         reason = "nothing to compute"
         # The first reduction decides grid and body. If that fails, try the next ones.
         reductions: list[str | None] = [n for n in ordered if self.statements[n].reduced_loops]
-        firsts = reductions[:4] or [None]
+        is_row_program = any(self.statements[n].is_argsort for n in ordered)
+        firsts = [None] if is_row_program else reductions[:4] or [None]
         for first in firsts:
-            structure = LoopStructure(self.loop_sizes)
+            structure = LoopStructure(self.loop_sizes, is_row_program=is_row_program)
             if first is not None:
                 lead = self.statements[first]
                 structure.grid, structure.body, structure.has_reduction = (

@@ -9,6 +9,7 @@ import torch
 
 from fulgurite import device
 from fulgurite.fuser.codegen.cpp import translation_unit
+from fulgurite.fuser.codegen.cpp.expressions import RESERVED, identifier
 from fulgurite.fuser.frontend import lower_graph
 from fulgurite.fuser.ir import split_axes
 from fulgurite.fuser.lowering import name_kernel
@@ -85,3 +86,9 @@ def test_kernel_text(name: str, golden) -> None:
         texts.append(translation_unit.write_kernel(name_kernel(part, number), schedule).text)
     assert len(texts) == 1, "each of these is one kernel"
     golden(f"fuser_{name}.cpp", "\n".join(texts))
+
+
+def test_names_of_cpp_and_names_with_an_underscore_are_told_apart() -> None:
+    names = ["sin", "sin_", "sin__", "x", "x_", "i0", "i0_", "a_out", "a_out_", "if", "if_", "s1_"]
+    printed = [identifier(name) for name in names]
+    assert len(set(printed)) == len(names) and not RESERVED & set(printed)

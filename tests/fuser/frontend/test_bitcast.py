@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import fulgurite
 from fulgurite import fuser
 from fulgurite.fuser.frontend.lower_graph import lower_graph
 from fulgurite.fuser.ir.interpreter import interpret_region
@@ -151,3 +152,25 @@ def test_as_strided_out_of_bounds_is_unsupported() -> None:
     graph = trace(lambda z: z.as_strided((4,), (1,), 0) * 1, (x,))
     node = next(n for n in graph.graph.nodes if n.target is torch.ops.aten.as_strided.default)
     assert "out of bounds" in str(fuser.unsupported_reason(node))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: x.to(torch.float32) * 2, lambda x: x + 1, lambda x: x * x, lambda x: x.sum()],
+)
+def test_arithmetic_on_packed_floats_is_refused_as_in_eager(function: Any) -> None:
+    x = torch.randint(0, 256, (4, 6), dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    with pytest.raises(NotImplementedError):
+        function(x)
+    torch._dynamo.reset()
+    with pytest.raises(NotImplementedError):
+        fulgurite.compile(function)(x)
+
+
+def test_views_and_copies_of_packed_floats() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return (x.t().contiguous().view(torch.uint8) + 1).view(torch.float4_e2m1fn_x2)
+
+    x = torch.randint(0, 256, (4, 6), dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    torch._dynamo.reset()
+    assert torch.equal(fulgurite.compile(f)(x).view(torch.uint8), f(x).view(torch.uint8))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import fulgurite
 from fulgurite import fuser
 from fulgurite.fuser.frontend.lower_graph import lower_graph
 from fulgurite.fuser.ir.interpreter import interpret_region
@@ -170,3 +171,41 @@ def test_views_of_inputs_are_returned_as_views() -> None:
 def test_pointwise_chain_is_one_kernel() -> None:
     z = torch.randn(33, 7, dtype=torch.complex64)
     assert len(check_complex(lambda z: (z * z.conj()).real.sqrt() + (z * 2j).imag, z).kernels) == 1
+
+
+LAZY = {
+    "conj": lambda x: x.conj() * 2,
+    "conj_output": lambda x: ((x * 2).conj(), x.conj()[1:]),
+    "imaginary_of_conj": lambda x: (x.conj().imag * 2, (x * 2).conj().imag),
+    "resolved": lambda x: torch.view_as_real(x.conj().resolve_conj()) * 2,
+    "resolved_neg": lambda x: x.conj().imag.resolve_neg() * 2,
+    "transposed": lambda x: x.conj()[1:].t() + x.mH[:, 1:],
+    "twice": lambda x: x.conj().conj() + x.conj().sum(),
+    "neg_view": lambda x: torch._neg_view(x.real) + 1,
+}
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_lazy_conjugate_and_negative_bits(name: str) -> None:
+    function = LAZY[name]
+    x = torch.randn(4, 6, dtype=torch.complex64)
+    for given in (x, x.conj()):
+        torch._dynamo.reset()
+        want, got = function(given), fulgurite.compile(function)(given)
+        for ours, theirs in zip(_tensors(got), _tensors(want), strict=True):
+            assert (ours.is_conj(), ours.is_neg()) == (theirs.is_conj(), theirs.is_neg())
+            torch.testing.assert_close(_resolve(ours), _resolve(theirs))
+
+
+def test_input_with_a_negative_bit() -> None:
+    x = torch.randn(4, 6, dtype=torch.complex64).conj().imag
+    assert x.is_neg()
+    torch.testing.assert_close(fulgurite.compile(lambda x: x * 2 + x[0])(x), x * 2 + x[0])
+
+
+def _tensors(result: Any) -> tuple[torch.Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _resolve(x: torch.Tensor) -> torch.Tensor:
+    return x.resolve_conj().resolve_neg()

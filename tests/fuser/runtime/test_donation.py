@@ -75,6 +75,14 @@ def test_elementwise_outputs_reuse_the_buffer(shape, dtype):
     assert run(viewed, t, u.reshape(1, *shape)) == (True,)
 
 
+def test_a_result_that_a_later_kernel_reads_keeps_its_own_buffer():
+    def double_and_reverse(t):
+        doubled = t * 2
+        return doubled, doubled.flip(0).cumsum(0)
+
+    run(double_and_reverse, torch.randn(64, 96))  # compares with eager
+
+
 def test_empty_tensors_are_not_reused():
     empty = torch.empty(0, 5)
     assert run(scaled, empty, torch.randn(2, 5)) == (False,)

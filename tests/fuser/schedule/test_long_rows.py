@@ -185,3 +185,22 @@ def test_long_rows_with_column_sums_are_rematerialized(width: int) -> None:
     region = check_fused(function, *arguments)
     (kernel,) = region.kernels
     assert kernel.schedule.rematerializes, f"{kernel.schedule}"
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32, torch.float64], ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_online_softmax_of_masked_rows(dtype: torch.dtype, dim: int, monkeypatch) -> None:
+    """Masks are -inf or finfo.min: parts of a row, all of it, and more than one block."""
+    monkeypatch.setattr(
+        lowering,
+        "choose_gpu_schedule",
+        lambda *known: use_online_softmax(choose_gpu_schedule(*known)),
+    )
+    lowest, width = torch.finfo(dtype).min, 65536 if dim else 600
+    x = torch.randn(9, width).to(dtype)
+    x[0, 16:500], x[1, : width // 2], x[2] = -torch.inf, -torch.inf, lowest
+    x[3], x[4, 100:], x[5, 9:] = -torch.inf, lowest, torch.inf
+    times = 40 if support.TARGET == "cuda" else 1  # else rows are split over programs
+    x = x.repeat(times, 1) if dim else x.repeat(500 * times, 1).T.contiguous()
+    region = check_fused(lambda x: x.softmax(dim), x)
+    assert any(kernel.schedule.online_softmax for kernel in region.kernels)

@@ -7,6 +7,7 @@ indirect indices are called where the text goes.
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from fulgurite.fuser.ir.expression import (
     Masked,
     Operation,
     opmath_dtype,
+    walk,
 )
 from fulgurite.fuser.ir.index import Axis, FloorDiv, Index, IndirectIndex, Mod, Symbol
 
@@ -52,21 +54,22 @@ KEYWORDS = """
     void volatile wchar_t while xor
 """
 HEADER_NAMES = """
-    EXPORT INLINE REDUCTIONS SPECIAL STRING Reciprocal bf16 bits check_index choose_num_threads
-    f16 f8e4m3 f8e4m3z f8e5m2 f8e5m2z f8e8m0 fma free highest log_add_exp lowest make_reciprocal
-    malloc min_i64 nan_max nan_min omp
-    prefetch prefetch_rows round_bf16 round_f16 split store store_nontemporal to_integer
-    transpose_tile widen wrap_index
+    EXPORT INLINE REDUCTIONS SPECIAL STRING Reciprocal SortKey SortPair align_64 bf16 bits
+    check_index choose_num_threads f16 f8e4m3 f8e4m3z f8e5m2 f8e5m2z f8e8m0 fma free highest log_add_exp lowest make_reciprocal
+    malloc min_i64 nan_max nan_max_scalar nan_min nan_min_scalar omp
+    pack_sort_key prefetch prefetch_rows round_bf16 round_f16 select sort_ranks sorted_position split
+    store store_nontemporal to_integer transpose_tile widen wrap_index
 """
 KERNEL_NAMES = """
-    begin block chunk end error group lane lane0 lanes max_threads num_threads rows_done started tid
+    begin block chunk end error free_scratch group lane lane0 lanes max_threads num_threads rows_done
+    scratch started tid
 """
 RESERVED = {text.split("(")[0] for text in OP_TABLE.values() if text[:1].isalpha()}
 RESERVED |= {*KEYWORDS.split(), *HEADER_NAMES.split(), *KERNEL_NAMES.split()}
 # What kernels append to a name, for buffers, accumulators and partials.
 APPENDED = """
-    _acc _accs _buffer _combined _out _partial _partials _prefix _reciprocal _row _running _staging
-    _tile _total
+    _acc _accs _buffer _combined _keys _keys_other _out _partial _partials _prefix _reciprocal _row
+    _running _staging _table _tile _total
 """
 SUFFIXES = tuple(APPENDED.split())
 
@@ -74,17 +77,23 @@ SUFFIXES = tuple(APPENDED.split())
 def identifier(name: str) -> str:
     """A C++ identifier that reads like the program's name and clashes with no other."""
     text = "".join(c if c.isalnum() or c == "_" else "_" for c in name)
+    # sin is sin_ in C++, so that sin_ has to be sin__
+    return f"{text}_" if _has_meaning(text.rstrip("_") or text) else text
+
+
+def _has_meaning(text: str) -> bool:
+    """Whether a name is one of C++, of our headers or of the generated kernels."""
     is_tile_bound = len(text) == 2 and text[1] in "01"  # i0, i1: the bounds of a tile
-    if (
+    is_symbol = re.fullmatch(r"(s|u|zf|zuf)\d+", text) is not None  # torch's names of symbols
+    return (
         text in RESERVED
         or text.endswith(SUFFIXES)
         or len(text) == 1
         or is_tile_bound
+        or is_symbol
         or text[0].isdigit()
         or text.startswith("__")
-    ):
-        text += "_"
-    return text
+    )
 
 
 def storage_type(dtype: torch.dtype) -> str:
@@ -133,6 +142,10 @@ def literal(value: int | float | bool, dtype: torch.dtype) -> str:
     elif dtype == torch.uint32:
         text = f"{number}u"
     return f"({text})" if number < 0 or text.startswith("(") else text
+
+
+def _reads_memory(expression: Expression) -> bool:
+    return any(isinstance(part, Load) and part.index for part in walk(expression))
 
 
 def _float32(number: float) -> float:
@@ -194,8 +207,10 @@ class ExpressionPrinter:
 
     def print_lookup(self, atom: IndirectIndex) -> str:
         """An index that a tensor holds, checked against its range."""
-        check = "wrap_index" if atom.wraps_negative else "check_index"
         value, size = self.print_expression(atom.value), self.print_index(atom.size)
+        if not atom.is_checked:
+            return value
+        check = "wrap_index" if atom.wraps_negative else "check_index"
         return f"{check}({value}, {size}, error)"
 
     # values
@@ -204,6 +219,8 @@ class ExpressionPrinter:
         if isinstance(expression, Constant):
             return literal(expression.value, expression.dtype)
         if isinstance(expression, IndexValue):
+            if expression.index.is_constant:
+                return literal(expression.index.constant, expression.dtype)
             ctype = value_ctype(expression.dtype)
             text = self.print_index(expression.index)
             return f"({text})" if ctype == "int64_t" else f"({ctype})({text})"
@@ -245,6 +262,8 @@ class ExpressionPrinter:
             return self.print_cast(texts[0], operation.arguments[0].dtype, operation.dtype)
         source = opmath_dtype(operation.arguments[-1].dtype)
         template = OP_TABLE[operation.name]
+        if operation.name == "where" and any(map(_reads_memory, operation.arguments[1:])):
+            template = "select({0}, {1}, {2})"  # both sides are loaded: a branch stops SIMD
         if source == torch.bool:
             template = BOOL_OPS.get(operation.name, template)
         text = template.format(*texts)

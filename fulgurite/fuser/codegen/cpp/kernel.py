@@ -20,7 +20,7 @@ from fulgurite.fuser.codegen.formulas import print_formulas
 from fulgurite.fuser.ir.cost import size_hint
 from fulgurite.fuser.ir.expression import NARROW_FLOATS, Expression
 from fulgurite.fuser.ir.index import Axis, Index, Symbol
-from fulgurite.fuser.ir.loop_nest import Local, Store
+from fulgurite.fuser.ir.loop_nest import Local, Store, Table
 from fulgurite.fuser.schedule.analysis import Analysis, analyze_nest, find_required_locals
 from fulgurite.fuser.schedule.cpu.base import CpuSchedule
 from fulgurite.kernels.tuning import fuser_cpu as tuning
@@ -85,12 +85,14 @@ class KernelWriter:
         self.analysis: Analysis = analyze_nest(self.nest)
         written = [s.tensor.name for s in self.nest.stores]
         accessed = list(dict.fromkeys(t.name for t, _, _ in self.nest.accesses()))
-        self.reads = [name for name in accessed if name not in written]
+        tables = {table.tensor.name for table in self.nest.tables}
+        self.reads = [name for name in accessed if name not in written and name not in tables]
         self.writes = list(dict.fromkeys(written))
         read = {t.name for t, _, stores in self.nest.accesses() if not stores}
         self.updates = [name for name in self.writes if name in read]
         self.symbols = sorted(self._find_symbols(), key=lambda s: s.name)
         self.printer = ExpressionPrinter(identifier)
+        self.allocated_tables: list[str] = []
 
     def _find_symbols(self) -> set[Symbol]:
         found: set[Symbol] = set()
@@ -100,6 +102,8 @@ class KernelWriter:
             found |= local.expression.symbols()
         for store in self.nest.stores:
             found |= store.index.symbols() | store.value.symbols()
+        for table in self.nest.tables:
+            found |= table.index.symbols() | table.value.symbols()
         return found
 
     # the function around the loops
@@ -119,6 +123,28 @@ class KernelWriter:
         parameters += ["int64_t* error", "int max_threads"]
         self.emit(f"static void {self.name}({', '.join(parameters)}) {{")
         self.return_when_empty()
+        for table in self.nest.tables:
+            self.write_table(table)
+
+    def write_table(self, table: Table) -> None:
+        """Allocates a table and computes it."""
+        name, size = identifier(table.tensor.name), static_size(table.axes)
+        ctype = storage_type(table.tensor.dtype)
+        if size is not None and size * table.tensor.itemsize <= tuning.MAX_STACK_TABLE_BYTES:
+            self.emit(f"alignas(64) {ctype} {name}[{max(size, 1)}];")
+        else:
+            count = self.print_product(table.axes)
+            self.emit(f"{ctype}* const {name} = ({ctype}*)malloc(({count}) * sizeof({ctype}));")
+            self.allocated_tables.append(name)
+        *outer, inner = table.axes
+        for axis in outer:
+            self.open_loop(axis)
+        self.emit_pragma("omp simd")
+        self.open_loop(inner)
+        value = _strip_parentheses(self.printer.print_expression(table.value))
+        self.emit(f"{name}[{self.printer.print_index(table.index)}] = {value};")
+        for _ in table.axes:
+            self.emit("}")
 
     def return_when_empty(self) -> None:
         """Returns if there are no points: an index lookup before the loops may read out of range."""
@@ -133,6 +159,8 @@ class KernelWriter:
             self.emit(f"if ({self.print_product(self.nest.axes)} == 0) return;")
 
     def close_function(self) -> None:
+        for name in self.allocated_tables:
+            self.emit(f"free({name});")
         self.emit("}")
         self.emit("")
 
@@ -173,9 +201,12 @@ class KernelWriter:
         return identifier(name) if name in self.updates else f"{identifier(name)}_out"
 
     def emit_store(self, store: Store, printer: ExpressionPrinter) -> None:
+        self.emit_store_text(store, printer.print_expression(store.value), printer)
+
+    def emit_store_text(self, store: Store, value: str, printer: ExpressionPrinter) -> None:
+        """Stores a value that is already text."""
         target = self.output_name(store.tensor.name)
         index = printer.print_index(store.index)
-        value = printer.print_expression(store.value)
         if store.tensor.dtype in NARROW_FLOATS:
             self.emit(f"store({target} + {index}, {value});")
         else:

@@ -18,8 +18,10 @@ from fulgurite.fuser.codegen.cpp.columns import ColumnWriter
 from fulgurite.fuser.codegen.cpp.expressions import storage_type
 from fulgurite.fuser.codegen.cpp.grid_reductions import GridReductionWriter
 from fulgurite.fuser.codegen.cpp.kernel import KernelWriter
+from fulgurite.fuser.codegen.cpp.row_program import write_row_program
 from fulgurite.fuser.codegen.cpp.rows import RowWriter
 from fulgurite.fuser.codegen.cpp.scan import write_scan
+from fulgurite.fuser.codegen.cpp.scatter import write_scatter
 from fulgurite.fuser.codegen.cpp.split_columns import write_split_columns
 from fulgurite.fuser.codegen.cpp.split_rows import SplitRowWriter
 from fulgurite.fuser.codegen.cpp.transpose import write_transpose
@@ -35,6 +37,7 @@ OPTIONAL_HEADERS = (
     "math_via_double.h",
     "memory_traffic.h",
     "transpose.h",
+    "sort.h",
 )
 
 
@@ -66,6 +69,8 @@ WRITERS: dict[str, Callable[[KernelWriter], None]] = {
     "columns": write_columns,
     "transpose": write_transpose,
     "scan": write_scan,
+    "row_program": write_row_program,
+    "scatter": write_scatter,
 }
 
 

@@ -25,6 +25,30 @@ def nan_min(a, b):
 
 
 @triton.jit
+def atomic_max_float(pointer, value, mask):
+    """Stores the maximum of memory and a value; NaN is the largest number.
+
+    Non-negative floats are ordered like their bits, negative ones the other way round, as unsigned
+    numbers. A NaN in memory must be positive.
+    """
+    value, pointer = tl.broadcast(value, pointer)
+    if value.dtype == tl.float64:
+        bits = value.to(tl.int64, bitcast=True)
+        bits = tl.where(value != value, 0x7FF8000000000000, bits)
+        signed = pointer.to(tl.pointer_type(tl.int64), bitcast=True)
+        unsigned = pointer.to(tl.pointer_type(tl.uint64), bitcast=True)
+        unsigned_bits = bits.to(tl.uint64, bitcast=True)
+    else:
+        bits = value.to(tl.int32, bitcast=True)
+        bits = tl.where(value != value, 0x7FC00000, bits)
+        signed = pointer.to(tl.pointer_type(tl.int32), bitcast=True)
+        unsigned = pointer.to(tl.pointer_type(tl.uint32), bitcast=True)
+        unsigned_bits = bits.to(tl.uint32, bitcast=True)
+    tl.atomic_max(signed, bits, mask=(bits >= 0) & mask, sem="relaxed")
+    tl.atomic_min(unsigned, unsigned_bits, mask=(bits < 0) & mask, sem="relaxed")
+
+
+@triton.jit
 def sum_combine(a, b):
     """a + b"""
     return a + b
@@ -299,3 +323,63 @@ def random_integer(seed, position):
     upper = philox_word(seed, 2 * position).to(tl.int64)
     lower = philox_word(seed, 2 * position + 1).to(tl.int64)
     return (upper >> 1 << 32) | lower
+
+
+# row programs: rows of keys and values, all of which are in registers
+
+
+@triton.jit
+def smallest_keys(keys, COUNT: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr):
+    """The COUNT smallest of the distinct keys of each row, in order, in a block [rows, BLOCK]."""
+    rank = tl.arange(0, BLOCK)[None, :]
+    found = tl.full([keys.shape[0], BLOCK], LARGEST, keys.dtype)
+    for k in range(COUNT):
+        smallest = tl.min(keys, 1, keep_dims=True)
+        found = tl.where(rank == k, smallest, found)
+        keys = tl.where(keys == smallest, LARGEST, keys)
+    return found
+
+
+@triton.jit
+def row_bits(x):
+    """A value as an integer of at least 32 bits, so that a sum with zeros keeps every bit."""
+    if x.dtype == tl.float32:
+        bits = x.to(tl.int32, bitcast=True)
+    elif x.dtype == tl.float64:
+        bits = x.to(tl.int64, bitcast=True)
+    elif x.dtype == tl.int64:
+        bits = x
+    else:
+        bits = x.to(tl.int32)
+    return bits
+
+
+@triton.jit
+def select_along_rows(source, index, LENGTH: tl.constexpr, COUNT: tl.constexpr):
+    """source[row, index[row, j]] of blocks [rows, LENGTH] and [rows, COUNT].
+
+    The loop is over the shorter one. A position outside the row selects a 0.
+    """
+    bits = row_bits(source)
+    found = tl.zeros([source.shape[0], COUNT], bits.dtype)
+    if LENGTH <= COUNT:
+        column = tl.arange(0, LENGTH)[None, :]
+        for k in range(LENGTH):
+            value = tl.sum(tl.where(column == k, bits, 0), 1, keep_dims=True)
+            found = tl.where(index == k, value, found)
+    else:
+        row_column = tl.arange(0, LENGTH)[None, :]
+        column = tl.arange(0, COUNT)[None, :]
+        for k in range(COUNT):
+            at = tl.sum(tl.where(column == k, index, 0), 1, keep_dims=True)
+            value = tl.sum(tl.where(row_column == at, bits, 0), 1, keep_dims=True)
+            found = tl.where(column == k, value, found)
+    if source.dtype == tl.float32:
+        result = found.to(tl.float32, bitcast=True)
+    elif source.dtype == tl.float64:
+        result = found.to(tl.float64, bitcast=True)
+    elif source.dtype == tl.int1:
+        result = found != 0
+    else:
+        result = found.to(source.dtype)
+    return result

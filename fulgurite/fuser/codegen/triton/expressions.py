@@ -14,6 +14,7 @@ import torch
 from fulgurite.fuser.codegen.triton.operations import OperationPrinter
 from fulgurite.fuser.codegen.triton.source_lines import AxisBinding
 from fulgurite.fuser.codegen.triton.values import (
+    fits_int32,
     is_single_atom,
     literal,
     triton_type,
@@ -29,7 +30,7 @@ from fulgurite.fuser.ir.expression import (
     Masked,
     opmath_dtype,
 )
-from fulgurite.fuser.ir.index import Axis, FloorDiv, Index, IndirectIndex, Mod, Symbol
+from fulgurite.fuser.ir.index import Atom, Axis, FloorDiv, Index, IndirectIndex, Mod, Symbol
 from fulgurite.fuser.ir.loop_nest import LoopNest
 
 WIDE_INTEGERS = (torch.int64, torch.uint64, torch.uint32)
@@ -67,12 +68,15 @@ class KernelBody(OperationPrinter):
 
     # indices
 
-    def print_index(self, index: Index) -> str:
-        if index in self.index_texts:
+    def print_index(self, index: Index, is_wide: bool = False) -> str:
+        """An index; `is_wide` computes it in 64 bits where kernels use 32-bit indices."""
+        if index in self.index_texts and not is_wide:
             return self.index_texts[index]
         parts: list[str] = []
         for monomial, coefficient in index.terms:
             factors = [self.print_atom(atom) for atom in monomial]
+            if is_wide and monomial:
+                factors[0] = self.print_wide(monomial[0], factors[0])
             if coefficient == -1:
                 parts.append("-" + " * ".join(factors))
                 continue
@@ -82,6 +86,13 @@ class KernelBody(OperationPrinter):
         if index.constant or not parts:
             parts.append(str(index.constant))
         return " + ".join(parts).replace("+ -", "- ")
+
+    def print_wide(self, atom: Atom, text: str) -> str:
+        """An atom in 64 bits. A loop variable is a plain int in Triton's interpreter."""
+        binding = self.bindings.get(atom) if isinstance(atom, Axis) else None
+        if isinstance(atom, Symbol) or (binding is not None and binding.block):
+            return f"{text}.to(tl.int64)"
+        return f"({text} + tl.full([], 0, tl.int64))"
 
     def print_atom(self, atom: Axis | Symbol | FloorDiv | Mod | IndirectIndex) -> str:
         if isinstance(atom, Axis | Symbol):
@@ -111,7 +122,7 @@ class KernelBody(OperationPrinter):
                 return str(int(atom.value.value))
         mask = self.print_mask(self.find_axes(atom.value))
         # under another mask other indices were loaded
-        key = f"{atom.value} of {atom.size} {atom.wraps_negative} {mask}"
+        key = f"{atom.value} of {atom.size} {atom.wraps_negative} {atom.is_checked} {mask}"
         depth = self.find_depth(atom.value)
         known = self.blocks[depth].conditions.get(key)
         if known is not None:
@@ -123,11 +134,12 @@ class KernelBody(OperationPrinter):
         self.emit(f"{name} = {value}", depth)
         if atom.wraps_negative:
             self.emit(f"{name} = tl.where({name} < 0, {name} + {size}, {name})", depth)
-        condition = f"(0 <= {name}) & ({name} < {size})"
-        if mask:
-            condition = f"({condition}) | ~({mask})"
-        self.emit(f'tl.device_assert({condition}, "index out of range")', depth)
-        self.has_asserts = True
+        if atom.is_checked:
+            condition = f"(0 <= {name}) & ({name} < {size})"
+            if mask:
+                condition = f"({condition}) | ~({mask})"
+            self.emit(f'tl.device_assert({condition}, "index out of range")', depth)
+            self.has_asserts = True
         if not self.int64_index and opmath_dtype(atom.value.dtype) in WIDE_INTEGERS:
             self.emit(f"{name} = {name}.to(tl.int32)", depth)
         self.blocks[depth].conditions[key] = name
@@ -178,7 +190,8 @@ class KernelBody(OperationPrinter):
         if isinstance(expression, Constant):
             return literal(expression.value, expression.dtype)
         if isinstance(expression, IndexValue):
-            text = self.print_index(expression.index)
+            is_wide = not self.int64_index and not fits_int32(expression.index)
+            text = self.print_index(expression.index, is_wide)
             if text.removeprefix("-").isdigit():
                 return typed_literal(int(text), expression.dtype)
             is_plain = expression.index.single_axis is not None

@@ -25,6 +25,8 @@ from fulgurite.fuser.codegen.triton.partials import (
     open_partials,
     store_partials,
 )
+from fulgurite.fuser.codegen.triton.row_program import RowProgramWriter
+from fulgurite.fuser.codegen.triton.scatter import emit_indexed_store
 from fulgurite.fuser.codegen.triton.source_lines import AxisBinding
 from fulgurite.fuser.codegen.triton.values import as_factor, strip_parentheses
 from fulgurite.fuser.codegen.triton.writer import KernelWriter
@@ -58,6 +60,10 @@ class TritonKernelSource:
 
 def write_kernels(name: str, schedule: GpuSchedule, int64_index: bool) -> list[TritonKernelSource]:
     """The kernel of a schedule, and its combine kernels."""
+    if schedule.kind == "row_program":
+        program = RowProgramWriter(name, schedule, int64_index)
+        program.write()
+        return [build_source(program)]
     writer = KernelWriter(name, schedule, int64_index)
     sources = [write_kernel(writer)]
     if not (schedule.num_programs or schedule.num_splits):
@@ -184,7 +190,10 @@ def emit_single_block(w: KernelWriter) -> None:
     if w.updates and needs_barrier(w.nest):
         w.body.emit("tl.debug_barrier()")
     for store in w.main_stores():
-        w.emit_store(store)
+        if store.combine is not None:
+            emit_indexed_store(w, store)
+        else:
+            w.emit_store(store)
 
 
 def emit_rematerialized(w: KernelWriter) -> None:

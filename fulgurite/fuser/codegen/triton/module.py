@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 
 from fulgurite.fuser.codegen.triton.kernel import TritonKernelSource
-from fulgurite.fuser.ir.random_seed import SEED
 
 POINTER_TYPES: dict[torch.dtype, str] = {
     torch.bool: "i1",
@@ -54,5 +53,5 @@ def write_module(sources: Sequence[TritonKernelSource]) -> str:
 def argument_types(source: TritonKernelSource) -> tuple[str, ...]:
     """The types of a kernel's arguments, as Triton names them."""
     pointers = [f"*{POINTER_TYPES[tensor.dtype]}" for tensor in source.tensors]
-    sizes = ["i64" if source.int64_index or s == SEED else "i32" for s in source.symbols]
+    sizes = ["i64" if source.int64_index or s.is_64_bit else "i32" for s in source.symbols]
     return (*pointers, *sizes)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fulgurite.fuser.codegen.triton.op_table import FAST_MATH_OPS
 from fulgurite.fuser.codegen.triton.partials import accumulate_partial, store_split_partials
 from fulgurite.fuser.codegen.triton.peel import (
     emit_block_positions,
@@ -42,7 +43,6 @@ from fulgurite.fuser.ir.index import Axis
 from fulgurite.fuser.ir.loop_nest import Local, Store
 from fulgurite.fuser.schedule.analysis import is_body_store
 
-LOG2_E = 1.4426950408889634
 LOWEST = {torch.float32: -3.4028234663852886e38, torch.float64: -1.7976931348623157e308}
 
 
@@ -165,8 +165,6 @@ def open_accumulators(w: KernelWriter, reductions: list[Local]) -> dict[str, str
     for x in reductions:
         names[x.name] = b.unique_name(f"{x.name}_acc")
         initial, shape = initial_value(x), w.print_block_shape()
-        if x.name in online.values():
-            initial = literal(LOWEST[opmath_dtype(x.dtype)], x.dtype)
         if uses_online_groups(w) and x.name in (*online, *online.values()):
             shape = f"[{w.schedule.block_sizes[w.nest.body[0]] // w.schedule.online_group}]"
         b.emit(f"{names[x.name]} = tl.full({shape}, {initial}, {accumulator_type(x)})")
@@ -198,9 +196,6 @@ def close_accumulators(
             if x.name in edges:
                 text = print_combined(w, x, edges[x.name], text)
             b.emit(f"{name} = {text}")
-            if x.name in online.values():
-                lowest = literal(LOWEST[opmath_dtype(x.dtype)], x.dtype)
-                b.emit(f'{name} = tl.where({name} == {lowest}, float("-inf"), {name})')
         axes = {a for a in w.nest.grid if a in b.bindings}
         w.define_local(x, name, b.depth, axes)
 
@@ -346,15 +341,23 @@ def accumulate_online(w: KernelWriter, x: Local, maximum: str, sums: list[str], 
     """Online softmax: sums are rescaled where the maximum grows, with one exponential an element.
 
     d = x - max;  s = exp(-|d|);  sum = d > 0 ? sum * s + 1 : sum + s;  max = max(max, x)
+
+    A maximum of -inf is subtracted as the lowest finite number, since -inf - -inf is NaN.
     """
     b = w.body
     point, delta, scale = b.unique_name("value"), b.unique_name("delta"), b.unique_name("scale")
     b.emit(f"{point} = {value}")
-    b.emit(f"{delta} = {point} - {maximum}")
+    b.emit(f"{delta} = {point} - tl.maximum({maximum}, {print_lowest(x)})")
     b.emit(f"{scale} = tl.exp(-tl.abs({delta}))")
     for s in sums:
         b.emit(f"{s} = tl.where({delta} > 0, {s} * {scale} + 1, {s} + {scale})")
     b.emit(print_accumulate(b, x, maximum, point))
+
+
+def print_lowest(x: Local) -> str:
+    """The lowest finite number of a maximum's dtype. A bare literal would be float32."""
+    lowest = literal(LOWEST[opmath_dtype(x.dtype)], x.dtype)
+    return f"tl.full([], {lowest}, {accumulator_type(x)})"
 
 
 def accumulate_online_groups(
@@ -364,18 +367,14 @@ def accumulate_online_groups(
     b, group = w.body, w.schedule.online_group
     count = w.schedule.block_sizes[w.nest.body[0]] // group
     groups, new_max = b.unique_name("groups"), b.unique_name("new_max")
-    scale = b.unique_name("scale")
+    shift, scale = b.unique_name("shift"), b.unique_name("scale")
     w.combine_function(x)
     b.emit(f"{groups} = tl.reshape({value}, [{count}, {group}])")
     b.emit(f"{new_max} = nan_max({maximum}, tl.reduce({groups}, 1, nan_max))")
-    b.emit(f"{scale} = tl.exp({maximum} - {new_max})")
-    if b.fast_math:
-        # a base-2 exponential: the scaling and the subtraction are one fused multiply-add
-        power = f"{groups} * {LOG2_E} - ({new_max} * {LOG2_E})[:, None]"
-        terms = f"tl.exp2({power})"
-    else:
-        exp = b.lookup_op("exp", opmath_dtype(x.dtype))
-        terms = f"{exp}({groups} - {new_max}[:, None])"
+    b.emit(f"{shift} = tl.maximum({new_max}, {print_lowest(x)})")  # see accumulate_online
+    b.emit(f"{scale} = tl.exp({maximum} - {shift})")
+    exp = FAST_MATH_OPS["exp"] if b.fast_math else b.lookup_op("exp", opmath_dtype(x.dtype))
+    terms = f"{exp}({groups} - {shift}[:, None])"
     for s in sums:
         b.emit(f"{s} = {s} * {scale} + tl.sum({terms}, 1)")
     b.emit(f"{maximum} = {new_max}")

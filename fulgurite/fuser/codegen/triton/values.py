@@ -30,6 +30,7 @@ TYPES: dict[torch.dtype, str] = {
     torch.float32: "float32",
     torch.float64: "float64",
 }
+INT32_MIN, INT32_MAX = -(1 << 31), (1 << 31) - 1
 TO_FLOAT8 = {torch.float8_e4m3fn: "to_e4m3", torch.float8_e5m2: "to_e5m2"}
 
 
@@ -107,3 +108,18 @@ def strip_parentheses(text: str) -> str:
 def as_factor(text: str) -> str:
     """The text as an operand of a multiplication."""
     return text if text.isalnum() else f"({text})"
+
+
+def fits_int32(index: Index) -> bool:
+    """Whether an index has 32 bits if its axes and symbols have."""
+    low = high = index.constant
+    for monomial, coefficient in index.terms:
+        term = (coefficient, coefficient)
+        for atom in monomial:
+            least, most = atom.bounds()
+            wide_least = INT32_MIN if least is None else max(least, INT32_MIN)
+            wide_most = INT32_MAX if most is None else min(most, INT32_MAX)
+            products = [x * y for x in term for y in (wide_least, wide_most)]
+            term = (min(products), max(products))
+        low, high = low + term[0], high + term[1]
+    return low >= INT32_MIN and high <= INT32_MAX

@@ -118,7 +118,7 @@ class KernelWriter:
 
     def find_roots(self) -> list[Expression]:
         """The expressions that this kernel computes."""
-        roots: list[Expression] = [s.value for s in self.main_stores()]
+        roots = [expression for s in self.main_stores() for expression in s.expressions]
         welford = self.schedule.welford  # computed along with another sum
         return roots + [x.expression for x in self.partial_locals if x.name not in welford]
 
@@ -138,7 +138,8 @@ class KernelWriter:
         used = self.find_used_locals(self.find_roots())
         expressions = [self.nest.locals[n].expression for n in self.nest.locals if n in used]
         parts = (part for e in [*expressions, *self.find_roots()] for part in walk(e))
-        return [self.nest.memory[p.name].name for p in parts if isinstance(p, Load) and p.index]
+        loads = [p for p in parts if isinstance(p, Load) and not self.nest.is_local(p)]
+        return [self.nest.memory[load.name].name for load in loads]
 
     def find_symbols(self) -> list[Symbol]:
         found: set[Symbol] = set()
@@ -291,17 +292,22 @@ class KernelWriter:
     def emit_store(self, store: Store) -> None:
         b = self.body
         axes = set(store.index.axes()) | set(self.nest.grid)
-        value = b.print_expression(store.value)
+        value = self.print_stored(store)
         index = b.print_index(store.index)
         pointer = self.outputs[store.tensor.name]
         pointer = pointer if index == "0" else f"{pointer} + {index}"
         mask = b.print_mask(axes)
         options = f", mask={mask}" if mask else ""
+        b.emit(f"tl.store({pointer}, {value}{options})")
+
+    def print_stored(self, store: Store) -> str:
+        """The value of a store, in the dtype that it is stored in where Triton can't convert it."""
+        value = self.body.print_expression(store.value)
         if store.tensor.dtype in TO_FLOAT8:
             if isinstance(store.value, Constant):
                 value = typed_literal(store.value.value, store.value.dtype)
-            value = b.print_narrowed(value, store.value, store.tensor.dtype)
-        b.emit(f"tl.store({pointer}, {strip_parentheses(value)}{options})")
+            value = self.body.print_narrowed(value, store.value, store.tensor.dtype)
+        return strip_parentheses(value)
 
 
 def drop_store_casts(nest: LoopNest) -> LoopNest:

@@ -18,11 +18,11 @@ from fulgurite.kernels.tuning import fuser_cpu as tuning
 class CpuSchedule:
     """The loops of one C++ kernel with every decision made."""
 
-    kind: str  # pointwise, rows, columns, scan or transpose
+    kind: str  # pointwise, rows, columns, scan, scatter, transpose or row_program
     nest: LoopNest  # loops from the outside in, `simd_axis` the last of its group
     simd_axis: Axis | None
     passes: int = 1  # over the body
-    block: int = 0  # columns, scan and transpose: elements of the SIMD axis in a block
+    block: int = 0  # columns, scan, scatter and transpose: elements of the SIMD axis in a block
     splits_body: bool = False  # threads split the body, and their partial results are combined
     buffered_locals: tuple[str, ...] = ()  # kept in a row buffer from one pass to the next
     parallel_simd_loop: bool = False  # threads split the SIMD loop itself
@@ -58,7 +58,10 @@ def contiguous_bytes_per_iteration(nest: LoopNest, axis: Axis) -> float:
     """
     total = 0.0
     row = max(count_elements(tuple(axis.size for axis in nest.body)), 1)
+    tables = {table.tensor.name for table in nest.tables}  # they stay in the L1 cache
     for tensor, index, is_store in nest.accesses():
+        if tensor.name in tables:
+            continue
         stride = index.coefficient(axis)
         weight = float(tensor.itemsize * (2 if is_store else 1))
         if all(index.coefficient(a) == 0 for a in nest.body):

@@ -13,8 +13,17 @@ from typing import NamedTuple
 
 from fulgurite.device import DeviceInfo
 from fulgurite.fuser.ir.loop_nest import LoopNest
-from fulgurite.fuser.schedule.cpu import columns, pointwise, rows, scan, transpose
+from fulgurite.fuser.schedule.cpu import (
+    columns,
+    pointwise,
+    row_program,
+    rows,
+    scan,
+    scatter,
+    transpose,
+)
 from fulgurite.fuser.schedule.cpu.base import CpuSchedule
+from fulgurite.fuser.schedule.cpu.tables import hoist_tables
 
 
 class KernelShape(NamedTuple):
@@ -24,6 +33,8 @@ class KernelShape(NamedTuple):
 
 
 KERNEL_SHAPES = (
+    KernelShape("row_program", row_program.why_not, row_program.make_schedule),
+    KernelShape("scatter", scatter.why_not, scatter.make_schedule),
     KernelShape("scan", scan.why_not, scan.make_schedule),
     KernelShape("transpose", transpose.why_not, transpose.make_schedule),
     KernelShape("pointwise", pointwise.why_not, pointwise.make_schedule),
@@ -33,6 +44,7 @@ KERNEL_SHAPES = (
 
 
 def choose_cpu_schedule(nest: LoopNest, device: DeviceInfo) -> CpuSchedule:
+    nest = hoist_tables(nest)
     reasons = []
     for shape in KERNEL_SHAPES:
         reason = shape.why_not(nest)

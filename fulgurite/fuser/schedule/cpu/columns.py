@@ -66,7 +66,8 @@ def make_schedule(nest: LoopNest, device: DeviceInfo) -> CpuSchedule:
         row_bytes = sum(nest.locals[name].dtype.itemsize for name in buffered)
         row_bytes += sum(load.dtype.itemsize for load in find_packed_loads(nest, roots, buffered))
         smallest = height * row_bytes * tuning.MIN_COLUMN_BLOCK
-        packed = _is_worth_packing(nest, device) and smallest <= min(room, tuning.MAX_PACKED_BYTES)
+        fits = 0 < smallest <= min(room, tuning.MAX_PACKED_BYTES)  # 0: no load is contiguous
+        packed = fits and _is_worth_packing(nest, device)
         buffered = buffered if packed else ()
         room = min(room, tuning.MAX_PACKED_BYTES) // row_bytes if packed else room // 4
         multiple = room // height // tuning.MIN_COLUMN_BLOCK * tuning.MIN_COLUMN_BLOCK

@@ -12,7 +12,7 @@ from fulgurite.fuser.ir.cost import size_hint
 from fulgurite.fuser.ir.expression import Expression
 from fulgurite.fuser.ir.expression_rewrites import rewrite_expression
 from fulgurite.fuser.ir.index import Axis, Index
-from fulgurite.fuser.ir.index_rewrites import recombine_div_mod
+from fulgurite.fuser.ir.index_rewrites import map_indirect, recombine_div_mod
 from fulgurite.fuser.ir.loop_nest import LoopNest, order_axes, substitute_axes
 from fulgurite.kernels.tuning import fuser_gpu as tuning
 
@@ -158,7 +158,11 @@ def flatten_loops(nest: LoopNest, axes: tuple[Axis, ...]) -> LoopNest:
             for name, local in flattened.locals.items()
         },
         stores=tuple(
-            replace(s, index=recombine_div_mod(s.index), value=simplify(s.value))
+            replace(
+                s,
+                index=map_indirect(recombine_div_mod(s.index), simplify),
+                value=simplify(s.value),
+            )
             for s in flattened.stores
         ),
     )

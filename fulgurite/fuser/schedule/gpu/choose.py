@@ -24,14 +24,31 @@ from fulgurite.fuser.schedule.gpu.base import GpuSchedule, choose_vector_axis, c
 from fulgurite.fuser.schedule.gpu.columns import schedule_columns
 from fulgurite.fuser.schedule.gpu.persistent import schedule_persistent
 from fulgurite.fuser.schedule.gpu.pointwise import schedule_pointwise, schedule_transpose
+from fulgurite.fuser.schedule.gpu.row_program import schedule_row_program
 from fulgurite.fuser.schedule.gpu.rows import schedule_rows
+from fulgurite.fuser.schedule.gpu.shared_memory import estimate_shared_bytes
+from fulgurite.fuser.schedule.gpu.smaller import smaller_schedule
 from fulgurite.fuser.schedule.gpu.unroll import unroll_select_loops
 from fulgurite.kernels.tuning import fuser_gpu as tuning
 
 
 def choose_gpu_schedule(nest: LoopNest, device: DeviceInfo) -> GpuSchedule:
+    """The fastest schedule that the device's shared memory has room for."""
+    schedule = _choose_fastest(nest, device)
+    while estimate_shared_bytes(schedule) > device.shared_memory_bytes:
+        smaller = smaller_schedule(schedule, device)
+        if smaller is None:  # the estimate is an upper one: the compiler decides
+            break
+        schedule = smaller
+    return schedule
+
+
+def _choose_fastest(nest: LoopNest, device: DeviceInfo) -> GpuSchedule:
+    if nest.is_row_program:
+        return schedule_row_program(nest, device)
     if not nest.body and not any(local.reduction for local in nest.locals.values()):
-        nest = unroll_select_loops(nest, device)
+        if all(store.combine is None for store in nest.stores):
+            nest = unroll_select_loops(nest, device)
         return schedule_transpose(nest) or schedule_pointwise(nest, device)
     if any(x.role in ("column_reduction", "full_reduction") for x in nest.locals.values()):
         return schedule_persistent(nest, device)

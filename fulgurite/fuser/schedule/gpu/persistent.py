@@ -52,7 +52,7 @@ def schedule_persistent(nest: LoopNest, device: DeviceInfo) -> GpuSchedule:
     block = next_power_of_two(size_hint(body.size)) if body.size.is_constant else 0
     max_block = tuning.MAX_GRID_SUM_ROW if _sums_rows(nest) else tuning.MAX_ROW_BLOCK
     if not block or block > max_block:
-        return _schedule_looped(nest, device)
+        return schedule_looped_persistent(nest, device)
     return _schedule_single_block(nest, device, block)
 
 
@@ -61,7 +61,7 @@ def _sums_rows(nest: LoopNest) -> bool:
     return any(x.role == "column_reduction" for x in nest.locals.values())
 
 
-def _schedule_looped(nest: LoopNest, device: DeviceInfo) -> GpuSchedule:
+def schedule_looped_persistent(nest: LoopNest, device: DeviceInfo) -> GpuSchedule:
     """Long rows, each in a loop over blocks."""
     (body,) = nest.body
     online, welford = find_online_softmax(nest), find_welford(nest)

@@ -1,0 +1,70 @@
+"""What happens when a step of the pipeline, or a region of a compiled graph, fails.
+
+In: an error and the graph that it is about. Out: the error with a script that reproduces it, and the
+decision whether torch runs that part of the program instead (`can_fall_back`), with one warning.
+
+Torch does not take over
+- in strict mode (`FULGURITE_STRICT=1`), and for `fuse`, whose executors end without torch;
+- for errors of the user's own transforms and executors (`may_fall_back` is False);
+- for a trace that `FULGURITE_VERIFY=1` rejects: who sets it wants to see that;
+- if the device is lost or out of memory.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+from fulgurite import repro
+from fulgurite.config import settings
+from fulgurite.errors import FallbackWarning, FulguriteError, VerifyError
+from fulgurite.executors.fallback import Fallback, is_error_of_device
+from fulgurite.executors.torch import TorchExecutor
+from fulgurite.logs import LOG
+from fulgurite.options import Options
+from fulgurite.trace import Trace
+
+BEFORE_STEP, CAPTURED_OPS = "the trace before this step", "torch, op by op as captured"
+
+
+def can_fall_back(error: BaseException, options: Options) -> bool:
+    """Whether torch may run what failed with this error."""
+    if settings().strict or isinstance(error, VerifyError):
+        return False
+    if not any(isinstance(executor, TorchExecutor) for executor in options.executors):
+        return False
+    chain: BaseException | None = error
+    while chain is not None:
+        is_users = isinstance(chain, FulguriteError) and not chain.may_fall_back
+        if is_users or is_error_of_device(chain):
+            return False
+        chain = chain.__cause__
+    return True
+
+
+def attach_repro(
+    error: FulguriteError, captured: Trace, options: Options, state: repro.TorchState
+) -> None:
+    """Save a script that reproduces the failure, and name it in the error."""
+    if "repro" not in error.details:
+        try:
+            saved = str(repro.save_failure(captured, options, state))
+        except OSError as problem:  # the failure itself is what the user needs to see
+            saved = f"not saved ({problem}): set FULGURITE_REPRO_DIR to a writable folder"
+        error.details = {"repro": saved, **error.details}
+
+
+def warn_of_fallback(fallback: Fallback) -> Fallback:
+    """Warn once, with the script that reproduces the failure; return the fallback with its name."""
+    script = fallback.error.details.get("repro", "")
+    LOG.warning("%s; repro: %s", fallback, script)
+    warnings.warn(
+        f"{fallback.name} could not be compiled: {fallback.reason}\n"
+        f"  runs instead   {fallback.instead}\n"
+        f"  repro          {script}\n"
+        "  next           results are right, speed may be lower. Report it with the script; "
+        "FULGURITE_STRICT=1 raises the error",
+        FallbackWarning,
+        stacklevel=2,
+    )
+    return replace(fallback, repro=script)

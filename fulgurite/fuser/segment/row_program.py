@@ -1,0 +1,81 @@
+"""Row programs: kernels with a sort, which compute one statement of a row after the other.
+
+In: statements, with the loop ids of their axes. Out: the grid of a row program, or the reason why
+there is none. Every other loop belongs to a row. A statement's values stay in a row buffer (C++) or
+in registers (Triton), so later statements of the row may read them at any position, also at a
+computed one. A kernel may sort, reduce and gather along different axes.
+
+    softmax → topk → renormalize    the grid is the tokens; experts and ranks are loops of the row
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fulgurite.fuser.segment.loop_structure import LoopSet, LoopSizes, StatementInfo
+
+# A sort's own rows are not joined into fewer than MIN_ROWS longer rows, which few threads would
+# compute, unless all of them have at most MAX_SERIAL_POINTS points.
+MIN_ROWS, MAX_SERIAL_POINTS = 64, 4096
+MAX_GPU_POINTS = 8192  # of one value in a row, which a program holds in registers
+
+
+def find_row_grid(statements: Sequence[StatementInfo], loops: LoopSizes) -> LoopSet | str:
+    """Returns the loops that no statement reduces, sorts, or reads at other rows; or a reason."""
+    sorts = [info for info in statements if info.is_argsort]
+    grid = frozenset().union(*(info.parallel_loops - info.rank_loops for info in sorts))
+    for info in statements:
+        if info.scanned_loops or info.is_scatter:
+            return f"a kernel with a sort can't have a scan or an indexed store ({info.name})"
+        if info.is_reduction_or_scan:
+            grid &= info.parallel_loops - info.rank_loops
+    grid = _drop_misaligned_loops(statements, grid)
+    return _check_rows(statements, sorts, grid, loops) or grid
+
+
+def _drop_misaligned_loops(statements: Sequence[StatementInfo], grid: LoopSet) -> LoopSet:
+    """Drops loops along which a statement reads another one at other points."""
+    names = {info.name for info in statements}
+    changed = True
+    while changed:
+        changed = False
+        for read in (read for info in statements for read in info.reads if read.name in names):
+            pairs = zip(read.loops, read.source_loops, strict=True)
+            misaligned = {theirs for mine, theirs in pairs if mine != theirs} & grid
+            if misaligned:
+                grid, changed = grid - misaligned, True
+    return grid
+
+
+def _count_row_points(info: StatementInfo, grid: LoopSet, loops: LoopSizes) -> int:
+    """Returns the points of a row: of an argsort, keys or ranks, whichever are more."""
+    keys = loops.count_points(info.loops - info.rank_loops - grid)
+    return max(keys, loops.count_points(info.parallel_loops - grid))
+
+
+def _check_rows(
+    statements: Sequence[StatementInfo],
+    sorts: Sequence[StatementInfo],
+    grid: LoopSet,
+    loops: LoopSizes,
+) -> str | None:
+    """Returns why rows of this grid are no kernel: too few, too long, or the same work in each."""
+    rows = loops.count_points(grid)
+    natural_rows = min(loops.count_points(s.parallel_loops - s.rank_loops) for s in sorts)
+    points = max(_count_row_points(info, grid, loops) for info in statements)
+    names = ", ".join(s.name for s in sorts)
+    if rows < min(natural_rows, MIN_ROWS) and points > MAX_SERIAL_POINTS:
+        return f"the kernel of {names} would have {rows} rows instead of {natural_rows}"
+    for info in statements:
+        if info.is_reduction_or_scan and not grid <= info.parallel_loops:
+            return f"{info.name} is the same for every row of {names}"
+    if loops.is_cpu:
+        is_too_long = 4 * points > loops.max_row_bytes(rows) and len(statements) > 1
+        return f"the rows of {names} are too long for the cache" if is_too_long else None
+    if points > MAX_GPU_POINTS:
+        return f"the rows of {names} are too long for registers"
+    if any(info.loops - grid & loops.dynamic_loops for info in statements):
+        return f"the rows of {names} have a dynamic size"
+    return None

@@ -1,0 +1,47 @@
+"""FULGURITE_LOG prints compile steps, decisions, fallbacks and cache hits, with the rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fulgurite import logs
+from fulgurite.errors import ArgumentError
+
+PROGRAM = (
+    "import torch, fulgurite; fulgurite.compile(lambda x: torch.softmax(x, -1))(torch.ones(3, 4))"
+)
+
+
+def run(level, **variables):
+    environment = {**os.environ, "FULGURITE_LOG": level, "FULGURITE_AUTOTUNE": "auto", **variables}
+    command = [sys.executable, "-c", PROGRAM]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+
+
+def test_debug_shows_steps_decisions_and_the_cache():
+    lines = run("debug", RANK="3").stderr.splitlines()
+    assert all("fulgurite[rank 3] " in line for line in lines if "fulgurite" in line)
+    for text in ("DEBUG inference 0 · claimed: ", "INFO autotuned softmax_0", "DEBUG cache "):
+        assert any(text in line for line in lines), text
+    assert any("INFO inference 0: 1 " in line for line in lines)
+
+
+def test_warning_is_silent_where_nothing_falls_back():
+    assert "fulgurite" not in run("WARNING").stderr
+
+
+def test_an_unknown_level_raises(monkeypatch):
+    monkeypatch.setenv("FULGURITE_LOG", "loud")
+    with pytest.raises(ArgumentError, match="FULGURITE_LOG=loud is not a level"):
+        logs.configure_logging()
+
+
+def test_without_the_variable_a_program_sees_messages(caplog):
+    with caplog.at_level(logging.INFO, logger="fulgurite"):
+        logs.LOG.info("a message")
+    assert "a message" in caplog.text

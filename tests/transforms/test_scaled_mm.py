@@ -1,0 +1,177 @@
+"""Scaled and grouped matmuls of user code: which operator runs them, and the same results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.functional import ScalingType, SwizzleType
+
+import fulgurite
+from fulgurite.kernels.grouped_gemm.scaled import scaled_grouped_mm_op, scaled_grouped_mm_reference
+from fulgurite.quant import quantize
+from fulgurite.quant.swizzle import swizzle_scales
+from fulgurite.transforms.scaled_mm import route_scaled_mm
+
+FP8 = torch.float8_e4m3fn
+OURS = "fulgurite.scaled_mm.default"
+needs_scaled_mm_on_cpus = pytest.mark.skipif(
+    not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"),
+    reason="this torch captures F.scaled_mm on GPUs only",
+)
+
+
+def matrices(m: int, n: int, k: int, seed: int = 0):
+    torch.manual_seed(seed)
+    return torch.randn(m, k), torch.randn(n, k)
+
+
+def is_close(actual, expected, k: int) -> bool:
+    """Within a rounding to bfloat16, and float32 sums of k products in any order."""
+    bound = (2.0**-8 + k**0.5 * 2.0**-22) * expected.float().norm()
+    return bool((actual.float() - expected.float()).norm() <= bound)
+
+
+def test_the_private_form_per_tensor():
+    a, b = (x.to(FP8) for x in matrices(16, 32, 64))
+    scales = torch.tensor(0.5), torch.tensor(0.25)
+
+    def function(a, b, scale_a, scale_b):
+        return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=torch.bfloat16).relu()
+
+    compiled = fulgurite.compile(function)
+    assert is_close(compiled(a, b, *scales), function(a, b, *scales), 64)
+    assert OURS in str(compiled.last_trace())
+    assert any(trace.stage == "route_scaled_mm" for trace in compiled.history)
+
+
+@needs_scaled_mm_on_cpus
+@pytest.mark.parametrize("m", [1, 17])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_rowwise(m, with_bias):
+    a, b = (x.to(FP8) for x in matrices(m, 48, 64))
+    scales, bias = (torch.rand(m, 1), torch.rand(1, 48)), torch.randn(48, dtype=torch.bfloat16)
+
+    def function(a, b, scale_a, scale_b, bias):
+        return F.scaled_mm(
+            a, b.t(), scale_a, ScalingType.RowWise, scale_b, ScalingType.RowWise,
+            bias=bias if with_bias else None, output_dtype=torch.bfloat16,
+        )  # fmt: skip
+
+    compiled = fulgurite.compile(function)
+    assert is_close(compiled(a, b, *scales, bias), function(a, b, *scales, bias), 64)
+    assert OURS in str(compiled.last_trace())
+
+
+@needs_scaled_mm_on_cpus
+@pytest.mark.parametrize("right", ["fp8_e4m3_128x128", "fp8_e4m3_1x128"])
+def test_blocks_that_torch_has_no_cpu_kernel_for(right):
+    x, weight = matrices(16, 256, 384)
+    a, b = quantize(x, "fp8_e4m3_1x128"), quantize(weight, right)
+    scale_a, scale_b = a.scales["scale"], b.scales["scale"]
+    scale_a = scale_a.t().contiguous().t()
+    if right.endswith("128x128"):
+        scale_b, kind = F.pad(scale_b, (0, 1)).t(), ScalingType.BlockWise128x128
+    else:
+        scale_b, kind = scale_b.t().contiguous().t(), ScalingType.BlockWise1x128
+
+    def function(a, b, scale_a, scale_b):
+        return F.scaled_mm(a, b.t(), scale_a, ScalingType.BlockWise1x128, scale_b, kind)
+
+    compiled = fulgurite.compile(function)
+    actual = compiled(a.packed, b.packed, scale_a, scale_b)
+    assert is_close(actual, a.dequantize() @ b.dequantize().t(), 384)
+
+
+@needs_scaled_mm_on_cpus
+@pytest.mark.parametrize("format", ["mxfp8_e4m3", "nvfp4"])
+@pytest.mark.parametrize("shape", [(16, 32, 128), (130, 48, 192)], ids=str)
+def test_swizzled_scales(format, shape):
+    torch._dynamo.reset()
+    a, b = (quantize(x, format) for x in matrices(*shape))
+    kinds, swizzles = [ScalingType.BlockWise1x32], [SwizzleType.SWIZZLE_32_4_4]
+    if format == "nvfp4":
+        kinds = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+        swizzles = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
+
+    def arguments(x):
+        scales = list(x.scales.values())
+        data = x.packed.view(torch.float4_e2m1fn_x2) if format == "nvfp4" else x.packed
+        return data, [swizzle_scales(scales[0]), *(scale.reshape(1) for scale in scales[1:])]
+
+    def function(a, b, scale_a, scale_b):
+        return F.scaled_mm(a, b.t(), scale_a, kinds, scale_b, kinds, swizzles, swizzles)
+
+    (left, left_scales), (right, right_scales) = arguments(a), arguments(b)
+    compiled = fulgurite.compile(function, dynamic=False)
+    actual = compiled(left, right, left_scales, right_scales)
+    assert is_close(actual, a.dequantize() @ b.dequantize().t(), shape[2])
+
+
+def grouped(rows: int, experts: int, seed: int = 0):
+    torch.manual_seed(seed)
+    x = torch.randn(rows, 64, dtype=torch.bfloat16)
+    weight = torch.randn(experts, 32, 64, dtype=torch.bfloat16)
+    ends = torch.randint(0, rows + 1, (experts,)).sort().values
+    ends[-1] = rows
+    return x, weight, ends.int()
+
+
+@pytest.mark.parametrize("rows, is_ours", [(24, True), (600, False)])
+def test_few_rows_of_an_expert_go_to_our_kernel(rows, is_ours):
+    x, weight, offsets = grouped(rows, 8)
+
+    def function(x, weight, offsets):
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
+
+    compiled = fulgurite.compile(function)
+    assert is_close(compiled(x, weight, offsets), function(x, weight, offsets), 64)
+    assert ("fulgurite.grouped_gemm.default" in str(compiled.last_trace())) == is_ours
+
+
+def test_scaled_grouped_mm_on_the_cpu():
+    x, weight, offsets = grouped(40, 4)
+    a, b = x.to(FP8), weight.to(FP8)
+    scale_a, scale_b = torch.rand(40), torch.rand(4, 32)
+
+    def function(a, b, scale_a, scale_b, offsets):
+        return torch._scaled_grouped_mm(a, b.transpose(1, 2), scale_a, scale_b, offsets)
+
+    actual = fulgurite.compile(function)(a, b, scale_a, scale_b, offsets)
+    dense = (a.float() * scale_a[:, None]), (b.float() * scale_b[:, :, None])
+    expected = torch.zeros(40, 32)
+    for expert, (start, end) in enumerate(
+        zip([0, *offsets.tolist()], offsets.tolist(), strict=False)
+    ):
+        expected[start:end] = dense[0][start:end] @ dense[1][expert].t()
+    assert is_close(actual, expected, 64)
+
+
+@pytest.mark.parametrize("formats", [
+    ("fp8_e4m3_row", "fp8_e4m3_row"), ("fp8_e4m3_tensor", "fp8_e4m3_tensor"),
+    ("fp8_e4m3_1x128", "fp8_e4m3_128x128"), ("mxfp8_e4m3", "mxfp8_e4m3"), ("nvfp4", "nvfp4"),
+])  # fmt: skip
+def test_scaled_grouped_mm_matches_its_reference(formats):
+    x, weight, offsets = grouped(40, 4)
+    x, weight = torch.cat([x] * 4, 1), torch.cat([weight] * 4, 2)
+    offsets = torch.tensor([3, 3, 20, 30], dtype=torch.int32)  # rows without an expert at the end
+    a, b = quantize(x, formats[0]), quantize(weight, formats[1])
+    arguments = (
+        a.packed, list(a.scales.values()), formats[0], offsets,
+        b.packed, list(b.scales.values()), formats[1], torch.float32,
+    )  # fmt: skip
+    actual, expected = scaled_grouped_mm_op(*arguments), scaled_grouped_mm_reference(*arguments)
+    assert is_close(actual, expected, 256) and not actual[30:].any()
+
+
+def test_other_calls_stay_with_torch():
+    a, b = (x.to(FP8) for x in matrices(16, 32, 64))
+
+    def function(a, b, scale):
+        return torch._scaled_mm(a, b.t(), scale, scale, out_dtype=FP8)
+
+    compiled = fulgurite.compile(function)
+    scale = torch.tensor(1.0)
+    assert torch.equal(compiled(a, b, scale).float(), function(a, b, scale).float())
+    assert OURS not in str(compiled.last_trace())
+    assert route_scaled_mm.phase == "after_autograd"
