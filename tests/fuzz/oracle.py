@@ -1,0 +1,285 @@
+"""What a program must give: eager, float64, and how far rounding may move the results.
+
+In: a program and one of its calls. Out: `Reference`: results in eager and float64, which of them are
+exact, and on demand the spread of results when every rounding is perturbed. A value is *exact* if eager
+equals float64 and every op on its way is exact: results are then compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
+
+from tests.fuzz.inputs import make_arguments
+from tests.fuzz.program import NAMES, Line, Number, Program
+
+NARROW = re.compile(r"torch\.(float32|float16|bfloat16|float8_\w+)\b|\.(float|half|bfloat16)\(\)")
+PERTURBED_RUNS = 4
+# ops that add or multiply many numbers, in an order that is theirs
+SUMS = re.compile(r"sum|prod|mean|add|accumulate|trapezoid|@|dot|trace|kron|fold|dist|norm")
+# what eager raises for a line that it refuses
+REFUSALS = (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError, ZeroDivisionError)
+
+
+def widen_text(text: str) -> str:
+    """The line in float64."""
+
+    def wide(found: re.Match[str]) -> str:
+        return "torch.float64" if found[1] else ".double()"
+
+    return NARROW.sub(wide, text).replace("torch.complex64", "torch.complex128")
+
+
+@contextmanager
+def evaluation(wide: bool) -> Iterator[None]:
+    """float64 is the default dtype in the wide run. Warnings are not for us."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if wide else usual)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_default_dtype(usual)
+
+
+def run_line(line: Line, scope: dict[str, Any], wide: bool) -> None:
+    exec(widen_text(str(line)) if wide else str(line), NAMES, scope)
+
+
+def parts_of(value: Any) -> list[Tensor]:
+    """The plain tensors of a value."""
+    if isinstance(value, TwoTensor):
+        return [*parts_of(value.a), *parts_of(value.b)]
+    if isinstance(value, Tensor):
+        return [value.detach()]
+    if isinstance(value, bool | int | float):
+        return [torch.tensor(value)]
+    return [part for item in value for part in parts_of(item)]
+
+
+def as_real(x: Tensor) -> Tensor:
+    """Complex as real. If one part is NaN, both are: torch multiplies by 1 + 0j on the way."""
+    if not x.is_complex():
+        return x.resolve_neg()
+    nan = complex(math.nan, math.nan)
+    x = x.resolve_conj().resolve_neg()
+    return torch.view_as_real(x.masked_fill(x.isnan(), nan))
+
+
+def is_float(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def comparable(x: Tensor) -> Tensor:
+    """The tensor as real numbers in float64, or unchanged if it has whole numbers."""
+    x = as_real(x)
+    return x.double() if x.is_floating_point() else x
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether all numbers are equal; NaN equals NaN."""
+    ours, theirs = parts_of(a), parts_of(b)
+    if len(ours) != len(theirs):
+        return False
+    for one, two in zip(ours, theirs, strict=True):
+        one, two = comparable(one), comparable(two)
+        if one.shape != two.shape or not bool(((one == two) | ((one != one) & (two != two))).all()):
+            return False
+    return True
+
+
+def fits_float32(value: Any) -> bool:
+    """float64 is its own reference, so that it counts as exact only if float32 can hold it."""
+    return all(p.dtype != torch.float64 or is_same(p.float(), p) for p in parts_of(value))
+
+
+def is_tame(value: Any) -> bool:
+    """Whether sums of these numbers are exact in any order: small multiples of 1/16, NaN, infinity."""
+    for part in parts_of(value):
+        if is_float(part):
+            numbers = comparable(part) * 16
+            finite = numbers.isfinite()
+            is_small = (numbers == numbers.round()) & (numbers.abs() < 1 << 24)
+            if not bool((is_small | ~finite).all()):
+                return False
+    return True
+
+
+def eps_of(dtype: torch.dtype) -> float:
+    real = dtype.to_real() if dtype.is_complex else dtype
+    return torch.finfo(real).eps if real.is_floating_point else 0.0
+
+
+def value_eps(value: Any) -> float:
+    return max((eps_of(part.dtype) for part in parts_of(value)), default=0.0)
+
+
+def storages(value: Any) -> set[int]:
+    return {p.untyped_storage()._cdata for p in parts_of(value) if p.layout == torch.strided}
+
+
+@dataclass
+class Reference:
+    """Values by name after all lines, in eager and float64.
+
+    exact     names of exact values
+    tainted   names that depend on an approximate op
+    eps       by name, the eps of the coarsest float dtype on the way
+    """
+
+    program: Program
+    call: Mapping[str, Number]
+    device: str
+    eager: dict[str, Any] = field(default_factory=dict)
+    wide: dict[str, Any] = field(default_factory=dict)
+    exact: set[str] = field(default_factory=set)
+    tainted: set[str] = field(default_factory=set)
+    eps: dict[str, float] = field(default_factory=dict)
+    gradients: list[Tensor | None] = field(default_factory=list)
+    wide_gradients: list[Tensor | None] = field(default_factory=list)
+
+    def arguments(self, wide: bool = False) -> list[Any]:
+        program = self.program
+        return make_arguments(program.inputs, self.call, program.scalars, self.device, wide)
+
+    def start(self) -> None:
+        names = self.program.arguments
+        self.eager = dict(zip(names, self.arguments(), strict=True))
+        self.wide = dict(zip(names, self.arguments(wide=True), strict=True))
+        self.exact = set(names)
+        self.eps = {name: value_eps(value) for name, value in self.eager.items()}
+
+    def add(self, line: Line) -> bool:
+        """Run a line. False if it has no place in a program: then `start` again."""
+        used = line.used & self.eager.keys()
+        is_tame_sum = SUMS.search(line.text) is None or all(is_tame(self.eager[n]) for n in used)
+        if (line.discrete or line.bitwise) and not used <= self.exact:
+            return False
+        with evaluation(False):
+            run_line(line, self.eager, False)
+        if line.bitwise:
+            self.wide[line.target] = self.eager[line.target]
+        else:
+            with evaluation(True):
+                run_line(line, self.wide, True)
+        changed = [line.target] if line.target else self._written(used)
+        tainted = line.approximate or not is_tame_sum or bool(used & self.tainted)
+        eps = max((self.eps.get(name, 0.0) for name in used), default=0.0)
+        judged = [self._judge(name, tainted, eps) for name in changed]
+        return all(judged)
+
+    def _written(self, used: set[str]) -> list[str]:
+        """The names that an in-place line may have changed: all that share memory with its operands."""
+        memory = set().union(*(storages(self.eager[name]) for name in used))
+        tensors = {n: v for n, v in self.eager.items() if isinstance(v, Tensor)}
+        return [name for name, value in tensors.items() if storages(value) & memory]
+
+    def _judge(self, name: str, tainted: bool, eps: float) -> bool:
+        value, wide = self.eager[name], self.wide[name]
+        if isinstance(value, bool | int | float):
+            self.exact.add(name)
+            return bool(value == wide)
+        ours, theirs = parts_of(value), parts_of(wide)
+        if [p.shape for p in ours] != [p.shape for p in theirs]:
+            return False
+        if any(p.numel() > 4096 or p.layout != torch.strided for p in ours):
+            return False
+        self.eps[name] = max(value_eps(value), eps, self.eps.get(name, 0.0))
+        self.exact.discard(name)
+        if tainted:
+            self.tainted.add(name)
+        same = is_same(value, wide)
+        if not any(map(is_float, ours)):
+            self.exact.add(name)
+            return same
+        if name not in self.tainted and same and fits_float32(value):
+            self.exact.add(name)
+        return True
+
+    def run(self) -> Reference:
+        """Run the whole program; raises what eager raises."""
+        self.start()
+        for line in self.program.lines:
+            if not self.add(line):
+                raise ValueError(f"float64 decides otherwise: {line}")
+        if self.program.gradient:
+            self.gradients = gradients(self.program, self.eager)
+            self.wide_gradients = gradients(self.program, self.wide)
+        return self
+
+    # ---- perturbed runs ----------------------------------------------------------------------------
+
+    def perturbed(self) -> list[tuple[dict[str, Any], list[Tensor | None]]]:
+        """Values and gradients of runs in float64 in which every inexact number is off by an eps."""
+        return [self._perturbed_run(number) for number in range(PERTURBED_RUNS)]
+
+    def _perturbed_run(self, number: int) -> tuple[dict[str, Any], list[Tensor | None]]:
+        generator = torch.Generator().manual_seed(number)
+        scope = dict(zip(self.program.arguments, self.arguments(wide=True), strict=True))
+        eps = max(self.eps.values(), default=0.0)
+        with evaluation(True):
+            for line in self.program.lines:
+                self._perturbed_line(line, scope, eps, generator)
+        ends = gradients(self.program, scope) if self.program.gradient else []
+        return scope, ends
+
+    def _perturbed_line(
+        self, line: Line, scope: dict[str, Any], eps: float, generator: Any
+    ) -> None:
+        if line.bitwise:
+            scope[line.target] = self.eager[line.target]
+            return
+        if line.discrete or not line.target:
+            run_line(line, scope, True)
+        else:
+            noisy = {
+                k: self._perturb(v, eps, generator) for k, v in scope.items() if k in line.used
+            }
+            local = {**scope, **noisy}
+            run_line(line, local, True)
+            scope[line.target] = local[line.target]
+        for name in [line.target] if line.target else []:
+            value = scope[name]
+            if (
+                name in self.exact
+                and isinstance(value, Tensor)
+                and not is_same(value, self.wide[name])
+            ):
+                scope[name] = value + (self.wide[name] - value).detach()
+
+    def _perturb(self, value: Any, eps: float, generator: Any) -> Any:
+        if not isinstance(value, Tensor) or isinstance(value, TwoTensor) or not is_float(value):
+            return value
+        noise = torch.rand(value.shape, generator=generator, dtype=torch.float64) * 2 - 1
+        return value * (1 + eps * noise.to(value.device))
+
+
+def cotangent(result: Tensor) -> Tensor:
+    """Multiples of 1/4, the same for every dtype."""
+    numbers = (torch.arange(result.numel(), device=result.device) * 7 % 13 - 6) / 4
+    plain = numbers.view(result.shape).to(result.dtype)
+    return TwoTensor(plain, plain.clone()) if isinstance(result, TwoTensor) else plain
+
+
+def gradients(program: Program, values: Mapping[str, Any]) -> list[Tensor | None]:
+    """Gradients of the outputs with respect to the inputs that require one."""
+    leaves = [values[given.name] for given in program.inputs if given.requires_grad]
+    return gradients_of([values[name] for name in program.outputs], leaves)
+
+
+def gradients_of(results: Sequence[Any], leaves: list[Tensor]) -> list[Tensor | None]:
+    ends = [r for r in results if isinstance(r, Tensor) and r.requires_grad]
+    if not ends or not leaves:
+        return []
+    given = [cotangent(end.detach()) for end in ends]
+    return list(torch.autograd.grad(ends, leaves, given, allow_unused=True))

@@ -1,0 +1,223 @@
+"""The lines that random programs are made of, by kind.
+
+Placeholders:
+
+{x} {y} {z}   values; y and z mostly broadcast with x       {f} {g}   float values
+{w}           an integer value      {o}  a bool value       {c}       a complex value
+{d} {e}       dimensions of x       {k}  an integer of either sign, a constant or an argument
+{p} {q}       0..3 and 1..3         {s}  a number of either sign and kind, a constant or an argument
+{n}           indices along {d} of x, -size <= n < size, with duplicates     {n2}  the same, 2-D
+{m}           the same, 0 <= m < size; {u} without duplicates
+{h}           indices of the rank of x for gather and scatter along {d}; {hu} without duplicates
+
+Marks: `!` reads exact values only, because an ulp may change the result by more; `~` is correct to a
+few ulp only; `=` reads bits, so float64 says nothing about it.
+"""
+
+from __future__ import annotations
+
+POINTWISE = """
+-{x} | {x}.abs() | {x} * {s} | {x} + {s} | {s} - {x} | !~{x} / {s} | ~{x} ** 3 | ~{x} ** {p} | ~{x} ** -1 | {x}.square()
+~{f}.sin() | ~{f}.cos() | ~{f}.exp() | ~{f}.sigmoid() | ~{f}.tanh() | ~{f}.abs().sqrt() | ~{f}.abs().log1p() | ~{f}.erf()
+torch.relu({x}) | {x}.clamp({k}, 2) | {x}.clamp(min={s}) | !{x}.sign() | !{x}.isnan() | !{x} > {s} | !{x} == {s} | !{x}.round()
+!{x}.floor() | !{x}.ceil() | !{x}.trunc() | !{x} // {s} | !{x} % {s} | !torch.fmod({x}, {s}) | {x}.nan_to_num() | ~{f}.rsqrt()
+~F.gelu({f}) | ~F.silu({f}) | ~F.softplus({f}) | ~F.elu({f}) | F.leaky_relu({f}) | F.hardtanh({f}) | ~F.mish({f}) | ~F.logsigmoid({f})
+F.hardswish({f}) | !F.hardshrink({f}) | F.softshrink({f}) | F.relu6({f}) | ~F.selu({f}) | ~F.celu({f}) | ~F.glu({f}, {d})
+{x} + {y} | {x} - {y} | {x} * {y} | ~{x} / {y} | torch.maximum({x}, {y}) | torch.minimum({x}, {y}) | torch.fmax({x}, {y})
+!{x} < {y} | !{x} == {y} | !{x} != {y} | !torch.where({x} > {y}, {x}, {y}) | torch.where({o}, {x}, {y}) | torch.where({o}, {x}, {s})
+!{x} // {y} | !torch.remainder({x}, {y}) | !torch.copysign({f}, {g}.nan_to_num()) | torch.add({x}, {y}, alpha={k})
+torch.addcmul({x}, {y}, {z}, value=2) | ~torch.addcdiv({x}, {y}, {z}) | torch.lerp({f}, {g}, 0.25) | ~torch.hypot({f}, {g})
+~torch.atan2({f}, {g}) | ~torch.logaddexp({f}, {g}) | {w} & {y} | torch.bitwise_or({w}, {y}) | {w} ^ 5 | {w}.bitwise_not() | {w} << {p} | {w} >> {p}
+{o}.logical_not() | !{x}.logical_and({y}) | !{x}.logical_xor({y}) | {x}.masked_fill({o}, {s}) | !torch.div({x}, {y}, rounding_mode="floor")
+!torch.div({x}, {s}, rounding_mode="trunc") | ~{x}.float().pow({s}) | ~torch.xlogy({f}, {g}.abs()) | !torch.heaviside({f}, {g})
+!torch.isclose({x}, {x}) | !{f}.frac() | ~{f}.reciprocal() | {f}.nan_to_num().deg2rad() | !torch.signbit({x}.nan_to_num()) | ~torch.logit({f}, 0.1)
+~{f}.expm1() | ~{f}.exp2() | ~{f}.abs().log2() | ~{f}.atan() | ~{f}.asinh() | ~{f}.sinc() | ~torch.special.erfcx({f}) | ~{f}.lgamma() | ~{f}.digamma()
+torch.gcd({w}, {w}) | torch.lcm({w}, {w}) | !torch.nextafter({f}, {f} + 1) | !torch.isin({x}, {y}) | !{f}.isinf() | !{x}.isfinite() | ~torch.ldexp({f}, {w})
+"""
+REDUCTIONS = """
+{x}.sum() | {x}.sum({d}) | {x}.sum(({d}, {e})) | {x}.sum({d}, keepdim=True) | ~{f}.mean({d}) | ~{f}.mean() | {x}.amax({d}) | {x}.amin({d}, True)
+{x}.prod({d}) | {x}.prod() | !{x}.any({d}) | !{x}.all({d}) | !{x}.all() | !{x}.argmax({d}) | !{x}.argmin({d}) | !{x}.argmax() | !{x}.max({d})[1]
+{x}.max({d})[0] | {x}.min() | ~{f}.var({d}, correction={p}) | ~{f}.std({d}) | ~torch.var_mean({f}, {d})[0] | ~{f}.softmax({d}) | ~{f}.log_softmax({d})
+~{f}.logsumexp({d}) | ~{f}.norm() | ~{f}.norm(p=1, dim={d}) | ~torch.linalg.vector_norm({f}, 3, {d}) | !{x}.count_nonzero({d}) | {x}.nansum({d})
+~{f} - {f}.mean({d}, True) | ({x} - {x}.sum({d}, True)).amax({e}) | !({x}.amax({d}, True) == {x}).sum({d}) | {x}.sum({d}).sum() | {x}.amax({d}).sum(-1)
+torch.aminmax({x}, dim={d})[0] | {x}.sum({d}, dtype=torch.float64) | {x}.sum() * {x} | !{x}.mean({d}) > 0 | {x}.dist({x}) | ~{f}.std() | ~{f}.nanmean({d})
+"""
+SCANS = """
+{x}.cumsum({d}) | {x}.cumprod({d}) | !{x}.cummax({d})[1] | {x}.cummax({d})[0] | {x}.cummin({d})[0] | !{x}.cummin({d})[1] | ~{f}.logcumsumexp({d})
+{x}.sum({d}).cumsum(0) | {x}.cumsum({d}).sum({e}) | {x}.cumsum({d}).flip({d}) | {x}.flip({d}).cumsum({d}) | {x}.cumsum({d}).cumsum({e}) | {x}.diff(dim={d})
+torch.trapezoid({x}, dim={d}) | {x}.cumsum({d}, dtype=torch.float64) | {x}.cumsum({d}) - {x} | torch.cumulative_trapezoid({x}, dim={d}) | {o}.cumsum({d})
+"""
+VIEWS = """
+{x}.transpose({d}, {e}) | {x}.unsqueeze({d}) | {x}.squeeze({d}) | {x}.flatten() | {x}.flatten()[::3] | {x}.reshape(-1) | {x}[..., ::2] | {x}[{k}:]
+{x}[:{k}] | {x}[:, {k}:] | {x}[{k}] | {x}.select({d}, {k}) | {x}.narrow({d}, {k}, 1) | {x}[..., -{q}:] | {x}[..., {k}::2] | {x}.movedim({d}, {e})
+{x}.expand(3, *{x}.shape) | {x}.diagonal({k}) | {x}.unfold({d}, 2, 1) | {x}.unfold({d}, 3, 2) | {x}.T | {x}.mT | {x}.detach() | {x}.unbind({d})[-1]
+{x}.chunk(2, {d})[0] | {x}.split(2, {d})[-1] | {x}.view(-1) | {x}[None] | {x}[1::3] | {x}.as_strided((3, {q}), (2, 1), 1) | {x}.as_strided(({q},), (1,))
+{x}.reshape(-1, {q}) | {x}.reshape({q}, -1) | {x}.unflatten({d}, (-1, {q})) | {x}.permute(*reversed(range({x}.dim()))) | {x}.swapaxes({d}, {e})
+{x}.view({x}.shape) | {x}.expand_as({y}) | torch.broadcast_to({x}, {y}.shape) | {x}.tensor_split(3, {d})[1] | {x}.contiguous() | {x}.clone() | {x}.ravel()
+{x}[..., None, :] | {x}[{k}:, ..., :{k}] | {x}.flatten({d}, {e}) | {x}[{k}:{k}] | {x}[:, ::{q}] | torch.atleast_3d({x}) | {x}.t() | {x}.hsplit(1)[0]
+{x}[{x}.size(0) // 2:] | {x}[:{x}.size(0) - 1] | {x}.narrow({d}, 0, {x}.size({d}) // 2) | {x}.reshape({x}.numel() // {x}.size(-1), -1)
+"""
+MOVES = """
+{x}.flip(({d}, {e})) | {x}.flip({d}) | {x}.roll({k}, {d}) | {x}.roll({k}) | {x}.roll(({k}, {k}), ({d}, {e})) | {x}.tril({k}) | {x}.triu({k}) | {x}.rot90()
+torch.cat([{x}, {y}], {d}) | torch.cat([{x}, {x}], {d}) | torch.stack([{x}, {x}], {d}) | torch.cat([{x}.flatten(), {y}.flatten()]) | {x}.repeat(2, *[1] * {x}.dim())
+{x}.repeat_interleave({q}, {d}) | {x}.tile(2) | torch.cat([{x}.sum({d}, keepdim=True), {x}], {d}) | torch.cat([{x}.cumsum({d}), {x}.amax({d}, True)], {d})
+F.pad({x}, ({k}, {p}), value=3) | F.pad({x}, ({p}, 0, 0, {k})) | torch.full_like({x}, {s}) | torch.zeros_like({x}) | {x}.new_ones({x}.shape) | torch.block_diag({x}, {x})
+torch.arange({x}.numel(), device={x}.device).reshape({x}.shape) * {x} | torch.arange({k}, 7, {q}, device={x}.device) | torch.diag_embed({x}, {k})
+torch.select_scatter({x}, {x}.select({d}, 0), {d}, {k}) | torch.slice_scatter({x}, {x}[1:], 0, 1) | torch.diagonal_scatter({x}, {x}.diagonal(), 0) | torch.vander({x})
+torch.meshgrid({x}, {y}, indexing="ij")[0] | torch.cartesian_prod({x}, {y}) | {x}.diag({k}) | torch.outer({x}, {y}) | torch.eye({q}, device={x}.device) | {x}.trace()
+torch.linspace({k}, 3, {q}, device={x}.device) | torch.tril_indices(3, {q}, {k}, device={x}.device) | torch.hstack([{x}, {x}]) | torch.dstack([{x}, {x}]) | torch.kron({x}, {y})
+"""
+CASTS = """
+{x}.to(torch.float32) | {x}.to(torch.float64) | {x}.to(torch.float16) | {x}.to(torch.bfloat16) | {x}.float() | {x}.half() | {x}.to(torch.complex64)
+!{x}.nan_to_num().clamp(-99, 99).to(torch.int64) | !{x}.nan_to_num().clamp(-99, 99).to(torch.int32) | !{x}.nan_to_num().clamp(-99, 99).to(torch.int8)
+!{x}.nan_to_num().clamp(0, 99).to(torch.uint8) | !{x}.bool() | {w}.to(torch.int16) | {w}.to(torch.uint8) | {w}.to(torch.int8) | {x}.to(torch.float8_e5m2)
+{x}.to(torch.float8_e4m3fn).float() | {x}.type_as({y}) | ={x}.view(torch.uint8) | ={x}.view(torch.int16) | ={x}.view(torch.int32) | {x}.to(torch.float64) + {y}
+{x}.sum({d}, dtype=torch.float32) | torch.tensor(2.5, device={x}.device) * {x} | torch.tensor(3, device={x}.device) + {x} | {x} + {y}.to(torch.float16)
+torch.where({o}, {x}, 1.5) | {o} + {x} | {o} * {s} | {w} + 1.5 | {w} * True | {x}.to(torch.bfloat16).sum({d})
+"""
+INDEX = """
+{x}.index_select({d}, {m}) | {x}.transpose(0, {d})[{n}] | {x}[..., {n}] | {x}.transpose(0, {d})[{n2}] | {x}.transpose(0, {d})[{n}[:, None], None]
+{x}.gather({d}, {h}) | torch.take_along_dim({x}, {h}, {d}) | {x}.take({w} % {x}.numel()) | {x}.flip({d}).index_select({d}, {m}) | {x}.transpose(0, {d})[{n}, 0]
+{x}.transpose(0, {d})[{n}][:, None] | F.embedding({m}, {f}) | ({x} * 2).transpose(0, {d})[{n}] | {x}.transpose(0, {d})[{n}, ..., -1] | {x}.take({w} % {x}.numel() - {x}.numel())
+{x}.index_select({d}, {m}.to(torch.int32)) | {x}.transpose(0, {d})[{n} % {x}.size({d})].sum() | {x}.gather({d}, torch.zeros_like({x}, dtype=torch.int64))
+{x}[{n} % {x}.size(0), {n} % {x}.size(1)] | {x}[:, {n} % {x}.size(1)] | {x}[{n} % {x}.size(0), :, {n} % {x}.size(2)] | {x}.transpose(0, {d})[{n} // 2]
+!{x}.gather({d}, {x}.argmax({d}, True)) | {x}[{w} % {x}.size(0)] | {x}[-1 - {w} % {x}.size(0)] | {x}[[0, -1]] | {x}[:, [0, 0]] | {x}[..., [-1]]
+F.embedding_bag({m}[None], {f}, mode="sum") | F.embedding_bag({m}[None], {f}, mode="max") | ~F.embedding_bag({m}[None], {f}) | {x}[{o}] | {x}.masked_select({o})
+"""
+SCATTER = """
+{x}.scatter({d}, {hu}, {s}) | {x}.scatter({d}, {hu}, {x}) | {x}.scatter_add({d}, {h}, {x}) | {x}.scatter_reduce({d}, {h}, {x}, "sum") | {x}.scatter_reduce({d}, {h}, {x}, "amax")
+{x}.scatter_reduce({d}, {h}, {x}, "amin", include_self=False) | {x}.scatter_reduce({d}, {h}, {x}, "prod") | ~{f}.scatter_reduce({d}, {h}, {f}, "mean") | {x}.scatter({d}, {h}, 1)
+{x}.index_add({d}, {m}, {x}.index_select({d}, {m})) | {x}.index_add({d}, {m}, {x}.index_select({d}, {m}), alpha={k}) | {x}.index_copy({d}, {u}, {x}.index_select({d}, {u}) * 2)
+{x}.index_fill({d}, {m}, {s}) | {x}.transpose(0, {d}).index_put(({n},), {x}.new_ones(()), accumulate=True) | {x}.index_put(({u} % {x}.size(0),), {x}.new_ones(()))
+{x}.transpose(0, {d}).index_put(({n},), {x}.transpose(0, {d})[{n}], accumulate=True) | {x}.masked_scatter({o}, {x}.flatten()) | {x}.put({w} % {x}.numel(), {x}.new_ones({w}.shape), accumulate=True)
+{x}.index_reduce({d}, {m}, {x}.index_select({d}, {m}), "amax") | torch.bincount({w}.flatten().abs(), minlength=3) | F.one_hot({w} % 5, 5) | F.one_hot({w}.abs().flatten() % 3)
+torch.zeros_like({x}).scatter_add({d}, {h}, {x} * 2) | {x}.new_zeros({x}.shape).index_add({d}, {m}, {x}.index_select({d}, {m})).sum({d}) | torch.histc({f}.nan_to_num(), 5, -4, 4)
+{x}.masked_scatter({x} > 0, torch.arange({x}.numel(), device={x}.device).to({x}.dtype)) | {x}.scatter({d}, {hu}, {y}) | {x}.index_put(({n} % {x}.size(0), {n} % {x}.size(1)), {x}.new_ones(()), accumulate=True)
+"""
+SORT = """
+!{x}.sort({d})[0] | !{x}.sort({d}, stable=True)[1] | !{x}.sort({d}, descending=True)[0] | !{x}.sort({d}, descending=True, stable=True)[1] | !{x}.argsort({d}, stable=True)
+!{x}.topk(min({q}, {x}.size({d})), {d})[0] | !{x}.topk(min({q}, {x}.size({d})), {d}, largest=False)[0] | !{x}.kthvalue(1, {d})[0] | !{x}.median({d})[0] | !{x}.median() | !{x}.nanmedian({d})[0]
+!{x}.mode({d})[0] | ~{f}.quantile(0.25, {d}) | ~{f}.nanquantile(0.5, {d}, keepdim=True) | !({x} * 2).sort({d})[0].cumsum({d}) | !{x}.msort() | ~{f}.quantile(0.75)
+!torch.searchsorted({x}.sort(-1)[0], {x}) | !torch.bucketize({x}, torch.arange(-2, 3, device={x}.device), right=True) | !{x}.sort({d})[0].flip({d}) | !{x}.sort({d}, stable=True)[1].argsort({d})
+!{x}.sort({d}, stable=True)[1].gather({d}, {h}) | !torch.topk({x}.sum({d}), 1)[0] | !{x}.topk({x}.size({d}), {d})[0] | !{x}.gather({d}, {x}.argsort({d}, stable=True)) | !torch.unique({x})
+!torch.unique_consecutive({w}) | !{x}.kthvalue({x}.size({d}), {d})[0] | !{x}.sort({d}, stable=True)[1] + {k} | ~{f}.softmax({d}).sort({d})[0]
+"""
+IN_PLACE = """
+{x}.add_({s}) | {x}.mul_({s}) | {x}.neg_() | {x}.zero_() | {x}.fill_({s}) | {x}.relu_() | {x}.clamp_(min=0) | {x}[..., ::2] = {s} | {x}[{k}] = {s} | {x}[..., {k}:].mul_(3)
+{x}[{k}:] = {s} | {x}[:{k}] = {x}[{k}:].sum() | {x}[..., {k}:{k}] += 1 | {x}.masked_fill_({o}, {s}) | {x}.select({d}, {k}).add_(1) | {x}.transpose({d}, {e}).cumsum_(0) | ~{f}.sin_()
+{x}[[0, -1]] = 1 | {x}.index_fill_({d}, {m}, 7) | {x}.detach().mul_(2) | {x}.flatten().add_(1) | {x}.view(-1).sub_(1) | {x}.tril_({k}) | {x}.diagonal().zero_() | {x}.diagonal({k}).add_(1)
+{x}.add_({y}) | {x}.mul_({y}) | {x}.copy_({y}) | {x}[...] = {y} | {x}.transpose({d}, {e}).add_({y}) | {x}[{k}] = {y} | {x}[{k}:].sub_({y}) | {x}[..., ::2].copy_({y}) | {x}.sub_({y}, alpha={k})
+{x}.index_put_(({n},), {y}, accumulate=True) | {x}.masked_fill_({y} > 0, 2) | {x}.unbind({d})[0].copy_({x}.unbind({d})[-1]) | {x}.scatter_add_({d}, {h}, {x}.clone()) | {x}.scatter_({d}, {hu}, {s})
+{x}[{u} % {x}.size(0)] = {s} | {x}.index_add_({d}, {m}, {x}.index_select({d}, {m})) | {x}.unfold({d}, 2, 2).mul_(2) | {x}.squeeze().add_(1) | {x}.T.mul_(2) | {x}.index_copy_({d}, {u}, {x}.index_select({d}, {u}) + 1)
+{x}[..., -1:].view(-1)[...] = 5 | {x}.narrow({d}, {k}, 1).zero_() | {x}[..., 1:] += {x}[..., :-1].clone() | {x}[:, {k}] = {x}[:, 0] | {x}.reshape(-1)[{k}] = {s} | {x}[None].mul_(2) | {x}.addcmul_({y}, {z})
+!{x}[{x} > 0] = {s} | {x}.expand_as({x}).add_(1) | {x}.as_strided(({q},), (1,)).add_(1) | {x}.chunk(2, {d})[0].mul_({s}) | !{x}.floor_() | {x}.cumsum_({d}) | {x}.unsqueeze({d}).neg_() | {x}.swapaxes_({d}, {e})
+{x}[{k}:][{k}:] = {s} | {x}.select({d}, {k}).select(0, {k}).fill_({s}) | {x}.transpose({d}, {e})[{k}:].mul_(2) | {x}.exp_().clamp_(max=3) | {x}.masked_scatter_({o}, {y}.flatten()) | {x}.bitwise_and_(3)
+"""
+MATMUL = """
+~{f} @ {f}.mT | ~{f}.mT @ {f} | ~torch.matmul({f}, {g}) | ~({f} @ {g}.mT).relu() + 1 | ~F.linear({f}, {f}) | ~torch.einsum("...i,...j->...ij", {f}, {g}) | ~torch.dot({f}, {f}) | ~torch.mv({f}, {f}[0])
+~torch.bmm({f}, {f}.mT) | ~torch.addmm({f}, {f}, {f}.T @ {f}) | ~torch.baddbmm({f} @ {f}.mT, {f}, {f}.mT) | ~torch.outer({f}, {g}).sum({d}) | ~F.linear({f}, {f}, {f}[..., 0]).softmax(-1) | ~torch.linalg.norm({f})
+~F.scaled_dot_product_attention({f}, {f}, {f}) | ~torch.cdist({f}, {f}) | ~F.cosine_similarity({f}, {g}, dim={d}) | ~torch.tensordot({f}, {f}, 1) | ~F.bilinear({f}, {f}, {f}[None] @ {f}.mT)
+"""
+LAYERS = """
+~F.layer_norm({f}, {f}.shape[-1:]) | ~F.rms_norm({f}, {f}.shape[-1:]) | ~F.group_norm({f}, 1) | ~F.instance_norm({f}) | ~F.batch_norm({f}, None, None, training=True) | ~F.normalize({f}, dim={d})
+~F.mse_loss({f}, {g}) | ~F.l1_loss({f}, {g}) | ~F.smooth_l1_loss({f}, {g}) | ~F.huber_loss({f}, {g}, reduction="sum") | ~F.binary_cross_entropy_with_logits({f}, {g}) | ~F.kl_div({f}, {g}.softmax(-1), reduction="sum")
+~F.cross_entropy({f}, {w} % {f}.size(1)) | ~F.nll_loss({f}, {w} % {f}.size(1)) | ~F.margin_ranking_loss({f}, {g}, {f}) | ~F.soft_margin_loss({f}, {g}) | ~F.pairwise_distance({f}, {g}) | ~F.poisson_nll_loss({f}, {g})
+~F.dropout({f}, 0.0) | F.dropout({f}, 1.0) | torch.rand_like({f}) < 2 | torch.randint_like({x}, 3, 4) | F.dropout({f}, 0.5, training=False) | torch.bernoulli(torch.ones_like({f})) | ~F.local_response_norm({f}, 2)
+~F.cosine_embedding_loss({f}, {f}, {f}.new_ones({f}.size(0))) | ~F.triplet_margin_loss({f}, {g}, {f}) | ~F.gumbel_softmax({f}, hard=True).sum({d}) | ~F.cross_entropy({f}, {f}.softmax(1), label_smoothing=0.1)
+"""
+RESIZE = """
+~F.interpolate({f}, scale_factor=2) | ~F.interpolate({f}, size={q}) | ~F.interpolate({f}, scale_factor=2, mode="linear") | ~F.interpolate({f}, size=(3, {q}), mode="bilinear") | ~F.interpolate({f}, scale_factor=1.5, mode="bilinear", align_corners=True)
+~F.interpolate({f}, size=(5, {q}), mode="bicubic") | ~F.interpolate({f}, size=(4, 3), mode="area") | ~F.interpolate({f}, scale_factor=0.5, mode="nearest-exact") | ~F.interpolate({f}, size=(3, 7), mode="bilinear", antialias=True)
+~F.interpolate({f}, size=(2, 3, 4), mode="trilinear") | {x} + F.pad({x}, (1, 0), mode="reflect")[..., 1:] | F.pad({f}, ({q}, {p}), mode="reflect") | F.pad({f}, (1, {p}), mode="replicate") | F.pad({f}, (1, {p}), mode="circular")
+F.pad({f}, (1, 1, 0, 1), mode="reflect") | F.pad({f}, (2, 1, 1, 3), mode="replicate") | F.pad({f}, (1, 0, 1, 0, 0, 1), mode="replicate") | F.pad({f}, (-1, 1), mode="circular") | F.pad({f}, ({k}, {k}), mode="replicate")
+F.max_pool2d({f}, 2) | F.max_pool2d({f}, 3, 2, 1) | ~F.avg_pool2d({f}, 2) | ~F.avg_pool2d({f}, 3, 2, 1, count_include_pad=False) | ~F.avg_pool2d({f}, 2, ceil_mode=True) | F.max_pool1d({f}, 2) | ~F.avg_pool1d({f}, 2, 1)
+F.max_pool3d({f}, 2) | ~F.adaptive_avg_pool2d({f}, ({q}, 2)) | F.adaptive_max_pool2d({f}, (2, {q})) | ~F.adaptive_avg_pool1d({f}, {q}) | !F.max_pool2d({f}, 2, return_indices=True)[1] | ~F.lp_pool2d({f}, 2, 2) | F.max_pool2d({f}, 2, dilation=2)
+F.pixel_shuffle({f}, 2) | F.pixel_unshuffle({f}, 2) | F.channel_shuffle({f}, 1) | F.unfold({f}, 2) | F.fold(F.unfold({f}, 2), {f}.shape[-2:], 2) | ~F.grid_sample({f}, {f}.new_zeros({f}.size(0), 2, 2, 2)) | ~F.affine_grid({f}[:, :2, :3], (1, 1, 2, 3))
+~F.conv1d({f}, {f}[:1]) | ~F.conv2d({f}, {f}[:1, :, :1, :1]).relu() | ~F.conv_transpose2d({f}, {f}[:1].transpose(0, 1)[:, :, :2, :2]) | F.max_unpool1d(*F.max_pool1d({f}, 2, return_indices=True), 2)
+"""
+COMPLEX = """
+{c} * {y} | {c} + {s} | {c}.conj() | {c}.real | {c}.imag | ~{c}.abs() | ~{c}.angle() | torch.view_as_real({c}) | {c}.conj() * {c} | ~{c}.exp() | {c}.sum({d}) | ~{c} / 3 | -{c} | {c}.conj().real + 1
+~{c}.abs().sqrt() | torch.complex({f}.float(), {f}.float()) | {c}.imag.neg() | !{c} == {c} | ~{c} @ {c}.mT | {c}.cumsum({d}) | ~{c}.sgn() | {c}.prod({d}) | ~{c}.sin() | {c}.T.conj() | {c}[..., ::2].conj() | {c}.mH
+~{c}.reciprocal() | ~torch.polar({f}.float().abs(), {f}.float()) | {c}.resolve_conj() | {c}.real * {c}.imag | ~{c}.mean({d}) | {c}.conj_physical() | ~{c}.tanh() | {c}.conj().imag * 2 | {c}.flip({d}).conj() | ~{c} ** 2
+"""
+SYMBOLS = """
+{x}[{k}] | {x}[{k}:] | {x}[:{k}] | {x}[:, {k}:] | {x}[:, -{q}:] | {x}[..., {k}] | {x}.narrow({d}, {k}, 1) | {x}.select({d}, {k}) | {x}.roll({k}, {d}) | {x}.diagonal({k}) | {x}.tril({k}) | {x} + {k} | {x} * {s}
+{x}[{k}:{k}] | {x}[{k}:, {k}] | F.pad({x}, ({k}, {k})) | {x}.unfold({d}, {q}, 1) | {x}.reshape({x}.size(0), -1) | {x}.reshape(-1, {x}.size(-1)) | {x}.expand({q}, *{x}.shape) | {x}.repeat({q}, *[1] * {x}.dim()) | {x} * {x}.size({d})
+torch.arange({k}, {x}.size(0), device={x}.device) | torch.full(({q}, 2), {s}, device={x}.device) | {x}.sum({d}) * {k} | {x} // {k} | {x} % {k} | {x}.clamp({k}, {s}) | {x}.view(*{x}.shape, 1) | {x}.new_zeros({x}.size(0), {q}) | {x}.split({q}, {d})[0]
+{x}.narrow({d}, {x}.size({d}) // 2, 1) | {x}[{x}.size(0) // 2] | {x}[:{x}.size(0) // 2] | {x}[{k} % {x}.size(0)] | {x}[-1 - {k} % {x}.size(0)] | {x}.flatten() | {x}.sum({d}, keepdim=True) | {x}.transpose({d}, {e}).reshape(-1)
+torch.cat([{x}, {x}[{k}:]], 0) | {x}.index_select({d}, {w}.flatten() % {x}.size({d})) | torch.where({x} > {s}, {x}, {k}) | {x}.as_strided(({q},), (1,), 0) | {x}.chunk({q}, {d})[0] | {x}.repeat_interleave({q}, {d}) | {x}[..., {k}::{q}]
+{x}[..., None] * {k} | torch.eye({q}, device={x}.device) * {s} | {x}.triu({k}).sum() | torch.select_scatter({x}, {x}.select({d}, 0), {d}, {k}) | {x}.mean() if {x}.size(0) > {k} else {x}.sum() | {x} / ({k} * 2 + 1) | {x}.unflatten(0, ({q}, -1))
+"""
+SYMBOLIC_WRITES = """
+{x}[{k}] = {s} | {x}[{k}:] = {s} | {x}[:{k}].add_({s}) | {x}.select({d}, {k}).mul_(2) | {x}.narrow({d}, {k}, 1).zero_() | {x}[:, {k}] = {x}[:, 0] | {x}[..., {k}:{k}] = {s} | {x}.diagonal({k}).fill_({s}) | {x}.mul_({k})
+"""
+
+
+def parse(table: str) -> list[str]:
+    """The templates of a table."""
+    rows = [row for row in table.strip().splitlines() if row.strip()]
+    return [entry.strip() for row in rows for entry in row.split(" | ") if entry.strip()]
+
+
+TABLES = {
+    "pointwise": parse(POINTWISE),
+    "reduction": parse(REDUCTIONS),
+    "scan": parse(SCANS),
+    "view": parse(VIEWS),
+    "move": parse(MOVES),
+    "cast": parse(CASTS),
+    "index": parse(INDEX),
+    "scatter": parse(SCATTER),
+    "sort": parse(SORT),
+    "inplace": parse(IN_PLACE),
+    "matmul": parse(MATMUL),
+    "layer": parse(LAYERS),
+    "resize": parse(RESIZE),
+    "complex": parse(COMPLEX),
+    "symbol": parse(SYMBOLS),
+    "symbolic write": parse(SYMBOLIC_WRITES),
+}
+# kind of program → the tables of its lines, with weights; "table" draws ops of the fuser's tables
+KINDS: dict[str, dict[str, int]] = {
+    "pointwise": {"pointwise": 5, "table": 5, "cast": 2, "view": 1},
+    "reduction": {"reduction": 5, "pointwise": 3, "view": 1},
+    "scan": {"scan": 4, "pointwise": 2, "reduction": 1},
+    "view": {"view": 5, "pointwise": 2, "reduction": 1, "move": 2},
+    "move": {"move": 5, "pointwise": 2, "view": 2},
+    "index": {"index": 4, "pointwise": 2, "view": 1},
+    "scatter": {"scatter": 4, "pointwise": 2, "view": 1},
+    "sort": {"sort": 4, "pointwise": 2, "view": 1},
+    "inplace": {"inplace": 5, "view": 3, "pointwise": 2},
+    "matmul": {"matmul": 3, "pointwise": 3, "reduction": 1},
+    "layer": {"layer": 3, "pointwise": 2, "view": 1},
+    "resize": {"resize": 4, "pointwise": 2},
+    "complex": {"complex": 5, "view": 1, "pointwise": 1},
+    "symbol": {"symbol": 5, "symbolic write": 2, "pointwise": 2, "reduction": 1},
+    "subclass": {"pointwise": 4, "reduction": 2, "view": 3, "move": 1, "inplace": 1, "matmul": 1},
+    "error": {"pointwise": 2, "view": 1},
+    "mixed": {
+        "pointwise": 3,
+        "table": 1,
+        "reduction": 2,
+        "scan": 1,
+        "view": 2,
+        "move": 2,
+        "cast": 1,
+        "index": 1,
+        "scatter": 1,
+        "sort": 1,
+        "inplace": 1,
+        "matmul": 1,
+        "layer": 1,
+        "resize": 1,
+    },
+}
+WEIGHTS = {"pointwise": 2, "view": 2, "inplace": 2, "symbol": 2, "mixed": 4, "error": 0.3}
+# the last line of a program of kind "error": eager refuses the index
+ERRORS = parse(
+    """
+{x}.index_select({d}, {m} + 1) | {x}.transpose(0, {d})[{n} + 1] | {x}.transpose(0, {d})[{n} - 1] | {x}.gather({d}, {h} + 1) | {x}.gather({d}, {h} - 1) | F.embedding({m} + 1, {f})
+{x}.scatter({d}, {h} + 1, 1) | {x}.scatter_add({d}, {h} - 1, {x}) | {x}.index_add({d}, {m} + 1, {x}.index_select({d}, {m})) | {x}.transpose(0, {d}).index_put(({n} + 1,), {x}.new_ones(()))
+{x}.take({m} + {x}.numel()) | F.one_hot({w}.abs() % 4 + 1, 4) | {x}.index_fill({d}, {m} + 1, 1)
+"""
+)

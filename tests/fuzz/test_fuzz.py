@@ -1,0 +1,169 @@
+"""A few seeds of the fuzzer, and its parts: programs, tolerances, shrinking, scripts.
+
+More of them: scripts/fuzz
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fulgurite.executors.fuser import FUSER
+from fulgurite.fuser.frontend.lower_graph import ELEMENTWISE_LOWERINGS
+from tests.fuzz import check, command, findings, op_db
+from tests.fuzz.generate import draw_program
+from tests.fuzz.oracle import Reference, is_same
+from tests.fuzz.program import Input, Line, Program, merge
+from tests.fuzz.shrink import shrink
+from tests.fuzz.templates import KINDS
+from tests.fuzz.worker import Report, Worker
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SEEDS = range(112, 124)
+LONG = Program(
+    seed=1,
+    kind="pointwise",
+    inputs=(Input("a0", (3, 5), "float32", "transposed", "normal"), Input("a1", (5,), "float32")),
+    lines=(
+        Line("t0", "a0 * 2"),
+        Line("t1", "a1 + 1"),
+        Line("t2", "t0.sin()", approximate=True),
+        Line("t3", "t2 + t1"),
+        Line("t4", "t3.sum(-1)"),
+    ),
+    outputs=("t1", "t4"),
+)
+
+
+@pytest.fixture
+def wrong_sin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug: generated kernels compute cos for sin."""
+    monkeypatch.setitem(ELEMENTWISE_LOWERINGS, "sin", ELEMENTWISE_LOWERINGS["cos"])
+    monkeypatch.setattr(FUSER, "_lowered", OrderedDict())
+
+
+def test_some_seeds(tmp_path: Path) -> None:
+    report = Worker("cpu", list(KINDS), tmp_path, None).run(SEEDS.start, SEEDS.stop)
+    assert not report.findings, [finding.group for finding in report.findings]
+    assert report.programs > 8 and report.lines > 20
+
+
+def test_a_seed_always_gives_the_same_program() -> None:
+    for seed in range(30):
+        assert draw_program(seed) == draw_program(seed)
+
+
+def test_text_of_a_program_is_what_the_reference_runs() -> None:
+    programs = [p for seed in range(40) if (p := draw_program(seed)) and not p.raises]
+    for program in programs:
+        reference = Reference(program, program.calls[0], "cpu").run()
+        results = program.function()(*reference.arguments())
+        for name, value in zip(program.outputs, results, strict=True):
+            assert is_same(value, reference.eager[name])
+
+
+def test_all_kinds_are_drawn() -> None:
+    drawn = {kind: [draw_program(seed, [kind]) for seed in range(6)] for kind in KINDS}
+    for kind, programs in drawn.items():
+        assert any(program and program.lines for program in programs), kind
+    assert all(p.raises for p in drawn["error"] if p)
+    assert any(len(p.calls) > 1 and p.scalars for p in drawn["symbol"] if p)
+
+
+def test_a_bug_is_found_and_shrunk_to_one_line(wrong_sin: None) -> None:
+    failure = check.check(LONG)
+    assert failure is not None and failure.category == "wrong" and failure.output == 1
+    small, same = shrink(LONG, failure, check.check)
+    assert [line.text for line in small.lines] == ["t0.sin()"]
+    assert [(i.layout, i.values) for i in small.inputs] == [("plain", "quarters")]
+    assert same.category == "wrong"
+
+
+def test_a_bug_in_one_of_many_programs_is_attributed(wrong_sin: None, tmp_path: Path) -> None:
+    worker = Worker("cpu", list(KINDS), tmp_path, None)
+    fine = replace(LONG, seed=2, lines=LONG.lines[:2], outputs=("t1",))
+    report = Report(0, 3)
+    worker.check_batch([fine, LONG, replace(fine, seed=3)], report)
+    assert [finding.seed for finding in report.findings] == [1]
+    assert report.programs == 3
+
+
+def test_script_of_a_finding_shows_it(wrong_sin: None, tmp_path: Path) -> None:
+    failure = check.check(LONG)
+    assert failure is not None
+    finding = findings.save(LONG, failure, "cpu", tmp_path)
+    text = Path(finding.path).read_text()
+    assert "def program(a0, a1):" in text
+    with pytest.raises(AssertionError, match="not close"):
+        exec(compile(text, finding.path, "exec"), {})
+
+
+def test_merged_programs_compute_all_parts() -> None:
+    program = merge([LONG, replace(LONG, seed=5)])
+    reference = Reference(program, program.calls[0], "cpu").run()
+    assert len(program.outputs) == 4 and len(reference.eager) == 14
+    assert is_same(reference.eager["t4_0"], reference.eager["t4_1"])
+
+
+@pytest.mark.parametrize(("error", "is_wrong"), [(1e-7, False), (1e-4, True)])
+def test_an_error_beyond_rounding_is_wrong(error: float, is_wrong: bool) -> None:
+    wide = torch.linspace(0.5, 1, 7, dtype=torch.float64)
+    eager = wide.float()
+    found = check.difference(eager + error, eager, wide, 1.2e-7, lambda: [wide])
+    assert bool(found) == is_wrong
+
+
+def test_cancellation_may_amplify_rounding() -> None:
+    """The spread of perturbed runs decides: 1e4 + x - 1e4 has an absolute error of 1e-3."""
+    lines = (Line("t0", "a0.sin() + 1e4", approximate=True), Line("t1", "t0 - 1e4"))
+    program = replace(LONG, lines=lines, outputs=("t1",), inputs=LONG.inputs[:1])
+    reference = Reference(program, {}, "cpu").run()
+    eager, wide = reference.eager["t1"], reference.wide["t1"]
+    spread = [scope["t1"] for scope, _ in reference.perturbed()]
+    assert check.difference(eager + 1e-3, eager, wide, 1.2e-7, lambda: spread) is None
+    assert check.difference(eager + 1.0, eager, wide, 1.2e-7, lambda: spread)
+
+
+def test_values_that_must_be_exact_are_compared_bit_for_bit() -> None:
+    reference = Reference(replace(LONG, lines=LONG.lines[:2], outputs=("t1",)), {}, "cpu").run()
+    assert "t1" in reference.exact
+    off = torch.nextafter(reference.eager["t1"], torch.tensor(9.0))
+    failure = check.compare_values(off, "t1", reference, check.Spread(reference), 0)
+    assert failure is not None and failure.what == "an exact value"
+
+
+def test_an_error_of_eager_is_discarded() -> None:
+    program = replace(LONG, lines=(Line("t0", "a0 @ a0"),), outputs=("t0",))
+    with pytest.raises(check.Discard, match="eager refuses"):
+        check.check(program)
+
+
+def test_operator_database_unit() -> None:
+    outcome = op_db.run_unit(op_db.Unit("positive", "float32", False), "cpu")
+    assert outcome.status == "pass" and outcome.samples > 0 and not outcome.failures
+
+
+def test_operator_database_has_every_dtype() -> None:
+    units = list(op_db.all_units("cpu"))
+    assert len(units) == len(set(units)) > 5000
+    assert {"float32", "bool", "complex64", "int8", "bfloat16"} <= {unit.dtype for unit in units}
+
+
+def test_command_refuses_unknown_kinds(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.parse(["--kinds", "views"])
+    assert "unknown kinds views" in capsys.readouterr().err
+
+
+def test_progress_continues_where_the_last_run_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "FOLDER", tmp_path)
+    (tmp_path / "progress-cpu.json").write_text(json.dumps({"next": 96}))
+    run = command.Run(command.parse([]))
+    assert run.take(48) == (96, 144) and run.take(48) == (144, 192)
