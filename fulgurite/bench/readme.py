@@ -1,7 +1,8 @@
 """`fulgurite bench report`: the newest result of every suite as one Markdown page.
 
 In: a folder of `DATE-SUITE-DEVICE.json` files, and `notes/SUITE.md` beside them. Out: `README.md` in that folder:
-for each suite what was measured on, the command, the suite's own tables, and the notes.
+for each suite what was measured on, the command, the suite's own tables, and the notes. The models of the suite
+`zoo` are a page of the documentation, `docs/zoo.md` beside that folder.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fulgurite.bench.suites import SUITES
+from fulgurite.bench.zoo.page import format_page
 from fulgurite.errors import ArgumentError
 from fulgurite.trace.source import write_atomically
 
@@ -108,4 +110,13 @@ def write_readme(folder: Path) -> Path:
             f"there is no folder {folder}",
             next="run it in a clone of the project, or give --output FOLDER",
         )
+    docs = folder.parent / "docs"
+    if docs.is_dir():
+        write_atomically(docs / "zoo.md", format_zoo_page(folder))
     return write_atomically(folder / "README.md", format_readme(folder))
+
+
+def format_zoo_page(folder: Path) -> str:
+    """`docs/zoo.md`: the newest run of the suite `zoo` on each device, model by model."""
+    runs = [result for result in find_newest_results(folder) if result.suite == "zoo"]
+    return format_page({result.device: (result.machine, result.rows) for result in runs})

@@ -55,10 +55,16 @@ def fresh_cache_environment() -> dict[str, str]:
     }
 
 
+def default_path(suite: str, device: str, output: str | None) -> Path:
+    """The file that `save_results` writes today."""
+    today = datetime.date.today().isoformat()
+    return Path(output) if output else Path("benchmarks") / f"{today}-{suite}-{device}.json"
+
+
 def save_results(suite: str, device: str, rows: list[dict[str, Any]], output: str | None) -> Path:
     """Write the rows of a suite and the description of the machine."""
     facts = describe_machine(device)
-    path = Path(output) if output else Path("benchmarks") / f"{facts['date']}-{suite}-{device}.json"
+    path = default_path(suite, device, output)
     return write_atomically(path, json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fulgurite.bench.readme import find_newest_results, format_readme
+from fulgurite.bench.readme import find_newest_results, format_readme, format_zoo_page
 from fulgurite.cli import main
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -52,3 +52,8 @@ def test_a_missing_folder_is_an_error(tmp_path, capsys):
 def test_the_committed_page_is_up_to_date():
     found = (BENCHMARKS / "README.md").read_text()
     assert found == format_readme(BENCHMARKS), "run `fulgurite bench report`"
+
+
+def test_the_page_of_the_model_zoo_is_up_to_date():
+    found = (BENCHMARKS.parent / "docs" / "zoo.md").read_text()
+    assert found == format_zoo_page(BENCHMARKS), "run `fulgurite bench report`"

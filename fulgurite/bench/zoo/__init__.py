@@ -1,0 +1,1 @@
+"""Suite `zoo`: models of timm, torchvision and transformers, without weights, against eager."""

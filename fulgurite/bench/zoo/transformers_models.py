@@ -1,0 +1,201 @@
+"""The transformers models of the suite `zoo`: classes by task, built small.
+
+In: the name of a class. Out: a module with random weights. The configuration is the class's default with sizes
+replaced by one rule, `SMALL_SIZES`; `SPECIAL` holds what the rule can't know.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+from torch import nn
+
+from fulgurite.bench.zoo.build import KEEP_ALL
+
+CAUSAL = """
+    LlamaForCausalLM Llama4ForCausalLM MistralForCausalLM MixtralForCausalLM Qwen2ForCausalLM
+    Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM GemmaForCausalLM
+    Gemma2ForCausalLM Gemma3ForCausalLM PhiForCausalLM Phi3ForCausalLM PhimoeForCausalLM
+    OlmoForCausalLM Olmo2ForCausalLM OlmoeForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM
+    GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM CohereForCausalLM Cohere2ForCausalLM
+    FalconForCausalLM BloomForCausalLM MptForCausalLM GPT2LMHeadModel GPT2ForSequenceClassification
+    GPTJForCausalLM GPTNeoForCausalLM GPTNeoForSequenceClassification GPTNeoXForCausalLM
+    GPTBigCodeForCausalLM CodeGenForCausalLM OPTForCausalLM XGLMForCausalLM StableLmForCausalLM
+    PersimmonForCausalLM NemotronForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM Exaone4ForCausalLM
+    SmolLM3ForCausalLM JetMoeForCausalLM Lfm2ForCausalLM ModernBertDecoderForCausalLM
+    BartForCausalLM BlenderbotSmallForCausalLM MegatronBertForCausalLM TrOCRForCausalLM
+    ElectraForCausalLM XLNetLMHeadModel CTRLLMHeadModel MambaForCausalLM Mamba2ForCausalLM
+    FalconMambaForCausalLM JambaForCausalLM RecurrentGemmaForCausalLM RwkvForCausalLM
+    MiniMaxForCausalLM BioGptForCausalLM
+"""
+MASKED = """
+    BertForMaskedLM BertForQuestionAnswering AlbertForMaskedLM BigBirdForMaskedLM CamembertForMaskedLM
+    ConvBertForMaskedLM DebertaForMaskedLM DebertaV2ForMaskedLM DebertaV2ForQuestionAnswering
+    DistilBertForMaskedLM DistilBertForQuestionAnswering ElectraForQuestionAnswering ErnieForMaskedLM
+    EsmForMaskedLM EuroBertForMaskedLM FNetForMaskedLM FunnelForMaskedLM IBertForMaskedLM
+    LayoutLMForMaskedLM LayoutLMForSequenceClassification LongformerForMaskedLM LukeForMaskedLM
+    MegatronBertForQuestionAnswering MobileBertForMaskedLM MobileBertForQuestionAnswering
+    ModernBertForMaskedLM MPNetForMaskedLM NystromformerForMaskedLM PerceiverForMaskedLM
+    ReformerForMaskedLM RemBertForMaskedLM RobertaForMaskedLM RobertaForQuestionAnswering
+    RoFormerForMaskedLM SqueezeBertForMaskedLM XLMWithLMHeadModel XLMRobertaForMaskedLM
+    XmodForMaskedLM YosoForMaskedLM
+"""
+ENCODER_DECODER = """
+    BartForConditionalGeneration BigBirdPegasusForConditionalGeneration
+    BlenderbotForConditionalGeneration FSMTForConditionalGeneration LEDForConditionalGeneration
+    LongT5ForConditionalGeneration M2M100ForConditionalGeneration MarianMTModel
+    MBartForConditionalGeneration MT5ForConditionalGeneration NllbMoeForConditionalGeneration
+    PegasusForConditionalGeneration PegasusXForConditionalGeneration PLBartForConditionalGeneration
+    ProphetNetForConditionalGeneration SwitchTransformersForConditionalGeneration
+    T5ForConditionalGeneration T5GemmaForConditionalGeneration UMT5ForConditionalGeneration
+"""
+VISION = """
+    ViTForImageClassification BeitForImageClassification BitForImageClassification
+    CLIPForImageClassification ConvNextForImageClassification ConvNextV2ForImageClassification
+    CvtForImageClassification DeiTForImageClassification Dinov2ForImageClassification
+    Dinov2WithRegistersForImageClassification EfficientNetForImageClassification
+    FocalNetForImageClassification HieraForImageClassification ImageGPTForImageClassification
+    LevitForImageClassification MobileNetV1ForImageClassification MobileNetV2ForImageClassification
+    MobileViTForImageClassification MobileViTV2ForImageClassification PoolFormerForImageClassification
+    PvtForImageClassification PvtV2ForImageClassification RegNetForImageClassification
+    ResNetForImageClassification SegformerForSemanticSegmentation SiglipForImageClassification
+    SwiftFormerForImageClassification SwinForImageClassification Swinv2ForImageClassification
+    ViTMSNForImageClassification YolosForObjectDetection DPTForSemanticSegmentation
+    GLPNForDepthEstimation
+"""
+SPEECH = """
+    WhisperForConditionalGeneration WhisperForAudioClassification Wav2Vec2ForCTC
+    Wav2Vec2ForSequenceClassification HubertForCTC SEWForCTC SEWDForCTC UniSpeechForCTC
+    UniSpeechSatForCTC WavLMForCTC Wav2Vec2BertForCTC Wav2Vec2ConformerForCTC Data2VecAudioForCTC
+    ASTForAudioClassification Speech2TextForConditionalGeneration SpeechT5ForSpeechToText
+    MoonshineForConditionalGeneration
+"""
+TASKS: dict[str, tuple[str, ...]] = {
+    "causal": tuple(CAUSAL.split()),
+    "masked": tuple(MASKED.split()),
+    "encoder-decoder": tuple(ENCODER_DECODER.split()),
+    "vision": tuple(VISION.split()),
+    "speech": tuple(SPEECH.split()),
+}
+
+VOCABULARY = 256
+SMALL_HEADS = 4
+HEADS = ("num_attention_heads", "n_head", "num_heads")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+# A field of a configuration whose whole name matches gets the value. The first match counts.
+SMALL_SIZES: tuple[tuple[str, Any], ...] = (
+    (r"(src_|tgt_|entity_)?vocab_size", VOCABULARY),
+    (
+        r"(num_|n_|encoder_|decoder_|num_encoder_|num_decoder_)?(hidden_)?layers?|depth",
+        4,
+    ),  # 4 equal layers are compiled once
+    (
+        r"(num_|n_|encoder_|decoder_)?(attention_)?heads?|num_(encoder|decoder)_attention_heads",
+        SMALL_HEADS,
+    ),
+    (r"num_key_value_heads|n_head_kv|num_kv_heads", 2),
+    (r"num_(self|cross)_attention_heads", SMALL_HEADS),
+    (r"linear_num_(key|value)_heads", 2),
+    (r"linear_(key|value)_head_dim", 16),
+    (r"hidden_size|d_model|n_embd|emb_dim|dim|embedding_size|d_embed|attention_hidden_size", 64),
+    (
+        r"(moe_)?intermediate_size\w*|shared_expert_intermediate_size|(encoder_|decoder_)?ffn_dim",
+        128,
+    ),
+    (r"d_ff|d_inner|n_inner|dense_ffn_hidden_size|expert_ffn_size|mlp_dim", 128),
+    (r"head_dim|d_kv|d_head|attention_head_size", 16),
+    (r"rotary_dim", 8),
+    (r"num_latents|d_latents", 64),
+    (r"num_self_attends_per_block", 2),
+    (r"q_lora_rank|kv_lora_rank", 32),
+    (r"qk_nope_head_dim|qk_rope_head_dim|v_head_dim", 16),
+    (r"num_(local_)?experts|n_routed_experts|moe_num_experts", 4),
+    (r"num_experts_per_tok|moe_top_k|top_k_experts", 2),
+    (r"n_group|topk_group", 1),
+    (r"state_size|ssm_state_size|mamba_d_state", 16),
+    (r"sliding_window|attention_window_size", 8),
+    (r"attention_window", 16),
+    (r"max_position_embeddings|n_positions|max_source_positions|max_target_positions", 512),
+    (r"image_size|input_size", 64),
+    (r"num_labels", 10),
+)
+
+
+# Fields that get a value wherever they exist. Random masks and noise would differ between two random number generators;
+# weights of the usual 0.02 would hide most of a small model's layers behind its residual stream.
+FIXED_FIELDS: dict[str, Any] = {
+    "apply_spec_augment": False,
+    "router_jitter_noise": 0.0,
+    "input_jitter_noise": 0.0,
+    "initializer_range": 0.1,
+}
+# What the rule can't know, by class.
+_GPT_NEO = {"attention_types": [[["global", "local"], 2]], "pad_token_id": 0}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "JambaForCausalLM": {"attn_layer_offset": 1, "attn_layer_period": 2, "mamba_dt_rank": 8},
+    "Mamba2ForCausalLM": {"num_heads": 8, "n_groups": 2, "chunk_size": 8},
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
+    "NemotronForCausalLM": {"num_key_value_heads": 2},
+    "GPT2ForSequenceClassification": {"pad_token_id": 0},
+    "GPTNeoForCausalLM": _GPT_NEO,
+    "GPTNeoForSequenceClassification": _GPT_NEO,
+    "GPTJForCausalLM": {"rotary_dim": 8},
+    "PerceiverForMaskedLM": {"max_position_embeddings": 32},  # it predicts all positions
+    "ReformerForMaskedLM": {
+        "attn_layers": ["local", "lsh", "local", "lsh"],
+        "axial_pos_shape": [4, 8],
+        "axial_pos_embds_dim": [32, 32],
+        "local_attn_chunk_length": 8,
+        "lsh_attn_chunk_length": 8,
+        "num_buckets": 4,
+        "hash_seed": 0,
+    },
+    "EsmForMaskedLM": {"pad_token_id": 1, "mask_token_id": 4},
+    "XmodForMaskedLM": {"default_language": "en_XX"},
+    "EfficientNetForImageClassification": {"width_coefficient": 0.5, "hidden_dim": 640},
+    "SwinForImageClassification": {"window_size": 2},
+    "DPTForSemanticSegmentation": {"backbone_out_indices": [0, 1, 2, 3]},
+}
+
+
+def build(class_name: str) -> nn.Module:
+    """A model of the class, with its default configuration made small."""
+    transformers = importlib.import_module("transformers")
+    model_class = getattr(transformers, class_name, None)
+    if model_class is None:
+        raise ImportError(f"transformers {transformers.__version__} has no {class_name}")
+    return model_class(small_config(model_class.config_class, SPECIAL.get(class_name, {})))
+
+
+def small_config(config_class: Any, special: dict[str, Any]) -> Any:
+    """A configuration of the class: `special` first, then the rule, then the class's defaults."""
+    default = config_class()
+    fields = default.to_dict()
+    changed = {name: small_size(name, value, fields) for name, value in fields.items()}
+    changed = {name: size for name, size in changed.items() if size is not None}
+    for name, sub_class in getattr(config_class, "sub_configs", {}).items():
+        if isinstance(getattr(default, name, None), sub_class):
+            changed[name] = small_config(sub_class, special.get(name, {})).to_dict()
+    fixed = {name: value for name, value in FIXED_FIELDS.items() if name in fields}
+    return config_class(**{**changed, **fixed, **special})
+
+
+def small_size(name: str, value: Any, fields: dict[str, Any]) -> Any:
+    """The small value of a field; None: keep the default."""
+    if name == "vocab_size":
+        return VOCABULARY
+    if name in KV_HEADS and value in (None, *(fields.get(heads) for heads in HEADS)):
+        return None if value is None else SMALL_HEADS  # no grouped-query attention
+    if isinstance(value, float) and value > 0 and "drop" in name:
+        return KEEP_ALL
+    if type(value) is not int:
+        return None
+    if name.endswith("_token_id"):
+        return value if value < VOCABULARY else SPECIAL_TOKENS.get(name, 4)
+    for pattern, size in SMALL_SIZES:
+        if re.fullmatch(pattern, name):
+            return min(size, value)
+    return None
