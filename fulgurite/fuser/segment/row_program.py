@@ -74,8 +74,16 @@ def _check_rows(
     if loops.is_cpu:
         is_too_long = 4 * points > loops.max_row_bytes(rows) and len(statements) > 1
         return f"the rows of {names} are too long for the cache" if is_too_long else None
+    if _has_crossed_sorts(sorts):  # gave wrong values on an H200 with Triton 3.6
+        return f"{names} sort across each other's rows"
     if points > MAX_GPU_POINTS:
         return f"the rows of {names} are too long for registers"
     if any(info.loops - grid & loops.dynamic_loops for info in statements):
         return f"the rows of {names} have a dynamic size"
     return None
+
+
+def _has_crossed_sorts(sorts: Sequence[StatementInfo]) -> bool:
+    """Whether one sort is along a loop over whose points another one sorts its rows."""
+    rows = frozenset().union(*(info.parallel_loops - info.rank_loops for info in sorts))
+    return any((info.loops - info.parallel_loops) & rows for info in sorts)

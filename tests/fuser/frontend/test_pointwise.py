@@ -394,3 +394,10 @@ def test_float_to_integer_drops_negative_zero() -> None:
     """-0.3 becomes 0, not -0: its reciprocal is inf."""
     small = torch.tensor([-0.3, -0.0, 0.0, 0.3, -1.5, 2.5] * 5)
     check_fused(lambda x: (1 / x.int().float(), 1 / x.long().float(), 1 / x.double().int()), small)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int64], ids=str)
+def test_negative_factors_wrap_around(dtype):
+    """Unsigned numbers too, whose negative literals Triton refuses."""
+    x = torch.tensor([0, 1, 5, 100], dtype=dtype)
+    check_fused(lambda x: (torch.sub(x, x, alpha=-2), torch.add(x, 7, alpha=-1), x * -3), x)

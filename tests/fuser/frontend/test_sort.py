@@ -250,6 +250,13 @@ def test_two_sorts_along_different_axes() -> None:
     check_fused(function, torch.randn(12, 20))
 
 
+def test_a_sort_across_the_rows_of_another() -> None:
+    def function(x: torch.Tensor) -> Any:
+        return x.topk(2, -1)[0].msort(), x.topk(2, 0)[0].topk(1, 1)[0]
+
+    check_fused(function, torch.randint(-9, 9, (5, 5)).float())
+
+
 def test_scatter_at_top_positions() -> None:
     def function(x: torch.Tensor) -> Any:
         values, positions = x.topk(3, 1)

@@ -30,6 +30,7 @@ TYPES: dict[torch.dtype, str] = {
     torch.float32: "float32",
     torch.float64: "float64",
 }
+UNSIGNED_DTYPES = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 INT32_MIN, INT32_MAX = -(1 << 31), (1 << 31) - 1
 TO_FLOAT8 = {torch.float8_e4m3fn: "to_e4m3", torch.float8_e5m2: "to_e5m2"}
 
@@ -40,8 +41,13 @@ def triton_type(dtype: torch.dtype) -> str:
 
 
 def literal(value: int | float | bool, dtype: torch.dtype) -> str:
-    """A number as an untyped literal: it takes the type of the block it meets."""
+    """A number as an untyped literal: it takes the type of the block it meets.
+
+    Triton refuses negative literals beside unsigned blocks, so they are written modulo 2^bits.
+    """
     dtype = opmath_dtype(dtype)
+    if dtype in UNSIGNED_DTYPES:
+        value = int(value) % (1 << 8 * dtype.itemsize)
     if dtype.is_floating_point:
         number = float(value)
         if math.isnan(number) or math.isinf(number):
