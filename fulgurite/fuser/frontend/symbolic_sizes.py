@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._sympy.numbers import IntInfinity, NegativeIntInfinity
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.value_ranges import bound_sympy
@@ -24,9 +25,14 @@ MAX_BOUND = 1 << 62  # a bound from here on says nothing: torch gives sys.maxsiz
 
 
 def size_to_index(size: Any) -> Index:
-    """Converts a size or SymInt of torch to an `Index` over symbols."""
+    """Converts a size or SymInt of torch to an `Index` over symbols.
+
+    A size that a guard pins to 1, such as n // 2 with n in (2, 3), becomes 1: it broadcasts.
+    """
     if isinstance(size, int):
         return Index(size)
+    if not size.node.expr.is_Symbol and statically_known_true(size == 1):
+        return Index(1)
     return _Converter(size.node.shape_env).convert(size.node.expr)
 
 

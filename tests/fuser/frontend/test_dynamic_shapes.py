@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import fulgurite
 from fulgurite import fuser
 from tests.fuser.support import check_fused, check_fused_again, trace
 
@@ -79,3 +80,15 @@ def test_reshape_whose_sizes_are_quotients_of_products() -> None:
 
     region = check_fused(f, torch.randn(13, 40), mode="symbolic")
     check_fused_again(region, f, torch.randn(6, 12))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, on every target")
+def test_a_size_that_a_guard_pins_to_one_broadcasts() -> None:
+    """A half of two columns is one column, and it meets a mask of two."""
+
+    def function(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return F.glu(x, 2).masked_fill(mask, 1)
+
+    x, mask = torch.randn(2, 2, 2), torch.rand(2, 2, 2) < 0.5
+    compiled = fulgurite.compile(function, dynamic=True)
+    torch.testing.assert_close(compiled(x, mask), function(x, mask))
