@@ -32,6 +32,7 @@ from torch.fx import _symbolic_trace
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fulgurite.capture.direct_call import DirectCall, find_inline_wrapper
+from fulgurite.capture.eager_fallback import EagerFallback
 from fulgurite.errors import CaptureError, FulguriteError, GraphBreakError, OpError
 from fulgurite.trace.describe import is_user_file
 
@@ -62,25 +63,43 @@ def optimize(
         )
     return DirectCall(
         function,
-        collect_breaks(captured, backend.breaks),
+        collect_breaks(captured, backend.breaks, EagerFallback(function, fullgraph)),
         backend,
         find_inline_wrapper(function, captured),
     )
 
 
-def collect_breaks(captured: Callable[..., Any], breaks: list[GraphBreak]) -> Callable[..., Any]:
+def collect_breaks(
+    captured: Callable[..., Any], breaks: list[GraphBreak], fallback: EagerFallback
+) -> Callable[..., Any]:
     """`captured`, with its graph breaks appended to `breaks` and TorchDynamo's errors translated."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if fallback.is_known_to_fail(args, kwargs):
+            return fallback.function(*args, **kwargs)
         outer, _break_sink.breaks = _break_sink.breaks, breaks
         try:
             return captured(*args, **kwargs)
-        except (exc.BackendCompilerFailed, exc.Unsupported, exc.TorchRuntimeError) as error:
+        except exc.TorchRuntimeError as error:
+            translated = _find_fulgurite_error(error) or _make_op_error(str(error))
+            if not fallback.can_run(error, translated):
+                raise translated from error
+        except (exc.BackendCompilerFailed, exc.Unsupported) as error:
             raise_translated(error)
         finally:
             _break_sink.breaks = outer
+        result = fallback.run(translated, args, kwargs)
+        breaks.append(_capture_failure(translated))
+        return result
 
     return call
+
+
+def _capture_failure(error: FulguriteError) -> GraphBreak:
+    """A failed capture as `explain` lists it."""
+    place = re.search(r"(\S+):(\d+), in ", error.details.get("where", ""))
+    file, line = (place[1], int(place[2])) if place else ("", 0)
+    return GraphBreak(f"capture failed, eager mode runs the function: {error.what}", "", file, line)
 
 
 def is_capturing() -> bool:
@@ -223,8 +242,6 @@ def raise_translated(error: Exception) -> NoReturn:
             where=_user_line(text),
             next=hint or "change that line, or compile without fullgraph=True",
         ) from error
-    if isinstance(error, exc.TorchRuntimeError):
-        raise _find_fulgurite_error(error) or _make_op_error(text) from error
     if isinstance(error, exc.BackendCompilerFailed):
         raise CaptureError(
             f"capture failed: {type(inner).__name__}: {inner}",
