@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 from fulgurite.fuser.frontend.lowering_context import LoweringContext
+from fulgurite.fuser.frontend.symbolic_sizes import sizes_to_indices
 from fulgurite.fuser.frontend.tensor_value import (
     Axes,
     TensorValue,
@@ -20,6 +21,7 @@ from fulgurite.fuser.ir import index as indices
 from fulgurite.fuser.ir.errors import Unsupported
 from fulgurite.fuser.ir.expression import Expression
 from fulgurite.fuser.ir.index import Index, IndirectIndex
+from fulgurite.trace.node_meta import fake_value
 
 
 def _make_indirect_index(
@@ -30,6 +32,18 @@ def _make_indirect_index(
     return indices.from_atom(IndirectIndex(expression, size, wraps_negative))
 
 
+def _check_addresses(source: Node, dims: Sequence[int]) -> None:
+    """Raises Unsupported if addresses don't depend on the position along one of the dimensions.
+
+    Kernels check a position where they compute an address with it. Along a dimension of one element, or
+    an expanded one, there is nothing to compute: torch runs the op, and checks.
+    """
+    fake = fake_value(source)
+    sizes, strides = sizes_to_indices(fake), fake.stride()
+    if any(sizes[dim] == 1 or (isinstance(strides[dim], int) and not strides[dim]) for dim in dims):
+        raise Unsupported("an index along a dimension of one element, or an expanded one")
+
+
 def lower_gather(
     ctx: LoweringContext, node: Node, source: Any, dim: int, index: Any, **_: Any
 ) -> TensorValue:
@@ -37,6 +51,7 @@ def lower_gather(
     if not value.axes or len(value.axes) != len(index_value.axes):
         raise Unsupported("gather with a 0-d tensor")
     dim = canonicalize_dim(dim, len(value.axes))
+    _check_addresses(source, [dim])
 
     def expression_at(axes: Axes) -> Expression:
         at = axis_indices(axes)
@@ -49,11 +64,14 @@ def lower_gather(
 def lower_take(ctx: LoweringContext, node: Node, source: Any, index: Any) -> TensorValue:
     value, index_value = ctx.get_value(source), ctx.get_value(index)
     size = indices.product(value.sizes)
-    flat = reshape_value(value, (size,)) if value.axes else None
+    if size == 1:
+        raise Unsupported("take of a tensor of one element")
+    _check_addresses(source, [d for d, length in enumerate(value.sizes) if length != 1])
+    flat = reshape_value(value, (size,))
 
     def expression_at(axes: Axes) -> Expression:
         position = _make_indirect_index(index_value.broadcast_to(axes), size, wraps_negative=True)
-        return value.expression if flat is None else flat.load_at([position])
+        return flat.load_at([position])
 
     return ctx.add_result(node, expression_at)
 
@@ -65,6 +83,7 @@ def lower_index_select(
     if not value.axes or not index_value.axes:
         raise Unsupported("index_select with a 0-d tensor")
     dim = canonicalize_dim(dim, len(value.axes))
+    _check_addresses(source, [dim])
 
     def expression_at(axes: Axes) -> Expression:
         at = axis_indices(axes)
@@ -78,6 +97,7 @@ def lower_embedding(
     ctx: LoweringContext, node: Node, weight: Any, indices: Any, **_: Any
 ) -> TensorValue:
     table, index_value = ctx.get_value(weight), ctx.get_value(indices)
+    _check_addresses(weight, [0])
 
     def expression_at(axes: Axes) -> Expression:
         at = axis_indices(axes)
@@ -97,6 +117,7 @@ def lower_index(
     dims = [d for d, i in enumerate(index_values) if i is not None]
     if any(i.dtype == torch.bool for i in index_values if i is not None):
         raise Unsupported("boolean mask indexing, whose output size depends on the data")
+    _check_addresses(source, dims)
     rank = max(len(index_values[d].axes) for d in dims)  # type: ignore[union-attr]
     # Like numpy: the indexed dimensions go to the front unless they are adjacent.
     is_adjacent = dims == list(range(dims[0], dims[-1] + 1))
