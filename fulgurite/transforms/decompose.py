@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from fulgurite.op import get_decomposition
+from fulgurite.trace.cost import iter_tensors
 from fulgurite.trace.metadata import find_fake_mode, use_fake_mode
 from fulgurite.trace.node_meta import copy_source_and_groups, fake_value, set_fake_value
 from fulgurite.transforms import nll_loss
@@ -89,6 +90,11 @@ def trace_call(
         result = function(*args, **kwargs)
         if result is NotImplemented:
             raise NotImplementedError(f"no decomposition of {node.target} for these arguments")
+        if not _is_view_op(node.target):
+            storages = {x.untyped_storage()._cdata for x in iter_tensors(inputs)}
+            result = pytree.tree_map_only(
+                torch.Tensor, lambda x: _copy_if_shared(x, storages), result
+            )
         if isinstance(result, tuple):  # not a named tuple
             return tuple(map(_with_layout_of, result, fake_value(node)))
         return _with_layout_of(result, fake_value(node))
@@ -101,6 +107,17 @@ def trace_call(
         return None  # not for these arguments, or it depends on data
     is_unusable = any(n.target is node.target or _reads_data(n) for n in traced.graph.nodes)
     return None if is_unusable else traced
+
+
+def _is_view_op(target: Any) -> bool:
+    """Whether results may share memory with arguments, by the op's schema."""
+    return any(result.alias_info is not None for result in target._schema.returns)
+
+
+def _copy_if_shared(result: torch.Tensor, storages: set[int]) -> torch.Tensor:
+    """A result that is a view of an argument, as memory of its own, which the op returns."""
+    is_shared = result.untyped_storage()._cdata in storages
+    return aten.clone(result) if is_shared else result
 
 
 def _with_layout_of(result: Any, expected: Any) -> Any:

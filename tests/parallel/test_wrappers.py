@@ -34,7 +34,10 @@ def test_gradient_accumulation_without_synchronization(ranks, kind):
     assert all(ranks(2).run(cases.check_gradient_accumulation, kind))
 
 
-@pytest.mark.parametrize(("name", "shape"), [("llama", (1, 2, 1)), ("mixtral", (2, 1, 2))])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("llama", (1, 2, 1)), pytest.param("mixtral", (2, 1, 2), marks=pytest.mark.slow)],
+)
 def test_models_on_our_own_mesh(ranks, name, shape):
     assert all(ranks(2).run(cases.check_parallelized, config_of(name, num_hidden_layers=2), shape))
 
