@@ -73,7 +73,7 @@ def measure_case(case: Case, copy: float) -> dict[str, Any]:
         repeats=7,
         budget=0.35,
     )
-    moved = sum(kernel.bytes for kernel in ours.kernels)
+    moved = sum(kernel.bytes_moved for kernel in ours.kernels)
     memory_pool.release_pool()
     peaks = {
         "eager": _measure_peak_memory(lambda: case.function(*inputs)),
