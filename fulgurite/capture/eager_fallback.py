@@ -10,6 +10,7 @@ graph break, has run. With `FULGURITE_STRICT=1` and with `fullgraph=True` the er
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -24,8 +25,10 @@ from fulgurite.config import settings
 from fulgurite.errors import FallbackWarning, FulguriteError, OpError
 from fulgurite.logs import LOG
 
+# folders, with their separator: torchvision is not a part of torch
 PACKAGES = tuple(
-    str(Path(module.__file__ or "").parent) for module in (torch, sys.modules["fulgurite"])
+    os.path.join(Path(module.__file__ or "").parent, "")
+    for module in (torch, sys.modules["fulgurite"])
 )
 
 

@@ -160,7 +160,7 @@ def _matmul_with_bias(left: Any, right: Any, bias: Any) -> Matmul:
     elif not isinstance(x, Tensor) or x.dim() < 2:
         unfit = "a matrix-vector product"
     elif not _is_weight(right):
-        unfit = "neither operand is a weight"
+        unfit = "its right operand is not a weight"
     return Matmul(right, build, unfit)
 
 

@@ -7,10 +7,11 @@ their private forms. Out: the same, with such a call replaced by
     fulgurite::scaled_grouped_mm   FP8 rows and experts of whole-row scales
     fulgurite::grouped_gemm        16 or 32 bits, few rows an expert
 
-| device | replaced |
-|---|---|
-| CPU | all scaled matmuls. torch's CPU kernels take scales per tensor and row only, and are slower: 2 to 80 times (1024 x 1024, 256 rows to 1; one core) |
-| GPU | FP8 shapes for which our kernel was measured faster; MX and NVFP4 where the GPU has no such MMA; grouped matmuls up to 64 rows an expert |
+On a CPU all scaled matmuls are replaced. torch's CPU kernels take scales per tensor and row only, and
+are slower: 2 to 80 times (1024 x 1024, 256 rows to 1; one core).
+
+On a GPU these are replaced: FP8 shapes for which our kernel was measured faster, MX and NVFP4 where the
+GPU has no such MMA, and grouped matmuls of few rows an expert.
 
 Everything else stays with torch, for example a call with `scale_result`.
 """

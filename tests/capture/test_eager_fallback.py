@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import fulgurite
+from fulgurite.capture.eager_fallback import PACKAGES
 from fulgurite.errors import FallbackWarning, OpError
 
 OFFSETS = torch.tensor([16, 16, 40, 64], dtype=torch.int32)
@@ -75,3 +76,11 @@ def test_nothing_runs_twice():
 def test_errors_of_the_program_are_raised():
     with pytest.raises(OpError, match="matmul"):
         fulgurite.compile(lambda x: x @ x)(torch.randn(2, 3))
+
+
+def test_only_our_code_and_torchs_counts_as_capture():
+    torch_file, neighbour = (
+        f"{PACKAGES[0]}nn/functional.py",
+        f"{PACKAGES[0].rstrip('/')}vision/ops.py",
+    )
+    assert torch_file.startswith(PACKAGES) and not neighbour.startswith(PACKAGES)

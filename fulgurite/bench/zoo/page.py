@@ -40,8 +40,8 @@ fulgurite bench zoo --compare torch_compile          # time torch.compile as wel
 - **Isolation.** Each row is a process with limits on time and memory. A crash is a row.
 
 Some models can't be checked and are not counted: eager fails, differs between two runs (`eager
-varies`), or its float32 result is off by more than 1% from float64 (`eager inexact`). *First call* includes compilation; it and the speed depend on
-the machine's load.
+varies`), or its float32 result is off by more than 1% from float64 (`eager inexact`). *First call*
+includes compilation; it and the speed depend on the machine's load.
 """
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fulgurite.fuser.segment.loop_structure import LoopSet, LoopSizes, StatementInfo
 
-# A sort's own rows are not joined into fewer than MIN_ROWS longer rows, which few threads would
+# A sort's own rows are not merged into fewer than MIN_ROWS longer rows, which few threads would
 # compute, unless all of them have at most MAX_SERIAL_POINTS points.
 MIN_ROWS, MAX_SERIAL_POINTS = 64, 4096
 MAX_GPU_POINTS = 8192  # of one value in a row, which a program holds in registers
