@@ -33,6 +33,7 @@ CANDIDATES: dict[str, Compile] = {
     "aot_eager": lambda f: torch.compile(f, backend="aot_eager"),
     "inductor": lambda f: torch.compile(f),
     "fulgurite": lambda f: fulgurite.compile(f),
+    "fulgurite, blocks": lambda f: fulgurite.compile(f, granularity="blocks"),
     "fulgurite, one graph": lambda f: fulgurite.compile(f, granularity="model"),
 }
 

@@ -16,8 +16,11 @@ from typing import Any
 
 import torch
 
+from fulgurite.config import read_env
 from fulgurite.trace.source import write_atomically
 from fulgurite.version import VERSION
+
+RECORDED_SETTINGS = ("FULGURITE_STRICT", "FULGURITE_AUTOTUNE", "FULGURITE_NUM_THREADS")
 
 
 def describe_machine(device: str) -> dict[str, Any]:
@@ -29,11 +32,17 @@ def describe_machine(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
         "processor": _processor(),
-        "command": re.sub(r" --output \S+", "", " ".join(["fulgurite", *sys.argv[1:]])),
+        "command": _command(),
     }
     if device.startswith("cuda"):
         facts["gpu"] = torch.cuda.get_device_name()
     return facts
+
+
+def _command() -> str:
+    """The command line without files, after the settings that change what is measured."""
+    settings = [f"{name}={value}" for name in RECORDED_SETTINGS if (value := read_env(name))]
+    return re.sub(r" --output \S+", "", " ".join([*settings, "fulgurite", *sys.argv[1:]]))
 
 
 def _processor() -> str:
@@ -64,8 +73,12 @@ def default_path(suite: str, device: str, output: str | None) -> Path:
 def save_results(suite: str, device: str, rows: list[dict[str, Any]], output: str | None) -> Path:
     """Write the rows of a suite and the description of the machine."""
     facts = describe_machine(device)
-    path = default_path(suite, device, output)
-    return write_atomically(path, json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")
+    return write_content(default_path(suite, device, output), {"machine": facts, "rows": rows})
+
+
+def write_content(path: Path, content: dict[str, Any]) -> Path:
+    """Write a result file: the machine and the rows."""
+    return write_atomically(path, json.dumps(content, indent=1) + "\n")
 
 
 def format_table(rows: list[list[str]]) -> str:

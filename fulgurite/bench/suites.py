@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fulgurite.bench import compile_time, dispatch, mla, moe
+from fulgurite.bench import compile_time, dispatch, host, mla, moe
 from fulgurite.bench.fusions import cpu as fusions_cpu
 from fulgurite.bench.fusions.report import format_report
 from fulgurite.bench.generate import cpu as generate_cpu
@@ -53,6 +53,7 @@ SUITES: dict[str, Suite] = {
     "dispatch": Suite(dispatch.run_dispatch, dispatch.format_cpu_table, dispatch.format_gpu_table),
     "fusions": Suite(fusions_cpu.run_fusions, fusions_cpu.format_table, format_report),
     "generate": Suite(generate_cpu.run_generate, generate_cpu.format_table, _format_generate_gpu),
+    "host": Suite(host.run_host, host.format_table, host.format_table),
     "mla": Suite(mla.run_mla, _format_mla, _format_mla),
     "models": Suite(models_suite.run_models, models_suite.format_table, models_suite.format_table),
     "moe": Suite(moe.run_moe, moe.format_table, moe.format_table),

@@ -14,12 +14,22 @@ import pytest
 import torch
 
 from fulgurite.bench.readme import format_zoo_page
-from fulgurite.bench.zoo import catalog, inputs, suite, timm_models, torchvision_models
+from fulgurite.bench.zoo import (
+    candidates,
+    catalog,
+    inputs,
+    pool,
+    suite,
+    tables,
+    timm_models,
+    torchvision_models,
+)
 from fulgurite.bench.zoo import transformers_models as hub
 from fulgurite.bench.zoo.build import KEEP_ALL, disable_dropout, run_training
 from fulgurite.bench.zoo.catalog import MODELS, ZooModel, build_case, select
 from fulgurite.bench.zoo.compare import find_differences, flatten, relative_error
-from fulgurite.bench.zoo.worker import Job, measure
+from fulgurite.bench.zoo.sizes import SIZES, choose_sizes
+from fulgurite.bench.zoo.worker import READY, Job, measure
 from fulgurite.cli import main
 from fulgurite.errors import ArgumentError
 
@@ -83,10 +93,35 @@ def test_shards_and_patterns_select_models():
 )
 def test_small_models_by_rule(name, main_input, labels):
     module = hub.build(name)
-    given = inputs.make_inputs(module)
+    given = inputs.make_inputs(module, SIZES["small"])
     assert set(given) - {"decoder_input_ids"} == {main_input}
-    assert set(inputs.make_labels(module)) == labels
+    assert set(inputs.make_labels(module, SIZES["small"])) == labels
     assert sum(parameter.numel() for parameter in module.parameters()) < 5_000_000
+
+
+@pytest.mark.parametrize(
+    ("name", "millions", "input_shape"),
+    [
+        ("BertForMaskedLM", 110, (3, 384)),
+        ("ViTForImageClassification", 86, (3, 3, 224, 224)),
+        ("GPT2LMHeadModel", 124, (3, 1024)),
+        ("LlamaForCausalLM", 1881, (3, 1024)),  # fewer layers
+        ("OlmoeForCausalLM", 393, (3, 1024)),  # 6 layers of width 1024, 16 experts
+    ],
+)
+def test_models_of_default_size(name, millions, input_shape):
+    with torch.device("meta"):
+        module = hub.build(name, SIZES["default"])
+        (given,) = inputs.make_inputs(module, choose_sizes("default", 3)).values()
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    assert parameters / 1e6 == pytest.approx(millions, rel=0.01)
+    assert tuple(given.shape) == input_shape
+
+
+def test_fewer_layers_of_default_size():
+    with torch.device("meta"):
+        module = hub.build("BertForMaskedLM", choose_sizes("default", None, layers=3))
+    assert len(module.bert.encoder.layer) == 3
 
 
 def test_dropout_stays_in_the_graph_but_drops_nothing():
@@ -174,10 +209,28 @@ def test_tensors_inside_containers_and_objects_are_compared():
 def test_a_model_passes(model, mode, monkeypatch):
     one_layer = {BERT.name: {"n_layers": 1}, VIT.name: {"num_hidden_layers": 1}}
     monkeypatch.setattr(hub, "SPECIAL", one_layer)
-    row = measure(make_job(model, mode))
+    turns = []
+    row = measure(make_job(model, mode), lambda: turns.append(1))
     assert row["status"] == "pass", row
     assert row["kernels"] > 0 and row["fallbacks"] == []
     assert row["first_s"] > 0 and row["eager_ms"] > 0 and row["fulgurite_ms"] > 0
+    assert turns == [1]
+
+
+def test_other_compilers_are_timed_and_their_failures_are_facts_of_the_row(monkeypatch):
+    def fail(module):
+        raise RuntimeError("no such backend")
+
+    compilers = {"torch_compile": lambda module: module, "reduce_overhead": lambda module: fail}
+    monkeypatch.setattr(candidates, "COMPILERS", compilers)
+    monkeypatch.setattr("fulgurite.compile", lambda module: module)
+    monkeypatch.setattr("fulgurite.bench.zoo.worker._describe_compilation", lambda compiled: {})
+    row = measure(replace(make_job(BERT, "inference"), compare=tuple(compilers)))
+    assert row["status"] == "pass" and row["torch_compile_ms"] > 0
+    assert row["torch_compile_first_s"] > 0 and "reduce_overhead_ms" not in row
+    assert "TypeError" in row["reduce_overhead_error"]
+    checked = measure(replace(make_job(BERT, "inference"), timing_budget=0.0))
+    assert checked["status"] == "pass" and "eager_ms" not in checked
 
 
 def test_a_wrong_result_is_a_row(monkeypatch):
@@ -208,24 +261,58 @@ def hang(job, connection):
 
 def send_row(job, connection):
     os.setsid()
-    connection.send(
-        {"package": "p", "family": "f", "model": "m", "mode": job.mode, "status": "pass"}
-    )
+    connection.send({**job.describe(), "status": "pass"})
+    connection.close()
 
 
-def test_a_crash_and_a_timeout_are_rows():
+def take_turns(job, connection):
+    """Writes its start and end into the log, which all jobs share."""
+    os.setsid()
+    connection.send(READY)
+    connection.recv()
+    with open(job.log, "a") as log:
+        log.write("start ")
+        log.flush()
+        time.sleep(0.05)
+        log.write("end ")
+    send_row(job, connection)
+
+
+def run_jobs(monkeypatch, run, jobs, workers=2, time_limit=60.0, budget=60.0):
     context = multiprocessing.get_context("fork")
-    job = make_job(BERT, "training")
-    row = suite.measure_row(job, 60, context, crash)
+    monkeypatch.setattr(pool.Worker.__init__, "__defaults__", (run,))
+    deadline = time.perf_counter() + budget
+    return list(pool.measure_rows(jobs, workers, time_limit, deadline, context))
+
+
+def test_a_crash_and_a_timeout_are_rows(monkeypatch):
+    jobs = [replace(make_job(BERT, "training"), timing_budget=0.0)]
+    (row,) = run_jobs(monkeypatch, crash, jobs)
     assert row["status"] == "crashed" and "SIGKILL" in row["error"]
-    row = suite.measure_row(job, 0.5, context, hang)
+    (row,) = run_jobs(monkeypatch, hang, jobs, time_limit=0.5)
     assert row["status"] == "timeout" and row["model"] == BERT.name and row["seconds"] < 30
-    assert suite.measure_row(job, 60, context, send_row)["status"] == "pass"
+    (row,) = run_jobs(monkeypatch, send_row, jobs)
+    assert row["status"] == "pass"
+    rows = run_jobs(monkeypatch, send_row, jobs * 5)
+    assert [row["status"] for row in rows] == ["pass"] * 5
+
+
+def test_no_rows_after_the_deadline(monkeypatch):
+    jobs = [replace(make_job(BERT, "training"), timing_budget=0.0)] * 3
+    start = time.perf_counter()
+    assert run_jobs(monkeypatch, hang, jobs, budget=0.3) == []
+    assert time.perf_counter() - start < 20
+
+
+def test_workers_that_time_take_turns(monkeypatch, tmp_path):
+    log = tmp_path / "turns"
+    rows = run_jobs(monkeypatch, take_turns, [make_job(BERT, "training", str(log))] * 4, workers=3)
+    assert len(rows) == 4
+    assert log.read_text() == "start end " * 4
 
 
 def make_row(job, status):
-    row = {"package": job.model.package, "family": job.model.family, "model": job.model.name}
-    row |= {"mode": job.mode, "status": status, "error": "" if status == "pass" else "why"}
+    row = {**job.describe(), "status": status, "error": "" if status == "pass" else "why"}
     if status == "pass":
         row |= {"graph_breaks": 1, "fallbacks": [], "first_s": 2.0, "eager_ms": 3.0}
         row |= {"fulgurite_ms": 1.5}
@@ -235,25 +322,58 @@ def make_row(job, status):
 def test_resume_keeps_the_rows_that_passed(tmp_path, monkeypatch, capsys):
     calls = []
 
-    def measure_row(job, limit, context):
-        calls.append((job.model.name, job.mode))
-        return make_row(job, "failed" if len(calls) == 1 else "pass")
+    def measure_rows(jobs, workers, time_limit, deadline, context):
+        for job in jobs:
+            calls.append((job.model.name, job.mode))
+            yield make_row(job, "failed" if len(calls) == 1 else "pass")
 
-    monkeypatch.setattr(suite, "measure_row", measure_row)
+    monkeypatch.setattr(suite, "measure_rows", measure_rows)
     output = tmp_path / "2026-01-02-zoo-cpu.json"
     command = ["bench", "zoo", "--device", "cpu", "--only", "DistilBert", "--output", str(output)]
     assert main(command) == 0
     assert len(calls) == 4
-    assert main([*command, "--resume"]) == 0
+    capsys.readouterr()
+    assert main([*command, "--resume", "--print-json"]) == 0
     assert calls[4:] == [calls[0]]
     rows = json.loads(output.read_text())["rows"]
     assert sorted({(row["model"], row["mode"]) for row in rows}) == sorted(set(calls))
-    assert "2.00" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "2.00" in printed
     page = format_zoo_page(tmp_path)
     assert (
         "| `DistilBertForMaskedLM` | pass | pass | 1 / 1 | 0 / 0 | 2.0 / 2.0 | 2.00 / 2.00 |"
         in page
     )
+
+    saved = tmp_path / "printed.log"
+    saved.write_text(f"other output\n{printed}")
+    merged = tmp_path / "2026-01-03-zoo-cpu.json"
+    merge = ["bench", "zoo", "--device", "cpu", "--output", str(merged), "--merge"]
+    assert main([*merge, str(saved)]) == 0
+    assert main([*merge, str(saved)]) == 0  # the same row again replaces itself
+    assert [row["model"] for row in json.loads(merged.read_text())["rows"]] == [calls[0][0]]
+
+
+def make_timed_row(model, mode, ours, compiled, eager=2.0):
+    job = replace(make_job(model, mode), sizes=choose_sizes("default", 4))
+    figures = {"fulgurite_ms": ours, "torch_compile_ms": compiled, "eager_ms": eager}
+    figures |= {"fulgurite_peak_mb": 50.0, "torch_compile_peak_mb": 100.0}
+    return {**job.describe(), "status": "pass", **figures}
+
+
+def test_the_summary_of_times_counts_rows_that_are_behind():
+    moe = ZooModel("transformers", "causal", "OlmoeForCausalLM")
+    rows = [
+        make_timed_row(BERT, "inference", ours=1.0, compiled=4.0),
+        make_timed_row(VIT, "inference", ours=1.0, compiled=0.96),
+        make_timed_row(moe, "inference", ours=4.0, compiled=1.0),
+    ]
+    _, inference, moes = tables.format_speed_summary(rows).splitlines()
+    # rows, x eager, x compile, peak, slower than eager, behind torch.compile
+    assert inference.split() == ["inference", "3", "1.26", "0.99", "0.50", "1", "1"]
+    assert moes.split() == ["MoE", "inference", "1", "0.50", "0.25", "0.50", "1", "1"]
+    assert "DistilBertForMaskedLM" in tables.format_summary(rows)
+    assert len({tables.row_key(row) for row in rows}) == 3
 
 
 def test_missing_packages_are_named(monkeypatch):

@@ -24,6 +24,7 @@ from fulgurite.bench.zoo.build import (
     seed_everything,
     sum_of_means,
 )
+from fulgurite.bench.zoo.sizes import SIZES, Sizes
 from fulgurite.errors import ArgumentError
 
 Mode = Literal["inference", "training"]
@@ -92,7 +93,9 @@ def import_package(package: str) -> Any:
     return importlib.import_module(package)
 
 
-def build_case(model: ZooModel, mode: Mode, device: str, dtype: torch.dtype) -> Case:
+def build_case(
+    model: ZooModel, mode: Mode, device: str, dtype: torch.dtype, sizes: Sizes = SIZES["small"]
+) -> Case:
     """The model with random weights, the same ones each time, in the mode."""
     import_package(model.package)
     seed_everything()
@@ -100,16 +103,18 @@ def build_case(model: ZooModel, mode: Mode, device: str, dtype: torch.dtype) -> 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
     loss = model_loss
-    if model.package == "transformers":
-        module = transformers_models.build(model.name)
-        kwargs = inputs.make_inputs(module)
-        kwargs |= inputs.make_labels(module) if training else {}
-    elif model.package == "timm":
-        module, images = timm_models.build(model.name)
-        args, loss = (images,), _classification_loss
-    else:
-        module, args = torchvision_models.build(model.name, training)
-        loss = sum_of_means
+    # large models are initialized where they run: on a CPU a billion numbers take seconds
+    with torch.device(device if sizes.name == "default" else "cpu"):
+        if model.package == "transformers":
+            module = transformers_models.build(model.name, sizes)
+            kwargs = inputs.make_inputs(module, sizes)
+            kwargs |= inputs.make_labels(module, sizes) if training else {}
+        elif model.package == "timm":
+            module, images = timm_models.build(model.name, sizes)
+            args, loss = (images,), _classification_loss
+        else:
+            module, args = torchvision_models.build(model.name, training, sizes)
+            loss = sum_of_means
     disable_dropout(module)
     module.train(training).to(device, dtype)
     return Case(module, move(args, device, dtype), move(kwargs, device, dtype), loss)

@@ -5,10 +5,19 @@ In: saved rows by device. Out: Markdown. `fulgurite bench report` writes it to `
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from fulgurite.bench.zoo.catalog import MODES
-from fulgurite.bench.zoo.suite import Row, format_summary, group_of
+from fulgurite.bench.zoo.tables import (
+    format_checks,
+    format_speed_summary,
+    format_times,
+    group_of,
+    is_check,
+    is_timed,
+)
+from fulgurite.bench.zoo.worker import Row
 
 INTRODUCTION = """\
 # Model zoo
@@ -22,14 +31,16 @@ pip install 'fulgurite[zoo]'                         # timm, torchvision, transf
 fulgurite bench zoo --device cpu                     # all models; rows are saved as they come
 fulgurite bench zoo --only 'timm|speech' --resume    # some models; keep the rows that passed
 fulgurite bench zoo --shard 1/4                      # a quarter of them
-fulgurite bench zoo --compare torch_compile          # time torch.compile as well
+fulgurite bench zoo --check-only --workers 8         # results only, eight models at a time
+fulgurite bench zoo --size default --batch 1 --batch 8 --compare torch_compile --compare reduce_overhead
 ```
 
 ## How a model is checked
 
 - **Sizes.** transformers: the default configuration of the class with small sizes (width 64, 4
   layers, 256 tokens), by one rule. timm and torchvision: the smallest model of each family, 64 to
-  256 pixels. The batch is 2.
+  256 pixels. The batch is 2. With `--size default` models keep their default sizes, with at most 12
+  layers, and run in bfloat16 on GPUs; MoE models have 6 layers of width 1024 with 16 experts.
 - **Inference and training.** Inference compares all outputs, KV caches included. A training step
   compares outputs, loss, the gradient of every parameter, and buffers. Dropout stays in the graph
   with a probability of 1e-30.
@@ -37,11 +48,22 @@ fulgurite bench zoo --compare torch_compile          # time torch.compile as wel
   if it is close to eager's, or if its error against float64 is at most twice eager's (3 times for
   small tensors), plus a tenth of the tolerance. The tolerance is 1e-4 for inference and 1e-3 for
   training in float32, and ten times that in 16 bits.
+- **Calls.** The first and the second call are compared, and on GPUs one after 24 more, which
+  replays CUDA graphs.
 - **Isolation.** Each row is a process with limits on time and memory. A crash is a row.
 
 Some models can't be checked and are not counted: eager fails, differs between two runs (`eager
 varies`), or its float32 result is off by more than 1% from float64 (`eager inexact`). *First call*
 includes compilation; it and the speed depend on the machine's load.
+
+## How a model is timed
+
+Eager, `torch.compile`, `torch.compile(mode="reduce-overhead")` and `fulgurite.compile` with default
+options run in one process, in turns; times are medians. *× compile* is the time of `torch.compile`
+over ours: above 1, ours is faster. *device* is the sum of the kernels' times. *launches* counts a
+CUDA graph as one. *peak MB* is memory that the allocator reserves during calls, above parameters
+and inputs. First calls start with empty caches. With `--workers N`, N models compile at the same
+time, and then each is timed alone.
 """
 
 
@@ -53,16 +75,33 @@ def format_page(runs: dict[str, tuple[dict[str, Any], list[Row]]]) -> str:
         parts += [
             f"## {'GPU' if device == 'cuda' else 'CPU'}\n",
             f"{hardware}, torch {machine['torch']}, {machine['date']}: `{machine['command']}`\n",
-            f"```text\n{format_summary(rows)}\n```\n",
-            _format_failures(rows),
-            _format_models(rows),
+            _format_versions(rows),
+            _format_sections(rows),
         ]
+    return "\n".join(part for part in parts if part)
+
+
+def _format_versions(rows: list[Row]) -> str:
+    """Which torch the rows were measured with, if not all with the same."""
+    counts = Counter(row["torch"] for row in rows if "torch" in row)
+    if len(counts) < 2:
+        return ""
+    return "Rows: " + ", ".join(f"{n} with torch {name}" for name, n in counts.items()) + ".\n"
+
+
+def _format_sections(rows: list[Row]) -> str:
+    checks, timed = [r for r in rows if is_check(r)], [r for r in rows if is_timed(r)]
+    parts = [f"### Results\n\n```text\n{format_checks(checks)}\n```\n"] if checks else []
+    if timed:
+        parts.append(f"### Times\n\n```text\n{format_speed_summary(timed)}\n```\n")
+        parts.append(f"```text\n{format_times(timed)}\n```\n")
+    parts += [_format_failures(rows), _format_models(checks) if checks else ""]
     return "\n".join(part for part in parts if part)
 
 
 def _format_failures(rows: list[Row]) -> str:
     lines = [
-        f"- `{row['package']}/{row['model']}`, {row['mode']}: {row['status']}. "
+        f"- `{row['package']}/{row['model']}`, {row['mode']}{_size(row)}: {row['status']}. "
         f"`{row['error'].splitlines()[0][:160].replace('`', '')}`"
         for row in rows
         if row["status"] != "pass"
@@ -93,6 +132,10 @@ def _format_models(rows: list[Row]) -> str:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _size(row: Row) -> str:
+    return "" if is_check(row) else f", {row['size']} size, batch {row['batch']}"
 
 
 def _pair(figures: list[str]) -> str:

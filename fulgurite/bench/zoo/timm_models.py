@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-BATCH = 2
+from fulgurite.bench.zoo.sizes import Sizes
+
 CLASSES = 10
 
 
@@ -127,10 +128,12 @@ FAMILIES: dict[str, TimmModel] = {
 BY_NAME = {model.name: model for model in FAMILIES.values()}
 
 
-def build(name: str) -> tuple[nn.Module, Tensor]:
-    """The module and its images."""
+def build(name: str, sizes: Sizes) -> tuple[nn.Module, Tensor]:
+    """The module and its images. At the default size the depth and the images are the model's own."""
     model = BY_NAME[name]
     timm = importlib.import_module("timm")
-    chosen = {} if model.depth is None else {"depth": model.depth}
+    is_small = sizes.name == "small"
+    chosen = {"depth": model.depth} if is_small and model.depth is not None else {}
     module = timm.create_model(name, num_classes=CLASSES, **chosen)
-    return module, torch.randn(BATCH, 3, model.image_size, model.image_size)
+    image_size = model.image_size if is_small else module.default_cfg["input_size"][-1]
+    return module, torch.randn(sizes.batch, 3, image_size, image_size)

@@ -13,28 +13,42 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-BATCH = 2
+from fulgurite.bench.zoo.sizes import Sizes
+
 CLASSES = 10
 
 
-def _images(size: int) -> Callable[[], tuple[Any, ...]]:
-    return lambda: (torch.randn(BATCH, 3, size, size),)
+MakeInputs = Callable[[Sizes], tuple[Any, ...]]
+DEFAULT_IMAGE = 224
 
 
-def _clips(size: int, frames: int, batch: int = BATCH) -> Callable[[], tuple[Any, ...]]:
-    return lambda: (torch.randn(batch, 3, frames, size, size),)
+def _images(small: int) -> MakeInputs:
+    def make(sizes: Sizes) -> tuple[Any, ...]:
+        pixels = small if sizes.name == "small" else max(DEFAULT_IMAGE, small)
+        return (torch.randn(sizes.batch, 3, pixels, pixels),)
+
+    return make
 
 
-def _image_pairs() -> tuple[Any, ...]:
-    return torch.randn(BATCH, 3, 128, 128), torch.randn(BATCH, 3, 128, 128)
+def _clips(pixels: int, frames: int, small_batch: int = 2) -> MakeInputs:
+    def make(sizes: Sizes) -> tuple[Any, ...]:
+        if sizes.name == "small":
+            return (torch.randn(small_batch, 3, frames, pixels, pixels),)
+        return (torch.randn(sizes.batch, 3, 16, DEFAULT_IMAGE, DEFAULT_IMAGE),)
+
+    return make
 
 
-def _image_list() -> tuple[Any, ...]:
-    return ([torch.rand(3, 64, 64) for _ in range(BATCH)],)
+def _image_pairs(sizes: Sizes) -> tuple[Any, ...]:
+    return torch.randn(sizes.batch, 3, 128, 128), torch.randn(sizes.batch, 3, 128, 128)
+
+
+def _image_list(sizes: Sizes) -> tuple[Any, ...]:
+    return ([torch.rand(3, 64, 64) for _ in range(sizes.batch)],)
 
 
 # name: (family, makes the inputs)
-MODELS: dict[str, tuple[str, Callable[[], tuple[Any, ...]]]] = {
+MODELS: dict[str, tuple[str, MakeInputs]] = {
     "alexnet": ("alexnet", _images(96)),
     "convnext_tiny": ("convnext", _images(64)),
     "densenet121": ("densenet", _images(64)),
@@ -67,8 +81,8 @@ MODELS: dict[str, tuple[str, Callable[[], tuple[Any, ...]]]] = {
     "mc3_18": ("mc3", _clips(32, 8)),
     "r2plus1d_18": ("r2plus1d", _clips(32, 8)),
     "r3d_18": ("r3d", _clips(32, 8)),
-    "s3d": ("s3d", _clips(224, 16, batch=1)),
-    "mvit_v2_s": ("mvit", _clips(224, 16, batch=1)),
+    "s3d": ("s3d", _clips(224, 16, small_batch=1)),
+    "mvit_v2_s": ("mvit", _clips(224, 16, small_batch=1)),
     "swin3d_t": ("swin3d", _clips(32, 8)),
     "raft_small": ("raft", _image_pairs),
 }
@@ -87,7 +101,7 @@ WITH_BACKBONE = {
 WITH_CPP_OPS = {"fasterrcnn_mobilenet_v3_large_320_fpn"}  # its RoI align takes minutes in Python
 
 
-def build(name: str, training: bool) -> tuple[nn.Module, tuple[Any, ...]]:
+def build(name: str, training: bool, sizes: Sizes) -> tuple[nn.Module, tuple[Any, ...]]:
     """The module and its positional arguments."""
     torchvision = import_torchvision()
     if name in WITH_CPP_OPS and not torchvision.extension._has_ops():
@@ -95,16 +109,16 @@ def build(name: str, training: bool) -> tuple[nn.Module, tuple[Any, ...]]:
     chosen: dict[str, Any] = {} if name in WITHOUT_CLASSES else {"num_classes": CLASSES}
     if name in WITH_BACKBONE:
         chosen |= {"weights_backbone": None, **DETECTORS.get(name, {})}
-    args = MODELS[name][1]()
+    args = MODELS[name][1](sizes)
     if name in DETECTORS and training:
-        args += (_targets(),)
+        args += (_targets(sizes.batch),)
     return torchvision.models.get_model(name, weights=None, **chosen), args
 
 
-def _targets() -> list[dict[str, Tensor]]:
+def _targets(batch: int) -> list[dict[str, Tensor]]:
     """Two boxes an image, inside its 64 x 64 pixels."""
     boxes = torch.tensor([[4.0, 8.0, 30.0, 40.0], [20.0, 10.0, 60.0, 50.0]])
-    return [{"boxes": boxes, "labels": torch.tensor([1, 2])} for _ in range(BATCH)]
+    return [{"boxes": boxes, "labels": torch.tensor([1, 2])} for _ in range(batch)]
 
 
 def import_torchvision() -> Any:

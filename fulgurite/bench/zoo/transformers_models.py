@@ -1,7 +1,8 @@
-"""The transformers models of the suite `zoo`: classes by task, built small.
+"""The transformers models of the suite `zoo`: classes by task, built small or with their default sizes.
 
-In: the name of a class. Out: a module with random weights. The configuration is the class's default with sizes
-replaced by one rule, `SMALL_SIZES`; `SPECIAL` holds what the rule can't know.
+In: the name of a class. Out: a module with random weights. A small configuration is the class's default with sizes
+replaced by one rule, `SMALL_SIZES`; `SPECIAL` holds what the rule can't know. A default one keeps its sizes but for
+the number of layers; MoE models get `MOE_SIZES`.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import importlib
 import re
 from typing import Any
 
+import torch
 from torch import nn
 
 from fulgurite.bench.zoo.build import KEEP_ALL
+from fulgurite.bench.zoo.sizes import SIZES, Sizes
 
 CAUSAL = """
     LlamaForCausalLM Llama4ForCausalLM MistralForCausalLM MixtralForCausalLM Qwen2ForCausalLM
@@ -86,12 +89,11 @@ HEADS = ("num_attention_heads", "n_head", "num_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 # A field of a configuration whose whole name matches gets the value. The first match counts.
-SMALL_SIZES: tuple[tuple[str, Any], ...] = (
+SizeRules = tuple[tuple[str, int], ...]
+LAYERS = r"(num_|n_|encoder_|decoder_|num_encoder_|num_decoder_)?(hidden_)?layers?|depth"
+SMALL_SIZES: SizeRules = (
     (r"(src_|tgt_|entity_)?vocab_size", VOCABULARY),
-    (
-        r"(num_|n_|encoder_|decoder_|num_encoder_|num_decoder_)?(hidden_)?layers?|depth",
-        4,
-    ),  # 4 equal layers are compiled once
+    (LAYERS, 4),  # 4 equal layers are compiled once
     (
         r"(num_|n_|encoder_|decoder_)?(attention_)?heads?|num_(encoder|decoder)_attention_heads",
         SMALL_HEADS,
@@ -123,17 +125,52 @@ SMALL_SIZES: tuple[tuple[str, Any], ...] = (
     (r"num_labels", 10),
 )
 
+# MoE classes at the default size: 6 layers of width 1024 with 16 experts
+MOE = (
+    "OlmoeForCausalLM",
+    "GraniteMoeForCausalLM",
+    "Glm4MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "MixtralForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "GptOssForCausalLM",
+)
+MOE_LAYERS = 6
+MOE_SIZES: SizeRules = (
+    (r"vocab_size", 32000),
+    (r"hidden_size", 1024),
+    (r"intermediate_size", 1024),
+    (r"moe_intermediate_size", 512),
+    (r"num_attention_heads", 16),
+    (r"num_key_value_heads", 16),
+    (r"num_(local_)?experts|n_routed_experts", 16),
+    (r"q_lora_rank", 512),
+    (r"kv_lora_rank", 256),
+    (r"first_k_dense_replace", 1),
+)
+MAX_PARAMETERS = 2_000_000_000
 
-# Fields that get a value wherever they exist. Random masks and noise would differ between two random number generators;
-# weights of the usual 0.02 would hide most of a small model's layers behind its residual stream.
+# Fields that get a value wherever they exist. Random masks and noise would differ between two random number generators.
+# Small models: weights of the usual 0.02 would hide most of the layers behind the residual stream.
 FIXED_FIELDS: dict[str, Any] = {
     "apply_spec_augment": False,
     "router_jitter_noise": 0.0,
     "input_jitter_noise": 0.0,
-    "initializer_range": 0.1,
 }
+SMALL_FIXED_FIELDS = {**FIXED_FIELDS, "initializer_range": 0.1}
 # What the rule can't know, by class.
 _GPT_NEO = {"attention_types": [[["global", "local"], 2]], "pad_token_id": 0}
+DEFAULT_SPECIAL: dict[str, dict[str, Any]] = {
+    "GPT2ForSequenceClassification": {"pad_token_id": 0},
+    "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 6]]},
+    "GPTNeoForSequenceClassification": {
+        "attention_types": [[["global", "local"], 6]],
+        "pad_token_id": 0,
+    },
+    "EsmForMaskedLM": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
+    "XmodForMaskedLM": {"default_language": "en_XX"},
+}
 SPECIAL: dict[str, dict[str, Any]] = {
     "JambaForCausalLM": {"attn_layer_offset": 1, "attn_layer_period": 2, "mamba_dt_rank": 8},
     "Mamba2ForCausalLM": {"num_heads": 8, "n_groups": 2, "chunk_size": 8},
@@ -161,13 +198,59 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 
 
-def build(class_name: str) -> nn.Module:
-    """A model of the class, with its default configuration made small."""
+def build(class_name: str, sizes: Sizes = SIZES["small"]) -> nn.Module:
+    """A model of the class: small, or of its default sizes."""
     transformers = importlib.import_module("transformers")
     model_class = getattr(transformers, class_name, None)
     if model_class is None:
         raise ImportError(f"transformers {transformers.__version__} has no {class_name}")
-    return model_class(small_config(model_class.config_class, SPECIAL.get(class_name, {})))
+    if sizes.name == "small":
+        config = small_config(model_class.config_class, SPECIAL.get(class_name, {}))
+    elif class_name in MOE:
+        layers = min(MOE_LAYERS, sizes.layers)
+        config = make_config(model_class.config_class, MOE_SIZES, layers)
+    else:
+        config = default_config(model_class, sizes.layers)
+    return model_class(config)
+
+
+def default_config(model_class: Any, max_layers: int) -> Any:
+    """The class's default configuration with so many layers, or fewer if it has over 2 billion parameters."""
+    special = DEFAULT_SPECIAL.get(model_class.__name__, {})
+    config = make_config(model_class.config_class, (), max_layers, special)
+    with torch.device("meta"):
+        parameters = sum(one.numel() for one in model_class(config).parameters())
+    if parameters <= MAX_PARAMETERS:
+        return config
+    layers = max(2, max_layers * MAX_PARAMETERS // parameters)
+    return make_config(model_class.config_class, (), layers, special)
+
+
+def make_config(
+    config_class: Any, rules: SizeRules, max_layers: int, special: dict[str, Any] | None = None
+) -> Any:
+    """The default configuration with at most so many layers, and sizes by the rules."""
+    default = config_class()
+    fields = {name: value for name, value in default.to_dict().items() if type(value) is int}
+    changed = {name: _match_rule(name, value, rules) for name, value in fields.items()}
+    changed = {name: size for name, size in changed.items() if size is not None}
+    for name, value in default.to_dict().items():
+        if type(value) is int and re.fullmatch(LAYERS, name):
+            changed[name] = min(max_layers, value)
+        elif isinstance(value, float) and value > 0 and "drop" in name:
+            changed[name] = KEEP_ALL
+    for name, sub_class in getattr(config_class, "sub_configs", {}).items():
+        if isinstance(getattr(default, name, None), sub_class):
+            changed[name] = make_config(sub_class, rules, max_layers).to_dict()
+    fixed = {name: value for name, value in FIXED_FIELDS.items() if name in default.to_dict()}
+    return config_class(**{**changed, **fixed, **(special or {})})
+
+
+def _match_rule(name: str, value: int, rules: SizeRules) -> Any:
+    for pattern, size in rules:
+        if re.fullmatch(pattern, name):
+            return min(size, value)
+    return None
 
 
 def small_config(config_class: Any, special: dict[str, Any]) -> Any:
@@ -179,7 +262,7 @@ def small_config(config_class: Any, special: dict[str, Any]) -> Any:
     for name, sub_class in getattr(config_class, "sub_configs", {}).items():
         if isinstance(getattr(default, name, None), sub_class):
             changed[name] = small_config(sub_class, special.get(name, {})).to_dict()
-    fixed = {name: value for name, value in FIXED_FIELDS.items() if name in fields}
+    fixed = {name: value for name, value in SMALL_FIXED_FIELDS.items() if name in fields}
     return config_class(**{**changed, **fixed, **special})
 
 
@@ -195,7 +278,4 @@ def small_size(name: str, value: Any, fields: dict[str, Any]) -> Any:
         return None
     if name.endswith("_token_id"):
         return value if value < VOCABULARY else SPECIAL_TOKENS.get(name, 4)
-    for pattern, size in SMALL_SIZES:
-        if re.fullmatch(pattern, name):
-            return min(size, value)
-    return None
+    return _match_rule(name, value, SMALL_SIZES)

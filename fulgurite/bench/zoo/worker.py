@@ -1,7 +1,8 @@
 """One row of the suite `zoo`, measured in a process of its own.
 
-In: a `Job`. Out: a row: whether the compiled model agrees with eager, graph breaks, fallbacks, time of the first call,
-and times of later calls. `run_job` is the process's main function; it sends the row through a pipe.
+In: a `Job`. Out: a row: whether the compiled model agrees with eager, graph breaks, fallbacks, and the figures of
+`candidates.py`. `run_job` is the process's main function; it sends the row through a pipe. Before it times anything it
+sends `READY` and waits for an answer: workers prepare at the same time, and time one after the other.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import copy
 import os
 import resource
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fulgurite
-from fulgurite import timing
-from fulgurite.bench.zoo.build import RUNNERS, Case, seed_everything
+from fulgurite.bench.results import fresh_cache_environment
+from fulgurite.bench.zoo.build import RUNNERS, Case
+from fulgurite.bench.zoo.candidates import WARMUPS, describe_error, idle_memory, prepare, time_steps
 from fulgurite.bench.zoo.catalog import Mode, ZooModel, build_case
 from fulgurite.bench.zoo.compare import (
     HALF_MAX_EAGER_ERROR,
@@ -33,9 +34,13 @@ from fulgurite.bench.zoo.compare import (
     find_differences,
     relative_error,
 )
+from fulgurite.bench.zoo.sizes import SIZES, Sizes
 
 MAX_DIFFERENCES = 3  # named in a row
 Row = dict[str, Any]
+
+
+READY = "ready"
 
 
 @dataclass(frozen=True)
@@ -46,10 +51,26 @@ class Job:
     mode: Mode
     device: str
     dtype: torch.dtype
-    compare: tuple[str, ...]  # other compilers to time: "torch_compile"
-    timing_budget: float  # seconds
+    compare: tuple[str, ...]  # other compilers to time: names of `COMPILERS`
+    timing_budget: float  # seconds; 0: check the results only
     memory_limit: int  # bytes of the process; 0: none
     log: str  # file for the process's output
+    sizes: Sizes = SIZES["small"]
+
+    def describe(self) -> Row:
+        """What identifies the row."""
+        return {
+            "package": self.model.package,
+            "family": self.model.family,
+            "model": self.model.name,
+            "mode": self.mode,
+            "device": self.device,
+            "size": self.sizes.name,
+            "batch": self.sizes.batch,
+            "layers": self.sizes.layers,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "torch": torch.__version__,
+        }
 
 
 def run_job(job: Job, connection: Connection) -> None:
@@ -61,25 +82,28 @@ def run_job(job: Job, connection: Connection) -> None:
     warnings.simplefilter("ignore")
     if job.memory_limit:
         resource.setrlimit(resource.RLIMIT_DATA, (job.memory_limit, job.memory_limit))
-    connection.send(measure(job))
+    if job.timing_budget:
+        os.environ.update(fresh_cache_environment())  # first calls are cold
+
+    def wait_for_turn() -> None:
+        connection.send(READY)
+        connection.recv()
+
+    connection.send(measure(job, wait_for_turn))
     connection.close()
 
 
-def measure(job: Job) -> Row:
+def measure(job: Job, wait_for_turn: Callable[[], None] = lambda: None) -> Row:
     """The row of a job. An exception of the model or of the compiler becomes its status."""
-    row: Row = {
-        "package": job.model.package,
-        "family": job.model.family,
-        "model": job.model.name,
-        "mode": job.mode,
-    }
+    row = job.describe()
     try:
-        case = build_case(job.model, job.mode, job.device, job.dtype)
+        case = build_case(job.model, job.mode, job.device, job.dtype, job.sizes)
+        idle_bytes = idle_memory(case, job.mode) if job.timing_budget else 0
         reference = _Reference(case, job)
     except ImportError as problem:  # not in the installed version of the package
-        return {**row, "status": "unavailable", "error": _describe(problem)}
+        return {**row, "status": "unavailable", "error": describe_error(problem)}
     except Exception as problem:  # whatever a model raises, its row says so
-        return {**row, "status": "eager fails", "error": _describe(problem)}
+        return {**row, "status": "eager fails", "error": describe_error(problem)}
     if reference.varies:
         return {**row, "status": "eager varies", "error": _join(reference.varies)}
     row["eager_error"] = reference.error
@@ -93,12 +117,23 @@ def measure(job: Job) -> Row:
         row["first_s"] = time.perf_counter() - start
         second = reference.run(replace(case, module=compiled))
         differences = reference.compare(first) or reference.compare(second)
+        if job.device.startswith("cuda") and not differences:  # CUDA graphs replay by then
+            for _ in range(WARMUPS):
+                second = reference.run(replace(case, module=compiled))
+            differences = reference.compare(second)
     except Exception as problem:  # the same: a failure is a row
-        return {**row, "status": "failed", "error": _describe(problem)}
+        return {**row, "status": "failed", "error": describe_error(problem)}
     row |= _describe_compilation(compiled)
     if differences:
         return {**row, "status": "inaccurate", "error": _join(differences)}
-    return {**row, "status": "pass", **_time_steps(case, compiled, job)}
+    row["status"] = "pass"
+    if job.timing_budget:
+        del reference, first, second
+        figures, steps = prepare(case, job.mode, compiled, job.compare, idle_bytes)
+        wait_for_turn()
+        row |= figures | {"fulgurite_first_s": row["first_s"]}
+        row |= time_steps(steps, job.timing_budget, job.device)
+    return row
 
 
 class _Reference:
@@ -149,16 +184,6 @@ def _to_double(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor.clone()
 
 
-def _describe(problem: BaseException) -> str:
-    """The type, the first lines of the message, and the innermost line of code."""
-    lines = str(problem).strip().splitlines()[:3]
-    frames = traceback.extract_tb(problem.__traceback__)
-    where = (
-        f" [{'/'.join(frames[-1].filename.split('/')[-3:])}:{frames[-1].lineno}]" if frames else ""
-    )
-    return f"{type(problem).__name__}: {' | '.join(lines)[:400]}{where}"
-
-
 def _describe_compilation(compiled: Any) -> Row:
     explanation = compiled.explain()
     graphs = [graph for one in explanation.graphs for graph in one.compiled_graphs]
@@ -168,34 +193,10 @@ def _describe_compilation(compiled: Any) -> Row:
         "kernels": sum(len(graph.kernels) for graph in graphs),
         "graph_breaks": len(compiled.breaks),
         "fallbacks": failed + explanation.fallbacks,
+        "torch_ops": sorted({op for graph in graphs for op in _op_names(graph.torch_ops)}),
     }
 
 
-def _time_steps(case: Case, compiled: Any, job: Job) -> Row:
-    """Milliseconds of a call, candidates in turns."""
-    steps = {"eager": _make_step(case, job.mode), "fulgurite": None}
-    steps["fulgurite"] = _make_step(replace(case, module=compiled), job.mode)
-    row: Row = {}
-    if "torch_compile" in job.compare:
-        step = _make_step(replace(case, module=torch.compile(case.module)), job.mode)
-        try:
-            row["torch_compile_first_s"] = timing.time_once(step)
-            steps["torch_compile"] = step
-        except Exception as problem:  # a failure of torch.compile is a fact of the row
-            row["torch_compile_error"] = _describe(problem)
-    calls = {name: step for name, step in steps.items() if step is not None}
-    times = timing.median_times(calls, repeats=5, budget=job.timing_budget)
-    return row | {f"{name}_ms": 1e3 * seconds for name, seconds in times.items()}
-
-
-def _make_step(case: Case, mode: Mode) -> Callable[[], Any]:
-    def infer() -> Any:
-        with torch.no_grad():
-            return case.module(*case.args, **case.kwargs)
-
-    def train() -> None:
-        case.loss(case.module(*case.args, **case.kwargs)).backward()
-        case.module.zero_grad(set_to_none=True)
-
-    seed_everything()
-    return train if mode == "training" else infer
+def _op_names(ops: list[str]) -> list[str]:
+    """`mm ×4` → `mm`, without calls that are no ops: Python's operators, regions."""
+    return [op.split(" ×")[0] for op in ops if not op.startswith(("<", "Region(", "SubgraphCall("))]

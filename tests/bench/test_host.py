@@ -1,0 +1,43 @@
+"""The suite `host`: every candidate of a case computes the same, and every row is whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fulgurite import cli, native
+from fulgurite.bench import host
+
+pytestmark = pytest.mark.skipif(native.find_compiler() is None, reason="needs a C++ compiler")
+
+
+@pytest.mark.parametrize("number", range(len(host.make_cases("cpu"))))
+def test_all_candidates_compute_the_same(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(host.CANDIDATES, host.INDUCTOR, lambda f: f)  # compiling takes seconds
+    torch.manual_seed(0)
+    case = host.make_cases("cpu")[number]
+    torch.manual_seed(1)
+    results = {}
+    for name, step in host.make_steps(case, "cpu"):
+        torch.manual_seed(2)
+        results[name] = step()
+    assert set(results) == {host.EAGER, host.INDUCTOR, host.OURS}
+    tolerance = 2e-2 if case.name == "MoE layer" else 1e-4  # bfloat16
+    ours, eager = results[host.OURS], results[host.EAGER]
+    torch.testing.assert_close(ours, eager, rtol=tolerance, atol=tolerance)
+
+
+def test_the_command_writes_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(host.CANDIDATES, host.INDUCTOR)
+    path = tmp_path / "host.json"
+    arguments = ["bench", "host", "--device", "cpu", "--quick", "--output", str(path)]
+    assert cli.main(arguments) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 2 * len(host.make_cases("cpu"))
+    assert all(row["wall_us"] > 0 for row in rows)
+    assert "block forward + backward" in capsys.readouterr().out
