@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.fuzz.coverage import all_ops
 from tests.fuzz.findings import script_path
 from tests.fuzz.op_db import OperatorDatabaseRun
 from tests.fuzz.processes import WorkerProcess
@@ -30,12 +31,14 @@ class Totals:
     lines: int = 0
     discarded: Counter[str] = field(default_factory=Counter)
     findings: list[dict[str, Any]] = field(default_factory=list)
+    ops: Counter[str] = field(default_factory=Counter)
 
     def add(self, report: dict[str, Any]) -> None:
         self.programs += report["programs"]
         self.lines += report["lines"]
         self.discarded.update(report["discarded"])
         self.findings += report["findings"]
+        self.ops.update(report["ops"])
 
 
 class Run:
@@ -104,7 +107,7 @@ class Run:
     def death(self, what: str, seed: int, words: str, path: str = "") -> dict[str, Any]:
         finding = dict(seed=seed, kind="", category="dies", what=f"{what}: {words}", path=path)
         finding["group"] = f"dies {words}"
-        return dict(programs=0, lines=0, discarded={}, findings=[finding])
+        return dict(programs=0, lines=0, discarded={}, findings=[finding], ops={})
 
     def add(self, report: dict[str, Any]) -> None:
         with self.lock:
@@ -144,6 +147,11 @@ class Run:
         print(self.summary())
         for reason, count in self.totals.discarded.most_common():
             print(f"  discarded {count}: {reason}")
+        ops = all_ops()
+        missing = sorted(ops - self.totals.ops.keys())
+        print(f"  {len(ops) - len(missing)} of {len(ops)} ops of the fuser's tables")
+        if missing:
+            print(f"  without: {' '.join(missing)}")
         groups: dict[str, list[dict[str, Any]]] = {}
         for finding in self.totals.findings:
             groups.setdefault(finding["group"], []).append(finding)
@@ -156,6 +164,7 @@ class Run:
             lines=self.totals.lines,
             discarded=self.totals.discarded,
             findings=self.totals.findings,
+            ops=self.totals.ops,
         )
         name = f"report-{self.target}-{self.options.seeds or 'continued'}.json".replace(":", "-")
         (FOLDER / name).write_text(json.dumps(report, indent=1))
@@ -172,8 +181,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="programs that are compiled as one")
     parser.add_argument(
         "--optimization",
-        default="-O1 -fno-tree-vectorize",
-        help="more flags of the C++ compiler; an empty text compiles as users do",
+        default="",
+        help="more flags of the C++ compiler, for example -O1",
     )
     database = parser.add_argument_group("the operator database instead of random programs")
     database.add_argument("--opdb", action="store_true")

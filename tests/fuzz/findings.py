@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 import math
 import fulgurite
+from tests.fuzz.program import mixed_precision
 
 {program}
 

@@ -22,16 +22,15 @@ from tests.fuzz.oracle import REFUSALS, Reference
 from tests.fuzz.program import Input, Line, Number, Program, prune
 from tests.fuzz.templates import ERRORS, KINDS, TABLES, WEIGHTS
 
-SIZES = (0, 1, 1, 2, 2, 3, 3, 4, 5, 7, 8, 9, 16, 17, 33)
+SIZES = (0, 1, 1, 2, 2, 3, 3, 4, 5, 7, 8, 9, 16, 17, 33, 0, 1, 2, 3, 2, 5, 7, 65, 257)
 DYNAMIC_SIZES = (2, 3, 4, 5, 7, 8, 17, 33)
 MAX_ELEMENTS = 600
 DTYPES = {
     **{"float32": 12, "float64": 2, "bfloat16": 3, "float16": 2, "int64": 4, "int32": 2},
-    **{"int16": 1, "int8": 1, "uint8": 1, "bool": 2, "complex64": 1, "float8_e4m3fn": 0.3},
+    **{"int16": 1, "int8": 1, "uint8": 1, "bool": 2, "complex64": 1, "complex128": 0.3},
+    **{"float8_e4m3fn": 0.3, "float8_e5m2": 0.2},
 }
-LAYOUTS = (
-    "plain plain plain plain transposed stepped expanded offset odd_offset last_channel".split()
-)
+LAYOUTS = "plain plain plain plain transposed stepped expanded offset odd_offset last_channel windows".split()
 FLOAT_VALUES = "quarters quarters quarters normal normal odd odd unit extreme".split()
 INT_VALUES = "quarters quarters quarters extreme".split()
 CONSTANTS = (2, -3, 1, 0, 0.5, -1.5, 2.0, 3, -1, True)
@@ -41,6 +40,7 @@ DISCRETE_OPS = set(
     logical_and logical_or logical_xor logical_not nextafter threshold threshold_backward copysign div
     hardtanh_backward leaky_relu_backward gelu_backward angle""".split()
 )
+ELEMENTWISE_OPS = sorted(ELEMENTWISE_LOWERINGS)  # some are prims only
 EXACT_OPS = set(
     "add sub rsub mul neg abs maximum minimum fmax fmin clamp clamp_min clamp_max relu positive where".split()
 )
@@ -50,6 +50,9 @@ SQUARES = re.compile(
 )
 UNSTABLE = re.compile(r"sort\(|topk|kthvalue|median|mode\(|quantile")
 PRODUCT = re.compile(r"prod")
+HARD_SIGMOID = re.compile(r"hardsigmoid|hardswish")
+FLOAT_SUMS = re.compile(r"trapezoid|mean|dtype=torch.float")
+AVERAGES = re.compile(r"interpolate|pool|softmax|conv|linear|einsum|mv\(|cumulative|diff")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -60,7 +63,7 @@ class Builder:
         self.rng = rng = random.Random(seed)
         self.seed = seed
         self.kind = rng.choices(kinds, [WEIGHTS.get(kind, 1) for kind in kinds])[0]
-        self.dynamic: bool | None = self.kind == "symbol" or rng.random() < 0.08
+        self.dynamic: bool | None = self.kind == "symbol" or rng.random() < 0.04
         if self.dynamic and rng.random() < 0.15:
             self.dynamic = None  # sizes become symbols in the second call
         self.gradient = self.kind not in ("error", "complex", "symbol") and rng.random() < 0.2
@@ -88,7 +91,7 @@ class Builder:
 
     def _draw_input(self, name: str) -> Input:
         rng = self.rng
-        ranks = (3, 3, 4, 4, 5) if self.kind == "resize" else (0, 1, 1, 2, 2, 2, 2, 3, 3, 4)
+        ranks = (3, 4, 4, 5, 5) if self.kind == "resize" else (0, 1, 1, 2, 2, 2, 2, 3, 3, 4)
         shape: list[int | str] = []
         for _ in range(100):
             shape = [rng.choice(("s0", "s1", "s1", "s2", "s2")) for _ in range(rng.choice(ranks))]
@@ -102,7 +105,7 @@ class Builder:
         if self.gradient or self.kind in ("resize", "matmul", "layer"):
             dtype = rng.choice(("float32", "float32", "float64", "float32", "bfloat16"))
         if self.kind == "complex" and name == "a0":
-            dtype = "complex64"
+            dtype = rng.choice(("complex64", "complex64", "complex128"))
         layout = rng.choice(LAYOUTS)
         if self.kind == "subclass" and name == "a0":
             layout, dtype = "two", rng.choice(("float32", "float32", "bfloat16", "int64"))
@@ -111,7 +114,7 @@ class Builder:
         grad = self.gradient and kind in (torch.float32, torch.float64) and rng.random() < 0.8
         if grad and values in ("odd", "extreme"):
             values = "normal"
-        grad = grad and layout != "expanded"
+        grad = grad and layout not in ("expanded", "windows")
         return Input(
             name, tuple(shape), dtype, layout, values, self.seed * 8 + len(self.inputs), grad
         )
@@ -270,10 +273,13 @@ class Builder:
 
     def draw_table_line(self) -> Line:
         """A call of an op of the fuser's tables, with arguments by its schema."""
-        name = self.rng.choice(sorted(ELEMENTWISE_LOWERINGS))
+        name = self.rng.choice([n for n in ELEMENTWISE_OPS if hasattr(torch.ops.aten, n)])
         packet = getattr(torch.ops.aten, name)
         overloads = [getattr(packet, o) for o in packet.overloads() if "out" not in o]
         overloads = [o for o in overloads if not o._schema.is_mutable and o._schema.returns]
+        overloads = [
+            o for o in overloads if any(str(a.type) == "Tensor" for a in o._schema.arguments)
+        ]
         op = self.rng.choice(sorted(overloads, key=str))
         x = self.pick("any")
         arguments = []
@@ -310,16 +316,35 @@ class Builder:
         """Whether the line is not worth a comparison.
 
         Eager divides the smallest integer by -1, which ends the process; or squares overflow, which
-        eager's CPU kernels compute in double.
+        eager's CPU kernels compute in double; or it writes to memory that overlaps itself, which no
+        functional form of a program describes.
         """
+        is_written = not line.target or "_scatter(" in line.text
+        if is_written and any(map(self._overlaps_itself, line.used)):
+            return True
         used = [self.reference.eager[name] for name in line.used & self.reference.eager.keys()]
         if DIVISION.search(line.text) and any(map(has_smallest_integer, used)):
             return True
         if self.gradient and UNSTABLE.search(line.text) and "stable=True" not in line.text:
             return True  # the gradient of ties is any of them
+        if HARD_SIGMOID.search(line.text) and any(map(is_float64, used)):
+            return True  # eager multiplies by 1/6 in float32
         if PRODUCT.search(line.text) and any(map(may_overflow, used)):
             return True
+        is_sum = oracle.SUMS.search(line.text) or AVERAGES.search(line.text)
+        if is_sum and any(map(may_sum_overflow, used)):
+            return True
+        if FLOAT_SUMS.search(line.text) and any(map(has_huge_integer, used)):
+            return True
         return SQUARES.search(line.text) is not None and any(map(has_huge_float, used))
+
+    def _overlaps_itself(self, name: str) -> bool:
+        """Whether a value is in the memory of an input of overlapping windows."""
+        windows = [i.name for i in self.inputs if i.layout == "windows"]
+        values = self.reference.eager
+        memory = set().union(*(oracle.storages(values[w]) for w in windows))
+        value = values.get(name)
+        return isinstance(value, Tensor) and bool(oracle.storages(value) & memory)
 
     def try_line(self, line: Line) -> bool:
         """Add a line if eager runs it."""
@@ -434,6 +459,15 @@ def has_smallest_integer(value: Any) -> bool:
     return smallest < 0 and any(bool((p == smallest).any()) for p in oracle.parts_of(value))
 
 
+def is_float64(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.float64
+
+
+def has_huge_integer(value: Any) -> bool:
+    parts = oracle.parts_of(value) if isinstance(value, Tensor) else []
+    return any(bool((p.double().abs() > 1 << 40).any()) for p in parts if not oracle.is_float(p))
+
+
 def may_overflow(value: Any) -> bool:
     """Whether the product of all numbers overflows, so that a zero among them decides by its place."""
     parts = oracle.parts_of(value) if isinstance(value, Tensor) else []
@@ -441,6 +475,16 @@ def may_overflow(value: Any) -> bool:
         if part.is_floating_point():
             logs = part.double().abs().log2().clamp(min=0).nan_to_num(0, 0)
             if float(logs.sum()) > math.log2(torch.finfo(part.dtype).max) - 2:
+                return True
+    return False
+
+
+def may_sum_overflow(value: Any) -> bool:
+    """Whether a sum of some of these numbers is infinite or not by the order of its terms."""
+    for part in oracle.parts_of(value) if isinstance(value, Tensor) else []:
+        if part.is_floating_point():
+            total = float(part.double().abs().nan_to_num(0, 0, 0).sum())
+            if total > torch.finfo(part.dtype).max / 8:
                 return True
     return False
 

@@ -87,6 +87,11 @@ def draw_indices(given: Input, count: int, generator: torch.Generator) -> Tensor
     return numbers[torch.randperm(count, generator=generator)]
 
 
+def has_windows(shape: list[int]) -> bool:
+    """Whether the last two dimensions may be overlapping windows of one."""
+    return len(shape) >= 2 and min(shape[-2:]) >= 1
+
+
 def make_tensor(given: Input, call: Mapping[str, Number], device: str, wide: bool = False) -> Any:
     """The tensor of an input. `wide` makes it float64 or complex128, with the same strides."""
     shape = [int(call[size]) if isinstance(size, str) else size for size in given.shape]
@@ -98,6 +103,8 @@ def make_tensor(given: Input, call: Mapping[str, Number], device: str, wide: boo
         stored[-1] *= 2
     elif layout == "expanded":
         stored[0] = 1
+    elif layout == "windows" and has_windows(shape):
+        stored[-2:] = [shape[-2] + shape[-1] - 1]
     offset = {"offset": 3, "odd_offset": 1}.get(layout, 0)
     numbers = draw_numbers(given, math.prod(stored) + offset)
     if wide:
@@ -107,6 +114,8 @@ def make_tensor(given: Input, call: Mapping[str, Number], device: str, wide: boo
         data = data.permute(*range(len(shape))[::-1])
     elif layout == "stepped":
         data = data[..., ::2]
+    elif layout == "windows" and has_windows(shape):
+        data = data.unfold(-1, shape[-1], 1)
     elif layout == "last_channel" and len(shape) >= 3:
         data = data.movedim(1, -1).contiguous().movedim(-1, 1)
     data = data.expand(shape)

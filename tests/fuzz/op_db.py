@@ -41,7 +41,7 @@ from tests.suites.operator_database import (
 
 EXECUTORS = ["fuser", "torch"]
 SECONDS_PER_UNIT = 150
-UNITS_PER_PROCESS = 60
+UNITS_PER_PROCESS = 200
 FOLDER = Path("fuzz-findings")
 ERRORS = (AssertionError, RuntimeError, TypeError, ValueError, IndexError, KeyError, FulguriteError)
 

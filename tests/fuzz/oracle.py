@@ -103,11 +103,14 @@ def fits_float32(value: Any) -> bool:
     return all(p.dtype != torch.float64 or is_same(p.float(), p) for p in parts_of(value))
 
 
-def is_tame(value: Any) -> bool:
-    """Whether sums of these numbers are exact in any order: small multiples of 1/16, NaN, infinity."""
+def is_tame(value: Any, whole: bool = False) -> bool:
+    """Whether sums of these numbers are exact in any order: small multiples of 1/16, NaN, infinity.
+
+    Whole numbers are always exact, unless their sum is a float: `whole` looks at them, too.
+    """
     for part in parts_of(value):
-        if is_float(part):
-            numbers = comparable(part) * 16
+        if whole or is_float(part):
+            numbers = comparable(part).double() * 16
             finite = numbers.isfinite()
             is_small = (numbers == numbers.round()) & (numbers.abs() < 1 << 24)
             if not bool((is_small | ~finite).all()):
@@ -162,7 +165,9 @@ class Reference:
     def add(self, line: Line) -> bool:
         """Run a line. False if it has no place in a program: then `start` again."""
         used = line.used & self.eager.keys()
-        is_tame_sum = SUMS.search(line.text) is None or all(is_tame(self.eager[n]) for n in used)
+        is_sum = SUMS.search(line.text) is not None
+        is_tame_sum = not is_sum or all(is_tame(self.eager[n]) for n in used)
+        are_all_tame = is_tame_sum and all(not is_sum or is_tame(self.eager[n], True) for n in used)
         if (line.discrete or line.bitwise) and not used <= self.exact:
             return False
         with evaluation(False):
@@ -173,6 +178,8 @@ class Reference:
             with evaluation(True):
                 run_line(line, self.wide, True)
         changed = [line.target] if line.target else self._written(used)
+        results = [part for name in changed for part in parts_of(self.eager[name])]
+        is_tame_sum = are_all_tame if any(map(is_float, results)) else is_tame_sum
         tainted = line.approximate or not is_tame_sum or bool(used & self.tainted)
         eps = max((self.eps.get(name, 0.0) for name in used), default=0.0)
         judged = [self._judge(name, tainted, eps) for name in changed]
@@ -255,7 +262,9 @@ class Reference:
                 and isinstance(value, Tensor)
                 and not is_same(value, self.wide[name])
             ):
-                scope[name] = value + (self.wide[name] - value).detach()
+                is_whole = not all(map(is_float, parts_of(value)))
+                right = self.wide[name]
+                scope[name] = right if is_whole else value + (right - value).detach()
 
     def _perturb(self, value: Any, eps: float, generator: Any) -> Any:
         if not isinstance(value, Tensor) or isinstance(value, TwoTensor) or not is_float(value):

@@ -48,7 +48,7 @@ class WorkerProcess:
             [*self.command, "--cache", self.cache],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self.log.open("w"),
+            stderr=self.log.open("a"),
             text=True,
             env=self.environment,
         )

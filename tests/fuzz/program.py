@@ -16,8 +16,22 @@ import torch
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
+
+def mixed_precision(function: Callable[..., Any], *operands: Any) -> Any:
+    """The function's result under autocast to bfloat16."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.autocast(device, torch.bfloat16):
+        return function(*operands)
+
+
 # the scope of a program's lines
-NAMES: dict[str, Any] = {"torch": torch, "F": F, "math": math, "TwoTensor": TwoTensor}
+NAMES: dict[str, Any] = {
+    "torch": torch,
+    "F": F,
+    "math": math,
+    "TwoTensor": TwoTensor,
+    "mixed_precision": mixed_precision,
+}
 IDENTIFIER = re.compile(r"\b[abijknpstuv]\d+(?:_\d+)?\b")
 Number = int | float
 
