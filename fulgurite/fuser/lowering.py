@@ -21,7 +21,8 @@ from fulgurite import device as devices
 from fulgurite import native
 from fulgurite.device import DeviceInfo
 from fulgurite.fuser.codegen.cpp.translation_unit import write_kernel, write_translation_unit
-from fulgurite.fuser.codegen.triton.kernel import TritonKernelSource, write_kernels
+from fulgurite.fuser.codegen.triton.horizontal import fuse_horizontally
+from fulgurite.fuser.codegen.triton.kernel import write_kernels
 from fulgurite.fuser.frontend.lower_graph import lower_graph
 from fulgurite.fuser.ir import cost
 from fulgurite.fuser.ir.errors import Unsupported
@@ -47,7 +48,7 @@ from fulgurite.fuser.segment.inplace import store_in_place
 from fulgurite.fuser.segment.scatter_nest import with_initial_nests
 from fulgurite.trace.op_names import name_from_ops
 
-MAX_PROGRAMS = 2**31 - 1  # of a grid's first dimension; the second has at most some hundred
+MAX_PROGRAMS = (2**31 - 1, 2**16 - 1)  # of a grid's first and second dimension
 MAX_ATTEMPTS = 6  # schedules of one kernel that are tried before torch runs its region
 # What schedules see in Triton's interpreter, where nothing is timed: an H200.
 INTERPRETER_DEVICE = DeviceInfo(
@@ -199,35 +200,40 @@ def lower_triton(region: Region, device: torch.device, autotune: bool = False) -
 
 
 def _build_triton_region(
-    region: Region, scheduled: list[_ScheduledKernel], device: torch.device
+    region: Region, scheduled: list[_ScheduledKernel], device: torch.device, fuses: bool = True
 ) -> TritonRegion:
-    """The region with the kernels of these schedules."""
+    """The region with the kernels of these schedules; `fuses`: several kernels in one launch."""
     int64_indices, device_info = needs_int64_indices(region), gpu_info(device)
 
     @functools.cache
     def write(use_int64: bool, is_aligned: bool = True) -> KernelModule:
-        sources: list[TritonKernelSource] = []
-        for kernel in scheduled:
-            sources += write_kernels(kernel.name, kernel.schedule, use_int64)
-        return build_kernel_module(sources)
+        sources = [write_kernels(k.name, k.schedule, use_int64) for k in scheduled]
+        if not fuses:
+            return build_kernel_module([source for own in sources for source in own])
+        schedules = [kernel.schedule for kernel in scheduled]
+        return build_kernel_module(fuse_horizontally(schedules, sources, device_info, use_int64))
 
     def reschedule(failed: str) -> TritonRegion | None:
         """The region with the next schedule of a kernel."""
+        if any(source.name == failed and source.fused for source in kernel_module.kernels):
+            return _build_triton_region(region, scheduled, device, fuses=False)
         for number, kernel in enumerate(scheduled):
             if failed in kernel.source_names:
                 smaller = kernel.with_smaller_schedule(device_info)
                 if smaller is None:
                     return None
                 others = [*scheduled[:number], smaller, *scheduled[number + 1 :]]
-                return _build_triton_region(region, others, device)
+                return _build_triton_region(region, others, device, fuses)
         return None
 
     kernel_module = write(bool(int64_indices), True)
     for source in kernel_module.kernels:
-        if source.grid[0].is_constant and source.grid[0].constant > MAX_PROGRAMS:
-            raise Unsupported(f"a kernel of {source.grid[0].constant} programs")
+        for programs, limit in zip(source.grid, MAX_PROGRAMS, strict=True):
+            if programs.is_constant and programs.constant > limit:
+                raise Unsupported(f"a kernel of {programs.constant} programs")
     kernels = tuple(
-        _describe_kernel(region, kernel_module, kernel, device_info, device) for kernel in scheduled
+        _describe_kernel(region, kernel_module, own, device_info, device)
+        for own in _kernels_of_launches(kernel_module, scheduled)
     )
     return TritonRegion(region, write, kernels, device, int64_indices, reschedule)
 
@@ -237,31 +243,43 @@ def _decline_to_measure() -> float:
     return math.nan
 
 
+def _kernels_of_launches(
+    kernel_module: KernelModule, scheduled: list[_ScheduledKernel]
+) -> list[list[_ScheduledKernel]]:
+    """The kernels in the order they run; those that run in one launch together."""
+    by_name = {name: kernel for kernel in scheduled for name in kernel.source_names}
+    found: dict[str, list[_ScheduledKernel]] = {}
+    for source in kernel_module.kernels:
+        own = [by_name[name] for name in source.fused or (source.name,)]
+        found.setdefault(own[0].name, own)
+    return list(found.values())
+
+
 def _describe_kernel(
     region: Region,
     kernel_module: KernelModule,
-    kernel: _ScheduledKernel,
+    own: list[_ScheduledKernel],
     device_info: DeviceInfo,
     device: torch.device,
 ) -> Kernel:
-    """A kernel with those that combine its partial results."""
-    name = kernel.name
-    sources = [source for source in kernel_module.kernels if source.name in kernel.source_names]
+    """A kernel with those that combine its partial results, or several kernels in one launch."""
+    kernel, names = own[0], {name for each in own for name in each.source_names}
+    sources = [s for s in kernel_module.kernels if s.name in names or names & {*s.fused}]
     touched = dict.fromkeys(t.name for s in sources for t in s.tensors if t not in s.partials)
     tensors = [*touched, *(update for source in sources for update in source.updates)]
     known = [name for name in tensors if name in region.tensors]
     bytes_moved = _count_bytes(region, kernel.schedule.nest, known)
-    flops = _segment_flops(kernel.segment)
+    flops = sum(_segment_flops(each.segment) for each in own)
     return Kernel(
-        name=name,
+        name=sources[0].name,
         source="\n\n\n".join(source.text for source in sources),
         schedule=kernel.schedule,
-        ops=_segment_ops(kernel.segment),
+        ops=tuple(op for each in own for op in _segment_ops(each.segment)),
         bytes_moved=bytes_moved,
         flops=flops,
         predicted_seconds=cost.predict_seconds(device_info, bytes_moved, flops),
-        reason=kernel.segment.reason,
+        reason=kernel.segment.reason if len(own) == 1 else f"{len(own)} kernels of one form",
         _measure=_decline_to_measure
-        if kernel.schedule.nest.computes_index
+        if any(each.schedule.nest.computes_index for each in own)
         else time_triton_kernel(kernel_module, [s.name for s in sources], device),
     )

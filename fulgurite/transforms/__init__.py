@@ -13,6 +13,8 @@ after autograd (on functional ATen graphs), or after claiming (each call has its
     nll_loss.py         elementwise gradient of the negative log likelihood
     cross_entropy.py    recompute log-softmax in backward instead of saving it
     scaled_mm.py        scaled and grouped matmuls of user code → our kernels
+    pack_weights.py     convolutions and linears with packed weights on the CPU
+                        (library_calls.py: which ones; layouts.py: channels-last)
     fp8.py              FP8 training
     nonfinite.py, annotation.py, op_times.py   debugging and profiling, on top of instrument.py
 """

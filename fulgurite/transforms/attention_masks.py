@@ -9,6 +9,9 @@ they evaluate to:
 Models that support padding and sliding windows build such masks from positions (`arange`) at every call.
 The mask is computed once, on its own device, while the graph is compiled. A hidden score no longer takes
 part at all; with an added mask, an infinite hidden score would make its row NaN.
+
+`capture/attention_masks.py` does the same before torch chooses an attention kernel, for masks that it can
+tell to be constant there.
 """
 
 from __future__ import annotations
@@ -48,11 +51,16 @@ def fold_masks_in_graph(graph: fx.Graph) -> None:
     for node, (name, mask) in attentions.items():
         if mask in constant:
             if mask not in found:
-                with _disable_current_modes(), torch.no_grad():  # TorchDynamo calls us in fake mode
-                    found[mask] = _classify_mask(_evaluate_constant(graph, mask))
+                found[mask] = classify_constant_mask(graph, mask)
             if (pattern := found[mask]) is not None:
                 _set_argument(node, "is_causal", pattern == "causal")
                 _set_argument(node, name, None)
+
+
+def classify_constant_mask(graph: fx.Graph, mask: fx.Node) -> MaskPattern | None:
+    """Evaluate a mask that depends on no input, and recognize it."""
+    with _disable_current_modes(), torch.no_grad():  # TorchDynamo calls us in fake mode
+        return _classify_mask(_evaluate_constant(graph, mask))
 
 
 def _find_mask(node: fx.Node) -> tuple[str, fx.Node] | None:

@@ -42,8 +42,10 @@ SMOOTH_UPSAMPLE_OPS = (
 )
 # torch's decompositions of these don't match eager. Eager first truncates the ends of a linspace for
 # integers and rounds them for bfloat16; it interpolates bytes with fixed-point numbers, and a scale
-# factor that does not change the size is ignored.
+# factor that does not change the size is ignored; ldexp does not compute a power of two, which may
+# overflow.
 INEXACT_DECOMPOSITIONS = (
+    aten.ldexp,
     aten.linspace,
     aten.logspace,
     *NEAREST_UPSAMPLE_OPS,
@@ -65,13 +67,26 @@ def decomposition_table() -> dict[Any, Any]:
 def decompose(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
     """The decomposed ops of `node`, as a graph whose inputs are the node's `all_input_nodes`."""
     function = decomposition_table().get(node.target)
-    if function is None:
-        function = get_decomposition(node.target)
-        return None if function is None else trace_call(module, node, function)
-    try:
-        return trace_call(module, node, function)
-    except (RuntimeError, ValueError, TypeError, AssertionError):
-        return None  # torch's decompositions take fewer dtypes than its kernels, and check them
+    function = get_decomposition(node.target) if function is None else _as_partial(function)
+    return None if function is None else trace_call(module, node, function)
+
+
+def _as_partial(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decomposition of torch that raises NotImplementedError for arguments that it does not take.
+
+    torch's decompositions take fewer dtypes and argument forms than its kernels, and raise the error
+    of whichever check fails first.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except GuardOnDataDependentSymNode:
+            raise
+        except (RuntimeError, ValueError, TypeError, AssertionError) as refusal:
+            raise NotImplementedError(f"{function.__name__}: {refusal}") from refusal
+
+    return call
 
 
 def trace_call(

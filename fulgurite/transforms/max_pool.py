@@ -3,7 +3,7 @@
 In: the joint graph of forward and backward. Out: the same with `max_pool2d_offsets` where only backward
 reads the indices. torch saves the position of each maximum as an int64 index into the plane. Here it is
 the position inside the window, which fits an int8. The fuser lowers both ops
-(`fuser/frontend/pooling.py`):
+(`fuser/frontend/pooling.py`, `pooling_gradients.py`):
 
     forward    value[o] = max_k x[o*stride - padding + k*dilation]       offset[o] = k of the first maximum
     backward   grad_x[i] = sum_k where(offset[o] == k, grad[o], 0)       o = (i + padding - k*dilation) / stride

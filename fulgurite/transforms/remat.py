@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import fx
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 
@@ -30,6 +31,7 @@ from fulgurite.trace.node_meta import (
     set_fake_value,
     set_saved_for_backward,
 )
+from fulgurite.trace.subgraph import is_subgraph_result
 from fulgurite.trace.trace import copy_module
 from fulgurite.transforms.attention_masks import fold_masks_in_graph
 from fulgurite.transforms.cross_entropy import recompute_log_softmax_in_backward
@@ -107,6 +109,7 @@ def _clone_overwritten_inputs(forward: fx.GraphModule, user_outputs: int) -> Non
     """Save a clone of an input that backward reads, if forward mutates it."""
     graph = forward.graph
     overwritten = {target for node in graph.nodes for target in mutated_inputs(node)}
+    overwritten |= _inputs_written_after_forward(graph)
     if not overwritten:
         return
     output = graph.output_node()
@@ -122,6 +125,14 @@ def _clone_overwritten_inputs(forward: fx.GraphModule, user_outputs: int) -> Non
         results[position] = copies[node]
     output.args = (type(output.args[0])(results),)  # type: ignore[call-arg,arg-type]
     forward.recompile()
+
+
+def _inputs_written_after_forward(graph: fx.Graph) -> set[fx.Node]:
+    """Inputs that AOTAutograd's wrapper writes, because autograd must see it: outputs are their values."""
+    described = graph.output_node().meta.get("desc", ())
+    written = [one.mutated_input for one in described if isinstance(one, InputMutationAOTOutput)]
+    inputs = graph.find_nodes(op="placeholder")
+    return {node for node in inputs if node.meta.get("desc") in written}
 
 
 def _mark_saved_tensors(
@@ -147,6 +158,8 @@ def _recompute_forward(graph: fx.Graph) -> None:
         is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
         if is_tangent or any(source in backward for source in node.all_input_nodes):
             backward.add(node)
+        elif is_subgraph_result(node):
+            continue  # the layer's own backward recomputes it
         elif node.op == "call_function" and not mutated_inputs(node):
             mark_must_recompute(node)
 

@@ -134,9 +134,11 @@ def replace_scaled_mm_v2(
         return NotImplemented
     if self.device.type == "cuda" and not _is_faster_on_gpu(self, mat2, left.format, right.format):
         return NotImplemented
+    # On a CPU sums are float32; the generated kernel that reads them rounds, too.
+    summed = torch.float32 if self.device.type == "cpu" else dtype
     return scaled_mm_op(
-        left.data, left.scales, left.format, right.data, right.scales, right.format, bias, dtype
-    )
+        left.data, left.scales, left.format, right.data, right.scales, right.format, bias, summed
+    ).to(dtype)
 
 
 def _infer_recipes(

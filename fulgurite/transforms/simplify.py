@@ -108,6 +108,9 @@ def simplify_algebra(trace: Trace) -> Trace:
             if node in outputs:  # outputs stay distinct objects
                 if same in outputs or same.op != "call_function":
                     continue
+                # a view of an output that needs a gradient would need one too
+                if node.target is aten.detach.default and not allocates_memory(same):
+                    continue
                 outputs.add(same)
             node.replace_all_uses_with(same)
             graph.erase_node(node)

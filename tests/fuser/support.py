@@ -40,6 +40,9 @@ DECOMPOSED = (
 )
 NOT_DECOMPOSED = (
     # image ops, which have lowerings of their own
+    aten.im2col,
+    aten.col2im,
+    aten.grid_sampler_2d,
     aten.upsample_nearest1d,
     aten.upsample_nearest2d,
     aten.upsample_nearest3d,

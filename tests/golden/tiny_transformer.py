@@ -1,6 +1,38 @@
 # inference 0 · final
 import fulgurite
+import fulgurite.kernels.conv.direct
 import torch
+
+@fulgurite.region('frozen')
+def packed_weights(
+    layers_0_attention_qkv_proj_weight: "f32[192, 64]",
+    layers_0_attention_o_proj_weight: "f32[64, 64]",
+    layers_0_feed_forward_gate_proj_weight: "f32[160, 64]",
+    layers_0_feed_forward_up_proj_weight: "f32[160, 64]",
+    layers_0_feed_forward_down_proj_weight: "f32[64, 160]",
+    layers_1_attention_qkv_proj_weight: "f32[192, 64]",
+    layers_1_attention_o_proj_weight: "f32[64, 64]",
+    layers_1_feed_forward_gate_proj_weight: "f32[160, 64]",
+    layers_1_feed_forward_up_proj_weight: "f32[160, 64]",
+    layers_1_feed_forward_down_proj_weight: "f32[64, 160]",
+    lm_head_weight: "f32[256, 64]",
+):
+    pack_weight_default = torch.ops.fulgurite.pack_weight.default(layers_0_attention_qkv_proj_weight, 1); del layers_0_attention_qkv_proj_weight
+    pack_weight_default_1 = torch.ops.fulgurite.pack_weight.default(layers_0_attention_o_proj_weight, 1); del layers_0_attention_o_proj_weight
+    pack_weight_default_2 = torch.ops.fulgurite.pack_weight.default(layers_0_feed_forward_gate_proj_weight, 1); del layers_0_feed_forward_gate_proj_weight
+    pack_weight_default_3 = torch.ops.fulgurite.pack_weight.default(layers_0_feed_forward_up_proj_weight, 1); del layers_0_feed_forward_up_proj_weight
+    pack_weight_default_4 = torch.ops.fulgurite.pack_weight.default(layers_0_feed_forward_down_proj_weight, 1); del layers_0_feed_forward_down_proj_weight
+    pack_weight_default_5 = torch.ops.fulgurite.pack_weight.default(layers_1_attention_qkv_proj_weight, 1); del layers_1_attention_qkv_proj_weight
+    pack_weight_default_6 = torch.ops.fulgurite.pack_weight.default(layers_1_attention_o_proj_weight, 1); del layers_1_attention_o_proj_weight
+    pack_weight_default_7 = torch.ops.fulgurite.pack_weight.default(layers_1_feed_forward_gate_proj_weight, 1); del layers_1_feed_forward_gate_proj_weight
+    pack_weight_default_8 = torch.ops.fulgurite.pack_weight.default(layers_1_feed_forward_up_proj_weight, 1); del layers_1_feed_forward_up_proj_weight
+    pack_weight_default_9 = torch.ops.fulgurite.pack_weight.default(layers_1_feed_forward_down_proj_weight, 1); del layers_1_feed_forward_down_proj_weight
+    pack_weight_default_10 = torch.ops.fulgurite.pack_weight.default(lm_head_weight, 1); del lm_head_weight
+    return (
+        pack_weight_default, pack_weight_default_1, pack_weight_default_2, pack_weight_default_3,
+        pack_weight_default_4, pack_weight_default_5, pack_weight_default_6, pack_weight_default_7,
+        pack_weight_default_8, pack_weight_default_9, pack_weight_default_10,
+    )
 
 @fulgurite.region('fuser')
 def embedding_pow_0(
@@ -85,11 +117,9 @@ def pow_rsqrt_2(
     return (x_1, view_5)
 
 @fulgurite.region('fuser')
-def silu_3(mm_2: "f32[64, 160]", mm_3: "f32[64, 160]"):
+def mul_3(mm_2: "f32[64, 160]", mm_3: "f32[64, 160]"):
     # self.layers.0.feed_forward.gate_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-    linear_2 = torch.ops.aten._unsafe_view.default(mm_2, [2, 32, 160]); del mm_2  # fuser   view
-    # self.layers.0.feed_forward  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-    silu = torch.ops.aten.silu.default(linear_2); del linear_2        # fuser   80.0 KiB
+    silu = torch.ops.aten._unsafe_view.default(mm_2, [2, 32, 160]); del mm_2  # fuser   view
     # self.layers.0.feed_forward.up_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
     linear_3 = torch.ops.aten._unsafe_view.default(mm_3, [2, 32, 160]); del mm_3  # fuser   view
     # self.layers.0.feed_forward  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -172,11 +202,9 @@ def pow_rsqrt_6(
     return (x_3, view_12)
 
 @fulgurite.region('fuser')
-def silu_7(mm_7: "f32[64, 160]", mm_8: "f32[64, 160]"):
+def mul_7(mm_7: "f32[64, 160]", mm_8: "f32[64, 160]"):
     # self.layers.1.feed_forward.gate_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-    linear_7 = torch.ops.aten._unsafe_view.default(mm_7, [2, 32, 160]); del mm_7  # fuser   view
-    # self.layers.1.feed_forward  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-    silu_1 = torch.ops.aten.silu.default(linear_7); del linear_7      # fuser   80.0 KiB
+    silu_1 = torch.ops.aten._unsafe_view.default(mm_7, [2, 32, 160]); del mm_7  # fuser   view
     # self.layers.1.feed_forward.up_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
     linear_8 = torch.ops.aten._unsafe_view.default(mm_8, [2, 32, 160]); del mm_8  # fuser   view
     # self.layers.1.feed_forward  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -257,11 +285,11 @@ def forward(
     norm_weight: "f32[64]",
     lm_head_weight: "f32[256, 64]",
 ):
+    layers_0_attention_qkv_proj_packed_weight, layers_0_attention_o_proj_packed_weight, layers_0_feed_forward_gate_proj_packed_weight, layers_0_feed_forward_up_proj_packed_weight, layers_0_feed_forward_down_proj_packed_weight, layers_1_attention_qkv_proj_packed_weight, layers_1_attention_o_proj_packed_weight, layers_1_feed_forward_gate_proj_packed_weight, layers_1_feed_forward_up_proj_packed_weight, layers_1_feed_forward_down_proj_packed_weight, lm_head_packed_weight = packed_weights(layers_0_attention_qkv_proj_weight, layers_0_attention_o_proj_weight, layers_0_feed_forward_gate_proj_weight, layers_0_feed_forward_up_proj_weight, layers_0_feed_forward_down_proj_weight, layers_1_attention_qkv_proj_weight, layers_1_attention_o_proj_weight, layers_1_feed_forward_gate_proj_weight, layers_1_feed_forward_up_proj_weight, layers_1_feed_forward_down_proj_weight, lm_head_weight); del layers_0_attention_qkv_proj_weight, layers_0_attention_o_proj_weight, layers_0_feed_forward_gate_proj_weight, layers_0_feed_forward_up_proj_weight, layers_0_feed_forward_down_proj_weight, layers_1_attention_qkv_proj_weight, layers_1_attention_o_proj_weight, layers_1_feed_forward_gate_proj_weight, layers_1_feed_forward_up_proj_weight, layers_1_feed_forward_down_proj_weight, lm_head_weight  # torch   11 weights packed once   432.0 KiB
     # self.embed_tokens         tiny.py:96          x = self.embed_tokens(tokens_BT)
     x, view_1 = embedding_pow_0(embed_tokens_weight, tokens_bt, layers_0_attention_norm_weight); del embed_tokens_weight, layers_0_attention_norm_weight  # fuser   7 ops   96.8 KiB
     # self.layers.0.attention.qkv_proj  tiny.py:40          qkv = self.qkv_proj(x_BTD).unflatten(-1, (3, self.num_heads, -1))
-    t = torch.t(layers_0_attention_qkv_proj_weight); del layers_0_attention_qkv_proj_weight  # torch   view
-    mm = torch.mm(view_1, t); del view_1, t                           # torch   1.6 MFLOP
+    mm = fulgurite.kernels.conv.direct.packed_linear(view_1, layers_0_attention_qkv_proj_packed_weight, None, None, 192, 'none', []); del view_1, layers_0_attention_qkv_proj_packed_weight  # torch   112.0 KiB
     #                           tiny.py:91          position = torch.arange(x_BTD.shape[1], device=x_BTD.device)
     cos, sin, v, q_1, k_1 = arange_repeat_1(folded_0_1, mm); del mm   # fuser   15 ops   100.0 KiB
     # self.layers.0.attention   tiny.py:43          attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -270,25 +298,19 @@ def forward(
     transpose = torch.transpose(attended, 1, 2); del attended         # torch   view
     flatten = transpose.view([2, 32, 64]); del transpose              # torch   view
     # self.layers.0.attention.o_proj  tiny.py:44          return self.o_proj(attended.transpose(1, 2).flatten(2))
-    t_1 = torch.t(layers_0_attention_o_proj_weight); del layers_0_attention_o_proj_weight  # torch   view
     view_4 = flatten.view([64, 64]); del flatten                      # torch   view
-    mm_1 = torch.mm(view_4, t_1); del view_4, t_1                     # torch   524.3 kFLOP
+    mm_1 = fulgurite.kernels.conv.direct.packed_linear(view_4, layers_0_attention_o_proj_packed_weight, None, None, 64, 'none', []); del view_4, layers_0_attention_o_proj_packed_weight  # torch   48.0 KiB
     x_1, view_5 = pow_rsqrt_2(mm_1, x, layers_0_feed_forward_norm_weight); del mm_1, x, layers_0_feed_forward_norm_weight  # fuser   7 ops   64.2 KiB
-    # self.layers.0.feed_forward.gate_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-    t_2 = torch.t(layers_0_feed_forward_gate_proj_weight); del layers_0_feed_forward_gate_proj_weight  # torch   view
-    mm_2 = torch.mm(view_5, t_2); del t_2                             # torch   1.3 MFLOP
+    mm_2 = fulgurite.kernels.conv.direct.packed_linear(view_5, layers_0_feed_forward_gate_proj_packed_weight, None, None, 160, 'silu', []); del layers_0_feed_forward_gate_proj_packed_weight  # torch   96.0 KiB
     # self.layers.0.feed_forward.up_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-    t_3 = torch.t(layers_0_feed_forward_up_proj_weight); del layers_0_feed_forward_up_proj_weight  # torch   view
-    mm_3 = torch.mm(view_5, t_3); del view_5, t_3                     # torch   1.3 MFLOP
+    mm_3 = fulgurite.kernels.conv.direct.packed_linear(view_5, layers_0_feed_forward_up_proj_packed_weight, None, None, 160, 'none', []); del view_5, layers_0_feed_forward_up_proj_packed_weight  # torch   96.0 KiB
     # self.layers.0.feed_forward.gate_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-    view_7, = silu_3(mm_2, mm_3); del mm_2, mm_3                      # fuser   2 ops   120.0 KiB
+    view_7, = mul_3(mm_2, mm_3); del mm_2, mm_3                       # fuser   1 op   120.0 KiB
     # self.layers.0.feed_forward.down_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-    t_4 = torch.t(layers_0_feed_forward_down_proj_weight); del layers_0_feed_forward_down_proj_weight  # torch   view
-    mm_4 = torch.mm(view_7, t_4); del view_7, t_4                     # torch   1.3 MFLOP
+    mm_4 = fulgurite.kernels.conv.direct.packed_linear(view_7, layers_0_feed_forward_down_proj_packed_weight, None, None, 64, 'none', []); del view_7, layers_0_feed_forward_down_proj_packed_weight  # torch   96.0 KiB
     x_2, view_8 = pow_rsqrt_4(mm_4, x_1, layers_1_attention_norm_weight); del mm_4, x_1, layers_1_attention_norm_weight  # fuser   7 ops   64.2 KiB
     # self.layers.1.attention.qkv_proj  tiny.py:40          qkv = self.qkv_proj(x_BTD).unflatten(-1, (3, self.num_heads, -1))
-    t_5 = torch.t(layers_1_attention_qkv_proj_weight); del layers_1_attention_qkv_proj_weight  # torch   view
-    mm_5 = torch.mm(view_8, t_5); del view_8, t_5                     # torch   1.6 MFLOP
+    mm_5 = fulgurite.kernels.conv.direct.packed_linear(view_8, layers_1_attention_qkv_proj_packed_weight, None, None, 192, 'none', []); del view_8, layers_1_attention_qkv_proj_packed_weight  # torch   112.0 KiB
     v_1, q_3, k_3 = cat_5(mm_5, cos, sin); del mm_5, cos, sin         # fuser   10 ops   100.0 KiB
     # self.layers.1.attention   tiny.py:43          attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     attended_1, _ = torch._scaled_dot_product_flash_attention_for_cpu(q_3, k_3, v_1, 0.0, True); del q_3, k_3, v_1, _  # torch   65.0 KiB
@@ -296,24 +318,18 @@ def forward(
     transpose_1 = torch.transpose(attended_1, 1, 2); del attended_1   # torch   view
     flatten_1 = transpose_1.view([2, 32, 64]); del transpose_1        # torch   view
     # self.layers.1.attention.o_proj  tiny.py:44          return self.o_proj(attended.transpose(1, 2).flatten(2))
-    t_6 = torch.t(layers_1_attention_o_proj_weight); del layers_1_attention_o_proj_weight  # torch   view
     view_11 = flatten_1.view([64, 64]); del flatten_1                 # torch   view
-    mm_6 = torch.mm(view_11, t_6); del view_11, t_6                   # torch   524.3 kFLOP
+    mm_6 = fulgurite.kernels.conv.direct.packed_linear(view_11, layers_1_attention_o_proj_packed_weight, None, None, 64, 'none', []); del view_11, layers_1_attention_o_proj_packed_weight  # torch   48.0 KiB
     x_3, view_12 = pow_rsqrt_6(mm_6, x_2, layers_1_feed_forward_norm_weight); del mm_6, x_2, layers_1_feed_forward_norm_weight  # fuser   7 ops   64.2 KiB
-    # self.layers.1.feed_forward.gate_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-    t_7 = torch.t(layers_1_feed_forward_gate_proj_weight); del layers_1_feed_forward_gate_proj_weight  # torch   view
-    mm_7 = torch.mm(view_12, t_7); del t_7                            # torch   1.3 MFLOP
+    mm_7 = fulgurite.kernels.conv.direct.packed_linear(view_12, layers_1_feed_forward_gate_proj_packed_weight, None, None, 160, 'silu', []); del layers_1_feed_forward_gate_proj_packed_weight  # torch   96.0 KiB
     # self.layers.1.feed_forward.up_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-    t_8 = torch.t(layers_1_feed_forward_up_proj_weight); del layers_1_feed_forward_up_proj_weight  # torch   view
-    mm_8 = torch.mm(view_12, t_8); del view_12, t_8                   # torch   1.3 MFLOP
+    mm_8 = fulgurite.kernels.conv.direct.packed_linear(view_12, layers_1_feed_forward_up_proj_packed_weight, None, None, 160, 'none', []); del view_12, layers_1_feed_forward_up_proj_packed_weight  # torch   96.0 KiB
     # self.layers.1.feed_forward.gate_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-    view_14, = silu_7(mm_7, mm_8); del mm_7, mm_8                     # fuser   2 ops   120.0 KiB
+    view_14, = mul_7(mm_7, mm_8); del mm_7, mm_8                      # fuser   1 op   120.0 KiB
     # self.layers.1.feed_forward.down_proj  tiny.py:55          return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-    t_9 = torch.t(layers_1_feed_forward_down_proj_weight); del layers_1_feed_forward_down_proj_weight  # torch   view
-    mm_9 = torch.mm(view_14, t_9); del view_14, t_9                   # torch   1.3 MFLOP
+    mm_9 = fulgurite.kernels.conv.direct.packed_linear(view_14, layers_1_feed_forward_down_proj_packed_weight, None, None, 64, 'none', []); del view_14, layers_1_feed_forward_down_proj_packed_weight  # torch   96.0 KiB
     view_15, = pow_rsqrt_8(mm_9, x_3, norm_weight); del mm_9, x_3, norm_weight  # fuser   7 ops   48.2 KiB
     # self.lm_head              tiny.py:100         logits = self.lm_head(self.norm(x))
-    t_10 = torch.t(lm_head_weight); del lm_head_weight                # torch   view
-    mm_10 = torch.mm(view_15, t_10); del view_15, t_10                # torch   2.1 MFLOP
+    mm_10 = fulgurite.kernels.conv.direct.packed_linear(view_15, lm_head_packed_weight, None, None, 256, 'none', []); del view_15, lm_head_packed_weight  # torch   144.0 KiB
     div, = log_softmax_nll_loss_forward_9(mm_10, tokens_bt); del tokens_bt, mm_10  # fuser   21 ops   64.5 KiB
     return (div,)

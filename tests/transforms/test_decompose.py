@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 
 import fulgurite
+from fulgurite.transforms.decompose import decompose
+from tests.fuser.support import trace
 
 
 def test_results_share_no_memory_with_arguments():
@@ -20,3 +23,34 @@ def test_results_share_no_memory_with_arguments():
     expected = function(x).clone()
     x.zero_()
     assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64])
+def test_ldexp_does_not_overflow_in_between(dtype):
+    """2^200 is infinite in float32, 2^-100 * 2^200 is not."""
+    x = torch.tensor([2.0**-100, -1.25, 1.5, 3, 0]).to(dtype)
+    exponents = torch.tensor([200, -149, -150, 3, 200])
+    actual = fulgurite.compile(torch.ldexp)(x, exponents)
+    torch.testing.assert_close(actual, torch.ldexp(x, exponents), equal_nan=True, rtol=0, atol=0)
+
+
+def test_only_refusals_of_torch_leave_an_op_whole(monkeypatch):
+    """A decomposition may refuse its arguments; an error of our own code is raised."""
+    module = trace(lambda x: torch.ops.aten.hardsigmoid(x), (torch.randn(3),))
+    node = next(n for n in module.graph.nodes if n.op == "call_function")
+    assert decompose(module, node) is not None
+
+    def refuse(*_):
+        raise RuntimeError("not for this dtype")
+
+    table = {node.target: refuse}
+    monkeypatch.setattr("fulgurite.transforms.decompose.decomposition_table", lambda: table)
+    assert decompose(module, node) is None
+
+    def break_down(*_):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("fulgurite.transforms.decompose.decomposition_table", lambda: {})
+    monkeypatch.setattr("fulgurite.transforms.decompose.get_decomposition", lambda _: break_down)
+    with pytest.raises(RuntimeError, match="a bug"):
+        decompose(module, node)

@@ -190,6 +190,19 @@ def test_every_form_of_a_matmul(recipe):
     assert backward.count("fulgurite.scaled_grouped_mm.default") == 1
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_every_form_of_a_matmul_on_a_gpu(recipe):
+    torch.manual_seed(0)
+    model, x = ManyMatmuls().cuda(), torch.randn(48, 64).cuda()
+    offsets = torch.tensor([10, 10, 30, 48], dtype=torch.int32).cuda()
+    compiled = fulgurite.compile(model, transforms=[fp8_training(recipe)])
+    found = torch.autograd.grad(compiled(x, offsets).square().sum(), list(model.parameters()))
+    loss = ManyMatmuls.forward(model, x, offsets).square().sum()
+    wanted = torch.autograd.grad(loss, list(model.parameters()))
+    assert max(map(relative_error, found, wanted)) < 0.25  # float8 rounds by up to 1/16
+
+
 def test_experts_of_our_operator():
     """`fulgurite::grouped_gemm` with gathered rows, a gate, row weights and a bias."""
     torch.manual_seed(0)

@@ -175,3 +175,87 @@ def test_other_calls_stay_with_torch():
     assert torch.equal(compiled(a, b, scale).float(), function(a, b, scale).float())
     assert OURS not in str(compiled.last_trace())
     assert route_scaled_mm.phase == "after_autograd"
+
+
+# ---- on a GPU
+
+
+def on_gpu(*tensors):
+    return tuple(t.cuda() for t in tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [4, 64, 1024])
+@pytest.mark.parametrize("format", ["fp8_e4m3_row", "fp8_e4m3_tensor"])
+def test_float8_on_a_gpu(format, m):
+    """Small and large M: our kernel or torch's, with a bias and an activation after it."""
+    a, b = (quantize(x.cuda(), format) for x in matrices(m, 256, 512))
+    scale_a, scale_b = a.scales["scale"], b.scales["scale"]
+    bias = torch.randn(256, device="cuda", dtype=torch.bfloat16)
+
+    def function(a, b, scale_a, scale_b, bias):
+        y = torch._scaled_mm(a, b.t(), scale_a, scale_b.t(), bias, out_dtype=torch.bfloat16)
+        return F.silu(y)
+
+    actual = fulgurite.compile(function)(a.packed, b.packed, scale_a, scale_b, bias)
+    exact = a.dequantize(torch.float64) @ b.dequantize(torch.float64).t() + bias.double()
+    assert is_close(actual, F.silu(exact), 512)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [16, 300])
+@pytest.mark.parametrize("format", ["mxfp8_e4m3", "nvfp4"])
+def test_block_scaled_formats_on_a_gpu(format, m):
+    """Dequantized in our kernel where the GPU has no such MMA."""
+    a, b = (quantize(x.cuda(), format) for x in matrices(m, 256, 512))
+    kinds, swizzles = [ScalingType.BlockWise1x32], [SwizzleType.SWIZZLE_32_4_4]
+    if format == "nvfp4":
+        kinds = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+        swizzles = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
+
+    def arguments(x):
+        scales = list(x.scales.values())
+        data = x.packed.view(torch.float4_e2m1fn_x2) if format == "nvfp4" else x.packed
+        return data, [swizzle_scales(scales[0]), *(scale.reshape(1) for scale in scales[1:])]
+
+    def function(a, b, scale_a, scale_b):
+        return F.scaled_mm(a, b.t(), scale_a, kinds, scale_b, kinds, swizzles, swizzles).relu()
+
+    (left, left_scales), (right, right_scales) = arguments(a), arguments(b)
+    actual = fulgurite.compile(function, dynamic=False)(left, right, left_scales, right_scales)
+    exact = (a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()).relu()
+    assert is_close(actual, exact, 512)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [24, 4000])
+def test_grouped_mm_on_a_gpu(rows):
+    x, weight, offsets = on_gpu(*grouped(rows, 8))
+
+    def function(x, weight, offsets):
+        return F.silu(F.grouped_mm(x, weight.transpose(1, 2), offs=offsets))
+
+    compiled = fulgurite.compile(function)
+    assert is_close(compiled(x, weight, offsets), function(x, weight, offsets), 64)
+    is_ours = "fulgurite.grouped_gemm.default" in str(compiled.last_trace())
+    assert is_ours == (rows == 24)
+
+
+@needs_scaled_mm_on_cpus
+def test_what_reads_a_cpu_matmul_is_one_kernel():
+    """Rounding, activation, residual and the amax for the next cast, of sums in float32."""
+    a, b = (x.to(FP8) for x in matrices(16, 32, 64))
+    scales, residual = (torch.rand(16, 1), torch.rand(1, 32)), torch.randn(16, 32).bfloat16()
+
+    def function(a, b, scale_a, scale_b, residual):
+        y = torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=torch.bfloat16)
+        h = F.silu(y) + residual
+        return h, h.float().abs().amax(-1)
+
+    compiled = fulgurite.compile(function)
+    actual, amax = compiled(a, b, *scales, residual)
+    exact = (a.double() * scales[0]) @ (b.double() * scales[1].t()).t()
+    exact = F.silu(exact) + residual.double()
+    assert is_close(actual, exact, 64) and is_close(amax, exact.abs().amax(-1), 64)
+    calls = str(compiled.last_trace()).split("def forward")[1]
+    assert calls.count("# fuser") == 1

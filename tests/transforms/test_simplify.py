@@ -88,6 +88,20 @@ def test_outputs_do_not_become_aliases(function):
     assert torch.equal(x, before)
 
 
+def test_a_detached_output_needs_no_gradient():
+    """It shares memory with another output that needs one."""
+
+    def function(x):
+        rows = (x * 2).repeat(2, 1)[2:]
+        return rows[:-1], rows.detach()
+
+    x = torch.randn(3, 2, requires_grad=True)
+    ours, eager = fulgurite.compile(function)(x), function(x)
+    assert [y.requires_grad for y in ours] == [y.requires_grad for y in eager] == [True, False]
+    ours[0].sum().backward()
+    assert x.grad is not None
+
+
 def test_zero_and_minus_zero_are_different_constants():
     x = SPECIAL.clone()
     left = ops_after(lambda x: ((x + 0.0) * (x + -0.0), x * 2 + x * 2.0), x)

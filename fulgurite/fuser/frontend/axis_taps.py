@@ -26,7 +26,14 @@ from fulgurite.fuser.frontend.symbolic_sizes import size_to_index
 from fulgurite.fuser.frontend.tensor_value import Axes, TensorValue, axis_indices
 from fulgurite.fuser.ir import index as indices
 from fulgurite.fuser.ir.build_expression import apply, constant_like, mul, where
-from fulgurite.fuser.ir.expression import Constant, Expression, IndexValue, opmath_dtype
+from fulgurite.fuser.ir.expression import (
+    BoundsCheck,
+    Constant,
+    Expression,
+    IndexValue,
+    make_masked,
+    opmath_dtype,
+)
 from fulgurite.fuser.ir.index import Axis, Index, IndirectIndex
 from fulgurite.fuser.ir.statement import Reduction
 from fulgurite.trace.node_meta import fake_value
@@ -46,12 +53,14 @@ class AxisTaps:
                index of the source whether the tap counts or not.
     weight     None: 1
     is_used    whether the tap counts; None: always
+    interior   a check, and the position of the only tap, of weight 1, where it holds; None: nowhere
     """
 
     count: int
     position: Callable[[Index, Index], Index | Expression]
     weight: ValueOf | None = None
     is_used: ValueOf | None = None
+    interior: Callable[[Index], tuple[BoundsCheck, Index]] | None = None
 
 
 IDENTITY = AxisTaps(1, lambda at, tap: at)
@@ -124,7 +133,13 @@ class TapLowering:
             inner = self.unrolled(axes, [*at, self.position(dim, loops, tap)], [*taps, tap])
             terms.append(self.weighted(inner, dim, loops, tap))
         name = "add" if self.reduction.kind == "sum" else "maximum"
-        return functools.reduce(lambda a, b: apply(name, a, b), terms)
+        general = functools.reduce(lambda a, b: apply(name, a, b), terms)
+        interior = self.taps[dim].interior
+        if interior is None or self.ctx.uses_atomics:  # GPU kernels have no loops to split
+            return general
+        check, position = interior(indices.from_atom(axes[self.leading + dim]))
+        inside = self.unrolled(axes, [*at, position], [*taps, indices.ZERO])
+        return make_masked((check,), inside, general)
 
     def loops(self, axes: Axes, dim: int, tap: Index) -> list[tuple[Index, Axis]]:
         """The axes of a table of this dimension: positions, and taps if they are a loop."""

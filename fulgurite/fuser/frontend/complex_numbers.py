@@ -17,8 +17,10 @@ from torch.fx import Node
 
 from fulgurite.fuser.frontend.complex_formulas import COMPLEX_FORMULAS, ComplexPair
 from fulgurite.fuser.frontend.data_movement import DATA_MOVEMENT_LOWERINGS
+from fulgurite.fuser.frontend.factories import FACTORY_LOWERINGS
 from fulgurite.fuser.frontend.gathers import GATHER_LOWERINGS
 from fulgurite.fuser.frontend.lowering_context import LoweringContext, call_lowering
+from fulgurite.fuser.frontend.random import RANDOM_LOWERINGS
 from fulgurite.fuser.frontend.reductions import REDUCTION_LOWERINGS
 from fulgurite.fuser.frontend.scans import SCAN_LOWERINGS
 from fulgurite.fuser.frontend.symbolic_sizes import sizes_to_indices, strides_to_indices
@@ -76,12 +78,14 @@ def _get_part(fake: Any) -> Any:
     return fake.new_empty_strided(fake.shape, fake.stride(), dtype=fake.dtype.to_real())
 
 
-def involves_complex(ctx: LoweringContext, node: Node) -> bool:
+def involves_complex(ctx: LoweringContext, node: Node, name: str) -> bool:
     """Whether the node reads or returns complex numbers."""
     fakes = fake_value(node)
     outputs = fakes if isinstance(fakes, tuple | list) else (fakes,)
     if any(isinstance(fake, torch.Tensor) and fake.dtype.is_complex for fake in outputs):
         return True
+    if name in FACTORY_LOWERINGS or name in RANDOM_LOWERINGS:
+        return False  # only the shape of a complex operand counts
     return any(isinstance(ctx.values.get(n), ComplexValue) for n in node.all_input_nodes)
 
 
@@ -104,19 +108,27 @@ def _lower_per_part(ctx: LoweringContext, node: Node, name: str, bound: dict[str
         isinstance(ctx.values.get(n), ComplexValue) for n in node.all_input_nodes
     ):
         raise Unsupported(f"{name} of complex and real tensors")
-    parts = []
-    for part in PARTS:
-        ctx.complex_part = part
-        try:
-            lowering = PER_PART_LOWERINGS[name]
-            parts.append(call_lowering(lowering, ctx, NodePart(node, part), bound))
-        finally:
-            ctx.complex_part = None
+    if not any(isinstance(ctx.values.get(n), ComplexValue) for n in node.all_input_nodes):
+        raise Unsupported(f"{name} of real numbers as complex ones")
     fakes = fake_value(node)
+    if isinstance(fakes, torch.Tensor) and not fakes.dtype.is_complex:
+        return _lower_part(ctx, node, name, bound, "real")  # a cast to a real dtype drops the other
+    parts = [_lower_part(ctx, node, name, bound, part) for part in PARTS]
     if isinstance(parts[0], tuple):
         pairs = zip(parts[0], parts[1], fakes, strict=True)
         return tuple(ComplexValue(real, other, fake.dtype) for real, other, fake in pairs)
     return ComplexValue(parts[0], parts[1], fakes.dtype)
+
+
+def _lower_part(
+    ctx: LoweringContext, node: Node, name: str, bound: dict[str, Any], part: str
+) -> Any:
+    """Lowers an op of real numbers for one part of its complex operands."""
+    ctx.complex_part = part
+    try:
+        return call_lowering(PER_PART_LOWERINGS[name], ctx, NodePart(node, part), bound)
+    finally:
+        ctx.complex_part = None
 
 
 def lower_clone(ctx: LoweringContext, node: Any, source: Any, **_: Any) -> TensorValue:

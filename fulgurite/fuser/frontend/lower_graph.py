@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
 from torch._prims_common import elementwise_dtypes
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from fulgurite.fuser.frontend import complex_numbers, input_mutations, tensor_value
 from fulgurite.fuser.frontend.activations import ACTIVATION_LOWERINGS
@@ -23,6 +24,7 @@ from fulgurite.fuser.frontend.copies import COPY_LOWERINGS
 from fulgurite.fuser.frontend.data_movement import DATA_MOVEMENT_LOWERINGS
 from fulgurite.fuser.frontend.factories import FACTORY_LOWERINGS
 from fulgurite.fuser.frontend.gathers import GATHER_LOWERINGS
+from fulgurite.fuser.frontend.grid_sample import GRID_SAMPLE_LOWERINGS
 from fulgurite.fuser.frontend.index_gradients import INDEX_GRADIENT_LOWERINGS
 from fulgurite.fuser.frontend.interpolate import INTERPOLATE_LOWERINGS
 from fulgurite.fuser.frontend.lowering_context import (
@@ -35,6 +37,10 @@ from fulgurite.fuser.frontend.lowering_context import (
 from fulgurite.fuser.frontend.padding import PADDING_LOWERINGS
 from fulgurite.fuser.frontend.pointwise import POINTWISE_LOWERINGS, PointwiseLowering
 from fulgurite.fuser.frontend.pooling import POOLING_LOWERINGS, POOLING_OPERATORS
+from fulgurite.fuser.frontend.pooling_gradients import (
+    POOLING_GRADIENT_LOWERINGS,
+    POOLING_GRADIENT_OPERATORS,
+)
 from fulgurite.fuser.frontend.random import RANDOM_LOWERINGS
 from fulgurite.fuser.frontend.reductions import REDUCTION_LOWERINGS
 from fulgurite.fuser.frontend.scans import SCAN_LOWERINGS
@@ -50,6 +56,7 @@ from fulgurite.fuser.frontend.symbolic_sizes import (
     strides_to_indices,
 )
 from fulgurite.fuser.frontend.tensor_value import ComplexValue, TensorValue
+from fulgurite.fuser.frontend.unfold import UNFOLD_LOWERINGS
 from fulgurite.fuser.frontend.variance import VARIANCE_LOWERINGS
 from fulgurite.fuser.frontend.views import VIEW_LOWERINGS
 from fulgurite.fuser.ir import index as indices
@@ -65,6 +72,7 @@ ELEMENTWISE_LOWERINGS: dict[str, PointwiseLowering] = {
     **ACTIVATION_LOWERINGS,
     **SPECIAL_LOWERINGS,
 }
+CUSTOM_OPERATORS = {**POOLING_OPERATORS, **POOLING_GRADIENT_OPERATORS}
 # Each is called with the context, the node and the op's arguments by name (`self` is `source`).
 STATEMENT_LOWERINGS: dict[str, Callable[..., Any]] = {
     **REDUCTION_LOWERINGS,
@@ -79,7 +87,10 @@ STATEMENT_LOWERINGS: dict[str, Callable[..., Any]] = {
     **INTERPOLATE_LOWERINGS,
     **PADDING_LOWERINGS,
     **POOLING_LOWERINGS,
-    **POOLING_OPERATORS,
+    **POOLING_GRADIENT_LOWERINGS,
+    **CUSTOM_OPERATORS,
+    **UNFOLD_LOWERINGS,
+    **GRID_SAMPLE_LOWERINGS,
     **RANDOM_LOWERINGS,
     **COPY_LOWERINGS,
     **FACTORY_LOWERINGS,
@@ -104,7 +115,7 @@ def get_op_name(target: Any) -> str | None:
     name = target._schema.name.split("::")[1]
     if target.namespace == "prims" and name not in PRIMS_UNLIKE_ATEN:
         return name
-    return name if target.namespace == "aten" or name in POOLING_OPERATORS else None
+    return name if target.namespace == "aten" or name in CUSTOM_OPERATORS else None
 
 
 def resolve_constants(argument: Any) -> Any:
@@ -236,8 +247,11 @@ def lower_node(ctx: LoweringContext, node: torch.fx.Node) -> Any:
         return input_mutations.lower_input_copy(ctx, node)
     if node.target._schema.is_mutable:  # type: ignore[union-attr]
         raise Unsupported(f"{name}, which mutates its argument")
+    is_gather = name in GATHER_LOWERINGS  # eager checks positions even if it reads nothing
+    if is_gather and any(guard_or_false(t.numel() == 0) for t in iter_tensors(fake)):
+        raise Unsupported(f"{name} with an empty result: no kernel would check its indices")
     ctx.origin, ctx.current_node = name, node
-    if complex_numbers.involves_complex(ctx, node):
+    if complex_numbers.involves_complex(ctx, node, name):
         return complex_numbers.lower_complex_node(ctx, node, name, bind_arguments(node))
     for value in fake if isinstance(fake, tuple | list) else (fake,):
         if isinstance(value, torch.Tensor):

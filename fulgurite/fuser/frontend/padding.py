@@ -29,7 +29,7 @@ from fulgurite.fuser.frontend.symbolic_sizes import size_to_index
 from fulgurite.fuser.frontend.tensor_value import TensorValue
 from fulgurite.fuser.ir.build_expression import add, apply, sub, where
 from fulgurite.fuser.ir.errors import Unsupported
-from fulgurite.fuser.ir.expression import Constant, Expression
+from fulgurite.fuser.ir.expression import BoundsCheck, Constant, Expression
 from fulgurite.fuser.ir.index import Index
 from fulgurite.trace.node_meta import fake_value
 
@@ -55,7 +55,12 @@ def reflect(source: Index, result: Index, pad: Pad) -> AxisTaps:
         last = integer(source - 1)
         return sub(last, apply("abs", sub(last, apply("abs", integer(at - pad[0])))))
 
-    return AxisTaps(1, position)
+    return AxisTaps(1, position, interior=lambda at: _own_position(at - pad[0], source))
+
+
+def _own_position(position: Index, size: Index) -> tuple[BoundsCheck, Index]:
+    """The interior of a padded dimension: its positions inside the source."""
+    return BoundsCheck(position, size), position
 
 
 def reflect_gradient(source: Index, result: Index, pad: Pad) -> AxisTaps:
@@ -85,14 +90,23 @@ def reflect_gradient(source: Index, result: Index, pad: Pad) -> AxisTaps:
         test = images[tap.constant][1]
         return Constant(True, torch.bool) if test is None else test(at)
 
-    return AxisTaps(len(images), position, is_used=used)
+    def interior(at: Index) -> tuple[BoundsCheck, Index]:
+        """Positions without an image: left < i < n - 1 - right."""
+        left, right = pad
+        return BoundsCheck(at - left - 1, source - left - right - 2), at + left
+
+    return AxisTaps(len(images), position, is_used=used, interior=None if is_cropped else interior)
 
 
 # ---- replication ---------------------------------------------------------------------------------
 
 
 def replicate(source: Index, result: Index, pad: Pad) -> AxisTaps:
-    return AxisTaps(1, lambda at, tap: clamp_position(integer(at - pad[0]), source))
+    return AxisTaps(
+        1,
+        lambda at, tap: clamp_position(integer(at - pad[0]), source),
+        interior=lambda at: _own_position(at - pad[0], source),
+    )
 
 
 def replicate_gradient(source: Index, result: Index, pad: Pad) -> AxisTaps:
@@ -117,7 +131,13 @@ def replicate_gradient(source: Index, result: Index, pad: Pad) -> AxisTaps:
         read = clamp_position(sub(reader, integer(pad[0])), source)
         return apply("eq", read, integer(at))
 
-    return AxisTaps(count, lambda at, tap: add(start(at), integer(tap)), is_used=used)
+    is_cropped = min(pad[0].constant, pad[1].constant) < 0
+    return AxisTaps(
+        count,
+        lambda at, tap: add(start(at), integer(tap)),
+        is_used=used,
+        interior=None if is_cropped else lambda at: (BoundsCheck(at - 1, source - 2), at + pad[0]),
+    )
 
 
 # ---- lowerings -----------------------------------------------------------------------------------

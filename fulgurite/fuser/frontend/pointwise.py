@@ -308,6 +308,7 @@ POINTWISE_LOWERINGS: dict[str, PointwiseLowering] = {
     "lerp": PointwiseLowering(("self", "end", "weight"), "default", _lerp),
     "addcmul": PointwiseLowering(("self", "tensor1", "tensor2"), "default", _addcmul),
     "addcdiv": PointwiseLowering(("self", "tensor1", "tensor2"), "default", _addcdiv),
+    "fma": PointwiseLowering(("a", "b", "c"), "default", lambda a, b, c: add(mul(a, b), c)),
     "bitwise_and": _binary("and"),
     "bitwise_or": _binary("or"),
     "bitwise_xor": _binary("xor"),

@@ -107,6 +107,16 @@ def _divide_by_freedom(
     return divide_by_count(total, count, 1.0 if correction is None else float(correction))
 
 
+def _square_dtype(node: Node, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums of squares. Eager's var and std of float32 on CPUs have float64's range.
+
+    Not for var_mean, which normalization layers decompose to: eager computes those in float32.
+    """
+    fake = fake_value(node)
+    is_on_cpu = isinstance(fake, torch.Tensor) and fake.device.type == "cpu"
+    return torch.float64 if is_on_cpu and dtype == torch.float32 else opmath_dtype(dtype)
+
+
 def _lower_variance(
     ctx: LoweringContext,
     node: Node,
@@ -122,7 +132,8 @@ def _lower_variance(
     """Returns the variance, or a formula of it, and the mean."""
     value = ctx.get_value(source)
     dims = canonicalize_dims(dim, len(value.axes))
-    mean, squares = _add_squared_deviations(ctx, node, value, dims, opmath_dtype(dtype))
+    computed = _square_dtype(node, dtype)
+    mean, squares = _add_squared_deviations(ctx, node, value, dims, computed)
     count = count_reduced(value, dims)
 
     def divide(total: Expression) -> Expression:

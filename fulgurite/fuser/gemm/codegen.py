@@ -14,6 +14,7 @@ from fulgurite.fuser.codegen.triton.kernel import (
 )
 from fulgurite.fuser.codegen.triton.source_lines import AxisBinding
 from fulgurite.fuser.codegen.triton.writer import KernelWriter
+from fulgurite.fuser.gemm.calls import FLOAT8
 from fulgurite.fuser.gemm.schedule import (
     TMA_ALIGNMENT,
     Accumulator,
@@ -24,6 +25,9 @@ from fulgurite.fuser.ir import index as indices
 from fulgurite.fuser.ir.index import Index
 from fulgurite.fuser.ir.loop_nest import Store
 from fulgurite.fuser.ir.statement import Tensor
+
+# Elements of K. Hopper's float8 instructions sum in 14 bits of mantissa; so do the hand-written kernels.
+PROMOTION_INTERVAL = 128
 
 
 def write_gemm(name: str, schedule: GemmSchedule, int64_index: bool) -> TritonKernelSource:
@@ -53,8 +57,9 @@ class GemmWriter(KernelWriter):
         self.gemm = schedule
         gemms = [a.gemm for a in schedule.accumulators]
         matrices = [gemms[0].lhs, *(gemm.rhs for gemm in gemms)]
-        self.reads = list(dict.fromkeys([*(m.name for m in matrices), *self.reads]))
-        for matrix in matrices:
+        scales = [scale for gemm in gemms for scale in gemm.operands[2:]]
+        self.reads = list(dict.fromkeys([*(m.name for m in (*matrices, *scales)), *self.reads]))
+        for matrix in (*matrices, *scales):
             if matrix.name not in self.body.names:
                 self.body.names[matrix.name] = self.body.unique_name(matrix.name)
         self.lhs, self.rhs_matrices = matrices[0], list(dict.fromkeys(matrices[1:]))
@@ -201,14 +206,57 @@ class GemmWriter(KernelWriter):
         step = b.unique_name("k0")
         print_loads = self.tma_loads if schedule.use_tma else self.pointer_loads
         lhs_load, rhs_loads = print_loads(row, column, step)
+        scale_loads = [self.scale_loads(a, row, column, step) for a in schedule.accumulators]
         b.emit_header(f"for {step} in range(0, {self.lhs.sizes[1]}, {schedule.block_k}):")
         tile = b.unique_name(f"{b.names[self.lhs.name]}_tile")
         b.emit_header(f"    {tile} = {lhs_load}")
-        for name, rhs_load in zip(accumulators, rhs_loads, strict=True):
-            b.emit_header(f"    {name} = tl.dot({tile}, {rhs_load}, {name})")
+        for name, rhs_load, scales in zip(accumulators, rhs_loads, scale_loads, strict=True):
+            if scales:
+                dot = f"tl.dot({tile}, {rhs_load}{self.accumulation_option()})"
+                b.emit_header(f"    {name} += {dot} * {scales[0]} * {scales[1]}")
+            else:
+                option = self.accumulation_option()
+                b.emit_header(f"    {name} = tl.dot({tile}, {rhs_load}, {name}{option})")
         for accumulator, name in zip(schedule.accumulators, accumulators, strict=True):
             local = self.nest.locals[accumulator.name]
             self.define_local(local, name, b.depth, set(self.nest.axes))
+
+    def accumulation_option(self) -> str:
+        """Float8 tensor cores of Hopper sum in fewer bits than float32; how often to add to float32."""
+        gemm = self.gemm.accumulators[0].gemm
+        is_exact = gemm.lhs.dtype not in FLOAT8 or gemm.is_fast_accum
+        interval = min(PROMOTION_INTERVAL, self.gemm.block_k)
+        return "" if is_exact else f", max_num_imprecise_acc={interval}"
+
+    def scale_loads(
+        self, accumulator: Accumulator, row: str, column: str, step: str
+    ) -> tuple[str, ...]:
+        """The scales of one block of K, of rows and columns of the tile; empty without such scales."""
+        gemm, schedule = accumulator.gemm, self.gemm
+        if gemm.scales is None:
+            return ()
+        block = f"{step} // {gemm.scales.block_k}"
+        columns = _first_column(column, schedule.block_n, accumulator)
+        return (
+            self.scale_load(gemm.scales.lhs, f"{row} * {schedule.block_m}", gemm.lhs.sizes[0],
+                            schedule.block_m, 1, block) + "[:, None]",
+            self.scale_load(gemm.scales.rhs, columns, gemm.rhs.sizes[1],
+                            schedule.block_n, gemm.scales.rhs_block, block) + "[None, :]",
+        )  # fmt: skip
+
+    def scale_load(
+        self, scale: Tensor, start: str, size: Index, width: int, group: int, block: str
+    ) -> str:
+        """The load of scales [lines / group, blocks of K]; past the end lines wrap around."""
+        b = self.body
+        name = b.unique_name(f"{b.names[scale.name]}_lines")
+        cast = ".to(tl.int64)" if self.int64_index else ""
+        lines = f"(({start} + tl.arange(0, {width})) % {_parenthesize(b.print_index(size))}){cast}"
+        lines = lines if group == 1 else f"{lines} // {group}"
+        b.emit_header(f"{name} = {lines}")
+        outer, inner = (b.print_index(stride) for stride in scale.strides)
+        offset = f"{name} * {_parenthesize(outer)} + {block} * {_parenthesize(inner)}"
+        return f"tl.load({b.names[scale.name]} + {offset})"
 
     def tma_loads(self, row: str, column: str, step: str) -> tuple[str, list[str]]:
         """The loads of the main loop by TMA, which reads zeros past the end of a matrix."""

@@ -1,6 +1,6 @@
 """Lower a graph with GEMMs to the IR.
 
-In: a GraphModule whose `mm` and `addmm` nodes read region inputs, and ops that read their results. Out: a
+In: a GraphModule whose GEMM nodes (`calls.py`) read region inputs, and ops that read their results. Out: a
 `GemmRegion`: the whole region, where GEMMs are statements with a sum, and the epilogue as a region of its
 own, where GEMM outputs are inputs. `schedule.py` schedules the epilogue over the tiles of a GEMM's output.
 """
@@ -16,25 +16,45 @@ from torch import fx
 
 from fulgurite.fuser.frontend import lower_graph
 from fulgurite.fuser.frontend.lowering_context import LoweringContext
+from fulgurite.fuser.gemm.calls import FLOAT8, GemmCall, is_gemm, read_gemm
 from fulgurite.fuser.ir import index as indices
-from fulgurite.fuser.ir.errors import Unsupported
-from fulgurite.fuser.ir.expression import Load, Operation
-from fulgurite.fuser.ir.index import Axis
+from fulgurite.fuser.ir.expression import Expression, Load, Operation
+from fulgurite.fuser.ir.index import Axis, Index
 from fulgurite.fuser.ir.statement import Reduction, Region, Statement, Tensor, make_statement
 from fulgurite.trace.node_meta import fake_value, set_fake_value
 
 aten = torch.ops.aten
-GEMM_OPS = (aten.mm.default, aten.addmm.default)
-OPERAND_DTYPES = (torch.bfloat16, torch.float16)  # the library runs GEMMs of other dtypes
+
+
+@dataclass(frozen=True)
+class BlockScales:
+    """Scales of `block_k` columns of K, which the main loop multiplies partial sums with.
+
+    lhs          [M, K / block_k]
+    rhs          [N / rhs_block, K / block_k]
+    """
+
+    lhs: Tensor
+    rhs: Tensor
+    block_k: int
+    rhs_block: int
 
 
 @dataclass(frozen=True)
 class Gemm:
-    """`name[i,j] = sum_k lhs[i,k] * rhs[k,j]`, accumulated in float32."""
+    """`name[i,j] = sum_k lhs[i,k] * rhs[k,j]`, accumulated in float32.
+
+    dtype           of the result that the library would store
+    scales          scales of blocks of K, if any
+    is_fast_accum   whether tensor cores may keep all of K in their reduced-precision sums
+    """
 
     name: str
     lhs: Tensor
     rhs: Tensor
+    dtype: torch.dtype
+    scales: BlockScales | None = None
+    is_fast_accum: bool = False
 
     @property
     def k(self) -> int:
@@ -43,6 +63,16 @@ class Gemm:
     @property
     def n(self) -> int:
         return self.rhs.sizes[1].constant
+
+    @property
+    def origin(self) -> str:
+        return "scaled_mm" if self.lhs.dtype in FLOAT8 else "mm"
+
+    @property
+    def operands(self) -> tuple[Tensor, ...]:
+        """What the main loop reads."""
+        scales = (self.scales.lhs, self.scales.rhs) if self.scales is not None else ()
+        return (self.lhs, self.rhs, *scales)
 
 
 @dataclass(frozen=True)
@@ -55,12 +85,11 @@ class GemmRegion:
 
 
 def has_gemms(module: fx.GraphModule) -> bool:
-    return any(node.target in GEMM_OPS for node in module.graph.nodes)
+    return any(map(is_gemm, module.graph.nodes))
 
 
 def lower_gemm_graph(module: fx.GraphModule) -> GemmRegion:
     """Lower the graph; GEMMs and epilogue apart."""
-    operands = {n: gemm_operands(n) for n in module.graph.nodes if n.target in GEMM_OPS}
     epilogue = lower_graph.lower_graph(extract_epilogue(module))
     # tiles run in any order, so none may overwrite what another one still reads
     epilogue = replace(epilogue, donated=frozenset())
@@ -70,108 +99,167 @@ def lower_gemm_graph(module: fx.GraphModule) -> GemmRegion:
         for node in module.graph.find_nodes(op="placeholder")
     ]
     by_name = {t.name: t for t in arguments if isinstance(t, Tensor)}
-    gemms = tuple(
-        Gemm(_gemm_name(n), by_name[a.name], by_name[b.name]) for n, (a, b) in operands.items()
-    )
-    statements = (*(_gemm_statement(g, tensors[g.name]) for g in gemms), *epilogue.statements)
+    gemms = tuple(_lower_gemm(node, by_name) for node in module.graph.nodes if is_gemm(node))
+    products = (_gemm_statement(g, tensors[g.name], by_name) for g in gemms)
+    statements = (*products, *epilogue.statements)
     region = replace(epilogue, arguments=tuple(arguments), statements=statements)
     return GemmRegion(region, epilogue, gemms)
 
 
-def gemm_operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The left and right matrix of a GEMM node."""
-    if node.target is aten.addmm.default:
-        if any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
-            raise Unsupported("an addmm with alpha or beta")
-        return node.args[1], node.args[2]  # type: ignore[return-value]
-    return node.args[0], node.args[1]  # type: ignore[return-value]
+def _lower_gemm(node: fx.Node, tensors: dict[str, Tensor]) -> Gemm:
+    call = read_gemm(node)
+    rhs = tensors[call.rhs.name]
+    return Gemm(
+        gemm_name(node),
+        tensors[call.lhs.name],
+        _transpose(rhs) if call.is_rhs_transposed else rhs,
+        fake_value(node).dtype,
+        _lower_block_scales(call, tensors),
+        call.is_fast_accum,
+    )
 
 
-def unsupported_reason(node: fx.Node) -> str | None:
-    """Why a GEMM can't be generated; None if it can."""
-    try:
-        lhs, rhs = gemm_operands(node)
-    except Unsupported as reason:
-        return str(reason)
-    a, b = fake_value(lhs), fake_value(rhs)
-    if a.dtype not in OPERAND_DTYPES or b.dtype != a.dtype:
-        return f"a GEMM of {a.dtype}"
-    sizes = (a.shape[1], b.shape[1], *a.stride(), *b.stride())
-    if not all(isinstance(size, int) for size in sizes):
-        return "a GEMM whose K, N or strides are dynamic"
-    rows = a.shape[0]
-    if min(a.shape[1], b.shape[1]) < 2 or (isinstance(rows, int) and rows < 2):
-        return "a matrix-vector product"
-    if 1 not in a.stride() or 1 not in b.stride():
-        return "a matrix that is contiguous in neither dimension"
-    return None
+def _lower_block_scales(call: GemmCall, tensors: dict[str, Tensor]) -> BlockScales | None:
+    scales = call.scales
+    if scales is None or not scales.block_k:
+        return None
+    rhs = tensors[scales.rhs.name]
+    rhs = _transpose(rhs) if scales.is_rhs_transposed else rhs
+    return BlockScales(tensors[scales.lhs.name], rhs, scales.block_k, scales.rhs_block)
+
+
+def _transpose(matrix: Tensor) -> Tensor:
+    return replace(matrix, sizes=matrix.sizes[::-1], strides=matrix.strides[::-1])
+
+
+# ---- the epilogue as a graph ---------------------------------------------------------------------
 
 
 def extract_epilogue(module: fx.GraphModule, are_in_memory: bool = False) -> fx.GraphModule:
     """The graph with the GEMM outputs as its first inputs.
 
-    are_in_memory   the library stores GEMM outputs; otherwise a returned one is stored by a copy
+    Its first ops scale an accumulator and add the bias. No value is rounded to the dtype of a GEMM's
+    result unless it is stored.
+
+    are_in_memory   the library stores (scaled) GEMM outputs; otherwise a returned one is stored by a copy
     """
-    gemms = [n for n in module.graph.nodes if n.target in GEMM_OPS]
+    gemms = {n: read_gemm(n) for n in module.graph.nodes if is_gemm(n)}
     graph = fx.Graph()
     value_of: dict[fx.Node, fx.Node] = {}
-    read = {s for n in module.graph.nodes for s in _epilogue_inputs(n)}
-    for node in gemms:
-        value_of[node] = graph.placeholder(_gemm_name(node))
-        set_fake_value(value_of[node], fake_value(node).contiguous())
+    read = {
+        s
+        for n in module.graph.nodes
+        for s in (finish_inputs(gemms[n], are_in_memory) if n in gemms else n.all_input_nodes)
+    }
+    for node, call in gemms.items():
+        value_of[node] = graph.placeholder(gemm_name(node))
+        fake = fake_value(node).contiguous()
+        is_finished = call.scales is None or not any(finish_inputs(call, are_in_memory))
+        set_fake_value(value_of[node], fake if is_finished else fake.float())
     for node in module.graph.nodes:
         if node.op == "placeholder" and node not in read:
             continue
-        if node.target is aten.addmm.default:
-            value_of[node] = _add_bias(graph, value_of[node], value_of[node.args[0]], node)
+        if node in gemms:
+            value_of[node] = _finish_gemm(graph, value_of, node, gemms[node], are_in_memory)
         elif node.op == "output":
             results = node.args[0] if isinstance(node.args[0], tuple | list) else node.args
-            is_copied = {n for n in gemms if n.target is not aten.addmm.default}
-            is_copied = set() if are_in_memory else is_copied
-            copied = {
-                n: _copy_gemm_output(graph, value_of[n], n) for n in results if n in is_copied
-            }
-            graph.output(tuple(copied.get(n) or value_of[n] for n in results))
-        elif node not in gemms:
+            graph.output(tuple(_returned(graph, value_of, n, are_in_memory) for n in results))
+        else:
             value_of[node] = graph.node_copy(node, lambda n: value_of[n])
     return fx.GraphModule(module, graph)
 
 
-def _epilogue_inputs(node: fx.Node) -> Iterator[fx.Node]:
-    """The inputs of a node, without the matrices of a GEMM."""
-    if node.target is aten.addmm.default:
-        yield node.args[0]  # type: ignore[misc]
-    elif node.target not in GEMM_OPS:
-        yield from node.all_input_nodes
+def finish_inputs(call: GemmCall, are_in_memory: bool) -> Iterator[fx.Node]:
+    """What the epilogue reads of a GEMM call itself: scales per tensor or row, the bias."""
+    if call.scales is not None and are_in_memory:
+        return
+    if call.scales is not None and not call.scales.block_k:
+        yield from (call.scales.lhs, call.scales.rhs)
+    if call.bias is not None:
+        yield call.bias
 
 
-def _add_bias(graph: fx.Graph, gemm: fx.Node, bias: fx.Node, node: fx.Node) -> fx.Node:
-    added = graph.call_function(aten.add.Tensor, (gemm, bias))
-    set_fake_value(added, fake_value(node))
-    return added
+def _finish_gemm(
+    graph: fx.Graph,
+    value_of: dict[fx.Node, fx.Node],
+    node: fx.Node,
+    call: GemmCall,
+    are_in_memory: bool,
+) -> fx.Node:
+    """From the accumulator to the GEMM's result."""
+    value, dtype = value_of[node], fake_value(node).dtype
+    if call.scales is not None and are_in_memory:
+        return value
+    if call.scales is not None and not call.scales.block_k:
+        left = _reshape(graph, value_of[call.scales.lhs], [-1, 1])
+        right = _reshape(graph, value_of[call.scales.rhs], [1, -1])
+        value = _elementwise(graph, aten.mul.Tensor, value, left, torch.float32)
+        value = _elementwise(graph, aten.mul.Tensor, value, right, dtype)
+    if call.bias is not None:
+        value = _elementwise(graph, aten.add.Tensor, value, value_of[call.bias], dtype)
+    return value
 
 
-def _copy_gemm_output(graph: fx.Graph, value: fx.Node, node: fx.Node) -> fx.Node:
-    """Store a returned GEMM output like any other value of the epilogue."""
+def _reshape(graph: fx.Graph, scale: fx.Node, shape: list[int]) -> fx.Node:
+    reshaped = graph.call_function(aten.reshape.default, (scale, shape))
+    set_fake_value(reshaped, fake_value(scale).reshape(shape))
+    return reshaped
+
+
+def _elementwise(
+    graph: fx.Graph, target: Any, value: fx.Node, other: fx.Node, dtype: torch.dtype
+) -> fx.Node:
+    """`value` combined with another one that is broadcast to it, in float32."""
+    result = graph.call_function(target, (value, other))
+    set_fake_value(result, fake_value(value).to(dtype))
+    return result
+
+
+def _returned(
+    graph: fx.Graph, value_of: dict[fx.Node, fx.Node], node: Any, are_in_memory: bool
+) -> Any:
+    """A returned value; a plain GEMM output is stored by a copy unless the library stores it."""
+    if not isinstance(node, fx.Node):
+        return node
+    value = value_of[node]
+    if value.op != "placeholder" or not is_gemm(node) or are_in_memory:
+        return value
     copy = graph.call_function(aten.clone.default, (value,))
     set_fake_value(copy, fake_value(node))
     return copy
 
 
-def _gemm_name(node: fx.Node) -> str:
-    """The name of a GEMM's output; an addmm's own name is that of the sum with its bias."""
-    return f"{node.name}_gemm" if node.target is aten.addmm.default else node.name
+def gemm_name(node: fx.Node) -> str:
+    """The name of an accumulator. A node that adds a bias or scales has its own name for its result."""
+    return node.name if node.target is aten.mm.default else f"{node.name}_gemm"
 
 
 def _lower_input(node: fx.Node) -> Any:
     return lower_graph.lower_placeholder(LoweringContext(), node.name, fake_value(node))
 
 
-def _gemm_statement(gemm: Gemm, result: Tensor) -> Statement:
+# ---- GEMMs as statements -------------------------------------------------------------------------
+
+
+def _gemm_statement(gemm: Gemm, result: Tensor, inputs: dict[str, Tensor]) -> Statement:
+    def load(matrix: Tensor, row: Index, column: Index) -> Load:
+        """A GEMM may read an input transposed; the IR loads it as it is."""
+        is_transposed = matrix.strides != inputs[matrix.name].strides
+        index = (column, row) if is_transposed else (row, column)
+        return Load(matrix.name, index, matrix.dtype)
+
     rows, columns = (Axis(name, size) for name, size in zip("ij", result.sizes, strict=True))
     inner = Axis("k", gemm.lhs.sizes[1])
     i, j, k = (indices.from_atom(axis) for axis in (rows, columns, inner))
-    lhs = Load(gemm.lhs.name, (i, k), gemm.lhs.dtype)
-    rhs = Load(gemm.rhs.name, (k, j), gemm.rhs.dtype)
-    terms = Operation("mul", (lhs, rhs), torch.float32)
-    return make_statement(result, (rows, columns), terms, Reduction("sum", (inner,)), "mm")
+    terms = _multiply(load(gemm.lhs, i, k), load(gemm.rhs, k, j))
+    scales = gemm.scales
+    if scales is not None:
+        block = indices.floordiv(k, Index(scales.block_k))
+        terms = _multiply(terms, load(scales.lhs, i, block))
+        right = indices.floordiv(j, Index(scales.rhs_block))
+        terms = _multiply(terms, load(scales.rhs, right, block))
+    return make_statement(result, (rows, columns), terms, Reduction("sum", (inner,)), gemm.origin)
+
+
+def _multiply(a: Expression, b: Expression) -> Expression:
+    return Operation("mul", (a, b), torch.float32)

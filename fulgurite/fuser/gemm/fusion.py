@@ -21,12 +21,8 @@ from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fulgurite import timing
-from fulgurite.fuser.gemm.frontend import (
-    GEMM_OPS,
-    gemm_operands,
-    lower_gemm_graph,
-    unsupported_reason,
-)
+from fulgurite.fuser.gemm.calls import is_gemm, read_gemm, unsupported_reason
+from fulgurite.fuser.gemm.frontend import lower_gemm_graph
 from fulgurite.fuser.gemm.heuristics import estimate_fusion
 from fulgurite.fuser.gemm.lower import (
     FusionSchedule,
@@ -87,11 +83,11 @@ class FusionCandidate:
 
     @property
     def gemms(self) -> list[fx.Node]:
-        return [node for node in self.nodes if node.target in GEMM_OPS]
+        return [node for node in self.nodes if is_gemm(node)]
 
 
 def has_gpu_gemms(trace: Trace) -> bool:
-    return any(node.target in GEMM_OPS and _is_on_gpu(node) for node in trace.graph.nodes)
+    return any(is_gemm(node) and _is_on_gpu(node) for node in trace.graph.nodes)
 
 
 def fuse_gemm_epilogues(trace: Trace, options: FusionOptions) -> tuple[Trace, list[Decision]]:
@@ -100,7 +96,7 @@ def fuse_gemm_epilogues(trace: Trace, options: FusionOptions) -> tuple[Trace, li
     decisions: list[Decision] = []
     seen: set[fx.Node] = set()
     for node in list(trace.graph.nodes):
-        if node.target not in GEMM_OPS or node in seen or not _is_on_gpu(node):
+        if not is_gemm(node) or node in seen or not _is_on_gpu(node):
             continue
         if executor_of(node) not in options.library_names:
             continue
@@ -131,13 +127,13 @@ def find_candidate(trace: Trace, gemm: fx.Node, fuser: str) -> FusionCandidate |
     if len(inside) > MAX_EPILOGUE_OPS:
         return f"{len(inside)} ops read it"
     dependents = _find_dependents(trace, inside)
-    _add_exclusive_producers(inside, dependents, gemm_operands(gemm)[0], fuser)
+    _add_exclusive_producers(inside, dependents, read_gemm(gemm).lhs_operands, fuser)
     if any(source in dependents for node in inside for source in node.all_input_nodes):
         return "the epilogue needs the result of another call that depends on it"
     nodes = [node for node in trace.graph.nodes if node in inside]
     if any(map(is_ordered, nodes)):
         return "an op that must keep its order reads it"
-    gemms = [node for node in nodes if node.target in GEMM_OPS]
+    gemms = [node for node in nodes if is_gemm(node)]
     return FusionCandidate(nodes, [view for node in gemms for view in _operand_views(node, fuser)])
 
 
@@ -162,7 +158,7 @@ def _find_dependents(trace: Trace, inside: set[fx.Node]) -> set[fx.Node]:
 
 
 def _add_exclusive_producers(
-    inside: set[fx.Node], dependents: set[fx.Node], lhs: fx.Node, fuser: str
+    inside: set[fx.Node], dependents: set[fx.Node], lhs: tuple[fx.Node, ...], fuser: str
 ) -> None:
     """Add what only these nodes read: GEMMs of the same left matrix, and generated ops."""
     stack = [source for node in inside for source in _epilogue_inputs(node)]
@@ -170,27 +166,33 @@ def _add_exclusive_producers(
         source = stack.pop()
         if source in inside or source in dependents:
             continue
-        if not all(user in inside for user in source.users):
+        if not all(user in inside for user in source.users) or _is_library_input(source):
             continue
-        is_gemm = source.target in GEMM_OPS and unsupported_reason(source) is None
-        if is_gemm and gemm_operands(source)[0] is lhs and fusion_group(source) is None:
-            inside.add(source)
+        if is_gemm(source):
+            is_free = unsupported_reason(source) is None and fusion_group(source) is None
+            if is_free and read_gemm(source).lhs_operands == lhs:
+                inside.add(source)
+                stack += _epilogue_inputs(source)
         elif executor_of(source) == fuser and source.op == "call_function":
             inside.add(source)
             stack += source.all_input_nodes
 
 
+def _is_library_input(node: fx.Node) -> bool:
+    """Whether a GEMM reads the node: it must then be an input of the region."""
+    return any(is_gemm(user) and node in read_gemm(user).library_inputs for user in node.users)
+
+
 def _epilogue_inputs(node: fx.Node) -> list[fx.Node]:
-    """What a node reads, without the matrices of a GEMM."""
-    if node.target not in GEMM_OPS:
-        return node.all_input_nodes
-    return [source for source in node.all_input_nodes if source not in gemm_operands(node)]
+    """What a node reads, without the inputs of the library's GEMM."""
+    outside = read_gemm(node).library_inputs if is_gemm(node) else ()
+    return [source for source in node.all_input_nodes if source not in outside]
 
 
 def _operand_views(gemm: fx.Node, fuser: str) -> list[fx.Node]:
-    """The views that are operands of the GEMM: torch makes them outside of the region."""
+    """The views that are inputs of the GEMM: torch makes them outside of the region."""
     views = []
-    for matrix in gemm_operands(gemm):
+    for matrix in read_gemm(gemm).library_inputs:
         while executor_of(matrix) == fuser and is_view(matrix):
             views.append(matrix)
             matrix = matrix.all_input_nodes[0]
@@ -221,7 +223,7 @@ def _fuse_if_faster(
     schedule = FusionSchedule(scheduled, node_names(module))
     is_faster, reason_text = estimate.is_profitable, estimate.reason
     if options.autotune:
-        set_fusion_schedule(next(n for n in module.graph.nodes if n.target in GEMM_OPS), schedule)
+        set_fusion_schedule(next(filter(is_gemm, module.graph.nodes)), schedule)
         decisions.append(measure_fusion(module, device, scheduled.kernel_name))
         is_faster = decisions[0].winner == FUSED
         reason_text = _describe_times(decisions[0])

@@ -8,13 +8,14 @@ numbers are in the device family's table (`kernels/tuning`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from fulgurite.device import DeviceInfo
-from fulgurite.fuser.gemm.frontend import GEMM_OPS, GemmRegion
+from fulgurite.fuser.gemm.calls import FLOAT8, is_gemm
+from fulgurite.fuser.gemm.frontend import Gemm, GemmRegion
 from fulgurite.fuser.gemm.schedule import ScheduledGemm
 from fulgurite.fuser.ir import cost
 from fulgurite.kernels.tuning.heuristics import heuristics_for
@@ -52,7 +53,7 @@ def estimate_fusion(
 ) -> FusionEstimate:
     """Estimate the gain of one kernel for a region."""
     heuristics = heuristics_for(device)
-    gemm_seconds = scheduled.gemm_flops / tensor_core_flops(device_info)
+    gemm_seconds = scheduled.gemm_flops / tensor_core_flops(device_info, scheduled.region.gemms[0])
     saved = saved_bytes(scheduled.region) / device_info.copy_bandwidth
     saved += heuristics.gemm_epilogue_launch_seconds
     exposed = heuristics.gemm_epilogue_exposed_fraction * scheduled.epilogue_flops
@@ -70,13 +71,14 @@ def estimate_fusion(
 
 def saved_bytes(region: GemmRegion) -> int:
     """Bytes of the GEMM outputs, which a second kernel would read again."""
-    statements = region.region.statements
-    return sum(cost.tensor_bytes(s.tensor) for s in statements if s.origin == "mm")
+    outputs = {s.name: s.tensor for s in region.region.statements}
+    stored = (replace(outputs[gemm.name], dtype=gemm.dtype) for gemm in region.gemms)
+    return sum(map(cost.tensor_bytes, stored))
 
 
-def tensor_core_flops(device_info: DeviceInfo) -> float:
-    """Tensor-core operations per second in 16 bits: on an H200 25 times the CUDA cores' rate."""
-    return 25 * device_info.flops
+def tensor_core_flops(device_info: DeviceInfo, gemm: Gemm) -> float:
+    """Tensor-core operations per second: on an H200 25 times the CUDA cores' rate in 16 bits."""
+    return (50 if gemm.lhs.dtype in FLOAT8 else 25) * device_info.flops
 
 
 def _returns_a_gemm_output(module: fx.GraphModule) -> bool:
@@ -87,7 +89,7 @@ def _returns_a_gemm_output(module: fx.GraphModule) -> bool:
     for node in module.graph.output_node().all_input_nodes:
         while is_view(node):
             node = node.all_input_nodes[0]
-        if node.target in GEMM_OPS:
+        if is_gemm(node):
             return True
     return False
 
@@ -102,6 +104,8 @@ def _is_in_measured_range(scheduled: ScheduledGemm, device: torch.device) -> boo
     if not scheduled.schedule.use_tma or not is_large:
         return False
     gemms = scheduled.region.gemms
+    if gemms[0].lhs.dtype in FLOAT8:
+        return False
     weight_elements = sum(gemm.n * gemm.k for gemm in gemms)
     is_small = weight_elements <= heuristics.gemm_epilogue_max_weight_elements
     return gemms[0].k <= heuristics.gemm_epilogue_max_k and is_small

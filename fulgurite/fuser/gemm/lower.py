@@ -16,13 +16,9 @@ import torch
 from torch import fx
 
 from fulgurite.device import DeviceInfo
+from fulgurite.fuser.gemm.calls import is_gemm, read_gemm
 from fulgurite.fuser.gemm.codegen import write_gemm
-from fulgurite.fuser.gemm.frontend import (
-    GEMM_OPS,
-    extract_epilogue,
-    gemm_operands,
-    lower_gemm_graph,
-)
+from fulgurite.fuser.gemm.frontend import extract_epilogue, lower_gemm_graph
 from fulgurite.fuser.gemm.heuristics import tensor_core_flops
 from fulgurite.fuser.gemm.schedule import (
     GemmSchedule,
@@ -146,14 +142,14 @@ def _describe_kernel(
     (source,) = kernel_module.kernels
     bytes_moved = sum(map(cost.tensor_bytes, source.tensors))
     memory_seconds = bytes_moved / device_info.copy_bandwidth
-    math_seconds = scheduled.gemm_flops / tensor_core_flops(device_info)
+    math_seconds = scheduled.gemm_flops / tensor_core_flops(device_info, scheduled.region.gemms[0])
     statements = scheduled.segment.structure.statements.values()
     return Kernel(
         name=source.name,
         source=source.text,
         schedule=scheduled.schedule,
         ops=(
-            *("mm" for _ in scheduled.region.gemms),
+            *(gemm.origin for gemm in scheduled.region.gemms),
             *(s.statement.origin for s in statements),
         ),
         bytes_moved=bytes_moved,
@@ -171,7 +167,6 @@ class LibraryGemmRegion(FusedRegion):
     """
 
     def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
-        gemms = [n for n in module.graph.nodes if n.target in GEMM_OPS]
         epilogue = extract_epilogue(module, are_in_memory=True)
         self.epilogue = lower_to_kernels(epilogue, device)  # its first arguments: the GEMM outputs
         self.region, self.unit = self.epilogue.region, self.epilogue.unit
@@ -179,7 +174,7 @@ class LibraryGemmRegion(FusedRegion):
         self.launcher, self._first_launch_line = "", 0
         placeholders = module.graph.find_nodes(op="placeholder")
         position = {node: k for k, node in enumerate(placeholders)}
-        self.operands = [tuple(position[matrix] for matrix in gemm_operands(n)) for n in gemms]
+        self.gemms = [_library_gemm(n, position) for n in module.graph.nodes if is_gemm(n)]
         read = {n.name for n in epilogue.graph.find_nodes(op="placeholder")}
         self.epilogue_inputs = [position[n] for n in placeholders if n.name in read]
 
@@ -190,7 +185,7 @@ class LibraryGemmRegion(FusedRegion):
     @property
     def overwritten_inputs(self) -> tuple[int, ...]:
         """Those of the epilogue, whose arguments come after the GEMM outputs."""
-        first = len(self.operands)
+        first = len(self.gemms)
         return tuple(self.epilogue_inputs[k - first] for k in self.epilogue.overwritten_inputs)
 
     @property
@@ -208,5 +203,23 @@ class LibraryGemmRegion(FusedRegion):
         return None
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
-        outputs = [torch.mm(arguments[lhs], arguments[rhs]) for lhs, rhs in self.operands]
+        outputs = [gemm(arguments) for gemm in self.gemms]
         return self.epilogue(*outputs, *(arguments[k] for k in self.epilogue_inputs))
+
+
+def _library_gemm(
+    node: fx.Node, position: dict[fx.Node, int]
+) -> Callable[[tuple[Any, ...]], torch.Tensor]:
+    """The library's call of a GEMM, of a region's arguments. The epilogue adds the bias of an addmm."""
+    call = read_gemm(node)
+    if call.scales is None:
+        lhs, rhs = position[call.lhs], position[call.rhs]
+        return lambda arguments: torch.mm(arguments[lhs], arguments[rhs])
+    target: Any = node.target
+
+    def run(arguments: tuple[Any, ...]) -> torch.Tensor:
+        given = fx.node.map_arg((node.args, node.kwargs), lambda n: arguments[position[n]])
+        out: torch.Tensor = target(*given[0], **given[1])
+        return out
+
+    return run

@@ -98,7 +98,8 @@ class ScheduledGemm:
     def kernel_name(self) -> str:
         """`mm_gelu`: the GEMM and its epilogue."""
         ops = [s.statement.origin for s in self.segment.structure.statements.values()]
-        return f"mm_{name_from_ops(ops, generic=('clone', 'to_copy'))}"
+        gemm = self.region.gemms[0].origin
+        return f"{gemm}_{name_from_ops(ops, generic=('clone', 'to_copy'))}"
 
     @property
     def gemm_flops(self) -> int:
@@ -167,12 +168,18 @@ def apply_config(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         accumulators=accumulators,
-        block_k=config.block_k,
+        block_k=choose_block_k(config, accumulators[0].gemm),
         use_tma=config.use_tma and all(can_use_tma(a.gemm) for a in accumulators),
         group_m=config.group_m,
         tile_loop=config.tile_loop,
         tma_store=config.tma_store,
     )
+
+
+def choose_block_k(config: GemmEpilogueConfig, gemm: Gemm) -> int:
+    """The config's block of 16-bit operands; of float8 twice as many fill the same shared memory."""
+    block_k = config.block_k * 2 // gemm.lhs.itemsize
+    return block_k if gemm.scales is None else min(block_k, gemm.scales.block_k)
 
 
 def can_use_tma(gemm: Gemm) -> bool:
@@ -196,7 +203,7 @@ def tile_epilogue(
     nest: LoopNest, gemms: tuple[Gemm, ...]
 ) -> tuple[LoopNest, tuple[Accumulator, ...]]:
     """The epilogue's loop nest over (rows, columns); loads of GEMM outputs become accumulators."""
-    if len({gemm.lhs.name for gemm in gemms}) > 1:
+    if len({gemm.operands[::2] for gemm in gemms}) > 1:  # left matrix, its scales
         raise Unsupported("GEMMs of different left matrices in one kernel")
     by_name = {gemm.name: gemm for gemm in gemms}
     roles = {local.role for local in nest.locals.values() if local.reduction}
@@ -222,7 +229,7 @@ def tile_epilogue(
     sums = {a.name: _accumulator_local(a) for a in accumulators.values()}
     memory = {n: t for n, t in nest.memory.items() if n not in by_name}
     for gemm in gemms:
-        memory |= {t.name: t for t in (gemm.lhs, gemm.rhs)}
+        memory |= {t.name: t for t in gemm.operands}
     formulas = (*map(_formula, gemms), *nest.formulas)
     nest = replace(
         nest, locals={**sums, **locals_}, stores=stores, memory=memory, formulas=formulas
@@ -231,7 +238,13 @@ def tile_epilogue(
 
 
 def _formula(gemm: Gemm) -> str:
-    return f"{gemm.name}[i,j] = sum_k {gemm.lhs.name}[i,k] * {gemm.rhs.name}[k,j]"
+    text = f"{gemm.name}[i,j] = sum_k {gemm.lhs.name}[i,k] * {gemm.rhs.name}[k,j]"
+    scales = gemm.scales
+    if scales is None:
+        return text
+    column = "j" if scales.rhs_block == 1 else f"j//{scales.rhs_block}"
+    block = f"k//{scales.block_k}"
+    return f"{text} * {scales.lhs.name}[i,{block}] * {scales.rhs.name}[{column},{block}]"
 
 
 def _accumulator_local(accumulator: Accumulator) -> Local:

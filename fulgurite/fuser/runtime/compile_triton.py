@@ -214,6 +214,7 @@ class CompiledVariants(dict[int, list[LaunchHandle]]):
         super().__init__()
         self._write = write
         self.pending: dict[int, list[Future[Any]]] = {}
+        self.when_compiled: list[Callable[[int, list[LaunchHandle]], None]] = []
 
     def start_compile(self, variant: int) -> None:
         """Start compiling a variant that will be used."""
@@ -230,6 +231,8 @@ class CompiledVariants(dict[int, list[LaunchHandle]]):
             self.start_compile(variant)
         module = self.kernel_module(variant)
         self[variant] = module.wait(self.pending.pop(variant))
+        for listener in self.when_compiled:
+            listener(variant, self[variant])
         return self[variant]
 
 

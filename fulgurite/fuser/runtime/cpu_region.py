@@ -25,7 +25,7 @@ from fulgurite.fuser.ir.host_symbols import (
     solve_for_symbol,
 )
 from fulgurite.fuser.ir.index import Index, Symbol, product
-from fulgurite.fuser.ir.random_seed import SEED, draw_seed
+from fulgurite.fuser.ir.random_seed import SEED, SEED_ADDRESS, draw_seed
 from fulgurite.fuser.ir.statement import Region, Tensor
 from fulgurite.fuser.runtime.kernel import Kernel, Library
 from fulgurite.fuser.runtime.memory_pool import (
@@ -41,7 +41,7 @@ LAUNCHER_FILE = "<fused region>"  # file name of generated launchers in tracebac
 
 def find_symbol_sources(region: Region) -> dict[str, str]:
     """For each symbol that an argument, or a size or stride of one, gives: its Python expression."""
-    sources: dict[str, str] = {SEED.name: "draw_seed()"}
+    sources = {SEED.name: "draw_seed()", SEED_ADDRESS.name: "seed_address()"}
 
     def add_source(size: Index, text: str) -> None:
         solved = solve_for_symbol(size)
@@ -77,6 +77,7 @@ class FusedRegion:
         self.source = unit.text
         self.launcher = ""
         self.reference: Callable[..., Any] | None = None  # the region's ops, run by torch
+        self.kernel_address = 0  # of the compiled function, once it is built
         self._first_launch_line = 0  # of the launcher's text; 0: it launches nothing
         self._library = library
         self._call = self._first_call if library else self._build_launcher(None)
@@ -141,7 +142,8 @@ class FusedRegion:
         }
         if library is not None:
             name = " ".join(kernel.name for kernel in self.kernels)
-            scope["run"] = replay.NativeKernel(library, "run", name, _make_kernel_error).__call__
+            kernel = replay.NativeKernel(library, "run", name, _make_kernel_error)
+            scope["run"], self.kernel_address = kernel.__call__, kernel.address
             scope["pack"] = struct.Struct(f"{len(self.unit.slots) + 1}q").pack
         self.launcher = self._launcher_source(scope)
         exec(compile(self.launcher, LAUNCHER_FILE, "exec"), scope)  # generated above
@@ -158,9 +160,9 @@ class FusedRegion:
                 self._write_stride_check(lines, position, argument)
                 address[argument.name] = f"a{position}.data_ptr()"
         order = {s.name: k for k, s in enumerate(region.statements)}
-        allocated = self._allocated_tensors()
+        allocated = self.allocated_tensors()
         variables: dict[str, str] = {}
-        temporaries = self._find_temporaries(allocated)
+        temporaries = self.find_temporaries(allocated)
         offsets, total = assign_offsets(list(temporaries.values()))
         if total:
             scope["uint8"] = torch.uint8
@@ -173,7 +175,7 @@ class FusedRegion:
         outputs = sorted(allocated - set(temporaries), key=order.__getitem__)
         for number, name in enumerate(outputs):
             tensor = region.tensors[name]
-            layout = self._full_buffer_layout(name) or (tensor.sizes, tensor.strides)
+            layout = self.full_buffer_layout(name) or (tensor.sizes, tensor.strides)
             sizes, strides = (format_tuple([index_to_python(n) for n in part]) for part in layout)
             scope[f"dtype{number}"] = tensor.dtype
             function = "empty" if is_small(layout[0], layout[1], tensor.dtype) else "allocate"
@@ -191,10 +193,23 @@ class FusedRegion:
         )
         return "\n".join(lines) + "\n"
 
+    @property
+    def _has_lookups(self) -> bool:
+        """Whether a kernel checks indices that it reads."""
+        return "check_index(" in self.unit.text or "wrap_index(" in self.unit.text
+
+    def raise_kernel_error(self, status: int, arguments: tuple[Any, ...]) -> None:
+        """Raise the error that a kernel reported by its status, as the launcher does."""
+        if status < 0:
+            raise RuntimeError(f"Triton Error [CUDA]: a launch failed with error {-status}")
+        error = _make_kernel_error(status)
+        if self._has_lookups and isinstance(error, IndexError):
+            self._raise_eager_error(error, arguments)
+        raise error
+
     def _write_run(self, lines: list[str], scope: dict[str, Any], call: str) -> None:
         """Run the kernels. For an index out of range, torch raises its own error."""
-        has_lookups = "check_index(" in self.unit.text or "wrap_index(" in self.unit.text
-        if not has_lookups:
+        if not self._has_lookups:
             lines.append(f"    {call}")
             self._first_launch_line = len(lines)
             return
@@ -220,7 +235,7 @@ class FusedRegion:
             if isinstance(argument, Tensor) and argument.is_view_as_real:
                 lines.append(f"    a{position} = view_as_real(a{position}.resolve_conj())")
         sources = find_symbol_sources(self.region)
-        for name, text in order_definitions(self._needed_symbols(), sources).items():
+        for name, text in order_definitions(self.needed_symbols(), sources).items():
             if text is None:
                 raise FusionError(
                     f"the size {name} can't be derived from the arguments of a fused region",
@@ -237,9 +252,9 @@ class FusedRegion:
     @property
     def is_capturable(self) -> bool:
         """Whether a CUDA graph can capture it: a seed drawn by the host would be constant in replays."""
-        return SEED not in self._needed_symbols()
+        return SEED not in self.needed_symbols()
 
-    def _find_temporaries(self, allocated: set[str]) -> dict[str, Lifetime]:
+    def find_temporaries(self, allocated: set[str]) -> dict[str, Lifetime]:
         """Values of static size that live only between kernels of one call."""
         temporaries: dict[str, Lifetime] = {}
         for name in sorted(allocated - self.region.results):
@@ -255,11 +270,11 @@ class FusedRegion:
             temporaries[name] = Lifetime(min(uses), max(uses), max(extent, 1) * tensor.itemsize)
         return temporaries
 
-    def _needed_symbols(self) -> set[Symbol]:
+    def needed_symbols(self) -> set[Symbol]:
         region = self.region
         needed = {symbol for kernel in self.unit.kernels for symbol in kernel.symbols}
         indices: list[Index] = []
-        allocated = self._allocated_tensors()
+        allocated = self.allocated_tensors()
         for tensor in region.tensors.values():
             if tensor.name in allocated:
                 indices += [*tensor.sizes, *tensor.strides]
@@ -272,7 +287,7 @@ class FusedRegion:
                 indices.append(output.size)
         return needed.union(*(index.symbols() for index in indices))
 
-    def _full_buffer_layout(self, name: str) -> tuple[Any, Any] | None:
+    def full_buffer_layout(self, name: str) -> tuple[Any, Any] | None:
         """Sizes and strides of an output that is all of a buffer: a statement's or a donated one."""
         arguments = [a for a in self.region.inputs if a.name == name]
         if arguments:
@@ -294,13 +309,13 @@ class FusedRegion:
         lines.append(f"    if a{position}.stride() != {expected}:")
         lines.append(f"        a{position} = restride(a{position}, {expected})")
 
-    def _allocated_tensors(self) -> set[str]:
+    def allocated_tensors(self) -> set[str]:
         """What kernels write, without mutated arguments, and outputs without elements."""
-        written = self._stored_tensors() - {argument.name for argument in self.region.inputs}
+        written = self.stored_tensors() - {argument.name for argument in self.region.inputs}
         empty = {s.name for s in self.region.statements if s.tensor.is_empty}
         return written | (empty & self.region.results)
 
-    def _stored_tensors(self) -> set[str]:
+    def stored_tensors(self) -> set[str]:
         return {name for kernel in self.unit.kernels for name in kernel.writes}
 
     def _write_input_copies(self, lines: list[str], variables: dict[str, str]) -> None:
@@ -311,7 +326,7 @@ class FusedRegion:
             argument = self.region.arguments[k]
             assert isinstance(argument, Tensor), f"{target} is written to and not a tensor"
             target_name = f"w{k}" if target in self.unit.slots else f"a{k}"
-            if target in self._stored_tensors():
+            if target in self.stored_tensors():
                 lines.append(f"    if {target_name} is not a{k}:")
                 lines.append(f"        {target_name}.copy_(a{k})")
             else:
@@ -322,9 +337,18 @@ class FusedRegion:
 
     def _result_expression(self, output: Any, variables: dict[str, str]) -> str:
         text = self._real_result_expression(output, variables)
-        text = f"view_as_complex({text})" if output.is_view_as_real else text
+        # detached: AOTAutograd replays the views of an output's base, which is real here
+        text = f"view_as_complex({text}).detach()" if output.is_view_as_real else text
         text = f"torch.conj({text})" if output.is_conj else text
         return f"torch._neg_view({text})" if output.is_neg else text
+
+    def is_whole_buffer(self, output: Any) -> bool:
+        """Whether an output is the first one that is all of its buffer: it is the buffer itself."""
+        layout = self.full_buffer_layout(output.name)
+        if layout != (output.sizes, output.strides):
+            return False
+        same = [o for o in self.region.outputs if o.name == output.name and o.offset == 0]
+        return output is next((o for o in same if (o.sizes, o.strides) == layout), None)
 
     def _real_result_expression(self, output: Any, variables: dict[str, str]) -> str:
         if output.size is not None:
@@ -335,11 +359,8 @@ class FusedRegion:
         if base is None:
             names = [a.name if isinstance(a, Tensor) else None for a in self.region.arguments]
             base = f"a{names.index(output.name)}"
-        layout = self._full_buffer_layout(output.name)
-        if layout == (output.sizes, output.strides):
-            same = [o for o in self.region.outputs if o.name == output.name and o.offset == 0]
-            if output is next(o for o in same if (o.sizes, o.strides) == layout):
-                return base  # other outputs are views of it, as are views of an argument
+        if self.is_whole_buffer(output):
+            return base  # other outputs are views of it, as are views of an argument
         sizes = format_tuple([index_to_python(size) for size in output.sizes])
         strides = format_tuple([index_to_python(stride) for stride in output.strides])
         offset = index_to_python(output.offset)

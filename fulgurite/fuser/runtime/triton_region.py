@@ -18,7 +18,7 @@ from fulgurite.fuser.ir import index as indices
 from fulgurite.fuser.ir.errors import KernelBuildError
 from fulgurite.fuser.ir.host_symbols import HOST_SCOPE, index_to_python
 from fulgurite.fuser.ir.index import Index, Symbol
-from fulgurite.fuser.ir.random_seed import draw_seed
+from fulgurite.fuser.ir.random_seed import draw_seed, seed_address
 from fulgurite.fuser.ir.statement import Region, Tensor
 from fulgurite.fuser.runtime.compile_triton import (
     ALIGNED,
@@ -70,6 +70,11 @@ class TritonRegion(FusedRegion):
         """Other addresses and sizes need other variants, which are compiled when they are needed."""
         return True
 
+    @property
+    def is_capturable(self) -> bool:
+        """Captured kernels read their seed from memory that every replay writes."""
+        return True
+
     def can_rerun(self, error: Exception) -> bool:
         """Whether inputs are as they were before the failed call, and the program is right."""
         if isinstance(error, IndexError):
@@ -105,6 +110,7 @@ class TritonRegion(FusedRegion):
             "device": self.device,
             "restride": restride,
             "draw_seed": draw_seed,
+            "seed_address": seed_address,
             "variants": self.variants,
             "ensure_scratch_allocator": ensure_scratch_allocator,
         }
@@ -147,12 +153,12 @@ class TritonRegion(FusedRegion):
         """Allocate outputs and temporaries; temporaries of static size share one arena."""
         region = self.region
         order = {s.name: k for k, s in enumerate(region.statements)}
-        allocated = self._allocated_tensors()
+        allocated = self.allocated_tensors()
         in_arena = self._write_arena(lines, scope, address, address_of)
         variables: dict[str, str] = {}
         for number, name in enumerate(sorted(allocated - in_arena, key=order.__getitem__)):
             tensor = region.tensors[name]
-            layout = self._full_buffer_layout(name) or (tensor.sizes, tensor.strides)
+            layout = self.full_buffer_layout(name) or (tensor.sizes, tensor.strides)
             sizes, strides = (format_tuple([index_to_python(n) for n in part]) for part in layout)
             scope[f"dtype{number}"] = tensor.dtype
             lines.append(f"    t{number} = allocate({sizes}, {strides}, dtype{number})")
@@ -173,16 +179,12 @@ class TritonRegion(FusedRegion):
         self, lines: list[str], scope: dict[str, Any], address: dict[str, str], address_of: str
     ) -> set[str]:
         """Allocate one arena for all temporaries of a call: an allocation takes the host 4 µs."""
-        lifetimes = self._find_temporaries(self._allocated_tensors())
+        lifetimes = self.find_temporaries(self.allocated_tensors())
         dtypes = {name: self.region.tensors[name].dtype for name in lifetimes}
-        for position, kernel in enumerate(self.kernel_module.kernels):
-            for partial in kernel.partials:
-                count = partial.sizes[0] * partial.sizes[1]
-                if count.is_constant:
-                    last = self._last_use(partial.name, position)
-                    size = count.constant * partial.dtype.itemsize
-                    lifetimes[partial.name] = Lifetime(position, last, size)
-                    dtypes[partial.name] = partial.dtype
+        lifetimes |= self.find_partials()
+        dtypes |= {
+            p.name: p.dtype for kernel in self.kernel_module.kernels for p in kernel.partials
+        }
         offsets, total = assign_offsets(list(lifetimes.values()))
         if not total:
             return set()
@@ -197,6 +199,18 @@ class TritonRegion(FusedRegion):
                 address[name] = f"base[{offset}:{end}].view(arena_dtype{number})"
         return set(lifetimes)
 
+    def find_partials(self) -> dict[str, Lifetime]:
+        """Partial results of static size, which one kernel leaves for the next."""
+        found: dict[str, Lifetime] = {}
+        for position, kernel in enumerate(self.kernel_module.kernels):
+            for partial in kernel.partials:
+                count = partial.sizes[0] * partial.sizes[1]
+                if count.is_constant:
+                    last = self._last_use(partial.name, position)
+                    size = count.constant * partial.dtype.itemsize
+                    found[partial.name] = Lifetime(position, last, size)
+        return found
+
     def _last_use(self, name: str, first: int) -> int:
         kernels = self.kernel_module.kernels
         uses = [
@@ -209,7 +223,7 @@ class TritonRegion(FusedRegion):
         if not kernels:
             return
         sizes = dict.fromkeys(s for kernel in kernels for s in kernel.symbols if not s.is_64_bit)
-        wide = f" | ({INT64_INDICES} if {self._wide_condition(list(sizes))} else 0)"
+        wide = f" | ({INT64_INDICES} if {self.wide_condition(list(sizes))} else 0)"
         if self.int64_indices is not None:
             wide = f" | {INT64_INDICES}" if self.int64_indices else ""
         if is_on_gpu:
@@ -242,11 +256,11 @@ class TritonRegion(FusedRegion):
                 )
             self._launch_lines.append(len(lines))
 
-    def _needed_symbols(self) -> set[Symbol]:
+    def needed_symbols(self) -> set[Symbol]:
         extents = [_extent(t) for kernel in self.kernel_module.kernels for t in kernel.tensors]
-        return super()._needed_symbols().union(*(extent.symbols() for extent in extents))
+        return super().needed_symbols().union(*(extent.symbols() for extent in extents))
 
-    def _wide_condition(self, symbols: list[Symbol]) -> str:
+    def wide_condition(self, symbols: list[Symbol]) -> str:
         """The condition for 64-bit indices: a tensor's extent or a symbol needs more than 32 bits."""
         tensors = [t for kernel in self.kernel_module.kernels for t in kernel.tensors]
         extents = [extent for extent in map(_extent, tensors) if not extent.is_constant]

@@ -27,6 +27,14 @@ def arrange_loops(nest: LoopNest, innermost: Axis | None) -> LoopNest:
     return rename_loops(collapse_loops(replace(nest, grid=grid, body=body)))
 
 
+def merge_contiguous_loops(nest: LoopNest) -> LoopNest:
+    """Neighbouring loops that every access runs through as one, before any loop is chosen for SIMD."""
+    if nest.is_row_program:
+        return nest
+    grid, body = order_axes(nest, nest.grid), order_axes(nest, nest.body)
+    return collapse_loops(replace(nest, grid=grid, body=body))
+
+
 def find_transposed_loads(nest: LoopNest, inner: Axis, other: Axis) -> list[Load]:
     """Unmasked loads that are contiguous along `other` and strided along `inner`."""
     found: dict[Load, None] = {}

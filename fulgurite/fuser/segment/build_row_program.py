@@ -49,7 +49,9 @@ class _RowProgramBuilder:
         self.grid = tuple(self.loops[loop] for loop in ordered if loop in grid)
         self.body = tuple(self.loops[loop] for loop in ordered if loop not in grid)
         self.memory = {name: self.tensors[name] for name in segment.stored}
-        self.inlined = {name for name in self.members if self.is_inlined(name)}
+        self.inlined: set[str] = set()
+        for name in self.members:  # in program order
+            self.inlined |= {name} if self.is_inlined(name) else set()
 
     def build(self) -> LoopNest:
         steps = {
@@ -74,11 +76,17 @@ class _RowProgramBuilder:
         return count_elements(tuple(axis.size for axis in self.row_axes(s, s.all_axes)))
 
     def is_inlined(self, name: str) -> bool:
-        """Whether a step is computed where it is read: once, and at no more points."""
+        """Whether a step is computed where it is read: once, and at no more points.
+
+        A single operation on another step, such as an absolute value, is computed at every reader.
+        """
         s = self.members[name]
         if s.reduction is not None or name in self.segment.stored:
             return False
         loads = [(m, load) for m in self.members.values() for load in m.loads if load.name == name]
+        is_trivial = len(s.loads) == 1 and self.segment.structure.statements[name].flops <= 1
+        if is_trivial and s.loads[0].name in self.members.keys() - self.inlined:
+            return True
         return len(loads) == 1 and self.count_row_points(loads[0][0]) <= self.count_row_points(s)
 
     def make_step(self, s: Statement) -> Local:

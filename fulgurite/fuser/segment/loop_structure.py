@@ -150,7 +150,8 @@ class LoopStructure:
     has_reduction: bool = False
     has_scan: bool = False
     has_scatter: bool = False  # an indexed store, which ends the kernel
-    is_row_program: bool = False  # has a sort: `row_program.py`
+    is_row_program: bool = False  # has a sort or nested reductions: `row_program.py`
+    is_nested: bool = False  # a row program because of nested reductions
     roles: dict[str, Role] = field(default_factory=dict)
     ready_pass: dict[str, int] = field(default_factory=dict)  # passes that must run before
     statements: dict[str, StatementInfo] = field(default_factory=dict)
@@ -184,7 +185,7 @@ class LoopStructure:
             return self._try_add_pointwise(new)
         role, reason = self._find_role(new)
         if reason:
-            return reason
+            return self._try_nest(new) if new.reduced_loops else reason
         self._record(new, role)
         return None
 
@@ -227,10 +228,18 @@ class LoopStructure:
         for name, info in self.statements.items():
             self.roles[name] = "body" if info.loops <= grid else "inline"
 
+    def _try_nest(self, new: StatementInfo) -> str | None:
+        """Adds a reduction over other axes: the kernel becomes a row program if they are nested."""
+        trial = replace(self.copy(), is_nested=True)
+        reason = trial._try_add_row_step(new)
+        if reason is None:
+            vars(self).update(vars(trial))
+        return reason
+
     def _try_add_row_step(self, new: StatementInfo) -> str | None:
         """Adds to a row program. A value that is the same for every row can't be stored."""
         statements = [*self.statements.values(), new]
-        if not any(info.is_argsort for info in statements):
+        if not self.is_nested and not any(info.is_argsort for info in statements):
             statements = []  # of a structure that gets its sort later
         grid = find_row_grid(statements, self.loop_sizes) if statements else NO_LOOPS
         if isinstance(grid, str):

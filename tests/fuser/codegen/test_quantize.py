@@ -29,9 +29,10 @@ def gated_silu(x, w):
 
 
 def count_kernels(before, format, width):
-    """A norm reduces rows, and block scales reduce blocks of them: two kernels."""
+    """One; but a GPU program does not hold long rows that a norm and block scales both reduce."""
     has_blocks = resolve_format(format).block[1] and width > 128
-    return 2 if before is rms_norm and has_blocks else 1
+    is_long = support.TARGET != "cpp" and width > 8192
+    return 2 if before is rms_norm and has_blocks and is_long else 1
 
 
 def check_quantized(quantized, hidden, format):

@@ -54,6 +54,11 @@ CASES: dict[str, Callable[[torch.Tensor], Any]] = {
         torch.ones_like(z) * z,
         torch.full_like(z, 2 + 1j) + z,
     ),
+    "made like it": lambda z: (
+        torch.zeros_like(z, dtype=torch.int64),
+        torch.full_like(z, 2.5, dtype=torch.float64) + z.real,
+        z.new_ones(z.shape, dtype=torch.bool),
+    ),
     "combined": lambda z: (torch.addcmul(z, z, z, value=0.5), torch.lerp(z, z * 2, 0.3)),
     "windows": lambda z: (z.t(), z[1:], z.real, z.imag),
 }
@@ -100,6 +105,35 @@ def all_functions(z: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def test_all_functions(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     check_complex(all_functions, torch.randn(6, 6, dtype=dtype))
+
+
+@pytest.mark.parametrize("name", ["sum", "cumsum", "mean"])
+@pytest.mark.parametrize(
+    ("dtype", "to"), [(torch.complex64, torch.float64), (torch.float32, torch.complex128)]
+)
+@pytest.mark.filterwarnings("ignore:Casting complex values")
+def test_reductions_that_cast(name: str, dtype: torch.dtype, to: torch.dtype) -> None:
+    """A cast to a real dtype drops the imaginary part, one to a complex dtype adds zeros."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return getattr(x, name)(0, dtype=to) * 2
+
+    x = torch.randn(3, 5, dtype=dtype)
+    torch.testing.assert_close(fulgurite.compile(function)(x), function(x))
+
+
+def test_view_of_a_written_input_with_dynamic_sizes() -> None:
+    """AOTAutograd replays the views of the result's base on the input: both must be complex."""
+
+    def function(z: torch.Tensor) -> torch.Tensor:
+        z.mul_(2)
+        return z.reshape(z.size(0), -1)
+
+    z = torch.randn(4, dtype=torch.complex64)
+    ours = z.clone()
+    result = fulgurite.compile(function, dynamic=True)(ours)
+    torch.testing.assert_close(result, function(z))
+    torch.testing.assert_close(ours, z)
 
 
 def test_two_tensors() -> None:

@@ -56,3 +56,15 @@ def test_a_row_that_the_graph_computes():
     torch.testing.assert_close(compiled(x, torch.tensor([0, 0])), function(x, torch.tensor([0, 0])))
     with pytest.raises(IndexError, match="out of range"):
         compiled(x, torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("position", [1, 7])
+@pytest.mark.parametrize("name", ["index", "index_select", "embedding"])
+def test_positions_of_an_empty_result_are_checked_as_in_eager(name, position):
+    function, x, index = CASES[name], torch.randn(3, 0), torch.tensor([0, position])
+    expected = result_of(function, x, index)
+    actual = result_of(fulgurite.compile(function), x, index)
+    if isinstance(expected, torch.Tensor):
+        assert actual.shape == expected.shape
+    else:
+        assert actual == expected

@@ -113,6 +113,17 @@ def test_overwriting_stores(dtype: torch.dtype) -> None:
     check(function, base, rows, index, positions)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.bool], ids=str)
+def test_accumulate_under_a_mask(dtype: torch.dtype) -> None:
+    base, row = values(5, 3, dtype=dtype), values(3, dtype=dtype)
+    mask = torch.tensor([True, False, True, True, False])
+
+    def function(base, row, mask):
+        return base.index_put((mask,), row, accumulate=True), base.index_put((mask,), row)
+
+    check(function, base, row, mask)
+
+
 @pytest.mark.parametrize("include_self", [True, False])
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)

@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 
+import fulgurite
 from fulgurite import fuser
 from tests.fuser import support
 from tests.fuser.support import check_fused, trace
@@ -84,6 +85,18 @@ def test_variance_of_equal_values_is_not_negative():
         graph = trace(functools.partial(torch.std, dim=dim), (over,))
         std = fuser.lower_region(graph, use_triton=support.TARGET == "triton")(over)[0]
         assert bool((std >= 0).all()) and std.max() < 1e-2
+
+
+def test_squares_beyond_the_range_of_float32_on_a_cpu():
+    """Eager's var and std on CPUs have the range of float64; on GPUs that of float32."""
+    if support.TARGET != "cpp":
+        pytest.skip("eager overflows, too")
+    x = torch.linspace(-2, 2, 65)
+    for name, scale in (("std", 1e30), ("var", 5e18)):
+        compiled = fulgurite.compile(lambda x, name=name: getattr(x, name)(-1) * 1)
+        for shape in ((65,), (5, 13)):
+            wide = getattr((x * scale).double().view(shape), name)(-1).float()
+            torch.testing.assert_close(compiled((x * scale).view(shape)), wide)
 
 
 def test_drifting_mean_and_leading_outlier():

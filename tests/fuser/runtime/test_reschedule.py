@@ -101,7 +101,7 @@ def test_an_error_inside_a_kernel_is_raised():
 
 @needs_interpreter
 def test_a_grid_beyond_the_limit_is_refused(monkeypatch):
-    monkeypatch.setattr(lowering, "MAX_PROGRAMS", 3)
+    monkeypatch.setattr(lowering, "MAX_PROGRAMS", (3, 2**16 - 1))
     with pytest.raises(fulgurite.errors.FusionError, match="programs") as raised:
         lower(torch.randn(60, 50), torch.randn(50))
     assert isinstance(raised.value.__cause__, Unsupported)

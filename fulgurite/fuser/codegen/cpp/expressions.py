@@ -263,7 +263,9 @@ class ExpressionPrinter:
         source = opmath_dtype(operation.arguments[-1].dtype)
         template = OP_TABLE[operation.name]
         if operation.name == "where" and any(map(_reads_memory, operation.arguments[1:])):
-            template = "select({0}, {1}, {2})"  # both sides are loaded: a branch stops SIMD
+            # both sides are loaded: a branch stops SIMD. In C++, a | b of two bools is an int
+            is_bool = operation.dtype == torch.bool
+            template = f"select{'<bool>' if is_bool else ''}({{0}}, {{1}}, {{2}})"
         if source == torch.bool:
             template = BOOL_OPS.get(operation.name, template)
         text = template.format(*texts)

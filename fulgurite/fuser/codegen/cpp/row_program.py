@@ -10,6 +10,8 @@ Buffers are allocated once a thread.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from fulgurite.fuser.codegen.cpp.expressions import ExpressionPrinter, identifier, value_ctype
@@ -20,6 +22,11 @@ from fulgurite.fuser.codegen.cpp.kernel import (
     static_size,
     sums_in_double,
 )
+from fulgurite.fuser.codegen.cpp.row_loops import (
+    StepLoops,
+    flatten_step_loads,
+    merge_step_loops,
+)
 from fulgurite.fuser.ir import index as indices
 from fulgurite.fuser.ir.cost import count_elements
 from fulgurite.fuser.ir.expression import Load
@@ -28,6 +35,8 @@ from fulgurite.fuser.ir.loop_nest import Local, LoopNest, Store
 from fulgurite.kernels.tuning import fuser_cpu as tuning
 
 MAX_PACKED_POSITION = 1 << 16  # of a 16-bit key in 32 bits
+# points of a reduction that is unrolled, and of one whose values fit an array on the stack
+MAX_UNROLLED_POINTS, MAX_FOLDED_POINTS = 4, 256
 KEY_CTYPES = {torch.int16: "uint32_t", torch.int32: "uint64_t", torch.int64: "SortPair"}
 
 
@@ -42,10 +51,9 @@ class RowPrinter(ExpressionPrinter):
         if not load.index or not self.nest.is_local(load):
             return super().print_load(load)
         step = self.nest.locals[load.name]
-        flat = indices.ZERO
-        for axis, position in zip(step.axes, load.index, strict=True):
-            flat = flat * axis.size + position
-        return f"{buffer_name(step)}[{self.print_index(flat)}]"
+        if len(load.index) == len(step.axes) > 1:
+            load = flatten_step_loads(self.nest, load)  # type: ignore[assignment]
+        return f"{buffer_name(step)}[{self.print_index(load.index[0])}]"
 
 
 def buffer_name(step: Local) -> str:
@@ -78,7 +86,7 @@ class RowProgramWriter:
             assert isinstance(store.value, Load), f"{store} stores no step"
             self.stores.setdefault(store.value.name, []).append(store)
         read = {local.name for s in self.steps for local in self.nest.references(s.expression)}
-        self.buffered = [s for s in self.steps if s.axes and s.name in read]
+        self.buffered = {s.name: s for s in self.steps if s.axes and s.name in read}
         self.sorts = [s for s in self.steps if s.rank is not None]
 
     def write(self) -> None:
@@ -120,7 +128,7 @@ class RowProgramWriter:
 
     def allocate(self) -> None:
         """Declares a thread's buffers, one after the other in one allocation."""
-        sizes = [(buffer_name(s), value_ctype(s.dtype), s.axes) for s in self.buffered]
+        sizes = [(buffer_name(s), value_ctype(s.dtype), s.axes) for s in self.buffered.values()]
         for sort in self.sorts:
             name, ctype = identifier(sort.name), KEY_CTYPES[key_dtype(sort)]
             outer = self.key_axes(sort)
@@ -143,12 +151,20 @@ class RowProgramWriter:
     def step(self, step: Local) -> None:
         if step.rank is not None:
             self.sort(step, step.rank)
-        elif step.reduction is not None:
-            self.reduce(step)
+            return
+        loops = StepLoops(step, tuple(self.stores.get(step.name, ())))
+        loops = merge_step_loops(self.nest, loops)
+        points = static_size(loops.step.reduced_axes)
+        if step.reduction is None:
+            self.open_loops(loops.step.axes, "simd" if step.axes else "")
+            self.define(loops, self.printer.print_expression(loops.step.expression))
+            self.close_loops(loops.step.axes)
+        elif step.axes and points is not None and points <= MAX_UNROLLED_POINTS:
+            self.reduce_unrolled(loops)
+        elif step.axes and points is not None and points <= MAX_FOLDED_POINTS:
+            self.reduce_folded(loops, points)
         else:
-            self.open_loops(step.axes, "simd" if step.axes else "")
-            self.define(step, self.printer.print_expression(step.expression))
-            self.close_loops(step.axes)
+            self.reduce(loops)
 
     def open_loops(self, axes: tuple[Axis, ...], pragma: str = "") -> None:
         for axis in axes:
@@ -160,18 +176,21 @@ class RowProgramWriter:
         for _ in axes:
             self.emit("}")
 
-    def define(self, step: Local, text: str) -> None:
+    def define(self, loops: StepLoops, text: str) -> None:
         """One value of a step: into its buffer, and to memory where the kernel stores it."""
+        step = loops.step
         name = identifier(step.name)
         self.emit(f"const {value_ctype(step.dtype)} {name} = {text};")
-        if step in self.buffered:
+        if step.name in self.buffered:
             self.emit(f"{buffer_name(step)}[{print_flat_index(step.axes, self.kernel)}] = {name};")
         plain = ExpressionPrinter(identifier)
-        for store in self.stores.get(step.name, ()):
+        for store in loops.stores:
             value = Load(step.name, (), store.value.dtype)
             self.kernel.emit_store(Store(store.tensor, store.index, value), plain)
 
-    def reduce(self, step: Local) -> None:
+    def reduce(self, loops: StepLoops) -> None:
+        """A long reduction: SIMD along it."""
+        step = loops.step
         name, a = identifier(step.name), accumulator(step)
         points = static_size(step.reduced_axes)
         is_long = points is None or points > 2 * tuning.SUM_BLOCK
@@ -182,7 +201,45 @@ class RowProgramWriter:
         value = self.printer.print_expression(step.expression)
         self.emit(a.update.format(f"{name}_total", value) + ";")
         self.close_loops(step.reduced_axes)
-        self.define(step, f"{name}_total")
+        self.define(loops, f"{name}_total")
+        self.close_loops(step.axes)
+
+    def reduce_unrolled(self, loops: StepLoops) -> None:
+        """A reduction of a few points: unrolled, SIMD along the values."""
+        step = loops.step
+        name, a = identifier(step.name), accumulator(step)
+        self.open_loops(step.axes, "simd")
+        self.emit(f"{a.ctype} {name}_total = {a.initial};")
+        ranges = (range(axis.size.constant) for axis in step.reduced_axes)
+        for point in itertools.product(*ranges):
+            at = dict(zip(step.reduced_axes, map(Index, point), strict=True))
+            value = self.printer.print_expression(step.expression.substitute(at))
+            self.emit(a.update.format(f"{name}_total", value) + ";")
+        self.define(loops, f"{name}_total")
+        self.close_loops(step.axes)
+
+    def reduce_folded(self, loops: StepLoops, points: int) -> None:
+        """A reduction of a block: its values in an array, whose halves are combined.
+
+        gcc combines the lanes of a SIMD reduction one by one, which takes longer than such a block.
+        """
+        step = loops.step
+        name, a = identifier(step.name), accumulator(step)
+        lanes = f"{name}_lanes"
+        self.open_loops(step.axes)
+        self.emit(f"{a.ctype} {lanes}[{points}];")
+        self.open_loops(step.reduced_axes, "simd")
+        value = self.printer.print_expression(step.expression)
+        self.emit(f"{lanes}[{print_flat_index(step.reduced_axes, self.kernel)}] = {value};")
+        self.close_loops(step.reduced_axes)
+        while points > 1:
+            half = (points + 1) // 2
+            self.kernel.emit_pragma("omp simd")
+            self.emit(f"for (int lane = 0; lane < {points - half}; ++lane) {{")
+            self.emit(a.update.format(f"{lanes}[lane]", f"{lanes}[lane + {half}]") + ";")
+            self.emit("}")
+            points = half
+        self.define(loops, f"{lanes}[0]")
         self.close_loops(step.axes)
 
     def sort(self, step: Local, rank: Index) -> None:
@@ -201,6 +258,7 @@ class RowProgramWriter:
         bounds = ", ".join(self.printer.print_index(i) for i in (axis.size, low, high))
         self.emit(f"sort_ranks({name}_keys, {name}_keys_other, {bounds});")
         self.open_loops(ranked)
-        self.define(step, f"sorted_position({name}_keys[{self.printer.print_index(rank)}])")
+        loops = StepLoops(step, tuple(self.stores.get(step.name, ())))
+        self.define(loops, f"sorted_position({name}_keys[{self.printer.print_index(rank)}])")
         self.close_loops(ranked)
         self.close_loops(outer)

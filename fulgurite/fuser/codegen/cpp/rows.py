@@ -10,7 +10,8 @@ the grid, `split_rows.py` splits a few long rows among threads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 
 from fulgurite.fuser.codegen.cpp.buffered_printer import BufferedPrinter, find_divisors
 from fulgurite.fuser.codegen.cpp.expressions import (
@@ -83,8 +84,32 @@ class RowWriter:
         for _ in self.nest.grid:
             self.emit("}")
 
+    def row_pieces(self) -> None:
+        """The pieces of a row, those of one side of a mask after each other."""
+        for assumptions, group in itertools.groupby(self.schedule.pieces, lambda p: p.assumptions):
+            tests = [
+                self.printer.print_bounds(check)
+                if truth
+                else f"!({self.printer.print_bounds(check)})"
+                for check, truth in assumptions
+            ]
+            if tests:
+                self.emit(f"if ({' && '.join(tests)}) {{")
+            for piece in group:
+                schedule = replace(
+                    self.schedule, nest=piece.nest, simd_axis=piece.nest.body[-1], pieces=()
+                )
+                self.emit("{")
+                RowWriter(replace(self.kernel, schedule=schedule)).row(None)
+                self.emit("}")
+            if tests:
+                self.emit("}")
+
     def row(self, simd_threads: str | None) -> None:
         """One row: its values and passes in turn; `simd_threads` split the SIMD loop, if any."""
+        if self.schedule.pieces:
+            self.row_pieces()
+            return
         for name in self.schedule.buffered_locals:
             ctype = value_ctype(self.nest.locals[name].dtype)
             points = static_size(self.nest.body)

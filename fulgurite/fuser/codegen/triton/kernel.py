@@ -32,10 +32,17 @@ from fulgurite.fuser.codegen.triton.values import as_factor, strip_parentheses
 from fulgurite.fuser.codegen.triton.writer import KernelWriter
 from fulgurite.fuser.ir.index import Axis, Index, Symbol
 from fulgurite.fuser.ir.loop_nest import Local
+from fulgurite.fuser.ir.random_seed import SEED_ADDRESS
 from fulgurite.fuser.ir.statement import Tensor
 from fulgurite.fuser.schedule.gpu.base import GpuSchedule
 from fulgurite.fuser.schedule.gpu.persistent import schedule_combine
 from fulgurite.fuser.segment.inplace import needs_barrier
+
+# a kernel that a CUDA graph captured reads its seed; the address is 0 otherwise (`ir/random_seed.py`)
+SEED_LINES = [
+    "seed_ptr = random_seed_address.to(tl.int64).to(tl.pointer_type(tl.int64))",
+    "random_seed += tl.load(seed_ptr, mask=random_seed_address != 0, other=0)",
+]
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,7 @@ class TritonKernelSource:
     int64_index: bool = False
     updates: tuple[str, ...] = ()  # those of the writes that are also read
     flushes_denormals: bool = False  # fast-math functions do
+    fused: tuple[str, ...] = ()  # names of the kernels that run in this launch (`horizontal.py`)
 
 
 def write_kernels(name: str, schedule: GpuSchedule, int64_index: bool) -> list[TritonKernelSource]:
@@ -107,6 +115,7 @@ def build_source(w: KernelWriter) -> TritonKernelSource:
     symbols = w.find_symbols()
     head = [*print_formulas(w.nest, "#"), f"# {w.schedule}", "@triton.jit"]
     head.append(f"def {w.name}({', '.join([*names, *(s.name for s in symbols)])}):")
+    head += ["    " + line for line in SEED_LINES if SEED_ADDRESS in symbols]
     text = "\n".join([*head, *("    " + line for line in b.blocks[0].all_lines)])
     return TritonKernelSource(
         w.name,

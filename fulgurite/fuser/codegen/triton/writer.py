@@ -30,6 +30,7 @@ from fulgurite.fuser.ir.expression import (
 )
 from fulgurite.fuser.ir.index import Axis, Index, Symbol
 from fulgurite.fuser.ir.loop_nest import Local, LoopNest, Store
+from fulgurite.fuser.ir.random_seed import SEED, SEED_ADDRESS
 from fulgurite.fuser.ir.statement import Tensor
 from fulgurite.fuser.schedule.analysis import analyze_nest, is_body_store
 from fulgurite.fuser.schedule.gpu.base import GpuSchedule
@@ -149,6 +150,8 @@ class KernelWriter:
             found |= local.expression.symbols()
         for store in self.nest.stores:
             found |= store.index.symbols() | store.value.symbols()
+        if SEED in found:
+            found.add(SEED_ADDRESS)
         return sorted(found, key=lambda s: s.name)
 
     def make_partial(self, x: Local) -> Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fulgurite.fuser.ir.cost import count_elements, size_hint
 from fulgurite.fuser.ir.index import Axis
 from fulgurite.fuser.ir.loop_nest import LoopNest, order_axes
+from fulgurite.fuser.schedule.cpu.row_pieces import RowPiece
 from fulgurite.kernels.tuning import fuser_cpu as tuning
 
 
@@ -29,6 +30,7 @@ class CpuSchedule:
     packed: bool = False  # columns: loads of several passes are packed into a buffer
     nontemporal_stores: tuple[str, ...] = ()  # results that bypass the caches
     prefetch_pass: int | None = None  # the pass that prefetches the next row
+    pieces: tuple[RowPiece, ...] = ()  # of a pointwise row, if masks split it
 
     def __str__(self) -> str:
         grid = " ".join(f"{a.name}<{a.size}" for a in self.nest.grid) or "1"
@@ -48,6 +50,8 @@ class CpuSchedule:
             text += ", packed loads"
         if self.nontemporal_stores:
             text += ", non-temporal stores"
+        if self.pieces:
+            text += f", {len(self.pieces)} pieces of a row"
         return text
 
 

@@ -24,6 +24,7 @@ from fulgurite.fuser.schedule.cpu import (
 )
 from fulgurite.fuser.schedule.cpu.base import CpuSchedule
 from fulgurite.fuser.schedule.cpu.tables import hoist_tables
+from fulgurite.fuser.schedule.loop_order import merge_contiguous_loops
 
 
 class KernelShape(NamedTuple):
@@ -44,7 +45,7 @@ KERNEL_SHAPES = (
 
 
 def choose_cpu_schedule(nest: LoopNest, device: DeviceInfo) -> CpuSchedule:
-    nest = hoist_tables(nest)
+    nest = merge_contiguous_loops(hoist_tables(nest))
     reasons = []
     for shape in KERNEL_SHAPES:
         reason = shape.why_not(nest)

@@ -9,6 +9,7 @@ from fulgurite.fuser.ir.cost import count_elements
 from fulgurite.fuser.ir.loop_nest import LoopNest
 from fulgurite.fuser.schedule.cpu.base import CpuSchedule, choose_simd_axis
 from fulgurite.fuser.schedule.cpu.memory_traffic import find_nontemporal_stores
+from fulgurite.fuser.schedule.cpu.row_pieces import split_rows
 from fulgurite.fuser.schedule.loop_order import arrange_loops
 from fulgurite.kernels.tuning import fuser_cpu as tuning
 
@@ -29,10 +30,15 @@ def make_schedule(nest: LoopNest, device: DeviceInfo) -> CpuSchedule:
     row_length = count_elements(tuple(axis.size for axis in nest.body))
     few_rows = rows < tuning.MIN_TASKS_PER_THREAD * device.num_cores and row_length > rows
     simd_axis = nest.body[-1]
+    nontemporal = find_nontemporal_stores(nest, simd_axis)
+    # staged non-temporal stores save more than splitting a row does, unless positions are looked up
+    keeps_rows = few_rows or (nontemporal and not nest.computes_index)
+    pieces = () if keeps_rows else split_rows(nest)
     return CpuSchedule(
         "pointwise",
         nest,
         simd_axis,
         parallel_simd_loop=few_rows,
-        nontemporal_stores=find_nontemporal_stores(nest, simd_axis),
+        nontemporal_stores=() if pieces else nontemporal,
+        pieces=pieces,
     )

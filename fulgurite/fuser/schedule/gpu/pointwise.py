@@ -31,13 +31,8 @@ def schedule_pointwise(nest: LoopNest, device: DeviceInfo) -> GpuSchedule:
     multi_row = schedule_multi_row(nest, device)
     if multi_row is not None:
         return multi_row
-    vector_width = max(tuning.ACCESS_BYTES // max_itemsize(nest), 1)
-    # two accesses of a thread are in flight; one where there are many loads anyway
-    accesses = 2 if count_full_reads(nest) < tuning.MANY_READS else 1
-    block = tuning.POINTWISE_THREADS * vector_width * accesses
-    programs = tuning.MIN_PROGRAMS_PER_SM * device.num_cores
-    while block > tuning.MIN_POINTWISE_BLOCK and points < block * programs:
-        block //= 2
+    vector_width = _vector_width(nest)
+    block = choose_pointwise_block(nest, points, device)
     inner = nest.grid[-1]
     if len(nest.grid) > 1:
         size = inner.size.constant if inner.size.is_constant else 0
@@ -45,9 +40,29 @@ def schedule_pointwise(nest: LoopNest, device: DeviceInfo) -> GpuSchedule:
         block = dividing or block
         nest = flatten_loops(nest, nest.grid[:-1] if dividing else nest.grid)
     inner = nest.grid[-1]
-    num_warps = block // vector_width // tuning.WARP_SIZE
-    num_warps = max(min(num_warps, tuning.MAX_POINTWISE_WARPS), 1)
+    num_warps = choose_pointwise_warps(nest, block)
     return GpuSchedule("pointwise", nest, (inner,), {inner: block}, num_warps=num_warps)
+
+
+def choose_pointwise_block(nest: LoopNest, points: int, device: DeviceInfo) -> int:
+    """Neighbouring points of a program, if there are so many points in all."""
+    # two accesses of a thread are in flight; one where there are many loads anyway
+    accesses = 2 if count_full_reads(nest) < tuning.MANY_READS else 1
+    block = tuning.POINTWISE_THREADS * _vector_width(nest) * accesses
+    programs = tuning.MIN_PROGRAMS_PER_SM * device.num_cores
+    while block > tuning.MIN_POINTWISE_BLOCK and points < block * programs:
+        block //= 2
+    return block
+
+
+def choose_pointwise_warps(nest: LoopNest, block: int) -> int:
+    num_warps = block // _vector_width(nest) // tuning.WARP_SIZE
+    return max(min(num_warps, tuning.MAX_POINTWISE_WARPS), 1)
+
+
+def _vector_width(nest: LoopNest) -> int:
+    """Elements of one access of a thread."""
+    return max(tuning.ACCESS_BYTES // max_itemsize(nest), 1)
 
 
 def schedule_multi_row(nest: LoopNest, device: DeviceInfo) -> GpuSchedule | None:

@@ -1,0 +1,156 @@
+"""Memory layouts after some nodes of a graph return others than before.
+
+In: a functional graph, and the values that its nodes had. Out: the same graph, with the values that follow
+from the new layouts. Convolutions with packed weights return channels-last tensors; elementwise ops, norms
+and pooling after them keep that layout. Where an op needs the old one (a view, an operator of another
+library, a result of the graph), a copy restores it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fulgurite.trace.cost import is_view, size_hint
+from fulgurite.trace.metadata import find_fake_mode, run_node, use_fake_mode
+from fulgurite.trace.mutations import mutated_inputs
+from fulgurite.trace.node_meta import fake_value, has_side_effect, set_fake_value
+from fulgurite.trace.purity import find_escaping
+
+aten = torch.ops.aten
+# ops that compute from strides, not from elements
+STRIDED_OPS = (
+    aten.as_strided.default,
+    aten.as_strided_copy.default,
+    aten.as_strided_scatter.default,
+)
+ADAPTABLE_NAMESPACES = ("aten", "prims", "fulgurite")
+
+
+class CannotRelayout(Exception):
+    """A tensor's old layout can't be restored by a copy."""
+
+
+def update_layouts(module: fx.GraphModule, before: Mapping[fx.Node, Any]) -> None:
+    """Compute the values that follow from changed layouts.
+
+    A result of the graph, or what it is a view of, is copied to its old layout where it is computed. So
+    results share memory as before.
+
+    before   the values that nodes had; of a new node, that of the node which it replaces
+    """
+    escaping = find_escaping(module.graph)
+    with use_fake_mode(find_fake_mode(module)):
+        for node in list(module.graph.nodes):
+            if node.op != "call_function" or node not in before or has_side_effect(node):
+                continue
+            changed = [n for n in node.all_input_nodes if _has_changed(n, before)]
+            if changed:
+                _adapt(module, node, changed, before)
+            is_origin = not (changed and is_view(node))
+            if node in escaping and is_origin and _has_changed(node, before):
+                _restore_result(node, before[node])
+
+
+def _adapt(
+    module: fx.GraphModule,
+    node: fx.Node,
+    changed: Sequence[fx.Node],
+    before: Mapping[fx.Node, Any],
+) -> None:
+    """Compute the value of a node whose inputs have other layouts, or let it read copies."""
+    if not _can_adapt(node):
+        _restore_inputs(node, changed, before)
+    elif not _recompute(module, node):
+        _restore_inputs(node, changed, before)
+        if not _recompute(module, node):
+            raise CannotRelayout(f"{node.name} can't run on other layouts")
+
+
+def _restore_result(node: fx.Node, old: Any) -> None:
+    """Let everything read a copy of a node's value in the old layout."""
+    if not isinstance(old, Tensor):
+        return  # a tuple: its items are restored
+    users = list(node.users)
+    with node.graph.inserting_after(node):
+        anchor = node.graph.call_function(aten.clone.default, (node,))
+    with node.graph.inserting_before(anchor):
+        copied = _copy_to_layout(node, old)
+    node.graph.erase_node(anchor)
+    for user in users:
+        user.replace_input_with(node, copied)
+
+
+def _has_changed(node: fx.Node, before: Mapping[fx.Node, Any]) -> bool:
+    old, new = before.get(node), fake_value(node)
+    if node.target is operator.getitem or isinstance(old, Tensor):
+        return isinstance(old, Tensor) and _layout(old) != _layout(new)
+    if isinstance(old, list | tuple):  # its items tell
+        pairs = zip(old, new, strict=True)
+        return any(isinstance(a, Tensor) and _layout(a) != _layout(b) for a, b in pairs)
+    return False
+
+
+def _layout(value: Tensor) -> tuple[str, ...]:
+    """Strides that matter, as text: symbols are compared without guards."""
+    sizes = zip(map(str, value.shape), map(str, value.stride()), strict=True)
+    return tuple(stride for size, stride in sizes if size != "1")
+
+
+def _can_adapt(node: fx.Node) -> bool:
+    """Whether a node takes any layout, and its result's layout can be computed."""
+    if node.target is operator.getitem:
+        return True
+    if node.target in STRIDED_OPS or mutated_inputs(node):
+        return False
+    return getattr(node.target, "namespace", "") in ADAPTABLE_NAMESPACES
+
+
+def _recompute(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Compute the node's value from its arguments' values; False for a view that they don't allow."""
+    values = {source: fake_value(source) for source in node.all_input_nodes}
+    try:
+        set_fake_value(node, run_node(module, node, values))
+    except (RuntimeError, ValueError):  # a view across memory that is not contiguous
+        return False
+    return True
+
+
+def _restore_inputs(
+    node: fx.Node, sources: Sequence[fx.Node], before: Mapping[fx.Node, Any]
+) -> None:
+    """Let a node read copies in the old layouts."""
+    for source in sources:
+        value = before[source]
+        if not isinstance(value, Tensor):
+            raise CannotRelayout(f"{source.name} is a tuple")
+        with node.graph.inserting_before(node):
+            node.replace_input_with(source, _copy_to_layout(source, value))
+
+
+def _copy_to_layout(node: fx.Node, old: Tensor) -> fx.Node:
+    """A copy of a node's value with the sizes and strides of an old one."""
+    graph = node.graph
+    order = sorted(range(old.dim()), key=lambda dim: (-size_hint(old.stride(dim)), dim))
+    permuted = graph.call_function(aten.permute.default, (node, order))
+    copied = graph.call_function(
+        aten.clone.default, (permuted,), {"memory_format": torch.contiguous_format}
+    )
+    back = [order.index(dim) for dim in range(old.dim())]
+    result = graph.call_function(aten.permute.default, (copied, back))
+    if order == sorted(order):  # contiguous
+        copied.args = (node,)
+        graph.erase_node(result)
+        graph.erase_node(permuted)
+        result = copied
+    for new in (permuted, copied, result):
+        if not new._erased:
+            args = fx.node.map_arg(new.args, fake_value)
+            set_fake_value(new, new.target(*args, **new.kwargs))  # type: ignore[operator]
+    if _layout(fake_value(result)) != _layout(old):
+        raise CannotRelayout(f"{node.name} had the strides {tuple(old.stride())}")
+    return result
