@@ -76,7 +76,8 @@ def bench(options: argparse.Namespace) -> None:
     if options.suite == REPORT:
         print(f"written to {write_readme(Path(options.output or 'benchmarks'))}")
         return
-    resolve_device(options.device)
+    if not options.merge:  # rows of another machine
+        resolve_device(options.device)
     SUITES[options.suite].run(options)
 
 

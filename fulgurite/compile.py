@@ -13,6 +13,7 @@ import functools
 import inspect
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,14 @@ from torch import fx, nn
 from fulgurite import repro
 from fulgurite.capture.blocks import BlockGroup, BlockRunner, find_blocks, should_compile_blocks
 from fulgurite.capture.compiled_module import unpickle_original, unwrap_compiled, wrap_module
-from fulgurite.capture.dynamo import RECOMPILE_LIMIT, GraphBreak, is_capturing, optimize
+from fulgurite.capture.direct_call import DirectCall
+from fulgurite.capture.dynamo import (
+    RECOMPILE_LIMIT,
+    GraphBreak,
+    is_capturing,
+    optimize,
+    use_native_checks,
+)
 from fulgurite.capture.outer_graph import (
     OUTER_RECOMPILE_LIMIT,
     OuterGraphBackend,
@@ -33,10 +41,13 @@ from fulgurite.capture.outer_graph import (
     is_plain_data,
 )
 from fulgurite.capture.units import Unit, UnitGroup, find_units, group_units, make_unit_runner
+from fulgurite.capture.whole_model import WholeModel
+from fulgurite.cudagraph import CudaGraphMode
 from fulgurite.errors import ArgumentError
 from fulgurite.executors import Executor
 from fulgurite.executors.autotune import Autotune
 from fulgurite.explain import Explanation, explain
+from fulgurite.host import HostProgram
 from fulgurite.options import Granularity, Options, make_options
 from fulgurite.session import GraphRecord, Session
 from fulgurite.trace import Kind, Trace
@@ -66,6 +77,7 @@ class Compiled:
         self.session = Session(options)
         self.blocks: list[BlockGroup] = []
         self.units: list[UnitGroup] = []  # what distributed wrappers run
+        self.whole_model: WholeModel | None = None  # how a model with repeated layers runs
         self._outer = OuterGraphBackend(self.session)
         self._run: Callable[..., Any]
         if isinstance(function, nn.Module):
@@ -76,12 +88,27 @@ class Compiled:
             functools.update_wrapper(self, function, updated=())
 
     def _optimize(
-        self, function: Callable[..., Any], backend: Any = None, limit: int = RECOMPILE_LIMIT
+        self,
+        function: Callable[..., Any],
+        backend: Any = None,
+        limit: int = RECOMPILE_LIMIT,
+        fullgraph: bool = False,
     ) -> Any:
         options, backend = self.session.options, backend or self.session
-        return optimize(
-            function, backend, dynamic=options.dynamic, fullgraph=options.fullgraph, limit=limit
+        fullgraph |= options.fullgraph
+        call = optimize(
+            function, backend, dynamic=options.dynamic, fullgraph=fullgraph, limit=limit
         )
+        call.adopt_native = weakref.WeakMethod(self._adopt_native)
+        return call
+
+    def _adopt_native(self, call: DirectCall, native: Callable[..., Any]) -> bool:
+        """Run the native function of a direct call in its place, if it is all that runs."""
+        use_native_checks()
+        if self._run is not call:
+            return False
+        self._run = native
+        return True
 
     def _select_blocks(self, module: nn.Module) -> list[BlockGroup]:
         """The repeated layers to compile once each; none to compile the model as one graph."""
@@ -102,7 +129,7 @@ class Compiled:
         model = self.original
         assert isinstance(model, nn.Module), "functions are compiled at once"
         units = find_units(model)
-        self._run = self._run_units(model, units) if units else self._run_module(model, model)
+        self._run = self._run_units(model, units) if units else self._run_model(model)
         return self._run(*args, **kwargs)
 
     def _run_units(self, model: nn.Module, units: list[Unit]) -> Callable[..., Any]:
@@ -115,6 +142,16 @@ class Compiled:
         self.blocks = self._select_blocks(unit.module)
         run = self._run_module(unit.module, unit.bind_call())
         return unit.make_runner(run).wrap(model)
+
+    def _run_model(self, model: nn.Module) -> Callable[..., Any]:
+        """Run a model as one graph, whose repeated layers are sub-graphs, or block by block."""
+        if not self.blocks or self.session.options.granularity == "blocks":
+            return self._run_module(model, model)
+        whole = self._optimize(model, limit=OUTER_RECOMPILE_LIMIT, fullgraph=True)
+        self.whole_model = WholeModel(
+            whole, lambda: self._run_module(model, model), lambda: len(self.graphs)
+        )
+        return self.whole_model
 
     def _run_module(self, model: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, which runs the model, with compiled layers or as one graph.
@@ -213,6 +250,10 @@ class Compiled:
         """The final trace of a graph, by default of the last graph's inference or forward."""
         return self.session.compiled_graph(graph, kind).trace
 
+    def host_program(self, kind: Kind | None = None, graph: int = -1) -> HostProgram | None:
+        """What runs for `last_trace`: its lines without Python between them. None: it runs as Python."""
+        return self.session.compiled_graph(graph, kind).host_program
+
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """Summarize what was compiled and why. With example inputs, also call and time it."""
         if args or kwargs:
@@ -225,6 +266,7 @@ class Compiled:
             kwargs,
             self._outer,
             self.units,
+            self.whole_model.reason if self.whole_model else None,
         )
 
     def save_repro(self, path: str | Path, graph: int = -1) -> Path:
@@ -245,6 +287,7 @@ FORWARDED_MEMBERS = (
     "history",
     "graphs",
     "breaks",
+    "host_program",
     "last_trace",
     "explain",
     "save_repro",
@@ -284,7 +327,7 @@ def compile(
     remat: Remat = "mincut",
     granularity: Granularity = "auto",
     autotune: Autotune | None = None,
-    cudagraph: bool = False,
+    cudagraph: CudaGraphMode = "auto",
 ) -> Any:
     """Compile a function, a method or an nn.Module. Also a decorator, with or without options.
 
@@ -296,11 +339,14 @@ def compile(
         dynamic: True: sizes are symbolic from the start. False: never. None: once a size changes.
         fullgraph: raise `GraphBreakError` at a graph break instead of running that part in Python.
         remat: what backward recomputes: `"none"`, `"mincut"` (fewest bytes saved) or `"full"`.
-        granularity: `"blocks"`: compile repeated layers once. `"model"`: one graph. `"auto"`: choose.
+        granularity: `"auto"`: one graph, in which each distinct repeated layer is a sub-graph, or
+            `"blocks"` if the graph breaks. `"blocks"`: one graph per distinct layer. `"model"`: one
+            graph without sub-graphs.
         autotune: `"auto"`: a generated region falls back to torch if torch is faster. True: time
             each region on every executor that can run it. False: measure nothing. None: the value
             of `FULGURITE_AUTOTUNE`, or `"auto"`.
-        cudagraph: replay GPU work as CUDA graphs after warm-up.
+        cudagraph: replay GPU work as CUDA graphs. `"auto"`: graphs for which the host needs longer
+            than the device, if that is faster. True: all that can be captured. False: none.
 
     Returns:
         A `Compiled` function, or a module of a subclass of the original's class. Both have

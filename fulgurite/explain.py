@@ -28,13 +28,17 @@ from fulgurite.executors.fuser import describe_torch_ops, kernels_of
 from fulgurite.executors.torch import TORCH
 from fulgurite.fuser import Kernel
 from fulgurite.fuser.segment.finalize import OUTPUT_LEAVES_REGION
+from fulgurite.host.timing import HostTime, measure_host_time, uses_gpu
 from fulgurite.kernels.registry import describe_arguments, fallbacks
 from fulgurite.session import GraphRecord, Session
 from fulgurite.trace import Kind, Trace, source_of
 from fulgurite.trace.cost import format_bytes, format_count, format_seconds, is_view, value_bytes
 from fulgurite.trace.decisions import Decision
+from fulgurite.trace.frozen import describe_frozen_regions
 from fulgurite.trace.node_meta import executor_of, fake_value, set_comment
 from fulgurite.transforms.remat import REMAT_POLICIES
+
+OURS = "fulgurite"  # the candidate whose host time is measured
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,9 @@ class CompiledGraphSummary:
     stages: list[tuple[str, float]]
     kernels: list[KernelSummary] = field(default_factory=list)
     cuda_graphs: list[str] = field(default_factory=list)
+    packed_weights: list[str] = field(default_factory=list)
     torch_ops: list[str] = field(default_factory=list)  # with the reasons why they are not fused
+    host_program: str = ""  # how many steps run without Python, and which don't
 
     @property
     def seconds(self) -> float:
@@ -88,6 +94,7 @@ class GraphSummary:
     decisions: list[Decision]
     notes: list[str] = field(default_factory=list)  # what transforms say of the captured program
     failures: list[FailedPart] = field(default_factory=list)  # what could not be compiled
+    called_for: str = ""  # the layers that a sub-graph is called for; empty: no sub-graph
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,7 @@ class Explanation:
     traces: list[Trace]
     fallbacks: list[str] = field(default_factory=list)  # calls that no kernel supports
     units: list[str] = field(default_factory=list)  # what distributed wrappers run compiled
+    host_time: HostTime | None = None  # of the compiled call, if example inputs were given
 
     def with_measured_kernels(self) -> Explanation:
         """A copy in which every generated kernel is timed alone, on buffers of its own."""
@@ -124,6 +132,8 @@ class Explanation:
             lines.append(
                 " · ".join(f"{name} {format_seconds(time)}" for name, time in self.times.items())
             )
+        if self.host_time is not None:
+            lines.append(str(self.host_time))
         return "\n".join(lines)
 
 
@@ -135,21 +145,26 @@ def explain(
     kwargs: Mapping[str, Any] | None = None,
     outer: OuterGraphBackend | None = None,
     units: Sequence[UnitGroup] = (),
+    why_blocks: str | None = None,
 ) -> Explanation:
     """Summarize a session. With arguments, also time the candidates on them."""
     times: dict[str, float] = {}
+    host_time = None
     if args or kwargs:  # in the caller's gradient mode
         calls = {k: functools.partial(f, *args, **(kwargs or {})) for k, f in candidates.items()}
         with _restore_tensors(args, kwargs, *candidates.values()):
             times = timing.median_times(calls)
+            is_gpu = uses_gpu((args, kwargs))
+            host_time = measure_host_time(calls[OURS], is_gpu) if OURS in calls else None
     return Explanation(
         options=str(session.options),
         remat=session.options.remat,
-        granularity=_granularity_text(session, blocks, outer),
+        granularity=_granularity_text(session, blocks, outer, why_blocks),
         units=[str(group) for group in units],
         graphs=[summarize_graph(record) for record in session.graphs],
         breaks=session.breaks + (outer.unintended_breaks if outer else []),
         times=times,
+        host_time=host_time,
         traces=session.history,
         fallbacks=_annotate_fallbacks(session),
     )
@@ -209,6 +224,7 @@ def summarize_graph(record: GraphRecord) -> GraphSummary:
     return GraphSummary(
         index=record.index,
         where=_first_location(record.captured),
+        called_for=record.called_for,
         seconds=record.seconds,
         compiled_graphs=[_summarize_compiled_graph(record, kind) for kind in kinds],
         saved_bytes=saved,
@@ -230,9 +246,25 @@ def _summarize_compiled_graph(record: GraphRecord, kind: Kind) -> CompiledGraphS
         bytes_out=_total_bytes(final.outputs),
         stages=[(trace.stage, trace.seconds) for trace in stages],
         kernels=[_summarize_kernel(node, kernel) for node, kernel in kernels_of(final)],
-        cuda_graphs=[f"{graph.name}: {graph}" for graph in find_cuda_graphs(final)],
+        cuda_graphs=_describe_cuda_graphs(record, kind),
+        packed_weights=describe_frozen_regions(final.graph),
+        host_program=_describe_host_program(record, kind),
         torch_ops=[text for t in stages if t.stage == "claimed" for text in describe_torch_ops(t)],
     )
+
+
+def _describe_host_program(record: GraphRecord, kind: Kind) -> str:
+    """How many steps of a compiled graph run without Python, and what the others are."""
+    program = record.compiled_graphs[kind].host_program
+    return program.summary if program is not None else ""
+
+
+def _describe_cuda_graphs(record: GraphRecord, kind: Kind) -> list[str]:
+    """The captures of a compiled graph: of the whole, or of its parts."""
+    compiled = record.compiled_graphs[kind]
+    if compiled.graphed is not None:
+        return [str(compiled.graphed)]
+    return [f"{graph.name}: {graph}" for graph in find_cuda_graphs(compiled.trace)]
 
 
 def _summarize_kernel(node: fx.Node, kernel: Kernel) -> KernelSummary:
@@ -268,10 +300,18 @@ def _first_location(trace: Trace) -> str:
 
 
 def _granularity_text(
-    session: Session, blocks: Sequence[BlockGroup], outer: OuterGraphBackend | None
+    session: Session,
+    blocks: Sequence[BlockGroup],
+    outer: OuterGraphBackend | None,
+    why_blocks: str | None,
 ) -> str:
-    if not blocks:
-        return "model: one graph between graph breaks"
+    """What was compiled as one graph: the model, with repeated layers as sub-graphs, or the layers.
+
+    why_blocks   why the layers are separate graphs; None: the option says so
+    """
+    if not blocks or why_blocks == "":
+        layers = [f"{r.called_for}, one sub-graph" for r in session.graphs if r.is_subgraph]
+        return "; ".join(["model: one graph between graph breaks", *dict.fromkeys(layers)])
     groups = ", ".join(map(str, blocks))
     if siblings := find_sibling_modules(blocks):
         groups += f", siblings {', '.join(type(module).__name__ for module in siblings)}"
@@ -279,6 +319,8 @@ def _granularity_text(
     if outer and outer.parent_paths:
         outside = f"with the outer graph of {', '.join(outer.parent_paths)}"
         rest = f"{outside} (except for inference with a cache); {rest}"
+    if why_blocks:
+        rest += f"; the model is not one graph because: {why_blocks}"
     return f"blocks: {groups}; {len(session.graphs)} graphs compiled, {rest}"
 
 
@@ -290,6 +332,7 @@ def _unit_lines(units: Sequence[str]) -> list[str]:
 
 def _graph_lines(graph: GraphSummary, remat: str) -> list[str]:
     head = f"graph {graph.index} · {graph.where}"
+    head += f" · {graph.called_for}, one sub-graph" if graph.called_for else ""
     lines = [f"{head:<40}  compiled in {format_seconds(graph.seconds)}"]
     lines += [f"  {'note':<18}  {note}" for note in graph.notes]
     for compiled in graph.compiled_graphs:
@@ -302,6 +345,12 @@ def _graph_lines(graph: GraphSummary, remat: str) -> list[str]:
             f"  {'':<18}  {_stage_text(compiled)}",
             *_kernel_lines(compiled.kernels),
             *_torch_op_lines(compiled.torch_ops),
+            *(
+                [f"  {'host program':<18}  {compiled.host_program}"]
+                if compiled.host_program
+                else []
+            ),
+            *(f"  {'weights packed':<18}  {text}" for text in compiled.packed_weights),
             *(f"  {'CUDA graph':<18}  {text}" for text in compiled.cuda_graphs),
         ]
     if graph.saved_bytes:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from fulgurite.config import read_env
+from fulgurite.cudagraph import CUDAGRAPH_MODES, CudaGraphMode
 from fulgurite.errors import ArgumentError
 from fulgurite.executors import Executor, resolve_executors
 from fulgurite.executors.autotune import Autotune
@@ -34,7 +35,7 @@ class Options:
     remat: Remat
     granularity: Granularity
     autotune: Autotune
-    cudagraph: bool = False
+    cudagraph: CudaGraphMode = "auto"
 
     def transforms_in(self, phase: Phase) -> list[Transform]:
         return [transform for transform in self.transforms if transform.phase == phase]
@@ -53,7 +54,7 @@ def make_options(
     remat: Remat = "mincut",
     granularity: Granularity = "auto",
     autotune: Autotune | None = None,
-    cudagraph: bool = False,
+    cudagraph: CudaGraphMode = "auto",
 ) -> Options:
     """Check the user's arguments and fill in defaults."""
     _check_choice("remat", remat, REMAT_POLICIES)
@@ -62,12 +63,7 @@ def make_options(
     _check_choice("fullgraph", fullgraph, (True, False))
     autotune = _default_autotune() if autotune is None else autotune
     _check_choice("autotune", autotune, ("auto", True, False))
-    _check_choice("cudagraph", cudagraph, (True, False))
-    if cudagraph and granularity == "blocks":
-        raise ArgumentError(
-            "cudagraph=True captures one graph, and granularity='blocks' compiles one per layer",
-            next="drop one of the two",
-        )
+    _check_choice("cudagraph", cudagraph, CUDAGRAPH_MODES)
     if fullgraph and granularity == "blocks":
         raise ArgumentError(
             "fullgraph=True asks for one graph, and granularity='blocks' for one per layer",
@@ -82,7 +78,7 @@ def make_options(
         dynamic=dynamic,
         fullgraph=fullgraph,
         remat=remat,
-        granularity="model" if cudagraph else granularity,
+        granularity=granularity,
         autotune=autotune,
         cudagraph=cudagraph,
     )

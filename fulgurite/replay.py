@@ -163,6 +163,14 @@ class _ThreadState(threading.local):
 
 
 _thread_state = _ThreadState()
+# recordings in progress on any thread; host programs read it, and run as Python meanwhile
+num_recordings = ctypes.c_int64(0)
+_num_recordings_lock = threading.Lock()
+
+
+def _count_recording(change: int) -> None:
+    with _num_recordings_lock:
+        num_recordings.value += change
 
 
 def is_recording() -> bool:
@@ -188,12 +196,14 @@ def record(step: Callable[..., Any], *inputs: Any, warmups: int = 1) -> Recordin
         step(*inputs)
     recorder = Recorder()
     _thread_state.recorder = recorder
+    _count_recording(1)
     try:
         # A profiler sees every op. Under a dispatch mode TorchDynamo would not run compiled code.
         with profiler_legacy.profile() as profile:
             outputs = step(*inputs)
     finally:
         _thread_state.recorder = None
+        _count_recording(-1)
     _check_no_computation([event.name for event in profile.function_events])
     return Recording(recorder.calls, (recorder.keep_alive, inputs, step), outputs)
 

@@ -9,7 +9,9 @@ bottom. `failures.py` says what happens if one of its steps fails.
 from __future__ import annotations
 
 import functools
+import itertools
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -19,16 +21,24 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._guards import TracingContext
 
 from fulgurite import repro
+from fulgurite.capture.attention_masks import fold_captured_masks
 from fulgurite.capture.autograd import BoxedFunction, run_aot_autograd
+from fulgurite.capture.convolution_gemm import use_gemm_for_convolutions
 from fulgurite.capture.dynamo import GraphBreak
 from fulgurite.capture.input_names import CapturedNames, clean_input_names
+from fulgurite.capture.layer_graphs import CannotOutline, trace_layer
+from fulgurite.capture.opaque_gradients import make_gradients_opaque
+from fulgurite.capture.outline import LayerSource, extract_layer, replace_layers
+from fulgurite.capture.repeats import LayerCache, LayerCall, LayerGroup, find_repeated_layers
+from fulgurite.capture.subgraph_op import LayerGraphs
 from fulgurite.config import settings
+from fulgurite.cudagraph import GraphedFunction
 from fulgurite.errors import ArgumentError, CompileError, FulguriteError
 from fulgurite.executors import Executor, claim, lower_trace
 from fulgurite.executors.autotune import ExecutorTuner
-from fulgurite.executors.cudagraph import capture_cuda_graphs
+from fulgurite.executors.cudagraph import CudaGraphPlan, ProgramMemory
 from fulgurite.executors.fallback import TORCH_OPS, Fallback
-from fulgurite.executors.fuser import can_fuse_gemms, fuse_gemms
+from fulgurite.executors.fuser import FUSER, can_fuse_gemms, fuse_gemms
 from fulgurite.executors.torch import TORCH
 from fulgurite.failures import (
     BEFORE_STEP,
@@ -37,40 +47,88 @@ from fulgurite.failures import (
     can_fall_back,
     warn_of_fallback,
 )
+from fulgurite.host import HostProgram, build_host_program
 from fulgurite.logs import LOG
 from fulgurite.options import Options
 from fulgurite.trace import Kind, Trace, verify
 from fulgurite.trace.cost import format_bytes, format_count, format_seconds, is_view, node_bytes
 from fulgurite.trace.decisions import Decision
+from fulgurite.trace.node_meta import set_executor
 from fulgurite.trace.region import Region, bind_cached_launches
 from fulgurite.trace.source import load_source
+from fulgurite.trace.subgraph import (
+    SUBGRAPH_EXECUTOR,
+    SubgraphCall,
+    inline_subgraphs,
+    subgraph_calls,
+)
 from fulgurite.trace.verify import snapshot_graph, verify_unmodified
 from fulgurite.transforms import SIMPLIFY
+from fulgurite.transforms.align_gemm import align_gemms, has_misaligned_gemms
 from fulgurite.transforms.attention_masks import fold_attention_masks
+from fulgurite.transforms.convolution_bias import (
+    has_biased_convolutions,
+    split_convolution_bias,
+)
+from fulgurite.transforms.pack_weights import has_library_calls, pack_weights
 from fulgurite.transforms.remat import SavedBytes, make_partitioner
 from fulgurite.transforms.scaled_mm import has_scaled_mms, route_scaled_mm
 
 StepKind = Literal["required", "optional", "user"]
+CUDA_GRAPH = "CUDA graph"  # how a trace's note about its capture starts
 
 
 class CompiledGraph:
     """A final trace compiled to a Python function. An edited trace can replace the function."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        wrap: Callable[..., GraphedFunction] | None = None,
+        is_subgraph: bool = False,
+    ) -> None:
+        self.is_subgraph = is_subgraph  # the graphs that call it inline it after their first call
         self._boxed_call = True  # tells AOTAutograd to pass inputs in a list, which is cleared
         self.trace = trace
+        self.graphed: GraphedFunction | None = None  # if the trace is captured as a CUDA graph
+        self._wrap = (
+            wrap  # makes it from the function that runs and the Python function of the trace
+        )
         self._compiled = trace.compile()
+        self.host_program: HostProgram | None = None  # the trace without Python, once it has run
         self.run: BoxedFunction = self._first_call
 
     def __call__(self, inputs: list[Any]) -> Any:
         return self.run(inputs)
 
+    def call(self, *inputs: Any) -> Any:
+        """Run with inputs that the caller keeps: for traces that call this graph."""
+        return self.run([*inputs])
+
     def _first_call(self, inputs: list[Any]) -> Any:
         """The first call waits for kernels to compile; later calls launch them directly."""
         result = self._compiled(inputs)
         if self.run == self._first_call:
-            self.run = bind_cached_launches(self._compiled)
+            self.run = self._bind_kernels()
         return result
+
+    def _bind_kernels(self) -> BoxedFunction:
+        """What runs from the second call on: the trace, with its sub-graphs inlined, without Python."""
+        flat = inline_subgraphs_of(self.trace)
+        python_form = self._compiled if flat is self.trace else flat.compile()
+        python_form = bind_cached_launches(python_form)
+        if self.is_subgraph:
+            return python_form
+        self.host_program = build_host_program(flat, python_form)
+        plain = self.host_program.run if self.host_program is not None else python_form
+        return self._capture_later(plain, python_form)
+
+    def _capture_later(self, plain: BoxedFunction, python_form: BoxedFunction) -> BoxedFunction:
+        """The function, captured as a CUDA graph after some calls if that is possible."""
+        if self._wrap is None:
+            return plain
+        self.graphed = self._wrap(self.trace, plain, python_form)
+        return self.graphed
 
     def replace(self, forward: Callable[..., Any]) -> None:
         """Run `forward` instead of the trace."""
@@ -78,12 +136,16 @@ class CompiledGraph:
         def run(inputs: list[Any]) -> Any:
             return forward(*inputs)
 
-        self.run = run
+        self.run, self.graphed, self.host_program = run, None, None
+
+    def keep_subgraphs(self) -> None:
+        """Run the sub-graphs that the trace calls as they are now: one of them was replaced."""
+        self.run, self.graphed, self.host_program = self._compiled, None, None
 
     def restore(self) -> None:
         """Run the trace again."""
         self._compiled = self.trace.compile()
-        self.run = self._first_call
+        self.run, self.graphed, self.host_program = self._first_call, None, None
 
 
 @dataclass
@@ -97,8 +159,14 @@ class GraphRecord:
     decisions: list[Decision] = field(default_factory=list)
     fallbacks: list[Fallback] = field(default_factory=list)  # what failed, and runs with torch
     seconds: float = 0.0  # compile time; includes backward once that is built
+    called_for: str = ""  # the layers that this graph is called for: "12 × ViTLayer"
     # settings of torch at the capture, for scripts that reproduce a failure
     state: repro.TorchState = field(default_factory=repro.TorchState.read)
+
+    @property
+    def is_subgraph(self) -> bool:
+        """Whether other graphs call this one: a repeated layer of a model."""
+        return bool(self.called_for)
 
     def stages(self, kind: Kind) -> list[Trace]:
         """The traces of one kind, in order."""
@@ -108,9 +176,13 @@ class GraphRecord:
         return self.compiled_graphs[kind].trace
 
     def refresh_final_traces(self) -> None:
-        """Print final traces anew: a region that fell back at a call says so in its comment."""
+        """Print final traces anew: regions that fell back at a call, and CUDA graphs, say so."""
         for compiled in self.compiled_graphs.values():
-            old, compiled.trace = compiled.trace, replace(compiled.trace)
+            old = compiled.trace
+            notes = [note for note in old.notes if not note.startswith(CUDA_GRAPH)]
+            if compiled.graphed is not None:
+                notes.append(f"{CUDA_GRAPH}: {compiled.graphed.describe()}")
+            compiled.trace = replace(old, notes=tuple(notes))
             self.history = [compiled.trace if trace is old else trace for trace in self.history]
 
     @property
@@ -121,6 +193,17 @@ class GraphRecord:
         return f"GraphRecord({self.index}, {', '.join(self.compiled_graphs)})"
 
 
+@dataclass
+class _SubgraphBuild:
+    """A functional graph of a layer. It is built when the first trace that calls it is lowered."""
+
+    name: str  # of the layer
+    record: GraphRecord
+    kind: Kind
+    names: CapturedNames
+    compiled: SubgraphCall | None = None
+
+
 class Session:
     """Compiles graphs with one set of options, and records the result of every step."""
 
@@ -128,10 +211,17 @@ class Session:
         self.options = options
         self.graphs: list[GraphRecord] = []
         self.breaks: list[GraphBreak] = []
+        self.subgraphs: dict[Any, _SubgraphBuild] = {}  # by the call in functional traces
+        self.layer_cache = LayerCache()
+        self.graph_memory = ProgramMemory()
         self.__name__ = "fulgurite"  # TorchDynamo prints its backend's name
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one captured graph: TorchDynamo calls this as its backend."""
+        fold_captured_masks(module)
+        use_gemm_for_convolutions(module)
+        if self.options.granularity == "auto":
+            module = self.outline(module)
         record = GraphRecord(len(self.graphs))
         self.graphs.append(record)
         try:
@@ -169,15 +259,9 @@ class Session:
     ) -> Callable[..., Any]:
         """Captured graph → a callable, with a backward graph if gradients are needed."""
         started = time.perf_counter()
-        captured = Trace(clean_input_names(module), "captured", "captured", record.index)
-        trace = self.run_step(record, "captured", lambda trace: trace, captured)
-        for executor in self.options.executors:
-            executor.warm_up(captured.module, inputs)
-        for transform in self.options.transforms_in("before_autograd"):
-            trace = self.run_step(record, transform.name, transform, trace, "user")
-        names = CapturedNames(captured.module)
+        trace, names = self.prepare_capture(record, module, inputs)
         result = run_aot_autograd(
-            module if trace.module is captured.module else trace.module,
+            module if trace.module is record.captured.module else trace.module,
             trace.module,
             inputs,
             forward=lambda graph: self.build(record, "forward", graph, names),
@@ -187,6 +271,86 @@ class Session:
         )
         record.seconds += time.perf_counter() - started
         return result
+
+    def prepare_capture(
+        self, record: GraphRecord, module: fx.GraphModule, inputs: Sequence[Any]
+    ) -> tuple[Trace, CapturedNames]:
+        """Captured graph → the trace that AOTAutograd differentiates, and the names of its values."""
+        captured = Trace(clean_input_names(module), "captured", "captured", record.index)
+        trace = self.run_step(record, "captured", lambda trace: trace, captured)
+        for executor in self.options.executors:
+            executor.warm_up(captured.module, inputs)
+        for transform in self.options.transforms_in("before_autograd"):
+            trace = self.run_step(record, transform.name, transform, trace, "user")
+        make_gradients_opaque(module if trace.module is captured.module else trace.module)
+        return trace, CapturedNames(captured.module)
+
+    def outline(self, module: fx.GraphModule) -> fx.GraphModule:
+        """Compile the repeated layers of a captured graph once each, and let the graph call them."""
+        layers: dict[LayerCall, SubgraphCall] = {}
+        for group in find_repeated_layers(module):
+            call = self.layer_cache.find(group) or self.outline_layer(module, group)
+            if call is not None:
+                layers |= dict.fromkeys(group.calls, call)
+        return replace_layers(module, layers) if layers else module
+
+    def outline_layer(self, module: fx.GraphModule, group: LayerGroup) -> SubgraphCall | None:
+        """The call of a layer's sub-graph; None if the layer can't be one."""
+        record = GraphRecord(len(self.graphs), called_for=str(group))
+        self.graphs.append(record)
+        taken = {build.name for build in self.subgraphs.values()}
+        names = (f"{group.kind}_{k}" if k else group.kind for k in itertools.count())
+        source = extract_layer(module, group, next(n for n in names if n not in taken))
+        try:
+            graphs = self.trace_layer(record, source)
+        except Exception as error:  # the model's own graph fails as well if the layer is at fault
+            self.graphs.remove(record)
+            if not isinstance(error, CannotOutline) and not self._can_run_captured(record, error):
+                raise
+            LOG.info("%s stay in the model's graph: %s", group, error)
+            return None
+        call = SubgraphCall(source.name, SUBGRAPH_EXECUTOR, record.history[-1].module, graphs)
+        self.layer_cache.add(group, call)
+        return call
+
+    def trace_layer(self, record: GraphRecord, source: LayerSource) -> LayerGraphs:
+        """Captured layer → functional graphs, which are built when a trace that calls them is lowered."""
+        started = time.perf_counter()
+        trace, names = self.prepare_capture(record, source.module, source.inputs)
+        changed = trace.module is not record.captured.module
+        graphs = trace_layer(
+            source.name,
+            trace.module if changed else source.module,
+            source.inputs,
+            source.static_inputs,
+            self.make_partition(record),
+        )
+        kind: Kind = "forward" if graphs.backward else "inference"
+        self.subgraphs[graphs.forward.call] = _SubgraphBuild(source.name, record, kind, names)
+        if graphs.backward is not None:
+            backward = _SubgraphBuild(source.name, record, "backward", names)
+            self.subgraphs[graphs.backward.call] = backward
+        record.seconds += time.perf_counter() - started
+        return graphs
+
+    def link_subgraphs(self, trace: Trace) -> Trace:
+        """Let a final trace call compiled layers."""
+        for node in subgraph_calls(trace.graph):
+            build = self.subgraphs[node.target]
+            if build.compiled is None:
+                build.compiled = self.build_subgraph(build, node.target)  # type: ignore[arg-type]
+            node.target = build.compiled
+            set_executor(node, SUBGRAPH_EXECUTOR)
+        return trace
+
+    def build_subgraph(self, subgraph: _SubgraphBuild, call: SubgraphCall) -> SubgraphCall:
+        """Build one functional graph of a layer."""
+        started = time.perf_counter()
+        compiled = self.build(subgraph.record, subgraph.kind, call.module, subgraph.names)
+        if subgraph.kind != "backward":  # whose time `build` counts
+            subgraph.record.seconds += time.perf_counter() - started
+        summary = f"graph {subgraph.record.index}"
+        return replace(call, module=compiled.trace.module, call=compiled.call, summary=summary)
 
     def build(
         self, record: GraphRecord, kind: Kind, graph: fx.GraphModule, names: CapturedNames
@@ -198,13 +362,21 @@ class Session:
         trace = Trace(names.apply(graph), kind, "functional", record.index)
         trace = self.run_step(record, "functional", lambda trace: trace, trace)
         routes = [route_scaled_mm] if has_scaled_mms(trace) else []
+        routes += [align_gemms] if has_misaligned_gemms(trace) else []
+        routes += [split_convolution_bias] if has_biased_convolutions(trace) else []
         for transform in (fold_attention_masks, *routes, *SIMPLIFY):
             trace = self.run_step(record, transform.name, transform, trace, "optional")
         for transform in options.transforms_in("after_autograd"):
             trace = self.run_step(record, transform.name, transform, trace, "user")
+        if FUSER in options.executors and has_library_calls(trace):
+            is_layer = record.is_subgraph or options.granularity == "blocks"
+            pack = functools.partial(pack_weights, is_layer=is_layer)
+            trace = self.run_step(record, "pack_weights", pack, trace, "optional")
         trace = self.lower_or_fall_back(record, trace, tuner)
         trace = record.history[-1] = trace.with_note(_summary_line(record.stages(kind)))
-        compiled = record.compiled_graphs[kind] = CompiledGraph(trace)
+        wrap = self.wrap_in_cuda_graph(record, trace)
+        compiled = CompiledGraph(trace, wrap, record.is_subgraph)
+        record.compiled_graphs[kind] = compiled
         for decision in tuner.decisions if tuner else []:
             LOG.info("autotuned %s", decision)
             record.decisions.append(decision)
@@ -244,22 +416,45 @@ class Session:
             fuse = functools.partial(fuse_gemms, executors=executors, tuner=tuner)
             trace = self.run_step(record, "gemm_fusion", fuse, trace, "optional")
         choose = tuner.choose_executor if tuner else None
-        # regions may overwrite dead buffers only if nothing is added to the trace afterwards: a CUDA
-        # graph runs its calls twice, and a transform may read an overwritten buffer
-        donate = not options.cudagraph and not options.transforms_in("after_claim")
+        # regions may overwrite dead buffers only if no transform may read them afterwards
+        donate = not options.transforms_in("after_claim")
         trace = self.run_step(
             record,
             "final",
-            lambda trace: lower_trace(trace, executors, choose, donate, report),
+            lambda trace: self.link_subgraphs(
+                lower_trace(trace, executors, choose, donate, report)
+            ),
             trace,
         )
-        if options.cudagraph:
-            num_outputs = _num_user_outputs(trace)
-            capture = functools.partial(capture_cuda_graphs, num_user_outputs=num_outputs)
-            trace = self.run_step(record, "cudagraph", capture, trace, "optional")
+        plan = self.plan_cuda_graph(record, trace)
+        if plan is not None and plan.should_split(trace):
+            trace = self.run_step(record, "cudagraph", plan.split, trace, "optional")
         for transform in options.transforms_in("after_claim"):
             trace = self.run_step(record, transform.name, transform, trace, "user")
         return trace
+
+    def plan_cuda_graph(self, record: GraphRecord, trace: Trace) -> CudaGraphPlan | None:
+        """How a trace is captured; None: it is not. A layer is captured with the graph that calls it."""
+        mode = self.options.cudagraph
+        if mode is False or record.is_subgraph:
+            return None
+        return CudaGraphPlan(mode, self.graph_memory.of(trace.kind), _num_user_outputs(trace))
+
+    def wrap_in_cuda_graph(
+        self, record: GraphRecord, trace: Trace
+    ) -> Callable[..., GraphedFunction] | None:
+        """What makes the trace's function one that is captured as a whole; None: it can't be."""
+        plan = self.plan_cuda_graph(record, trace)
+        if plan is None or not plan.can_capture(trace):
+            return None
+        refresh = weakref.WeakMethod(record.refresh_final_traces)  # graphs don't keep records alive
+
+        def report(reason: str) -> None:
+            LOG.info("%s: CUDA graph: %s", trace.name, reason)
+            if (method := refresh()) is not None:
+                method()
+
+        return functools.partial(plan.wrap, report=report)
 
     def run_step(
         self,
@@ -350,6 +545,22 @@ class Session:
         forward = load_source(text, f"<edited {compiled.trace.name}>")
         repro.check_replacement(compiled.trace, forward)
         compiled.replace(forward)
+        if self.graph_record(graph).is_subgraph:
+            self.keep_subgraphs()
+
+    def keep_subgraphs(self) -> None:
+        """Let all graphs call their sub-graphs, which they have inlined."""
+        for record in self.graphs:
+            for compiled in record.compiled_graphs.values():
+                if subgraph_calls(compiled.trace.graph):
+                    compiled.keep_subgraphs()
+
+
+def inline_subgraphs_of(trace: Trace) -> Trace:
+    """The trace with the lines of its sub-graphs in place of their calls."""
+    if not subgraph_calls(trace.graph):
+        return trace
+    return trace.with_module(inline_subgraphs(trace.module))
 
 
 def _as_compile_error(error: Exception, what: str, step: str = "") -> FulguriteError:
@@ -376,9 +587,11 @@ def _num_user_outputs(trace: Trace) -> int:
 def _summary_line(stages: list[Trace]) -> str:
     """The line below a final trace's title: calls, bytes moved, compile time."""
     computing = [node for node in stages[-1].ops if not is_view(node)]
-    regions = sum(isinstance(node.target, Region) for node in computing)
-    parts = [format_count(regions, "region")] if regions else []
-    parts.append(format_count(len(computing) - regions, "library call"))
+    layers = sum(isinstance(node.target, SubgraphCall) for node in computing)
+    regions = sum(isinstance(node.target, Region) for node in computing) - layers
+    parts = [format_count(layers, "sub-graph call")] if layers else []
+    parts += [format_count(regions, "region")] if regions else []
+    parts.append(format_count(len(computing) - layers - regions, "library call"))
     moved = sum(node_bytes(node) for node in computing)
     parts.append(f"{format_bytes(moved)} moved")
     parts.append(f"{format_seconds(sum(trace.seconds for trace in stages))} to compile")

@@ -100,7 +100,7 @@ def test_script_carries_options_and_settings(monkeypatch, tmp_path):
     assert "'FULGURITE_NUM_THREADS': '1'" in text and "FULGURITE_CACHE_DIR" not in text
     assert "torch.set_float32_matmul_precision('high')" in text
     assert "with torch.set_grad_enabled(False), torch.autocast('cpu', torch.bfloat16):" in text
-    assert "remat='full', autotune=False, cudagraph=False" in text and "fullgraph=True" in text
+    assert "remat='full', autotune=False, cudagraph='auto'" in text and "fullgraph=True" in text
     assert f"torch: {torch.__version__}" in text
     done = run(path)
     assert done.returncode == 0, done.stderr

@@ -7,6 +7,9 @@ come with reasons. The repeated layers of a model are compiled once.
     dynamo.py           entry into TorchDynamo: graph breaks, errors, is_capturing
     direct_call.py      later calls, without TorchDynamo's overhead
     autograd.py         AOTAutograd: functionalize, differentiate, build each graph
+    foreach.py          foreach ops as one op a tensor
+    training.py         forward and backward graphs in a small autograd function
+    training_signature.py  which training graphs need no more than that
     subclasses.py       tensor subclasses: no symbols in the context of a result
     input_aliasing.py   inputs that share memory, if a graph mutates one of them
     input_names.py      input names from the user's program

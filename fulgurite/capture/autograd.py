@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -20,22 +20,18 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTInput, PlainAOTOu
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import TracingContext
 
+from fulgurite.capture.foreach import foreach_decompositions
 from fulgurite.capture.input_aliasing import guard_input_aliasing
 from fulgurite.capture.subclasses import specialize_subclass_contexts
+from fulgurite.capture.training import (
+    BoxedFunction,
+    RunnableGraph,
+    TrainingGraphs,
+)
 from fulgurite.capture.upsample import keep_upsampling_whole
+from fulgurite.host_api import load_library
 from fulgurite.trace.node_meta import example_value, fake_value, graph_argument
 from fulgurite.transforms.remat import Partition
-
-BoxedFunction = Callable[[list[Any]], Any]
-
-
-class RunnableGraph(Protocol):
-    """A built graph. `run` is read at every call, because an edited trace may replace it."""
-
-    run: BoxedFunction
-
-    def __call__(self, inputs: list[Any]) -> Any: ...
-
 
 BuildGraph = Callable[[fx.GraphModule], RunnableGraph]
 
@@ -58,11 +54,21 @@ def run_aot_autograd(
     unwrapped: list[RunnableGraph] = []
     # autocast is part of the graph: the runtime wrapper disables it around the call
     autocast = torch._C._is_any_autocast_enabled()
+    training = TrainingGraphs(torch.is_grad_enabled(), autocast)
 
-    def make_compiler(
-        build: BuildGraph,
-    ) -> Callable[[fx.GraphModule, Sequence[Any]], BoxedFunction]:
-        return lambda graph, _: build(graph)
+    def split(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
+        result = partition(joint, joint_inputs, **options)
+        training.backward_module = result[1]
+        return result
+
+    def build_forward(graph: fx.GraphModule, _: Sequence[Any]) -> BoxedFunction:
+        training.read_signature(graph, inputs)
+        training.forward = forward(graph)
+        return restore_alias_offsets(graph, training.forward)
+
+    def build_backward(graph: fx.GraphModule, _: Sequence[Any]) -> BoxedFunction:
+        training.backward = backward(graph)
+        return training.backward
 
     def build_inference(graph: fx.GraphModule, _: Sequence[Any]) -> BoxedFunction:
         run = inference(graph)
@@ -71,10 +77,11 @@ def run_aot_autograd(
         return restore_alias_offsets(graph, run)
 
     backend = aot_autograd(
-        fw_compiler=lambda graph, _: restore_alias_offsets(graph, forward(graph)),
-        bw_compiler=make_compiler(backward),
+        fw_compiler=build_forward,
+        bw_compiler=build_backward,
         inference_compiler=build_inference,
-        partition_fn=partition,
+        partition_fn=split,
+        decompositions=foreach_decompositions(),
         keep_inference_input_mutations=True,  # an input mutation is a line of the trace
     )
     outputs = [example_value(node) for node in module.graph.output_node().all_input_nodes]
@@ -86,7 +93,8 @@ def run_aot_autograd(
         wrapped = backend(module, inputs)
     if unwrapped:
         return call_without_wrapper(unwrapped[0])
-    return guard_input_aliasing(wrapped, captured, inputs) if _mutates_inputs() else wrapped
+    result = training.call(wrapped)
+    return guard_input_aliasing(result, captured, inputs) if _mutates_inputs() else result
 
 
 def restore_alias_offsets(graph: fx.GraphModule, run: RunnableGraph) -> BoxedFunction:
@@ -184,6 +192,9 @@ def _is_trusted_op(node: fx.Node) -> bool:
 
 def call_without_wrapper(graph: RunnableGraph) -> Callable[..., Any]:
     """An inference graph as TorchDynamo calls it, run without gradient recording."""
+    library = load_library()
+    if library is not None:  # the same in native code
+        return library.make_callable("call_graph", (graph,))  # type: ignore[no-any-return]
 
     def call(*inputs: Any) -> Any:
         if not torch.is_grad_enabled():

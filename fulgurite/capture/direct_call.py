@@ -5,7 +5,7 @@ In: a function or module and its captured form. Out: a callable that does the sa
 A call through TorchDynamo costs 15 to 25 µs before anything is computed: it installs its frame evaluation
 hook, starts the function's frame, and looks up its cache. If the whole function became one graph, this
 module does the same lookup in about 2 µs: bind the arguments to their names, check TorchDynamo's guards,
-run the code it generated. TorchDynamo captures modules of torch's own classes through a small wrapper
+run the code it generated. `include/direct_call.h` is the same lookup in native code, for a third of that. TorchDynamo captures modules of torch's own classes through a small wrapper
 function (`wrap_inline`), and caches the code under that wrapper.
 
 All other calls go through TorchDynamo: the first call, new shapes, graph breaks, modules with hooks,
@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import dis
 import inspect
+import struct
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FunctionType
@@ -28,8 +30,13 @@ from torch._dynamo import eval_frame
 from torch._dynamo.external_utils import wrap_inline
 from torch.nn.modules.module import _has_any_global_hook
 
+from fulgurite.host_api import load_library
+
 GLOBAL_OPCODES = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
 COMPILED_PREFIX = "__compiled_fn"  # TorchDynamo's name for what a backend returned
+
+
+AdoptNative = Callable[["DirectCall", Callable[..., Any]], bool]
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,11 @@ class DirectCall:
         self.backend = backend
         self.num_graphs_seen = 0  # graphs of the backend when `entries` was read
         self.entries: tuple[DynamoEntry, ...] = ()
+        self.native: Callable[..., Any] | None = None  # the same lookup in native code
+        self._has_native = False
+        # a weak reference to the owner's method that may take the native function instead of this object
+        self.adopt_native: weakref.WeakMethod[AdoptNative] | None = None
+        self._native_entries: list[tuple[Any, ...]] = []
         self.module = function if isinstance(function, nn.Module) and wrapper is None else None
         self.function = wrapper or _underlying_function(function)
         self.bound_self = () if wrapper else _bound_self(function)
@@ -64,12 +76,18 @@ class DirectCall:
             self.bind = make_binder(self.function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.native is not None:
+            return self.native(*args, **kwargs)
         if self.entries and self._can_bypass_dynamo():
             all_args = self.bound_self + args
             local_values = self.bind(*all_args, **kwargs)
             for entry in self.entries:
                 if entry.guard_manager.cache_entry is not None and entry.check_guards(local_values):
                     return entry.run(*all_args, **kwargs)
+        return self.call_dynamo(*args, **kwargs)
+
+    def call_dynamo(self, *args: Any, **kwargs: Any) -> Any:
+        """Call through TorchDynamo, which captures what it has not seen."""
         if _has_any_global_hook():  # global hooks run around each module in eager mode
             return self.original(*args, **kwargs)
         result = self.captured(*args, **kwargs)
@@ -105,11 +123,40 @@ class DirectCall:
         self.num_graphs_seen = len(self.backend.graphs)
         if self.backend.breaks:
             self.entries = ()
+            self._native_entries.clear()
             return
         entries = _debug_get_cache_entry_list(function.__code__)
         own = [e for e in entries if getattr(e.backend, "compiler_fn", None) is self.backend]
         usable = [_make_entry(entry, function) for entry in own]
         self.entries = tuple(entry for entry in usable if entry is not None)
+        self._make_native(function)
+
+    def _make_native(self, function: FunctionType) -> None:
+        """Do the lookup in native code from now on, where the library for it can be used.
+
+        The owner may call the native function in place of this object, which it then holds. Otherwise
+        this object holds the function. Neither makes a reference cycle: captures free GPU memory.
+        """
+        self._native_entries[:] = [(e.guard_manager, e.check_guards, e.run) for e in self.entries]
+        library = load_library() if not self._has_native and self.entries else None
+        if library is None:
+            return
+        self._has_native = True
+
+        def make_callable(call_dynamo: Callable[..., Any]) -> Callable[..., Any]:
+            values = (
+                *(function, self.code, self.defaults, self.keyword_defaults, self.module),
+                *(self.bound_self[0] if self.bound_self else None, self.bind, call_dynamo),
+                self._native_entries,
+            )
+            words = struct.pack(f"{len(values)}q", *(0 if v is None else id(v) for v in values))
+            made: Callable[..., Any] = library.make_callable("call_directly", (words, values))
+            return made
+
+        adopt = self.adopt_native() if self.adopt_native is not None else None
+        if adopt is None or not adopt(self, make_callable(self.call_dynamo)):
+            weak = weakref.proxy(self)
+            self.native = make_callable(lambda *args, **kwargs: weak.call_dynamo(*args, **kwargs))
 
 
 def _make_entry(entry: Any, function: FunctionType) -> DynamoEntry | None:

@@ -21,6 +21,8 @@ from fulgurite.trace.node_meta import (
     drop_graph_argument,
     fake_value,
     input_descriptor,
+    is_static_input,
+    mark_frozen_input,
 )
 from fulgurite.trace.trace import copy_module
 
@@ -52,7 +54,9 @@ class CapturedNames:
 
     def __init__(self, captured: fx.GraphModule) -> None:
         nodes = list(captured.graph.nodes)
-        self.inputs = [node.name for node in nodes if node.op == "placeholder"]
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        self.inputs = [node.name for node in placeholders]
+        self.weights = {k for k, node in enumerate(placeholders) if is_static_input(node)}
         self.values = {n.name: fake_value(n) for n in nodes if n.op.startswith("call_")}
         self.renamed: dict[str, str] = {}
 
@@ -62,6 +66,8 @@ class CapturedNames:
         for node in copied.graph.nodes:
             if node.op == "placeholder":
                 description = input_descriptor(node)
+                if _position_from_descriptor(description) in self.weights:
+                    mark_frozen_input(node)
                 name = _name_from_descriptor(description, self.inputs)
                 if name is None and description is None:
                     name = _name_from_position(node.name, self.inputs)
@@ -96,6 +102,12 @@ def _has_same_shape_and_dtype(value: Any, captured: Any) -> bool:
     return value.dtype == captured.dtype and list(map(str, value.shape)) == list(
         map(str, captured.shape)
     )
+
+
+def _position_from_descriptor(description: Any) -> int | None:
+    """The position of a captured graph's input that is an input of the functional graph, unchanged."""
+    is_plain = type(description).__name__ == "PlainAOTInput"
+    return int(description.idx) if is_plain else None
 
 
 def _name_from_descriptor(description: Any, captured: list[str]) -> str | None:

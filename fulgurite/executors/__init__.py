@@ -12,19 +12,21 @@ each region is one call of its executor.
     autotune.py      the fastest executor of a region, by measurement
     torch.py         every op as a call of torch     pooled_matmul.py  CPU matmuls into pooled memory
     fuser.py         regions as generated kernels    inductor.py       regions through TorchInductor
+    cudnn.py         attention by cuDNN's frontend
     cudagraph.py     parts of a final trace as CUDA graphs
     load.py          @region, @subgraph of a printed trace
 """
 
 from fulgurite.executors.base import Executor, executor_names, register_executor, resolve_executors
 from fulgurite.executors.claim import claim
+from fulgurite.executors.cudnn import CUDNN
 from fulgurite.executors.fuser import FUSER
 from fulgurite.executors.inductor import INDUCTOR
 from fulgurite.executors.load import region, subgraph, unprintable
 from fulgurite.executors.regions import lower_trace
 from fulgurite.executors.torch import TORCH
 
-BUILT_IN = [TORCH, FUSER, INDUCTOR]
+BUILT_IN = [TORCH, FUSER, INDUCTOR, CUDNN]
 for _executor in BUILT_IN:
     register_executor(_executor)
 

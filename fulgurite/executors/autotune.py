@@ -9,11 +9,17 @@ runs it.
     autotune=False    Nothing is measured: the order of the executors decides.
 
 Decisions are stored in the cache folder under everything that they depend on, and listed by `explain`.
+
+Measurements survive a busy machine. Implementations are timed in turns. Before a region falls back, it is
+measured a second time, a moment later, and both must agree. A stored fallback is measured again by the
+next process. If the time of the generated code is far above the cost model's, several must agree.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -53,6 +59,13 @@ INDEX_OPS = {
     *("_embedding_bag_backward", "_embedding_bag_dense_backward"),
 }
 MAX_EXAMPLE_BYTES = 1 << 30  # of the inputs that are made for a comparison
+SECOND_LOOK_PAUSE = 0.01  # seconds: about as long as another process holds a core
+# A kernel that takes this many times the predicted time was probably interrupted all the time.
+IMPLAUSIBLE_SLOWDOWN = 30
+MIN_PREDICTED_SECONDS = 2e-5  # of a call: launch and threads included
+# processes that must agree on a fallback after the first: of plausible times, of implausible ones
+CONFIRMATIONS = (1, 4)
+_measured_keys: set[str] = set()  # by this process
 
 
 class ExecutorTuner:
@@ -76,17 +89,24 @@ class ExecutorTuner:
             return ExecutorChoice(claiming, call)
         calls = {claiming.name: call}
         key = _make_key(module, eligible, getattr(call, "source", ""))
-        decision = read_decision(key, name, {executor.name for executor in eligible})
-        if decision is None:
+        stored = read_decision(key, name, {executor.name for executor in eligible})
+        decision = stored
+        is_known = self.autotune is True or key in _measured_keys
+        is_known = is_known or not _needs_confirmation(stored, claiming, call)
+        if stored is None or not is_known:
             for executor in eligible[1:]:
                 is_torch = isinstance(executor, TorchExecutor)
                 calls[executor.name] = executor.lower(torch_module if is_torch else module)
-            seconds = self._measure(module, calls)
+            seconds = self._measure_settled(claiming, module, calls)
             # timings don't settle, or the region fell back: the order of the executors decides
             if seconds is None or getattr(call, "fallback", None) is not None:
                 return ExecutorChoice(claiming, call)
             decision = Decision(name, _pick_winner(claiming, seconds), seconds, cached=False)
+            if stored is not None and stored.winner == decision.winner:
+                decision = replace(decision, confirmations=stored.confirmations + 1)
             write_decision(key, decision)
+            _measured_keys.add(key)
+        assert decision is not None, "measured above"
         self.decisions.append(decision)
         winner = next(e for e in eligible if e.name == decision.winner)
         if isinstance(winner, TorchExecutor):
@@ -110,6 +130,20 @@ class ExecutorTuner:
             others = [e for e in others if may_fall_back and isinstance(e, TorchExecutor)]
         return [claiming, *(e for e in others if all(map(e.claims, nodes)))]
 
+    def _measure_settled(
+        self, claiming: Executor, module: fx.GraphModule, calls: dict[str, Callable[..., Any]]
+    ) -> dict[str, float] | None:
+        """Seconds of each call. A fallback is measured twice; None if the two don't agree."""
+        first = self._measure(module, calls)
+        is_long = self.autotune is True  # medians of a second's readings
+        if first is None or is_long or _pick_winner(claiming, first) == claiming.name:
+            return first
+        time.sleep(SECOND_LOOK_PAUSE)
+        second = self._measure(module, calls)
+        if second is None or _pick_winner(claiming, second) != _pick_winner(claiming, first):
+            return None
+        return {name: min(first[name], second[name]) for name in first}  # noise only adds
+
     def _measure(
         self, module: fx.GraphModule, calls: dict[str, Callable[..., Any]]
     ) -> dict[str, float] | None:
@@ -127,6 +161,22 @@ class ExecutorTuner:
         ):  # the example inputs are in addition to the program's tensors
             return None
         return seconds
+
+
+def _needs_confirmation(
+    stored: Decision | None, claiming: Executor, call: Callable[..., Any]
+) -> bool:
+    """Whether a fallback that another process stored is measured again: it may have been busy."""
+    if stored is None or stored.winner == claiming.name:
+        return False
+    seconds = stored.seconds.get(claiming.name, 0.0)
+    return stored.confirmations < CONFIRMATIONS[_is_implausible(seconds, call)]
+
+
+def _is_implausible(seconds: float, call: Callable[..., Any]) -> bool:
+    """Whether a time of generated code is far above the cost model's."""
+    predicted = sum(kernel.predicted_seconds for kernel in getattr(call, "kernels", ()))
+    return seconds > IMPLAUSIBLE_SLOWDOWN * max(predicted, MIN_PREDICTED_SECONDS)
 
 
 def _pick_winner(claiming: Executor, seconds: dict[str, float]) -> str:

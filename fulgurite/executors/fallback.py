@@ -137,6 +137,8 @@ class GuardedRegion:
             if failed is not self._launch:  # another thread has switched meanwhile
                 return self(*inputs)
             first = error
+            if _is_captured():  # the launch may work outside of the CUDA graph, which is given up
+                raise error
             while True:
                 if self.runs_torch or is_error_of_device(error) or not self._can_rerun(error):
                     raise error
@@ -180,6 +182,10 @@ class GuardedRegion:
         fallback = Fallback(self.name, self._make_error(cause), instead)
         raise_or_report(fallback, self._report, cause)
         self.fallback = fallback
+
+
+def _is_captured() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _make_guarded_function(num_inputs: int, scope: dict[str, Any]) -> Callable[..., Any]:

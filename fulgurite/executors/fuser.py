@@ -26,6 +26,7 @@ from fulgurite.trace.cost import is_view, iter_tensors
 from fulgurite.trace.node_meta import executor_of, fake_value
 from fulgurite.trace.region import Region
 from fulgurite.trace.signature import region_signature
+from fulgurite.trace.subgraph import SubgraphCall
 
 MAX_CACHED_REGIONS = 512  # each is its source text and a loaded library
 # Ops of a captured graph. ResNet-50 has 180 and some 60 kernels, a decoder layer 40 and ten kernels.
@@ -134,10 +135,10 @@ def kernels_of(trace: Trace) -> list[tuple[fx.Node, fuser.Kernel]]:
 
 
 def _fused_region_calls(graph: fx.Graph) -> list[Any]:
-    """Calls of fused regions, also inside CUDA graphs."""
+    """Calls of fused regions, also inside CUDA graphs. Sub-graphs are graphs of their own."""
     calls: list[Any] = []
     for node in graph.nodes:
-        if isinstance(node.target, Region):
+        if isinstance(node.target, Region) and not isinstance(node.target, SubgraphCall):
             is_fused = hasattr(node.target.call, "kernels")
             calls += [node] if is_fused else _fused_region_calls(node.target.module.graph)
     return calls

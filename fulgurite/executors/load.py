@@ -19,15 +19,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fulgurite.errors import TraceTextError
 from fulgurite.executors.base import resolve_executors
 from fulgurite.executors.cudagraph import CudaGraphExecutor
+from fulgurite.trace.frozen import FROZEN
 from fulgurite.trace.node_meta import has_fake_value, set_fake_value
 
 
 def region(executor: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Mark a function of a printed trace as a region that `executor` runs.
 
-    A region that was captured as a CUDA graph runs call by call, so that it can be debugged.
+    A region that was captured as a CUDA graph runs call by call, so that it can be debugged. So does
+    one of packed weights, at every call.
     """
-    if executor == CudaGraphExecutor.name:
+    if executor in (CudaGraphExecutor.name, FROZEN):
         return lambda function: function
     (region_executor,) = resolve_executors([executor])
 

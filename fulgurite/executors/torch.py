@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fulgurite.executors import pooled_matmul
 from fulgurite.executors.base import Executor
+from fulgurite.kernels.conv import direct
+from fulgurite.kernels.conv import ops as conv_ops
 from fulgurite.trace.metadata import find_fake_mode, use_fake_mode
 from fulgurite.trace.node_meta import fake_value, set_aten_op
 from fulgurite.trace.printer import render
@@ -38,7 +40,12 @@ class TorchExecutor(Executor):
 
     def use_direct_function(self, module: fx.GraphModule, node: fx.Node) -> None:
         """Replace the node's target by the most direct function that dispatches to it."""
-        if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return
+        if node.target in OWN_FUNCTIONS:
+            set_aten_op(node, node.target)
+            node.target = OWN_FUNCTIONS[node.target]
+        if getattr(node.target, "namespace", "") != "aten":
             return
         function = pooled_matmul.find_pooled_function(node)
         if function is None:
@@ -51,6 +58,11 @@ class TorchExecutor(Executor):
             node.target = function
 
 
+# operators of ours that a trace calls without torch's dispatcher
+OWN_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    conv_ops.packed_conv.overload: direct.packed_conv,
+    conv_ops.packed_linear.overload: direct.packed_linear,
+}
 _DIRECT_FUNCTIONS: dict[Any, Callable[..., Any] | None] = {}
 _EQUIVALENT_OPS = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}
 _NAMESPACES = (torch, torch._C._nn, torch._C._special, torch._C._linalg, torch._C._fft)

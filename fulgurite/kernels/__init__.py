@@ -9,7 +9,7 @@ what it does not support, and the reference runs (`registry.py`).
     gemm/          GEMM with quantized operands          quantize/    casts to quantized formats
     grouped_gemm/  rows sorted by expert                 moe/         routing, experts, combine
     sampling/      tokens from logits                    elementwise/ norms, RoPE, activations
-    dispatch/      expert-parallel all-to-all
+    dispatch/      expert-parallel all-to-all            conv/        packed convolutions on the CPU
     common/        what kernels share: device functions, launches, the C++ library
     tuning/        launch configs, a table a device family
     include/       C++ headers of the CPU kernels

@@ -10,6 +10,7 @@ is recorded once, with its arguments: `fallbacks()` lists them and `explain()` s
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -17,9 +18,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch._C import _len_torch_dispatch_stack
 
 Kernel = Callable[..., Any]
+PLAIN_TENSORS = (Tensor, nn.Parameter)
+
+
+class _Recording(threading.local):
+    """The recorder of this thread's call, while a launch plan is recorded (`common/launch_plan.py`)."""
+
+    recorder: Any = None
+
+
+RECORDING = _Recording()
 
 MAX_FALLBACKS = 200  # distinct cases recorded; more come from a loop over shapes and add nothing
 
@@ -55,12 +66,18 @@ def can_skip_dispatcher(*tensors: Tensor | None) -> bool:
 
     Skipping torch's dispatcher saves tens of microseconds for an operator in Python.
     """
-    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+    # a captured call has a dispatch mode or tensors of another type; TorchDynamo has neither
+    if torch.compiler.is_dynamo_compiling():
         return False
-    given = [tensor for tensor in tensors if tensor is not None]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+    if _len_torch_dispatch_stack() and RECORDING.recorder is None:
         return False
-    return all(type(tensor) in (Tensor, nn.Parameter) for tensor in given)
+    records = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) not in PLAIN_TENSORS or (records and tensor.requires_grad):
+            return False
+    return True
 
 
 def dispatch(

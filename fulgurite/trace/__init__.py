@@ -11,6 +11,7 @@ the text compiles to, and the checks of the verifier.
     source.py          Python text → a callable           cost.py       bytes and flops of a node
     verify.py          the rules of each stage            describe.py   "bf16[4, s0]", the user's source line
     node_meta.py       typed access to node.meta          metadata.py   FakeTensor propagation
+    frozen.py          regions of parameters, run once
 """
 
 from fulgurite.trace.describe import Source, describe, source_of

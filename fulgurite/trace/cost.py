@@ -10,6 +10,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
@@ -21,8 +22,16 @@ def size_hint(value: Any) -> int:
     """An int for an int or a SymInt, without adding a guard. An unbacked symbol counts as 1."""
     if isinstance(value, torch.SymInt):
         hint = value.node.hint
-        return int(hint) if hint is not None else 1
+        return int(hint) if hint is not None else _hint_of_unbacked(value)
     return int(value)
+
+
+def _hint_of_unbacked(value: torch.SymInt) -> int:
+    """The value of an expression such as `32*u0`, with 1 for its unbacked symbols."""
+    environment = value.node.shape_env
+    known = getattr(environment, "backed_var_to_val", None)  # torch 2.11: var_to_val
+    expression = value.node.expr.xreplace(environment.var_to_val if known is None else known)
+    return int(expression.xreplace(dict.fromkeys(expression.free_symbols, sympy.S.One)))
 
 
 def iter_tensors(value: Any) -> Iterable[torch.Tensor]:

@@ -26,12 +26,16 @@ Measure = Callable[..., dict[str, float] | None]  # (implementations by name, *i
 
 @dataclass(frozen=True)
 class Decision:
-    """The implementation that won a region, and the times of all (seconds)."""
+    """The implementation that won a region, and the times of all (seconds).
+
+    confirmations   how many later processes measured the same winner
+    """
 
     region: str
     winner: str
     seconds: dict[str, float]
     cached: bool
+    confirmations: int = 0
 
     def __str__(self) -> str:
         times = ", ".join(f"{name} {format_seconds(s)}" for name, s in sorted(self.seconds.items()))
@@ -54,7 +58,8 @@ def read_decision(key: str, region: str, choices: Collection[str]) -> Decision |
         return None
     if record.get("winner") not in choices:
         return None
-    return Decision(region, record["winner"], record["seconds"], cached=True)
+    confirmations = record.get("confirmations", 0)
+    return Decision(region, record["winner"], record["seconds"], True, confirmations)
 
 
 def write_decision(key: str, decision: Decision) -> None:

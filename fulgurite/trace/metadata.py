@@ -20,7 +20,13 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from fulgurite.trace.cost import iter_tensors
-from fulgurite.trace.node_meta import fake_value, has_fake_value, has_side_effect, set_fake_value
+from fulgurite.trace.node_meta import (
+    aten_op,
+    fake_value,
+    has_fake_value,
+    has_side_effect,
+    set_fake_value,
+)
 from fulgurite.trace.region import Region
 
 
@@ -81,8 +87,11 @@ def run_node(module: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) 
         return module.get_submodule(str(node.target))(*args, **kwargs)
     if isinstance(node.target, Region):
         return _run_region(node.target.module, args)
-    assert callable(node.target), f"{node.name}: {node.target} can't be called"
-    return node.target(*args, **kwargs)
+    target: Any = node.target
+    assert callable(target), f"{node.name}: {target} can't be called"
+    if getattr(aten_op(node), "namespace", "") == "fulgurite":
+        target = aten_op(node)  # it has a fake rule, and the kernel's own function has none
+    return target(*args, **kwargs)
 
 
 def _run_region(module: fx.GraphModule, inputs: Any) -> Any:

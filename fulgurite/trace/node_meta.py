@@ -9,6 +9,7 @@ on it. No other module of this package reads or writes `node.meta[...]` by key.
     aten_op              ATen op of a node whose target the torch executor replaced
     side_effect          an instrumentation call: it stays in place and is never merged or dropped
     comment              text for the node's line in the printed trace
+    frozen_input         an input that is a parameter or buffer of a module
     donated              a region's input whose buffer the region may overwrite
     saved_for_backward   a backward input that only this backward keeps alive
     fusion_group         name shared by nodes that form a region of their own
@@ -18,7 +19,7 @@ on it. No other module of this package reads or writes `node.meta[...]` by key.
     cudagraph_output     how a CUDA graph returns the node's value to its caller
 
 The keys `val`, `partitioner_tag`, `recompute`, `ac_graph_id`, `stack_trace`, `nn_module_stack`,
-`example_value`, `grapharg`, `desc` and `from_node` are torch's own.
+`example_value`, `grapharg`, `tensor_dict`, `desc` and `from_node` are torch's own.
 """
 
 from __future__ import annotations
@@ -55,9 +56,18 @@ def set_fake_value(node: fx.Node, value: Any) -> None:
     node.meta["val"] = value
 
 
+def clear_fake_value(node: fx.Node) -> None:
+    """Forget the value, so that `fill_metadata` computes it."""
+    node.meta.pop("val", None)
+
+
 def example_value(node: fx.Node) -> Any:
     """What TorchDynamo recorded as the value of a node of its graph; None if nothing."""
     return node.meta.get("example_value")
+
+
+def set_example_value(node: fx.Node, value: Any) -> None:
+    node.meta["example_value"] = value
 
 
 def adopt_example_value(node: fx.Node) -> None:
@@ -225,6 +235,20 @@ def graph_argument(node: fx.Node) -> Any:
     return node.meta.get("grapharg")
 
 
+def is_static_input(node: fx.Node) -> bool:
+    """Whether an input of TorchDynamo's graph is a parameter or buffer: it keeps its address."""
+    return bool(node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type"))
+
+
+def is_frozen_input(node: fx.Node) -> bool:
+    """Whether an input of a functional graph is a parameter or buffer of a module."""
+    return bool(node.meta.get("frozen_input"))
+
+
+def mark_frozen_input(node: fx.Node) -> None:
+    node.meta["frozen_input"] = True
+
+
 def drop_graph_argument(node: fx.Node) -> None:
     node.meta.pop("grapharg", None)
 
@@ -251,6 +275,18 @@ def stack_trace(node: fx.Node) -> str:
 def module_stack(node: fx.Node) -> dict[str, Any]:
     """The nn.Modules that capture was in when it met the node, outermost first."""
     return node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+
+
+def module_calls(node: fx.Node) -> list[tuple[str, str, str]]:
+    """The module calls that a captured node runs in, outermost first: call key, path and class name.
+
+    A module that is called again gets another key.
+    """
+    stack = node.meta.get("nn_module_stack") or {}
+    return [
+        (str(key), str(path), getattr(kind, "__name__", str(kind).rpartition(".")[2]))
+        for key, (path, kind) in stack.items()
+    ]
 
 
 def copy_meta(source: fx.Node, target: fx.Node) -> None:

@@ -28,6 +28,7 @@ from fulgurite.trace.literal import format_constant, format_literal
 from fulgurite.trace.node_meta import captured_value, executor_of, fake_value
 from fulgurite.trace.qualified_name import qualified_name
 from fulgurite.trace.region import Region
+from fulgurite.trace.subgraph import SUBGRAPH_EXECUTOR
 
 Style = Literal["text", "boxed"]
 WIDTH = 100
@@ -134,9 +135,9 @@ class _Writer:
             if self.style == "boxed":
                 return self.bind_global(target.name, target.call)
             self.imports.add("fulgurite")
-            return self.add_nested_function(
-                target.name, target.module, f"@fulgurite.region({target.executor!r})"
-            )
+            is_subgraph = target.executor == SUBGRAPH_EXECUTOR
+            decorator = "subgraph" if is_subgraph else f"region({target.executor!r})"
+            return self.add_nested_function(target.name, target.module, f"@fulgurite.{decorator}")
         dotted = qualified_name(target)
         if self.style == "boxed":
             return self.bind_global((dotted or "function").removeprefix("torch.ops."), target)

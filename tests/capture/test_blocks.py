@@ -80,7 +80,7 @@ def test_sibling_modules_are_compiled():
         model.first,
         model.last,
     ]  # not torch's own modules, nor other block parents
-    compiled = fulgurite.compile(model)
+    compiled = fulgurite.compile(model, granularity="blocks")
     tokens = torch.randint(0, 9, (3, 7))
     for training in (True, False):
         with torch.set_grad_enabled(training):

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules.module import register_module_forward_hook
 
 import fulgurite
-from fulgurite.capture.direct_call import make_binder
+from fulgurite.capture.direct_call import DirectCall, make_binder
 
 SCALE = 2.0
 
@@ -20,6 +20,11 @@ SCALE = 2.0
 def count_dynamo_calls(compiled):
     """A list that grows by one entry for every later call through TorchDynamo."""
     run = (compiled.compiled if isinstance(compiled, nn.Module) else compiled)._run
+    if not isinstance(run, DirectCall):  # native; it holds the Python form's method
+        _, values = run.__self__
+        run = next(
+            v.__self__ for v in values if isinstance(getattr(v, "__self__", None), DirectCall)
+        )
     calls: list[int] = []
     captured = run.captured
 

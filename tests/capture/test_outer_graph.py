@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -14,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fulgurite
 from fulgurite.capture import runner
 from fulgurite.capture.outer_graph import OUTER_RECOMPILE_LIMIT, is_plain_data
-from fulgurite.compile import compile
 
+compile = functools.partial(fulgurite.compile, granularity="blocks")
 WIDTH, VOCAB = 32, 24
 
 

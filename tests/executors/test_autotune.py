@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import fulgurite
 from fulgurite import cache, timing
 from fulgurite.errors import ArgumentError
+from fulgurite.executors import autotune
 from fulgurite.trace.decisions import make_example_input
 from fulgurite.trace.signature import region_signature
 
@@ -16,6 +17,8 @@ from fulgurite.trace.signature import region_signature
 @pytest.fixture(autouse=True)
 def _own_decisions(tmp_path, monkeypatch):
     monkeypatch.setenv("FULGURITE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(autotune, "_measured_keys", set())
+    monkeypatch.setattr(autotune, "SECOND_LOOK_PAUSE", 0.0)
 
 
 @pytest.fixture
@@ -26,9 +29,13 @@ def clock(monkeypatch):
         def __init__(self):
             self.times = {"fuser": 1e-6, "torch": 1e-6}
             self.seen = []
+            self.looks = None  # times of the next looks, if they differ
 
         def best_on(self, calls, *inputs):
             self.seen.append({name: call(*inputs) for name, call in calls.items()})
+            if self.looks is not None:
+                assert self.looks, "measured once more than expected"
+                return self.looks.pop(0)
             return self.times and {name: self.times[name] for name in calls}
 
     made = Clock()
@@ -80,17 +87,64 @@ def test_torch_must_win_by_a_margin(clock):
 
 def test_decisions_are_cached_for_equal_regions_only(clock):
     clock.times = {"fuser": 4e-6, "torch": 2e-6}
-    for function, asked in (
-        (normalized, 1),
-        (lambda a, b: normalized(a, b), 1),
-        (lambda x, w: normalized(x + 1, w), 2),
+    for function, asked in (  # a fallback is measured twice
+        (normalized, 2),
+        (lambda a, b: normalized(a, b), 2),
+        (lambda x, w: normalized(x + 1, w), 4),
     ):
         compiled = fulgurite.compile(function, autotune="auto")
         compiled(*inputs())
         assert len(clock.seen) == asked
     cache.clear()
     fulgurite.compile(normalized, autotune="auto")(*inputs())
-    assert len(clock.seen) == 3
+    assert len(clock.seen) == 6
+
+
+def compile_in_a_new_process(function):
+    """Compile as a process would that has measured nothing yet."""
+    autotune._measured_keys.clear()
+    compiled = fulgurite.compile(function, autotune="auto")
+    compiled(*inputs())
+    return compiled, [decision.winner for decision in compiled.graphs[0].decisions]
+
+
+BUSY, QUIET = {"fuser": 19.7e-3, "torch": 1e-4}, {"fuser": 5e-5, "torch": 1e-4}
+
+
+def test_a_second_look_overrules_a_busy_moment(clock):
+    clock.looks = [BUSY, QUIET]
+    compiled, winners = compile_in_a_new_process(normalized)
+    assert "@fulgurite.region('fuser')" in str(compiled.last_trace())
+    assert winners == [], "two looks that disagree decide nothing"
+    clock.looks = [QUIET]
+    assert compile_in_a_new_process(normalized)[1] == ["fuser"]
+
+
+def test_a_fallback_that_was_measured_on_a_busy_machine_heals(clock):
+    clock.looks = [BUSY, BUSY]
+    assert compile_in_a_new_process(normalized)[1] == ["torch"]
+    clock.looks = [QUIET]
+    assert compile_in_a_new_process(normalized)[1] == ["fuser"]
+    clock.looks = []  # settled: nobody is asked again
+    compiled, winners = compile_in_a_new_process(normalized)
+    assert winners == ["fuser"] and compiled.graphs[0].decisions[0].cached
+
+
+@pytest.mark.parametrize(
+    ("times", "processes"), [({"fuser": 4e-5, "torch": 2e-5}, 2), (BUSY, 5)], ids=str
+)
+def test_implausible_fallbacks_need_more_confirmations(clock, times, processes):
+    for _ in range(processes):
+        clock.looks = [times, times]
+        assert compile_in_a_new_process(normalized)[1] == ["torch"]
+        assert clock.looks == []
+    assert compile_in_a_new_process(normalized)[1] == ["torch"], "nobody is asked again"
+
+
+def test_the_shorter_of_two_looks_counts(clock):
+    clock.looks = [{"fuser": 9e-5, "torch": 2e-5}, {"fuser": 4e-5, "torch": 3e-5}]
+    compiled, _ = compile_in_a_new_process(normalized)
+    assert compiled.graphs[0].decisions[0].seconds == {"fuser": 4e-5, "torch": 2e-5}
 
 
 def test_unsettled_timings_decide_nothing(clock):

@@ -115,7 +115,8 @@ def test_later_calls_use_the_cached_launch():
     x = torch.randn(5, 7)
     for _ in range(3):
         torch.testing.assert_close(compiled(x), (x.exp() + 1).relu())
-    names = compiled.graphs[0].compiled_graphs["inference"].run.__globals__
+    program = compiled.graphs[0].compiled_graphs["inference"].host_program
+    names = program.python_form.__globals__
     (region,) = (value for name, value in names.items() if "exp" in name)
     assert isinstance(region, FunctionType), "each call asks the region for its function"
 

@@ -47,3 +47,11 @@ def acquire_counters(device: torch.device, count: int) -> Tensor:
             return torch.zeros(count, dtype=torch.int32, device=device)  # owned by the graph
         ring = _rings.setdefault(device, CounterRing(device))
     return ring.acquire(count)
+
+
+def is_counters(tensor: Tensor) -> bool:
+    """Whether a tensor is part of its device's ring."""
+    ring = _rings.get(tensor.device)
+    if ring is None:
+        return False
+    return tensor.untyped_storage().data_ptr() == ring.ring.untyped_storage().data_ptr()

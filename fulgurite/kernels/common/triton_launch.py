@@ -22,19 +22,21 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fulgurite.kernels.common.triton_import import HAS_TRITON, INTERPRETED, triton
+from fulgurite.kernels.registry import RECORDING
 
 Grid = tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
 Args = tuple[Any, ...]
 POINTERS = (Tensor, nn.Parameter)
 SCALARS = (int, float, bool, type(None))
 INT32_LIMIT = 1 << 31
+MAX_RECENT_LAUNCHES = 512  # of a signature; lengths of sequences change all the time
 
 
 class CompiledLaunch(NamedTuple):
@@ -54,6 +56,7 @@ class CallSignature(NamedTuple):
     select_integers: Callable[[Args], Args]
     select_constants: Callable[[Args], Args]
     launches: dict[Args, CompiledLaunch]
+    recent: dict[Args, CompiledLaunch]  # by the integers themselves: their classes take 2 µs
 
 
 class CachedKernel(triton.JITFunction):  # type: ignore[misc]
@@ -73,29 +76,40 @@ class CachedKernel(triton.JITFunction):  # type: ignore[misc]
         if signature is _UNKNOWN:
             signature = self.signatures[types] = self._build_signature(args, named)
         if signature is None or callable(grid):
-            self.run(*args, grid=grid, warmup=False, **named)
+            self._run_uncached(grid, args, named)
             return
         device = current_device()
         tensors, integers = signature.select_tensors(values), signature.select_integers(values)
         addresses = [tensor.data_ptr() for tensor in tensors]
-        key = (
-            device,
-            *signature.select_constants(values),
-            *[tensor.dtype for tensor in tensors],
-            *_alignment_key(addresses),
-            *_integer_key(integers),
-        )
-        compiled = signature.launches.get(key)
+        constants = signature.select_constants(values)
+        types_key = (device, constants, *[tensor.dtype for tensor in tensors])
+        recent_key = (types_key, _alignment_key(addresses), integers)
+        compiled = signature.recent.get(recent_key)
         if compiled is None:
-            kernel = self.run(*args, grid=grid, warmup=False, **named)
-            signature.launches[key] = self._compiled_launch(kernel, len(args), named)
-            return
+            key = (types_key, recent_key[1], _integer_key(integers))
+            compiled = signature.launches.get(key)
+            if compiled is None:
+                kernel = self._run_uncached(grid, args, named)
+                signature.launches[key] = self._compiled_launch(kernel, len(args), named)
+                return
+            if len(signature.recent) >= MAX_RECENT_LAUNCHES:
+                signature.recent.clear()
+            signature.recent[recent_key] = compiled
         raw = list(args)
         for position, address in zip(signature.tensor_positions, addresses, strict=True):
             raw[position] = address
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         run, function, metadata, constants = compiled
         run(x, y, z, current_stream(device), function, metadata, None, None, None, *raw, *constants)
+        if RECORDING.recorder is not None:
+            tail = (function, metadata, None, None, None)
+            given = list(zip(signature.tensor_positions, tensors, strict=True))
+            RECORDING.recorder.add_launch(run, (x, y, z), tail, [*raw, *constants], given)
+
+    def _run_uncached(self, grid: Grid, args: Args, named: dict[str, Any]) -> Any:
+        if RECORDING.recorder is not None:
+            RECORDING.recorder.fail()
+        return self.run(*args, grid=grid, warmup=False, **named)
 
     def _build_signature(self, args: Args, named: dict[str, Any]) -> CallSignature | None:
         """None where an argument can't be part of a cache key."""
@@ -116,7 +130,7 @@ class CachedKernel(triton.JITFunction):  # type: ignore[misc]
         if not all(_is_hashable(value) for value in select_constants((*args, *named.values()))):
             return None
         return CallSignature(
-            tuple(tensors), _select(tensors), _select(integers), select_constants, {}
+            tuple(tensors), _select(tensors), _select(integers), select_constants, {}, {}
         )
 
     def _compiled_launch(self, kernel: Any, count: int, named: dict[str, Any]) -> CompiledLaunch:
@@ -143,11 +157,12 @@ def current_stream(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)
 
 
-def _alignment_key(addresses: list[int]) -> Sequence[bool]:
-    """Which addresses are multiples of 16; one entry where all are, the common case."""
-    if not reduce(operator.or_, addresses, 0) & 15:
-        return (True,)
-    return [not address & 15 for address in addresses]
+def _alignment_key(addresses: list[int]) -> tuple[bool, ...]:
+    """Which addresses are multiples of 16; empty where all are, the common case."""
+    bits = 0
+    for address in addresses:
+        bits |= address
+    return tuple([not address & 15 for address in addresses]) if bits & 15 else ()
 
 
 def _integer_key(integers: Args) -> Args:

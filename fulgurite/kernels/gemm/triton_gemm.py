@@ -38,6 +38,7 @@ from fulgurite.kernels.common.triton_dequantize import (
     scale_and_round,
 )
 from fulgurite.kernels.common.triton_import import tl, triton
+from fulgurite.kernels.common.triton_launch import cached_launch
 
 
 @triton.jit
@@ -77,7 +78,7 @@ def find_expert_tile(
     return tl.where(found, expert, experts), tl.where(found, start, rows), tl.where(found, stop, 0)
 
 
-@triton.jit(do_not_specialize=["M", "split_k", "x_scale_k", "w_scale_k", "experts", "tiles_m"])
+@cached_launch(do_not_specialize=["M", "split_k", "x_scale_k", "w_scale_k", "experts", "tiles_m"])
 def gemm_kernel(
     x_ptr, w_ptr, out_ptr, x_scale_ptr, w_scale_ptr, tensor_scale_ptr, bias_ptr,
     partial_ptr, counter_ptr, offsets_ptr,

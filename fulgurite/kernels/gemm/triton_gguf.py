@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fulgurite.kernels.common.triton_import import tl, triton
+from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.common.triton_numerics import NATIVE
 from fulgurite.kernels.integer_math import cdiv
 from fulgurite.kernels.tuning import heuristics_for
@@ -61,7 +62,7 @@ def load_q4_k_scales(block_ptr, j, inside):
     return d * scale.to(tl.float32), -dmin * low.to(tl.float32)
 
 
-@triton.jit
+@cached_launch
 def gguf_gemm_kernel(
     x_ptr, data_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, m, n, k, x_step, row_bytes, groups,
     FORMAT: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, BYTES: tl.constexpr,

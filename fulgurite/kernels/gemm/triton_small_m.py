@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fulgurite.kernels.common.triton_epilogue import apply_gate, apply_scales_and_bias
 from fulgurite.kernels.common.triton_import import tl, triton
+from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.common.triton_numerics import NATIVE
 from fulgurite.kernels.common.triton_operands import DequantScheme, QuantizedOperand
 from fulgurite.kernels.elementwise.gated_activation import UNGATED, GatedActivation
@@ -45,7 +46,7 @@ def find_expert(offsets_ptr, experts, row, EXPERTS_POW2: tl.constexpr):
     return expert, begin, tl.min(tl.where(is_before, MAX_OFFSET, ends), 0)
 
 
-@triton.jit(do_not_specialize=["M", "w_scale_k", "experts", "xs_step"])
+@cached_launch(do_not_specialize=["M", "w_scale_k", "experts", "xs_step"])
 def small_m_gemm_kernel(
     x_ptr, row_indices_ptr, row_weights_ptr, offsets_ptr, w_ptr, s_ptr, z_ptr, bias_ptr,
     x_factor_ptr, out_ptr,

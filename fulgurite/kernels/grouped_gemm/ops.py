@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fulgurite.errors import ArgumentError
 from fulgurite.kernels import registry
+from fulgurite.kernels.common.launch_plan import planned
 from fulgurite.kernels.elementwise.gated_activation import NO_GATE, UNGATED, GatedActivation
 from fulgurite.kernels.gemm.quant_linear import check_bias
 from fulgurite.kernels.gemm.reference import UNQUANTIZED, upcast
@@ -41,6 +42,7 @@ GROUPED_GEMM_KERNELS = {
 GROUPED_WGRAD_KERNELS = {"cuda": triton_grouped_gemm.grouped_wgrad}
 
 
+@planned(GatedActivation)
 def grouped_gemm(
     x: Tensor,
     offsets_E: Tensor,

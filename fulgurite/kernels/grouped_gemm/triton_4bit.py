@@ -33,6 +33,7 @@ from fulgurite.kernels.common.triton_dequantize import (
 )
 from fulgurite.kernels.common.triton_epilogue import apply_gate, apply_scales_and_bias
 from fulgurite.kernels.common.triton_import import TensorDescriptor, tl, triton
+from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.common.triton_numerics import NATIVE
 from fulgurite.kernels.common.triton_operands import DequantScheme, QuantizedOperand
 from fulgurite.kernels.gemm.triton_gemm import dot_nt
@@ -49,7 +50,7 @@ from fulgurite.kernels.tuning import heuristics_for
 INTERLEAVE = tl.constexpr(8)  # rows of gate, then as many of up
 
 
-@triton.jit
+@cached_launch
 def permute_x_kernel(
     x_ptr, row_indices_ptr, out_ptr, S, x_stride, K,
     GATHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -156,7 +157,7 @@ def accumulate_k(
     return acc, tl.max(tl.max(max_scale, 1), 0) if is_biased else 0
 
 
-@triton.jit(do_not_specialize=["experts", "w_scale_k"])
+@cached_launch(do_not_specialize=["experts", "w_scale_k"])
 def grouped_gemm_4bit_kernel(
     x, words, map_ptr, s_ptr, z_ptr, row_weights_ptr, bias_ptr, out_ptr,
     N, K, experts, s_expert, w_scale_n, w_scale_k, z_expert, bias_expert, out_stride, alpha, limit,

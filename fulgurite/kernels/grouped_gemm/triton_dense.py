@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fulgurite.kernels.common.triton_epilogue import apply_gate
 from fulgurite.kernels.common.triton_import import TensorDescriptor, tl, triton
+from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.common.triton_numerics import NATIVE
 from fulgurite.kernels.grouped_gemm.args import GroupedGemmArgs
 from fulgurite.kernels.grouped_gemm.triton_tile_scheduler import (
@@ -133,7 +134,7 @@ def compute_tile(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["experts", "tiles_m"])
+@cached_launch(do_not_specialize=["experts", "tiles_m"])
 def grouped_gemm_dense_kernel(
     x_ptr, x, extra_x, row_indices_ptr, row_weights_ptr, map_ptr, weights, bias_ptr, out_ptr,
     N, K, experts, tiles_m, x_stride, out_stride, bias_expert, alpha, limit,

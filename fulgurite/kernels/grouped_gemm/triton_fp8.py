@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fulgurite.kernels.common.triton_epilogue import apply_gate
 from fulgurite.kernels.common.triton_import import TensorDescriptor, tl, triton
+from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.common.triton_numerics import (
     NATIVE,
     compute_scale,
@@ -93,7 +94,7 @@ def apply_row_weight_and_bias(
     return sums
 
 
-@triton.jit(do_not_specialize=["experts", "tiles_m", "xs_step", "scales_step"])
+@cached_launch(do_not_specialize=["experts", "tiles_m", "xs_step", "scales_step"])
 def grouped_gemm_fp8_kernel(
     x_ptr, row_indices_ptr, row_weights_ptr, map_ptr, weights, bias_ptr, out_ptr, xs_ptr, ws_ptr,
     scales_ptr, N, K, experts, tiles_m, x_stride, out_stride, bias_expert, xs_row, xs_step, ws_expert,

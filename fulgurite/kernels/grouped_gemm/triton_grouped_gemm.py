@@ -28,7 +28,8 @@ from torch import Tensor
 
 from fulgurite.kernels.common.triton_dequantize import deinterleave_by_4
 from fulgurite.kernels.common.triton_epilogue import apply_gate, apply_scales_and_bias
-from fulgurite.kernels.common.triton_import import tl, triton
+from fulgurite.kernels.common.triton_import import tl
+from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.common.triton_numerics import NATIVE
 from fulgurite.kernels.common.triton_operands import (
     DequantScheme,
@@ -56,7 +57,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 DENSE_SCHEME = DequantScheme("dense", "none")
 
 
-@triton.jit(do_not_specialize=["S", "experts", "tiles_m", "w_scale_k"])
+@cached_launch(do_not_specialize=["S", "experts", "tiles_m", "w_scale_k"])
 def grouped_gemm_kernel(
     x_ptr, row_indices_ptr, row_weights_ptr, offsets_ptr, w_ptr, s_ptr, z_ptr, bias_ptr, out_ptr,
     S, N, K, experts, tiles_m, x_stride, w_expert, w_stride, w_step, s_expert, w_scale_n, w_scale_k,
@@ -220,7 +221,7 @@ def _quantized_activations_gemm(args: GroupedGemmArgs) -> Any:
     return out
 
 
-@triton.jit(do_not_specialize=["experts"])
+@cached_launch(do_not_specialize=["experts"])
 def epilogue_kernel(
     sums_ptr, row_weights_ptr, offsets_ptr, bias_ptr, out_ptr, N, experts, stride, bias_expert,
     alpha, limit, ROW_WEIGHTS: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr,
@@ -252,7 +253,7 @@ def epilogue_kernel(
 # ---- gradients of weights --------------------------------------------------------------------------
 
 
-@triton.jit
+@cached_launch
 def grouped_wgrad_kernel(
     a_ptr, b_ptr, offsets_ptr, out_ptr, N, K, a_stride, b_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NATIVE: tl.constexpr,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fulgurite.kernels.common.triton_import import tl, triton
+from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.gemm.triton_gemm import find_expert_tile
 from fulgurite.kernels.integer_math import cdiv, next_power_of_2
 from fulgurite.kernels.tuning.heuristics import heuristics_for
@@ -23,7 +24,7 @@ from fulgurite.kernels.tuning.heuristics import heuristics_for
 TILE_INFO_WIDTH = tl.constexpr(8)  # numbers of a tile, of which five are used
 
 
-@triton.jit(do_not_specialize=["S", "experts"])
+@cached_launch(do_not_specialize=["S", "experts"])
 def build_tile_map_kernel(
     offsets_ptr, map_ptr, S, experts,
     BLOCK_M: tl.constexpr, UNIT: tl.constexpr, EXPERTS_POW2: tl.constexpr,

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fulgurite.kernels.common.triton_import import INTERPRETED, tl, triton
+from fulgurite.kernels.common.triton_import import INTERPRETED, tl
+from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.integer_math import cdiv, next_power_of_2
 from fulgurite.kernels.mla.triton_store_kv import load_rope
 from fulgurite.kernels.tuning.heuristics import heuristics_for
@@ -35,7 +36,7 @@ class AbsorbedQueries(NamedTuple):
     powers_TN: Tensor | None  # divisors of the rows, for FP8 latents
 
 
-@triton.jit
+@cached_launch
 def absorb_queries_kernel(
     projected_ptr, q_ptr, cos_ptr, sin_ptr, latent_ptr, rope_ptr, powers_ptr, rows,
     q_token_stride, q_head_stride,

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fulgurite.kernels.attention.metadata import AttentionMetadata
 from fulgurite.kernels.common.triton_import import INTERPRETED, tl, triton
+from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.integer_math import cdiv, next_power_of_2
 from fulgurite.kernels.mla.reference import LatentCache
 from fulgurite.kernels.mla.triton_absorb import AbsorbedQueries
@@ -126,7 +127,7 @@ def _attend_blocks(
     return m_i, l_i, acc
 
 
-@triton.jit
+@cached_launch
 def mla_decode_kernel(
     q_ptr, q_rope_ptr, powers_ptr, latents_ptr, ropes_ptr, scales_ptr, block_table_ptr,
     query_start_loc_ptr, seq_lens_ptr, out_ptr, partial_acc_ptr, partial_max_ptr, partial_sum_ptr,
@@ -216,7 +217,7 @@ def zero_unused_tokens(out_ptr, query_start_loc_ptr, tokens, sequences, ROW: tl.
         tl.store(out_ptr + first * ROW + start + offset, zeros, start + offset < count)
 
 
-@triton.jit
+@cached_launch
 def merge_splits_kernel(
     partial_acc_ptr, partial_max_ptr, partial_sum_ptr, query_start_loc_ptr, out_ptr, splits,
     sequences,

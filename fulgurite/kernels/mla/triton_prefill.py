@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fulgurite.kernels.common.triton_import import tl, triton
+from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.integer_math import cdiv, next_power_of_2
 from fulgurite.kernels.mla.reference import LatentCache
 from fulgurite.kernels.mla.triton_decode import LOG2E, NEG_INF
@@ -69,7 +70,7 @@ def _attend_blocks(
     return m_i, l_i, acc
 
 
-@triton.jit
+@cached_launch
 def mla_prefill_kernel(
     q_ptr, cos_ptr, sin_ptr, kv_ptr, ropes_ptr, out_ptr, max_ptr, sum_ptr, acc_ptr,
     scale, tokens, cached, first_key, keys, q_token_stride, q_head_stride, key_stride, head_stride,
@@ -121,7 +122,7 @@ def mla_prefill_kernel(
         tl.store(acc_ptr + out_offsets, acc, mask)
 
 
-@triton.jit
+@cached_launch
 def gather_latents_kernel(
     latents_ptr, ropes_ptr, scales_ptr, table_ptr, c_ptr, r_ptr, keys, latent_block_stride,
     latent_slot_stride, rope_block_stride, rope_slot_stride, scale_block_stride, scale_slot_stride,

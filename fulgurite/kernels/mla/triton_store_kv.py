@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fulgurite.kernels.common.triton_import import INTERPRETED, tl, triton
+from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.common.triton_numerics import to_float8
 from fulgurite.kernels.integer_math import next_power_of_2
 from fulgurite.kernels.mla.reference import split_latent_cache
@@ -50,7 +51,7 @@ def load_rope(
     return x * cos + tl.where(is_second[None, :], y, -y) * sin
 
 
-@triton.jit
+@cached_launch
 def store_mla_cache_kernel(
     kv_a_ptr, norm_ptr, cos_ptr, sin_ptr, latents_ptr, ropes_ptr, scales_ptr, slot_mapping_ptr,
     eps, token_stride, latent_block_stride, latent_slot_stride, rope_block_stride,

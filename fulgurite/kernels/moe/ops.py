@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fulgurite.errors import ArgumentError
 from fulgurite.kernels import registry
+from fulgurite.kernels.common.launch_plan import planned
 from fulgurite.kernels.elementwise.gated_activation import GatedActivation
 from fulgurite.kernels.elementwise.ops import add, rms_norm
 from fulgurite.kernels.gemm.reference import UNQUANTIZED, upcast
@@ -61,6 +62,7 @@ class ExpertOrder(NamedTuple):
     position_Tk: Tensor
 
 
+@planned()
 def sort_by_expert(experts_Tk: Tensor, experts: int) -> ExpertOrder:
     """Sort the pairs of token and expert by expert.
 
@@ -150,6 +152,7 @@ def _run_fp8_experts(
     return None if out is NotImplemented else out
 
 
+@planned()
 def combine(y_SD: Tensor, order: ExpertOrder, weights_Tk: Tensor | None = None) -> Tensor:
     """The sum of each token's rows times their weights (None: 1), in float32 and in order."""
     _check_weights(weights_Tk, order)
@@ -178,6 +181,7 @@ def _check_weights(weights_Tk: Tensor | None, order: ExpertOrder) -> None:
         )
 
 
+@planned(GatedActivation)
 def fused_experts(
     x_TD: Tensor,
     routes: Routes,

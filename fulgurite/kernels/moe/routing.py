@@ -33,6 +33,7 @@ from torch import Tensor
 
 from fulgurite.errors import ArgumentError
 from fulgurite.kernels import registry
+from fulgurite.kernels.common.launch_plan import planned
 from fulgurite.kernels.elementwise.ops import rms_norm
 from fulgurite.kernels.gemm.reference import upcast
 from fulgurite.kernels.moe import cpu, reference, triton_routing, triton_small_batch_routing
@@ -69,6 +70,7 @@ def is_small_batch(x_TD: Tensor) -> bool:
     return is_small and registry.can_skip_dispatcher(x_TD)
 
 
+@planned(RouterConfig)
 def route_tokens(
     x_TD: Tensor,
     weight_ED: Tensor,

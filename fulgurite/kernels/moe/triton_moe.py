@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fulgurite.kernels.common.triton_import import tl, triton
+from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.integer_math import cdiv, next_power_of_2
 from fulgurite.kernels.tuning import heuristics_for
 
@@ -57,7 +58,7 @@ def count_preceding_pairs(
     return same, smaller
 
 
-@triton.jit(do_not_specialize=["S"])
+@cached_launch(do_not_specialize=["S"])
 def sort_small_kernel(
     experts_ptr, counts_ptr, offsets_ptr, tokens_ptr, slots_ptr, positions_ptr, S, E, top_k,
     CHUNK: tl.constexpr, EXPERTS_POW2: tl.constexpr, BLOCK: tl.constexpr,
@@ -76,7 +77,7 @@ def sort_small_kernel(
     tl.store(offsets_ptr + e, tl.cumsum(counts, 0), e < E)
 
 
-@triton.jit(do_not_specialize=["S"])
+@cached_launch(do_not_specialize=["S"])
 def count_pairs_kernel(
     experts_ptr, counts_before_ptr, S, E, CHUNK: tl.constexpr, EXPERTS_POW2: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -91,7 +92,7 @@ def count_pairs_kernel(
     tl.store(counts_before_ptr + chunk * (E + 1) + e, counts, e <= E)
 
 
-@triton.jit(do_not_specialize=["chunks"])
+@cached_launch(do_not_specialize=["chunks"])
 def scan_counts_kernel(counts_before_ptr, counts_ptr, chunks, E, BLOCK: tl.constexpr):
     """Prefix sums of the counts of chunks, for one expert; the total is the expert's count."""
     expert = tl.program_id(0)
@@ -105,7 +106,7 @@ def scan_counts_kernel(counts_before_ptr, counts_ptr, chunks, E, BLOCK: tl.const
     tl.store(counts_ptr + expert, total)
 
 
-@triton.jit(do_not_specialize=["S"])
+@cached_launch(do_not_specialize=["S"])
 def scatter_pairs_kernel(
     experts_ptr, counts_before_ptr, counts_ptr, offsets_ptr, tokens_ptr, slots_ptr, positions_ptr, S, E, top_k,
     CHUNK: tl.constexpr, EXPERTS_POW2: tl.constexpr, BLOCK: tl.constexpr,
@@ -171,7 +172,7 @@ def sort_by_expert(experts_Tk: Tensor, experts: int) -> Any:
 # ---- combining -------------------------------------------------------------------------------------
 
 
-@triton.jit
+@cached_launch
 def combine_kernel(
     y_ptr, positions_ptr, weights_ptr, out_ptr, D, y_stride,
     TOP_K: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fulgurite.kernels.common.triton_counters import acquire_counters
 from fulgurite.kernels.common.triton_import import tl, triton
+from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.common.triton_numerics import NATIVE
 from fulgurite.kernels.integer_math import cdiv, next_power_of_2
 from fulgurite.kernels.moe.router_config import RouterConfig
@@ -127,7 +128,7 @@ def load_bias(bias_ptr, e, E, HAS_BIAS: tl.constexpr):
         return 0.0
 
 
-@triton.jit(do_not_specialize=["T"])
+@cached_launch(do_not_specialize=["T"])
 def route_kernel(
     logits_ptr, correction_bias_ptr, weights_ptr, experts_ptr, T, E, stride, scaling_factor,
     TOP_K: tl.constexpr, SIGMOID: tl.constexpr, TOPK_BEFORE_SCORING: tl.constexpr,
@@ -147,7 +148,7 @@ def route_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["T"])
+@cached_launch(do_not_specialize=["T"])
 def route_tokens_kernel(
     x_ptr, w_ptr, router_bias_ptr, correction_bias_ptr, logits_ptr, counter_ptr, weights_ptr,
     experts_ptr, T, E, D, x_stride, w_stride, scaling_factor,

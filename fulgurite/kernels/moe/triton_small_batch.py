@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from fulgurite.kernels.common.triton_epilogue import apply_gate
-from fulgurite.kernels.common.triton_import import tl, triton
+from fulgurite.kernels.common.triton_import import tl
+from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.common.triton_pdl import (
     launch_dependents,
     pdl_options,
@@ -34,7 +35,7 @@ from fulgurite.quant import QuantTensor
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@triton.jit(do_not_specialize=["E"])
+@cached_launch(do_not_specialize=["E"])
 def gate_up_kernel(
     x_ptr, experts_ptr, w_ptr, norm_ptr, h_ptr, E, intermediate, D, x_stride, w_expert, w_stride,
     eps, offset, alpha, limit,
@@ -79,7 +80,7 @@ def gate_up_kernel(
     tl.store(into, out.to(h_ptr.dtype.element_ty), n < intermediate)
 
 
-@triton.jit(do_not_specialize=["E"])
+@cached_launch(do_not_specialize=["E"])
 def down_kernel(
     h_ptr, experts_ptr, weights_ptr, w_ptr, residual_ptr, out_ptr, E, D, intermediate, w_expert,
     w_stride, residual_stride,

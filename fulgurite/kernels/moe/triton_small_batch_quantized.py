@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from fulgurite.kernels.common.triton_dequantize import E4M3_SCALE_UNBIAS
-from fulgurite.kernels.common.triton_import import tl, triton
+from fulgurite.kernels.common.triton_import import tl
+from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.common.triton_numerics import NATIVE
 from fulgurite.kernels.common.triton_operands import (
     DequantScheme,
@@ -45,7 +46,7 @@ from fulgurite.quant import QuantTensor, resolve_format
 ACTIVATION_FORMAT = "fp8_e4m3_1x128"  # that rows may be quantized to
 
 
-@triton.jit(do_not_specialize=["experts", "w_scale_k", "hs_step"])
+@cached_launch(do_not_specialize=["experts", "w_scale_k", "hs_step"])
 def down_kernel(
     h_ptr, experts_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, residual_ptr, out_ptr,
     N, K, experts, w_expert, w_stride, s_expert, w_scale_n, w_scale_k, z_expert, residual_stride,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fulgurite.kernels.common.triton_counters import acquire_counters
 from fulgurite.kernels.common.triton_import import tl, triton
+from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.common.triton_pdl import (
     launch_dependents,
     pdl_options,
@@ -32,7 +33,7 @@ from fulgurite.kernels.moe.triton_routing import EXCLUDED, FLOATS, apply_scoring
 from fulgurite.kernels.tuning import heuristics_for
 
 
-@triton.jit
+@cached_launch
 def route_small_batch_kernel(
     x_ptr, w_ptr, norm_ptr, router_bias_ptr, correction_bias_ptr, logits_ptr, counter_ptr, weights_ptr, experts_ptr,
     T, E, D, x_stride, w_stride, scaling_factor, eps, offset,

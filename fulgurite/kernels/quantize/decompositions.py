@@ -24,7 +24,6 @@ from fulgurite.quant.codecs.blocks import (
     amax_over_dims,
     compute_scale,
     divide,
-    finite_magnitudes,
 )
 from fulgurite.quant.codecs.integer import round_to_codes
 from fulgurite.quant.codecs.minifloat import E8M0_NAN, quantize_e2m1, saturating_cast
@@ -65,8 +64,7 @@ def _quantize_mx(blocks: Tensor, format: Format) -> list[Tensor]:
     """scale = 2^(exponent of amax - emax), as its biased exponent; codes = element(x / scale)."""
     emax = math.floor(math.log2(format.element.max_value))
     is_4bit = format.element.bits == 4
-    find_amax = _paired_amax if is_4bit else _amax
-    amax = find_amax(blocks, keep_nan=not format.element.has_nan)
+    amax = _amax(blocks, keep_nan=not format.element.has_nan)
     exponent = amax.view(torch.int32) >> FLOAT32_MANTISSA_BITS  # 255: NaN, 0: subnormals and zero
     code = torch.where(exponent == E8M0_NAN, E8M0_NAN, (exponent - emax).clamp(min=0))
     # 1 / scale = 2^(127 - code) is a normal number, because code is at most 254 - emax
@@ -74,7 +72,7 @@ def _quantize_mx(blocks: Tensor, format: Format) -> list[Tensor]:
     inverse = torch.where(code == E8M0_NAN, float("nan"), inverse).unsqueeze(-1)
     scale = code.to(torch.uint8).view(torch.float8_e8m0fnu)
     if is_4bit:
-        return [_pack_pairs(*(quantize_e2m1(half * inverse) for half in _pairs(blocks))), scale]
+        return [_pack_nibbles(quantize_e2m1(blocks * inverse)), scale]
     codes = saturating_cast(blocks * inverse, format.element, format.data_dtype)
     return [codes.flatten(-2), scale]
 
@@ -83,33 +81,19 @@ def _quantize_nvfp4(blocks: Tensor) -> list[Tensor]:
     """A float32 scale of each matrix, an e4m3 scale of each block, e2m1 codes."""
     matrix_amax = amax_over_dims(blocks, (-3, -2, -1), keep_nan=False)
     tensor_scale = compute_scale(matrix_amax, E4M3.max_value * E2M1.max_value)[..., None, None]
-    amax = _paired_amax(blocks, keep_nan=True)
+    amax = _amax(blocks, keep_nan=True)
     block_scale = (divide(amax, E2M1.max_value) / tensor_scale).clamp_min(E4M3.smallest_subnormal)
     scale = saturating_cast(torch.where(amax == 0, 1.0, block_scale), E4M3, torch.float8_e4m3fn)
     effective = (scale.float() * tensor_scale).unsqueeze(-1)
-    codes = (quantize_e2m1(half / effective) for half in _pairs(blocks))
-    return [_pack_pairs(*codes), scale, tensor_scale]
-
-
-def _pairs(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The even and the odd columns of each block: what the nibbles of a byte hold.
-
-    Amax and codes are computed on them, so that both loop over the bytes of a block and share a kernel.
-    """
-    pairs = blocks.unflatten(-1, (blocks.shape[-1] // 2, 2))
-    return pairs[..., 0], pairs[..., 1]
+    return [_pack_nibbles(quantize_e2m1(blocks / effective)), scale, tensor_scale]
 
 
 def _amax(blocks: Tensor, keep_nan: bool) -> Tensor:
     return amax_over_dims(blocks, (-1,), keep_nan=keep_nan)
 
 
-def _paired_amax(blocks: Tensor, keep_nan: bool) -> Tensor:
-    """The amax of each block, of both columns of a byte at a time."""
-    even, odd = (finite_magnitudes(half, keep_nan) for half in _pairs(blocks))
-    return torch.maximum(even, odd).amax(-1)
-
-
-def _pack_pairs(low: Tensor, high: Tensor) -> Tensor:
-    """Two codes a byte, the blocks of a row flattened."""
-    return (low | (high << 4)).flatten(-2)
+def _pack_nibbles(codes: Tensor) -> Tensor:
+    """Two codes a byte, low nibble first: a sum over pairs, nested in the amax of a block."""
+    pairs = codes.to(torch.int32).unflatten(-1, (codes.shape[-1] // 2, 2))
+    shifts = 4 * torch.arange(2, device=codes.device, dtype=torch.int32)
+    return (pairs << shifts).sum(-1, dtype=torch.int32).to(torch.uint8).flatten(-2)

@@ -27,6 +27,7 @@ from fulgurite.kernels.common.triton_bf16x2 import (
     zero_nonfinite,
 )
 from fulgurite.kernels.common.triton_import import tl, triton
+from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.common.triton_numerics import (
     INFINITY_BITS,
     NATIVE,
@@ -83,7 +84,7 @@ def quantize_4bit_scalar(
     return code | ((low_bits >> 28) & 0x08) | ((high_bits >> 24) & 0x80)
 
 
-@triton.jit
+@cached_launch
 def quantize_4bit_kernel(
     x_ptr, data_ptr, scale_ptr, amax_ptr, tensor_scale_ptr, blocks, row_blocks, stride, blocks_per_matrix,
     KIND: tl.constexpr, BF16X2: tl.constexpr, FLAT: tl.constexpr, SINGLE_MATRIX: tl.constexpr,

@@ -22,13 +22,14 @@ from fulgurite.kernels.common.triton_bf16x2 import (
     saturate_infinities,
     zero_nonfinite,
 )
-from fulgurite.kernels.common.triton_import import tl, triton
+from fulgurite.kernels.common.triton_import import tl
+from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.common.triton_numerics import INFINITY_BITS, NATIVE, compute_scale
 from fulgurite.kernels.integer_math import cdiv
 from fulgurite.kernels.tuning import heuristics_for, num_sms
 
 
-@triton.jit
+@cached_launch
 def amax_bf16x2_kernel(
     x_ptr, amax_ptr, words, programs, BLOCK_N: tl.constexpr, NATIVE: tl.constexpr
 ):
@@ -50,7 +51,7 @@ def amax_bf16x2_kernel(
     tl.atomic_max(amax_ptr + tl.program_id(1), amax)
 
 
-@triton.jit
+@cached_launch
 def quantize_128x128_bf16x2_kernel(
     x_ptr, data_ptr, scale_ptr, rows, words, stride, tiles_m,
     QMAX: tl.constexpr, STORE_WORDS: tl.constexpr, NATIVE: tl.constexpr,

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from fulgurite.kernels.common.triton_dequantize import e8m0_to_bfloat16
 from fulgurite.kernels.common.triton_import import tl, triton
+from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.common.triton_operands import DequantScheme, QuantizedOperand
 from fulgurite.kernels.integer_math import cdiv
 from fulgurite.kernels.tuning import heuristics_for
 from fulgurite.quant import Format
 
 
-@triton.jit
+@cached_launch
 def dequantize_blocks_kernel(
     data_ptr, scale_ptr, out_ptr, blocks,
     BLOCK_WIDTH: tl.constexpr, BLOCKS: tl.constexpr, IS_4BIT: tl.constexpr,
@@ -70,7 +71,7 @@ def dequantize_activations(
     return out, scales[1] if format.family == "nvfp4" else None
 
 
-@triton.jit
+@cached_launch
 def dequantize_weight_kernel(
     data_ptr, scale_ptr, aux_ptr, out_ptr, columns, scale_n, scale_k,
     DEQUANT: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALE_ROWS: tl.constexpr,

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulgurite.kernels.common.triton_import import tl, triton
+from fulgurite.kernels.common.triton_import import tl
+from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.common.triton_numerics import (
     NATIVE,
     compute_scale,
@@ -47,7 +48,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # ---- kernels -------------------------------------------------------------------------------------
 
 
-@triton.jit
+@cached_launch
 def quantize_rows_kernel(
     x_ptr, data_ptr, scale_ptr, rows, columns, stride,
     QMAX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE_ROW: tl.constexpr,
@@ -89,7 +90,7 @@ def quantize_rows_kernel(
         tl.store(out + column[None, :], code, mask)
 
 
-@triton.jit
+@cached_launch
 def quantize_blocks_kernel(
     x_ptr, data_ptr, scale_ptr, rows, columns, stride, scale_row, scale_column,
     MX: tl.constexpr, QMAX: tl.constexpr, EMAX: tl.constexpr,
@@ -119,7 +120,7 @@ def quantize_blocks_kernel(
     tl.store(data_ptr + row[:, None] * columns + column, code, mask)
 
 
-@triton.jit
+@cached_launch
 def quantize_128x128_kernel(
     x_ptr, data_ptr, scale_ptr, rows, columns, stride, tiles_m,
     QMAX: tl.constexpr, NATIVE: tl.constexpr,
@@ -138,7 +139,7 @@ def quantize_128x128_kernel(
     tl.store(data_ptr + full_row[:, None] * columns + column[None, :], code, mask)
 
 
-@triton.jit
+@cached_launch
 def amax_kernel(
     x_ptr, amax_ptr, rows, columns, stride, programs, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
@@ -155,7 +156,7 @@ def amax_kernel(
     tl.atomic_max(amax_ptr + matrix, tl.max(tl.max(bits, 1), 0))
 
 
-@triton.jit
+@cached_launch
 def quantize_tensor_kernel(
     x_ptr, data_ptr, amax_ptr, scale_ptr, rows, columns, stride,
     QMAX: tl.constexpr, STATIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

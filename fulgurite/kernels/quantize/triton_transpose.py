@@ -28,6 +28,7 @@ from fulgurite.kernels.common.triton_bf16x2 import (
     zero_nonfinite,
 )
 from fulgurite.kernels.common.triton_import import tl, triton
+from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.common.triton_numerics import (
     INFINITY_BITS,
     NATIVE,
@@ -60,7 +61,7 @@ def max_of_four_rows(one, two, three, four, NATIVE: tl.constexpr):
     return reduce_max_bf16x2(amax, 0, NATIVE)
 
 
-@triton.jit
+@cached_launch
 def quantize_transposed_bf16x2_kernel(
     x_ptr, data_ptr, scale_ptr, amax_ptr, quads, words, stride, scale_row, scale_column,
     MODE: tl.constexpr, QMAX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -126,7 +127,7 @@ def quantize_transposed_bf16x2_kernel(
     tl.store(into + quads, tl.trans(right), inside)
 
 
-@triton.jit
+@cached_launch
 def column_amax_bf16x2_kernel(
     x_ptr, amax_ptr, rows, words, stride, program_rows,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NATIVE: tl.constexpr,
@@ -156,7 +157,7 @@ def column_amax_bf16x2_kernel(
 # ---- any dtype -------------------------------------------------------------------------------------
 
 
-@triton.jit
+@cached_launch
 def quantize_transposed_kernel(
     x_ptr, data_ptr, scale_ptr, amax_ptr, rows, columns, stride, scale_row, scale_column,
     MODE: tl.constexpr, QMAX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -189,7 +190,7 @@ def quantize_transposed_kernel(
     tl.store(data_ptr + n[:, None] * rows + m[None, :], tl.trans(code), tl.trans(mask))
 
 
-@triton.jit
+@cached_launch
 def column_amax_kernel(
     x_ptr, amax_ptr, rows, columns, stride, program_rows, KEEP_NAN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fulgurite.cudagraph.capture import LivePool, capture_graph
 from fulgurite.kernels.sampling import triton_sampling
 
 CAPTURE_AFTER_CALLS = 2  # with the same key
@@ -25,7 +26,7 @@ MAX_COUNTED_KEYS = 10_000  # more come from logits that are never at one address
 
 _call_counts: Counter[Any] = Counter()
 _captured: OrderedDict[Any, CapturedSampler] = OrderedDict()
-_pools: dict[Any, Any] = {}
+_pools: dict[Any, LivePool] = {}
 _lock = threading.Lock()
 
 
@@ -33,17 +34,16 @@ class CapturedSampler:
     """One captured call of `sample_rows`."""
 
     def __init__(
-        self, logits_RO: Tensor, settings_R5: Tensor, use_threshold: bool, pool: Any
+        self, logits_RO: Tensor, settings_R5: Tensor, use_threshold: bool, pool: LivePool
     ) -> None:
         self.settings = settings_R5.to(logits_RO.device)
-        self.graph = torch.cuda.CUDAGraph()
-        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            self.tokens = triton_sampling.sample_rows(logits_RO, self.settings, use_threshold)
-            self.graph.capture_end()
-        current.wait_stream(side)
+        captured = capture_graph(
+            lambda: triton_sampling.sample_rows(logits_RO, self.settings, use_threshold),
+            pool=pool.handle,
+            stream=pool.stream,
+            synchronize=False,
+        )
+        self.graph, self.tokens = captured.graph, captured.outputs
 
     def __call__(self, settings_R5: Tensor) -> Tensor:
         self.settings.copy_(settings_R5, non_blocking=True)
@@ -77,7 +77,8 @@ def _capture(key: Any, logits_RO: Tensor, settings_R5: Tensor, use_threshold: bo
     """Capture a graph; evict the least recently used one."""
     pool = _pools.get(key[0])
     if pool is None:
-        pool = _pools.setdefault(key[0], torch.cuda.graph_pool_handle())
+        device = logits_RO.device
+        pool = _pools.setdefault(key[0], LivePool(device, torch.cuda.Stream(device)))
     with torch.cuda.device(logits_RO.device):
         sampler = CapturedSampler(logits_RO, settings_R5, use_threshold, pool)
     with _lock:

@@ -42,6 +42,11 @@ class CpuTuning:
     grouped_epilogue_min_parallel_work: int = 1 << 14
     widen_min_parallel_work: int = 1 << 15
 
+    # float32 convolutions and linears (two cores of an EPYC with AVX-512)
+    conv_min_parallel_work: int = 1 << 18  # products
+    conv_band_bytes: int = 1 << 18  # input rows that are copied at a time: a part of L2
+    depthwise_min_parallel_work: int = 1 << 17
+
     # mixture of experts
     route_min_parallel_work: int = 1 << 12
     combine_min_parallel_work: int = 1 << 15

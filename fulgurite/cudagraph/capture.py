@@ -1,0 +1,181 @@
+"""Capture the kernels that a function launches as a CUDA graph.
+
+In: a function without arguments. Out: `CapturedGraph`, whose `replay` launches the same kernels on the
+same addresses. A capture that fails or is interrupted ends: torch is as it was before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+BoxedFunction = Callable[[list[Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """A CUDA graph and the outputs that each replay overwrites."""
+
+    graph: torch.cuda.CUDAGraph
+    outputs: Any
+
+    def replay(self) -> Any:
+        self.graph.replay()
+        return self.outputs
+
+
+class GraphPool:
+    """The memory pool and stream that several graphs share; they must never run at once.
+
+    The stream matters because cuBLAS has a workspace per stream.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+        self.stream = stream or torch.cuda.Stream(device)
+
+
+class LivePool(GraphPool):
+    """A pool that lives without graphs: torch can't reuse the handle of one whose graphs are gone."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        super().__init__(device, stream)
+        counter = torch.zeros(1, device=device)
+        with torch.cuda.device(device):
+            self._anchor = capture_graph(
+                counter.zero_, pool=self.handle, stream=stream, synchronize=False
+            )
+
+
+@functools.cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which compiled functions are captured: one per device, for one workspace."""
+    return torch.cuda.Stream(device)
+
+
+def capture_graph(
+    run: Callable[[], Any],
+    *,
+    pool: Any = None,
+    stream: torch.cuda.Stream | None = None,
+    warmups: int = 0,
+    synchronize: bool = True,
+) -> CapturedGraph:
+    """Capture the kernels that `run` launches on the current device.
+
+    pool          handle of a memory pool to share; None: a pool of its own
+    stream        stream to warm up and capture on; None: one of torch's
+    warmups       calls before the capture, which compile and load kernels
+    synchronize   False: neither wait for the device nor empty the allocator's cache. Other threads
+                  may then keep calling CUDA. For captures between the steps of a running program.
+    """
+    side = stream or torch.cuda.Stream() if warmups or not synchronize else None
+    current = torch.cuda.current_stream(None if stream is None else stream.device)
+    if side is not None and warmups:
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for _ in range(warmups):
+                run()
+        current.wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    if side is None or synchronize:
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            outputs = run()
+        return CapturedGraph(graph, outputs)
+    side.wait_stream(current)
+    with torch.cuda.stream(side), _without_garbage_collection():
+        outputs = _capture_on_current_stream(graph, pool or torch.cuda.graph_pool_handle(), run)
+    current.wait_stream(side)
+    return CapturedGraph(graph, outputs)
+
+
+def _capture_on_current_stream(
+    graph: torch.cuda.CUDAGraph, pool: Any, run: Callable[[], Any]
+) -> Any:
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        outputs = run()
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # an invalid capture; what `run` raised says why
+            _end_capture(graph, pool)
+        raise
+    _end_capture(graph, pool)
+    return outputs
+
+
+def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """End a capture. If CUDA has invalidated it, undo what torch leaves behind, and raise.
+
+    The allocator still serves the pool then, and the random generator refuses to run outside of a
+    capture. The end of another capture resets the generator.
+    """
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        device = torch.cuda.current_device()
+        with contextlib.suppress(RuntimeError):  # torch may have got so far
+            torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+        other = torch.cuda.CUDAGraph()
+        other.capture_begin(capture_error_mode="thread_local")
+        torch.empty(0, device=device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the graph is empty
+            other.capture_end()
+        raise
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """The collector may free memory or graphs of others, which a capture does not allow."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class CapturedCall(Protocol):
+    """A captured call: its outputs, and how to replay it."""
+
+    outputs: list[Any]
+
+    def replay(self) -> Any: ...
+
+
+class Capture(Protocol):
+    """Captures one call of a function on these inputs, with memory of a pool."""
+
+    def __call__(self, run: BoxedFunction, inputs: list[Any], pool: Any) -> CapturedCall: ...
+
+
+class CudaCapturedCall:
+    """The kernels of one call as a CUDA graph."""
+
+    def __init__(self, run: BoxedFunction, inputs: list[Any], pool: GraphPool) -> None:
+        def capture() -> CapturedGraph:
+            return capture_graph(
+                lambda: list(run(list(inputs))),
+                pool=pool.handle,
+                stream=pool.stream,
+                synchronize=False,
+            )
+
+        with torch.cuda.device(pool.stream.device):
+            try:
+                graph = capture()
+            except torch.OutOfMemoryError:  # inside a capture, the allocator frees no cached memory
+                torch.cuda.empty_cache()
+                graph = capture()
+        self.outputs: list[Any] = graph.outputs
+        self.replay = graph.graph.replay

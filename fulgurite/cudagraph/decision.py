@@ -1,0 +1,94 @@
+"""Whether a function is captured: decided from measured times.
+
+In: times of calls without a graph, then of replays. Out: a decision with its reason, for `explain`.
+A function is captured if the host needs longer for a call than the device. The graph is kept if a replay,
+with its copies, is faster than a call without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fulgurite.cudagraph.timing import CallTime, Stopwatch
+
+CudaGraphMode = Literal["auto"] | bool
+CUDAGRAPH_MODES: tuple[CudaGraphMode, ...] = ("auto", True, False)
+TIMED_CALLS = 3  # of the host, and of the device; the fastest one counts: others only slow it down
+MIN_GAIN = 1.05  # of a graph over calls without it
+
+
+@dataclass
+class Measurement:
+    """Measures a few calls: host times, then the device time."""
+
+    hosts: list[float] = field(default_factory=list)
+    devices: list[float] = field(default_factory=list)
+
+    @property
+    def result(self) -> CallTime | None:
+        """The times, once all calls are measured."""
+        if len(self.devices) < TIMED_CALLS:
+            return None
+        return CallTime(min(self.hosts), min(self.devices))
+
+    def run(self, call: Callable[[], Any], stopwatch: Stopwatch) -> Any:
+        """Run and measure one call."""
+        if len(self.hosts) < TIMED_CALLS:
+            result, seconds = stopwatch.time_host(call)
+            self.hosts.append(seconds)
+        else:
+            result, seconds = stopwatch.time_device(call, min(self.hosts))
+            self.devices.append(seconds)
+        return result
+
+
+@dataclass
+class Decision:
+    """What was measured for one set of sizes, and what it led to."""
+
+    forced: bool  # cudagraph=True: nothing is measured
+    plain: Measurement = field(default_factory=Measurement)
+    replayed: Measurement = field(default_factory=Measurement)
+    reason_against: str = ""
+    was_measured: bool = False  # the reason is a measurement, which may turn out otherwise
+
+    @property
+    def should_capture(self) -> bool | None:
+        """None: more calls must be measured."""
+        if self.reason_against:
+            return False
+        if self.forced:
+            return True
+        times = self.plain.result
+        if times is None:
+            return None
+        if times.host <= times.device:
+            self._decide_against(f"the device bounds a call ({times})")
+        return not self.reason_against
+
+    @property
+    def is_confirmed(self) -> bool | None:
+        """Whether replays are faster. None: more of them must be measured."""
+        if self.forced:
+            return True
+        before, after = self.plain.result, self.replayed.result
+        if before is None or after is None:
+            return None
+        if after.bound * MIN_GAIN > before.bound:
+            self._decide_against(f"a replay is not faster ({after}) than a call ({before})")
+        return not self.reason_against
+
+    def _decide_against(self, reason: str) -> None:
+        self.reason_against, self.was_measured = reason, True
+
+    def __str__(self) -> str:
+        if self.reason_against:
+            return f"not captured: {self.reason_against}"
+        before, after = self.plain.result, self.replayed.result
+        if before is None:
+            return "captured as asked for" if self.forced else "being measured"
+        if after is None:
+            return f"captured, being measured (without: {before})"
+        return f"captured: {after}; without: {before}"

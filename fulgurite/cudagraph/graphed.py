@@ -1,0 +1,349 @@
+"""GraphedFunction: a function that is captured after some calls, and replayed from then on.
+
+In: a function of a list of inputs whose only effects are writes to its inputs. Two calls with equal sizes
+must launch the same kernels. Out: a function of the same inputs and outputs.
+
+The first calls run without a graph ("plain"). They show which inputs keep their address, and, unless the
+capture is forced, what the host and the device need (`decision.py`). A capture serves all calls with equal
+sizes whose static inputs are where they were. Other addresses are captured too, once they repeat or move.
+If outputs of a capture are still held (gradients that accumulate), another capture with outputs of its
+own runs. A call also runs plain on another stream, inside a capture, while another thread replays, and past
+the limits below. `notes` lists the reasons for `explain`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fulgurite.cudagraph.capture import BoxedFunction
+from fulgurite.cudagraph.decision import Decision
+from fulgurite.cudagraph.memory import CaptureMemory, CapturePool
+from fulgurite.cudagraph.replay import OutputMode, ReplayableCall, copy_strided
+from fulgurite.cudagraph.seeds import CapturedSeeds, capture_seeds
+from fulgurite.cudagraph.state import MAX_CALLS, MAX_MISSES, LayerState, ShapeState
+
+MAX_UNUSED_REPLAYS = 100  # per layer: a capture that is not used for so long is freed
+MAX_CAPTURES = 24  # captures for one set of sizes, unless each is replayed often
+MIN_REPLAYS_PER_CAPTURE = 20
+MAX_SHAPES = 32  # sets of sizes of one function
+MAX_SLOTS = 3  # captures for the same addresses, with outputs of their own
+WAITS_FOR_OUTPUTS = 2  # calls that find outputs still held, before another capture
+
+
+@dataclass(frozen=True)
+class GraphInterface:
+    """What is known of a function's inputs and outputs.
+
+    output_modes      see `replay.py`
+    mutated_inputs    positions of inputs that the function writes to
+    dynamic_inputs    positions of inputs whose sizes, or values if they are numbers, may change
+    """
+
+    output_modes: tuple[OutputMode, ...]
+    mutated_inputs: tuple[int, ...] = ()
+    dynamic_inputs: tuple[int, ...] = ()
+
+
+class GraphedFunction:
+    """A function that is captured after some calls and replayed from then on.
+
+    plain        the function
+    interface    its inputs and outputs
+    memory       memory that its captures share with those of other functions
+    captured     what is captured: the same function, if `plain` itself can't be
+    forced       capture without measuring whether that pays
+    """
+
+    def __init__(
+        self,
+        name: str,
+        plain: BoxedFunction,
+        interface: GraphInterface,
+        memory: CaptureMemory,
+        *,
+        captured: BoxedFunction | None = None,
+        forced: bool = False,
+        report: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        self.name, self.plain, self.interface, self.memory = name, plain, interface, memory
+        self.captured = captured or plain
+        self.forced, self.report = forced, report
+        self.backend = memory.backend
+        self.replays = self.plain_calls = 0
+        self.notes: list[str] = []
+        self._states: dict[Any, ShapeState] = {}
+        self._device: torch.device | None = None
+        # with static sizes: what followed the last capture before (layers are called in turn)
+        self._expected_call: weakref.ref[ReplayableCall] | None = None
+        self._last_call: weakref.ref[ReplayableCall] | None = None
+
+    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
+        expected, lock = self._expected_call, self.memory.lock
+        if expected is not None and lock.acquire(blocking=False):
+            try:
+                call = expected()
+                if (
+                    call is not None
+                    and not call.is_due
+                    and self._is_on_own_stream()
+                    and call.matches(inputs)
+                    and call.may_replay()
+                ):
+                    self.replays += 1
+                    call.last_used = self.replays
+                    self._expected_call = call.successor
+                    return call(inputs)
+            finally:
+                lock.release()
+        return self._find_and_run(inputs)
+
+    def _find_and_run(self, inputs: list[Any]) -> Sequence[Any]:
+        """A call that is not served by the capture that was expected."""
+        state = self._states.get(self._key(inputs))
+        if state is None:
+            state = self._add_state(inputs)
+        if state is None or state.disabled:
+            self.plain_calls += 1
+            if state is not None:
+                state.count_plain_call()
+            return self.plain(inputs)
+        if not self.memory.lock.acquire(blocking=False):
+            return self._run_plain(inputs, "called while another call of the program replays")
+        try:
+            if self._device is None:
+                self._device = self._find_device(inputs)
+            if not self._is_on_own_stream():
+                return self._run_plain(inputs, "called on another stream, or inside a capture")
+            return self._run(state, inputs)
+        finally:
+            self.memory.lock.release()
+
+    def _key(self, inputs: Sequence[Any]) -> Any:
+        """What the captures of a call depend on, beside addresses. Static sizes are guarded already."""
+        changing = [inputs[k] for k in self.interface.dynamic_inputs]
+        return tuple((x.shape, x.stride()) if isinstance(x, Tensor) else x for x in changing)
+
+    def _add_state(self, inputs: Sequence[Any]) -> ShapeState | None:
+        if len(self._states) >= MAX_SHAPES:
+            self._note(f"more than {MAX_SHAPES} input shapes: pad to fewer of them")
+            return None
+        return self._states.setdefault(self._key(inputs), ShapeState(Decision(self.forced)))
+
+    def _is_on_own_stream(self) -> bool:
+        """Whether replays may run on the current stream: that of the program's first capture."""
+        stream = self._current_stream()
+        if stream is None:
+            return True
+        is_own = self.memory.stream is None or stream == self.memory.stream
+        return is_own and not torch._C._cuda_isCurrentStreamCapturing()
+
+    def _current_stream(self) -> int | None:
+        """CUDA's handle of the current stream; None: the device has none."""
+        if self._device is None or self._device.type != "cuda":
+            return None
+        return int(torch._C._cuda_getCurrentRawStream(self._device.index))
+
+    def _find_device(self, inputs: Sequence[Any]) -> torch.device:
+        devices = [value.device for value in inputs if isinstance(value, Tensor)]
+        return next(d for d in devices if d.type == self.backend.device_type)
+
+    def _note(self, reason: str) -> None:
+        if reason not in self.notes:
+            self.notes.append(reason)
+
+    def _run_plain(self, inputs: list[Any], reason: str = "") -> Sequence[Any]:
+        self.plain_calls += 1
+        if reason:
+            self._note(reason)
+        return self.plain(inputs)
+
+    # ---- replay, or capture first --------------------------------------------------------------------
+
+    def _run(self, state: ShapeState, inputs: list[Any]) -> Sequence[Any]:
+        """Replay a capture of these addresses; if there is none, run plain or capture."""
+        held: list[ReplayableCall] = []
+        for call in list(state.calls()):
+            if call.matches(inputs):
+                if call.is_due and self._copies_in_vain(call, inputs):
+                    state.drop(call)
+                elif call.may_replay():
+                    return self._replay(state, call, inputs)
+                else:
+                    held.append(call)
+        layer = state.observe(inputs, self.memory.addresses)
+        if state.decision.should_capture is None:
+            return self._measure_plain(state, inputs)
+        if not self._is_time_to_capture(state, layer, held):
+            return self._run_plain(inputs)
+        captured = self._capture(state, layer, inputs, held)
+        if captured is None:
+            return self._run_plain(inputs)
+        return self._replay(state, captured, inputs)
+
+    def _copies_in_vain(self, call: ReplayableCall, inputs: Sequence[Any]) -> bool:
+        """Whether it copies what another capture makes at one place: that was captured later."""
+        known = self.memory.addresses.find()
+        return any(inputs[k].untyped_storage().data_ptr() in known for k in call.copied)
+
+    def _replay(self, state: ShapeState, call: ReplayableCall, inputs: list[Any]) -> Sequence[Any]:
+        self.replays += 1
+        state.misses = 0
+        call.last_used = self.replays
+        if not state.decision.is_confirmed:
+            return self._measure_replay(state, call, inputs)
+        if not self.interface.dynamic_inputs:
+            self._expect_after_last(call)
+        return call(inputs)
+
+    def _expect_after_last(self, call: ReplayableCall) -> None:
+        """Remember that this capture followed the last one."""
+        reference = weakref.ref(call)
+        last = self._last_call() if self._last_call is not None else None
+        if last is not None:
+            last.successor = reference
+        if call.successor is None:
+            call.successor = reference
+        self._last_call, self._expected_call = reference, call.successor
+
+    def _measure_plain(self, state: ShapeState, inputs: list[Any]) -> Sequence[Any]:
+        self.plain_calls += 1
+        if not state.is_warm:
+            return self.plain(inputs)
+        results = state.decision.plain.run(lambda: self.plain(inputs), self.backend.stopwatch)
+        if state.decision.should_capture is False:
+            self._disable(state)
+        return results  # type: ignore[no-any-return]
+
+    def _measure_replay(
+        self, state: ShapeState, call: ReplayableCall, inputs: list[Any]
+    ) -> Sequence[Any]:
+        if call.replays == 0:  # the first launch of a graph uploads it
+            return call(inputs)
+        results = state.decision.replayed.run(lambda: call(inputs), self.backend.stopwatch)
+        confirmed = state.decision.is_confirmed
+        if confirmed is False:
+            self._disable(state)
+        elif confirmed:
+            self.report(str(state.decision))
+        return results  # type: ignore[no-any-return]
+
+    def _disable(self, state: ShapeState) -> None:
+        """Run plain from now on, and free the captures."""
+        state.disable()
+        self._expected_call = None
+        self.report(str(state.decision))
+
+    def _is_time_to_capture(
+        self, state: ShapeState, layer: LayerState, held: list[ReplayableCall]
+    ) -> bool:
+        if held:
+            layer.held += 1
+            self._note("outputs of the last replay are still held")
+            return layer.held >= WAITS_FOR_OUTPUTS and len(held) < MAX_SLOTS
+        is_often_captured = layer.captures >= max(
+            MAX_CAPTURES, self.replays // MIN_REPLAYS_PER_CAPTURE
+        )
+        if state.misses > MAX_MISSES or (layer.is_warm and is_often_captured):
+            state.decision.reason_against = "its inputs keep moving"
+            self._disable(state)
+        return layer.is_warm and not state.disabled
+
+    # ---- capture -------------------------------------------------------------------------------------
+
+    def _capture(
+        self,
+        state: ShapeState,
+        layer: LayerState,
+        inputs: list[Any],
+        held: list[ReplayableCall],
+    ) -> ReplayableCall | None:
+        """Capture the function for these inputs; None if that failed, and is not tried again.
+
+        held   captures for these addresses whose outputs are held
+        """
+        tensors = [k for k, value in enumerate(inputs) if isinstance(value, Tensor)]
+        moving = set(held[0].copied) if held else layer.moving_inputs()
+        if moving:
+            known = self.memory.addresses.find()
+            moving = {k for k in moving if inputs[k].untyped_storage().data_ptr() not in known}
+        slots = {call.pool.slot for call in held if call.are_outputs_held()}
+        for call in held:  # one that later captures block is replaced by a later one
+            if call.pool.slot not in slots:
+                state.drop(call)
+        pool = self.memory.pool(next(k for k in range(MAX_SLOTS) if k not in slots))
+        layer.captures += 1
+        try:
+            call = self._capture_with_copies(inputs, tensors, sorted(moving), pool)
+        except RuntimeError as error:  # what a capture forbids, or out of memory
+            first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+            state.decision.reason_against = f"capture failed: {first_line}"
+            self._disable(state)
+            return None
+        if self.memory.stream is None:
+            self.memory.stream = self._current_stream()
+        state.drop_unused(self.replays - MAX_UNUSED_REPLAYS * len(state.layers))
+        layer.calls = [call, *layer.calls][:MAX_CALLS]
+        layer.addresses.clear()
+        layer.held = 0
+        return call
+
+    def _capture_with_copies(
+        self, inputs: list[Any], tensors: list[int], copied: list[int], pool: CapturePool
+    ) -> ReplayableCall:
+        interface = self.interface
+        if any(torch._debug_has_internal_overlap(inputs[k]) == 1 for k in copied):
+            raise RuntimeError("an input overlaps itself and can't be copied into a buffer")
+        with torch.inference_mode(False), torch.no_grad():
+            buffers = {k: copy_strided(inputs[k]) for k in copied}
+            own = [buffers.get(k, value) for k, value in enumerate(inputs)]
+            if copied or self.captured is not self.plain:
+                self._warm_up(own)
+            device = self._find_device(inputs)
+            seeds = CapturedSeeds(device)
+            with capture_seeds(seeds):
+                call = self.backend.capture(self.captured, own, pool.on(device))
+        static = [k for k in tensors if k not in buffers]
+        replayable = ReplayableCall(
+            call, own, static, buffers, interface.mutated_inputs, interface.output_modes, pool
+        )
+        replayable.seeds = seeds if seeds.draws else None
+        if replayable.shared_outputs is not None:
+            self.memory.addresses.add(replayable.shared_outputs)
+        return replayable
+
+    def _warm_up(self, inputs: list[Any]) -> None:
+        """Load kernels that are specialized for these addresses. Random state and inputs stay."""
+        device = self._find_device(inputs)
+        before = {k: copy_strided(inputs[k]) for k in self.interface.mutated_inputs}
+        devices = [device] if device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(devices):
+                self.captured(list(inputs))
+        finally:
+            for k, value in before.items():
+                inputs[k].copy_(value)
+
+    # ---- inspection ----------------------------------------------------------------------------------
+
+    @property
+    def captures(self) -> int:
+        return sum(state.captures for state in self._states.values())
+
+    def describe(self) -> str:
+        """What was decided, for each set of sizes."""
+        decisions = [str(state.decision) for state in self._states.values()]
+        return "; ".join(dict.fromkeys(decisions))
+
+    def __str__(self) -> str:
+        counts = f"{self.captures} captures, {self.replays} replays"
+        counts += f", {self.plain_calls} calls without a graph"
+        return "; ".join(part for part in [counts, self.describe(), *self.notes] if part)
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self}>"

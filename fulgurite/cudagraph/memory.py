@@ -1,0 +1,135 @@
+"""Memory that the captures of one program share.
+
+In: captured calls, in the order of their captures. Out: whether one may be replayed now.
+
+Captures of one pool use the same memory for their intermediate values. The outputs of a capture stay
+allocated, so a later capture never uses their memory. But the outputs of a later capture may lie where an
+earlier one has its intermediate values. So a capture may be replayed if nobody holds shared outputs of
+itself or of a later one. Forward and backward have pools of their own: gradients that accumulate don't
+block forward.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fulgurite.cudagraph.capture import Capture, CudaCapturedCall, LivePool, capture_stream
+from fulgurite.cudagraph.timing import CudaStopwatch, Stopwatch
+
+
+def make_cuda_pool(device: torch.device) -> LivePool:
+    return LivePool(device, capture_stream(device))
+
+
+@dataclass(frozen=True)
+class CaptureBackend:
+    """How calls are captured and timed. Tests replace it to run on CPUs."""
+
+    device_type: str
+    capture: Capture
+    make_pool: Callable[[torch.device], Any]
+    stopwatch: Stopwatch
+
+
+CUDA = CaptureBackend("cuda", CudaCapturedCall, make_cuda_pool, CudaStopwatch())
+
+
+class SharedOutputs:
+    """The storages of outputs that a capture shares with its callers."""
+
+    def __init__(self, order: int, tensors: Sequence[Tensor]) -> None:
+        self.order = order
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+        self._storages = list(storages.values())
+        self._counts = [(key, torch._C._storage_Use_Count(key)) for key in storages]
+
+    def are_held(self) -> bool:
+        """Whether someone beside the capture holds one of them, or a view of it."""
+        use_count = torch._C._storage_Use_Count
+        return any(use_count(storage) > count for storage, count in self._counts)
+
+    def addresses(self) -> set[int]:
+        return {storage.data_ptr() for storage in self._storages}
+
+
+class CapturePool:
+    """Memory that captures share, and their outputs that may still be held."""
+
+    def __init__(self, slot: int, make_pool: Callable[[torch.device], Any]) -> None:
+        self.slot = slot
+        self._make_pool = make_pool
+        self._pools: dict[torch.device, Any] = {}
+        self._captures = 0
+        self.shared: list[SharedOutputs] = []  # that were given to callers
+
+    def on(self, device: torch.device) -> Any:
+        if device not in self._pools:
+            self._pools[device] = self._make_pool(device)
+        return self._pools[device]
+
+    def next_order(self) -> int:
+        self._captures += 1
+        return self._captures
+
+    def may_replay(self, order: int) -> bool:
+        """Whether no outputs of this capture or of later ones are held."""
+        self.shared = [one for one in self.shared if one.order < order or one.are_held()]
+        return all(one.order < order for one in self.shared)
+
+    def share(self, outputs: SharedOutputs) -> None:
+        """A replay gave these outputs to its caller."""
+        self.shared.append(outputs)
+
+
+class StaticAddresses:
+    """Memory that a program finds at the same place in every call.
+
+    These are its parameters, and the shared outputs of its captures.
+    """
+
+    def __init__(self) -> None:
+        self._outputs: weakref.WeakSet[SharedOutputs] = weakref.WeakSet()
+        self._parameters: set[int] = set()
+
+    def add(self, outputs: SharedOutputs) -> None:
+        self._outputs.add(outputs)
+
+    def find(self) -> set[int]:
+        return self._parameters.union(*(one.addresses() for one in self._outputs))
+
+    def identify(self, inputs: Sequence[Any]) -> tuple[int, ...]:
+        """The addresses of the inputs that are such memory: they tell layers of a model apart."""
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        parameters = [x for x in tensors if isinstance(x, nn.Parameter)]
+        self._parameters.update(x.untyped_storage().data_ptr() for x in parameters)
+        known = self.find()
+        return tuple(x.data_ptr() for x in tensors if x.untyped_storage().data_ptr() in known)
+
+
+class CaptureMemory:
+    """Memory of the captures of a program's forward graphs, or of its backward graphs.
+
+    Captures share the pool of their slot. All run on one stream, one at a time. A function whose
+    outputs of slot 0 are held runs a capture of slot 1, which has memory of its own.
+    """
+
+    def __init__(
+        self, backend: CaptureBackend = CUDA, addresses: StaticAddresses | None = None
+    ) -> None:
+        self.backend = backend
+        self.addresses = addresses or StaticAddresses()
+        self.lock = threading.Lock()
+        self.stream: int | None = None  # of the first capture's call: CUDA's handle
+        self._pools: list[CapturePool] = []
+
+    def pool(self, slot: int) -> CapturePool:
+        while len(self._pools) <= slot:
+            self._pools.append(CapturePool(len(self._pools), self.backend.make_pool))
+        return self._pools[slot]

@@ -1,0 +1,187 @@
+"""One captured call: what is copied before and after its replay.
+
+In: a captured call, and the inputs of a later one. Out: that call's outputs.
+
+    inputs    An input of the address that was captured is read in place. The others are copied into
+              static buffers, all in one launch; those that the function mutates are copied back.
+    outputs   copied   the caller gets memory of its own, which no replay overwrites
+              shared   the caller gets the graph's memory; see `memory.py` for when it is overwritten
+              An output that is an input, or a view of one, is made from the input of this call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fulgurite.cudagraph.capture import CapturedCall
+from fulgurite.cudagraph.memory import CapturePool, SharedOutputs
+from fulgurite.cudagraph.seeds import CapturedSeeds
+
+OutputMode = Literal["copied", "shared"]
+CHECKED_REPLAYS = (4, 16, 64, 256)
+MIN_GROUPED_COPIES = 3  # so many outputs are allocated one by one and copied in one launch
+
+
+class UnsupportedOutputError(RuntimeError):
+    """A captured function returned what a replay can't return."""
+
+
+def _compare_addresses(inputs: list[Any], addresses: list[int], positions: list[int]) -> bool:
+    return all(inputs[k].data_ptr() == addresses[k] for k in positions)
+
+
+# torch has it in builds with CUDA: 200 addresses take 4 µs instead of 15
+have_addresses: Callable[[list[Any], list[int], list[int]], bool] = getattr(
+    torch._C, "_tensors_data_ptrs_at_indices_equal", _compare_addresses
+)
+
+
+class ReplayableCall:
+    """A captured call with the copies around it.
+
+    static     positions of inputs that are read in place
+    buffers    position of each other tensor → its static buffer
+    mutated    positions of inputs that the function writes to
+    """
+
+    def __init__(
+        self,
+        call: CapturedCall,
+        inputs: Sequence[Any],
+        static: list[int],
+        buffers: dict[int, Tensor],
+        mutated: Sequence[int],
+        output_modes: Sequence[OutputMode],
+        pool: CapturePool,
+    ) -> None:
+        self.pool, self.order, self.replays = pool, pool.next_order(), 0
+        self.is_due = False  # to be looked at: do inputs still have to be copied?
+        self.last_used = 0  # number of the function's replay
+        self.successor: weakref.ref[ReplayableCall] | None = None  # what was replayed after it
+        self.seeds: CapturedSeeds | None = None  # of its random kernels
+        self.static = static
+        self.addresses = [x.data_ptr() if isinstance(x, Tensor) else 0 for x in inputs]
+        self._replay = call.replay
+        self._call = call  # owns the graph
+        self.copied = list(buffers)
+        self._buffers = list(buffers.values())
+        self._copied_back = [k for k in buffers if k in mutated]
+        self._back_sources = [buffers[k] for k in self._copied_back]
+        self._results: list[Any] = list(call.outputs)  # constants stay in it
+        self._from_inputs: list[tuple[int, int, _InputView]] = []  # output, input, how
+        self._shared: list[tuple[int, Tensor]] = []
+        self._cloned: list[tuple[int, Tensor]] = []
+        self._copied_together: list[tuple[int, Tensor]] = []
+        self._plan_outputs(inputs, output_modes)
+        call.outputs = []  # the lists above keep the graph's memory
+        self.shared_outputs: SharedOutputs | None = None
+        if self._shared:
+            self.shared_outputs = SharedOutputs(self.order, [tensor for _, tensor in self._shared])
+
+    def _plan_outputs(self, inputs: Sequence[Any], output_modes: Sequence[OutputMode]) -> None:
+        in_place = {}
+        for k in self.static:
+            if inputs[k].numel():
+                in_place[inputs[k].untyped_storage().data_ptr()] = k
+        own = {buffer.untyped_storage().data_ptr(): k for k, buffer in enumerate(self._buffers)}
+        pairs = zip(self._results, output_modes, strict=True)
+        for position, (value, mode) in enumerate(pairs):
+            if not isinstance(value, Tensor):
+                continue
+            self._results[position] = None  # a reference would count as a holder
+            storage = value.untyped_storage().data_ptr()
+            if storage in in_place:
+                source = in_place[storage]
+                view = _InputView(value, inputs[source])
+                self._from_inputs.append((position, source, view))
+            elif mode == "copied" and storage in own:
+                source = self.copied[own[storage]]
+                view = _InputView(value, self._buffers[own[storage]])
+                self._from_inputs.append((position, source, view))
+            else:
+                found = self._shared if mode == "shared" else self._copied_together
+                found.append((position, value))
+        if len(self._copied_together) < MIN_GROUPED_COPIES:  # a clone takes half the host time
+            is_dense = torch.ops.aten.is_non_overlapping_and_dense
+            self._cloned = [pair for pair in self._copied_together if is_dense(pair[1])]
+            self._copied_together = [p for p in self._copied_together if not is_dense(p[1])]
+
+    def matches(self, inputs: list[Any]) -> bool:
+        """Whether the inputs that are read in place are where they were captured."""
+        return have_addresses(inputs, self.addresses, self.static)
+
+    def may_replay(self) -> bool:
+        """Whether nobody holds outputs that a replay would overwrite."""
+        return not self.pool.shared or self.pool.may_replay(self.order)
+
+    def are_outputs_held(self) -> bool:
+        return self.shared_outputs is not None and self.shared_outputs.are_held()
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        if self.shared_outputs is not None:
+            self.pool.share(self.shared_outputs)
+        if self.copied:
+            copy_all(self._buffers, [inputs[k] for k in self.copied])
+        if self.seeds is not None:
+            self.seeds.draw()
+        self._replay()
+        self.replays += 1
+        self.is_due = self.replays in CHECKED_REPLAYS and bool(self.copied)
+        if self._copied_back:
+            copy_all([inputs[k] for k in self._copied_back], self._back_sources)
+        results = self._results.copy()
+        for position, tensor in self._shared:
+            results[position] = tensor.detach()
+        for position, source, view in self._from_inputs:
+            results[position] = view.of(inputs[source])
+        for position, tensor in self._cloned:
+            results[position] = tensor.clone()
+        if self._copied_together:
+            copies = [empty_like_strided(tensor) for _, tensor in self._copied_together]
+            copy_all(copies, [tensor for _, tensor in self._copied_together])
+            for (position, _), copy in zip(self._copied_together, copies, strict=True):
+                results[position] = copy
+        return results
+
+
+class _InputView:
+    """How an output is made from an input whose memory it shares."""
+
+    def __init__(self, output: Tensor, source: Tensor) -> None:
+        if output.dtype != source.dtype or output.is_conj() or output.is_neg():
+            raise UnsupportedOutputError("an output is a view of an input with another dtype")
+        self.size, self.stride = output.shape, output.stride()
+        self.offset = output.storage_offset() - source.storage_offset()
+        is_whole = (self.size, self.stride) == (source.shape, source.stride())
+        self.is_input = is_whole and self.offset == 0
+
+    def of(self, source: Tensor) -> Tensor:
+        if self.is_input:
+            return source
+        return source.as_strided(self.size, self.stride, source.storage_offset() + self.offset)
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy several tensors; in one launch where dtypes and strides allow it."""
+    if len(targets) == 1:
+        targets[0].copy_(sources[0])
+    else:
+        torch._foreach_copy_(targets, sources)
+
+
+def copy_strided(tensor: Tensor) -> Tensor:
+    """A copy with the same strides."""
+    if torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        return tensor.clone()
+    return empty_like_strided(tensor).copy_(tensor)
+
+
+def empty_like_strided(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )

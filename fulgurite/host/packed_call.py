@@ -1,0 +1,87 @@
+"""Convolutions and linears with packed weights as instructions.
+
+In: a call of `fulgurite::packed_conv` or `packed_linear` in a final trace. Out: a check of the input's layout, an
+allocation, and a call of the C++ kernel (`kernels/conv/cpu.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from fulgurite.config import read_env
+from fulgurite.device import num_cpu_threads
+from fulgurite.host.expression import Unsupported
+from fulgurite.host.words import Argument, Op, StepWriter
+from fulgurite.kernels.conv import cpu, ops
+from fulgurite.trace.node_meta import fake_value
+
+PACKED_OPS = (ops.packed_conv.overload, ops.packed_linear.overload)
+
+
+class _Lowering(Protocol):
+    """What a packed call needs of the lowering of its trace."""
+
+    def _slot(self, node: Any) -> int: ...
+    def _operands(self, values: Sequence[Any], writer: StepWriter) -> list[int]: ...
+    def _write_allocation(self, result: torch.Tensor, slot: int, writer: StepWriter) -> None: ...
+
+
+def write_packed_call(
+    lowering: _Lowering,
+    op: Any,
+    arguments: Sequence[Any],
+    out: tuple[fx.Node, int],
+    writer: StepWriter,
+) -> Callable[..., None]:
+    """Write the instructions; returns what raises the kernel's error.
+
+    arguments   of the op, in the order of its schema
+    out         the node, and the slot of its value
+    """
+    x, weight, bias, residual, *rest = arguments
+    result, slot = fake_value(out[0]), out[1]
+    if op is ops.packed_conv.overload:
+        name = cpu.kernel_name(fake_value(x).shape[1], rest[0], rest[4])
+        numbers = cpu.conv_numbers(fake_value(x), *rest)
+    else:
+        name, numbers = cpu.CONV, cpu.linear_numbers(fake_value(x), *rest)
+    _check_layout(lowering, x, fake_value(x), writer)
+    if residual is not None:
+        if fake_value(residual).stride() != result.stride():
+            raise Unsupported("a residual with another layout")
+        _check_layout(lowering, residual, result, writer)
+    lowering._write_allocation(result, slot, writer)
+    words: list[int] = []
+    for node in (x, weight, bias, residual):
+        words += (
+            [Argument.VALUE, 0, 0] if node is None else [Argument.ADDRESS, lowering._slot(node), 0]
+        )
+    words += [Argument.ADDRESS, slot, 0]
+    for operand in lowering._operands(numbers, writer):
+        words += [Argument.VALUE, operand, 0]
+    words += _threads()
+    kernel = cpu.load_kernel(name)
+    writer.program.add_object(kernel)  # keeps its library loaded
+    writer.add(Op.RUN, [kernel.address, 0, len(words) // 3, *words])
+
+    def raise_error(status: int, *_: Any) -> None:
+        raise kernel.make_error(status)
+
+    return raise_error
+
+
+def _check_layout(
+    lowering: _Lowering, node: fx.Node, value: torch.Tensor, writer: StepWriter
+) -> None:
+    layout = lowering._operands([*value.stride(), *value.shape], writer)
+    writer.add(Op.CHECK, [lowering._slot(node), value.dim(), 1, *layout])
+
+
+def _threads() -> list[int]:
+    if read_env("FULGURITE_NUM_THREADS") is None:
+        return [Argument.THREADS, 0, 0]
+    return [Argument.VALUE, num_cpu_threads() << 1, 0]

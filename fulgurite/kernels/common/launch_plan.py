@@ -1,0 +1,152 @@
+"""Launch plans: the launches of an operator, recorded once for its shapes and replayed afterwards.
+
+    @planned(GatedActivation)                   immutable classes, without tensors, of its arguments
+    def fused_experts(x, routes, ...): ...      checks, chooses launch parameters, allocates, launches
+
+In: a function that launches cached kernels on the current CUDA device. Out: the same function. A call
+with the same dtypes, shapes, strides and numbers launches the same kernels with other addresses. The
+host code between the launches takes far longer than they do, so the second call of a kind is recorded:
+its allocations, and its launches with the origin of each address. Later calls allocate and launch only.
+
+A function that does anything else stays as it is: an op of torch that is no allocation or view, a kernel
+launched through Triton (with tensor descriptors), an address of unknown origin. Results must be new.
+Plans are not used for CPU tensors, under capture, in dispatch modes, and where gradients are recorded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+
+from fulgurite.kernels.common.launch_recorder import LaunchPlan, Recorder
+from fulgurite.kernels.common.pdl import in_pdl_region
+from fulgurite.kernels.common.triton_import import HAS_TRITON, INTERPRETED, triton
+from fulgurite.kernels.registry import PLAIN_TENSORS
+from fulgurite.quant import QuantTensor
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+MAX_PLANS = 256  # of a function; lengths of batches change all the time
+MAX_ATTEMPTS = 3  # to record: the first calls compile kernels
+
+
+def planned(*settings: type) -> Callable[[Function], Function]:
+    """Record and replay the launches of a function; see the top of this file.
+
+    settings   classes of arguments that are immutable, hashable and hold no tensors
+    """
+
+    def decorate(function: Function) -> Function:
+        return _PlannedFunction(function, settings) if CAN_PLAN else function  # type: ignore[return-value]
+
+    return decorate
+
+
+def _can_plan() -> bool:
+    if not HAS_TRITON or INTERPRETED or torch.version.hip:
+        return False
+    return hasattr(triton.knobs.runtime.launch_enter_hook, "add")
+
+
+CAN_PLAN = _can_plan()
+
+
+class _PlannedFunction:
+    """A function with its plans. A number instead of a plan: failed attempts to record."""
+
+    def __init__(self, function: Callable[..., Any], settings: tuple[type, ...]) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.hashable = frozenset((int, float, bool, str, type(None), *settings))
+        self.plans: dict[Any, LaunchPlan | int] = {}
+        _planned_functions.append(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        first = args[0]
+        if (
+            torch.compiler.is_dynamo_compiling()
+            or type(first) not in PLAIN_TENSORS
+            or _len_torch_dispatch_stack()
+            or not _is_on_current_gpu(first)
+        ):
+            return self.function(*args, **kwargs)
+        tensors: list[Tensor] = []
+        key: list[Any] = [first.device.index, in_pdl_region(), *kwargs]
+        if not self._add_to_key((*args, *kwargs.values()), key, tensors):
+            return self.function(*args, **kwargs)
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if _has_unaligned(addresses) or _records_gradients(tensors):
+            return self.function(*args, **kwargs)
+        whole_key = tuple(key)
+        plan = self.plans.get(whole_key, 0)
+        if isinstance(plan, LaunchPlan):
+            return plan.replay(addresses, first.device)
+        if plan >= MAX_ATTEMPTS:
+            return self.function(*args, **kwargs)
+        return self._record(whole_key, plan, tensors, args, kwargs)
+
+    def _record(
+        self,
+        key: tuple[Any, ...],
+        attempts: int,
+        tensors: list[Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if len(self.plans) >= MAX_PLANS:
+            self.plans.clear()
+        recorder = Recorder(tensors)
+        with recorder.active():
+            result = self.function(*args, **kwargs)
+        self.plans[key] = recorder.make_plan(result) or attempts + 1
+        return result
+
+    def _add_to_key(self, values: tuple[Any, ...], key: list[Any], tensors: list[Tensor]) -> bool:
+        """Add what launches depend on besides addresses. False if that is unknown."""
+        for value in values:
+            kind = type(value)
+            if kind in PLAIN_TENSORS:
+                tensors.append(value)
+                key += (value.dtype, value.shape, value.stride())
+            elif kind in self.hashable:
+                key += (kind, value)
+            elif isinstance(value, tuple):
+                key += (kind, len(value))
+                if not self._add_to_key(value, key, tensors):
+                    return False
+            elif kind is QuantTensor:
+                key += (value.format.name, value.dtype, value.shape)
+                if not self._add_to_key((value.packed, *value.scales.values()), key, tensors):
+                    return False
+            else:
+                return False
+        return True
+
+
+_planned_functions: list[_PlannedFunction] = []
+
+
+def clear_plans() -> None:
+    """Forget all plans: after launch parameters were changed."""
+    for function in _planned_functions:
+        function.plans.clear()
+
+
+def _is_on_current_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda and tensor.device.index == torch._C._cuda_getDevice()
+
+
+def _has_unaligned(addresses: list[int]) -> bool:
+    """Whether an address is no multiple of 16: kernels are compiled for those that are."""
+    bits = 0
+    for address in addresses:
+        bits |= address
+    return bool(bits & 15)
+
+
+def _records_gradients(tensors: list[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

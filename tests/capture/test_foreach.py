@@ -1,0 +1,86 @@
+"""Decompositions of foreach ops: equal to the op, and no recompilation for a new number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fulgurite
+from fulgurite.capture.foreach import foreach_decompositions
+
+FOREACH = [op for op in foreach_decompositions() if "_foreach_" in op._schema.name]
+# these read or return something else than numbers of the same size
+SKIPPED = {"_foreach_zero", "_foreach_copy", "_foreach_clone", "_foreach_mm"}
+
+
+def make_argument(argument, count):
+    kind = str(argument.type)
+    if kind == "List[Tensor]":
+        return [torch.rand(k + 2, 3) * 0.8 + 0.1 for k in range(count)]
+    if kind.startswith("List["):
+        return [0.5 + k for k in range(count)]
+    if kind == "Tensor":
+        return torch.tensor(0.75)
+    if kind == "Scalar" or kind == "number":
+        return 2.0
+    return None
+
+
+@pytest.mark.parametrize("op", FOREACH, ids=lambda op: str(op))
+def test_each_foreach_op(op):
+    if op._schema.name.removeprefix("aten::") in SKIPPED:
+        pytest.skip("not a function of numbers")
+    arguments = op._schema.arguments
+    given = [make_argument(a, 3) for a in arguments if not a.kwarg_only]
+    keywords = {a.name: 1.5 for a in arguments if a.kwarg_only and a.name == "alpha"}
+    found = foreach_decompositions()[op](*given, **keywords)
+    expected = op(*given, **keywords)
+    assert [each.dtype for each in found] == [each.dtype for each in expected]
+    torch.testing.assert_close(found, list(expected))
+
+
+def test_the_usual_ops_are_decomposed():
+    names = {op._schema.name.removeprefix("aten::_foreach_") for op in FOREACH}
+    assert {"add", "mul", "div", "addcmul", "addcdiv", "lerp", "sqrt", "norm", "copy"} <= names
+
+
+def test_results_and_in_place_forms_in_a_graph():
+    def function(tensors, others):
+        torch._foreach_mul_(tensors, 2.0)
+        torch._foreach_add_(tensors, others, alpha=-0.5)
+        torch._foreach_clamp_min_(tensors, others)
+        torch._foreach_copy_(others, torch._foreach_sqrt(torch._foreach_abs(tensors)))
+        torch._foreach_zero_(tensors[1:])
+        return torch._foreach_norm(others), torch._foreach_max(others)
+
+    def inputs():
+        generator = torch.Generator().manual_seed(0)
+        return [[torch.randn(k + 1, 3, generator=generator) for k in range(3)] for _ in range(2)]
+
+    ours, eager = inputs(), inputs()
+    compiled = fulgurite.compile(function)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(*ours), function(*eager))
+        torch.testing.assert_close(ours, eager)
+
+
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="TorchDynamo specializes on `alpha` before our decomposition"
+)
+@pytest.mark.parametrize("foreach", [True, False])
+def test_a_new_number_does_not_recompile(foreach):
+    def function(parameters, gradients, lr):
+        if foreach:
+            torch._foreach_add_(parameters, gradients, alpha=-lr)
+        else:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.add_(gradient, alpha=-lr)
+
+    compiled = fulgurite.compile(function)
+    gradients = [torch.randn(3), torch.randn(2, 2)]
+    ours, eager = ([torch.ones(3), torch.ones(2, 2)] for _ in range(2))
+    for step in range(6):
+        compiled(ours, gradients, 0.1 / (step + 1))
+        function(eager, gradients, 0.1 / (step + 1))
+        torch.testing.assert_close(ours, eager)
+    assert len(compiled.session.graphs) == 2  # one for the first number, one for all others

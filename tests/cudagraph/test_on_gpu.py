@@ -1,0 +1,347 @@
+"""CUDA graphs of compiled programs on a GPU, against eager."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fulgurite
+from fulgurite.executors.cudagraph import find_cuda_graphs
+
+pytestmark = pytest.mark.gpu
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+        self.norm, self.dropout = nn.LayerNorm(64), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.dropout(self.down(F.gelu(self.up(x)))))
+
+
+def make_pair(**options):
+    torch.manual_seed(0)
+    eager = Net().cuda()
+    original = copy.deepcopy(eager)
+    return eager, original, fulgurite.compile(original, **{"cudagraph": True, **options})
+
+
+def draw(rows: int = 16) -> Tensor:
+    return torch.randn(rows, 64, device="cuda")
+
+
+def graphed(compiled, kind=None):
+    found = compiled.compiled.session.compiled_graph(-1, kind).graphed
+    assert found is not None
+    return found
+
+
+def test_inference():
+    eager, original, compiled = make_pair()
+    held = []
+    with torch.no_grad():
+        for step in range(12):
+            x = draw()
+            held.append((compiled(x), eager(x)))
+            for model in (eager, original):
+                if step == 5:
+                    model.up.weight.mul_(2)
+                if step == 7:
+                    model.down.weight.data = model.down.weight.data.clone() + 1
+    for ours, theirs in held:
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    graph = graphed(compiled)
+    assert graph.replays >= 6, str(graph)
+    assert f"{graph.replays} replays" in str(compiled.explain())
+
+
+@pytest.mark.parametrize("mode", [True, "auto"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_training(accumulate, mode):
+    eager, original, compiled = make_pair(cudagraph=mode)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (eager, original)]
+    for step in range(24 * accumulate):
+        x = draw()
+        losses = []
+        for model in (eager, compiled):
+            loss = model(x).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        assert abs(losses[0] - losses[1]) < 1e-3 * (1 + abs(losses[0])), step
+        if step % accumulate == accumulate - 1:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    for ours, theirs in zip(original.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    forward, backward = graphed(compiled, "forward"), graphed(compiled, "backward")
+    print(forward, backward, sep="\n")
+    if mode is True:
+        assert forward.replays >= 20 * accumulate, str(forward)
+        assert backward.replays >= 16 * accumulate, str(backward)
+
+
+def test_auto_measures_and_decides():
+    eager, _, compiled = make_pair(cudagraph="auto")
+    with torch.no_grad():
+        for _ in range(20):
+            x = draw()
+            torch.testing.assert_close(compiled(x), eager(x), rtol=1e-4, atol=1e-4)
+    text = str(compiled.explain())
+    assert "captured" in text and "host" in text and "device" in text, text
+
+
+def test_large_matmuls_stay_uncaptured():
+    w = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    compiled = fulgurite.compile(lambda x: torch.relu(x @ w) @ w)
+    for _ in range(14):
+        compiled(w)
+    graph = compiled.session.compiled_graph(-1, None).graphed
+    assert graph is not None and graph.captures == 0, str(graph)
+    assert "the device bounds a call" in str(graph)
+
+
+@pytest.mark.parametrize("executors", [["torch"], ["fuser", "torch"]])
+def test_random_numbers_are_those_without_graphs(executors):
+    def f(x: Tensor) -> Tensor:
+        return F.dropout(x.sin() @ x.t(), 0.5).cos()
+
+    with_graphs = fulgurite.compile(f, cudagraph=True, executors=executors)
+    without = fulgurite.compile(f, cudagraph=False, executors=executors)
+    x, results = torch.randn(128, 64, device="cuda"), []
+    for compiled in (with_graphs, without):
+        for _ in range(4):
+            compiled(x)
+        torch.manual_seed(3)
+        drawn = [compiled(x) for _ in range(6)]
+        torch.manual_seed(3)
+        drawn += [compiled(x) for _ in range(3)]
+        results.append([*drawn, torch.rand(3, device="cuda")])
+    torch.testing.assert_close(results[0], results[1])
+    assert not torch.equal(results[0][3], results[0][4])
+
+
+def test_host_ops_stay_between_graphs():
+    def f(x, w):
+        y = torch.relu(x @ w) + 1
+        picked = y[y.sum(1) > y.sum()]  # a size that depends on data
+        return (picked.sum() + (y @ w).softmax(-1)).sum(0)
+
+    compiled = fulgurite.compile(f, cudagraph=True, fullgraph=False)
+    w = torch.randn(32, 32, device="cuda")
+    for _ in range(8):
+        x = torch.randn(32, 32, device="cuda")
+        torch.testing.assert_close(compiled(x, w), f(x, w), rtol=1e-4, atol=1e-4)
+
+
+def test_changing_sizes():
+    def f(x):
+        return torch.softmax(x @ x.t(), -1) * 2 + x.sum()
+
+    compiled = fulgurite.compile(f, cudagraph=True, dynamic=True)
+    for length in [5, 64, 5, 64, 5, 64, 5, 64, 7] * 3:
+        x = torch.randn(length, 64, device="cuda")
+        torch.testing.assert_close(compiled(x), f(x), rtol=1e-4, atol=1e-4)
+
+
+def test_running_statistics():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Linear(32, 8)).cuda()
+    plain = copy.deepcopy(net)
+    compiled = fulgurite.compile(net, cudagraph=True)
+    for _ in range(9):
+        x = draw()
+        torch.testing.assert_close(compiled(x), plain(x), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(dict(net.named_buffers()), dict(plain.named_buffers()))
+
+
+def test_another_stream_and_an_enclosing_capture():
+    eager, _, compiled = make_pair()
+    side = torch.cuda.Stream()
+    with torch.no_grad():
+        for step in range(8):
+            x = draw()
+            if step % 2:
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    ours = compiled(x)
+                torch.cuda.current_stream().wait_stream(side)
+            else:
+                ours = compiled(x)
+            torch.testing.assert_close(ours, eager(x), rtol=1e-4, atol=1e-4)
+        x = draw()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = compiled(x)
+        x.copy_(draw())
+        graph.replay()
+        torch.testing.assert_close(captured, eager(x), rtol=1e-4, atol=1e-4)
+    assert "another stream" in str(graphed(compiled))
+
+
+def test_threads_with_streams():
+    eager, _, compiled = make_pair()
+    with torch.no_grad():
+        compiled(draw())
+    wrong = []
+
+    def work(seed: int) -> None:
+        stream = torch.cuda.Stream() if seed % 2 else torch.cuda.current_stream()
+        with torch.cuda.stream(stream), torch.no_grad():
+            for _ in range(40):
+                x = draw()
+                if not torch.allclose(compiled(x), eager(x), rtol=1e-3, atol=1e-3):
+                    wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+FAILED_CAPTURE = """
+import torch
+from fulgurite.cudagraph.capture import LivePool, capture_graph, capture_stream
+
+device = torch.device("cuda", 0)
+x = torch.randn(16, 16, device=device)
+x @ x, torch.rand(2, device=device)
+pool = LivePool(device, capture_stream(device))
+options = {"pool": pool.handle, "stream": pool.stream, "synchronize": False}
+
+
+def wait():
+    y = torch.rand_like(x) @ x
+    y.sum().item()
+    return y
+
+
+def run_out_of_memory():
+    torch.rand_like(x)
+    return torch.empty(1 << 45, device=device)
+
+
+for run in [wait, wait, run_out_of_memory, wait, run_out_of_memory]:
+    try:
+        capture_graph(run, **options)
+    except RuntimeError as error:
+        print(str(error).splitlines()[0])
+    else:
+        raise AssertionError("nothing failed")
+    torch.rand(2, device=device)  # the random generator works
+    torch.cuda.synchronize()
+graph = capture_graph(lambda: torch.rand(4, device=device), **options)
+torch.manual_seed(1)
+expected = [torch.rand(4, device=device) for _ in range(2)]
+torch.manual_seed(1)
+assert all(torch.equal(graph.replay(), one) for one in expected)
+before = torch.cuda.memory_allocated()
+side = torch.cuda.Stream()
+for _ in range(50):
+    torch.empty(1 << 20, device=device).record_stream(side)
+torch.cuda.synchronize()
+torch.empty(1, device=device)
+assert torch.cuda.memory_allocated() <= before + (1 << 22), "no capture seems to be under way"
+"""
+
+
+def test_torch_works_after_failed_captures():
+    """In a process of its own, which other tests don't share if it does not."""
+    done = subprocess.run(
+        [sys.executable, "-c", FAILED_CAPTURE], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_capture_that_fails_runs_plain():
+    eager, _, compiled = make_pair()
+    with torch.no_grad():
+        compiled(draw()), compiled(draw())
+        graph = graphed(compiled)
+        graph.captured = raise_out_of_memory
+        for _ in range(6):
+            x = draw()
+            torch.testing.assert_close(compiled(x), eager(x), rtol=1e-4, atol=1e-4)
+    assert "out of memory" in str(graph) and graph.replays == 0
+
+
+def raise_out_of_memory(inputs):
+    if torch.cuda.is_current_stream_capturing():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    return inputs
+
+
+def test_interrupted_capture():
+    eager, _, compiled = make_pair()
+    with torch.no_grad():
+        compiled(draw()), compiled(draw())
+        graph = graphed(compiled)
+        real, plain = graph.captured, graph.plain
+
+        def interrupted(inputs):
+            real(inputs)
+            raise KeyboardInterrupt
+
+        graph.captured = interrupted
+        for _ in range(2):
+            try:
+                compiled(draw())
+            except KeyboardInterrupt:
+                break
+        graph.captured, graph.plain = real, plain
+        for _ in range(8):
+            x = draw()
+            torch.testing.assert_close(compiled(x), eager(x), rtol=1e-4, atol=1e-4)
+        assert graph.replays >= 4, str(graph)
+
+
+def test_memory_is_freed_with_the_program():
+    def reserved() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    w = torch.randn(2048, 2048, device="cuda")
+
+    def run_program() -> int:
+        def function(x):
+            return torch.relu(x @ w) @ w + 1
+
+        compiled = fulgurite.compile(function, cudagraph=True)
+        for _ in range(6):
+            compiled(torch.randn(2048, 2048, device="cuda"))
+        assert compiled.session.compiled_graph(-1, None).graphed.replays > 2
+        return 0
+
+    sizes = []
+    for _ in range(4):
+        run_program()
+        torch._dynamo.reset()
+        sizes.append(reserved())
+    assert sizes[-1] <= sizes[1], sizes
+
+
+def test_parts_are_found_in_the_trace():
+    def f(x, w):
+        return torch.relu(x @ w) + 1, (x.cpu() * 2).cuda() @ w
+
+    compiled = fulgurite.compile(f, cudagraph=True)
+    w = torch.randn(32, 32, device="cuda")
+    for _ in range(8):
+        x = torch.randn(32, 32, device="cuda")
+        torch.testing.assert_close(compiled(x, w), f(x, w), rtol=1e-4, atol=1e-4)
+    graphs = find_cuda_graphs(compiled.last_trace())
+    assert graphs and sum(graph.replays for graph in graphs) > 2, str(compiled.last_trace())
