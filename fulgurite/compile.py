@@ -42,6 +42,7 @@ from fulgurite.capture.outer_graph import (
 )
 from fulgurite.capture.units import Unit, UnitGroup, find_units, group_units, make_unit_runner
 from fulgurite.capture.whole_model import WholeModel
+from fulgurite.compiled_graph import GraphRecord
 from fulgurite.cudagraph import CudaGraphMode
 from fulgurite.errors import ArgumentError
 from fulgurite.executors import Executor
@@ -49,7 +50,7 @@ from fulgurite.executors.autotune import Autotune
 from fulgurite.explain import Explanation, explain
 from fulgurite.host import HostProgram
 from fulgurite.options import Granularity, Options, make_options
-from fulgurite.session import GraphRecord, Session
+from fulgurite.session import Session
 from fulgurite.trace import Kind, Trace
 from fulgurite.transforms.remat import Remat
 

@@ -22,6 +22,7 @@ from fulgurite.capture.blocks import BlockGroup, find_sibling_modules
 from fulgurite.capture.dynamo import GraphBreak
 from fulgurite.capture.outer_graph import OuterGraphBackend
 from fulgurite.capture.units import UnitGroup
+from fulgurite.compiled_graph import GraphRecord
 from fulgurite.executors.cudagraph import find_cuda_graphs
 from fulgurite.executors.fallback import Fallback as FailedPart
 from fulgurite.executors.fuser import describe_torch_ops, kernels_of
@@ -30,7 +31,7 @@ from fulgurite.fuser import Kernel
 from fulgurite.fuser.segment.finalize import OUTPUT_LEAVES_REGION
 from fulgurite.host.timing import HostTime, measure_host_time, uses_gpu
 from fulgurite.kernels.registry import describe_arguments, fallbacks
-from fulgurite.session import GraphRecord, Session
+from fulgurite.session import Session
 from fulgurite.trace import Kind, Trace, source_of
 from fulgurite.trace.cost import format_bytes, format_count, format_seconds, is_view, value_bytes
 from fulgurite.trace.decisions import Decision

@@ -32,6 +32,7 @@ ORDER: list[set[str]] = [
     {"options"},
     {"repro"},
     {"failures"},
+    {"compiled_graph"},
     {"session"},
     {"explain"},
     {"compile"},

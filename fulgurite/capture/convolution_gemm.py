@@ -13,7 +13,7 @@ channels to eight. H200, bfloat16, 8 images of 3x224x224: 122 us for 16x16 patch
 32x32; 24 and 17 us for 2x2 patches of 96x56x56.
 
 Grouped 1-D convolutions with long kernels, in inference: the position embedding of wav2vec2 (128 taps, 16 groups). One
-batched GEMM over copies of the windows. cuDNN has only kernels without tensor cores for them: 8 clips of 5 s take 14 ms.
+batched GEMM over copies of the windows. cuDNN has only kernels without tensor cores for them.
 
 float32 stays with cuDNN: it uses TF32 by default, and GEMMs do not.
 """

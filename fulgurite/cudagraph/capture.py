@@ -19,6 +19,10 @@ import torch
 
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]
 
+# Devices on which CUDA invalidated a capture: a forbidden call, such as a synchronization. torch 2.11
+# does not recover wholly: a second such capture leaves its random generator unusable.
+_invalidated_devices: set[int] = set()
+
 
 @dataclass(frozen=True)
 class CapturedGraph:
@@ -121,6 +125,7 @@ def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         graph.capture_end()
     except RuntimeError:
         device = torch.cuda.current_device()
+        _invalidated_devices.add(device)
         with contextlib.suppress(RuntimeError):  # torch may have got so far
             torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)
@@ -160,9 +165,19 @@ class Capture(Protocol):
 
 
 class CudaCapturedCall:
-    """The kernels of one call as a CUDA graph."""
+    """The kernels of one call as a CUDA graph.
+
+    Raises a RuntimeError if the call can't be captured. After one that CUDA invalidated, no other is
+    tried on the device.
+    """
 
     def __init__(self, run: BoxedFunction, inputs: list[Any], pool: GraphPool) -> None:
+        if pool.stream.device.index in _invalidated_devices:
+            raise RuntimeError(
+                "CUDA invalidated an earlier capture on this device, and torch can't recover from "
+                "a second one: no more captures in this process"
+            )
+
         def capture() -> CapturedGraph:
             return capture_graph(
                 lambda: list(run(list(inputs))),

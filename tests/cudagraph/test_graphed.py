@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fulgurite.cudagraph import CaptureMemory, GraphedFunction, GraphInterface
+from fulgurite.cudagraph import CaptureMemory, GraphedFunction, GraphInterface, capture
 from fulgurite.cudagraph.graphed import MAX_CAPTURES, MAX_SHAPES
 from tests.cudagraph.fake import FakeCapturedCall, FakeStopwatch, make_fake_backend
 
@@ -430,3 +431,10 @@ def test_memory_is_freed_with_the_function():
         assert not pool.outputs, "no reference cycle keeps captures alive"
     finally:
         gc.enable()
+
+
+def test_no_capture_after_an_invalidated_one(monkeypatch):
+    monkeypatch.setattr(capture, "_invalidated_devices", {3})
+    stream = SimpleNamespace(device=torch.device("cuda", 3))
+    with pytest.raises(RuntimeError, match="no more captures in this process"):
+        capture.CudaCapturedCall(lambda inputs: inputs, [], SimpleNamespace(stream=stream))

@@ -213,40 +213,35 @@ def test_threads_with_streams():
 
 FAILED_CAPTURE = """
 import torch
-from fulgurite.cudagraph.capture import LivePool, capture_graph, capture_stream
+from fulgurite.cudagraph.capture import CudaCapturedCall, LivePool, capture_stream
 
 device = torch.device("cuda", 0)
 x = torch.randn(16, 16, device=device)
 x @ x, torch.rand(2, device=device)
 pool = LivePool(device, capture_stream(device))
-options = {"pool": pool.handle, "stream": pool.stream, "synchronize": False}
 
 
-def wait():
+def wait(inputs):
     y = torch.rand_like(x) @ x
     y.sum().item()
-    return y
+    return [y]
 
 
-def run_out_of_memory():
-    torch.rand_like(x)
-    return torch.empty(1 << 45, device=device)
+def run_out_of_memory(inputs):
+    return [torch.rand_like(x), torch.empty(1 << 45, device=device)]
 
 
-for run in [wait, wait, run_out_of_memory, wait, run_out_of_memory]:
+messages = []
+for run in [run_out_of_memory, run_out_of_memory, wait, wait]:
     try:
-        capture_graph(run, **options)
+        CudaCapturedCall(run, [], pool)
     except RuntimeError as error:
-        print(str(error).splitlines()[0])
+        messages.append(str(error).splitlines()[0])
     else:
         raise AssertionError("nothing failed")
     torch.rand(2, device=device)  # the random generator works
     torch.cuda.synchronize()
-graph = capture_graph(lambda: torch.rand(4, device=device), **options)
-torch.manual_seed(1)
-expected = [torch.rand(4, device=device) for _ in range(2)]
-torch.manual_seed(1)
-assert all(torch.equal(graph.replay(), one) for one in expected)
+assert "no more captures" in messages[-1] and "no more captures" not in messages[-2], messages
 before = torch.cuda.memory_allocated()
 side = torch.cuda.Stream()
 for _ in range(50):

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map
 
 import fulgurite
 from fulgurite import native
+from fulgurite.compiled_graph import CompiledGraph
 from fulgurite.host import HostProgram, unavailable_reason
-from fulgurite.session import CompiledGraph
 from tests.host.programs import CASES, Case
 
 pytestmark = pytest.mark.skipif(native.find_compiler() is None, reason="needs a C++ compiler")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fulgurite
-from fulgurite.session import CompiledGraph
+from fulgurite.compiled_graph import CompiledGraph
 
 
 @pytest.fixture

@@ -93,12 +93,16 @@ def test_vocabulary_of_odd_size_on_a_gpu(n):
     labels = torch.randint(0, n, (512,), device="cuda")
 
     def loss(x, w):
-        return torch.nn.functional.cross_entropy((x @ w.t()).float(), labels)
+        return torch.nn.functional.cross_entropy(
+            (x @ w.t()).to(torch.promote_types(x.dtype, torch.float32)), labels
+        )
 
     given = [t.requires_grad_() for t in (x, w)]
     compiled = fulgurite.compile(loss)
     ours = torch.autograd.grad(compiled(*given), given)
-    exact = torch.autograd.grad(loss(*(t.float() for t in given)), given)
+    eager = torch.autograd.grad(loss(*given), given)
+    wide = [t.detach().double().requires_grad_() for t in given]
+    exact = torch.autograd.grad(loss(*wide), wide)
     assert count_pads(compiled, "forward") and count_pads(compiled, "backward")
-    for one, other in zip(ours, exact, strict=True):
-        assert (one.float() - other.float()).norm() < 0.02 * other.float().norm()
+    for one, other, right in zip(ours, eager, exact, strict=True):
+        assert (one - right).norm() < 2 * (other - right).norm()

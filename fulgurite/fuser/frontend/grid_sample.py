@@ -145,4 +145,14 @@ def _reflect(real: Expression, size: Index, align_corners: bool) -> Expression:
     return where(apply("eq", span, zero), zero, reflected)
 
 
-GRID_SAMPLE_LOWERINGS: dict[str, Callable[..., Any]] = {"grid_sampler_2d": lower_grid_sampler_2d}
+def lower_cudnn_grid_sampler(
+    ctx: LoweringContext, node: Node, input: Any, grid: Any
+) -> TensorValue:
+    """What torch calls on a GPU for bilinear sampling, zeros outside and aligned corners."""
+    return lower_grid_sampler_2d(ctx, node, input, grid, BILINEAR, ZEROS, True)
+
+
+GRID_SAMPLE_LOWERINGS: dict[str, Callable[..., Any]] = {
+    "grid_sampler_2d": lower_grid_sampler_2d,
+    "cudnn_grid_sampler": lower_cudnn_grid_sampler,
+}

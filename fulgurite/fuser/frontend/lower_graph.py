@@ -228,6 +228,15 @@ def lower_elementwise(
     return ctx.add_result(node, expression_at)
 
 
+def _leaves_indices_unchecked(node: torch.fx.Node) -> bool:
+    """Whether a gather reads nothing, but has positions: eager checks them all the same."""
+    if not any(guard_or_false(t.numel() == 0) for t in iter_tensors(fake_value(node))):
+        return False
+    operands = [t for source in node.all_input_nodes for t in iter_tensors(fake_value(source))]
+    indices = [t for t in operands if not t.is_floating_point() and not t.is_complex()]
+    return any(not guard_or_false(t.numel() == 0) for t in indices)
+
+
 def lower_node(ctx: LoweringContext, node: torch.fx.Node) -> Any:
     """Lowers one call_function node and returns its value."""
     if node.target is operator.getitem:
@@ -247,8 +256,7 @@ def lower_node(ctx: LoweringContext, node: torch.fx.Node) -> Any:
         return input_mutations.lower_input_copy(ctx, node)
     if node.target._schema.is_mutable:  # type: ignore[union-attr]
         raise Unsupported(f"{name}, which mutates its argument")
-    is_gather = name in GATHER_LOWERINGS  # eager checks positions even if it reads nothing
-    if is_gather and any(guard_or_false(t.numel() == 0) for t in iter_tensors(fake)):
+    if name in GATHER_LOWERINGS and _leaves_indices_unchecked(node):
         raise Unsupported(f"{name} with an empty result: no kernel would check its indices")
     ctx.origin, ctx.current_node = name, node
     if complex_numbers.involves_complex(ctx, node, name):

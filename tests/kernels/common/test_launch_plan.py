@@ -163,7 +163,7 @@ def test_replayed_layers_equal_the_first_call(tokens):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("format", ["fp8", "int4", "int8"])
+@pytest.mark.parametrize("format", ["fp8", "int8"])
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_quantized_experts(format, tokens):
     x, router, gate_up, down = make_layer(tokens)
