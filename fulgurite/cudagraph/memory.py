@@ -11,6 +11,7 @@ block forward.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -96,21 +97,41 @@ class StaticAddresses:
 
     def __init__(self) -> None:
         self._outputs: weakref.WeakSet[SharedOutputs] = weakref.WeakSet()
-        self._parameters: set[int] = set()
+        self._parameters: dict[int, weakref.ref[Tensor]] = {}  # by id
 
     def add(self, outputs: SharedOutputs) -> None:
         self._outputs.add(outputs)
 
     def find(self) -> set[int]:
-        return self._parameters.union(*(one.addresses() for one in self._outputs))
+        """The storages' addresses. Parameters that moved or are gone don't count any more."""
+        alive = [parameter() for parameter in list(self._parameters.values())]
+        found = {_storage_address(parameter) for parameter in alive if parameter is not None}
+        return found.union(*(one.addresses() for one in self._outputs))
 
-    def identify(self, inputs: Sequence[Any]) -> tuple[int, ...]:
-        """The addresses of the inputs that are such memory: they tell layers of a model apart."""
+    def identify(self, inputs: Sequence[Any]) -> tuple[tuple[int, ...], set[int]]:
+        """The addresses of the inputs that are such memory, and those of their storages.
+
+        They tell the layers of a model apart.
+        """
         tensors = [x for x in inputs if isinstance(x, Tensor)]
-        parameters = [x for x in tensors if isinstance(x, nn.Parameter)]
-        self._parameters.update(x.untyped_storage().data_ptr() for x in parameters)
+        for x in tensors:
+            if isinstance(x, nn.Parameter) and id(x) not in self._parameters:
+                forget = functools.partial(_forget, self._parameters, id(x))
+                self._parameters[id(x)] = weakref.ref(x, forget)
         known = self.find()
-        return tuple(x.data_ptr() for x in tensors if x.untyped_storage().data_ptr() in known)
+        static = [x for x in tensors if _storage_address(x) in known]
+        return tuple(x.data_ptr() for x in static), {_storage_address(x) for x in static}
+
+
+def _storage_address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _forget(
+    parameters: dict[int, weakref.ref[Tensor]], key: int, dead: weakref.ref[Tensor]
+) -> None:
+    if parameters.get(key) is dead:
+        del parameters[key]
 
 
 class CaptureMemory:

@@ -34,6 +34,7 @@ MAX_MEASURED_AGAIN = 2
 class LayerState:
     """The calls with the same parameters."""
 
+    storages: set[int]  # addresses of the memory that stays where it is: parameters, say
     calls: list[ReplayableCall] = field(default_factory=list)  # the last used one first
     captures: int = 0
     held: int = 0  # calls since the last capture that found outputs still held
@@ -86,6 +87,11 @@ class ShapeState:
         for layer in self.layers.values():
             layer.calls = [one for one in layer.calls if one.last_used > oldest]
 
+    def drop_moved_layers(self, known: StaticAddresses) -> None:
+        """Free the captures of layers whose memory has moved or is gone."""
+        still = known.find()
+        self.layers = {key: layer for key, layer in self.layers.items() if layer.storages <= still}
+
     @property
     def captures(self) -> int:
         return sum(layer.captures for layer in self.layers.values())
@@ -98,8 +104,11 @@ class ShapeState:
         """Record a call without a capture; returns the layer that it belongs to."""
         self.observed += 1
         self.misses += 1
-        key = known.identify(inputs)
-        layer = self.layers.pop(key, None) or LayerState()
+        key, storages = known.identify(inputs)
+        layer = self.layers.pop(key, None)
+        if layer is None:
+            self.drop_moved_layers(known)
+            layer = LayerState(storages)
         self.layers[key] = layer  # the last used one at the end
         if len(self.layers) > MAX_LAYERS:
             del self.layers[next(iter(self.layers))]

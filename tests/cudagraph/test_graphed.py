@@ -433,6 +433,20 @@ def test_memory_is_freed_with_the_function():
         gc.enable()
 
 
+def test_layers_of_parameters_that_moved_are_forgotten():
+    graphed, parameter = make(), torch.nn.Parameter(torch.ones(2))
+    kept = []  # so that no address is used twice
+    for step in range(10):
+        kept.append(torch.full((2,), float(step)))
+        parameter.data = kept[-1]
+        for _ in range(5):
+            (result,) = call(graphed, torch.ones(2), parameter)
+            assert result.tolist() == [step, step]
+    (state,) = graphed._states.values()
+    assert graphed.replays >= 20
+    assert len(state.layers) == 1 and len(list(state.calls())) == 1
+
+
 def test_no_capture_after_an_invalidated_one(monkeypatch):
     monkeypatch.setattr(capture, "_invalidated_devices", {3})
     stream = SimpleNamespace(device=torch.device("cuda", 3))
