@@ -269,8 +269,14 @@ class RegionWriter:
 
 
 def as_fused_region(call: Any) -> FusedRegion | None:
-    """The fused region that a region's call runs; None if it is none, or if it fell back to torch."""
+    """The fused region whose launcher a region's call runs.
+
+    None if it is no fused region, if it fell back to torch, or if it does more than launch its kernels
+    (library GEMMs with an epilogue, whose arguments are others).
+    """
     if getattr(call, "runs_torch", False):
         return None
     lowered = getattr(call, "lowered", call)
-    return lowered if isinstance(lowered, FusedRegion) else None
+    if not isinstance(lowered, FusedRegion) or lowered.cached_launch is None:
+        return None
+    return lowered
