@@ -119,7 +119,13 @@ def describe_torch_ops(claimed: Trace) -> list[str]:
     for node in claimed.ops:
         if executor_of(node) != TorchExecutor.name or is_view(node) or node.target is getitem:
             continue
-        name = str(node.target).removeprefix("aten.").split(".")[0]
+        if isinstance(node.target, Region):  # sub-graphs and packed weights have lines of their own
+            continue
+        name = str(node.target).removeprefix("aten.")
+        if name.startswith("fulgurite."):  # a hand-written kernel: it needs no reason
+            counts[name.rpartition(".")[0]] += 1
+            continue
+        name = name.split(".")[0]
         reason = fuser.unsupported_reason(node) if node.op == "call_function" else None
         counts[name if reason in (None, name) else f"{name} ({reason})"] += 1
     return [f"{text} ×{count}" if count > 1 else text for text, count in counts.most_common()]

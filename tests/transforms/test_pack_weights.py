@@ -238,7 +238,9 @@ def test_the_trace_says_what_was_packed_and_runs_when_edited():
     text = str(compiled.last_trace())
     assert "def packed_weights(" in text and "3 weights packed once" in text
     assert "stem_packed_weight" in text and "batch_norm" not in text
-    assert "weights packed      3 of" in str(compiled.explain())
+    explanation = str(compiled.explain())
+    assert "weights packed      3 of" in explanation
+    assert "torch ops           fulgurite.packed_conv ×2, fulgurite.packed_linear" in explanation
     compiled.replace_trace(text)
     torch.testing.assert_close(compiled(x), expected)
 
