@@ -14,7 +14,8 @@ from typing import Any
 from fulgurite import repro
 from fulgurite.capture.autograd import BoxedFunction
 from fulgurite.cudagraph import GraphedFunction
-from fulgurite.executors.fallback import Fallback
+from fulgurite.executors.fallback import Fallback, ReportFallback, raise_or_report
+from fulgurite.failures import PYTHON_FORM, as_compile_error
 from fulgurite.host import HostProgram, build_host_program
 from fulgurite.trace import Kind, Trace
 from fulgurite.trace.decisions import Decision
@@ -33,6 +34,7 @@ class CompiledGraph:
         trace: Trace,
         wrap: Callable[..., GraphedFunction] | None = None,
         is_subgraph: bool = False,
+        report: ReportFallback | None = None,
     ) -> None:
         self.is_subgraph = is_subgraph  # the graphs that call it inline it after their first call
         self._boxed_call = True  # tells AOTAutograd to pass inputs in a list, which is cleared
@@ -40,6 +42,7 @@ class CompiledGraph:
         self.graphed: GraphedFunction | None = None  # if the trace is captured as a CUDA graph
         # makes it from the function that runs and the Python function of the trace
         self._wrap = wrap
+        self._report = report
         self._compiled = trace.compile()
         self.host_program: HostProgram | None = None  # the trace without Python, once it has run
         self.run: BoxedFunction = self._first_call
@@ -65,9 +68,20 @@ class CompiledGraph:
         python_form = bind_cached_launches(python_form)
         if self.is_subgraph:
             return python_form
-        self.host_program = build_host_program(flat, python_form)
+        self.host_program = self._build_host_program(flat, python_form)
         plain = self.host_program.run if self.host_program is not None else python_form
         return self._capture_later(plain, python_form)
+
+    def _build_host_program(self, trace: Trace, python_form: BoxedFunction) -> HostProgram | None:
+        """The host program; if it can't be built, the Python of the trace keeps running."""
+        try:
+            return build_host_program(trace, python_form)
+        except (
+            Exception
+        ) as error:  # ours, which must not become the user's; see executors/fallback.py
+            failure = as_compile_error(error, f"the host program of {trace.name} failed")
+            raise_or_report(Fallback("host program", failure, PYTHON_FORM), self._report, error)
+            return None
 
     def _capture_later(self, plain: BoxedFunction, python_form: BoxedFunction) -> BoxedFunction:
         """The function, captured as a CUDA graph after some calls if that is possible."""

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from fulgurite import repro
 from fulgurite.config import settings
-from fulgurite.errors import FallbackWarning, FulguriteError, VerifyError
+from fulgurite.errors import CompileError, FallbackWarning, FulguriteError, VerifyError
 from fulgurite.executors.fallback import Fallback, is_error_of_device
 from fulgurite.executors.torch import TorchExecutor
 from fulgurite.logs import LOG
@@ -25,6 +25,19 @@ from fulgurite.options import Options
 from fulgurite.trace import Trace
 
 BEFORE_STEP, CAPTURED_OPS = "the trace before this step", "torch, op by op as captured"
+PYTHON_FORM = "the Python of the trace"
+
+
+def as_compile_error(error: Exception, what: str, step: str = "") -> FulguriteError:
+    """The error itself if it is ours; else a CompileError that says what failed."""
+    if isinstance(error, FulguriteError):
+        return error
+    failure = CompileError(
+        f"{what}: {type(error).__name__}: {error}",
+        next=f"remove or fix {step}; the script above reproduces the failure" if step else None,
+    )
+    failure.__cause__ = error
+    return failure
 
 
 def can_fall_back(error: BaseException, options: Options) -> bool:

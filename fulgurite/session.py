@@ -34,7 +34,7 @@ from fulgurite.capture.subgraph_op import LayerGraphs
 from fulgurite.compiled_graph import CompiledGraph, GraphRecord
 from fulgurite.config import settings
 from fulgurite.cudagraph import GraphedFunction
-from fulgurite.errors import ArgumentError, CompileError, FulguriteError
+from fulgurite.errors import ArgumentError, FulguriteError
 from fulgurite.executors import Executor, claim, lower_trace
 from fulgurite.executors.autotune import ExecutorTuner
 from fulgurite.executors.cudagraph import CudaGraphPlan, ProgramMemory
@@ -44,6 +44,7 @@ from fulgurite.executors.torch import TORCH
 from fulgurite.failures import (
     BEFORE_STEP,
     CAPTURED_OPS,
+    as_compile_error,
     attach_repro,
     can_fall_back,
     warn_of_fallback,
@@ -127,7 +128,7 @@ class Session:
         """The captured graph, with the user's transforms of it, as torch runs it in eager mode."""
         assert isinstance(error, Exception), "an interrupt is not a failure"
         name = f"graph {record.index}"
-        failure = _as_compile_error(error, "AOTAutograd failed")
+        failure = as_compile_error(error, "AOTAutograd failed")
         self.report(record, Fallback(name, failure, CAPTURED_OPS))
         record.history = record.stages("captured")
         record.compiled_graphs.clear()
@@ -257,7 +258,8 @@ class Session:
         trace = self.lower_or_fall_back(record, trace, tuner)
         trace = record.history[-1] = trace.with_note(_summary_line(record.stages(kind)))
         wrap = self.wrap_in_cuda_graph(record, trace)
-        compiled = CompiledGraph(trace, wrap, record.is_subgraph)
+        report = functools.partial(self.report, record)
+        compiled = CompiledGraph(trace, wrap, record.is_subgraph, report)
         record.compiled_graphs[kind] = compiled
         for decision in tuner.decisions if tuner else []:
             LOG.info("autotuned %s", decision)
@@ -359,7 +361,7 @@ class Session:
                 verify_unmodified(trace, known, name)
                 verify(changed, before=trace if changed.module is not trace.module else None)
         except Exception as error:
-            failure = _as_compile_error(error, f"{name} failed on {trace.name}", name)
+            failure = as_compile_error(error, f"{name} failed on {trace.name}", name)
             failure.may_fall_back &= kind != "user"
             if record.history:
                 attach_repro(failure, record.captured, self.options, record.state)
@@ -436,18 +438,6 @@ class Session:
             for compiled in record.compiled_graphs.values():
                 if subgraph_calls(compiled.trace.graph):
                     compiled.keep_subgraphs()
-
-
-def _as_compile_error(error: Exception, what: str, step: str = "") -> FulguriteError:
-    """The error itself if it is ours; else a CompileError that says what failed."""
-    if isinstance(error, FulguriteError):
-        return error
-    failure = CompileError(
-        f"{what}: {type(error).__name__}: {error}",
-        next=f"remove or fix {step}; the script above reproduces the failure" if step else None,
-    )
-    failure.__cause__ = error
-    return failure
 
 
 def _num_user_outputs(trace: Trace) -> int:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fulgurite
-from fulgurite import session
+from fulgurite import compiled_graph, session
 from fulgurite.errors import CompileError, FallbackWarning, VerifyError
 from fulgurite.trace import Trace
 from fulgurite.transforms import Transform
@@ -40,6 +40,15 @@ def test_a_built_in_step_is_left_out(monkeypatch):
     stages = [trace.stage for trace in compiled.history]
     assert "simplify_algebra" not in stages and stages[-1] == "final"
     assert "the trace before this step" in str(compiled.explain())
+
+
+def test_python_runs_if_the_host_program_fails(monkeypatch):
+    monkeypatch.setattr(compiled_graph, "build_host_program", fail)
+    compiled, x = fulgurite.compile(program), torch.randn(4, 5)
+    with pytest.warns(FallbackWarning, match="host program could not be compiled"):
+        compiled(x)
+    torch.testing.assert_close(compiled(x), program(x))
+    assert "the Python of the trace" in str(compiled.explain())
 
 
 def test_torch_runs_every_op_if_lowering_fails(monkeypatch):
