@@ -1,10 +1,11 @@
 """Constant-fold attention masks in a captured graph, before torch chooses an attention kernel.
 
-In: a captured graph, changed in place. Out: nothing. Masks of `F.scaled_dot_product_attention` that depend on no input
-become `is_causal=True` or no mask, as in `transforms/attention_masks.py`. AOTAutograd chooses the kernel while it traces:
-a mask forbids flash attention, and one that is not contiguous along the keys forbids every fused kernel: broadcast masks
-of encoders, the transposed position bias of T5. So this has to come before it, and before repeated layers become graphs
-of their own, which get the mask as an input.
+In: a captured graph, changed in place. Out: nothing. Masks of `F.scaled_dot_product_attention` that
+depend on no input become `is_causal=True` or no mask, as in `transforms/attention_masks.py`.
+AOTAutograd chooses the kernel while it traces: a mask forbids flash attention, and one that is not
+contiguous along the keys forbids every fused kernel: broadcast masks of encoders, the transposed
+position bias of T5. So this has to come before it, and before repeated layers become graphs of
+their own, which get the mask as an input.
 """
 
 from __future__ import annotations

@@ -1,19 +1,20 @@
 """Convolutions that run faster as GEMMs, in 16 bits on GPUs.
 
-In: a captured graph, changed in place. Out: nothing. Two kinds are replaced; results have the strides of the
-convolution.
+In: a captured graph, changed in place. Out: nothing. Two kinds are replaced; results have the
+strides of the convolution.
 
-Patches that don't overlap (the stride is the kernel size): the patch embedding of vision transformers, the downsampling
-of ConvNeXt. Each patch is multiplied by one matrix:
+Patches that don't overlap (the stride is the kernel size): the patch embedding of vision
+transformers, the downsampling of ConvNeXt. Each patch is multiplied by one matrix:
 
     rows of patches (N·H/k·W/k, C·k·k) @ weight (O, C·k·k)ᵀ + bias
 
-The copy that gathers the patches fuses with what comes before. cuDNN first converts NCHW inputs to NHWC and pads three
-channels to eight. H200, bfloat16, 8 images of 3x224x224: 122 us for 16x16 patches, and 13 us as a GEMM; 379 and 15 us for
-32x32; 24 and 17 us for 2x2 patches of 96x56x56.
+The copy that gathers the patches fuses with what comes before. cuDNN first converts NCHW inputs to
+NHWC and pads three channels to eight. H200, bfloat16, 8 images of 3x224x224: 122 us for 16x16
+patches, and 13 us as a GEMM; 379 and 15 us for 32x32; 24 and 17 us for 2x2 patches of 96x56x56.
 
-Grouped 1-D convolutions with long kernels, in inference: the position embedding of wav2vec2 (128 taps, 16 groups). One
-batched GEMM over copies of the windows. cuDNN has only kernels without tensor cores for them.
+Grouped 1-D convolutions with long kernels, in inference: the position embedding of wav2vec2 (128
+taps, 16 groups). One batched GEMM over copies of the windows. cuDNN has only kernels without tensor
+cores for them.
 
 float32 stays with cuDNN: it uses TF32 by default, and GEMMs do not.
 """

@@ -2,11 +2,12 @@
 
 In: a function or module and its captured form. Out: a callable that does the same.
 
-A call through TorchDynamo costs 15 to 25 µs before anything is computed: it installs its frame evaluation
-hook, starts the function's frame, and looks up its cache. If the whole function became one graph, this
-module does the same lookup in about 2 µs: bind the arguments to their names, check TorchDynamo's guards,
-run the code it generated. `include/direct_call.h` is the same lookup in native code, for a third of that. TorchDynamo captures modules of torch's own classes through a small wrapper
-function (`wrap_inline`), and caches the code under that wrapper.
+A call through TorchDynamo costs 15 to 25 µs before anything is computed: it installs its frame
+evaluation hook, starts the function's frame, and looks up its cache. If the whole function became
+one graph, this module does the same lookup in about 2 µs: bind the arguments to their names, check
+TorchDynamo's guards, run the code it generated. `include/direct_call.h` is the same lookup in
+native code, for a third of that. TorchDynamo captures modules of torch's own classes through a
+small wrapper function (`wrap_inline`), and caches the code under that wrapper.
 
 All other calls go through TorchDynamo: the first call, new shapes, graph breaks, modules with hooks,
 calls inside another capture, and calls under `torch.compiler.set_stance`.

@@ -1,11 +1,13 @@
 """Host programs: a final trace that runs without Python between its kernels.
 
-In: a trace that has run once, so that its kernels are compiled, and its Python form. Out: `HostProgram`, whose `run` takes
-the inputs in a list, which it clears, and returns a tuple, as the Python form does.
+In: a trace that has run once, so that its kernels are compiled, and its Python form. Out:
+`HostProgram`, whose `run` takes the inputs in a list, which it clears, and returns a tuple, as the
+Python form does.
 
-The program has one step for each line of the trace (`str(program)` prints them side by side). A line runs natively if the
-program has instructions for it: fused kernels, GEMMs and other library calls, views, sizes. All others call Python. The
-whole program runs as Python under a profiler, a dispatch mode or a recording, and for inputs that are no plain tensors.
+The program has one step for each line of the trace (`str(program)` prints them side by side). A
+line runs natively if the program has instructions for it: fused kernels, GEMMs and other library
+calls, views, sizes. All others call Python. The whole program runs as Python under a profiler, a
+dispatch mode or a recording, and for inputs that are no plain tensors.
 """
 
 from __future__ import annotations

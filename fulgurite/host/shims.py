@@ -2,9 +2,10 @@
 
 In: an ATen op with its arguments. Out: the instruction that calls its C function, or `Unsupported`.
 
-torch's C interface has a function for many ops: `aoti_torch_cpu_convolution`. Its parameters follow from the op's schema.
-They are compared with the declaration in torch's own header, so a function whose parameters changed is not called. GEMMs
-have functions that write to a tensor that is allocated before.
+torch's C interface has a function for many ops: `aoti_torch_cpu_convolution`. Its parameters follow
+from the op's schema. They are compared with the declaration in torch's own header, so a function
+whose parameters changed is not called. GEMMs have functions that write to a tensor that is
+allocated before.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ typedef int int32_t;
 typedef void* Handle;  // at::Tensor*: AtenTensorHandle
 typedef void* Object;  // PyObject*
 
-// The order is that of API_FUNCTIONS in fulgurite/host/api.py.
+// fulgurite/host_api.py writes the table, in this order.
 struct Api {
   // Python
   void (*incref)(Object);

@@ -4,10 +4,10 @@ In: a functional graph. Out: the same, with operands padded by zeros and results
 
     mm(a, b)   →   mm(pad(a), pad(b))[:m, :n]
 
-GPU libraries have no fast kernel for such rows: they can't be copied by TMA or in vectors. GPT-2's vocabulary of 50257
-tokens makes the three largest GEMMs of a training step several times slower. Generated kernels write the padded
-operands; a consumer that is fused reads the slice in place. Padding costs memory traffic, so a GEMM has to do enough
-work per padded byte.
+GPU libraries have no fast kernel for such rows: they can't be copied by TMA or in vectors. GPT-2's
+vocabulary of 50257 tokens makes the three largest GEMMs of a training step several times slower.
+Generated kernels write the padded operands; a consumer that is fused reads the slice in place.
+Padding costs memory traffic, so a GEMM has to do enough work per padded byte.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from fulgurite.errors import ArgumentError, FulguriteError
 from fulgurite.executors import cudagraph
 from fulgurite.executors.cudagraph import find_cuda_graphs
 from tests.cudagraph.fake import FakeStopwatch, use_fake_captures
+from tests.cudagraph.programs import Net, graphed
 
 
 @pytest.fixture(autouse=True)
@@ -25,27 +26,11 @@ def fake_captures():
         yield
 
 
-class Net(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-        self.norm, self.dropout = nn.LayerNorm(8), nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x + self.dropout(self.down(F.gelu(self.up(x)))))
-
-
 def make_pair(**options):
     torch.manual_seed(0)
     eager = Net().double()
     original = copy.deepcopy(eager)
     return eager, original, fulgurite.compile(original, **{"cudagraph": True, **options})
-
-
-def graphed(compiled, kind=None):
-    found = compiled.compiled.session.compiled_graph(-1, kind).graphed
-    assert found is not None
-    return found
 
 
 def assert_same_gradients(ours: nn.Module, eager: nn.Module) -> None:

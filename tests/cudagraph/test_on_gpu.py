@@ -15,35 +15,20 @@ from torch import Tensor, nn
 
 import fulgurite
 from fulgurite.executors.cudagraph import find_cuda_graphs
+from tests.cudagraph.programs import Net, graphed
 
 pytestmark = pytest.mark.gpu
 
 
-class Net(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
-        self.norm, self.dropout = nn.LayerNorm(64), nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x + self.dropout(self.down(F.gelu(self.up(x)))))
-
-
 def make_pair(**options):
     torch.manual_seed(0)
-    eager = Net().cuda()
+    eager = Net(width=64).cuda()
     original = copy.deepcopy(eager)
     return eager, original, fulgurite.compile(original, **{"cudagraph": True, **options})
 
 
 def draw(rows: int = 16) -> Tensor:
     return torch.randn(rows, 64, device="cuda")
-
-
-def graphed(compiled, kind=None):
-    found = compiled.compiled.session.compiled_graph(-1, kind).graphed
-    assert found is not None
-    return found
 
 
 def test_inference():

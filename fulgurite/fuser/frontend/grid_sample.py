@@ -4,8 +4,9 @@
     padding         zeros: outside counts as 0     border: clamped     reflection: mirrored, then clamped
     bilinear        the four neighbours of the real position; nearest: the one it rounds to (half to even)
 
-Real positions are statements of their own: all channels share them. A NaN in the grid reads position 0;
-with zeros the result is NaN on a CPU and 0 on a GPU, as in eager. torch runs the bicubic mode, 3-D images, narrow dtypes and the gradients.
+Real positions are statements of their own: all channels share them. A NaN in the grid reads
+position 0; with zeros the result is NaN on a CPU and 0 on a GPU, as in eager. torch runs the
+bicubic mode, 3-D images, narrow dtypes and the gradients.
 """
 
 from __future__ import annotations

@@ -77,11 +77,9 @@ class TritonRegion(FusedRegion):
 
     def can_rerun(self, error: Exception) -> bool:
         """Whether inputs are as they were before the failed call, and the program is right."""
-        if isinstance(error, IndexError):
+        if isinstance(error, IndexError):  # a position that is out of range
             return False
         line = self._failed_line(error)
-        if line and isinstance(error, IndexError):  # a position that is out of range
-            return False
         if not self._launch_lines or line < self._launch_lines[0]:
             return True
         if self.device.type != "cuda":  # in the interpreter, a kernel fails while it runs

@@ -1,6 +1,7 @@
 // Convolutions of float32 tensors with a packed weight, as an implicit GEMM:
 //
-//   out[n,h,w,o] = activation(bias[o] + residual[n,h,w,o] + scale[o] * sum_{kh,kw,c} x[n, h*SH - PH + kh*DH, w*SW - PW + kw*DW, c] * weight)
+//   out[n,h,w,o] = activation(bias[o] + residual[n,h,w,o] + scale[o] * sum)
+//   sum = sum_{kh,kw,c} x[n, h*SH - PH + kh*DH, w*SW - PW + kw*DW, c] * weight[o,c,kh,kw]
 //
 // The output is channels-last. A row of the GEMM is an output pixel, a column an output channel. The
 // weight is packed into panels of up to four vectors of channels: [panel][kh][kw][c][channels]. A tile of
@@ -217,13 +218,13 @@ static void multiply_any_panel(int vectors, const Pixels& p, const Run* runs, in
 // where its inputs are neighbours in memory, else one tap.
 static int64_t next_runs(const Conv& c, const Band& band, int vectors, int64_t* done, Run* runs) {
   const int64_t channels = c.channels / c.groups;
-  const int joined = c.dilation_w == 1 && band.column == channels;
-  const int64_t length = joined ? c.kernel_w * channels : channels;
+  const int contiguous = c.dilation_w == 1 && band.column == channels;
+  const int64_t length = contiguous ? c.kernel_w * channels : channels;
   const int64_t total = c.kernel_h * c.kernel_w * channels;
   int64_t limit = PANEL_BYTES / (vectors * LANES * sizeof(float)), count = 0;
   while (*done < total && count < MAX_RUNS && limit > 0) {
     const int64_t tap = *done / length, start = *done % length;
-    const int64_t kh = joined ? tap : tap / c.kernel_w, kw = joined ? 0 : tap % c.kernel_w;
+    const int64_t kh = contiguous ? tap : tap / c.kernel_w, kw = contiguous ? 0 : tap % c.kernel_w;
     int64_t size = length - start;
     if (size > limit) size = limit;
     runs[count++] = Run{kh * c.dilation_h * band.row + kw * c.dilation_w * band.column + start, size, *done};

@@ -72,5 +72,5 @@ MIN_TABLE_USES = 4  # points of the kernel for each element of a table
 MIN_TABLE_FLOPS = 8  # of an element; cheaper values are recomputed at every point
 MAX_STACK_TABLE_BYTES = 16 << 10  # a larger table is allocated
 
-# Points of a row program's row: shorter rows are joined up to MAX (their buffers fit the L1 cache).
+# Points of a row program's row: shorter rows are combined up to MAX (their buffers fit the L1 cache).
 MIN_ROW_PROGRAM_POINTS, MAX_ROW_PROGRAM_POINTS = 256, 4096
