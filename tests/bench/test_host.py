@@ -33,7 +33,8 @@ def test_all_candidates_compute_the_same(number: int, monkeypatch: pytest.Monkey
 def test_the_command_writes_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(host.CANDIDATES, host.INDUCTOR)
+    candidates = {name: host.CANDIDATES[name] for name in (host.EAGER, host.OURS)}
+    monkeypatch.setattr(host, "CANDIDATES", candidates)  # delitem reorders it
     path = tmp_path / "host.json"
     arguments = ["bench", "host", "--device", "cpu", "--quick", "--output", str(path)]
     assert cli.main(arguments) == 0
