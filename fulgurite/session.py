@@ -103,12 +103,13 @@ class Session:
         """Compile one captured graph: TorchDynamo calls this as its backend."""
         fold_captured_masks(module)
         use_gemm_for_convolutions(module)
+        captured = module
         if self.options.granularity == "auto":
             module = self.outline(module)
         record = GraphRecord(len(self.graphs))
         self.graphs.append(record)
         try:
-            return self.compile_graph(record, module, inputs)
+            return self.compile_graph(record, module, inputs, captured)
         except BaseException as error:
             if not self._can_run_captured(record, error):
                 self.graphs.remove(record)
@@ -138,19 +139,28 @@ class Session:
     # ---- the pipeline ------------------------------------------------------------------------------
 
     def compile_graph(
-        self, record: GraphRecord, module: fx.GraphModule, inputs: Sequence[Any]
+        self,
+        record: GraphRecord,
+        module: fx.GraphModule,
+        inputs: Sequence[Any],
+        captured: fx.GraphModule,
     ) -> Callable[..., Any]:
-        """Captured graph → a callable, with a backward graph if gradients are needed."""
+        """Captured graph → a callable, with a backward graph if gradients are needed.
+
+        `captured` is the graph before its layers became calls of sub-graphs.
+        """
         started = time.perf_counter()
         trace, names = self.prepare_capture(record, module, inputs)
+        is_transformed = trace.module is not record.captured.module
         result = run_aot_autograd(
-            module if trace.module is record.captured.module else trace.module,
+            trace.module if is_transformed else module,
             trace.module,
             inputs,
             forward=lambda graph: self.build(record, "forward", graph, names),
             backward=lambda graph: self.build(record, "backward", graph, names),
             inference=lambda graph: self.build(record, "inference", graph, names),
             partition=self.make_partition(record),
+            without_calls=None if is_transformed else captured,
         )
         record.seconds += time.perf_counter() - started
         return result

@@ -20,6 +20,7 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTInput, PlainAOTOu
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import TracingContext
 
+from fulgurite.capture.double_backward import CapturedGraph, describe_obstacle
 from fulgurite.capture.foreach import foreach_decompositions
 from fulgurite.capture.input_aliasing import guard_input_aliasing
 from fulgurite.capture.subclasses import specialize_subclass_contexts
@@ -45,16 +46,20 @@ def run_aot_autograd(
     backward: BuildGraph,
     inference: BuildGraph,
     partition: Partition,
+    without_calls: fx.GraphModule | None = None,
 ) -> Callable[..., Any]:
     """Functionalize the graph, differentiate it if needed, and build each graph.
 
-    captured   runs the graph op by op: for inputs that alias each other in another way than these
+    captured        runs the graph op by op: for inputs that alias each other in another way than these
+    without_calls   the captured graph before its layers became calls, for gradients of gradients
     """
 
     unwrapped: list[RunnableGraph] = []
     # autocast is part of the graph: the runtime wrapper disables it around the call
     autocast = torch._C._is_any_autocast_enabled()
-    training = TrainingGraphs(torch.is_grad_enabled(), autocast)
+    plain = without_calls or module
+    again = CapturedGraph(plain.forward, describe_obstacle(plain, autocast))
+    training = TrainingGraphs(torch.is_grad_enabled(), autocast, again)
 
     def split(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
         result = partition(joint, joint_inputs, **options)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -27,9 +27,12 @@ from torch._functorch._aot_autograd import runtime_wrappers
 from torch._guards import TracingContext
 from torch.autograd import Function
 
+from fulgurite.capture.double_backward import CallInputs, CapturedGraph, run_differentiable
 from fulgurite.capture.training_signature import TrainingSignature, read_signature
 
 BoxedFunction = Callable[[list[Any]], Any]
+
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # retain_graph or create_graph
 
 
 class RunnableGraph(Protocol):
@@ -46,6 +49,7 @@ class TrainingGraphs:
 
     grad_enabled: bool  # whether gradients were recorded outside of the graph at capture
     autocast: bool  # autocast is part of the graphs: it is disabled while they run
+    captured: CapturedGraph  # what double backward differentiates
     backward_module: fx.GraphModule | None = None  # as partitioned, before it is built
     signature: TrainingSignature | None = None
     forward: RunnableGraph | None = None
@@ -53,6 +57,11 @@ class TrainingGraphs:
 
     def read_signature(self, forward: fx.GraphModule, inputs: Sequence[Any]) -> None:
         metadata = TracingContext.get().fw_metadata
+        if metadata is not None:
+            # no backward graph overwrites what forward saved, so backward may run twice (retain_graph)
+            metadata.bw_donated_idxs = []
+            if any(info.mutates_data for info in metadata.input_info):
+                self.captured = replace(self.captured, reason="it writes one of its inputs")
         if self.backward_module is not None and metadata is not None and self.grad_enabled:
             self.signature = read_signature(forward, self.backward_module, metadata, inputs)
         self.backward_module = None
@@ -78,14 +87,30 @@ def call_training_graph(
         nonlocal apply
         if apply is not None and torch.is_grad_enabled() and not _are_functorch_transforms_active():
             return apply(*inputs)
+        kept = CallInputs.of(graphs.captured, inputs)
         results = wrapped(*inputs)
-        if apply is None and not any(_is_functorch_tensor(value) for value in inputs):
-            run_backward = find_aot_backward(results)
-            if run_backward is not None:
-                apply = make_function(graphs, signature, run_backward)
+        if not any(_is_functorch_tensor(value) for value in inputs):
+            node = find_aot_node(results)
+            if node is not None:
+                node.call_inputs = kept
+                function = type(node)._forward_cls
+                if apply is None:
+                    function._double_backward = make_double_backward(signature)
+                    apply = make_function(graphs, signature, function._backward_impl)
         return results
 
     return call
+
+
+def make_double_backward(signature: TrainingSignature) -> Callable[..., Any]:
+    """AOTAutograd's hook for a backward pass that is part of a graph."""
+    outputs = [tangent.output for tangent in signature.tangents]
+
+    def double_backward(ctx: Any, run: Callable[..., Any], arguments: list[Any]) -> Any:
+        gradients = arguments[len(arguments) - len(outputs) :]
+        return run_differentiable(ctx.call_inputs, lambda: run(ctx), outputs, gradients)
+
+    return double_backward
 
 
 def _is_functorch_tensor(value: Any) -> bool:
@@ -93,13 +118,15 @@ def _is_functorch_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
-def find_aot_backward(results: Sequence[Any]) -> Callable[..., Any] | None:
-    """AOTAutograd's function (ctx, arguments) → gradients, which builds the backward graph if needed."""
+def find_aot_node(results: Sequence[Any]) -> Any:
+    """The autograd node of AOTAutograd's function, whose `_backward_impl` (ctx, arguments) → gradients
+    builds the backward graph if needed; None if no result has one.
+    """
     for value in results:
         node = value.grad_fn if isinstance(value, Tensor) else None
         function = getattr(type(node), "_forward_cls", None)
         if hasattr(function, "_aot_id") and hasattr(function, "_backward_impl"):
-            return function._backward_impl  # type: ignore[union-attr,no-any-return]
+            return node
     return None
 
 
@@ -115,7 +142,10 @@ def make_function(
     autocast = graphs.autocast
     forbids_deterministic = signature.forbids_deterministic
 
+    captured, taken = graphs.captured, [tangent.output for tangent in signature.tangents]
+
     def forward(ctx: Any, *inputs: Any) -> tuple[Any, ...]:
+        ctx.call_inputs = CallInputs.of(captured, inputs)
         results = forward_graph.run([*inputs])
         saved = results[first_saved:-num_sizes] if num_sizes else results[first_saved:]
         # a saved view keeps its base's autograd graph alive; its version counter is shared either way
@@ -155,8 +185,14 @@ def make_function(
             boxed.clear()
         del given
         _check_backward_state(forbids_deterministic)
+        call_inputs = ctx.call_inputs
+        if not _keeps_graph():
+            ctx.call_inputs = None
         if torch.is_grad_enabled():
-            return _run_once_differentiable(lambda values: run_backward(ctx, values), arguments)
+            tangents = arguments[len(arguments) - len(taken) :]
+            return run_differentiable(
+                call_inputs, lambda: run_backward(ctx, arguments), taken, tangents
+            )
         return run_in_context(run_backward, ctx, arguments)
 
     def run_backward(ctx: Any, arguments: list[Any]) -> tuple[Any, ...]:
@@ -242,23 +278,3 @@ def _check_backward_state(forbids_deterministic: bool) -> None:
             "torch.use_deterministic_algorithms(True), but it was previously generated during the "
             "forward function while torch.use_deterministic_algorithms(False) was set."
         )
-
-
-class _OnceDifferentiable(Function):
-    """A backward graph whose gradients are part of a graph, which raises when it is differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, run: BoxedFunction, _: Tensor, *arguments: Any) -> Any:
-        return run([*arguments])
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(
-            "torch.compile with aot_autograd does not currently support double backward"
-        )
-
-
-def _run_once_differentiable(run: BoxedFunction, arguments: list[Any]) -> Any:
-    # saved tensors are detached: this tensor connects the gradients to a graph
-    connection = torch.empty(0, requires_grad=True)
-    return _OnceDifferentiable.apply(run, connection, *arguments)  # type: ignore[no-untyped-call]

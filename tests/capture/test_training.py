@@ -295,16 +295,6 @@ def test_backward_twice():
         torch.autograd.grad(result.sum(), [x, w])
 
 
-def test_double_backward_raises():
-    (x,) = leaves((4,))
-    compiled = compile_warm(lambda x: x.sin(), x)
-    (gradient,) = torch.autograd.grad(compiled(x).sum(), x, create_graph=True)
-    torch.testing.assert_close(gradient, x.cos())
-    assert gradient.requires_grad
-    with pytest.raises(RuntimeError, match="does not currently support double backward"):
-        gradient.sum().backward()
-
-
 def test_backward_is_built_when_it_is_first_needed():
     (x,) = leaves((4, 5))
     compiled = fulgurite.compile(lambda x: F.gelu(x) * 2)

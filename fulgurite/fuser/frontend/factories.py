@@ -46,6 +46,8 @@ def lower_arange(
     ctx: LoweringContext, node: Node, start: Any = 0, end: Any = None, step: Any = 1, **_: Any
 ) -> TensorValue:
     dtype = fake_value(node).dtype
+    if not dtype.is_floating_point:  # torch truncates first: arange(2.1, -2.9, -1.5) is 2, 1, 0, -1
+        start, step = (int(x) if isinstance(x, float) else x for x in (start, step))
     if all(isinstance(x, int | torch.SymInt | Node) for x in (start, step)):
         begin, stride = ctx.to_index(start), ctx.to_index(step)
 

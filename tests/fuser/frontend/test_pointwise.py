@@ -401,3 +401,15 @@ def test_negative_factors_wrap_around(dtype):
     """Unsigned numbers too, whose negative literals Triton refuses."""
     x = torch.tensor([0, 1, 5, 100], dtype=dtype)
     check_fused(lambda x: (torch.sub(x, x, alpha=-2), torch.add(x, 7, alpha=-1), x * -3), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8, torch.float32])
+def test_arange_with_fractions(dtype):
+    """torch truncates start and step before it multiplies, not after."""
+
+    def f(x):
+        down = torch.arange(2.1, -2.9, -1.0, dtype=dtype, device=x.device)
+        up = torch.arange(-0.9, 7.1, 1.9, dtype=dtype, device=x.device)
+        return x + down[:4], x + up[:4]
+
+    check_fused(f, torch.zeros(1))
