@@ -31,8 +31,9 @@ from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from fulgurite.capture import dynamo_fixes
 from fulgurite.capture.direct_call import DirectCall, find_inline_wrapper
-from fulgurite.capture.eager_fallback import EagerFallback
+from fulgurite.config import settings
 from fulgurite.errors import CaptureError, FulguriteError, GraphBreakError, OpError
 from fulgurite.host_api import load_library, start_build
 from fulgurite.trace.describe import is_user_file
@@ -50,6 +51,7 @@ def optimize(
     limit: int = RECOMPILE_LIMIT,
 ) -> Any:
     """`function`, captured by TorchDynamo and compiled by `backend` when called."""
+    dynamo_fixes.install()
     _attach_break_listener()
     _skip_function_names()
     # a profiler marker that costs 3 µs a call, with or without a profiler
@@ -66,43 +68,33 @@ def optimize(
     start_build()
     return DirectCall(
         function,
-        collect_breaks(captured, backend.breaks, EagerFallback(function, fullgraph)),
+        collect_breaks(captured, backend.breaks, fullgraph),
         backend,
         find_inline_wrapper(function, captured),
     )
 
 
 def collect_breaks(
-    captured: Callable[..., Any], breaks: list[GraphBreak], fallback: EagerFallback
+    captured: Callable[..., Any], breaks: list[GraphBreak], fullgraph: bool
 ) -> Callable[..., Any]:
     """`captured`, with its graph breaks appended to `breaks` and TorchDynamo's errors translated."""
+    capture = dynamo_fixes.capture
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if fallback.is_known_to_fail(args, kwargs):
-            return fallback.function(*args, **kwargs)
         outer, _break_sink.breaks = _break_sink.breaks, breaks
+        outer_breaks = capture.breaks_at_failed_ops
+        capture.breaks_at_failed_ops = not (fullgraph or settings().strict)
         try:
             return captured(*args, **kwargs)
         except exc.TorchRuntimeError as error:
-            translated = _find_fulgurite_error(error) or _make_op_error(str(error))
-            if not fallback.can_run(error, translated):
-                raise translated from error
+            raise (_find_fulgurite_error(error) or _make_op_error(str(error))) from error
         except (exc.BackendCompilerFailed, exc.Unsupported) as error:
             raise_translated(error)
         finally:
             _break_sink.breaks = outer
-        result = fallback.run(translated, args, kwargs)
-        breaks.append(_capture_failure(translated))
-        return result
+            capture.breaks_at_failed_ops = outer_breaks
 
     return call
-
-
-def _capture_failure(error: FulguriteError) -> GraphBreak:
-    """A failed capture as `explain` lists it."""
-    place = re.search(r"(\S+):(\d+), in ", error.details.get("where", ""))
-    file, line = (place[1], int(place[2])) if place else ("", 0)
-    return GraphBreak(f"capture failed, eager mode runs the function: {error.what}", "", file, line)
 
 
 def is_capturing() -> bool:
