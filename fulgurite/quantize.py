@@ -115,9 +115,12 @@ def resolve_quant_config(config: str | QuantConfig) -> QuantConfig:
 
 
 def select_layers(
-    model: nn.Module, config: QuantConfig, skip: Sequence[str]
+    model: nn.Module, config: QuantConfig, skip: Sequence[str], allow_meta: bool = False
 ) -> tuple[list[str], list[SkippedParameter]]:
-    """The modules to quantize; and skipped parameters (of two or more dimensions), with reasons."""
+    """The modules to quantize; and skipped parameters (of two or more dimensions), with reasons.
+
+    `allow_meta`: select parameters on the meta device, too, for a model that is loaded later.
+    """
     format = resolve_format(config.weights)
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -130,6 +133,8 @@ def select_layers(
                 continue
             full_name = f"{path}.{name}" if path else name
             reason = _skip_reason(module, name, path, format, skip, owners[id(parameter)])
+            if reason is None and parameter.is_meta and not allow_meta:
+                reason = "on the meta device"
             if reason is not None:
                 skipped.append(SkippedParameter(full_name, _nbytes(parameter), reason))
             elif path not in layers:
@@ -157,8 +162,6 @@ def _skip_reason(
     if len(owners) > 1:
         other = next(owner for owner in owners if owner != f"{path}.{name}")
         return f"tied to {other}"
-    if parameter.is_meta:
-        return "on the meta device"
     try:
         check_shape(format, parameter.shape)
     except FormatError as error:

@@ -9,6 +9,7 @@ float tensors back.
     files/        GGUF, safetensors, other layouts        hardware.py   native formats of a device
     repack.py     GGUF blocks -> grouped integers         sqnr.py       quantization error in dB
     config.py     QuantConfig of a model                  report.py     QuantReport
+    rounding.py   nearest and second order (GPTQ)         scale_search.py   scales of small error
     optional_package.py   imports of optional packages
 """
 
@@ -16,10 +17,18 @@ from fulgurite.quant.codecs.blocks import Codes, PackedData
 from fulgurite.quant.codecs.codec import dequantize_codes, pack, quantize_to_codes, unpack
 from fulgurite.quant.files.checkpoint_layouts import (
     CheckpointWeight,
+    WeightDescription,
+    describe_quantized_weight,
     find_quantized_weights,
     read_quantized_weight,
 )
 from fulgurite.quant.files.gguf import read_gguf
+from fulgurite.quant.files.layouts.kv_scales import (
+    KVScales,
+    find_kv_scales,
+    is_unused_attention_scale,
+)
+from fulgurite.quant.files.layouts.stored import StoredTensor
 from fulgurite.quant.files.safetensors_io import load_quantized, save_quantized
 from fulgurite.quant.format import (
     ALIASES,
@@ -44,15 +53,21 @@ __all__ = [
     "Codes",
     "ElementType",
     "Format",
+    "KVScales",
     "PackedData",
     "QuantTensor",
     "ScaleSpec",
+    "StoredTensor",
+    "WeightDescription",
     "compute_sqnr",
     "dequantize_codes",
     "describe_formats",
+    "describe_quantized_weight",
+    "find_kv_scales",
     "find_quantized_weights",
     "get_device_features",
     "is_native",
+    "is_unused_attention_scale",
     "load_quantized",
     "pack",
     "quantize",

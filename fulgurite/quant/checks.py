@@ -4,7 +4,8 @@ In: packed data, usually just read from a checkpoint. Out: nothing, or a `Weight
 the tensor, the first invalid block and what to do.
 
 A zero float16 scale inside a GGUF block is valid: llama.cpp writes one for blocks that are too
-small for float16. It dequantizes to zeros.
+small for float16. It dequantizes to zeros. So is the zero amax of a block of zeros in nf4 and fp4,
+whose codes may be anything.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fulgurite.quant.codecs.minifloat import E2M1_VALUES, dequantize_e8m0
 from fulgurite.quant.format import Format, ScaleSpec, get_scale_spec
 from fulgurite.quant.shapes import logical_shape
 
-FAMILIES_WITH_ZERO_SCALES = ("gguf",)
+FAMILIES_WITH_ZERO_SCALES = ("gguf", "codebook")
 
 
 def check_scales(packed: PackedData, format: Format, where: str) -> None:

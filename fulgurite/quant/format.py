@@ -100,6 +100,9 @@ INT8_FULL = ElementType("int8", 8, -128.0, 127.0, 1.0, 1.0)
 INT6 = ElementType("int6", 6, -32.0, 31.0, 1.0, 1.0)
 INT4 = ElementType("int4", 4, -8.0, 7.0, 1.0, 1.0)
 UINT4 = ElementType("uint4", 4, 0.0, 15.0, 1.0, 1.0)
+# Codebooks of bitsandbytes, with values from -1 to 1: `codecs/codebook.py`.
+NF4 = ElementType("nf4", 4, -1.0, 1.0, 0.07958029955625534, 0.07958029955625534)
+FP4 = ElementType("fp4", 4, -1.0, 1.0, 0.0052083334885537624, 0.0052083334885537624)
 F16 = ElementType("float16", 16, -65504.0, 65504.0, 2.0**-14, 2.0**-24, True, True)
 BF16 = ElementType("bfloat16", 16, -(2 - 2.0**-7) * 2.0**127, (2 - 2.0**-7) * 2.0**127, 2.0**-126,
                2.0**-133, True, True)  # fmt: skip
@@ -168,18 +171,36 @@ def _int4(group: int, kind: str = "") -> Format:
     )
 
 
-def _int8(group: int) -> Format:
+def _int8(group: int, kind: str = "") -> Format:
     block = (1, group)
+    scales: tuple[ScaleSpec, ...] = (ScaleSpec("scale", "float32", torch.float32, block),)
+    if kind == "_asym":
+        scales += (ScaleSpec("zero_point", "int8", torch.int8, block),)
     return Format(
-        name="int8" if group == WHOLE_DIM else f"int8_g{group}",
+        name="int8" + (f"_g{group}" if group != WHOLE_DIM else "") + kind,
         family="int",
-        element=INT8,
+        element=INT8_FULL if kind else INT8,
         block=block,
-        scales=(ScaleSpec("scale", "float32", torch.float32, block),),
+        scales=scales,
         packing="one byte per element",
         data_dtype=torch.int8,
-        native_archs=INT8_ARCHS if group == WHOLE_DIM else (),
+        native_archs=INT8_ARCHS if group == WHOLE_DIM and not kind else (),
         fallback=WEIGHT_ONLY,
+    )
+
+
+def _codebook(element: ElementType) -> Format:
+    return Format(
+        name=element.name,
+        family="codebook",
+        element=element,
+        block=(1, 64),
+        scales=(ScaleSpec("scale", "float32", torch.float32, (1, 64)),),
+        packing="two per byte, low nibble first",
+        data_dtype=torch.uint8,
+        native_archs=(),
+        fallback=WEIGHT_ONLY,
+        elements_per_pack=2,
     )
 
 
@@ -248,6 +269,9 @@ _ALL_FORMATS: tuple[Format, ...] = (
     _int8(WHOLE_DIM),
     _int8(16),
     _int8(32),
+    _int8(WHOLE_DIM, "_asym"),
+    _int8(16, "_asym"),
+    _int8(32, "_asym"),
     _int4(32),
     _int4(64),
     _int4(128),
@@ -255,6 +279,8 @@ _ALL_FORMATS: tuple[Format, ...] = (
     _int4(64, "_asym"),
     _int4(128, "_asym"),
     _int4(32, "_min"),
+    _codebook(NF4),
+    _codebook(FP4),
     _gguf("q4_0", INT4, 32, 18, "float16 d, 16 bytes: element i low, i+16 high",
           _inline_scale("scale", "float16", torch.float16, 32)),
     _gguf("q4_1", UINT4, 32, 20, "float16 d, float16 m, 16 bytes: element i low, i+16 high",

@@ -99,7 +99,7 @@ def concat_packed(
     """Concatenate packed tensors along `dim`.
 
     All parts but the last must end at a block boundary. Scales that span several parts must be
-    equal.
+    equal; on the meta device they have no values and count as equal.
     """
     ndim = len(shapes[0])
     align = shard_alignment(format, dim, ndim)
@@ -116,7 +116,7 @@ def concat_packed(
         values = [part.scales[scale.name] for part in parts]
         if _scale_block_along(scale, dim, ndim) != WHOLE_DIM:
             scales[scale.name] = torch.cat(values, dim=dim)
-        elif all(bool((value == values[0]).all()) for value in values):
+        elif values[0].is_meta or all(bool((value == values[0]).all()) for value in values):
             scales[scale.name] = values[0]
         else:
             raise FormatError(

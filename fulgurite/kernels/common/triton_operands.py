@@ -6,14 +6,17 @@ kernels, and `QuantizedOperand`, the tensors and strides that are passed to a ke
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fulgurite.quant import Format
+from fulgurite.quant.codecs.codebook import codebook_of
 from fulgurite.quant.format import WHOLE_DIM
 
+ALL_COLUMNS = 2**30  # more than any K: one scale a row
 MIN_BLOCK_K = (
     64  # columns of K: four tiles of nibbles, each 16 wide, the fewest a tensor core takes
 )
@@ -28,6 +31,7 @@ class DequantScheme:
              "int4"      nibbles to bfloat16                    "operand"   16 or 32 columns, exact
              "uint4"     the same, with minima                  "group"     several groups of integers
              "dense"     16 or 32 bits, as they are             "none"      in a step of K
+             "codebook"  nibbles by a table, dequantized first
     """
 
     dequant: str
@@ -37,7 +41,7 @@ class DequantScheme:
 
     @property
     def is_4bit(self) -> bool:
-        return self.dequant in ("e2m1", "int4", "uint4")
+        return self.dequant in ("e2m1", "int4", "uint4", "codebook")
 
     @property
     def small_m_scaling(self) -> str:
@@ -72,12 +76,22 @@ def dequant_scheme(format: Format) -> DequantScheme | None:
     if format.family in ("mx", "nvfp4"):
         return DequantScheme("e2m1" if format.element.bits == 4 else "cast", "operand", columns)
     if format.family == "int" and format.element.bits == 8:
-        return DequantScheme("cast", "group", columns)
+        return DequantScheme("cast", "group", columns) if len(format.scales) == 1 else None
     if format.family == "int":
         has_minima = any(scale.name == "minimum" for scale in format.scales)
         scaling = "mainloop" if columns >= MIN_BLOCK_K and not has_minima else "group"
         return DequantScheme("uint4" if has_minima else "int4", scaling, columns)
-    return None  # GGUF blocks and plain casts
+    return None  # GGUF blocks, plain casts, and what `dequantize_first_scheme` lists
+
+
+def dequantize_first_scheme(format: Format) -> DequantScheme | None:
+    """Formats that are dequantized to memory before a GEMM: codebooks, int8 with zero points."""
+    columns = format.block[1]
+    if format.family == "codebook":
+        return DequantScheme("codebook", "none", columns)
+    if format.family == "int" and format.element.bits == 8 and len(format.scales) == 2:
+        return DequantScheme("cast", "none", columns or ALL_COLUMNS)
+    return None
 
 
 def scale_strides(scale: Tensor, format: Format) -> tuple[int, int]:
@@ -93,7 +107,7 @@ class QuantizedOperand:
 
     data: Tensor
     scale: Tensor
-    aux: Tensor  # the tensor scale of NVFP4, or zero points or minima of asymmetric integers
+    aux: Tensor  # tensor scale of NVFP4, zero points or minima of asymmetric integers, a codebook
     scale_strides: tuple[int, int]
     has_zero_points: bool  # whether `aux` holds zero points or minima
     has_tensor_scale: bool = False  # whether `aux` holds the tensor scale of NVFP4
@@ -112,6 +126,11 @@ def dense_operand(data: Tensor) -> QuantizedOperand:
     return QuantizedOperand(data, data, data, (0, 0), has_zero_points=False)
 
 
+@functools.cache
+def _codebook(format: Format, device: torch.device) -> Tensor:
+    return codebook_of(format, device)
+
+
 def make_operand(
     data: Tensor, scales: list[Tensor], format: Format, scheme: DequantScheme
 ) -> QuantizedOperand:
@@ -119,6 +138,8 @@ def make_operand(
     data = data.view(torch.int16) if scheme.is_4bit else data
     if format.family == "mx":
         scales = [scales[0].view(torch.uint8)]
+    if format.family == "codebook":
+        scales = [scales[0], _codebook(format, data.device)]
     return QuantizedOperand(
         data,
         scales[0],

@@ -77,14 +77,15 @@ def dequantize_weight_kernel(
     DEQUANT: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALE_ROWS: tl.constexpr,
     TENSOR_SCALE: tl.constexpr, ZERO_POINTS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out[n, k] = (code - zero) * scale * tensor scale, or code * scale + minimum.
+    """out[n, k] = (code - zero) * scale * tensor scale, code * scale + minimum, or table[code] * scale.
 
     A program takes BLOCK_N columns of a row.
     """
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK_N
     column = first + tl.arange(0, BLOCK_N)
-    is_4bit: tl.constexpr = DEQUANT == "e2m1" or DEQUANT == "int4" or DEQUANT == "uint4"
+    is_table: tl.constexpr = DEQUANT == "codebook"
+    is_4bit: tl.constexpr = DEQUANT == "e2m1" or DEQUANT == "int4" or DEQUANT == "uint4" or is_table
     byte = tl.program_id(1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     at = 2 * byte if is_4bit else column
     inside = at < columns
@@ -97,6 +98,9 @@ def dequantize_weight_kernel(
         pair = tl.load(data_ptr + row * (columns // 2) + byte, inside, 0).to(tl.int32)
         if DEQUANT == "e2m1":
             low, high = _e2m1_to_float32(pair & 15) * scale, _e2m1_to_float32(pair >> 4) * scale
+        elif is_table:
+            low = tl.load(aux_ptr + (pair & 15)) * scale
+            high = tl.load(aux_ptr + (pair >> 4)) * scale
         elif DEQUANT == "uint4":
             minimum = tl.load(aux_ptr + scale_at, inside, 0.0)
             low = (pair & 15).to(tl.float32) * scale + minimum
@@ -107,7 +111,10 @@ def dequantize_weight_kernel(
             high = ((pair >> 4).to(tl.float32) - zero) * scale
         value = tl.reshape(tl.join(low, high), [BLOCK_N])
     else:
-        value = tl.load(data_ptr + row * columns + column, inside, 0.0).to(tl.float32) * scale
+        value = tl.load(data_ptr + row * columns + column, inside, 0.0).to(tl.float32)
+        if ZERO_POINTS:
+            value -= tl.load(aux_ptr + scale_at, inside, 0).to(tl.float32)
+        value *= scale
     if TENSOR_SCALE:
         value *= tl.load(aux_ptr)
     tl.store(out_ptr + row * columns + column, value.to(out_ptr.dtype.element_ty), column < columns)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fulgurite.errors import FormatError
-from fulgurite.quant.codecs import cast, fp8, gguf, integer, mx, nvfp4
+from fulgurite.quant.codecs import cast, codebook, fp8, gguf, integer, mx, nvfp4
 from fulgurite.quant.codecs.blocks import Codes, PackedData
 from fulgurite.quant.format import Format
 from fulgurite.quant.shapes import check_shape
@@ -38,6 +38,13 @@ CODECS: dict[str, Codec] = {
     "mx": Codec(mx.quantize, mx.dequantize, mx.pack, mx.unpack),
     "int": Codec(
         integer.quantize, integer.dequantize, integer.pack, integer.unpack, static_scales=("scale",)
+    ),
+    "codebook": Codec(
+        codebook.quantize,
+        codebook.dequantize,
+        codebook.pack,
+        codebook.unpack,
+        static_scales=("scale",),
     ),
     "gguf": Codec(gguf.quantize, gguf.dequantize, gguf.pack, gguf.unpack),
     "cast": Codec(cast.quantize, cast.dequantize, cast.pack, cast.unpack),

@@ -2,6 +2,8 @@
 scales.
 
     int8         scale = amax / 127              code = round(x / scale) in [-127, 127]
+    int8 asym    scale = (high - low) / 255      zero_point = round(-low / scale) - 128
+                                                 code = round(x / scale) + zero_point in [-128, 127]
     int4         scale = amax / 7.5              code = round(x / scale) in [-8, 7]
     int4 asym    scale = (high - low) / 15       zero_point = round(-low / scale) in [0, 15]
                                                  code = round(x / scale) + zero_point in [0, 15]
@@ -17,7 +19,8 @@ stored plus 8), with scales, zero points and minima per row or group. `int4_g32_
   magnitude amax rounds to -8 or saturates at 7. low and high are widened to include zero, so zero
   is exact in every variant except the one with a minimum.
 - Rounding: nearest even; codes saturate.
-- Zeros: a row or group of zeros has scale 1, codes 0 and zero point 0. The sign of -0 is lost.
+- Zeros: a row or group of zeros has scale 1, codes 0 and zero point 0 (int8 asym: both -128). The
+  sign of -0 is lost.
 - NaN: integers have none, so a NaN makes the scale of its row or group NaN, which dequantizes to
   NaN. An infinity saturates. Neither counts towards amax, low or high.
 - float32 subnormals are quantized exactly until the scale reaches its minimum, 2^-126.
@@ -67,9 +70,10 @@ def quantize(x: Tensor, format: Format, scale: Tensor | float | None = None) -> 
 def _quantize_asymmetric(x: Tensor, format: Format) -> Codes:
     scale_spec = get_scale_spec(format, "scale")
     low, high = block_min_max(x, scale_spec)
-    highest = format.element.max_value
+    lowest, highest = format.element.min_value, format.element.max_value
+    intervals = highest - lowest
     # Divide before subtracting: the difference could overflow.
-    step = (divide(high, highest) - divide(low, highest)).clamp_min(MIN_SCALE)
+    step = (divide(high, intervals) - divide(low, intervals)).clamp_min(MIN_SCALE)
     scale = torch.where((low == 0) & (high == 0), 1.0, step)
     block = scale_spec.block
     if _has_scale(format, "minimum"):
@@ -77,10 +81,11 @@ def _quantize_asymmetric(x: Tensor, format: Format) -> Codes:
         return Codes(
             _round_and_clamp(steps, format).to(torch.uint8), {"scale": scale, "minimum": low}
         )
-    zero = (-low / scale).round().clamp(0, highest).nan_to_num(nan=0.0)
+    zero = ((-low / scale).round() + lowest).clamp(lowest, highest).nan_to_num(nan=0.0)
     steps = (x / expand_blocks(scale, block, x.shape)).round() + expand_blocks(zero, block, x.shape)
-    codes = _round_and_clamp(steps, format).to(torch.uint8)
-    return Codes(codes, {"scale": scale, "zero_point": zero.to(torch.uint8)})
+    dtype = get_scale_spec(format, "zero_point").dtype
+    codes = _round_and_clamp(steps, format).to(dtype)
+    return Codes(codes, {"scale": scale, "zero_point": zero.to(dtype)})
 
 
 def round_to_codes(steps: Tensor, format: Format) -> Tensor:

@@ -1,297 +1,303 @@
 """Reads quantized weights in the layouts of other projects, without requantizing.
 
-In: a checkpoint's tensors by name, and the base name of one weight. Out: a `CheckpointWeight`: the
-quantized weight and the static scale of the layer's input, if the checkpoint has one.
+In: a checkpoint's tensors by name, and the base name of one weight (`model.layers.0.mlp.up_proj`).
+Out: a `CheckpointWeight`: the quantized weight [.., N, K] and the static scale of the layer's input,
+if the checkpoint has one.
 
-    base.weight  base.weight_scale                      FP8 per tensor, row or block; MXFP8; INT8
-    base.weight  base.weight_scale_inv                  DeepSeek-V3: FP8 in 128x128 blocks. Despite
-                                                        its name it is multiplied by, not divided
-    base.weight  base.weight_scale  base.weight_scale_2         ModelOpt NVFP4
-    base.weight_packed  base.weight_scale  base.weight_global_scale   compressed-tensors NVFP4;
-                                                        the global scale is 448 * 6 / amax, the
-                                                        reciprocal of our tensor scale
-    base.weight_packed  base.weight_scale               compressed-tensors MXFP4
-    base.weight_packed  base.weight_scale  base.weight_shape    compressed-tensors INT4
-    base_blocks  base_scales   (or base.blocks  base.scales)    gpt-oss MXFP4, [..., K / 32, 16]
+    find_quantized_weights      shapes and dtypes of a file -> the weights in it, with their layouts
+    describe_quantized_weight   the same -> format, shape and tensors of one weight, before its data
+                                is read
+    read_quantized_weight       tensors -> the weight
 
-The static input scale is `base.input_scale`, or `base.input_global_scale`, which is a reciprocal.
+`CHECKPOINT_LAYOUTS` is the table; `layouts/` has the readers. A weight that no format holds is
+dequantized, and the result says why. The static input scale is `input_scale`, `activation_scale` or
+`act_quant_scale`, or `input_global_scale`, which is a reciprocal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fulgurite.errors import FormatError, WeightsError
-from fulgurite.quant.codecs.blocks import PackedData
-from fulgurite.quant.format import FORMATS, Format
-from fulgurite.quant.shapes import logical_shape, scale_shape
+from fulgurite.quant.files.layouts.awq import AWQ_LAYOUTS
+from fulgurite.quant.files.layouts.bitsandbytes import BITSANDBYTES_LAYOUTS
+from fulgurite.quant.files.layouts.compressed_tensors import COMPRESSED_TENSORS_LAYOUTS
+from fulgurite.quant.files.layouts.fp8 import FP8_LAYOUTS
+from fulgurite.quant.files.layouts.gpt_oss import GPT_OSS_LAYOUTS
+from fulgurite.quant.files.layouts.gptq import GPTQ_LAYOUTS
+from fulgurite.quant.files.layouts.modelopt import MODELOPT_LAYOUTS
+from fulgurite.quant.files.layouts.section import parse_fields
+from fulgurite.quant.files.layouts.stored import (
+    CheckpointLayout,
+    DenseWeight,
+    PackedWeight,
+    ReadWeight,
+    StoredParts,
+    StoredTensor,
+    require_finite,
+)
+from fulgurite.quant.files.layouts.torchao import TORCHAO_LAYOUTS
+from fulgurite.quant.format import Format
 from fulgurite.quant.tensor import QuantTensor
 
-Tensors = Mapping[str, Tensor]
-INT4_GROUP_SIZES = (128, 64, 32)
+# Of layouts with the same tensors, the first that matches counts: more specific ones come first.
+CHECKPOINT_LAYOUTS: tuple[CheckpointLayout, ...] = (
+    *BITSANDBYTES_LAYOUTS,
+    *COMPRESSED_TENSORS_LAYOUTS,
+    *GPTQ_LAYOUTS,
+    *AWQ_LAYOUTS,
+    *MODELOPT_LAYOUTS,
+    *FP8_LAYOUTS,
+    *GPT_OSS_LAYOUTS,
+    *TORCHAO_LAYOUTS,
+)
+INPUT_SCALE_ROLES = ("input_scale", "activation_scale", "act_quant_scale")
+RECIPROCAL_ROLE = "input_global_scale"
+# Factors of the layer's input, one a column.
+INPUT_FACTOR_ROLES = ("pre_quant_scale", "act_pre_scale")
 
 
 @dataclass(frozen=True)
 class CheckpointWeight:
-    """A weight of a checkpoint, its layout and its static input scale, if any."""
+    """A weight of a checkpoint, its layout and its static input scale, if any.
+
+    `reason` is not empty if no format holds the weight: then `weight` is a dense tensor, dequantized
+    without further loss.
+    """
 
     layout: str
-    weight: QuantTensor
+    weight: QuantTensor | Tensor
     input_scale: Tensor | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True)
-class CheckpointLayout:
-    """A layout: the name suffixes that identify it, and its reader."""
+class WeightDescription:
+    """A weight before its data is read.
 
+    name         its name in an unquantized checkpoint: `base.weight`, or `base` for stacked experts
+    format       the format in which it is read; None: it is dequantized, and `reason` says why
+    shape        [.., N, K]
+    tensors      the names of all tensors that belong to it
+    input_scale  whether it has a static input scale
+    """
+
+    layout: str
     name: str
-    suffixes: tuple[str, ...]
-    read: Callable[[Tensors, str], tuple[Format, PackedData]]
+    format: Format | None
+    shape: tuple[int, ...]
+    tensors: tuple[str, ...]
+    input_scale: bool
+    reason: str = ""
+
+
+def find_quantized_weights(stored: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """The base names of all quantized weights in a checkpoint, each with its layout."""
+    by_last_part: dict[str, list[str]] = defaultdict(list)
+    for name in stored:
+        by_last_part[name.rpartition(".")[2]].append(name)
+    found: dict[str, str] = {}
+    for layout in CHECKPOINT_LAYOUTS:
+        role = layout.required[-1]
+        ending = role.rpartition(".")[2]  # a checkpoint has few different last parts of names
+        for name in (
+            n for part in by_last_part if part.endswith(ending) for n in by_last_part[part]
+        ):
+            base = layout.naming.split(name, role)
+            if base is not None and base not in found and layout.is_layout_of(base, stored):
+                found[base] = layout.name
+    return dict(sorted(found.items()))
+
+
+def describe_quantized_weight(
+    stored: Mapping[str, StoredTensor],
+    base: str,
+    config: Mapping[str, Any] | None,
+    read: Callable[[str], Tensor],
+) -> WeightDescription:
+    """Format, shape and tensors of a weight, from the headers of a file.
+
+    `config`: the section `quantization_config` of config.json. `read` is called only for small
+    tensors that the format or shape depends on.
+    """
+    layout = _find_layout(stored, base)
+    roles = layout.find_roles(base, stored)
+    names = tuple(layout.naming.join(base, role) for role in roles)
+    section = parse_fields(config)
+    # Thousands of experts have the same shapes. Values of tensors are not part of the key.
+    key = (layout, section, roles, tuple(stored[name] for name in names))
+    has_values = any(role in roles for role in layout.value_roles)
+    result = None if has_values else _DESCRIPTIONS.get(key)
+    parts = StoredParts(base, layout.naming, roles, _MetaTensors(stored), read, section)
+    if result is None:
+        result = _describe(_read_weight(layout, parts), parts)
+        if not has_values:
+            _DESCRIPTIONS[key] = result
+    name, has_input_scale = layout.naming.weight_name(base), _find_input_scale(parts) is not None
+    format, shape, reason = result
+    return WeightDescription(layout.name, name, format, shape, names, has_input_scale, reason)
+
+
+_DESCRIPTIONS: dict[tuple[object, ...], tuple[Format | None, tuple[int, ...], str]] = {}
+
+
+def _describe(weight: ReadWeight, parts: StoredParts) -> tuple[Format | None, tuple[int, ...], str]:
+    if isinstance(weight, DenseWeight):
+        return None, tuple(weight.values.shape), weight.reason
+    packed = _build_quant_tensor(weight, parts)
+    return packed.format, tuple(packed.shape), ""
 
 
 def read_quantized_weight(
-    tensors: Tensors, base: str, dtype: torch.dtype = torch.bfloat16, check: bool = True
+    tensors: Mapping[str, Tensor],
+    base: str,
+    dtype: torch.dtype = torch.bfloat16,
+    check: bool = True,
+    config: Mapping[str, Any] | None = None,
 ) -> CheckpointWeight:
     """Read the weight `base` (without `.weight`) in any supported layout.
 
-    `check` raises for scales that are NaN, infinite, or zero over nonzero data.
+    `check` raises for scales that are NaN, infinite, or zero over nonzero data. `config` is the
+    section `quantization_config` of config.json; AWQ and GPTQ weights may need it.
     """
+    layout = _find_layout(_TensorHeaders(tensors), base)
+    roles = layout.find_roles(base, _TensorHeaders(tensors))
+    section = parse_fields(config)
+    parts = StoredParts(base, layout.naming, roles, tensors, tensors.__getitem__, section)
+    weight = _read_weight(layout, parts)
+    input_scale = _read_input_scale(parts)
+    where = f"{base} ({layout.name})"
+    if isinstance(weight, DenseWeight):
+        if check:
+            require_finite(weight.values, where)
+        return CheckpointWeight(layout.name, weight.values.to(dtype), input_scale, weight.reason)
+    packed = _build_quant_tensor(weight, parts, dtype)
+    if check:
+        packed.check_scales(where)
+    return CheckpointWeight(layout.name, packed, input_scale)
+
+
+class _MetaTensors(Mapping[str, Tensor]):
+    """Headers as tensors without data."""
+
+    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
+        self.stored = stored
+
+    def __getitem__(self, name: str) -> Tensor:
+        header = self.stored[name]
+        return torch.empty(header.shape, dtype=header.dtype, device="meta")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+
+class _TensorHeaders(Mapping[str, StoredTensor]):
+    """Tensors as `StoredTensor`s, without a copy of the mapping."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        tensor = self.tensors[name]
+        return StoredTensor(tuple(tensor.shape), tensor.dtype)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+def _find_layout(stored: Mapping[str, StoredTensor], base: str) -> CheckpointLayout:
     for layout in CHECKPOINT_LAYOUTS:
-        if all(base + suffix in tensors for suffix in layout.suffixes):
-            format, packed = layout.read(tensors, base)
-            weight = QuantTensor(format, packed.data, packed.scales, dtype)
-            if check:
-                weight.check_scales(f"{base} ({layout.name})")
-            return CheckpointWeight(layout.name, weight, _read_input_scale(tensors, base))
-    suffixes = sorted({suffix for layout in CHECKPOINT_LAYOUTS for suffix in layout.suffixes})
-    found = [base + suffix for suffix in suffixes if base + suffix in tensors]
-    supported = "; ".join(" + ".join(layout.suffixes) for layout in CHECKPOINT_LAYOUTS)
-    raise WeightsError(
+        if layout.is_layout_of(base, stored):
+            return layout
+    raise _layout_error(stored, base)
+
+
+def _layout_error(stored: Iterable[str], base: str) -> WeightsError:
+    found = sorted(name for name in stored if name.startswith((f"{base}.", f"{base}_")))[:8]
+    supported = dict.fromkeys(
+        " + ".join(layout.naming.join("", role) or "name" for role in layout.required)
+        for layout in CHECKPOINT_LAYOUTS
+    )
+    return WeightsError(
         f"{base!r} has no supported quantized layout",
         where=f"found {', '.join(found)}" if found else f"no tensor is named {base}.* or {base}_*",
-        next=f"a layout needs all of its tensors: {supported}",
+        next=f"a layout needs all of its tensors: {'; '.join(supported)}",
     )
 
 
-def find_quantized_weights(names: Iterable[str]) -> dict[str, str]:
-    """The base names of all quantized weights in a checkpoint, each with its layout."""
-    present = set(names)
-    found: dict[str, str] = {}
-    for layout in CHECKPOINT_LAYOUTS:
-        first = layout.suffixes[0]
-        for name in sorted(name for name in present if name.endswith(first)):
-            base = name.removesuffix(first)
-            if base not in found and all(base + suffix in present for suffix in layout.suffixes):
-                found[base] = layout.name
-    return found
-
-
-def _read_input_scale(tensors: Tensors, base: str) -> Tensor | None:
-    if f"{base}.input_scale" in tensors:
-        return tensors[f"{base}.input_scale"].float().reshape(())
-    if f"{base}.input_global_scale" in tensors:
-        return 1.0 / tensors[f"{base}.input_global_scale"].float().reshape(())
-    return None
-
-
-def _read_fp8_or_int8(tensors: Tensors, base: str) -> tuple[Format, PackedData]:
-    """`weight` in FP8 or INT8 with `weight_scale`, whose shape and dtype determine the format."""
-    weight, scale = tensors[f"{base}.weight"], tensors[f"{base}.weight_scale"]
-    element = {
-        torch.float8_e4m3fn: "e4m3",
-        torch.float8_e5m2: "e5m2",
-        torch.int8: "int8",
-    }.get(weight.dtype)
-    if element is None:
-        raise FormatError(
-            f"weights of {weight.dtype} with a weight_scale are not supported",
-            where=f"{base}.weight",
-            next="convert the checkpoint to float8_e4m3fn, float8_e5m2 or int8",
+def _read_weight(layout: CheckpointLayout, parts: StoredParts) -> ReadWeight:
+    """The weight, multiplied by the factor of the layer's input if there is one."""
+    if parts[layout.required[0]].dim() < 2:
+        raise parts.error(
+            "a quantized weight has at least two dimensions",
+            layout.required[0],
+            "the file is damaged or in another layout: download it again",
         )
-    if element == "int8":
-        _reject_zero_point(tensors, base)
-        rows = _expand_to_rows(scale.float(), weight, base)
-        return FORMATS["int8"], PackedData(weight, {"scale": rows})
-    if scale.dtype in (torch.uint8, torch.float8_e8m0fnu) and scale.dim() == weight.dim():
-        format = FORMATS[f"mxfp8_{element}"]
-        return format, PackedData(weight, {"scale": scale.view(torch.float8_e8m0fnu)})
-    return _match_fp8_blocks(weight, scale.float(), element, base)
-
-
-def _match_fp8_blocks(
-    weight: Tensor, scale: Tensor, element: str, base: str
-) -> tuple[Format, PackedData]:
-    """Find the FP8 format (tensor, row, 1x128 or 128x128) that matches the shape of the scale."""
-    names = [f"fp8_{element}_{suffix}" for suffix in ("tensor", "row", "1x128", "128x128")]
-    shapes = {name: scale_shape(FORMATS[name].scales[0], weight.shape) for name in names}
-    per_matrix, per_row = shapes[names[0]], shapes[names[1]]
-    if tuple(scale.shape) in (weight.shape[:-2], (1,), ()) and scale.numel() == _numel(per_matrix):
-        scale = scale.reshape(per_matrix)
-    elif tuple(scale.shape) == tuple(weight.shape[:-1]):
-        scale = scale.reshape(per_row)
-    for name, shape in shapes.items():
-        if tuple(scale.shape) == shape:
-            return FORMATS[name], PackedData(weight, {"scale": scale})
-    raise FormatError(
-        f"weight_scale {list(scale.shape)} matches no FP8 format of a weight {list(weight.shape)}",
-        where=f"{base}.weight_scale",
-        next="supported shapes: "
-        + ", ".join(f"{list(shape)} ({name})" for name, shape in shapes.items()),
-    )
-
-
-def _read_deepseek_fp8(tensors: Tensors, base: str) -> tuple[Format, PackedData]:
-    weight, scale = tensors[f"{base}.weight"], tensors[f"{base}.weight_scale_inv"].float()
-    format = FORMATS["fp8_e4m3_128x128"]
-    expected = scale_shape(format.scales[0], weight.shape)
-    if tuple(scale.shape) != expected:
-        raise FormatError(
-            f"weight_scale_inv has shape {list(scale.shape)}; 128x128 blocks of a weight "
-            f"{list(weight.shape)} need {list(expected)}",
-            where=f"{base}.weight_scale_inv",
-            next="check weight_block_size in config.json: only [128, 128] is supported",
+    weight = layout.read(parts)
+    role = next((role for role in INPUT_FACTOR_ROLES if role in parts), None)
+    if role is None:
+        return weight
+    values, reason = _dequantize(weight, parts)
+    factor = parts[role].float().reshape(-1)
+    if factor.numel() != values.shape[-1]:
+        raise parts.error(
+            f"{role} has {factor.numel()} values for K = {values.shape[-1]}",
+            role,
+            "the file is truncated: download it again",
         )
-    return format, PackedData(weight, {"scale": scale})
+    return DenseWeight(values * factor, reason or f"{role} is a factor of each column")
 
 
-def _read_modelopt_nvfp4(tensors: Tensors, base: str) -> tuple[Format, PackedData]:
-    tensor_scale = tensors[f"{base}.weight_scale_2"].float()
-    return _build_nvfp4(tensors, f"{base}.weight", base, tensor_scale)
+def _dequantize(weight: ReadWeight, parts: StoredParts) -> tuple[Tensor, str]:
+    if isinstance(weight, DenseWeight):
+        return weight.values, weight.reason
+    return _build_quant_tensor(weight, parts).dequantize(), ""
 
 
-def _read_compressed_nvfp4(tensors: Tensors, base: str) -> tuple[Format, PackedData]:
-    reciprocal = tensors[f"{base}.weight_global_scale"].float()
-    return _build_nvfp4(tensors, f"{base}.weight_packed", base, 1.0 / reciprocal)
-
-
-def _build_nvfp4(
-    tensors: Tensors, packed: str, base: str, tensor_scale: Tensor
-) -> tuple[Format, PackedData]:
-    format = FORMATS["nvfp4"]
-    data = tensors[packed].view(torch.uint8)
-    shape = scale_shape(format.scales[1], logical_shape(format, data.shape))
-    if tensor_scale.numel() != _numel(shape):
+def _build_quant_tensor(
+    weight: PackedWeight, parts: StoredParts, dtype: torch.dtype = torch.float32
+) -> QuantTensor:
+    """The weight as a tensor; an error about its shapes names the tensors of the checkpoint."""
+    try:
+        return QuantTensor(weight.format, weight.data, weight.scales, dtype)
+    except FormatError as error:
         raise FormatError(
-            f"got {tensor_scale.numel()} tensor scales for {_numel(shape)} matrices",
-            where=base,
-            next="a weight needs one tensor scale, stacked experts one each",
-        )
-    scales = {"scale": tensors[f"{base}.weight_scale"], "tensor_scale": tensor_scale.reshape(shape)}
-    return format, PackedData(data, scales)
+            error.what,
+            where=f"{parts.base}; {parts.describe_shapes()}",
+            next="the file is damaged or in another layout: download it again",
+        ) from error
 
 
-def _read_compressed_mxfp4(tensors: Tensors, base: str) -> tuple[Format, PackedData]:
-    scale = tensors[f"{base}.weight_scale"].view(torch.float8_e8m0fnu)
-    return FORMATS["mxfp4"], PackedData(tensors[f"{base}.weight_packed"], {"scale": scale})
+def _find_input_scale(parts: StoredParts) -> str | None:
+    """The role of the static input scale.
 
-
-def _read_compressed_int4(tensors: Tensors, base: str) -> tuple[Format, PackedData]:
-    """int32 words of eight codes plus 8, first code in the lowest bits: in memory, low nibble
-    first.
+    A scale that goes with a zero point is left out: it covers another range of values.
     """
-    words, scale = tensors[f"{base}.weight_packed"], tensors[f"{base}.weight_scale"].float()
-    rows, columns = (int(size) for size in tensors[f"{base}.weight_shape"])
-    if (
-        tuple(words.shape) != (rows, columns // 8)
-        or columns % 32
-        or f"{base}.weight_g_idx" in tensors
-    ):
-        raise FormatError(
-            f"packed words {list(words.shape)} of [{rows}, {columns}] are not plain INT4",
-            where=f"{base}.weight_packed",
-            next="8-bit codes, K not divisible by 32 and activation order are not supported: "
-            "quantize the model without them",
-        )
-    width = columns // max(scale.shape[-1], 1)
-    group = next((size for size in INT4_GROUP_SIZES if width % size == 0), None)
-    if group is None:
-        raise FormatError(
-            f"the group size {width} along K is not a multiple of 32",
-            where=f"{base}.weight_scale",
-            next=f"quantize with a group size of {', '.join(map(str, INT4_GROUP_SIZES))}",
-        )
-    scales = {"scale": scale.repeat_interleave(width // group, dim=-1)}
-    data = words.contiguous().view(torch.uint8)
-    if f"{base}.weight_zero_point" not in tensors:
-        return FORMATS[f"int4_g{group}"], PackedData(data, scales)
-    packed_zero = tensors[f"{base}.weight_zero_point"]
-    shifts = torch.arange(0, 32, 4, device=words.device, dtype=torch.int32)
-    zero = (packed_zero.unsqueeze(1) >> shifts[:, None] & 0xF).flatten(0, 1)[:rows]
-    scales["zero_point"] = zero.to(torch.uint8).repeat_interleave(width // group, dim=-1)
-    return FORMATS[f"int4_g{group}_asym"], PackedData(data, scales)
+    if parts.get_nonzero("input_zero_point") is not None:
+        return None
+    return next((role for role in (*INPUT_SCALE_ROLES, RECIPROCAL_ROLE) if role in parts), None)
 
 
-def _read_gpt_oss(tensors: Tensors, base: str) -> tuple[Format, PackedData]:
-    return _build_mxfp4(tensors[f"{base}_blocks"], tensors[f"{base}_scales"], base)
-
-
-def _read_gpt_oss_original(tensors: Tensors, base: str) -> tuple[Format, PackedData]:
-    return _build_mxfp4(tensors[f"{base}.blocks"], tensors[f"{base}.scales"], base)
-
-
-def _build_mxfp4(blocks: Tensor, scales: Tensor, base: str) -> tuple[Format, PackedData]:
-    if blocks.dim() < 2 or blocks.shape[-1] != 16 or blocks.shape[:-1] != scales.shape:
-        raise FormatError(
-            f"blocks {list(blocks.shape)} and scales {list(scales.shape)} do not match",
-            where=base,
-            next="blocks must be [..., K / 32, 16] bytes and scales [..., K / 32]",
-        )
-    scale = scales.view(torch.float8_e8m0fnu)
-    return FORMATS["mxfp4"], PackedData(blocks.flatten(-2), {"scale": scale})
-
-
-def _expand_to_rows(scale: Tensor, weight: Tensor, base: str) -> Tensor:
-    """Expand a scale per tensor or per row to one scale per row, [..., R, 1]."""
-    shape = (*weight.shape[:-1], 1)
-    if scale.numel() not in (1, _numel(shape)):
-        raise FormatError(
-            f"weight_scale of shape {list(scale.shape)} is neither per tensor nor per row",
-            where=f"{base}.weight_scale, weight {list(weight.shape)}",
-            next="int8 weights need one scale per tensor or per row",
-        )
-    return scale.reshape(shape) if scale.numel() == _numel(shape) else scale.expand(shape).clone()
-
-
-def _reject_zero_point(tensors: Tensors, base: str) -> None:
-    name = f"{base}.weight_zero_point"
-    if name in tensors and bool((tensors[name] != 0).any()):
-        raise FormatError(
-            "int8 weights with zero points are not supported",
-            where=name,
-            next="quantize the weights symmetrically",
-        )
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
-
-
-# In order of specificity: a layout with more suffixes comes before one with fewer.
-CHECKPOINT_LAYOUTS: tuple[CheckpointLayout, ...] = (
-    CheckpointLayout(
-        "compressed-tensors nvfp4",
-        (".weight_packed", ".weight_scale", ".weight_global_scale"),
-        _read_compressed_nvfp4,
-    ),
-    CheckpointLayout(
-        "compressed-tensors int4",
-        (".weight_packed", ".weight_scale", ".weight_shape"),
-        _read_compressed_int4,
-    ),
-    CheckpointLayout(
-        "compressed-tensors mxfp4", (".weight_packed", ".weight_scale"), _read_compressed_mxfp4
-    ),
-    CheckpointLayout(
-        "modelopt nvfp4", (".weight", ".weight_scale", ".weight_scale_2"), _read_modelopt_nvfp4
-    ),
-    CheckpointLayout("deepseek fp8", (".weight", ".weight_scale_inv"), _read_deepseek_fp8),
-    CheckpointLayout("weight_scale", (".weight", ".weight_scale"), _read_fp8_or_int8),
-    CheckpointLayout("gpt-oss mxfp4", ("_blocks", "_scales"), _read_gpt_oss),
-    CheckpointLayout(
-        "gpt-oss mxfp4, original names", (".blocks", ".scales"), _read_gpt_oss_original
-    ),
-)
+def _read_input_scale(parts: StoredParts) -> Tensor | None:
+    """The static input scale; one for each of stacked experts, if there are several."""
+    role = _find_input_scale(parts)
+    if role is None:
+        return None
+    scale = parts[role].float()
+    scale = 1.0 / scale if role == RECIPROCAL_ROLE else scale
+    return scale.reshape(()) if scale.numel() == 1 else scale

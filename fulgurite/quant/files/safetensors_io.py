@@ -67,8 +67,8 @@ def load_quantized(
     """
     with open_safetensors(path, device) as file:
         keys = set(file.keys())
-        entries = _read_entries(file.metadata() or {}, path)
-        quantized_keys = {key for name in entries for key in _stored_keys(name, entries[name])}
+        entries = read_entries(file.metadata() or {}, path)
+        quantized_keys = {key for name in entries for key in stored_keys(name, entries[name])}
         incomplete = sorted(quantized_keys - keys)
         if incomplete:
             raise WeightsError(
@@ -91,9 +91,9 @@ def load_quantized(
                 continue
             parts = {
                 key.removeprefix(f"{name}."): file.get_tensor(key)
-                for key in _stored_keys(name, entries[name])
+                for key in stored_keys(name, entries[name])
             }
-            packed = _build_quant_tensor(parts, entries[name])
+            packed = build_quant_tensor(parts, entries[name])
             loaded[name] = packed.check_scales(f"{name} in {path}") if check else packed
     return loaded
 
@@ -110,9 +110,10 @@ def open_safetensors(path: str | PathLike[str], device: torch.device | str = "cp
         ) from error
 
 
-def _read_entries(
+def read_entries(
     metadata: Mapping[str, str], path: str | PathLike[str]
 ) -> dict[str, dict[str, Any]]:
+    """Format, dtype and shape of each quantized tensor, from the metadata of the file."""
     if METADATA_KEY not in metadata:
         return {}
     described = json.loads(metadata[METADATA_KEY])
@@ -126,11 +127,13 @@ def _read_entries(
     return entries
 
 
-def _stored_keys(name: str, entry: Mapping[str, Any]) -> list[str]:
+def stored_keys(name: str, entry: Mapping[str, Any]) -> list[str]:
+    """The names under which a quantized tensor is stored."""
     format = resolve_format(entry["format"])
     return [f"{name}.packed", *(f"{name}.{scale.name}" for scale in format.separate_scales)]
 
 
-def _build_quant_tensor(parts: dict[str, Tensor], entry: Mapping[str, Any]) -> QuantTensor:
+def build_quant_tensor(parts: dict[str, Tensor], entry: Mapping[str, Any]) -> QuantTensor:
+    """A quantized tensor from its stored parts, by the ends of their names."""
     packed = parts.pop("packed")
     return QuantTensor(entry["format"], packed, parts, getattr(torch, entry["dtype"]))

@@ -13,8 +13,12 @@ from fulgurite.kernels.quantize.reference import quantize as reference
 from fulgurite.quant import FORMATS, resolve_format
 from fulgurite.quant.codecs import codec
 
-# what GGUF blocks are repacked into, and the K formats, whose scales are found by search
-UNSUPPORTED = ("int8_g16", "int8_g32", "int4_g32_min", "q4_k", "q6_k")
+# what GGUF blocks are repacked into, the K formats, whose scales are found by search, and formats
+# that are only read from checkpoints
+UNSUPPORTED = (
+    *("int8_g16", "int8_g32", "int4_g32_min", "q4_k", "q6_k"),
+    *("int8_asym", "int8_g16_asym", "int8_g32_asym", "nf4", "fp4"),
+)
 NAMES = [
     name for name, format in FORMATS.items() if format.family != "cast" and name not in UNSUPPORTED
 ]
