@@ -8,11 +8,14 @@
                               ▼
                             KVCache.attend
 
-    config.py      ModelConfig, config.json reader     layers.py        Attention, GatedMLP, CausalLM
+    config.py      ModelConfig, ConfigFields           layers.py        CausalLM
+    config_readers.py   RoPE, dtype, layer types       residual_layers.py   PreNormLayer and others
+    norms.py       RMSNorm, LayerNorm                  attention.py, blocks.py   Attention, GatedMLP
     rope.py        rotary embeddings                   moe.py           Router, Experts, MoE
     kv_cache.py    KVCache protocol, simple caches     mla.py           multi-head latent attention
     families/      one file per family; registry       loading/         checkpoints and weights
     tokenizer.py   Tokenizer, chat templates           expert_load.py   tokens per expert
+    transformers_backend/   architectures without a family: transformers' modules
 
 **The interface of a model** is `model(token_ids, positions, cache)`:
 

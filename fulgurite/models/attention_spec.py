@@ -12,7 +12,8 @@ class AttentionSpec:
     """What a KV cache needs to know about the attention of one layer.
 
     With `is_mla` the layer has one key per token and no values: a value is the first `value_dim`
-    elements of its key.
+    elements of its key. An FP8 cache stores keys divided by `key_scale` and values divided by
+    `value_scale`.
     """
 
     layer_index: int
@@ -25,6 +26,8 @@ class AttentionSpec:
     chunk_size: int | None = None
     softcap: float | None = None
     is_mla: bool = False
+    key_scale: float = 1.0
+    value_scale: float = 1.0
 
 
 def build_attention_mask(

@@ -18,6 +18,8 @@ from fulgurite.errors import WeightsError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+# How hidden states are normalized: `ModelConfig.norm_type`.
+RMS_NORM, LAYER_NORM, LAYER_NORM_WITHOUT_BIAS = "rms_norm", "layer_norm", "layer_norm_without_bias"
 MAX_NUMBER = 1e30  # larger numbers overflow float32 arithmetic
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -26,7 +28,12 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """One rotary embedding (RoPE), with its scaling."""
+    """One rotary embedding (RoPE), with its scaling.
+
+    `mrope_sections` (multimodal models): how many pairs rotate by the time, the height and the width
+    of a token's position. With `mrope_interleaved` the three alternate; otherwise they follow each
+    other. All three are equal for text.
+    """
 
     rope_type: str
     rotary_dim: int
@@ -44,6 +51,9 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     mscale_all_dim: float = 0.0
+    long_attention_factor: float | None = None
+    mrope_sections: tuple[int, ...] = ()
+    mrope_interleaved: bool = False
 
     @property
     def needs_sequence_length(self) -> bool:
@@ -53,7 +63,8 @@ class RopeConfig:
     @property
     def switches_factors(self) -> bool:
         """Whether sequences longer than `original_max_positions` use other factors (LongRoPE)."""
-        return self.rope_type == "longrope" and self.short_factors != self.long_factors
+        is_same = self.short_factors == self.long_factors and self.long_attention_factor is None
+        return self.rope_type == "longrope" and not is_same
 
     @property
     def softmax_scale_factor(self) -> float:
@@ -65,12 +76,14 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class AttentionTemperature:
-    """Llama 4, layers without RoPE: q *= 1 + attn_scale * log(1 + floor((position + 1) /
-    floor_scale)).
+    """q *= 1 + attn_scale * log(1 + floor((position + offset) / floor_scale)).
+
+    Llama 4 uses it in layers without RoPE (offset 1), Ministral 3 in every layer (offset 0).
     """
 
     floor_scale: float
     attn_scale: float
+    offset: int = 1
 
 
 @dataclass(frozen=True)
@@ -81,6 +94,7 @@ class LayerConfig:
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
     is_moe: bool = False
+    is_linear_attention: bool = False
     attention_temperature: AttentionTemperature | None = None
 
 
@@ -96,6 +110,8 @@ class MoEConfig:
     routed_scaling_factor: float = 1.0
     num_groups: int = 1
     topk_groups: int = 1
+    shared_expert_gate: bool = False
+    jitter_eps: float = 0.0
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
 
@@ -121,8 +137,36 @@ class MLAConfig:
 
 
 @dataclass(frozen=True)
+class LinearAttentionConfig:
+    """The layers with linear attention (gated DeltaNet), or with a short convolution only."""
+
+    conv_taps: int
+    num_key_heads: int = 0
+    num_value_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    conv_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_key_heads and self.num_value_heads % self.num_key_heads:
+            raise WeightsError(
+                f"linear_num_value_heads={self.num_value_heads} must be a multiple of "
+                f"linear_num_key_heads={self.num_key_heads}"
+            )
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """Everything that a family needs to build its modules."""
+    """Everything that a family needs to build its modules.
+
+    norm_type           "rms_norm", "layer_norm" or "layer_norm_without_bias"
+    qk_norm_scope       "head": each head by itself; "projection": all heads of a token at once
+    qk_norm_after_rope  whether queries and keys are normalized after the rotation
+    qkv_clip            queries, keys and values are clamped to plus and minus this
+    attention_output_gate    attention outputs are multiplied by sigmoid(gate_proj(x))
+    residual_scale      the factor of a block's output when it is added to the residual
+    logit_scale         the factor of the logits, before the soft cap
+    """
 
     family: str
     vocab_size: int
@@ -142,11 +186,20 @@ class ModelConfig:
     o_proj_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_scope: str = "head"
+    qk_norm_after_rope: bool = False
+    qkv_clip: float | None = None
+    attention_output_gate: bool = False
+    norm_type: str = RMS_NORM
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    lm_head_bias: bool = False
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
+    linear_attention: LinearAttentionConfig | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -228,6 +281,11 @@ class ConfigFields:
             raise self.error(f"{name}={value!r} is not supported; supported: {', '.join(allowed)}")
         return value
 
+    def with_defaults(self, **defaults: object) -> ConfigFields:
+        """The fields, with these values for those that are absent."""
+        missing = {name: value for name, value in defaults.items() if name not in self}
+        return ConfigFields({**self.values, **missing}, self.where)
+
     def get_section(self, name: str) -> ConfigFields:
         """A nested object; empty if absent."""
         values = self.values.get(name)
@@ -261,109 +319,3 @@ class ConfigFields:
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     """YaRN's scale of queries and keys for a context extended by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-def read_rope(
-    fields: ConfigFields,
-    head_dim: int,
-    *,
-    theta: float = 10_000.0,
-    interleaved: bool = False,
-    layer_type: str | None = None,
-    yarn_is_longrope: bool = False,
-) -> RopeConfig:
-    """Read the rotary embedding from `rope_parameters`, or from `rope_scaling` and `rope_theta`
-    (older).
-
-    `layer_type` selects an entry of `rope_parameters` that is keyed by layer type (Gemma 3).
-    """
-    scaling = fields.get_section(
-        "rope_parameters" if "rope_parameters" in fields else "rope_scaling"
-    )
-    if layer_type is not None:
-        scaling = scaling.get_section(layer_type)
-    rope_type = scaling.get_str("rope_type", scaling.get_str("type", "default"))
-    if rope_type == "su" or (rope_type == "yarn" and yarn_is_longrope):
-        rope_type = "longrope"
-    if rope_type not in ROPE_TYPES:
-        raise scaling.error(
-            f"rope_type={rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
-        )
-    partial = scaling.get_positive_float(
-        "partial_rotary_factor", fields.get_positive_float("partial_rotary_factor", 1.0)
-    )
-    max_positions = fields.get_positive_int("max_position_embeddings")
-    original = fields.get_optional_positive_int("original_max_position_embeddings")
-    if original is None:
-        original = scaling.get_positive_int("original_max_position_embeddings", max_positions)
-    if rope_type in ("linear", "dynamic", "llama3"):
-        factor = scaling.get_positive_float("factor")
-    else:
-        factor = scaling.get_positive_float("factor", max_positions / original)
-    rope = RopeConfig(
-        rope_type=rope_type,
-        rotary_dim=int(head_dim * partial),
-        theta=scaling.get_positive_float(
-            "rope_theta", fields.get_positive_float("rope_theta", theta)
-        ),
-        max_positions=max_positions,
-        interleaved=interleaved,
-        factor=factor,
-        original_max_positions=original,
-        attention_factor=_read_attention_factor(rope_type, scaling, factor, original),
-        beta_fast=scaling.get_positive_float("beta_fast", 32.0),
-        beta_slow=scaling.get_positive_float("beta_slow", 1.0),
-        truncate=scaling.get_bool("truncate", True),
-        low_freq_factor=scaling.get_float("low_freq_factor", 1.0),
-        high_freq_factor=scaling.get_float("high_freq_factor", 4.0),
-        short_factors=scaling.get_floats("short_factor"),
-        long_factors=scaling.get_floats("long_factor"),
-        mscale_all_dim=scaling.get_float("mscale_all_dim", 0.0),
-    )
-    if not 2 <= rope.rotary_dim <= head_dim or rope.rotary_dim % 2:
-        raise scaling.error(
-            f"rotary_dim={rope.rotary_dim} must be even and between 2 and head_dim={head_dim}"
-        )
-    if rope_type in ("yarn", "longrope") and (rope.theta == 1 or original == 1):
-        raise scaling.error(
-            f"{rope_type} needs rope_theta and original_max_position_embeddings other than 1"
-        )
-    for name, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
-        if rope_type == "longrope" and len(factors) != rope.rotary_dim // 2:
-            raise scaling.error(
-                f"{name} has {len(factors)} numbers; "
-                f"it needs rotary_dim / 2 = {rope.rotary_dim // 2}"
-            )
-    return rope
-
-
-def _read_attention_factor(
-    rope_type: str, scaling: ConfigFields, factor: float, original: int
-) -> float:
-    """The factor of cos and sin."""
-    if rope_type in ("yarn", "longrope") and "attention_factor" in scaling:
-        return scaling.get_float("attention_factor")
-    if rope_type == "yarn":
-        mscale, all_dim = scaling.get_float("mscale", 0.0), scaling.get_float("mscale_all_dim", 0.0)
-        if mscale and all_dim:
-            return yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
-        return yarn_mscale(factor)
-    if rope_type == "longrope" and factor > 1 and original > 1:
-        return math.sqrt(1 + math.log(factor) / math.log(original))
-    return 1.0
-
-
-def read_dtype(fields: ConfigFields) -> torch.dtype:
-    """The dtype of the checkpoint; float32 if config.json does not say."""
-    name = fields.get_str("dtype", fields.get_str("torch_dtype", "float32"))
-    if name not in DTYPES:
-        raise fields.error(f"dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
-def read_layer_types(fields: ConfigFields, count: int, default: list[str]) -> list[str]:
-    """`layer_types` of the file, or the family's default."""
-    types = [str(name) for name in fields.get_list("layer_types")] or default
-    if len(types) != count:
-        raise fields.error(f"layer_types has {len(types)} entries for {count} layers")
-    return types

@@ -2,15 +2,18 @@
 
 Each family picks one of these routings. It becomes a `RouterConfig` with the numbers of its config.
 
-    Mixtral, Qwen3-MoE   softmax_then_topk   top-k of the softmax, renormalized or not
+    Mixtral, Qwen, OLMoE softmax_then_topk   top-k of the softmax, renormalized or not
     DeepSeek-V2          grouped_softmax     the same within the best groups (by their best expert),
                                              scaled
     DeepSeek-V3          grouped_sigmoid     sigmoid scores. Selection adds a correction bias and
                                              stays within the best groups (by their best two
                                              experts). Weights are the scores without bias,
                                              renormalized and scaled
-    gpt-oss              topk_then_softmax   top-k of the logits, then softmax over them
+    gpt-oss, Granite     topk_then_softmax   top-k of the logits, then softmax over them
     Llama 4              topk_then_sigmoid   top-k of the logits, then sigmoid of each
+    ERNIE 4.5            corrected_softmax   softmax scores. Selection adds a correction bias. Weights
+                                             are the scores without bias, renormalized
+    Phi-MoE              sparsemixer         one expert after the other: softmax over those near it
 
 Expert weights are stacked, gate rows before up rows: `gate_up_proj` [E, 2I, D] and `down_proj` [E,
 D, I]. They are dense or quantized. This is the layout that `fulgurite.kernels.moe.ops` reads.
@@ -28,13 +31,15 @@ from torch import Tensor, nn
 from fulgurite.kernels.common.multi_stream import can_overlap, run_overlapped
 from fulgurite.kernels.elementwise import ops as elementwise
 from fulgurite.kernels.elementwise.gated_activation import CLAMPED_SWIGLU, GatedActivation
+from fulgurite.kernels.gemm.fused_projections import fused_gate_up
 from fulgurite.kernels.gemm.modules import default_activation_format
 from fulgurite.kernels.gemm.reference import UNQUANTIZED
 from fulgurite.kernels.moe.ops import fused_experts
 from fulgurite.kernels.moe.router_config import RmsNormArgs, RouterConfig, Routes
 from fulgurite.kernels.moe.routing import is_small_batch, route_tokens
+from fulgurite.models.blocks import GatedMLP, ResidualBlock, project_add
 from fulgurite.models.config import ModelConfig, MoEConfig
-from fulgurite.models.layers import GatedMLP, ResidualBlock, RMSNorm
+from fulgurite.models.norms import RMSNorm
 from fulgurite.quant import QuantTensor
 
 RoutingFunction = Callable[[MoEConfig], RouterConfig]
@@ -74,10 +79,21 @@ def grouped_sigmoid(config: MoEConfig) -> RouterConfig:
     )
 
 
+def corrected_softmax(config: MoEConfig) -> RouterConfig:
+    return RouterConfig(
+        config.top_k, "softmax", renormalize=True, scaling_factor=config.routed_scaling_factor
+    )
+
+
+def sparsemixer(config: MoEConfig) -> RouterConfig:
+    return RouterConfig(config.top_k, "sparsemixer", jitter_eps=config.jitter_eps)
+
+
 class Router(nn.Module):
     """Scores the experts for each token in float32 and selects the top k.
 
     `bias` is added to the logits. `correction_bias`, always float32, affects only the selection.
+    `float32`: the weight is float32 in a model of any dtype, as some checkpoints store it.
     """
 
     def __init__(
@@ -87,10 +103,12 @@ class Router(nn.Module):
         routing: RoutingFunction,
         bias: bool = False,
         correction_bias: bool = False,
+        float32: bool = False,
     ) -> None:
         super().__init__()
         self.config = routing(config)
-        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
+        dtype = torch.float32 if float32 else None
+        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(config.num_experts)) if bias else None
         self.correction_bias = None
         if correction_bias:
@@ -217,8 +235,60 @@ class MoE(ResidualBlock):
         return out_XD if residual_XD is None else elementwise.add(residual_XD, out_XD)
 
 
+class SharedExpertGate(nn.Linear):
+    """One factor for each token. A weight of one row stays dense in a quantized model."""
+
+
+class GatedSharedExpert(GatedMLP):
+    """A shared expert whose output each token scales by itself (Qwen2-MoE).
+
+    y = sigmoid(output_gate(x)) * down_proj(activation(gate_proj(x)) * up_proj(x)), without biases.
+    The factor multiplies the input of down_proj: if ranks share the intermediate size, they sum
+    outputs, and gradients, that are partial as those of the other weights.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, activation: str) -> None:
+        super().__init__(hidden_size, intermediate_size, activation)
+        self.output_gate = SharedExpertGate(hidden_size, 1, bias=False)
+
+    def forward(
+        self, x_XD: Tensor, *, norm: RMSNorm | None = None, residual_XD: Tensor | None = None
+    ) -> Tensor:
+        """Apply `norm` to x first if given, and add the output to `residual_XD` if given."""
+        x_XD = x_XD if norm is None else norm(x_XD)
+        gate, up = self.fused_projections
+        intermediate_XI = fused_gate_up(x_XD, gate, up, self.activation)
+        gate_X1 = self.output_gate(x_XD)
+        scaled_XI = elementwise.activation_and_mul(gate_X1, intermediate_XI, "sigmoid")
+        return project_add(residual_XD, scaled_XI, self.down_proj)
+
+
 def build_shared_expert(config: ModelConfig) -> GatedMLP | None:
-    """The shared expert, which processes every token, as a plain MLP."""
+    """The shared expert, which processes every token."""
     assert config.moe is not None, f"{config.family} has no experts"
     size = config.moe.shared_intermediate_size
-    return GatedMLP(config.hidden_size, size, config.activation, config.mlp_bias) if size else None
+    if not size:
+        return None
+    if config.moe.shared_expert_gate:
+        return GatedSharedExpert(config.hidden_size, size, config.activation)
+    return GatedMLP(config.hidden_size, size, config.activation, config.mlp_bias)
+
+
+def build_moe(
+    config: ModelConfig,
+    routing: RoutingFunction,
+    *,
+    correction_bias: bool = False,
+    float32_router: bool = False,
+) -> MoE:
+    """Router, experts and shared expert of a layer whose experts are gated MLPs without biases."""
+    assert config.moe is not None, f"{config.family} has no experts"
+    router = Router(
+        config.hidden_size,
+        config.moe,
+        routing,
+        correction_bias=correction_bias,
+        float32=float32_router,
+    )
+    experts = Experts(config.hidden_size, config.moe, gated_activation(config.activation))
+    return MoE(router, experts, build_shared_expert(config))

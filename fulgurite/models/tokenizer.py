@@ -72,14 +72,26 @@ class Tokenizer:
         """Token ids; `add_special_tokens` adds those that the tokenizer puts around a text."""
         _check_unicode(text)
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        if (
-            add_special_tokens
-            and self.adds_bos
-            and self.bos_id is not None
-            and ids[:1] != [self.bos_id]
-        ):
-            ids = [self.bos_id, *ids]
+        return self._with_bos(ids) if add_special_tokens else ids
+
+    def _with_bos(self, ids: list[int]) -> list[int]:
+        """The ids with the BOS token in front, if the tokenizer adds it."""
+        if self.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            return [self.bos_id, *ids]
         return ids
+
+    def encode_truncated(self, text: str, max_tokens: int) -> list[int]:
+        """`encode`, of the beginning of the text that fits into `max_tokens`."""
+        ids = self.encode(text)
+        if len(ids) <= max_tokens:
+            return ids
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        special = len(ids) - len(encoding.ids)
+        if special >= max_tokens:
+            raise ArgumentError(f"{max_tokens} tokens hold no text", next="allow more tokens")
+        encoding.truncate(max_tokens - special)
+        processed: list[int] = self.backend.post_process(encoding, add_special_tokens=True).ids
+        return self._with_bos(processed)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -134,6 +146,14 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     return from_folder(path.parent if path.is_file() else path)
 
 
+def find_tokenizer(name: str | Path) -> Tokenizer | None:
+    """`load_tokenizer`, or None for a folder without a tokenizer.json."""
+    path = hub.resolve_model_path(name)
+    folder = path.parent if path.is_file() else path
+    has_file = path.suffix == ".gguf" or (folder / "tokenizer.json").is_file()
+    return load_tokenizer(path) if has_file else None
+
+
 def from_folder(folder: Path) -> Tokenizer:
     file = folder / "tokenizer.json"
     if not file.is_file():
@@ -170,7 +190,10 @@ def _read_backend(file: Path) -> Backend:
         text = file.read_text(encoding="utf-8")
         if not text.rstrip().endswith("}"):
             raise ValueError("the file is truncated")
-        return Backend.from_str(text)
+        backend = Backend.from_str(text)
+        backend.no_padding()  # some files pad or cut every text to the length of training
+        backend.no_truncation()
+        return backend
     except Exception as error:  # the library raises plain Exception
         raise WeightsError(
             f"cannot parse tokenizer.json: {error}", where=str(file), next="download it again"

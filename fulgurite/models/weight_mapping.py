@@ -17,9 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from fulgurite.models.config import ModelConfig
+from fulgurite.models.config import LinearAttentionConfig, ModelConfig
 
 Convert = Callable[[Tensor, ModelConfig], Tensor]
 TargetView = Callable[[Tensor, ModelConfig, int], Tensor]
@@ -67,9 +68,35 @@ def transpose(tensor: Tensor, config: ModelConfig) -> Tensor:
     return tensor.transpose(-1, -2)
 
 
+def orient_gate_up(tensor: Tensor, config: ModelConfig) -> Tensor:
+    """[E, D, 2I] -> [E, 2I, D], where it is not stored so already. Square ones are the former."""
+    assert config.moe is not None, f"{config.family} has no experts"
+    rows, columns = 2 * config.moe.intermediate_size, config.hidden_size
+    is_oriented = tensor.shape[-2:] == (rows, columns) and rows != columns
+    return tensor if is_oriented else tensor.transpose(-1, -2)
+
+
+def orient_down(tensor: Tensor, config: ModelConfig) -> Tensor:
+    """[E, I, D] -> [E, D, I], where it is not stored so already. Square ones are the former."""
+    assert config.moe is not None, f"{config.family} has no experts"
+    rows, columns = config.hidden_size, config.moe.intermediate_size
+    is_oriented = tensor.shape[-2:] == (rows, columns) and rows != columns
+    return tensor if is_oriented else tensor.transpose(-1, -2)
+
+
 def subtract_one(tensor: Tensor, config: ModelConfig) -> Tensor:
     """Undo the 1 that GGUF files add to Gemma's norm weights."""
     return tensor - 1
+
+
+def as_row(tensor: Tensor, config: ModelConfig) -> Tensor:
+    """[D] or [1, D] -> [1, D]."""
+    return tensor.reshape(1, -1)
+
+
+def flatten(tensor: Tensor, config: ModelConfig) -> Tensor:
+    """[1, E] or [E] -> [E]."""
+    return tensor.flatten()
 
 
 def deinterleave_gate_up(tensor: Tensor, config: ModelConfig) -> Tensor:
@@ -113,6 +140,45 @@ def unpermute_rope(tensor: Tensor, config: ModelConfig) -> Tensor:
     return heads.transpose(1, 2).flatten(0, 2)
 
 
+def group_qkvz(tensor: Tensor, config: ModelConfig) -> Tensor:
+    """Rows of q, k, v, z of each key head -> all q rows, all k rows, all v rows, all z rows."""
+    linear = _get_linear_attention(config)
+    values = linear.num_value_heads // linear.num_key_heads * linear.value_dim
+    heads = tensor.unflatten(0, (linear.num_key_heads, -1))
+    parts = heads.split([linear.key_dim, linear.key_dim, values, values], dim=1)
+    return torch.cat([part.flatten(0, 1) for part in parts])
+
+
+def group_ba(tensor: Tensor, config: ModelConfig) -> Tensor:
+    """Rows of b and a of each key head -> all a rows, all b rows."""
+    heads = tensor.unflatten(0, (_get_linear_attention(config).num_key_heads, 2, -1))
+    return torch.cat((heads[:, 1].flatten(0, 1), heads[:, 0].flatten(0, 1)))
+
+
+def transpose_conv(tensor: Tensor, config: ModelConfig) -> Tensor:
+    """[C, 1, W] -> [W, C]."""
+    return tensor[:, 0].T
+
+
+def slice_query(tensor: Tensor, config: ModelConfig) -> Tensor:
+    """The query rows of q_proj, which holds query and gate of each head."""
+    return _query_and_gate(tensor, config)[:, 0].flatten(0, 1)
+
+
+def slice_gate(tensor: Tensor, config: ModelConfig) -> Tensor:
+    """The gate rows of q_proj."""
+    return _query_and_gate(tensor, config)[:, 1].flatten(0, 1)
+
+
+def _query_and_gate(tensor: Tensor, config: ModelConfig) -> Tensor:
+    return tensor.unflatten(0, (config.num_heads, 2, config.head_dim))
+
+
+def _get_linear_attention(config: ModelConfig) -> LinearAttentionConfig:
+    assert config.linear_attention is not None, f"{config.family} has no linear attention"
+    return config.linear_attention
+
+
 # ---- target views: parts of stacked experts and of kv_b_proj -------------------------------------
 
 
@@ -138,6 +204,29 @@ def view_all_gates(parameter: Tensor, config: ModelConfig, expert: int) -> Tenso
 def view_all_ups(parameter: Tensor, config: ModelConfig, expert: int) -> Tensor:
     """The up rows of every expert's gate_up_proj."""
     return parameter.chunk(2, dim=1)[1]
+
+
+def view_qkv_rows(parameter: Tensor, config: ModelConfig, expert: int) -> Tensor:
+    """The rows of a GatedDeltaNet's in_proj that give queries, keys and values."""
+    return parameter[: len(parameter) - _value_rows(config)]
+
+
+def view_z_rows(parameter: Tensor, config: ModelConfig, expert: int) -> Tensor:
+    """The rows of a GatedDeltaNet's in_proj that give the output gate."""
+    return parameter[len(parameter) - _value_rows(config) :]
+
+
+def view_first_half(parameter: Tensor, config: ModelConfig, expert: int) -> Tensor:
+    return parameter.chunk(2)[0]
+
+
+def view_second_half(parameter: Tensor, config: ModelConfig, expert: int) -> Tensor:
+    return parameter.chunk(2)[1]
+
+
+def _value_rows(config: ModelConfig) -> int:
+    linear = _get_linear_attention(config)
+    return linear.num_value_heads * linear.value_dim
 
 
 def view_kv_b_keys(parameter: Tensor, config: ModelConfig, expert: int) -> Tensor:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
 
 from fulgurite.models import CausalLM, ContiguousKVCache
+from tests.models.more_cases import MORE_CASES
 
 VOCAB_SIZE = 97
 COMMON = {
@@ -63,6 +66,7 @@ def rope_fields(kind: str, theta: float = 10_000.0, **values: object) -> dict[st
     return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **values}}
 
 
+TEXT_CONFIGS = ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe")  # the text part of a larger model
 # name -> class prefix in transformers, fields in addition to COMMON
 CASES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("Llama", {"attention_bias": True, "mlp_bias": True}),
@@ -137,6 +141,64 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
             "mlp_only_layers": [1],
         },
     ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            "head_dim": 24,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 24,
+            "mlp_only_layers": [1],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 10,
+            **rope_fields("default", partial_rotary_factor=0.25),
+        },
+    ),
+    "qwen3_5": (
+        "Qwen3_5",
+        {
+            "head_dim": 24,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 20,
+            **rope_fields(
+                "default",
+                partial_rotary_factor=0.5,
+                mrope_section=[2, 2, 2],
+                mrope_interleaved=True,
+            ),
+        },
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {
+            "head_dim": 24,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 16,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 3,
+            "linear_key_head_dim": 10,
+            "linear_value_head_dim": 8,
+            **rope_fields("default", partial_rotary_factor=0.25, mrope_section=[1, 1, 1]),
+        },
+    ),
+    "lfm2": (
+        "Lfm2",
+        {
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "conv_bias": True,
+            "conv_L_cache": 3,
+            "block_multiple_of": 8,
+            "pad_token_id": 0,
+        },
+    ),
     "qwen3_moe_unnormed": (
         "Qwen3Moe",
         {
@@ -207,18 +269,41 @@ def randomize(model: nn.Module, generator: torch.Generator) -> None:
         if is_norm or "bias" in name or name.endswith("sinks"):
             noise = 0.3 * torch.randn(tensor.shape, generator=generator)
             tensor.data.copy_(tensor.data + noise if is_norm else noise * 3)
+        if name.endswith("A_log"):
+            # Rates near 1: float32 sums of large rates make transformers' chunked form inexact.
+            tensor.data.copy_(0.3 * torch.randn(tensor.shape, generator=generator))
 
 
 def build_reference(name: str, **overrides: object) -> nn.Module:
     """The transformers model of a case, with some fields overridden."""
-    prefix, fields = CASES[name]
-    suffix = "TextConfig" if prefix in ("Gemma3", "Llama4") else "Config"
+    prefix, fields = (CASES | MORE_CASES)[name]
+    if not hasattr(transformers, prefix + "ForCausalLM"):
+        pytest.skip(f"transformers {transformers.__version__} does not have {prefix}")
+    suffix = "TextConfig" if prefix in TEXT_CONFIGS else "Config"
     config = getattr(transformers, prefix + suffix)(**{**COMMON, **fields, **overrides})
     torch.manual_seed(0)
     model = getattr(transformers, prefix + "ForCausalLM")(config).eval()
     randomize(model, torch.Generator().manual_seed(1))
+    if prefix == "Phimoe":
+        use_long_factors(model)
     assert isinstance(model, nn.Module)
     return model
+
+
+def use_long_factors(model: nn.Module) -> None:
+    """Give the sequence length to Phi-MoE's rotary embedding.
+
+    transformers 5 forgets it, so long sequences would get the short factors and the long mscale.
+    """
+    rotary: Any = model.model.rotary_emb
+    compute = rotary.rope_init_fn
+
+    def pass_length(module: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        positions = named["position_ids"] if "position_ids" in named else arguments[1]
+        length = int(positions.max()) + 1
+        module.rope_init_fn = lambda config, *_, **__: compute(config, seq_len=length)
+
+    rotary.register_forward_pre_hook(pass_length, with_kwargs=True)
 
 
 def make_prompt(length: int, seed: int = 0) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 
 from fulgurite.kernels.moe.routing import route
 from fulgurite.models import moe
+from fulgurite.models.blocks import GatedMLP
 from fulgurite.models.config import MoEConfig
-from fulgurite.models.layers import GatedMLP
 
 CONFIG = MoEConfig(
     num_experts=8,

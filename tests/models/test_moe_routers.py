@@ -37,6 +37,12 @@ CASES = {
                              moe.grouped_sigmoid, {"routed_scaling_factor": 1.7, "num_groups": 4, "topk_groups": 2}),
     "gpt_oss": ("GptOss", "GptOssMLP", {}, moe.topk_then_softmax, {}),
     "llama4": ("Llama4Text", "Llama4TextMoe", {}, moe.topk_then_sigmoid, {}),
+    "ernie": ("Ernie4_5_Moe", "Ernie4_5_MoeSparseMoeBlock", {"moe_num_shared_experts": 0},
+              moe.corrected_softmax, {}),
+    "granite": ("GraniteMoe", "GraniteMoeMoE", {}, moe.topk_then_softmax, {}),
+    # Nearby experts: none (1e-6), some, and all of them.
+    **{f"phi_{eps}": ("Phimoe", "PhimoeSparseMoeBlock", {"router_jitter_noise": eps},
+                      moe.sparsemixer, {"jitter_eps": eps}) for eps in (1e-6, 0.05, 0.4, 100.0)},
 }  # fmt: skip
 
 
@@ -46,13 +52,16 @@ def build_reference_moe(
     config = getattr(transformers, f"{prefix}Config")(
         hidden_size=HIDDEN_SIZE, intermediate_size=INTERMEDIATE_SIZE, moe_intermediate_size=INTERMEDIATE_SIZE,
         num_experts=experts, num_local_experts=experts, n_routed_experts=experts, n_shared_experts=1,
+        moe_num_experts=experts, moe_k=k,
         num_experts_per_tok=k, num_attention_heads=2, num_key_value_heads=2, **fields,
     )  # fmt: skip
     config._experts_implementation = "eager"
     family = {"Qwen3Moe": "qwen3_moe", "DeepseekV2": "deepseek_v2", "DeepseekV3": "deepseek_v3",
-              "GptOss": "gpt_oss", "Llama4Text": "llama4", "Mixtral": "mixtral"}[prefix]  # fmt: skip
+              "GptOss": "gpt_oss", "Llama4Text": "llama4", "Mixtral": "mixtral",
+              "Ernie4_5_Moe": "ernie4_5_moe", "GraniteMoe": "granitemoe",
+              "Phimoe": "phimoe"}[prefix]  # fmt: skip
     code = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    module: nn.Module = getattr(code, name)(config)
+    module: nn.Module = getattr(code, name)(config).eval()
     generator = torch.Generator().manual_seed(experts)
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data.copy_(0.3 * torch.randn(tensor.shape, generator=generator))
@@ -62,15 +71,17 @@ def build_reference_moe(
 def build_moe(reference: nn.Module, routing: moe.RoutingFunction, config: MoEConfig) -> moe.MoE:
     """Our modules with the weights of the reference."""
     reference_router = reference.gate if hasattr(reference, "gate") else reference.router
-    correction = getattr(reference_router, "e_score_correction_bias", None)
+    statics = getattr(reference_router, "moe_statics", reference_router)
+    correction = getattr(statics, "e_score_correction_bias", None)
     bias = getattr(reference_router, "bias", None)
     router = moe.Router(HIDDEN_SIZE, config, routing, bias is not None, correction is not None)
     router.weight.data = reference_router.weight.data
     if bias is not None:
         router.bias.data = bias.data
     if correction is not None:
-        router.correction_bias.data = correction.data
-    is_gpt_oss, is_llama4 = routing is moe.topk_then_softmax, routing is moe.topk_then_sigmoid
+        router.correction_bias.data = correction.data.flatten()
+    is_gpt_oss = hasattr(reference.experts, "gate_up_proj_bias")
+    is_llama4 = routing is moe.topk_then_sigmoid
     activation = moe.clamped_swiglu(1.702, 7.0) if is_gpt_oss else moe.gated_activation("silu")
     experts = moe.Experts(
         HIDDEN_SIZE, config, activation, bias=is_gpt_oss, apply_router_weight_on_input=is_llama4
@@ -102,6 +113,7 @@ def reference_routed_output(reference: nn.Module, x: Tensor) -> Tensor:
 @torch.no_grad()
 def test_moe_matches_transformers(name: str, experts: int, k: int) -> None:
     prefix, module, fields, routing, moe_fields = CASES[name]
+    k = 2 if routing is moe.sparsemixer else k
     reference = build_reference_moe(prefix, module, fields, experts, k)
     layer = build_moe(reference, routing, MoEConfig(experts, k, INTERMEDIATE_SIZE, **moe_fields))
     for tokens in (1, 33):

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fulgurite.models import AttentionSpec, CausalLM
 from fulgurite.models.attention_spec import build_attention_mask
-from fulgurite.models.kv_cache import UnpagedKVCache, masked_attention
+from fulgurite.models.kv_cache import UnpagedKVCache
 from fulgurite.models.mla import MLAInputs, attend_absorbed
+from fulgurite.models.uncached_attention import masked_attention
 from tests.models.reference_models import make_prompt
 
 BLOCK_SIZE = 4

@@ -8,7 +8,8 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fulgurite.errors import WeightsError
-from fulgurite.models.config import ConfigFields, read_rope
+from fulgurite.models.config import ConfigFields
+from fulgurite.models.config_readers import read_rope
 from fulgurite.models.rope import RotaryEmbedding, apply_rope
 from tests.models.reference_models import CASES, COMMON, ModelPair
 

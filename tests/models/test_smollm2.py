@@ -42,9 +42,8 @@ def test_tensors_match_the_gguf_package(model: CausalLM) -> None:
     file = GGUFCheckpoint(hub.resolve_model_path("smollm2"))
     for name in ("blk.7.ffn_down.weight", "blk.29.attn_v.weight"):
         tensor = file.get_tensor(name)
-        reference = gguf.quants.dequantize(
-            tensor.data.numpy(), gguf.GGMLQuantizationType[tensor.format]
-        )
+        kind = gguf.GGMLQuantizationType[tensor.data.format.name.upper()]
+        reference = gguf.quants.dequantize(tensor.data.packed.numpy(), kind)
         assert torch.equal(tensor.read_all(), torch.from_numpy(reference))
     assert torch.equal(
         model.layers[7].feed_forward.down_proj.weight,

@@ -15,12 +15,9 @@ from torch import Tensor
 
 from fulgurite import device, native
 from fulgurite.kernels.common.cpu_library import DTYPE_CODES
-from fulgurite.kernels.grouped_gemm.cpu import (
-    compute_router_logits,
-    load_kernel,
-    supports_dtypes,
-    to_float_rows,
-)
+from fulgurite.kernels.gemm.cpu_dense import load_kernel, prepare_rows, supports_dtypes
+from fulgurite.kernels.grouped_gemm.cpu import compute_router_logits
+from fulgurite.kernels.moe import reference
 from fulgurite.kernels.moe.router_config import RouterConfig
 
 _pack_route = struct.Struct("13qd2q").pack
@@ -31,9 +28,9 @@ _pack_combine = struct.Struct("11q").pack
 
 def route(logits: Tensor, correction_bias: Tensor | None, config: RouterConfig) -> Any:
     """`fulgurite::route`."""
-    if not supports_dtypes(logits, correction_bias):
+    if not supports_dtypes(logits, correction_bias) or config.is_sparsemixer:
         return NotImplemented
-    scratch = to_float_rows(logits, copy=True)
+    scratch = prepare_rows(logits, copy=True)
     return _select_topk(scratch, logits.shape[1], correction_bias, config)
 
 
@@ -48,6 +45,8 @@ def route_tokens(
     if not supports_dtypes(x, weight, bias, correction_bias) or weight.stride(1) != 1:
         return NotImplemented
     logits = compute_router_logits(x, weight, bias)
+    if config.is_sparsemixer:
+        return reference.route(logits, correction_bias, config)
     return _select_topk(logits, weight.shape[0], correction_bias, config)
 
 
@@ -56,7 +55,7 @@ def _select_topk(
 ) -> tuple[Tensor, Tensor]:
     """Weights and experts; `logits` in float32 are overwritten."""
     tokens = logits.shape[0]
-    bias = None if correction_bias is None else to_float_rows(correction_bias[None])
+    bias = None if correction_bias is None else prepare_rows(correction_bias[None])
     weights = torch.empty(tokens, config.top_k)
     selected = torch.empty(tokens, config.top_k, dtype=torch.int64)
     packed = _pack_route(

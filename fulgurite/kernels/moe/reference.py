@@ -24,6 +24,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """`fulgurite::route`: weights and experts."""
     logits_TE = upcast(logits)
+    if config.is_sparsemixer:
+        return _route_sparsemixer(logits_TE, correction_bias, config)
     scores_TE = logits_TE if config.topk_before_scoring else apply_scoring(logits_TE, config)
     is_top2 = config.selects_groups and config.is_top2_sum
     choice_TE = logits_TE if correction_bias is None and not is_top2 else scores_TE
@@ -60,6 +62,29 @@ def _rank_experts(choice_TE: Tensor, config: RouterConfig) -> Tensor:
     return order_TE.gather(-1, excluded_TE.sort(dim=-1, stable=True).indices)
 
 
+def _route_sparsemixer(
+    logits_TE: Tensor, correction_bias: Tensor | None, config: RouterConfig
+) -> tuple[Tensor, Tensor]:
+    assert correction_bias is None, "sparsemixer has no correction bias"
+    experts_Tk = _rank_experts(logits_TE, config)[:, : config.top_k].contiguous()
+    probs_TkE = sparsemixer_probabilities(logits_TE, experts_Tk, config.jitter_eps)
+    selected_Tk = probs_TkE.gather(-1, experts_Tk[..., None]).squeeze(-1)
+    return compute_weights(selected_Tk, config), experts_Tk
+
+
+def sparsemixer_probabilities(logits_TE: Tensor, experts_Tk: Tensor, jitter_eps: float) -> Tensor:
+    """For each selected expert, the softmax over the experts near it that were not selected before.
+
+    Expert e is near a selected one of logit m if (m - logit_e) / max(|logit_e|, m) <= 2 jitter_eps.
+    """
+    best_Tk1 = logits_TE.gather(-1, experts_Tk)[..., None]
+    logits_TkE = logits_TE[:, None, :].expand(-1, experts_Tk.shape[1], -1)
+    is_far = (best_Tk1 - logits_TkE) / logits_TkE.abs().maximum(best_Tk1) > 2 * jitter_eps
+    chosen_TkE = torch.zeros_like(logits_TkE).scatter(-1, experts_Tk[..., None], 1)
+    was_chosen = chosen_TkE.cumsum(dim=1) - chosen_TkE > 0
+    return logits_TkE.masked_fill(is_far | was_chosen, float("-inf")).softmax(dim=-1)
+
+
 def _argsort_descending(values: Tensor) -> Tensor:
     return values.sort(dim=-1, descending=True, stable=True).indices
 
@@ -69,21 +94,39 @@ def route_backward(
 ) -> Tensor:
     """The gradient of logits, given that of the weights."""
     logits_TE = upcast(logits)
+    if config.is_sparsemixer:
+        return _sparsemixer_backward(logits_TE, experts_Tk, grad_weights, config).to(logits.dtype)
     scores_TE = logits_TE if config.topk_before_scoring else apply_scoring(logits_TE, config)
     selected_Tk = scores_TE.gather(-1, experts_Tk)
     if config.topk_before_scoring:
         selected_Tk = apply_scoring(selected_Tk, config)
-    grad_selected = grad_weights * config.scaling_factor
-    if config.renormalize:
-        total = selected_Tk.sum(dim=-1, keepdim=True) + SUM_EPSILON
-        mean = (grad_selected * selected_Tk).sum(-1, keepdim=True) / total
-        grad_selected = (grad_selected - mean) / total
+    grad_selected = _weights_backward(selected_Tk, grad_weights, config)
     if config.topk_before_scoring:
         grad_selected = _scoring_backward(grad_selected, selected_Tk, config)
     gradient = torch.zeros_like(logits_TE).scatter(-1, experts_Tk, grad_selected)
     if not config.topk_before_scoring:
         gradient = _scoring_backward(gradient, scores_TE, config)
     return gradient.to(logits.dtype)
+
+
+def _weights_backward(selected_Tk: Tensor, grad_weights: Tensor, config: RouterConfig) -> Tensor:
+    """The gradient of the selected scores, given that of the weights."""
+    grad_selected = grad_weights * config.scaling_factor
+    if not config.renormalize:
+        return grad_selected
+    total = selected_Tk.sum(dim=-1, keepdim=True) + SUM_EPSILON
+    mean = (grad_selected * selected_Tk).sum(-1, keepdim=True) / total
+    return (grad_selected - mean) / total
+
+
+def _sparsemixer_backward(
+    logits_TE: Tensor, experts_Tk: Tensor, grad_weights: Tensor, config: RouterConfig
+) -> Tensor:
+    probs_TkE = sparsemixer_probabilities(logits_TE, experts_Tk, config.jitter_eps)
+    selected_Tk1 = probs_TkE.gather(-1, experts_Tk[..., None])
+    grad_Tk = _weights_backward(selected_Tk1.squeeze(-1), grad_weights, config)
+    is_selected = torch.zeros_like(probs_TkE).scatter(-1, experts_Tk[..., None], 1)
+    return (grad_Tk[..., None] * selected_Tk1 * (is_selected - probs_TkE)).sum(dim=1)
 
 
 def _scoring_backward(gradient: Tensor, scores: Tensor, config: RouterConfig) -> Tensor:

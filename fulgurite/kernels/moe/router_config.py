@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fulgurite.errors import ArgumentError
 
-SCORING_FUNCTIONS = ("softmax", "sigmoid")
+SPARSEMIXER = "sparsemixer"
+SCORING_FUNCTIONS = ("softmax", "sigmoid", SPARSEMIXER)
 GROUP_SCORES = ("max", "top2_sum")
 
 
@@ -38,12 +39,15 @@ class RouterConfig:
     """How experts are selected and weighted. The fields are the operator's arguments, in order.
 
     top_k                experts of a token
-    scoring              "softmax" or "sigmoid" of the logits
+    scoring              "softmax" or "sigmoid" of the logits; "sparsemixer": softmax, for each
+                         selected expert, over the experts near it that were not selected before
     topk_before_scoring  select by logits, and score only the selected ones
     renormalize          divide weights by their sum
     scaling_factor       multiply weights by it
     num_groups           groups of experts, of which the best `topk_groups` can be selected
     group_score          a group's score: its best expert's ("max"), or its best two's ("top2_sum")
+    jitter_eps           sparsemixer: an expert is near the selected one, of logit m, if
+                         (m - logit) / max(|logit|, m) <= 2 * jitter_eps
     """
 
     top_k: int
@@ -54,6 +58,7 @@ class RouterConfig:
     num_groups: int = 1
     topk_groups: int = 1
     group_score: str = "max"
+    jitter_eps: float = 0.0
 
     @property
     def selects_groups(self) -> bool:
@@ -68,6 +73,10 @@ class RouterConfig:
     def is_sigmoid(self) -> bool:
         return self.scoring == "sigmoid"
 
+    @property
+    def is_sparsemixer(self) -> bool:
+        return self.scoring == SPARSEMIXER
+
     def check(self, experts: int) -> None:
         """Raise if the configuration does not fit this number of experts."""
         for name, value, allowed in (
@@ -76,6 +85,11 @@ class RouterConfig:
         ):
             if value not in allowed:
                 raise ArgumentError(f"{name}={value!r}", next=f"one of {', '.join(allowed)}")
+        if self.is_sparsemixer and (self.topk_before_scoring or self.num_groups > 1):
+            raise ArgumentError(
+                "sparsemixer selects and scores one expert after the other",
+                next="topk_before_scoring=False and num_groups=1",
+            )
         groups = self.num_groups
         if groups < 1 or not 1 <= self.topk_groups <= groups or experts % groups:
             raise ArgumentError(

@@ -14,6 +14,7 @@ With `topk_before_scoring` the k largest logits are selected and only these are 
                          renormalize=True, scaling_factor=2.5), and a correction bias
     gpt-oss              RouterConfig(k, "softmax", topk_before_scoring=True)
     Llama 4              RouterConfig(k, "sigmoid", topk_before_scoring=True)
+    Phi-MoE              RouterConfig(k, "sparsemixer", jitter_eps=0.01); in plain torch
 
 Among equals the expert with the smaller index comes first, and NaN counts as the largest. So the
 selection is the same on every device and never out of range. Without a correction bias the logits
@@ -31,10 +32,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fulgurite.determinism import is_deterministic
 from fulgurite.errors import ArgumentError
 from fulgurite.kernels import registry
 from fulgurite.kernels.common.launch_plan import planned
 from fulgurite.kernels.elementwise.ops import rms_norm
+from fulgurite.kernels.gemm.dense_linear import dense_linear
 from fulgurite.kernels.gemm.reference import upcast
 from fulgurite.kernels.moe import cpu, reference, triton_routing, triton_small_batch_routing
 from fulgurite.kernels.moe.router_config import RmsNormArgs, RouterConfig, Routes
@@ -104,7 +107,8 @@ def route_tokens(
         if routes is not NotImplemented:
             return Routes(*routes)
     bias = None if bias_E is None else upcast(bias_E)
-    return route(F.linear(upcast(x_TD), upcast(weight_ED), bias), config, correction_bias_E)
+    linear = dense_linear if is_deterministic() else F.linear
+    return route(linear(upcast(x_TD), upcast(weight_ED), bias), config, correction_bias_E)
 
 
 def _check_biases(experts: int, *biases: Tensor | None) -> None:
@@ -125,11 +129,12 @@ def route_op(
     num_groups: int,
     topk_groups: int,
     group_score: str,
+    jitter_eps: float,
 ) -> tuple[Tensor, Tensor]:
     """The operator: weights and experts. Its last arguments are the fields of `RouterConfig`."""
     config = RouterConfig(
         top_k, scoring, topk_before_scoring, renormalize, scaling_factor, num_groups, topk_groups,
-        group_score,
+        group_score, jitter_eps,
     )  # fmt: skip
     return _run(logits, correction_bias, config)
 
@@ -155,6 +160,7 @@ def _(
     num_groups: int,
     topk_groups: int,
     group_score: str,
+    jitter_eps: float,
 ) -> tuple[Tensor, Tensor]:
     shape = (logits.shape[0], top_k)
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32

@@ -217,7 +217,7 @@ def _allocate_outputs(x: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 def route(logits: Tensor, correction_bias: Tensor | None, config: RouterConfig) -> Any:
     """`fulgurite::route`."""
-    if logits.dtype not in FLOATS:
+    if logits.dtype not in FLOATS or config.is_sparsemixer:
         return NotImplemented
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     weights, selected = _allocate_outputs(logits, config.top_k)
@@ -240,7 +240,7 @@ def route_tokens(
     config: RouterConfig,
 ) -> Any:
     """`route` of x @ weight.T + bias."""
-    is_supported = x.dtype in FLOATS and weight.dtype in FLOATS
+    is_supported = x.dtype in FLOATS and weight.dtype in FLOATS and not config.is_sparsemixer
     if not is_supported or x.stride(1) != 1 or weight.stride(1) != 1 or x.shape[1] == 0:
         return NotImplemented
     (tokens, size), experts = x.shape, weight.shape[0]

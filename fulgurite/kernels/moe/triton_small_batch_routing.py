@@ -134,6 +134,8 @@ def route_small_batch(
     heuristics = heuristics_for(x.device)
     if not 0 < tokens <= heuristics.max_small_batch or config.selects_groups:
         return NotImplemented
+    if config.is_sparsemixer:
+        return NotImplemented
     if not 0 < size <= heuristics.router_max_hidden_size:
         return NotImplemented
     if experts > heuristics.router_max_experts:

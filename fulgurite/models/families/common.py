@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fulgurite.models.config import ConfigFields
 from fulgurite.models.weight_mapping import (
     WeightMapping,
+    slice_first_half,
+    slice_second_half,
     view_all_gates,
     view_all_ups,
     view_expert,
@@ -59,6 +63,60 @@ EXPERTS = (
     ),
 )
 
+
+def map_shared_expert(source: str) -> tuple[WeightMapping, ...]:
+    """A shared expert that the checkpoint calls mlp.`source`."""
+    return tuple(
+        WeightMapping(
+            f"{HF_LAYER}mlp.{source}.{proj}.{kind}",
+            f"layers.{{layer}}.feed_forward.shared_expert.{proj}.{kind}",
+        )
+        for proj in ("gate_proj", "up_proj", "down_proj")
+        for kind in ("weight", "bias")
+    )
+
+
+def map_norms(layer: str, names: Mapping[str, str]) -> tuple[WeightMapping, ...]:
+    """Weights and biases of a layer's norms: the name in the checkpoint -> the name here."""
+    return tuple(
+        WeightMapping(f"{layer}{source}.{kind}", f"layers.{{layer}}.{target}.{kind}")
+        for source, target in names.items()
+        for kind in ("weight", "bias")
+    )
+
+
+SHARED_EXPERTS = map_shared_expert("shared_experts")
+CORRECTION_BIAS = (
+    WeightMapping(
+        HF_LAYER + "mlp.gate.e_score_correction_bias",
+        "layers.{layer}.feed_forward.router.correction_bias",
+    ),
+)
+FUSED_GATE_UP_MLP = (
+    WeightMapping(
+        HF_LAYER + "mlp.gate_up_proj.weight",
+        "layers.{layer}.feed_forward.gate_proj.weight",
+        slice_first_half,
+    ),
+    WeightMapping(
+        HF_LAYER + "mlp.gate_up_proj.weight",
+        "layers.{layer}.feed_forward.up_proj.weight",
+        slice_second_half,
+    ),
+    WeightMapping(
+        HF_LAYER + "mlp.down_proj.weight", "layers.{layer}.feed_forward.down_proj.weight"
+    ),
+)
+# LayerNorm and an LM head with biases, in addition to EMBED_NORM_HEAD and NORMS.
+NORM_BIASES = (
+    WeightMapping("model.norm.bias", "norm.bias"),
+    WeightMapping(HF_LAYER + "input_layernorm.bias", "layers.{layer}.attention_norm.bias"),
+    WeightMapping(
+        HF_LAYER + "post_attention_layernorm.bias", "layers.{layer}.feed_forward_norm.bias"
+    ),
+)
+LM_HEAD_BIAS = (WeightMapping("lm_head.bias", "lm_head.bias"),)
+
 # ---- sharding rules ------------------------------------------------------------------------------
 
 EMBED_NORM_HEAD_SHARDING = {
@@ -85,11 +143,18 @@ EXPERTS_SHARDING = {
     "layers.*.feed_forward.shared_expert.up_proj": "column",
     "layers.*.feed_forward.shared_expert.down_proj": "row",
 }
+# A norm over all query or key heads of a token is sharded by heads, too.
+PROJECTION_NORM_SHARDING = {
+    "layers.*.attention.q_norm": "query",
+    "layers.*.attention.k_norm": "key",
+}
 DENSE_SHARDING = EMBED_NORM_HEAD_SHARDING | ATTENTION_SHARDING | MLP_SHARDING
 
 # ---- GGUF names and metadata ---------------------------------------------------------------------
 
 GGUF_LAYER = "blk.{layer}."
+# Fields that `GGUFCheckpoint` derives from the tensors: metadata does not tell.
+HAS_QKV_BIAS, HAS_QK_NORM = "has_qkv_bias", "has_qk_norm"
 
 GGUF_EMBED_NORM_HEAD = (
     WeightMapping("token_embd.weight", "embed_tokens.weight"),
@@ -99,6 +164,18 @@ GGUF_EMBED_NORM_HEAD = (
 GGUF_NORMS = (
     WeightMapping(GGUF_LAYER + "attn_norm.weight", "layers.{layer}.attention_norm.weight"),
     WeightMapping(GGUF_LAYER + "ffn_norm.weight", "layers.{layer}.feed_forward_norm.weight"),
+)
+# Some architectures call the norm before the MLP the norm after attention.
+GGUF_NORMS_AFTER_ATTENTION = (
+    WeightMapping(GGUF_LAYER + "attn_norm.weight", "layers.{layer}.attention_norm.weight"),
+    WeightMapping(
+        GGUF_LAYER + "post_attention_norm.weight", "layers.{layer}.feed_forward_norm.weight"
+    ),
+)
+GGUF_NORM_BIASES = (
+    WeightMapping("output_norm.bias", "norm.bias"),
+    WeightMapping(GGUF_LAYER + "attn_norm.bias", "layers.{layer}.attention_norm.bias"),
+    WeightMapping(GGUF_LAYER + "ffn_norm.bias", "layers.{layer}.feed_forward_norm.bias"),
 )
 GGUF_ATTENTION = tuple(
     WeightMapping(f"{GGUF_LAYER}attn_{name}.{kind}", f"layers.{{layer}}.attention.{proj}.{kind}")
@@ -121,6 +198,11 @@ GGUF_EXPERTS = (
     WeightMapping(GGUF_LAYER + "ffn_gate_exps.weight", GATE_UP_PROJ, target_view=view_all_gates),
     WeightMapping(GGUF_LAYER + "ffn_up_exps.weight", GATE_UP_PROJ, target_view=view_all_ups),
     WeightMapping(GGUF_LAYER + "ffn_down_exps.weight", DOWN_PROJ),
+)
+GGUF_CORRECTION_BIAS = (
+    WeightMapping(
+        GGUF_LAYER + "exp_probs_b.bias", "layers.{layer}.feed_forward.router.correction_bias"
+    ),
 )
 GGUF_SHARED_EXPERT = tuple(
     WeightMapping(
@@ -145,7 +227,10 @@ def read_gguf_fields(fields: ConfigFields) -> dict[str, object]:
         "num_attention_heads": num_heads,
         "num_key_value_heads": fields.get_positive_int("attention.head_count_kv", num_heads),
         "head_dim": fields.get_positive_int("attention.key_length", hidden_size // num_heads),
-        "rms_norm_eps": fields.get_float("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": fields.get_float(
+            "attention.layer_norm_rms_epsilon",
+            fields.get_optional_float("attention.layer_norm_epsilon"),
+        ),
         "max_position_embeddings": fields.get_positive_int("context_length"),
         "rope_theta": fields.get_float("rope.freq_base", 10_000.0),
         "vocab_size": fields.get_int("vocab_size"),

@@ -14,20 +14,15 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from fulgurite.models.attention_spec import AttentionSpec
-from fulgurite.models.config import (
-    ConfigFields,
-    LayerConfig,
-    MLAConfig,
-    ModelConfig,
-    MoEConfig,
-    read_rope,
-)
+from fulgurite.models.blocks import GatedMLP
+from fulgurite.models.config import ConfigFields, LayerConfig, MLAConfig, ModelConfig, MoEConfig
+from fulgurite.models.config_readers import read_rope
 from fulgurite.models.families import common
 from fulgurite.models.families.common import GGUF_LAYER, HF_LAYER
 from fulgurite.models.families.family import GGUFMapping, ModelFamily
 from fulgurite.models.families.llama import read_dense_config
 from fulgurite.models.kv_cache import KVCache
-from fulgurite.models.layers import CausalLM, GatedMLP, PreNormLayer, RMSNorm
+from fulgurite.models.layers import CausalLM
 from fulgurite.models.mla import MLAInputs
 from fulgurite.models.moe import (
     Experts,
@@ -38,6 +33,8 @@ from fulgurite.models.moe import (
     grouped_sigmoid,
     grouped_softmax,
 )
+from fulgurite.models.norms import RMSNorm
+from fulgurite.models.residual_layers import PreNormLayer
 from fulgurite.models.rope import RotaryCosSin
 from fulgurite.models.weight_mapping import (
     WeightMapping,
@@ -53,7 +50,7 @@ def read_v2(fields: ConfigFields) -> ModelConfig:
     fields.require("norm_topk_prob", False, default=False)
     fields.require("scoring_func", "softmax", default="softmax")
     method = fields.get_choice("topk_method", ("greedy", "group_limited_greedy"), "greedy")
-    return _read_config(
+    return read_mla_config(
         "deepseek_v2", fields, grouped=method == "group_limited_greedy", interleaved=True
     )
 
@@ -62,10 +59,13 @@ def read_v3(fields: ConfigFields) -> ModelConfig:
     fields.require("scoring_func", "sigmoid", default="sigmoid")
     fields.require("topk_method", "noaux_tc", default="noaux_tc")
     interleaved = fields.get_bool("rope_interleave", True)
-    return _read_config("deepseek_v3", fields, grouped=True, interleaved=interleaved)
+    return read_mla_config("deepseek_v3", fields, grouped=True, interleaved=interleaved)
 
 
-def _read_config(name: str, fields: ConfigFields, grouped: bool, interleaved: bool) -> ModelConfig:
+def read_mla_config(
+    name: str, fields: ConfigFields, grouped: bool, interleaved: bool
+) -> ModelConfig:
+    """The config of a model with MLA and the experts of DeepSeek."""
     fields.require("moe_layer_freq", 1, default=1)
     mla = MLAConfig(
         kv_lora_rank=fields.get_positive_int("kv_lora_rank"),
@@ -79,17 +79,7 @@ def _read_config(name: str, fields: ConfigFields, grouped: bool, interleaved: bo
     config = read_dense_config(name, dense_fields, rotary_dim=mla.qk_rope_head_dim)
     rope = read_rope(fields, mla.qk_rope_head_dim, interleaved=interleaved)
     first_moe_layer = fields.get_int("first_k_dense_replace", 0)
-    intermediate_size = fields.get_positive_int("moe_intermediate_size")
-    moe = MoEConfig(
-        num_experts=fields.get_positive_int("n_routed_experts"),
-        top_k=fields.get_positive_int("num_experts_per_tok"),
-        intermediate_size=intermediate_size,
-        shared_intermediate_size=intermediate_size * fields.get_int("n_shared_experts", 0),
-        renormalize=fields.get_bool("norm_topk_prob", False),
-        routed_scaling_factor=fields.get_float("routed_scaling_factor", 1.0),
-        num_groups=fields.get_positive_int("n_group", 1) if grouped else 1,
-        topk_groups=fields.get_positive_int("topk_group", 1) if grouped else 1,
-    )
+    moe = read_grouped_moe(fields, grouped)
     layers = [LayerConfig(rope, is_moe=i >= first_moe_layer) for i in range(len(config.layers))]
     bias = fields.get_bool("attention_bias", False)
     return replace(
@@ -101,6 +91,21 @@ def _read_config(name: str, fields: ConfigFields, grouped: bool, interleaved: bo
         mlp_bias=fields.get_bool("mlp_bias", False),
         moe=moe,
         mla=mla,
+    )
+
+
+def read_grouped_moe(fields: ConfigFields, grouped: bool = True) -> MoEConfig:
+    """The experts of DeepSeek, and of families with its routing (GLM-4.5, dots.llm1)."""
+    intermediate_size = fields.get_positive_int("moe_intermediate_size")
+    return MoEConfig(
+        num_experts=fields.get_positive_int("n_routed_experts"),
+        top_k=fields.get_positive_int("num_experts_per_tok"),
+        intermediate_size=intermediate_size,
+        shared_intermediate_size=intermediate_size * fields.get_int("n_shared_experts", 0),
+        renormalize=fields.get_bool("norm_topk_prob", False),
+        routed_scaling_factor=fields.get_float("routed_scaling_factor", 1.0),
+        num_groups=fields.get_positive_int("n_group", 1) if grouped else 1,
+        topk_groups=fields.get_positive_int("topk_group", 1) if grouped else 1,
     )
 
 
@@ -213,20 +218,8 @@ WEIGHT_MAPPINGS = (
             ("o_proj.bias", "o_proj.bias"),
         )
     )
-    + tuple(
-        WeightMapping(
-            f"{HF_LAYER}mlp.shared_experts.{proj}.{kind}",
-            f"layers.{{layer}}.feed_forward.shared_expert.{proj}.{kind}",
-        )
-        for proj in ("gate_proj", "up_proj", "down_proj")
-        for kind in ("weight", "bias")
-    )
-    + (
-        WeightMapping(
-            HF_LAYER + "mlp.gate.e_score_correction_bias",
-            "layers.{layer}.feed_forward.router.correction_bias",
-        ),
-    )
+    + common.SHARED_EXPERTS
+    + common.CORRECTION_BIAS
 )
 # The layer after the last one is for multi-token prediction (MTP), which is not supported.
 IGNORED_V3 = (r"model\.layers\.{num_layers}\..*",)
@@ -301,6 +294,7 @@ GGUF_WEIGHT_MAPPINGS = (
     + common.GGUF_MLP
     + common.GGUF_EXPERTS
     + common.GGUF_SHARED_EXPERT
+    + common.GGUF_CORRECTION_BIAS
     + tuple(
         WeightMapping(f"{GGUF_LAYER}{source}", f"layers.{{layer}}.{target}")
         for source, target in (
@@ -311,7 +305,6 @@ GGUF_WEIGHT_MAPPINGS = (
             ("attn_kv_a_mqa.weight", "attention.kv_a_proj.weight"),
             ("attn_kv_a_norm.weight", "attention.kv_a_norm.weight"),
             ("attn_output.weight", "attention.o_proj.weight"),
-            ("exp_probs_b.bias", "feed_forward.router.correction_bias"),
         )
     )
 )

@@ -1,4 +1,4 @@
-"""Gemma 2 and Gemma 3 (text): sandwich norms whose weights are stored minus 1.
+"""Gemma 1, 2 and 3 (text): norm weights are stored minus 1; Gemma 2 and 3 have sandwich norms.
 
 Gemma 2 has a sliding window on every other layer, and soft caps on attention scores and logits.
 Gemma 3 has QK norms instead of soft caps. Most of its layers have a sliding window and a local
@@ -9,30 +9,44 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import nn
 
-from fulgurite.kernels.elementwise import ops as elementwise
-from fulgurite.models.config import (
-    ACTIVATIONS,
-    ConfigFields,
-    LayerConfig,
-    ModelConfig,
-    RopeConfig,
-    read_layer_types,
-    read_rope,
-)
+from fulgurite.models.attention import Attention
+from fulgurite.models.blocks import GatedMLP
+from fulgurite.models.config import ACTIVATIONS, ConfigFields, LayerConfig, ModelConfig
+from fulgurite.models.config_readers import read_layer_types
 from fulgurite.models.families import common
 from fulgurite.models.families.common import GGUF_LAYER, HF_LAYER
 from fulgurite.models.families.family import GGUFMapping, ModelFamily
+from fulgurite.models.families.layer_types import read_ropes_by_layer_type
 from fulgurite.models.families.llama import read_dense_config
-from fulgurite.models.kv_cache import KVCache
-from fulgurite.models.layers import Attention, CausalLM, GatedMLP, RMSNorm
-from fulgurite.models.rope import RotaryCosSin
+from fulgurite.models.layers import CausalLM
+from fulgurite.models.residual_layers import PreNormLayer, SandwichLayer
 from fulgurite.models.weight_mapping import WeightMapping, subtract_one
 
 NORM_OFFSET = 1.0
 GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
 DEFAULT_SLIDING_WINDOW_PATTERN = 6
+
+
+def read_gemma(fields: ConfigFields) -> ModelConfig:
+    fields.require("use_bidirectional_attention", False, default=False)
+    fields = fields.with_defaults(
+        # Early files name the exact GELU; the models were trained with the approximation.
+        hidden_activation="gelu_pytorch_tanh",
+        tie_word_embeddings=True,
+        head_dim=256,
+    )
+    config = read_dense_config("gemma", fields)
+    activation = fields.get_choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh")
+    bias = fields.get_bool("attention_bias", False)
+    return replace(
+        config,
+        activation=activation,
+        embedding_scale=config.hidden_size**0.5,
+        qkv_bias=bias,
+        o_proj_bias=bias,
+    )
 
 
 def read_gemma2(fields: ConfigFields) -> ModelConfig:
@@ -69,7 +83,8 @@ def read_gemma3(fields: ConfigFields) -> ModelConfig:
         for index in range(count)
     ]
     types = read_layer_types(fields, count, default)
-    ropes = _read_ropes(fields, config.head_dim)
+    local_theta = fields.get_float("rope_local_base_freq", LOCAL_THETA)
+    ropes = read_ropes_by_layer_type(fields, config.head_dim, GLOBAL_THETA, local_theta)
     window = fields.get_positive_int("sliding_window", 4096)
     layers = tuple(
         LayerConfig(ropes[kind], window if kind == "sliding_attention" else None) for kind in types
@@ -91,49 +106,26 @@ def _apply_gemma_fields(config: ModelConfig, fields: ConfigFields) -> ModelConfi
     )
 
 
-def _read_ropes(fields: ConfigFields, head_dim: int) -> dict[str, RopeConfig]:
-    """One rotary embedding per layer type. Older config.json fields scale only the global one."""
-    if "rope_parameters" in fields:
-        kinds = {"full_attention": GLOBAL_THETA, "sliding_attention": LOCAL_THETA}
-        return {
-            kind: read_rope(fields, head_dim, theta=theta, layer_type=kind)
-            for kind, theta in kinds.items()
-        }
-    local_values = {
-        k: v for k, v in fields.values.items() if k not in ("rope_theta", "rope_scaling")
-    }
-    local_theta = fields.get_float("rope_local_base_freq", LOCAL_THETA)
-    return {
-        "full_attention": read_rope(fields, head_dim, theta=GLOBAL_THETA),
-        "sliding_attention": read_rope(
-            ConfigFields(local_values, fields.where), head_dim, theta=local_theta
-        ),
-    }
-
-
-class SandwichLayer(nn.Module):
-    """x + norm(attention(norm(x))), then x + norm(feed_forward(norm(x)))."""
-
-    def __init__(self, config: ModelConfig, index: int) -> None:
-        super().__init__()
-        self.attention = Attention(config, index, norm_offset=NORM_OFFSET)
-        self.feed_forward = GatedMLP.from_config(config)
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, NORM_OFFSET)
-        self.attention_out_norm = RMSNorm(config.hidden_size, config.norm_eps, NORM_OFFSET)
-        self.feed_forward_norm = RMSNorm(config.hidden_size, config.norm_eps, NORM_OFFSET)
-        self.feed_forward_out_norm = RMSNorm(config.hidden_size, config.norm_eps, NORM_OFFSET)
-
-    def forward(
-        self, x_XD: Tensor, positions_X: Tensor, cos_sin: RotaryCosSin | None, cache: KVCache
-    ) -> Tensor:
-        attention_XD = self.attention(self.attention_norm(x_XD), positions_X, cos_sin, cache)
-        x_XD = elementwise.add(x_XD, self.attention_out_norm(attention_XD))
-        mlp_XD = self.feed_forward(self.feed_forward_norm(x_XD))
-        return elementwise.add(x_XD, self.feed_forward_out_norm(mlp_XD))
+def build_pre_norm(config: ModelConfig) -> nn.Module:
+    layers = [
+        PreNormLayer(
+            config, Attention(config, index), GatedMLP.from_config(config), norm_offset=NORM_OFFSET
+        )
+        for index in range(len(config.layers))
+    ]
+    return CausalLM(config, layers, norm_offset=NORM_OFFSET)
 
 
 def build(config: ModelConfig) -> nn.Module:
-    layers = [SandwichLayer(config, index) for index in range(len(config.layers))]
+    layers = [
+        SandwichLayer(
+            config,
+            Attention(config, index, norm_offset=NORM_OFFSET),
+            GatedMLP.from_config(config),
+            norm_offset=NORM_OFFSET,
+        )
+        for index in range(len(config.layers))
+    ]
     return CausalLM(config, layers, norm_offset=NORM_OFFSET)
 
 
@@ -197,11 +189,21 @@ def _read_gguf2_fields(fields: ConfigFields) -> dict[str, object]:
     }
 
 
-GGUF_WEIGHT_MAPPINGS = tuple(
-    WeightMapping(mapping.source, mapping.target, subtract_one)
-    if "norm" in mapping.target
-    else mapping
-    for mapping in _GGUF_TENSORS
+def _without_offset(mappings: tuple[WeightMapping, ...]) -> tuple[WeightMapping, ...]:
+    return tuple(
+        WeightMapping(mapping.source, mapping.target, subtract_one)
+        if "norm" in mapping.target
+        else mapping
+        for mapping in mappings
+    )
+
+
+GGUF_WEIGHT_MAPPINGS = _without_offset(_GGUF_TENSORS)
+GGUF1 = GGUFMapping(
+    common.read_gguf_fields,
+    _without_offset(
+        common.GGUF_EMBED_NORM_HEAD + common.GGUF_NORMS + common.GGUF_ATTENTION + common.GGUF_MLP
+    ),
 )
 IGNORED = (r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*")
 
@@ -209,6 +211,14 @@ GGUF2 = GGUFMapping(_read_gguf2_fields, GGUF_WEIGHT_MAPPINGS)
 GGUF3 = GGUFMapping(_read_gguf3_fields, GGUF_WEIGHT_MAPPINGS)
 SHARDING_RULES = common.DENSE_SHARDING
 
+GEMMA = ModelFamily(
+    "gemma",
+    read_gemma,
+    build_pre_norm,
+    common.EMBED_NORM_HEAD + common.NORMS + common.ATTENTION + common.MLP,
+    gguf=GGUF1,
+    sharding_rules=SHARDING_RULES,
+)
 GEMMA2 = ModelFamily(
     "gemma2", read_gemma2, build, WEIGHT_MAPPINGS, gguf=GGUF2, sharding_rules=SHARDING_RULES
 )

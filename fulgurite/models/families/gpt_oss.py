@@ -6,12 +6,14 @@ from dataclasses import replace
 
 from torch import nn
 
-from fulgurite.models.config import ConfigFields, ModelConfig, MoEConfig, read_layer_types
+from fulgurite.models.attention import Attention
+from fulgurite.models.config import ConfigFields, ModelConfig, MoEConfig
+from fulgurite.models.config_readers import read_layer_types
 from fulgurite.models.families import common
 from fulgurite.models.families.common import GGUF_LAYER, HF_LAYER
 from fulgurite.models.families.family import GGUFMapping, ModelFamily
 from fulgurite.models.families.llama import read_dense_config
-from fulgurite.models.layers import Attention, CausalLM, PreNormLayer
+from fulgurite.models.layers import CausalLM
 from fulgurite.models.moe import (
     Experts,
     MoE,
@@ -19,6 +21,7 @@ from fulgurite.models.moe import (
     clamped_swiglu,
     topk_then_softmax,
 )
+from fulgurite.models.residual_layers import PreNormLayer
 from fulgurite.models.weight_mapping import (
     WeightMapping,
     deinterleave_gate_up,
@@ -123,12 +126,7 @@ def _read_gguf_fields(fields: ConfigFields) -> dict[str, object]:
 GGUF = GGUFMapping(
     _read_gguf_fields,
     common.GGUF_EMBED_NORM_HEAD
-    + (
-        WeightMapping(GGUF_LAYER + "attn_norm.weight", "layers.{layer}.attention_norm.weight"),
-        WeightMapping(
-            GGUF_LAYER + "post_attention_norm.weight", "layers.{layer}.feed_forward_norm.weight"
-        ),
-    )
+    + common.GGUF_NORMS_AFTER_ATTENTION
     + common.GGUF_ATTENTION
     + common.GGUF_EXPERTS
     + (

@@ -1,35 +1,40 @@
-"""Llama 2 and 3, SmolLM2 and Mistral: grouped-query attention, half-layout RoPE, gated MLP.
+"""Llama 2 and 3, SmolLM2, Falcon 3: grouped-query attention, half-layout RoPE, gated MLP.
 
-Mistral adds a sliding window on every layer. Llama 3.1 adds its own RoPE scaling, which GGUF files
+Llama 3.1 adds its own RoPE scaling, which GGUF files
 store as a tensor of factors, `rope_freqs.weight`. Other families start from `read_dense_config`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
 
-from fulgurite.models.config import (
-    ACTIVATIONS,
-    ConfigFields,
-    LayerConfig,
-    ModelConfig,
-    read_dtype,
-    read_rope,
-)
+from fulgurite.models.attention import Attention
+from fulgurite.models.blocks import GatedMLP
+from fulgurite.models.config import ACTIVATIONS, ConfigFields, LayerConfig, ModelConfig
+from fulgurite.models.config_readers import read_dtype, read_rope
 from fulgurite.models.families import common
 from fulgurite.models.families.family import GGUFMapping, ModelFamily
-from fulgurite.models.layers import Attention, CausalLM, GatedMLP, PreNormLayer
+from fulgurite.models.families.layer_types import SLIDING
+from fulgurite.models.layers import CausalLM
+from fulgurite.models.residual_layers import PreNormLayer
 from fulgurite.models.weight_mapping import WeightMapping, unpermute_rope
 
 
 def read_dense_config(
-    name: str, fields: ConfigFields, theta: float = 10_000.0, rotary_dim: int | None = None
+    name: str,
+    fields: ConfigFields,
+    theta: float = 10_000.0,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    partial_rotary_factor: float = 1.0,
 ) -> ModelConfig:
     """The config of a Llama-like model. Families change what differs with `replace`.
 
-    `rotary_dim`: the rotated dimensions of a head, if `partial_rotary_factor` does not give them.
+    rotary_dim      the rotated dimensions of a head, if `partial_rotary_factor` does not give them
+    theta, interleaved, partial_rotary_factor      RoPE of the family, as in `read_rope`
     """
     num_heads = fields.get_positive_int("num_attention_heads")
     hidden_size = fields.get_positive_int("hidden_size")
@@ -40,7 +45,13 @@ def read_dense_config(
             f"num_attention_heads={num_heads} must be a multiple of "
             f"num_key_value_heads={num_kv_heads}"
         )
-    rope = read_rope(fields, rotary_dim or head_dim, theta=theta)
+    rope = read_rope(
+        fields,
+        rotary_dim or head_dim,
+        theta=theta,
+        interleaved=interleaved,
+        partial_rotary_factor=partial_rotary_factor,
+    )
     return ModelConfig(
         family=name,
         vocab_size=fields.get_positive_int("vocab_size"),
@@ -60,6 +71,15 @@ def read_dense_config(
     )
 
 
+def with_layer_types(config: ModelConfig, types: Sequence[str], window: int | None) -> ModelConfig:
+    """Set the sliding window on the layers whose type is "sliding_attention"."""
+    layers = (
+        replace(layer, sliding_window=window if kind == SLIDING else None)
+        for layer, kind in zip(config.layers, types, strict=True)
+    )
+    return replace(config, layers=tuple(layers))
+
+
 def with_sliding_window(config: ModelConfig, window: int | None) -> ModelConfig:
     """Set the same sliding window on every layer."""
     return replace(
@@ -75,11 +95,6 @@ def read_llama(fields: ConfigFields) -> ModelConfig:
         o_proj_bias=bias,
         mlp_bias=fields.get_bool("mlp_bias", False),
     )
-
-
-def read_mistral(fields: ConfigFields) -> ModelConfig:
-    config = read_dense_config("mistral", fields)
-    return with_sliding_window(config, fields.get_optional_positive_int("sliding_window"))
 
 
 def build(config: ModelConfig) -> nn.Module:
@@ -132,6 +147,3 @@ GGUF = GGUFMapping(
 SHARDING_RULES = common.DENSE_SHARDING
 
 LLAMA = ModelFamily("llama", read_llama, build, WEIGHT_MAPPINGS, IGNORED, GGUF, SHARDING_RULES)
-MISTRAL = ModelFamily(
-    "mistral", read_mistral, build, WEIGHT_MAPPINGS, IGNORED, sharding_rules=SHARDING_RULES
-)

@@ -11,25 +11,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fulgurite.models.attention import build_attention_spec, compute_temperature
+from fulgurite.models.blocks import GatedMLP
 from fulgurite.models.config import (
     AttentionTemperature,
     ConfigFields,
     LayerConfig,
     ModelConfig,
     MoEConfig,
-    read_layer_types,
-    read_rope,
 )
+from fulgurite.models.config_readers import read_layer_types, read_rope
 from fulgurite.models.families import common
 from fulgurite.models.families.common import HF_LAYER
 from fulgurite.models.families.family import GGUFMapping, ModelFamily
 from fulgurite.models.families.llama import read_dense_config, read_gguf_fields
 from fulgurite.models.kv_cache import KVCache
-from fulgurite.models.layers import CausalLM, GatedMLP, PreNormLayer, build_attention_spec
+from fulgurite.models.layers import CausalLM
 from fulgurite.models.moe import (
     Experts,
     MoE,
@@ -38,8 +38,15 @@ from fulgurite.models.moe import (
     gated_activation,
     topk_then_sigmoid,
 )
+from fulgurite.models.residual_layers import PreNormLayer
 from fulgurite.models.rope import RotaryCosSin, apply_rope
-from fulgurite.models.weight_mapping import WeightMapping, transpose
+from fulgurite.models.weight_mapping import (
+    WeightMapping,
+    transpose,
+    view_expert,
+    view_expert_gate,
+    view_expert_up,
+)
 
 
 def read_config(fields: ConfigFields) -> ModelConfig:
@@ -54,7 +61,8 @@ def read_config(fields: ConfigFields) -> ModelConfig:
     if len(uses_rope) != count:
         raise fields.error(f"no_rope_layers has {len(uses_rope)} entries for {count} layers")
     default = ["chunked_attention" if rotated else "full_attention" for rotated in uses_rope]
-    types = read_layer_types(fields, count, default)
+    allowed = ("chunked_attention", "full_attention")
+    types = read_layer_types(fields, count, default, allowed)
     step = fields.get_positive_int("interleave_moe_layer_step", 1)
     moe_layers = set(range(step - 1, count, step))
     if "moe_layers" in fields:
@@ -118,8 +126,7 @@ class Llama4Attention(nn.Module):
             q_XNH = self._rotate_and_norm(q_XNH, cos_sin)
             k_XKH = self._rotate_and_norm(k_XKH, cos_sin)
         elif self.temperature is not None:
-            steps_X = torch.floor((positions_X.clamp(min=0) + 1) / self.temperature.floor_scale)
-            scale_X = 1 + self.temperature.attn_scale * torch.log1p(steps_X)
+            scale_X = compute_temperature(self.temperature, positions_X)
             q_XNH = (q_XNH * scale_X[..., None, None]).to(q_XNH.dtype)
         out_XNH = cache.attend(self.spec, q_XNH, k_XKH, v_XKH, positions_X, None)
         out_XD: Tensor = self.o_proj(out_XNH.flatten(-2))
@@ -178,6 +185,19 @@ WEIGHT_MAPPINGS = (
         for proj in ("gate_proj", "up_proj", "down_proj")
     )
 )
+# Quantized checkpoints store experts one by one.
+NAMED_EXPERTS = tuple(
+    WeightMapping(
+        f"{_HF_FEED_FORWARD}experts.{{expert}}.{proj}.weight",
+        f"{_FEED_FORWARD}experts.{target}",
+        target_view=view,
+    )
+    for proj, target, view in (
+        ("gate_proj", "gate_up_proj", view_expert_gate),
+        ("up_proj", "gate_up_proj", view_expert_up),
+        ("down_proj", "down_proj", view_expert),
+    )
+)
 IGNORED = (r"(model\.)?vision_model\..*", r"(model\.)?multi_modal_projector\..*")
 
 SHARDING_RULES = common.DENSE_SHARDING | common.EXPERTS_SHARDING
@@ -219,4 +239,13 @@ GGUF = GGUFMapping(
     + common.GGUF_SHARED_EXPERT,
 )
 
-LLAMA4 = ModelFamily("llama4", read_config, build, WEIGHT_MAPPINGS, IGNORED, GGUF, SHARDING_RULES)
+LLAMA4 = ModelFamily(
+    "llama4",
+    read_config,
+    build,
+    WEIGHT_MAPPINGS,
+    IGNORED,
+    GGUF,
+    SHARDING_RULES,
+    named_experts=NAMED_EXPERTS,
+)

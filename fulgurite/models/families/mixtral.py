@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from fulgurite.models.attention import Attention
 from fulgurite.models.config import ConfigFields, ModelConfig, MoEConfig
 from fulgurite.models.families import common
 from fulgurite.models.families.common import HF_LAYER
@@ -15,8 +16,9 @@ from fulgurite.models.families.llama import (
     read_dense_config,
     with_sliding_window,
 )
-from fulgurite.models.layers import Attention, CausalLM, PreNormLayer
-from fulgurite.models.moe import Experts, MoE, Router, gated_activation, softmax_then_topk
+from fulgurite.models.layers import CausalLM
+from fulgurite.models.moe import build_moe, softmax_then_topk
+from fulgurite.models.residual_layers import PreNormLayer
 from fulgurite.models.weight_mapping import (
     WeightMapping,
     view_expert,
@@ -43,38 +45,29 @@ def build(config: ModelConfig) -> nn.Module:
 
 
 def _build_layer(config: ModelConfig, index: int) -> nn.Module:
-    assert config.moe is not None, "Mixtral has experts"
-    router = Router(config.hidden_size, config.moe, softmax_then_topk)
-    experts = Experts(config.hidden_size, config.moe, gated_activation(config.activation))
-    return PreNormLayer(config, Attention(config, index), MoE(router, experts))
+    return PreNormLayer(config, Attention(config, index), build_moe(config, softmax_then_topk))
 
 
 _HF_MOE = HF_LAYER + "block_sparse_moe."
 _EXPERTS = "layers.{layer}.feed_forward.experts."
 
-WEIGHT_MAPPINGS = (
-    common.EMBED_NORM_HEAD
-    + common.NORMS
-    + common.ATTENTION
-    + (
-        WeightMapping(_HF_MOE + "gate.weight", "layers.{layer}.feed_forward.router.weight"),
-        WeightMapping(
-            _HF_MOE + "experts.{expert}.w1.weight",
-            _EXPERTS + "gate_up_proj",
-            target_view=view_expert_gate,
-        ),
-        WeightMapping(
-            _HF_MOE + "experts.{expert}.w3.weight",
-            _EXPERTS + "gate_up_proj",
-            target_view=view_expert_up,
-        ),
-        WeightMapping(
-            _HF_MOE + "experts.{expert}.w2.weight",
-            _EXPERTS + "down_proj",
-            target_view=view_expert,
-        ),
-    )
+EXPERTS = (
+    WeightMapping(_HF_MOE + "gate.weight", "layers.{layer}.feed_forward.router.weight"),
+    WeightMapping(
+        _HF_MOE + "experts.{expert}.w1.weight",
+        _EXPERTS + "gate_up_proj",
+        target_view=view_expert_gate,
+    ),
+    WeightMapping(
+        _HF_MOE + "experts.{expert}.w3.weight",
+        _EXPERTS + "gate_up_proj",
+        target_view=view_expert_up,
+    ),
+    WeightMapping(
+        _HF_MOE + "experts.{expert}.w2.weight", _EXPERTS + "down_proj", target_view=view_expert
+    ),
 )
+WEIGHT_MAPPINGS = common.EMBED_NORM_HEAD + common.NORMS + common.ATTENTION + EXPERTS
 GGUF = GGUFMapping(
     common.read_gguf_fields,
     common.GGUF_EMBED_NORM_HEAD + common.GGUF_NORMS + GGUF_PERMUTED_ATTENTION + common.GGUF_EXPERTS,

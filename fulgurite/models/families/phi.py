@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fulgurite.models.config import ConfigFields, LayerConfig, ModelConfig, read_rope
+from fulgurite.models.config import ConfigFields, LayerConfig, ModelConfig
+from fulgurite.models.config_readers import read_rope
 from fulgurite.models.families import common
 from fulgurite.models.families.common import GGUF_LAYER, HF_LAYER
 from fulgurite.models.families.family import GGUFMapping, ModelFamily

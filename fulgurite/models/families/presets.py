@@ -8,16 +8,14 @@ config.json fields that define shapes.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
 
 from fulgurite.errors import ArgumentError
 from fulgurite.models.config import ConfigFields, ModelConfig
 from fulgurite.models.families.family import ModelFamily
+from fulgurite.models.families.more_presets import FP8, MORE_PRESETS, ConfigValues
+from fulgurite.models.families.more_presets import dense as _dense
 from fulgurite.models.families.registry import find_family
 
-ConfigValues = Mapping[str, object]
-
-FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 MXFP4 = {"quant_method": "mxfp4"}
 LLAMA_3_ROPE = {
     "rope_type": "llama3",
@@ -33,27 +31,6 @@ DEEPSEEK_ROPE = {
     "beta_fast": 32,
     "beta_slow": 1,
 }
-
-
-def _dense(
-    architecture: str,
-    hidden_size: int,
-    num_layers: int,
-    num_heads: int,
-    num_kv_heads: int,
-    intermediate_size: int,
-    **fields: object,
-) -> ConfigValues:
-    return {
-        "architectures": [architecture],
-        "hidden_size": hidden_size,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
-        "intermediate_size": intermediate_size,
-        "torch_dtype": "bfloat16",
-        **fields,
-    }
 
 
 def _llama3(
@@ -190,6 +167,10 @@ def _gpt_oss(num_layers: int, num_experts: int) -> ConfigValues:
 
 
 MODEL_PRESETS: dict[str, ConfigValues] = {
+    "tiny": _dense("LlamaForCausalLM", 128, 2, 4, 2, 256, vocab_size=512,
+                   max_position_embeddings=2048),  # for tests
+    "tiny-moe": _dense("MixtralForCausalLM", 128, 2, 4, 2, 256, vocab_size=512,
+                       max_position_embeddings=2048, num_local_experts=4, num_experts_per_tok=2),
     "smollm2-135m": _dense("LlamaForCausalLM", 576, 30, 9, 3, 1536, vocab_size=49_152,
                            max_position_embeddings=8192, tie_word_embeddings=True),
     "llama-3.2-1b": _llama3(2048, 16, 32, 8192, head_dim=64, tie_word_embeddings=True),
@@ -241,10 +222,26 @@ MODEL_PRESETS: dict[str, ConfigValues] = {
     "kimi-k2": _deepseek(3, 7168, 61, 64, 18_432, _deepseek_moe(384, 8, 2048, 1), q_lora_rank=1536,
                          vocab_size=163_840, max_position_embeddings=131_072,
                          quantization_config=FP8),
+    "qwen2.5-vl-3b": _dense("Qwen2_5_VLForConditionalGeneration", 2048, 36, 16, 2, 11_008,
+                            vocab_size=151_936, max_position_embeddings=128_000,
+                            tie_word_embeddings=True),
+    "qwen2.5-vl-7b": _dense("Qwen2_5_VLForConditionalGeneration", 3584, 28, 28, 4, 18_944,
+                            vocab_size=152_064, max_position_embeddings=128_000),
+    "qwen3-vl-8b": _dense("Qwen3VLForConditionalGeneration", 4096, 36, 32, 8, 12_288,
+                          vocab_size=151_936, max_position_embeddings=262_144, rope_theta=5e6),
+    "lfm2-1.2b": _dense("Lfm2ForCausalLM", 2048, 16, 32, 8, 12_288, vocab_size=65_536,
+                        max_position_embeddings=128_000, full_attn_idxs=[2, 5, 8, 10, 12, 14]),
+    "qwen3-next-80b-a3b": _dense("Qwen3NextForCausalLM", 2048, 48, 16, 2, 5120, vocab_size=151_936,
+                                 head_dim=256, max_position_embeddings=262_144, rope_theta=1e7),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
+    **MORE_PRESETS,
 }  # fmt: skip
-NAME_SUFFIXES = ("-instruct", "-it", "-base", "-chat", "-0324", "-0528", "-17b-16e", "-17b-128e")
+NAME_SUFFIXES = (
+    *("-instruct", "-it", "-base", "-chat", "-hf", "-pt", ".inst", ".base"),
+    *("-0324", "-0528", "-17b-16e", "-17b-128e"),
+    *("-0924", "-0125", "-2407", "-2410", "-2501", "-2512"),
+)
 
 
 def find_preset(name: str) -> ConfigFields | None:

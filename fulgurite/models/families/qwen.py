@@ -1,4 +1,4 @@
-"""Qwen2 (QKV bias), Qwen3 (QK norm instead of bias) and Qwen3-MoE."""
+"""Qwen2 (QKV bias), Qwen3 (QK norm instead of bias), Qwen2-MoE (gated shared expert), Qwen3-MoE."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ from dataclasses import replace
 
 from torch import nn
 
-from fulgurite.models.config import ConfigFields, ModelConfig, MoEConfig, read_layer_types
+from fulgurite.models.attention import Attention
+from fulgurite.models.config import ConfigFields, ModelConfig, MoEConfig
+from fulgurite.models.config_readers import read_layer_types
 from fulgurite.models.families import common
 from fulgurite.models.families.family import GGUFMapping, ModelFamily
+from fulgurite.models.families.layer_types import SLIDING
 from fulgurite.models.families.llama import build as build_dense
 from fulgurite.models.families.llama import (
     build_dense_layer,
     read_dense_config,
+    with_layer_types,
     with_sliding_window,
 )
-from fulgurite.models.layers import Attention, CausalLM, PreNormLayer
-from fulgurite.models.moe import Experts, MoE, Router, gated_activation, softmax_then_topk
+from fulgurite.models.layers import CausalLM
+from fulgurite.models.moe import build_moe as build_moe_block
+from fulgurite.models.moe import softmax_then_topk
+from fulgurite.models.residual_layers import PreNormLayer
+from fulgurite.models.weight_mapping import WeightMapping, as_row
 
 
 def read_qwen2(fields: ConfigFields) -> ModelConfig:
@@ -32,6 +39,26 @@ def read_qwen3_moe(fields: ConfigFields) -> ModelConfig:
     config = _read_with_qk_norm("qwen3_moe", fields)
     if fields.get_bool("use_sliding_window", False):
         config = with_sliding_window(config, fields.get_optional_positive_int("sliding_window"))
+    return _apply_moe_fields(config, fields)
+
+
+def read_qwen2_moe(fields: ConfigFields) -> ModelConfig:
+    config = read_dense_config("qwen2_moe", fields)
+    config = replace(config, qkv_bias=fields.get_bool("qkv_bias", True))
+    count = len(config.layers)
+    windowed = fields.get_bool("use_sliding_window", False)
+    last = fields.get_int("max_window_layers", 28) if windowed else 0
+    default = [SLIDING if i % 2 == 0 and i < last else "full_attention" for i in range(count)]
+    types = read_layer_types(fields, count, default)
+    window = fields.get_positive_int("sliding_window", 4096) if SLIDING in types else None
+    config = _apply_moe_fields(with_layer_types(config, types, window), fields)
+    assert config.moe is not None, "just read"
+    shared_size = fields.get_positive_int("shared_expert_intermediate_size")
+    moe = replace(config.moe, shared_intermediate_size=shared_size, shared_expert_gate=True)
+    return replace(config, moe=moe)
+
+
+def _apply_moe_fields(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
     dense = {int(index) for index in fields.get_floats("mlp_only_layers")}
     step = fields.get_positive_int("decoder_sparse_step", 1)
     layers = tuple(
@@ -63,11 +90,7 @@ def _apply_layer_types(config: ModelConfig, fields: ConfigFields) -> ModelConfig
     default = ["full_attention"] * first + ["sliding_attention"] * (count - first)
     types = read_layer_types(fields, count, default[:count])
     window = fields.get_optional_positive_int("sliding_window")
-    layers = tuple(
-        replace(layer, sliding_window=window if kind == "sliding_attention" else None)
-        for layer, kind in zip(config.layers, types, strict=True)
-    )
-    return replace(config, layers=layers)
+    return with_layer_types(config, types, window)
 
 
 def build_moe(config: ModelConfig) -> nn.Module:
@@ -79,10 +102,9 @@ def build_moe(config: ModelConfig) -> nn.Module:
 def _build_moe_layer(config: ModelConfig, index: int) -> nn.Module:
     if not config.layers[index].is_moe:
         return build_dense_layer(config, index)
-    assert config.moe is not None, "Qwen3-MoE has experts"
-    router = Router(config.hidden_size, config.moe, softmax_then_topk)
-    experts = Experts(config.hidden_size, config.moe, gated_activation(config.activation))
-    return PreNormLayer(config, Attention(config, index), MoE(router, experts))
+    return PreNormLayer(
+        config, Attention(config, index), build_moe_block(config, softmax_then_topk)
+    )
 
 
 DENSE_WEIGHT_MAPPINGS = (
@@ -103,6 +125,24 @@ def _read_gguf_moe_fields(fields: ConfigFields) -> dict[str, object]:
     return common.read_gguf_fields(fields) | {"norm_topk_prob": True}
 
 
+_SHARED_GATE = "layers.{layer}.feed_forward.shared_expert.output_gate.weight"
+
+
+def _read_gguf_qwen2_moe_fields(fields: ConfigFields) -> dict[str, object]:
+    """llama.cpp does not renormalize. Older files do not store the size of the shared expert."""
+    result = common.read_gguf_fields(fields)
+    shared_size = fields.get_int(
+        "expert_shared_feed_forward_length", fields.get_int("feed_forward_length", 0)
+    )
+    return result | {"norm_topk_prob": False, "shared_expert_intermediate_size": shared_size}
+
+
+GGUF_QWEN2_MOE = GGUFMapping(
+    _read_gguf_qwen2_moe_fields,
+    GGUF_WEIGHT_MAPPINGS
+    + common.GGUF_SHARED_EXPERT
+    + (WeightMapping(common.GGUF_LAYER + "ffn_gate_inp_shexp.weight", _SHARED_GATE, as_row),),
+)
 GGUF = GGUFMapping(common.read_gguf_fields, GGUF_WEIGHT_MAPPINGS)
 GGUF_MOE = GGUFMapping(_read_gguf_moe_fields, GGUF_WEIGHT_MAPPINGS)
 
@@ -124,6 +164,17 @@ QWEN3 = ModelFamily(
     DENSE_WEIGHT_MAPPINGS,
     gguf=GGUF,
     sharding_rules=SHARDING_RULES,
+)
+QWEN2_MOE = ModelFamily(
+    "qwen2_moe",
+    read_qwen2_moe,
+    build_moe,
+    DENSE_WEIGHT_MAPPINGS
+    + common.EXPERTS
+    + common.map_shared_expert("shared_expert")
+    + (WeightMapping(common.HF_LAYER + "mlp.shared_expert_gate.weight", _SHARED_GATE),),
+    gguf=GGUF_QWEN2_MOE,
+    sharding_rules=MOE_SHARDING_RULES,
 )
 QWEN3_MOE = ModelFamily(
     "qwen3_moe",

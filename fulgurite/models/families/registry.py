@@ -6,20 +6,42 @@ from collections.abc import Mapping
 
 from fulgurite.errors import WeightsError
 from fulgurite.models.config import ConfigFields, ModelConfig
+from fulgurite.models.families.cohere import COHERE, COHERE2
 from fulgurite.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from fulgurite.models.families.dots import DOTS1
+from fulgurite.models.families.ernie import ERNIE, ERNIE_MOE
+from fulgurite.models.families.exaone import EXAONE4, EXAONE_MOE
 from fulgurite.models.families.family import ModelFamily
-from fulgurite.models.families.gemma import GEMMA2, GEMMA3
+from fulgurite.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from fulgurite.models.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, SOLAR_OPEN
 from fulgurite.models.families.gpt_oss import GPT_OSS
-from fulgurite.models.families.llama import LLAMA, MISTRAL
+from fulgurite.models.families.granite import (
+    GRANITE,
+    GRANITE_MOE,
+    GRANITE_MOE_HYBRID,
+    GRANITE_MOE_SHARED,
+)
+from fulgurite.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
+from fulgurite.models.families.lfm2 import LFM2
+from fulgurite.models.families.llama import LLAMA
 from fulgurite.models.families.llama4 import LLAMA4
+from fulgurite.models.families.minimax import MINIMAX_M2
+from fulgurite.models.families.mistral import CWM, MINISTRAL, MINISTRAL3, MISTRAL
 from fulgurite.models.families.mixtral import MIXTRAL
+from fulgurite.models.families.olmo import OLMO2, OLMO3, OLMOE
 from fulgurite.models.families.phi import PHI3
-from fulgurite.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from fulgurite.models.families.phi_moe import PHI_MOE
+from fulgurite.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from fulgurite.models.families.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from fulgurite.models.families.qwen_vl import QWEN2_VL, QWEN3_VL, QWEN3_VL_MOE
+from fulgurite.models.families.smollm import SEED_OSS, SMOLLM3
+from fulgurite.models.families.starcoder import STARCODER2
 
 ARCHITECTURES: dict[str, ModelFamily] = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": MISTRAL,
     "Qwen2ForCausalLM": QWEN2,
+    "Qwen2MoeForCausalLM": QWEN2_MOE,
     "Qwen3ForCausalLM": QWEN3,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
@@ -27,16 +49,59 @@ ARCHITECTURES: dict[str, ModelFamily] = {
     "Phi3ForCausalLM": PHI3,
     "MixtralForCausalLM": MIXTRAL,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
+    "Qwen3NextForCausalLM": QWEN3_NEXT,
+    "Qwen3_5ForCausalLM": QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": QWEN3_5,
+    "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE,
+    "Qwen2VLForConditionalGeneration": QWEN2_VL,
+    "Qwen2_5_VLForConditionalGeneration": QWEN2_VL,
+    "Qwen3VLForConditionalGeneration": QWEN3_VL,
+    "Qwen3VLMoeForConditionalGeneration": QWEN3_VL_MOE,
+    "Lfm2ForCausalLM": LFM2,
     "DeepseekV2ForCausalLM": DEEPSEEK_V2,
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
     "Llama4ForCausalLM": LLAMA4,
     "Llama4ForConditionalGeneration": LLAMA4,
     "GptOssForCausalLM": GPT_OSS,
+    "Mistral3ForConditionalGeneration": MISTRAL,
+    "MinistralForCausalLM": MINISTRAL,
+    "Ministral3ForCausalLM": MINISTRAL3,
+    "CwmForCausalLM": CWM,
+    "GemmaForCausalLM": GEMMA,
+    "OlmoeForCausalLM": OLMOE,
+    "Olmo2ForCausalLM": OLMO2,
+    "Olmo3ForCausalLM": OLMO3,
+    "GraniteForCausalLM": GRANITE,
+    "GraniteMoeForCausalLM": GRANITE_MOE,
+    "GraniteMoeSharedForCausalLM": GRANITE_MOE_SHARED,
+    "GraniteMoeHybridForCausalLM": GRANITE_MOE_HYBRID,
+    "GlmForCausalLM": GLM,
+    "Glm4ForCausalLM": GLM4,
+    "Glm4MoeForCausalLM": GLM4_MOE,
+    "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
+    "SolarOpenForCausalLM": SOLAR_OPEN,
+    "PhimoeForCausalLM": PHI_MOE,
+    "PhiMoEForCausalLM": PHI_MOE,
+    "SmolLM3ForCausalLM": SMOLLM3,
+    "SeedOssForCausalLM": SEED_OSS,
+    "Ernie4_5ForCausalLM": ERNIE,
+    "Ernie4_5_MoeForCausalLM": ERNIE_MOE,
+    "HunYuanDenseV1ForCausalLM": HUNYUAN,
+    "HunYuanMoEV1ForCausalLM": HUNYUAN_MOE,
+    "CohereForCausalLM": COHERE,
+    "Cohere2ForCausalLM": COHERE2,
+    "Starcoder2ForCausalLM": STARCODER2,
+    "Exaone4ForCausalLM": EXAONE4,
+    "ExaoneMoeForCausalLM": EXAONE_MOE,
+    "Dots1ForCausalLM": DOTS1,
+    "MiniMaxM2ForCausalLM": MINIMAX_M2,
 }
 
 GGUF_ARCHITECTURES: dict[str, ModelFamily] = {
     "llama": LLAMA,  # with experts: Mixtral
     "qwen2": QWEN2,
+    "qwen2moe": QWEN2_MOE,
     "qwen3": QWEN3,
     "qwen3moe": QWEN3_MOE,
     "gemma2": GEMMA2,
@@ -45,7 +110,32 @@ GGUF_ARCHITECTURES: dict[str, ModelFamily] = {
     "gpt-oss": GPT_OSS,
     "deepseek2": DEEPSEEK_V2,  # with sigmoid gates: DeepSeek-V3
     "llama4": LLAMA4,
+    "gemma": GEMMA,
+    "olmoe": OLMOE,
+    "olmo2": OLMO3,  # without windows: OLMo 2
+    "granite": GRANITE,
+    "granitemoe": GRANITE_MOE_SHARED,  # with or without shared experts
+    "glm4": GLM4,
+    "glm4moe": GLM4_MOE,
+    "smollm3": SMOLLM3,
+    "seed_oss": SEED_OSS,
+    "ernie4_5": ERNIE,
+    "ernie4_5-moe": ERNIE_MOE,
+    "hunyuan-dense": HUNYUAN,
+    "hunyuan-moe": HUNYUAN_MOE,
+    "command-r": COHERE,
+    "cohere2": COHERE2,
+    "starcoder2": STARCODER2,
+    "exaone4": EXAONE4,
+    "dots1": DOTS1,
+    "minimax-m2": MINIMAX_M2,
 }
+
+
+def has_family(fields: ConfigFields) -> bool:
+    """Whether a config.json names an architecture of ours, or none at all."""
+    names = [str(name) for name in fields.get_list("architectures")]
+    return not names or any(name in ARCHITECTURES for name in names)
 
 
 def find_family(fields: ConfigFields) -> ModelFamily:

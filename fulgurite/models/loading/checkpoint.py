@@ -1,36 +1,43 @@
-"""Checkpoints: a path in; family, configuration, tensors and weight assignments out.
+"""Checkpoints: a path in; family, configuration and tensors out.
 
     open_checkpoint   config.json or GGUF metadata -> family, ModelConfig, tensor source
-    assign_weights    weight mappings, parameters, tensor names -> tensor name -> parameters
 
-Names and shapes are checked before any weight is read. One error lists everything that is wrong.
+The headers of the files are read, and no weights. A checkpoint keeps its files open until `close`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol, Self
 
 import torch
-from torch import Tensor, nn
 
-from fulgurite.errors import WeightsError
+from fulgurite.errors import ArgumentError, WeightsError
 from fulgurite.models.config import ConfigFields, ModelConfig
+from fulgurite.models.families.encoders import is_encoder
 from fulgurite.models.families.family import ModelFamily
-from fulgurite.models.families.registry import find_family, find_gguf_family
-from fulgurite.models.loading.checkpoint_tensor import CheckpointTensor, Shape
+from fulgurite.models.families.registry import find_family, find_gguf_family, has_family
+from fulgurite.models.loading.checkpoint_tensor import CheckpointTensor, TensorEntry
 from fulgurite.models.loading.gguf_checkpoint import GGUFCheckpoint
+from fulgurite.models.loading.quantization_config import (
+    CheckpointQuantization,
+    read_quantization,
+)
 from fulgurite.models.loading.safetensors_checkpoint import (
     PICKLE_SUFFIXES,
     SafetensorsCheckpoint,
     find_shard_files,
     reject_pickle,
 )
-from fulgurite.models.weight_mapping import WeightAssignment, WeightMapping
+from fulgurite.models.transformers_backend.family import (
+    TransformersFamily,
+    make_transformers_family,
+)
+from fulgurite.models.weight_mapping import WeightMapping
 
 # Prefixes of the language model in multimodal checkpoints -> the prefixes of weight mappings.
 MULTIMODAL_PREFIXES = (
@@ -38,22 +45,25 @@ MULTIMODAL_PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
 )
+# Names in a checkpoint of the bare decoder, without an LM head (embedding models).
+BARE_PREFIXES = tuple((name, f"model.{name}") for name in ("embed_tokens.", "layers.", "norm."))
 SHARED_FIELDS = ("dtype", "torch_dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id")
-LM_HEAD_NAMES = ("lm_head.weight", "output.weight")
-QUANT_METHODS = ("fp8", "mxfp4")
+IMPLEMENTATIONS = ("auto", "fulgurite", "transformers")
 
 
 class TensorSource(Protocol):
     """The tensors of a checkpoint, from safetensors or GGUF files."""
 
-    def shapes(self) -> dict[str, Shape]: ...
+    def entries(self) -> Mapping[str, TensorEntry]: ...
 
-    def iter_tensors(self) -> Iterator[CheckpointTensor]: ...
+    def get_tensor(self, name: str) -> CheckpointTensor: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An open checkpoint: its config is read, its tensors are not."""
+    """An open checkpoint: its config and the headers of its files are read, its tensors are not."""
 
     path: Path
     family: ModelFamily
@@ -61,15 +71,73 @@ class Checkpoint:
     source: TensorSource
     weights: tuple[WeightMapping, ...]
     ignored: tuple[str, ...]
+    quantization: CheckpointQuantization = field(default_factory=CheckpointQuantization)
 
-    def tensors(self) -> Iterator[tuple[str, CheckpointTensor]]:
-        """Every tensor, with its name as in weight mappings."""
-        for tensor in self.source.iter_tensors():
-            yield strip_multimodal_prefix(tensor.name), tensor
+    def check_can_shard(self) -> None:
+        """Raise if the model can't run on several ranks."""
+        if isinstance(self.family, TransformersFamily):
+            raise ArgumentError(
+                f"{self.family.architecture} runs on one rank: transformers' modules aren't sharded",
+                where=str(self.path),
+                next="use data=1, tensor=1 and expert=1",
+            )
+
+    def entries(self) -> dict[str, TensorEntry]:
+        """Every weight in file order, by its name in weight mappings."""
+        return rename_entries(self.source)
+
+    def read_kv_scales(self) -> dict[int, KVScales]:
+        """Layer -> the scales of an FP8 KV cache, where the checkpoint has them."""
+        if not isinstance(self.source, SafetensorsCheckpoint):
+            return {}
+        result = {}
+        for module, names in self.source.kv_scales.items():
+            match = re.match(r"model\.layers\.(\d+)\.", strip_multimodal_prefix(module))
+            if match is not None:
+                result[int(match[1])] = KVScales(*(self._read_scale(name) for name in names))
+        return result
+
+    def _read_scale(self, name: str) -> float:
+        """One scale; of several (one a head) the largest, which holds for every head."""
+        assert isinstance(self.source, SafetensorsCheckpoint), "only these have KV scales"
+        value = float(self.source.read_tensor(name).float().amax())
+        if not 0.0 < value < float("inf"):
+            raise WeightsError(
+                f"{name} is {value}; the scale of a KV cache must be positive and finite",
+                where=str(self.path),
+                next="download the checkpoint again, or remove the tensor",
+            )
+        return value
+
+    def close(self) -> None:
+        """Close the files. What was loaded from them stays valid."""
+        self.source.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Read the configuration and the list of tensors, but no weights."""
+class KVScales(NamedTuple):
+    """Factors of the keys and values in an FP8 KV cache."""
+
+    key: float
+    value: float
+
+
+def open_checkpoint(path: Path, implementation: str = "auto") -> Checkpoint:
+    """Read the configuration and the list of tensors, but no weights.
+
+    implementation   whose modules: `fulgurite`, `transformers`, or `auto`: fulgurite's if it has the
+                     architecture
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ArgumentError(
+            f"implementation={implementation!r} is not known",
+            next=f"one of {', '.join(IMPLEMENTATIONS)}",
+        )
     if path.is_file() and path.suffix in PICKLE_SUFFIXES:
         reject_pickle([path], path.parent)
     if path.suffix == ".gguf":
@@ -77,12 +145,54 @@ def open_checkpoint(path: Path) -> Checkpoint:
     folder = path.parent if path.is_file() else path
     fields = read_config_file(folder)
     find_shard_files(path)  # reports missing weights before an unsupported architecture
-    family = find_family(fields)
-    _check_quantization(fields)
+    quantization = CheckpointQuantization()
+    if is_encoder(fields):
+        raise WeightsError(
+            f"{fields.get_list('architectures')[0]} is an encoder: it generates no text",
+            where=fields.where,
+            next="embed text with it: fulgurite.EmbeddingModel(folder), or fulgurite embed",
+        )
+    if implementation == "transformers" or (implementation == "auto" and not has_family(fields)):
+        family: ModelFamily = make_transformers_family(fields, path)
+    else:
+        family = find_family(fields)
+        quantization = read_quantization(fields, folder)
     config = family.read_config(get_language_model_fields(fields))
-    return Checkpoint(
-        path, family, config, SafetensorsCheckpoint(path), family.weights, family.ignored
-    )
+    return _open_safetensors(path, family, config, quantization)
+
+
+def open_bare_decoder(path: Path, fields: ConfigFields) -> Checkpoint | None:
+    """A checkpoint of a decoder without an LM head, such as MistralModel; None for any other.
+
+    It computes hidden states. Its logits are meaningless: the embedding takes the place of the head.
+    """
+    names = [str(name) for name in fields.get_list("architectures")]
+    causal = [
+        twin
+        for name in names
+        if name.endswith("Model") and (twin := name.removesuffix("Model") + "ForCausalLM")
+    ]
+    text_fields = get_language_model_fields(fields)
+    fields = ConfigFields({**fields.values, "architectures": causal}, fields.where)
+    if not causal or not has_family(fields):
+        return None
+    folder = path.parent if path.is_file() else path
+    headless = ConfigFields({**text_fields.values, "tie_word_embeddings": True}, fields.where)
+    family = find_family(fields)
+    quantization = read_quantization(fields, folder)
+    return _open_safetensors(path, family, family.read_config(headless), quantization)
+
+
+def _open_safetensors(
+    path: Path, family: ModelFamily, config: ModelConfig, quantization: CheckpointQuantization
+) -> Checkpoint:
+    source = SafetensorsCheckpoint(path, quantization.section)
+    weights, ignored = family.weights, family.ignored
+    if source.is_saved_model:
+        weights, ignored = saved_mappings(family, config), ()
+    elif not isinstance(family, TransformersFamily):
+        weights = family.select_weights(rename_entries(source))
+    return Checkpoint(path, family, config, source, weights, ignored, quantization)
 
 
 def _open_gguf(file: GGUFCheckpoint) -> Checkpoint:
@@ -141,105 +251,31 @@ def get_language_model_fields(fields: ConfigFields) -> ConfigFields:
     return ConfigFields({**shared, **text_fields.values}, text_fields.where)
 
 
-def _check_quantization(fields: ConfigFields) -> None:
-    if "quantization_config" in fields:
-        section = fields.get_section("quantization_config")
-        method = section.get_choice("quant_method", QUANT_METHODS, "")
-        if method == "fp8":
-            section.require("weight_block_size", [128, 128])
-
-
-def assign_weights(checkpoint: Checkpoint, model: nn.Module) -> dict[str, list[WeightAssignment]]:
-    """Map each checkpoint tensor to the parameters it fills.
-
-    One error lists every missing, unexpected and mismatched tensor.
-    """
-    config = checkpoint.config
-    parameters = dict(model.named_parameters())
-    expected = map_expected_names(checkpoint.weights, config, parameters)
-    present = {
-        strip_multimodal_prefix(name): shape for name, shape in checkpoint.source.shapes().items()
-    }
-    missing = [name for name in expected if name not in present]
-    unexpected = [
-        name for name in present if name not in expected and not _is_ignored(checkpoint, name)
-    ]
-    mismatched = [
-        problem
-        for name, assignments in expected.items()
-        if name in present
-        for assignment in assignments
-        if (problem := describe_shape_mismatch(assignment, name, present[name], parameters, config))
-    ]
-    if missing or unexpected or mismatched:
-        counts = (("missing", missing), ("unexpected", unexpected), ("mismatched", mismatched))
-        what = ", ".join(f"{len(names)} {kind}" for kind, names in counts if names)
-        raise WeightsError(
-            f"the checkpoint does not match the {checkpoint.family.name} architecture: {what}",
-            where=str(checkpoint.path),
-            missing="\n".join(missing),
-            unexpected="\n".join(unexpected),
-            mismatched="\n".join(mismatched),
-            next="check that config.json belongs to these weights",
-        )
-    return expected
-
-
-def map_expected_names(
-    weights: tuple[WeightMapping, ...], config: ModelConfig, parameters: dict[str, Tensor]
-) -> dict[str, list[WeightAssignment]]:
-    """Every tensor name that the checkpoint should contain, with its assignments."""
-    result: dict[str, list[WeightAssignment]] = {}
-    by_target: dict[str, list[WeightMapping]] = {}
-    for mapping in weights:
-        by_target.setdefault(mapping.target, []).append(mapping)
-    for parameter in parameters:
-        match = re.match(r"layers\.(\d+)\.", parameter)
-        layer = match.group(1) if match else ""
-        target = re.sub(r"^layers\.\d+\.", "layers.{layer}.", parameter)
-        assert target in by_target, f"{config.family} has no weight mapping for {parameter}"
-        for mapping in by_target[target]:
-            num_experts = 1
-            if "{expert}" in mapping.source:
-                assert config.moe is not None, f"{mapping.source} needs a model with experts"
-                num_experts = config.moe.num_experts
-            for expert in range(num_experts):
-                source = mapping.source.replace("{layer}", layer).replace("{expert}", str(expert))
-                result.setdefault(source, []).append(WeightAssignment(mapping, parameter, expert))
-    return result
-
-
-def describe_shape_mismatch(
-    assignment: WeightAssignment,
-    name: str,
-    shape: Shape,
-    parameters: dict[str, Tensor],
-    config: ModelConfig,
-) -> str:
-    """What is wrong with a tensor's shape, or "". The mapping is applied on the meta device."""
-    mapping, parameter = assignment.mapping, parameters[assignment.parameter]
-    target = mapping.target_view(parameter, config, assignment.expert).shape
-    text = f"{name}: shape {list(shape)}; {assignment.parameter} needs {list(target)}"
-    try:
-        converted = mapping.convert(torch.empty(shape, device="meta"), config).shape
-    except (RuntimeError, IndexError):  # the conversion is a view that this shape does not allow
-        return f"{text} after conversion"
-    if converted == target:
-        return ""
-    return text + (f", converted it is {list(converted)}" if converted != shape else "")
-
-
-def _is_ignored(checkpoint: Checkpoint, name: str) -> bool:
-    if checkpoint.config.tie_word_embeddings and name in LM_HEAD_NAMES:
-        return True
-    num_layers = str(len(checkpoint.config.layers))
-    patterns = (pattern.replace("{num_layers}", num_layers) for pattern in checkpoint.ignored)
-    return any(re.fullmatch(pattern, name) for pattern in patterns)
+def rename_entries(source: TensorSource) -> dict[str, TensorEntry]:
+    """The entries by their names in weight mappings."""
+    entries = source.entries()
+    if isinstance(source, SafetensorsCheckpoint) and not source.is_saved_model:
+        return {strip_multimodal_prefix(name): entry for name, entry in entries.items()}
+    return dict(entries)
 
 
 def strip_multimodal_prefix(name: str) -> str:
-    """A tensor name without the prefix that multimodal checkpoints add."""
-    for prefix, replacement in MULTIMODAL_PREFIXES:
+    """A tensor name without the prefix that multimodal checkpoints add.
+
+    Checkpoints of bare decoders lack the prefix `model.`, which is added.
+    """
+    for prefix, replacement in (*MULTIMODAL_PREFIXES, *BARE_PREFIXES):
         if name.startswith(prefix):
             return replacement + name.removeprefix(prefix)
     return name
+
+
+# ---- models that fulgurite.quantize.save wrote ---------------------------------------------------
+
+
+def saved_mappings(family: ModelFamily, config: ModelConfig) -> tuple[WeightMapping, ...]:
+    """Mappings of a saved `state_dict`: every tensor has the name of its parameter."""
+    with torch.device("meta"):
+        model = family.build(config)
+    names = (re.sub(r"^layers\.\d+\.", "layers.{layer}.", n) for n, _ in model.named_parameters())
+    return tuple(WeightMapping(name, name) for name in dict.fromkeys(names))

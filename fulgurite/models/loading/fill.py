@@ -21,7 +21,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fulgurite.errors import WeightsError
 from fulgurite.models import weight_mapping
 from fulgurite.models.config import ModelConfig
 from fulgurite.models.loading.checkpoint_tensor import CheckpointTensor, Slices
@@ -49,11 +48,6 @@ def fill_parameter(
 ) -> None:
     """Copy the part of a checkpoint tensor that belongs to this shard into the parameter."""
     mapping = assignment.mapping
-    if tensor.format == "dense" and not tensor.data.dtype.is_floating_point:
-        raise WeightsError(
-            f"tensor {tensor.name} has dtype {tensor.data.dtype}, which is not a weight dtype",
-            next="a quantized checkpoint also stores scales, and names its format in config.json",
-        )
     if mapping.target_view in PER_HEAD_VIEWS:
         _fill_per_head(parameter, shard, tensor, mapping, config)
         return
@@ -182,6 +176,16 @@ def _read_transposed(
     return tensor.read((*experts, columns, rows)).transpose(-1, -2)
 
 
+def _read_oriented(
+    tensor: CheckpointTensor, convert: Convert, config: ModelConfig, slices: Slices
+) -> Tensor:
+    """For conversions that transpose only what is stored the other way."""
+    converted = convert(torch.empty(tensor.shape, device="meta"), config)
+    if converted.is_contiguous():
+        return tensor.read(slices)
+    return _read_transposed(tensor, convert, config, slices)
+
+
 def _read_row_range(
     tensor: CheckpointTensor, convert: Convert, config: ModelConfig, slices: Slices
 ) -> Tensor:
@@ -198,6 +202,29 @@ def _read_whole_heads(
     first, last = start // size * size, -(-stop // size) * size
     heads = convert(tensor.read((slice(first, last), *slices[1:])), config)
     return heads[start - first : stop - first]
+
+
+def _read_selected_rows(
+    tensor: CheckpointTensor, convert: Convert, config: ModelConfig, slices: Slices
+) -> Tensor:
+    """For conversions that select rows in any order."""
+    rows = convert(torch.arange(tensor.shape[0]), config)[slices[0]]
+    first, last = int(rows.min()), int(rows.max())
+    return tensor.read((slice(first, last + 1), *slices[1:]))[rows - first]
+
+
+def _read_reshaped(
+    tensor: CheckpointTensor, convert: Convert, config: ModelConfig, slices: Slices
+) -> Tensor:
+    """For vectors of another shape."""
+    return convert(tensor.read(tuple(slice(0, size) for size in tensor.shape)), config)[slices]
+
+
+def _read_conv(
+    tensor: CheckpointTensor, convert: Convert, config: ModelConfig, slices: Slices
+) -> Tensor:
+    taps, channels = slices
+    return convert(tensor.read((channels, slice(0, 1), taps)), config)
 
 
 def _read_deinterleaved(
@@ -224,6 +251,8 @@ PARTIAL_READERS: dict[Convert, PartialReader] = {
     weight_mapping.identity: _read_elementwise,
     weight_mapping.subtract_one: _read_elementwise,
     weight_mapping.transpose: _read_transposed,
+    weight_mapping.orient_gate_up: _read_oriented,
+    weight_mapping.orient_down: _read_oriented,
     weight_mapping.deinterleave_gate_up: _read_deinterleaved,
     weight_mapping.transpose_deinterleave_gate_up: _read_deinterleaved,
     weight_mapping.slice_q: _read_row_range,
@@ -232,4 +261,11 @@ PARTIAL_READERS: dict[Convert, PartialReader] = {
     weight_mapping.slice_first_half: _read_row_range,
     weight_mapping.slice_second_half: _read_row_range,
     weight_mapping.unpermute_rope: _read_whole_heads,
+    weight_mapping.group_qkvz: _read_selected_rows,
+    weight_mapping.group_ba: _read_selected_rows,
+    weight_mapping.slice_query: _read_selected_rows,
+    weight_mapping.slice_gate: _read_selected_rows,
+    weight_mapping.transpose_conv: _read_conv,
+    weight_mapping.as_row: _read_reshaped,
+    weight_mapping.flatten: _read_reshaped,
 }

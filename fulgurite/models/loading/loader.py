@@ -1,40 +1,45 @@
 """Loads models: a name, path or checkpoint in, a `CausalLM` with its weights out.
 
-load_model        modules on the meta device, then one tensor at a time to its dtype and device
+load_model        modules on the meta device, then one parameter at a time to its dtype and device
 load_shard        the same for one rank: modules sharded on the meta device, then only this rank's
                   part of each tensor is read
 build_random_model   random weights, for benchmarks and tests
+
+Parameters are filled in the order of the file. At most one of them has a temporary copy at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fulgurite.errors import ArgumentError
+from fulgurite.kernels.gemm.modules import QuantLinear
+from fulgurite.kernels.quantize.row_chunks import quantize_in_row_chunks
+from fulgurite.logs import LOG
 from fulgurite.models.config import ModelConfig
 from fulgurite.models.families.family import ModelFamily
 from fulgurite.models.layers import CausalLM
+from fulgurite.models.load_report import LoadReport
 from fulgurite.models.loading import hub
-from fulgurite.models.loading.checkpoint import Checkpoint, assign_weights, open_checkpoint
+from fulgurite.models.loading.checkpoint import Checkpoint, open_checkpoint
 from fulgurite.models.loading.fill import fill_parameter
-from fulgurite.models.loading.quantized import (
-    fill_quantized_parameter,
-    load_quantized_weights,
-    needs_repacking,
+from fulgurite.models.loading.load_plan import LoadOptions, LoadPlan, build_model, plan_load
+from fulgurite.models.loading.quantized import load_packed_parameter
+from fulgurite.models.transformers_backend.family import (
+    TransformersFamily,
+    load_transformers_model,
 )
-from fulgurite.models.weight_mapping import WeightAssignment
 from fulgurite.parallel.dispatcher import TokenDispatcher
 from fulgurite.parallel.mesh import Mesh
 from fulgurite.parallel.placement import Placement
-from fulgurite.parallel.sharding import Sharding, ShardSlice
-from fulgurite.parallel.tensor import parallelize
+from fulgurite.parallel.sharding import Sharding
 from fulgurite.quant import QuantTensor
+from fulgurite.quant.config import QuantConfig
 
 
 def load_model(
@@ -44,34 +49,32 @@ def load_model(
     device: torch.device | str = "cpu",
     keep_quantized: bool = False,
     activations: str | None = None,
+    quantize: str | QuantConfig | None = None,
+    implementation: str = "auto",
 ) -> CausalLM:
     """Load the model of a folder, a file or a name on the Hub (see hub.py).
 
     dtype            compute dtype; None: the dtype of the checkpoint
     keep_quantized   keep weights that the file stores quantized (see quantized.py); otherwise they
                      are dequantized to `dtype`
-    activations      activation format of quantized weights. None: the fastest on the device.
-                     "none": activations are not quantized
+    activations      activation format of quantized weights. None: what the checkpoint prescribes,
+                     as far as the device has kernels for it. "none": not quantized
+    quantize         quantize the dense linears and experts while loading: a name or config of
+                     `fulgurite.quantize`
+    implementation   whose modules: `fulgurite`, `transformers`, or `auto`: fulgurite's if it has the
+                     architecture
     """
-    checkpoint = open_checkpoint(hub.resolve_model_path(name))
-    return load_checkpoint(
-        checkpoint,
-        dtype=dtype,
-        device=device,
-        keep_quantized=keep_quantized,
-        activations=activations,
-    )
+    with open_checkpoint(hub.resolve_model_path(name), implementation) as checkpoint:
+        return load_checkpoint(
+            checkpoint,
+            dtype=dtype,
+            device=device,
+            keep_quantized=keep_quantized,
+            activations=activations,
+            quantize=quantize,
+        )
 
 
-def build_model(config: ModelConfig, family: ModelFamily, dtype: torch.dtype) -> CausalLM:
-    """Build the modules on the meta device: shapes and dtypes without memory."""
-    with _default_dtype(dtype), torch.device("meta"):
-        model = family.build(config)
-    assert isinstance(model, CausalLM), f"family {family.name} must build a CausalLM"
-    return model
-
-
-@torch.inference_mode(False)  # parameters must not be inference tensors
 def load_checkpoint(
     checkpoint: Checkpoint,
     *,
@@ -79,33 +82,13 @@ def load_checkpoint(
     device: torch.device | str,
     keep_quantized: bool = False,
     activations: str | None = None,
+    quantize: str | QuantConfig | None = None,
 ) -> CausalLM:
     """Load all weights of an open checkpoint; see `load_model` for the arguments."""
-    _check_dtype(dtype)
-    model = build_model(checkpoint.config, checkpoint.family, dtype or checkpoint.config.dtype)
-    assignments = assign_weights(checkpoint, model)
-    filled: set[str] = set()
-    if keep_quantized:
-        filled = load_quantized_weights(
-            model,
-            checkpoint.tensors(),
-            assignments,
-            checkpoint.config,
-            device=device,
-            activations=activations,
-            repack=needs_repacking(device, model.norm.weight.dtype),
-        )
-    allocate_parameters(model, device)
-    shards = {
-        name: ShardSlice.full(name, parameter.shape)
-        for name, parameter in model.named_parameters()
-        if name not in filled
-    }
-    _fill_parameters(model, checkpoint, assignments, shards)
-    return model.eval()
+    options = LoadOptions(dtype, device, keep_quantized, activations, quantize)
+    return load_planned(plan_load(checkpoint, options))
 
 
-@torch.inference_mode(False)
 def load_shard(
     name: str | Path | Checkpoint,
     mesh: Mesh,
@@ -114,6 +97,7 @@ def load_shard(
     device: torch.device | str | None = None,
     keep_quantized: bool = False,
     activations: str | None = None,
+    quantize: str | QuantConfig | None = None,
     dispatcher: TokenDispatcher | None = None,
     placement: Placement | None = None,
 ) -> tuple[CausalLM, Sharding]:
@@ -121,28 +105,24 @@ def load_shard(
 
     The result equals `load_model` followed by `parallelize`: the sharded model and its `Sharding`.
     """
-    _check_dtype(dtype)
-    checkpoint = (
-        name if isinstance(name, Checkpoint) else open_checkpoint(hub.resolve_model_path(name))
-    )
+    if not isinstance(name, Checkpoint):
+        with open_checkpoint(hub.resolve_model_path(name)) as checkpoint:
+            return load_shard(
+                checkpoint,
+                mesh,
+                dtype=dtype,
+                device=device,
+                keep_quantized=keep_quantized,
+                activations=activations,
+                quantize=quantize,
+                dispatcher=dispatcher,
+                placement=placement,
+            )
     device = mesh.device if device is None else device
-    model, sharding = build_sharded_model(
-        checkpoint,
-        mesh,
-        dtype,
-        keep_quantized,
-        activations,
-        device=device,
-        dispatcher=dispatcher,
-        placement=placement,
-    )
-    allocate_parameters(model, device)
-    assignments = assign_weights(checkpoint, _build_unsharded(checkpoint, dtype))
-    _fill_parameters(model, checkpoint, assignments, sharding.slices)
-    for path, parameter in model.named_parameters():
-        if isinstance(parameter, QuantTensor):
-            parameter.check_scales(path)
-    return model.eval(), sharding
+    options = LoadOptions(dtype, device, keep_quantized, activations, quantize)
+    plan = plan_load(name, options, mesh, dispatcher=dispatcher, placement=placement)
+    assert plan.sharding is not None, "a plan with a mesh is sharded"
+    return load_planned(plan), plan.sharding
 
 
 def build_sharded_model(
@@ -158,18 +138,11 @@ def build_sharded_model(
 
     `device` is the device it will be loaded to (None: the mesh's). Some formats depend on it.
     """
-    if mesh.expert.size > 1 and checkpoint.config.moe is None:
-        raise ArgumentError(
-            f"expert={mesh.expert.size} needs a model with experts, and this model is dense",
-            where=f"{checkpoint.family.name}, {mesh.shape}",
-            next="use expert=1; tensor= shards every weight",
-        )
-    model = _build_unsharded(checkpoint, dtype)
-    if keep_quantized:
-        target_device = mesh.device if device is None else device
-        _add_quantized_weights(model, checkpoint, target_device, activations)
-    rules = checkpoint.family.sharding_rules
-    return model, parallelize(model, mesh, rules, **parallelize_options)
+    device = mesh.device if device is None else device
+    options = LoadOptions(dtype, device, keep_quantized, activations)
+    plan = plan_load(checkpoint, options, mesh, **parallelize_options)
+    assert plan.sharding is not None, "a plan with a mesh is sharded"
+    return plan.model, plan.sharding
 
 
 def build_meta_model(
@@ -182,67 +155,99 @@ def build_meta_model(
 
     `device` is the device it will be loaded to. Some formats depend on it.
     """
-    model = _build_unsharded(checkpoint, dtype)
-    if keep_quantized:
-        _add_quantized_weights(model, checkpoint, device)
-    return model.to("meta")
+    plan = plan_load(checkpoint, LoadOptions(dtype, device, keep_quantized))
+    return plan.model.to("meta")
 
 
-def _add_quantized_weights(
-    model: CausalLM,
-    checkpoint: Checkpoint,
-    device: torch.device | str,
-    activations: str | None = None,
-) -> None:
-    """Replace dense modules by quantized ones on the meta device, as loading to `device` would."""
-    load_quantized_weights(
-        model,
-        checkpoint.tensors(),
-        assign_weights(checkpoint, model),
-        checkpoint.config,
-        device="meta",
-        activations=activations,
-        repack=needs_repacking(device, model.norm.weight.dtype),
+@torch.inference_mode(False)  # parameters must not be inference tensors
+@torch.no_grad()
+def load_planned(plan: LoadPlan) -> CausalLM:
+    """Read the weights of a plan into its model."""
+    checkpoint, options, model = plan.checkpoint, plan.options, plan.model
+    start = time.perf_counter()
+    if isinstance(checkpoint.family, TransformersFamily):
+        dtype = options.dtype or checkpoint.config.dtype
+        return load_transformers_model(
+            checkpoint.family, checkpoint.config, checkpoint.path, dtype, options.device
+        )
+    for name in _order_by_file(plan):
+        _load_parameter(plan, name)
+    model.to(options.device)  # buffers
+    model.load_report = _report(plan, time.perf_counter() - start)
+    for line in str(model.load_report).splitlines():
+        LOG.log(_level(line), "load: %s", line)
+    return model.eval()
+
+
+def _order_by_file(plan: LoadPlan) -> list[str]:
+    """The parameters in the order of their first tensor in the file."""
+    entries = plan.checkpoint.entries().values()
+    positions = {entry.name: position for position, entry in enumerate(entries)}
+
+    def position(name: str) -> int:
+        sources = plan.sources[plan.shards[name].name]
+        return min((positions[source.entry.name] for source in sources), default=0)
+
+    return sorted(plan.shards, key=position)
+
+
+def _load_parameter(plan: LoadPlan, name: str) -> None:
+    """Read one parameter, or this rank's shard of it."""
+    device, config = plan.options.device, plan.checkpoint.config
+    path, _, last = name.rpartition(".")
+    module = plan.model.get_submodule(path)
+    parameter, shard = module.get_parameter(last), plan.shards[name]
+    sources = plan.sources[shard.name]
+    assert parameter.is_meta, f"{name} already has memory"
+    if isinstance(parameter, QuantTensor) and name not in plan.from_dense:
+        weight, scale = load_packed_parameter(parameter, shard, sources, config, device)
+        if isinstance(module, QuantLinear) and module.input_scale is not None:
+            module.input_scale = scale
+        setattr(module, last, nn.Parameter(weight, requires_grad=False))
+        return
+    dense = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+    for source in sources:
+        fill_parameter(dense, shard, source.entry.load(), source.assignment, config)
+    if isinstance(parameter, QuantTensor):
+        quantized = quantize_in_row_chunks(dense, parameter.format).check_scales(name)
+        setattr(module, last, nn.Parameter(quantized, requires_grad=False))
+    else:
+        setattr(module, last, nn.Parameter(dense))
+
+
+def _report(plan: LoadPlan, seconds: float) -> LoadReport:
+    formats: dict[str, int] = {}
+    unused: list[str] = []
+    for name, parameter in plan.model.named_parameters():
+        is_quantized = isinstance(parameter, QuantTensor)
+        key = parameter.format.name if is_quantized else _dtype_name(parameter)
+        formats[key] = formats.get(key, 0) + parameter.nbytes
+        sources = plan.sources[plan.shards[name].name]
+        if parameter.dim() == 3 and any(source.entry.has_input_scale for source in sources):
+            unused.append(name)
+    return LoadReport(
+        plan.checkpoint.quantization.method,
+        formats,
+        dict(plan.dequantized),
+        tuple(unused),
+        seconds,
+        getattr(plan.checkpoint.source, "file_opens", 1),
     )
 
 
-def _build_unsharded(checkpoint: Checkpoint, dtype: torch.dtype | None) -> CausalLM:
-    return build_model(checkpoint.config, checkpoint.family, dtype or checkpoint.config.dtype)
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
-def _check_dtype(dtype: torch.dtype | None) -> None:
-    if dtype is not None and not dtype.is_floating_point:
-        raise ArgumentError(
-            f"dtype={dtype} is not a floating-point dtype", next="try torch.bfloat16"
-        )
-
-
-def _fill_parameters(
-    model: nn.Module,
-    checkpoint: Checkpoint,
-    assignments: dict[str, list[WeightAssignment]],
-    shards: dict[str, ShardSlice],
-) -> None:
-    """Fill the parameters that `shards` names. Its keys are names in the (sharded) model."""
-    parameters = dict(model.named_parameters())
-    targets = {shard.name: (parameters[name], shard) for name, shard in shards.items()}
-    with torch.no_grad():
-        for name, tensor in checkpoint.tensors():
-            for assignment in assignments.get(name, ()):
-                if assignment.parameter not in targets:
-                    continue
-                parameter, shard = targets[assignment.parameter]
-                quantized = isinstance(parameter, QuantTensor)
-                fill = fill_quantized_parameter if quantized else fill_parameter
-                fill(parameter, shard, tensor, assignment, checkpoint.config)
+def _level(line: str) -> int:
+    """Weights that could not stay quantized are a warning."""
+    return logging.WARNING if line.startswith("dequantized") else logging.INFO
 
 
 def allocate_parameters(model: nn.Module, device: torch.device | str) -> None:
     """Replace meta parameters by uninitialized memory on the device, and move buffers there."""
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if isinstance(parameter, QuantTensor) and not parameter.is_meta:
-                continue  # loaded by load_quantized_weights
             assert parameter.is_meta, f"{path}.{name} already has memory"
             memory = torch.empty_like(parameter, device=device)
             quantized = isinstance(parameter, QuantTensor)
@@ -269,13 +274,3 @@ def build_random_model(
             if name.endswith("norm.weight"):
                 parameter.add_(1.0)
     return model.eval()
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

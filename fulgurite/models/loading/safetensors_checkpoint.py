@@ -1,15 +1,18 @@
 """Safetensors checkpoints: a folder or file in, memory-mapped tensors out.
 
+    headers of all shards ─ group by weight ─▶ TensorEntry a weight ─ load() ─▶ mapped data
+
 These files contain no code: a JSON header and raw numbers. Shard names come from the index and must
-be plain file names in the same folder. Two quantized layouts are presented as ordinary weights: FP8
-blocks with `weight_scale_inv` (DeepSeek-V3), and MXFP4 `_blocks` with `_scales` (gpt-oss).
+be plain file names in the same folder. Each shard is opened once and stays open until `close`. A
+quantized weight is several tensors (data, scales, zero points), possibly in different shards; it is
+presented as one weight under its plain name, in any layout of `fulgurite.quant.files`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,81 +20,183 @@ import safetensors
 import torch
 from torch import Tensor
 
-from fulgurite.errors import WeightsError
-from fulgurite.models.loading.checkpoint_tensor import CheckpointTensor, Shape, Slices, from_dense
-from fulgurite.quant import read_quantized_weight
+from fulgurite.errors import FormatError, WeightsError
+from fulgurite.models.loading.checkpoint_tensor import CheckpointTensor, TensorEntry
+from fulgurite.models.loading.saved_tensors import describe_saved_tensors
+from fulgurite.quant import (
+    CheckpointWeight,
+    StoredTensor,
+    WeightDescription,
+    describe_quantized_weight,
+    find_kv_scales,
+    find_quantized_weights,
+    is_unused_attention_scale,
+    read_quantized_weight,
+)
 from fulgurite.quant.files.lfs_pointer import POINTER_PREFIX, reject_lfs_pointer
+from fulgurite.quant.files.safetensors_io import METADATA_KEY
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-FP8_BLOCK = 128
-MXFP4_BLOCK = 32
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool, "C64": torch.complex64, "F4": torch.float4_e2m1fn_x2,
+}  # fmt: skip
 
 
 class SafetensorsCheckpoint:
-    """The tensors of one checkpoint. One shard file is open at a time."""
+    """The tensors of one checkpoint.
 
-    def __init__(self, path: Path) -> None:
+    `quantization` is the section of config.json that says how weights are stored. `file_opens`
+    counts how often a shard was opened: once each, unless the checkpoint is used after `close`.
+    """
+
+    def __init__(self, path: Path, quantization: Mapping[str, object] | None = None) -> None:
         self.path = path
+        self.quantization = quantization or None
+        self.file_opens = 0
+        self._handles: dict[Path, Any] = {}
         self.files: dict[str, Path] = {}
-        self._shapes: dict[str, Shape] = {}
+        self.stored: dict[str, StoredTensor] = {}
+        self.metadata: dict[str, str] = {}
         for file in find_shard_files(path):
-            with open_shard(file) as handle:
-                for name in list(handle.keys()):
-                    if name in self.files:
-                        raise WeightsError(
-                            f"tensor {name} is in two files",
-                            where=f"{self.files[name]}, {file}",
-                        )
-                    self.files[name] = file
-                    self._shapes[name] = tuple(handle.get_slice(name).get_shape())
+            self._read_header(file)
 
-    def shapes(self) -> dict[str, Shape]:
-        """The name and logical shape of every weight; quantized weights under their plain name."""
-        result: dict[str, Shape] = {}
-        for name, shape in self._shapes.items():
-            if self._is_mxfp4(name):
-                experts, rows, groups, half = shape
-                result[name.removesuffix("_blocks")] = (experts, groups * half * 2, rows)
-            elif not self._is_scale(name):
-                result[name] = shape
+    def _read_header(self, file: Path) -> None:
+        handle = self._open(file)
+        self.metadata |= handle.metadata() or {}
+        for name in handle.offset_keys():
+            if name in self.files:
+                raise WeightsError(
+                    f"tensor {name} is in two files", where=f"{self.files[name]}, {file}"
+                )
+            header = handle.get_slice(name)
+            dtype = DTYPES.get(header.get_dtype())
+            if dtype is None:
+                raise WeightsError(
+                    f"tensor {name} has the unsupported dtype {header.get_dtype()}",
+                    where=str(file),
+                    next=f"supported: {', '.join(DTYPES)}",
+                )
+            self.files[name] = file
+            self.stored[name] = StoredTensor(tuple(header.get_shape()), dtype)
+
+    @cached_property
+    def kv_scales(self) -> dict[str, tuple[str, str]]:
+        """Attention module -> the tensors with the scales of its keys and values."""
+        return dict(find_kv_scales(self.stored))
+
+    @property
+    def is_saved_model(self) -> bool:
+        """Whether `fulgurite.quantize.save` wrote the file: names are those of parameters."""
+        return METADATA_KEY in self.metadata
+
+    @cached_property
+    def _entries(self) -> dict[str, TensorEntry]:
+        if self.is_saved_model:
+            return describe_saved_tensors(self.stored, self.metadata, self.read_tensor, self.path)
+        descriptions = {base: self._describe(base) for base in find_quantized_weights(self.stored)}
+        owners = {
+            name: (base, description)
+            for base, description in descriptions.items()
+            for name in description.tensors
+        }
+        scales = {name for pair in self.kv_scales.values() for name in pair}
+        result: dict[str, TensorEntry] = {}
+        for name, stored in self.stored.items():
+            if name in owners:
+                base, weight = owners[name]
+                if weight.name not in result:
+                    result[weight.name] = self._describe_weight(base, weight)
+            elif name not in scales and not is_unused_attention_scale(name):
+                load = partial(self._load_dense, name)
+                result[name] = TensorEntry(name, stored.shape, load, dtype=stored.dtype)
+        twice = sorted({weight.name for weight in descriptions.values()} - owners.keys())
+        twice = [name for name in twice if name in self.stored]
+        if twice:
+            raise WeightsError(
+                f"{twice[0]} is stored twice: dense and quantized",
+                where=str(self.path),
+                next="remove one of them from the file",
+            )
         return result
 
-    def iter_tensors(self) -> Iterator[CheckpointTensor]:
-        """Every weight, in file order, as a view of the mapped file."""
-        for file in dict.fromkeys(self.files.values()):
-            with open_shard(file) as handle:
-                for name in list(handle.keys()):
-                    if not self._is_scale(name):
-                        yield self._wrap_tensor(name, handle.get_tensor(name))
+    def entries(self) -> Mapping[str, TensorEntry]:
+        """Every weight in file order; quantized weights under their plain name."""
+        return self._entries
 
-    def _is_scale(self, name: str) -> bool:
-        packed = name.removesuffix("_scales") + "_blocks"
-        scaled = name.removesuffix("_scale_inv")
-        return (name.endswith("_scales") and self._is_mxfp4(packed)) or (
-            name.endswith("_scale_inv") and scaled in self._shapes
+    def get_tensor(self, name: str) -> CheckpointTensor:
+        """The mapped data of one weight."""
+        return self._entries[name].load()
+
+    def read_tensor(self, name: str) -> Tensor:
+        """One tensor as stored, a view of the mapped file."""
+        tensor: Tensor = self._open(self.files[name]).get_tensor(name)
+        return tensor
+
+    def close(self) -> None:
+        """Close all files. Tensors that were read stay valid."""
+        self._handles.clear()
+
+    def _describe(self, base: str) -> WeightDescription:
+        try:
+            return describe_quantized_weight(self.stored, base, self.quantization, self.read_tensor)
+        except FormatError as error:
+            where = f"{error.details.get('where', base)} in {self.path}"
+            raise WeightsError(error.what, **error.details | {"where": where}) from error
+
+    def _describe_weight(self, base: str, weight: WeightDescription) -> TensorEntry:
+        return TensorEntry(
+            weight.name,
+            tuple(weight.shape),
+            partial(self._load_quantized, base, weight),
+            format=weight.format,
+            layout=weight.layout,
+            has_input_scale=weight.input_scale,
+            reason=weight.reason,
         )
 
-    def _is_mxfp4(self, name: str) -> bool:
-        if not name.endswith("_blocks") or self._scales_name(name) not in self._shapes:
-            return False
-        return len(self._shapes.get(name, ())) == 4
+    def _load_dense(self, name: str) -> CheckpointTensor:
+        return CheckpointTensor(name, self.read_tensor(name))
 
-    def _scales_name(self, name: str) -> str:
-        return name.removesuffix("_blocks") + "_scales"
+    def _load_quantized(self, base: str, description: WeightDescription) -> CheckpointTensor:
+        tensors = _WeightTensors(self, description.tensors)
+        loaded: CheckpointWeight = read_quantized_weight(
+            tensors, base, torch.float32, check=False, config=self.quantization
+        )
+        return CheckpointTensor(description.name, loaded.weight, loaded.input_scale)
 
-    def _wrap_tensor(self, name: str, tensor: Tensor) -> CheckpointTensor:
-        if self._is_mxfp4(name):
-            return read_mxfp4(name, tensor, self._read_tensor(self._scales_name(name)))
-        if name + "_scale_inv" in self._shapes:
-            return read_fp8(name, tensor, self._read_tensor(name + "_scale_inv"))
-        return from_dense(name, tensor)
+    def _open(self, file: Path) -> Any:
+        """The handle of a shard, which stays open."""
+        if file not in self._handles:
+            self._handles[file] = open_shard(file)
+            self.file_opens += 1
+        return self._handles[file]
 
-    def _read_tensor(self, name: str) -> Tensor:
-        with open_shard(self.files[name]) as handle:
-            tensor: Tensor = handle.get_tensor(name)
-            return tensor
+
+class _WeightTensors(Mapping[str, Tensor]):
+    """The tensors of one weight, read when they are asked for."""
+
+    def __init__(self, checkpoint: SafetensorsCheckpoint, names: tuple[str, ...]) -> None:
+        self.checkpoint, self.names = checkpoint, names
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.names:
+            raise KeyError(name)
+        return self.checkpoint.read_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
 
 
 def find_shard_files(path: Path) -> list[Path]:
@@ -148,59 +253,15 @@ def _read_shard_names(index: Path) -> list[str]:
     return names
 
 
-@contextmanager
-def open_shard(file: Path) -> Iterator[Any]:
-    """Open a safetensors file; raises `WeightsError` if it is damaged."""
-    with file.open("rb") as stream:
-        reject_lfs_pointer(stream.read(len(POINTER_PREFIX)), str(file))
+def open_shard(file: Path) -> Any:
+    """Open a safetensors file and check its header; raises `WeightsError` if it is damaged."""
     try:
-        with safetensors.safe_open(str(file), framework="pt") as handle:
-            yield handle
+        return safetensors.safe_open(str(file), framework="pt")
     except safetensors.SafetensorError as error:
+        with file.open("rb") as stream:
+            reject_lfs_pointer(stream.read(len(POINTER_PREFIX)), str(file))
         raise WeightsError(
             f"the file is damaged or truncated: {error}",
             where=f"{file} ({file.stat().st_size} bytes)",
             next="download it again",
         ) from error
-
-
-def read_fp8(name: str, weight: Tensor, scale: Tensor) -> CheckpointTensor:
-    """An FP8 weight [O, I] with one scale per 128x128 block."""
-    tensors = {name: weight, name + "_scale_inv": scale}
-    base = name.removesuffix(".weight")
-    loaded = read_quantized_weight(tensors, base, torch.float32, check=False)
-    data, where = loaded.weight, f"{base} ({loaded.layout})"
-
-    def read(slices: Slices) -> Tensor:
-        (rows, inner_rows), (columns, inner_columns) = (
-            _align_to_blocks(dim_slice, size, FP8_BLOCK)
-            for dim_slice, size in zip(slices, weight.shape, strict=True)
-        )
-        blocks = data[rows, columns].check_scales(where)
-        return blocks.dequantize()[inner_rows, inner_columns]
-
-    return CheckpointTensor(name, tuple(weight.shape), data, "FP8", read)
-
-
-def read_mxfp4(name: str, blocks: Tensor, scales: Tensor) -> CheckpointTensor:
-    """MXFP4 experts: blocks [E, O, K / 32, 16] and e8m0 scales, presented as [E, I, O]."""
-    base = name.removesuffix("_blocks")
-    tensors = {name: blocks, base + "_scales": scales}
-    loaded = read_quantized_weight(tensors, base, torch.float32, check=False)
-    data, where = loaded.weight, f"{base} ({loaded.layout})"
-
-    def read(slices: Slices) -> Tensor:
-        experts, columns, rows = slices
-        columns, inner_columns = _align_to_blocks(columns, data.shape[2], MXFP4_BLOCK)
-        selected = data.map(lambda part: part[experts, rows])[:, :, columns]
-        values = selected.check_scales(where).dequantize()
-        return values[:, :, inner_columns].transpose(-1, -2)
-
-    experts, size, groups, half = blocks.shape
-    return CheckpointTensor(base, (experts, groups * half * 2, size), data, "MXFP4", read)
-
-
-def _align_to_blocks(range_: slice, size: int, block: int) -> tuple[slice, slice]:
-    """The smallest range of whole blocks that contains a range, and the range relative to it."""
-    first, last = range_.start // block * block, min(-(-range_.stop // block) * block, size)
-    return slice(first, last), slice(range_.start - first, range_.stop - first)

@@ -9,6 +9,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from tests.models.loading.gguf_more_families import (
+    PERMUTED,
+    add_metadata,
+    split_granite_experts,
+)
+
 gguf = pytest.importorskip("gguf", reason="the gguf package writes the files")
 
 
@@ -39,10 +45,10 @@ def export_tensors(
     names = gguf.get_tensor_name_map(arch, num_layers)
     result = {}
     for name, tensor in state.items():
-        if ".experts." in name:
+        if ".experts." in name or "_linear." in name:
             continue
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
-        if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
+        if architecture in PERMUTED and (".q_proj." in name or ".k_proj." in name):
             heads = config.num_attention_heads if ".q_" in name else config.num_key_value_heads
             tensor = permute_rope(tensor, heads)
         if architecture.startswith("gemma") and "norm" in name:
@@ -51,7 +57,7 @@ def export_tensors(
         assert gguf_name is not None, name
         result[gguf_name + ".weight" if name.endswith("sinks") else gguf_name] = tensor
     for layer in range(num_layers):
-        result |= export_experts(state, layer, config)
+        result |= export_experts(state, layer, config) | split_granite_experts(state, layer)
         if split_kv_b and f"blk.{layer}.attn_kv_b.weight" in result:
             kv_b = result.pop(f"blk.{layer}.attn_kv_b.weight")
             heads = kv_b.unflatten(0, (config.num_attention_heads, -1))
@@ -153,7 +159,9 @@ def write_gguf(
     writer.add_head_count(config.num_attention_heads)
     is_mla = architecture == "deepseek2"
     writer.add_head_count_kv(1 if is_mla and split_kv_b else config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    add_metadata(writer, architecture, config, gguf.ExpertGatingFuncType.SIGMOID)
     if is_mla:
         write_mla_metadata(writer, config, split_kv_b)
     elif getattr(config, "head_dim", None):

@@ -5,22 +5,23 @@ shards.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from fulgurite.models import ARCHITECTURES, weight_mapping
-from fulgurite.models.config import ConfigFields
+from fulgurite.models.config import ConfigFields, LinearAttentionConfig, MoEConfig
 from fulgurite.models.families.deepseek import DEEPSEEK_V3
 from fulgurite.models.families.llama import LLAMA
-from fulgurite.models.loading.checkpoint_tensor import CheckpointTensor, from_dense
+from fulgurite.models.loading.checkpoint_tensor import CheckpointTensor
 from fulgurite.models.loading.fill import (
     PARTIAL_READERS,
     fill_parameter,
     find_target_ranges,
     read_converted,
 )
-from fulgurite.models.loading.quantized import fill_quantized_parameter
+from fulgurite.models.loading.quantized import fill_packed_parameter
 from fulgurite.models.weight_mapping import WeightAssignment, WeightMapping
 from fulgurite.parallel.sharding import ShardSlice
 from fulgurite.quant import QuantTensor, quantize
@@ -39,11 +40,23 @@ CONFIG = LLAMA.read_config(
         "test",
     )
 )
+CONFIG = replace(
+    CONFIG,
+    moe=MoEConfig(num_experts=3, top_k=1, intermediate_size=5),
+    linear_attention=LinearAttentionConfig(
+        conv_taps=4, num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5
+    ),
+)
 ROWS = (CONFIG.num_heads + 2 * CONFIG.num_kv_heads) * CONFIG.head_dim
 SHAPES = {
     weight_mapping.transpose: (3, 5, 8),
     weight_mapping.deinterleave_gate_up: (3, 10, 7),
     weight_mapping.transpose_deinterleave_gate_up: (3, 7, 10),
+    weight_mapping.orient_gate_up: (3, 24, 10),
+    weight_mapping.orient_down: (3, 5, 24),
+    weight_mapping.group_qkvz: (2 * (3 + 3 + 10 + 10), 7),
+    weight_mapping.group_ba: (8, 7),
+    weight_mapping.transpose_conv: (22, 1, 4),
 }
 
 
@@ -58,7 +71,7 @@ def arange_tensor(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("convert", PARTIAL_READERS, ids=lambda convert: convert.__name__)
 def test_partial_reads_match_the_whole_conversion(convert):
     whole = arange_tensor(*SHAPES.get(convert, (ROWS, 7)))
-    expected, tensor = convert(whole, CONFIG), from_dense("weight", whole)
+    expected, tensor = convert(whole, CONFIG), CheckpointTensor("weight", whole)
     edges = [sorted({0, 1, size // 2, size - 1, size}) for size in expected.shape]
     pairs = [[(a, b) for a, b in itertools.combinations(dim, 2)] for dim in edges]
     for ranges in itertools.product(*pairs):
@@ -105,7 +118,7 @@ def test_experts_in_any_order_and_repeated():
             fill_parameter(
                 shard,
                 shard_slice,
-                from_dense("weight", family),
+                CheckpointTensor("weight", family),
                 assign(WeightMapping("", "", target_view=target_view), expert),
                 CONFIG,
             )
@@ -118,7 +131,11 @@ def test_copy_in_chunks(monkeypatch):
     shard = torch.zeros(13, 7)
     mapping = WeightMapping("", "", weight_mapping.unpermute_rope)
     fill_parameter(
-        shard, shard_slice, from_dense("weight", arange_tensor(ROWS, 7)), assign(mapping), CONFIG
+        shard,
+        shard_slice,
+        CheckpointTensor("weight", arange_tensor(ROWS, 7)),
+        assign(mapping),
+        CONFIG,
     )
     assert torch.equal(shard, mapping.convert(arange_tensor(ROWS, 7), CONFIG)[5:18])
 
@@ -144,8 +161,8 @@ def test_split_kv_b_proj():
     whole = arange_tensor(4, 8, 6)
     shard = torch.zeros(16, 6)
     shard_slice = ShardSlice.full("weight", (32, 6)).narrow(0, (16, 32))
-    keys = from_dense("k", whole[:, :3].transpose(1, 2).contiguous())
-    values = from_dense("v", whole[:, 3:].contiguous())
+    keys = CheckpointTensor("k", whole[:, :3].transpose(1, 2).contiguous())
+    values = CheckpointTensor("v", whole[:, 3:].contiguous())
     fill_parameter(
         shard,
         shard_slice,
@@ -166,13 +183,11 @@ def test_split_kv_b_proj():
 def test_shard_of_a_quantized_gguf_weight():
     """Rows are reordered within heads, and columns are sliced at blocks."""
     weight = quantize(torch.randn(ROWS, 64, generator=torch.Generator().manual_seed(0)), "q8_0")
-    tensor = CheckpointTensor(
-        "weight", (ROWS, 64), weight.packed, "Q8_0", lambda ranges: weight.packed
-    )
+    tensor = CheckpointTensor("weight", weight)
     mapping = WeightMapping("", "", weight_mapping.unpermute_rope)
     shard_slice = ShardSlice.full("weight", (ROWS, 64)).narrow(0, (6, 24)).narrow(1, (32, 64))
     shard = torch.empty_like(weight[:18, :32])
     assert isinstance(shard, QuantTensor)
-    fill_quantized_parameter(shard, shard_slice, tensor, assign(mapping), CONFIG)
+    fill_packed_parameter(shard, shard_slice, tensor, assign(mapping), CONFIG)
     expected = mapping.convert(weight.dequantize(), CONFIG)[6:24, 32:]
     assert torch.equal(shard.dequantize(), expected)

@@ -13,6 +13,7 @@ from fulgurite.kernels.gemm.modules import QuantLinear
 from fulgurite.models import load_model
 from fulgurite.models.families.deepseek import KVUpProjection
 from fulgurite.models.loading.gguf_checkpoint import GGUFCheckpoint
+from fulgurite.quant import QuantTensor
 from tests.models.loading.gguf_export import write_gguf
 from tests.models.reference_models import MLA_FIELDS, build_reference, make_prompt
 
@@ -47,6 +48,28 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "deepseek_v2": ("deepseek2", DEEPSEEK_SCALING),
     "deepseek_v2_lite": ("deepseek2", DEEPSEEK_SCALING),
     "deepseek_v3": ("deepseek2", DEEPSEEK_SCALING),
+    "gemma": ("gemma", {"tie_word_embeddings": True}),
+    "olmoe": ("olmoe", {"clip_qkv": None}),
+    "olmo2": ("olmo2", {"attention_bias": False}),
+    "olmo3": ("olmo2", {}),
+    "granite": ("granite", {"attention_bias": False, "mlp_bias": False}),
+    "granite_moe": ("granitemoe", {}),
+    "granite_moe_shared": ("granitemoe", {}),
+    "glm4": ("glm4", {"attention_bias": True}),
+    "glm4_moe": ("glm4moe", {}),
+    "qwen2_moe": ("qwen2moe", {"use_sliding_window": False, "mlp_only_layers": []}),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 4, "attention_bias": False}),
+    "seed_oss": ("seed_oss", {"attention_out_bias": False}),
+    "ernie": ("ernie4_5", {"use_bias": False}),
+    "ernie_moe": ("ernie4_5-moe", {}),
+    "hunyuan": ("hunyuan-dense", {"rope_parameters": None}),
+    "hunyuan_moe": ("hunyuan-moe", {}),
+    "cohere": ("command-r", {"attention_bias": False, "tie_word_embeddings": True}),
+    "cohere2": ("cohere2", {"tie_word_embeddings": True}),
+    "starcoder2": ("starcoder2", {}),
+    "exaone4": ("exaone4", {"layer_types": None}),
+    "dots1": ("dots1", {"max_window_layers": 4}),
+    "minimax_m2": ("minimax-m2", {}),
     "llama4": (
         "llama4",
         {
@@ -187,10 +210,11 @@ def test_reading_rows_of_quantized_tensors(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     file = GGUFCheckpoint(tmp_path / "packed.gguf")
-    for tensor in file.iter_tensors():
-        type_name = gguf.GGMLQuantizationType[tensor.format]
-        whole = torch.from_numpy(gguf.quants.dequantize(tensor.data.numpy(), type_name))
-        assert tensor.shape == tuple(whole.shape) == file.shapes()[tensor.name]
+    for name, entry in file.entries().items():
+        tensor, type_name = entry.load(), gguf.GGMLQuantizationType[name.split(".")[0]]
+        data = tensor.data.packed if isinstance(tensor.data, QuantTensor) else tensor.data
+        whole = torch.from_numpy(gguf.quants.dequantize(data.numpy(), type_name))
+        assert tensor.shape == entry.shape == tuple(whole.shape) == file.shapes()[name]
         assert torch.equal(tensor.read_all(), whole)
         assert torch.equal(tensor.read_rows(1, 2), whole[1:2])
 

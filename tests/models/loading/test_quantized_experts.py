@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fulgurite.models import load_model
-from fulgurite.models.loading import loader
+from fulgurite.models.loading import load_plan
 from fulgurite.models.loading.checkpoint import open_checkpoint
 from fulgurite.models.loading.loader import build_meta_model
 from fulgurite.models.loading.safetensors_checkpoint import SINGLE_FILE
@@ -91,9 +91,9 @@ def test_save_and_load(get_pair, tmp_path):
     assert all(m.activations == "none" for m in find_experts(loaded).values())
 
 
-@pytest.mark.parametrize("intermediate_size", [128, 64])
-def test_fp8_experts_stay_quantized(tmp_path: Path, intermediate_size: int) -> None:
-    """If the halves of gate_up_proj end inside a 128-row block, the stack is dequantized."""
+@pytest.mark.parametrize(("intermediate_size", "format"), [(256, "128x128"), (160, "1x128")])
+def test_fp8_experts_stay_quantized(tmp_path: Path, intermediate_size: int, format: str) -> None:
+    """If the halves of gate_up_proj end inside a 128-row block, each row gets its own scales."""
     build_reference("deepseek_v3", moe_intermediate_size=intermediate_size).save_pretrained(
         tmp_path
     )
@@ -110,7 +110,8 @@ def test_fp8_experts_stay_quantized(tmp_path: Path, intermediate_size: int) -> N
     experts = find_experts(model)
     assert experts
     for module in experts.values():
-        assert isinstance(module.gate_up_proj, QuantTensor) == (intermediate_size == 128)
+        assert isinstance(module.gate_up_proj, QuantTensor)
+        assert module.gate_up_proj.format.name == f"fp8_e4m3_{format}"
         assert isinstance(module.down_proj, QuantTensor)
     dense_model = load_model(tmp_path, dtype=torch.float32)
     for path, module in find_experts(dequantized(model)).items():
@@ -185,7 +186,7 @@ def test_gguf_experts_are_repacked_for_gpus(gguf_file: Path, monkeypatch) -> Non
     meta_experts = find_experts(
         build_meta_model(open_checkpoint(gguf_file), torch.bfloat16, True, "cuda")
     )
-    monkeypatch.setattr(loader, "needs_repacking", lambda device, dtype: True)
+    monkeypatch.setattr(load_plan, "needs_repacking", lambda device, dtype: True)
     model = load_model(gguf_file, dtype=torch.bfloat16, keep_quantized=True, activations="none")
     dense_model = load_model(gguf_file, dtype=torch.bfloat16)
     assert find_experts(model).keys() == meta_experts.keys()
