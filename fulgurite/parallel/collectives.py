@@ -3,6 +3,7 @@
     function                      forward                            backward
     copy_to_parallel_region       identity                           all-reduce
     reduce_from_parallel_region   all-reduce                         identity
+    sum_inside_parallel_region    all-reduce                         all-reduce
     all_gather_tokens             all-gather of tokens               reduce-scatter of tokens
     reduce_scatter_tokens         reduce-scatter of tokens           all-gather of tokens
     all_gather_columns            all-gather of columns              each rank its columns
@@ -113,6 +114,11 @@ def copy_to_parallel_region(x: Tensor, axis: Axis) -> Tensor:
 def reduce_from_parallel_region(x: Tensor, axis: Axis) -> Tensor:
     """Leave such a region; x are partial sums."""
     return x if axis.group is None else _ReduceFromParallelRegion.apply(x, axis)
+
+
+def sum_inside_parallel_region(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over ranks of a partial result that the region itself reads again."""
+    return copy_to_parallel_region(reduce_from_parallel_region(x, axis), axis)
 
 
 def all_gather_tokens(x: Tensor, axis: Axis, total: int) -> Tensor:

@@ -144,6 +144,7 @@ class Sharder:
         parameter = module.get_parameter(last)
         size = parameter.shape[dim] // (units or parameter.shape[dim])
         start, stop = kept[0] * size, kept[1] * size
+        self._check_blocks(name, parameter, dim, (start, stop))
         index = (slice(None),) * dim + (slice(start, stop),)
         # A copy, so that the full parameter can be freed.
         shard = nn.Parameter(parameter.detach()[index].clone(), parameter.requires_grad)
@@ -152,6 +153,18 @@ class Sharder:
         self.sharded.add(shard)
         self.slices[shard] = self.slices[parameter].narrow(dim, (start, stop))
         self.add_entry(name, style, tuple(parameter.shape), tuple(shard.shape))
+
+    def _check_blocks(self, name: str, parameter: Tensor, dim: int, kept: Range) -> None:
+        """ArgumentError if a shard of a quantized parameter would end inside a block."""
+        align, size = weight_alignment(parameter, dim), parameter.shape[dim]
+        if isinstance(parameter, QuantTensor) and any(end % align and end != size for end in kept):
+            raise ArgumentError(
+                f"{name} can't be sharded over {self.axis.size} ranks: a shard of {kept[1] - kept[0]} "
+                f"ends inside a {parameter.format.name} block of {align}",
+                where=f"dimension {dim} of {list(parameter.shape)}",
+                next="use a smaller tensor axis, or keep_quantized=False, which dequantizes the "
+                "weights while loading",
+            )
 
     def replace_module(self, name: str, module: nn.Module) -> None:
         path, _, last = name.rpartition(".")

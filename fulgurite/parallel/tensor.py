@@ -10,7 +10,7 @@ The styles of modules and parameters (`*` stands for one name between dots):
     vocabulary     an embedding or head: rows are sharded; logits come out complete
     attention      its input are all tokens; its spec has the number of heads
     query, key     rows belong to query or key heads; if there are fewer key heads than ranks, several
-                   ranks have the same one
+                   ranks have the same one. Also a norm over all heads, which sums over ranks
     output         columns belong to query heads; the output is reduced over ranks
     feed_forward   its input are all tokens; `column` and `row` inside shard its intermediate size
     column, row    column- and row-parallel linears: sharded rows; sharded columns and a reduction
@@ -27,6 +27,7 @@ Dense and quantized weights are sharded in place; quantized ones at block bounda
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -35,7 +36,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fulgurite.errors import ArgumentError
-from fulgurite.parallel.collectives import shard_range
+from fulgurite.parallel.collectives import shard_range, sum_inside_parallel_region
 from fulgurite.parallel.dispatcher import AllToAllDispatcher, TokenDispatcher
 from fulgurite.parallel.expert import (
     ExpertParallel,
@@ -189,19 +190,19 @@ class _Parallelizer:
         alignment, total = weight_alignment(weight, 0), weight.shape[0]
         sharder.check_divisible(name, total, alignment)
         rows = sharder.local_range(total, alignment)
-        sharder.shard_parameter(f"{name}.weight", "vocabulary", 0, rows)
-        if getattr(module, "bias", None) is not None:
-            raise ArgumentError(f"{name} has a bias", next="use a head without a bias")
+        sharder.shard_module(name, "vocabulary", 0, total, rows)
         table = VocabParallelEmbedding(module, self.axis, total, alignment, self.token_sharding)
         sharder.replace_module(name, table)
 
     def _shard_attention(self, name: str) -> None:
         module, sharder = self.model.get_submodule(name), self.sharder
-        spec: Any = module.spec  # models.attention_spec.AttentionSpec; models imports this package
-        heads, kv_heads = spec.num_heads, spec.num_kv_heads
-        ranges = shard_heads(heads, kv_heads, self.axis.index, self.axis.size)
+        # models.attention_spec.AttentionSpec, or a StateSpec; models imports this package
+        spec: Any = module.spec
+        heads, kv_heads = getattr(spec, "num_heads", 0), getattr(spec, "num_kv_heads", 0)
+        ranges = shard_heads(heads, kv_heads, self.axis.index, self.axis.size) if heads else None
         if ranges is None:
             note = f"{heads} query and {kv_heads} key heads don't divide by {self.axis.size}"
+            note = note if heads else "a layer with a state runs whole on every rank"
             sharder.add_entry(name, "replicated", (heads, kv_heads), (heads, kv_heads), note)
             if self.token_sharding is not None:
                 add_input_hook(module, self.axis, self.token_sharding)
@@ -215,10 +216,12 @@ class _Parallelizer:
         )
         for child in self._names_with_style("query", name):
             sharder.shard_module(child, "query", 0, heads, queries)
+            self._sum_squares_over_ranks(child)
         for child in self._names_with_style("key", name):
             sharder.shard_module(child, "key", 0, kv_heads, keys)
             if kv_heads < self.axis.size:
                 self._record_replicated_keys(child, kv_heads, keys)
+            self._sum_squares_over_ranks(child, replicas=max(1, self.axis.size // kv_heads))
         for child in self._names_with_style("output", name):
             sharder.shard_parameter(f"{child}.weight", "output", 1, queries, heads)
             self._reduce_output(child)
@@ -334,6 +337,18 @@ class _Parallelizer:
         self.sharder.replace_module(name, linear)
         if linear.bias is not None:
             self.after_reduction.add(linear.bias)
+
+    def _sum_squares_over_ranks(self, name: str, replicas: int = 1) -> None:
+        """A norm over all heads (`models.norms.ProjectionNorm`) needs the heads of other ranks.
+
+        If several ranks have the same head, its squares are in the sum as often.
+        """
+        if any(name == parameter for parameter, _ in self.model.named_parameters()):
+            return
+        norm: Any = self.model.get_submodule(name)
+        if hasattr(norm, "sum_over_ranks"):
+            norm.total_size *= replicas
+            norm.sum_over_ranks = functools.partial(sum_inside_parallel_region, axis=self.axis)
 
     def _record_replicated_keys(self, name: str, kv_heads: int, keys: Range) -> None:
         for path in self.sharder.parameter_names(name):

@@ -29,6 +29,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     from fulgurite.kernels.attention import triton_kernel
     from fulgurite.kernels.elementwise import triton_elementwise
     from fulgurite.kernels.gemm import triton_fused_linear_kernels, triton_gemv
+    from fulgurite.kernels.linear_attention import triton_causal_conv, triton_delta_rule
     from fulgurite.kernels.mla import (
         triton_absorb,
         triton_decode,
@@ -37,7 +38,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         triton_store_kv,
     )
     from fulgurite.kernels.moe import triton_small_batch, triton_small_batch_routing
-    from fulgurite.kernels.sampling import triton_sampling
+    from fulgurite.kernels.sampling import triton_logits, triton_sampling
+    from fulgurite.kernels.sampling.table import LogitsTable
     from fulgurite.kernels.tuning.sm_90 import Sm90Heuristics
     from fulgurite.kernels.tuning.sm_100 import Sm100Heuristics
     from tests.kernels.compile_support import IS_HOPPER, TARGET, compile_launches
@@ -128,9 +130,39 @@ def test_qk_norm_rope(cache):
 
 def test_elementwise():
     compile_ptx(triton_elementwise.rms_norm_kernel, {"BLOCK": 1024, "ROWS": 1, "PDL": True})
-    for operation in ("add", "silu", "gelu", "gelu_pytorch_tanh"):
-        constants = {"HOW": operation, "BLOCK": 1024, "PDL": False}
+    for operation in ("add", "silu", "gelu", "gelu_pytorch_tanh", "sigmoid", "identity"):
+        constants = {"HOW": operation, "FACTOR": False, "BLOCK": 1024, "PDL": False}
         compile_ptx(triton_elementwise.binary_kernel, constants)
+
+
+@pytest.mark.parametrize("block_m", [1, 16])
+def test_causal_conv(block_m):
+    constants = {"W": 4, "BW": 4, "BT": block_m, "BC": 64, "BIAS": False, "SILU": True}
+    compile_ptx(triton_causal_conv.causal_conv_kernel, constants, slots_ptr="*i32")
+
+
+@pytest.mark.parametrize("key_dim", [128, 256])
+def test_gated_delta_rule(key_dim):
+    """The tiles of keys of 256 are half as tall; they must fit into shared memory."""
+    chunk, heuristics = 64 * 128 // key_dim, Sm90Heuristics
+    types = {"state_ptr": "*fp32", "inverse_ptr": "*fp32", "a_log_ptr": "*fp32"}
+    types |= {"dt_bias_ptr": "*fp32", "slots_ptr": "*i32", "prompt_lens_ptr": "*i32"}
+    sizes = {"GROUP": 2, "D": key_dim, "BD": key_dim, "CHUNK": chunk}
+    values = {"V": 128, "BV": min(heuristics.delta_rule_chunked.block_n, chunk)}
+    compile_ptx(
+        triton_delta_rule.inverse_kernel, sizes, heuristics.delta_rule_inverse.num_warps, **types
+    )
+    config = heuristics.delta_rule_chunked
+    compile_ptx(
+        triton_delta_rule.chunked_kernel,
+        sizes | values,
+        config.num_warps,
+        config.num_stages,
+        **types,
+    )
+    config = heuristics.delta_rule_recurrent
+    values = {"V": 128, "BV": config.block_n}
+    compile_ptx(triton_delta_rule.recurrent_kernel, sizes | values, config.num_warps, **types)
 
 
 @pytest.mark.parametrize("cache", ["*bf16", "*fp8e4nv"])
@@ -186,6 +218,20 @@ def test_sampling(rows, monkeypatch):
         assert ptx.count("fma.rn.f32") >= 4 * pivots  # one per pivot, of four tokens at once
     triton_sampling.greedy_sample(torch.empty(rows, 151_936, dtype=torch.bfloat16))
     assert len(launches["argmax_kernel"].kernels) == 1
+
+
+def test_logits_processing(monkeypatch):
+    launches = {
+        launch.function.__name__: launch for launch in compile_launches(triton_logits, monkeypatch)
+    }
+    logits, table = torch.empty(3, 1003), LogitsTable.allocate(4, 1003, torch.device("cpu"))
+    processing, last = torch.zeros(3, 5, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
+    triton_logits.process_logits(logits, processing, table)
+    triton_logits.record_tokens(last[:3], processing, last, table.counts_WO)
+    triton_logits.fill_pending_tokens(last[:3], last[:3], last)
+    for name in ("process", "record", "pending"):
+        assert len(launches[f"{name}_kernel"].kernels) == 1
+    assert "div.rn.f32" in launches["process_kernel"].kernels[0].asm["ptx"]  # rounds as torch does
 
 
 LATENT = {"C": 512, "BC": 512, "R": 64, "BR": 64}

@@ -20,7 +20,7 @@ from fulgurite.models import weight_mapping as rules
 from fulgurite.models.config import ConfigFields
 from fulgurite.models.families.family import ModelFamily
 from fulgurite.models.families.registry import find_family
-from fulgurite.models.loading.checkpoint import map_expected_names
+from fulgurite.models.loading.weight_assignment import map_expected_names
 from fulgurite.models.weight_mapping import Convert
 from fulgurite.quant import quantize
 
@@ -37,6 +37,8 @@ UNDO: dict[Convert, Callable[[Tensor], Tensor]] = {
     rules.transpose: lambda x: x.transpose(-1, -2),
     rules.deinterleave_gate_up: interleaved,
     rules.transpose_deinterleave_gate_up: lambda x: interleaved(x).transpose(-1, -2),
+    rules.as_row: lambda x: x,
+    rules.flatten: lambda x: x[None],
     # parts of one tensor, in the order of the table
     rules.slice_q: lambda x: x,
     rules.slice_k: lambda x: x,

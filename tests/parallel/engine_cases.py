@@ -41,6 +41,20 @@ def generate(
     return replies, llm.engine.runner.no_capture_reason, len(llm.engine.requests)
 
 
+def generate_with_little_memory(
+    folder: Path, shape: Shape, prompts: Tokens, params: list[SamplingParams], victim: int
+) -> tuple[Tokens, int]:
+    """One rank has memory for 5 tokens a step. Rank 0: every reply. All: the limit at the end."""
+    with open_llm(folder, shape) as llm:
+        memory = llm.engine.memory
+        if llm.mesh is not None and llm.mesh.rank == victim:
+            memory.can_reserve = lambda tokens: tokens <= 5  # type: ignore[method-assign]
+        replies: Tokens = []
+        if llm.is_driver:
+            replies = [one.token_ids for one in llm.generate(prompts, params)]
+    return replies, llm.engine.scheduler.max_batched_tokens
+
+
 def cancel_and_go_on(folder: Path, shape: Shape, prompt: list[int]) -> tuple[Tokens, int]:
     """A stream that is left early, one request in the middle of another, and then a whole reply."""
     with open_llm(folder, shape) as llm:

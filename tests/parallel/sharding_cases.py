@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves
 from fulgurite.models import load_checkpoint, load_shard, open_checkpoint
 from fulgurite.models.families.registry import get_sharding_rules
 from fulgurite.models.loading.checkpoint import TensorSource
-from fulgurite.models.loading.checkpoint_tensor import CheckpointTensor
-from fulgurite.models.loading.checkpoint_tensor import Shape as Sizes
+from fulgurite.models.loading.checkpoint_tensor import CheckpointTensor, TensorEntry
 from fulgurite.parallel import Placement, parallelize
 from fulgurite.quant import QuantTensor
 from tests.parallel.model_cases import Shape, mesh_of
@@ -28,21 +27,37 @@ class BytesRead(TorchDispatchMode):
     def __init__(self, files: TensorSource) -> None:
         super().__init__()
         self.files = files
-        self.total = self.read_bytes = 0
+        self.loaded: dict[str, CheckpointTensor] = {}
         self.touched: dict[int, Tensor] = {}  # a mapped tensor's address -> which of its bytes
 
-    def shapes(self) -> dict[str, Sizes]:
-        return self.files.shapes()
+    def entries(self) -> dict[str, TensorEntry]:
+        """Every tensor; its bytes are counted once it is loaded."""
+        entries = self.files.entries().items()
+        return {name: replace(entry, load=partial(self._load, entry)) for name, entry in entries}
 
-    def iter_tensors(self) -> Iterator[CheckpointTensor]:
-        self.total = 0
-        for stored in self.files.iter_tensors():
-            parts = plain(stored.data)
-            self.touched = {address(part): torch.zeros(part.nbytes) for part in parts}
-            self.total += sum(part.nbytes for part in parts)
-            yield stored
-            self.read_bytes += sum(int(bytes.sum()) for bytes in self.touched.values())
-            self.touched = {}
+    def get_tensor(self, name: str) -> CheckpointTensor:
+        return self.files.get_tensor(name)
+
+    def close(self) -> None:
+        self.files.close()
+
+    def _load(self, entry: TensorEntry) -> CheckpointTensor:
+        if entry.name not in self.loaded:
+            self.loaded[entry.name] = stored = entry.load()
+            for part in plain(stored.data):
+                self.touched[address(part)] = torch.zeros(part.nbytes)
+        return self.loaded[entry.name]
+
+    @property
+    def read_bytes(self) -> int:
+        return sum(int(bytes.sum()) for bytes in self.touched.values())
+
+    @property
+    def total(self) -> int:
+        parts = (
+            part for entry in self.files.entries().values() for part in plain(entry.load().data)
+        )
+        return sum(part.nbytes for part in parts)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = tree_leaves((args, kwargs or {}))

@@ -11,7 +11,7 @@ from fulgurite.errors import RankError
 from fulgurite.parallel import Placement, launch
 from tests.parallel import sharding_cases as cases
 from tests.parallel.checkpoints import save
-from tests.parallel.test_tensor import COMMON, DENSE, MIXTURES
+from tests.parallel.test_tensor import ALL, COMMON, DENSE, MIXTURES
 
 TENSOR, SPREAD, MIXED, DATA = (1, 4, 1), (1, 4, 4), (2, 2, 4), (4, 1, 4)
 # Sizes at which blocks of 128 can be cut in two.
@@ -19,7 +19,7 @@ BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128}
 
 
 def fields_of(name: str, **changed: object) -> dict[str, object]:
-    architecture, fields = (DENSE | MIXTURES)[name]
+    architecture, fields = ALL[name]
     return COMMON | fields | {"architectures": [f"{architecture}ForCausalLM"]} | changed
 
 
@@ -40,7 +40,12 @@ def check_read(
     return found
 
 
-@pytest.mark.parametrize("name", [n for n in DENSE | MIXTURES if not n.startswith("gemma")])
+LOADED = [n for n in DENSE | MIXTURES if not n.startswith("gemma")]
+# Norms over all heads, fused experts, biases of the head, a gated shared expert, a flattened bias.
+LOADED += ["olmoe", "granite_moe_shared", "phi_moe", "qwen2_moe", "ernie_moe"]
+
+
+@pytest.mark.parametrize("name", LOADED)
 def test_tensor_parallel(ranks, tmp_path, name):
     found = check_read(ranks(4), save(tmp_path, fields_of(name), shards=2), TENSOR)
     assert max(one.read for one in found) < 0.55  # norms, routers and shared key heads are whole

@@ -78,6 +78,44 @@ MIXTURES = {
         {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 7},
     ),
 }
+# Families with something of their own to shard.
+OTHERS = {
+    "olmo2": ("Olmo2", {}),  # a norm over the heads of all ranks
+    "granite": ("Granite", {"residual_multiplier": 0.3, "logits_scaling": 5.0}),
+    "glm4": ("Glm4", {"head_dim": 16}),
+    "cohere": ("Cohere", {"use_qk_norm": True}),  # parallel blocks, norm weights of each head
+    "starcoder2": ("Starcoder2", {}),  # LayerNorm, an MLP without a gate
+    "hunyuan": ("HunYuanDenseV1", {}),
+}
+OTHER_MIXTURES = {
+    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
+    "granite_moe_shared": (
+        "GraniteMoeShared",
+        {"num_local_experts": 8, "shared_intermediate_size": 56, "residual_multiplier": 0.3},
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {**LATENT, "num_key_value_heads": 2, "use_qk_norm": True, "norm_topk_prob": True},
+    ),
+    "phi_moe": (  # biases of norms and of the head
+        "Phimoe",
+        {"num_local_experts": 8, "attention_bias": True, "lm_head_bias": True},
+    ),
+    "qwen2_moe": (  # a gated shared expert
+        "Qwen2Moe",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 56,
+        },
+    ),
+    "ernie_moe": (
+        "Ernie4_5_Moe",
+        {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 40, "use_bias": True},
+    ),
+}
+ALL = DENSE | MIXTURES | OTHERS | OTHER_MIXTURES
 LENGTHS = (11, 6, 0, 3)  # of the data ranks: uneven, and one without tokens
 TENSOR, BOTH = (1, 4, 1), (2, 2, 1)
 SPREAD = {"data": (4, 1, 4), "tensor": (1, 4, 4), "mixed": (2, 2, 4)}
@@ -85,7 +123,7 @@ MORE = [(4, 1, 2), (1, 4, 2), (2, 2, 2), *SPREAD.values(), TENSOR, BOTH]
 
 
 def config_of(name: str, **changed: object) -> ModelConfig:
-    architecture, fields = (DENSE | MIXTURES)[name]
+    architecture, fields = ALL[name]
     values = COMMON | fields | {"architectures": [f"{architecture}ForCausalLM"]} | changed
     return find_family(ConfigFields(values, name)).read_config(ConfigFields(values, name))
 
@@ -98,7 +136,7 @@ def check(pool, config, shape, lengths=LENGTHS, placement=None):
             assert error < 2e-4, f"rank {rank}: {name} {error}\n{found.report}"
 
 
-@pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
+@pytest.mark.parametrize("name", ALL)
 def test_everything_tensor_parallel(ranks, name):
     check(ranks(4), config_of(name), TENSOR)
 
@@ -114,7 +152,9 @@ def test_experts_over_ranks(ranks, name, shape):
     check(ranks(4), config_of(name), shape)
 
 
-@pytest.mark.parametrize("name", [n for n in MIXTURES if n not in ("deepseek_v3", "llama4")])
+@pytest.mark.parametrize(
+    "name", [n for n in MIXTURES | OTHER_MIXTURES if n not in ("deepseek_v3", "llama4")]
+)
 def test_experts_and_attention_over_ranks(ranks, name):
     check(ranks(4), config_of(name), SPREAD["mixed"])
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fulgurite.determinism import is_deterministic
 from fulgurite.errors import ArgumentError
 from fulgurite.kernels import registry
 from fulgurite.kernels.attention import cpu, reference, triton_attention, triton_store_kv
@@ -92,6 +93,8 @@ def fused_decode_attention(
     """
     kernel = registry.find_kernel(FUSED_DECODE_KERNELS, qkv.q_XNH.device)
     if kernel is None or metadata.max_query_len != 1 or not registry.can_skip_dispatcher(*qkv[:3]):
+        return None
+    if is_deterministic():  # prefill has no such kernel
         return None
     if options.value_dim is None:
         options = options._replace(value_dim=qkv.v_XKV.shape[-1])

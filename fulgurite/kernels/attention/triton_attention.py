@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fulgurite.determinism import is_deterministic
 from fulgurite.kernels.attention.metadata import AttentionMetadata, AttentionOptions
 from fulgurite.kernels.attention.triton_kernel import attention_kernel
 from fulgurite.kernels.common.pdl import in_pdl_region
@@ -58,6 +59,7 @@ class LaunchKey(NamedTuple):
     has_rope: bool
     interleaved: bool
     use_pdl: bool
+    is_deterministic: bool
 
 
 class AttentionLaunch(NamedTuple):
@@ -94,7 +96,9 @@ def build_launch(key: LaunchKey) -> AttentionLaunch:
         VALUES_IN_KEYS=key.values_in_keys, HAS_SINKS=key.has_sinks, SOFTCAP=key.has_softcap,
         SPLIT=splits > 1,
         # one masked loop: a window or chunk masks most blocks; a decode step waits for memory once
-        ONE_LOOP=bool(key.window or key.chunk) or key.max_query_len == 1,
+        ONE_LOOP=bool(key.window or key.chunk)
+        or key.max_query_len == 1
+        or key.is_deterministic,
         PRECISION="ieee" if is_float32 else "tf32", COMPUTE=compute, BM=config.block_m,
         BN=config.block_n, MIN_SPLIT_KEYS=heuristics.attention_min_split_keys,
         MERGE_SPLITS=merge_splits,
@@ -139,7 +143,7 @@ def paged_attention(
         key_cache.shape[1], sequences, max_query_len, max_seq_len, options.window, options.chunk,
         options.softcap is not None, options.sinks_N is not None, value_cache is None,
         new is not None, qkv.norms is not None, qkv.cos is not None, qkv.interleaved,
-        in_pdl_region(),
+        in_pdl_region(), is_deterministic(),
     ))  # fmt: skip
     splits = launch.splits
     out = torch.empty((tokens, heads, value_dim), dtype=q.dtype, device=q.device)

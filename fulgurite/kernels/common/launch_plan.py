@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
+from fulgurite.determinism import is_deterministic
 from fulgurite.kernels.common.launch_recorder import LaunchPlan, Recorder
 from fulgurite.kernels.common.pdl import in_pdl_region
 from fulgurite.kernels.common.triton_import import HAS_TRITON, INTERPRETED, triton
@@ -75,7 +76,7 @@ class _PlannedFunction:
         ):
             return self.function(*args, **kwargs)
         tensors: list[Tensor] = []
-        key: list[Any] = [first.device.index, in_pdl_region(), *kwargs]
+        key: list[Any] = [first.device.index, in_pdl_region(), is_deterministic(), *kwargs]
         if not self._add_to_key((*args, *kwargs.values()), key, tensors):
             return self.function(*args, **kwargs)
         addresses = [tensor.data_ptr() for tensor in tensors]

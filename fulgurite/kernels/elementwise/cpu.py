@@ -16,10 +16,12 @@ from torch import Tensor
 from fulgurite import device, native, replay
 from fulgurite.kernels.common.cpu_library import DTYPE_CODES, build_translation_unit
 
-BINARY_OP_CODES = {"add": 0, "silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3}
+BINARY_OP_CODES = {
+    "add": 0, "silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, "sigmoid": 4, "identity": 5,
+}  # fmt: skip
 _pack_rms_norm = struct.Struct("10q2dq").pack
 _pack_rope = struct.Struct("13q").pack
-_pack_binary = struct.Struct("10q").pack
+_pack_binary = struct.Struct("10qdq").pack
 
 
 @functools.cache
@@ -64,15 +66,18 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Any:
     return out
 
 
-def elementwise_binary(x: Tensor, y: Tensor, operation: str) -> Any:
-    """x + y ("add"), or activation(x) * y."""
+def elementwise_binary(x: Tensor, y: Tensor, operation: str, scale: float = 1.0) -> Any:
+    """x + scale * y ("add"), or activation(x) * y; x may have one number a row."""
     x_rows, y_rows = _rows(x), _rows(y)
-    if x_rows is None or y_rows is None or x.shape != y.shape or x.dtype != y.dtype:
+    is_factor = x.shape != y.shape and x.shape == (*y.shape[:-1], 1)
+    if x_rows is None or y_rows is None or x.dtype != y.dtype:
         return NotImplemented
-    out = torch.empty(x.shape, dtype=x.dtype)
+    if x.shape != y.shape and not is_factor:
+        return NotImplemented
+    out = torch.empty(y.shape, dtype=x.dtype)
     packed = _pack_binary(
-        x.data_ptr(), y.data_ptr(), out.data_ptr(), x_rows[0], x.shape[-1], x_rows[1], y_rows[1],
-        DTYPE_CODES[x.dtype], BINARY_OP_CODES[operation], device.num_cpu_threads(),
+        x.data_ptr(), y.data_ptr(), out.data_ptr(), y_rows[0], y.shape[-1], x_rows[1], y_rows[1],
+        DTYPE_CODES[x.dtype], BINARY_OP_CODES[operation], device.num_cpu_threads(), scale, is_factor,
     )  # fmt: skip
     _load_kernel("elementwise_binary")(packed, (x, y, out))
     return out

@@ -3,12 +3,13 @@
     rms_norm            x / sqrt(mean(x^2) + eps) * (weight + offset)
     apply_rope          (a, b) -> (a cos - b sin, b cos + a sin)
     activation_and_mul  activation(x) * y
-    add                 x + y
+    add                 x + scale * y
     qk_norm_rope        query and key: norm and RoPE; key and value: optionally into the KV cache
 
 Without gradients and outside of graph capture each is one native kernel on the CPU, so that a step
 of a model can be recorded (`fulgurite.replay`), and one Triton kernel on a GPU. Otherwise they are
-plain torch ops, which capture gives to the fuser.
+plain torch ops, which capture gives to the fuser; in deterministic mode they are operators of the
+same kernels, whose gradients are those of the plain torch ops.
 
 Shapes: X tokens; N query heads; K key heads; H size of a head; V size of a value; P cache blocks of
 B slots.
@@ -23,8 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fulgurite.determinism import is_deterministic
 from fulgurite.kernels import registry
+from fulgurite.kernels.common.recompute import recompute_gradients
 from fulgurite.kernels.elementwise import cpu, triton_elementwise
+from fulgurite.op import op
 
 RMS_NORM_KERNELS: dict[str, registry.Kernel] = {
     "cpu": cpu.rms_norm,
@@ -44,6 +48,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "sigmoid": torch.sigmoid,  # output gates
+    "identity": lambda x: x,  # products
 }
 
 
@@ -79,6 +85,8 @@ class ProjectedQKV(NamedTuple):
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """In float32, rounded once to x's dtype."""
     if _needs_torch_ops():
+        if is_deterministic():
+            return rms_norm_op(x, weight, eps, offset)  # type: ignore[no-any-return]
         return rms_norm_reference(x, weight, eps, offset)
     out: Tensor = registry.dispatch(
         RMS_NORM_KERNELS, x.device, rms_norm_reference, x, weight, eps, offset
@@ -92,29 +100,48 @@ def apply_rope(x_XNH: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Te
     cos, sin   [X, 1, pairs]; a pair is (x[i], x[i + pairs]), or (x[2i], x[2i + 1]) if interleaved
     """
     if _needs_torch_ops():
+        if is_deterministic():
+            return apply_rope_op(x_XNH, cos, sin, interleaved)  # type: ignore[no-any-return]
         return apply_rope_reference(x_XNH, cos, sin, interleaved)
+    if x_XNH.dim() > 3 and is_deterministic():
+        return _apply_rope_flat(x_XNH, cos, sin, interleaved)
     out: Tensor = registry.dispatch(
         ROPE_KERNELS, x_XNH.device, apply_rope_reference, x_XNH, cos, sin, interleaved
     )
     return out
 
 
+def _apply_rope_flat(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """The kernel of flat tokens for any token layout."""
+    flat = x.flatten(0, -3) if x.dim() > 3 else x
+    angles = [angle.expand(*x.shape[:-2], 1, -1).flatten(0, -3) for angle in (cos, sin)]
+    rotated: Tensor = registry.dispatch(
+        ROPE_KERNELS, x.device, apply_rope_reference, flat,
+        *(angle.contiguous() for angle in angles), interleaved,
+    )  # fmt: skip
+    return rotated.view(x.shape)
+
+
 def activation_and_mul(x: Tensor, y: Tensor, activation: str) -> Tensor:
-    """activation(x) * y."""
+    """activation(x) * y. x has the shape of y, or one number a row."""
     if _needs_torch_ops():
+        if is_deterministic():
+            return elementwise_binary_op(x, y, activation, 1.0)  # type: ignore[no-any-return]
         return elementwise_binary_reference(x, y, activation)
     out: Tensor = registry.dispatch(
-        BINARY_KERNELS, x.device, elementwise_binary_reference, x, y, activation
+        BINARY_KERNELS, x.device, elementwise_binary_reference, x, y, activation, 1.0
     )
     return out
 
 
-def add(x: Tensor, y: Tensor) -> Tensor:
-    """x + y."""
+def add(x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
+    """x + scale * y."""
     if _needs_torch_ops():
-        return x + y
+        if is_deterministic():
+            return elementwise_binary_op(x, y, "add", scale)  # type: ignore[no-any-return]
+        return elementwise_binary_reference(x, y, "add", scale)
     out: Tensor = registry.dispatch(
-        BINARY_KERNELS, x.device, elementwise_binary_reference, x, y, "add"
+        BINARY_KERNELS, x.device, elementwise_binary_reference, x, y, "add", scale
     )
     return out
 
@@ -177,6 +204,68 @@ def apply_rope_reference(x_XNH: Tensor, cos: Tensor, sin: Tensor, interleaved: b
     return torch.cat((rotated.to(x_XNH.dtype), rest), dim=-1)
 
 
-def elementwise_binary_reference(x: Tensor, y: Tensor, operation: str) -> Tensor:
-    """x + y ("add"), or activation(x) * y, in plain torch."""
-    return x + y if operation == "add" else ACTIVATIONS[operation](x) * y
+def elementwise_binary_reference(
+    x: Tensor, y: Tensor, operation: str, scale: float = 1.0
+) -> Tensor:
+    """x + scale * y ("add"), or activation(x) * y, in plain torch."""
+    if operation == "add":
+        return x + y if scale == 1.0 else torch.add(x, y, alpha=scale)
+    return ACTIVATIONS[operation](x) * y
+
+
+# ---- operators of deterministic mode -------------------------------------------------------------
+
+
+@op("fulgurite::rms_norm")
+def rms_norm_op(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """`rms_norm` with autograd or in a captured graph."""
+    out: Tensor = registry.dispatch(
+        RMS_NORM_KERNELS, x.device, rms_norm_reference, x, weight, eps, offset
+    )
+    return out
+
+
+@rms_norm_op.fake
+def _(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@rms_norm_op.backward
+def _(inputs: tuple, output: Tensor, grad_out: Tensor) -> tuple:  # type: ignore[type-arg]
+    return recompute_gradients(rms_norm_reference, inputs, grad_out)
+
+
+@op("fulgurite::apply_rope")
+def apply_rope_op(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """`apply_rope` with autograd or in a captured graph, for any token layout."""
+    return _apply_rope_flat(x, cos, sin, interleaved)
+
+
+@apply_rope_op.fake
+def _(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@apply_rope_op.backward
+def _(inputs: tuple, output: Tensor, grad_out: Tensor) -> tuple:  # type: ignore[type-arg]
+    x, cos, sin, interleaved = inputs
+    return recompute_gradients(apply_rope_reference, (x, cos, sin, interleaved), grad_out)
+
+
+@op("fulgurite::elementwise_binary")
+def elementwise_binary_op(x: Tensor, y: Tensor, operation: str, scale: float) -> Tensor:
+    """`add` and `activation_and_mul` with autograd or in a captured graph."""
+    out: Tensor = registry.dispatch(
+        BINARY_KERNELS, x.device, elementwise_binary_reference, x, y, operation, scale
+    )
+    return out
+
+
+@elementwise_binary_op.fake
+def _(x: Tensor, y: Tensor, operation: str, scale: float) -> Tensor:
+    return y.new_empty(torch.broadcast_shapes(x.shape, y.shape))
+
+
+@elementwise_binary_op.backward
+def _(inputs: tuple, output: Tensor, grad_out: Tensor) -> tuple:  # type: ignore[type-arg]
+    return recompute_gradients(elementwise_binary_reference, inputs, grad_out)

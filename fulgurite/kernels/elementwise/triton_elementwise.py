@@ -2,7 +2,7 @@
 """Fused elementwise operators in Triton: norms, gated activations, sums, QK norm and RoPE.
 
     rms_norm            x / sqrt(mean(x^2) + eps) * (weight + offset)
-    elementwise_binary  x + y, or activation(x) * y
+    elementwise_binary  x + scale * y, or activation(x) * y
     qk_norm_rope        query and key: RMS norm, then RoPE; key and value: into the KV cache
 
 In: tensors whose last dimension is contiguous. Out: new tensors, or `NotImplemented` for anything
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fulgurite.determinism import is_deterministic
 from fulgurite.kernels.common.pdl import in_pdl_region
 from fulgurite.kernels.common.triton_import import tl, triton
 from fulgurite.kernels.common.triton_launch import cached_launch
@@ -42,9 +43,13 @@ def tanh(x):
 
 @triton.jit
 def apply_activation(x, HOW: tl.constexpr):
-    """silu, gelu or tanh-approximated gelu, in float32."""
+    """silu, sigmoid, gelu, tanh-approximated gelu or x itself, in float32."""
     if HOW == "silu":
         return x * tl.sigmoid(x)
+    elif HOW == "identity":
+        return x
+    elif HOW == "sigmoid":
+        return tl.sigmoid(x)
     elif HOW == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
@@ -78,18 +83,19 @@ def rms_norm_kernel(
 
 @cached_launch
 def binary_kernel(
-    x_ptr, y_ptr, out_ptr, size, x_stride, y_stride, HOW: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, y_ptr, out_ptr, size, x_stride, y_stride, scale, HOW: tl.constexpr,
+    FACTOR: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x + y, or HOW(x) * y, for BLOCK columns of one row."""
+    """x + scale * y, or HOW(x) * y, for BLOCK columns of one row. FACTOR: x has one number a row."""
     if PDL:
         launch_dependents()
         wait_for_dependencies()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * x_stride + column, column < size, 0.0).to(tl.float32)
+    x_column = column * 0 if FACTOR else column
+    x = tl.load(x_ptr + row * x_stride + x_column, column < size, 0.0).to(tl.float32)
     y = tl.load(y_ptr + row * y_stride + column, column < size, 0.0).to(tl.float32)
-    out = x + y if HOW == "add" else apply_activation(x, HOW) * y
+    out = x + scale * y if HOW == "add" else apply_activation(x, HOW) * y
     tl.store(out_ptr + row * size + column, out.to(out_ptr.dtype.element_ty), column < size)
 
 
@@ -224,21 +230,24 @@ def _rms_norm_constants(device: torch.device, size: int, pdl: bool) -> dict[str,
     return dict(BLOCK=block, ROWS=rows, num_warps=num_warps, **pdl_options(device, pdl))
 
 
-def elementwise_binary(x: Tensor, y: Tensor, operation: str) -> Any:
-    """x + y ("add"), or activation(x) * y."""
+def elementwise_binary(x: Tensor, y: Tensor, operation: str, scale: float = 1.0) -> Any:
+    """x + scale * y ("add"), or activation(x) * y; x may have one number a row."""
     x_rows, y_rows = _rows(x), _rows(y)
-    if x_rows is None or y_rows is None or x.shape != y.shape or x.dtype != y.dtype:
+    is_factor = x.shape != y.shape and x.shape == (*y.shape[:-1], 1)
+    if x_rows is None or y_rows is None or x.dtype != y.dtype:
+        return NotImplemented
+    if x.shape != y.shape and not is_factor:
         return NotImplemented
     if x_rows[1] != 1 or y_rows[1] != 1:
         return NotImplemented
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(y.shape, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    size = x.shape[-1]
+    size = y.shape[-1]
     config = heuristics_for(x.device).elementwise
     block = min(config.block_n, next_power_of_2(size))
-    binary_kernel[(x_rows[0], cdiv(size, block))](
-        x, y, out, size, x_rows[2], y_rows[2], HOW=operation, BLOCK=block,
+    binary_kernel[(y_rows[0], cdiv(size, block))](
+        x, y, out, size, x_rows[2], y_rows[2], scale, HOW=operation, FACTOR=is_factor, BLOCK=block,
         num_warps=config.num_warps,
         **pdl_options(x.device),
     )  # fmt: skip
@@ -275,7 +284,7 @@ def qk_norm_rope(
     launch = build_qk_norm_rope_launch(
         q.device, (tokens, n, size, *k.shape[1:2], v.shape[2]), key_cache.dtype,
         key_cache.shape[1] if cache else None, norms is not None, cos is not None, interleaved,
-        in_pdl_region(),
+        in_pdl_region(), is_deterministic(),
     )  # fmt: skip
     if tokens and launch.grid[1]:
         qk_norm_rope_kernel[launch.grid](
@@ -305,6 +314,7 @@ def build_qk_norm_rope_launch(
     rope: bool,
     interleaved: bool,
     pdl: bool,
+    deterministic: bool,
 ) -> QKNormRopeLaunch:
     """`sizes`: tokens, query heads, head size, key heads, value size. `block_size`: the cache's."""
     tokens, n, size, k, value_size = sizes

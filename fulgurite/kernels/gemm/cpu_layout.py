@@ -4,7 +4,8 @@ Sixteen rows (a panel) are interleaved. So one vector works on sixteen rows of t
 sum is taken across a vector. Every format becomes one of four kinds of codes, with scales for
 groups of columns, without loss (weight.h has the formula):
 
-    4-bit codes   q4_0 q4_1 q4_k int4_g* nvfp4 mxfp4     a table of sixteen values, so e2m1 fits, too
+    4-bit codes   q4_0 q4_1 q4_k int4_g* nvfp4 mxfp4     a table of sixteen values, so e2m1 fits, too;
+                  nf4 fp4                                their tables are floats
     8-bit codes   q8_0 q6_k int8                         e4m3, e5m2   fp8_* mxfp8_*
 
 Float16 scales stay float16. Scales become bfloat16 if it holds them exactly (e8m0, e4m3). K formats
@@ -15,6 +16,9 @@ with zeros.
 from __future__ import annotations
 
 import ctypes
+import functools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -25,8 +29,10 @@ from fulgurite.errors import FormatError
 from fulgurite.kernels.common.cpu_library import WeightStruct
 from fulgurite.quant import QuantTensor
 from fulgurite.quant.codecs.blocks import expand_blocks
+from fulgurite.quant.codecs.codebook import CODEBOOKS
 from fulgurite.quant.codecs.minifloat import E2M1_VALUES, dequantize_e8m0
-from fulgurite.quant.format import WHOLE_DIM, Format, get_scale_spec
+from fulgurite.quant.format import WHOLE_DIM, Format, get_scale_spec, resolve_format
+from fulgurite.quant.shapes import data_shape, scale_shape
 
 PANEL_ROWS, BLOCK_COLUMNS = 16, 32
 CODE_4BIT, CODE_8BIT, CODE_E4M3, CODE_E5M2 = range(4)
@@ -60,6 +66,7 @@ class PackedPanels:
     row_scales: Tensor | None
     super_scales: Tensor | None = None
     super_minimums: Tensor | None = None
+    values: tuple[float, ...] | None = None  # 4-bit codes of a codebook; `table` is not used
     structure: WeightStruct = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -79,13 +86,15 @@ class PackedPanels:
             super_scales=_address(self.super_scales),
             super_minimums=_address(self.super_minimums),
             table=(ctypes.c_uint8 * 16)(*self.table),
-            values=(ctypes.c_float * 16)(*(code + self.offset for code in self.table)),
+            values=(ctypes.c_float * 16)(
+                *(self.values or (code + self.offset for code in self.table))
+            ),
         )
         object.__setattr__(self, "structure", structure)
 
     @property
     def integer(self) -> bool:
-        return self.kind in (CODE_4BIT, CODE_8BIT)
+        return self.kind in (CODE_4BIT, CODE_8BIT) and self.values is None
 
     @property
     def address(self) -> int:
@@ -97,6 +106,28 @@ class PackedPanels:
         """Bytes that a GEMV reads."""
         parts = (getattr(self, name) for name in TENSOR_FIELDS)
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+
+def panel_bytes(format: Format, shape: Sequence[int]) -> int:
+    """Bytes of a weight [.., N, K] in the kernels' layout; 0 for formats without such kernels."""
+    if format.family == "cast":
+        return 0
+    *experts, rows, columns = shape
+    return math.prod(experts) * -(-rows // PANEL_ROWS) * _bytes_of_one_panel(format.name, columns)
+
+
+@functools.cache
+def _bytes_of_one_panel(format: str, columns: int) -> int:
+    """Every panel of a weight has the same size: pack one of zeros."""
+    entry, shape = resolve_format(format), (PANEL_ROWS, columns)
+    data = torch.zeros(data_shape(entry, shape), dtype=torch.uint8)
+    scales = {
+        scale.name: torch.zeros(scale_shape(scale, shape)).to(scale.dtype)
+        for scale in entry.separate_scales
+    }
+    if entry.data_dtype != torch.uint8:
+        data = torch.zeros(data_shape(entry, shape)).to(entry.data_dtype)
+    return pack_panels(QuantTensor(entry, data, scales)).nbytes
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -127,10 +158,11 @@ def pack_panels(weight: QuantTensor) -> PackedPanels:
         panels = _pack_8bit(codes, scales["sub_scale"], 16)
         return replace(panels, super_scales=pack_scales(scales["scale"]))
     group = entry.block[1]
+    if entry.family == "codebook":
+        panels = _pack_4bit(codes, scales["scale"], None, group, 0)
+        return replace(panels, values=CODEBOOKS[entry.element.name])
     if entry.element.bits == 8:
-        if group == WHOLE_DIM:
-            return _pack_8bit(codes, None, WHOLE_DIM, scales["scale"].flatten())
-        return _pack_8bit(codes, scales["scale"], group)
+        return _pack_int8(codes, scales, group)
     offset = int(-entry.element.min_value)
     minimum = scales.get("minimum")
     if "zero_point" in scales:
@@ -157,12 +189,20 @@ def _pack_e2m1(entry: Format, codes: Tensor, scales: dict[str, Tensor]) -> Packe
         scale = scale.to(torch.bfloat16)
     else:
         scale = dequantize_e8m0(scale).to(torch.bfloat16)
-    if scale.shape[1] % 2 and entry.block[1] == 16:  # columns are padded to 32
-        scale = F.pad(scale, (0, 1))
     return PackedPanels(
         rows, columns, entry.block[1], CODE_4BIT, -12, tuple(E2M1_TABLE),
-        pack_4bit_codes(codes), pack_scales(scale), None, pad_rows(factor),
+        pack_4bit_codes(codes), pack_scales(_pad_groups(scale, entry.block[1])), None,
+        pad_rows(factor),
     )  # fmt: skip
+
+
+def _pack_int8(codes: Tensor, scales: dict[str, Tensor], group: int) -> PackedPanels:
+    """Codes with scales, and zero points as minima. A row's scale is applied to its sum."""
+    scale, zero = scales["scale"], scales.get("zero_point")
+    if group == WHOLE_DIM:
+        minimum = None if zero is None else -zero.float()
+        return _pack_8bit(codes, None, WHOLE_DIM, scale.flatten(), minimum)
+    return _pack_8bit(codes, scale, group, None, None if zero is None else -zero.float() * scale)
 
 
 def _pack_8bit(
@@ -170,13 +210,15 @@ def _pack_8bit(
     scale: Tensor | None,
     group: int,
     row_scales: Tensor | None = None,
+    minimum: Tensor | None = None,
 ) -> PackedPanels:
     rows, columns = codes.shape
     shifted = (codes.to(torch.int16) - BYTE_OFFSET).to(torch.uint8)
     return PackedPanels(
         rows, columns, group or columns + -columns % BLOCK_COLUMNS, CODE_8BIT, BYTE_OFFSET, (0,) * 16,
         pack_8bit_codes(shifted, fill=-BYTE_OFFSET),
-        None if scale is None else pack_scales(scale), None,
+        None if scale is None else pack_scales(_pad_groups(scale, group)),
+        None if minimum is None else pack_scales(_pad_groups(minimum, group)),
         None if row_scales is None else pad_rows(row_scales),
     )  # fmt: skip
 
@@ -202,6 +244,9 @@ def _pack_fp8(entry: Format, codes: Tensor, scales: dict[str, Tensor]) -> Packed
         scale = expand_blocks(
             scale, (get_scale_spec(entry, "scale").block[0], 1), torch.Size((rows, scale.shape[1]))
         )
+    if group != WHOLE_DIM:
+        scale, exponent = _limit_scales(scale)
+        factor = factor * 2.0**exponent
     padded = columns + -columns % BLOCK_COLUMNS
     if group > BLOCK_COLUMNS and padded % group:  # the last group of a row may be partial
         scale = scale.repeat_interleave(group // BLOCK_COLUMNS, dim=1)
@@ -210,6 +255,17 @@ def _pack_fp8(entry: Format, codes: Tensor, scales: dict[str, Tensor]) -> Packed
         rows, columns, group or padded, kind, 0, (0,) * 16, pack_8bit_codes(codes.view(torch.uint8)),
         None if group == WHOLE_DIM else pack_scales(scale), None, pad_rows(factor),
     )  # fmt: skip
+
+
+def _limit_scales(scale: Tensor) -> tuple[Tensor, int]:
+    """Scales of FP8 codes over a power of two, and its exponent, which is not negative.
+
+    The kernels multiply scales by up to 2^120 before they multiply codes by them. So none may be 2^7
+    or more.
+    """
+    largest = scale.float().abs().nan_to_num(0.0).max()
+    exponent = max(0, int(torch.frexp(largest).exponent) - 7)
+    return (scale if exponent == 0 else torch.ldexp(scale, torch.tensor(-exponent))), exponent
 
 
 def pack_4bit_codes(codes: Tensor) -> Tensor:
@@ -230,6 +286,11 @@ def pack_scales(scale: Tensor) -> Tensor:
     return whole.unflatten(0, (-1, PANEL_ROWS)).transpose(1, 2).contiguous()
 
 
+def _pad_groups(scale: Tensor, group: int) -> Tensor:
+    """Scales of groups of 16 for columns that are padded to 32."""
+    return F.pad(scale, (0, 1)) if group == 16 and scale.shape[1] % 2 else scale
+
+
 def _to_blocks(codes: Tensor, fill: int) -> Tensor:
     """[N, K] padded to [N / 16, 16, K / 32, 32]."""
     rows, columns = codes.shape
@@ -248,7 +309,7 @@ def pad_rows(values: Tensor) -> Tensor:
 def concat_panels(parts: list[PackedPanels]) -> PackedPanels:
     """Weights of the same layout stacked along N: one call computes all of their outputs."""
     first = parts[0]
-    same = ("columns", "group", "kind", "offset", "table")
+    same = ("columns", "group", "kind", "offset", "table", "values")
     is_same = all(getattr(p, name) == getattr(first, name) for p in parts for name in same)
     if not is_same or any(part.rows % PANEL_ROWS for part in parts[:-1]):
         raise FormatError(
@@ -263,7 +324,8 @@ def concat_panels(parts: list[PackedPanels]) -> PackedPanels:
 
     codes = concat("codes")
     assert codes is not None, "panels without codes"
-    return PackedPanels(
+    panels = PackedPanels(
         sum(part.rows for part in parts), first.columns, first.group, first.kind, first.offset,
         first.table, codes, *(concat(name) for name in TENSOR_FIELDS[1:]),
     )  # fmt: skip
+    return replace(panels, values=first.values)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch import Tensor
 from fulgurite import device, replay
 from fulgurite.errors import ArgumentError
 from fulgurite.kernels.common.cpu_library import DTYPE_CODES, LinearStruct, load_library
+from fulgurite.kernels.gemm.cpu_dense import Epilogue, dense_gemm
 from fulgurite.kernels.gemm.cpu_layout import PackedPanels, pack_panels, pad_rows
 from fulgurite.kernels.gemm.cpu_layout_cache import WeightLayoutCache
 from fulgurite.kernels.gemm.reference import UNQUANTIZED, fake_quantize_activations
@@ -41,10 +43,10 @@ def quant_linear(
     activations: str,
 ) -> Tensor:
     """`fulgurite::quant_linear`."""
-    if x.dtype not in DTYPE_CODES or resolve_format(format).family == "cast" or data.numel() == 0:
+    if x.dtype not in DTYPE_CODES or data.numel() == 0 or find_compiler() is None:
         return NotImplemented
-    if find_compiler() is None:
-        return NotImplemented
+    if resolve_format(format).family == "cast":
+        return _cast_linear(x, data, bias) if activations == UNQUANTIZED else NotImplemented
     weight = panels_cache(data, scales, format)
     if activations not in (UNQUANTIZED, INT8_ACTIVATIONS) or (
         activations == INT8_ACTIVATIONS and not weight.integer
@@ -52,6 +54,16 @@ def quant_linear(
         y = linear(fake_quantize_activations(x, activations), weight, bias)
         return y.to(x.dtype)
     return linear(x, weight, bias, integer=activations == INT8_ACTIVATIONS)
+
+
+def _cast_linear(x: Tensor, data: Tensor, bias: Tensor | None) -> Any:
+    """A weight in bfloat16 or float16, whatever the dtype of x."""
+    if data.dtype not in DTYPE_CODES or data.dim() != 2 or data.stride(1) != 1:
+        return NotImplemented
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    epilogue = Epilogue(bias=None if bias is None else bias[None])
+    out = dense_gemm(rows, None, data[None], epilogue, x.dtype)
+    return out.view(*x.shape[:-1], data.shape[0])
 
 
 def linear(

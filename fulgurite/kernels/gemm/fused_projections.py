@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fulgurite import native
+from fulgurite.determinism import is_deterministic
 from fulgurite.kernels import registry
 from fulgurite.kernels.elementwise.ops import activation_and_mul, add
 from fulgurite.kernels.gemm import triton_fused_linear
@@ -41,6 +42,7 @@ from fulgurite.kernels.gemm.cpu_linear import (
     linear,
     panels_cache,
 )
+from fulgurite.kernels.gemm.dense_linear import DenseLinear, dense_linear
 from fulgurite.kernels.gemm.modules import QuantLinear
 from fulgurite.kernels.tuning.heuristics import heuristics_for
 from fulgurite.quant import QuantTensor
@@ -106,6 +108,8 @@ def fused_gate_up(
 
 def fused_linear_add(residual: Tensor, x: Tensor, module: nn.Module) -> Tensor:
     """residual + module(x)."""
+    if is_deterministic() and _is_dense_linear(module):
+        return dense_linear(x, module.weight, module.bias, residual)  # type: ignore[arg-type]
     dense = _find_dense_weight(x, (module,))
     out = None if dense is None else _run_fused_kernel(x, dense, residual=residual)
     if out is None and dense is not None and dense.bias is None:  # the library adds the residual
@@ -191,7 +195,7 @@ def merge_weight_storage(modules: Sequence[nn.Module]) -> None:
 
 def _find_dense_weight(x: Tensor, modules: Sequence[nn.Module]) -> DenseWeight | None:
     """The modules as one dense linear; None where they must be called as modules."""
-    if x.device.type not in FUSED_LINEAR_KERNELS:
+    if x.device.type not in FUSED_LINEAR_KERNELS or is_deterministic():
         return None
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
@@ -232,7 +236,7 @@ def _is_dense_linear(module: nn.Module) -> bool:
 def _is_unmodified_linear(module: nn.Module) -> bool:
     """Whether a module is torch's own linear, without hooks and with its own `forward`."""
     return (
-        type(module) is nn.Linear
+        type(module) in (nn.Linear, DenseLinear)
         and not module._forward_hooks
         and not module._forward_pre_hooks
         and "forward" not in module.__dict__
@@ -294,7 +298,7 @@ def _can_fuse_quantized(x: Tensor, modules: Sequence[nn.Module]) -> bool:
     return all(
         type(module) is QuantLinear
         and module.activations == INT8_ACTIVATIONS
-        and module.input_scale is None
+        and module.static_scale is None
         for module in modules
     )
 

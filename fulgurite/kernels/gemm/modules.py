@@ -4,7 +4,8 @@ In: a `QuantTensor` parameter `weight` (and a dense `bias`). Out: what the dense
 the dequantized weight, up to the rounding of its activations.
 
 `activations` is the format that `quant_linear` quantizes x to. A module with an `input_scale`
-quantizes its input with that static scale and calls `scaled_mm`.
+quantizes its input with that static scale and calls `scaled_mm`. With default activations it does
+so only on devices that multiply the weight's format; other devices don't need the scale.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fulgurite.determinism import is_deterministic
 from fulgurite.errors import FormatError
+from fulgurite.kernels.gemm.dense_linear import dense_linear
 from fulgurite.kernels.gemm.quant_linear import quant_linear
 from fulgurite.kernels.gemm.reference import UNQUANTIZED
 from fulgurite.kernels.gemm.scaled_mm import scaled_mm_op
@@ -32,6 +35,12 @@ NATIVE_ACTIVATION_FORMATS = {
     "fp8_e4m3_row": "fp8_e4m3_row",
     "fp8_e4m3_128x128": "fp8_e4m3_1x128",
     "mxfp8_e4m3": "mxfp8_e4m3",
+    "nvfp4": "nvfp4",
+}
+# weight format -> activation format with a static scale
+STATIC_ACTIVATION_FORMATS = {
+    "fp8_e4m3_tensor": "fp8_e4m3_tensor",
+    "fp8_e4m3_row": "fp8_e4m3_tensor",
     "nvfp4": "nvfp4",
 }
 # devices where a linear is a cast and a GEMM anyway, and the casts that generated kernels can fuse
@@ -56,12 +65,15 @@ class QuantModule(nn.Module):
     def set_activations(self, weight: QuantTensor, format: str | None) -> None:
         """Use `format`, or, with None, what multiplies fastest on the weight's device."""
         self.uses_default_activations = format is None
-        self.activations = default_activation_format(weight) if format is None else format
+        self.activations = self._default_activations(weight) if format is None else format
+
+    def _default_activations(self, weight: QuantTensor) -> str:
+        return default_activation_format(weight)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         moved = super()._apply(fn, recurse)
         if self.uses_default_activations and isinstance(self.weight, QuantTensor):
-            self.activations = default_activation_format(self.weight)
+            self.activations = self._default_activations(self.weight)
         return moved
 
 
@@ -81,16 +93,35 @@ class QuantLinear(QuantModule):
         self.out_features, self.in_features = weight.shape
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.set_activations(weight, activations)
         self.register_buffer("input_scale", input_scale)
+        self.set_activations(weight, activations)
+
+    @property
+    def static_scale(self) -> Tensor | None:
+        """The scale that x is quantized with; None: computed on the fly, or x is not quantized."""
+        return self.input_scale if self.uses_static_scale else None
+
+    def set_activations(self, weight: QuantTensor, format: str | None) -> None:
+        is_static = format not in (None, UNQUANTIZED)
+        self.uses_static_scale = self.input_scale is not None and is_static
+        super().set_activations(weight, format)
+
+    def _default_activations(self, weight: QuantTensor) -> str:
+        """The checkpoint's static scale is used where the device multiplies the weight's format."""
+        dynamic = default_activation_format(weight)
+        static = STATIC_ACTIVATION_FORMATS.get(weight.format.name)
+        is_native = dynamic in NATIVE_ACTIVATION_FORMATS.values()
+        self.uses_static_scale = self.input_scale is not None and is_native and static is not None
+        return static if self.uses_static_scale and static is not None else dynamic
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
         assert isinstance(weight, QuantTensor), "a QuantLinear's weight was replaced"
-        if self.input_scale is None and not self._has_separate_cast(x):
+        static_scale = self.static_scale
+        if static_scale is None and not self._has_separate_cast(x):
             return quant_linear(x, weight, self.bias, self.activations)
         # tensors, not a QuantTensor: a captured graph can't construct one
-        rows, *scales = quantize_op(x.flatten(0, -2), self.activations, self.input_scale)
+        rows, *scales = quantize_op(x.flatten(0, -2), self.activations, static_scale)
         packed, levels = weight.packed, list(weight.scales.values())
         y: Tensor = scaled_mm_op(
             rows, scales, self.activations, packed, levels, weight.format.name, self.bias, x.dtype
@@ -161,15 +192,20 @@ class VocabTable(nn.Module, ABC):
 
 
 def compute_logits(x: Tensor, table: nn.Module) -> Tensor:
-    """x @ weight.T for the weight of a linear or an embedding, dense or quantized."""
+    """x @ weight.T + bias for a linear or an embedding (without a bias), dense or quantized."""
     if isinstance(table, VocabTable):
         return table.compute_logits(x)
-    if isinstance(table, QuantModule):
-        assert isinstance(table.weight, QuantTensor), "a quantized weight was replaced"
-        return quant_linear(x, table.weight, None, table.activations)
-    weight = table.weight
+    if isinstance(table, QuantLinear):
+        logits: Tensor = table(x)
+        return logits
+    weight, bias = table.weight, getattr(table, "bias", None)
+    if isinstance(table, QuantEmbedding):
+        assert isinstance(weight, QuantTensor), "a QuantEmbedding's weight was replaced"
+        return quant_linear(x, weight, bias, table.activations)
     assert isinstance(weight, Tensor), "a module without a weight"
-    return F.linear(x, weight)
+    if is_deterministic():
+        return dense_linear(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 def default_activation_format(weight: QuantTensor) -> str:

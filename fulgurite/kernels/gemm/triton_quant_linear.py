@@ -2,7 +2,8 @@
 
 In: the operator's arguments. Out: x @ weight.T + bias, or NotImplemented for what only the
 reference takes: float32 activations (except of GGUF and 4-bit integer weights without minima), e2m1
-with float16 activations, experts in GGUF blocks.
+with float16 activations, experts in GGUF blocks. nf4, fp4 and int8 with zero points are dequantized
+to memory for every number of rows.
 """
 
 from __future__ import annotations
@@ -12,8 +13,13 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from fulgurite.determinism import is_deterministic
 from fulgurite.kernels.common.triton_operands import (
+    DequantScheme,
+    QuantizedOperand,
+    dense_operand,
     dequant_scheme,
+    dequantize_first_scheme,
     make_operand,
     supports_dtype,
 )
@@ -24,6 +30,7 @@ from fulgurite.kernels.gemm.triton_scaled_mm import grouped_scaled_mm, scaled_mm
 from fulgurite.kernels.quantize.triton_dequantize import dequantize_weight
 from fulgurite.kernels.quantize.triton_quantize import quantize
 from fulgurite.kernels.tuning import heuristics_for
+from fulgurite.kernels.tuning.deterministic import DeterministicHeuristics
 from fulgurite.quant import resolve_format
 
 
@@ -58,6 +65,9 @@ def _weight_only_gemm(
     entry = resolve_format(format)
     scheme = dequant_scheme(entry)
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    first = dequantize_first_scheme(entry)
+    if first is not None and expert_offsets is None and data.numel():
+        return _dequantized_gemm(rows, first, make_operand(data, scales, entry, first), bias)
     if scheme is None or not supports_dtype(rows, scheme) or data.numel() == 0:
         if expert_offsets is not None:
             return NotImplemented
@@ -71,10 +81,27 @@ def _weight_only_gemm(
     if (
         config is None
     ):  # many rows: the library's GEMM is faster by more than writing the weight costs
-        dense = dequantize_weight(rows.dtype, scheme, weight)
-        return F.linear(rows, dense, None if bias is None else bias.to(rows.dtype))
+        return _dequantized_gemm(rows, scheme, weight, bias)
     inputs = GemmInputs(rows, weight, scheme, rows.dtype, bias=bias, expert_offsets=expert_offsets)
     return launch_gemm(inputs, config)
+
+
+def dense_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [M, K] @ weight.T + bias in 16 bits, by a kernel that is the same for every M."""
+    heuristics = heuristics_for(rows.device)
+    assert isinstance(heuristics, DeterministicHeuristics), "outside of deterministic mode"
+    operand, scheme = dense_operand(weight), DequantScheme("dense", "none")
+    inputs = GemmInputs(rows, operand, scheme, rows.dtype, bias=bias)
+    return launch_gemm(inputs, heuristics.dense_gemm())
+
+
+def _dequantized_gemm(
+    rows: Tensor, scheme: DequantScheme, weight: QuantizedOperand, bias: Tensor | None
+) -> Tensor:
+    dense = dequantize_weight(rows.dtype, scheme, weight)
+    if is_deterministic():
+        return dense_linear(rows, dense, bias)
+    return F.linear(rows, dense, None if bias is None else bias.to(rows.dtype))
 
 
 def grouped_quant_linear(

@@ -1,5 +1,5 @@
 // Rows of x, converted to the layout of the linear kernels: float, or q8_0 (int8 in blocks of 32
-// with a float16 scale), each with the sums that offsets and minimums are multiplied by.
+// with a float16 scale) with the sums that offsets and minimums are multiplied by.
 enum Type { TYPE_F32, TYPE_BF16, TYPE_F16 };
 
 extern "C" void* malloc(unsigned long);
@@ -23,7 +23,7 @@ struct XTile {
   int8_t* codes;    // [K / 32][width][32]      integer kernels
   float* scales;    // [K / 32][width]
   int32_t* offset_sums;  // [K / 16][width]          offset * sum of codes, of a half or (first half) of all
-  float* sums;      // [K / 16][width]          sum of x, in the same way
+  float* sums;      // [K / 16][width]          sum of scaled codes, in the same way
 };
 
 // A tile starts at each multiple of eight tokens; the remaining tokens make smaller tiles.
@@ -54,14 +54,8 @@ static void read_row(float* row, const void* x, int32_t type, int64_t given, int
   for (int64_t k = given; k < columns; ++k) row[k] = 0.0f;
 }
 
-static void store_floats(XTile tile, int64_t t, const float* row, int64_t columns, bool sums) {
+static void store_floats(XTile tile, int64_t t, const float* row, int64_t columns) {
   for (int64_t k = 0; k < columns; ++k) tile.values[k * tile.width + t] = row[k];
-  if (!sums) return;
-  for (int64_t i = 0; i < columns / 16; ++i) {
-    float sum = 0.0f;
-    for (int k = 0; k < 16; ++k) sum += row[16 * i + k];
-    tile.sums[i * tile.width + t] = sum;
-  }
 }
 
 // One block of GGUF's q8_0: scale = amax / 127 over finite x, round half away from zero, x divided

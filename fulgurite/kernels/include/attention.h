@@ -5,15 +5,19 @@
 //
 // Queries that share a key head are rows: row r of sequence s is token r / group, head r % group. A work item
 // is a tile of rows and a range of keys. It iterates over blocks of keys with a running maximum and sum (online
-// softmax). Small tiles (decode) read keys in place. Large tiles (prefill) transpose a block of keys first, so
-// that a vector holds one coordinate of sixteen keys. With fewer items than threads, contexts are split
-// (split-KV) and the partial results merged. Causal, window and chunk masks all make the visible keys of a row
-// an interval, so a mask is two numbers.
+// softmax). Keys are transposed, so that a vector holds one coordinate of sixteen keys: in registers for small
+// tiles (decode), and a block at a time for large ones (prefill). Causal, window and chunk masks all make the
+// visible keys of a row an interval, so a mask is two numbers.
+//
+// The keys of a sequence are split (split-KV) every SPLIT_KEYS positions. The splits of a row are folded in
+// order, by one thread or, with fewer items than threads, from partial results of several. Blocks and splits lie
+// at fixed positions of the sequence. So the result of a row depends neither on the other rows and sequences of
+// the batch, nor on the chunk of the prompt that it is computed in, nor on the number of threads.
 
 const int PREFILL_ROWS = 32;         // rows of a prefill tile
 const int MAX_DECODE_ROWS = 8;       // a tile of at most this many rows reads keys in place
 const int KEY_BLOCK = 64;            // keys of a block
-const int64_t MIN_SPLIT_KEYS = 256;  // keys of a split, at least
+const int64_t SPLIT_KEYS = 256;      // positions of a split
 
 // ---- arguments ---------------------------------------------------------------------------------------
 
@@ -91,23 +95,35 @@ static void init_tile(const AttentionArgs& p, const WorkItem& item, Tile& tile) 
 
 // ---- scores of one block -----------------------------------------------------------------------------
 
-// Decode: dot products along the key, sixteen keys at a time; one stride sums the lanes of all sixteen.
-static void decode_scores(const AttentionArgs& p, const WorkItem& item, Tile& tile, const float* keys, int64_t stride,
-                          int64_t count) {
-  for (int64_t j = 0; j < count; j += LANES) {
-    const int64_t valid = min_i64(count - j, LANES);
-    for (int64_t r = 0; r < item.rows; ++r) {
-      const float* q = tile.q + r * p.key_width;
-      vec partials[LANES];
-      for (int64_t l = 0; l < LANES; ++l) {
-        const float* key = keys + (j + min_i64(l, valid - 1)) * stride;
-        vec partial = load(key) * load(q);
-        for (int64_t c = LANES; c < p.key_width; c += LANES) partial += load(key + c) * load(q + c);
-        partials[l] = partial;
-      }
-      store_vec(tile.scores + r * KEY_BLOCK + j, row_sums(partials));
-    }
+// Decode: scores of up to sixteen keys, `stride` floats apart, with `rows` queries.
+template <int rows>
+static void decode_scores(const AttentionArgs& p, const float* q, const float* keys, int64_t stride, int64_t count,
+                          float* scores) {
+  vec total[rows] = {};
+  for (int64_t h = 0; h < p.key_width; h += LANES) {
+    vec square[LANES];
+    UNROLL
+    for (int64_t l = 0; l < LANES; ++l) square[l] = load(keys + min_i64(l, count - 1) * stride + h);
+    transpose_16x16(square);
+    UNROLL
+    for (int l = 0; l < LANES; ++l)
+      UNROLL
+      for (int r = 0; r < rows; ++r) total[r] += square[l] * q[r * p.key_width + h + l];
   }
+  UNROLL
+  for (int r = 0; r < rows; ++r) {
+    float* to = scores + r * KEY_BLOCK;
+    if (count == LANES) store_vec(to, total[r]);
+    else
+      for (int64_t l = 0; l < count; ++l) to[l] = total[r][l];
+  }
+}
+static void decode_scores_of_rows(const AttentionArgs& p, int64_t rows, const float* q, const float* keys,
+                                  int64_t stride, int64_t count, float* scores) {
+#define CASE(n) \
+  case n: return decode_scores<n>(p, q, keys, stride, count, scores);
+  switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) default: return decode_scores<8>(p, q, keys, stride, count, scores); }
+#undef CASE
 }
 
 // rows x 64 scores of q [rows][width] with transposed keys [width][64]
@@ -208,8 +224,8 @@ INLINE void accumulate(const float* weights, const float* values, int64_t stride
 
 template <int rows>
 INLINE void accumulate_rows(const AttentionArgs& p, Tile& tile, int64_t r, const float* values, int64_t stride,
-                            int64_t count) {
-  const float* weights = tile.scores + r * KEY_BLOCK;
+                            int64_t first, int64_t count) {
+  const float* weights = tile.scores + r * KEY_BLOCK + first;
   float* to = tile.acc + r * p.value_width;
   int64_t c = 0;
   for (; c + 4 * LANES <= p.value_width; c += 4 * LANES)
@@ -218,11 +234,12 @@ INLINE void accumulate_rows(const AttentionArgs& p, Tile& tile, int64_t r, const
     accumulate<rows, 1>(weights, values + c, stride, count, to + c, p.value_width);
 }
 
+// `count` values, from number `first` of the block on
 static void accumulate_values(const AttentionArgs& p, const WorkItem& item, Tile& tile, const float* values,
-                              int64_t stride, int64_t count) {
+                              int64_t stride, int64_t first, int64_t count) {
   int64_t r = 0;
-  for (; r + 4 <= item.rows; r += 4) accumulate_rows<4>(p, tile, r, values, stride, count);
-  if (item.rows - r == 3) accumulate_rows<3>(p, tile, r, values, stride, count);
-  if (item.rows - r == 2) accumulate_rows<2>(p, tile, r, values, stride, count);
-  if (item.rows - r == 1) accumulate_rows<1>(p, tile, r, values, stride, count);
+  for (; r + 4 <= item.rows; r += 4) accumulate_rows<4>(p, tile, r, values, stride, first, count);
+  if (item.rows - r == 3) accumulate_rows<3>(p, tile, r, values, stride, first, count);
+  if (item.rows - r == 2) accumulate_rows<2>(p, tile, r, values, stride, first, count);
+  if (item.rows - r == 1) accumulate_rows<1>(p, tile, r, values, stride, first, count);
 }

@@ -1,5 +1,5 @@
-// The main loops of paged attention: items over threads, key blocks within an item, split results merged; and the
-// store of new keys and values into the cache.
+// The main loops of paged attention: items over threads, splits and key blocks within an item; and the store of
+// new keys and values into the cache.
 
 INLINE const CACHE_T* key_at(const AttentionArgs& p, const WorkItem& item, int64_t j) {
   const int64_t block = p.block_table[item.sequence * p.table_row_stride + j / p.block_size], slot = j % p.block_size;
@@ -29,19 +29,30 @@ INLINE const float* as_floats(const T* from, int64_t stride, int64_t count, int6
   return scratch;
 }
 
-// Decode: a block of keys is the rest of a cache block, at most KEY_BLOCK keys.
+// The keys from `j` on that lie in one cache block, before `end`.
+INLINE int64_t adjacent_keys(const AttentionArgs& p, int64_t j, int64_t end) {
+  return min_i64(p.block_size - j % p.block_size, end - j);
+}
+
+// Decode: the keys and values of a block are read where they are, or converted a cache block at a time.
 static void attend_decode(const AttentionArgs& p, const WorkItem& item, Tile& tile) {
-  for (int64_t j = item.low; j < item.high;) {
-    const int64_t count = min_i64(min_i64(p.block_size - j % p.block_size, item.high - j), KEY_BLOCK);
+  for (int64_t low = item.low; low < item.high;) {
+    const int64_t first = low / KEY_BLOCK * KEY_BLOCK, end = min_i64(first + KEY_BLOCK, item.high);
     int64_t stride;
-    const float* keys =
-        as_floats(key_at(p, item, j), p.key_slot_stride, count, p.key_dim, tile.keys, p.key_width, &stride);
-    decode_scores(p, item, tile, keys, stride, count);
-    softmax_block(p, item, tile, j, count);
-    const float* values =
-        as_floats(value_at(p, item, j), value_stride(p), count, p.value_dim, tile.values, p.value_width, &stride);
-    accumulate_values(p, item, tile, values, stride, count);
-    j += count;
+    for (int64_t j = low, count; j < end; j += count) {
+      count = min_i64(adjacent_keys(p, j, end), LANES);
+      const float* keys =
+          as_floats(key_at(p, item, j), p.key_slot_stride, count, p.key_dim, tile.keys, p.key_width, &stride);
+      decode_scores_of_rows(p, item.rows, tile.q, keys, stride, count, tile.scores + j - first);
+    }
+    softmax_block(p, item, tile, first, end - first);
+    for (int64_t j = low, count; j < end; j += count) {
+      count = adjacent_keys(p, j, end);
+      const float* values =
+          as_floats(value_at(p, item, j), value_stride(p), count, p.value_dim, tile.values, p.value_width, &stride);
+      accumulate_values(p, item, tile, values, stride, j - first, count);
+    }
+    low = end;
   }
 }
 
@@ -59,22 +70,24 @@ static void transpose_keys(const AttentionArgs& p, const float* const* keys, int
 
 // Prefill: KEY_BLOCK keys from as many cache blocks as they are in.
 static void attend_prefill(const AttentionArgs& p, const WorkItem& item, Tile& tile, float* scratch) {
-  for (int64_t j = item.low; j < item.high; j += KEY_BLOCK) {
-    const int64_t count = min_i64(KEY_BLOCK, item.high - j);
-    for (int64_t first = 0; first < count; first += LANES) {
-      const int64_t valid = min_i64(LANES, count - first);
+  for (int64_t low = item.low; low < item.high;) {
+    const int64_t first = low / KEY_BLOCK * KEY_BLOCK, end = min_i64(first + KEY_BLOCK, item.high);
+    for (int64_t j = first; j < end; j += LANES) {
+      const int64_t count = min_i64(LANES, end - j);
+      if (j + count <= low) continue;
       const float* keys[LANES];
-      for (int64_t l = 0; l < valid; ++l) {
-        widen_row(key_at(p, item, j + first + l), p.key_dim, scratch + l * p.key_width);
+      for (int64_t l = 0; l < count; ++l) {
         keys[l] = scratch + l * p.key_width;
+        widen_row(key_at(p, item, max_i64(j + l, low)), p.key_dim, scratch + l * p.key_width);
       }
-      transpose_keys(p, keys, valid, tile.keys + first);
+      transpose_keys(p, keys, count, tile.keys + j - first);
     }
-    for (int64_t l = 0; l < count; ++l)
-      widen_row(value_at(p, item, j + l), p.value_dim, tile.values + l * p.value_width);
+    for (int64_t j = low; j < end; ++j)
+      widen_row(value_at(p, item, j), p.value_dim, tile.values + (j - low) * p.value_width);
     prefill_scores(p, item, tile);
-    softmax_block(p, item, tile, j, count);
-    accumulate_values(p, item, tile, tile.values, p.value_width, count);
+    softmax_block(p, item, tile, first, end - first);
+    accumulate_values(p, item, tile, tile.values, p.value_width, low - first, end - low);
+    low = end;
   }
 }
 
@@ -133,72 +146,110 @@ static WorkItem find_item(const AttentionArgs& p, const int64_t* ends, int64_t i
   return item;
 }
 
-static void run_item(const AttentionArgs& p, const WorkItem& item, Tile& tile, float* scratch) {
+// ---- splits ------------------------------------------------------------------------------------------
+
+// The result of some keys for one row: [row_max, row_sum, .. LANES, acc].
+INLINE int64_t partial_floats(const AttentionArgs& p) { return LANES + p.value_width; }
+static void clear_partial(const AttentionArgs& p, float* partial) {
+  partial[0] = -__builtin_inff();
+  for (int64_t c = 1; c < partial_floats(p); ++c) partial[c] = 0.0f;
+}
+
+// Add the result of the next keys: the part with the smaller maximum is rescaled. An empty one changes nothing.
+static void fold_partial(const AttentionArgs& p, float* into, float row_max, float row_sum, const float* acc) {
+  const bool is_larger = row_max > into[0];
+  const float largest = is_larger ? row_max : into[0], smallest = is_larger ? into[0] : row_max;
+  const float factor = largest == -__builtin_inff() ? 0.0f : exp(smallest - largest);
+  const float scaled_sum = is_larger ? into[1] : row_sum, other_sum = is_larger ? row_sum : into[1];
+  into[0] = largest;
+  into[1] = scaled_sum * factor + other_sum;
+  for (int64_t c = 0; c < p.value_width; c += LANES) {
+    const vec before = load(into + LANES + c), next = load(acc + c);
+    store_vec(into + LANES + c, is_larger ? before * factor + next : next * factor + before);
+  }
+}
+
+INLINE int64_t num_splits(const WorkItem& item) {
+  return item.high > item.low ? (item.high - 1) / SPLIT_KEYS - item.low / SPLIT_KEYS + 1 : 0;
+}
+static WorkItem split_item(WorkItem item, int64_t split) {
+  const int64_t first = (item.low / SPLIT_KEYS + split) * SPLIT_KEYS;
+  item.low = max_i64(item.low, first);
+  item.high = min_i64(item.high, first + SPLIT_KEYS);
+  return item;
+}
+
+static void attend_split(const AttentionArgs& p, const WorkItem& item, Tile& tile, float* scratch) {
   init_tile(p, item, tile);
   if (item.rows <= MAX_DECODE_ROWS) attend_decode(p, item, tile);
   else attend_prefill(p, item, tile, scratch);
 }
 
-// Split `split` of `splits` of an item's keys, in whole cache blocks.
-static WorkItem split_item(const AttentionArgs& p, WorkItem item, int64_t split, int64_t splits) {
-  const int64_t blocks = (item.high - item.low + p.block_size - 1) / p.block_size;
-  const int64_t each = (blocks + splits - 1) / splits * p.block_size;
-  const int64_t low = item.low + split * each;
-  item.high = min_i64(item.high, low + each);
-  item.low = low;
-  return item;
-}
-
-// Merge the splits of one row: each is rescaled to the largest maximum.
-static void merge_splits(const AttentionArgs& p, const WorkItem& item, int64_t r, const float* partials,
-                         int64_t splits, int64_t stride, float* acc) {
-  float row_max = -__builtin_inff(), total = 0;
-  for (int64_t s = 0; s < splits; ++s) row_max = partials[s * stride] > row_max ? partials[s * stride] : row_max;
-  const float base = row_max == -__builtin_inff() ? 0.0f : row_max;
-  for (int64_t c = 0; c < p.value_width; c += LANES) store_vec(acc + c, vec{});
-  for (int64_t s = 0; s < splits; ++s) {
-    const float* partial = partials + s * stride;
-    const float factor = exp(partial[0] - base);
-    total += partial[1] * factor;
-    for (int64_t c = 0; c < p.value_width; c += LANES)
-      store_vec(acc + c, load(acc + c) + load(partial + LANES + c) * factor);
+// One item by one thread. `partials` has room for its rows.
+static void run_item(const AttentionArgs& p, const WorkItem& item, Tile& tile, float* scratch, float* partials) {
+  const int64_t splits = num_splits(item), stride = partial_floats(p);
+  if (splits <= 1) {
+    attend_split(p, item, tile, scratch);
+    for (int64_t r = 0; r < item.rows; ++r)
+      write_row(p, item, r, tile.row_max[r], tile.row_sum[r], tile.acc + r * p.value_width);
+    return;
   }
-  write_row(p, item, r, row_max, total, acc);
+  for (int64_t r = 0; r < item.rows; ++r) clear_partial(p, partials + r * stride);
+  for (int64_t split = 0; split < splits; ++split) {
+    attend_split(p, split_item(item, split), tile, scratch);
+    for (int64_t r = 0; r < item.rows; ++r)
+      fold_partial(p, partials + r * stride, tile.row_max[r], tile.row_sum[r], tile.acc + r * p.value_width);
+  }
+  for (int64_t r = 0; r < item.rows; ++r) {
+    const float* partial = partials + r * stride;
+    write_row(p, item, r, partial[0], partial[1], partial + LANES);
+  }
 }
 
-static void run_items(const AttentionArgs& p, const int64_t* ends, int64_t items, int64_t splits, int threads) {
-  const int64_t floats = workspace_floats(p, PREFILL_ROWS) + LANES * p.key_width + p.value_width;
-  const int64_t stride = LANES + p.value_width;
-  float* partials = splits > 1 ? (float*)malloc(sizeof(float) * items * splits * PREFILL_ROWS * stride) : nullptr;
+// Fold the splits of one row.
+static void merge_splits(const AttentionArgs& p, const WorkItem& item, int64_t r, const float* partials, float* into) {
+  const int64_t splits = num_splits(item), stride = partial_floats(p);
+  clear_partial(p, into);
+  for (int64_t s = 0; s < splits; ++s)
+    fold_partial(p, into, partials[s * stride], partials[s * stride + 1], partials + s * stride + LANES);
+  write_row(p, item, r, into[0], into[1], into + LANES);
+}
+
+// Work: whole items, or (max_splits > 1) splits of items, at most `max_rows` rows of each.
+static void run_items(const AttentionArgs& p, const int64_t* ends, int64_t items, int64_t max_splits, int64_t max_rows,
+                      int threads) {
+  const int64_t stride = partial_floats(p), of_item = max_rows * max_splits * stride;
+  const int64_t floats = workspace_floats(p, PREFILL_ROWS) + LANES * p.key_width;
+  float* partials = max_splits > 1 ? (float*)malloc(sizeof(float) * items * of_item) : nullptr;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    float* memory = (float*)malloc(sizeof(float) * (floats + LANES));
+    float* memory = (float*)malloc(sizeof(float) * (floats + PREFILL_ROWS * stride + LANES));
     Tile tile;
     assign_workspace(p, PREFILL_ROWS, memory, tile);
-    float* scratch = memory + workspace_floats(p, PREFILL_ROWS);
+    float *scratch = memory + workspace_floats(p, PREFILL_ROWS), *folded = memory + floats;
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t work = 0; work < items * splits; ++work) {
-      const WorkItem full_item = find_item(p, ends, work / splits);
-      const WorkItem item = splits > 1 ? split_item(p, full_item, work % splits, splits) : full_item;
-      run_item(p, item, tile, scratch);
+    for (int64_t work = 0; work < items * max_splits; ++work) {
+      const WorkItem item = find_item(p, ends, work / max_splits);
+      if (max_splits == 1) {
+        run_item(p, item, tile, scratch, folded);
+        continue;
+      }
+      const int64_t split = work % max_splits;
+      if (split >= num_splits(item)) continue;
+      attend_split(p, split_item(item, split), tile, scratch);
       for (int64_t r = 0; r < item.rows; ++r) {
-        const float* acc = tile.acc + r * p.value_width;
-        if (splits == 1) {
-          write_row(p, item, r, tile.row_max[r], tile.row_sum[r], acc);
-          continue;
-        }
-        float* partial = partials + ((work / splits * PREFILL_ROWS + r) * splits + work % splits) * stride;
+        float* partial = partials + work / max_splits * of_item + (r * max_splits + split) * stride;
         partial[0] = tile.row_max[r];
         partial[1] = tile.row_sum[r];
-        __builtin_memcpy(partial + LANES, acc, sizeof(float) * p.value_width);
+        __builtin_memcpy(partial + LANES, tile.acc + r * p.value_width, sizeof(float) * p.value_width);
       }
     }
-    if (splits > 1) {
+    if (max_splits > 1) {
 #pragma omp for schedule(static)
-      for (int64_t work = 0; work < items * PREFILL_ROWS; ++work) {
-        const WorkItem item = find_item(p, ends, work / PREFILL_ROWS);
-        if (work % PREFILL_ROWS < item.rows)
-          merge_splits(p, item, work % PREFILL_ROWS, partials + work * splits * stride, splits, stride, scratch);
+      for (int64_t work = 0; work < items * max_rows; ++work) {
+        const WorkItem item = find_item(p, ends, work / max_rows);
+        if (work % max_rows < item.rows)
+          merge_splits(p, item, work % max_rows, partials + work * max_splits * stride, folded);
       }
     }
     free(memory);
@@ -265,11 +316,12 @@ EXPORT int64_t paged_attention(const int64_t* a) {
   }
   int64_t max_keys = p.window ? min_i64(max_seq_len, p.window) : max_seq_len;
   if (p.chunk) max_keys = min_i64(max_keys, p.chunk);
-  int64_t splits = 1;
-  if (items && items % threads && items < 4 * threads)
-    splits = max_i64(1, min_i64((4 * threads + items - 1) / items, max_keys / MIN_SPLIT_KEYS));
+  int64_t max_rows = 0, max_splits = 1;
+  for (int64_t s = 0; s < p.sequences; ++s) max_rows = max_i64(max_rows, min_i64(num_rows(p, s), PREFILL_ROWS));
+  // the keys of a tile start and end anywhere, and a tile of a window has up to a key more for each row
+  if (items % threads && items < 4 * threads) max_splits = (max_keys + PREFILL_ROWS) / SPLIT_KEYS + 2;
   const int64_t work = items * max_keys * (p.key_dim + p.value_dim);
-  run_items(p, ends, items, splits, choose_num_threads(work, 1 << 15, threads));
+  run_items(p, ends, items, max_keys > SPLIT_KEYS ? max_splits : 1, max_rows, choose_num_threads(work, 1 << 15, threads));
   free(ends);
   return 0;
 }

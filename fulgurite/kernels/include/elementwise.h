@@ -121,6 +121,8 @@ INLINE vec gelu(vec x) {
 // out = x + y, or activation(x) * y
 template <class T> static void elementwise_binary(const int64_t* a) {
   const int64_t rows = a[3], size = a[4], operation = a[8];
+  const float scale = unpack_double(a[10]);
+  const bool is_factor = a[11];
   const int threads = choose_num_threads(rows * size, 1 << 14, (int)a[9]);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t r = 0; r < rows; ++r) {
@@ -128,16 +130,20 @@ template <class T> static void elementwise_binary(const int64_t* a) {
     T* out = (T*)a[2] + r * size;
     for (int64_t c = 0; c < size; c += LANES) {
       const int64_t left = size - c;
-      const vec first = load_partial(x + c, left), second = load_partial(y + c, left);
-      vec result = first + second;
+      const vec first = is_factor ? broadcast(widen(x[0])) : load_partial(x + c, left);
+      const vec second = load_partial(y + c, left);
+      vec result = first + scale * second;
       if (operation == 1) result = silu(first) * second;
       if (operation == 2) result = gelu(first) * second;
       if (operation == 3) result = gelu_tanh(first) * second;
+      if (operation == 5) result = first * second;
+      if (operation == 4) result = second / (1.0f + vector_exp(-first));
       store_partial(out + c, result, left);
     }
   }
 }
-// a: x, y, out, rows, row size, row strides of x and y, dtype, operation (BINARY_OP_CODES), threads
+// a: x, y, out, rows, row size, row strides of x and y, dtype, operation (BINARY_OP_CODES), threads,
+// scale of y in a sum, whether x has one number a row
 EXPORT int64_t elementwise_binary(const int64_t* a) {
 #define CALL(T) elementwise_binary<T>(a)
   DISPATCH_DTYPE(a[7], CALL)

@@ -7,9 +7,8 @@
 // and their products in accumulators.
 
 template <int codes, int shift, bool minimum>
-INLINE void dequantize_column(const Weight& w, Bytes packed, Floats scale, Floats low, float* to) {
-  const Floats value = dequantize_code<codes, shift>(w, packed);
-  store_f32(to, minimum ? fma(value, scale, low) : multiply(value, scale));
+INLINE void store_column(const Weight& w, Bytes packed, const GroupScales& group, float* to) {
+  store_f32(to, dequantize_column<codes, shift, minimum>(w, packed, group));
 }
 
 // Columns [start, start + depth) of a panel, `step` floats from one column to the next.
@@ -22,23 +21,21 @@ static void dequantize_panel(const Weight& w, int64_t panel, int64_t start, int6
   int64_t left = each - start / 16 % each;
   for (int64_t h = start / 16; h < (start + depth) / 16; ++h) {
     const int64_t super = (panel * (w.columns / SUPER_BLOCK_COLUMNS) + h * 16 / SUPER_BLOCK_COLUMNS) * PANEL_ROWS;
-    const Floats scale = load_scales(w.scales, w.scale_type, index, w.super_scales, super);
-    const Floats low = minimum
-        ? load_scales(w.minimums, w.minimum_type, index, w.super_minimums, super) : all(0.0f);
+    const GroupScales group = load_group<codes, minimum>(w, index, super);
     UNROLL
     for (int v = 0; v < (codes == CODES_4BIT ? 2 : 4); ++v) {
       const Bytes packed = load_bytes(code);
       __builtin_prefetch(code + GEMM_PREFETCH_BYTES);
-      dequantize_column<codes, 0, minimum>(w, packed, scale, low, to);
-      dequantize_column<codes, 8, minimum>(w, packed, scale, low, to + step);
-      dequantize_column<codes, 16, minimum>(w, packed, scale, low, to + 2 * step);
-      dequantize_column<codes, 24, minimum>(w, packed, scale, low, to + 3 * step);
+      store_column<codes, 0, minimum>(w, packed, group, to);
+      store_column<codes, 8, minimum>(w, packed, group, to + step);
+      store_column<codes, 16, minimum>(w, packed, group, to + 2 * step);
+      store_column<codes, 24, minimum>(w, packed, group, to + 3 * step);
       to += 4 * step;
       if (codes == CODES_4BIT) {
-        dequantize_column<codes, 4, minimum>(w, packed, scale, low, to);
-        dequantize_column<codes, 12, minimum>(w, packed, scale, low, to + step);
-        dequantize_column<codes, 20, minimum>(w, packed, scale, low, to + 2 * step);
-        dequantize_column<codes, 28, minimum>(w, packed, scale, low, to + 3 * step);
+        store_column<codes, 4, minimum>(w, packed, group, to);
+        store_column<codes, 12, minimum>(w, packed, group, to + step);
+        store_column<codes, 20, minimum>(w, packed, group, to + 2 * step);
+        store_column<codes, 28, minimum>(w, packed, group, to + 3 * step);
         to += 4 * step;
       }
       code += 64;

@@ -62,34 +62,35 @@ static void store_panel(const LinearArgs& call, int64_t panel, int64_t token, co
 
 INLINE int tile_index(int64_t width) { return width == 8 ? 3 : width == 4 ? 2 : width == 2 ? 1 : 0; }
 
-INLINE bool has_minimums(const LinearArgs& call) {
-  return call.weight->minimum_type != NO_SCALE || (call.up && call.up->minimum_type != NO_SCALE);
-}
-
-static void fill_x_tile(const LinearArgs& call, XTile tile, int64_t token, float* row, bool sums) {
+static void fill_x_tile(const LinearArgs& call, XTile tile, int64_t token, float* row) {
   const Weight& w = *call.weight;
   const int64_t size = call.type == TYPE_F32 ? 4 : 2;
   for (int64_t t = 0; t < tile.width; ++t) {
     const char* x = (const char*)call.x + (token + t) * call.x_stride * size;
     read_row(row, x, call.type, call.given, w.columns);
     if (call.integer) store_codes(tile, t, row, w.columns, w.offset, w.group == 16);
-    else store_floats(tile, t, row, w.columns, sums);
+    else store_floats(tile, t, row, w.columns);
   }
+}
+
+// A tile of tokens, and one panel or as many as few tokens take.
+static void run_tile(const LinearArgs& call, const XTile& tile, int64_t panel, int panels, int64_t token) {
+  const int kernel = tile_index(tile.width) + (panels > 1 ? 4 : 0), tokens = (int)tile.width;
+  Floats result[MAX_TILE_TOKENS], other[MAX_TILE_TOKENS];
+  select_kernels(*call.weight, call.integer)[kernel](*call.weight, panel, tile, result);
+  if (call.up) select_kernels(*call.up, call.integer)[kernel](*call.up, panel, tile, other);
+  for (int p = 0; p < panels; ++p)
+    store_panel(call, panel + p, token, result + p * tokens, call.up ? other + p * tokens : nullptr, tokens);
 }
 
 static void run_panels(const LinearArgs& call, char* memory, int64_t first_panel, int64_t last_panel,
                        int64_t first_token, int64_t tokens) {
-  const Weight& w = *call.weight;
-  const PanelKernel* one = select_kernels(w, call.integer);
-  const PanelKernel* two = call.up ? select_kernels(*call.up, call.integer) : nullptr;
-  for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+  const int step = call.integer || tokens > 2 ? 1 : tokens == 1 ? FLOAT_PANELS_1 : FLOAT_PANELS_2;
+  for (int64_t panel = first_panel, panels; panel < last_panel; panel += panels) {
+    panels = last_panel - panel < step ? 1 : step;
     for (int64_t token = 0, width; token < tokens; token += width) {
       width = x_tile_width(tokens - token);
-      const XTile tile = x_tile_at(memory, w.columns, token, width);
-      Floats result[MAX_TILE_TOKENS], other[MAX_TILE_TOKENS];
-      one[tile_index(width)](w, panel, tile, result);
-      if (two) two[tile_index(width)](*call.up, panel, tile, other);
-      store_panel(call, panel, first_token + token, result, two ? other : nullptr, (int)width);
+      run_tile(call, x_tile_at(memory, call.weight->columns, token, width), panel, (int)panels, first_token + token);
     }
   }
 }
@@ -125,14 +126,13 @@ static void run_thread(const LinearArgs& call, char* memory, int64_t start, int6
   const int64_t panels = (call.weight->rows + PANEL_ROWS - 1) / PANEL_ROWS;
   const bool is_private_x = memory == nullptr, is_large_m = !call.integer && count >= GEMM_DEQUANTIZE_FIRST_TOKENS;
   const int64_t extra = is_private_x ? token_bytes(columns) * count : is_large_m ? large_m_scratch_bytes(count) : 0;
-  const bool sums = !is_large_m && has_minimums(call);
   char* scratch = thread_scratch.take(columns * 4 + extra);
   if (is_private_x) memory = scratch + columns * 4;
   int64_t number = 0;
   for (int64_t token = 0, width; token < count; token += width, ++number) {
     width = x_tile_width(count - token);
     if (is_private_x || number % threads == thread)
-      fill_x_tile(call, x_tile_at(memory, columns, token, width), start + token, (float*)scratch, sums);
+      fill_x_tile(call, x_tile_at(memory, columns, token, width), start + token, (float*)scratch);
   }
   if (!is_private_x) {
 #pragma omp barrier

@@ -8,13 +8,15 @@
 // transposed. Everything is one small GEMM: `dot_tile`.
 //
 // absorbed: a lane is a (token, head) with the query W_uk^T q; a key is (c, r) and the value c itself.
+//           Blocks and splits of keys lie at fixed positions of the sequence, and splits are folded in order.
+//           So the result of a token depends neither on the batch nor on the chunk of the prompt it is in.
 // expanded: a lane is a token of one head. A block of keys and values is expanded and used by all new tokens
 //           of the sequence before the next one, so expanded keys never leave the L2 cache.
 
 const int TILE_LANES = 2 * LANES;  // queries of a tile
 const int MAX_TILES = 4;         // tiles that share a block of keys, at most
 const int KEY_BLOCK = 64;        // keys of a block
-const int64_t MIN_SPLIT_KEYS = 256;    // keys of a split, at least
+const int64_t SPLIT_KEYS = 256;  // positions of a split
 
 // ---- the GEMM that everything uses --------------------------------------------------------------------
 
@@ -123,6 +125,7 @@ struct MlaArgs {
   int64_t dtype, interleaved;  // dtype of q, kv_b and out: 0 float, 1 bf16, 2 f16
   float scale;
   int threads;
+  bool can_expand;       // false: every sequence is absorbed
   int64_t key_width;     // floats of a key: latent_width, then the rotary part rounded up
   int64_t latent_width;  // the rank rounded up to a multiple of LANES
 };
@@ -203,6 +206,7 @@ static void transpose_queries(const float* rows, int64_t step, int64_t count, in
 // A tile's online softmax state; lane l sees keys below `to[l]`.
 struct Tile {
   float *q, *row_max, *row_sum, *acc;
+  float* folded;  // absorbed: row_max, row_sum and acc of the splits before
   int32_t to[TILE_LANES];
 };
 
@@ -245,4 +249,37 @@ static void clear_tile(Tile& tile, int64_t values) {
     store_vec(tile.row_sum + lane, vec{});
   }
   __builtin_memset(tile.acc, 0, sizeof(float) * values * TILE_LANES);
+}
+
+// The sum of two results, of which the one with the smaller maximum is rescaled. An empty one changes nothing.
+struct Fold {
+  ivec is_larger;  // whether the second maximum is
+  vec factor, largest;
+};
+INLINE Fold compare_maxima(vec first, vec second) {
+  Fold fold;
+  fold.is_larger = (second > first) | (second != second);
+  fold.largest = blend(fold.is_larger, second, first);
+  const vec smallest = blend(fold.is_larger, first, second), neg_inf = broadcast(-__builtin_inff());
+  fold.factor = blend(fold.largest == neg_inf, vec{}, vector_exp(smallest - fold.largest));
+  return fold;
+}
+INLINE vec fold_values(const Fold& fold, vec first, vec second) {
+  return blend(fold.is_larger, first, second) * fold.factor + blend(fold.is_larger, second, first);
+}
+
+// Add a tile's result to `folded`: [row_max, row_sum, acc ..][TILE_LANES].
+static void clear_folded(float* folded, int64_t values) {
+  for (int64_t lane = 0; lane < TILE_LANES; lane += LANES) store_vec(folded + lane, broadcast(-__builtin_inff()));
+  __builtin_memset(folded + TILE_LANES, 0, sizeof(float) * (1 + values) * TILE_LANES);
+}
+static void fold_tile(Tile& tile, int64_t values) {
+  float *row_max = tile.folded, *row_sum = row_max + TILE_LANES, *acc = row_sum + TILE_LANES;
+  for (int64_t lane = 0; lane < TILE_LANES; lane += LANES) {
+    const Fold fold = compare_maxima(load(row_max + lane), load(tile.row_max + lane));
+    store_vec(row_max + lane, fold.largest);
+    store_vec(row_sum + lane, fold_values(fold, load(row_sum + lane), load(tile.row_sum + lane)));
+    for (int64_t v = lane; v < values * TILE_LANES; v += TILE_LANES)
+      store_vec(acc + v, fold_values(fold, load(acc + v), load(tile.acc + v)));
+  }
 }

@@ -19,7 +19,7 @@ struct AbsorbedQueries {
 };
 
 INLINE int64_t new_tokens(const MlaArgs& p, int64_t s) { return p.query_start_loc[s + 1] - p.query_start_loc[s]; }
-INLINE bool is_expanded(const MlaArgs& p, int64_t s) { return should_expand(p, new_tokens(p, s), p.seq_lens[s]); }
+INLINE bool is_expanded(const MlaArgs& p, int64_t s) { return p.can_expand && should_expand(p, new_tokens(p, s), p.seq_lens[s]); }
 
 static void collect_absorbed(const MlaArgs& p, AbsorbedQueries& queries) {
   queries.first_row = (int64_t*)malloc(sizeof(int64_t) * (p.sequences + 1 + p.tokens));
@@ -151,13 +151,13 @@ static WorkItem find_item(const MlaArgs& p, const AbsorbedQueries& queries, int6
   return item;
 }
 
-// Split `split` of `splits` of an item's keys, in whole key blocks.
-static WorkItem split_item(WorkItem item, int64_t split, int64_t splits) {
-  const int64_t blocks = (item.high + KEY_BLOCK - 1) / KEY_BLOCK, each = (blocks + splits - 1) / splits * KEY_BLOCK;
-  item.low = split * each;
-  item.high = min_i64(item.high, item.low + each);
+// Split `split` of an item's keys.
+static WorkItem split_item(WorkItem item, int64_t split) {
+  item.low = split * SPLIT_KEYS;
+  item.high = min_i64(item.high, item.low + SPLIT_KEYS);
   return item;
 }
+INLINE int64_t num_splits(const WorkItem& item) { return (item.high + SPLIT_KEYS - 1) / SPLIT_KEYS; }
 
 INLINE int64_t tile_rows(const WorkItem& item, int64_t tile) {
   return min_i64(TILE_LANES, item.rows - tile * TILE_LANES);
@@ -170,16 +170,14 @@ static void init_absorbed_tile(const MlaArgs& p, const AbsorbedQueries& queries,
   const float* q = queries.rows + (queries.first_row[item.sequence] * p.heads + first) * p.key_width;
   transpose_queries(q, p.key_width, rows, p.key_width, tile.q);
   for (int64_t l = 0; l < TILE_LANES; ++l) tile.to[l] = l < rows ? (int32_t)(cached + (first + l) / p.heads + 1) : 0;
-  clear_tile(tile, p.latent_width);
 }
 
 // Each block of keys is used by all tiles of the item while the next block is prefetched.
-static void attend_absorbed(const MlaArgs& p, const AbsorbedQueries& queries, const WorkItem& item, Tile* tiles,
-                            float* keys, float* scores) {
+static void attend_absorbed(const MlaArgs& p, const WorkItem& item, Tile* tiles, float* keys, float* scores) {
   const int64_t num_tiles = (item.rows + TILE_LANES - 1) / TILE_LANES;
   const char* prefetch_rows[KEY_BLOCK / 8];
   const Prefetch prefetch = {prefetch_rows, (8 * p.slot_bytes + p.key_width - 1) / p.key_width};
-  for (int64_t i = 0; i < num_tiles; ++i) init_absorbed_tile(p, queries, item, i, tiles[i]);
+  for (int64_t i = 0; i < num_tiles; ++i) clear_tile(tiles[i], p.latent_width);
   for (int64_t j = item.low; j < item.high; j += KEY_BLOCK) {
     const int64_t count = min_i64(KEY_BLOCK, item.high - j);
     load_key_block(p, item.sequence, j, count, keys);
@@ -232,29 +230,42 @@ static void write_partial(const MlaArgs& p, const WorkItem& item, int64_t index,
   transpose_acc(tile, tile_rows(item, index), p.latent_width, factor, partial + LANES, step);
 }
 
-// Merge the splits of one row, each (maximum, sum, latent), rescaled to the largest maximum.
+// Fold the splits of one row, each (maximum, sum, latent).
 static void merge_splits(const MlaArgs& p, const float* partials, int64_t splits, int64_t stride, float* to) {
-  float row_max = -__builtin_inff(), total = 0;
-  for (int64_t s = 0; s < splits; ++s)
-    if (!(partials[s * stride] <= row_max)) row_max = partials[s * stride];
-  const float base = row_max == -__builtin_inff() ? 0.0f : row_max;
+  vec row_max = broadcast(-__builtin_inff()), total = vec{};
   for (int64_t c = 0; c < p.latent_width; c += LANES) store_vec(to + c, vec{});
   for (int64_t s = 0; s < splits; ++s) {
     const float* partial = partials + s * stride;
-    const float factor = exp(partial[0] - base);
-    total += partial[1] * factor;
+    const Fold fold = compare_maxima(row_max, broadcast(partial[0]));
+    row_max = fold.largest;
+    total = fold_values(fold, total, broadcast(partial[1]));
     for (int64_t c = 0; c < p.latent_width; c += LANES)
-      store_vec(to + c, load(to + c) + load(partial + LANES + c) * factor);
+      store_vec(to + c, fold_values(fold, load(to + c), load(partial + LANES + c)));
   }
-  for (int64_t c = 0; c < p.latent_width; c += LANES) store_vec(to + c, load(to + c) * (1.0f / total));
+  for (int64_t c = 0; c < p.latent_width; c += LANES) store_vec(to + c, load(to + c) * (1.0f / total[0]));
+}
+
+// One item by one thread: its splits are folded in the tiles.
+static void run_absorbed_item(const MlaArgs& p, const AbsorbedQueries& queries, const WorkItem& item, Tile* tiles,
+                              float* keys, float* scores) {
+  const int64_t splits = num_splits(item), num_tiles = (item.rows + TILE_LANES - 1) / TILE_LANES;
+  for (int64_t i = 0; i < num_tiles && splits > 1; ++i) clear_folded(tiles[i].folded, p.latent_width);
+  for (int64_t split = 0; split < splits; ++split) {
+    attend_absorbed(p, split_item(item, split), tiles, keys, scores);
+    for (int64_t i = 0; i < num_tiles && splits > 1; ++i) fold_tile(tiles[i], p.latent_width);
+  }
+  for (int64_t i = 0; i < num_tiles; ++i) {
+    Tile result = tiles[i];
+    if (splits > 1) result.row_sum = result.folded + TILE_LANES, result.acc = result.folded + 2 * TILE_LANES;
+    write_absorbed(p, queries, item, i, result);
+  }
 }
 
 static void run_absorbed(const MlaArgs& p, AbsorbedQueries& queries) {
   for_each_head(p, queries, true);
-  int64_t splits = 1;
+  int64_t splits = 1;  // work items of an item
   if (queries.items % p.threads && queries.items < 4 * p.threads)
-    splits = min_i64((4 * p.threads + queries.items - 1) / queries.items, queries.max_seq_len / MIN_SPLIT_KEYS);
-  splits = max_i64(1, splits);
+    splits = max_i64(1, (queries.max_seq_len + SPLIT_KEYS - 1) / SPLIT_KEYS);
   const int64_t stride = LANES + p.latent_width, work = queries.items * splits;
   const int64_t max_tiles = min_i64(MAX_TILES, (queries.tokens * p.heads + TILE_LANES - 1) / TILE_LANES);  // of an item
   float* partials = splits > 1 ? (float*)malloc(sizeof(float) * work * ITEM_ROWS * stride) : nullptr;
@@ -262,7 +273,7 @@ static void run_absorbed(const MlaArgs& p, AbsorbedQueries& queries) {
   const int threads = choose_num_threads(products, 1 << 17, p.threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    const int64_t each = (p.key_width + p.latent_width + 2) * TILE_LANES;
+    const int64_t state = (p.latent_width + 2) * TILE_LANES, each = p.key_width * TILE_LANES + 2 * state;
     const int64_t floats = KEY_BLOCK * p.key_width + KEY_BLOCK * TILE_LANES + max_tiles * each;
     float *memory = (float*)malloc(sizeof(float) * floats), *keys = memory, *scores = keys + KEY_BLOCK * p.key_width;
     Tile tiles[MAX_TILES];
@@ -271,16 +282,22 @@ static void run_absorbed(const MlaArgs& p, AbsorbedQueries& queries) {
       tiles[i].acc = tiles[i].q + p.key_width * TILE_LANES;
       tiles[i].row_max = tiles[i].acc + p.latent_width * TILE_LANES;
       tiles[i].row_sum = tiles[i].row_max + TILE_LANES;
+      tiles[i].folded = tiles[i].row_sum + TILE_LANES;
     }
 #pragma omp for schedule(dynamic, 1)
     for (int64_t w = 0; w < work; ++w) {
-      const WorkItem full_item = find_item(p, queries, w / splits);
-      const WorkItem item = splits > 1 ? split_item(full_item, w % splits, splits) : full_item;
-      attend_absorbed(p, queries, item, tiles, keys, scores);
-      for (int64_t i = 0; i * TILE_LANES < item.rows; ++i)
-        if (splits == 1) write_absorbed(p, queries, item, i, tiles[i]);
-        else write_partial(p, item, i, tiles[i], partials + (w / splits * ITEM_ROWS * splits + w % splits) * stride,
-                           splits * stride);
+      const WorkItem item = find_item(p, queries, w / splits);
+      if (w % splits >= num_splits(item)) continue;
+      const int64_t num_tiles = (item.rows + TILE_LANES - 1) / TILE_LANES;
+      for (int64_t i = 0; i < num_tiles; ++i) init_absorbed_tile(p, queries, item, i, tiles[i]);
+      if (splits == 1) {
+        run_absorbed_item(p, queries, item, tiles, keys, scores);
+        continue;
+      }
+      attend_absorbed(p, split_item(item, w % splits), tiles, keys, scores);
+      for (int64_t i = 0; i < num_tiles; ++i)
+        write_partial(p, item, i, tiles[i], partials + (w / splits * ITEM_ROWS * splits + w % splits) * stride,
+                      splits * stride);
     }
     if (splits > 1) {
 #pragma omp for schedule(static)
@@ -288,7 +305,7 @@ static void run_absorbed(const MlaArgs& p, AbsorbedQueries& queries) {
         const WorkItem item = find_item(p, queries, w / ITEM_ROWS);
         if (w % ITEM_ROWS >= item.rows) continue;
         const int64_t row = queries.first_row[item.sequence] * p.heads + item.first + w % ITEM_ROWS;
-        merge_splits(p, partials + w * splits * stride, splits, stride, queries.rows + row * p.key_width);
+        merge_splits(p, partials + w * splits * stride, num_splits(item), stride, queries.rows + row * p.key_width);
       }
     }
     free(memory);

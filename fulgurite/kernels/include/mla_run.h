@@ -33,6 +33,7 @@ EXPORT int64_t mla_attention(const int64_t* a) {
   p.interleaved = a[27];
   p.scale = unpack_double(a[28]);
   p.threads = (int)a[29];
+  p.can_expand = a[32];
   p.latent_width = round_up(p.rank);
   p.key_width = p.latent_width + round_up(p.rope_dim);
   const auto first_key = [](int64_t, int64_t) { return (int64_t)0; };

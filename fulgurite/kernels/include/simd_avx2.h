@@ -111,19 +111,17 @@ template <int shift> INLINE Floats nibble_value(const float* table, Bytes packed
   return {look_up(values.a, values.b, _mm256_srli_epi32(packed.a, shift)),
           look_up(values.a, values.b, _mm256_srli_epi32(packed.b, shift))};
 }
-template <int shift> INLINE __m256 byte_value(__m256i packed) {
+template <int shift> INLINE __m256 byte_value(__m256i packed, float offset) {
   __m256i code = _mm256_and_si256(_mm256_srli_epi32(packed, shift), _mm256_set1_epi32(255));
-  return _mm256_sub_ps(_mm256_cvtepi32_ps(code), _mm256_set1_ps(128.0f));
+  return _mm256_sub_ps(_mm256_cvtepi32_ps(code), _mm256_set1_ps(offset));
 }
-template <int shift> INLINE Floats byte_value(Bytes packed) {
-  return {byte_value<shift>(packed.a), byte_value<shift>(packed.b)};
+template <int shift> INLINE Floats byte_value(Bytes packed, float offset) {
+  return {byte_value<shift>(packed.a, offset), byte_value<shift>(packed.b, offset)};
 }
-template <int shift, int down, uint32_t mask> INLINE __m256 float_value(__m256i packed, float unit) {
+template <int shift, int down, uint32_t mask> INLINE __m256 float_bits(__m256i packed) {
   __m256i top = _mm256_slli_epi32(packed, 24 - shift);
-  __m256i moved = _mm256_and_si256(_mm256_srai_epi32(top, down), _mm256_set1_epi32((int32_t)mask));
-  return _mm256_mul_ps(_mm256_castsi256_ps(moved), _mm256_set1_ps(unit));
+  return _mm256_castsi256_ps(_mm256_and_si256(_mm256_srai_epi32(top, down), _mm256_set1_epi32((int32_t)mask)));
 }
-template <int shift, int down, uint32_t mask> INLINE Floats float_value(Bytes packed, float unit) {
-  return {float_value<shift, down, mask>(packed.a, unit),
-          float_value<shift, down, mask>(packed.b, unit)};
+template <int shift, int down, uint32_t mask> INLINE Floats float_bits(Bytes packed) {
+  return {float_bits<shift, down, mask>(packed.a), float_bits<shift, down, mask>(packed.b)};
 }

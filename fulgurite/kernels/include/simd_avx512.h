@@ -56,16 +56,17 @@ INLINE void store_f32(float* to, Floats x) { _mm512_storeu_ps(to, x); }
 template <int shift> INLINE Floats nibble_value(const float* table, Bytes packed) {
   return _mm512_permutexvar_ps(_mm512_srli_epi32(packed, shift), load_f32(table));
 }
-// the byte at bit `shift`, minus 128
-template <int shift> INLINE Floats byte_value(Bytes packed) {
+// the byte at bit `shift`, minus an offset
+template <int shift> INLINE Floats byte_value(Bytes packed, float offset) {
   __m512i code = _mm512_and_si512(_mm512_srli_epi32(packed, shift), _mm512_set1_epi32(255));
-  return _mm512_sub_ps(_mm512_cvtepi32_ps(code), _mm512_set1_ps(128.0f));
+  const Floats value = _mm512_cvtepi32_ps(code);
+  return offset == 0.0f ? value : _mm512_sub_ps(value, _mm512_set1_ps(offset));
 }
-// the byte at bit `shift` as a small float whose exponent lies at bit `down` under the sign's
-template <int shift, int down, uint32_t mask> INLINE Floats float_value(Bytes packed, float unit) {
+// the byte at bit `shift` as a small float, times a power of two: its exponent lies at bit `down` under
+// the sign's
+template <int shift, int down, uint32_t mask> INLINE Floats float_bits(Bytes packed) {
   __m512i top = _mm512_slli_epi32(packed, 24 - shift);
-  __m512i moved = _mm512_and_si512(_mm512_srai_epi32(top, down), _mm512_set1_epi32((int32_t)mask));
-  return _mm512_mul_ps(_mm512_castsi512_ps(moved), _mm512_set1_ps(unit));
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_srai_epi32(top, down), _mm512_set1_epi32((int32_t)mask)));
 }
 
 // A block of 32 as q8_0, by the rule of activations.h, which has it in plain C++.

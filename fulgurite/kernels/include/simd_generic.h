@@ -74,10 +74,10 @@ template <int shift> INLINE Floats nibble_value(const float* table, Bytes packed
   for (int i = 0; i < 16; ++i) result[i] = table[((Words)packed)[i] >> shift & 15];
   return result;
 }
-template <int shift> INLINE Floats byte_value(Bytes packed) {
-  return to_floats((Ints)((Words)packed >> shift & 255)) - 128.0f;
+template <int shift> INLINE Floats byte_value(Bytes packed, float offset) {
+  return to_floats((Ints)((Words)packed >> shift & 255)) - offset;
 }
-template <int shift, int down, uint32_t mask> INLINE Floats float_value(Bytes packed, float unit) {
+template <int shift, int down, uint32_t mask> INLINE Floats float_bits(Bytes packed) {
   Ints top = (Ints)((Words)packed << (24 - shift));
-  return (Floats)((top >> down) & (int32_t)mask) * unit;
+  return (Floats)((top >> down) & (int32_t)mask);
 }

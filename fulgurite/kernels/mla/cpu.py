@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulgurite import device, native, replay
+from fulgurite import determinism, device, native, replay
 from fulgurite.kernels.attention.metadata import AttentionMetadata
 from fulgurite.kernels.common.cpu_library import (
     DTYPE_CODES,
@@ -32,7 +32,7 @@ CACHE_TYPES = {
     torch.float16: "f16",
     torch.uint8: "f8e4m3",
 }
-_pack_attention = struct.Struct("28qd3q").pack
+_pack_attention = struct.Struct("28qd4q").pack
 _pack_store = struct.Struct("18qd2q").pack
 
 
@@ -61,7 +61,10 @@ def mla_attention(
     scale: float,
     interleaved: bool,
 ) -> Any:
-    """`mla.ops.mla_attention`; C++ decides which sequences are expanded."""
+    """`mla.ops.mla_attention`; C++ decides which sequences are expanded.
+
+    In deterministic mode none is: the number of new tokens must not change results.
+    """
     if not _is_supported(q, cos, sin, cache) or kv_b.dtype != q.dtype or kv_b.stride(-1) != 1:
         return NotImplemented
     block_table, query_start_loc, seq_lens = metadata[:3]
@@ -76,6 +79,7 @@ def mla_attention(
         cache.shape[1], *q.stride()[:2], *kv_b.stride()[:2], block_table.stride(0),
         *_slot_layout(cache, rank, rope_dim), DTYPE_CODES[q.dtype], interleaved, scale,
         device.num_cpu_threads(), block_table.shape[1], cache.shape[0],
+        not determinism.is_deterministic(),
     )  # fmt: skip
     attend, _ = _load_kernels(cache.dtype)
     tensors = (q, kv_b, cos, sin, cache, block_table, query_start_loc, seq_lens, out)

@@ -1,34 +1,36 @@
 """Sampling: logits, settings and random numbers in, one token per row out.
 
-    1. p = softmax(logits / temperature)
-    2. min-p   keep p_i >= min_p * max(p)
-    3. top-k   keep the k largest of those
-    4. top-p   keep the largest of those until they sum to top_p of what is left
-    5. sample  the first token, in order of ids, at which the sum of kept p exceeds u * (their sum)
+    1. logits + bias, -inf where the mask allows no token, penalties       (`process_logits`)
+    2. p = softmax(logits / temperature)
+    3. min-p   keep p_i >= min_p * max(p)
+    4. top-k   keep the k largest of those
+    5. top-p   keep the largest of those until they sum to top_p of what is left
+    6. sample  the first token, in order of ids, at which the sum of kept p exceeds u * (their sum)
 
-Steps 2 to 4 each keep a prefix of the tokens sorted by falling p. Of equal p the smaller id comes
+Steps 3 to 5 each keep a prefix of the tokens sorted by falling p. Of equal p the smaller id comes
 first, so ties at the boundary are cut, not all kept. The token that crosses top_p is kept. At least
-one token is kept. Temperature 0 is argmax; of equal logits the smallest id.
+one token is kept. Temperature 0 is argmax; of equal logits the smallest id. A row with a NaN gives
+`NAN_LOGITS`, one in which every token is -inf gives `NO_ALLOWED_TOKEN`; both are negative.
 
 The random number of a row is Philox4x32-10 of the request's seed at the token's position. It
 depends on nothing else, so the batch's other rows and preemptions of the request never change it.
+The settings of rows, and the state on the device that step 1 reads, are in `table.py`.
 """
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fulgurite.kernels import registry
-from fulgurite.kernels.sampling import cudagraph, triton_sampling
-
-SAMPLE_KERNELS: dict[str, registry.Kernel] = {"cuda": cudagraph.sample_rows}
-GREEDY_KERNELS: dict[str, registry.Kernel] = {"cuda": triton_sampling.greedy_sample}
-# p relative to the largest, above which tokens are sorted first
-PROBABILITY_FLOORS = (1e-3, 1e-6)
+from fulgurite.kernels.sampling import cpu, triton_logits, triton_sampling
+from fulgurite.kernels.sampling.reference import (
+    argmax_reference,
+    process_logits_reference,
+    sample_rows_reference,
+)
+from fulgurite.kernels.sampling.table import HAS_PENALTIES, LogitsTable
 
 _ROUNDS = 10
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
@@ -64,85 +66,130 @@ def philox_uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def greedy_sample(logits_RO: Tensor) -> Tensor:
-    """The likeliest token of each row, the smallest id of equals; NaN counts as the largest."""
-    tokens: Tensor = registry.dispatch(GREEDY_KERNELS, logits_RO.device, _argmax, logits_RO)
+    """The likeliest token of each row, the smallest id of equals."""
+    tokens: Tensor = registry.dispatch(
+        GREEDY_KERNELS, logits_RO.device, argmax_reference, logits_RO
+    )
     return tokens
 
 
-def _argmax(logits_RO: Tensor) -> Tensor:
-    return logits_RO.argmax(dim=-1)
-
-
-def sample_rows(logits_RO: Tensor, settings_R5: Tensor) -> Tensor:
+def sample_rows(
+    logits_RO: Tensor, settings_R5: Tensor, uses_threshold: bool | None = None
+) -> Tensor:
     """A token for each row, on the logits' device, without a device sync.
 
-    settings_R5   float64: temperature, min-p, top-k, top-p and the random number of each row; on
-                  the CPU, or on the logits' device (then a CUDA graph may capture the call)
+    settings_R5      float64, on the CPU, or on the logits' device (then a CUDA graph may capture the
+                     call)
+    uses_threshold   whether some row has top-k or top-p; None: found out from the settings
     """
     tokens: Tensor = registry.dispatch(
-        SAMPLE_KERNELS, logits_RO.device, sample_rows_reference, logits_RO, settings_R5
+        SAMPLE_KERNELS, logits_RO.device, _sample_rows, logits_RO, settings_R5, uses_threshold
     )
     return tokens
 
 
-def sample_rows_reference(logits_RO: Tensor, settings_R5: Tensor) -> Tensor:
-    """`sample_row` for each row."""
-    return torch.tensor(
-        [
-            sample_row(logits_O, temperature, min_p, int(top_k), top_p, random)
-            for logits_O, (temperature, min_p, top_k, top_p, random) in zip(
-                logits_RO, settings_R5.tolist(), strict=True
-            )
-        ]
+def process_logits(logits_RO: Tensor, processing_R5: Tensor, table: LogitsTable) -> Tensor:
+    """Logits with bias, mask and penalties in float32; `logits_RO` stays as it is."""
+    processed: Tensor = registry.dispatch(
+        PROCESS_KERNELS, logits_RO.device, process_logits_reference, logits_RO, processing_R5, table
     )
+    return processed
 
 
-def sample_row(
-    logits_O: Tensor, temperature: float, min_p: float, top_k: int, top_p: float, random: float
-) -> int:
-    """The token of one row for the random number `random` in [0, 1).
+def sample_tokens(
+    logits_RO: Tensor,
+    settings_R5: Tensor | None,
+    processing_R5: Tensor | None = None,
+    table: LogitsTable | None = None,
+    uses_threshold: bool | None = None,
+) -> Tensor:
+    """All steps: a token for each row. No settings: every row is greedy. No table: no step 1.
 
-    Logits with a NaN or +inf have no distribution: the likeliest token is returned.
+    Settings and processing lie on the logits' device. There is no device sync, so a CUDA graph may
+    capture the call.
     """
-    max_logit = float(logits_O.max())
-    if not math.isfinite(max_logit):
-        return int(logits_O.argmax())
-    p_O = ((logits_O - max_logit).float() / temperature).exp_()  # relative to the largest
-    if top_k or top_p < 1:
-        ids = _filter_tokens(p_O, min_p, top_k, top_p).sort().values
-    elif min_p > 0:
-        ids = (p_O >= min_p).nonzero().flatten()
-    else:
-        return sample_from_cdf(p_O, random)
-    return int(ids[sample_from_cdf(p_O[ids], random)])
+    arguments = (logits_RO, settings_R5, processing_R5, table, uses_threshold)
+    tokens: Tensor = registry.dispatch(
+        SAMPLE_TOKENS_KERNELS, logits_RO.device, _sample_in_steps, *arguments
+    )
+    return tokens
 
 
-def _filter_tokens(p_O: Tensor, min_p: float, top_k: int, top_p: float) -> Tensor:
-    """The ids that min-p, top-k and top-p keep, sorted by falling p.
-
-    Few tokens are likely, so only those above a floor are sorted; more only if these don't decide.
+def record_tokens(
+    tokens_R: Tensor, processing_R5: Tensor, last_tokens_W: Tensor, counts_WO: Tensor | None
+) -> None:
+    """Store the sampled token of each row of the table, 0 for a failed row; count it there, if the
+    row has penalties. Several rows of the batch may share a row of the table that is only padding.
     """
-    for floor in (*(floor for floor in PROBABILITY_FLOORS if floor > min_p), min_p):
-        ids = (p_O >= floor).nonzero().flatten()
-        ids = ids[p_O[ids].sort(descending=True, stable=True).indices]
-        is_decided = floor == min_p or 0 < top_k <= len(ids)  # no token below the floor is kept
-        if top_k:
-            ids = ids[:top_k]
-        if top_p < 1 and (is_decided or not top_k):
-            p_C = p_O[ids].double()
-            left = p_C if is_decided else p_O[p_O >= min_p] if min_p else p_O
-            target = top_p * float(left.sum(dtype=torch.float64))
-            count = max(1, int((p_C.cumsum(0) - p_C < target).sum()))
-            is_decided = is_decided or count < len(ids)
-            ids = ids[:count]
-        if is_decided:
-            break
-    return ids
+    registry.dispatch(
+        RECORD_KERNELS, tokens_R.device, _record_tokens, tokens_R, processing_R5, last_tokens_W,
+        counts_WO,
+    )  # fmt: skip
 
 
-def sample_from_cdf(p_C: Tensor, random: float) -> int:
-    """The first index at which the cumulative sum exceeds `random` times the total."""
-    cdf_C = p_C.double().cumsum(0)
-    total = float(cdf_C[-1])
-    target = min(random * total, math.nextafter(total, 0))  # never a token with p = 0
-    return int(torch.searchsorted(cdf_C, target, right=True))
+def fill_pending_tokens(token_ids_T: Tensor, rows_T: Tensor, last_tokens_W: Tensor) -> None:
+    """Replace negative token ids by the last sampled token of their row, in place."""
+    registry.dispatch(
+        PENDING_KERNELS, token_ids_T.device, _fill_pending_tokens, token_ids_T, rows_T,
+        last_tokens_W,
+    )  # fmt: skip
+
+
+# ---- in torch ------------------------------------------------------------------------------------
+
+
+def _sample_rows(logits_RO: Tensor, settings_R5: Tensor, uses_threshold: bool | None) -> Tensor:
+    return sample_rows_reference(logits_RO, settings_R5)
+
+
+def _sample_in_steps(
+    logits_RO: Tensor,
+    settings_R5: Tensor | None,
+    processing_R5: Tensor | None,
+    table: LogitsTable | None,
+    uses_threshold: bool | None,
+) -> Tensor:
+    if table is not None and processing_R5 is not None:
+        logits_RO = process_logits(logits_RO, processing_R5, table)
+    if settings_R5 is None:
+        return greedy_sample(logits_RO)
+    return sample_rows(logits_RO, settings_R5, uses_threshold)
+
+
+def _record_tokens(
+    tokens_R: Tensor, processing_R5: Tensor, last_tokens_W: Tensor, counts_WO: Tensor | None
+) -> None:
+    tokens_R = tokens_R.clamp(min=0)
+    rows_R, flags_R = processing_R5[:, :2].to(torch.int64).unbind(1)
+    last_tokens_W[rows_R] = tokens_R
+    if counts_WO is not None:
+        added_R = ((flags_R & HAS_PENALTIES) > 0).to(torch.int32) * 2
+        cells_R = rows_R * counts_WO.shape[1] + tokens_R
+        counts_WO.view(-1).index_add_(0, cells_R, added_R)
+
+
+def _fill_pending_tokens(token_ids_T: Tensor, rows_T: Tensor, last_tokens_W: Tensor) -> None:
+    token_ids_T.copy_(torch.where(token_ids_T < 0, last_tokens_W[rows_T], token_ids_T))
+
+
+SAMPLE_KERNELS: dict[str, registry.Kernel] = {
+    "cpu": cpu.sample_rows,
+    "cuda": triton_sampling.sample_rows,
+}
+GREEDY_KERNELS: dict[str, registry.Kernel] = {
+    "cpu": cpu.greedy_sample,
+    "cuda": triton_sampling.greedy_sample,
+}
+PROCESS_KERNELS: dict[str, registry.Kernel] = {"cuda": triton_logits.process_logits}
+SAMPLE_TOKENS_KERNELS: dict[str, registry.Kernel] = {
+    "cpu": cpu.sample_tokens,
+    "cuda": _sample_in_steps,
+}
+RECORD_KERNELS: dict[str, registry.Kernel] = {
+    "cpu": cpu.record_tokens,
+    "cuda": triton_logits.record_tokens,
+}
+PENDING_KERNELS: dict[str, registry.Kernel] = {
+    "cpu": _fill_pending_tokens,
+    "cuda": triton_logits.fill_pending_tokens,
+}

@@ -21,6 +21,7 @@ STATE_SIZE = tl.constexpr(8)
 MAX_LOGIT, SCALE, FIRST_PIVOT, PIVOT_STEP = (tl.constexpr(i) for i in range(4))
 BOUNDS_SIZE = tl.constexpr(4)
 NUM_SETTINGS = tl.constexpr(5)  # columns of the settings
+MIN_TEMPERATURE = tl.constexpr(1e-30)
 LOG2E = tl.constexpr(1.4426950408889634)
 FIXED_POINT_ONE = tl.constexpr(float(2**43))  # of p = 1; 2^19 tokens sum to less than 2^63
 ABOVE_ALL_BITS = tl.constexpr(0x7FFFFFFF)  # larger than the bits of every p
@@ -68,7 +69,8 @@ def max_kernel(
     """
     chunk, row, chunks = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
     row_settings = settings + row * NUM_SETTINGS
-    scale = ((1.0 / tl.load(row_settings)) * LOG2E).to(tl.float32)
+    # Temperature 0: every other logit gets p = 0, and of equals the random number 0 takes the first.
+    scale = ((1.0 / tl.maximum(tl.load(row_settings), MIN_TEMPERATURE)) * LOG2E).to(tl.float32)
     offsets = chunk * CHUNK + tl.arange(0, CHUNK)
     x = load_logits(logits + row * stride, offsets, size)
     max_logit = tl.max(x, 0)

@@ -37,6 +37,7 @@ from fulgurite.kernels.common.triton_counters import acquire_counters
 from fulgurite.kernels.common.triton_import import tl, triton
 from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.integer_math import cdiv, next_power_of_2
+from fulgurite.kernels.sampling import table
 from fulgurite.kernels.sampling.triton_bounds import (
     BOUNDS_SIZE,
     MAX_LOGIT,
@@ -56,12 +57,20 @@ from fulgurite.kernels.sampling.triton_threshold import candidates_kernel, thres
 from fulgurite.kernels.tuning.heuristics import heuristics_for
 from fulgurite.kernels.tuning.sampling import SamplingHeuristics
 
+NAN_LOGITS = tl.constexpr(table.NAN_LOGITS)
+NO_ALLOWED_TOKEN = tl.constexpr(table.NO_ALLOWED_TOKEN)
+# the upper bits of a packed NaN and of a packed -inf, see `_argmax_key`
+NAN_KEY = tl.constexpr(0x7FFFFFFF + 2**31)
+NEGATIVE_INFINITY_KEY = tl.constexpr(2**31 - 0x7F800001)
 MAX_ROWS = 65535  # of a grid's second dimension
 
 
 @triton.jit
 def _argmax_key(logits_row, offsets, size):
-    """The largest logit and the smallest token with it, packed in an int64; NaN is largest."""
+    """The largest logit and the smallest token with it, packed in an int64; NaN is largest.
+
+    `_unpack_token` gives the token.
+    """
     x = load_logits(logits_row, offsets, size)
     x = tl.where(x == 0.0, 0.0, x)  # -0 is 0
     bits = x.to(tl.int32, bitcast=True)
@@ -69,6 +78,14 @@ def _argmax_key(logits_row, offsets, size):
     key = tl.max(keys, 0)
     token = tl.min(tl.where(keys == key, offsets, 0x7FFFFFFF), 0)
     return ((key.to(tl.int64) + 2147483648) << 31) | (0x7FFFFFFF - token).to(tl.int64)
+
+
+@triton.jit
+def _unpack_token(packed):
+    """The token of a packed logit, or what there is instead of one: NaN, or all are -inf."""
+    key, token = packed >> 31, 0x7FFFFFFF - (packed & 0x7FFFFFFF)
+    token = tl.where(key == NAN_KEY, NAN_LOGITS, token)
+    return tl.where(key == NEGATIVE_INFINITY_KEY, NO_ALLOWED_TOKEN, token)
 
 
 @cached_launch
@@ -84,7 +101,7 @@ def argmax_kernel(
         tl.store(counters + row, 0)
         index = tl.arange(0, CHUNKS)
         chunk_best = tl.load(packed + row * chunks + index, index < chunks, 0, cache_modifier=".cg")
-        tl.store(tokens + row, 0x7FFFFFFF - (tl.max(chunk_best, 0) & 0x7FFFFFFF))
+        tl.store(tokens + row, _unpack_token(tl.max(chunk_best, 0)))
 
 
 @triton.jit
@@ -145,11 +162,11 @@ def sample_kernel(
         token = chunks_before * CHUNK + tl.sum((running <= target).to(tl.int32), 0)
         if tl.abs(max_logit) < float("inf"):
             tl.store(tokens + row, token.to(tl.int64))
-        else:  # infinite or NaN: no distribution
+        else:  # +inf is the likeliest; NaN or only -inf: no token
             best = tl.zeros([], tl.int64)
             for start in range(0, size, CHUNK):
                 best = tl.maximum(best, _argmax_key(logits_row, start + tl.arange(0, CHUNK), size))
-            tl.store(tokens + row, 0x7FFFFFFF - (best & 0x7FFFFFFF))
+            tl.store(tokens + row, _unpack_token(best))
 
 
 # ---- launching -----------------------------------------------------------------------------------
@@ -208,9 +225,9 @@ def _allocate_workspace(
 
 
 def sample_rows(
-    logits_RO: Tensor, settings_R5: Tensor, use_threshold: bool | None = None
+    logits_RO: Tensor, settings_R5: Tensor, uses_threshold: bool | None = None
 ) -> Tensor:
-    """`sampling.ops.sample_rows`; `use_threshold`: whether some row has top-k or top-p."""
+    """`sampling.ops.sample_rows`; `uses_threshold`: whether some row has top-k or top-p."""
     rows, size = logits_RO.shape
     if not 0 < rows <= MAX_ROWS or not 0 < size <= 2**19 or logits_RO.stride(1) != 1:
         return NotImplemented  # type: ignore[no-any-return]
@@ -218,8 +235,8 @@ def sample_rows(
     heuristics = heuristics_for(device)
     chunk = heuristics.sampling_chunk
     chunks = cdiv(size, chunk)
-    if use_threshold is None:
-        use_threshold = settings_R5.device.type != "cpu" or needs_threshold(settings_R5)
+    if uses_threshold is None:
+        uses_threshold = settings_R5.device.type != "cpu" or needs_threshold(settings_R5)
     settings = settings_R5.to(device, torch.float64, non_blocking=True).contiguous()
     pivots = heuristics.sampling_num_pivots(rows)
     space = _allocate_workspace(rows, size, pivots, heuristics, device)
@@ -231,7 +248,7 @@ def sample_rows(
         counters, size, stride, STRETCHES=chunk // heuristics.sampling_stretch, PIVOTS=pivots,
         num_warps=num_warps, **shared,
     )  # fmt: skip
-    if use_threshold:
+    if uses_threshold:
         _find_thresholds(logits_RO, settings, counters, space, pivots, heuristics)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     sample_kernel[grid](

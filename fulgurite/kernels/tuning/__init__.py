@@ -5,6 +5,7 @@
     base.py           `Heuristics`: one class of all of them, a mixin an operator family:
                       gemm.py  small_m.py  grouped_gemm.py  moe.py  quantize.py  fused_linear.py
                       gemm_epilogue.py  attention.py  mla.py  sampling.py  elementwise.py
+                      linear_attention.py
     sm_90.py  sm_100.py  generic.py          the numbers of a device family, each with its origin
     cpu.py            constants of the C++ kernels, a table an instruction set
 

@@ -13,6 +13,7 @@ from fulgurite.kernels.tuning.elementwise import ElementwiseHeuristics
 from fulgurite.kernels.tuning.fused_linear import FusedLinearHeuristics
 from fulgurite.kernels.tuning.gemm_epilogue import GemmEpilogueHeuristics
 from fulgurite.kernels.tuning.grouped_gemm import GroupedGemmHeuristics
+from fulgurite.kernels.tuning.linear_attention import LinearAttentionHeuristics
 from fulgurite.kernels.tuning.mla import MlaHeuristics
 from fulgurite.kernels.tuning.moe import MoeHeuristics
 from fulgurite.kernels.tuning.quantize import QuantizeHeuristics
@@ -22,6 +23,7 @@ from fulgurite.kernels.tuning.sampling import SamplingHeuristics
 class Heuristics(
     AttentionHeuristics,
     MlaHeuristics,
+    LinearAttentionHeuristics,
     SamplingHeuristics,
     ElementwiseHeuristics,
     FusedLinearHeuristics,

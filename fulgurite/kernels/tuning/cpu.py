@@ -33,10 +33,8 @@ class CpuTuning:
 
     # grouped GEMM with dense weights
     grouped_gemm_max_rows: int = 512  # rows whose sums are kept together
-    grouped_gemm_block_k: int = 256  # of K that is transposed at a time: 32 KB, L1
-    grouped_gemm_widen_max_k: int = 16384  # of K that small-M rows widen at once, on the stack
-    # rows of an average expert up to which weights are read where they are: transposing them pays
-    # from about 24 on (8 experts [1536, 2048])
+    grouped_gemm_block_words: int = 128  # words of K that are transposed at a time: 16 KB, L1
+    # rows of an average expert up to which torch's grouped GEMM is slower (8 experts [1536, 2048])
     grouped_gemm_small_m: int = 24
     grouped_gemm_min_parallel_work: int = 1 << 17
     grouped_epilogue_min_parallel_work: int = 1 << 14

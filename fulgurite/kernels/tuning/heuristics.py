@@ -14,7 +14,9 @@ from contextlib import contextmanager
 
 import torch
 
+from fulgurite.determinism import is_deterministic
 from fulgurite.kernels.tuning.base import Heuristics
+from fulgurite.kernels.tuning.deterministic import DeterministicHeuristics
 from fulgurite.kernels.tuning.generic import GenericHeuristics
 from fulgurite.kernels.tuning.sm_90 import Sm90Heuristics
 from fulgurite.kernels.tuning.sm_100 import Sm100Heuristics
@@ -26,17 +28,19 @@ _override: Heuristics | None = None
 
 
 def heuristics_for(device: torch.device) -> Heuristics:
-    """The heuristics of a device's family."""
-    return _override or _find_heuristics(device)
+    """The heuristics of a device's family; in deterministic mode, those that ignore rows."""
+    return _override or _find_heuristics(device, is_deterministic())
 
 
 @functools.cache
-def _find_heuristics(device: torch.device) -> Heuristics:
-    if device.type != "cuda":
-        return GenericHeuristics()
+def _find_heuristics(device: torch.device, deterministic: bool) -> Heuristics:
     table: type[Heuristics] = GenericHeuristics
-    if not torch.version.hip:
+    if device.type == "cuda" and not torch.version.hip:
         table = TABLES.get(torch.cuda.get_device_capability(device)[0], GenericHeuristics)
+    if deterministic:
+        table = type(f"Deterministic{table.__name__}", (DeterministicHeuristics, table), {})
+    if device.type != "cuda":
+        return table()
     properties = torch.cuda.get_device_properties(device)
     shared_memory = getattr(properties, "shared_memory_per_block_optin", 0)  # absent on AMD
     return table(properties.multi_processor_count, shared_memory)

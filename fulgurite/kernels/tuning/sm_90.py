@@ -173,6 +173,12 @@ class Sm90Heuristics(Heuristics):
     rope_max_heads = 8
     rope_elements = 1024
 
+    # ---- linear attention: not measured yet; tiles that fit into registers
+    causal_conv = LaunchConfig(block_m=16, block_n=64, num_warps=4)
+    delta_rule_inverse = LaunchConfig(num_warps=4)
+    delta_rule_chunked = LaunchConfig(block_n=64, num_warps=8, num_stages=1)
+    delta_rule_recurrent = LaunchConfig(block_n=16, num_warps=1)
+
     # ---- fused linears: H200, benchmarks/sweep_decode.py with 16 rows
     fused_linear_max_rows = 128
     fused_linear_max_gemv_k = 3072

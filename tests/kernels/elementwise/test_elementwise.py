@@ -70,7 +70,7 @@ def test_apply_rope(size, pairs, dtype, interleaved):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("operation", ["add", "silu", "gelu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("operation", ["add", *ops.ACTIVATIONS])
 @pytest.mark.parametrize("size", [1, 17, 192])
 def test_binary(operation, size, dtype):
     both = torch.randn(5, 2 * size).mul(4).to(dtype)
@@ -78,6 +78,25 @@ def test_binary(operation, size, dtype):
     with torch.no_grad():
         out = ops.add(x, y) if operation == "add" else ops.activation_and_mul(x, y, operation)
     assert_close(out, ops.elementwise_binary_reference, x, y, operation)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_add_scaled(dtype):
+    x, y = torch.randn(5, 17).to(dtype), torch.randn(5, 17).to(dtype)
+    with torch.no_grad():
+        out = ops.add(x, y, 0.22)
+    assert_close(out, ops.elementwise_binary_reference, x, y, "add", 0.22)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [2, 17, 192])
+def test_one_factor_a_row(size, dtype):
+    x, y = torch.randn(5, 3).to(dtype)[:, :1], torch.randn(5, size).to(dtype)
+    with torch.no_grad():
+        out = ops.activation_and_mul(x, y, "sigmoid")
+        alone = ops.activation_and_mul(x[2:3], y[2:3], "sigmoid")
+    assert_close(out, ops.elementwise_binary_reference, x, y, "sigmoid")
+    assert torch.equal(out[2:3], alone)
 
 
 @pytest.mark.parametrize("operation", ["silu", "gelu", "gelu_pytorch_tanh"])

@@ -51,8 +51,21 @@ def test_binary(operation, dtype):
         triton_elementwise.elementwise_binary(x, y, operation),
         ops.elementwise_binary_reference(x.double(), y.double(), operation),
     )
+    if operation == "add":
+        assert_close(
+            triton_elementwise.elementwise_binary(x, y, operation, 0.22),
+            ops.elementwise_binary_reference(x.double(), y.double(), operation, 0.22),
+        )
     assert triton_elementwise.elementwise_binary(x[:0], y[:0], operation).shape == (0, 1030)
     assert triton_elementwise.elementwise_binary(x, y.double(), operation) is NotImplemented
+
+
+def test_one_factor_a_row():
+    x, y = torch.randn(5, 3, device=DEVICE)[:, :1], torch.randn(5, 1030, device=DEVICE)
+    assert_close(
+        triton_elementwise.elementwise_binary(x, y, "sigmoid"),
+        ops.elementwise_binary_reference(x.double(), y.double(), "sigmoid"),
+    )
 
 
 CASES = list(itertools.product((False, True), (None, "half", "interleaved"), (False, True)))

@@ -15,7 +15,11 @@ pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="nothing is compiled there"),
 ]
 if not INTERPRETED:
-    from fulgurite.kernels.common.triton_operands import dequant_scheme, make_operand
+    from fulgurite.kernels.common.triton_operands import (
+        dequant_scheme,
+        dequantize_first_scheme,
+        make_operand,
+    )
     from fulgurite.kernels.gemm import triton_launch, triton_small_m
     from fulgurite.kernels.gemm.triton_launch import GemmInputs, launch_gemm
     from fulgurite.kernels.quantize import triton_dequantize
@@ -35,7 +39,8 @@ def make_weight(format: str):
         torch.empty(scale_shape(scale, (N, K)), dtype=scale.dtype, device="meta")
         for scale in entry.separate_scales
     ]
-    scheme = dequant_scheme(entry)
+    scheme = dequant_scheme(entry) or dequantize_first_scheme(entry)
+    assert scheme is not None
     return make_operand(data, scales, entry, scheme), scheme
 
 
@@ -77,7 +82,7 @@ def test_tiled(format: str, m: int, monkeypatch, tmp_path: Path) -> None:
         assert "wgmma" in kernel.asm["ptx"] and stack_bytes(kernel, tmp_path) == 0
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [*FORMATS, "nf4", "int8_asym", "int8_g16_asym"])
 def test_dequantize_first(format: str, monkeypatch) -> None:
     compile_launches(triton_dequantize, monkeypatch)
     weight, scheme = make_weight(format)

@@ -9,7 +9,7 @@ from torch import nn
 from fulgurite.kernels.elementwise import ops
 from fulgurite.kernels.gemm import fused_projections
 from fulgurite.kernels.tuning.sm_90 import Sm90Heuristics
-from fulgurite.models.layers import RMSNorm
+from fulgurite.models.norms import RMSNorm
 
 calls: list[dict] = []
 

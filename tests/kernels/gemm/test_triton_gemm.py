@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fulgurite.kernels.common.triton_operands import dequantize_first_scheme, make_operand
 from fulgurite.kernels.elementwise.gated_activation import UNGATED
 from fulgurite.kernels.gemm.triton_launch import GemmInputs, launch_gemm
 from fulgurite.kernels.gemm.triton_quant_linear import grouped_quant_linear, quant_linear
@@ -160,6 +161,23 @@ def test_dequantized_weights(format):
     operand, scheme = operand_of(weight)
     actual = dequantize_weight(torch.float32, scheme, operand)
     assert torch.equal(actual.cpu(), weight.dequantize(torch.float32))
+
+
+@pytest.mark.parametrize("m", [1, 33])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("format", ["nf4", "fp4", "int8_asym", "int8_g16_asym", "int8_g32_asym"])
+def test_formats_that_are_dequantized_first(format, dtype, m):
+    weight = quantize(torch.randn(33, 192) * torch.randn(33, 1).exp(), format)
+    scheme = dequantize_first_scheme(weight.format)
+    assert scheme is not None
+    operand = make_operand(*tensors_of(weight), weight.format, scheme)
+    actual = dequantize_weight(dtype, scheme, operand).cpu()
+    assert torch.equal(actual, weight.dequantize(torch.float32).to(dtype)) or INTERPRETED
+    assert torch.allclose(actual.float(), weight.dequantize(torch.float32), rtol=2.0**-7, atol=0)
+    x, bias = torch.randn(m, 192).to(dtype), torch.randn(33)
+    product = quant_linear(x.to(DEVICE), *tensors_of(weight), format, bias.to(DEVICE))
+    expected = x.double() @ exact(weight).t() + bias.double()
+    assert (product.cpu().double() - expected).norm() <= 2.0**-7 * expected.norm()
 
 
 def test_many_rows_dequantize_the_weight_first():

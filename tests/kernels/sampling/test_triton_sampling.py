@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fulgurite.kernels.sampling import cudagraph, ops, triton_sampling
+from fulgurite.cudagraph import capture_graph
+from fulgurite.kernels.sampling import reference, triton_sampling
 from fulgurite.kernels.tuning.sm_90 import Sm90Heuristics
 from tests.kernels.triton_support import DEVICE, INTERPRETED
 
@@ -33,7 +34,7 @@ def build_settings(settings: list[tuple[float, ...]], random: list[float]) -> Te
 def compare(logits: Tensor, settings: list[tuple[float, ...]], random: list[float]) -> None:
     rows = build_settings(settings, random)
     sampled = triton_sampling.sample_rows(logits.to(DEVICE), rows).cpu()
-    assert sampled.tolist() == ops.sample_rows_reference(logits, rows).tolist()
+    assert sampled.tolist() == reference.sample_rows_reference(logits, rows).tolist()
 
 
 @pytest.fixture
@@ -116,7 +117,7 @@ def test_frequencies_match_probabilities() -> None:
         logits.expand(draws, -1).contiguous().to(DEVICE), rows
     ).cpu()
     p = (logits - logits.max()).exp()
-    kept = ops._filter_tokens(p, 0.0, 12, 0.9)
+    kept = reference._filter_tokens(p, 0.0, 12, 0.9)
     expected = draws * p[kept].double() / p[kept].double().sum()
     seen = torch.bincount(sampled, minlength=90)[kept]
     assert int(seen.sum()) == draws, "a filtered token was sampled"
@@ -133,16 +134,28 @@ def test_settings_on_the_device() -> None:
     logits = torch.randn(6, 70, generator=torch.Generator().manual_seed(4))
     rows = build_settings(SETTINGS, RANDOM)
     sampled = triton_sampling.sample_rows(logits.to(DEVICE), rows.to(DEVICE)).cpu()
-    assert sampled.tolist() == ops.sample_rows_reference(logits, rows).tolist()
+    assert sampled.tolist() == reference.sample_rows_reference(logits, rows).tolist()
 
 
 def test_rows_without_a_distribution() -> None:
-    """NaN and infinities: the likeliest token, whatever the settings."""
+    """+inf: the likeliest token, whatever the settings. NaN or all -inf: which of the two it is."""
     logits = torch.randn(5, 90, generator=torch.Generator().manual_seed(1))
     logits[0, 7], logits[1, 30], logits[2, 5] = float("nan"), float("inf"), float("nan")
     logits[2, 4], logits[3] = float("inf"), float("-inf")
     compare(logits, [(1.0, 0.0, 4, 0.9)] * 5, [0.5] * 5)
     compare(logits, [(1.0, 0.0, 0, 0.9)] * 5, [0.5] * 5)
+    compare(logits, [(0.0, 0.0, 0, 1.0)] * 5, [0.0] * 5)
+
+
+def test_temperature_0_is_greedy(small_chunks: None) -> None:
+    """In one batch with sampled rows; logits that differ by little, and equal ones."""
+    logits = torch.randn(5, 200, generator=torch.Generator().manual_seed(2))
+    logits[1] = 1e-3
+    logits[1, 70] += 1e-10
+    logits[2, 100:] = logits[2].max()
+    logits[3] *= 1e-20
+    settings = [(0.0, 0.0, 0, 1.0)] * 4 + [(1.0, 0.0, 4, 0.9)]
+    compare(logits, settings, [0.0] * 4 + [0.7])
 
 
 def test_greedy(small_chunks: None) -> None:
@@ -155,9 +168,9 @@ def test_greedy(small_chunks: None) -> None:
     logits[6], logits[6, 60], logits[6, 70] = -1.0, -0.0, 0.0
     logits[7, 3] = logits[7, 190] = 50.0
     sampled = triton_sampling.greedy_sample(logits.to(DEVICE)).cpu()
-    assert sampled.tolist() == logits.argmax(dim=-1).tolist()
+    assert sampled.tolist() == reference.argmax_reference(logits).tolist()
     half = triton_sampling.greedy_sample(logits.to(DEVICE, torch.bfloat16)).cpu()
-    assert half.tolist() == logits.bfloat16().argmax(dim=-1).tolist()
+    assert half.tolist() == reference.argmax_reference(logits.bfloat16()).tolist()
     assert triton_sampling.greedy_sample(logits[:0].to(DEVICE)) is NotImplemented
 
 
@@ -179,15 +192,16 @@ def test_row_does_not_depend_on_the_batch(small_chunks: None) -> None:
 def test_captured_sampling() -> None:
     """Replayed for other logits at the same address and other settings."""
     generator = torch.Generator().manual_seed(8)
-    buffer = torch.empty(6, 5000, device=DEVICE)
-    graphs = len(cudagraph._captured)
+    buffer, settings = torch.zeros(6, 5000, device=DEVICE), build_settings(SETTINGS, RANDOM)
+    settings = settings.to(DEVICE)
+    graph = capture_graph(lambda: triton_sampling.sample_rows(buffer, settings), warmups=1)
     for _ in range(6):
         logits = 2 * torch.randn(6, 5000, generator=generator)
         buffer.copy_(logits)
         rows = build_settings(SETTINGS, torch.rand(6, generator=generator).tolist())
-        sampled = cudagraph.sample_rows(buffer, rows).tolist()
-        assert sampled == ops.sample_rows_reference(logits, rows).tolist()
-    assert len(cudagraph._captured) == graphs + 1
+        settings.copy_(rows)
+        sampled = graph.replay().tolist()
+        assert sampled == reference.sample_rows_reference(logits, rows).tolist()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="takes the interpreter too long")
@@ -198,7 +212,7 @@ def test_vocabularies_of_real_size(size: int, scale: float) -> None:
     logits = scale * torch.randn(7, size, generator=torch.Generator().manual_seed(3))
     rows = build_settings([*SETTINGS, (1.0, 0.0, 9000, 0.97)], [*RANDOM, 0.5])
     sampled = triton_sampling.sample_rows(logits.to(DEVICE), rows).tolist()
-    expected = ops.sample_rows_reference(logits, rows).tolist()
+    expected = reference.sample_rows_reference(logits, rows).tolist()
     for logits_O, row, token, right in zip(logits, rows.tolist(), sampled, expected, strict=True):
         assert token == right or is_plausible(logits_O, row, token), f"{row}: {token}, not {right}"
 
@@ -207,7 +221,7 @@ def is_plausible(logits_O: Tensor, row: list[float], token: int) -> bool:
     """Whether p's within ROUNDING of the exact ones lead to the token."""
     temperature, min_p, top_k, top_p, u = row
     p_O = ((logits_O - logits_O.max()).double() / temperature).exp()
-    kept = ops._filter_tokens(p_O.float(), min_p, int(top_k), top_p)
+    kept = reference._filter_tokens(p_O.float(), min_p, int(top_k), top_p)
     threshold = float(p_O[kept].min())
     near_O = (p_O / threshold - 1).abs() <= ROUNDING
     sure_O, near_O = p_O * ((p_O > threshold) & ~near_O), p_O * near_O

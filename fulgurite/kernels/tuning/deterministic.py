@@ -1,0 +1,85 @@
+"""Launch configs of deterministic mode: the same for every number of rows.
+
+In: the table of a device family. Out: the same table, in which nothing that the order of additions
+depends on (kernel, tile, step of K, warps, splits) is chosen by rows of x, sequences or lengths. One
+kernel family multiplies few rows and many, K and contexts are never split, and no library is called.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from fulgurite.kernels.tuning.base import Heuristics
+from fulgurite.kernels.tuning.config import LaunchConfig
+from fulgurite.kernels.tuning.weight_traits import WeightTraits
+
+BLOCK_ROWS = 64  # rows of x (queries of attention) in a program
+
+
+class DeterministicHeuristics(Heuristics):
+    """Overrides of a device family's table; it stands before the table in the class."""
+
+    max_small_batch = 0
+    fused_linear_max_rows = 0
+    rope_small_batch = 0
+
+    def dense_gemm(self) -> LaunchConfig:
+        """16 bits times 16 bits."""
+        return LaunchConfig(BLOCK_ROWS, 64, 64, num_warps=4, num_stages=4)
+
+    def weight_only_gemm(self, m: int, n: int, k: int, weight: WeightTraits) -> LaunchConfig:
+        return self.dequantized_gemm(m, n, k, weight)
+
+    def dequantized_gemm(self, m: int, n: int, k: int, weight: WeightTraits) -> LaunchConfig:
+        block_k = min(self.preferred_block_k(weight), self.max_block_k)
+        return LaunchConfig(BLOCK_ROWS, 64, block_k, num_warps=4, num_stages=3)
+
+    def scaled_gemm(self, m: int, n: int, k: int, scaling: str) -> LaunchConfig:
+        return LaunchConfig(BLOCK_ROWS, 64, 128, num_warps=4, num_stages=3)
+
+    def prefers_library_scaled_mm(self, block: tuple[int, int], m: int, n: int, k: int) -> bool:
+        return False
+
+    def small_m_experts(
+        self, rows: int, experts: int, n: int, k: int, weight: WeightTraits
+    ) -> None:
+        return None
+
+    def expert_gemm(
+        self, m: int, n: int, k: int, experts: int, weight: WeightTraits, is_8bit: bool
+    ) -> LaunchConfig:
+        config = (
+            self.scaled_gemm(m, n, k, "") if is_8bit else self.dequantized_gemm(m, n, k, weight)
+        )
+        return replace(config, group_n=self.grouped_group_n)
+
+    def grouped_gemm(
+        self, rows: int, experts: int, weight: WeightTraits, is_gated: bool, dtype: torch.dtype
+    ) -> LaunchConfig:
+        block_k = self._grouped_block_k(weight, dtype)
+        return LaunchConfig(BLOCK_ROWS, 64, block_k, 4, 3, group_n=self.grouped_group_n)
+
+    def grouped_gemm_dense(self, rows: int, experts: int, is_gated: bool) -> None:
+        return None
+
+    def grouped_gemm_fp8(self, rows: int, experts: int, is_gated: bool, is_quantized: bool) -> None:
+        return None
+
+    def grouped_gemm_4bit(
+        self, rows: int, experts: int, weight: WeightTraits, is_gated: bool
+    ) -> None:
+        return None
+
+    def route_tokens(self, tokens: int, experts: int, dtype: torch.dtype) -> LaunchConfig:
+        return super().route_tokens(1, experts, dtype)
+
+    def gguf_gemm(self, m: int) -> LaunchConfig:
+        return super().gguf_gemm(BLOCK_ROWS)
+
+    def attention_config(
+        self, rows: int, key_dim: int, is_float32: bool, programs: int, max_keys: int
+    ) -> LaunchConfig:
+        side = 32 if is_float32 or key_dim > self.attention_large_key_dim else BLOCK_ROWS
+        return LaunchConfig(block_m=side, block_n=side, num_warps=4, num_stages=2)

@@ -1,0 +1,50 @@
+"""GEMMs of deterministic mode on a GPU: a row's bits don't depend on the other rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fulgurite.determinism import deterministic
+from fulgurite.kernels.gemm import triton_quant_linear
+from fulgurite.quant import quantize
+from tests.kernels.triton_support import DEVICE
+
+ROWS, COUNTS = 70, (1, 2, 17, 64, 70)
+
+
+def check_rows(function, x: Tensor) -> Tensor:
+    whole = function(x)
+    for count in COUNTS:
+        for start in {0, ROWS - count}:
+            part = slice(start, start + count)
+            assert torch.equal(function(x[part]), whole[part]), f"{count} rows from {start} on"
+    return whole
+
+
+@pytest.mark.parametrize(("n", "k"), [(40, 80), (65, 64)])
+def test_dense_linear(n: int, k: int) -> None:
+    torch.manual_seed(n)
+    sizes = ((ROWS, k), (n, k), (n,))
+    x, weight, bias = (torch.randn(*size).to(DEVICE, torch.bfloat16) for size in sizes)
+    with deterministic():
+        out = check_rows(lambda rows: triton_quant_linear.dense_linear(rows, weight, bias), x)
+    expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    torch.testing.assert_close(out.double(), expected, rtol=2**-7, atol=0.05)
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8_e4m3_128x128", "int4_g128", "mxfp4"])
+def test_quant_linear(format: str) -> None:
+    torch.manual_seed(5)
+    weight = quantize(torch.randn(64, 128), format).to(DEVICE)
+    x = torch.randn(ROWS, 128).to(DEVICE, torch.bfloat16)
+    scales = list(weight.scales.values())
+
+    def linear(rows: Tensor) -> Tensor:
+        return triton_quant_linear.quant_linear(rows, weight.packed, scales, format)
+
+    with deterministic():
+        out = check_rows(linear, x)
+    expected = x.double() @ weight.dequantize().double().t()
+    torch.testing.assert_close(out.double(), expected, rtol=2**-6, atol=0.2)
