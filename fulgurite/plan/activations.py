@@ -18,16 +18,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fulgurite.kernels.linear_attention.metadata import DeltaRuleInputs
+from fulgurite.kernels.linear_attention.ops import gated_delta_rule_meta
 from fulgurite.kernels.mla.ops import mla_attention_meta
 from fulgurite.models.attention_spec import AttentionSpec
-from fulgurite.models.kv_cache import UnpagedKVCache
+from fulgurite.models.kv_cache import ConvWeights, UnpagedKVCache
 from fulgurite.models.layers import CausalLM
 from fulgurite.models.mla import MLAInputs
+from fulgurite.models.state_spec import StateSpec
+from fulgurite.models.transformers_backend.model import TransformersModel
 
 
 def activation_bytes(model: CausalLM, tokens: int, rows: int) -> int:
     """Peak bytes of a step of `tokens` tokens that computes the logits of `rows` of them."""
-    assert model.norm.weight.is_meta, "activation_bytes runs a step on the meta device"
+    assert model.device.type == "meta", "activation_bytes runs a step on the meta device"
     rows, model = min(rows, tokens), _deduplicate_layers(model)
     with torch.inference_mode(), track_allocations() as tracker, torch.device("meta"):
         ids = torch.zeros(tokens, dtype=torch.long)
@@ -37,12 +41,14 @@ def activation_bytes(model: CausalLM, tokens: int, rows: int) -> int:
         selected = hidden[torch.zeros(rows, dtype=torch.long)]
         logits = model.compute_logits(selected).float()
         del hidden
-        logits.clone()  # the sampler's copy, for penalties
+        logits.clone()  # with bias, mask and penalties
     return tracker.peak
 
 
 def _deduplicate_layers(model: CausalLM) -> CausalLM:
     """The model with one layer of each kind. Layers run one by one, so the peak is the same."""
+    if isinstance(model, TransformersModel):  # its layers are called by code that is not ours
+        return model
     kinds: dict[object, int] = {}
     for index, layer in enumerate(model.layers):
         shapes = tuple((name, value.shape) for name, value in layer.named_parameters())
@@ -71,6 +77,16 @@ class _NullCache(UnpagedKVCache):
     def attend_mla(self, spec: AttentionSpec, step: MLAInputs, positions_X: Tensor) -> Tensor:
         return mla_attention_meta(step.q_XNH, step.kv_b_NUC, step.value_dim)
 
+    def causal_conv(
+        self, spec: StateSpec, x_XC: Tensor, conv: ConvWeights, positions_X: Tensor
+    ) -> Tensor:
+        return x_XC.new_empty(x_XC.shape)
+
+    def gated_delta_rule(
+        self, spec: StateSpec, inputs: DeltaRuleInputs, positions_X: Tensor
+    ) -> Tensor:
+        return gated_delta_rule_meta(inputs)
+
     def sequence_lengths(self, positions_X: Tensor) -> Tensor:
         return positions_X
 
@@ -86,10 +102,13 @@ class AllocationTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.is_meta:
+            if isinstance(leaf, Tensor) and self.is_counted(leaf):
                 self._count(leaf.untyped_storage())
         self.peak = max(self.peak, self.current)
         return result
+
+    def is_counted(self, tensor: Tensor) -> bool:
+        return tensor.is_meta
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, bytes = storage._cdata, storage.nbytes()

@@ -29,6 +29,7 @@ from fulgurite.models.loading.checkpoint import (
     read_config_file,
 )
 from fulgurite.models.loading.loader import build_meta_model
+from fulgurite.models.loading.quantization_config import read_quantization
 from fulgurite.parallel.mesh import MeshShape
 from fulgurite.plan.cluster import GPUS, parse_cluster
 from fulgurite.plan.expert_load import format_expert_load
@@ -271,11 +272,15 @@ def resolve_model(name: str) -> ModelSource:
     if not path.exists() and name in hub.PACKAGED_MODELS:
         path = hub.find_packaged_model(name)
     if path.suffix == ".gguf" and path.exists():
-        return _from_gguf(name, path)
+        return _from_checkpoint(name, path)
     if path.is_file() and path.suffix == ".safetensors":
         path = path.parent
     if path.is_dir():
-        return _from_fields(name, read_config_file(path))
+        config = read_config_file(path)
+        is_quantized = bool(read_quantization(config, path).method)
+        if is_quantized and any(path.glob("*.safetensors")):
+            return _from_checkpoint(name, path)
+        return _from_fields(name, config)
     if path.suffix in hub.MODEL_SUFFIXES:
         raise ArgumentError(
             f"there is no file {name!r}", next="check the path; fulgurite plan reads .gguf files"
@@ -323,23 +328,27 @@ def _shard_alignment(formats: Iterable[Format]) -> int:
     return math.lcm(*(size or 1 for format in formats for size in format.block))
 
 
-def _from_gguf(name: str, path: Path) -> ModelSource:
+def _from_checkpoint(name: str, path: Path) -> ModelSource:
+    """The source of a GGUF file or a quantized folder: formats come from the headers."""
     checkpoint = open_checkpoint(path)
-    config = replace(checkpoint.config, dtype=torch.bfloat16)  # of weights that are not quantized
+    config = checkpoint.config
+    if path.suffix == ".gguf":
+        config = replace(config, dtype=torch.bfloat16)  # of weights that are not quantized
     model = build_meta_model(checkpoint, config.dtype, keep_quantized=True, device="cuda")
     formats = {
         key: tensor.format
         for key, tensor in model.named_parameters()
         if isinstance(tensor, QuantTensor)
     }
-    stored = {tensor.format.lower() for _, tensor in checkpoint.tensors()}
+    stored = {entry.format.name for entry in checkpoint.entries().values() if entry.format}
     loaded = {format.name for format in formats.values()}
+    changed = f" as {_join_names(loaded)}" if loaded != stored else ""
     return ModelSource(
         name=Path(name).name,
         family=checkpoint.family,
         config=config,
         format_lookup=formats.get,
-        format=f"{_join_names(stored - {'dense'})} as {_join_names(loaded)}",
+        format=f"{_join_names(stored)}{changed}",
         shard_alignment=_shard_alignment(formats.values()),
     )
 

@@ -1,9 +1,11 @@
 """The memory plan of an engine: a model on the meta device in, a `MemoryPlan` out.
 
-    weights       parameters and buffers
+    weights       parameters and buffers; on CPUs quantized weights also in the kernels' layout
+    loading       the largest temporary copy of a weight while loading, before the other parts exist
     activations   the peak of the largest step, measured by running it on the meta device
-    workspaces    library workspaces, block tables, logits of CUDA graphs, and the largest quantized
-                  weight after dequantization
+    workspaces    library workspaces, block tables, logits of CUDA graphs, what sampling keeps of each
+                  request, and the largest quantized weight after dequantization
+    states        one slot for each of `max_sequences` requests, in layers without attention
     KV cache      blocks, from the memory that is left
 
 If not even one request of the full context fits, the `CapacityError` lists changes that would fit.
@@ -20,9 +22,13 @@ from typing import NamedTuple
 import torch
 
 from fulgurite.errors import CapacityError
+from fulgurite.kernels.gemm.cpu_layout import panel_bytes
+from fulgurite.kernels.gemm.modules import QuantEmbedding
+from fulgurite.kernels.sampling.table import table_row_bytes
 from fulgurite.kernels.tuning.sm_90 import Sm90Heuristics
 from fulgurite.models.attention_spec import AttentionSpec
 from fulgurite.models.layers import CausalLM
+from fulgurite.models.state_spec import StateSpec
 from fulgurite.plan.activations import activation_bytes
 from fulgurite.plan.kv_cache import KVCacheGroup, group_layers, kv_bytes_per_token
 from fulgurite.plan.limits import EngineLimits
@@ -33,6 +39,8 @@ from fulgurite.trace.cost import format_bytes
 CUBLAS_WORKSPACE = 2 * (32 << 20)  # torch's cuBLAS workspace on Hopper: eager steps and CUDA graphs
 GPU_MEMORY_UTILIZATION = 0.9  # the rest is for the driver and fragmentation
 CPU_MEMORY_UTILIZATION = 0.6  # other programs need memory, too
+# Log-probabilities (serve/engine/logprobs.py): rows at once, and bytes of a logit.
+LOGPROB_ROWS, LOGPROB_BYTES = 8, 24
 CGROUP = Path("/sys/fs/cgroup")  # memory limit and use of a container
 
 
@@ -50,6 +58,8 @@ class MemoryPlan:
     group_blocks: tuple[int, ...]
     cache_tokens: int
     dispatch_buffers: int = 0  # expert-parallel dispatch and combine
+    states: int = 0  # of layers without attention
+    loading: int = 0  # not part of the total: freed before the engine runs
 
     @property
     def total(self) -> int:
@@ -58,6 +68,7 @@ class MemoryPlan:
             + self.activations
             + self.workspaces
             + self.dispatch_buffers
+            + self.states
             + self.kv_cache
         )
 
@@ -74,6 +85,11 @@ class MemoryPlan:
             ),
             ("workspaces", self.workspaces, ""),
             *([("dispatch", self.dispatch_buffers, "")] if self.dispatch_buffers else []),
+            *(
+                [("states", self.states, f"of {limits.max_sequences} requests")]
+                if self.states
+                else []
+            ),
             (
                 "KV cache",
                 self.kv_cache,
@@ -92,10 +108,12 @@ def plan_memory(
     device: torch.device,
     available: int,
     shard: CausalLM | None = None,
+    loading: int = 0,
 ) -> MemoryPlan:
     """Plan the memory of a model from the shapes and dtypes of its tensors.
 
-    `shard`: this rank's shard of the model; None: the rank has all of it.
+    `shard`: this rank's shard of the model; None: the rank has all of it. `loading`: bytes of the
+    largest temporary while loading.
     """
     shard = model if shard is None else shard
     specs = shard.attention_specs
@@ -113,12 +131,27 @@ def plan_memory(
         workspaces=workspace_bytes(
             specs, limits, device, model.config.vocab_size if shard is model else 0
         )
-        + dequantize_workspace_bytes(quantized, limits, device, shard.norm.weight.dtype),
+        + sampling_bytes(limits, device, model.config.vocab_size)
+        + dequantize_workspace_bytes(quantized, limits, device, shard.dtype),
         kv_cache=0,
         group_blocks=(),
         cache_tokens=0,
+        states=state_bytes(shard.state_specs, limits, shard.dtype),
+        loading=loading,
     )
+    if plan.weights + loading > available:
+        raise CapacityError(
+            f"the model does not fit: its weights take {format_bytes(plan.weights)}, and loading "
+            f"them {format_bytes(loading)} more; {format_bytes(available)} are available on {device}",
+            plan=plan.format_table(),
+            next=_suggest_smaller(plan, specs, group_layers(specs), 0),
+        )
     return add_kv_cache(plan, specs)
+
+
+def state_bytes(specs: Sequence[StateSpec], limits: EngineLimits, dtype: torch.dtype) -> int:
+    """Bytes of the states of all requests that run at once. `dtype` is the model's."""
+    return limits.max_sequences * sum(spec.num_bytes(dtype) for spec in specs)
 
 
 def workspace_bytes(
@@ -134,6 +167,18 @@ def workspace_bytes(
         return tables
     rows = (2 << (limits.max_sequences - 1).bit_length()) - 1  # 1 + 2 + 4 + ...
     return tables + CUBLAS_WORKSPACE + 4 * rows * vocab_size
+
+
+def sampling_bytes(limits: EngineLimits, device: torch.device, vocab_size: int) -> int:
+    """Bytes of the sampler, if requests use all it has.
+
+    A row of the table for each request and one for padding; log-probabilities of some rows; on a GPU
+    a copy of the logits in CUDA graphs.
+    """
+    table = (limits.max_sequences + 1) * table_row_bytes(vocab_size)
+    logprobs = LOGPROB_BYTES * vocab_size * min(LOGPROB_ROWS, limits.max_sequences)
+    copies = 4 * limits.max_sequences * vocab_size if device.type == "cuda" else 0
+    return table + logprobs + copies
 
 
 class QuantizedWeight(NamedTuple):
@@ -237,6 +282,9 @@ def _suggest_smaller(
         blocks = _blocks_per_group(-(-limits.context // limits.block_size), groups, fp8)
         if plan.total + _cache_bytes(blocks, specs, groups, fp8) <= plan.available:
             lines.append('a smaller KV cache: kv_dtype="fp8"')
+    if plan.states > plan.available // 10:
+        fewer = max(limits.max_sequences // 4, 1)
+        lines.append(f"fewer requests at once, each with states: max_sequences={fewer}")
     if plan.activations > plan.available // 10:
         fewer = max(limits.max_batched_tokens // 4, 1)
         lines.append(f"smaller steps: max_batched_tokens={fewer}")
@@ -250,12 +298,21 @@ def _suggest_smaller(
 
 
 def weight_bytes(model: CausalLM, device: torch.device) -> int:
-    """Bytes of parameters and buffers. On a CPU quantized weights exist twice: as stored, and repacked."""
-    total = 0
+    """Bytes of parameters and buffers; on a CPU quantized weights also in the kernels' layout."""
+    total = model.packed_weight_bytes if device.type == "cpu" else 0
+    lookup_only = _lookup_tables(model)
     for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values():
-        copies = 2 if isinstance(tensor, QuantTensor) and device.type == "cpu" else 1
-        total += copies * tensor.nbytes
+        total += tensor.nbytes
+        if isinstance(tensor, QuantTensor) and device.type == "cpu":
+            total += 0 if id(tensor) in lookup_only else panel_bytes(tensor.format, tensor.shape)
     return total
+
+
+def _lookup_tables(model: CausalLM) -> set[int]:
+    """Ids of embedding tables that no head multiplies with."""
+    if getattr(model, "lm_head", None) is None:
+        return set()
+    return {id(module.weight) for module in model.modules() if isinstance(module, QuantEmbedding)}
 
 
 def available_bytes(device: torch.device) -> int:

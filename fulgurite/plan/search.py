@@ -36,6 +36,8 @@ from fulgurite.plan.memory import (
     MemoryPlan,
     add_kv_cache,
     dequantize_workspace_bytes,
+    sampling_bytes,
+    state_bytes,
     workspace_bytes,
 )
 from fulgurite.plan.shard import (
@@ -162,11 +164,13 @@ def plan_mesh(query: PlanQuery, mesh_shape: MeshShape) -> ClusterPlan:
         weights=sum(weights.values()),
         activations=activations,
         workspaces=workspace_bytes(shard.attention_specs, limits, device, vocab_size)
+        + sampling_bytes(limits, device, query.config.vocab_size)
         + dequantize_workspace_bytes(quantized, limits, device, query.config.dtype),
         kv_cache=0,
         group_blocks=(),
         cache_tokens=0,
         dispatch_buffers=buffers.total_bytes if buffers else 0,
+        states=state_bytes(shard.state_specs, limits, query.config.dtype),
     )
     try:
         memory = add_kv_cache(memory, shard.attention_specs)
@@ -250,6 +254,8 @@ def _bound_decode(query: PlanQuery, shard: ModelShard, plan: ClusterPlan) -> Dec
         windows = (size for size in (spec.sliding_window, spec.chunk_size) if size is not None)
         keys = min([limits.context, *windows])
         read += sequences * keys * kv_bytes_per_token(spec, limits.kv_dtype)
+    per_request = sum(spec.num_bytes(query.config.dtype) for spec in shard.state_specs)
+    read += 2 * sequences * per_request  # states are read and written
     return DecodeBound(
         requests=sequences * mesh_shape.data,
         memory_seconds=read / (query.cluster.gpu.memory_bandwidth * 1e9),

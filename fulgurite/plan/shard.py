@@ -14,7 +14,7 @@ The rules are those of `parallel.tensor.parallelize`, which shards the real mode
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,6 +27,7 @@ from fulgurite.models.kv_cache import AttentionSpec
 from fulgurite.models.layers import CausalLM
 from fulgurite.models.loading.loader import build_model
 from fulgurite.models.moe import MoE
+from fulgurite.models.state_spec import StateSpec
 from fulgurite.parallel.collectives import shard_range
 from fulgurite.parallel.mesh import MeshShape
 from fulgurite.parallel.tensor import shard_heads
@@ -44,7 +45,8 @@ COMPONENTS = (
     ("embedding", "lm_head."),
 )
 OTHER_COMPONENT = "norms, routers"
-NEVER_QUANTIZED = (".kv_b_proj.",)  # KVUpProjection of DeepSeek is read by rows and by columns
+# KVUpProjection of DeepSeek is read by rows and by columns; a SharedExpertGate has one row.
+NEVER_QUANTIZED = (".kv_b_proj.", ".output_gate.")
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ def shard_config(config: ModelConfig, spec: ShardSpec) -> ModelConfig:
             top_k=1,  # this model is never routed
             intermediate_size=_largest_shard(moe.intermediate_size, expert_shards, alignment),
             shared_intermediate_size=_largest_shard(shared_size, expert_shards, alignment),
+            shared_expert_gate=moe.shared_expert_gate,
         )
     return replace(
         config,
@@ -129,9 +132,18 @@ class ModelShard:
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """The attention of every layer."""
-        specs = self.model.attention_specs
-        return tuple(replace(specs[kind], layer_index=i) for i, kind in enumerate(self.layer_kinds))
+        """The attention of every layer that has it."""
+        return tuple(spec for spec in self._specs() if isinstance(spec, AttentionSpec))
+
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        """The states of every other layer."""
+        return tuple(spec for spec in self._specs() if isinstance(spec, StateSpec))
+
+    def _specs(self) -> Iterator[AttentionSpec | StateSpec]:
+        specs = [layer.attention.spec for layer in self.model.layers]
+        for index, kind in enumerate(self.layer_kinds):
+            yield replace(specs[kind], layer_index=index)
 
     def parameters(self) -> list[tuple[str, Tensor]]:
         """Every parameter of every layer by its full name; layers of a kind share the tensors."""

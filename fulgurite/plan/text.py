@@ -45,6 +45,7 @@ def format_memory(query: PlanQuery, plan: ClusterPlan) -> str:
         ("activations", memory.activations, notes["activations"]),
         ("dispatch", memory.dispatch_buffers, notes.get("dispatch", "")),
         ("workspaces", memory.workspaces, ""),
+        ("states", memory.states, f"of {memory.limits.max_sequences} requests"),
         ("KV cache", memory.kv_cache, notes["KV cache"]),
         ("total", memory.total, f"of {format_bytes(memory.available)}"),
     ]
@@ -181,6 +182,7 @@ def _plan_to_json(plan: ClusterPlan) -> dict[str, object]:
         "activations": memory.activations,
         "dispatch_buffers": memory.dispatch_buffers,
         "workspaces": memory.workspaces,
+        "states": memory.states,
         "kv_cache": memory.kv_cache,
         "total": memory.total,
         "cache_tokens": memory.cache_tokens,

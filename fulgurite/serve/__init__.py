@@ -7,20 +7,24 @@ prompt ─ Engine.add_request ─▶ Request
                                  │ runner.py       runs the model with paged attention
                                  ▼
                                logits ─ sampler.py ─▶ one token a request
-                                 │ engine.py       detokenizer.py: text, stop strings
+                                 │ engine_core.py  detokenizer.py: text, stop strings
                                  ▼
                                Updates and Results
 
 llm.py                            `LLM`: all of it behind one class
+embedding.py                      `EmbeddingModel` and `fulgurite embed`: one vector a text
 command.py                        `fulgurite generate` and `fulgurite chat`
 worker_main.py                    the process of a worker rank
-engine/engine.py                  `Engine.step`: schedule → execute → postprocess; async_engine.py for
-                                  asyncio
+engine/engine.py                  `Engine`: requests, whole generations; async_engine.py for asyncio
+engine/engine_core.py             `step`: schedule → launch → read → postprocess, steps in flight
+engine/sampler.py                 settings of a step; sampling_rows.py: state on the device; logprobs.py
 engine/scheduler.py, request.py   which request runs when
 engine/block_manager.py           which KV-cache blocks belong to whom; prefix cache
 engine/kv_cache.py                the blocks themselves: the model's `KVCache`
 engine/captured_step.py           decode steps captured as CUDA graphs, or as native calls on CPUs
 engine/coordinator.py, worker.py  one engine over many ranks
+engine/out_of_memory.py           smaller steps on a device that runs out of memory
+engine/stats.py, profile.py       what it is doing: counts, log records, traces
 
 The memory plan, and `fulgurite plan`, are in plan/.
 """

@@ -22,12 +22,14 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from fulgurite.errors import ArgumentError
+from fulgurite.errors import ArgumentError, FulguriteError
 from fulgurite.models.loading import hub
+from fulgurite.models.loading.checkpoint import IMPLEMENTATIONS
 from fulgurite.models.tokenizer import Message
 from fulgurite.plan.kv_cache import KV_CACHE_DTYPES
 from fulgurite.serve.engine.request import Result, SamplingParams, Update
 from fulgurite.serve.llm import LLM
+from fulgurite.serve.profile import check_profile_path, write_profile
 
 MAX_THREADS_PER_CORE = 16  # thousands of threads crash OpenMP
 COMPILING_LABEL = "compiling kernels (cached next time)"
@@ -65,7 +67,24 @@ def add_options(command: argparse.ArgumentParser, max_tokens: int) -> None:
     model.add_argument(
         "--quantize", metavar="FORMAT", help="quantize the linears of a dense model: fp8, q8_0, …"
     )
+    model.add_argument(
+        "--implementation",
+        default="auto",
+        choices=IMPLEMENTATIONS,
+        help="whose modules run (default auto: fulgurite's if it has the architecture)",
+    )
+    model.add_argument(
+        "--deterministic",
+        action=argparse.BooleanOptionalAction,
+        help="the same bits for a request whatever else runs (default: on a CPU)",
+    )
     model.add_argument("--plan", action="store_true", help="print the memory plan")
+    model.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="write a Chrome trace of all steps (torch.profiler): open it in ui.perfetto.dev",
+    )
     ranks = command.add_argument_group(
         "ranks", "processes that run one model: started here, or by torchrun on several machines"
     )
@@ -121,12 +140,17 @@ def generate(options: argparse.Namespace) -> None:
             next='run fulgurite generate "Why is the sky blue?", or pass text on stdin',
         )
     params = read_sampling_params(options)
+    if options.profile is not None:
+        check_profile_path(options.profile)
     with load_and_warm_up(options, max_sequences=1) as llm:
         request: str | Sequence[Message] = prompt
         if not _uses_raw_prompt(options, llm):
             request = _with_system_message(options, [_user_message(prompt)])
-        result = _stream_reply(llm, request, params)
+        with profile_steps(options, llm):
+            result = _stream_reply(llm, request, params)
         print(f"\n{format_stats(result, llm.device)}", file=sys.stderr)
+    if result.finish_reason == "error":
+        raise FulguriteError(result.error or "the request failed")
     if result.finish_reason == "cancelled":
         raise KeyboardInterrupt  # sets the exit status
 
@@ -135,15 +159,29 @@ def chat(options: argparse.Namespace) -> None:
     """Chat with a model, using its chat template."""
     if run_as_worker(options):
         return
+    if options.profile is not None:
+        check_profile_path(options.profile)
     params = read_sampling_params(options)
     with load_and_warm_up(options, max_sequences=1) as llm:
-        if llm.tokenizer.chat_template is None:
+        if llm.require_tokenizer().chat_template is None:
             raise ArgumentError(
                 "this model has no chat template",
                 next="use fulgurite generate, or an instruction-tuned model",
             )
         print(CHAT_HELP, file=sys.stderr)
-        _run_chat(llm, options, params)
+        with profile_steps(options, llm):
+            _run_chat(llm, options, params)
+
+
+@contextmanager
+def profile_steps(options: argparse.Namespace, llm: LLM) -> Iterator[None]:
+    """Write the trace of `--profile`, if it was given."""
+    if options.profile is None:
+        yield
+        return
+    with write_profile(options.profile, llm.device):
+        yield
+    print(f"profile written to {options.profile}", file=sys.stderr)
 
 
 def _run_chat(llm: LLM, options: argparse.Namespace, params: SamplingParams) -> None:
@@ -252,6 +290,8 @@ def load_llm(options: argparse.Namespace, max_sequences: int) -> LLM:
         max_sequences=max_sequences,
         keep_quantized=False if options.dequantize else None,
         quantize=options.quantize,
+        implementation=options.implementation,
+        deterministic=options.deterministic,
         tensor=options.tensor,
         expert=options.expert,
     )
@@ -270,6 +310,9 @@ def load_and_warm_up(options: argparse.Namespace, max_sequences: int) -> LLM:
             llm.engine.warm_up()
     if options.plan:
         print(llm.plan.format_table(), file=sys.stderr)
+        reason = llm.model.no_prefix_cache_reason
+        if reason is not None:
+            print(f"no prefix cache: {reason}", file=sys.stderr)
         reason = llm.engine.runner.no_capture_reason
         decode_steps = "captured" if reason is None else f"not captured: {reason}"
         print(f"decode steps  {decode_steps}", file=sys.stderr)
@@ -339,7 +382,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def _uses_raw_prompt(options: argparse.Namespace, llm: LLM) -> bool:
-    return options.raw or llm.tokenizer.chat_template is None
+    return options.raw or llm.require_tokenizer().chat_template is None
 
 
 def _user_message(text: str) -> Message:

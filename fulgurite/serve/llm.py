@@ -1,6 +1,6 @@
 """`LLM`: the name of a model in, text out. All of serve/ behind one class.
 
-name ─ open_checkpoint ─▶ config, weights ─ meta model ─▶ MemoryPlan ─ load ─▶ Engine
+name ─ open_checkpoint ─▶ config, headers ─ LoadPlan ─▶ MemoryPlan ─ load ─▶ Engine
 """
 
 from __future__ import annotations
@@ -10,27 +10,22 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fulgurite.device import cpu_info, resolve_device
+from fulgurite.device import choose_compute_dtype, resolve_device
 from fulgurite.errors import ArgumentError, CapacityError
 from fulgurite.models.layers import CausalLM
 from fulgurite.models.loading import hub
 from fulgurite.models.loading.checkpoint import Checkpoint, open_checkpoint
-from fulgurite.models.loading.loader import (
-    build_meta_model,
-    build_sharded_model,
-    load_checkpoint,
-    load_shard,
-)
+from fulgurite.models.loading.load_plan import LoadOptions, plan_load
+from fulgurite.models.loading.loader import load_planned
 from fulgurite.models.loading.quantized import needs_repacking
-from fulgurite.models.tokenizer import Message, load_tokenizer
+from fulgurite.models.tokenizer import Message, Tokenizer, find_tokenizer
 from fulgurite.parallel.mesh import DEFAULT_TIMEOUT, Mesh, MeshShape
-from fulgurite.parallel.sharding import Sharding
 from fulgurite.parallel.workers import EXIT_TIMEOUT, WorkerProcesses, is_single_process
 from fulgurite.plan.limits import (
     BLOCK_SIZES,
@@ -39,13 +34,15 @@ from fulgurite.plan.limits import (
     EngineLimits,
     make_engine_limits,
 )
-from fulgurite.plan.memory import MemoryPlan, available_bytes, plan_memory, weight_bytes
+from fulgurite.plan.memory import MemoryPlan, available_bytes, plan_memory
 from fulgurite.quant import QuantTensor
-from fulgurite.quantize import quantize, resolve_quant_config
+from fulgurite.quantize import resolve_quant_config
+from fulgurite.serve.embedding import EmbeddingModel, as_prompt_list
 from fulgurite.serve.engine.async_engine import AsyncEngine
 from fulgurite.serve.engine.coordinator import Coordinator, agree_on_plan, open_mesh
 from fulgurite.serve.engine.engine import Engine, Prompt
 from fulgurite.serve.engine.request import Result, SamplingParams, Update
+from fulgurite.serve.engine.stats import EngineStats
 from fulgurite.serve.engine.worker import Worker
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -60,16 +57,26 @@ class LLMConfig:
             without instructions for it; bfloat16 for GGUF files on a GPU.
         device: `cpu` or `cuda`. None: `cuda` if there is a GPU.
         kv_dtype: dtype of the KV cache: `float32`, `bfloat16`, `float16`, `fp8` or `auto`. `auto`:
-            the model's dtype; float16 for quantized weights on a CPU.
+            the model's dtype; float16 for quantized weights on a CPU; `fp8` on a GPU if the
+            checkpoint was calibrated for it. Its scales are used by every FP8 cache.
         context: maximum number of tokens of prompt and reply together. None: the model's maximum.
         max_sequences: maximum number of requests that run at once; others wait. None: 16, on a GPU 64.
         max_batched_tokens: maximum number of tokens of a step. None: 512, on a GPU 4096.
         cache_tokens: tokens that the KV cache holds. None: as many as can be used and fit.
-        keep_quantized: keep quantized weights of the file (GGUF, FP8) quantized. CPUs then also
-            quantize activations to 8 bits. False: dequantize weights while loading. None: True where
-            there are kernels (GGUF: on CPUs, and on GPUs in 16 bits).
+        keep_quantized: keep quantized weights of the file quantized. CPUs then also quantize
+            activations to 8 bits. False: dequantize weights while loading. None: True where there
+            are kernels (GGUF: on CPUs, and on GPUs in 16 bits).
         quantize: a format or config name of `fulgurite.quantize`, for the linears of a dense model.
+        implementation: whose modules run: `fulgurite`, `transformers`, or `auto`: fulgurite's if it has
+            the architecture. Modules of transformers run on one rank.
+        compile: run modules of transformers under `fulgurite.compile`. The other models need none: their
+            layers are kernels.
         prefix_caching: share KV-cache blocks between requests with the same prefix.
+        deterministic: a request's tokens and log-probabilities don't depend on what else is in its
+            batch, on chunks of its prompt, cached prefixes or preemption, to the bit. None: True on
+            a CPU, False on a GPU.
+        async_scheduling: launch the next step before the tokens of this one are read. None: on a GPU,
+            with one rank.
         data: data-parallel replicas, each with its own requests. None: all remaining ranks.
         tensor: tensor-parallel size: the number of ranks over which weights are sharded.
         expert: expert-parallel size: the number of ranks over which experts are distributed.
@@ -85,7 +92,11 @@ class LLMConfig:
     cache_tokens: int | None = None
     keep_quantized: bool | None = None
     quantize: str | None = None
+    implementation: str = "auto"
+    compile: bool = True
     prefix_caching: bool = True
+    deterministic: bool | None = None
+    async_scheduling: bool | None = None
     data: int | None = None
     tensor: int = 1
     expert: int = 1
@@ -113,10 +124,14 @@ class LLM:
         self.device = resolve_device(config.device)
         if config.quantize is not None:
             resolve_quant_config(config.quantize)  # raise before anything is loaded
-        path = hub.resolve_model_path(name)
-        checkpoint = open_checkpoint(path)
-        self.tokenizer = load_tokenizer(path)
-        self.tokenizer.check_vocab_size(checkpoint.config.vocab_size)
+        path = self.path = hub.resolve_model_path(name)
+        self._embedding_model: EmbeddingModel | None = None  # made by the first call of `embed`
+        checkpoint = open_checkpoint(path, config.implementation)
+        if max(config.data or 1, config.tensor, config.expert) > 1:
+            checkpoint.check_can_shard()
+        self.tokenizer = find_tokenizer(path)
+        if self.tokenizer is not None:
+            self.tokenizer.check_vocab_size(checkpoint.config.vocab_size)
         self.mesh: Mesh | None = None
         self.workers = start_workers(path, config)
         with ExitStack() as on_error:
@@ -124,7 +139,8 @@ class LLM:
             self.mesh = open_mesh(config.data, config.tensor, config.expert, config.timeout)
             if self.mesh is not None and self.device.type == "cuda":
                 self.device = self.mesh.device
-            self._load(checkpoint, is_gguf=path.suffix == ".gguf")
+            with checkpoint:
+                self._load(checkpoint, is_gguf=path.suffix == ".gguf")
             on_error.pop_all()
         if self.coordinator is not None:
             atexit.register(self.close)  # a script that forgets to close leaves no worker waiting
@@ -140,32 +156,30 @@ class LLM:
         keep_quantized = config.keep_quantized
         if keep_quantized is None:
             keep_quantized = device.type == "cpu" or not is_gguf or needs_repacking(device, dtype)
-        meta_model = meta_shard = build_meta_model(checkpoint, dtype, keep_quantized, device)
-        if self.mesh is not None:
-            meta_shard = build_sharded_model(
-                checkpoint, self.mesh, dtype, keep_quantized, device=device
-            )[0]
-        limits = choose_limits(config, meta_model, device)
-        self.plan = plan_rank_memory(meta_model, meta_shard, limits, device, self.mesh)
-        self.sharding: Sharding | None = None
-        if self.mesh is None:
-            self.model = load_checkpoint(
-                checkpoint, dtype=dtype, device=device, keep_quantized=keep_quantized
-            )
-        else:
-            self.model, self.sharding = load_shard(
-                checkpoint, self.mesh, dtype=dtype, device=device, keep_quantized=keep_quantized
-            )
-        if config.quantize is not None:
-            quantize(self.model, config.quantize, progress=False)
-            self.plan = replace(self.plan, weights=weight_bytes(self.model, device))
+        options = LoadOptions(dtype, device, keep_quantized, quantize=config.quantize)
+        load_plan = plan_load(checkpoint, options, self.mesh)
+        # Activations are planned as those of the whole model.
+        whole = load_plan if self.mesh is None else plan_load(checkpoint, options)
+        meta_model = whole.build_meta_model()
+        if config.compile:
+            meta_model.compile_decoder(packs_linears=config.deterministic is False)
+        limits = choose_limits(config, meta_model, device, checkpoint.quantization.kv_cache)
+        shard = meta_model if self.mesh is None else load_plan.model
+        loading = load_plan.temporary_bytes
+        self.plan = plan_rank_memory(meta_model, shard, limits, device, self.mesh, loading)
+        self.model = load_planned(load_plan)
+        self.sharding = load_plan.sharding
+        if config.compile:
+            self.model.compile_decoder()
         self.coordinator = None if self.mesh is None else Coordinator(self.mesh)
         self.engine = Engine(
             self.model,
             self.tokenizer if self.is_driver else None,
             self.plan,
             prefix_caching=config.prefix_caching,
+            deterministic=config.deterministic,
             coordinator=self.coordinator,
+            async_scheduling=config.async_scheduling,
         )
 
     @property
@@ -202,7 +216,22 @@ class LLM:
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[Result]:
         """Generate replies to all prompts. Results are in order; a single prompt gives a list of one."""
-        return self.engine.generate(_as_prompt_list(prompts), params)
+        return self.engine.generate(as_prompt_list(prompts), params)
+
+    def embed(self, prompts: Prompt | Sequence[Prompt], *, truncate: bool = False) -> Tensor:
+        """One vector a prompt, [prompts, D] in float32 on the CPU.
+
+        The hidden states are pooled as the folder's sentence-transformers modules say; without them, the
+        vector is the hidden state of the last token. See `EmbeddingModel`.
+        """
+        if self.mesh is not None:
+            raise ArgumentError("embeddings need a single rank", next="use data=1 and tensor=1")
+        if self._embedding_model is None:
+            self._embedding_model = EmbeddingModel.from_parts(
+                self.path, self.model, self.tokenizer, self.plan.limits.max_batched_tokens
+            )
+        with self.engine.lock:
+            return self._embedding_model.embed(prompts, truncate=truncate)
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Result:
         """The reply to a conversation, formatted by the model's chat template."""
@@ -214,15 +243,28 @@ class LLM:
         """Generate a reply to one prompt or conversation, and yield `Update`s as its text grows."""
         return self.engine.stream(self.to_prompt(prompt), params)
 
+    def stats(self) -> EngineStats:
+        """What the engine has done so far, and what it is doing. On several ranks: this rank's."""
+        return self.engine.stats()
+
     def as_async(self) -> AsyncEngine:
         """The engine for asyncio. After this call, use the engine only through the returned object."""
         return AsyncEngine(self.engine)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation up to the beginning of the reply."""
-        return self.tokenizer.encode(
-            self.tokenizer.apply_chat_template(messages), add_special_tokens=False
-        )
+        tokenizer = self.require_tokenizer()
+        return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; ArgumentError if its folder has none."""
+        if self.tokenizer is None:
+            raise ArgumentError(
+                "this model's folder has no tokenizer.json, so it takes token ids only",
+                next="llm.generate([[1, 2, 3]]), or put the tokenizer.json of the model beside its "
+                "weights",
+            )
+        return self.tokenizer
 
     def to_prompt(self, prompt: Prompt | Sequence[Message]) -> Prompt:
         """A conversation as token ids; any other prompt as it is."""
@@ -244,11 +286,19 @@ def start_workers(path: str | Path, config: LLMConfig) -> WorkerProcesses | None
     return WorkerProcesses(world_size, "fulgurite.serve.worker_main", arguments)
 
 
-def choose_limits(config: LLMConfig, model: CausalLM, device: torch.device) -> EngineLimits:
-    """The engine limits of these options; defaults depend on the device."""
+def choose_limits(
+    config: LLMConfig, model: CausalLM, device: torch.device, kv_cache: str | None = None
+) -> EngineLimits:
+    """The engine limits of these options; defaults depend on the device.
+
+    `kv_cache` is the KV-cache format that the checkpoint declares. GPUs follow it. CPUs don't: FP8
+    is slower there than float16, and less exact.
+    """
     kv_dtype = config.kv_dtype
     if kv_dtype == "auto" and device.type == "cpu" and has_quantized_weights(model):
         kv_dtype = "float16"
+    elif kv_dtype == "auto" and device.type == "cuda" and kv_cache is not None:
+        kv_dtype = kv_cache
     max_sequences, max_batched_tokens = config.max_sequences, config.max_batched_tokens
     if max_sequences is None:
         max_sequences = MAX_SEQUENCES[device.type]
@@ -256,7 +306,7 @@ def choose_limits(config: LLMConfig, model: CausalLM, device: torch.device) -> E
         max_batched_tokens = MAX_BATCHED_TOKENS[device.type]
     return make_engine_limits(
         model.config.max_positions,
-        model.norm.weight.dtype,
+        model.dtype,
         kv_dtype=kv_dtype,
         context=config.context,
         max_sequences=max_sequences,
@@ -272,36 +322,23 @@ def plan_rank_memory(
     limits: EngineLimits,
     device: torch.device,
     mesh: Mesh | None,
+    loading: int = 0,
 ) -> MemoryPlan:
     """The memory plan of this rank's shard; with many ranks one that fits on every rank.
 
-    Activations are planned as those of the whole model, which no shard exceeds.
+    Activations are planned as those of the whole model, which no shard exceeds. `loading` are the
+    temporary bytes of the load.
     """
     if mesh is None:
-        return plan_memory(model, limits, device, available_bytes(device))
+        return plan_memory(model, limits, device, available_bytes(device), loading=loading)
     plan: MemoryPlan | CapacityError
     try:
         available = available_bytes(device) // mesh.ranks_per_device
-        plan = plan_memory(model, limits, device, available, shard)
+        plan = plan_memory(model, limits, device, available, shard, loading=loading)
     except CapacityError as error:
         plan = error
     return agree_on_plan(plan, shard.attention_specs, mesh)
 
 
-def choose_compute_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """The checkpoint's dtype; float32 on a CPU without instructions for it."""
-    if device.type != "cpu" or stored == torch.float32:
-        return stored
-    return stored if stored in cpu_info().native_dtypes else torch.float32
-
-
 def has_quantized_weights(model: CausalLM) -> bool:
     return any(isinstance(weight, QuantTensor) for weight in model.parameters())
-
-
-def _as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """A single string or list of token ids becomes a list of one prompt."""
-    is_single = isinstance(prompts, str) or not isinstance(prompts, Sequence)
-    if is_single or (prompts and isinstance(prompts[0], Integral)):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]

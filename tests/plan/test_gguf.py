@@ -16,7 +16,8 @@ pytest.importorskip("transformers", reason="transformers makes the models")
 import gguf
 
 from fulgurite.cli import build_parser, main
-from fulgurite.models.loading import hub, loader
+from fulgurite.kernels.gemm.cpu_layout import pack_panels
+from fulgurite.models.loading import hub, load_plan
 from fulgurite.models.loading.checkpoint import Checkpoint, open_checkpoint
 from fulgurite.models.loading.loader import build_meta_model, build_sharded_model, load_checkpoint
 from fulgurite.parallel.mesh import MeshShape
@@ -24,6 +25,7 @@ from fulgurite.plan.command import read_query, resolve_model
 from fulgurite.plan.memory import weight_bytes
 from fulgurite.plan.search import PlanQuery, plan_mesh
 from fulgurite.quant import QuantTensor, quantize
+from tests.models.loading.published_layouts import write_checkpoints
 from tests.models.loading.test_gguf_checkpoint import FAMILIES, write_gguf
 from tests.models.reference_models import build_reference
 from tests.plan.test_search import fake_mesh
@@ -92,12 +94,12 @@ def held(tensors: Iterable[Tensor]) -> int:
     return total
 
 
-READS_GROUPS = loader.needs_repacking
+READS_GROUPS = load_plan.needs_repacking
 
 
 def loaded_as_on_a_gpu(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> int:
     """What a GPU would hold, in memory of the CPU."""
-    monkeypatch.setattr(loader, "needs_repacking", lambda device, dtype: READS_GROUPS(CUDA, dtype))
+    monkeypatch.setattr(load_plan, "needs_repacking", lambda _, dtype: READS_GROUPS(CUDA, dtype))
     model = load_checkpoint(checkpoint, dtype=torch.bfloat16, device="cpu", keep_quantized=True)
     return held([*model.parameters(), *model.buffers()])
 
@@ -111,12 +113,16 @@ def test_gguf_plan_matches_a_gpu_model(file: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_gguf_plan_matches_a_cpu_model(file: Path) -> None:
-    """The blocks as they are in the file, and once more laid out for vectors."""
+    """The blocks as they are in the file, and weights of matmuls once more laid out for vectors."""
     checkpoint = open_checkpoint(file)
     model = load_checkpoint(checkpoint, dtype=torch.float32, device="cpu", keep_quantized=True)
     packed = [tensor for tensor in model.parameters() if isinstance(tensor, QuantTensor)]
     assert {tensor.format.name for tensor in packed} <= set(FORMATS.values())
-    there = held([*model.parameters(), *model.buffers()]) + held(packed)
+    there = held([*model.parameters(), *model.buffers()])
+    for tensor in packed:
+        if model.lm_head is None or tensor is not model.embed_tokens.weight:  # it is multiplied
+            matrices = [tensor] if tensor.dim() == 2 else [tensor[i] for i in range(len(tensor))]
+            there += sum(pack_panels(matrix).nbytes for matrix in matrices)
     shapes = build_meta_model(checkpoint, torch.float32, True, "cpu")
     assert weight_bytes(shapes, torch.device("cpu")) == there
 
@@ -151,3 +157,12 @@ def test_format_option_overrides_the_file(file: Path) -> None:
     plain = ask(file, "--format", "bf16")
     assert plain.shard_alignment == 1 and plain.format == "bf16"
     assert not any(plain.format_lookup(name) for name in ("embed_tokens.weight", "lm_head.weight"))
+
+
+@pytest.mark.parametrize("name", ["modelopt_nvfp4", "ct_fp8_static", "awq"])
+def test_plan_of_a_quantized_folder(tmp_path: Path, name: str) -> None:
+    """Formats come from the headers of the shards, not from the method's name."""
+    folder, _ = write_checkpoints(tmp_path, name, moe=True)
+    model = build_meta_model(open_checkpoint(folder), torch.float32, True, CUDA)
+    planned = sum(plan_mesh(ask(folder), MeshShape()).weights.values())
+    assert planned == pytest.approx(weight_bytes(model, CUDA), rel=0.01)

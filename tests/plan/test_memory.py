@@ -15,9 +15,10 @@ import torch
 from fulgurite.errors import CapacityError
 from fulgurite.kernels.gemm.modules import QuantEmbedding, QuantLinear
 from fulgurite.models import ModelConfig
+from fulgurite.models.blocks import GatedMLP
 from fulgurite.models.config import ConfigFields
-from fulgurite.models.families.llama import LLAMA, MISTRAL
-from fulgurite.models.layers import GatedMLP
+from fulgurite.models.families.llama import LLAMA
+from fulgurite.models.families.mistral import MISTRAL
 from fulgurite.models.loading.loader import build_model
 from fulgurite.plan import memory
 from fulgurite.plan.activations import activation_bytes, track_allocations
@@ -28,9 +29,12 @@ from fulgurite.plan.memory import (
     available_bytes,
     format_bytes,
     plan_memory,
+    sampling_bytes,
 )
 from fulgurite.quant import quantize
 from fulgurite.serve.engine.kv_cache import PagedKVCache
+from fulgurite.serve.engine.request import Request, SamplingParams
+from fulgurite.serve.engine.sampling_rows import SamplingRows
 from tests.serve.engines import FIELDS
 
 LIMITS = EngineLimits(256, 4, 64, 16, torch.float32)
@@ -62,7 +66,22 @@ def test_logits_of_cuda_graphs_are_counted() -> None:
         plan(1 << 30, replace(LIMITS, max_sequences=most), "cuda").workspaces for most in (1, 5)
     )
     tables = 4 * 256 // 16  # of a request
-    assert many - few == 4 * 97 * (2 + 4 + 8) + 4 * tables
+    # Sampling: counts and bias of 4 more rows, masks of 97 bits, log-probabilities, a copy.
+    sampling = 4 * (8 * 97 + 4 * 4) + 24 * 97 * 4 + 4 * 97 * 4
+    assert many - few == 4 * 97 * (2 + 4 + 8) + 4 * tables + sampling
+
+
+def test_the_sampler_holds_what_is_planned() -> None:
+    """Counts, biases and masks, once a request needs them."""
+    limits = replace(LIMITS, max_sequences=3)
+    rows = SamplingRows(3, 97, torch.device("cpu"))
+    request = Request("r", [1, 2], SamplingParams(presence_penalty=1.0), 64)
+    request.block_table_row = 0
+    rows.write(request)
+    assert rows.table is not None
+    held = sum(x.nbytes for x in (rows.table.counts_WO, rows.table.bias_WO, rows.table.allowed_WM))
+    logprobs = 24 * 97 * 3
+    assert sampling_bytes(limits, torch.device("cpu"), 97) == held + logprobs
 
 
 def test_dequantized_weight_is_counted() -> None:

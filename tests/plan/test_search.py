@@ -37,7 +37,9 @@ from fulgurite.plan.shard import (
 )
 from fulgurite.quant import quantize
 from fulgurite.quant.format import resolve_format
+from tests.models.more_cases import MORE_CASES
 from tests.models.reference_models import CASES, COMMON
+from tests.serve.tiny_checkpoint import save_checkpoint
 
 # Billions of parameters, as published.
 PUBLISHED_BILLIONS = {
@@ -67,11 +69,40 @@ PUBLISHED_BILLIONS = {
     "llama-4-maverick": 400.7,
     "gpt-oss-20b": 20.9,
     "gpt-oss-120b": 116.8,
+    "falcon3-7b": 7.46,
+    "mistral-nemo": 12.25,
+    "mistral-small-24b": 23.57,
+    "ministral-8b": 8.02,
+    "gemma-7b": 8.54,
+    "olmoe-1b-7b": 6.92,
+    "olmo-2-1124-13b": 13.72,
+    "olmo-2-0325-32b": 32.23,
+    "olmo-3-7b": 7.3,
+    "granite-3.3-8b": 8.17,
+    "granite-3.1-3b-a800m": 3.3,
+    "granite-4.0-micro": 3.4,
+    "glm-4-9b-0414": 9.4,
+    "glm-4-32b-0414": 32.57,
+    "glm-4.5-air": 106.85,
+    "phi-3.5-moe": 41.87,
+    "qwen1.5-moe-a2.7b": 14.32,
+    "qwen2-57b-a14b": 57.41,
+    "smollm3-3b": 3.08,
+    "seed-oss-36b": 36.15,
+    "ernie-4.5-21b-a3b": 21.83,
+    "hunyuan-7b": 7.5,
+    "hunyuan-a13b": 80.39,
+    "c4ai-command-r-v01": 34.98,
+    "c4ai-command-r7b-12-2024": 8.03,
+    "starcoder2-15b": 15.96,
+    "exaone-4.0-32b": 32.0,
+    "dots.llm1": 142.8,
+    "minimax-m2": 228.7,
 }
 
 
 def tiny(name: str) -> tuple[ModelFamily, ModelConfig]:
-    prefix, fields = CASES[name]
+    prefix, fields = (CASES | MORE_CASES)[name]
     found = ConfigFields({**COMMON, **fields, "architectures": [f"{prefix}ForCausalLM"]}, name)
     family = find_family(found)
     return family, replace(family.read_config(found), dtype=torch.bfloat16)
@@ -111,13 +142,15 @@ def test_preset_names_and_aliases() -> None:
     assert len({find_preset(name).where for name in same}) == 1  # type: ignore[union-attr]
     assert find_preset("meta-llama/Meta-Llama-3.1-8B-Instruct") is not None
     assert find_preset("meta-llama/Llama-4-Scout-17B-16E-Instruct") is not None
+    assert find_preset("mistralai/Mistral-Small-24B-Instruct-2501") is not None
+    assert find_preset("allenai/OLMoE-1B-7B-0924-Instruct") is not None
     assert find_preset("whisper-large") is None
     with pytest.raises(ArgumentError, match="qwen3-8b"):
         load_preset("qwen3-7b")
     assert all(load_preset(name)[1].layers for name in MODEL_PRESETS)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | MORE_CASES)
 def test_one_rank_has_the_whole_model(name: str) -> None:
     family, config = tiny(name)
     model = build_model(config, family, torch.bfloat16)
@@ -133,7 +166,7 @@ def test_one_rank_has_the_whole_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 1), (1, 4, 1), (2, 1, 2), (2, 2, 4), (1, 3, 1)], ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | MORE_CASES)
 def test_planned_shard_matches_parallelize(name: str, shape: tuple[int, int, int]) -> None:
     """The first rank's weights, as `parallelize` cuts them; no processes are needed for that."""
     family, config = tiny(name)
@@ -427,8 +460,7 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
 
 
 def test_safetensors_file_uses_config_of_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MODEL_PRESETS["gpt-oss-20b"]))
-    (tmp_path / "model.safetensors").touch()
+    save_checkpoint(tmp_path)
     source = resolve_model(str(tmp_path / "model.safetensors"))
     assert source.config == resolve_model(str(tmp_path)).config
 

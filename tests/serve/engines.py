@@ -52,6 +52,7 @@ def make_engine(
     cache_tokens: int | None = None,
     kv_dtype: torch.dtype | None = None,
     prefix_caching: bool = True,
+    async_scheduling: bool | None = None,
 ) -> Engine:
     limits = EngineLimits(
         context=context,
@@ -63,7 +64,13 @@ def make_engine(
     )
     shapes = copy.deepcopy(model).to("meta")
     plan = plan_memory(shapes, limits, model.norm.weight.device, available=8 << 30)
-    return Engine(model, tokenizer, plan, prefix_caching=prefix_caching)
+    return Engine(
+        model,
+        tokenizer,
+        plan,
+        prefix_caching=prefix_caching,
+        async_scheduling=async_scheduling,
+    )
 
 
 def check_idle(engine: Engine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import sys
@@ -159,3 +160,13 @@ def test_more_invalid_options_give_clear_errors(
     assert generate(folder, *words) == 1
     error = capsys.readouterr().err
     assert says in error and "Traceback" not in error
+
+
+def test_profile_writes_a_trace(folder: Path, tmp_path: Path, capsys) -> None:
+    file = tmp_path / "trace.json"
+    assert generate(folder, "--profile", str(file)) == 0
+    assert "profile written to" in capsys.readouterr().err
+    names = {event.get("name") for event in json.loads(file.read_text())["traceEvents"]}
+    assert any(str(name).endswith(": decode 1") for name in names)
+    assert generate(folder, "--profile", "/proc/nothing/trace.json") == 1
+    assert "can't write the profile" in capsys.readouterr().err

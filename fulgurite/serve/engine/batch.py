@@ -28,6 +28,10 @@ class InputBatch:
     rope_seq_lens_T     sequence length that the rotary embedding uses; None: it uses none
     logit_rows_R        tokens whose logits are computed; None: all
     query_lens_host, seq_lens_host    tokens and keys of each sequence on the host, if known
+    state_slots_S       slot of each sequence's state, for layers without attention
+    prompt_lens_S       tokens of each sequence's prompt; both None: the model has no such layers
+    pending_rows_T      rows of the block tables, if some tokens are still being sampled: their ids are
+                        -1; None: all token ids are known
     """
 
     token_ids_T: Tensor
@@ -42,6 +46,9 @@ class InputBatch:
     max_seq_len: int
     query_lens_host: list[int] | None = None
     seq_lens_host: list[int] | None = None
+    pending_rows_T: Tensor | None = None
+    state_slots_S: Tensor | None = None
+    prompt_lens_S: Tensor | None = None
 
 
 def build_input_batch(
@@ -51,8 +58,9 @@ def build_input_batch(
     *,
     needs_rope_seq_lens: bool = False,
     recompute_after: int | None = None,
+    has_states: bool = False,
 ) -> InputBatch:
-    """The batch of a step on the device; the last two options are those of `CausalLM`."""
+    """The batch of a step on the device; the last options say what the model needs."""
     query_lens_S = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int64)
     starts_S = np.array([chunk.start for chunk in chunks], dtype=np.int64)
     rows_S = np.array([chunk.request.block_table_row for chunk in chunks], dtype=np.int64)
@@ -64,6 +72,8 @@ def build_input_batch(
     token_ids_T = np.concatenate(
         [chunk.request.tokens[chunk.start : chunk.start + chunk.num_tokens] for chunk in chunks]
     )
+    is_pending_S = np.array([chunk.ends_pending for chunk in chunks])
+    token_ids_T[query_start_loc_S[1:][is_pending_S] - 1] = -1
     size = block_manager.block_size
     columns = -(-int(seq_lens_S.max()) // size)
     slot_mapping_GT, block_tables_GSB = [], []
@@ -76,6 +86,7 @@ def build_input_batch(
         rope_seq_lens_T = rope_seq_lens(chunks, recompute_after)[sequence_T]
         if recompute_after is None:
             rope_seq_lens_T = np.maximum(rope_seq_lens_T, positions_T + 1)
+    prompt_lens_S = np.array([chunk.request.prompt_length for chunk in chunks], dtype=np.int32)
     sampled = [index for index, chunk in enumerate(chunks) if chunk.needs_sampling]
     logit_rows_R = None
     if len(sampled) != len(sequence_T):
@@ -93,6 +104,9 @@ def build_input_batch(
         max_seq_len=int(seq_lens_S.max()),
         query_lens_host=query_lens_S.tolist(),
         seq_lens_host=seq_lens_S.tolist(),
+        pending_rows_T=_to_device(rows_S[sequence_T], device) if is_pending_S.any() else None,
+        state_slots_S=_to_device(rows_S.astype(np.int32), device) if has_states else None,
+        prompt_lens_S=_to_device(prompt_lens_S, device) if has_states else None,
     )
 
 
@@ -104,7 +118,7 @@ def rope_seq_lens(chunks: Sequence[ScheduledChunk], recompute_after: int | None)
     """
     if recompute_after is None:
         return np.array([chunk.request.prompt_length for chunk in chunks])
-    return np.array([chunk.request.length for chunk in chunks])
+    return np.array([chunk.request.scheduled_length for chunk in chunks])
 
 
 def _to_device(array: np.ndarray, device: torch.device) -> Tensor:

@@ -153,9 +153,9 @@ class BlockManager:
         self.min_num_blocks[row] = wanted
         return True
 
-    def cache_full_blocks(self, request: Request) -> None:
-        """Enter the blocks that are full by now into the prefix cache."""
-        num_full = request.num_computed_tokens // self.block_size
+    def cache_full_blocks(self, request: Request, num_computed: int) -> None:
+        """Enter the full blocks of the first `num_computed` tokens into the prefix cache."""
+        num_full = num_computed // self.block_size
         if not self.prefix_caching or num_full <= request.num_cached_blocks:
             return
         self._hash_blocks(request, num_full)
@@ -178,7 +178,7 @@ class BlockManager:
         self.first_blocks[:, row] = self.num_blocks[:, row] = self.min_num_blocks[row] = 0
         self.free_rows.append(row)
         request.block_table_row = -1
-        request.num_computed_tokens = request.num_cached_blocks = 0
+        request.num_computed_tokens = request.num_cached_blocks = request.num_state_tokens = 0
 
     def reset_prefix_cache(self) -> None:
         """Later requests find no keys of earlier ones."""

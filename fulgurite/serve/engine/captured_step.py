@@ -1,17 +1,18 @@
-"""A captured decode step: one token of each of `batch_size` requests in, their next logits out.
+"""A captured decode step: one token of each of `batch_size` requests in, their next tokens out.
 
 The input tensors of a decode step are allocated once for each batch size. A step writes its inputs
 there and replays the captured work without Python in between:
 
-    GPU   a CUDA graph of the whole step
+    GPU   a CUDA graph of the whole step with its sampling, one for each `SamplingVariant`; a token
+          that the step before sampled is read on the device
     CPU   a recording of the layers' native calls (`fulgurite.replay`); the torch ops before and
-          after it (embedding, rotary angles, head) run eagerly
+          after it (embedding, rotary angles, head) run eagerly, and sampling after them
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,19 +21,29 @@ from torch import Tensor
 from fulgurite import replay
 from fulgurite.cudagraph import GraphPool, capture_graph
 from fulgurite.kernels.common.pdl import pdl_region
+from fulgurite.kernels.sampling.ops import fill_pending_tokens
+from fulgurite.kernels.sampling.table import NUM_PROCESSING, NUM_SETTINGS
 from fulgurite.models.layers import CausalLM
 from fulgurite.models.rope import RotaryCosSin
 from fulgurite.serve.engine.batch import InputBatch, rope_seq_lens
 from fulgurite.serve.engine.block_manager import BlockManager
 from fulgurite.serve.engine.kv_cache import PagedKVCache
+from fulgurite.serve.engine.sampler import Sampler, SamplingInputs, SamplingVariant
 from fulgurite.serve.engine.scheduler import ScheduledChunk
+from fulgurite.serve.engine.step_buffers import BufferLayout, StepBuffers
 
 WARMUPS = 2
-BufferLayout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class StepOutput(NamedTuple):
+    """Logits [R, O] in float32 and the sampled tokens [R], on the device. None: nothing is sampled."""
+
+    logits_RO: Tensor
+    tokens_R: Tensor | None
 
 
 class CapturedDecodeStep:
-    """The decode step of `batch_size` requests; a call returns their logits [batch_size, O].
+    """The decode step of `batch_size` requests.
 
     `graph_pool`: the memory that all CUDA graphs of a runner share; None on a CPU.
     """
@@ -42,43 +53,47 @@ class CapturedDecodeStep:
         model: CausalLM,
         kv_cache: PagedKVCache,
         block_manager: BlockManager,
+        sampler: Sampler,
         batch_size: int,
         graph_pool: GraphPool | None = None,
     ) -> None:
         self.model, self.kv_cache, self.block_manager = model, kv_cache, block_manager
-        self.batch_size = batch_size
-        self.device = model.norm.weight.device
+        self.sampler, self.batch_size, self.graph_pool = sampler, batch_size, graph_pool
+        self.device = model.device
         tables = block_manager.block_tables
         groups, columns = len(tables), tables[0].shape[1]
         layout: BufferLayout = {
             "token_ids": ((batch_size,), torch.int64),
             "positions": ((batch_size,), torch.int64),
+            "rows": ((batch_size,), torch.int64),
             "rope_seq_lens": ((batch_size,), torch.int64),
             "slot_mapping": ((groups, batch_size), torch.int64),
             "seq_lens": ((batch_size,), torch.int32),
+            "state_slots": ((batch_size,), torch.int32),
             "block_tables": ((groups, batch_size, columns), torch.int32),
+            "settings": ((batch_size, NUM_SETTINGS), torch.float64),
+            "processing": ((batch_size, NUM_PROCESSING), torch.float64),
         }
-        size = sum(_aligned_bytes(shape, dtype) for shape, dtype in layout.values())
-        on_gpu = self.device.type == "cuda"
-        # A step writes its inputs on the host; the model reads them on the device (same on a CPU).
-        self.host_buffer = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
-        self.device_buffer = self.host_buffer.to(self.device)
-        host_tensors = _split_buffer(self.host_buffer, layout)
-        self.host_inputs = {name: tensor.numpy() for name, tensor in host_tensors.items()}
-        self.inputs = _split_buffer(self.device_buffer, layout)
-        self.host_inputs["seq_lens"][:] = self.host_inputs["rope_seq_lens"][:] = 1
-        self.host_inputs["slot_mapping"][:] = -1
-        self._copy_to_device()
+        self.buffers = StepBuffers(layout, self.device)
+        self.inputs = self.buffers.device_inputs
+        for buffer in self.buffers.host_buffers:
+            self._write_padding(buffer.arrays)
+        self.buffers.copy_to_device()
         self.batch = self._make_batch(columns)
-        self.replay = (
-            self._record_native_calls()
-            if graph_pool is None
-            else self._capture_cuda_graph(graph_pool)
-        )
+        self.graphs: dict[SamplingVariant, Callable[[], StepOutput]] = {}
+        self.logits_RO: Tensor | None = None  # of all graphs
+        self.replay = self._record_native_calls() if graph_pool is None else None
 
-    def __call__(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
-        self._write_inputs(chunks)
-        return self.replay()[: len(chunks)]
+    def __call__(self, chunks: Sequence[ScheduledChunk], sampling: SamplingInputs) -> StepOutput:
+        if self.replay is not None:
+            self._write_inputs(chunks, sampling)
+            logits_RO = self.replay()[: len(chunks)].float()
+            return StepOutput(logits_RO, self.sampler.run_eagerly(logits_RO, sampling))
+        graph = self._get_graph(sampling.variant)
+        self._write_inputs(chunks, sampling)
+        logits_RO, tokens_R = graph()
+        assert tokens_R is not None, "a captured step samples"
+        return StepOutput(logits_RO[: len(chunks)], tokens_R[: len(chunks)])
 
     def _make_batch(self, columns: int) -> InputBatch:
         inputs, size = self.inputs, self.batch_size
@@ -93,18 +108,32 @@ class CapturedDecodeStep:
             logit_rows_R=None,
             max_query_len=1,
             max_seq_len=columns * self.block_manager.block_size,
+            state_slots_S=inputs["state_slots"],
+            prompt_lens_S=inputs["seq_lens"],  # single tokens run recurrently, whatever it is
         )
 
-    def _write_inputs(self, chunks: Sequence[ScheduledChunk]) -> None:
-        """Write the inputs of up to `batch_size` requests; the remaining rows are padding."""
-        used, host, size = len(chunks), self.host_inputs, self.block_manager.block_size
-        rows = np.array([request.block_table_row for request, _, _ in chunks])
-        positions = host["positions"][:used]
-        positions[:] = [start for _, start, _ in chunks]
-        host["token_ids"][:used] = [request.tokens[start] for request, start, _ in chunks]
-        host["seq_lens"][:used] = positions + 1
-        host["slot_mapping"][:, used:] = -1
+    def _write_padding(self, host: dict[str, np.ndarray], used: int = 0) -> None:
+        """Rows from `used` on are padding: they write no key, and sample for a row of their own."""
+        host["token_ids"][used:] = 0
         host["seq_lens"][used:] = 1
+        host["rope_seq_lens"][used:] = 1
+        host["slot_mapping"][:, used:] = -1
+        host["state_slots"][used:] = -1
+        host["rows"][used:] = self.sampler.rows.padding_row
+        host["settings"][used:] = (0.0, 0.0, 0.0, 1.0, 0.0)
+        host["processing"][used:] = (self.sampler.rows.padding_row, 0.0, 1.0, 0.0, 0.0)
+
+    def _write_inputs(self, chunks: Sequence[ScheduledChunk], sampling: SamplingInputs) -> None:
+        """Write the inputs of up to `batch_size` requests; the remaining rows are padding."""
+        host, used, size = self.buffers.begin_write(), len(chunks), self.block_manager.block_size
+        rows = np.array([chunk.request.block_table_row for chunk in chunks])
+        positions = host["positions"][:used]
+        positions[:] = [chunk.start for chunk in chunks]
+        host["rows"][:used] = host["state_slots"][:used] = rows
+        host["token_ids"][:used] = [
+            -1 if chunk.ends_pending else chunk.request.tokens[chunk.start] for chunk in chunks
+        ]
+        host["seq_lens"][:used] = positions + 1
         for group, table in enumerate(self.block_manager.block_tables):
             np.take(table, rows, axis=0, out=host["block_tables"][group, :used], mode="clip")
             blocks = table[rows, positions // size]
@@ -112,12 +141,18 @@ class CapturedDecodeStep:
         if self.model.needs_sequence_lengths:
             lengths = rope_seq_lens(chunks, self.model.recompute_after)
             host["rope_seq_lens"][:used] = np.maximum(lengths, positions + 1)
-        self._copy_to_device()
+        if self.replay is None:
+            host["settings"][:used] = sampling.settings_R5
+            host["processing"][:used] = sampling.processing_R5
+        if used < self.batch_size:
+            self._write_padding(host, used)
+        self.buffers.copy_to_device()
+        if self.replay is not None and any(chunk.ends_pending for chunk in chunks):
+            self._fill_pending_tokens()
 
-    def _copy_to_device(self) -> None:
-        """Copy all inputs at once."""
-        if self.device_buffer is not self.host_buffer:
-            self.device_buffer.copy_(self.host_buffer, non_blocking=True)
+    def _fill_pending_tokens(self) -> None:
+        last_tokens_W = self.sampler.rows.last_tokens_W
+        fill_pending_tokens(self.inputs["token_ids"], self.inputs["rows"], last_tokens_W)
 
     def _embed(self) -> tuple[Tensor, list[RotaryCosSin]]:
         self.kv_cache.set_batch(self.batch)
@@ -142,27 +177,30 @@ class CapturedDecodeStep:
 
         return run
 
-    def _capture_cuda_graph(self, graph_pool: GraphPool) -> Callable[[], Tensor]:
-        def step() -> Tensor:
+    def _get_graph(self, variant: SamplingVariant) -> Callable[[], StepOutput]:
+        """The CUDA graph that samples this way, captured when it is first needed."""
+        if variant not in self.graphs:
+            self._write_padding(self.buffers.begin_write())  # warm-up calls change no request
+            self.buffers.copy_to_device()
+            self.graphs[variant] = self._capture_cuda_graph(variant)
+        return self.graphs[variant]
+
+    def _capture_cuda_graph(self, variant: SamplingVariant) -> Callable[[], StepOutput]:
+        assert self.graph_pool is not None, "only a GPU has CUDA graphs"
+        if self.logits_RO is None:
+            shape = self.batch_size, self.model.config.vocab_size
+            self.logits_RO = torch.empty(shape, dtype=torch.float32, device=self.device)
+        logits_RO, inputs = self.logits_RO, self.inputs
+
+        def step() -> StepOutput:
+            self._fill_pending_tokens()
             with pdl_region():
-                return self.model.compute_logits(self._run_layers(*self._embed())).float()
+                logits_RO.copy_(self.model.compute_logits(self._run_layers(*self._embed())))
+            tokens_R = self.sampler.run(
+                logits_RO, inputs["settings"], inputs["processing"], variant
+            )
+            return StepOutput(logits_RO, tokens_R)
 
-        graph = capture_graph(
-            step, pool=graph_pool.handle, stream=graph_pool.stream, warmups=WARMUPS
-        )
-        return graph.replay
-
-
-def _split_buffer(buffer: Tensor, layout: BufferLayout) -> dict[str, Tensor]:
-    """Views of one byte buffer, one tensor after another."""
-    tensors, start = {}, 0
-    for name, (shape, dtype) in layout.items():
-        used = math.prod(shape) * dtype.itemsize
-        tensors[name] = buffer[start : start + used].view(dtype).view(shape)
-        start += _aligned_bytes(shape, dtype)
-    return tensors
-
-
-def _aligned_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes of a tensor, rounded up so that the next one is 16-byte aligned."""
-    return -(-math.prod(shape) * dtype.itemsize // 16) * 16
+        return capture_graph(
+            step, pool=self.graph_pool.handle, stream=self.graph_pool.stream, warmups=WARMUPS
+        ).replay

@@ -46,6 +46,7 @@ class RequestAdded(NamedTuple):
     prompt_ids: list[int]
     params: SamplingParams
     seed: int
+    stop_ids: frozenset[int]
 
 
 class TokenSampled(NamedTuple):
@@ -110,7 +111,9 @@ class Coordinator:
         id, number = request.id, next(self.counter)
         self.replica_of[id], self.number_of[id], self.id_of[number] = replica, number, id
         params = replace(request.params, stop=())  # only rank 0 looks for stop strings
-        self.events.append(RequestAdded(id, number, replica, prompt_ids, params, request.seed))
+        self.events.append(
+            RequestAdded(id, number, replica, prompt_ids, params, request.seed, request.stop_ids)
+        )
 
     def record_token(self, request: Request, token: int) -> None:
         self.events.append(TokenSampled(request.id, token))

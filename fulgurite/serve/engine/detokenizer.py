@@ -16,9 +16,15 @@ MAX_PENDING_TOKENS = 32  # a character has at most four bytes, so at most four t
 
 
 class Detokenizer:
-    """The text of one reply. `stopped_by` is the stop string that ended it, if one did."""
+    """The text of one reply. `stopped_by` is the stop string that ended it, if one did.
 
-    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = ()) -> None:
+    The text of the first `min_tokens` tokens is not searched for stop strings.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, stop_strings: Sequence[str] = (), min_tokens: int = 0
+    ) -> None:
+        self.min_tokens = min_tokens
         self.tokenizer = tokenizer
         self.stop_strings = tuple(stop_strings)
         self.stopped_by: str | None = None
@@ -65,6 +71,9 @@ class Detokenizer:
 
     def _emit(self, new: str) -> str:
         """Cut the text at the first stop string; hold back what may be the beginning of one."""
+        if len(self.token_ids) <= self.min_tokens:
+            self.text += new
+            return new
         text = self.pending_text + new
         found = [(text.find(stop), stop) for stop in self.stop_strings if stop in text]
         if found:

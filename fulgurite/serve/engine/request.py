@@ -1,7 +1,7 @@
 """A request and its result: a prompt and `SamplingParams` in, `Update`s and a `Result` out.
 
 A `Request` holds the tokens of one generation, the number of tokens whose keys are in the KV cache,
-and a state:
+the number of tokens that a launched step still samples, and a state:
 
     WAITING ──▶ RUNNING ──▶ FINISHED
        ▲           │ preemption: its blocks are freed, its tokens are kept
@@ -39,6 +39,8 @@ class SamplingParams:
         top_k: sample from the k most likely tokens. 0: all.
         min_p: minimum probability relative to the most likely token. 0: no limit.
         max_tokens: maximum number of tokens of the reply.
+        min_tokens: before the reply has so many tokens, stop and end tokens are not sampled, and stop
+            strings do not end it.
         stop: strings that end the reply. They are not part of its text.
         stop_token_ids: tokens that end the reply.
         ignore_eos: continue after an end-of-sequence token.
@@ -49,6 +51,8 @@ class SamplingParams:
         presence_penalty: subtracted once from the logits of tokens in the reply. 0: off.
         logit_bias: token id → a number that is added to its logit.
         banned_token_ids: tokens that are never sampled.
+        allowed_token_ids: the only tokens that are sampled. None: all. An end token that is not in the
+            list never ends the reply.
         logprobs: n: report the log-probability of the sampled token and of the top n.
     """
 
@@ -57,6 +61,7 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     max_tokens: int = 256
+    min_tokens: int = 0
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
@@ -66,6 +71,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=lambda: NO_BIAS)
     banned_token_ids: Sequence[int] = ()
+    allowed_token_ids: Sequence[int] | None = None
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -74,6 +80,14 @@ class SamplingParams:
         object.__setattr__(self, "stop", stops)
         for name in ("stop_token_ids", "banned_token_ids"):
             object.__setattr__(self, name, _check_token_ids(name, getattr(self, name)))
+        if self.allowed_token_ids is not None:
+            allowed = _check_token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not allowed:
+                raise ArgumentError(
+                    "allowed_token_ids is empty, so no token can be sampled",
+                    next="list at least one token, or use None to allow all",
+                )
+            object.__setattr__(self, "allowed_token_ids", allowed)
         object.__setattr__(self, "logit_bias", _check_logit_bias(self.logit_bias))
         _check_number(
             "temperature", self.temperature, "0 (greedy) to 1e30", lambda x: 0 <= x <= MAX_MAGNITUDE
@@ -82,6 +96,8 @@ class SamplingParams:
         _check_number("min_p", self.min_p, "from 0 (off) to 1", lambda x: 0 <= x <= 1)
         _check_integer("top_k", self.top_k, 0, "0 (off) or more")
         _check_integer("max_tokens", self.max_tokens, 1, "1 or more")
+        limit = f"from 0 to max_tokens={self.max_tokens}"
+        _check_integer("min_tokens", self.min_tokens, 0, limit, self.max_tokens)
         penalty = self.repetition_penalty
         _check_number(
             "repetition_penalty",
@@ -114,7 +130,9 @@ class SamplingParams:
 
     def check_token_ids(self, vocab_size: int) -> None:
         """ArgumentError for token ids outside the model's vocabulary."""
-        token_ids = [*self.logit_bias, *self.banned_token_ids, *self.stop_token_ids]
+        allowed = range(vocab_size) if self.allowed_token_ids is None else self.allowed_token_ids
+        listed = () if self.allowed_token_ids is None else self.allowed_token_ids
+        token_ids = [*self.logit_bias, *self.banned_token_ids, *self.stop_token_ids, *listed]
         invalid = [token for token in token_ids if not 0 <= token < vocab_size]
         if invalid:
             raise ArgumentError(
@@ -122,7 +140,7 @@ class SamplingParams:
                 next=f"token ids range from 0 to {vocab_size - 1}",
             )
         banned = {token for token, bias in self.logit_bias.items() if bias == -math.inf}
-        if len(banned.union(self.banned_token_ids)) == vocab_size:
+        if banned.union(self.banned_token_ids).issuperset(allowed):
             raise ArgumentError("every token is banned", next="allow at least one token")
 
 
@@ -175,7 +193,11 @@ class Constraint(Protocol):
     """A grammar for structured output: it says which tokens may come next."""
 
     def allowed_tokens(self) -> Tensor | None:
-        """A bool mask over the vocabulary; None: every token."""
+        """A mask over the vocabulary; None: every token.
+
+        Either bool [O], or int32 [ceil(O / 32)] with bit `i % 32` of word `i // 32` for token i. A
+        mask may be shorter: tokens past its end are not allowed.
+        """
         ...
 
     def accept_token(self, token: int) -> None:
@@ -199,9 +221,9 @@ class TokenLogprob:
 class Result:
     """A finished generation.
 
-    `finish_reason` is stop, length (max_tokens or context) or cancelled. `stopped_by` is the stop
-    string or the id of the stop token. `token_ids` includes the stop token or the tokens of the
-    stop string; `text` ends before them.
+    `finish_reason` is stop, length (max_tokens or context), cancelled or error; `error` then says what
+    happened. `stopped_by` is the stop string or the id of the stop token. `token_ids` includes the
+    stop token or the tokens of the stop string; `text` ends before them.
     """
 
     id: str
@@ -214,6 +236,7 @@ class Result:
     cached_tokens: int  # prompt tokens found in the prefix cache
     first_token_seconds: float
     seconds: float
+    error: str | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -240,8 +263,9 @@ class RequestState(enum.Enum):
 class Request:
     """One generation.
 
-    `tokens[:length]` are prompt and reply. The keys of the first `num_computed_tokens` are in the
-    KV cache.
+    `tokens[:length]` are prompt and reply. A launched step that was not read yet samples
+    `num_pending` more. The keys of the first `num_computed_tokens` are in the KV cache, or will be
+    once the launched steps have run.
     """
 
     def __init__(
@@ -251,24 +275,30 @@ class Request:
         params: SamplingParams,
         context: int,
         constraint: Constraint | None = None,
+        stop_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.id = id
         self.params = params
         self.constraint = constraint
+        self.stop_ids = stop_ids  # stop and end tokens
         self.needs_logit_processing = bool(
             params.logit_bias
             or params.banned_token_ids
+            or params.allowed_token_ids is not None
+            or params.min_tokens
             or params.has_penalties
             or constraint is not None
         )
         self.is_sampled = not params.is_greedy
         self.seed = secrets.randbits(64) if params.seed is None else params.seed
         self.prompt_length = self.length = len(prompt_ids)
+        self.num_pending = 0
         self.max_length = min(context, self.length + params.max_tokens)  # prompt and reply
         self.tokens = np.empty(self.max_length, dtype=np.int64)
         self.tokens[: self.length] = prompt_ids
         self.state = RequestState.WAITING
         self.num_computed_tokens = 0
+        self.num_state_tokens = 0  # tokens in its states, for layers without attention; -1: unknown
         self.cached_tokens = 0
         self.num_preemptions = 0
         self.uses_long_rope = False  # LongRoPE: its keys are rotated by the long factors
@@ -278,10 +308,18 @@ class Request:
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason = ""
         self.stopped_by: str | int | None = None
+        self.error: str | None = None
         self.arrival_time = time.perf_counter()
         self.first_token_time = self.finish_time = self.arrival_time
 
+    @property
+    def scheduled_length(self) -> int:
+        """The number of tokens, with those that are being sampled."""
+        return self.length + self.num_pending
+
     def append(self, token: int) -> None:
+        """Add a sampled token."""
+        self.num_pending = max(self.num_pending - 1, 0)  # of another rank's request always 0
         if self.length == self.prompt_length:
             self.first_token_time = time.perf_counter()
         self.tokens[self.length] = token
@@ -308,4 +346,5 @@ class Request:
             cached_tokens=self.cached_tokens,
             first_token_seconds=self.first_token_time - self.arrival_time,
             seconds=self.finish_time - self.arrival_time,
+            error=self.error,
         )

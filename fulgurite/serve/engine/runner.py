@@ -1,4 +1,4 @@
-"""The model runner: `ScheduledChunk`s in, the logits of their next tokens out.
+"""The model runner: `ScheduledChunk`s in, their next tokens and the logits of them out.
 
 A step in which every request has exactly one token is a decode step. It runs as a
 `CapturedDecodeStep`, captured once for each batch size (captured_step.py). Every other step, with
@@ -14,15 +14,24 @@ import torch
 from torch import Tensor
 
 from fulgurite.cudagraph import GraphPool
-from fulgurite.errors import ReplayError
+from fulgurite.determinism import deterministic
+from fulgurite.device import is_out_of_memory
+from fulgurite.errors import ArgumentError, ReplayError
 from fulgurite.kernels.attention.ops import PAGED_ATTENTION_KERNELS
+from fulgurite.kernels.gemm.dense_linear import use_dense_kernels
 from fulgurite.kernels.gemm.fused_projections import merge_weight_storage
+from fulgurite.kernels.sampling.ops import fill_pending_tokens
+from fulgurite.logs import LOG
+from fulgurite.models.attention import Attention
+from fulgurite.models.blocks import GatedMLP
 from fulgurite.models.kv_cache import NoKVCache
-from fulgurite.models.layers import Attention, CausalLM, GatedMLP
+from fulgurite.models.layers import CausalLM
+from fulgurite.models.transformers_backend.model import TransformersModel
 from fulgurite.serve.engine.batch import build_input_batch
 from fulgurite.serve.engine.block_manager import BlockManager
-from fulgurite.serve.engine.captured_step import CapturedDecodeStep
+from fulgurite.serve.engine.captured_step import CapturedDecodeStep, StepOutput
 from fulgurite.serve.engine.kv_cache import PagedKVCache
+from fulgurite.serve.engine.sampler import Sampler, SamplingInputs
 from fulgurite.serve.engine.scheduler import ScheduledChunk
 
 MAX_CAPTURED_STEPS = 32  # the least recently used one is dropped
@@ -40,35 +49,71 @@ class ModelRunner:
         model: CausalLM,
         kv_cache: PagedKVCache,
         block_manager: BlockManager,
+        sampler: Sampler,
         no_capture_reason: str | None = None,
+        is_deterministic: bool = False,
     ) -> None:
         self.model, self.kv_cache, self.block_manager = model, kv_cache, block_manager
-        self.device = model.norm.weight.device
+        self.sampler = sampler
+        self.device = model.device
         self.captured_steps: OrderedDict[int, CapturedDecodeStep] = OrderedDict()
-        self.no_capture_reason = no_capture_reason
+        self.no_capture_reason = no_capture_reason or model.no_capture_reason
         self.graph_pool = None
         if self.device.type == "cuda":
             self.graph_pool = GraphPool(self.device)
             merge_projection_weights(model)
+        self.is_deterministic = is_deterministic
+        if is_deterministic:
+            check_deterministic(model, kv_cache)
+            use_dense_kernels(model)
         if self.device.type not in PAGED_ATTENTION_KERNELS:
             self.no_capture_reason = f"there is no attention kernel for {self.device.type}"
 
     @torch.inference_mode()
-    def execute(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
-        """Logits [R, O] in float32: one row for each chunk that needs sampling."""
+    def execute(
+        self, chunks: Sequence[ScheduledChunk], sampling: SamplingInputs | None
+    ) -> StepOutput:
+        """`_execute` in deterministic mode or not."""
+        with deterministic(self.is_deterministic):
+            return self._execute(chunks, sampling)
+
+    def _execute(
+        self, chunks: Sequence[ScheduledChunk], sampling: SamplingInputs | None
+    ) -> StepOutput:
+        """Run the chunks, and sample a token for each one that needs it.
+
+        The output has a row for each of these. `sampling`: None if nothing is to be sampled. On a GPU
+        nothing waits for the device.
+        """
         if not chunks:
-            return self._execute_empty()
-        if all(count == 1 and start + 1 == request.length for request, start, count in chunks):
+            return StepOutput(self._execute_empty(), None)
+        if self.kv_cache.has_states:
+            for chunk in chunks:  # until the step is launched: its tokens must not be added twice
+                chunk.request.num_state_tokens = -1
+        if sampling is not None and all(
+            chunk.num_tokens == 1 and chunk.needs_sampling for chunk in chunks
+        ):
             step = self._get_captured_step(len(chunks))
             if step is not None:
-                return step(chunks).float()
+                return step(chunks, sampling)
+        logits_RO = self._execute_eagerly(chunks)
+        if sampling is None:
+            return StepOutput(logits_RO, None)
+        return StepOutput(logits_RO, self.sampler.run_eagerly(logits_RO, sampling))
+
+    def _execute_eagerly(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
+        """The logits of all chunks that need sampling, as one flat batch."""
         batch = build_input_batch(
             chunks,
             self.block_manager,
             self.device,
             needs_rope_seq_lens=self.model.needs_sequence_lengths,
             recompute_after=self.model.recompute_after,
+            has_states=self.kv_cache.has_states,
         )
+        if batch.pending_rows_T is not None:
+            last_tokens_W = self.sampler.rows.last_tokens_W
+            fill_pending_tokens(batch.token_ids_T, batch.pending_rows_T, last_tokens_W)
         self.kv_cache.set_batch(batch)
         hidden_TD = self.model.compute_hidden_states(
             batch.token_ids_T, batch.positions_T, self.kv_cache
@@ -90,10 +135,22 @@ class ModelRunner:
         if size not in self.captured_steps:
             try:
                 self.captured_steps[size] = CapturedDecodeStep(
-                    self.model, self.kv_cache, self.block_manager, size, self.graph_pool
+                    self.model,
+                    self.kv_cache,
+                    self.block_manager,
+                    self.sampler,
+                    size,
+                    self.graph_pool,
                 )
             except ReplayError as error:
                 self.no_capture_reason = str(error)
+                return None
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = f"out of memory while a step of {size} requests was captured"
+                self.no_capture_reason = reason  # eager steps need less: they keep nothing
+                LOG.warning("%s; decode steps are not captured from now on", reason)
                 return None
             if len(self.captured_steps) > MAX_CAPTURED_STEPS:
                 self.captured_steps.popitem(last=False)
@@ -106,3 +163,23 @@ def merge_projection_weights(model: CausalLM) -> None:
     for module in model.modules():
         if isinstance(module, Attention | GatedMLP):
             merge_weight_storage(module.fused_projections)
+
+
+def check_deterministic(model: CausalLM, kv_cache: PagedKVCache) -> None:
+    """Raise for models whose results on a GPU depend on the batch even in deterministic mode."""
+    if model.device.type != "cuda":
+        return
+    reason = None
+    if isinstance(model, TransformersModel):
+        reason = "modules of transformers run torch's own products and reductions"
+    elif any(spec.is_mla for spec in model.attention_specs):
+        reason = "the kernel of multi-head latent attention depends on the number of new tokens"
+    elif kv_cache.has_states:
+        reason = "linear attention runs prompts in chunks and replies token by token"
+    elif model.dtype not in (torch.bfloat16, torch.float16):
+        reason = f"there is no batch-invariant GEMM in {model.dtype}"
+    if reason is not None:
+        raise ArgumentError(
+            f"deterministic=True does not support this model on a GPU: {reason}",
+            next="leave it out, use device='cpu', or dtype=torch.bfloat16",
+        )

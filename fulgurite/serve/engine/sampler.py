@@ -6,25 +6,79 @@ The order of operations, with the settings of each request:
 
 Penalties: `repetition_penalty` divides the positive logits (multiplies the negative ones) of all
 tokens in prompt and reply. `frequency_penalty` is subtracted for every occurrence in the reply,
-`presence_penalty` once. Temperature and what follows is `kernels/sampling/ops.py`. Log-probabilities
-come from the raw logits, before all of this.
+`presence_penalty` once. All of it runs on the device (`kernels/sampling/ops.py`), with the state in
+`sampling_rows.py`. Log-probabilities come from the raw logits, before all of this (`logprobs.py`).
 
-Shapes: R requests; O vocabulary; C distinct tokens.
+A step is sampled in four calls, so that the host need not wait for the device:
+
+    prepare   the settings of the step, from positions that are known before the tokens are
+    run       sample and count on the device; part of the CUDA graph of a captured step
+    collect   start to copy tokens and log-probabilities to the host
+    read      wait for them (`SampledTokens`)
+
+Shapes: R requests; O vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fulgurite.kernels.sampling.ops import greedy_sample, philox_uniform, sample_rows
+from fulgurite.kernels.sampling.ops import philox_uniform, record_tokens, sample_tokens
+from fulgurite.kernels.sampling.table import NUM_PROCESSING, NUM_SETTINGS
+from fulgurite.serve.engine.logprobs import PendingLogprobs, compute_logprobs
 from fulgurite.serve.engine.request import Request, TokenLogprob
+from fulgurite.serve.engine.sampling_rows import SamplingRows
 
 PRECOMPUTED_POSITIONS = 32  # positions whose random numbers are drawn at once
 MIN_TEMPERATURE = 1e-30  # float32 would divide by 0 below; it is greedy long before
+GREEDY_SETTINGS = (0.0, 0.0, 0.0, 1.0)
+
+
+class SamplingVariant(NamedTuple):
+    """Which kernels sampling runs: a captured step has a CUDA graph for each."""
+
+    is_random: bool  # some request is not greedy
+    uses_threshold: bool  # some request has top-k or top-p
+    is_processed: bool  # some request has a bias, a mask or penalties
+
+
+@dataclass(frozen=True)
+class SamplingInputs:
+    """What the device needs to sample a step, besides the logits (`kernels/sampling/table.py`)."""
+
+    requests: list[Request]
+    settings_R5: np.ndarray
+    processing_R5: np.ndarray
+    variant: SamplingVariant
+
+
+class SampledTokens:
+    """The tokens of a step, which may still run. Negative ones are errors of their request."""
+
+    def __init__(self, tokens_R: Tensor, logprobs: PendingLogprobs | None) -> None:
+        self.logprobs = logprobs
+        self.event: torch.cuda.Event | None = None
+        self.tokens_R = tokens_R
+        if tokens_R.is_cuda:
+            self.tokens_R = torch.empty(len(tokens_R), dtype=torch.int64, pin_memory=True)
+            self.tokens_R.copy_(tokens_R, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def read(self) -> tuple[list[int], list[TokenLogprob | None]]:
+        """Wait for the step; its tokens, and the log-probabilities where they were asked for."""
+        if self.event is not None:
+            self.event.synchronize()
+        tokens: list[int] = self.tokens_R.tolist()
+        if self.logprobs is None:
+            return tokens, [None] * len(tokens)
+        return tokens, self.logprobs.read(tokens)
 
 
 class Sampler:
@@ -34,50 +88,131 @@ class Sampler:
     depend on seed and position only, so they are drawn for many positions at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.rows = SamplingRows(num_rows, vocab_size, device)
+        self.vocab_size, self.device = vocab_size, device
         self.requests: list[Request] = []
-        self.settings_R5: np.ndarray = np.empty((0, 5))
+        self.settings_R5: np.ndarray = np.empty((0, NUM_SETTINGS))
+        self.processing_R5: np.ndarray = np.empty((0, NUM_PROCESSING))
+        self.is_random: np.ndarray = np.empty(0, dtype=bool)
+        self.processed: list[tuple[int, Request]] = []
         self.first_positions: np.ndarray = np.empty(0, dtype=np.int64)  # of `uniforms`, by request
         self.uniforms: np.ndarray = np.empty((0, 0))  # a row for each position from there on
+        self.was_interrupted = False  # a step ran that nobody reads: last tokens are not to be used
 
-    def sample(self, logits_RO: Tensor, requests: Sequence[Request]) -> list[int]:
-        """The next token of each request; row r of the logits belongs to request r."""
-        processed = [i for i, request in enumerate(requests) if request.needs_logit_processing]
-        if processed:
-            logits_RO = logits_RO.clone()
-            for index in processed:
-                process_logits(logits_RO[index], requests[index])
-        sampled = [index for index, request in enumerate(requests) if request.is_sampled]
-        if not sampled:
-            return greedy_sample(logits_RO).tolist()
-        settings = self.get_settings([requests[index] for index in sampled], logits_RO.shape[1])
-        if len(sampled) == len(requests):
-            return sample_rows(logits_RO, settings).tolist()
-        tokens_R = greedy_sample(logits_RO)
-        tokens_R[sampled] = sample_rows(logits_RO[sampled], settings).to(tokens_R.device)
-        return tokens_R.tolist()
+    def can_sample_ahead(self, requests: Sequence[Request]) -> bool:
+        """Whether a step can be launched before the tokens that it depends on are known."""
+        return not self.was_interrupted and not any(
+            request.num_pending
+            and (
+                request.constraint is not None  # its mask depends on the token
+                or (request.params.has_penalties and not self.rows.has_counts(request))
+            )
+            for request in requests
+        )
 
-    def get_settings(self, requests: list[Request], vocab_size: int) -> Tensor:
-        """Temperature, min-p, top-k, top-p and the random number of each request: [R, 5]."""
-        positions = np.array([request.length for request in requests], dtype=np.int64)
+    # ---- prepare -----------------------------------------------------------------------------------
+
+    def prepare(self, requests: list[Request]) -> SamplingInputs:
+        """The settings of the next tokens of these requests. `finish` must follow the step."""
         if requests != self.requests:
-            settings_R5 = np.empty((len(requests), 5))
-            settings_R5[:, :4] = [
-                (max(p.temperature, MIN_TEMPERATURE), p.min_p, min(p.top_k, vocab_size), p.top_p)
-                for p in (request.params for request in requests)
-            ]
-            uniforms = draw_uniforms(requests, positions, 1)
-            # Assigned together and last: an interrupt before leaves a consistent state.
-            self.requests, self.settings_R5 = requests, settings_R5
-            self.first_positions, self.uniforms = positions, uniforms
-        offsets = positions - self.first_positions
-        if offsets.min() < 0 or offsets.max() >= len(self.uniforms):
-            uniforms = draw_uniforms(requests, positions, PRECOMPUTED_POSITIONS)
-            self.first_positions, self.uniforms = positions, uniforms
-            offsets[:] = 0
-        self.settings_R5[:, 4] = self.uniforms[offsets, np.arange(len(requests))]
-        # A copy, since the transfer of the previous step to a GPU may still be under way.
-        return torch.from_numpy(self.settings_R5.copy())
+            self._cache_settings(requests)
+        processing_R5 = self.processing_R5.copy()
+        processing_R5[:, 0] = [request.block_table_row for request in requests]
+        for index, request in self.processed:
+            processing_R5[index, 1] = self.rows.write(request)
+        settings_R5 = self.settings_R5
+        is_random = bool(self.is_random.any())
+        if is_random:
+            settings_R5 = settings_R5.copy()
+            settings_R5[:, 4] = np.where(self.is_random, self._draw(requests), 0.0)
+        uses_threshold = bool(((settings_R5[:, 2] > 0) | (settings_R5[:, 3] < 1)).any())
+        variant = SamplingVariant(is_random, uses_threshold, bool(self.processed))
+        self.was_interrupted = True
+        self.rows.begin_counting(requests)
+        return SamplingInputs(requests, settings_R5, processing_R5, variant)
+
+    def finish(self, inputs: SamplingInputs) -> None:
+        """Record that the step was launched, before its chunks are marked as computed."""
+        self.rows.finish_counting(inputs.requests)
+        self.was_interrupted = False
+
+    def _cache_settings(self, requests: list[Request]) -> None:
+        all_params = [request.params for request in requests]
+        settings_R5, processing_R5 = (
+            np.zeros((len(requests), columns)) for columns in (NUM_SETTINGS, NUM_PROCESSING)
+        )
+        settings_R5[:, :4] = [
+            GREEDY_SETTINGS
+            if p.is_greedy
+            else (
+                max(p.temperature, MIN_TEMPERATURE),
+                p.min_p,
+                min(p.top_k, self.vocab_size),
+                p.top_p,
+            )
+            for p in all_params
+        ]
+        processing_R5[:, 2:] = [
+            (p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in all_params
+        ]
+        is_random = np.array([not p.is_greedy for p in all_params], dtype=bool)
+        processed = [(i, r) for i, r in enumerate(requests) if r.needs_logit_processing]
+        # Assigned together and last: an interrupt before leaves a consistent state.
+        self.first_positions, self.uniforms = np.empty(0, dtype=np.int64), np.empty((0, 0))
+        self.settings_R5, self.processing_R5 = settings_R5, processing_R5
+        self.is_random, self.processed = is_random, processed
+        self.requests = requests
+
+    def _draw(self, requests: list[Request]) -> np.ndarray:
+        """The random number of each request's next token."""
+        positions = np.array([request.scheduled_length for request in requests], dtype=np.int64)
+        if len(self.uniforms):
+            offsets = positions - self.first_positions
+            if offsets.min() >= 0 and offsets.max() < len(self.uniforms):
+                numbers: np.ndarray = self.uniforms[offsets, np.arange(len(requests))]
+                return numbers
+        count = PRECOMPUTED_POSITIONS if len(self.uniforms) else 1  # requests may change right away
+        uniforms = draw_uniforms(requests, positions, count)
+        self.first_positions, self.uniforms = positions, uniforms
+        first: np.ndarray = uniforms[0]
+        return first
+
+    # ---- run, collect ------------------------------------------------------------------------------
+
+    def run(
+        self,
+        logits_RO: Tensor,
+        settings_R5: Tensor,
+        processing_R5: Tensor,
+        variant: SamplingVariant,
+    ) -> Tensor:
+        """Sample and count one token of each row, on the device and without a sync."""
+        table = self.rows.table if variant.is_processed else None
+        tokens_R = sample_tokens(
+            logits_RO,
+            settings_R5 if variant.is_random else None,
+            processing_R5,
+            table,
+            variant.uses_threshold,
+        )
+        counts_WO = None if table is None else table.counts_WO
+        record_tokens(tokens_R, processing_R5, self.rows.last_tokens_W, counts_WO)
+        return tokens_R
+
+    def run_eagerly(self, logits_RO: Tensor, inputs: SamplingInputs) -> Tensor:
+        """`run`, with inputs that are on the host."""
+        settings_R5, processing_R5 = (
+            torch.from_numpy(array).to(self.device, non_blocking=True)
+            for array in (inputs.settings_R5, inputs.processing_R5)
+        )
+        return self.run(logits_RO, settings_R5, processing_R5, inputs.variant)
+
+    def collect(
+        self, logits_RO: Tensor, tokens_R: Tensor, requests: Sequence[Request]
+    ) -> SampledTokens:
+        """Start to copy the tokens to the host, and log-probabilities of the raw logits."""
+        return SampledTokens(tokens_R, compute_logprobs(logits_RO, tokens_R, requests))
 
 
 def draw_uniforms(requests: Sequence[Request], positions: np.ndarray, count: int) -> np.ndarray:
@@ -87,43 +222,3 @@ def draw_uniforms(requests: Sequence[Request], positions: np.ndarray, count: int
     all_seeds = np.broadcast_to(seeds, all_positions.shape)
     uniforms = philox_uniform(all_seeds.ravel(), all_positions.ravel())
     return uniforms.reshape(all_positions.shape)
-
-
-def process_logits(logits_O: Tensor, request: Request) -> None:
-    """Apply logit bias, banned tokens, the grammar and penalties, in place."""
-    params = request.params
-    if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), device=logits_O.device)
-        bias = torch.tensor(list(params.logit_bias.values()), device=logits_O.device)
-        logits_O[ids] += bias.to(logits_O.dtype)
-    if params.banned_token_ids:
-        banned = torch.tensor(params.banned_token_ids, device=logits_O.device)
-        logits_O[banned] = float("-inf")
-    allowed = None if request.constraint is None else request.constraint.allowed_tokens()
-    if allowed is not None:
-        logits_O.masked_fill_(~allowed.to(logits_O.device), float("-inf"))
-    if params.has_penalties:
-        apply_penalties(logits_O, request)
-
-
-def apply_penalties(logits_O: Tensor, request: Request) -> None:
-    """Apply repetition, frequency and presence penalties, in place."""
-    params = request.params
-    if params.repetition_penalty != 1.0:
-        seen = torch.from_numpy(np.unique(request.tokens[: request.length])).to(logits_O.device)
-        values = logits_O[seen]
-        penalty = params.repetition_penalty
-        logits_O[seen] = torch.where(values < 0, values * penalty, values / penalty)
-    if params.frequency_penalty or params.presence_penalty:
-        ids, counts = np.unique(request.output_ids, return_counts=True)
-        penalties = params.frequency_penalty * counts + params.presence_penalty
-        ids_C = torch.from_numpy(ids).to(logits_O.device)
-        logits_O[ids_C] -= torch.from_numpy(penalties).to(logits_O.device, logits_O.dtype)
-
-
-def compute_logprobs(logits_O: Tensor, token: int, count: int) -> TokenLogprob:
-    """Log-probabilities of the sampled token and of the `count` most likely tokens."""
-    values_O = logits_O.float().log_softmax(dim=-1)
-    top = values_O.topk(min(count, len(values_O)))
-    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    return TokenLogprob(token, float(values_O[token]), tuple(pairs))

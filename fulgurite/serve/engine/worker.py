@@ -46,11 +46,15 @@ class Worker:
                 next="start all ranks with the same model and options; if they were, this is a bug "
                 "in fulgurite",
             )
-        logits_RO = engine.runner.execute(chunks)
+        chunks = engine.agree_on_chunks(chunks, self.coordinator)
+        samples = mesh.data.size > 1 and mesh.tensor.index == 0
+        requests = [chunk.request for chunk in chunks if chunk.needs_sampling and samples]
+        step = engine.execute(chunks, requests)
         engine.scheduler.mark_computed(chunks)
-        if mesh.data.size > 1 and mesh.tensor.index == 0:
-            requests = [chunk.request for chunk in chunks if chunk.needs_sampling]
-            tokens = engine.sampler.sample(logits_RO, requests) if requests else []
+        engine.memory.record_success(chunks)
+        engine.scheduler.cache_blocks(chunks)
+        if samples:
+            tokens = [] if step is None else step.read()[0]
             numbers = (self.number_of[request.id] for request in requests)
             sampled = dict(zip(numbers, tokens, strict=True))
             self.coordinator.gather_tokens(sampled, engine.plan.limits.max_sequences)
@@ -70,7 +74,13 @@ class Worker:
                 self._end(request, event.cancelled)
 
     def _add(self, event: RequestAdded) -> None:
-        request = Request(event.id, event.prompt_ids, event.params, self.engine.context)
+        request = Request(
+            event.id,
+            event.prompt_ids,
+            event.params,
+            self.engine.context,
+            stop_ids=event.stop_ids,
+        )
         request.seed = event.seed
         self.engine.requests[event.id] = request
         self.number_of[event.id] = event.number

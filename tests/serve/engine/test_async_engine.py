@@ -66,7 +66,7 @@ def test_abandoned_stream_is_cancelled(model) -> None:
 def test_failed_engine_ends_all_streams(model) -> None:
     engine = make_engine(model)
 
-    def broken(chunks):
+    def broken(*arguments):
         raise ZeroDivisionError("the model broke")
 
     engine.runner.execute = broken  # type: ignore[method-assign]

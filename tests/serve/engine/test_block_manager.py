@@ -33,7 +33,7 @@ def tables(
 def run(made: BlockManager, one: Request, tokens: int) -> None:
     assert made.reserve(one, tokens)
     one.num_computed_tokens = tokens
-    made.cache_full_blocks(one)
+    made.cache_full_blocks(one, one.num_computed_tokens)
 
 
 def test_free_blocks_stay_cached_until_allocated() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from pkgutil import resolve_name
 
 import pytest
+import torch
 
 from fulgurite.errors import ArgumentError
 from fulgurite.models import CausalLM
@@ -59,24 +61,43 @@ def test_a_listener_may_cancel_others(model: CausalLM) -> None:
     "where",
     [
         "fulgurite.serve.engine.runner.ModelRunner.execute",
-        "fulgurite.serve.engine.sampler.Sampler.sample",
-        "fulgurite.serve.engine.engine.compute_logprobs",
+        "fulgurite.serve.engine.sampler.Sampler.prepare",
+        "fulgurite.serve.engine.sampler.sample_tokens",
+        "fulgurite.serve.engine.sampler.record_tokens",
+        "fulgurite.serve.engine.sampler.compute_logprobs",
+        "fulgurite.serve.engine.sampler.SampledTokens.read",
         "fulgurite.serve.engine.sampler.philox_uniform",
+        "fulgurite.serve.engine.sampling_rows.count_tokens",
     ],
 )
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    ("temperature", "async_scheduling"), [(1.0, False), (0.0, True), (1.0, True)]
+)
 def test_interrupted_step_runs_again(
-    model: CausalLM, where: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+    model: CausalLM,
+    where: str,
+    temperature: float,
+    async_scheduling: bool,
+    after: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Also if the device had done its part: sampled, counted, and stored the token."""
     prompts = [[1, 2, 3], list(range(40))]  # the second takes several steps to read
     params = [
         SamplingParams(
-            max_tokens=most, ignore_eos=True, temperature=temperature, seed=most, logprobs=2
+            max_tokens=most,
+            ignore_eos=True,
+            temperature=temperature,
+            seed=most,
+            logprobs=2,
+            frequency_penalty=1.5 if temperature else 0.0,  # greedy requests run ahead more often
+            repetition_penalty=1.2 if temperature else 1.0,
         )
         for most in (9, 6)
     ]
     wanted = make_engine(model).generate(prompts, params)
-    engine, found = make_engine(model), {}
+    engine, found = make_engine(model, async_scheduling=async_scheduling), {}
 
     def listen(update: Update) -> None:
         if update.result is not None:
@@ -85,9 +106,10 @@ def test_interrupted_step_runs_again(
     real, calls = resolve_name(where), count()
 
     def interrupted(*arguments: object) -> object:
+        result = real(*arguments) if after else None
         if next(calls) % 3 == 0:
             raise KeyboardInterrupt
-        return real(*arguments)
+        return result if after else real(*arguments)
 
     ids = [
         engine.add_request(prompt, one, listener=listen).id
@@ -97,7 +119,7 @@ def test_interrupted_step_runs_again(
     while engine.has_unfinished_requests:
         with suppress(KeyboardInterrupt):
             engine.step()
-    assert (next(calls) > 3) == (temperature > 0 or not where.endswith("uniform"))
+    assert (next(calls) > 1) == (temperature > 0 or not where.endswith(("uniform", "count_tokens")))
     for id, one in zip(ids, wanted, strict=True):
         assert (found[id].token_ids, found[id].logprobs) == (one.token_ids, one.logprobs)
     check_idle(engine)
@@ -168,3 +190,51 @@ def test_tiny_temperature_is_greedy(model: CausalLM, temperature: float) -> None
     )
     hot = SamplingParams(temperature=1e30, banned_token_ids=[3], max_tokens=50, seed=0)
     assert 3 not in engine.generate([[1, 2]], hot)[0].token_ids
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nan_logits_end_only_their_request(temperature: float, async_scheduling: bool) -> None:
+    broken = tiny_model()
+    broken.embed_tokens.weight[13] = torch.nan
+    engine = make_engine(broken, async_scheduling=async_scheduling)
+    params = SamplingParams(
+        max_tokens=6, ignore_eos=True, temperature=temperature, seed=3, banned_token_ids=[13]
+    )
+    late = replace(params, banned_token_ids=(), logit_bias={13: 1e30}, logprobs=1)
+    prompts = [[1, 2], [13, 4], [5], [6, 7]]
+    good, bad, other, second = engine.generate(prompts, [params, params, params, late])
+    assert (bad.finish_reason, bad.token_ids) == ("error", [])
+    assert bad.error is not None and "logits are NaN" in bad.error and bad.id in bad.error
+    assert (second.finish_reason, second.token_ids) == ("error", [13])  # fed on to the next step
+    assert second.logprobs is not None and len(second.logprobs) == 1
+    for result, prompt in ((good, [1, 2]), (other, [5])):
+        assert (result.error, result.finish_reason) == (None, "length")
+        assert result.token_ids == make_engine(broken).generate([prompt], params)[0].token_ids
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_request_without_allowed_tokens_ends_alone(
+    model: CausalLM, async_scheduling: bool
+) -> None:
+    class Ending:
+        def __init__(self) -> None:
+            self.left = 2
+
+        def allowed_tokens(self) -> torch.Tensor:
+            return torch.full((97,), self.left > 0)
+
+        def accept_token(self, token: int) -> None:
+            self.left -= 1
+
+    engine, heard = make_engine(model, async_scheduling=async_scheduling), []
+    engine.add_request([1, 2], greedy(5), id="good", listener=heard.append)
+    engine.add_request([3], greedy(5), id="bad", listener=heard.append, constraint=Ending())
+    while engine.has_unfinished_requests:
+        engine.step()
+    results = {update.id: update.result for update in heard if update.result is not None}
+    assert results["good"].finish_reason == "length" and len(results["good"].token_ids) == 5
+    assert results["bad"].finish_reason == "error" and len(results["bad"].token_ids) == 2
+    assert "bad, token 3: every token is banned" in results["bad"].error
+    check_idle(engine)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
-from fulgurite.serve.engine.request import SamplingParams
+from fulgurite.serve.engine.request import Result, SamplingParams
+from tests.serve.engine.test_sequential_oracle import EOS, VOCAB, Alternating, random_params
 from tests.serve.engines import check_idle, make_engine, tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -57,3 +60,57 @@ def test_planned_memory_matches_measured() -> None:
         engine.runner.no_capture_reason,
     )
     assert 0.95 * measured < engine.plan.total < 1.05 * measured
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+@pytest.mark.parametrize("captured", [True, False])
+def test_sampling_on_the_device(captured: bool, async_scheduling: bool) -> None:
+    """Random parameters, a grammar and preemptions: tokens of a CPU that runs steps in order."""
+    rng, model = random.Random(1), tiny_model()
+    prompts = [rng.choices(range(VOCAB), k=rng.randrange(1, 16)) for _ in range(24)]
+    params = [random_params(rng) for _ in prompts]
+    found = []
+    for device in ("cpu", "cuda"):
+        engine = make_engine(
+            model.to(device),
+            context=48,
+            max_sequences=6,
+            cache_tokens=128,
+            async_scheduling=async_scheduling and device == "cuda",
+        )
+        engine.eos_token_ids = EOS
+        if not captured:
+            engine.runner.no_capture_reason = "a test"
+        results: dict[str, Result] = {}
+        for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            constraint = Alternating(packed=index % 10 == 0) if index % 5 == 0 else None
+            engine.add_request(prompt, one, id=f"{index}", constraint=constraint)
+        while engine.has_unfinished_requests:
+            for update in engine.step():
+                if update.result is not None:
+                    results[update.id] = update.result
+        check_idle(engine)
+        found.append([results[f"{index}"] for index in range(len(prompts))])
+    for wanted, got in zip(*found, strict=True):
+        assert (got.token_ids, got.finish_reason) == (wanted.token_ids, wanted.finish_reason)
+        for a, b in zip(got.logprobs or (), wanted.logprobs or (), strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
+
+
+def test_a_step_ahead_does_not_wait_for_the_device() -> None:
+    """Decode steps are launched without a synchronization."""
+    engine = make_engine(tiny_model().to("cuda"))
+    penalized = SamplingParams(max_tokens=60, ignore_eos=True, presence_penalty=0.5)
+    sampled = SamplingParams(max_tokens=60, ignore_eos=True, temperature=1.0, top_p=0.9, seed=1)
+    for prompt, params in zip(PROMPTS, [penalized, sampled] * 3, strict=False):
+        engine.add_request(prompt, params)
+    for _ in range(8):
+        engine.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert engine._launch()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for id in list(engine.requests):
+        engine.cancel(id)
+    check_idle(engine)

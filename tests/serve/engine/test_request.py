@@ -48,6 +48,10 @@ from fulgurite.serve.engine.request import SamplingParams
         ({"stop_token_ids": 5}, "stop_token_ids=5 must be a list"),
         ({"stop_token_ids": "12"}, "stop_token_ids='12'"),
         ({"banned_token_ids": [2.0]}, "banned_token_ids contains 2.0"),
+        ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
+        ({"allowed_token_ids": ["a"]}, "allowed_token_ids contains 'a'"),
+        ({"min_tokens": -1}, "min_tokens=-1"),
+        ({"min_tokens": 9, "max_tokens": 8}, "from 0 to max_tokens=8"),
     ],
 )
 def test_invalid_values_raise(values: dict, says: str) -> None:
@@ -74,6 +78,7 @@ def test_token_ids_are_checked_against_the_model() -> None:
         SamplingParams(banned_token_ids=(10,)),
         SamplingParams(logit_bias={-1: 0.5}),
         SamplingParams(stop_token_ids=[10]),
+        SamplingParams(allowed_token_ids=[3, 11]),
     ):
         with pytest.raises(ArgumentError, match="not in the vocabulary"):
             params.check_token_ids(10)
@@ -81,3 +86,5 @@ def test_token_ids_are_checked_against_the_model() -> None:
         SamplingParams(banned_token_ids=range(3)).check_token_ids(3)
     with pytest.raises(ArgumentError, match="every token is banned"):
         SamplingParams(banned_token_ids=[0, 1], logit_bias={2: -math.inf}).check_token_ids(3)
+    with pytest.raises(ArgumentError, match="every token is banned"):
+        SamplingParams(banned_token_ids=[0, 1], allowed_token_ids=[1]).check_token_ids(3)

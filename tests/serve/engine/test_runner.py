@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from types import SimpleNamespace
+
 import pytest
 
 from fulgurite.models import CausalLM
-from fulgurite.serve.engine import runner
+from fulgurite.serve.engine import captured_step, runner
 from fulgurite.serve.engine.engine import Engine
 from fulgurite.serve.engine.request import SamplingParams
+from tests.serve.engine.test_sequential_oracle import EOS, VOCAB, random_params
 from tests.serve.engines import check_idle, make_engine, quantized_model
 
 
@@ -59,3 +63,61 @@ def test_least_recently_used_captured_step_is_dropped(
         prompts = [[seed, 5] for seed in range(requests)]
         texts(engine, prompts, [3] * requests)
         assert list(engine.runner.captured_steps) == cached
+
+
+def use_fake_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What a GPU captures, with graphs that call the function; returns the functions captured."""
+    captured: list[object] = []
+
+    def capture(step, *, warmups: int, **options: object) -> SimpleNamespace:
+        captured.append(step)
+        for _ in range(warmups):  # must change no request
+            step()
+        return SimpleNamespace(replay=step)
+
+    monkeypatch.setattr(captured_step, "capture_graph", capture)
+    get_step = engine.runner._get_captured_step
+    engine.runner.graph_pool = SimpleNamespace(handle=None, stream=None)  # type: ignore[assignment]
+    engine.runner._get_captured_step = lambda n: get_step(1 << (n - 1).bit_length())  # type: ignore[method-assign]
+    return captured
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_graphs_of_all_sampling_variants(
+    model: CausalLM, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padded batches and pending tokens."""
+    rng = random.Random(2)
+    prompts = [rng.choices(range(VOCAB), k=rng.randrange(1, 9)) for _ in range(10)]
+    params = [random_params(rng) for _ in prompts]
+    params[:2] = greedy(4), SamplingParams(temperature=1.0, seed=1, max_tokens=19)
+    plain = make_engine(model, max_sequences=1)
+    engine = make_engine(model, async_scheduling=async_scheduling)
+    captured = use_fake_graphs(engine, monkeypatch)
+    plain.eos_token_ids = engine.eos_token_ids = EOS
+    wanted = plain.generate(prompts, params)
+    found = engine.generate(prompts[:2], params[:2]) + engine.generate(prompts[2:], params[2:])
+    assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
+    assert [one.finish_reason for one in found] == [one.finish_reason for one in wanted]
+    assert len(captured) == sum(len(s.graphs) for s in engine.runner.captured_steps.values()) > 4
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_graph_that_is_captured_while_requests_run(
+    model: CausalLM, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Warm-up calls must not count the tokens of the step before once more."""
+    params = [
+        SamplingParams(max_tokens=30, ignore_eos=True, frequency_penalty=0.4),
+        greedy(5),
+        SamplingParams(max_tokens=9, ignore_eos=True, temperature=1.0, top_k=9, seed=4),
+    ]
+    prompts = [[1, 2], [3], [4, 5]]
+    engine = make_engine(model, max_sequences=2, async_scheduling=async_scheduling)
+    captured = use_fake_graphs(engine, monkeypatch)
+    found = engine.generate(prompts, params)
+    assert len(captured) == 3 and len(engine.runner.captured_steps[2].graphs) == 2
+    plain = make_engine(model, max_sequences=1)
+    wanted = [plain.generate([p], [one])[0] for p, one in zip(prompts, params, strict=True)]
+    assert [one.token_ids for one in found] == [one.token_ids for one in wanted]

@@ -82,6 +82,7 @@ class Ledger:
         for chunk in chunks:
             self.run(chunk)
         scheduler.mark_computed(chunks)
+        scheduler.cache_blocks(chunks)
         for chunk in chunks:
             if chunk.request.num_computed_tokens == chunk.request.length:
                 self.write(chunk.request)
@@ -94,7 +95,7 @@ class Ledger:
         return request.tokens[: position + 1].tobytes(), uses_long_factors
 
     def run(self, chunk: ScheduledChunk) -> None:
-        request, start, count = chunk
+        request, start, count = chunk.request, chunk.start, chunk.num_tokens
         assert start == request.num_computed_tokens, "keys are computed in order"
         for index, group in enumerate(self.tables.groups):
             row, keys = self.tables.block_tables[index][request.block_table_row], self.keys[index]
@@ -315,7 +316,7 @@ def test_free_blocks_are_reused_in_lru_order() -> None:
         made.allocate(one)
         assert made.reserve(one, 10)
         one.num_computed_tokens = 10
-        made.cache_full_blocks(one)
+        made.cache_full_blocks(one, one.num_computed_tokens)
     blocks = {one: made.block_tables[0][one.block_table_row][:3].tolist() for one in (old, new)}
     made.free(old)
     made.free(new)
@@ -332,7 +333,7 @@ def test_prefix_must_be_cached_for_every_group() -> None:
     for tokens in (8, 16, 24, 30):
         assert made.reserve(first, tokens)
         first.num_computed_tokens = tokens
-        made.cache_full_blocks(first)
+        made.cache_full_blocks(first, first.num_computed_tokens)
     made.free(first)
     narrow = made.pools[1]
     for block in (5, 3):  # an end at 24 needs 4 and 5, one at 20 needs 3 and 4, one at 16 2 and 3

@@ -1,0 +1,355 @@
+"""The engine's steps: waiting requests in, `Update`s of their tokens out.
+
+    step():  schedule ─▶ launch ─▶ read ─▶ postprocess
+
+One step computes a chunk of every scheduled request, and samples one token for each request whose
+prompt is complete. With asynchronous scheduling the next step is scheduled and launched before the
+tokens of this one are read:
+
+    device     step n          │ step n + 1      │ step n + 2
+    host       launch n + 1, read n, postprocess n, launch n + 2, ...
+
+Tokens go from step to step on the device. A request that turns out to have ended in step n also ran in
+step n + 1; that token is dropped.
+
+If a step is interrupted, or a grammar raises, all requests stay as they were and run again. A
+listener that raises does not affect the other listeners. A request whose logits are NaN, or for which
+every token is banned, ends with an error; the others continue. A step that runs out of memory is tried
+again, smaller (out_of_memory.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+from torch.autograd import profiler
+
+from fulgurite.device import is_out_of_memory
+from fulgurite.errors import ArgumentError
+from fulgurite.kernels.linear_attention.ops import CUT_ALIGNMENT
+from fulgurite.kernels.sampling.table import NAN_LOGITS, NO_ALLOWED_TOKEN
+from fulgurite.models.layers import CausalLM
+from fulgurite.models.tokenizer import Tokenizer
+from fulgurite.plan.kv_cache import group_layers
+from fulgurite.plan.memory import MemoryPlan
+from fulgurite.serve.engine.block_manager import BlockManager, BlockPool
+from fulgurite.serve.engine.coordinator import NO_CAPTURE_REASON, Coordinator
+from fulgurite.serve.engine.detokenizer import Detokenizer
+from fulgurite.serve.engine.kv_cache import PagedKVCache, allocate_states
+from fulgurite.serve.engine.out_of_memory import OutOfMemoryHandler, describe_failure
+from fulgurite.serve.engine.request import (
+    Request,
+    RequestState,
+    TokenLogprob,
+    Update,
+)
+from fulgurite.serve.engine.runner import ModelRunner
+from fulgurite.serve.engine.sampler import SampledTokens, Sampler
+from fulgurite.serve.engine.scheduler import ScheduledChunk, Scheduler
+from fulgurite.serve.engine.stats import StepRecorder, describe_step
+
+Listener = Callable[[Update], None]
+MAX_STEPS_IN_FLIGHT = 2  # with asynchronous scheduling: one runs while the other is read
+SAMPLING_ERRORS = {  # by what the sampler returns instead of a token
+    NAN_LOGITS: "the model's logits are NaN (check the weights; float16 may overflow: try bfloat16)",
+    NO_ALLOWED_TOKEN: "every token is banned (by logit_bias, banned_token_ids, allowed_token_ids, "
+    "min_tokens or the grammar)",
+}
+
+
+class SampledToken(NamedTuple):
+    """A token that was sampled for a request; negative: one of `SAMPLING_ERRORS`."""
+
+    request: Request
+    token: int
+
+
+class LaunchedStep(NamedTuple):
+    """A step that was launched. `sampled` has the tokens of `requests`, once the device is done."""
+
+    chunks: list[ScheduledChunk]
+    requests: list[Request]
+    sampled: SampledTokens | None
+
+    def read(self) -> tuple[list[int], list[TokenLogprob | None]]:
+        """Wait for the tokens and log-probabilities of `requests`."""
+        return ([], []) if self.sampled is None else self.sampled.read()
+
+
+class EngineCore:
+    """A model with its KV cache and unfinished requests.
+
+    Without a tokenizer prompts are token ids and results have no text. With a `coordinator` this
+    engine drives the engines of other ranks. `async_scheduling`: launch a step before the one before is
+    read; None: on a GPU, unless there are other ranks.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        tokenizer: Tokenizer | None,
+        plan: MemoryPlan,
+        *,
+        prefix_caching: bool = True,
+        coordinator: Coordinator | None = None,
+        async_scheduling: bool | None = None,
+        deterministic: bool | None = None,
+    ) -> None:
+        if async_scheduling and coordinator is not None:
+            raise ArgumentError(
+                "async_scheduling=True needs a single rank", next="leave it out: several ranks wait"
+            )
+        if tokenizer is not None:
+            tokenizer.check_vocab_size(model.config.vocab_size)
+        self.model, self.tokenizer, self.plan = model, tokenizer, plan
+        limits, specs = plan.limits, model.attention_specs
+        groups = group_layers(specs)
+        self.block_manager = BlockManager(
+            groups,
+            [BlockPool(count) for count in plan.group_blocks],
+            limits,
+            prefix_caching=prefix_caching and model.no_prefix_cache_reason is None,
+        )
+        self.kv_cache = PagedKVCache(
+            specs,
+            groups,
+            plan.group_blocks,
+            limits.block_size,
+            limits.kv_dtype,
+            plan.device,
+            allocate_states(model.state_specs, limits.max_sequences, model.dtype, plan.device),
+        )
+        self.scheduler = Scheduler(
+            self.block_manager,
+            limits.max_sequences,
+            limits.max_batched_tokens,
+            model.recompute_after,
+            has_states=bool(model.state_specs),
+            prefill_alignment=CUT_ALIGNMENT[plan.device.type] if model.state_specs else 1,
+        )
+        self.coordinator = coordinator
+        no_capture_reason = None if coordinator is None else NO_CAPTURE_REASON
+        self.sampler = Sampler(limits.max_sequences, model.config.vocab_size, plan.device)
+        self.runner = ModelRunner(
+            model,
+            self.kv_cache,
+            self.block_manager,
+            self.sampler,
+            no_capture_reason,
+            is_deterministic=plan.device.type == "cpu" if deterministic is None else deterministic,
+        )
+        if async_scheduling is None:
+            async_scheduling = plan.device.type == "cuda" and coordinator is None
+        self.memory = OutOfMemoryHandler(self.scheduler, self.runner, plan)
+        self.recorder = StepRecorder()
+        self.failed_updates: list[Update] = []  # of requests that ended before a step was launched
+        self.max_in_flight = MAX_STEPS_IN_FLIGHT if async_scheduling else 1
+        self.in_flight: deque[LaunchedStep] = deque()
+        self.context = min(limits.context, self.block_manager.max_request_tokens())
+        self.requests: dict[str, Request] = {}
+        self.detokenizers: dict[str, Detokenizer] = {}
+        self.listeners: dict[str, Listener] = {}
+        self.request_counter = itertools.count()
+        self.lock = threading.RLock()
+        self.eos_token_ids = frozenset(model.config.eos_token_ids)
+        if tokenizer is not None:
+            self.eos_token_ids |= frozenset(tokenizer.stop_ids)
+
+    def _is_local(self, request: Request) -> bool:
+        """Whether the request runs on this rank's replica."""
+        return self.coordinator is None or self.coordinator.is_local(request)
+
+    # ---- one step ----------------------------------------------------------------------------------
+
+    def step(self) -> list[Update]:
+        """Run one step of the model and return an update for every new token."""
+        with self.lock:
+            start = time.perf_counter()
+            while len(self.in_flight) < self.max_in_flight and self._launch():
+                pass
+            updates: list[Update] = []
+            if self.in_flight:
+                tokens, logprobs = self.in_flight[0].read()
+                step = self.in_flight.popleft()
+                self.recorder.record_step(step.chunks, len(tokens), time.perf_counter() - start)
+                updates = self._postprocess(step, tokens, logprobs)
+            failed, self.failed_updates = self.failed_updates, []
+            return failed + updates
+
+    def _launch(self) -> bool:
+        """Schedule and launch the next step; False if there is none, or it must wait for tokens.
+
+        Requests change only once it is launched, so that an interrupted step can rerun.
+        """
+        chunks = self.scheduler.schedule_ahead() if self.in_flight else self.scheduler.schedule()
+        if not chunks and (self.in_flight or self._is_idle()):
+            return False
+        assert chunks is not None, "only a step that is scheduled ahead waits"
+        if self.coordinator is not None:
+            self.coordinator.begin_step(chunks)
+            chunks = self.agree_on_chunks(chunks, self.coordinator)
+        requests = [chunk.request for chunk in chunks if chunk.needs_sampling]
+        if self.in_flight and not self.sampler.can_sample_ahead(requests):
+            return False
+        try:
+            sampled = self.execute(chunks, requests)
+        except (RuntimeError, MemoryError) as error:
+            if self.coordinator is not None or not is_out_of_memory(error):
+                raise
+            failure = str(error) or type(error).__name__
+        else:
+            self.scheduler.mark_computed(chunks)
+            self.memory.record_success(chunks)
+            self.in_flight.append(LaunchedStep(chunks, requests, sampled))
+            return True
+        # Not inside `except`: the error's traceback holds the tensors of the failed step.
+        return self._shrink_step(chunks, failure)
+
+    def _shrink_step(self, chunks: Sequence[ScheduledChunk], failure: str) -> bool:
+        """Make the next step smaller after this one ran out of memory; whether to launch it now."""
+        if self.in_flight:
+            self.max_in_flight = 1  # two steps at once need more memory than one
+            return False
+        request = self.memory.shrink(chunks, failure)
+        if request is not None:
+            request.error = describe_failure(request, failure)
+            request.finish("error")
+            self.failed_updates.append(self._notify(self._end(request, ""), request))
+        return bool(self.requests)
+
+    def agree_on_chunks(
+        self, chunks: list[ScheduledChunk], coordinator: Coordinator
+    ) -> list[ScheduledChunk]:
+        """The chunks of a step for which every rank has the memory; all ranks call this."""
+        while not self.memory.agree_on_limit(chunks, coordinator.mesh):
+            chunks = self.scheduler.schedule()
+        return chunks
+
+    def _is_idle(self) -> bool:
+        """Whether no rank has anything to run; this one has not."""
+        if not all(self._is_local(request) for request in self.requests.values()):
+            return False
+        assert not self.requests, "there are requests, but none can run"
+        return True
+
+    def execute(
+        self, chunks: Sequence[ScheduledChunk], requests: list[Request]
+    ) -> SampledTokens | None:
+        """Run the model and sample for these requests, without waiting for the device."""
+        if not profiler._is_profiler_enabled:
+            return self._execute(chunks, requests)
+        number = self.recorder.steps + len(self.in_flight) + 1
+        with profiler.record_function(describe_step(number, chunks)):
+            return self._execute(chunks, requests)
+
+    def _execute(
+        self, chunks: Sequence[ScheduledChunk], requests: list[Request]
+    ) -> SampledTokens | None:
+        sampling = self.sampler.prepare(requests) if requests else None
+        logits_RO, tokens_R = self.runner.execute(chunks, sampling)
+        if sampling is None or tokens_R is None:
+            return None
+        sampled = self.sampler.collect(logits_RO, tokens_R, requests)
+        self.sampler.finish(sampling)
+        return sampled
+
+    def _postprocess(
+        self, step: LaunchedStep, tokens: list[int], logprobs: list[TokenLogprob | None]
+    ) -> list[Update]:
+        """Append the tokens of all replicas, finish requests and notify listeners."""
+        self.scheduler.cache_blocks(step.chunks)
+        sampled = []
+        for request, token, logprob in zip(step.requests, tokens, logprobs, strict=True):
+            if request.state is RequestState.FINISHED:  # while this step ran: drop its token
+                continue
+            sampled.append(SampledToken(request, token))
+            if token >= 0:
+                request.append(token)
+            if token >= 0 and logprob is not None:
+                request.logprobs.append(logprob)
+        if self.coordinator is not None:
+            for remote in self.coordinator.gather_remote_tokens(self.plan.limits.max_sequences):
+                request = self.requests[remote.id]
+                sampled.append(SampledToken(request, remote.token))
+                if remote.token >= 0:
+                    request.append(remote.token)
+            for request, token in sampled:
+                if token >= 0:
+                    self.coordinator.record_token(request, token)
+        updates: list[Update] = []
+        remaining = iter(sampled)
+        try:
+            for request, token in remaining:
+                self._process_token(request, token, updates)
+        finally:  # if a listener or grammar raises, the other requests still get their tokens
+            with ExitStack() as stack:
+                for request, token in reversed(list(remaining)):
+                    stack.callback(self._process_token, request, token, updates)
+        return updates
+
+    def _process_token(self, request: Request, token: int, updates: list[Update]) -> None:
+        if request.state is RequestState.FINISHED:  # a listener has cancelled it in this step
+            return
+        if request.constraint is not None and token >= 0:
+            request.constraint.accept_token(token)
+        update = self._advance(request, token) if token >= 0 else self._fail(request, token)
+        updates.append(self._notify(update, request) if request.id in self.listeners else update)
+
+    def _advance(self, request: Request, token: int) -> Update:
+        """Detokenize a new token and finish the request if it stops."""
+        detokenizer = self.detokenizers.get(request.id)
+        is_stop = token in request.stop_ids
+        new_text = "" if is_stop or detokenizer is None else detokenizer.push(token)
+        if is_stop:
+            request.finish("stop", token)
+        elif detokenizer is not None and detokenizer.stopped_by is not None:
+            request.finish("stop", detokenizer.stopped_by)
+        elif request.length == request.max_length:
+            request.finish("length")
+        else:
+            return Update(request.id, new_text, (token,))
+        return self._end(request, new_text, (token,))
+
+    def _fail(self, request: Request, error: int) -> Update:
+        """End a request for which no token could be sampled."""
+        request.error = f"{request.id}, token {request.length}: {SAMPLING_ERRORS[error]}"
+        request.finish("error")
+        return self._end(request, "")
+
+    def _end(self, request: Request, new_text: str, token_ids: tuple[int, ...] = ()) -> Update:
+        """Free what a finished request holds."""
+        if self._is_local(request):
+            self.scheduler.finish(request)
+        if self.coordinator is not None:
+            self.coordinator.record_end(request)
+        return self._build_final_update(request, new_text, token_ids)
+
+    def _build_final_update(
+        self, request: Request, new_text: str, token_ids: tuple[int, ...] = ()
+    ) -> Update:
+        """The last update of a finished request, which leaves the engine."""
+        detokenizer = self.detokenizers.pop(request.id, None)
+        if detokenizer is not None:
+            new_text += detokenizer.finish()
+            if detokenizer.stopped_by is not None and request.finish_reason == "length":
+                request.finish("stop", detokenizer.stopped_by)
+        del self.requests[request.id]
+        if not self.requests:
+            self.in_flight.clear()  # nobody needs what these steps sample
+        result = request.build_result(detokenizer.text if detokenizer is not None else "")
+        self.recorder.record_result(request, result)
+        return Update(request.id, new_text, token_ids, result)
+
+    def _notify(self, update: Update, request: Request) -> Update:
+        listener = self.listeners.get(request.id)
+        if listener is not None:
+            if update.result is not None:
+                del self.listeners[request.id]
+            listener(update)
+        return update
