@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from fulgurite.capture.dynamo import GraphBreak
 from fulgurite.compile import Compiled, compile
+from fulgurite.determinism import deterministic
 from fulgurite.errors import FulguriteError
 from fulgurite.executors import (
     Executor,
@@ -38,6 +39,7 @@ from fulgurite.transforms import TimeOps, Transform, transform
 from fulgurite.version import VERSION
 
 if TYPE_CHECKING:
+    from fulgurite.serve.embedding import EmbeddingModel
     from fulgurite.serve.llm import LLM
 
 __version__ = VERSION
@@ -46,6 +48,7 @@ configure_logging()
 __all__ = [
     "LLM",
     "Compiled",
+    "EmbeddingModel",
     "Executor",
     "FulguriteError",
     "GraphBreak",
@@ -56,6 +59,7 @@ __all__ = [
     "Trace",
     "Transform",
     "compile",
+    "deterministic",
     "executor_names",
     "fuse",
     "op",
@@ -70,9 +74,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `LLM` on first use: `compile` needs no tokenizer."""
+    """Import these on first use: `compile` needs no tokenizer."""
     if name == "LLM":
         from fulgurite.serve.llm import LLM
 
         return LLM
+    if name == "EmbeddingModel":
+        from fulgurite.serve.embedding import EmbeddingModel
+
+        return EmbeddingModel
     raise AttributeError(f"module 'fulgurite' has no attribute {name!r}")

@@ -20,9 +20,11 @@ import torch
 
 import fulgurite
 from fulgurite import environment
+from fulgurite.bench.generate.model import add_options as add_generate_options
 from fulgurite.bench.readme import write_readme
 from fulgurite.bench.suites import SUITES
 from fulgurite.bench.zoo.suite import add_options as add_zoo_options
+from fulgurite.compress import command as compression
 from fulgurite.config import ENV_VARS
 from fulgurite.device import resolve_device
 from fulgurite.errors import ArgumentError, FulguriteError
@@ -32,6 +34,7 @@ from fulgurite.models import tiny
 from fulgurite.plan import command
 from fulgurite.report.html import write_html
 from fulgurite.serve import command as terminal
+from fulgurite.serve import embedding
 
 
 def explain(options: argparse.Namespace) -> None:
@@ -96,7 +99,9 @@ REPORT = "report"  # `fulgurite bench report`: the saved results as benchmarks/R
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "generate": terminal.generate,
     "chat": terminal.chat,
+    "embed": embedding.run_embed,
     "plan": command.plan,
+    "quantize": compression.quantize,
     "explain": explain,
     "bench": bench,
     "env": env,
@@ -152,6 +157,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     bench_parser.add_argument("--quick", action="store_true", help="run fewer cases and repeats")
     add_zoo_options(bench_parser)
+    add_generate_options(bench_parser)
     env_parser = commands.add_parser(
         "env", help="print versions, compiler, devices and settings, to paste into a bug report"
     )
@@ -172,11 +178,25 @@ def _add_text_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
     terminal.add_options(reply, max_tokens=256)
     talk = commands.add_parser("chat", help="chat with a model", usage="fulgurite chat [options]")
     terminal.add_options(talk, max_tokens=1024)
+    embedding.add_options(
+        commands.add_parser(
+            "embed",
+            help="print the embedding of each text, a JSON array a line",
+            usage='fulgurite embed --model NAME [options] ["text" ...]',
+        )
+    )
     command.add_options(
         commands.add_parser(
             "plan",
             help="estimate memory and throughput on a cluster; needs no GPU",
             usage="fulgurite plan --model NAME [--gpus 8x2] [options]",
+        )
+    )
+    compression.add_options(
+        commands.add_parser(
+            "quantize",
+            help="write a quantized checkpoint that other engines load, and its perplexity",
+            usage="fulgurite quantize MODEL --format NAME --output FOLDER [options]",
         )
     )
 

@@ -10,6 +10,7 @@ ENV_VARS = {
     "FULGURITE_VERIFY": "1: verify every trace after every transform (as the tests do)",
     "FULGURITE_STRICT": "1: raise where a region or a step would fall back to torch (as the tests do)",
     "FULGURITE_LOG": "debug, info or warning: print log messages to stderr, with the rank",
+    "FULGURITE_LOG_FORMAT": "text or json: one line of text, or one JSON object, a log message",
     "FULGURITE_CACHE_DIR": "folder for compiled kernels and autotuning results (default: ~/.cache/fulgurite)",
     "FULGURITE_REPRO_DIR": "folder for scripts that reproduce failures (default: ./fulgurite-repro)",
     "FULGURITE_NUM_THREADS": "threads of generated CPU kernels (default: torch.get_num_threads())",

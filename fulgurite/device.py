@@ -173,6 +173,13 @@ def measure_copy_bandwidth(threads: int, megabytes: int = 64, repeats: int = 7) 
     return 2 * source.numel() * source.element_size() / best
 
 
+def choose_compute_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """The checkpoint's dtype; float32 on a CPU without instructions for it."""
+    if device.type != "cpu" or stored == torch.float32:
+        return stored
+    return stored if stored in cpu_info().native_dtypes else torch.float32
+
+
 def resolve_device(device: str | torch.device | None) -> torch.device:
     """The device by name; None: a GPU if there is one. ArgumentError if it can't be used."""
     if device is None:
@@ -191,3 +198,17 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
             next="use cpu, or install a torch that is built for this GPU",
         )
     return resolved
+
+
+# What allocators say in a plain RuntimeError: torch's on a CPU, the CUDA driver and cuBLAS.
+OUT_OF_MEMORY_MESSAGES = ("can't allocate memory", "out of memory", "cublas_status_alloc_failed")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that an allocation failed."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    message = str(error).lower()
+    return isinstance(error, RuntimeError) and any(
+        text in message for text in OUT_OF_MEMORY_MESSAGES
+    )

@@ -147,15 +147,15 @@ def _check_no_computation(names: Sequence[str]) -> None:
 def _is_view_or_composite(name: str) -> bool:
     """Whether an op returns views only, or is composed of ops that the profiler reports itself."""
     schemas = torch._C._jit_get_schemas_for_operator(name)
-    looks = all(
-        torch._C._dispatch_has_kernel_for_dispatch_key(
-            f"{schema.name}.{schema.overload_name}".rstrip("."), "CompositeImplicitAutograd"
-        )
+    named = [(f"{schema.name}.{schema.overload_name}".rstrip("."), schema) for schema in schemas]
+    return all(
+        torch._C._dispatch_has_kernel_for_dispatch_key(overload, "CompositeImplicitAutograd")
         or all(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-        for schema in schemas
+        for overload, schema in named
         if "out" not in schema.overload_name and schema.returns
+        # TorchScript has overloads that the dispatcher does not know: aten::to.prim_Device
+        if torch._C._dispatch_has_kernel(overload)
     )
-    return looks
 
 
 class _ThreadState(threading.local):
@@ -231,7 +231,14 @@ class Recording:
         )
 
     def __call__(self) -> Any:
-        """Run the step again on the current contents of its inputs; return `outputs`."""
+        """Run the step again on the current contents of its inputs; return `outputs`.
+
+        Under a profiler each call is an event of its own, with the kernel's name.
+        """
+        if profiler._is_profiler_enabled:
+            for call in self.calls:
+                call.kernel(call.packed)
+            return self.outputs
         failed = self._run(self._head)
         if failed:
             raise self.calls[failed - 1].kernel.make_error(self._status.value)

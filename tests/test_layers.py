@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "fulgurite"
 
 # Packages and modules of the root. Entries of one set don't import each other.
 ORDER: list[set[str]] = [
-    {"version", "errors"},
+    {"version", "errors", "determinism"},
     {"config", "timing", "op"},
     {"logs"},
     {"cache"},
@@ -40,7 +40,7 @@ ORDER: list[set[str]] = [
     {"parallel"},
     {"models"},
     {"plan"},
-    {"explain_target", "serve"},
+    {"explain_target", "serve", "compress"},
     {"bench", "report"},
     {"__init__"},
     {"cli"},
@@ -65,7 +65,7 @@ SUB_ORDER: dict[str, list[set[str]]] = {
         {"tuning"},
         {"common"},
         {"elementwise", "sampling", "quantize"},
-        {"attention", "conv", "gemm"},
+        {"attention", "conv", "gemm", "linear_attention"},
         {"mla"},
         {"grouped_gemm"},
         {"moe"},
@@ -78,6 +78,7 @@ API_USERS = {"bench", "cli", "report", "__main__"}
 # Imports inside functions, each with its reason.
 LAZY_IMPORTS = {
     ("__init__.py", "fulgurite.serve.llm"): "compiling needs no tokenizer",
+    ("__init__.py", "fulgurite.serve.embedding"): "the same",
     ("bench/generate/engines.py", "fulgurite.serve.llm"): "another interpreter runs this file",
     ("bench/generate/engines.py", "fulgurite.serve.engine.request"): "the same",
     (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -45,3 +46,18 @@ def test_without_the_variable_a_program_sees_messages(caplog):
     with caplog.at_level(logging.INFO, logger="fulgurite"):
         logs.LOG.info("a message")
     assert "a message" in caplog.text
+
+
+def test_json_lines_have_the_fields_of_a_record():
+    lines = run("debug", RANK="1", FULGURITE_LOG_FORMAT="json").stderr.splitlines()
+    records = [json.loads(line) for line in lines if line.startswith("{")]
+    assert records and all(record["rank"] == 1 for record in records)
+    assert {"debug", "info"} <= {record["level"] for record in records}
+    assert any("autotuned softmax_0" in record["message"] for record in records)
+
+
+def test_an_unknown_format_raises(monkeypatch):
+    monkeypatch.setenv("FULGURITE_LOG", "info")
+    monkeypatch.setenv("FULGURITE_LOG_FORMAT", "xml")
+    with pytest.raises(ArgumentError, match="FULGURITE_LOG_FORMAT=xml is not a format"):
+        logs.configure_logging()

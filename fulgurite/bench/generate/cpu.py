@@ -23,6 +23,7 @@ from rich.progress import Progress
 from fulgurite.bench import results
 from fulgurite.bench.generate import engines
 from fulgurite.bench.generate.gpu import run_generate_gpu
+from fulgurite.bench.generate.model import run_generate_model
 from fulgurite.config import read_env
 from fulgurite.errors import ArgumentError
 from fulgurite.models.loading import hub
@@ -35,6 +36,8 @@ ENGINES = ("fulgurite", "llama.cpp", "transformers")
 
 def run_generate(options: argparse.Namespace) -> None:
     """Suite `generate`."""
+    if options.model is not None:
+        return run_generate_model(options)
     if options.device != "cpu":
         return run_generate_gpu(options)
     rounds = 1 if options.quick else ROUNDS

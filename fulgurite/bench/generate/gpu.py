@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fulgurite import device as hardware
 from fulgurite.bench import results
+from fulgurite.bench.generate.costs import Limits, ModelCost, count_model_cost
+from fulgurite.bench.generate.transformers_model import TransformersDecoder
 from fulgurite.errors import ArgumentError
 from fulgurite.models.families.presets import find_preset, load_preset
 from fulgurite.models.layers import CausalLM
@@ -49,77 +49,10 @@ SAMPLING_SETTINGS = {
     "temperature": {"temperature": 1.0},
     "top-p": {"temperature": 1.0, "top_p": 0.9},
     "top-k, top-p": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
 }
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the machine can do: bytes and operations a second."""
-
-    bandwidth: float
-    flops: float
-
-    def floor(self, bytes: float, operations: float) -> float:
-        """The least seconds for so much."""
-        return max(bytes / self.bandwidth, operations / self.flops)
-
-
-@dataclass(frozen=True)
-class ModelCost:
-    """Bytes and FLOPs of a model's steps."""
-
-    dense_bytes: int  # of the weights that every token uses
-    expert_bytes: int  # of one expert, over all layers
-    experts: int
-    chosen: int
-    token_bytes: int  # KV cache of one token
-    active: int  # active parameters per token, LM head included
-    head: int
-    attention: int  # FLOPs of one query with one key, over all layers
-
-    def decode(self, batch: int, context: int) -> tuple[float, float]:
-        """Bytes and FLOPs of a decode step of `batch` requests with `context` tokens each."""
-        met = 0.0
-        if self.experts:
-            met = self.experts * (1 - (1 - self.chosen / self.experts) ** batch)
-        bytes = self.dense_bytes + met * self.expert_bytes + batch * context * self.token_bytes
-        return bytes, batch * (2.0 * self.active + self.attention * context)
-
-    def prefill(self, tokens: int) -> tuple[float, float]:
-        """Bytes and FLOPs of one prompt; logits are computed for its last token only."""
-        bytes, _ = self.decode(tokens, 0)
-        layers = 2.0 * (self.active - self.head) + self.attention * (tokens + 1) / 2
-        return bytes, tokens * layers + 2.0 * self.head
-
-
-def count_model_cost(model: CausalLM) -> ModelCost:
-    """Count bytes and FLOPs from the parameters of the model."""
-    config, experts = model.config, model.config.moe
-    dense = expert = 0
-    for name, parameter in model.named_parameters():
-        if name == "embed_tokens.weight" and not config.tie_word_embeddings:
-            continue  # an embedding lookup reads one row per token
-        if ".experts." in name:
-            expert += parameter.nbytes
-        else:
-            dense += parameter.nbytes
-    size = model.norm.weight.element_size()
-    count = 0 if experts is None else experts.num_experts
-    chosen = 0 if experts is None else experts.top_k
-    each = expert // count if count else 0
-    specs = model.attention_specs
-    return ModelCost(
-        dense_bytes=dense,
-        expert_bytes=each,
-        experts=count,
-        chosen=chosen,
-        token_bytes=size * sum(
-            s.num_kv_heads * (s.key_dim if s.is_mla else s.key_dim + s.value_dim) for s in specs
-        ),
-        active=(dense + chosen * each) // size,
-        head=config.vocab_size * config.hidden_size,
-        attention=sum(2 * s.num_heads * (s.key_dim + s.value_dim) for s in specs),
-    )  # fmt: skip
+STEP_GROUPS = 5  # groups of decode steps, of which the median counts
+PENALTIES_BATCH = 64  # requests of the decode step that is also measured with penalties
 
 
 def run_generate_gpu(options: argparse.Namespace) -> None:
@@ -159,6 +92,9 @@ def measure_model(
         rows = [_measure_prefill(engine, long_prompt, work, limits)]
         for batch in batches:
             rows.append(_measure_decode(engine, batch, prompt, new, work, limits))
+            if batch == PENALTIES_BATCH:
+                row = _measure_decode(engine, batch, prompt, new, work, limits, "penalties")
+                rows.append(row)
         rows += [_time_sampling(engine, how, max(batches)) for how in SAMPLING_SETTINGS]
     del model, engine
     _empty_cache()
@@ -219,23 +155,39 @@ def _run_until_idle(engine: Engine) -> None:
 
 
 def _measure_decode(
-    engine: Engine, batch: int, prompt: int, new: int, work: ModelCost, limits: Limits
+    engine: Engine,
+    batch: int,
+    prompt: int,
+    new: int,
+    work: ModelCost,
+    limits: Limits,
+    how: str = "greedy",
 ) -> dict[str, Any]:
     """A decode step of `batch` requests: with the host, and its CUDA graph alone."""
-    params = SamplingParams(max_tokens=4 * new, ignore_eos=True)
+    settings = SAMPLING_SETTINGS[how]
+    params = SamplingParams(max_tokens=4 * new, ignore_eos=True, **settings)  # type: ignore[arg-type]
     for _ in range(batch):
         engine.add_request(_random_tokens(engine, prompt), params)
     while any(request.length == prompt for request in engine.requests.values()):
         engine.step()
     for _ in range(3):  # warm up: the step of this batch size is captured
         engine.step()
-    times = [_time(engine.step) for _ in range(new)]
+    # Steps overlap with the host's work, so that several are timed at once.
+    group = max(1, new // STEP_GROUPS)
+
+    def run_steps() -> None:
+        for _ in range(group):
+            engine.step()
+
+    times = [_time(run_steps) / group for _ in range(STEP_GROUPS)]
     context = prompt + 4 + new // 2
     floor = limits.floor(*work.decode(batch, context))
-    row = _row("decode", batch, statistics.median(times), floor, tokens=batch)
+    what = "decode" if how == "greedy" else f"decode, {how}"
+    row = _row(what, batch, statistics.median(times), floor, tokens=batch)
     step = engine.runner.captured_steps.get(batch)
-    if step is not None:
-        graph = statistics.median(_time(step.replay) for _ in range(new))
+    if step is not None and step.graphs:
+        replay = list(step.graphs.values())[-1]
+        graph = statistics.median(_time(replay) for _ in range(new))
         row |= {"graph_ms": 1e3 * graph, "graph_percent": 100 * floor / graph}
     for id in list(engine.requests):
         engine.cancel(id)
@@ -246,10 +198,20 @@ def _time_sampling(engine: Engine, how: str, batch: int) -> dict[str, Any]:
     """Sampling from given logits until the host has the tokens."""
     params = SamplingParams(seed=1, **SAMPLING_SETTINGS[how])  # type: ignore[arg-type]
     requests = [Request(f"{i}", [1, 2], params, 16) for i in range(batch)]
-    logits = torch.randn(batch, engine.model.config.vocab_size, device=engine.plan.device)
-    sampler, times = Sampler(), []
+    for row, request in enumerate(requests):
+        request.block_table_row = row
+    device, vocab_size = engine.plan.device, engine.model.config.vocab_size
+    logits = torch.randn(batch, vocab_size, device=device)
+    sampler, times = Sampler(batch, vocab_size, device), []
+
+    def sample() -> None:
+        inputs = sampler.prepare(requests)
+        tokens_R = sampler.run_eagerly(logits, inputs)
+        sampler.finish(inputs)
+        sampler.collect(logits, tokens_R, requests).read()
+
     for _ in range(6):
-        times.append(_time(lambda: sampler.sample(logits, requests)))
+        times.append(_time(sample))
         for request in requests:
             request.append(0)
     return {"what": f"sampling: {how}", "batch": batch, "ms": 1e3 * statistics.median(times[2:])}
@@ -296,38 +258,15 @@ def time_transformers_decode(
     shape: str, batch: int, device: str, dtype: torch.dtype, prompt: int, new: int
 ) -> float | None:
     """Seconds of a decode step of the same model in transformers; None if it is not installed."""
-    if importlib.util.find_spec("transformers") is None:
-        return None
-    import transformers
-    from transformers.initialization import no_init_weights
-
     fields = find_preset(shape)
     assert fields is not None, f"{shape} is published"
-    architecture = str(fields.get_list("architectures")[0])
-    config_class = getattr(transformers, architecture.removesuffix("ForCausalLM") + "Config")
-    values = {k: v for k, v in fields.values.items() if k not in ("architectures", "torch_dtype")}
-    config = config_class(**values)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device), no_init_weights():
-            model = getattr(transformers, architecture)(config).eval()
-    finally:
-        torch.set_default_dtype(before)
-    with torch.inference_mode():
-        ids = torch.randint(0, config.vocab_size, (batch, prompt), device=device)
-        out = model(ids, use_cache=True, logits_to_keep=1)
-        cache, times = out.past_key_values, []
-        token = ids[:, :1]
-        for _ in range(max(3, new // 3)):
-            start = time.perf_counter()
-            out = model(token, past_key_values=cache, use_cache=True)
-            token = out.logits[:, -1].argmax(-1, keepdim=True)
-            _synchronize()
-            times.append(time.perf_counter() - start)
-    del model, out, cache
+    decoder = TransformersDecoder.build(fields, torch.device(device), dtype=dtype)
+    if decoder is None:
+        return None
+    seconds = decoder.time_decode(batch, prompt, max(3, new // 3))
+    del decoder
     _empty_cache()
-    return statistics.median(times[1:])
+    return seconds
 
 
 def format_table(rows: list[dict[str, Any]]) -> str:

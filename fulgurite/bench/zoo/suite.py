@@ -39,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--shard", metavar="I/N", help="every N-th model, from the I-th")
     group.add_argument("--resume", action="store_true", help="keep passed rows of the output file")
-    group.add_argument("--mode", choices=MODES, help="only inference, or only the training step")
+    group.add_argument("--mode", metavar="MODE", help=f"only one of {', '.join(MODES)}")
     group.add_argument("--size", choices=list(SIZES), default="small", help="of the models")
     group.add_argument(
         "--batch", type=int, action="append", metavar="N", help="batch size; may be repeated"
@@ -76,6 +76,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run_zoo(options: argparse.Namespace) -> None:
     """Measure the chosen models, print and save the rows."""
+    if options.mode not in (None, *MODES):
+        raise ArgumentError(f"--mode {options.mode} is unknown", next=f"one of {', '.join(MODES)}")
     path = results.default_path("zoo", options.device, options.output)
     if options.merge:
         return _merge(options, path)

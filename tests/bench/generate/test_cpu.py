@@ -33,7 +33,7 @@ def test_a_row_is_the_better_of_its_rounds_and_is_compared_at_the_same_threads()
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there():
     with pytest.raises(ArgumentError, match="no CUDA device"):
-        suite.run_generate(argparse.Namespace(device="cuda", quick=True, output=None))
+        suite.run_generate(argparse.Namespace(device="cuda", model=None, quick=True, output=None))
 
 
 @pytest.mark.slow

@@ -1,0 +1,325 @@
+"""`fulgurite bench generate --model NAME --format F`: one model, any format, on CPU or GPU.
+
+In: a preset (random weights) or a checkpoint, and modes. Out, a row for each mode: seconds to load,
+milliseconds to the first token, decode tokens per second of 1 and of N requests, each as percent
+of the floor, and memory beside the plan.
+
+    fulgurite       `LLM` with the checkpoint, packed
+    eager           transformers with dense weights in 16 bits (float32 on a CPU), static cache
+    torch.compile   the same, its decode step compiled
+
+The floor of a decode step is the bytes that must be read (weights that a token uses once, and the
+KV cache) over the measured copy bandwidth. Two more rows of `fulgurite` show what penalties cost N
+requests, and what `deterministic=True` costs on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fulgurite import device as hardware
+from fulgurite.bench import results
+from fulgurite.bench.generate.costs import ModelCost, count_model_cost
+from fulgurite.bench.generate.random_checkpoint import write_random_checkpoint
+from fulgurite.bench.generate.transformers_model import TransformersDecoder
+from fulgurite.device import resolve_device
+from fulgurite.errors import ArgumentError
+from fulgurite.models.config import ConfigFields
+from fulgurite.models.families.presets import find_preset
+from fulgurite.models.loading import hub
+from fulgurite.models.loading.checkpoint import read_config_file
+from fulgurite.quant.files.compressed_tensors_writer import SCHEMES, get_scheme
+from fulgurite.serve.command import peak_bytes
+from fulgurite.serve.engine.engine import Engine
+from fulgurite.serve.engine.request import SamplingParams
+from fulgurite.serve.llm import LLM
+
+MODES = ("eager", "torch.compile", "fulgurite")
+DENSE = ("bf16", "dense")
+PENALTIES = SamplingParams(repetition_penalty=1.1, frequency_penalty=0.2, presence_penalty=0.2)
+REQUESTS = {"cpu": 8, "cuda": 64}  # N, the second batch size
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is run: tokens of a prompt, decode steps that are timed, and batch sizes."""
+
+    prompt: int = 256
+    steps: int = 24
+    batches: tuple[int, ...] = (1, 64)
+
+    @property
+    def context(self) -> int:
+        return self.prompt + 4 * self.steps + 64
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `bench generate --model`; `--mode` is shared with the suite `zoo`."""
+    group = parser.add_argument_group(
+        "suite generate with --model", f"--mode: one or more of {','.join(MODES)}"
+    )
+    group.add_argument("--model", metavar="NAME", help="preset (random weights), folder or file")
+    group.add_argument(
+        "--format", metavar="NAME", help=f"of a preset: bf16 (default), {', '.join(SCHEMES)}"
+    )
+    for name in ("tensor", "expert"):
+        group.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{name} ranks")
+    group.add_argument("--requests", type=int, metavar="N", help="the second batch size")
+    group.add_argument("--prompt", type=int, default=256, metavar="N", help="tokens of a prompt")
+    group.add_argument("--steps", type=int, default=24, metavar="N", help="timed decode steps")
+
+
+def run_generate_model(options: argparse.Namespace) -> None:
+    """Measure one model in all modes, print a table, and save it if `--output` is given."""
+    modes = read_modes(options.mode)
+    device = resolve_device(options.device)
+    requests = options.requests or REQUESTS[device.type]
+    if min(requests, options.prompt, options.steps) < 1:
+        raise ArgumentError("--requests, --prompt and --steps must be 1 or more")
+    workload = Workload(options.prompt, options.steps, tuple(sorted({1, requests})))
+    bandwidth = measure_bandwidth(device)
+    rows: list[Row] = []
+    with open_checkpoint_folder(options.model, options.format) as path:
+        fields = ConfigFields({}, "") if path.suffix == ".gguf" else read_config_file(path)
+        for mode in modes:
+            if mode == "fulgurite":
+                rows += measure_fulgurite(path, device, workload, bandwidth, options)
+            else:
+                rows.append(measure_transformers(mode, fields, device, workload))
+    default = "as stored" if find_preset(options.model) is None else "bf16"
+    facts = {"model": options.model, "format": options.format or default}
+    rows = [{**facts, **row} for row in rows]
+    print(f"{options.model} · {facts['format']} · copy {bandwidth / 1e9:.0f} GB/s")
+    print(format_table(rows))
+    if options.output:
+        print(f"written to {results.save_results('generate', device.type, rows, options.output)}")
+
+
+def read_modes(text: str | None) -> list[str]:
+    """The modes of `--mode a,b`; all by default."""
+    modes = list(MODES) if text is None else [mode.strip() for mode in text.split(",")]
+    unknown = [mode for mode in modes if mode not in MODES]
+    if unknown:
+        raise ArgumentError(f"--mode {unknown[0]!r} is unknown", next=f"one of {', '.join(MODES)}")
+    return modes
+
+
+def measure_bandwidth(device: torch.device) -> float:
+    if device.type == "cuda":
+        return hardware.measure_cuda_copy_bandwidth()
+    return hardware.measure_copy_bandwidth(torch.get_num_threads())
+
+
+@contextmanager
+def open_checkpoint_folder(name: str, format: str | None) -> Iterator[Path]:
+    """The folder of a checkpoint; a preset is written to a temporary one, with random weights."""
+    fields = None if Path(name).exists() else find_preset(name)
+    if fields is None:
+        if format is not None:
+            raise ArgumentError(
+                "--format is for presets; a checkpoint runs in its own format",
+                next=f"fulgurite quantize {name} --format {format} --output FOLDER",
+            )
+        yield hub.resolve_model_path(name)
+        return
+    scheme = None if format is None or format in DENSE else get_scheme(format)
+    with tempfile.TemporaryDirectory(prefix="fulgurite-bench-") as folder:
+        path = Path(folder) / "checkpoint"
+        write_random_checkpoint(fields, path, scheme)
+        yield path
+
+
+# ---- our engine ----------------------------------------------------------------------------------
+
+
+def measure_fulgurite(
+    path: Path,
+    device: torch.device,
+    workload: Workload,
+    bandwidth: float,
+    options: argparse.Namespace,
+) -> list[Row]:
+    """The engine as it is, with penalties, and on a GPU with `deterministic=True`."""
+    rows = _measure_llm(path, device, workload, bandwidth, options, deterministic=None)
+    if device.type == "cuda":
+        row, *_ = _measure_llm(path, device, workload, bandwidth, options, deterministic=True)
+        rows.append({**row, "mode": "fulgurite, deterministic"})
+    return rows
+
+
+def _measure_llm(
+    path: Path,
+    device: torch.device,
+    workload: Workload,
+    bandwidth: float,
+    options: argparse.Namespace,
+    deterministic: bool | None,
+) -> list[Row]:
+    choices: dict[str, Any] = {} if deterministic is None else {"deterministic": deterministic}
+    before = _start_memory(device)
+    start = time.perf_counter()
+    llm = LLM(
+        path,
+        device=device,
+        context=workload.context,
+        max_sequences=max(workload.batches),
+        max_batched_tokens=max(workload.prompt, *workload.batches, 512),
+        cache_tokens=max(workload.batches) * workload.context,
+        prefix_caching=False,
+        tensor=options.tensor,
+        expert=options.expert,
+        **choices,
+    )
+    with llm:
+        load_seconds = time.perf_counter() - start
+        llm.engine.warm_up()
+        cost = count_model_cost(llm.model)
+        row: Row = {"mode": "fulgurite", "load_s": load_seconds}
+        row["first_token_ms"] = 1e3 * time_first_token(llm.engine, workload.prompt)
+        for batch in workload.batches:
+            seconds = time_decode(llm.engine, batch, workload, SamplingParams())
+            row |= _decode_figures(batch, seconds, cost, workload, bandwidth)
+        row |= {"memory_bytes": _used_memory(device) - before, "plan_bytes": llm.plan.total}
+        batch = max(workload.batches)
+        penalized = time_decode(llm.engine, batch, workload, PENALTIES)
+        rows = [row, {"mode": "fulgurite, penalties"}]
+        rows[1] |= _decode_figures(batch, penalized, cost, workload, bandwidth)
+    del llm
+    _free_memory()
+    return rows
+
+
+def _start_memory(device: torch.device) -> int:
+    """Memory in use before a model is loaded."""
+    _free_memory()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    return _used_memory(device)
+
+
+def _used_memory(device: torch.device) -> int:
+    """The peak of a GPU's tensors; on a CPU the memory of the process without mapped files."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if not status.exists():  # not Linux
+        return peak_bytes(device)
+    found = re.search(r"RssAnon:\s+(\d+) kB", status.read_text())
+    return int(found.group(1)) * 1024 if found else peak_bytes(device)
+
+
+def time_first_token(engine: Engine, prompt: int, repeats: int = 3) -> float:
+    """Seconds from a request to its first token, the best of several."""
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    times = []
+    for _ in range(repeats):
+        engine.add_request(_random_tokens(engine, prompt), params)
+        start = time.perf_counter()
+        while engine.has_unfinished_requests:
+            engine.step()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def time_decode(engine: Engine, batch: int, workload: Workload, params: SamplingParams) -> float:
+    """Seconds of a decode step of `batch` requests, the median."""
+    params = replace(params, max_tokens=4 * workload.steps, ignore_eos=True)
+    for _ in range(batch):
+        engine.add_request(_random_tokens(engine, workload.prompt), params)
+    while any(request.length == workload.prompt for request in engine.requests.values()):
+        engine.step()
+    for _ in range(3):  # warm up: the step of this batch size is captured
+        engine.step()
+    times = []
+    for _ in range(workload.steps):
+        start = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - start)
+    for id in list(engine.requests):
+        engine.cancel(id)
+    while engine.has_unfinished_requests:
+        engine.step()
+    return statistics.median(times)
+
+
+def _random_tokens(engine: Engine, count: int) -> list[int]:
+    return [random.randrange(engine.model.config.vocab_size) for _ in range(count)]
+
+
+def _decode_figures(
+    batch: int, seconds: float, cost: ModelCost, workload: Workload, bandwidth: float
+) -> Row:
+    bytes, _ = cost.decode(batch, workload.prompt + workload.steps // 2)
+    floor = bytes / bandwidth
+    return {
+        f"decode_{batch}": batch / seconds,
+        f"percent_{batch}": 100 * floor / seconds,
+    }
+
+
+# ---- baselines -----------------------------------------------------------------------------------
+
+
+def measure_transformers(
+    mode: str, fields: ConfigFields, device: torch.device, workload: Workload
+) -> Row:
+    """The same shape in transformers, with dense random weights."""
+    row: Row = {"mode": mode}
+    if not fields.values:
+        return row | {"note": "transformers reads no GGUF file here"}
+    before = _start_memory(device)
+    decoder = TransformersDecoder.build(fields, device, is_compiled=mode == "torch.compile")
+    if decoder is None:
+        return row | {"note": "transformers is not installed, or lacks this model"}
+    row["first_token_ms"] = 1e3 * decoder.time_first_token(workload.prompt)
+    for batch in workload.batches:
+        seconds = decoder.time_decode(batch, workload.prompt, workload.steps)
+        row[f"decode_{batch}"] = batch / seconds
+    row["memory_bytes"] = _used_memory(device) - before
+    del decoder
+    _free_memory()
+    return row
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    batches = sorted({int(k.removeprefix("decode_")) for r in rows for k in r if "decode_" in k})
+    head = ["mode", "load", "first token", *(
+        title for batch in batches for title in (f"decode of {batch}", "of floor")
+    ), "memory", "plan", ""]  # fmt: skip
+    body = []
+    for row in rows:
+        cells = [row["mode"], _cell(row, "load_s", "{:.1f} s")]
+        cells.append(_cell(row, "first_token_ms", "{:.1f} ms"))
+        for batch in batches:
+            cells.append(_cell(row, f"decode_{batch}", "{:,.1f}/s"))
+            cells.append(_cell(row, f"percent_{batch}", "{:.0f}%"))
+        for key in ("memory_bytes", "plan_bytes"):
+            cells.append(f"{row[key] / 1e6:,.0f} MB" if key in row else "")
+        body.append([*cells, row.get("note", "")])
+    return results.format_table([head, *body])
+
+
+def _cell(row: Row, key: str, format: str) -> str:
+    return format.format(row[key]) if key in row else ""
