@@ -66,7 +66,7 @@ class MLP(ResidualBlock):
         super().__init__()
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
-        self.activation = elementwise.ACTIVATIONS[activation]
+        self.activation = activation
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> MLP:
@@ -78,7 +78,8 @@ class MLP(ResidualBlock):
     ) -> Tensor:
         """Apply `norm` to x first if given, and add the output to `residual_XD` if given."""
         (up_XI,) = fused_projections.fused_linears(x_XD, get_children(self, "up_proj"), norm)
-        return project_add(residual_XD, self.activation(up_XI), self.down_proj)
+        activated_XI = elementwise.activate(up_XI, self.activation)
+        return project_add(residual_XD, activated_XI, self.down_proj)
 
 
 def get_children(module: nn.Module, *names: str) -> tuple[nn.Module, ...]:

@@ -87,9 +87,7 @@ class EncoderLayer(nn.Module):
     def forward(self, x_TD: Tensor, lengths: list[int]) -> Tensor:
         x_TD = self.attention_norm(x_TD + self.attention(x_TD, lengths))
         up_TI = self.up_proj(x_TD)
-        # With a factor of 1, since the kernel computes each row alike; torch's ends of rows differ.
-        ones_TI = up_TI.new_ones(1, up_TI.shape[1]).expand(up_TI.shape)
-        act_TI = elementwise.activation_and_mul(up_TI, ones_TI, self.activation)
+        act_TI = elementwise.activate(up_TI, self.activation)
         out_TD: Tensor = self.output_norm(x_TD + self.down_proj(act_TI))
         return out_TD
 

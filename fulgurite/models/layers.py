@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fulgurite.errors import ArgumentError
+from fulgurite.kernels.elementwise import ops as elementwise
 from fulgurite.kernels.gemm.modules import compute_logits
 from fulgurite.models.attention_spec import AttentionSpec
 from fulgurite.models.config import ModelConfig
@@ -184,4 +185,4 @@ class CausalLM(nn.Module):
         if self.config.logit_scale != 1.0:
             logits_XO = logits_XO * self.config.logit_scale
         cap = self.config.logit_softcap
-        return logits_XO if cap is None else torch.tanh(logits_XO / cap) * cap
+        return logits_XO if cap is None else elementwise.activate(logits_XO / cap, "tanh") * cap

@@ -15,6 +15,7 @@ from fulgurite.determinism import deterministic
 from fulgurite.kernels.attention.metadata import AttentionMetadata, AttentionOptions
 from fulgurite.kernels.attention.ops import paged_attention
 from fulgurite.kernels.common.triton_operands import dequant_scheme
+from fulgurite.kernels.elementwise import ops as elementwise
 from fulgurite.kernels.gemm.dense_linear import dense_linear
 from fulgurite.kernels.gemm.modules import default_activation_format
 from fulgurite.kernels.gemm.quant_linear import quant_linear
@@ -35,6 +36,23 @@ def check_rows(function, x: Tensor, counts: tuple[int, ...] = COUNTS) -> Tensor:
             part = slice(start, start + count)
             assert torch.equal(function(x[part]), alone[part]), f"{count} rows from {start} on"
     return alone
+
+
+@pytest.mark.parametrize("size", [1, 20, 99])  # torch computes the end of a tensor in other bits
+@pytest.mark.parametrize("activation", elementwise.ACTIVATIONS)
+def test_activations(activation: str, size: int) -> None:
+    torch.manual_seed(size)
+    x = 3 * torch.randn(ROWS, size)
+    with torch.inference_mode():
+        out = check_rows(lambda rows: elementwise.activate(rows, activation), x)
+    expected = elementwise.ACTIVATIONS[activation](x.double()).float()
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+    with torch.inference_mode():  # token layouts [B, T] and one token alone
+        assert torch.equal(
+            elementwise.activate(x[:128].view(2, 64, size), activation)[1, 3], out[67]
+        )
+        assert torch.equal(elementwise.activate(x[5], activation), out[5])
+        assert elementwise.activate(x[:0], activation).shape == (0, size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

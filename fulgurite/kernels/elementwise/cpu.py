@@ -18,6 +18,7 @@ from fulgurite.kernels.common.cpu_library import DTYPE_CODES, build_translation_
 
 BINARY_OP_CODES = {
     "add": 0, "silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, "sigmoid": 4, "identity": 5,
+    "tanh": 6,
 }  # fmt: skip
 _pack_rms_norm = struct.Struct("10q2dq").pack
 _pack_rope = struct.Struct("13q").pack

@@ -50,6 +50,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "sigmoid": torch.sigmoid,  # output gates
     "identity": lambda x: x,  # products
+    "tanh": torch.tanh,  # soft caps of logits
 }
 
 
@@ -132,6 +133,15 @@ def activation_and_mul(x: Tensor, y: Tensor, activation: str) -> Tensor:
         BINARY_KERNELS, x.device, elementwise_binary_reference, x, y, activation, 1.0
     )
     return out
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """activation(x). On CPUs our kernel computes each row alike; torch's differ at a tensor's end."""
+    if x.is_cuda or (_needs_torch_ops() and not is_deterministic()):
+        return ACTIVATIONS[activation](x)
+    rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+    ones = x.new_ones(1, x.shape[-1]).expand(rows.shape)  # one row for all
+    return activation_and_mul(rows, ones, activation).view(x.shape)
 
 
 def add(x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:

@@ -43,13 +43,15 @@ def tanh(x):
 
 @triton.jit
 def apply_activation(x, HOW: tl.constexpr):
-    """silu, sigmoid, gelu, tanh-approximated gelu or x itself, in float32."""
+    """silu, sigmoid, tanh, gelu, tanh-approximated gelu or x itself, in float32."""
     if HOW == "silu":
         return x * tl.sigmoid(x)
     elif HOW == "identity":
         return x
     elif HOW == "sigmoid":
         return tl.sigmoid(x)
+    elif HOW == "tanh":
+        return tanh(x)
     elif HOW == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:

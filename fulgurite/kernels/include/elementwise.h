@@ -136,8 +136,9 @@ template <class T> static void elementwise_binary(const int64_t* a) {
       if (operation == 1) result = silu(first) * second;
       if (operation == 2) result = gelu(first) * second;
       if (operation == 3) result = gelu_tanh(first) * second;
-      if (operation == 5) result = first * second;
       if (operation == 4) result = second / (1.0f + vector_exp(-first));
+      if (operation == 5) result = first * second;
+      if (operation == 6) result = vector_tanh(first) * second;
       store_partial(out + c, result, left);
     }
   }
