@@ -3,8 +3,8 @@
 In: a compiled graph's inputs, kept until its backward pass has freed the graph, and the captured
 graph. Out: first gradients from the compiled backward graph, as part of an autograd graph. Only when
 they are differentiated does torch run the captured graph op by op, with autograd, and differentiate
-that twice. So gradient penalties, MAML and physics-informed losses work, and cost nothing where
-`create_graph` is not used.
+that twice. So gradient penalties, MAML and physics-informed losses work. Where `create_graph` is not
+used, only the inputs are kept.
 
 The graph is run again, so its inputs must be unchanged, and it may neither write them nor draw random
 numbers.
@@ -145,8 +145,7 @@ class _DifferentiableBackward(Function):
         with torch.enable_grad():
             # aliases: the same tensor may be given as several inputs, each with its own gradient
             inputs = [tensor.view_as(tensor) for tensor in saved[:split]]
-            gradients = [tensor.view_as(tensor) if tensor.requires_grad else
-                         tensor.detach().requires_grad_() for tensor in saved[split:]]  # fmt: skip
+            gradients = [_alias_with_gradient(tensor) for tensor in saved[split:]]
             remaining = iter(inputs)
             values = [next(remaining) if _needs_gradient(x) else x for x in call.values]
             results = call.graph.run(*values)
@@ -173,3 +172,7 @@ class _DifferentiableBackward(Function):
                     allow_unused=True,
                 )
         return (None, None, None, *found)
+
+
+def _alias_with_gradient(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()

@@ -65,8 +65,12 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 def decompress(folder: Path) -> dict[str, Tensor]:
     """Every weight of the folder, dequantized by the compressed-tensors package."""
-    compressors = pytest.importorskip("compressed_tensors.compressors")
-    quantization = pytest.importorskip("compressed_tensors.quantization")
+    compressors = pytest.importorskip(
+        "compressed_tensors.compressors", reason="compares with compressed_tensors's own output"
+    )
+    quantization = pytest.importorskip(
+        "compressed_tensors.quantization", reason="compares with compressed_tensors's own output"
+    )
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     parsed = quantization.QuantizationConfig.model_validate(config)
     (scheme,) = parsed.config_groups.values()
@@ -133,7 +137,9 @@ def test_load_model_reads_the_folder(model, format, make_folder):
 )
 def test_transformers_loads_the_folder(model, format, make_folder, sources):
     """Logits equal those of the original model with the dequantized weights."""
-    pytest.importorskip("compressed_tensors")
+    pytest.importorskip(
+        "compressed_tensors", reason="compares with compressed_tensors's own output"
+    )
     folder, dtype = make_folder(model, format), torch.float32
     if "fp4" in format:
         dtype = torch.bfloat16  # the only dtype of their 4-bit floats
@@ -149,7 +155,9 @@ def test_transformers_loads_the_folder(model, format, make_folder, sources):
 @pytest.mark.parametrize("model", ["llama", "mixtral"])
 def test_llm_generates_what_transformers_generates(model, make_folder, sources):
     """Greedy tokens of the folder, dequantized, against transformers with the same weights."""
-    pytest.importorskip("compressed_tensors")
+    pytest.importorskip(
+        "compressed_tensors", reason="compares with compressed_tensors's own output"
+    )
     folder = make_folder(model, "int8_w8a16")
     reference = transformers.AutoModelForCausalLM.from_pretrained(sources[model])
     with torch.no_grad():
@@ -164,7 +172,9 @@ def test_llm_generates_what_transformers_generates(model, make_folder, sources):
 
 def test_transformers_loads_fp8_experts(make_folder, sources):
     """Inputs are rounded there, too: the weights are compared."""
-    pytest.importorskip("compressed_tensors")
+    pytest.importorskip(
+        "compressed_tensors", reason="compares with compressed_tensors's own output"
+    )
     folder = make_folder("mixtral", "fp8")
     load = transformers.AutoModelForCausalLM.from_pretrained
     loaded, reference = load(folder, dtype=torch.float32), load(sources["mixtral"])

@@ -69,7 +69,7 @@ class LoadPlan:
 
     sources         checkpoint tensors by the parameter's name in the unsharded model
     shards          the slice that this rank holds, by the parameter's current name
-    dequantized     parameters that are stored quantized and held dense -> why
+    dequantized     parameters that are held dense, though stored or to be held quantized -> why
     from_dense      parameters that are quantized while loading
     """
 
@@ -217,7 +217,8 @@ def _install_dense_formats(plan: LoadPlan, selected: Mapping[str, QuantConfig]) 
         format = resolve_format(config.weights)
         try:
             check_shape(format, shape)
-        except FormatError:  # blocks that end inside this rank's shard
+        except FormatError as error:  # blocks that end inside this rank's shard
+            plan.dequantized[name] = f"quantize={config.weights!r}: {error.what}"
             continue
         if config.activations not in (None, UNQUANTIZED):
             entry = resolve_format(config.activations)

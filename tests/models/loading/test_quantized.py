@@ -107,7 +107,7 @@ def test_unquantized_activations_match_the_dense_logits(dense):
 def test_int8_activations_stay_close(dense, quantized):
     """Prompts differ by several dB, and so do two orders of the same sums: the mean is bounded.
 
-    Measured: a mean of 33 dB; on the prompt below 25 dB and 0.05 of the largest logit.
+    Measured: a mean of 33 dB; on the prompt below 25 dB and 0.047 of the largest logit.
     """
     generator = torch.Generator().manual_seed(0)
     positions = torch.arange(24)[None]
@@ -115,7 +115,7 @@ def test_int8_activations_stay_close(dense, quantized):
     found = [compute_sqnr(dense(ids, positions), quantized(ids, positions)) for ids in prompts]
     assert sum(found) / len(found) > 31
     expected, actual = dense(IDS, POSITIONS), quantized(IDS, POSITIONS)
-    assert (actual - expected).abs().max() <= 0.08 * expected.abs().max()
+    assert (actual - expected).abs().max() <= 0.06 * expected.abs().max()
     assert (actual.argmax(-1) == expected.argmax(-1)).float().mean() >= 0.9
 
 

@@ -192,8 +192,12 @@ SCHEMES = [
 )
 def test_values_of_compressed_tensors(name, options, format):
     """The library's own compressor writes, and its decompressor dequantizes."""
-    package = pytest.importorskip("compressed_tensors.compressors")
-    quantization = pytest.importorskip("compressed_tensors.quantization")
+    package = pytest.importorskip(
+        "compressed_tensors.compressors", reason="compares with compressed_tensors's own output"
+    )
+    quantization = pytest.importorskip(
+        "compressed_tensors.quantization", reason="compares with compressed_tensors's own output"
+    )
     args = quantization.QuantizationArgs(**options)
     scheme = quantization.QuantizationScheme(targets=["Linear"], weights=args)
     weight = torch.randn(40, 192, generator=seeded())

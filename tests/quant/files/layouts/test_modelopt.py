@@ -118,7 +118,9 @@ def test_errors_name_the_tensor():
 
 def test_values_of_modelopt_int4():
     """The library's own packing."""
-    utils = pytest.importorskip("modelopt.torch.export.quant_utils")
+    utils = pytest.importorskip(
+        "modelopt.torch.export.quant_utils", reason="compares with modelopt's own output"
+    )
     weight, scale = torch.randn(24, 128, generator=seeded()), random_scales(24, 2) * 10
     packed = utils.pack_int4_in_uint8(weight, scale, 64)
     wide = scale.repeat_interleave(64, dim=1)

@@ -125,8 +125,13 @@ CONFIGS = [
 
 @pytest.mark.parametrize(("config", "options", "format"), CONFIGS)
 def test_values_of_torchao(config, options, format):
-    quantization = pytest.importorskip("torchao.quantization")
-    support = pytest.importorskip("torchao.prototype.safetensors.safetensors_support")
+    quantization = pytest.importorskip(
+        "torchao.quantization", reason="compares with torchao's own output"
+    )
+    support = pytest.importorskip(
+        "torchao.prototype.safetensors.safetensors_support",
+        reason="compares with torchao's own output",
+    )
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 24, bias=False))
     quantization.quantize_(model, getattr(quantization, config)(**options))
@@ -138,15 +143,22 @@ def test_values_of_torchao(config, options, format):
 
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "mxfp8"])
 def test_values_of_torchao_block_scaled(kind):
-    support = pytest.importorskip("torchao.prototype.safetensors.safetensors_support")
+    support = pytest.importorskip(
+        "torchao.prototype.safetensors.safetensors_support",
+        reason="compares with torchao's own output",
+    )
     weight = torch.randn(24, 128, generator=seeded())
     if kind == "nvfp4":
-        nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+        nvfp4 = pytest.importorskip(
+            "torchao.prototype.mx_formats.nvfp4_tensor", reason="compares with torchao's own output"
+        )
         tensor = nvfp4.NVFP4Tensor.to_nvfp4(
             weight, per_tensor_scale=torch.tensor(0.01), is_swizzled_scales=True
         )
     else:
-        mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+        mx = pytest.importorskip(
+            "torchao.prototype.mx_formats.mx_tensor", reason="compares with torchao's own output"
+        )
         dtype = torch.float8_e4m3fn if kind == "mxfp8" else torch.float4_e2m1fn_x2
         tensor = mx.MXTensor.to_mx(weight, dtype, 32)
     flat, _ = support.flatten_tensor_state_dict({"up.weight": tensor})
