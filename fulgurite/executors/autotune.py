@@ -28,6 +28,7 @@ from torch import fx
 from fulgurite import native, timing
 from fulgurite.executors.base import ClaimedRegion, Executor, ExecutorChoice
 from fulgurite.executors.torch import TorchExecutor
+from fulgurite.logs import LOG
 from fulgurite.trace.cost import (
     is_view,
     iter_tensors,
@@ -100,6 +101,7 @@ class ExecutorTuner:
             seconds = self._measure_settled(claiming, module, calls)
             # timings don't settle, or the region fell back: the order of the executors decides
             if seconds is None or getattr(call, "fallback", None) is not None:
+                LOG.info("autotuned %s: no settled timings, %s keeps it", name, claiming.name)
                 return ExecutorChoice(claiming, call)
             decision = Decision(name, _pick_winner(claiming, seconds), seconds, cached=False)
             if stored is not None and stored.winner == decision.winner:

@@ -147,10 +147,12 @@ def test_the_shorter_of_two_looks_counts(clock):
     assert compiled.graphs[0].decisions[0].seconds == {"fuser": 4e-5, "torch": 2e-5}
 
 
-def test_unsettled_timings_decide_nothing(clock):
+def test_unsettled_timings_decide_nothing(clock, caplog):
     clock.times = None
     compiled = fulgurite.compile(normalized, autotune="auto")
-    compiled(*inputs())
+    with caplog.at_level("INFO", logger="fulgurite"):
+        compiled(*inputs())
+    assert "no settled timings, fuser keeps it" in caplog.text
     assert "@fulgurite.region('fuser')" in str(compiled.last_trace())
     assert not compiled.graphs[0].decisions
     fulgurite.compile(normalized, autotune="auto")(*inputs())
