@@ -6,6 +6,7 @@ Only the reply goes to stdout, so it can be piped. Progress bars and statistics 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import resource
 import signal
@@ -109,6 +110,11 @@ def add_options(command: argparse.ArgumentParser, max_tokens: int) -> None:
         help="string that ends a reply; may be repeated",
     )
     _add_sampling_options(command.add_argument_group("sampling"))
+    _add_grammar_options(
+        command.add_argument_group(
+            "structured output", "replies that follow a grammar: one of these"
+        )
+    )
 
 
 def _add_sampling_options(group: argparse._ArgumentGroup) -> None:
@@ -129,6 +135,17 @@ def _add_sampling_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same reply")
 
 
+def _add_grammar_options(group: argparse._ArgumentGroup) -> None:
+    only = group.add_mutually_exclusive_group()
+    only.add_argument(
+        "--json-schema", metavar="FILE", help="JSON of this schema: a file, or the schema itself"
+    )
+    only.add_argument("--json-object", action="store_true", help="a JSON object")
+    only.add_argument("--regex", metavar="REGEX", help="text that matches this regex")
+    only.add_argument("--choices", metavar="A,B", help="one of these texts; or a JSON list of them")
+    only.add_argument("--grammar", metavar="FILE", help="text of this Lark grammar")
+
+
 def generate(options: argparse.Namespace) -> None:
     """Stream a reply to one prompt."""
     if run_as_worker(options):
@@ -143,6 +160,7 @@ def generate(options: argparse.Namespace) -> None:
     if options.profile is not None:
         check_profile_path(options.profile)
     with load_and_warm_up(options, max_sequences=1) as llm:
+        llm.engine.check_grammar(params)
         request: str | Sequence[Message] = prompt
         if not _uses_raw_prompt(options, llm):
             request = _with_system_message(options, [_user_message(prompt)])
@@ -168,6 +186,7 @@ def chat(options: argparse.Namespace) -> None:
                 "this model has no chat template",
                 next="use fulgurite generate, or an instruction-tuned model",
             )
+        llm.engine.check_grammar(params)
         print(CHAT_HELP, file=sys.stderr)
         with profile_steps(options, llm):
             _run_chat(llm, options, params)
@@ -356,7 +375,38 @@ def read_sampling_params(options: argparse.Namespace) -> SamplingParams:
         stop=options.stop,
         seed=options.seed,
         repetition_penalty=options.repetition_penalty,
+        json_schema=_read_json_schema(options.json_schema),
+        json_object=options.json_object,
+        regex=options.regex,
+        grammar=None if options.grammar is None else _read_text(options.grammar, "--grammar"),
+        choices=None if options.choices is None else _read_choices(options.choices),
     )
+
+
+def _read_json_schema(value: str | None) -> str | None:
+    """The text of a schema: the value itself if it is JSON, or the content of the file."""
+    if value is None or value.lstrip().startswith("{") or value.strip() in ("true", "false"):
+        return value
+    return _read_text(value, "--json-schema")
+
+
+def _read_choices(value: str) -> list[str]:
+    """Choices between commas, or a JSON list, whose texts may have commas."""
+    if not value.lstrip().startswith("["):
+        return value.split(",")
+    try:
+        choices: list[str] = json.loads(value)
+    except ValueError as error:
+        raise ArgumentError(f"--choices is not a JSON list: {error}") from error
+    return choices
+
+
+def _read_text(name: str, option: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: bytes that are not UTF-8
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ArgumentError(f"{option}: can't read {name}: {reason}") from error
 
 
 def format_stats(result: Result, device: torch.device) -> str:

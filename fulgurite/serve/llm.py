@@ -44,6 +44,7 @@ from fulgurite.serve.engine.engine import Engine, Prompt
 from fulgurite.serve.engine.request import Result, SamplingParams, Update
 from fulgurite.serve.engine.stats import EngineStats
 from fulgurite.serve.engine.worker import Worker
+from fulgurite.serve.structured.compiler import GrammarCompiler
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -127,6 +128,7 @@ class LLM:
         path = self.path = hub.resolve_model_path(name)
         self._embedding_model: EmbeddingModel | None = None  # made by the first call of `embed`
         checkpoint = open_checkpoint(path, config.implementation)
+        self.architecture = checkpoint.family.name
         if max(config.data or 1, config.tensor, config.expert) > 1:
             checkpoint.check_can_shard()
         self.tokenizer = find_tokenizer(path)
@@ -180,7 +182,15 @@ class LLM:
             deterministic=config.deterministic,
             coordinator=self.coordinator,
             async_scheduling=config.async_scheduling,
+            grammar_compiler=self._make_grammar_compiler(),
         )
+
+    def _make_grammar_compiler(self) -> GrammarCompiler | None:
+        """Compiles the grammars of requests; None on workers and without a tokenizer."""
+        if self.tokenizer is None or not self.is_driver:
+            return None
+        ends = {*self.model.config.eos_token_ids, *self.tokenizer.stop_ids}
+        return GrammarCompiler(self.tokenizer, self.model.config.vocab_size, ends)
 
     @property
     def is_driver(self) -> bool:

@@ -34,9 +34,9 @@ def tiny_model(**changed: object) -> CausalLM:
     return build_random_model(config, LLAMA, std=0.3)
 
 
-def quantized_model() -> CausalLM:
+def quantized_model(**changed: object) -> CausalLM:
     """With quantized linears, so that its decode steps are captured."""
-    model = tiny_model()
+    model = tiny_model(**changed)
     quantize(model, "q8_0", progress=False)
     return model
 

@@ -71,7 +71,7 @@ class BlockPool:
 
 
 def hash_block(previous: bytes, tokens: np.ndarray) -> bytes:
-    """The hash of a full block: of its tokens and of all blocks before it."""
+    """The hash of a full block: of its tokens and of all blocks before it, or of the cache salt."""
     return hashlib.blake2b(previous + tokens.tobytes(), digest_size=16).digest()
 
 
@@ -110,7 +110,7 @@ class BlockManager:
         assert request.block_table_row < 0, f"{request.id} has a block table already"
         assert request.num_computed_tokens == 0, f"{request.id} has computed tokens already"
         row = request.block_table_row = self.free_rows.pop()
-        count = self._match_prefix(request) if self.prefix_caching else 0
+        count = self.match_prefix(request) if self.prefix_caching else 0
         for index, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             start = group.first_visible(count * self.block_size) // self.block_size
             self.first_blocks[index, row], self.num_blocks[index, row] = min(start, count), count
@@ -207,18 +207,22 @@ class BlockManager:
     def _hash_blocks(self, request: Request, num_blocks: int) -> None:
         hashes, size = request.block_hashes, self.block_size
         for position in range(len(hashes), num_blocks):
-            previous = hashes[-1] if hashes else b""
+            previous = hashes[-1] if hashes else request.options.cache_salt.encode()
             tokens = request.tokens[position * size : (position + 1) * size]
             hashes.append(hash_block(previous, tokens))
 
-    def _match_prefix(self, request: Request) -> int:
+    def match_prefix(self, request: Request) -> int:
         """The number of prefix blocks that every group has cached.
 
         The last token always runs, since its logits are needed.
         """
         count = (request.length - 1) // self.block_size
         self._hash_blocks(request, count)
-        hashes, checked = request.block_hashes, -1
+        return self.match_hashes(request.block_hashes[:count])
+
+    def match_hashes(self, hashes: Sequence[bytes]) -> int:
+        """The number of leading blocks with these hashes that every group has cached."""
+        count, checked = len(hashes), -1
         while count != checked:
             checked = count
             for group, pool in zip(self.groups, self.pools, strict=True):

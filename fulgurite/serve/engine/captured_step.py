@@ -90,6 +90,7 @@ class CapturedDecodeStep:
             logits_RO = self.replay()[: len(chunks)].float()
             return StepOutput(logits_RO, self.sampler.run_eagerly(logits_RO, sampling))
         graph = self._get_graph(sampling.variant)
+        self.sampler.write_grammar_masks(sampling)  # the graph samples: they must be there
         self._write_inputs(chunks, sampling)
         logits_RO, tokens_R = graph()
         assert tokens_R is not None, "a captured step samples"

@@ -16,11 +16,13 @@ them. A replica without requests runs steps without tokens, since its experts ma
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import pickle
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from numbers import Integral
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,9 +33,16 @@ from fulgurite.parallel.channel import BroadcastChannel
 from fulgurite.parallel.collectives import all_gather, all_reduce_min
 from fulgurite.parallel.mesh import Mesh
 from fulgurite.plan.memory import MemoryPlan, add_kv_cache
-from fulgurite.serve.engine.request import Request, SamplingParams
+from fulgurite.serve.engine.request import Request, RequestOptions, SamplingParams
 from fulgurite.serve.engine.scheduler import ScheduledChunk
 
+NO_GRAMMAR: dict[str, Any] = {
+    "json_schema": None,
+    "json_object": False,
+    "regex": None,
+    "grammar": None,
+    "choices": None,
+}
 NO_CAPTURE_REASON = "layers communicate with other ranks, so decode steps are not captured"
 
 
@@ -47,6 +56,7 @@ class RequestAdded(NamedTuple):
     params: SamplingParams
     seed: int
     stop_ids: frozenset[int]
+    options: RequestOptions
 
 
 class TokenSampled(NamedTuple):
@@ -80,6 +90,45 @@ class StepMessage:
     is_last: bool = False
 
 
+EVENTS: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (RequestAdded, TokenSampled, RequestEnded, PrefixCacheReset)
+}
+
+
+def encode_step(message: StepMessage) -> bytes:
+    """A message as JSON. It crosses a socket, so it is data only: no pickle."""
+    events = [[type(event).__name__, *event] for event in message.events]
+    counts = [message.num_requests, message.num_tokens, message.is_last]
+    return json.dumps([events, *counts], default=_to_plain).encode()
+
+
+def decode_step(data: bytes) -> StepMessage:
+    events, *counts = json.loads(data)
+    return StepMessage([_read_event(*event) for event in events], *counts)
+
+
+def _to_plain(value: object) -> object:
+    if isinstance(value, SamplingParams | RequestOptions):
+        return dataclasses.asdict(value)
+    if isinstance(value, Integral):  # of numpy
+        return int(value)
+    assert isinstance(value, frozenset), f"{type(value)} is not part of an event"
+    return sorted(value)
+
+
+def _read_event(kind: str, *fields: Any) -> Event:
+    event: Event = EVENTS[kind](*fields)
+    if not isinstance(event, RequestAdded):
+        return event
+    params: dict[str, Any] = dict(fields[4])
+    params["logit_bias"] = {int(key): value for key, value in params["logit_bias"].items()}
+    return event._replace(
+        params=SamplingParams(**params),
+        stop_ids=frozenset(event.stop_ids),
+        options=RequestOptions(**fields[7]),
+    )
+
+
 class Coordinator:
     """Keeps the engines of all ranks in step. Rank 0 broadcasts its events through it."""
 
@@ -110,9 +159,19 @@ class Coordinator:
             replica = loads.index(min(loads))
         id, number = request.id, next(self.counter)
         self.replica_of[id], self.number_of[id], self.id_of[number] = replica, number, id
-        params = replace(request.params, stop=())  # only rank 0 looks for stop strings
+        # Only rank 0 looks for stop strings and has the grammar.
+        params = replace(request.params, stop=(), **NO_GRAMMAR)
         self.events.append(
-            RequestAdded(id, number, replica, prompt_ids, params, request.seed, request.stop_ids)
+            RequestAdded(
+                id,
+                number,
+                replica,
+                prompt_ids,
+                params,
+                request.seed,
+                request.stop_ids,
+                request.options,
+            )
         )
 
     def record_token(self, request: Request, token: int) -> None:
@@ -134,7 +193,7 @@ class Coordinator:
         self._send(StepMessage(self.events, *count_scheduled(chunks)))
 
     def _send(self, message: StepMessage) -> None:
-        self.channel.send(pickle.dumps(message))
+        self.channel.send(encode_step(message))
         self.events = []
 
     def gather_remote_tokens(self, max_tokens: int) -> list[TokenSampled]:

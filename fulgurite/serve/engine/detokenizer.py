@@ -13,17 +13,24 @@ from fulgurite.models.tokenizer import Tokenizer
 
 REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 MAX_PENDING_TOKENS = 32  # a character has at most four bytes, so at most four tokens
+CONTEXT_TOKENS = 5  # earlier tokens that may change how a token looks
 
 
 class Detokenizer:
     """The text of one reply. `stopped_by` is the stop string that ended it, if one did.
 
     The text of the first `min_tokens` tokens is not searched for stop strings.
+    `skip_special_tokens`: special tokens have no text.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop_strings: Sequence[str] = (), min_tokens: int = 0
+        self,
+        tokenizer: Tokenizer,
+        stop_strings: Sequence[str] = (),
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
     ) -> None:
+        self.skip_special_tokens = skip_special_tokens
         self.min_tokens = min_tokens
         self.tokenizer = tokenizer
         self.stop_strings = tuple(stop_strings)
@@ -36,22 +43,40 @@ class Detokenizer:
         self.num_emitted_tokens = 0
         self.num_emitted_chars = 0  # of the text from `decode_start` on
 
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(token_ids, self.skip_special_tokens)
+
     def push(self, token: int) -> str:
         """Add a token and return the text that became final."""
-        self.token_ids.append(token)
-        text = self.tokenizer.decode(self.token_ids[self.decode_start :])
+        return self._push((token,))
+
+    def push_all(self, tokens: Sequence[int]) -> str:
+        """Add tokens up to the one that completes a stop string; return the text that became final.
+
+        `token_ids` has those that were added.
+        """
+        if not self.stop_strings:
+            return self._push(tokens) if tokens else ""
+        text = ""
+        for token in tokens:
+            text += self._push((token,))
+            if self.stopped_by is not None:
+                break
+        return text
+
+    def _push(self, tokens: Sequence[int]) -> str:
+        self.token_ids += tokens
+        text = self._decode(self.token_ids[self.decode_start :])
         if not text.endswith(REPLACEMENT_CHARACTER):
             new = text[self.num_emitted_chars :]
-            self.decode_start, self.num_emitted_tokens = (
-                self.num_emitted_tokens,
-                len(self.token_ids),
-            )
-            tail = self.tokenizer.decode(self.token_ids[self.decode_start :])
-            self.num_emitted_chars = len(tail)
+            end = len(self.token_ids)
+            self.decode_start = max(self.num_emitted_tokens, end - CONTEXT_TOKENS)
+            self.num_emitted_tokens = end
+            self.num_emitted_chars = len(self._decode(self.token_ids[self.decode_start :]))
         elif len(self.token_ids) - self.num_emitted_tokens > MAX_PENDING_TOKENS:
             # These bytes are no text; only the last three may still become a character.
             end = len(self.token_ids) - 3
-            new = self.tokenizer.decode(self.token_ids[self.num_emitted_tokens : end])
+            new = self._decode(self.token_ids[self.num_emitted_tokens : end])
             self.decode_start, self.num_emitted_tokens, self.num_emitted_chars = end, end, 0
         else:
             return ""
@@ -61,8 +86,10 @@ class Detokenizer:
         """The remaining text when no more tokens come, incomplete characters included."""
         if self.stopped_by is not None:
             return ""
-        text = self.tokenizer.decode(self.token_ids[self.decode_start :])
-        new = self._emit(text[self.num_emitted_chars :])
+        new = ""
+        if self.num_emitted_tokens < len(self.token_ids):
+            text = self._decode(self.token_ids[self.decode_start :])
+            new = self._emit(text[self.num_emitted_chars :])
         rest, self.pending_text = self.pending_text, ""
         self.decode_start = self.num_emitted_tokens = len(self.token_ids)
         self.num_emitted_chars = 0

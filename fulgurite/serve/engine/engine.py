@@ -12,11 +12,13 @@ from collections.abc import Iterator, Sequence
 from numbers import Integral
 
 from fulgurite.errors import ArgumentError
+from fulgurite.serve.engine.audit import audit_engine
 from fulgurite.serve.engine.detokenizer import Detokenizer
 from fulgurite.serve.engine.engine_core import EngineCore, Listener
 from fulgurite.serve.engine.request import (
     Constraint,
     Request,
+    RequestOptions,
     Result,
     SamplingParams,
     Update,
@@ -39,10 +41,19 @@ class Engine(EngineCore):
         id: str | None = None,
         listener: Listener | None = None,
         constraint: Constraint | None = None,
+        options: RequestOptions | None = None,
     ) -> Request:
-        """Add a request to the waiting queue; ArgumentError if its prompt can't run."""
+        """Add a request to the waiting queue; ArgumentError if its prompt can't run.
+
+        A grammar of the params is compiled in another thread, and the request waits for it. If it can't
+        be used, the request ends with an error; `check_grammar` says so before.
+        """
         params = self._check_params(SamplingParams() if params is None else params)
         prompt_ids = self.encode(prompt)
+        spec = params.grammar_spec
+        if spec is not None and constraint is not None:
+            raise ArgumentError("a grammar and constraint= are given", next="give one of them")
+        grammar = None if spec is None else self.grammars.start(spec)
         with self.lock:
             id = self._new_request_id() if id is None else id
             if id in self.requests:
@@ -50,17 +61,24 @@ class Engine(EngineCore):
             stop_ids = frozenset(params.stop_token_ids)
             if not params.ignore_eos:
                 stop_ids |= self.eos_token_ids
-            request = Request(id, prompt_ids, params, self.context, constraint, stop_ids)
-            if self.coordinator is not None:
-                self.coordinator.add_request(request, prompt_ids)
+            request = Request(id, prompt_ids, params, self.context, constraint, stop_ids, options)
+            if grammar is not None and grammar.done() and grammar.exception() is None:
+                request.set_constraint(grammar.result())
+            elif grammar is not None:
+                self.grammars.add(request, grammar)
+            if id not in self.grammars.pending:
+                self._start(request)
             self.requests[id] = request
-            if self.tokenizer is not None:
+            if self.tokenizer is not None and request.options.detokenize:
                 self.detokenizers[id] = Detokenizer(self.tokenizer, params.stop, params.min_tokens)
             if listener is not None:
                 self.listeners[id] = listener
-            if self._is_local(request):
-                self.scheduler.add(request)
         return request
+
+    def check_grammar(self, params: SamplingParams) -> None:
+        """ArgumentError if the grammar of these params can't be used. Compiles it, if it is new."""
+        if params.grammar_spec is not None:
+            self.grammars.require_compiler().check(params.grammar_spec)
 
     def _new_request_id(self) -> str:
         ids = (f"request-{number}" for number in self.request_counter)
@@ -105,10 +123,11 @@ class Engine(EngineCore):
             request = self.requests.get(id)
             if request is None:
                 return None
-            if self._is_local(request):
-                self.scheduler.cancel(request)
-            if self.coordinator is not None:
-                self.coordinator.record_end(request, cancelled=True)
+            if not self.grammars.remove(request):
+                if self._is_local(request):
+                    self.scheduler.cancel(request)
+                if self.coordinator is not None:
+                    self.coordinator.record_end(request, cancelled=True)
             request.finish("cancelled")
             return self._notify(self._build_final_update(request, ""), request)
 
@@ -121,6 +140,8 @@ class Engine(EngineCore):
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Update]:
         """The updates of one request as they come. Closing the iterator cancels the request."""
         updates: deque[Update] = deque()
+        if params is not None:
+            self.check_grammar(self._check_params(params))
         request = self.add_request(prompt, params, listener=updates.append)
         stream = self._stream_updates(request, updates)
         next(stream)  # enter its `try`, so that closing an unread stream cancels as well
@@ -147,6 +168,8 @@ class Engine(EngineCore):
         """The results of all prompts, in order. All prompts are checked before the first one runs."""
         all_params = self._expand_params(prompts, params)
         encoded = [self.encode(prompt) for prompt in prompts]
+        for one in all_params:
+            self.check_grammar(one)
         results: dict[str, Result] = {}
 
         def listen(update: Update) -> None:
@@ -217,6 +240,11 @@ class Engine(EngineCore):
                 out_of_memory=self.memory.num_failures,
                 memory=measure_memory(self.model, self.plan, self.kv_cache.num_bytes),
             )
+
+    def audit(self) -> dict[str, int]:
+        """What is held by no request, by kind (audit.py). All are 0 in a healthy engine."""
+        with self.lock:
+            return audit_engine(self)
 
     def warm_up(self) -> None:
         """Run one short request, so that kernels are compiled before the first real one."""

@@ -12,10 +12,13 @@ tokens of this one are read:
 Tokens go from step to step on the device. A request that turns out to have ended in step n also ran in
 step n + 1; that token is dropped.
 
-If a step is interrupted, or a grammar raises, all requests stay as they were and run again. A
-listener that raises does not affect the other listeners. A request whose logits are NaN, or for which
-every token is banned, ends with an error; the others continue. A step that runs out of memory is tried
-again, smaller (out_of_memory.py).
+If a step is interrupted, all requests stay as they were and run again. A listener that raises does
+not affect the other listeners. A request whose grammar raises, whose logits are NaN, or for which every
+token is banned, ends with an error; the others continue. A step that runs out of memory is tried again,
+smaller (out_of_memory.py).
+
+Requests with a grammar wait until it is compiled (grammar_queue.py). Tokens that it forces are appended
+without a step (reply.py).
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -41,8 +44,11 @@ from fulgurite.plan.memory import MemoryPlan
 from fulgurite.serve.engine.block_manager import BlockManager, BlockPool
 from fulgurite.serve.engine.coordinator import NO_CAPTURE_REASON, Coordinator
 from fulgurite.serve.engine.detokenizer import Detokenizer
+from fulgurite.serve.engine.grammar import GrammarCompiler
+from fulgurite.serve.engine.grammar_queue import GrammarQueue
 from fulgurite.serve.engine.kv_cache import PagedKVCache, allocate_states
 from fulgurite.serve.engine.out_of_memory import OutOfMemoryHandler, describe_failure
+from fulgurite.serve.engine.reply import advance_reply
 from fulgurite.serve.engine.request import (
     Request,
     RequestState,
@@ -87,7 +93,7 @@ class EngineCore:
 
     Without a tokenizer prompts are token ids and results have no text. With a `coordinator` this
     engine drives the engines of other ranks. `async_scheduling`: launch a step before the one before is
-    read; None: on a GPU, unless there are other ranks.
+    read; None: on a GPU, unless there are other ranks. `grammar_compiler`: for structured output.
     """
 
     def __init__(
@@ -100,6 +106,7 @@ class EngineCore:
         coordinator: Coordinator | None = None,
         async_scheduling: bool | None = None,
         deterministic: bool | None = None,
+        grammar_compiler: GrammarCompiler | None = None,
     ) -> None:
         if async_scheduling and coordinator is not None:
             raise ArgumentError(
@@ -151,7 +158,9 @@ class EngineCore:
         self.failed_updates: list[Update] = []  # of requests that ended before a step was launched
         self.max_in_flight = MAX_STEPS_IN_FLIGHT if async_scheduling else 1
         self.in_flight: deque[LaunchedStep] = deque()
+        self.launching: Sequence[ScheduledChunk] = ()  # of the step that is being launched
         self.context = min(limits.context, self.block_manager.max_request_tokens())
+        self.grammars = GrammarQueue(grammar_compiler)
         self.requests: dict[str, Request] = {}
         self.detokenizers: dict[str, Detokenizer] = {}
         self.listeners: dict[str, Listener] = {}
@@ -161,16 +170,29 @@ class EngineCore:
         if tokenizer is not None:
             self.eos_token_ids |= frozenset(tokenizer.stop_ids)
 
+    def unscheduled_requests(self) -> Collection[Request]:
+        """Requests that the scheduler does not have yet: their grammars are being compiled."""
+        return self.grammars.requests
+
     def _is_local(self, request: Request) -> bool:
         """Whether the request runs on this rank's replica."""
-        return self.coordinator is None or self.coordinator.is_local(request)
+        if self.coordinator is None or request.id in self.grammars.pending:
+            return True
+        return self.coordinator.is_local(request)
 
     # ---- one step ----------------------------------------------------------------------------------
 
     def step(self) -> list[Update]:
         """Run one step of the model and return an update for every new token."""
+        updates = self._step()
+        if not updates and len(self.grammars.pending) == len(self.requests) > 0:
+            self.grammars.wait()  # without the lock: others may add and cancel requests
+        return updates
+
+    def _step(self) -> list[Update]:
         with self.lock:
             start = time.perf_counter()
+            self._start_compiled()
             while len(self.in_flight) < self.max_in_flight and self._launch():
                 pass
             updates: list[Update] = []
@@ -194,6 +216,7 @@ class EngineCore:
         if self.coordinator is not None:
             self.coordinator.begin_step(chunks)
             chunks = self.agree_on_chunks(chunks, self.coordinator)
+        self.launching = chunks
         requests = [chunk.request for chunk in chunks if chunk.needs_sampling]
         if self.in_flight and not self.sampler.can_sample_ahead(requests):
             return False
@@ -207,6 +230,7 @@ class EngineCore:
             self.scheduler.mark_computed(chunks)
             self.memory.record_success(chunks)
             self.in_flight.append(LaunchedStep(chunks, requests, sampled))
+            self.launching = ()
             return True
         # Not inside `except`: the error's traceback holds the tensors of the failed step.
         return self._shrink_step(chunks, failure)
@@ -223,6 +247,24 @@ class EngineCore:
             self.failed_updates.append(self._notify(self._end(request, ""), request))
         return bool(self.requests)
 
+    def fail_step(self, reason: str) -> list[Update]:
+        """End the requests of a step that raised, and of the steps in flight; the others continue.
+
+        Only for one rank: after a failure, ranks are no longer in step with each other.
+        """
+        with self.lock:
+            steps = [self.launching, *(step.chunks for step in self.in_flight)]
+            failed = dict.fromkeys(chunk.request for chunks in steps for chunk in chunks)
+            self.launching = ()
+            self.in_flight.clear()
+            updates = []
+            for request in failed:
+                if request.state is RequestState.RUNNING:
+                    request.error = f"{request.id}, token {request.length}: {reason}"
+                    request.finish("error")
+                    updates.append(self._notify(self._end(request, ""), request))
+            return updates
+
     def agree_on_chunks(
         self, chunks: list[ScheduledChunk], coordinator: Coordinator
     ) -> list[ScheduledChunk]:
@@ -235,8 +277,44 @@ class EngineCore:
         """Whether no rank has anything to run; this one has not."""
         if not all(self._is_local(request) for request in self.requests.values()):
             return False
-        assert not self.requests, "there are requests, but none can run"
+        assert len(self.requests) == len(self.grammars.pending), (
+            "there are requests, but none can run"
+        )
         return True
+
+    # ---- grammars ----------------------------------------------------------------------------------
+
+    def _start_compiled(self) -> None:
+        """Start the requests whose grammars are compiled, with the tokens that begin every reply."""
+        for request, future in self.grammars.take_compiled():
+            error = future.exception()
+            if error is None:
+                request.set_constraint(future.result())
+                self._start(request)
+            else:
+                request.error = f"{request.id}: {error}"
+                request.finish("error")
+                self._report_early(request, self._build_final_update(request, ""))
+        for request in self.grammars.take_started():
+            if request.state is RequestState.WAITING and not request.num_preemptions:
+                update = self._advance(request, None)
+                if update.token_ids or update.result is not None:
+                    self._report_early(request, update)
+
+    def _start(self, request: Request) -> None:
+        """Give a request to the scheduler of its replica."""
+        if self.coordinator is not None:
+            prompt_ids = request.tokens[: request.prompt_length].tolist()
+            self.coordinator.add_request(request, prompt_ids)
+        if self._is_local(request):
+            self.scheduler.add(request)
+        if request.grammar is not None:
+            self.grammars.started.append(request)
+
+    def _report_early(self, request: Request, update: Update) -> None:
+        """Notify of an update without a step; `step` returns it."""
+        self.failed_updates.append(update)
+        self._notify(update, request)
 
     def execute(
         self, chunks: Sequence[ScheduledChunk], requests: list[Request]
@@ -287,7 +365,7 @@ class EngineCore:
         try:
             for request, token in remaining:
                 self._process_token(request, token, updates)
-        finally:  # if a listener or grammar raises, the other requests still get their tokens
+        finally:  # if a listener raises, the other requests still get their tokens
             with ExitStack() as stack:
                 for request, token in reversed(list(remaining)):
                     stack.callback(self._process_token, request, token, updates)
@@ -296,38 +374,49 @@ class EngineCore:
     def _process_token(self, request: Request, token: int, updates: list[Update]) -> None:
         if request.state is RequestState.FINISHED:  # a listener has cancelled it in this step
             return
-        if request.constraint is not None and token >= 0:
-            request.constraint.accept_token(token)
         update = self._advance(request, token) if token >= 0 else self._fail(request, token)
         updates.append(self._notify(update, request) if request.id in self.listeners else update)
 
-    def _advance(self, request: Request, token: int) -> Update:
-        """Detokenize a new token and finish the request if it stops."""
+    def _advance(self, request: Request, token: int | None) -> Update:
+        """Process a sampled token and those that are forced after it; None: before the first one."""
         detokenizer = self.detokenizers.get(request.id)
-        is_stop = token in request.stop_ids
-        new_text = "" if is_stop or detokenizer is None else detokenizer.push(token)
-        if is_stop:
-            request.finish("stop", token)
-        elif detokenizer is not None and detokenizer.stopped_by is not None:
-            request.finish("stop", detokenizer.stopped_by)
-        elif request.length == request.max_length:
-            request.finish("length")
-        else:
-            return Update(request.id, new_text, (token,))
-        return self._end(request, new_text, (token,))
+        text, tokens, num_forced, end = advance_reply(request, detokenizer, token)
+        self.recorder.forced_tokens += num_forced
+        if self.coordinator is not None:
+            for forced in tokens[len(tokens) - num_forced :]:
+                self.coordinator.record_token(request, forced)
+        if end is None:
+            return Update(request.id, text, tokens)
+        is_waiting = request.state is RequestState.WAITING
+        if is_waiting and self._is_local(request):
+            self.scheduler.cancel(request)
+        request.error = end.error
+        request.finish(end.reason, end.stopped_by)
+        return self._end(request, text, tokens, is_waiting)
 
     def _fail(self, request: Request, error: int) -> Update:
         """End a request for which no token could be sampled."""
-        request.error = f"{request.id}, token {request.length}: {SAMPLING_ERRORS[error]}"
-        request.finish("error")
+        grammar = request.grammar
+        if error == NO_ALLOWED_TOKEN and request.constraint_error is not None:
+            request.error = f"{request.id}, token {request.length}: {request.constraint_error}"
+        elif error != NO_ALLOWED_TOKEN or grammar is None or not grammar.is_accepting:
+            request.error = f"{request.id}, token {request.length}: {SAMPLING_ERRORS[error]}"
+        # A grammar that may end here, but whose end token is banned, ends.
+        request.finish("stop" if request.error is None else "error")
         return self._end(request, "")
 
-    def _end(self, request: Request, new_text: str, token_ids: tuple[int, ...] = ()) -> Update:
-        """Free what a finished request holds."""
-        if self._is_local(request):
+    def _end(
+        self,
+        request: Request,
+        new_text: str,
+        token_ids: tuple[int, ...] = (),
+        was_waiting: bool = False,
+    ) -> Update:
+        """Free what a finished request holds. One that was waiting has left the queue already."""
+        if self._is_local(request) and not was_waiting:
             self.scheduler.finish(request)
         if self.coordinator is not None:
-            self.coordinator.record_end(request)
+            self.coordinator.record_end(request, cancelled=was_waiting)
         return self._build_final_update(request, new_text, token_ids)
 
     def _build_final_update(

@@ -23,6 +23,12 @@ import numpy as np
 from torch import Tensor
 
 from fulgurite.errors import ArgumentError
+from fulgurite.serve.engine.grammar import (
+    Grammar,
+    GrammarSpec,
+    check_grammar_options,
+    make_grammar_spec,
+)
 
 MAX_LOGPROBS = 1000
 MAX_MAGNITUDE = 1e30  # of a temperature, penalty or bias; float32 can still compute with it
@@ -54,6 +60,12 @@ class SamplingParams:
         allowed_token_ids: the only tokens that are sampled. None: all. An end token that is not in the
             list never ends the reply.
         logprobs: n: report the log-probability of the sampled token and of the top n.
+        json_schema: the reply is JSON of this schema: a dict, its JSON text, or True for any JSON.
+        json_object: the reply is a JSON object.
+        regex: the reply matches this regex from its first to its last character. Rust's syntax, with
+            ASCII \\d and \\w.
+        grammar: the reply follows this grammar, in llguidance's dialect of Lark.
+        choices: the reply is one of these strings. At most one of these five.
     """
 
     temperature: float = 0.0
@@ -73,6 +85,11 @@ class SamplingParams:
     banned_token_ids: Sequence[int] = ()
     allowed_token_ids: Sequence[int] | None = None
     logprobs: int | None = None
+    json_schema: Mapping[str, Any] | str | bool | None = None
+    json_object: bool = False
+    regex: str | None = None
+    grammar: str | None = None
+    choices: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         stop = self.stop
@@ -115,6 +132,19 @@ class SamplingParams:
             _check_integer("logprobs", self.logprobs, 0, f"from 0 to {MAX_LOGPROBS}", MAX_LOGPROBS)
         if any(not isinstance(text, str) or not text for text in stops):
             raise ArgumentError(f"stop={list(stops)!r} must contain non-empty strings only")
+        schema, choices = check_grammar_options(
+            self.json_schema, self.json_object, self.regex, self.grammar, self.choices
+        )
+        object.__setattr__(self, "json_schema", schema)  # as text: later changes have no effect
+        object.__setattr__(self, "choices", choices)
+
+    @property
+    def grammar_spec(self) -> GrammarSpec | None:
+        """The grammar of the reply, if it has one."""
+        schema, choices = self.json_schema, self.choices
+        assert schema is None or isinstance(schema, str), "it was encoded"
+        names = None if choices is None else tuple(choices)
+        return make_grammar_spec(schema, self.json_object, self.regex, self.grammar, names)
 
     @property
     def is_greedy(self) -> bool:
@@ -181,6 +211,8 @@ def _check_logit_bias(values: object) -> dict[int, float]:
     """A checked copy, so that later changes of the caller's dict have no effect."""
     if not isinstance(values, Mapping):
         raise ArgumentError(f"logit_bias={values!r} must be a dict from token ids to numbers")
+    if not values:
+        return {}
     for token, bias in zip(_check_token_ids("logit_bias", values), values.values(), strict=True):
         name, allowed = f"logit_bias of token {token}", "a number; use -100 to 100, or -inf"
         _check_number(
@@ -189,8 +221,27 @@ def _check_logit_bias(values: object) -> dict[int, float]:
     return {int(token): float(bias) for token, bias in values.items()}
 
 
+@dataclass(frozen=True)
+class RequestOptions:
+    """How the engine treats a request. None of it changes the request's tokens.
+
+    Attributes:
+        priority: requests of a lower number start first, and are preempted last.
+        cache_salt: requests share KV-cache blocks of equal prefixes only if their salts are equal.
+        detokenize: make text and look for stop strings. False: updates have token ids only.
+    """
+
+    priority: int = 0
+    cache_salt: str = ""
+    detokenize: bool = True
+
+
 class Constraint(Protocol):
-    """A grammar for structured output: it says which tokens may come next."""
+    """A grammar for structured output: it says which tokens may come next.
+
+    If a method raises, its request ends with an error; the others continue. One that also has the
+    methods of `Grammar` (grammar.py) can force tokens and end the reply.
+    """
 
     def allowed_tokens(self) -> Tensor | None:
         """A mask over the vocabulary; None: every token.
@@ -276,23 +327,19 @@ class Request:
         context: int,
         constraint: Constraint | None = None,
         stop_ids: frozenset[int] = frozenset(),
+        options: RequestOptions | None = None,
     ) -> None:
         self.id = id
+        self.options = RequestOptions() if options is None else options
+        self.arrival_number = -1  # set by the scheduler
         self.params = params
-        self.constraint = constraint
         self.stop_ids = stop_ids  # stop and end tokens
-        self.needs_logit_processing = bool(
-            params.logit_bias
-            or params.banned_token_ids
-            or params.allowed_token_ids is not None
-            or params.min_tokens
-            or params.has_penalties
-            or constraint is not None
-        )
+        self.set_constraint(constraint)
         self.is_sampled = not params.is_greedy
         self.seed = secrets.randbits(64) if params.seed is None else params.seed
         self.prompt_length = self.length = len(prompt_ids)
         self.num_pending = 0
+        self.num_sampled = 0  # tokens of the reply that were not forced
         self.max_length = min(context, self.length + params.max_tokens)  # prompt and reply
         self.tokens = np.empty(self.max_length, dtype=np.int64)
         self.tokens[: self.length] = prompt_ids
@@ -310,18 +357,44 @@ class Request:
         self.stopped_by: str | int | None = None
         self.error: str | None = None
         self.arrival_time = time.perf_counter()
+        self.first_step_time = 0.0  # 0: it has not run yet
         self.first_token_time = self.finish_time = self.arrival_time
+
+    @property
+    def schedule_key(self) -> tuple[int, int]:
+        """Requests are admitted in this order, and preempted from its end."""
+        return self.options.priority, self.arrival_number
+
+    def set_constraint(self, constraint: Constraint | None) -> None:
+        """Set the constraint before the request runs: its grammar was compiled."""
+        params = self.params
+        self.constraint = constraint
+        self.grammar = constraint if isinstance(constraint, Grammar) else None
+        # With `ignore_eos` the reply goes on as long as the grammar allows, and ends with it.
+        ends = () if self.grammar is None or not params.ignore_eos else self.grammar.eos_token_ids
+        self.hidden_ids = frozenset(ends) - frozenset(params.stop_token_ids)
+        self.constraint_error: str | None = None  # why there is no mask for the next token
+        self.needs_logit_processing = bool(
+            params.logit_bias
+            or params.banned_token_ids
+            or params.allowed_token_ids is not None
+            or params.min_tokens
+            or params.has_penalties
+            or constraint is not None
+        )
 
     @property
     def scheduled_length(self) -> int:
         """The number of tokens, with those that are being sampled."""
         return self.length + self.num_pending
 
-    def append(self, token: int) -> None:
-        """Add a sampled token."""
-        self.num_pending = max(self.num_pending - 1, 0)  # of another rank's request always 0
-        if self.length == self.prompt_length:
-            self.first_token_time = time.perf_counter()
+    def append(self, token: int, is_forced: bool = False) -> None:
+        """Add a sampled token, or one that the grammar forces."""
+        if not is_forced:
+            self.num_pending = max(self.num_pending - 1, 0)  # of another rank's request always 0
+            if not self.num_sampled:
+                self.first_token_time = time.perf_counter()
+            self.num_sampled += 1
         self.tokens[self.length] = token
         self.length += 1
 
@@ -333,6 +406,8 @@ class Request:
         self.state = RequestState.FINISHED
         self.finish_reason, self.stopped_by = reason, stopped_by
         self.finish_time = time.perf_counter()
+        if not self.num_sampled:
+            self.first_token_time = self.finish_time
 
     def build_result(self, text: str) -> Result:
         return Result(

@@ -9,9 +9,11 @@ tokens in prompt and reply. `frequency_penalty` is subtracted for every occurren
 `presence_penalty` once. All of it runs on the device (`kernels/sampling/ops.py`), with the state in
 `sampling_rows.py`. Log-probabilities come from the raw logits, before all of this (`logprobs.py`).
 
-A step is sampled in four calls, so that the host need not wait for the device:
+A step is sampled in five calls, so that the host need not wait for the device:
 
     prepare   the settings of the step, from positions that are known before the tokens are
+    write_grammar_masks    the masks of grammars, which other threads compute while the model runs: after
+              its layers, but before the launch of a CUDA graph
     run       sample and count on the device; part of the CUDA graph of a captured step
     collect   start to copy tokens and log-probabilities to the host
     read      wait for them (`SampledTokens`)
@@ -21,6 +23,8 @@ Shapes: R requests; O vocabulary.
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,12 +34,13 @@ import torch
 from torch import Tensor
 
 from fulgurite.kernels.sampling.ops import philox_uniform, record_tokens, sample_tokens
-from fulgurite.kernels.sampling.table import NUM_PROCESSING, NUM_SETTINGS
+from fulgurite.kernels.sampling.table import HAS_MASK, NUM_PROCESSING, NUM_SETTINGS
 from fulgurite.serve.engine.logprobs import PendingLogprobs, compute_logprobs
 from fulgurite.serve.engine.request import Request, TokenLogprob
 from fulgurite.serve.engine.sampling_rows import SamplingRows
 
 PRECOMPUTED_POSITIONS = 32  # positions whose random numbers are drawn at once
+RECENT_STEPS = 1000  # whose waiting times are kept
 MIN_TEMPERATURE = 1e-30  # float32 would divide by 0 below; it is greedy long before
 GREEDY_SETTINGS = (0.0, 0.0, 0.0, 1.0)
 
@@ -56,6 +61,7 @@ class SamplingInputs:
     settings_R5: np.ndarray
     processing_R5: np.ndarray
     variant: SamplingVariant
+    constrained: Sequence[tuple[int, Request]] = ()  # rows whose masks are not written yet
 
 
 class SampledTokens:
@@ -98,6 +104,7 @@ class Sampler:
         self.processed: list[tuple[int, Request]] = []
         self.first_positions: np.ndarray = np.empty(0, dtype=np.int64)  # of `uniforms`, by request
         self.uniforms: np.ndarray = np.empty((0, 0))  # a row for each position from there on
+        self.mask_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self.was_interrupted = False  # a step ran that nobody reads: last tokens are not to be used
 
     def can_sample_ahead(self, requests: Sequence[Request]) -> bool:
@@ -121,6 +128,10 @@ class Sampler:
         processing_R5[:, 0] = [request.block_table_row for request in requests]
         for index, request in self.processed:
             processing_R5[index, 1] = self.rows.write(request)
+        constrained = [(i, r) for i, r in self.processed if r.constraint is not None]
+        for _, request in constrained:
+            if request.grammar is not None:
+                request.grammar.start_mask()
         settings_R5 = self.settings_R5
         is_random = bool(self.is_random.any())
         if is_random:
@@ -130,7 +141,22 @@ class Sampler:
         variant = SamplingVariant(is_random, uses_threshold, bool(self.processed))
         self.was_interrupted = True
         self.rows.begin_counting(requests)
-        return SamplingInputs(requests, settings_R5, processing_R5, variant)
+        return SamplingInputs(requests, settings_R5, processing_R5, variant, constrained)
+
+    def write_grammar_masks(self, inputs: SamplingInputs) -> None:
+        """Write the masks of grammars; waits for those that are still being computed."""
+        if not inputs.constrained:
+            return
+        start = time.perf_counter()
+        for index, request in inputs.constrained:
+            if self.rows.write_grammar_mask(request):
+                inputs.processing_R5[index, 1] = int(inputs.processing_R5[index, 1]) | HAS_MASK
+        self.mask_seconds.append(time.perf_counter() - start)
+
+    def take_mask_seconds(self) -> list[float]:
+        """How long each step since the last call waited for masks, and wrote them."""
+        taken, self.mask_seconds = [*self.mask_seconds], deque(maxlen=RECENT_STEPS)
+        return taken
 
     def finish(self, inputs: SamplingInputs) -> None:
         """Record that the step was launched, before its chunks are marked as computed."""
@@ -202,6 +228,7 @@ class Sampler:
 
     def run_eagerly(self, logits_RO: Tensor, inputs: SamplingInputs) -> Tensor:
         """`run`, with inputs that are on the host."""
+        self.write_grammar_masks(inputs)
         settings_R5, processing_R5 = (
             torch.from_numpy(array).to(self.device, non_blocking=True)
             for array in (inputs.settings_R5, inputs.processing_R5)

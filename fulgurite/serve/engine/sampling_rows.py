@@ -2,7 +2,8 @@
 
 A request's row is its row of the block tables. Counts, bias and mask are written when the request
 gets the row, and after that only what changes: each sampled token is counted on the device, the mask
-is written again when `min_tokens` is reached, and in every step for a grammar.
+is written again when `min_tokens` is reached, and in every step for a grammar. A grammar's mask is
+written apart from the rest, as late as possible: another thread computes it while the model runs.
 
 A row's state on the host names the request that it was written for. It is cleared before a write and
 before a step that counts, and set afterwards. So an interrupted step leaves rows that are written
@@ -45,6 +46,7 @@ class SamplingRows:
         self.counted: list[tuple[Request, int] | None] = [None] * num_rows
         self.biased: list[Request | None] = [None] * num_rows
         self.masked: list[tuple[Request, bool] | None] = [None] * num_rows
+        self.fixed_masks: list[tuple[Request, bool, Tensor] | None] = [None] * num_rows
 
     @property
     def padding_row(self) -> int:
@@ -69,9 +71,33 @@ class SamplingRows:
             flags |= HAS_BIAS
             if self.biased[row] is not request:
                 self._write_bias(request, self.table.bias_WO[row])
-        if self._write_mask(request, self.table.allowed_WM[row]):
+        if request.constraint is None and self._write_mask(request, self.table.allowed_WM[row]):
             flags |= HAS_MASK
         return flags
+
+    def write_grammar_mask(self, request: Request) -> bool:
+        """Write the mask of a request with a constraint; returns whether there is one.
+
+        If the constraint raises, no token is allowed and the request has the error.
+        """
+        assert self.table is not None, "`write` comes before"
+        assert request.constraint is not None, f"{request.id} has no constraint"
+        allowed_M = self.table.allowed_WM[request.block_table_row]
+        request.constraint_error = None
+        try:
+            mask = request.constraint.allowed_tokens()
+            words_M = None if mask is None else self._pack_grammar_mask(mask, request)
+        except Exception as error:  # a grammar may raise anything; it concerns this request only
+            request.constraint_error = str(error) or type(error).__name__
+            words_M = torch.zeros_like(allowed_M, device="cpu")
+        self.masked[request.block_table_row] = None
+        fixed_M = self._make_fixed_mask(request)
+        if words_M is not None and fixed_M is not None:
+            words_M = words_M & fixed_M
+        written = fixed_M if words_M is None else words_M
+        if written is not None:
+            allowed_M.copy_(written)
+        return written is not None
 
     def _write_counts(self, request: Request, counts_O: Tensor) -> None:
         assert not request.num_pending, (
@@ -91,27 +117,32 @@ class SamplingRows:
         self.biased[row] = request
 
     def _write_mask(self, request: Request, allowed_M: Tensor) -> bool:
-        """Write the mask if it changed; returns whether there is one."""
-        params, row = request.params, request.block_table_row
-        reply_length = request.scheduled_length - request.prompt_length
-        cannot_stop = reply_length < params.min_tokens and bool(request.stop_ids)
-        grammar = None if request.constraint is None else request.constraint.allowed_tokens()
-        is_fixed = bool(params.banned_token_ids) or params.allowed_token_ids is not None
-        if not is_fixed and not cannot_stop and grammar is None:
-            return False
-        if grammar is None and self.masked[row] == (request, cannot_stop):
+        """Write the mask if it changed; returns whether there is one. For requests without grammar."""
+        row, cannot_stop = request.block_table_row, cannot_stop_yet(request)
+        if self.masked[row] == (request, cannot_stop):
             return True
         self.masked[row] = None
-        words_M = torch.full_like(allowed_M, ALL_ALLOWED, device="cpu")
-        if is_fixed or cannot_stop:
-            banned = {*params.banned_token_ids, *(request.stop_ids if cannot_stop else ())}
-            words_M = self._make_mask(params.allowed_token_ids, banned)
-        if grammar is not None:
-            words_M &= self._pack_grammar_mask(grammar, request)
+        words_M = self._make_fixed_mask(request)
+        if words_M is None:
+            return False
         allowed_M.copy_(words_M)
-        if grammar is None:
-            self.masked[row] = request, cannot_stop
+        self.masked[row] = request, cannot_stop
         return True
+
+    def _make_fixed_mask(self, request: Request) -> Tensor | None:
+        """The mask of the request's settings; None: every token. Cached for the row."""
+        params, row, cannot_stop = request.params, request.block_table_row, cannot_stop_yet(request)
+        hidden = request.hidden_ids
+        if not (params.banned_token_ids or cannot_stop or hidden) and (
+            params.allowed_token_ids is None
+        ):
+            return None
+        cached = self.fixed_masks[row]
+        if cached is None or cached[:2] != (request, cannot_stop):
+            banned = {*params.banned_token_ids, *hidden, *(request.stop_ids if cannot_stop else ())}
+            words_M = self._make_mask(params.allowed_token_ids, banned)
+            cached = self.fixed_masks[row] = request, cannot_stop, words_M
+        return cached[2]
 
     def _make_mask(self, allowed_ids: object, banned: set[int]) -> Tensor:
         allowed = torch.zeros(self.vocab_size, dtype=torch.bool)
@@ -145,3 +176,9 @@ class SamplingRows:
             if request.params.has_penalties:
                 length = request.scheduled_length + 1
                 self.counted[request.block_table_row] = request, length
+
+
+def cannot_stop_yet(request: Request) -> bool:
+    """Whether `min_tokens` bans the stop and end tokens for the next token."""
+    reply_length = request.scheduled_length - request.prompt_length
+    return reply_length < request.params.min_tokens and bool(request.stop_ids)

@@ -4,12 +4,12 @@ One step computes at most `max_batched_tokens` tokens of at most `max_sequences`
 
 1. The next token of every running request in decode, so that decode never waits for a prefill.
 2. The rest of running requests' prompts, in chunks (chunked prefill).
-3. Waiting requests in arrival order. Nobody overtakes the first, so no request starves.
+3. Waiting requests by priority, then in arrival order. Nobody overtakes the first of them.
 
-If blocks run out, the request that arrived last is preempted. Its blocks are freed, its tokens are
-kept, and it returns to the front of the queue. Its keys are recomputed later, so the result is the
-same. The oldest request is never preempted, and every request fits alone: the engine always makes
-progress.
+If blocks run out, the last running request in this order is preempted. Its blocks are freed, its
+tokens are kept, and it returns to its place in the queue. Its keys are recomputed later, so the result
+is the same. The first request is never preempted, and every request fits alone: the engine always
+makes progress.
 
 A step may be scheduled while the one before still runs. Its sampled tokens then count, although they
 are not known (`Request.num_pending`). Preemption waits until all tokens are known.
@@ -17,12 +17,17 @@ are not known (`Request.num_pending`). Preemption waits until all tokens are kno
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
+import time
+from bisect import insort
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from fulgurite.serve.engine.block_manager import BlockManager
 from fulgurite.serve.engine.request import Request, RequestState
+
+SCHEDULE_KEY = attrgetter("schedule_key")
 
 
 class ScheduledChunk(NamedTuple):
@@ -78,12 +83,14 @@ class Scheduler:
         self.recompute_after = recompute_after
         self.has_states = has_states
         self.prefill_alignment = prefill_alignment
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # in arrival order
+        self.waiting: list[Request] = []  # both in the order of `schedule_key`
+        self.running: list[Request] = []
+        self.arrivals = itertools.count()
         self.num_preemptions = 0
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        request.arrival_number = next(self.arrivals)
+        insort(self.waiting, request, key=SCHEDULE_KEY)
 
     def cancel(self, request: Request) -> None:
         """Remove a waiting or running request and free its blocks."""
@@ -186,14 +193,14 @@ class Scheduler:
         return returned
 
     def preempt(self, request: Request) -> None:
-        """Put a running request back to the front of the queue and free its blocks."""
+        """Put a running request back to its place in the queue and free its blocks."""
         assert not request.num_pending, f"{request.id} is preempted, but a step samples for it"
         self.running.remove(request)
         self.block_manager.free(request)
         request.state = RequestState.WAITING
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(request)
+        insort(self.waiting, request, key=SCHEDULE_KEY)
 
     def _admit(self) -> Request | None:
         """Start the first waiting request if a row and blocks for all of its tokens are free."""
@@ -205,10 +212,11 @@ class Scheduler:
             self.block_manager.free(request)
             return None
         if not request.num_preemptions:
-            request.cached_tokens = request.num_computed_tokens
+            request.cached_tokens = min(request.num_computed_tokens, request.prompt_length)
         request.uses_long_rope = self._needs_long_rope(request)
         request.state = RequestState.RUNNING
-        self.running.append(self.waiting.popleft())
+        request.first_step_time = request.first_step_time or time.perf_counter()
+        insort(self.running, self.waiting.pop(0), key=SCHEDULE_KEY)
         return request
 
     def _needs_long_rope(self, request: Request) -> bool:

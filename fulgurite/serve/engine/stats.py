@@ -130,9 +130,11 @@ class StepRecorder:
     def __init__(self) -> None:
         self.steps = self.prefill_tokens = self.decode_tokens = self.sampled_tokens = 0
         self.prefix_cached_tokens = 0
+        self.forced_tokens = 0  # by grammars, without a step
         self.finished: Counter[str] = Counter()
         self.recent_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self.recent_tokens: deque[int] = deque(maxlen=RECENT_STEPS)
+        self.unread_steps: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS)
 
     def record_step(
         self, chunks: Sequence[ScheduledChunk], sampled_tokens: int, seconds: float
@@ -145,6 +147,7 @@ class StepRecorder:
         self.sampled_tokens += sampled_tokens
         self.recent_seconds.append(seconds)
         self.recent_tokens.append(sampled_tokens)
+        self.unread_steps.append((seconds, prefill + decode))
         if LOG.isEnabledFor(logging.DEBUG):
             fields = {
                 "event": "step",
@@ -187,6 +190,11 @@ class StepRecorder:
             f": {request.error}" if request.error else "",
             extra={"fields": fields},
         )
+
+    def take_recent_steps(self) -> tuple[list[float], list[int]]:
+        """Seconds and tokens of each step since the last call."""
+        steps, self.unread_steps = [*self.unread_steps], deque(maxlen=RECENT_STEPS)
+        return [seconds for seconds, _ in steps], [tokens for _, tokens in steps]
 
     def tokens_per_second(self) -> float:
         busy = sum(self.recent_seconds)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 from fulgurite.errors import RankError
 from fulgurite.serve.engine.coordinator import (
     Coordinator,
@@ -13,6 +11,7 @@ from fulgurite.serve.engine.coordinator import (
     StepMessage,
     TokenSampled,
     count_scheduled,
+    decode_step,
 )
 from fulgurite.serve.engine.engine import Engine
 from fulgurite.serve.engine.request import Request
@@ -27,7 +26,7 @@ class Worker:
 
     def run(self) -> None:
         while True:
-            message: StepMessage = pickle.loads(self.coordinator.channel.receive())
+            message = decode_step(self.coordinator.channel.receive())
             for event in message.events:
                 self._apply(event)
             if message.is_last:
@@ -80,6 +79,7 @@ class Worker:
             event.params,
             self.engine.context,
             stop_ids=event.stop_ids,
+            options=event.options,
         )
         request.seed = event.seed
         self.engine.requests[event.id] = request

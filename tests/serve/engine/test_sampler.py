@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from fulgurite.errors import ArgumentError
 from fulgurite.kernels.sampling import ops
 from fulgurite.serve.engine import logprobs
 from fulgurite.serve.engine.request import Request, SamplingParams
@@ -38,6 +39,7 @@ def process(logits: Tensor, one: Request) -> Tensor:
     """Bias, mask and penalties of one request."""
     sampler = make_sampler(logits.shape[-1], [one])
     inputs = sampler.prepare([one])
+    sampler.write_grammar_masks(inputs)
     assert sampler.rows.table is not None
     processing = torch.from_numpy(inputs.processing_R5)
     return ops.process_logits(logits.reshape(1, -1), processing, sampler.rows.table)[0]
@@ -124,7 +126,7 @@ def test_masks_are_combined(is_packed: bool) -> None:
         assert got.isfinite().nonzero().flatten().tolist() == wanted
 
 
-def test_short_masks_ban_the_rest_and_wrong_ones_raise() -> None:
+def test_short_masks_ban_the_rest_and_wrong_ones_are_errors_of_their_request() -> None:
     short = process(
         torch.zeros(70), request(SamplingParams(), constraint=Grammar(torch.ones(9) > 0))
     )
@@ -133,10 +135,10 @@ def test_short_masks_ban_the_rest_and_wrong_ones_raise() -> None:
     packed = process(torch.zeros(70), request(SamplingParams(), constraint=Grammar(words)))
     assert packed.isfinite().sum() == 32
     for mask in (torch.ones(71) > 0, torch.zeros(4, dtype=torch.int32), torch.ones(70)):
-        with pytest.raises(
-            ArgumentError, match=r"(?s)constraint of r .*bool \[70\], or int32 \[3\]"
-        ):
-            process(torch.zeros(70), request(SamplingParams(), constraint=Grammar(mask)))
+        one = request(SamplingParams(), constraint=Grammar(mask))
+        assert not process(torch.zeros(70), one).isfinite().any()
+        assert one.constraint_error is not None
+        assert re.search(r"(?s)constraint of r .*bool \[70\], or int32 \[3\]", one.constraint_error)
 
 
 def test_greedy_and_sampled_requests_in_one_batch() -> None:
