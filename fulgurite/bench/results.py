@@ -40,9 +40,10 @@ def describe_machine(device: str) -> dict[str, Any]:
 
 
 def _command() -> str:
-    """The command line without files, after the settings that change what is measured."""
+    """The command line without files and keys, after the settings that change what is measured."""
     settings = [f"{name}={value}" for name in RECORDED_SETTINGS if (value := read_env(name))]
-    return re.sub(r" --output \S+", "", " ".join([*settings, "fulgurite", *sys.argv[1:]]))
+    command = " ".join([*settings, "fulgurite", *sys.argv[1:]])
+    return re.sub(r" --(output|api-key)[ =]\S+|(?<= --llama-cpp)[ =](?!-)\S+", "", command)
 
 
 def _processor() -> str:

@@ -17,6 +17,8 @@ from fulgurite.bench.models import suite as models_suite
 from fulgurite.bench.quant import cpu as quant_cpu
 from fulgurite.bench.quant import gpu as quant_gpu
 from fulgurite.bench.quant.cpu_quantize import format_cast_table
+from fulgurite.bench.serve import suite as serve_suite
+from fulgurite.bench.serve.tables import format_tables as format_serve_tables
 from fulgurite.bench.zoo import suite as zoo_suite
 
 Rows = list[dict[str, Any]]
@@ -62,5 +64,6 @@ SUITES: dict[str, Suite] = {
         _format_quant_cpu,
         lambda rows: "\n\n".join(quant_gpu.format_tables(rows)),
     ),
+    "serve": Suite(serve_suite.run_serve, format_serve_tables, format_serve_tables),
     "zoo": Suite(zoo_suite.run_zoo, zoo_suite.format_summary, zoo_suite.format_summary),
 }
