@@ -22,6 +22,7 @@ import fulgurite
 from fulgurite import environment
 from fulgurite.bench.generate.model import add_options as add_generate_options
 from fulgurite.bench.readme import write_readme
+from fulgurite.bench.serve.suite import add_options as add_serve_options
 from fulgurite.bench.suites import SUITES
 from fulgurite.bench.zoo.suite import add_options as add_zoo_options
 from fulgurite.compress import command as compression
@@ -34,7 +35,8 @@ from fulgurite.models import tiny
 from fulgurite.plan import command
 from fulgurite.report.html import write_html
 from fulgurite.serve import command as terminal
-from fulgurite.serve import embedding
+from fulgurite.serve import embedding, serve_command
+from fulgurite.serve import top as live_view
 
 
 def explain(options: argparse.Namespace) -> None:
@@ -99,6 +101,8 @@ REPORT = "report"  # `fulgurite bench report`: the saved results as benchmarks/R
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "generate": terminal.generate,
     "chat": terminal.chat,
+    "serve": serve_command.serve,
+    "top": live_view.run_top,
     "embed": embedding.run_embed,
     "plan": command.plan,
     "quantize": compression.quantize,
@@ -158,6 +162,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench_parser.add_argument("--quick", action="store_true", help="run fewer cases and repeats")
     add_zoo_options(bench_parser)
     add_generate_options(bench_parser)
+    add_serve_options(bench_parser)
     env_parser = commands.add_parser(
         "env", help="print versions, compiler, devices and settings, to paste into a bug report"
     )
@@ -178,6 +183,20 @@ def _add_text_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
     terminal.add_options(reply, max_tokens=256)
     talk = commands.add_parser("chat", help="chat with a model", usage="fulgurite chat [options]")
     terminal.add_options(talk, max_tokens=1024)
+    serve_command.add_options(
+        commands.add_parser(
+            "serve",
+            help="serve a model over HTTP: OpenAI and Anthropic interfaces, a chat page",
+            usage="fulgurite serve [--model NAME] [--port N] [options]",
+        )
+    )
+    live_view.add_options(
+        commands.add_parser(
+            "top",
+            help="watch a running server: requests, tokens/s, cache, latencies",
+            usage="fulgurite top [--url URL] [options]",
+        )
+    )
     embedding.add_options(
         commands.add_parser(
             "embed",

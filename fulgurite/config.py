@@ -17,6 +17,7 @@ ENV_VARS = {
     "FULGURITE_HOST_PROGRAM": "0: run final traces as Python instead of as host programs",
     "FULGURITE_AUTOTUNE": 'auto, 1 or 0: the default of compile(autotune=...): "auto", True or False',
     "FULGURITE_LLAMA_PYTHON": "Python interpreter with llama-cpp-python, for bench generate",
+    "FULGURITE_API_KEY": "key of `fulgurite serve` and `top`; several separated by commas",
     "FULGURITE_CXX": "C++ compiler for CPU kernels (default: g++, then clang++)",
 }
 

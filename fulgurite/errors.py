@@ -48,6 +48,11 @@ class FulguriteError(Exception):
             lines.extend(f"  {'':<{width}}   {line}" for line in rest)
         return "\n".join(lines)
 
+    def one_line(self) -> str:
+        """What went wrong and what to do, for JSON and logs."""
+        parts = [self.what, self.details.get("next")]
+        return " ".join("; ".join(part for part in parts if part).split())
+
 
 class ArgumentError(FulguriteError, ValueError):
     """An argument has a value that is not allowed. The message lists the allowed ones."""

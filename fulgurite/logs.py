@@ -51,9 +51,9 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
-def configure_logging() -> None:
-    """Print messages to stderr, from the level of `FULGURITE_LOG` on."""
-    level = read_env("FULGURITE_LOG")
+def configure_logging(default: str | None = None) -> None:
+    """Print messages to stderr, from the level of `FULGURITE_LOG` on; without it, from `default` on."""
+    level = read_env("FULGURITE_LOG") or default
     if level is None:
         return
     if level.lower() not in LEVELS:

@@ -72,6 +72,17 @@ SUB_ORDER: dict[str, list[set[str]]] = {
         {"dispatch"},
         {"__init__"},
     ],
+    "serve": [
+        {"engine"},
+        {"structured"},
+        {"embedding", "profile"},
+        {"llm"},
+        {"remote", "worker_main"},
+        {"http"},
+        {"command", "ray_serve", "scrape"},
+        {"serve_command", "top"},
+        {"__init__"},
+    ],
 }
 # The public API may be used by what stands on top of all of it.
 API_USERS = {"bench", "cli", "report", "__main__"}
@@ -79,6 +90,8 @@ API_USERS = {"bench", "cli", "report", "__main__"}
 LAZY_IMPORTS = {
     ("__init__.py", "fulgurite.serve.llm"): "compiling needs no tokenizer",
     ("__init__.py", "fulgurite.serve.embedding"): "the same",
+    ("serve/serve_command.py", "fulgurite.serve.http.run"): "needs the extra `serve`",
+    ("serve/serve_command.py", "fulgurite.serve.ray_serve"): "needs the extra `ray`",
     ("bench/generate/engines.py", "fulgurite.serve.llm"): "another interpreter runs this file",
     ("bench/generate/engines.py", "fulgurite.serve.engine.request"): "the same",
     (

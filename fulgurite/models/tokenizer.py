@@ -3,7 +3,7 @@ out.
 
 A tokenizer is read from tokenizer.json (with tokenizer_config.json and chat_template.jinja), or
 from the vocabulary, merges and template inside a GGUF file. A chat template is a Jinja program from
-the checkpoint. It runs in Jinja's immutable sandbox, which has no access to Python.
+the checkpoint; see chat_template.py.
 """
 
 from __future__ import annotations
@@ -11,31 +11,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
-import jinja2
-import jinja2.sandbox
 from tokenizers import Tokenizer as Backend
 
 from fulgurite.errors import ArgumentError, WeightsError
+from fulgurite.models.chat_template import TEMPLATE_ERRORS, render_template
 from fulgurite.models.config import ConfigFields
 from fulgurite.models.gguf_tokenizer import build_backend
 from fulgurite.models.loading import hub
 from fulgurite.models.loading.gguf_checkpoint import GGUFCheckpoint
 
 Message = Mapping[str, object]
-
-# Exceptions that template expressions may raise: 1 + 'a', messages[9]['role'], 1 / 0, range(10**9),
-# a macro that calls itself, 'a' * 10**12.
-TEMPLATE_ERRORS = (
-    TypeError,
-    LookupError,
-    ArithmeticError,
-    ValueError,
-    RecursionError,
-    MemoryError,
-)
 
 
 @dataclass(frozen=True)
@@ -114,17 +101,25 @@ class Tokenizer:
                 "this model has no chat template", next="pass the whole prompt as text instead"
             )
         try:
-            template = _build_jinja_environment().from_string(self.chat_template)
-            return template.render(
-                messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
-                **{**self.special_tokens, **values},
+            return render_template(
+                self.chat_template, self.template_values(messages, add_generation_prompt, values)
             )
-        except (jinja2.TemplateError, *TEMPLATE_ERRORS) as error:
+        except TEMPLATE_ERRORS as error:
             raise ArgumentError(
                 f"the chat template rejects this conversation: {error}",
                 next="messages are a list of {'role': ..., 'content': ...}",
             ) from error
+
+    def template_values(
+        self, messages: Sequence[Message], add_generation_prompt: bool, values: Mapping[str, object]
+    ) -> dict[str, object]:
+        """The variables of a chat template. `values` can't replace the messages."""
+        return {
+            **self.special_tokens,
+            **values,
+            "messages": list(messages),
+            "add_generation_prompt": add_generation_prompt,
+        }
 
 
 def _check_unicode(text: str) -> None:
@@ -257,21 +252,3 @@ def _read_chat_template(folder: Path, settings: ConfigFields) -> str | None:
             (entry.get("template") for entry in entries if entry.get("name") == "default"), None
         )
     return template if isinstance(template, str) else None
-
-
-def _build_jinja_environment() -> jinja2.Environment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_template_error
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    return environment
-
-
-def _to_json(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise_template_error(message: str) -> str:
-    raise jinja2.TemplateError(message)

@@ -1,0 +1,1 @@
+"""Endpoints: one file a family. A request body in, JSON or server-sent events out."""

@@ -1,0 +1,219 @@
+"""Fields that the OpenAI endpoints share: a body's sampling fields in, `SamplingParams` out.
+
+Fields of OpenAI come first, then those of vLLM and others that clients send as extras. Fields of OpenAI
+without a meaning here are accepted if ignoring them changes no answer.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from fulgurite.errors import ArgumentError
+from fulgurite.serve.engine.request import SamplingParams
+from fulgurite.serve.http.config import Limits
+from fulgurite.serve.http.errors import ApiError, invalid
+
+MIN_PRIORITY, MAX_PRIORITY = -(1 << 31), (1 << 31) - 1
+# JSON numbers may be any; SamplingParams says which are allowed, in its own words.
+MAX_TOP_K = (1 << 31) - 1
+REQUEST_ID_PATTERN = r"^[A-Za-z0-9_.:-]{1,128}$"
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True, kw_only=True):
+    """vLLM's way to constrain a reply: exactly one of these."""
+
+    json: dict[str, Any] | str | bool | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class JsonSchemaFormat(Struct, kw_only=True):
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, kw_only=True, forbid_unknown_fields=True):
+    """`text`, `json_object`, or `json_schema` with a schema; `grammar` with a Lark grammar."""
+
+    type: Literal["text", "json_object", "json_schema", "grammar", "regex"]
+    json_schema: JsonSchemaFormat | None = None
+    grammar: str | None = None
+    regex: str | None = None
+
+
+class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool | None = None
+
+
+class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Sampling, limits and scheduling of a request."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    logit_bias: dict[str, Bias] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    # extras
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    priority: Annotated[int, Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    request_id: Annotated[str, Meta(pattern=REQUEST_ID_PATTERN)] | None = None
+    deadline: Annotated[float, Meta(gt=0)] | None = None  # seconds from the arrival of the request
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    def check_stream(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise invalid("'stream_options' needs 'stream': true", "stream_options")
+
+    def count(self, limits: Limits) -> int:
+        """`n`, checked."""
+        n = 1 if self.n is None else self.n
+        if not 1 <= n <= limits.choices:
+            raise invalid(f"'n' must be 1 to {limits.choices}, not {n}", "n")
+        return n
+
+    def check_stops(self, limits: Limits) -> list[str]:
+        stops = [self.stop] if isinstance(self.stop, str) else (self.stop or [])
+        if len(stops) > limits.stops:
+            raise invalid(f"'stop' has {len(stops)} strings; the limit is {limits.stops}", "stop")
+        if any(not 0 < len(one) <= limits.stop_characters for one in stops):
+            raise invalid(f"stop strings have 1 to {limits.stop_characters} characters", "stop")
+        return stops
+
+    def read_bias(self) -> dict[int, float]:
+        bias = self.logit_bias or {}
+        bad = next((key for key in bias if not (key.isascii() and key.isdigit())), None)
+        if bad is not None:
+            raise invalid(f"'logit_bias' has the key {bad!r}; keys are token ids", "logit_bias")
+        return {int(key): value for key, value in bias.items()}
+
+    def grammar_fields(self, response_format: ResponseFormat | None) -> dict[str, Any]:
+        """The fields of `SamplingParams` that constrain the reply; at most one."""
+        found = [
+            *read_response_format(response_format),
+            *read_structured_outputs(self.structured_outputs),
+            *(
+                (name, value)
+                for name, value in (
+                    ("json_schema", self.guided_json),
+                    ("regex", self.guided_regex),
+                    ("choices", self.guided_choice),
+                    ("grammar", self.guided_grammar),
+                )
+                if value is not None
+            ),
+        ]
+        if len(found) > 1:
+            names = " and ".join(name for name, _ in found)
+            raise invalid(f"a reply can have one constraint, not {names}", "response_format")
+        return dict(found)
+
+    def build_params(
+        self,
+        limits: Limits,
+        max_tokens: int,
+        logprobs: int | None,
+        constraint: dict[str, Any],
+    ) -> SamplingParams:
+        """The sampling params; ApiError 400 for values that are not allowed."""
+        values: dict[str, Any] = {
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": self.top_p,
+            "top_k": read_top_k(self.top_k),
+            "min_p": self.min_p,
+            "seed": None if self.seed is None else self.seed & ((1 << 64) - 1),
+            "stop": self.check_stops(limits),
+            "logit_bias": self.read_bias(),
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "min_tokens": self.min_tokens,
+            "ignore_eos": self.ignore_eos,
+            "stop_token_ids": self.stop_token_ids,
+            "allowed_token_ids": self.allowed_token_ids,
+            "max_tokens": max_tokens,
+            "logprobs": logprobs,
+            **constraint,
+        }
+        given = {name: value for name, value in values.items() if value is not None}
+        try:
+            return SamplingParams(**given)
+        except ArgumentError as error:
+            text = error.one_line()
+            param = next((name for name in values if text.startswith(name)), None)
+            raise invalid(text, param) from None
+
+
+def read_top_k(top_k: int | None) -> int | None:
+    """-1 is vLLM's "all"; what is more than any vocabulary means the same, and fits into a message."""
+    return 0 if top_k is not None and (top_k == -1 or top_k > MAX_TOP_K) else top_k
+
+
+def read_response_format(format: ResponseFormat | None) -> list[tuple[str, Any]]:
+    if format is None or format.type == "text":
+        return []
+    if format.type == "json_object":
+        return [("json_object", True)]
+    if format.type == "json_schema":
+        if format.json_schema is None or format.json_schema.schema is None:
+            raise invalid("response_format needs 'json_schema.schema'", "response_format")
+        return [("json_schema", format.json_schema.schema)]
+    value = format.grammar if format.type == "grammar" else format.regex
+    if value is None:
+        raise invalid(f"response_format needs '{format.type}'", "response_format")
+    return [(format.type, value)]
+
+
+def read_structured_outputs(given: StructuredOutputs | None) -> list[tuple[str, Any]]:
+    if given is None:
+        return []
+    fields = (
+        ("json_schema", given.json),
+        ("json_object", given.json_object or None),
+        ("regex", given.regex),
+        ("choices", given.choice),
+        ("grammar", given.grammar),
+    )
+    return [(name, value) for name, value in fields if value is not None]
+
+
+def refuse_unsupported(body: Struct, names: dict[str, tuple[Any, ...]]) -> None:
+    """ApiError for fields whose values would change the answer in a way that is not supported."""
+    for name, accepted in names.items():
+        value = getattr(body, name)
+        if value is not None and value not in accepted:
+            raise ApiError(
+                400, f"'{name}' is not supported", param=name, code="unsupported_parameter"
+            )
+
+
+def to_builtins(value: Any) -> Any:
+    return msgspec.to_builtins(value)

@@ -1,0 +1,118 @@
+"""Request bodies: bytes in, a validated msgspec Struct out, or an `ApiError` that names the field.
+
+A body is refused before it is parsed if it is too large, and before it is used if it is nested too
+deeply. Unknown fields are refused, as OpenAI does.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from fulgurite.serve.http.config import Limits
+from fulgurite.serve.http.errors import ApiError, invalid
+
+T = TypeVar("T")
+PATH = re.compile(r" - at `(?P<path>\$[^`]*)`$")
+UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<name>.*)`")
+MISSING_FIELD = re.compile(r"Object missing required field `(?P<name>.*)`")
+# Possessive: the regex engine keeps nothing for each character, and never goes back.
+STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
+
+
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """The body, up to the limit; ApiError 413 beyond it, without reading the rest."""
+    check_content_type(request)
+    declared = request.headers.get("content-length", "")
+    if len(declared) < 20 and declared.isdigit() and int(declared) > limits.body_bytes:
+        raise too_large(limits)
+    chunks, size = [], 0
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limits.body_bytes:
+                raise too_large(limits)
+            chunks.append(chunk)
+    except ClientDisconnect:
+        raise ApiError(400, "the client disconnected before the body was complete") from None
+    return b"".join(chunks)
+
+
+def check_content_type(request: Request) -> None:
+    """ApiError 415 unless the body is declared as JSON.
+
+    A web page of another origin can send other types without asking the server first (CORS).
+    """
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise ApiError(
+            415,
+            f"content-type {media_type[:100]!r} is not supported; send application/json",
+            code="unsupported_media_type",
+        )
+
+
+def too_large(limits: Limits) -> ApiError:
+    return ApiError(
+        413, f"the body is larger than {limits.body_bytes} bytes", code="body_too_large"
+    )
+
+
+def check_depth(body: bytes, limit: int) -> None:
+    """ApiError if JSON is nested deeper than the limit. Reads bytes only: it can't recurse."""
+    if body.count(b"[") + body.count(b"{") <= limit:
+        return
+    brackets = STRING.sub(b"", body).translate(None, NO_BRACKETS)
+    for _ in range(limit):  # take the innermost pairs away, a level at a time
+        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
+        if not brackets:
+            return
+    raise invalid(f"the body is nested deeper than {limit} levels, or its brackets don't match")
+
+
+@cache
+def decoder_of(kind: type[Any]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+def parse_body(body: bytes, kind: type[T], limits: Limits) -> T:
+    """The body as a Struct; ApiError 400 that names the field."""
+    check_depth(body, limits.json_depth)
+    try:
+        decoded: T = decoder_of(kind).decode(body)  # type: ignore[arg-type]
+        return decoded
+    except msgspec.ValidationError as error:
+        raise describe_invalid(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid(f"the body is not valid JSON: {error}", code="invalid_json") from None
+
+
+def describe_invalid(text: str) -> ApiError:
+    """OpenAI's words for a message of msgspec: `Expected `int`, got `str` - at `$.seed``."""
+    found = PATH.search(text)
+    path = "" if found is None else found["path"].removeprefix("$").removeprefix(".")
+    what = text if found is None else text[: found.start()]
+    what = what.replace("`", "'")
+    unknown = UNKNOWN_FIELD.match(text)
+    if unknown is not None:
+        name = join_path(path, unknown["name"])
+        return invalid(f"Unrecognized request argument supplied: {name}", name, "unknown_parameter")
+    missing = MISSING_FIELD.match(text)
+    if missing is not None:
+        name = join_path(path, missing["name"])
+        return invalid(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")
+    where = f" for '{path}'" if path else ""
+    return invalid(f"Invalid value{where}: {what}.", path or None, "invalid_type")
+
+
+def join_path(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def encode_json(value: Any) -> bytes:
+    return msgspec.json.encode(value)

@@ -1,0 +1,229 @@
+"""HTTP/1.1 of one connection, with limits: bytes in, requests for the application out.
+
+uvicorn's protocol reads headers without end and waits for slow clients for ever. This one bounds both:
+
+    header_bytes     of a request's line, headers and trailers: 431 beyond
+    body_bytes       twice as many raw bytes of a message (chunks have overhead): the connection ends
+    read_seconds     from a request's first byte to its last: 408, then the connection ends
+    write_seconds    in which a client must read something of a response: the connection ends
+
+A connection that is lost is told to the request that runs, also if another one was pipelined after it.
+
+What is written in one turn of the event loop, such as headers and the first events of a stream, goes
+out in one system call (`MergedWrites`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
+
+from fulgurite.serve.http.body import encode_json
+from fulgurite.serve.http.config import Limits
+from fulgurite.serve.http.errors import ApiError
+
+# Strangers must not fill the log: uvicorn warns of each request that is no HTTP.
+logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+BAD_REQUEST = ApiError(400, "this is not a valid HTTP request", code="invalid_http")
+
+
+class MergedWrites:
+    """A transport that sends once a turn of the event loop what was written in it."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self.transport, self.loop = transport, loop
+        self.pending: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        if not self.pending:
+            self.loop.call_soon(self.flush)
+        self.pending.append(data)
+
+    def flush(self) -> None:
+        pending, self.pending = self.pending, []
+        if pending:
+            self.transport.write(b"".join(pending))
+
+    def close(self) -> None:
+        self.flush()
+        self.transport.close()
+
+    def abort(self) -> None:
+        self.pending = []
+        self.transport.abort()
+
+    def get_write_buffer_size(self) -> int:
+        return sum(map(len, self.pending)) + self.transport.get_write_buffer_size()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.transport, name)
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """A connection. `limits` is set by `limit_protocol`."""
+
+    limits = Limits()
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.running: RequestResponseCycle | None = None  # the request that the application answers
+        self.refusal = BAD_REQUEST  # what is sent if the parser gives up
+        self.header_bytes = 0  # of the message that is being read, by its parts
+        self.message_bytes = 0  # the same, as received; without those that came with its beginning
+        self.in_headers = True
+        self.is_partial = False  # some bytes of a message are here, but not all
+        self.read_timer: asyncio.TimerHandle | None = None
+        self.write_timer: asyncio.TimerHandle | None = None
+        self.unread_bytes = 0  # of responses, when the write timer was set
+
+    # ---- connection --------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(MergedWrites(transport, self.loop))  # type: ignore[arg-type]
+        self._start_read_timer()  # for a connection that sends nothing
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self.read_timer, self.write_timer):
+            if timer is not None:
+                timer.cancel()
+        if self.running is not None and not self.running.response_complete:
+            self.running.disconnected = True
+            self.running.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        self.message_bytes += len(data)
+        self.is_partial = True
+        super().data_received(data)
+        if not self.is_partial:
+            self._stop_read_timer()
+            return
+        if self.read_timer is None:
+            self._start_read_timer()
+        if self.in_headers and self.message_bytes > self.limits.header_bytes:
+            self.refuse(self._make_header_error())
+        elif self.message_bytes > 2 * self.limits.body_bytes + self.limits.header_bytes:
+            self.refuse(ApiError(413, "the body is too large", code="body_too_large"))
+
+    # ---- parser callbacks --------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self.header_bytes = self.message_bytes = 0
+        self.in_headers = self.is_partial = True
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count_header(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_header(len(name) + len(value) + 4)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self.in_headers = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self.message_bytes, self.in_headers, self.is_partial = 0, True, False
+        super().on_message_complete()
+
+    def _count_header(self, count: int) -> None:
+        self.header_bytes += count
+        if self.header_bytes > self.limits.header_bytes:
+            self.refusal = self._make_header_error()
+            raise ValueError("the parser stops, and `send_400_response` sends the refusal")
+
+    def _make_header_error(self) -> ApiError:
+        limit = self.limits.header_bytes
+        return ApiError(431, f"the headers have more than {limit} bytes", code="headers_too_large")
+
+    # ---- refusals ----------------------------------------------------------------------------------
+
+    def send_400_response(self, msg: str) -> None:
+        self.refuse(self.refusal)
+
+    def refuse(self, error: ApiError) -> None:
+        """Answer a request that the application has not seen, and end the connection."""
+        if not self.can_answer:
+            self.transport.abort()
+            return
+        body = encode_json(error.to_openai())
+        head = [
+            STATUS_LINE[error.status],
+            b"content-type: application/json\r\nconnection: close\r\n",
+            b"content-length: %d\r\n\r\n" % len(body),
+        ]
+        self.transport.write(b"".join([*head, body]))
+        self.transport.close()
+        self._watch_writes()
+
+    @property
+    def can_answer(self) -> bool:
+        """Whether a response would be taken for that of the message that is being read."""
+        cycle = self.running
+        if cycle is None or cycle.response_complete:
+            return True
+        return cycle is self.cycle and not self.in_headers and not cycle.response_started
+
+    # ---- slow clients ------------------------------------------------------------------------------
+
+    def _start_read_timer(self) -> None:
+        self.read_timer = self.loop.call_later(self.limits.read_seconds, self._end_reading)
+
+    def _stop_read_timer(self) -> None:
+        if self.read_timer is not None:
+            self.read_timer.cancel()
+            self.read_timer = None
+
+    def _end_reading(self) -> None:
+        """A request is not complete after `read_seconds`. A request that runs is not disturbed."""
+        is_running = self.running is not None and not self.running.response_complete
+        if self.flow.read_paused or (is_running and self.in_headers):
+            self._start_read_timer()
+            return
+        self.read_timer = None
+        seconds = self.limits.read_seconds
+        message = f"the request was not complete after {seconds:g} s"
+        self.refuse(ApiError(408, message, code="request_timeout"))
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writes()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_writes()
+
+    def _watch_writes(self) -> None:
+        """Look again in `write_seconds` whether the client reads."""
+        if self.write_timer is None:
+            self.unread_bytes = self.transport.get_write_buffer_size()
+            if self.unread_bytes:
+                seconds = self.limits.write_seconds
+                self.write_timer = self.loop.call_later(seconds, self._check_writes)
+
+    def _check_writes(self) -> None:
+        self.write_timer = None
+        if 0 < self.unread_bytes <= self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            self._watch_writes()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self.running = cycle
+        super()._start_asgi_task(cycle, app)
+
+
+def limit_protocol(limits: Limits) -> type[LimitedProtocol]:
+    """The protocol class for a server with these limits."""
+    return type("LimitedProtocol", (LimitedProtocol,), {"limits": limits})

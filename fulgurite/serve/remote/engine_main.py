@@ -1,0 +1,83 @@
+"""`python -m fulgurite.serve.remote.engine_main FD`: the process of an engine.
+
+In: `LoadModel`, then commands, as frames on the socket FD. Out: `Ready` or `LoadFailed`, then reports.
+It ends when the socket closes, so that no engine outlives its server.
+"""
+
+from __future__ import annotations
+
+import gc
+import signal
+import socket
+import sys
+import time
+
+import torch
+
+from fulgurite.errors import FulguriteError
+from fulgurite.logs import LOG, configure_logging
+from fulgurite.serve.remote.channel import Channel
+from fulgurite.serve.remote.engine_loop import EngineLoop
+from fulgurite.serve.remote.messages import Command, LoadFailed, LoadModel, Ready
+from fulgurite.serve.remote.mock import MockEngine
+from fulgurite.serve.remote.served_engine import ServedEngine, load_engine
+
+
+def run_engine(sock: socket.socket) -> int:
+    """Load the model of the first message and serve it until the socket closes."""
+    channel = Channel(sock, LoadModel | Command)
+    try:
+        request = receive_load(channel)
+        if request is None:
+            return 0
+        try:
+            engine = build_engine(request)
+        except FulguriteError as error:
+            send_and_flush(channel, LoadFailed(str(error), is_user_error=True))
+            return 1
+        except Exception as error:  # the server must hear of it before this process ends
+            LOG.exception("the model can't be loaded")
+            send_and_flush(channel, LoadFailed(f"{type(error).__name__}: {error}", False))
+            return 1
+        gc.collect()
+        gc.freeze()  # the model's objects: later collections skip them
+        channel.send(Ready(engine.info))
+        EngineLoop(engine, channel, faults=request.faults).run()
+        return 0
+    finally:
+        channel.close()
+
+
+def receive_load(channel: Channel) -> LoadModel | None:
+    while not channel.is_closed:
+        for message in channel.receive(timeout=1.0):
+            assert isinstance(message, LoadModel), "the first message loads the model"
+            return message
+    return None
+
+
+def build_engine(request: LoadModel) -> ServedEngine:
+    if request.threads is not None:
+        torch.set_num_threads(request.threads)
+    if request.mock is not None:
+        return MockEngine(**request.mock)
+    return load_engine(request.name, request.options)
+
+
+def send_and_flush(channel: Channel, message: object) -> None:
+    """Send a last message before the process ends."""
+    channel.send(message)
+    deadline = time.monotonic() + 5.0
+    while channel.unsent and not channel.is_closed and time.monotonic() < deadline:
+        channel.receive(timeout=0.1)
+
+
+def main() -> int:
+    configure_logging(default="warning")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the server, which drains first
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return run_engine(socket.socket(fileno=int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
