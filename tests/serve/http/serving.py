@@ -29,6 +29,8 @@ from fulgurite.serve.http.config import ServerConfig
 from fulgurite.serve.http.protocol import limit_protocol
 
 MODEL = "test-model"
+# Without certificates, which take 50 ms to load for each client. Connections are not kept.
+PLAIN = httpx.Client(verify=False, timeout=30.0, limits=httpx.Limits(max_keepalive_connections=0))
 SETTLE_SECONDS = 10.0  # that a server has to notice that its clients have left
 
 
@@ -41,7 +43,7 @@ class RunningServer:
     loop: asyncio.AbstractEventLoop
 
     def openai(self, api_key: str = "none", **options: Any) -> openai.OpenAI:
-        options = {"max_retries": 0, "timeout": 30.0, **options}
+        options = {"max_retries": 0, "timeout": 30.0, "http_client": PLAIN, **options}
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, **options)
 
     def async_openai(self, api_key: str = "none", **options: Any) -> openai.AsyncOpenAI:
@@ -57,10 +59,10 @@ class RunningServer:
         return anthropic.AsyncAnthropic(base_url=self.url, api_key=api_key, **options)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=30.0, **options)
+        return PLAIN.post(self.url + path, json=body, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30.0, **options)
+        return PLAIN.get(self.url + path, **options)
 
     def run(self, coroutine: Any) -> Any:
         """The result of a coroutine on the server's event loop."""

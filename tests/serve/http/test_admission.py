@@ -18,7 +18,7 @@ from fulgurite.models.tokenizer import Tokenizer
 from fulgurite.serve.http import admission as module
 from fulgurite.serve.http.admission import LOOKAHEAD, Admission, Ticket
 from fulgurite.serve.http.errors import ApiError
-from tests.serve.http.serving import MODEL, RunningServer, mock_config, serve
+from tests.serve.http.serving import MODEL, PLAIN, RunningServer, mock_config, serve
 
 NOTHING = {"tickets": 0, "slots": 0, "queued": 0, "bytes": 0}
 
@@ -272,7 +272,7 @@ def test_deadline_that_passes_in_the_queue():
 
 def fill(server: RunningServer, count: int) -> list[httpx.Response]:
     """Streams that run or wait; close them to end them."""
-    client = httpx.Client(timeout=30.0)
+    client = httpx.Client(verify=False, timeout=30.0)
 
     def open_stream(number: int) -> httpx.Response:
         body = {"prompt": f"x {number}", "max_tokens": 5000, "stream": True, "ignore_eos": True}
@@ -357,6 +357,7 @@ def test_deadline_in_the_queue_of_a_server(path):
     with serve(slow_config(max_waiting=10)) as server:
         streams = fill(server, 2)
         hold(server, LOOKAHEAD)
+        server.app.server.admission.first_token_seconds = 0.0  # else it may be refused at once
         body = {"prompt": "x"} if path == "/v1/completions" else {"input": "x"}
         reply = server.post(path, {**body, "deadline": 0.1})
         assert reply.status_code == 504, reply.text
@@ -389,7 +390,7 @@ def test_a_client_that_leaves_the_queue_is_forgotten(path, stream):
         if path == "/v1/embeddings":
             body = {"input": "x"}
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(server.url + path, json=body, timeout=0.3)
+            PLAIN.post(server.url + path, json=body, timeout=0.3)
         wait_for(lambda: server.app.server.admission.waiting == 0)
         wait_for(lambda: server.app.server.admission.entered == 2)
         for one in streams:

@@ -9,7 +9,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.serve.http.serving import MODEL, mock_config, script, serve
+from tests.serve.http.serving import MODEL, PLAIN, mock_config, script, serve
 from tests.serve.http.tiny_server import serve_tiny
 
 POST_PATHS = (
@@ -189,7 +189,7 @@ def test_wrong_methods_name_the_right_ones(server):
         reply = server.get(path)
         check_error(reply, 405)
         assert "POST" in reply.headers["allow"]
-    check_error(httpx.delete(server.url + "/health"), 405)
+    check_error(PLAIN.delete(server.url + "/health"), 405)
 
 
 @pytest.mark.parametrize("path", POST_PATHS)
@@ -197,13 +197,13 @@ def test_wrong_methods_name_the_right_ones(server):
 def test_other_content_types_are_refused_everywhere(server, path, kind):
     """Web pages of other origins can send these without asking first."""
     headers = {"content-type": kind} if kind else {}
-    check_error(httpx.post(server.url + path, content=b"{}", headers=headers), 415)
+    check_error(PLAIN.post(server.url + path, content=b"{}", headers=headers), 415)
 
 
 @pytest.mark.parametrize("path", POST_PATHS)
 def test_json_with_a_charset_is_accepted(server, path):
     headers = {"content-type": "Application/JSON; charset=utf-8"}
-    check_error(httpx.post(server.url + path, content=b"[]", headers=headers), 400)
+    check_error(PLAIN.post(server.url + path, content=b"[]", headers=headers), 400)
 
 
 @pytest.mark.parametrize("path", POST_PATHS)
@@ -227,13 +227,13 @@ def test_unknown_fields_are_refused_everywhere(server, path):
 def test_bodies_that_are_too_large(server, path):
     limit = server.app.config.limits.body_bytes
     headers = {"content-type": "application/json"}
-    check_error(httpx.post(server.url + path, content=b" " * (limit + 1), headers=headers), 413)
+    check_error(PLAIN.post(server.url + path, content=b" " * (limit + 1), headers=headers), 413)
 
     def chunks():
         for _ in range(limit // 65536 + 1):
             yield b" " * 65536
 
-    check_error(httpx.post(server.url + path, content=chunks(), headers=headers), 413)
+    check_error(PLAIN.post(server.url + path, content=chunks(), headers=headers), 413)
 
 
 def test_errors_within_a_stream_come_before_it(server):

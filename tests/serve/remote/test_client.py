@@ -156,6 +156,7 @@ def test_a_hanging_step_is_a_stall():
     run(body)
 
 
+@pytest.mark.slow  # tests/serve/http/test_chaos.py has the sample
 def test_a_killed_process_starts_again():
     async def body() -> None:
         ready = []
