@@ -35,11 +35,6 @@ class Span:
         if self.span is not None:
             self.span.set_attribute("http.response.status_code", status)
 
-    def set_attributes(self, **attributes: Any) -> None:
-        if self.span is not None:
-            for name, value in attributes.items():
-                self.span.set_attribute(name.replace("__", "."), value)
-
 
 class Tracer:
     """Makes a span for each request; its parent is that of the request's headers."""

@@ -33,11 +33,11 @@ def run_engine(sock: socket.socket) -> int:
         try:
             engine = build_engine(request)
         except FulguriteError as error:
-            send_and_flush(channel, LoadFailed(str(error), is_user_error=True))
+            send_and_flush(channel, LoadFailed(str(error)))
             return 1
         except Exception as error:  # the server must hear of it before this process ends
             LOG.exception("the model can't be loaded")
-            send_and_flush(channel, LoadFailed(f"{type(error).__name__}: {error}", False))
+            send_and_flush(channel, LoadFailed(f"{type(error).__name__}: {error}"))
             return 1
         gc.collect()
         gc.freeze()  # the model's objects: later collections skip them

@@ -168,10 +168,9 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """The model can't be loaded. `is_user_error`: a FulguriteError, whose text says what to do."""
+    """The model can't be loaded."""
 
     message: str
-    is_user_error: bool
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
 from fulgurite.errors import ArgumentError
@@ -213,7 +212,3 @@ def refuse_unsupported(body: Struct, names: dict[str, tuple[Any, ...]]) -> None:
             raise ApiError(
                 400, f"'{name}' is not supported", param=name, code="unsupported_parameter"
             )
-
-
-def to_builtins(value: Any) -> Any:
-    return msgspec.to_builtins(value)
