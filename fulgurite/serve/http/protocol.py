@@ -31,6 +31,9 @@ from fulgurite.serve.http.errors import ApiError
 
 # Strangers must not fill the log: uvicorn warns of each request that is no HTTP.
 logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+# How long, and for how many bytes, a refused client may go on sending. Closing at once would reset the
+# connection, and a reset takes the answer away that the client has not read yet.
+LINGER_SECONDS, LINGER_BYTES = 2.0, 1 << 20
 BAD_REQUEST = ApiError(400, "this is not a valid HTTP request", code="invalid_http")
 
 
@@ -50,6 +53,10 @@ class MergedWrites:
         pending, self.pending = self.pending, []
         if pending:
             self.transport.write(b"".join(pending))
+
+    def write_eof(self) -> None:
+        self.flush()
+        self.transport.write_eof()
 
     def close(self) -> None:
         self.flush()
@@ -82,6 +89,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.read_timer: asyncio.TimerHandle | None = None
         self.write_timer: asyncio.TimerHandle | None = None
         self.unread_bytes = 0  # of responses, when the write timer was set
+        self.linger_timer: asyncio.TimerHandle | None = None  # set once a request was refused
 
     # ---- connection --------------------------------------------------------------------------------
 
@@ -90,7 +98,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._start_read_timer()  # for a connection that sends nothing
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self.read_timer, self.write_timer):
+        for timer in (self.read_timer, self.write_timer, self.linger_timer):
             if timer is not None:
                 timer.cancel()
         if self.running is not None and not self.running.response_complete:
@@ -102,6 +110,10 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self.message_bytes += len(data)
+        if self.linger_timer is not None:
+            if self.message_bytes > LINGER_BYTES:
+                self.transport.close()
+            return
         self.is_partial = True
         super().data_received(data)
         if not self.is_partial:
@@ -154,9 +166,12 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def refuse(self, error: ApiError) -> None:
         """Answer a request that the application has not seen, and end the connection."""
+        if self.linger_timer is not None:
+            return
         if not self.can_answer:
             self.transport.abort()
             return
+        self._stop_read_timer()
         body = encode_json(error.to_openai())
         head = [
             STATUS_LINE[error.status],
@@ -164,7 +179,10 @@ class LimitedProtocol(HttpToolsProtocol):
             b"content-length: %d\r\n\r\n" % len(body),
         ]
         self.transport.write(b"".join([*head, body]))
-        self.transport.close()
+        self.transport.write_eof()
+        self.message_bytes = 0
+        self.linger_timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        self.flow.resume_reading()
         self._watch_writes()
 
     @property

@@ -35,15 +35,16 @@ def locked() -> Iterator[RunningServer]:
         assert running.leaks() == {}
 
 
-def send_raw(server: RunningServer, data: bytes, seconds: float = 10.0) -> bytes:
-    """What the server answers to these bytes until it closes or is silent."""
+def send_raw(server: RunningServer, data: bytes, silence: float = 30.0) -> bytes:
+    """What the server answers to these bytes until it closes, or is silent after its first answer."""
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=seconds) as sock:
+    with socket.create_connection((host, int(port)), timeout=30.0) as sock:
         sock.sendall(data)
         parts = []
         try:
             while part := sock.recv(65536):
                 parts.append(part)
+                sock.settimeout(silence)
         except (TimeoutError, ConnectionResetError):
             pass
         return b"".join(parts)
@@ -471,10 +472,22 @@ RAW_REQUESTS: dict[str, tuple[bytes, set[int]]] = {
 @pytest.mark.parametrize("name", RAW_REQUESTS)
 def test_raw_requests(strict, name):
     data, statuses = RAW_REQUESTS[name]
-    reply = send_raw(strict, data, 1.5)
+    reply = send_raw(strict, data, silence=1.0)
     assert read_status(reply) in statuses, reply[:500]
     assert reply.count(b"HTTP/1.1 ") <= 1 or name == "an upgrade", "a smuggled request was answered"
     assert not INTERNALS.search(reply.decode(errors="replace"))
+
+
+def test_a_client_that_still_sends_gets_the_answer(strict):
+    """A connection that is closed while bytes arrive is reset, and a reset takes the answer away."""
+    host, port = strict.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30.0) as sock:
+        sock.sendall(HEAD + b"transfer-encoding: chunked\r\n\r\n")
+        for _ in range(200):
+            sock.sendall(b"400\r\n" + b"x" * 1024 + b"\r\n")
+            time.sleep(0.001)
+        reply = sock.recv(65536)
+    assert read_status(reply) == 413
 
 
 def test_raw_errors_are_json(strict):
