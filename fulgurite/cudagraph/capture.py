@@ -81,20 +81,17 @@ def capture_graph(
     synchronize   False: neither wait for the device nor empty the allocator's cache. Other threads
                   may then keep calling CUDA. For captures between the steps of a running program.
     """
-    side = stream or torch.cuda.Stream() if warmups or not synchronize else None
+    side = stream or torch.cuda.Stream()
     current = torch.cuda.current_stream(None if stream is None else stream.device)
-    if side is not None and warmups:
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            for _ in range(warmups):
-                run()
-        current.wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    if side is None or synchronize:
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
-            outputs = run()
-        return CapturedGraph(graph, outputs)
     side.wait_stream(current)
+    with torch.cuda.stream(side):
+        for _ in range(warmups):
+            run()
+    if synchronize:
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(side), _without_garbage_collection():
         outputs = _capture_on_current_stream(graph, pool or torch.cuda.graph_pool_handle(), run)
     current.wait_stream(side)

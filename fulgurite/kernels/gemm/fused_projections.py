@@ -9,6 +9,7 @@ gradients and outside of graph capture,
 
 - a CPU with QuantLinears of one layout quantizes x once and runs the weights in one native call:
   query, key and value as one weight, gate and up as one gated linear;
+- a GPU with QuantLinears of one format runs them as one (`merged_linear.py`);
 - a GPU with few rows and dense weights reads each weight once, in one kernel with norm, gated
   activation and residual (`triton_fused_linear.py`). Weights that are adjacent in memory
   (`merge_weight_storage`) are one weight, for the GEMM library as well.
@@ -43,6 +44,7 @@ from fulgurite.kernels.gemm.cpu_linear import (
     panels_cache,
 )
 from fulgurite.kernels.gemm.dense_linear import DenseLinear, dense_linear
+from fulgurite.kernels.gemm.merged_linear import find_merged_linear
 from fulgurite.kernels.gemm.modules import QuantLinear
 from fulgurite.kernels.tuning.heuristics import heuristics_for
 from fulgurite.quant import QuantTensor
@@ -68,7 +70,10 @@ def fused_linears(
     out = None if dense is None else _run_fused_kernel(x, dense, norm)
     if out is None:
         x = x if norm is None else norm(x)
-        if _can_fuse_quantized(x, modules):
+        merged = find_merged_linear(x, modules)
+        if merged is not None:
+            out = merged(x)
+        elif _can_fuse_quantized(x, modules):
             packed = _find_merged_panels(modules)
             if packed.weight is not None:
                 out = linear(x, packed.weight, packed.bias, integer=True)
@@ -94,9 +99,10 @@ def fused_gate_up(
         if out is not None:
             return out
     x = x if norm is None else norm(x)
-    if both is not None:
-        y = F.linear(x, both.weight, both.bias)
-        y_gate, y_up = y.split_with_sizes([len(part.weight) for part in both.parts], dim=-1)
+    merged = find_merged_linear(x, (gate, up)) if both is None else None
+    if both is not None or merged is not None:
+        y = F.linear(x, both.weight, both.bias) if both is not None else merged(x)  # type: ignore[misc]
+        y_gate, y_up = y.split_with_sizes([gate.out_features, up.out_features], dim=-1)  # type: ignore[list-item]
         return activation_and_mul(y_gate, y_up, activation)
     has_bias = gate.bias is not None or up.bias is not None
     if activation in GATE_IDS and not has_bias and _can_fuse_quantized(x, (gate, up)):

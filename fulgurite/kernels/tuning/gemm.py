@@ -103,7 +103,7 @@ class GemmHeuristics(SmallMHeuristics):
         entry = find_entry(self.epilogue_scaled_table, m)
         config = entry.config
         tiles = num_tiles(config, m, n)
-        if config.block_m == self.crowded_block_m and tiles > 2 * self.num_sms:
+        if config.block_m <= self.crowded_block_m and tiles > 2 * self.num_sms:
             return replace(config, num_stages=self.crowded_num_stages)
         is_deep = any(k >= deep.min_k and tiles > deep.tiles_above for deep in self.deep_k)
         if is_deep and entry.split_k_programs:

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from fulgurite import replay
 from fulgurite.cudagraph import GraphPool, capture_graph
+from fulgurite.device import is_out_of_memory
+from fulgurite.errors import FulguriteError, ReplayError
 from fulgurite.kernels.common.pdl import pdl_region
 from fulgurite.kernels.sampling.ops import fill_pending_tokens
 from fulgurite.kernels.sampling.table import NUM_PROCESSING, NUM_SETTINGS
@@ -89,7 +91,7 @@ class CapturedDecodeStep:
             self._write_inputs(chunks, sampling)
             logits_RO = self.replay()[: len(chunks)].float()
             return StepOutput(logits_RO, self.sampler.run_eagerly(logits_RO, sampling))
-        graph = self._get_graph(sampling.variant)
+        graph = self.graphs[sampling.variant]  # `prepare` made it
         self.sampler.write_grammar_masks(sampling)  # the graph samples: they must be there
         self._write_inputs(chunks, sampling)
         logits_RO, tokens_R = graph()
@@ -178,13 +180,23 @@ class CapturedDecodeStep:
 
         return run
 
-    def _get_graph(self, variant: SamplingVariant) -> Callable[[], StepOutput]:
-        """The CUDA graph that samples this way, captured when it is first needed."""
-        if variant not in self.graphs:
-            self._write_padding(self.buffers.begin_write())  # warm-up calls change no request
-            self.buffers.copy_to_device()
+    def prepare(self, variant: SamplingVariant) -> None:
+        """Capture the CUDA graph that samples this way, if there is none; ReplayError if it can't be
+        captured: an operator without a kernel for its format may read on the host what the device
+        computes."""
+        if self.replay is not None or variant in self.graphs:
+            return
+        self._write_padding(self.buffers.begin_write())  # warm-up calls change no request
+        self.buffers.copy_to_device()
+        try:
             self.graphs[variant] = self._capture_cuda_graph(variant)
-        return self.graphs[variant]
+        except RuntimeError as error:
+            if is_out_of_memory(error) or isinstance(error, FulguriteError):
+                raise
+            reason = str(error).partition("\n")[0]
+            raise ReplayError(
+                f"a decode step can't be captured in a CUDA graph: {reason}"
+            ) from error
 
     def _capture_cuda_graph(self, variant: SamplingVariant) -> Callable[[], StepOutput]:
         assert self.graph_pool is not None, "only a GPU has CUDA graphs"

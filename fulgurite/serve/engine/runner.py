@@ -20,6 +20,7 @@ from fulgurite.errors import ArgumentError, ReplayError
 from fulgurite.kernels.attention.ops import PAGED_ATTENTION_KERNELS
 from fulgurite.kernels.gemm.dense_linear import use_dense_kernels
 from fulgurite.kernels.gemm.fused_projections import merge_weight_storage
+from fulgurite.kernels.gemm.merged_linear import merge_quant_storage
 from fulgurite.kernels.sampling.ops import fill_pending_tokens
 from fulgurite.logs import LOG
 from fulgurite.models.attention import Attention
@@ -31,7 +32,7 @@ from fulgurite.serve.engine.batch import build_input_batch
 from fulgurite.serve.engine.block_manager import BlockManager
 from fulgurite.serve.engine.captured_step import CapturedDecodeStep, StepOutput
 from fulgurite.serve.engine.kv_cache import PagedKVCache
-from fulgurite.serve.engine.sampler import Sampler, SamplingInputs
+from fulgurite.serve.engine.sampler import Sampler, SamplingInputs, SamplingVariant
 from fulgurite.serve.engine.scheduler import ScheduledChunk
 
 MAX_CAPTURED_STEPS = 32  # the least recently used one is dropped
@@ -93,7 +94,7 @@ class ModelRunner:
         if sampling is not None and all(
             chunk.num_tokens == 1 and chunk.needs_sampling for chunk in chunks
         ):
-            step = self._get_captured_step(len(chunks))
+            step = self._get_captured_step(len(chunks), sampling.variant)
             if step is not None:
                 return step(chunks, sampling)
         logits_RO = self._execute_eagerly(chunks)
@@ -127,35 +128,44 @@ class ModelRunner:
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
         return self.model(none, none, NoKVCache()).float()
 
-    def _get_captured_step(self, num_requests: int) -> CapturedDecodeStep | None:
+    def _get_captured_step(
+        self, num_requests: int, variant: SamplingVariant
+    ) -> CapturedDecodeStep | None:
         """The captured step for so many requests; on a GPU for the next power of two."""
         if self.no_capture_reason is not None:
             return None
         size = num_requests if self.device.type == "cpu" else 1 << (num_requests - 1).bit_length()
-        if size not in self.captured_steps:
-            try:
-                self.captured_steps[size] = CapturedDecodeStep(
-                    self.model,
-                    self.kv_cache,
-                    self.block_manager,
-                    self.sampler,
-                    size,
-                    self.graph_pool,
-                )
-            except ReplayError as error:
-                self.no_capture_reason = str(error)
-                return None
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                reason = f"out of memory while a step of {size} requests was captured"
-                self.no_capture_reason = reason  # eager steps need less: they keep nothing
-                LOG.warning("%s; decode steps are not captured from now on", reason)
-                return None
+        try:
+            return self._capture_step(size, variant)
+        except ReplayError as error:
+            self.no_capture_reason = str(error)
+            LOG.info("decode steps are not captured: %s", error)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = f"out of memory while a step of {size} requests was captured"
+            self.no_capture_reason = reason  # eager steps need less: they keep nothing
+            LOG.warning("%s; decode steps are not captured from now on", reason)
+        self.captured_steps.pop(size, None)
+        return None
+
+    def _capture_step(self, size: int, variant: SamplingVariant) -> CapturedDecodeStep:
+        step = self.captured_steps.get(size)
+        if step is None:
+            step = CapturedDecodeStep(
+                self.model,
+                self.kv_cache,
+                self.block_manager,
+                self.sampler,
+                size,
+                self.graph_pool,
+            )
+            self.captured_steps[size] = step
             if len(self.captured_steps) > MAX_CAPTURED_STEPS:
                 self.captured_steps.popitem(last=False)
         self.captured_steps.move_to_end(size)
-        return self.captured_steps[size]
+        step.prepare(variant)
+        return step
 
 
 def merge_projection_weights(model: CausalLM) -> None:
@@ -163,6 +173,7 @@ def merge_projection_weights(model: CausalLM) -> None:
     for module in model.modules():
         if isinstance(module, Attention | GatedMLP):
             merge_weight_storage(module.fused_projections)
+            merge_quant_storage(module.fused_projections)
 
 
 def check_deterministic(model: CausalLM, kv_cache: PagedKVCache) -> None:

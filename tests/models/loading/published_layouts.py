@@ -86,7 +86,7 @@ def fp8(
         scale = 0.1 * positive(*scale_shape(rows, columns))
         tensors = {".weight": weight, scale_name: scale}
         if static:
-            tensors[".input_scale"] = torch.tensor(0.02).reshape(scale.shape if scale.dim() else ())
+            tensors[".input_scale"] = torch.tensor(0.1).reshape(scale.shape if scale.dim() else ())
         table = scale.reshape(1, 1) if scale.numel() == 1 else scale
         return tensors, weight.float() * repeat(table, rows, columns)
 

@@ -34,7 +34,7 @@ def test_padding_does_not_write_to_blocks(model: CausalLM) -> None:
         model, max_sequences=4, max_batched_tokens=16, cache_tokens=96, prefix_caching=False
     )
     get_step = engine.runner._get_captured_step
-    engine.runner._get_captured_step = lambda num_requests: get_step(4)  # type: ignore[method-assign]
+    engine.runner._get_captured_step = lambda num_requests, variant: get_step(4, variant)  # type: ignore[method-assign]
     prompts = [[seed, *range(seed, seed + 3 + seed % 5)] for seed in range(12)]
     counts = [3 + 5 * (seed % 4) for seed in range(12)]
     got = texts(engine, prompts, counts)
@@ -78,7 +78,9 @@ def use_fake_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[obj
     monkeypatch.setattr(captured_step, "capture_graph", capture)
     get_step = engine.runner._get_captured_step
     engine.runner.graph_pool = SimpleNamespace(handle=None, stream=None)  # type: ignore[assignment]
-    engine.runner._get_captured_step = lambda n: get_step(1 << (n - 1).bit_length())  # type: ignore[method-assign]
+    engine.runner._get_captured_step = lambda n, variant: get_step(
+        1 << (n - 1).bit_length(), variant
+    )  # type: ignore[method-assign]
     return captured
 
 
