@@ -14,6 +14,7 @@ weight nothing (`fp8_linear` says why).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,8 +78,26 @@ def fp8_grouped_gemm(
     recipe: str,
 ) -> Tensor:
     """`fulgurite::grouped_gemm` of a dense weight with its GEMMs in FP8, the rest in plain torch."""
+
+    def multiply(rows: Tensor) -> Tensor:
+        return fp8_grouped_mm(rows, weight, offsets, recipe)
+
+    return apply_grouped(multiply, x, row_indices, positions, row_weights, offsets, bias, gate)
+
+
+def apply_grouped(
+    multiply: Callable[[Tensor], Tensor],
+    x: Tensor,
+    row_indices: Tensor | None,
+    positions: Tensor | None,
+    row_weights: Tensor | None,
+    offsets: Tensor,
+    bias: Tensor | None,
+    gate: GatedActivation,
+) -> Tensor:
+    """What `fulgurite::grouped_gemm` does around its GEMM, which is `multiply`, in plain torch."""
     rows = x if row_indices is None else _GatherRows.apply(x, row_indices, positions)
-    sums = fp8_grouped_mm(rows, weight, offsets, recipe).float()
+    sums = multiply(rows).float()
     if row_weights is not None:
         sums = sums * row_weights[:, None]
     if bias is not None:

@@ -52,7 +52,7 @@ def convolve(
 ) -> Tensor:
     """activation(bias + sum_w weight[w] * x[t - W + 1 + w]), zeros before the first token.
 
-    `segments_T`: tokens of other segments count as zeros, too.
+    `segments_T`, or one row a sequence: tokens of other segments count as zeros, too.
     """
     taps, length = weight_WC.shape[0], x_BTC.shape[1]
     weight = weight_WC.float()
@@ -60,8 +60,8 @@ def convolve(
     for shift in range(1, min(taps, length)):
         past = x_BTC[:, : length - shift].float() * weight[taps - 1 - shift]
         if segments_T is not None:
-            same = segments_T[shift:] == segments_T[: length - shift]
-            past = past * same[:, None]
+            same = segments_T[..., shift:] == segments_T[..., : length - shift]
+            past = past * same[..., None]
         out = out + F.pad(past, (0, 0, shift, 0))
     if bias_C is not None:
         out = out + bias_C.float()

@@ -10,6 +10,7 @@ class ElementwiseHeuristics:
     """Decisions of `kernels/elementwise`; the numbers are in the device family's table."""
 
     elementwise: LaunchConfig  # `block_n` columns of a binary kernel's program, at most
+    cross_entropy: LaunchConfig  # `block_n` logits that a row's program has in flight
     rms_norm_min_elements: int  # of a program; short rows (heads) share one
     rms_norm_elements_per_warp: int
     rms_norm_max_row: int  # elements of a row that a program holds in registers

@@ -166,6 +166,7 @@ class Sm90Heuristics(Heuristics):
 
     # ---- elementwise: H200, benchmarks/sweep_decode.py
     elementwise = LaunchConfig(block_n=1024, num_warps=4)
+    cross_entropy = LaunchConfig(block_n=8192, num_warps=16)
     rms_norm_min_elements = 512
     rms_norm_elements_per_warp = 512
     rms_norm_max_row = 16384

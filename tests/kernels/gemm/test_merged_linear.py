@@ -13,7 +13,16 @@ from fulgurite.kernels.gemm.modules import QuantLinear
 from fulgurite.quant import quantize
 
 COLUMNS = 256
-MERGEABLE = ["fp8_e4m3_row", "fp8_e4m3_128x128", "int8", "int4_g128", "mxfp8", "mxfp4", "nf4", "q4_0"]
+MERGEABLE = [
+    "fp8_e4m3_row",
+    "fp8_e4m3_128x128",
+    "int8",
+    "int4_g128",
+    "mxfp8",
+    "mxfp4",
+    "nf4",
+    "q4_0",
+]
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
