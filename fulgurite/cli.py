@@ -37,6 +37,7 @@ from fulgurite.report.html import write_html
 from fulgurite.serve import command as terminal
 from fulgurite.serve import embedding, serve_command
 from fulgurite.serve import top as live_view
+from fulgurite.train import command as training
 
 
 def explain(options: argparse.Namespace) -> None:
@@ -106,6 +107,8 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "embed": embedding.run_embed,
     "plan": command.plan,
     "quantize": compression.quantize,
+    "train": training.run_train,
+    "verify": training.run_verify,
     "explain": explain,
     "bench": bench,
     "env": env,
@@ -211,11 +214,29 @@ def _add_text_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
             usage="fulgurite plan --model NAME [--gpus 8x2] [options]",
         )
     )
+    _add_train_commands(commands)
     compression.add_options(
         commands.add_parser(
             "quantize",
             help="write a quantized checkpoint that other engines load, and its perplexity",
             usage="fulgurite quantize MODEL --format NAME --output FOLDER [options]",
+        )
+    )
+
+
+def _add_train_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    training.add_train_options(
+        commands.add_parser(
+            "train",
+            help="train a model on text, or fine-tune one; with nothing else, a small one in minutes",
+            usage="fulgurite train [CONFIG] [--size nano] [--ranks N] [--section.field VALUE ...]",
+        )
+    )
+    training.add_verify_options(
+        commands.add_parser(
+            "verify",
+            help="replay random steps of a training run and compare them with its receipt",
+            usage="fulgurite verify RUN [--steps 3]",
         )
     )
 
@@ -238,13 +259,25 @@ def _configure_streams() -> None:
             stream.reconfigure(errors=errors)
 
 
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options; of `train`, fields of its config are in `overrides`."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    overrides: list[tuple[str, str]] = []
+    if words[:1] == ["train"]:
+        known, overrides = training.split_arguments(words[1:])
+        words = ["train", *known]
+    options = build_parser().parse_args(words)
+    options.overrides = overrides
+    return options
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     _configure_streams()
-    options = build_parser().parse_args(argv)
-    if options.command is None:
-        build_parser().print_help()
-        return 2
     try:
+        options = _parse(argv)
+        if options.command is None:
+            build_parser().print_help()
+            return 2
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             COMMANDS[options.command](options)

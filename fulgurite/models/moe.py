@@ -43,6 +43,7 @@ from fulgurite.models.norms import RMSNorm
 from fulgurite.quant import QuantTensor
 
 RoutingFunction = Callable[[MoEConfig], RouterConfig]
+RouteObserver = Callable[["Router", Tensor, RmsNormArgs | None, Routes], None]
 
 
 def softmax_then_topk(config: MoEConfig) -> RouterConfig:
@@ -94,7 +95,10 @@ class Router(nn.Module):
 
     `bias` is added to the logits. `correction_bias`, always float32, affects only the selection.
     `float32`: the weight is float32 in a model of any dtype, as some checkpoints store it.
+    `observer`: if set, is called with the router, its input, the norm of it, and the routes.
     """
+
+    observer: RouteObserver | None = None
 
     def __init__(
         self,
@@ -117,7 +121,10 @@ class Router(nn.Module):
             )
 
     def forward(self, x_TD: Tensor, norm: RmsNormArgs | None = None) -> Routes:
-        return route_tokens(x_TD, self.weight, self.config, self.bias, self.correction_bias, norm)
+        routes = route_tokens(x_TD, self.weight, self.config, self.bias, self.correction_bias, norm)
+        if self.observer is not None:
+            self.observer(self, x_TD, norm, routes)
+        return routes
 
 
 def gated_activation(activation: str) -> GatedActivation:

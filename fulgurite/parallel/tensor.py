@@ -90,11 +90,11 @@ def parallelize(
         )
     if dispatcher is None and mesh.expert.size > 1:
         dispatcher = AllToAllDispatcher(mesh.expert)
-    styles = _match_rules(model, rules)
+    styles = match_rules(model, rules)
     return _Parallelizer(model, mesh, styles, sequence_parallel, dispatcher, placement).run()
 
 
-def _match_rules(model: nn.Module, rules: ShardingRules) -> dict[str, str]:
+def match_rules(model: nn.Module, rules: ShardingRules) -> dict[str, str]:
     """Module or parameter → style, in the order of the model."""
     unknown = {style for style in rules.values() if style not in STYLES}
     if unknown:

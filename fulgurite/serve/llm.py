@@ -6,6 +6,7 @@ name ─ open_checkpoint ─▶ config, headers ─ LoadPlan ─▶ MemoryPlan �
 from __future__ import annotations
 
 import atexit
+import copy
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fulgurite.device import choose_compute_dtype, resolve_device
 from fulgurite.errors import ArgumentError, CapacityError
@@ -146,6 +147,40 @@ class LLM:
             on_error.pop_all()
         if self.coordinator is not None:
             atexit.register(self.close)  # a script that forgets to close leaves no worker waiting
+
+    @classmethod
+    def from_model(
+        cls,
+        model: CausalLM,
+        tokenizer: Tokenizer | None = None,
+        config: LLMConfig | None = None,
+        **options: Any,
+    ) -> LLM:
+        """An `LLM` on a model in memory, for one process: it shares the parameters and copies none.
+
+        If they change, call `llm.engine.reset_prefix_cache()`: cached keys are those of old weights.
+        Options that load weights (`dtype`, `device`, `quantize`) have no effect.
+        """
+        llm = cls.__new__(cls)
+        llm.config = LLMConfig(**options) if config is None else replace(config, **options)
+        llm.device, llm.model, llm.tokenizer = model.device, model, tokenizer
+        llm.path = Path(model.config.family)
+        llm.architecture = model.config.family
+        llm._embedding_model = llm.mesh = llm.workers = llm.coordinator = llm.sharding = None
+        limits = choose_limits(llm.config, model, llm.device)
+        shapes = copy_to_meta(model)
+        weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+        llm.plan = plan_memory(shapes, limits, llm.device, available_bytes(llm.device) + weights)
+        llm.engine = Engine(
+            model,
+            tokenizer,
+            llm.plan,
+            prefix_caching=llm.config.prefix_caching,
+            deterministic=llm.config.deterministic,
+            async_scheduling=llm.config.async_scheduling,
+            grammar_compiler=llm._make_grammar_compiler(),
+        )
+        return llm
 
     def _load(self, checkpoint: Checkpoint, is_gguf: bool) -> None:
         """Plan the memory, load the weights and build the engine."""
@@ -348,6 +383,16 @@ def plan_rank_memory(
     except CapacityError as error:
         plan = error
     return agree_on_plan(plan, shard.attention_specs, mesh)
+
+
+def copy_to_meta(model: CausalLM) -> CausalLM:
+    """A copy of the modules on the meta device; no weight is copied."""
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        meta = tensor.detach().to("meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(meta, requires_grad=False) if is_parameter else meta
+    return copy.deepcopy(model, memo)
 
 
 def has_quantized_weights(model: CausalLM) -> bool:

@@ -151,7 +151,7 @@ def _matmul_with_bias(left: Any, right: Any, bias: Any) -> Matmul:
     """left @ right + bias, right [K, N]."""
 
     def build(graph: fx.Graph, recipe: str, weights: str) -> fx.Node:
-        return graph.call_function(_fp8_matmul, (left, right, bias, recipe, weights))
+        return graph.call_function(run_fp8_matmul, (left, right, bias, recipe, weights))
 
     value, x = _value_of(right), _value_of(left)
     unfit = ""
@@ -164,7 +164,7 @@ def _matmul_with_bias(left: Any, right: Any, bias: Any) -> Matmul:
     return Matmul(right, build, unfit)
 
 
-def _fp8_matmul(
+def run_fp8_matmul(
     left: Tensor, right: Tensor, bias: Tensor | None, recipe: str, weights: str
 ) -> Tensor:
     return fp8_linear(left, right.t(), bias, recipe, weights)
@@ -181,7 +181,7 @@ def _read_grouped_mm(node: fx.Node) -> Matmul:
     x, weight, offsets = named["mat_a"], named["mat_b"], named.get("offs")
 
     def build(graph: fx.Graph, recipe: str, weights: str) -> fx.Node:
-        return graph.call_function(_fp8_grouped_mm, (x, weight, offsets, recipe))
+        return graph.call_function(run_fp8_grouped_mm, (x, weight, offsets, recipe))
 
     value = _value_of(weight)
     is_experts = isinstance(value, Tensor) and value.dim() == 3 and _value_of(x).dim() == 2
@@ -189,7 +189,7 @@ def _read_grouped_mm(node: fx.Node) -> Matmul:
     return Matmul(weight, build, "" if is_experts and is_plain else "not rows times experts")
 
 
-def _fp8_grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, recipe: str) -> Tensor:
+def run_fp8_grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, recipe: str) -> Tensor:
     return fp8_grouped_mm(x, weight.transpose(1, 2), offsets, recipe)
 
 
@@ -208,12 +208,12 @@ def _read_grouped_gemm(node: fx.Node) -> Matmul:
             tuple(gate),
             recipe,
         )
-        return graph.call_function(_fp8_grouped_gemm, arguments)
+        return graph.call_function(run_fp8_grouped_gemm, arguments)
 
     return Matmul(data, build, "" if format == DENSE else f"its weight is {format}")
 
 
-def _fp8_grouped_gemm(
+def run_fp8_grouped_gemm(
     x: Tensor,
     row_indices: Tensor | None,
     positions: Tensor | None,

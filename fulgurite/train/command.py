@@ -1,0 +1,251 @@
+"""`fulgurite train` and `fulgurite verify`: command-line arguments in, a run and its summary out.
+
+fulgurite train                                        a small mixture of experts on the demo text
+fulgurite train run.toml --size small --steps 2000     a file, the dial, and any field
+fulgurite train --model.init_from smollm2 --data.train notes/*.md
+fulgurite train --resume runs/nano-001                 go on from the newest checkpoint
+fulgurite train --ranks 4                              four processes, restarted if one dies
+fulgurite train --print-config > run.toml              every option of a run as TOML
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from fulgurite.errors import ArgumentError
+from fulgurite.train.checkpoint import list_checkpoints
+from fulgurite.train.config import TrainConfig
+from fulgurite.train.config_file import (
+    FALSE,
+    TRUE,
+    check_choices,
+    is_boolean,
+    load_config,
+    override,
+    read_config,
+    to_toml,
+)
+from fulgurite.train.drill import run_drill
+from fulgurite.train.finish import RunResult, read_result, write_sample
+from fulgurite.train.report import write_report
+from fulgurite.train.setup import resolve
+from fulgurite.train.sizes import SIZES
+from fulgurite.train.supervisor import supervise
+from fulgurite.train.trainer import CHECKPOINTS, CONFIG, hash_data, replay, train
+from fulgurite.train.verify import verify_run
+
+RUNS = Path("runs")
+DRILL_STEPS = 40
+DRILL_RANKS = 2
+# options that are no fields of the config, and whether a value follows them
+OPTIONS = {"size": True, "ranks": True, "resume": True, "drill": False, "print-config": False}
+
+
+def add_train_options(parser: argparse.ArgumentParser) -> None:
+    """The options that are no fields of the config; `--section.field VALUE` is read apart."""
+    parser.add_argument("config", nargs="?", help="a .toml or .py file (default: the defaults)")
+    parser.add_argument("--size", help=f"the one dial: {', '.join(SIZES)} (default: nano)")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="processes on this machine (default: 1)"
+    )
+    parser.add_argument("--resume", metavar="FOLDER", help="go on with the run of this folder")
+    parser.add_argument(
+        "--drill",
+        action="store_true",
+        help="run twice, once with random kill -9, and compare the final weights to the bit",
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print every option as TOML, and end"
+    )
+    parser.epilog = (
+        "Every field of the config is an option: --steps 500, --optimizer.learning_rate 3e-4, "
+        "--data.train notes/, --model.architecture Qwen3ForCausalLM. --print-config lists them."
+    )
+
+
+def add_verify_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="the folder of a run")
+    parser.add_argument("--steps", type=int, default=3, help="random steps to replay (default: 3)")
+    parser.add_argument("--seed", type=int, default=None, help="of the choice of steps")
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """The words that argparse knows, and the fields of the config as pairs of name and text.
+
+    `--a.b VALUE` and `--a.b=VALUE` set a field; a field that is true or false needs no value.
+    """
+    known: list[str] = []
+    pairs: list[tuple[str, str]] = []
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        name, has_value, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or name in ("", "help", *OPTIONS):
+            known.append(word)
+            if OPTIONS.get(name) and not has_value and word.startswith("--"):
+                known += words[:1]
+                del words[:1]
+            continue
+        name = name.replace("-", "_")
+        if not has_value:
+            value = _take_value(name, words)
+        pairs.append((name, value))
+    return known, pairs
+
+
+def _take_value(name: str, words: list[str]) -> str:
+    """The value of a field from the words after its name."""
+    is_value = bool(words) and not words[0].startswith("--")
+    if is_boolean(name) and not (is_value and words[0].lower() in TRUE + FALSE):
+        return "true"
+    if not is_value:
+        raise ArgumentError(f"--{name} has no value", next=f"write --{name} VALUE")
+    return words.pop(0)
+
+
+def run_train(options: argparse.Namespace) -> None:
+    """The command `train`; `options.overrides` are the fields of `split_arguments`."""
+    config = read_options(options)
+    if options.print_config:
+        print(to_toml(resolve(config, None if is_rank() else options.ranks)), end="")
+        return
+    if options.drill:
+        _run_drill(config, options.ranks)
+        return
+    config = choose_output(config, options.resume)
+    if is_rank():
+        train(config)  # torchrun started this process
+        return
+    if options.ranks != 1:
+        status = supervise(config, options.ranks, train)
+        if status:
+            raise SystemExit(status)
+    else:
+        train(config)
+    assert config.output is not None, "choose_output has set it"
+    print_summary(resolve(config, options.ranks), read_result(Path(config.output)))
+
+
+def is_rank() -> bool:
+    """Whether a launcher such as torchrun started this process as one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def read_options(options: argparse.Namespace) -> TrainConfig:
+    """The config of a command line."""
+    overrides = list(options.overrides)
+    if options.size is not None:
+        overrides.append(("size", options.size))
+    if options.resume is None:
+        config = load_config(options.config, overrides)
+    else:
+        if options.config is not None:
+            raise ArgumentError(
+                "--resume uses the config of its run", next=f"leave out {options.config}"
+            )
+        folder = Path(options.resume)
+        if not (folder / CONFIG).is_file():
+            raise ArgumentError(
+                f"{folder} is no folder of a run: it has no {CONFIG}", next=_list_runs()
+            )
+        config = replace(read_config(folder / CONFIG), output=str(folder))
+        config = load_overrides(config, overrides)
+    check_choices(config)
+    return config
+
+
+def load_overrides(config: TrainConfig, overrides: Sequence[tuple[str, str]]) -> TrainConfig:
+    for name, text in overrides:
+        config = override(config, name, text)
+    return config
+
+
+def _list_runs() -> str:
+    found = sorted(path.parent.name for path in RUNS.glob(f"*/{CONFIG}"))
+    return f"runs here: {', '.join(str(RUNS / name) for name in found)}" if found else "start one"
+
+
+def choose_output(config: TrainConfig, resume: str | None = None) -> TrainConfig:
+    """The config with a folder: the given one if it is new, else the next number under runs/."""
+    if resume is not None or is_rank():
+        if config.output is None:
+            raise ArgumentError("ranks of a launcher share no folder", next="set --output FOLDER")
+        return config
+    if config.output is None:
+        number = 1
+        while (RUNS / f"{config.size}-{number:03}").exists():
+            number += 1
+        return replace(config, output=str(RUNS / f"{config.size}-{number:03}"))
+    if list_checkpoints(Path(config.output) / CHECKPOINTS):
+        raise ArgumentError(
+            f"{config.output} has a run already",
+            next=f"--resume {config.output} goes on with it; or give another --output",
+        )
+    return config
+
+
+def print_summary(config: TrainConfig, result: RunResult) -> None:
+    """Figures, a sample, and what to do next."""
+    figures = []
+    if result.loss is not None:
+        figures.append(f"loss {result.loss:.3f}")
+    if result.validation_loss is not None:
+        figures.append(f"validation {result.validation_loss:.3f}")
+    if result.bits_per_byte is not None:
+        figures.append(f"{result.bits_per_byte:.3f} bits/byte")
+    if result.tokens_per_second is not None:
+        figures.append(f"{result.tokens_per_second:,.0f} tokens/s")
+    if result.skipped:
+        figures.append(f"{result.skipped} steps skipped")
+    print(f"\n{' · '.join(figures)}")
+    if not result.is_finished:
+        print(f"stopped after step {result.steps}; go on with")
+        print(f"  fulgurite train --resume {result.output}")
+        return
+    if result.export is None:
+        return
+    sample = write_sample(Path(result.export), config)
+    print(f"\n{sample}\n")
+    if config.log.report:
+        print(f"  report: {write_report(Path(result.output), sample)}")
+    for command in next_commands(config, result):
+        print(f"  {command}")
+
+
+def next_commands(config: TrainConfig, result: RunResult) -> list[str]:
+    """Commands that use the model: generate for one of plain text, chat for one of chats."""
+    has_chats = config.tune.task in ("chat", "dpo", "grpo") or config.model.init_from is not None
+    if has_chats:
+        return [f"fulgurite chat --model {result.export}"]
+    return [
+        f'fulgurite generate --raw --model {result.export} "{config.evaluate.sample}"',
+        f"fulgurite chat --model {result.export}",
+    ]
+
+
+def _run_drill(config: TrainConfig, ranks: int) -> None:
+    config = replace(config, deterministic=True)
+    if config.steps is None:
+        config = replace(config, steps=DRILL_STEPS)
+    if config.output is None:
+        config = choose_output(replace(config, size=config.size))
+        config = replace(config, output=f"{config.output}-drill")
+    report = run_drill(config, ranks if ranks > 1 else DRILL_RANKS, train, seed=config.seed)
+    print(report.describe())
+    if not report.has_passed:
+        raise SystemExit(1)
+
+
+def run_verify(options: argparse.Namespace) -> None:
+    """The command `verify`: replay random steps of a run and compare with its receipt."""
+    report = verify_run(
+        options.run, steps=options.steps, seed=options.seed, replay=replay, hash_data=hash_data
+    )
+    print(report.describe())
+    if not report.has_passed:
+        sys.exit(1)

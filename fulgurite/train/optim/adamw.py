@@ -1,0 +1,341 @@
+"""AdamW: gradients in, new weights out.
+
+    m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g^2
+    w = w (1 - lr * decay) - lr / (1 - b1^t) * m / (sqrt(v / (1 - b2^t)) + eps)
+
+Weights are float32, or bfloat16 with more bits (`rounding.py`). States are float32, bfloat16 or 8 bit
+(`states.py`). All arithmetic is float32 (float64 for float64 weights), on local shards, over lists of
+tensors: on a GPU an update of float32 states is one fused kernel for a chunk of parameters.
+
+Every parameter has its states from the start, so a checkpoint has the same entries at every step. A
+parameter without a gradient keeps its weight, its states and its own step number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fulgurite.errors import ArgumentError
+from fulgurite.kernels.optimizer import triton_adamw
+from fulgurite.train.optim.rounding import (
+    MASTER,
+    ROUNDINGS,
+    join_master,
+    make_key,
+    random_bits,
+    round_stochastic,
+    split_master,
+)
+from fulgurite.train.optim.shards import find_offset, read_local, wrap_like
+from fulgurite.train.optim.states import (
+    FORMATS,
+    choose_format,
+    create_state,
+    read_state,
+    write_state,
+)
+
+CHUNK_ELEMENTS = 1 << 24  # of one update: bounds its temporary float32 tensors to a few of 64 MiB
+MOMENTS = ("exp_avg", "exp_avg_sq")
+# what the random bits of a step are for
+_PURPOSES = {"weight": 0, "exp_avg": 1, "exp_avg_sq": 2, "momentum_buffer": 3}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter with a gradient, on this rank."""
+
+    name: str
+    parameter: Tensor
+    weight: Tensor  # the local shard
+    gradient: Tensor
+    state: dict[str, Tensor]
+    step: int  # from 1
+
+    def random_bits(self, purpose: str) -> Tensor:
+        key = make_key(self.name, self.step, _PURPOSES[purpose])
+        shape = self.weight.shape
+        return random_bits(shape, find_offset(self.parameter), key, self.weight.device)
+
+
+class AdamW(Optimizer):
+    """AdamW for float32 and bfloat16 weights, whole or as DTensors.
+
+    Groups may bring `names`, the names of their `params`: random rounding follows them. `states` and
+    `rounding` are those of `OptimizerSection`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        *,
+        states: str = "float32",
+        rounding: str = MASTER,
+    ) -> None:
+        _check_choice("states", states, FORMATS)
+        _check_choice("rounding", rounding, ROUNDINGS)
+        self.names: dict[int, str] = {}
+        self.states_format, self.rounding = states, rounding
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(cast(Any, params), {**defaults, "algorithm": "adamw"})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group and zero states for its parameters."""
+        names = param_group.pop("names", None)
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        _check_group(group)
+        start = len(self.names)
+        for index, parameter in enumerate(group["params"]):
+            self.names[id(parameter)] = names[index] if names else f"parameter {start + index}"
+            self.state[parameter] = self.create_states(parameter, group["algorithm"])
+
+    def create_states(self, parameter: Tensor, algorithm: str) -> dict[str, Tensor]:
+        """The states of a parameter before its first step."""
+        state = {"step": torch.zeros((), dtype=torch.float32)}
+        state_format = choose_format(parameter, self.states_format)
+        for name in self.state_names(algorithm):
+            state |= create_state(parameter, name, state_format)
+        if parameter.dtype == torch.bfloat16 and self.rounding == MASTER:
+            low = torch.zeros_like(read_local(parameter), dtype=torch.int16)
+            state["master_low"] = wrap_like(parameter, low)
+        return state
+
+    def state_names(self, algorithm: str) -> tuple[str, ...]:
+        return MOMENTS
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for slots in _split_chunks(self._collect(group)):
+                self.update(slots, group)
+        return loss
+
+    def update(self, slots: Sequence[Slot], group: dict[str, Any]) -> None:
+        """Update parameters of one group with the same device, dtype and step."""
+        if update_by_kernel(slots, group):
+            return
+        weights = read_weights(slots)
+        gradients = read_gradients(slots, weights)
+        first, second = ([read_state(slot.state, name) for slot in slots] for name in MOMENTS)
+        update_adamw(weights, gradients, first, second, group, slots[0].step)
+        for name, values in zip(MOMENTS, (first, second), strict=True):
+            write_states(slots, name, values)
+        write_weights(slots, weights)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but states keep their own dtype: torch casts them to that of the weights."""
+        super().load_state_dict(state_dict)
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for key, parameter in zip(keys, parameters, strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                device = torch.device("cpu") if name == "step" else parameter.device
+                self.state[parameter][name] = value.to(device)
+
+    def _collect(self, group: dict[str, Any]) -> list[Slot]:
+        """Slots of parameters with a gradient, their steps counted; empty shards have no work."""
+        slots = []
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if parameter.grad.is_sparse:
+                raise ArgumentError(
+                    f"the gradient of {self.names[id(parameter)]} is sparse",
+                    next="build the embedding with sparse=False",
+                )
+            state = self.state[parameter]
+            state["step"] += 1
+            slot = Slot(
+                self.names[id(parameter)],
+                parameter,
+                read_local(parameter.detach()),
+                read_local(parameter.grad),
+                state,
+                int(state["step"]),
+            )
+            if slot.weight.numel() or self.needs_empty(slot):
+                slots.append(slot)
+        return slots
+
+    def needs_empty(self, slot: Slot) -> bool:
+        """Whether a rank without elements of the parameter takes part in its update."""
+        return False
+
+
+def update_by_kernel(slots: Sequence[Slot], group: dict[str, Any]) -> bool:
+    """Update bfloat16 weights with master bits on a GPU, by one kernel each; False: not these."""
+    if not slots[0].weight.is_cuda or "master_low" not in slots[0].state:
+        return False
+    tensors = []
+    for slot in slots:
+        state = [read_local(slot.state[name]) for name in ("master_low", *MOMENTS)]
+        tensors.append((slot.weight, state[0], slot.gradient, state[1], state[2]))
+    if not all(triton_adamw.can_run(*parts) for parts in tensors):
+        return False
+    numbers = triton_adamw.AdamWStep(
+        float(group["lr"]), group["betas"], group["eps"], group["weight_decay"], slots[0].step
+    )
+    for parts in tensors:
+        triton_adamw.adamw_step(*parts, numbers)
+    return True
+
+
+def update_adamw(
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    group: dict[str, Any],
+    step: int,
+) -> None:
+    """One AdamW step in place, on tensors of the same dtype."""
+    rate, (beta1, beta2), eps = float(group["lr"]), group["betas"], group["eps"]
+    decay = group["weight_decay"]
+    if weights[0].is_cuda and all(x.is_contiguous() for x in (*weights, *first, *second)):
+        steps = [torch.full((), float(step), device=weights[0].device)] * len(weights)
+        torch._fused_adamw_(
+            weights,
+            gradients,
+            first,
+            second,
+            [],
+            steps,
+            lr=rate,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=decay,
+            eps=eps,
+            amsgrad=False,
+            maximize=False,
+        )
+        return
+    torch._foreach_mul_(weights, 1 - rate * decay)
+    torch._foreach_lerp_(first, gradients, 1 - beta1)
+    torch._foreach_mul_(second, beta2)
+    torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
+    roots = torch._foreach_sqrt(second)
+    torch._foreach_div_(roots, (1 - beta2**step) ** 0.5)
+    torch._foreach_add_(roots, eps)
+    torch._foreach_addcdiv_(weights, first, roots, -rate / (1 - beta1**step))
+
+
+def read_weights(slots: Sequence[Slot]) -> list[Tensor]:
+    """The weights in float32: themselves, or copies of bfloat16 ones with their low bits.
+
+    Copies are views of one flat tensor, so the bits of all weights are joined at once.
+    """
+    if slots[0].weight.dtype != torch.bfloat16:
+        return [slot.weight for slot in slots]
+    flat = torch.cat([slot.weight.reshape(-1) for slot in slots])
+    lows = _read_lows(slots)
+    flat = flat.float() if lows is None else join_master(flat, _concatenate(lows))
+    return _split_like(flat, slots)
+
+
+def write_weights(slots: Sequence[Slot], weights: Sequence[Tensor]) -> None:
+    """Store what `read_weights` gave and an update changed."""
+    if slots[0].weight.dtype != torch.bfloat16:
+        return
+    flat = _concatenate(weights)
+    lows = _read_lows(slots)
+    if lows is None:
+        bits = _concatenate([slot.random_bits("weight") for slot in slots])
+        rounded = round_stochastic(flat, bits)
+    else:
+        rounded, low_bits = split_master(flat)
+        torch._foreach_copy_(lows, _split_like(low_bits, slots))
+    torch._foreach_copy_([slot.weight for slot in slots], _split_like(rounded, slots))
+
+
+def read_gradients(slots: Sequence[Slot], weights: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients in the dtype of the arithmetic."""
+    gradients = [slot.gradient.contiguous() for slot in slots]
+    if all(g.dtype == weights[0].dtype for g in gradients):
+        return gradients
+    elements = sum(g.numel() for g in gradients)
+    flat = torch.empty(elements, dtype=weights[0].dtype, device=weights[0].device)
+    wide = _split_like(flat, slots)
+    torch._foreach_copy_(wide, gradients)
+    return wide
+
+
+def _read_lows(slots: Sequence[Slot]) -> list[Tensor] | None:
+    """Low bits of master weights; None: weights are rounded stochastically."""
+    if "master_low" not in slots[0].state:
+        return None
+    return [read_local(slot.state["master_low"]) for slot in slots]
+
+
+def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _split_like(flat: Tensor, slots: Sequence[Slot]) -> list[Tensor]:
+    """Views of a flat tensor with the shapes of the local weights."""
+    shapes = [slot.weight.shape for slot in slots]
+    parts = flat.split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def write_states(slots: Sequence[Slot], name: str, values: Sequence[Tensor]) -> None:
+    for slot, new in zip(slots, values, strict=True):
+        is_rounded = slot.state[name].dtype == torch.bfloat16
+        write_state(slot.state, name, new, slot.random_bits(name) if is_rounded else None)
+
+
+def _split_chunks(slots: Iterable[Slot]) -> Iterator[list[Slot]]:
+    """Slots of the same device, dtype and step, in chunks of at most CHUNK_ELEMENTS."""
+    kinds: dict[tuple[torch.device, torch.dtype, int], list[Slot]] = {}
+    for slot in slots:
+        key = (slot.weight.device, slot.weight.dtype, slot.step)
+        kinds.setdefault(key, []).append(slot)
+    for same in kinds.values():
+        chunk: list[Slot] = []
+        elements = 0
+        for slot in same:
+            if chunk and elements + slot.weight.numel() > CHUNK_ELEMENTS:
+                yield chunk
+                chunk, elements = [], 0
+            chunk.append(slot)
+            elements += slot.weight.numel()
+        yield chunk
+
+
+def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ArgumentError(f"optimizer.{name}={value!r}", next=f"use one of {', '.join(allowed)}")
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    beta1, beta2 = group["betas"]
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise ArgumentError(
+            f"optimizer.betas={group['betas']}", next="use numbers from 0 to below 1"
+        )
+    if not (group["eps"] >= 0 and group["weight_decay"] >= 0):
+        raise ArgumentError(
+            f"optimizer.epsilon={group['eps']}, weight_decay={group['weight_decay']}",
+            next="use numbers of at least 0",
+        )
+    for parameter in group["params"]:
+        if parameter.dtype not in (torch.float32, torch.float64, torch.bfloat16):
+            raise ArgumentError(
+                f"a parameter has dtype {parameter.dtype}",
+                next="train float32 or bfloat16 weights",
+            )

@@ -1,0 +1,1 @@
+"""Fine-tuning: LoRA and QLoRA, instruction tuning, DPO, GRPO."""

@@ -1,0 +1,162 @@
+"""Whole runs of a very small model: resume, skipped steps, results on disk."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fulgurite.errors import ArgumentError, NonFiniteError
+from fulgurite.train import trainer as trainer_file
+from fulgurite.train.checkpoint import CheckpointManager
+from fulgurite.train.config import TrainConfig
+from fulgurite.train.config_file import override, read_config
+from fulgurite.train.finish import read_result, write_sample
+from fulgurite.train.metrics import read_metrics
+from fulgurite.train.setup import build_parts, resolve
+from fulgurite.train.trainer import Trainer, hash_data, replay, train
+from fulgurite.train.verify import verify_run
+
+SMALL = [
+    ("device", "cpu"),
+    ("steps", "6"),
+    ("batch_size", "4"),
+    ("microbatch_size", "2"),
+    ("compile", "false"),
+    ("data.sequence_length", "24"),
+    ("data.vocab_size", "300"),
+    ("data.workers", "0"),
+    ("model.fields.hidden_size", "32"),
+    ("model.fields.num_hidden_layers", "2"),
+    ("model.fields.head_dim", "8"),
+    ("model.fields.intermediate_size", "48"),
+    ("model.fields.moe_intermediate_size", "16"),
+    ("checkpoint.every", "3"),
+    ("evaluate.every", "3"),
+    ("evaluate.batches", "2"),
+    ("log.report", "false"),
+]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    generator = random.Random(0)
+    words = ["sun", "moon", "rises", "sets", "over", "the", "quiet", "sea"]
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(40):
+        line = " ".join(generator.choice(words) for _ in range(60))
+        (folder / f"{number}.txt").write_text(line + ".\n")
+    return folder
+
+
+@pytest.fixture
+def config(text: Path, tmp_path: Path) -> TrainConfig:
+    result = TrainConfig()
+    for name, value in [*SMALL, ("data.train", str(text)), ("output", str(tmp_path / "run"))]:
+        result = override(result, name, value)
+    return result
+
+
+def read_losses(folder: Path) -> list[float]:
+    return [record.loss for record in read_metrics(folder)]
+
+
+def test_a_run_leaves_everything_behind(config):
+    result = train(config)
+    folder = Path(config.output)
+    assert result.is_finished and result.steps == 6 and result.skipped == 0
+    assert read_result(folder) == result
+    assert read_losses(folder)[-1] == result.loss < read_losses(folder)[0]
+    assert result.bits_per_byte and result.validation_loss
+    names = {path.name for path in folder.iterdir()}
+    expected = {
+        "config.toml",
+        "metrics.jsonl",
+        "receipt.json",
+        "tokenizer",
+        "checkpoints",
+        "export",
+    }
+    assert expected <= names
+    assert read_config(folder / "config.toml") == resolve(config)
+    assert json.loads((folder / "receipt.json").read_text())["is_finished"]
+    sample = write_sample(Path(result.export), resolve(replace(config, device="cpu")))
+    assert sample.startswith("The")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_run_that_stops_goes_on_with_the_same_losses(
+    config, deterministic, tmp_path, monkeypatch
+):
+    config = replace(config, deterministic=deterministic)
+    train(replace(config, output=str(tmp_path / "whole")))
+    poll, calls = trainer_file.StopRequest.poll, []
+
+    def stop_after_three(self: trainer_file.StopRequest) -> bool:
+        calls.append(1)
+        return len(calls) == 4 or poll(self)
+
+    monkeypatch.setattr(trainer_file.StopRequest, "poll", stop_after_three)
+    first = train(config)
+    assert not first.is_finished and first.steps == 4 and first.export is None
+    monkeypatch.undo()
+    second = train(config)
+    assert second.is_finished
+    whole, resumed = read_losses(tmp_path / "whole"), read_losses(Path(config.output))
+    assert whole == resumed if deterministic else whole == pytest.approx(resumed, rel=1e-5)
+
+
+def test_a_finished_run_has_no_step_left(config):
+    train(config)
+    again = train(config)
+    assert again.is_finished and again.steps == 6
+
+
+def test_verify_replays_a_run(config):
+    train(replace(config, deterministic=True))
+    report = verify_run(config.output, replay=replay, hash_data=hash_data, steps=2, seed=0)
+    assert report.has_passed, report.describe()
+
+
+def test_skipped_steps_are_named_and_limited(config, capsys):
+    config = replace(config, log=replace(config.log, max_nonfinite=2))
+    parts = build_parts(resolve(config))
+    trainer = Trainer(parts)
+    with torch.no_grad():
+        parts.model.layers[0].attention.q_proj.weight[0, 0] = math.nan
+    with pytest.raises(NonFiniteError) as error:
+        trainer.run(Path(config.output))
+    assert trainer.skipped == 3
+    assert "the weight layers.0.attention.q_proj.weight is not finite" in str(error.value)
+
+
+def test_state_of_a_trainer_loads_into_another(config, tmp_path):
+    parts = build_parts(resolve(config))
+    trainer = Trainer(parts)
+    trainer.run(Path(config.output))
+    other = Trainer(build_parts(resolve(replace(config, seed=1))))
+    with CheckpointManager(tmp_path / "checkpoints") as manager:
+        manager.save(trainer.step, trainer.state_dict(), wait=True)
+        other.load(manager, manager.latest())
+    assert other.step == 6
+    for name, parameter in parts.model.named_parameters():
+        assert torch.equal(parameter, other.parts.model.get_parameter(name)), name
+
+
+def test_errors_come_before_the_first_step(config):
+    for name, value, message in (
+        ("data.sequence_length", "5000", "max_position|positions"),
+        ("optimizer.name", "adam", "is not known"),
+        ("precision.matmul", "fp8_rowwise", "needs compile = true"),
+        ("batch_size", "5", "multiple of"),
+    ):
+        broken = override(config, name, value)
+        if name == "data.sequence_length":
+            broken = override(broken, "model.fields.max_position_embeddings", "64")
+        with pytest.raises(ArgumentError, match=message):
+            train(broken)
