@@ -19,6 +19,7 @@ from fulgurite.bench.quant import gpu as quant_gpu
 from fulgurite.bench.quant.cpu_quantize import format_cast_table
 from fulgurite.bench.serve import suite as serve_suite
 from fulgurite.bench.serve.tables import format_tables as format_serve_tables
+from fulgurite.bench.train import suite as train_suite
 from fulgurite.bench.zoo import suite as zoo_suite
 
 Rows = list[dict[str, Any]]
@@ -65,5 +66,6 @@ SUITES: dict[str, Suite] = {
         lambda rows: "\n\n".join(quant_gpu.format_tables(rows)),
     ),
     "serve": Suite(serve_suite.run_serve, format_serve_tables, format_serve_tables),
+    "train": Suite(train_suite.run_train, train_suite.format_table, train_suite.format_table),
     "zoo": Suite(zoo_suite.run_zoo, zoo_suite.format_summary, zoo_suite.format_summary),
 }

@@ -1,0 +1,185 @@
+"""`fulgurite bench train`: training steps of one loop; eager, torch.compile and Fulgurite beside each other.
+
+In: workloads (workloads.py). Out, for each of them and each candidate: tokens per second, MFU, wall and
+kernel time of a step, the host's share, peak memory and the seconds of the first step.
+
+All candidates run the same `TrainStep`: forward, backward, gradient norm, clipping, AdamW with float32
+states and master weights; MFU counts against the peak of bfloat16. Only how the loss module is compiled differs. Each has a process's GPU to
+itself, one after the other; a step is timed from one read of its loss to the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from torch import nn
+
+import fulgurite
+from fulgurite.bench import results
+from fulgurite.bench.train.workloads import CPU_DTYPE, CUDA_DTYPE, Workload, make_workloads
+from fulgurite.device import resolve_device
+from fulgurite.host.timing import time_device
+from fulgurite.models.loading.loader import build_random_model
+from fulgurite.train.build import freeze_selection_biases, get_dtype, read_model_config
+from fulgurite.train.config import (
+    LossSection,
+    OptimizerSection,
+    PrecisionSection,
+    TrainConfig,
+)
+from fulgurite.train.flops import count_flops, find_peak
+from fulgurite.train.loss import LossModule
+from fulgurite.train.metrics import peak_memory
+from fulgurite.train.optim import build_optimizer
+from fulgurite.train.precision import precision_transforms
+from fulgurite.train.step import OneRank, StepResult, TrainStep
+
+Row = dict[str, Any]
+EAGER, INDUCTOR, OURS = "eager", "torch.compile", "fulgurite"
+WARMUP_STEPS = {"cuda": 5, "cpu": 2}  # CUDA graphs are captured after a few calls
+TIMED_STEPS = {"cuda": 10, "cpu": 5}
+CONFIG = TrainConfig(
+    steps=1000,
+    optimizer=OptimizerSection(learning_rate=3e-4, adam_learning_rate=3e-4),
+    loss=LossSection(balance_rate=1e-3),
+)
+
+
+def run_train(options: argparse.Namespace) -> None:
+    """Measure all workloads, print the table and save it."""
+    device = resolve_device(options.device).type
+    chosen = [
+        workload
+        for workload in make_workloads(device, options.quick)
+        if options.only is None or options.only.lower() in workload.name.lower()
+    ]
+    rows: list[Row] = []
+    with Progress(transient=True) as progress:
+        task = progress.add_task("", total=sum(len(list_candidates(w)) for w in chosen))
+        for workload in chosen:
+            for candidate, recipe in list_candidates(workload):
+                progress.update(task, description=f"{workload.name} · {candidate} {recipe}")
+                rows.append(measure(workload, candidate, recipe, device))
+                results.save_results("train", device, rows, options.output)
+                progress.advance(task)
+    print(format_table(rows))
+    print(f"written to {results.save_results('train', device, rows, options.output)}")
+
+
+def list_candidates(workload: Workload) -> list[tuple[str, str]]:
+    """(candidate, recipe): every candidate in the model's dtype, the recipes with Fulgurite."""
+    plain = [(EAGER, "none"), (INDUCTOR, "none"), (OURS, "none")]
+    return plain + [(OURS, recipe) for recipe in workload.recipes if recipe != "none"]
+
+
+def measure(workload: Workload, candidate: str, recipe: str, device: str) -> Row:
+    """One row. A candidate that fails has a row with its error."""
+    row: Row = {
+        "model": workload.name,
+        "candidate": candidate,
+        "recipe": recipe,
+        "tokens": workload.tokens,
+    }
+    _reset(device)
+    try:
+        return row | _measure(workload, candidate, recipe, device)
+    except (RuntimeError, fulgurite.FulguriteError) as error:  # the other rows still count
+        return row | {"error": str(error).strip().partition("\n")[0][:200]}
+    finally:
+        _reset(device)
+
+
+def _measure(workload: Workload, candidate: str, recipe: str, device: str) -> Row:
+    run, flops = make_step(workload, candidate, recipe, device)
+    start = time.perf_counter()
+    first = run()
+    first_seconds = time.perf_counter() - start
+    for _ in range(WARMUP_STEPS[device]):
+        run()
+    seconds = [_time(run) for _ in range(TIMED_STEPS[device])]
+    wall = statistics.median(seconds)
+    kernels = time_device(run) if device == "cuda" else None
+    return {
+        "tokens_per_second": workload.tokens / wall,
+        "mfu": workload.tokens * flops / wall / find_peak(device).flops,
+        "wall_ms": wall * 1e3,
+        "kernel_ms": None if kernels is None else kernels * 1e3,
+        "memory_bytes": peak_memory(torch.device(device)),
+        "first_seconds": first_seconds,
+        "first_loss": first.loss,
+    }
+
+
+def make_step(
+    workload: Workload, candidate: str, recipe: str, device: str
+) -> tuple[Callable[[], StepResult], float]:
+    """A function that runs one step, and the FLOPs of a token."""
+    dtype = get_dtype(CUDA_DTYPE if device == "cuda" else CPU_DTYPE)
+    family, config = read_model_config(workload.fields, workload.architecture)
+    model = build_random_model(config, family, dtype=dtype, device=device).train()
+    freeze_selection_biases(model)
+    flops = count_flops(model, workload.length // workload.documents).training
+    module: nn.Module = LossModule(model, CONFIG.loss)
+    if candidate == INDUCTOR:
+        torch._dynamo.reset()
+        module = torch.compile(module)  # type: ignore[assignment]
+    elif candidate == OURS:
+        section = replace(PrecisionSection(), matmul=recipe)
+        module = fulgurite.compile(module, transforms=precision_transforms(section, device))
+    optimizer = build_optimizer(model, CONFIG.optimizer, 1000)
+    step = TrainStep(module, model, optimizer, OneRank(), CONFIG)
+    batches = workload.make_batches(device)
+    counter = iter(range(1000))
+    return lambda: step(next(counter), batches), flops
+
+
+def _time(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    run()  # reads its loss, so it waits for the device
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _reset(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def format_table(rows: list[Row]) -> str:
+    """A line a candidate, with its speed beside torch.compile's."""
+    header = ["model", "candidate", "tokens/s", "MFU", "step", "kernels", "host", "memory", "first"]
+    lines = [[*header, "× torch.compile"]]
+    base = {row["model"]: row for row in rows if row["candidate"] == INDUCTOR}
+    for row in rows:
+        name = row["candidate"] + ("" if row["recipe"] == "none" else f", {row['recipe']}")
+        if "error" in row:
+            lines.append([row["model"], name, "failed", *[""] * 7])
+            continue
+        other = base.get(row["model"], {}).get("tokens_per_second")
+        kernels, wall = row["kernel_ms"], row["wall_ms"]
+        lines.append(
+            [
+                row["model"],
+                name,
+                f"{row['tokens_per_second']:,.0f}",
+                f"{row['mfu']:.1%}",
+                f"{wall:.1f} ms",
+                "" if kernels is None else f"{kernels:.1f} ms",
+                "" if kernels is None else f"{max(0.0, 1 - kernels / wall):.0%}",
+                f"{row['memory_bytes'] / 2**30:.1f} GiB",
+                f"{row['first_seconds']:.1f} s",
+                "" if not other else f"{row['tokens_per_second'] / other:.2f}",
+            ]
+        )
+    return results.format_table(lines)

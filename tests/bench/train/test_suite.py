@@ -1,0 +1,54 @@
+"""The suite `train`: all candidates compute the same, and every row is printed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fulgurite.bench.train import suite
+from fulgurite.bench.train.workloads import NANO, NANO_MOE, Workload, make_workloads
+
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 128}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "WARMUP_STEPS", {"cpu": 0})
+    monkeypatch.setattr(suite, "TIMED_STEPS", {"cpu": 1})
+
+
+@pytest.mark.parametrize("documents", [1, 3])
+def test_candidates_have_the_same_loss(documents: int) -> None:
+    workload = Workload("x", "LlamaForCausalLM", NANO | SMALL, 2, 32, 2, documents)
+    rows = [suite.measure(workload, name, "none", "cpu") for name in (suite.EAGER, suite.OURS)]
+    assert rows[0]["first_loss"] == pytest.approx(rows[1]["first_loss"], rel=1e-5)
+    assert rows[0]["tokens"] == 128 and all(row["tokens_per_second"] > 0 for row in rows)
+    table = suite.format_table(rows)
+    assert "eager" in table and "fulgurite" in table
+
+
+def test_a_failed_candidate_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("out of luck\nmore")
+
+    monkeypatch.setattr(suite, "make_step", fail)
+    row = suite.measure(make_workloads("cpu", True)[0], suite.OURS, "none", "cpu")
+    assert row["error"] == "out of luck" and "failed" in suite.format_table([row])
+
+
+def test_batches_of_documents() -> None:
+    workload = Workload("x", "Qwen3MoeForCausalLM", NANO_MOE, 2, 10, documents=3)
+    (batch,) = workload.make_batches("cpu")
+    assert batch.positions_BT[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+    assert batch.documents_BT is not None and batch.documents_BT[1].tolist()[-2:] == [2, 2]
+    assert torch.equal(batch.tokens_BT[:, 1:], batch.labels_BT[:, :-1])
+
+
+def test_workloads_of_a_gpu_are_known_models() -> None:
+    names = [workload.name for workload in make_workloads("cuda", False)]
+    assert len(names) == len(set(names)) == 5
+    assert [*suite.list_candidates(make_workloads("cuda", False)[-1])][-1] == (
+        suite.OURS,
+        "fp8_rowwise",
+    )
