@@ -13,6 +13,8 @@ from fulgurite.plan.kv_cache import KV_CACHE_DTYPES
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}  # tokens of a KV block; on GPUs a tile of keys is one block
 MAX_SEQUENCES = {"cpu": 16, "cuda": 64}
 MAX_BATCHED_TOKENS = {"cpu": 512, "cuda": 4096}
+# of a server, whose readers wait for each token; None: `max_batched_tokens`
+SERVED_MIXED_TOKENS: dict[str, int | None] = {"cpu": 32, "cuda": None}
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,8 @@ class EngineLimits:
     context              most tokens of one request, prompt and reply together
     max_sequences        most requests that run at once
     max_batched_tokens   most tokens that one step computes
+    max_mixed_tokens     the same of a step that computes prompts beside next tokens of replies; None: as
+                         above
     block_size           tokens of one KV-cache block
     kv_dtype             dtype of cached keys and values
     cache_tokens         tokens that the KV cache holds; None: `max_sequences` whole contexts if
@@ -34,6 +38,7 @@ class EngineLimits:
     block_size: int
     kv_dtype: torch.dtype
     cache_tokens: int | None = None
+    max_mixed_tokens: int | None = None
 
 
 def make_engine_limits(
@@ -44,6 +49,7 @@ def make_engine_limits(
     context: int | None = None,
     max_sequences: int = MAX_SEQUENCES["cpu"],
     max_batched_tokens: int = MAX_BATCHED_TOKENS["cpu"],
+    max_mixed_tokens: int | None = None,
     cache_tokens: int | None = None,
     block_size: int = BLOCK_SIZES["cpu"],
 ) -> EngineLimits:
@@ -63,8 +69,9 @@ def make_engine_limits(
     for name, value in (
         ("max_sequences", max_sequences),
         ("max_batched_tokens", max_batched_tokens),
+        ("max_mixed_tokens", max_mixed_tokens),
     ):
-        if value < 1:
+        if value is not None and value < 1:
             raise ArgumentError(f"{name}={value} must be 1 or more")
     if cache_tokens is not None and cache_tokens < block_size:
         raise ArgumentError(f"cache_tokens={cache_tokens} must be {block_size} or more")
@@ -75,4 +82,5 @@ def make_engine_limits(
         block_size=block_size,
         kv_dtype=dtype if kv_dtype == "auto" else KV_CACHE_DTYPES[kv_dtype],
         cache_tokens=cache_tokens,
+        max_mixed_tokens=max_mixed_tokens,
     )

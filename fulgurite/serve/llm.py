@@ -64,6 +64,8 @@ class LLMConfig:
         context: maximum number of tokens of prompt and reply together. None: the model's maximum.
         max_sequences: maximum number of requests that run at once; others wait. None: 16, on a GPU 64.
         max_batched_tokens: maximum number of tokens of a step. None: 512, on a GPU 4096.
+        max_mixed_tokens: the same for steps in which other requests decode: smaller steps delay their
+            tokens less while a prompt is computed. None: no other limit.
         cache_tokens: tokens that the KV cache holds. None: as many as can be used and fit.
         keep_quantized: keep quantized weights of the file quantized. CPUs then also quantize
             activations to 8 bits. False: dequantize weights while loading. None: True where there
@@ -91,6 +93,7 @@ class LLMConfig:
     context: int | None = None
     max_sequences: int | None = None
     max_batched_tokens: int | None = None
+    max_mixed_tokens: int | None = None
     cache_tokens: int | None = None
     keep_quantized: bool | None = None
     quantize: str | None = None
@@ -356,6 +359,7 @@ def choose_limits(
         context=config.context,
         max_sequences=max_sequences,
         max_batched_tokens=max_batched_tokens,
+        max_mixed_tokens=config.max_mixed_tokens,
         cache_tokens=config.cache_tokens,
         block_size=BLOCK_SIZES[device.type],
     )

@@ -9,6 +9,7 @@ from typing import Any
 from fulgurite.config import read_env
 from fulgurite.errors import ArgumentError
 from fulgurite.plan.kv_cache import KV_CACHE_DTYPES
+from fulgurite.plan.limits import SERVED_MIXED_TOKENS
 from fulgurite.serve.http.config import ENGINE_PLACES, ROUTING, ServerConfig, load_config
 
 
@@ -66,6 +67,12 @@ def _add_engine_options(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument("--quantize", metavar="FORMAT", help="quantize a dense model: fp8, q8_0, …")
     engine.add_argument("--max-sequences", type=int, metavar="N", help="requests that run at once")
     engine.add_argument("--max-batched-tokens", type=int, metavar="N", help="tokens of a step")
+    engine.add_argument(
+        "--max-mixed-tokens",
+        type=int,
+        metavar="N",
+        help=f"tokens of a step while replies are written (default: {SERVED_MIXED_TOKENS['cpu']} on a CPU)",
+    )
     engine.add_argument("--cache-tokens", type=int, metavar="N", help="tokens of the KV cache")
     for name, text in (
         ("tensor", "ranks over which weights are sharded"),
@@ -89,7 +96,7 @@ def _add_engine_options(engine: argparse._ArgumentGroup) -> None:
 
 ENGINE_FIELDS = (
     "device", "context", "kv_dtype", "quantize", "max_sequences", "max_batched_tokens",
-    "cache_tokens", "tensor", "expert",
+    "max_mixed_tokens", "cache_tokens", "tensor", "expert",
 )  # fmt: skip
 SERVER_FIELDS = (
     "host", "port", "api_keys", "max_waiting", "deadline", "drain_seconds", "allow_origins",

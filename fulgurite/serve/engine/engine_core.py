@@ -139,6 +139,7 @@ class EngineCore:
             model.recompute_after,
             has_states=bool(model.state_specs),
             prefill_alignment=CUT_ALIGNMENT[plan.device.type] if model.state_specs else 1,
+            max_mixed_tokens=limits.max_mixed_tokens,
         )
         self.coordinator = coordinator
         no_capture_reason = None if coordinator is None else NO_CAPTURE_REASON

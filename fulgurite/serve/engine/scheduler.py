@@ -3,7 +3,8 @@
 One step computes at most `max_batched_tokens` tokens of at most `max_sequences` requests:
 
 1. The next token of every running request in decode, so that decode never waits for a prefill.
-2. The rest of running requests' prompts, in chunks (chunked prefill).
+2. The rest of running requests' prompts, in chunks (chunked prefill). With `max_mixed_tokens` chunks are
+   smaller while requests decode, so that their tokens come more evenly.
 3. Waiting requests by priority, then in arrival order. Nobody overtakes the first of them.
 
 If blocks run out, the last running request in this order is preempted. Its blocks are freed, its
@@ -28,6 +29,7 @@ from fulgurite.serve.engine.block_manager import BlockManager
 from fulgurite.serve.engine.request import Request, RequestState
 
 SCHEDULE_KEY = attrgetter("schedule_key")
+MIN_MIXED_PREFILL = 16  # tokens of prompts in a step that decodes: prompts must end some time
 
 
 class ScheduledChunk(NamedTuple):
@@ -64,6 +66,7 @@ class Scheduler:
     has_states          the model has layers with states. A step that was interrupted leaves states of
                         unknown content, so its requests run again from their first token
     prefill_alignment   a prompt is cut at multiples of this, where a step can hold that many tokens
+    max_mixed_tokens    see `EngineLimits`; a prompt gets `MIN_MIXED_PREFILL` tokens of a step at least
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Scheduler:
         *,
         has_states: bool = False,
         prefill_alignment: int = 1,
+        max_mixed_tokens: int | None = None,
     ) -> None:
         assert max_batched_tokens >= max_sequences, "every running request must get its next token"
         self.block_manager = block_manager
@@ -83,6 +87,7 @@ class Scheduler:
         self.recompute_after = recompute_after
         self.has_states = has_states
         self.prefill_alignment = prefill_alignment
+        self.max_mixed_tokens = max_mixed_tokens
         self.waiting: list[Request] = []  # both in the order of `schedule_key`
         self.running: list[Request] = []
         self.arrivals = itertools.count()
@@ -128,7 +133,7 @@ class Scheduler:
         }
         decoding = [request for request, tokens in remaining.items() if tokens == 1]
         prefilling = [request for request, tokens in remaining.items() if tokens > 1]
-        budget = self.max_batched_tokens
+        budget = self._find_budget(len(decoding))
         for request in decoding + prefilling:
             start = request.num_computed_tokens
             count = self._chunk_size(start, remaining[request], budget)
@@ -152,6 +157,13 @@ class Scheduler:
             chunks[admitted] = make_chunk(admitted, count)
             budget -= count
         return list(chunks.values())
+
+    def _find_budget(self, num_decoding: int) -> int:
+        """The most tokens of the next step."""
+        if not num_decoding or self.max_mixed_tokens is None:
+            return self.max_batched_tokens
+        least = num_decoding + max(MIN_MIXED_PREFILL, self.prefill_alignment)
+        return min(self.max_batched_tokens, max(self.max_mixed_tokens, least))
 
     def _chunk_size(self, start: int, remaining: int, budget: int) -> int:
         """The next tokens of a request in this step; 0 if an aligned cut does not fit."""

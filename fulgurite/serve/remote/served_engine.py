@@ -11,7 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
+from fulgurite.device import resolve_device
 from fulgurite.errors import ArgumentError
+from fulgurite.plan.limits import SERVED_MIXED_TOKENS
 from fulgurite.serve.engine.engine import Engine
 from fulgurite.serve.engine.prefix_blocks import export_prefix, import_prefix
 from fulgurite.serve.engine.request import Request, TokenLogprob, Update
@@ -220,7 +222,8 @@ def load_engine(name: str, options: dict[str, Any]) -> LLMEngine:
         if not isinstance(found, torch.dtype):
             raise ArgumentError(f"dtype={dtype!r} is not a dtype", next="use float32 or bfloat16")
         options = {**options, "dtype": found}
-    llm = LLM(name, **options)
+    mixed = SERVED_MIXED_TOKENS[resolve_device(options.get("device")).type]
+    llm = LLM(name, **{"max_mixed_tokens": mixed, **options})
     if llm.is_driver:
         llm.engine.warm_up()
         if isinstance(llm.engine.grammars.compiler, GrammarCompiler):

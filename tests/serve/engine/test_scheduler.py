@@ -20,7 +20,7 @@ from fulgurite.plan.kv_cache import KVCacheGroup, group_layers
 from fulgurite.plan.limits import EngineLimits
 from fulgurite.serve.engine.block_manager import BlockManager, BlockPool
 from fulgurite.serve.engine.request import Request, RequestState, SamplingParams
-from fulgurite.serve.engine.scheduler import ScheduledChunk, Scheduler
+from fulgurite.serve.engine.scheduler import MIN_MIXED_PREFILL, ScheduledChunk, Scheduler
 
 SIZE, CONTEXT = 4, 64
 FULL, NARROW, CHUNKED = (
@@ -137,7 +137,12 @@ class Ledger:
             assert set(running) <= set(before), "nobody comes in while others are stopped"
         else:
             assert set(before) <= set(running)
-        left = self.max_batched_tokens - sum(chunk.num_tokens for chunk in chunks)
+        limit = self.max_batched_tokens
+        mixed = self.scheduler.max_mixed_tokens
+        decoding = sum(chunk.request in before and chunk.num_tokens == 1 for chunk in chunks)
+        if mixed is not None and decoding:
+            limit = max(mixed, decoding + MIN_MIXED_PREFILL)
+        left = limit - sum(chunk.num_tokens for chunk in chunks)
         cut = [p for p in chunks if p.start + p.num_tokens < p.request.length]
         assert not (cut and left), "a prompt is cut only where the step is full"
         assert not (waiting and not running), "someone can always run"
@@ -280,6 +285,21 @@ def test_decode_is_scheduled_before_prefill() -> None:
     assert [(p.request, p.num_tokens) for p in chunks] == [(first, 1), (second, 9)]
     chunks = ledger.step()
     assert [(p.request, p.num_tokens) for p in chunks] == [(first, 1), (second, 1), (third, 2)]
+
+
+def test_prompts_take_smaller_chunks_while_requests_decode() -> None:
+    ledger = Ledger([FULL], 80, rows=2, max_batched_tokens=40)
+    ledger.scheduler.max_mixed_tokens = 20
+    first = ledger.add(list(range(38)), 20)
+    assert [chunk.num_tokens for chunk in ledger.step()] == [38]  # nobody waits for a token
+    second = ledger.add(list(range(50, 83)), 3)
+    chunks = ledger.step()
+    assert [(c.request, c.num_tokens) for c in chunks] == [(first, 1), (second, 19)]
+    ledger.scheduler.max_mixed_tokens = 1  # a prompt still goes on
+    chunks = ledger.step()
+    assert [(c.request, c.num_tokens) for c in chunks] == [(first, 1), (second, 14)]
+    third_budget = ledger.scheduler._find_budget(2)
+    assert third_budget == 2 + MIN_MIXED_PREFILL
 
 
 def test_budget_of_a_preempted_chunk_is_reused() -> None:
