@@ -2,7 +2,7 @@
 
 fulgurite train                                        a small mixture of experts on the demo text
 fulgurite train run.toml --size small --steps 2000     a file, the dial, and any field
-fulgurite train --model.init_from smollm2 --data.train notes/*.md
+fulgurite train --model.init_from smollm2 --data.train notes/*.md    a field with several values
 fulgurite train --resume runs/nano-001                 go on from the newest checkpoint
 fulgurite train --ranks 4                              four processes, restarted if one dies
 fulgurite train --print-config > run.toml              every option of a run as TOML
@@ -11,10 +11,15 @@ fulgurite train --print-config > run.toml              every option of a run as 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shlex
+import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 from fulgurite.errors import ArgumentError
@@ -25,13 +30,16 @@ from fulgurite.train.config_file import (
     TRUE,
     check_choices,
     is_boolean,
+    is_list,
     load_config,
     override,
     read_config,
     to_toml,
 )
+from fulgurite.train.data.tokenizer import LOCK
 from fulgurite.train.drill import run_drill
-from fulgurite.train.finish import RunResult, read_result, write_sample
+from fulgurite.train.finish import EXPORT, TOKENIZER, RunResult, read_result, write_sample
+from fulgurite.train.parallel import resolve_degrees
 from fulgurite.train.report import write_report
 from fulgurite.train.setup import resolve
 from fulgurite.train.sizes import SIZES
@@ -77,7 +85,8 @@ def add_verify_options(parser: argparse.ArgumentParser) -> None:
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
     """The words that argparse knows, and the fields of the config as pairs of name and text.
 
-    `--a.b VALUE` and `--a.b=VALUE` set a field; a field that is true or false needs no value.
+    `--a.b VALUE` and `--a.b=VALUE` set a field; a field that is true or false needs no value, and a
+    list takes all words up to the next option (a shell expands `notes/*.md`) or a .toml file.
     """
     known: list[str] = []
     pairs: list[tuple[str, str]] = []
@@ -105,7 +114,15 @@ def _take_value(name: str, words: list[str]) -> str:
         return "true"
     if not is_value:
         raise ArgumentError(f"--{name} has no value", next=f"write --{name} VALUE")
-    return words.pop(0)
+    if not is_list(name):
+        return words.pop(0)
+    taken = [words[0], *takewhile(_is_list_value, words[1:])]
+    del words[: len(taken)]
+    return json.dumps(taken) if len(taken) > 1 else taken[0]
+
+
+def _is_list_value(word: str) -> bool:
+    return not word.startswith("--") and not word.endswith(".toml")
 
 
 def run_train(options: argparse.Namespace) -> None:
@@ -118,6 +135,8 @@ def run_train(options: argparse.Namespace) -> None:
         _run_drill(config, options.ranks)
         return
     config = choose_output(config, options.resume)
+    resolve(config, None if is_rank() else options.ranks)  # raises before a folder is made
+    create_output(config, is_new=options.resume is None and not is_rank())
     if is_rank():
         train(config)  # torchrun started this process
         return
@@ -153,10 +172,36 @@ def read_options(options: argparse.Namespace) -> TrainConfig:
             raise ArgumentError(
                 f"{folder} is no folder of a run: it has no {CONFIG}", next=_list_runs()
             )
+        _check_resumed(overrides)
         config = replace(read_config(folder / CONFIG), output=str(folder))
         config = load_overrides(config, overrides)
+        if "microbatch_size" not in dict(overrides):
+            config = refit_microbatch(config, options.ranks)
     check_choices(config)
     return config
+
+
+def _check_resumed(overrides: Sequence[tuple[str, str]]) -> None:
+    """Raise for options that can't change a run that has begun."""
+    for name, text in overrides:
+        if name in ("size", "output"):
+            raise ArgumentError(
+                f"--{name} {text} can't change a run that is resumed",
+                next=f"leave it out, or start a new run without --resume: --{name} {text}",
+            )
+
+
+def refit_microbatch(config: TrainConfig, ranks: int) -> TrainConfig:
+    """The config with a microbatch that divides the share of each of `ranks`.
+
+    In deterministic mode it stays as it is: another one has other bits.
+    """
+    world = int(os.environ["WORLD_SIZE"]) if is_rank() else ranks
+    if config.deterministic or config.batch_size is None or not config.microbatch_size:
+        return config
+    data_ranks = resolve_degrees(config.parallel, world).data
+    is_fitting = config.batch_size % (config.microbatch_size * data_ranks) == 0
+    return config if is_fitting else replace(config, microbatch_size=None)
 
 
 def load_overrides(config: TrainConfig, overrides: Sequence[tuple[str, str]]) -> TrainConfig:
@@ -186,7 +231,27 @@ def choose_output(config: TrainConfig, resume: str | None = None) -> TrainConfig
             f"{config.output} has a run already",
             next=f"--resume {config.output} goes on with it; or give another --output",
         )
+    if (Path(config.output) / EXPORT).exists():  # the end of the run would replace it
+        raise ArgumentError(
+            f"{config.output} has a folder {EXPORT!r} already", next="give another --output"
+        )
     return config
+
+
+def create_output(config: TrainConfig, is_new: bool) -> None:
+    """Make the folder of a run. A new run does not use the tokenizer of one that ended early."""
+    assert config.output is not None, "choose_output has set it"
+    folder = Path(config.output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ArgumentError(
+            f"the run can't be written to {folder}: {error.strerror}", next="give another --output"
+        ) from error
+    if is_new and (folder / LOCK).exists():  # else the tokenizer is not ours
+        shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
 
 
 def print_summary(config: TrainConfig, result: RunResult) -> None:
@@ -207,24 +272,25 @@ def print_summary(config: TrainConfig, result: RunResult) -> None:
         print(f"stopped after step {result.steps}; go on with")
         print(f"  fulgurite train --resume {result.output}")
         return
-    if result.export is None:
-        return
-    sample = write_sample(Path(result.export), config)
-    print(f"\n{sample}\n")
+    sample = None
+    if result.export is not None and config.evaluate.sample and config.evaluate.sample_tokens:
+        sample = write_sample(Path(result.export), config)
+        print(f"\n{sample}\n")
     if config.log.report:
         print(f"  report: {write_report(Path(result.output), sample)}")
-    for command in next_commands(config, result):
+    for command in next_commands(config, result) if result.export is not None else ():
         print(f"  {command}")
 
 
 def next_commands(config: TrainConfig, result: RunResult) -> list[str]:
     """Commands that use the model: generate for one of plain text, chat for one of chats."""
     has_chats = config.tune.task in ("chat", "dpo", "grpo") or config.model.init_from is not None
+    model = shlex.quote(str(result.export))
     if has_chats:
-        return [f"fulgurite chat --model {result.export}"]
+        return [f"fulgurite chat --model {model}"]
     return [
-        f'fulgurite generate --raw --model {result.export} "{config.evaluate.sample}"',
-        f"fulgurite chat --model {result.export}",
+        f'fulgurite generate --raw --model {model} "{config.evaluate.sample or "The"}"',
+        f"fulgurite chat --model {model}",
     ]
 
 

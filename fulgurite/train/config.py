@@ -186,7 +186,7 @@ class EvaluateSection:
     Attributes:
         every: steps between evaluations; 0: only at the end. None: ten of them.
         batches: of validation.
-        sample: a prompt that is continued at the end.
+        sample: a prompt that is continued at the end. Empty: none.
         sample_tokens: of that sample.
     """
 

@@ -87,7 +87,7 @@ def _read_python(path: Path) -> TrainConfig:
             f"{path} defines no config: `config` is {type(config).__name__}",
             next="from fulgurite.train.config import TrainConfig; config = TrainConfig(...)",
         )
-    return config
+    return from_mapping(dataclasses.asdict(config), str(path))  # checks types, which Python doesn't
 
 
 def from_mapping(values: Mapping[str, Any], where: str = "the config") -> TrainConfig:
@@ -167,10 +167,20 @@ def list_fields() -> tuple[str, ...]:
 
 def is_boolean(name: str) -> bool:
     """Whether a dotted name is a field that is true or false."""
+    return _split_union(_find_hint(name))[0] is bool
+
+
+def is_list(name: str) -> bool:
+    """Whether a dotted name is a field with any number of texts."""
+    return Ellipsis in typing.get_args(_find_hint(name))
+
+
+def _find_hint(name: str) -> Any:
+    """The type of a dotted name; None: it is no field."""
     section: Any = TrainConfig
     for part in name.split("."):
         section = _hints(section).get(part) if is_dataclass(section) else None
-    return section is not None and _split_union(section)[0] is bool
+    return section
 
 
 def _check_name(section: Any, name: str, prefix: str, where: str) -> None:
@@ -274,10 +284,10 @@ def parse_text(hint: Any, text: str, name: str) -> Any:
         if kind in (int, float):
             return kind(text)
         if kind is str:
+            text.encode()  # raises for bytes that are not UTF-8: a file could not hold them
             return text
         if origin is tuple:
-            parts = [part.strip() for part in text.strip("[]()").split(",") if part.strip()]
-            parts = [part.strip("'\"") for part in parts]
+            parts = split_list(text)
             if arguments[-1] is not Ellipsis and len(parts) != len(arguments):
                 raise ValueError
             return tuple(parse_text(arguments[0], part, name) for part in parts)
@@ -285,10 +295,27 @@ def parse_text(hint: Any, text: str, name: str) -> Any:
         if not isinstance(value, dict):
             raise ValueError
         return value
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"--{name} {text!r} is not UTF-8", next="rename it") from error
     except ValueError as error:
         raise ArgumentError(
             f"--{name} {text} is not {describe_type(hint)}", next=_example(kind, name)
         ) from error
+
+
+def split_list(text: str) -> list[str]:
+    """The parts of `A,B`, `[A, B]`, `(A, B)` or a JSON list, whose texts may have commas.
+
+    Brackets inside a part belong to it: `notes[0-9].txt`, `docs (copy)`.
+    """
+    value = parse_json(text)
+    if isinstance(value, list):
+        return [str(part) for part in value]
+    inner = text.strip()
+    if inner[:1] + inner[-1:] in ("[]", "()") and not set("[]()") & set(inner[1:-1]):
+        inner = inner[1:-1]
+    parts = [part.strip().strip("'\"") for part in inner.split(",")]
+    return [part for part in parts if part]
 
 
 def _example(kind: Any, name: str) -> str:
@@ -350,7 +377,7 @@ def _write_table(section: Any, prefix: str) -> list[str]:
 
 def _key(name: str) -> str:
     is_bare = name.isascii() and name.replace("_", "").replace("-", "").isalnum()
-    return name if is_bare else json.dumps(name)
+    return name if is_bare else format_value(name)
 
 
 def format_value(value: Any) -> str:
@@ -360,7 +387,8 @@ def format_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return json.dumps(value).replace("\x7f", "\\u007f")
+        # characters beyond 16 bits as they are: JSON escapes them by surrogates, TOML has none
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(format_value, value))}]"
     if isinstance(value, Mapping):

@@ -88,7 +88,7 @@ def summarize(total: float, tokens: int, num_bytes: int) -> Evaluation:
 
 
 def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss >= 700 else math.exp(loss)
 
 
 @torch.no_grad()

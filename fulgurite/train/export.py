@@ -172,14 +172,17 @@ def _write_shards(plan: _Plan, writer: FolderWriter, gather: Gather) -> None:
                 if name not in held:
                     whole = gather(name, plan.parameters[name].detach())
                     held[name] = whole.cpu() if is_writer() else whole.new_empty(0)
-            if is_writer():
-                content[plan.names.get(tensor.name, tensor.name)] = _build(plan, tensor, held)
+            try:
+                if is_writer():
+                    content[plan.names.get(tensor.name, tensor.name)] = _build(plan, tensor, held)
+            except OSError as error:  # of the base
+                failure = failure or error
             for name in tensor.parameters:
                 uses[name] -= 1
                 if not uses[name]:
                     del held[name]
         try:
-            if is_writer():
+            if is_writer() and failure is None:
                 writer.write_weights(file, content)
         except OSError as error:  # other ranks wait in the next gather: go on, and raise at the end
             failure = failure or error

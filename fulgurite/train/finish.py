@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fulgurite.errors import ArgumentError
 from fulgurite.models.loading import hub
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.llm import LLM
+from fulgurite.trace.source import write_atomically
 from fulgurite.train.config import TrainConfig
 from fulgurite.train.export import ExportOptions, save_pretrained
 from fulgurite.train.layout import ModelParallelLayout
@@ -83,7 +84,20 @@ def find_base(config: TrainConfig) -> Path | None:
 
 def write_result(result: RunResult) -> None:
     text = json.dumps(asdict(result), indent=1)
-    (Path(result.output) / RESULT).write_text(text + "\n", encoding="utf-8")
+    write_atomically(Path(result.output) / RESULT, text + "\n")
+
+
+def keep_figures(result: RunResult) -> RunResult:
+    """The result of a run that had no step left, with the figures of its last step."""
+    folder = Path(result.output)
+    if not (folder / RESULT).is_file() or read_result(folder).steps != result.steps:
+        return result
+    return replace(
+        read_result(folder),
+        output=result.output,
+        is_finished=result.is_finished,
+        export=result.export,
+    )
 
 
 def read_result(folder: Path) -> RunResult:

@@ -242,10 +242,11 @@ class MetricsWriter:
         """Flush to disk; closing again does nothing."""
         if not self._file.closed:
             try:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-            finally:
-                self._file.close()
+                with self._file:
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
+            except OSError as error:  # the run is done: the last lines are not worth its end
+                LOG.warning("metrics can't be written: %s", error.strerror)
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -123,7 +124,8 @@ class RankGroup:
         """Send a signal to every process that still runs."""
         for process in self.processes:
             if process.exitcode is None and process.pid is not None:
-                os.kill(process.pid, number)
+                with suppress(ProcessLookupError):  # it ended just now
+                    os.kill(process.pid, number)
 
     def kill(self) -> None:
         """Kill every process and wait until it is gone."""

@@ -28,7 +28,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
-from io import BufferedWriter
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from fulgurite import version
+from fulgurite.logs import LOG
 from fulgurite.train.checkpoint import hash_checkpoint
 from fulgurite.train.config import TrainConfig
 
@@ -58,7 +59,9 @@ class Receipt:
         events = parse_lines(lines)
         self._chain = events[-1].get("chain", "") if events else ""
         self._losses = {e["step"]: e["loss"] for e in events if e.get("kind") == "step"}
-        self._file: BufferedWriter | None = (folder / LINES).open("ab")
+        self._file: FileIO | None = (folder / LINES).open("ab", buffering=0)
+        self._unwritten = b""  # a full disk must not end a run: these lines wait for room
+        self._is_refused = False
         self._last_step = 0
 
     @classmethod
@@ -117,7 +120,10 @@ class Receipt:
         self._append({"kind": "end", "step": self._last_step}, sync=True)
         self._file.close()
         self._file = None
-        write_summary(self.folder)
+        try:
+            write_summary(self.folder)
+        except OSError as error:
+            LOG.warning("%s can't be written: %s", self.folder / SUMMARY, error.strerror)
 
     def _append(self, event: dict[str, Any], sync: bool = False) -> None:
         with self._lock:
@@ -125,10 +131,18 @@ class Receipt:
                 return  # a checkpoint that ends after the run
             self._chain = extend_chain(self._chain, event)
             line = json.dumps({**event, "chain": self._chain}, ensure_ascii=False)
-            self._file.write(line.encode() + b"\n")
-            self._file.flush()
-            if sync:
-                os.fsync(self._file.fileno())
+            self._unwritten += line.encode() + b"\n"
+            try:
+                while self._unwritten:
+                    self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+                if sync:
+                    os.fsync(self._file.fileno())
+                self._is_refused = False
+            except OSError as error:
+                if not self._is_refused:
+                    path = self.folder / LINES
+                    LOG.warning("%s can't be written, the run goes on: %s", path, error.strerror)
+                self._is_refused = True
 
 
 def extend_chain(chain: str, event: Mapping[str, Any]) -> str:

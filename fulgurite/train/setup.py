@@ -171,9 +171,17 @@ def compile_loss(loss_module: nn.Module, config: TrainConfig, device: torch.devi
 
 
 def choose_vocab_size(config: TrainConfig, tokenizer: Tokenizer) -> int:
-    """Rows of the embedding: those of the tokenizer, for a new model rounded up."""
+    """Rows of the embedding: those of the tokenizer, for a new model rounded up or as it says."""
     if config.model.init_from is not None:
         return tokenizer.vocab_size
+    rows = config.model.fields.get("vocab_size")
+    if isinstance(rows, int) and rows >= tokenizer.vocab_size:
+        return rows
+    if rows is not None:
+        raise ArgumentError(
+            f"model.fields.vocab_size={rows!r}, but the tokenizer has {tokenizer.vocab_size} tokens",
+            next=f"leave it out, or use at least {tokenizer.vocab_size}",
+        )
     return -(-tokenizer.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 

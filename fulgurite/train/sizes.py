@@ -64,9 +64,7 @@ def resolve_sizes(config: TrainConfig, data_ranks: int = 1) -> TrainConfig:
     data = _resolve_data(config.data, size)
     steps = _resolve_steps(config, size)
     batch_size = config.batch_size if config.batch_size is not None else size.batch_size
-    for name, value in (("steps", steps), ("batch_size", batch_size)):
-        if value < 1:
-            raise ArgumentError(f"{name}={value}", next=f"{name} must be at least 1")
+    _check_numbers(config, steps, batch_size, data)
     config = replace(
         config,
         steps=steps,
@@ -81,6 +79,23 @@ def resolve_sizes(config: TrainConfig, data_ranks: int = 1) -> TrainConfig:
     if config.microbatch_size is None:
         config = replace(config, microbatch_size=choose_microbatch(config, size, data_ranks))
     return config
+
+
+def _check_numbers(config: TrainConfig, steps: int, batch_size: int, data: DataSection) -> None:
+    """Raise for a count that is too small, before any work is done."""
+    counts = (
+        ("steps", steps, 1),
+        ("batch_size", batch_size, 1),
+        ("microbatch_size", config.microbatch_size, 1),
+        ("data.sequence_length", data.sequence_length, 1),
+        ("checkpoint.every", config.checkpoint.every, 0),
+        ("evaluate.every", config.evaluate.every, 0),
+        ("evaluate.batches", config.evaluate.batches, 1),
+        ("evaluate.sample_tokens", config.evaluate.sample_tokens, 0),
+    )
+    for name, value, least in counts:
+        if value is not None and value < least:
+            raise ArgumentError(f"{name}={value}", next=f"{name} must be at least {least}")
 
 
 def _resolve_data(section: DataSection, size: Size) -> DataSection:

@@ -9,12 +9,16 @@
 A signal reaches ranks at different moments. So every poll starts a reduction of their flags on a group
 of its own and reads the result of the poll before: nobody waits for it. One rank stops at once; several
 stop one step later. A second signal ends the process as it would have without this class.
+
+One request may arrive twice: ctrl-C and `scancel` reach a whole process group, and the supervisor or
+torchrun in it passes the signal on. So signals within `REPEAT_SECONDS` count as one.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -22,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+REPEAT_SECONDS = 2.0  # the supervisor looks for signals every 0.2 s
 
 
 class StopRequest:
@@ -34,6 +39,7 @@ class StopRequest:
         self._flag = torch.zeros(1, dtype=torch.int32)
         self._pending: Any = None
         self._handlers: dict[signal.Signals, Any] = {}
+        self._first_signal: float | None = None  # when
 
     def request(self) -> None:
         """Ask to stop, as a signal would."""
@@ -55,8 +61,12 @@ class StopRequest:
         return False
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number)
-        self._restore()
+        now = time.monotonic()
+        if self._first_signal is None:
+            self.received, self._first_signal = signal.Signals(number), now
+        elif now - self._first_signal > REPEAT_SECONDS:
+            self._restore()
+            signal.raise_signal(number)
 
     def _restore(self) -> None:
         for number, handler in self._handlers.items():

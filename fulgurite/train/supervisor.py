@@ -134,7 +134,8 @@ class Supervisor:
                 return None
             if any(found.code not in (None, 0) for found in exits):
                 group.wait_for_all(FAILURE_GRACE)
-                return choose_failure(group.exits())
+                exits = group.exits()
+                return None if told and was_stopped_early(exits) else choose_failure(exits)
             if self.stop is not None and not told:
                 self._log("stop", signal=self.stop.name)
                 group.send(signal.SIGTERM)
@@ -195,6 +196,13 @@ class Supervisor:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def was_stopped_early(exits: list[RankExit]) -> bool:
+    """Whether SIGTERM ended ranks that had done no step: until then they don't handle it."""
+    codes = {found.code for found in exits}
+    is_early = all(found.last_step is None for found in exits)
+    return is_early and -signal.SIGTERM in codes and codes <= {None, 0, -signal.SIGTERM}
 
 
 def choose_failure(exits: list[RankExit]) -> Failure:

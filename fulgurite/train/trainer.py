@@ -19,13 +19,14 @@ from typing import Any
 
 from fulgurite.errors import NonFiniteError
 from fulgurite.logs import LOG
+from fulgurite.trace.source import write_atomically
 from fulgurite.train.batch import Batch
 from fulgurite.train.checkpoint import CheckpointManager, training_state
 from fulgurite.train.config import TrainConfig
 from fulgurite.train.config_file import to_toml
 from fulgurite.train.data import Loader, prepare_tokenizer
 from fulgurite.train.evaluate import Evaluation, evaluate
-from fulgurite.train.finish import RunResult, export_run, write_result
+from fulgurite.train.finish import RunResult, export_run, keep_figures, write_result
 from fulgurite.train.flops import find_peak
 from fulgurite.train.heartbeat import Heartbeat
 from fulgurite.train.layout import ModelParallelLayout
@@ -172,7 +173,7 @@ class Trainer:
         """Say what was not finite; end the run if it was too often."""
         self.skipped += 1
         cause = "ranks share the model; run the step on one rank to name the op"
-        if not isinstance(self.layout, ModelParallelLayout):
+        if self._runs_alone():
             cause = name_nonfinite(self.parts.eager, batches)
         limit = self.config.log.max_nonfinite
         text = f"step {self.step + 1}: loss {result.loss}, gradient norm {result.gradient_norm}"
@@ -185,6 +186,12 @@ class Trainer:
                 next="lower optimizer.learning_rate, or raise log.max_nonfinite "
                 f"(now {limit}); the last checkpoint is whole",
             )
+
+    def _runs_alone(self) -> bool:
+        """Whether a forward of this rank waits for no other: those may stop at another op."""
+        section, layout = self.config.parallel, self.layout
+        is_whole = section.data_shard == 1 and section.expert == 1
+        return layout.world_size == 1 or (is_whole and not isinstance(layout, ModelParallelLayout))
 
     def tell(self, label: str, text: str) -> None:
         if self.view is not None:
@@ -268,7 +275,7 @@ def train(config: TrainConfig) -> RunResult:
     parts = build_parts(config)
     view = make_view(config.log, config.steps or 1) if parts.is_first else None
     if parts.is_first:
-        (folder / CONFIG).write_text(to_toml(config), encoding="utf-8")
+        write_atomically(folder / CONFIG, to_toml(config))
         _log_to_file(folder / LOG_FILE)
     trainer = Trainer(parts, view)
     if view is not None:
@@ -298,6 +305,7 @@ def _finish(parts: Parts, trainer: Trainer, is_finished: bool) -> RunResult:
         export=None if export is None else str(export),
     )
     if parts.is_first:
+        result = keep_figures(result) if record is None else result
         write_result(result)
     close = getattr(parts.layout, "close", None)
     if close is not None:

@@ -22,7 +22,7 @@ from fulgurite.train.config_file import (
 from fulgurite.train.sizes import SIZES, resolve_sizes
 
 ODD = replace(
-    TrainConfig(output='a "b"\\c\n\x7fü', device="cpu", steps=3),
+    TrainConfig(output='a "b"\\c\n\x7fü😀', device="cpu", steps=3),
     data=DataSection(train=("x, y.txt", "ü/*.md"), validation=()),
     optimizer=OptimizerSection(learning_rate=1e-30, betas=(0.0, 0.999999)),
     model=ModelSection(
@@ -89,6 +89,7 @@ def test_every_kind_of_override():
         ("optimizer", "adamw", "--optimizer is a section"),
         ("steps.x", "1", "steps has no fields"),
         ("model.fields", "3", "set its parts: --model.fields.NAME"),
+        ("output", "runs/\udcff", "is not UTF-8"),
     ],
 )
 def test_errors_of_overrides(name, text, message):
@@ -148,6 +149,32 @@ def test_files_that_are_none(tmp_path):
     (tmp_path / "run.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ArgumentError, match="can't be parsed"):
         load_config(tmp_path / "run.toml")
+
+
+def test_python_files_have_the_types_of_fields(tmp_path):
+    path = tmp_path / "run.py"
+    start = "from fulgurite.train.config import DataSection, TrainConfig\n"
+    path.write_text(start + "config = TrainConfig(data=DataSection(train='notes/'))\n")
+    assert load_config(path).data.train == ("notes/",)
+    path.write_text(start + "config = TrainConfig(steps='5')\n")
+    with pytest.raises(ArgumentError, match="steps = '5' is not an integer"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("a,b", ("a", "b")),
+        ("(a, 'b')", ("a", "b")),
+        ("docs (copy)", ("docs (copy)",)),
+        ("[ab]*.txt", ("[ab]*.txt",)),
+        ("part[0-9]", ("part[0-9]",)),
+        ('["a,b.md", "c"]', ("a,b.md", "c")),
+        ("", ()),
+    ],
+)
+def test_brackets_of_paths_stay(text, parts):
+    assert override(TrainConfig(), "data.train", text).data.train == parts
 
 
 def test_choices_are_checked_before_any_work():

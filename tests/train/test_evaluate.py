@@ -137,6 +137,7 @@ def test_an_error_leaves_the_module_in_training_mode(validation: Any):
 
 def test_odd_sums():
     assert math.isnan(summarize(0.0, 0, 0).loss)
+    assert math.isnan(summarize(0.0, 0, 0).perplexity)
     assert summarize(1e6, 10, 0) == Evaluation(1e5, math.inf, None, 10)
     with pytest.raises(ArgumentError, match="at least 1"):
         evaluate(nn.Module(), None, OneRank(), batches=0, batch_size=1, device="cpu")  # type: ignore[arg-type]

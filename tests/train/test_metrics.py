@@ -264,6 +264,15 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog, monkeypatch):
     assert [record.step for record in read_metrics(tmp_path)] == [1]
 
 
+def test_a_full_disk_at_the_end_does_not_end_the_run(tmp_path: Path, caplog):
+    writer = MetricsWriter(tmp_path, LogSection())
+    writer._file.close()
+    writer._file = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
+    writer.write(record_of(0))
+    writer.close()
+    assert "metrics can't be written: No space left" in caplog.text
+
+
 def test_tensorboard_gets_every_number(tmp_path: Path):
     name = "tensorboard.backend.event_processing.event_accumulator"
     EventAccumulator = pytest.importorskip(name, exc_type=ImportError).EventAccumulator

@@ -52,6 +52,22 @@ def test_losses_keep_every_bit(tmp_path: Path) -> None:
     assert find_broken_line(parse_lines(read_lines(tmp_path))) is None
 
 
+def test_a_full_disk_delays_lines_and_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receipt = Receipt.open(tmp_path)
+    with monkeypatch.context() as patch, Path("/dev/full").open("ab", buffering=0) as full:
+        patch.setattr(receipt, "_file", full)
+        receipt.record(1, 0.5)
+        receipt.record(2, 0.25)
+    assert not summarize(parse_lines(read_lines(tmp_path)))["losses"]
+    receipt.record(3, 0.125)
+    receipt.close()
+    events = parse_lines(read_lines(tmp_path))
+    assert find_broken_line(events) is None
+    assert list(summarize(events)["losses"]) == ["1", "2", "3"]
+
+
 @pytest.mark.parametrize("cut", [1, 7, 40])
 def test_half_a_line_is_removed_at_the_next_start(tmp_path: Path, cut: int) -> None:
     receipt = Receipt.open(tmp_path)

@@ -20,7 +20,7 @@ from fulgurite.train.config import CheckpointSection, ModelSection, ParallelSect
 from fulgurite.train.heartbeat import Beat, Heartbeat, read_beat
 from fulgurite.train.rank_group import RankExit, RankGroup, choose_threads
 from fulgurite.train.stop import StopRequest
-from fulgurite.train.supervisor import choose_failure, supervise
+from fulgurite.train.supervisor import choose_failure, supervise, was_stopped_early
 from tests.train import tiny_run
 
 
@@ -77,7 +77,7 @@ def test_a_dead_rank_is_named_and_all_start_again(
 
 
 def test_a_stalled_rank_is_found(tmp_path: Path, undisturbed: dict[int, tuple[int, str]]) -> None:
-    config = make_config(tmp_path, timeout=1.5, kind="stop", rank=1, at=3, once=True)
+    config = make_config(tmp_path, timeout=5.0, kind="stop", rank=1, at=3, once=True)
     assert supervise(config, 2, tiny_run.train) == 0
     assert final_hash(tmp_path) == undisturbed[2]
     restart = next(event for event in read_events(tmp_path) if event["event"] == "restart")
@@ -199,6 +199,17 @@ def test_the_rank_at_fault_is_chosen_among_all_errors() -> None:
     )
 
 
+def test_ranks_that_a_stop_ends_before_their_first_step_did_not_fail() -> None:
+    def exits(*codes: int | None, last_step: int | None = None) -> list[RankExit]:
+        return [RankExit(r, code, None, None, last_step) for r, code in enumerate(codes)]
+
+    assert was_stopped_early(exits(-signal.SIGTERM, None))
+    assert was_stopped_early(exits(-signal.SIGTERM, 0, -signal.SIGTERM))
+    assert not was_stopped_early(exits(-signal.SIGTERM, -signal.SIGKILL))
+    assert not was_stopped_early(exits(-signal.SIGTERM, 1))
+    assert not was_stopped_early(exits(-signal.SIGTERM, last_step=3))  # it should have saved
+
+
 def test_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert choose_threads(TrainConfig(), 2) == 5
@@ -218,13 +229,22 @@ def test_heartbeats(tmp_path: Path) -> None:
     heartbeat.close()
 
 
-def test_a_stop_request_of_one_rank() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with StopRequest() as stop:
-        assert not stop.poll()
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.poll() and stop.received is signal.SIGTERM
-        assert signal.getsignal(signal.SIGTERM) is before  # a second one ends the process
+def test_a_stop_request_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: ended.append(number))
+    try:
+        with StopRequest() as stop:
+            assert not stop.poll()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.poll() and stop.received is signal.SIGTERM
+            os.kill(os.getpid(), signal.SIGINT)  # the same request, passed on by a launcher
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.received is signal.SIGTERM and not ended
+            monkeypatch.setattr("fulgurite.train.stop.REPEAT_SECONDS", 0.0)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert ended == [signal.SIGTERM]  # a second request ends the process
+    finally:
+        signal.signal(signal.SIGTERM, before)
     with StopRequest() as stop:
         stop.request()
         assert stop.poll()

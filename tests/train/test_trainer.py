@@ -7,6 +7,7 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,9 +113,27 @@ def test_a_run_that_stops_goes_on_with_the_same_losses(
 
 
 def test_a_finished_run_has_no_step_left(config):
-    train(config)
+    first = train(config)
     again = train(config)
     assert again.is_finished and again.steps == 6
+    assert again == first == read_result(Path(config.output))
+
+
+def test_ranks_that_share_weights_do_not_name_the_cause_alone(config):
+    trainer = Trainer(build_parts(resolve(config)))
+    assert trainer._runs_alone()
+    trainer.layout = SimpleNamespace(world_size=2)
+    assert trainer._runs_alone()
+    for name in ("data_shard", "expert"):
+        trainer.config = override(config, f"parallel.{name}", "2")
+        assert not trainer._runs_alone()
+
+
+def test_the_vocabulary_of_a_new_model(config):
+    larger = resolve(override(config, "model.fields.vocab_size", "512"))
+    assert build_parts(larger).built.model.config.vocab_size == 512
+    with pytest.raises(ArgumentError, match="model.fields.vocab_size=99, but the tokenizer has"):
+        build_parts(resolve(override(config, "model.fields.vocab_size", "99")))
 
 
 def test_verify_replays_a_run(config):

@@ -3,8 +3,8 @@
     patterns ─▶ find_sources ─▶ [Source] ─▶ read_documents ─▶ Document, Document, ...
                                              └▶ BadSamples: what was skipped, as file:line
 
-A document is one file of text, one row of JSONL or parquet, or one part of a long text file (see
-text_files.py). Files are read in the order of their names, so the order of documents depends on nothing
+A document is one file of text, one row of JSONL or parquet, or one part of a long text file
+(`_read_text`). Files are read in the order of their names, so the order of documents depends on nothing
 else. What can't be read is skipped, counted and named; above a limit the run stops.
 """
 
@@ -15,6 +15,7 @@ import gzip
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,7 +121,7 @@ def _expand(pattern: str) -> list[Source]:
         names = [str(path)] if path.exists() else sorted(glob.glob(str(path), recursive=True))
         files = [Path(name) for name in names if Path(name).is_file()]
         folders = [Path(name) for name in names if Path(name).is_dir()]
-        sources = [Source(_kind_of(file), file) for file in files]
+        sources = [Source(_kind_of(_check_packing(file)), file) for file in files]
         sources += [] if files else [one for folder in folders for one in _search_folder(folder)]
         next_step = (
             f"check the path; folders, patterns such as 'text/**/*.md' and {DEMO!r} work too"
@@ -152,6 +153,13 @@ def _suffix_of(path: Path) -> str:
 
 def _kind_of(path: Path) -> str:
     return SUFFIX_KINDS.get(_suffix_of(path), TEXT)
+
+
+def _check_packing(path: Path) -> Path:
+    """Raise for a packed file that is read by memory map or by columns."""
+    if path.name.lower().endswith((".bin.gz", ".parquet.gz")):
+        raise ArgumentError(f"{path} is packed; only text is unpacked", next=f"gunzip {path}")
+    return path
 
 
 def hash_sources(sources: Sequence[Source]) -> str:
@@ -216,7 +224,7 @@ def _read_lines(path: Path, bad: BadSamples) -> Iterator[tuple[int, bytes]]:
         try:
             for number, line in enumerate(file, start=1):
                 yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             bad.skip(f"{path}:{number + 1}", f"the rest of the file can't be read ({error})")
 
 
@@ -290,7 +298,12 @@ def _read_parquet(path: Path, text_field: str, bad: BadSamples) -> Iterator[Docu
             next="set data.text_field to the column with the text",
         )
     row = 0
-    for batch in file.iter_batches(batch_size=1024, columns=[text_field]):
-        for value in batch.column(0).to_pylist():
-            row += 1
-            yield from _check_text(value, f"{path}:{row}", bad)
+    try:
+        for batch in file.iter_batches(batch_size=1024, columns=[text_field]):
+            for value in batch.column(0).to_pylist():
+                row += 1
+                yield from _check_text(value, f"{path}:{row}", bad)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ArgumentError):  # too many bad samples
+            raise
+        bad.skip(f"{path}:{row + 1}", f"the rest of the file can't be read ({error})")

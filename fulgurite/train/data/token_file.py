@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,6 +42,7 @@ from fulgurite.train.data.token_format import HEAD_BYTES, TokenLayout, pack_head
 FORMAT = "1"  # of cached files: another way to tokenize is another number
 CHUNK_TOKENS = 16 << 20  # read at once when a whole file is checked
 PARTIAL = ".partial"
+NAMED_BYTES = HEAD_BYTES // 2  # of the header: the first bad samples
 VERIFIED_BYTES = 1 << 30  # cached files up to this size are compared with their hash when opened
 
 
@@ -225,7 +227,10 @@ def _with_facts(
     """The documents; after the last one, the facts about skipped samples are known."""
     yield from documents
     facts["bad_samples"] = bad.count
-    facts["bad_named"] = [name[:300] for name in bad.named]
+    facts["bad_named"] = []
+    for name in bad.named:  # the header has a fixed size
+        if len(json.dumps([*facts["bad_named"], name[:300]])) <= NAMED_BYTES:
+            facts["bad_named"].append(name[:300])
 
 
 def _report_bad_samples(header: dict[str, Any], limit: int) -> None:

@@ -29,6 +29,7 @@ from fulgurite.train.data.encoding import PIECE_CHARS
 from fulgurite.train.data.sources import TOKENS, BadSamples, find_sources, read_documents
 
 FOLDER = "tokenizer"
+LOCK = ".tokenizer.lock"
 EOS, PAD, TURN_START, TURN_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (EOS, PAD, TURN_START, TURN_END)
 MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
@@ -60,7 +61,7 @@ def prepare_tokenizer(config: TrainConfig, output: Path) -> Tokenizer:
     """The tokenizer of a run. The first process writes `output/tokenizer`; all others read it."""
     folder = output / FOLDER
     output.mkdir(parents=True, exist_ok=True)
-    with open(output / ".tokenizer.lock", "wb") as lock:
+    with open(output / LOCK, "wb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:
@@ -107,10 +108,14 @@ def copy_tokenizer(name: str, target: Path) -> None:
         save_tokenizer(tokenizer.backend, target, tokenizer)
         return
     folder = path if path.is_dir() else path.parent
-    from_folder(folder)  # raises if it can't be read
+    tokenizer = from_folder(folder)  # raises if it can't be read
     for file in COPIED_FILES:
         if (folder / file).is_file():
             shutil.copyfile(folder / file, target / file)
+    if from_folder(target).stop_ids != tokenizer.stop_ids:  # config.json has some: it is not copied
+        path = target / "generation_config.json"
+        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        _write_json(path, {**values, "eos_token_id": list(tokenizer.stop_ids)})
 
 
 # ---- training ------------------------------------------------------------------------------------

@@ -32,7 +32,12 @@ from fulgurite.train.optim.rounding import (
     round_stochastic,
     split_master,
 )
-from fulgurite.train.optim.shards import find_offset, read_local, wrap_like
+from fulgurite.train.optim.shards import (
+    count_largest_shard,
+    find_offset,
+    read_local,
+    wrap_like,
+)
 from fulgurite.train.optim.states import (
     FORMATS,
     choose_format,
@@ -122,8 +127,10 @@ class AdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for slots in _split_chunks(self._collect(group)):
-                self.update(slots, group)
+            for chunk in _split_chunks(self._collect(group)):
+                slots = [slot for slot in chunk if slot.weight.numel() or self.needs_empty(slot)]
+                if slots:
+                    self.update(slots, group)
         return loss
 
     def update(self, slots: Sequence[Slot], group: dict[str, Any]) -> None:
@@ -149,7 +156,7 @@ class AdamW(Optimizer):
                 self.state[parameter][name] = value.to(device)
 
     def _collect(self, group: dict[str, Any]) -> list[Slot]:
-        """Slots of parameters with a gradient, their steps counted; empty shards have no work."""
+        """Slots of parameters with a gradient, their steps counted; empty shards too."""
         slots = []
         for parameter in group["params"]:
             if parameter.grad is None:
@@ -169,8 +176,7 @@ class AdamW(Optimizer):
                 state,
                 int(state["step"]),
             )
-            if slot.weight.numel() or self.needs_empty(slot):
-                slots.append(slot)
+            slots.append(slot)
         return slots
 
     def needs_empty(self, slot: Slot) -> bool:
@@ -300,7 +306,11 @@ def write_states(slots: Sequence[Slot], name: str, values: Sequence[Tensor]) -> 
 
 
 def _split_chunks(slots: Iterable[Slot]) -> Iterator[list[Slot]]:
-    """Slots of the same device, dtype and step, in chunks of at most CHUNK_ELEMENTS."""
+    """Slots of the same device, dtype and step, in chunks of at most CHUNK_ELEMENTS.
+
+    Ranks must cut alike, since Muon gathers the matrices of a chunk together. So the largest shard of
+    a parameter counts, not that of this rank.
+    """
     kinds: dict[tuple[torch.device, torch.dtype, int], list[Slot]] = {}
     for slot in slots:
         key = (slot.weight.device, slot.weight.dtype, slot.step)
@@ -309,11 +319,12 @@ def _split_chunks(slots: Iterable[Slot]) -> Iterator[list[Slot]]:
         chunk: list[Slot] = []
         elements = 0
         for slot in same:
-            if chunk and elements + slot.weight.numel() > CHUNK_ELEMENTS:
+            size = count_largest_shard(slot.parameter)
+            if chunk and elements + size > CHUNK_ELEMENTS:
                 yield chunk
                 chunk, elements = [], 0
             chunk.append(slot)
-            elements += slot.weight.numel()
+            elements += size
         yield chunk
 
 

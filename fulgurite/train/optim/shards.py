@@ -6,6 +6,8 @@ checkpoint of them loads on another number of ranks.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -43,6 +45,18 @@ def find_offset(x: Tensor) -> tuple[int, ...]:
         return (0,) * x.dim()
     _, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
     return tuple(offset)
+
+
+def count_largest_shard(x: Tensor) -> int:
+    """Elements of the largest shard: the same number on every rank."""
+    if not isinstance(x, DTensor):
+        return x.numel()
+    sizes = list(x.shape)
+    for number, placement in enumerate(x.placements):
+        if isinstance(placement, (Shard, _StridedShard)):
+            dim = placement.dim % x.dim()
+            sizes[dim] = -(-sizes[dim] // x.device_mesh.size(number))
+    return math.prod(sizes)
 
 
 def sharded_dims(x: Tensor) -> set[int]:

@@ -7,8 +7,8 @@
 `parallel.data_shard` ranks share a copy. If there are more data ranks, copies are replicated, and
 gradients are also all-reduced over them (HSDP). Every microbatch reduces, so that gradients stay sharded.
 
-Parameters that stay whole: distributed experts, balance biases, parameters of another dtype than the
-rest (float32 routers), since a reduce-scatter has one dtype. Their gradients are reduced as in data.py.
+Parameters that stay whole: distributed experts, routers, adapters, and parameters of another dtype than
+the rest, since a reduce-scatter has one dtype. Their gradients are reduced as in data.py.
 
 **Same bits.** In deterministic mode `OrderedReduceScatter` sends gradients by all-to-all and adds them
 in the order of the tree: first the microbatches of a rank, then ranks. The sums are divided before they
@@ -42,6 +42,7 @@ from fulgurite.train.accumulate import (
     take_gradients,
     trainable_parameters,
 )
+from fulgurite.train.balance import find_routers
 from fulgurite.train.batch import Batch
 from fulgurite.train.layout import StepTotals
 from fulgurite.train.loss import LossSums
@@ -56,7 +57,8 @@ from fulgurite.train.parallel.reduction import (
 
 # Methods of a model that a loss calls in place of `forward`.
 FORWARD_METHODS = ("compute_hidden_states",)
-WHOLE_PARAMETERS = ("correction_bias",)  # changed outside of the optimizer
+# Biases are changed outside of the optimizer; adapters are small, and one rank writes their files.
+WHOLE_PARAMETERS = ("correction_bias", "lora_A", "lora_B")
 
 
 class ShardedData(ReplicatedData):
@@ -187,7 +189,9 @@ def whole_parameters(model: nn.Module) -> set[nn.Parameter]:
     for parameter in model.parameters():
         counts[parameter.dtype] += parameter.numel()
     main = counts.most_common(1)[0][0]
-    return {
+    # An auxiliary loss reads routers behind the forward of their layers, which frees gathered weights.
+    routers = {parameter for router in find_routers(model) for parameter in router.parameters()}
+    return routers | {
         parameter
         for name, parameter in model.named_parameters()
         if is_expert_shard(parameter) or parameter.dtype != main or name.endswith(WHOLE_PARAMETERS)

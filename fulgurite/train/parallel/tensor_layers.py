@@ -35,6 +35,7 @@ from fulgurite.parallel.collectives import (
     all_gather_columns,
     copy_to_parallel_region,
     reduce_from_parallel_region,
+    shard_range,
 )
 from fulgurite.parallel.layers import TokenSharding
 from fulgurite.parallel.mesh import Axis
@@ -129,7 +130,9 @@ class VocabParallel(LossTable):
         """Sums of loss + z_weight * z, of loss and of z, from chunks of this rank's columns."""
         if self.region.tokens is None:
             hidden_TD = copy_to_parallel_region(hidden_TD, self.region.axis)
-        options = SplitLoss(self.region.axis, self.start, z_weight, scale, cap)
+        axis = self.region.axis
+        _, most_columns = shard_range(self.total, 0, axis.size)
+        options = SplitLoss(axis, self.start, z_weight, scale, cap, most_columns)
         bias = getattr(self, "bias", None)
         return vocab_parallel_cross_entropy(hidden_TD, self.weight, bias, labels_T, options)
 

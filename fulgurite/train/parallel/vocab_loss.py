@@ -36,6 +36,8 @@ class SplitLoss:
         start: this rank's first column.
         z_weight: of the squared log-partition in the total.
         scale, cap: of logits.
+        most_columns: of any rank; 0: all have as many as this one. Ranks cut rows into equal chunks,
+            since they reduce each chunk together.
     """
 
     axis: Axis
@@ -43,6 +45,7 @@ class SplitLoss:
     z_weight: float = 0.0
     scale: float = 1.0
     cap: float | None = None
+    most_columns: int = 0
 
 
 def vocab_parallel_cross_entropy(
@@ -75,7 +78,7 @@ class _VocabParallelCrossEntropy(Function):
         grad_hidden = torch.zeros_like(hidden_TD)
         grad_weight = torch.zeros_like(weight_OD, dtype=torch.float32)
         grad_bias = torch.zeros_like(weight_OD[:, 0], dtype=torch.float32)
-        rows = chunk_rows(len(weight_OD), hidden_TD)
+        rows = chunk_rows(max(len(weight_OD), options.most_columns), hidden_TD)
         for start in range(0, len(hidden_TD), rows):
             hidden_CD, labels_C = hidden_TD[start : start + rows], labels_T[start : start + rows]
             logits_CO = torch.nn.functional.linear(hidden_CD, weight_OD, bias_O).float()

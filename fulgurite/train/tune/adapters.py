@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from fulgurite.determinism import is_deterministic
 from fulgurite.errors import ArgumentError
@@ -237,8 +238,15 @@ def as_dense(weight: Tensor) -> Tensor:
 
 
 def add_product(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """weight + scaling * b @ a, summed in float32 and rounded once to the weight's dtype."""
-    return (weight.float() + scaling * (b.float() @ a.float())).to(weight.dtype)
+    """weight + scaling * b @ a, summed in float32 and rounded once to the weight's dtype.
+
+    The weight may be a shard of FSDP2; adapters are whole on every rank.
+    """
+    product = scaling * (b.float() @ a.float())
+    if isinstance(weight, DTensor):
+        mesh = weight.device_mesh
+        product = DTensor.from_local(product, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return (weight.float() + product).to(weight.dtype)
 
 
 def apply_gate(gate: GatedActivation, sums_S2I: Tensor) -> Tensor:

@@ -172,6 +172,12 @@ def check_tuning(config: TrainConfig) -> None:
                     f"{getattr(parallel, name)}: adapters are not sharded",
                     next="use data ranks: --parallel.data",
                 )
+    if section.method == "qlora" and parallel.data_shard != 1:
+        raise ArgumentError(
+            f"tune.method='qlora' does not run with parallel.data_shard={parallel.data_shard}: "
+            "quantized weights are not sharded",
+            next="parallel.data_shard=1, or tune.method='lora'",
+        )
     if section.task in ("dpo", "grpo"):
         for name in ("tensor", "expert", "pipeline", "context", "data_shard"):
             if getattr(parallel, name) not in (1,):
@@ -182,6 +188,12 @@ def check_tuning(config: TrainConfig) -> None:
                 )
     if section.task == "grpo" and section.dropout:
         raise ArgumentError("GRPO samples and trains the same model, so it takes no dropout")
+    if config.deterministic and section.method != "none" and section.dropout:
+        raise ArgumentError(
+            f"deterministic=true with tune.dropout={section.dropout}: what is dropped depends on "
+            "restarts and on the number of ranks",
+            next="tune.dropout=0, or deterministic=false",
+        )
     if section.reference not in ("precomputed", "live"):
         raise ArgumentError(
             f"tune.reference={section.reference!r} is not known", next="precomputed or live"

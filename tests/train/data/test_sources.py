@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
+import zlib
 from pathlib import Path
 
 import pytest
@@ -219,3 +220,18 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_demo_text_is_a_source():
     [source] = find_sources(["demo", "demo"])
     assert source == Source("text") and source.name == "demo"
+
+
+def test_a_damaged_archive_ends_where_it_is_damaged(tmp_path: Path):
+    packer = zlib.compressobj(wbits=31)
+    packed = packer.compress(b'{"text": "whole"}\n') + packer.flush(zlib.Z_FULL_FLUSH)
+    no_block = b"\x07"  # of the kind 3, which does not exist
+    texts, bad = read(write(tmp_path / "a.jsonl.gz", packed + no_block * 8))
+    assert texts in ([], ["whole"]) and bad.count == 1
+    assert "the rest of the file can't be read" in bad.named[0]
+
+
+@pytest.mark.parametrize("name", ["tokens.bin.gz", "rows.parquet.gz"])
+def test_only_text_is_unpacked(tmp_path: Path, name: str):
+    with pytest.raises(ArgumentError, match="only text is unpacked"):
+        find_sources([str(write(tmp_path / name, gzip.compress(b"1234")))])

@@ -191,6 +191,15 @@ def test_skipped_samples_are_told_again(tmp_path, cache, encoder, caplog):
         tokenize(path, encoder, limit=0)
 
 
+def test_long_names_of_bad_samples_fit_into_the_header(tmp_path, cache, encoder):
+    folder = tmp_path / ("😀" * 60) / ("文" * 80)
+    folder.mkdir(parents=True)
+    path = folder / "a.jsonl"
+    path.write_text('{"text": "good"}\n' + "bad\n" * 20)
+    header = tokenize(path, encoder).header
+    assert header["bad_samples"] == 20 and 1 <= len(header["bad_named"]) < 10
+
+
 def test_an_error_leaves_no_file(tmp_path, cache, encoder):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "alpha"}\nbad\n')

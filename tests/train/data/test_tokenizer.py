@@ -16,6 +16,7 @@ from fulgurite.train.data.encoding import TextEncoder, token_byte_lengths
 from fulgurite.train.data.tokenizer import (
     MIN_VOCAB_SIZE,
     SPECIAL_TOKENS,
+    copy_tokenizer,
     prepare_tokenizer,
     save_tokenizer,
     train_tokenizer,
@@ -181,3 +182,15 @@ def test_settings_are_json(folder: Path):
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     assert settings["eos_token"] == "<|endoftext|>" and "chat_template" in settings
     assert small_tokenizer().vocab_size <= 300
+
+
+def test_stop_tokens_of_a_model_config_are_copied(folder: Path, tmp_path: Path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    target.mkdir()
+    (source / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (source / "config.json").write_text('{"eos_token_id": 7}')
+    (source / "generation_config.json").write_text('{"temperature": 0.5}')
+    copy_tokenizer(str(source), target)
+    assert from_folder(target).stop_ids == from_folder(source).stop_ids == (7,)
+    assert json.loads((target / "generation_config.json").read_text())["temperature"] == 0.5

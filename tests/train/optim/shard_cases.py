@@ -22,7 +22,7 @@ from fulgurite.models import ARCHITECTURES, build_random_model, load_model
 from fulgurite.models.config import ConfigFields
 from fulgurite.train.config import OptimizerSection
 from fulgurite.train.export import save_pretrained
-from fulgurite.train.optim import build_optimizer, clip_gradients
+from fulgurite.train.optim import adamw, build_optimizer, clip_gradients
 from tests.train.test_balance import FIELDS
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -89,6 +89,18 @@ def compare_sharded(name: str, dtype: torch.dtype) -> float:
     take_steps(model, build_optimizer(model, make_section(name), 10, True), range(STEPS))
     expected = run_whole(name, dtype)
     pairs = zip(model.parameters(), expected, strict=True)
+    return max((whole(p.detach()) - e).abs().max().item() for p, e in pairs)
+
+
+def compare_batched_chunks() -> float:
+    """Muon in chunks that would differ between ranks if each counted the elements of its own shards."""
+    before, adamw.CHUNK_ELEMENTS = adamw.CHUNK_ELEMENTS, 7000
+    try:
+        model = fully_shard(Small(torch.float32), mesh=_mesh())
+        take_steps(model, build_optimizer(model, make_section("muon"), 10), range(STEPS))
+    finally:
+        adamw.CHUNK_ELEMENTS = before
+    pairs = zip(model.parameters(), run_whole("muon", torch.float32), strict=True)
     return max((whole(p.detach()) - e).abs().max().item() for p, e in pairs)
 
 
@@ -162,6 +174,7 @@ def run_all(folder: str) -> dict[str, Any]:
         save_and_load(name, str(Path(folder) / name))
     result["columns adamw"] = compare_split_columns("adamw_stochastic")
     result["columns muon"] = compare_split_columns("muon")
+    result["chunks"] = compare_batched_chunks()
     result["export"] = export_sharded(folder)
     return result
 

@@ -35,6 +35,11 @@ def test_split_columns_equal_one_rank(results):
         assert rank["columns adamw"] == 0.0 and rank["columns muon"] == 0.0
 
 
+def test_ranks_with_shards_of_other_sizes_gather_the_same_matrices(results):
+    for rank in results:
+        assert rank["chunks"] < 1e-5
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_checkpoint_of_two_ranks_goes_on_with_one(name, results, folder):
     assert results

@@ -21,6 +21,7 @@ from fulgurite.models import CausalLM, ModelConfig, build_random_model
 from fulgurite.models.config import ConfigFields
 from fulgurite.models.families.family import ModelFamily
 from fulgurite.models.families.registry import ARCHITECTURES
+from fulgurite.parallel.collectives import shard_range
 from fulgurite.parallel.launch import RankPool
 from fulgurite.train.batch import IGNORED, Batch
 from fulgurite.train.checkpoint import CheckpointManager
@@ -31,10 +32,11 @@ from fulgurite.train.config import (
     TrainConfig,
 )
 from fulgurite.train.layout import ModelParallelLayout
-from fulgurite.train.loss import LossModule
+from fulgurite.train.loss import CHUNK_BYTES, LossModule
 from fulgurite.train.optim import build_optimizer
 from fulgurite.train.parallel.build import select_layout
 from fulgurite.train.parallel.layout_base import Degrees, ParallelLayout, RankMesh
+from fulgurite.train.parallel.tensor_layers import Region, VocabParallelLinear
 from fulgurite.train.step import OneRank
 
 COMMON = {
@@ -302,6 +304,29 @@ def describe_parameters(case: Case) -> dict[str, tuple[tuple[int, ...], tuple[in
     return {
         name: (tuple(p.shape), tuple(p.to_local().shape)) for name, p in model.named_parameters()
     }
+
+
+def loss_of_uneven_columns() -> tuple[float, float, Tensor]:
+    """129 columns on two ranks: by its own columns one would cut 200 rows into four chunks, one into two."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=generator) for n in (200, 129))
+    labels = torch.randint(129, (200,), generator=generator)
+    axis = mesh_of(Degrees(tp=2)).axis("tp")
+    start, stop = shard_range(129, axis.index, axis.size)
+    head: Any = VocabParallelLinear(8, stop - start, bias=False)
+    head.region, head.start, head.stop, head.total = Region(axis), start, stop, 129
+    head.weight = nn.Parameter(weight[start:stop].clone())
+    before, CHUNK_BYTES["cpu"] = CHUNK_BYTES["cpu"], 64 * 4 * 128
+    try:
+        total, _, _ = head.sum_cross_entropy(hidden, labels, 0.0, 1.0, None)
+        total.backward()
+    finally:
+        CHUNK_BYTES["cpu"] = before
+    weight.requires_grad_()
+    expected = nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="sum")
+    expected.backward()  # type: ignore[no-untyped-call]
+    assert weight.grad is not None
+    return float(total), float(expected), head.weight.grad - weight.grad[start:stop]
 
 
 class _WidestOutput(TorchDispatchMode):

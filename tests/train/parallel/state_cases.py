@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 
 from fulgurite.train.batch import Batch
 from fulgurite.train.config import ParallelSection, TrainConfig
@@ -19,6 +20,12 @@ from fulgurite.train.parallel.data import ReplicatedData
 from fulgurite.train.parallel.fsdp import ShardedData
 from fulgurite.train.parallel.layout_base import Degrees, RankMesh
 from fulgurite.train.step import TrainStep
+from fulgurite.train.tune.lora import (
+    LoRAConfig,
+    adapter_weights,
+    adapters_merged,
+    add_adapters,
+)
 from tests.train.parallel.layout_cases import Case, build_model, local_batches, model_config
 
 
@@ -47,6 +54,29 @@ def use_parameters_unevenly() -> tuple[list[float], list[float]]:
     layout.barrier()
     layout.close()
     return gradients[0], gradients[1]
+
+
+def merge_into_shards() -> tuple[bool, float]:
+    """Whether adapters stay whole, and how far merged shards are from a merge on one rank."""
+    models = [build_model("moe", torch.float32) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        add_adapters(model, LoRAConfig(rank=2))
+        for weights in adapter_weights(model):
+            nn.init.constant_(weights.b, 0.1)
+    ranks = RankMesh(Degrees(dp_shard=2), 20.0, "cpu")
+    layout = ShardedData(TrainConfig(), ranks)
+    sharded = layout.shard(models[0])
+    is_whole = not any(isinstance(w.a, DTensor) for w in adapter_weights(sharded))
+    differences = []
+    with adapters_merged(sharded), adapters_merged(models[1]):
+        expected = dict(models[1].named_parameters())
+        for name, parameter in sharded.named_parameters():
+            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            differences.append(float((full - expected[name]).detach().abs().max()))
+    layout.barrier()
+    layout.close()
+    return is_whole, max(differences)
 
 
 class SmallLoss(nn.Module):

@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from fulgurite.parallel.launch import RankPool
+from fulgurite.train.config import ParallelSection
+from fulgurite.train.parallel.layout_base import Degrees
+from tests.train.parallel import model_parallel_cases
 from tests.train.parallel.comparison import (
     Ranks,
     assert_close,
@@ -18,6 +22,7 @@ from tests.train.parallel.comparison import (
 from tests.train.parallel.layout_cases import Case
 from tests.train.parallel.state_cases import (
     load_other_layout,
+    merge_into_shards,
     sum_small_gradients,
     use_parameters_unevenly,
 )
@@ -65,10 +70,24 @@ def test_shards_are_smaller_than_parameters(ranks: Ranks) -> None:
     result = run_on(ranks, 2, Case("moe", steps=1), data_shard=0)[0]
     for name, shape in result.local_shapes.items():
         full = tuple(result.weights[name].shape)
-        if name.endswith("correction_bias"):
-            assert shape == full, "update_balance changes it in place"
+        if ".router." in name:
+            assert shape == full, (
+                "update_balance and the auxiliary loss read routers outside of layers"
+            )
         else:
             assert shape == (full[0] // 2 + full[0] % 2, *full[1:]), name
+
+
+def test_an_auxiliary_loss_reads_routers_of_layers_that_were_freed() -> None:
+    section = ParallelSection(data_shard=2)
+    case = model_parallel_cases.Case("qwen3_moe", Degrees(dp_shard=2), 3, 2, section=section)
+    with RankPool(2) as pool:  # of its own: the case keeps its mesh open
+        model_parallel_cases.check(pool, case)
+
+
+def test_adapters_are_merged_into_shards(ranks: Ranks) -> None:
+    for is_whole, difference in ranks(2).run(merge_into_shards):
+        assert is_whole and difference < 1e-6
 
 
 @pytest.mark.parametrize("change", ["frozen", "no labels", "no rows"])

@@ -131,6 +131,12 @@ def test_cross_entropy_of_columns_in_float64(scale, cap, z_weight):
         torch.testing.assert_close(found.double(), wanted.grad, rtol=1e-5, atol=1e-6)
 
 
+def test_ranks_with_other_numbers_of_columns_reduce_the_same_chunks(pair):
+    for total, expected, difference in pair.run(cases.loss_of_uneven_columns):
+        assert total == pytest.approx(expected, rel=1e-5)
+        assert float(difference.abs().max()) < 1e-4
+
+
 @pytest.mark.parametrize(
     ("degree", "changed", "says"),
     [
