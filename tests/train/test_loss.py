@@ -219,7 +219,7 @@ TRANSFORMERS_CASES = [
 @pytest.mark.parametrize("name", TRANSFORMERS_CASES)
 def test_first_step_equals_transformers(name, tmp_path):
     """Gradients of the reference are saved as if they were weights, and loaded in our layout."""
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="transformers is the reference")
     from tests.models.reference_models import VOCAB_SIZE, build_reference
 
     reference = build_reference(name, initializer_range=0.1)

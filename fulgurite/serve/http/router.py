@@ -8,7 +8,7 @@ replica knows goes so to the least busy one, and a hot prefix spreads once its r
 The router knows what replicas have cached from the prompts that it sent there (`KnownPrefixes`). A
 block's key covers everything before it, so one lookup a block suffices.
 
-With prefill replicas a prompt is first computed by one of them (handover.py).
+With prefill replicas a prompt is first computed by one of them (kv_transfer.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import NamedTuple
 from fulgurite.errors import ArgumentError
 from fulgurite.logs import LOG
 from fulgurite.serve.engine.request import SamplingParams
-from fulgurite.serve.http.handover import hand_over
+from fulgurite.serve.http.kv_transfer import transfer_blocks
 from fulgurite.serve.remote.client import EngineError, TokenStream
 from fulgurite.serve.remote.handle import EngineHandle
 from fulgurite.serve.remote.messages import EngineInfo
@@ -35,7 +35,7 @@ DEFAULT_KNOWN_BLOCKS = 1 << 16  # of a replica whose cache size is not known yet
 # (tests/serve/http/routing_simulation.py), where 1 and 2 differ from it by up to about 10%.
 REQUEST_COST = 1.5
 FIRST_INTERVAL = 64.0  # requests between two that ask for a block, before it is known
-MIN_HANDOVER_BLOCKS = 2  # shorter prompts are cheaper to compute than to hand over
+MIN_TRANSFER_BLOCKS = 2  # shorter prompts are cheaper to compute than to hand over
 
 
 class KnownBlock(NamedTuple):
@@ -214,12 +214,12 @@ class Router:
         if not any(one.is_ready for one in self.prefill_clients):
             return client
         keys = hash_prefixes(prompt_ids, cache_salt)
-        if len(keys) < MIN_HANDOVER_BLOCKS:
+        if len(keys) < MIN_TRANSFER_BLOCKS:
             return client
         try:
             with self._count_as_started(client, count):
                 prefill = self._choose_among(self.prefill_clients, keys)
-                self.handed_blocks += await hand_over(
+                self.handed_blocks += await transfer_blocks(
                     prefill, client, prompt_ids, priority=priority, cache_salt=cache_salt
                 )
         except EngineError as error:

@@ -244,7 +244,7 @@ def update_adamw(
 def read_weights(slots: Sequence[Slot]) -> list[Tensor]:
     """The weights in float32: themselves, or copies of bfloat16 ones with their low bits.
 
-    Copies are views of one flat tensor, so the bits of all weights are joined at once.
+    Copies are views of one flat tensor, so the bits of all weights are combined at once.
     """
     if slots[0].weight.dtype != torch.bfloat16:
         return [slot.weight for slot in slots]

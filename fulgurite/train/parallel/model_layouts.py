@@ -91,29 +91,8 @@ class ReplicatedModelParallel(ReplicatedData):
         return model, None  # DTensors gather themselves
 
 
-class ShardedModelParallel(ShardedData):
+class ShardedModelParallel(ReplicatedModelParallel, ShardedData):
     """The same with FSDP2 or HSDP over the data ranks."""
-
-    tensor: TensorSharding | None = None
-    _model: nn.Module
-
-    def shard(self, model: nn.Module) -> nn.Module:
-        self._model = split_model(self, model)
-        return super().shard(model)
-
-    def run_microbatches(self, loss_module: nn.Module, batches: Sequence[Batch]) -> StepTotals:
-        totals = super().run_microbatches(loss_module, split_batches(self, batches))
-        if self.tensor is not None:
-            self.tensor.reduce_gradients(self._model)
-        return totals
-
-    def evaluate_batch(self, loss_module: nn.Module, batch: Batch) -> LossSums:
-        return evaluate_split(self, loss_module, batch)
-
-    def prepare_export(
-        self, model: nn.Module
-    ) -> tuple[nn.Module, Callable[[str, Tensor], Tensor] | None]:
-        return model, None  # DTensors gather themselves
 
     def reduction_groups(
         self, parameters: Sequence[nn.Parameter]
@@ -123,10 +102,7 @@ class ShardedModelParallel(ShardedData):
         return [*super().reduction_groups(parameters), (self.ranks.axis("cp"), sharded)]
 
 
-ModelParallel = ReplicatedModelParallel | ShardedModelParallel
-
-
-def split_model(layout: ModelParallel, model: nn.Module) -> nn.Module:
+def split_model(layout: ReplicatedModelParallel, model: nn.Module) -> nn.Module:
     """Split a whole model over tensor and context ranks, in place."""
     assert isinstance(model, CausalLM), f"{type(model).__name__} has no sharding rules"
     ranks, degrees = layout.ranks, layout.degrees
@@ -143,14 +119,16 @@ def split_model(layout: ModelParallel, model: nn.Module) -> nn.Module:
     return model
 
 
-def split_batches(layout: ModelParallel, batches: Sequence[Batch]) -> Sequence[Batch]:
+def split_batches(layout: ReplicatedModelParallel, batches: Sequence[Batch]) -> Sequence[Batch]:
     if layout.degrees.cp == 1:
         return batches
     return [split_batch(batch, layout.ranks.axis("cp")) for batch in batches]
 
 
 @torch.no_grad()
-def evaluate_split(layout: ModelParallel, loss_module: nn.Module, batch: Batch) -> LossSums:
+def evaluate_split(
+    layout: ReplicatedModelParallel, loss_module: nn.Module, batch: Batch
+) -> LossSums:
     """The sums of a microbatch, of which each context rank computes a part."""
     (part,) = split_batches(layout, [batch])
     sums: LossSums = loss_module(

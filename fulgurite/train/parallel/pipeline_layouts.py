@@ -52,35 +52,12 @@ class ReplicatedPipeline(ReplicatedModelParallel):
         return self.pipeline.whole_model(model), self.pipeline.gather_parameter
 
 
-class ShardedPipeline(ShardedModelParallel):
+class ShardedPipeline(ReplicatedPipeline, ShardedModelParallel):
     """The same with FSDP2 or HSDP over the data ranks."""
-
-    def __init__(self, config: TrainConfig, ranks: RankMesh) -> None:
-        super().__init__(config, ranks)
-        self.pipeline = Pipeline(config, ranks)
-
-    def shard(self, model: nn.Module) -> nn.Module:
-        self.pipeline.keep_stages(model)
-        return super().shard(model)
-
-    def run_microbatches(self, loss_module: nn.Module, batches: Sequence[Batch]) -> StepTotals:
-        return run_pipeline(self, loss_module, batches)
-
-    def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        return super().gradient_norm(self.pipeline.counted_once(self._model, parameters))
-
-    def evaluate_batch(self, loss_module: nn.Module, batch: Batch) -> LossSums:
-        sums = self.pipeline.evaluate(loss_module, split_batches(self, [batch]))
-        return sum_losses(sums, self.ranks.axis("cp"), in_order=False)
-
-    def prepare_export(
-        self, model: nn.Module
-    ) -> tuple[nn.Module, Callable[[str, Tensor], Tensor] | None]:
-        return self.pipeline.whole_model(model), self.pipeline.gather_parameter
 
 
 def run_pipeline(
-    layout: ReplicatedPipeline | ShardedPipeline, loss_module: nn.Module, batches: Sequence[Batch]
+    layout: ReplicatedPipeline, loss_module: nn.Module, batches: Sequence[Batch]
 ) -> StepTotals:
     """A step: the schedule, then sums over tied stages, data, context and tensor ranks."""
     sums = layout.pipeline.run(loss_module, split_batches(layout, batches))

@@ -186,7 +186,7 @@ def test_another_field(tmp_path: Path):
 
 
 def test_parquet_rows(tmp_path: Path):
-    pyarrow = pytest.importorskip("pyarrow")
+    pyarrow = pytest.importorskip("pyarrow", reason="it writes the parquet files")
     parquet = importlib.import_module("pyarrow.parquet")
     table = pyarrow.table({"text": ["one", None, "", "ä"], "id": [1, 2, 3, 4]})
     path = tmp_path / "a.parquet"
@@ -199,7 +199,7 @@ def test_parquet_rows(tmp_path: Path):
 
 
 def test_a_damaged_parquet_file_is_skipped(tmp_path: Path):
-    pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow", reason="it writes the parquet files")
     texts, bad = read(write(tmp_path / "a.parquet", b"not parquet"))
     assert texts == [] and "not a parquet file" in bad.named[0]
 

@@ -74,7 +74,8 @@ def test_huge_texts_are_encoded_in_pieces(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_transformers_loads_it(folder: Path):
-    auto = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    transformers = pytest.importorskip("transformers", reason="transformers is the reference")
+    auto = transformers.AutoTokenizer.from_pretrained(folder)
     ours = from_folder(folder)
     assert (auto.eos_token, auto.pad_token) == ("<|endoftext|>", "<|pad|>")
     assert len(auto) == ours.vocab_size == 300

@@ -162,7 +162,7 @@ async def create_chat_completion(request: Request, server: Server) -> Response:
         reply = await while_connected(request, complete(server, body, chat, id, model))
         ticket.close()
         return JsonResponse(reply)
-    except BaseException:
+    except BaseException:  # also a cancelled task: the place is given back, then it goes on
         ticket.close()
         raise
 
@@ -289,7 +289,7 @@ async def stream_events(
         if include_usage:
             yield encode_event({**chunk, "choices": [], "usage": describe_usage(chat.usage)})
         yield DONE_EVENT
-    except Exception as error:
+    except Exception as error:  # a stream that has begun can only end with an event
         failure = to_api_error(error)
         if failure is None or not started:
             raise

@@ -95,7 +95,7 @@ async def create_completion(request: Request, server: Server) -> Response:
         return JsonResponse(
             await while_connected(request, complete(server, body, batch, id, model))
         )
-    except BaseException:
+    except BaseException:  # also a cancelled task: the place is given back, then it goes on
         ticket.close()
         raise
     finally:
@@ -295,7 +295,7 @@ async def stream_events(
         if include_usage:
             yield encode_event({**chunk, "choices": [], "usage": describe_usage(batch.usage)})
         yield DONE_EVENT
-    except Exception as error:
+    except Exception as error:  # a stream that has begun can only end with an event
         failure = to_api_error(error)
         if failure is None or not has_started:
             raise

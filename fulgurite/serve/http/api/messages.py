@@ -106,7 +106,7 @@ async def create_message(request: Request, server: Server) -> Response:
         message = await while_connected(request, complete(chat, reply))
         ticket.close()
         return JsonResponse(message)
-    except BaseException:
+    except BaseException:  # also a cancelled task: the place is given back, then it goes on
         ticket.close()
         raise
 
@@ -288,7 +288,7 @@ async def stream_events(
                 yield PING
                 sent_at = time.monotonic()
         yield encode_end(reply, chat.usage)
-    except Exception as error:
+    except Exception as error:  # a stream that has begun can only end with an event
         failure = to_api_error(error)
         if failure is None or not sent_at:
             raise

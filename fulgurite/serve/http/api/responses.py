@@ -154,7 +154,7 @@ async def create_response(request: Request, server: Server) -> Response:
         await while_connected(request, complete(run, entry))
         ticket.close()
         return JsonResponse(entry.response)
-    except BaseException:
+    except BaseException:  # also a cancelled task: the place is given back, then it goes on
         ticket.close()
         raise
 
@@ -281,7 +281,7 @@ async def stream_events(
                 yield b"".join(map(run.encode, events))
         await finish(run, entry)
         yield run.encode_status(entry.response["status"], entry.response)
-    except Exception as error:
+    except Exception as error:  # a stream that has begun can only end with an event
         failure = to_api_error(error)
         if failure is None or not run.num_events:
             raise

@@ -19,7 +19,7 @@ from fulgurite.serve.remote.handle import EngineHandle
 CHUNKS_AHEAD = 3  # that are exported while one is imported
 
 
-async def hand_over(
+async def transfer_blocks(
     prefill: EngineHandle,
     decode: EngineHandle,
     prompt_ids: list[int],
