@@ -28,10 +28,8 @@ from fulgurite.kernels.dispatch.layout import get_dispatch_layout
 from fulgurite.kernels.dispatch.wire_format import WireFormat
 from fulgurite.parallel import AllToAllDispatcher, Axis, Mesh, launch
 from fulgurite.parallel.collectives import all_to_all_rows
-from fulgurite.parallel.dispatcher_symmetric import (
-    SymmetricMemoryDispatcher,
-    allocate_local_buffers,
-)
+from fulgurite.parallel.dispatcher_symmetric import SymmetricMemoryDispatcher
+from fulgurite.parallel.symmetric_memory import allocate_local_buffers
 
 Row = dict[str, Any]
 
@@ -89,7 +87,7 @@ def _measure_kernels(shape: LayerShape, wire: str, tokens: int, copy: float) -> 
     """Seconds of one rank's dispatch and combine, and percent of the copy bandwidth."""
     per_rank = shape.experts // RANKS
     config = DispatchConfig(tokens, shape.per_token, shape.hidden, per_rank, dispatch_format=wire)
-    buffers = allocate_local_buffers(RANKS, config, "cuda")
+    buffers = allocate_local_buffers(RANKS, config.num_bytes(RANKS), "cuda")
     axes = [Axis("expert", tuple(range(RANKS)), rank) for rank in range(RANKS)]
     dispatchers = [
         SymmetricMemoryDispatcher(axis, config, buffer)

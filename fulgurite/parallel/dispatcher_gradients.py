@@ -12,8 +12,8 @@ router weights.
     config = DispatchConfig(tokens, top_k, hidden_size, experts_per_rank, dispatch_format="fp8")
     back = gradient_config(config, torch.bfloat16)
     dispatcher = DifferentiableDispatcher(
-        SymmetricMemoryDispatcher(axis, config, allocate_symmetric_buffer(axis, config, device)),
-        SymmetricMemoryDispatcher(axis, back, allocate_symmetric_buffer(axis, back, device)))
+        SymmetricMemoryDispatcher.create(axis, config, device),
+        SymmetricMemoryDispatcher.create(axis, back, device))
 
 Each phase is an autograd node. Nodes pass an empty tensor to each other, which orders them forward and
 backward. As with every collective, all ranks must run the same backward, ranks without tokens too.

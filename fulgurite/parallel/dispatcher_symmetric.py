@@ -15,8 +15,7 @@ with the transfer. Two steps may be in flight at once, since buffers are double-
 Errors on the device are written to `status` there. `check()` reads it on the host and raises. Call it
 once a step, where the host waits anyway. Until then nothing is overwritten and nothing hangs.
 
-Memory comes from `allocate_symmetric_buffer` (torch's symmetric memory, one process a rank) or from
-`allocate_local_buffers` (all ranks in one process: for tests, and benchmarks on one GPU).
+Memory comes from symmetric_memory.py: `DispatchConfig.size_buffers` says how much.
 
 Shapes: T tokens; k experts of a token; W ranks; C rows from one rank to another; V = min(k, experts of
 a rank); S = W C V assignments, most of them padding; D hidden size.
@@ -27,7 +26,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 from fulgurite.errors import ArgumentError, CapacityError, RankError
@@ -39,18 +37,10 @@ from fulgurite.kernels.integer_math import cdiv, next_power_of_2
 from fulgurite.kernels.tuning.heuristics import heuristics_for
 from fulgurite.parallel.dispatcher import DispatchedTokens
 from fulgurite.parallel.mesh import Axis
+from fulgurite.parallel.symmetric_memory import SymmetricBuffer, allocate_symmetric_buffer
 
 MAX_POLLS = 1 << 26  # of a flag before a rank counts as lost: about 30 s on an H200
 COMBINE_FORMATS = ("bf16", "f16", "f32")
-
-
-@dataclass(frozen=True, eq=False)
-class SymmetricBuffer:
-    """One rank's buffer, and the addresses of all ranks' buffers, on the device."""
-
-    data: Tensor
-    peer_pointers_W: Tensor
-    owner: object = None  # keeps the memory of the addresses alive
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +95,14 @@ class SymmetricMemoryDispatcher:
             raise ArgumentError(
                 f"the buffer has only {buffer.data.numel()} bytes", next=str(self.buffers)
             )
+
+    @classmethod
+    def create(
+        cls, axis: Axis, config: DispatchConfig, device: torch.device
+    ) -> SymmetricMemoryDispatcher:
+        """A dispatcher with a buffer of its own; a collective call."""
+        size = config.num_bytes(axis.size)
+        return cls(axis, config, allocate_symmetric_buffer(axis, size, device))
 
     # ---- dispatch and combine ----------------------------------------------------------------------
 
@@ -281,30 +279,3 @@ def _reject_gradients(x: Tensor) -> None:
             next="run under torch.no_grad(), or train with DifferentiableDispatcher or "
             "AllToAllDispatcher",
         )
-
-
-def allocate_local_buffers(
-    num_ranks: int, config: DispatchConfig, device: torch.device | str
-) -> list[SymmetricBuffer]:
-    """The buffers of all ranks in one process."""
-    size = config.size_buffers(num_ranks).total_bytes
-    buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(num_ranks)]
-    pointers = torch.tensor([buffer.data_ptr() for buffer in buffers], device=device)
-    return [SymmetricBuffer(buffer, pointers, buffers) for buffer in buffers]
-
-
-def allocate_symmetric_buffer(
-    axis: Axis, config: DispatchConfig, device: torch.device
-) -> SymmetricBuffer:
-    """One buffer a process, mapped by all ranks of the axis; a collective call."""
-    if axis.group is None:
-        return allocate_local_buffers(1, config, device)[0]
-    size = config.size_buffers(axis.size).total_bytes
-    buffer = symm_mem.empty(size, dtype=torch.uint8, device=device)
-    buffer.zero_()
-    handle = symm_mem.rendezvous(buffer, axis.group)
-    torch.cuda.synchronize(device)
-    handle.barrier()  # all flags are zero before anybody reads one
-    views = [handle.get_buffer(rank, buffer.shape, buffer.dtype) for rank in range(axis.size)]
-    pointers = torch.tensor([view.data_ptr() for view in views], device=device)
-    return SymmetricBuffer(buffer, pointers, (handle, views))

@@ -28,16 +28,13 @@ def compare(count: int, wire: str, kind: str, rounds: int) -> float:
     from fulgurite.parallel.dispatcher_symmetric import (
         DispatchConfig,
         SymmetricMemoryDispatcher,
-        allocate_symmetric_buffer,
     )
 
     mesh = mesh_of((count, 1, count))
     plan = DispatchConfig(
         16, 3, cases.HIDDEN, 8 // count, dispatch_format=wire, combine_format="f32"
     )
-    transport = SymmetricMemoryDispatcher(
-        mesh.expert, plan, allocate_symmetric_buffer(mesh.expert, plan, mesh.device)
-    )
+    transport = SymmetricMemoryDispatcher.create(mesh.expert, plan, mesh.device)
     whole = cases.make_experts(kind, 8, 3, torch.float32).to(mesh.device)
     ours = apply_expert_parallel(copy.deepcopy(whole), transport)
     generator = torch.Generator().manual_seed(0)
@@ -78,7 +75,6 @@ def compare_gradients(count: int, rounds: int) -> float:
     from fulgurite.parallel.dispatcher_symmetric import (
         DispatchConfig,
         SymmetricMemoryDispatcher,
-        allocate_symmetric_buffer,
     )
 
     mesh = mesh_of((count, 1, count))
@@ -87,12 +83,7 @@ def compare_gradients(count: int, rounds: int) -> float:
     )
     plans = there, gradient_config(there, torch.float32)
     transport = DifferentiableDispatcher(
-        *(
-            SymmetricMemoryDispatcher(
-                mesh.expert, plan, allocate_symmetric_buffer(mesh.expert, plan, mesh.device)
-            )
-            for plan in plans
-        )
+        *(SymmetricMemoryDispatcher.create(mesh.expert, plan, mesh.device) for plan in plans)
     )
     whole = cases.make_experts("plain", 8, 3, torch.float32).to(mesh.device)
     ours = apply_expert_parallel(copy.deepcopy(whole), transport)

@@ -42,6 +42,10 @@ class DispatchConfig:
             capacity=self.capacity,
         )
 
+    def num_bytes(self, num_ranks: int) -> int:
+        """Bytes of one rank's symmetric buffer."""
+        return self.size_buffers(num_ranks).total_bytes
+
 
 @dataclass(frozen=True)
 class DispatchBuffers:

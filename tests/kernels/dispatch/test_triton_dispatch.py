@@ -16,7 +16,7 @@ from fulgurite.parallel.mesh import Axis
 from tests.kernels.dispatch.cases import round_trip
 from tests.kernels.triton_support import DEVICE
 
-from fulgurite.parallel import dispatcher_symmetric as symmetric  # isort: skip
+from fulgurite.parallel.symmetric_memory import allocate_local_buffers  # isort: skip
 from fulgurite.parallel.dispatcher_symmetric import SymmetricMemoryDispatcher  # isort: skip
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -25,7 +25,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 def transports(
     ranks: int, plan: DispatchConfig, polls: int = 10
 ) -> list[SymmetricMemoryDispatcher]:
-    memory = symmetric.allocate_local_buffers(ranks, plan, DEVICE)
+    memory = allocate_local_buffers(ranks, plan.num_bytes(ranks), DEVICE)
     axes = [Axis("expert", tuple(range(ranks)), rank) for rank in range(ranks)]
     return [
         SymmetricMemoryDispatcher(axis, plan, part, polls)
