@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fulgurite.train.batch import Batch
 from fulgurite.train.layout import StepTotals
 from fulgurite.train.loss import LossSums
+from fulgurite.train.optim.scale import scale_tensors
 
 Leaf = list[Tensor | None]
 
@@ -93,10 +94,8 @@ def store_gradients(
     parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], tokens: Tensor
 ) -> None:
     """Set `.grad` to a sum of gradients divided by the number of tokens; may overwrite the sum."""
-    divisor = tokens.clamp(min=1).to(torch.float32)
     present = [gradient for gradient in gradients if gradient is not None]
-    if present:
-        torch._foreach_div_(present, divisor)
+    scale_tensors(present, tokens.clamp(min=1).float().reciprocal())
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
 

@@ -50,6 +50,7 @@ from fulgurite.serve.llm import LLM
 MODES = ("eager", "torch.compile", "fulgurite")
 DENSE = ("bf16", "dense")
 PENALTIES = SamplingParams(repetition_penalty=1.1, frequency_penalty=0.2, presence_penalty=0.2)
+ROUNDS = 3  # of settings that are compared
 REQUESTS = {"cpu": 8, "cuda": 64}  # N, the second batch size
 
 Row = dict[str, Any]
@@ -191,12 +192,13 @@ def _measure_llm(
         cost = count_model_cost(llm.model)
         row: Row = {"mode": "fulgurite", "load_s": load_seconds}
         row["first_token_ms"] = 1e3 * time_first_token(llm.engine, workload.prompt)
-        for batch in workload.batches:
-            seconds = time_decode(llm.engine, batch, workload, SamplingParams())
-            row |= _decode_figures(batch, seconds, cost, workload, bandwidth)
+        *small, batch = workload.batches
+        for size in small:
+            (seconds,) = time_decode(llm.engine, size, workload, SamplingParams())
+            row |= _decode_figures(size, seconds, cost, workload, bandwidth)
+        plain, penalized = time_decode(llm.engine, batch, workload, SamplingParams(), PENALTIES)
+        row |= _decode_figures(batch, plain, cost, workload, bandwidth)
         row |= {"memory_bytes": _used_memory(device) - before, "plan_bytes": llm.plan.total}
-        batch = max(workload.batches)
-        penalized = time_decode(llm.engine, batch, workload, PENALTIES)
         rows = [row, {"mode": "fulgurite, penalties"}]
         rows[1] |= _decode_figures(batch, penalized, cost, workload, bandwidth)
     del llm
@@ -237,8 +239,24 @@ def time_first_token(engine: Engine, prompt: int, repeats: int = 3) -> float:
     return min(times)
 
 
-def time_decode(engine: Engine, batch: int, workload: Workload, params: SamplingParams) -> float:
-    """Seconds of a decode step of `batch` requests, the median."""
+def time_decode(
+    engine: Engine, batch: int, workload: Workload, *params: SamplingParams
+) -> list[float]:
+    """Seconds of a decode step of `batch` requests for each of these params, medians.
+
+    They take turns: a GPU that gets warm lowers its clock, and what is measured last looks slow.
+    """
+    times: list[list[float]] = [[] for _ in params]
+    for _ in range(ROUNDS if len(params) > 1 else 1):
+        for found, one in zip(times, params, strict=True):
+            found += _time_steps(engine, batch, workload, one)
+    return [statistics.median(found) for found in times]
+
+
+def _time_steps(
+    engine: Engine, batch: int, workload: Workload, params: SamplingParams
+) -> list[float]:
+    """Seconds of each of `workload.steps` decode steps."""
     params = replace(params, max_tokens=4 * workload.steps, ignore_eos=True)
     for _ in range(batch):
         engine.add_request(_random_tokens(engine, workload.prompt), params)
@@ -255,7 +273,7 @@ def time_decode(engine: Engine, batch: int, workload: Workload, params: Sampling
         engine.cancel(id)
     while engine.has_unfinished_requests:
         engine.step()
-    return statistics.median(times)
+    return times
 
 
 def _random_tokens(engine: Engine, count: int) -> list[int]:

@@ -5,7 +5,9 @@ the dequantized weight, up to the rounding of its activations.
 
 `activations` is the format that `quant_linear` quantizes x to. A module with an `input_scale`
 quantizes its input with that static scale and calls `scaled_mm`. With default activations it does
-so only on devices that multiply the weight's format; other devices don't need the scale.
+so only on devices that multiply the weight's format; other devices don't need the scale. On a GPU a
+few rows of x are not quantized by default: reading an 8-bit weight takes the time, and a cast before it
+would only add to that. In deterministic mode they are, as all rows.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from fulgurite.kernels.gemm.quant_linear import quant_linear
 from fulgurite.kernels.gemm.reference import UNQUANTIZED
 from fulgurite.kernels.gemm.scaled_mm import scaled_mm_op
 from fulgurite.kernels.quantize.ops import quantize_op
+from fulgurite.kernels.tuning.heuristics import heuristics_for
 from fulgurite.quant import WHOLE_DIM, QuantTensor, get_device_features, is_native
 
 INTEGER_FAMILIES = ("int", "gguf", "nvfp4")
@@ -43,6 +46,8 @@ STATIC_ACTIVATION_FORMATS = {
     "fp8_e4m3_row": "fp8_e4m3_tensor",
     "nvfp4": "nvfp4",
 }
+# weights of 8 bits that the small-M GEMM reads with x in 16 bits as fast as with x in 8
+WEIGHT_ONLY_FORMATS = ("fp8_e4m3_tensor", "fp8_e4m3_row", "fp8_e4m3_128x128")
 # devices where a linear is a cast and a GEMM anyway, and the casts that generated kernels can fuse
 SEPARATE_CAST_DEVICES = ("cuda",)
 FUSIBLE_CAST_FORMATS = ("fp8_e4m3_row", "fp8_e4m3_1x128", "int8")
@@ -117,6 +122,8 @@ class QuantLinear(QuantModule):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
         assert isinstance(weight, QuantTensor), "a QuantLinear's weight was replaced"
+        if self._leaves_unquantized(x):
+            return quant_linear(x, weight, self.bias, UNQUANTIZED)
         static_scale = self.static_scale
         if static_scale is None and not self._has_separate_cast(x):
             return quant_linear(x, weight, self.bias, self.activations)
@@ -127,6 +134,16 @@ class QuantLinear(QuantModule):
             rows, scales, self.activations, packed, levels, weight.format.name, self.bias, x.dtype
         )
         return y.view(*x.shape[:-1], self.out_features)
+
+    def _leaves_unquantized(self, x: Tensor) -> bool:
+        """Whether x has so few rows that the weight-only GEMM is faster."""
+        if not x.is_cuda or not self.uses_default_activations or self.activations == UNQUANTIZED:
+            return False
+        if torch.compiler.is_compiling() or is_deterministic() or x.dtype == torch.float32:
+            return False
+        is_8bit = self.weight.format.name in WEIGHT_ONLY_FORMATS  # type: ignore[attr-defined]
+        max_rows = heuristics_for(x.device).max_unquantized_m
+        return is_8bit and x.numel() <= max_rows * self.in_features
 
     def _has_separate_cast(self, x: Tensor) -> bool:
         """Whether x is cast by an op of its own, which compilation fuses with the producer of x."""

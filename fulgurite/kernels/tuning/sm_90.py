@@ -57,6 +57,8 @@ class Sm90Heuristics(Heuristics):
 
     # ---- small-M GEMM: the same layers, and the experts of Qwen3-30B-A3B, DeepSeek-V3 and Mixtral-8x7B
     max_small_m = 16
+    # FP8, N and K 4096 to 28672: 0.95 to 1.6 times as fast up to 8 rows, 0.7 to 1.3 times with 16
+    max_unquantized_m = 8
     large_n = 8192
     max_rows_per_expert = 4
     min_experts_per_row = 4

@@ -17,6 +17,8 @@ class SmallMHeuristics:
 
     max_small_m: int
     """Rows of x that a program takes at most."""
+    max_unquantized_m: int
+    """Rows of x up to which a cast to 8 bits costs more than it saves."""
     large_n: int
     """Rows of a weight from which there are programs enough for two warps each."""
     max_rows_per_expert: int

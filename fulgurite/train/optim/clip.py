@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fulgurite.errors import ArgumentError
+from fulgurite.train.optim.scale import scale_tensors
 from fulgurite.train.optim.shards import read_local
 
 
@@ -30,8 +31,8 @@ def clip_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) 
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     factor = (max_norm / norm.detach().float()).clamp(max=1.0)  # norm 0: infinity, clamped to 1
     factor = torch.where(norm.isfinite(), factor, 1.0)
-    for (device, dtype), gradients in _group_gradients(parameters).items():
-        torch._foreach_mul_(gradients, factor.to(device, dtype, non_blocking=True))
+    for gradients in _group_gradients(parameters).values():
+        scale_tensors(gradients, factor)
 
 
 def local_gradient_norm(parameters: Iterable[Tensor]) -> Tensor:

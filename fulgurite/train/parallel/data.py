@@ -30,6 +30,7 @@ from fulgurite.train.accumulate import (
 from fulgurite.train.batch import Batch
 from fulgurite.train.layout import StepTotals
 from fulgurite.train.loss import LossSums
+from fulgurite.train.optim.scale import scale_tensors
 from fulgurite.train.parallel.expert import distribute_experts, is_expert_shard
 from fulgurite.train.parallel.layout_base import ParallelLayout, sum_losses
 from fulgurite.train.parallel.reduction import BucketReducer, local_tensor, reduce_in_order
@@ -103,5 +104,4 @@ def is_same_list(left: Sequence[nn.Parameter], right: Sequence[nn.Parameter]) ->
 def divide_gradients(parameters: Sequence[nn.Parameter], tokens: Tensor) -> None:
     """Divide `.grad` by the number of tokens, in place."""
     gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
-    if gradients:
-        torch._foreach_div_(gradients, tokens.clamp(min=1).to(torch.float32))
+    scale_tensors(gradients, tokens.clamp(min=1).float().reciprocal())
