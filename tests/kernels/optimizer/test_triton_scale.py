@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fulgurite.kernels.common.triton_import import INTERPRETED
 from fulgurite.kernels.optimizer.triton_scale import scale_in_place
 from tests.kernels.triton_support import DEVICE
 
@@ -18,4 +19,6 @@ def test_products(size: int, dtype: torch.dtype) -> None:
     expected = (x.float() * factor).to(dtype)
     ours = x.to(DEVICE)
     scale_in_place(ours, factor.to(DEVICE))
-    torch.testing.assert_close(ours.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+    # The interpreter truncates where a GPU rounds to nearest.
+    rtol = 2**-7 if INTERPRETED and dtype == torch.bfloat16 else 0
+    torch.testing.assert_close(ours.cpu(), expected, rtol=rtol, atol=0, equal_nan=True)
