@@ -1,11 +1,12 @@
 """Suite `mla`: MLA decode and prefill at DeepSeek shapes, against torch and the roofline.
 
-In: nothing. Out: two tables.
+In: nothing. Out: three tables.
 
     decode    one token for each of 1 to 64 sequences (CPU: 16) with 4096 tokens each. `of copy`: bytes of the latents
               over the time, as percent of the copy bandwidth. `of floor`: the larger of that and of the FLOPs at the
               throughput of a large GEMM. The kv_b projection counts among bytes and FLOPs.
     prefill   new tokens after a cached prefix, as `mla_attention` runs it (mostly expanded), and absorbed
+    prompts   many prompts in one call: 32 of 256 tokens, and a ragged mix drawn from a seed (`mla_prompts.py`)
 
 Every call reads latents that no cache holds. `torch` is absorbed attention in plain torch over contiguous latents;
 `paged` is generic paged attention with one KV head. Both include the projections.
@@ -26,9 +27,17 @@ from torch import Tensor
 from fulgurite import device, timing
 from fulgurite.bench import results
 from fulgurite.bench.measure import Call, round_robin, time_in_cuda_graph
+from fulgurite.bench.mla_prompts import (
+    PromptBatch,
+    draw_ragged,
+    format_prompts,
+    make_prompts,
+    measure_prompts,
+)
 from fulgurite.kernels.attention.metadata import AttentionMetadata, AttentionOptions
 from fulgurite.kernels.attention.ops import paged_attention
 from fulgurite.kernels.mla import ops
+from fulgurite.kernels.mla.prefill_plan import MLASizes
 from fulgurite.kernels.mla.reference import apply_rope
 from fulgurite.kernels.tuning.mla import should_expand
 
@@ -50,6 +59,7 @@ class DeviceSetup:
     prompts: tuple[tuple[int, int], ...]  # (new tokens, cached tokens)
     cold: int  # bytes of latents that calls rotate over
     most_copies: int
+    prompt_batches: tuple[PromptBatch, ...]
 
 
 CPU = DeviceSetup(
@@ -60,6 +70,7 @@ CPU = DeviceSetup(
     prompts=((512, 0), (256, 1792), (64, 1984)),
     cold=256 << 20,
     most_copies=64,
+    prompt_batches=(PromptBatch("8 x 128", ((128, 0),) * 8), draw_ragged(8, 256, 256)),
 )
 CUDA = DeviceSetup(
     device="cuda",
@@ -69,6 +80,7 @@ CUDA = DeviceSetup(
     prompts=((4096, 0), (1024, 8192), (128, 8192)),
     cold=250_000_000,
     most_copies=32,
+    prompt_batches=(PromptBatch("32 x 256", ((256, 0),) * 32), draw_ragged(32, 768, 1024)),
 )
 
 
@@ -87,6 +99,11 @@ def run_mla(options: argparse.Namespace) -> None:
         partial(measure_prefill, run, name, new, before, matmul)
         for name in run.batches
         for new, before in (run.prompts[:1] if options.quick else run.prompts)
+    ]
+    jobs += [
+        partial(measure_prompt_batch, run, name, batch, copy, matmul)
+        for name in run.batches
+        for batch in run.prompt_batches
     ]
     with Progress(transient=True) as progress, torch.inference_mode():
         for job in progress.track(jobs, description="mla"):
@@ -159,6 +176,7 @@ def fulgurite_calls(
     """One call per block table: `new` tokens of every sequence."""
     batch, context = len(problem.seq_lens_S), int(problem.seq_lens_S.max())
     starts = torch.arange(0, (batch + 1) * new, new, dtype=torch.int32, device=q.device)
+    lens = new, context, [new] * batch, [context] * batch
     return [
         partial(
             ops.mla_attention,
@@ -166,14 +184,17 @@ def fulgurite_calls(
             problem.kv_b_NUC,
             *rotation,
             problem.cache_PBW,
-            AttentionMetadata(
-                table, starts, problem.seq_lens_S, new, context, [new] * batch, [context] * batch
-            ),
+            metadata := AttentionMetadata(table, starts, problem.seq_lens_S, *lens),
             scale=(NOPE_DIM + ROPE_DIM) ** -0.5,
             interleaved=True,
+            plan=ops.make_prefill_plan(metadata, layer_sizes(), q.device),
         )
         for table in problem.block_tables
     ]
+
+
+def layer_sizes() -> MLASizes:
+    return MLASizes(KV_LORA_RANK, NOPE_DIM, ROPE_DIM, VALUE_DIM)
 
 
 def paged_attention_calls(
@@ -296,6 +317,15 @@ def measure_prefill(run: DeviceSetup, name: str, new: int, before: int, matmul: 
     }
 
 
+def measure_prompt_batch(
+    run: DeviceSetup, name: str, batch: PromptBatch, copy: float, matmul: float
+) -> Row:
+    """Many prompts in one call."""
+    device, heads = torch.device(run.device), NUM_HEADS[name]
+    problem = make_prompts(layer_sizes(), heads, batch.lens, device, run.dtype)
+    return measure_prompts(name, problem, batch.name, (copy, matmul), partial(time_calls, run))
+
+
 def format_tables(found: list[Row]) -> list[str]:
     decoded = [row for row in found if row["part"] == "decode"]
     head = ["shape", "batch", "cache", "ours", "paged", "torch", "of copy", "of floor"]
@@ -327,4 +357,6 @@ def format_tables(found: list[Row]) -> list[str]:
         ]
         for row in asked
     ]
-    return [results.format_table([head, *body]), results.format_table(prompts)]
+    tables = [results.format_table([head, *body]), results.format_table(prompts)]
+    many = [row for row in found if row["part"] == "prompts"]
+    return tables + ([format_prompts(many)] if many else [])

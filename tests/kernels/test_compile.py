@@ -56,6 +56,10 @@ FLOATS = {"eps", "offset", "limit", "cache_max", "scale", "softcap", "value_scal
 
 def compile_ptx(kernel, constants, num_warps=4, num_stages=3, **types):
     """The PTX of a kernel for sm_90: pointers aligned, sizes multiples of 16, the common case."""
+    return compile_kernel(kernel, constants, num_warps, num_stages, **types).asm["ptx"]
+
+
+def compile_kernel(kernel, constants, num_warps=4, num_stages=3, **types):
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -70,7 +74,7 @@ def compile_ptx(kernel, constants, num_warps=4, num_stages=3, **types):
     options = {"num_warps": num_warps, "num_stages": num_stages}
     compiled = triton.compile(source, target=TARGET, options=options)
     assert compiled.asm["cubin"]
-    return compiled.asm["ptx"]
+    return compiled
 
 
 @pytest.mark.parametrize("gate", ["", "silu"])
@@ -243,7 +247,7 @@ def test_mla_decode(heads, block_m, num_warps, is_fp8):
     ptx = compile_ptx(
         triton_decode.mla_decode_kernel,
         {**LATENT, "HEADS": heads, "BLOCK_SIZE": 64, "FP8": is_fp8, "CONVERT_F16": is_fp8,
-         "SPLIT": True, "PRECISION": "tf32", "BM": block_m, "BN": 32},
+         "SPLIT": True, "PRECISION": "tf32", "BM": block_m, "BN": 32, "PDL": True},
         num_warps=num_warps,
         q_ptr="*fp16" if is_fp8 else "*bf16",
         latents_ptr="*fp8e4nv" if is_fp8 else "*bf16",
@@ -252,7 +256,9 @@ def test_mla_decode(heads, block_m, num_warps, is_fp8):
     )  # fmt: skip
     instruction = "wgmma" if block_m >= 64 else "mma.sync"
     assert (instruction in ptx or not IS_HOPPER) and "cp.async" in ptx
-    constants = {"HEADS": heads, "C": 512, "BC": 512, "SPLITS": 16}
+    assert_starts_early(ptx, num_waits=2)  # of both kinds of programs without work
+    assert ("prefetch.global.L2" in ptx) == (block_m == 16)
+    constants = {"HEADS": heads, "C": 512, "BC": 512, "SPLITS": 16, "PDL": True}
     compile_ptx(triton_decode.merge_splits_kernel, constants)
 
 
@@ -263,7 +269,7 @@ def test_mla_decode_sm90(is_fp8):
     kernel = triton_decode_sm90.mla_decode_sm90_kernel
     latent, query = ("fp8e4nv", "fp16") if is_fp8 else ("bf16", "bf16")
     constants = {"HEADS": 128, "C": 512, "R": 64, "BLOCK_SIZE": 64, "FP8": is_fp8, "SPLIT": True,
-                 "BM": 64, "BN": 64, "num_warps": 8}  # fmt: skip
+                 "BM": 64, "BN": 64, "num_warps": 8, "PDL": True}  # fmt: skip
     types = {"q": descriptor_type(query, 512), "q_rope": descriptor_type("bf16", 64),
              "latents": descriptor_type(latent, 512), "ropes": descriptor_type("bf16", 64),
              "scales_ptr": "*fp32", "powers_ptr": "*fp32"}  # fmt: skip
@@ -279,6 +285,14 @@ def test_mla_decode_sm90(is_fp8):
     ptx = compiled.asm["ptx"]
     assert ptx.count("wgmma.wait_group") < 10 < ptx.count("wgmma.mma_async")
     assert "cp.async.bulk.tensor" in ptx
+    assert_starts_early(ptx, num_waits=2)
+
+
+def assert_starts_early(ptx, num_waits):
+    """The next kernel may start at once; each way through the kernel has a wait (PDL)."""
+    before, *_ = ptx.split("griddepcontrol.wait", 1)
+    assert "griddepcontrol.launch_dependents" in before and "ret;" not in before
+    assert ptx.count("griddepcontrol.wait") == num_waits
 
 
 def descriptor_type(dtype, columns):
@@ -292,44 +306,60 @@ def descriptor_type(dtype, columns):
 def test_mla_absorb_queries(is_fp8):
     compile_ptx(
         triton_absorb.absorb_queries_kernel,
-        {**LATENT, "HEADS": 128, "D": 128, "INTERLEAVED": True, "FP8": is_fp8, "BM": 4},
+        {**LATENT, "HEADS": 128, "D": 128, "INTERLEAVED": True, "FP8": is_fp8, "BM": 4,
+         "PDL": True},
         latent_ptr="*fp16" if is_fp8 else "*bf16",
         powers_ptr="*fp32",
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])
 def test_mla_gather_latents(is_fp8):
     compile_ptx(
         triton_prefill.gather_latents_kernel,
-        {**LATENT, "BLOCK_SIZE": 64, "FP8": is_fp8, "BK": Sm90Heuristics.mla_gather.block_m},
+        {**LATENT, "BLOCK_SIZE": 64, "FP8": is_fp8, "BK": Sm90Heuristics.mla_gather.block_m,
+         "PDL": True},
         latents_ptr="*fp8e4nv" if is_fp8 else "*bf16",
         scales_ptr="*fp32",
         table_ptr="*i32",
-    )
+        tiles_ptr="*i32",
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("first, last", [(True, True), (False, True), (True, False)])
-def test_mla_prefill(first, last):
-    ptx = compile_ptx(
+@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
+@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize("has_state", [False, True])
+def test_mla_prefill(has_state, block_m, dtype):
+    config = Sm90Heuristics().mla_prefill_config(block_m, is_float32=dtype == "*fp32")
+    compiled = compile_kernel(
         triton_prefill.mla_prefill_kernel,
         {"HEADS": 128, "D": 128, "BD": 128, "R": 64, "BR": 64, "V": 128, "BV": 128,
-         "INTERLEAVED": True, "FIRST": first, "LAST": last, "PRECISION": "tf32", "BM": 128,
-         "BN": 64},
-        num_warps=8,
-        num_stages=2,
-        max_ptr="*fp32",
-        sum_ptr="*fp32",
-        acc_ptr="*fp32",
+         "INTERLEAVED": True, "STATE": has_state, "SUBTILES": block_m // config.block_m,
+         "PRECISION": "ieee" if dtype == "*fp32" else "tf32", "BM": config.block_m,
+         "BN": config.block_n, "PDL": True},
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        tiles_ptr="*i32", max_ptr="*fp32", sum_ptr="*fp32", acc_ptr="*fp32",
+        q_ptr=dtype, kv_ptr=dtype, ropes_ptr=dtype, out_ptr=dtype,
     )  # fmt: skip
-    assert "wgmma" in ptx or not IS_HOPPER
+    ptx = compiled.asm["ptx"]
+    assert "wgmma" in ptx or not IS_HOPPER or dtype == "*fp32"
+    assert compiled.metadata.shared <= 227 << 10
+    assert_starts_early(ptx, num_waits=1)
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])
 def test_store_mla_cache(is_fp8):
     compile_ptx(
         triton_store_kv.store_mla_cache_kernel,
-        {**LATENT, "INTERLEAVED": True, "BLOCK_SIZE": 64, "FP8": is_fp8, "NATIVE": True},
+        {
+            **LATENT,
+            "INTERLEAVED": True,
+            "BLOCK_SIZE": 64,
+            "FP8": is_fp8,
+            "NATIVE": True,
+            "PDL": True,
+        },
         latents_ptr="*fp8e4nv" if is_fp8 else "*bf16",
         scales_ptr="*fp32",
     )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fulgurite.determinism import is_deterministic
 from fulgurite.kernels.gemm.modules import QuantLinear
+from fulgurite.kernels.integer_math import cdiv
 from fulgurite.quant import QuantTensor
 from fulgurite.quant.format import WHOLE_DIM
 
@@ -51,7 +52,7 @@ def merge_quant_storage(modules: Sequence[nn.Module]) -> None:
     scales = {name: _merge_scale(weights, name) for name in weights[0].scales}
     start = 0
     for weight in weights:  # views: nothing is held twice
-        _move_into(weight, packed, scales, start, sum(len(other) for other in weights))
+        _move_into(weight, packed, scales, start)
         start += len(weight)
     whole = QuantTensor(weights[0].format, packed, scales, weights[0].dtype)
     biases = [linear.bias for linear in linears]
@@ -59,6 +60,7 @@ def merge_quant_storage(modules: Sequence[nn.Module]) -> None:
     first = linears[0]
     merged = QuantLinear(whole, bias, first.activations, first.input_scale)
     merged.uses_static_scale = first.uses_static_scale
+    merged.uses_default_activations = first.uses_default_activations
     _merged[first] = MergedLinear(
         merged, [m.weight for m in linears], [w.packed.data_ptr() for w in weights]
     )
@@ -91,7 +93,9 @@ def _can_merge(linears: Sequence[QuantLinear]) -> bool:
             if spec.block[0] == WHOLE_DIM:
                 if not _is_same(scale, expected.scales[spec.name]):
                     return False
-            elif len(weight) % spec.block[0] or len(scale) * spec.block[0] != len(weight):
+            elif len(weight) % spec.block[0] and linear is not linears[-1]:
+                return False  # only the last one may end within a block of scales
+            elif len(scale) != cdiv(len(weight), spec.block[0]):
                 return False
     return True
 
@@ -102,23 +106,20 @@ def _merge_scale(weights: Sequence[QuantTensor], name: str) -> Tensor:
     return parts[0] if spec.block[0] == WHOLE_DIM else torch.cat(parts)
 
 
-def _move_into(
-    weight: QuantTensor, packed: Tensor, scales: dict[str, Tensor], start: int, rows: int
-) -> None:
+def _move_into(weight: QuantTensor, packed: Tensor, scales: dict[str, Tensor], start: int) -> None:
     """Make a weight's tensors views of rows of the merged ones."""
-    count = len(weight)
-    weight.packed = packed[start : start + count]
+    end = start + len(weight)
+    weight.packed = packed[start:end]
     for spec in weight.format.separate_scales:
-        scale = scales[spec.name]
-        if spec.block[0] != WHOLE_DIM:
-            block = rows // len(scale)
-            setattr(weight, spec.name, scale[start // block : (start + count) // block])
+        block = spec.block[0]
+        if block != WHOLE_DIM:
+            setattr(weight, spec.name, scales[spec.name][start // block : cdiv(end, block)])
 
 
 def _is_same(first: Tensor | None, second: Tensor | None) -> bool:
     if first is None or second is None:
         return first is second
-    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+    return torch.equal(first.float(), second.float())  # float8 scales can't be compared as they are
 
 
 def _weight_of(linear: QuantLinear) -> QuantTensor:

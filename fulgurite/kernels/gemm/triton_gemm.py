@@ -39,6 +39,7 @@ from fulgurite.kernels.common.triton_dequantize import (
 )
 from fulgurite.kernels.common.triton_import import tl, triton
 from fulgurite.kernels.common.triton_launch import cached_launch
+from fulgurite.kernels.common.triton_pdl import launch_dependents, wait_for_dependencies
 
 
 @triton.jit
@@ -89,7 +90,7 @@ def gemm_kernel(
     TENSOR_SCALE: tl.constexpr, ZERO_POINTS: tl.constexpr, BIAS: tl.constexpr,
     EVEN_K: tl.constexpr, EVEN_M: tl.constexpr, EXPERTS_POW2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    GROUP_N: tl.constexpr, NATIVE: tl.constexpr,
+    GROUP_N: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of the output, or one of `split_k` partial sums of it.
 
@@ -97,6 +98,9 @@ def gemm_kernel(
     EXPERTS_POW2       0: one weight; otherwise a stack, and a power of two above the experts
     EVEN_K, EVEN_M     blocks divide K, M
     """
+    if PDL:
+        launch_dependents()
+        wait_for_dependencies()
     tile = tl.program_id(0)
     split = tl.program_id(1)
     tiles_n = tl.cdiv(N, BLOCK_N)

@@ -18,6 +18,11 @@ from torch import Tensor
 from fulgurite.kernels.common.triton_import import tl, triton
 from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.common.triton_numerics import NATIVE
+from fulgurite.kernels.common.triton_pdl import (
+    launch_dependents,
+    pdl_options,
+    wait_for_dependencies,
+)
 from fulgurite.kernels.integer_math import cdiv
 from fulgurite.kernels.tuning import heuristics_for
 from fulgurite.quant import Format
@@ -67,9 +72,12 @@ def gguf_gemm_kernel(
     x_ptr, data_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, m, n, k, x_step, row_bytes, groups,
     FORMAT: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, BYTES: tl.constexpr,
     GROUP_SIZE: tl.constexpr, ZERO_POINTS: tl.constexpr, BIAS: tl.constexpr, NATIVE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of the output. Every format reads codes its own way; the MMA is the same for all."""
+    if PDL:
+        launch_dependents()
+        wait_for_dependencies()
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     known = columns < n
@@ -150,5 +158,6 @@ def gguf_linear(
         FORMAT=kind, STEP=step, WIDTH=width, BYTES=block_bytes, GROUP_SIZE=group_size,
         ZERO_POINTS=len(scales) > 1, BIAS=bias is not None, NATIVE=NATIVE,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
+        **pdl_options(rows.device),
     )  # fmt: skip
     return out

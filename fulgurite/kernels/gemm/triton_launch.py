@@ -15,6 +15,7 @@ from torch import Tensor
 from fulgurite.kernels.common.triton_counters import acquire_counters
 from fulgurite.kernels.common.triton_numerics import NATIVE
 from fulgurite.kernels.common.triton_operands import DequantScheme, QuantizedOperand, scale_strides
+from fulgurite.kernels.common.triton_pdl import pdl_options
 from fulgurite.kernels.gemm.triton_gemm import gemm_kernel
 from fulgurite.kernels.gemm.triton_small_m import SmallMInputs, launch_small_m_gemm
 from fulgurite.kernels.integer_math import cdiv, next_power_of_2
@@ -91,6 +92,7 @@ def _launch_tiled_gemm(inputs: GemmInputs, config: LaunchConfig, out: Tensor) ->
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         SPLIT_K=config.split_k > 1, GROUP_N=config.group_n,
         num_warps=config.num_warps, num_stages=config.num_stages, **options,
+        **pdl_options(x.device),
     )  # fmt: skip
 
 

@@ -24,6 +24,11 @@ from fulgurite.kernels.common.triton_import import tl, triton
 from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.common.triton_numerics import NATIVE
 from fulgurite.kernels.common.triton_operands import DequantScheme, QuantizedOperand
+from fulgurite.kernels.common.triton_pdl import (
+    launch_dependents,
+    pdl_options,
+    wait_for_dependencies,
+)
 from fulgurite.kernels.elementwise.gated_activation import UNGATED, GatedActivation
 from fulgurite.kernels.gemm.triton_small_m_mainloop import accumulate_k_any_scale
 from fulgurite.kernels.integer_math import cdiv, next_power_of_2
@@ -58,7 +63,7 @@ def small_m_gemm_kernel(
     GATE: tl.constexpr, EVEN_K: tl.constexpr, EXPERTS_POW2: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr, MMA_COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr, NATIVE: tl.constexpr,
-    X_IS_FP8: tl.constexpr, GROUPS_PER_MMA: tl.constexpr,
+    X_IS_FP8: tl.constexpr, GROUPS_PER_MMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N rows of the weight, BLOCK_M rows of x. N columns of the output.
 
@@ -69,6 +74,9 @@ def small_m_gemm_kernel(
     z_ptr           the tensor scale of NVFP4, or zero points or minima of integers
     GROUPS_PER_MMA  groups of the weight in one MMA (`triton_small_m_mainloop.py`)
     """
+    if PDL:
+        launch_dependents()
+        wait_for_dependencies()
     HALF: tl.constexpr = BLOCK_N // 2 if GATE > 0 else BLOCK_N
     j = tl.arange(0, BLOCK_N)
     n = tl.program_id(0) * HALF + j % HALF
@@ -188,7 +196,7 @@ def launch_small_m_gemm(inputs: SmallMInputs, config: LaunchConfig) -> None:
         MMA_COLUMNS=max(8, config.block_m * scheme.groups_per_mma),
         BLOCK_N=config.block_n, BLOCK_K=config.block_k, NUM_WARPS=config.num_warps,
         NUM_STAGES=config.num_stages, NATIVE=NATIVE, X_IS_FP8=inputs.x_scale is not None,
-        GROUPS_PER_MMA=scheme.groups_per_mma, num_warps=config.num_warps,
+        GROUPS_PER_MMA=scheme.groups_per_mma, num_warps=config.num_warps, **pdl_options(x.device),
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from fulgurite.kernels.common.cpu_library import (
     build_translation_unit,
     cache_error,
 )
+from fulgurite.kernels.mla.prefill_plan import PrefillPlan
 from fulgurite.kernels.mla.reference import fp8_row_layout
 from fulgurite.kernels.tuning.mla import MLA_MIN_EXPANDED_QUERIES
 
@@ -60,10 +61,12 @@ def mla_attention(
     metadata: AttentionMetadata,
     scale: float,
     interleaved: bool,
+    plan: PrefillPlan | None = None,
 ) -> Any:
     """`mla.ops.mla_attention`; C++ decides which sequences are expanded.
 
-    In deterministic mode none is: the number of new tokens must not change results.
+    In deterministic mode none is: the number of new tokens must not change results. It has no use
+    for a `plan`.
     """
     if not _is_supported(q, cos, sin, cache) or kv_b.dtype != q.dtype or kv_b.stride(-1) != 1:
         return NotImplemented

@@ -43,6 +43,8 @@ from fulgurite.kernels.attention.metadata import (
     complete_metadata,
 )
 from fulgurite.kernels.mla import cpu, reference, triton_mla, triton_store_kv
+from fulgurite.kernels.mla.prefill_plan import MLASizes, PrefillPlan, plan_prefill
+from fulgurite.kernels.mla.triton_prefill import allocate_expanded_keys, allocate_state
 from fulgurite.kernels.tuning.heuristics import heuristics_for
 
 # device type -> kernel with the operator's arguments; it may return NotImplemented
@@ -66,10 +68,20 @@ def mla_slot_shape(rank: int, rope_dim: int, dtype: torch.dtype) -> tuple[int, t
 
 
 def mla_attention_meta(q_TNH: Tensor, kv_b_NUC: Tensor, value_dim: int) -> Tensor:
-    """An empty result; allocates what a GPU needs to expand keys. For memory planning."""
+    """An empty result; allocates what a GPU needs to expand keys. For memory planning.
+
+    These are the buffers of one chunk of keys (`prefill_plan.py`), and the softmax state of tokens
+    whose keys are in several chunks. Groups of absorbed sequences need no more.
+    """
     max_keys = heuristics_for(kv_b_NUC.device).mla_max_expanded_keys
-    kv_b_NUC.new_empty((max_keys, *kv_b_NUC.shape[:2]))
-    return q_TNH.new_empty((*q_TNH.shape[:2], value_dim))
+    rope_dim = q_TNH.shape[-1] - (kv_b_NUC.shape[1] - value_dim)
+    out_TNV = q_TNH.new_empty((*q_TNH.shape[:2], value_dim))
+    tokens, heads = q_TNH.shape[:2]
+    _buffers = (
+        allocate_expanded_keys(max_keys, kv_b_NUC, rope_dim, q_TNH.dtype),
+        allocate_state(tokens, heads, value_dim, q_TNH.device),
+    )
+    return out_TNV
 
 
 def store_mla_cache(
@@ -112,12 +124,14 @@ def mla_attention(
     *,
     scale: float,
     interleaved: bool,
+    plan: PrefillPlan | None = None,
 ) -> Tensor:
     """Attention output of each query token, [T, N, V]; zeros for tokens of no sequence.
 
     q_TNH      D numbers as they are, then R that are rotated here
     kv_b_NUC   the up projection of each head: D rows for its key, V for its value
     metadata   a GPU expands only where `query_lens` and `seq_lens` are known
+    plan       `make_prefill_plan` of this step, which all layers share; None: each call makes its own
     """
     metadata = complete_metadata(metadata, q_TNH.shape[0], cache_PBW.shape[1])
     _check_attention(q_TNH, kv_b_NUC, cos_TI, sin_TI, cache_PBW, metadata)
@@ -126,8 +140,17 @@ def mla_attention(
             q_TNH, kv_b_NUC, cos_TI, sin_TI, cache_PBW, *metadata, scale, interleaved
         )
     return _dispatch_mla_attention(
-        q_TNH, kv_b_NUC, cos_TI, sin_TI, cache_PBW, metadata, scale, interleaved
+        q_TNH, kv_b_NUC, cos_TI, sin_TI, cache_PBW, metadata, scale, interleaved, plan
     )
+
+
+def make_prefill_plan(
+    metadata: AttentionMetadata, sizes: MLASizes, device: torch.device
+) -> PrefillPlan | None:
+    """What `mla_attention` of this step may be given as `plan`; None where its kernel needs none."""
+    if MLA_ATTENTION_KERNELS.get(device.type) is not triton_mla.mla_attention:
+        return None  # the C++ kernel reads lengths as it runs
+    return plan_prefill(metadata, sizes, device)
 
 
 def _check_attention(
@@ -184,10 +207,11 @@ def _dispatch_mla_attention(
     metadata: AttentionMetadata,
     scale: float,
     interleaved: bool,
+    plan: PrefillPlan | None = None,
 ) -> Tensor:
     """Run the kernel of this device."""
     tensors = (q_TNH, kv_b_NUC, cos_TI, sin_TI, cache_PBW)
-    arguments = (*tensors, as_contiguous(metadata), scale, interleaved)
+    arguments = (*tensors, as_contiguous(metadata), scale, interleaved, plan)
     out: Tensor = registry.dispatch(
         MLA_ATTENTION_KERNELS, q_TNH.device, reference.mla_attention, *arguments
     )

@@ -5,7 +5,7 @@
     out[t, n]   sum_j p_j value_j,  p = softmax_j<=t(scale * (q_nope, rope(q_rope)) . key_j)
 
 In: the operator's arguments. Out: its result, computed sequence by sequence in float32 (float64 for
-float64 queries) with expanded keys. Nothing here is fast.
+float64 queries) with expanded keys. Nothing here is fast; a `plan` is not used.
 
 Shapes: T tokens; S sequences; P cache blocks of B slots of W numbers or bytes; M blocks in a row of
 the block table; N heads; D size of a query without its rotary part; R the rotary part; H = D + R; I
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fulgurite.kernels.attention.metadata import AttentionMetadata
 from fulgurite.kernels.attention.reference import attention_mask, cast_to_cache_dtype
+from fulgurite.kernels.mla.prefill_plan import PrefillPlan
 
 FP8_MAX = 448.0  # of float8_e4m3fn
 MIN_SCALE = 2.0**-126
@@ -114,6 +115,7 @@ def mla_attention(
     metadata: AttentionMetadata,
     scale: float,
     interleaved: bool,
+    plan: PrefillPlan | None = None,
 ) -> Tensor:
     """Attention output of each query token, [T, N, V]; zeros for tokens of no sequence."""
     compute = _compute_dtype(q_TNH.dtype)

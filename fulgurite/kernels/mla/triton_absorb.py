@@ -19,6 +19,11 @@ from torch import Tensor
 
 from fulgurite.kernels.common.triton_import import INTERPRETED, tl
 from fulgurite.kernels.common.triton_launch import cached_launch
+from fulgurite.kernels.common.triton_pdl import (
+    launch_dependents,
+    pdl_options,
+    wait_for_dependencies,
+)
 from fulgurite.kernels.integer_math import cdiv, next_power_of_2
 from fulgurite.kernels.mla.triton_store_kv import load_rope
 from fulgurite.kernels.tuning.heuristics import heuristics_for
@@ -42,8 +47,12 @@ def absorb_queries_kernel(
     q_token_stride, q_head_stride,
     HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, C: tl.constexpr,
     BC: tl.constexpr, INTERLEAVED: tl.constexpr, FP8: tl.constexpr, BM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """BM (token, head) pairs: RoPE, and for FP8 latents the scaling of both parts."""
+    if PDL:
+        launch_dependents()
+        wait_for_dependencies()
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
     is_row = row < rows
     token, head = row // HEADS, row % HEADS
@@ -100,6 +109,6 @@ def absorb_queries(
         tokens * heads, *q_TNH.stride()[:2], HEADS=heads, D=nope_dim, R=rope_dim,
         BR=max(16, next_power_of_2(rope_dim)), C=rank, BC=max(16, next_power_of_2(rank)),
         INTERLEAVED=interleaved, FP8=is_fp8, BM=config.block_m,
-        num_warps=config.num_warps,
+        num_warps=config.num_warps, **pdl_options(q_TNH.device),
     )  # fmt: skip
     return AbsorbedQueries(latent, ropes, powers)

@@ -29,6 +29,12 @@ from torch import Tensor
 from fulgurite.kernels.attention.metadata import AttentionMetadata
 from fulgurite.kernels.common.triton_import import INTERPRETED, tl, triton
 from fulgurite.kernels.common.triton_launch import cached_launch
+from fulgurite.kernels.common.triton_pdl import (
+    launch_dependents,
+    pdl_options,
+    prefetch_l2,
+    wait_for_dependencies,
+)
 from fulgurite.kernels.integer_math import cdiv, next_power_of_2
 from fulgurite.kernels.mla.reference import LatentCache
 from fulgurite.kernels.mla.triton_absorb import AbsorbedQueries
@@ -53,7 +59,7 @@ def _e4m3_to_f16(x):
 
 
 @triton.jit
-def _load_tile(
+def load_tile(
     cache_ptr,
     offsets,
     column,
@@ -98,7 +104,7 @@ def _attend_blocks(
             block = tl.load(block_row + key // BLOCK_SIZE, is_key, 0).to(tl.int64)
             slot = key % BLOCK_SIZE
         offsets = block * latent_block_stride + slot * latent_slot_stride
-        c = _load_tile(latents_ptr, offsets, column, is_key, C, BC, MASKED)
+        c = load_tile(latents_ptr, offsets, column, is_key, C, BC, MASKED)
         c = _e4m3_to_f16(c) if CONVERT_F16 else c.to(q_c.dtype)
         qk = tl.dot(q_c, tl.trans(c), input_precision=PRECISION)
         if FP8:
@@ -107,7 +113,7 @@ def _attend_blocks(
             qk *= key_scale[None, :]
         if R > 0:
             offsets = block * rope_block_stride + slot * rope_slot_stride
-            r = _load_tile(ropes_ptr, offsets, i, is_key, R, BR, MASKED)
+            r = load_tile(ropes_ptr, offsets, i, is_key, R, BR, MASKED)
             qk = tl.dot(q_r, tl.trans(r.to(q_r.dtype)), qk, input_precision=PRECISION)
         if MASKED:
             visible = (key[None, :] <= position[:, None]) & is_key[None, :]
@@ -135,15 +141,19 @@ def mla_decode_kernel(
     latent_slot_stride, rope_block_stride, rope_slot_stride, scale_block_stride, scale_slot_stride,
     HEADS: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr, CONVERT_F16: tl.constexpr, SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows tile * BM .. of one sequence, over one split of its keys."""
+    if PDL:
+        launch_dependents()
     if FP8:  # strides are multiples of 16 bytes, which the compiler sees in the factor
         rope_block_stride, rope_slot_stride = rope_block_stride * 8, rope_slot_stride * 8
     sequence = tl.program_id(0) // tiles
     tile = tiles - 1 - tl.program_id(0) % tiles  # later tiles have more keys: run them first
     split = tl.program_id(1)
     if sequence >= sequences:
+        if PDL:
+            wait_for_dependencies()
         if not SPLIT:
             zero_unused_tokens(out_ptr, query_start_loc_ptr, tokens, sequences, HEADS * C)
         return
@@ -151,6 +161,8 @@ def mla_decode_kernel(
     count = tl.load(query_start_loc_ptr + sequence + 1) - start
     length = tl.load(seq_lens_ptr + sequence)
     if tile * BM >= count * HEADS:
+        if PDL:
+            wait_for_dependencies()
         return
     row = tile * BM + tl.arange(0, BM)
     is_row = row < count * HEADS
@@ -164,6 +176,17 @@ def mla_decode_kernel(
         last = tl.minimum(last, first + split_keys)
 
     column, i = tl.arange(0, BC), tl.arange(0, BR)
+    block_row = block_table_ptr + sequence.to(tl.int64) * table_row_stride
+    if PDL:
+        if BM == 16:  # decode: all latents but the new token's are already in the cache
+            LINES: tl.constexpr = (
+                BC * (latents_ptr.dtype.element_ty.primitive_bitwidth // 8) + 127
+            ) // 128
+            key = first + tl.arange(0, BN)
+            block = tl.load(block_row + key // BLOCK_SIZE, key < last, 0).to(tl.int64)
+            offsets = block * latent_block_stride + (key % BLOCK_SIZE) * latent_slot_stride
+            prefetch_l2(latents_ptr + offsets, LINES)
+        wait_for_dependencies()
     out_row = start.to(tl.int64) * HEADS + row
     q_ptrs = q_ptr + out_row[:, None] * C + column[None, :]
     q_c = tl.load(q_ptrs, is_row[:, None] & (column < C)[None, :], 0.0)
@@ -175,7 +198,6 @@ def mla_decode_kernel(
     m_i = tl.full([BM], NEG_INF, tl.float32)
     l_i = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BC], tl.float32)
-    block_row = block_table_ptr + sequence.to(tl.int64) * table_row_stride
 
     # blocks of keys that every row sees completely need no mask
     all_visible_end = tl.min(tl.where(is_row, position, last), 0) + 1
@@ -222,11 +244,15 @@ def merge_splits_kernel(
     partial_acc_ptr, partial_max_ptr, partial_sum_ptr, query_start_loc_ptr, out_ptr, splits,
     sequences,
     HEADS: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one (token, head), rescaled to the largest maximum.
 
     Tokens of no sequence get zeros.
     """
+    if PDL:
+        launch_dependents()
+        wait_for_dependencies()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     split, column = tl.arange(0, SPLITS), tl.arange(0, BC)
     row = token * HEADS + head
@@ -276,7 +302,7 @@ def attend_absorbed(
             max_query_len * heads, is_float32, is_fp8, sequences, max_seq_len
         )
     splits = config.split_k
-    out = torch.zeros((tokens, heads, rank), dtype=dtype, device=q_TNC.device)
+    out = torch.empty((tokens, heads, rank), dtype=dtype, device=q_TNC.device)
     width = max(16, next_power_of_2(rank))
     partials = allocate_partials(tokens * heads, splits, width, q_TNC.device)
     scales = cache.scales_PB if cache.scales_PB is not None else partials.max
@@ -292,7 +318,7 @@ def attend_absorbed(
         BLOCK_SIZE=cache.latents_PBC.shape[1], FP8=is_fp8,
         CONVERT_F16=is_fp8 and not is_float32 and not INTERPRETED, SPLIT=splits > 1,
         PRECISION="ieee" if is_float32 else "tf32", BM=config.block_m, BN=config.block_n,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(q_TNC.device),
     )  # fmt: skip
     if splits > 1:
         merge_splits(partials, query_start_loc, out, splits, width)
@@ -300,9 +326,10 @@ def attend_absorbed(
 
 
 def allocate_partials(rows: int, splits: int, width: int, device: torch.device) -> SplitPartials:
+    """Not initialized: every split of every row of a sequence is written."""
     count = rows * splits if splits > 1 else 1
-    row_max, row_sum = torch.zeros(2, count, device=device).unbind(0)
-    acc = torch.zeros(count * width if splits > 1 else 1, device=device)
+    row_max, row_sum = torch.empty(2, count, device=device).unbind(0)
+    acc = torch.empty(count * width if splits > 1 else 1, device=device)
     return SplitPartials(acc, row_max, row_sum)
 
 
@@ -314,5 +341,5 @@ def merge_splits(
     merge_splits_kernel[(tokens, heads)](
         *partials, query_start_loc, out, splits, query_start_loc.shape[0] - 1,
         HEADS=heads, C=rank, BC=width, SPLITS=next_power_of_2(splits),
-        num_warps=heuristics_for(out.device).mla_merge_num_warps,
+        num_warps=heuristics_for(out.device).mla_merge_num_warps, **pdl_options(out.device),
     )  # fmt: skip

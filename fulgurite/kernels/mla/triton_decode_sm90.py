@@ -36,6 +36,8 @@ from fulgurite.kernels.common.gluon_import import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+from fulgurite.kernels.common.triton_import import tl
+from fulgurite.kernels.common.triton_pdl import pdl_options
 from fulgurite.kernels.integer_math import cdiv
 from fulgurite.kernels.mla.reference import LatentCache
 from fulgurite.kernels.mla.triton_absorb import AbsorbedQueries
@@ -49,6 +51,16 @@ E4M3_TO_F16 = gl.constexpr(
 LOG2E = gl.constexpr(1.4426950408889634)
 # the kernel's layouts are written for these sizes
 RANK, ROPE_DIM, BLOCK_M, BLOCK_N, NUM_WARPS = 512, 64, 64, 64, 8
+
+
+@gluon.jit
+def launch_dependents():
+    tl.extra.cuda.gdc_launch_dependents()
+
+
+@gluon.jit
+def wait_for_dependencies():
+    tl.extra.cuda.gdc_wait()
 
 
 @gluon.jit
@@ -73,9 +85,11 @@ def mla_decode_sm90_kernel(
     scale_slot_stride,
     HEADS: gl.constexpr, C: gl.constexpr, R: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     FP8: gl.constexpr, SPLIT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    num_warps: gl.constexpr,
+    num_warps: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Rows tile * BM .. of one sequence, over one split of its keys."""
+    if PDL:
+        launch_dependents()
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BN // 2, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -91,6 +105,8 @@ def mla_decode_sm90_kernel(
     count = gl.load(query_start_loc_ptr + sequence + 1) - start
     length = gl.load(seq_lens_ptr + sequence)
     if tile * BM >= count * HEADS:
+        if PDL:
+            wait_for_dependencies()
         return
     rows = gl.minimum(BM, count * HEADS - tile * BM)
     last = length - count + (tile * BM + rows - 1) // HEADS + 1
@@ -117,6 +133,8 @@ def mla_decode_sm90_kernel(
     fence_async_shared()
     thread_barrier()
 
+    if PDL:
+        wait_for_dependencies()
     block_row = block_table_ptr + sequence.to(gl.int64) * table_row_stride
     first_row = start * HEADS + tile * BM
     mbarrier.expect(query_ready, q.block_type.nbytes + q_rope.block_type.nbytes)
@@ -287,6 +305,7 @@ def attend_absorbed_sm90(
         *(scales.stride() if is_fp8 else (0, 0)),
         HEADS=heads, C=rank, R=q_TNR.shape[2], BLOCK_SIZE=latents.shape[1], FP8=is_fp8,
         SPLIT=splits > 1, BM=BLOCK_M, BN=BLOCK_N, num_warps=NUM_WARPS,
+        **pdl_options(q_TNC.device),
     )  # fmt: skip
     if splits > 1:
         merge_splits(partials, query_start_loc, out, splits, rank)

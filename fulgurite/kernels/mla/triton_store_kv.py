@@ -19,6 +19,11 @@ from torch import Tensor
 from fulgurite.kernels.common.triton_import import INTERPRETED, tl, triton
 from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.common.triton_numerics import to_float8
+from fulgurite.kernels.common.triton_pdl import (
+    launch_dependents,
+    pdl_options,
+    wait_for_dependencies,
+)
 from fulgurite.kernels.integer_math import next_power_of_2
 from fulgurite.kernels.mla.reference import split_latent_cache
 from fulgurite.kernels.tuning.heuristics import heuristics_for
@@ -58,16 +63,21 @@ def store_mla_cache_kernel(
     rope_slot_stride, scale_block_stride, scale_slot_stride,
     C: tl.constexpr, BC: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr, INTERLEAVED: tl.constexpr, NATIVE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One token into its slot."""
+    if PDL:
+        launch_dependents()
     token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BC)
+    weight = tl.load(norm_ptr + column, column < C, 0.0).to(tl.float32)
+    if PDL:
+        wait_for_dependencies()
     cache_slot = tl.load(slot_mapping_ptr + token)
     if cache_slot < 0:
         return
     block, slot = cache_slot // BLOCK_SIZE, cache_slot % BLOCK_SIZE
-    column = tl.arange(0, BC)
     c = tl.load(kv_a_ptr + token * token_stride + column, column < C, 0.0).to(tl.float32)
-    weight = tl.load(norm_ptr + column, column < C, 0.0).to(tl.float32)
     c = c * (1.0 / tl.sqrt(tl.sum(c * c, 0) / C + eps)) * weight
     latent_ptrs = latents_ptr + block * latent_block_stride + slot * latent_slot_stride + column
     if FP8:
@@ -120,6 +130,7 @@ def store_mla_cache(
         C=rank, BC=next_power_of_2(rank), R=rope_dim, BR=max(16, next_power_of_2(rope_dim)),
         BLOCK_SIZE=cache.shape[1], FP8=is_fp8, INTERLEAVED=interleaved, NATIVE=not INTERPRETED,
         num_warps=heuristics_for(kv_a.device).mla_store_num_warps(rank),
+        **pdl_options(kv_a.device),
     )  # fmt: skip
     return None
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fulgurite.kernels.integer_math import cdiv
@@ -13,6 +14,7 @@ from fulgurite.kernels.tuning.config import LaunchConfig
 # Query tokens of a sequence from which its keys may be expanded. Fewer fill less than a tile of a head; they
 # are always absorbed. CPU kernels (include/mla_absorbed.h) and GPU kernels use the same number.
 MLA_MIN_EXPANDED_QUERIES = 32
+MAX_PADDING = 1.25  # rows of large tiles over those of small ones, up to which large ones are used
 
 
 class MlaHeuristics:
@@ -21,7 +23,7 @@ class MlaHeuristics:
     num_sms: int
     shared_memory_bytes: int
     mla_full_shared_memory: int  # bytes that the large blocks need
-    mla_max_expanded_keys: int  # a longer sequence is expanded chunk by chunk
+    mla_max_expanded_keys: int  # the keys of a step are expanded in chunks of so many
     mla_min_split_keys: int
     mla_max_splits: int
     mla_program_cost: int  # of a program's start, in keys
@@ -76,13 +78,23 @@ class MlaHeuristics:
         """Warps of the program that stores one token's latent of `rank` columns."""
         return 4 if rank >= self.mla_warp_rank else 1
 
-    def mla_prefill_config(self, tokens: int, is_float32: bool) -> LaunchConfig:
-        """Attention of one sequence's `tokens` query tokens to a chunk of expanded keys."""
+    def mla_prefill_block_m(self, query_lens: Sequence[int]) -> int:
+        """Tokens of an attention tile of expanded sequences: 128, or 64 if that pads much less.
+
+        A tile of 128 rows reads a key half as often, but it also computes its padding rows.
+        """
+        rows = {size: sum(cdiv(count, size) * size for count in query_lens) for size in (64, 128)}
+        return 128 if rows[128] <= MAX_PADDING * rows[64] else 64
+
+    def mla_prefill_config(self, block_m: int, is_float32: bool) -> LaunchConfig:
+        """Attention of tiles of `block_m` query tokens to a chunk of expanded keys.
+
+        The block may be smaller than the tile: a tile is then several programs.
+        """
         if is_float32:
             return LaunchConfig(block_m=32, block_n=32, num_warps=4, num_stages=1)
-        rows = 128 if tokens > 64 else 64
-        num_warps = 4 if rows <= 64 else 8
-        return LaunchConfig(block_m=rows, block_n=64, num_warps=num_warps, num_stages=3)
+        num_warps = 4 if block_m <= 64 else 8
+        return LaunchConfig(block_m=block_m, block_n=64, num_warps=num_warps, num_stages=3)
 
 
 def should_expand(

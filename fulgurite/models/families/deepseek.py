@@ -13,8 +13,9 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from fulgurite.kernels.gemm import fused_projections
 from fulgurite.models.attention_spec import AttentionSpec
-from fulgurite.models.blocks import GatedMLP
+from fulgurite.models.blocks import GatedMLP, ResidualBlock, get_children, project_add
 from fulgurite.models.config import ConfigFields, LayerConfig, MLAConfig, ModelConfig, MoEConfig
 from fulgurite.models.config_readers import read_rope
 from fulgurite.models.families import common
@@ -117,8 +118,12 @@ class KVUpProjection(nn.Linear):
     """
 
 
-class MLAttention(nn.Module):
-    """Multi-head latent attention; see `mla.py` for the formulas."""
+class MLAttention(ResidualBlock):
+    """Multi-head latent attention; see `mla.py` for the formulas.
+
+    q_a_proj (q_proj in a model without q_lora_rank) and kv_a_proj read the same input. They run as
+    fused projections, with the norm before them.
+    """
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
@@ -135,6 +140,7 @@ class MLAttention(nn.Module):
             value_dim=mla.kv_lora_rank,
             scale=config.attention_scale,
             is_mla=True,
+            mla_head_dims=(mla.qk_nope_head_dim, mla.v_head_dim),
         )
         query_size = num_heads * config.head_dim
         self.has_q_lora = mla.q_lora_rank is not None
@@ -151,11 +157,23 @@ class MLAttention(nn.Module):
         self.o_proj = nn.Linear(num_heads * mla.v_head_dim, hidden_size, bias=config.o_proj_bias)
 
     def forward(
-        self, x_XD: Tensor, positions_X: Tensor, cos_sin: RotaryCosSin, cache: KVCache
+        self,
+        x_XD: Tensor,
+        positions_X: Tensor,
+        cos_sin: RotaryCosSin,
+        cache: KVCache,
+        *,
+        norm: RMSNorm | None = None,
+        residual_XD: Tensor | None = None,
     ) -> Tensor:
+        """Apply `norm` to x first if given, and add the output to `residual_XD` if given."""
+        q_X, kv_a_XL = fused_projections.fused_linears(x_XD, self.fused_projections, norm)
+        if self.has_q_lora:
+            q_b_proj = get_children(self, "q_b_proj")
+            (q_X,) = fused_projections.fused_linears(q_X, q_b_proj, self.q_a_norm)
         inputs = MLAInputs(
-            q_XNH=self._project_queries(x_XD).unflatten(-1, (-1, self.query_dim)),
-            kv_a_XL=self.kv_a_proj(x_XD),
+            q_XNH=q_X.unflatten(-1, (-1, self.query_dim)),
+            kv_a_XL=kv_a_XL,
             kv_a_norm_C=self.kv_a_norm.weight,
             eps=self.kv_a_norm.eps,
             kv_b_NUC=self.kv_b_proj.weight.unflatten(0, (-1, self.kv_b_dim)),
@@ -163,15 +181,12 @@ class MLAttention(nn.Module):
             interleaved=self.interleaved,
         )
         out_XNV = cache.attend_mla(self.spec, inputs, positions_X)
-        out_XD: Tensor = self.o_proj(out_XNV.flatten(-2))
-        return out_XD
+        return project_add(residual_XD, out_XNV.flatten(-2), self.o_proj)
 
-    def _project_queries(self, x_XD: Tensor) -> Tensor:
-        if self.has_q_lora:
-            q_X: Tensor = self.q_b_proj(self.q_a_norm(self.q_a_proj(x_XD)))
-        else:
-            q_X = self.q_proj(x_XD)
-        return q_X
+    @property
+    def fused_projections(self) -> tuple[nn.Module, ...]:
+        """The linears that read the same input."""
+        return get_children(self, "q_a_proj" if self.has_q_lora else "q_proj", "kv_a_proj")
 
 
 def build_v2(config: ModelConfig) -> nn.Module:

@@ -90,7 +90,7 @@ def test_what_does_not_merge() -> None:
     static.uses_static_scale = True
     biased = make_linears("int8", (64,), bias=True)[0]
     dense = torch.nn.Linear(COLUMNS, 64)
-    odd = make_linears("fp8_e4m3_128x128", (128, 100))
+    odd = make_linears("fp8_e4m3_128x128", (100, 128))  # the first ends within a block
     for pair in ((first, other), (first, static), (first, biased), (first, dense), odd, (first,)):
         merge_quant_storage(pair)
         assert find_merged_linear(x, pair) is None
@@ -114,3 +114,32 @@ def test_a_merged_linear_ends_with_its_weights() -> None:
     linears[1].weight = torch.nn.Parameter(quantize(random(64, COLUMNS), "int8"), False)
     assert find_merged_linear(x, linears) is None
     assert torch.equal(fused_linears(x, linears)[1], linears[1](x))
+
+
+@torch.no_grad()
+def test_the_last_may_end_within_a_block_of_scales() -> None:
+    """DeepSeek-V3: q_a_proj has 12 blocks of 128 rows, kv_a_proj 4 and a half."""
+    linears = make_linears("fp8_e4m3_128x128", (384, 256, 192))
+    x = random(3, COLUMNS)
+    expected = [(linear.weight.dequantize(), linear(x)) for linear in linears]
+    merge_quant_storage(linears)
+    merged = find_merged_linear(x, linears)
+    assert merged is not None and merged.weight.scale.shape[0] == 3 + 2 + 2
+    for linear, out, (weight, alone) in zip(
+        linears, fused_linears(x, linears), expected, strict=True
+    ):
+        assert torch.equal(linear.weight.dequantize(), weight)
+        torch.testing.assert_close(out, alone, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(linear(x), alone, rtol=0, atol=0)
+
+
+def test_scalar_input_scales() -> None:
+    """Static FP8 checkpoints have one input scale a linear, as a scalar."""
+    for input_scales, merges in (((0.5, 0.5), True), ((0.5, 0.25), False)):
+        linears = make_linears("fp8_e4m3_row", (128, 128))
+        for linear, scale in zip(linears, input_scales, strict=True):
+            linear.input_scale = torch.tensor(scale)
+            linear.uses_static_scale = True
+        merge_quant_storage(linears)
+        with torch.no_grad():
+            assert (find_merged_linear(random(3, COLUMNS), linears) is not None) == merges

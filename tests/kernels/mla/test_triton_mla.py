@@ -9,7 +9,6 @@ from tests.kernels.triton_support import DEVICE, INTERPRETED  # isort: skip
 
 from fulgurite.kernels.mla import reference, triton_mla
 from fulgurite.kernels.mla.triton_absorb import absorb_queries, query_dtypes
-from fulgurite.kernels.mla.triton_prefill import gather_latents
 from fulgurite.kernels.mla.triton_store_kv import store_mla_cache
 from fulgurite.kernels.tuning.config import LaunchConfig
 from fulgurite.kernels.tuning.mla import MlaHeuristics, should_expand
@@ -148,27 +147,6 @@ def test_absorb_queries(tokens, nope_dim, rope_dim, rank, cache):
         both = torch.cat((absorbed.latent_TNC.float(), absorbed.rope_TNR.float()), -1)
         largest = both.abs().amax(-1)
         assert (largest <= 1).all() and (largest > 0.49).all()
-
-
-@pytest.mark.parametrize("cache", [torch.float32, torch.uint8, *HALVES], ids=str)
-@pytest.mark.parametrize("length", [1, 16, 41])
-def test_gather_latents(length, cache):
-    case = Case([(1, 41)], block_size=5, rank=19, rope_dim=6)
-    inputs = build(case, cache, torch.float32, DEVICE)
-    views = reference.split_latent_cache(inputs.cache, 19, 6)
-    blocks = inputs.metadata.block_table_SM[0]
-    gathered = gather_latents(views, blocks, length, torch.float32)
-    expected = reference.gather_latents(views, blocks, length, torch.float32)
-    assert all(torch.equal(a, b) for a, b in zip(gathered, expected, strict=True))
-
-
-@pytest.mark.parametrize("max_keys", [1, 16, 32])
-def test_long_context_is_expanded_in_chunks(max_keys, monkeypatch):
-    monkeypatch.setattr(Sm90Heuristics, "mla_max_expanded_keys", max_keys)
-    case = Case([(37, 75)], heads=2, rank=64)
-    inputs = build(case, torch.float32, torch.float32, DEVICE)
-    assert should_expand(37, 75, *case.sizes)
-    assert_close(run(inputs), inputs, 2e-6)
 
 
 @pytest.mark.parametrize("cache", [torch.float32, torch.uint8, *HALVES], ids=str)
