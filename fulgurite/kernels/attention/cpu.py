@@ -16,7 +16,11 @@ import torch
 from torch import Tensor
 
 from fulgurite import device, native, replay
-from fulgurite.kernels.attention.metadata import AttentionMetadata, AttentionOptions
+from fulgurite.kernels.attention.metadata import (
+    AttentionMetadata,
+    AttentionOptions,
+    ContextShard,
+)
 from fulgurite.kernels.common.cpu_library import (
     DTYPE_CODES,
     build_translation_unit,
@@ -31,7 +35,7 @@ CACHE_TYPES = {
     torch.float8_e4m3fn: "f8e4m3",
     torch.float8_e5m2: "f8e5m2",
 }
-_pack_attention = struct.Struct("28q3d3q").pack
+_pack_attention = struct.Struct("28q3d6q").pack
 _pack_store = struct.Struct("13qd13qd2q").pack
 
 
@@ -52,8 +56,9 @@ def paged_attention(
     value_cache: Tensor | None,
     metadata: AttentionMetadata,
     options: AttentionOptions,
+    shard: ContextShard | None = None,
 ) -> Any:
-    """`attention.ops.paged_attention`."""
+    """`attention.ops.paged_attention`; with a shard also the log-sum-exp."""
     sinks, value_dim = options.sinks_N, options.value_dim
     if not _is_supported(q, key_cache, value_cache):
         return NotImplemented
@@ -61,6 +66,7 @@ def paged_attention(
         return NotImplemented
     block_table, query_start_loc, seq_lens = metadata[:3]
     out = torch.empty((q.shape[0], q.shape[1], value_dim), dtype=q.dtype)
+    lse = None if shard is None else torch.full(q.shape[:2], float("-inf"))
     value_source = key_cache if value_cache is None else value_cache
     packed = _pack_attention(
         q.data_ptr(),
@@ -92,11 +98,13 @@ def paged_attention(
         device.num_cpu_threads(),
         block_table.shape[1],
         key_cache.shape[0],
+        0 if lse is None else lse.data_ptr(),
+        *((0, 1) if shard is None else shard),
     )
     attend, _ = _load_kernels(key_cache.dtype)
-    tensors = (q, key_cache, value_cache, block_table, query_start_loc, seq_lens, sinks, out)
+    tensors = (q, key_cache, value_cache, block_table, query_start_loc, seq_lens, sinks, out, lse)
     attend(packed, keep_alive=tensors)
-    return out
+    return out if lse is None else (out, lse)
 
 
 def store_kv_cache(

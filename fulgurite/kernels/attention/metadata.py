@@ -64,6 +64,16 @@ class AttentionOptions(NamedTuple):
     value_scale: float = 1.0
 
 
+class ContextShard(NamedTuple):
+    """The keys that a context-parallel rank has: blocks `rank`, `rank + ranks`, .. of each sequence.
+
+    Column m of its block table is block `m * ranks + rank` of the sequence.
+    """
+
+    rank: int
+    ranks: int
+
+
 def complete_metadata(
     metadata: AttentionMetadata, tokens: int, block_size: int
 ) -> AttentionMetadata:

@@ -19,6 +19,8 @@ table; N query heads; K key heads; H size of a key; V size of a value.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,7 @@ from fulgurite.kernels.attention import cpu, reference, triton_attention, triton
 from fulgurite.kernels.attention.metadata import (
     AttentionMetadata,
     AttentionOptions,
+    ContextShard,
     as_contiguous,
     check_metadata,
     check_slot_mapping,
@@ -79,6 +82,32 @@ def paged_attention(
         arguments = (*metadata[:5], *options)
         return _paged_attention_op(q_TNH, key_cache_PBKH, value_cache_PBKV, *arguments)
     return _dispatch_paged_attention(q_TNH, key_cache_PBKH, value_cache_PBKV, metadata, options)
+
+
+def paged_attention_shard(
+    q_TNH: Tensor,
+    key_cache_PBKH: Tensor,
+    value_cache_PBKV: Tensor | None,
+    metadata: AttentionMetadata,
+    options: AttentionOptions,
+    shard: ContextShard,
+) -> tuple[Tensor, Tensor]:
+    """`paged_attention` to the keys of a context-parallel rank, and log-sum-exps [T, N] in float32.
+
+    Sequence lengths and positions are those of whole sequences; the block table has the blocks of this
+    rank. A query that sees none of its keys has zeros and -inf. Not part of captured graphs.
+    """
+    if options.value_dim is None:
+        cache = key_cache_PBKH if value_cache_PBKV is None else value_cache_PBKV
+        options = options._replace(value_dim=cache.shape[-1])
+    if not 0 <= shard.rank < shard.ranks:
+        raise ArgumentError(f"shard {shard.rank} of {shard.ranks}")
+    block_size = key_cache_PBKH.shape[1] * shard.ranks
+    metadata = complete_metadata(metadata, q_TNH.shape[0], block_size)
+    _check_attention(q_TNH, key_cache_PBKH, value_cache_PBKV, metadata, options)
+    return _dispatch_paged_attention(
+        q_TNH, key_cache_PBKH, value_cache_PBKV, metadata, options, shard
+    )
 
 
 def fused_decode_attention(
@@ -180,17 +209,18 @@ def _dispatch_paged_attention(
     value_cache_PBKV: Tensor | None,
     metadata: AttentionMetadata,
     options: AttentionOptions,
-) -> Tensor:
+    shard: ContextShard | None = None,
+) -> Any:
     """Run the kernel of this device."""
     if options.sinks_N is not None:
         options = options._replace(sinks_N=options.sinks_N.contiguous())
     arguments = (
         q_TNH, key_cache_PBKH, value_cache_PBKV, as_contiguous(metadata), options
     )  # fmt: skip
-    out: Tensor = registry.dispatch(
-        PAGED_ATTENTION_KERNELS, q_TNH.device, reference.paged_attention, *arguments
+    sharded = () if shard is None else (shard,)
+    return registry.dispatch(
+        PAGED_ATTENTION_KERNELS, q_TNH.device, reference.paged_attention, *arguments, *sharded
     )
-    return out
 
 
 def _paged_attention_schema(

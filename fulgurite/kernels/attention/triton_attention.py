@@ -19,7 +19,11 @@ import torch
 from torch import Tensor
 
 from fulgurite.determinism import is_deterministic
-from fulgurite.kernels.attention.metadata import AttentionMetadata, AttentionOptions
+from fulgurite.kernels.attention.metadata import (
+    AttentionMetadata,
+    AttentionOptions,
+    ContextShard,
+)
 from fulgurite.kernels.attention.triton_kernel import attention_kernel
 from fulgurite.kernels.common.pdl import in_pdl_region
 from fulgurite.kernels.common.triton_counters import acquire_counters
@@ -60,6 +64,7 @@ class LaunchKey(NamedTuple):
     interleaved: bool
     use_pdl: bool
     is_deterministic: bool
+    is_sharded: bool
 
 
 class AttentionLaunch(NamedTuple):
@@ -104,6 +109,7 @@ def build_launch(key: LaunchKey) -> AttentionLaunch:
         MERGE_SPLITS=merge_splits,
         MERGE_ROWS=min(config.block_m, next_power_of_2(rows), merge_rows),
         FUSED=key.is_fused, NORM=key.has_norm, ROPE=key.has_rope, INTERLEAVED=key.interleaved,
+        SHARDED=key.is_sharded,
         num_warps=config.num_warps, num_stages=config.num_stages,
         **pdl_options(key.device, key.use_pdl),
     )  # fmt: skip
@@ -119,9 +125,13 @@ def paged_attention(
     value_cache: Tensor | None,
     metadata: AttentionMetadata,
     options: AttentionOptions,
+    shard: ContextShard | None = None,
     new: tuple[ProjectedQKV, Tensor] | None = None,
 ) -> Any:
-    """`attention.ops.paged_attention`; `new`: heads to norm, rotate and store, and their slots."""
+    """`attention.ops.paged_attention`; with a shard also the log-sum-exp.
+
+    `new`: heads to norm, rotate and store, and their slots.
+    """
     scale, value_dim = options.scale * options.key_scale, options.value_dim
     if q.dtype not in SUPPORTED_DTYPES or q.stride(-1) != 1 or key_cache.stride(-1) != 1:
         return NotImplemented
@@ -135,15 +145,17 @@ def paged_attention(
     assert value_dim is not None and max_query_len is not None and max_seq_len is not None
     tokens, heads, key_dim = q.shape
     sequences, key_heads = seq_lens.shape[0], key_cache.shape[2]
+    lse = None if shard is None else torch.full((tokens, heads), -torch.inf, device=q.device)
     if q.numel() == 0 or sequences == 0 or max_query_len == 0:
-        return torch.zeros((tokens, heads, value_dim), dtype=q.dtype, device=q.device)
+        out = torch.zeros((tokens, heads, value_dim), dtype=q.dtype, device=q.device)
+        return out if lse is None else (out, lse)
     qkv, slot_mapping = new or (_NO_NEW_TOKENS, seq_lens)
     launch = build_launch(LaunchKey(
         q.device, q.dtype, key_cache.dtype, heads, key_heads, key_dim, value_dim,
         key_cache.shape[1], sequences, max_query_len, max_seq_len, options.window, options.chunk,
         options.softcap is not None, options.sinks_N is not None, value_cache is None,
         new is not None, qkv.norms is not None, qkv.cos is not None, qkv.interleaved,
-        in_pdl_region(), is_deterministic(),
+        in_pdl_region(), is_deterministic(), shard is not None,
     ))  # fmt: skip
     splits = launch.splits
     out = torch.empty((tokens, heads, value_dim), dtype=q.dtype, device=q.device)
@@ -168,10 +180,10 @@ def paged_attention(
         *value_source.stride()[:3],
         new_k, new_v, slot_mapping, norms.query, norms.key, cos, sin, *new_k.stride()[:2],
         *new_v.stride()[:2], 0 if qkv.cos is None else cos.shape[-1], norms.eps, norms.offset,
-        launch.cache_max,
+        launch.cache_max, q if lse is None else lse, *((0, 1) if shard is None else shard),
         **launch.constants,
     )  # fmt: skip
-    return out
+    return out if lse is None else (out, lse)
 
 
 _NOTHING: Any = None
@@ -193,7 +205,8 @@ def fused_decode_attention(
     if not is_rope_supported(q, qkv.cos, qkv.sin) or not is_cache_supported(cache):
         return NotImplemented
     new = (qkv, cache.slot_mapping_T)
-    return paged_attention(q, cache.key_cache_PBKH, cache.value_cache_PBKV, metadata, options, new)
+    caches = cache.key_cache_PBKH, cache.value_cache_PBKV
+    return paged_attention(q, *caches, metadata, options, new=new)
 
 
 def _compute_dtype(query: torch.dtype, cache: torch.dtype) -> Any:

@@ -105,18 +105,21 @@ def attention_kernel(
     key_head_stride, value_block_stride, value_slot_stride, value_head_stride,
     k_ptr, v_ptr, slot_mapping_ptr, query_norm_ptr, key_norm_ptr, cos_ptr, sin_ptr,
     k_token_stride, k_head_stride, v_token_stride, v_head_stride, pairs, eps, offset, cache_max,
+    lse_ptr, shard_index, shard_count,
     HEADS: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, H1: tl.constexpr, H2: tl.constexpr,
     V: tl.constexpr, BV: tl.constexpr, BLOCK_SIZE: tl.constexpr, VALUES_IN_KEYS: tl.constexpr,
     HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, ONE_LOOP: tl.constexpr,
     PRECISION: tl.constexpr, COMPUTE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     MIN_SPLIT_KEYS: tl.constexpr, MERGE_SPLITS: tl.constexpr, MERGE_ROWS: tl.constexpr,
     FUSED: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr,
-    PDL: tl.constexpr,
+    SHARDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows tile * BM .. of one sequence and key head, over one split of its keys.
 
     With FUSED each sequence has one new token whose heads are as projected: they are normed and
     rotated here, and the program of the last split stores key and value before it reads them.
+    With SHARDED the cache has the keys of a context-parallel rank (`_count_local_keys`), and
+    log-sum-exps are stored.
     """
     if PDL:
         launch_dependents()
@@ -146,6 +149,9 @@ def attention_kernel(
     first_visible = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
     chunk_start = position // tl.maximum(chunk, 1) * chunk
     first_visible = tl.where(chunk > 0, tl.maximum(first_visible, chunk_start), first_visible)
+    if SHARDED:  # the numbers of the keys within the cache: the visible ones are an interval, too
+        first_visible = _count_local_keys(first_visible, shard_index, shard_count, BLOCK_SIZE)
+        position = _count_local_keys(position + 1, shard_index, shard_count, BLOCK_SIZE) - 1
 
     # the keys of the tile, and of this split
     first = tl.min(tl.where(is_row, first_visible, length), 0)
@@ -154,6 +160,8 @@ def attention_kernel(
     num_splits = splits
     if SPLIT:  # a short context uses fewer splits than were launched
         num_splits = tl.minimum(splits, tl.cdiv(last - first, MIN_SPLIT_KEYS))
+        if SHARDED:  # a rank may have no key that these rows see
+            num_splits = tl.maximum(num_splits, 1)
         if split >= num_splits:
             if PDL:
                 wait_for_dependencies()
@@ -254,7 +262,7 @@ def attention_kernel(
                 _merge_splits(
                     partial_acc_ptr, partial_max_ptr, partial_sum_ptr, sinks_ptr, out_ptr,
                     merged_out_row, merged_head, merged_row < count * GROUP, splits, num_splits,
-                    value_scale, V, BV, HAS_SINKS, MERGE_ROWS, MERGE_SPLITS,
+                    value_scale, lse_ptr, V, BV, HAS_SINKS, SHARDED, MERGE_ROWS, MERGE_SPLITS,
                 )  # fmt: skip
     else:
         if HAS_SINKS:
@@ -263,6 +271,10 @@ def attention_kernel(
             alpha = tl.exp2(m_i - m_new)
             l_i = l_i * alpha + tl.exp2(sink - m_new)
             acc *= alpha[:, None]
+            m_i = m_new
+        if SHARDED:
+            tl.store(lse_ptr + out_row, (m_i + tl.log2(l_i)) / LOG2E, is_row)
+            l_i = tl.where(m_i == NEG_INF, 1.0, l_i)
         out = acc * value_scale / tl.where(is_row, l_i, 1.0)[:, None]
         out_ptrs = out_ptr + out_row[:, None] * V + cv[None, :]
         mask = is_row[:, None] & (cv < V)[None, :]
@@ -272,9 +284,9 @@ def attention_kernel(
 @triton.jit
 def _merge_splits(
     partial_acc_ptr, partial_max_ptr, partial_sum_ptr, sinks_ptr, out_ptr, out_row, head, is_row,
-    splits, num_splits, value_scale,
-    V: tl.constexpr, BV: tl.constexpr, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr,
-    MERGE_SPLITS: tl.constexpr,
+    splits, num_splits, value_scale, lse_ptr,
+    V: tl.constexpr, BV: tl.constexpr, HAS_SINKS: tl.constexpr, SHARDED: tl.constexpr,
+    ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of ROWS rows, MERGE_SPLITS at a time, rescaled to the running maximum."""
     column = tl.arange(0, BV)
@@ -299,10 +311,21 @@ def _merge_splits(
         l_i = l_i * alpha + tl.sum(partial_sum * rescale, 1)
         acc = acc * alpha[:, None] + tl.sum(partial_acc * rescale[:, :, None], 1)
         m_i = m_new
+    if SHARDED:
+        tl.store(lse_ptr + out_row, (m_i + tl.log2(l_i)) / LOG2E, is_row)
+        l_i = tl.where(m_i == NEG_INF, 1.0, l_i)
     out = acc * value_scale / tl.where(is_row, l_i, 1.0)[:, None]
     out_ptrs = out_ptr + out_row[:, None] * V + column[None, :]
     mask = is_row[:, None] & (column < V)[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _count_local_keys(count, shard_index, shard_count, BLOCK_SIZE: tl.constexpr):
+    """How many of the first `count` keys of a sequence a context-parallel rank has."""
+    stripe = shard_count * BLOCK_SIZE
+    rest = tl.maximum(count % stripe - shard_index * BLOCK_SIZE, 0)
+    return count // stripe * BLOCK_SIZE + tl.minimum(rest, BLOCK_SIZE)
 
 
 @triton.jit

@@ -13,6 +13,10 @@
 // order, by one thread or, with fewer items than threads, from partial results of several. Blocks and splits lie
 // at fixed positions of the sequence. So the result of a row depends neither on the other rows and sequences of
 // the batch, nor on the chunk of the prompt that it is computed in, nor on the number of threads.
+//
+// Context parallelism: of every `shard_count` blocks of a sequence the cache has number `shard_index`. Keys are
+// then numbered within the cache. The visible ones are an interval of these numbers as well, since they are in
+// order: only its ends are translated. The log-sum-exp of a row (`lse`) merges the results of all shards.
 
 const int PREFILL_ROWS = 32;         // rows of a prefill tile
 const int MAX_DECODE_ROWS = 8;       // a tile of at most this many rows reads keys in place
@@ -34,10 +38,19 @@ struct AttentionArgs {
   int64_t query_dtype, sink_dtype;  // 0 float, 1 bf16, 2 f16
   float scale, softcap, value_scale;
   int64_t key_width, value_width;  // rounded up to a multiple of LANES
+  float* lse;                      // [tokens, heads]; null: not wanted
+  int64_t shard_index, shard_count;
 };
 
 INLINE int64_t round_up(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 INLINE int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// How many of the first `n` keys of a sequence are in this cache: all but for context parallelism.
+INLINE int64_t local_keys(const AttentionArgs& p, int64_t n) {
+  if (p.shard_count == 1) return n;
+  const int64_t round = p.block_size * p.shard_count, rest = n % round - p.shard_index * p.block_size;
+  return n / round * p.block_size + max_i64(0, min_i64(rest, p.block_size));
+}
 
 static float load_number(const char* from, int64_t at, int64_t dtype) {
   if (dtype == 0) return ((const float*)from)[at];
@@ -85,8 +98,8 @@ static void init_tile(const AttentionArgs& p, const WorkItem& item, Tile& tile) 
     const int64_t position = before + token;
     int64_t from = p.window ? max_i64(0, position - p.window + 1) : 0;
     if (p.chunk) from = max_i64(from, position / p.chunk * p.chunk);
-    tile.from[r] = max_i64(from, item.low);
-    tile.to[r] = min_i64(position + 1, item.high);
+    tile.from[r] = max_i64(local_keys(p, from), item.low);
+    tile.to[r] = min_i64(local_keys(p, position + 1), item.high);
     tile.row_max[r] = -__builtin_inff();
     tile.row_sum[r] = 0;
     for (int64_t c = 0; c < p.value_width; c += LANES) store_vec(tile.acc + r * p.value_width + c, vec{});

@@ -108,6 +108,11 @@ static void write_row(const AttentionArgs& p, const WorkItem& item, int64_t r, f
     const float max_score = sink > row_max ? sink : row_max;
     factor = exp(row_max - max_score);
     row_sum = row_sum * factor + exp(sink - max_score);
+    row_max = max_score;
+  }
+  if (p.lse) {  // a row without keys here: zeros
+    p.lse[token * p.heads + head] = row_sum == 0 ? -__builtin_inff() : row_max + __builtin_logf(row_sum);
+    if (row_sum == 0) row_sum = 1;
   }
   const float scale = factor * p.value_scale / row_sum;
   const int64_t at = (token * p.heads + head) * p.value_dim;
@@ -140,9 +145,10 @@ static WorkItem find_item(const AttentionArgs& p, const int64_t* ends, int64_t i
   const int64_t before = p.seq_lens[low] - (p.query_start_loc[low + 1] - p.query_start_loc[low]);
   const int64_t first = before + item.first / p.group;
   const int64_t last = before + (item.first + item.rows - 1) / p.group;
-  item.high = last + 1;
+  item.high = local_keys(p, last + 1);
   item.low = p.window ? max_i64(0, first - p.window + 1) : 0;
   if (p.chunk) item.low = max_i64(item.low, first / p.chunk * p.chunk);
+  item.low = local_keys(p, item.low);
   return item;
 }
 
@@ -295,6 +301,9 @@ EXPORT int64_t paged_attention(const int64_t* a) {
   p.softcap = unpack_double(a[29]);
   p.value_scale = unpack_double(a[30]);
   const int threads = (int)a[31];
+  p.lse = (float*)a[34];
+  p.shard_index = a[35];
+  p.shard_count = a[36];
   p.key_width = round_up(p.key_dim);
   p.value_width = round_up(p.value_dim);
   const auto first_key = [&](int64_t s, int64_t count) {
@@ -302,7 +311,7 @@ EXPORT int64_t paged_attention(const int64_t* a) {
     return p.chunk ? max_i64(seen, first / p.chunk * p.chunk) : seen;
   };
   const int64_t error = check_block_table(p.query_start_loc, p.seq_lens, p.block_table, p.table_row_stride,
-                                          p.sequences, tokens, p.block_size, a[32], a[33], first_key);
+                                          p.sequences, tokens, p.block_size * p.shard_count, a[32], a[33], first_key);
   if (error) return error;
   const int64_t size = p.query_dtype ? 2 : 4, row = p.heads * p.value_dim * size;
   const int64_t used = p.sequences ? p.query_start_loc[p.sequences] : 0;

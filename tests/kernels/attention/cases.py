@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from fulgurite.kernels.attention import reference
-from fulgurite.kernels.attention.metadata import AttentionMetadata, AttentionOptions
+from fulgurite.kernels.attention.metadata import (
+    AttentionMetadata,
+    AttentionOptions,
+    ContextShard,
+)
 
 
 @dataclass
@@ -131,3 +135,22 @@ CASES = {
     "scales": Case([(1, 90), (20, 40)], options={"key_scale": 0.5, "value_scale": 3.0}),
     "large scale": Case([(1, 90), (20, 40)], options={"scale": 30.0}),
 }
+
+
+def shard_inputs(inputs: Inputs, shard: ContextShard) -> Inputs:
+    """The same with the block table of a context-parallel rank: every `ranks`-th block."""
+    table = inputs.metadata.block_table_SM
+    missing = -table.shape[1] % shard.ranks
+    padded = torch.nn.functional.pad(table, (0, missing))
+    options = inputs.options
+    if shard.rank:  # a sink counts once
+        options = options._replace(sinks_N=None)
+    local = padded[:, shard.rank :: shard.ranks].contiguous()
+    return inputs.with_metadata(block_table_SM=local)._replace(options=options)
+
+
+def exact_lse(inputs: Inputs, shard: ContextShard) -> Tensor:
+    """The log-sum-exp of a shard's scores in float64, in the precision that the reference returns."""
+    q, key_cache, value_cache, metadata, options = inputs
+    tensors = [None if t is None else t.double() for t in (q, key_cache, value_cache)]
+    return reference.paged_attention(*tensors, metadata, options, shard)[1]

@@ -9,9 +9,16 @@ import torch.nn.functional as F
 from fulgurite import native, replay
 from fulgurite.errors import ArgumentError
 from fulgurite.kernels.attention import reference
-from fulgurite.kernels.attention.ops import CACHE_DTYPES, paged_attention, store_kv_cache
+from fulgurite.kernels.attention.metadata import ContextShard
+from fulgurite.kernels.attention.ops import (
+    CACHE_DTYPES,
+    paged_attention,
+    paged_attention_shard,
+    store_kv_cache,
+)
 from fulgurite.models.kv_cache import AttentionSpec, NoKVCache
-from tests.kernels.attention.cases import CASES, Case, build, exact
+from fulgurite.parallel.context import merge_shards
+from tests.kernels.attention.cases import CASES, Case, build, exact, exact_lse, shard_inputs
 
 pytestmark = pytest.mark.skipif(native.find_compiler() is None, reason="needs a C++ compiler")
 
@@ -226,3 +233,37 @@ def test_options_of_zero_are_rejected(option):
     inputs = build(CASES["mixed"], torch.float32, torch.float32)
     with pytest.raises(ArgumentError, match=f"{option}=0 must be positive"):
         paged_attention(*inputs.with_options(**{option: 0}))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("implementation", ["kernel", "reference"])
+@pytest.mark.parametrize("name", CASES)
+def test_shards_of_keys_merge(name, implementation, count):
+    """Context parallelism: outputs and log-sum-exps of all shards make the whole; NaN slots stay out."""
+    inputs = build(CASES[name], torch.float32, torch.float32)
+    outputs, lses = [], []
+    for index in range(count):
+        shard = ContextShard(index, count)
+        local = shard_inputs(inputs, shard)
+        if implementation == "kernel":
+            out, lse = paged_attention_shard(*local, shard)
+        else:
+            out, lse = reference.paged_attention(*local, shard)
+        torch.testing.assert_close(lse, exact_lse(local, shard), rtol=1e-5, atol=1e-5)
+        assert lse.dtype == torch.float32 and not out.isnan().any()
+        outputs.append(out)
+        lses.append(lse)
+    merged = merge_shards(torch.stack(outputs), torch.stack(lses))
+    torch.testing.assert_close(merged.double(), exact(inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_one_shard_has_the_bits_of_the_whole():
+    inputs = build(CASES["mixed"], torch.float32, torch.float32)
+    out, _ = paged_attention_shard(*inputs, ContextShard(0, 1))
+    assert torch.equal(out, paged_attention(*inputs))
+
+
+def test_a_shard_that_is_not_there():
+    inputs = build(CASES["decode"], torch.float32, torch.float32)
+    with pytest.raises(ArgumentError, match="shard 2 of 2"):
+        paged_attention_shard(*inputs, ContextShard(2, 2))

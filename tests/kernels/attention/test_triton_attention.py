@@ -8,26 +8,31 @@ import torch
 from tests.kernels.triton_support import DEVICE, INTERPRETED  # isort: skip
 
 from fulgurite.kernels.attention import reference, triton_attention, triton_store_kv
-from fulgurite.kernels.attention.metadata import AttentionMetadata, AttentionOptions
+from fulgurite.kernels.attention.metadata import (
+    AttentionMetadata,
+    AttentionOptions,
+    ContextShard,
+)
 from fulgurite.kernels.elementwise import triton_elementwise
 from fulgurite.kernels.elementwise.ops import KVCacheSlots, ProjectedQKV, QKNorm
 from fulgurite.kernels.tuning.attention import AttentionHeuristics
 from fulgurite.kernels.tuning.config import LaunchConfig
 from fulgurite.kernels.tuning.sm_90 import Sm90Heuristics
-from tests.kernels.attention.cases import CASES, build, exact
+from fulgurite.parallel.context import merge_shards
+from tests.kernels.attention.cases import CASES, build, exact, exact_lse, shard_inputs
 
 # the interpreter truncates bfloat16 and float8 where a GPU rounds
 CACHES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 
 
-def run(inputs):
+def run(inputs, shard=None):
     """The kernel with the maxima that the operator sets."""
     starts = inputs.metadata.query_start_loc
     inputs = inputs.with_metadata(
         max_query_len=max((starts[1:] - starts[:-1]).tolist(), default=0),
         max_seq_len=max(inputs.metadata.seq_lens_S.tolist(), default=0),
     )
-    return triton_attention.paged_attention(*inputs)
+    return triton_attention.paged_attention(*inputs, shard)
 
 
 def assert_close(out, inputs, tolerance):
@@ -138,3 +143,25 @@ def test_fused_decode_attention_equals_two_kernels(
         assert torch.equal(ours.float(), theirs.float())
     torch.testing.assert_close(out, expected)
     assert not out[3].any()
+
+
+SHARDED = ("decode", "decode, long", "mixed", "padding", "blocks of 5", "window", "chunk", "sinks")
+
+
+@pytest.mark.parametrize("splits", [1, 5])
+@pytest.mark.parametrize("name", [*SHARDED, "values in keys"])
+def test_shards_of_keys_merge(name, splits, monkeypatch):
+    """Context parallelism: outputs and log-sum-exps of all shards make the whole."""
+    monkeypatch.setattr(Sm90Heuristics, "attention_min_split_keys", 16)
+    set_config(monkeypatch, LaunchConfig(16, 16, num_warps=4, num_stages=2, split_k=splits))
+    inputs = build(CASES[name], torch.float32, torch.float32, DEVICE)
+    outputs, lses = [], []
+    for index in range(3):
+        shard = ContextShard(index, 3)
+        local = shard_inputs(inputs, shard)
+        out, lse = run(local, shard)
+        torch.testing.assert_close(lse, exact_lse(local, shard).to(DEVICE), rtol=1e-4, atol=1e-4)
+        outputs.append(out)
+        lses.append(lse)
+    merged = merge_shards(torch.stack(outputs), torch.stack(lses))
+    torch.testing.assert_close(merged.double(), exact(inputs), rtol=1e-4, atol=1e-5)
