@@ -2,7 +2,7 @@
 
 The largest step runs on the meta device, where tensors have shapes and no memory. A dispatch mode
 tracks which tensors are alive at once. A stand-in KV cache returns attention outputs of the right
-shape.
+shape. The model may be one rank's shard: its collectives allocate and send nothing.
 """
 
 from __future__ import annotations
@@ -29,20 +29,55 @@ from fulgurite.models.state_spec import StateSpec
 from fulgurite.models.transformers_backend.model import TransformersModel
 
 
-def activation_bytes(model: CausalLM, tokens: int, rows: int) -> int:
-    """Peak bytes of a step of `tokens` tokens that computes the logits of `rows` of them."""
+def activation_bytes(model: CausalLM, tokens: int, rows: int, context_parallel: int = 1) -> int:
+    """Peak bytes of a step of up to `tokens` tokens that computes the logits of `rows` of them.
+
+    With experts on other ranks (meta_dispatch.py), a smaller step may need more: it is run, too. A
+    rank has 1 / `context_parallel` of the tokens.
+    """
     assert model.device.type == "meta", "activation_bytes runs a step on the meta device"
-    rows, model = min(rows, tokens), _deduplicate_layers(model)
+    model = _deduplicate_layers(model)
+    local = -(-tokens // context_parallel)
+    return max(
+        _measure_step(model, size, min(rows, tokens), _NullCache(context_parallel))
+        for size in (local, *_critical_steps(model, local))
+    )
+
+
+def _measure_step(model: CausalLM, tokens: int, rows: int, cache: _NullCache) -> int:
     with torch.inference_mode(), track_allocations() as tracker, torch.device("meta"):
         ids = torch.zeros(tokens, dtype=torch.long)
-        hidden = model.compute_hidden_states(
-            ids, torch.zeros(tokens, dtype=torch.long), _NullCache()
-        )
-        selected = hidden[torch.zeros(rows, dtype=torch.long)]
-        logits = model.compute_logits(selected).float()
-        del hidden
-        logits.clone()  # with bias, mask and penalties
+        positions = torch.zeros(tokens, dtype=torch.long)
+        if model.stage is None:
+            hidden = model.compute_hidden_states(ids, positions, cache)
+            selected = hidden[torch.zeros(rows, dtype=torch.long)]
+        else:
+            hidden = _run_stage(model, ids, positions, cache)
+            selected = hidden.new_empty(rows, hidden.shape[1])  # from the last stage
+        if model.stage is None or model.stage.is_first:
+            logits = model.compute_logits(selected).float()
+            del hidden
+            logits.clone()  # with bias, mask and penalties
     return tracker.peak
+
+
+def _run_stage(model: CausalLM, ids: Tensor, positions: Tensor, cache: _NullCache) -> Tensor:
+    """The hidden states behind the layers of a pipeline stage."""
+    assert model.stage is not None, "the model has all layers"
+    x, cos_sins = model.embed(ids, positions, cache)  # or room for what is received
+    return model.run_layers(x, positions, cos_sins, cache)
+
+
+def _critical_steps(model: CausalLM, tokens: int) -> list[int]:
+    """Smaller steps that may need more memory than one of `tokens` tokens."""
+    steps, ranks = set(), 1
+    for module in model.modules():
+        token_sharding = getattr(module, "token_sharding", None)
+        ranks = ranks if token_sharding is None else token_sharding.axis.size
+        find = getattr(getattr(module, "dispatcher", None), "critical_tokens", None)
+        if find is not None:
+            steps |= set(find(-(-tokens // ranks)))
+    return [ranks * count for count in sorted(steps)]
 
 
 def _deduplicate_layers(model: CausalLM) -> CausalLM:
@@ -61,7 +96,13 @@ def _deduplicate_layers(model: CausalLM) -> CausalLM:
 
 
 class _NullCache(UnpagedKVCache):
-    """A KV cache that stores nothing. Its outputs have the right shape and no values."""
+    """A KV cache that stores nothing. Its outputs have the right shape and no values.
+
+    With context parallelism, queries and keys of all ranks are gathered for the attention.
+    """
+
+    def __init__(self, context_parallel: int = 1) -> None:
+        self.context_parallel = context_parallel
 
     def attend(
         self,
@@ -72,7 +113,15 @@ class _NullCache(UnpagedKVCache):
         positions_X: Tensor,
         sinks_N: Tensor | None,
     ) -> Tensor:
+        if self.context_parallel > 1:
+            gathered = [self._gather(x) for x in (q_XNH, k_XKH, v_XKV) if x is not None]
+            out_TNV = gathered[0].new_empty(*gathered[0].shape[:-1], spec.value_dim)
+            del gathered
+            out_TNV.new_empty(out_TNV.shape)  # what other ranks computed for this rank's tokens
         return q_XNH.new_empty(*q_XNH.shape[:-1], spec.value_dim)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        return x.new_empty(self.context_parallel * x.shape[0], *x.shape[1:])
 
     def attend_mla(self, spec: AttentionSpec, step: MLAInputs, positions_X: Tensor) -> Tensor:
         return mla_attention_meta(step.q_XNH, step.kv_b_NUC, step.value_dim)

@@ -9,15 +9,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from fulgurite.errors import ArgumentError, CapacityError
-from fulgurite.kernels.dispatch.wire_format import WIRE_FORMATS
 from fulgurite.models.config import ConfigFields, ModelConfig
 from fulgurite.models.families.family import ModelFamily
 from fulgurite.models.families.presets import MODEL_PRESETS, find_preset
@@ -31,7 +28,8 @@ from fulgurite.models.loading.checkpoint import (
 from fulgurite.models.loading.loader import build_meta_model
 from fulgurite.models.loading.quantization_config import read_quantization
 from fulgurite.parallel.mesh import MeshShape
-from fulgurite.plan.cluster import GPUS, parse_cluster
+from fulgurite.parallel.transport import AUTO, MICRO_BATCHES, TRANSPORTS, WIRES, ExpertOptions
+from fulgurite.plan.cluster import GPUS, MeasuredSpeeds, parse_cluster
 from fulgurite.plan.expert_load import format_expert_load
 from fulgurite.plan.kv_cache import KV_CACHE_DTYPES
 from fulgurite.plan.search import (
@@ -43,18 +41,14 @@ from fulgurite.plan.search import (
     search_meshes,
     suggest_alternatives,
 )
-from fulgurite.plan.shard import (
-    FormatLookup,
-    build_model_shard,
-    find_sharding_error,
-    uniform_format,
-)
+from fulgurite.plan.shard import FormatLookup, build_model_shard, uniform_format
 from fulgurite.plan.text import (
     format_capacity,
     format_choice,
     format_headline,
     format_memory,
     format_other_meshes,
+    format_steps,
     to_json,
 )
 from fulgurite.quant import QuantTensor
@@ -75,7 +69,6 @@ class ModelSource:
     config: ModelConfig
     format_lookup: FormatLookup
     format: str
-    shard_alignment: int = 1
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -108,6 +101,22 @@ def add_options(command: argparse.ArgumentParser) -> None:
         ("expert", "ranks over which experts are distributed"),
     ):
         gpus.add_argument(f"--{axis}", type=int, metavar="N", help=f"{text} (default: searched)")
+    for axis, text in (
+        ("pipeline", "pipeline stages: ranks over which layers are distributed"),
+        ("context-parallel", "ranks over which the KV cache of a request is distributed"),
+    ):
+        gpus.add_argument(
+            f"--{axis}", type=int, default=1, metavar="N", help=f"{text} (default: 1)"
+        )
+    links = command.add_argument_group("links", "measured speeds, instead of the datasheet's")
+    links.add_argument("--nodes", type=int, metavar="N", help="number of nodes of these GPUs")
+    for name, unit, text in (
+        ("link", "GB/s", "bandwidth of a GPU to the others of its node"),
+        ("network", "GB/s", "bandwidth of a GPU to other nodes"),
+        ("latency", "US", "µs of a small collective inside a node"),
+        ("network-latency", "US", "µs of a small collective between nodes"),
+    ):
+        links.add_argument(f"--{name}", type=float, metavar=unit, help=text)
     use = command.add_argument_group("use")
     use.add_argument(
         "--context",
@@ -126,9 +135,29 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
     experts = command.add_argument_group("experts")
     experts.add_argument(
-        "--dispatch-format",
-        choices=[*WIRE_FORMATS],
-        help="wire format of tokens sent to experts (default: fp8 for FP8 weights, else bf16)",
+        "--transport",
+        choices=(AUTO, *TRANSPORTS),
+        default=AUTO,
+        help="how tokens go to experts of other ranks (default auto: by topology)",
+    )
+    experts.add_argument(
+        "--wire",
+        choices=WIRES,
+        default=AUTO,
+        help="wire format of these tokens (default auto: the model's dtype)",
+    )
+    experts.add_argument(
+        "--expert-capacity",
+        type=int,
+        metavar="N",
+        help="most tokens from one rank to another in a step; bounds the memory of a rank",
+    )
+    experts.add_argument(
+        "--micro-batches",
+        type=int,
+        default=1,
+        choices=MICRO_BATCHES,
+        help="2: large steps in two halves, one sent while the other is computed",
     )
     experts.add_argument(
         "--redundant-experts", type=int, default=0, metavar="N", help="extra slots for busy experts"
@@ -147,7 +176,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def plan(options: argparse.Namespace) -> None:
     """Print the meshes that the model fits on, best first."""
     query = read_query(options)
-    constraint = MeshConstraint(options.data, options.tensor, options.expert)
+    constraint = read_constraint(options)
     _check_mesh_constraint(query, constraint)
     plans = search_meshes(query, constraint)
     if not plans:
@@ -173,6 +202,8 @@ def plan(options: argparse.Namespace) -> None:
     if query.batch is not None and best.max_requests < query.batch:
         print(_explain_waiting(query, constraint))
     print(format_choice(plans))
+    print()
+    print(format_steps(query, best))
     if len(plans) > 1:
         print()
         print(format_other_meshes(plans[1:]))
@@ -183,8 +214,8 @@ def plan(options: argparse.Namespace) -> None:
 
 def _model_bytes(query: PlanQuery) -> int:
     spec = make_shard_spec(query, MeshShape())
-    shard = build_model_shard(query.config, query.family, spec)
-    return sum(shard.component_bytes(query.format_lookup).values())
+    shard = build_model_shard(query.config, query.family, spec, query.format_lookup)
+    return sum(shard.component_bytes().values())
 
 
 def _explain_waiting(query: PlanQuery, constraint: MeshConstraint) -> str:
@@ -201,7 +232,12 @@ def _capacity_error(
     options: argparse.Namespace, query: PlanQuery, best: ClusterPlan
 ) -> CapacityError:
     memory = best.memory
-    constraint = MeshConstraint(options.data, options.tensor, options.expert)
+    constraint = read_constraint(options)
+    name, size = max(best.weights.items(), key=lambda part: part[1])
+    others = {part: count for part, count in memory.parts.items() if part != "weights"}
+    other, count = max(others.items(), key=lambda part: part[1])
+    if count > size:
+        name, size = other, count
     if memory.total > memory.available:
         reason = f"the best mesh needs {format_bytes(memory.total)} a GPU without a KV cache"
     else:
@@ -210,6 +246,7 @@ def _capacity_error(
             f"{left} are left for a KV cache, too little for one request of "
             f"{query.context:,} tokens"
         )
+    reason += f"; the largest part: {name}, {format_bytes(size)}"
     suggestions = list(suggest_alternatives(query, constraint))
     for name in ("fp8", "nvfp4"):
         smaller = read_query(argparse.Namespace(**(vars(options) | {"format": name})))
@@ -236,7 +273,8 @@ def read_query(options: argparse.Namespace) -> PlanQuery:
             f"a context of {context:,} tokens is not possible",
             next=f"{source.name} takes --context 2 to {config.max_positions}",
         )
-    for name in ("batch", "max_batched_tokens", "data", "tensor", "expert"):
+    axes = ("data", "tensor", "expert", "pipeline", "context_parallel")
+    for name in ("batch", "max_batched_tokens", *axes):
         value = getattr(options, name)
         if value is not None and not 1 <= value <= MAX_OPTION_VALUE:
             raise ArgumentError(
@@ -248,20 +286,28 @@ def read_query(options: argparse.Namespace) -> PlanQuery:
         raise ArgumentError(
             f"{source.name} has no experts", next="omit --expert-load and --redundant-experts"
         )
-    is_fp8 = source.format.startswith("fp8")
     return PlanQuery(
         name=source.name,
         family=source.family,
         config=config,
         format_lookup=source.format_lookup,
         format=source.format,
-        shard_alignment=source.shard_alignment,
-        cluster=parse_cluster(options.gpus, options.gpu, options.memory),
+        cluster=parse_cluster(
+            options.gpus,
+            options.gpu,
+            options.memory,
+            nodes=options.nodes,
+            measured=MeasuredSpeeds(
+                options.link, options.network, options.latency, options.network_latency
+            ),
+        ),
         context=context,
         kv_dtype=config.dtype if options.kv_dtype == "auto" else KV_CACHE_DTYPES[options.kv_dtype],
         batch=options.batch,
         max_batched_tokens=options.max_batched_tokens,
-        dispatch_format=options.dispatch_format or ("fp8" if is_fp8 else "bf16"),
+        expert_options=ExpertOptions(
+            options.transport, options.wire, options.expert_capacity, options.micro_batches
+        ),
         redundant_experts=options.redundant_experts,
     )
 
@@ -319,13 +365,7 @@ def _quantize_source(source: ModelSource, format: Format) -> ModelSource:
         source,
         format_lookup=uniform_format(format),
         format=format.name,
-        shard_alignment=_shard_alignment([format]),
     )
-
-
-def _shard_alignment(formats: Iterable[Format]) -> int:
-    """Weights of these formats can be sharded at multiples of this: the least common block size."""
-    return math.lcm(*(size or 1 for format in formats for size in format.block))
 
 
 def _from_checkpoint(name: str, path: Path) -> ModelSource:
@@ -349,7 +389,6 @@ def _from_checkpoint(name: str, path: Path) -> ModelSource:
         config=config,
         format_lookup=formats.get,
         format=f"{_join_names(stored)}{changed}",
-        shard_alignment=_shard_alignment(formats.values()),
     )
 
 
@@ -365,28 +404,31 @@ def _override_format(source: ModelSource, name: str) -> ModelSource:
             config=replace(source.config, dtype=UNQUANTIZED_DTYPES[name.lower()]),
             format_lookup=uniform_format(None),
             format=name.lower(),
-            shard_alignment=1,
         )
     format = resolve_format(name)
     published = source.format.split(maxsplit=1)[0].split("_", maxsplit=1)[0]
     return source if name.lower() == published else _quantize_source(source, format)
 
 
+def read_constraint(options: argparse.Namespace) -> MeshConstraint:
+    """The axes that the user has fixed."""
+    return MeshConstraint(
+        options.data, options.tensor, options.expert, options.pipeline, options.context_parallel
+    )
+
+
 def _check_mesh_constraint(query: PlanQuery, constraint: MeshConstraint) -> None:
     """ArgumentError if no mesh satisfies the constraint, with the whole equation."""
-    data, tensor, expert = constraint
-    world = query.cluster.num_gpus
+    data, tensor, expert, pipeline, context = constraint
+    world, stages = query.cluster.num_gpus, pipeline * context
     if tensor is None:
-        tensor = 1 if data is None else max(1, world // data)
+        tensor = 1 if data is None else max(1, world // (data * stages))
     if data is None:
-        data = max(1, world // tensor)
-    mesh_shape = MeshShape(data, tensor, expert or 1)
+        data = max(1, world // (tensor * stages))
+    mesh_shape = MeshShape(data, tensor, expert or 1, pipeline, context)
     if mesh_shape.world_size != world:
+        equation = str(mesh_shape).split(",", maxsplit=1)[0]
         raise ArgumentError(
-            f"data {data} x tensor {tensor} = {mesh_shape.world_size} ranks, but there are {world} "
-            "GPUs",
+            f"{equation}, but there are {world} GPUs",
             next="omit --data or --tensor; it is then computed from the other",
         )
-    error = find_sharding_error(query.config, make_shard_spec(query, mesh_shape))
-    if error:
-        raise ArgumentError(error, where=str(mesh_shape), next="change an axis, or omit it")

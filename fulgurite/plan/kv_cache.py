@@ -57,7 +57,9 @@ def group_layers(specs: Sequence[AttentionSpec]) -> list[KVCacheGroup]:
 
 
 def kv_bytes_per_token(spec: AttentionSpec, dtype: torch.dtype) -> int:
-    """Bytes that one layer caches for one token."""
+    """Bytes that one layer caches for one token; none on other pipeline stages."""
+    if not spec.is_local:
+        return 0
     if spec.is_mla:
         width, slot_dtype = mla_slot_shape(spec.value_dim, spec.key_dim - spec.value_dim, dtype)
         return width * slot_dtype.itemsize

@@ -30,6 +30,7 @@ class EngineLimits:
     kv_dtype             dtype of cached keys and values
     cache_tokens         tokens that the KV cache holds; None: `max_sequences` whole contexts if
                          they fit, otherwise as many as fit
+    context_parallel     ranks over which the tokens of a block are distributed
     """
 
     context: int
@@ -39,6 +40,12 @@ class EngineLimits:
     kv_dtype: torch.dtype
     cache_tokens: int | None = None
     max_mixed_tokens: int | None = None
+    context_parallel: int = 1
+
+    @property
+    def rank_block_size(self) -> int:
+        """Tokens of a block that one rank holds."""
+        return self.block_size // self.context_parallel
 
 
 def make_engine_limits(

@@ -1,23 +1,28 @@
-"""The memory plan of an engine: a model on the meta device in, a `MemoryPlan` out.
+"""The memory plan of one rank: its shard of a model on the meta device in, a `MemoryPlan` out.
+
+An engine (`plan_memory`) and `fulgurite plan` (search.py) call the same functions on a `RankShapes`.
 
     weights       parameters and buffers; on CPUs quantized weights also in the kernels' layout
     loading       the largest temporary copy of a weight while loading, before the other parts exist
-    activations   the peak of the largest step, measured by running it on the meta device
+    activations   the peak of the largest step, measured by running it on the meta device; with expert
+                  parallelism all tokens of all ranks go to this rank's experts
+    dispatch      buffers of the transport that sends tokens to experts
     workspaces    library workspaces, block tables, logits of CUDA graphs, what sampling keeps of each
                   request, and the largest quantized weight after dequantization
     states        one slot for each of `max_sequences` requests, in layers without attention
     KV cache      blocks, from the memory that is left
 
-If not even one request of the full context fits, the `CapacityError` lists changes that would fit.
+If not even one request of the full context fits, the `CapacityError` names the largest part and lists
+changes that would fit.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
@@ -62,15 +67,24 @@ class MemoryPlan:
     loading: int = 0  # not part of the total: freed before the engine runs
 
     @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by purpose, without the KV cache."""
+        return {
+            "weights": self.weights,
+            "activations": self.activations,
+            "workspaces": self.workspaces,
+            "dispatch": self.dispatch_buffers,
+            "states": self.states,
+        }
+
+    @property
     def total(self) -> int:
-        return (
-            self.weights
-            + self.activations
-            + self.workspaces
-            + self.dispatch_buffers
-            + self.states
-            + self.kv_cache
-        )
+        return sum(self.parts.values()) + self.kv_cache
+
+    @property
+    def fits(self) -> bool:
+        """Whether the KV cache holds one request of the full context; False before it is planned."""
+        return self.cache_tokens > 0
 
     def format_table(self) -> str:
         """One line a purpose, for people."""
@@ -102,56 +116,109 @@ class MemoryPlan:
         )
 
 
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A quantized weight of a linear or an embedding."""
+
+    name: str
+    numel: int
+    format: Format
+
+
+@dataclass(frozen=True)
+class RankShapes:
+    """What one rank holds and runs, without memory.
+
+    model              this rank's shard on the meta device; one layer of each kind is enough
+    weights            bytes of all layers
+    dispatch_buffers   bytes that the transport of its experts keeps
+    """
+
+    model: CausalLM
+    weights: int
+    attention_specs: tuple[AttentionSpec, ...]
+    state_specs: tuple[StateSpec, ...]
+    quantized: tuple[QuantizedWeight, ...] = ()
+    dispatch_buffers: int = 0
+    _activations: dict[tuple[int, int, int], int] = field(default_factory=dict, compare=False)
+
+    def activation_bytes(self, limits: EngineLimits) -> int:
+        """The peak of the largest step; measured once for each of its sizes."""
+        sizes = limits.max_batched_tokens, limits.max_sequences, limits.context_parallel
+        if sizes not in self._activations:
+            self._activations[sizes] = activation_bytes(self.model, *sizes)
+        return self._activations[sizes]
+
+
+def shapes_of(model: CausalLM, device: torch.device, dispatch_buffers: int = 0) -> RankShapes:
+    """The shapes of a model, or of a rank's shard, with all of its layers."""
+    return RankShapes(
+        model=model,
+        weights=weight_bytes(model, device),
+        attention_specs=tuple(model.attention_specs),
+        state_specs=tuple(model.state_specs),
+        quantized=tuple(
+            QuantizedWeight(name, weight.numel(), weight.format)
+            for name, weight in model.named_parameters()
+            if isinstance(weight, QuantTensor)
+        ),
+        dispatch_buffers=dispatch_buffers,
+    )
+
+
 def plan_memory(
     model: CausalLM,
     limits: EngineLimits,
     device: torch.device,
     available: int,
-    shard: CausalLM | None = None,
     loading: int = 0,
 ) -> MemoryPlan:
-    """Plan the memory of a model from the shapes and dtypes of its tensors.
+    """The plan of a model on one rank; CapacityError if it does not fit.
 
-    `shard`: this rank's shard of the model; None: the rank has all of it. `loading`: bytes of the
-    largest temporary while loading.
+    `loading`: bytes of the largest temporary while loading.
     """
-    shard = model if shard is None else shard
-    specs = shard.attention_specs
-    quantized = (
-        QuantizedWeight(name, weight.numel(), weight.format)
-        for name, weight in shard.named_parameters()
-        if isinstance(weight, QuantTensor)
-    )
-    plan = MemoryPlan(
+    shapes = shapes_of(model, device)
+    plan = plan_fixed_memory(shapes, limits, device, available, loading)
+    plan = add_kv_cache(plan, shapes.attention_specs)
+    if not plan.fits:
+        raise CapacityError(
+            f"the model does not fit: {explain_shortage(plan)}",
+            plan=plan.format_table(),
+            next=suggest_smaller(plan, shapes),
+        )
+    return plan
+
+
+def plan_fixed_memory(
+    shapes: RankShapes,
+    limits: EngineLimits,
+    device: torch.device,
+    available: int,
+    loading: int = 0,
+) -> MemoryPlan:
+    """Everything but the KV cache."""
+    dtype, vocab_size = shapes.model.dtype, shapes.model.config.vocab_size
+    return MemoryPlan(
         device=device,
         limits=limits,
         available=available,
-        weights=weight_bytes(shard, device),
-        activations=activation_bytes(model, limits.max_batched_tokens, limits.max_sequences),
-        workspaces=workspace_bytes(
-            specs, limits, device, model.config.vocab_size if shard is model else 0
-        )
-        + sampling_bytes(limits, device, model.config.vocab_size)
-        + dequantize_workspace_bytes(quantized, limits, device, shard.dtype),
+        weights=shapes.weights,
+        activations=shapes.activation_bytes(limits),
+        workspaces=workspace_bytes(shapes.attention_specs, limits, device, vocab_size)
+        + sampling_bytes(limits, device, vocab_size)
+        + dequantize_workspace_bytes(shapes.quantized, limits, device, dtype),
         kv_cache=0,
         group_blocks=(),
         cache_tokens=0,
-        states=state_bytes(shard.state_specs, limits, shard.dtype),
+        dispatch_buffers=shapes.dispatch_buffers,
+        states=state_bytes(shapes.state_specs, limits, dtype),
         loading=loading,
     )
-    if plan.weights + loading > available:
-        raise CapacityError(
-            f"the model does not fit: its weights take {format_bytes(plan.weights)}, and loading "
-            f"them {format_bytes(loading)} more; {format_bytes(available)} are available on {device}",
-            plan=plan.format_table(),
-            next=_suggest_smaller(plan, specs, group_layers(specs), 0),
-        )
-    return add_kv_cache(plan, specs)
 
 
 def state_bytes(specs: Sequence[StateSpec], limits: EngineLimits, dtype: torch.dtype) -> int:
     """Bytes of the states of all requests that run at once. `dtype` is the model's."""
-    return limits.max_sequences * sum(spec.num_bytes(dtype) for spec in specs)
+    return limits.max_sequences * sum(spec.num_bytes(dtype) for spec in specs if spec.is_local)
 
 
 def workspace_bytes(
@@ -159,7 +226,7 @@ def workspace_bytes(
 ) -> int:
     """Bytes of block tables, library workspaces and the logits of CUDA graphs.
 
-    There is a graph for each power of two of requests. Without graphs `vocab_size` is 0.
+    There is a graph for each power of two of requests.
     """
     columns = -(-limits.context // limits.block_size)
     tables = 4 * len(group_layers(specs)) * limits.max_sequences * columns
@@ -179,14 +246,6 @@ def sampling_bytes(limits: EngineLimits, device: torch.device, vocab_size: int) 
     logprobs = LOGPROB_BYTES * vocab_size * min(LOGPROB_ROWS, limits.max_sequences)
     copies = 4 * limits.max_sequences * vocab_size if device.type == "cuda" else 0
     return table + logprobs + copies
-
-
-class QuantizedWeight(NamedTuple):
-    """A quantized weight of a linear or an embedding."""
-
-    name: str
-    numel: int
-    format: Format
 
 
 def dequantize_workspace_bytes(
@@ -214,11 +273,11 @@ def dequantize_workspace_bytes(
 
 
 def add_kv_cache(plan: MemoryPlan, specs: Sequence[AttentionSpec]) -> MemoryPlan:
-    """Give the memory that is left to KV-cache blocks; CapacityError if it is too little."""
+    """Give the memory that is left to KV-cache blocks. If it is too little, there are none."""
     groups = group_layers(specs)
-    limits, left = plan.limits, plan.available - plan.total
+    limits = plan.limits
+    left = plan.available - plan.total if plan.weights + plan.loading <= plan.available else -1
     max_tokens = limits.cache_tokens or limits.context * limits.max_sequences
-    min_tokens = min(max_tokens, limits.context)
     low, high = 0, -(-max_tokens // limits.block_size)  # binary search over the number of blocks
     while low < high:
         middle = (low + high + 1) // 2
@@ -226,13 +285,8 @@ def add_kv_cache(plan: MemoryPlan, specs: Sequence[AttentionSpec]) -> MemoryPlan
             low = middle
         else:
             high = middle - 1
-    if low * limits.block_size < min_tokens:
-        raise CapacityError(
-            f"the model does not fit: it needs {format_bytes(plan.total)} without a KV cache, "
-            f"{format_bytes(plan.available)} are available on {plan.device}",
-            plan=plan.format_table(),
-            next=_suggest_smaller(plan, specs, groups, low * limits.block_size),
-        )
+    if low * limits.block_size < min(max_tokens, limits.context):
+        return replace(plan, kv_cache=0, group_blocks=(), cache_tokens=0)
     group_blocks = _blocks_per_group(low, groups, limits)
     return replace(
         plan,
@@ -263,38 +317,86 @@ def _cache_bytes(
     groups: Sequence[KVCacheGroup],
     limits: EngineLimits,
 ) -> int:
-    per_layer = {spec.layer_index: kv_bytes_per_token(spec, limits.kv_dtype) for spec in specs}
+    per_layer = {
+        spec.layer_index: kv_bytes_per_token(spec, limits.kv_dtype) if spec.is_local else 0
+        for spec in specs
+    }
     return sum(
-        (count + 1) * limits.block_size * sum(per_layer[layer] for layer in group.layers)
+        (count + 1) * limits.rank_block_size * sum(per_layer[layer] for layer in group.layers)
         for count, group in zip(group_blocks, groups, strict=True)
     )
 
 
-def _suggest_smaller(
-    plan: MemoryPlan, specs: Sequence[AttentionSpec], groups: Sequence[KVCacheGroup], tokens: int
-) -> str:
-    """Changes of the limits that would fit, one a line; the first two are checked."""
-    limits, lines = plan.limits, []
-    if tokens >= limits.block_size:
-        lines.append(f"a shorter context: context={tokens}")
-    if limits.kv_dtype.itemsize > 1:
-        fp8 = replace(limits, kv_dtype=torch.float8_e4m3fn)
-        blocks = _blocks_per_group(-(-limits.context // limits.block_size), groups, fp8)
-        if plan.total + _cache_bytes(blocks, specs, groups, fp8) <= plan.available:
-            lines.append('a smaller KV cache: kv_dtype="fp8"')
-    if plan.states > plan.available // 10:
-        fewer = max(limits.max_sequences // 4, 1)
-        lines.append(f"fewer requests at once, each with states: max_sequences={fewer}")
-    if plan.activations > plan.available // 10:
-        fewer = max(limits.max_batched_tokens // 4, 1)
-        lines.append(f"smaller steps: max_batched_tokens={fewer}")
+def explain_shortage(plan: MemoryPlan) -> str:
+    """Why a plan does not fit: the largest part, and what is available."""
+    available = f"{format_bytes(plan.available)} are available on {plan.device}"
+    if plan.weights + plan.loading > plan.available:
+        loading = ""
+        if plan.weights <= plan.available:
+            loading = f", and loading them {format_bytes(plan.loading)} more"
+        return f"its weights take {format_bytes(plan.weights)}{loading}; {available}"
+    name, size = max(plan.parts.items(), key=lambda part: part[1])
+    reason = f"it needs {format_bytes(plan.total)} without a KV cache, {available}"
+    if plan.total <= plan.available:
+        reason = (
+            f"{format_bytes(plan.available - plan.total)} are left for the KV cache, too little for "
+            f"one request of {plan.limits.context:,} tokens; {reason}"
+        )
+    return f"{reason}; the largest part: {name}, {format_bytes(size)}"
+
+
+def suggest_smaller(plan: MemoryPlan, shapes: RankShapes) -> str:
+    """Changes of the limits that would fit, one a line. All but the last line are checked."""
+    limits = plan.limits
+
+    def fits(**changes: Any) -> bool:
+        changed = replace(limits, **changes)
+        fixed = plan_fixed_memory(shapes, changed, plan.device, plan.available, plan.loading)
+        return add_kv_cache(fixed, shapes.attention_specs).fits
+
+    lines = []
+    if context := _longest_fitting_context(limits, lambda n: fits(context=n)):
+        lines.append(f"a shorter context: context={context}")
+    if limits.kv_dtype.itemsize > 1 and fits(kv_dtype=torch.float8_e4m3fn):
+        lines.append('a smaller KV cache: kv_dtype="fp8"')
+    tokens = _largest_fitting(
+        limits.max_batched_tokens,
+        limits.max_sequences,
+        lambda n: fits(max_batched_tokens=n),
+    )
+    if tokens:
+        lines.append(f"smaller steps: max_batched_tokens={tokens}")
+    sequences = _largest_fitting(limits.max_sequences, 1, lambda n: fits(max_sequences=n))
+    if sequences:
+        lines.append(f"fewer requests at once: max_sequences={sequences}")
     if plan.weights > plan.available // 2:
         from_float32, from_16_bits = plan.weights * 9 // 64, plan.weights * 9 // 32
         lines.append(
             f"a smaller format: at 4.5 bits a weight {format_bytes(from_float32)} instead of "
             f"{format_bytes(plan.weights)} of float32, {format_bytes(from_16_bits)} of 16 bits"
         )
-    return "\n".join(lines) or "a device with more memory, or a smaller model"
+    return "\n".join(lines) or "a device with more memory, more ranks (tensor=), or a smaller model"
+
+
+def _longest_fitting_context(limits: EngineLimits, fits: Callable[[int], bool]) -> int | None:
+    low, high = 0, limits.context // limits.block_size
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle * limits.block_size):
+            low = middle
+        else:
+            high = middle - 1
+    return low * limits.block_size or None
+
+
+def _largest_fitting(size: int, smallest: int, fits: Callable[[int], bool]) -> int | None:
+    """The largest of size/2, size/4, … that fits; None if none of them does."""
+    size //= 2
+    while size >= max(smallest, 2 if smallest > 1 else 1):
+        if fits(size):
+            return size
+        size //= 2
+    return None
 
 
 def weight_bytes(model: CausalLM, device: torch.device) -> int:

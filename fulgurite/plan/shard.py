@@ -1,39 +1,39 @@
-"""One rank's shard of a model: a model's configuration and a mesh in, a smaller meta model out.
+"""One rank's shard of a model: a configuration and a mesh in, a `ModelShard` on the meta device out.
 
-A shard is itself a model: it has fewer heads, narrower MLPs, fewer experts and a slice of the
-vocabulary. It is built on the meta device with one layer of each kind, so that the functions of
-memory.py plan it like any other model.
-
-    data      every rank has all dense weights and requests of its own
-    tensor    heads, intermediate sizes and vocabulary are sharded; key heads too if there are enough
-    expert    whole experts are distributed; with expert=1 each expert is sharded over the tensor axis
-
-The rules are those of `parallel.tensor.parallelize`, which shards the real model.
+The modules are built, get their number formats, and are sharded by `parallelize` as an engine shards
+them; no process is needed for that. Only one layer of each kind is built, so that many meshes can be
+compared quickly. A mesh that `parallelize` refuses is refused here with the same message.
 """
 
 from __future__ import annotations
 
-import math
+import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from fulgurite.errors import ArgumentError, FormatError
-from fulgurite.models.config import ModelConfig, MoEConfig
+from fulgurite.errors import FormatError
+from fulgurite.models.attention_spec import AttentionSpec
+from fulgurite.models.config import LayerConfig, ModelConfig
 from fulgurite.models.families.family import ModelFamily
-from fulgurite.models.kv_cache import AttentionSpec
 from fulgurite.models.layers import CausalLM
-from fulgurite.models.loading.loader import build_model
-from fulgurite.models.moe import MoE
+from fulgurite.models.loading.load_plan import build_model, check_has_experts
+from fulgurite.models.loading.quantized import install_quantized_weight
 from fulgurite.models.state_spec import StateSpec
-from fulgurite.parallel.collectives import shard_range
-from fulgurite.parallel.mesh import MeshShape
-from fulgurite.parallel.tensor import shard_heads
-from fulgurite.plan.memory import QuantizedWeight
+from fulgurite.parallel.dispatcher import TokenDispatcher
+from fulgurite.parallel.mesh import Axis, MeshShape
+from fulgurite.parallel.pipeline import PipelineStage, split_stages
+from fulgurite.parallel.placement import Placement
+from fulgurite.parallel.tensor import parallelize
+from fulgurite.plan.memory import QuantizedWeight, RankShapes
+from fulgurite.plan.meta_dispatch import MetaAllToAllDispatcher
+from fulgurite.quant import QuantTensor
 from fulgurite.quant.format import Format
-from fulgurite.quant.shapes import check_shape, data_shape, scale_shape
+from fulgurite.quant.shapes import check_shape
 
 FormatLookup = Callable[[str], Format | None]  # parameter name → its format; None: not quantized
 # Components of a model, and a substring of their parameters' names. The first match counts.
@@ -47,88 +47,49 @@ COMPONENTS = (
 OTHER_COMPONENT = "norms, routers"
 # KVUpProjection of DeepSeek is read by rows and by columns; a SharedExpertGate has one row.
 NEVER_QUANTIZED = (".kv_b_proj.", ".output_gate.")
+PLANNED_AXES = ("world", "pipeline", "data", "context", "tensor", "expert", "expert_data")
+
+
+class PlannedMesh:
+    """The axes of one rank of a mesh that nobody has started. Its collectives run on meta tensors.
+
+    `nodes`: the node of each rank; empty: all are on one node.
+    """
+
+    def __init__(self, shape: MeshShape, rank: int = 0, nodes: tuple[int, ...] = ()) -> None:
+        self.shape, self.rank, self.nodes = shape, rank, nodes
+        self.device = torch.device("meta")
+        axes = {name: self._axis(name) for name in PLANNED_AXES}
+        self.world, self.pipeline, self.data = axes["world"], axes["pipeline"], axes["data"]
+        self.context, self.tensor = axes["context"], axes["tensor"]
+        self.expert, self.expert_data = axes["expert"], axes["expert_data"]
+
+    def _axis(self, name: str) -> Axis:
+        ranks = next(group for group in self.shape.groups(name) if self.rank in group)
+        index = ranks.index(self.rank)
+        group = dist.ProcessGroup(index, len(ranks)) if len(ranks) > 1 else None
+        nodes = tuple(self.nodes[rank] for rank in ranks) if self.nodes else ()
+        return Axis(name, tuple(ranks), index, group, nodes=nodes)
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How a model is sharded.
-
-    expert_slots   slots for the experts of a layer over all ranks, redundant ones included
-    alignment      quantized weights are sharded at multiples of this
-    """
+    """How a model is sharded. `expert_slots`: of a layer over all ranks, redundant ones included."""
 
     mesh_shape: MeshShape
     expert_slots: int = 0
-    alignment: int = 1
-
-
-def find_sharding_error(config: ModelConfig, spec: ShardSpec) -> str:
-    """Why a model can't be sharded like this; empty if it can."""
-    tensor, expert, moe = spec.mesh_shape.tensor, spec.mesh_shape.expert, config.moe
-    sizes = {"vocabulary": config.vocab_size}
-    if moe is None or not all(layer.is_moe for layer in config.layers):
-        sizes["MLP"] = config.intermediate_size
-    if moe is None:
-        if expert > 1:
-            return f"there are no experts to distribute over {expert} ranks"
-    elif expert == 1:
-        sizes["expert"] = moe.intermediate_size
-    elif spec.expert_slots < expert:
-        return f"{moe.num_experts} experts are too few for {expert} ranks"
-    for name, size in sizes.items():
-        if (tensor - 1) * _largest_shard(size, tensor, spec.alignment) >= size:
-            return f"{name} of size {size} can't be sharded over {tensor} ranks"
-    return ""
-
-
-def shard_config(config: ModelConfig, spec: ShardSpec) -> ModelConfig:
-    """The configuration of the first rank's shard, which is the largest."""
-    error = find_sharding_error(config, spec)
-    if error:
-        raise ArgumentError(error, where=str(spec.mesh_shape))
-    tensor, alignment, moe = spec.mesh_shape.tensor, spec.alignment, config.moe
-    num_heads, num_kv_heads = local_heads(config, tensor)
-    if moe is not None:
-        # Distributed experts are whole, and so is the shared expert.
-        expert_shards = tensor if spec.mesh_shape.expert == 1 else 1
-        shared_size = moe.shared_intermediate_size
-        moe = MoEConfig(
-            num_experts=spec.expert_slots // spec.mesh_shape.expert,
-            top_k=1,  # this model is never routed
-            intermediate_size=_largest_shard(moe.intermediate_size, expert_shards, alignment),
-            shared_intermediate_size=_largest_shard(shared_size, expert_shards, alignment),
-            shared_expert_gate=moe.shared_expert_gate,
-        )
-    return replace(
-        config,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        intermediate_size=_largest_shard(config.intermediate_size, tensor, alignment),
-        vocab_size=_largest_shard(config.vocab_size, tensor, 1),
-        moe=moe,
-    )
-
-
-def local_heads(config: ModelConfig, tensor: int) -> tuple[int, int]:
-    """The first rank's query and key heads; all of them if they can't be sharded evenly."""
-    num_kv_heads = config.num_heads if config.mla is not None else config.num_kv_heads
-    ranges = shard_heads(config.num_heads, num_kv_heads, 0, tensor)
-    if ranges is None:
-        return config.num_heads, config.num_kv_heads
-    (_, num_heads), _ = ranges
-    return num_heads, max(1, config.num_kv_heads // tensor)
-
-
-def _largest_shard(size: int, ranks: int, alignment: int) -> int:
-    return shard_range(size, 0, ranks, alignment)[1] if ranks > 1 else size
 
 
 @dataclass(frozen=True)
 class ModelShard:
-    """One rank's shard on the meta device; layer i is like `model.layers[layer_kinds[i]]`."""
+    """One rank's shard on the meta device; layer i is like `model.layers[layer_kinds[i]]`.
+
+    `names` are those of the parameters in the unsharded model.
+    """
 
     model: CausalLM
     layer_kinds: tuple[int, ...]
+    names: dict[str, str] = field(repr=False)
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
@@ -147,31 +108,81 @@ class ModelShard:
 
     def parameters(self) -> list[tuple[str, Tensor]]:
         """Every parameter of every layer by its full name; layers of a kind share the tensors."""
-        result = []
-        layers = [list(layer.named_parameters()) for layer in self.model.layers]
-        for name, parameter in self.model.named_parameters():
-            if not name.startswith("layers."):
+        result: list[tuple[str, Tensor]] = []
+        layers: list[list[tuple[str, Tensor]]] = [[] for _ in self.model.layers]
+        for current, parameter in self.model.named_parameters():
+            name = self.names[current]
+            if name.startswith("layers."):
+                _, kind, rest = name.split(".", 2)
+                layers[int(kind)].append((rest, parameter))
+            else:
                 result.append((name, parameter))
-        for index, kind in enumerate(self.layer_kinds):
-            result += [(f"layers.{index}.{name}", tensor) for name, tensor in layers[kind]]
+        for index, layer_kind in enumerate(self.layer_kinds):
+            result += [(f"layers.{index}.{name}", tensor) for name, tensor in layers[layer_kind]]
         return result
 
-    def component_bytes(self, format_of: FormatLookup) -> dict[str, int]:
-        """Bytes of each component, quantized where `format_of` says so and the shape allows it."""
+    def component_bytes(self, stage: PipelineStage | None = None) -> dict[str, int]:
+        """Bytes of each component in its number formats; of a pipeline stage or of all layers."""
         bytes = {component: 0 for component, _ in COMPONENTS} | {OTHER_COMPONENT: 0}
         for name, parameter in self.parameters():
-            bytes[component_of(name)] += quantized_bytes(parameter, format_of(name))
+            if is_on_stage(name, stage):
+                bytes[component_of(name)] += parameter.nbytes
         # Rotary tables belong to no layer.
         bytes[OTHER_COMPONENT] += sum(tensor.nbytes for tensor in self.model.buffers())
         return bytes
 
-    def quantized_weights(self, format_of: FormatLookup) -> list[QuantizedWeight]:
-        parameters = ((name, tensor, format_of(name)) for name, tensor in self.parameters())
+    def quantized_weights(self, stage: PipelineStage | None = None) -> list[QuantizedWeight]:
         return [
-            QuantizedWeight(name, tensor.numel(), format)
-            for name, tensor, format in parameters
-            if format is not None and can_quantize(format, tensor)
+            QuantizedWeight(name, tensor.numel(), tensor.format)
+            for name, tensor in self.parameters()
+            if isinstance(tensor, QuantTensor) and is_on_stage(name, stage)
         ]
+
+    def shapes(self, dispatch_buffers: int, stage: PipelineStage | None = None) -> RankShapes:
+        """What `plan_fixed_memory` plans: of a pipeline stage, or of all layers."""
+
+        def mark(spec: Any) -> Any:
+            return spec if stage is None else replace(spec, is_local=spec.layer_index in stage)
+
+        return RankShapes(
+            model=self.model if stage is None else self._stage_model(stage),
+            weights=sum(self.component_bytes(stage).values()),
+            attention_specs=tuple(mark(spec) for spec in self.attention_specs),
+            state_specs=tuple(mark(spec) for spec in self.state_specs),
+            quantized=tuple(self.quantized_weights(stage)),
+            dispatch_buffers=dispatch_buffers,
+        )
+
+    def _stage_model(self, stage: PipelineStage) -> CausalLM:
+        """The model with the kinds of layers that a stage has."""
+        kinds = sorted({kind for i, kind in enumerate(self.layer_kinds) if i in stage})
+        model = copy.copy(self.model)
+        model._modules = dict(self.model._modules)
+        model.layers = nn.ModuleList(self.model.layers[kind] for kind in kinds)
+        model.rotary_index = tuple(self.model.rotary_index[kind] for kind in kinds)
+        model.stage = stage
+        return model
+
+    def split_stages(self, count: int) -> list[PipelineStage]:
+        """The stages of a pipeline, as an engine chooses them; of an unsharded model."""
+        layer_bytes = [0] * len(self.layer_kinds)
+        first_bytes = 0
+        for name, parameter in self.parameters():
+            if name.startswith("layers."):
+                layer_bytes[int(name.split(".", 2)[1])] += parameter.nbytes
+            else:
+                first_bytes += parameter.nbytes
+        ranges = split_stages(layer_bytes, count, first_bytes)
+        return [PipelineStage(i, count, start, stop) for i, (start, stop) in enumerate(ranges)]
+
+
+def is_on_stage(name: str, stage: PipelineStage | None) -> bool:
+    """The first stage has the embedding and the head; every stage has the final norm."""
+    if stage is None:
+        return True
+    if name.startswith("layers."):
+        return int(name.split(".", 2)[1]) in stage
+    return stage.is_first or name.startswith("norm.")
 
 
 def component_of(name: str) -> str:
@@ -181,14 +192,77 @@ def component_of(name: str) -> str:
     return next((component for component, text in COMPONENTS if text in name), OTHER_COMPONENT)
 
 
-def quantized_bytes(tensor: Tensor, format: Format | None) -> int:
-    """Bytes of a weight in a format with its scales; unquantized if its shape does not allow it."""
-    if format is None or not can_quantize(format, tensor):
-        return tensor.nbytes
-    total = math.prod(data_shape(format, tensor.shape)) * format.data_dtype.itemsize
-    for scale in format.separate_scales:
-        total += math.prod(scale_shape(scale, tensor.shape)) * scale.dtype.itemsize
-    return total
+def build_model_shard(
+    config: ModelConfig,
+    family: ModelFamily,
+    spec: ShardSpec,
+    format_of: FormatLookup | None = None,
+    dispatcher: TokenDispatcher | None = None,
+) -> ModelShard:
+    """The first rank's shard, which is the largest; ArgumentError if the model can't be sharded so.
+
+    `dispatcher`: what it allocates for tokens on their way to experts; None: as all-to-all does.
+    """
+    check_has_experts(config, spec.mesh_shape)
+    format_of = format_of or uniform_format(None)
+    kinds, layer_kinds = _find_layer_kinds(config, family, format_of)
+    model = _build_kinds(config, family, [config.layers[index] for index in kinds])
+    for name, parameter in list(model.named_parameters()):
+        format = format_of(_name_in_model(name, kinds))
+        if format is not None and can_quantize(format, parameter):
+            install_quantized_weight(model, name, format, None)
+    mesh = PlannedMesh(spec.mesh_shape)
+    if dispatcher is None and spec.mesh_shape.expert > 1:
+        dispatcher = MetaAllToAllDispatcher(mesh.expert)
+    sharding = parallelize(
+        model,
+        mesh,  # type: ignore[arg-type]
+        family.sharding_rules,
+        dispatcher=dispatcher,
+        placement=_planned_placement(config, spec, len(kinds)),
+    )
+    names = {current: shard.name for current, shard in sharding.slices.items()}
+    return ModelShard(model.to("meta"), layer_kinds, names)
+
+
+def _find_layer_kinds(
+    config: ModelConfig, family: ModelFamily, format_of: FormatLookup
+) -> tuple[list[int], tuple[int, ...]]:
+    """The first layer of each kind, and the kind of each layer: by settings and number formats."""
+    settings = list(dict.fromkeys(config.layers))
+    model = _build_kinds(config, family, settings)
+    names = [[name for name, _ in layer.named_parameters()] for layer in model.layers]
+    kinds: dict[tuple[object, ...], int] = {}
+    layer_kinds, first_layers = [], []
+    for index, layer in enumerate(config.layers):
+        formats = [format_of(f"layers.{index}.{name}") for name in names[settings.index(layer)]]
+        key = (layer, *(None if format is None else format.name for format in formats))
+        if key not in kinds:
+            kinds[key] = len(kinds)
+            first_layers.append(index)
+        layer_kinds.append(kinds[key])
+    return first_layers, tuple(layer_kinds)
+
+
+def _build_kinds(config: ModelConfig, family: ModelFamily, layers: list[LayerConfig]) -> CausalLM:
+    return build_model(replace(config, layers=tuple(layers)), family, config.dtype)
+
+
+def _name_in_model(name: str, kinds: list[int]) -> str:
+    """The name of a parameter of the first layer of its kind."""
+    if not name.startswith("layers."):
+        return name
+    _, kind, rest = name.split(".", 2)
+    return f"layers.{kinds[int(kind)]}.{rest}"
+
+
+def _planned_placement(config: ModelConfig, spec: ShardSpec, layers: int) -> Placement | None:
+    if config.moe is None or spec.mesh_shape.expert == 1:
+        return None
+    slots_S = torch.arange(spec.expert_slots) % config.moe.num_experts
+    return Placement(
+        slots_S.expand(layers, -1).clone(), config.moe.num_experts, spec.mesh_shape.expert
+    )
 
 
 def can_quantize(format: Format, tensor: Tensor) -> bool:
@@ -198,53 +272,6 @@ def can_quantize(format: Format, tensor: Tensor) -> bool:
     except FormatError:
         return False
     return True
-
-
-def build_model_shard(
-    config: ModelConfig, family: ModelFamily, spec: ShardSpec, expert_rows: int = 0
-) -> ModelShard:
-    """The first rank's shard; its experts compute `expert_rows` rows in the largest step."""
-    local_config = shard_config(config, spec)
-    kinds = list(dict.fromkeys(local_config.layers))
-    model = build_model(replace(local_config, layers=tuple(kinds)), family, config.dtype)
-    if config.moe is not None:
-        for layer in model.layers:
-            if isinstance(layer.feed_forward, MoE):
-                layer.feed_forward = MetaMoE(layer.feed_forward, config.moe, expert_rows)
-    return ModelShard(model.to("meta"), tuple(kinds.index(layer) for layer in local_config.layers))
-
-
-class MetaMoE(nn.Module):
-    """A mixture of experts that allocates the buffers of a real one and computes nothing.
-
-    The router has all experts of the model, `experts` only those of this rank.
-    """
-
-    def __init__(self, local: MoE, config: MoEConfig, num_rows: int) -> None:
-        super().__init__()
-        self.num_experts, self.top_k, self.num_rows = config.num_experts, config.top_k, num_rows
-        self.router = nn.Module()
-        for name, parameter in local.router.named_parameters():
-            full = parameter.new_empty(config.num_experts, *parameter.shape[1:])
-            self.router.register_parameter(name, nn.Parameter(full))
-        self.experts, self.shared_expert = local.experts, local.shared_expert
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        tokens, hidden = x_TD.shape
-        logits_TE = x_TD.new_empty(tokens, self.num_experts, dtype=torch.float32)
-        routes = [
-            logits_TE.new_empty(tokens, self.top_k, dtype=dtype)
-            for dtype in (torch.float32, torch.int64)
-        ]
-        del logits_TE
-        gate_up_R2I = x_TD.new_empty(self.num_rows, self.experts.gate_up_proj.shape[1])
-        act_RI = x_TD.new_empty(self.num_rows, self.experts.down_proj.shape[2])
-        del gate_up_R2I
-        y_RD = x_TD.new_empty(self.num_rows, hidden)
-        del act_RI
-        out_TD = x_TD.new_empty(tokens, hidden)
-        del y_RD, routes
-        return out_TD if self.shared_expert is None else out_TD + self.shared_expert(x_TD)
 
 
 def uniform_format(format: Format | None, experts_only: bool = False) -> FormatLookup:

@@ -24,18 +24,12 @@ from fulgurite.models.families.registry import find_family
 from fulgurite.models.loading.loader import build_model
 from fulgurite.parallel.mesh import Axis, MeshShape
 from fulgurite.parallel.tensor import parallelize
-from fulgurite.plan.cluster import GPUS, Cluster, parse_cluster
+from fulgurite.parallel.transport import ExpertOptions
+from fulgurite.plan.cluster import GPUS, Cluster, MeasuredSpeeds, parse_cluster
 from fulgurite.plan.command import plan, read_query, resolve_model
 from fulgurite.plan.memory import plan_memory
 from fulgurite.plan.search import PlanQuery, count_parameters, plan_mesh, search_meshes
-from fulgurite.plan.shard import (
-    ShardSpec,
-    build_model_shard,
-    find_sharding_error,
-    quantized_bytes,
-    uniform_format,
-)
-from fulgurite.quant import quantize
+from fulgurite.plan.shard import ShardSpec, build_model_shard, uniform_format
 from fulgurite.quant.format import resolve_format
 from tests.models.more_cases import MORE_CASES
 from tests.models.reference_models import CASES, COMMON
@@ -159,9 +153,7 @@ def test_one_rank_has_the_whole_model(name: str) -> None:
     whole = {key: tuple(tensor.shape) for key, tensor in model.named_parameters()}
     assert {key: tuple(tensor.shape) for key, tensor in rank.parameters()} == whole
     held = [*model.parameters(), *model.buffers()]
-    assert sum(rank.component_bytes(lambda _: None).values()) == sum(
-        tensor.nbytes for tensor in held
-    )
+    assert sum(rank.component_bytes().values()) == sum(tensor.nbytes for tensor in held)
     assert rank.attention_specs == model.attention_specs
 
 
@@ -173,13 +165,14 @@ def test_planned_shard_matches_parallelize(name: str, shape: tuple[int, int, int
     mesh_shape = MeshShape(*shape)
     slots = config.moe.num_experts if config.moe else 0
     cut = ShardSpec(mesh_shape, -(-slots // mesh_shape.expert) * mesh_shape.expert)
-    if find_sharding_error(config, cut):
-        assert mesh_shape.expert > 1 and config.moe is None
+    if mesh_shape.expert > 1 and config.moe is None:
+        with pytest.raises(ArgumentError, match="needs a model with experts"):
+            build_model_shard(config, family, cut)
         return
     model = build_model(config, family, torch.bfloat16).to_empty(device="cpu")
     parallelize(model, fake_mesh(mesh_shape), family.sharding_rules)  # type: ignore[arg-type]
     real = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
-    planned = build_model_shard(config, family, cut).component_bytes(lambda _: None)
+    planned = build_model_shard(config, family, cut).component_bytes()
     assert sum(planned.values()) == real
 
 
@@ -191,15 +184,20 @@ def fake_mesh(shape: MeshShape) -> SimpleNamespace:
     return SimpleNamespace(shape=shape, rank=0, **axes)
 
 
-@pytest.mark.parametrize("format", ["fp8", "fp8_e4m3_128x128", "nvfp4", "mxfp4", "int4", "q8_0"])
-def test_quantized_bytes_match_quantized_tensors(format: str) -> None:
-    for shape in ((96, 256), (3, 130, 128)):
-        weight = torch.randn(shape)
-        assert quantized_bytes(weight, resolve_format(format)) == quantize(weight, format).nbytes
-    odd = torch.empty(7, 33, dtype=torch.bfloat16)
+@pytest.mark.parametrize("format", ["fp8_e4m3_128x128", "nvfp4", "q8_0"])
+def test_quantized_shards_have_the_formats_of_the_planner(format: str) -> None:
+    family, config = load_preset("qwen3-30b-a3b")
     entry = resolve_format(format)
-    divides = entry.allows_partial_blocks or entry.block[1] == 0
-    assert (quantized_bytes(odd, entry) == odd.nbytes) != divides
+    whole, shard = (
+        build_model_shard(config, family, ShardSpec(shape, 128), uniform_format(entry))
+        for shape in (MeshShape(), MeshShape(1, 4, 4))
+    )
+    dense = build_model_shard(config, family, ShardSpec(MeshShape(), 128)).component_bytes()
+    for part in ("experts", "attention"):
+        assert whole.component_bytes()[part] < 0.6 * dense[part]
+        assert shard.component_bytes()[part] < 0.4 * whole.component_bytes()[part]
+    assert whole.component_bytes()["embedding"] == dense["embedding"]
+    assert {weight.format for weight in shard.quantized_weights()} == {entry}
 
 
 def test_uniform_format_selects_linears() -> None:
@@ -238,14 +236,13 @@ def test_one_gpu_is_planned_as_the_engine_plans(name: str) -> None:
     assert split.memory.weights == plan.weights
     assert (split.memory.kv_cache, split.memory.workspaces) == (plan.kv_cache, plan.workspaces)
     assert split.memory.cache_tokens == plan.cache_tokens == 4 * 64
-    if config.moe is None:
-        assert split.memory.activations == plan.activations
+    assert split.memory.activations == plan.activations
 
 
 def test_memory_of_a_rank_adds_up() -> None:
-    asked = question(
-        "deepseek_v3", Cluster(GPUS["t4"], 4, 1), dispatch_format="f32", redundant_experts=3
-    )
+    options = ExpertOptions("symmetric", "f32")
+    cluster = Cluster(GPUS["t4"], 4, 1)
+    asked = question("deepseek_v3", cluster, expert_options=options, redundant_experts=3)
     split = plan_mesh(asked, MeshShape(4, 1, 4))
     assert split.shard_spec.expert_slots == 12
     assert (
@@ -261,7 +258,7 @@ def test_memory_of_a_rank_adds_up() -> None:
     )
     assert split.memory.total == sum(split.weights.values()) + sum(parts)
     assert split.max_requests == 4  # one of the four asked for on each rank
-    alone = plan_mesh(asked, MeshShape(4, 1, 1))
+    alone = plan_mesh(replace(asked, expert_options=ExpertOptions()), MeshShape(4, 1, 1))
     assert (
         alone.memory.dispatch_buffers == 0
         and alone.weights["experts"] > 2 * split.weights["experts"]
@@ -269,29 +266,77 @@ def test_memory_of_a_rank_adds_up() -> None:
     assert alone.weights["attention"] == split.weights["attention"]
 
 
-def test_the_bound_by_hand() -> None:
+def test_decode_step_by_hand() -> None:
     """A dense model, tensor = 2: every weight once, the keys of all requests, two sums a layer."""
     gpu = replace(GPUS["h100"], memory_bandwidth=1.0, link_bandwidth=1.0)
-    asked = question("llama", Cluster(gpu, 2, 1))
+    asked = question("llama", Cluster(gpu, 2, 1, link_latency=1e-3))
     split = plan_mesh(asked, MeshShape(1, 2, 1))
-    assert split.bound is not None and split.bound.requests == 4
+    decode = split.decode
+    assert decode is not None and decode.tokens == 4
     keys = 4 * 64 * 4 * (2 * 1 * 16) * 2  # requests, tokens, layers, one key head of 16, bytes
-    assert split.bound.memory_seconds == pytest.approx((split.memory.weights + keys) / 1e9)
-    assert split.bound.link_seconds == pytest.approx(4 * 2 * (2 * 0.5 * 4 * 64 * 2) / 1e9)
-    assert split.bound.tokens_per_second == pytest.approx(4 / split.bound.seconds)
+    lookup = split.weights["embedding"] / 2  # the table is only looked up, the head is read
+    others = 64 * 2 + sum(  # the last norm, and rotary tables
+        buffer.nbytes
+        for buffer in build_model(asked.config, asked.family, torch.bfloat16).buffers()
+    )
+    read = split.memory.weights - lookup - others + keys
+    assert decode.memory == pytest.approx(read / 1e9)
+    sums = (4 * 2 + 1) * (4 * 64 * 2 / 1e9 + 1e-3)  # and one of the embeddings; half sent, twice
+    logits = 4 * COMMON["vocab_size"] * 2 / 2 / 1e9 + 1e-3
+    assert decode.all_reduce == pytest.approx(sums + logits)
+    assert decode.total == pytest.approx(decode.layers + decode.all_reduce)
+    assert decode.tokens_per_second == pytest.approx(4 / decode.total)
 
 
 def test_links_between_nodes_count() -> None:
     asked = ask("qwen3-30b-a3b", "--gpus", "2x2", "--batch", "64")
     near = plan_mesh(replace(asked, cluster=parse_cluster("4")), MeshShape(4, 1, 4))
     far = plan_mesh(asked, MeshShape(4, 1, 4))
-    assert near.bound is not None and far.bound is not None
-    assert far.bound.link_seconds > 3 * near.bound.link_seconds > 0
+    assert near.experts is not None and near.experts.transport.name == "symmetric"
+    assert far.experts is not None and far.experts.transport.name == "hierarchical"
+    assert near.decode is not None and far.decode is not None
+    assert far.decode.dispatch > 2 * near.decode.dispatch > 0
+    slow = replace(asked, cluster=parse_cluster("2x2", measured=MeasuredSpeeds(network=1.0)))
+    slowest = plan_mesh(slow, MeshShape(4, 1, 4))
+    assert slowest.prefill is not None and far.prefill is not None
+    assert slowest.prefill.dispatch > 10 * far.prefill.dispatch
+
+
+def test_wire_format_shrinks_dispatch() -> None:
+    plans = [
+        plan_mesh(ask("qwen3-30b-a3b", "--gpus", "8", "--wire", wire), MeshShape(8, 1, 8))
+        for wire in ("auto", "fp8", "nvfp4")
+    ]
+    times = [plan.prefill.dispatch for plan in plans if plan.prefill is not None]
+    sizes = [plan.memory.dispatch_buffers for plan in plans]
+    assert times == sorted(times, reverse=True) and sizes == sorted(sizes, reverse=True)
+    assert len(set(times)) == len(set(sizes)) == 3
+
+
+def test_stages_share_the_layers() -> None:
+    asked = ask("llama-3.1-70b", "--gpus", "4")
+    one, two = (plan_mesh(asked, shape) for shape in (MeshShape(1, 4), MeshShape(1, 2, 1, 2)))
+    assert one.fits and two.fits and two.decode is not None and two.decode.transfers > 0
+    assert two.memory.weights == pytest.approx(one.memory.weights, rel=0.05)
+    shard = build_model_shard(asked.config, asked.family, ShardSpec(MeshShape()))
+    stages = shard.split_stages(2)
+    parts = [sum(shard.component_bytes(stage).values()) for stage in stages]
+    assert parts[0] == pytest.approx(parts[1], rel=0.05)
+    assert stages[0].stop == stages[1].start and stages[1].stop == 80
+    with pytest.raises(ArgumentError, match="pipeline=100 stages, but the model has 80 layers"):
+        shard.split_stages(100)
+
+
+def test_context_parallel_divides_the_cache() -> None:
+    asked = ask("llama-3.1-8b", "--gpus", "4")
+    one, four = (plan_mesh(asked, shape) for shape in (MeshShape(4), MeshShape(1, 1, 1, 1, 4)))
+    each = [plan.memory.kv_cache / plan.memory.cache_tokens for plan in (one, four)]
+    assert each[1] == pytest.approx(each[0] / 4, rel=1e-2)
 
 
 def test_search_of_deepseek_on_two_nodes() -> None:
     asked = ask("deepseek-v3", "--gpus", "8x2", "--format", "fp8")
-    assert asked.format == "fp8_e4m3_128x128" and asked.dispatch_format == "fp8"
+    assert asked.format == "fp8_e4m3_128x128"
     assert count_parameters(asked)[1] / 1e9 == pytest.approx(
         37.6, rel=0.01
     )  # 37 published, without a head
@@ -300,7 +345,7 @@ def test_search_of_deepseek_on_two_nodes() -> None:
     assert best.fits and best.mesh_shape == MeshShape(16, 1, 16)
     assert sum(best.weights.values()) / 2**30 == pytest.approx(56.8, abs=0.1)
     assert all(split.memory.total <= asked.available_bytes for split in splits if split.fits)
-    speeds = [split.bound.tokens_per_second for split in splits if split.bound]
+    speeds = [split.decode.tokens_per_second for split in splits if split.decode]
     assert speeds == sorted(speeds, reverse=True) and len(speeds) >= 5
     keys = 61 * (512 + 64) * 2  # the latent and the rotary key, whatever the heads
     blocks = best.memory.cache_tokens + best.memory.limits.block_size  # and the one for padding
@@ -318,7 +363,7 @@ def test_cache_is_no_larger_than_all_requests_need() -> None:
     (split,) = search_meshes(ask("smollm2-135m", "--context", "2048"))
     limits = split.memory.limits
     assert split.memory.cache_tokens == limits.max_sequences * 2048
-    assert split.max_requests == limits.max_sequences == split.bound.requests
+    assert split.max_requests == limits.max_sequences == split.decode.tokens
     per_token = split.memory.kv_cache / (split.memory.cache_tokens + limits.block_size)
     assert per_token == 30 * 2 * 3 * 64 * 2  # layers, keys and values, heads, numbers, bytes
 
@@ -336,6 +381,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     for text in (
         "4 × h100",
         "on each GPU with",
+        "predicted step",
         "KV cache",
         "capacity:",
         "chosen of",
@@ -414,7 +460,36 @@ def test_suggestions_fit(capsys: pytest.CaptureFixture[str], words: tuple[str, .
         (("--model", "llama-3.1-8b", "--gpus", f"8x{10**12}"), "at most 1,000,000 in total"),
         (("--model", "llama-3.1-8b", "--redundant-experts", "2"), "has no experts"),
         (("--model", "llama-3.1-8b", "--format", "fp9"), "unknown number format"),
-        (("--model", "llama-3.1-8b", "--expert", "2", "--gpus", "2"), "there are no experts"),
+        (
+            ("--model", "llama-3.1-8b", "--expert", "2", "--gpus", "2"),
+            "expert=2 needs a model with experts, and this model is dense",
+        ),
+        (
+            ("--model", "qwen3-30b-a3b", "--gpus", "8", "--transport", "hierarchical"),
+            "transport='hierarchical' can't be used: all ranks of the axis are on one node",
+        ),
+        (
+            (
+                "--model",
+                "qwen3-30b-a3b",
+                "--gpus",
+                "8x2",
+                "--transport",
+                "symmetric",
+                "--expert",
+                "16",
+            ),
+            "transport='symmetric' can't be used: the axis spans several nodes",
+        ),
+        (
+            ("--model", "qwen3-30b-a3b", "--gpus", "8", "--wire", "fp8", "--expert", "1"),
+            "are for experts on several ranks, and expert=1",
+        ),
+        (("--model", "llama-3.1-8b", "--gpus", "8", "--nodes", "3"), "--nodes 3 does not divide 8"),
+        (("--model", "llama-3.1-8b", "--gpus", "8x2", "--nodes", "4"), "are 2 nodes"),
+        (("--model", "llama-3.1-8b", "--link", "0"), "--link 0 must be a number of GB/s above 0"),
+        (("--model", "llama-3.1-8b", "--latency", "-1"), "--latency -1 must be a number of µs"),
+        (("--model", "llama-3.1-8b", "--gpus", "4", "--pipeline", "3"), "but there are 4 GPUs"),
         (("--model", "llama-3.1-8b", "--gpus", "8", "--tensor", "3"), "but there are 8 GPUs"),
         (("--model", "qwen3-30b-a3b", "--gpus", "8", "--expert", "3"), "expert 3 must divide"),
     ],

@@ -1,0 +1,129 @@
+"""What a rank holds while it generates, all tokens of all ranks routed to the experts of one of them."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fulgurite.errors import CapacityError
+from fulgurite.models.moe import Router
+from fulgurite.plan import rank_memory
+from fulgurite.plan.activations import AllocationTracker
+from fulgurite.plan.memory import MemoryPlan
+from fulgurite.serve.engine.request import SamplingParams
+from fulgurite.serve.llm import LLM
+from tests.parallel.model_cases import Shape
+
+OPTIONS = {"context": 96, "max_sequences": 4, "max_batched_tokens": 256, "timeout": 60.0}
+
+
+class Measured(NamedTuple):
+    """Bytes of a rank: held after loading, the most in addition while it generated, and the plan."""
+
+    held: int
+    peak: int
+    plan: MemoryPlan
+
+    @property
+    def total(self) -> int:
+        return self.held + self.peak
+
+
+class HostAllocationTracker(AllocationTracker):
+    """Counts new memory on the CPU instead of the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = live_tensors()
+        self.known = storage_bytes(self.before)
+
+    def is_counted(self, tensor: Tensor) -> bool:
+        if type(tensor) is not Tensor or tensor.device.type != "cpu":
+            return False
+        return tensor.untyped_storage()._cdata not in self.known
+
+
+def live_tensors() -> list[Tensor]:
+    """Every tensor with memory of its own: a QuantTensor has none, its parts do."""
+    gc.collect()
+    found = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)]
+    return [one for one in found if not one.is_meta]
+
+
+def storage_bytes(tensors: list[Tensor]) -> dict[int, int]:
+    storages = (one.untyped_storage() for one in tensors)
+    return {storage._cdata: storage.nbytes() for storage in storages}
+
+
+def route_to_rank(model: nn.Module, rank: int, num_ranks: int) -> None:
+    """Give every router a bias by which all tokens prefer the experts of one rank."""
+    for router in model.modules():
+        if isinstance(router, Router):
+            experts = router.weight.shape[0]
+            local = -(-experts // num_ranks)
+            bias_E = torch.full((experts,), -30.0, device=router.weight.device)
+            chosen = range(rank * local, min(experts, (rank + 1) * local))
+            for place, expert in enumerate(chosen):
+                bias_E[expert] = 30.0 - place
+            router.weight.data.zero_()
+            router.bias = nn.Parameter(bias_E.to(router.weight.dtype), requires_grad=False)
+
+
+def measure(folder: Path, shape: Shape, busiest: int, options: dict[str, Any]) -> Measured:
+    """Run full steps of prompts and then decode, with the experts of rank `busiest` for all tokens."""
+    torch.set_grad_enabled(False)
+    before = live_tensors()
+    data, tensor, expert = shape
+    llm = LLM(folder, data=data, tensor=tensor, expert=expert, **OPTIONS | options)
+    known = storage_bytes(before)
+    held = sum(count for id, count in storage_bytes(live_tensors()).items() if id not in known)
+    route_to_rank(llm.model, busiest, expert)
+    with HostAllocationTracker() as tracker:
+        if llm.is_driver:
+            generate_full_steps(llm, data)
+        llm.close()
+    return Measured(held, tracker.peak, llm.plan)
+
+
+def generate_full_steps(llm: LLM, replicas: int) -> None:
+    """Prompts that fill the first step of every replica."""
+    limits = llm.plan.limits
+    length = limits.max_batched_tokens // limits.max_sequences
+    count = replicas * limits.max_sequences
+    prompts = [[start + 7] * (length - 1) + [start] for start in range(count)]
+    llm.generate(prompts, SamplingParams(max_tokens=3, ignore_eos=True))
+
+
+def open_with_little_memory(folder: Path, shape: Shape, victim: int, available: int) -> str:
+    """The error of this rank, if one rank has only `available` bytes."""
+    own = rank_memory.available_bytes
+    if int(os.environ["RANK"]) == victim:
+        rank_memory.available_bytes = lambda device: available * shape[0] * shape[1]
+    data, tensor, expert = shape
+    try:
+        LLM(folder, data=data, tensor=tensor, expert=expert, **OPTIONS).close()
+    except CapacityError as error:
+        return str(error)
+    finally:
+        rank_memory.available_bytes = own
+    return ""
+
+
+def measure_on_gpu(folder: Path, shape: Shape, busiest: int, options: dict[str, Any]) -> Measured:
+    """The same on a GPU that the ranks share; the buffers of the transport are no tensors of torch."""
+    torch.set_grad_enabled(False)
+    data, tensor, expert = shape
+    llm = LLM(folder, data=data, tensor=tensor, expert=expert, **options)
+    held = torch.cuda.memory_allocated() + llm.plan.dispatch_buffers
+    route_to_rank(llm.model, busiest, expert)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    if llm.is_driver:
+        generate_full_steps(llm, data)
+    llm.close()
+    return Measured(held, torch.cuda.max_memory_allocated() - before, llm.plan)
