@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fulgurite import cli, native
-from fulgurite.bench import host
+from fulgurite.bench import host, host_ranks
 
 pytestmark = pytest.mark.skipif(native.find_compiler() is None, reason="needs a C++ compiler")
 
@@ -35,10 +35,13 @@ def test_the_command_writes_its_rows(
 ) -> None:
     candidates = {name: host.CANDIDATES[name] for name in (host.EAGER, host.OURS)}
     monkeypatch.setattr(host, "CANDIDATES", candidates)  # delitem reorders it
+    meshes = [mesh for mesh in host_ranks.CASES if "data" in mesh.options]  # ranks take seconds
+    monkeypatch.setattr(host_ranks, "CASES", meshes)
     path = tmp_path / "host.json"
     arguments = ["bench", "host", "--device", "cpu", "--quick", "--output", str(path)]
     assert cli.main(arguments) == 0
     rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == 2 * len(host.make_cases("cpu"))
+    assert len(rows) == 2 * len(host.make_cases("cpu")) + len(meshes)
+    assert rows[-1]["case"] == "decode step, data 2, expert 2"
     assert all(row["wall_us"] > 0 for row in rows)
     assert "block forward + backward" in capsys.readouterr().out
