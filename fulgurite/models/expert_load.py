@@ -5,47 +5,130 @@ out.
         model(token_ids, positions)
     rebalance_experts(load_LE, ranks=8)
 
-Hooks on the routers count the tokens. Replayed steps (CUDA graphs, recorded native calls) do not
-call the routers, so run the model eagerly while counting.
+An engine counts with an `ExpertLoadCounter` for as long as it runs, and saves the sum over all ranks
+as a file for `fulgurite plan --expert-load`:
+
+    counter = ExpertLoadCounter(model)
+    counter.begin_step(tokens, rows)       rows beyond the tokens are padding of a captured step
+    save_expert_load(counter.sum_over(axis), path)
+
+Hooks on the routers count, on the device and without waiting for it. A CUDA graph captures them, so
+replayed steps count, too. Recorded native calls of a CPU do not: run these steps eagerly.
 
 Shapes: L MoE layers; E experts; T tokens; k experts per token.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fulgurite.errors import ArgumentError
 from fulgurite.models.moe import Router
-from fulgurite.parallel.placement import count_expert_load
+from fulgurite.parallel.collectives import all_reduce, shard_range
+from fulgurite.parallel.mesh import Axis
+
+SUFFIXES = (".json", ".npy", ".csv")  # that `parallel.placement.read_expert_load` reads
 
 
 @contextmanager
 def record_expert_load(model: nn.Module) -> Iterator[Tensor]:
     """A tensor [L, E] that counts tokens per expert while the model runs; rows in layer order."""
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    if not routers:
-        raise ArgumentError("this model has no experts, so there is no expert load to record")
-    device = routers[0].weight.device
-    load_LE = torch.zeros(len(routers), len(routers[0].weight), dtype=torch.int64, device=device)
-    handles = [
-        router.register_forward_hook(_make_hook(row_E))
-        for router, row_E in zip(routers, load_LE, strict=True)
-    ]
+    counter = ExpertLoadCounter(model)
     try:
-        yield load_LE
+        yield counter.load_LE
     finally:
-        for handle in handles:
+        counter.close()
+
+
+class ExpertLoadCounter:
+    """Counts the tokens of each expert in `load_LE` until it is closed; rows in layer order."""
+
+    def __init__(self, model: nn.Module) -> None:
+        routers = [module for module in model.modules() if isinstance(module, Router)]
+        if not routers:
+            raise ArgumentError("this model has no experts, so there is no expert load to record")
+        device, experts = routers[0].weight.device, len(routers[0].weight)
+        # One more column for indices that are no experts.
+        self.counts_LE = torch.zeros(len(routers), experts + 1, dtype=torch.int64, device=device)
+        self.num_tokens = torch.full((), torch.iinfo(torch.int64).max, device=device)
+        self.token_axis: Axis | None = None  # ranks that share the tokens of a step
+        self.handles = [
+            router.register_forward_hook(self._make_hook(row_E))
+            for router, row_E in zip(routers, self.counts_LE, strict=True)
+        ]
+
+    @property
+    def load_LE(self) -> Tensor:
+        """The counts of this rank."""
+        return self.counts_LE[:, :-1]
+
+    def begin_step(self, num_tokens: int, num_rows: int) -> None:
+        """Count only the first `num_tokens` of `num_rows` from now on; the others are padding."""
+        if self.token_axis is not None:
+            start, stop = shard_range(num_rows, self.token_axis.index, self.token_axis.size)
+            num_tokens = max(0, min(num_tokens, stop) - start)
+        self.num_tokens.fill_(num_tokens)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing meanwhile: a step that is captured runs first to warm up."""
+        num_tokens = self.num_tokens.clone()
+        self.num_tokens.zero_()
+        try:
+            yield
+        finally:
+            self.num_tokens.copy_(num_tokens)
+
+    def sum_over(self, axis: Axis) -> Tensor:
+        """The counts of all ranks of an axis, on the CPU; a collective call."""
+        return all_reduce(self.load_LE.cpu(), axis, "sum of expert loads")
+
+    def close(self) -> None:
+        """Stop to count."""
+        for handle in self.handles:
             handle.remove()
+        self.handles = []
+
+    def _make_hook(self, row_E: Tensor) -> Callable[[nn.Module, Any, Any], None]:
+        def add(router: nn.Module, inputs: Any, routes: Any) -> None:
+            experts_Tk, invalid = routes.experts_Tk, len(row_E) - 1
+            row_T1 = torch.arange(len(experts_Tk), device=row_E.device)[:, None]
+            is_counted_Tk = (experts_Tk >= 0) & (experts_Tk < invalid) & (row_T1 < self.num_tokens)
+            index = experts_Tk.long().where(is_counted_Tk, invalid).flatten()
+            row_E.scatter_add_(0, index, torch.ones_like(index))
+
+        return add
 
 
-def _make_hook(row_E: Tensor) -> Callable[[nn.Module, Any, Any], None]:
-    def add(router: nn.Module, inputs: Any, routes: Any) -> None:
-        row_E.add_(count_expert_load(routes.experts_Tk, len(row_E)))
+def check_load_path(path: Path) -> Path:
+    """A path that `save_expert_load` can write; ArgumentError otherwise."""
+    if path.suffix not in SUFFIXES or not path.absolute().parent.is_dir():
+        raise ArgumentError(
+            f"the expert load can't be saved as {path}",
+            next=f"a file in an existing folder whose name ends in {', '.join(SUFFIXES)}",
+        )
+    return path
 
-    return add
+
+def save_expert_load(load_LE: Tensor, path: Path) -> Path:
+    """Write the counts for `fulgurite plan --expert-load`, in the format of the file's suffix."""
+    check_load_path(path)
+    values = load_LE.cpu().numpy()
+    try:
+        if path.suffix == ".json":
+            path.write_text(json.dumps(values.tolist()))
+        elif path.suffix == ".npy":
+            np.save(path, values)
+        else:
+            np.savetxt(path, values, fmt="%d", delimiter=",")
+    except OSError as problem:
+        raise ArgumentError(f"{path} can't be written: {problem.strerror}") from problem
+    return path

@@ -34,7 +34,7 @@ from fulgurite.kernels.elementwise.gated_activation import CLAMPED_SWIGLU, Gated
 from fulgurite.kernels.gemm.fused_projections import fused_gate_up
 from fulgurite.kernels.gemm.modules import default_activation_format
 from fulgurite.kernels.gemm.reference import UNQUANTIZED
-from fulgurite.kernels.moe.ops import fused_experts
+from fulgurite.kernels.moe.ops import fused_experts, run_quantized_rows
 from fulgurite.kernels.moe.router_config import RmsNormArgs, RouterConfig, Routes
 from fulgurite.kernels.moe.routing import is_small_batch, route_tokens
 from fulgurite.models.blocks import GatedMLP, ResidualBlock, project_add
@@ -171,7 +171,23 @@ class Experts(nn.Module):
         norm: RmsNormArgs | None = None,
         residual_TD: Tensor | None = None,
     ) -> Tensor:
-        """The weighted sum of each token's experts; `norm` and residual as in `ResidualBlock`."""
+        """The weighted sum of each token's experts; `norm` and residual as in `ResidualBlock`.
+
+        Rows that another rank has sent in FP8 are a `QuantTensor`.
+        """
+        if isinstance(x_TD, QuantTensor):
+            assert norm is None and residual_TD is None, "rows of other ranks have neither"
+            return run_quantized_rows(
+                x_TD,
+                routes,
+                self.gate_up_proj,
+                self.down_proj,
+                self.activation,
+                gate_up_bias=self.gate_up_proj_bias,
+                down_bias=self.down_proj_bias,
+                apply_router_weight_on_input=self.apply_router_weight_on_input,
+                activations=(self.input_format, self._activations(self.down_proj)),
+            )
         return fused_experts(
             x_TD,
             routes,
@@ -185,6 +201,11 @@ class Experts(nn.Module):
             norm=norm,
             residual_TD=residual_TD,
         )
+
+    @property
+    def input_format(self) -> str:
+        """The format that rows are quantized to before the first GEMM, or "none"."""
+        return self._activations(self.gate_up_proj)
 
     def _activations(self, weight: Tensor) -> str:
         if not isinstance(weight, QuantTensor):

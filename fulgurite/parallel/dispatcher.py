@@ -10,9 +10,17 @@ experts of it, packed once by the sender (`WireFormat`). There it is repeated fo
 sum of their results is the one row that comes back. Gradients take the same ways back in full
 precision; the rounding of the wire format has gradient 1. All sums have a fixed order.
 
-`AllToAllDispatcher` works on every backend. It first all-gathers the counts of all ranks. If a rank
-exceeds its capacity, or sends to an invalid slot, all ranks raise before any row is sent. Reading the
-counts synchronizes with the host once a layer.
+`AllToAllDispatcher` works on every backend. In inference a layer has one all-to-all in each direction,
+whose rows have their routes with them (dispatch_payload.py). How many rows go to each rank:
+
+    exact     all ranks first all-gather their counts, which the host reads: one host sync a layer. If a
+              rank exceeds its capacity, or sends to an invalid slot, all ranks raise before a row is sent
+    padded    in small steps whose largest number of tokens C all ranks know (`set_step_tokens`): C rows to
+              every rank, as many of them padding as needed. No counts, and nothing waits for the device;
+              an invalid slot raises in `check` on all ranks
+
+Both give the same bits. Work between start and finish overlaps with the transfer. With gradients enabled
+the splits are exact.
 
 Shapes: T tokens of this rank; k experts of a token; P slots of all ranks; W ranks; R received rows;
 S assignments of received rows to experts; H sent rows, which is also the number of returned rows.
@@ -21,9 +29,10 @@ S assignments of received rows to experts; H sent rows, which is also the number
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
@@ -31,10 +40,25 @@ from fulgurite.errors import ArgumentError, CapacityError
 from fulgurite.kernels.dispatch.layout import DispatchLayout, get_dispatch_layout
 from fulgurite.kernels.dispatch.wire_format import WIRE_FORMATS, WireFormat
 from fulgurite.kernels.moe.ops import combine_op
-from fulgurite.parallel.collectives import all_gather, all_to_all, all_to_all_rows
+from fulgurite.parallel.collectives import (
+    PendingRows,
+    all_gather,
+    all_to_all,
+    all_to_all_rows,
+    start_all_to_all_rows,
+)
+from fulgurite.parallel.dispatch_payload import (
+    ReceivedRows,
+    SendOrder,
+    gather_rows,
+    order_rows,
+    pack_payload,
+    unpack_payload,
+)
 from fulgurite.parallel.mesh import Axis
 
 SAME_DTYPE = "same"  # wire format: the dtype of the tokens
+MAX_PADDED_ROWS = 2048  # received rows of a step with equal splits; most of them are padding
 SendReceiveCounts = tuple[tuple[int, ...], tuple[int, ...]]  # to each rank, and from each
 WIRE_FORMAT_OF_DTYPE = {
     dtype: name for name, dtype in WIRE_FORMATS.items() if isinstance(dtype, torch.dtype)
@@ -60,6 +84,15 @@ class TokenDispatcher(Protocol):
     @property
     def axis(self) -> Axis: ...
 
+    @property
+    def can_capture(self) -> bool:
+        """Whether the next step can be captured in a CUDA graph: nothing waits for the host."""
+        ...
+
+    def check(self) -> None:
+        """Raise the error that the device has recorded, if any. Waits for the device."""
+        ...
+
     def start_dispatch(
         self, x_TD: Tensor, slots_Tk: Tensor, num_slots: int, weights_Tk: Tensor
     ) -> Any:
@@ -73,6 +106,39 @@ class TokenDispatcher(Protocol):
     def combine(self, y_SD: Tensor, dispatched: DispatchedTokens) -> Tensor:
         """Sum the results of each row, send them back, and sum them for each token: [T, D]."""
         ...
+
+
+class OverlappingDispatcher(TokenDispatcher, Protocol):
+    """A dispatcher whose combine has two halves, too, and that is told the size of a step.
+
+    Two steps may be in flight at once.
+    """
+
+    @property
+    def step_tokens(self) -> int | None:
+        """The most tokens of a rank in this step, equal on all ranks; None: unknown."""
+        ...
+
+    def set_step_tokens(self, count: int | None) -> None:
+        """Set `step_tokens`; all ranks have agreed on the number."""
+        ...
+
+    def finish_dispatch(self, pending: Any, keep_fp8: bool = False) -> DispatchedTokens:
+        """`keep_fp8`: rows that were sent in FP8 are a `QuantTensor`."""
+        ...
+
+    def start_combine(self, y_SD: Tensor, dispatched: DispatchedTokens) -> None:
+        """Start to send the results back."""
+        ...
+
+    def finish_combine(self, dispatched: DispatchedTokens) -> Tensor:
+        """The sum of each token's results: [T, D]."""
+        ...
+
+
+def can_overlap(dispatcher: TokenDispatcher) -> TypeGuard[OverlappingDispatcher]:
+    """Whether a dispatcher is an `OverlappingDispatcher`; cheaper than isinstance of a protocol."""
+    return hasattr(type(dispatcher), "set_step_tokens")
 
 
 class RowSegments(NamedTuple):
@@ -96,6 +162,34 @@ class DispatchHandle:
     returned_rows: RowSegments  # sums of a token of this rank
 
 
+@dataclass(frozen=True, eq=False)
+class PendingPayload:
+    """Rows on their way to their experts."""
+
+    rows: PendingRows
+    order: SendOrder
+    wire: WireFormat
+    counts: SendReceiveCounts  # rows
+    num_assignments: int | None  # received; None: unknown, the rows are padded
+    max_assignments: int  # of a received row
+    x_TD: Tensor
+    slots_Tk: Tensor
+    weights_Tk: Tensor
+    num_slots: int
+
+
+@dataclass(eq=False)
+class PayloadHandle:
+    """The way back. `returned` are rows on it, between start and finish of the combine."""
+
+    counts: SendReceiveCounts
+    assignments: RowSegments
+    returned_rows: RowSegments
+    returned: PendingRows | None = None
+    wire: WireFormat | None = None
+    dtype: torch.dtype | None = None
+
+
 class AllToAllDispatcher:
     """All-to-all on any backend. `capacity`: the most rows a rank receives; None: no limit."""
 
@@ -114,27 +208,162 @@ class AllToAllDispatcher:
                 )
         self.axis, self.capacity = axis, capacity
         self.dispatch_format, self.combine_format = dispatch_format, combine_format
+        self.step_tokens: int | None = None
+        self.num_invalid_W: Tensor | None = None  # by rank: invalid slots in padded steps
 
-    def finish_dispatch(self, pending: DispatchedTokens) -> DispatchedTokens:
-        return pending  # `start_dispatch` has waited for everything
+    # ---- the size of a step ------------------------------------------------------------------------
+
+    def set_step_tokens(self, count: int | None) -> None:
+        self.step_tokens = count
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the next step has equal splits, so that the host reads no counts."""
+        if self.step_tokens is None:
+            return False
+        limit = MAX_PADDED_ROWS if self.capacity is None else min(MAX_PADDED_ROWS, self.capacity)
+        return self.axis.size * self.step_tokens <= limit
+
+    @property
+    def can_capture(self) -> bool:
+        """NCCL's collectives can be captured; small steps of known size read nothing on the host."""
+        group = self.axis.group
+        return group is not None and "nccl" in dist.get_backend_config(group)
+
+    def check(self) -> None:
+        if self.num_invalid_W is None:
+            return
+        counts: list[int] = self.num_invalid_W.tolist()
+        if any(counts):
+            self.num_invalid_W.zero_()
+            raise _invalid_slot_error(counts)
+
+    # ---- inference ---------------------------------------------------------------------------------
 
     def start_dispatch(
         self, x_TD: Tensor, slots_Tk: Tensor, num_slots: int, weights_Tk: Tensor
+    ) -> PendingPayload | DispatchedTokens:
+        if torch.is_grad_enabled():
+            return self._dispatch_with_gradients(x_TD, slots_Tk, num_slots, weights_Tk)
+        layout = get_dispatch_layout(slots_Tk, num_slots, self.axis.size)
+        size, top_k = self.axis.size, slots_Tk.shape[1]
+        is_sent_TW, num_assignments, max_assignments = layout.is_token_in_rank_TW, None, top_k
+        if self.is_padded:
+            assert self.step_tokens is not None, "a padded step has a known size"
+            self._check_step(x_TD.shape[0], self.step_tokens)
+            counts = (self.step_tokens,) * size, (self.step_tokens,) * size
+            offsets_W = torch.arange(size, device=x_TD.device) * self.step_tokens
+            num_invalid = (layout.rank_Tk == size).sum(dtype=torch.int32)
+        else:
+            exchanged = self._exchange_counts(layout)
+            counts, pairs = exchanged.rows, exchanged.pairs
+            num_assignments, max_assignments = sum(pairs[1]), exchanged.max_assignments
+            rows_W = is_sent_TW.sum(0)
+            offsets_W, num_invalid = rows_W.cumsum(0) - rows_W, rows_W.new_zeros(())
+        order = order_rows(layout, offsets_W, sum(counts[0]))
+        wire = WireFormat(_resolve_wire_format(self.dispatch_format, x_TD.dtype), x_TD.shape[1])
+        payload_HB = pack_payload(
+            x_TD, slots_Tk, weights_Tk, order, wire, num_slots // size, num_invalid
+        )
+        rows = start_all_to_all_rows(payload_HB, self.axis, *counts, "dispatch")
+        return PendingPayload(
+            rows, order, wire, counts, num_assignments, max_assignments, x_TD, slots_Tk, weights_Tk,
+            num_slots,
+        )  # fmt: skip
+
+    def finish_dispatch(
+        self, pending: PendingPayload | DispatchedTokens, keep_fp8: bool = False
+    ) -> DispatchedTokens:
+        if isinstance(pending, DispatchedTokens):
+            return pending  # with gradients, `start_dispatch` has waited for everything
+        x_TD, top_k = pending.x_TD, pending.slots_Tk.shape[1]
+        received = unpack_payload(
+            pending.rows.wait(), top_k, pending.wire, x_TD.dtype, pending.weights_Tk.dtype,
+            keep_quantized=keep_fp8 and pending.wire.name == "fp8",
+        )  # fmt: skip
+        if pending.num_assignments is None:
+            self._record_invalid_slots(received.num_invalid_R)
+            pair_S = torch.arange(received.experts_Rk.numel(), device=x_TD.device)
+        else:
+            pair_S = _compact(received.experts_Rk, pending.num_assignments)
+        experts_S = received.experts_Rk.flatten()[pair_S]
+        # One padding row: what the experts compute of it is the row of zeros that sums need.
+        is_padding_S = experts_S < 0
+        experts_S = experts_S.masked_fill(is_padding_S, pending.num_slots)
+        experts_S = torch.cat((experts_S, experts_S.new_full((1,), pending.num_slots)))
+        weights_S = received.weights_Rk.flatten()[pair_S].masked_fill(is_padding_S, 0)
+        weights_S = torch.cat((weights_S, weights_S.new_zeros(1)))
+        row_S = _append_zero_row(pair_S // top_k)
+        segments = _payload_segments(received, pending, pair_S, row_S)
+        x_SD = gather_rows(received.x_RD, row_S)
+        returned_rows = RowSegments(
+            _returned_rows(pending.order, top_k), _append_zero_row(pending.order.token_H)
+        )
+        handle = PayloadHandle(pending.counts, segments, returned_rows)
+        return DispatchedTokens(x_SD, experts_S, weights_S, handle)
+
+    def combine(self, y_SD: Tensor, dispatched: DispatchedTokens) -> Tensor:
+        if isinstance(dispatched.handle, DispatchHandle):
+            return self._combine_with_gradients(y_SD, dispatched.handle)
+        self.start_combine(y_SD, dispatched)
+        return self.finish_combine(dispatched)
+
+    def start_combine(self, y_SD: Tensor, dispatched: DispatchedTokens) -> None:
+        handle: PayloadHandle = dispatched.handle
+        y_RD = _sum_segments(y_SD, handle.assignments)
+        wire = WireFormat(_resolve_wire_format(self.combine_format, y_RD.dtype), y_RD.shape[1])
+        handle.wire, handle.dtype = wire, y_RD.dtype
+        counts = handle.counts[1], handle.counts[0]
+        handle.returned = start_all_to_all_rows(
+            wire.pack(y_RD), self.axis, *counts, "combine", padding=1
+        )
+
+    def finish_combine(self, dispatched: DispatchedTokens) -> Tensor:
+        handle: PayloadHandle = dispatched.handle
+        assert handle.returned is not None and handle.wire is not None, "start_combine comes first"
+        assert handle.dtype is not None
+        returned_HD = handle.wire.unpack(handle.returned.wait(), handle.dtype)
+        handle.returned = None
+        return _sum_segments(returned_HD, handle.returned_rows)
+
+    def _check_step(self, tokens: int, step_tokens: int) -> None:
+        if tokens > step_tokens:
+            raise ArgumentError(
+                f"{tokens} tokens in a step for which all ranks agreed on at most {step_tokens}",
+                where=str(self.axis),
+                next="call set_step_tokens with the largest number of all ranks, or with None",
+            )
+
+    def _record_invalid_slots(self, num_invalid_R: Tensor) -> None:
+        """Remember, without waiting for the device, how many invalid slots each rank had."""
+        if not num_invalid_R.shape[0]:
+            return
+        found_W = num_invalid_R.view(self.axis.size, -1)[:, 0]
+        if self.num_invalid_W is None:
+            self.num_invalid_W = torch.zeros_like(found_W)
+        torch.maximum(self.num_invalid_W, found_W, out=self.num_invalid_W)
+
+    # ---- with gradients ----------------------------------------------------------------------------
+
+    def _dispatch_with_gradients(
+        self, x_TD: Tensor, slots_Tk: Tensor, num_slots: int, weights_Tk: Tensor
     ) -> DispatchedTokens:
         layout = get_dispatch_layout(slots_Tk, num_slots, self.axis.size)
-        rows_WW, pairs_WW = self._exchange_counts(layout)
-        own = self.axis.index
-        send, receive = tuple(rows_WW[own].tolist()), tuple(rows_WW[:, own].tolist())
-        pairs = tuple(pairs_WW[own].tolist()), tuple(pairs_WW[:, own].tolist())
-        token_H = layout.is_token_in_rank_TW.t().nonzero()[:, 1]
-        returned_rows = _token_segments(layout, token_H, slots_Tk.shape[1])
+        exchanged = self._exchange_counts(layout)
+        (send, receive), pairs = exchanged.rows, exchanged.pairs
+        rows_W = layout.is_token_in_rank_TW.sum(0)
+        order = order_rows(layout, rows_W.cumsum(0) - rows_W, sum(send))
+        token_H = order.token_H
+        returned_rows = RowSegments(
+            _returned_rows(order, slots_Tk.shape[1]), _append_zero_row(token_H)
+        )
         wire = WireFormat(_resolve_wire_format(self.dispatch_format, x_TD.dtype), x_TD.shape[1])
         x_RD = _Dispatch.apply(x_TD, token_H, returned_rows, wire, self.axis, send, receive)
         row_S, experts_S, weights_S = self._send_assignments(
             layout, slots_Tk, num_slots, weights_Tk, pairs
         )
         row_S = row_S + _sender_offsets(receive, pairs[1]).to(x_TD.device)
-        assignments = _assignment_segments(row_S, x_RD.shape[0])
+        assignments = _assignment_segments(row_S, x_RD.shape[0], exchanged.max_assignments)
         handle = DispatchHandle(send, receive, assignments, returned_rows)
         # One padding row: what the experts compute of it is the row of zeros that sums need.
         experts_S = torch.cat((experts_S, experts_S.new_full((1,), num_slots)))
@@ -160,33 +389,48 @@ class AllToAllDispatcher:
         weights_S = all_to_all(sent_S, self.axis, *pairs, "dispatch of router weights")
         return received_S2[:, 0], received_S2[:, 1], weights_S
 
-    def combine(self, y_SD: Tensor, dispatched: DispatchedTokens) -> Tensor:
-        handle: DispatchHandle = dispatched.handle
+    def _combine_with_gradients(self, y_SD: Tensor, handle: DispatchHandle) -> Tensor:
         y_RD = _sum_segments(y_SD, handle.assignments)
         wire = WireFormat(_resolve_wire_format(self.combine_format, y_RD.dtype), y_RD.shape[1])
         counts = handle.receive_counts, handle.send_counts
         returned_HD = _Combine.apply(y_RD, wire, self.axis, *counts)
         return _sum_segments(returned_HD, handle.returned_rows)
 
-    def _exchange_counts(self, layout: DispatchLayout) -> tuple[Tensor, Tensor]:
-        """Rows and assignments from each rank to each, [W, W] on the host; raises on all ranks."""
-        size = self.axis.size
+    # ---- counts ------------------------------------------------------------------------------------
+
+    def _exchange_counts(self, layout: DispatchLayout) -> ExchangedCounts:
+        """Rows and assignments to and from each rank, on the host; raises on all ranks.
+
+        The only time that the host waits for the device.
+        """
+        size, top_k = self.axis.size, layout.rank_Tk.shape[1]
         rank_S = layout.rank_Tk.flatten()
         pairs_W = rank_S.new_zeros(size + 1).scatter_add(0, rank_S, torch.ones_like(rank_S))
-        own = torch.cat((layout.is_token_in_rank_TW.sum(0), pairs_W))
+        of_token_TW = layout.rank_Tk.new_zeros(layout.rank_Tk.shape[0], size + 1)
+        of_token_TW = of_token_TW.scatter_add(1, layout.rank_Tk, torch.ones_like(layout.rank_Tk))
+        most_W = of_token_TW[:, :size].amax(0) if len(of_token_TW) else pairs_W[:size]
+        own = torch.cat((layout.is_token_in_rank_TW.sum(0), pairs_W[:size], most_W, pairs_W[size:]))
         counts = all_gather(own[None], self.axis, "all-gather of dispatch counts").cpu()
-        rows_WW, pairs_WW, invalid_W = counts.split((size, size, 1), dim=1)
+        rows_WW, pairs_WW, most_WW, invalid_W = counts.split((size, size, size, 1), dim=1)
         if invalid_W.any():
-            rank = int(invalid_W.argmax())
-            raise ArgumentError(
-                f"rank {rank} of the expert axis sent {int(invalid_W[rank])} tokens to experts "
-                f"that don't exist",
-                next="check the router and the replica table; NaN logits select any expert",
-            )
+            raise _invalid_slot_error(invalid_W.flatten().tolist())
         received_W = rows_WW.sum(0)
         if self.capacity is not None and int(received_W.max()) > self.capacity:
             raise _capacity_error(received_W, self.capacity)
-        return rows_WW, pairs_WW
+        own_index = self.axis.index
+        return ExchangedCounts(
+            rows=(tuple(rows_WW[own_index].tolist()), tuple(rows_WW[:, own_index].tolist())),
+            pairs=(tuple(pairs_WW[own_index].tolist()), tuple(pairs_WW[:, own_index].tolist())),
+            max_assignments=min(top_k, int(most_WW[:, own_index].max())),
+        )
+
+
+class ExchangedCounts(NamedTuple):
+    """Rows and assignments to each rank and from each; the most assignments of a received row."""
+
+    rows: SendReceiveCounts
+    pairs: SendReceiveCounts
+    max_assignments: int
 
 
 class _Dispatch(Function):
@@ -265,23 +509,36 @@ def _sum_segments(rows: Tensor, segments: RowSegments) -> Tensor:
     return out
 
 
-def _token_segments(layout: DispatchLayout, token_H: Tensor, top_k: int) -> RowSegments:
-    """The returned rows of each token, by rank. Rows are ordered by rank, then by token."""
-    is_sent_TW = layout.is_token_in_rank_TW
-    ends_W = is_sent_TW.sum(0).cumsum(0)
-    row_TW = layout.row_index_TW + (ends_W - is_sent_TW.sum(0))
-    zero_row = token_H.shape[0]
-    row_TW = row_TW.masked_fill(~is_sent_TW, zero_row)
-    by_rank = is_sent_TW.int().argsort(dim=1, descending=True, stable=True)
-    rows = row_TW.gather(1, by_rank[:, : min(top_k, is_sent_TW.shape[1])])
-    return RowSegments(rows.int(), _append_zero_row(token_H))
+def _returned_rows(order: SendOrder, top_k: int) -> Tensor:
+    """The returned rows of each token, by rank; those it has fewer of are the row of zeros."""
+    num_columns = min(top_k, order.row_TW.shape[1])
+    # Rows are ordered by rank, and the row of zeros is the last: sorting moves it to the end.
+    return order.row_TW.sort(dim=1).values[:, :num_columns].int()
 
 
-def _assignment_segments(row_S: Tensor, num_rows: int) -> RowSegments:
-    """The assignments of each received row, which are consecutive."""
+def _compact(experts_Rk: Tensor, count: int) -> Tensor:
+    """The indices of the `count` assignments to experts of this rank, in order."""
+    is_local = (experts_Rk >= 0).flatten()
+    position = (is_local.cumsum(0) - 1).masked_fill(~is_local, count)
+    index = torch.arange(position.shape[0], device=position.device)
+    return position.new_zeros(count + 1).scatter(0, position, index)[:count]
+
+
+def _payload_segments(
+    received: ReceivedRows, pending: PendingPayload, pair_S: Tensor, row_S: Tensor
+) -> RowSegments:
+    """The assignments of each received row."""
+    if pending.num_assignments is not None:
+        return _assignment_segments(row_S[:-1], len(received.x_RD), pending.max_assignments)
+    rows = pair_S.view(received.experts_Rk.shape)
+    rows = rows.masked_fill(received.experts_Rk < 0, pair_S.shape[0])
+    return RowSegments(rows.int(), row_S)
+
+
+def _assignment_segments(row_S: Tensor, num_rows: int, max_count: int) -> RowSegments:
+    """The assignments of each received row, at most `max_count`, which are consecutive."""
     counts_R = torch.zeros(num_rows, dtype=torch.long, device=row_S.device)
     counts_R = counts_R.scatter_add(0, row_S.long(), torch.ones_like(row_S, dtype=torch.long))
-    max_count = int(counts_R.max()) if num_rows else 0
     offset = torch.arange(max_count, device=row_S.device)
     rows = (counts_R.cumsum(0) - counts_R)[:, None] + offset
     rows = rows.masked_fill(offset >= counts_R[:, None], row_S.shape[0])
@@ -302,6 +559,15 @@ def _sender_offsets(rows: tuple[int, ...], pairs: tuple[int, ...]) -> Tensor:
 
 def _resolve_wire_format(name: str, dtype: torch.dtype) -> str:
     return WIRE_FORMAT_OF_DTYPE[dtype] if name == SAME_DTYPE else name
+
+
+def _invalid_slot_error(invalid_W: list[int]) -> ArgumentError:
+    count = max(invalid_W)
+    return ArgumentError(
+        f"rank {invalid_W.index(count)} of the expert axis sent {count} tokens to experts that "
+        "don't exist",
+        next="check the router and the replica table; NaN logits select any expert",
+    )
 
 
 def _capacity_error(received_W: Tensor, capacity: int) -> CapacityError:

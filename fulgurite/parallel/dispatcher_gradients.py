@@ -72,6 +72,8 @@ class DispatchRound:
 class DifferentiableDispatcher:
     """Symmetric memory for training: one dispatcher for tokens, one for their gradients."""
 
+    can_capture = True  # nothing waits for the host
+
     def __init__(
         self,
         forward_dispatcher: SymmetricMemoryDispatcher,

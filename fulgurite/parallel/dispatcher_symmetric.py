@@ -12,6 +12,10 @@ two of them.
 Between start and finish, work that needs no other rank (a shared expert, the next layer's norm) overlaps
 with the transfer. Two steps may be in flight at once, since buffers are double-buffered.
 
+Shapes on the device must not depend on the routes, so most rows are padding, which the experts skip. If
+all ranks know the largest number of tokens of a step (`set_step_tokens`), C is that number. Otherwise it is
+the capacity.
+
 Errors on the device are written to `status` there. `check()` reads it on the host and raises. Call it
 once a step, where the host waits anyway. Until then nothing is overwritten and nothing hangs.
 
@@ -30,6 +34,7 @@ from torch import Tensor
 
 from fulgurite.errors import ArgumentError, CapacityError, RankError
 from fulgurite.kernels.common.triton_counters import acquire_counters
+from fulgurite.kernels.common.triton_pdl import pdl_options
 from fulgurite.kernels.dispatch import triton_dispatch as kernels
 from fulgurite.kernels.dispatch.buffers import NUM_BUFFERS, DispatchConfig
 from fulgurite.kernels.dispatch.wire_format import WireFormat
@@ -38,6 +43,7 @@ from fulgurite.kernels.tuning.heuristics import heuristics_for
 from fulgurite.parallel.dispatcher import DispatchedTokens
 from fulgurite.parallel.mesh import Axis
 from fulgurite.parallel.symmetric_memory import SymmetricBuffer, allocate_symmetric_buffer
+from fulgurite.quant import QuantTensor
 
 MAX_POLLS = 1 << 26  # of a flag before a rank counts as lost: about 30 s on an H200
 COMBINE_FORMATS = ("bf16", "f16", "f32")
@@ -50,6 +56,7 @@ class PendingDispatch:
     x_TD: Tensor
     row_index_TW: Tensor  # row of a token among those sent to a rank; -1: not sent there
     step: Tensor
+    rows: int  # C, the most rows from one rank to another in this step
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +67,8 @@ class SymmetricHandle:
 
 class SymmetricMemoryDispatcher:
     """Device-side dispatch and combine over the ranks of an axis."""
+
+    can_capture = True  # nothing waits for the host
 
     def __init__(
         self,
@@ -81,6 +90,7 @@ class SymmetricMemoryDispatcher:
         self.step = torch.zeros(1, dtype=torch.int32, device=device)
         self.status = torch.zeros(2, dtype=torch.int32, device=device)
         self.in_flight = 0
+        self.step_tokens: int | None = None
         self.heuristics = heuristics_for(device)
         self.send_config = self.heuristics.dispatch_row(self.dispatch_wire.row_bytes // 4)
         self.receive_config = self.heuristics.dispatch_row(config.hidden_size)
@@ -104,6 +114,15 @@ class SymmetricMemoryDispatcher:
         size = config.num_bytes(axis.size)
         return cls(axis, config, allocate_symmetric_buffer(axis, size, device))
 
+    def set_step_tokens(self, count: int | None) -> None:
+        self.step_tokens = count
+
+    @property
+    def _step_rows(self) -> int:
+        """C: the most rows from one rank to another in the next step, equal on all ranks."""
+        rows = self.buffers.rows
+        return rows if self.step_tokens is None else min(rows, max(self.step_tokens, 1))
+
     # ---- dispatch and combine ----------------------------------------------------------------------
 
     def start_dispatch(
@@ -112,7 +131,7 @@ class SymmetricMemoryDispatcher:
         """Write the rows of all tokens into the inboxes of their ranks."""
         self._check_inputs(x_TD, slots_Tk, num_slots)
         self.in_flight += 1
-        size, tokens, device = self.axis.size, x_TD.shape[0], x_TD.device
+        size, tokens, device, rows = self.axis.size, x_TD.shape[0], x_TD.device, self._step_rows
         row_index_TW = torch.empty(tokens, size, dtype=torch.int32, device=device)
         counts_W, step = torch.empty(size + 1, dtype=torch.int32, device=device).split([size, 1])
         slots_Tk = slots_Tk.contiguous()
@@ -126,40 +145,55 @@ class SymmetricMemoryDispatcher:
             self.axis.index, self.config.experts_per_rank,
             BLOCK=self.heuristics.dispatch_layout.block_m,
             num_warps=self.heuristics.dispatch_layout.num_warps, **shared,
+            **pdl_options(self.buffer.data.device),
         )  # fmt: skip
         kernels.dispatch_send_kernel[(max(tokens, 1), size)](
             self.dispatch_wire.pack(x_TD).view(torch.int32), slots_Tk, weights_Tk.contiguous(),
             row_index_TW, counts_W, self.buffer.peer_pointers_W, step, self._counter(),
             self.status, tokens, self.axis.index, self.config.experts_per_rank,
-            self.buffers.rows, self.buffer_bytes, self.rows_offset, self.flags_offset,
+            rows, self.buffer_bytes, self.rows_offset, self.flags_offset,
             W_PADDED=self._padded_size, HEADER_BYTES=self.buffers.header_bytes,
             ROW_WORDS=self.dispatch_wire.row_bytes // 4, BLOCK=self.send_config.block_n,
             num_warps=self.send_config.num_warps, **shared,
+            **pdl_options(self.buffer.data.device),
         )  # fmt: skip
-        return PendingDispatch(x_TD, row_index_TW, step)
+        return PendingDispatch(x_TD, row_index_TW, step, rows)
 
-    def finish_dispatch(self, pending: PendingDispatch) -> DispatchedTokens:
-        """Wait for the rows of all ranks and dequantize them."""
+    def finish_dispatch(self, pending: PendingDispatch, keep_fp8: bool = False) -> DispatchedTokens:
+        """Wait for the rows of all ranks and dequantize them, unless they are in FP8 and stay so."""
         device, dtype = pending.x_TD.device, pending.x_TD.dtype
-        size, rows, hidden_size = self.axis.size, self.buffers.rows, self.config.hidden_size
+        size, rows, hidden_size = self.axis.size, pending.rows, self.config.hidden_size
         experts_per_row = self.buffers.experts_per_row
         counts_W = torch.empty(size, dtype=torch.int32, device=device)
         self._wait_flags(pending.step, counts_W, is_combine=False)
         assignments = size * rows * experts_per_row
-        x_SD = torch.empty(assignments, hidden_size, dtype=dtype, device=device)
+        keep_fp8 = keep_fp8 and self.config.dispatch_format == "fp8"
+        x_SD = torch.empty(
+            assignments, hidden_size, dtype=torch.uint8 if keep_fp8 else dtype, device=device
+        )
+        num_scales = self.dispatch_wire.fields[1].count if keep_fp8 else 1
+        scales_S = torch.empty(
+            assignments if keep_fp8 else 1, num_scales, dtype=torch.float32, device=device
+        )
         experts_S = torch.empty(assignments, dtype=torch.int32, device=device)
         weights_S = torch.empty(assignments, dtype=torch.float32, device=device)
         scale_offsets = [field.offset for field in self.dispatch_wire.fields[1:]]
         scales_offset, token_scale_offset = (scale_offsets + [0, 0])[:2]
         kernels.dispatch_receive_kernel[(rows, size)](
-            self.buffer.peer_pointers_W, pending.step, counts_W, x_SD, experts_S, weights_S,
+            self.buffer.peer_pointers_W, pending.step, counts_W, x_SD, scales_S, experts_S, weights_S,
             self.axis.index, self.config.experts_per_rank, rows, self.buffer_bytes,
             self.rows_offset, scales_offset, token_scale_offset,
             V=experts_per_row, V_PADDED=next_power_of_2(experts_per_row),
             HEADER_BYTES=self.buffers.header_bytes, ROW_BYTES=self.dispatch_wire.row_bytes,
             D=hidden_size, BLOCK=self.receive_config.block_n, FORMAT=self.config.dispatch_format,
+            NUM_SCALES=num_scales if keep_fp8 else 0, SCALES_PADDED=next_power_of_2(num_scales),
             num_warps=self.receive_config.num_warps,
+            **pdl_options(self.buffer.data.device),
         )  # fmt: skip
+        if keep_fp8:
+            format, codes = self.dispatch_wire.quant_format, x_SD.view(torch.float8_e4m3fn)
+            assert format is not None, "fp8 is quantized"
+            x_SD = QuantTensor(format, codes, {"scale": scales_S}, dtype)
         return DispatchedTokens(x_SD, experts_S, weights_S, SymmetricHandle(pending, counts_W))
 
     def combine(self, y_SD: Tensor, dispatched: DispatchedTokens) -> Tensor:
@@ -170,17 +204,19 @@ class SymmetricMemoryDispatcher:
         """Sum the results of each row and write them into the memory of their source ranks."""
         _reject_gradients(y_SD)
         handle: SymmetricHandle = dispatched.handle
-        max_rows = max(1, self.buffers.rows * self.axis.size)
+        rows = handle.pending.rows
+        max_rows = max(1, rows * self.axis.size)
         kernels.combine_send_kernel[(min(max_rows, self.heuristics.dispatch_combine_programs),)](
             y_SD.contiguous(), handle.counts_W, self.buffer.peer_pointers_W, handle.pending.step,
             self._counter(), self.status,
-            self.axis.index, self.config.max_tokens, self.buffers.rows,
+            self.axis.index, self.config.max_tokens, rows,
             self.buffer_bytes, self.returns_offset, self.flags_offset,
             V=self.buffers.experts_per_row, M=self.buffers.ranks_per_token,
             HEADER_BYTES=self.buffers.header_bytes, ROW_BYTES=self.combine_wire.row_bytes,
             D=self.config.hidden_size, W=self.axis.size, W_PADDED=self._padded_size,
             BLOCK=self.combine_config.block_n, FORMAT=self.config.combine_format,
             num_warps=self.combine_config.num_warps,
+            **pdl_options(self.buffer.data.device),
         )  # fmt: skip
 
     def finish_combine(self, dispatched: DispatchedTokens) -> Tensor:
@@ -197,6 +233,7 @@ class SymmetricMemoryDispatcher:
                 M=self.buffers.ranks_per_token, W=self.axis.size, W_PADDED=self._padded_size,
                 ROW_BYTES=self.combine_wire.row_bytes, D=self.config.hidden_size, BLOCK=block,
                 FORMAT=self.config.combine_format,
+                **pdl_options(self.buffer.data.device),
             )  # fmt: skip
         self.in_flight -= 1
         return out_TD
@@ -246,6 +283,7 @@ class SymmetricMemoryDispatcher:
             self.buffer.peer_pointers_W, step, counts_W, self.status, self.axis.index,
             self.max_polls, self.buffer_bytes, self.flags_offset, W=self.axis.size,
             W_PADDED=self._padded_size, IS_COMBINE=is_combine, num_warps=1,
+            **pdl_options(self.buffer.data.device),
         )  # fmt: skip
 
     def _check_inputs(self, x_TD: Tensor, slots_Tk: Tensor, num_slots: int) -> None:
@@ -258,6 +296,12 @@ class SymmetricMemoryDispatcher:
                 where=f"buffers for {config.max_tokens} tokens of {config.hidden_size} values, "
                 f"{config.top_k} experts each",
                 next="make the dispatcher for the largest step",
+            )
+        if self.step_tokens is not None and tokens > self.step_tokens:
+            raise ArgumentError(
+                f"{tokens} tokens in a step for which all ranks agreed on at most {self.step_tokens}",
+                where=str(self.axis),
+                next="call set_step_tokens with the largest number of all ranks, or with None",
             )
         if num_slots != config.experts_per_rank * self.axis.size:
             raise ArgumentError(

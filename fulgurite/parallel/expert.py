@@ -10,11 +10,20 @@ experts by measured load. It is applied right after the router; the rest of the 
 
 Every rank of the axis must call its layers equally often, also if it has no tokens.
 
+A rank that receives more than `EXPERT_CHUNK_ROWS` rows computes them in chunks, which bounds what the
+experts allocate. With `micro_batches=2` large steps are split into two halves of the tokens:
+
+    transfer   dispatch 0 │ dispatch 1 │ combine 0 │ combine 1
+    compute    shared     │ experts 0  │ experts 1 │
+
+Neither changes the result.
+
 Shapes: T tokens; k experts of a token; S received rows; D hidden size; E experts; P slots.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -22,10 +31,19 @@ import torch
 from torch import Tensor, nn
 
 from fulgurite.errors import ArgumentError
+from fulgurite.kernels.dispatch.buffers import EXPERT_CHUNK_ROWS
+from fulgurite.kernels.dispatch.wire_format import WIRE_FORMATS
+from fulgurite.kernels.gemm.reference import UNQUANTIZED
 from fulgurite.kernels.moe.router_config import Routes
-from fulgurite.parallel.dispatcher import TokenDispatcher
+from fulgurite.parallel.dispatcher import (
+    DispatchedTokens,
+    TokenDispatcher,
+    can_overlap,
+)
 from fulgurite.parallel.mesh import Axis
 from fulgurite.parallel.placement import Placement, ReplicaTable, contiguous_placement
+
+MICRO_BATCH_TOKENS = 64  # of a rank; smaller steps are not split: each half has the full latency
 
 
 class ExpertParallel(nn.Module):
@@ -34,6 +52,10 @@ class ExpertParallel(nn.Module):
     `experts` has the same signature and this rank's experts only, in the order of its slots. It
     applies the router weights, to its inputs or its outputs.
     """
+
+    micro_batches = 1
+    micro_batch_tokens = MICRO_BATCH_TOKENS
+    chunk_rows = EXPERT_CHUNK_ROWS
 
     def __init__(
         self,
@@ -52,19 +74,67 @@ class ExpertParallel(nn.Module):
     def forward(self, x_TD: Tensor, routes: Routes) -> Tensor:
         return self.finish(self.start_dispatch(x_TD, routes))
 
-    def start_dispatch(self, x_TD: Tensor, routes: Routes) -> Any:
-        """Start to send the tokens to their experts."""
+    def start_dispatch(self, x_TD: Tensor, routes: Routes) -> list[Any]:
+        """Start to send the tokens to their experts: what is pending, of each micro-batch."""
         slots_Tk = routes.experts_Tk
         if self.replica_table is not None:
             slots_Tk = self.replica_table.remap(self.layer, slots_Tk, self.dispatcher.axis.index)
-        return self.dispatcher.start_dispatch(x_TD, slots_Tk, self.num_slots, routes.weights_Tk)
+        count = self._num_micro_batches()
+        halves = (part.tensor_split(count) for part in (x_TD, slots_Tk, routes.weights_Tk))
+        return [
+            self.dispatcher.start_dispatch(x, slots, self.num_slots, weights)
+            for x, slots, weights in zip(*halves, strict=True)
+        ]
 
-    def finish(self, pending: Any) -> Tensor:
+    def finish(self, pending: list[Any]) -> Tensor:
         """Run this rank's experts on the received rows and combine the results of all ranks."""
-        dispatched = self.dispatcher.finish_dispatch(pending)
-        routes = Routes(dispatched.weights_S[:, None], dispatched.experts_S[:, None])
-        y_SD: Tensor = self.experts(dispatched.x_SD, routes)
-        return self.dispatcher.combine(y_SD, dispatched)
+        if len(pending) == 1:
+            return self.dispatcher.combine(*self._run_experts(pending.pop()))
+        assert can_overlap(self.dispatcher), "only those have micro-batches"
+        halves = []
+        while pending:  # what a half has received is freed before the next
+            y_SD, dispatched = self._run_experts(pending.pop(0))
+            self.dispatcher.start_combine(y_SD, dispatched)
+            halves.append(dispatched)
+        return torch.cat([self.dispatcher.finish_combine(dispatched) for dispatched in halves])
+
+    def _run_experts(self, pending: Any) -> tuple[Tensor, DispatchedTokens]:
+        """The results of the received rows, and what the combine needs of the dispatch."""
+        dispatched = self._finish_dispatch(pending)
+        y_SD = self._run_rows(dispatched)
+        if torch.is_grad_enabled():
+            return y_SD, dispatched
+        return y_SD, replace(dispatched, x_SD=y_SD[:0])  # the rows are freed before the combine
+
+    def _finish_dispatch(self, pending: Any) -> DispatchedTokens:
+        """The received rows; in FP8 if they were sent so and the experts read them so."""
+        if can_overlap(self.dispatcher):
+            input_format = getattr(self.experts, "input_format", UNQUANTIZED)
+            keep_fp8 = input_format == WIRE_FORMATS["fp8"] and not torch.is_grad_enabled()
+            return self.dispatcher.finish_dispatch(pending, keep_fp8=keep_fp8)
+        return self.dispatcher.finish_dispatch(pending)
+
+    def _num_micro_batches(self) -> int:
+        """The same on all ranks: it depends on what they have agreed on only."""
+        dispatcher = self.dispatcher
+        if self.micro_batches == 1 or torch.is_grad_enabled():
+            return 1
+        if not can_overlap(dispatcher) or dispatcher.step_tokens is None:
+            return 1
+        return self.micro_batches if dispatcher.step_tokens >= self.micro_batch_tokens else 1
+
+    def _run_rows(self, dispatched: DispatchedTokens) -> Tensor:
+        """The weighted result of each row by its expert, in chunks of rows if there are many."""
+        x_SD, weights_S1 = dispatched.x_SD, dispatched.weights_S[:, None]
+        experts_S1 = dispatched.experts_S[:, None]
+        if x_SD.shape[0] <= self.chunk_rows or torch.is_grad_enabled():
+            y_SD: Tensor = self.experts(x_SD, Routes(weights_S1, experts_S1))
+            return y_SD
+        y_SD = torch.empty(x_SD.shape, dtype=x_SD.dtype, device=x_SD.device)
+        for start in range(0, x_SD.shape[0], self.chunk_rows):
+            rows = slice(start, start + self.chunk_rows)
+            y_SD[rows] = self.experts(x_SD[rows], Routes(weights_S1[rows], experts_S1[rows]))
+        return y_SD
 
     @cached_property
     def replica_table(self) -> ReplicaTable | None:
@@ -74,7 +144,8 @@ class ExpertParallel(nn.Module):
         """
         if self.placement.slots_LS[self.layer].tolist() == list(range(self.placement.num_experts)):
             return None
-        return self.placement.replica_table(next(self.experts.parameters()).device)
+        with torch.device("cpu"):  # a plan of memory runs the model where values don't exist
+            return self.placement.replica_table(next(self.experts.parameters()).device)
 
     @property
     def local_experts(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from fulgurite.kernels.dispatch.wire_format import WireFormat, align
 HEADER_BYTES = 16  # before a row: source token, copy index, number of assignments, unused
 ASSIGNMENT_BYTES = 8  # in the header, for each expert of the row: its index on the rank, its weight
 NUM_BUFFERS = 2  # double buffering: one is read while the other is filled
+EXPERT_CHUNK_ROWS = 16384  # rows that the experts of a rank compute at once; more run in chunks
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ its router weight.
 from __future__ import annotations
 
 from fulgurite.kernels.common.triton_import import tl, triton
+from fulgurite.kernels.common.triton_pdl import launch_dependents, wait_for_dependencies
 
 # status[0] is one of these; status[1] is the rank it is about.
 TIMED_OUT = tl.constexpr(1)
@@ -62,8 +63,12 @@ def dispatch_layout_kernel(
     slots_ptr, row_index_ptr, counts_ptr, step_ptr, sent_step_ptr, status_ptr,
     tokens, rank, experts,
     K: tl.constexpr, K_PADDED: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """row_index_TW and the number of rows to each rank; one program a rank. The first counts the step."""
+    if PDL:
+        launch_dependents()
+        wait_for_dependencies()
     peer = tl.program_id(0)
     column = tl.arange(0, K_PADDED)[None, :]
     count = tl.zeros([], tl.int32)
@@ -102,8 +107,12 @@ def dispatch_send_kernel(
     K: tl.constexpr, K_PADDED: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     W_PADDED: tl.constexpr, HEADER_BYTES: tl.constexpr, ROW_WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """inbox[w][rank, row_index[t, w]] = header and row of token t, if it has experts on rank w."""
+    if PDL:
+        launch_dependents()
+        wait_for_dependencies()
     token, peer = tl.program_id(0).to(tl.int64), tl.program_id(1)
     step = tl.load(step_ptr)
     buffer_offset = (step & 1).to(tl.int64) * buffer_bytes
@@ -152,8 +161,11 @@ def dispatch_send_kernel(
 def wait_flags_kernel(
     peers_ptr, step_ptr, counts_ptr, status_ptr, rank, max_polls, buffer_bytes, flags_offset,
     W: tl.constexpr, W_PADDED: tl.constexpr, IS_COMBINE: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Wait for the flags of all ranks. After a dispatch also read how many rows each has sent."""
+    if PDL:
+        wait_for_dependencies()
     lane = tl.arange(0, W_PADDED)
     in_world = lane < W
     step = tl.load(step_ptr)
@@ -168,6 +180,8 @@ def wait_flags_kernel(
         missing = tl.sum((in_world & (seen != step)).to(tl.int32), 0)
         polls += 1
     tl.debug_barrier()
+    if PDL:  # only now: programs that wait would take the place of those that send
+        launch_dependents()
     arrived = in_world & (seen == step)
     if missing > 0:
         tl.store(status_ptr, TIMED_OUT)
@@ -184,15 +198,21 @@ def wait_flags_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def dispatch_receive_kernel(
-    peers_ptr, step_ptr, counts_ptr, x_ptr, experts_ptr, weights_ptr,
+    peers_ptr, step_ptr, counts_ptr, x_ptr, x_scales_ptr, experts_ptr, weights_ptr,
     rank, experts, capacity, buffer_bytes, rows_offset, scales_offset, token_scale_offset,
     V: tl.constexpr, V_PADDED: tl.constexpr, HEADER_BYTES: tl.constexpr, ROW_BYTES: tl.constexpr,
     D: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
+    NUM_SCALES: tl.constexpr = 0, SCALES_PADDED: tl.constexpr = 1,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """x[source, index, v] = dequantized row of the inbox; experts[source, index, v] and weights.
 
-    Rows and assignments that nobody sent get the invalid expert index `experts`.
+    Rows and assignments that nobody sent get the invalid expert index `experts`. With NUM_SCALES, x
+    and x_scales get the row's bytes and scales as they were sent, for GEMMs that read them so.
     """
+    if PDL:
+        launch_dependents()
+        wait_for_dependencies()
     index, source = tl.program_id(0), tl.program_id(1)  # only the first may exceed 65535
     row = source.to(tl.int64) * capacity + index
     base = tl.load(peers_ptr + rank) + (tl.load(step_ptr) & 1).to(tl.int64) * buffer_bytes
@@ -211,12 +231,23 @@ def dispatch_receive_kernel(
         start = base + rows_offset + row * ROW_BYTES
         for first in tl.static_range(0, D, BLOCK):
             column = first + tl.arange(0, BLOCK)
-            value = _dequantize_row(
-                start, scales_offset, token_scale_offset, column, column < D, FORMAT
-            )
-            value = value.to(x_ptr.dtype.element_ty)
+            if NUM_SCALES > 0:
+                codes = tl.multiple_of(start.to(tl.pointer_type(tl.uint8)), 16)
+                value = tl.load(codes + column, column < D, 0)
+            else:
+                value = _dequantize_row(
+                    start, scales_offset, token_scale_offset, column, column < D, FORMAT
+                )
+                value = value.to(x_ptr.dtype.element_ty)
             for j in range(assigned):
                 tl.store(x_ptr + (row * V + j) * D + column, value, column < D)
+        if NUM_SCALES > 0:
+            lane = tl.arange(0, SCALES_PADDED)
+            scales = (start + scales_offset).to(tl.pointer_type(tl.float32))
+            scale = tl.load(scales + lane, lane < NUM_SCALES, 0.0)
+            for j in range(assigned):
+                target = x_scales_ptr + (row * V + j) * NUM_SCALES + lane
+                tl.store(target, scale, lane < NUM_SCALES)
 
 
 @triton.jit
@@ -258,12 +289,16 @@ def combine_send_kernel(
     V: tl.constexpr, M: tl.constexpr, HEADER_BYTES: tl.constexpr, ROW_BYTES: tl.constexpr,
     D: tl.constexpr, W: tl.constexpr, W_PADDED: tl.constexpr, BLOCK: tl.constexpr,
     FORMAT: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """returns[source][token, copy] = sum_v y[source, index, v], in the order of the assignments.
 
     Persistent over the rows. With one program a row, far more programs would increment the one
     counter of finished programs.
     """
+    if PDL:
+        launch_dependents()
+        wait_for_dependencies()
     step = tl.load(step_ptr)
     buffer_offset = (step & 1).to(tl.int64) * buffer_bytes
     for item in range(tl.program_id(0), capacity * W, tl.num_programs(0)):
@@ -311,8 +346,12 @@ def combine_reduce_kernel(
     peers_ptr, step_ptr, row_index_ptr, out_ptr, rank, buffer_bytes, returns_offset,
     M: tl.constexpr, W: tl.constexpr, W_PADDED: tl.constexpr, ROW_BYTES: tl.constexpr,
     D: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """out[t] = sum of the results of token t, one from each rank that it was sent to."""
+    if PDL:
+        launch_dependents()
+        wait_for_dependencies()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     base = tl.load(peers_ptr + rank) + (tl.load(step_ptr) & 1).to(tl.int64) * buffer_bytes

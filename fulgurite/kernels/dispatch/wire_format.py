@@ -117,6 +117,23 @@ class WireFormat:
         quantized = QuantTensor(entry, data, dict(zip(names, scales, strict=True)), dtype)
         return quantized.dequantize().squeeze(1)
 
+    @property
+    def quant_format(self) -> str | None:
+        """The number format of the values; None if they are not quantized."""
+        format = WIRE_FORMATS[self.name]
+        return None if isinstance(format, torch.dtype) else format
+
+    def read_quantized(self, rows_RB: Tensor, dtype: torch.dtype) -> QuantTensor:
+        """Values and scales of rows of bytes, [R, D]; only for formats without a scale a token."""
+        assert self.quant_format is not None, f"{self.name} is not quantized"
+        entry = resolve_format(self.quant_format)
+        data, scale = (
+            rows_RB[:, field.offset : field.end].contiguous().view(field.dtype)
+            for field in self.fields
+        )
+        (name,) = (one.name for one in entry.separate_scales)
+        return QuantTensor(entry, data, {name: scale}, dtype)
+
     def _quantize(self, x_TD: Tensor) -> list[Tensor]:
         """Values and scales, one tensor a field."""
         format = WIRE_FORMATS[self.name]

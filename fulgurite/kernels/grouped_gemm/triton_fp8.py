@@ -251,7 +251,10 @@ def run_experts_fp8(
     gate: GatedActivation,
     activations: tuple[str, str],
 ) -> Any:
-    """Both GEMMs of a layer, with the rows between them in FP8; NotImplemented without a config."""
+    """Both GEMMs of a layer, with the rows between them in FP8; NotImplemented without a config.
+
+    x may be in FP8 already: rows that another rank has quantized.
+    """
     first, second = activations
     rows = (x if row_indices is None else row_indices).shape[0]
     up_config = select_fp8_config(rows, gate_up.packed, gate_up.format, first, gate, True)
@@ -259,7 +262,11 @@ def run_experts_fp8(
     if up_config is None or down_config is None or not gate.is_gated or x.dtype not in DTYPES:
         return NotImplemented
     (up_scale,), (down_scale,) = (list(weight.scales.values()) for weight in (gate_up, down))
-    codes, scale = quantize(x, first)
+    if isinstance(x, QuantTensor):
+        assert x.format.name == ACTIVATION_FORMAT, f"rows are in {x.format.name}"
+        codes, (scale,) = x.packed, x.scales.values()
+    else:
+        codes, scale = quantize(x, first)
     up_inputs = Fp8Inputs(
         codes, scale, gate_up.packed, up_scale, offsets, x.dtype, row_indices, row_weights,
         biases[0], gate, out_format=second,

@@ -99,7 +99,8 @@ def experts_forward(
 ) -> Tensor:
     """down(gate(x @ gate_up.T)) of each row by its expert: [S, D].
 
-    x              rows sorted by expert [S, D], or tokens [T, D] and the order that sorts them
+    x              rows sorted by expert [S, D], or tokens [T, D] and the order that sorts them;
+                   dense, or in FP8 as another rank has sent them
     gate_up, down  [E, 2I, D], gate above up, and [E, D, I]; dense or quantized, each on its own
     row_weights_S  what each row is multiplied by on its way in (Llama 4)
     activations    "none", or formats that rows are quantized to on the fly, for quantized weights
@@ -113,6 +114,8 @@ def experts_forward(
         )
         if out_SD is not None:
             return out_SD
+    if isinstance(rows, QuantTensor):
+        rows = rows.dequantize()  # once: the kernels below take rows in the model's dtype
     intermediate_SI = grouped_gemm(
         rows,
         offsets_E,
@@ -143,7 +146,8 @@ def _run_fp8_experts(
     kernel = registry.find_kernel(FP8_EXPERTS_KERNELS, rows.device)
     if kernel is None or UNQUANTIZED in activations:
         return None
-    tensors = (rows, row_weights_S, gate_up.packed, down.packed, *biases)
+    data = rows.packed if isinstance(rows, QuantTensor) else rows
+    tensors = (data, row_weights_S, gate_up.packed, down.packed, *biases)
     if not registry.can_skip_dispatcher(*tensors):
         return None
     out = kernel(
@@ -222,6 +226,37 @@ def fused_experts(
     weights_Tk = None if apply_router_weight_on_input else routes.weights_Tk
     out_TD = combine(y_SD, order, weights_Tk)
     return out_TD if residual_TD is None else add(residual_TD, out_TD)
+
+
+def run_quantized_rows(
+    x_TD: QuantTensor,
+    routes: Routes,
+    gate_up: Tensor,
+    down: Tensor,
+    gate: GatedActivation,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    activations: tuple[str, str] = (UNQUANTIZED, UNQUANTIZED),
+) -> Tensor:
+    """`fused_experts` for rows in FP8. They stay so if the kernel for these weights takes them."""
+    order = sort_by_expert(routes.experts_Tk, gate_up.shape[0])
+    weights_Tk, row_weights_S = routes.weights_Tk, None
+    if apply_router_weight_on_input:
+        row_weights_S = gather_weights(weights_Tk, order)
+    y_SD = experts_forward(
+        (x_TD, order),
+        order.offsets_E,
+        gate_up,
+        down,
+        gate,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        row_weights_S=row_weights_S,
+        activations=activations,
+    )
+    return combine(y_SD, order, None if apply_router_weight_on_input else weights_Tk)
 
 
 def _run_small_batch(args: SmallBatchArgs) -> Tensor | None:
@@ -338,5 +373,6 @@ __all__ = [
     "grouped_gemm",
     "route",
     "route_tokens",
+    "run_quantized_rows",
     "sort_by_expert",
 ]

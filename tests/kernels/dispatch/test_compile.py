@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 TYPES = {
     "*i32": "rows row_index step sent_step counter status counts experts",
     "*i64": "slots peers",
-    "*fp32": "weights",
+    "*fp32": "weights x_scales",
     "*bf16": "x y out",
 }
 POINTERS = {f"{name}_ptr": type for type, names in TYPES.items() for name in names.split()}
@@ -43,6 +43,9 @@ SHAPE = dict(
     D=7168,
     ROW_WORDS=3584,
     BLOCK=8192,
+    NUM_SCALES=0,
+    SCALES_PADDED=1,
+    PDL=True,
 )
 
 
@@ -92,3 +95,17 @@ def test_sizes_of_one():
     assert build(kernels.dispatch_send_kernel, **ones)
     assert build(kernels.dispatch_receive_kernel, FORMAT="f32", **ones)
     assert build(kernels.combine_send_kernel, FORMAT="f32", **ones)
+
+
+def test_fp8_rows_are_copied_as_they_are():
+    """Bytes and scales, with no value converted."""
+    constants = {"FORMAT": "fp8", "NUM_SCALES": 56, "SCALES_PADDED": 64}
+    assert "cvt.rn" not in build(kernels.dispatch_receive_kernel, **constants)
+
+
+def test_the_next_kernel_starts_after_the_flags():
+    """PDL: programs that wait would take the place of those that send. Other kernels start it first."""
+    before, _ = build(kernels.wait_flags_kernel, IS_COMBINE=False).split("launch_dependents")
+    assert "griddepcontrol.wait" in before and "acquire" in before
+    before, _ = build(kernels.dispatch_send_kernel).split("griddepcontrol.wait")
+    assert "launch_dependents" in before and "ld.global" not in before

@@ -13,6 +13,7 @@ from fulgurite.errors import ArgumentError, CapacityError, RankError
 from fulgurite.kernels.dispatch.buffers import DispatchConfig
 from fulgurite.parallel.dispatcher import DispatchedTokens
 from fulgurite.parallel.mesh import Axis
+from fulgurite.quant import QuantTensor
 from tests.kernels.dispatch.cases import round_trip
 from tests.kernels.triton_support import DEVICE
 
@@ -276,3 +277,44 @@ def test_as_a_cuda_graph():
             torch.testing.assert_close(
                 out.cpu().double(), wanted(x, chosen, w, "bf16"), rtol=1e-4, atol=1e-4
             )
+
+
+@pytest.mark.parametrize("hidden", [128, 300])
+def test_fp8_rows_stay_in_fp8(hidden):
+    """Codes and scales of every assignment are those that its sender packed."""
+    plan = DispatchConfig(4, 2, hidden, 2, dispatch_format="fp8", combine_format="f32")
+    running = transports(2, plan)
+    inputs = [routes(n, plan, 4, seed) for seed, n in enumerate((4, 3))]
+    values: dict[int, Tensor] = {}
+    for keep_fp8 in (False, True):
+        sent = [
+            t.start_dispatch(x.to(DEVICE), chosen.to(DEVICE), 4, w.to(DEVICE))
+            for t, (x, chosen, w) in zip(running, inputs, strict=True)
+        ]
+        arrived = [
+            t.finish_dispatch(one, keep_fp8=keep_fp8) for t, one in zip(running, sent, strict=True)
+        ]
+        for transport, one in zip(running, arrived, strict=True):
+            x_SD = one.x_SD.dequantize() if keep_fp8 else one.x_SD
+            assert isinstance(one.x_SD, QuantTensor) == keep_fp8
+            is_used = one.experts_S < plan.experts_per_rank
+            expected = values.setdefault(transport.axis.index, x_SD[is_used])
+            assert torch.equal(x_SD[is_used], expected), "the same values as dequantized ones"
+        for transport, one in zip(running, arrived, strict=True):
+            transport.start_combine(torch.zeros(one.x_SD.shape, device=DEVICE), one)
+        for transport, one in zip(running, arrived, strict=True):
+            transport.finish_combine(one)
+
+
+def test_the_size_of_a_step():
+    """Rows are packed more densely in the buffers, in every step anew; the results are the same."""
+    plan = DispatchConfig(6, 2, 16, 2, dispatch_format="f32", combine_format="f32")
+    running = transports(2, plan)
+    for tokens, counts in ((None, (6, 3)), (3, (3, 1)), (1, (0, 1)), (0, (0, 0)), (6, (6, 6))):
+        for transport in running:
+            transport.set_step_tokens(tokens)
+        check(running, [routes(n, plan, 4, r) for r, n in enumerate(counts)])
+    running[0].set_step_tokens(2)
+    with pytest.raises(ArgumentError, match="agreed on at most 2"):
+        x, chosen, weights = (part.to(DEVICE) for part in routes(3, plan, 4, 0))
+        running[0].start_dispatch(x, chosen, 4, weights)

@@ -22,7 +22,7 @@ from fulgurite.kernels.grouped_gemm.triton_fp8 import (
 from fulgurite.kernels.grouped_gemm.triton_grouped_gemm import grouped_gemm
 from fulgurite.kernels.quantize.reference import quantize as quantize_reference
 from fulgurite.kernels.tuning import LaunchConfig
-from fulgurite.quant import quantize
+from fulgurite.quant import QuantTensor, quantize
 from tests.kernels.grouped_gemm import cases
 from tests.kernels.grouped_gemm.cases import Shape, assert_near, to_device, with_quantized_weight
 from tests.kernels.triton_support import DEVICE, INTERPRETED
@@ -110,6 +110,14 @@ def test_a_layer_equals_its_two_gemms() -> None:
     inner = replace(args, x=grouped_gemm(args), row_indices=None, row_weights=None, bias=None)
     expected = grouped_gemm(replace(with_quantized_weight(inner, down), gate=UNGATED))
     assert torch.equal(actual, expected) and actual.any()
+    # Rows that another rank has quantized, with scales in another layout.
+    codes, scale = quantize_reference(args.x, ACTIVATION_FORMAT)
+    rows = QuantTensor(ACTIVATION_FORMAT, codes, {"scale": scale.contiguous()}, args.x.dtype)
+    actual = run_experts_fp8(
+        rows, args.row_indices, args.row_weights, args.offsets, gate_up, down, (args.bias, None),
+        args.gate, formats,
+    )  # fmt: skip
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(

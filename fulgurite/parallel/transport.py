@@ -1,0 +1,319 @@
+"""Transports of expert parallelism: options, an axis and a model's shapes in, a `TokenDispatcher` out.
+
+    options    = ExpertOptions(transport="auto", wire="fp8")
+    config     = options.dispatch_config(hidden_size, top_k, dtype, max_tokens, experts_per_rank)
+    dispatcher = make_dispatcher(options, axis, config, device)     on all ranks of the axis
+    parallelize(model, mesh, rules, dispatcher=dispatcher)          one dispatcher for all layers
+
+The transports are the rows of `TRANSPORTS`:
+
+    symmetric      kernels write into other ranks' memory; nothing waits for the host
+    hierarchical   collectives, first between nodes, one row a node, then inside each
+    all_to_all     collectives of torch.distributed, on every backend
+
+`choose_transport` picks one for `auto` and says why. `dispatch_memory` is the one formula of a
+transport's memory, for the engine and for `fulgurite plan`. `make_dispatcher` allocates the buffers.
+
+The engine calls two methods of a dispatcher once a step. `set_step_tokens(count)`: the most tokens that
+a rank has in the next step. All ranks have agreed on it, so buffers and padding get this size, and the
+host reads no counts. `check()` raises the errors that the device has recorded.
+
+Shapes: T tokens; k experts of a token; W ranks; C rows from one rank to another; R = W C received rows;
+V = min(k, experts of a rank); S = R V assignments; D hidden size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fulgurite.errors import ArgumentError
+from fulgurite.kernels.common.triton_import import HAS_TRITON, INTERPRETED
+from fulgurite.kernels.dispatch.buffers import EXPERT_CHUNK_ROWS, DispatchConfig
+from fulgurite.kernels.dispatch.wire_format import WireFormat
+from fulgurite.parallel.dispatch_payload import payload_bytes
+from fulgurite.parallel.dispatcher import (
+    WIRE_FORMAT_OF_DTYPE,
+    AllToAllDispatcher,
+    TokenDispatcher,
+)
+from fulgurite.parallel.dispatcher_hierarchical import HierarchicalDispatcher
+from fulgurite.parallel.dispatcher_symmetric import SymmetricMemoryDispatcher
+from fulgurite.parallel.mesh import Axis
+from fulgurite.parallel.topology import unequal_nodes_reason
+
+AUTO = "auto"
+WIRES = (AUTO, "bf16", "f16", "f32", "fp8", "nvfp4")
+MICRO_BATCHES = (1, 2)
+SHARED_GPU_ENV = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+ROUTER_WEIGHT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """How tokens go to experts on other ranks; equal on all ranks.
+
+    transport       `auto` or a name of `TRANSPORTS`
+    wire            wire format of tokens that are sent to experts; `auto`: the model's dtype
+    capacity        most rows from one rank to another; None: all tokens of a step
+    micro_batches   2: two halves of the tokens, so that one is sent while the other is computed
+    """
+
+    transport: str = AUTO
+    wire: str = AUTO
+    capacity: int | None = None
+    micro_batches: int = 1
+
+    def __post_init__(self) -> None:
+        choices = (
+            ("transport", self.transport, (AUTO, *TRANSPORTS)),
+            ("wire", self.wire, WIRES),
+            ("micro_batches", self.micro_batches, MICRO_BATCHES),
+        )
+        for name, value, allowed in choices:
+            if value not in allowed:
+                raise ArgumentError(
+                    f"{name}={value!r}", next=f"one of {', '.join(map(str, allowed))}"
+                )
+        if self.capacity is not None and self.capacity < 1:
+            raise ArgumentError(
+                f"capacity={self.capacity}",
+                next="the most rows from one rank to another: 1 or more",
+            )
+
+    def dispatch_config(
+        self,
+        hidden_size: int,
+        top_k: int,
+        dtype: torch.dtype,
+        max_tokens: int,
+        experts_per_rank: int,
+    ) -> DispatchConfig:
+        """What a dispatcher is built for, for a model of this dtype."""
+        combine_format = WIRE_FORMAT_OF_DTYPE[dtype]
+        dispatch_format = combine_format if self.wire == AUTO else self.wire
+        WireFormat(dispatch_format, hidden_size)  # raises if the size has no whole blocks
+        return DispatchConfig(
+            max_tokens=max_tokens,
+            top_k=top_k,
+            hidden_size=hidden_size,
+            experts_per_rank=experts_per_rank,
+            dispatch_format=dispatch_format,
+            combine_format=combine_format,
+            capacity=self.capacity,
+        )
+
+
+class DispatchMemory(NamedTuple):
+    """Memory of one rank for dispatch and combine, in bytes, in the worst case: every token of
+    every rank goes to it, as far as the capacity allows.
+
+    buffers       held as long as the dispatcher lives
+    activations   the most at any time within a layer, without what the experts allocate
+    expert_rows   rows that the experts compute at once; beyond it they are computed in chunks
+    """
+
+    buffers: int
+    activations: int
+    expert_rows: int
+
+
+class TransportChoice(NamedTuple):
+    """A transport, and why it is used."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Transport:
+    """One row of `TRANSPORTS`.
+
+    create               makes the dispatcher; a collective call
+    unavailable_reason   why this axis can't use it on this device; None: it can
+    memory               `dispatch_memory` of a config and a number of ranks
+    """
+
+    create: Callable[[Axis, DispatchConfig, torch.device], TokenDispatcher]
+    unavailable_reason: Callable[[Axis, torch.device], str | None]
+    memory: Callable[[DispatchConfig, int], DispatchMemory]
+
+
+def make_dispatcher(
+    options: ExpertOptions, axis: Axis, config: DispatchConfig, device: torch.device
+) -> TokenDispatcher:
+    """The dispatcher of these options; a collective call of all ranks of the axis."""
+    return TRANSPORTS[choose_transport(options, axis, device).name].create(axis, config, device)
+
+
+def choose_transport(options: ExpertOptions, axis: Axis, device: torch.device) -> TransportChoice:
+    """The transport of an axis; ArgumentError if the one that was asked for can't run there."""
+    if options.transport != AUTO:
+        reason = TRANSPORTS[options.transport].unavailable_reason(axis, device)
+        if reason is not None:
+            raise ArgumentError(
+                f"transport={options.transport!r} can't be used: {reason}",
+                where=f"{axis}, {device.type}",
+                next="leave out transport, or use transport='all_to_all', which works everywhere",
+            )
+        return TransportChoice(options.transport, "as asked")
+    if device.type == "cpu" and not axis.spans_nodes:
+        return TransportChoice("all_to_all", "on CPUs ranks exchange tokens by collectives")
+    reasons: list[str] = []
+    for name in AUTO_ORDER:
+        if name not in TRANSPORTS:
+            continue
+        reason = TRANSPORTS[name].unavailable_reason(axis, device)
+        if reason is None:
+            why = f"{name}: {AUTO_REASONS[name]}"
+            return TransportChoice(name, "; ".join([*reasons, why]))
+        reasons.append(f"not {name}: {reason}")
+    raise AssertionError(f"no transport for {axis}: {reasons}")
+
+
+def check_expert_axis(is_given: bool, has_expert_axis: bool) -> None:
+    """ArgumentError for options about experts on several ranks, without such ranks."""
+    if is_given and not has_expert_axis:
+        raise ArgumentError(
+            "transport, wire, expert_capacity, micro_batches and placement are for experts on "
+            "several ranks, and expert=1",
+            next="add expert=N, or leave them out",
+        )
+
+
+def dispatch_memory(transport: str, config: DispatchConfig, num_ranks: int) -> DispatchMemory:
+    """Memory of one rank with this transport, in the worst case."""
+    return TRANSPORTS[transport].memory(config, num_ranks)
+
+
+# ---- symmetric memory ------------------------------------------------------------------------------
+
+
+def _no_symmetric_memory_reason(axis: Axis, device: torch.device) -> str | None:
+    if axis.spans_nodes:
+        return "the axis spans several nodes, and ranks write into each other's memory"
+    if device.type == "meta":
+        return None  # a planned GPU, which reaches the others of its node
+    if not HAS_TRITON:
+        return "its kernels need Triton"
+    if device.type == "cpu":
+        return None if INTERPRETED else "kernels run on a CPU only with TRITON_INTERPRET=1"
+    if axis.size == 1:
+        return None
+    count, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", axis.size))
+    if count < local and os.environ.get(SHARED_GPU_ENV) != "1":
+        return f"{local} ranks share {count} GPUs, and {SHARED_GPU_ENV} is not 1"
+    others = [index for index in range(min(count, local)) if index != device.index]
+    blocked = [i for i in others if not torch.cuda.can_device_access_peer(device.index or 0, i)]
+    if blocked:
+        return f"{device} has no peer access to GPU {', '.join(map(str, blocked))}"
+    return None
+
+
+def _symmetric_memory_use(config: DispatchConfig, num_ranks: int) -> DispatchMemory:
+    """Rows x_SD and results y_SD of all assignments, next to the buffers."""
+    buffers = config.size_buffers(num_ranks)
+    assignments = num_ranks * buffers.rows * buffers.experts_per_row
+    row = WireFormat(config.combine_format, config.hidden_size).row_bytes
+    packed = config.max_tokens * buffers.row_bytes  # of the tokens that this rank sends
+    per_assignment = 2 * row + 8  # rows in and out, expert and weight
+    activations = max(packed, assignments * per_assignment)
+    return DispatchMemory(buffers.total_bytes, activations, min(assignments, EXPERT_CHUNK_ROWS))
+
+
+# ---- all-to-all ------------------------------------------------------------------------------------
+
+
+def _no_all_to_all_reason(axis: Axis, device: torch.device) -> str | None:
+    return None
+
+
+def _create_all_to_all(
+    axis: Axis, config: DispatchConfig, device: torch.device
+) -> AllToAllDispatcher:
+    return AllToAllDispatcher(
+        axis,
+        dispatch_format=config.dispatch_format,
+        combine_format=config.combine_format,
+        capacity=None if config.capacity is None else axis.size * config.capacity,
+    )
+
+
+def _all_to_all_memory_use(config: DispatchConfig, num_ranks: int) -> DispatchMemory:
+    """The largest of three moments: rows arrive, experts run, results are sent back."""
+    sizes = config.size_buffers(num_ranks)
+    received = num_ranks * sizes.rows
+    assignments = received * sizes.experts_per_row + 1
+    sent = config.max_tokens * sizes.ranks_per_token
+    row = WireFormat(config.combine_format, config.hidden_size).row_bytes
+    wire = WireFormat(config.dispatch_format, config.hidden_size)
+    payload = payload_bytes(wire, config.top_k, ROUTER_WEIGHT_BYTES)
+    arriving = (sent + received) * payload + (received + assignments) * row
+    computing = 2 * assignments * row
+    returning = (assignments + 2 * received + sent + 1) * row
+    activations = max(arriving, computing, returning)
+    return DispatchMemory(0, activations, min(assignments, EXPERT_CHUNK_ROWS))
+
+
+# ---- hierarchical ----------------------------------------------------------------------------------
+
+
+def _no_hierarchical_reason(axis: Axis, device: torch.device) -> str | None:
+    if not axis.spans_nodes:
+        return "all ranks of the axis are on one node (nodes=2 emulates two)"
+    return unequal_nodes_reason(axis.nodes)
+
+
+def _create_hierarchical(
+    axis: Axis, config: DispatchConfig, device: torch.device
+) -> HierarchicalDispatcher:
+    return HierarchicalDispatcher.create(
+        axis,
+        dispatch_format=config.dispatch_format,
+        combine_format=config.combine_format,
+        capacity=None if config.capacity is None else axis.size * config.capacity,
+    )
+
+
+def _hierarchical_memory_use(config: DispatchConfig, num_ranks: int) -> DispatchMemory:
+    """As all-to-all, and the rows that this rank forwards; for any number of nodes.
+
+    A rank forwards at most N T rows, and R = W T are received at the end. Rows to forward, their copy
+    in the order of sending, and received rows are 2 W T, whether nodes have one rank or two.
+    """
+    sizes = config.size_buffers(num_ranks)
+    received = num_ranks * sizes.rows
+    assignments = received * sizes.experts_per_row + 1
+    every_token = num_ranks * config.max_tokens
+    sent = config.max_tokens * sizes.ranks_per_token
+    row = WireFormat(config.combine_format, config.hidden_size).row_bytes
+    wire = WireFormat(config.dispatch_format, config.hidden_size)
+    payload = payload_bytes(wire, config.top_k, ROUTER_WEIGHT_BYTES)
+    forwarding = 2 * every_token * payload
+    arriving = received * payload + (received + assignments) * row
+    computing = 2 * assignments * row
+    returning = (assignments + 3 * every_token + sent + 2) * row
+    activations = max(forwarding, arriving, computing, returning)
+    return DispatchMemory(0, activations, min(assignments, EXPERT_CHUNK_ROWS))
+
+
+TRANSPORTS: dict[str, Transport] = {
+    "symmetric": Transport(
+        SymmetricMemoryDispatcher.create, _no_symmetric_memory_reason, _symmetric_memory_use
+    ),
+    "hierarchical": Transport(
+        _create_hierarchical, _no_hierarchical_reason, _hierarchical_memory_use
+    ),
+    "all_to_all": Transport(_create_all_to_all, _no_all_to_all_reason, _all_to_all_memory_use),
+}
+# What `auto` tries on a GPU, or if the axis spans nodes, in this order.
+AUTO_ORDER = ("symmetric", "hierarchical", "all_to_all")
+AUTO_REASONS = {
+    "symmetric": "all ranks of the axis can address each other's memory",
+    "hierarchical": "the axis spans several nodes",
+    "all_to_all": "it works on every backend",
+}

@@ -1,0 +1,187 @@
+"""Expert parallelism of an `LLM`: its options and mesh in, dispatcher, placement and load counter out.
+
+    setup = prepare_experts(options, mesh, model_config, device)
+    plan_load(checkpoint, load_options, mesh, placement=setup.placement)
+    counter = setup.finish(model, max_tokens)      once memory is planned: it allocates the buffers
+
+A step has at most `max_tokens` tokens a replica. With sequence parallelism each tensor rank has its share
+of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fulgurite.errors import ArgumentError
+from fulgurite.kernels.integer_math import cdiv
+from fulgurite.logs import LOG
+from fulgurite.models.config import ModelConfig
+from fulgurite.models.expert_load import ExpertLoadCounter, check_load_path, save_expert_load
+from fulgurite.models.layers import CausalLM
+from fulgurite.parallel.dispatcher_deterministic import DeterministicDispatcher
+from fulgurite.parallel.expert import ExpertParallel
+from fulgurite.parallel.mesh import Mesh
+from fulgurite.parallel.placement import Placement, read_placement
+from fulgurite.parallel.transport import (
+    AUTO,
+    MICRO_BATCHES,
+    TRANSPORTS,
+    WIRES,
+    ExpertOptions,
+    TransportChoice,
+    check_expert_axis,
+    choose_transport,
+    make_dispatcher,
+)
+
+EXPERT_FIELDS = (
+    "transport", "wire", "expert_capacity", "micro_batches", "placement", "record_load", "nodes",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ExpertSetupOptions:
+    """The options of an `LLM` that are about experts; see `LLMConfig`."""
+
+    experts: ExpertOptions
+    placement: str | Path | None = None
+    record_load: str | Path | None = None
+
+    def check(self, is_moe: bool, has_expert_axis: bool, has_stages: bool) -> None:
+        """Raise before anything is loaded."""
+        is_given = self.experts != ExpertOptions() or self.placement is not None
+        check_expert_axis(is_given, has_expert_axis)
+        if self.record_load is not None:
+            if not is_moe:
+                raise ArgumentError("record_load needs a model with experts; this one is dense")
+            check_load_path(Path(self.record_load))
+        if has_stages and (self.placement or self.record_load):
+            raise ArgumentError(
+                "placement and record_load are for models without pipeline stages",
+                next="use pipeline=1",
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertSetup:
+    """What one rank needs for its experts. `choice`: the transport; None without an expert axis."""
+
+    options: ExpertSetupOptions
+    mesh: Mesh | None
+    choice: TransportChoice | None = None
+    placement: Placement | None = None
+
+    def finish(self, model: CausalLM, max_tokens: int) -> ExpertLoadCounter | None:
+        """Give the loaded model its dispatcher; a collective call of all ranks.
+
+        `max_tokens`: the most tokens of a step. Returns the counter of the expert load, if it is
+        recorded.
+        """
+        self._set_dispatcher(model, max_tokens)
+        if self.options.record_load is None:
+            return None
+        counter = ExpertLoadCounter(model)
+        if self.mesh is not None and is_sequence_parallel(self.mesh):
+            counter.token_axis = self.mesh.tensor
+        return counter
+
+    def _set_dispatcher(self, model: CausalLM, max_tokens: int) -> None:
+        layers = [module for module in model.modules() if isinstance(module, ExpertParallel)]
+        if self.mesh is None or not layers:
+            return
+        if isinstance(layers[0].dispatcher, DeterministicDispatcher):
+            return
+        if is_sequence_parallel(self.mesh):
+            max_tokens = cdiv(max_tokens, self.mesh.tensor.size)
+        moe, options = model.config.moe, self.options.experts
+        assert moe is not None, "a model with experts"
+        axis = self.mesh.expert
+        slots = layers[0].num_slots // axis.size
+        config = options.dispatch_config(
+            model.config.hidden_size, moe.top_k, model.dtype, max_tokens, slots
+        )
+        dispatcher = make_dispatcher(options, axis, config, model.device)
+        for layer in layers:
+            layer.dispatcher = dispatcher
+            layer.micro_batches = options.micro_batches
+
+    def save_load(self, counter: ExpertLoadCounter) -> None:
+        """Rank 0 writes the load of all ranks; a collective call."""
+        assert self.options.record_load is not None, "there is a counter only if it is set"
+        load_LE = counter.load_LE
+        if self.mesh is not None:
+            # Without an expert axis all tensor ranks have counted the same tokens.
+            axis = self.mesh.world if self.mesh.expert.size > 1 else self.mesh.data
+            load_LE = counter.sum_over(axis)
+        if self.mesh is None or self.mesh.rank == 0:
+            save_expert_load(load_LE, Path(self.options.record_load))
+
+
+def add_expert_arguments(group: argparse._ArgumentGroup) -> None:
+    """The options of `LLMConfig` about experts as command-line options."""
+    group.add_argument(
+        "--transport",
+        choices=(AUTO, *TRANSPORTS),
+        help="how tokens go to experts of other ranks (default auto: by device and topology)",
+    )
+    group.add_argument(
+        "--wire",
+        choices=WIRES,
+        help="wire format of these tokens (default auto: the model's dtype)",
+    )
+    group.add_argument(
+        "--expert-capacity",
+        type=int,
+        metavar="N",
+        help="most tokens from one rank to another in a step; bounds the memory of a rank",
+    )
+    group.add_argument(
+        "--micro-batches",
+        type=int,
+        choices=MICRO_BATCHES,
+        help="2: large steps in two halves, one sent while the other is computed",
+    )
+    group.add_argument(
+        "--placement", metavar="FILE", help="expert slots, of fulgurite plan --placement"
+    )
+    group.add_argument(
+        "--record-load",
+        metavar="FILE",
+        help="save the tokens of each expert at the end, for fulgurite plan --expert-load",
+    )
+    group.add_argument(
+        "--nodes",
+        type=int,
+        metavar="N",
+        help="divide the ranks into so many emulated nodes (default: by host name)",
+    )
+
+
+def given_expert_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `LLMConfig` that were given as options."""
+    return {name: value for name in EXPERT_FIELDS if (value := getattr(options, name)) is not None}
+
+
+def prepare_experts(
+    options: ExpertSetupOptions, mesh: Mesh | None, config: ModelConfig, device: torch.device
+) -> ExpertSetup:
+    """Check the options, choose the transport and read the placement, before anything is loaded."""
+    has_stages = mesh is not None and mesh.pipeline.size > 1
+    has_axis = mesh is not None and mesh.expert.size > 1
+    options.check(config.moe is not None, has_axis, has_stages)
+    if mesh is None or not has_axis:
+        return ExpertSetup(options, mesh)
+    choice = choose_transport(options.experts, mesh.expert, device)
+    LOG.info("experts over %d ranks: %s (%s)", mesh.expert.size, choice.name, choice.reason)
+    placement = None if options.placement is None else read_placement(Path(options.placement))
+    return ExpertSetup(options, mesh, choice, placement)
+
+
+def is_sequence_parallel(mesh: Mesh) -> bool:
+    """Whether each tensor rank has its share of the tokens (`parallel.tensor.parallelize`)."""
+    return mesh.tensor.size > 1 and mesh.expert.size > 1
