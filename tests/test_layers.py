@@ -78,7 +78,7 @@ SUB_ORDER: dict[str, list[set[str]]] = {
     "serve": [
         {"engine"},
         {"structured"},
-        {"embedding", "profile"},
+        {"embedding", "expert_setup", "profile"},
         {"llm"},
         {"remote", "worker_main"},
         {"http"},

@@ -7,6 +7,7 @@ difference is the host. Steps run one after the other without waiting for the de
     block              norm, matmul, gate, matmul, residual, 64×256 (CPU: 4×64); forward, and with backward
     rms_norm           16384×4096 (CPU: 16×256); forward, and with backward
     MoE layer          router and experts of `fulgurite.kernels` called eagerly, 16 tokens; torch's ops are eager's
+    decode step        of the engine, four requests of a small model, on one rank and over two (`host_ranks`)
 
 Candidates: eager, torch.compile, its reduce-overhead mode, Fulgurite without CUDA graphs, and with them.
 """
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 
 import fulgurite
 from fulgurite import timing
-from fulgurite.bench import results
+from fulgurite.bench import host_ranks, results
 from fulgurite.bench.measure import Call
 from fulgurite.bench.moe import torch_grouped_mm
 from fulgurite.host.timing import time_device
@@ -211,6 +212,18 @@ def measure_case(case: Case, device: str, budget: float) -> list[Row]:
     return rows
 
 
+def measure_mesh(mesh: host_ranks.MeshCase, device: str, steps: int) -> list[Row]:
+    """A decode step of the engine, without CUDA graphs, and with them if it can."""
+    return [
+        {
+            "case": mesh.name,
+            "candidate": OURS_WITH_GRAPHS if is_captured else OURS,
+            "wall_us": 1e6 * seconds,
+        }
+        for is_captured, seconds in host_ranks.measure_mesh(mesh, device, steps)
+    ]
+
+
 def run_host(options: argparse.Namespace) -> None:
     """Suite `host`."""
     torch.manual_seed(0)
@@ -221,11 +234,16 @@ def run_host(options: argparse.Namespace) -> None:
 
     cases = make_cases(options.device)
     with Progress(transient=True) as progress:
-        bar = progress.add_task("host", total=len(cases))
+        bar = progress.add_task("host", total=len(cases) + len(host_ranks.CASES))
         for case in cases:
             progress.update(bar, description=case.name)
             rows += measure_case(case, options.device, 0.1 if options.quick else 0.5)
             save()  # partial results survive an interrupt
+            progress.advance(bar)
+        for mesh in host_ranks.CASES:
+            progress.update(bar, description=mesh.name)
+            rows += measure_mesh(mesh, options.device, 16 if options.quick else 64)
+            save()
             progress.advance(bar)
     print(format_table(rows))
     print(f"written to {save()}")

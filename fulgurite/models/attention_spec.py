@@ -12,8 +12,9 @@ class AttentionSpec:
     """What a KV cache needs to know about the attention of one layer.
 
     With `is_mla` the layer has one key per token and no values: a value is the first `value_dim`
-    elements of its key. An FP8 cache stores keys divided by `key_scale` and values divided by
-    `value_scale`.
+    elements of its key. Then `mla_head_dims` are the sizes of a head's query without RoPE and of its
+    value. An FP8 cache stores keys divided by `key_scale` and values divided by `value_scale`.
+    Without `is_local` another pipeline stage has the layer, and its keys.
     """
 
     layer_index: int
@@ -28,6 +29,8 @@ class AttentionSpec:
     is_mla: bool = False
     key_scale: float = 1.0
     value_scale: float = 1.0
+    mla_head_dims: tuple[int, int] | None = None
+    is_local: bool = True
 
 
 def build_attention_mask(

@@ -24,6 +24,8 @@ from fulgurite.models.load_report import LoadReport
 from fulgurite.models.norms import build_norm
 from fulgurite.models.rope import RotaryCosSin, RotaryEmbedding
 from fulgurite.models.state_spec import StateSpec
+from fulgurite.parallel.context import ContextParallel
+from fulgurite.parallel.pipeline import Pipeline, PipelineStage
 
 
 class CausalLM(nn.Module):
@@ -35,9 +37,14 @@ class CausalLM(nn.Module):
     `recompute_after`: LongRoPE rotates all keys by other factors once a sequence is longer than
     this. The sequence must then be run again from its start. None for all other models.
     `load_report`: what loading its checkpoint did; None for a model that was not loaded.
+    `stage`: the layers that this rank has (pipeline_stage.py), and `pipeline` its links to other
+    stages; None: all layers. `context`: ranks that share the tokens of a step (context parallelism).
     """
 
     load_report: LoadReport | None = None
+    stage: PipelineStage | None = None
+    pipeline: Pipeline | None = None
+    context: ContextParallel | None = None
 
     def __init__(
         self, config: ModelConfig, layers: Sequence[nn.Module], norm_offset: float = 0.0
@@ -81,6 +88,8 @@ class CausalLM(nn.Module):
     @property
     def no_capture_reason(self) -> str | None:
         """Why an engine can't capture decode steps of this model; None: it may try."""
+        if self.stage is not None or self.context is not None:
+            return "a step communicates with other ranks through the host"
         return None
 
     @property
@@ -159,26 +168,37 @@ class CausalLM(nn.Module):
         self, token_ids_X: Tensor, positions_X: Tensor, cache: KVCache
     ) -> tuple[Tensor, list[RotaryCosSin]]:
         """The inputs of the layers: embedded tokens, and cos and sin of their positions."""
-        lengths_X = cache.sequence_lengths(positions_X) if self.needs_sequence_lengths else None
-        cos_sins = [rotary(positions_X, lengths_X) for rotary in self.rotary_embeddings]
+        cos_sins = self.rotate(positions_X, cache)
         x_XD = self.embed_tokens(token_ids_X)
-        if self.config.embedding_scale != 1.0:
+        if self.config.embedding_scale != 1.0 and (self.stage is None or self.stage.is_first):
             # Gemma and Granite were trained with the scale rounded to the dtype of the weights.
             x_XD = x_XD * x_XD.new_full((), self.config.embedding_scale)
         return x_XD, cos_sins
 
+    def rotate(self, positions_X: Tensor, cache: KVCache) -> list[RotaryCosSin]:
+        """Cos and sin of these positions, by rotary embedding."""
+        lengths_X = cache.sequence_lengths(positions_X) if self.needs_sequence_lengths else None
+        return [rotary(positions_X, lengths_X) for rotary in self.rotary_embeddings]
+
     def run_layers(
         self, x_XD: Tensor, positions_X: Tensor, cos_sins: Sequence[RotaryCosSin], cache: KVCache
     ) -> Tensor:
-        """All layers and the last norm: the part of a step that only launches kernels."""
+        """All layers and the last norm: the part of a step that only launches kernels.
+
+        On a pipeline stage: its layers, and the norm if it is the last one.
+        """
         for layer, index in zip(self.layers, self.rotary_index, strict=True):
             cos_sin = None if index is None else cos_sins[index]
             x_XD = layer(x_XD, positions_X, cos_sin, cache)
+        if self.stage is not None and not self.stage.is_last:
+            return x_XD
         normed_XD: Tensor = self.norm(x_XD)
         return normed_XD
 
     def compute_logits(self, hidden_XD: Tensor) -> Tensor:
-        """The logits of the next token, [X, O]."""
+        """The logits of the next token, [X, O]; none on pipeline stages after the first."""
+        if self.stage is not None and not self.stage.is_first:
+            return hidden_XD.new_empty(0, self.config.vocab_size)
         logits_XO = compute_logits(
             hidden_XD, self.embed_tokens if self.lm_head is None else self.lm_head
         )

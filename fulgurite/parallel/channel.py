@@ -37,7 +37,7 @@ class BroadcastChannel:
         assert self.is_sender, "only rank 0 sends"
         if self.store is not None and self.health is not None:
             pending = _PendingSend(self.store, str(self.count), message)
-            self.health.run_collective(MESSAGE_LABEL, pending.start, on_host=True)
+            self.health.run_collective(MESSAGE_LABEL, pending.start, on_host=True, begins_step=True)
             # Every rank that took part in the last step has read the message before it.
             self.store.delete_key(str(self.count - 2))
         self.count += 1
@@ -47,7 +47,7 @@ class BroadcastChannel:
         assert not self.is_sender and self.store is not None, "rank 0 only sends"
         assert self.health is not None, "several ranks have a health monitor"
         pending = _PendingReceive(self.store, str(self.count), self.health)
-        self.health.run_collective(MESSAGE_LABEL, lambda: pending, on_host=True)
+        self.health.run_collective(MESSAGE_LABEL, lambda: pending, on_host=True, begins_step=True)
         self.count += 1
         return pending.message
 

@@ -20,6 +20,7 @@ Shapes: T tokens of all ranks; D the rest.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -49,27 +50,37 @@ def all_reduce(x: Tensor, axis: Axis, label: str = "all-reduce") -> Tensor:
     """The sum of all ranks' x, on every rank; no gradient."""
     if axis.group is None:
         return x
+    if axis.device_collectives is not None and axis.device_collectives.accepts(x):
+        return axis.device_collectives.all_reduce(x)
     total = x.clone(memory_format=torch.contiguous_format)
     run_collective(axis, label, total, partial(dist.all_reduce, total))
+    _emulate_transfer(axis, [2 * x.nbytes // axis.size] * axis.size)
     return total
 
 
 def all_reduce_min(value: int, axis: Axis, label: str = "all-reduce of minimum") -> int:
     """The minimum of all ranks' values."""
-    minimum = torch.tensor([value])
+    return all_reduce_mins([value], axis, label)[0]
+
+
+def all_reduce_mins(values: Sequence[int], axis: Axis, label: str) -> list[int]:
+    """The minimum of all ranks' values, one by one; a collective of the host."""
+    minima = torch.tensor(values)
     if axis.group is not None:
-        run_collective(
-            axis, label, minimum, partial(dist.all_reduce, minimum, op=dist.ReduceOp.MIN)
-        )
-    return int(minimum)
+        run_collective(axis, label, minima, partial(dist.all_reduce, minima, op=dist.ReduceOp.MIN))
+    result: list[int] = minima.tolist()
+    return result
 
 
 def all_gather(x: Tensor, axis: Axis, label: str = "all-gather") -> Tensor:
     """All ranks' x, equally large, concatenated along dimension 0; no gradient."""
     if axis.group is None:
         return x
+    if axis.device_collectives is not None and axis.device_collectives.accepts(x):
+        return axis.device_collectives.all_gather(x)
     out = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
     run_collective(axis, label, out, partial(_all_gather_op, out, x.contiguous()))
+    _emulate_transfer(axis, [x.nbytes] * axis.size)
     return out
 
 
@@ -93,17 +104,87 @@ def all_to_all_rows(
         x, target = x.contiguous(), out[:total]
         start = partial(dist.all_to_all_single, target, x, list(receive), list(send))
         run_collective(axis, label, out, start)
+        row_bytes = x[:1].nbytes if x.shape[0] else out[:1].nbytes
+        _emulate_transfer(axis, [n * row_bytes for n in send], [n * row_bytes for n in receive])
     return out
 
 
+class PendingRows:
+    """Rows on their way, of `start_all_to_all_rows`. `wait`, once, returns what was received."""
+
+    def __init__(
+        self, axis: Axis, label: str, out: Tensor, work: Any = None, sent: Tensor | None = None
+    ) -> None:
+        self.axis, self.label, self.work = axis, label, work
+        self.out: Tensor | None = out
+        self.sent = sent  # must live until it has arrived
+        self.started = time.monotonic()
+        self.on_arrival: Callable[..., None] | None = None
+
+    def wait(self) -> Tensor:
+        out, work = self.out, self.work
+        elapsed = time.monotonic() - self.started  # in other work, which overlaps with the transfer
+        assert out is not None, f"somebody has waited for '{self.label}' before"
+        if work is not None:
+            run_collective(self.axis, self.label, out, lambda **how: work)
+        if self.on_arrival is not None:
+            self.on_arrival(elapsed=elapsed)
+        self.out = self.work = self.sent = None
+        return out
+
+
+def start_all_to_all_rows(
+    x: Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int], label: str, padding: int = 0
+) -> PendingRows:
+    """`all_to_all_rows` in two halves: what runs before `wait` overlaps with the transfer."""
+    total = sum(receive)
+    out = x.new_empty(total + padding, *x.shape[1:])
+    out[total:] = 0
+    if axis.group is None or out.is_meta:
+        if not out.is_meta:
+            out[:total] = x
+        return PendingRows(axis, label, out)
+    x = x.contiguous()
+    try:
+        work = dist.all_to_all_single(
+            out[:total], x, list(receive), list(send), group=axis.group, async_op=True
+        )
+    except RuntimeError as error:  # all backends of torch.distributed raise it
+        if axis.health is None:
+            raise
+        raise axis.health.explain(f"{axis.name} {label}", error) from error
+    pending = PendingRows(axis, label, out, work, x)
+    row_bytes = x[:1].nbytes if x.shape[0] else out[:1].nbytes
+    sizes = [n * row_bytes for n in send], [n * row_bytes for n in receive]
+    pending.on_arrival = partial(_emulate_transfer, axis, *sizes)
+    return pending
+
+
 def run_collective(axis: Axis, label: str, out: Tensor, start: Callable[..., Any]) -> None:
-    """Run a collective. If it fails, the error names the rank that is the cause."""
+    """Run a collective. If it fails, the error names the rank that is the cause.
+
+    On the meta device nothing is sent: a plan of memory needs only what is allocated for it.
+    """
+    if out.is_meta:
+        return
     start_async = partial(start, group=axis.group, async_op=True)
     if axis.health is None:
         start_async().wait()
     else:
         on_host = out.device.type == "cpu"
         axis.health.run_collective(f"{axis.name} {label}", start_async, on_host=on_host)
+
+
+def _emulate_transfer(
+    axis: Axis, sent: Sequence[int], received: Sequence[int] | None = None, elapsed: float = 0.0
+) -> None:
+    """Wait as an emulated network would: bytes to each rank, and from each if they differ."""
+    if axis.network is not None and axis.spans_nodes:
+        own = axis.nodes[axis.index]
+        is_remote = [node != own for node in axis.nodes]
+        rank = axis.ranks[axis.index]
+        received = sent if received is None else received
+        axis.network.transfer(rank, is_remote, sent, received, elapsed)
 
 
 def copy_to_parallel_region(x: Tensor, axis: Axis) -> Tensor:
@@ -233,9 +314,12 @@ def _reduce_scatter_padded(x: Tensor, axis: Axis) -> Tensor:
     total = x.shape[0]
     width = -(-total // axis.size)
     full = _pad(x, width * axis.size, 0).contiguous()
+    start, stop = shard_range(total, axis.index, axis.size)
+    if axis.device_collectives is not None and axis.device_collectives.accepts(full):
+        return axis.device_collectives.reduce_scatter(full)[: stop - start]
     out = x.new_empty(width, *x.shape[1:])
     run_collective(axis, "reduce-scatter of tokens", out, partial(_reduce_scatter_op, out, full))
-    start, stop = shard_range(total, axis.index, axis.size)
+    _emulate_transfer(axis, [out.nbytes] * axis.size)
     return out[: stop - start]
 
 

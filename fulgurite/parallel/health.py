@@ -2,26 +2,39 @@
 
 In: a store that all ranks reach. Out: if a collective fails or times out, an error that names a rank.
 
-    rank 3 is gone                        its heartbeat stopped: the process died
+    rank 3 is gone                        its process ended: whoever started it has seen it
+    rank 3 is stopped                     its heartbeat stopped, but its process did not end
     rank 3 did not reach 'dispatch'       it is alive, and at an earlier collective
     rank 3 left                           it closed its mesh while others still waited
 
 Each rank writes a heartbeat twice a second from a thread of its own, also while it waits in a
-collective. Heartbeats are compared with earlier ones, never with the clock of another machine.
+collective. Heartbeats are compared with earlier ones, never with the clock of another machine. A
+process that starts ranks and waits for them (workers.py, launch.py) also writes how a rank's process
+ended, so that ranks need not wait for a heartbeat.
+
+A slow rank is no failure. Heartbeats have the seconds that a rank worked between the collectives of
+its steps; rank 0 compares them and warns (`RankTime`).
 """
 
 from __future__ import annotations
 
+import json
+import statistics
+import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from signal import Signals
 from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from fulgurite.errors import RankError
+from fulgurite.logs import LOG
 
 HEARTBEAT_INTERVAL = 0.5  # seconds
 # A rank without a heartbeat for so many seconds is gone: after a failure, when only a busy machine
@@ -31,30 +44,112 @@ DIAGNOSIS_TIMEOUT = 6.0
 HEARTBEAT_TIMEOUT = 30.0
 STORE_TIMEOUT = timedelta(seconds=10)
 WAIT_SLICE = timedelta(seconds=1)
+STACK_TIMEOUT = 3.0  # seconds that a rank has to answer with its stack
+STACK_FRAMES = 4  # the innermost ones
+STACK_REQUEST = "stack-request"
+EXITS_PREFIX, EXITS_KEY = "fulgurite-exits", "exits"
+
+# A rank is slow if it works so many times longer than the others, and so many seconds a step longer,
+# over so many steps.
+SLOW_RATIO = 2.0
+SLOW_SECONDS = 0.002
+SLOW_STEPS = 100
+COMPARE_INTERVAL = 5.0  # seconds between comparisons
 
 StartCollective = Callable[[], Any]  # starts a collective and returns its work handle
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The state of a rank: `count` grows while it is alive; it has entered `step` collectives."""
+    """The state of a rank: `count` grows while it is alive; it has entered `step` collectives.
+
+    collective      the last one that it entered; `is_waiting`: it is still in it
+    state           running, failed (it has raised an error already) or left
+    num_steps       steps of an engine
+    work, wait      seconds between and in the collectives of these steps
+    """
 
     count: int
     step: int
     collective: str
-    state: str  # running, failed (it has raised an error already) or left
+    state: str
+    is_waiting: bool = False
+    num_steps: int = 0
+    work: float = 0.0
+    wait: float = 0.0
 
     @property
     def text(self) -> str:
-        return f"{self.count}|{self.step}|{self.state}|{self.collective}"
+        times = f"{self.num_steps}|{self.work:.6f}|{self.wait:.6f}"
+        return f"{self.count}|{self.step}|{self.state}|{int(self.is_waiting)}|{times}|{self.collective}"
 
     @staticmethod
     def parse(text: str) -> Heartbeat:
-        count, step, state, collective = text.split("|", 3)
-        return Heartbeat(int(count), int(step), collective, state)
+        count, step, state, waiting, steps, work, wait, collective = text.split("|", 7)
+        times = int(steps), float(work), float(wait)
+        return Heartbeat(int(count), int(step), collective, state, waiting == "1", *times)
+
+    @property
+    def position(self) -> str:
+        """What the rank is doing."""
+        if not self.count:
+            return "not started yet"
+        where = "in" if self.is_waiting else "working after"
+        return f"at step {self.step}, {where} '{self.collective}'"
 
 
 NOT_STARTED = Heartbeat(0, 0, "before the start", "running")
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """How a rank spent its steps: seconds a step between collectives, and in them.
+
+    `slowdown` is its work divided by the median of the other ranks' work.
+    """
+
+    rank: int
+    steps: int
+    work_seconds: float
+    wait_seconds: float
+    slowdown: float
+
+    @property
+    def is_slow(self) -> bool:
+        median = self.work_seconds / self.slowdown if self.slowdown else 0.0
+        is_late = self.work_seconds - median > SLOW_SECONDS
+        return self.steps >= SLOW_STEPS and self.slowdown >= SLOW_RATIO and is_late
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} is {self.slowdown:.1f}x slower than the median of the others over "
+            f"{self.steps} steps: {1e3 * self.work_seconds:.1f} ms a step"
+        )
+
+
+def compare_ranks(
+    before: Mapping[int, Heartbeat], after: Mapping[int, Heartbeat]
+) -> tuple[RankTime, ...]:
+    """The times of all ranks between two readings; empty if some rank has made no step."""
+    steps = {rank: one.num_steps - before[rank].num_steps for rank, one in after.items()}
+    if len(steps) < 2 or min(steps.values()) < 1:
+        return ()
+    work = {r: (one.work - before[r].work) / steps[r] for r, one in after.items()}
+    wait = {r: (one.wait - before[r].wait) / steps[r] for r, one in after.items()}
+    found = []
+    for rank in sorted(after):
+        median = statistics.median(work[other] for other in work if other != rank)
+        slowdown = work[rank] / median if median > 0 else 1.0
+        found.append(RankTime(rank, steps[rank], work[rank], wait[rank], slowdown))
+    return tuple(found)
+
+
+def publish_exits(store: Store, exits: Mapping[int, str]) -> None:
+    """Tell all ranks which processes have ended, and how. For the process that waits for them all.
+
+    Without any: says that there is such a process, so that a silent rank is known to exist.
+    """
+    PrefixStore(EXITS_PREFIX, store).set(EXITS_KEY, json.dumps([*exits.items()]))
 
 
 class HealthMonitor:
@@ -64,7 +159,11 @@ class HealthMonitor:
     world_size          number of ranks
     timeout             seconds of a collective
     diagnosis_timeout   seconds to wait for heartbeats after a failure
+    counts_match        all ranks make the same number of calls. Pipeline stages don't: there a rank
+                        that works while others wait is late
     """
+
+    counts_match = True
 
     def __init__(
         self,
@@ -81,21 +180,42 @@ class HealthMonitor:
         self.store_address = f"{host}:{port}"
         client = TCPStore(host, port, is_master=False, timeout=STORE_TIMEOUT)
         self.store: Store = PrefixStore(f"fulgurite-health-{mesh_number}", client)
-        self.heartbeat = Heartbeat(0, 0, "start", "running")
+        self.exits_store: Store = PrefixStore(EXITS_PREFIX, client)
+        # Written by the thread that runs collectives, read by the thread of heartbeats.
+        self.count, self.step, self.collective, self.state = 0, 0, "start", "running"
+        self.is_waiting = False
+        self.num_steps, self.work, self.wait = 0, 0.0, 0.0
+        self.released = time.perf_counter()  # the end of the last collective
+        self.caller = threading.get_ident()
         # By rank: the last heartbeat count, and the time at which it was new.
         self.last_seen: dict[int, tuple[int, float]] = {}
         self.lock = threading.Lock()
         self.stopping = threading.Event()
+        self.has_sent_stack = False
+        self.times: tuple[RankTime, ...] = ()
         self._publish()
+        self.compared = self._read_heartbeats() if rank == 0 else {}
         self.thread = threading.Thread(target=self._run, name="fulgurite-health", daemon=True)
         self.thread.start()
 
-    def run_collective(self, label: str, start: StartCollective, on_host: bool) -> None:
+    # ---- collectives -------------------------------------------------------------------------------
+
+    def run_collective(
+        self, label: str, start: StartCollective, on_host: bool, *, begins_step: bool = False
+    ) -> None:
         """Start a collective and wait for it; RankError with the cause if it fails.
 
         `on_host`: wait until the data is there, and not only until the stream waits for it.
+        `begins_step`: a step of the engine begins with it; the time before and in it is idle time.
         """
-        self._update(step=self.heartbeat.step + 1, collective=label)
+        entered = time.perf_counter()
+        if begins_step:
+            self.num_steps += 1
+        elif self.num_steps:
+            self.work += entered - self.released
+        self.caller = threading.get_ident()
+        self.step += 1
+        self.collective, self.is_waiting = label, True
         try:
             work = start()
             if on_host:
@@ -104,6 +224,29 @@ class HealthMonitor:
                 work.wait()
         except RuntimeError as error:  # all backends of torch.distributed raise it
             raise self.explain(label, error) from error
+        self.is_waiting = False
+        self.released = time.perf_counter()
+        if self.num_steps and not begins_step:
+            self.wait += self.released - entered
+
+    def wait_for_ranks(self, label: str) -> None:
+        """Wait until all ranks have called this; RankError that names the one that did not.
+
+        Needs no process group, so that one can be made after it without a wait for a lost rank.
+        """
+        self.run_collective(label, _StoreBarrier(self).start, on_host=True)
+
+    @contextmanager
+    def explain_failure(self, label: str) -> Iterator[None]:
+        """Calls of torch.distributed that are no collectives: the same errors."""
+        self.step += 1
+        self.collective, self.is_waiting = label, True
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.explain(label, error) from error
+        self.is_waiting = False
+        self.released = time.perf_counter()
 
     def _wait(self, work: Any) -> None:
         """Wait in slices, so that a failure of another rank ends the wait before the timeout."""
@@ -116,34 +259,42 @@ class HealthMonitor:
                     raise
 
     def _has_failed_rank(self) -> bool:
-        """Whether a rank has failed or its heartbeat has stopped.
+        """Whether a rank has failed, its process has ended, or its heartbeat has stopped.
 
         A rank that left does not count: it may have done its part of this collective before.
         """
+        heartbeats = self._read_heartbeats()
+        silence = self._measure_silence(heartbeats)
+        limit = min(HEARTBEAT_TIMEOUT, max(self.timeout, self.diagnosis_timeout))
+        exits = self._read_exits() or {}
+        return any(
+            one.state == "failed"
+            or (one.state == "running" and (rank in exits or (one.count and silence[rank] > limit)))
+            for rank, one in heartbeats.items()
+            if rank != self.rank
+        )
+
+    def _measure_silence(self, heartbeats: Mapping[int, Heartbeat]) -> dict[int, float]:
+        """By rank: seconds since its heartbeat was seen to change."""
         now = time.monotonic()
-        for rank, heartbeat in self._read_heartbeats().items():
-            count, since = self.last_seen.get(rank, (-1, now))
-            if heartbeat.count != count:
-                self.last_seen[rank], since = (heartbeat.count, now), now
-            is_silent = heartbeat.state == "running" and now - since > HEARTBEAT_TIMEOUT
-            if rank != self.rank and (is_silent or heartbeat.state == "failed"):
-                return True
-        return False
+        for rank, one in heartbeats.items():
+            if self.last_seen.get(rank, (-1, now))[0] != one.count:
+                self.last_seen[rank] = one.count, now
+        return {rank: now - self.last_seen[rank][1] for rank in heartbeats}
 
     def has_left(self, rank: int) -> bool:
         """Whether a rank closed its mesh."""
         return self._read_heartbeats()[rank].state == "left"
 
+    # ---- diagnosis ---------------------------------------------------------------------------------
+
     def explain(self, label: str, error: RuntimeError) -> RankError:
         """The error of a failed collective, with the rank that is the cause."""
-        self._update(state="failed", publish=True)
-        first, last, seconds = {}, {}, 0.0
-        started = time.monotonic()
         try:
-            first = last = self._read_heartbeats()
-            while not self._is_settled(first, last) and seconds < self.diagnosis_timeout:
-                time.sleep(HEARTBEAT_INTERVAL / 2)
-                last, seconds = self._read_heartbeats(), time.monotonic() - started
+            self.state = "failed"
+            self._publish()
+            heartbeats, silent, exits = self._observe()
+            return self._diagnose(label, error, heartbeats, silent, exits)
         except RuntimeError:
             return RankError(
                 f"'{label}' failed, and the store at {self.store_address} is gone, too",
@@ -151,40 +302,76 @@ class HealthMonitor:
                 next="rank 0 hosts the store unless torchrun or parallel.launch started the ranks: "
                 "look at its last output",
             )
-        return self._diagnose(label, error, first, last)
 
-    def close(self) -> None:
-        """Leave the mesh in good order."""
-        if not self.stopping.is_set():
-            self.stopping.set()
-            self.thread.join()
-            try:
-                self._update(state="left", publish=True)
-            except RuntimeError:
-                return  # the store is gone, and with it all who could read this
+    def _observe(self) -> tuple[dict[int, Heartbeat], dict[int, float], dict[int, str] | None]:
+        """The last heartbeats, the silent ranks with their seconds of silence, and the exits.
+
+        Waits until each other rank has a new heartbeat, has failed or left, has been silent for
+        `diagnosis_timeout`, or until the process of one has ended.
+        """
+        first = self._read_heartbeats()
+        silence = self._measure_silence(first)
+        started = time.monotonic()
+        while True:
+            last, exits = self._read_heartbeats(), self._read_exits()
+            silence = self._measure_silence(last)
+            unsettled = [
+                rank
+                for rank, one in last.items()
+                if rank != self.rank and one.state == "running" and one.count == first[rank].count
+                if one.count  # a rank that has not started may be late, and is not silent
+            ]
+            lost = [r for r, one in last.items() if one.state == "running" and r in (exits or {})]
+            late = [rank for rank in unsettled if silence[rank] < self.diagnosis_timeout]
+            waited = time.monotonic() - started
+            if lost or not late or waited > self.diagnosis_timeout:
+                return last, {rank: max(silence[rank], waited) for rank in unsettled}, exits
+            time.sleep(HEARTBEAT_INTERVAL / 4)
+
+    def _is_late(self, one: Heartbeat) -> bool:
+        """Whether a rank has not reached what this one waits for."""
+        if self.counts_match:
+            return one.step < self.step
+        return one.state == "running" and not one.is_waiting
 
     def _diagnose(
         self,
         label: str,
         error: RuntimeError,
-        first: dict[int, Heartbeat],
-        last: dict[int, Heartbeat],
+        heartbeats: Mapping[int, Heartbeat],
+        silent: Mapping[int, float],
+        exits: Mapping[int, str] | None,
     ) -> RankError:
-        silent = {r for r in last if last[r].count == first[r].count and r != self.rank}
-        gone = [r for r in silent if last[r].state == "running"]
-        left = [r for r in last if last[r].state == "left"]
-        step = self.heartbeat.step
-        behind = [r for r in last if last[r].step < step and r not in silent and r not in left]
+        ended = exits or {}
+        gone = find_first_exits(ended, heartbeats)
+        stopped = [] if gone else sorted(silent)
+        left = [rank for rank, one in heartbeats.items() if one.state == "left"]
+        behind = [
+            rank
+            for rank, one in heartbeats.items()
+            if self._is_late(one) and rank not in silent and rank not in left
+        ]
+        stack = None
         if gone:
-            text = f"{_format_ranks(gone)} gone: '{label}' can't finish"
+            text = f"{_format_ranks(gone)} gone: '{label}' can't finish: " + "; ".join(
+                f"rank {rank} {ended[rank]}, last seen {heartbeats[rank].position}" for rank in gone
+            )
+            next = "look at the last output of that process; start all ranks again"
+        elif stopped:
+            # Without a process that waits for the ranks, nobody knows whether it has ended.
+            verb = "gone" if exits is None else "stopped"
+            seconds = min(silent.values())
+            text = f"{_format_ranks(stopped)} {verb}: '{label}' can't finish: " + "; ".join(
+                f"rank {rank} has had no heartbeat for {seconds:.0f} s, {heartbeats[rank].position}"
+                for rank in stopped
+            )
             next = "look at the last output of that process; start all ranks again"
         elif behind:
-            steps = "; ".join(
-                f"rank {r} is at step {last[r].step}, '{last[r].collective}'" for r in behind
-            )
+            positions = "; ".join(f"rank {rank} is {heartbeats[rank].position}" for rank in behind)
             ranks = _format_ranks(behind, "did not reach")
-            text = f"{ranks} '{label}' in {self.timeout:g} s: {steps}"
+            text = f"{ranks} '{label}' in {self.timeout:g} s: {positions}"
             next = "all ranks must make the same calls in the same order, also without tokens"
+            stack = self._request_stacks(behind)
         elif left:
             text = f"{_format_ranks(left, 'left')} while others waited in '{label}'"
             next = "all ranks must make the same calls in the same order, also without tokens"
@@ -193,16 +380,38 @@ class HealthMonitor:
             next = "see the first error of all ranks: it is the cause"
         return RankError(
             text,
-            where=f"rank {self.rank} of {self.world_size}, step {step}",
-            reason=str(error).splitlines()[0][:200],
+            where=f"rank {self.rank} of {self.world_size}, step {self.step}",
+            reason=str(error).splitlines()[0][:200] if str(error) else None,
+            stack=stack,
             next=next,
-            ranks=tuple(gone or behind or left),
+            ranks=tuple(gone or stopped or behind or left),
         )
 
-    def _is_settled(self, first: dict[int, Heartbeat], last: dict[int, Heartbeat]) -> bool:
-        """Whether every other rank has a new heartbeat, or has failed or left."""
-        others = (rank for rank in last if rank != self.rank)
-        return all(last[r].count != first[r].count or last[r].state != "running" for r in others)
+    def _request_stacks(self, ranks: Iterable[int]) -> str | None:
+        """The Python stacks of these ranks, as far as they answer."""
+        self.store.set(STACK_REQUEST, "1")
+        deadline = time.monotonic() + STACK_TIMEOUT
+        waiting, found = {*ranks} - {self.rank}, []
+        while waiting and time.monotonic() < deadline:
+            for rank in sorted(waiting):
+                if self.store.check([f"stack-{rank}"]):
+                    waiting.discard(rank)
+                    found.append(f"rank {rank}: {self.store.get(f'stack-{rank}').decode()}")
+            time.sleep(HEARTBEAT_INTERVAL / 4)
+        return "\n".join(found) or None
+
+    def close(self) -> None:
+        """Leave the mesh in good order."""
+        if not self.stopping.is_set():
+            self.stopping.set()
+            self.thread.join()
+            try:
+                self.state = "left"
+                self._publish()
+            except RuntimeError:
+                return  # the store is gone, and with it all who could read this
+
+    # ---- the store ---------------------------------------------------------------------------------
 
     def _read_heartbeats(self) -> dict[int, Heartbeat]:
         """The last heartbeat of every rank."""
@@ -217,36 +426,110 @@ class HealthMonitor:
         }
         return {rank: found.get(rank, NOT_STARTED) for rank in range(self.world_size)}
 
-    def _update(
-        self,
-        step: int | None = None,
-        collective: str | None = None,
-        state: str | None = None,
-        publish: bool = False,
-    ) -> None:
-        with self.lock:
-            old = self.heartbeat
-            self.heartbeat = Heartbeat(
-                old.count,
-                old.step if step is None else step,
-                old.collective if collective is None else collective,
-                old.state if state is None else state,
-            )
-        if publish:
-            self._publish()
+    def _read_exits(self) -> dict[int, str] | None:
+        """How processes of ranks have ended; None: nobody would tell."""
+        if not self.exits_store.check([EXITS_KEY]):
+            return None
+        return {int(rank): text for rank, text in json.loads(self.exits_store.get(EXITS_KEY))}
 
     def _publish(self) -> None:
         with self.lock:
-            self.heartbeat = replace(self.heartbeat, count=self.heartbeat.count + 1)
-            text = self.heartbeat.text
-        self.store.set(str(self.rank), text)
+            self.count += 1
+            heartbeat = Heartbeat(
+                self.count,
+                self.step,
+                self.collective,
+                self.state,
+                self.is_waiting,
+                self.num_steps,
+                self.work,
+                self.wait,
+            )
+            self.store.set(str(self.rank), heartbeat.text)
 
     def _run(self) -> None:
+        compare_at = time.monotonic() + COMPARE_INTERVAL
         while not self.stopping.wait(HEARTBEAT_INTERVAL):
             try:
                 self._publish()
+                if not self.has_sent_stack and self.store.check([STACK_REQUEST]):
+                    self.has_sent_stack = True
+                    self.store.set(f"stack-{self.rank}", _format_stack(self.caller))
+                if self.rank == 0 and time.monotonic() >= compare_at:
+                    self._warn_of_slow_ranks()
+                    compare_at = time.monotonic() + COMPARE_INTERVAL
             except RuntimeError:
                 return  # the store is gone; the next failed collective reports it
+
+    # ---- slow ranks --------------------------------------------------------------------------------
+
+    def read_times(self) -> tuple[RankTime, ...]:
+        """The times of all ranks over the last `SLOW_STEPS` steps or more; before that, so far."""
+        if self.times:
+            return self.times
+        return compare_ranks(self.compared, self._read_heartbeats()) if self.compared else ()
+
+    def _warn_of_slow_ranks(self) -> None:
+        """Compare the steps since the last comparison, once there are enough; warn of slow ranks."""
+        now = self._read_heartbeats()
+        times = compare_ranks(self.compared, now)
+        if not times or min(one.steps for one in times) < SLOW_STEPS:
+            return
+        known = {one.rank for one in self.times if one.is_slow}
+        self.times, self.compared = times, now
+        for one in times:
+            if one.is_slow and one.rank not in known:
+                LOG.warning("%s", one, extra={"fields": {"event": "slow rank", "rank": one.rank}})
+
+
+class _StoreBarrier:
+    """A barrier of all ranks by the store alone, with the interface of a collective."""
+
+    def __init__(self, health: HealthMonitor) -> None:
+        self.health = health
+        self.keys = [f"barrier-{rank}" for rank in range(health.world_size)]
+        self.deadline = time.monotonic() + health.timeout
+
+    def start(self) -> _StoreBarrier:
+        self.health.store.set(self.keys[self.health.rank], "1")
+        return self
+
+    def wait(self, timeout: timedelta) -> None:
+        end = time.monotonic() + timeout.total_seconds()
+        while not self.health.store.check(self.keys):
+            if time.monotonic() > end:
+                raise RuntimeError("not all ranks have come")
+            time.sleep(0.01)
+
+    def is_completed(self) -> bool:
+        """Whether waiting again is pointless."""
+        return time.monotonic() > self.deadline
+
+
+def find_first_exits(exits: Mapping[int, str], heartbeats: Mapping[int, Heartbeat]) -> list[int]:
+    """The ranks whose processes ended first: those that had not failed or left before.
+
+    The others ended because of them. If all had, those whose own error is no RankError.
+    """
+    found = [rank for rank in exits if heartbeats[rank].state == "running"]
+    if not found:
+        known = ("RankError", describe_exit(0))
+        found = [rank for rank, text in exits.items() if not any(one in text for one in known)]
+    return sorted(found)
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended: `was killed by SIGKILL`, `ended with exit code 1`."""
+    return f"was killed by {Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _format_stack(thread: int) -> str:
+    """The innermost frames of a thread, one line each."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return "its thread has ended"
+    frames = traceback.extract_stack(frame)[-STACK_FRAMES:]
+    return "\n  ".join(f"{one.filename}:{one.lineno} in {one.name}" for one in reversed(frames))
 
 
 def _format_ranks(ranks: list[int], verb: str | None = None) -> str:

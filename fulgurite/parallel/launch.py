@@ -34,6 +34,7 @@ import torch
 from torch.distributed import TCPStore
 
 from fulgurite.errors import ArgumentError, RankError
+from fulgurite.parallel.health import describe_exit, publish_exits
 
 PRELOADED_MODULES = ["torch", "torch.distributed", "fulgurite.parallel.launch"]
 FAILURE_GRACE = 15.0
@@ -65,6 +66,8 @@ class RankPool:
             raise ArgumentError(f"{count} ranks can't be started", next="start at least one")
         self.count, self.failure_grace = count, failure_grace
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.exits: dict[int, str] = {}
+        publish_exits(self.store, self.exits)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED_MODULES)
         self.processes: list[BaseProcess] = []
@@ -125,6 +128,9 @@ class RankPool:
         except (EOFError, ConnectionResetError):
             process = self.processes[rank]
             process.join(5)
+            if process.exitcode is not None:
+                self.exits[rank] = describe_exit(process.exitcode)
+                publish_exits(self.store, self.exits)  # the other ranks name it at once
             return RankFailure(rank, f"its process ended{_describe_exit(process.exitcode)}")
         try:
             worked, value = pickle.loads(answer)

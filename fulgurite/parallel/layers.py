@@ -2,6 +2,8 @@
 
     VocabParallelEmbedding   rows of an embedding or head: looks up and computes logits
     RowParallelLinear        columns of a linear; its output is reduced over the axis
+    GatheredInputLinear      the same place in deterministic mode: rows of a linear, no sum over ranks
+    GatheredHeadsNorm        a norm over all heads in deterministic mode
     LocalTokensLinear        a full linear, applied to this rank's tokens only
     TensorParallelExperts    a range of each expert's intermediate size
     TokenSharding            which tokens belong to which rank (sequence parallelism)
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fulgurite.kernels.gemm.fused_projections import ResidualLinear, fused_linear_add
 from fulgurite.kernels.gemm.modules import VocabTable, compute_logits
 from fulgurite.kernels.moe.router_config import Routes
 from fulgurite.parallel.collectives import (
@@ -109,7 +112,67 @@ class RowParallelLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-class LocalTokensLinear(nn.Module):
+class GatheredInputLinear(ResidualLinear):
+    """A linear whose input columns are on all ranks; each product has the full K.
+
+    Sums over ranks round in another order than one rank does. So the input is all-gathered, `inner`
+    has a range of the linear's rows, and its output is all-gathered: the bits of one rank. Two
+    messages instead of one, and the weights of a shard. With sharded tokens `inner` has all rows,
+    and computes this rank's tokens only.
+    """
+
+    def __init__(
+        self,
+        inner: nn.Module,
+        axis: Axis,
+        in_features: tuple[int, int],
+        out_features: tuple[int, int],
+        token_sharding: TokenSharding | None,
+    ) -> None:
+        super().__init__()
+        self.inner, self.axis, self.token_sharding = inner, axis, token_sharding
+        self.in_features, self.out_features = in_features, out_features  # total and alignment
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(self._gather_input(x))
+        return self._gather_output(y)
+
+    def forward_add(self, residual: Tensor, x: Tensor) -> Tensor:
+        if self.token_sharding is None:
+            total, alignment = self.out_features
+            start, stop = shard_range(total, self.axis.index, self.axis.size, alignment)
+            residual = residual[..., start:stop]
+        return self._gather_output(fused_linear_add(residual, self._gather_input(x), self.inner))
+
+    def _gather_input(self, x: Tensor) -> Tensor:
+        x = all_gather_columns(x, self.axis, *self.in_features)
+        return x if self.token_sharding is None else self.token_sharding.take_local(x)
+
+    def _gather_output(self, y: Tensor) -> Tensor:
+        if self.token_sharding is not None:
+            return y
+        return all_gather_columns(y, self.axis, *self.out_features)
+
+
+class GatheredHeadsNorm(nn.Module):
+    """A norm over the heads of all ranks, computed of all of them: no sum over ranks.
+
+    `replicas` ranks have the same heads.
+    """
+
+    def __init__(self, inner: nn.Module, axis: Axis, replicas: int) -> None:
+        super().__init__()
+        self.inner, self.axis, self.replicas = inner, axis, replicas
+
+    def forward(self, x: Tensor) -> Tensor:
+        size, local = self.axis.size, x.shape[-1]
+        all_heads = all_gather_columns(x, self.axis, size * local).unflatten(-1, (size, local))
+        distinct = all_heads[..., :: self.replicas, :]
+        normed: Tensor = self.inner(distinct.flatten(-2))
+        return normed.view(distinct.shape)[..., self.axis.index // self.replicas, :]
+
+
+class LocalTokensLinear(ResidualLinear):
     """The last linear of a replicated module, applied to this rank's tokens only."""
 
     def __init__(self, inner: nn.Module, token_sharding: TokenSharding) -> None:
@@ -119,6 +182,9 @@ class LocalTokensLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.inner(self.token_sharding.take_local(x))
         return y
+
+    def forward_add(self, residual: Tensor, x: Tensor) -> Tensor:
+        return fused_linear_add(residual, self.token_sharding.take_local(x), self.inner)
 
 
 class TensorParallelExperts(nn.Module):

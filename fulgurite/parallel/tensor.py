@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from fulgurite.errors import ArgumentError
 from fulgurite.parallel.collectives import shard_range, sum_inside_parallel_region
 from fulgurite.parallel.dispatcher import AllToAllDispatcher, TokenDispatcher
+from fulgurite.parallel.dispatcher_deterministic import DeterministicDispatcher
 from fulgurite.parallel.expert import (
     ExpertParallel,
     OverlappedSharedExpert,
@@ -45,6 +46,8 @@ from fulgurite.parallel.expert import (
 )
 from fulgurite.parallel.gradients import ReplicatedExperts, ReplicatedKeyHeads
 from fulgurite.parallel.layers import (
+    GatheredHeadsNorm,
+    GatheredInputLinear,
     LocalTokensLinear,
     RowParallelLinear,
     TensorParallelExperts,
@@ -72,12 +75,15 @@ def parallelize(
     sequence_parallel: bool | None = None,
     dispatcher: TokenDispatcher | None = None,
     placement: Placement | None = None,
+    deterministic: bool = False,
 ) -> Sharding:
     """Replace a model's parameters by this rank's shard of them, in place.
 
     sequence_parallel   None: if both the tensor and the expert axis have several ranks
     dispatcher          sends tokens to experts; None: `AllToAllDispatcher`
     placement           expert slots, one row for each MoE layer; None: experts in order
+    deterministic       no result is a sum over ranks, so that batch-invariant kernels give the bits of
+                        one rank (docs/determinism.md); for inference
     """
     if sequence_parallel is None:
         sequence_parallel = mesh.tensor.size > 1 and mesh.expert.size > 1
@@ -88,10 +94,19 @@ def parallelize(
             next="every tensor rank would send the same tokens to the experts: omit "
             "sequence_parallel, or use expert=1",
         )
-    if dispatcher is None and mesh.expert.size > 1:
+    if dispatcher is None and mesh.expert.size > 1 and deterministic:
+        dispatcher = DeterministicDispatcher(mesh.expert, _applies_weights_on_input(model))
+    elif dispatcher is None and mesh.expert.size > 1:
         dispatcher = AllToAllDispatcher(mesh.expert)
     styles = match_rules(model, rules)
-    return _Parallelizer(model, mesh, styles, sequence_parallel, dispatcher, placement).run()
+    parallelizer = _Parallelizer(model, mesh, styles, sequence_parallel, dispatcher, placement)
+    parallelizer.is_deterministic = deterministic
+    return parallelizer.run()
+
+
+def _applies_weights_on_input(model: nn.Module) -> bool:
+    """Whether the experts of a model multiply their inputs by the router's weights."""
+    return any(getattr(module, "apply_router_weight_on_input", False) for module in model.modules())
 
 
 def match_rules(model: nn.Module, rules: ShardingRules) -> dict[str, str]:
@@ -117,6 +132,8 @@ def match_rules(model: nn.Module, rules: ShardingRules) -> dict[str, str]:
 
 class _Parallelizer:
     """One call of `parallelize`."""
+
+    is_deterministic = False
 
     def __init__(
         self,
@@ -215,14 +232,21 @@ class _Parallelizer:
             spec, num_heads=queries[1] - queries[0], num_kv_heads=keys[1] - keys[0]
         )
         for child in self._names_with_style("query", name):
+            if self._gather_heads(child):
+                continue
             sharder.shard_module(child, "query", 0, heads, queries)
             self._sum_squares_over_ranks(child)
         for child in self._names_with_style("key", name):
+            if self._gather_heads(child, replicas=max(1, self.axis.size // kv_heads)):
+                continue
             sharder.shard_module(child, "key", 0, kv_heads, keys)
             if kv_heads < self.axis.size:
                 self._record_replicated_keys(child, kv_heads, keys)
             self._sum_squares_over_ranks(child, replicas=max(1, self.axis.size // kv_heads))
         for child in self._names_with_style("output", name):
+            if self.is_deterministic:
+                self._gather_input(child, "output", 1)
+                continue
             sharder.shard_parameter(f"{child}.weight", "output", 1, queries, heads)
             self._reduce_output(child)
         self._enter_parallel_region(name)
@@ -254,6 +278,9 @@ class _Parallelizer:
         for child in columns:
             sharder.shard_module(child, "column", 0, total, kept)
         for child in rows:
+            if self.is_deterministic:
+                self._gather_input(child, "row", alignment)
+                continue
             sharder.shard_parameter(f"{child}.weight", "row", 1, kept)
             self._reduce_output(child)
 
@@ -263,7 +290,7 @@ class _Parallelizer:
         ranges: dict[str, tuple[int, tuple[Range, ...]]] = {}  # parameter → dimension, ranges
         if self.mesh.expert.size > 1:
             ranges = self._distribute_experts(name, experts)
-        elif self.axis.size > 1:
+        elif self.axis.size > 1 and not self.is_deterministic:  # its results are sums over ranks
             ranges = self._shard_each_expert(name, experts)
         after = before | dict(experts.named_parameters(recurse=False))  # a bias may have moved
         for parameter, full in before.items():
@@ -285,7 +312,8 @@ class _Parallelizer:
             experts, self.dispatcher, self.placement, self.num_moe_layers
         )
         self.sharder.replace_module(name, parallel)
-        self._overlap_shared_expert(name.rpartition(".")[0], parallel)
+        if not self.is_deterministic:  # one rank adds the residual before the shared expert
+            self._overlap_shared_expert(name.rpartition(".")[0], parallel)
         self.expert_parallel |= set(experts.parameters())
         if parallel.has_redundant_experts:
             replicas = ReplicatedExperts(parallel.local_experts, parallel.placement.num_experts)
@@ -331,6 +359,32 @@ class _Parallelizer:
         module = self.model.get_submodule(name)
         add_input_hook(module, self.axis, self.token_sharding)
         self.partial_modules.append(module)
+
+    def _gather_input(self, name: str, style: str, alignment: int) -> None:
+        """Deterministic mode: all columns of a linear, and a range of its rows (all, if tokens are
+        sharded). `alignment`: of the shards of its input."""
+        module, sharder = self.model.get_submodule(name), self.sharder
+        weight = sharder.get_weight(name)
+        total, row_alignment = weight.shape[0], weight_alignment(weight, 0)
+        in_features = weight.shape[1], alignment
+        if self.token_sharding is None:
+            sharder.check_divisible(name, total, row_alignment)
+            kept = sharder.local_range(total, row_alignment)
+            sharder.shard_module(name, style, 0, total, kept)
+        linear = GatheredInputLinear(
+            module, self.axis, in_features, (total, row_alignment), self.token_sharding
+        )
+        sharder.replace_module(name, linear)
+
+    def _gather_heads(self, name: str, replicas: int = 1) -> bool:
+        """Deterministic mode: whether the module is a norm over all heads, which is now gathered."""
+        if not self.is_deterministic or name in dict(self.model.named_parameters()):
+            return False
+        norm = self.model.get_submodule(name)
+        if not hasattr(norm, "sum_over_ranks"):
+            return False
+        self.sharder.replace_module(name, GatheredHeadsNorm(norm, self.axis, replicas))
+        return True
 
     def _reduce_output(self, name: str) -> None:
         linear = RowParallelLinear(self.model.get_submodule(name), self.axis, self.token_sharding)

@@ -29,6 +29,7 @@ from fulgurite.models.loading.checkpoint import IMPLEMENTATIONS
 from fulgurite.models.tokenizer import Message
 from fulgurite.plan.kv_cache import KV_CACHE_DTYPES
 from fulgurite.serve.engine.request import Result, SamplingParams, Update
+from fulgurite.serve.expert_setup import add_expert_arguments, given_expert_options
 from fulgurite.serve.llm import LLM
 from fulgurite.serve.profile import check_profile_path, write_profile
 
@@ -89,10 +90,16 @@ def add_options(command: argparse.ArgumentParser, max_tokens: int) -> None:
     ranks = command.add_argument_group(
         "ranks", "processes that run one model: started here, or by torchrun on several machines"
     )
-    for name, text in (("tensor", "weights are sharded"), ("expert", "experts are distributed")):
+    for name, text in (
+        ("tensor", "weights are sharded"),
+        ("expert", "experts are distributed"),
+        ("pipeline", "layers are distributed: pipeline stages"),
+        ("context-parallel", "the tokens and the KV cache of a prompt are distributed"),
+    ):
         ranks.add_argument(
             f"--{name}", type=int, default=1, metavar="N", help=f"ranks over which {text}"
         )
+    add_expert_arguments(ranks)
     reply = command.add_argument_group("reply")
     reply.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     reply.add_argument(
@@ -287,7 +294,8 @@ def _read_line() -> str | None:
 
 def run_as_worker(options: argparse.Namespace) -> bool:
     """On a worker rank: work until rank 0 is done, then return True. On rank 0: False."""
-    if options.tensor == options.expert == 1 or int(os.environ.get("RANK", 0)) == 0:
+    sizes = (options.tensor, options.expert, options.pipeline, options.context_parallel)
+    if max(sizes) == 1 or int(os.environ.get("RANK", 0)) == 0:
         return False
     with defer_interrupts():  # rank 0 handles ctrl-C
         load_llm(options, max_sequences=1).close()
@@ -313,6 +321,9 @@ def load_llm(options: argparse.Namespace, max_sequences: int) -> LLM:
         deterministic=options.deterministic,
         tensor=options.tensor,
         expert=options.expert,
+        pipeline=options.pipeline,
+        context_parallel=options.context_parallel,
+        **given_expert_options(options),
     )
 
 

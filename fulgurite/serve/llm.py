@@ -18,15 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from fulgurite.device import choose_compute_dtype, resolve_device
-from fulgurite.errors import ArgumentError, CapacityError
+from fulgurite.errors import ArgumentError
+from fulgurite.models.expert_load import ExpertLoadCounter
 from fulgurite.models.layers import CausalLM
 from fulgurite.models.loading import hub
 from fulgurite.models.loading.checkpoint import Checkpoint, open_checkpoint
-from fulgurite.models.loading.load_plan import LoadOptions, plan_load
+from fulgurite.models.loading.load_plan import LoadOptions, LoadPlan, plan_load
 from fulgurite.models.loading.loader import load_planned
 from fulgurite.models.loading.quantized import needs_repacking
 from fulgurite.models.tokenizer import Message, Tokenizer, find_tokenizer
+from fulgurite.parallel.context import ContextParallel
+from fulgurite.parallel.dispatcher import TokenDispatcher
 from fulgurite.parallel.mesh import DEFAULT_TIMEOUT, Mesh, MeshShape
+from fulgurite.parallel.pipeline import Pipeline
+from fulgurite.parallel.transport import ExpertOptions
 from fulgurite.parallel.workers import EXIT_TIMEOUT, WorkerProcesses, is_single_process
 from fulgurite.plan.limits import (
     BLOCK_SIZES,
@@ -35,16 +40,20 @@ from fulgurite.plan.limits import (
     EngineLimits,
     make_engine_limits,
 )
-from fulgurite.plan.memory import MemoryPlan, available_bytes, plan_memory
+from fulgurite.plan.memory import RankShapes, available_bytes, plan_memory, shapes_of
+from fulgurite.plan.meta_dispatch import MetaDeterministicDispatcher, use_micro_batches
+from fulgurite.plan.rank_memory import plan_rank_dispatch, plan_rank_memory
 from fulgurite.quant import QuantTensor
 from fulgurite.quantize import resolve_quant_config
 from fulgurite.serve.embedding import EmbeddingModel, as_prompt_list
 from fulgurite.serve.engine.async_engine import AsyncEngine
-from fulgurite.serve.engine.coordinator import Coordinator, agree_on_plan, open_mesh
+from fulgurite.serve.engine.coordinator import Coordinator, open_mesh
 from fulgurite.serve.engine.engine import Engine, Prompt
+from fulgurite.serve.engine.rank_restart import RankProcesses, RankRestarter, RestartPolicy
 from fulgurite.serve.engine.request import Result, SamplingParams, Update
 from fulgurite.serve.engine.stats import EngineStats
 from fulgurite.serve.engine.worker import Worker
+from fulgurite.serve.expert_setup import ExpertSetup, ExpertSetupOptions, prepare_experts
 from fulgurite.serve.structured.compiler import GrammarCompiler
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -77,14 +86,33 @@ class LLMConfig:
             layers are kernels.
         prefix_caching: share KV-cache blocks between requests with the same prefix.
         deterministic: a request's tokens and log-probabilities don't depend on what else is in its
-            batch, on chunks of its prompt, cached prefixes or preemption, to the bit. None: True on
-            a CPU, False on a GPU.
+            batch, on chunks of its prompt, cached prefixes or preemption, to the bit. True: nor on the
+            number of ranks, which costs messages and memory. None: on a CPU, but for sums over ranks.
         async_scheduling: launch the next step before the tokens of this one are read. None: on a GPU,
             with one rank.
         data: data-parallel replicas, each with its own requests. None: all remaining ranks.
         tensor: tensor-parallel size: the number of ranks over which weights are sharded.
         expert: expert-parallel size: the number of ranks over which experts are distributed.
+        pipeline: pipeline-parallel stages: the number of ranks over which layers are distributed.
+        context_parallel: the number of ranks over which the tokens and the KV cache of a sequence are
+            distributed.
+        transport: how tokens go to experts of other ranks: `symmetric` (kernels write into their
+            memory), `all_to_all` (collectives), `hierarchical` (across nodes), or `auto`.
+        wire: wire format of these tokens: `bf16`, `f16`, `f32`, `fp8`, `nvfp4`, or `auto`: the model's
+            dtype.
+        expert_capacity: most tokens that one rank sends to another in a step; more are an error. It
+            bounds the memory of a rank. None: no limit but the tokens of a step.
+        placement: file of expert slots, with replicas of busy experts (`fulgurite plan --placement`).
+        record_load: file for the number of tokens of each expert, saved by `close`, for
+            `fulgurite plan --expert-load`. Its name ends in .json, .npy or .csv.
+        micro_batches: 2: the experts of large steps run in two halves, so that one half's transfer
+            overlaps with the other's experts.
+        nodes: divide consecutive ranks into so many emulated nodes. None: as they are (host names).
         timeout: seconds that ranks wait for each other within a step.
+        on_rank_failure: what happens to running requests when a rank is lost: `fail` ends them with an
+            error that names the rank; `retry` continues them once the ranks have restarted. Requests
+            that wait are kept. Only for ranks that this process has started.
+        max_restarts: restarts of the ranks within ten minutes; after that every request fails.
     """
 
     dtype: torch.dtype | None = None
@@ -105,7 +133,18 @@ class LLMConfig:
     data: int | None = None
     tensor: int = 1
     expert: int = 1
+    pipeline: int = 1
+    context_parallel: int = 1
+    nodes: int | None = None
     timeout: float = DEFAULT_TIMEOUT
+    transport: str = "auto"
+    wire: str = "auto"
+    expert_capacity: int | None = None
+    placement: str | Path | None = None
+    record_load: str | Path | None = None
+    micro_batches: int = 1
+    on_rank_failure: str = "fail"
+    max_restarts: int = 3
 
 
 class LLM:
@@ -123,6 +162,11 @@ class LLM:
             `LLM(name, LLMConfig(context=4096))`.
     """
 
+    engine: Engine
+    coordinator: Coordinator | None
+    experts: ExpertSetup | None
+    load_counter: ExpertLoadCounter | None
+
     def __init__(self, name: str | Path, config: LLMConfig | None = None, **options: Any) -> None:
         config = LLMConfig(**options) if config is None else replace(config, **options)
         self.config = config
@@ -133,23 +177,63 @@ class LLM:
         self._embedding_model: EmbeddingModel | None = None  # made by the first call of `embed`
         checkpoint = open_checkpoint(path, config.implementation)
         self.architecture = checkpoint.family.name
-        if max(config.data or 1, config.tensor, config.expert) > 1:
+        layouts = (config.tensor, config.expert, config.pipeline, config.context_parallel)
+        if max(config.data or 1, *layouts) > 1:
             checkpoint.check_can_shard()
         self.tokenizer = find_tokenizer(path)
         if self.tokenizer is not None:
             self.tokenizer.check_vocab_size(checkpoint.config.vocab_size)
         self.mesh: Mesh | None = None
-        self.workers = start_workers(path, config)
+        policy = RestartPolicy(config.on_rank_failure, config.max_restarts)
+        self._start_ranks(checkpoint)
+        if self.workers is not None:
+            processes = RankProcesses(self._check_ranks, self._stop_ranks, self._restart_ranks)
+            self.engine.restarter = RankRestarter(policy, processes)
+        if self.coordinator is not None:
+            atexit.register(self.close)  # a script that forgets to close leaves no worker waiting
+
+    def _start_ranks(self, checkpoint: Checkpoint) -> None:
+        """Start the workers, join the mesh and load the model."""
+        config = self.config
+        self.workers = start_workers(self.path, config)
         with ExitStack() as on_error:
             on_error.callback(self._shut_down, timeout=0.0)
-            self.mesh = open_mesh(config.data, config.tensor, config.expert, config.timeout)
+            self.mesh = open_mesh(
+                config.data,
+                config.tensor,
+                config.expert,
+                config.timeout,
+                pipeline=config.pipeline,
+                context=config.context_parallel,
+                nodes=config.nodes,
+            )
             if self.mesh is not None and self.device.type == "cuda":
                 self.device = self.mesh.device
             with checkpoint:
-                self._load(checkpoint, is_gguf=path.suffix == ".gguf")
+                self._load(checkpoint, is_gguf=self.path.suffix == ".gguf")
             on_error.pop_all()
-        if self.coordinator is not None:
-            atexit.register(self.close)  # a script that forgets to close leaves no worker waiting
+
+    def _check_ranks(self) -> None:
+        """RankError if a worker process has ended."""
+        if self.workers is not None:
+            self.workers.check()
+
+    def _stop_ranks(self) -> None:
+        """Kill the workers, leave the mesh, and free this rank's weights."""
+        self._shut_down(timeout=0.0)
+        self.mesh = self.workers = self.coordinator = self.experts = self.load_counter = None
+        self.__dict__.pop("model", None)
+
+    def _restart_ranks(self) -> Engine:
+        """Start the ranks again; returns their new engine. `self.engine` stays, with its requests."""
+        engine = self.engine
+        # As many blocks as before: all queued requests fit.
+        self.config = replace(self.config, cache_tokens=self.plan.cache_tokens)
+        try:
+            self._start_ranks(open_checkpoint(self.path, self.config.implementation))
+            return self.engine
+        finally:
+            self.engine = engine
 
     @classmethod
     def from_model(
@@ -170,6 +254,7 @@ class LLM:
         llm.path = Path(model.config.family)
         llm.architecture = model.config.family
         llm._embedding_model = llm.mesh = llm.workers = llm.coordinator = llm.sharding = None
+        llm.experts = llm.load_counter = None
         limits = choose_limits(llm.config, model, llm.device)
         shapes = copy_to_meta(model)
         weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
@@ -197,18 +282,22 @@ class LLM:
         if keep_quantized is None:
             keep_quantized = device.type == "cpu" or not is_gguf or needs_repacking(device, dtype)
         options = LoadOptions(dtype, device, keep_quantized, quantize=config.quantize)
-        load_plan = plan_load(checkpoint, options, self.mesh)
-        # Activations are planned as those of the whole model.
-        whole = load_plan if self.mesh is None else plan_load(checkpoint, options)
-        meta_model = whole.build_meta_model()
-        if config.compile:
-            meta_model.compile_decoder(packs_linears=config.deterministic is False)
-        limits = choose_limits(config, meta_model, device, checkpoint.quantization.kv_cache)
-        shard = meta_model if self.mesh is None else load_plan.model
+        self.experts = prepare_experts(
+            make_expert_setup_options(config), self.mesh, checkpoint.config, device
+        )
+        sharding = {} if self.mesh is None else self._sharding_options()
+        load_plan = plan_load(checkpoint, options, self.mesh, **sharding)
+        limits = choose_limits(config, load_plan.model, device, checkpoint.quantization.kv_cache)
+        shapes = self._build_shapes(checkpoint, load_plan, limits)
         loading = load_plan.temporary_bytes
-        self.plan = plan_rank_memory(meta_model, shard, limits, device, self.mesh, loading)
+        self.plan = plan_rank_memory(shapes, limits, device, self.mesh, loading)
         self.model = load_planned(load_plan)
+        if self.mesh is not None and self.mesh.pipeline.size > 1:
+            self.model.pipeline = Pipeline(self.mesh)
+        if self.mesh is not None and self.mesh.context.size > 1:
+            self.model.context = ContextParallel(self.mesh.context)
         self.sharding = load_plan.sharding
+        self.load_counter = self.experts.finish(self.model, limits.max_batched_tokens)
         if config.compile:
             self.model.compile_decoder()
         self.coordinator = None if self.mesh is None else Coordinator(self.mesh)
@@ -222,10 +311,46 @@ class LLM:
             async_scheduling=config.async_scheduling,
             grammar_compiler=self._make_grammar_compiler(),
         )
+        if self.load_counter is not None:
+            self.engine.record_load(self.load_counter)
+
+    def _build_shapes(
+        self, checkpoint: Checkpoint, load_plan: LoadPlan, limits: EngineLimits
+    ) -> RankShapes:
+        """What this rank will hold and run, on the meta device, to plan its memory."""
+        mesh, options = self.mesh, load_plan.options
+        if mesh is None:
+            model = load_plan.build_meta_model()
+            if self.config.compile:
+                model.compile_decoder(packs_linears=self.config.deterministic is False)
+            return shapes_of(model, self.device)
+        dispatch = None
+        dispatcher: TokenDispatcher | None = None
+        if mesh.expert.size > 1 and self.config.deterministic is True:
+            dispatcher = MetaDeterministicDispatcher(mesh.expert)
+        elif mesh.expert.size > 1:
+            placement = None if self.experts is None else self.experts.placement
+            slots = None if placement is None else placement.slots_LS.shape[1]
+            dispatch = plan_rank_dispatch(
+                make_expert_options(self.config), load_plan.model, limits, mesh, self.device, slots
+            )
+            dispatcher = dispatch.make_meta_dispatcher()
+        model = plan_load(
+            checkpoint, options, mesh, dispatcher=dispatcher, **self._sharding_options()
+        ).model.to("meta")
+        use_micro_batches(model, self.config.micro_batches)
+        return shapes_of(model, self.device, 0 if dispatch is None else dispatch.buffer_bytes)
+
+    def _sharding_options(self) -> dict[str, Any]:
+        """Options of `parallelize`. Only deterministic=True avoids sums over ranks: they cost less."""
+        assert self.experts is not None, "prepared before"
+        deterministic = self.config.deterministic is True
+        return {"placement": self.experts.placement, "deterministic": deterministic}
 
     def _make_grammar_compiler(self) -> GrammarCompiler | None:
-        """Compiles the grammars of requests; None on workers and without a tokenizer."""
-        if self.tokenizer is None or not self.is_driver:
+        """Compiles the grammars of requests; None without a tokenizer and on ranks that don't sample."""
+        samples = self.is_driver or (self.coordinator is not None and self.coordinator.samples)
+        if self.tokenizer is None or not samples:
             return None
         ends = {*self.model.config.eos_token_ids, *self.tokenizer.stop_ids}
         return GrammarCompiler(self.tokenizer, self.model.config.vocab_size, ends)
@@ -236,21 +361,34 @@ class LLM:
         return self.mesh is None or self.mesh.rank == 0
 
     def close(self) -> None:
-        """Shut down all ranks. The driver stops the workers; on a worker this runs steps until then."""
+        """Shut down all ranks. The driver stops the workers; on a worker this runs steps until then.
+
+        Saves the expert load, if it is recorded.
+        """
+        atexit.unregister(self.close)
         coordinator, self.coordinator = self.coordinator, None
         if coordinator is None or self.mesh is None:
+            self._save_expert_load()
             return
-        atexit.unregister(self.close)
         try:
             if self.is_driver:
                 coordinator.stop()
             else:
                 Worker(self.engine, coordinator).run()
+            self._save_expert_load()
         finally:
             self._shut_down()
 
+    def _save_expert_load(self) -> None:
+        """Save what was counted since the ranks started; once, and on all ranks together."""
+        counter, self.load_counter = self.load_counter, None
+        if counter is not None and self.experts is not None:
+            self.experts.save_load(counter)
+
     def _shut_down(self, timeout: float = EXIT_TIMEOUT) -> None:
         """Leave the mesh and wait for the worker processes that were started for it."""
+        if self.workers is not None and not timeout:
+            self.workers.kill()  # first: collectives that wait for them fail, and none waits in close
         if self.mesh is not None:
             self.mesh.close()
         if self.workers is not None:
@@ -324,12 +462,17 @@ class LLM:
 def start_workers(path: str | Path, config: LLMConfig) -> WorkerProcesses | None:
     """Start the worker processes, unless a launcher has started the ranks or one rank is enough."""
     data, tensor, expert = config.data, config.tensor, config.expert
-    if tensor < 1:
-        raise ArgumentError(f"tensor={tensor} must be 1 or more")
-    world_size = tensor * (max(1, expert // tensor) if data is None else data)
+    pipeline, context = config.pipeline, config.context_parallel
+    sizes = {"tensor": tensor, "pipeline": pipeline, "context_parallel": context}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ArgumentError(f"{name}={size} must be 1 or more")
+    replica = context * tensor  # ranks of a stage of one replica
+    world_size = pipeline * replica * (max(1, expert // replica) if data is None else data)
     if world_size == 1 or not is_single_process():
         return None
-    MeshShape.for_world(world_size, data, tensor, expert)  # raise before a process starts
+    # raise before a process starts
+    MeshShape.for_world(world_size, data, tensor, expert, pipeline, context)
     arguments = pickle.dumps((path, config))
     return WorkerProcesses(world_size, "fulgurite.serve.worker_main", arguments)
 
@@ -352,7 +495,7 @@ def choose_limits(
         max_sequences = MAX_SEQUENCES[device.type]
     if max_batched_tokens is None:
         max_batched_tokens = MAX_BATCHED_TOKENS[device.type]
-    return make_engine_limits(
+    limits = make_engine_limits(
         model.config.max_positions,
         model.dtype,
         kv_dtype=kv_dtype,
@@ -361,32 +504,31 @@ def choose_limits(
         max_batched_tokens=max_batched_tokens,
         max_mixed_tokens=config.max_mixed_tokens,
         cache_tokens=config.cache_tokens,
-        block_size=BLOCK_SIZES[device.type],
+        block_size=BLOCK_SIZES[device.type] * config.context_parallel,
     )
+    return replace(limits, context_parallel=config.context_parallel)
 
 
-def plan_rank_memory(
-    model: CausalLM,
-    shard: CausalLM,
-    limits: EngineLimits,
-    device: torch.device,
-    mesh: Mesh | None,
-    loading: int = 0,
-) -> MemoryPlan:
-    """The memory plan of this rank's shard; with many ranks one that fits on every rank.
+def make_expert_options(config: LLMConfig) -> ExpertOptions:
+    """How tokens go to experts on other ranks."""
+    options = ExpertOptions(
+        transport=config.transport,
+        wire=config.wire,
+        capacity=config.expert_capacity,
+        micro_batches=config.micro_batches,
+    )
+    if config.deterministic and config.expert > 1 and options != ExpertOptions():
+        raise ArgumentError(
+            "deterministic=True has a dispatcher of its own, without transport, wire, expert_capacity "
+            "and micro_batches",
+            next="leave them out, or leave out deterministic=True",
+        )
+    return options
 
-    Activations are planned as those of the whole model, which no shard exceeds. `loading` are the
-    temporary bytes of the load.
-    """
-    if mesh is None:
-        return plan_memory(model, limits, device, available_bytes(device), loading=loading)
-    plan: MemoryPlan | CapacityError
-    try:
-        available = available_bytes(device) // mesh.ranks_per_device
-        plan = plan_memory(model, limits, device, available, shard, loading=loading)
-    except CapacityError as error:
-        plan = error
-    return agree_on_plan(plan, shard.attention_specs, mesh)
+
+def make_expert_setup_options(config: LLMConfig) -> ExpertSetupOptions:
+    """The same, with the files of placement and recorded load."""
+    return ExpertSetupOptions(make_expert_options(config), config.placement, config.record_load)
 
 
 def copy_to_meta(model: CausalLM) -> CausalLM:

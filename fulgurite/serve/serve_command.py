@@ -8,8 +8,11 @@ from typing import Any
 
 from fulgurite.config import read_env
 from fulgurite.errors import ArgumentError
+from fulgurite.parallel.mesh import DEFAULT_TIMEOUT
 from fulgurite.plan.kv_cache import KV_CACHE_DTYPES
 from fulgurite.plan.limits import SERVED_MIXED_TOKENS
+from fulgurite.serve.engine.rank_restart import FAILURE_MODES
+from fulgurite.serve.expert_setup import add_expert_arguments, given_expert_options
 from fulgurite.serve.http.config import ENGINE_PLACES, ROUTING, ServerConfig, load_config
 
 
@@ -77,9 +80,30 @@ def _add_engine_options(engine: argparse._ArgumentGroup) -> None:
     for name, text in (
         ("tensor", "ranks over which weights are sharded"),
         ("expert", "ranks over which experts are distributed"),
+        ("pipeline", "ranks over which layers are distributed: pipeline stages"),
+        (
+            "context-parallel",
+            "ranks over which the tokens and KV cache of a prompt are distributed",
+        ),
         ("data", "replicas of the model"),
     ):
         engine.add_argument(f"--{name}", type=int, metavar="N", help=text)
+    add_expert_arguments(engine)
+    engine.add_argument(
+        "--on-rank-failure",
+        choices=FAILURE_MODES,
+        help="requests that run when a rank is lost: fail (default), or retry on new ranks",
+    )
+    engine.add_argument(
+        "--max-restarts", type=int, metavar="N", help="of lost ranks in ten minutes (default 3)"
+    )
+    engine.add_argument(
+        "--rank-timeout",
+        type=float,
+        dest="timeout",
+        metavar="S",
+        help=f"seconds that ranks wait for each other (default {DEFAULT_TIMEOUT:g})",
+    )
     engine.add_argument("--routing", choices=ROUTING, help="which replica runs a request (prefix)")
     engine.add_argument(
         "--prefill-replicas", type=int, metavar="N", help="replicas that compute prompts only"
@@ -96,7 +120,8 @@ def _add_engine_options(engine: argparse._ArgumentGroup) -> None:
 
 ENGINE_FIELDS = (
     "device", "context", "kv_dtype", "quantize", "max_sequences", "max_batched_tokens",
-    "max_mixed_tokens", "cache_tokens", "tensor", "expert",
+    "max_mixed_tokens", "cache_tokens", "tensor", "expert", "pipeline", "context_parallel",
+    "on_rank_failure", "max_restarts", "timeout",
 )  # fmt: skip
 SERVER_FIELDS = (
     "host", "port", "api_keys", "max_waiting", "deadline", "drain_seconds", "allow_origins",
@@ -117,6 +142,7 @@ def read_config(options: argparse.Namespace) -> ServerConfig:
     engine = {
         name: value for name in ENGINE_FIELDS if (value := getattr(options, name)) is not None
     }
+    engine |= given_expert_options(options)
     if options.data is not None:
         if (options.expert or 1) > 1:
             engine["data"] = options.data  # replicas that share experts run in step

@@ -10,7 +10,7 @@ import pickle
 import sys
 
 from fulgurite.errors import FulguriteError
-from fulgurite.parallel.workers import read_arguments
+from fulgurite.parallel.workers import read_arguments, report_error
 from fulgurite.serve.llm import LLM
 
 
@@ -19,8 +19,12 @@ def main() -> int:
     try:
         LLM(name, config).close()
     except FulguriteError as error:
+        report_error(error)
         print(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except BaseException as error:
+        report_error(error)
+        raise
     return 0
 
 

@@ -19,6 +19,8 @@ from fulgurite.kernels.common.pdl import pdl_region
 from fulgurite.kernels.elementwise import ops
 from fulgurite.kernels.gemm import fused_projections
 from fulgurite.kernels.grouped_gemm import ops as grouped_gemm
+from fulgurite.kernels.mla import ops as mla
+from fulgurite.kernels.mla import triton_mla
 from fulgurite.kernels.moe import ops as moe
 from fulgurite.kernels.moe import routing
 from fulgurite.kernels.sampling import ops as sampling
@@ -43,6 +45,8 @@ REGISTRIES = (
     attention.PAGED_ATTENTION_KERNELS,
     attention.FUSED_DECODE_KERNELS,
     attention.STORE_KV_CACHE_KERNELS,
+    mla.MLA_ATTENTION_KERNELS,
+    mla.STORE_MLA_CACHE_KERNELS,
     sampling.SAMPLE_KERNELS,
     routing.ROUTE_TOKENS_KERNELS,
     routing.ROUTE_SMALL_BATCH_KERNELS,
@@ -80,7 +84,22 @@ FAMILIES = {
         "num_experts_per_tok": 2,
         "sliding_window": 8,
     },
-}
+    "deepseek_v2_lite": {
+        **(DEEPSEEK := {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 2,
+        }),
+        "q_lora_rank": None,
+    },
+    "deepseek_v2": {**DEEPSEEK, "q_lora_rank": 24},
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -97,9 +116,13 @@ def build_model(name):
     return build_random_model(family.read_config(fields), family, std=0.3)
 
 
-def build_engine(model):
+def build_engine(model, context=64, max_batched_tokens=8):
     limits = EngineLimits(
-        context=64, max_sequences=4, max_batched_tokens=8, block_size=16, kv_dtype=torch.float32
+        context=context,
+        max_sequences=4,
+        max_batched_tokens=max_batched_tokens,
+        block_size=16,
+        kv_dtype=torch.float32,
     )
     device = model.norm.weight.device
     plan = plan_memory(copy.deepcopy(model).to("meta"), limits, device, available=1 << 30)
@@ -112,7 +135,11 @@ def build_engine(model):
         "qwen3",
         "qwen3_moe",
         "gpt_oss",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen2")),
+        "deepseek_v2",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("llama", "qwen2", "deepseek_v2_lite")
+        ),
     ],
 )
 @torch.no_grad()
@@ -162,6 +189,11 @@ class Launches(TorchDispatchMode):
         return run
 
 
+# q_a and kv_a are one kernel with the norm before them, q_b one with its norm
+MLA_KERNELS = [
+    "store_mla_cache_kernel", "aten.bmm.out", "absorb_queries_kernel", "mla_decode_kernel",
+    "aten.bmm.out",
+]  # fmt: skip
 GEMV, SMALL_M, GEMM = "fused_gemv_kernel", "fused_small_m_kernel", "fused_gemm_kernel"
 
 
@@ -177,6 +209,12 @@ GEMV, SMALL_M, GEMM = "fused_gemv_kernel", "fused_small_m_kernel", "fused_gemm_k
             [SMALL_M, "attention_kernel", SMALL_M, "route_small_batch_kernel", "gate_up_kernel",
              "down_kernel"],
         ),
+        (
+            "deepseek_v2",
+            3,
+            [SMALL_M, SMALL_M, *MLA_KERNELS, SMALL_M, SMALL_M, SMALL_M],
+        ),
+        ("deepseek_v2_lite", 1, [GEMV, *MLA_KERNELS, GEMV, GEMV, GEMV]),
         (
             "qwen3",
             18,
@@ -232,3 +270,36 @@ def test_pdl_is_used_only_in_a_region(monkeypatch):
             pass
         assert triton_pdl.pdl_options(device)["PDL"]
     assert triton_pdl.pdl_options(device) == {"PDL": False}
+
+
+@torch.no_grad()
+def test_mla_prompts_are_planned_once_a_step(request, monkeypatch):
+    """Long and short prompts, chunked prefill and decode tokens in one step."""
+    model = build_model("deepseek_v2")
+    lengths = (40, 3, 75, 33)
+    prompts = [[(7 * i + j) % 61 for i in range(length)] for j, length in enumerate(lengths)]
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    limits = {"context": 96, "max_batched_tokens": 64}
+    expected = build_engine(copy.deepcopy(model), **limits).generate(prompts, params)
+    request.getfixturevalue("use_cuda_kernels")
+    engine = build_engine(model.to(DEVICE), **limits)
+    if INTERPRETED:
+        merge_projection_weights(model)
+        engine.runner.no_capture_reason = "the interpreter is not a native kernel"
+    plans, attend = [], triton_mla.mla_attention
+
+    def record(*args):
+        plans.append(args[-1])
+        return attend(*args)
+
+    for table in (mla.MLA_ATTENTION_KERNELS, vars(triton_mla)):
+        name = "mla_attention" if table is vars(triton_mla) else "cpu" if INTERPRETED else "cuda"
+        monkeypatch.setitem(table, name, record)
+    monkeypatch.setattr(
+        triton_mla, "plan_prefill", lambda metadata, *_: metadata.query_lens and pytest.fail()
+    )  # a layer makes no plan
+    outputs = engine.generate(prompts, params)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+    layers = zip(plans[::2], plans[1::2], strict=True)
+    assert all(first is second for first, second in layers), "a step has one plan"
+    assert any(plan is not None and plan.chunks and plan.absorbed for plan in plans)

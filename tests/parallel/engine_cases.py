@@ -6,10 +6,18 @@ import os
 import random
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
+
 from fulgurite.parallel import health
+from fulgurite.serve.engine import captured_step
+from fulgurite.serve.engine.captured_step import CapturedDecodeStep
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.llm import LLM
 from tests.parallel.model_cases import Shape
@@ -39,6 +47,130 @@ def generate(
             llm.engine.warm_up()
             replies = [one.token_ids for one in llm.generate(prompts, params)]
     return replies, llm.engine.runner.no_capture_reason, len(llm.engine.requests)
+
+
+def generate_results(
+    folder: Path, shape: Shape, prompts: Tokens, params: list[SamplingParams], **options: Any
+) -> tuple[list[Any], dict[str, int], int]:
+    """Rank 0: every result, and the replica of each request. All: how many requests are left."""
+    results: list[Any] = []
+    with open_llm(folder, shape, **options) as llm:
+        replicas = watch_replicas(llm)
+        if llm.is_driver:
+            for one in llm.generate(prompts, params):
+                results.append((one.token_ids, one.logprobs, one.finish_reason, one.text))
+    return results, replicas, len(llm.engine.requests)
+
+
+def generate_to_the_bit(
+    folder: Path, shape: Shape, prompts: Tokens, params: list[SamplingParams], dtype: torch.dtype
+) -> list[Any]:
+    return generate_results(folder, shape, prompts, params, dtype=dtype, deterministic=True)[0]
+
+
+def watch_replicas(llm: LLM) -> dict[str, int]:
+    """The replica of each request, also after it ended."""
+    coordinator, found = llm.coordinator, {}
+    assert coordinator is not None
+    add = coordinator.add_request
+
+    def add_request(request: Any, prompt_ids: list[int]) -> None:
+        add(request, prompt_ids)
+        found[request.id] = coordinator.replica_of[request.id]
+
+    coordinator.add_request = add_request  # type: ignore[method-assign]
+    return found
+
+
+def generate_with_graphs(
+    folder: Path, shape: Shape, prompts: Tokens, params: list[SamplingParams], fails: int = -1
+) -> tuple[Tokens, str | None, list[tuple[int, tuple[bool, ...]]], int, int]:
+    """Steps as a GPU captures them, with graphs that call the function. On rank `fails` the third
+    capture fails. Rank 0: every reply. All: why not captured; sizes and variants captured; replays
+    without a request; most requests of a replay."""
+    replies: Tokens = []
+    captured: list[tuple[int, tuple[bool, ...]]] = []
+    replayed: list[int] = []
+    with open_llm(folder, shape) as llm, use_graphs(llm, captured, replayed, fails):
+        if llm.is_driver:
+            replies = [one.token_ids for one in llm.generate(prompts, params)]
+        llm.close()
+        reason = llm.engine.runner.no_capture_reason
+    return replies, reason, captured, replayed.count(0), max(replayed, default=0)
+
+
+def generate_on_gpu(
+    folder: Path,
+    shape: Shape,
+    prompts: Tokens,
+    params: list[SamplingParams],
+    is_captured: bool,
+    options: dict[str, Any],
+) -> tuple[Tokens, str | None, list[int]]:
+    """Rank 0: every reply. All: why steps are not captured, and the sizes that are."""
+    replies: Tokens = []
+    with open_llm(folder, shape, device="cuda", **options) as llm:
+        if not is_captured:
+            llm.engine.runner.no_capture_reason = "this test compares with eager steps"
+        if llm.is_driver:
+            replies = [one.token_ids for one in llm.generate(prompts, params)]
+        llm.close()
+        runner = llm.engine.runner
+        return replies, runner.no_capture_reason, sorted(runner.captured_steps)
+
+
+@contextmanager
+def use_graphs(
+    llm: LLM, captured: list[tuple[int, tuple[bool, ...]]], replayed: list[int], fails: int
+) -> Iterator[None]:
+    runner, mesh = llm.engine.runner, llm.mesh
+    assert mesh is not None
+    runner.no_capture_reason = None
+    runner.graph_pool = SimpleNamespace(handle=None, stream=None)  # type: ignore[assignment]
+    capture = CapturedDecodeStep._capture_cuda_graph
+    call = CapturedDecodeStep.__call__
+
+    def capture_graph(step: Any, *, warmups: int, **options: object) -> SimpleNamespace:
+        for _ in range(warmups):  # they communicate
+            step()
+        if mesh.rank == fails and len(captured) == 3:
+            raise RuntimeError("no graph today")
+        return SimpleNamespace(replay=step)
+
+    def record_capture(self: CapturedDecodeStep, variant: Any) -> Any:
+        captured.append((self.batch_size, tuple(variant)))
+        return capture(self, variant)
+
+    def record_call(self: CapturedDecodeStep, chunks: Any, *rest: Any) -> Any:
+        replayed.append(len(chunks))
+        return call(self, chunks, *rest)
+
+    get_step = runner._get_captured_step
+    runner._get_captured_step = lambda n, variant: get_step(1 << (n - 1).bit_length(), variant)  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(captured_step, "capture_graph", capture_graph)
+        patch.setattr(CapturedDecodeStep, "_capture_cuda_graph", record_capture)
+        patch.setattr(CapturedDecodeStep, "__call__", record_call)
+        yield
+
+
+def count_collectives(folder: Path, shape: Shape, prompt: list[int]) -> dict[str, int]:
+    """Host collectives by label while a reply of 20 tokens decodes, after a first one."""
+    counts: dict[str, int] = {}
+    with open_llm(folder, shape) as llm:
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        if llm.is_driver and llm.mesh is not None and llm.mesh.health is not None:
+            llm.generate([prompt], params)
+            run = llm.mesh.health.run_collective
+
+            def count(label: str, *arguments: Any, **named: Any) -> None:
+                counts[label] = counts.get(label, 0) + 1
+                run(label, *arguments, **named)
+
+            llm.mesh.health.run_collective = count  # type: ignore[method-assign]
+            llm.generate([prompt], params)
+            del llm.mesh.health.run_collective
+    return counts
 
 
 def generate_with_little_memory(

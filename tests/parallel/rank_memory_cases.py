@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,11 +84,25 @@ def measure(folder: Path, shape: Shape, busiest: int, options: dict[str, Any]) -
     known = storage_bytes(before)
     held = sum(count for id, count in storage_bytes(live_tensors()).items() if id not in known)
     route_to_rank(llm.model, busiest, expert)
+    wait_for_gloo(llm)
     with HostAllocationTracker() as tracker:
         if llm.is_driver:
             generate_full_steps(llm, data)
         llm.close()
     return Measured(held, tracker.peak, llm.plan)
+
+
+def wait_for_gloo(llm: LLM) -> None:
+    """Give gloo's threads time after each collective: they release its tensors a moment after it ends."""
+    health = llm.mesh.health if llm.mesh is not None else None
+    assert health is not None, "several ranks have a health monitor"
+    run_collective = health.run_collective
+
+    def run(*arguments: Any, **options: Any) -> None:
+        run_collective(*arguments, **options)
+        time.sleep(0.003)
+
+    health.run_collective = run  # type: ignore[method-assign]
 
 
 def generate_full_steps(llm: LLM, replicas: int) -> None:

@@ -146,6 +146,7 @@ def test_a_cache_in_16_bits(ranks, folder):
     check(ranks(2), folder("llama"), CONTEXT_2, kv_dtype="float16")
 
 
+@pytest.mark.slow  # starts two processes; test_pipeline.py does the same with stages
 def test_single_process_starts_its_ranks(folder):
     path = folder("llama")
     with LLM(path, context_parallel=2, timeout=60.0, **engine_cases.PLAIN) as llm:

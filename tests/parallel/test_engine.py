@@ -14,7 +14,7 @@ from fulgurite.errors import ArgumentError, RankError
 from fulgurite.parallel import RankPool
 from fulgurite.parallel.workers import WorkerProcesses, is_single_process
 from fulgurite.serve.engine.request import SamplingParams
-from fulgurite.serve.llm import LLM
+from fulgurite.serve.llm import LLM, LLMConfig, make_expert_options
 from tests.models.reference_models import VOCAB_SIZE, build_reference
 from tests.parallel import engine_cases as cases
 from tests.parallel.checkpoints import save, save_tokenizer
@@ -68,7 +68,7 @@ def check(pool, path: Path, shape, params=None, **options) -> None:
     found = pool.run(cases.generate, path, shape, prompts(), params, options)
     assert found[0][0] == alone(path, params, **options)
     for _, reason, left in found:
-        assert reason is not None and "communicate with other ranks" in reason and left == 0
+        assert reason is not None and "communicate through the host" in reason and left == 0
 
 
 @pytest.mark.parametrize(
@@ -121,6 +121,161 @@ def test_sampling(ranks, folder):
     ]
     check(ranks(2), folder("qwen3_moe"), (2, 1, 2), params)
     check(ranks(2), folder("llama"), (1, 2, 1), params)
+
+
+def test_logprobs_and_grammars_on_all_replicas(ranks, folder):
+    """Their results are those of one rank, wherever they ran."""
+    path = folder("qwen3_moe")
+    params = [
+        SamplingParams(max_tokens=6, logprobs=2, ignore_eos=True),
+        SamplingParams(max_tokens=6, logprobs=0, temperature=0.9, seed=3, ignore_eos=True),
+        SamplingParams(max_tokens=9, regex="[ab]{3}x[cd]+"),
+        SamplingParams(max_tokens=9, choices=["north", "south", "east"], temperature=1.0, seed=2),
+        SamplingParams(max_tokens=9, regex="[0-9]{4}", logprobs=3),
+        SamplingParams(max_tokens=6, ignore_eos=True),
+    ]
+    found = ranks(2).run(cases.generate_results, path, (2, 1, 2), prompts(), params)
+    results, replicas, _ = found[0]
+    alone = [
+        (one.token_ids, one.logprobs, one.finish_reason, one.text)
+        for one in LLM(path, **cases.PLAIN).generate(prompts(), params)
+    ]
+    assert [one[:1] + one[2:] for one in results] == [one[:1] + one[2:] for one in alone]
+    for one, wanted in zip(results, alone, strict=True):
+        assert (one[1] is None) == (wanted[1] is None)
+        for left, right in zip(one[1] or (), wanted[1] or (), strict=True):
+            assert left.token_id == right.token_id
+            assert [id for id, _ in left.top] == [id for id, _ in right.top]
+            assert left.logprob == pytest.approx(right.logprob, abs=1e-4)
+            assert [value for _, value in left.top] == pytest.approx(
+                [value for _, value in right.top], abs=1e-4
+            )
+    assert sorted(replicas.values()) == [0, 0, 0, 1, 1, 1]
+    assert [left for _, _, left in found] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("llama", (1, 2, 1)), ("qwen3_moe", (2, 1, 2))], ids=str
+)
+def test_ranks_capture_and_replay_the_same_steps(ranks, folder, name, shape):
+    """Graphs that call the function, since CPUs have none: the agreement and padding are the real ones.
+    The last request is longer than all others: then one replica has none."""
+    path = folder(name)
+    params = [
+        SamplingParams(max_tokens=4, ignore_eos=True),
+        SamplingParams(max_tokens=5, temperature=0.8, top_p=0.9, seed=5, ignore_eos=True),
+        SamplingParams(max_tokens=14, ignore_eos=True),
+    ]
+    found = ranks(2).run(cases.generate_with_graphs, path, shape, prompts()[:3], params)
+    llm = LLM(path, **cases.PLAIN)
+    assert found[0][0] == [one.token_ids for one in llm.generate(prompts()[:3], params)]
+    for _, reason, captured, _, most in found:
+        assert reason is None and captured == found[0][2] and most >= 1
+    assert len(captured) == len(set(captured)) >= 3
+    idle = [replays for *_, replays, _ in found]
+    assert max(idle) > 5 if shape[0] == 2 else max(idle) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("llama", (1, 2, 1)), ("qwen3_moe", (1, 2, 2)), ("qwen3_moe", (2, 1, 2))],
+    ids=str,
+)
+def test_cuda_graphs_over_ranks(monkeypatch, folder, name, shape):
+    """Two ranks that share a GPU: symmetric memory only. Graphs change no token, nor do ranks."""
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    path, params = folder(name), greedy()
+    options = {"transport": "symmetric"} if shape[2] > 1 else {}
+    arguments = (path, shape, prompts(), params)
+    with RankPool(2) as pool:
+        eager = pool.run(cases.generate_on_gpu, *arguments, False, options)
+        captured = pool.run(cases.generate_on_gpu, *arguments, True, options)
+    assert captured[0][0] == eager[0][0] == alone(path, params, device="cuda")
+    assert not any(sizes for _, _, sizes in eager)
+    for _, reason, sizes in captured:
+        assert reason is None and sizes == captured[0][2] and len(sizes) > 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "shape"), [("llama", (1, 2, 1)), ("qwen3_moe", (1, 2, 2))], ids=str
+)
+def test_bits_of_one_rank_on_a_gpu(monkeypatch, folder, name, shape):
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    with RankPool(2) as pool:
+        check_bits(pool, folder(name), shape, torch.bfloat16)
+
+
+def test_capture_that_fails_on_one_rank(ranks, folder):
+    """No rank captures from then on, and the tokens are the same."""
+    path, params = folder("llama"), greedy()
+    found = ranks(2).run(cases.generate_with_graphs, path, (1, 2, 1), prompts(), params, 1)
+    assert found[0][0] == alone(path, params)
+    reasons = [reason for _, reason, *_ in found]
+    assert "another rank could not capture" in str(reasons[0])
+    assert "no graph today" in str(reasons[1])
+
+
+@pytest.mark.parametrize(("shape", "wanted"), [((1, 2, 1), 0), ((2, 1, 1), 2)], ids=str)
+def test_host_collectives_of_a_step(ranks, folder, shape, wanted):
+    """Besides the message of rank 0: an agreement and a gather of tokens, and only with a data axis."""
+    counts = ranks(2).run(cases.count_collectives, folder("llama"), shape, [1, 2, 3])[0]
+    messages = counts.pop("message of rank 0")
+    of_model = sum(n for label, n in counts.items() if label.startswith("tensor "))
+    assert messages == 20 and sum(counts.values()) - of_model == wanted * messages, counts
+    if wanted:
+        assert counts["world agreement on a step"] == counts["data all-gather of sampled tokens"]
+
+
+def check_bits(pool, path: Path, shape, dtype: torch.dtype) -> None:
+    """Tokens and log-probabilities of deterministic=True are those of one rank, to the bit."""
+    params = [SamplingParams(max_tokens=6, ignore_eos=True, logprobs=3)] * 3
+    params += [SamplingParams(max_tokens=6, temperature=0.9, seed=4, logprobs=0)]
+    asked = prompts()[: len(params)]
+    found = pool.run(cases.generate_to_the_bit, path, shape, asked, params, dtype)[0]
+    llm = LLM(path, dtype=dtype, deterministic=True, **cases.PLAIN)
+    wanted = [(one.token_ids, one.logprobs) for one in llm.generate(asked, params)]
+    assert [one[:2] for one in found] == wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("llama", (1, 2, 1)),
+        ("qwen3_moe", (1, 2, 2)),
+        ("qwen3_moe", (2, 1, 2)),
+        slow("qwen3_moe", (1, 2, 1)),
+        slow("deepseek_v3", (1, 2, 2)),
+        slow("deepseek_v3", (1, 2, 1)),
+        slow("gpt_oss", (1, 2, 1)),
+        slow("gpt_oss", (2, 1, 2)),
+        slow("gemma3", (1, 2, 1)),
+        slow("llama4", (2, 1, 2)),
+        slow("olmo2", (1, 2, 1)),
+        slow("qwen3_next", (1, 2, 2)),
+    ],
+    ids=str,
+)
+def test_bits_of_one_rank(ranks, folder, name, shape, dtype):
+    check_bits(ranks(2), folder(name), shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype"),
+    [
+        ("llama", (1, 4, 1), torch.bfloat16),
+        ("qwen3_moe", (1, 4, 4), torch.float32),
+        slow("qwen3_moe", (2, 2, 4), torch.bfloat16),
+        slow("qwen3_moe", (4, 1, 4), torch.bfloat16),
+        slow("deepseek_v3", (1, 4, 4), torch.float32),
+        slow("olmo2", (1, 4, 1), torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_bits_of_one_rank_on_four(ranks, folder, name, shape, dtype):
+    check_bits(ranks(4), folder(name), shape, dtype)
 
 
 def test_blocks_run_out(ranks, folder):
@@ -216,6 +371,11 @@ def test_axes_that_do_not_fit(folder):
     """Said before anybody is started."""
     with pytest.raises(ArgumentError, match="expert 3 must divide data 1 x tensor 2"):
         LLM(folder("llama"), tensor=2, expert=3, **cases.PLAIN)
+
+
+def test_deterministic_ranks_have_no_transport():
+    with pytest.raises(ArgumentError, match="deterministic=True has a dispatcher of its own"):
+        make_expert_options(LLMConfig(deterministic=True, expert=2, wire="fp8"))
 
 
 @pytest.mark.slow

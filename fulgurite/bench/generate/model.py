@@ -45,6 +45,7 @@ from fulgurite.quant.files.compressed_tensors_writer import SCHEMES, get_scheme
 from fulgurite.serve.command import peak_bytes
 from fulgurite.serve.engine.engine import Engine
 from fulgurite.serve.engine.request import SamplingParams
+from fulgurite.serve.expert_setup import add_expert_arguments, given_expert_options
 from fulgurite.serve.llm import LLM
 
 MODES = ("eager", "torch.compile", "fulgurite")
@@ -78,8 +79,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--format", metavar="NAME", help=f"of a preset: bf16 (default), {', '.join(SCHEMES)}"
     )
-    for name in ("tensor", "expert"):
+    for name in ("tensor", "expert", "pipeline", "context-parallel"):
         group.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{name} ranks")
+    add_expert_arguments(group)
     group.add_argument("--requests", type=int, metavar="N", help="the second batch size")
     group.add_argument("--prompt", type=int, default=256, metavar="N", help="tokens of a prompt")
     group.add_argument("--steps", type=int, default=24, metavar="N", help="timed decode steps")
@@ -184,6 +186,9 @@ def _measure_llm(
         prefix_caching=False,
         tensor=options.tensor,
         expert=options.expert,
+        pipeline=options.pipeline,
+        context_parallel=options.context_parallel,
+        **given_expert_options(options),
         **choices,
     )
     with llm:

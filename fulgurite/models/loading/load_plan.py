@@ -27,8 +27,9 @@ from fulgurite.models.loading.checkpoint import Checkpoint, KVScales
 from fulgurite.models.loading.parameter_formats import choose_parameter_formats
 from fulgurite.models.loading.quantized import install_quantized_weight, needs_repacking
 from fulgurite.models.loading.weight_assignment import ParameterSource, find_sources
+from fulgurite.models.pipeline_stage import choose_stage, keep_stage
 from fulgurite.models.transformers_backend.family import TransformersFamily
-from fulgurite.parallel.mesh import Mesh
+from fulgurite.parallel.mesh import Mesh, MeshShape
 from fulgurite.parallel.sharding import Sharding, ShardSlice
 from fulgurite.parallel.tensor import parallelize
 from fulgurite.quant import get_device_features, require_native, resolve_format
@@ -127,12 +128,23 @@ def plan_load(
         _install_stored_formats(plan)
     selected = _select_dense_weights(plan)
     apply_kv_scales(model, checkpoint.read_kv_scales())
+    stage = None
+    if mesh is not None and mesh.shape.context > 1:
+        check_context_parallel(model)
+    if mesh is not None and mesh.shape.pipeline > 1:
+        stage = choose_stage(model, mesh.pipeline.index, mesh.pipeline.size)
     if mesh is None:
         plan.shards = {n: ShardSlice.full(n, p.shape) for n, p in model.named_parameters()}
     else:
         rules = checkpoint.family.sharding_rules
         plan.sharding = parallelize(model, mesh, rules, **parallelize_options)
         plan.shards = plan.sharding.slices
+    if stage is not None:  # after all layers are sharded, so that MoE layers keep their numbers
+        keep_stage(model, stage)
+        current = {name for name, _ in model.named_parameters()}
+        plan.shards = {name: slice for name, slice in plan.shards.items() if name in current}
+        full = {shard.name for shard in plan.shards.values()}
+        plan.dequantized = {n: why for n, why in plan.dequantized.items() if n in full}
     _install_dense_formats(plan, selected)
     return plan
 
@@ -147,10 +159,25 @@ def build_model(config: ModelConfig, family: ModelFamily, dtype: torch.dtype) ->
 
 def _check_mesh(checkpoint: Checkpoint, mesh: Mesh) -> None:
     checkpoint.check_can_shard()
-    if mesh.expert.size > 1 and checkpoint.config.moe is None:
+    check_has_experts(checkpoint.config, mesh.shape)
+
+
+def check_context_parallel(model: CausalLM) -> None:
+    """ArgumentError for layers that need all tokens of a sequence on one rank."""
+    if model.state_specs:
         raise ArgumentError(
-            f"expert={mesh.expert.size} needs a model with experts, and this model is dense",
-            where=f"{checkpoint.family.name}, {mesh.shape}",
+            f"context_parallel does not support {model.config.family}: its layers with states (linear "
+            "attention, convolutions) read the tokens of a sequence in order",
+            next="use context_parallel=1; pipeline= and tensor= work",
+        )
+
+
+def check_has_experts(config: ModelConfig, shape: MeshShape) -> None:
+    """ArgumentError for an expert axis over a model without experts."""
+    if shape.expert > 1 and config.moe is None:
+        raise ArgumentError(
+            f"expert={shape.expert} needs a model with experts, and this model is dense",
+            where=f"{config.family}, {shape}",
             next="use expert=1; tensor= shards every weight",
         )
 

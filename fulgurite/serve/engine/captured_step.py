@@ -86,13 +86,21 @@ class CapturedDecodeStep:
         self.logits_RO: Tensor | None = None  # of all graphs
         self.replay = self._record_native_calls() if graph_pool is None else None
 
-    def __call__(self, chunks: Sequence[ScheduledChunk], sampling: SamplingInputs) -> StepOutput:
+    def __call__(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        sampling: SamplingInputs | None,
+        variant: SamplingVariant,
+    ) -> StepOutput:
+        """Run up to `batch_size` requests. Without `sampling` the tokens are not to be used."""
         if self.replay is not None:
+            assert sampling is not None, "one rank samples every decode step"
             self._write_inputs(chunks, sampling)
             logits_RO = self.replay()[: len(chunks)].float()
             return StepOutput(logits_RO, self.sampler.run_eagerly(logits_RO, sampling))
-        graph = self.graphs[sampling.variant]  # `prepare` made it
-        self.sampler.write_grammar_masks(sampling)  # the graph samples: they must be there
+        graph = self.graphs[variant]  # `prepare` made it
+        if sampling is not None:
+            self.sampler.write_grammar_masks(sampling)  # the graph samples: they must be there
         self._write_inputs(chunks, sampling)
         logits_RO, tokens_R = graph()
         assert tokens_R is not None, "a captured step samples"
@@ -123,13 +131,18 @@ class CapturedDecodeStep:
         host["slot_mapping"][:, used:] = -1
         host["state_slots"][used:] = -1
         host["rows"][used:] = self.sampler.rows.padding_row
+        self._write_sampling_padding(host, used)
+
+    def _write_sampling_padding(self, host: dict[str, np.ndarray], used: int) -> None:
         host["settings"][used:] = (0.0, 0.0, 0.0, 1.0, 0.0)
         host["processing"][used:] = (self.sampler.rows.padding_row, 0.0, 1.0, 0.0, 0.0)
 
-    def _write_inputs(self, chunks: Sequence[ScheduledChunk], sampling: SamplingInputs) -> None:
+    def _write_inputs(
+        self, chunks: Sequence[ScheduledChunk], sampling: SamplingInputs | None
+    ) -> None:
         """Write the inputs of up to `batch_size` requests; the remaining rows are padding."""
         host, used, size = self.buffers.begin_write(), len(chunks), self.block_manager.block_size
-        rows = np.array([chunk.request.block_table_row for chunk in chunks])
+        rows = np.array([chunk.request.block_table_row for chunk in chunks], dtype=np.int64)
         positions = host["positions"][:used]
         positions[:] = [chunk.start for chunk in chunks]
         host["rows"][:used] = host["state_slots"][:used] = rows
@@ -144,7 +157,9 @@ class CapturedDecodeStep:
         if self.model.needs_sequence_lengths:
             lengths = rope_seq_lens(chunks, self.model.recompute_after)
             host["rope_seq_lens"][:used] = np.maximum(lengths, positions + 1)
-        if self.replay is None:
+        if sampling is None:
+            self._write_sampling_padding(host, 0)
+        elif self.replay is None:
             host["settings"][:used] = sampling.settings_R5
             host["processing"][:used] = sampling.processing_R5
         if used < self.batch_size:
@@ -180,11 +195,15 @@ class CapturedDecodeStep:
 
         return run
 
+    def can_run(self, variant: SamplingVariant) -> bool:
+        """Whether nothing is left to capture for steps that sample this way."""
+        return self.replay is not None or variant in self.graphs
+
     def prepare(self, variant: SamplingVariant) -> None:
         """Capture the CUDA graph that samples this way, if there is none; ReplayError if it can't be
         captured: an operator without a kernel for its format may read on the host what the device
         computes."""
-        if self.replay is not None or variant in self.graphs:
+        if self.can_run(variant):
             return
         self._write_padding(self.buffers.begin_write())  # warm-up calls change no request
         self.buffers.copy_to_device()

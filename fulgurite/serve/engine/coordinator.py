@@ -12,6 +12,16 @@ scheduled something else raises an error.
 With a data axis every data rank is a replica with requests of its own. Rank 0 assigns a new request
 to the replica with the fewest, the first rank of each replica samples its tokens, and rank 0 gathers
 them. A replica without requests runs steps without tokens, since its experts may be needed.
+
+Host collectives of a step:
+
+    one replica      none, unless the step is larger than any before
+    several          one agreement (`StepProposal`): the memory limit, and whether all replicas decode;
+                     all ranks then replay a captured step of one size, those without requests too.
+                     And one gather of the tokens, with log-probabilities if somebody asked for them
+
+Grammars are compiled by rank 0, which knows where a reply ends, and by the first rank of the request's
+replica, which needs the masks. A `constraint=` is an object of rank 0's process: it stays there.
 """
 
 from __future__ import annotations
@@ -19,21 +29,24 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fulgurite.errors import ArgumentError, CapacityError
-from fulgurite.models.attention_spec import AttentionSpec
+from fulgurite.errors import ArgumentError
 from fulgurite.parallel.channel import BroadcastChannel
-from fulgurite.parallel.collectives import all_gather, all_reduce_min
+from fulgurite.parallel.collectives import all_gather, all_reduce_mins
+from fulgurite.parallel.health import RankTime
 from fulgurite.parallel.mesh import Mesh
-from fulgurite.plan.memory import MemoryPlan, add_kv_cache
-from fulgurite.serve.engine.request import Request, RequestOptions, SamplingParams
+from fulgurite.parallel.symmetric_collectives import use_symmetric_collectives
+from fulgurite.serve.engine.grammar import GrammarSpec
+from fulgurite.serve.engine.request import Request, RequestOptions, SamplingParams, TokenLogprob
+from fulgurite.serve.engine.sampler import GREEDY_VARIANT, SamplingVariant
 from fulgurite.serve.engine.scheduler import ScheduledChunk
 
 NO_GRAMMAR: dict[str, Any] = {
@@ -43,7 +56,7 @@ NO_GRAMMAR: dict[str, Any] = {
     "grammar": None,
     "choices": None,
 }
-NO_CAPTURE_REASON = "layers communicate with other ranks, so decode steps are not captured"
+NO_LOGPROBS = -1
 
 
 class RequestAdded(NamedTuple):
@@ -77,34 +90,78 @@ class PrefixCacheReset(NamedTuple):
     """The prefix cache was cleared."""
 
 
-Event = RequestAdded | TokenSampled | RequestEnded | PrefixCacheReset
+class GrammarStarted(NamedTuple):
+    """Rank 0 compiles a grammar. Ranks that sample start with it, too, before a request needs it."""
+
+    kind: str
+    source: str
+
+
+Event = RequestAdded | TokenSampled | RequestEnded | PrefixCacheReset | GrammarStarted
+
+
+class RemoteToken(NamedTuple):
+    """A token that another replica sampled for a request."""
+
+    id: str
+    token: int
+    logprob: TokenLogprob | None = None
+
+
+class StepProposal(NamedTuple):
+    """What a rank could run next; and what all ranks run, once they agreed.
+
+    max_tokens     the most tokens of a step for which it has the memory
+    can_replay     it has only decoding requests, or none, and may capture steps
+    num_requests   requests of its replica; of the largest one
+    num_tokens     tokens of its replica; of the largest one
+    variant        how its requests are sampled; those of all replicas
+    """
+
+    max_tokens: int
+    can_replay: bool
+    num_requests: int
+    variant: SamplingVariant
+    num_tokens: int
 
 
 @dataclass(frozen=True)
 class StepMessage:
-    """The events since the last step, and what rank 0 runs in this one. `is_last`: workers stop."""
+    """The events since the last step, and what rank 0 runs in this one.
+
+    variant        how rank 0 samples
+    can_replay     rank 0 may run a captured step
+    num_logprobs   the most log-probabilities a token that a request on another replica asks for
+    is_last        workers stop
+    """
 
     events: list[Event]
     num_requests: int
     num_tokens: int
+    variant: SamplingVariant = GREEDY_VARIANT
+    can_replay: bool = False
+    num_logprobs: int = NO_LOGPROBS
     is_last: bool = False
 
 
 EVENTS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (RequestAdded, TokenSampled, RequestEnded, PrefixCacheReset)
+    kind.__name__: kind
+    for kind in (RequestAdded, TokenSampled, RequestEnded, PrefixCacheReset, GrammarStarted)
 }
 
 
 def encode_step(message: StepMessage) -> bytes:
     """A message as JSON. It crosses a socket, so it is data only: no pickle."""
     events = [[type(event).__name__, *event] for event in message.events]
-    counts = [message.num_requests, message.num_tokens, message.is_last]
-    return json.dumps([events, *counts], default=_to_plain).encode()
+    counts = [message.num_requests, message.num_tokens, message.variant]
+    rest = [message.can_replay, message.num_logprobs, message.is_last]
+    return json.dumps([events, *counts, *rest], default=_to_plain).encode()
 
 
 def decode_step(data: bytes) -> StepMessage:
-    events, *counts = json.loads(data)
-    return StepMessage([_read_event(*event) for event in events], *counts)
+    events, requests, tokens, variant, *rest = json.loads(data)
+    events = [_read_event(*event) for event in events]
+    return StepMessage(events, requests, tokens, SamplingVariant(*variant), *rest)
 
 
 def _to_plain(value: object) -> object:
@@ -140,12 +197,15 @@ class Coordinator:
         self.replica_of: dict[str, int] = {}  # by request id
         self.number_of: dict[str, int] = {}
         self.id_of: dict[int, str] = {}  # by number
+        self.num_logprobs: dict[str, int] = {}  # of requests on other replicas that ask for them
         self.counter = itertools.count()
+        self.step_logprobs = NO_LOGPROBS  # of the step that was begun last
+        self.samples = mesh.data.size > 1 and 0 in mesh.data.ranks  # rank 0 gathers its tokens
 
     # ---- rank 0 ------------------------------------------------------------------------------------
 
     def add_request(self, request: Request, prompt_ids: list[int]) -> None:
-        """Assign a request to a replica. Grammars and log-probabilities need rank 0's replica."""
+        """Assign a request to a replica: to the one with the fewest, or to rank 0's (`constraint=`)."""
         if self.mesh.rank != 0:
             raise ArgumentError(
                 "only rank 0 takes requests, and this rank is a worker",
@@ -153,14 +213,18 @@ class Coordinator:
                 next="if llm.is_driver: llm.generate(...); every rank calls llm.close() at the end",
             )
         replica = 0
-        if request.constraint is None and request.params.logprobs is None:
+        if request.constraint is None or request.params.grammar_spec is not None:
             assigned = [*self.replica_of.values()]
             loads = [assigned.count(index) for index in range(self.mesh.data.size)]
             replica = loads.index(min(loads))
         id, number = request.id, next(self.counter)
         self.replica_of[id], self.number_of[id], self.id_of[number] = replica, number, id
-        # Only rank 0 looks for stop strings and has the grammar.
-        params = replace(request.params, stop=(), **NO_GRAMMAR)
+        # Only rank 0 looks for stop strings; its replica needs no other grammar than its own.
+        params = replace(request.params, stop=())
+        if replica == 0:
+            params = replace(params, **NO_GRAMMAR)
+        elif params.logprobs is not None:
+            self.num_logprobs[id] = params.logprobs
         self.events.append(
             RequestAdded(
                 id,
@@ -180,6 +244,11 @@ class Coordinator:
     def record_end(self, request: Request, cancelled: bool = False) -> None:
         self.events.append(RequestEnded(request.id, cancelled))
         del self.replica_of[request.id], self.id_of[self.number_of.pop(request.id)]
+        self.num_logprobs.pop(request.id, None)
+
+    def record_grammar(self, spec: GrammarSpec) -> None:
+        if self.mesh.data.size > 1:
+            self.events.append(GrammarStarted(spec.kind, spec.source))
 
     def record_prefix_cache_reset(self) -> None:
         self.events.append(PrefixCacheReset())
@@ -188,20 +257,30 @@ class Coordinator:
         """Whether the request runs on this rank's replica."""
         return self.replica_of[request.id] == self.replica
 
-    def begin_step(self, chunks: Sequence[ScheduledChunk]) -> None:
+    def begin_step(
+        self, chunks: Sequence[ScheduledChunk], variant: SamplingVariant, can_replay: bool
+    ) -> None:
         """Make all workers run the next step."""
-        self._send(StepMessage(self.events, *count_scheduled(chunks)))
+        num_logprobs = max(self.num_logprobs.values(), default=NO_LOGPROBS)
+        self.step_logprobs = num_logprobs
+        counts = count_scheduled(chunks)
+        self._send(StepMessage(self.events, *counts, variant, can_replay, num_logprobs))
 
     def _send(self, message: StepMessage) -> None:
         self.channel.send(encode_step(message))
         self.events = []
 
-    def gather_remote_tokens(self, max_tokens: int) -> list[TokenSampled]:
+    def gather_remote_tokens(self, max_tokens: int) -> list[RemoteToken]:
         """The tokens that the other replicas sampled in this step."""
         if self.mesh.data.size == 1:
             return []
-        pairs = self.gather_tokens({}, max_tokens)
-        return [TokenSampled(self.id_of[number], token) for number, token in pairs if number >= 0]
+        rows = self.gather_tokens([], max_tokens, self.step_logprobs)
+        return [decode_token(self.id_of[row[0]], row[1:]) for row in rows if row[0] >= 0]
+
+    def read_rank_times(self) -> tuple[RankTime, ...]:
+        """How each rank spends its steps; empty before the first ones."""
+        health = self.mesh.health
+        return () if health is None else health.read_times()
 
     def stop(self) -> None:
         """Make all workers stop."""
@@ -209,18 +288,72 @@ class Coordinator:
 
     # ---- all ranks ---------------------------------------------------------------------------------
 
-    def gather_tokens(self, sampled: Mapping[int, int], max_tokens: int) -> list[list[int]]:
-        """Pairs of request number and token of all replicas; called by each replica's first rank.
-
-        Every replica sends `max_tokens` pairs, padded with -1.
+    def gather_tokens(
+        self, sampled: Sequence[Sequence[int]], max_tokens: int, num_logprobs: int
+    ) -> list[list[int]]:
+        """Rows of all replicas (`encode_token`, after the request's number); called by the first rank
+        of each. Every replica sends `max_tokens` rows; those that are not used start with -1.
         """
-        pairs = [*sampled.items()]
-        pairs += [(-1, -1)] * (max_tokens - len(pairs))
-        gathered: Tensor = all_gather(
-            torch.tensor(pairs), self.mesh.data, "all-gather of sampled tokens"
+        rows = torch.full((max_tokens, 1 + count_words(num_logprobs)), -1)
+        for index, row in enumerate(sampled):
+            rows[index] = torch.tensor(row)
+        gathered: Tensor = all_gather(rows, self.mesh.data, "all-gather of sampled tokens")
+        result: list[list[int]] = gathered.tolist()
+        return result
+
+    def agree(self, proposal: StepProposal) -> StepProposal:
+        """What all ranks can run; a host collective over all of them."""
+        limit, can_replay, requests, tokens, *bits = all_reduce_mins(
+            [
+                proposal.max_tokens,
+                int(proposal.can_replay),
+                -proposal.num_requests,
+                -proposal.num_tokens,
+                *(-int(bit) for bit in proposal.variant),
+            ],
+            self.mesh.world,
+            "agreement on a step",
         )
-        rows: list[list[int]] = gathered.tolist()
-        return rows
+        variant = SamplingVariant(*(bit < 0 for bit in bits))
+        return StepProposal(limit, bool(can_replay), -requests, variant, -tokens)
+
+
+# ---- tokens as integers ----------------------------------------------------------------------------
+
+
+def count_words(num_logprobs: int) -> int:
+    """Integers of a token: itself, its log-probability, and ids and values of the likeliest."""
+    return 1 if num_logprobs == NO_LOGPROBS else 2 + 2 * num_logprobs
+
+
+def encode_token(token: int, logprob: TokenLogprob | None, num_logprobs: int) -> list[int]:
+    """A token as `count_words` integers; floats by their bits, ids that are missing as -1."""
+    words = [token]
+    if num_logprobs != NO_LOGPROBS:
+        top = () if logprob is None else logprob.top
+        missing = num_logprobs - len(top)
+        words.append(_float_bits(np.nan if logprob is None else logprob.logprob))
+        words += [id for id, _ in top] + [-1] * missing
+        words += [_float_bits(value) for _, value in top] + [0] * missing
+    return words
+
+
+def decode_token(id: str, words: Sequence[int]) -> RemoteToken:
+    token, *rest = words
+    if not rest:
+        return RemoteToken(id, token)
+    half = (len(rest) - 1) // 2
+    ids, values = rest[1 : 1 + half], rest[1 + half :]
+    top = tuple((one, _bits_float(bits)) for one, bits in zip(ids, values, strict=True) if one >= 0)
+    return RemoteToken(id, token, TokenLogprob(token, _bits_float(rest[0]), top))
+
+
+def _float_bits(value: float) -> int:
+    return int(np.float64(value).view(np.int64))
+
+
+def _bits_float(bits: int) -> float:
+    return float(np.int64(bits).view(np.float64))
 
 
 def count_scheduled(chunks: Sequence[ScheduledChunk]) -> tuple[int, int]:
@@ -228,28 +361,23 @@ def count_scheduled(chunks: Sequence[ScheduledChunk]) -> tuple[int, int]:
     return len(chunks), sum(chunk.num_tokens for chunk in chunks)
 
 
-def open_mesh(data: int | None, tensor: int, expert: int, timeout: float) -> Mesh | None:
+def open_mesh(
+    data: int | None,
+    tensor: int,
+    expert: int,
+    timeout: float,
+    *,
+    pipeline: int = 1,
+    context: int = 1,
+    nodes: int | None = None,
+) -> Mesh | None:
     """The mesh of these axes; None for a single rank."""
-    if (data or 1) == tensor == expert == 1:
+    if (data or 1) == tensor == expert == pipeline == context == 1:
         return None
-    mesh = Mesh(data, tensor, expert, timeout=timeout)
+    mesh = Mesh(
+        data, tensor, expert, pipeline=pipeline, context=context, timeout=timeout, nodes=nodes
+    )
     if mesh.device.type == "cuda":
         torch.cuda.set_device(mesh.device)
+        use_symmetric_collectives(mesh)
     return mesh
-
-
-def agree_on_plan(
-    plan: MemoryPlan | CapacityError, specs: Sequence[AttentionSpec], mesh: Mesh
-) -> MemoryPlan:
-    """The plan with the smallest KV cache of all ranks. If one rank has no room, all raise."""
-    own = 0 if isinstance(plan, CapacityError) else plan.cache_tokens
-    smallest = all_reduce_min(own, mesh.world, "minimum of KV-cache sizes")
-    if isinstance(plan, CapacityError):
-        raise plan
-    if smallest == 0:
-        raise CapacityError(
-            "the model does not fit on every rank",
-            next="see the error of the rank on which it does not fit",
-        )
-    limits = replace(plan.limits, cache_tokens=smallest)
-    return add_kv_cache(replace(plan, limits=limits, kv_cache=0, group_blocks=()), specs)

@@ -66,6 +66,8 @@ class Engine(EngineCore):
                 request.set_constraint(grammar.result())
             elif grammar is not None:
                 self.grammars.add(request, grammar)
+                if self.coordinator is not None and spec is not None:
+                    self.coordinator.record_grammar(spec)
             if id not in self.grammars.pending:
                 self._start(request)
             self.requests[id] = request
@@ -86,6 +88,8 @@ class Engine(EngineCore):
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt; ArgumentError if it can't run."""
+        if self.failure is not None:
+            raise self.failure
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise ArgumentError(
                 f"a prompt can't be {prompt!r}", next="give a string or a list of token ids"
@@ -206,6 +210,8 @@ class Engine(EngineCore):
         """The params if this model supports them; otherwise ArgumentError."""
         if not isinstance(params, SamplingParams):
             raise ArgumentError(f"{params!r} is not a SamplingParams")
+        if self.failure is not None:
+            raise self.failure
         params.check_token_ids(self.model.config.vocab_size)
         if params.stop and self.tokenizer is None:
             raise ArgumentError("stop strings need a tokenizer", next="use stop_token_ids")
@@ -214,6 +220,8 @@ class Engine(EngineCore):
     def stats(self) -> EngineStats:
         """What the engine has done so far, and what it is doing."""
         with self.lock:
+            if self.failure is not None:
+                raise self.failure
             recorder, scheduler, runner = self.recorder, self.scheduler, self.runner
             pools = self.block_manager.pools
             blocks = sum(pool.num_blocks for pool in pools)
@@ -239,6 +247,8 @@ class Engine(EngineCore):
                 planned_batched_tokens=self.plan.limits.max_batched_tokens,
                 out_of_memory=self.memory.num_failures,
                 memory=measure_memory(self.model, self.plan, self.kv_cache.num_bytes),
+                ranks=() if self.coordinator is None else self.coordinator.read_rank_times(),
+                restarts=0 if self.restarter is None else self.restarter.num_restarts,
             )
 
     def audit(self) -> dict[str, int]:

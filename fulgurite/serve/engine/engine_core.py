@@ -34,20 +34,24 @@ from typing import NamedTuple
 from torch.autograd import profiler
 
 from fulgurite.device import is_out_of_memory
-from fulgurite.errors import ArgumentError
+from fulgurite.errors import ArgumentError, RankError
 from fulgurite.kernels.linear_attention.ops import CUT_ALIGNMENT
 from fulgurite.kernels.sampling.table import NAN_LOGITS, NO_ALLOWED_TOKEN
+from fulgurite.models.expert_load import ExpertLoadCounter
 from fulgurite.models.layers import CausalLM
 from fulgurite.models.tokenizer import Tokenizer
 from fulgurite.plan.kv_cache import group_layers
 from fulgurite.plan.memory import MemoryPlan
 from fulgurite.serve.engine.block_manager import BlockManager, BlockPool
-from fulgurite.serve.engine.coordinator import NO_CAPTURE_REASON, Coordinator
+from fulgurite.serve.engine.communication import Communication
+from fulgurite.serve.engine.context_kv_cache import build_kv_cache
+from fulgurite.serve.engine.coordinator import Coordinator, StepProposal, count_scheduled
 from fulgurite.serve.engine.detokenizer import Detokenizer
 from fulgurite.serve.engine.grammar import GrammarCompiler
 from fulgurite.serve.engine.grammar_queue import GrammarQueue
-from fulgurite.serve.engine.kv_cache import PagedKVCache, allocate_states
+from fulgurite.serve.engine.kv_cache import allocate_states
 from fulgurite.serve.engine.out_of_memory import OutOfMemoryHandler, describe_failure
+from fulgurite.serve.engine.rank_restart import RankRestarter, fail_all
 from fulgurite.serve.engine.reply import advance_reply
 from fulgurite.serve.engine.request import (
     Request,
@@ -55,8 +59,8 @@ from fulgurite.serve.engine.request import (
     TokenLogprob,
     Update,
 )
-from fulgurite.serve.engine.runner import ModelRunner
-from fulgurite.serve.engine.sampler import SampledTokens, Sampler
+from fulgurite.serve.engine.runner import CapturedShape, ModelRunner, is_decode_step
+from fulgurite.serve.engine.sampler import SampledTokens, Sampler, SamplingVariant
 from fulgurite.serve.engine.scheduler import ScheduledChunk, Scheduler
 from fulgurite.serve.engine.stats import StepRecorder, describe_step
 
@@ -123,7 +127,8 @@ class EngineCore:
             limits,
             prefix_caching=prefix_caching and model.no_prefix_cache_reason is None,
         )
-        self.kv_cache = PagedKVCache(
+        self.kv_cache = build_kv_cache(
+            model.context,
             specs,
             groups,
             plan.group_blocks,
@@ -142,15 +147,16 @@ class EngineCore:
             max_mixed_tokens=limits.max_mixed_tokens,
         )
         self.coordinator = coordinator
-        no_capture_reason = None if coordinator is None else NO_CAPTURE_REASON
+        self.communication = None if coordinator is None else Communication(model, coordinator.mesh)
         self.sampler = Sampler(limits.max_sequences, model.config.vocab_size, plan.device)
         self.runner = ModelRunner(
             model,
             self.kv_cache,
             self.block_manager,
             self.sampler,
-            no_capture_reason,
+            None if self.communication is None else self.communication.no_capture_reason,
             is_deterministic=plan.device.type == "cpu" if deterministic is None else deterministic,
+            mesh=None if coordinator is None else coordinator.mesh,
         )
         if async_scheduling is None:
             async_scheduling = plan.device.type == "cuda" and coordinator is None
@@ -167,6 +173,9 @@ class EngineCore:
         self.listeners: dict[str, Listener] = {}
         self.request_counter = itertools.count()
         self.lock = threading.RLock()
+        self.load_counter: ExpertLoadCounter | None = None  # set by whoever records the load
+        self.restarter: RankRestarter | None = None  # set by whoever has started the ranks
+        self.failure: RankError | None = None  # ranks were lost, and are not restarted
         self.eos_token_ids = frozenset(model.config.eos_token_ids)
         if tokenizer is not None:
             self.eos_token_ids |= frozenset(tokenizer.stop_ids)
@@ -185,10 +194,34 @@ class EngineCore:
 
     def step(self) -> list[Update]:
         """Run one step of the model and return an update for every new token."""
-        updates = self._step()
+        updates = self._step_or_recover()
         if not updates and len(self.grammars.pending) == len(self.requests) > 0:
             self.grammars.wait()  # without the lock: others may add and cancel requests
         return updates
+
+    def _step_or_recover(self) -> list[Update]:
+        """A step. If a rank is lost: its restart, or the end of all requests and the error."""
+        with self.lock:
+            try:
+                self.check_ranks()
+                return self._step()
+            except RankError as error:
+                if self.failure is not None:
+                    raise
+                if self.restarter is None:
+                    self.failure = error
+                    fail_all(self, error)
+                    raise
+                lost = error
+            # Not inside `except`: the error's traceback holds the tensors of the failed step.
+            return self.restarter.recover(self, lost)
+
+    def check_ranks(self) -> None:
+        """RankError if ranks were lost for good, or a worker process of this one has ended."""
+        if self.failure is not None:
+            raise self.failure
+        if self.restarter is not None:
+            self.restarter.processes.check()
 
     def _step(self) -> list[Update]:
         with self.lock:
@@ -199,6 +232,7 @@ class EngineCore:
             updates: list[Update] = []
             if self.in_flight:
                 tokens, logprobs = self.in_flight[0].read()
+                self.check_communication()
                 step = self.in_flight.popleft()
                 self.recorder.record_step(step.chunks, len(tokens), time.perf_counter() - start)
                 updates = self._postprocess(step, tokens, logprobs)
@@ -214,15 +248,18 @@ class EngineCore:
         if not chunks and (self.in_flight or self._is_idle()):
             return False
         assert chunks is not None, "only a step that is scheduled ahead waits"
+        shape = None
         if self.coordinator is not None:
-            self.coordinator.begin_step(chunks)
-            chunks = self.agree_on_chunks(chunks, self.coordinator)
+            variant = self.sampler.find_variant(sampled_requests(chunks))
+            can_replay = self.runner.no_capture_reason is None
+            self.coordinator.begin_step(chunks, variant, can_replay)
+            chunks, shape = self.agree_on_step(chunks, variant, can_replay, self.coordinator)
         self.launching = chunks
-        requests = [chunk.request for chunk in chunks if chunk.needs_sampling]
+        requests = sampled_requests(chunks)
         if self.in_flight and not self.sampler.can_sample_ahead(requests):
             return False
         try:
-            sampled = self.execute(chunks, requests)
+            sampled = self.execute(chunks, requests, shape)
         except (RuntimeError, MemoryError) as error:
             if self.coordinator is not None or not is_out_of_memory(error):
                 raise
@@ -266,13 +303,48 @@ class EngineCore:
                     updates.append(self._notify(self._end(request, ""), request))
             return updates
 
-    def agree_on_chunks(
-        self, chunks: list[ScheduledChunk], coordinator: Coordinator
-    ) -> list[ScheduledChunk]:
-        """The chunks of a step for which every rank has the memory; all ranks call this."""
-        while not self.memory.agree_on_limit(chunks, coordinator.mesh):
+    def agree_on_step(
+        self,
+        chunks: list[ScheduledChunk],
+        variant: SamplingVariant,
+        can_replay: bool,
+        coordinator: Coordinator,
+    ) -> tuple[list[ScheduledChunk], CapturedShape | None]:
+        """The chunks of a step for which every rank has the memory, and the captured step that runs
+        them; all ranks call this.
+
+        The chunks of one replica are the same on all its ranks: then a step of a size that ran
+        before needs no agreement.
+        """
+        while True:
+            can_replay = can_replay and is_decode_step(chunks)
+            limit = self.memory.reserve(chunks)
+            requests, tokens = count_scheduled(chunks)
+            step = StepProposal(limit, can_replay, requests, variant, tokens)
+            if coordinator.mesh.data.size > 1 or not self.memory.is_proven(chunks):
+                step = coordinator.agree(step)
+            if not self.memory.shrink_to(step.max_tokens):
+                break
             chunks = self.scheduler.schedule()
-        return chunks
+            can_replay = False  # the variant is that of other chunks
+        is_captured = step.can_replay and step.num_requests > 0
+        if self.communication is not None:
+            captured_size = self.runner.captured_size(step.num_requests) if is_captured else 0
+            self.communication.begin_step(max(step.num_tokens, captured_size))
+        if not is_captured:
+            return chunks, None
+        return chunks, CapturedShape(step.num_requests, step.variant)
+
+    def record_load(self, counter: ExpertLoadCounter) -> None:
+        """Count the tokens of experts from now on. On a CPU, recorded native calls would not."""
+        self.load_counter = self.runner.load_counter = counter
+        if self.plan.device.type == "cpu":
+            self.runner.no_capture_reason = "the expert load is recorded"
+
+    def check_communication(self) -> None:
+        """Raise the errors that devices recorded while ranks communicated."""
+        if self.communication is not None:
+            self.communication.check()
 
     def _is_idle(self) -> bool:
         """Whether no rank has anything to run; this one has not."""
@@ -318,20 +390,33 @@ class EngineCore:
         self._notify(update, request)
 
     def execute(
-        self, chunks: Sequence[ScheduledChunk], requests: list[Request]
+        self,
+        chunks: Sequence[ScheduledChunk],
+        requests: list[Request],
+        shape: CapturedShape | None = None,
     ) -> SampledTokens | None:
-        """Run the model and sample for these requests, without waiting for the device."""
+        """Run the model and sample for these requests, without waiting for the device.
+
+        `shape`: of the captured step that all ranks replay.
+        """
         if not profiler._is_profiler_enabled:
-            return self._execute(chunks, requests)
+            return self._execute(chunks, requests, shape)
         number = self.recorder.steps + len(self.in_flight) + 1
         with profiler.record_function(describe_step(number, chunks)):
-            return self._execute(chunks, requests)
+            return self._execute(chunks, requests, shape)
 
     def _execute(
-        self, chunks: Sequence[ScheduledChunk], requests: list[Request]
+        self,
+        chunks: Sequence[ScheduledChunk],
+        requests: list[Request],
+        shape: CapturedShape | None,
     ) -> SampledTokens | None:
         sampling = self.sampler.prepare(requests) if requests else None
-        logits_RO, tokens_R = self.runner.execute(chunks, sampling)
+        if self.load_counter is not None:
+            tokens = count_scheduled(chunks)[1]
+            rows = 0 if shape is None else self.runner.captured_size(shape.num_requests)
+            self.load_counter.begin_step(tokens, max(tokens, rows))
+        logits_RO, tokens_R = self.runner.execute(chunks, sampling, shape)
         if sampling is None or tokens_R is None:
             return None
         sampled = self.sampler.collect(logits_RO, tokens_R, requests)
@@ -358,6 +443,8 @@ class EngineCore:
                 sampled.append(SampledToken(request, remote.token))
                 if remote.token >= 0:
                     request.append(remote.token)
+                    if request.params.logprobs is not None and remote.logprob is not None:
+                        request.logprobs.append(remote.logprob)
             for request, token in sampled:
                 if token >= 0:
                     self.coordinator.record_token(request, token)
@@ -443,3 +530,8 @@ class EngineCore:
                 del self.listeners[request.id]
             listener(update)
         return update
+
+
+def sampled_requests(chunks: Sequence[ScheduledChunk]) -> list[Request]:
+    """The requests that get a token in this step."""
+    return [chunk.request for chunk in chunks if chunk.needs_sampling]

@@ -30,7 +30,13 @@ from fulgurite.kernels.attention.ops import (
 from fulgurite.kernels.elementwise.ops import KVCacheSlots, ProjectedQKV
 from fulgurite.kernels.linear_attention import ops as linear_attention
 from fulgurite.kernels.linear_attention.metadata import DeltaRuleInputs, SequenceLayout
-from fulgurite.kernels.mla.ops import mla_attention, mla_slot_shape, store_mla_cache
+from fulgurite.kernels.mla.ops import (
+    make_prefill_plan,
+    mla_attention,
+    mla_slot_shape,
+    store_mla_cache,
+)
+from fulgurite.kernels.mla.prefill_plan import MLASizes, PrefillPlan
 from fulgurite.models.attention_spec import AttentionSpec
 from fulgurite.models.kv_cache import ConvWeights
 from fulgurite.models.mla import MLAInputs
@@ -71,6 +77,8 @@ class PagedKVCache:
         self.key_caches: dict[int, Tensor] = {}  # by layer
         self.value_caches: dict[int, Tensor | None] = {}
         for spec in specs:
+            if not spec.is_local:  # another pipeline stage has this layer
+                continue
             layer = spec.layer_index
             blocks = group_blocks[self.group_of_layer[layer]] + 1  # and block 0
             if spec.is_mla:
@@ -82,8 +90,11 @@ class PagedKVCache:
                 shape = (blocks, spec.num_kv_heads, block_size)
                 self.key_caches[layer] = _allocate_blocks((*shape, spec.key_dim), dtype, device)
                 self.value_caches[layer] = _allocate_blocks((*shape, spec.value_dim), dtype, device)
+        self.device = device
         self.batch: InputBatch | None = None
         self.metadata: list[AttentionMetadata] = []  # by group
+        self.mla_sizes = _mla_sizes_of_groups(specs, self.group_of_layer)
+        self.mla_plans: dict[int, PrefillPlan | None] = {}  # by group
 
     @property
     def num_bytes(self) -> int:
@@ -111,6 +122,10 @@ class PagedKVCache:
             )
             for block_tables_SB in batch.block_tables_GSB
         ]
+        self.mla_plans = {
+            group: make_prefill_plan(self.metadata[group], sizes, self.device)
+            for group, sizes in self.mla_sizes.items()
+        }
         if self.states:
             assert batch.state_slots_S is not None and batch.prompt_lens_S is not None, (
                 "the batch was built without state slots"
@@ -126,7 +141,7 @@ class PagedKVCache:
     def cache_slots(self, spec: AttentionSpec) -> KVCacheSlots | None:
         """The layer's caches and the slots of the step's tokens; None for MLA and scaled keys."""
         value_cache = self.value_caches[spec.layer_index]
-        if value_cache is None or _cache_scales(spec, value_cache) != (1.0, 1.0):
+        if value_cache is None or cache_scales(spec, value_cache) != (1.0, 1.0):
             return None
         return KVCacheSlots(
             self.key_caches[spec.layer_index], value_cache, self._slot_mapping(spec)
@@ -138,7 +153,7 @@ class PagedKVCache:
         metadata, cache = self._metadata(spec), self.cache_slots(spec)
         if metadata.max_query_len != 1 or cache is None:
             return None
-        options = _attention_options(spec, sinks_N, cache.key_cache_PBKH)
+        options = attention_options(spec, sinks_N, cache.key_cache_PBKH)
         return fused_decode_attention(qkv, cache, metadata, options)
 
     def attend(
@@ -153,10 +168,10 @@ class PagedKVCache:
         key_cache = self.key_caches[spec.layer_index]
         value_cache = self.value_caches[spec.layer_index]
         if k_XKH is not None:
-            scales = _cache_scales(spec, key_cache)
+            scales = cache_scales(spec, key_cache)
             slots = self._slot_mapping(spec)
             store_kv_cache(k_XKH, v_XKV, key_cache, value_cache, slots, *scales)
-        options = _attention_options(spec, sinks_N, key_cache)
+        options = attention_options(spec, sinks_N, key_cache)
         return paged_attention(q_XNH, key_cache, value_cache, self._metadata(spec), options)
 
     def attend_mla(self, spec: AttentionSpec, inputs: MLAInputs, positions_X: Tensor) -> Tensor:
@@ -179,6 +194,7 @@ class PagedKVCache:
             self._metadata(spec),
             scale=spec.scale,
             interleaved=inputs.interleaved,
+            plan=self.mla_plans.get(self.group_of_layer[spec.layer_index]),
         )
 
     def causal_conv(
@@ -210,6 +226,22 @@ class PagedKVCache:
         return self.batch.slot_mapping_GT[self.group_of_layer[spec.layer_index]]
 
 
+def _mla_sizes_of_groups(
+    specs: Sequence[AttentionSpec], group_of_layer: dict[int, int]
+) -> dict[int, MLASizes]:
+    """The sizes of each group's MLA layers; layers of a group have the same ones."""
+    return {
+        group_of_layer[spec.layer_index]: MLASizes(
+            rank=spec.value_dim,
+            nope_dim=spec.mla_head_dims[0],
+            rope_dim=spec.key_dim - spec.value_dim,
+            value_dim=spec.mla_head_dims[1],
+        )
+        for spec in specs
+        if spec.mla_head_dims is not None
+    }
+
+
 def allocate_states(
     specs: Sequence[StateSpec], num_slots: int, dtype: torch.dtype, device: torch.device
 ) -> dict[int, LayerStates]:
@@ -221,18 +253,18 @@ def allocate_states(
             recurrent = _allocate_zeros((num_slots, *spec.recurrent_shape), torch.float32, device)
         return LayerStates(_allocate_zeros((num_slots, *spec.conv_shape), dtype, device), recurrent)
 
-    return {spec.layer_index: allocate(spec) for spec in specs}
+    return {spec.layer_index: allocate(spec) for spec in specs if spec.is_local}
 
 
-def _cache_scales(spec: AttentionSpec, cache: Tensor) -> tuple[float, float]:
+def cache_scales(spec: AttentionSpec, cache: Tensor) -> tuple[float, float]:
     """Factors of the stored keys and values: those of the checkpoint, in an FP8 cache only."""
     return (spec.key_scale, spec.value_scale) if cache.dtype.itemsize == 1 else (1.0, 1.0)
 
 
-def _attention_options(
+def attention_options(
     spec: AttentionSpec, sinks_N: Tensor | None, cache: Tensor
 ) -> AttentionOptions:
-    key_scale, value_scale = _cache_scales(spec, cache)
+    key_scale, value_scale = cache_scales(spec, cache)
     return AttentionOptions(
         scale=spec.scale,
         value_dim=spec.value_dim,

@@ -12,7 +12,7 @@ a request that can't run at all gives back the limit from before its first failu
 
 Ranks have to agree, and a rank that stops in the middle of a step leaves the others waiting. So with
 several ranks the activations of a step that is larger than any before are reserved first, and all
-ranks run it only if all of them could (`agree_on_limit`).
+ranks run it only if all of them could (`reserve`, `shrink_to`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ import torch
 
 from fulgurite.device import is_out_of_memory
 from fulgurite.logs import LOG
-from fulgurite.parallel.collectives import all_reduce_min
-from fulgurite.parallel.mesh import Mesh
 from fulgurite.plan.memory import MemoryPlan
 from fulgurite.serve.engine.request import Request
 from fulgurite.serve.engine.runner import ModelRunner
@@ -83,19 +81,25 @@ class OutOfMemoryHandler:
 
     # ---- several ranks -----------------------------------------------------------------------------
 
-    def agree_on_limit(self, chunks: Sequence[ScheduledChunk], mesh: Mesh) -> bool:
-        """Reserve the memory of a step on every rank. False: all ranks shrank, schedule it again."""
-        limit, tokens = self.scheduler.max_batched_tokens, count_tokens(chunks)
-        if mesh.data.size == 1 and tokens <= self.proven_tokens:  # all ranks have the same chunks
-            return True
-        own = limit if tokens <= self.proven_tokens or self.can_reserve(tokens) else tokens // 2
-        agreed = all_reduce_min(max(own, 1), mesh.world, "minimum of step sizes")
-        if agreed >= limit:
-            return True
+    def is_proven(self, chunks: Sequence[ScheduledChunk]) -> bool:
+        """Whether a step of so many tokens ran before."""
+        return count_tokens(chunks) <= self.proven_tokens
+
+    def reserve(self, chunks: Sequence[ScheduledChunk]) -> int:
+        """Reserve the memory of a step; the most tokens of a step for which there is memory."""
+        tokens = count_tokens(chunks)
+        if self.is_proven(chunks) or self.can_reserve(tokens):
+            return self.scheduler.max_batched_tokens
+        return max(tokens // 2, 1)
+
+    def shrink_to(self, max_tokens: int) -> bool:
+        """Make steps as small as all ranks can run; whether they became smaller."""
+        if max_tokens >= self.scheduler.max_batched_tokens:
+            return False
         self.num_failures += 1
         self.free_caches()
-        self.set_limit(agreed, "some rank")
-        return False
+        self.set_limit(max_tokens, "some rank")
+        return True
 
     def can_reserve(self, tokens: int) -> bool:
         """Whether the planned activations of so many tokens can be allocated.

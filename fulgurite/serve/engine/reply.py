@@ -62,6 +62,7 @@ def advance_reply(
             text += more
     if end is None and request.grammar is not None:
         request.grammar.start_mask()
+    request.num_reported = request.length
     return Progress(text, tuple(tokens), num_forced, end)
 
 
@@ -69,11 +70,9 @@ def process_token(
     request: Request, detokenizer: Detokenizer | None, token: int
 ) -> tuple[str, ReplyEnd | None]:
     """The new text, and whether the reply ends with this token, the last one of the request."""
-    if request.constraint is not None:
-        try:
-            request.constraint.accept_token(token)
-        except Exception as error:  # a grammar may raise anything; it concerns this request only
-            return "", describe_error(request, error)
+    error = accept_token(request, token)
+    if error is not None:
+        return "", error
     if token in request.stop_ids:
         return "", ReplyEnd("stop", token)
     text = "" if detokenizer is None else detokenizer.push(token)
@@ -85,6 +84,16 @@ def process_token(
     elif request.length == request.max_length:
         end = ReplyEnd("length")
     return text, end
+
+
+def accept_token(request: Request, token: int) -> ReplyEnd | None:
+    """Advance the grammar of a request; the end of the reply if the grammar raises."""
+    if request.constraint is not None:
+        try:
+            request.constraint.accept_token(token)
+        except Exception as error:  # a grammar may raise anything; it concerns this request only
+            return describe_error(request, error)
+    return None
 
 
 def find_forced_tokens(request: Request) -> tuple[list[int], ReplyEnd | None]:

@@ -274,7 +274,8 @@ class Result:
 
     `finish_reason` is stop, length (max_tokens or context), cancelled or error; `error` then says what
     happened. `stopped_by` is the stop string or the id of the stop token. `token_ids` includes the
-    stop token or the tokens of the stop string; `text` ends before them.
+    stop token or the tokens of the stop string; `text` ends before them. `restarts` counts how often it
+    was continued after a rank was lost (`on_rank_failure="retry"`).
     """
 
     id: str
@@ -288,6 +289,7 @@ class Result:
     first_token_seconds: float
     seconds: float
     error: str | None = None
+    restarts: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -340,6 +342,9 @@ class Request:
         self.prompt_length = self.length = len(prompt_ids)
         self.num_pending = 0
         self.num_sampled = 0  # tokens of the reply that were not forced
+        self.num_reported = self.length  # of prompt and reply, with those that were reported
+        self.num_restarts = 0  # after a rank was lost
+        self.lost_at = -1  # `num_reported` when a rank was lost the last time
         self.max_length = min(context, self.length + params.max_tokens)  # prompt and reply
         self.tokens = np.empty(self.max_length, dtype=np.int64)
         self.tokens[: self.length] = prompt_ids
@@ -402,6 +407,24 @@ class Request:
     def output_ids(self) -> np.ndarray:
         return self.tokens[self.prompt_length : self.length]
 
+    def restart(self) -> None:
+        """Back to the queue after its rank was lost: nothing is computed any more.
+
+        Tokens that were reported stay. One that was sampled and not reported is sampled again.
+        """
+        if self.state is RequestState.RUNNING or self.length > self.prompt_length:
+            self.num_preemptions += 1  # so that its cached tokens are those of its first start
+        dropped = self.length - self.num_reported
+        self.length -= dropped
+        self.num_sampled -= dropped
+        if self.params.logprobs is not None:
+            del self.logprobs[self.length - self.prompt_length :]
+        self.state = RequestState.WAITING
+        self.num_pending = self.num_computed_tokens = self.num_state_tokens = 0
+        self.block_table_row, self.num_cached_blocks = -1, 0
+        self.block_hashes.clear()
+        self.uses_long_rope = False
+
     def finish(self, reason: str, stopped_by: str | int | None = None) -> None:
         self.state = RequestState.FINISHED
         self.finish_reason, self.stopped_by = reason, stopped_by
@@ -422,4 +445,5 @@ class Request:
             first_token_seconds=self.first_token_time - self.arrival_time,
             seconds=self.finish_time - self.arrival_time,
             error=self.error,
+            restarts=self.num_restarts,
         )

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,24 +27,39 @@ from fulgurite.kernels.sampling.ops import fill_pending_tokens
 from fulgurite.logs import LOG
 from fulgurite.models.attention import Attention
 from fulgurite.models.blocks import GatedMLP
+from fulgurite.models.expert_load import ExpertLoadCounter
+from fulgurite.models.families.deepseek import MLAttention
 from fulgurite.models.kv_cache import NoKVCache
 from fulgurite.models.layers import CausalLM
 from fulgurite.models.transformers_backend.model import TransformersModel
-from fulgurite.serve.engine.batch import build_input_batch
+from fulgurite.parallel.collectives import all_reduce_min
+from fulgurite.parallel.mesh import Mesh
+from fulgurite.serve.engine.batch import InputBatch, build_input_batch
 from fulgurite.serve.engine.block_manager import BlockManager
 from fulgurite.serve.engine.captured_step import CapturedDecodeStep, StepOutput
 from fulgurite.serve.engine.kv_cache import PagedKVCache
 from fulgurite.serve.engine.sampler import Sampler, SamplingInputs, SamplingVariant
 from fulgurite.serve.engine.scheduler import ScheduledChunk
+from fulgurite.serve.engine.stage_runner import StageRunner
 
 MAX_CAPTURED_STEPS = 32  # the least recently used one is dropped
+
+
+class CapturedShape(NamedTuple):
+    """Which captured step runs: its requests, with those of other ranks, and how it samples."""
+
+    num_requests: int
+    variant: SamplingVariant
 
 
 class ModelRunner:
     """Runs the model over the tokens of one step, all requests in one flat batch.
 
     `no_capture_reason` says why decode steps of this model can't be captured: an op without a native
-    kernel, or layers that communicate with other ranks. Such a model runs every step eagerly.
+    kernel, or layers that communicate through the host. Such a model runs every step eagerly.
+
+    With a `mesh`, steps are captured and replayed on all its ranks at once, since they communicate.
+    The ranks agree on the `CapturedShape` before (coordinator.py).
     """
 
     def __init__(
@@ -53,11 +70,16 @@ class ModelRunner:
         sampler: Sampler,
         no_capture_reason: str | None = None,
         is_deterministic: bool = False,
+        mesh: Mesh | None = None,
     ) -> None:
         self.model, self.kv_cache, self.block_manager = model, kv_cache, block_manager
-        self.sampler = sampler
+        self.sampler, self.mesh = sampler, mesh
         self.device = model.device
         self.captured_steps: OrderedDict[int, CapturedDecodeStep] = OrderedDict()
+        self.load_counter: ExpertLoadCounter | None = None
+        self.stage_runner: StageRunner | None = None
+        if model.stage is not None or model.context is not None:
+            self.stage_runner = StageRunner(model, kv_cache, self._build_batch)
         self.no_capture_reason = no_capture_reason or model.no_capture_reason
         self.graph_pool = None
         if self.device.type == "cuda":
@@ -72,31 +94,38 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(
-        self, chunks: Sequence[ScheduledChunk], sampling: SamplingInputs | None
+        self,
+        chunks: Sequence[ScheduledChunk],
+        sampling: SamplingInputs | None,
+        shape: CapturedShape | None = None,
     ) -> StepOutput:
         """`_execute` in deterministic mode or not."""
         with deterministic(self.is_deterministic):
-            return self._execute(chunks, sampling)
+            return self._execute(chunks, sampling, shape)
 
     def _execute(
-        self, chunks: Sequence[ScheduledChunk], sampling: SamplingInputs | None
+        self,
+        chunks: Sequence[ScheduledChunk],
+        sampling: SamplingInputs | None,
+        shape: CapturedShape | None,
     ) -> StepOutput:
         """Run the chunks, and sample a token for each one that needs it.
 
-        The output has a row for each of these. `sampling`: None if nothing is to be sampled. On a GPU
-        nothing waits for the device.
+        The output has a row for each of these. `sampling`: None if nothing is to be sampled. `shape`:
+        of the captured step that all ranks replay, also those without chunks. On a GPU nothing
+        waits for the device.
         """
-        if not chunks:
-            return StepOutput(self._execute_empty(), None)
         if self.kv_cache.has_states:
             for chunk in chunks:  # until the step is launched: its tokens must not be added twice
                 chunk.request.num_state_tokens = -1
-        if sampling is not None and all(
-            chunk.num_tokens == 1 and chunk.needs_sampling for chunk in chunks
-        ):
-            step = self._get_captured_step(len(chunks), sampling.variant)
+        if self.mesh is None and sampling is not None and is_decode_step(chunks):
+            shape = CapturedShape(len(chunks), sampling.variant)
+        if shape is not None:
+            step = self._get_captured_step(shape.num_requests, shape.variant)
             if step is not None:
-                return step(chunks, sampling)
+                return step(chunks, sampling, shape.variant)
+        if not chunks:
+            return StepOutput(self._execute_empty(), None)
         logits_RO = self._execute_eagerly(chunks)
         if sampling is None:
             return StepOutput(logits_RO, None)
@@ -104,6 +133,19 @@ class ModelRunner:
 
     def _execute_eagerly(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
         """The logits of all chunks that need sampling, as one flat batch."""
+        if self.stage_runner is not None:
+            return self.stage_runner.run(chunks)
+        batch = self._build_batch(chunks)
+        self.kv_cache.set_batch(batch)
+        hidden_TD = self.model.compute_hidden_states(
+            batch.token_ids_T, batch.positions_T, self.kv_cache
+        )
+        if batch.logit_rows_R is not None:
+            hidden_TD = hidden_TD[batch.logit_rows_R]
+        return self.model.compute_logits(hidden_TD).float()
+
+    def _build_batch(self, chunks: Sequence[ScheduledChunk]) -> InputBatch:
+        """The batch of an eager step, with the tokens that the step before samples."""
         batch = build_input_batch(
             chunks,
             self.block_manager,
@@ -115,16 +157,12 @@ class ModelRunner:
         if batch.pending_rows_T is not None:
             last_tokens_W = self.sampler.rows.last_tokens_W
             fill_pending_tokens(batch.token_ids_T, batch.pending_rows_T, last_tokens_W)
-        self.kv_cache.set_batch(batch)
-        hidden_TD = self.model.compute_hidden_states(
-            batch.token_ids_T, batch.positions_T, self.kv_cache
-        )
-        if batch.logit_rows_R is not None:
-            hidden_TD = hidden_TD[batch.logit_rows_R]
-        return self.model.compute_logits(hidden_TD).float()
+        return batch
 
     def _execute_empty(self) -> Tensor:
         """Run a step without tokens, since other ranks may send tokens to this rank's experts."""
+        if self.stage_runner is not None:
+            return self.stage_runner.run_empty()
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
         return self.model(none, none, NoKVCache()).float()
 
@@ -134,9 +172,13 @@ class ModelRunner:
         """The captured step for so many requests; on a GPU for the next power of two."""
         if self.no_capture_reason is not None:
             return None
-        size = num_requests if self.device.type == "cpu" else 1 << (num_requests - 1).bit_length()
+        size = self.captured_size(num_requests)
+        is_new = size not in self.captured_steps or not self.captured_steps[size].can_run(variant)
+        step = None
         try:
-            return self._capture_step(size, variant)
+            counter = self.load_counter if is_new else None
+            with nullcontext() if counter is None else counter.paused():
+                step = self._capture_step(size, variant)
         except ReplayError as error:
             self.no_capture_reason = str(error)
             LOG.info("decode steps are not captured: %s", error)
@@ -146,8 +188,24 @@ class ModelRunner:
             reason = f"out of memory while a step of {size} requests was captured"
             self.no_capture_reason = reason  # eager steps need less: they keep nothing
             LOG.warning("%s; decode steps are not captured from now on", reason)
-        self.captured_steps.pop(size, None)
-        return None
+        if is_new and self.mesh is not None and not self._have_all_captured(self.mesh):
+            step = None
+        if step is None:
+            self.captured_steps.pop(size, None)
+        return step
+
+    def captured_size(self, num_requests: int) -> int:
+        """The batch size of the captured step that runs so many requests."""
+        return num_requests if self.device.type == "cpu" else 1 << (num_requests - 1).bit_length()
+
+    def _have_all_captured(self, mesh: Mesh) -> bool:
+        """Whether every rank could capture a new step; if not, no rank captures from now on."""
+        own = int(self.no_capture_reason is None)
+        if all_reduce_min(own, mesh.world, "agreement on a captured step"):
+            return True
+        if self.no_capture_reason is None:
+            self.no_capture_reason = "another rank could not capture a decode step"
+        return False
 
     def _capture_step(self, size: int, variant: SamplingVariant) -> CapturedDecodeStep:
         step = self.captured_steps.get(size)
@@ -168,10 +226,15 @@ class ModelRunner:
         return step
 
 
+def is_decode_step(chunks: Sequence[ScheduledChunk]) -> bool:
+    """Whether every request has one token in this step, and gets the next one."""
+    return all(chunk.num_tokens == 1 and chunk.needs_sampling for chunk in chunks)
+
+
 def merge_projection_weights(model: CausalLM) -> None:
     """Make weights that multiply the same input contiguous, so that one GEMM computes them."""
     for module in model.modules():
-        if isinstance(module, Attention | GatedMLP):
+        if isinstance(module, Attention | MLAttention | GatedMLP):
             merge_weight_storage(module.fused_projections)
             merge_quant_storage(module.fused_projections)
 

@@ -52,6 +52,13 @@ class SamplingVariant(NamedTuple):
     uses_threshold: bool  # some request has top-k or top-p
     is_processed: bool  # some request has a bias, a mask or penalties
 
+    def union(self, other: SamplingVariant) -> SamplingVariant:
+        """The variant for the requests of both."""
+        return SamplingVariant(*(one or two for one, two in zip(self, other, strict=True)))
+
+
+GREEDY_VARIANT = SamplingVariant(False, False, False)
+
 
 @dataclass(frozen=True)
 class SamplingInputs:
@@ -102,6 +109,7 @@ class Sampler:
         self.processing_R5: np.ndarray = np.empty((0, NUM_PROCESSING))
         self.is_random: np.ndarray = np.empty(0, dtype=bool)
         self.processed: list[tuple[int, Request]] = []
+        self.variant = GREEDY_VARIANT
         self.first_positions: np.ndarray = np.empty(0, dtype=np.int64)  # of `uniforms`, by request
         self.uniforms: np.ndarray = np.empty((0, 0))  # a row for each position from there on
         self.mask_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -120,10 +128,17 @@ class Sampler:
 
     # ---- prepare -----------------------------------------------------------------------------------
 
-    def prepare(self, requests: list[Request]) -> SamplingInputs:
-        """The settings of the next tokens of these requests. `finish` must follow the step."""
+    def find_variant(self, requests: list[Request]) -> SamplingVariant:
+        """The kernels that sampling for these requests runs."""
+        if not requests:
+            return GREEDY_VARIANT
         if requests != self.requests:
             self._cache_settings(requests)
+        return self.variant
+
+    def prepare(self, requests: list[Request]) -> SamplingInputs:
+        """The settings of the next tokens of these requests. `finish` must follow the step."""
+        variant = self.find_variant(requests)
         processing_R5 = self.processing_R5.copy()
         processing_R5[:, 0] = [request.block_table_row for request in requests]
         for index, request in self.processed:
@@ -133,12 +148,9 @@ class Sampler:
             if request.grammar is not None:
                 request.grammar.start_mask()
         settings_R5 = self.settings_R5
-        is_random = bool(self.is_random.any())
-        if is_random:
+        if variant.is_random:
             settings_R5 = settings_R5.copy()
             settings_R5[:, 4] = np.where(self.is_random, self._draw(requests), 0.0)
-        uses_threshold = bool(((settings_R5[:, 2] > 0) | (settings_R5[:, 3] < 1)).any())
-        variant = SamplingVariant(is_random, uses_threshold, bool(self.processed))
         self.was_interrupted = True
         self.rows.begin_counting(requests)
         return SamplingInputs(requests, settings_R5, processing_R5, variant, constrained)
@@ -184,10 +196,12 @@ class Sampler:
         ]
         is_random = np.array([not p.is_greedy for p in all_params], dtype=bool)
         processed = [(i, r) for i, r in enumerate(requests) if r.needs_logit_processing]
+        uses_threshold = bool(((settings_R5[:, 2] > 0) | (settings_R5[:, 3] < 1)).any())
+        variant = SamplingVariant(bool(is_random.any()), uses_threshold, bool(processed))
         # Assigned together and last: an interrupt before leaves a consistent state.
         self.first_positions, self.uniforms = np.empty(0, dtype=np.int64), np.empty((0, 0))
         self.settings_R5, self.processing_R5 = settings_R5, processing_R5
-        self.is_random, self.processed = is_random, processed
+        self.is_random, self.processed, self.variant = is_random, processed, variant
         self.requests = requests
 
     def _draw(self, requests: list[Request]) -> np.ndarray:

@@ -19,6 +19,7 @@ import torch
 
 from fulgurite.logs import LOG
 from fulgurite.models.layers import CausalLM
+from fulgurite.parallel.health import RankTime
 from fulgurite.plan.memory import MemoryPlan
 from fulgurite.quant import QuantTensor
 from fulgurite.serve.engine.request import Request, Result
@@ -61,6 +62,8 @@ class EngineStats:
     no_capture_reason       why decode steps are not captured; None: they are
     max_batched_tokens      the most tokens of a step now; planned_batched_tokens before failures
     out_of_memory           steps that ran out of memory
+    ranks                   the times of each rank's steps, and how slow it is (parallel/health.py)
+    restarts                how often all ranks were restarted after one was lost
     """
 
     waiting: int
@@ -84,6 +87,8 @@ class EngineStats:
     planned_batched_tokens: int
     out_of_memory: int
     memory: MemoryStats
+    ranks: tuple[RankTime, ...] = ()
+    restarts: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and numbers, for JSON."""
@@ -121,6 +126,12 @@ class EngineStats:
             ),
             ("weights", ", ".join(f"{name} {format_bytes(count)}" for name, count in formats)),
         ]
+        if self.ranks:
+            times = ", ".join(f"{1e3 * one.work_seconds:.1f}" for one in self.ranks)
+            slow = "".join(f"; {one}" for one in self.ranks if one.is_slow)
+            rows.append(("ranks", f"{times} ms a step{slow}"))
+        if self.restarts:
+            rows.append(("restarts", str(self.restarts)))
         return "\n".join(f"{name:<12} {text}" for name, text in rows)
 
 

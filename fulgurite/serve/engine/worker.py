@@ -6,14 +6,19 @@ from fulgurite.errors import RankError
 from fulgurite.serve.engine.coordinator import (
     Coordinator,
     Event,
+    GrammarStarted,
     PrefixCacheReset,
     RequestAdded,
     StepMessage,
     TokenSampled,
     count_scheduled,
     decode_step,
+    encode_token,
 )
 from fulgurite.serve.engine.engine import Engine
+from fulgurite.serve.engine.engine_core import sampled_requests
+from fulgurite.serve.engine.grammar import GrammarSpec
+from fulgurite.serve.engine.reply import accept_token
 from fulgurite.serve.engine.request import Request
 
 
@@ -45,23 +50,32 @@ class Worker:
                 next="start all ranks with the same model and options; if they were, this is a bug "
                 "in fulgurite",
             )
-        chunks = engine.agree_on_chunks(chunks, self.coordinator)
-        samples = mesh.data.size > 1 and mesh.tensor.index == 0
-        requests = [chunk.request for chunk in chunks if chunk.needs_sampling and samples]
-        step = engine.execute(chunks, requests)
+        requests = sampled_requests(chunks) if self.coordinator.samples else []
+        variant = message.variant.union(engine.sampler.find_variant(requests))
+        can_replay = message.can_replay and engine.runner.no_capture_reason is None
+        chunks, shape = engine.agree_on_step(chunks, variant, can_replay, self.coordinator)
+        requests = sampled_requests(chunks) if self.coordinator.samples else []
+        step = engine.execute(chunks, requests, shape)
         engine.scheduler.mark_computed(chunks)
         engine.memory.record_success(chunks)
         engine.scheduler.cache_blocks(chunks)
-        if samples:
-            tokens = [] if step is None else step.read()[0]
-            numbers = (self.number_of[request.id] for request in requests)
-            sampled = dict(zip(numbers, tokens, strict=True))
-            self.coordinator.gather_tokens(sampled, engine.plan.limits.max_sequences)
+        tokens, logprobs = ([], []) if step is None else step.read()
+        engine.check_communication()
+        if self.coordinator.samples:
+            wanted = message.num_logprobs
+            rows = [
+                [self.number_of[request.id], *encode_token(token, logprob, wanted)]
+                for request, token, logprob in zip(requests, tokens, logprobs, strict=True)
+            ]
+            self.coordinator.gather_tokens(rows, engine.plan.limits.max_sequences, wanted)
 
     def _apply(self, event: Event) -> None:
         engine = self.engine
         if isinstance(event, PrefixCacheReset):
             engine.block_manager.reset_prefix_cache()
+        elif isinstance(event, GrammarStarted):
+            if self.coordinator.samples:
+                engine.grammars.start(GrammarSpec(event.kind, event.source))
         elif isinstance(event, RequestAdded):
             if event.replica == self.coordinator.replica:
                 self._add(event)
@@ -69,15 +83,22 @@ class Worker:
             request = engine.requests[event.id]
             if isinstance(event, TokenSampled):
                 request.append(event.token)
+                accept_token(
+                    request, event.token
+                )  # if it raises, it did on rank 0: the end follows
             else:
                 self._end(request, event.cancelled)
 
     def _add(self, event: RequestAdded) -> None:
+        spec, constraint = event.params.grammar_spec, None
+        if spec is not None and self.coordinator.samples:
+            constraint = self.engine.grammars.require_compiler().compile(spec)
         request = Request(
             event.id,
             event.prompt_ids,
             event.params,
             self.engine.context,
+            constraint,
             stop_ids=event.stop_ids,
             options=event.options,
         )

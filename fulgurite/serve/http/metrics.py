@@ -16,7 +16,7 @@ SHORT_SECONDS = (0.0005, *SECONDS)
 STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 MASK_SECONDS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 1e-1)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
-STATES = {"idle": 0, "busy": 1, "stalled": 2, "starting": 3}
+STATES = {"idle": 0, "busy": 1, "stalled": 2, "starting": 3, "restarting": 4}
 
 
 class Metrics:
@@ -98,7 +98,9 @@ class Metrics:
         )
         self.failed_steps = self.counter("fulgurite:failed_steps", "Steps that raised", per_engine)
         self.engine_state = self.gauge(
-            "fulgurite:engine_state", "0 idle, 1 busy, 2 stalled, 3 starting", per_engine
+            "fulgurite:engine_state",
+            "0 idle, 1 busy, 2 stalled, 3 starting, 4 restarting ranks",
+            per_engine,
         )
         self.restarts = self.gauge(
             "fulgurite:engine_restarts_total", "Engine processes started again", per_engine

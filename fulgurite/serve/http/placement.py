@@ -20,8 +20,12 @@ def count_gpus() -> int:
 def count_ranks(config: ServerConfig) -> int:
     """GPUs of one replica."""
     engine = config.engine
-    ranks = int(engine.get("tensor") or 1) * int(engine.get("data") or 1)
-    return max(ranks, int(engine.get("expert") or 1))
+    sizes = {
+        name: int(engine.get(name) or 1)
+        for name in ("pipeline", "data", "context_parallel", "tensor", "expert")
+    }
+    stage = sizes["data"] * sizes["context_parallel"] * sizes["tensor"]
+    return sizes["pipeline"] * max(stage, sizes["expert"])
 
 
 def choose_devices(config: ServerConfig, index: int, num_gpus: int) -> dict[str, str]:

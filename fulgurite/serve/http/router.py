@@ -133,6 +133,7 @@ class Router:
 
     def _choose_among(self, clients: Sequence[EngineHandle], keys: Sequence[bytes]) -> EngineHandle:
         ready = [client for client in clients if client.is_ready and client.state != "stalled"]
+        ready = [client for client in ready if client.state != "restarting"] or ready
         if not ready:
             raise EngineError("no engine is ready", next="try again in a few seconds")
         if len(ready) == 1:

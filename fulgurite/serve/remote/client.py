@@ -172,6 +172,7 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         self.loaded = loop.create_future()
         self.started_at = self.last_report = time.monotonic()
+        self.progress = Progress()
         self.protocol = await self._connect()
         self.protocol.write(self.load)
         self.info = await self.loaded
@@ -353,9 +354,11 @@ class EngineClient:
 
     @property
     def state(self) -> str:
-        """starting, idle, busy, or stalled: no report for `stall_seconds`."""
+        """starting, idle, busy, stalled (no report for `stall_seconds`), or restarting its ranks."""
         if not self.is_ready:
             return "starting"
+        if self.progress.restarting:
+            return "restarting"
         if time.monotonic() - self.last_report > self.stall_seconds:
             return "stalled"
         return "busy" if self.streams else "idle"
@@ -368,6 +371,7 @@ class EngineClient:
             case Report(updates=updates, progress=progress):
                 for update in updates:
                     self._deliver(update)
+                self.restarts += max(progress.rank_restarts - self.progress.rank_restarts, 0)
                 self.progress = progress
                 for listener in self.on_progress:
                     listener(self, progress)

@@ -4,7 +4,8 @@
 
 The loop owns its engine: nothing else calls it. A command that fails is answered with `Rejected`. A
 step that fails ends the requests in it, and the loop goes on; it gives up after several in a row, since
-the device may be broken, and whoever started it starts it again.
+the device may be broken, and whoever started it starts it again. An engine over ranks restarts a rank
+that was lost (rank_restart.py): a report says so before, and commands wait until it is done.
 
 With many running requests reports are sent less often: a reader that wakes up once for many tokens
 spends its time on tokens instead of on waking up.
@@ -32,6 +33,7 @@ from fulgurite.serve.remote.messages import (
     Generate,
     ImportPrefix,
     InjectFault,
+    Progress,
     Rejected,
     Report,
     ResetPrefixCache,
@@ -62,6 +64,8 @@ class EngineLoop:
         self.failed_steps = self.failures_in_a_row = 0
         self.audit: dict[str, int] = {}
         self.is_stopping = False
+        self.progress = Progress()  # of the last report
+        engine.watch_ranks(self.report_restart)
 
     def run(self) -> None:
         try:
@@ -72,6 +76,8 @@ class EngineLoop:
                     self.run_command(command)
                 if self.engine.has_unfinished_requests:
                     self.step()
+                else:
+                    self.engine.check_ranks()
                 if was_busy and not self.engine.has_unfinished_requests:
                     self.audit = self.engine.audit()
                 self.flush_if_due()
@@ -134,6 +140,7 @@ class EngineLoop:
             self.failures_in_a_row += 1
             LOG.exception("a step failed: %s", error)
             if not self.engine.can_continue or self.failures_in_a_row >= MAX_FAILED_STEPS:
+                self.send_last_progress()  # the last updates name the cause
                 raise
             self.engine.fail_step(f"the step failed: {type(error).__name__}")
         else:
@@ -150,6 +157,20 @@ class EngineLoop:
         else:
             raise InjectedFault("injected")
 
+    def report_restart(self, reason: str) -> None:
+        """Tell the other side that ranks are being restarted, or that they are there again."""
+        self.progress = structs_replace(self.progress, restarting=reason)
+        if reason:  # the engine has nothing to read while its ranks start
+            self.send_last_progress()
+        else:
+            self.flush(time.perf_counter())
+
+    def send_last_progress(self) -> None:
+        """Send all updates, with the counters of the last report."""
+        lists: dict[str, Any] = {"step_seconds": [], "step_tokens": [], "mask_seconds": []}
+        self.channel.send(Report([*self.updates.values()], structs_replace(self.progress, **lists)))
+        self.updates = {}
+
     def flush_if_due(self) -> None:
         """Send a report, if the last one is long enough ago for the number of requests."""
         now = time.perf_counter()
@@ -163,6 +184,7 @@ class EngineLoop:
     def flush(self, now: float) -> None:
         progress = self.engine.read_progress()
         progress = structs_replace(progress, failed_steps=self.failed_steps, audit=self.audit)
+        self.progress = progress
         self.channel.send(Report([*self.updates.values()], progress))
         self.updates = {}
         self.last_flush = now

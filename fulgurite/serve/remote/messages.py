@@ -125,6 +125,7 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
     queue_seconds: float
     first_token_seconds: float
     seconds: float
+    restarts: int = 0
 
 
 class TokenUpdate(msgspec.Struct, frozen=True, array_like=True):
@@ -143,6 +144,8 @@ class Progress(msgspec.Struct, frozen=True):
     step_tokens     tokens of these steps
     mask_seconds    times that steps waited for grammar masks since the last report
     audit           leaks by kind; of the last audit
+    rank_restarts   how often all ranks of the engine were restarted
+    restarting      why they are being restarted now; empty: they are not
     """
 
     steps: int = 0
@@ -161,6 +164,8 @@ class Progress(msgspec.Struct, frozen=True):
     step_tokens: list[int] = []
     mask_seconds: list[float] = []
     audit: dict[str, int] = {}
+    rank_restarts: int = 0
+    restarting: str = ""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

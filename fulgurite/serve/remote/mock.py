@@ -27,7 +27,7 @@ from fulgurite.serve.remote.messages import (
     Progress,
     TokenUpdate,
 )
-from fulgurite.serve.remote.served_engine import Listener, WireLogprobs
+from fulgurite.serve.remote.served_engine import Listener, RestartListener, WireLogprobs
 
 EMBEDDING_SIZE = 8
 REPLY = re.compile(r"<reply>(.*?)</reply>", re.DOTALL)  # in a prompt, with `echo`
@@ -202,6 +202,12 @@ class MockEngine:
             now - one.arrival,
         )
         one.listener(TokenUpdate(one.request.id, tokens, self._logprobs(one, tokens), finish))
+
+    def watch_ranks(self, listener: RestartListener) -> None:
+        pass  # it has one rank
+
+    def check_ranks(self) -> None:
+        pass
 
     def fail_step(self, reason: str) -> None:
         failed, self.running = self.running, {}

@@ -30,6 +30,7 @@ from fulgurite.serve.remote.messages import (
 from fulgurite.serve.structured.compiler import GrammarCompiler
 
 Listener = Callable[[TokenUpdate], None]
+RestartListener = Callable[[str], None]
 WireLogprobs = list[tuple[int, float, list[tuple[int, float]]]]
 
 
@@ -53,6 +54,14 @@ class ServedEngine(Protocol):
     def step(self) -> None: ...
 
     def fail_step(self, reason: str) -> None: ...
+
+    def watch_ranks(self, listener: RestartListener) -> None:
+        """Call this with the reason before ranks are restarted, and with "" afterwards."""
+        ...
+
+    def check_ranks(self) -> None:
+        """Restart ranks that were lost while nothing ran."""
+        ...
 
     def embed(self, prompts: list[list[int]]) -> list[bytes]: ...
 
@@ -87,7 +96,8 @@ class LLMEngine:
 
     @property
     def can_continue(self) -> bool:
-        return self.llm.mesh is None  # ranks are no longer in step with each other
+        # Otherwise ranks are no longer in step with each other, or lost for good.
+        return self.llm.mesh is None and self.engine.failure is None
 
     def add(self, request: Generate, listener: Listener) -> None:
         sent_logprobs = 0
@@ -122,6 +132,14 @@ class LLMEngine:
 
     def fail_step(self, reason: str) -> None:
         self.engine.fail_step(reason)
+
+    def watch_ranks(self, listener: RestartListener) -> None:
+        if self.engine.restarter is not None:
+            self.engine.restarter.listeners.append(listener)
+
+    def check_ranks(self) -> None:
+        if self.engine.restarter is not None:
+            self.engine.step()
 
     def embed(self, prompts: list[list[int]]) -> list[bytes]:
         rows = self.llm.embed(prompts).to(torch.float32).contiguous()
@@ -166,6 +184,7 @@ class LLMEngine:
             preemptions=scheduler.num_preemptions,
             forced_tokens=recorder.forced_tokens,
             mask_seconds=engine.sampler.take_mask_seconds(),
+            rank_restarts=0 if engine.restarter is None else engine.restarter.num_restarts,
             step_seconds=step_seconds,
             step_tokens=step_tokens,
         )
@@ -189,6 +208,7 @@ def describe_finish(request: Request, update: Update) -> Finish:
         max(request.first_step_time - request.arrival_time, 0.0),
         result.first_token_seconds,
         result.seconds,
+        result.restarts,
     )
 
 

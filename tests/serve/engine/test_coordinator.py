@@ -6,17 +6,24 @@ import json
 import math
 
 import numpy as np
+import pytest
 
 from fulgurite.serve.engine.coordinator import (
+    NO_LOGPROBS,
+    GrammarStarted,
     PrefixCacheReset,
     RequestAdded,
     RequestEnded,
     StepMessage,
     TokenSampled,
+    count_words,
     decode_step,
+    decode_token,
     encode_step,
+    encode_token,
 )
-from fulgurite.serve.engine.request import RequestOptions, SamplingParams
+from fulgurite.serve.engine.request import RequestOptions, SamplingParams, TokenLogprob
+from fulgurite.serve.engine.sampler import SamplingVariant
 
 
 def test_messages_round_trip():
@@ -31,7 +38,9 @@ def test_messages_round_trip():
         RequestEnded("r", True),
         PrefixCacheReset(),
     ]
-    message = StepMessage(events, 2, 30, is_last=True)
+    events.append(GrammarStarted("regex", '[a-z]"+'))
+    variant = SamplingVariant(True, False, True)
+    message = StepMessage(events, 2, 30, variant, can_replay=True, num_logprobs=4, is_last=True)
     data = encode_step(message)
     json.loads(data)
     assert decode_step(data) == message
@@ -40,3 +49,26 @@ def test_messages_round_trip():
 def test_token_ids_of_numpy_are_numbers():
     event = TokenSampled("r", np.int64(5))  # type: ignore[arg-type]
     assert decode_step(encode_step(StepMessage([event], 0, 0))).events == [TokenSampled("r", 5)]
+
+
+@pytest.mark.parametrize(
+    ("logprob", "num_logprobs"),
+    [
+        (None, NO_LOGPROBS),
+        (TokenLogprob(5, -0.1), 0),
+        (TokenLogprob(5, -math.inf, ((5, -0.1), (0, -2.0))), 2),
+        (TokenLogprob(5, -1e-30, ((5, -1e-30),)), 3),
+    ],
+    ids=str,
+)
+def test_tokens_round_trip_as_integers(logprob, num_logprobs):
+    words = encode_token(5, logprob, num_logprobs)
+    assert len(words) == count_words(num_logprobs)
+    assert decode_token("r", words) == ("r", 5, logprob)
+
+
+def test_token_without_logprobs_in_a_step_with_them():
+    words = encode_token(5, None, 2)
+    assert len(words) == count_words(2)
+    found = decode_token("r", words)
+    assert found.token == 5 and found.logprob is not None and math.isnan(found.logprob.logprob)

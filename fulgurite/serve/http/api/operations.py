@@ -199,6 +199,7 @@ async def health(request: Request, server: Server) -> Response:
             "steps": client.progress.steps,
             "seconds_since_report": round(now - client.last_report, 3),
             "restarts": client.restarts,
+            **({"restarting": reason} if (reason := client.progress.restarting) else {}),
         }
         for client in server.clients
     ]
@@ -207,7 +208,7 @@ async def health(request: Request, server: Server) -> Response:
     if server.admission.is_draining:
         status = "draining"
     elif not usable:
-        status = "stalled" if "stalled" in states else "starting"
+        status = next((one for one in ("restarting", "stalled") if one in states), "starting")
     else:
         status = "busy" if "busy" in states else "idle"
     code = 200 if usable and status != "draining" else 503

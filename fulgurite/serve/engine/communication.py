@@ -1,0 +1,59 @@
+"""What the ranks of a model communicate through: a model and its mesh in, `Communication` out.
+
+A decode step is captured in a CUDA graph if all of it runs on the device. `no_capture_reason` names the
+first thing that doesn't. `check` raises what the device has recorded, for example a rank whose flag
+never arrived.
+"""
+
+from __future__ import annotations
+
+from fulgurite.kernels.integer_math import cdiv
+from fulgurite.models.layers import CausalLM
+from fulgurite.parallel.dispatcher import TokenDispatcher, can_overlap
+from fulgurite.parallel.expert import ExpertParallel
+from fulgurite.parallel.mesh import Mesh
+
+
+class Communication:
+    """The tensor axis and the token dispatchers of one model."""
+
+    def __init__(self, model: CausalLM, mesh: Mesh) -> None:
+        self.model, self.mesh = model, mesh
+        found = {
+            name: module.dispatcher
+            for name, module in model.named_modules()
+            if isinstance(module, ExpertParallel)
+        }
+        self.dispatchers: dict[int, tuple[str, TokenDispatcher]] = {}
+        for name, dispatcher in found.items():
+            self.dispatchers.setdefault(id(dispatcher), (name, dispatcher))
+
+    @property
+    def no_capture_reason(self) -> str | None:
+        """Why a step over these ranks can't be captured; the same on all ranks."""
+        if self.model.device.type != "cuda":
+            return f"ranks on a {self.model.device.type.upper()} communicate through the host"
+        for axis in (self.mesh.pipeline, self.mesh.context):
+            if axis.size > 1:  # the lengths of messages and shards differ from step to step
+                return f"steps over a {axis.name} axis are planned on the host"
+        if not self.mesh.tensor.can_capture:
+            return "the tensor axis communicates through the host (gloo)"
+        for name, dispatcher in self.dispatchers.values():
+            if not dispatcher.can_capture:
+                return f"{name} communicates through the host ({type(dispatcher).__name__})"
+        return None
+
+    def begin_step(self, num_tokens: int) -> None:
+        """Tell the dispatchers the size of the next step: the most tokens of a replica, on all ranks."""
+        is_sharded = self.mesh.tensor.size > 1 and self.mesh.expert.size > 1  # sequence parallel
+        ranks = self.mesh.tensor.size if is_sharded else 1
+        for _, dispatcher in self.dispatchers.values():
+            if can_overlap(dispatcher):
+                dispatcher.set_step_tokens(cdiv(num_tokens, ranks))
+
+    def check(self) -> None:
+        """Raise the errors of the device; where the host waits for it anyway, once a step."""
+        if self.mesh.tensor.device_collectives is not None:
+            self.mesh.tensor.device_collectives.check()
+        for _, dispatcher in self.dispatchers.values():
+            dispatcher.check()
