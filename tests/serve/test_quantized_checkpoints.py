@@ -18,7 +18,7 @@ from fulgurite.quant import QuantTensor, compute_sqnr, get_device_features
 from fulgurite.quant import is_native as is_native_format
 from fulgurite.quant.config import QuantConfig
 from fulgurite.quantize import quantize, save
-from fulgurite.serve import llm as llm_module
+from fulgurite.plan import rank_memory
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.llm import LLM, LLMConfig, choose_limits
 from tests.models.loading.published_layouts import LAYOUTS, write_checkpoints
@@ -113,12 +113,12 @@ def test_a_model_that_fits_quantized_is_accepted(
     with LLM(dense, quantize="nvfp4", **options) as llm:
         plan = llm.plan
     needed = max(plan.total, plan.weights + plan.loading)
-    monkeypatch.setattr(llm_module, "available_bytes", lambda device: needed)
+    monkeypatch.setattr(rank_memory, "available_bytes", lambda device: needed)
     with LLM(dense, quantize="nvfp4", **options) as llm:
         assert llm.plan.weights == plan.weights
     with pytest.raises(CapacityError, match="does not fit"):
         LLM(dense, **options)
-    monkeypatch.setattr(llm_module, "available_bytes", lambda device: plan.weights + 1)
+    monkeypatch.setattr(rank_memory, "available_bytes", lambda device: plan.weights + 1)
     with pytest.raises(CapacityError, match="loading them"):
         LLM(dense, quantize="nvfp4", **options)
 

@@ -357,7 +357,7 @@ def failing_steps(seed: int, every: int = 40) -> Iterator[Counter[str]]:
     """Steps of engines in this process fail in the middle: about one of `every`. Counts by kind."""
     rng, execute, counts = random.Random(seed), EngineCore._execute, Counter[str]()
 
-    def fail_sometimes(engine: EngineCore, chunks: Any, requests: Any) -> Any:
+    def fail_sometimes(engine: EngineCore, *step: Any) -> Any:
         draw = rng.randrange(2 * every)
         if draw == 0:
             counts["raise"] += 1
@@ -365,7 +365,7 @@ def failing_steps(seed: int, every: int = 40) -> Iterator[Counter[str]]:
         if draw == 1:
             counts["oom"] += 1
             raise MemoryError("injected into the step")
-        sampled = execute(engine, chunks, requests)
+        sampled = execute(engine, *step)
         if draw == 2:
             counts["raise late"] += 1
             raise RuntimeError("injected after the model has run")
