@@ -14,11 +14,11 @@ from fulgurite.kernels.gemm.modules import NATIVE_ACTIVATION_FORMATS
 from fulgurite.models import load_model
 from fulgurite.models.layers import CausalLM
 from fulgurite.models.loading import loader
+from fulgurite.plan import rank_memory
 from fulgurite.quant import QuantTensor, compute_sqnr, get_device_features
 from fulgurite.quant import is_native as is_native_format
 from fulgurite.quant.config import QuantConfig
 from fulgurite.quantize import quantize, save
-from fulgurite.plan import rank_memory
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.llm import LLM, LLMConfig, choose_limits
 from tests.models.loading.published_layouts import LAYOUTS, write_checkpoints
