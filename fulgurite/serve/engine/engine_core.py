@@ -489,6 +489,7 @@ class EngineCore:
             request.error = f"{request.id}, token {request.length}: {request.constraint_error}"
         elif error != NO_ALLOWED_TOKEN or grammar is None or not grammar.is_accepting:
             request.error = f"{request.id}, token {request.length}: {SAMPLING_ERRORS[error]}"
+            request.error_cause = "request" if error == NO_ALLOWED_TOKEN else ""
         # A grammar that may end here, but whose end token is banned, ends.
         request.finish("stop" if request.error is None else "error")
         return self._end(request, "")

@@ -202,7 +202,7 @@ def find_interrupted(engine: EngineCore) -> list[Request]:
 
 def fail_request(engine: EngineCore, request: Request, text: str) -> Update:
     """End a request without the ranks that ran it; its listener is still to be notified."""
-    request.error = text
+    request.error, request.error_cause = text, "ranks"
     request.finish("error")
     return engine._build_final_update(request, "")
 

@@ -33,6 +33,11 @@ from fulgurite.serve.engine.grammar import (
 MAX_LOGPROBS = 1000
 MAX_MAGNITUDE = 1e30  # of a temperature, penalty or bias; float32 can still compute with it
 NO_BIAS: Mapping[int, float] = {}
+ERROR_CAUSES = {  # of a request that ended with an error
+    "": "the engine",
+    "request": "the request itself: it would fail again",
+    "ranks": "a rank was lost, and the engine restarts or ends",
+}
 
 
 @dataclass(frozen=True)
@@ -361,6 +366,7 @@ class Request:
         self.finish_reason = ""
         self.stopped_by: str | int | None = None
         self.error: str | None = None
+        self.error_cause = ""  # one of ERROR_CAUSES
         self.arrival_time = time.perf_counter()
         self.first_step_time = 0.0  # 0: it has not run yet
         self.first_token_time = self.finish_time = self.arrival_time

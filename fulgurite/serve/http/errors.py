@@ -11,6 +11,7 @@ from typing import Any
 
 from fulgurite.errors import ArgumentError
 from fulgurite.serve.remote.client import EngineError, RequestRejected
+from fulgurite.serve.remote.messages import Finish
 
 TYPES = {  # by status
     400: "invalid_request_error",
@@ -85,6 +86,16 @@ def to_api_error(error: Exception) -> ApiError | None:
     if isinstance(error, EngineError):
         return ApiError(503, error.one_line(), code="engine_error", headers={"retry-after": "1"})
     return None
+
+
+def finish_error(finish: Finish) -> ApiError:
+    """The error of a generation that ended without a reply, by its cause."""
+    message = finish.error or f"the request was {finish.reason}"
+    if finish.cause == "request":  # the same request would fail again
+        return ApiError(400, message)
+    if finish.cause == "ranks":  # they are restarted
+        return ApiError(503, message, code="engine_error", headers={"retry-after": "1"})
+    return ApiError(500, message, code="engine_error")
 
 
 def too_late(message: str) -> ApiError:

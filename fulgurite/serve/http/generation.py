@@ -19,7 +19,7 @@ from fulgurite.models.tokenizer import Tokenizer
 from fulgurite.serve.engine.detokenizer import Detokenizer
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.http.admission import Admission, Ticket
-from fulgurite.serve.http.errors import ApiError, too_late
+from fulgurite.serve.http.errors import finish_error, too_late
 from fulgurite.serve.http.metrics import Metrics
 from fulgurite.serve.http.router import Router
 from fulgurite.serve.remote.client import TokenStream
@@ -241,8 +241,7 @@ class Generation:
 
     def _check_finish(self, finish: Finish | None) -> None:
         if finish is not None and finish.reason not in ("stop", "length"):
-            message = finish.error or f"the request was {finish.reason}"
-            raise ApiError(500, message, code="engine_error")
+            raise finish_error(finish)
 
     # ---- observations ------------------------------------------------------------------------------
 

@@ -126,6 +126,7 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
     first_token_seconds: float
     seconds: float
     restarts: int = 0
+    cause: str = ""  # of the error, see ERROR_CAUSES of engine/request.py
 
 
 class TokenUpdate(msgspec.Struct, frozen=True, array_like=True):

@@ -209,6 +209,7 @@ def describe_finish(request: Request, update: Update) -> Finish:
         result.first_token_seconds,
         result.seconds,
         result.restarts,
+        request.error_cause,
     )
 
 

@@ -171,6 +171,15 @@ def test_logit_bias_forces_a_token(tiny):
     assert reply.choices[0].message.content == "zzzz"
 
 
+def test_a_request_that_bans_every_token_is_a_bad_request(tiny):
+    """The only allowed token would end the reply before `min_tokens`."""
+    token = tiny.post("/tokenize", {"prompt": "z"}).json()["tokens"][0]
+    body = {"allowed_token_ids": [token], "stop_token_ids": [token], "min_tokens": 3}
+    with pytest.raises(openai.BadRequestError, match="every token is banned"):
+        ask(tiny, extra_body=body)
+    assert ask(tiny).choices[0].finish_reason == "length"
+
+
 def test_logprobs_bytes_concatenate_to_the_text(tiny):
     reply = ask(tiny, logprobs=True, top_logprobs=3, max_completion_tokens=24, seed=1)
     choice = reply.choices[0]
