@@ -55,6 +55,15 @@ class PipelineStage:
         return self.start <= layer < self.stop
 
 
+def check_stages(num_stages: int, num_layers: int) -> None:
+    """ArgumentError if some stage would have no layer."""
+    if num_stages > num_layers:
+        raise ArgumentError(
+            f"pipeline={num_stages} stages, but the model has {num_layers} layers",
+            next=f"use at most pipeline={num_layers}; tensor= shards every weight",
+        )
+
+
 def split_stages(
     layer_bytes: Sequence[int], num_stages: int, first_bytes: int = 0
 ) -> list[tuple[int, int]]:
@@ -63,11 +72,7 @@ def split_stages(
     `first_bytes` are on the first stage besides its layers. Every stage has at least one layer.
     """
     num_layers = len(layer_bytes)
-    if num_stages > num_layers:
-        raise ArgumentError(
-            f"pipeline={num_stages} stages, but the model has {num_layers} layers",
-            next=f"use at most pipeline={num_layers}; tensor= shards every weight",
-        )
+    check_stages(num_stages, num_layers)
     totals = [0, *itertools.accumulate(layer_bytes)]
     # best[n]: the largest stage, the sum of squares and the ends of the stages so far, over n layers
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {

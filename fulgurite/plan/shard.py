@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fulgurite.errors import FormatError
+from fulgurite.kernels.integer_math import cdiv
 from fulgurite.models.attention_spec import AttentionSpec
 from fulgurite.models.config import LayerConfig, ModelConfig
 from fulgurite.models.families.family import ModelFamily
@@ -26,7 +27,7 @@ from fulgurite.models.loading.quantized import install_quantized_weight
 from fulgurite.models.state_spec import StateSpec
 from fulgurite.parallel.dispatcher import TokenDispatcher
 from fulgurite.parallel.mesh import Axis, MeshShape
-from fulgurite.parallel.pipeline import PipelineStage, split_stages
+from fulgurite.parallel.pipeline import PipelineStage, check_stages, split_stages
 from fulgurite.parallel.placement import Placement
 from fulgurite.parallel.tensor import parallelize
 from fulgurite.plan.memory import QuantizedWeight, RankShapes
@@ -223,6 +224,14 @@ def build_model_shard(
     )
     names = {current: shard.name for current, shard in sharding.slices.items()}
     return ModelShard(model.to("meta"), layer_kinds, names)
+
+
+def check_can_shard(config: ModelConfig, family: ModelFamily, shape: MeshShape) -> None:
+    """ArgumentError if a model can't be sharded like this; needs no process and no weights."""
+    check_stages(shape.pipeline, len(config.layers))
+    experts = 0 if config.moe is None else config.moe.num_experts
+    slots = cdiv(experts, shape.expert) * shape.expert
+    build_model_shard(config, family, ShardSpec(shape, slots))
 
 
 def _find_layer_kinds(

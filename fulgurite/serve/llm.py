@@ -43,6 +43,7 @@ from fulgurite.plan.limits import (
 from fulgurite.plan.memory import RankShapes, available_bytes, plan_memory, shapes_of
 from fulgurite.plan.meta_dispatch import MetaDeterministicDispatcher, use_micro_batches
 from fulgurite.plan.rank_memory import plan_rank_dispatch, plan_rank_memory
+from fulgurite.plan.shard import check_can_shard
 from fulgurite.quant import QuantTensor
 from fulgurite.quantize import resolve_quant_config
 from fulgurite.serve.embedding import EmbeddingModel, as_prompt_list
@@ -195,7 +196,7 @@ class LLM:
     def _start_ranks(self, checkpoint: Checkpoint) -> None:
         """Start the workers, join the mesh and load the model."""
         config = self.config
-        self.workers = start_workers(self.path, config)
+        self.workers = start_workers(self.path, config, checkpoint)
         with ExitStack() as on_error:
             on_error.callback(self._shut_down, timeout=0.0)
             self.mesh = open_mesh(
@@ -459,8 +460,13 @@ class LLM:
         return prompt  # type: ignore[return-value]
 
 
-def start_workers(path: str | Path, config: LLMConfig) -> WorkerProcesses | None:
-    """Start the worker processes, unless a launcher has started the ranks or one rank is enough."""
+def start_workers(
+    path: str | Path, config: LLMConfig, checkpoint: Checkpoint
+) -> WorkerProcesses | None:
+    """Start the worker processes, unless a launcher has started the ranks or one rank is enough.
+
+    ArgumentError before a process starts if the model can't be sharded like this.
+    """
     data, tensor, expert = config.data, config.tensor, config.expert
     pipeline, context = config.pipeline, config.context_parallel
     sizes = {"tensor": tensor, "pipeline": pipeline, "context_parallel": context}
@@ -471,8 +477,8 @@ def start_workers(path: str | Path, config: LLMConfig) -> WorkerProcesses | None
     world_size = pipeline * replica * (max(1, expert // replica) if data is None else data)
     if world_size == 1 or not is_single_process():
         return None
-    # raise before a process starts
-    MeshShape.for_world(world_size, data, tensor, expert, pipeline, context)
+    shape = MeshShape.for_world(world_size, data, tensor, expert, pipeline, context)
+    check_can_shard(checkpoint.config, checkpoint.family, shape)
     arguments = pickle.dumps((path, config))
     return WorkerProcesses(world_size, "fulgurite.serve.worker_main", arguments)
 
