@@ -75,9 +75,9 @@ def route_to_rank(model: nn.Module, rank: int, num_ranks: int) -> None:
             router.bias = nn.Parameter(bias_E.to(router.weight.dtype), requires_grad=False)
 
 
+@torch.no_grad()  # ranks go on to other tests
 def measure(folder: Path, shape: Shape, busiest: int, options: dict[str, Any]) -> Measured:
     """Run full steps of prompts and then decode, with the experts of rank `busiest` for all tokens."""
-    torch.set_grad_enabled(False)
     before = live_tensors()
     data, tensor, expert = shape
     llm = LLM(folder, data=data, tensor=tensor, expert=expert, **OPTIONS | options)
@@ -129,9 +129,9 @@ def open_with_little_memory(folder: Path, shape: Shape, victim: int, available: 
     return ""
 
 
+@torch.no_grad()
 def measure_on_gpu(folder: Path, shape: Shape, busiest: int, options: dict[str, Any]) -> Measured:
     """The same on a GPU that the ranks share; the buffers of the transport are no tensors of torch."""
-    torch.set_grad_enabled(False)
     data, tensor, expert = shape
     llm = LLM(folder, data=data, tensor=tensor, expert=expert, **options)
     held = torch.cuda.memory_allocated() + llm.plan.dispatch_buffers

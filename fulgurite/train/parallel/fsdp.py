@@ -46,6 +46,7 @@ from fulgurite.train.balance import find_routers
 from fulgurite.train.batch import Batch
 from fulgurite.train.layout import StepTotals
 from fulgurite.train.loss import LossSums
+from fulgurite.train.optim.scale import scale_tensors
 from fulgurite.train.parallel.data import ReplicatedData
 from fulgurite.train.parallel.expert import distribute_experts, is_expert_shard
 from fulgurite.train.parallel.layout_base import tree_all_reduce
@@ -180,7 +181,8 @@ class OrderedReduceScatter:
         assert total_WS is not None, "a leaf was just pushed"
         piece = tree_reduce_scatter(total_WS, self.shard)
         piece = tree_all_reduce_flat(piece, self.replicate)
-        output_tensor.copy_(piece / self.divisor)
+        scale_tensors([piece], self.divisor.float().reciprocal())  # as `store_gradients` does
+        output_tensor.copy_(piece)
 
 
 def whole_parameters(model: nn.Module) -> set[nn.Parameter]:
