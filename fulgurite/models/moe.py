@@ -34,7 +34,7 @@ from fulgurite.kernels.elementwise.gated_activation import CLAMPED_SWIGLU, Gated
 from fulgurite.kernels.gemm.fused_projections import fused_gate_up
 from fulgurite.kernels.gemm.modules import default_activation_format
 from fulgurite.kernels.gemm.reference import UNQUANTIZED
-from fulgurite.kernels.moe.ops import fused_experts, run_quantized_rows
+from fulgurite.kernels.moe.ops import fused_experts, run_sorted_rows
 from fulgurite.kernels.moe.router_config import RmsNormArgs, RouterConfig, Routes
 from fulgurite.kernels.moe.routing import is_small_batch, route_tokens
 from fulgurite.models.blocks import GatedMLP, ResidualBlock, project_add
@@ -177,7 +177,7 @@ class Experts(nn.Module):
         """
         if isinstance(x_TD, QuantTensor):
             assert norm is None and residual_TD is None, "rows of other ranks have neither"
-            return run_quantized_rows(
+            return run_sorted_rows(
                 x_TD,
                 routes,
                 self.gate_up_proj,

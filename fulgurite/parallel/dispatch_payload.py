@@ -26,11 +26,6 @@ ELSEWHERE = -1  # an expert of another rank, and all experts of a padding row
 INT_BYTES = 4
 
 
-def payload_bytes(wire: WireFormat, top_k: int, weight_bytes: int) -> int:
-    """Bytes of a row with its header."""
-    return _header_bytes(top_k, weight_bytes) + wire.row_bytes
-
-
 def _header_bytes(top_k: int, weight_bytes: int) -> int:
     return align(INT_BYTES * (1 + top_k) + weight_bytes * top_k)
 

@@ -39,7 +39,6 @@ from torch.autograd import Function
 from fulgurite.errors import ArgumentError, CapacityError
 from fulgurite.kernels.dispatch.layout import DispatchLayout, get_dispatch_layout
 from fulgurite.kernels.dispatch.wire_format import WIRE_FORMATS, WireFormat
-from fulgurite.kernels.moe.ops import combine_op
 from fulgurite.parallel.collectives import (
     PendingRows,
     all_gather,
@@ -56,6 +55,12 @@ from fulgurite.parallel.dispatch_payload import (
     unpack_payload,
 )
 from fulgurite.parallel.mesh import Axis
+from fulgurite.parallel.row_segments import (
+    RowSegments,
+    append_zero_row,
+    repeat_rows,
+    sum_segments,
+)
 
 SAME_DTYPE = "same"  # wire format: the dtype of the tokens
 MAX_PADDED_ROWS = 2048  # received rows of a step with equal splits; most of them are padding
@@ -139,17 +144,6 @@ class OverlappingDispatcher(TokenDispatcher, Protocol):
 def can_overlap(dispatcher: TokenDispatcher) -> TypeGuard[OverlappingDispatcher]:
     """Whether a dispatcher is an `OverlappingDispatcher`; cheaper than isinstance of a protocol."""
     return hasattr(type(dispatcher), "set_step_tokens")
-
-
-class RowSegments(NamedTuple):
-    """Which rows are summed together.
-
-    `rows[i]` are the rows of sum i, padded with the last row, which is zeros. `segment_of_row` is
-    the sum that each row belongs to, the last row included.
-    """
-
-    rows: Tensor
-    segment_of_row: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -293,11 +287,11 @@ class AllToAllDispatcher:
         experts_S = torch.cat((experts_S, experts_S.new_full((1,), pending.num_slots)))
         weights_S = received.weights_Rk.flatten()[pair_S].masked_fill(is_padding_S, 0)
         weights_S = torch.cat((weights_S, weights_S.new_zeros(1)))
-        row_S = _append_zero_row(pair_S // top_k)
+        row_S = append_zero_row(pair_S // top_k)
         segments = _payload_segments(received, pending, pair_S, row_S)
         x_SD = gather_rows(received.x_RD, row_S)
         returned_rows = RowSegments(
-            _returned_rows(pending.order, top_k), _append_zero_row(pending.order.token_H)
+            _returned_rows(pending.order, top_k), append_zero_row(pending.order.token_H)
         )
         handle = PayloadHandle(pending.counts, segments, returned_rows)
         return DispatchedTokens(x_SD, experts_S, weights_S, handle)
@@ -310,7 +304,7 @@ class AllToAllDispatcher:
 
     def start_combine(self, y_SD: Tensor, dispatched: DispatchedTokens) -> None:
         handle: PayloadHandle = dispatched.handle
-        y_RD = _sum_segments(y_SD, handle.assignments)
+        y_RD = sum_segments(y_SD, handle.assignments)
         wire = WireFormat(_resolve_wire_format(self.combine_format, y_RD.dtype), y_RD.shape[1])
         handle.wire, handle.dtype = wire, y_RD.dtype
         counts = handle.counts[1], handle.counts[0]
@@ -324,7 +318,7 @@ class AllToAllDispatcher:
         assert handle.dtype is not None
         returned_HD = handle.wire.unpack(handle.returned.wait(), handle.dtype)
         handle.returned = None
-        return _sum_segments(returned_HD, handle.returned_rows)
+        return sum_segments(returned_HD, handle.returned_rows)
 
     def _check_step(self, tokens: int, step_tokens: int) -> None:
         if tokens > step_tokens:
@@ -355,7 +349,7 @@ class AllToAllDispatcher:
         order = order_rows(layout, rows_W.cumsum(0) - rows_W, sum(send))
         token_H = order.token_H
         returned_rows = RowSegments(
-            _returned_rows(order, slots_Tk.shape[1]), _append_zero_row(token_H)
+            _returned_rows(order, slots_Tk.shape[1]), append_zero_row(token_H)
         )
         wire = WireFormat(_resolve_wire_format(self.dispatch_format, x_TD.dtype), x_TD.shape[1])
         x_RD = _Dispatch.apply(x_TD, token_H, returned_rows, wire, self.axis, send, receive)
@@ -368,7 +362,7 @@ class AllToAllDispatcher:
         # One padding row: what the experts compute of it is the row of zeros that sums need.
         experts_S = torch.cat((experts_S, experts_S.new_full((1,), num_slots)))
         weights_S = torch.cat((weights_S, weights_S.new_zeros(1)))
-        x_SD = _RepeatRows.apply(x_RD, assignments)
+        x_SD = repeat_rows(x_RD, assignments)
         return DispatchedTokens(x_SD, experts_S, weights_S, handle)
 
     def _send_assignments(
@@ -390,11 +384,11 @@ class AllToAllDispatcher:
         return received_S2[:, 0], received_S2[:, 1], weights_S
 
     def _combine_with_gradients(self, y_SD: Tensor, handle: DispatchHandle) -> Tensor:
-        y_RD = _sum_segments(y_SD, handle.assignments)
+        y_RD = sum_segments(y_SD, handle.assignments)
         wire = WireFormat(_resolve_wire_format(self.combine_format, y_RD.dtype), y_RD.shape[1])
         counts = handle.receive_counts, handle.send_counts
         returned_HD = _Combine.apply(y_RD, wire, self.axis, *counts)
-        return _sum_segments(returned_HD, handle.returned_rows)
+        return sum_segments(returned_HD, handle.returned_rows)
 
     # ---- counts ------------------------------------------------------------------------------------
 
@@ -457,7 +451,7 @@ class _Dispatch(Function):
         returned_HD = all_to_all_rows(
             gradients[0], ctx.axis, send, receive, "dispatch of gradients", padding=1
         )
-        return _sum_segments(returned_HD, ctx.returned_rows), None, None, None, None, None, None
+        return sum_segments(returned_HD, ctx.returned_rows), None, None, None, None, None, None
 
 
 class _Combine(Function):
@@ -481,32 +475,6 @@ class _Combine(Function):
         send, receive = ctx.counts
         y_RD = all_to_all_rows(gradients[0][:-1], ctx.axis, send, receive, "combine of gradients")
         return y_RD, None, None, None, None
-
-
-class _RepeatRows(Function):
-    """One row for each assignment, and a padding row. The gradient sums them in order."""
-
-    @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, assignments: RowSegments) -> Tensor:
-        ctx.assignments = assignments
-        if not x_RD.shape[0]:
-            return x_RD.new_zeros(1, x_RD.shape[1])
-        return x_RD[assignments.segment_of_row]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        rows = gradients[0].clone()
-        rows[-1] = 0
-        return _sum_segments(rows, ctx.assignments), None
-
-
-def _sum_segments(rows: Tensor, segments: RowSegments) -> Tensor:
-    """The sum of each segment's rows, in order; the last row is zeros."""
-    if segments.rows.shape[0] == 0:
-        return rows[:0]
-    segment_of_row = segments.segment_of_row
-    out: Tensor = combine_op(rows, segments.rows, segment_of_row, segment_of_row, None)
-    return out
 
 
 def _returned_rows(order: SendOrder, top_k: int) -> Tensor:
@@ -542,13 +510,7 @@ def _assignment_segments(row_S: Tensor, num_rows: int, max_count: int) -> RowSeg
     offset = torch.arange(max_count, device=row_S.device)
     rows = (counts_R.cumsum(0) - counts_R)[:, None] + offset
     rows = rows.masked_fill(offset >= counts_R[:, None], row_S.shape[0])
-    return RowSegments(rows.int(), _append_zero_row(row_S))
-
-
-def _append_zero_row(segment_of_row: Tensor) -> Tensor:
-    """With the row of zeros at the end, which may belong to any sum."""
-    zero_row = segment_of_row.new_zeros(1, dtype=torch.int32)
-    return torch.cat((segment_of_row.int(), zero_row))
+    return RowSegments(rows.int(), append_zero_row(row_S))
 
 
 def _sender_offsets(rows: tuple[int, ...], pairs: tuple[int, ...]) -> Tensor:

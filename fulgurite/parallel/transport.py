@@ -11,15 +11,13 @@ The transports are the rows of `TRANSPORTS`:
     hierarchical   collectives, first between nodes, one row a node, then inside each
     all_to_all     collectives of torch.distributed, on every backend
 
-`choose_transport` picks one for `auto` and says why. `dispatch_memory` is the one formula of a
-transport's memory, for the engine and for `fulgurite plan`. `make_dispatcher` allocates the buffers.
+`choose_transport` picks one for `auto` and says why. `dispatch_buffer_bytes` are what a transport holds
+as long as it lives; `make_dispatcher` allocates them. What it allocates within a layer is measured on the
+meta device (plan/meta_dispatch.py), for the engine and for `fulgurite plan`.
 
 The engine calls two methods of a dispatcher once a step. `set_step_tokens(count)`: the most tokens that
 a rank has in the next step. All ranks have agreed on it, so buffers and padding get this size, and the
 host reads no counts. `check()` raises the errors that the device has recorded.
-
-Shapes: T tokens; k experts of a token; W ranks; C rows from one rank to another; R = W C received rows;
-V = min(k, experts of a rank); S = R V assignments; D hidden size.
 """
 
 from __future__ import annotations
@@ -33,9 +31,8 @@ import torch
 
 from fulgurite.errors import ArgumentError
 from fulgurite.kernels.common.triton_import import HAS_TRITON, INTERPRETED
-from fulgurite.kernels.dispatch.buffers import EXPERT_CHUNK_ROWS, DispatchConfig
+from fulgurite.kernels.dispatch.buffers import DispatchConfig
 from fulgurite.kernels.dispatch.wire_format import WireFormat
-from fulgurite.parallel.dispatch_payload import payload_bytes
 from fulgurite.parallel.dispatcher import (
     WIRE_FORMAT_OF_DTYPE,
     AllToAllDispatcher,
@@ -50,7 +47,6 @@ AUTO = "auto"
 WIRES = (AUTO, "bf16", "f16", "f32", "fp8", "nvfp4")
 MICRO_BATCHES = (1, 2)
 SHARED_GPU_ENV = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-ROUTER_WEIGHT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -108,20 +104,6 @@ class ExpertOptions:
         )
 
 
-class DispatchMemory(NamedTuple):
-    """Memory of one rank for dispatch and combine, in bytes, in the worst case: every token of
-    every rank goes to it, as far as the capacity allows.
-
-    buffers       held as long as the dispatcher lives
-    activations   the most at any time within a layer, without what the experts allocate
-    expert_rows   rows that the experts compute at once; beyond it they are computed in chunks
-    """
-
-    buffers: int
-    activations: int
-    expert_rows: int
-
-
 class TransportChoice(NamedTuple):
     """A transport, and why it is used."""
 
@@ -135,12 +117,12 @@ class Transport:
 
     create               makes the dispatcher; a collective call
     unavailable_reason   why this axis can't use it on this device; None: it can
-    memory               `dispatch_memory` of a config and a number of ranks
+    buffer_bytes         `dispatch_buffer_bytes` of a config and a number of ranks
     """
 
     create: Callable[[Axis, DispatchConfig, torch.device], TokenDispatcher]
     unavailable_reason: Callable[[Axis, torch.device], str | None]
-    memory: Callable[[DispatchConfig, int], DispatchMemory]
+    buffer_bytes: Callable[[DispatchConfig, int], int]
 
 
 def make_dispatcher(
@@ -185,9 +167,9 @@ def check_expert_axis(is_given: bool, has_expert_axis: bool) -> None:
         )
 
 
-def dispatch_memory(transport: str, config: DispatchConfig, num_ranks: int) -> DispatchMemory:
-    """Memory of one rank with this transport, in the worst case."""
-    return TRANSPORTS[transport].memory(config, num_ranks)
+def dispatch_buffer_bytes(transport: str, config: DispatchConfig, num_ranks: int) -> int:
+    """Bytes of one rank that a dispatcher holds as long as it lives."""
+    return TRANSPORTS[transport].buffer_bytes(config, num_ranks)
 
 
 # ---- symmetric memory ------------------------------------------------------------------------------
@@ -214,17 +196,6 @@ def _no_symmetric_memory_reason(axis: Axis, device: torch.device) -> str | None:
     return None
 
 
-def _symmetric_memory_use(config: DispatchConfig, num_ranks: int) -> DispatchMemory:
-    """Rows x_SD and results y_SD of all assignments, next to the buffers."""
-    buffers = config.size_buffers(num_ranks)
-    assignments = num_ranks * buffers.rows * buffers.experts_per_row
-    row = WireFormat(config.combine_format, config.hidden_size).row_bytes
-    packed = config.max_tokens * buffers.row_bytes  # of the tokens that this rank sends
-    per_assignment = 2 * row + 8  # rows in and out, expert and weight
-    activations = max(packed, assignments * per_assignment)
-    return DispatchMemory(buffers.total_bytes, activations, min(assignments, EXPERT_CHUNK_ROWS))
-
-
 # ---- all-to-all ------------------------------------------------------------------------------------
 
 
@@ -241,22 +212,6 @@ def _create_all_to_all(
         combine_format=config.combine_format,
         capacity=None if config.capacity is None else axis.size * config.capacity,
     )
-
-
-def _all_to_all_memory_use(config: DispatchConfig, num_ranks: int) -> DispatchMemory:
-    """The largest of three moments: rows arrive, experts run, results are sent back."""
-    sizes = config.size_buffers(num_ranks)
-    received = num_ranks * sizes.rows
-    assignments = received * sizes.experts_per_row + 1
-    sent = config.max_tokens * sizes.ranks_per_token
-    row = WireFormat(config.combine_format, config.hidden_size).row_bytes
-    wire = WireFormat(config.dispatch_format, config.hidden_size)
-    payload = payload_bytes(wire, config.top_k, ROUTER_WEIGHT_BYTES)
-    arriving = (sent + received) * payload + (received + assignments) * row
-    computing = 2 * assignments * row
-    returning = (assignments + 2 * received + sent + 1) * row
-    activations = max(arriving, computing, returning)
-    return DispatchMemory(0, activations, min(assignments, EXPERT_CHUNK_ROWS))
 
 
 # ---- hierarchical ----------------------------------------------------------------------------------
@@ -279,36 +234,16 @@ def _create_hierarchical(
     )
 
 
-def _hierarchical_memory_use(config: DispatchConfig, num_ranks: int) -> DispatchMemory:
-    """As all-to-all, and the rows that this rank forwards; for any number of nodes.
-
-    A rank forwards at most N T rows, and R = W T are received at the end. Rows to forward, their copy
-    in the order of sending, and received rows are 2 W T, whether nodes have one rank or two.
-    """
-    sizes = config.size_buffers(num_ranks)
-    received = num_ranks * sizes.rows
-    assignments = received * sizes.experts_per_row + 1
-    every_token = num_ranks * config.max_tokens
-    sent = config.max_tokens * sizes.ranks_per_token
-    row = WireFormat(config.combine_format, config.hidden_size).row_bytes
-    wire = WireFormat(config.dispatch_format, config.hidden_size)
-    payload = payload_bytes(wire, config.top_k, ROUTER_WEIGHT_BYTES)
-    forwarding = 2 * every_token * payload
-    arriving = received * payload + (received + assignments) * row
-    computing = 2 * assignments * row
-    returning = (assignments + 3 * every_token + sent + 2) * row
-    activations = max(forwarding, arriving, computing, returning)
-    return DispatchMemory(0, activations, min(assignments, EXPERT_CHUNK_ROWS))
+def _no_buffers(config: DispatchConfig, num_ranks: int) -> int:
+    return 0  # collectives allocate as they go
 
 
 TRANSPORTS: dict[str, Transport] = {
     "symmetric": Transport(
-        SymmetricMemoryDispatcher.create, _no_symmetric_memory_reason, _symmetric_memory_use
+        SymmetricMemoryDispatcher.create, _no_symmetric_memory_reason, DispatchConfig.num_bytes
     ),
-    "hierarchical": Transport(
-        _create_hierarchical, _no_hierarchical_reason, _hierarchical_memory_use
-    ),
-    "all_to_all": Transport(_create_all_to_all, _no_all_to_all_reason, _all_to_all_memory_use),
+    "hierarchical": Transport(_create_hierarchical, _no_hierarchical_reason, _no_buffers),
+    "all_to_all": Transport(_create_all_to_all, _no_all_to_all_reason, _no_buffers),
 }
 # What `auto` tries on a GPU, or if the axis spans nodes, in this order.
 AUTO_ORDER = ("symmetric", "hierarchical", "all_to_all")

@@ -19,7 +19,7 @@ from fulgurite.parallel.transport import (
     ExpertOptions,
     TransportChoice,
     choose_transport,
-    dispatch_memory,
+    dispatch_buffer_bytes,
 )
 from fulgurite.plan.limits import EngineLimits
 from fulgurite.plan.memory import (
@@ -115,5 +115,5 @@ def plan_rank_dispatch(
     """How the tokens of a model reach the experts of a mesh; `num_slots` as in `plan_dispatch`."""
     choice = choose_transport(options, mesh.expert, device)
     config = plan_dispatch(options, model.config, model.dtype, limits, mesh.shape, num_slots)
-    buffers = dispatch_memory(choice.name, config, mesh.expert.size).buffers
+    buffers = dispatch_buffer_bytes(choice.name, config, mesh.expert.size)
     return RankDispatch(choice, config, mesh.expert, buffers)

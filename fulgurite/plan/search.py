@@ -31,7 +31,7 @@ from fulgurite.parallel.transport import (
     TransportChoice,
     check_expert_axis,
     choose_transport,
-    dispatch_memory,
+    dispatch_buffer_bytes,
 )
 from fulgurite.plan.cluster import Cluster
 from fulgurite.plan.limits import BLOCK_SIZES, MAX_BATCHED_TOKENS, EngineLimits
@@ -248,7 +248,7 @@ def _plan_experts(query: PlanQuery, spec: ShardSpec, limits: EngineLimits) -> Ex
     config = plan_dispatch(
         query.expert_options, query.config, dtype, limits, spec.mesh_shape, slots
     )
-    buffers = dispatch_memory(choice.name, config, ranks).buffers
+    buffers = dispatch_buffer_bytes(choice.name, config, ranks)
     return ExpertPlan(choice, config, axis, buffers, query.expert_options.micro_batches)
 
 

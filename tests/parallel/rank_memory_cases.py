@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fulgurite.errors import CapacityError
 from fulgurite.models.moe import Router
 from fulgurite.plan import rank_memory
-from fulgurite.plan.activations import AllocationTracker
 from fulgurite.plan.memory import MemoryPlan
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.llm import LLM
 from tests.parallel.model_cases import Shape
+from tests.plan.held_memory import HostAllocationTracker, live_tensors, storage_bytes
 
 OPTIONS = {"context": 96, "max_sequences": 4, "max_batched_tokens": 256, "timeout": 60.0}
 
@@ -33,32 +32,6 @@ class Measured(NamedTuple):
     @property
     def total(self) -> int:
         return self.held + self.peak
-
-
-class HostAllocationTracker(AllocationTracker):
-    """Counts new memory on the CPU instead of the meta device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = live_tensors()
-        self.known = storage_bytes(self.before)
-
-    def is_counted(self, tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor or tensor.device.type != "cpu":
-            return False
-        return tensor.untyped_storage()._cdata not in self.known
-
-
-def live_tensors() -> list[Tensor]:
-    """Every tensor with memory of its own: a QuantTensor has none, its parts do."""
-    gc.collect()
-    found = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)]
-    return [one for one in found if not one.is_meta]
-
-
-def storage_bytes(tensors: list[Tensor]) -> dict[int, int]:
-    storages = (one.untyped_storage() for one in tensors)
-    return {storage._cdata: storage.nbytes() for storage in storages}
 
 
 def route_to_rank(model: nn.Module, rank: int, num_ranks: int) -> None:

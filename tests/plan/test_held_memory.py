@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 
 import pytest
-from torch import Tensor, nn
 
 pytest.importorskip("transformers", reason="it writes the checkpoints")
 
 import transformers
 
-from fulgurite.plan.activations import AllocationTracker
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.llm import LLM
 from tests.models.reference_models import build_reference
+from tests.plan.held_memory import HostAllocationTracker, live_tensors, storage_bytes
 
 TOLERANCE = 0.05
 SIZES = {"vocab_size": 211, "hidden_size": 128}  # weights outweigh block tables and buffers
@@ -38,18 +36,6 @@ PROMPTS = [[1, 2, 3] * 9]
 OPTIONS = {"device": "cpu", "context": 64, "max_sequences": 2, "max_batched_tokens": 64}
 
 
-def live_tensors() -> list[Tensor]:
-    """Every tensor with memory of its own: a QuantTensor has none, its parts do."""
-    gc.collect()
-    found = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)]
-    return [one for one in found if not one.is_meta]
-
-
-def storage_bytes(tensors: list[Tensor]) -> dict[int, int]:
-    storages = (one.untyped_storage() for one in tensors)
-    return {storage._cdata: storage.nbytes() for storage in storages}
-
-
 def load(family: str, format: str | None, folder: Path, **sizes: object) -> LLM:
     transformers.utils.logging.disable_progress_bar()
     build_reference(family, **sizes).save_pretrained(folder)
@@ -65,20 +51,6 @@ def test_plan_is_what_is_held(family, format, tmp_path):
     held = sum(count for id, count in storage_bytes(live_tensors()).items() if id not in known)
     planned = llm.plan.weights + llm.plan.kv_cache + llm.plan.workspaces + llm.plan.states
     assert abs(planned - held) <= TOLERANCE * held, f"planned {planned}, held {held}"
-
-
-class HostAllocationTracker(AllocationTracker):
-    """Counts new memory on the CPU instead of the meta device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = live_tensors()
-        self.known = storage_bytes(self.before)
-
-    def is_counted(self, tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor or tensor.device.type != "cpu":
-            return False
-        return tensor.untyped_storage()._cdata not in self.known
 
 
 @pytest.mark.parametrize(

@@ -208,28 +208,22 @@ def fused_experts(
         if small_batch is not None:
             return small_batch
     x_TD = x_TD if norm is None else rms_norm(x_TD, *norm)
-    order = sort_by_expert(routes.experts_Tk, gate_up.shape[0])
-    row_weights_S = None
-    if apply_router_weight_on_input:
-        row_weights_S = gather_weights(routes.weights_Tk, order)
-    y_SD = experts_forward(
-        (x_TD, order),
-        order.offsets_E,
+    out_TD = run_sorted_rows(
+        x_TD,
+        routes,
         gate_up,
         down,
         gate,
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
-        row_weights_S=row_weights_S,
+        apply_router_weight_on_input=apply_router_weight_on_input,
         activations=activations,
     )
-    weights_Tk = None if apply_router_weight_on_input else routes.weights_Tk
-    out_TD = combine(y_SD, order, weights_Tk)
     return out_TD if residual_TD is None else add(residual_TD, out_TD)
 
 
-def run_quantized_rows(
-    x_TD: QuantTensor,
+def run_sorted_rows(
+    x_TD: Tensor,
     routes: Routes,
     gate_up: Tensor,
     down: Tensor,
@@ -240,7 +234,8 @@ def run_quantized_rows(
     apply_router_weight_on_input: bool = False,
     activations: tuple[str, str] = (UNQUANTIZED, UNQUANTIZED),
 ) -> Tensor:
-    """`fused_experts` for rows in FP8. They stay so if the kernel for these weights takes them."""
+    """`fused_experts` by sorting rows by expert. Rows in FP8 (a `QuantTensor`) stay so if the kernel
+    for these weights takes them."""
     order = sort_by_expert(routes.experts_Tk, gate_up.shape[0])
     weights_Tk, row_weights_S = routes.weights_Tk, None
     if apply_router_weight_on_input:
@@ -373,6 +368,6 @@ __all__ = [
     "grouped_gemm",
     "route",
     "route_tokens",
-    "run_quantized_rows",
+    "run_sorted_rows",
     "sort_by_expert",
 ]
