@@ -44,9 +44,9 @@ from fulgurite.kernels.moe.ops import fused_experts
 from fulgurite.kernels.moe.router_config import Routes
 from fulgurite.parallel import AllToAllDispatcher, Axis, Mesh, launch
 from fulgurite.parallel.collectives import all_to_all_rows
-from fulgurite.parallel.dispatcher import DispatchedTokens
-from fulgurite.parallel.dispatcher_symmetric import SymmetricMemoryDispatcher
-from fulgurite.parallel.symmetric_memory import allocate_local_buffers
+from fulgurite.parallel.dispatch.dispatcher import DispatchedTokens
+from fulgurite.parallel.dispatch.symmetric import SymmetricMemoryDispatcher
+from fulgurite.parallel.symmetric.memory import allocate_local_buffers
 
 Row = dict[str, Any]
 QWEN, DEEPSEEK = GPU_SHAPES[:2]

@@ -21,6 +21,7 @@ Shapes: L MoE layers; E experts; T tokens; k experts per token.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -119,16 +120,21 @@ def check_load_path(path: Path) -> Path:
 
 
 def save_expert_load(load_LE: Tensor, path: Path) -> Path:
-    """Write the counts for `fulgurite plan --expert-load`, in the format of the file's suffix."""
+    """Write the counts for `fulgurite plan --expert-load`, in the format of the file's suffix.
+
+    The file is replaced as a whole: others may read it while an engine saves it again.
+    """
     check_load_path(path)
     values = load_LE.cpu().numpy()
+    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         if path.suffix == ".json":
-            path.write_text(json.dumps(values.tolist()))
+            partial.write_text(json.dumps(values.tolist()))
         elif path.suffix == ".npy":
-            np.save(path, values)
+            np.save(partial, values)
         else:
-            np.savetxt(path, values, fmt="%d", delimiter=",")
+            np.savetxt(partial, values, fmt="%d", delimiter=",")
+        partial.replace(path)
     except OSError as problem:
         raise ArgumentError(f"{path} can't be written: {problem.strerror}") from problem
     return path

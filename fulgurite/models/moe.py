@@ -32,7 +32,7 @@ from fulgurite.kernels.common.multi_stream import can_overlap, run_overlapped
 from fulgurite.kernels.elementwise import ops as elementwise
 from fulgurite.kernels.elementwise.gated_activation import CLAMPED_SWIGLU, GatedActivation
 from fulgurite.kernels.gemm.fused_projections import fused_gate_up
-from fulgurite.kernels.gemm.modules import default_activation_format
+from fulgurite.kernels.gemm.modules import default_activation_format, without_batch_scale
 from fulgurite.kernels.gemm.reference import UNQUANTIZED
 from fulgurite.kernels.moe.ops import fused_experts, run_sorted_rows
 from fulgurite.kernels.moe.router_config import RmsNormArgs, RouterConfig, Routes
@@ -210,7 +210,8 @@ class Experts(nn.Module):
     def _activations(self, weight: Tensor) -> str:
         if not isinstance(weight, QuantTensor):
             return UNQUANTIZED
-        return default_activation_format(weight) if self.activations is None else self.activations
+        format = default_activation_format(weight) if self.activations is None else self.activations
+        return without_batch_scale(format)
 
 
 class MoE(ResidualBlock):

@@ -26,6 +26,10 @@ class DeviceCollectives(Protocol):
         """The sum of all ranks' x; this rank's part of dimension 0, which is a multiple of W."""
         ...
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Part w of dimension 0 to rank w, in W equal parts; the received parts in rank order."""
+        ...
+
     def check(self) -> None:
         """Raise the error that the device has recorded, if any. Waits for the device."""
         ...

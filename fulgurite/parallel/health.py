@@ -9,7 +9,7 @@ In: a store that all ranks reach. Out: if a collective fails or times out, an er
 
 Each rank writes a heartbeat twice a second from a thread of its own, also while it waits in a
 collective. Heartbeats are compared with earlier ones, never with the clock of another machine. A
-process that starts ranks and waits for them (workers.py, launch.py) also writes how a rank's process
+process that starts ranks and waits for them (processes/) also writes how a rank's process
 ended, so that ranks need not wait for a heartbeat.
 
 A slow rank is no failure. Heartbeats have the seconds that a rank worked between the collectives of

@@ -35,15 +35,15 @@ import torch
 import torch.distributed as dist
 
 from fulgurite.errors import ArgumentError
+from fulgurite.option_values import DEFAULT_TIMEOUT
 from fulgurite.parallel.device_collectives import DeviceCollectives
 from fulgurite.parallel.emulation import EmulatedNetwork, network_from_environment
 from fulgurite.parallel.health import HealthMonitor
 from fulgurite.parallel.topology import find_emulated_nodes, publish_node, read_nodes
 
 AXES = ("pipeline", "data", "context", "tensor", "expert")
-DEFAULT_TIMEOUT = 300.0  # seconds that ranks wait for each other
 MESHES_PER_RESTART = 1_000_000  # numbers for the meshes between two restarts by torchrun
-HOW_TO_START_RANKS = "start the ranks with torchrun, or with fulgurite.parallel.launch"
+HOW_TO_START_RANKS = "start the ranks with torchrun, or with fulgurite.parallel.processes.launch"
 # All ranks create their meshes in the same order, so the n-th mesh at a store is the same one on all
 # ranks. Keys that a closed mesh left at the store are not mistaken for those of the next one.
 _mesh_counts: Counter[tuple[str, int]] = Counter()

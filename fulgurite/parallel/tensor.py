@@ -37,13 +37,15 @@ from torch import Tensor, nn
 
 from fulgurite.errors import ArgumentError
 from fulgurite.parallel.collectives import shard_range, sum_inside_parallel_region
-from fulgurite.parallel.dispatcher import AllToAllDispatcher, TokenDispatcher
-from fulgurite.parallel.dispatcher_deterministic import DeterministicDispatcher
-from fulgurite.parallel.expert import (
+from fulgurite.parallel.dispatch.all_to_all import AllToAllDispatcher
+from fulgurite.parallel.dispatch.deterministic import DeterministicDispatcher
+from fulgurite.parallel.dispatch.dispatcher import TokenDispatcher
+from fulgurite.parallel.experts.expert_parallel import (
     ExpertParallel,
     OverlappedSharedExpert,
     apply_expert_parallel,
 )
+from fulgurite.parallel.experts.placement import Placement
 from fulgurite.parallel.gradients import ReplicatedExperts, ReplicatedKeyHeads
 from fulgurite.parallel.layers import (
     GatheredHeadsNorm,
@@ -57,7 +59,6 @@ from fulgurite.parallel.layers import (
     add_input_hook,
 )
 from fulgurite.parallel.mesh import Mesh
-from fulgurite.parallel.placement import Placement
 from fulgurite.parallel.sharding import Range, Sharder, Sharding, weight_alignment
 
 ShardingRules = Mapping[str, str]

@@ -27,8 +27,14 @@ from fulgurite.models.loading.checkpoint import (
 )
 from fulgurite.models.loading.loader import build_meta_model
 from fulgurite.models.loading.quantization_config import read_quantization
+from fulgurite.parallel.experts.transport import (
+    AUTO,
+    MICRO_BATCHES,
+    TRANSPORTS,
+    WIRES,
+    ExpertOptions,
+)
 from fulgurite.parallel.mesh import MeshShape
-from fulgurite.parallel.transport import AUTO, MICRO_BATCHES, TRANSPORTS, WIRES, ExpertOptions
 from fulgurite.plan.cluster import GPUS, MeasuredSpeeds, parse_cluster
 from fulgurite.plan.expert_load import format_expert_load
 from fulgurite.plan.kv_cache import KV_CACHE_DTYPES
@@ -53,7 +59,7 @@ from fulgurite.plan.text import (
 )
 from fulgurite.quant import QuantTensor
 from fulgurite.quant.format import Format, resolve_format
-from fulgurite.trace.cost import format_bytes
+from fulgurite.units import format_bytes
 
 DEFAULT_CONTEXT = 8192
 MAX_OPTION_VALUE = 10**9  # a larger number of requests, tokens or ranks is a typing error

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from fulgurite.errors import ArgumentError
-from fulgurite.parallel.placement import (
+from fulgurite.parallel.experts.placement import (
     Placement,
     contiguous_placement,
     count_moves,
@@ -20,9 +20,9 @@ from fulgurite.parallel.placement import (
     save_placement,
     simulate_rank_load,
 )
-from fulgurite.parallel.rebalance import rebalance_experts
+from fulgurite.parallel.experts.rebalance import rebalance_experts
 from fulgurite.plan.search import ClusterPlan, PlanQuery
-from fulgurite.trace.cost import format_bytes
+from fulgurite.units import format_bytes
 
 
 @dataclass(frozen=True)

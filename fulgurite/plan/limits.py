@@ -13,8 +13,6 @@ from fulgurite.plan.kv_cache import KV_CACHE_DTYPES
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}  # tokens of a KV block; on GPUs a tile of keys is one block
 MAX_SEQUENCES = {"cpu": 16, "cuda": 64}
 MAX_BATCHED_TOKENS = {"cpu": 512, "cuda": 4096}
-# of a server, whose readers wait for each token; None: `max_batched_tokens`
-SERVED_MIXED_TOKENS: dict[str, int | None] = {"cpu": 32, "cuda": None}
 
 
 @dataclass(frozen=True)

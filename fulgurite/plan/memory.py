@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from fulgurite.errors import CapacityError
+from fulgurite.kernels.common.triton_counters import RING_SIZE
 from fulgurite.kernels.gemm.cpu_layout import panel_bytes
 from fulgurite.kernels.gemm.modules import QuantEmbedding
 from fulgurite.kernels.sampling.table import table_row_bytes
@@ -34,14 +35,16 @@ from fulgurite.kernels.tuning.sm_90 import Sm90Heuristics
 from fulgurite.models.attention_spec import AttentionSpec
 from fulgurite.models.layers import CausalLM
 from fulgurite.models.state_spec import StateSpec
+from fulgurite.parallel.experts.expert_parallel import ExpertParallel
 from fulgurite.plan.activations import activation_bytes
 from fulgurite.plan.kv_cache import KVCacheGroup, group_layers, kv_bytes_per_token
 from fulgurite.plan.limits import EngineLimits
 from fulgurite.quant import QuantTensor
 from fulgurite.quant.format import Format
-from fulgurite.trace.cost import format_bytes
+from fulgurite.units import format_bytes
 
-CUBLAS_WORKSPACE = 2 * (32 << 20)  # torch's cuBLAS workspace on Hopper: eager steps and CUDA graphs
+CUBLAS_WORKSPACE = 32 << 20  # torch's cuBLAS workspace of a stream on Hopper
+COUNTER_BYTES = 4 * RING_SIZE  # of kernels whose programs share an output tile
 GPU_MEMORY_UTILIZATION = 0.9  # the rest is for the driver and fragmentation
 CPU_MEMORY_UTILIZATION = 0.6  # other programs need memory, too
 # Log-probabilities (serve/engine/logprobs.py): rows at once, and bytes of a logit.
@@ -132,6 +135,7 @@ class RankShapes:
     model              this rank's shard on the meta device; one layer of each kind is enough
     weights            bytes of all layers
     dispatch_buffers   bytes that the transport of its experts keeps
+    is_captured        decode steps are captured in CUDA graphs on a GPU
     """
 
     model: CausalLM
@@ -140,6 +144,7 @@ class RankShapes:
     state_specs: tuple[StateSpec, ...]
     quantized: tuple[QuantizedWeight, ...] = ()
     dispatch_buffers: int = 0
+    is_captured: bool = True
     _activations: dict[tuple[int, int, int], int] = field(default_factory=dict, compare=False)
 
     def activation_bytes(self, limits: EngineLimits) -> int:
@@ -163,6 +168,11 @@ def shapes_of(model: CausalLM, device: torch.device, dispatch_buffers: int = 0) 
             if isinstance(weight, QuantTensor)
         ),
         dispatch_buffers=dispatch_buffers,
+        is_captured=all(
+            module.dispatcher.can_capture
+            for module in model.modules()
+            if isinstance(module, ExpertParallel)
+        ),
     )
 
 
@@ -204,7 +214,7 @@ def plan_fixed_memory(
         available=available,
         weights=shapes.weights,
         activations=shapes.activation_bytes(limits),
-        workspaces=workspace_bytes(shapes.attention_specs, limits, device, vocab_size)
+        workspaces=workspace_bytes(shapes, limits, device)
         + sampling_bytes(limits, device, vocab_size)
         + dequantize_workspace_bytes(shapes.quantized, limits, device, dtype),
         kv_cache=0,
@@ -221,19 +231,21 @@ def state_bytes(specs: Sequence[StateSpec], limits: EngineLimits, dtype: torch.d
     return limits.max_sequences * sum(spec.num_bytes(dtype) for spec in specs if spec.is_local)
 
 
-def workspace_bytes(
-    specs: Sequence[AttentionSpec], limits: EngineLimits, device: torch.device, vocab_size: int
-) -> int:
+def workspace_bytes(shapes: RankShapes, limits: EngineLimits, device: torch.device) -> int:
     """Bytes of block tables, library workspaces and the logits of CUDA graphs.
 
-    There is a graph for each power of two of requests.
+    There is a graph for each power of two of requests. All graphs share a stream and its workspace.
     """
     columns = -(-limits.context // limits.block_size)
-    tables = 4 * len(group_layers(specs)) * limits.max_sequences * columns
+    groups = len(group_layers(shapes.attention_specs))
+    tables = 4 * groups * limits.max_sequences * columns
     if device.type != "cuda":
         return tables
+    eager = tables + CUBLAS_WORKSPACE + COUNTER_BYTES
+    if not shapes.is_captured:
+        return eager
     rows = (2 << (limits.max_sequences - 1).bit_length()) - 1  # 1 + 2 + 4 + ...
-    return tables + CUBLAS_WORKSPACE + 4 * rows * vocab_size
+    return eager + CUBLAS_WORKSPACE + 4 * rows * shapes.model.config.vocab_size
 
 
 def sampling_bytes(limits: EngineLimits, device: torch.device, vocab_size: int) -> int:

@@ -9,7 +9,7 @@ as many of them as a token can:
     H = T (1 + min(k - V, W - 1))    sent rows: the other experts of a token are on other ranks
 
 The dispatchers run the code of the real ones. Only the row counts, which ranks exchange, are those of
-the worst case. `parallelize(..., dispatcher=make_meta_dispatcher(...))` on a meta model then gives
+the worst case; and nothing is sent. `parallelize(..., dispatcher=make_meta_dispatcher(...))` on a meta model then gives
 modules whose largest step can be run to see what it allocates (activations.py).
 
 Shapes: T tokens of this rank; k experts of a token; W ranks; N nodes; L ranks of a node; R, S, H as
@@ -19,35 +19,34 @@ above; C rows from one rank to another; D hidden size.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fulgurite.kernels.dispatch.buffers import DispatchConfig
 from fulgurite.kernels.dispatch.layout import DispatchLayout
-from fulgurite.kernels.dispatch.wire_format import WireFormat
 from fulgurite.models.config import ModelConfig
-from fulgurite.parallel.dispatcher import (
+from fulgurite.parallel.dispatch.all_to_all import (
     MAX_PADDED_ROWS,
     AllToAllDispatcher,
-    DispatchedTokens,
     ExchangedCounts,
     PendingPayload,
-    TokenDispatcher,
 )
-from fulgurite.parallel.dispatcher_deterministic import DeterministicDispatcher
-from fulgurite.parallel.dispatcher_hierarchical import (
+from fulgurite.parallel.dispatch.deterministic import DeterministicDispatcher
+from fulgurite.parallel.dispatch.dispatcher import DispatchedTokens, TokenDispatcher
+from fulgurite.parallel.dispatch.hierarchical import (
     HierarchicalDispatcher,
     NodeAxes,
     RowCounts,
 )
-from fulgurite.parallel.expert import ExpertParallel
+from fulgurite.parallel.dispatch.symmetric import SymmetricMemoryDispatcher
+from fulgurite.parallel.experts.expert_parallel import ExpertParallel
+from fulgurite.parallel.experts.transport import ExpertOptions
 from fulgurite.parallel.mesh import Axis, MeshShape
+from fulgurite.parallel.symmetric.memory import SymmetricBuffer
 from fulgurite.parallel.topology import layout_nodes
-from fulgurite.parallel.transport import ExpertOptions
 from fulgurite.plan.limits import EngineLimits
-from fulgurite.quant import QuantTensor
 
 
 def plan_dispatch(
@@ -179,56 +178,23 @@ class MetaDeterministicDispatcher(DeterministicDispatcher):
         return tuple(send), (tokens * worst.assignments,) * size
 
 
-class MetaSymmetricDispatcher:
-    """What `SymmetricMemoryDispatcher` allocates besides its buffer, whose shapes are fixed."""
-
-    can_capture = True
+class MetaSymmetricDispatcher(SymmetricMemoryDispatcher):
+    """`SymmetricMemoryDispatcher` without its kernels. Its shapes are fixed: those of the worst case."""
 
     def __init__(self, axis: Axis, config: DispatchConfig) -> None:
-        self.axis, self.config = axis, config
-        self.step_tokens: int | None = None
-        self.wire = WireFormat(config.dispatch_format, config.hidden_size)
-        self.buffers = config.size_buffers(axis.size)
+        size = config.num_bytes(axis.size)
+        data = torch.empty(size, dtype=torch.uint8, device="meta")
+        super().__init__(axis, config, SymmetricBuffer(data, data.new_empty(axis.size)))
 
-    def set_step_tokens(self, count: int | None) -> None:
-        self.step_tokens = count
+    def _send_rows(self, *tensors: Any) -> None: ...
 
-    def start_dispatch(
-        self, x_TD: Tensor, slots_Tk: Tensor, num_slots: int, weights_Tk: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        row_index_TW = x_TD.new_empty(x_TD.shape[0], self.axis.size, dtype=torch.int32)
-        self.wire.pack(x_TD)  # freed after it was sent
-        return x_TD, row_index_TW
+    def _receive_rows(self, *tensors: Any) -> None: ...
 
-    def finish_dispatch(
-        self, pending: tuple[Tensor, Tensor], keep_fp8: bool = False
-    ) -> DispatchedTokens:
-        x_TD = pending[0]
-        count = self.axis.size * self.buffers.rows * self.buffers.experts_per_row
-        x_SD: Tensor
-        if keep_fp8 and self.config.dispatch_format == "fp8":
-            codes, scales = (
-                x_TD.new_empty(count, field.count, dtype=field.dtype) for field in self.wire.fields
-            )
-            format = self.wire.quant_format
-            assert format is not None, "fp8 is quantized"
-            x_SD = QuantTensor(format, codes, {"scale": scales}, x_TD.dtype)
-        else:
-            x_SD = x_TD.new_empty(count, x_TD.shape[1])
-        experts_S = x_TD.new_empty(count, dtype=torch.int32)
-        weights_S = x_TD.new_empty(count, dtype=torch.float32)
-        return DispatchedTokens(x_SD, experts_S, weights_S, pending)
+    def _send_results(self, *tensors: Any) -> None: ...
 
-    def combine(self, y_SD: Tensor, dispatched: DispatchedTokens) -> Tensor:
-        self.start_combine(y_SD, dispatched)
-        return self.finish_combine(dispatched)
+    def _sum_results(self, *tensors: Any) -> None: ...
 
-    def start_combine(self, y_SD: Tensor, dispatched: DispatchedTokens) -> None:
-        y_SD.contiguous()
-
-    def finish_combine(self, dispatched: DispatchedTokens) -> Tensor:
-        out_TD: Tensor = dispatched.handle[0].new_empty(dispatched.handle[0].shape)
-        return out_TD
+    def _wait_flags(self, *tensors: Any, **options: Any) -> None: ...
 
     def check(self) -> None:
         """Nothing was sent."""

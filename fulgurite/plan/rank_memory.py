@@ -13,14 +13,14 @@ from fulgurite.errors import CapacityError
 from fulgurite.kernels.dispatch.buffers import DispatchConfig
 from fulgurite.models.layers import CausalLM
 from fulgurite.parallel.collectives import all_gather
-from fulgurite.parallel.dispatcher import TokenDispatcher
-from fulgurite.parallel.mesh import Axis, Mesh
-from fulgurite.parallel.transport import (
+from fulgurite.parallel.dispatch.dispatcher import TokenDispatcher
+from fulgurite.parallel.experts.transport import (
     ExpertOptions,
     TransportChoice,
     choose_transport,
     dispatch_buffer_bytes,
 )
+from fulgurite.parallel.mesh import Axis, Mesh
 from fulgurite.plan.limits import EngineLimits
 from fulgurite.plan.memory import (
     MemoryPlan,

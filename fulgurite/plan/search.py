@@ -24,15 +24,15 @@ from fulgurite.errors import ArgumentError
 from fulgurite.kernels.dispatch.buffers import DispatchConfig
 from fulgurite.models.config import ModelConfig
 from fulgurite.models.families.family import ModelFamily
-from fulgurite.parallel.mesh import Axis, MeshShape
-from fulgurite.parallel.pipeline import PipelineStage
-from fulgurite.parallel.transport import (
+from fulgurite.parallel.experts.transport import (
     ExpertOptions,
     TransportChoice,
     check_expert_axis,
     choose_transport,
     dispatch_buffer_bytes,
 )
+from fulgurite.parallel.mesh import Axis, MeshShape
+from fulgurite.parallel.pipeline import PipelineStage
 from fulgurite.plan.cluster import Cluster
 from fulgurite.plan.limits import BLOCK_SIZES, MAX_BATCHED_TOKENS, EngineLimits
 from fulgurite.plan.memory import (

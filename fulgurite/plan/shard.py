@@ -25,10 +25,10 @@ from fulgurite.models.layers import CausalLM
 from fulgurite.models.loading.load_plan import build_model, check_has_experts
 from fulgurite.models.loading.quantized import install_quantized_weight
 from fulgurite.models.state_spec import StateSpec
-from fulgurite.parallel.dispatcher import TokenDispatcher
+from fulgurite.parallel.dispatch.dispatcher import TokenDispatcher
+from fulgurite.parallel.experts.placement import Placement
 from fulgurite.parallel.mesh import Axis, MeshShape
 from fulgurite.parallel.pipeline import PipelineStage, check_stages, split_stages
-from fulgurite.parallel.placement import Placement
 from fulgurite.parallel.tensor import parallelize
 from fulgurite.plan.memory import QuantizedWeight, RankShapes
 from fulgurite.plan.meta_dispatch import MetaAllToAllDispatcher

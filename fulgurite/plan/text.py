@@ -9,7 +9,7 @@ from fulgurite.parallel.tensor import shard_heads
 from fulgurite.plan.memory import GPU_MEMORY_UTILIZATION
 from fulgurite.plan.search import ClusterPlan, PlanQuery, count_parameters
 from fulgurite.plan.step_time import StepTime
-from fulgurite.trace.cost import format_bytes
+from fulgurite.units import format_bytes
 
 MAX_SHOWN_MESHES = 8
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from fulgurite.parallel.launch import RankPool
+from fulgurite.parallel.processes.launch import RankPool
 from tests.kernels.dispatch.cases import round_trip
-from tests.parallel.expert_cases import make_experts, make_inputs
+from tests.parallel.experts.expert_cases import make_experts, make_inputs
 
 
 def build_kernels() -> None:

@@ -12,7 +12,7 @@ from fulgurite.parallel import Mesh
 from fulgurite.parallel.context import ContextParallel, merge_shards
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.llm import LLM
-from tests.parallel.engine_cases import PLAIN, Tokens
+from tests.parallel.engine_cases import PLAIN, Tokens, report_hang, use_graphs
 
 _meshes: list[Mesh] = []  # groups are made once
 
@@ -53,6 +53,39 @@ def generate(
         engine.scheduler.num_preemptions,
         cached,
     )
+
+
+def generate_with_graphs(
+    folder: Path, axes: dict[str, int], prompts: Tokens, params: list[SamplingParams]
+) -> tuple[Tokens, list[int]]:
+    """Steps as a GPU captures them, with graphs that call the function (`engine_cases.use_graphs`).
+    Rank 0: every reply. All: the sizes that were captured."""
+    replies: Tokens = []
+    captured: list[tuple[int, tuple[bool, ...]]] = []
+    replayed: list[int] = []
+    with (
+        LLM(folder, **axes, **{"timeout": 60.0} | PLAIN) as llm,
+        use_graphs(llm, captured, replayed, fails=-1),
+    ):
+        if llm.is_driver:
+            replies = [one.token_ids for one in llm.generate(prompts, params)]
+        llm.close()
+    assert replayed, llm.engine.runner.no_capture_reason
+    return replies, [size for size, _ in captured]
+
+
+def generate_captured_on_gpu(
+    folder: Path, prompts: Tokens, params: list[SamplingParams], options: dict[str, Any]
+) -> tuple[Tokens, str | None, list[int]]:
+    """Rank 0: every reply. All: why steps are not captured, and the sizes that are."""
+    replies: Tokens = []
+    options = {"timeout": 60.0} | PLAIN | options
+    with report_hang(), LLM(folder, context_parallel=2, device="cuda", **options) as llm:
+        if llm.is_driver:
+            replies = [one.token_ids for one in llm.generate(prompts, params)]
+        llm.close()
+        runner = llm.engine.runner
+        return replies, runner.no_capture_reason, sorted(runner.captured_steps)
 
 
 def exchange(tokens: int) -> str:

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from fulgurite.parallel import Mesh
 from fulgurite.parallel.collectives import all_gather, all_reduce, all_to_all_rows
-from fulgurite.parallel.dispatcher_hierarchical import HierarchicalDispatcher
+from fulgurite.parallel.dispatch.hierarchical import HierarchicalDispatcher
 from fulgurite.parallel.emulation import NETWORK_VARIABLE, EmulatedNetwork, NetworkTraffic
-from fulgurite.parallel.expert import ExpertParallel
+from fulgurite.parallel.experts.expert_parallel import ExpertParallel
 from fulgurite.serve.engine.request import SamplingParams
 from tests.parallel.engine_cases import Tokens, open_llm
 from tests.parallel.model_cases import Shape, mesh_of

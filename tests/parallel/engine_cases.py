@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
 import signal
@@ -109,7 +110,7 @@ def generate_on_gpu(
 ) -> tuple[Tokens, str | None, list[int]]:
     """Rank 0: every reply. All: why steps are not captured, and the sizes that are."""
     replies: Tokens = []
-    with open_llm(folder, shape, device="cuda", **options) as llm:
+    with report_hang(), open_llm(folder, shape, device="cuda", **options) as llm:
         if not is_captured:
             llm.engine.runner.no_capture_reason = "this test compares with eager steps"
         if llm.is_driver:
@@ -117,6 +118,16 @@ def generate_on_gpu(
         llm.close()
         runner = llm.engine.runner
         return replies, runner.no_capture_reason, sorted(runner.captured_steps)
+
+
+@contextmanager
+def report_hang(seconds: float = 100.0) -> Iterator[None]:
+    """Print the stacks of a rank that takes longer, and end it: the other ranks then end, too."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=1)  # pytest prints captured stdout
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @contextmanager

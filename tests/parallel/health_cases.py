@@ -13,7 +13,7 @@ import torch
 from fulgurite.errors import RankError
 from fulgurite.parallel import Mesh, health
 from fulgurite.parallel.collectives import all_reduce
-from fulgurite.parallel.workers import read_arguments, report_error
+from fulgurite.parallel.processes.workers import read_arguments, report_error
 
 SECONDS_LATE = 0.01
 

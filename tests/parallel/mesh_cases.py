@@ -10,8 +10,8 @@ import torch
 
 from fulgurite.errors import ArgumentError, RankError
 from fulgurite.parallel import Mesh
-from fulgurite.parallel.channel import BroadcastChannel
 from fulgurite.parallel.collectives import all_reduce
+from fulgurite.parallel.processes.channel import BroadcastChannel
 
 
 def places() -> tuple[int, tuple[int, ...], int, str]:

@@ -16,6 +16,7 @@ from fulgurite.plan import rank_memory
 from fulgurite.plan.memory import MemoryPlan
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.llm import LLM
+from tests.parallel.engine_cases import report_hang
 from tests.parallel.model_cases import Shape
 from tests.plan.held_memory import HostAllocationTracker, live_tensors, storage_bytes
 
@@ -106,6 +107,13 @@ def open_with_little_memory(folder: Path, shape: Shape, victim: int, available: 
 def measure_on_gpu(folder: Path, shape: Shape, busiest: int, options: dict[str, Any]) -> Measured:
     """The same on a GPU that the ranks share; the buffers of the transport are no tensors of torch."""
     data, tensor, expert = shape
+    with report_hang():
+        return _measure_on_gpu(folder, data, tensor, expert, busiest, options)
+
+
+def _measure_on_gpu(
+    folder: Path, data: int, tensor: int, expert: int, busiest: int, options: dict[str, Any]
+) -> Measured:
     llm = LLM(folder, data=data, tensor=tensor, expert=expert, **options)
     held = torch.cuda.memory_allocated() + llm.plan.dispatch_buffers
     route_to_rank(llm.model, busiest, expert)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from fulgurite.errors import ArgumentError
 from fulgurite.models.loading.checkpoint import open_checkpoint
 from fulgurite.models.loading.load_plan import build_model, check_context_parallel
-from fulgurite.parallel import MeshShape
+from fulgurite.parallel import MeshShape, RankPool
 from fulgurite.parallel.context import merge_shards
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.llm import LLM
@@ -174,6 +175,39 @@ def test_an_fp8_cache_of_latents_is_refused(ranks, folder):
 def test_options_that_do_not_fit(folder):
     with pytest.raises(ArgumentError, match="context_parallel=0 must be 1 or more"):
         LLM(folder("llama"), context_parallel=0, **engine_cases.PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("gemma3", CONTEXT_2),
+        ("deepseek_v3", CONTEXT_2),
+        slow("qwen3_moe", CONTEXT_2 | {"expert": 2}),
+        slow("llama", CONTEXT_2),
+    ],
+    ids=str,
+)
+def test_captured_steps_give_the_tokens_of_one_rank(ranks, folder, name, axes):
+    """Batches of 1, 2 and 4: a rank has a part of the tokens, or none."""
+    path, asked = folder(name), prompts()[:4]
+    params = [replace(one, max_tokens=5 + 2 * n) for n, one in enumerate(greedy()[:4])]
+    found = ranks(2).run(cases.generate_with_graphs, path, axes, asked, params)
+    llm = LLM(path, **engine_cases.PLAIN)
+    assert found[0][0] == [one.token_ids for one in llm.generate(asked, params)]
+    assert found[0][1] == found[1][1] and {1, 4} <= set(found[0][1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
+def test_captured_steps_on_a_gpu(monkeypatch, folder, name):
+    """Two ranks that share a GPU exchange tokens and outputs in symmetric memory, inside CUDA graphs."""
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    options = {"dtype": torch.float32}
+    with RankPool(2) as pool:
+        found = pool.run(cases.generate_captured_on_gpu, folder(name), prompts(), greedy(), options)
+    assert found[0][0] == alone(folder(name), greedy(), device="cuda", **options)
+    for _, reason, sizes in found:
+        assert reason is None and sizes == found[0][2] and len(sizes) > 1
 
 
 @pytest.mark.gpu

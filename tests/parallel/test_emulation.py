@@ -25,8 +25,8 @@ from fulgurite.plan.step_time import (
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.llm import LLM
 from tests.parallel import emulation_cases as cases
-from tests.parallel import hierarchical_cases
 from tests.parallel.checkpoints import save, save_tokenizer
+from tests.parallel.dispatch import hierarchical_cases
 from tests.parallel.engine_cases import PLAIN
 from tests.parallel.test_load_shard import fields_of
 

@@ -12,7 +12,7 @@ import torch
 
 from fulgurite.errors import ArgumentError, RankError
 from fulgurite.parallel import RankPool
-from fulgurite.parallel.workers import WorkerProcesses, is_single_process
+from fulgurite.parallel.processes.workers import WorkerProcesses, is_single_process
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.llm import LLM, LLMConfig, make_expert_options
 from tests.models.reference_models import VOCAB_SIZE, build_reference

@@ -19,7 +19,7 @@ import pytest
 from fulgurite.errors import RankError
 from fulgurite.parallel import RankPool, health
 from fulgurite.parallel.health import Heartbeat, RankTime, compare_ranks, find_first_exits
-from fulgurite.parallel.workers import WorkerProcesses
+from fulgurite.parallel.processes.workers import WorkerProcesses
 from tests.parallel import health_cases as cases
 
 RUNNING = Heartbeat(4, 7, "tensor a|b", "running", True, 3, 0.25, 0.5)
@@ -197,7 +197,7 @@ def test_worker_that_ends_is_reported_with_its_error():
 
 DRIVER = """
 import time
-from fulgurite.parallel.workers import WorkerProcesses
+from fulgurite.parallel.processes.workers import WorkerProcesses
 workers = WorkerProcesses(2, "tests.parallel.health_cases", b"sleep")
 print(workers.processes[0].pid, flush=True)
 time.sleep(60)

@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("transformers", reason="it writes the checkpoints of hybrid models")
 
-from fulgurite.parallel.launch import RankPool
+from fulgurite.parallel.processes.launch import RankPool
+from fulgurite.plan.memory import COUNTER_BYTES
 from tests.models.reference_models import build_reference
 from tests.parallel import rank_memory_cases as cases
 from tests.parallel.checkpoints import save
@@ -80,15 +81,18 @@ def test_a_rank_without_memory_is_named_on_all(ranks, tmp_path):
 def test_ranks_on_a_gpu_hold_what_is_planned(tmp_path, monkeypatch, transport):
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     sizes = {"hidden_size": 1024, "moe_intermediate_size": 512, "intermediate_size": 2048}
-    folder = save(tmp_path, fields_of("qwen3_moe", **SIZES | sizes | {"head_dim": 64}))
+    sizes |= {"head_dim": 64, "max_position_embeddings": 1024}
+    folder = save(tmp_path, fields_of("qwen3_moe", **SIZES | sizes))
     options = {
-        "context": 512, "max_sequences": 4, "max_batched_tokens": 2048, "transport": transport,
+        "context": 520, "max_sequences": 4, "max_batched_tokens": 2048, "transport": transport,
         "dtype": torch.bfloat16,
     }  # fmt: skip
     with RankPool(2) as pool:
         rank = pool.run(cases.measure_on_gpu, folder, (2, 1, 2), 1, options)[1]
     report = f"planned {rank.plan.total}, measured {rank.total}\n{rank.plan.format_table()}"
-    assert abs(rank.plan.total - rank.total) <= TOLERANCE * rank.total, report
+    # counters of split tiles are planned, and allocated by the first kernel that needs them
+    assert rank.total * (1 - TOLERANCE) <= rank.plan.total, report
+    assert rank.plan.total <= rank.total * (1 + TOLERANCE) + COUNTER_BYTES, report
 
 
 def check(pool, folder: Path, shape, busiest: int, **options) -> None:

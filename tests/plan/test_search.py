@@ -22,9 +22,9 @@ from fulgurite.models.families.family import ModelFamily
 from fulgurite.models.families.presets import MODEL_PRESETS, find_preset, load_preset
 from fulgurite.models.families.registry import find_family
 from fulgurite.models.loading.loader import build_model
+from fulgurite.parallel.experts.transport import ExpertOptions
 from fulgurite.parallel.mesh import Axis, MeshShape
 from fulgurite.parallel.tensor import parallelize
-from fulgurite.parallel.transport import ExpertOptions
 from fulgurite.plan.cluster import GPUS, Cluster, MeasuredSpeeds, parse_cluster
 from fulgurite.plan.command import plan, read_query, resolve_model
 from fulgurite.plan.memory import plan_memory

@@ -18,13 +18,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fulgurite.determinism import is_deterministic
+
 Thunk = Callable[[], Tensor]
 _side_streams: dict[tuple[int | None, int], torch.cuda.Stream] = {}
 
 
 def can_overlap(x: Tensor) -> bool:
-    """Whether calls on x may run on two streams."""
-    if x.device.type != "cuda" or torch.is_grad_enabled():
+    """Whether calls on x may run on two streams; in deterministic mode sums have one order, with
+    gradients and without."""
+    if x.device.type != "cuda" or torch.is_grad_enabled() or is_deterministic():
         return False
     return not torch.compiler.is_compiling()
 

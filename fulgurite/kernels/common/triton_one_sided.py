@@ -16,7 +16,7 @@ dispatch_send_kernel), or each program has a flag of its own.
 
 `wait_signal` gives up after `max_polls` and returns false. `record_timeout` writes it down for the host.
 
-The kernels below are the host's calls (parallel/one_sided.py), one operation each.
+The kernels below are the host's calls (parallel/symmetric/one_sided.py), one operation each.
 """
 
 from __future__ import annotations

@@ -163,7 +163,10 @@ def wait_flags_kernel(
     W: tl.constexpr, W_PADDED: tl.constexpr, IS_COMBINE: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Wait for the flags of all ranks. After a dispatch also read how many rows each has sent."""
+    """Wait for the flags of all ranks. After a dispatch also read how many rows each has sent.
+
+    Once a rank counts as lost, later waits poll once: the host hears of it after one timeout.
+    """
     if PDL:
         wait_for_dependencies()
     lane = tl.arange(0, W_PADDED)
@@ -175,7 +178,8 @@ def wait_flags_kernel(
     seen = tl.atomic_add(flags + word, 0, in_world, sem="acquire", scope="sys")
     missing = tl.sum((in_world & (seen != step)).to(tl.int32), 0)
     polls = 1
-    while (missing > 0) & (polls < max_polls):
+    limit = tl.where(tl.load(status_ptr) == TIMED_OUT, 1, max_polls)
+    while (missing > 0) & (polls < limit):
         seen = tl.atomic_add(flags + word, 0, in_world, sem="acquire", scope="sys")
         missing = tl.sum((in_world & (seen != step)).to(tl.int32), 0)
         polls += 1

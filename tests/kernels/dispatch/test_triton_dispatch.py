@@ -11,14 +11,14 @@ from torch import Tensor
 
 from fulgurite.errors import ArgumentError, CapacityError, RankError
 from fulgurite.kernels.dispatch.buffers import DispatchConfig
-from fulgurite.parallel.dispatcher import DispatchedTokens
+from fulgurite.parallel.dispatch.dispatcher import DispatchedTokens
 from fulgurite.parallel.mesh import Axis
 from fulgurite.quant import QuantTensor
 from tests.kernels.dispatch.cases import round_trip
 from tests.kernels.triton_support import DEVICE
 
-from fulgurite.parallel.symmetric_memory import allocate_local_buffers  # isort: skip
-from fulgurite.parallel.dispatcher_symmetric import SymmetricMemoryDispatcher  # isort: skip
+from fulgurite.parallel.symmetric.memory import allocate_local_buffers  # isort: skip
+from fulgurite.parallel.dispatch.symmetric import SymmetricMemoryDispatcher  # isort: skip
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 

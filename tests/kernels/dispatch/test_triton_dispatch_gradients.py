@@ -19,7 +19,10 @@ from fulgurite.kernels.moe.router_config import Routes
 from fulgurite.models.config import MoEConfig
 from fulgurite.models.moe import Experts, gated_activation
 from fulgurite.parallel import apply_expert_parallel
-from fulgurite.parallel.dispatcher_gradients import DifferentiableDispatcher, gradient_config
+from fulgurite.parallel.dispatch.symmetric_gradients import (
+    DifferentiableDispatcher,
+    gradient_config,
+)
 from tests.kernels.dispatch.cases import round_trip
 from tests.kernels.dispatch.test_triton_dispatch import routes, transports
 from tests.kernels.triton_support import DEVICE
@@ -221,7 +224,7 @@ def test_the_experts_of_a_model(apply_router_weight_on_input):
         for one in inputs
     ]
     sent = [
-        part.start_dispatch(x, Routes(w, one.slots.to(DEVICE)))
+        part.start_dispatch(x, Routes(w, one.slots.to(DEVICE)))[0]
         for part, one, (x, w) in zip(spread, inputs, leaves, strict=True)
     ]
     arrived = [t.finish_dispatch(one) for t, one in zip(running, sent, strict=True)]

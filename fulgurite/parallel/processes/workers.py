@@ -1,0 +1,202 @@
+"""Worker processes for a single process: it becomes rank 0, they become the other ranks.
+
+    workers = WorkerProcesses(4, "fulgurite.serve.worker_main", arguments)    three processes
+    mesh = Mesh(tensor=4)                                                     as under torchrun
+    ...
+    workers.close()
+
+Each process runs `python -m module` on this machine. It reads its arguments, bytes, from stdin
+(`read_arguments`) and its rank from the environment. Rank 0 hosts the store.
+
+A thread a process waits for its exit, and publishes it in the store: the `HealthMonitor`s of all ranks
+name that rank at once. In the other direction, stdin is closed when rank 0 ends, however it ends, and
+workers exit then.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from fulgurite.errors import RankError
+from fulgurite.parallel.health import STORE_TIMEOUT, describe_exit, publish_exits
+from fulgurite.parallel.mesh import reset_mesh_count
+from fulgurite.parallel.processes.launch import rank_environment
+
+START_TIMEOUT = 120.0  # seconds; importing torch takes long on a busy machine
+EXIT_TIMEOUT = 10.0  # seconds
+STORE_PREFIX = "fulgurite-workers"
+LENGTH = struct.Struct("<Q")  # of the arguments, before them
+
+
+class WorkerProcesses:
+    """The processes of ranks 1 to `world_size` - 1, until `close`.
+
+    `exits` has how processes have ended that were not told to, by rank.
+    """
+
+    def __init__(self, world_size: int, module: str, arguments: bytes) -> None:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store: TCPStore | None = store
+        publish_exits(store, {})
+        reset_mesh_count("127.0.0.1", store.port)
+        threads = max(1, torch.get_num_threads() // world_size)
+        environments = [
+            rank_environment(rank, world_size, store.port) for rank in range(world_size)
+        ]
+        self.saved_environment = {name: os.environ.get(name) for name in environments[0]}
+        self.saved_threads = torch.get_num_threads()
+        self.processes = [
+            _start_worker(module, arguments, environment, threads)
+            for environment in environments[1:]
+        ]
+        self.exits: dict[int, str] = {}
+        self.exits_lock = threading.Lock()
+        self.is_closing = False
+        self.watchers = [
+            threading.Thread(
+                target=self._watch,
+                args=(rank, process, store),
+                name="fulgurite-worker",
+                daemon=True,
+            )
+            for rank, process in enumerate(self.processes, 1)
+        ]
+        for watcher in self.watchers:
+            watcher.start()
+        try:
+            self._wait_until_started(PrefixStore(STORE_PREFIX, store))
+        except BaseException:  # ctrl-C as well: no process stays
+            self.kill()
+            self.store = None
+            raise
+        os.environ.update(environments[0])
+        torch.set_num_threads(threads)
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes], store: TCPStore) -> None:
+        """Wait for the end of a process, and tell all ranks of it."""
+        text = describe_exit(process.wait())
+        if self.is_closing:
+            return
+        errors: Store = PrefixStore(STORE_PREFIX, store)
+        if errors.check([f"error-{rank}"]):
+            text += f" ({errors.get(f'error-{rank}').decode()})"
+        with self.exits_lock:
+            self.exits[rank] = text
+            publish_exits(store, self.exits)
+
+    def _wait_until_started(self, store: Store) -> None:
+        """Wait until every process has started."""
+        ranks = range(1, len(self.processes) + 1)
+        deadline = time.monotonic() + START_TIMEOUT
+        while not store.check([str(rank) for rank in ranks]):
+            ended = [r for r, p in zip(ranks, self.processes, strict=True) if p.poll() is not None]
+            if ended or time.monotonic() > deadline:
+                late = ended or [rank for rank in ranks if not store.check([str(rank)])]
+                raise RankError(
+                    f"rank {late[0]} did not start",
+                    ranks=tuple(late),
+                    next="look at its last output, above; or start the ranks with torchrun",
+                )
+            time.sleep(0.05)
+
+    def close(self, timeout: float = EXIT_TIMEOUT) -> None:
+        """Wait for every process, and kill it after the timeout. Restore the environment."""
+        self.is_closing = True
+        deadline = time.monotonic() + timeout
+        for process in self.processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                break
+        self.kill()
+        self.store = None  # its port is free once the mesh has left, too
+        torch.set_num_threads(self.saved_threads)
+        for name, value in self.saved_environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    def kill(self) -> None:
+        """Kill every process and wait for its end."""
+        self.is_closing = True
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+        for watcher in self.watchers:
+            watcher.join()
+
+    def check(self) -> None:
+        """RankError if a process has ended that was not told to."""
+        if self.exits and not self.is_closing:
+            ranks = sorted(self.exits)
+            raise RankError(
+                "; ".join(f"rank {rank} is gone: it {self.exits[rank]}" for rank in ranks),
+                ranks=tuple(ranks),
+                next="look at the last output of that process; start all ranks again",
+            )
+
+
+def _start_worker(
+    module: str, arguments: bytes, environment: dict[str, str], threads: int
+) -> subprocess.Popen[bytes]:
+    paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        env={"OMP_NUM_THREADS": str(threads)} | dict(os.environ) | paths | environment,
+        start_new_session=True,  # rank 0 handles ctrl-C
+    )
+    assert process.stdin is not None, "stdin is a pipe"
+    with suppress(BrokenPipeError):  # it has ended already: `_wait_until_started` says so
+        process.stdin.write(LENGTH.pack(len(arguments)) + arguments)
+        process.stdin.flush()
+    return process
+
+
+def read_arguments() -> bytes:
+    """The arguments of this worker process; also reports that it has started.
+
+    From now on this process exits with rank 0's process.
+    """
+    _connect().set(os.environ["RANK"], "started")
+    (size,) = LENGTH.unpack(sys.stdin.buffer.read(LENGTH.size))
+    arguments = sys.stdin.buffer.read(size)
+    threading.Thread(target=_exit_with_rank_0, name="fulgurite-parent", daemon=True).start()
+    return arguments
+
+
+def report_error(error: BaseException) -> None:
+    """Tell rank 0's process why this worker is about to end."""
+    text = " ".join(f"{type(error).__name__}: {error}".split("\n")[0].split())
+    with suppress(RuntimeError):  # the store is gone: rank 0 has ended before
+        _connect().set(f"error-{os.environ['RANK']}", text[:500])
+
+
+def _connect() -> Store:
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return PrefixStore(STORE_PREFIX, TCPStore(host, port, is_master=False, timeout=STORE_TIMEOUT))
+
+
+def _exit_with_rank_0() -> None:
+    """Exit once the other end of stdin is closed: rank 0's process has ended."""
+    os.read(sys.stdin.fileno(), 1)
+    os._exit(1)
+
+
+def is_single_process() -> bool:
+    """Whether no launcher has made this process one of several ranks."""
+    return "WORLD_SIZE" not in os.environ and not dist.is_initialized()

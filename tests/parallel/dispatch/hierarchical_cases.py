@@ -1,0 +1,172 @@
+"""What each rank does in test_hierarchical.py. Ranks import this module, so nothing in it needs pytest."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from fulgurite.errors import FulguriteError
+from fulgurite.kernels.dispatch.wire_format import WireFormat
+from fulgurite.kernels.moe.router_config import Routes
+from fulgurite.parallel import AllToAllDispatcher, apply_expert_parallel
+from fulgurite.parallel.dispatch.dispatcher import DispatchedTokens
+from fulgurite.parallel.dispatch.hierarchical import (
+    HierarchicalDispatcher,
+    NodeAxes,
+    split_by_node,
+)
+from fulgurite.parallel.emulation import EmulatedNetwork, NetworkTraffic
+from fulgurite.parallel.topology import divide_into_nodes
+from tests.parallel.experts import expert_cases
+from tests.parallel.model_cases import distance, mesh_of
+
+Nodes = tuple[int, ...]
+TOP_K = 3
+
+
+@cache
+def axes_of(nodes: Nodes) -> NodeAxes:
+    """The axes of this process; groups are made once."""
+    size = len(nodes)
+    return split_by_node(replace(mesh_of((size, 1, size)).expert, nodes=nodes))
+
+
+def compare(
+    nodes: Nodes,
+    tokens: tuple[int, ...],
+    kind: str = "plain",
+    dtype: torch.dtype = torch.float64,
+    wire: str = "same",
+    only: int | None = None,
+    count: int = 8,
+    top_k: int = TOP_K,
+) -> dict[str, float]:
+    """Distances to all experts on one rank: output, gradients of tokens, weights, experts."""
+    axes = axes_of(nodes)
+    axis = axes.axis
+    whole = expert_cases.make_experts(kind, count, top_k, dtype)
+    dispatcher = HierarchicalDispatcher(axes, dispatch_format=wire)
+    ours = apply_expert_parallel(copy.deepcopy(whole), dispatcher)
+    outs, group = [], []
+    for rank in axis.ranks:
+        x, routes = expert_cases.make_inputs(
+            rank, tokens[rank % len(tokens)], count, top_k, dtype, only
+        )
+        x.requires_grad_(), routes.weights_Tk.requires_grad_()
+        sent = x
+        if wire != "same":
+            sent = expert_cases.StraightThrough.apply(x, WireFormat(wire, x.shape[1]))
+        group.append((x, routes))
+        outs.append(whole(sent, routes))
+    torch.cat(outs).square().sum().backward()
+    x, routes = group[axis.index]
+    mine = x.detach().clone().requires_grad_()
+    weights = routes.weights_Tk.detach().clone().requires_grad_()
+    out = ours(mine, Routes(weights, routes.experts_Tk))
+    out.square().sum().backward()
+    width = count // axis.size
+    here = slice(axis.index * width, (axis.index + 1) * width)
+    found = {
+        "out": distance(out, outs[axis.index]),
+        "x": distance(mine.grad, x.grad),
+        "weights": distance(weights.grad, routes.weights_Tk.grad),
+    }
+    for name, parameter in ours.experts.named_parameters():
+        found[name] = distance(parameter.grad, whole.get_parameter(name).grad[here])
+    return found
+
+
+def expert_stand_in(dispatched: DispatchedTokens) -> Tensor:
+    """A row's result does not depend on other rows, so results can be compared to the bit."""
+    factor_S = 1 + dispatched.experts_S.to(dispatched.x_SD.dtype) / 7
+    y_SD = dispatched.x_SD * (factor_S * dispatched.weights_S.to(factor_S.dtype))[:, None]
+    y_SD = torch.sin(3 * y_SD)
+    y_SD[-1] = 0
+    return y_SD
+
+
+def both(
+    nodes: Nodes, dtype: torch.dtype, wire: str, on_one_node: bool, top_k: int
+) -> tuple[Tensor, Tensor]:
+    """The result of all-to-all and of the hierarchical dispatcher, for the same tokens."""
+    axes = axes_of(nodes)
+    axis, count = axes.axis, 4 * axes.axis.size
+    x, routes = expert_cases.make_inputs(axis.index, 5 + axis.index, count, top_k, dtype, None)
+    chosen = routes.experts_Tk
+    if on_one_node:  # all experts of a token on one node, which differs between tokens
+        num_nodes = axes.layout.num_nodes
+        node_T1 = torch.arange(len(x))[:, None] % num_nodes
+        chosen = chosen // num_nodes + node_T1 * (count // num_nodes)
+    outs = []
+    for dispatcher in (
+        AllToAllDispatcher(axis, dispatch_format=wire),
+        HierarchicalDispatcher(axes, dispatch_format=wire),
+    ):
+        with torch.no_grad():
+            pending = dispatcher.start_dispatch(x, chosen, count, routes.weights_Tk)
+            dispatched = dispatcher.finish_dispatch(pending)
+            outs.append(dispatcher.combine(expert_stand_in(dispatched), dispatched))
+    return outs[0], outs[1]
+
+
+def raise_on_all(
+    nodes: Nodes, tokens: tuple[int, ...], capacity: int | None, bad: int | None
+) -> tuple[str, bool]:
+    """The error of a dispatch on this rank; then the same ranks still work together."""
+    axes = axes_of(nodes)
+    index = axes.axis.index
+    x, routes = expert_cases.make_inputs(index, tokens[index], 8, 2, torch.float32, only=5)
+    if bad is not None and index == 1:
+        routes.experts_Tk[0, 0] = bad
+    dispatcher = HierarchicalDispatcher(axes, capacity=capacity)
+    text = ""
+    try:
+        dispatcher.start_dispatch(x, routes.experts_Tk, 8, routes.weights_Tk)
+    except FulguriteError as error:
+        text = f"{type(error).__name__}: {error}"
+    dispatcher = HierarchicalDispatcher(axes)
+    dispatched = dispatcher.start_dispatch(
+        x, torch.zeros_like(routes.experts_Tk), 8, routes.weights_Tk
+    )
+    out = dispatcher.combine(dispatched.x_SD, dispatched)
+    return text, torch.equal(out, 2 * x)
+
+
+def count_traffic(
+    num_ranks: int, num_nodes: int, tokens: int, hidden: int, top_k: int, links: tuple[float, float]
+) -> dict[str, tuple[float, NetworkTraffic]]:
+    """Seconds and bytes of dispatch and combine by transport, on an emulated network."""
+    import time
+
+    nodes = divide_into_nodes(num_ranks, num_nodes)
+    latency, bandwidth = links
+    count = 4 * num_ranks
+    found = {}
+    for transport in ("all_to_all", "hierarchical"):
+        network = EmulatedNetwork(latency, bandwidth)
+        axes = axes_of(nodes)
+        axis = replace(axes.axis, network=network)
+        axes = replace(axes, axis=axis, network=replace(axes.network, network=network))
+        dispatcher = (
+            AllToAllDispatcher(axis) if transport == "all_to_all" else HierarchicalDispatcher(axes)
+        )
+        generator = torch.Generator().manual_seed(axis.index)
+        x = torch.randn(tokens, hidden, generator=generator)
+        chosen = torch.rand(tokens, count, generator=generator).topk(top_k).indices
+        weights = torch.rand(tokens, top_k, generator=generator)
+        seconds = []
+        for _ in range(3):
+            network.collect_traffic()
+            torch.distributed.barrier(axis.group)
+            start = time.perf_counter()
+            dispatched = dispatcher.finish_dispatch(
+                dispatcher.start_dispatch(x, chosen, count, weights)
+            )
+            dispatcher.combine(dispatched.x_SD, dispatched)
+            seconds.append(time.perf_counter() - start)
+        found[transport] = (min(seconds), network.collect_traffic())
+    return found
