@@ -19,7 +19,10 @@ from collections.abc import Iterator
 
 
 class _Mode(threading.local):
-    is_enabled: bool = False
+    """Without a class attribute: TorchDynamo of torch 2.11 would read that one in every thread."""
+
+    def __init__(self) -> None:
+        self.is_enabled = False
 
 
 _mode = _Mode()

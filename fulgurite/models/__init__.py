@@ -45,18 +45,23 @@
 
 from __future__ import annotations
 
-from fulgurite.models.attention_spec import AttentionSpec
-from fulgurite.models.config import ModelConfig
-from fulgurite.models.families.registry import ARCHITECTURES
-from fulgurite.models.kv_cache import ContiguousKVCache, KVCache, NoKVCache
-from fulgurite.models.layers import CausalLM
-from fulgurite.models.loading.checkpoint import open_checkpoint
-from fulgurite.models.loading.loader import (
-    build_random_model,
-    load_checkpoint,
-    load_model,
-    load_shard,
-)
+from typing import TYPE_CHECKING
+
+from fulgurite.lazy import make_lazy
+
+if TYPE_CHECKING:
+    from fulgurite.models.attention_spec import AttentionSpec
+    from fulgurite.models.config import ModelConfig
+    from fulgurite.models.families.registry import ARCHITECTURES
+    from fulgurite.models.kv_cache import ContiguousKVCache, KVCache, NoKVCache
+    from fulgurite.models.layers import CausalLM
+    from fulgurite.models.loading.checkpoint import open_checkpoint
+    from fulgurite.models.loading.loader import (
+        build_random_model,
+        load_checkpoint,
+        load_model,
+        load_shard,
+    )
 
 __all__ = [
     "ARCHITECTURES",
@@ -72,3 +77,5 @@ __all__ = [
     "load_shard",
     "open_checkpoint",
 ]
+
+__getattr__, __dir__ = make_lazy(__name__)

@@ -34,6 +34,11 @@ from fulgurite.models.attention_spec import AttentionSpec, build_attention_mask
 from fulgurite.models.mla import MLAInputs, attend_absorbed, attend_expanded
 from fulgurite.models.state_spec import StateSpec
 from fulgurite.models.uncached_attention import attend_deterministic, masked_attention
+from fulgurite.models.uncached_states import (
+    conv_deterministic,
+    delta_rule_deterministic,
+    mla_deterministic,
+)
 
 
 class ConvWeights(NamedTuple):
@@ -146,11 +151,15 @@ class NoKVCache(UnpagedKVCache):
         return masked_attention(spec, q_XNH, k_XKH, values, mask_XS | diagonal_TT, sinks_N)
 
     def attend_mla(self, spec: AttentionSpec, inputs: MLAInputs, positions_X: Tensor) -> Tensor:
+        if is_deterministic():
+            return mla_deterministic(spec, inputs, positions_X, self.segments_T, self.kv_dtype)
         return attend_expanded(self.attend, spec, inputs, positions_X)
 
     def causal_conv(
         self, spec: StateSpec, x_XC: Tensor, conv: ConvWeights, positions_X: Tensor
     ) -> Tensor:
+        if is_deterministic():
+            return conv_deterministic(x_XC, *conv, positions_X, self.segments_T)
         x_XC = x_XC.masked_fill((positions_X < 0)[..., None], 0)
         x_BTC = x_XC[None] if x_XC.dim() == 2 else x_XC
         out_BTC = linear_attention_reference.convolve(x_BTC, *conv, self.segments_T)
@@ -159,6 +168,8 @@ class NoKVCache(UnpagedKVCache):
     def gated_delta_rule(
         self, spec: StateSpec, inputs: DeltaRuleInputs, positions_X: Tensor
     ) -> Tensor:
+        if is_deterministic():
+            return delta_rule_deterministic(inputs, positions_X, self.segments_T)
         is_padding = (positions_X < 0)[..., None]  # it neither decays nor updates the state
         never = float("-inf")
         gates = (gate.masked_fill(is_padding, never) for gate in (inputs.a_TN, inputs.b_TN))

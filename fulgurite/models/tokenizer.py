@@ -17,10 +17,10 @@ from tokenizers import Tokenizer as Backend
 
 from fulgurite.errors import ArgumentError, WeightsError
 from fulgurite.models.chat_template import TEMPLATE_ERRORS, render_template
-from fulgurite.models.config import ConfigFields
+from fulgurite.models.config_fields import ConfigFields
 from fulgurite.models.gguf_tokenizer import build_backend
 from fulgurite.models.loading import hub
-from fulgurite.models.loading.gguf_checkpoint import GGUFCheckpoint
+from fulgurite.quant.files.gguf_header import read_gguf_metadata
 
 Message = Mapping[str, object]
 
@@ -137,7 +137,7 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     """Load the tokenizer of a folder, a file or a name on the Hub (see hub.py)."""
     path = hub.resolve_model_path(name)
     if path.suffix == ".gguf":
-        return from_gguf(GGUFCheckpoint(path))
+        return from_gguf(read_gguf_metadata(path), str(path))
     return from_folder(path.parent if path.is_file() else path)
 
 
@@ -195,9 +195,9 @@ def _read_backend(file: Path) -> Backend:
         ) from error
 
 
-def from_gguf(file: GGUFCheckpoint) -> Tokenizer:
-    metadata = file.metadata
-    backend, tokens = build_backend(metadata, str(file.path))
+def from_gguf(metadata: Mapping[str, object], where: str) -> Tokenizer:
+    """The tokenizer in the metadata of a GGUF file; `where` names the file in errors."""
+    backend, tokens = build_backend(metadata, where)
 
     def find_token_id(key: str) -> int | None:
         value = metadata.get(f"tokenizer.ggml.{key}_token_id")

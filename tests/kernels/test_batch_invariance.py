@@ -154,6 +154,9 @@ def test_paged_attention(
 # ---- GPUs ----------------------------------------------------------------------------------------
 
 
+MLA_KINDS = ((False, False), (False, True), (True, False))  # is_float32, is_fp8
+
+
 @pytest.mark.parametrize("name", ["int8", "fp8_e4m3_row", "fp8_e4m3_128x128", "int4_g128", "nvfp4"])
 def test_launch_configs_of_deterministic_mode_ignore_rows(name: str) -> None:
     """Kernel, tiles, steps of K, warps and splits are those of one row for every number of rows."""
@@ -177,9 +180,11 @@ def test_launch_configs_of_deterministic_mode_ignore_rows(name: str) -> None:
                 table.gguf_gemm(rows),
                 table.rope_heads(rows, 128),
                 table.prefers_library_scaled_mm((0, 0), rows, 4096, 4096),
+                *(table.mla_decode_config(rows, *kind, rows, 16 * rows) for kind in MLA_KINDS),
             )
             if rows == 1:
                 expected = configs
             assert configs == expected
             assert all(getattr(config, "split_k", 1) == 1 for config in configs)
     assert table.max_small_batch == table.fused_linear_max_rows == 0
+    assert not table.mla_expands_keys and not table.delta_rule_chunks_prompts

@@ -28,7 +28,11 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
     from fulgurite.kernels.attention import triton_kernel
     from fulgurite.kernels.elementwise import triton_elementwise
-    from fulgurite.kernels.gemm import triton_fused_linear_kernels, triton_gemv
+    from fulgurite.kernels.gemm import (
+        triton_fused_linear_kernels,
+        triton_gemv,
+        triton_invariant_gemm,
+    )
     from fulgurite.kernels.linear_attention import triton_causal_conv, triton_delta_rule
     from fulgurite.kernels.mla import (
         triton_absorb,
@@ -242,12 +246,45 @@ LATENT = {"C": 512, "BC": 512, "R": 64, "BR": 64}
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])
+def test_mla_decode_in_deterministic_mode(is_fp8):
+    """The config of all numbers of rows fits into shared memory; one masked loop over the keys."""
+    ptx = compile_ptx(
+        triton_decode.mla_decode_kernel,
+        {**LATENT, "HEADS": 16, "BLOCK_SIZE": 16, "FP8": is_fp8, "CONVERT_F16": is_fp8,
+         "SPLIT": False, "PRECISION": "tf32", "ONE_LOOP": True, "BM": MLA_BLOCK_M,
+         "BN": 32 if is_fp8 else 64, "PDL": False},
+        num_warps=8,
+        num_stages=3 if is_fp8 else 2,
+        q_ptr="*fp16" if is_fp8 else "*bf16",
+        latents_ptr="*fp8e4nv" if is_fp8 else "*bf16",
+        scales_ptr="*fp32",
+        powers_ptr="*fp32",
+    )  # fmt: skip
+    assert "wgmma" in ptx or not IS_HOPPER
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_invariant_gemm_multiplies_float32_without_tf32(dtype):
+    ptx = compile_ptx(
+        triton_invariant_gemm.invariant_gemm_kernel,
+        {"BIAS": True, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "NATIVE": True},
+        num_warps=4,
+        x_ptr=f"*{dtype}",
+        w_ptr=f"*{dtype}",
+        out_ptr=f"*{dtype}",
+        bias_ptr=f"*{dtype}",
+    )
+    assert "tf32" not in ptx and ("fma.rn.f32" in ptx) == (dtype == "fp32")
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
 @pytest.mark.parametrize("heads, block_m, num_warps", [(16, 16, 4), (128, MLA_BLOCK_M, 8)])
 def test_mla_decode(heads, block_m, num_warps, is_fp8):
     ptx = compile_ptx(
         triton_decode.mla_decode_kernel,
         {**LATENT, "HEADS": heads, "BLOCK_SIZE": 64, "FP8": is_fp8, "CONVERT_F16": is_fp8,
-         "SPLIT": True, "PRECISION": "tf32", "BM": block_m, "BN": 32, "PDL": True},
+         "SPLIT": True, "PRECISION": "tf32", "ONE_LOOP": False, "BM": block_m, "BN": 32,
+         "PDL": True},
         num_warps=num_warps,
         q_ptr="*fp16" if is_fp8 else "*bf16",
         latents_ptr="*fp8e4nv" if is_fp8 else "*bf16",

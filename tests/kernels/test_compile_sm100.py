@@ -7,12 +7,11 @@ runs by default, all with `-m slow`. No kernel was ever run on such a GPU.
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forked_pytest import run_pytest
 
 FILES = sorted(str(path) for path in Path(__file__).parent.rglob("test_compile.py"))
 
@@ -21,8 +20,6 @@ FILES = sorted(str(path) for path in Path(__file__).parent.rglob("test_compile.p
 @pytest.mark.parametrize("every", [24, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("file", FILES, ids=lambda path: Path(path).parent.name)
 def test_file_compiles_for_sm100(file, every):
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x", "-m", "slow", file]
-    environment = os.environ | {"TEST_ARCH": "100", "TEST_EVERY": str(every)}
-    environment.pop("TRITON_INTERPRET", None)
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-3000:]
+    variables = {"TEST_ARCH": "100", "TEST_EVERY": str(every), "TRITON_INTERPRET": "0"}
+    result = run_pytest("-x", "-m", "slow", file, **variables)
+    assert result.returncode == 0, result.output[-3000:]

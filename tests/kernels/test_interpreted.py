@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.forked_pytest import run_pytest
 
 FILES = sorted(str(path) for path in Path(__file__).parent.rglob("test_triton_*.py"))
 
@@ -24,7 +24,5 @@ FILES = sorted(str(path) for path in Path(__file__).parent.rglob("test_triton_*.
 def test_file_in_the_interpreter(file, every):
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("this process is interpreted already")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x", file]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "TEST_EVERY": str(every)}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-3000:]
+    result = run_pytest("-x", file, TRITON_INTERPRET="1", TEST_EVERY=str(every))
+    assert result.returncode == 0, result.output[-3000:]

@@ -28,7 +28,7 @@ def uncached_attention(
     options: AttentionOptions,
 ) -> Tensor:
     """Attention of every token to the tokens of its sequence up to itself."""
-    lengths = _sequence_lengths(positions_X, segments_T)
+    lengths = sequence_lengths(positions_X, segments_T)
     total, longest = sum(lengths), max(lengths, default=0)
     if total == 0:
         return q_XNH.new_zeros((*q_XNH.shape[:-1], v_XKV.shape[-1]))
@@ -48,14 +48,27 @@ def uncached_attention(
     return out.view(*q_XNH.shape[:-1], -1)
 
 
-def _sequence_lengths(positions_X: Tensor, segments_T: Tensor | None) -> list[int]:
-    """The number of tokens of each sequence."""
+def sequence_lengths(positions_X: Tensor, segments: Tensor | None) -> list[int]:
+    """The number of tokens of each sequence, in the order of the tokens.
+
+    Segments [B, T] number the documents of each row; padding is one of them, at any positions. Without
+    segments, padding at the end of a row counts as its last tokens: no other token sees it.
+    """
+    if segments is not None and segments.dim() == 2:
+        is_first = torch.ones(segments.shape, dtype=torch.bool)
+        is_first[:, 1:] = (segments[:, 1:] != segments[:, :-1]).cpu()
+        starts = is_first.flatten().nonzero()[:, 0]
+        return torch.diff(starts, append=torch.tensor([segments.numel()])).tolist()
     size = positions_X.shape[-1]
     lengths = [size] * (positions_X.shape[0] if positions_X.dim() == 2 else 1)
-    if segments_T is not None:
-        lengths = torch.unique_consecutive(segments_T, return_counts=True)[1].tolist()
+    if segments is not None:
+        lengths = torch.unique_consecutive(segments, return_counts=True)[1].tolist()
     expected = torch.cat([torch.arange(0), *(torch.arange(length) for length in lengths)])
-    if not torch.equal(positions_X.flatten().cpu(), expected):
+    positions = positions_X.cpu()
+    if positions.dim() == 2 and segments is None:
+        is_padding = (positions < 0).flip(-1).int().cumprod(-1).flip(-1).bool()
+        positions = torch.where(is_padding, expected.view(positions.shape), positions)
+    if not torch.equal(positions.flatten(), expected):
         raise ArgumentError(
             "attention without a cache in deterministic mode needs positions 0, 1, .. of each sequence",
             next="leave out padding, or give sequences end to end with NoKVCache(segments)",

@@ -43,6 +43,7 @@ BINARY_KERNELS: dict[str, registry.Kernel] = {
     "cuda": triton_elementwise.elementwise_binary,
 }
 QK_NORM_ROPE_KERNELS: dict[str, registry.Kernel] = {"cuda": triton_elementwise.qk_norm_rope}
+NORM_ROPE_KERNELS: dict[str, registry.Kernel] = {"cuda": triton_elementwise.norm_rope}
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -89,10 +90,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
         if is_deterministic():
             return rms_norm_op(x, weight, eps, offset)  # type: ignore[no-any-return]
         return rms_norm_reference(x, weight, eps, offset)
+    return _dispatch_rms_norm(x, weight, eps, offset)
+
+
+def _dispatch_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """Run the kernel of this device; in deterministic mode over heads of flat tokens."""
+    rows = x.flatten(0, -3) if x.dim() > 3 and x.numel() and is_deterministic() else x
     out: Tensor = registry.dispatch(
-        RMS_NORM_KERNELS, x.device, rms_norm_reference, x, weight, eps, offset
+        RMS_NORM_KERNELS, x.device, rms_norm_reference, rows, weight, eps, offset
     )
-    return out
+    return out.view(x.shape)
 
 
 def apply_rope(x_XNH: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -129,10 +136,7 @@ def activation_and_mul(x: Tensor, y: Tensor, activation: str) -> Tensor:
         if is_deterministic():
             return elementwise_binary_op(x, y, activation, 1.0)  # type: ignore[no-any-return]
         return elementwise_binary_reference(x, y, activation)
-    out: Tensor = registry.dispatch(
-        BINARY_KERNELS, x.device, elementwise_binary_reference, x, y, activation, 1.0
-    )
-    return out
+    return _dispatch_binary(x, y, activation, 1.0)
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
@@ -150,8 +154,16 @@ def add(x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
         if is_deterministic():
             return elementwise_binary_op(x, y, "add", scale)  # type: ignore[no-any-return]
         return elementwise_binary_reference(x, y, "add", scale)
+    return _dispatch_binary(x, y, "add", scale)
+
+
+def _dispatch_binary(x: Tensor, y: Tensor, operation: str, scale: float) -> Tensor:
+    """Run the kernel of this device; in deterministic mode over rows, whatever the token layout."""
+    if y.dim() > 2 and x.shape[:-1] == y.shape[:-1] and y.numel() and is_deterministic():
+        rows = _dispatch_binary(x.flatten(0, -2), y.flatten(0, -2), operation, scale)
+        return rows.view(y.shape)
     out: Tensor = registry.dispatch(
-        BINARY_KERNELS, x.device, elementwise_binary_reference, x, y, "add", scale
+        BINARY_KERNELS, x.device, elementwise_binary_reference, x, y, operation, scale
     )
     return out
 
@@ -177,12 +189,62 @@ def qk_norm_rope(
         if result is not NotImplemented:
             q, k, v = result
             return q, k, v
+    if norms is not None and is_deterministic():
+        run = norm_rope_op if _needs_torch_ops() else _norm_rope
+        q_XNH = run(q_XNH, norms.query, norms.eps, norms.offset, cos, sin, interleaved)
+        k_XKH = run(k_XKH, norms.key, norms.eps, norms.offset, cos, sin, interleaved)
+        return q_XNH, k_XKH, v_XKV
     if norms is not None:
         q_XNH = rms_norm(q_XNH, norms.query, norms.eps, norms.offset)
         k_XKH = rms_norm(k_XKH, norms.key, norms.eps, norms.offset)
     if cos is not None and sin is not None:
         q_XNH, k_XKH = (apply_rope(x, cos, sin, interleaved) for x in (q_XNH, k_XKH))
     return q_XNH, k_XKH, v_XKV
+
+
+def _norm_rope(
+    x_XNH: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    interleaved: bool,
+) -> Tensor:
+    """Norm and RoPE of heads with the bits of `qk_norm_rope`'s kernel, for any token layout.
+
+    That kernel rounds once; norm and RoPE one after the other would round twice.
+    """
+    kernel = registry.find_kernel(NORM_ROPE_KERNELS, x_XNH.device)
+    if kernel is not None and x_XNH.dim() >= 3:
+        flat, angles = x_XNH.flatten(0, -3), (cos, sin)
+        if cos is not None and sin is not None:
+            layout = x_XNH.shape[:-2]
+            angles = tuple(a.expand(*layout, 1, -1).flatten(0, -3).contiguous() for a in (cos, sin))
+        result = kernel(flat, weight, eps, offset, *angles, interleaved)
+        if result is not NotImplemented:
+            out: Tensor = result.view(x_XNH.shape)
+            return out
+    x_XNH = _dispatch_rms_norm(x_XNH, weight, eps, offset)
+    if cos is None or sin is None:
+        return x_XNH
+    return _apply_rope_flat(x_XNH, cos, sin, interleaved)
+
+
+def norm_rope_reference(
+    x_XNH: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    interleaved: bool,
+) -> Tensor:
+    """The same in plain torch."""
+    x_XNH = rms_norm_reference(x_XNH, weight, eps, offset)
+    if cos is None or sin is None:
+        return x_XNH
+    return apply_rope_reference(x_XNH, cos, sin, interleaved)
 
 
 def _needs_torch_ops() -> bool:
@@ -229,10 +291,7 @@ def elementwise_binary_reference(
 @op("fulgurite::rms_norm")
 def rms_norm_op(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     """`rms_norm` with autograd or in a captured graph."""
-    out: Tensor = registry.dispatch(
-        RMS_NORM_KERNELS, x.device, rms_norm_reference, x, weight, eps, offset
-    )
-    return out
+    return _dispatch_rms_norm(x, weight, eps, offset)
 
 
 @rms_norm_op.fake
@@ -262,13 +321,34 @@ def _(inputs: tuple, output: Tensor, grad_out: Tensor) -> tuple:  # type: ignore
     return recompute_gradients(apply_rope_reference, (x, cos, sin, interleaved), grad_out)
 
 
+@op("fulgurite::norm_rope")
+def norm_rope_op(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    interleaved: bool,
+) -> Tensor:
+    """Query or key of `qk_norm_rope` with autograd or in a captured graph."""
+    return _norm_rope(x, weight, eps, offset, cos, sin, interleaved)
+
+
+@norm_rope_op.fake
+def _(x: Tensor, weight: Tensor, *rest: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@norm_rope_op.backward
+def _(inputs: tuple, output: Tensor, grad_out: Tensor) -> tuple:  # type: ignore[type-arg]
+    return recompute_gradients(norm_rope_reference, inputs, grad_out)
+
+
 @op("fulgurite::elementwise_binary")
 def elementwise_binary_op(x: Tensor, y: Tensor, operation: str, scale: float) -> Tensor:
     """`add` and `activation_and_mul` with autograd or in a captured graph."""
-    out: Tensor = registry.dispatch(
-        BINARY_KERNELS, x.device, elementwise_binary_reference, x, y, operation, scale
-    )
-    return out
+    return _dispatch_binary(x, y, operation, scale)
 
 
 @elementwise_binary_op.fake

@@ -298,6 +298,21 @@ def qk_norm_rope(
     return (q_out, None, None) if cache else (q_out, k_out, v)
 
 
+def norm_rope(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    interleaved: bool,
+) -> Any:
+    """Heads of tokens, [T, N, H], with their norm and RoPE: the query of `qk_norm_rope`."""
+    norms = (weight, weight, eps, offset)
+    result = qk_norm_rope(x, x[:, :0], x, norms, cos, sin, interleaved, None)
+    return result if result is NotImplemented else result[0]
+
+
 class QKNormRopeLaunch(NamedTuple):
     """The part of a launch that is the same for every layer of a step."""
 
@@ -352,10 +367,14 @@ def is_cache_supported(cache: tuple[Tensor, Tensor, Tensor] | None) -> bool:
 
 
 def _rows(x: Tensor) -> tuple[int, int, int, int] | None:
-    """Number of rows, rows per group, strides of groups and rows: the heads of tokens."""
+    """Number of rows, rows per group, strides of groups and rows: the heads of tokens.
+
+    One token has the strides that many would have: kernels are compiled for their divisors.
+    """
     if x.dtype not in SUPPORTED_DTYPES or x.dim() == 0:
         return None
-    if x.is_contiguous():
+    is_part = x.dim() in (2, 3) and x.shape[0] == 1 and x.stride(0) != x[0].numel()
+    if x.is_contiguous() and not is_part:
         return (x.numel() // x.shape[-1] if x.shape[-1] else 0), 1, x.shape[-1], 0
     if x.dim() == 2 and x.stride(-1) == 1:
         return x.shape[0], 1, x.stride(0), 0

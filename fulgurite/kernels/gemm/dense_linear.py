@@ -21,6 +21,7 @@ from fulgurite.determinism import deterministic, is_deterministic
 from fulgurite.kernels import registry
 from fulgurite.kernels.elementwise.ops import add
 from fulgurite.kernels.gemm import cpu_dense, triton_quant_linear
+from fulgurite.kernels.gemm.triton_invariant_gemm import invariant_linear
 from fulgurite.op import op
 
 
@@ -38,19 +39,22 @@ def _cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
 
 
 def _gpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Any:
-    if x.dtype not in GPU_DTYPES or weight.dtype != x.dtype or weight.stride(1) != 1:
+    if x.dtype not in GPU_DTYPES or weight.dtype != x.dtype:
         return NotImplemented
     if x.numel() == 0 or weight.numel() == 0:
         return NotImplemented
     rows = x.reshape(-1, x.shape[-1])
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    with deterministic():
-        out = triton_quant_linear.dense_linear(rows, weight, bias)
+    if x.dtype == torch.float32 or weight.stride(1) != 1:
+        out = invariant_linear(rows, weight, bias)
+    else:
+        with deterministic():
+            out = triton_quant_linear.dense_linear(rows, weight, bias)
     out = out.view(*x.shape[:-1], weight.shape[0])
     return out if residual is None else add(residual, out)
 
 
-GPU_DTYPES = (torch.bfloat16, torch.float16)
+GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # device type -> kernel with the operator's arguments; it may return NotImplemented
 DENSE_LINEAR_KERNELS: dict[str, registry.Kernel] = {"cpu": _cpu_linear, "cuda": _gpu_linear}
 

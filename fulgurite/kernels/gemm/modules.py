@@ -7,7 +7,8 @@ the dequantized weight, up to the rounding of its activations.
 quantizes its input with that static scale and calls `scaled_mm`. With default activations it does
 so only on devices that multiply the weight's format; other devices don't need the scale. On a GPU a
 few rows of x are not quantized by default: reading an 8-bit weight takes the time, and a cast before it
-would only add to that. In deterministic mode they are, as all rows.
+would only add to that. In deterministic mode they are, as all rows; but no rows are quantized to a
+format with one scale for the whole batch (nvfp4 without an `input_scale`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ from fulgurite.kernels.gemm.reference import UNQUANTIZED
 from fulgurite.kernels.gemm.scaled_mm import scaled_mm_op
 from fulgurite.kernels.quantize.ops import quantize_op
 from fulgurite.kernels.tuning.heuristics import heuristics_for
-from fulgurite.quant import WHOLE_DIM, QuantTensor, get_device_features, is_native
+from fulgurite.quant import (
+    WHOLE_DIM,
+    QuantTensor,
+    get_device_features,
+    is_native,
+    resolve_format,
+)
 
 INTEGER_FAMILIES = ("int", "gguf", "nvfp4")
 INTEGER_FORMATS = ("mxfp4",)
@@ -126,7 +133,8 @@ class QuantLinear(QuantModule):
             return quant_linear(x, weight, self.bias, UNQUANTIZED)
         static_scale = self.static_scale
         if static_scale is None and not self._has_separate_cast(x):
-            return quant_linear(x, weight, self.bias, self.activations)
+            activations = without_batch_scale(self.activations)
+            return quant_linear(x, weight, self.bias, activations)
         # tensors, not a QuantTensor: a captured graph can't construct one
         rows, *scales = quantize_op(x.flatten(0, -2), self.activations, static_scale)
         packed, levels = weight.packed, list(weight.scales.values())
@@ -218,11 +226,19 @@ def compute_logits(x: Tensor, table: nn.Module) -> Tensor:
     weight, bias = table.weight, getattr(table, "bias", None)
     if isinstance(table, QuantEmbedding):
         assert isinstance(weight, QuantTensor), "a QuantEmbedding's weight was replaced"
-        return quant_linear(x, weight, bias, table.activations)
+        return quant_linear(x, weight, bias, without_batch_scale(table.activations))
     assert isinstance(weight, Tensor), "a module without a weight"
     if is_deterministic():
         return dense_linear(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def without_batch_scale(activations: str) -> str:
+    """The activation format; in deterministic mode "none" for one with a scale of the whole batch."""
+    if activations == UNQUANTIZED or not is_deterministic():
+        return activations
+    scales = resolve_format(activations).separate_scales
+    return UNQUANTIZED if any(scale.block[0] == WHOLE_DIM for scale in scales) else activations
 
 
 def default_activation_format(weight: QuantTensor) -> str:

@@ -1,7 +1,8 @@
 """GEMM with quantized operands in plain torch: the references that kernels are tested against.
 
 In: the arguments of the operators `quant_linear` and `scaled_mm`. Out: their results: everything is
-dequantized, then multiplied in float32. They run on every device and take every format.
+dequantized, then multiplied in float32. They run on every device and take every format. In
+deterministic mode a GPU multiplies by the batch-invariant kernel instead of the library's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fulgurite.determinism import is_deterministic
+from fulgurite.kernels.gemm.triton_invariant_gemm import invariant_linear
 from fulgurite.quant import PackedData, resolve_format
 from fulgurite.quant import quantize as quantize_reference
 from fulgurite.quant.codecs import codec
@@ -30,7 +33,7 @@ def quant_linear(
 ) -> Tensor:
     """x @ weight.T + bias, x as it is or quantized to `activations` first."""
     weight = dequantize_packed(data, scales, resolve_format(format))
-    out = F.linear(fake_quantize_activations(x, activations), weight)
+    out = multiply(fake_quantize_activations(x, activations), weight)
     return (out if bias is None else out + bias.float()).to(x.dtype)
 
 
@@ -47,8 +50,15 @@ def scaled_mm(
     """a @ b.T + bias, both quantized."""
     left = dequantize_packed(a, a_scales, resolve_format(a_format))
     right = dequantize_packed(b, b_scales, resolve_format(b_format))
-    out = F.linear(left, right)
+    out = multiply(left, right)
     return (out if bias is None else out + bias.float()).to(out_dtype)
+
+
+def multiply(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T."""
+    if x.is_cuda and x.dtype == torch.float32 and is_deterministic():
+        return invariant_linear(x, weight)
+    return F.linear(x, weight)
 
 
 def dequantize_packed(data: Tensor, scales: list[Tensor], format: Format) -> Tensor:

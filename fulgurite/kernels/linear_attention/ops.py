@@ -10,7 +10,8 @@ sequences and slots are; prefill, decode and any mixture are one call.
 
 On CPUs, both run token by token. Outputs don't depend on how a sequence is cut into calls. On GPUs
 whole blocks of `CHUNK` prompt tokens run in chunked form; the rest, and all replies, token by token.
-Blocks begin at multiples of `CHUNK`, so cuts at such multiples don't change the outputs.
+Blocks begin at multiples of `CHUNK`, so cuts at such multiples don't change the outputs. In
+deterministic mode GPUs run token by token, too.
 
 Three implementations: plain torch (`reference`), C++ (`cpu`) and Triton (`triton_causal_conv`,
 `triton_delta_rule`). The functions here select one by device.

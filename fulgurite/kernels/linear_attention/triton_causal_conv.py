@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fulgurite.determinism import is_deterministic
 from fulgurite.kernels.common.triton_import import tl, triton
 from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.integer_math import cdiv, next_power_of_2
@@ -104,10 +105,13 @@ def causal_conv(
     if not out.numel() or not len(layout.slots_S):
         return out
     config = heuristics_for(x.device).causal_conv
+    block_t = config.block_m  # in deterministic mode one kernel takes one token and many
+    if not is_deterministic():
+        block_t = min(block_t, next_power_of_2(layout.max_query_len))
     causal_conv_kernel[(len(layout.slots_S), cdiv(channels, config.block_n))](
         x, weight, weight if bias is None else bias, state, out, *layout[:3], channels, x.stride(0),
         W=taps, BW=next_power_of_2(max(taps - 1, 1)),
-        BT=min(config.block_m, next_power_of_2(layout.max_query_len)), BC=config.block_n,
+        BT=block_t, BC=config.block_n,
         BIAS=bias is not None, SILU=activation == "silu", num_warps=config.num_warps,
     )  # fmt: skip
     return out

@@ -15,7 +15,8 @@ Which tokens run chunked depends on positions alone: blocks begin at multiples o
 within the prompt. The other tokens, with all of a reply, run token by token in `recurrent_kernel`,
 with the same launch config in prefill and decode. So a request gives the same bits wherever its
 prompt is cut at a multiple of CHUNK, and after a preemption. A call that begins inside of a block
-runs recurrently.
+runs recurrently. In deterministic mode all tokens do: bits don't depend on cuts at all, nor on which
+tokens are the prompt's.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from fulgurite.kernels.linear_attention.metadata import DeltaRuleInputs, Sequenc
 from fulgurite.kernels.tuning.heuristics import heuristics_for
 
 CHUNK = 64  # tokens of a block; half as many for keys of more than 128, and so on
+NEVER = 1 << 30  # a chunk that no sequence reaches: all tokens run recurrently
 CHUNK_ELEMENTS = CHUNK * 128  # of a block's keys and of a tile of the state, in shared memory
 MAX_KEY_DIM = 512
 NORM_EPS = tl.constexpr(1e-6)  # of the queries' and keys' length
@@ -223,7 +225,7 @@ def gated_delta_rule(inputs: DeltaRuleInputs, state: Tensor, layout: SequenceLay
     heuristics = heuristics_for(v.device)
     key_dim = q.shape[2]
     block_d = max(16, next_power_of_2(key_dim))
-    chunk = min(CHUNK, CHUNK_ELEMENTS // block_d)
+    chunk = min(CHUNK, CHUNK_ELEMENTS // block_d) if heuristics.delta_rule_chunks_prompts else NEVER
     sizes = {"GROUP": heads // q.shape[1], "D": key_dim, "BD": block_d, "CHUNK": chunk}
     strides = (
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], a.stride(0), b.stride(0), heads,

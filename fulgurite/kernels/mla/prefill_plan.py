@@ -3,8 +3,8 @@
     plan = plan_prefill(metadata, sizes, device)      once a step, before the first layer
     mla_attention(..., metadata, plan=plan)           in every layer: no loop over sequences, no copy
 
-Each sequence of a step is absorbed or expanded (`tuning.mla.should_expand`). The plan has, for all
-layers alike:
+Each sequence of a step is absorbed or expanded (`tuning.mla.should_expand`); in deterministic mode all
+are absorbed. The plan has, for all layers alike:
 
     chunks     the keys of all expanded sequences end to end, cut into chunks of at most
                `mla_max_expanded_keys`. A chunk is gathered, expanded and attended to by one launch
@@ -13,14 +13,16 @@ layers alike:
     absorbed   the other sequences, in groups whose absorbed queries and latent outputs need no more
                memory than a chunk of expanded keys
 
-All tables are int32 in one tensor, copied to the device at once.
+All tables are int32 in one tensor, copied to the device at once from pinned memory. The tiles of all
+chunks are computed together: the host time of a step hardly depends on how many sequences it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +31,7 @@ from torch import Tensor
 from fulgurite.kernels.attention.metadata import AttentionMetadata
 from fulgurite.kernels.integer_math import cdiv
 from fulgurite.kernels.tuning.heuristics import heuristics_for
-from fulgurite.kernels.tuning.mla import should_expand
+from fulgurite.kernels.tuning.mla import MLA_MIN_EXPANDED_QUERIES, should_expand
 
 # columns of the tables; the kernels read them in this order
 GATHER_COLUMNS = 4  # sequence, first key, keys, row of the chunk
@@ -112,31 +114,32 @@ def plan_prefill(
     if query_lens is None or seq_lens is None:
         return None
     heuristics = heuristics_for(device)
-    lens = list(zip(query_lens, seq_lens, strict=True))
-    expanded = [s for s, (queries, keys) in enumerate(lens) if should_expand(queries, keys, *sizes)]
+    expanded = []
+    if heuristics.mla_expands_keys:
+        expanded = find_expanded(query_lens, seq_lens, sizes)
     max_absorbed = max_absorbed_tokens(sizes, heuristics.mla_max_expanded_keys)
     num_tokens = sum(query_lens)
     if not expanded and num_tokens <= max_absorbed:
         return PrefillPlan(num_tokens, block_m=0, num_state_tokens=0)
-    starts = np.concatenate(([0], np.cumsum(query_lens))).tolist()
+    starts = [0, *accumulate(query_lens)]
     block_m = heuristics.mla_prefill_block_m([query_lens[s] for s in expanded])
     chunks = pack_keys(expanded, seq_lens, heuristics.mla_max_expanded_keys)
     state_rows, num_state_tokens = _assign_state_rows(chunks, query_lens)
+    is_expanded = set(expanded)
+    others = [s for s in range(len(query_lens)) if s not in is_expanded]
+    groups = pack_queries(others, query_lens, seq_lens, starts, max_absorbed)
     tables = _Tables()
-    for chunk in chunks:
-        gather = [_gather_tiles(segment, heuristics.mla_gather.block_m) for segment in chunk]
-        tiles = [
-            _attention_tiles(segment, starts[segment.sequence], lens[segment.sequence], block_m,
-                             state_rows.get(segment.sequence, 0))
-            for segment in chunk
-        ]  # fmt: skip
-        tables.add(np.concatenate(gather))
-        tables.add(_longest_first(np.concatenate(tiles)))
-    others = set(range(len(lens))) - set(expanded)
-    groups = pack_queries(sorted(others), query_lens, seq_lens, starts, max_absorbed)
+    if chunks:
+        segments_N5 = _list_segments(chunks)
+        tables.add_split(*_gather_tiles(segments_N5, heuristics.mla_gather.block_m))
+        lens_S3 = np.array([starts[:-1], query_lens, seq_lens]).T
+        state_row_S = np.zeros(len(query_lens), dtype=np.int64)
+        state_row_S[list(state_rows)] = list(state_rows.values())
+        tables.add_split(*_attention_tiles(segments_N5, lens_S3, state_row_S, block_m))
     for group in groups:
         tables.add_group(group)
     on_device = tables.copy_to(device)
+    gather_tiles, attention_tiles = (next(on_device), next(on_device)) if chunks else ((), ())
     return PrefillPlan(
         num_tokens,
         block_m,
@@ -144,17 +147,23 @@ def plan_prefill(
         tuple(
             KeyChunk(
                 sum(segment.num_keys for segment in chunk),
-                next(on_device),
-                next(on_device),
+                gathered,
+                attended,
                 any(segment.sequence in state_rows for segment in chunk),
             )
-            for chunk in chunks
+            for chunk, gathered, attended in zip(chunks, gather_tiles, attention_tiles, strict=True)
         ),
-        tuple(
-            _absorbed_group(group, metadata, *(next(on_device) for _ in range(4)))
-            for group in groups
-        ),
+        tuple(_absorbed_group(group, metadata, on_device) for group in groups),
     )
+
+
+def find_expanded(query_lens: Sequence[int], seq_lens: Sequence[int], sizes: MLASizes) -> list[int]:
+    """The sequences whose keys are expanded. Most of a step have too few new tokens for it."""
+    return [
+        sequence
+        for sequence, (queries, keys) in enumerate(zip(query_lens, seq_lens, strict=True))
+        if queries >= MLA_MIN_EXPANDED_QUERIES and should_expand(queries, keys, *sizes)
+    ]
 
 
 def max_absorbed_tokens(sizes: MLASizes, max_keys: int) -> int:
@@ -220,40 +229,59 @@ def _assign_state_rows(
     return rows, count
 
 
-def _gather_tiles(segment: KeySegment, size: int) -> np.ndarray:
-    offset = np.arange(0, segment.num_keys, size, dtype=np.int32)
-    tiles = np.empty((len(offset), GATHER_COLUMNS), dtype=np.int32)
-    tiles[:, 0] = segment.sequence
-    tiles[:, 1] = segment.first_key + offset
-    tiles[:, 2] = np.minimum(size, segment.num_keys - offset)
-    tiles[:, 3] = segment.row + offset
-    return tiles
+def _list_segments(chunks: list[list[KeySegment]]) -> np.ndarray:
+    """Columns: chunk, sequence, first key, keys, row of the chunk."""
+    rows = [(index, *segment) for index, chunk in enumerate(chunks) for segment in chunk]
+    return np.array(rows, dtype=np.int64)
+
+
+def _cut(length_N: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths cut into tiles of `size`: the item of each tile, and its offset there."""
+    count_N = -(-length_N // size)
+    item_M = np.repeat(np.arange(len(length_N)), count_N)
+    first_N = np.cumsum(count_N) - count_N
+    return item_M, (np.arange(len(item_M)) - first_N[item_M]) * size
+
+
+def _gather_tiles(segments_N5: np.ndarray, size: int) -> tuple[np.ndarray, list[int]]:
+    """The tiles of all chunks, and how many each has."""
+    item_M, offset_M = _cut(segments_N5[:, 3], size)
+    chunk_M, sequence_M, first_M, keys_M, row_M = segments_N5[item_M].T
+    tiles = np.empty((len(item_M), GATHER_COLUMNS), dtype=np.int32)
+    tiles[:, 0] = sequence_M
+    tiles[:, 1] = first_M + offset_M
+    tiles[:, 2] = np.minimum(size, keys_M - offset_M)
+    tiles[:, 3] = row_M + offset_M
+    return tiles, np.bincount(chunk_M).tolist()
 
 
 def _attention_tiles(
-    segment: KeySegment, start: int, lens: tuple[int, int], block_m: int, state_row: int
-) -> np.ndarray:
-    """Tiles of a sequence's query tokens that see a key of the segment."""
-    queries, keys = lens
-    offset = np.arange(0, queries, block_m, dtype=np.int32)
-    rows = np.minimum(block_m, queries - offset)
-    position = keys - queries + offset
-    end = position + rows  # keys that the last token of the tile sees
-    tiles = np.empty((len(offset), TILE_COLUMNS), dtype=np.int32)
-    tiles[:, 0] = start + offset
-    tiles[:, 1] = rows
-    tiles[:, 2] = position
-    tiles[:, 3:6] = segment.row, segment.first_key, segment.num_keys
-    is_last = segment.first_key + segment.num_keys >= end
-    tiles[:, 6] = IS_FIRST * (segment.first_key == 0) + IS_LAST * is_last
-    tiles[:, 7] = state_row + offset
-    return tiles[end > segment.first_key]
+    segments_N5: np.ndarray, lens_S3: np.ndarray, state_row_S: np.ndarray, block_m: int
+) -> tuple[np.ndarray, list[int]]:
+    """Tiles of query tokens that see a key of a segment, for all chunks; and how many each has.
 
-
-def _longest_first(tiles: np.ndarray) -> np.ndarray:
-    """Tiles with more keys run first: what runs last is short."""
-    visible = np.minimum(tiles[:, 2] + tiles[:, 1] - tiles[:, 4], tiles[:, 5])
-    return tiles[np.argsort(-visible, kind="stable")]
+    `lens_S3`: the first token of each sequence, its tokens and its keys. In a chunk, tiles with more
+    keys come first: what runs last is short.
+    """
+    item_M, offset_M = _cut(lens_S3[segments_N5[:, 1], 1], block_m)
+    chunk_M, sequence_M, first_M, keys_M, row_M = segments_N5[item_M].T
+    start_M, queries_M, length_M = lens_S3[sequence_M].T
+    tokens_M = np.minimum(block_m, queries_M - offset_M)
+    position_M = length_M - queries_M + offset_M
+    end_M = position_M + tokens_M  # keys that the last token of the tile sees
+    tiles = np.empty((len(item_M), TILE_COLUMNS), dtype=np.int32)
+    tiles[:, 0] = start_M + offset_M
+    tiles[:, 1] = tokens_M
+    tiles[:, 2] = position_M
+    tiles[:, 3] = row_M
+    tiles[:, 4] = first_M
+    tiles[:, 5] = keys_M
+    tiles[:, 6] = IS_FIRST * (first_M == 0) + IS_LAST * (first_M + keys_M >= end_M)
+    tiles[:, 7] = state_row_S[sequence_M] + offset_M
+    visible_M = np.minimum(end_M - first_M, keys_M)
+    order = np.lexsort((-visible_M, chunk_M))
+    order = order[visible_M[order] > 0]
+    return tiles[order], np.bincount(chunk_M[order]).tolist()
 
 
 class _Tables:
@@ -261,52 +289,60 @@ class _Tables:
 
     def __init__(self) -> None:
         self.arrays: list[np.ndarray] = []
+        self.row_counts: list[
+            list[int] | None
+        ] = []  # where a table is split, for one table a chunk
 
     def add(self, table: np.ndarray) -> None:
-        self.arrays.append(np.ascontiguousarray(table, dtype=np.int32))
+        self.add_split(table, None)
+
+    def add_split(self, table: np.ndarray, row_counts: list[int] | None) -> None:
+        self.arrays.append(table)
+        self.row_counts.append(row_counts)
 
     def add_group(self, group: list[QuerySegment]) -> None:
-        """Sequences, query offsets, sequence lengths and tokens of an `AbsorbedGroup`."""
-        counts = [segment.num_tokens for segment in group]
-        self.add(np.array([segment.sequence for segment in group]))
-        self.add(np.concatenate(([0], np.cumsum(counts))))
-        self.add(np.array([segment.num_keys for segment in group]))
-        tokens = [np.arange(s.first_token, s.first_token + s.num_tokens) for s in group]
-        self.add(np.concatenate(tokens))
+        """Sequences, query offsets and sequence lengths of an `AbsorbedGroup`; and its tokens, if they
+        are no slice."""
+        sequences, first_tokens, counts, keys = zip(*group, strict=True)
+        self.add(np.array(sequences))
+        self.add(np.array([0, *accumulate(counts)]))
+        self.add(np.array(keys))
+        if not _is_slice(group):
+            item_M, offset_M = _cut(np.array(counts), 1)
+            self.add(np.array(first_tokens)[item_M] + offset_M)
 
-    def copy_to(self, device: torch.device):  # type: ignore[no-untyped-def]
-        """An iterator over the tables on the device."""
-        offsets = [0]
-        for array in self.arrays:
-            offsets.append(offsets[-1] + cdiv(array.size, ALIGNMENT) * ALIGNMENT)
-        host = np.zeros(offsets[-1], dtype=np.int32)
-        for array, offset in zip(self.arrays, offsets, strict=False):
+    def copy_to(self, device: torch.device) -> Iterator[Any]:
+        """The tables on the device; of one that is split, a tuple."""
+        ends = [*accumulate(cdiv(array.size, ALIGNMENT) * ALIGNMENT for array in self.arrays)]
+        memory = torch.empty(ends[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
+        host = memory.numpy()
+        offsets = [0, *ends[:-1]]
+        for array, offset in zip(self.arrays, offsets, strict=True):
             host[offset : offset + array.size] = array.reshape(-1)
-        memory = torch.from_numpy(host).to(device, non_blocking=True)
-        return iter(
-            memory[offset : offset + array.size].view(array.shape)
-            for array, offset in zip(self.arrays, offsets, strict=False)
-        )
+        memory = memory.to(device, non_blocking=True)
+        for array, offset, counts in zip(self.arrays, offsets, self.row_counts, strict=True):
+            table = memory[offset : offset + array.size].view(array.shape)
+            yield table if counts is None else table.split(counts)
+
+
+def _is_slice(group: list[QuerySegment]) -> bool:
+    """Whether the tokens of a group follow one another: then nothing is gathered for them."""
+    last = group[-1].first_token + group[-1].num_tokens
+    return sum(segment.num_tokens for segment in group) == last - group[0].first_token
 
 
 def _absorbed_group(
-    group: list[QuerySegment],
-    metadata: AttentionMetadata,
-    sequences: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    tokens: Tensor,
+    group: list[QuerySegment], metadata: AttentionMetadata, tables: Iterator[Any]
 ) -> AbsorbedGroup:
-    """Tokens that follow one another are a slice: nothing is gathered for them."""
-    first = group[0].first_token
-    last = group[-1].first_token + group[-1].num_tokens
-    query_lens = [segment.num_tokens for segment in group]
-    is_slice = sum(query_lens) == last - first
+    sequences, query_start_loc, seq_lens = next(tables), next(tables), next(tables)
     subset = AttentionMetadata(
         metadata.block_table_SM.index_select(0, sequences),
         query_start_loc,
         seq_lens,
-        max(query_lens),
+        max(segment.num_tokens for segment in group),
         max(segment.num_keys for segment in group),
     )
-    return AbsorbedGroup(slice(first, last) if is_slice else tokens.long(), subset)
+    if _is_slice(group):
+        last = group[-1].first_token + group[-1].num_tokens
+        return AbsorbedGroup(slice(group[0].first_token, last), subset)
+    return AbsorbedGroup(next(tables).long(), subset)

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """Queries of absorbed MLA on GPUs: in latent space, in the form the decode kernels read.
 
-    q_c = W_uk^T q_nope of each head, by the library      q_r = rope(q_rope)
+    q_c = W_uk^T q_nope of each head, by `multiply_heads`      q_r = rope(q_rope)
 
 For FP8 latents queries are float16, which holds e4m3 exactly and is one conversion instruction
 away. Each row, both parts, is divided by a power of two that brings its largest number to 1 or
@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fulgurite.determinism import is_deterministic
 from fulgurite.kernels.common.triton_import import INTERPRETED, tl
 from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.common.triton_pdl import (
@@ -24,6 +25,7 @@ from fulgurite.kernels.common.triton_pdl import (
     pdl_options,
     wait_for_dependencies,
 )
+from fulgurite.kernels.gemm.triton_invariant_gemm import invariant_bmm
 from fulgurite.kernels.integer_math import cdiv, next_power_of_2
 from fulgurite.kernels.mla.triton_store_kv import load_rope
 from fulgurite.kernels.tuning.heuristics import heuristics_for
@@ -95,7 +97,7 @@ def absorb_queries(
     rope_dim, is_fp8 = size - nope_dim, cache_dtype.itemsize == 1
     latent_dtype, rope_dtype = query_dtypes(q_TNH.dtype, cache_dtype)
     projected = q_TNH.new_empty((tokens, heads, rank))
-    torch.bmm(q_TNH[..., :nope_dim].transpose(0, 1), w_uk_NDC, out=projected.transpose(0, 1))
+    multiply_heads(q_TNH[..., :nope_dim], w_uk_NDC, projected)
     if is_fp8:
         latent = torch.empty_like(projected, dtype=latent_dtype)
     else:
@@ -112,3 +114,12 @@ def absorb_queries(
         num_warps=config.num_warps, **pdl_options(q_TNH.device),
     )  # fmt: skip
     return AbsorbedQueries(latent, ropes, powers)
+
+
+def multiply_heads(x_TNK: Tensor, weight_NKM: Tensor, out_TNM: Tensor) -> None:
+    """out[t, n] = x[t, n] @ weight[n]: by the library, in deterministic mode by a kernel of ours."""
+    x_NTK, out_NTM = x_TNK.transpose(0, 1), out_TNM.transpose(0, 1)
+    if is_deterministic():
+        invariant_bmm(x_NTK, weight_NKM, out_BMN=out_NTM)
+    else:
+        torch.bmm(x_NTK, weight_NKM, out=out_NTM)

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fulgurite.determinism import is_deterministic
 from fulgurite.kernels.attention.metadata import AttentionMetadata
 from fulgurite.kernels.common.triton_import import INTERPRETED, tl, triton
 from fulgurite.kernels.common.triton_launch import cached_launch
@@ -141,9 +142,13 @@ def mla_decode_kernel(
     latent_slot_stride, rope_block_stride, rope_slot_stride, scale_block_stride, scale_slot_stride,
     HEADS: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr, CONVERT_F16: tl.constexpr, SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows tile * BM .. of one sequence, over one split of its keys."""
+    """Rows tile * BM .. of one sequence, over one split of its keys.
+
+    ONE_LOOP   every block of keys is masked: which code computes a row depends on no other row
+    """
     if PDL:
         launch_dependents()
     if FP8:  # strides are multiples of 16 bytes, which the compiler sees in the factor
@@ -202,12 +207,15 @@ def mla_decode_kernel(
     # blocks of keys that every row sees completely need no mask
     all_visible_end = tl.min(tl.where(is_row, position, last), 0) + 1
     unmasked_end = first + tl.maximum(tl.minimum(all_visible_end, last) - first, 0) // BN * BN
-    m_i, l_i, acc = _attend_blocks(
-        first, unmasked_end, last, q_c, q_r, m_i, l_i, acc, position, latents_ptr, ropes_ptr,
-        scales_ptr, block_row, row_scale, latent_block_stride, latent_slot_stride,
-        rope_block_stride, rope_slot_stride, scale_block_stride, scale_slot_stride, C, BC, R, BR,
-        BLOCK_SIZE, FP8, CONVERT_F16, PRECISION, BN, False,
-    )  # fmt: skip
+    if ONE_LOOP:
+        unmasked_end = first
+    else:
+        m_i, l_i, acc = _attend_blocks(
+            first, unmasked_end, last, q_c, q_r, m_i, l_i, acc, position, latents_ptr, ropes_ptr,
+            scales_ptr, block_row, row_scale, latent_block_stride, latent_slot_stride,
+            rope_block_stride, rope_slot_stride, scale_block_stride, scale_slot_stride, C, BC, R,
+            BR, BLOCK_SIZE, FP8, CONVERT_F16, PRECISION, BN, False,
+        )  # fmt: skip
     m_i, l_i, acc = _attend_blocks(
         unmasked_end, last, last, q_c, q_r, m_i, l_i, acc, position, latents_ptr, ropes_ptr,
         scales_ptr, block_row, row_scale, latent_block_stride, latent_slot_stride,
@@ -317,7 +325,8 @@ def attend_absorbed(
         HEADS=heads, C=rank, BC=width, R=rope_dim, BR=max(16, next_power_of_2(rope_dim)),
         BLOCK_SIZE=cache.latents_PBC.shape[1], FP8=is_fp8,
         CONVERT_F16=is_fp8 and not is_float32 and not INTERPRETED, SPLIT=splits > 1,
-        PRECISION="ieee" if is_float32 else "tf32", BM=config.block_m, BN=config.block_n,
+        PRECISION="ieee" if is_float32 else "tf32", ONE_LOOP=is_deterministic(),
+        BM=config.block_m, BN=config.block_n,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(q_TNC.device),
     )  # fmt: skip
     if splits > 1:

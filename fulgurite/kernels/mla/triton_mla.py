@@ -5,7 +5,7 @@ In: the arguments of `mla.ops.mla_attention` on a GPU. Out: [T, N, V], or `NotIm
 steps, and every call whose lengths the host does not know, are absorbed without a device sync, so a
 CUDA graph can capture them. In a step with prompts the host knows the lengths. A `PrefillPlan`, made
 once a step, then says what is expanded and what is absorbed; no layer copies anything from the host
-or loops over sequences.
+or loops over sequences. In deterministic mode all sequences are absorbed, by one kernel and config.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fulgurite.determinism import is_deterministic
 from fulgurite.kernels.attention.metadata import AttentionMetadata
 from fulgurite.kernels.mla import triton_decode_sm90
 from fulgurite.kernels.mla.prefill_plan import MLASizes, PrefillPlan, plan_prefill
 from fulgurite.kernels.mla.reference import LatentCache, split_latent_cache
-from fulgurite.kernels.mla.triton_absorb import absorb_queries
+from fulgurite.kernels.mla.triton_absorb import absorb_queries, multiply_heads
 from fulgurite.kernels.mla.triton_decode import attend_absorbed
 from fulgurite.kernels.mla.triton_prefill import (
     allocate_expanded_keys,
@@ -134,10 +135,13 @@ def _attend_absorbed(
     queries = absorb_queries(q, w_uk_NDC, cos, sin, layer.interleaved, cache_dtype)
     assert metadata.max_query_len is not None, "the operator sets it"
     rows = metadata.max_query_len * q.shape[1]
-    use_sm90 = triton_decode_sm90.is_supported(queries, layer.cache, rows)
+    # in deterministic mode one kernel takes few rows and many
+    use_sm90 = not is_deterministic() and triton_decode_sm90.is_supported(
+        queries, layer.cache, rows
+    )
     attend = triton_decode_sm90.attend_absorbed_sm90 if use_sm90 else attend_absorbed
     latent_TNC = attend(queries, layer.cache, metadata, layer.scale, q.dtype)
     if out_TNV is None:
         out_TNV = q.new_empty((*q.shape[:2], w_uv_NVC.shape[1]))
-    torch.bmm(latent_TNC.transpose(0, 1), w_uv_NVC.mT, out=out_TNV.transpose(0, 1))
+    multiply_heads(latent_TNC, w_uv_NVC.mT, out_TNV)
     return out_TNV

@@ -30,6 +30,14 @@ class AdamWStep:
     decay: float
     step: int
 
+    @property
+    def scalars(self) -> tuple[float, float, float, float, float, float]:
+        """What kernels take: shrink, beta1, beta2, root, epsilon, rate, with the bias corrections."""
+        beta1, beta2 = self.betas
+        root = (1.0 - beta2**self.step) ** 0.5
+        rate = self.rate / (1.0 - beta1**self.step)
+        return 1.0 - self.rate * self.decay, beta1, beta2, root, self.epsilon, rate
+
 
 @triton.jit
 def adamw_kernel(
@@ -83,7 +91,6 @@ def adamw_step(
 ) -> None:
     """Update weight, low bits and moments in place; `can_run` is true."""
     size, config = weight.numel(), heuristics_for(weight.device).elementwise
-    beta1, beta2 = step.betas
     if size:
         adamw_kernel[(cdiv(size, config.block_n),)](
             weight,
@@ -92,12 +99,7 @@ def adamw_step(
             first,
             second,
             size,
-            1.0 - step.rate * step.decay,
-            beta1,
-            beta2,
-            (1.0 - beta2**step.step) ** 0.5,
-            step.epsilon,
-            step.rate / (1.0 - beta1**step.step),
+            *step.scalars,
             BLOCK=config.block_n,
             num_warps=config.num_warps,
         )

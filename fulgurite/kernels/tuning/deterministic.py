@@ -3,6 +3,7 @@
 In: the table of a device family. Out: the same table, in which nothing that the order of additions
 depends on (kernel, tile, step of K, warps, splits) is chosen by rows of x, sequences or lengths. One
 kernel family multiplies few rows and many, K and contexts are never split, and no library is called.
+MLA never expands keys (`mla_expands_keys`), and linear attention runs token by token.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from fulgurite.kernels.tuning.config import LaunchConfig
 from fulgurite.kernels.tuning.weight_traits import WeightTraits
 
 BLOCK_ROWS = 64  # rows of x (queries of attention) in a program
+MANY_ROWS = 4096  # more than any config of few rows takes
 
 
 class DeterministicHeuristics(Heuristics):
@@ -24,10 +26,18 @@ class DeterministicHeuristics(Heuristics):
     max_small_batch = 0
     fused_linear_max_rows = 0
     rope_small_batch = 0
+    mla_expands_keys = False
+    delta_rule_chunks_prompts = False
 
     def dense_gemm(self) -> LaunchConfig:
         """16 bits times 16 bits."""
         return LaunchConfig(BLOCK_ROWS, 64, 64, num_warps=4, num_stages=4)
+
+    def invariant_gemm(self, dtype: torch.dtype) -> LaunchConfig:
+        """Any strides, stacks of matrices, float32 (by multiply-adds without tensor cores)."""
+        if dtype == torch.float32:
+            return LaunchConfig(BLOCK_ROWS, 64, 32, num_warps=4, num_stages=2)
+        return LaunchConfig(BLOCK_ROWS, 64, 64, num_warps=4, num_stages=3)
 
     def weight_only_gemm(self, m: int, n: int, k: int, weight: WeightTraits) -> LaunchConfig:
         return self.dequantized_gemm(m, n, k, weight)
@@ -83,3 +93,9 @@ class DeterministicHeuristics(Heuristics):
     ) -> LaunchConfig:
         side = 32 if is_float32 or key_dim > self.attention_large_key_dim else BLOCK_ROWS
         return LaunchConfig(block_m=side, block_n=side, num_warps=4, num_stages=2)
+
+    def mla_decode_config(
+        self, rows: int, is_float32: bool, is_fp8: bool, sequences: int, max_keys: int
+    ) -> LaunchConfig:
+        config = super().mla_decode_config(MANY_ROWS, is_float32, is_fp8, sequences, max_keys)
+        return replace(config, split_k=1)

@@ -12,3 +12,4 @@ class LinearAttentionHeuristics:
     delta_rule_inverse: LaunchConfig
     delta_rule_chunked: LaunchConfig  # `block_n` columns of a value
     delta_rule_recurrent: LaunchConfig  # `block_n` columns of a value; one for prefill and decode
+    delta_rule_chunks_prompts = True  # whether whole blocks of a prompt run in chunked form

@@ -34,6 +34,7 @@ class MlaHeuristics:
     mla_merge_num_warps: int
     mla_fp8_block_m: int  # rows of a program with many rows and FP8 latents
     mla_warp_rank: int
+    mla_expands_keys = True  # whether keys of long prompts are expanded (`should_expand`)
 
     def mla_decode_config(
         self, rows: int, is_float32: bool, is_fp8: bool, sequences: int, max_keys: int

@@ -23,12 +23,12 @@ from fulgurite.models.families.family import ModelFamily
 from fulgurite.models.families.registry import find_family, find_gguf_family, has_family
 from fulgurite.models.loading.checkpoint_tensor import CheckpointTensor, TensorEntry
 from fulgurite.models.loading.gguf_checkpoint import GGUFCheckpoint
+from fulgurite.models.loading.hub import PICKLE_SUFFIXES
 from fulgurite.models.loading.quantization_config import (
     CheckpointQuantization,
     read_quantization,
 )
 from fulgurite.models.loading.safetensors_checkpoint import (
-    PICKLE_SUFFIXES,
     SafetensorsCheckpoint,
     find_shard_files,
     reject_pickle,

@@ -11,6 +11,7 @@ from fulgurite.models.config import ConfigFields
 from fulgurite.models.encoder import Encoder
 from fulgurite.models.families.encoders import IGNORED, PREFIXES, map_names, read_encoder_config
 from fulgurite.models.loading.safetensors_checkpoint import SafetensorsCheckpoint
+from fulgurite.models.loading.skip_init import SkipInitialization
 
 
 @torch.no_grad()
@@ -19,7 +20,7 @@ def load_encoder(
 ) -> Encoder:
     """The encoder of a folder. `dtype`: None is the checkpoint's."""
     config = read_encoder_config(fields)
-    with torch.device("meta"):
+    with torch.device("meta"), SkipInitialization():
         model = Encoder(config).to(dtype or config.dtype)
     source = SafetensorsCheckpoint(path)
     try:

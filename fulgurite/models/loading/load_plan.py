@@ -26,6 +26,7 @@ from fulgurite.models.layers import CausalLM
 from fulgurite.models.loading.checkpoint import Checkpoint, KVScales
 from fulgurite.models.loading.parameter_formats import choose_parameter_formats
 from fulgurite.models.loading.quantized import install_quantized_weight, needs_repacking
+from fulgurite.models.loading.skip_init import SkipInitialization
 from fulgurite.models.loading.weight_assignment import ParameterSource, find_sources
 from fulgurite.models.pipeline_stage import choose_stage, keep_stage
 from fulgurite.models.transformers_backend.family import TransformersFamily
@@ -151,7 +152,7 @@ def plan_load(
 
 def build_model(config: ModelConfig, family: ModelFamily, dtype: torch.dtype) -> CausalLM:
     """Build the modules on the meta device: shapes and dtypes without memory."""
-    with _default_dtype(dtype), torch.device("meta"):
+    with _default_dtype(dtype), torch.device("meta"), SkipInitialization():
         model = family.build(config)
     assert isinstance(model, CausalLM), f"family {family.name} must build a CausalLM"
     return model

@@ -34,9 +34,9 @@ from fulgurite.models.transformers_backend.family import (
     TransformersFamily,
     load_transformers_model,
 )
-from fulgurite.parallel.dispatcher import TokenDispatcher
+from fulgurite.parallel.dispatch.dispatcher import TokenDispatcher
+from fulgurite.parallel.experts.placement import Placement
 from fulgurite.parallel.mesh import Mesh
-from fulgurite.parallel.placement import Placement
 from fulgurite.parallel.sharding import Sharding
 from fulgurite.quant import QuantTensor
 from fulgurite.quant.config import QuantConfig

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fulgurite.errors import FormatError, WeightsError
 from fulgurite.models.loading.checkpoint_tensor import CheckpointTensor, TensorEntry
+from fulgurite.models.loading.hub import PICKLE_SUFFIXES
 from fulgurite.models.loading.saved_tensors import describe_saved_tensors
 from fulgurite.quant import (
     CheckpointWeight,
@@ -38,7 +39,6 @@ from fulgurite.quant.files.safetensors_io import METADATA_KEY
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,

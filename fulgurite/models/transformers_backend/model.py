@@ -6,7 +6,9 @@
                               attention.py ─▶ KVCache.attend
 
 The decoder runs under `fulgurite.compile` with a symbolic number of tokens. The head is the module's
-own forward around given hidden states, so scales and softcaps of logits are transformers' own.
+own forward around given hidden states, so scales and softcaps of logits are transformers' own. In
+deterministic mode on a GPU both run eagerly, with batch-invariant ops (`invariant_ops.py`); the engine's
+CUDA graphs take the host's time out of decode steps.
 """
 
 from __future__ import annotations
@@ -14,19 +16,21 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fulgurite.compile import compile
+from fulgurite.determinism import deterministic, is_deterministic
 from fulgurite.models.attention_spec import AttentionSpec
 from fulgurite.models.config import ModelConfig
-from fulgurite.models.kv_cache import KVCache
+from fulgurite.models.kv_cache import KVCache, NoKVCache
 from fulgurite.models.layers import CausalLM
 from fulgurite.models.rope import RotaryCosSin
 from fulgurite.models.state_spec import StateSpec
 from fulgurite.models.transformers_backend.attention import Step, mark_layer, use_step
+from fulgurite.models.transformers_backend.invariant_ops import InvariantOps
 
 _model_numbers = itertools.count()
 
@@ -67,6 +71,8 @@ class TransformersModel(CausalLM):
         All numbers of tokens share one graph. A compiler makes another one for a single token, so a
         single token runs as two (see `run_layers`).
         """
+        from fulgurite.compile import compile  # takes as long to import as the rest of an engine
+
         compiled = compile(self.decoder, dynamic=True, cudagraph=False)
         self.packs_linears = packs_linears
         self.__dict__["compiled_decoder"] = compiled  # no child: `module` has its parameters
@@ -85,6 +91,20 @@ class TransformersModel(CausalLM):
     def device(self) -> torch.device:
         device: torch.device = self.module.device
         return device
+
+    @property
+    def _uses_invariant_ops(self) -> bool:
+        return is_deterministic() and self.device.type == "cuda"
+
+    def _invariant_ops(self) -> AbstractContextManager[Any]:
+        return InvariantOps() if self._uses_invariant_ops else nullcontext()
+
+    def check_invariant_ops(self) -> None:
+        """Run two tokens in deterministic mode; ArgumentError for an op without an invariant kernel."""
+        ids = torch.zeros(2, dtype=torch.int64, device=self.device)
+        positions = torch.arange(2, device=self.device)
+        with torch.inference_mode(), deterministic():
+            self.compute_logits(self.run_layers(ids, positions, [], NoKVCache()))
 
     @property
     def packed_weight_bytes(self) -> int:
@@ -130,10 +150,12 @@ class TransformersModel(CausalLM):
         is_flat, num_tokens = x_XD.dim() == 1, x_XD.shape[-1]
         ids, positions = (x_XD[None], positions_X[None]) if is_flat else (x_XD, positions_X)
         is_compiled = self.compiled_decoder is not None and ids.device.type != "meta"
+        is_compiled = is_compiled and not self._uses_invariant_ops
         if is_compiled and num_tokens == 1:  # the second token is padding, which attention ignores
             ids, positions = ids.repeat(1, 2), positions.repeat(1, 2)
         decoder = self.compiled_decoder if is_compiled else self.decoder
-        with use_step(self.model_number, Step(self.specs, cache, positions_X)):
+        step = use_step(self.model_number, Step(self.specs, cache, positions_X))
+        with step, self._invariant_ops():
             hidden_BTD = decoder(
                 input_ids=ids, position_ids=positions, use_cache=False
             ).last_hidden_state[:, :num_tokens]
@@ -147,7 +169,8 @@ class TransformersModel(CausalLM):
         prefix = self.module.base_model_prefix
         given = GivenHiddenStates(hidden_XD[None] if is_flat else hidden_XD)
         head.__dict__["_modules"] = {**self.module._modules, prefix: given}
-        logits = head(inputs_embeds=given.hidden_BTD, use_cache=False).logits
+        with self._invariant_ops():
+            logits = head(inputs_embeds=given.hidden_BTD, use_cache=False).logits
         logits_XO: Tensor = logits[0] if is_flat else logits
         return logits_XO
 

@@ -149,3 +149,22 @@ def test_float8_cache_saturates():
     store_kv_cache(key, v, *expected, slots)
     assert torch.equal(expected_keys.float(), expected[0].float())
     assert torch.equal(expected_values.float(), expected[1].float())
+
+
+@pytest.mark.parametrize("rope", [None, "half", "interleaved"])
+def test_norm_rope_has_the_bits_of_both(rope):
+    """Heads of queries or keys by themselves, in any token layout, are rounded as with each other."""
+    tokens, n, k, size, pairs = 6, 3, 2, 19, 7
+    q, key, v = (torch.randn(tokens, heads, size, device=DEVICE).bfloat16() for heads in (n, k, k))
+    weights = [torch.randn(size, device=DEVICE) for _ in range(2)]
+    cos = sin = None
+    if rope:
+        angles = torch.rand(tokens, 1, pairs, device=DEVICE) * 6
+        cos, sin = angles.cos(), angles.sin()
+    how = (cos, sin, rope == "interleaved")
+    together = triton_elementwise.qk_norm_rope(q, key, v, (*weights, 1e-5, 1.0), *how, None)
+    alone = [
+        triton_elementwise.norm_rope(x, weight, 1e-5, 1.0, *how)
+        for x, weight in zip((q, key), weights, strict=True)
+    ]
+    assert all(torch.equal(*pair) for pair in zip(alone, together[:2], strict=True))
