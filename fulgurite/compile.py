@@ -145,12 +145,15 @@ class Compiled:
         return unit.make_runner(run).wrap(model)
 
     def _run_model(self, model: nn.Module) -> Callable[..., Any]:
-        """Run a model as one graph, whose repeated layers are sub-graphs, or block by block."""
+        """Run a model as few graphs, whose repeated layers are sub-graphs, or block by block."""
         if not self.blocks or self.session.options.granularity == "blocks":
             return self._run_module(model, model)
-        whole = self._optimize(model, limit=OUTER_RECOMPILE_LIMIT, fullgraph=True)
         self.whole_model = WholeModel(
-            whole, lambda: self._run_module(model, model), lambda: len(self.graphs)
+            self._optimize(model, limit=OUTER_RECOMPILE_LIMIT, fullgraph=True),
+            lambda: self._optimize(model, limit=OUTER_RECOMPILE_LIMIT),
+            lambda: self._run_module(model, model),
+            self.blocks,
+            self.session,
         )
         return self.whole_model
 
@@ -346,8 +349,8 @@ def compile(
         autotune: `"auto"`: a generated region falls back to torch if torch is faster. True: time
             each region on every executor that can run it. False: measure nothing. None: the value
             of `FULGURITE_AUTOTUNE`, or `"auto"`.
-        cudagraph: replay GPU work as CUDA graphs. `"auto"`: graphs for which the host needs longer
-            than the device, if that is faster. True: all that can be captured. False: none.
+        cudagraph: replay GPU work as CUDA graphs. `"auto"`: graphs whose replays are measured to be
+            faster. True: all that can be captured. False: none.
 
     Returns:
         A `Compiled` function, or a module of a subclass of the original's class. Both have

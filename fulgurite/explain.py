@@ -33,11 +33,12 @@ from fulgurite.host.timing import HostTime, measure_host_time, uses_gpu
 from fulgurite.kernels.registry import describe_arguments, fallbacks
 from fulgurite.session import Session
 from fulgurite.trace import Kind, Trace, source_of
-from fulgurite.trace.cost import format_bytes, format_count, format_seconds, is_view, value_bytes
+from fulgurite.trace.cost import format_count, format_seconds, is_view, value_bytes
 from fulgurite.trace.decisions import Decision
 from fulgurite.trace.frozen import describe_frozen_regions
 from fulgurite.trace.node_meta import executor_of, fake_value, set_comment
 from fulgurite.transforms.remat import REMAT_POLICIES
+from fulgurite.units import format_bytes
 
 OURS = "fulgurite"  # the candidate whose host time is measured
 

@@ -47,6 +47,12 @@ _SCHEMA_TYPES = {
 }
 _LIST_TYPES = (list, tuple, Sequence, collections.abc.Sequence)
 _decompositions: dict[Any, Callable[..., Any]] = {}  # OpOverload → the same in smaller ops
+_modules: dict[str, str] = {}  # name of an operator → the module that defines it
+
+
+def find_module(target: Any) -> str | None:
+    """The module that defines an operator of `op`; None for other ops."""
+    return _modules.get(target._schema.name) if isinstance(target, torch._ops.OpOverload) else None
 
 
 def get_decomposition(target: Any) -> Callable[..., Any] | None:
@@ -61,6 +67,7 @@ class Op:
         _check_function(function)
         self.name = name
         self.function = function
+        _modules[name] = function.__module__
         self.is_built_in = name.startswith(
             "fulgurite::"
         )  # tested; decode steps have no time for more

@@ -20,6 +20,7 @@ from torch import fx
 from fulgurite import environment, timing
 from fulgurite.config import settings
 from fulgurite.errors import TraceTextError
+from fulgurite.op import find_module
 from fulgurite.options import Options
 from fulgurite.trace import Trace, describe
 from fulgurite.trace.cost import format_seconds, size_hint
@@ -102,6 +103,7 @@ def build_script(
         'if __name__ == "__main__":',
         "    import fulgurite",
         "    from fulgurite.repro import compare_with_eager",
+        *(f"    import {name}  # has operators of the graph" for name in _operator_modules(trace)),
         "",
         *(f"    {line}" for line in state.lines()),
         f"    options = {_option_text(trace, options)}",
@@ -109,6 +111,13 @@ def build_script(
         "        compare_with_eager(forward, fulgurite.compile(forward, **options), INPUTS)",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _operator_modules(trace: Trace) -> list[str]:
+    """The modules that define the custom operators of a graph and of the graphs inside it."""
+    graphs = [one.graph for one in trace.module.modules() if isinstance(one, fx.GraphModule)]
+    found = {find_module(node.target) for graph in graphs for node in graph.nodes}
+    return sorted(name for name in found if name not in (None, "__main__"))
 
 
 def _missing_parts(options: Options) -> list[str]:

@@ -53,7 +53,7 @@ from fulgurite.failures import (
 from fulgurite.logs import LOG
 from fulgurite.options import Options
 from fulgurite.trace import Kind, Trace, verify
-from fulgurite.trace.cost import format_bytes, format_count, format_seconds, is_view, node_bytes
+from fulgurite.trace.cost import format_count, format_seconds, is_view, node_bytes
 from fulgurite.trace.node_meta import set_executor
 from fulgurite.trace.region import Region
 from fulgurite.trace.source import load_source
@@ -73,6 +73,7 @@ from fulgurite.transforms.convolution_bias import (
 from fulgurite.transforms.pack_weights import has_library_calls, pack_weights
 from fulgurite.transforms.remat import SavedBytes, make_partitioner
 from fulgurite.transforms.scaled_mm import has_scaled_mms, route_scaled_mm
+from fulgurite.units import format_bytes
 
 StepKind = Literal["required", "optional", "user"]
 

@@ -14,6 +14,7 @@ from torch import nn
 import fulgurite
 from fulgurite import native
 from fulgurite.errors import CompileError
+from fulgurite.kernels.gemm.dense_linear import dense_linear
 from fulgurite.repro import make_inputs
 
 
@@ -43,6 +44,18 @@ def test_script_compares_and_times(tmp_path):
     assert "agrees with eager" in done.stdout
     for name in ("eager", "torch.compile", "fulgurite"):
         assert any(line.startswith(name) for line in done.stdout.splitlines())
+
+
+def test_script_imports_the_operators_of_its_graph(tmp_path):
+    """`import fulgurite` alone defines none."""
+    compiled = fulgurite.compile(lambda x, w: dense_linear(x, w).relu())
+    with fulgurite.deterministic():
+        compiled(torch.randn(4, 8), torch.randn(6, 8))
+    path = compiled.save_repro(tmp_path / "repro.py")
+    assert "torch.ops.fulgurite.dense_linear" in path.read_text()
+    done = run(path)
+    assert done.returncode == 0, done.stderr
+    assert "agrees with eager" in done.stdout
 
 
 def run(path, **variables):

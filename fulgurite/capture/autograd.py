@@ -20,6 +20,7 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTInput, PlainAOTOu
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import TracingContext
 
+from fulgurite.capture.alias_offsets import restore_alias_offsets
 from fulgurite.capture.double_backward import CapturedGraph, describe_obstacle
 from fulgurite.capture.foreach import foreach_decompositions
 from fulgurite.capture.input_aliasing import guard_input_aliasing
@@ -31,7 +32,7 @@ from fulgurite.capture.training import (
 )
 from fulgurite.capture.upsample import keep_upsampling_whole
 from fulgurite.host_api import load_library
-from fulgurite.trace.node_meta import example_value, fake_value, graph_argument
+from fulgurite.trace.node_meta import example_value, graph_argument
 from fulgurite.transforms.remat import Partition
 
 BuildGraph = Callable[[fx.GraphModule], RunnableGraph]
@@ -100,54 +101,6 @@ def run_aot_autograd(
         return call_without_wrapper(unwrapped[0])
     result = training.call(wrapped)
     return guard_input_aliasing(result, captured, inputs) if _mutates_inputs() else result
-
-
-def restore_alias_offsets(graph: fx.GraphModule, run: RunnableGraph) -> BoxedFunction:
-    """`run`, with the storage offsets from which AOTAutograd rebuilds views of mutated inputs.
-
-    With symbolic sizes it applies size, stride and offset of a graph's output to the input's memory.
-    After a write the output is a view of a new tensor, whose offset lacks that of the input.
-    """
-    offsets = _offsets_in_mutated_inputs(graph)
-    if not offsets:
-        return run
-
-    def call(inputs: list[Any]) -> Any:
-        starts = {k: inputs[base].storage_offset() for k, (base, _) in offsets.items()}
-        results = list(run.run(inputs))
-        for position, (_, offset) in offsets.items():
-            start = starts[position] + offset
-            if results[position].storage_offset() != start:
-                results[position] = _at_offset(results[position], start)
-        return results
-
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
-
-
-def _offsets_in_mutated_inputs(graph: fx.GraphModule) -> dict[int, tuple[int, int]]:
-    """For each output that is a view of a new value of an input: the input, and its offset there."""
-    metadata = TracingContext.get().fw_metadata
-    if metadata is None:
-        return {}
-    found: dict[int, tuple[int, int]] = {}
-    outputs = graph.graph.output_node().args[0]
-    first = len(metadata.tokens) + metadata.num_mutated_inp_runtime_indices
-    for position, info in enumerate(metadata.output_info, first):
-        if info.output_type is not OutputType.alias_of_input or not isinstance(info.base_idx, int):
-            continue
-        value = fake_value(outputs[position])  # type: ignore[index,arg-type]
-        offset = value.storage_offset() if isinstance(value, torch.Tensor) else None
-        if metadata.input_info[info.base_idx].mutates_data and isinstance(offset, int):
-            found[position] = (info.base_idx, offset)
-    return found
-
-
-def _at_offset(tensor: torch.Tensor, start: int) -> torch.Tensor:
-    """A tensor with the size and strides of another one, at an offset; its values have no meaning."""
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    extent = 1 + sum((size - 1) * stride for size, stride in pairs) if tensor.numel() else 0
-    return tensor.new_empty(start + extent).as_strided(tensor.shape, tensor.stride(), start)
 
 
 def _mutates_inputs() -> bool:

@@ -14,7 +14,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -155,12 +155,16 @@ def _ignore_tracing_in_other_threads() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """A graph break: the line that TorchDynamo could not capture, the reason, and what to do (`hint`)."""
+    """A graph break: the line that TorchDynamo could not capture, the reason, and what to do (`hint`).
+
+    frames   file and line of the calls that lead there, outermost first
+    """
 
     reason: str
     hint: str
     file: str
     line: int
+    frames: tuple[tuple[str, int], ...] = field(default=(), compare=False, repr=False)
 
     @property
     def code(self) -> str:
@@ -223,11 +227,16 @@ def parse_graph_break(message: str) -> GraphBreak | None:
         return None
     reason, hint = _reason_and_hint(message.partition("Graph Break Reason: ")[2])
     file, line = location[1], int(location[2])
-    frames = re.findall(r'File "(.+?)", line (\d+), in', message)
+    frames = _find_frames(message)
     own = [frame for frame in frames if is_user_file(frame[0])]
     if own and not is_user_file(file):
-        file, line = own[-1][0], int(own[-1][1])
-    return GraphBreak(reason, hint, file, line)
+        file, line = own[-1]
+    return GraphBreak(reason, hint, file, line, frames)
+
+
+def _find_frames(text: str) -> tuple[tuple[str, int], ...]:
+    """File and line of the frames in a message of TorchDynamo's."""
+    return tuple((f, int(line)) for f, line in re.findall(r'File "(.+?)", line (\d+), in', text))
 
 
 def _reason_and_hint(text: str) -> tuple[str, str]:
@@ -261,11 +270,13 @@ def raise_translated(error: Exception) -> NoReturn:
         if raised:
             reason = f"the program raises {clean_exception_text(raised[1])}"
             hint = "compile without fullgraph=True to get the exception itself"
-        raise GraphBreakError(
+        translated = GraphBreakError(
             f"graph break with fullgraph=True: {reason}",
             where=_user_line(text),
             next=hint or "change that line, or compile without fullgraph=True",
-        ) from error
+        )
+        translated.frames = _find_frames(text)
+        raise translated from error
     if isinstance(error, exc.BackendCompilerFailed):
         raise CaptureError(
             f"capture failed: {type(inner).__name__}: {inner}",

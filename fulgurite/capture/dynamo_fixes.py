@@ -5,20 +5,28 @@ In: TorchDynamo's functions. Out: the same functions, corrected when this module
 - An op that its FakeTensor rule refuses and the op itself takes (`F.grouped_mm` of float32 numbers on a CPU) is
   a graph break: torch runs that op, and capture goes on after it. If the op fails as well, its own
   error is raised. With `FULGURITE_STRICT=1` and `fullgraph=True` the failed capture is an error.
+- `multilabel_margin_loss` is traced as one op: its decomposition counts labels after the first -1.
 - `5 in (n, m)` and `n in range(5)` with integers that became symbols compare their values.
+- A branch whose outcome the range of `torch.rand` decides is no graph break: `if torch.rand([]) < p` with p = 0,
+  as models write to skip layers at random.
 """
 
 from __future__ import annotations
 
+import dis
+import operator
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
-from torch._dynamo import exc, utils
+import torch
+from torch._C import DispatchKey
+from torch._dynamo import exc, symbolic_convert, utils
 from torch._dynamo.variables import lists
 from torch._dynamo.variables.constant import ConstantVariable
-from torch._dynamo.variables.tensor import SymNodeVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._ops import OpOverload
 
 from fulgurite.errors import FallbackWarning
 from fulgurite.logs import LOG
@@ -30,6 +38,19 @@ class _Capture(threading.local):
     breaks_at_failed_ops = False
 
 
+BRANCHES = (
+    *("POP_JUMP_IF_FALSE", "POP_JUMP_IF_TRUE", "JUMP_IF_FALSE_OR_POP", "JUMP_IF_TRUE_OR_POP"),
+    *("POP_JUMP_FORWARD_IF_FALSE", "POP_JUMP_FORWARD_IF_TRUE"),
+    *("POP_JUMP_BACKWARD_IF_FALSE", "POP_JUMP_BACKWARD_IF_TRUE"),
+    *("UNARY_NOT", "TO_BOOL"),
+)
+# a < b is b > a
+MIRRORED = {
+    operator.lt: operator.gt,
+    operator.gt: operator.lt,
+    operator.le: operator.ge,
+    operator.ge: operator.le,
+}
 capture = _Capture()
 _installed = False
 
@@ -41,8 +62,18 @@ def install() -> None:
         return
     _installed = True
     _replace(utils, "_wrap_graph_break_with_torch_runtime_err", _break_at_failed_op)
+    _use_kernel_when_traced(torch.ops.aten.multilabel_margin_loss_forward.default)
     _replace(lists, "iter_contains", _contains)
     _replace(lists.RangeVariable, "sq_contains", _range_contains)
+    for translator in _subclasses(symbolic_convert.InstructionTranslatorBase):
+        for name in BRANCHES:
+            _replace_instruction(translator, name, _decide_branch)
+
+
+def _use_kernel_when_traced(op: OpOverload) -> None:
+    """Trace an op as itself, not as the decomposition that torch has for it."""
+    op.py_kernels.pop(DispatchKey.Autograd, None)
+    op._dispatch_cache.clear()
 
 
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -50,6 +81,46 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     original = getattr(owner, name, None)
     if original is not None:
         setattr(owner, name, make(original))
+
+
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    yield kind
+    subclass: type[Any]
+    for subclass in kind.__subclasses__():
+        yield from _subclasses(subclass)
+
+
+def _replace_instruction(translator: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace what a bytecode instruction does, where this version of Python has it."""
+    opcode = dis.opmap.get(name)
+    if opcode is not None and translator.dispatch_table[opcode] is not None:
+        translator.dispatch_table[opcode] = make(translator.dispatch_table[opcode])
+
+
+def _decide_branch(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def run(translator: Any, instruction: Any) -> Any:
+        truth = _find_truth(translator.stack[-1]) if translator.stack else None
+        if truth is not None:
+            translator.stack[-1] = ConstantVariable.create(truth)
+        return original(translator, instruction)
+
+    return run
+
+
+def _find_truth(variable: Any) -> bool | None:
+    """The value of a comparison of `torch.rand` with a number; None: it is none, or a random one."""
+    if not isinstance(variable, TensorVariable) or variable.proxy.node.op != "call_function":
+        return None
+    node = variable.proxy.node
+    if node.target not in MIRRORED or len(node.args) != 2:
+        return None
+    (left, right), compare = node.args, node.target
+    if isinstance(left, int | float):
+        left, right, compare = right, left, MIRRORED[compare]
+    if getattr(left, "target", None) is not torch.rand or not isinstance(right, int | float):
+        return None
+    outcomes = {compare(bound, right) for bound in (0.0, 1.0)}  # half-precision numbers round to 1
+    return outcomes.pop() if len(outcomes) == 1 else None
 
 
 def _break_at_failed_op(original: Callable[..., NoReturn]) -> Callable[..., NoReturn]:

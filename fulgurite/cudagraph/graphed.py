@@ -82,6 +82,7 @@ class GraphedFunction:
         # with static sizes: what followed the last capture before (layers are called in turn)
         self._expected_call: weakref.ref[ReplayableCall] | None = None
         self._last_call: weakref.ref[ReplayableCall] | None = None
+        self._has_dropped_captures = False  # their memory pools may be unused now
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         expected, lock = self._expected_call, self.memory.lock
@@ -109,6 +110,9 @@ class GraphedFunction:
         if state is None:
             state = self._add_state(inputs)
         if state is None or state.disabled:
+            if self._has_dropped_captures:
+                self._has_dropped_captures = False
+                self.memory.free_unused_pools()
             self.plain_calls += 1
             if state is not None:
                 state.count_plain_call()
@@ -236,7 +240,8 @@ class GraphedFunction:
     def _disable(self, state: ShapeState) -> None:
         """Run plain from now on, and free the captures."""
         state.disable()
-        self._expected_call = None
+        self._has_dropped_captures = True
+        self._expected_call = self._last_call = None
         self.report(str(state.decision))
 
     def _is_time_to_capture(

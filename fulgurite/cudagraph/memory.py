@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fulgurite.cudagraph.capture import Capture, CudaCapturedCall, LivePool, capture_stream
 from fulgurite.cudagraph.timing import CudaStopwatch, Stopwatch
@@ -49,12 +50,20 @@ class SharedOutputs:
         self.order = order
         storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
         self._storages = list(storages.values())
+        self._released: list[StorageWeakRef] | None = None  # once the capture is gone
         self._counts = [(key, torch._C._storage_Use_Count(key)) for key in storages]
 
     def are_held(self) -> bool:
         """Whether someone beside the capture holds one of them, or a view of it."""
+        if self._released is not None:
+            return not all(storage.expired() for storage in self._released)
         use_count = torch._C._storage_Use_Count
         return any(use_count(storage) > count for storage, count in self._counts)
+
+    def release(self) -> None:
+        """The capture is gone: keep no storage alive any more."""
+        self._released = [StorageWeakRef(storage) for storage in self._storages]
+        self._storages, self._counts = [], []
 
     def addresses(self) -> set[int]:
         return {storage.data_ptr() for storage in self._storages}
@@ -68,6 +77,7 @@ class CapturePool:
         self._make_pool = make_pool
         self._pools: dict[torch.device, Any] = {}
         self._captures = 0
+        self._calls: weakref.WeakSet[Any] = weakref.WeakSet()  # the captures that are alive
         self.shared: list[SharedOutputs] = []  # that were given to callers
 
     def on(self, device: torch.device) -> Any:
@@ -75,9 +85,17 @@ class CapturePool:
             self._pools[device] = self._make_pool(device)
         return self._pools[device]
 
-    def next_order(self) -> int:
+    def add(self, call: Any) -> int:
+        """Count a capture as alive as long as it is; returns its place in the order of captures."""
+        self._calls.add(call)
         self._captures += 1
         return self._captures
+
+    def free_if_unused(self) -> None:
+        """Give the memory back if no capture is alive. The next one gets memory of its own."""
+        if not self._calls:
+            self._pools.clear()
+            self.shared = [one for one in self.shared if one.are_held()]
 
     def may_replay(self, order: int) -> bool:
         """Whether no outputs of this capture or of later ones are held."""
@@ -149,6 +167,10 @@ class CaptureMemory:
         self.lock = threading.Lock()
         self.stream: int | None = None  # of the first capture's call: CUDA's handle
         self._pools: list[CapturePool] = []
+
+    def free_unused_pools(self) -> None:
+        for pool in self._pools:
+            pool.free_if_unused()
 
     def pool(self, slot: int) -> CapturePool:
         while len(self._pools) <= slot:

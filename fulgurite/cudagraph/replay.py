@@ -59,7 +59,7 @@ class ReplayableCall:
         output_modes: Sequence[OutputMode],
         pool: CapturePool,
     ) -> None:
-        self.pool, self.order, self.replays = pool, pool.next_order(), 0
+        self.pool, self.order, self.replays = pool, pool.add(self), 0
         self.is_due = False  # to be looked at: do inputs still have to be copied?
         self.last_used = 0  # number of the function's replay
         self.successor: weakref.ref[ReplayableCall] | None = None  # what was replayed after it
@@ -82,6 +82,7 @@ class ReplayableCall:
         self.shared_outputs: SharedOutputs | None = None
         if self._shared:
             self.shared_outputs = SharedOutputs(self.order, [tensor for _, tensor in self._shared])
+            weakref.finalize(self, self.shared_outputs.release).atexit = False
 
     def _plan_outputs(self, inputs: Sequence[Any], output_modes: Sequence[OutputMode]) -> None:
         in_place = {}

@@ -1,7 +1,8 @@
-"""Host and device time of one call.
+"""Host, device and wall time of one call.
 
 In: a function. Out: its result and the seconds that the host, or the device, needs for it. A call that
-waits for nothing returns before its kernels have run, so both are measured by themselves.
+waits for nothing returns before its kernels have run, so both are measured by themselves. Wall time is that of
+a caller who waits for the kernels.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ class CallTime:
 
     host: float
     device: float
+    wall: float  # of a call by itself, until its kernels have run
 
     @property
     def bound(self) -> float:
@@ -29,11 +31,14 @@ class CallTime:
         return max(self.host, self.device)
 
     def __str__(self) -> str:
-        return f"host {1e6 * self.host:.0f} µs, device {1e6 * self.device:.0f} µs"
+        host, device, wall = (
+            round(1e6 * seconds) for seconds in (self.host, self.device, self.wall)
+        )
+        return f"host {host} µs, device {device} µs, wall {wall} µs"
 
 
 class Stopwatch(Protocol):
-    def time_host(self, call: Callable[[], Any]) -> tuple[Any, float]: ...
+    def time_call(self, call: Callable[[], Any]) -> tuple[Any, float, float]: ...
 
     def time_device(self, call: Callable[[], Any], host: float) -> tuple[Any, float]: ...
 
@@ -41,12 +46,18 @@ class Stopwatch(Protocol):
 class CudaStopwatch:
     """Measures calls on the current stream."""
 
-    def time_host(self, call: Callable[[], Any]) -> tuple[Any, float]:
-        """The seconds until the call returns. It starts with an empty queue: a full one blocks it."""
-        torch.cuda.current_stream().synchronize()
+    def time_call(self, call: Callable[[], Any]) -> tuple[Any, float, float]:
+        """The seconds until the call returns, and until its kernels have run.
+
+        It starts with an empty queue: a full one blocks it.
+        """
+        stream = torch.cuda.current_stream()
+        stream.synchronize()
         started = time.perf_counter()
         result = call()
-        return result, time.perf_counter() - started
+        returned = time.perf_counter()
+        stream.synchronize()
+        return result, returned - started, time.perf_counter() - started
 
     def time_device(self, call: Callable[[], Any], host: float) -> tuple[Any, float]:
         """The seconds of its kernels without gaps: the device sleeps until all are launched.

@@ -35,7 +35,6 @@ from fulgurite.executors.memory_order import reorder_for_memory
 from fulgurite.executors.torch import TORCH, TorchExecutor
 from fulgurite.trace import Trace, describe, source_of
 from fulgurite.trace.cost import (
-    format_bytes,
     format_count,
     is_view,
     iter_tensors,
@@ -57,6 +56,7 @@ from fulgurite.trace.node_meta import (
 from fulgurite.trace.op_names import GENERIC_OPS, name_from_ops
 from fulgurite.trace.region import Region
 from fulgurite.trace.trace import copy_module
+from fulgurite.units import format_bytes
 
 ChooseExecutor = Callable[[ClaimedRegion], ExecutorChoice]
 MAX_COMMENT = 120  # characters of a reason in the trace

@@ -14,6 +14,7 @@ from fulgurite.trace import cost
 from fulgurite.trace.describe import Source, describe
 from fulgurite.trace.node_meta import comment_of
 from fulgurite.trace.region import Region
+from fulgurite.units import format_bytes
 
 
 def type_annotation(value: Any) -> str:
@@ -37,6 +38,6 @@ def cost_comment(node: fx.Node, executor: str) -> str:
         return f"{executor}   view"
     flops = cost.node_flops(node)
     moved = cost.node_bytes(node)
-    amount = cost.format_flops(flops) if flops else cost.format_bytes(moved) if moved else ""
+    amount = cost.format_flops(flops) if flops else format_bytes(moved) if moved else ""
     parts = (executor, amount, comment_of(node))
     return "   ".join(part for part in parts if part)

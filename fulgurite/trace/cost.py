@@ -124,15 +124,6 @@ def node_flops(node: fx.Node) -> int:
     return int(formula(*arguments, **keywords, out_val=concrete(fake_value(node))))
 
 
-def format_bytes(count: float) -> str:
-    """`96.0 MiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
 def format_flops(count: float) -> str:
     """`275.0 GFLOP`."""
     for unit in ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP"):

@@ -24,7 +24,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fulgurite import native
-from fulgurite.trace.cost import format_bytes, format_count
+from fulgurite.trace.cost import format_count
+from fulgurite.units import format_bytes
 
 FROZEN = "frozen"  # the executor's name in traces
 

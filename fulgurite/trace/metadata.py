@@ -24,7 +24,6 @@ from fulgurite.trace.node_meta import (
     aten_op,
     fake_value,
     has_fake_value,
-    has_side_effect,
     set_fake_value,
 )
 from fulgurite.trace.region import Region
@@ -54,21 +53,6 @@ def use_fake_mode(mode: FakeTensorMode) -> Iterator[None]:
             yield
     finally:
         mode.allow_non_fake_inputs = allowed
-
-
-def evaluate_fake(
-    module: fx.GraphModule, visit: Callable[[fx.Node, Any, dict[fx.Node, Any]], Any] | None = None
-) -> dict[fx.Node, Any]:
-    """Run the graph on its inputs' fake values. `visit(node, computed, values)` may replace a value."""
-    values: dict[fx.Node, Any] = {}
-    with use_fake_mode(find_fake_mode(module)):
-        for node in module.graph.nodes:
-            if node.op == "placeholder" or has_side_effect(node):
-                values[node] = fake_value(node)
-            elif node.op != "output":
-                computed = run_node(module, node, values)
-                values[node] = visit(node, computed, values) if visit else computed
-    return values
 
 
 def run_node(module: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:

@@ -18,7 +18,8 @@ rule and the node. Runs after every transform in the tests and under FULGURITE_V
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,7 +29,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fulgurite.errors import VerifyError
 from fulgurite.trace.describe import describe, source_of
-from fulgurite.trace.metadata import evaluate_fake, same_metadata
+from fulgurite.trace.metadata import find_fake_mode, run_node, same_metadata, use_fake_mode
 from fulgurite.trace.mutations import is_input_mutation
 from fulgurite.trace.node_meta import (
     aten_op,
@@ -41,8 +42,37 @@ from fulgurite.trace.region import Region
 from fulgurite.trace.trace import Trace
 
 Problem = tuple[str, fx.Node | None]  # what is wrong, and with which node
-CLAIMED_STAGES = ("claimed", "gemm_fusion", "final")
-# aliases of verified modules: each stage is compared with the one before
+LAST_STAGE = "final"
+CLAIMED_STAGES = ("claimed", "gemm_fusion", LAST_STAGE)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an op returned on FakeTensors."""
+
+    value: Any
+    recorded: Any  # the metadata of its node
+    sources: tuple[Any, ...]  # the values it was run on; kept alive, since keys have their ids
+
+
+@dataclass
+class Evaluations:
+    """The fake values of a graph. Ops that a transform did not touch have the values of `before`.
+
+    An op is untouched if its name, target, arguments and metadata are the same objects as before. Its
+    metadata was compared with its value then.
+    """
+
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    by_key: dict[Hashable, Evaluation] = field(default_factory=dict)
+    touched: list[fx.Node] = field(default_factory=list)
+
+
+# of verified modules, until the next stage is compared with them. The keys hold what a graph calls, and so may
+# keep the graph alive: nothing is stored of the last stage.
+_EVALUATION_CACHE: WeakKeyDictionary[fx.GraphModule, dict[Hashable, Evaluation]] = (
+    WeakKeyDictionary()
+)
 _ALIAS_CACHE: WeakKeyDictionary[fx.GraphModule, list[str]] = WeakKeyDictionary()
 
 
@@ -53,8 +83,12 @@ def verify(trace: Trace, before: Trace | None = None) -> None:
     before = before if before is not None and before.kind == trace.kind else None
     values: dict[fx.Node, Any] = {}
     if trace.kind != "captured":
-        values = evaluate_fake(trace.module, _keep_opaque_values)
-        _raise_first(trace, "metadata", _wrong_metadata(trace, values))
+        known = _EVALUATION_CACHE.pop(trace.module if before is None else before.module, {})
+        found = _evaluate(trace.module, known)
+        values = found.values
+        _raise_first(trace, "metadata", _wrong_metadata(found))
+        if trace.stage != LAST_STAGE:
+            _EVALUATION_CACHE[trace.module] = found.by_key
     if before is not None:
         _raise_first(trace, "same interface", _changed_interface(trace, before))
     if trace.kind == "captured":
@@ -129,7 +163,51 @@ def claimed(trace: Trace) -> Iterator[Problem]:
             yield f"{node.name} has no executor", node
 
 
-def _keep_opaque_values(node: fx.Node, computed: Any, values: dict[fx.Node, Any]) -> Any:
+def _evaluate(module: fx.GraphModule, known: dict[Hashable, Evaluation]) -> Evaluations:
+    """Run the graph on its inputs' fake values, except for the ops whose evaluation is known."""
+    found = Evaluations()
+    values = found.values
+    with use_fake_mode(find_fake_mode(module)):
+        for node in module.graph.nodes:
+            if node.op == "placeholder" or has_side_effect(node):
+                values[node] = fake_value(node)
+            elif node.op == "get_attr":
+                values[node] = _keep_opaque_value(node, run_node(module, node, values))
+            elif node.op != "output":
+                key = _evaluation_key(node, values)
+                old = known.get(key)
+                if old is None or old.recorded is not fake_value(node):
+                    computed = _keep_opaque_value(node, run_node(module, node, values))
+                    sources = tuple(values[source] for source in node.all_input_nodes)
+                    old = Evaluation(computed, fake_value(node), sources)
+                    found.touched.append(node)
+                found.by_key[key] = old
+                values[node] = old.value
+    return found
+
+
+def _evaluation_key(node: fx.Node, values: dict[fx.Node, Any]) -> Hashable:
+    """Equal for two nodes if they run the same op on the same objects.
+
+    The name is part of it: two equal allocations in one graph don't share memory.
+    """
+
+    def key_of(argument: Any) -> Hashable:
+        if isinstance(argument, fx.Node):
+            return fx.Node, id(values[argument])
+        if isinstance(argument, (list, tuple)):
+            return tuple, *map(key_of, argument)
+        if isinstance(argument, dict):
+            return dict, *((name, key_of(value)) for name, value in argument.items())
+        if isinstance(argument, slice):
+            return slice, *map(key_of, (argument.start, argument.stop, argument.step))
+        # 1, 1.0 and True are equal, but give results of other dtypes
+        return type(argument), argument if isinstance(argument, Hashable) else id(argument)
+
+    return node.name, node.op, node.target, key_of(node.args), key_of(node.kwargs)
+
+
+def _keep_opaque_value(node: fx.Node, computed: Any) -> Any:
     """Keep the recorded values of higher-order ops and unbacked symbols: they can't be recomputed."""
     producer = node.args[0] if node.target is operator.getitem else node
     opaque = isinstance(getattr(producer, "target", None), torch._ops.HigherOrderOperator)
@@ -144,11 +222,11 @@ def _has_unbacked_symbols(value: Any) -> bool:
     return symbolic and bool(free_unbacked_symbols(value))
 
 
-def _wrong_metadata(trace: Trace, values: dict[fx.Node, Any]) -> Iterator[Problem]:
-    for node in trace.ops:
+def _wrong_metadata(found: Evaluations) -> Iterator[Problem]:
+    for node in found.touched:
         recorded = fake_value(node)
-        if not same_metadata(recorded, values[node], allow_fresh_symbols=True):
-            computed = describe(values[node])
+        if not same_metadata(recorded, found.values[node], allow_fresh_symbols=True):
+            computed = describe(found.values[node])
             yield f"{node.name} is recorded as {describe(recorded)} but is {computed}", node
 
 
@@ -178,7 +256,7 @@ def _metadata_of(value: Any) -> Any:
 def _changed_aliases(trace: Trace, aliases: list[str], before: Trace) -> Iterator[Problem]:
     old = _ALIAS_CACHE.get(before.module)
     if old is None:
-        old = _aliases(before, evaluate_fake(before.module, _keep_opaque_values))
+        old = _aliases(before, _evaluate(before.module, {}).values)
     for position, (now, then) in enumerate(zip(aliases, old, strict=True)):
         if now != then:
             node = trace.outputs[position]

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fulgurite.kernels.conv import cpu, ops, packing
 from fulgurite.native import find_compiler
 from fulgurite.trace import Trace
-from fulgurite.trace.cost import format_bytes, format_count, value_bytes
+from fulgurite.trace.cost import format_count, value_bytes
 from fulgurite.trace.frozen import FROZEN, FrozenRegion
 from fulgurite.trace.metadata import fill_metadata
 from fulgurite.trace.node_meta import (
@@ -43,6 +43,7 @@ from fulgurite.transforms.library_calls import (
     fuse_epilogue,
     match_library_call,
 )
+from fulgurite.units import format_bytes
 
 aten = torch.ops.aten
 MEMORY_DIVISOR = 8  # packed weights of a graph take at most this part of the memory

@@ -124,3 +124,53 @@ def test_layers_chosen_by_an_argument():
     compiled = fulgurite.compile(model)
     for skip in ((), (1,), (0, 4), (2, 3), (1, 2), ()):
         torch.testing.assert_close(compiled(x, skip), model(x, skip))
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_labels_after_the_first_minus_one_don_t_count(is_training):
+    """torch's decomposition of `multilabel_margin_loss` counts them."""
+    scores = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    scores.requires_grad_(is_training)
+    labels = torch.tensor([[0, 2, -1, 1, 1], [3, -1, 0, 0, 0]]).repeat(3, 1)
+    loss = torch.nn.functional.multilabel_margin_loss
+    torch.testing.assert_close(fulgurite.compile(loss)(scores, labels), loss(scores, labels))
+
+
+@pytest.mark.parametrize(
+    ("skips", "runs_layers"),
+    [
+        (lambda p: torch.rand([]) < p, {0.0: True, -1.0: True, 2.0: False}),
+        (lambda p: p > torch.rand(()), {0.0: True, 2.0: False}),
+        (lambda p: not torch.rand(()) >= p, {0.0: True, 2.0: False}),
+        (lambda p: torch.rand(()) <= p, {-0.5: True, 1.0: False}),
+    ],
+)
+def test_branches_that_the_range_of_random_numbers_decides(skips, runs_layers):
+    def run(x, p):
+        for _ in range(3):
+            if skips(p):
+                continue
+            x = x + 1
+        return x
+
+    x = torch.zeros(3)
+    for p, is_run in runs_layers.items():
+        torch._dynamo.reset()
+        compiled = fulgurite.compile(lambda x, p=p: run(x, p), fullgraph=True)
+        assert compiled(x).tolist() == [3.0 * is_run] * 3
+
+
+@pytest.mark.parametrize("p", [0.5, 0.0])
+def test_random_branches_stay_random(p):
+    """`rand <= 0` may be true, too."""
+
+    def run(x):
+        return x + 1 if torch.rand(()) <= p else x - 1
+
+    compiled, x = fulgurite.compile(run, executors=["torch"]), torch.zeros(2)
+    for seed in range(6):
+        torch.manual_seed(seed)
+        right = run(x)
+        torch.manual_seed(seed)
+        torch.testing.assert_close(compiled(x), right)
+    assert compiled.breaks

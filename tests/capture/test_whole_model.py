@@ -458,6 +458,61 @@ def test_graph_break_in_a_layer() -> None:
     assert compiled.compiled.whole_model.reason and not any(r.is_subgraph for r in compiled.graphs)
 
 
+@pytest.mark.parametrize("where", ["before", "after", "both"])
+def test_graph_break_outside_the_layers(where: str) -> None:
+    """One more graph for each break; the layers stay one sub-graph."""
+
+    class Breaking(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            if where != "after":
+                torch._dynamo.graph_break()
+            x = self.run_layers(x * 2)
+            if where != "before":
+                torch._dynamo.graph_break()
+            return self.last(x * 2)
+
+    model = Breaking()
+    compiled = fulgurite.compile(model, executors=["torch"])
+    for _ in range(2):
+        x = inputs()
+        right, got = model(x), compiled(x)
+        torch.testing.assert_close(got, right)
+        torch.testing.assert_close(
+            torch.autograd.grad(got.sum(), [x, *model.parameters()]),
+            torch.autograd.grad(right.sum(), [x, *model.parameters()]),
+        )
+    assert len(compiled.breaks) == (2 if where == "both" else 1)
+    assert sum(record.is_subgraph for record in compiled.graphs) == 1
+    assert len(compiled.graphs) == (4 if where == "both" else 3)
+    assert "model: one graph between graph breaks; 5 × Layer, one" in str(compiled.explain())
+
+
+def test_graph_break_in_a_helper_of_a_layer() -> None:
+    """The calls that lead to the break go through a layer, whatever calls it."""
+
+    def helper(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x * 2
+
+    class Breaking(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            return helper(super().forward(x))
+
+    class BreaksTwice(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            torch._dynamo.graph_break()  # the first break says nothing of the layers
+            return super().forward(x)
+
+    for kind in (Model, BreaksTwice):
+        model = kind(Breaking)
+        compiled = fulgurite.compile(model, executors=["torch"])
+        for _ in range(3):
+            x = inputs()
+            torch.testing.assert_close(compiled(x), model(x))
+        assert compiled.compiled.whole_model.reason
+
+
 def test_state_that_changes_at_every_call() -> None:
     class Counting(Model):
         calls = 0

@@ -94,16 +94,31 @@ def poison(tensors: Iterable[Tensor]) -> None:
 
 
 class FakeStopwatch:
-    """Runs calls and reports these seconds, one after the other; the last ones repeat."""
+    """Runs calls and reports these seconds, one after the other; the last ones repeat.
 
-    def __init__(self, hosts: Iterable[float] = (), devices: Iterable[float] = ()) -> None:
+    walls   default: a kernel starts when the host is done
+    """
+
+    def __init__(
+        self,
+        hosts: Iterable[float] = (),
+        devices: Iterable[float] = (),
+        walls: Iterable[float] | None = None,
+    ) -> None:
         self.hosts, self.devices = list(hosts), list(devices)
+        self.walls = None if walls is None else list(walls)
 
-    def time_host(self, call: Callable[[], Any]) -> tuple[Any, float]:
-        return call(), self.hosts.pop(0) if len(self.hosts) > 1 else self.hosts[0]
+    def time_call(self, call: Callable[[], Any]) -> tuple[Any, float, float]:
+        host = take(self.hosts)
+        wall = host + self.devices[0] if self.walls is None else take(self.walls)
+        return call(), host, wall
 
     def time_device(self, call: Callable[[], Any], host: float) -> tuple[Any, float]:
-        return call(), self.devices.pop(0) if len(self.devices) > 1 else self.devices[0]
+        return call(), take(self.devices)
+
+
+def take(values: list[float]) -> float:
+    return values.pop(0) if len(values) > 1 else values[0]
 
 
 def make_fake_backend(stopwatch: FakeStopwatch | None = None) -> CaptureBackend:

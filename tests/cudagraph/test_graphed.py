@@ -370,8 +370,9 @@ def test_layers_that_share_a_function_have_a_capture_each():
 # ---- what is measured ----------------------------------------------------------------------------
 
 
-def run_auto(hosts, devices, calls=24):
-    graphed, w = make(forced=False, stopwatch=FakeStopwatch(hosts, devices)), torch.ones(2)
+def run_auto(hosts, devices, walls=None, calls=24):
+    stopwatch = FakeStopwatch(hosts, devices, walls)
+    graphed, w = make(forced=False, stopwatch=stopwatch), torch.ones(2)
     for step in range(calls):
         x = torch.full((2,), float(step))
         assert call(graphed, x, w)[0].tolist() == [step, step]
@@ -382,14 +383,27 @@ def test_host_bound_function_is_captured():
     graphed = run_auto([90e-6, 80e-6, 85e-6, 9e-6, 8e-6, 12e-6], [20e-6, 50e-6, 21e-6, 22e-6])
     assert graphed.captures == 1 and graphed.replays == 16
     assert graphed.describe() == (
-        "captured: host 8 µs, device 22 µs; without: host 80 µs, device 20 µs"
+        "captured: host 8 µs, device 22 µs, wall 30 µs; "
+        "without: host 80 µs, device 20 µs, wall 100 µs"
     )
 
 
 def test_device_bound_function_is_not_captured():
-    graphed = run_auto([80e-6], [300e-6])
+    graphed = run_auto([60e-6], [300e-6])
     assert graphed.captures == 0 and graphed.replays == 0
-    assert "not captured: the device bounds a call (host 80 µs, device 300 µs)" in str(graphed)
+    text = "not captured: the device bounds a call (host 60 µs, device 300 µs, wall 360 µs)"
+    assert text in str(graphed)
+
+
+def test_gaps_between_kernels_are_worth_a_graph():
+    """The device is busy for longer than the host, but waits for it between kernels."""
+    graphed = run_auto([1.2e-3] * 3 + [50e-6], [1.9e-3] * 3 + [1.85e-3], [2.3e-3] * 3 + [1.9e-3])
+    assert graphed.captures == 1 and graphed.describe().startswith("captured: host 50 µs")
+
+
+def test_gain_of_single_calls_does_not_pay_for_a_slower_loop():
+    graphed = run_auto([1.2e-3] * 3 + [50e-6], [1.8e-3] * 3 + [1.9e-3], [2.3e-3] * 3 + [1.95e-3])
+    assert "a replay is not faster" in graphed.describe()
 
 
 @pytest.mark.parametrize(("host", "device"), [(30e-6, 5e-6), (5e-6, 31e-6)])
@@ -400,9 +414,33 @@ def test_capture_that_is_not_faster_is_given_up(host, device):
     assert not any(list(state.calls()) for state in graphed._states.values()), "its memory is freed"
 
 
+@pytest.mark.parametrize("are_held", [False, True])
+def test_memory_of_a_capture_that_is_given_up_is_freed(are_held):
+    """Also that of shared outputs, once nobody holds them."""
+    memory = CaptureMemory(make_fake_backend(FakeStopwatch([30e-6], [5e-6])))
+    graphed = make(forced=False, memory=memory, modes=("shared",))
+    w, held = torch.ones(2), []
+    for step in range(20):
+        (out,) = call(graphed, torch.full((2,), float(step)), w)
+        assert out.tolist() == [step, step]
+        if are_held and graphed.replays == 7 and not held:
+            held.append(out)  # of the last replay
+        del out
+    pool = memory.pool(0)
+    assert graphed.captures == 1 and "a replay is not faster" in graphed.describe()
+    assert not pool._pools and len(pool._calls) == 0
+    assert len(pool.shared) == len(held)
+    for out in held:
+        assert out.tolist() == out.tolist() and not out.isnan().any()
+    held.clear()
+    out = None
+    pool.free_if_unused()
+    assert not pool.shared
+
+
 def test_decision_of_a_busy_machine_is_measured_again():
     """The first measurement saw a device that other programs used."""
-    hosts, devices = [90e-6] * 6 + [9e-6], [300e-6] * 3 + [20e-6]
+    hosts, devices = [90e-6] * 6 + [9e-6], [900e-6] * 3 + [20e-6]
     graphed = run_auto(hosts, devices, calls=240)
     assert graphed.captures == 1 and graphed.replays > 10
     assert graphed.describe().startswith("captured: host 9 µs")

@@ -24,7 +24,10 @@ import fulgurite
 from tests.suites.comparison import assert_same_metadata, relative_error
 
 TORCH, FUSER = ["torch"], ["fuser", "torch"]  # the suite runs with each
-FUSED = ("llama", "convolutional")  # in the normal run; all of them with -m slow
+# in the normal run; all of them with -m slow
+FUSED = ("llama", "convolutional")
+# one of each mechanism: dense, latent attention and routed experts, sinks, norms, encoder, no attention
+BFLOAT16 = ("llama", "deepseek_v3", "gpt_oss", "gemma3", "t5", "convolutional", "lstm")
 VOCABULARY = 61
 BATCH, LENGTH = 2, 9
 
@@ -233,12 +236,16 @@ FAMILIES: dict[str, Callable[[], Family]] = {
 }
 
 
-def cases(names: Iterable[str]) -> Any:
-    """Each family with the torch executor, and with the fuser before it."""
-    pairs = [(name, TORCH) for name in names]
-    for name in names:
-        marks = () if name in FUSED else pytest.mark.slow
-        pairs.append(pytest.param(name, FUSER, marks=marks))  # type: ignore[arg-type]
+def cases(names: Iterable[str], sample: Iterable[str] | None = None) -> Any:
+    """Each family with the torch executor, and with the fuser before it.
+
+    `sample` are the families that run with the torch executor in the normal run, by default all.
+    """
+    pairs: list[Any] = []
+    for executors, normal in ((TORCH, names if sample is None else sample), (FUSER, FUSED)):
+        for name in names:
+            marks = () if name in normal else pytest.mark.slow
+            pairs.append(pytest.param(name, executors, marks=marks))
     labels = [f"{name}-{kind}" for kind in ("torch", "fuser") for name in names]
     return pytest.mark.parametrize(("name", "executors"), pairs, ids=labels)
 
@@ -339,7 +346,7 @@ def test_experts_routed_in_python(executors: list[str]) -> None:
     assert compiled.breaks
 
 
-@cases(FAMILIES)
+@cases(FAMILIES, sample=BFLOAT16)
 def test_bfloat16_error_is_at_most_twice_that_of_eager(name: str, executors: list[str]) -> None:
     family = FAMILIES[name]()
     exact = run(family.to(torch.float64))

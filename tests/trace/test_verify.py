@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from importlib import import_module
+
 import pytest
 import torch
 
 import fulgurite
 from fulgurite.errors import CompileError, VerifyError
 from fulgurite.trace import verify
+from fulgurite.trace.metadata import run_node
 from fulgurite.trace.node_meta import set_executor
 
 aten = torch.ops.aten
@@ -80,6 +85,61 @@ def test_broken_transform_is_named(change, rule):
     text = str(caught.value)
     assert "culprit" in text and f"'{rule}'" in text
     assert "repro" in caught.value.details
+
+
+def functional_trace(function, *inputs):
+    compiled = fulgurite.compile(function)
+    compiled(*inputs)
+    return next(trace for trace in compiled.history if trace.kind != "captured")
+
+
+def test_ops_that_no_transform_touched_are_evaluated_once(monkeypatch):
+    before = functional_trace(lambda x: (x + 1).relu() * 2, torch.randn(3))
+    verify(before)
+    evaluated = []
+
+    def record(module, node, values):
+        evaluated.append(node.name)
+        return run_node(module, node, values)
+
+    monkeypatch.setattr(import_module("fulgurite.trace.verify"), "run_node", record)
+
+    def change(graph):
+        relu = first(graph, aten.relu.default)
+        relu.target, relu.args = aten.mul.Tensor, (relu.args[0], 3)
+
+    after = before.edit(change)
+    verify(after, before)
+    names = [node.name for node in after.ops]
+    assert evaluated == names[1:], "what reads a new value is evaluated too"
+    verify(after)
+    assert evaluated == names[1:], "this trace has been evaluated"
+
+
+def test_equal_arguments_of_another_type_are_evaluated():
+    """1 == 1.0, but an integer times a float is a float."""
+    before = functional_trace(lambda x: x * 2, torch.arange(3))
+    verify(before)
+
+    def change(graph):
+        product = first(graph, aten.mul.Tensor)
+        product.args = (product.args[0], 2.0)
+
+    with pytest.raises(VerifyError, match=r"is recorded as i64\[3\] but is f32\[3\]"):
+        verify(before.edit(change), before)
+
+
+def test_aliases_of_untouched_ops_are_compared():
+    """Both ops have the arguments and the metadata that they had; only the outputs change."""
+    before = functional_trace(lambda x: (x.exp(), x.exp().sin()), torch.randn(3))
+    verify(before)
+
+    def change(graph):
+        (one, _) = graph.output_node().args[0]
+        graph.output_node().args = ((one, one),)
+
+    with pytest.raises(VerifyError, match="shares memory with output 0; before, with nothing"):
+        verify(before.edit(change), before)
 
 
 def test_missing_metadata_is_filled_in():
@@ -175,3 +235,19 @@ def test_transform_may_add_constants(phase):
     inputs = {"x": torch.zeros(3), "two": torch.full((3,), 2.0)}  # AOTAutograd may make it an input
     result = trace.load()(*(inputs[node.name] for node in trace.inputs))
     assert result[0].tolist() == [2.0] * 3
+
+
+def test_programs_are_freed_although_they_were_verified(monkeypatch):
+    """What the verifier remembers of a stage keeps no program alive."""
+    monkeypatch.setenv("FULGURITE_VERIFY", "1")
+    weight = torch.randn(8, 8)
+
+    def compile_once():
+        compiled = fulgurite.compile(lambda x: torch.relu(x @ weight) @ weight + 1)
+        compiled(torch.randn(4, 8))
+        return weakref.ref(compiled.session)
+
+    sessions = [compile_once() for _ in range(2)]
+    torch._dynamo.reset()
+    gc.collect()
+    assert [session() for session in sessions] == [None, None]

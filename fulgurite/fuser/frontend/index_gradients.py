@@ -125,7 +125,7 @@ def _lower_bags(
 ) -> TensorValue:
     """grad_weight[indices[k]] += grad[bag of k], divided by the bag's size for means."""
     if mode == MAX:
-        return _lower_bag_maxima(ctx, node, grad, maximum_indices)
+        return _lower_bag_maxima(ctx, node, grad, maximum_indices, bag_size)
     gradient, rows = ctx.get_value(grad), ctx.get_value(indices)
     layout = node_layout(node, fake_value(node))
     wide = opmath_dtype(layout.dtype)
@@ -165,17 +165,23 @@ def _scale_row(
 
 
 def _lower_bag_maxima(
-    ctx: LoweringContext, node: Node, grad: Any, maximum_indices: Any
+    ctx: LoweringContext, node: Node, grad: Any, maximum_indices: Any, bag_size: Any
 ) -> TensorValue:
-    """grad_weight[maximum_indices[b, j], j] += grad[b, j]; an empty bag has the index -1."""
+    """grad_weight[maximum_indices[b, j], j] += grad[b, j] for the bags that are not empty.
+
+    The index of an empty bag is 0 on CPUs and -1 on GPUs.
+    """
     gradient, rows = ctx.get_value(grad), ctx.get_value(maximum_indices)
+    counts = ctx.get_value(bag_size)
     layout = node_layout(node, fake_value(node))
     wide = opmath_dtype(layout.dtype)
 
     def find_row(axes: Axes) -> tuple[Expression, Expression]:
         """The row, and whether there is one."""
-        row = convert_dtype(rows.load_at(axis_indices(axes)), torch.int64)
-        return row, apply("ge", row, ZERO)
+        bag, column = axis_indices(axes)
+        row = convert_dtype(rows.load_at([bag, column]), torch.int64)
+        count = convert_dtype(counts.load_at([bag]), torch.int64)
+        return row, apply("and", apply("gt", count, ZERO), apply("ge", row, ZERO))
 
     def value_at(axes: Axes) -> Expression:
         _, exists = find_row(axes)

@@ -138,6 +138,10 @@ def _pow(a: Expression, b: Expression) -> Expression:
     if exponent == 1:
         return a
     if _is_integral(a):
+        if exponent is not None and exponent < 0:
+            raise Unsupported(
+                "an integer to a negative constant power"
+            )  # torch raises for a scalar
         if not (isinstance(exponent, int) and 0 <= exponent <= 64):
             return apply("pow", a, b)
         result: Expression = constant_like(1, a)

@@ -152,7 +152,8 @@ def extract_epilogue(module: fx.GraphModule, are_in_memory: bool = False) -> fx.
         for s in (finish_inputs(gemms[n], are_in_memory) if n in gemms else n.all_input_nodes)
     }
     for node, call in gemms.items():
-        value_of[node] = graph.placeholder(gemm_name(node))
+        name = gemm_name(node)  # by itself, fx writes a placeholder's name in lower case
+        value_of[node] = graph.create_node("placeholder", name, name=name)
         fake = fake_value(node).contiguous()
         is_finished = call.scales is None or not any(finish_inputs(call, are_in_memory))
         set_fake_value(value_of[node], fake if is_finished else fake.float())

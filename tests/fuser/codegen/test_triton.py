@@ -33,6 +33,7 @@ from fulgurite.fuser.schedule.gpu.choose import choose_gpu_schedule, make_row_li
 from fulgurite.fuser.segment import segment_region
 from fulgurite.fuser.segment.build_loop_nest import build_loop_nest
 from fulgurite.fuser.segment.inplace import store_in_place
+from tests.forked_pytest import run_pytest
 from tests.fuser import support
 from tests.fuser.codegen.test_cpp import CASES, tensors
 from tests.fuser.support import trace
@@ -245,12 +246,8 @@ def test_indices_have_64_bits_only_where_sizes_need_them() -> None:
 
 def run_in_interpreter(*options: str) -> None:
     """Runs the fuser's tests in another process, where kernels run in Triton's interpreter."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "tests/fuser", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, *options], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, "TRITON_INTERPRET=1 pytest tests/fuser\n" + done.stdout[-4000:]
+    done = run_pytest("tests/fuser", *options, TRITON_INTERPRET="1")
+    assert done.returncode == 0, "TRITON_INTERPRET=1 pytest tests/fuser\n" + done.output[-4000:]
 
 
 @needs_triton

@@ -7,6 +7,8 @@ import math
 import pytest
 import torch
 
+import fulgurite
+from fulgurite.errors import FusionError
 from tests.fuser import support
 from tests.fuser.support import check_fused, check_interpreted
 
@@ -401,6 +403,15 @@ def test_negative_factors_wrap_around(dtype):
     """Unsigned numbers too, whose negative literals Triton refuses."""
     x = torch.tensor([0, 1, 5, 100], dtype=dtype)
     check_fused(lambda x: (torch.sub(x, x, alpha=-2), torch.add(x, 7, alpha=-1), x * -3), x)
+
+
+@pytest.mark.parametrize("exponent", [-1, -2, -7])
+def test_negative_constant_power_of_integers_is_left_to_torch(exponent):
+    """torch raises for a scalar exponent; tensors of exponents are computed."""
+    with pytest.raises(FusionError, match="negative constant power"):
+        fulgurite.fuse(lambda x: x**exponent)(torch.arange(5))
+    base, exponents = torch.meshgrid(torch.arange(-3, 4), torch.arange(-3, 4), indexing="ij")
+    check_fused(lambda a, b: a**b, base, exponents)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8, torch.float32])

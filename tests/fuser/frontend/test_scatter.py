@@ -508,3 +508,16 @@ def test_deterministic_mode_leaves_float_sums_to_torch() -> None:
     else:
         assert all(r is not None and "deterministic mode" in r for r in reasons)
     assert lower(add) is None
+
+
+def test_gradient_of_an_empty_bag_of_maxima():
+    """Its index of the maximum is 0 on CPUs, and row 0 must get nothing."""
+    indices, offsets = torch.tensor([5, 6, 7, 8]), torch.tensor([0, 2, 2])
+    weights = [torch.randn(10, 4, generator=torch.Generator().manual_seed(0)) for _ in range(2)]
+
+    def f(weight):
+        return torch.nn.functional.embedding_bag(indices, weight, offsets, mode="max")
+
+    for weight, function in zip(weights, (f, fulgurite.compile(f)), strict=True):
+        function(weight.requires_grad_()).backward(torch.arange(1.0, 13).view(3, 4))
+    assert torch.equal(weights[0].grad, weights[1].grad)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import copy
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ from fulgurite.fuser.lowering import has_triton
 from fulgurite.fuser.runtime import compile_triton
 from fulgurite.kernels.tuning.gemm_epilogue import GemmEpilogueConfig
 from fulgurite.kernels.tuning.sm_90 import Sm90Heuristics
+from tests.forked_pytest import run_pytest
 from tests.fuser.support import check_against_eager, check_close, trace
 from tests.fuser.triton_interpreter import patch
 
@@ -41,7 +40,6 @@ HALF = torch.bfloat16
 SM90 = Sm90Heuristics()
 CPU = torch.device("cpu")
 H200 = DeviceInfo("H200", 132, 4.2e12, 2.9e13, 256 << 10, 50 << 20, (torch.float32,))
-ROOT = Path(__file__).parents[3]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 runs = pytest.mark.filterwarnings("default") if INTERPRETED else pytest.mark.gpu
 needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
@@ -301,6 +299,20 @@ def test_ir_of_a_gemm_region_computes_what_eager_does(name: str) -> None:
     """Products are statements of the IR as well: interpreted, it is what eager computes."""
     function, arguments = on_cpu(name)
     region = lower_gemm_graph(trace(function, arguments)).region
+    check_against_eager(interpreter.interpret_region(region, arguments), function, arguments)
+
+
+def test_names_with_capitals() -> None:
+    """Nodes are named after the user's variables."""
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return (x @ weight).relu()
+
+    arguments = (torch.randn(5, 8), torch.randn(8, 6))
+    graph = trace(function, arguments)
+    (product,) = (node for node in graph.graph.nodes if node.target is torch.ops.aten.mm.default)
+    product._rename("q_X")
+    region = lower_gemm_graph(graph).region
     check_against_eager(interpreter.interpret_region(region, arguments), function, arguments)
 
 
@@ -585,9 +597,5 @@ def test_saved_bytes() -> None:
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
 def test_sample_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", str(Path(__file__)), "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "-k", SAMPLE], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, "TRITON_INTERPRET=1 pytest " + done.stdout[-4000:]
+    done = run_pytest(__file__, "-k", SAMPLE, TRITON_INTERPRET="1")
+    assert done.returncode == 0, "TRITON_INTERPRET=1 pytest " + done.output[-4000:]

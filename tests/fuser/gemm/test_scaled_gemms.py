@@ -7,10 +7,7 @@ The reference is the dequantized product in float64.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +32,7 @@ from fulgurite.kernels.gemm.scaled_mm import scaled_mm_op
 from fulgurite.kernels.tuning.gemm_epilogue import GemmEpilogueConfig
 from fulgurite.kernels.tuning.sm_90 import Sm90Heuristics
 from fulgurite.quant import quantize
+from tests.forked_pytest import run_pytest
 from tests.fuser.support import check_close, trace
 from tests.fuser.triton_interpreter import patch
 
@@ -42,7 +40,6 @@ HALF = torch.bfloat16
 SM90 = Sm90Heuristics()
 CPU = torch.device("cpu")
 H200 = DeviceInfo("H200", 132, 4.2e12, 2.9e13, 256 << 10, 50 << 20, (torch.float32,))
-ROOT = Path(__file__).parents[3]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 runs = pytest.mark.filterwarnings("default") if INTERPRETED else pytest.mark.gpu
 CONFIGS = {  # block_k in 16-bit elements
@@ -297,10 +294,6 @@ def test_a_compiled_program_fuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(INTERPRETED or not has_triton(), reason="already in the interpreter")
 def test_sample_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", str(Path(__file__)), "-q", "-p", "no:cacheprovider"]
     sample = "(test_one_kernel and (row or blocks) and tma) or test_gate_and_up or compiled_program"
-    done = subprocess.run(
-        [*command, "-k", sample], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, "TRITON_INTERPRET=1 pytest " + done.stdout[-4000:]
+    done = run_pytest(__file__, "-k", sample, TRITON_INTERPRET="1")
+    assert done.returncode == 0, "TRITON_INTERPRET=1 pytest " + done.output[-4000:]
