@@ -14,33 +14,34 @@ Python callable    its source is the final trace
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fulgurite.capture.dynamo import GraphBreak
-from fulgurite.compile import Compiled, compile
-from fulgurite.determinism import deterministic
-from fulgurite.errors import FulguriteError
-from fulgurite.executors import (
-    Executor,
-    executor_names,
-    region,
-    register_executor,
-    subgraph,
-    unprintable,
-)
-from fulgurite.fuse import fuse
+from fulgurite.lazy import make_lazy
 from fulgurite.logs import configure_logging
-from fulgurite.op import Op, op
-from fulgurite.quant.config import QuantConfig
-from fulgurite.quantize import quantize
-from fulgurite.serve.engine.request import SamplingParams
-from fulgurite.trace import Trace, verify
-from fulgurite.transforms import TimeOps, Transform, transform
 from fulgurite.version import VERSION
 
 if TYPE_CHECKING:
+    from fulgurite.capture.dynamo import GraphBreak
+    from fulgurite.compile import Compiled, compile
+    from fulgurite.determinism import deterministic
+    from fulgurite.errors import FulguriteError
+    from fulgurite.executors import (
+        Executor,
+        executor_names,
+        region,
+        register_executor,
+        subgraph,
+        unprintable,
+    )
+    from fulgurite.fuse import fuse
+    from fulgurite.op import Op, op
+    from fulgurite.quant.config import QuantConfig
+    from fulgurite.quantize import quantize
     from fulgurite.serve.embedding import EmbeddingModel
+    from fulgurite.serve.engine.request import SamplingParams
     from fulgurite.serve.llm import LLM
+    from fulgurite.trace import Trace, verify
+    from fulgurite.transforms import TimeOps, Transform, transform
 
 __version__ = VERSION
 configure_logging()
@@ -72,15 +73,4 @@ __all__ = [
     "verify",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Import these on first use: `compile` needs no tokenizer."""
-    if name == "LLM":
-        from fulgurite.serve.llm import LLM
-
-        return LLM
-    if name == "EmbeddingModel":
-        from fulgurite.serve.embedding import EmbeddingModel
-
-        return EmbeddingModel
-    raise AttributeError(f"module 'fulgurite' has no attribute {name!r}")
+__getattr__, __dir__ = make_lazy(__name__)

@@ -1,6 +1,7 @@
-"""The `fulgurite` command line: `COMMANDS` maps a command to its function.
+"""The `fulgurite` command line: `COMMANDS` maps a command to its help, its options and its function.
 
-In: command-line arguments. Out: text on stdout, files where asked for, and an exit status.
+In: command-line arguments. Out: text on stdout, files where asked for, and an exit status. A command
+imports what it needs, so that `fulgurite serve` starts its engines at once, and help needs no torch.
 """
 
 from __future__ import annotations
@@ -12,85 +13,109 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
-import torch
-
-import fulgurite
-from fulgurite import environment
-from fulgurite.bench.generate.model import add_options as add_generate_options
-from fulgurite.bench.readme import write_readme
-from fulgurite.bench.serve.suite import add_options as add_serve_options
-from fulgurite.bench.suites import SUITES
-from fulgurite.bench.zoo.suite import add_options as add_zoo_options
-from fulgurite.compress import command as compression
 from fulgurite.config import ENV_VARS
-from fulgurite.device import resolve_device
-from fulgurite.errors import ArgumentError, FulguriteError
-from fulgurite.explain import Explanation
-from fulgurite.explain_target import load_example, run_script
-from fulgurite.models import tiny
-from fulgurite.plan import command
-from fulgurite.report.html import write_html
-from fulgurite.serve import command as terminal
-from fulgurite.serve import embedding, serve_command
-from fulgurite.serve import top as live_view
-from fulgurite.train import command as training
+from fulgurite.errors import FulguriteError
+from fulgurite.version import VERSION
+
+AddOptions = Callable[[argparse.ArgumentParser], None]
+Run = Callable[[argparse.Namespace], None]
 
 
-def explain(options: argparse.Namespace) -> None:
-    """Compile a function with example inputs and print what was compiled."""
-    if options.target and ":" not in options.target and options.target.endswith(".py"):
-        for number, compiled in enumerate(run_script(options.target)):
-            _print_explanation(compiled.explain(), options, compiled, number)
-        return
-    function, inputs = load_example(options.target) if options.target else tiny.build_example()
-    choices: dict[str, Any] = {"granularity": options.granularity, "remat": options.remat}
-    if options.executors:
-        choices["executors"] = options.executors.split(",")
-    compiled = fulgurite.compile(function, **choices)
-    result = compiled(*inputs)
-    if isinstance(result, torch.Tensor) and result.requires_grad:
-        result.sum().backward()
-    _print_explanation(compiled.explain(*inputs), options, compiled)
+class Command(NamedTuple):
+    """One command. `load` imports its module and returns what adds its options, and what runs it."""
+
+    help: str
+    load: Callable[[], tuple[AddOptions, Run]]
+    usage: str | None = None
 
 
-def _print_explanation(
-    explanation: Explanation, options: argparse.Namespace, compiled: Any, number: int = 0
-) -> None:
-    if options.measure:
-        explanation = explanation.with_measured_kernels()
-    if not options.no_trace and explanation.graphs:
-        print(compiled.last_trace(graph=0))
-    print(explanation)
-    if options.html:
-        page = Path(options.html)
-        page = page.with_stem(f"{page.stem}-{number}") if number else page  # a page a function
-        try:
-            print(f"written to {write_html(explanation, page)}")
-        except OSError as problem:
-            raise ArgumentError(
-                f"{page} can't be written: {problem.strerror}",
-                next="give --html a file in a folder that can be written",
-            ) from problem
+# ---- the modules of commands ---------------------------------------------------------------------
 
 
-def bench(options: argparse.Namespace) -> None:
-    """Run a suite and save its results; `report` renders the saved results as Markdown."""
-    if options.suite == REPORT:
-        print(f"written to {write_readme(Path(options.output or 'benchmarks'))}")
-        return
-    if not options.merge:  # rows of another machine
-        resolve_device(options.device)
-    SUITES[options.suite].run(options)
+def _load_generate() -> tuple[AddOptions, Run]:
+    from fulgurite.serve import command
+
+    return command.add_generate_options, command.generate
 
 
-def env(options: argparse.Namespace) -> None:
+def _load_chat() -> tuple[AddOptions, Run]:
+    from fulgurite.serve import command
+
+    return command.add_chat_options, command.chat
+
+
+def _load_serve() -> tuple[AddOptions, Run]:
+    from fulgurite.serve import serve_command
+
+    return serve_command.add_options, serve_command.serve
+
+
+def _load_top() -> tuple[AddOptions, Run]:
+    from fulgurite.serve import top
+
+    return top.add_options, top.run_top
+
+
+def _load_embed() -> tuple[AddOptions, Run]:
+    from fulgurite.serve import embedding
+
+    return embedding.add_options, embedding.run_embed
+
+
+def _load_plan() -> tuple[AddOptions, Run]:
+    from fulgurite.plan import command
+
+    return command.add_options, command.plan
+
+
+def _load_quantize() -> tuple[AddOptions, Run]:
+    from fulgurite.compress import command
+
+    return command.add_options, command.quantize
+
+
+def _load_train() -> tuple[AddOptions, Run]:
+    from fulgurite.train import command
+
+    return command.add_train_options, command.run_train
+
+
+def _load_verify() -> tuple[AddOptions, Run]:
+    from fulgurite.train import command
+
+    return command.add_verify_options, command.run_verify
+
+
+def _load_explain() -> tuple[AddOptions, Run]:
+    from fulgurite import explain_command
+
+    return explain_command.add_options, explain_command.run_explain
+
+
+def _load_bench() -> tuple[AddOptions, Run]:
+    from fulgurite.bench import command
+
+    return command.add_options, command.run_bench
+
+
+def _load_env() -> tuple[AddOptions, Run]:
+    from fulgurite import environment
+
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--json", action="store_true", help="as JSON")
+
+    def run(options: argparse.Namespace) -> None:
+        print_facts(environment.describe(), options.json)
+
+    return add_options, run
+
+
+def print_facts(found: dict[str, str], as_json: bool) -> None:
     """Print what a bug report needs: versions, compiler, devices, settings."""
-    found = environment.describe()
-    if options.json:
+    if as_json:
         print(json.dumps(found, indent=2))
         return
     width = max(map(len, found))
@@ -98,24 +123,63 @@ def env(options: argparse.Namespace) -> None:
         print(f"{label:<{width}}   {text}")
 
 
-REPORT = "report"  # `fulgurite bench report`: the saved results as benchmarks/README.md
-COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
-    "generate": terminal.generate,
-    "chat": terminal.chat,
-    "serve": serve_command.serve,
-    "top": live_view.run_top,
-    "embed": embedding.run_embed,
-    "plan": command.plan,
-    "quantize": compression.quantize,
-    "train": training.run_train,
-    "verify": training.run_verify,
-    "explain": explain,
-    "bench": bench,
-    "env": env,
+COMMANDS: dict[str, Command] = {
+    "generate": Command(
+        "generate a reply to a prompt, streamed token by token",
+        _load_generate,
+        'fulgurite generate [options] ["prompt"]',
+    ),
+    "chat": Command("chat with a model", _load_chat, "fulgurite chat [options]"),
+    "serve": Command(
+        "serve a model over HTTP: OpenAI and Anthropic interfaces, a chat page",
+        _load_serve,
+        "fulgurite serve [--model NAME] [--port N] [options]",
+    ),
+    "top": Command(
+        "watch a running server: requests, tokens/s, cache, latencies",
+        _load_top,
+        "fulgurite top [--url URL] [options]",
+    ),
+    "embed": Command(
+        "print the embedding of each text, a JSON array a line",
+        _load_embed,
+        'fulgurite embed --model NAME [options] ["text" ...]',
+    ),
+    "plan": Command(
+        "estimate memory and throughput on a cluster; needs no GPU",
+        _load_plan,
+        "fulgurite plan --model NAME [--gpus 8x2] [options]",
+    ),
+    "train": Command(
+        "train a model on text, or fine-tune one; with nothing else, a small one in minutes",
+        _load_train,
+        "fulgurite train [CONFIG] [--size nano] [--ranks N] [--section.field VALUE ...]",
+    ),
+    "verify": Command(
+        "replay random steps of a training run and compare them with its receipt",
+        _load_verify,
+        "fulgurite verify RUN [--steps 3]",
+    ),
+    "quantize": Command(
+        "write a quantized checkpoint that other engines load, and its perplexity",
+        _load_quantize,
+        "fulgurite quantize MODEL --format NAME --output FOLDER [options]",
+    ),
+    "explain": Command(
+        "compile with example inputs and print kernels, graph breaks, bytes and times",
+        _load_explain,
+    ),
+    "bench": Command(
+        "run a benchmark suite, with eager and torch.compile as baselines", _load_bench
+    ),
+    "env": Command(
+        "print versions, compiler, devices and settings, to paste into a bug report", _load_env
+    ),
 }
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(with_options: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
+    """The parser of all commands; `with_options`: those whose options are needed."""
     width = max(len(name) for name in ENV_VARS)
     variables = "\n".join(f"  {name:<{width}}  {text}" for name, text in ENV_VARS.items())
     top = argparse.ArgumentParser(
@@ -124,121 +188,14 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=f"environment variables:\n{variables}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    top.add_argument("--version", action="version", version=f"fulgurite {fulgurite.__version__}")
-    commands = top.add_subparsers(dest="command", metavar="command")
-    _add_text_commands(commands)
-    explain_parser = commands.add_parser(
-        "explain",
-        help="compile with example inputs and print kernels, graph breaks, bytes and times",
-    )
-    explain_parser.add_argument(
-        "target", nargs="?", help="module:name, file.py:name or script.py (default: built in)"
-    )
-    explain_parser.add_argument(
-        "--html", metavar="FILE", help="write the same as one self-contained page"
-    )
-    explain_parser.add_argument("--executors", help="names in order, separated by commas")
-    explain_parser.add_argument(
-        "--granularity", default="auto", choices=["auto", "blocks", "model"]
-    )
-    explain_parser.add_argument("--remat", default="mincut", choices=["none", "mincut", "full"])
-    explain_parser.add_argument(
-        "--measure", action="store_true", help="time each generated kernel by itself"
-    )
-    explain_parser.add_argument("--no-trace", action="store_true", help="only the table")
-    bench_parser = commands.add_parser(
-        "bench", help="run a benchmark suite, with eager and torch.compile as baselines"
-    )
-    bench_parser.add_argument(
-        "suite",
-        choices=[*sorted(SUITES), REPORT],
-        help="what to measure; report: write benchmarks/README.md from the saved results",
-    )
-    bench_parser.add_argument(
-        "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="cpu or cuda (default: cuda if there is a GPU)",
-    )
-    bench_parser.add_argument(
-        "--output", metavar="FILE", help="JSON file for the results (default: in benchmarks/)"
-    )
-    bench_parser.add_argument("--quick", action="store_true", help="run fewer cases and repeats")
-    add_zoo_options(bench_parser)
-    add_generate_options(bench_parser)
-    add_serve_options(bench_parser)
-    env_parser = commands.add_parser(
-        "env", help="print versions, compiler, devices and settings, to paste into a bug report"
-    )
-    env_parser.add_argument("--json", action="store_true", help="as JSON")
+    top.add_argument("--version", action="version", version=f"fulgurite {VERSION}")
+    parsers = top.add_subparsers(dest="command", metavar="command")
+    for name, command in COMMANDS.items():
+        parser = parsers.add_parser(name, help=command.help, usage=command.usage)
+        if name in with_options:
+            add_options, _ = command.load()
+            add_options(parser)
     return top
-
-
-def _add_text_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    reply = commands.add_parser(
-        "generate",
-        help="generate a reply to a prompt, streamed token by token",
-        usage='fulgurite generate [options] ["prompt"]',
-    )
-    reply.add_argument("prompt", nargs="?", help="the prompt (default: read from stdin)")
-    reply.add_argument(
-        "--raw", action="store_true", help="use the prompt as it is, without the chat template"
-    )
-    terminal.add_options(reply, max_tokens=256)
-    talk = commands.add_parser("chat", help="chat with a model", usage="fulgurite chat [options]")
-    terminal.add_options(talk, max_tokens=1024)
-    serve_command.add_options(
-        commands.add_parser(
-            "serve",
-            help="serve a model over HTTP: OpenAI and Anthropic interfaces, a chat page",
-            usage="fulgurite serve [--model NAME] [--port N] [options]",
-        )
-    )
-    live_view.add_options(
-        commands.add_parser(
-            "top",
-            help="watch a running server: requests, tokens/s, cache, latencies",
-            usage="fulgurite top [--url URL] [options]",
-        )
-    )
-    embedding.add_options(
-        commands.add_parser(
-            "embed",
-            help="print the embedding of each text, a JSON array a line",
-            usage='fulgurite embed --model NAME [options] ["text" ...]',
-        )
-    )
-    command.add_options(
-        commands.add_parser(
-            "plan",
-            help="estimate memory and throughput on a cluster; needs no GPU",
-            usage="fulgurite plan --model NAME [--gpus 8x2] [options]",
-        )
-    )
-    _add_train_commands(commands)
-    compression.add_options(
-        commands.add_parser(
-            "quantize",
-            help="write a quantized checkpoint that other engines load, and its perplexity",
-            usage="fulgurite quantize MODEL --format NAME --output FOLDER [options]",
-        )
-    )
-
-
-def _add_train_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    training.add_train_options(
-        commands.add_parser(
-            "train",
-            help="train a model on text, or fine-tune one; with nothing else, a small one in minutes",
-            usage="fulgurite train [CONFIG] [--size nano] [--ranks N] [--section.field VALUE ...]",
-        )
-    )
-    training.add_verify_options(
-        commands.add_parser(
-            "verify",
-            help="replay random steps of a training run and compare them with its receipt",
-            usage="fulgurite verify RUN [--steps 3]",
-        )
-    )
 
 
 def _show_warning(message: Warning | str, *location: Any, **more: Any) -> None:
@@ -264,9 +221,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     words = list(sys.argv[1:] if argv is None else argv)
     overrides: list[tuple[str, str]] = []
     if words[:1] == ["train"]:
-        known, overrides = training.split_arguments(words[1:])
+        from fulgurite.train.command import split_arguments
+
+        known, overrides = split_arguments(words[1:])
         words = ["train", *known]
-    options = build_parser().parse_args(words)
+    options = build_parser(with_options=words[:1]).parse_args(words)
     options.overrides = overrides
     return options
 
@@ -276,11 +235,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = _parse(argv)
         if options.command is None:
-            build_parser().print_help()
+            build_parser(with_options=()).print_help()
             return 2
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            COMMANDS[options.command](options)
+            _, run = COMMANDS[options.command].load()
+            run(options)
     except FulguriteError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -29,13 +29,25 @@ from fulgurite.models.loading.checkpoint import IMPLEMENTATIONS
 from fulgurite.models.tokenizer import Message
 from fulgurite.plan.kv_cache import KV_CACHE_DTYPES
 from fulgurite.serve.engine.request import Result, SamplingParams, Update
-from fulgurite.serve.expert_setup import add_expert_arguments, given_expert_options
+from fulgurite.serve.expert_options import add_expert_arguments, given_expert_options
 from fulgurite.serve.llm import LLM
 from fulgurite.serve.profile import check_profile_path, write_profile
 
 MAX_THREADS_PER_CORE = 16  # thousands of threads crash OpenMP
 COMPILING_LABEL = "compiling kernels (cached next time)"
 CHAT_HELP = "/reset starts a new conversation · /exit or ctrl-D quits · ctrl-C stops a reply"
+
+
+def add_generate_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("prompt", nargs="?", help="the prompt (default: read from stdin)")
+    command.add_argument(
+        "--raw", action="store_true", help="use the prompt as it is, without the chat template"
+    )
+    add_options(command, max_tokens=256)
+
+
+def add_chat_options(command: argparse.ArgumentParser) -> None:
+    add_options(command, max_tokens=1024)
 
 
 def add_options(command: argparse.ArgumentParser, max_tokens: int) -> None:

@@ -10,10 +10,8 @@ of them.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,25 +21,17 @@ from fulgurite.logs import LOG
 from fulgurite.models.config import ModelConfig
 from fulgurite.models.expert_load import ExpertLoadCounter, check_load_path, save_expert_load
 from fulgurite.models.layers import CausalLM
-from fulgurite.parallel.dispatcher_deterministic import DeterministicDispatcher
-from fulgurite.parallel.expert import ExpertParallel
-from fulgurite.parallel.mesh import Mesh
-from fulgurite.parallel.placement import Placement, read_placement
-from fulgurite.parallel.transport import (
-    AUTO,
-    MICRO_BATCHES,
-    TRANSPORTS,
-    WIRES,
+from fulgurite.parallel.dispatch.deterministic import DeterministicDispatcher
+from fulgurite.parallel.experts.expert_parallel import ExpertParallel
+from fulgurite.parallel.experts.placement import Placement, read_placement
+from fulgurite.parallel.experts.transport import (
     ExpertOptions,
     TransportChoice,
     check_expert_axis,
     choose_transport,
     make_dispatcher,
 )
-
-EXPERT_FIELDS = (
-    "transport", "wire", "expert_capacity", "micro_batches", "placement", "record_load", "nodes",
-)  # fmt: skip
+from fulgurite.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -51,6 +41,7 @@ class ExpertSetupOptions:
     experts: ExpertOptions
     placement: str | Path | None = None
     record_load: str | Path | None = None
+    record_load_interval: float | None = None
 
     def check(self, is_moe: bool, has_expert_axis: bool, has_stages: bool) -> None:
         """Raise before anything is loaded."""
@@ -60,6 +51,14 @@ class ExpertSetupOptions:
             if not is_moe:
                 raise ArgumentError("record_load needs a model with experts; this one is dense")
             check_load_path(Path(self.record_load))
+        if self.record_load_interval is not None and (
+            self.record_load is None or not self.record_load_interval > 0
+        ):
+            raise ArgumentError(
+                f"record_load_interval={self.record_load_interval} with "
+                f"record_load={self.record_load}",
+                next="a number of seconds above 0, and the file that is saved so often",
+            )
         if has_stages and (self.placement or self.record_load):
             raise ArgumentError(
                 "placement and record_load are for models without pipeline stages",
@@ -120,51 +119,6 @@ class ExpertSetup:
             load_LE = counter.sum_over(axis)
         if self.mesh is None or self.mesh.rank == 0:
             save_expert_load(load_LE, Path(self.options.record_load))
-
-
-def add_expert_arguments(group: argparse._ArgumentGroup) -> None:
-    """The options of `LLMConfig` about experts as command-line options."""
-    group.add_argument(
-        "--transport",
-        choices=(AUTO, *TRANSPORTS),
-        help="how tokens go to experts of other ranks (default auto: by device and topology)",
-    )
-    group.add_argument(
-        "--wire",
-        choices=WIRES,
-        help="wire format of these tokens (default auto: the model's dtype)",
-    )
-    group.add_argument(
-        "--expert-capacity",
-        type=int,
-        metavar="N",
-        help="most tokens from one rank to another in a step; bounds the memory of a rank",
-    )
-    group.add_argument(
-        "--micro-batches",
-        type=int,
-        choices=MICRO_BATCHES,
-        help="2: large steps in two halves, one sent while the other is computed",
-    )
-    group.add_argument(
-        "--placement", metavar="FILE", help="expert slots, of fulgurite plan --placement"
-    )
-    group.add_argument(
-        "--record-load",
-        metavar="FILE",
-        help="save the tokens of each expert at the end, for fulgurite plan --expert-load",
-    )
-    group.add_argument(
-        "--nodes",
-        type=int,
-        metavar="N",
-        help="divide the ranks into so many emulated nodes (default: by host name)",
-    )
-
-
-def given_expert_options(options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `LLMConfig` that were given as options."""
-    return {name: value for name in EXPERT_FIELDS if (value := getattr(options, name)) is not None}
 
 
 def prepare_experts(

@@ -34,12 +34,8 @@ from fulgurite.serve.http.app import create_app
 from fulgurite.serve.http.config import ServerConfig
 from fulgurite.serve.http.placement import count_ranks
 from fulgurite.serve.remote.channel import READ_SIZE, FrameReader, encode_frame
-from fulgurite.serve.remote.client import (
-    EXIT_SECONDS,
-    EngineClient,
-    EngineLoadError,
-    launch_process,
-)
+from fulgurite.serve.remote.client import EXIT_SECONDS, EngineClient, EngineLoadError
+from fulgurite.serve.remote.launch import launch_process
 from fulgurite.serve.remote.messages import LoadModel, Message, Shutdown
 
 APP_NAME = "fulgurite"
@@ -162,9 +158,14 @@ class RayEngineClient(EngineClient):
     """The engine of a Ray actor. `actor_name` says where it runs."""
 
     def __init__(
-        self, load: LoadModel, handle: DeploymentHandle, index: int, stall_seconds: float
+        self, load: LoadModel, handle: DeploymentHandle, index: int, config: ServerConfig
     ) -> None:
-        super().__init__(load, stall_seconds=stall_seconds, index=index)
+        super().__init__(
+            load,
+            stall_seconds=config.stall_seconds,
+            stall_timeout=config.stall_timeout,
+            index=index,
+        )
         self.handle = handle
         self.actor_name = ""
 
@@ -181,6 +182,7 @@ class RayEngineClient(EngineClient):
         connection = RayConnection(self, self.handle, about["connection"])
         receiving = connection.receive(stream)
         connection.receiver = asyncio.get_running_loop().create_task(receiving)
+        connection.write(self.load)
         return connection
 
     async def close(self) -> None:
@@ -209,7 +211,7 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> Starlette:
         def make_client(load: LoadModel, index: int) -> EngineClient:
-            return RayEngineClient(load, self.engines[index], index, self.config.stall_seconds)
+            return RayEngineClient(load, self.engines[index], index, self.config)
 
         return create_app(self.config, make_client).asgi
 

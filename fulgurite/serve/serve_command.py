@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 from fulgurite.config import read_env
 from fulgurite.errors import ArgumentError
-from fulgurite.parallel.mesh import DEFAULT_TIMEOUT
-from fulgurite.plan.kv_cache import KV_CACHE_DTYPES
-from fulgurite.plan.limits import SERVED_MIXED_TOKENS
-from fulgurite.serve.engine.rank_restart import FAILURE_MODES
-from fulgurite.serve.expert_setup import add_expert_arguments, given_expert_options
+from fulgurite.option_values import (
+    DEFAULT_TIMEOUT,
+    FAILURE_MODES,
+    KV_CACHE_DTYPE_NAMES,
+    SERVED_MIXED_TOKENS,
+)
+from fulgurite.serve.expert_options import add_expert_arguments, given_expert_options
 from fulgurite.serve.http.config import ENGINE_PLACES, ROUTING, ServerConfig, load_config
+
+SERVER_PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client")
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -34,6 +39,12 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
     server.add_argument(
         "--deadline", type=float, metavar="S", help="seconds that a request may take"
+    )
+    server.add_argument(
+        "--stall-timeout",
+        type=float,
+        metavar="S",
+        help="end and start an engine whose step takes longer (default 300; 0: never)",
     )
     server.add_argument(
         "--drain-seconds",
@@ -66,7 +77,7 @@ def _add_engine_options(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument("--device", help="cpu or cuda (default: cuda if there is a GPU)")
     engine.add_argument("--threads", type=int, metavar="N", help="CPU threads of each engine")
     engine.add_argument("--context", type=int, metavar="N", help="tokens of prompt and reply")
-    engine.add_argument("--kv-dtype", choices=["auto", *KV_CACHE_DTYPES])
+    engine.add_argument("--kv-dtype", choices=["auto", *KV_CACHE_DTYPE_NAMES])
     engine.add_argument("--quantize", metavar="FORMAT", help="quantize a dense model: fp8, q8_0, …")
     engine.add_argument("--max-sequences", type=int, metavar="N", help="requests that run at once")
     engine.add_argument("--max-batched-tokens", type=int, metavar="N", help="tokens of a step")
@@ -124,9 +135,9 @@ ENGINE_FIELDS = (
     "on_rank_failure", "max_restarts", "timeout",
 )  # fmt: skip
 SERVER_FIELDS = (
-    "host", "port", "api_keys", "max_waiting", "deadline", "drain_seconds", "allow_origins",
-    "access_log", "model", "served_names", "chat_template", "allow_request_template",
-    "tool_call_parser", "reasoning_parser", "mock", "threads", "routing", "prefill_replicas",
+    "host", "port", "api_keys", "max_waiting", "deadline", "stall_timeout", "drain_seconds",
+    "allow_origins", "access_log", "model", "served_names", "chat_template",
+    "allow_request_template", "tool_call_parser", "reasoning_parser", "mock", "threads", "routing", "prefill_replicas",
     "engine_in",
 )  # fmt: skip
 
@@ -159,13 +170,22 @@ def serve(options: argparse.Namespace) -> None:
     if options.ray is not None:
         serve_on_ray(config, options.ray or None)
         return
-    try:
-        from fulgurite.serve.http.run import run_server
-    except ModuleNotFoundError as error:
-        raise ArgumentError(
-            f"the server needs the package {error.name}", next="pip install 'fulgurite[serve]'"
-        ) from error
-    run_server(config)
+    check_packages()
+    from fulgurite.serve.http.engines import launch_engines
+
+    with launch_engines(config) as launched:
+        from fulgurite.serve.http.run import run_server  # while the engines load
+
+        run_server(config, launched)
+
+
+def check_packages() -> None:
+    """ArgumentError if a package of the extra `serve` is missing."""
+    for package in SERVER_PACKAGES:
+        if find_spec(package) is None:
+            raise ArgumentError(
+                f"the server needs the package {package}", next="pip install 'fulgurite[serve]'"
+            )
 
 
 def serve_on_ray(config: ServerConfig, address: str | None) -> None:

@@ -1,4 +1,4 @@
-"""`python -m fulgurite.serve.worker_main`: a worker process of an LLM (parallel/workers.py).
+"""`python -m fulgurite.serve.worker_main`: a worker process of an LLM (parallel/processes/workers.py).
 
 In: the arguments of that LLM, on stdin. Out: nothing; it runs its shard until rank 0 is done.
 """
@@ -10,7 +10,7 @@ import pickle
 import sys
 
 from fulgurite.errors import FulguriteError
-from fulgurite.parallel.workers import read_arguments, report_error
+from fulgurite.parallel.processes.workers import read_arguments, report_error
 from fulgurite.serve.llm import LLM
 
 

@@ -53,6 +53,7 @@ def make_engine(
     kv_dtype: torch.dtype | None = None,
     prefix_caching: bool = True,
     async_scheduling: bool | None = None,
+    deterministic: bool | None = None,
 ) -> Engine:
     limits = EngineLimits(
         context=context,
@@ -70,6 +71,7 @@ def make_engine(
         plan,
         prefix_caching=prefix_caching,
         async_scheduling=async_scheduling,
+        deterministic=deterministic,
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from fulgurite.errors import ArgumentError, RankError
-from fulgurite.parallel.workers import is_single_process
+from fulgurite.parallel.processes.workers import is_single_process
 from fulgurite.serve.engine import rank_restart
 from fulgurite.serve.engine.rank_restart import RestartPolicy
 from fulgurite.serve.engine.request import SamplingParams

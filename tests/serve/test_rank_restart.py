@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from fulgurite.parallel import health
-from fulgurite.parallel.workers import is_single_process
+from fulgurite.parallel.processes.workers import is_single_process
 from fulgurite.serve.engine.engine import Engine
 from fulgurite.serve.engine.rank_restart import RestartPolicy
 from fulgurite.serve.engine.request import Update

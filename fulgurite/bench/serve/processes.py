@@ -194,3 +194,9 @@ def read_cpu_seconds(pid: int) -> float:
     """User and system time of a process and its descendants."""
     stats = [_read_stat(one) for one in (pid, *(child for child, _ in list_descendants(pid)))]
     return sum(int(stat[11]) + int(stat[12]) for stat in stats if stat is not None) / TICKS
+
+
+def read_resident_bytes(pid: int) -> int:
+    """Resident memory of one process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * int(status.partition("VmRSS:")[2].split()[0])

@@ -5,6 +5,7 @@
     fulgurite bench serve --mock            without a model: what the server itself costs
     fulgurite bench serve --engine-only     and the same requests on an `LLM`, without a server
     fulgurite bench serve --llama-cpp       and llama.cpp's server on the same file and threads
+    fulgurite bench serve --idle-streams N  memory of a server that holds N streams, without a model
     fulgurite bench serve --routing         two replicas: prefix-aware routing against round robin
 
 Candidates of one run take turns. Each repeat starts fresh processes. Rows are medians of the repeats.
@@ -26,6 +27,7 @@ import torch
 from rich.progress import Progress
 
 from fulgurite.bench import results
+from fulgurite.bench.serve import idle
 from fulgurite.bench.serve.candidates import (
     Candidate,
     HttpOptions,
@@ -66,6 +68,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--url", help="measure this server (default: start fulgurite serve)")
     group.add_argument("--api-key", metavar="KEY", help="sent to the server of --url")
     group.add_argument("--mock", action="store_true", help="an engine without a model")
+    group.add_argument(
+        "--idle-streams", type=int, metavar="N", help="memory of the server with N open streams"
+    )
     group.add_argument("--engine-only", action="store_true", help="compare with an LLM alone")
     group.add_argument(
         "--llama-cpp",
@@ -239,6 +244,9 @@ def find_llama(options: argparse.Namespace, workload: Workload) -> LlamaServer:
 def run_serve(options: argparse.Namespace) -> None:
     """Suite `serve`."""
     check_packages()
+    if options.idle_streams is not None:
+        run_idle_streams(options)
+        return
     mode = read_mode(options)
     workload = read_workload(options, mode)
     loads = read_loads(options, mode)
@@ -263,6 +271,18 @@ def run_serve(options: argparse.Namespace) -> None:
                     progress.advance(bar)
             rows = make_rows(options, group, found)
             path = save_rows(options, rows)  # partial results survive an interrupt
+    print(format_tables(rows))
+    print(f"written to {path}")
+
+
+def run_idle_streams(options: argparse.Namespace) -> None:
+    """The mode `--idle-streams`: one server, one row."""
+    if options.url or options.routing or options.engine_only or options.llama_cpp is not None:
+        raise ArgumentError("--idle-streams measures a server of its own", next="give it alone")
+    command = results.describe_machine(options.device)["command"]
+    with exit_on_terminate():
+        rows = [idle.make_row(options.idle_streams, command)]
+    path = save_rows(options, rows)
     print(format_tables(rows))
     print(f"written to {path}")
 

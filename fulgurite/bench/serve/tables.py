@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fulgurite.bench import results
+from fulgurite.bench.serve.idle import format_idle_streams
 from fulgurite.bench.serve.summary import PERCENTILES
 
 Row = dict[str, Any]
@@ -17,8 +18,11 @@ LEGEND = "p50/p90/p99; client: its share of the CPU"
 
 def format_tables(rows: list[Row]) -> str:
     """All groups, in the order of the rows."""
-    groups = itertools.groupby(rows, key=lambda row: row["group"])
-    return "\n\n".join(format_group(list(group)) for _, group in groups)
+    groups = [list(group) for _, group in itertools.groupby(rows, key=lambda row: row["group"])]
+    return "\n\n".join(
+        format_idle_streams(group) if "idle_streams" in group[0] else format_group(group)
+        for group in groups
+    )
 
 
 def format_group(rows: Sequence[Row]) -> str:

@@ -212,11 +212,8 @@ class BlockManager:
             hashes.append(hash_block(previous, tokens))
 
     def match_prefix(self, request: Request) -> int:
-        """The number of prefix blocks that every group has cached.
-
-        The last token always runs, since its logits are needed.
-        """
-        count = (request.length - 1) // self.block_size
+        """The number of prefix blocks that every group has cached, and that need not run again."""
+        count = request.reusable_length // self.block_size
         self._hash_blocks(request, count)
         return self.match_hashes(request.block_hashes[:count])
 

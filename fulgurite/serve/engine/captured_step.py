@@ -30,6 +30,7 @@ from fulgurite.models.rope import RotaryCosSin
 from fulgurite.serve.engine.batch import InputBatch, rope_seq_lens
 from fulgurite.serve.engine.block_manager import BlockManager
 from fulgurite.serve.engine.kv_cache import PagedKVCache
+from fulgurite.serve.engine.logprobs import PendingPromptLogprobs
 from fulgurite.serve.engine.sampler import Sampler, SamplingInputs, SamplingVariant
 from fulgurite.serve.engine.scheduler import ScheduledChunk
 from fulgurite.serve.engine.step_buffers import BufferLayout, StepBuffers
@@ -38,10 +39,14 @@ WARMUPS = 2
 
 
 class StepOutput(NamedTuple):
-    """Logits [R, O] in float32 and the sampled tokens [R], on the device. None: nothing is sampled."""
+    """Logits [R, O] in float32 and the sampled tokens [R], on the device. None: nothing is sampled.
+
+    `prompt_logprobs`: of requests that ask for those of their prompts.
+    """
 
     logits_RO: Tensor
     tokens_R: Tensor | None
+    prompt_logprobs: Sequence[PendingPromptLogprobs] = ()
 
 
 class CapturedDecodeStep:
@@ -102,7 +107,7 @@ class CapturedDecodeStep:
         if sampling is not None:
             self.sampler.write_grammar_masks(sampling)  # the graph samples: they must be there
         self._write_inputs(chunks, sampling)
-        logits_RO, tokens_R = graph()
+        logits_RO, tokens_R, _ = graph()
         assert tokens_R is not None, "a captured step samples"
         return StepOutput(logits_RO[: len(chunks)], tokens_R[: len(chunks)])
 
@@ -174,10 +179,21 @@ class CapturedDecodeStep:
 
     def _embed(self) -> tuple[Tensor, list[RotaryCosSin]]:
         self.kv_cache.set_batch(self.batch)
-        return self.model.embed(self.inputs["token_ids"], self.inputs["positions"], self.kv_cache)
+        token_ids_T, positions_T = self.inputs["token_ids"], self.inputs["positions"]
+        tokens = self._local_tokens
+        return self.model.embed(token_ids_T[tokens], positions_T[tokens], self.kv_cache)
 
     def _run_layers(self, x_TD: Tensor, cos_sin: Sequence[RotaryCosSin]) -> Tensor:
-        return self.model.run_layers(x_TD, self.inputs["positions"], cos_sin, self.kv_cache)
+        positions_T = self.inputs["positions"][self._local_tokens]
+        x_TD = self.model.run_layers(x_TD, positions_T, cos_sin, self.kv_cache)
+        context = self.model.context
+        return x_TD if context is None else context.gather_tokens(x_TD, self.batch_size)
+
+    @property
+    def _local_tokens(self) -> slice:
+        """The tokens that this rank computes; with context parallelism its part of them."""
+        context = self.model.context
+        return slice(None) if context is None else slice(*context.local_range(self.batch_size))
 
     def _record_native_calls(self) -> Callable[[], Tensor]:
         x_TD, cos_sin = self._embed()

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from fulgurite.kernels.integer_math import cdiv
 from fulgurite.models.layers import CausalLM
-from fulgurite.parallel.dispatcher import TokenDispatcher, can_overlap
-from fulgurite.parallel.expert import ExpertParallel
+from fulgurite.parallel.dispatch.dispatcher import TokenDispatcher, can_overlap
+from fulgurite.parallel.experts.expert_parallel import ExpertParallel
 from fulgurite.parallel.mesh import Mesh
 
 
 class Communication:
-    """The tensor axis and the token dispatchers of one model."""
+    """The tensor and context axes and the token dispatchers of one model."""
 
     def __init__(self, model: CausalLM, mesh: Mesh) -> None:
         self.model, self.mesh = model, mesh
@@ -33,11 +33,11 @@ class Communication:
         """Why a step over these ranks can't be captured; the same on all ranks."""
         if self.model.device.type != "cuda":
             return f"ranks on a {self.model.device.type.upper()} communicate through the host"
-        for axis in (self.mesh.pipeline, self.mesh.context):
-            if axis.size > 1:  # the lengths of messages and shards differ from step to step
-                return f"steps over a {axis.name} axis are planned on the host"
-        if not self.mesh.tensor.can_capture:
-            return "the tensor axis communicates through the host (gloo)"
+        if self.mesh.pipeline.size > 1:  # stages send to each other, and the first one waits
+            return "steps over a pipeline axis are planned on the host"
+        for axis in (self.mesh.tensor, self.mesh.context):
+            if not axis.can_capture:
+                return f"the {axis.name} axis communicates through the host (gloo)"
         for name, dispatcher in self.dispatchers.values():
             if not dispatcher.can_capture:
                 return f"{name} communicates through the host ({type(dispatcher).__name__})"
@@ -53,7 +53,8 @@ class Communication:
 
     def check(self) -> None:
         """Raise the errors of the device; where the host waits for it anyway, once a step."""
-        if self.mesh.tensor.device_collectives is not None:
-            self.mesh.tensor.device_collectives.check()
+        for axis in (self.mesh.tensor, self.mesh.context):
+            if axis.device_collectives is not None:
+                axis.device_collectives.check()
         for _, dispatcher in self.dispatchers.values():
             dispatcher.check()

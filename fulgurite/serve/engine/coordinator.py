@@ -39,11 +39,11 @@ import torch
 from torch import Tensor
 
 from fulgurite.errors import ArgumentError
-from fulgurite.parallel.channel import BroadcastChannel
 from fulgurite.parallel.collectives import all_gather, all_reduce_mins
 from fulgurite.parallel.health import RankTime
 from fulgurite.parallel.mesh import Mesh
-from fulgurite.parallel.symmetric_collectives import use_symmetric_collectives
+from fulgurite.parallel.processes.channel import BroadcastChannel
+from fulgurite.parallel.symmetric.collectives import use_symmetric_collectives
 from fulgurite.serve.engine.grammar import GrammarSpec
 from fulgurite.serve.engine.request import Request, RequestOptions, SamplingParams, TokenLogprob
 from fulgurite.serve.engine.sampler import GREEDY_VARIANT, SamplingVariant
@@ -97,7 +97,11 @@ class GrammarStarted(NamedTuple):
     source: str
 
 
-Event = RequestAdded | TokenSampled | RequestEnded | PrefixCacheReset | GrammarStarted
+class LoadSaved(NamedTuple):
+    """Rank 0 saves the expert load: all ranks sum theirs."""
+
+
+Event = RequestAdded | TokenSampled | RequestEnded | PrefixCacheReset | GrammarStarted | LoadSaved
 
 
 class RemoteToken(NamedTuple):
@@ -133,6 +137,7 @@ class StepMessage:
     can_replay     rank 0 may run a captured step
     num_logprobs   the most log-probabilities a token that a request on another replica asks for
     is_last        workers stop
+    has_step       False: events only, no step follows
     """
 
     events: list[Event]
@@ -142,11 +147,14 @@ class StepMessage:
     can_replay: bool = False
     num_logprobs: int = NO_LOGPROBS
     is_last: bool = False
+    has_step: bool = True
 
 
 EVENTS: dict[str, type[Any]] = {
     kind.__name__: kind
-    for kind in (RequestAdded, TokenSampled, RequestEnded, PrefixCacheReset, GrammarStarted)
+    for kind in (
+        *(RequestAdded, TokenSampled, RequestEnded, PrefixCacheReset, GrammarStarted, LoadSaved),
+    )
 }
 
 
@@ -154,7 +162,7 @@ def encode_step(message: StepMessage) -> bytes:
     """A message as JSON. It crosses a socket, so it is data only: no pickle."""
     events = [[type(event).__name__, *event] for event in message.events]
     counts = [message.num_requests, message.num_tokens, message.variant]
-    rest = [message.can_replay, message.num_logprobs, message.is_last]
+    rest = [message.can_replay, message.num_logprobs, message.is_last, message.has_step]
     return json.dumps([events, *counts, *rest], default=_to_plain).encode()
 
 
@@ -205,22 +213,27 @@ class Coordinator:
     # ---- rank 0 ------------------------------------------------------------------------------------
 
     def add_request(self, request: Request, prompt_ids: list[int]) -> None:
-        """Assign a request to a replica: to the one with the fewest, or to rank 0's (`constraint=`)."""
+        """Assign a request to a replica: to the one with the fewest, or to rank 0's.
+
+        Those with a `constraint=` stay there, and those with `prompt_logprobs`: other replicas send
+        tokens only.
+        """
         if self.mesh.rank != 0:
             raise ArgumentError(
                 "only rank 0 takes requests, and this rank is a worker",
                 where=f"rank {self.mesh.rank}",
                 next="if llm.is_driver: llm.generate(...); every rank calls llm.close() at the end",
             )
-        replica = 0
-        if request.constraint is None or request.params.grammar_spec is not None:
+        replica, params = 0, request.params
+        has_object = request.constraint is not None and params.grammar_spec is None
+        if not has_object and params.prompt_logprobs is None:
             assigned = [*self.replica_of.values()]
             loads = [assigned.count(index) for index in range(self.mesh.data.size)]
             replica = loads.index(min(loads))
         id, number = request.id, next(self.counter)
         self.replica_of[id], self.number_of[id], self.id_of[number] = replica, number, id
         # Only rank 0 looks for stop strings; its replica needs no other grammar than its own.
-        params = replace(request.params, stop=())
+        params = replace(params, stop=())
         if replica == 0:
             params = replace(params, **NO_GRAMMAR)
         elif params.logprobs is not None:
@@ -252,6 +265,11 @@ class Coordinator:
 
     def record_prefix_cache_reset(self) -> None:
         self.events.append(PrefixCacheReset())
+
+    def begin_saving_load(self) -> None:
+        """Make all workers sum their expert load now; this rank then does the same."""
+        self.events.append(LoadSaved())
+        self._send(StepMessage(self.events, 0, 0, has_step=False))
 
     def is_local(self, request: Request) -> bool:
         """Whether the request runs on this rank's replica."""

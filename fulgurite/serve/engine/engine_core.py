@@ -50,6 +50,7 @@ from fulgurite.serve.engine.detokenizer import Detokenizer
 from fulgurite.serve.engine.grammar import GrammarCompiler
 from fulgurite.serve.engine.grammar_queue import GrammarQueue
 from fulgurite.serve.engine.kv_cache import allocate_states
+from fulgurite.serve.engine.logprobs import PendingPromptLogprobs
 from fulgurite.serve.engine.out_of_memory import OutOfMemoryHandler, describe_failure
 from fulgurite.serve.engine.rank_restart import RankRestarter, fail_all
 from fulgurite.serve.engine.reply import advance_reply
@@ -80,16 +81,25 @@ class SampledToken(NamedTuple):
     token: int
 
 
+class StepTokens(NamedTuple):
+    """What a step gives, once the device is done: tokens, and log-probabilities of prompts."""
+
+    sampled: SampledTokens | None
+    prompt_logprobs: Sequence[PendingPromptLogprobs] = ()
+
+    def read(self) -> tuple[list[int], list[TokenLogprob | None]]:
+        """Wait for the sampled tokens and their log-probabilities; requests get those of prompts."""
+        for pending in self.prompt_logprobs:
+            pending.store()
+        return ([], []) if self.sampled is None else self.sampled.read()
+
+
 class LaunchedStep(NamedTuple):
-    """A step that was launched. `sampled` has the tokens of `requests`, once the device is done."""
+    """A step that was launched. `tokens` has those of `requests`, once the device is done."""
 
     chunks: list[ScheduledChunk]
     requests: list[Request]
-    sampled: SampledTokens | None
-
-    def read(self) -> tuple[list[int], list[TokenLogprob | None]]:
-        """Wait for the tokens and log-probabilities of `requests`."""
-        return ([], []) if self.sampled is None else self.sampled.read()
+    tokens: StepTokens
 
 
 class EngineCore:
@@ -173,7 +183,10 @@ class EngineCore:
         self.listeners: dict[str, Listener] = {}
         self.request_counter = itertools.count()
         self.lock = threading.RLock()
-        self.load_counter: ExpertLoadCounter | None = None  # set by whoever records the load
+        self.load_counter: ExpertLoadCounter | None = None  # these by `record_load`
+        self.load_saver: Callable[[], None] | None = None
+        self.load_interval: float | None = None
+        self.load_saved_at = 0.0
         self.restarter: RankRestarter | None = None  # set by whoever has started the ranks
         self.failure: RankError | None = None  # ranks were lost, and are not restarted
         self.eos_token_ids = frozenset(model.config.eos_token_ids)
@@ -231,11 +244,12 @@ class EngineCore:
                 pass
             updates: list[Update] = []
             if self.in_flight:
-                tokens, logprobs = self.in_flight[0].read()
+                tokens, logprobs = self.in_flight[0].tokens.read()
                 self.check_communication()
                 step = self.in_flight.popleft()
                 self.recorder.record_step(step.chunks, len(tokens), time.perf_counter() - start)
                 updates = self._postprocess(step, tokens, logprobs)
+            self._save_load_if_due()
             failed, self.failed_updates = self.failed_updates, []
             return failed + updates
 
@@ -259,7 +273,7 @@ class EngineCore:
         if self.in_flight and not self.sampler.can_sample_ahead(requests):
             return False
         try:
-            sampled = self.execute(chunks, requests, shape)
+            tokens = self.execute(chunks, requests, shape)
         except (RuntimeError, MemoryError) as error:
             if self.coordinator is not None or not is_out_of_memory(error):
                 raise
@@ -267,7 +281,7 @@ class EngineCore:
         else:
             self.scheduler.mark_computed(chunks)
             self.memory.record_success(chunks)
-            self.in_flight.append(LaunchedStep(chunks, requests, sampled))
+            self.in_flight.append(LaunchedStep(chunks, requests, tokens))
             self.launching = ()
             return True
         # Not inside `except`: the error's traceback holds the tensors of the failed step.
@@ -335,11 +349,42 @@ class EngineCore:
             return chunks, None
         return chunks, CapturedShape(step.num_requests, step.variant)
 
-    def record_load(self, counter: ExpertLoadCounter) -> None:
-        """Count the tokens of experts from now on. On a CPU, recorded native calls would not."""
+    def record_load(
+        self, counter: ExpertLoadCounter, save: Callable[[], None], interval: float | None = None
+    ) -> None:
+        """Count the tokens of experts from now on. On a CPU, recorded native calls would not.
+
+        `save`: writes the counts of all ranks; a collective call. `interval`: seconds after which the
+        next step does so; None: only `save_load` does.
+        """
         self.load_counter = self.runner.load_counter = counter
+        self.load_saver, self.load_interval = save, interval
+        self.load_saved_at = time.monotonic()
         if self.plan.device.type == "cpu":
             self.runner.no_capture_reason = "the expert load is recorded"
+
+    def save_load(self) -> None:
+        """Save the expert load as it is now; rank 0 calls it, and all ranks take part."""
+        with self.lock:
+            save = self.require_load_saver()
+            self.check_ranks()
+            if self.coordinator is not None:
+                self.coordinator.begin_saving_load()
+            save()
+            self.load_saved_at = time.monotonic()
+
+    def require_load_saver(self) -> Callable[[], None]:
+        if self.load_saver is None:
+            raise ArgumentError(
+                "the expert load is not recorded", next="LLM(..., record_load='load.json')"
+            )
+        return self.load_saver
+
+    def _save_load_if_due(self) -> None:
+        if self.load_interval is None:
+            return
+        if time.monotonic() - self.load_saved_at >= self.load_interval:
+            self.save_load()
 
     def check_communication(self) -> None:
         """Raise the errors that devices recorded while ranks communicated."""
@@ -394,7 +439,7 @@ class EngineCore:
         chunks: Sequence[ScheduledChunk],
         requests: list[Request],
         shape: CapturedShape | None = None,
-    ) -> SampledTokens | None:
+    ) -> StepTokens:
         """Run the model and sample for these requests, without waiting for the device.
 
         `shape`: of the captured step that all ranks replay.
@@ -410,18 +455,18 @@ class EngineCore:
         chunks: Sequence[ScheduledChunk],
         requests: list[Request],
         shape: CapturedShape | None,
-    ) -> SampledTokens | None:
+    ) -> StepTokens:
         sampling = self.sampler.prepare(requests) if requests else None
         if self.load_counter is not None:
             tokens = count_scheduled(chunks)[1]
             rows = 0 if shape is None else self.runner.captured_size(shape.num_requests)
             self.load_counter.begin_step(tokens, max(tokens, rows))
-        logits_RO, tokens_R = self.runner.execute(chunks, sampling, shape)
-        if sampling is None or tokens_R is None:
-            return None
-        sampled = self.sampler.collect(logits_RO, tokens_R, requests)
+        output = self.runner.execute(chunks, sampling, shape)
+        if sampling is None or output.tokens_R is None:
+            return StepTokens(None, output.prompt_logprobs)
+        sampled = self.sampler.collect(output.logits_RO, output.tokens_R, requests)
         self.sampler.finish(sampling)
-        return sampled
+        return StepTokens(sampled, output.prompt_logprobs)
 
     def _postprocess(
         self, step: LaunchedStep, tokens: list[int], logprobs: list[TokenLogprob | None]
@@ -479,6 +524,7 @@ class EngineCore:
         if is_waiting and self._is_local(request):
             self.scheduler.cancel(request)
         request.error = end.error
+        request.error_cause = "" if end.error is None else "request"  # its grammar has failed
         request.finish(end.reason, end.stopped_by)
         return self._end(request, text, tokens, is_waiting)
 
@@ -487,6 +533,7 @@ class EngineCore:
         grammar = request.grammar
         if error == NO_ALLOWED_TOKEN and request.constraint_error is not None:
             request.error = f"{request.id}, token {request.length}: {request.constraint_error}"
+            request.error_cause = "request"
         elif error != NO_ALLOWED_TOKEN or grammar is None or not grammar.is_accepting:
             request.error = f"{request.id}, token {request.length}: {SAMPLING_ERRORS[error]}"
             request.error_cause = "request" if error == NO_ALLOWED_TOKEN else ""

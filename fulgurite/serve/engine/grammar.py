@@ -10,11 +10,12 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from fulgurite.errors import ArgumentError
+
+if TYPE_CHECKING:  # the server imports this module, and no torch
+    from torch import Tensor
 
 GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "lark", "choices")
 

@@ -1,21 +1,27 @@
-"""Log-probabilities: raw logits and sampled tokens in, `TokenLogprob`s out.
+"""Log-probabilities: raw logits and tokens in, `TokenLogprob`s out.
 
 They are computed on the device for a few rows at a time, and copied to the host with the tokens. The
 most likely tokens are ordered by falling log-probability, of equals by the smaller id; so they don't
 depend on how many tokens other requests ask for.
 
-Shapes: R requests; L requests that ask for log-probabilities; K most of them; O vocabulary.
+Those of a prompt come from the logits of its tokens, which no step computes otherwise. Their hidden
+states go through the head a few rows at a time, so that logits of whole prompts never exist.
+
+Shapes: R requests; L rows whose log-probabilities are computed; K most of them; O vocabulary; T tokens of
+the step; D hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fulgurite.plan.memory import LOGPROB_ROWS
 from fulgurite.serve.engine.request import Request, TokenLogprob
+from fulgurite.serve.engine.scheduler import ScheduledChunk
 
 ROWS_AT_ONCE = LOGPROB_ROWS  # bounds the memory
 _LOW_BITS = 0xFFFFFFFF
@@ -74,9 +80,14 @@ def _logprobs_of_rows(
     if not most:
         empty = values_LO[:, :0]
         return sampled_L, empty.to(torch.int64), empty
-    keys_LK = _sort_keys(values_LO).topk(most, dim=-1).values
+    return sampled_L, *_find_likeliest(values_LO, _sort_keys(values_LO), most)
+
+
+def _find_likeliest(values_LO: Tensor, keys_LO: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Ids of the `count` likeliest tokens of each row, and their log-probabilities."""
+    keys_LK = keys_LO.topk(count, dim=-1).values
     ids_LK = _LOW_BITS - (keys_LK & _LOW_BITS)
-    return sampled_L, ids_LK, values_LO.gather(1, ids_LK)
+    return ids_LK, values_LO.gather(1, ids_LK)
 
 
 def _sort_keys(values_LO: Tensor) -> Tensor:
@@ -85,6 +96,94 @@ def _sort_keys(values_LO: Tensor) -> Tensor:
     ordered = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(torch.int64)
     ids_O = torch.arange(values_LO.shape[1], device=values_LO.device)
     return (ordered << 32) | (_LOW_BITS - ids_O)
+
+
+# ---- prompts --------------------------------------------------------------------------------------
+
+
+class PromptSpan(NamedTuple):
+    """Tokens of a prompt, positions `start` to `stop`, whose log-probabilities a step computes.
+
+    `row`: of the step's batch, with the token before the first of them.
+    """
+
+    request: Request
+    row: int
+    start: int
+    stop: int
+
+
+def find_prompt_spans(chunks: Sequence[ScheduledChunk]) -> Iterator[PromptSpan]:
+    """The prompt tokens of a step whose log-probabilities are asked for and not known yet."""
+    row = 0
+    for chunk in chunks:
+        request = chunk.request
+        if request.params.prompt_logprobs is not None:
+            start = max(chunk.start + 1, len(request.prompt_logprobs))
+            stop = min(chunk.end + 1, request.prompt_length)
+            if start < stop:
+                yield PromptSpan(request, row + start - 1 - chunk.start, start, stop)
+        row += chunk.num_tokens
+
+
+class PendingPromptLogprobs:
+    """Log-probabilities of a span on their way to the host."""
+
+    def __init__(
+        self, span: PromptSpan, own_L: Tensor, ranks_L: Tensor, ids_LK: Tensor, top_LK: Tensor
+    ) -> None:
+        self.span = span
+        self.own_L, self.ranks_L, self.ids_LK, self.top_LK = (
+            _start_copy(tensor) for tensor in (own_L, ranks_L, ids_LK, top_LK)
+        )
+        self.event: torch.cuda.Event | None = None
+        if own_L.is_cuda:
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def store(self) -> None:
+        """Wait for them, and add them to their request."""
+        if self.event is not None:
+            self.event.synchronize()
+        request, _, start, stop = self.span
+        columns = request.tokens[start:stop], self.own_L, self.ranks_L, self.ids_LK, self.top_LK
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        logprobs = [
+            TokenLogprob(token, own, tuple(zip(ids, top, strict=True)), rank)
+            for token, own, rank, ids, top in rows
+        ]
+        request.add_prompt_logprobs(start, logprobs)
+
+
+def compute_prompt_logprobs(
+    compute_logits: Callable[[Tensor], Tensor],
+    hidden_TD: Tensor,
+    span: PromptSpan,
+    rows_at_once: int,
+) -> PendingPromptLogprobs:
+    """Log-probabilities of a span, from the hidden states of the step."""
+    request, row, start, stop = span
+    tokens_L = torch.from_numpy(request.tokens[start:stop]).to(hidden_TD.device)
+    hidden_LD = hidden_TD[row : row + stop - start]
+    parts = []
+    for first in range(0, stop - start, rows_at_once):
+        rows = slice(first, first + rows_at_once)
+        logits_LO = compute_logits(hidden_LD[rows])
+        parts.append(_logprobs_of_prompt(logits_LO, tokens_L[rows], request))
+    return PendingPromptLogprobs(span, *(torch.cat(part) for part in zip(*parts, strict=True)))
+
+
+def _logprobs_of_prompt(
+    logits_LO: Tensor, tokens_L: Tensor, request: Request
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of some rows: that of the prompt's own token, its rank, ids of the likeliest, and theirs."""
+    own_rows = (row_O.to(torch.float32, copy=True) for row_O in logits_LO)  # as `_logprobs_of_rows`
+    values_LO = torch.stack([row_O.log_softmax(dim=-1) for row_O in own_rows])
+    keys_LO = _sort_keys(values_LO)
+    own_L = values_LO.gather(1, tokens_L[:, None])[:, 0]
+    ranks_L = (keys_LO >= keys_LO.gather(1, tokens_L[:, None])).sum(1)
+    count = min(request.params.prompt_logprobs or 0, logits_LO.shape[1])
+    return own_L, ranks_L, *_find_likeliest(values_LO, keys_LO, count)
 
 
 def _start_copy(tensor: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -27,32 +26,15 @@ from fulgurite.errors import ArgumentError
 from fulgurite.quant import QuantTensor
 from fulgurite.serve.engine.block_manager import BlockManager, BlockPool
 from fulgurite.serve.engine.kv_cache import PagedKVCache
+from fulgurite.serve.engine.prefix_chunk import CHUNK_BYTES, PrefixBlocks
 from fulgurite.serve.engine.request import Request, RequestOptions, SamplingParams
 
 if TYPE_CHECKING:
     from fulgurite.serve.engine.engine import Engine
 
-CHUNK_BYTES = 4 << 20  # of one chunk, if a block is not larger
 SAMPLED_VALUES = 32  # of the first and last row of each weight, to tell models apart
 NO_BYTES = torch.empty(0, dtype=torch.uint8)
 _layouts: WeakKeyDictionary[Engine, str] = WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class PrefixBlocks:
-    """A chunk of a prefix: the blocks from `start` to `end`. It also travels between processes.
-
-    hashes     of all blocks of the prefix
-    contents   by cache group: its blocks in the chunk, one after another. Blocks before the group's
-               sliding window are left out (`first_block`).
-    layout     of the cache; both engines must have the same
-    """
-
-    hashes: list[bytes]
-    start: int
-    end: int
-    contents: list[bytes]
-    layout: str
 
 
 def export_prefix(

@@ -30,12 +30,12 @@ import torch
 
 from fulgurite.errors import ArgumentError, FulguriteError, RankError
 from fulgurite.logs import LOG
+from fulgurite.option_values import FAILURE_MODES
 from fulgurite.serve.engine.request import Request, RequestState, Update
 
 if TYPE_CHECKING:
     from fulgurite.serve.engine.engine_core import EngineCore
 
-FAILURE_MODES = ("fail", "retry")
 RESTART_WINDOW = 600.0  # seconds
 RESTART_DELAYS = (0.0, 1.0, 5.0, 15.0)  # seconds before a restart; the last one repeats
 # What an engine keeps: its requests. Everything else is of the ranks that were lost,

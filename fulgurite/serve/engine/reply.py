@@ -7,7 +7,7 @@ whether the reply ends, out.
 
 Forced tokens are appended as if they were sampled, and the next step computes them together. A token
 that the request bans is not forced. Requests with logprobs get no forced tokens, since a token that no
-step samples has no log-probability.
+step samples has no log-probability; nor do those with prompt_logprobs, which a step must compute first.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def accept_token(request: Request, token: int) -> ReplyEnd | None:
 
 def find_forced_tokens(request: Request) -> tuple[list[int], ReplyEnd | None]:
     """The tokens that must come next; or the end of the reply, if the grammar raises."""
-    if request.grammar is None or request.params.logprobs is not None:
+    params = request.params
+    if params.logprobs is not None or params.prompt_logprobs is not None or request.grammar is None:
         return [], None
     try:
         return request.grammar.forced_tokens(), None

@@ -17,10 +17,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
-from torch import Tensor
 
 from fulgurite.errors import ArgumentError
 from fulgurite.serve.engine.grammar import (
@@ -29,6 +28,9 @@ from fulgurite.serve.engine.grammar import (
     check_grammar_options,
     make_grammar_spec,
 )
+
+if TYPE_CHECKING:  # the server imports this module, and no torch
+    from torch import Tensor
 
 MAX_LOGPROBS = 1000
 MAX_MAGNITUDE = 1e30  # of a temperature, penalty or bias; float32 can still compute with it
@@ -65,6 +67,8 @@ class SamplingParams:
         allowed_token_ids: the only tokens that are sampled. None: all. An end token that is not in the
             list never ends the reply.
         logprobs: n: report the log-probability of the sampled token and of the top n.
+        prompt_logprobs: n: the same for the tokens of the prompt, given those before them. The prompt
+            is then computed as a whole, also what the prefix cache has.
         json_schema: the reply is JSON of this schema: a dict, its JSON text, or True for any JSON.
         json_object: the reply is a JSON object.
         regex: the reply matches this regex from its first to its last character. Rust's syntax, with
@@ -90,6 +94,7 @@ class SamplingParams:
     banned_token_ids: Sequence[int] = ()
     allowed_token_ids: Sequence[int] | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     json_schema: Mapping[str, Any] | str | bool | None = None
     json_object: bool = False
     regex: str | None = None
@@ -133,8 +138,10 @@ class SamplingParams:
             )
         if self.seed is not None:
             _check_integer("seed", self.seed, 0, "from 0 to 2**64 - 1", 2**64 - 1)
-        if self.logprobs is not None:
-            _check_integer("logprobs", self.logprobs, 0, f"from 0 to {MAX_LOGPROBS}", MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None:
+                _check_integer(name, count, 0, f"from 0 to {MAX_LOGPROBS}", MAX_LOGPROBS)
         if any(not isinstance(text, str) or not text for text in stops):
             raise ArgumentError(f"stop={list(stops)!r} must contain non-empty strings only")
         schema, choices = check_grammar_options(
@@ -265,12 +272,14 @@ class Constraint(Protocol):
 class TokenLogprob:
     """Log-probability of a token from the raw logits, before bias, penalties and temperature.
 
-    `top` lists the most likely token ids with their log-probabilities, best first.
+    `top` lists the most likely token ids with their log-probabilities, best first. `rank` is the token's
+    place among all, from 1 on; None for tokens of the reply.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -280,7 +289,8 @@ class Result:
     `finish_reason` is stop, length (max_tokens or context), cancelled or error; `error` then says what
     happened. `stopped_by` is the stop string or the id of the stop token. `token_ids` includes the
     stop token or the tokens of the stop string; `text` ends before them. `restarts` counts how often it
-    was continued after a rank was lost (`on_rank_failure="retry"`).
+    was continued after a rank was lost (`on_rank_failure="retry"`). `prompt_logprobs` has an entry for
+    each token of the prompt; that of the first is None, since nothing comes before it.
     """
 
     id: str
@@ -295,6 +305,7 @@ class Result:
     seconds: float
     error: str | None = None
     restarts: int = 0
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -363,6 +374,7 @@ class Request:
         self.block_hashes: list[bytes] = []
         self.num_cached_blocks = 0  # full blocks in the prefix cache
         self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob | None] = [None]  # of its first tokens, so far
         self.finish_reason = ""
         self.stopped_by: str | int | None = None
         self.error: str | None = None
@@ -399,6 +411,25 @@ class Request:
         """The number of tokens, with those that are being sampled."""
         return self.length + self.num_pending
 
+    @property
+    def reusable_length(self) -> int:
+        """How many of its first tokens need not be computed if their keys are cached.
+
+        The log-probability of a token comes from the logits of the one before it.
+        """
+        known = len(self.prompt_logprobs)
+        if self.params.prompt_logprobs is None or known == self.prompt_length:
+            return self.length - 1  # the last token always runs, since its logits are needed
+        return known - 1
+
+    def add_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprob]) -> None:
+        """Add those of the tokens from position `start` on; after a preemption some are known."""
+        known = len(self.prompt_logprobs)
+        assert start <= known, (
+            f"{self.id}: log-probabilities of tokens {known} to {start} are missing"
+        )
+        self.prompt_logprobs += logprobs[known - start :]
+
     def append(self, token: int, is_forced: bool = False) -> None:
         """Add a sampled token, or one that the grammar forces."""
         if not is_forced:
@@ -425,6 +456,7 @@ class Request:
         self.num_sampled -= dropped
         if self.params.logprobs is not None:
             del self.logprobs[self.length - self.prompt_length :]
+        self.prompt_logprobs = [None]  # new ranks know none, and all must compute the same ones
         self.state = RequestState.WAITING
         self.num_pending = self.num_computed_tokens = self.num_state_tokens = 0
         self.block_table_row, self.num_cached_blocks = -1, 0
@@ -452,4 +484,5 @@ class Request:
             seconds=self.finish_time - self.arrival_time,
             error=self.error,
             restarts=self.num_restarts,
+            prompt_logprobs=None if self.params.prompt_logprobs is None else self.prompt_logprobs,
         )

@@ -20,7 +20,7 @@ from fulgurite.determinism import deterministic
 from fulgurite.device import is_out_of_memory
 from fulgurite.errors import ArgumentError, ReplayError
 from fulgurite.kernels.attention.ops import PAGED_ATTENTION_KERNELS
-from fulgurite.kernels.gemm.dense_linear import use_dense_kernels
+from fulgurite.kernels.gemm.dense_linear import GPU_DTYPES, use_dense_kernels
 from fulgurite.kernels.gemm.fused_projections import merge_weight_storage
 from fulgurite.kernels.gemm.merged_linear import merge_quant_storage
 from fulgurite.kernels.sampling.ops import fill_pending_tokens
@@ -38,6 +38,12 @@ from fulgurite.serve.engine.batch import InputBatch, build_input_batch
 from fulgurite.serve.engine.block_manager import BlockManager
 from fulgurite.serve.engine.captured_step import CapturedDecodeStep, StepOutput
 from fulgurite.serve.engine.kv_cache import PagedKVCache
+from fulgurite.serve.engine.logprobs import (
+    ROWS_AT_ONCE,
+    PendingPromptLogprobs,
+    compute_prompt_logprobs,
+    find_prompt_spans,
+)
 from fulgurite.serve.engine.sampler import Sampler, SamplingInputs, SamplingVariant
 from fulgurite.serve.engine.scheduler import ScheduledChunk
 from fulgurite.serve.engine.stage_runner import StageRunner
@@ -87,8 +93,8 @@ class ModelRunner:
             merge_projection_weights(model)
         self.is_deterministic = is_deterministic
         if is_deterministic:
-            check_deterministic(model, kv_cache)
             use_dense_kernels(model)
+            check_deterministic(model)
         if self.device.type not in PAGED_ATTENTION_KERNELS:
             self.no_capture_reason = f"there is no attention kernel for {self.device.type}"
 
@@ -126,23 +132,31 @@ class ModelRunner:
                 return step(chunks, sampling, shape.variant)
         if not chunks:
             return StepOutput(self._execute_empty(), None)
-        logits_RO = self._execute_eagerly(chunks)
+        logits_RO, prompt_logprobs = self._execute_eagerly(chunks)
         if sampling is None:
-            return StepOutput(logits_RO, None)
-        return StepOutput(logits_RO, self.sampler.run_eagerly(logits_RO, sampling))
+            return StepOutput(logits_RO, None, prompt_logprobs)
+        tokens_R = self.sampler.run_eagerly(logits_RO, sampling)
+        return StepOutput(logits_RO, tokens_R, prompt_logprobs)
 
-    def _execute_eagerly(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
-        """The logits of all chunks that need sampling, as one flat batch."""
+    def _execute_eagerly(
+        self, chunks: Sequence[ScheduledChunk]
+    ) -> tuple[Tensor, list[PendingPromptLogprobs]]:
+        """The logits of all chunks that need sampling, as one flat batch; and of prompts."""
         if self.stage_runner is not None:
-            return self.stage_runner.run(chunks)
+            return self.stage_runner.run(chunks), []
         batch = self._build_batch(chunks)
         self.kv_cache.set_batch(batch)
         hidden_TD = self.model.compute_hidden_states(
             batch.token_ids_T, batch.positions_T, self.kv_cache
         )
+        rows_at_once = min(ROWS_AT_ONCE, self.sampler.rows.num_rows)  # as the memory plan counts
+        prompt_logprobs = [
+            compute_prompt_logprobs(self.model.compute_logits, hidden_TD, span, rows_at_once)
+            for span in find_prompt_spans(chunks)
+        ]
         if batch.logit_rows_R is not None:
             hidden_TD = hidden_TD[batch.logit_rows_R]
-        return self.model.compute_logits(hidden_TD).float()
+        return self.model.compute_logits(hidden_TD).float(), prompt_logprobs
 
     def _build_batch(self, chunks: Sequence[ScheduledChunk]) -> InputBatch:
         """The batch of an eager step, with the tokens that the step before samples."""
@@ -239,21 +253,14 @@ def merge_projection_weights(model: CausalLM) -> None:
             merge_quant_storage(module.fused_projections)
 
 
-def check_deterministic(model: CausalLM, kv_cache: PagedKVCache) -> None:
+def check_deterministic(model: CausalLM) -> None:
     """Raise for models whose results on a GPU depend on the batch even in deterministic mode."""
     if model.device.type != "cuda":
         return
-    reason = None
-    if isinstance(model, TransformersModel):
-        reason = "modules of transformers run torch's own products and reductions"
-    elif any(spec.is_mla for spec in model.attention_specs):
-        reason = "the kernel of multi-head latent attention depends on the number of new tokens"
-    elif kv_cache.has_states:
-        reason = "linear attention runs prompts in chunks and replies token by token"
-    elif model.dtype not in (torch.bfloat16, torch.float16):
-        reason = f"there is no batch-invariant GEMM in {model.dtype}"
-    if reason is not None:
+    if model.dtype not in GPU_DTYPES:
         raise ArgumentError(
-            f"deterministic=True does not support this model on a GPU: {reason}",
-            next="leave it out, use device='cpu', or dtype=torch.bfloat16",
+            f"deterministic=True does not support {model.dtype} on a GPU",
+            next="leave it out, use device='cpu', or another dtype",
         )
+    if isinstance(model, TransformersModel):
+        model.check_invariant_ops()

@@ -24,7 +24,7 @@ from fulgurite.plan.memory import MemoryPlan
 from fulgurite.quant import QuantTensor
 from fulgurite.serve.engine.request import Request, Result
 from fulgurite.serve.engine.scheduler import ScheduledChunk
-from fulgurite.trace.cost import format_bytes
+from fulgurite.units import format_bytes
 
 RECENT_STEPS = 1000  # of which percentiles and rates are computed
 PERCENTILES = (50, 90, 99)

@@ -7,6 +7,7 @@ from fulgurite.serve.engine.coordinator import (
     Coordinator,
     Event,
     GrammarStarted,
+    LoadSaved,
     PrefixCacheReset,
     RequestAdded,
     StepMessage,
@@ -36,7 +37,8 @@ class Worker:
                 self._apply(event)
             if message.is_last:
                 return
-            self._step(message)
+            if message.has_step:
+                self._step(message)
 
     def _step(self, message: StepMessage) -> None:
         engine, mesh = self.engine, self.coordinator.mesh
@@ -59,7 +61,7 @@ class Worker:
         engine.scheduler.mark_computed(chunks)
         engine.memory.record_success(chunks)
         engine.scheduler.cache_blocks(chunks)
-        tokens, logprobs = ([], []) if step is None else step.read()
+        tokens, logprobs = step.read()
         engine.check_communication()
         if self.coordinator.samples:
             wanted = message.num_logprobs
@@ -73,6 +75,8 @@ class Worker:
         engine = self.engine
         if isinstance(event, PrefixCacheReset):
             engine.block_manager.reset_prefix_cache()
+        elif isinstance(event, LoadSaved):
+            engine.require_load_saver()()
         elif isinstance(event, GrammarStarted):
             if self.coordinator.samples:
                 engine.grammars.start(GrammarSpec(event.kind, event.source))

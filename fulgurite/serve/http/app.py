@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -36,6 +36,7 @@ from fulgurite.serve.http.page import ROUTES as PAGE_ROUTES
 from fulgurite.serve.http.page import make_page_headers, read_page
 from fulgurite.serve.http.server import ClientFactory, Server, new_id
 from fulgurite.serve.http.tracing import Tracer
+from fulgurite.serve.remote.launch import LaunchedEngine
 
 Endpoint = Callable[[Request, Server], Awaitable[Response]]
 
@@ -46,6 +47,7 @@ ENDPOINTS: dict[tuple[str, str], Endpoint] = {
     ("GET", "/v1/responses/{id}"): responses.get_response,
     ("DELETE", "/v1/responses/{id}"): responses.delete_response,
     ("POST", "/v1/responses/{id}/cancel"): responses.cancel_response,
+    ("GET", "/v1/responses/{id}/input_items"): responses.list_input_items,
     ("POST", "/v1/messages"): messages.create_message,
     ("POST", "/v1/messages/count_tokens"): messages.count_tokens,
     ("POST", "/v1/embeddings"): operations.create_embeddings,
@@ -152,9 +154,14 @@ def read_request_id(request: Request) -> str:
 class App:
     """The server with its routes. `asgi` is what uvicorn runs."""
 
-    def __init__(self, config: ServerConfig, make_client: ClientFactory | None = None) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        make_client: ClientFactory | None = None,
+        launched: Sequence[LaunchedEngine] = (),
+    ) -> None:
         self.config = config
-        self.server = Server(config, make_client)
+        self.server = Server(config, make_client, launched)
         self.keys = KeyChecker(config.api_keys)
         self.access_log = AccessLog(config.access_log)
         self.tracer = Tracer()
@@ -197,7 +204,7 @@ class App:
         assert isinstance(error, HTTPException), "registered for HTTPException"
         id = read_request_id(request)
         path = request.url.path
-        failure = ApiError(error.status_code, f"{request.method} {path} is not served here")
+        failure = ApiError(error.status_code, f"{request.method} {path[:100]} is not served here")
         try:
             if path not in OPEN_PATHS:
                 self.keys.check(request)
@@ -213,6 +220,10 @@ async def send_page(name: str, request: Request, server: Server) -> Response:
     return Response(read_page(name), headers=make_page_headers(name))
 
 
-def create_app(config: ServerConfig, make_client: ClientFactory | None = None) -> App:
-    """`make_client`: where the engines are; None: on this machine."""
-    return App(config, make_client)
+def create_app(
+    config: ServerConfig,
+    make_client: ClientFactory | None = None,
+    launched: Sequence[LaunchedEngine] = (),
+) -> App:
+    """`make_client`: where the engines are; None: on this machine. `launched`: those that load already."""
+    return App(config, make_client, launched)

@@ -18,8 +18,9 @@ from fulgurite.serve.http.errors import ApiError, invalid
 
 T = TypeVar("T")
 PATH = re.compile(r" - at `(?P<path>\$[^`]*)`$")
-UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<name>.*)`")
+UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 MISSING_FIELD = re.compile(r"Object missing required field `(?P<name>.*)`")
+MAX_QUOTED = 200  # characters of a request that an error repeats
 # Possessive: the regex engine keeps nothing for each character, and never goes back.
 STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
@@ -44,10 +45,17 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 
 def check_content_type(request: Request) -> None:
-    """ApiError 415 unless the body is declared as JSON.
+    """ApiError 415 unless the body is declared as JSON that is not compressed.
 
     A web page of another origin can send other types without asking the server first (CORS).
     """
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise ApiError(
+            415,
+            f"content-encoding {encoding[:100]!r} is not supported; send the body as it is",
+            code="unsupported_media_type",
+        )
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise ApiError(
@@ -97,12 +105,11 @@ def describe_invalid(text: str) -> ApiError:
     found = PATH.search(text)
     path = "" if found is None else found["path"].removeprefix("$").removeprefix(".")
     what = text if found is None else text[: found.start()]
-    what = what.replace("`", "'")
-    unknown = UNKNOWN_FIELD.match(text)
+    unknown, missing = UNKNOWN_FIELD.fullmatch(what), MISSING_FIELD.fullmatch(what)
+    what = what.replace("`", "'")[:MAX_QUOTED]
     if unknown is not None:
-        name = join_path(path, unknown["name"])
+        name = join_path(path, unknown["name"][:MAX_QUOTED])
         return invalid(f"Unrecognized request argument supplied: {name}", name, "unknown_parameter")
-    missing = MISSING_FIELD.match(text)
     if missing is not None:
         name = join_path(path, missing["name"])
         return invalid(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")

@@ -27,6 +27,7 @@ from fulgurite.serve.http.generation import (
     GenerationRequest,
     Usage,
     WireLogprob,
+    WirePromptLogprob,
 )
 from fulgurite.serve.http.parsers import (
     TOOL_FORMATS,
@@ -67,13 +68,17 @@ class Conversation:
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
-    """New events of one choice. `finish` comes with the last one: stop, length or tool_calls."""
+    """New events of one choice. `finish` comes with the last one: stop, length or tool_calls.
+
+    `prompt_logprobs`: see `Delta`.
+    """
 
     index: int
     events: list[ParserEvent]
     token_ids: list[int]
     logprobs: list[WireLogprob] | None
     finish: ChoiceFinish | None
+    prompt_logprobs: list[WirePromptLogprob] | None = None
 
 
 @dataclass(frozen=True)
@@ -133,12 +138,15 @@ async def prepare_chat(
         )
     if len(conversation.tools) > server.config.limits.tools:
         raise invalid(f"more than {server.config.limits.tools} tools", "tools")
+    param = "tools"
     try:
         tools = read_tools(conversation.tools)
+        param = "tool_choice"
         choice = read_tool_choice(conversation.tool_choice, tools)
+        param = "messages"
         text = await render_prompt(server, conversation, tools)
     except ArgumentError as error:
-        raise invalid(error.one_line(), "messages") from None
+        raise invalid(error.one_line(), param) from None
     if conversation.continue_last:
         text = cut_at_last_message(text, conversation.messages)
     ids = await server.encode(text, False)
@@ -226,7 +234,9 @@ class ChatGeneration:
                 finish = ChoiceFinish("tool_calls", finish.stopped_by)
         if not self.format.parallel:
             events = [event for event in events if not is_later_call(event)]
-        return ChatDelta(delta.index, events, delta.token_ids, delta.logprobs, finish)
+        return ChatDelta(
+            delta.index, events, delta.token_ids, delta.logprobs, finish, delta.prompt_logprobs
+        )
 
 
 def is_later_call(event: ParserEvent) -> bool:
@@ -241,6 +251,7 @@ async def start_chat(
     ticket: Ticket,
     *,
     max_tokens: int | None = None,
+    max_tokens_param: str = "max_completion_tokens",
     logprobs: int | None = None,
     constraint: dict[str, Any] | None = None,
 ) -> ChatGeneration:
@@ -248,7 +259,7 @@ async def start_chat(
     limits = server.config.limits
     ids, format, choice = await prepare_chat(server, conversation)
     left = server.check_prompt(ids, "messages")
-    count = server.choose_max_tokens(max_tokens, left, "max_completion_tokens")
+    count = server.choose_max_tokens(max_tokens, left, max_tokens_param)
     constraint = constrain_to_calls(format, choice, constraint or {})
     params: SamplingParams = body.build_params(limits, count, logprobs, constraint)
     await server.check_params(params)

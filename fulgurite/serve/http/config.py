@@ -7,6 +7,7 @@ the command line override the file.
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from fulgurite.errors import ArgumentError
-from fulgurite.serve.llm import LLMConfig
+from fulgurite.serve.llm_config import LLMConfig
 
 ROUTING = ("prefix", "round-robin", "least-loaded")
 ENGINE_PLACES = ("process", "thread")
@@ -43,7 +44,7 @@ class Limits:
     body_bytes: int = 4 << 20
     header_bytes: int = 32 << 10
     json_depth: int = 64
-    choices: int = 32
+    choices: int = 128
     stops: int = 16
     stop_characters: int = 256
     logprobs: int = 20
@@ -72,6 +73,7 @@ class ServerConfig:
         engine_in: `process` or `thread`: where engines run.
         deadline: seconds that a request may take if it does not say. None: no limit.
         stall_seconds: an engine that reports nothing for so long is stalled.
+        stall_timeout: one that reports nothing for so long is ended and started again; 0: never.
         drain_seconds: that running requests have to finish after SIGTERM or ctrl-C.
         threads: CPU threads of each engine. None: cores divided by replicas.
         max_tokens: of a reply, if the request does not say. None: up to the context.
@@ -100,6 +102,7 @@ class ServerConfig:
     engine_in: str = "process"
     deadline: float | None = None
     stall_seconds: float = 60.0
+    stall_timeout: float = 300.0
     drain_seconds: float = 30.0
     threads: int | None = None
     max_tokens: int | None = None
@@ -130,6 +133,8 @@ class ServerConfig:
             )
         if self.max_waiting < 0:
             raise ArgumentError(f"max_waiting={self.max_waiting} must be 0 or more")
+        if not 0 <= self.stall_timeout < math.inf:
+            raise ArgumentError(f"stall_timeout={self.stall_timeout} must be 0 (never) or more")
         if any(not key for key in self.api_keys):
             raise ArgumentError(
                 "an API key is empty", next="give --api-key some text, or leave it out"

@@ -27,6 +27,7 @@ from fulgurite.serve.remote.handle import EngineHandle
 from fulgurite.serve.remote.messages import Finish, TokenUpdate
 
 WireLogprob = tuple[int, float, list[tuple[int, float]]]
+WirePromptLogprob = tuple[int, float, int, list[tuple[int, float]]]
 MAX_SEED = (1 << 64) - 1
 
 
@@ -55,13 +56,17 @@ class ChoiceFinish(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """New text of one choice. Tokens may have no text yet; `finish` comes with the last delta."""
+    """New text of one choice. Tokens may have no text yet; `finish` comes with the last delta.
+
+    `prompt_logprobs`: of the prompt's tokens after the first; with the first delta of choice 0.
+    """
 
     index: int
     text: str
     token_ids: list[int]
     logprobs: list[WireLogprob] | None = None
     finish: ChoiceFinish | None = None
+    prompt_logprobs: list[WirePromptLogprob] | None = None
 
 
 class Usage(msgspec.Struct):
@@ -91,9 +96,11 @@ class Choice:
     def __init__(self, index: int, request: GenerationRequest, backend: Backend) -> None:
         params = request.params
         self.index, self.hidden_ids = index, request.hidden_ids
-        self.seed_params = params
+        self.params = params
         if index and params.seed is not None:
-            self.seed_params = replace(params, seed=(params.seed + index) & MAX_SEED)
+            self.params = replace(params, seed=(params.seed + index) & MAX_SEED)
+        if index and params.prompt_logprobs is not None:  # choice 0 has the same prompt
+            self.params = replace(self.params, prompt_logprobs=None)
         self.detokenizer: Detokenizer | None = None
         if backend.tokenizer is not None:
             self.detokenizer = Detokenizer(
@@ -122,7 +129,7 @@ class Choice:
                 self.stream.cancel()
         elif finish is not None:
             ended = ChoiceFinish(finish.reason, finish.stopped_by)
-        return Delta(self.index, text, tokens, logprobs, ended)
+        return Delta(self.index, text, tokens, logprobs, ended, update.prompt_logprobs)
 
     def _detokenize(
         self, detokenizer: Detokenizer, tokens: list[int], finish: Finish | None
@@ -169,7 +176,7 @@ class Generation:
             }
             client = await self._prepare(options)
             for choice in self.choices:  # on one replica: they share the prompt's blocks
-                choice.stream = client.generate(request.prompt_ids, choice.seed_params, **options)
+                choice.stream = client.generate(request.prompt_ids, choice.params, **options)
             merged = self._read_one(self.choices[0]) if request.n == 1 else self._read_all()
             async for delta in merged:
                 yield delta

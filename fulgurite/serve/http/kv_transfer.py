@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from fulgurite.serve.engine.prefix_blocks import PrefixBlocks
+from fulgurite.serve.engine.prefix_chunk import PrefixBlocks
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.remote.handle import EngineHandle
 

@@ -11,6 +11,10 @@ A connection that is lost is told to the request that runs, also if another one 
 
 What is written in one turn of the event loop, such as headers and the first events of a stream, goes
 out in one system call (`MergedWrites`).
+
+A client may offer to go on in another protocol (`Upgrade: h2c`, as Java's client and `curl --http2` do).
+The offer is ignored, and the request answered. For HTTP/1.0, which has no chunks, a stream ends with the
+connection.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ import asyncio
 import logging
 from typing import Any
 
+import httptools
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -51,7 +57,7 @@ class MergedWrites:
 
     def flush(self) -> None:
         pending, self.pending = self.pending, []
-        if pending:
+        if pending and not self.transport.is_closing():  # the client may have left in this turn
             self.transport.write(b"".join(pending))
 
     def write_eof(self) -> None:
@@ -85,6 +91,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.header_bytes = 0  # of the message that is being read, by its parts
         self.message_bytes = 0  # the same, as received; without those that came with its beginning
         self.in_headers = True
+        self.offers_upgrade = False  # the message that is being read
         self.is_partial = False  # some bytes of a message are here, but not all
         self.read_timer: asyncio.TimerHandle | None = None
         self.write_timer: asyncio.TimerHandle | None = None
@@ -115,7 +122,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 self.transport.close()
             return
         self.is_partial = True
-        super().data_received(data)
+        self._parse(data)
         if not self.is_partial:
             self._stop_read_timer()
             return
@@ -126,9 +133,30 @@ class LimitedProtocol(HttpToolsProtocol):
         elif self.message_bytes > 2 * self.limits.body_bytes + self.limits.header_bytes:
             self.refuse(ApiError(413, "the body is too large", code="body_too_large"))
 
+    def _parse(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.refuse(self.refusal)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self.offers_upgrade:
+                self._ignore_upgrade(data[upgrade.args[0] :])
+
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """Read the request once more without its offer. The parser would skip its body."""
+        head = [self.parser.get_method(), b" ", self.url, b" HTTP/1.1\r\n"]
+        for name, value in self.headers:
+            if name != b"upgrade":
+                head += [name, b": ", value, b"\r\n"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets it
+        self._parse(b"".join([*head, b"\r\n", rest]))
+
     # ---- parser callbacks --------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
+        self.offers_upgrade = False
         self.header_bytes = self.message_bytes = 0
         self.in_headers = self.is_partial = True
         super().on_message_begin()
@@ -143,9 +171,14 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self.in_headers = False
-        super().on_headers_complete()
+        is_connect = self.parser.get_method() == b"CONNECT"  # the application refuses it
+        self.offers_upgrade = self.parser.should_upgrade() and not is_connect
+        if not self.offers_upgrade:
+            super().on_headers_complete()
 
     def on_message_complete(self) -> None:
+        if self.offers_upgrade:
+            return
         self.message_bytes, self.in_headers, self.is_partial = 0, True, False
         super().on_message_complete()
 
@@ -239,7 +272,31 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self.running = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = end_by_closing(app, cycle)
         super()._start_asgi_task(cycle, app)
+
+
+def end_by_closing(app: Any, cycle: RequestResponseCycle) -> ASGIApp:
+    """The application for a client of HTTP/1.0: bodies of unknown length are sent as they are."""
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        has_length = True
+
+        async def send_plain(message: Message) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = any(
+                    name.lower() == b"content-length" for name, _ in message["headers"]
+                )
+                cycle.chunked_encoding = None if has_length else False
+            elif not has_length:
+                cycle.expected_content_length += len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return run
 
 
 def limit_protocol(limits: Limits) -> type[LimitedProtocol]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,10 @@ MAX_BYTES = 256 << 20  # of the conversations of all stored responses
 class StoredResponse:
     """A response, and the conversation up to its end.
 
-    messages    chat messages without instructions, which belong to one response only
-    num_bytes   of the bodies that made the conversation
-    task        that still makes the response (background)
+    messages     chat messages without instructions, which belong to one response only
+    num_bytes    of the bodies that made the conversation
+    task         that still makes the response (background)
+    input_items  of the conversation before the response (api/responses_items.py)
     """
 
     id: str
@@ -28,6 +30,7 @@ class StoredResponse:
     messages: tuple[dict[str, Any], ...] = ()
     num_bytes: int = 0
     task: asyncio.Task[None] | None = None
+    input_items: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def is_running(self) -> bool:

@@ -112,8 +112,12 @@ class Router:
 
     @property
     def capacity(self) -> int:
-        """Requests that the ready replicas run at once."""
-        ready = (client.info for client in self.decode_clients if client.is_ready)
+        """Requests that the ready replicas run at once; those that are stalled run none."""
+        ready = (
+            client.info
+            for client in self.decode_clients
+            if client.is_ready and client.state != "stalled"
+        )
         return sum(info.max_sequences for info in ready if info is not None)
 
     def check_engine(self, info: EngineInfo) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import resource
 import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from types import FrameType
 
 import uvicorn
@@ -17,8 +19,9 @@ from fulgurite.logs import configure_logging
 from fulgurite.serve.http.app import App, create_app
 from fulgurite.serve.http.config import ServerConfig
 from fulgurite.serve.http.protocol import limit_protocol
+from fulgurite.serve.remote.launch import LaunchedEngine, read_process_age
 from fulgurite.serve.remote.messages import EngineInfo
-from fulgurite.trace.cost import format_bytes
+from fulgurite.units import format_bytes
 
 STATUS_SECONDS = 1.0
 CURL = """curl {url}/v1/chat/completions -H 'content-type: application/json'{key} \\
@@ -48,10 +51,11 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
 
-def run_server(config: ServerConfig) -> None:
-    """Run the server until a signal ends it."""
+def run_server(config: ServerConfig, launched: Sequence[LaunchedEngine] = ()) -> None:
+    """Run the server until a signal ends it. `launched`: its engines, if they load already."""
     configure_logging(default="warning")
-    app = create_app(config)
+    raise_file_limit()
+    app = create_app(config, launched=launched)
     sock = listen(config.host, config.port)
     settings = uvicorn.Config(
         app.asgi,
@@ -72,7 +76,6 @@ def run_server(config: ServerConfig) -> None:
 
 async def run(app: App, http: HttpServer, sock: socket.socket) -> None:
     """Load the engines, print where the server is, and answer requests."""
-    start = time.perf_counter()
     loop = asyncio.get_running_loop()
     loading = asyncio.ensure_future(app.server.start())
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -86,7 +89,7 @@ async def run(app: App, http: HttpServer, sock: socket.socket) -> None:
         loop.remove_signal_handler(number)
     gc.collect()
     gc.freeze()  # objects of the start: later collections skip them
-    print_banner(app.config, info, sock, time.perf_counter() - start)
+    print_banner(app.config, info, sock, read_process_age())
     status = loop.create_task(print_status(app)) if app.config.status_line else None
     try:
         await http.serve(sockets=[sock])
@@ -94,6 +97,12 @@ async def run(app: App, http: HttpServer, sock: socket.socket) -> None:
         if status is not None:
             status.cancel()
         await app.server.close()
+
+
+def raise_file_limit() -> None:
+    """As many open files as the system allows: each stream is one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -118,11 +127,13 @@ def print_banner(
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     name = config.model_names[0]
     replicas = f" · {config.replicas} replicas" if config.replicas > 1 else ""
+    parts = ", ".join(f"{name} {spent:.1f} s" for name, spent in info.start_seconds.items())
     key = " -H 'authorization: Bearer KEY'" if config.api_keys else ""
     print(
         f"{name} · {info.weights} · {info.cache_tokens:,} tokens of cache for "
         f"{info.max_sequences} requests · {format_bytes(info.planned_bytes)} of "
-        f"{format_bytes(info.available_bytes)}{replicas} · ready in {seconds:.1f} s",
+        f"{format_bytes(info.available_bytes)}{replicas} · ready in {seconds:.1f} s"
+        + (f" ({parts})" if parts else ""),
         file=sys.stderr,
     )
     print(

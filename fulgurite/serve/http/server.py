@@ -7,7 +7,6 @@ them to HTTP.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -18,49 +17,58 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from fulgurite.errors import ArgumentError
-from fulgurite.models.loading import hub
 from fulgurite.models.tokenizer import Tokenizer, find_tokenizer
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.http.admission import Admission, Ticket
 from fulgurite.serve.http.config import ServerConfig
+from fulgurite.serve.http.engines import choose_environments, make_load
 from fulgurite.serve.http.errors import ApiError, invalid
 from fulgurite.serve.http.generation import Generation, GenerationRequest
 from fulgurite.serve.http.metrics import Metrics
 from fulgurite.serve.http.parsers.choice import ParserChoice, choose_formats
 from fulgurite.serve.http.parsers.special_tokens import DetokenizePlan, plan_detokenization
-from fulgurite.serve.http.placement import choose_devices, count_gpus
 from fulgurite.serve.http.request_template import TemplateProcesses
 from fulgurite.serve.http.response_store import ResponseStore
 from fulgurite.serve.http.router import Router
 from fulgurite.serve.http.token_texts import TokenTexts
 from fulgurite.serve.remote.client import EngineClient, EngineLoadError
+from fulgurite.serve.remote.launch import LaunchedEngine
 from fulgurite.serve.remote.messages import EngineInfo, LoadModel
 from fulgurite.serve.structured.compiler import GrammarCompiler
 
 T = TypeVar("T")
 TOKENIZER_THREADS = 2
 INLINE_CHARACTERS = 512  # shorter texts are tokenized at once: a thread would take longer
-MOCK_TOKENIZER = "smollm2"  # text of the mock engine's tokens
 
 
 ClientFactory = Callable[[LoadModel, int], EngineClient]  # by the model and the replica's number
 
 
 class Server:
-    """The state of one server. `start` loads the engines."""
+    """The state of one server. `start` loads the engines.
 
-    def __init__(self, config: ServerConfig, make_client: ClientFactory | None = None) -> None:
+    `launched`: engines of this machine that load already. `make_client`: where engines are otherwise;
+    None: on this machine.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        make_client: ClientFactory | None = None,
+        launched: Sequence[LaunchedEngine] = (),
+    ) -> None:
         self.config = config
-        self.make_client = make_client  # None: engines on this machine
         self.created = int(time.time())
         self.started_at = time.monotonic()
         self.model_names = config.model_names
         self.model_name = self.model_names[0]
-        name = MOCK_TOKENIZER if config.mock else config.model
-        self.model_path = hub.resolve_model_path(name)
-        self.tokenizer = load_tokenizer(self.model_path, config)
+        load = launched[0].load if launched else make_load(config)
+        self.tokenizer = load_tokenizer(Path(load.name), config)
         self.metrics = Metrics(self.model_name)
-        self.clients = [self._make_client(index) for index in range(config.replicas)]
+        if make_client is not None:
+            self.clients = [make_client(load, index) for index in range(config.replicas)]
+        else:
+            self.clients = make_local_clients(config, load, launched)
         self.router = Router(self.clients, config.routing, config.prefill_replicas)
         self.admission = Admission(
             config.max_waiting, config.limits.pending_bytes, lambda: self.router.capacity
@@ -74,31 +82,10 @@ class Server:
         self.info: EngineInfo | None = None
         self.grammars: GrammarCompiler | None = None
 
-    def _make_client(self, index: int) -> EngineClient:
-        config = self.config
-        threads = config.threads
-        if threads is None and config.replicas > 1:
-            threads = max(1, (os.cpu_count() or 1) // config.replicas)
-        load = LoadModel(
-            str(self.model_path),
-            dict(config.engine),
-            threads,
-            dict(config.mock_options) if config.mock else None,
-            config.faults,
-        )
-        if self.make_client is not None:
-            return self.make_client(load, index)
-        in_thread = config.engine_in == "thread"
-        return EngineClient(
-            load,
-            in_thread=in_thread,
-            stall_seconds=config.stall_seconds,
-            index=index,
-            env=choose_devices(config, index, count_gpus()),
-        )
-
     async def start(self) -> EngineInfo:
         """Load all engines; EngineLoadError if the model can't be loaded."""
+        if self.tokenizer is not None:
+            self._prepare_tokens(self.tokenizer)
         results = await asyncio.gather(
             *(client.start() for client in self.clients), return_exceptions=True
         )
@@ -118,14 +105,17 @@ class Server:
             await self.close()
             raise
         if self.tokenizer is not None:
-            self._prepare_text(self.tokenizer, info)
+            self._choose_formats(self.tokenizer, info)
         return info
 
-    def _prepare_text(self, tokenizer: Tokenizer, info: EngineInfo) -> None:
-        config = self.config
+    def _prepare_tokens(self, tokenizer: Tokenizer) -> None:
+        """What needs no engine, while the engines load. Grammars are only checked here."""
         self.token_texts = TokenTexts(tokenizer)
-        self.grammars = GrammarCompiler(tokenizer, info.vocab_size)
+        self.grammars = GrammarCompiler(tokenizer, tokenizer.vocab_size)
         self.grammars.start_warm_up()
+
+    def _choose_formats(self, tokenizer: Tokenizer, info: EngineInfo) -> None:
+        config = self.config
         self.formats = choose_formats(
             tokenizer.chat_template,
             info.model_type,
@@ -172,7 +162,7 @@ class Server:
         if name not in self.model_names:
             raise ApiError(
                 404,
-                f"The model '{name}' does not exist. Served: {', '.join(self.model_names)}",
+                f"The model '{name[:200]}' does not exist. Served: {', '.join(self.model_names)}",
                 param="model",
                 code="model_not_found",
             )
@@ -251,6 +241,25 @@ class Server:
         asked = [one for one in self.clients if one.is_ready and one.state != "stalled"]
         engines = {f"engine {one.index}": await one.audit() for one in asked}
         return {"server": self.admission.audit(), **engines}
+
+
+def make_local_clients(
+    config: ServerConfig, load: LoadModel, launched: Sequence[LaunchedEngine]
+) -> list[EngineClient]:
+    """Clients of engines on this machine, in processes or threads."""
+    environments = [one.env for one in launched] or choose_environments(config)
+    return [
+        EngineClient(
+            load,
+            in_thread=config.engine_in == "thread",
+            stall_seconds=config.stall_seconds,
+            stall_timeout=config.stall_timeout,
+            index=index,
+            env=env,
+            launched=launched[index] if launched else None,
+        )
+        for index, env in enumerate(environments)
+    ]
 
 
 def load_tokenizer(path: Path, config: ServerConfig) -> Tokenizer | None:

@@ -4,7 +4,8 @@
 
 messages.py       what travels: msgspec Structs
 channel.py        frames on a socket
-served_engine.py  what a loop drives: an `LLM`, or the mock engine of mock.py
+engine_interface.py  what a loop drives
+served_engine.py  an `LLM` as such an engine; mock.py: one without a model
 engine_loop.py    commands in, steps, updates out; one message for all updates of a flush
 engine_main.py    the process of an engine
 client.py         the asyncio side: streams of updates, health, restarts

@@ -1,17 +1,15 @@
 """`EngineClient`: the asyncio side of an engine. Requests in, streams of token updates out.
 
-It starts the engine in a process (or a thread), restarts it if it dies, and knows from its reports
-whether it is idle, busy or stalled. All calls are made on one event loop.
+It starts the engine in a process (or a thread), restarts it if it dies or stalls, and knows from its
+reports whether it is idle, busy or stalled. All calls are made on one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -23,10 +21,11 @@ import msgspec
 
 from fulgurite.errors import FulguriteError
 from fulgurite.logs import LOG
-from fulgurite.serve.engine.prefix_blocks import CHUNK_BYTES, PrefixBlocks
+from fulgurite.serve.engine.prefix_chunk import CHUNK_BYTES, PrefixBlocks
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.remote.channel import FrameReader, encode_frame
 from fulgurite.serve.remote.engine_main import run_engine
+from fulgurite.serve.remote.launch import LaunchedEngine, launch_engine
 from fulgurite.serve.remote.messages import (
     Audit,
     Cancel,
@@ -51,6 +50,7 @@ from fulgurite.serve.remote.messages import (
     TokenUpdate,
     encode_params,
 )
+from fulgurite.serve.remote.watchdog import watch_stalls
 
 REAP_SECONDS = 0.1  # that the event loop waits for a process that was killed
 EXIT_SECONDS = 10.0  # that a process has to end after `Shutdown`
@@ -110,7 +110,8 @@ def merge_updates(first: TokenUpdate, second: TokenUpdate) -> TokenUpdate:
     if second.logprobs is not None:
         logprobs = [*(logprobs or ()), *second.logprobs]
     tokens = [*first.token_ids, *second.token_ids]
-    return TokenUpdate(first.id, tokens, logprobs, second.finish)
+    prompt_logprobs = first.prompt_logprobs or second.prompt_logprobs
+    return TokenUpdate(first.id, tokens, logprobs, second.finish, prompt_logprobs)
 
 
 class Connection(Protocol):
@@ -121,20 +122,14 @@ class Connection(Protocol):
     def close(self) -> None: ...
 
 
-def launch_process(sock: socket.socket, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start the process of an engine that reads commands from `sock`."""
-    paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-m", "fulgurite.serve.remote.engine_main", str(sock.fileno())]
-    return subprocess.Popen(
-        command,
-        pass_fds=[sock.fileno()],
-        env={**os.environ, **paths, **env},
-        start_new_session=True,
-    )
-
-
 class EngineClient:
-    """One engine. `start` loads it; after that it restarts by itself until `close`."""
+    """One engine. `start` loads it; after that it restarts by itself until `close`.
+
+    stall_seconds   it counts as stalled if it reports nothing for so long
+    stall_timeout   after so many seconds without a report it is ended and started again; 0: never
+    env             of its process, in addition
+    launched        a process that loads it already; None: `start` launches one
+    """
 
     def __init__(
         self,
@@ -142,19 +137,23 @@ class EngineClient:
         *,
         in_thread: bool = False,
         stall_seconds: float = 60.0,
+        stall_timeout: float = 0.0,
         index: int = 0,
         env: Mapping[str, str] | None = None,
+        launched: LaunchedEngine | None = None,
     ) -> None:
         self.load, self.in_thread, self.index = load, in_thread, index
-        self.env = {} if env is None else env  # of the process, in addition
-        self.stall_seconds = stall_seconds
+        self.env, self.launched = {} if env is None else env, launched
+        self.stall_seconds, self.stall_timeout = stall_seconds, stall_timeout
+        self.watchdog: asyncio.Task[None] | None = None
+        self.kill_reason = ""  # why it was ended from here
         self.info: EngineInfo | None = None
         self.progress = Progress()
         self.last_report = time.monotonic()
         self.restarts = self.quick_restarts = 0  # all; those since it was healthy
         self.is_ready = self.is_closing = False
         self.on_progress: list[Callable[[EngineClient, Progress], None]] = []
-        self.on_ready: list[Callable[[], None]] = []  # called after each start
+        self.on_ready: list[Callable[[], None]] = []  # called after each start, and after a stall
         self.streams: dict[int, TokenStream] = {}
         self.replies: dict[int, asyncio.Future[Any]] = {}
         self.ids = itertools.count(1)
@@ -174,35 +173,38 @@ class EngineClient:
         self.started_at = self.last_report = time.monotonic()
         self.progress = Progress()
         self.protocol = await self._connect()
-        self.protocol.write(self.load)
         self.info = await self.loaded
         if self.protocol is None:
             raise EngineLoadError("the engine has died after it loaded the model")
         self.is_ready = True
+        if self.stall_timeout and self.watchdog is None:
+            self.watchdog = loop.create_task(watch_stalls(self))
         for listener in self.on_ready:
             listener()
         return self.info
 
     async def _connect(self) -> Connection:
-        """Launch the engine and connect to it. Its messages go to `receive`."""
-        own, other = socket.socketpair()
-        try:
-            self._launch(other)
-        finally:
-            if not self.in_thread:
-                other.close()
-        own.setblocking(False)
+        """Launch the engine, tell it what to load, and connect. Its messages go to `receive`."""
+        sock = self._launch_thread() if self.in_thread else self._launch_process()
+        sock.setblocking(False)
         loop = asyncio.get_running_loop()
-        _, protocol = await loop.create_unix_connection(lambda: EngineProtocol(self), sock=own)
+        _, protocol = await loop.create_unix_connection(lambda: EngineProtocol(self), sock=sock)
         return protocol
 
-    def _launch(self, sock: socket.socket) -> None:
-        if self.in_thread:
-            name = f"fulgurite-engine-{self.index}"
-            self.thread = threading.Thread(target=run_engine, args=(sock,), name=name, daemon=True)
-            self.thread.start()
-            return
-        self.process = launch_process(sock, self.env)
+    def _launch_thread(self) -> socket.socket:
+        own, other = socket.socketpair()
+        name = f"fulgurite-engine-{self.index}"
+        self.thread = threading.Thread(target=run_engine, args=(other,), name=name, daemon=True)
+        self.thread.start()
+        own.sendall(encode_frame(self.load))
+        return own
+
+    def _launch_process(self) -> socket.socket:
+        launched, self.launched = self.launched, None  # a restart needs a new one
+        if launched is None:
+            launched = launch_engine(self.load, self.env)
+        self.process = launched.process
+        return launched.socket
 
     async def close(self) -> None:
         """Shut the engine down; unfinished requests get an error."""
@@ -210,8 +212,9 @@ class EngineClient:
         self.is_closing, self.is_ready = True, False
         if not was_ready:
             self.kill()  # it reads no commands while it loads
-        if self.restart_task is not None:
-            self.restart_task.cancel()
+        for task in (self.restart_task, self.watchdog):
+            if task is not None:
+                task.cancel()
         if self.protocol is not None:
             self.protocol.write(Shutdown())
         await asyncio.to_thread(self._join)
@@ -232,7 +235,7 @@ class EngineClient:
     def connection_lost(self) -> None:
         """The engine's end of the socket has closed."""
         self.is_ready, self.protocol = False, None
-        reason = "the engine has died"
+        reason, self.kill_reason = self.kill_reason or "the engine has died", ""
         if self.process is not None:
             self.process.kill()  # the socket is closed: it ends anyway
             with suppress(subprocess.TimeoutExpired):  # freeing a GPU's memory takes a while
@@ -262,9 +265,26 @@ class EngineClient:
         self.restart_task = None
 
     def kill(self) -> None:
-        """End the process at once; it is started again. For engines that are stalled, and tests."""
+        """End the process at once; it is started again."""
         if self.process is not None:
             self.process.kill()
+
+    def restart_stalled(self) -> None:
+        """Fail the requests of an engine that is stalled, end its process, and start it again.
+
+        A thread can't be ended. Its requests fail as well, and it goes on if its step ever ends.
+        """
+        if self.protocol is None:
+            return
+        reason = f"the engine is stalled: no step has ended for {self.stall_timeout:g} s"
+        LOG.error("engine %d: %s", self.index, reason)
+        if self.in_thread:
+            self.protocol.write(Cancel([*self.streams]))
+            self._fail_all(reason)
+            return
+        self.kill_reason = f"{reason}, so it is started again"
+        self.protocol.close()  # its end may never come: a process that waits for a driver lives on
+        self.connection_lost()
 
     def _fail_all(self, reason: str) -> None:
         streams, self.streams = self.streams, {}
@@ -353,6 +373,11 @@ class EngineClient:
         return len(self.streams)
 
     @property
+    def is_silent_by_intent(self) -> bool:
+        """Whether no reports are expected: it loads a model, or restarts its ranks."""
+        return not self.is_ready or bool(self.progress.restarting)
+
+    @property
     def state(self) -> str:
         """starting, idle, busy, stalled (no report for `stall_seconds`), or restarting its ranks."""
         if not self.is_ready:
@@ -366,7 +391,11 @@ class EngineClient:
     # ---- messages ----------------------------------------------------------------------------------
 
     def receive(self, message: Any) -> None:
+        was_stalled = self.state == "stalled"
         self.last_report = time.monotonic()
+        if was_stalled:
+            for notify in self.on_ready:
+                notify()
         match message:
             case Report(updates=updates, progress=progress):
                 for update in updates:

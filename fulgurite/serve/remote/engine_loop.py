@@ -22,6 +22,7 @@ from msgspec.structs import replace as structs_replace
 from fulgurite.errors import FulguriteError
 from fulgurite.logs import LOG
 from fulgurite.serve.remote.channel import Channel
+from fulgurite.serve.remote.engine_interface import ServedEngine
 from fulgurite.serve.remote.messages import (
     Audit,
     Cancel,
@@ -40,7 +41,6 @@ from fulgurite.serve.remote.messages import (
     Shutdown,
     TokenUpdate,
 )
-from fulgurite.serve.remote.served_engine import ServedEngine
 
 HEARTBEAT_SECONDS = 0.5  # between reports of an idle engine
 FLUSH_SECONDS_PER_REQUEST = 1.25e-4  # between reports: 1 ms with 8 running requests, 32 with 256
@@ -126,7 +126,8 @@ class EngineLoop:
             if update.logprobs is not None:
                 logprobs = [*(logprobs or ()), *update.logprobs]
             tokens = [*before.token_ids, *update.token_ids]
-            update = TokenUpdate(update.id, tokens, logprobs, update.finish)
+            prompt_logprobs = before.prompt_logprobs or update.prompt_logprobs
+            update = TokenUpdate(update.id, tokens, logprobs, update.finish, prompt_logprobs)
         self.updates[update.id] = update
 
     # ---- steps and reports -------------------------------------------------------------------------

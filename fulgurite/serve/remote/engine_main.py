@@ -12,26 +12,28 @@ import socket
 import sys
 import time
 
-import torch
-
 from fulgurite.errors import FulguriteError
 from fulgurite.logs import LOG, configure_logging
 from fulgurite.serve.remote.channel import Channel
+from fulgurite.serve.remote.engine_interface import ServedEngine
 from fulgurite.serve.remote.engine_loop import EngineLoop
+from fulgurite.serve.remote.launch import read_process_age
 from fulgurite.serve.remote.messages import Command, LoadFailed, LoadModel, Ready
 from fulgurite.serve.remote.mock import MockEngine
-from fulgurite.serve.remote.served_engine import ServedEngine, load_engine
 
 
-def run_engine(sock: socket.socket) -> int:
-    """Load the model of the first message and serve it until the socket closes."""
+def run_engine(sock: socket.socket, started_seconds: float = 0.0) -> int:
+    """Load the model of the first message and serve it until the socket closes.
+
+    `started_seconds`: what the start of the process has taken so far.
+    """
     channel = Channel(sock, LoadModel | Command)
     try:
         request = receive_load(channel)
         if request is None:
             return 0
         try:
-            engine = build_engine(request)
+            engine = build_engine(request, started_seconds)
         except FulguriteError as error:
             send_and_flush(channel, LoadFailed(str(error)))
             return 1
@@ -56,12 +58,14 @@ def receive_load(channel: Channel) -> LoadModel | None:
     return None
 
 
-def build_engine(request: LoadModel) -> ServedEngine:
-    if request.threads is not None:
-        torch.set_num_threads(request.threads)
+def build_engine(request: LoadModel, started_seconds: float = 0.0) -> ServedEngine:
+    """The engine of a message. The mock engine needs no torch: nothing imports it."""
     if request.mock is not None:
         return MockEngine(**request.mock)
-    return load_engine(request.name, request.options)
+    start = time.perf_counter()
+    from fulgurite.serve.remote.served_engine import load_engine
+
+    return load_engine(request, started_seconds + time.perf_counter() - start)
 
 
 def send_and_flush(channel: Channel, message: object) -> None:
@@ -76,7 +80,7 @@ def main() -> int:
     configure_logging(default="warning")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the server, which drains first
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    return run_engine(socket.socket(fileno=int(sys.argv[1])))
+    return run_engine(socket.socket(fileno=int(sys.argv[1])), read_process_age())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from fulgurite.serve.engine.prefix_blocks import CHUNK_BYTES, PrefixBlocks
+from fulgurite.serve.engine.prefix_chunk import CHUNK_BYTES, PrefixBlocks
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.remote.client import TokenStream
 from fulgurite.serve.remote.messages import EngineInfo, Progress

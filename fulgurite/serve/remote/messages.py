@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from fulgurite.serve.engine.prefix_blocks import CHUNK_BYTES, PrefixBlocks
+from fulgurite.serve.engine.prefix_chunk import CHUNK_BYTES, PrefixBlocks
 from fulgurite.serve.engine.request import RequestOptions, SamplingParams
 
 
@@ -42,7 +42,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     planned_bytes: int
     available_bytes: int
     weights: str  # number formats
-    load_seconds: float
+    start_seconds: dict[str, float]  # of its start, by part: imports, weights, warm-up
     prefix_caching: bool
     can_embed: bool
 
@@ -130,12 +130,16 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenUpdate(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of one generation. `logprobs`: (token, logprob, ((token, logprob), ...)) of each."""
+    """New tokens of one generation. `logprobs`: (token, logprob, ((token, logprob), ...)) of each.
+
+    `prompt_logprobs`: the same with ranks, of all tokens of the prompt after the first; in one update.
+    """
 
     id: int
     token_ids: list[int]
     logprobs: list[tuple[int, float, list[tuple[int, float]]]] | None = None
     finish: Finish | None = None
+    prompt_logprobs: list[tuple[int, float, int, list[tuple[int, float]]]] | None = None
 
 
 class Progress(msgspec.Struct, frozen=True):

@@ -18,6 +18,12 @@ import numpy as np
 from fulgurite.errors import ArgumentError
 from fulgurite.models.tokenizer import Tokenizer, find_tokenizer
 from fulgurite.serve.engine.request import SamplingParams
+from fulgurite.serve.remote.engine_interface import (
+    Listener,
+    RestartListener,
+    WireLogprobs,
+    WirePromptLogprobs,
+)
 from fulgurite.serve.remote.messages import (
     EngineInfo,
     ExportPrefix,
@@ -27,7 +33,6 @@ from fulgurite.serve.remote.messages import (
     Progress,
     TokenUpdate,
 )
-from fulgurite.serve.remote.served_engine import Listener, RestartListener, WireLogprobs
 
 EMBEDDING_SIZE = 8
 REPLY = re.compile(r"<reply>(.*?)</reply>", re.DOTALL)  # in a prompt, with `echo`
@@ -88,7 +93,7 @@ class MockEngine:
             planned_bytes=0,
             available_bytes=0,
             weights="none",
-            load_seconds=0.0,
+            start_seconds={},
             prefix_caching=False,
             can_embed=True,
         )
@@ -179,7 +184,8 @@ class MockEngine:
             del self.running[one.request.id]
             self._finish(one, tokens, one.finish_reason)
         else:
-            one.listener(TokenUpdate(one.request.id, tokens, self._logprobs(one, tokens)))
+            logprobs, prompt = self._logprobs(one, tokens), self._prompt_logprobs(one)
+            one.listener(TokenUpdate(one.request.id, tokens, logprobs, None, prompt))
 
     def _logprobs(self, one: MockRequest, tokens: list[int]) -> WireLogprobs | None:
         count = one.params.logprobs
@@ -188,6 +194,15 @@ class MockEngine:
         return [
             (token, -0.5, [(token + rank, -0.5 - rank) for rank in range(count)])
             for token in tokens
+        ]
+
+    def _prompt_logprobs(self, one: MockRequest) -> WirePromptLogprobs | None:
+        count = one.params.prompt_logprobs
+        if count is None:
+            return None
+        return [
+            (token, -0.5, 1, [(token + rank, -0.5 - rank) for rank in range(count)])
+            for token in one.request.prompt_ids[1:]
         ]
 
     def _finish(self, one: MockRequest, tokens: list[int], reason: str) -> None:
@@ -201,7 +216,8 @@ class MockEngine:
             max(one.first_token - one.arrival, 0.0),
             now - one.arrival,
         )
-        one.listener(TokenUpdate(one.request.id, tokens, self._logprobs(one, tokens), finish))
+        logprobs, prompt = self._logprobs(one, tokens), self._prompt_logprobs(one)
+        one.listener(TokenUpdate(one.request.id, tokens, logprobs, finish, prompt))
 
     def watch_ranks(self, listener: RestartListener) -> None:
         pass  # it has one rank

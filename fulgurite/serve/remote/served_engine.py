@@ -1,92 +1,48 @@
-"""What an `EngineLoop` drives: an `LLM` behind the messages' vocabulary (token ids, integers as ids).
+"""`LLMEngine`: an `LLM` behind the messages' vocabulary (token ids, integers as ids).
 
-`LLMEngine` is the real one; mock.py has one without a model.
+It is the `ServedEngine` (engine_interface.py) with a model.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from fulgurite.device import resolve_device
 from fulgurite.errors import ArgumentError
-from fulgurite.plan.limits import SERVED_MIXED_TOKENS
+from fulgurite.option_values import SERVED_MIXED_TOKENS
 from fulgurite.serve.engine.engine import Engine
 from fulgurite.serve.engine.prefix_blocks import export_prefix, import_prefix
 from fulgurite.serve.engine.request import Request, TokenLogprob, Update
 from fulgurite.serve.llm import LLM
+from fulgurite.serve.remote.engine_interface import (
+    Listener,
+    RestartListener,
+    WireLogprobs,
+    WirePromptLogprobs,
+)
 from fulgurite.serve.remote.messages import (
     EngineInfo,
     ExportPrefix,
     Finish,
     Generate,
+    LoadModel,
     PrefixBlocks,
     Progress,
     TokenUpdate,
 )
 from fulgurite.serve.structured.compiler import GrammarCompiler
 
-Listener = Callable[[TokenUpdate], None]
-RestartListener = Callable[[str], None]
-WireLogprobs = list[tuple[int, float, list[tuple[int, float]]]]
-
-
-class ServedEngine(Protocol):
-    """An engine that a loop can drive. Methods raise ArgumentError for requests that can't run."""
-
-    info: EngineInfo
-
-    @property
-    def has_unfinished_requests(self) -> bool: ...
-
-    @property
-    def can_continue(self) -> bool:
-        """Whether other requests can run after a step has failed."""
-        ...
-
-    def add(self, request: Generate, listener: Listener) -> None: ...
-
-    def cancel(self, id: int) -> None: ...
-
-    def step(self) -> None: ...
-
-    def fail_step(self, reason: str) -> None: ...
-
-    def watch_ranks(self, listener: RestartListener) -> None:
-        """Call this with the reason before ranks are restarted, and with "" afterwards."""
-        ...
-
-    def check_ranks(self) -> None:
-        """Restart ranks that were lost while nothing ran."""
-        ...
-
-    def embed(self, prompts: list[list[int]]) -> list[bytes]: ...
-
-    def export_prefix(self, request: ExportPrefix) -> PrefixBlocks: ...
-
-    def import_prefix(self, blocks: PrefixBlocks) -> int: ...
-
-    def reset_prefix_cache(self) -> None: ...
-
-    def audit(self) -> dict[str, int]: ...
-
-    def read_progress(self) -> Progress:
-        """Counters, and the steps since the last call."""
-        ...
-
-    def close(self) -> None: ...
-
 
 class LLMEngine:
     """The engine of an `LLM`. Requests give token ids only: the server makes text of them."""
 
-    def __init__(self, llm: LLM, load_seconds: float) -> None:
+    def __init__(self, llm: LLM, start_seconds: dict[str, float]) -> None:
         self.llm = llm
         self.engine: Engine = llm.engine
-        self.info = describe_engine(llm, load_seconds)
+        self.info = describe_engine(llm, start_seconds)
         self.prompt_tokens = 0
         self.requests: dict[int, Request] = {}
 
@@ -101,10 +57,14 @@ class LLMEngine:
 
     def add(self, request: Generate, listener: Listener) -> None:
         sent_logprobs = 0
+        sent_prompt_logprobs = False
 
         def listen(update: Update) -> None:
-            nonlocal sent_logprobs
-            logprobs = None
+            nonlocal sent_logprobs, sent_prompt_logprobs
+            logprobs = prompt_logprobs = None
+            if added.params.prompt_logprobs is not None and not sent_prompt_logprobs:
+                prompt_logprobs = to_wire_prompt_logprobs(added.prompt_logprobs)
+                sent_prompt_logprobs = True  # the first token comes after the whole prompt
             if added.params.logprobs is not None:
                 logprobs = to_wire_logprobs(added.logprobs[sent_logprobs:])
                 sent_logprobs = len(added.logprobs)
@@ -112,7 +72,8 @@ class LLMEngine:
             if update.result is not None:
                 finish = describe_finish(added, update)
                 self.requests.pop(request.id, None)
-            listener(TokenUpdate(request.id, list(update.token_ids), logprobs, finish))
+            tokens = list(update.token_ids)
+            listener(TokenUpdate(request.id, tokens, logprobs, finish, prompt_logprobs))
 
         added = self.engine.add_request(
             request.prompt_ids,
@@ -197,6 +158,15 @@ def to_wire_logprobs(logprobs: list[TokenLogprob]) -> WireLogprobs:
     return [(one.token_id, one.logprob, list(one.top)) for one in logprobs]
 
 
+def to_wire_prompt_logprobs(logprobs: list[TokenLogprob | None]) -> WirePromptLogprobs:
+    """Those of the tokens after the first, which has none."""
+    return [
+        (one.token_id, one.logprob, one.rank or 0, list(one.top))
+        for one in logprobs
+        if one is not None
+    ]
+
+
 def describe_finish(request: Request, update: Update) -> Finish:
     result = update.result
     assert result is not None, "only the last update of a request has a result"
@@ -213,7 +183,7 @@ def describe_finish(request: Request, update: Update) -> Finish:
     )
 
 
-def describe_engine(llm: LLM, load_seconds: float) -> EngineInfo:
+def describe_engine(llm: LLM, start_seconds: dict[str, float]) -> EngineInfo:
     plan, engine = llm.plan, llm.engine
     formats = engine.stats().memory.weight_formats
     return EngineInfo(
@@ -228,15 +198,33 @@ def describe_engine(llm: LLM, load_seconds: float) -> EngineInfo:
         planned_bytes=plan.total,
         available_bytes=plan.available,
         weights=max(formats, key=lambda name: formats[name]),
-        load_seconds=load_seconds,
+        start_seconds=start_seconds,
         prefix_caching=engine.block_manager.prefix_caching,
         can_embed=llm.mesh is None,
     )
 
 
-def load_engine(name: str, options: dict[str, Any]) -> LLMEngine:
-    """Load and warm up the model. `options` are fields of `LLMConfig`; dtypes by name."""
+def load_engine(request: LoadModel, import_seconds: float = 0.0) -> LLMEngine:
+    """Load and warm up the model. Dtypes are given by name."""
+    if request.threads is not None:
+        torch.set_num_threads(request.threads)
     start = time.perf_counter()
+    llm = LLM(request.name, **read_llm_options(request.options))
+    loaded = time.perf_counter()
+    if llm.is_driver:
+        llm.engine.warm_up()
+        if isinstance(llm.engine.grammars.compiler, GrammarCompiler):
+            llm.engine.grammars.compiler.start_warm_up()
+    parts = {
+        "imports": import_seconds,
+        "weights": loaded - start,
+        "warm-up": time.perf_counter() - loaded,
+    }
+    return LLMEngine(llm, parts)
+
+
+def read_llm_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `LLMConfig`, with the defaults of a server."""
     dtype = options.get("dtype")
     if isinstance(dtype, str):
         found = getattr(torch, dtype, None)
@@ -244,9 +232,4 @@ def load_engine(name: str, options: dict[str, Any]) -> LLMEngine:
             raise ArgumentError(f"dtype={dtype!r} is not a dtype", next="use float32 or bfloat16")
         options = {**options, "dtype": found}
     mixed = SERVED_MIXED_TOKENS[resolve_device(options.get("device")).type]
-    llm = LLM(name, **{"max_mixed_tokens": mixed, **options})
-    if llm.is_driver:
-        llm.engine.warm_up()
-        if isinstance(llm.engine.grammars.compiler, GrammarCompiler):
-            llm.engine.grammars.compiler.start_warm_up()
-    return LLMEngine(llm, time.perf_counter() - start)
+    return {"max_mixed_tokens": mixed, **options}

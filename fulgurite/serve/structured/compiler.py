@@ -185,7 +185,7 @@ class GrammarCompiler:
         if matcher_error := probe.matcher.get_error():
             is_dead = "NoExtension" in matcher_error
             raise reject(kind, "no text matches it" if is_dead else matcher_error)
-        bits = np.unpackbits(probe.words.numpy().view(np.uint8), bitorder="little")
+        bits = np.unpackbits(probe.words.view(np.uint8), bitorder="little")
         allowed = {*bits.nonzero()[0].tolist()}
         if not allowed:
             raise reject(kind, "no text matches it")

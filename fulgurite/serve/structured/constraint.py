@@ -9,14 +9,16 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from fulgurite.errors import FulguriteError
 from fulgurite.serve.structured.limits import MAX_ERROR_CHARACTERS
 from fulgurite.serve.structured.mask_threads import MaskThreads
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MASK_BITS = 32
 
@@ -48,7 +50,8 @@ class GrammarConstraint:
     ) -> None:
         self.matcher, self.threads, self.is_empty = matcher, threads, is_empty
         self.layout = layout
-        self.words = torch.zeros(-(-layout.num_tokens // MASK_BITS), dtype=torch.int32)
+        self.words = np.zeros(-(-layout.num_tokens // MASK_BITS), dtype=np.uint32)
+        self.mask: Tensor | None = None  # the same memory
         self.has_mask = self.is_started = False
         self.num_tokens = 0  # of the reply so far
         self.lock = threading.Lock()  # every call of the matcher needs it
@@ -73,11 +76,11 @@ class GrammarConstraint:
         if self.has_mask:
             return
         self.matcher.unsafe_compute_mask_ptr(  # without the GIL
-            self.words.data_ptr(), self.words.numel() * self.words.itemsize
+            self.words.ctypes.data, self.words.nbytes
         )
         if self.layout.hidden_token is not None:
             word, bit = divmod(self.layout.hidden_token, MASK_BITS)
-            self.words[word : word + 1] &= ~(1 << bit)
+            self.words[word] &= np.uint32(~(1 << bit) & 0xFFFFFFFF)
         self.has_mask = True
 
     def allowed_tokens(self) -> Tensor:
@@ -85,7 +88,11 @@ class GrammarConstraint:
         with self.lock:
             self._compute()
             self._check()
-            return self.words[: self.layout.num_words]
+            if self.mask is None:
+                from torch import from_numpy  # a server checks grammars without torch
+
+                self.mask = from_numpy(self.words.view(np.int32)[: self.layout.num_words])
+            return self.mask
 
     def accept_token(self, token: int) -> None:
         with self.lock:
@@ -119,7 +126,10 @@ class GrammarConstraint:
     def _check(self) -> None:
         """Raise if the matcher failed: after an error its mask allows the end token, no matter what."""
         if self.matcher.is_error():
-            raise FulguriteError(f"the grammar failed: {clean_message(self.matcher.get_error())}")
+            error = clean_message(self.matcher.get_error())
+            if "NoExtension" in error:
+                error = "no text can follow"
+            raise FulguriteError(f"the grammar failed: {error}")
 
 
 def clean_message(message: str) -> str:

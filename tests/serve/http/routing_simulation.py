@@ -32,7 +32,7 @@ def make_info(cache_tokens: int, **changed: Any) -> EngineInfo:
     fields: dict[str, Any] = dict(
         model_type="simulated", context=1 << 17, vocab_size=1 << 16, max_sequences=MAX_SEQUENCES,
         cache_tokens=cache_tokens, block_size=16, device="none", plan="", planned_bytes=0,
-        available_bytes=0, weights="", load_seconds=0.0, prefix_caching=True, can_embed=False,
+        available_bytes=0, weights="", start_seconds={}, prefix_caching=True, can_embed=False,
     )  # fmt: skip
     return EngineInfo(**{**fields, **changed})
 

@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 import pytest
 
+from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.http.config import Limits
 from fulgurite.serve.remote import client as client_module
 from tests.serve.http.chaos import Figures, Prompt, encode_request, failing_steps, run_chaos
@@ -180,6 +181,85 @@ def test_a_hanging_step_shows_in_health():
         assert reply.status_code == 503
         refused = server.post("/v1/completions", {"prompt": "x"})
         assert refused.status_code == 503 and refused.headers["retry-after"]
+        check_recovered(server, MOCK_PROMPTS[:1])
+
+
+async def run_into_a_stall(server: RunningServer) -> tuple[list[str], httpx.Response, str]:
+    """A step hangs: what a stream, a whole reply, and a request that waits for its turn get."""
+    body = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True}
+    client, admission = server.app.server.clients[0], server.app.server.admission
+    url = server.url + "/v1/completions"
+    async with httpx.AsyncClient(verify=False, timeout=60) as http:
+        async with http.stream("POST", url, json={**body, "stream": True}) as reply:
+            lines = reply.aiter_lines()
+            await anext(lines)
+            whole = asyncio.ensure_future(http.post(url, json=body))
+            while client.num_requests < 2:
+                await asyncio.sleep(0.01)
+            admission.running += 100  # nobody gets a turn
+            waiting = asyncio.ensure_future(http.post(url, json={"prompt": script("later")}))
+            while not admission.waiting:
+                await asyncio.sleep(0.01)
+            server.loop.call_soon_threadsafe(client.inject_fault, "hang", 600.0)
+            rest = [line async for line in lines if line]
+        failed = await whole
+        admission.running -= 100
+        return rest, failed, (await waiting).json()["choices"][0]["text"]
+
+
+def test_a_stalled_engine_is_ended_and_started_again():
+    """What runs gets 503 and the cause; what waits runs on the engine that starts again."""
+    with mock_server(engine_in="process", stall_seconds=0.5, stall_timeout=1.0) as server:
+        client = server.app.server.clients[0]
+        process = client.process
+        rest, failed, text = asyncio.run(run_into_a_stall(server))
+        assert "the engine is stalled: no step has ended for 1 s" in rest[-2]
+        assert rest[-1] == "data: [DONE]"
+        assert failed.status_code == 503 and failed.headers["retry-after"] == "1"
+        assert failed.json()["error"]["code"] == "engine_error"
+        assert "the engine is stalled" in failed.json()["error"]["message"]
+        assert text == "later" and client.restarts == 1
+        assert process is not None and process.poll() == -signal.SIGKILL
+        check_recovered(server, MOCK_PROMPTS[:2])
+
+
+def test_requests_of_a_stalled_thread_fail_and_it_goes_on():
+    with mock_server(stall_seconds=0.5, stall_timeout=1.0) as server:
+        client = server.app.server.clients[0]
+        body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        with PLAIN.stream("POST", server.url + "/v1/completions", json=body, timeout=30) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            server.loop.call_soon_threadsafe(client.inject_fault, "hang", 3.0)
+            rest = [line for line in lines if line]
+        assert "the engine is stalled" in rest[-2] and rest[-1] == "data: [DONE]"
+        assert client.restarts == 0
+        check_recovered(server, MOCK_PROMPTS[:2])
+
+
+def test_a_request_that_waits_outlives_a_stall():
+    """While an engine is stalled nobody gets a turn; those that wait go on when it does."""
+    with mock_server(stall_seconds=0.2, stall_timeout=0.0) as server:
+        client, admission = server.app.server.clients[0], server.app.server.admission
+        url = server.url + "/v1/completions"
+
+        async def scenario() -> list[httpx.Response]:
+            async with httpx.AsyncClient(verify=False, timeout=30) as http:
+                admission.running += 100  # nobody gets a turn
+                body = {"prompt": script("later")}
+                waiting = [asyncio.ensure_future(http.post(url, json=body)) for _ in range(2)]
+                while admission.waiting < 2:
+                    await asyncio.sleep(0.01)
+                server.loop.call_soon_threadsafe(client.inject_fault, "hang", 1.0)
+                server.loop.call_soon_threadsafe(client.generate, [1], SamplingParams())
+                while client.state != "stalled":
+                    await asyncio.sleep(0.01)
+                admission.running -= 100
+                server.loop.call_soon_threadsafe(admission.grant_turns)  # as when a client leaves
+                return await asyncio.gather(*waiting)
+
+        replies = asyncio.run(scenario())
+        assert [one.json()["choices"][0]["text"] for one in replies] == ["later", "later"]
         check_recovered(server, MOCK_PROMPTS[:1])
 
 

@@ -205,6 +205,23 @@ def test_streamed_logprobs_are_those_of_the_whole_reply(tiny):
     assert parts == whole
 
 
+def test_prompt_logprobs_of_a_conversation(tiny):
+    body = {
+        "messages": [{"role": "user", "content": "abc"}],
+        "max_tokens": 2,
+        "prompt_logprobs": 1,
+        "return_token_ids": True,
+        "n": 2,
+    }
+    reply = tiny.post("/v1/chat/completions", body).json()
+    none, *rest = reply["prompt_logprobs"]
+    assert none is None and len(reply["choices"]) == 2
+    assert [next(iter(one)) for one in rest] == [str(id) for id in reply["prompt_token_ids"][1:]]
+    assert len(reply["prompt_token_ids"]) == reply["usage"]["prompt_tokens"]
+    refused = tiny.post("/v1/chat/completions", {**body, "stream": True})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs"
+
+
 def test_stop_token_is_no_part_of_logprobs(server):
     reply = ask(server, say("Hello there, you."), logprobs=True)
     data = bytes(byte for entry in reply.choices[0].logprobs.content for byte in entry.bytes)
@@ -264,6 +281,57 @@ def test_parallel_tool_calls_off_gives_one(server):
     options = {"tools": [WEATHER, CLOCK], "parallel_tool_calls": False}
     reply = ask(server, say(CALLS), max_completion_tokens=200, **options)
     assert [c.function.name for c in reply.choices[0].message.tool_calls] == ["get_weather"]
+
+
+def test_allowed_tools_are_the_only_ones(tiny):
+    other = {"type": "function", "function": {"name": "other"}}
+    named = [{"type": "function", "function": {"name": "other"}}]
+
+    def ask(choice: Any) -> Any:
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 200}
+        return tiny.post(
+            "/v1/chat/completions", {**body, "tools": [WEATHER, other], "tool_choice": choice}
+        )
+
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": named}}
+    calls = ask(choice).json()["choices"][0]["message"]["tool_calls"]
+    assert {call["function"]["name"] for call in calls} == {"other"}
+    unknown = [{"type": "function", "function": {"name": "third"}}]
+    for wrong in (
+        {"mode": "auto", "tools": unknown},
+        {"mode": "none", "tools": named},
+        {"mode": "auto", "tools": [{"type": "custom"}]},
+        None,
+    ):
+        reply = ask({"type": "allowed_tools", "allowed_tools": wrong})
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == "tool_choice"
+
+
+def test_arguments_that_no_text_matches_are_a_bad_request(tiny):
+    """A grammar that comes to a dead end: the same request would fail again."""
+    endless = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}
+    body = {"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}
+    reply = tiny.post("/v1/chat/completions", {**body, "tools": [endless]})
+    assert reply.status_code == 400, reply.text
+    assert "no text can follow" in reply.json()["error"]["message"]
+
+
+def test_top_p_0_is_the_most_likely_token(tiny):
+    body = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 12}
+    texts = [
+        tiny.post("/v1/chat/completions", {**body, **fields}).json()["choices"][0]["message"]
+        for fields in ({"temperature": 0}, {"temperature": 1.5, "top_p": 0, "seed": 5})
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_errors_repeat_little_of_a_request(server):
+    long = "k" * 100_000
+    for fields in ({long: 1}, {"model": long}, {"reasoning_effort": long}, {"tool_choice": long}):
+        body = {"messages": [{"role": "user", "content": "x"}], **fields}
+        reply = server.post("/v1/chat/completions", body)
+        assert reply.status_code in (400, 404) and len(reply.content) < 2000, reply.text[:300]
+    assert len(server.get("/" + "a" * 20_000).content) < 500
 
 
 def test_tool_choice_none_leaves_calls_as_text(server):
@@ -386,6 +454,7 @@ def test_bad_formats_are_refused_and_not_ignored(server, format):
 def test_extras_are_accepted(server):
     extras = {"priority": -5, "cache_salt": "a", "deadline": 20.0, "request_id": "mine-1"}
     options = {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"}
+    options |= {"prompt_cache_retention": "24h", "reasoning_effort": "max"}
     reply = ask(server, say("ok"), extra_body=extras, **options)
     assert reply.choices[0].message.content == "ok" and reply.id == "chatcmpl-mine-1"
 
@@ -427,7 +496,7 @@ ERRORS: list[tuple[dict[str, Any], int, str | None]] = [
     ({"model": "other"}, 404, "model"),
     ({"temperature": -1}, 400, "temperature"),
     ({"temperature": "hot"}, 400, "temperature"),
-    ({"top_p": 0}, 400, "top_p"),
+    ({"top_p": -0.1}, 400, "top_p"),
     ({"n": 0}, 400, "n"),
     ({"n": 1000}, 400, "n"),
     ({"stop": [""]}, 400, "stop"),
@@ -442,8 +511,14 @@ ERRORS: list[tuple[dict[str, Any], int, str | None]] = [
     ({"function_call": "auto"}, 400, "function_call"),
     ({"surprise": 1}, 400, "surprise"),
     ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
-    ({"tool_choice": "required"}, 400, "messages"),
-    ({"tools": [WEATHER], "tool_choice": {"function": {"name": "other"}}}, 400, "messages"),
+    ({"tool_choice": "required"}, 400, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": {"function": {"name": "other"}}}, 400, "tool_choice"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, 400, "tools"),
+    ({"max_tokens": 0}, 400, "max_tokens"),
+    ({"max_completion_tokens": 0}, 400, "max_completion_tokens"),
+    ({"response_format": {}}, 400, "response_format.type"),
+    ({"response_format": {"type": "text", "more": 1}}, 400, "response_format.more"),
+    ({"moderation": {"model": "x"}}, 400, "moderation"),
     ({"request_id": "a b"}, 400, "request_id"),
     ({"deadline": 0}, 400, "deadline"),
     ({"priority": 1 << 40}, 400, "priority"),

@@ -92,6 +92,80 @@ def test_logprobs(tiny):
     assert [value for part in parts for value in part.text_offset] == logprobs.text_offset
 
 
+def test_echo_with_logprobs_scores_the_prompt(tiny):
+    """The log-probability of a prompt's token is that of sampling it after the tokens before."""
+    text = "abc é."
+    whole = ask(tiny, text, logprobs=2, echo=True, max_tokens=3).choices[0]
+    found, count = whole.logprobs, len(text.encode())
+    assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == count + 3
+    assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+    ids = tiny.post("/tokenize", {"prompt": text}).json()["tokens"]
+    for position in range(1, count):
+        body = {"allowed_token_ids": [ids[position]]}
+        one = ask(tiny, ids[:position], logprobs=2, max_tokens=1, extra_body=body).choices[0]
+        assert found.token_logprobs[position] == one.logprobs.token_logprobs[0]
+        assert found.top_logprobs[position] == one.logprobs.top_logprobs[0]
+    reply = ask(tiny, text, logprobs=2, max_tokens=3).choices[0].logprobs
+    assert found.tokens[count:] == reply.tokens
+    assert found.token_logprobs[count:] == reply.token_logprobs
+
+
+def test_echo_with_logprobs_in_streams_and_choices(tiny):
+    options = {"logprobs": 1, "echo": True, "max_tokens": 3, "n": 3, "temperature": 1, "seed": 5}
+    prompts = ["abc", "a longer prompt than that"]
+    whole = ask(tiny, prompts, **options)
+    parts: dict[int, list[Any]] = {index: [] for index in range(6)}
+    for chunk in ask(tiny, prompts, stream=True, **options):
+        for choice in chunk.choices:
+            parts[choice.index].append(choice)
+    for choice in whole.choices:
+        own = parts[choice.index]
+        assert "".join(one.text for one in own) == choice.text
+        assert choice.text.startswith(prompts[choice.index // 3]) and own[-1].finish_reason
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            joined = [v for one in own if one.logprobs for v in getattr(one.logprobs, name)]
+            assert joined == getattr(choice.logprobs, name), name
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_tokens_but_the_score_of_the_prompt(tiny, stream):
+    """What evaluation harnesses send: `max_tokens` 0, `echo` and `logprobs`."""
+    reply = ask(tiny, "abcd", max_tokens=0, echo=True, logprobs=0, stream=stream)
+    chunks = [*reply] if stream else [reply]
+    choices = [one for chunk in chunks for one in chunk.choices]
+    assert "".join(one.text for one in choices) == "abcd"
+    values = [v for one in choices if one.logprobs for v in one.logprobs.token_logprobs]
+    assert len(values) == 4 and values[0] is None and all(v < 0 for v in values[1:])
+    assert choices[-1].finish_reason == "length"
+    if not stream:
+        assert reply.usage.completion_tokens == 0 and reply.usage.total_tokens == 4
+
+
+def test_prompt_logprobs_in_the_form_of_vllm(tiny):
+    body = {"prompt": ["abc", "b"], "max_tokens": 1, "prompt_logprobs": 2, "temperature": 0}
+    for _ in range(2):  # the second time the prompt is cached
+        first, second = tiny.post("/v1/completions", body).json()["choices"]
+        assert second["prompt_logprobs"] == [None]
+        none, *rest = first["prompt_logprobs"]
+        assert none is None and len(rest) == 2
+        for token, entry in zip("bc", rest, strict=True):
+            (id,) = tiny.post("/tokenize", {"prompt": token}).json()["tokens"]
+            own, *others = entry.items()
+            assert own[0] == str(id) and own[1]["decoded_token"] == token
+            ranks = {value["rank"]: value["logprob"] for value in entry.values()}
+            assert {1, 2} <= set(ranks) and [*sorted(ranks)] == sorted(
+                ranks, key=lambda rank: -ranks[rank]
+            )
+    assert "prompt_logprobs" not in tiny.post("/v1/completions", {"prompt": "a"}).json()
+
+
+def test_prompt_tokens_on_request(tiny):
+    body = {"prompt": "abc", "max_tokens": 2, "return_token_ids": True}
+    ids = tiny.post("/tokenize", {"prompt": "abc"}).json()["tokens"]
+    (choice,) = tiny.post("/v1/completions", body).json()["choices"]
+    assert choice["prompt_token_ids"] == ids and len(choice["token_ids"]) == 2
+
+
 def test_impossible_tokens_have_a_finite_logprob(tiny):
     """`allowed_token_ids` does not change raw log-probabilities; JSON has no infinity anyway."""
     reply = ask(tiny, "abc", logprobs=1, extra_body={"allowed_token_ids": [65, 66]})
@@ -158,8 +232,13 @@ ERRORS: list[tuple[dict[str, Any], int, str | None]] = [
     ({"best_of": 4}, 400, "best_of"),
     ({"logprobs": 21}, 400, "logprobs"),
     ({"logprobs": -1}, 400, "logprobs"),
-    ({"echo": True, "logprobs": 1}, 400, "echo"),
+    ({"echo": True, "logprobs": 21}, 400, "logprobs"),
+    ({"prompt_logprobs": 21}, 400, "prompt_logprobs"),
+    ({"prompt_logprobs": -1}, 400, "prompt_logprobs"),
+    ({"prompt_logprobs": True}, 400, "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, 400, "prompt_logprobs"),
     ({"max_tokens": 0}, 400, "max_tokens"),
+    ({"max_tokens": -1, "echo": True}, 400, "max_tokens"),
     ({"max_completion_tokens": 5}, 400, "max_completion_tokens"),
     ({"messages": []}, 400, "messages"),
     ({"min_tokens": 10}, 400, "min_tokens"),

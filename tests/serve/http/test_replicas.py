@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from fulgurite.errors import ArgumentError
-from fulgurite.serve.engine.prefix_blocks import PrefixBlocks
+from fulgurite.serve.engine.prefix_chunk import PrefixBlocks
 from fulgurite.serve.http.config import ServerConfig
 from fulgurite.serve.http.placement import choose_devices, count_ranks
 from fulgurite.serve.http.router import BLOCK_TOKENS

@@ -277,6 +277,43 @@ def test_function_calls_go_on_with_their_outputs(server: RunningServer) -> None:
     assert whole.usage.input_tokens == second.usage.input_tokens
 
 
+def test_input_items_in_pages(server: RunningServer) -> None:
+    client = server.openai()
+    first = create(server, script("One."))
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Look"}]},
+        {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "Nothing."},
+        {"role": "assistant", "content": "There is nothing.", "id": "msg_mine"},
+        {"role": "user", "content": script("Two.")},
+    ]
+    second = create(server, items, previous_response_id=first.id)
+    (only,) = client.responses.input_items.list(first.id).data
+    assert only.role == "user" and only.content[0].text == script("One.")
+    assert only.type == "message" and only.status == "completed" and only.id.startswith("msg_")
+
+    found = [*client.responses.input_items.list(second.id, limit=2, order="asc")]  # all pages
+    assert found[0] == only and found[1].content[0].text == "One."
+    assert [one.type for one in found[2:]] == [
+        "message",
+        "function_call",
+        "function_call_output",
+        "message",
+        "message",
+    ]
+    assert found[5].id == "msg_mine" and found[5].content[0].type == "output_text"
+    assert len({one.id for one in found}) == 7
+    assert [*client.responses.input_items.list(second.id, limit=3)] == found[::-1]
+
+    page = client.responses.input_items.list(second.id, order="asc", after="msg_mine")
+    assert page.data == found[6:] and not page.has_more
+    for query in ("limit=0", "limit=101", "limit=x", "order=up"):
+        reply = server.get(f"/v1/responses/{second.id}/input_items?{query}")
+        assert reply.status_code == 400 and reply.json()["error"]["param"] in query
+    for path in (f"{second.id}/input_items?after=other", "resp_none/input_items"):
+        assert server.get(f"/v1/responses/{path}").status_code == 404
+
+
 def test_chain_of_an_unknown_response_is_refused(server: RunningServer) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         create(server, "x", previous_response_id="resp_unknown")
@@ -288,7 +325,7 @@ def test_responses_belong_to_their_key() -> None:
         mine, other = server.openai("one").responses, server.openai("two").responses
         response = mine.create(model=MODEL, input="x")
         assert mine.retrieve(response.id).output_text == "Hi."
-        for call in (other.retrieve, other.delete, other.cancel):
+        for call in (other.retrieve, other.delete, other.cancel, other.input_items.list):
             with pytest.raises(openai.NotFoundError):
                 call(response.id)
         with pytest.raises(openai.BadRequestError):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fulgurite.errors import ArgumentError
-from fulgurite.serve.engine.prefix_blocks import PrefixBlocks
+from fulgurite.serve.engine.prefix_chunk import PrefixBlocks
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.http.kv_transfer import CHUNKS_AHEAD, send_blocks
 from fulgurite.serve.http.router import BLOCK_TOKENS, KnownPrefixes, Router, hash_prefixes

@@ -246,7 +246,7 @@ DEEP: dict[str, Any] = {}
 for _ in range(100):
     DEEP = {"items": DEEP}
 TOO_MUCH: dict[str, dict[str, Any]] = {
-    "n": {"n": 33},
+    "n": {"n": 129},
     "stops": {"stop": ["x"] * 17},
     "long stop": {"stop": "x" * 257},
     "logprobs": {"logprobs": True, "top_logprobs": 21},

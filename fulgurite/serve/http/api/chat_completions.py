@@ -6,12 +6,17 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
+import msgspec
 from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
 from fulgurite.serve.http.admission import Ticket
-from fulgurite.serve.http.api.completions import MIN_LOGPROB, describe_usage
+from fulgurite.serve.http.api.completions import (
+    MIN_LOGPROB,
+    describe_prompt_logprobs,
+    describe_usage,
+)
 from fulgurite.serve.http.api.sampling import (
     ResponseFormat,
     SamplingFields,
@@ -37,7 +42,30 @@ from fulgurite.serve.http.events import (
 from fulgurite.serve.http.generation import WireLogprob
 from fulgurite.serve.http.server import Server, new_id
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class AllowedFunction(Struct):
+    name: str
+
+
+class AllowedTool(Struct):
+    type: Literal["function"]
+    function: AllowedFunction
+
+
+class AllowedTools(Struct):
+    """The tools of a request that may be called; `required`: one of them must be."""
+
+    mode: Literal["auto", "required"]
+    tools: list[AllowedTool]
+
+
+def read_name(tool: dict[str, Any]) -> str | None:
+    """The name of a tool that is not checked yet."""
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -60,6 +88,8 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     verbosity: str | None = None
     # refused unless they ask for nothing
     modalities: list[str] | None = None
@@ -68,6 +98,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
     web_search_options: dict[str, Any] | None = None
     functions: list[dict[str, Any]] | None = None
     function_call: Any = None
+    moderation: Any = None
     # extras
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -80,10 +111,11 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
         if self.reasoning_effort is not None:
             values.setdefault("reasoning_effort", self.reasoning_effort)
             values.setdefault("enable_thinking", self.reasoning_effort != "none")
+        tools, choice = self.choose_tools()
         return Conversation(
             self.messages,
-            self.tools or (),
-            self.tool_choice,
+            tools,
+            choice,
             self.parallel_tool_calls is not False,
             values,
             self.chat_template,
@@ -92,10 +124,26 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
             self.continue_final_message,
         )
 
-    def read_max_tokens(self) -> int | None:
-        if self.max_completion_tokens is not None:
-            return self.max_completion_tokens
-        return self.max_tokens
+    def choose_tools(self) -> tuple[list[dict[str, Any]], Any]:
+        """The tools that may be called, and the choice among them; `allowed_tools` names some."""
+        tools, choice = self.tools or [], self.tool_choice
+        if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+            return tools, choice
+        try:
+            allowed = msgspec.convert(choice.get("allowed_tools"), AllowedTools)
+        except msgspec.ValidationError as error:
+            raise invalid(f"'tool_choice.allowed_tools': {error}", "tool_choice") from None
+        names = {one.function.name for one in allowed.tools}
+        unknown = sorted(names - {read_name(tool) for tool in tools})
+        if unknown:
+            raise invalid(f"'tool_choice' allows {unknown[0]!r}, which is no tool", "tool_choice")
+        return [tool for tool in tools if read_name(tool) in names], allowed.mode
+
+    def read_max_tokens(self) -> tuple[int | None, str]:
+        """The limit, and the field that has it."""
+        if self.max_completion_tokens is None and self.max_tokens is not None:
+            return self.max_tokens, "max_tokens"
+        return self.max_completion_tokens, "max_completion_tokens"
 
     def count_logprobs(self, limits: Limits) -> int | None:
         """Alternatives a token; None: no log-probabilities."""
@@ -133,6 +181,7 @@ def check_body(body: ChatCompletionRequest) -> None:
             "web_search_options": (),
             "functions": ([],),
             "function_call": ("none",),
+            "moderation": (),
         },
     )
 
@@ -144,6 +193,7 @@ async def create_chat_completion(request: Request, server: Server) -> Response:
     body = parse_body(raw, ChatCompletionRequest, limits)
     model = server.check_model(body.model)
     check_body(body)
+    max_tokens, max_tokens_param = body.read_max_tokens()
     ticket = server.enter(request, len(raw), body.deadline)
     try:
         chat = await start_chat(
@@ -151,7 +201,8 @@ async def create_chat_completion(request: Request, server: Server) -> Response:
             body.to_conversation(),
             body,
             ticket,
-            max_tokens=body.read_max_tokens(),
+            max_tokens=max_tokens,
+            max_tokens_param=max_tokens_param,
             logprobs=body.count_logprobs(limits),
             constraint=body.grammar_fields(body.response_format),
         )
@@ -244,8 +295,16 @@ async def complete(
     server: Server, body: ChatCompletionRequest, chat: ChatGeneration, id: str, model: str
 ) -> dict[str, Any]:
     messages = [Message(index) for index in range(len(chat.parsers))]
+    extras: dict[str, Any] = {}
     async for delta in chat.deltas():
         messages[delta.index].add(delta)
+        if body.prompt_logprobs is not None and delta.prompt_logprobs is not None:
+            described = describe_prompt_logprobs(
+                server, delta.prompt_logprobs, body.prompt_logprobs
+            )
+            extras["prompt_logprobs"] = described
+    if body.return_token_ids:
+        extras["prompt_token_ids"] = chat.generation.request.prompt_ids
     return {
         "id": id,
         "object": "chat.completion",
@@ -253,6 +312,7 @@ async def complete(
         "model": model,
         "choices": [message.to_choice(server, body) for message in messages],
         "usage": describe_usage(chat.usage),
+        **extras,
     }
 
 

@@ -1,15 +1,16 @@
 """`POST /v1/completions`: text or token ids in, text out.
 
-A list of prompts gives `n` choices each, in the order of the prompts.
+A list of prompts gives `n` choices each, in the order of the prompts. With `echo` choices begin with the
+prompt; with `logprobs` as well, they have the log-probabilities of its tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 from starlette.requests import Request
@@ -29,8 +30,16 @@ from fulgurite.serve.http.asgi import (
     while_connected,
 )
 from fulgurite.serve.http.body import parse_body, read_body
+from fulgurite.serve.http.config import Limits
 from fulgurite.serve.http.errors import invalid, to_api_error
-from fulgurite.serve.http.generation import Delta, Generation, GenerationRequest, Usage, WireLogprob
+from fulgurite.serve.http.generation import (
+    Delta,
+    Generation,
+    GenerationRequest,
+    Usage,
+    WireLogprob,
+    WirePromptLogprob,
+)
 from fulgurite.serve.http.server import Server, new_id
 
 Prompt = str | list[int]
@@ -50,6 +59,21 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     response_format: ResponseFormat | None = None
     add_special_tokens: bool = True
 
+    @property
+    def echoes_logprobs(self) -> bool:
+        return bool(self.echo) and self.logprobs is not None
+
+    @property
+    def has_no_reply(self) -> bool:
+        """Whether only the prompt is wanted: `max_tokens` is 0."""
+        return self.max_tokens == 0 and (bool(self.echo) or self.prompt_logprobs is not None)
+
+    def count_prompt_logprobs(self, limits: Limits) -> int | None:
+        count = super().count_prompt_logprobs(limits)
+        if not self.echoes_logprobs:
+            return count
+        return max(count or 0, self.logprobs or 0)
+
 
 class Logprobs(Struct, kw_only=True):
     """Log-probabilities in the form of text completions."""
@@ -62,18 +86,23 @@ class Logprobs(Struct, kw_only=True):
 
 @dataclass
 class Batch:
-    """The generations of one request, one a prompt; choices are numbered across prompts."""
+    """The generations of one request, one a prompt; choices are numbered across prompts.
+
+    prompts        the texts to echo; empty: none
+    has_no_reply   only prompts are wanted: the reply's one token is dropped
+    """
 
     generations: list[Generation]
-    prompts: list[str]  # the texts to echo; empty: none
+    prompts: list[str]
     n: int
+    has_no_reply: bool = False
 
     @property
     def usage(self) -> Usage:
         parts = [generation.usage for generation in self.generations]
         return Usage(
             sum(one.prompt_tokens for one in parts),
-            sum(one.completion_tokens for one in parts),
+            0 if self.has_no_reply else sum(one.completion_tokens for one in parts),
             sum(one.cached_tokens for one in parts),
         )
 
@@ -108,8 +137,6 @@ def check_body(body: CompletionRequest) -> None:
     if body.prompt is None:
         raise invalid("Missing required parameter: 'prompt'.", "prompt")
     refuse_unsupported(body, {"suffix": ("",), "best_of": (1, body.n)})
-    if body.echo and body.logprobs is not None:
-        raise invalid("'echo' with 'logprobs' is not supported: prompts have no logprobs", "echo")
 
 
 def split_prompts(prompt: str | list[Any], limit: int, param: str) -> list[Prompt]:
@@ -145,9 +172,9 @@ async def build_batch(server: Server, body: CompletionRequest, ticket: Ticket) -
         if isinstance(ids, str):
             ids = await server.encode(ids, body.add_special_tokens)
         left = server.check_prompt(ids, "prompt")
-        max_tokens = server.choose_max_tokens(
-            16 if body.max_tokens is None else body.max_tokens, left, "max_tokens"
-        )
+        asked = 16 if body.max_tokens is None else body.max_tokens
+        asked = 1 if body.has_no_reply else asked  # the engine samples a token in any case
+        max_tokens = server.choose_max_tokens(asked, left, "max_tokens")
         params = body.build_params(limits, max_tokens, body.logprobs, constraint)
         await server.check_params(params)
         generation = GenerationRequest(
@@ -163,7 +190,7 @@ async def build_batch(server: Server, body: CompletionRequest, ticket: Ticket) -
             texts.append(
                 prompt if isinstance(prompt, str) else server.require_tokenizer().decode(ids)
             )
-    return Batch(generations, texts, n)
+    return Batch(generations, texts, n, body.has_no_reply)
 
 
 # ---- replies --------------------------------------------------------------------------------------
@@ -179,25 +206,55 @@ def describe_usage(usage: Usage) -> dict[str, Any]:
 
 
 def describe_logprobs(
-    server: Server, logprobs: list[WireLogprob] | None, offset: int
+    server: Server, logprobs: Sequence[WireLogprob | int] | None, offset: int
 ) -> Logprobs | None:
+    """Entries of these tokens; an integer is a token without a log-probability."""
     if logprobs is None or server.token_texts is None:
         return None
     texts = server.token_texts
-    tokens = [texts[token][0] for token, _, _ in logprobs]
-    offsets = []
-    for text in tokens:
-        offsets.append(offset)
+    described = Logprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    for entry in logprobs:
+        token = entry if isinstance(entry, int) else entry[0]
+        text = texts[token][0]
+        described.tokens.append(text)
+        described.text_offset.append(offset)
         offset += len(text)
-    return Logprobs(
-        tokens=tokens,
-        token_logprobs=[max(value, MIN_LOGPROB) for _, value, _ in logprobs],
-        top_logprobs=[
-            {texts[token][0]: max(value, MIN_LOGPROB) for token, value in (*top, (chosen, own))}
-            for chosen, own, top in logprobs
-        ],
-        text_offset=offsets,
-    )
+        if isinstance(entry, int):
+            described.token_logprobs.append(None)
+            described.top_logprobs.append(None)
+            continue
+        _, own, top = entry
+        described.token_logprobs.append(max(own, MIN_LOGPROB))
+        described.top_logprobs.append(
+            {texts[one][0]: max(value, MIN_LOGPROB) for one, value in (*top, (token, own))}
+        )
+    return described
+
+
+def list_prompt_logprobs(
+    prompt_ids: Sequence[int], logprobs: Sequence[WirePromptLogprob], count: int
+) -> list[WireLogprob | int]:
+    """The prompt's tokens in the form of a reply's, with `count` alternatives; the first has none."""
+    return [prompt_ids[0], *((token, own, top[:count]) for token, own, _, top in logprobs)]
+
+
+def describe_prompt_logprobs(
+    server: Server, logprobs: Sequence[WirePromptLogprob] | None, count: int
+) -> list[dict[str, Any] | None]:
+    """vLLM's form: by token id, of the prompt's own token and of the `count` likeliest."""
+    texts = server.token_texts
+
+    def entry(token: int, value: float, rank: int) -> dict[str, Any]:
+        text = None if texts is None else texts[token][0]
+        return {"logprob": max(value, MIN_LOGPROB), "rank": rank, "decoded_token": text}
+
+    described: list[dict[str, Any] | None] = [None]
+    for token, own, rank, top in logprobs or ():
+        values = {str(token): entry(token, own, rank)}
+        for place, (one, value) in enumerate(top[:count], 1):
+            values.setdefault(str(one), entry(one, value, place))
+        described.append(values)
+    return described
 
 
 async def complete(
@@ -207,10 +264,10 @@ async def complete(
     parts = await gather_or_cancel([collect(one) for one in batch.generations])
     choices = []
     for number, deltas in enumerate(parts):
-        echo = batch.prompts[number] if batch.prompts else ""
+        prompt = read_prompt_part(batch, number, deltas)
         for index in range(batch.n):
             own = [delta for delta in deltas if delta.index == index]
-            choices.append(build_choice(server, body, number * batch.n + index, echo, own))
+            choices.append(build_choice(server, body, number * batch.n + index, own, prompt))
     return {
         "id": id,
         "object": "text_completion",
@@ -238,20 +295,56 @@ async def gather_or_cancel(coroutines: list[Any]) -> list[Any]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+class PromptPart(NamedTuple):
+    """The prompt of a choice: the text to echo, its tokens, and their log-probabilities."""
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[WirePromptLogprob] | None
+
+
+def read_prompt_part(batch: Batch, number: int, deltas: Sequence[Delta]) -> PromptPart:
+    """Of prompt `number`, from the deltas of its choices."""
+    found = (one.prompt_logprobs for one in deltas if one.prompt_logprobs is not None)
+    text = batch.prompts[number] if batch.prompts else ""
+    return PromptPart(text, batch.generations[number].request.prompt_ids, next(found, None))
+
+
 def build_choice(
-    server: Server, body: CompletionRequest, index: int, echo: str, deltas: list[Delta]
+    server: Server,
+    body: CompletionRequest,
+    index: int,
+    deltas: list[Delta],
+    prompt: PromptPart | None = None,
 ) -> dict[str, Any]:
-    logprobs = [one for delta in deltas for one in delta.logprobs or ()]
-    finish = deltas[-1].finish
+    """A choice of these deltas; with its prompt, unless that was sent before."""
+    finish = deltas[-1].finish if deltas else None
+    if body.has_no_reply:
+        deltas = []
     choice: dict[str, Any] = {
         "index": index,
-        "text": echo + "".join(delta.text for delta in deltas),
-        "logprobs": describe_logprobs(server, logprobs, 0) if body.logprobs is not None else None,
+        "text": "".join(delta.text for delta in deltas),
+        "logprobs": None,
         "finish_reason": None if finish is None else finish.reason,
         "stop_reason": None if finish is None else finish.stopped_by,
     }
+    if body.has_no_reply and finish is not None:
+        choice["finish_reason"], choice["stop_reason"] = "length", None
+    entries: list[WireLogprob | int] = [one for delta in deltas for one in delta.logprobs or ()]
+    if prompt is not None:
+        choice["text"] = prompt.text + choice["text"]
+        if body.echoes_logprobs and prompt.logprobs is not None:
+            own = list_prompt_logprobs(prompt.token_ids, prompt.logprobs, body.logprobs or 0)
+            entries = [*own, *entries]
+        if body.prompt_logprobs is not None:
+            described = describe_prompt_logprobs(server, prompt.logprobs, body.prompt_logprobs)
+            choice["prompt_logprobs"] = described
+    if body.logprobs is not None:
+        choice["logprobs"] = describe_logprobs(server, entries, 0)
     if body.return_token_ids:
         choice["token_ids"] = [token for delta in deltas for token in delta.token_ids]
+        if prompt is not None:
+            choice["prompt_token_ids"] = prompt.token_ids
     return choice
 
 
@@ -267,31 +360,19 @@ async def stream_events(
     }
     options = body.stream_options
     include_usage = options is not None and options.include_usage
-    offsets: dict[int, int] = {}
     has_started = False
+    stream = ChoiceStream(server, body, batch)
     deltas = merge_deltas(batch)
     try:
-        if batch.prompts:
-            for index in range(len(batch.generations) * batch.n):
-                text = batch.prompts[index // batch.n]
-                offsets[index] = len(text)
-                choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
-                yield encode_event({**chunk, "choices": [choice]})
         async for index, delta in deltas:
-            choice = build_choice(server, body, index, "", [delta])
-            if body.logprobs is not None:
-                offset = offsets.get(index, 0)
-                logprobs = describe_logprobs(server, delta.logprobs, offset)
-                choice["logprobs"] = logprobs
-                if logprobs is not None:
-                    offsets[index] = offset + sum(map(len, logprobs.tokens))
-            event = {**chunk, "choices": [choice]}
-            if options is not None and options.continuous_usage_stats:
-                event["usage"] = describe_usage(batch.usage)
-            elif include_usage:
-                event["usage"] = None
-            has_started = True
-            yield encode_event(event)
+            for choice in stream.add(index, delta):
+                event = {**chunk, "choices": [choice]}
+                if options is not None and options.continuous_usage_stats:
+                    event["usage"] = describe_usage(batch.usage)
+                elif include_usage:
+                    event["usage"] = None
+                has_started = True
+                yield encode_event(event)
         if include_usage:
             yield encode_event({**chunk, "choices": [], "usage": describe_usage(batch.usage)})
         yield DONE_EVENT
@@ -304,6 +385,55 @@ async def stream_events(
     finally:
         await deltas.aclose()  # type: ignore[attr-defined]
         ticket.close()
+
+
+class ChoiceStream:
+    """Deltas of choices in, their chunks out. With `echo` each choice begins with its prompt.
+
+    Log-probabilities of a prompt come with choice 0: until then the deltas of the others wait.
+    """
+
+    def __init__(self, server: Server, body: CompletionRequest, batch: Batch) -> None:
+        self.server, self.body, self.batch = server, body, batch
+        self.offsets: dict[int, int] = {}
+        self.started: set[int] = set()  # choices whose prompt was sent, if there is one to send
+        self.held: list[tuple[int, Delta]] = []
+
+    def add(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        number = index // self.batch.n
+        chunks: list[dict[str, Any]] = []
+        if index in self.started or not (self.batch.prompts or self.body.return_token_ids):
+            return [self.describe(index, delta)]
+        if self.body.echoes_logprobs and delta.prompt_logprobs is None:
+            self.held.append((index, delta))
+            return []
+        first = number * self.batch.n
+        own = range(first, first + self.batch.n) if self.body.echoes_logprobs else [index]
+        for one in own:
+            chunks.append(self.begin(one, read_prompt_part(self.batch, number, [delta])))
+        waiting = [pair for pair in self.held if pair[0] in own]
+        self.held = [pair for pair in self.held if pair[0] not in own]
+        return chunks + [self.describe(*pair) for pair in ((index, delta), *waiting)]
+
+    def begin(self, index: int, prompt: PromptPart) -> dict[str, Any]:
+        """The chunk of a choice's prompt."""
+        self.started.add(index)
+        self.offsets[index] = len(prompt.text)
+        choice = build_choice(self.server, self.body, index, [], prompt)
+        if not self.body.echoes_logprobs:
+            choice["logprobs"] = None
+        return choice
+
+    def describe(self, index: int, delta: Delta) -> dict[str, Any]:
+        """The chunk of a delta."""
+        choice = build_choice(self.server, self.body, index, [delta])
+        if self.body.logprobs is not None:
+            offset = self.offsets.get(index, 0)
+            entries = [] if self.body.has_no_reply else delta.logprobs
+            logprobs = choice["logprobs"] = describe_logprobs(self.server, entries, offset)
+            if logprobs is not None:
+                self.offsets[index] = offset + sum(map(len, logprobs.tokens))
+        return choice
 
 
 async def merge_deltas(batch: Batch) -> AsyncIterator[tuple[int, Delta]]:

@@ -59,6 +59,7 @@ class MessageRequest(ConversationFields, kw_only=True, forbid_unknown_fields=Tru
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     inference_geo: str | None = None
+    diagnostics: dict[str, Any] | None = None
     # not of Anthropic
     seed: int | None = None
     priority: Annotated[int, Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)] | None = None

@@ -113,11 +113,16 @@ class ConversationFields(Struct, kw_only=True, forbid_unknown_fields=True):
     cache_control: dict[str, Any] | None = None
     context_management: dict[str, Any] | None = None
     mcp_servers: list[dict[str, Any]] | None = None
+    container: Any = None
+    speed: Literal["standard", "fast"] | None = None  # accepted, as `user_profile_id`
+    user_profile_id: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # not of Anthropic
 
     def to_conversation(self) -> Conversation:
         if self.mcp_servers:
             raise invalid("'mcp_servers' is not supported; pass 'tools'", "mcp_servers")
+        if self.container:
+            raise invalid("'container' is not supported: the client runs all tools", "container")
         messages = to_chat_messages(self.system, self.messages)
         choice = self.tool_choice
         return Conversation(

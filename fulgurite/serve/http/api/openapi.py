@@ -104,6 +104,11 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/responses/{id}/cancel"): Operation(
         "Cancel a response in the background", keys=RESPONSE
     ),
+    ("GET", "/v1/responses/{id}/input_items"): Operation(
+        "List what a stored response was made from",
+        keys=("object", "data", "first_id", "last_id", "has_more"),
+        parameters=(("limit", "integer"), ("order", "string"), ("after", "string")),
+    ),
     ("POST", "/v1/messages"): Operation(
         "Answer a conversation, in Anthropic's form",
         MessageRequest,

@@ -120,7 +120,7 @@ def check_ids(server: Server, ids: list[int]) -> None:
 class EmbeddingRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     input: str | list[str | int | list[int]]
     model: str | None = None
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = None  # float
     dimensions: int | None = None
     user: str | None = None
     deadline: Annotated[float, Meta(gt=0)] | None = None

@@ -19,6 +19,7 @@ from fulgurite.logs import LOG
 from fulgurite.serve.http.admission import Ticket
 from fulgurite.serve.http.api.chat_completions import describe_logprobs
 from fulgurite.serve.http.api.responses_input import to_chat_messages
+from fulgurite.serve.http.api.responses_items import collect_items, describe_page
 from fulgurite.serve.http.api.responses_output import OutputBuilder
 from fulgurite.serve.http.api.responses_request import ResponseRequest, parse_response_body
 from fulgurite.serve.http.asgi import (
@@ -142,7 +143,13 @@ async def create_response(request: Request, server: Server) -> Response:
     ticket = server.enter(request, len(raw), body.deadline)
     try:
         run = await start_run(server, body, model, messages, ticket)
-        entry = StoredResponse(run.id, owner, run.describe("queued"), num_bytes=num_bytes)
+        entry = StoredResponse(
+            run.id,
+            owner,
+            run.describe("queued"),
+            num_bytes=num_bytes,
+            input_items=collect_items(body.input, previous),
+        )
         if body.background:
             entry.task = asyncio.create_task(run_in_background(run, entry))
             entry.task.add_done_callback(lambda _: ticket.close())  # also if it never starts
@@ -307,6 +314,11 @@ async def get_response(request: Request, server: Server) -> Response:
     if request.query_params.get("stream", "").lower() not in FALSE_VALUES:
         raise invalid("a stored response can't be streamed; read it without 'stream'", "stream")
     return JsonResponse(find_stored(request, server).response)
+
+
+async def list_input_items(request: Request, server: Server) -> Response:
+    entry = find_stored(request, server)
+    return JsonResponse(describe_page(entry.input_items, request.query_params))
 
 
 async def delete_response(request: Request, server: Server) -> Response:

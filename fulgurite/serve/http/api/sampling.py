@@ -18,6 +18,7 @@ from fulgurite.serve.http.errors import ApiError, invalid
 MIN_PRIORITY, MAX_PRIORITY = -(1 << 31), (1 << 31) - 1
 # JSON numbers may be any; SamplingParams says which are allowed, in its own words.
 MAX_TOP_K = (1 << 31) - 1
+MIN_TOP_P = 1e-6  # for 0, which OpenAI allows: the most likely token
 REQUEST_ID_PATTERN = r"^[A-Za-z0-9_.:-]{1,128}$"
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 
@@ -78,6 +79,7 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     allowed_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
     priority: Annotated[int, Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)] | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
     request_id: Annotated[str, Meta(pattern=REQUEST_ID_PATTERN)] | None = None
@@ -106,6 +108,15 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
         if any(not 0 < len(one) <= limits.stop_characters for one in stops):
             raise invalid(f"stop strings have 1 to {limits.stop_characters} characters", "stop")
         return stops
+
+    def count_prompt_logprobs(self, limits: Limits) -> int | None:
+        """Alternatives a token of the prompt; None: it has no log-probabilities."""
+        count = self.prompt_logprobs
+        if count is not None and not 0 <= count <= limits.logprobs:
+            raise invalid(f"'prompt_logprobs' must be 0 to {limits.logprobs}", "prompt_logprobs")
+        if count is not None and self.stream:
+            raise invalid("'prompt_logprobs' is not supported with 'stream'", "prompt_logprobs")
+        return count
 
     def read_bias(self) -> dict[int, float]:
         bias = self.logit_bias or {}
@@ -145,7 +156,7 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
         """The sampling params; ApiError 400 for values that are not allowed."""
         values: dict[str, Any] = {
             "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_p": self.top_p,
+            "top_p": MIN_TOP_P if self.top_p == 0 else self.top_p,
             "top_k": read_top_k(self.top_k),
             "min_p": self.min_p,
             "seed": None if self.seed is None else self.seed & ((1 << 64) - 1),
@@ -160,6 +171,7 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
             "allowed_token_ids": self.allowed_token_ids,
             "max_tokens": max_tokens,
             "logprobs": logprobs,
+            "prompt_logprobs": self.count_prompt_logprobs(limits),
             **constraint,
         }
         given = {name: value for name, value in values.items() if value is not None}
