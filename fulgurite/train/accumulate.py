@@ -70,6 +70,15 @@ def trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
+def count_terms(loss_module: nn.Module, batch: Batch) -> Tensor:
+    """`LossSums.tokens` of a microbatch before it has run: what its loss is divided by.
+
+    Tokens with a label, unless the module has a `count_terms` of its own (pairs of answers).
+    """
+    count = getattr(loss_module, "count_terms", None)
+    return batch.num_tokens if count is None else count(batch)  # type: ignore[no-any-return]
+
+
 def run_backward(loss_module: nn.Module, batch: Batch) -> LossSums:
     """Forward and backward of one microbatch; `.grad` grows by its gradients. Returns its sums."""
     offsets = () if batch.offsets_S is None else (batch.offsets_S,)

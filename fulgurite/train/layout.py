@@ -83,7 +83,7 @@ class Layout(Protocol):
 class ModelParallelLayout(Protocol):
     """A layout whose ranks share one model or one sequence: tensor, pipeline, context parallelism.
 
-    Its modules run eagerly, and a loss module may not be called by itself.
+    Its layers may be compiled (parallel/compiled.py). A loss module may not be called by itself.
     """
 
     def evaluate_batch(self, loss_module: nn.Module, batch: Batch) -> Any:

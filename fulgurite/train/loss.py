@@ -39,7 +39,7 @@ CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**29}
 
 
 class LossSums(NamedTuple):
-    """Sums over the tokens of a microbatch that have a label.
+    """Sums over the tokens of a microbatch that have a label. No two share memory: they are added in place.
 
     Attributes:
         total: what backward runs on: the loss with all weighted terms.

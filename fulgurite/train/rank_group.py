@@ -26,7 +26,7 @@ import torch
 from torch.distributed import TCPStore
 
 from fulgurite.errors import ArgumentError, FulguriteError
-from fulgurite.parallel.launch import PRELOADED_MODULES, rank_environment
+from fulgurite.parallel.processes.launch import PRELOADED_MODULES, rank_environment
 from fulgurite.train.config import TrainConfig
 from fulgurite.train.heartbeat import Beat, beat_path, error_path, read_beat
 

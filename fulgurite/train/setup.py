@@ -19,6 +19,7 @@ from torch import nn
 from fulgurite.compile import compile as compile_module
 from fulgurite.errors import ArgumentError
 from fulgurite.kernels.gemm.dense_linear import use_dense_kernels
+from fulgurite.logs import LOG
 from fulgurite.models.layers import CausalLM
 from fulgurite.models.tokenizer import Tokenizer
 from fulgurite.train.build import BuiltModel, build_training_model
@@ -30,7 +31,8 @@ from fulgurite.train.flops import ModelFlops, count_flops
 from fulgurite.train.layout import Layout, ModelParallelLayout
 from fulgurite.train.loss import LossModule
 from fulgurite.train.optim import build_optimizer
-from fulgurite.train.parallel import build_layout, resolve_degrees
+from fulgurite.train.parallel import ShardedData, build_layout, resolve_degrees
+from fulgurite.train.parallel.compiled import CompiledLayers, compile_layers
 from fulgurite.train.precision import precision_transforms
 from fulgurite.train.remat import apply_remat, compiler_policy
 from fulgurite.train.sizes import resolve_sizes
@@ -46,6 +48,7 @@ class Parts:
     Attributes:
         model: as the layout sharded it.
         loss_module: compiled, if the config says so; `eager` is the same module without.
+        compiled_layers: under model parallelism, where layers are compiled and not the loss.
         flops: of one token, counted before sharding.
         task: of fine-tuning; None: pretraining, also from a checkpoint.
     """
@@ -64,6 +67,7 @@ class Parts:
     optimizer: torch.optim.Optimizer
     flops: ModelFlops
     task: TuneTask | None = None
+    compiled_layers: CompiledLayers | None = None
 
     @property
     def is_first(self) -> bool:
@@ -114,8 +118,11 @@ def build_parts(config: TrainConfig) -> Parts:
     assert config.steps is not None, "the config is resolved"
     if config.deterministic:
         use_dense_kernels(built.model)
+    if task is not None:
+        task.copy_models(is_sharded=isinstance(layout, ShardedData))
     model = layout.shard(apply_remat(built.model, config.parallel.remat))
     eager = build_loss(model, config, layout, task)
+    loss_module, layers = compile_step(eager, model, config, device, layout)
     return Parts(
         config=config,
         output=output,
@@ -126,11 +133,8 @@ def build_parts(config: TrainConfig) -> Parts:
         built=built,
         model=model,
         eager=eager,
-        loss_module=(
-            eager
-            if isinstance(layout, ModelParallelLayout)
-            else compile_loss(eager, config, device)
-        ),
+        loss_module=loss_module,
+        compiled_layers=layers,
         layout=layout,
         optimizer=build_optimizer(model, config.optimizer, config.steps, config.deterministic),
         flops=flops,
@@ -147,8 +151,26 @@ def build_loss(
     return LossModule(model, config.loss)  # type: ignore[arg-type]
 
 
-def compile_loss(loss_module: nn.Module, config: TrainConfig, device: torch.device) -> nn.Module:
-    """The loss under `fulgurite.compile`, with the number formats of its matmuls.
+def compile_step(
+    eager: nn.Module, model: nn.Module, config: TrainConfig, device: torch.device, layout: Layout
+) -> tuple[nn.Module, CompiledLayers | None]:
+    """The loss to run, and the compiled layers of a model that ranks share.
+
+    Under model parallelism the layers are compiled, in place; evaluation still runs them eagerly.
+    """
+    options = compile_options(config, device)
+    if options is None:
+        return eager, None
+    if isinstance(layout, ModelParallelLayout):
+        if isinstance(layout, ShardedData):
+            LOG.info("layers run eagerly: data_shard with tensor, context or pipeline parallelism")
+            return eager, None
+        return eager, compile_layers(model, options)
+    return compile_module(eager, **options), None
+
+
+def compile_options(config: TrainConfig, device: torch.device) -> dict[str, Any] | None:
+    """Options of `fulgurite.compile`, with the number formats of matmuls; None: not compiled.
 
     In deterministic mode nothing is chosen by timing: another choice would have other bits.
     """
@@ -159,15 +181,14 @@ def compile_loss(loss_module: nn.Module, config: TrainConfig, device: torch.devi
                 f"precision.matmul = {config.precision.matmul!r} needs compile = true",
                 next="leave out --compile false, or set precision.matmul to none",
             )
-        return loss_module
+        return None
     options: dict[str, Any] = {
         "remat": compiler_policy(config.parallel.remat),
         "transforms": transforms,
     }
     if config.deterministic:
         options["autotune"] = False
-    compiled: nn.Module = compile_module(loss_module, **options)
-    return compiled
+    return options
 
 
 def choose_vocab_size(config: TrainConfig, tokenizer: Tokenizer) -> int:

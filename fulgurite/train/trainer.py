@@ -99,6 +99,9 @@ class Trainer:
             if path is not None:
                 self.load(manager, path)
                 self.tell("resume", f"after step {self.step}, from {path}")
+            manager.overlap_copies(parts.optimizer)
+            if section.is_async:
+                manager.prepare(self.state_dict())
             receipt = self._open_receipt(folder, path)
             if receipt is not None:
                 manager.on_saved = receipt.record_checkpoint
@@ -138,6 +141,8 @@ class Trainer:
         """One step and what is recorded of it."""
         batches = [batch.to(self.parts.device) for batch in loader.step(self.step)]
         result = self.run_step(self.step, batches)
+        if self.parts.compiled_layers is not None:
+            self.parts.compiled_layers.report()
         if result.is_skipped:
             self._report_skip(result, batches)
         record = meter.measure(self.step, result)

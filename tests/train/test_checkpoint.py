@@ -12,13 +12,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from fulgurite.errors import ArgumentError, RankError
-from fulgurite.parallel.launch import PRELOADED_MODULES, RankPool, launch
+from fulgurite.parallel.processes.launch import PRELOADED_MODULES, RankPool, launch
 from fulgurite.train.checkpoint import (
     CheckpointError,
     CheckpointManager,
@@ -188,6 +189,44 @@ def test_copies_from_a_gpu_precede_the_next_update(tmp_path: Path) -> None:
         manager.wait()
     read = read_checkpoint(tmp_path / "step-000001")
     assert all(torch.equal(value, torch.full((1 << 20,), 3.0)) for value in read.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_an_update_waits_for_copies_that_overlap(tmp_path: Path) -> None:
+    """Copies have a stream of their own: the step of the optimizer waits for it, forward does not."""
+    weights = [torch.nn.Parameter(torch.ones(1 << 22, device="cuda")) for _ in range(32)]
+    optimizer = torch.optim.SGD(weights, lr=1.0)
+    state = {f"w{i}": weight.detach() for i, weight in enumerate(weights)}
+    with CheckpointManager(tmp_path) as manager:
+        manager.overlap_copies(optimizer)
+        manager.prepare(state)
+        for _ in range(3):
+            manager.save(1, state)
+            for weight in weights:
+                weight.grad = -torch.ones_like(weight)
+            optimizer.step()
+        manager.wait()
+    read = read_checkpoint(tmp_path / "step-000001")
+    assert all(bool((value == 3.0).all()) for value in read.values())
+
+
+def test_the_optimizer_orders_its_update_behind_a_save(tmp_path: Path) -> None:
+    """Once for each save, before the weights change."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer, seen = torch.optim.SGD([weight], lr=1.0), []
+    with CheckpointManager(tmp_path) as manager:
+        manager.overlap_copies(optimizer)
+        manager.save(1, {"w": weight.detach()})
+        staged = manager._staged
+        assert staged is not None
+        with mock.patch.object(
+            type(staged), "order_update", lambda _: seen.append(weight.tolist())
+        ):
+            optimizer.step()
+            optimizer.step()
+    assert seen == [[1.0, 1.0, 1.0]] and manager._staged is None
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:

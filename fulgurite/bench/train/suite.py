@@ -6,16 +6,21 @@ kernel time of a step, the host's share, peak memory and the seconds of the firs
 All candidates run the same `TrainStep`: forward, backward, gradient norm, clipping, AdamW with float32
 states and master weights; MFU counts against the peak of bfloat16. Only how the loss module is compiled differs. Each has a process's GPU to
 itself, one after the other; a step is timed from one read of its loss to the next.
+
+`--only stall` measures how long a save holds the loop (stall.py), `--only twin` a mixture of experts beside
+its dense twin at equal loss (twin.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +29,13 @@ from torch import nn
 
 import fulgurite
 from fulgurite.bench import results
+from fulgurite.bench.train.stall import format_stalls, measure_stall
+from fulgurite.bench.train.twin import format_twins, measure_twins
 from fulgurite.bench.train.workloads import CPU_DTYPE, CUDA_DTYPE, Workload, make_workloads
 from fulgurite.device import resolve_device
 from fulgurite.host.timing import time_device
 from fulgurite.models.loading.loader import build_random_model
+from fulgurite.train.batch import Batch
 from fulgurite.train.build import freeze_selection_biases, get_dtype, read_model_config
 from fulgurite.train.config import (
     LossSection,
@@ -56,6 +64,25 @@ CONFIG = TrainConfig(
 def run_train(options: argparse.Namespace) -> None:
     """Measure all workloads, print the table and save it."""
     device = resolve_device(options.device).type
+    rows = measure_steps(device, options)
+    for name, measure_more in (("stall", measure_stalls), ("twin", measure_twins)):
+        if options.only is None or options.only.lower() in name:
+            rows += [row | {"kind": name} for row in measure_more(device, options.quick)]
+            results.save_results("train", device, rows, options.output)
+    print_tables(rows)
+    print(f"written to {results.save_results('train', device, rows, options.output)}")
+
+
+def print_tables(rows: list[Row]) -> None:
+    """A table for each kind of row."""
+    for kind, show in ((None, format_table), ("stall", format_stalls), ("twin", format_twins)):
+        chosen = [row for row in rows if row.get("kind") == kind]
+        if chosen:
+            print(show(chosen))
+
+
+def measure_steps(device: str, options: argparse.Namespace) -> list[Row]:
+    """A row for each workload and candidate."""
     chosen = [
         workload
         for workload in make_workloads(device, options.quick)
@@ -70,8 +97,25 @@ def run_train(options: argparse.Namespace) -> None:
                 rows.append(measure(workload, candidate, recipe, device))
                 results.save_results("train", device, rows, options.output)
                 progress.advance(task)
-    print(format_table(rows))
-    print(f"written to {results.save_results('train', device, rows, options.output)}")
+    return rows
+
+
+def measure_stalls(device: str, quick: bool) -> list[Row]:
+    """Saves of the first workload; on a GPU also of a 1B model."""
+    workloads = make_workloads(device, quick)
+    rows = []
+    for workload in workloads[::2][:2] if device == "cuda" and not quick else workloads[:1]:
+        step, batches, _ = make_train_step(workload, OURS, "none", device)
+        counter = itertools.count()
+        run = partial(_run_next, step, counter, batches)
+        rows += measure_stall(workload.name, step, run)
+        del step, batches, run
+        _reset(device)
+    return rows
+
+
+def _run_next(step: TrainStep, counter: Iterator[int], batches: list[Batch]) -> StepResult:
+    return step(next(counter), batches)
 
 
 def list_candidates(workload: Workload) -> list[tuple[str, str]]:
@@ -122,6 +166,14 @@ def make_step(
     workload: Workload, candidate: str, recipe: str, device: str
 ) -> tuple[Callable[[], StepResult], float]:
     """A function that runs one step, and the FLOPs of a token."""
+    step, batches, flops = make_train_step(workload, candidate, recipe, device)
+    return partial(_run_next, step, itertools.count(), batches), flops
+
+
+def make_train_step(
+    workload: Workload, candidate: str, recipe: str, device: str
+) -> tuple[TrainStep, list[Batch], float]:
+    """A step, its microbatches, and the FLOPs of a token."""
     dtype = get_dtype(CUDA_DTYPE if device == "cuda" else CPU_DTYPE)
     family, config = read_model_config(workload.fields, workload.architecture)
     model = build_random_model(config, family, dtype=dtype, device=device).train()
@@ -136,9 +188,7 @@ def make_step(
         module = fulgurite.compile(module, transforms=precision_transforms(section, device))
     optimizer = build_optimizer(model, CONFIG.optimizer, 1000)
     step = TrainStep(module, model, optimizer, OneRank(), CONFIG)
-    batches = workload.make_batches(device)
-    counter = iter(range(1000))
-    return lambda: step(next(counter), batches), flops
+    return step, workload.make_batches(device), flops
 
 
 def _time(run: Callable[[], Any]) -> float:

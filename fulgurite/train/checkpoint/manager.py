@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
+from torch.optim import Optimizer
 
 from fulgurite.errors import ArgumentError
 from fulgurite.train.checkpoint import folder as folders
@@ -92,6 +93,7 @@ class CheckpointManager:
         self.on_saved, self.on_phase = on_saved, on_phase
         self.last_stall = 0.0  # seconds that the last save kept the training thread
         self._buffers = HostBuffers()
+        self._staged: StagedState | None = None  # until an update waits for its copies
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self._failures = 0
@@ -115,13 +117,27 @@ class CheckpointManager:
         """Allocate host buffers for a state, so that the first save is as quick as all others."""
         self._buffers.allocate(flatten(state))
 
+    def overlap_copies(self, optimizer: Optimizer) -> None:
+        """Copy from a GPU beside the next forward and backward; `optimizer.step` waits for it.
+
+        Nothing else may change the saved tensors before that step.
+        """
+        self._buffers.overlaps = True
+        optimizer.register_step_pre_hook(lambda *_: self._order_update())
+
+    def _order_update(self) -> None:
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            staged.order_update()
+
     def save(self, step: int, state: dict[str, Any], *, wait: bool = False) -> None:
         """Save a state, in the background if the section says so and `wait` is False."""
         self.check()
         started = time.perf_counter()
         self._join(step)
         self.check()
-        staged = self._buffers.stage(flatten(state))
+        self._order_update()  # the buffers of a save that no update followed
+        staged = self._staged = self._buffers.stage(flatten(state))
         self.on_phase("save:staged")
         self._thread = threading.Thread(
             target=self._write, args=(step, staged), name=f"fulgurite-checkpoint-{step}"

@@ -2,9 +2,11 @@
 
 In: the leaves of a state. Out: `StagedState`: host tensors, pickled-later values and DCP's save plan.
 
-Buffers are pinned if the tensors are on a GPU, and reused by the next save. Copies from a GPU are
-queued on the current stream, so they precede the next update of the weights, and the training thread
-does not wait for them. The writing thread never touches the live tensors.
+Buffers are pinned if the tensors are on a GPU, and reused by the next save. The training thread does
+not wait for copies from a GPU. They are queued on the current stream, so they precede the next update
+of the weights; or, with `overlaps`, on a stream of their own, beside forward and backward of the next
+step: then the next update must wait (`StagedState.order_update`). The writing thread never touches the
+live tensors.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,12 +51,22 @@ class StagedState:
         if self.copied is not None:
             self.copied.synchronize()
 
+    def order_update(self) -> None:
+        """Let what the current stream does from now on wait for the copies; the host does not."""
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied)
+
 
 class HostBuffers:
-    """One host tensor for each tensor of the state, allocated once."""
+    """One host tensor for each tensor of the state, allocated once.
+
+    `overlaps`: copy on a stream of their own; somebody calls `order_update` before the next update.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        self.overlaps = False
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def allocate(self, leaves: dict[str, Any]) -> None:
         """Make all buffers and touch their pages, so that the first save does not wait for it."""
@@ -65,16 +78,26 @@ class HostBuffers:
         """Copy all leaves. The buffers must not be in use by an earlier save."""
         plan = create_default_local_save_plan(leaves, is_coordinator=False)
         self._drop_unused(leaves)
-        values: dict[str, Any] = {}
-        device: torch.device | None = None
-        for name, value in leaves.items():
-            if not isinstance(value, Tensor):
-                values[name] = copy.deepcopy(value)
-                continue
-            local = _local(value).detach()
-            values[name] = self._buffer(name, local).copy_(local, non_blocking=True)
-            device = local.device if local.is_cuda else device
-        return StagedState(plan, values, None if device is None else _record_event(device))
+        device = next((v.device for v in leaves.values() if _is_on_gpu(v)), None)
+        with self._copying(device):
+            values = {name: self._copy(name, value) for name, value in leaves.items()}
+            return StagedState(plan, values, None if device is None else _record_event(device))
+
+    def _copy(self, name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
+        local = _local(value).detach()
+        if local.is_cuda and self.overlaps:  # a temporary one must live until it is copied
+            local.record_stream(torch.cuda.current_stream(local.device))
+        return self._buffer(name, local).copy_(local, non_blocking=True)
+
+    def _copying(self, device: torch.device | None) -> AbstractContextManager[Any]:
+        """The stream of the copies, which begin after what is queued now."""
+        if device is None or not self.overlaps:
+            return nullcontext()
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        stream.wait_stream(torch.cuda.current_stream(device))
+        return torch.cuda.stream(stream)
 
     def _buffer(self, name: str, local: Tensor) -> Tensor:
         buffer = self._buffers.get(name)
@@ -86,6 +109,10 @@ class HostBuffers:
     def _drop_unused(self, leaves: dict[str, Any]) -> None:
         for name in [name for name in self._buffers if name not in leaves]:
             del self._buffers[name]
+
+
+def _is_on_gpu(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_cuda
 
 
 def _local(value: Tensor) -> Tensor:

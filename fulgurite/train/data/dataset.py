@@ -18,7 +18,7 @@ from fulgurite.models.tokenizer import Tokenizer
 from fulgurite.train.config import TrainConfig
 from fulgurite.train.data.encoding import TextEncoder, token_byte_lengths
 from fulgurite.train.data.packing import PackedDataset, Piece
-from fulgurite.train.data.sources import TOKENS, find_sources
+from fulgurite.train.data.sources import TOKENS, find_sources, no_text_error
 from fulgurite.train.data.token_file import TokenFile, open_token_file, tokenize_sources
 
 TRAIN, VALIDATION = "train", "validation"
@@ -67,9 +67,8 @@ def open_files(
             files.append(open_token_file(source.path, encoder.vocab_size, encoder.eos_id))
             _check_tokenizer(files[-1], encoder)
     if not any(len(file.tokens) for file in files):
-        raise ArgumentError(
-            f"there is no text in {', '.join(patterns)}", next="name files that are not empty"
-        )
+        skipped = [name for file in files for name in file.header.get("bad_named", ())]
+        raise no_text_error(patterns, skipped)
     return files
 
 

@@ -93,6 +93,15 @@ class BadSamples:
             )
 
 
+def no_text_error(patterns: Sequence[str], skipped: Sequence[str]) -> ArgumentError:
+    """The error for files without a text; `skipped` are the first samples that can't be read."""
+    return ArgumentError(
+        f"there is no text in {', '.join(patterns)}",
+        where="\n".join(skipped) or None,
+        next="repair these samples, or name other files" if skipped else "name files with text",
+    )
+
+
 # ---- finding files -------------------------------------------------------------------------------
 
 

@@ -22,11 +22,17 @@ from tokenizers import Tokenizer as Backend
 from fulgurite.errors import ArgumentError
 from fulgurite.logs import LOG
 from fulgurite.models.loading import hub
-from fulgurite.models.loading.gguf_checkpoint import GGUFCheckpoint
 from fulgurite.models.tokenizer import Tokenizer, from_folder, from_gguf
+from fulgurite.quant.files.gguf_header import read_gguf_metadata
 from fulgurite.train.config import TrainConfig
 from fulgurite.train.data.encoding import PIECE_CHARS
-from fulgurite.train.data.sources import TOKENS, BadSamples, find_sources, read_documents
+from fulgurite.train.data.sources import (
+    TOKENS,
+    BadSamples,
+    find_sources,
+    no_text_error,
+    read_documents,
+)
 
 FOLDER = "tokenizer"
 LOCK = ".tokenizer.lock"
@@ -104,7 +110,7 @@ def copy_tokenizer(name: str, target: Path) -> None:
     """Copy the tokenizer files of a folder, file or Hub name; of a GGUF file, convert them."""
     path = hub.resolve_model_path(name)
     if path.suffix == ".gguf":
-        tokenizer = from_gguf(GGUFCheckpoint(path))
+        tokenizer = from_gguf(read_gguf_metadata(path), str(path))
         save_tokenizer(tokenizer.backend, target, tokenizer)
         return
     folder = path if path.is_dir() else path.parent
@@ -137,6 +143,8 @@ def _training_texts(config: TrainConfig) -> Iterator[str]:
         total += len(document.text)
         if total >= TRAINING_CHARS:
             return
+    if not total:  # a tokenizer of nothing would stay in the folder of the run
+        raise no_text_error(config.data.train, bad.named)
 
 
 def train_tokenizer(texts: Iterator[str] | Sequence[str], vocab_size: int) -> Backend:

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fulgurite.errors import ArgumentError
-from fulgurite.kernels.optimizer import triton_adamw
+from fulgurite.kernels.optimizer import triton_adamw, triton_adamw_packed
+from fulgurite.kernels.optimizer.triton_adamw_packed import PackedState, PackedWeight
 from fulgurite.train.optim.rounding import (
     MASTER,
     ROUNDINGS,
@@ -42,6 +43,8 @@ from fulgurite.train.optim.states import (
     FORMATS,
     choose_format,
     create_state,
+    find_edges,
+    make_code,
     read_state,
     write_state,
 )
@@ -64,9 +67,11 @@ class Slot:
     step: int  # from 1
 
     def random_bits(self, purpose: str) -> Tensor:
-        key = make_key(self.name, self.step, _PURPOSES[purpose])
-        shape = self.weight.shape
-        return random_bits(shape, find_offset(self.parameter), key, self.weight.device)
+        shape, device = self.weight.shape, self.weight.device
+        return random_bits(shape, find_offset(self.parameter), self.make_key(purpose), device)
+
+    def make_key(self, purpose: str) -> int:
+        return make_key(self.name, self.step, _PURPOSES[purpose])
 
 
 class AdamW(Optimizer):
@@ -135,7 +140,8 @@ class AdamW(Optimizer):
 
     def update(self, slots: Sequence[Slot], group: dict[str, Any]) -> None:
         """Update parameters of one group with the same device, dtype and step."""
-        if update_by_kernel(slots, group):
+        slots = update_by_kernel(slots, group)
+        if not slots:
             return
         weights = read_weights(slots)
         gradients = read_gradients(slots, weights)
@@ -184,22 +190,55 @@ class AdamW(Optimizer):
         return False
 
 
-def update_by_kernel(slots: Sequence[Slot], group: dict[str, Any]) -> bool:
-    """Update bfloat16 weights with master bits on a GPU, by one kernel each; False: not these."""
-    if not slots[0].weight.is_cuda or "master_low" not in slots[0].state:
-        return False
-    tensors = []
-    for slot in slots:
-        state = [read_local(slot.state[name]) for name in ("master_low", *MOMENTS)]
-        tensors.append((slot.weight, state[0], slot.gradient, state[1], state[2]))
-    if not all(triton_adamw.can_run(*parts) for parts in tensors):
-        return False
+def update_by_kernel(slots: Sequence[Slot], group: dict[str, Any]) -> list[Slot]:
+    """Update parameters on a GPU by one kernel each, where there is one; returns the other slots.
+
+    float32 weights with float32 states are among those: torch updates many by one kernel.
+    """
+    if not slots[0].weight.is_cuda:
+        return list(slots)
     numbers = triton_adamw.AdamWStep(
         float(group["lr"]), group["betas"], group["eps"], group["weight_decay"], slots[0].step
     )
-    for parts in tensors:
-        triton_adamw.adamw_step(*parts, numbers)
+    return [slot for slot in slots if not _run_kernel(slot, numbers)]
+
+
+def _run_kernel(slot: Slot, numbers: triton_adamw.AdamWStep) -> bool:
+    first, second = (read_local(slot.state[name]) for name in MOMENTS)
+    if slot.weight.dtype == first.dtype == torch.float32:
+        return False
+    if "master_low" in slot.state:
+        low = read_local(slot.state["master_low"])
+        if triton_adamw.can_run(slot.weight, low, slot.gradient, first, second):
+            triton_adamw.adamw_step(slot.weight, low, slot.gradient, first, second, numbers)
+            return True
+    packed = make_packed(slot)
+    if not triton_adamw_packed.can_run(*packed):
+        return False
+    triton_adamw_packed.packed_adamw_step(*packed, numbers)
     return True
+
+
+def make_packed(slot: Slot) -> tuple[PackedWeight, Tensor, PackedState, PackedState]:
+    """The arguments of `packed_adamw_step`."""
+    low = slot.state.get("master_low")
+    weight = PackedWeight(
+        slot.weight,
+        None if low is None else read_local(low),
+        slot.make_key("weight"),
+        find_offset(slot.parameter),
+    )
+    first, second = (_pack_state(slot, name) for name in MOMENTS)
+    return weight, slot.gradient, first, second
+
+
+def _pack_state(slot: Slot, name: str) -> PackedState:
+    values, key = read_local(slot.state[name]), slot.make_key(name)
+    if values.dtype != torch.uint8:
+        return PackedState(values, key)
+    scales = read_local(slot.state[f"{name}_scale"])
+    device = values.device
+    return PackedState(values, key, scales, make_code(name, device), find_edges(name, device))
 
 
 def update_adamw(

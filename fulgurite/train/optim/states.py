@@ -78,7 +78,7 @@ def make_code(name: str, device: torch.device) -> Tensor:
 
 
 @cache
-def _make_edges(name: str, device: torch.device) -> Tensor:
+def find_edges(name: str, device: torch.device) -> Tensor:
     """Values between two codes: below goes to the lower. For roots only 0 goes to 0."""
     code = make_code(name, torch.device("cpu")).double()
     edges = (code[1:] + code[:-1]) / 2
@@ -93,7 +93,7 @@ def quantize_blocks(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     blocks = F.pad(x, (0, -size % BLOCK)).unflatten(-1, (-1, BLOCK))
     scales = blocks.abs().amax(-1)
     relative = blocks / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)
-    codes = torch.bucketize(relative, _make_edges(name, x.device), out_int32=True)
+    codes = torch.bucketize(relative, find_edges(name, x.device), out_int32=True)
     return codes.to(torch.uint8).flatten(-2)[..., :size], scales
 
 

@@ -8,6 +8,7 @@ expert.py        experts over data ranks         build.py       which layout a c
 tensor.py        matrices over ranks             tensor_layers.py, vocab_loss.py   its modules and loss
 context.py       one sequence over ranks         model_layouts.py   tensor and context with data ranks
 pipeline.py      schedules of stages of layers   stages.py, deferred.py, pipeline_layouts.py   its parts
+compiled.py      compiled layers, with collectives as ops of their graphs
 """
 
 from __future__ import annotations

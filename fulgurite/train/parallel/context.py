@@ -101,7 +101,7 @@ def split_attention(model: CausalLM, axis: Axis) -> None:
     hook = functools.partial(_use_context, axis=axis)
     for layer in model.layers:
         if hasattr(layer, "attention"):  # not a layer of another pipeline stage
-            layer.attention.register_forward_pre_hook(hook, with_kwargs=True)
+            layer.register_forward_pre_hook(hook, with_kwargs=True)
     # For the auxiliary loss of experts, a product of sums over tokens (balance.py).
     model.sum_over_context = functools.partial(sum_inside_parallel_region, axis=axis)  # type: ignore[assignment]
 
@@ -109,13 +109,15 @@ def split_attention(model: CausalLM, axis: Axis) -> None:
 def _use_context(
     module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], *, axis: Axis
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A pre-hook: arguments are hidden states, positions, cos and sin, and the cache of the step."""
+    """A pre-hook of a layer: hidden states, positions, cos and sin, and the cache of the step."""
     *rest, cache = arguments
+    positions_BL = rest[1]
     if not isinstance(cache, ContextAttention):
         shared = getattr(cache, "context_attention", None)
         if shared is None:
             documents = getattr(cache, "documents_BT", None)
-            shared = cache.context_attention = ContextAttention(axis, documents)
+            shared = ContextAttention(axis, documents, positions_BL)
+            cache.context_attention = shared
         cache = shared
     return (*rest, cache), named
 
@@ -124,11 +126,14 @@ class ContextAttention(NoKVCache):
     """Attention of this rank's queries to the keys of all ranks; it stores nothing.
 
     documents_BL   of this rank's tokens; None: a row is one document
+    positions_BL   of this rank's tokens
     """
 
-    def __init__(self, axis: Axis, documents_BL: Tensor | None) -> None:
+    def __init__(self, axis: Axis, documents_BL: Tensor | None, positions_BL: Tensor) -> None:
         super().__init__()
         self.axis = axis
+        length = positions_BL.shape[1] * axis.size
+        self.order_T = _gathered_order(length, axis.size).to(positions_BL.device)
         self.documents_BT = None if documents_BL is None else self._gather_numbers(documents_BL)
         self._positions_BT: Tensor | None = None
 
@@ -178,12 +183,10 @@ class ContextAttention(NoKVCache):
         both_LBKW = torch.cat((k_BLKH, v_BLKV.to(k_BLKH.dtype)), dim=-1).transpose(0, 1)
         length = both_LBKW.shape[0] * self.axis.size
         both_TBKW = all_gather_tokens(both_LBKW, self.axis, length)
-        order_T = _gathered_order(length, self.axis.size).to(k_BLKH.device)
-        k_BTKH, v_BTKV = both_TBKW[order_T].transpose(0, 1).split(sizes, dim=-1)
+        k_BTKH, v_BTKV = both_TBKW[self.order_T].transpose(0, 1).split(sizes, dim=-1)
         return k_BTKH, v_BTKV
 
     def _gather_numbers(self, x_BL: Tensor) -> Tensor:
         """Documents or positions of whole rows, in order."""
         x_TB = all_gather(x_BL.t().contiguous(), self.axis, "all-gather of documents")
-        order_T = _gathered_order(x_TB.shape[0], self.axis.size).to(x_BL.device)
-        return x_TB[order_T].t()
+        return x_TB[self.order_T].t()

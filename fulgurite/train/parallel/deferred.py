@@ -12,6 +12,7 @@ Everything but the weights of plain linears (norms, experts, embeddings, head) i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from fulgurite.kernels.gemm.dense_linear import DenseLinear
+
+disable_capture = functools.partial(
+    torch.compiler.disable, reason="a zero-bubble schedule computes gradients of weights later"
+)
 
 
 class WeightGradients:
@@ -51,6 +56,7 @@ class DeferredLinear(nn.Linear):
 
     weight_gradients: WeightGradients
 
+    @disable_capture
     def forward(self, input: Tensor) -> Tensor:
         if not torch.is_grad_enabled() or not self.weight.requires_grad:
             return F.linear(input, self.weight, self.bias)

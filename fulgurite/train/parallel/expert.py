@@ -29,7 +29,8 @@ from fulgurite.kernels.moe.router_config import Routes
 from fulgurite.models.moe import Experts, MoE
 from fulgurite.models.norms import RMSNorm
 from fulgurite.parallel.collectives import shard_range
-from fulgurite.parallel.dispatcher import AllToAllDispatcher, TokenDispatcher
+from fulgurite.parallel.dispatch.all_to_all import AllToAllDispatcher
+from fulgurite.parallel.dispatch.dispatcher import TokenDispatcher
 from fulgurite.train.parallel.layout_base import RankMesh, list_divisors
 
 

@@ -7,8 +7,9 @@
 `parallel.data_shard` ranks share a copy. If there are more data ranks, copies are replicated, and
 gradients are also all-reduced over them (HSDP). Every microbatch reduces, so that gradients stay sharded.
 
-Parameters that stay whole: distributed experts, routers, adapters, and parameters of another dtype than
-the rest, since a reduce-scatter has one dtype. Their gradients are reduced as in data.py.
+Parameters that stay whole: distributed experts, routers, adapters, quantized weights, and parameters of
+another dtype than the rest, since a reduce-scatter has one dtype. Their gradients are reduced as in
+data.py.
 
 **Same bits.** In deterministic mode `OrderedReduceScatter` sends gradients by all-to-all and adds them
 in the order of the tree: first the microbatches of a rank, then ranks. The sums are divided before they
@@ -34,8 +35,10 @@ from torch.distributed.fsdp import (
 )
 
 from fulgurite.parallel.mesh import Axis
+from fulgurite.quant import QuantTensor
 from fulgurite.train.accumulate import (
     SumTree,
+    count_terms,
     mean_totals,
     run_backward,
     store_gradients,
@@ -126,7 +129,8 @@ class ShardedData(ReplicatedData):
     def _run_sharded_in_order(self, loss_module: nn.Module, batches: Sequence[Batch]) -> StepTotals:
         parameters = trainable_parameters(loss_module)
         whole = [p for p in parameters if not is_fsdp_shard(p)]
-        tokens = sum((batch.num_tokens for batch in batches), torch.zeros((), dtype=torch.int64))
+        counts = (count_terms(loss_module, batch) for batch in batches)
+        tokens = sum(counts, torch.zeros((), dtype=torch.int64))
         tokens = tree_all_reduce(tokens.to(self.ranks.device), self.ranks.axis("tokens"))
         tree = SumTree()
         for comm in self.ordered:
@@ -188,16 +192,23 @@ class OrderedReduceScatter:
 def whole_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Parameters that FSDP leaves alone."""
     counts = Counter[torch.dtype]()
+    quantized = {p for p in model.parameters() if isinstance(p, QuantTensor)}
     for parameter in model.parameters():
-        counts[parameter.dtype] += parameter.numel()
+        counts[parameter.dtype] += 0 if parameter in quantized else parameter.numel()
     main = counts.most_common(1)[0][0]
     # An auxiliary loss reads routers behind the forward of their layers, which frees gathered weights.
     routers = {parameter for router in find_routers(model) for parameter in router.parameters()}
-    return routers | {
-        parameter
-        for name, parameter in model.named_parameters()
-        if is_expert_shard(parameter) or parameter.dtype != main or name.endswith(WHOLE_PARAMETERS)
-    }
+    return (
+        routers
+        | quantized
+        | {
+            parameter
+            for name, parameter in model.named_parameters()
+            if is_expert_shard(parameter)
+            or parameter.dtype != main
+            or name.endswith(WHOLE_PARAMETERS)
+        }
+    )
 
 
 def is_fsdp_shard(parameter: nn.Parameter) -> bool:

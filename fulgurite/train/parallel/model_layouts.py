@@ -23,6 +23,7 @@ from fulgurite.train.batch import Batch
 from fulgurite.train.config import TrainConfig
 from fulgurite.train.layout import StepTotals
 from fulgurite.train.loss import LossSums
+from fulgurite.train.parallel.compiled import trace_collectives
 from fulgurite.train.parallel.context import check_context_degree, split_attention, split_batch
 from fulgurite.train.parallel.data import ReplicatedData
 from fulgurite.train.parallel.fsdp import ShardedData, is_fsdp_shard
@@ -60,8 +61,8 @@ def check_task(config: TrainConfig, degrees: Degrees) -> None:
         )
     if config.precision.matmul != "none":
         raise ArgumentError(
-            f"precision.matmul={config.precision.matmul!r} needs a compiled step, and {where} "
-            "runs eagerly",
+            f"precision.matmul={config.precision.matmul!r} with {where}: a shard of a matrix would "
+            "have scales of its own",
             next="precision.matmul='none', or data ranks only",
         )
 
@@ -107,12 +108,12 @@ def split_model(layout: ReplicatedModelParallel, model: nn.Module) -> nn.Module:
     assert isinstance(model, CausalLM), f"{type(model).__name__} has no sharding rules"
     ranks, degrees = layout.ranks, layout.degrees
     if degrees.cp > 1:
-        split_attention(model, ranks.axis("cp"))
+        split_attention(model, trace_collectives(ranks.axis("cp")))
     if degrees.tp > 1:
         layout.tensor = shard_tensor_parallel(
             model,
             ranks.mesh["tp"],
-            ranks.axis("tp"),
+            trace_collectives(ranks.axis("tp")),
             get_sharding_rules(model.config),
             sequence_parallel=layout.config.parallel.sequence,
         )

@@ -18,6 +18,7 @@ Shapes: X token layout; T tokens, flat; D hidden size; E experts; k experts of a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,9 @@ from fulgurite.train.loss import LossTable
 from fulgurite.train.parallel.vocab_loss import SplitLoss, vocab_parallel_cross_entropy
 
 Rows = tuple[int, int]
+disable_capture = functools.partial(
+    torch.compiler.disable, reason="the host reads how many tokens this rank's experts get"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,6 +193,10 @@ class LocalExperts(Experts):
         self, x_TD: Tensor, routes: Routes, norm: Any = None, residual_TD: Tensor | None = None
     ) -> Tensor:
         assert norm is None and residual_TD is None, "TensorParallelMoE applies them"
+        return self._run_local(x_TD, routes)
+
+    @disable_capture
+    def _run_local(self, x_TD: Tensor, routes: Routes) -> Tensor:
         weights_Tk = copy_to_parallel_region(routes.weights_Tk, self.region.axis)
         local_Tk = routes.experts_Tk - self.first
         is_local_Tk = (local_Tk >= 0) & (local_Tk < self.count)
@@ -196,7 +204,7 @@ class LocalExperts(Experts):
         local = Routes(
             weights_Tk[tokens_S, choices_S][:, None], local_Tk[tokens_S, choices_S][:, None]
         )
-        y_SD = super().forward(x_TD[tokens_S], local)
+        y_SD = Experts.forward(self, x_TD[tokens_S], local)
         return torch.zeros_like(x_TD).index_add(0, tokens_S, y_SD.to(x_TD.dtype))
 
 

@@ -140,7 +140,12 @@ class DPOLoss(nn.Module):
             reference_B2 = self.reference_N2[documents_BT[:, 0] // 2]
         loss = dpo_loss(logp_B2, reference_B2, self.beta).sum()
         pairs = torch.full((), len(tokens_BT), dtype=torch.int64, device=tokens_BT.device)
-        return LossSums(loss, loss.detach(), torch.zeros_like(loss.detach()), pairs)
+        value = loss.detach().clone()  # sums are added in place
+        return LossSums(loss, value, torch.zeros_like(value), pairs)
+
+    def count_terms(self, batch: Batch) -> Tensor:
+        """The pairs of a batch; see `accumulate.count_terms`."""
+        return torch.tensor(len(batch.tokens_BT))
 
 
 def sum_answers(logprobs_BT: Tensor, documents_BT: Tensor) -> Tensor:

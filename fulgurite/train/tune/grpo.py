@@ -125,4 +125,4 @@ class GRPOLoss(nn.Module):
         is_token_BT = labels_BT != IGNORED
         loss = torch.where(is_token_BT, loss_BT, 0.0).sum()
         kl = torch.where(is_token_BT, kl_BT, 0.0).sum().detach()
-        return LossSums(loss, loss.detach(), kl, is_token_BT.sum())
+        return LossSums(loss, loss.detach().clone(), kl, is_token_BT.sum())

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fulgurite.models.layers import CausalLM
+from fulgurite.quant import QuantTensor
 from fulgurite.train.batch import Batch
 from fulgurite.train.tune.logprobs import compute_logprobs
 from fulgurite.train.tune.lora import adapter_modules, adapters_disabled
@@ -23,11 +24,13 @@ class ReferenceModel:
     It is no module, so that its copy belongs to no optimizer and no checkpoint.
     """
 
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(self, model: CausalLM, frozen: CausalLM | None = None) -> None:
+        """`frozen` is the copy of a model without adapters; None: it is made here."""
         self.has_adapters = bool(adapter_modules(model))
-        self.model = model if self.has_adapters else copy.deepcopy(model).requires_grad_(False)
         if not self.has_adapters:
-            self.model.eval()
+            model = copy_model(model) if frozen is None else frozen
+            model.requires_grad_(False).eval()
+        self.model = model
 
     @torch.no_grad()
     def compute_logprobs(self, batch: Batch, temperature: float = 1.0) -> Tensor:
@@ -36,6 +39,12 @@ class ReferenceModel:
             return score(self.model, batch, temperature)
         with adapters_disabled(self.model):
             return score(self.model, batch, temperature)
+
+
+def copy_model(model: CausalLM) -> CausalLM:
+    """A copy with weights of its own. Quantized weights never change, so both have the same."""
+    memo = {id(p): p for p in model.parameters() if isinstance(p, QuantTensor)}
+    return copy.deepcopy(model, memo)
 
 
 @torch.no_grad()

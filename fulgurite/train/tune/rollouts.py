@@ -2,8 +2,10 @@
 
     prompts of step s ─▶ engine (the live model) ─▶ completions ─▶ rewards ─▶ advantages ─▶ Batches
 
-The engine runs in this process on the parameters that are trained: nothing is copied or written. After
-an update only cached keys are stale, so its prefix cache is reset. In deterministic mode the engine's
+The engine runs in this process on the parameters that are trained: nothing is copied or written. If
+ranks share the weights (`parallel.data_shard`), the engine of a rank has a whole model, and trained
+weights are gathered into it once a round, rank to rank. After an update only cached keys are stale, so
+the prefix cache is reset. In deterministic mode the engine's
 log-probabilities are those of the training forward to the bit, and the ratio is exactly 1 on policy.
 
 Prompts are lines of JSONL: {"prompt": "2+3=", ...}, text or messages. The other fields go to rewards.
@@ -12,12 +14,13 @@ Prompts are lines of JSONL: {"prompt": "2+3=", ...}, text or messages. The other
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fulgurite.determinism import deterministic
 from fulgurite.errors import ArgumentError
@@ -86,10 +89,19 @@ def encode_prompt(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> list[int]:
 
 
 class Sampler:
-    """The engine on the live model."""
+    """The engine on the live model, or on a whole copy of one that ranks share.
 
-    def __init__(self, model: CausalLM, tokenizer: Tokenizer, config: TrainConfig) -> None:
-        self.model, self.section, self.seed = model, config.tune, config.seed
+    `sync` brings the weights of the copy up to date, on all ranks together; None: they are live.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        tokenizer: Tokenizer,
+        config: TrainConfig,
+        sync: Callable[[], None] | None = None,
+    ) -> None:
+        self.model, self.section, self.seed, self.sync = model, config.tune, config.seed, sync
         self.llm = LLM.from_model(
             model,
             tokenizer,
@@ -112,6 +124,8 @@ class Sampler:
             for number in range(len(prompts) * group)
         ]
         repeated = [prompt for prompt in prompts for _ in range(group)]
+        if self.sync is not None:
+            self.sync()
         was_training = self.model.training
         self.model.eval()
         self.llm.engine.reset_prefix_cache()
@@ -119,6 +133,15 @@ class Sampler:
             return self.llm.generate(repeated, params)
         finally:
             self.model.train(was_training)
+
+
+@torch.no_grad()
+def gather_weights(source: CausalLM, target: CausalLM) -> None:
+    """Copy what training changes: trained parameters, and selection biases. All ranks call it."""
+    for name, parameter in source.named_parameters():
+        if parameter.requires_grad or name.endswith("correction_bias"):
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            target.get_parameter(name).copy_(whole)
 
 
 def _seed_of(*numbers: int) -> int:

@@ -34,13 +34,14 @@ from fulgurite.train.tune.grpo import GRPOLoss, RolloutTable
 from fulgurite.train.tune.lora import LoRAConfig, add_adapters
 from fulgurite.train.tune.peft_files import save_adapters
 from fulgurite.train.tune.qlora import quantize_frozen
-from fulgurite.train.tune.reference import ReferenceModel
+from fulgurite.train.tune.reference import ReferenceModel, copy_model
 from fulgurite.train.tune.rewards import load_rewards
 from fulgurite.train.tune.rollouts import (
     PromptLine,
     RolloutLoader,
     Sampler,
     completions_of_rank,
+    gather_weights,
     read_prompts,
 )
 from fulgurite.train.tune.rows import RowDataset, make_example
@@ -72,23 +73,44 @@ class TuneTask:
     prompts: Sequence[PromptLine] = ()
     loss_module: nn.Module | None = None
     loader: RolloutLoader | None = None
+    reference_model: CausalLM | None = None
+    sampling_model: CausalLM | None = None
+
+    def copy_models(self, is_sharded: bool) -> None:
+        """Copy the whole model where a task needs a second one; before the layout shards it.
+
+        A reference of its own: DPO and GRPO of all weights. A model for the engine: GRPO whose weights
+        ranks share.
+        """
+        section = self.config.tune
+        has_reference = section.task == "dpo" and section.reference == "live"
+        has_reference |= section.task == "grpo" and section.beta > 0
+        if has_reference and self.adapters is None:
+            self.reference_model = copy_model(self.model)
+        if section.task == "grpo" and is_sharded:
+            self.sampling_model = copy_model(self.model)
 
     def build_loss(self, model: CausalLM, layout: Layout) -> nn.Module:
         """The loss of the task on the model as the layout sharded it."""
         section, config = self.config.tune, self.config
         with deterministic(config.deterministic):
             if section.task == "dpo":
-                self.loss_module = self._build_dpo(model)
+                self.loss_module = self._build_dpo(model, layout)
             elif section.task == "grpo":
                 self.loss_module = self._build_grpo(model, layout)
             else:
                 self.loss_module = LossModule(model, config.loss)
         return self.loss_module
 
-    def _build_dpo(self, model: CausalLM) -> DPOLoss:
+    def _make_reference(self, model: CausalLM, layout: Layout) -> ReferenceModel:
+        if self.reference_model is None:
+            return ReferenceModel(model)
+        return ReferenceModel(model, layout.shard(self.reference_model))  # type: ignore[arg-type]
+
+    def _build_dpo(self, model: CausalLM, layout: Layout) -> DPOLoss:
         section = self.config.tune
         if section.reference == "live":
-            return DPOLoss(model, section.beta, reference=ReferenceModel(model))
+            return DPOLoss(model, section.beta, reference=self._make_reference(model, layout))
         assert isinstance(self.dataset, RowDataset) and isinstance(self.validation, RowDataset)
         parts = [precompute_reference(model, data) for data in (self.dataset, self.validation)]
         return DPOLoss(model, section.beta, reference_N2=torch.cat(parts))
@@ -99,11 +121,11 @@ class TuneTask:
         table = RolloutTable(rows, require_length(config), model.device)
         self.loader = RolloutLoader(
             config,
-            Sampler(model, self.tokenizer, config),
+            self._make_sampler(model, layout),
             self.prompts,
             load_rewards(section.rewards),
             table,
-            ReferenceModel(model) if section.beta else None,
+            self._make_reference(model, layout) if section.beta else None,
             layout.data_rank,
             layout.data_ranks,
         )
@@ -114,6 +136,19 @@ class TuneTask:
             beta=section.beta,
             temperature=section.temperature,
         )
+
+    def _make_sampler(self, model: CausalLM, layout: Layout) -> Sampler:
+        whole = self.sampling_model
+        if whole is None:
+            return Sampler(model, self.tokenizer, self.config)
+
+        def sync() -> None:
+            reshard = getattr(layout, "reshard", None)  # a reference may have left gathered weights
+            if reshard is not None:
+                reshard()
+            gather_weights(model, whole)
+
+        return Sampler(whole, self.tokenizer, self.config, sync)
 
     def make_loader(self) -> RolloutLoader | None:
         """The loader of GRPO; None: the samples of `dataset` are fixed."""
@@ -170,21 +205,15 @@ def check_tuning(config: TrainConfig) -> None:
                 raise ArgumentError(
                     f"tune.method={section.method!r} does not run with parallel.{name}="
                     f"{getattr(parallel, name)}: adapters are not sharded",
-                    next="use data ranks: --parallel.data",
+                    next="use data ranks: --parallel.data, --parallel.data_shard",
                 )
-    if section.method == "qlora" and parallel.data_shard != 1:
-        raise ArgumentError(
-            f"tune.method='qlora' does not run with parallel.data_shard={parallel.data_shard}: "
-            "quantized weights are not sharded",
-            next="parallel.data_shard=1, or tune.method='lora'",
-        )
     if section.task in ("dpo", "grpo"):
-        for name in ("tensor", "expert", "pipeline", "context", "data_shard"):
-            if getattr(parallel, name) not in (1,):
+        for name in ("tensor", "expert", "pipeline", "context"):
+            if getattr(parallel, name) > 1:
                 raise ArgumentError(
                     f"tune.task={section.task!r} does not run with parallel.{name}="
                     f"{getattr(parallel, name)}",
-                    next="use data ranks that each have all weights: --parallel.data",
+                    next="use data ranks: --parallel.data, --parallel.data_shard",
                 )
     if section.task == "grpo" and section.dropout:
         raise ArgumentError("GRPO samples and trains the same model, so it takes no dropout")

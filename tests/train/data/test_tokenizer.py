@@ -179,6 +179,17 @@ def test_many_processes_prepare_one_tokenizer(tmp_path: Path):
     assert names == {"tokenizer", ".tokenizer.lock"}
 
 
+@pytest.mark.parametrize("content", [b"", b"[1, 2]\n", b"\xff\xfe\n"])
+def test_files_without_text_leave_no_tokenizer(tmp_path: Path, content: bytes):
+    """Otherwise the next run of the folder would use one that was trained on nothing."""
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ArgumentError, match="there is no text in") as caught:
+        prepare_tokenizer(data_config(str(path), vocab_size=290), tmp_path / "run")
+    assert (f"{path}:1: not" in str(caught.value)) == bool(content)
+    assert not (tmp_path / "run" / "tokenizer").exists()
+
+
 def test_settings_are_json(folder: Path):
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     assert settings["eos_token"] == "<|endoftext|>" and "chat_template" in settings

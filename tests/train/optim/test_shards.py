@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers", reason="the cases share a module with its reference tests")
 
-from fulgurite.parallel.launch import launch
+from fulgurite.parallel.processes.launch import launch
 from tests.train.optim.shard_cases import OPTIONS, load_on_one_rank, run_all, run_whole
 
 

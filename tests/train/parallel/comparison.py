@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fulgurite.parallel.launch import RankPool
+from fulgurite.parallel.processes.launch import RankPool
 from tests.train.parallel.layout_cases import Case, Result, run_case
 
 Ranks = Callable[[int], RankPool]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from fulgurite.parallel.launch import RankPool
+from fulgurite.parallel.processes.launch import RankPool
 
 
 @pytest.fixture(scope="session")

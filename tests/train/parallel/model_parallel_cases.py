@@ -7,7 +7,7 @@ runs them over ranks and gathers the weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from fulgurite.models.config import ConfigFields
 from fulgurite.models.families.family import ModelFamily
 from fulgurite.models.families.registry import ARCHITECTURES
 from fulgurite.parallel.collectives import shard_range
-from fulgurite.parallel.launch import RankPool
+from fulgurite.parallel.processes.launch import RankPool
 from fulgurite.train.batch import IGNORED, Batch
 from fulgurite.train.checkpoint import CheckpointManager
 from fulgurite.train.config import (
@@ -35,6 +35,7 @@ from fulgurite.train.layout import ModelParallelLayout
 from fulgurite.train.loss import CHUNK_BYTES, LossModule
 from fulgurite.train.optim import build_optimizer
 from fulgurite.train.parallel.build import select_layout
+from fulgurite.train.parallel.compiled import CompiledLayers, compile_layers
 from fulgurite.train.parallel.layout_base import Degrees, ParallelLayout, RankMesh
 from fulgurite.train.parallel.tensor_layers import Region, VocabParallelLinear
 from fulgurite.train.step import OneRank
@@ -91,6 +92,15 @@ ROWS, LENGTH = 2, 16
 
 
 @dataclass(frozen=True)
+class CompiledGraphs:
+    """How many graphs of layers there are, the collectives in them, and where they break."""
+
+    count: int
+    collectives: dict[str, int]
+    breaks: list[str]
+
+
+@dataclass(frozen=True)
 class Outcome:
     """Losses of all steps, and the weights of one rank's layout after the last."""
 
@@ -98,6 +108,7 @@ class Outcome:
     weights: dict[str, Tensor]
     load: Tensor | None = None
     norms: tuple[float, ...] = ()
+    compiled: CompiledGraphs | None = None
 
 
 def family_of(name: str, **changed: object) -> tuple[ModelFamily, ModelConfig]:
@@ -215,7 +226,7 @@ _meshes: dict[Degrees, RankMesh] = {}
 def mesh_of(degrees: Degrees) -> RankMesh:
     """The same mesh for every test of a process: groups are made once."""
     if degrees not in _meshes:
-        _meshes[degrees] = RankMesh(degrees, timeout=60)
+        _meshes[degrees] = RankMesh(degrees, timeout=240)
     return _meshes[degrees]
 
 
@@ -231,6 +242,7 @@ class Case:
     length: int = LENGTH
     section: ParallelSection = field(default_factory=ParallelSection)
     changed: dict[str, object] = field(default_factory=dict)
+    compile: bool = False
 
 
 def make_layout(case: Case) -> ParallelLayout:
@@ -243,6 +255,7 @@ def train_split(case: Case) -> Outcome:
     layout = make_layout(case)
     model = layout.shard(make_model(case.name, **case.changed))
     loss_module, optimizer = LossModule(model), make_optimizer(model)
+    layers = compile_layers(model, {}) if case.compile else None
     losses, norms, load = [], [], None
     share = case.count // layout.data_ranks
     for step in range(case.steps):
@@ -256,10 +269,19 @@ def train_split(case: Case) -> Outcome:
         optimizer.zero_grad()
         losses.append(float(totals.loss))
         load = totals.load_LE
-    return Outcome(losses, gather(model), load, tuple(norms))
+    outcome = Outcome(losses, gather(model), load, tuple(norms))
+    return outcome if layers is None else replace(outcome, compiled=describe_graphs(layers))
 
 
-def check(pool: RankPool, case: Case) -> None:
+def describe_graphs(layers: CompiledLayers) -> CompiledGraphs:
+    compiled = layers.compiled
+    texts = [str(compiled.last_trace(graph=number)) for number in range(len(compiled.graphs))]
+    names = ("axis_all_reduce", "axis_all_gather", "axis_reduce_scatter")
+    collectives = {name: sum(text.count(name) for text in texts) for name in names}
+    return CompiledGraphs(len(compiled.graphs), collectives, [str(b) for b in compiled.breaks])
+
+
+def check(pool: RankPool, case: Case) -> list[Outcome]:
     """float32: sums are taken in another order; SGD keeps differences of gradients small.
 
     Gemma's logits are some ten times larger.
@@ -279,6 +301,7 @@ def check(pool: RankPool, case: Case) -> None:
     assert errors[worst] < limit, f"{case.degrees}: {worst} differs by {errors[worst]}"
     if wanted.load is not None:
         assert all(torch.equal(ours.load, wanted.load) for ours in found)
+    return found
 
 
 def evaluate_alone(name: str, **changed: object) -> list[float]:

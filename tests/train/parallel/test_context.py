@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fulgurite.errors import ArgumentError
-from fulgurite.parallel.launch import RankPool
 from fulgurite.parallel.mesh import Axis
+from fulgurite.parallel.processes.launch import RankPool
 from fulgurite.train.parallel.context import check_context_degree, local_places, split_batch
 from fulgurite.train.parallel.layout_base import Degrees
 from tests.train.parallel import model_parallel_cases as cases
@@ -37,6 +37,12 @@ def test_two_ranks_train_as_one(pair, name):
 
 def test_fifty_steps_of_whole_rows(pair):
     cases.check(pair, Case("qwen3", TWO, steps=50, count=1, documents=False))
+
+
+def test_compiled_layers_train_as_one(pair):
+    """The all-gather of keys is an op of the graph."""
+    for outcome in cases.check(pair, Case("qwen3", TWO, steps=50, count=1, compile=True)):
+        assert outcome.compiled.collectives["axis_all_gather"] and not outcome.compiled.breaks
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])

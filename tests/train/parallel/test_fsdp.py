@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fulgurite.parallel.launch import RankPool
+from fulgurite.parallel.processes.launch import RankPool
 from fulgurite.train.config import ParallelSection
 from fulgurite.train.parallel.layout_base import Degrees
 from tests.train.parallel import model_parallel_cases

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from fulgurite.errors import ArgumentError
-from fulgurite.parallel.launch import RankPool
+from fulgurite.parallel.processes.launch import RankPool
 from fulgurite.train.config import ParallelSection, TrainConfig
 from fulgurite.train.parallel.layout_base import Degrees
 from fulgurite.train.parallel.pipeline import check_pipeline, rank_of_stage
@@ -46,6 +47,16 @@ def test_two_ranks_train_as_one(pair, name, schedule):
 
 def test_fifty_steps_train_as_one(pair):
     cases.check(pair, make_case("tied", TWO, "1f1b", 50, 2))
+
+
+@pytest.mark.parametrize(("schedule", "steps"), [("1f1b", 50), ("zero_bubble", 4)])
+def test_compiled_layers_train_as_one(pair, schedule, steps):
+    """Linears whose weight gradients come later run between graphs."""
+    case = replace(make_case("tied", TWO, schedule, steps), compile=True)
+    for outcome in cases.check(pair, case):
+        assert outcome.compiled.count
+        assert bool(outcome.compiled.breaks) == (schedule == "zero_bubble")
+        assert all("gradients of weights later" in text for text in outcome.compiled.breaks)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

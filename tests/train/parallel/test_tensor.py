@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from fulgurite.errors import ArgumentError
-from fulgurite.parallel.launch import RankPool
 from fulgurite.parallel.mesh import Axis
+from fulgurite.parallel.processes.launch import RankPool
 from fulgurite.train.batch import IGNORED
 from fulgurite.train.config import ParallelSection
 from fulgurite.train.parallel.layout_base import Degrees
@@ -42,6 +42,16 @@ def test_two_ranks_train_as_one(pair, name):
 
 def test_fifty_steps_train_as_one(pair):
     cases.check(pair, Case("qwen3", TWO, steps=50, count=1))
+
+
+@pytest.mark.parametrize(("name", "steps"), [("qwen3", 50), ("dots1", 6)])
+def test_compiled_layers_train_as_one(pair, name, steps):
+    """Collectives are ops of the graphs, which break at the experts only."""
+    for outcome in cases.check(pair, Case(name, TWO, steps=steps, count=1, compile=True)):
+        assert outcome.compiled.collectives["axis_all_gather"]
+        assert outcome.compiled.collectives["axis_reduce_scatter"]
+        assert len(outcome.compiled.breaks) == (name == "dots1")
+        assert all("how many tokens" in text for text in outcome.compiled.breaks)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])

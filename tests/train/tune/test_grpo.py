@@ -224,10 +224,6 @@ def test_wrong_options(tmp_path) -> None:
     config = TrainConfig(tune=TuneSection(method="lora", dropout=0.1), deterministic=True)
     with pytest.raises(ArgumentError, match="tune.dropout=0.1"):
         prepare_tuning(config, model, make_tokenizer())
-    config = TrainConfig(tune=TuneSection(method="qlora"))
-    config = replace(config, parallel=replace(config.parallel, data_shard=2))
-    with pytest.raises(ArgumentError, match="data_shard=2"):
-        prepare_tuning(config, model, make_tokenizer())
 
 
 # ---- learning --------------------------------------------------------------------------------------
