@@ -63,7 +63,12 @@ class CaptureError(FulguriteError):
 
 
 class GraphBreakError(CaptureError):
-    """The program breaks the graph, and `fullgraph=True`."""
+    """The program breaks the graph, and `fullgraph=True`.
+
+    frames   file and line of the calls that lead to the break, outermost first
+    """
+
+    frames: tuple[tuple[str, int], ...] = ()
 
 
 class OpError(CaptureError, RuntimeError):

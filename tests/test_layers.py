@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "fulgurite"
 
 # Packages and modules of the root. Entries of one set don't import each other.
 ORDER: list[set[str]] = [
-    {"version", "errors", "determinism"},
+    {"version", "errors", "determinism", "lazy", "units", "option_values"},
     {"config", "timing", "op"},
     {"logs"},
     {"cache"},
@@ -42,6 +42,7 @@ ORDER: list[set[str]] = [
     {"plan"},
     {"explain_target", "serve", "compress"},
     {"report"},
+    {"explain_command"},
     {"train"},
     {"bench"},
     {"__init__"},
@@ -75,10 +76,21 @@ SUB_ORDER: dict[str, list[set[str]]] = {
         {"dispatch"},
         {"__init__"},
     ],
+    "parallel": [
+        {"topology", "emulation", "health", "device_collectives"},
+        {"mesh"},
+        {"processes", "collectives"},
+        {"symmetric"},
+        {"dispatch"},
+        {"experts", "gradients", "layers"},
+        {"sharding"},
+        {"tensor", "pipeline", "context"},
+        {"__init__"},
+    ],
     "serve": [
         {"engine"},
         {"structured"},
-        {"embedding", "expert_setup", "profile"},
+        {"embedding", "expert_options", "expert_setup", "llm_config", "profile"},
         {"llm"},
         {"remote", "worker_main"},
         {"http"},
@@ -115,17 +127,31 @@ SUB_ORDER: dict[str, list[set[str]]] = {
 API_USERS = {"bench", "cli", "report", "__main__"}
 # Imports inside functions, each with its reason.
 LAZY_IMPORTS = {
-    ("__init__.py", "fulgurite.serve.llm"): "compiling needs no tokenizer",
-    ("__init__.py", "fulgurite.serve.embedding"): "the same",
-    ("serve/serve_command.py", "fulgurite.serve.http.run"): "needs the extra `serve`",
+    ("serve/serve_command.py", "fulgurite.serve.http.engines"): "needs the extra `serve`",
+    ("serve/serve_command.py", "fulgurite.serve.http.run"): "the same; while engines load",
     ("serve/serve_command.py", "fulgurite.serve.ray_serve"): "needs the extra `ray`",
     ("bench/generate/engines.py", "fulgurite.serve.llm"): "another interpreter runs this file",
     ("bench/generate/engines.py", "fulgurite.serve.engine.request"): "the same",
     (
+        "models/transformers_backend/model.py",
+        "fulgurite.compile",
+    ): "other models are not compiled, and it takes seconds",
+    (
+        "serve/remote/engine_main.py",
+        "fulgurite.serve.remote.served_engine",
+    ): "the mock engine needs no torch",
+    (
         "fuser/runtime/compile_worker.py",
         "fulgurite.fuser.codegen.triton.device_functions",
     ): "after the packages were entered without their __init__",
-}
+    **{
+        ("cli.py", f"fulgurite.{module}"): "a command imports what it needs"
+        for module in (
+            "bench.command", "compress.command", "environment", "explain_command", "plan.command",
+            "serve.command", "serve.embedding", "serve.serve_command", "serve.top", "train.command",
+        )
+    },
+}  # fmt: skip
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 NAMES = {path: str(path.relative_to(PACKAGE)) for path in FILES}

@@ -162,7 +162,7 @@ def _build_config(file: GGUFCheckpoint, family: ModelFamily) -> dict[str, object
 
 def _write_files(file: GGUFCheckpoint, folder: Path) -> None:
     if "tokenizer.ggml.tokens" in file.metadata:
-        write_tokenizer(from_gguf(file), folder)
+        write_tokenizer(from_gguf(file.metadata, str(file.path)), folder)
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:

@@ -13,37 +13,44 @@ float tensors back.
     optional_package.py   imports of optional packages
 """
 
-from fulgurite.quant.codecs.blocks import Codes, PackedData
-from fulgurite.quant.codecs.codec import dequantize_codes, pack, quantize_to_codes, unpack
-from fulgurite.quant.files.checkpoint_layouts import (
-    CheckpointWeight,
-    WeightDescription,
-    describe_quantized_weight,
-    find_quantized_weights,
-    read_quantized_weight,
-)
-from fulgurite.quant.files.gguf import read_gguf
-from fulgurite.quant.files.layouts.kv_scales import (
-    KVScales,
-    find_kv_scales,
-    is_unused_attention_scale,
-)
-from fulgurite.quant.files.layouts.stored import StoredTensor
-from fulgurite.quant.files.safetensors_io import load_quantized, save_quantized
-from fulgurite.quant.format import (
-    ALIASES,
-    FORMATS,
-    WHOLE_DIM,
-    ElementType,
-    Format,
-    ScaleSpec,
-    describe_formats,
-    resolve_format,
-)
-from fulgurite.quant.hardware import get_device_features, is_native, require_native
-from fulgurite.quant.repack import repack_gguf
-from fulgurite.quant.sqnr import compute_sqnr
-from fulgurite.quant.tensor import QuantTensor, quantize
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fulgurite.lazy import make_lazy
+
+if TYPE_CHECKING:
+    from fulgurite.quant.codecs.blocks import Codes, PackedData
+    from fulgurite.quant.codecs.codec import dequantize_codes, pack, quantize_to_codes, unpack
+    from fulgurite.quant.files.checkpoint_layouts import (
+        CheckpointWeight,
+        WeightDescription,
+        describe_quantized_weight,
+        find_quantized_weights,
+        read_quantized_weight,
+    )
+    from fulgurite.quant.files.gguf import read_gguf
+    from fulgurite.quant.files.layouts.kv_scales import (
+        KVScales,
+        find_kv_scales,
+        is_unused_attention_scale,
+    )
+    from fulgurite.quant.files.layouts.stored import StoredTensor
+    from fulgurite.quant.files.safetensors_io import load_quantized, save_quantized
+    from fulgurite.quant.format import (
+        ALIASES,
+        FORMATS,
+        WHOLE_DIM,
+        ElementType,
+        Format,
+        ScaleSpec,
+        describe_formats,
+        resolve_format,
+    )
+    from fulgurite.quant.hardware import get_device_features, is_native, require_native
+    from fulgurite.quant.repack import repack_gguf
+    from fulgurite.quant.sqnr import compute_sqnr
+    from fulgurite.quant.tensor import QuantTensor, quantize
 
 __all__ = [
     "ALIASES",
@@ -80,3 +87,5 @@ __all__ = [
     "save_quantized",
     "unpack",
 ]
+
+__getattr__, __dir__ = make_lazy(__name__)

@@ -15,9 +15,10 @@ from typing import Literal
 from torch import fx
 
 from fulgurite.trace import Trace, describe, source_of
-from fulgurite.trace.cost import format_bytes, format_flops, is_view, node_bytes, node_flops
+from fulgurite.trace.cost import format_flops, is_view, node_bytes, node_flops
 from fulgurite.trace.node_meta import aten_op, captured_value, executor_of, fake_value
 from fulgurite.trace.region import Region
+from fulgurite.units import format_bytes
 
 ItemKind = Literal["op", "view", "input", "region", "module"]
 

@@ -25,7 +25,6 @@ from fulgurite.report.markup import Markup, join_markup, make_element
 from fulgurite.report.stages import Stage, StageHistory
 from fulgurite.trace import Trace
 from fulgurite.trace.cost import (
-    format_bytes,
     format_count,
     format_flops,
     format_seconds,
@@ -35,6 +34,7 @@ from fulgurite.trace.cost import (
 )
 from fulgurite.trace.decisions import Decision
 from fulgurite.trace.node_meta import executor_of
+from fulgurite.units import format_bytes
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,9 @@ from fulgurite.report.stages import (
     match_stages,
 )
 from fulgurite.report.tables import make_decisions_table
-from fulgurite.trace.cost import format_bytes, format_seconds
+from fulgurite.trace.cost import format_seconds
 from fulgurite.trace.decisions import Decision
+from fulgurite.units import format_bytes
 from tests.report.support import Element, Page, chain, chain_explanation
 from tests.report.test_graph import count_calls
 

@@ -45,7 +45,7 @@ from fulgurite.quant.files.compressed_tensors_writer import SCHEMES, get_scheme
 from fulgurite.serve.command import peak_bytes
 from fulgurite.serve.engine.engine import Engine
 from fulgurite.serve.engine.request import SamplingParams
-from fulgurite.serve.expert_setup import add_expert_arguments, given_expert_options
+from fulgurite.serve.expert_options import add_expert_arguments, given_expert_options
 from fulgurite.serve.llm import LLM
 
 MODES = ("eager", "torch.compile", "fulgurite")

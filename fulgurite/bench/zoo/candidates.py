@@ -4,8 +4,8 @@ In: a case and its compiled module. Out: figures named `CANDIDATE_FIGURE`, as `e
 
 - `ms`: median wall time of a call, `device_ms`: sum of its kernels' times, `kernels`: how many, `launches`: launches of
   the host, a CUDA graph counts as one.
-- `peak_mb`, on GPUs: the most memory that the allocator has reserved during calls after warm-up, above what it had
-  before the candidate's first call. Memory of CUDA graphs counts.
+- `peak_mb`, on GPUs: the most memory in use during calls after warm-up, above what was in use before the candidate's
+  first call. Memory pools of CUDA graphs count whole. Reserved memory would count what others left in fragments.
 - `first_s`: the first call with compilation.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -38,11 +39,17 @@ LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", GRAPH_LAUNCH)
 
 
 def prepare(
-    case: Case, mode: str, compiled: Any, compare: tuple[str, ...], idle_bytes: int
+    case: Case,
+    mode: str,
+    compiled: Any,
+    compare: tuple[str, ...],
+    idle_bytes: int,
+    alone: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[dict[str, Any], dict[str, Step]]:
     """Call every candidate until it is warm. Returns first calls and memory, and the steps to time.
 
-    `compiled` was called before; `idle_bytes` is `idle_memory` before that.
+    `compiled` was called before; `idle_bytes` is `idle_memory` before that. `alone` keeps other workers from the device
+    while calls are measured: CUDA graphs are captured if that is faster.
     """
     found: dict[str, Any] = {}
     steps: dict[str, Step] = {}
@@ -50,10 +57,11 @@ def prepare(
     modules |= {name: COMPILERS[name](case.module) for name in compare}
     for name, module in modules.items():
         step = make_step(replace(case, module=module), mode)
-        before = idle_bytes if name == "fulgurite" else _reserved_memory()
+        before = idle_bytes if name == "fulgurite" else _used_memory()
         try:
             found[f"{name}_first_s"] = timing.time_once(step)
-            found |= _warm_up(name, step, before)
+            with alone():
+                found |= _warm_up(name, step, before)
         except Exception as problem:  # a failure of another compiler is a fact of the row
             if name == "fulgurite":
                 raise
@@ -68,12 +76,13 @@ def _warm_up(name: str, step: Step, before: int) -> dict[str, float]:
         step()
     if not torch.cuda.is_initialized():
         return {}
-    _reserved_memory()
+    _used_memory()
     torch.cuda.reset_peak_memory_stats()
     for _ in range(MEMORY_STEPS):
         step()
     timing.synchronize()
-    return {f"{name}_peak_mb": (torch.cuda.max_memory_reserved() - before) / 1e6}
+    peak = torch.cuda.max_memory_allocated() + _unused_in_graph_pools()
+    return {f"{name}_peak_mb": (peak - before) / 1e6}
 
 
 def time_steps(steps: dict[str, Step], budget: float, device: str) -> dict[str, float]:
@@ -117,19 +126,26 @@ def make_step(case: Case, mode: str) -> Step:
 
 
 def idle_memory(case: Case, mode: str) -> int:
-    """Bytes that the GPU's allocator has reserved after an eager step: parameters, inputs, library workspaces."""
+    """Bytes in use on the GPU after an eager step: parameters, inputs, library workspaces."""
     make_step(case, mode)()
-    return _reserved_memory()
+    return _used_memory()
 
 
-def _reserved_memory() -> int:
-    """Bytes that the GPU's allocator can't give back; 0 without a GPU."""
+def _used_memory() -> int:
+    """Bytes in use on the GPU, with the memory pools of CUDA graphs; 0 without a GPU."""
     gc.collect()
     if not torch.cuda.is_initialized():
         return 0
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved()
+    return torch.cuda.memory_allocated() + _unused_in_graph_pools()
+
+
+def _unused_in_graph_pools() -> int:
+    """Bytes that pools of CUDA graphs hold for the values of replays; the allocator calls them free."""
+    segments = torch.cuda.memory_snapshot()
+    pools = [segment for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0)]
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in pools)
 
 
 def describe_error(problem: BaseException) -> str:

@@ -61,9 +61,9 @@ includes compilation; it and the speed depend on the machine's load.
 Eager, `torch.compile`, `torch.compile(mode="reduce-overhead")` and `fulgurite.compile` with default
 options run in one process, in turns; times are medians. *× compile* is the time of `torch.compile`
 over ours: above 1, ours is faster. *device* is the sum of the kernels' times. *launches* counts a
-CUDA graph as one. *peak MB* is memory that the allocator reserves during calls, above parameters
-and inputs. First calls start with empty caches. With `--workers N`, N models compile at the same
-time, and then each is timed alone.
+CUDA graph as one. *peak MB* is memory in use during calls, above parameters and inputs; the memory
+pools of CUDA graphs count whole. First calls start with empty caches. With `--workers N`, N models
+compile at the same time; each warms up and is timed alone.
 """
 
 

@@ -20,7 +20,7 @@ import torch
 from fulgurite.bench.zoo.worker import READY, Job, Row, run_job
 
 TURN_SECONDS = 2.5  # kept before the deadline for each worker's timing
-LOG_CHARACTERS = 600  # of a crashed process's output, in its row
+LOG_CHARACTERS = 4000  # of a crashed process's output, in its row: the stack of the crash
 
 
 def start_server() -> Any:

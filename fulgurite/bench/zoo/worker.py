@@ -8,12 +8,16 @@ sends `READY` and waits for an answer: workers prepare at the same time, and tim
 from __future__ import annotations
 
 import copy
+import faulthandler
+import fcntl
 import os
 import resource
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -79,6 +83,7 @@ def run_job(job: Job, connection: Connection) -> None:
     log = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    faulthandler.enable()  # the stack of a crash is in the log
     warnings.simplefilter("ignore")
     if job.memory_limit:
         resource.setrlimit(resource.RLIMIT_DATA, (job.memory_limit, job.memory_limit))
@@ -102,6 +107,8 @@ def measure(job: Job, wait_for_turn: Callable[[], None] = lambda: None) -> Row:
         reference = _Reference(case, job)
     except ImportError as problem:  # not in the installed version of the package
         return {**row, "status": "unavailable", "error": describe_error(problem)}
+    except torch.OutOfMemoryError as problem:  # other workers may have used the memory
+        return {**row, "status": "out of memory", "error": describe_error(problem)}
     except Exception as problem:  # whatever a model raises, its row says so
         return {**row, "status": "eager fails", "error": describe_error(problem)}
     if reference.varies:
@@ -118,8 +125,9 @@ def measure(job: Job, wait_for_turn: Callable[[], None] = lambda: None) -> Row:
         second = reference.run(replace(case, module=compiled))
         differences = reference.compare(first) or reference.compare(second)
         if job.device.startswith("cuda") and not differences:  # CUDA graphs replay by then
-            for _ in range(WARMUPS):
-                second = reference.run(replace(case, module=compiled))
+            with alone_on_device(job):
+                for _ in range(WARMUPS):
+                    second = reference.run(replace(case, module=compiled))
             differences = reference.compare(second)
     except Exception as problem:  # the same: a failure is a row
         return {**row, "status": "failed", "error": describe_error(problem)}
@@ -129,23 +137,32 @@ def measure(job: Job, wait_for_turn: Callable[[], None] = lambda: None) -> Row:
     row["status"] = "pass"
     if job.timing_budget:
         del reference, first, second
-        figures, steps = prepare(case, job.mode, compiled, job.compare, idle_bytes)
+        alone = partial(alone_on_device, job)
+        figures, steps = prepare(case, job.mode, compiled, job.compare, idle_bytes, alone)
         wait_for_turn()
         row |= figures | {"fulgurite_first_s": row["first_s"]}
         row |= time_steps(steps, job.timing_budget, job.device)
     return row
 
 
+@contextmanager
+def alone_on_device(job: Job) -> Iterator[None]:
+    """Workers of the same run take turns here. Their other work, mostly compilation, goes on."""
+    with open(os.path.join(os.path.dirname(job.log), "device.lock"), "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # closing the file, or the end of the process, gives it up
+        yield
+
+
 class _Reference:
     """Eager's result of a case and that of float64, and a comparison with them."""
 
     def __init__(self, case: Case, job: Job) -> None:
-        half = job.dtype in (torch.float16, torch.bfloat16)
-        self.tolerance = (HALF_TOLERANCE if half else TOLERANCE)[job.mode]
-        self.max_error = HALF_MAX_EAGER_ERROR if half else MAX_EAGER_ERROR
+        self.is_half = job.dtype in (torch.float16, torch.bfloat16)
+        self.tolerance = (HALF_TOLERANCE if self.is_half else TOLERANCE)[job.mode]
+        self.max_error = HALF_MAX_EAGER_ERROR if self.is_half else MAX_EAGER_ERROR
         self.run_mode = RUNNERS[job.mode]
         self.buffers = {name: buffer.clone() for name, buffer in case.module.named_buffers()}
-        self.exact = self._run_float64(case)
+        self.exact = self._run_exactly(case)
         self.eager = self.run(case)
         self.error = relative_error(self.eager, self.exact) if self.exact is not None else 0.0
         # a model that differs from itself can't be checked
@@ -165,14 +182,23 @@ class _Reference:
         found = self.run_mode(replace(case, args=args, kwargs=kwargs))
         return {name: value.clone() for name, value in found.items()}
 
-    def _run_float64(self, case: Case) -> dict[str, Tensor] | None:
-        """None if the model does not run in float64; then only the tolerance decides."""
-        args, kwargs = pytree.tree_map_only(Tensor, _to_double, (case.args, case.kwargs))
-        module: nn.Module = copy.deepcopy(case.module).double()
-        try:
-            return self.run_mode(replace(case, module=module, args=args, kwargs=kwargs))
-        except (RuntimeError, TypeError, ValueError):
-            return None
+    def _run_exactly(self, case: Case) -> dict[str, Tensor] | None:
+        """The result in float64, or in float32 where an op has no float64 (grouped GEMMs).
+
+        None if the model runs in neither, or in float32 only and that is its dtype; then only the tolerance decides.
+        """
+        wider = (torch.float64, torch.float32) if self.is_half else (torch.float64,)
+        for dtype in wider:
+            convert = partial(_to_dtype, dtype=dtype)
+            args, kwargs = pytree.tree_map_only(Tensor, convert, (case.args, case.kwargs))
+            module: nn.Module = copy.deepcopy(case.module).to(dtype)
+            try:
+                return self.run_mode(replace(case, module=module, args=args, kwargs=kwargs))
+            except torch.OutOfMemoryError:
+                raise  # without this reference, rounding would count as an error
+            except (RuntimeError, TypeError, ValueError):
+                del module
+        return None
 
 
 def _join(differences: list[str]) -> str:
@@ -180,8 +206,8 @@ def _join(differences: list[str]) -> str:
     return "; ".join(differences[:MAX_DIFFERENCES]) + (f"; {more} more" if more > 0 else "")
 
 
-def _to_double(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor.clone()
+def _to_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor.clone()
 
 
 def _describe_compilation(compiled: Any) -> Row:

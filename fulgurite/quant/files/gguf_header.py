@@ -13,8 +13,11 @@ anything is read there; contradictions raise `WeightsError`.
 from __future__ import annotations
 
 import math
+import mmap
+import os
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from fulgurite.errors import WeightsError
@@ -105,6 +108,14 @@ class GGUFHeader:
 
     metadata: dict[str, object]
     tensors: dict[str, TensorInfo]
+
+
+def read_gguf_metadata(path: Path) -> dict[str, object]:
+    """The metadata of a file, without its tensors."""
+    with path.open("rb") as file:
+        is_empty = not os.fstat(file.fileno()).st_size  # such a file can't be mapped
+        data = b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return read_gguf_header(memoryview(data), str(path)).metadata
 
 
 def read_gguf_header(data: memoryview, where: str) -> GGUFHeader:

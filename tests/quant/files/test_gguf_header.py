@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from fulgurite.quant.files.gguf_header import (
     TENSOR_TYPES,
     GGUFHeader,
     read_gguf_header,
+    read_gguf_metadata,
 )
 
 UINT32, FLOAT32, STRING, ARRAY, UINT64 = 4, 6, 8, 9, 10
@@ -226,3 +228,14 @@ def test_corrupted_bytes_never_point_outside_the_file() -> None:
                 0 <= t.offset <= t.offset + t.nbytes <= len(data) for t in header.tensors.values()
             )
     assert 1000 < rejected < 3000
+
+
+def test_metadata_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    key = pack_key("general.name", STRING, pack_string("sand"))
+    path.write_bytes(build_file([key], [pack_tensor("a", [4])], size=32))
+    assert read_gguf_metadata(path) == {"general.name": "sand"}
+    for content in (b"", b"GGUF", path.read_bytes()[:30]):
+        path.write_bytes(content)
+        with pytest.raises(WeightsError, match="model.gguf"):
+            read_gguf_metadata(path)
