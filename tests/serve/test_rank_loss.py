@@ -29,6 +29,7 @@ from tests.parallel.engine_cases import PLAIN
 from tests.serve.http.serving import MODEL
 from tests.serve.http.tiny_server import serve_tiny
 from tests.serve.rank_cases import PARAMS, Run, kill, run_undisturbed, save_model
+from tests.waiting import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -141,11 +142,10 @@ def test_server_goes_on_after_a_lost_rank(tmp_path, mode):
         (worker,) = find_children(client.process.pid)
         with ThreadPoolExecutor(2) as pool:
             running = pool.submit(server.post, "/v1/completions", body, timeout=120.0)
-            while not server.app.server.clients[0].progress.running:
-                time.sleep(0.005)
+            wait_for(lambda: client.progress.running)
             os.kill(worker, signal.SIGKILL)
-            while (answer := server.get("/health")).json()["status"] != "restarting":
-                time.sleep(0.01)
+            wait_for(lambda: server.get("/health").json()["status"] == "restarting")
+            answer = server.get("/health")
             assert answer.status_code == 503
             assert "rank 1 is gone" in answer.json()["engines"][0]["restarting"]
             waiting = pool.submit(server.post, "/v1/completions", body, timeout=120.0)
@@ -160,8 +160,7 @@ def test_server_goes_on_after_a_lost_rank(tmp_path, mode):
         assert health_now.status_code == 200 and health_now.json()["engines"][0]["restarts"] == 1
         (worker,) = find_children(client.process.pid)  # while nothing runs
         os.kill(worker, signal.SIGKILL)
-        while server.get("/health").json()["engines"][0]["restarts"] != 2:
-            time.sleep(0.02)
+        wait_for(lambda: server.get("/health").json()["engines"][0]["restarts"] == 2)
         assert (
             server.post("/v1/completions", body, timeout=120.0).json()["choices"][0]["text"]
             == texts[0]

@@ -23,6 +23,7 @@ from fulgurite.serve.engine.request import Update
 from fulgurite.serve.llm import LLM
 from tests.parallel.engine_cases import PLAIN
 from tests.serve.rank_cases import GREEDY, Run, asked, kill, run_undisturbed, save_model
+from tests.waiting import wait_for
 
 RETRY = RestartPolicy("retry", max_restarts=100, delays=(0.0,))
 
@@ -90,8 +91,7 @@ def test_rank_that_is_lost_while_nothing_runs(llm, wanted):
     llm.engine.restarter.policy = RestartPolicy("fail", delays=(0.0,), max_restarts=100)
     kill(llm, 1)
     llm.workers.processes[0].wait()
-    while not llm.workers.exits:
-        time.sleep(0.01)
+    wait_for(lambda: llm.workers.exits)
     assert [one.token_ids for one in llm.generate(*asked())] == wanted
 
 
@@ -126,8 +126,7 @@ def test_kill_during_the_restart(llm, wanted, delay):
     old, before = llm.workers, count_restarts(llm)
 
     def kill_the_next() -> None:
-        while llm.workers is old or llm.workers is None:
-            time.sleep(0.005)
+        wait_for(lambda: llm.workers is not old and llm.workers is not None)
         time.sleep(delay)
         kill(llm, 1)
 

@@ -22,6 +22,7 @@ from fulgurite.train.rank_group import RankExit, RankGroup, choose_threads
 from fulgurite.train.stop import StopRequest
 from fulgurite.train.supervisor import choose_failure, supervise, was_stopped_early
 from tests.train import tiny_run
+from tests.waiting import wait_for
 
 
 def make_config(
@@ -110,9 +111,8 @@ def test_new_checkpoints_renew_the_limit(tmp_path: Path) -> None:
     def kill_after(group: RankGroup) -> None:
         def work() -> None:
             goal = {0: 3, 1: 5}.get(len(killed))
-            while goal and (group.beats()[0] or Beat(0, 0)).step < goal:
-                time.sleep(0.005)
             if goal:
+                wait_for(lambda: (group.beats()[0] or Beat(0, 0)).step >= goal)
                 killed.append(goal)
                 os.kill(group.pids[0], signal.SIGKILL)
 
@@ -135,8 +135,7 @@ def test_a_signal_saves_and_ends(
 
     def interrupt(group: RankGroup) -> None:
         def work() -> None:
-            while (group.beats()[0] or Beat(0, 0)).step < 3:
-                time.sleep(0.005)
+            wait_for(lambda: (group.beats()[0] or Beat(0, 0)).step >= 3)
             os.kill(os.getpid(), number)
 
         threading.Thread(target=work, daemon=True).start()

@@ -16,9 +16,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from fulgurite.errors import ArgumentError
 from fulgurite.serve.llm_config import LLMConfig
+from fulgurite.serve.remote.messages import HEARTBEAT_SECONDS
 
 ROUTING = ("prefix", "round-robin", "least-loaded")
 ENGINE_PLACES = ("process", "thread")
+MIN_STALL_SECONDS = 2 * HEARTBEAT_SECONDS
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,16 @@ class ServerConfig:
             )
         if self.max_waiting < 0:
             raise ArgumentError(f"max_waiting={self.max_waiting} must be 0 or more")
-        if not 0 <= self.stall_timeout < math.inf:
-            raise ArgumentError(f"stall_timeout={self.stall_timeout} must be 0 (never) or more")
+        if not MIN_STALL_SECONDS <= self.stall_seconds < math.inf:
+            raise ArgumentError(
+                f"stall_seconds={self.stall_seconds} must be {MIN_STALL_SECONDS:g} or more: "
+                f"an idle engine reports every {HEARTBEAT_SECONDS:g} s"
+            )
+        if self.stall_timeout and not MIN_STALL_SECONDS <= self.stall_timeout < math.inf:
+            raise ArgumentError(
+                f"stall_timeout={self.stall_timeout} must be 0 (never), or "
+                f"{MIN_STALL_SECONDS:g} or more: an idle engine reports every {HEARTBEAT_SECONDS:g} s"
+            )
         if any(not key for key in self.api_keys):
             raise ArgumentError(
                 "an API key is empty", next="give --api-key some text, or leave it out"

@@ -24,6 +24,7 @@ from fulgurite.logs import LOG
 from fulgurite.serve.remote.channel import Channel
 from fulgurite.serve.remote.engine_interface import ServedEngine
 from fulgurite.serve.remote.messages import (
+    HEARTBEAT_SECONDS,
     Audit,
     Cancel,
     Done,
@@ -42,7 +43,6 @@ from fulgurite.serve.remote.messages import (
     TokenUpdate,
 )
 
-HEARTBEAT_SECONDS = 0.5  # between reports of an idle engine
 FLUSH_SECONDS_PER_REQUEST = 1.25e-4  # between reports: 1 ms with 8 running requests, 32 with 256
 MAX_FLUSH_SECONDS = 0.05
 MAX_FAILED_STEPS = 3  # in a row

@@ -28,6 +28,7 @@ from fulgurite.serve.remote import client as client_module
 from tests.serve.http.chaos import Figures, Prompt, encode_request, failing_steps, run_chaos
 from tests.serve.http.serving import PLAIN, RunningServer, mock_config, script, serve
 from tests.serve.http.tiny_server import tiny_config
+from tests.waiting import wait_for, wait_until
 
 LIMITS = Limits(write_seconds=0.5, read_seconds=20.0, body_bytes=1 << 20)
 FAULTS = ("raise", "oom", "hang", "kill")
@@ -44,13 +45,6 @@ MOCK_PROMPTS = tuple(
 @pytest.fixture(autouse=True)
 def quick_restarts(monkeypatch):
     monkeypatch.setattr(client_module, "RESTART_DELAYS", (0.0,))
-
-
-def wait_for(condition: Any, seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"it did not come true within {seconds} s"
-        time.sleep(0.005)
 
 
 def ask(server: RunningServer, prompt: Prompt) -> str:
@@ -171,7 +165,7 @@ def test_a_failed_step_ends_its_requests_and_no_others():
 
 
 def test_a_hanging_step_shows_in_health():
-    with mock_server(stall_seconds=0.3) as server:
+    with mock_server(stall_seconds=1.0) as server:
         client = server.app.server.clients[0]
         server.loop.call_soon_threadsafe(client.inject_fault, "hang", 5.0)
         with pytest.raises(httpx.ReadTimeout):
@@ -194,12 +188,10 @@ async def run_into_a_stall(server: RunningServer) -> tuple[list[str], httpx.Resp
             lines = reply.aiter_lines()
             await anext(lines)
             whole = asyncio.ensure_future(http.post(url, json=body))
-            while client.num_requests < 2:
-                await asyncio.sleep(0.01)
+            await wait_until(lambda: client.num_requests == 2)
             admission.running += 100  # nobody gets a turn
             waiting = asyncio.ensure_future(http.post(url, json={"prompt": script("later")}))
-            while not admission.waiting:
-                await asyncio.sleep(0.01)
+            await wait_until(lambda: admission.waiting)
             server.loop.call_soon_threadsafe(client.inject_fault, "hang", 600.0)
             rest = [line async for line in lines if line]
         failed = await whole
@@ -209,11 +201,11 @@ async def run_into_a_stall(server: RunningServer) -> tuple[list[str], httpx.Resp
 
 def test_a_stalled_engine_is_ended_and_started_again():
     """What runs gets 503 and the cause; what waits runs on the engine that starts again."""
-    with mock_server(engine_in="process", stall_seconds=0.5, stall_timeout=1.0) as server:
+    with mock_server(engine_in="process", stall_seconds=1.0, stall_timeout=2.0) as server:
         client = server.app.server.clients[0]
         process = client.process
         rest, failed, text = asyncio.run(run_into_a_stall(server))
-        assert "the engine is stalled: no step has ended for 1 s" in rest[-2]
+        assert "the engine is stalled: no step has ended for 2 s" in rest[-2]
         assert rest[-1] == "data: [DONE]"
         assert failed.status_code == 503 and failed.headers["retry-after"] == "1"
         assert failed.json()["error"]["code"] == "engine_error"
@@ -224,13 +216,13 @@ def test_a_stalled_engine_is_ended_and_started_again():
 
 
 def test_requests_of_a_stalled_thread_fail_and_it_goes_on():
-    with mock_server(stall_seconds=0.5, stall_timeout=1.0) as server:
+    with mock_server(stall_seconds=1.0, stall_timeout=2.0) as server:
         client = server.app.server.clients[0]
         body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
         with PLAIN.stream("POST", server.url + "/v1/completions", json=body, timeout=30) as reply:
             lines = reply.iter_lines()
             next(lines)
-            server.loop.call_soon_threadsafe(client.inject_fault, "hang", 3.0)
+            server.loop.call_soon_threadsafe(client.inject_fault, "hang", 4.0)
             rest = [line for line in lines if line]
         assert "the engine is stalled" in rest[-2] and rest[-1] == "data: [DONE]"
         assert client.restarts == 0
@@ -239,7 +231,7 @@ def test_requests_of_a_stalled_thread_fail_and_it_goes_on():
 
 def test_a_request_that_waits_outlives_a_stall():
     """While an engine is stalled nobody gets a turn; those that wait go on when it does."""
-    with mock_server(stall_seconds=0.2, stall_timeout=0.0) as server:
+    with mock_server(stall_seconds=1.0, stall_timeout=0.0) as server:
         client, admission = server.app.server.clients[0], server.app.server.admission
         url = server.url + "/v1/completions"
 
@@ -248,12 +240,10 @@ def test_a_request_that_waits_outlives_a_stall():
                 admission.running += 100  # nobody gets a turn
                 body = {"prompt": script("later")}
                 waiting = [asyncio.ensure_future(http.post(url, json=body)) for _ in range(2)]
-                while admission.waiting < 2:
-                    await asyncio.sleep(0.01)
-                server.loop.call_soon_threadsafe(client.inject_fault, "hang", 1.0)
+                await wait_until(lambda: admission.waiting == 2)
+                server.loop.call_soon_threadsafe(client.inject_fault, "hang", 3.0)
                 server.loop.call_soon_threadsafe(client.generate, [1], SamplingParams())
-                while client.state != "stalled":
-                    await asyncio.sleep(0.01)
+                await wait_until(lambda: client.state == "stalled")
                 admission.running -= 100
                 server.loop.call_soon_threadsafe(admission.grant_turns)  # as when a client leaves
                 return await asyncio.gather(*waiting)
@@ -282,8 +272,7 @@ def test_a_killed_engine_starts_again(killable):
                 waiting = asyncio.ensure_future(
                     openai.completions.create(model="test-model", prompt=script("later"))
                 )
-                while not admission.waiting:
-                    await asyncio.sleep(0.01)
+                await wait_until(lambda: admission.waiting)
                 client.kill()
                 rest = [line async for line in lines if line]
             admission.running -= 100

@@ -20,6 +20,7 @@ from fulgurite.serve.remote.client import (
     TokenStream,
 )
 from fulgurite.serve.remote.messages import LoadModel
+from tests.waiting import wait_until
 
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
 LONG = SamplingParams(max_tokens=8000, ignore_eos=True)
@@ -52,12 +53,6 @@ async def collect(stream: TokenStream) -> tuple[list[int], str]:
         tokens += update.token_ids
         if update.finish is not None:
             return tokens, update.finish.reason
-
-
-async def wait_until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def test_streams_of_many_requests():

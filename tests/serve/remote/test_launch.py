@@ -9,6 +9,7 @@ from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.remote.client import EngineClient
 from fulgurite.serve.remote.launch import launch_engine, read_process_age
 from fulgurite.serve.remote.messages import LoadModel
+from tests.waiting import wait_until
 
 LOAD = LoadModel("none", mock={"tokens_per_step": 4}, faults=True)
 
@@ -23,9 +24,7 @@ def test_a_client_takes_over_a_launched_engine_and_restarts_it() -> None:
             stream = client.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
             assert len((await stream.next()).token_ids) == 4
             client.kill()
-            async with asyncio.timeout(60):
-                while not (client.restarts and client.is_ready):
-                    await asyncio.sleep(0.01)
+            await wait_until(lambda: client.restarts and client.is_ready)
             assert client.process is not launched.process  # a new one
             assert launched.process.returncode is not None
         finally:
