@@ -143,6 +143,10 @@ class _NullCache(UnpagedKVCache):
 class AllocationTracker(TorchDispatchMode):
     """Counts the bytes of new tensors that are alive: the `current` sum and its `peak`."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True imports TorchDynamo (0.7 s) at the first op, to keep it from capturing this
+
     def __init__(self) -> None:
         super().__init__()
         self.current = self.peak = 0

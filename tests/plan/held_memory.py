@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import torch
 from torch import Tensor, nn
 
 from fulgurite.plan.activations import AllocationTracker
@@ -27,7 +28,7 @@ def live_tensors() -> list[Tensor]:
     """Every tensor with memory of its own: a QuantTensor has none, its parts do."""
     gc.collect()
     found = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)]
-    return [one for one in found if not one.is_meta]
+    return [one for one in found if not one.is_meta and one.layout is torch.strided]
 
 
 def storage_bytes(tensors: list[Tensor]) -> dict[int, int]:
