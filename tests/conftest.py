@@ -60,6 +60,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # Triton's bindings count what is left at exit
+
+
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     """Seed all random generators, and reset TorchDynamo, before each test."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
-import sys
 
 import pytest
 
 from fulgurite import logs
 from fulgurite.errors import ArgumentError
+from tests.forked import run_program
 
 PROGRAM = (
     "import torch, fulgurite; fulgurite.compile(lambda x: torch.softmax(x, -1))(torch.ones(3, 4))"
@@ -20,8 +19,9 @@ PROGRAM = (
 
 def run(level, **variables):
     environment = {**os.environ, "FULGURITE_LOG": level, "FULGURITE_AUTOTUNE": "auto", **variables}
-    command = [sys.executable, "-c", PROGRAM]
-    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    done = run_program(PROGRAM, environment)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def test_debug_shows_steps_decisions_and_the_cache():

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from fulgurite import native
 from fulgurite.errors import CompileError
 from fulgurite.kernels.gemm.dense_linear import dense_linear
 from fulgurite.repro import make_inputs
+from tests.forked import run_program
 
 
 def test_saved_script_is_standalone(tmp_path):
@@ -36,6 +38,7 @@ def test_saved_script_is_standalone(tmp_path):
 
 
 def test_script_compares_and_times(tmp_path):
+    """In a fresh process; the other scripts run in forked ones."""
     compiled = fulgurite.compile(lambda x, i: x[i].sin() + 1)
     compiled(torch.randn(5, 3), torch.tensor([0, 2]))
     path = compiled.save_repro(tmp_path / "repro.py")
@@ -61,8 +64,7 @@ def test_script_imports_the_operators_of_its_graph(tmp_path):
 def run(path, **variables):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("FULGURITE_")}
     environment |= {"FULGURITE_CACHE_DIR": os.environ["FULGURITE_CACHE_DIR"], **variables}
-    command = [sys.executable, str(path)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    return run_program(Path(path), environment)
 
 
 def test_a_failure_fails_again_with_the_same_environment(monkeypatch, tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked_pytest import run_pytest
+from tests.forked import run_pytest
 
 FILES = sorted(str(path) for path in Path(__file__).parent.rglob("test_compile.py"))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.forked_pytest import run_pytest
+from tests.forked import run_pytest
 
 FILES = sorted(str(path) for path in Path(__file__).parent.rglob("test_triton_*.py"))
 

@@ -33,7 +33,7 @@ from fulgurite.fuser.schedule.gpu.choose import choose_gpu_schedule, make_row_li
 from fulgurite.fuser.segment import segment_region
 from fulgurite.fuser.segment.build_loop_nest import build_loop_nest
 from fulgurite.fuser.segment.inplace import store_in_place
-from tests.forked_pytest import run_pytest
+from tests.forked import run_pytest
 from tests.fuser import support
 from tests.fuser.codegen.test_cpp import CASES, tensors
 from tests.fuser.support import trace

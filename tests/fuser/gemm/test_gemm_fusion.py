@@ -31,7 +31,7 @@ from fulgurite.fuser.lowering import has_triton
 from fulgurite.fuser.runtime import compile_triton
 from fulgurite.kernels.tuning.gemm_epilogue import GemmEpilogueConfig
 from fulgurite.kernels.tuning.sm_90 import Sm90Heuristics
-from tests.forked_pytest import run_pytest
+from tests.forked import run_pytest
 from tests.fuser.support import check_against_eager, check_close, trace
 from tests.fuser.triton_interpreter import patch
 

@@ -32,7 +32,7 @@ from fulgurite.kernels.gemm.scaled_mm import scaled_mm_op
 from fulgurite.kernels.tuning.gemm_epilogue import GemmEpilogueConfig
 from fulgurite.kernels.tuning.sm_90 import Sm90Heuristics
 from fulgurite.quant import quantize
-from tests.forked_pytest import run_pytest
+from tests.forked import run_pytest
 from tests.fuser.support import check_close, trace
 from tests.fuser.triton_interpreter import patch
 
