@@ -1,6 +1,6 @@
 """Runs the tests of Triton kernels in Triton's interpreter, in a process of its own.
 
-The interpreter is slow: every fifth test of a file runs by default, all with `-m slow`.
+The interpreter is slow: every tenth test of a file runs by default, all with `-m slow`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FILES = sorted(str(path) for path in Path(__file__).parent.rglob("test_triton_*.
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these tests run on the GPU")
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("file", FILES, ids=lambda path: Path(path).stem)
 def test_file_in_the_interpreter(file, every):
     if os.environ.get("TRITON_INTERPRET") == "1":

@@ -100,7 +100,12 @@ BANDS = {
 }
 
 
-@pytest.mark.parametrize("matmul", BANDS)
+SAMPLE = ("fp8_blockwise", "nvfp4")  # the others with -m slow
+
+
+@pytest.mark.parametrize(
+    "matmul", [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.slow) for n in BANDS]
+)
 def test_a_run_of_60_steps_stays_in_its_band(matmul, baseline):
     losses, compiled = train(matmul)
     end, expected = sum(losses[-10:]) / 10, sum(baseline[-10:]) / 10
