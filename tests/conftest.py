@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import os
 import random
 import tempfile
@@ -28,6 +29,8 @@ os.environ.setdefault(
     "FULGURITE_CACHE_DIR", os.path.join(_folder.name, "cache")
 )  # xdist workers share it
 os.environ["FULGURITE_REPRO_DIR"] = os.path.join(_folder.name, "repro")
+# pytest listens to loggers that don't propagate. torch fills this one, with all it captures, if anybody listens.
+logging.getLogger("torch.__trace").propagate = True
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -70,6 +71,7 @@ NOT_DECOMPOSED = (
 )
 
 
+@functools.cache
 def decompositions() -> dict[Any, Any]:
     table = dict(core_aten_decompositions())
     table.update(get_decompositions(DECOMPOSED))
