@@ -16,6 +16,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as Backend
 
 from fulgurite.errors import ArgumentError, WeightsError
+from fulgurite.models.added_tokens import add_missing_tokens, read_declared_tokens
 from fulgurite.models.chat_template import TEMPLATE_ERRORS, render_template
 from fulgurite.models.config_fields import ConfigFields
 from fulgurite.models.gguf_tokenizer import build_backend
@@ -169,6 +170,8 @@ def from_folder(folder: Path) -> Tokenizer:
     }
     generation = _read_json(folder / "generation_config.json")
     model = _read_json(folder / "config.json")
+    declared = read_declared_tokens(settings, older, _read_json(folder / "added_tokens.json"))
+    add_missing_tokens(backend, declared, _read_vocab_size(model))
     stop_ids = []
     if "eos_token" in special_tokens:
         stop_ids.append(backend.token_to_id(special_tokens["eos_token"]))
@@ -237,6 +240,12 @@ def _read_json(file: Path) -> ConfigFields:
     if not isinstance(values, dict):
         raise WeightsError(f"{file.name} is not a JSON object", where=str(file))
     return ConfigFields(values, str(file))
+
+
+def _read_vocab_size(model: ConfigFields) -> int | None:
+    """The number of embeddings; None if config.json does not say."""
+    text = model.get_section("text_config")
+    return (text if "vocab_size" in text else model).get_optional_int("vocab_size")
 
 
 def _token_text(value: object) -> str | None:

@@ -275,3 +275,27 @@ def test_special_tokens_of_an_older_file(folder: Path) -> None:
     found = load_tokenizer(folder)
     assert found.special_tokens == expected.special_tokens and expected.special_tokens
     assert found.stop_ids == expected.stop_ids
+
+
+def test_tokens_that_only_the_settings_have(folder: Path) -> None:
+    """As transformers adds them; not those without an embedding, or with another id than the next."""
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    next_id = load_tokenizer(folder).vocab_size
+    tokens = {
+        str(next_id): {"content": "<tool>", "special": True},
+        str(next_id + 1): {"content": "<note>", "special": False},
+        str(next_id + 9): {"content": "<far>", "special": True},
+    }
+    added = {
+        "added_tokens_decoder": tokens,
+        "additional_special_tokens": ["<tool>", "<more>", "<no>"],
+    }
+    file.write_text(json.dumps({**settings, **added}))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": next_id + 3}))
+    tokenizer = load_tokenizer(folder)
+    names = ("<tool>", "<note>", "<more>", "<no>", "<far>")
+    found = [tokenizer.token_id(name) for name in names]
+    assert found == [next_id, next_id + 1, next_id + 2, None, None]
+    ids = tokenizer.encode("a<tool>b<note>", add_special_tokens=False)
+    assert {next_id, next_id + 1} < set(ids) and tokenizer.decode(ids) == "ab<note>"

@@ -44,6 +44,7 @@ ENDPOINTS: dict[tuple[str, str], Endpoint] = {
     ("POST", "/v1/chat/completions"): chat_completions.create_chat_completion,
     ("POST", "/v1/completions"): completions.create_completion,
     ("POST", "/v1/responses"): responses.create_response,
+    ("POST", "/v1/responses/input_tokens"): responses.count_input_tokens,
     ("GET", "/v1/responses/{id}"): responses.get_response,
     ("DELETE", "/v1/responses/{id}"): responses.delete_response,
     ("POST", "/v1/responses/{id}/cancel"): responses.cancel_response,

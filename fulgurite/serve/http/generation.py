@@ -37,6 +37,7 @@ class GenerationRequest:
 
     skip_special_tokens   special tokens have no text
     hidden_ids            tokens without text if special tokens are not skipped
+    continues_text        the reply goes on from the prompt, in the same text
     """
 
     prompt_ids: list[int]
@@ -46,6 +47,7 @@ class GenerationRequest:
     cache_salt: str = ""
     skip_special_tokens: bool = True
     hidden_ids: frozenset[int] = frozenset()
+    continues_text: bool = False
 
 
 class ChoiceFinish(msgspec.Struct, frozen=True):
@@ -104,7 +106,11 @@ class Choice:
         self.detokenizer: Detokenizer | None = None
         if backend.tokenizer is not None:
             self.detokenizer = Detokenizer(
-                backend.tokenizer, params.stop, params.min_tokens, request.skip_special_tokens
+                backend.tokenizer,
+                params.stop,
+                params.min_tokens,
+                request.skip_special_tokens,
+                request.prompt_ids if request.continues_text else (),
             )
         self.stream: TokenStream | None = None
         self.num_tokens = 0

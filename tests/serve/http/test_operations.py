@@ -44,6 +44,14 @@ def test_models(server):
     assert server.get("/v1/models/").status_code == 404
 
 
+def test_models_for_the_anthropic_client(server):
+    client = server.anthropic()
+    page = client.models.list()
+    assert [model.id for model in page.data] == [MODEL] and page.has_more is False
+    model = client.models.retrieve(MODEL)
+    assert (model.type, model.display_name) == ("model", MODEL) and model.created_at.year >= 2026
+
+
 def test_models_do_not_tell_where_they_are_stored(tiny):
     folder = tiny.app.config.model
     assert folder not in tiny.get("/v1/models").text
