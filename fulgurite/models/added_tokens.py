@@ -56,8 +56,8 @@ def read_declared_tokens(
 
 def _list(values: object) -> Iterator[AddedToken]:
     """The special tokens of a list, or of an object by their names."""
-    entries = values.values() if isinstance(values, Mapping) else values
-    for value in entries if isinstance(values, Mapping | list) else ():
+    entries = list(values.values()) if isinstance(values, Mapping) else values
+    for value in entries if isinstance(entries, list) else ():
         token = _read_token({"content": value} if isinstance(value, str) else value)
         if token is not None:
             token.special = True

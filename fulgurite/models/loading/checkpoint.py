@@ -275,6 +275,11 @@ def read_config_file(folder: Path) -> ConfigFields:
 def _suggest_path(folder: Path) -> str:
     """Suggest a path to pass instead, from the contents of the folder."""
     ggufs = sorted(folder.glob("*.gguf"))
+    if (folder / "adapter_config.json").is_file():
+        return (
+            "it holds a LoRA adapter: load its base model, or merge it first "
+            "(load_adapters and merge_adapters, or PEFT's merge_and_unload)"
+        )
     if ggufs:
         return f"pass one of its files: {ggufs[0]}"
     if any(folder.glob("*.safetensors")):

@@ -205,9 +205,11 @@ def find_shard_files(path: Path) -> list[Path]:
     """The safetensors files of a folder, or the single file. One error lists all missing shards."""
     if path.is_file():
         return [path]
-    index = path / INDEX_FILE
-    if index.is_file():
-        names = _read_shard_names(index)
+    index, has_single = path / INDEX_FILE, (path / SINGLE_FILE).is_file()
+    names = _read_shard_names(index) if index.is_file() else []
+    if has_single and SINGLE_FILE not in names:  # as transformers: the index is of older files
+        return [path / SINGLE_FILE]
+    if names:
         missing = [name for name in names if not (path / name).is_file()]
         if missing:
             raise WeightsError(
@@ -217,8 +219,6 @@ def find_shard_files(path: Path) -> list[Path]:
                 next=f"download the files that {INDEX_FILE} lists into this folder",
             )
         return [path / name for name in names]
-    if (path / SINGLE_FILE).is_file():
-        return [path / SINGLE_FILE]
     shards = _find_unlisted_shards(path)
     if shards:
         return shards

@@ -392,3 +392,20 @@ def test_shards_without_an_index(get_pair, tmp_path: Path) -> None:
     shards[0].rename(tmp_path / "model-00001-of-00099.safetensors")
     with pytest.raises(WeightsError, match="shards of 2 checkpoints"):
         load_model(tmp_path)
+
+
+def test_a_single_file_is_newer_than_an_index(get_pair, tmp_path: Path) -> None:
+    """transformers reads it first: the index may be what an earlier save left."""
+    pair = get_pair("llama_linear")
+    pair.reference.save_pretrained(tmp_path)
+    stale = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / INDEX_FILE).write_text(json.dumps(stale))
+    ids, positions = make_prompt(9), torch.arange(9)
+    assert torch.equal(load_model(tmp_path)(ids, positions), pair.model(ids, positions))
+
+
+def test_an_adapter_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    save_file({"x": torch.ones(1)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(WeightsError, match="LoRA adapter: load its base model"):
+        load_model(tmp_path)

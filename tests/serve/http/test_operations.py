@@ -248,3 +248,17 @@ def test_errors_within_a_stream_come_before_it(server):
     """What can be refused is refused with a status, not with an event."""
     body = {"prompt": "x", "stream": True, "temperature": -1}
     check_error(server.post("/v1/completions", body), 400)
+
+
+@pytest.mark.parametrize(
+    ("path", "advice"),
+    [
+        ("/chat/completions", "add /v1 to the client's base URL"),
+        ("/v1/v1/messages", "leave /v1 out of the client's base URL"),
+        ("/v2/messages", "is not served here"),
+    ],
+)
+def test_a_wrong_base_url_is_named(server, path, advice):
+    reply = server.post(path, {})
+    assert reply.status_code == 404 and advice in reply.text
+    assert ("base URL" in reply.text) == ("base URL" in advice)

@@ -367,8 +367,8 @@ def describe_delta(
     parts: list[dict[str, Any]] = [describe_event(event) for event in delta.events]
     if is_first:
         first = parts[0] if parts else {}
-        content = None if "tool_calls" in first else ""  # a reply of calls has no content
-        parts = [{"role": "assistant", "content": content, **first}, *parts[1:]]
+        empty = None if "tool_calls" in first else ""  # a reply of calls has no content
+        parts = [{"role": "assistant", "content": empty, **first}, *parts[1:]]
     has_tokens = bool(delta.token_ids) and (body.logprobs or body.return_token_ids)
     if not parts and (delta.finish is not None or has_tokens):
         parts = [{}]
