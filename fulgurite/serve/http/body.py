@@ -24,6 +24,9 @@ MAX_EXACT = 1 << 53  # whole floats beyond have no one integer
 UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 MISSING_FIELD = re.compile(r"Object missing required field `(?P<name>.*)`")
 MAX_QUOTED = 200  # characters of a request that an error repeats
+# An escaped surrogate without its other half: a string that was cut inside of a character.
+HIGH, LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+HALF_PAIR = re.compile(HIGH + rb"(?!" + LOW + rb")|(?<!" + HIGH + rb")" + LOW)
 # Possessive: the regex engine keeps nothing for each character, and never goes back.
 STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
@@ -102,6 +105,10 @@ def parse_body(body: bytes, kind: type[T], limits: Limits) -> T:
             return parse_whole_floats(body, kind)
         raise describe_invalid(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        half = HALF_PAIR.search(body)
+        if half is not None:
+            text = f"it has {half[0].decode()}, which is half of a character"
+            raise invalid(f"the body is not valid JSON: {text}", code="invalid_json") from None
         raise invalid(f"the body is not valid JSON: {error}", code="invalid_json") from None
 
 

@@ -51,7 +51,10 @@ class GenerationRequest:
 
 
 class ChoiceFinish(msgspec.Struct, frozen=True):
-    """How a choice ended: `stop` (with the stop string or token) or `length`."""
+    """How a choice ended: `stop` or `length`.
+
+    `stopped_by`: the stop string or token of the request; None for the model's own end token.
+    """
 
     reason: str
     stopped_by: str | int | None = None
@@ -134,7 +137,8 @@ class Choice:
             if self.stream is not None:
                 self.stream.cancel()
         elif finish is not None:
-            ended = ChoiceFinish(finish.reason, finish.stopped_by)
+            is_end = has_stop_token(finish) and finish.stopped_by not in self.params.stop_token_ids
+            ended = ChoiceFinish(finish.reason, None if is_end else finish.stopped_by)
         return Delta(self.index, text, tokens, logprobs, ended, update.prompt_logprobs)
 
     def _detokenize(

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.serve.http.serving import MODEL, RunningServer, mock_config, script, serve
+from tests.serve.http.serving import MODEL, PLAIN, RunningServer, mock_config, script, serve
 from tests.serve.http.tiny_server import serve_tiny
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -581,3 +581,18 @@ def test_streamed_calls_have_no_content(tiny):
     chunks = stream(tiny, tools=[WEATHER], tool_choice="required", max_completion_tokens=90)
     assert chunks[0].choices[0].delta.role == "assistant" and join_calls(chunks)
     assert all(chunk.choices[0].delta.content is None for chunk in chunks if chunk.choices)
+
+
+def test_the_models_own_end_is_no_stop_reason(server):
+    """vLLM's field: the stop string or token of the request."""
+    choice = ask(server, say("Hello."), max_completion_tokens=None).choices[0]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", None)
+
+
+@pytest.mark.parametrize("text", ["\\ud83d", "a\\uDE00", "\\ud83d\\u0041"])
+def test_half_of_a_character_is_named(server, text):
+    body = json.dumps({"messages": [{"role": "user", "content": "HALF"}]}).replace("HALF", text)
+    headers = {"content-type": "application/json"}
+    reply = PLAIN.post(f"{server.url}/v1/chat/completions", content=body, headers=headers)
+    assert reply.status_code == 400
+    assert "is half of a character" in reply.json()["error"]["message"]
