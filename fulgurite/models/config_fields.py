@@ -61,6 +61,10 @@ class ConfigFields:
     def get_optional_float(self, name: str) -> float | None:
         return self.get_float(name) if name in self else None
 
+    def get_cap(self, name: str, default: float) -> float | None:
+        """A limit that null turns off; an absent one has the default."""
+        return self.get_optional_float(name) if name in self.values else default
+
     def get_list(self, name: str) -> tuple[object, ...]:
         return tuple(self._get_typed(name, list, []))
 

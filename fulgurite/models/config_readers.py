@@ -6,10 +6,13 @@ Files of transformers 4 and 5 store them under different names. Both are read.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
 from fulgurite.models.config import DTYPES, ROPE_TYPES, ConfigFields, RopeConfig, yarn_mscale
+
+ROPE_BASE = ("rope_theta", "partial_rotary_factor", "mrope_section")  # not of a scaling
 
 
 def read_rope(
@@ -92,6 +95,26 @@ def read_rope(
                 f"it needs rotary_dim / 2 = {rope.rotary_dim // 2}"
             )
     return rope
+
+
+def merge_rope_scaling(fields: ConfigFields) -> ConfigFields:
+    """The fields with one section of the rotary embedding.
+
+    Model cards say to add `rope_scaling` to config.json. In a file that has `rope_parameters`, it
+    replaces the scaling there, and the base and the rotated part stay.
+    """
+    parameters = fields.get_section("rope_parameters")
+    is_by_layer_type = any(isinstance(value, Mapping) for value in parameters.values.values())
+    if "rope_scaling" not in fields or not parameters.values or is_by_layer_type:
+        return fields
+    kept = {
+        name: parameters.values[name]
+        for name in ROPE_BASE
+        if name in parameters and name not in fields
+    }
+    merged = {**kept, **fields.get_section("rope_scaling").values}
+    values = {**fields.values, "rope_parameters": merged, "rope_scaling": None}
+    return ConfigFields(values, fields.where)
 
 
 def _check_mrope(rope: RopeConfig, scaling: ConfigFields) -> None:

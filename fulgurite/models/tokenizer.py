@@ -16,6 +16,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as Backend
 
 from fulgurite.errors import ArgumentError, WeightsError
+from fulgurite.models.added_tokens import add_missing_tokens, read_declared_tokens
 from fulgurite.models.chat_template import TEMPLATE_ERRORS, render_template
 from fulgurite.models.config_fields import ConfigFields
 from fulgurite.models.gguf_tokenizer import build_backend
@@ -32,6 +33,7 @@ class Tokenizer:
     stop_ids         tokens that end a reply
     special_tokens   name -> text of the special tokens, as chat templates use them
     adds_bos         whether `encode` puts the BOS token first
+    tool_template    the chat template of conversations with tools, if that is another one
     """
 
     backend: Backend
@@ -40,6 +42,7 @@ class Tokenizer:
     chat_template: str | None
     special_tokens: Mapping[str, str]
     adds_bos: bool = False
+    tool_template: str | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -159,24 +162,29 @@ def from_folder(folder: Path) -> Tokenizer:
         )
     backend = _read_backend(file)
     settings = _read_json(folder / "tokenizer_config.json")
+    older = _read_json(folder / "special_tokens_map.json")  # for settings that name none
     special_tokens = {
         name: text
         for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-        if (text := _token_text(settings.values.get(name))) is not None
+        if (text := _token_text(settings.values.get(name) or older.values.get(name))) is not None
     }
     generation = _read_json(folder / "generation_config.json")
     model = _read_json(folder / "config.json")
+    declared = read_declared_tokens(settings, older, _read_json(folder / "added_tokens.json"))
+    add_missing_tokens(backend, declared, _read_vocab_size(model))
     stop_ids = []
     if "eos_token" in special_tokens:
         stop_ids.append(backend.token_to_id(special_tokens["eos_token"]))
     stop_ids += generation.get_ints("eos_token_id") or model.get_ints("eos_token_id")
     bos = special_tokens.get("bos_token")
+    templates = _read_chat_templates(folder, settings)
     return Tokenizer(
         backend=backend,
         bos_id=None if bos is None else backend.token_to_id(bos),
         stop_ids=tuple(dict.fromkeys(id for id in stop_ids if id is not None)),
-        chat_template=_read_chat_template(folder, settings),
+        chat_template=templates.get("default"),
         special_tokens=special_tokens,
+        tool_template=templates.get("tool_use"),
     )
 
 
@@ -234,6 +242,12 @@ def _read_json(file: Path) -> ConfigFields:
     return ConfigFields(values, str(file))
 
 
+def _read_vocab_size(model: ConfigFields) -> int | None:
+    """The number of embeddings; None if config.json does not say."""
+    text = model.get_section("text_config")
+    return (text if "vocab_size" in text else model).get_optional_int("vocab_size")
+
+
 def _token_text(value: object) -> str | None:
     """A special token is stored as its text, or as an object with its text in `content`."""
     if isinstance(value, Mapping):
@@ -241,14 +255,25 @@ def _token_text(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _read_chat_template(folder: Path, settings: ConfigFields) -> str | None:
+def _read_chat_templates(folder: Path, settings: ConfigFields) -> dict[str, str]:
+    """The chat templates by name: "default", and in some checkpoints "tool_use" and others.
+
+    They are files, a text or a list in tokenizer_config.json, or in the chat_template.json of a
+    multimodal processor.
+    """
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        others = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+        named = {one.stem: one.read_text(encoding="utf-8") for one in others}
+        return {**named, "default": file.read_text(encoding="utf-8")}
     template = settings.values.get("chat_template")
-    if isinstance(template, list):
-        entries = [entry for entry in template if isinstance(entry, Mapping)]
-        template = next(
-            (entry.get("template") for entry in entries if entry.get("name") == "default"), None
-        )
-    return template if isinstance(template, str) else None
+    if template is None:
+        template = _read_json(folder / "chat_template.json").values.get("chat_template")
+    entries = (
+        template if isinstance(template, list) else [{"name": "default", "template": template}]
+    )
+    return {
+        str(entry.get("name")): text
+        for entry in entries
+        if isinstance(entry, Mapping) and isinstance(text := entry.get("template"), str)
+    }

@@ -16,7 +16,13 @@ from fulgurite.option_values import (
     SERVED_MIXED_TOKENS,
 )
 from fulgurite.serve.expert_options import add_expert_arguments, given_expert_options
-from fulgurite.serve.http.config import ENGINE_PLACES, ROUTING, ServerConfig, load_config
+from fulgurite.serve.http.config import (
+    ENGINE_PLACES,
+    ROUTING,
+    SAMPLING_DEFAULTS,
+    ServerConfig,
+    load_config,
+)
 
 SERVER_PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client")
 
@@ -69,6 +75,11 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--tool-call-parser", metavar="NAME", help="format of tool calls (auto)")
     model.add_argument("--reasoning-parser", metavar="NAME", help="format of reasoning (auto)")
+    model.add_argument(
+        "--sampling-defaults",
+        choices=SAMPLING_DEFAULTS,
+        help="of requests that don't say: the model's (default), or OpenAI's",
+    )
     model.add_argument("--mock", action="store_true", default=None, help="made-up tokens, no model")
     _add_engine_options(command.add_argument_group("engine"))
 

@@ -6,10 +6,12 @@ import copy
 import json
 
 import pytest
+import transformers
 
 from fulgurite.errors import WeightsError
 from fulgurite.models.config import ConfigFields, ModelConfig
 from fulgurite.models.families.registry import ARCHITECTURES, find_family
+from fulgurite.models.loading.checkpoint import get_language_model_fields
 from tests.models.reference_models import CASES, COMMON, ModelPair
 
 LLAMA = {**COMMON, "architectures": ["LlamaForCausalLM"]}
@@ -131,3 +133,45 @@ def test_invalid_values_in_any_field(pair: ModelPair) -> None:
                     find_family(fields).read_config(fields)
                 except WeightsError as error:
                     assert str(error)
+
+
+@pytest.mark.parametrize(
+    ("case", "field", "read"),
+    [
+        ("gemma2", "attn_logit_softcapping", lambda config: config.attention_softcap),
+        ("gemma2", "final_logit_softcapping", lambda config: config.logit_softcap),
+        ("gpt_oss", "rms_norm_eps", lambda config: config.norm_eps),
+        ("deepseek_v3", "norm_topk_prob", lambda config: config.moe.renormalize),
+        ("deepseek_v3", "routed_scaling_factor", lambda config: config.moe.routed_scaling_factor),
+    ],
+)
+def test_an_absent_field_has_the_default_of_transformers(case, field, read) -> None:
+    prefix, values = CASES[case]
+    fields = {**COMMON, **values, "architectures": [f"{prefix}ForCausalLM"]}
+    fields.pop(field, None)
+    expected = getattr(getattr(transformers, f"{prefix}Config")(), field)
+    assert read(read_config(fields)) == expected
+
+
+def test_null_turns_a_cap_off() -> None:
+    fields = {**COMMON, **CASES["gemma2"][1], "architectures": ["Gemma2ForCausalLM"]}
+    config = read_config({**fields, "attn_logit_softcapping": None})
+    assert config.attention_softcap is None and config.logit_softcap == 3.0
+
+
+def test_rope_scaling_that_was_added_to_a_newer_file_replaces_its_scaling() -> None:
+    rope = {"rope_type": "default", "rope_theta": 5000.0}
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    fields = ConfigFields(
+        {**LLAMA, "rope_parameters": rope, "rope_scaling": scaling}, "config.json"
+    )
+    merged = get_language_model_fields(fields)
+    (layer, *_) = find_family(merged).read_config(merged).layers
+    assert layer.rope is not None
+    assert (layer.rope.rope_type, layer.rope.factor, layer.rope.theta) == ("yarn", 4.0, 5000.0)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2_moe", "gpt_oss", "deepseek_v3"])
+def test_a_file_without_architectures_is_known_by_its_model_type(model_type: str) -> None:
+    family = find_family(ConfigFields({"model_type": model_type, "architectures": None}, "x"))
+    assert family.name == model_type

@@ -246,3 +246,56 @@ def test_damaged_gguf_tokenizer(model: str, name: str, value: object) -> None:
 def test_invalid_unicode(folder: Path) -> None:
     with pytest.raises(ArgumentError, match="character 1 of the text"):
         load_tokenizer(folder).encode("a\udc80b")
+
+
+def test_templates_for_tools_and_of_processors(folder: Path) -> None:
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": named}))
+    tokenizer = load_tokenizer(folder)
+    assert (tokenizer.chat_template, tokenizer.tool_template) == ("plain", "tools")
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "processor"}))
+    assert load_tokenizer(folder).chat_template == "processor"
+    (folder / "chat_template.jinja").write_text("file")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("other file")
+    tokenizer = load_tokenizer(folder)
+    assert (tokenizer.chat_template, tokenizer.tool_template) == ("file", "other file")
+
+
+def test_special_tokens_of_an_older_file(folder: Path) -> None:
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    expected = load_tokenizer(folder)
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    older = {name: settings.pop(name) for name in names if name in settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "special_tokens_map.json").write_text(json.dumps(older))
+    found = load_tokenizer(folder)
+    assert found.special_tokens == expected.special_tokens and expected.special_tokens
+    assert found.stop_ids == expected.stop_ids
+
+
+def test_tokens_that_only_the_settings_have(folder: Path) -> None:
+    """As transformers adds them; not those without an embedding, or with another id than the next."""
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    next_id = load_tokenizer(folder).vocab_size
+    tokens = {
+        str(next_id): {"content": "<tool>", "special": True},
+        str(next_id + 1): {"content": "<note>", "special": False},
+        str(next_id + 9): {"content": "<far>", "special": True},
+    }
+    added = {
+        "added_tokens_decoder": tokens,
+        "additional_special_tokens": ["<tool>", "<more>", "<no>"],
+    }
+    file.write_text(json.dumps({**settings, **added}))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": next_id + 3}))
+    tokenizer = load_tokenizer(folder)
+    names = ("<tool>", "<note>", "<more>", "<no>", "<far>")
+    found = [tokenizer.token_id(name) for name in names]
+    assert found == [next_id, next_id + 1, next_id + 2, None, None]
+    ids = tokenizer.encode("a<tool>b<note>", add_special_tokens=False)
+    assert {next_id, next_id + 1} < set(ids) and tokenizer.decode(ids) == "ab<note>"

@@ -60,6 +60,9 @@ def read_v3(fields: ConfigFields) -> ModelConfig:
     fields.require("scoring_func", "sigmoid", default="sigmoid")
     fields.require("topk_method", "noaux_tc", default="noaux_tc")
     interleaved = fields.get_bool("rope_interleave", True)
+    fields = fields.with_defaults(
+        norm_topk_prob=True, routed_scaling_factor=2.5, n_shared_experts=1
+    )
     return read_mla_config("deepseek_v3", fields, grouped=True, interleaved=interleaved)
 
 

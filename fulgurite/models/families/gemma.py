@@ -27,6 +27,7 @@ from fulgurite.models.weight_mapping import WeightMapping, subtract_one
 NORM_OFFSET = 1.0
 GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
 DEFAULT_SLIDING_WINDOW_PATTERN = 6
+ATTENTION_SOFTCAP, LOGIT_SOFTCAP = 50.0, 30.0  # of Gemma 2
 
 
 def read_gemma(fields: ConfigFields) -> ModelConfig:
@@ -60,8 +61,11 @@ def read_gemma2(fields: ConfigFields) -> ModelConfig:
         replace(layer, sliding_window=window if kind == "sliding_attention" else None)
         for layer, kind in zip(config.layers, types, strict=True)
     )
-    capped = _apply_gemma_fields(replace(config, layers=layers), fields)
-    return replace(capped, attention_softcap=fields.get_optional_float("attn_logit_softcapping"))
+    return replace(
+        _apply_gemma_fields(replace(config, layers=layers), fields),
+        attention_softcap=fields.get_cap("attn_logit_softcapping", ATTENTION_SOFTCAP),
+        logit_softcap=fields.get_cap("final_logit_softcapping", LOGIT_SOFTCAP),
+    )
 
 
 def read_gemma3(fields: ConfigFields) -> ModelConfig:

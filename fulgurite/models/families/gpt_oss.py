@@ -43,7 +43,8 @@ DEFAULT_ROPE = {
 
 
 def read_config(fields: ConfigFields) -> ModelConfig:
-    values = {"head_dim": 64, "max_position_embeddings": 131_072, **fields.values}
+    fields = fields.with_defaults(head_dim=64, max_position_embeddings=131_072, rms_norm_eps=1e-5)
+    values = dict(fields.values)
     if "rope_scaling" not in fields and "rope_parameters" not in fields:
         values["rope_scaling"] = DEFAULT_ROPE
     config = read_dense_config("gpt_oss", ConfigFields(values, fields.where), theta=150_000.0)

@@ -19,6 +19,8 @@ from fulgurite.models.weight_mapping import (
     slice_v,
 )
 
+ORIGINAL_MAX_POSITIONS = 4096  # of a config.json that names none
+
 
 def read_config(fields: ConfigFields) -> ModelConfig:
     values_without_rope = {
@@ -27,6 +29,9 @@ def read_config(fields: ConfigFields) -> ModelConfig:
         if key not in ("rope_scaling", "rope_parameters")
     }
     config = read_dense_config("phi3", ConfigFields(values_without_rope, fields.where))
+    scaling = "rope_parameters" if "rope_parameters" in fields else "rope_scaling"
+    if "original_max_position_embeddings" not in fields.get_section(scaling):
+        fields = fields.with_defaults(original_max_position_embeddings=ORIGINAL_MAX_POSITIONS)
     rope = read_rope(fields, config.head_dim, yarn_is_longrope=True)
     config = replace(config, layers=(LayerConfig(rope),) * len(config.layers))
     return with_sliding_window(config, fields.get_optional_positive_int("sliding_window"))

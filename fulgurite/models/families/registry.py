@@ -134,13 +134,26 @@ GGUF_ARCHITECTURES: dict[str, ModelFamily] = {
 
 def has_family(fields: ConfigFields) -> bool:
     """Whether a config.json names an architecture of ours, or none at all."""
-    names = [str(name) for name in fields.get_list("architectures")]
+    names = read_architectures(fields)
     return not names or any(name in ARCHITECTURES for name in names)
+
+
+def read_architectures(fields: ConfigFields) -> list[str]:
+    """`architectures` of a config.json; if it has none, the causal LM of its `model_type`."""
+    names = [str(name) for name in fields.get_list("architectures")]
+    if names or "model_type" not in fields:
+        return names
+    model_type = fields.get_str("model_type").replace("_", "").lower()
+    return [
+        name
+        for name in ARCHITECTURES
+        if name.removesuffix("ForCausalLM").replace("_", "").lower() == model_type
+    ][:1]
 
 
 def find_family(fields: ConfigFields) -> ModelFamily:
     """The family that a config.json names under `architectures`."""
-    names = [str(name) for name in fields.get_list("architectures")]
+    names = read_architectures(fields)
     for name in names:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]

@@ -8,16 +8,19 @@ The headers of the files are read, and no weights. A checkpoint keeps its files 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self
 
 import torch
 
 from fulgurite.errors import ArgumentError, WeightsError
+from fulgurite.logs import LOG
 from fulgurite.models.config import ConfigFields, ModelConfig
+from fulgurite.models.config_readers import merge_rope_scaling
 from fulgurite.models.families.encoders import is_encoder
 from fulgurite.models.families.family import ModelFamily
 from fulgurite.models.families.registry import find_family, find_gguf_family, has_family
@@ -48,6 +51,10 @@ MULTIMODAL_PREFIXES = (
 # Names in a checkpoint of the bare decoder, without an LM head (embedding models).
 BARE_PREFIXES = tuple((name, f"model.{name}") for name in ("embed_tokens.", "layers.", "norm."))
 SHARED_FIELDS = ("dtype", "torch_dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id")
+LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+COMPARED_ROWS = 4096
+# Dtypes of models, the likelier first: of equal shares in a file it counts.
+FILE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 IMPLEMENTATIONS = ("auto", "fulgurite", "transformers")
 
 
@@ -157,8 +164,7 @@ def open_checkpoint(path: Path, implementation: str = "auto") -> Checkpoint:
     else:
         family = find_family(fields)
         quantization = read_quantization(fields, folder)
-    config = family.read_config(get_language_model_fields(fields))
-    return _open_safetensors(path, family, config, quantization)
+    return _open_safetensors(path, family, get_language_model_fields(fields), quantization)
 
 
 def open_bare_decoder(path: Path, fields: ConfigFields) -> Checkpoint | None:
@@ -180,19 +186,56 @@ def open_bare_decoder(path: Path, fields: ConfigFields) -> Checkpoint | None:
     headless = ConfigFields({**text_fields.values, "tie_word_embeddings": True}, fields.where)
     family = find_family(fields)
     quantization = read_quantization(fields, folder)
-    return _open_safetensors(path, family, family.read_config(headless), quantization)
+    return _open_safetensors(path, family, headless, quantization)
 
 
 def _open_safetensors(
-    path: Path, family: ModelFamily, config: ModelConfig, quantization: CheckpointQuantization
+    path: Path, family: ModelFamily, fields: ConfigFields, quantization: CheckpointQuantization
 ) -> Checkpoint:
     source = SafetensorsCheckpoint(path, quantization.section)
+    if "dtype" not in fields and "torch_dtype" not in fields:
+        fields = fields.with_defaults(dtype=find_dtype(source))
+    config = family.read_config(fields)
     weights, ignored = family.weights, family.ignored
     if source.is_saved_model:
         weights, ignored = saved_mappings(family, config), ()
     elif not isinstance(family, TransformersFamily):
-        weights = family.select_weights(rename_entries(source))
+        entries = rename_entries(source)
+        weights = family.select_weights(entries)
+        config = replace(config, tie_word_embeddings=is_head_tied(config, entries, path))
     return Checkpoint(path, family, config, source, weights, ignored, quantization)
+
+
+def find_dtype(source: TensorSource) -> str:
+    """The dtype that most dense weights have, for a config.json that names none."""
+    sizes = dict.fromkeys(FILE_DTYPES, 0)
+    for entry in source.entries().values():
+        if entry.dtype in sizes:
+            sizes[entry.dtype] += math.prod(entry.shape)
+    largest = max(sizes, key=lambda dtype: sizes[dtype])
+    return str(largest).removeprefix("torch.")
+
+
+def is_head_tied(config: ModelConfig, entries: Mapping[str, TensorEntry], path: Path) -> bool:
+    """Whether the LM head is the embedding.
+
+    Fine-tuned checkpoints may declare it, and store a head of their own. Then that is used, as
+    transformers 5 does.
+    """
+    head, embedding = entries.get(LM_HEAD), entries.get(EMBEDDING)
+    if not config.tie_word_embeddings or head is None or embedding is None:
+        return config.tie_word_embeddings
+    if head.shape == embedding.shape and not head.is_quantized and not embedding.is_quantized:
+        pair = (entry.load().data.split(COMPARED_ROWS) for entry in (head, embedding))
+        if all(torch.equal(one.to(other.dtype), other) for one, other in zip(*pair, strict=True)):
+            return True
+    LOG.warning(
+        "load: config.json of %s ties the LM head to the embedding, but %s is stored and differs; "
+        "it is used",
+        path,
+        LM_HEAD,
+    )
+    return False
 
 
 def _open_gguf(file: GGUFCheckpoint) -> Checkpoint:
@@ -232,6 +275,11 @@ def read_config_file(folder: Path) -> ConfigFields:
 def _suggest_path(folder: Path) -> str:
     """Suggest a path to pass instead, from the contents of the folder."""
     ggufs = sorted(folder.glob("*.gguf"))
+    if (folder / "adapter_config.json").is_file():
+        return (
+            "it holds a LoRA adapter: load its base model, or merge it first "
+            "(load_adapters and merge_adapters, or PEFT's merge_and_unload)"
+        )
     if ggufs:
         return f"pass one of its files: {ggufs[0]}"
     if any(folder.glob("*.safetensors")):
@@ -245,10 +293,9 @@ def _suggest_path(folder: Path) -> str:
 def get_language_model_fields(fields: ConfigFields) -> ConfigFields:
     """The fields of the language model. A multimodal config.json nests them in `text_config`."""
     if "text_config" not in fields:
-        return fields
-    text_fields = fields.get_section("text_config")
+        return merge_rope_scaling(fields)
     shared = {name: fields.values[name] for name in SHARED_FIELDS if name in fields}
-    return ConfigFields({**shared, **text_fields.values}, text_fields.where)
+    return merge_rope_scaling(fields.get_section("text_config").with_defaults(**shared))
 
 
 def rename_entries(source: TensorSource) -> dict[str, TensorEntry]:

@@ -5,6 +5,7 @@
     modelopt             quant_algo, exclude_modules or ignore; also in hf_quant_config.json
     fp8, fbgemm_fp8      activation_scheme, modules_to_not_convert or ignored_layers
     mxfp4, awq, gptq, bitsandbytes, torchao   their own fields
+    auto-round           packing_format: the layout of GPTQ or AWQ
 
 The tensors of a weight say how it is stored. This section says what they can't: which method, which
 modules are left dense, how activations and the KV cache are quantized. Fields of a single weight
@@ -35,8 +36,11 @@ METHODS = (
     "gptq",
     "bitsandbytes",
     "torchao",
+    "auto-round",
 )
 METHOD_ALIASES = {
+    "auto_round": "auto-round",
+    "intel/auto-round": "auto-round",
     "modelopt_fp4": "modelopt",
     "modelopt_mixed": "modelopt",
     "modelopt_mxfp8": "modelopt",
@@ -134,6 +138,8 @@ def parse_quantization(section: ConfigFields) -> CheckpointQuantization:
             where=section.where,
             next="load the original checkpoint, or quantize it with `fulgurite quantize`",
         )
+    if method == "auto-round":
+        section = _read_auto_round(section)
     ignore: tuple[str, ...] = ()
     for field_name in IGNORE_FIELDS:
         ignore += _read_names(section, field_name)
@@ -183,6 +189,32 @@ def _parse_plain(section: ConfigFields) -> tuple[WeightScheme, ...]:
     elif method == "fbgemm_fp8":
         activations = "dynamic"
     return (WeightScheme(("Linear",), activations, f"{section.where}, activation_scheme"),)
+
+
+def _read_auto_round(section: ConfigFields) -> ConfigFields:
+    """AutoRound's fields as those of the layout that it packs weights in.
+
+    `auto_gptq` stores zero points minus one, as GPTQ does. `gptqmodel`, and other backends that are
+    neither GPTQ's nor AWQ's, store them as they are. `extra_config` has modules with other bits.
+    """
+    packing = section.get_str("packing_format", "auto_round:auto_gptq")
+    kind = section.get_str("data_type", "int")
+    act_bits = section.get_int("act_bits", 16)
+    if kind != "int" or act_bits < 16 or "llm_compressor" in packing:
+        raise WeightsError(
+            f"packing_format={packing!r} with data_type={kind!r} and act_bits={act_bits} is not "
+            "supported; supported: integer weights in the layout of GPTQ or AWQ",
+            where=section.where,
+            next="use a checkpoint in the format of GPTQ, AWQ or compressed-tensors",
+        )
+    if "awq" in packing:
+        layout = {"quant_method": "awq", "version": "gemm"}
+    else:
+        has_offset = "gptq" in packing and "gptqmodel" not in packing
+        layout = {"quant_method": "gptq", "checkpoint_format": "gptq" if has_offset else "gptq_v2"}
+    extra = section.get_section("extra_config")
+    others = [name for name in extra.values if extra.get_section(name).get_int("bits", 16) < 16]
+    return ConfigFields({**section.values, **layout, "dynamic": others}, section.where)
 
 
 def _parse_modelopt(section: ConfigFields) -> tuple[WeightScheme, ...]:

@@ -11,6 +11,7 @@ presented as one weight under its plain name, in any layout of `fulgurite.quant.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
@@ -39,6 +40,7 @@ from fulgurite.quant.files.safetensors_io import METADATA_KEY
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+SHARD_NAME = re.compile(r"^model-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors$")
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
@@ -203,9 +205,11 @@ def find_shard_files(path: Path) -> list[Path]:
     """The safetensors files of a folder, or the single file. One error lists all missing shards."""
     if path.is_file():
         return [path]
-    index = path / INDEX_FILE
-    if index.is_file():
-        names = _read_shard_names(index)
+    index, has_single = path / INDEX_FILE, (path / SINGLE_FILE).is_file()
+    names = _read_shard_names(index) if index.is_file() else []
+    if has_single and SINGLE_FILE not in names:  # as transformers: the index is of older files
+        return [path / SINGLE_FILE]
+    if names:
         missing = [name for name in names if not (path / name).is_file()]
         if missing:
             raise WeightsError(
@@ -215,8 +219,9 @@ def find_shard_files(path: Path) -> list[Path]:
                 next=f"download the files that {INDEX_FILE} lists into this folder",
             )
         return [path / name for name in names]
-    if (path / SINGLE_FILE).is_file():
-        return [path / SINGLE_FILE]
+    shards = _find_unlisted_shards(path)
+    if shards:
+        return shards
     reject_pickle([file for file in sorted(path.iterdir()) if file.suffix in PICKLE_SUFFIXES], path)
     raise WeightsError(
         "this folder has no weights",
@@ -224,6 +229,30 @@ def find_shard_files(path: Path) -> list[Path]:
         next=f"a checkpoint folder contains config.json and {SINGLE_FILE}, "
         f"or {INDEX_FILE} and its shards",
     )
+
+
+def _find_unlisted_shards(folder: Path) -> list[Path]:
+    """The shards of a folder without an index, by their names; empty if it has none."""
+    found = {match[0]: match for file in folder.iterdir() if (match := SHARD_NAME.match(file.name))}
+    counts = {int(match["count"]) for match in found.values()}
+    if len(counts) > 1:
+        raise WeightsError(
+            f"this folder has shards of {len(counts)} checkpoints and no {INDEX_FILE}",
+            where=str(folder),
+            next="remove the shards that don't belong to it",
+        )
+    numbers = {int(match["number"]) for match in found.values()}
+    missing = sorted(set(range(1, max(counts, default=0) + 1)) - numbers)
+    if missing:
+        raise WeightsError(
+            f"{len(missing)} of {max(counts)} shards are missing",
+            where=str(folder),
+            missing="\n".join(
+                f"model-{number:05}-of-{max(counts):05}.safetensors" for number in missing
+            ),
+            next="download them into this folder",
+        )
+    return [folder / name for name in sorted(found)]
 
 
 def reject_pickle(files: list[Path], where: Path) -> None:

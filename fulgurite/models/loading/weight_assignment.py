@@ -9,6 +9,7 @@ Names and shapes are checked before any weight is read. One error lists everythi
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -79,7 +80,11 @@ def assign_weights(checkpoint: Checkpoint, model: nn.Module) -> dict[str, list[W
     ]
     missing = [name for name in expected if name not in present]
     unexpected = [
-        name for name in present if name not in expected and not _is_ignored(checkpoint, name)
+        name
+        for name in present
+        if name not in expected
+        and not _is_ignored(checkpoint, name)
+        and not _is_zero_bias(name, present, expected)
     ]
     if missing or unexpected or mismatched:
         counts = (("missing", missing), ("unexpected", unexpected), ("mismatched", mismatched))
@@ -93,6 +98,19 @@ def assign_weights(checkpoint: Checkpoint, model: nn.Module) -> dict[str, list[W
             next="check that config.json belongs to these weights",
         )
     return expected
+
+
+def _is_zero_bias(
+    name: str, present: Mapping[str, TensorEntry], expected: Mapping[str, list[WeightAssignment]]
+) -> bool:
+    """Whether a tensor is the bias of a linear without one, and all zeros.
+
+    GPTQ's libraries wrote one for every linear.
+    """
+    module = name.removesuffix(".bias")
+    if module == name or f"{module}.weight" not in expected:
+        return False
+    return not bool(present[name].load().read_all().any())
 
 
 def _drop_transpose(assignment: WeightAssignment) -> WeightAssignment:

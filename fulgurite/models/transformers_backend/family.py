@@ -60,6 +60,8 @@ def make_transformers_family(fields: ConfigFields, path: Path) -> TransformersFa
     architecture, config = read_transformers_config(fields, folder)
     if path.is_file() and (path.name != SINGLE_FILE or (folder / INDEX_FILE).is_file()):
         raise refuse(architecture, f"only a whole folder can be loaded, not {path.name}", str(path))
+    if not any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
+        raise refuse(architecture, f"the folder has shards and no {INDEX_FILE}", str(folder))
     register_functions()
     return TransformersFamily(
         name=f"transformers {architecture}",

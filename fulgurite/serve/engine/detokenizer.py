@@ -20,7 +20,8 @@ class Detokenizer:
     """The text of one reply. `stopped_by` is the stop string that ended it, if one did.
 
     The text of the first `min_tokens` tokens is not searched for stop strings.
-    `skip_special_tokens`: special tokens have no text.
+    `skip_special_tokens`: special tokens have no text. `prompt_ids`: of a prompt that the reply goes on
+    from, in the same text. Without it, SentencePiece drops a space at the beginning.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class Detokenizer:
         stop_strings: Sequence[str] = (),
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
+        prompt_ids: Sequence[int] = (),
     ) -> None:
         self.skip_special_tokens = skip_special_tokens
         self.min_tokens = min_tokens
@@ -41,7 +43,18 @@ class Detokenizer:
         # Decoding starts some tokens back, because earlier tokens may change how a token looks.
         self.decode_start = 0
         self.num_emitted_tokens = 0
-        self.num_emitted_chars = 0  # of the text from `decode_start` on
+        self.prompt_ids = self._choose_context(prompt_ids)
+        self.num_emitted_chars = len(self._decode_from(0))  # of the text from `decode_start` on
+
+    def _choose_context(self, prompt_ids: Sequence[int]) -> list[int]:
+        """The last tokens of a prompt; none if it ends inside a character."""
+        ids = list(prompt_ids[-CONTEXT_TOKENS:])
+        return [] if self._decode(ids).endswith(REPLACEMENT_CHARACTER) else ids
+
+    def _decode_from(self, start: int) -> str:
+        """The text of the tokens from `start` on; from 0 on, after the prompt's."""
+        tokens = self.token_ids[start:]
+        return self._decode(tokens if start else [*self.prompt_ids, *tokens])
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, self.skip_special_tokens)
@@ -66,13 +79,13 @@ class Detokenizer:
 
     def _push(self, tokens: Sequence[int]) -> str:
         self.token_ids += tokens
-        text = self._decode(self.token_ids[self.decode_start :])
+        text = self._decode_from(self.decode_start)
         if not text.endswith(REPLACEMENT_CHARACTER):
             new = text[self.num_emitted_chars :]
             end = len(self.token_ids)
             self.decode_start = max(self.num_emitted_tokens, end - CONTEXT_TOKENS)
             self.num_emitted_tokens = end
-            self.num_emitted_chars = len(self._decode(self.token_ids[self.decode_start :]))
+            self.num_emitted_chars = len(self._decode_from(self.decode_start))
         elif len(self.token_ids) - self.num_emitted_tokens > MAX_PENDING_TOKENS:
             # These bytes are no text; only the last three may still become a character.
             end = len(self.token_ids) - 3
@@ -88,7 +101,7 @@ class Detokenizer:
             return ""
         new = ""
         if self.num_emitted_tokens < len(self.token_ids):
-            text = self._decode(self.token_ids[self.decode_start :])
+            text = self._decode_from(self.decode_start)
             new = self._emit(text[self.num_emitted_chars :])
         rest, self.pending_text = self.pending_text, ""
         self.decode_start = self.num_emitted_tokens = len(self.token_ids)

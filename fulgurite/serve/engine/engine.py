@@ -72,7 +72,13 @@ class Engine(EngineCore):
                 self._start(request)
             self.requests[id] = request
             if self.tokenizer is not None and request.options.detokenize:
-                self.detokenizers[id] = Detokenizer(self.tokenizer, params.stop, params.min_tokens)
+                continues = isinstance(prompt, str) or request.options.continues_text
+                self.detokenizers[id] = Detokenizer(
+                    self.tokenizer,
+                    params.stop,
+                    params.min_tokens,
+                    prompt_ids=prompt_ids if continues else (),
+                )
             if listener is not None:
                 self.listeners[id] = listener
         return request
@@ -182,8 +188,10 @@ class Engine(EngineCore):
 
         ids: list[str] = []
         try:
-            for prompt_ids, prompt_params in zip(encoded, all_params, strict=True):
-                ids.append(self.add_request(prompt_ids, prompt_params, listener=listen).id)
+            for prompt, prompt_ids, one in zip(prompts, encoded, all_params, strict=True):
+                options = RequestOptions(continues_text=isinstance(prompt, str))
+                added = self.add_request(prompt_ids, one, listener=listen, options=options)
+                ids.append(added.id)
             while len(results) < len(ids):
                 self.step()
         finally:

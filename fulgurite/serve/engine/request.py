@@ -173,14 +173,13 @@ class SamplingParams:
     def check_token_ids(self, vocab_size: int) -> None:
         """ArgumentError for token ids outside the model's vocabulary."""
         allowed = range(vocab_size) if self.allowed_token_ids is None else self.allowed_token_ids
-        listed = () if self.allowed_token_ids is None else self.allowed_token_ids
-        token_ids = [*self.logit_bias, *self.banned_token_ids, *self.stop_token_ids, *listed]
-        invalid = [token for token in token_ids if not 0 <= token < vocab_size]
-        if invalid:
-            raise ArgumentError(
-                f"token {invalid[0]} is not in the vocabulary",
-                next=f"token ids range from 0 to {vocab_size - 1}",
-            )
+        for name in ("logit_bias", "banned_token_ids", "stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name) or ():
+                if not 0 <= token < vocab_size:
+                    raise ArgumentError(
+                        f"{name} has token {token}, which is not in the vocabulary",
+                        next=f"token ids range from 0 to {vocab_size - 1}",
+                    )
         banned = {token for token, bias in self.logit_bias.items() if bias == -math.inf}
         if banned.union(self.banned_token_ids).issuperset(allowed):
             raise ArgumentError("every token is banned", next="allow at least one token")
@@ -241,11 +240,13 @@ class RequestOptions:
         priority: requests of a lower number start first, and are preempted last.
         cache_salt: requests share KV-cache blocks of equal prefixes only if their salts are equal.
         detokenize: make text and look for stop strings. False: updates have token ids only.
+        continues_text: the reply goes on from the prompt, in the same text. True for a prompt of text.
     """
 
     priority: int = 0
     cache_salt: str = ""
     detokenize: bool = True
+    continues_text: bool = False
 
 
 class Constraint(Protocol):

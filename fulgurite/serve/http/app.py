@@ -44,6 +44,7 @@ ENDPOINTS: dict[tuple[str, str], Endpoint] = {
     ("POST", "/v1/chat/completions"): chat_completions.create_chat_completion,
     ("POST", "/v1/completions"): completions.create_completion,
     ("POST", "/v1/responses"): responses.create_response,
+    ("POST", "/v1/responses/input_tokens"): responses.count_input_tokens,
     ("GET", "/v1/responses/{id}"): responses.get_response,
     ("DELETE", "/v1/responses/{id}"): responses.delete_response,
     ("POST", "/v1/responses/{id}/cancel"): responses.cancel_response,
@@ -204,7 +205,8 @@ class App:
         assert isinstance(error, HTTPException), "registered for HTTPException"
         id = read_request_id(request)
         path = request.url.path
-        failure = ApiError(error.status_code, f"{request.method} {path[:100]} is not served here")
+        text = f"{request.method} {path[:100]} is not served here{suggest_base_url(path)}"
+        failure = ApiError(error.status_code, text)
         try:
             if path not in OPEN_PATHS:
                 self.keys.check(request)
@@ -214,6 +216,15 @@ class App:
             failure.headers.update(error.headers)
         failure.headers["x-request-id"] = id
         return error_response(failure, id, path.startswith("/v1/messages"))
+
+
+def suggest_base_url(path: str) -> str:
+    """What to change if only the client's base URL is wrong."""
+    if any(f"/v1{path}" == known for _, known in ENDPOINTS):
+        return ": add /v1 to the client's base URL"
+    if any(path == f"/v1{known}" for _, known in ENDPOINTS if known.startswith("/v1")):
+        return ": leave /v1 out of the client's base URL"
+    return ""
 
 
 async def send_page(name: str, request: Request, server: Server) -> Response:

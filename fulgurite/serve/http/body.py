@@ -1,7 +1,8 @@
 """Request bodies: bytes in, a validated msgspec Struct out, or an `ApiError` that names the field.
 
 A body is refused before it is parsed if it is too large, and before it is used if it is nested too
-deeply. Unknown fields are refused, as OpenAI does.
+deeply. Unknown fields are refused, as OpenAI does. A number such as 16.0 is an integer, as JSON Schema
+says: clients of languages without integers send it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,14 @@ from fulgurite.serve.http.errors import ApiError, invalid
 
 T = TypeVar("T")
 PATH = re.compile(r" - at `(?P<path>\$[^`]*)`$")
+GOT_FLOAT = re.compile(r"^Expected `[^`]*\bint\b[^`]*`, got `float`")
+MAX_EXACT = 1 << 53  # whole floats beyond have no one integer
 UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 MISSING_FIELD = re.compile(r"Object missing required field `(?P<name>.*)`")
 MAX_QUOTED = 200  # characters of a request that an error repeats
+# An escaped surrogate without its other half: a string that was cut inside of a character.
+HIGH, LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+HALF_PAIR = re.compile(HIGH + rb"(?!" + LOW + rb")|(?<!" + HIGH + rb")" + LOW)
 # Possessive: the regex engine keeps nothing for each character, and never goes back.
 STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
@@ -95,9 +101,34 @@ def parse_body(body: bytes, kind: type[T], limits: Limits) -> T:
         decoded: T = decoder_of(kind).decode(body)  # type: ignore[arg-type]
         return decoded
     except msgspec.ValidationError as error:
+        if GOT_FLOAT.match(str(error)):
+            return parse_whole_floats(body, kind)
         raise describe_invalid(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        half = HALF_PAIR.search(body)
+        if half is not None:
+            text = f"it has {half[0].decode()}, which is half of a character"
+            raise invalid(f"the body is not valid JSON: {text}", code="invalid_json") from None
         raise invalid(f"the body is not valid JSON: {error}", code="invalid_json") from None
+
+
+def parse_whole_floats(body: bytes, kind: type[T]) -> T:
+    """`parse_body`, with whole floats as integers."""
+    try:
+        return msgspec.convert(to_integers(msgspec.json.decode(body)), kind)
+    except msgspec.ValidationError as error:
+        raise describe_invalid(str(error)) from None
+
+
+def to_integers(value: Any) -> Any:
+    """A JSON value with its whole floats as integers. Its nesting was checked."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < MAX_EXACT:
+        return int(value)
+    if isinstance(value, list):
+        return [to_integers(one) for one in value]
+    if isinstance(value, dict):
+        return {key: to_integers(one) for key, one in value.items()}
+    return value
 
 
 def describe_invalid(text: str) -> ApiError:

@@ -8,7 +8,7 @@ With tool choice `required` or a named tool a grammar constrains the reply to th
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -181,6 +181,8 @@ def choose_template(server: Server, conversation: Conversation) -> tuple[Tokeniz
         raise invalid(
             "this model has no chat template; use /v1/completions, or start with --chat-template"
         )
+    if conversation.tools and conversation.tool_choice != "none" and tokenizer.tool_template:
+        return replace(tokenizer, chat_template=tokenizer.tool_template), tokenizer.tool_template
     return tokenizer, tokenizer.chat_template
 
 
@@ -261,7 +263,8 @@ async def start_chat(
     left = server.check_prompt(ids, "messages")
     count = server.choose_max_tokens(max_tokens, left, max_tokens_param)
     constraint = constrain_to_calls(format, choice, constraint or {})
-    params: SamplingParams = body.build_params(limits, count, logprobs, constraint)
+    defaults = server.sampling_defaults
+    params: SamplingParams = body.build_params(limits, count, logprobs, constraint, defaults)
     await server.check_params(params)
     plan = server.detokenize_plan
     request = GenerationRequest(

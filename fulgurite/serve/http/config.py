@@ -20,6 +20,7 @@ from fulgurite.serve.remote.messages import HEARTBEAT_SECONDS
 
 ROUTING = ("prefix", "round-robin", "least-loaded")
 ENGINE_PLACES = ("process", "thread")
+SAMPLING_DEFAULTS = ("model", "openai")
 MIN_STALL_SECONDS = 2 * HEARTBEAT_SECONDS
 
 
@@ -79,6 +80,8 @@ class ServerConfig:
         drain_seconds: that running requests have to finish after SIGTERM or ctrl-C.
         threads: CPU threads of each engine. None: cores divided by replicas.
         max_tokens: of a reply, if the request does not say. None: up to the context.
+        sampling_defaults: of requests that don't say: `model`: those of its generation_config.json;
+            `openai`: temperature 1 and nothing else.
         tool_call_parser: format of tool calls; `auto`: from the chat template.
         reasoning_parser: format of reasoning; `auto`: from the chat template.
         chat_template: file with a chat template that replaces the model's.
@@ -108,6 +111,7 @@ class ServerConfig:
     drain_seconds: float = 30.0
     threads: int | None = None
     max_tokens: int | None = None
+    sampling_defaults: str = "model"
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     chat_template: str | None = None
@@ -124,6 +128,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         _check_choice("routing", self.routing, ROUTING)
         _check_choice("engine_in", self.engine_in, ENGINE_PLACES)
+        _check_choice("sampling_defaults", self.sampling_defaults, SAMPLING_DEFAULTS)
         if not 0 <= self.port <= 65535:
             raise ArgumentError(f"port={self.port} must be 0 to 65535")
         if self.replicas < 1:

@@ -37,6 +37,7 @@ class GenerationRequest:
 
     skip_special_tokens   special tokens have no text
     hidden_ids            tokens without text if special tokens are not skipped
+    continues_text        the reply goes on from the prompt, in the same text
     """
 
     prompt_ids: list[int]
@@ -46,10 +47,14 @@ class GenerationRequest:
     cache_salt: str = ""
     skip_special_tokens: bool = True
     hidden_ids: frozenset[int] = frozenset()
+    continues_text: bool = False
 
 
 class ChoiceFinish(msgspec.Struct, frozen=True):
-    """How a choice ended: `stop` (with the stop string or token) or `length`."""
+    """How a choice ended: `stop` or `length`.
+
+    `stopped_by`: the stop string or token of the request; None for the model's own end token.
+    """
 
     reason: str
     stopped_by: str | int | None = None
@@ -104,7 +109,11 @@ class Choice:
         self.detokenizer: Detokenizer | None = None
         if backend.tokenizer is not None:
             self.detokenizer = Detokenizer(
-                backend.tokenizer, params.stop, params.min_tokens, request.skip_special_tokens
+                backend.tokenizer,
+                params.stop,
+                params.min_tokens,
+                request.skip_special_tokens,
+                request.prompt_ids if request.continues_text else (),
             )
         self.stream: TokenStream | None = None
         self.num_tokens = 0
@@ -128,7 +137,8 @@ class Choice:
             if self.stream is not None:
                 self.stream.cancel()
         elif finish is not None:
-            ended = ChoiceFinish(finish.reason, finish.stopped_by)
+            is_end = has_stop_token(finish) and finish.stopped_by not in self.params.stop_token_ids
+            ended = ChoiceFinish(finish.reason, None if is_end else finish.stopped_by)
         return Delta(self.index, text, tokens, logprobs, ended, update.prompt_logprobs)
 
     def _detokenize(

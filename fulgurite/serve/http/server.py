@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,16 +21,22 @@ from fulgurite.errors import ArgumentError
 from fulgurite.models.tokenizer import Tokenizer, find_tokenizer
 from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.http.admission import Admission, Ticket
+from fulgurite.serve.http.api.sampling import find_param
 from fulgurite.serve.http.config import ServerConfig
 from fulgurite.serve.http.engines import choose_environments, make_load
 from fulgurite.serve.http.errors import ApiError, invalid
 from fulgurite.serve.http.generation import Generation, GenerationRequest
 from fulgurite.serve.http.metrics import Metrics
-from fulgurite.serve.http.parsers.choice import ParserChoice, choose_formats
+from fulgurite.serve.http.parsers.choice import (
+    ParserChoice,
+    choose_formats,
+    shows_known_calls,
+)
 from fulgurite.serve.http.parsers.special_tokens import DetokenizePlan, plan_detokenization
 from fulgurite.serve.http.request_template import TemplateProcesses
 from fulgurite.serve.http.response_store import ResponseStore
 from fulgurite.serve.http.router import Router
+from fulgurite.serve.http.sampling_defaults import read_sampling_defaults
 from fulgurite.serve.http.token_texts import TokenTexts
 from fulgurite.serve.remote.client import EngineClient, EngineLoadError
 from fulgurite.serve.remote.launch import LaunchedEngine
@@ -64,6 +71,9 @@ class Server:
         self.model_name = self.model_names[0]
         load = launched[0].load if launched else make_load(config)
         self.tokenizer = load_tokenizer(Path(load.name), config)
+        self.sampling_defaults: dict[str, float] = {}
+        if config.sampling_defaults == "model":
+            self.sampling_defaults = read_sampling_defaults(Path(load.name))
         self.metrics = Metrics(self.model_name)
         if make_client is not None:
             self.clients = [make_client(load, index) for index in range(config.replicas)]
@@ -105,6 +115,7 @@ class Server:
             await self.close()
             raise
         if self.tokenizer is not None:
+            self.tokenizer = drop_unknown_tool_template(self.tokenizer)
             self._choose_formats(self.tokenizer, info)
         return info
 
@@ -117,7 +128,7 @@ class Server:
     def _choose_formats(self, tokenizer: Tokenizer, info: EngineInfo) -> None:
         config = self.config
         self.formats = choose_formats(
-            tokenizer.chat_template,
+            "".join(filter(None, (tokenizer.chat_template, tokenizer.tool_template))),
             info.model_type,
             config.tool_call_parser,
             config.reasoning_parser,
@@ -222,7 +233,8 @@ class Server:
         try:
             params.check_token_ids(self.require_info().vocab_size)
         except ArgumentError as error:
-            raise invalid(error.one_line()) from None
+            text = error.one_line()
+            raise invalid(text, find_param(text)) from None
         spec = params.grammar_spec
         if spec is None:
             return
@@ -279,6 +291,17 @@ def load_tokenizer(path: Path, config: ServerConfig) -> Tokenizer | None:
         tokenizer.special_tokens,
         tokenizer.adds_bos,
     )
+
+
+def drop_unknown_tool_template(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer without a template for tools if its calls could not be parsed.
+
+    Our own description of the tools asks for calls that can be.
+    """
+    template = tokenizer.tool_template
+    if template is None or shows_known_calls(template):
+        return tokenizer
+    return replace(tokenizer, tool_template=None)
 
 
 def new_id(prefix: str, given: str | None = None) -> str:

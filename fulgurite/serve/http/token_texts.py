@@ -1,13 +1,17 @@
 """Tokens as text and bytes, for log-probabilities: token ids in, what each one stands for out.
 
 A token may be a part of a character. Its text then has a replacement character, and its bytes are
-exact: clients concatenate bytes.
+exact: clients concatenate bytes. A token's text is that inside of a text: at the beginning of one,
+SentencePiece drops a space.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fulgurite.models.tokenizer import Tokenizer
 
+BEFORE = "a"  # a text before a token
 REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -29,6 +33,8 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.cache: dict[int, tuple[str, list[int]]] = {}
+        self.before = tokenizer.encode(BEFORE, add_special_tokens=False)[-1:]
+        self.num_before = len(self._decode(()))
 
     def __getitem__(self, token: int) -> tuple[str, list[int]]:
         found = self.cache.get(token)
@@ -36,8 +42,22 @@ class TokenTexts:
             found = self.cache[token] = self._read(token)
         return found
 
+    def _decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return self.tokenizer.decode([*self.before, *tokens], skip_special_tokens)
+
+    def name(self, token: int) -> str:
+        """The text of a token, or its bytes in OpenAI's notation: names of tokens must differ."""
+        text, data = self[token]
+        if REPLACEMENT_CHARACTER not in text or bytes(data) == text.encode():
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def is_special(self, token: int) -> bool:
+        """Whether texts leave a token out."""
+        return bool(self[token][0]) and len(self._decode((token,), True)) == self.num_before
+
     def _read(self, token: int) -> tuple[str, list[int]]:
-        text = self.tokenizer.decode([token], skip_special_tokens=False)
+        text = self._decode((token,))[self.num_before :]
         if REPLACEMENT_CHARACTER not in text:
             return text, list(text.encode())
         piece = self.tokenizer.backend.id_to_token(token) or ""

@@ -356,6 +356,17 @@ LAYOUTS: dict[str, Layout] = {
         "int4_g64_asym",
         {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": False},
     ),
+    "auto_round": Layout(
+        write_gptq,
+        "int4_g64_asym",
+        {
+            "quant_method": "auto-round",
+            "packing_format": "auto_round:auto_gptq",
+            "bits": 4,
+            "group_size": 64,
+            "sym": False,
+        },
+    ),
     "torchao_fp8": Layout(
         write_torchao,
         "fp8_e4m3_row",

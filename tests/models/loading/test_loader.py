@@ -340,3 +340,72 @@ def test_deeply_nested_config_is_an_error(folder: Path) -> None:
     (folder / "config.json").write_text("[" * 100_000)
     with pytest.raises(WeightsError, match="cannot parse config.json"):
         load_model(folder)
+
+
+def test_zero_biases_of_linears_without_one_are_left_out(get_pair, tmp_path: Path) -> None:
+    """GPTQ's libraries wrote them. Others would change the result: they are refused."""
+    copy, pair = tmp_path / "copy", get_pair("llama_yarn")
+    shutil.copytree(pair.path, copy)
+    replace_tensors(copy, **{"model.layers.0.mlp.up_proj.bias": torch.zeros(96)})
+    ids, positions = make_prompt(9), torch.arange(9)
+    assert torch.equal(load_model(copy)(ids, positions), pair.model(ids, positions))
+    replace_tensors(copy, **{"model.layers.0.mlp.up_proj.bias": torch.ones(96)})
+    with pytest.raises(WeightsError, match=r"unexpected +model\.layers\.0\.mlp\.up_proj\.bias"):
+        load_model(copy)
+
+
+def test_a_stored_head_that_differs_is_used(get_pair, tmp_path: Path, caplog) -> None:
+    """config.json ties it to the embedding, and the file has a head of its own."""
+    copy, pair = tmp_path / "copy", get_pair("llama3")
+    shutil.copytree(pair.path, copy)
+    ids, positions = make_prompt(9), torch.arange(9)
+    embedding = load_file(copy / SINGLE_FILE)["model.embed_tokens.weight"]
+    replace_tensors(copy, **{"lm_head.weight": embedding.clone()})
+    model = load_model(copy)
+    assert model.lm_head is None
+    assert torch.equal(model(ids, positions), pair.model(ids, positions))
+    replace_tensors(copy, **{"lm_head.weight": 2 * embedding})
+    with caplog.at_level("WARNING", logger="fulgurite"):
+        own = load_model(copy)
+    torch.testing.assert_close(own(ids, positions), 2 * pair.model(ids, positions))
+    assert "ties the LM head" in caplog.text
+
+
+def test_dtype_of_the_weights_where_config_json_names_none(folder: Path) -> None:
+    edit_config(folder, dtype=None, torch_dtype=None)
+    assert load_model(folder).dtype == torch.float32
+    state = {name: one.bfloat16() for name, one in load_file(folder / SINGLE_FILE).items()}
+    save_file({**state, "model.norm.weight": torch.ones(64)}, folder / SINGLE_FILE)
+    assert load_model(folder).dtype == torch.bfloat16
+
+
+def test_shards_without_an_index(get_pair, tmp_path: Path) -> None:
+    pair = get_pair("llama_linear")
+    pair.reference.save_pretrained(tmp_path, max_shard_size="100KB")
+    (tmp_path / INDEX_FILE).unlink()
+    ids, positions = make_prompt(9), torch.arange(9)
+    assert torch.equal(load_model(tmp_path)(ids, positions), pair.model(ids, positions))
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    shards[1].unlink()
+    with pytest.raises(WeightsError, match=rf"1 of {len(shards)} shards are missing"):
+        load_model(tmp_path)
+    shards[0].rename(tmp_path / "model-00001-of-00099.safetensors")
+    with pytest.raises(WeightsError, match="shards of 2 checkpoints"):
+        load_model(tmp_path)
+
+
+def test_a_single_file_is_newer_than_an_index(get_pair, tmp_path: Path) -> None:
+    """transformers reads it first: the index may be what an earlier save left."""
+    pair = get_pair("llama_linear")
+    pair.reference.save_pretrained(tmp_path)
+    stale = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / INDEX_FILE).write_text(json.dumps(stale))
+    ids, positions = make_prompt(9), torch.arange(9)
+    assert torch.equal(load_model(tmp_path)(ids, positions), pair.model(ids, positions))
+
+
+def test_an_adapter_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    save_file({"x": torch.ones(1)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(WeightsError, match="LoRA adapter: load its base model"):
+        load_model(tmp_path)

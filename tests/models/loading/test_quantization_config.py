@@ -91,9 +91,32 @@ def test_mixed_precision_of_modelopt() -> None:
     assert found.find_scheme("model.layers.1.mlp.down_proj") is None
 
 
+@pytest.mark.parametrize(
+    ("packing", "method", "offset"),
+    [
+        ("auto_round:auto_gptq", "gptq", "gptq"),
+        ("auto_round:auto_gptq:exllamav2", "gptq", "gptq"),
+        ("auto_round:gptqmodel", "gptq", "gptq_v2"),
+        ("auto_round", "gptq", "gptq_v2"),
+        ("auto_round:auto_awq", "awq", None),
+    ],
+)
+def test_auto_round_names_the_layout_of_another(packing, method, offset) -> None:
+    extra = {"lm_head": {"bits": 16}}
+    section = {"quant_method": "auto-round", "packing_format": packing, "bits": 4}
+    found = parse({**section, "extra_config": extra})
+    assert found.method == "auto-round" and not found.section["dynamic"]
+    assert found.section["quant_method"] == method
+    assert found.section.get("checkpoint_format") == offset
+    mixed = parse({**section, "extra_config": {"model.layers.0.mlp.up_proj": {"bits": 8}}})
+    assert mixed.section["dynamic"]
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "aqlm"}, r"quant_method='aqlm' is not supported(.|\n)*fulgurite quantize"),
     ({"quant_method": "fp8", "activation_scheme": "random"}, r"activation_scheme='random'"),
+    ({"quant_method": "auto-round", "data_type": "mx_fp"}, r"data_type='mx_fp'"),
+    ({"quant_method": "auto-round", "act_bits": 8}, r"act_bits=8 is not supported"),
     ({"quant_method": "fp8", "ignored_layers": "lm_head"}, r"ignored_layers must be of type list"),
     ({"quant_method": "awq", "modules_to_not_convert": [3]}, r"modules_to_not_convert must be"),
     (

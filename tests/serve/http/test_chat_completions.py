@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.serve.http.serving import MODEL, RunningServer, mock_config, script, serve
+from tests.serve.http.serving import MODEL, PLAIN, RunningServer, mock_config, script, serve
 from tests.serve.http.tiny_server import serve_tiny
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -491,6 +491,11 @@ ERRORS: list[tuple[dict[str, Any], int, str | None]] = [
     ({"messages": []}, 400, "messages"),
     ({"messages": [{"content": "x"}]}, 400, "messages"),
     ({"messages": [{"role": "user", "content": 5}]}, 400, "messages"),
+    ({"messages": [{"role": "user", "contents": "x"}]}, 400, "messages"),
+    ({"messages": [{"role": "system", "content": None}]}, 400, "messages"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, 400, "messages"),
+    ({"max_tokens": 4.5}, 400, "max_tokens"),
+    ({"stop_token_ids": [99999999]}, 400, "stop_token_ids"),
     ({"messages": "x"}, 400, "messages"),
     ({"messages": None}, 400, "messages"),
     ({"model": "other"}, 404, "model"),
@@ -503,7 +508,7 @@ ERRORS: list[tuple[dict[str, Any], int, str | None]] = [
     ({"stop": ["x"] * 17}, 400, "stop"),
     ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
     ({"logit_bias": {"1": 101}}, 400, "logit_bias[...]"),
-    ({"logit_bias": {"99999999": 1}}, 400, None),
+    ({"logit_bias": {"99999999": 1}}, 400, "logit_bias"),
     ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
     ({"top_logprobs": 2}, 400, "top_logprobs"),
     ({"audio": {"voice": "x"}}, 400, "audio"),
@@ -548,3 +553,46 @@ def test_pictures_are_refused_without_a_fetch(server):
     part = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}}
     with pytest.raises(openai.BadRequestError, match="reads text only"):
         ask(server, [{"role": "user", "content": [part]}])
+
+
+def test_whole_floats_are_integers(server):
+    """JSON has one kind of number: clients of languages without integers send 2.0."""
+    body = {"messages": HI, "max_tokens": 2.0, "n": 2.0, "seed": 1.0, "logit_bias": {"5": 1.0}}
+    reply = server.post("/v1/chat/completions", body)
+    assert reply.status_code == 200, reply.text
+    assert len(reply.json()["choices"]) == 2 and reply.json()["usage"]["completion_tokens"] == 4
+
+
+def test_null_is_the_default_of_every_field(server):
+    names = (
+        "add_generation_prompt",
+        "continue_final_message",
+        "include_reasoning",
+        "tools",
+        "stop",
+    )
+    options = {"include_usage": None, "continuous_usage_stats": None}
+    body = {"messages": HI, "max_tokens": 2, "stream": True, "stream_options": options}
+    reply = server.post("/v1/chat/completions", {**body, **dict.fromkeys(names)})
+    assert reply.status_code == 200, reply.text
+
+
+def test_streamed_calls_have_no_content(tiny):
+    chunks = stream(tiny, tools=[WEATHER], tool_choice="required", max_completion_tokens=90)
+    assert chunks[0].choices[0].delta.role == "assistant" and join_calls(chunks)
+    assert all(chunk.choices[0].delta.content is None for chunk in chunks if chunk.choices)
+
+
+def test_the_models_own_end_is_no_stop_reason(server):
+    """vLLM's field: the stop string or token of the request."""
+    choice = ask(server, say("Hello."), max_completion_tokens=None).choices[0]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", None)
+
+
+@pytest.mark.parametrize("text", ["\\ud83d", "a\\uDE00", "\\ud83d\\u0041"])
+def test_half_of_a_character_is_named(server, text):
+    body = json.dumps({"messages": [{"role": "user", "content": "HALF"}]}).replace("HALF", text)
+    headers = {"content-type": "application/json"}
+    reply = PLAIN.post(f"{server.url}/v1/chat/completions", content=body, headers=headers)
+    assert reply.status_code == 400
+    assert "is half of a character" in reply.json()["error"]["message"]

@@ -110,6 +110,15 @@ def test_echo_with_logprobs_scores_the_prompt(tiny):
     assert found.token_logprobs[count:] == reply.token_logprobs
 
 
+def test_offsets_and_names_of_tokens_inside_of_characters(tiny):
+    """Each byte is a token here: offsets are characters of the text, and names differ."""
+    found = ask(tiny, "aé😀.", logprobs=3, echo=True, max_tokens=0).choices[0].logprobs
+    assert found.text_offset == [0, 1, 1, 2, 2, 2, 2, 3]
+    assert found.tokens[:4] == ["a", "bytes:\\xc3", "bytes:\\xa9", "bytes:\\xf0"]
+    for token, top in zip(found.tokens[1:], found.top_logprobs[1:]):
+        assert token in top and len(top) in (3, 4)  # its own may be a fourth
+
+
 def test_echo_with_logprobs_in_streams_and_choices(tiny):
     options = {"logprobs": 1, "echo": True, "max_tokens": 3, "n": 3, "temperature": 1, "seed": 5}
     prompts = ["abc", "a longer prompt than that"]

@@ -44,6 +44,14 @@ def test_models(server):
     assert server.get("/v1/models/").status_code == 404
 
 
+def test_models_for_the_anthropic_client(server):
+    client = server.anthropic()
+    page = client.models.list()
+    assert [model.id for model in page.data] == [MODEL] and page.has_more is False
+    model = client.models.retrieve(MODEL)
+    assert (model.type, model.display_name) == ("model", MODEL) and model.created_at.year >= 2026
+
+
 def test_models_do_not_tell_where_they_are_stored(tiny):
     folder = tiny.app.config.model
     assert folder not in tiny.get("/v1/models").text
@@ -240,3 +248,17 @@ def test_errors_within_a_stream_come_before_it(server):
     """What can be refused is refused with a status, not with an event."""
     body = {"prompt": "x", "stream": True, "temperature": -1}
     check_error(server.post("/v1/completions", body), 400)
+
+
+@pytest.mark.parametrize(
+    ("path", "advice"),
+    [
+        ("/chat/completions", "add /v1 to the client's base URL"),
+        ("/v1/v1/messages", "leave /v1 out of the client's base URL"),
+        ("/v2/messages", "is not served here"),
+    ],
+)
+def test_a_wrong_base_url_is_named(server, path, advice):
+    reply = server.post(path, {})
+    assert reply.status_code == 404 and advice in reply.text
+    assert ("base URL" in reply.text) == ("base URL" in advice)

@@ -562,3 +562,14 @@ def test_tokens_are_found_by_their_text() -> None:
     queue.entries = [{"bytes": [33]}, *({"bytes": [byte]} for byte in "é".encode())]
     assert len(queue.take("é")) == 2
     assert queue.take("x") == []
+
+
+def test_input_tokens_are_those_of_the_response(server: RunningServer) -> None:
+    items = [{"type": None, "role": "user", "content": "Hello there."}]  # null: a message
+    fields = {"model": MODEL, "input": items, "instructions": "Be brief.", "tools": [WEATHER]}
+    counted = server.openai().responses.input_tokens.count(**fields)
+    response = server.openai().responses.create(**fields, max_output_tokens=4)
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == response.usage.input_tokens
+    refused = server.post("/v1/responses/input_tokens", {"input": [{"role": "robot"}]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input[0].role")

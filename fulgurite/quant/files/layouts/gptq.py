@@ -57,8 +57,11 @@ def read_gptq(parts: StoredParts) -> ReadWeight:
 def _find_columns(parts: StoredParts, words: Tensor) -> tuple[int, int]:
     """K and the bits of a code, from config.json or from the shapes."""
     bits = parts.config.bits or 4
-    if "g_idx" in parts and (parts.config.bits is None or parts.config.has_overrides):
-        bits = words.shape[0] * WORD_BITS // max(parts["g_idx"].numel(), 1)
+    if parts.config.bits is None or parts.config.has_overrides:
+        if "g_idx" in parts:
+            bits = words.shape[0] * WORD_BITS // max(parts["g_idx"].numel(), 1)
+        else:  # rows of zero points are packed with the same bits
+            bits = parts["qzeros"].shape[-1] * WORD_BITS // max(words.shape[1], 1)
     if bits not in SUPPORTED_BITS:
         raise parts.error(
             f"GPTQ weights of {bits} bits are not supported",

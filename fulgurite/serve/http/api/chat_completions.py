@@ -102,9 +102,9 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
     # extras
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    include_reasoning: bool = True
+    add_generation_prompt: bool | None = None  # True
+    continue_final_message: bool | None = None
+    include_reasoning: bool | None = None  # True
 
     def to_conversation(self) -> Conversation:
         values = dict(self.chat_template_kwargs or {})
@@ -119,9 +119,9 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
             self.parallel_tool_calls is not False,
             values,
             self.chat_template,
-            self.include_reasoning,
-            self.add_generation_prompt,
-            self.continue_final_message,
+            self.include_reasoning is not False,
+            self.add_generation_prompt is not False,
+            bool(self.continue_final_message),
         )
 
     def choose_tools(self) -> tuple[list[dict[str, Any]], Any]:
@@ -366,12 +366,9 @@ def describe_delta(
     """The chunks of a delta: one for each event, the last with the finish reason."""
     parts: list[dict[str, Any]] = [describe_event(event) for event in delta.events]
     if is_first:
-        role = {"role": "assistant"}
-        parts = (
-            [{**role, "content": "", **parts[0]}, *parts[1:]]
-            if parts
-            else [{**role, "content": ""}]
-        )
+        first = parts[0] if parts else {}
+        empty = None if "tool_calls" in first else ""  # a reply of calls has no content
+        parts = [{"role": "assistant", "content": empty, **first}, *parts[1:]]
     has_tokens = bool(delta.token_ids) and (body.logprobs or body.return_token_ids)
     if not parts and (delta.finish is not None or has_tokens):
         parts = [{}]

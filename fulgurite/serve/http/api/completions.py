@@ -7,6 +7,7 @@ prompt; with `logprobs` as well, they have the log-probabilities of its tokens.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from fulgurite.serve.http.generation import (
     WirePromptLogprob,
 )
 from fulgurite.serve.http.server import Server, new_id
+from fulgurite.serve.http.token_texts import TokenTexts
 
 Prompt = str | list[int]
 MIN_LOGPROB = -9999.0  # OpenAI's value for impossible tokens; JSON has no infinity
@@ -57,7 +59,7 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     suffix: str | None = None
     best_of: int | None = None
     response_format: ResponseFormat | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None  # True
 
     @property
     def echoes_logprobs(self) -> bool:
@@ -170,12 +172,13 @@ async def build_batch(server: Server, body: CompletionRequest, ticket: Ticket) -
     for prompt in prompts:
         ids = prompt
         if isinstance(ids, str):
-            ids = await server.encode(ids, body.add_special_tokens)
+            ids = await server.encode(ids, body.add_special_tokens is not False)
         left = server.check_prompt(ids, "prompt")
         asked = 16 if body.max_tokens is None else body.max_tokens
         asked = 1 if body.has_no_reply else asked  # the engine samples a token in any case
         max_tokens = server.choose_max_tokens(asked, left, "max_tokens")
-        params = body.build_params(limits, max_tokens, body.logprobs, constraint)
+        defaults = server.sampling_defaults
+        params = body.build_params(limits, max_tokens, body.logprobs, constraint, defaults)
         await server.check_params(params)
         generation = GenerationRequest(
             ids,
@@ -184,6 +187,7 @@ async def build_batch(server: Server, body: CompletionRequest, ticket: Ticket) -
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
             skip_special_tokens=body.skip_special_tokens is not False,
+            continues_text=True,
         )
         generations.append(server.generate(generation, ticket))
         if body.echo:
@@ -205,8 +209,30 @@ def describe_usage(usage: Usage) -> dict[str, Any]:
     }
 
 
+class TextOffsets:
+    """Where tokens begin in a choice's text: in characters, of which a token may be a part.
+
+    `text`: the choice's text begins so; a tokenizer may have put a space before it.
+    """
+
+    def __init__(self, texts: TokenTexts | None, text: str = " ") -> None:
+        self.texts, self.next = texts, 0
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.has_added_space = not text.startswith(" ")
+
+    def add(self, token: int) -> int:
+        """The offset of the next token."""
+        assert self.texts is not None, "there are texts"
+        offset = self.next
+        data = b"" if self.texts.is_special(token) else bytes(self.texts[token][1])
+        if data and self.has_added_space:
+            data, self.has_added_space = data.removeprefix(b" "), False
+        self.next += len(self.decoder.decode(data))
+        return offset
+
+
 def describe_logprobs(
-    server: Server, logprobs: Sequence[WireLogprob | int] | None, offset: int
+    server: Server, logprobs: Sequence[WireLogprob | int] | None, offsets: TextOffsets
 ) -> Logprobs | None:
     """Entries of these tokens; an integer is a token without a log-probability."""
     if logprobs is None or server.token_texts is None:
@@ -215,10 +241,8 @@ def describe_logprobs(
     described = Logprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for entry in logprobs:
         token = entry if isinstance(entry, int) else entry[0]
-        text = texts[token][0]
-        described.tokens.append(text)
-        described.text_offset.append(offset)
-        offset += len(text)
+        described.tokens.append(texts.name(token))
+        described.text_offset.append(offsets.add(token))
         if isinstance(entry, int):
             described.token_logprobs.append(None)
             described.top_logprobs.append(None)
@@ -226,7 +250,7 @@ def describe_logprobs(
         _, own, top = entry
         described.token_logprobs.append(max(own, MIN_LOGPROB))
         described.top_logprobs.append(
-            {texts[one][0]: max(value, MIN_LOGPROB) for one, value in (*top, (token, own))}
+            {texts.name(one): max(value, MIN_LOGPROB) for one, value in (*top, (token, own))}
         )
     return described
 
@@ -340,7 +364,8 @@ def build_choice(
             described = describe_prompt_logprobs(server, prompt.logprobs, body.prompt_logprobs)
             choice["prompt_logprobs"] = described
     if body.logprobs is not None:
-        choice["logprobs"] = describe_logprobs(server, entries, 0)
+        offsets = TextOffsets(server.token_texts, choice["text"])
+        choice["logprobs"] = describe_logprobs(server, entries, offsets)
     if body.return_token_ids:
         choice["token_ids"] = [token for delta in deltas for token in delta.token_ids]
         if prompt is not None:
@@ -395,7 +420,7 @@ class ChoiceStream:
 
     def __init__(self, server: Server, body: CompletionRequest, batch: Batch) -> None:
         self.server, self.body, self.batch = server, body, batch
-        self.offsets: dict[int, int] = {}
+        self.offsets: dict[int, TextOffsets] = {}
         self.started: set[int] = set()  # choices whose prompt was sent, if there is one to send
         self.held: list[tuple[int, Delta]] = []
 
@@ -418,7 +443,8 @@ class ChoiceStream:
     def begin(self, index: int, prompt: PromptPart) -> dict[str, Any]:
         """The chunk of a choice's prompt."""
         self.started.add(index)
-        self.offsets[index] = len(prompt.text)
+        offsets = self.offsets[index] = TextOffsets(self.server.token_texts)
+        offsets.next = len(prompt.text)
         choice = build_choice(self.server, self.body, index, [], prompt)
         if not self.body.echoes_logprobs:
             choice["logprobs"] = None
@@ -428,11 +454,9 @@ class ChoiceStream:
         """The chunk of a delta."""
         choice = build_choice(self.server, self.body, index, [delta])
         if self.body.logprobs is not None:
-            offset = self.offsets.get(index, 0)
+            offsets = self.offsets.setdefault(index, TextOffsets(self.server.token_texts))
             entries = [] if self.body.has_no_reply else delta.logprobs
-            logprobs = choice["logprobs"] = describe_logprobs(self.server, entries, offset)
-            if logprobs is not None:
-                self.offsets[index] = offset + sum(map(len, logprobs.tokens))
+            choice["logprobs"] = describe_logprobs(self.server, entries, offsets)
         return choice
 
 

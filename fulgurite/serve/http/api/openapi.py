@@ -95,6 +95,12 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         RESPONSE,
         (JSON, EVENTS),
     ),
+    ("POST", "/v1/responses/input_tokens"): Operation(
+        "Count the tokens of a response's prompt",
+        ResponseRequest,
+        {"model": PLACEHOLDER, "input": "Hello"},
+        ("object", "input_tokens"),
+    ),
     ("GET", "/v1/responses/{id}"): Operation(
         "Read a stored response", keys=RESPONSE, parameters=(("stream", "boolean"),)
     ),

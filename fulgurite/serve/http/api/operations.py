@@ -34,12 +34,19 @@ def describe_model(server: Server, name: str) -> dict[str, Any]:
         "owned_by": "fulgurite",
         "root": server.model_name,
         "max_model_len": server.context,
+        # Anthropic's fields
+        "type": "model",
+        "display_name": name,
+        "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(server.created)),
+        "max_input_tokens": server.context,
     }
 
 
 async def list_models(request: Request, server: Server) -> Response:
-    models = [describe_model(server, name) for name in server.config.model_names]
-    return JsonResponse({"object": "list", "data": models})
+    names = server.config.model_names
+    models = [describe_model(server, name) for name in names]
+    page = {"first_id": names[0], "last_id": names[-1], "has_more": False}  # Anthropic's fields
+    return JsonResponse({"object": "list", "data": models, **page})
 
 
 async def get_model(request: Request, server: Server) -> Response:
@@ -57,9 +64,9 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    return_token_strs: bool = False
+    add_special_tokens: bool | None = None  # True
+    add_generation_prompt: bool | None = None  # True
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -87,9 +94,11 @@ async def tokenize(request: Request, server: Server) -> Response:
 
 async def tokenize_body(server: Server, body: TokenizeRequest) -> list[int]:
     if body.prompt is not None:
-        return await server.encode(body.prompt, body.add_special_tokens)
+        return await server.encode(body.prompt, body.add_special_tokens is not False)
     conversation = Conversation(
-        body.messages or (), body.tools or (), add_generation_prompt=body.add_generation_prompt
+        body.messages or (),
+        body.tools or (),
+        add_generation_prompt=body.add_generation_prompt is not False,
     )
     ids, _, _ = await prepare_chat(server, conversation)
     return ids

@@ -81,7 +81,7 @@ class ResponseRun:
             "model": self.model,
             "output": [],
             "usage": None,
-            **self.body.describe(),
+            **self.body.describe(self.server.sampling_defaults),
             **fields,
         }
 
@@ -164,6 +164,24 @@ async def create_response(request: Request, server: Server) -> Response:
     except BaseException:  # also a cancelled task: the place is given back, then it goes on
         ticket.close()
         raise
+
+
+async def count_input_tokens(request: Request, server: Server) -> Response:
+    """The tokens of the prompt that the same request would have."""
+    limits = server.config.limits
+    raw = await read_body(request, limits)
+    body = parse_response_body(raw, limits)
+    server.check_model(body.model)
+    body.check()
+    previous = find_previous(server, body.previous_response_id, read_owner(request, server))
+    messages = [*(previous.messages if previous else ()), *to_chat_messages(body.input)]
+    with server.enter(request, len(raw), None):
+        try:
+            ids, _, _ = await prepare_chat(server, body.to_conversation(messages))
+        except ApiError as error:
+            error.param = PARAMS.get(error.param or "", error.param)
+            raise
+    return JsonResponse({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 
 def read_owner(request: Request, server: Server) -> str:

@@ -47,7 +47,7 @@ def to_chat_messages(items: str | Sequence[Any], where: str = "input") -> list[d
 
 
 def add_item(collector: MessageCollector, item: dict[str, Any], where: str) -> None:
-    kind = item.get("type", "message")
+    kind = item.get("type") or "message"
     if kind == "message":
         add_message(collector, item, where)
     elif kind == "reasoning":

@@ -36,8 +36,8 @@ def collect_items(
 
 def complete_item(item: Mapping[str, Any]) -> dict[str, Any]:
     """An item of a request with its type, id and status, and its content as parts."""
-    kind = item.get("type", "message")
-    completed = {"type": kind, **item}
+    kind = item.get("type") or "message"
+    completed = {**item, "type": kind}
     if not isinstance(item.get("id"), str) or not item["id"]:
         completed["id"] = new_id(ID_PREFIXES[kind])
     if not isinstance(item.get("status"), str):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -217,8 +217,8 @@ class ResponseRequest(Struct, kw_only=True, forbid_unknown_fields=True):
             raise invalid(f"'tool_choice' allows {min(unknown)!r}, which is no tool", "tool_choice")
         return [tool for tool in tools if tool.name in names], choice.mode
 
-    def describe(self) -> dict[str, Any]:
-        """The fields of the request that a response repeats."""
+    def describe(self, defaults: Mapping[str, float]) -> dict[str, Any]:
+        """The fields of the request that a response repeats; `defaults`: the model's."""
         reasoning = self.reasoning or Reasoning()
         text = self.text or TextConfig()
         return {
@@ -234,7 +234,7 @@ class ResponseRequest(Struct, kw_only=True, forbid_unknown_fields=True):
             "safety_identifier": self.safety_identifier,
             "service_tier": "default",
             "store": self.is_stored,
-            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "temperature": choose(self.temperature, defaults.get("temperature"), 1.0),
             "text": {
                 "format": describe_format(text.format),
                 "verbosity": text.verbosity or "medium",
@@ -242,10 +242,15 @@ class ResponseRequest(Struct, kw_only=True, forbid_unknown_fields=True):
             "tool_choice": describe_choice(self.tool_choice),
             "tools": self.tools or [],
             "top_logprobs": self.top_logprobs or 0,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_p": choose(self.top_p, defaults.get("top_p"), 1.0),
             "truncation": self.truncation or "disabled",
             "user": self.user,
         }
+
+
+def choose(*values: float | None) -> float | None:
+    """The first that is given."""
+    return next((value for value in values if value is not None), None)
 
 
 def describe_choice(choice: str | ResponseToolChoice | None) -> Any:

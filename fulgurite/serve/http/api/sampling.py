@@ -6,6 +6,9 @@ without a meaning here are accepted if ignoring them changes no answer.
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -50,8 +53,8 @@ class ResponseFormat(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -152,10 +155,14 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
         max_tokens: int,
         logprobs: int | None,
         constraint: dict[str, Any],
+        defaults: Mapping[str, float],
     ) -> SamplingParams:
-        """The sampling params; ApiError 400 for values that are not allowed."""
+        """The sampling params; ApiError 400 for values that are not allowed.
+
+        `defaults`: of the model, for fields that the request does not have.
+        """
         values: dict[str, Any] = {
-            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "temperature": self.temperature,
             "top_p": MIN_TOP_P if self.top_p == 0 else self.top_p,
             "top_k": read_top_k(self.top_k),
             "min_p": self.min_p,
@@ -176,11 +183,16 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
         }
         given = {name: value for name, value in values.items() if value is not None}
         try:
-            return SamplingParams(**given)
+            return SamplingParams(**{"temperature": 1.0, **defaults, **given})
         except ArgumentError as error:
             text = error.one_line()
-            param = next((name for name in values if text.startswith(name)), None)
-            raise invalid(text, param) from None
+            raise invalid(text, find_param(text)) from None
+
+
+def find_param(text: str) -> str | None:
+    """The field that an error of `SamplingParams` begins with."""
+    names = (one.name for one in dataclasses.fields(SamplingParams))
+    return next((name for name in names if re.match(rf"{name}\b", text)), None)
 
 
 def read_top_k(top_k: int | None) -> int | None:

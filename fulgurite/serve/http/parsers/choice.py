@@ -106,6 +106,11 @@ def choose_formats(
     )
 
 
+def shows_known_calls(template: str) -> bool:
+    """Whether a template has the markers of calls in one of our formats."""
+    return _find_by_template(TEMPLATE_TOOL_FORMATS, template) is not None
+
+
 def _choose_tool_format(template: str, model_type: str, name: str) -> ToolFormat | None:
     if name == "none":
         return None

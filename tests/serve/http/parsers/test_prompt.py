@@ -341,3 +341,25 @@ def test_constrained_output_is_parsed() -> None:
     assert summarize(run(OutputParser(TOOL_FORMATS["json"], tools=TOOLS), text)) == [
         call("{}", "get_time")
     ]
+
+
+def test_older_function_calls_become_calls_of_tools() -> None:
+    call = {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "get_weather", "content": "rain"},
+    ]
+    _, asked, result = normalize_messages(messages, QWEN)
+    (made,) = asked["tool_calls"]
+    assert made["function"] == {"name": "get_weather", "arguments": {"city": "Oslo"}}
+    assert "function_call" not in asked
+    assert (result["role"], result["name"]) == ("tool", "get_weather")
+    assert result["tool_call_id"] == made["id"]
+
+
+def test_templates_may_know_further_roles() -> None:
+    messages = [{"role": "document", "content": "x"}]
+    assert normalize_messages(messages, "{% if m['role'] == 'document' %}")[0]["role"] == "document"
+    with pytest.raises(ArgumentError, match=r"messages\[0\]\.role is 'document'"):
+        normalize_messages(messages, PLAIN)

@@ -11,10 +11,16 @@ from collections.abc import Mapping, Sequence
 
 from fulgurite.errors import ArgumentError
 from fulgurite.serve.http.parsers.cursor import NotACall
-from fulgurite.serve.http.parsers.prompt.templates import distinguishes_none, knows_developer
+from fulgurite.serve.http.parsers.prompt.templates import (
+    distinguishes_none,
+    knows_developer,
+    knows_role,
+)
 from fulgurite.serve.http.parsers.syntax.json_text import load_json
 
 Message = Mapping[str, object]
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+FUNCTION_ID = "call_0"  # of calls without ids: there is one at a time
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -35,15 +41,32 @@ def normalize_messages(messages: Sequence[Message], template: str) -> list[dict[
     """The messages as `template` expects them.
 
     Contents become text. Arguments of calls become mappings. `developer` becomes `system`, unless the
-    template knows it. Results of tools get the name of the tool.
+    template knows it. Results of tools get the name of the tool. The older `function_call` and role
+    `function` become calls and results of tools.
     """
     names: dict[str, str] = {}  # id of a call → name of its tool
     normalized = []
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ArgumentError(f"messages[{index}] has no role", next="give it a role and content")
-        normalized.append(_normalize_message(message, f"messages[{index}]", template, names))
+        where = f"messages[{index}]"
+        _check_message(message, where, template)
+        normalized.append(_normalize_message(message, where, template, names))
     return normalized
+
+
+def _check_message(message: Message, where: str, template: str) -> None:
+    """Refuse what templates would leave out without a word: other roles, and messages without content.
+
+    A template may know further roles: it has their names.
+    """
+    role = message["role"]
+    if role not in ROLES and not knows_role(template, str(role)):
+        raise ArgumentError(
+            f"{where}.role is {str(role)[:100]!r}", next=f"use one of {', '.join(ROLES)}"
+        )
+    if role in ("system", "developer", "user") and message.get("content") is None:
+        raise ArgumentError(f"{where} has no content", next="pass a string or a list of text parts")
 
 
 def _normalize_message(
@@ -54,11 +77,14 @@ def _normalize_message(
     if role == "developer" and not knows_developer(template):
         result["role"] = "system"
     if role == "function":
-        result["role"] = "tool"
+        result = {"tool_call_id": FUNCTION_ID, **result, "role": "tool"}
     result["content"] = join_content(message.get("content"), where)
     if message.get("content") is None and role == "assistant" and distinguishes_none(template):
         result["content"] = None
     calls = result.pop("tool_calls", None)
+    older = result.pop("function_call", None)
+    if not calls and older is not None:
+        calls = [{"id": FUNCTION_ID, "type": "function", "function": older}]
     if calls:
         result["tool_calls"] = _normalize_calls(calls, where, names)
     if result["role"] == "tool" and "name" not in result:

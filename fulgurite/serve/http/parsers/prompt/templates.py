@@ -45,6 +45,11 @@ def knows_developer(template: str) -> bool:
     return "developer" in template
 
 
+def knows_role(template: str, role: str) -> bool:
+    """Whether a template has the name of a role in quotes."""
+    return f"'{role}'" in template or f'"{role}"' in template
+
+
 def rejects_system(template: str) -> bool:
     """Gemma's templates raise on system messages."""
     return "System role not supported" in template
