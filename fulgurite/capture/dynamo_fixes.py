@@ -6,6 +6,8 @@ In: TorchDynamo's functions. Out: the same functions, corrected when this module
   a graph break: torch runs that op, and capture goes on after it. If the op fails as well, its own
   error is raised. With `FULGURITE_STRICT=1` and `fullgraph=True` the failed capture is an error.
 - `multilabel_margin_loss` is traced as one op: its decomposition counts labels after the first -1.
+- `max_unpool2d` and `max_unpool3d` are traced as one op: in their decompositions an index out of range may write
+  to the next channel.
 - `5 in (n, m)` and `n in range(5)` with integers that became symbols compare their values.
 - A branch whose outcome the range of `torch.rand` decides is no graph break: `if torch.rand([]) < p` with p = 0,
   as models write to skip layers at random.
@@ -63,6 +65,8 @@ def install() -> None:
     _installed = True
     _replace(utils, "_wrap_graph_break_with_torch_runtime_err", _break_at_failed_op)
     _use_kernel_when_traced(torch.ops.aten.multilabel_margin_loss_forward.default)
+    _use_kernel_when_traced(torch.ops.aten.max_unpool2d.default)
+    _use_kernel_when_traced(torch.ops.aten.max_unpool3d.default)
     _replace(lists, "iter_contains", _contains)
     _replace(lists.RangeVariable, "sq_contains", _range_contains)
     for translator in _subclasses(symbolic_convert.InstructionTranslatorBase):
