@@ -9,6 +9,7 @@ In: TorchDynamo's functions. Out: the same functions, corrected when this module
 - `max_unpool2d` and `max_unpool3d` are traced as one op: in their decompositions an index out of range may write
   to the next channel.
 - `5 in (n, m)` and `n in range(5)` with integers that became symbols compare their values.
+- The remainder of a Python float that became a symbol (`p % 2`) is computed on tensors, as its other ops are.
 - A branch whose outcome the range of `torch.rand` decides is no graph break: `if torch.rand([]) < p` with p = 0,
   as models write to skip layers at random.
 """
@@ -29,6 +30,7 @@ from torch._dynamo.variables import lists
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._ops import OpOverload
+from torch.utils._sympy.reference import TensorReferenceAnalysis
 
 from fulgurite.errors import FallbackWarning
 from fulgurite.logs import LOG
@@ -69,9 +71,16 @@ def install() -> None:
     _use_kernel_when_traced(torch.ops.aten.max_unpool3d.default)
     _replace(lists, "iter_contains", _contains)
     _replace(lists.RangeVariable, "sq_contains", _range_contains)
+    if not hasattr(TensorReferenceAnalysis, "python_mod"):
+        TensorReferenceAnalysis.python_mod = staticmethod(_python_mod)  # type: ignore[attr-defined]
     for translator in _subclasses(symbolic_convert.InstructionTranslatorBase):
         for name in BRANCHES:
             _replace_instruction(translator, name, _decide_branch)
+
+
+def _python_mod(x: Any, y: Any) -> Any:
+    """`x % y` of Python floats, on tensors: both take the sign of `y`."""
+    return torch.ops.aten.remainder.Tensor(x, y)
 
 
 def _use_kernel_when_traced(op: OpOverload) -> None:

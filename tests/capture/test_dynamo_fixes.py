@@ -187,3 +187,13 @@ def test_max_unpool_refuses_an_index_of_the_next_channel(index):
     indices[0, 0, 1] = index
     with pytest.raises(RuntimeError, match="invalid max index"):
         compiled(x, indices)
+
+
+def test_remainder_of_a_float_argument():
+    def f(x, p):
+        return x * (p % 2) + p // 1
+
+    compiled = fulgurite.compile(f)
+    x = torch.randn(3)
+    for p in (1.5, -2.5, 3.25):
+        torch.testing.assert_close(compiled(x, p), f(x, p))
