@@ -12,6 +12,7 @@ come with reasons. The repeated layers of a model are compiled once.
     training_signature.py  which training graphs need no more than that
     subclasses.py       tensor subclasses: no symbols in the context of a result
     input_aliasing.py   inputs that share memory, if a graph mutates one of them
+    strided_inputs.py   inputs that are slices, if a graph calls as_strided
     input_names.py      input names from the user's program
     blocks.py           repeated layers, compiled once
     units.py            the modules that distributed wrappers (DDP, FSDP) run

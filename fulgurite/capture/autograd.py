@@ -24,6 +24,7 @@ from fulgurite.capture.alias_offsets import restore_alias_offsets
 from fulgurite.capture.double_backward import CapturedGraph, describe_obstacle
 from fulgurite.capture.foreach import foreach_decompositions
 from fulgurite.capture.input_aliasing import guard_input_aliasing
+from fulgurite.capture.strided_inputs import guard_strided_inputs
 from fulgurite.capture.subclasses import specialize_subclass_contexts
 from fulgurite.capture.training import (
     BoxedFunction,
@@ -51,10 +52,12 @@ def run_aot_autograd(
 ) -> Callable[..., Any]:
     """Functionalize the graph, differentiate it if needed, and build each graph.
 
-    captured        runs the graph op by op: for inputs that alias each other in another way than these
+    captured        runs the graph op by op: for inputs that alias each other in another way than these,
+                    or that are views of memory that the graph reads by its addresses
     without_calls   the captured graph before its layers became calls, for gradients of gradients
     """
 
+    functional: list[fx.GraphModule] = []  # the joint graph, or that of inference
     unwrapped: list[RunnableGraph] = []
     # autocast is part of the graph: the runtime wrapper disables it around the call
     autocast = torch._C._is_any_autocast_enabled()
@@ -63,6 +66,7 @@ def run_aot_autograd(
     training = TrainingGraphs(torch.is_grad_enabled(), autocast, again)
 
     def split(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
+        functional.append(joint)
         result = partition(joint, joint_inputs, **options)
         training.backward_module = result[1]
         return result
@@ -77,6 +81,7 @@ def run_aot_autograd(
         return training.backward
 
     def build_inference(graph: fx.GraphModule, _: Sequence[Any]) -> BoxedFunction:
+        functional.append(graph)
         run = inference(graph)
         if not autocast and can_skip_runtime_wrapper(graph, len(inputs)):
             unwrapped.append(run)
@@ -97,9 +102,9 @@ def run_aot_autograd(
         specialize_subclass_contexts(outputs),
     ):
         wrapped = backend(module, inputs)
-    if unwrapped:
-        return call_without_wrapper(unwrapped[0])
-    result = training.call(wrapped)
+    result = call_without_wrapper(unwrapped[0]) if unwrapped else training.call(wrapped)
+    for graph in functional:
+        result = guard_strided_inputs(result, captured, inputs, graph)
     return guard_input_aliasing(result, captured, inputs) if _mutates_inputs() else result
 
 

@@ -6,7 +6,10 @@ In: TorchDynamo's functions. Out: the same functions, corrected when this module
   a graph break: torch runs that op, and capture goes on after it. If the op fails as well, its own
   error is raised. With `FULGURITE_STRICT=1` and `fullgraph=True` the failed capture is an error.
 - `multilabel_margin_loss` is traced as one op: its decomposition counts labels after the first -1.
+- `max_unpool2d` and `max_unpool3d` are traced as one op: in their decompositions an index out of range may write
+  to the next channel.
 - `5 in (n, m)` and `n in range(5)` with integers that became symbols compare their values.
+- The remainder of a Python float that became a symbol (`p % 2`) is computed on tensors, as its other ops are.
 - A branch whose outcome the range of `torch.rand` decides is no graph break: `if torch.rand([]) < p` with p = 0,
   as models write to skip layers at random.
 """
@@ -27,6 +30,7 @@ from torch._dynamo.variables import lists
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._ops import OpOverload
+from torch.utils._sympy.reference import TensorReferenceAnalysis
 
 from fulgurite.errors import FallbackWarning
 from fulgurite.logs import LOG
@@ -63,11 +67,20 @@ def install() -> None:
     _installed = True
     _replace(utils, "_wrap_graph_break_with_torch_runtime_err", _break_at_failed_op)
     _use_kernel_when_traced(torch.ops.aten.multilabel_margin_loss_forward.default)
+    _use_kernel_when_traced(torch.ops.aten.max_unpool2d.default)
+    _use_kernel_when_traced(torch.ops.aten.max_unpool3d.default)
     _replace(lists, "iter_contains", _contains)
     _replace(lists.RangeVariable, "sq_contains", _range_contains)
+    if not hasattr(TensorReferenceAnalysis, "python_mod"):
+        TensorReferenceAnalysis.python_mod = staticmethod(_python_mod)  # type: ignore[attr-defined]
     for translator in _subclasses(symbolic_convert.InstructionTranslatorBase):
         for name in BRANCHES:
             _replace_instruction(translator, name, _decide_branch)
+
+
+def _python_mod(x: Any, y: Any) -> Any:
+    """`x % y` of Python floats, on tensors: both take the sign of `y`."""
+    return torch.ops.aten.remainder.Tensor(x, y)
 
 
 def _use_kernel_when_traced(op: OpOverload) -> None:

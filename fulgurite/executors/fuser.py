@@ -23,7 +23,7 @@ from fulgurite.executors.torch import TorchExecutor
 from fulgurite.fuser.gemm.fusion import FusionOptions, fuse_gemm_epilogues, has_gpu_gemms
 from fulgurite.trace import Trace
 from fulgurite.trace.cost import is_view, iter_tensors
-from fulgurite.trace.node_meta import executor_of, fake_value
+from fulgurite.trace.node_meta import composite_of, executor_of, fake_value
 from fulgurite.trace.region import Region
 from fulgurite.trace.signature import region_signature
 from fulgurite.trace.subgraph import SubgraphCall
@@ -60,8 +60,15 @@ class FuserExecutor(Executor):
         """Lower a region to kernels; equal regions (of equal layers) share them."""
         if not is_cacheable(region):
             return fuser.lower_region(region)
-        # besides the region, schedules depend on the number of threads and the settings
-        key = (region_signature(region), device.num_cpu_threads(), str(settings()))
+        # besides the region, schedules depend on the number of threads and the settings; the errors of
+        # a region are those of its composite ops
+        composites = [str(getattr(composite_of(n), "target", "")) for n in region.graph.nodes]
+        key = (
+            region_signature(region),
+            " ".join(composites),
+            device.num_cpu_threads(),
+            str(settings()),
+        )
         lowered = self._lowered.pop(key, None) or fuser.lower_region(region)
         self._lowered[key] = lowered
         while len(self._lowered) > MAX_CACHED_REGIONS:

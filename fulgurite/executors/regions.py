@@ -188,6 +188,8 @@ class _GraphBuilder:
         can_fall_back = group.executor.falls_back_if_failed
 
         def guard(lowered: Callable[..., Any]) -> Callable[..., Any]:
+            if getattr(lowered, "has_lookups", False):  # composite ops have errors of their own
+                lowered.reference = restore().forward  # type: ignore[attr-defined]
             if not can_fall_back or not hasattr(lowered, "can_rerun"):
                 return lowered
             return GuardedRegion(

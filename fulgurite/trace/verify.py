@@ -145,6 +145,12 @@ def has_metadata(trace: Trace) -> Iterator[Problem]:
             yield f"{node.name} has no metadata", node
 
 
+def _replaces_input(node: fx.Node) -> bool:
+    """Whether the node gives an input other memory (`x.data = y`), at the end of a graph."""
+    target = node.args[0] if node.target is torch.ops.aten.set_.source_Tensor else None
+    return isinstance(target, fx.Node) and target.op == "placeholder"
+
+
 def functional(trace: Trace) -> Iterator[Problem]:
     for node in trace.graph.nodes:
         if node.op in ("call_method", "call_module"):
@@ -153,7 +159,7 @@ def functional(trace: Trace) -> Iterator[Problem]:
         schema = getattr(node.target, "_schema", None)
         if schema is None or not schema.is_mutable or has_side_effect(node):
             continue
-        if not is_input_mutation(node):
+        if not (is_input_mutation(node) or _replaces_input(node)):
             yield f"{node.name} mutates its arguments ({schema.name})", node
 
 

@@ -49,6 +49,9 @@ INEXACT_DECOMPOSITIONS = (
     aten.linspace,
     aten.logspace,
     aten.multilabel_margin_loss_forward,  # counts the places after the first -1
+    aten.max_unpool2d,  # an index out of range may write to the next channel
+    aten.max_unpool3d,
+    aten.nextafter,  # computes in float32, where the steps of bfloat16 are lost
     *NEAREST_UPSAMPLE_OPS,
     *SMOOTH_UPSAMPLE_OPS,
 )

@@ -47,7 +47,7 @@ def fold_constants(trace: Trace) -> Trace:
     module = copy_module(trace.module)
     graph = module.graph
     visible = find_escaping(graph)
-    folded: list[str] = []
+    folded = _fold_conjugated_numbers(graph)
     known: dict[fx.Node, Any] = {}  # values of constant nodes
     for node in list(graph.nodes):
         if node.op == "get_attr":
@@ -70,6 +70,21 @@ def fold_constants(trace: Trace) -> Trace:
             set_fake_value(constant, fake_value(node))
             node.replace_all_uses_with(constant)
     return eliminate_dead_code(trace.with_module(module)) if folded else trace
+
+
+def _fold_conjugated_numbers(graph: fx.Graph) -> list[str]:
+    """Replace `_conj` of a number, as in the gradient of `x * 2j`: it is a view of no tensor."""
+    folded = []
+    for node in graph.find_nodes(op="call_function", target=aten._conj.default):
+        number = node.args[0]
+        if isinstance(number, complex) and all(user.op == "call_function" for user in node.users):
+            for user in list(node.users):
+                user.args, user.kwargs = fx.node.map_aggregate(
+                    (user.args, user.kwargs), lambda a: number.conjugate() if a is node else a
+                )
+            graph.erase_node(node)
+            folded.append(node.name)
+    return folded
 
 
 def _is_foldable(node: fx.Node, known: dict[fx.Node, Any]) -> bool:

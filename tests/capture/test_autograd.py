@@ -114,3 +114,16 @@ def test_no_gradient_is_recorded_without_the_runtime_wrapper():
     compiled = fulgurite.compile(lambda x: (x * weight).detach(), executors=["torch"])
     result, _ = run_and_check_wrapper(compiled, torch.randn(3, 4))
     assert not result.requires_grad and result.grad_fn is None
+
+
+def test_an_input_that_gets_other_memory():
+    def f(x):
+        before = x.sum()
+        x.data = torch.zeros(4, 6) + before
+        return x.cumsum(0) + before
+
+    compiled = fulgurite.compile(f)
+    ours, eager = torch.ones(4, 6), torch.ones(4, 6)
+    for _ in range(2):
+        assert torch.equal(compiled(ours), f(eager))
+        assert torch.equal(ours, eager)

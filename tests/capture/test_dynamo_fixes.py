@@ -174,3 +174,26 @@ def test_random_branches_stay_random(p):
         torch.manual_seed(seed)
         torch.testing.assert_close(compiled(x), right)
     assert compiled.breaks
+
+
+@pytest.mark.parametrize("index", [5, 40])
+def test_max_unpool_refuses_an_index_of_the_next_channel(index):
+    def f(x, indices):
+        return F.max_unpool1d(x * 2, indices, 2)
+
+    x, indices = torch.randn(1, 2, 2), torch.tensor([[[0, 3], [1, 2]]])
+    compiled = fulgurite.compile(f)
+    assert torch.equal(compiled(x, indices), f(x, indices))
+    indices[0, 0, 1] = index
+    with pytest.raises(RuntimeError, match="invalid max index"):
+        compiled(x, indices)
+
+
+def test_remainder_of_a_float_argument():
+    def f(x, p):
+        return x * (p % 2) + p // 1
+
+    compiled = fulgurite.compile(f)
+    x = torch.randn(3)
+    for p in (1.5, -2.5, 3.25):
+        torch.testing.assert_close(compiled(x, p), f(x, p))

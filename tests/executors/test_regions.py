@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 import fulgurite
@@ -107,3 +109,24 @@ def test_loaded_trace_lowers_its_regions_again():
     assert len(calls) == 1
     torch.testing.assert_close(f.last_trace().load()(x, y), expected)
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("label", [5, -1])
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize(
+    "f",
+    [
+        F.nll_loss,
+        lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1),
+        lambda x, y: F.cross_entropy(x.T.reshape(1, 5, 2, 2) * 2, y.view(1, 2, 2), reduction="sum"),
+    ],
+)
+def test_errors_are_those_of_composite_ops(f, needs_grad, label):
+    """A gather raises RuntimeError, the loss that was decomposed to it IndexError."""
+    x, y = torch.randn(4, 5, requires_grad=needs_grad), torch.tensor([0, 1, 3, 2])
+    compiled = fulgurite.compile(f)
+    torch.testing.assert_close(compiled(x, y), f(x, y))
+    y[2] = label
+    for _ in range(2):
+        with pytest.raises(IndexError, match=f"Target {label} is out of bounds"):
+            compiled(x, y)

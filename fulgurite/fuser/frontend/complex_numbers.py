@@ -164,8 +164,16 @@ def conjugate(value: ComplexValue) -> ComplexValue:
     return ComplexValue(value.real, negate(value.imaginary), value.dtype)
 
 
+def get_complex_value(ctx: LoweringContext, argument: Any) -> ComplexValue:
+    """Returns the value of a complex tensor. Gradients may pass a number: `_conj(1 + 2j)`."""
+    value = ctx.values.get(argument) if isinstance(argument, Node) else None
+    if not isinstance(value, ComplexValue):
+        raise Unsupported(f"{argument}, which is no complex tensor")
+    return value
+
+
 def lower_conj_view(ctx: LoweringContext, node: Node, bound: dict[str, Any]) -> ComplexValue:
-    return conjugate(ctx.values[bound["source"]])
+    return conjugate(get_complex_value(ctx, bound["source"]))
 
 
 def remove_bits(
@@ -180,7 +188,7 @@ def remove_bits(
 
 
 def lower_view_as_real(ctx: LoweringContext, node: Node, bound: dict[str, Any]) -> TensorValue:
-    value = ctx.values[bound["source"]]
+    value = get_complex_value(ctx, bound["source"])
     axes = make_axes(sizes_to_indices(fake_value(node)))
     real, imaginary = (
         part.load_at(axis_indices(axes[:-1])) for part in (value.real, value.imaginary)

@@ -193,6 +193,12 @@ def _check_operands(
     raise Unsupported(f"{node.target}, which has no argument {' or '.join(missing)}")
 
 
+READS_STORAGE_DTYPE = (
+    "nan_to_num",
+    "nextafter",
+)  # whose formulas depend on the dtype of the result
+
+
 def lower_elementwise(
     ctx: LoweringContext, node: torch.fx.Node, lowering: PointwiseLowering
 ) -> TensorValue:
@@ -221,7 +227,7 @@ def lower_elementwise(
                 if not isinstance(fake_value(value), torch.Tensor):
                     raise Unsupported(f"the symbolic argument {name}")
                 extra[name] = ctx.read_operand(value, axes, torch.bool)
-        if node.target._schema.name == "aten::nan_to_num":  # type: ignore[union-attr]
+        if get_op_name(node.target) in READS_STORAGE_DTYPE:
             extra["storage"] = fake_value(node).dtype
         return lowering.formula(*operands, **extra)
 

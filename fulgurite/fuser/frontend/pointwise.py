@@ -26,7 +26,7 @@ from fulgurite.fuser.ir.build_expression import (
     where,
 )
 from fulgurite.fuser.ir.errors import Unsupported
-from fulgurite.fuser.ir.expression import Constant, Expression, Operation
+from fulgurite.fuser.ir.expression import NARROW_FLOATS, Constant, Expression, Operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,14 @@ def _nan_ignoring(name: str, integer_name: str) -> PointwiseLowering:
         "default",
         lambda a, b, **_: apply(integer_name if _is_integral(a) else name, a, b),
     )
+
+
+def _nextafter(a: Expression, b: Expression, storage: torch.dtype) -> Expression:
+    if storage in NARROW_FLOATS:
+        raise Unsupported(
+            f"nextafter of {storage}: kernels compute in float32, where steps are smaller"
+        )
+    return apply("nextafter", a, b)
 
 
 def _round(a: Expression, decimals: int = 0) -> Expression:
@@ -306,7 +314,7 @@ POINTWISE_LOWERINGS: dict[str, PointwiseLowering] = {
     "atan2": _binary("atan2", "float"),
     "hypot": _binary("hypot"),
     "copysign": _binary("copysign", "float"),
-    "nextafter": _binary("nextafter"),
+    "nextafter": PointwiseLowering(("self", "other"), "default", _nextafter),
     "logaddexp": PointwiseLowering(("self", "other"), "default", _logaddexp),
     "xlogy": PointwiseLowering(("self", "other"), "float", _xlogy),
     "lerp": PointwiseLowering(("self", "end", "weight"), "default", _lerp),

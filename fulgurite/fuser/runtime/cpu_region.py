@@ -76,7 +76,9 @@ class FusedRegion:
         self.unit = unit
         self.source = unit.text
         self.launcher = ""
-        self.reference: Callable[..., Any] | None = None  # the region's ops, run by torch
+        self.reference: Callable[..., Any] | None = (
+            None  # the region as torch runs it, for its errors
+        )
         self.kernel_address = 0  # of the compiled function, once it is built
         self._first_launch_line = 0  # of the launcher's text; 0: it launches nothing
         self._library = library
@@ -194,7 +196,7 @@ class FusedRegion:
         return "\n".join(lines) + "\n"
 
     @property
-    def _has_lookups(self) -> bool:
+    def has_lookups(self) -> bool:
         """Whether a kernel checks indices that it reads."""
         return "check_index(" in self.unit.text or "wrap_index(" in self.unit.text
 
@@ -203,13 +205,13 @@ class FusedRegion:
         if status < 0:
             raise RuntimeError(f"Triton Error [CUDA]: a launch failed with error {-status}")
         error = _make_kernel_error(status)
-        if self._has_lookups and isinstance(error, IndexError):
+        if self.has_lookups and isinstance(error, IndexError):
             self._raise_eager_error(error, arguments)
         raise error
 
     def _write_run(self, lines: list[str], scope: dict[str, Any], call: str) -> None:
         """Run the kernels. For an index out of range, torch raises its own error."""
-        if not self._has_lookups:
+        if not self.has_lookups:
             lines.append(f"    {call}")
             self._first_launch_line = len(lines)
             return

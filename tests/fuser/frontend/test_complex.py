@@ -243,3 +243,12 @@ def _tensors(result: Any) -> tuple[torch.Tensor, ...]:
 
 def _resolve(x: torch.Tensor) -> torch.Tensor:
     return x.resolve_conj().resolve_neg()
+
+
+def test_gradients_of_products_with_complex_numbers():
+    def f(c):
+        return torch.view_as_real(c * (1 + 2j)).square().sum()
+
+    c = torch.randn(3, dtype=torch.complex64, requires_grad=True)
+    (found,) = torch.autograd.grad(fulgurite.compile(f)(c), c)
+    torch.testing.assert_close(found, torch.autograd.grad(f(c), c)[0])

@@ -424,3 +424,13 @@ def test_arange_with_fractions(dtype):
         return x + down[:4], x + up[:4]
 
     check_fused(f, torch.zeros(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_nextafter_steps_in_the_dtype_of_the_result(dtype):
+    x = torch.cat([make_special_values(dtype), torch.tensor([6e4, 1e-7], dtype=dtype)])
+    compiled = fulgurite.compile(lambda x, y: torch.nextafter(x * 1, y))
+    for y in (x.flip(0), torch.zeros((), dtype=dtype)):
+        torch.testing.assert_close(
+            compiled(x, y), torch.nextafter(x, y), rtol=0, atol=0, equal_nan=True
+        )
