@@ -169,8 +169,9 @@ def compile_step(
     if options is None:
         return eager, None
     if isinstance(layout, ModelParallelLayout):
-        if isinstance(layout, ShardedData):
-            LOG.info("layers run eagerly: data_shard with tensor, context or pipeline parallelism")
+        if config.parallel.tensor > 1 and config.parallel.remat == "full":
+            # AOTAutograd would save the DeviceMesh of a DTensor for backward: it saves tensors only.
+            LOG.info("layers run eagerly: parallel.tensor with parallel.remat=full")
             return eager, None
         return eager, compile_layers(model, options)
     return compile_module(eager, **options), None
