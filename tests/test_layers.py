@@ -101,6 +101,7 @@ SUB_ORDER: dict[str, list[set[str]]] = {
     "train": [
         {"__init__"},
         {"config", "batch", "family_fields", "charts", "heartbeat", "profile", "remat", "stop"},
+        {"config_limits"},
         {"config_file", "layout", "sizes", "flops", "nvfp4", "nonfinite"},
         {
             "attention",

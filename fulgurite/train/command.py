@@ -26,8 +26,6 @@ from fulgurite.errors import ArgumentError
 from fulgurite.train.checkpoint import list_checkpoints
 from fulgurite.train.config import TrainConfig
 from fulgurite.train.config_file import (
-    FALSE,
-    TRUE,
     check_choices,
     is_boolean,
     is_list,
@@ -48,6 +46,7 @@ from fulgurite.train.trainer import CHECKPOINTS, CONFIG, hash_data, replay, trai
 from fulgurite.train.verify import verify_run
 
 RUNS = Path("runs")
+CONFIG_SUFFIXES = (".toml", ".py")
 DRILL_STEPS = 40
 DRILL_RANKS = 2
 # options that are no fields of the config, and whether a value follows them
@@ -85,8 +84,9 @@ def add_verify_options(parser: argparse.ArgumentParser) -> None:
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
     """The words that argparse knows, and the fields of the config as pairs of name and text.
 
-    `--a.b VALUE` and `--a.b=VALUE` set a field; a field that is true or false needs no value, and a
-    list takes all words up to the next option (a shell expands `notes/*.md`) or a .toml file.
+    `--a.b VALUE` and `--a.b=VALUE` set a field. A field that is true or false needs no value before
+    another option or a config file. A list takes all words up to the next option (a shell expands
+    `notes/*.md`) or a .toml file.
     """
     known: list[str] = []
     pairs: list[tuple[str, str]] = []
@@ -110,7 +110,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str
 def _take_value(name: str, words: list[str]) -> str:
     """The value of a field from the words after its name."""
     is_value = bool(words) and not words[0].startswith("--")
-    if is_boolean(name) and not (is_value and words[0].lower() in TRUE + FALSE):
+    if is_boolean(name) and not (is_value and not words[0].endswith(CONFIG_SUFFIXES)):
         return "true"
     if not is_value:
         raise ArgumentError(f"--{name} has no value", next=f"write --{name} VALUE")

@@ -47,6 +47,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "parallel.remat": ("none", "mincut", "selective", "full"),
     "tune.method": ("none", "lora", "qlora"),
     "tune.task": ("text", "chat", "dpo", "grpo"),
+    "tune.reference": ("precomputed", "live"),
 }
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 

@@ -34,6 +34,7 @@ from fulgurite.train.optim import build_optimizer
 from fulgurite.train.parallel import ShardedData, build_layout, resolve_degrees
 from fulgurite.train.parallel.compiled import CompiledLayers, compile_layers
 from fulgurite.train.precision import precision_transforms
+from fulgurite.train.profile import parse_range
 from fulgurite.train.remat import apply_remat, compiler_policy
 from fulgurite.train.sizes import resolve_sizes
 from fulgurite.train.tune.task import Data, TuneTask, is_tuning, prepare_tuning
@@ -78,6 +79,12 @@ class Parts:
 def resolve(config: TrainConfig, world: int | None = None) -> TrainConfig:
     """The config with every choice made, for `world` ranks; None: those of the environment."""
     check_choices(config)
+    parse_range(config.log.profile)  # raises for what is no range of steps
+    if config.tune.method != "none" and config.model.init_from is None:
+        raise ArgumentError(
+            f"tune.method={config.tune.method!r} on new weights: they would stay random and frozen",
+            next="--model.init_from CHECKPOINT, or tune.method=none",
+        )
     world = int(os.environ.get("WORLD_SIZE", "1")) if world is None else world
     return resolve_sizes(config, resolve_degrees(config.parallel, world).data)
 
@@ -162,8 +169,9 @@ def compile_step(
     if options is None:
         return eager, None
     if isinstance(layout, ModelParallelLayout):
-        if isinstance(layout, ShardedData):
-            LOG.info("layers run eagerly: data_shard with tensor, context or pipeline parallelism")
+        if config.parallel.tensor > 1 and config.parallel.remat == "full":
+            # AOTAutograd would save the DeviceMesh of a DTensor for backward: it saves tensors only.
+            LOG.info("layers run eagerly: parallel.tensor with parallel.remat=full")
             return eager, None
         return eager, compile_layers(model, options)
     return compile_module(eager, **options), None

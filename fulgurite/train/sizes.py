@@ -17,8 +17,11 @@ correction bias, a shared expert. `--model.architecture Qwen3ForCausalLM` is its
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -32,6 +35,7 @@ from fulgurite.train.config import (
     OptimizerSection,
     TrainConfig,
 )
+from fulgurite.train.config_limits import check_limits
 from fulgurite.train.family_fields import Size, build_fields
 
 DEFAULT_ARCHITECTURE = "Dots1ForCausalLM"
@@ -51,6 +55,9 @@ BALANCE_RATES = (1e-3, 1e-2)  # DeepSeek-V3's, for long runs; short ones have fe
 BALANCE_PATH = (
     5.0  # how far a bias can move in a run: scores are sigmoids, so it may pass all of them
 )
+SAME_NAME = (
+    0.92  # likeness of two names that differ by a slip; `intermediate_size` has 0.89 to `moe_...`
+)
 CPU_TOKENS = 1024  # of a microbatch on a CPU: activations stay in cache
 
 
@@ -58,13 +65,13 @@ def resolve_sizes(config: TrainConfig, data_ranks: int = 1) -> TrainConfig:
     """The config with every open choice made. `data_ranks` share each step."""
     if config.size not in SIZES:
         raise ArgumentError(f"size={config.size!r} is not known", next=f"one of {', '.join(SIZES)}")
+    check_limits(config)
     size = SIZES[config.size]
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     config = replace(config, device=device)
     data = _resolve_data(config.data, size)
     steps = _resolve_steps(config, size)
     batch_size = config.batch_size if config.batch_size is not None else size.batch_size
-    _check_numbers(config, steps, batch_size, data)
     config = replace(
         config,
         steps=steps,
@@ -79,23 +86,6 @@ def resolve_sizes(config: TrainConfig, data_ranks: int = 1) -> TrainConfig:
     if config.microbatch_size is None:
         config = replace(config, microbatch_size=choose_microbatch(config, size, data_ranks))
     return config
-
-
-def _check_numbers(config: TrainConfig, steps: int, batch_size: int, data: DataSection) -> None:
-    """Raise for a count that is too small, before any work is done."""
-    counts = (
-        ("steps", steps, 1),
-        ("batch_size", batch_size, 1),
-        ("microbatch_size", config.microbatch_size, 1),
-        ("data.sequence_length", data.sequence_length, 1),
-        ("checkpoint.every", config.checkpoint.every, 0),
-        ("evaluate.every", config.evaluate.every, 0),
-        ("evaluate.batches", config.evaluate.batches, 1),
-        ("evaluate.sample_tokens", config.evaluate.sample_tokens, 0),
-    )
-    for name, value, least in counts:
-        if value is not None and value < least:
-            raise ArgumentError(f"{name}={value}", next=f"{name} must be at least {least}")
 
 
 def _resolve_data(section: DataSection, size: Size) -> DataSection:
@@ -119,8 +109,21 @@ def _resolve_model(config: TrainConfig, size: Size, data: DataSection) -> ModelS
         return replace(section, dtype=dtype)
     assert data.sequence_length is not None, "resolved before"
     architecture = section.architecture or DEFAULT_ARCHITECTURE
-    fields = {**build_fields(architecture, size, data.sequence_length), **section.fields}
+    chosen = build_fields(architecture, size, data.sequence_length)
+    _check_field_names(section.fields, chosen)
+    fields = {**chosen, **section.fields}
     return replace(section, architecture=architecture, fields=fields, dtype=dtype)
+
+
+def _check_field_names(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Raise for a name that is nearly one of a size: nothing would read it."""
+    for name in given:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=SAME_NAME)
+        if near and name not in known:
+            raise ArgumentError(
+                f"model.fields.{name} is no field of the model",
+                next=f"did you mean model.fields.{near[0]}?",
+            )
 
 
 def _resolve_steps(config: TrainConfig, size: Size) -> int:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fulgurite.errors import NonFiniteError
+from fulgurite.errors import ArgumentError, NonFiniteError
 from fulgurite.logs import LOG
 from fulgurite.trace.source import write_atomically
 from fulgurite.train.batch import Batch
@@ -86,6 +86,13 @@ class Trainer:
         manager.load(path, state)
         self.load_state_dict(state)
 
+    def _check_steps(self) -> None:
+        if self.step > self.steps:
+            raise ArgumentError(
+                f"steps={self.steps}, but the run has done {self.step}",
+                next=f"--steps {self.step} or more",
+            )
+
     # ---- the loop
 
     def run(self, folder: Path) -> bool:
@@ -99,6 +106,9 @@ class Trainer:
             if path is not None:
                 self.load(manager, path)
                 self.tell("resume", f"after step {self.step}, from {path}")
+                self._check_steps()
+            if self.layout.rank == 0:  # not before: a checkpoint of another config is an error
+                write_atomically(folder / CONFIG, to_toml(self.config))
             manager.overlap_copies(parts.optimizer)
             if section.is_async:
                 manager.prepare(self.state_dict())
@@ -280,7 +290,6 @@ def train(config: TrainConfig) -> RunResult:
     parts = build_parts(config)
     view = make_view(config.log, config.steps or 1) if parts.is_first else None
     if parts.is_first:
-        write_atomically(folder / CONFIG, to_toml(config))
         _log_to_file(folder / LOG_FILE)
     trainer = Trainer(parts, view)
     if view is not None:
@@ -343,7 +352,7 @@ def describe_run(parts: Parts) -> str:
     where = parts.device.type if ranks == 1 else f"{ranks} ranks on {parts.device.type}"
     return (
         f"{name} · {sizes} · {_format_count(parts.train_data.num_tokens)} tokens of text · "
-        f"{config.steps} steps of {_format_count(tokens)} tokens · {where}"
+        f"{config.steps} {'step' if config.steps == 1 else 'steps'} of {_format_count(tokens)} tokens · {where}"
     )
 
 

@@ -2,7 +2,7 @@
 
 In: a claimed Trace. Out: the same with a check after every call. A NaN if no input had one, or an infinity
 if every input was finite, raises NonFiniteError with the op and the user's line. An op whose *input* is
-infinite (a mask) may pass it on.
+infinite (a mask) may pass it on, and a fused region may compute one from an infinite literal.
 
     compiled = fulgurite.compile(model, transforms=[fulgurite.transforms.find_nonfinite])
 """
@@ -19,6 +19,7 @@ from torch import fx
 from fulgurite.errors import NonFiniteError
 from fulgurite.trace import Trace, describe
 from fulgurite.trace.node_meta import fake_value
+from fulgurite.trace.region import Region
 from fulgurite.transforms.base import transform
 from fulgurite.transforms.instrument import add_effect, op_label, source_label
 
@@ -43,6 +44,7 @@ def find_nonfinite(trace: Trace) -> Trace:
                     inputs,
                     f"{node.name} = {op_label(producer)}",
                     source_label(node),
+                    _reads_infinite_literal(node, producer),
                 )
 
     return trace.edit(change)
@@ -55,13 +57,19 @@ def _producer(node: fx.Node) -> fx.Node:
 
 
 def check_finite(
-    value: torch.Tensor, inputs: tuple[torch.Tensor, ...], op: str, where: str
+    value: torch.Tensor,
+    inputs: tuple[torch.Tensor, ...],
+    op: str,
+    where: str,
+    may_be_infinite: bool = False,
 ) -> None:
     """Raise if `value` has a NaN or infinity that does not come from `inputs`."""
     value, inputs = _widen(value), tuple(map(_widen, inputs))
     if bool(torch.isfinite(value).all()):
         return
     has_nan = bool(torch.isnan(value).any())
+    if may_be_infinite and not has_nan:
+        return
     explained = [
         bool(torch.isnan(i).any()) if has_nan else not bool(torch.isfinite(i).all()) for i in inputs
     ]
@@ -98,3 +106,28 @@ def _has_infinite_literal(node: fx.Node) -> bool:
     """Whether the op has an infinite literal argument (a mask, the initial value of a maximum)."""
     literals = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)]
     return any(not math.isfinite(number) for number in literals)
+
+
+def _reads_infinite_literal(node: fx.Node, producer: fx.Node) -> bool:
+    """Whether a value of a fused region is computed from an infinite literal (a mask)."""
+    if not isinstance(producer.target, Region):
+        return False
+    outputs: Any = producer.target.module.graph.output_node().args[0]
+    if node is not producer and isinstance(outputs, (tuple, list)):
+        outputs = outputs[int(node.args[1])]  # type: ignore[arg-type]
+    found = _list_nodes(outputs)
+    seen: set[fx.Node] = set()
+    while found:
+        one = found.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        if _has_infinite_literal(one):
+            return True
+        found += one.all_input_nodes
+    return False
+
+
+def _list_nodes(outputs: Any) -> list[fx.Node]:
+    parts = outputs if isinstance(outputs, (tuple, list)) else [outputs]
+    return [part for part in parts if isinstance(part, fx.Node)]

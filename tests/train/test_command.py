@@ -74,6 +74,12 @@ def test_print_config_round_trips(capsys):
         (["--resume", "nowhere"], "nowhere is no folder of a run"),
         (["--steps", "0"], "steps must be at least 1"),
         (["--tune.task", "chess"], "use one of text, chat, dpo, grpo"),
+        (["--tune.reference", "none"], "use one of precomputed, live"),
+        (["--tune.method", "lora"], "--model.init_from CHECKPOINT"),
+        (["--compile", "maybe"], "--compile maybe is not true or false"),
+        (["--ranks", "0"], "--ranks 1 or more"),
+        (["--log.profile", "3"], "write steps as A:B"),
+        (["--model.fields.hidden_sizee", "64"], "did you mean model.fields.hidden_size?"),
         (["--output", "file/run"], "the run can't be written to file/run"),
         (["--output", "foreign"], "foreign has a folder 'export' already"),
         (["--resume", "run", "--size", "tiny"], "can't change a run that is resumed"),
@@ -154,6 +160,11 @@ def test_a_run_and_its_continuation(text, tmp_path, monkeypatch, capsys):  # noq
     assert "--resume run goes on with it" in capsys.readouterr().err
     assert main(["train", "--resume", "run", "--steps", "8"]) == 0
     assert "step 8/8" in capsys.readouterr().out
+    config = Path("run/config.toml").read_bytes()
+    for change in (["--steps", "7"], ["--steps", "9", "--optimizer.name", "adamw"]):
+        assert main(["train", "--resume", "run", *change]) == 1
+        assert Path("run/config.toml").read_bytes() == config  # the run can still go on
+    assert "is of another model or optimizer" in capsys.readouterr().err
     assert main(["generate", "--raw", "--model", "run/export", "--max-tokens", "4", "sun"]) == 0
     assert main(["verify", "run", "--steps", "1", "--seed", "0"]) == 0
     assert "verified" in capsys.readouterr().out

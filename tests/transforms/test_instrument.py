@@ -47,6 +47,18 @@ def test_infinities_are_found_but_masks_are_not():
         g(torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.bool))
 
 
+def test_a_mask_that_a_fused_region_computes_is_no_finding():
+    def attend(places, x):
+        hidden = places[:, None] < places
+        bias = torch.zeros(64, 64).masked_fill(hidden, float("-inf"))
+        return torch.softmax(x @ x + bias, -1), bias
+
+    compiled = fulgurite.compile(attend, transforms=[find_nonfinite])
+    assert compiled(torch.arange(64), torch.ones(64, 64))[1].isinf().any()
+    with pytest.raises(NonFiniteError, match="mm.default produced an infinity"):
+        compiled(torch.arange(64), torch.full((64, 64), 1e30))
+
+
 def test_nan_in_backward_is_found():
     f = fulgurite.compile(lambda x: x.sqrt().sum(), transforms=[find_nonfinite])
     x = torch.zeros(2, requires_grad=True)

@@ -33,6 +33,7 @@ from fulgurite.bench.train.stall import format_stalls, measure_stall
 from fulgurite.bench.train.twin import format_twins, measure_twins
 from fulgurite.bench.train.workloads import CPU_DTYPE, CUDA_DTYPE, Workload, make_workloads
 from fulgurite.device import resolve_device
+from fulgurite.errors import ArgumentError
 from fulgurite.host.timing import time_device
 from fulgurite.models.loading.loader import build_random_model
 from fulgurite.train.batch import Batch
@@ -64,13 +65,21 @@ CONFIG = TrainConfig(
 def run_train(options: argparse.Namespace) -> None:
     """Measure all workloads, print the table and save it."""
     device = resolve_device(options.device).type
+    check_only(options.only, device, options.quick)
     rows = measure_steps(device, options)
-    for name, measure_more in (("stall", measure_stalls), ("twin", measure_twins)):
+    for name, measure_more in EXTRAS.items():
         if options.only is None or options.only.lower() in name:
             rows += [row | {"kind": name} for row in measure_more(device, options.quick)]
             results.save_results("train", device, rows, options.output)
     print_tables(rows)
     print(f"written to {results.save_results('train', device, rows, options.output)}")
+
+
+def check_only(only: str | None, device: str, quick: bool) -> None:
+    """Raise if nothing would be measured: the file of an earlier run would be replaced by none."""
+    names = [*(workload.name for workload in make_workloads(device, quick)), *EXTRAS]
+    if only is not None and not any(only.lower() in name.lower() for name in names):
+        raise ArgumentError(f"--only {only} is in no name", next=f"names: {', '.join(names)}")
 
 
 def print_tables(rows: list[Row]) -> None:
@@ -112,6 +121,9 @@ def measure_stalls(device: str, quick: bool) -> list[Row]:
         del step, batches, run
         _reset(device)
     return rows
+
+
+EXTRAS = {"stall": measure_stalls, "twin": measure_twins}  # beside the workloads
 
 
 def _run_next(step: TrainStep, counter: Iterator[int], batches: list[Batch]) -> StepResult:

@@ -60,7 +60,7 @@ def read_dense_config(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        layers=(LayerConfig(rope),) * fields.get_int("num_hidden_layers"),
+        layers=(LayerConfig(rope),) * fields.get_positive_int("num_hidden_layers"),
         norm_eps=fields.get_float("rms_norm_eps", 1e-6),
         max_positions=fields.get_positive_int("max_position_embeddings"),
         activation=fields.get_choice("hidden_act", ACTIVATIONS, "silu"),

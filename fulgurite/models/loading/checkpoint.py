@@ -282,6 +282,10 @@ def _suggest_path(folder: Path) -> str:
         )
     if ggufs:
         return f"pass one of its files: {ggufs[0]}"
+    if (folder / "adapter_config.json").is_file():
+        merged = folder.parent / "export"
+        instead = str(merged) if merged.is_dir() else "a checkpoint with the adapters merged"
+        return f"this folder has adapters only; pass {instead}"
     if any(folder.glob("*.safetensors")):
         return "download config.json from the model repository into this folder"
     inside = sorted(file.parent for file in folder.glob("*/config.json"))

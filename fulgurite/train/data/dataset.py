@@ -68,7 +68,8 @@ def open_files(
             _check_tokenizer(files[-1], encoder)
     if not any(len(file.tokens) for file in files):
         skipped = [name for file in files for name in file.header.get("bad_named", ())]
-        raise no_text_error(patterns, skipped)
+        advice = [file.header.get("bad_advice") for file in files]
+        raise no_text_error(patterns, skipped, next(filter(None, advice), None))
     return files
 
 

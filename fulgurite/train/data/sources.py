@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -72,11 +72,13 @@ class BadSamples:
         limit: how many may be skipped; one more raises.
         count: how many were.
         named: the first ones, as `file:line: why`.
+        advice: what to do about them, if it is known.
     """
 
     limit: int
     count: int = 0
     named: list[str] = field(default_factory=list)
+    advice: str | None = None
 
     def skip(self, where: str, why: str) -> None:
         """Count a sample; raise above the limit."""
@@ -89,16 +91,19 @@ class BadSamples:
             raise ArgumentError(
                 f"{self.count} samples can't be read, more than data.max_bad_samples={self.limit}",
                 where="\n".join(self.named),
-                next="repair or remove them, or raise data.max_bad_samples",
+                next=self.advice or "repair or remove them, or raise data.max_bad_samples",
             )
 
 
-def no_text_error(patterns: Sequence[str], skipped: Sequence[str]) -> ArgumentError:
+def no_text_error(
+    patterns: Sequence[str], skipped: Sequence[str], advice: str | None = None
+) -> ArgumentError:
     """The error for files without a text; `skipped` are the first samples that can't be read."""
+    repair = advice or "repair these samples, or name other files"
     return ArgumentError(
         f"there is no text in {', '.join(patterns)}",
         where="\n".join(skipped) or None,
-        next="repair these samples, or name other files" if skipped else "name files with text",
+        next=repair if skipped else "name files with text",
     )
 
 
@@ -130,7 +135,7 @@ def _expand(pattern: str) -> list[Source]:
         names = [str(path)] if path.exists() else sorted(glob.glob(str(path), recursive=True))
         files = [Path(name) for name in names if Path(name).is_file()]
         folders = [Path(name) for name in names if Path(name).is_dir()]
-        sources = [Source(_kind_of(_check_packing(file)), file) for file in files]
+        sources = [Source(_kind_of(_check_suffix(file)), file) for file in files]
         sources += [] if files else [one for folder in folders for one in _search_folder(folder)]
         next_step = (
             f"check the path; folders, patterns such as 'text/**/*.md' and {DEMO!r} work too"
@@ -164,8 +169,10 @@ def _kind_of(path: Path) -> str:
     return SUFFIX_KINDS.get(_suffix_of(path), TEXT)
 
 
-def _check_packing(path: Path) -> Path:
-    """Raise for a packed file that is read by memory map or by columns."""
+def _check_suffix(path: Path) -> Path:
+    """Raise for a packed file that is read by memory map or by columns; warn of JSON."""
+    if _suffix_of(path) == ".json":
+        LOG.warning("%s is read as one text; records are read from .jsonl, one a line", path)
     if path.name.lower().endswith((".bin.gz", ".parquet.gz")):
         raise ArgumentError(f"{path} is packed; only text is unpacked", next=f"gunzip {path}")
     return path
@@ -276,9 +283,20 @@ def _read_jsonl(path: Path, text_field: str, bad: BadSamples) -> Iterator[Docume
             bad.skip(where, f"not a JSON object but {type(row).__name__}")
         elif text_field not in row:
             fields = ", ".join(list(row)[:8]) or "none"
+            bad.advice = suggest_field(row) or bad.advice
             bad.skip(where, f"no field {text_field!r} (data.text_field); fields: {fields}")
         else:
             yield from _check_text(row[text_field], where, bad)
+
+
+def suggest_field(row: Mapping[str, Any]) -> str | None:
+    """What to set for a record without the text field: a task that reads it, or the one text."""
+    if "chosen" in row and "rejected" in row:
+        return "set tune.task=dpo to train on pairs"
+    if "messages" in row or ("prompt" in row and "completion" in row):
+        return "set tune.task=chat to train on conversations"
+    texts = [name for name, value in row.items() if isinstance(value, str)]
+    return f"set data.text_field={texts[0]}" if len(texts) == 1 else None
 
 
 def _check_text(text: object, where: str, bad: BadSamples) -> Iterator[Document]:

@@ -227,6 +227,7 @@ def _with_facts(
     """The documents; after the last one, the facts about skipped samples are known."""
     yield from documents
     facts["bad_samples"] = bad.count
+    facts["bad_advice"] = bad.advice and bad.advice[:300]
     facts["bad_named"] = []
     for name in bad.named:  # the header has a fixed size
         if len(json.dumps([*facts["bad_named"], name[:300]])) <= NAMED_BYTES:

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer as Backend
 from fulgurite.errors import ArgumentError
 from fulgurite.logs import LOG
 from fulgurite.models.loading import hub
+from fulgurite.models.loading.checkpoint import read_config_file
 from fulgurite.models.tokenizer import Tokenizer, from_folder, from_gguf
 from fulgurite.quant.files.gguf_header import read_gguf_metadata
 from fulgurite.train.config import TrainConfig
@@ -80,6 +81,10 @@ def prepare_tokenizer(config: TrainConfig, output: Path) -> Tokenizer:
 def _make_tokenizer(config: TrainConfig, target: Path) -> None:
     name = config.data.tokenizer or config.model.init_from
     if name is not None:
+        path = hub.resolve_model_path(name)
+        has_none = path.is_dir() and not (path / "tokenizer.json").is_file()
+        if has_none and name != config.data.tokenizer:
+            read_config_file(path)  # raises for a folder that is no checkpoint, and names one
         copy_tokenizer(name, target)
     elif config.data.vocab_size is None:
         raise ArgumentError(
@@ -144,7 +149,7 @@ def _training_texts(config: TrainConfig) -> Iterator[str]:
         if total >= TRAINING_CHARS:
             return
     if not total:  # a tokenizer of nothing would stay in the folder of the run
-        raise no_text_error(config.data.train, bad.named)
+        raise no_text_error(config.data.train, bad.named, bad.advice)
 
 
 def train_tokenizer(texts: Iterator[str] | Sequence[str], vocab_size: int) -> Backend:

@@ -73,7 +73,8 @@ def check_layout(config: TrainConfig, model_config: ModelConfig, degrees: Degree
     check_batch(config, degrees)
     check_model_parallel(config, model_config, degrees)
     check_pipeline(config, model_config, degrees)
-    check_experts(0 if model_config.moe is None else model_config.moe.num_experts, degrees.ep)
+    experts = 0 if model_config.moe is None else model_config.moe.num_experts
+    check_experts(experts, degrees.ep, degrees.tp)
     if config.deterministic:
         check_deterministic(config, degrees)
 

@@ -9,12 +9,19 @@ the same way back: backward gives an expert the sum over all tokens of the ranks
 reduce is the sum over `ep_replicate`. Losses are sums over tokens, so nothing is divided here.
 
 Modules keep their places and parameters their names and full shapes, as on one rank: a checkpoint or an
-export needs to know nothing of ranks. The shared expert of a layer runs while tokens are in flight, if the dispatcher sends asynchronously.
-Every rank must run its layers equally often, also if it has no tokens.
+export needs to know nothing of ranks. The shared expert of a layer runs while tokens are in flight, if the
+dispatcher sends asynchronously. Every rank must run its layers equally often, also if it has no tokens.
+
+**With tensor parallelism** a stack is `Shard(0)` over `ep` and then over `tp`. The tensor ranks of a group
+have the same tokens and routes: each dispatches the rows of its own experts, to the ranks of its `ep`
+group, and the sum over tensor ranks that ends a parallel region adds up the experts of a token.
+
+Shapes: T tokens; D hidden size; k experts of a token; S rows of a rank.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -28,21 +35,25 @@ from fulgurite.kernels.moe.ops import fused_experts
 from fulgurite.kernels.moe.router_config import Routes
 from fulgurite.models.moe import Experts, MoE
 from fulgurite.models.norms import RMSNorm
-from fulgurite.parallel.collectives import shard_range
+from fulgurite.parallel.collectives import copy_to_parallel_region, shard_range
 from fulgurite.parallel.dispatch.all_to_all import AllToAllDispatcher
 from fulgurite.parallel.dispatch.dispatcher import TokenDispatcher
+from fulgurite.parallel.mesh import Axis
 from fulgurite.train.parallel.layout_base import RankMesh, list_divisors
+
+disable_capture = functools.partial(
+    torch.compiler.disable, reason="the host reads how many rows each rank sends"
+)
 
 
 class EagerDispatcher:
     """A dispatcher that a compiled model calls between its graphs."""
 
     def __init__(self, dispatcher: TokenDispatcher) -> None:
-        reason = "the host reads how many rows each rank sends"
         self.axis = dispatcher.axis
-        self.start_dispatch = torch.compiler.disable(dispatcher.start_dispatch, reason=reason)
-        self.finish_dispatch = torch.compiler.disable(dispatcher.finish_dispatch, reason=reason)
-        self.combine = torch.compiler.disable(dispatcher.combine, reason=reason)
+        self.start_dispatch = disable_capture(dispatcher.start_dispatch)
+        self.finish_dispatch = disable_capture(dispatcher.finish_dispatch)
+        self.combine = disable_capture(dispatcher.combine)
 
 
 class ShardedExperts(Experts):
@@ -84,6 +95,36 @@ class ShardedExperts(Experts):
         return out_TD
 
 
+class TensorShardedExperts(ShardedExperts):
+    """The experts of one tensor rank: a partial sum over each token's experts.
+
+    Of the ceil(experts / ep) experts of an `ep` rank, tensor rank t has the t-th part.
+    """
+
+    tensor_axis: Axis
+    num_local: int  # experts of this rank
+
+    def forward(
+        self, x_TD: Tensor, routes: Routes, norm: Any = None, residual_TD: Tensor | None = None
+    ) -> Tensor:
+        assert norm is None and residual_TD is None, "TensorParallelMoE applies them"
+        return self._run_own(x_TD, routes)
+
+    @disable_capture
+    def _run_own(self, x_TD: Tensor, routes: Routes) -> Tensor:
+        weights_Tk = copy_to_parallel_region(routes.weights_Tk, self.tensor_axis)
+        num_group = self.num_local * self.tensor_axis.size  # experts of an `ep` rank
+        inside_Tk = routes.experts_Tk % num_group
+        is_own_Tk = inside_Tk // self.num_local == self.tensor_axis.index
+        slots_Tk = routes.experts_Tk // num_group * self.num_local + inside_Tk % self.num_local
+        tokens_S, choices_S = is_own_Tk.nonzero(as_tuple=True)
+        own = Routes(
+            weights_Tk[tokens_S, choices_S][:, None], slots_Tk[tokens_S, choices_S][:, None]
+        )
+        y_SD = self.finish(self.start_dispatch(x_TD[tokens_S], own))
+        return torch.zeros_like(x_TD).index_add(0, tokens_S, y_SD.to(x_TD.dtype))
+
+
 class OverlappedMoE(MoE):
     """The shared expert runs while tokens are in flight."""
 
@@ -112,8 +153,8 @@ def is_expert_shard(parameter: nn.Parameter) -> bool:
     return "ep" in (parameter.device_mesh.mesh_dim_names or ())
 
 
-def check_experts(num_experts: int, degree: int) -> None:
-    """Raise if a rank would have no experts."""
+def check_experts(num_experts: int, degree: int, tensor: int = 1) -> None:
+    """Raise if a rank would have no experts, or tensor ranks different numbers of them."""
     if degree > 1 and not num_experts:
         raise ArgumentError(
             f"parallel.expert={degree}, but the model has no experts", next="parallel.expert=1"
@@ -123,6 +164,13 @@ def check_experts(num_experts: int, degree: int) -> None:
         raise ArgumentError(
             f"parallel.expert={degree}: {num_experts} experts leave the last rank without one",
             next=f"one of {list_divisors(num_experts)}",
+        )
+    if degree > 1 and tensor > 1 and num_experts % (degree * tensor):
+        raise ArgumentError(
+            f"parallel.expert={degree} x parallel.tensor={tensor} = {degree * tensor} ranks must "
+            f"divide the {num_experts} experts",
+            next="parallel.expert=1 distributes experts over the tensor ranks alone; or a product "
+            f"that is one of {list_divisors(num_experts)}",
         )
 
 
@@ -143,7 +191,7 @@ def distribute_experts(
                 next="parallel.expert=1",
             )
         shard_experts(moe.experts, dispatcher, ranks)
-        if moe.shared_expert is not None:
+        if moe.shared_expert is not None and ranks.degrees.tp == 1:
             moe.__class__ = OverlappedMoE
     if not layers:
         check_experts(0, ranks.degrees.ep)
@@ -152,10 +200,12 @@ def distribute_experts(
 
 def shard_experts(experts: Experts, dispatcher: TokenDispatcher, ranks: RankMesh) -> None:
     """Replace the stacks of a layer by this rank's shards, in place."""
-    axis, (mesh, placements) = dispatcher.axis, expert_placements(ranks)
+    axis, tensor, (mesh, placements) = dispatcher.axis, ranks.axis("tp"), expert_placements(ranks)
     num_experts = experts.gate_up_proj.shape[0]
-    check_experts(num_experts, axis.size)
+    check_experts(num_experts, axis.size, tensor.size)
     start, stop = shard_range(num_experts, axis.index, axis.size)
+    inner_start, inner_stop = shard_range(stop - start, tensor.index, tensor.size)
+    start, stop = start + inner_start, start + inner_stop
     for name, parameter in list(experts.named_parameters(recurse=False)):
         full = parameter.detach()
         shard = DTensor.from_local(
@@ -167,13 +217,17 @@ def shard_experts(experts: Experts, dispatcher: TokenDispatcher, ranks: RankMesh
             stride=full.stride(),
         )
         setattr(experts, name, nn.Parameter(shard, parameter.requires_grad))
-    experts.__class__ = ShardedExperts
+    experts.__class__ = ShardedExperts if tensor.size == 1 else TensorShardedExperts
     assert isinstance(experts, ShardedExperts)
     experts.dispatcher = EagerDispatcher(dispatcher)
     experts.num_slots = -(-num_experts // axis.size) * axis.size
+    if isinstance(experts, TensorShardedExperts):
+        experts.tensor_axis, experts.num_local = tensor, stop - start
+        experts.num_slots = num_experts // tensor.size
 
 
 def expert_placements(ranks: RankMesh) -> tuple[DeviceMesh, list[Placement]]:
-    if ranks.degrees.ep_replicate == 1:
-        return ranks.expert_mesh["ep"], [Shard(0)]
-    return ranks.expert_mesh["ep_replicate", "ep"], [Replicate(), Shard(0)]
+    """The dimensions over which experts are replicated and sharded, and how."""
+    dims: dict[str, Placement] = {"ep_replicate": Replicate(), "ep": Shard(0), "tp": Shard(0)}
+    names = [name for name in dims if name == "ep" or getattr(ranks.degrees, name) > 1]
+    return ranks.expert_mesh[tuple(names)], [dims[name] for name in names]

@@ -16,6 +16,7 @@ those dimensions, and `data`, `tokens` (data x cp: ranks with different tokens) 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,6 +34,8 @@ from fulgurite.train.accumulate import SumTree, norm_of_norms
 from fulgurite.train.config import ParallelSection, TrainConfig
 from fulgurite.train.loss import LossSums
 
+# `full_tensor` of what two dimensions shard takes two all-gathers. torch warns of it on every rank.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 DENSE_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_DIMS = ("pp", "ep_replicate", "ep", "tp")
 # Axes that are several dimensions of the dense mesh together.
@@ -75,6 +78,8 @@ class Degrees:
 
 def resolve_degrees(section: ParallelSection, world: int) -> Degrees:
     """The degrees for `world` ranks; ArgumentError if they don't fit."""
+    if world < 1:
+        raise ArgumentError(f"{world} ranks can't run", next="--ranks 1 or more")
     for name in ("tensor", "expert", "pipeline", "context"):
         if getattr(section, name) < 1:
             raise ArgumentError(

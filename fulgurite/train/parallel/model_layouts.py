@@ -41,12 +41,6 @@ def check_model_parallel(config: TrainConfig, model_config: ModelConfig, degrees
     check_tensor_degree(model_config, degrees.tp)
     if degrees.cp > 1 and config.data.sequence_length is not None:
         check_context_degree(config.data.sequence_length, degrees.cp)
-    if degrees.tp > 1 and degrees.ep > 1:
-        raise ArgumentError(
-            f"parallel.expert={degrees.ep} with parallel.tensor={degrees.tp}: tensor ranks "
-            "distribute experts among themselves",
-            next="parallel.expert=1, or parallel.tensor=1",
-        )
 
 
 def check_task(config: TrainConfig, degrees: Degrees) -> None:
@@ -116,6 +110,7 @@ def split_model(layout: ReplicatedModelParallel, model: nn.Module) -> nn.Module:
             trace_collectives(ranks.axis("tp")),
             get_sharding_rules(model.config),
             sequence_parallel=layout.config.parallel.sequence,
+            keep_experts=degrees.ep > 1,
         )
     return model
 

@@ -136,13 +136,21 @@ def shard_tensor_parallel(
     rules: Mapping[str, str],
     *,
     sequence_parallel: bool = True,
+    keep_experts: bool = False,
 ) -> TensorSharding:
-    """Split a model's parameters over a 1-D mesh, in place; `axis` are the same ranks."""
-    return _TensorSharder(model, mesh, axis, rules, sequence_parallel).run()
+    """Split a model's parameters over a 1-D mesh, in place; `axis` are the same ranks.
+
+    `keep_experts` leaves stacks of experts whole, for `distribute_experts`.
+    """
+    sharder = _TensorSharder(model, mesh, axis, rules, sequence_parallel)
+    sharder.keep_experts = keep_experts
+    return sharder.run()
 
 
 class _TensorSharder:
     """One call of `shard_tensor_parallel`."""
+
+    keep_experts = False
 
     def __init__(
         self,
@@ -248,6 +256,10 @@ class _TensorSharder:
     def _shard_experts(self, name: str) -> None:
         experts: Any = self.model.get_submodule(name)
         assert isinstance(experts, Experts), f"{name} is {type(experts)}"
+        if self.keep_experts:
+            names = self._parameter_names(name)
+            self.sharding.placements.update(dict.fromkeys(names, Shard(0)))
+            return
         total = experts.gate_up_proj.shape[0]
         if total % self.axis.size:
             _refuse(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,12 +58,26 @@ def compute_reward(rewards: Sequence[Reward], fields: Mapping[str, Any], complet
     }
     total = 0.0
     for reward in rewards:
-        value = reward(fields["prompt"], completion, **columns)
+        name = getattr(reward, "__name__", reward)
+        try:
+            value = reward(fields["prompt"], completion, **columns)
+        except Exception as error:  # the user's code
+            raise ArgumentError(
+                f"the reward {name} raised {type(error).__name__}: {error}",
+                where=f"{_find_line(error)}; completion {completion[:80]!r}",
+                next="a reward takes prompt, completion and the other fields of a line as **columns",
+            ) from error
         if not isinstance(value, (int, float)) or not math.isfinite(value):
             raise ArgumentError(
-                f"the reward {getattr(reward, '__name__', reward)} returned {value!r}",
+                f"the reward {name} returned {value!r}",
                 where=f"completion {completion[:80]!r}",
                 next="return a finite number",
             )
         total += float(value)
     return total
+
+
+def _find_line(error: Exception) -> str:
+    """Where an error was raised, as `file:line`."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}"

@@ -73,7 +73,13 @@ def read_prompts(
 
     lines = [line for _, line in convert_records(records, convert, bad)]
     if not lines:
-        raise ArgumentError("there are no prompts", where="\n".join(bad.named))
+        raise ArgumentError(
+            "there are no prompts",
+            where="\n".join(bad.named) or None,
+            next=f'lines are {{"prompt": ...}}; a prompt has at most {longest} tokens: '
+            f"data.sequence_length {config.data.sequence_length} holds it and tune.max_tokens "
+            f"{config.tune.max_tokens}",
+        )
     return lines, hashes
 
 

@@ -223,10 +223,6 @@ def check_tuning(config: TrainConfig) -> None:
             "restarts and on the number of ranks",
             next="tune.dropout=0, or deterministic=false",
         )
-    if section.reference not in ("precomputed", "live"):
-        raise ArgumentError(
-            f"tune.reference={section.reference!r} is not known", next="precomputed or live"
-        )
 
 
 def open_tuning_data(

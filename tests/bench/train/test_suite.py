@@ -7,6 +7,7 @@ import torch
 
 from fulgurite.bench.train import suite
 from fulgurite.bench.train.workloads import NANO, NANO_MOE, Workload, make_workloads
+from fulgurite.errors import ArgumentError
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 128}
 SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
@@ -35,6 +36,12 @@ def test_a_failed_candidate_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "make_step", fail)
     row = suite.measure(make_workloads("cpu", True)[0], suite.OURS, "none", "cpu")
     assert row["error"] == "out of luck" and "failed" in suite.format_table([row])
+
+
+def test_a_name_that_matches_nothing_replaces_no_results() -> None:
+    suite.check_only("TWIN", "cpu", True)
+    with pytest.raises(ArgumentError, match="names: .*stall, twin"):
+        suite.check_only("nosuch", "cpu", True)
 
 
 def test_batches_of_documents() -> None:

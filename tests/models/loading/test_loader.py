@@ -323,6 +323,8 @@ def test_suggestions_without_config_json(tmp_path: Path) -> None:
     assert f"own folder: {tmp_path / 'inner'}" in suggestion()
     (tmp_path / SINGLE_FILE).touch()
     assert "download config.json from" in suggestion()
+    (tmp_path / "adapter_config.json").touch()
+    assert "adapters only; pass a checkpoint with" in suggestion()
     (tmp_path / "a.gguf").touch()
     assert f"one of its files: {tmp_path / 'a.gguf'}" in suggestion()
 

@@ -172,6 +172,26 @@ def test_the_limit_of_bad_samples(tmp_path: Path):
     assert f"{path}:2" in str(raised.value) and "data.max_bad_samples=4" in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        (b'{"messages": []}', "set tune.task=chat"),
+        (b'{"prompt": "a", "completion": "b"}', "set tune.task=chat"),
+        (b'{"prompt": "a", "chosen": "b", "rejected": "c"}', "set tune.task=dpo"),
+        (b'{"id": 1, "body": "x"}', "set data.text_field=body"),
+        (b'{"title": "x", "body": "x"}', "raise data.max_bad_samples"),
+    ],
+)
+def test_records_of_another_kind_come_with_advice(tmp_path: Path, line: bytes, advice: str):
+    with pytest.raises(ArgumentError, match=advice):
+        read(write(tmp_path / "a.jsonl", line), limit=0)
+
+
+def test_json_is_read_as_text_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    assert read(write(tmp_path / "a.json", b'[{"text": "x"}]'))[0] == ['[{"text": "x"}]']
+    assert "records are read from .jsonl" in caplog.text
+
+
 def test_empty_rows_are_no_documents(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", b'{"text": ""}\n{"text": "x"}\n')
     assert read(path) == (["x"], BadSamples(100))

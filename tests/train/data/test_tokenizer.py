@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fulgurite.errors import ArgumentError
+from fulgurite.errors import ArgumentError, WeightsError
 from fulgurite.models.tokenizer import Tokenizer, from_folder
 from fulgurite.train.config import ModelSection, TrainConfig
 from fulgurite.train.data.encoding import TextEncoder, token_byte_lengths
@@ -154,6 +154,14 @@ def test_a_given_tokenizer_is_copied(tmp_path: Path, folder: Path, use_file: boo
 def test_the_tokenizer_of_the_first_weights_is_copied(tmp_path: Path, folder: Path):
     config = TrainConfig(model=ModelSection(init_from=str(folder)))
     assert prepare_tokenizer(config, tmp_path).vocab_size == 300
+
+
+def test_the_folder_of_a_run_is_no_checkpoint(tmp_path: Path):
+    (tmp_path / "old" / "export").mkdir(parents=True)
+    (tmp_path / "old" / "export" / "config.json").write_text("{}")
+    config = TrainConfig(model=ModelSection(init_from=str(tmp_path / "old")))
+    with pytest.raises(WeightsError, match="own folder: .*export"):
+        prepare_tokenizer(config, tmp_path / "run")
 
 
 def test_token_files_need_their_tokenizer(tmp_path: Path):

@@ -87,6 +87,12 @@ def test_ranks_without_experts_are_an_error(experts: int, degree: int) -> None:
         check_experts(experts, degree)
 
 
+@pytest.mark.parametrize("experts, tensor", [(6, 2), (8, 3)])
+def test_tensor_ranks_with_other_numbers_of_experts_are_an_error(experts: int, tensor: int) -> None:
+    with pytest.raises(ArgumentError, match="parallel.expert=1 distributes"):
+        check_experts(experts, 2, tensor)
+
+
 def test_uneven_experts_are_not(ranks: Ranks) -> None:
     check_experts(8, 3)
     check_experts(0, 1)

@@ -78,6 +78,36 @@ def test_with_data_ranks(pool, name, degrees):
     cases.check(pool, Case(name, degrees, steps=6, count=2))
 
 
+@pytest.mark.parametrize(
+    ("name", "degrees"),
+    [
+        ("dots1", Degrees(tp=2, dp_replicate=2, ep=2)),
+        ("dots1", Degrees(tp=2, dp_shard=2, ep=2)),
+        ("gpt_oss", Degrees(tp=2, cp=2, ep=2)),  # biases of experts, no shared expert
+    ],
+)
+def test_experts_over_data_and_tensor_ranks(pool, name, degrees):
+    """A rank has a quarter of the experts, and its tensor group dispatches to the other one."""
+    count = 1 if degrees.cp > 1 else 2
+    cases.check(pool, Case(name, degrees, steps=6, count=count))
+
+
+def test_compiled_layers_with_fsdp_and_experts_over_data_and_tensor_ranks(pool):
+    degrees = Degrees(tp=2, dp_shard=2, ep=2)
+    for outcome in cases.check(pool, Case("dots1", degrees, steps=4, count=2, compile=True)):
+        assert all("how many rows" in text for text in outcome.compiled.breaks)
+
+
+def test_state_of_experts_over_data_and_tensor_ranks(pool, tmp_path):
+    """Shards of a quarter, Muon's update of whole matrices, and a checkpoint for one rank."""
+    degrees = Degrees(tp=2, dp_replicate=2, ep=2)
+    for shapes in pool.run(cases.describe_parameters, Case("dots1", degrees)):
+        assert shapes["layers.1.feed_forward.experts.gate_up_proj"] == ((8, 48, 32), (2, 48, 32))
+    check_muon(pool, Case("dots1", degrees))
+    pool.run(cases.save_checkpoint, Case("dots1", degrees, steps=2, count=4), str(tmp_path))
+    cases.check_loaded(tmp_path, "dots1", 2)
+
+
 def test_rows_without_documents_and_a_prime_number_of_tokens(pair):
     """Tokens that don't divide by the ranks: 2 rows of 15 on 4 ranks."""
     cases.check(pair, Case("qwen3", TWO, steps=4, count=1, documents=False, length=15))
@@ -97,8 +127,12 @@ def test_a_checkpoint_of_shards_loads_on_one_rank(pair, tmp_path):
 @pytest.mark.parametrize("name", ["tied", "dots1"])
 def test_the_optimizer_of_a_run_steps_as_on_one_rank(pair, name):
     """Muon or AdamW is chosen by the kind of parameter, and matrices are orthogonalized whole."""
-    wanted = cases.step_with_muon(None, name)
-    for found in pair.run(cases.step_with_muon, Case(name, TWO), name):
+    check_muon(pair, Case(name, TWO))
+
+
+def check_muon(ranks: RankPool, case: Case) -> None:
+    wanted = cases.step_with_muon(None, case.name)
+    for found in ranks.run(cases.step_with_muon, case, case.name):
         for key, change in wanted.items():  # AdamW's first step is the sign of a gradient
             error = float((found[key] - change).norm()) / max(float(change.norm()), 1e-9)
             assert error < 1e-2, (key, error)

@@ -45,6 +45,10 @@ def reward_length(prompt: Any, completion: str, **columns: Any) -> float:
     return float(len(completion)) * columns.get("factor", 1.0)
 
 
+def reward_without_answer(prompt: Any, completion: str, **columns: Any) -> float:
+    raise ValueError("no answer")
+
+
 def build(kind: str) -> CausalLM:
     if kind == "dense":
         return tiny_model(vocab_size=VOCAB_SIZE)
@@ -216,6 +220,9 @@ def test_wrong_options(tmp_path) -> None:
             load_rewards((name,))
     with pytest.raises(ArgumentError, match="returned nan"):
         compute_reward([lambda *a, **k: math.nan], {"prompt": "a"}, "b")
+    with pytest.raises(ArgumentError, match="raised ValueError: no answer") as raised:
+        compute_reward([reward_without_answer], {"prompt": "a"}, "b")
+    assert f"{Path(__file__).name}:" in str(raised.value)  # the line of the user's function
     assert load_rewards(("math:hypot",)) == [math.hypot]
     config = replace(TrainConfig(), tune=TuneSection(task="grpo"))
     config = replace(config, parallel=replace(config.parallel, tensor=2))

@@ -27,8 +27,9 @@ from fulgurite.train.config import (
     TrainConfig,
     TuneSection,
 )
-from fulgurite.train.trainer import train
+from fulgurite.train.trainer import hash_data, replay, train
 from fulgurite.train.tune.peft_loading import load_adapters
+from fulgurite.train.verify import verify_run
 from tests.models.reference_models import build_reference
 from tests.train.tune.chat_files import CHATML, VOCAB_SIZE, byte_backend, message, write_lines
 
@@ -116,6 +117,9 @@ def test_a_run_leaves_adapters_and_weights(
     with torch.no_grad():
         expected = theirs(torch.arange(40, 60)[None]).logits
     torch.testing.assert_close(compute_logits(after), expected, rtol=1e-3, atol=1e-3)
+    if not is_compiled:
+        report = verify_run(config.output, replay=replay, hash_data=hash_data, steps=1, seed=0)
+        assert report.has_passed, report.describe()
     if method == "none":
         assert not (tmp_path / "run" / "adapter").exists()
         return
