@@ -230,8 +230,20 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+# Iterations that an idle OpenMP thread spins: longer than the pauses inside a decode step, far
+# shorter than GCC's default, which keeps cores from other programs for milliseconds.
+OPENMP_SPIN_COUNT = "SPIN"
+
+
+def _limit_openmp_spinning() -> None:
+    """Set GOMP_SPINCOUNT, unless the user decides. OpenMP reads it when torch is imported."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     _configure_streams()
+    _limit_openmp_spinning()
     try:
         options = _parse(argv)
         if options.command is None:
