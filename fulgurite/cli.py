@@ -232,7 +232,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 # Iterations that an idle OpenMP thread spins: longer than the pauses inside a decode step, far
 # shorter than GCC's default, which keeps cores from other programs for milliseconds.
-OPENMP_SPIN_COUNT = "SPIN"
+OPENMP_SPIN_COUNT = "5000"
 
 
 def _limit_openmp_spinning() -> None:

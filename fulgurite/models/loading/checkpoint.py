@@ -276,16 +276,15 @@ def _suggest_path(folder: Path) -> str:
     """Suggest a path to pass instead, from the contents of the folder."""
     ggufs = sorted(folder.glob("*.gguf"))
     if (folder / "adapter_config.json").is_file():
+        merged = folder.parent / "export"
+        if merged.is_dir():
+            return f"this folder has adapters only; pass the merged checkpoint: {merged}"
         return (
-            "it holds a LoRA adapter: load its base model, or merge it first "
+            "this folder has adapters only: load their base model, or merge them first "
             "(load_adapters and merge_adapters, or PEFT's merge_and_unload)"
         )
     if ggufs:
         return f"pass one of its files: {ggufs[0]}"
-    if (folder / "adapter_config.json").is_file():
-        merged = folder.parent / "export"
-        instead = str(merged) if merged.is_dir() else "a checkpoint with the adapters merged"
-        return f"this folder has adapters only; pass {instead}"
     if any(folder.glob("*.safetensors")):
         return "download config.json from the model repository into this folder"
     inside = sorted(file.parent for file in folder.glob("*/config.json"))

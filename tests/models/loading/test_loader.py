@@ -257,6 +257,11 @@ def test_peak_memory_of_loading(tmp_path: Path) -> None:
     state = {"model.embed_tokens.weight": torch.ones(16_000, 3_000, dtype=torch.bfloat16)}
     state["lm_head.weight"] = torch.ones(16_000, 3_000, dtype=torch.bfloat16)
     state["model.norm.weight"] = torch.ones(3_000, dtype=torch.bfloat16)
+    layer, shapes = "model.layers.0", {"mlp.gate_proj": (10, 3_000), "mlp.up_proj": (10, 3_000)}
+    shapes |= {"mlp.down_proj": (3_000, 10), "input_layernorm": (3_000,)}
+    shapes |= {f"self_attn.{name}_proj": (20, 3_000) for name in "qkv"}
+    shapes |= {"self_attn.o_proj": (3_000, 20), "post_attention_layernorm": (3_000,)}
+    state |= {f"{layer}.{k}.weight": torch.ones(v, dtype=torch.bfloat16) for k, v in shapes.items()}
     save_file(state, tmp_path / SINGLE_FILE)
     del state
     fields = {
@@ -264,8 +269,9 @@ def test_peak_memory_of_loading(tmp_path: Path) -> None:
         "vocab_size": 16_000,
         "hidden_size": 3_000,
         "intermediate_size": 10,
-        "num_hidden_layers": 0,
+        "num_hidden_layers": 1,
         "num_attention_heads": 10,
+        "head_dim": 2,
         "max_position_embeddings": 10,
     }
     (tmp_path / "config.json").write_text(json.dumps(fields))
@@ -324,7 +330,8 @@ def test_suggestions_without_config_json(tmp_path: Path) -> None:
     (tmp_path / SINGLE_FILE).touch()
     assert "download config.json from" in suggestion()
     (tmp_path / "adapter_config.json").touch()
-    assert "adapters only; pass a checkpoint with" in suggestion()
+    assert "adapters only: load their base model" in suggestion()
+    (tmp_path / "adapter_config.json").unlink()
     (tmp_path / "a.gguf").touch()
     assert f"one of its files: {tmp_path / 'a.gguf'}" in suggestion()
 
@@ -404,10 +411,3 @@ def test_a_single_file_is_newer_than_an_index(get_pair, tmp_path: Path) -> None:
     (tmp_path / INDEX_FILE).write_text(json.dumps(stale))
     ids, positions = make_prompt(9), torch.arange(9)
     assert torch.equal(load_model(tmp_path)(ids, positions), pair.model(ids, positions))
-
-
-def test_an_adapter_is_no_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    save_file({"x": torch.ones(1)}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(WeightsError, match="LoRA adapter: load its base model"):
-        load_model(tmp_path)
