@@ -57,8 +57,20 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[int
     return found
 
 
-@pytest.mark.parametrize("kind", ["kill", "error"])
-@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1)])
+SLOW = pytest.mark.slow  # variants of the others
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rank", "kind"),
+    [
+        (2, 0, "kill"),
+        (2, 1, "error"),
+        pytest.param(1, 0, "kill", marks=SLOW),
+        pytest.param(1, 0, "error", marks=SLOW),
+        pytest.param(2, 1, "kill", marks=SLOW),
+        pytest.param(2, 0, "error", marks=SLOW),
+    ],
+)
 def test_a_dead_rank_is_named_and_all_start_again(
     tmp_path: Path,
     undisturbed: dict[int, tuple[int, str]],
@@ -123,8 +135,15 @@ def test_new_checkpoints_renew_the_limit(tmp_path: Path) -> None:
     assert killed == [3, 5]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("ranks", "number"),
+    [
+        (1, signal.SIGTERM),
+        (2, signal.SIGINT),
+        pytest.param(2, signal.SIGTERM, marks=SLOW),
+        pytest.param(1, signal.SIGINT, marks=SLOW),
+    ],
+)
 def test_a_signal_saves_and_ends(
     tmp_path: Path,
     undisturbed: dict[int, tuple[int, str]],

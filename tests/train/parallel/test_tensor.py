@@ -92,6 +92,7 @@ def test_experts_over_data_and_tensor_ranks(pool, name, degrees):
     cases.check(pool, Case(name, degrees, steps=6, count=count))
 
 
+@pytest.mark.slow  # the parts have tests of their own
 def test_compiled_layers_with_fsdp_and_experts_over_data_and_tensor_ranks(pool):
     degrees = Degrees(tp=2, dp_shard=2, ep=2)
     for outcome in cases.check(pool, Case("dots1", degrees, steps=4, count=2, compile=True)):
