@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import itertools
 import logging
 import os
 import random
@@ -52,6 +53,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA device")
 
 
+_finished_files = itertools.count(1)
+FILES_PER_FULL_COLLECTION = 40
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """After a file: take what lives on (modules, caches of torch) out of later garbage collections.
@@ -59,6 +64,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     A process of the suite has millions of objects; looking at all of them took a third of its time.
     """
     if nextitem is None or nextitem.path != item.path:
+        if next(_finished_files) % FILES_PER_FULL_COLLECTION == 0:
+            gc.unfreeze()
         gc.collect()
         gc.freeze()
 
