@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 import warnings
 
 import pytest
 
 from fulgurite import native
-from fulgurite.cli import main
+from fulgurite.cli import OPENMP_SPIN_COUNT, main
 
 CODE = """
     import torch
@@ -144,3 +145,21 @@ def test_help_lists_commands_and_variables(capsys):
         main(["--help"])
     out = capsys.readouterr().out
     assert "explain" in out and "bench" in out and "FULGURITE_CACHE_DIR" in out
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, OPENMP_SPIN_COUNT),
+        ({"GOMP_SPINCOUNT": "7"}, "7"),
+        ({"OMP_WAIT_POLICY": "active"}, None),
+    ],
+)
+def test_openmp_threads_spin_as_the_user_says(monkeypatch, capsys, given, expected):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert main([]) == 2  # prints help
+    assert os.environ.get("GOMP_SPINCOUNT") == expected
