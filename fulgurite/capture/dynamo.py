@@ -226,7 +226,7 @@ def _skip_function_names() -> None:
 def _skip_guard_timing() -> None:
     """Keep TorchDynamo from timing the guards of every graph for a log.
 
-    It flushes the CPU's caches before: 20 to 50 ms a graph, more than half of a small graph's capture.
+    It flushes the CPU's caches before: 20 ms a graph, half of a small graph's first call.
     """
     if not _guards_log.isEnabledFor(logging.DEBUG):
         _dynamo_guards.profile_guard_manager = lambda root, scope, n_iters: 0.0  # type: ignore[assignment]
