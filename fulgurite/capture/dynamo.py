@@ -200,6 +200,7 @@ class _BreakListener(logging.Handler):
 
 _break_listener = _BreakListener(logging.DEBUG)
 _guards_log = logging.getLogger("torch._dynamo.guards.__guards")
+_profile_guard_manager = _dynamo_guards.profile_guard_manager
 
 
 def _attach_break_listener() -> None:
@@ -228,8 +229,12 @@ def _skip_guard_timing() -> None:
 
     It flushes the CPU's caches before: 20 ms a graph, half of a small graph's first call.
     """
-    if not _guards_log.isEnabledFor(logging.DEBUG):
-        _dynamo_guards.profile_guard_manager = lambda root, scope, n_iters: 0.0  # type: ignore[assignment]
+    _dynamo_guards.profile_guard_manager = _time_guards_for_log  # type: ignore[assignment]
+
+
+def _time_guards_for_log(root: Any, scope: dict[str, Any], n_iters: int) -> float:
+    is_read = _guards_log.isEnabledFor(logging.DEBUG)
+    return _profile_guard_manager(root, scope, n_iters) if is_read else 0.0
 
 
 def parse_graph_break(message: str) -> GraphBreak | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
 import fulgurite
+from fulgurite.capture import dynamo
 from fulgurite.capture.dynamo import clean_exception_text, is_capturing
 from fulgurite.errors import ArgumentError, CompileError, GraphBreakError, OpError
 
@@ -95,3 +98,14 @@ def test_exporting_a_compiled_module_exports_the_module():
     for strict in (True, False):
         exported = torch.export.export(compiled, (ANY,), strict=strict).module()
         torch.testing.assert_close(exported(ANY), compiled(ANY))
+
+
+def test_guards_are_timed_only_for_their_log(monkeypatch):
+    timed: list[int] = []
+    monkeypatch.setattr(dynamo, "_profile_guard_manager", lambda *args: timed.append(1) or 1.0)
+    fulgurite.compile(torch.sin)(torch.ones(3))
+    assert not timed
+    monkeypatch.setattr(dynamo._guards_log, "isEnabledFor", lambda level: level >= logging.DEBUG)
+    torch._dynamo.reset()
+    fulgurite.compile(torch.cos)(torch.ones(3))
+    assert timed

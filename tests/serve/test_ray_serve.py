@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +27,7 @@ from fulgurite.serve.http.config import ServerConfig
 from fulgurite.serve.ray_serve import APP_NAME, check_resources, start_on_ray
 from tests.serve.http.serving import serve as serve_here
 from tests.serve.tiny_checkpoint import save_checkpoint
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -93,13 +93,6 @@ def find_leaks() -> dict[str, int]:
     }
 
 
-def wait_until(condition: Any, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.1)
-
-
 def engine_actors(index: int) -> list[str]:
     names = ray.util.list_named_actors(all_namespaces=True)
     return [one["name"] for one in names if f"#engine-{index}#" in one["name"]]
@@ -121,8 +114,8 @@ def test_mock_engines(cluster) -> None:
         assert "".join(parts) == whole
 
         next(stream_lines(prompt="Hello", max_tokens=5000))  # and leave
-        wait_until(lambda: not find_leaks())
-        wait_until(lambda: all(one["state"] == "idle" for one in read_health()))
+        wait_for(lambda: not find_leaks())
+        wait_for(lambda: all(one["state"] == "idle" for one in read_health()))
 
         check_killed_actor(whole)
 
@@ -137,8 +130,8 @@ def check_killed_actor(whole: str) -> None:
     rest = "\n".join(reply)
     assert "error" in rest and "died" in rest
     assert post(prompt="Hello", max_tokens=20)["choices"][0]["text"] == whole  # by the other one
-    wait_until(lambda: [one["restarts"] for one in read_health()][busy] == 1)
-    wait_until(lambda: all(one["state"] != "starting" for one in read_health()))
+    wait_for(lambda: [one["restarts"] for one in read_health()][busy] == 1)
+    wait_for(lambda: all(one["state"] != "starting" for one in read_health()))
     (new_name,) = engine_actors(busy)
     assert new_name != name
     log = "".join(path.read_text() for path in find_logs())

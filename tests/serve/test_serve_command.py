@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 
 from fulgurite.bench.serve.processes import list_descendants, read_resident_bytes
 from fulgurite.cli import main
+from tests.waiting import wait_for
 
 # The modules of the HTTP process; the engine's is the last one.
 SERVER_MODULES = (
@@ -91,21 +91,16 @@ def test_a_served_mock_engine_needs_no_torch_at_all():
     assert not Path(f"/proc/{engine}").exists()
 
 
-def wait_for_no_children(seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        children = list_descendants(os.getpid())
-        found = [Path(f"/proc/{pid}/cmdline") for pid, _ in children]
-        if not any(b"engine_main" in file.read_bytes() for file in found if file.exists()):
-            return
-        time.sleep(0.05)
-    raise AssertionError("an engine was left behind")
+def has_engines() -> bool:
+    """Whether an engine is a descendant of this process."""
+    found = [Path(f"/proc/{pid}/cmdline") for pid, _ in list_descendants(os.getpid())]
+    return any(b"engine_main" in file.read_bytes() for file in found if file.exists())
 
 
 def test_a_server_that_can_not_listen_ends_its_engines(capsys):
     assert main(["serve", "--mock", "--host", "203.0.113.1", "--port", "1"]) == 1
     assert "can't listen on 203.0.113.1:1" in capsys.readouterr().err
-    wait_for_no_children()
+    wait_for(lambda: not has_engines())
 
 
 def test_a_missing_package_is_named(monkeypatch, capsys):
@@ -118,4 +113,4 @@ def test_a_missing_package_is_named(monkeypatch, capsys):
 def test_a_model_that_does_not_exist_starts_nothing(capsys):
     assert main(["serve", "--model", "/no/such/model"]) == 1
     assert "not found" in capsys.readouterr().err
-    wait_for_no_children()
+    wait_for(lambda: not has_engines())

@@ -275,6 +275,8 @@ def read_config_file(folder: Path) -> ConfigFields:
 def _suggest_path(folder: Path) -> str:
     """Suggest a path to pass instead, from the contents of the folder."""
     ggufs = sorted(folder.glob("*.gguf"))
+    if ggufs:
+        return f"pass one of its files: {ggufs[0]}"
     if (folder / "adapter_config.json").is_file():
         merged = folder.parent / "export"
         if merged.is_dir():
@@ -283,8 +285,6 @@ def _suggest_path(folder: Path) -> str:
             "this folder has adapters only: load their base model, or merge them first "
             "(load_adapters and merge_adapters, or PEFT's merge_and_unload)"
         )
-    if ggufs:
-        return f"pass one of its files: {ggufs[0]}"
     if any(folder.glob("*.safetensors")):
         return "download config.json from the model repository into this folder"
     inside = sorted(file.parent for file in folder.glob("*/config.json"))

@@ -142,15 +142,11 @@ def shard_tensor_parallel(
 
     `keep_experts` leaves stacks of experts whole, for `distribute_experts`.
     """
-    sharder = _TensorSharder(model, mesh, axis, rules, sequence_parallel)
-    sharder.keep_experts = keep_experts
-    return sharder.run()
+    return _TensorSharder(model, mesh, axis, rules, sequence_parallel, keep_experts).run()
 
 
 class _TensorSharder:
     """One call of `shard_tensor_parallel`."""
-
-    keep_experts = False
 
     def __init__(
         self,
@@ -159,8 +155,10 @@ class _TensorSharder:
         axis: Axis,
         rules: Mapping[str, str],
         sequence_parallel: bool,
+        keep_experts: bool,
     ) -> None:
         self.model, self.mesh, self.axis = model, mesh, axis
+        self.keep_experts = keep_experts
         self.region = Region(axis, TokenSharding(axis) if sequence_parallel else None)
         self.styles = match_rules(model, rules)
         self.sharding = TensorSharding(axis, self.region)

@@ -331,7 +331,6 @@ def test_suggestions_without_config_json(tmp_path: Path) -> None:
     assert "download config.json from" in suggestion()
     (tmp_path / "adapter_config.json").touch()
     assert "adapters only: load their base model" in suggestion()
-    (tmp_path / "adapter_config.json").unlink()
     (tmp_path / "a.gguf").touch()
     assert f"one of its files: {tmp_path / 'a.gguf'}" in suggestion()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections import Counter
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from fulgurite.serve.http import admission as module
 from fulgurite.serve.http.admission import LOOKAHEAD, Admission, Ticket
 from fulgurite.serve.http.errors import ApiError
 from tests.serve.http.serving import MODEL, PLAIN, RunningServer, mock_config, serve
+from tests.waiting import wait_for
 
 NOTHING = {"tickets": 0, "slots": 0, "queued": 0, "bytes": 0}
 
@@ -404,10 +404,3 @@ def test_a_client_that_leaves_the_queue_is_forgotten(path, stream):
 def hold(server: RunningServer, count: int) -> None:
     """Take places, so that the next request waits for its turn."""
     server.app.server.admission.running += count
-
-
-def wait_for(condition: Any) -> None:
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end, "it did not come true within 10 s"
-        time.sleep(0.005)

@@ -60,6 +60,10 @@ BAD: list[dict[str, Any]] = [
     {"engine_in": "cloud"},
     {"api_keys": ("",)},
     {"engine": {"no_such_field": 1}},
+    {"stall_seconds": 0.9},  # below two heartbeats
+    {"stall_seconds": float("nan")},
+    {"stall_timeout": 0.9},
+    {"stall_timeout": -1.0},
 ]
 
 
