@@ -78,6 +78,7 @@ class GraphedFunction:
         self.replays = self.plain_calls = 0
         self.notes: list[str] = []
         self._states: dict[Any, ShapeState] = {}
+        self._plain_devices: list[str] = []  # of the results of a plain call
         self._device: torch.device | None = None
         # with static sizes: what followed the last capture before (layers are called in turn)
         self._expected_call: weakref.ref[ReplayableCall] | None = None
@@ -113,10 +114,9 @@ class GraphedFunction:
             if self._has_dropped_captures:
                 self._has_dropped_captures = False
                 self.memory.free_unused_pools()
-            self.plain_calls += 1
             if state is not None:
                 state.count_plain_call()
-            return self.plain(inputs)
+            return self._call_plain(inputs)
         if not self.memory.lock.acquire(blocking=False):
             return self._run_plain(inputs, "called while another call of the program replays")
         try:
@@ -162,10 +162,16 @@ class GraphedFunction:
             self.notes.append(reason)
 
     def _run_plain(self, inputs: list[Any], reason: str = "") -> Sequence[Any]:
-        self.plain_calls += 1
         if reason:
             self._note(reason)
-        return self.plain(inputs)
+        return self._call_plain(inputs)
+
+    def _call_plain(self, inputs: list[Any]) -> Sequence[Any]:
+        self.plain_calls += 1
+        results = self.plain(inputs)
+        if not self._plain_devices:
+            self._plain_devices = _device_types(results)
+        return results
 
     # ---- replay, or capture first --------------------------------------------------------------------
 
@@ -216,10 +222,9 @@ class GraphedFunction:
         self._last_call, self._expected_call = reference, call.successor
 
     def _measure_plain(self, state: ShapeState, inputs: list[Any]) -> Sequence[Any]:
-        self.plain_calls += 1
         if not state.is_warm:
-            return self.plain(inputs)
-        results = state.decision.plain.run(lambda: self.plain(inputs), self.backend.stopwatch)
+            return self._call_plain(inputs)
+        results = state.decision.plain.run(lambda: self._call_plain(inputs), self.backend.stopwatch)
         if state.decision.should_capture is False:
             self._disable(state)
         return results  # type: ignore[no-any-return]
@@ -302,6 +307,8 @@ class GraphedFunction:
         self, inputs: list[Any], tensors: list[int], copied: list[int], pool: CapturePool
     ) -> ReplayableCall:
         interface = self.interface
+        if any(inputs[k].device.type != self.backend.device_type for k in tensors):
+            raise RuntimeError("an input is on the host")
         if any(torch._debug_has_internal_overlap(inputs[k]) == 1 for k in copied):
             raise RuntimeError("an input overlaps itself and can't be copied into a buffer")
         with torch.inference_mode(False), torch.no_grad():
@@ -313,6 +320,10 @@ class GraphedFunction:
             seeds = CapturedSeeds(device)
             with capture_seeds(seeds):
                 call = self.backend.capture(self.captured, own, pool.on(device))
+        if self._plain_devices and _device_types(call.outputs) != self._plain_devices:
+            # attention with dropout: its seed is on the host, in a capture on the device, and backward
+            # reads it where its own mode expects it
+            raise RuntimeError("results that are on the host would be on the device")
         static = [k for k in tensors if k not in buffers]
         replayable = ReplayableCall(
             call, own, static, buffers, interface.mutated_inputs, interface.output_modes, pool
@@ -352,3 +363,7 @@ class GraphedFunction:
 
     def __repr__(self) -> str:
         return f"<{self.name}: {self}>"
+
+
+def _device_types(results: Sequence[Any]) -> list[str]:
+    return [value.device.type if isinstance(value, Tensor) else "" for value in results]

@@ -87,9 +87,10 @@ class CausalLM(nn.Module):
 
     @property
     def no_capture_reason(self) -> str | None:
-        """Why an engine can't capture decode steps of this model; None: it may try."""
-        if self.stage is not None or self.context is not None:
-            return "a step communicates with other ranks through the host"
+        """Why an engine can't capture decode steps of this model; None: it may try.
+
+        What ranks allow is `serve.engine.communication`'s.
+        """
         return None
 
     @property

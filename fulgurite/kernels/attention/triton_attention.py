@@ -73,6 +73,7 @@ class AttentionLaunch(NamedTuple):
     grid: tuple[int, int, int]
     tiles: int
     splits: int
+    parts: int  # partial results of a row, at most
     cache_max: float  # a float8 cache saturates here
     constants: dict[str, Any]
 
@@ -89,6 +90,8 @@ def build_launch(key: LaunchKey) -> AttentionLaunch:
         rows, key.key_dim, is_float32, key.sequences * key.key_heads, max(max_keys, 1)
     )
     splits = config.split_k
+    parts = count_parts(key.max_seq_len, config.part_k) if config.part_k else splits
+    splits = min(splits, parts)
     first_width = max(1 << (key.key_dim.bit_length() - 1), 16)
     rest_width = max(16, next_power_of_2(max(key.key_dim - first_width, 1)))
     value_width = max(16, next_power_of_2(key.value_dim))
@@ -101,11 +104,10 @@ def build_launch(key: LaunchKey) -> AttentionLaunch:
         VALUES_IN_KEYS=key.values_in_keys, HAS_SINKS=key.has_sinks, SOFTCAP=key.has_softcap,
         SPLIT=splits > 1,
         # one masked loop: a window or chunk masks most blocks; a decode step waits for memory once
-        ONE_LOOP=bool(key.window or key.chunk)
-        or key.max_query_len == 1
-        or key.is_deterministic,
+        ONE_LOOP=bool(key.window or key.chunk) or key.max_query_len == 1,
         PRECISION="ieee" if is_float32 else "tf32", COMPUTE=compute, BM=config.block_m,
         BN=config.block_n, MIN_SPLIT_KEYS=heuristics.attention_min_split_keys,
+        PART_KEYS=config.part_k,
         MERGE_SPLITS=merge_splits,
         MERGE_ROWS=min(config.block_m, next_power_of_2(rows), merge_rows),
         FUSED=key.is_fused, NORM=key.has_norm, ROPE=key.has_rope, INTERLEAVED=key.interleaved,
@@ -116,7 +118,14 @@ def build_launch(key: LaunchKey) -> AttentionLaunch:
     is_float8 = key.cache_dtype.itemsize == 1
     cache_max = torch.finfo(key.cache_dtype).max if is_float8 else float("inf")
     grid = (key.sequences * tiles + 1, key.key_heads, splits)
-    return AttentionLaunch(grid, tiles, splits, cache_max, constants)
+    return AttentionLaunch(grid, tiles, splits, parts, cache_max, constants)
+
+
+def count_parts(keys: int, part_keys: int) -> int:
+    """Parts of a context of so many keys (`triton_kernel.find_part`)."""
+    level = (max(keys - 1, 0) // (8 * part_keys) + 1).bit_length() - 1
+    first = 8 * part_keys * ((1 << level) - 1)
+    return level * 8 + max(cdiv(keys - first, part_keys << level), 1)
 
 
 def paged_attention(
@@ -161,7 +170,7 @@ def paged_attention(
     out = torch.empty((tokens, heads, value_dim), dtype=q.dtype, device=q.device)
     partial_acc = partial_max = partial_sum = counters = out
     if splits > 1:
-        count = tokens * heads * splits
+        count = tokens * heads * launch.parts
         partial_acc = torch.empty(count * launch.constants["BV"], device=q.device)
         partial_max, partial_sum = torch.empty(2, count, device=q.device).unbind(0)
         counters = acquire_counters(q.device, sequences * launch.tiles * key_heads)
@@ -175,7 +184,7 @@ def paged_attention(
         partial_acc, partial_max, partial_sum, counters,
         scale, options.softcap or 1.0,
         options.key_scale if value_cache is None else options.value_scale,
-        options.window or 0, options.chunk or 0, launch.tiles, splits, tokens, sequences,
+        options.window or 0, options.chunk or 0, launch.tiles, splits, launch.parts, tokens, sequences,
         *q.stride()[:2], block_table.stride(0), *key_cache.stride()[:3],
         *value_source.stride()[:3],
         new_k, new_v, slot_mapping, norms.query, norms.key, cos, sin, *new_k.stride()[:2],

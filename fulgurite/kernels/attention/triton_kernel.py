@@ -6,6 +6,10 @@
 A program takes a tile of rows and a range of keys. Rows are the (token, head) pairs of one sequence
 that share a key head. With few programs (decode of a small batch) contexts are split (split-KV):
 each program stores its maximum, sum and accumulator, and the last program of a tile merges them.
+In deterministic mode (PART_KEYS) a context has parts at fixed positions. Each is attended to by itself,
+and the parts are merged in order, in registers if one program has them all. So the bits of a row
+don't depend on the number of programs.
+
 Causal, window and chunk masks all make the visible keys of a row an interval, so a mask is two
 numbers. Blocks of keys that every row sees completely are not masked.
 
@@ -96,11 +100,36 @@ def _attend_blocks(
     return m_i, l_i, acc
 
 
+@triton.jit
+def find_part_start(part, PART_KEYS: tl.constexpr):
+    """The first key of a part: eight parts of PART_KEYS keys, eight of twice as many, and so on."""
+    level = part // 8
+    return PART_KEYS * ((8 << level) - 8 + ((part % 8) << level))
+
+
+@triton.jit
+def find_part(key, PART_KEYS: tl.constexpr):
+    """The part that a key is in."""
+    level = tl.log2((key // (8 * PART_KEYS) + 1).to(tl.float32) + 0.5).to(tl.int32)
+    return level * 8 + (key - find_part_start(level * 8, PART_KEYS)) // (PART_KEYS << level)
+
+
+@triton.jit
+def merge_part(m_i, l_i, acc, part_max, part_sum, part_acc):
+    """Maximum, sum and accumulator over two sets of keys. FMAs are explicit: all callers round alike."""
+    m_new = tl.maximum(m_i, part_max)
+    m_base = tl.where(m_new == NEG_INF, 0.0, m_new)
+    alpha, beta = tl.exp2(m_i - m_base), tl.exp2(part_max - m_base)
+    l_i = tl.fma(l_i, alpha, part_sum * beta)
+    acc = tl.fma(acc, tl.broadcast_to(alpha[:, None], acc.shape), part_acc * beta[:, None])
+    return m_new, l_i, acc
+
+
 @cached_launch
 def attention_kernel(
     q_ptr, key_cache_ptr, value_cache_ptr, block_table_ptr, query_start_loc_ptr, seq_lens_ptr,
     sinks_ptr, out_ptr, partial_acc_ptr, partial_max_ptr, partial_sum_ptr, counter_ptr,
-    scale, softcap, value_scale, window, chunk, tiles, splits, tokens, sequences,
+    scale, softcap, value_scale, window, chunk, tiles, splits, max_parts, tokens, sequences,
     q_token_stride, q_head_stride, table_row_stride, key_block_stride, key_slot_stride,
     key_head_stride, value_block_stride, value_slot_stride, value_head_stride,
     k_ptr, v_ptr, slot_mapping_ptr, query_norm_ptr, key_norm_ptr, cos_ptr, sin_ptr,
@@ -110,9 +139,9 @@ def attention_kernel(
     V: tl.constexpr, BV: tl.constexpr, BLOCK_SIZE: tl.constexpr, VALUES_IN_KEYS: tl.constexpr,
     HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, ONE_LOOP: tl.constexpr,
     PRECISION: tl.constexpr, COMPUTE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    MIN_SPLIT_KEYS: tl.constexpr, MERGE_SPLITS: tl.constexpr, MERGE_ROWS: tl.constexpr,
-    FUSED: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr,
-    SHARDED: tl.constexpr, PDL: tl.constexpr,
+    MIN_SPLIT_KEYS: tl.constexpr, PART_KEYS: tl.constexpr, MERGE_SPLITS: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
+    INTERLEAVED: tl.constexpr, SHARDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows tile * BM .. of one sequence and key head, over one split of its keys.
 
@@ -158,7 +187,18 @@ def attention_kernel(
     last = tl.max(tl.where(is_row, position, -1), 0) + 1
     first = first // BN * BN
     num_splits = splits
-    if SPLIT:  # a short context uses fewer splits than were launched
+    num_parts = splits  # partial results; without PART_KEYS a program has one
+    stores_new = (first < last) & (last == length)  # with FUSED
+    if PART_KEYS > 0:
+        first_part = find_part(first, PART_KEYS)
+        num_parts = tl.where(first < last, find_part(last - 1, PART_KEYS) + 1 - first_part, 0)
+        num_splits = tl.maximum(tl.minimum(splits, num_parts), 1)
+        if split >= num_splits:
+            if PDL:
+                wait_for_dependencies()
+            return
+        stores_new &= (num_parts - 1) % num_splits == split
+    elif SPLIT:  # a short context uses fewer splits than were launched
         num_splits = tl.minimum(splits, tl.cdiv(last - first, MIN_SPLIT_KEYS))
         if SHARDED:  # a rank may have no key that these rows see
             num_splits = tl.maximum(num_splits, 1)
@@ -167,8 +207,10 @@ def attention_kernel(
                 wait_for_dependencies()
             return
         split_keys = tl.cdiv(tl.cdiv(last - first, num_splits), BN) * BN
+        num_parts = num_splits
         first = first + split * split_keys
         last = tl.minimum(last, first + split_keys)
+        stores_new = (first < last) & (last == length)
 
     c1, c2, cv = tl.arange(0, H1), H1 + tl.arange(0, H2), tl.arange(0, BV)
     block_row = block_table_ptr + sequence.to(tl.int64) * table_row_stride
@@ -197,7 +239,7 @@ def attention_kernel(
         )  # fmt: skip
         q1 = q1.to(q_ptr.dtype.element_ty).to(COMPUTE)
         q2 = tl.zeros([BM, H2], COMPUTE)
-        if (first < last) & (last == length):
+        if stores_new:
             slot = tl.load(slot_mapping_ptr + start)
             new_key = load_norm_rope(
                 k_ptr + new_token * k_token_stride + key_head * k_head_stride + one_row,
@@ -226,30 +268,58 @@ def attention_kernel(
     key_cache_ptr += key_head * key_head_stride
     value_cache_ptr += key_head * value_head_stride
 
-    # blocks of keys that every row sees completely need no mask
-    unmasked_end = first
-    if not ONE_LOOP:
-        all_visible_end = tl.min(tl.where(is_row, position, last), 0) + 1
-        unmasked_end = first + tl.maximum(tl.minimum(all_visible_end, last) - first, 0) // BN * BN
+    out_row = (start + token).to(tl.int64) * HEADS + head
+    partial_row = out_row * max_parts
+    if PART_KEYS > 0:
+        if HAS_SINKS and not SPLIT:
+            m_i = tl.load(sinks_ptr + head, is_row, 0.0).to(tl.float32) * LOG2E
+            l_i += 1.0
+        for part in range(split, num_parts, num_splits):
+            part_first = find_part_start(first_part + part, PART_KEYS)
+            part_last = find_part_start(first_part + part + 1, PART_KEYS)
+            part_max, part_sum, part_acc = _attend_blocks(
+                tl.maximum(part_first, first), tl.minimum(part_last, last), last, q1, q2,
+                tl.full([BM], NEG_INF, tl.float32), tl.zeros([BM], tl.float32),
+                tl.zeros([BM, BV], tl.float32), first_visible, position, key_cache_ptr,
+                value_cache_ptr, block_row, scale, softcap, key_block_stride, key_slot_stride,
+                value_block_stride, value_slot_stride, H, H1, H2, V, BV, BLOCK_SIZE,
+                VALUES_IN_KEYS, SOFTCAP, PRECISION, COMPUTE, BN, True,
+            )  # fmt: skip
+            if SPLIT:
+                at = partial_row + part
+                tl.store(partial_max_ptr + at, part_max, is_row)
+                tl.store(partial_sum_ptr + at, part_sum, is_row)
+                tl.store(
+                    partial_acc_ptr + at[:, None] * BV + cv[None, :], part_acc, is_row[:, None]
+                )
+            else:
+                m_i, l_i, acc = merge_part(m_i, l_i, acc, part_max, part_sum, part_acc)
+    else:
+        # blocks of keys that every row sees completely need no mask
+        unmasked_end = first
+        if not ONE_LOOP:
+            all_visible_end = tl.min(tl.where(is_row, position, last), 0) + 1
+            visible_keys = tl.maximum(tl.minimum(all_visible_end, last) - first, 0)
+            unmasked_end = first + visible_keys // BN * BN
+            m_i, l_i, acc = _attend_blocks(
+                first, unmasked_end, last, q1, q2, m_i, l_i, acc, first_visible, position,
+                key_cache_ptr, value_cache_ptr, block_row, scale, softcap, key_block_stride,
+                key_slot_stride, value_block_stride, value_slot_stride, H, H1, H2, V, BV,
+                BLOCK_SIZE, VALUES_IN_KEYS, SOFTCAP, PRECISION, COMPUTE, BN, False,
+            )  # fmt: skip
         m_i, l_i, acc = _attend_blocks(
-            first, unmasked_end, last, q1, q2, m_i, l_i, acc, first_visible, position,
+            unmasked_end, last, last, q1, q2, m_i, l_i, acc, first_visible, position,
             key_cache_ptr, value_cache_ptr, block_row, scale, softcap, key_block_stride,
             key_slot_stride, value_block_stride, value_slot_stride, H, H1, H2, V, BV, BLOCK_SIZE,
-            VALUES_IN_KEYS, SOFTCAP, PRECISION, COMPUTE, BN, False,
+            VALUES_IN_KEYS, SOFTCAP, PRECISION, COMPUTE, BN, True,
         )  # fmt: skip
-    m_i, l_i, acc = _attend_blocks(
-        unmasked_end, last, last, q1, q2, m_i, l_i, acc, first_visible, position, key_cache_ptr,
-        value_cache_ptr, block_row, scale, softcap, key_block_stride, key_slot_stride,
-        value_block_stride, value_slot_stride, H, H1, H2, V, BV, BLOCK_SIZE, VALUES_IN_KEYS,
-        SOFTCAP, PRECISION, COMPUTE, BN, True,
-    )  # fmt: skip
+        if SPLIT:
+            at = partial_row + split
+            tl.store(partial_max_ptr + at, m_i, is_row)
+            tl.store(partial_sum_ptr + at, l_i, is_row)
+            tl.store(partial_acc_ptr + at[:, None] * BV + cv[None, :], acc, is_row[:, None])
 
-    out_row = (start + token).to(tl.int64) * HEADS + head
     if SPLIT:
-        partial_row = out_row * splits + split
-        tl.store(partial_max_ptr + partial_row, m_i, is_row)
-        tl.store(partial_sum_ptr + partial_row, l_i, is_row)
-        tl.store(partial_acc_ptr + partial_row[:, None] * BV + cv[None, :], acc, is_row[:, None])
         tl.debug_barrier()
         counter = counter_ptr + tl.program_id(0) * tl.num_programs(1) + key_head
         if tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1:
@@ -261,56 +331,30 @@ def attention_kernel(
                 merged_out_row = (start + merged_row // GROUP).to(tl.int64) * HEADS + merged_head
                 _merge_splits(
                     partial_acc_ptr, partial_max_ptr, partial_sum_ptr, sinks_ptr, out_ptr,
-                    merged_out_row, merged_head, merged_row < count * GROUP, splits, num_splits,
+                    merged_out_row, merged_head, merged_row < count * GROUP, max_parts, num_parts,
                     value_scale, lse_ptr, V, BV, HAS_SINKS, SHARDED, MERGE_ROWS, MERGE_SPLITS,
+                    PART_KEYS > 0,
                 )  # fmt: skip
     else:
-        if HAS_SINKS:
+        if HAS_SINKS and PART_KEYS == 0:
             sink = tl.load(sinks_ptr + head, is_row, 0.0).to(tl.float32) * LOG2E
             m_new = tl.maximum(m_i, sink)
             alpha = tl.exp2(m_i - m_new)
             l_i = l_i * alpha + tl.exp2(sink - m_new)
             acc *= alpha[:, None]
             m_i = m_new
-        if SHARDED:
-            tl.store(lse_ptr + out_row, (m_i + tl.log2(l_i)) / LOG2E, is_row)
-            l_i = tl.where(m_i == NEG_INF, 1.0, l_i)
-        out = acc * value_scale / tl.where(is_row, l_i, 1.0)[:, None]
-        out_ptrs = out_ptr + out_row[:, None] * V + cv[None, :]
-        mask = is_row[:, None] & (cv < V)[None, :]
-        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask)
+        _store_rows(
+            m_i, l_i, acc, out_ptr, lse_ptr, out_row, is_row, value_scale, V, BV, SHARDED,
+        )  # fmt: skip
 
 
 @triton.jit
-def _merge_splits(
-    partial_acc_ptr, partial_max_ptr, partial_sum_ptr, sinks_ptr, out_ptr, out_row, head, is_row,
-    splits, num_splits, value_scale, lse_ptr,
-    V: tl.constexpr, BV: tl.constexpr, HAS_SINKS: tl.constexpr, SHARDED: tl.constexpr,
-    ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr,
+def _store_rows(
+    m_i, l_i, acc, out_ptr, lse_ptr, out_row, is_row, value_scale,
+    V: tl.constexpr, BV: tl.constexpr, SHARDED: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of ROWS rows, MERGE_SPLITS at a time, rescaled to the running maximum."""
+    """Divide by the sums, and store the rows."""
     column = tl.arange(0, BV)
-    m_i = tl.full([ROWS], NEG_INF, tl.float32)
-    l_i = tl.zeros([ROWS], tl.float32)
-    if HAS_SINKS:
-        m_i = tl.load(sinks_ptr + head, is_row, 0.0).to(tl.float32) * LOG2E
-        l_i += 1.0
-    acc = tl.zeros([ROWS, BV], tl.float32)
-    for start in range(0, num_splits, MERGE_SPLITS):
-        split = start + tl.arange(0, MERGE_SPLITS)
-        at = out_row[:, None] * splits + split[None, :]
-        is_partial = is_row[:, None] & (split < num_splits)[None, :]
-        partial_max = tl.load(partial_max_ptr + at, is_partial, NEG_INF, cache_modifier=".cg")
-        partial_sum = tl.load(partial_sum_ptr + at, is_partial, 0.0, cache_modifier=".cg")
-        partial_ptrs = partial_acc_ptr + at[:, :, None] * BV + column[None, None, :]
-        partial_acc = tl.load(partial_ptrs, is_partial[:, :, None], 0.0, cache_modifier=".cg")
-        m_new = tl.maximum(m_i, tl.max(partial_max, 1))
-        m_base = tl.where(m_new == NEG_INF, 0.0, m_new)
-        alpha = tl.exp2(m_i - m_base)
-        rescale = tl.exp2(partial_max - m_base[:, None])
-        l_i = l_i * alpha + tl.sum(partial_sum * rescale, 1)
-        acc = acc * alpha[:, None] + tl.sum(partial_acc * rescale[:, :, None], 1)
-        m_i = m_new
     if SHARDED:
         tl.store(lse_ptr + out_row, (m_i + tl.log2(l_i)) / LOG2E, is_row)
         l_i = tl.where(m_i == NEG_INF, 1.0, l_i)
@@ -318,6 +362,73 @@ def _merge_splits(
     out_ptrs = out_ptr + out_row[:, None] * V + column[None, :]
     mask = is_row[:, None] & (column < V)[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _merge_splits(
+    partial_acc_ptr, partial_max_ptr, partial_sum_ptr, sinks_ptr, out_ptr, out_row, head, is_row,
+    max_parts, num_parts, value_scale, lse_ptr,
+    V: tl.constexpr, BV: tl.constexpr, HAS_SINKS: tl.constexpr, SHARDED: tl.constexpr,
+    ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr, ORDERED: tl.constexpr,
+):  # fmt: skip
+    """Merge the partial results of ROWS rows, rescaled to the running maximum.
+
+    MERGE_SPLITS at a time; with ORDERED one after the other, four of them in flight.
+    """
+    column = tl.arange(0, BV)
+    m_i = tl.full([ROWS], NEG_INF, tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    if HAS_SINKS:
+        m_i = tl.load(sinks_ptr + head, is_row, 0.0).to(tl.float32) * LOG2E
+        l_i += 1.0
+    acc = tl.zeros([ROWS, BV], tl.float32)
+    from_row = out_row * max_parts
+    if ORDERED:
+        for part in range(0, num_parts, 4):
+            m_0, l_0, acc_0 = _load_part(
+                partial_acc_ptr, partial_max_ptr, partial_sum_ptr, from_row, is_row, part, num_parts, BV
+            )  # fmt: skip
+            m_1, l_1, acc_1 = _load_part(
+                partial_acc_ptr, partial_max_ptr, partial_sum_ptr, from_row, is_row, part + 1, num_parts, BV
+            )  # fmt: skip
+            m_2, l_2, acc_2 = _load_part(
+                partial_acc_ptr, partial_max_ptr, partial_sum_ptr, from_row, is_row, part + 2, num_parts, BV
+            )  # fmt: skip
+            m_3, l_3, acc_3 = _load_part(
+                partial_acc_ptr, partial_max_ptr, partial_sum_ptr, from_row, is_row, part + 3, num_parts, BV
+            )  # fmt: skip
+            m_i, l_i, acc = merge_part(m_i, l_i, acc, m_0, l_0, acc_0)
+            m_i, l_i, acc = merge_part(m_i, l_i, acc, m_1, l_1, acc_1)
+            m_i, l_i, acc = merge_part(m_i, l_i, acc, m_2, l_2, acc_2)
+            m_i, l_i, acc = merge_part(m_i, l_i, acc, m_3, l_3, acc_3)
+    else:
+        for start in range(0, num_parts, MERGE_SPLITS):
+            split = start + tl.arange(0, MERGE_SPLITS)
+            at = from_row[:, None] + split[None, :]
+            is_partial = is_row[:, None] & (split < num_parts)[None, :]
+            partial_max = tl.load(partial_max_ptr + at, is_partial, NEG_INF, cache_modifier=".cg")
+            partial_sum = tl.load(partial_sum_ptr + at, is_partial, 0.0, cache_modifier=".cg")
+            partial_ptrs = partial_acc_ptr + at[:, :, None] * BV + column[None, None, :]
+            partial_acc = tl.load(partial_ptrs, is_partial[:, :, None], 0.0, cache_modifier=".cg")
+            m_new = tl.maximum(m_i, tl.max(partial_max, 1))
+            m_base = tl.where(m_new == NEG_INF, 0.0, m_new)
+            alpha = tl.exp2(m_i - m_base)
+            rescale = tl.exp2(partial_max - m_base[:, None])
+            l_i = l_i * alpha + tl.sum(partial_sum * rescale, 1)
+            acc = acc * alpha[:, None] + tl.sum(partial_acc * rescale[:, :, None], 1)
+            m_i = m_new
+    _store_rows(m_i, l_i, acc, out_ptr, lse_ptr, out_row, is_row, value_scale, V, BV, SHARDED)
+
+
+@triton.jit
+def _load_part(acc_ptr, max_ptr, sum_ptr, from_row, is_row, part, num_parts, BV: tl.constexpr):
+    """One partial result of some rows; that of no keys from `num_parts` on."""
+    at = from_row + part
+    is_part = is_row & (at < from_row + num_parts)
+    part_max = tl.load(max_ptr + at, is_part, NEG_INF, cache_modifier=".cg")
+    part_sum = tl.load(sum_ptr + at, is_part, 0.0, cache_modifier=".cg")
+    acc_ptrs = acc_ptr + at[:, None] * BV + tl.arange(0, BV)[None, :]
+    return part_max, part_sum, tl.load(acc_ptrs, is_part[:, None], 0.0, cache_modifier=".cg")
 
 
 @triton.jit

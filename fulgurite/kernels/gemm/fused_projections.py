@@ -87,7 +87,7 @@ def fused_linears(
             if packed.weight is not None:
                 out = linear(x, packed.weight, packed.bias, integer=True)
         elif dense is not None and len(modules) > 1:
-            out = F.linear(x, dense.weight, dense.bias)
+            out = dense.multiply(x)
     if out is None:
         return [module(x) for module in modules]
     sizes = [int(module.out_features) for module in modules]  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ def fused_gate_up(
     x = x if norm is None else norm(x)
     merged = find_merged_linear(x, (gate, up)) if both is None else None
     if both is not None or merged is not None:
-        y = F.linear(x, both.weight, both.bias) if both is not None else merged(x)  # type: ignore[misc]
+        y = both.multiply(x) if both is not None else merged(x)  # type: ignore[misc]
         y_gate, y_up = y.split_with_sizes([gate.out_features, up.out_features], dim=-1)  # type: ignore[list-item]
         return activation_and_mul(y_gate, y_up, activation)
     has_bias = gate.bias is not None or up.bias is not None
@@ -133,8 +133,9 @@ def fused_linear_add(residual: Tensor, x: Tensor, module: nn.Module) -> Tensor:
         if x.dim() == 2:
             return torch.addmm(residual, x, dense.transposed)
         rows = x.reshape(-1, x.shape[-1])
-        out = torch.addmm(residual.reshape(len(rows), -1), rows, dense.transposed)
-        out = out.view(residual.shape)
+        out = torch.addmm(residual.reshape(-1, residual.shape[-1]), rows, dense.transposed).view(
+            residual.shape
+        )
     return add(residual, module(x)) if out is None else out
 
 
@@ -149,6 +150,12 @@ class DenseWeight:
     bias: Tensor | None
     transposed: Tensor  # [K, N], a view
     parts: tuple[DenseWeight, ...] = ()
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """x @ weight.T + bias."""
+        if is_deterministic():
+            return dense_linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias)
 
 
 class ParameterLocation(NamedTuple):
@@ -212,7 +219,7 @@ def merge_weight_storage(modules: Sequence[nn.Module]) -> None:
 
 def _find_dense_weight(x: Tensor, modules: Sequence[nn.Module]) -> DenseWeight | None:
     """The modules as one dense linear; None where they must be called as modules."""
-    if x.device.type not in FUSED_LINEAR_KERNELS or is_deterministic():
+    if x.device.type not in FUSED_LINEAR_KERNELS:
         return None
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
@@ -287,7 +294,8 @@ def _run_fused_kernel(
     residual: Tensor | None = None,
 ) -> Tensor | None:
     """Run the fused kernel; None where it does not support the call."""
-    if x.numel() > heuristics_for(x.device).fused_linear_max_rows * x.shape[-1]:
+    max_rows = heuristics_for(x.device).fused_linear_max_rows
+    if x.numel() == 0 or x.numel() > max_rows * x.shape[-1]:
         return None
     kernel = registry.find_kernel(FUSED_LINEAR_KERNELS, x.device)
     if kernel is None or (up is not None and (dense.bias is None) != (up.bias is None)):
@@ -299,9 +307,9 @@ def _run_fused_kernel(
     if up is not None:
         options |= {"up": up.weight, "up_bias": up.bias, "activation": activation}
     if residual is not None:
-        options["residual"] = residual.reshape(len(rows), -1)
+        options["residual"] = residual.reshape(-1, residual.shape[-1])
     out = kernel(rows, dense.weight, **options)
-    return None if out is NotImplemented else out.view(*x.shape[:-1], -1)
+    return None if out is NotImplemented else out.view(*x.shape[:-1], out.shape[-1])
 
 
 # ---- quantized weights ---------------------------------------------------------------------------

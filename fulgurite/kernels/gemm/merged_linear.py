@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fulgurite.determinism import is_deterministic
 from fulgurite.kernels.gemm.modules import QuantLinear
 from fulgurite.kernels.integer_math import cdiv
 from fulgurite.quant import QuantTensor
@@ -68,7 +67,7 @@ def merge_quant_storage(modules: Sequence[nn.Module]) -> None:
 
 def find_merged_linear(x: Tensor, modules: Sequence[nn.Module]) -> QuantLinear | None:
     """The linear that `merge_quant_storage` made of these modules; None: call the modules."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_deterministic():
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
     merged = _merged.get(modules[0])
     if merged is None or len(merged.weights) != len(modules) or not merged.is_valid(modules):

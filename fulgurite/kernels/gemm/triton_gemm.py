@@ -19,6 +19,10 @@ compile-time options say how the weight is dequantized and where its scales are 
 
 Few rows leave too few tiles for all multiprocessors. Then K is split among `split_k` programs. The
 last program to finish a tile adds the partial sums in order: one launch, and deterministic.
+
+In deterministic mode partial sums have a fixed number of columns (PART_STEPS), whatever the rows are.
+One program that has all of K adds the same partial sums in the same order in its registers, so
+the number of programs does not change a bit of the result.
 """
 
 from __future__ import annotations
@@ -79,60 +83,18 @@ def find_expert_tile(
     return tl.where(found, expert, experts), tl.where(found, start, rows), tl.where(found, stop, 0)
 
 
-@cached_launch(do_not_specialize=["M", "split_k", "x_scale_k", "w_scale_k", "experts", "tiles_m"])
-def gemm_kernel(
-    x_ptr, w_ptr, out_ptr, x_scale_ptr, w_scale_ptr, tensor_scale_ptr, bias_ptr,
-    partial_ptr, counter_ptr, offsets_ptr,
-    M, N, K, split_k, x_stride, w_stride, out_stride, x_scale_m, x_scale_k, w_scale_n, w_scale_k,
-    experts, w_expert, w_scale_expert, tiles_m,
+@triton.jit
+def sum_products(
+    first, last, steps, x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, tensor_scale_ptr,
+    tile_n, n_in, m, m_in, M, K, x_stride, w_stride, x_scale_m, x_scale_k, w_scale_n, w_scale_k,
     DEQUANT: tl.constexpr, SCALING: tl.constexpr, GROUP_SIZE: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, X_SCALED: tl.constexpr, X_FACTOR: tl.constexpr,
-    TENSOR_SCALE: tl.constexpr, ZERO_POINTS: tl.constexpr, BIAS: tl.constexpr,
-    EVEN_K: tl.constexpr, EVEN_M: tl.constexpr, EXPERTS_POW2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    GROUP_N: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, X_SCALED: tl.constexpr, ZERO_POINTS: tl.constexpr,
+    EVEN_K: tl.constexpr, EVEN_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the output, or one of `split_k` partial sums of it.
-
-    tensor_scale_ptr   the tensor scale of NVFP4, or zero points or minima of integers
-    EXPERTS_POW2       0: one weight; otherwise a stack, and a power of two above the experts
-    EVEN_K, EVEN_M     blocks divide K, M
-    """
-    if PDL:
-        launch_dependents()
-        wait_for_dependencies()
-    tile = tl.program_id(0)
-    split = tl.program_id(1)
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    # L2 swizzle: GROUP_N tiles of N share rows of x before the next rows
-    band = tile // (GROUP_N * tiles_m)
-    width = tl.minimum(tiles_n - band * GROUP_N, GROUP_N)
-    within = tile - band * GROUP_N * tiles_m
-    tile_n = band * GROUP_N + within % width
-    tile_m = within // width
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    if EXPERTS_POW2 > 0:
-        expert, start, M = find_expert_tile(offsets_ptr, experts, tile_m, M, BLOCK_M, EXPERTS_POW2)
-        m = start + tl.arange(0, BLOCK_M)
-        live = expert < experts
-        expert = tl.minimum(expert, experts - 1).to(tl.int64)
-        w_ptr += expert * w_expert
-        w_scale_ptr += expert * w_scale_expert
-        tensor_scale_ptr += expert * (w_scale_expert if ZERO_POINTS else 1)
-        bias_ptr += expert * N
-    else:
-        m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        live = True
-    n_in = tl.where(n < N, n, 0).to(tl.int64)
-    m_in = tl.where(m < M, m, 0).to(tl.int64)
+    """The sum over steps first .. last of K: [BLOCK_N, BLOCK_M]."""
     is_4bit: tl.constexpr = DEQUANT == "e2m1" or DEQUANT == "int4" or DEQUANT == "uint4"
     WK: tl.constexpr = BLOCK_K // 4 if is_4bit else BLOCK_K  # words of four codes, or codes
-    steps = tl.cdiv(K, BLOCK_K)
-    steps_per_split = tl.cdiv(steps, split_k)
-    first = split * steps_per_split
-    last = tl.minimum(first + steps_per_split, steps)
-    if EXPERTS_POW2 > 0:
-        last = tl.where(live & (start < M), last, first)  # rows without an expert are zero
     is_int8: tl.constexpr = w_ptr.dtype.element_ty == tl.int8 and DEQUANT == "none"
     acc_dtype: tl.constexpr = tl.int32 if is_int8 else tl.float32
     acc = tl.zeros([BLOCK_N, BLOCK_M], acc_dtype)
@@ -238,18 +200,108 @@ def gemm_kernel(
                 ws, xs = next_ws, next_xs
         else:
             acc = sums
+    return acc
+
+
+@cached_launch(do_not_specialize=["M", "split_k", "x_scale_k", "w_scale_k", "experts", "tiles_m"])
+def gemm_kernel(
+    x_ptr, w_ptr, out_ptr, x_scale_ptr, w_scale_ptr, tensor_scale_ptr, bias_ptr,
+    partial_ptr, counter_ptr, offsets_ptr,
+    M, N, K, split_k, x_stride, w_stride, out_stride, x_scale_m, x_scale_k, w_scale_n, w_scale_k,
+    experts, w_expert, w_scale_expert, tiles_m,
+    DEQUANT: tl.constexpr, SCALING: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, X_SCALED: tl.constexpr, X_FACTOR: tl.constexpr,
+    TENSOR_SCALE: tl.constexpr, ZERO_POINTS: tl.constexpr, BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr, EVEN_M: tl.constexpr, EXPERTS_POW2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
+    PART_STEPS: tl.constexpr, GROUP_N: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One tile of the output, or one of `split_k` partial sums of it.
+
+    tensor_scale_ptr   the tensor scale of NVFP4, or zero points or minima of integers
+    EXPERTS_POW2       0: one weight; otherwise a stack, and a power of two above the experts
+    EVEN_K, EVEN_M     blocks divide K, M
+    PART_STEPS         steps of a partial sum; 0: those of a program
+    """
+    if PDL:
+        launch_dependents()
+        wait_for_dependencies()
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    # L2 swizzle: GROUP_N tiles of N share rows of x before the next rows
+    band = tile // (GROUP_N * tiles_m)
+    width = tl.minimum(tiles_n - band * GROUP_N, GROUP_N)
+    within = tile - band * GROUP_N * tiles_m
+    tile_n = band * GROUP_N + within % width
+    tile_m = within // width
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    if EXPERTS_POW2 > 0:
+        expert, start, M = find_expert_tile(offsets_ptr, experts, tile_m, M, BLOCK_M, EXPERTS_POW2)
+        m = start + tl.arange(0, BLOCK_M)
+        live = expert < experts
+        expert = tl.minimum(expert, experts - 1).to(tl.int64)
+        w_ptr += expert * w_expert
+        w_scale_ptr += expert * w_scale_expert
+        tensor_scale_ptr += expert * (w_scale_expert if ZERO_POINTS else 1)
+        bias_ptr += expert * N
+    else:
+        m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        live = True
+    n_in = tl.where(n < N, n, 0).to(tl.int64)
+    m_in = tl.where(m < M, m, 0).to(tl.int64)
+    SIZE: tl.constexpr = BLOCK_N * BLOCK_M
+    tiles = tl.num_programs(0)
+    at = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    partial_ptr += tile.to(tl.int64) * SIZE + at
+    steps = tl.cdiv(K, BLOCK_K)
+    has_rows = True
+    if EXPERTS_POW2 > 0:
+        has_rows = live & (start < M)  # rows without an expert are zero
+    if PART_STEPS == 0:  # a program has one partial sum
+        parts = split_k
+        steps_per_split = tl.cdiv(steps, split_k)
+        first = split * steps_per_split
+        last = tl.minimum(first + steps_per_split, steps)
+        if EXPERTS_POW2 > 0:
+            last = tl.where(has_rows, last, first)
+        acc = sum_products(
+            first, last, steps, x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, tensor_scale_ptr, tile_n,
+            n_in, m, m_in, M, K, x_stride, w_stride, x_scale_m, x_scale_k, w_scale_n, w_scale_k,
+            DEQUANT, SCALING, GROUP_SIZE, SCALE_ROWS, X_SCALED, ZERO_POINTS, EVEN_K, EVEN_M,
+            BLOCK_M, BLOCK_N, BLOCK_K, NATIVE,
+        )  # fmt: skip
+        if SPLIT_K:
+            tl.store(partial_ptr + (split * tiles).to(tl.int64) * SIZE, acc)
+    else:  # partial sums of PART_STEPS steps, however many programs share them
+        parts = tl.cdiv(steps, PART_STEPS)
+        parts_per_program = tl.cdiv(parts, split_k)
+        first = split * parts_per_program
+        last = tl.minimum(first + parts_per_program, parts)
+        if EXPERTS_POW2 > 0:
+            last = tl.where(has_rows, last, first)
+            parts = tl.where(has_rows, parts, 0)
+        is_int8: tl.constexpr = w_ptr.dtype.element_ty == tl.int8 and DEQUANT == "none"
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.int32 if is_int8 else tl.float32)
+        for part in range(first, last):
+            sums = sum_products(
+                part * PART_STEPS, tl.minimum((part + 1) * PART_STEPS, steps), steps, x_ptr, w_ptr,
+                x_scale_ptr, w_scale_ptr, tensor_scale_ptr, tile_n, n_in, m, m_in, M, K, x_stride,
+                w_stride, x_scale_m, x_scale_k, w_scale_n, w_scale_k, DEQUANT, SCALING, GROUP_SIZE,
+                SCALE_ROWS, X_SCALED, ZERO_POINTS, EVEN_K, EVEN_M, BLOCK_M, BLOCK_N, BLOCK_K, NATIVE,
+            )  # fmt: skip
+            if SPLIT_K:
+                tl.store(partial_ptr + (part * tiles).to(tl.int64) * SIZE, sums)
+            else:
+                acc += sums
     is_last = True
     if SPLIT_K:
-        SIZE: tl.constexpr = BLOCK_N * BLOCK_M
-        tiles = tl.num_programs(0)
-        at = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        tl.store(partial_ptr + (split * tiles + tile).to(tl.int64) * SIZE + at, acc)
         tl.debug_barrier()
         is_last = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == split_k - 1
         if is_last:
-            acc = tl.zeros([BLOCK_N, BLOCK_M], acc_dtype)
-            for other in range(split_k):
-                from_ptr = partial_ptr + (other * tiles + tile).to(tl.int64) * SIZE + at
+            acc = tl.zeros_like(acc)
+            for other in range(parts):
+                from_ptr = partial_ptr + (other * tiles).to(tl.int64) * SIZE
                 acc += tl.load(from_ptr, cache_modifier=".cg")
             tl.store(counter_ptr + tile, 0)
     if is_last:

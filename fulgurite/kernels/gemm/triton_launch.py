@@ -68,7 +68,9 @@ def _launch_tiled_gemm(inputs: GemmInputs, config: LaunchConfig, out: Tensor) ->
             min(experts, m) + 1
         )  # the last tile of each expert and of the rest may be partial
     tiles = tiles_m * cdiv(n, config.block_n)
-    partial, counters = _allocate_partials(x, config, tiles) if config.split_k > 1 else (out, out)
+    partial, counters = out, out
+    if config.split_k > 1:
+        partial, counters = _allocate_partials(x, config, tiles)
     options: dict[str, Any] = {
         "experts": experts, "tiles_m": tiles_m,
         "w_expert": weight.expert_strides[0], "w_scale_expert": weight.expert_strides[1],
@@ -90,7 +92,8 @@ def _launch_tiled_gemm(inputs: GemmInputs, config: LaunchConfig, out: Tensor) ->
         _first_given(offsets, out), m, n, k, config.split_k, x.stride(0), weight.data.stride(-2),
         out.stride(0), *x_strides, *weight.scale_strides,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        SPLIT_K=config.split_k > 1, GROUP_N=config.group_n,
+        SPLIT_K=config.split_k > 1, PART_STEPS=config.part_k // config.block_k,
+        GROUP_N=config.group_n,
         num_warps=config.num_warps, num_stages=config.num_stages, **options,
         **pdl_options(x.device),
     )  # fmt: skip
@@ -98,7 +101,8 @@ def _launch_tiled_gemm(inputs: GemmInputs, config: LaunchConfig, out: Tensor) ->
 
 def _allocate_partials(x: Tensor, config: LaunchConfig, tiles: int) -> tuple[Tensor, Tensor]:
     """Partial sums of split-K, and a counter a tile."""
-    size = config.split_k * tiles * config.block_m * config.block_n
+    parts = cdiv(x.shape[1], config.part_k) if config.part_k else config.split_k
+    size = parts * tiles * config.block_m * config.block_n
     dtype = torch.int32 if x.dtype == torch.int8 else torch.float32
     partial = torch.empty(size, dtype=dtype, device=x.device)
     return partial, acquire_counters(x.device, tiles)

@@ -92,7 +92,7 @@ def dense_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     assert isinstance(heuristics, DeterministicHeuristics), "outside of deterministic mode"
     operand, scheme = dense_operand(weight), DequantScheme("dense", "none")
     inputs = GemmInputs(rows, operand, scheme, rows.dtype, bias=bias)
-    return launch_gemm(inputs, heuristics.dense_gemm())
+    return launch_gemm(inputs, heuristics.dense_gemm(rows.shape[0], *weight.shape))
 
 
 def _dequantized_gemm(

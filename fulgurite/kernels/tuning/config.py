@@ -19,6 +19,7 @@ class LaunchConfig:
     block_k          columns of K in a step of the main loop
     num_stages       steps in flight in the software pipeline
     split_k          programs that share K; their partial sums are added at the end
+    part_k           columns of K (keys of attention) in a partial sum; 0: those of a program
     group_m, group_n tiles of M or N that run side by side, so that they share an operand in L2
     use_tma          operands are copied by tensor descriptors
     persistent       one program a multiprocessor, which loops over tiles
@@ -34,6 +35,7 @@ class LaunchConfig:
     num_warps: int = 4
     num_stages: int = 3
     split_k: int = 1
+    part_k: int = 0
     group_m: int = 1
     group_n: int = 1
     use_tma: bool = False

@@ -1,23 +1,40 @@
-"""Launch configs of deterministic mode: the same for every number of rows.
+"""Launch configs of deterministic mode: the order of additions is the same for every number of rows.
 
 In: the table of a device family. Out: the same table, in which nothing that the order of additions
-depends on (kernel, tile, step of K, warps, splits) is chosen by rows of x, sequences or lengths. One
-kernel family multiplies few rows and many, K and contexts are never split, and no library is called.
-MLA never expands keys (`mla_expands_keys`), and linear attention runs token by token.
+depends on is chosen by rows of x, sequences or lengths. One kernel family multiplies few rows and
+many, and no library is called. K and contexts are added in parts of a fixed size, each from its
+start: several programs may share the parts, or one program may have them all. MLA never expands keys
+(`mla_expands_keys`), and linear attention runs token by token.
+
+GEMMs compute out.T, so rows of x are the columns of an MMA. They may be 16 or 128 in a tile: every
+column is the sum of the same products in the same order. At least 64 rows of the weight are in a
+tile, or the MMA would be another instruction. `block_k` is the same for all rows.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import torch
 
+from fulgurite.kernels.integer_math import cdiv
 from fulgurite.kernels.tuning.base import Heuristics
 from fulgurite.kernels.tuning.config import LaunchConfig
+from fulgurite.kernels.tuning.gemm import TABLE_SMS, GemmEntry, find_entry, num_tiles
 from fulgurite.kernels.tuning.weight_traits import WeightTraits
 
 BLOCK_ROWS = 64  # rows of x (queries of attention) in a program
 MANY_ROWS = 4096  # more than any config of few rows takes
+ANY_M = sys.maxsize
+PART_K = 1024  # columns of K in a partial sum
+PART_KEYS = 256  # keys in a part of a context; later parts have more (`find_part_start`)
+GEMM_TABLE = (
+    GemmEntry(16, LaunchConfig(16, 64, num_warps=4, num_stages=4, group_n=8), 396),
+    GemmEntry(32, LaunchConfig(32, 64, num_warps=4, num_stages=4, group_n=8), 396),
+    GemmEntry(64, LaunchConfig(64, 64, num_warps=4, num_stages=4, group_n=8), 264),
+    GemmEntry(ANY_M, LaunchConfig(128, 128, num_warps=8, num_stages=3, group_n=8), 132),
+)
 
 
 class DeterministicHeuristics(Heuristics):
@@ -29,9 +46,9 @@ class DeterministicHeuristics(Heuristics):
     mla_expands_keys = False
     delta_rule_chunks_prompts = False
 
-    def dense_gemm(self) -> LaunchConfig:
+    def dense_gemm(self, m: int, n: int, k: int) -> LaunchConfig:
         """16 bits times 16 bits."""
-        return LaunchConfig(BLOCK_ROWS, 64, 64, num_warps=4, num_stages=4)
+        return self._gemm(m, n, k, block_k=64)
 
     def invariant_gemm(self, dtype: torch.dtype) -> LaunchConfig:
         """Any strides, stacks of matrices, float32 (by multiply-adds without tensor cores)."""
@@ -43,11 +60,17 @@ class DeterministicHeuristics(Heuristics):
         return self.dequantized_gemm(m, n, k, weight)
 
     def dequantized_gemm(self, m: int, n: int, k: int, weight: WeightTraits) -> LaunchConfig:
-        block_k = min(self.preferred_block_k(weight), self.max_block_k)
-        return LaunchConfig(BLOCK_ROWS, 64, block_k, num_warps=4, num_stages=3)
+        return self._gemm(m, n, k, min(self.preferred_block_k(weight), self.max_block_k))
 
     def scaled_gemm(self, m: int, n: int, k: int, scaling: str) -> LaunchConfig:
-        return LaunchConfig(BLOCK_ROWS, 64, 128, num_warps=4, num_stages=3)
+        return self._gemm(m, n, k, block_k=128)
+
+    def _gemm(self, m: int, n: int, k: int, block_k: int) -> LaunchConfig:
+        """Programs share the parts of K until there are `split_k_programs` of them."""
+        entry = find_entry(GEMM_TABLE, m)
+        programs = entry.split_k_programs * self.num_sms // TABLE_SMS
+        splits = min(programs // num_tiles(entry.config, m, n), cdiv(k, PART_K))
+        return replace(entry.config, block_k=block_k, split_k=max(splits, 1), part_k=PART_K)
 
     def prefers_library_scaled_mm(self, block: tuple[int, int], m: int, n: int, k: int) -> bool:
         return False
@@ -63,7 +86,8 @@ class DeterministicHeuristics(Heuristics):
         config = (
             self.scaled_gemm(m, n, k, "") if is_8bit else self.dequantized_gemm(m, n, k, weight)
         )
-        return replace(config, group_n=self.grouped_group_n)
+        # an expert has few rows, however many there are
+        return replace(config, block_m=BLOCK_ROWS, split_k=1, group_n=self.grouped_group_n)
 
     def grouped_gemm(
         self, rows: int, experts: int, weight: WeightTraits, is_gated: bool, dtype: torch.dtype
@@ -92,7 +116,10 @@ class DeterministicHeuristics(Heuristics):
         self, rows: int, key_dim: int, is_float32: bool, programs: int, max_keys: int
     ) -> LaunchConfig:
         side = 32 if is_float32 or key_dim > self.attention_large_key_dim else BLOCK_ROWS
-        return LaunchConfig(block_m=side, block_n=side, num_warps=4, num_stages=2)
+        programs *= cdiv(rows, side)
+        splits = self.attention_split_waves * self.num_sms // max(programs, 1)
+        config = LaunchConfig(block_m=side, block_n=side, num_warps=4, num_stages=2)
+        return replace(config, split_k=max(splits, 1), part_k=PART_KEYS)
 
     def mla_decode_config(
         self, rows: int, is_float32: bool, is_fp8: bool, sequences: int, max_keys: int

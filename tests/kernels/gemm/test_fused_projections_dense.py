@@ -204,3 +204,16 @@ def test_large_batches_use_the_library():
     out = fused_projections.fused_gate_up(x, gate, up, "silu")
     assert calls == []
     torch.testing.assert_close(out, nn.functional.silu(gate(x)) * up(x))
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (0, 3, 8)])
+def test_no_rows(shape):
+    """A rank without requests runs its layers with no rows."""
+    modules, norm, x = build_linears(), build_norm(), torch.randn(shape)
+    fused_projections.merge_weight_storage(modules)
+    shapes = [tuple(out.shape) for out in fused_projections.fused_linears(x, modules, norm)]
+    assert shapes == [(*shape[:-1], size) for size in (12, 4, 4)]
+    gated = fused_projections.fused_gate_up(x, modules[1], modules[2], "silu", norm)
+    assert tuple(gated.shape) == (*shape[:-1], 4)
+    residual = torch.randn(*shape[:-1], 4)
+    assert fused_projections.fused_linear_add(residual, x, modules[1]).shape == residual.shape

@@ -106,8 +106,8 @@ def test_a_merged_linear_ends_with_its_weights() -> None:
     merge_quant_storage(linears)
     assert find_merged_linear(x, linears) is not None
     assert find_merged_linear(x, linears[:1]) is None
-    with deterministic():
-        assert find_merged_linear(x, linears) is None
+    with deterministic():  # rows of a weight don't depend on each other
+        assert find_merged_linear(x, linears) is not None
     handle = linears[1].register_forward_hook(lambda *_: None)
     assert find_merged_linear(x, linears) is None
     handle.remove()
