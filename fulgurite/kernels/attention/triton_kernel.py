@@ -384,23 +384,10 @@ def _merge_splits(
     acc = tl.zeros([ROWS, BV], tl.float32)
     from_row = out_row * max_parts
     if ORDERED:
-        for part in range(0, num_parts, 4):
-            m_0, l_0, acc_0 = _load_part(
-                partial_acc_ptr, partial_max_ptr, partial_sum_ptr, from_row, is_row, part, num_parts, BV
-            )  # fmt: skip
-            m_1, l_1, acc_1 = _load_part(
-                partial_acc_ptr, partial_max_ptr, partial_sum_ptr, from_row, is_row, part + 1, num_parts, BV
-            )  # fmt: skip
-            m_2, l_2, acc_2 = _load_part(
-                partial_acc_ptr, partial_max_ptr, partial_sum_ptr, from_row, is_row, part + 2, num_parts, BV
-            )  # fmt: skip
-            m_3, l_3, acc_3 = _load_part(
-                partial_acc_ptr, partial_max_ptr, partial_sum_ptr, from_row, is_row, part + 3, num_parts, BV
-            )  # fmt: skip
-            m_i, l_i, acc = merge_part(m_i, l_i, acc, m_0, l_0, acc_0)
-            m_i, l_i, acc = merge_part(m_i, l_i, acc, m_1, l_1, acc_1)
-            m_i, l_i, acc = merge_part(m_i, l_i, acc, m_2, l_2, acc_2)
-            m_i, l_i, acc = merge_part(m_i, l_i, acc, m_3, l_3, acc_3)
+        m_i, l_i, acc = merge_parts(
+            m_i, l_i, acc, partial_acc_ptr, partial_max_ptr, partial_sum_ptr, from_row, is_row,
+            num_parts, BV,
+        )  # fmt: skip
     else:
         for start in range(0, num_parts, MERGE_SPLITS):
             split = start + tl.arange(0, MERGE_SPLITS)
@@ -421,10 +408,27 @@ def _merge_splits(
 
 
 @triton.jit
-def _load_part(acc_ptr, max_ptr, sum_ptr, from_row, is_row, part, num_parts, BV: tl.constexpr):
-    """One partial result of some rows; that of no keys from `num_parts` on."""
-    at = from_row + part
-    is_part = is_row & (at < from_row + num_parts)
+def merge_parts(
+    m_i, l_i, acc, acc_ptr, max_ptr, sum_ptr, from_row, is_row, num_parts, BV: tl.constexpr
+):  # fmt: skip
+    """Merge the parts of a context that are stored from row `from_row` on, in order, four in flight."""
+    for part in range(0, num_parts, 4):
+        at = from_row + part
+        end = from_row + num_parts
+        m_0, l_0, acc_0 = _load_part(acc_ptr, max_ptr, sum_ptr, at, is_row & (at < end), BV)
+        m_1, l_1, acc_1 = _load_part(acc_ptr, max_ptr, sum_ptr, at + 1, is_row & (at + 1 < end), BV)
+        m_2, l_2, acc_2 = _load_part(acc_ptr, max_ptr, sum_ptr, at + 2, is_row & (at + 2 < end), BV)
+        m_3, l_3, acc_3 = _load_part(acc_ptr, max_ptr, sum_ptr, at + 3, is_row & (at + 3 < end), BV)
+        m_i, l_i, acc = merge_part(m_i, l_i, acc, m_0, l_0, acc_0)
+        m_i, l_i, acc = merge_part(m_i, l_i, acc, m_1, l_1, acc_1)
+        m_i, l_i, acc = merge_part(m_i, l_i, acc, m_2, l_2, acc_2)
+        m_i, l_i, acc = merge_part(m_i, l_i, acc, m_3, l_3, acc_3)
+    return m_i, l_i, acc
+
+
+@triton.jit
+def _load_part(acc_ptr, max_ptr, sum_ptr, at, is_part, BV: tl.constexpr):
+    """A stored partial result; that of no keys where there is none."""
     part_max = tl.load(max_ptr + at, is_part, NEG_INF, cache_modifier=".cg")
     part_sum = tl.load(sum_ptr + at, is_part, 0.0, cache_modifier=".cg")
     acc_ptrs = acc_ptr + at[:, None] * BV + tl.arange(0, BV)[None, :]

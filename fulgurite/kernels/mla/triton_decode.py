@@ -26,8 +26,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fulgurite.determinism import is_deterministic
 from fulgurite.kernels.attention.metadata import AttentionMetadata
+from fulgurite.kernels.attention.triton_attention import count_parts
+from fulgurite.kernels.attention.triton_kernel import (
+    find_part,
+    find_part_start,
+    merge_part,
+    merge_parts,
+)
 from fulgurite.kernels.common.triton_import import INTERPRETED, tl, triton
 from fulgurite.kernels.common.triton_launch import cached_launch
 from fulgurite.kernels.common.triton_pdl import (
@@ -138,16 +144,17 @@ def _attend_blocks(
 def mla_decode_kernel(
     q_ptr, q_rope_ptr, powers_ptr, latents_ptr, ropes_ptr, scales_ptr, block_table_ptr,
     query_start_loc_ptr, seq_lens_ptr, out_ptr, partial_acc_ptr, partial_max_ptr, partial_sum_ptr,
-    scale, tiles, splits, tokens, sequences, table_row_stride, latent_block_stride,
+    scale, tiles, splits, max_parts, tokens, sequences, table_row_stride, latent_block_stride,
     latent_slot_stride, rope_block_stride, rope_slot_stride, scale_block_stride, scale_slot_stride,
     HEADS: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr, CONVERT_F16: tl.constexpr, SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr, PART_KEYS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows tile * BM .. of one sequence, over one split of its keys.
 
-    ONE_LOOP   every block of keys is masked: which code computes a row depends on no other row
+    PART_KEYS   not 0: parts of a context are attended to by themselves and merged in order, as in
+                `attention.triton_kernel`. The accumulator of a program that has all parts is in memory.
     """
     if PDL:
         launch_dependents()
@@ -175,7 +182,7 @@ def mla_decode_kernel(
 
     first = 0
     last = tl.max(tl.where(is_row, position, -1), 0) + 1
-    if SPLIT:
+    if SPLIT and PART_KEYS == 0:
         split_keys = tl.cdiv(tl.cdiv(last, splits), BN) * BN
         first = split * split_keys
         last = tl.minimum(last, first + split_keys)
@@ -204,33 +211,59 @@ def mla_decode_kernel(
     l_i = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BC], tl.float32)
 
-    # blocks of keys that every row sees completely need no mask
-    all_visible_end = tl.min(tl.where(is_row, position, last), 0) + 1
-    unmasked_end = first + tl.maximum(tl.minimum(all_visible_end, last) - first, 0) // BN * BN
-    if ONE_LOOP:
-        unmasked_end = first
+    if PART_KEYS > 0:
+        num_parts = find_part(last - 1, PART_KEYS) + 1
+        for part in range(split, num_parts, splits):
+            part_last = tl.minimum(find_part_start(part + 1, PART_KEYS), last)
+            part_max, part_sum, part_acc = _attend_blocks(
+                find_part_start(part, PART_KEYS), part_last, last, q_c, q_r,
+                tl.full([BM], NEG_INF, tl.float32), tl.zeros([BM], tl.float32),
+                tl.zeros([BM, BC], tl.float32), position, latents_ptr, ropes_ptr, scales_ptr,
+                block_row, row_scale, latent_block_stride, latent_slot_stride, rope_block_stride,
+                rope_slot_stride, scale_block_stride, scale_slot_stride, C, BC, R, BR, BLOCK_SIZE,
+                FP8, CONVERT_F16, PRECISION, BN, True,
+            )  # fmt: skip
+            if SPLIT:
+                at = out_row * max_parts + part
+                tl.store(partial_max_ptr + at, part_max, is_row)
+                tl.store(partial_sum_ptr + at, part_sum, is_row)
+                acc_ptrs = partial_acc_ptr + at[:, None] * BC + column[None, :]
+            else:
+                acc_ptrs = partial_acc_ptr + out_row[:, None] * BC + column[None, :]
+                has_acc = is_row & (m_i != NEG_INF)
+                merged = tl.load(acc_ptrs, has_acc[:, None], 0.0)
+                m_i, l_i, part_acc = merge_part(m_i, l_i, merged, part_max, part_sum, part_acc)
+                tl.debug_barrier()
+            tl.store(acc_ptrs, part_acc, is_row[:, None])
+            if not SPLIT:
+                tl.debug_barrier()
+        if not SPLIT:
+            acc_ptrs = partial_acc_ptr + out_row[:, None] * BC + column[None, :]
+            acc = tl.load(acc_ptrs, is_row[:, None], 0.0)
     else:
+        # blocks of keys that every row sees completely need no mask
+        all_visible_end = tl.min(tl.where(is_row, position, last), 0) + 1
+        unmasked_end = first + tl.maximum(tl.minimum(all_visible_end, last) - first, 0) // BN * BN
         m_i, l_i, acc = _attend_blocks(
             first, unmasked_end, last, q_c, q_r, m_i, l_i, acc, position, latents_ptr, ropes_ptr,
             scales_ptr, block_row, row_scale, latent_block_stride, latent_slot_stride,
             rope_block_stride, rope_slot_stride, scale_block_stride, scale_slot_stride, C, BC, R,
             BR, BLOCK_SIZE, FP8, CONVERT_F16, PRECISION, BN, False,
         )  # fmt: skip
-    m_i, l_i, acc = _attend_blocks(
-        unmasked_end, last, last, q_c, q_r, m_i, l_i, acc, position, latents_ptr, ropes_ptr,
-        scales_ptr, block_row, row_scale, latent_block_stride, latent_slot_stride,
-        rope_block_stride, rope_slot_stride, scale_block_stride, scale_slot_stride, C, BC, R, BR,
-        BLOCK_SIZE, FP8, CONVERT_F16, PRECISION, BN, True,
-    )  # fmt: skip
+        m_i, l_i, acc = _attend_blocks(
+            unmasked_end, last, last, q_c, q_r, m_i, l_i, acc, position, latents_ptr, ropes_ptr,
+            scales_ptr, block_row, row_scale, latent_block_stride, latent_slot_stride,
+            rope_block_stride, rope_slot_stride, scale_block_stride, scale_slot_stride, C, BC, R,
+            BR, BLOCK_SIZE, FP8, CONVERT_F16, PRECISION, BN, True,
+        )  # fmt: skip
+        if SPLIT:
+            at = out_row * max_parts + split
+            tl.store(partial_max_ptr + at, m_i, is_row)
+            tl.store(partial_sum_ptr + at, l_i, is_row)
+            acc_ptrs = partial_acc_ptr + at[:, None] * BC + column[None, :]
+            tl.store(acc_ptrs, acc, is_row[:, None])
 
-    if SPLIT:
-        partial_row = out_row * splits + split
-        tl.store(partial_max_ptr + partial_row, m_i, is_row)
-        tl.store(partial_sum_ptr + partial_row, l_i, is_row)
-        tl.store(
-            partial_acc_ptr + partial_row[:, None] * BC + column[None, :], acc, is_row[:, None]
-        )
-    else:
+    if not SPLIT:
         out = (acc / l_i[:, None]).to(out_ptr.dtype.element_ty)
         out_ptrs = out_ptr + out_row[:, None] * C + column[None, :]
         tl.store(out_ptrs, out, is_row[:, None] & (column < C)[None, :])
@@ -252,11 +285,12 @@ def merge_splits_kernel(
     partial_acc_ptr, partial_max_ptr, partial_sum_ptr, query_start_loc_ptr, out_ptr, splits,
     sequences,
     HEADS: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
+    ORDERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one (token, head), rescaled to the largest maximum.
 
-    Tokens of no sequence get zeros.
+    Tokens of no sequence get zeros. With ORDERED splits are parts of a context: they are merged one
+    after the other, and those from some part on were not written, but for a maximum of -inf.
     """
     if PDL:
         launch_dependents()
@@ -270,12 +304,22 @@ def merge_splits_kernel(
         return
     partial_row = row * splits + split
     partial_max = tl.load(partial_max_ptr + partial_row, split < splits, NEG_INF)
-    m_i = tl.max(partial_max, 0)
-    rescale = tl.exp2(partial_max - tl.where(m_i == NEG_INF, 0.0, m_i))
-    l_i = tl.sum(tl.load(partial_sum_ptr + partial_row, split < splits, 0.0) * rescale, 0)
-    acc_ptrs = partial_acc_ptr + partial_row[:, None] * BC + column[None, :]
-    partial_acc = tl.load(acc_ptrs, (split < splits)[:, None], 0.0)
-    out = tl.sum(partial_acc * rescale[:, None], 0) / l_i
+    if ORDERED:
+        num_parts = tl.max(tl.where(partial_max == NEG_INF, 0, split + 1), 0)
+        rows = row * splits + tl.zeros([1], tl.int64)
+        m_i, l_i, acc = merge_parts(
+            tl.full([1], NEG_INF, tl.float32), tl.zeros([1], tl.float32),
+            tl.zeros([1, BC], tl.float32), partial_acc_ptr, partial_max_ptr, partial_sum_ptr, rows,
+            rows >= 0, num_parts, BC,
+        )  # fmt: skip
+        out = tl.reshape(acc / l_i[:, None], [BC])
+    else:
+        m_i = tl.max(partial_max, 0)
+        rescale = tl.exp2(partial_max - tl.where(m_i == NEG_INF, 0.0, m_i))
+        l_i = tl.sum(tl.load(partial_sum_ptr + partial_row, split < splits, 0.0) * rescale, 0)
+        acc_ptrs = partial_acc_ptr + partial_row[:, None] * BC + column[None, :]
+        partial_acc = tl.load(acc_ptrs, (split < splits)[:, None], 0.0)
+        out = tl.sum(partial_acc * rescale[:, None], 0) / l_i
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), column < C)
 
 
@@ -309,46 +353,61 @@ def attend_absorbed(
         config = heuristics_for(q_TNC.device).mla_decode_config(
             max_query_len * heads, is_float32, is_fp8, sequences, max_seq_len
         )
-    splits = config.split_k
+    has_parts = config.part_k > 0
+    parts = count_parts(max_seq_len, config.part_k) if has_parts else config.split_k
+    splits = min(config.split_k, parts)
+    parts = parts if splits > 1 else 1
     out = torch.empty((tokens, heads, rank), dtype=dtype, device=q_TNC.device)
     width = max(16, next_power_of_2(rank))
-    partials = allocate_partials(tokens * heads, splits, width, q_TNC.device)
+    partials = allocate_partials(tokens * heads, parts, width, q_TNC.device, has_parts)
     scales = cache.scales_PB if cache.scales_PB is not None else partials.max
     tiles = cdiv(max_query_len * heads, config.block_m)
     mla_decode_kernel[(sequences * tiles + 1, splits)](
         q_TNC, q_TNR, partials.max if powers is None else powers, cache.latents_PBC,
         cache.ropes_PBR, scales, block_table, query_start_loc, seq_lens, out, *partials, scale,
-        tiles, splits, tokens, sequences, block_table.stride(0),
+        tiles, splits, parts, tokens, sequences, block_table.stride(0),
         *cache.latents_PBC.stride()[:2],
         *(stride // (8 if is_fp8 else 1) for stride in cache.ropes_PBR.stride()[:2]),
         *(scales.stride() if is_fp8 else (0, 0)),
         HEADS=heads, C=rank, BC=width, R=rope_dim, BR=max(16, next_power_of_2(rope_dim)),
         BLOCK_SIZE=cache.latents_PBC.shape[1], FP8=is_fp8,
         CONVERT_F16=is_fp8 and not is_float32 and not INTERPRETED, SPLIT=splits > 1,
-        PRECISION="ieee" if is_float32 else "tf32", ONE_LOOP=is_deterministic(),
+        PRECISION="ieee" if is_float32 else "tf32", PART_KEYS=config.part_k,
         BM=config.block_m, BN=config.block_n,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(q_TNC.device),
     )  # fmt: skip
     if splits > 1:
-        merge_splits(partials, query_start_loc, out, splits, width)
+        merge_splits(partials, query_start_loc, out, parts, width, has_parts)
     return out
 
 
-def allocate_partials(rows: int, splits: int, width: int, device: torch.device) -> SplitPartials:
-    """Not initialized: every split of every row of a sequence is written."""
+def allocate_partials(
+    rows: int, splits: int, width: int, device: torch.device, are_parts: bool = False
+) -> SplitPartials:
+    """Not initialized: every split of every row of a sequence is written.
+
+    Parts of a context are written as far as a row sees keys, and one part is the accumulator of all.
+    """
     count = rows * splits if splits > 1 else 1
     row_max, row_sum = torch.empty(2, count, device=device).unbind(0)
-    acc = torch.empty(count * width if splits > 1 else 1, device=device)
+    if are_parts and splits > 1:
+        row_max.fill_(float("-inf"))
+    acc = torch.empty(rows * splits * width if splits > 1 or are_parts else 1, device=device)
     return SplitPartials(acc, row_max, row_sum)
 
 
 def merge_splits(
-    partials: SplitPartials, query_start_loc: Tensor, out: Tensor, splits: int, width: int
+    partials: SplitPartials,
+    query_start_loc: Tensor,
+    out: Tensor,
+    splits: int,
+    width: int,
+    are_parts: bool = False,
 ) -> None:
     """Merge the splits of every (token, head) into `out`, [T, N, C]."""
     tokens, heads, rank = out.shape
     merge_splits_kernel[(tokens, heads)](
         *partials, query_start_loc, out, splits, query_start_loc.shape[0] - 1,
-        HEADS=heads, C=rank, BC=width, SPLITS=next_power_of_2(splits),
+        HEADS=heads, C=rank, BC=width, SPLITS=next_power_of_2(splits), ORDERED=are_parts,
         num_warps=heuristics_for(out.device).mla_merge_num_warps, **pdl_options(out.device),
     )  # fmt: skip

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import torch
 
-from fulgurite.kernels.integer_math import cdiv
+from fulgurite.kernels.integer_math import cdiv, next_power_of_2
 from fulgurite.kernels.tuning.base import Heuristics
 from fulgurite.kernels.tuning.config import LaunchConfig
 from fulgurite.kernels.tuning.gemm import TABLE_SMS, GemmEntry, find_entry, num_tiles
@@ -27,13 +27,32 @@ from fulgurite.kernels.tuning.weight_traits import WeightTraits
 BLOCK_ROWS = 64  # rows of x (queries of attention) in a program
 MANY_ROWS = 4096  # more than any config of few rows takes
 ANY_M = sys.maxsize
-PART_K = 1024  # columns of K in a partial sum
+MAX_PARTS = 8  # of K, about: a long K has longer parts
+PART_K = 1024  # columns of K in a part, at least
 PART_KEYS = 256  # keys in a part of a context; later parts have more (`find_part_start`)
-GEMM_TABLE = (
+
+# ---- GEMM: H200, the linear layers of Llama-3.1-8B, 1 to 2048 rows
+WIDE_N = 16384
+FEW_ROWS = (
     GemmEntry(16, LaunchConfig(16, 64, num_warps=4, num_stages=4, group_n=8), 396),
     GemmEntry(32, LaunchConfig(32, 64, num_warps=4, num_stages=4, group_n=8), 396),
-    GemmEntry(64, LaunchConfig(64, 64, num_warps=4, num_stages=4, group_n=8), 264),
-    GemmEntry(ANY_M, LaunchConfig(128, 128, num_warps=8, num_stages=3, group_n=8), 132),
+)
+MANY_ROWS_TILE = LaunchConfig(128, 128, num_warps=8, num_stages=4, group_n=8)
+NARROW_TABLE = (
+    *FEW_ROWS,
+    GemmEntry(256, LaunchConfig(64, 64, num_warps=4, num_stages=4, group_n=8), 264),
+    GemmEntry(ANY_M, MANY_ROWS_TILE, 132),
+)
+WIDE_TABLE = (
+    *FEW_ROWS,
+    GemmEntry(64, LaunchConfig(64, 128, num_warps=8, num_stages=3, group_n=8), 264),
+    GemmEntry(256, LaunchConfig(128, 64, num_warps=4, num_stages=4, group_n=8), 264),
+    GemmEntry(ANY_M, MANY_ROWS_TILE, 132),
+)
+TABLE_4BIT = (  # a weight is dequantized once for each tile of rows
+    *FEW_ROWS,
+    GemmEntry(64, LaunchConfig(64, 128, num_warps=8, num_stages=3, group_n=8), 264),
+    GemmEntry(ANY_M, replace(MANY_ROWS_TILE, num_stages=3), 132),
 )
 
 
@@ -48,7 +67,7 @@ class DeterministicHeuristics(Heuristics):
 
     def dense_gemm(self, m: int, n: int, k: int) -> LaunchConfig:
         """16 bits times 16 bits."""
-        return self._gemm(m, n, k, block_k=64)
+        return self._gemm(WIDE_TABLE if n >= WIDE_N else NARROW_TABLE, m, n, k, block_k=64)
 
     def invariant_gemm(self, dtype: torch.dtype) -> LaunchConfig:
         """Any strides, stacks of matrices, float32 (by multiply-adds without tensor cores)."""
@@ -60,17 +79,26 @@ class DeterministicHeuristics(Heuristics):
         return self.dequantized_gemm(m, n, k, weight)
 
     def dequantized_gemm(self, m: int, n: int, k: int, weight: WeightTraits) -> LaunchConfig:
-        return self._gemm(m, n, k, min(self.preferred_block_k(weight), self.max_block_k))
+        block_k = min(self.preferred_block_k(weight), self.max_block_k)
+        table = NARROW_TABLE if n < WIDE_N else WIDE_TABLE
+        return self._gemm(TABLE_4BIT if weight.is_4bit else table, m, n, k, block_k)
 
     def scaled_gemm(self, m: int, n: int, k: int, scaling: str) -> LaunchConfig:
-        return self._gemm(m, n, k, block_k=128)
+        table = WIDE_TABLE if n >= WIDE_N else NARROW_TABLE
+        return self._gemm(table, m, n, k, block_k=128)
 
-    def _gemm(self, m: int, n: int, k: int, block_k: int) -> LaunchConfig:
-        """Programs share the parts of K until there are `split_k_programs` of them."""
-        entry = find_entry(GEMM_TABLE, m)
+    def _gemm(
+        self, table: tuple[GemmEntry, ...], m: int, n: int, k: int, block_k: int
+    ) -> LaunchConfig:
+        """Programs share the parts of K until there are `split_k_programs` of them.
+
+        Parts depend on K alone: weights that are merged, or sharded along N, give the same bits.
+        """
+        entry = find_entry(table, m)
+        part_k = PART_K * next_power_of_2(cdiv(k, MAX_PARTS * PART_K))
         programs = entry.split_k_programs * self.num_sms // TABLE_SMS
-        splits = min(programs // num_tiles(entry.config, m, n), cdiv(k, PART_K))
-        return replace(entry.config, block_k=block_k, split_k=max(splits, 1), part_k=PART_K)
+        splits = min(programs // num_tiles(entry.config, m, n), cdiv(k, part_k))
+        return replace(entry.config, block_k=block_k, split_k=max(splits, 1), part_k=part_k)
 
     def prefers_library_scaled_mm(self, block: tuple[int, int], m: int, n: int, k: int) -> bool:
         return False
@@ -125,4 +153,5 @@ class DeterministicHeuristics(Heuristics):
         self, rows: int, is_float32: bool, is_fp8: bool, sequences: int, max_keys: int
     ) -> LaunchConfig:
         config = super().mla_decode_config(MANY_ROWS, is_float32, is_fp8, sequences, max_keys)
-        return replace(config, split_k=1)
+        splits = self.num_sms // max(sequences * cdiv(rows, config.block_m), 1)
+        return replace(config, split_k=max(splits, 1), part_k=PART_KEYS)

@@ -21,11 +21,19 @@ from fulgurite.kernels.mla import reference, triton_mla
 from fulgurite.kernels.mla.ops import mla_slot_shape
 from fulgurite.kernels.mla.prefill_plan import MLASizes, plan_prefill
 from fulgurite.kernels.mla.triton_store_kv import store_mla_cache
+from fulgurite.kernels.tuning import deterministic as deterministic_tuning
+from fulgurite.kernels.tuning import heuristics_for
 
 SIZES = MLASizes(rank=40, nope_dim=16, rope_dim=8, value_dim=12)
-HEADS, BLOCK_SIZE, LENGTH, OTHERS = 3, 16, 70, 2
-BLOCKS = 5  # of a sequence
+HEADS, BLOCK_SIZE, OTHERS = 3, 16, 2
+LENGTH = 90 if INTERPRETED else 200
+BLOCKS = -(-LENGTH // BLOCK_SIZE)  # of a sequence
 HALF = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter truncates bfloat16
+
+
+@pytest.fixture(autouse=True)
+def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deterministic_tuning, "PART_KEYS", 64)
 
 
 class Sequences:
@@ -151,6 +159,20 @@ def test_chunks_companions_and_padding(
     # absorbed queries, latent results, weights and results are rounded once each
     tolerance = 4 * torch.finfo(dtype).eps if dtype != torch.float32 else 2e-6
     assert (whole.double() - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype"), DTYPES, ids=str)
+def test_one_program_has_all_parts_or_several_share_them(
+    dtype: torch.dtype, cache_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequences = Sequences(dtype, cache_dtype)
+    chunks = [(0, 0, LENGTH), (1, 0, 3)]
+    with deterministic():
+        whole = sequences.run(*sequences.new_cache(0), chunks)
+        heuristics = heuristics_for(sequences.q.device)
+        monkeypatch.setattr(heuristics, "num_sms", 1)
+        alone = sequences.run(*sequences.new_cache(0), chunks)
+    assert all(torch.equal(a, b) for a, b in zip(whole, alone, strict=True))
 
 
 def test_groups_of_absorbed_queries(monkeypatch: pytest.MonkeyPatch) -> None:
