@@ -141,11 +141,14 @@ class CausalLM(nn.Module):
         rope_positions_3X   time, height and width of each token, for models with M-RoPE; None: text
         """
         cache = NoKVCache() if cache is None else cache
-        x_XD, cos_sins = self.embed(token_ids_X, positions_X, cache)
         if rope_positions_3X is not None:
             cos_sins = self._rotate_multimodal(rope_positions_3X, positions_X, cache)
-        x_XD = x_XD if embeddings_XD is None else embeddings_XD.to(x_XD.dtype)
-        return self.run_layers(x_XD, positions_X, cos_sins, cache)
+        else:
+            cos_sins = self.rotate(positions_X, cache)
+        if embeddings_XD is not None:
+            return self.run_layers(embeddings_XD.to(self.dtype), positions_X, cos_sins, cache)
+        # without a variable here, the embeddings are freed after the first layer
+        return self.run_layers(self.embed_inputs(token_ids_X), positions_X, cos_sins, cache)
 
     def _rotate_multimodal(
         self, rope_positions_3X: Tensor, positions_X: Tensor, cache: KVCache
@@ -169,12 +172,15 @@ class CausalLM(nn.Module):
         self, token_ids_X: Tensor, positions_X: Tensor, cache: KVCache
     ) -> tuple[Tensor, list[RotaryCosSin]]:
         """The inputs of the layers: embedded tokens, and cos and sin of their positions."""
-        cos_sins = self.rotate(positions_X, cache)
-        x_XD = self.embed_tokens(token_ids_X)
+        return self.embed_inputs(token_ids_X), self.rotate(positions_X, cache)
+
+    def embed_inputs(self, token_ids_X: Tensor) -> Tensor:
+        """The embedded tokens, scaled where a family does so."""
+        x_XD: Tensor = self.embed_tokens(token_ids_X)
         if self.config.embedding_scale != 1.0 and (self.stage is None or self.stage.is_first):
             # Gemma and Granite were trained with the scale rounded to the dtype of the weights.
             x_XD = x_XD * x_XD.new_full((), self.config.embedding_scale)
-        return x_XD, cos_sins
+        return x_XD
 
     def rotate(self, positions_X: Tensor, cache: KVCache) -> list[RotaryCosSin]:
         """Cos and sin of these positions, by rotary embedding."""

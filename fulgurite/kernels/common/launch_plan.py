@@ -11,6 +11,7 @@ its allocations, and its launches with the origin of each address. Later calls a
 A function that does anything else stays as it is: an op of torch that is no allocation or view, a kernel
 launched through Triton (with tensor descriptors), an address of unknown origin. Results must be new.
 Plans are not used for CPU tensors, under capture, in dispatch modes, and where gradients are recorded.
+Nor for large inputs: a plan holds all temporaries at once, and the host is not what such a call waits for.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from fulgurite.quant import QuantTensor
 Function = TypeVar("Function", bound=Callable[..., Any])
 MAX_PLANS = 256  # of a function; lengths of batches change all the time
 MAX_ATTEMPTS = 3  # to record: the first calls compile kernels
+MAX_BYTES = 4 << 20  # of the first tensor: 256 tokens of a large model
 
 
 def planned(*settings: type) -> Callable[[Function], Function]:
@@ -73,6 +75,7 @@ class _PlannedFunction:
             or type(first) not in PLAIN_TENSORS
             or _len_torch_dispatch_stack()
             or not _is_on_current_gpu(first)
+            or first.nbytes > MAX_BYTES
         ):
             return self.function(*args, **kwargs)
         tensors: list[Tensor] = []

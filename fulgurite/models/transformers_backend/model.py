@@ -137,11 +137,13 @@ class TransformersModel(CausalLM):
     def state_specs(self) -> tuple[StateSpec, ...]:
         return ()  # layers with a state are refused
 
-    def embed(
-        self, token_ids_X: Tensor, positions_X: Tensor, cache: KVCache
-    ) -> tuple[Tensor, list[RotaryCosSin]]:
+    def embed_inputs(self, token_ids_X: Tensor) -> Tensor:
         """The token ids themselves: the decoder embeds them, each family in its own way."""
-        return token_ids_X, []
+        return token_ids_X
+
+    def rotate(self, positions_X: Tensor, cache: KVCache) -> list[RotaryCosSin]:
+        """Nothing: the decoder rotates."""
+        return []
 
     def run_layers(
         self, x_XD: Tensor, positions_X: Tensor, cos_sins: Sequence[RotaryCosSin], cache: KVCache
