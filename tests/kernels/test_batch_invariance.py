@@ -5,6 +5,7 @@ And on GPUs, in deterministic mode: launch configs don't depend on the number of
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -158,33 +159,60 @@ MLA_KINDS = ((False, False), (False, True), (True, False))  # is_float32, is_fp8
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8_e4m3_row", "fp8_e4m3_128x128", "int4_g128", "nvfp4"])
-def test_launch_configs_of_deterministic_mode_ignore_rows(name: str) -> None:
-    """Kernel, tiles, steps of K, warps and splits are those of one row for every number of rows."""
+def test_order_of_additions_of_deterministic_mode_ignores_rows(name: str) -> None:
+    """Kernels, steps and parts of K are those of one row for every number of rows."""
     scheme = dequant_scheme(resolve_format(name))
     assert scheme is not None
     with deterministic():
         table = heuristics_for(torch.device("cpu"))
         for rows in (1, 2, 7, 16, 17, 64, 191, 192, 500, 4096):
-            configs = (
+            gemms = [
+                table.dense_gemm(rows, n, 4096)
+                for n in (4096, 28672)  # type: ignore[attr-defined]
+            ]
+            gemms += [
                 table.weight_only_gemm(rows, 4096, 4096, scheme),
-                table.dequantized_gemm(rows, 4096, 4096, scheme),
+                table.dequantized_gemm(rows, 28672, 4096, scheme),
                 table.scaled_gemm(rows, 4096, 4096, scheme.scaling),
                 table.expert_gemm(rows, 4096, 4096, 8, scheme, is_8bit=False),
                 table.grouped_gemm(rows, 8, scheme, False, torch.bfloat16),
+            ]
+            # rows of x are columns of the MMA; a tile of the weight has the rows of whole MMAs
+            assert all(one.block_n % (16 * one.num_warps) == 0 for one in gemms)
+            assert all(one.block_n >= 64 and not one.small_m for one in gemms)
+            others = [
                 table.grouped_gemm_dense(rows, 8, False),
                 table.grouped_gemm_fp8(rows, 8, False, False),
                 table.grouped_gemm_4bit(rows, 8, scheme, False),
                 table.small_m_experts(rows, 8, 4096, 4096, scheme),
-                table.attention_config(rows, 128, False, rows, rows),
                 table.route_tokens(rows, 64, torch.bfloat16),
                 table.gguf_gemm(rows),
                 table.rope_heads(rows, 128),
                 table.prefers_library_scaled_mm((0, 0), rows, 4096, 4096),
+            ]
+            attention = [
+                table.attention_config(rows, 128, False, rows, rows),
                 *(table.mla_decode_config(rows, *kind, rows, 16 * rows) for kind in MLA_KINDS),
+            ]
+            # how many programs share the parts, and how many stages are in flight, changes no bit
+            found = (
+                [(one.block_k, one.part_k) for one in gemms],
+                others,
+                [replace(one, split_k=1, num_stages=1) for one in attention],
             )
             if rows == 1:
-                expected = configs
-            assert configs == expected
-            assert all(getattr(config, "split_k", 1) == 1 for config in configs)
+                expected = found
+            assert found == expected
+            assert all(one.part_k % one.block_n == 0 for one in attention)
+            assert all(one.part_k % one.block_k == 0 for one in gemms)
     assert table.max_small_batch == table.fused_linear_max_rows == 0
     assert not table.mla_expands_keys and not table.delta_rule_chunks_prompts
+
+
+def test_parts_of_k_depend_on_k_alone() -> None:
+    """Merged weights, and shards along N, have the bits of the whole."""
+    with deterministic():
+        table = heuristics_for(torch.device("cpu"))
+        for k in (64, 1000, 4096, 14336, 28672):
+            parts = {table.dense_gemm(m, n, k).part_k for m in (1, 300) for n in (64, 4096, 50000)}  # type: ignore[attr-defined]
+            assert len(parts) == 1 and -(-k // parts.pop()) <= 8

@@ -123,9 +123,9 @@ def build_launch(key: LaunchKey) -> AttentionLaunch:
 
 def count_parts(keys: int, part_keys: int) -> int:
     """Parts of a context of so many keys (`triton_kernel.find_part`)."""
-    level = (max(keys - 1, 0) // (8 * part_keys) + 1).bit_length() - 1
-    first = 8 * part_keys * ((1 << level) - 1)
-    return level * 8 + max(cdiv(keys - first, part_keys << level), 1)
+    level = (max(keys - 1, 0) // (16 * part_keys) + 1).bit_length() - 1
+    first = 16 * part_keys * ((1 << level) - 1)
+    return level * 16 + max(cdiv(keys - first, part_keys << level), 1)
 
 
 def paged_attention(

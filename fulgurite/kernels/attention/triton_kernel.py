@@ -102,16 +102,16 @@ def _attend_blocks(
 
 @triton.jit
 def find_part_start(part, PART_KEYS: tl.constexpr):
-    """The first key of a part: eight parts of PART_KEYS keys, eight of twice as many, and so on."""
-    level = part // 8
-    return PART_KEYS * ((8 << level) - 8 + ((part % 8) << level))
+    """The first key of a part: 16 parts of PART_KEYS keys, 16 of twice as many, and so on."""
+    level = part // 16
+    return PART_KEYS * ((16 << level) - 16 + ((part % 16) << level))
 
 
 @triton.jit
 def find_part(key, PART_KEYS: tl.constexpr):
     """The part that a key is in."""
-    level = tl.log2((key // (8 * PART_KEYS) + 1).to(tl.float32) + 0.5).to(tl.int32)
-    return level * 8 + (key - find_part_start(level * 8, PART_KEYS)) // (PART_KEYS << level)
+    level = tl.log2((key // (16 * PART_KEYS) + 1).to(tl.float32) + 0.5).to(tl.int32)
+    return level * 16 + (key - find_part_start(level * 16, PART_KEYS)) // (PART_KEYS << level)
 
 
 @triton.jit

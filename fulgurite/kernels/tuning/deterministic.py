@@ -22,6 +22,7 @@ from fulgurite.kernels.integer_math import cdiv, next_power_of_2
 from fulgurite.kernels.tuning.base import Heuristics
 from fulgurite.kernels.tuning.config import LaunchConfig
 from fulgurite.kernels.tuning.gemm import TABLE_SMS, GemmEntry, find_entry, num_tiles
+from fulgurite.kernels.tuning.grouped_gemm import average_block_m
 from fulgurite.kernels.tuning.weight_traits import WeightTraits
 
 BLOCK_ROWS = 64  # rows of x (queries of attention) in a program
@@ -114,14 +115,23 @@ class DeterministicHeuristics(Heuristics):
         config = (
             self.scaled_gemm(m, n, k, "") if is_8bit else self.dequantized_gemm(m, n, k, weight)
         )
-        # an expert has few rows, however many there are
-        return replace(config, block_m=BLOCK_ROWS, split_k=1, group_n=self.grouped_group_n)
+        tile = self._expert_tile(m, experts, config.block_k)
+        return replace(tile, part_k=config.part_k)
 
     def grouped_gemm(
         self, rows: int, experts: int, weight: WeightTraits, is_gated: bool, dtype: torch.dtype
     ) -> LaunchConfig:
         block_k = self._grouped_block_k(weight, dtype)
-        return LaunchConfig(BLOCK_ROWS, 64, block_k, 4, 3, group_n=self.grouped_group_n)
+        if dtype == torch.float32:  # not by tensor cores
+            return LaunchConfig(BLOCK_ROWS, 64, block_k, 4, 3, group_n=self.grouped_group_n)
+        return self._expert_tile(rows, experts, block_k)
+
+    def _expert_tile(self, rows: int, experts: int, block_k: int) -> LaunchConfig:
+        """For the rows of an average expert."""
+        block_m = average_block_m(rows, experts)
+        if block_m <= 64:
+            return LaunchConfig(block_m, 64, block_k, 4, 4, group_n=self.grouped_group_n)
+        return LaunchConfig(block_m, 128, block_k, 8, 3, group_n=self.grouped_group_n)
 
     def grouped_gemm_dense(self, rows: int, experts: int, is_gated: bool) -> None:
         return None
@@ -146,7 +156,8 @@ class DeterministicHeuristics(Heuristics):
         side = 32 if is_float32 or key_dim > self.attention_large_key_dim else BLOCK_ROWS
         programs *= cdiv(rows, side)
         splits = self.attention_split_waves * self.num_sms // max(programs, 1)
-        config = LaunchConfig(block_m=side, block_n=side, num_warps=4, num_stages=2)
+        stages = 3 if rows <= side and key_dim <= 128 and not is_float32 else 2
+        config = LaunchConfig(block_m=side, block_n=side, num_warps=4, num_stages=stages)
         return replace(config, split_k=max(splits, 1), part_k=PART_KEYS)
 
     def mla_decode_config(

@@ -50,7 +50,7 @@ class GroupedGemmHeuristics(GemmHeuristics):
         small = None if is_8bit else self.small_m_experts(m, experts, n, k, weight)
         if small is not None:
             return small
-        block_m = _average_block_m(m, experts)
+        block_m = average_block_m(m, experts)
         block_k = self.max_block_k
         if not is_8bit:
             block_k = min(self.preferred_block_k(weight), self.max_block_k)
@@ -62,7 +62,7 @@ class GroupedGemmHeuristics(GemmHeuristics):
         self, rows: int, experts: int, weight: WeightTraits, is_gated: bool, dtype: torch.dtype
     ) -> LaunchConfig:
         """The kernel for every kind of weight. A gate has two accumulators, so half the columns."""
-        block_m, block_k = _average_block_m(rows, experts), self._grouped_block_k(weight, dtype)
+        block_m, block_k = average_block_m(rows, experts), self._grouped_block_k(weight, dtype)
         group_n = self.grouped_group_n
         if block_m <= 32:
             block_n, stages = 32 if is_gated else 64, 5 if block_k <= 64 else 4
@@ -129,7 +129,7 @@ class GroupedGemmHeuristics(GemmHeuristics):
         return replace(self.wgrad, block_k=16 if k <= 16 else self.wgrad.block_k)
 
 
-def _average_block_m(rows: int, experts: int) -> int:
+def average_block_m(rows: int, experts: int) -> int:
     """The power of two from 16 to 128 that fits the rows of an average expert."""
     return min(128, max(16, 1 << (max(1, rows // experts) - 1).bit_length()))
 

@@ -5,6 +5,8 @@ On a GPU, or in Triton's interpreter.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -14,13 +16,14 @@ from fulgurite.determinism import deterministic
 from fulgurite.kernels.attention import triton_attention
 from fulgurite.kernels.attention.metadata import AttentionMetadata
 from fulgurite.kernels.attention.triton_attention import count_parts
-from fulgurite.kernels.tuning.deterministic import PART_KEYS
+from fulgurite.kernels.tuning import deterministic as deterministic_tuning
 from tests.kernels.attention.cases import Case, Inputs, build, exact
 
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
 NEW = 5  # the last tokens of each sequence are queries
+PART_KEYS = 64
 # within a part, at its end, in several, and where parts have twice as many keys
-LENGTHS = (7, PART_KEYS, PART_KEYS + 1, 3 * PART_KEYS + 40, 9 * PART_KEYS + 70)
+LENGTHS = (7, PART_KEYS, PART_KEYS + 1, 3 * PART_KEYS + 40, 18 * PART_KEYS + 70)
 CASES = {
     "grouped": Case([(NEW, n) for n in LENGTHS]),
     "sinks": Case([(NEW, n) for n in LENGTHS], sinks=True),
@@ -30,10 +33,15 @@ CASES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def short_parts(monkeypatch):
+    monkeypatch.setattr(deterministic_tuning, "PART_KEYS", PART_KEYS)
+
+
 def run(inputs: Inputs, num_sms: int | None, monkeypatch) -> torch.Tensor:
     starts = inputs.metadata.query_start_loc.tolist()
     inputs = inputs.with_metadata(
-        max_query_len=max(b - a for a, b in zip(starts, starts[1:], strict=False)),
+        max_query_len=max(b - a for a, b in pairwise(starts)),
         max_seq_len=max(inputs.metadata.seq_lens_S.tolist()),
     )
     triton_attention.build_launch.cache_clear()
@@ -66,18 +74,22 @@ def test_any_step_gives_the_same_bits(name: str, monkeypatch) -> None:
     torch.testing.assert_close(whole.double(), expected, rtol=0.01, atol=0.01)
     assert torch.equal(run(inputs, None, monkeypatch), whole), "several programs share the keys"
     assert torch.equal(run(inputs, 9, monkeypatch), whole), "a program has some of the parts"
-    for sequence in range(len(LENGTHS)):
-        for first, count in ((0, NEW), (0, 1), (1, 3), (NEW - 1, 1)):
+    for sequence, chunks in (
+        (0, ((0, 1), (NEW - 1, 1))),
+        (2, ((0, NEW), (NEW - 1, 1))),
+        (4, ((1, 3), (NEW - 1, 1))),
+    ):
+        for first, count in chunks:
             start = int(inputs.metadata.query_start_loc[sequence]) + first
             part = run(take(inputs, sequence, first, count), None, monkeypatch)
             assert torch.equal(part, whole[start : start + count]), f"{count} of {sequence}"
 
 
 def test_parts_of_a_context() -> None:
-    """Eight parts of a size, then eight of twice that size."""
-    ends = [count_parts(keys, 4) for keys in range(1, 300)]
-    starts = [0] + [k for k in range(1, 299) if ends[k] != ends[k - 1]]
-    sizes = [b - a for a, b in zip(starts, starts[1:], strict=False)]
-    assert sizes[:24] == [4] * 8 + [8] * 8 + [16] * 8
+    """16 parts of a size, then 16 of twice that size."""
+    ends = [count_parts(keys, 4) for keys in range(1, 500)]
+    starts = [0] + [k for k in range(1, 499) if ends[k] != ends[k - 1]]
+    sizes = [b - a for a, b in pairwise(starts)]
+    assert sizes[:48] == [4] * 16 + [8] * 16 + [16] * 16
     assert ends == sorted(ends) and ends[0] == 1
     assert count_parts(0, 4) == 1

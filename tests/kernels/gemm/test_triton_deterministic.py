@@ -10,7 +10,7 @@ from fulgurite.determinism import deterministic
 from fulgurite.kernels.gemm import triton_quant_linear
 from fulgurite.kernels.tuning.deterministic import PART_K
 from fulgurite.quant import quantize
-from tests.kernels.triton_support import DEVICE
+from tests.kernels.triton_support import DEVICE, assert_same_bits
 
 # tiles of 16 to 128 rows, and K in several parts, which one program has or several share
 ROWS, COUNTS = 130, (1, 2, 17, 64, 65, 130)
@@ -21,7 +21,7 @@ def check_rows(function, x: Tensor) -> Tensor:
     for count in COUNTS:
         for start in {0, ROWS - count}:
             part = slice(start, start + count)
-            assert torch.equal(function(x[part]), whole[part]), f"{count} rows from {start} on"
+            assert_same_bits(function(x[part]), whole[part], f"{count} rows from {start} on")
     return whole
 
 
