@@ -48,6 +48,7 @@ from fulgurite.failures import (
     as_compile_error,
     attach_repro,
     can_fall_back,
+    warn_of_captured_calls,
     warn_of_fallback,
 )
 from fulgurite.logs import LOG
@@ -163,6 +164,7 @@ class Session:
             backward=lambda graph: self.build(record, "backward", graph, names),
             inference=lambda graph: self.build(record, "inference", graph, names),
             partition=self.make_partition(record),
+            report=functools.partial(self.report_captured_calls, record),
             without_calls=None if is_transformed else captured,
         )
         record.seconds += time.perf_counter() - started
@@ -393,6 +395,17 @@ class Session:
             raise fallback.error
         record.fallbacks.append(warn_of_fallback(fallback))
         record.refresh_final_traces()
+
+    def report_captured_calls(self, record: GraphRecord, reason: str) -> None:
+        """Record that torch runs the captured graph for some inputs, and warn once for each reason.
+
+        This is no failure: compiled code is right for the memory layout of the inputs at capture only.
+        So strict mode does not raise.
+        """
+        if reason not in record.captured_calls:
+            record.captured_calls.append(reason)
+            warn_of_captured_calls(f"graph {record.index}", reason)
+            record.refresh_final_traces()
 
     def make_partition(self, record: GraphRecord) -> Callable[..., Any]:
         """The function that splits a joint graph into forward and backward."""
