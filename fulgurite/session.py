@@ -29,6 +29,7 @@ from fulgurite.capture.input_names import CapturedNames, clean_input_names
 from fulgurite.capture.layer_graphs import CannotOutline, trace_layer
 from fulgurite.capture.opaque_gradients import make_gradients_opaque
 from fulgurite.capture.outline import LayerSource, extract_layer, replace_layers
+from fulgurite.capture.program_errors import raise_assertion_errors
 from fulgurite.capture.repeats import LayerCache, LayerCall, LayerGroup, find_repeated_layers
 from fulgurite.capture.subgraph_op import LayerGraphs
 from fulgurite.capture.unfold_writes import keep_values_outside_windows
@@ -113,12 +114,13 @@ class Session:
         record = GraphRecord(len(self.graphs))
         self.graphs.append(record)
         try:
-            return self.compile_graph(record, module, inputs, captured)
+            run = self.compile_graph(record, module, inputs, captured)
         except BaseException as error:
             if not self._can_run_captured(record, error):
                 self.graphs.remove(record)
                 raise
-            return self.run_captured(record, module, error)
+            run = self.run_captured(record, module, error)
+        return raise_assertion_errors(run, captured)
 
     def _can_run_captured(self, record: GraphRecord, error: BaseException) -> bool:
         """Whether torch may run the captured graph after this error. TorchDynamo's are its own business:

@@ -78,17 +78,6 @@ def test_an_op_that_fails_raises_its_own_error():
         fulgurite.compile(lambda x: x @ x)(x)
 
 
-@pytest.mark.usefixtures("lenient")
-@pytest.mark.filterwarnings("ignore::fulgurite.errors.FallbackWarning")
-def test_powers_of_negative_numbers():
-    def f(x, a):
-        return x * a + a**2
-
-    compiled, x = fulgurite.compile(f), torch.randn(3)
-    for a in (0.5, 0.25, -1.0, 3.0, -2.5):
-        torch.testing.assert_close(compiled(x, a), f(x, a))
-
-
 INTEGERS = [(1, 2), (3, 4), (5, 1), (2, 5), (-3, 7), (5, 5), (0, 0), (4, 9)]
 
 
@@ -187,13 +176,3 @@ def test_max_unpool_refuses_an_index_of_the_next_channel(index):
     indices[0, 0, 1] = index
     with pytest.raises(RuntimeError, match="invalid max index"):
         compiled(x, indices)
-
-
-def test_remainder_of_a_float_argument():
-    def f(x, p):
-        return x * (p % 2) + p // 1
-
-    compiled = fulgurite.compile(f)
-    x = torch.randn(3)
-    for p in (1.5, -2.5, 3.25):
-        torch.testing.assert_close(compiled(x, p), f(x, p))
