@@ -10,6 +10,8 @@ In: TorchDynamo's functions. Out: the same functions, corrected when this module
 - `multilabel_margin_loss` is traced as one op: its decomposition counts labels after the first -1.
 - `max_unpool2d` and `max_unpool3d` are traced as one op: in their decompositions an index out of range may write
   to the next channel.
+- `dropout` that drops nothing (p = 0, or not in training) returns its input: a later in-place op writes to it.
+  TorchDynamo traces a copy.
 - `5 in (n, m)` and `n in range(5)` with integers that became symbols compare their values.
 - A branch whose outcome the range of `torch.rand` decides is no graph break: `if torch.rand([]) < p` with p = 0,
   as models write to skip layers at random.
@@ -63,6 +65,7 @@ def install() -> None:
     _use_kernel_when_traced(torch.ops.aten.multilabel_margin_loss_forward.default)
     _use_kernel_when_traced(torch.ops.aten.max_unpool2d.default)
     _use_kernel_when_traced(torch.ops.aten.max_unpool3d.default)
+    _return_input_of_dropout(torch.ops.aten.dropout.default)
     _replace(lists, "iter_contains", _contains)
     _replace(lists.RangeVariable, "sq_contains", _range_contains)
     python_numbers.install()
@@ -75,6 +78,17 @@ def install() -> None:
 def _use_kernel_when_traced(op: OpOverload) -> None:
     """Trace an op as itself, not as the decomposition that torch has for it."""
     op.py_kernels.pop(DispatchKey.Autograd, None)
+    op._dispatch_cache.clear()
+
+
+def _return_input_of_dropout(op: OpOverload) -> None:
+    """Trace dropout that drops nothing as its input, as eager mode runs it."""
+    for key in (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd):
+        drop = op.py_kernels.get(key)
+        if drop is not None:
+            op.py_kernels[key] = lambda x, p, train, drop=drop: (
+                drop(x, p, train) if train and p else x
+            )
     op._dispatch_cache.clear()
 
 

@@ -176,3 +176,23 @@ def test_max_unpool_refuses_an_index_of_the_next_channel(index):
     indices[0, 0, 1] = index
     with pytest.raises(RuntimeError, match="invalid max index"):
         compiled(x, indices)
+
+
+@pytest.mark.parametrize(("p", "training"), [(0.0, True), (0.5, False)])
+@pytest.mark.parametrize("grad", [False, True])
+def test_dropout_that_drops_nothing_returns_its_input(p, training, grad):
+    def f(x):
+        y = F.dropout(x, p, training)
+        y.add_(1)
+        return y * 2, x * 3
+
+    compiled = fulgurite.compile(f)
+    ours, eager = (torch.arange(6.0, requires_grad=grad) * 1 for _ in range(2))
+    torch.testing.assert_close(compiled(ours), f(eager))
+    torch.testing.assert_close(ours, eager)
+
+
+def test_dropout_draws_numbers():
+    torch.manual_seed(0)
+    dropped = fulgurite.compile(lambda x: F.dropout(x, 0.5))(torch.ones(1000))
+    assert 300 < int((dropped == 0).sum()) < 700
