@@ -31,6 +31,7 @@ from fulgurite.capture.opaque_gradients import make_gradients_opaque
 from fulgurite.capture.outline import LayerSource, extract_layer, replace_layers
 from fulgurite.capture.program_errors import raise_assertion_errors
 from fulgurite.capture.repeats import LayerCache, LayerCall, LayerGroup, find_repeated_layers
+from fulgurite.capture.strided_views import view_storages
 from fulgurite.capture.subgraph_op import LayerGraphs
 from fulgurite.capture.unfold_writes import keep_values_outside_windows
 from fulgurite.compiled_graph import CompiledGraph, GraphRecord
@@ -108,6 +109,7 @@ class Session:
         fold_captured_masks(module)
         use_gemm_for_convolutions(module)
         keep_values_outside_windows(module)
+        view_storages(module)
         captured = module
         if self.options.granularity == "auto":
             module = self.outline(module)
