@@ -24,6 +24,7 @@ from fulgurite.trace.subgraph import inline_subgraphs, subgraph_calls
 from fulgurite.transforms.remat import SavedBytes
 
 CUDA_GRAPH = "CUDA graph"  # how a trace's note about its capture starts
+CAPTURED_CALLS = "some calls run as captured"  # how a trace's note about other inputs starts
 
 
 class CompiledGraph:
@@ -118,6 +119,7 @@ class GraphRecord:
     saved_bytes: SavedBytes | None = None
     decisions: list[Decision] = field(default_factory=list)
     fallbacks: list[Fallback] = field(default_factory=list)  # what failed, and runs with torch
+    captured_calls: list[str] = field(default_factory=list)  # why torch runs it for some inputs
     seconds: float = 0.0  # compile time; includes backward once that is built
     called_for: str = ""  # the layers that this graph is called for: "12 × ViTLayer"
     # settings of torch at the capture, for scripts that reproduce a failure
@@ -136,10 +138,13 @@ class GraphRecord:
         return self.compiled_graphs[kind].trace
 
     def refresh_final_traces(self) -> None:
-        """Print final traces anew: regions that fell back at a call, and CUDA graphs, say so."""
+        """Print final traces anew: regions that fell back at a call, CUDA graphs and other inputs."""
         for compiled in self.compiled_graphs.values():
             old = compiled.trace
-            notes = [note for note in old.notes if not note.startswith(CUDA_GRAPH)]
+            notes = [
+                note for note in old.notes if not note.startswith((CUDA_GRAPH, CAPTURED_CALLS))
+            ]
+            notes += [f"{CAPTURED_CALLS}: {reason}" for reason in self.captured_calls]
             if compiled.graphed is not None:
                 notes.append(f"{CUDA_GRAPH}: {compiled.graphed.describe()}")
             compiled.trace = replace(old, notes=tuple(notes))

@@ -96,6 +96,7 @@ class GraphSummary:
     decisions: list[Decision]
     notes: list[str] = field(default_factory=list)  # what transforms say of the captured program
     failures: list[FailedPart] = field(default_factory=list)  # what could not be compiled
+    captured_calls: list[str] = field(default_factory=list)  # why some calls run as captured
     called_for: str = ""  # the layers that a sub-graph is called for; empty: no sub-graph
 
 
@@ -232,6 +233,7 @@ def summarize_graph(record: GraphRecord) -> GraphSummary:
         saved_bytes=saved,
         decisions=list(record.decisions),
         failures=list(record.fallbacks),
+        captured_calls=list(record.captured_calls),
         notes=[note for trace in record.stages("captured") for note in trace.notes],
     )
 
@@ -357,6 +359,7 @@ def _graph_lines(graph: GraphSummary, remat: str) -> list[str]:
         ]
     if graph.saved_bytes:
         lines.append(f"  {'saved for backward':<18}  {_saved_text(graph.saved_bytes, remat)}")
+    lines += [f"  {'runs as captured':<18}  {reason}" for reason in graph.captured_calls]
     return lines + _decision_lines(graph.decisions) + _failure_lines(graph.failures)
 
 

@@ -81,3 +81,15 @@ def warn_of_fallback(fallback: Fallback) -> Fallback:
         stacklevel=2,
     )
     return replace(fallback, repro=script)
+
+
+def warn_of_captured_calls(name: str, reason: str) -> None:
+    """Warn that torch runs a captured graph for inputs with another memory layout than at capture."""
+    LOG.warning("%s: some calls run as captured: %s", name, reason)
+    warnings.warn(
+        f"{name} was not compiled for the memory layout of these inputs: {reason}\n"
+        f"  runs instead   {CAPTURED_OPS}\n"
+        "  next           results are right, speed may be lower; pass clones of the inputs to run compiled",
+        FallbackWarning,
+        stacklevel=2,
+    )

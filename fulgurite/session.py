@@ -29,7 +29,9 @@ from fulgurite.capture.input_names import CapturedNames, clean_input_names
 from fulgurite.capture.layer_graphs import CannotOutline, trace_layer
 from fulgurite.capture.opaque_gradients import make_gradients_opaque
 from fulgurite.capture.outline import LayerSource, extract_layer, replace_layers
+from fulgurite.capture.program_errors import raise_assertion_errors
 from fulgurite.capture.repeats import LayerCache, LayerCall, LayerGroup, find_repeated_layers
+from fulgurite.capture.strided_views import view_storages
 from fulgurite.capture.subgraph_op import LayerGraphs
 from fulgurite.capture.unfold_writes import keep_values_outside_windows
 from fulgurite.compiled_graph import CompiledGraph, GraphRecord
@@ -48,6 +50,7 @@ from fulgurite.failures import (
     as_compile_error,
     attach_repro,
     can_fall_back,
+    warn_of_captured_calls,
     warn_of_fallback,
 )
 from fulgurite.logs import LOG
@@ -106,18 +109,20 @@ class Session:
         fold_captured_masks(module)
         use_gemm_for_convolutions(module)
         keep_values_outside_windows(module)
+        view_storages(module)
         captured = module
         if self.options.granularity == "auto":
             module = self.outline(module)
         record = GraphRecord(len(self.graphs))
         self.graphs.append(record)
         try:
-            return self.compile_graph(record, module, inputs, captured)
+            run = self.compile_graph(record, module, inputs, captured)
         except BaseException as error:
             if not self._can_run_captured(record, error):
                 self.graphs.remove(record)
                 raise
-            return self.run_captured(record, module, error)
+            run = self.run_captured(record, module, error)
+        return raise_assertion_errors(run, captured)
 
     def _can_run_captured(self, record: GraphRecord, error: BaseException) -> bool:
         """Whether torch may run the captured graph after this error. TorchDynamo's are its own business:
@@ -163,6 +168,7 @@ class Session:
             backward=lambda graph: self.build(record, "backward", graph, names),
             inference=lambda graph: self.build(record, "inference", graph, names),
             partition=self.make_partition(record),
+            report=functools.partial(self.report_captured_calls, record),
             without_calls=None if is_transformed else captured,
         )
         record.seconds += time.perf_counter() - started
@@ -393,6 +399,17 @@ class Session:
             raise fallback.error
         record.fallbacks.append(warn_of_fallback(fallback))
         record.refresh_final_traces()
+
+    def report_captured_calls(self, record: GraphRecord, reason: str) -> None:
+        """Record that torch runs the captured graph for some inputs, and warn once for each reason.
+
+        This is no failure: compiled code is right for the memory layout of the inputs at capture only.
+        So strict mode does not raise.
+        """
+        if reason not in record.captured_calls:
+            record.captured_calls.append(reason)
+            warn_of_captured_calls(f"graph {record.index}", reason)
+            record.refresh_final_traces()
 
     def make_partition(self, record: GraphRecord) -> Callable[..., Any]:
         """The function that splits a joint graph into forward and backward."""

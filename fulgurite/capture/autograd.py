@@ -23,7 +23,7 @@ from torch._guards import TracingContext
 from fulgurite.capture.alias_offsets import restore_alias_offsets
 from fulgurite.capture.double_backward import CapturedGraph, describe_obstacle
 from fulgurite.capture.foreach import foreach_decompositions
-from fulgurite.capture.input_aliasing import guard_input_aliasing
+from fulgurite.capture.input_aliasing import Report, guard_input_aliasing
 from fulgurite.capture.strided_inputs import guard_strided_inputs
 from fulgurite.capture.subclasses import specialize_subclass_contexts
 from fulgurite.capture.training import (
@@ -48,12 +48,14 @@ def run_aot_autograd(
     backward: BuildGraph,
     inference: BuildGraph,
     partition: Partition,
+    report: Report,
     without_calls: fx.GraphModule | None = None,
 ) -> Callable[..., Any]:
     """Functionalize the graph, differentiate it if needed, and build each graph.
 
     captured        runs the graph op by op: for inputs that alias each other in another way than these,
                     or that are views of memory that the graph reads by its addresses
+    report          is told why calls run as captured
     without_calls   the captured graph before its layers became calls, for gradients of gradients
     """
 
@@ -104,8 +106,8 @@ def run_aot_autograd(
         wrapped = backend(module, inputs)
     result = call_without_wrapper(unwrapped[0]) if unwrapped else training.call(wrapped)
     for graph in functional:
-        result = guard_strided_inputs(result, captured, inputs, graph)
-    return guard_input_aliasing(result, captured, inputs) if _mutates_inputs() else result
+        result = guard_strided_inputs(result, captured, inputs, graph, report)
+    return guard_input_aliasing(result, captured, inputs, report) if _mutates_inputs() else result
 
 
 def _mutates_inputs() -> bool:

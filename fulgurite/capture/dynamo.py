@@ -32,9 +32,8 @@ from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from fulgurite.capture import dynamo_fixes
+from fulgurite.capture import dynamo_fixes, program_errors
 from fulgurite.capture.direct_call import DirectCall, find_inline_wrapper
-from fulgurite.config import settings
 from fulgurite.errors import CaptureError, FulguriteError, GraphBreakError, OpError
 from fulgurite.host_api import load_library, start_build
 from fulgurite.trace.describe import is_user_file
@@ -80,12 +79,11 @@ def collect_breaks(
     captured: Callable[..., Any], breaks: list[GraphBreak], fullgraph: bool
 ) -> Callable[..., Any]:
     """`captured`, with its graph breaks appended to `breaks` and TorchDynamo's errors translated."""
-    capture = dynamo_fixes.capture
+    capture = program_errors.capture
 
     def call(*args: Any, **kwargs: Any) -> Any:
         outer, _break_sink.breaks = _break_sink.breaks, breaks
-        outer_breaks = capture.breaks_at_failed_ops
-        capture.breaks_at_failed_ops = not (fullgraph or settings().strict)
+        outer_fullgraph, capture.fullgraph = capture.fullgraph, fullgraph
         try:
             return captured(*args, **kwargs)
         except exc.TorchRuntimeError as error:
@@ -94,7 +92,7 @@ def collect_breaks(
             raise_translated(error)
         finally:
             _break_sink.breaks = outer
-            capture.breaks_at_failed_ops = outer_breaks
+            capture.fullgraph = outer_fullgraph
 
     return call
 

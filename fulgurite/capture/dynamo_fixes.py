@@ -5,11 +5,14 @@ In: TorchDynamo's functions. Out: the same functions, corrected when this module
 - An op that its FakeTensor rule refuses and the op itself takes (`F.grouped_mm` of float32 numbers on a CPU) is
   a graph break: torch runs that op, and capture goes on after it. If the op fails as well, its own
   error is raised. With `FULGURITE_STRICT=1` and `fullgraph=True` the failed capture is an error.
+  `program_errors.py` has what concerns errors of the program itself, `python_numbers.py` the arithmetic of
+  symbols.
 - `multilabel_margin_loss` is traced as one op: its decomposition counts labels after the first -1.
 - `max_unpool2d` and `max_unpool3d` are traced as one op: in their decompositions an index out of range may write
   to the next channel.
+- `dropout` that drops nothing (p = 0, or not in training) returns its input: a later in-place op writes to it.
+  TorchDynamo traces a copy.
 - `5 in (n, m)` and `n in range(5)` with integers that became symbols compare their values.
-- The remainder of a Python float that became a symbol (`p % 2`) is computed on tensors, as its other ops are.
 - A branch whose outcome the range of `torch.rand` decides is no graph break: `if torch.rand([]) < p` with p = 0,
   as models write to skip layers at random.
 """
@@ -18,7 +21,6 @@ from __future__ import annotations
 
 import dis
 import operator
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -30,17 +32,11 @@ from torch._dynamo.variables import lists
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._ops import OpOverload
-from torch.utils._sympy.reference import TensorReferenceAnalysis
 
+from fulgurite.capture import python_numbers
+from fulgurite.capture.program_errors import breaks_at_failed_op, check_node, mark_assert
 from fulgurite.errors import FallbackWarning
 from fulgurite.logs import LOG
-
-
-class _Capture(threading.local):
-    """What this thread's capture does at an op that fails on FakeTensors."""
-
-    breaks_at_failed_ops = False
-
 
 BRANCHES = (
     *("POP_JUMP_IF_FALSE", "POP_JUMP_IF_TRUE", "JUMP_IF_FALSE_OR_POP", "JUMP_IF_TRUE_OR_POP"),
@@ -55,7 +51,6 @@ MIRRORED = {
     operator.le: operator.ge,
     operator.ge: operator.le,
 }
-capture = _Capture()
 _installed = False
 
 
@@ -66,26 +61,34 @@ def install() -> None:
         return
     _installed = True
     _replace(utils, "_wrap_graph_break_with_torch_runtime_err", _break_at_failed_op)
+    _replace(utils, "run_node", check_node)
     _use_kernel_when_traced(torch.ops.aten.multilabel_margin_loss_forward.default)
     _use_kernel_when_traced(torch.ops.aten.max_unpool2d.default)
     _use_kernel_when_traced(torch.ops.aten.max_unpool3d.default)
+    _return_input_of_dropout(torch.ops.aten.dropout.default)
     _replace(lists, "iter_contains", _contains)
     _replace(lists.RangeVariable, "sq_contains", _range_contains)
-    if not hasattr(TensorReferenceAnalysis, "python_mod"):
-        TensorReferenceAnalysis.python_mod = staticmethod(_python_mod)  # type: ignore[attr-defined]
+    python_numbers.install()
     for translator in _subclasses(symbolic_convert.InstructionTranslatorBase):
         for name in BRANCHES:
             _replace_instruction(translator, name, _decide_branch)
-
-
-def _python_mod(x: Any, y: Any) -> Any:
-    """`x % y` of Python floats, on tensors: both take the sign of `y`."""
-    return torch.ops.aten.remainder.Tensor(x, y)
+            _replace_instruction(translator, name, mark_assert)
 
 
 def _use_kernel_when_traced(op: OpOverload) -> None:
     """Trace an op as itself, not as the decomposition that torch has for it."""
     op.py_kernels.pop(DispatchKey.Autograd, None)
+    op._dispatch_cache.clear()
+
+
+def _return_input_of_dropout(op: OpOverload) -> None:
+    """Trace dropout that drops nothing as its input, as eager mode runs it."""
+    for key in (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd):
+        drop = op.py_kernels.get(key)
+        if drop is not None:
+            op.py_kernels[key] = lambda x, p, train, drop=drop: (
+                drop(x, p, train) if train and p else x
+            )
     op._dispatch_cache.clear()
 
 
@@ -138,7 +141,7 @@ def _find_truth(variable: Any) -> bool | None:
 
 def _break_at_failed_op(original: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
     def raise_for_failed_op(raise_graph_break: Callable[[], NoReturn]) -> NoReturn:
-        if not capture.breaks_at_failed_ops:
+        if not breaks_at_failed_op():
             original(raise_graph_break)
         try:
             raise_graph_break()

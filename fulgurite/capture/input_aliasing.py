@@ -1,7 +1,8 @@
 """Guard on inputs that share memory, for graphs that mutate an input.
 
 In: a captured graph, the inputs it was captured with, its compiled form. Out: a callable that runs the
-compiled form if its inputs overlap as they did at capture, and the captured graph op by op otherwise.
+compiled form if its inputs overlap as they did at capture, and the captured graph op by op otherwise. Calls
+that run as captured are reported.
 
 Which inputs overlap, and by how much, is part of what AOTAutograd compiles: `a.mul_(2); a + b` is another
 program if b lies inside a. TorchDynamo's guards only check whether two inputs are the same object.
@@ -21,18 +22,24 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fulgurite.trace.cost import size_hint
 
 Span = tuple[int, int, int]  # first byte, end, position of the input
+Report = Callable[[str], None]  # takes the reason why calls run as captured, any number of times
 Overlaps = list[tuple[tuple[int, int], ...]]  # overlapping inputs: (position, storage offset) each
+OTHER_OVERLAPS = "a mutated input, and inputs that overlap in other ways than at capture"
+INNER_OVERLAPS = "a mutated input, and inner tensors of a subclass that overlap other inputs"
 MAX_CACHED_ADDRESSES = 16  # sets of addresses: prefetched batches reuse a few buffers
 
 
 def guard_input_aliasing(
-    run: Callable[..., Any], captured: Callable[..., Any], inputs: Sequence[Any]
+    run: Callable[..., Any],
+    captured: Callable[..., Any],
+    inputs: Sequence[Any],
+    report: Report,
 ) -> Callable[..., Any]:
     """`run` for inputs that overlap as these do, `captured` for other inputs."""
     positions = [k for k, value in enumerate(inputs) if has_address(value)]
     subclasses = [k for k, value in enumerate(inputs) if is_traceable_wrapper_subclass(value)]
     if subclasses:
-        run = _guard_inner_tensors(run, captured, positions, subclasses)
+        run = _guard_inner_tensors(run, captured, positions, subclasses, report)
     if len(positions) < 2:
         return run
     extents = [(k, _static_extent(inputs[k])) for k in positions]
@@ -47,6 +54,7 @@ def guard_input_aliasing(
             return run(*args)
         spans = [_tensor_span(args[k], k, extent) for k, extent in extents]
         if find_overlaps(spans, args) != expected:
+            report(OTHER_OVERLAPS)
             return captured(*args)
         if is_cacheable:
             if len(disjoint) >= MAX_CACHED_ADDRESSES:
@@ -62,6 +70,7 @@ def _guard_inner_tensors(
     captured: Callable[..., Any],
     positions: Sequence[int],
     subclasses: Sequence[int],
+    report: Report,
 ) -> Callable[..., Any]:
     """`run`, unless an inner tensor of a subclass overlaps another tensor: AOTAutograd assumes not."""
 
@@ -71,7 +80,10 @@ def _guard_inner_tensors(
         spans = [_tensor_span(tensor, k, None) for k, tensor in enumerate(tensors)]
         found = find_overlaps(spans, tensors)
         touches_inner = any(k >= len(positions) for pair in found for k, _ in pair)
-        return (captured if touches_inner else run)(*args)
+        if not touches_inner:
+            return run(*args)
+        report(INNER_OVERLAPS)
+        return captured(*args)
 
     return call
 
@@ -89,6 +101,11 @@ def has_address(value: Any) -> bool:
     """Whether a value is a strided tensor with an address: no wrapper subclass, no sparse tensor."""
     plain = type(value) in (Tensor, torch.nn.Parameter) or isinstance(value, FakeTensor)
     return plain and value.layout is torch.strided and value.device.type != "meta"
+
+
+def has_storage(value: Any) -> bool:
+    """Whether a value of a captured graph has a storage: no wrapper of torch.func, no sparse tensor."""
+    return isinstance(value, FakeTensor) and value.layout is torch.strided
 
 
 def find_overlaps(spans: list[Span], inputs: Sequence[Any]) -> Overlaps:

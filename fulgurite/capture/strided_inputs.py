@@ -1,7 +1,8 @@
 """Guard on storage offsets of inputs, for graphs that call `as_strided`.
 
 In: a functional graph, its compiled form and the captured graph. Out: a callable that runs the compiled form
-if its inputs lie in their storages as they did at capture, and the captured graph op by op otherwise.
+if its inputs lie in their storages as they did at capture, and the captured graph op by op otherwise. Calls
+that run as captured are reported.
 
 `as_strided` counts from the start of the storage, not of the tensor, and TorchDynamo has no guards on storage
 offsets. Two things depend on them:
@@ -22,8 +23,7 @@ from torch import Tensor, fx
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, ViewBaseAOTInput
 from torch._guards import TracingContext
 
-from fulgurite.capture.input_aliasing import has_address
-from fulgurite.logs import LOG
+from fulgurite.capture.input_aliasing import Report, has_address
 from fulgurite.trace.cost import is_view, size_hint
 
 AS_STRIDED = (
@@ -31,6 +31,8 @@ AS_STRIDED = (
     torch.ops.aten.as_strided_copy.default,
     torch.ops.aten.as_strided_scatter.default,
 )
+MUTATED_SLICE = "as_strided reads or writes the storage of a mutated input that is a view"
+OTHER_OFFSETS = "as_strided, and inputs that lie elsewhere in their storages than at capture"
 
 
 def guard_strided_inputs(
@@ -38,6 +40,7 @@ def guard_strided_inputs(
     captured: Callable[..., Any],
     inputs: Sequence[Any],
     graph: fx.GraphModule,
+    report: Report,
 ) -> Callable[..., Any]:
     """`run` for inputs that lie in their storages as these do, `captured` for other inputs."""
     calls = _find_as_strided(graph)
@@ -45,7 +48,7 @@ def guard_strided_inputs(
         return run
     mutated = [k for k in _mutated_positions(len(inputs)) if has_address(inputs[k])]
     if not all(fills_storage(inputs[k]) for k in mutated):
-        LOG.info("as_strided over the memory of a mutated input that is a view: runs as captured")
+        report(MUTATED_SLICE)
         return captured
     viewed = {k for k in _viewed_positions(calls) if has_address(inputs[k])}
     offsets = {k: size_hint(inputs[k].storage_offset()) for k in sorted(viewed)}
@@ -53,7 +56,10 @@ def guard_strided_inputs(
     def call(*args: Any) -> Any:
         is_same = all(args[k].storage_offset() == offset for k, offset in offsets.items())
         is_same = is_same and all(fills_storage(args[k]) for k in mutated)
-        return (run if is_same else captured)(*args)
+        if is_same:
+            return run(*args)
+        report(OTHER_OFFSETS)
+        return captured(*args)
 
     return call if mutated or offsets else run
 

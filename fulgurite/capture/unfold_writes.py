@@ -23,11 +23,16 @@ IN_PLACE_OPERATORS = (
 def keep_values_outside_windows(module: fx.GraphModule) -> None:
     """Replace each `unfold` through which the graph writes."""
     unfolds = [node for node in module.graph.nodes if _is_unfold(node)]
-    written = [node for node in unfolds if any(map(_writes, _uses(node)))]
+    written = [node for node in unfolds if is_written(node)]
     for node in written:
         node.op, node.target = "call_function", view_windows
     if written:
         module.recompile()
+
+
+def is_written(node: fx.Node) -> bool:
+    """Whether the graph may write to a value, or to a view of it."""
+    return any(map(_writes, _uses(node)))
 
 
 def view_windows(x: Tensor, dimension: int, size: int, step: int) -> Tensor:

@@ -175,7 +175,7 @@ INLINE float round_f16(float x) { return widen(f16{f16_code(x)}); }
 INLINE float round_f8e4m3(float x) { return widen(f8e4m3{f8e4m3_code(x)}); }
 INLINE float round_f8e5m2(float x) { return widen(f8e5m2{f8e5m2_code(x)}); }
 
-// NaN if either is; of -0 and +0 either one.
+// NaN if either is; of equal numbers (-0 and +0) the second one.
 template <class T> INLINE T nan_max(T a, T b) { return (a > b) | (a != a) ? a : b; }
 template <class T> INLINE T select(bool condition, T a, T b) { return condition ? a : b; }
 template <class T> INLINE T nan_min(T a, T b) { return (a < b) | (a != a) ? a : b; }
@@ -188,7 +188,7 @@ template <class T> INLINE T nan_min_scalar(T a, T b) {
   const T smaller = a < b ? a : b;
   return __builtin_expect(a != a, 0) ? a : smaller;
 }
-// The other one if one is NaN (fmax, fmin).
+// The other one if one is NaN (fmax, fmin); of equal numbers the second one.
 template <class T> INLINE T number_max(T a, T b) { return (a > b) | (b != b) ? a : b; }
 template <class T> INLINE T number_min(T a, T b) { return (a < b) | (b != b) ? a : b; }
 

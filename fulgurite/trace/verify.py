@@ -28,6 +28,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fulgurite.errors import VerifyError
+from fulgurite.trace.cost import is_view
 from fulgurite.trace.describe import describe, source_of
 from fulgurite.trace.metadata import find_fake_mode, run_node, same_metadata, use_fake_mode
 from fulgurite.trace.mutations import is_input_mutation
@@ -184,6 +185,7 @@ def _evaluate(module: fx.GraphModule, known: dict[Hashable, Evaluation]) -> Eval
                 old = known.get(key)
                 if old is None or old.recorded is not fake_value(node):
                     computed = _keep_opaque_value(node, run_node(module, node, values))
+                    computed = _with_own_memory(node, computed, values)
                     sources = tuple(values[source] for source in node.all_input_nodes)
                     old = Evaluation(computed, fake_value(node), sources)
                     found.touched.append(node)
@@ -219,6 +221,23 @@ def _keep_opaque_value(node: fx.Node, computed: Any) -> Any:
     opaque = isinstance(getattr(producer, "target", None), torch._ops.HigherOrderOperator)
     recorded = fake_value(node)
     return recorded if opaque or _has_unbacked_symbols(recorded) else computed
+
+
+def _with_own_memory(node: fx.Node, computed: Any, values: dict[fx.Node, Any]) -> Any:
+    """The result of an op that is no view, in memory of its own.
+
+    On FakeTensors an op may run as its decomposition, which returns a view of the input where nothing moves:
+    `channel_shuffle` with one group. The op itself copies.
+    """
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or is_view(node) or any(r.alias_info is not None for r in schema.returns):
+        return computed
+    sources = {_storage_id(values[source]) for source in node.all_input_nodes} - {None}
+    if _storage_id(computed) not in sources:
+        return computed
+    return torch.empty_strided(
+        computed.shape, computed.stride(), dtype=computed.dtype, device=computed.device
+    )
 
 
 def _has_unbacked_symbols(value: Any) -> bool:

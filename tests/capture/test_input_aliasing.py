@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
 import fulgurite
-from fulgurite.capture.input_aliasing import find_overlaps
+from fulgurite.capture.input_aliasing import OTHER_OVERLAPS, find_overlaps
+from fulgurite.errors import FallbackWarning
 
 
 def mutate_and_add(a, b):
@@ -93,6 +96,21 @@ def test_disjoint_inputs_stay_compiled():
     assert (
         len(compiled.graphs) == 1 and len(ran) == 3
     )  # once in the second call, twice in the third
+
+
+def test_other_overlaps_are_reported():
+    compiled, memory = fulgurite.compile(mutate_and_add), torch.arange(10.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        compiled(memory[:4], memory[5:9])
+    with pytest.warns(FallbackWarning, match="not compiled for the memory layout"):
+        compiled(memory[:4], memory[2:6])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        compiled(memory[:4], memory[1:5])
+    assert OTHER_OVERLAPS in str(compiled.explain()) and OTHER_OVERLAPS in str(
+        compiled.last_trace()
+    )
 
 
 @pytest.mark.parametrize(

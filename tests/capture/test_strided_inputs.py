@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
 import fulgurite
-from fulgurite.capture.strided_inputs import fills_storage
+from fulgurite.capture.strided_inputs import MUTATED_SLICE, OTHER_OFFSETS, fills_storage
+from fulgurite.errors import FallbackWarning
 
 
 def read_after_write(a):
@@ -74,6 +77,33 @@ def test_gradients_of_slices():
         a = torch.arange(24.0)[start : start + 16]
         (found,) = torch.autograd.grad(compiled(a, w), w)
         assert torch.equal(found, torch.autograd.grad(f(a, w), w)[0])
+
+
+def call_slices(f, *starts):
+    """A compiled function, called with slices of a tensor, and the warnings of its calls."""
+    compiled, caught = fulgurite.compile(f, dynamic=False), []
+    for start in starts:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            compiled(torch.arange(24.0)[start : start + 12])
+        caught += [str(one.message) for one in found if one.category is FallbackWarning]
+    return compiled, caught
+
+
+@pytest.mark.parametrize(
+    ("f", "starts", "reason"),
+    [(read_after_write, (2, 2, 5), MUTATED_SLICE), (read_at_offset, (0, 0, 5, 5), OTHER_OFFSETS)],
+)
+def test_calls_that_run_as_captured_are_reported(f, starts, reason):
+    compiled, caught = call_slices(f, *starts)
+    assert len(caught) == 1 and reason in caught[0]
+    assert reason in str(compiled.explain())
+    assert reason in str(compiled.last_trace())
+
+
+def test_calls_that_run_compiled_are_not_reported():
+    compiled, caught = call_slices(read_at_offset, 3, 3)
+    assert not caught and "as captured" not in str(compiled.explain())
 
 
 def test_whole_inputs_are_compiled():

@@ -7,7 +7,7 @@ from fulgurite.fuser.codegen.triton.device_functions import nan_max, nan_min
 # amax[i0,i1] = max_r2 abs_1[i0,i1,r2]
 # div[i0,i1] = (amax[i0,i1] / 448.0)
 # div_1[i0,i1,i2] = (arg0_1[i0,i1,i2] / div[i0,i1])
-# clamp[i0,i1,i2] = minimum(maximum(div_1[i0,i1,i2], -448.0), 448.0)
+# clamp[i0,i1,i2] = minimum(448.0, maximum(-448.0, div_1[i0,i1,i2]))
 # _to_copy[i0,i1,i2] = float8_e4m3fn(clamp[i0,i1,i2])
 # rows: i<131072 x j<128, blocks of 8 i x 128 j, 1 warps
 @triton.jit
@@ -19,5 +19,5 @@ def abs_amax_clamp_0(arg0_1, _to_copy_out):
     amax = tl.reduce(abs_1, 1, nan_max, keep_dims=True)
     div = tl.div_rn(amax, 448.0)
     div_1 = tl.div_rn(arg0_1_ij, div)
-    clamp = nan_min(nan_max(div_1, -448.0), 448.0)
+    clamp = nan_min(448.0, nan_max(-448.0, div_1))
     tl.store(_to_copy_out + i * 128 + j, clamp.to(tl.float8e4nv))

@@ -87,6 +87,19 @@ def test_broken_transform_is_named(change, rule):
     assert "repro" in caught.value.details
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("shape", [(1, 4, 1, 1), (1, 4, 2, 2), (2, 4, 3, 1)])
+def test_an_op_whose_decomposition_returns_its_input(shape, grad):
+    """`channel_shuffle` copies. On FakeTensors it may run as views of the input, if no channel moves."""
+
+    def shuffle(x):
+        return torch.nn.functional.channel_shuffle(x, 1)
+
+    x = torch.randn(shape).contiguous(memory_format=torch.channels_last)
+    x = x.requires_grad_(grad) * 1
+    torch.testing.assert_close(fulgurite.compile(shuffle, dynamic=True)(x), shuffle(x))
+
+
 def functional_trace(function, *inputs):
     compiled = fulgurite.compile(function)
     compiled(*inputs)

@@ -22,8 +22,8 @@ BACKWARD = ("grad_output", "self")
 
 
 def relu(a: Expression) -> Expression:
-    # maximum keeps NaN and returns +0 for -0, as torch does.
-    return apply("maximum", a, constant_like(0, a))
+    # maximum keeps NaN; of equal numbers it returns the second one: -0 for -0, as torch does
+    return apply("maximum", constant_like(0, a), a)
 
 
 def silu(a: Expression) -> Expression:

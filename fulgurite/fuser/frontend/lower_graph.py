@@ -196,6 +196,8 @@ def _check_operands(
 READS_STORAGE_DTYPE = (
     "nan_to_num",
     "nextafter",
+    "fmax",
+    "fmin",
 )  # whose formulas depend on the dtype of the result
 
 

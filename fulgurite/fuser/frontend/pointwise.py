@@ -69,12 +69,17 @@ def _binary(name: str, promotion: str = "default") -> PointwiseLowering:
 
 
 def _nan_ignoring(name: str, integer_name: str) -> PointwiseLowering:
-    """Returns the lowering of fmax or fmin. Integers have no NaN and use `integer_name`."""
-    return PointwiseLowering(
-        ("self", "other"),
-        "default",
-        lambda a, b, **_: apply(integer_name if _is_integral(a) else name, a, b),
-    )
+    """Returns the lowering of fmax or fmin. Integers have no NaN and use `integer_name`.
+
+    Of equal numbers, the primitives return the second one. So does torch for narrow floats; for others it
+    returns the first one.
+    """
+
+    def lower(a: Expression, b: Expression, storage: torch.dtype) -> Expression:
+        primitive = integer_name if _is_integral(a) else name
+        return apply(primitive, a, b) if storage in NARROW_FLOATS else apply(primitive, b, a)
+
+    return PointwiseLowering(("self", "other"), "default", lower)
 
 
 def _nextafter(a: Expression, b: Expression, storage: torch.dtype) -> Expression:
@@ -171,8 +176,16 @@ def clamp(
     a: Expression, low: Expression | None = None, high: Expression | None = None
 ) -> Expression:
     if low is not None:
-        a = apply("maximum", a, low)
-    return a if high is None else apply("minimum", a, high)
+        a = _limit("maximum", a, low)
+    return a if high is None else _limit("minimum", a, high)
+
+
+def _limit(name: str, a: Expression, bound: Expression) -> Expression:
+    """The maximum or minimum of a value and a bound.
+
+    If they are equal, as -0 and 0 are, torch returns the value for a number, and the bound for a tensor.
+    """
+    return apply(name, bound, a) if isinstance(bound, Constant) else apply(name, a, bound)
 
 
 def _isnan(a: Expression) -> Expression:

@@ -7,8 +7,8 @@ return bool.
 
 Semantics that a name does not define:
 
-    maximum, minimum  NaN if either argument is NaN
-    fmax, fmin        the other argument if one is NaN
+    maximum, minimum  NaN if either argument is NaN; in C++ the second one of equal numbers (0 and -0)
+    fmax, fmin        the other argument if one is NaN; of equal numbers as above
     fmod, remainder   the sign of the dividend; the sign of the divisor
     round             half to even
     where             (bool, a, b)

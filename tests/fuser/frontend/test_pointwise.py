@@ -434,3 +434,29 @@ def test_nextafter_steps_in_the_dtype_of_the_result(dtype):
         torch.testing.assert_close(
             compiled(x, y), torch.nextafter(x, y), rtol=0, atol=0, equal_nan=True
         )
+
+
+SIGNS_OF_ZERO = [  # torch's vector and scalar code agree on these
+    lambda x, y: torch.relu(x),
+    lambda x, y: torch.relu(x * y),
+    lambda x, y: F.relu6(x),
+    lambda x, y: x.clamp(min=0.0),
+    lambda x, y: x.clamp(min=-0.0),
+    lambda x, y: x.clamp(max=0.0),
+    lambda x, y: x.clamp(max=-0.0),
+    lambda x, y: x.clamp(0.0, 1.0),
+    torch.fmax,
+    torch.fmin,
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("number", range(len(SIGNS_OF_ZERO)))
+def test_signs_of_zero(number, dtype):
+    f = SIGNS_OF_ZERO[number]
+    x, y = torch.tensor([0.0, -0.0, 0.0, -0.0, NAN, 1, -1] * 9), torch.tensor([0.0, 0.0, -0.0] * 21)
+    x, y = x.to(dtype), y.to(dtype)
+    ours, eager = fulgurite.fuse(f)(x, y), f(x, y)
+    torch.testing.assert_close(ours, eager, rtol=0, atol=0, equal_nan=True)
+    is_zero = eager == 0
+    assert torch.equal(ours.signbit()[is_zero], eager.signbit()[is_zero])

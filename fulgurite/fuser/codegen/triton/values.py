@@ -91,12 +91,13 @@ def match_one_plus_tanh(operation: Operation) -> Expression | None:
 
 def is_clamped(value: Expression, limit: float) -> bool:
     """Is the value clamped between -limit and limit?"""
-    if isinstance(value, Operation) and value.name == "minimum":
-        a, b = value.arguments
-        if isinstance(b, Constant) and abs(b.value) <= limit and isinstance(a, Operation):
-            low = a.arguments[-1] if a.name == "maximum" else None
-            return isinstance(low, Constant) and abs(low.value) <= limit
-    return False
+    for name in ("minimum", "maximum"):
+        if not isinstance(value, Operation) or value.name != name:
+            return False
+        bound, value = value.arguments
+        if not isinstance(bound, Constant) or abs(bound.value) > limit:
+            return False
+    return True
 
 
 def strip_parentheses(text: str) -> str:
