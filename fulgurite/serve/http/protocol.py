@@ -187,12 +187,13 @@ class LimitedProtocol(HttpToolsProtocol):
     # ---- the end of a connection -------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """The server ends: as soon as the request that runs is answered."""
+        """The server ends: close as soon as the request that runs is answered."""
         self.keep_alive = False
-        if self.transport.is_ended:
-            self.transport.transport.close()
-        else:
+        if self.is_running:
             super().shutdown()
+        else:
+            self.transport.flush()
+            self.transport.transport.close()
 
     def _close(self) -> None:
         """Close the connection, or linger if the client has not sent its whole request."""

@@ -9,6 +9,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -194,3 +195,16 @@ def test_a_timer_of_an_earlier_reply_does_not_cut_off_the_next(monkeypatch):
             time.sleep(0.3)
             sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
             assert sock.recv(1 << 16).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("data", [b"GET /he", b"\x00\r\n\r\n"], ids=["a part", "refused"])
+def test_a_server_that_ends_does_not_linger(data):
+    with ExitStack() as stack:
+        running = stack.enter_context(serve(mock_config()))
+        host, port = running.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as sock:
+            sock.sendall(data)
+            time.sleep(0.1)
+            start = time.monotonic()
+            stack.close()
+            assert time.monotonic() - start < protocol.LINGER_IDLE_SECONDS
