@@ -98,6 +98,8 @@ def decoder_of(kind: type[Any]) -> msgspec.json.Decoder[Any]:
 def parse_body(body: bytes, kind: type[T], limits: Limits) -> T:
     """The body as a Struct; ApiError 400 that names the field."""
     body = body.removeprefix(BYTE_ORDER_MARK)  # some clients of Windows send it
+    if not body:
+        raise invalid("the body is empty; send a JSON object", code="invalid_json")
     check_depth(body, limits.json_depth)
     try:
         decoded: T = decoder_of(kind).decode(body)  # type: ignore[arg-type]

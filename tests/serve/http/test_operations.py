@@ -299,3 +299,9 @@ def test_clients_find_the_id_of_their_request(server):
     for path in ("/v1/models", "/nothing"):
         headers = server.get(path).headers
         assert headers["request-id"] == headers["x-request-id"]
+
+
+def test_a_request_without_a_body_is_told_so(server):
+    headers = {"content-type": "application/json"}
+    reply = PLAIN.post(server.url + "/v1/completions", headers=headers)
+    assert reply.status_code == 400 and "the body is empty" in reply.text
