@@ -8,9 +8,11 @@ uvicorn's protocol reads headers without end and waits for slow clients for ever
     write_seconds    in which a client must read something of a response: the connection ends
 
 A request that can't be read is refused once the requests before it on the connection are answered. A
-refusal, and any answer to a request whose body is not complete, says `connection: close`. The connection
-then ends in two steps (lingering close): no more is sent, and what still arrives is dropped. Closing at
-once would reset the connection, and a client that is still sending would not see the answer.
+refusal, and any answer to a request whose body is not complete, says `connection: close`.
+
+Connections end in two steps (lingering close): no more is sent, and what still arrives is dropped until
+the client closes. Closing at once would reset the connection, and a client that is still sending would
+not see the answer.
 
 A connection that is lost is told to the request that runs, also if another one was pipelined after it.
 
@@ -134,7 +136,7 @@ class LimitedProtocol(HttpToolsProtocol):
     # ---- connection --------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        merged = MergedWrites(transport, self.loop, self._close)
+        merged = MergedWrites(transport, self.loop, self._linger)
         super().connection_made(merged)  # type: ignore[arg-type]
         self._start_read_timer()  # for a connection that sends nothing
 
@@ -195,15 +197,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.flush()
             self.transport.transport.close()
 
-    def _close(self) -> None:
-        """Close the connection, or linger if the client has not sent its whole request."""
-        if self.is_partial:
-            self._linger()
-        else:
-            self.transport.transport.close()
-
     def _linger(self) -> None:
-        """Send no more, and drop what arrives until the client stops sending."""
+        """Send no more, and drop what arrives until the client closes or stops sending."""
         if self.transport.is_closing():
             return
         self._stop_read_timer()

@@ -144,6 +144,20 @@ def test_requests_before_a_bad_one_are_answered_first(server, name, waits):
     check_refusal(bad, status)
 
 
+def test_bytes_after_the_last_request_do_not_reset_the_connection(server):
+    """The client has asked to close the connection after the reply, and sends on."""
+    data = with_length(GOOD, head=HEAD + b"connection: close\r\n")
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as sock:
+        sock.sendall(data)
+        first = sock.recv(1 << 16)
+        for _ in range(20):
+            sock.sendall(GOOD)
+            time.sleep(0.01)
+        reply = first + b"".join(iter(lambda: sock.recv(1 << 16), b""))
+    assert [one[0] for one in read_replies(reply)] == [200]
+
+
 def test_a_stream_before_a_bad_request_is_complete(server):
     body = json.dumps({"prompt": script("Hello."), "max_tokens": 20, "stream": True}).encode()
     reply = exchange(server, with_length(body) + b"\x00\r\n\r\n")
