@@ -7,6 +7,10 @@ there and replays the captured work without Python in between:
           that the step before sampled is read on the device
     CPU   a recording of the layers' native calls (`fulgurite.replay`); the torch ops before and
           after it (embedding, rotary angles, head) run eagerly, and sampling after them
+
+A CUDA graph is captured before its first step. On a CPU that would take as long as several steps, for
+which all requests wait. There the first steps of a batch size run eagerly instead (they compile, and
+touch memory first), and the next one is recorded while it runs.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from fulgurite import replay
 from fulgurite.cudagraph import GraphPool, capture_graph
@@ -35,7 +40,7 @@ from fulgurite.serve.engine.sampler import Sampler, SamplingInputs, SamplingVari
 from fulgurite.serve.engine.scheduler import ScheduledChunk
 from fulgurite.serve.engine.step_buffers import BufferLayout, StepBuffers
 
-WARMUPS = 2
+WARMUPS = 2  # before the capture: calls on a GPU, steps on a CPU
 
 
 class StepOutput(NamedTuple):
@@ -89,7 +94,9 @@ class CapturedDecodeStep:
         self.batch = self._make_batch(columns)
         self.graphs: dict[SamplingVariant, Callable[[], StepOutput]] = {}
         self.logits_RO: Tensor | None = None  # of all graphs
-        self.replay = self._record_native_calls() if graph_pool is None else None
+        self.num_warmups = 0
+        self.replay: Callable[[], Tensor] | None = None  # on a CPU, once it is recorded
+        self.no_replay_reason: str | None = None
 
     def __call__(
         self,
@@ -98,10 +105,10 @@ class CapturedDecodeStep:
         variant: SamplingVariant,
     ) -> StepOutput:
         """Run up to `batch_size` requests. Without `sampling` the tokens are not to be used."""
-        if self.replay is not None:
+        if self.graph_pool is None:
             assert sampling is not None, "one rank samples every decode step"
             self._write_inputs(chunks, sampling)
-            logits_RO = self.replay()[: len(chunks)].float()
+            logits_RO = self._run_on_cpu()[: len(chunks)].float()
             return StepOutput(logits_RO, self.sampler.run_eagerly(logits_RO, sampling))
         graph = self.graphs[variant]  # `prepare` made it
         if sampling is not None:
@@ -164,13 +171,13 @@ class CapturedDecodeStep:
             host["rope_seq_lens"][:used] = np.maximum(lengths, positions + 1)
         if sampling is None:
             self._write_sampling_padding(host, 0)
-        elif self.replay is None:
+        elif self.graph_pool is not None:
             host["settings"][:used] = sampling.settings_R5
             host["processing"][:used] = sampling.processing_R5
         if used < self.batch_size:
             self._write_padding(host, used)
         self.buffers.copy_to_device()
-        if self.replay is not None and any(chunk.ends_pending for chunk in chunks):
+        if self.graph_pool is None and any(chunk.ends_pending for chunk in chunks):
             self._fill_pending_tokens()
 
     def _fill_pending_tokens(self) -> None:
@@ -195,12 +202,42 @@ class CapturedDecodeStep:
         context = self.model.context
         return slice(None) if context is None else slice(*context.local_range(self.batch_size))
 
-    def _record_native_calls(self) -> Callable[[], Tensor]:
+    def _run_on_cpu(self) -> Tensor:
+        """The logits of the inputs. The layers run once, whether they are recorded or not."""
+        if self.replay is not None:
+            return self.replay()
+        if self.num_warmups < WARMUPS or profiler._is_profiler_enabled:  # a recording has its own
+            self.num_warmups += 1
+            return self.model.compute_logits(self._run_layers(*self._embed()))
+        return self.model.compute_logits(self._record_layers())
+
+    def _record_layers(self) -> Tensor:
+        """The hidden states of the inputs. `no_replay_reason` says why the layers were not recorded."""
         x_TD, cos_sin = self._embed()
         static_x_TD = x_TD.clone()
         static_cos_sin = [RotaryCosSin(pair.cos.clone(), pair.sin.clone()) for pair in cos_sin]
-        layers = replay.record(self._run_layers, static_x_TD, static_cos_sin, warmups=WARMUPS)
+        outputs: list[Tensor] = []
 
+        def run_layers() -> Tensor:
+            outputs.append(self._run_layers(static_x_TD, static_cos_sin))
+            return outputs[-1]
+
+        try:
+            layers = replay.record(run_layers, warmups=0)
+        except ReplayError as error:
+            if not outputs:
+                raise
+            self.no_replay_reason = str(error)
+        else:
+            self.replay = self._make_replay(layers, static_x_TD, static_cos_sin)
+        return outputs.pop()
+
+    def _make_replay(
+        self,
+        layers: replay.Recording,
+        static_x_TD: Tensor,
+        static_cos_sin: Sequence[RotaryCosSin],
+    ) -> Callable[[], Tensor]:
         def run() -> Tensor:
             x_TD, cos_sin = self._embed()
             static_x_TD.copy_(x_TD)
@@ -213,7 +250,7 @@ class CapturedDecodeStep:
 
     def can_run(self, variant: SamplingVariant) -> bool:
         """Whether nothing is left to capture for steps that sample this way."""
-        return self.replay is not None or variant in self.graphs
+        return self.graph_pool is None or variant in self.graphs
 
     def prepare(self, variant: SamplingVariant) -> None:
         """Capture the CUDA graph that samples this way, if there is none; ReplayError if it can't be

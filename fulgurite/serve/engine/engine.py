@@ -13,6 +13,7 @@ from numbers import Integral
 
 from fulgurite.errors import ArgumentError
 from fulgurite.serve.engine.audit import audit_engine
+from fulgurite.serve.engine.captured_step import WARMUPS
 from fulgurite.serve.engine.detokenizer import Detokenizer
 from fulgurite.serve.engine.engine_core import EngineCore, Listener
 from fulgurite.serve.engine.request import (
@@ -271,8 +272,9 @@ class Engine(EngineCore):
 
     def warm_up(self) -> None:
         """Run one short request, so that kernels are compiled before the first real one."""
-        params = SamplingParams(max_tokens=2, ignore_eos=True)
-        self.generate([[0] * max(1, min(4, self.context - 2))], params)
+        num_tokens = WARMUPS + 2  # of a prefill, and of decode steps up to the captured one
+        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+        self.generate([[0] * max(1, min(4, self.context - num_tokens))], params)
         self.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:

@@ -129,7 +129,10 @@ class ModelRunner:
         if shape is not None:
             step = self._get_captured_step(shape.num_requests, shape.variant)
             if step is not None:
-                return step(chunks, sampling, shape.variant)
+                output = step(chunks, sampling, shape.variant)
+                if step.no_replay_reason is not None:
+                    self._stop_capturing(step.no_replay_reason)
+                return output
         if not chunks:
             return StepOutput(self._execute_empty(), None)
         logits_RO, prompt_logprobs = self._execute_eagerly(chunks)
@@ -194,8 +197,7 @@ class ModelRunner:
             with nullcontext() if counter is None else counter.paused():
                 step = self._capture_step(size, variant)
         except ReplayError as error:
-            self.no_capture_reason = str(error)
-            LOG.info("decode steps are not captured: %s", error)
+            self._stop_capturing(str(error))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -207,6 +209,10 @@ class ModelRunner:
         if step is None:
             self.captured_steps.pop(size, None)
         return step
+
+    def _stop_capturing(self, reason: str) -> None:
+        self.no_capture_reason = reason
+        LOG.info("decode steps are not captured: %s", reason)
 
     def captured_size(self, num_requests: int) -> int:
         """The batch size of the captured step that runs so many requests."""

@@ -66,6 +66,7 @@ ENDPOINTS: dict[tuple[str, str], Endpoint] = {
 # Without a key: they tell nothing about requests, and load balancers and browsers need them.
 OPEN_PATHS = frozenset({"/health", "/ping", *PAGE_ROUTES})
 REQUEST_ID = re.compile(REQUEST_ID_PATTERN)
+ID_HEADERS = ("x-request-id", "request-id")  # where the clients of OpenAI and Anthropic look for it
 
 
 class KeyChecker:
@@ -111,7 +112,8 @@ class Handler:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", id.encode())]
+                ids = [(name.encode(), id.encode()) for name in ID_HEADERS]
+                message["headers"] = [*message["headers"], *ids]
             await send(message)
 
         with self.app.tracer.span(request, self.path, id) as span:
@@ -181,6 +183,7 @@ class App:
                 allow_origins=list(config.allow_origins),
                 allow_methods=["*"],
                 allow_headers=["*"],
+                expose_headers=[*ID_HEADERS, "retry-after", "x-should-retry"],
             )
             middleware.append(cors)
         self.asgi = Starlette(
@@ -214,12 +217,15 @@ class App:
             failure = refused
         if error.headers:
             failure.headers.update(error.headers)
-        failure.headers["x-request-id"] = id
+        failure.headers.update(dict.fromkeys(ID_HEADERS, id))
         return error_response(failure, id, path.startswith("/v1/messages"))
 
 
 def suggest_base_url(path: str) -> str:
-    """What to change if only the client's base URL is wrong."""
+    """What to change if only the client's base URL, or a slash, is wrong."""
+    plain = "/" + "/".join(filter(None, path.split("/")))
+    if plain != path and any(plain == known for _, known in ENDPOINTS):
+        return f": the path is {plain}, without other slashes"
     if any(f"/v1{path}" == known for _, known in ENDPOINTS):
         return ": add /v1 to the client's base URL"
     if any(path == f"/v1{known}" for _, known in ENDPOINTS if known.startswith("/v1")):

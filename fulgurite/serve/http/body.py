@@ -23,6 +23,7 @@ GOT_FLOAT = re.compile(r"^Expected `[^`]*\bint\b[^`]*`, got `float`")
 MAX_EXACT = 1 << 53  # whole floats beyond have no one integer
 UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 MISSING_FIELD = re.compile(r"Object missing required field `(?P<name>.*)`")
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MAX_QUOTED = 200  # characters of a request that an error repeats
 # An escaped surrogate without its other half: a string that was cut inside of a character.
 HIGH, LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
@@ -96,6 +97,9 @@ def decoder_of(kind: type[Any]) -> msgspec.json.Decoder[Any]:
 
 def parse_body(body: bytes, kind: type[T], limits: Limits) -> T:
     """The body as a Struct; ApiError 400 that names the field."""
+    body = body.removeprefix(BYTE_ORDER_MARK)  # some clients of Windows send it
+    if not body:
+        raise invalid("the body is empty; send a JSON object", code="invalid_json")
     check_depth(body, limits.json_depth)
     try:
         decoded: T = decoder_of(kind).decode(body)  # type: ignore[arg-type]

@@ -3,9 +3,16 @@
 uvicorn's protocol reads headers without end and waits for slow clients for ever. This one bounds both:
 
     header_bytes     of a request's line, headers and trailers: 431 beyond
-    body_bytes       twice as many raw bytes of a message (chunks have overhead): the connection ends
-    read_seconds     from a request's first byte to its last: 408, then the connection ends
+    body_bytes       twice as many raw bytes of a message (chunks have overhead): 413 beyond
+    read_seconds     from a request's first byte to its last: 408 after it
     write_seconds    in which a client must read something of a response: the connection ends
+
+A request that can't be read is refused once the requests before it on the connection are answered. A
+refusal, and any answer to a request whose body is not complete, says `connection: close`.
+
+Connections end in two steps (lingering close): no more is sent, and what still arrives is dropped until
+the client closes. Closing at once would reset the connection, and a client that is still sending would
+not see the answer.
 
 A connection that is lost is told to the request that runs, also if another one was pipelined after it.
 
@@ -21,6 +28,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import httptools
@@ -37,18 +45,28 @@ from fulgurite.serve.http.errors import ApiError
 
 # Strangers must not fill the log: uvicorn warns of each request that is no HTTP.
 logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-# How long, and for how many bytes, a refused client may go on sending. Closing at once would reset the
-# connection, and a reset takes the answer away that the client has not read yet.
-LINGER_SECONDS, LINGER_BYTES = 2.0, 1 << 20
+# How long a client that was answered may go on sending, and without a pause of how long.
+LINGER_SECONDS, LINGER_IDLE_SECONDS = 30.0, 2.0
 BAD_REQUEST = ApiError(400, "this is not a valid HTTP request", code="invalid_http")
 
 
 class MergedWrites:
-    """A transport that sends once a turn of the event loop what was written in it."""
+    """A transport that sends once a turn of the event loop what was written in it.
 
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+    `on_close` ends the connection; None: the transport does.
+    """
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        loop: asyncio.AbstractEventLoop,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
         self.transport, self.loop = transport, loop
+        self.on_close = transport.close if on_close is None else on_close
         self.pending: list[bytes] = []
+        self.num_flushed = 0  # bytes
+        self.is_ended = False  # `write_eof` was called
 
     def write(self, data: bytes) -> None:
         if not self.pending:
@@ -58,22 +76,32 @@ class MergedWrites:
     def flush(self) -> None:
         pending, self.pending = self.pending, []
         if pending and not self.transport.is_closing():  # the client may have left in this turn
-            self.transport.write(b"".join(pending))
+            data = b"".join(pending)
+            self.num_flushed += len(data)
+            self.transport.write(data)
 
     def write_eof(self) -> None:
         self.flush()
+        self.is_ended = True
         self.transport.write_eof()
 
     def close(self) -> None:
         self.flush()
-        self.transport.close()
+        self.on_close()
 
     def abort(self) -> None:
         self.pending = []
         self.transport.abort()
 
+    def is_closing(self) -> bool:
+        return self.is_ended or self.transport.is_closing()
+
     def get_write_buffer_size(self) -> int:
         return sum(map(len, self.pending)) + self.transport.get_write_buffer_size()
+
+    def count_accepted(self) -> int:
+        """The bytes that the system has taken: more of them if the client reads."""
+        return self.num_flushed - self.transport.get_write_buffer_size()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.transport, name)
@@ -83,25 +111,33 @@ class LimitedProtocol(HttpToolsProtocol):
     """A connection. `limits` is set by `limit_protocol`."""
 
     limits = Limits()
+    transport: MergedWrites  # type: ignore[assignment]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.running: RequestResponseCycle | None = None  # the request that the application answers
         self.refusal = BAD_REQUEST  # what is sent if the parser gives up
+        self.late_refusal: ApiError | None = None  # what is sent after the requests that run
         self.header_bytes = 0  # of the message that is being read, by its parts
         self.message_bytes = 0  # the same, as received; without those that came with its beginning
-        self.in_headers = True
+        self.current: RequestResponseCycle | None = (
+            None  # of that message, once its headers are here
+        )
+        self.keep_alive = True  # after that message, if it is complete
         self.offers_upgrade = False  # the message that is being read
         self.is_partial = False  # some bytes of a message are here, but not all
         self.read_timer: asyncio.TimerHandle | None = None
         self.write_timer: asyncio.TimerHandle | None = None
-        self.unread_bytes = 0  # of responses, when the write timer was set
-        self.linger_timer: asyncio.TimerHandle | None = None  # set once a request was refused
+        self.accepted_bytes = 0  # of responses, when the write timer was set
+        self.linger_timer: asyncio.TimerHandle | None = None
+        self.linger_end = 0.0  # by the loop's clock
+        self.still_sends = False  # whether something arrived since the linger timer was set
 
     # ---- connection --------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(MergedWrites(transport, self.loop))  # type: ignore[arg-type]
+        merged = MergedWrites(transport, self.loop, self._linger)
+        super().connection_made(merged)  # type: ignore[arg-type]
         self._start_read_timer()  # for a connection that sends nothing
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -114,13 +150,10 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        self.still_sends = True
+        if self.transport.is_closing() or self.late_refusal is not None:
             return
         self.message_bytes += len(data)
-        if self.linger_timer is not None:
-            if self.message_bytes > LINGER_BYTES:
-                self.transport.close()
-            return
         self.is_partial = True
         self._parse(data)
         if not self.is_partial:
@@ -128,7 +161,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         if self.read_timer is None:
             self._start_read_timer()
-        if self.in_headers and self.message_bytes > self.limits.header_bytes:
+        if self.current is None and self.message_bytes > self.limits.header_bytes:
             self.refuse(self._make_header_error())
         elif self.message_bytes > 2 * self.limits.body_bytes + self.limits.header_bytes:
             self.refuse(ApiError(413, "the body is too large", code="body_too_large"))
@@ -153,12 +186,44 @@ class LimitedProtocol(HttpToolsProtocol):
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets it
         self._parse(b"".join([*head, b"\r\n", rest]))
 
+    # ---- the end of a connection -------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """The server ends: close as soon as the request that runs is answered."""
+        self.keep_alive = False
+        if self.is_running:
+            super().shutdown()
+        else:
+            self.transport.flush()
+            self.transport.transport.close()
+
+    def _linger(self) -> None:
+        """Send no more, and drop what arrives until the client closes or stops sending."""
+        if self.transport.is_closing():
+            return
+        self._stop_read_timer()
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self.linger_end = self.loop.time() + LINGER_SECONDS
+        self._wait_for_silence()
+        self._watch_writes()
+
+    def _wait_for_silence(self) -> None:
+        self.still_sends = False
+        self.linger_timer = self.loop.call_later(LINGER_IDLE_SECONDS, self._end_linger)
+
+    def _end_linger(self) -> None:
+        if self.still_sends and self.loop.time() < self.linger_end:
+            self._wait_for_silence()
+        else:
+            self.transport.transport.close()
+
     # ---- parser callbacks --------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         self.offers_upgrade = False
         self.header_bytes = self.message_bytes = 0
-        self.in_headers = self.is_partial = True
+        self.current, self.is_partial = None, True
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -170,16 +235,19 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self.in_headers = False
         is_connect = self.parser.get_method() == b"CONNECT"  # the application refuses it
         self.offers_upgrade = self.parser.should_upgrade() and not is_connect
         if not self.offers_upgrade:
             super().on_headers_complete()
+            self.current, self.keep_alive = self.cycle, self.cycle.keep_alive
+            self.current.keep_alive = False  # if it is answered before it is complete
 
     def on_message_complete(self) -> None:
         if self.offers_upgrade:
             return
-        self.message_bytes, self.in_headers, self.is_partial = 0, True, False
+        self.message_bytes, self.current, self.is_partial = 0, None, False
+        if not self.cycle.response_started:
+            self.cycle.keep_alive = self.keep_alive
         super().on_message_complete()
 
     def _count_header(self, count: int) -> None:
@@ -198,13 +266,22 @@ class LimitedProtocol(HttpToolsProtocol):
         self.refuse(self.refusal)
 
     def refuse(self, error: ApiError) -> None:
-        """Answer a request that the application has not seen, and end the connection."""
-        if self.linger_timer is not None:
+        """Answer a message that can't be read, after those before it, and end the connection."""
+        if self.transport.is_closing():
             return
-        if not self.can_answer:
-            self.transport.abort()
+        current = self.current
+        if current is not None and current.response_started:
+            return  # with `connection: close`
+        if self.is_running and self.running is not current:
+            self.late_refusal = error
+            self._stop_read_timer()
+            if current is not None:
+                self.pipeline.popleft()  # the newest
+                self.current = None
             return
-        self._stop_read_timer()
+        if current is not None:  # the application need not wait for the rest
+            current.disconnected = True
+            current.message_event.set()
         body = encode_json(error.to_openai())
         head = [
             STATUS_LINE[error.status],
@@ -212,19 +289,12 @@ class LimitedProtocol(HttpToolsProtocol):
             b"content-length: %d\r\n\r\n" % len(body),
         ]
         self.transport.write(b"".join([*head, body]))
-        self.transport.write_eof()
-        self.message_bytes = 0
-        self.linger_timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
-        self.flow.resume_reading()
-        self._watch_writes()
+        self._linger()
 
     @property
-    def can_answer(self) -> bool:
-        """Whether a response would be taken for that of the message that is being read."""
-        cycle = self.running
-        if cycle is None or cycle.response_complete:
-            return True
-        return cycle is self.cycle and not self.in_headers and not cycle.response_started
+    def is_running(self) -> bool:
+        """Whether the application answers a request of this connection."""
+        return self.running is not None and not self.running.response_complete
 
     # ---- slow clients ------------------------------------------------------------------------------
 
@@ -238,8 +308,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _end_reading(self) -> None:
         """A request is not complete after `read_seconds`. A request that runs is not disturbed."""
-        is_running = self.running is not None and not self.running.response_complete
-        if self.flow.read_paused or (is_running and self.in_headers):
+        if self.flow.read_paused or (self.is_running and self.current is None):
             self._start_read_timer()
             return
         self.read_timer = None
@@ -254,18 +323,21 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._watch_writes()
+        if self.late_refusal is not None and not self.is_running:
+            self.refuse(self.late_refusal)
 
     def _watch_writes(self) -> None:
         """Look again in `write_seconds` whether the client reads."""
-        if self.write_timer is None:
-            self.unread_bytes = self.transport.get_write_buffer_size()
-            if self.unread_bytes:
-                seconds = self.limits.write_seconds
-                self.write_timer = self.loop.call_later(seconds, self._check_writes)
+        if self.write_timer is None and self.transport.get_write_buffer_size():
+            self.accepted_bytes = self.transport.count_accepted()
+            seconds = self.limits.write_seconds
+            self.write_timer = self.loop.call_later(seconds, self._check_writes)
 
     def _check_writes(self) -> None:
+        """End a connection whose client reads nothing. What is not flushed yet is not its fault."""
         self.write_timer = None
-        if 0 < self.unread_bytes <= self.transport.get_write_buffer_size():
+        is_full = self.transport.transport.get_write_buffer_size() > 0
+        if is_full and self.transport.count_accepted() == self.accepted_bytes:
             self.transport.abort()
         else:
             self._watch_writes()

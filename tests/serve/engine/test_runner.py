@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch import Tensor
 
+from fulgurite import replay
+from fulgurite.errors import ReplayError
 from fulgurite.models import CausalLM
 from fulgurite.serve.engine import captured_step, runner
 from fulgurite.serve.engine.engine import Engine
@@ -63,6 +68,64 @@ def test_least_recently_used_captured_step_is_dropped(
         prompts = [[seed, 5] for seed in range(requests)]
         texts(engine, prompts, [3] * requests)
         assert list(engine.runner.captured_steps) == cached
+
+
+def count_layer_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The batch size of each run of all layers by Python in a captured step."""
+    runs: list[int] = []
+    run_layers = captured_step.CapturedDecodeStep._run_layers
+
+    def count(step: captured_step.CapturedDecodeStep, *inputs: Any) -> Tensor:
+        runs.append(step.batch_size)
+        return run_layers(step, *inputs)
+
+    monkeypatch.setattr(captured_step.CapturedDecodeStep, "_run_layers", count)
+    return runs
+
+
+def test_a_new_batch_size_delays_no_step_on_a_cpu(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step runs the layers once: eagerly, then recorded, then replayed."""
+    prompts, wanted = [[3, 5], [4, 5], [5, 5]], [9, 9, 9]
+    plain = make_engine(model)
+    plain.runner.no_capture_reason = "a test"
+    engine, runs = make_engine(model), count_layer_runs(monkeypatch)
+    for prompt in prompts:
+        engine.add_request(prompt, greedy(9))
+    per_step = []
+    while engine.has_unfinished_requests:
+        before = len(runs)
+        engine.step()
+        per_step.append(len(runs) - before)
+    prefill, *decode = per_step
+    assert prefill == 0  # no captured step
+    assert decode == [1] * (captured_step.WARMUPS + 1) + [0] * (8 - captured_step.WARMUPS - 1)
+    assert engine.runner.captured_steps[3].replay is not None
+    assert texts(make_engine(model), prompts, wanted) == texts(plain, prompts, wanted)
+
+
+def test_a_step_that_can_not_be_recorded_is_not_run_again(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers with states would add its tokens twice."""
+
+    def refuse(names: Sequence[str]) -> None:
+        raise ReplayError("aten::cumsum computes something outside of native kernels")
+
+    monkeypatch.setattr(replay, "_check_no_computation", refuse)
+    plain = make_engine(model)
+    plain.runner.no_capture_reason = "a test"
+    engine, runs = make_engine(model), count_layer_runs(monkeypatch)
+    assert texts(engine, [[3, 5]], [9]) == texts(plain, [[3, 5]], [9])
+    assert runs == [1] * (captured_step.WARMUPS + 1)
+    assert "aten::cumsum" in str(engine.stats().no_capture_reason)
+
+
+def test_the_warm_up_captures_steps_of_one_request(model: CausalLM) -> None:
+    engine = make_engine(model)
+    engine.warm_up()
+    assert engine.runner.captured_steps[1].replay is not None
 
 
 def use_fake_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[object]:

@@ -120,6 +120,7 @@ def serve(config: ServerConfig) -> Iterator[RunningServer]:
         access_log=False,
         ws="none",
         http=limit_protocol(config.limits),
+        timeout_keep_alive=75,
     )
     settings.timeout_graceful_shutdown = 2
     server = ThreadedServer(settings)

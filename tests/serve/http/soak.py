@@ -4,7 +4,8 @@
     --engine-in process | thread
 
 Rounds of actions run until the time is over. After each round the server must be idle, hold nothing, and
-answer as before. A failure prints the seed and the number of the action.
+answer as before. A failure prints the seed, the number of the action, what was sent and received on its
+connections, and the figures up to there.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import itertools
 import resource
 import sys
 import tempfile
@@ -22,7 +24,7 @@ from pathlib import Path
 
 from fulgurite.serve.remote import client as client_module
 from tests.serve.http.chaos import ChaosError, Figures, failing_steps, run_chaos
-from tests.serve.http.serving import serve
+from tests.serve.http.serving import RunningServer, serve
 from tests.serve.http.test_chaos import (
     FAULTS,
     MOCK_PROMPTS,
@@ -45,7 +47,7 @@ def soak(minutes: float, seed: int, model: str, engine_in: str) -> None:
     client_module.RESTART_DELAYS = (0.0,)
     harmless = [kind for kind in FAULTS if kind != "kill"]
     faults = [*harmless, *harmless, "kill"] if engine_in == "process" else harmless
-    totals = Figures(Counter(), Counter(), Counter())
+    totals = Figures()
     with ExitStack() as stack:
         if model == "mock":
             server = stack.enter_context(mock_server(engine_in=engine_in))
@@ -55,38 +57,43 @@ def soak(minutes: float, seed: int, model: str, engine_in: str) -> None:
             config = tiny_chaos_config(Path(folder), engine_in=engine_in)
             server = stack.enter_context(serve(config))
             prompts = make_tiny_prompts(server)
-        start, rounds, memory = time.monotonic(), 0, 0.0
-        while time.monotonic() - start < 60 * minutes:
-            with failing_steps(seed + rounds) as failures:
+        start, memory = time.monotonic(), 0.0
+        stack.callback(print_figures, server, totals, f"seed {seed} · {model} in a {engine_in}")
+        for number in itertools.count():
+            if time.monotonic() - start > 60 * minutes:
+                break
+            with failing_steps(seed + number) as failures:
                 figures = asyncio.run(
                     run_chaos(
                         server,
                         prompts,
                         seed=seed,
                         num_actions=ROUND_ACTIONS,
-                        first_action=rounds * ROUND_ACTIONS,
+                        first_action=number * ROUND_ACTIONS,
                         faults=faults,
                         fault_every=50,
                     )
                 )
+            figures.faults.update({f"{kind} in a step": n for kind, n in failures.items()})
+            totals.add(figures)
             check_recovered(server, prompts)
-            rounds += 1
-            totals.actions += figures.actions
-            totals.outcomes += figures.outcomes
-            totals.faults += figures.faults
-            totals.faults.update({f"{kind} in a step": n for kind, n in failures.items()})
             gc.collect()
             memory = memory or read_memory()  # after the first round: caches are filled
-        seconds = time.monotonic() - start
-        restarts = sum(client.restarts for client in server.app.server.clients)
         growth = read_memory() - memory
-        audit = server.leaks()
-    print(f"seed {seed} · {model} in a {engine_in} · {seconds:.0f} s · {rounds} rounds")
+        print(f"time      {time.monotonic() - start:.0f} s")
+        print(f"memory    {memory:.0f} MiB after the first round, {growth:+.1f} MiB since")
+
+
+def print_figures(server: RunningServer, totals: Figures, title: str) -> None:
+    restarts = sum(client.restarts for client in server.app.server.clients)
+    seconds = sorted(totals.reply_seconds) or [0.0]
+    quantiles = [seconds[int(q * (len(seconds) - 1))] for q in (0.5, 0.9, 0.99, 1.0)]
+    print(title)
     print(f"actions   {totals.actions.total()}: {format_counts(totals.actions)}")
     print(f"outcomes  {format_counts(totals.outcomes)}")
     print(f"faults    {format_counts(totals.faults)} · {restarts} restarts")
-    print(f"memory    {memory:.0f} MiB after the first round, {growth:+.1f} MiB since")
-    print(f"audit     {audit or 'all zero'}")
+    print("replies   p50 {:.3f} s, p90 {:.3f} s, p99 {:.3f} s, longest {:.3f} s".format(*quantiles))
+    print(f"audit     {server.leaks() or 'all zero'}")
 
 
 def format_counts(counts: Counter[str]) -> str:

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -145,6 +146,34 @@ def test_chaos_with_a_tiny_model_in_a_process(tmp_path, seed):
     with serve(tiny_chaos_config(tmp_path, engine_in="process")) as server:
         prompts = make_tiny_prompts(server)
         run(server, prompts, seed, num_actions=300, faults=FAULTS, fault_every=60)
+
+
+def test_a_failed_action_says_what_happened_on_its_connection():
+    """A server that reads a request and closes the connection without an answer."""
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 20")
+        writer.close()
+
+    async def scenario() -> None:
+        async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as listener:
+            host, port = listener.sockets[0].getsockname()
+            broken = replace(server, url=f"http://{host}:{port}")
+            await run_chaos(broken, MOCK_PROMPTS, seed=4, num_actions=1)
+
+    with mock_server() as server, pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(scenario())
+    text = str(caught.value.exceptions[0])
+    for part in (
+        r"action 0 \(complete\) of seed 4: ChaosError\('no whole reply'\) after \d",
+        r"closed by the server \(end of file\); opened \d.* s ago, last sent \d.* s ago, .* never",
+        r"sent \d+ bytes \(0 of them still here\), last b'POST /v1/completions HTTP/1.1",
+        r"received 11 bytes: b'HTTP/1.1 20'",
+        r"engine 0: idle, last report \d.* s ago, 0 restarts",
+        r"load of the machine: \d",
+    ):
+        assert re.search(part, text), (part, text)
 
 
 # ---- one failure at a time ------------------------------------------------------------------------

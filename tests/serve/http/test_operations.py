@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 
+import anthropic
 import httpx
 import numpy as np
 import openai
@@ -124,6 +125,13 @@ def test_base64_embeddings_are_the_floats(server):
     packed = server.post("/v1/embeddings", {**body, "encoding_format": "base64"}).json()
     unpacked = np.frombuffer(base64.b64decode(packed["data"][0]["embedding"]), "<f4")
     np.testing.assert_array_equal(np.array(floats, dtype="<f4"), unpacked)
+
+
+def test_embeddings_have_length_one(tiny):
+    """As OpenAI's: clients take dot products for cosines."""
+    reply = tiny.openai().embeddings.create(model=MODEL, input=["Hello", "Bye"])
+    for entry in reply.data:
+        assert abs(np.linalg.norm(entry.embedding) - 1) < 1e-5
 
 
 def test_fewer_dimensions_have_length_one(server):
@@ -256,9 +264,44 @@ def test_errors_within_a_stream_come_before_it(server):
         ("/chat/completions", "add /v1 to the client's base URL"),
         ("/v1/v1/messages", "leave /v1 out of the client's base URL"),
         ("/v2/messages", "is not served here"),
+        ("/v1/chat/completions/", "the path is /v1/chat/completions, without other slashes"),
+        ("/v1//embeddings", "the path is /v1/embeddings, without other slashes"),
     ],
 )
 def test_a_wrong_base_url_is_named(server, path, advice):
     reply = server.post(path, {})
     assert reply.status_code == 404 and advice in reply.text
     assert ("base URL" in reply.text) == ("base URL" in advice)
+
+
+def test_models_with_a_slash_at_the_end(server):
+    reply = server.get("/v1/models/")
+    assert reply.status_code == 404 and "list them with /v1/models" in reply.text
+
+
+def test_a_byte_order_mark_is_ignored(server):
+    """Clients of Windows write it before UTF-8."""
+    body = b'\xef\xbb\xbf{"prompt": "x", "max_tokens": 1}'
+    headers = {"content-type": "application/json"}
+    reply = PLAIN.post(server.url + "/v1/completions", content=body, headers=headers)
+    assert reply.status_code == 200, reply.text
+
+
+def test_clients_find_the_id_of_their_request(server):
+    """The openai client reads one header, the anthropic client another."""
+    messages = [{"role": "user", "content": "Hi"}]
+    chat = server.openai().chat.completions.create(model=MODEL, messages=messages, max_tokens=1)
+    message = server.anthropic().messages.create(model=MODEL, messages=messages, max_tokens=1)
+    assert chat._request_id.startswith("req-") and message._request_id.startswith("req-")
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        server.anthropic().messages.create(model=MODEL, messages=[], max_tokens=1)
+    assert refused.value.request_id.startswith("req-")
+    for path in ("/v1/models", "/nothing"):
+        headers = server.get(path).headers
+        assert headers["request-id"] == headers["x-request-id"]
+
+
+def test_a_request_without_a_body_is_told_so(server):
+    headers = {"content-type": "application/json"}
+    reply = PLAIN.post(server.url + "/v1/completions", headers=headers)
+    assert reply.status_code == 400 and "the body is empty" in reply.text

@@ -390,6 +390,9 @@ def test_cors_of_listed_origins_only():
         for origin, allowed in (("http://good.example", True), ("http://evil.example", False)):
             reply = PLAIN.get(running.url + "/health", headers={"origin": origin})
             assert ("access-control-allow-origin" in reply.headers) == allowed
+            if allowed:
+                exposed = reply.headers["access-control-expose-headers"]
+                assert "x-request-id" in exposed and "retry-after" in exposed
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,10 @@ async def list_models(request: Request, server: Server) -> Response:
 
 
 async def get_model(request: Request, server: Server) -> Response:
-    name = server.check_model(request.path_params["model"] or "(none)")
-    return JsonResponse(describe_model(server, name))
+    name = request.path_params["model"]
+    if not name:
+        raise ApiError(404, "name a model after /v1/models/, or list them with /v1/models")
+    return JsonResponse(describe_model(server, server.check_model(name)))
 
 
 # ---- tokens ---------------------------------------------------------------------------------------
@@ -147,7 +149,7 @@ async def create_embeddings(request: Request, server: Server) -> Response:
         prompts = await read_inputs(server, body)
         rows = await while_connected(request, embed(server, prompts, ticket))
     num_tokens = sum(map(len, prompts))
-    vectors = [cut_vector(np.frombuffer(row, dtype="<f4"), body.dimensions) for row in rows]
+    vectors = [normalize_vector(np.frombuffer(row, dtype="<f4"), body.dimensions) for row in rows]
     return JsonResponse(
         {
             "object": "list",
@@ -178,11 +180,12 @@ async def read_inputs(server: Server, body: EmbeddingRequest) -> list[list[int]]
     return prompts
 
 
-def cut_vector(vector: np.ndarray, dimensions: int | None) -> np.ndarray:
-    """The first dimensions, normalized again (Matryoshka embeddings)."""
-    if dimensions is None:
-        return vector
-    if not 1 <= dimensions <= len(vector):
+def normalize_vector(vector: np.ndarray, dimensions: int | None) -> np.ndarray:
+    """The first dimensions (Matryoshka embeddings) or all, with length 1 as OpenAI's have.
+
+    Clients take dot products for cosines.
+    """
+    if dimensions is not None and not 1 <= dimensions <= len(vector):
         raise invalid(f"'dimensions' must be 1 to {len(vector)}", "dimensions")
     cut = vector[:dimensions]
     norm = float(np.linalg.norm(cut))
