@@ -111,6 +111,8 @@ def _lower_per_part(ctx: LoweringContext, node: Node, name: str, bound: dict[str
     if not any(isinstance(ctx.values.get(n), ComplexValue) for n in node.all_input_nodes):
         raise Unsupported(f"{name} of real numbers as complex ones")
     fakes = fake_value(node)
+    if node.target is torch.ops.aten.view.dtype:
+        raise Unsupported("view(dtype) of a complex tensor")
     if isinstance(fakes, torch.Tensor) and not fakes.dtype.is_complex:
         return _lower_part(ctx, node, name, bound, "real")  # a cast to a real dtype drops the other
     parts = [_lower_part(ctx, node, name, bound, part) for part in PARTS]
