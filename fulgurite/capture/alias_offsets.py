@@ -11,6 +11,7 @@ whose offset lacks that of the input.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,8 +71,13 @@ def _offset_in_root(node: fx.Node) -> int | torch.SymInt | None:
     A new value of an input may have an offset of its own: scatters such as `slice_scatter` keep the input's.
     """
     root = node
-    while _is_view(root) and isinstance(root.args[0], fx.Node):
-        root = root.args[0]
+    while True:
+        source = root.args[0] if root.target is operator.getitem else root  # of `split`, `unbind`
+        if not isinstance(source, fx.Node) or not _is_view(source):
+            break
+        if not isinstance(source.args[0], fx.Node):
+            break
+        root = source.args[0]
     value, base = fake_value(node), fake_value(root)
     if not isinstance(value, torch.Tensor) or not isinstance(base, torch.Tensor):
         return None

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import sympy
 import torch
 import torch._decomp
 from torch import fx
@@ -18,6 +19,7 @@ from torch._dynamo.convert_frame import compile_lock
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.functions import Max
 
 from fulgurite.op import get_decomposition
 from fulgurite.trace.cost import iter_tensors
@@ -158,10 +160,22 @@ def _with_layout_of(result: Any, expected: Any) -> Any:
 def _layout(tensor: torch.Tensor) -> list[str]:
     """Sizes and strides as text, so that symbols are compared without guards; any if empty."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    texts = [(str(size), str(stride)) for size, stride in pairs]
+    texts = [(str(size), _stride_text(stride)) for size, stride in pairs]
     if any(size == "0" for size, _ in texts):
         return []
     return [size if size == "1" else f"{size}:{stride}" for size, stride in texts]
+
+
+def _stride_text(stride: int | torch.SymInt) -> str:
+    """`Max(1, n)` as n: contiguous strides count an empty dimension as 1, and then there is no element."""
+    if isinstance(stride, int):
+        return str(stride)
+    return str(stride.node.expr.replace(Max, lambda *values: _without_one(values)))
+
+
+def _without_one(values: tuple[sympy.Expr, ...]) -> sympy.Expr:
+    others = [value for value in values if value != 1]
+    return others[0] if len(others) == 1 else Max(*values)
 
 
 def _reads_data(node: fx.Node) -> bool:

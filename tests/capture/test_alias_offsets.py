@@ -26,9 +26,16 @@ def write_an_element(a, w):
     return last, (w * a).sum()
 
 
+def return_one_of_several_views(a, w):
+    a.neg_()
+    return a[1:].T.chunk(2, -1)[0], a.unbind(0)[-1], a.split(2)[1].T, (w * a).sum()
+
+
 @pytest.mark.parametrize("is_training", [False, True])
 @pytest.mark.parametrize("start", [0, 3])
-@pytest.mark.parametrize("f", [write_all, write_a_slice, write_an_element])
+@pytest.mark.parametrize(
+    "f", [return_one_of_several_views, write_all, write_a_slice, write_an_element]
+)
 def test_views_at_symbolic_positions_of_mutated_inputs(f, start, is_training):
     compiled = fulgurite.compile(f, dynamic=True)
     for rows in (3, 4, 7):

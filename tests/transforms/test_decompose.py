@@ -54,3 +54,15 @@ def test_only_refusals_of_torch_leave_an_op_whole(monkeypatch):
     monkeypatch.setattr("fulgurite.transforms.decompose.get_decomposition", lambda _: break_down)
     with pytest.raises(RuntimeError, match="a bug"):
         decompose(module, node)
+
+
+def test_strides_that_count_an_empty_dimension_as_one():
+    """The size of `a` is `1 - n` here, and its contiguous strides have Max(1, 1 - n)."""
+
+    def f(x, a, n):
+        return x[:, -n:], F.logsigmoid(a)
+
+    x, a = torch.randn(2, 3), torch.randn(2, 3)
+    results = fulgurite.compile(f, dynamic=True)(x, a, -2)
+    for result, expected in zip(results, f(x, a, -2), strict=True):
+        torch.testing.assert_close(result, expected)

@@ -107,6 +107,10 @@ def _scatter_along(
     dim = canonicalize_dim(dim, len(sizes))
     if len(index_value.sizes) != len(sizes):
         raise Unsupported("scatter with an index of another rank")
+    if _is_tensor(ctx, given) and len(_at_least_1d(ctx.get_value(given)).sizes) != len(sizes):
+        raise Unsupported(
+            "scatter with a source of another rank"
+        )  # torch takes it if the index is empty
 
     def index_at(axes: Axes) -> Sequence[Index]:
         at = axis_indices(axes)

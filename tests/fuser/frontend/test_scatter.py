@@ -521,3 +521,17 @@ def test_gradient_of_an_empty_bag_of_maxima():
     for weight, function in zip(weights, (f, fulgurite.compile(f)), strict=True):
         function(weight.requires_grad_()).backward(torch.arange(1.0, 13).view(3, 4))
     assert torch.equal(weights[0].grad, weights[1].grad)
+
+
+@pytest.mark.parametrize("op", ["scatter", "scatter_add", "scatter_reduce"])
+def test_source_of_another_rank_with_an_empty_index(op):
+    """torch takes any source then."""
+    options = ("sum",) if op == "scatter_reduce" else ()
+
+    def f(t, index, source):
+        return getattr(t, op)(1, index, source, *options)
+
+    index = torch.zeros(0, 2, 1, dtype=torch.int64)
+    for source in (torch.randn(2, 2), torch.randn(0, 0)):
+        t = torch.randn(3, 4, 5)
+        assert torch.equal(fulgurite.compile(f, dynamic=False)(t, index, source), t)
