@@ -176,23 +176,24 @@ def test_gated_delta_rule(key_dim):
 @pytest.mark.parametrize("cache", ["*bf16", "*fp8e4nv"])
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize(
-    "block_m, block_n, num_warps, is_decode", [(16, 32, 4, True), (128, 64, 8, False)]
+    "block_m, block_n, num_warps, is_decode, part_keys",
+    [(16, 32, 4, True, 0), (128, 64, 8, False, 0), (64, 64, 4, True, 256), (64, 64, 4, False, 256)],
 )
-def test_attention(block_m, block_n, num_warps, is_decode, block_size, cache):
-    """Split and fused with the projections' heads, as in decode; or neither."""
+def test_attention(block_m, block_n, num_warps, is_decode, part_keys, block_size, cache):
+    """Split and fused with the projections' heads, as in decode; or neither. In parts, or not."""
     ptx = compile_ptx(
         triton_kernel.attention_kernel,
         {"HEADS": 32, "GROUP": 4, "H": 128, "H1": 128, "H2": 16, "V": 128, "BV": 128,
          "BLOCK_SIZE": block_size, "VALUES_IN_KEYS": False, "HAS_SINKS": True, "SOFTCAP": False,
          "SPLIT": is_decode, "ONE_LOOP": False, "PRECISION": "tf32", "COMPUTE": tl.bfloat16,
-         "BM": block_m, "BN": block_n, "MIN_SPLIT_KEYS": 128,
-         "MERGE_SPLITS": 8 if is_decode else 1, "MERGE_ROWS": 8, "FUSED": is_decode,
+         "BM": block_m, "BN": block_n, "MIN_SPLIT_KEYS": 128, "PART_KEYS": part_keys,
+         "SHARDED": False, "MERGE_SPLITS": 8 if is_decode else 1, "MERGE_ROWS": 8, "FUSED": is_decode,
          "NORM": is_decode, "ROPE": is_decode, "INTERLEAVED": False, "PDL": is_decode},
         num_warps=num_warps,
         key_cache_ptr=cache,
         value_cache_ptr=cache,
     )  # fmt: skip
-    assert ("mma.sync" if is_decode else "wgmma") in ptx or not IS_HOPPER
+    assert ("mma.sync" if block_m == 16 else "wgmma") in ptx or not IS_HOPPER
 
 
 def test_moe_small_batch():
@@ -245,13 +246,14 @@ def test_logits_processing(monkeypatch):
 LATENT = {"C": 512, "BC": 512, "R": 64, "BR": 64}
 
 
+@pytest.mark.parametrize("is_split", [False, True])
 @pytest.mark.parametrize("is_fp8", [False, True])
-def test_mla_decode_in_deterministic_mode(is_fp8):
-    """The config of all numbers of rows fits into shared memory; one masked loop over the keys."""
+def test_mla_decode_in_deterministic_mode(is_fp8, is_split):
+    """The config of all numbers of rows fits into shared memory; the context is in parts."""
     ptx = compile_ptx(
         triton_decode.mla_decode_kernel,
         {**LATENT, "HEADS": 16, "BLOCK_SIZE": 16, "FP8": is_fp8, "CONVERT_F16": is_fp8,
-         "SPLIT": False, "PRECISION": "tf32", "ONE_LOOP": True, "BM": MLA_BLOCK_M,
+         "SPLIT": is_split, "PRECISION": "tf32", "PART_KEYS": 256, "BM": MLA_BLOCK_M,
          "BN": 32 if is_fp8 else 64, "PDL": False},
         num_warps=8,
         num_stages=3 if is_fp8 else 2,
@@ -283,7 +285,7 @@ def test_mla_decode(heads, block_m, num_warps, is_fp8):
     ptx = compile_ptx(
         triton_decode.mla_decode_kernel,
         {**LATENT, "HEADS": heads, "BLOCK_SIZE": 64, "FP8": is_fp8, "CONVERT_F16": is_fp8,
-         "SPLIT": True, "PRECISION": "tf32", "ONE_LOOP": False, "BM": block_m, "BN": 32,
+         "SPLIT": True, "PRECISION": "tf32", "PART_KEYS": 0, "BM": block_m, "BN": 32,
          "PDL": True},
         num_warps=num_warps,
         q_ptr="*fp16" if is_fp8 else "*bf16",
@@ -295,8 +297,9 @@ def test_mla_decode(heads, block_m, num_warps, is_fp8):
     assert (instruction in ptx or not IS_HOPPER) and "cp.async" in ptx
     assert_starts_early(ptx, num_waits=2)  # of both kinds of programs without work
     assert ("prefetch.global.L2" in ptx) == (block_m == 16)
-    constants = {"HEADS": heads, "C": 512, "BC": 512, "SPLITS": 16, "PDL": True}
-    compile_ptx(triton_decode.merge_splits_kernel, constants)
+    for is_ordered in (False, True):
+        constants = {"HEADS": heads, "C": 512, "BC": 512, "SPLITS": 16, "ORDERED": is_ordered}
+        compile_ptx(triton_decode.merge_splits_kernel, {**constants, "PDL": True})
 
 
 @pytest.mark.skipif(not IS_HOPPER, reason="wgmma is Hopper's")

@@ -39,6 +39,9 @@ from fulgurite.kernels.integer_math import cdiv, next_power_of_2
 from fulgurite.kernels.tuning.heuristics import heuristics_for
 
 
+MAX_PARTIAL_BYTES = 32 << 20  # of the parts of all contexts of a step
+
+
 class LaunchKey(NamedTuple):
     """What a launch depends on besides its tensors."""
 
@@ -89,9 +92,11 @@ def build_launch(key: LaunchKey) -> AttentionLaunch:
     config = heuristics.attention_config(
         rows, key.key_dim, is_float32, key.sequences * key.key_heads, max(max_keys, 1)
     )
-    splits = config.split_k
-    parts = count_parts(key.max_seq_len, config.part_k) if config.part_k else splits
-    splits = min(splits, parts)
+    splits = parts = config.split_k
+    if config.part_k:
+        parts = count_parts(key.max_seq_len, config.part_k)
+        query_rows = key.sequences * key.max_query_len * key.heads
+        splits = limit_splits(splits, parts, query_rows * next_power_of_2(key.value_dim))
     first_width = max(1 << (key.key_dim.bit_length() - 1), 16)
     rest_width = max(16, next_power_of_2(max(key.key_dim - first_width, 1)))
     value_width = max(16, next_power_of_2(key.value_dim))
@@ -126,6 +131,14 @@ def count_parts(keys: int, part_keys: int) -> int:
     level = (max(keys - 1, 0) // (16 * part_keys) + 1).bit_length() - 1
     first = 16 * part_keys * ((1 << level) - 1)
     return level * 16 + max(cdiv(keys - first, part_keys << level), 1)
+
+
+def limit_splits(splits: int, parts: int, elements: int) -> int:
+    """Programs that share the parts of a context: one if all partial results are too large to store.
+
+    elements   of the results of one part
+    """
+    return min(splits, parts) if 4 * elements * parts <= MAX_PARTIAL_BYTES else 1
 
 
 def paged_attention(

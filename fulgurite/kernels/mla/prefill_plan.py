@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fulgurite.determinism import is_deterministic
 from fulgurite.kernels.attention.metadata import AttentionMetadata
 from fulgurite.kernels.integer_math import cdiv
 from fulgurite.kernels.tuning.heuristics import heuristics_for
@@ -167,8 +168,11 @@ def find_expanded(query_lens: Sequence[int], seq_lens: Sequence[int], sizes: MLA
 
 
 def max_absorbed_tokens(sizes: MLASizes, max_keys: int) -> int:
-    """Tokens whose absorbed queries and latent outputs take the memory of `max_keys` expanded keys."""
-    absorbed = 2 * sizes.rank + sizes.rope_dim
+    """Tokens whose absorbed queries and latent outputs take the memory of `max_keys` expanded keys.
+
+    In deterministic mode accumulators are in memory too, in float32.
+    """
+    absorbed = (4 if is_deterministic() else 2) * sizes.rank + sizes.rope_dim
     return max(max_keys * (sizes.nope_dim + sizes.value_dim) // max(absorbed, 1), 1)
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fulgurite.kernels.attention.metadata import AttentionMetadata
-from fulgurite.kernels.attention.triton_attention import count_parts
+from fulgurite.kernels.attention.triton_attention import count_parts, limit_splits
 from fulgurite.kernels.attention.triton_kernel import (
     find_part,
     find_part_start,
@@ -353,12 +353,14 @@ def attend_absorbed(
         config = heuristics_for(q_TNC.device).mla_decode_config(
             max_query_len * heads, is_float32, is_fp8, sequences, max_seq_len
         )
-    has_parts = config.part_k > 0
-    parts = count_parts(max_seq_len, config.part_k) if has_parts else config.split_k
-    splits = min(config.split_k, parts)
-    parts = parts if splits > 1 else 1
-    out = torch.empty((tokens, heads, rank), dtype=dtype, device=q_TNC.device)
     width = max(16, next_power_of_2(rank))
+    splits = parts = config.split_k
+    has_parts = config.part_k > 0
+    if has_parts:
+        parts = count_parts(max_seq_len, config.part_k)
+        splits = limit_splits(splits, parts, tokens * heads * width)
+        parts = parts if splits > 1 else 1
+    out = torch.empty((tokens, heads, rank), dtype=dtype, device=q_TNC.device)
     partials = allocate_partials(tokens * heads, parts, width, q_TNC.device, has_parts)
     scales = cache.scales_PB if cache.scales_PB is not None else partials.max
     tiles = cdiv(max_query_len * heads, config.block_m)

@@ -111,16 +111,12 @@ class StagedLM(CausalLM):
         """Of the layers that this rank has."""
         return [x.attention.spec for x in self.layers if not isinstance(x, SkippedLayer)]
 
-    def embed(
-        self, token_ids_X: Tensor, positions_X: Tensor, cache: KVCache
-    ) -> tuple[Tensor, list[RotaryCosSin]]:
+    def embed_inputs(self, token_ids_X: Tensor) -> Tensor:
         if self._stage().is_first:
-            return super().embed(token_ids_X, positions_X, cache)
-        lengths_X = cache.sequence_lengths(positions_X) if self.needs_sequence_lengths else None
+            return super().embed_inputs(token_ids_X)
         x_XD = self.incoming_TD
         assert x_XD is not None, "a stage behind the first gets hidden states"
-        x_XD = x_XD if self.has_split_tokens else x_XD.view(*token_ids_X.shape, -1)
-        return x_XD, [rotary(positions_X, lengths_X) for rotary in self.rotary_embeddings]
+        return x_XD if self.has_split_tokens else x_XD.view(*token_ids_X.shape, -1)
 
     def run_layers(
         self, x_XD: Tensor, positions_X: Tensor, cos_sins: Sequence[RotaryCosSin], cache: KVCache

@@ -15,7 +15,7 @@ from tests.kernels.triton_support import DEVICE, INTERPRETED  # isort: skip
 from fulgurite.determinism import deterministic
 from fulgurite.kernels.attention import triton_attention
 from fulgurite.kernels.attention.metadata import AttentionMetadata
-from fulgurite.kernels.attention.triton_attention import count_parts
+from fulgurite.kernels.attention.triton_attention import count_parts, limit_splits
 from fulgurite.kernels.tuning import deterministic as deterministic_tuning
 from tests.kernels.attention.cases import Case, Inputs, build, exact
 
@@ -93,3 +93,9 @@ def test_parts_of_a_context() -> None:
     assert sizes[:48] == [4] * 16 + [8] * 16 + [16] * 16
     assert ends == sorted(ends) and ends[0] == 1
     assert count_parts(0, 4) == 1
+
+
+def test_partial_results_are_stored_if_they_are_small() -> None:
+    elements = triton_attention.MAX_PARTIAL_BYTES // 4 // 5
+    assert limit_splits(8, 5, elements) == 5 and limit_splits(3, 5, elements) == 3
+    assert limit_splits(8, 5, elements + 1) == 1

@@ -15,6 +15,7 @@ pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="nothing is compiled there"),
 ]
 if not INTERPRETED:
+    from fulgurite.determinism import deterministic
     from fulgurite.kernels.common.triton_operands import (
         dequant_scheme,
         dequantize_first_scheme,
@@ -80,6 +81,27 @@ def test_tiled(format: str, m: int, monkeypatch, tmp_path: Path) -> None:
     (kernel,) = stub.kernels
     if IS_HOPPER:
         assert "wgmma" in kernel.asm["ptx"] and stack_bytes(kernel, tmp_path) == 0
+
+
+@pytest.mark.parametrize("m", [1, 64, 300])
+@pytest.mark.parametrize("format", FORMATS)
+def test_deterministic(format: str, m: int, monkeypatch, tmp_path: Path) -> None:
+    """One instruction for any number of rows: its sums would differ from those of mma.sync."""
+    stubs = compile_launches(triton_launch, monkeypatch)
+    (stub,) = (one for one in stubs if one.function.__name__ == "gemm_kernel")
+    monkeypatch.setattr(
+        triton_launch,
+        "acquire_counters",
+        lambda device, count: torch.empty(count, dtype=torch.int32, device="meta"),
+    )
+    with deterministic():
+        run_gemm(format, m)
+    (kernel,) = stub.kernels
+    ptx = kernel.asm["ptx"]
+    if IS_HOPPER:
+        assert "wgmma" in ptx and "mma.sync" not in ptx
+        # tiles of 128 rows with zero points and two accumulators spill some registers
+        assert stack_bytes(kernel, tmp_path) <= (128 if m > 64 else 0)
 
 
 @pytest.mark.parametrize("format", [*FORMATS, "nf4", "int8_asym", "int8_g16_asym"])
