@@ -38,7 +38,6 @@ from fulgurite.kernels.elementwise.triton_elementwise import (
 from fulgurite.kernels.integer_math import cdiv, next_power_of_2
 from fulgurite.kernels.tuning.heuristics import heuristics_for
 
-
 MAX_PARTIAL_BYTES = 32 << 20  # of the parts of all contexts of a step
 
 
