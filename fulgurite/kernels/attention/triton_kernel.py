@@ -286,12 +286,10 @@ def attention_kernel(
                 VALUES_IN_KEYS, SOFTCAP, PRECISION, COMPUTE, BN, True,
             )  # fmt: skip
             if SPLIT:
-                at = partial_row + part
-                tl.store(partial_max_ptr + at, part_max, is_row)
-                tl.store(partial_sum_ptr + at, part_sum, is_row)
-                tl.store(
-                    partial_acc_ptr + at[:, None] * BV + cv[None, :], part_acc, is_row[:, None]
-                )
+                store_part(
+                    partial_acc_ptr, partial_max_ptr, partial_sum_ptr, partial_row + part, is_row,
+                    part_max, part_sum, part_acc, BV,
+                )  # fmt: skip
             else:
                 m_i, l_i, acc = merge_part(m_i, l_i, acc, part_max, part_sum, part_acc)
     else:
@@ -314,10 +312,10 @@ def attention_kernel(
             VALUES_IN_KEYS, SOFTCAP, PRECISION, COMPUTE, BN, True,
         )  # fmt: skip
         if SPLIT:
-            at = partial_row + split
-            tl.store(partial_max_ptr + at, m_i, is_row)
-            tl.store(partial_sum_ptr + at, l_i, is_row)
-            tl.store(partial_acc_ptr + at[:, None] * BV + cv[None, :], acc, is_row[:, None])
+            store_part(
+                partial_acc_ptr, partial_max_ptr, partial_sum_ptr, partial_row + split, is_row, m_i,
+                l_i, acc, BV,
+            )  # fmt: skip
 
     if SPLIT:
         tl.debug_barrier()
@@ -424,6 +422,17 @@ def merge_parts(
         m_i, l_i, acc = merge_part(m_i, l_i, acc, m_2, l_2, acc_2)
         m_i, l_i, acc = merge_part(m_i, l_i, acc, m_3, l_3, acc_3)
     return m_i, l_i, acc
+
+
+@triton.jit
+def store_part(
+    acc_ptr, max_ptr, sum_ptr, at, is_row, part_max, part_sum, part_acc, BV: tl.constexpr
+):  # fmt: skip
+    """Store the partial results of some rows, each at row `at`."""
+    tl.store(max_ptr + at, part_max, is_row)
+    tl.store(sum_ptr + at, part_sum, is_row)
+    acc_ptrs = acc_ptr + at[:, None] * BV + tl.arange(0, BV)[None, :]
+    tl.store(acc_ptrs, part_acc, is_row[:, None])
 
 
 @triton.jit

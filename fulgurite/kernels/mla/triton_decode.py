@@ -33,6 +33,7 @@ from fulgurite.kernels.attention.triton_kernel import (
     find_part_start,
     merge_part,
     merge_parts,
+    store_part,
 )
 from fulgurite.kernels.common.triton_import import INTERPRETED, tl, triton
 from fulgurite.kernels.common.triton_launch import cached_launch
@@ -212,6 +213,7 @@ def mla_decode_kernel(
     acc = tl.zeros([BM, BC], tl.float32)
 
     if PART_KEYS > 0:
+        acc_ptrs = partial_acc_ptr + out_row[:, None] * BC + column[None, :]  # without SPLIT
         num_parts = find_part(last - 1, PART_KEYS) + 1
         for part in range(split, num_parts, splits):
             part_last = tl.minimum(find_part_start(part + 1, PART_KEYS), last)
@@ -224,21 +226,18 @@ def mla_decode_kernel(
                 FP8, CONVERT_F16, PRECISION, BN, True,
             )  # fmt: skip
             if SPLIT:
-                at = out_row * max_parts + part
-                tl.store(partial_max_ptr + at, part_max, is_row)
-                tl.store(partial_sum_ptr + at, part_sum, is_row)
-                acc_ptrs = partial_acc_ptr + at[:, None] * BC + column[None, :]
+                store_part(
+                    partial_acc_ptr, partial_max_ptr, partial_sum_ptr, out_row * max_parts + part,
+                    is_row, part_max, part_sum, part_acc, BC,
+                )  # fmt: skip
             else:
-                acc_ptrs = partial_acc_ptr + out_row[:, None] * BC + column[None, :]
                 has_acc = is_row & (m_i != NEG_INF)
                 merged = tl.load(acc_ptrs, has_acc[:, None], 0.0)
-                m_i, l_i, part_acc = merge_part(m_i, l_i, merged, part_max, part_sum, part_acc)
+                m_i, l_i, merged = merge_part(m_i, l_i, merged, part_max, part_sum, part_acc)
                 tl.debug_barrier()
-            tl.store(acc_ptrs, part_acc, is_row[:, None])
-            if not SPLIT:
+                tl.store(acc_ptrs, merged, is_row[:, None])
                 tl.debug_barrier()
         if not SPLIT:
-            acc_ptrs = partial_acc_ptr + out_row[:, None] * BC + column[None, :]
             acc = tl.load(acc_ptrs, is_row[:, None], 0.0)
     else:
         # blocks of keys that every row sees completely need no mask
@@ -257,11 +256,10 @@ def mla_decode_kernel(
             BR, BLOCK_SIZE, FP8, CONVERT_F16, PRECISION, BN, True,
         )  # fmt: skip
         if SPLIT:
-            at = out_row * max_parts + split
-            tl.store(partial_max_ptr + at, m_i, is_row)
-            tl.store(partial_sum_ptr + at, l_i, is_row)
-            acc_ptrs = partial_acc_ptr + at[:, None] * BC + column[None, :]
-            tl.store(acc_ptrs, acc, is_row[:, None])
+            store_part(
+                partial_acc_ptr, partial_max_ptr, partial_sum_ptr, out_row * max_parts + split,
+                is_row, m_i, l_i, acc, BC,
+            )  # fmt: skip
 
     if not SPLIT:
         out = (acc / l_i[:, None]).to(out_ptr.dtype.element_ty)

@@ -67,9 +67,8 @@ def test_small_m(format: str, m: int, monkeypatch, tmp_path: Path) -> None:
     assert stack_bytes(kernel, tmp_path) <= 16 or not IS_HOPPER
 
 
-@pytest.mark.parametrize("m", [17, 128])
-@pytest.mark.parametrize("format", FORMATS)
-def test_tiled(format: str, m: int, monkeypatch, tmp_path: Path) -> None:
+def compile_tiled(format: str, m: int, monkeypatch):
+    """The kernel that `gemm_kernel` is compiled to for a GEMM of m rows."""
     stubs = compile_launches(triton_launch, monkeypatch)
     (stub,) = (one for one in stubs if one.function.__name__ == "gemm_kernel")
     monkeypatch.setattr(
@@ -79,6 +78,13 @@ def test_tiled(format: str, m: int, monkeypatch, tmp_path: Path) -> None:
     )
     run_gemm(format, m)
     (kernel,) = stub.kernels
+    return kernel
+
+
+@pytest.mark.parametrize("m", [17, 128])
+@pytest.mark.parametrize("format", FORMATS)
+def test_tiled(format: str, m: int, monkeypatch, tmp_path: Path) -> None:
+    kernel = compile_tiled(format, m, monkeypatch)
     if IS_HOPPER:
         assert "wgmma" in kernel.asm["ptx"] and stack_bytes(kernel, tmp_path) == 0
 
@@ -86,17 +92,9 @@ def test_tiled(format: str, m: int, monkeypatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize("m", [1, 64, 300])
 @pytest.mark.parametrize("format", FORMATS)
 def test_deterministic(format: str, m: int, monkeypatch, tmp_path: Path) -> None:
-    """One instruction for any number of rows: its sums would differ from those of mma.sync."""
-    stubs = compile_launches(triton_launch, monkeypatch)
-    (stub,) = (one for one in stubs if one.function.__name__ == "gemm_kernel")
-    monkeypatch.setattr(
-        triton_launch,
-        "acquire_counters",
-        lambda device, count: torch.empty(count, dtype=torch.int32, device="meta"),
-    )
+    """One instruction for any number of rows: another one need not add in the same order."""
     with deterministic():
-        run_gemm(format, m)
-    (kernel,) = stub.kernels
+        kernel = compile_tiled(format, m, monkeypatch)
     ptx = kernel.asm["ptx"]
     if IS_HOPPER:
         assert "wgmma" in ptx and "mma.sync" not in ptx

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fulgurite.determinism import deterministic
 from fulgurite.kernels.gemm import triton_quant_linear
+from fulgurite.kernels.tuning import heuristics_for
 from fulgurite.kernels.tuning.deterministic import PART_K
 from fulgurite.quant import quantize
 from tests.kernels.triton_support import DEVICE, assert_same_bits
@@ -51,3 +52,16 @@ def test_quant_linear(format: str, k: int) -> None:
         out = check_rows(linear, x)
     expected = x.double() @ weight.dequantize().double().t()
     torch.testing.assert_close(out.double(), expected, rtol=2**-6, atol=0.2 + k / 2048)
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize("k", [PART_K, 2 * PART_K + 72])
+def test_programs_that_share_the_parts_of_k(k: int, rows: int, monkeypatch) -> None:
+    """One program adds the parts in registers, several in memory: the same bits, in the interpreter too."""
+    torch.manual_seed(k)
+    x, weight = (torch.randn(n, k).to(DEVICE, torch.bfloat16) for n in (rows, 65))
+    with deterministic():
+        shared = triton_quant_linear.dense_linear(x, weight, None)
+        monkeypatch.setattr(heuristics_for(x.device), "num_sms", 1)
+        alone = triton_quant_linear.dense_linear(x, weight, None)
+    assert torch.equal(shared, alone)
