@@ -79,6 +79,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--format", metavar="NAME", help=f"of a preset: bf16 (default), {', '.join(SCHEMES)}"
     )
+    group.add_argument("--first-layers", type=int, metavar="N", help="of a preset: no others")
     for name in ("tensor", "expert", "pipeline", "context-parallel"):
         group.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{name} ranks")
     add_expert_arguments(group)
@@ -97,7 +98,7 @@ def run_generate_model(options: argparse.Namespace) -> None:
     workload = Workload(options.prompt, options.steps, tuple(sorted({1, requests})))
     bandwidth = measure_bandwidth(device)
     rows: list[Row] = []
-    with open_checkpoint_folder(options.model, options.format) as path:
+    with open_checkpoint_folder(options.model, options.format, options.first_layers) as path:
         fields = ConfigFields({}, "") if path.suffix == ".gguf" else read_config_file(path)
         for mode in modes:
             if mode == "fulgurite":
@@ -105,9 +106,12 @@ def run_generate_model(options: argparse.Namespace) -> None:
             else:
                 rows.append(measure_transformers(mode, fields, device, workload))
     default = "as stored" if find_preset(options.model) is None else "bf16"
-    facts = {"model": options.model, "format": options.format or default}
+    facts: Row = {"model": options.model, "format": options.format or default}
+    if options.first_layers is not None:
+        facts["layers"] = options.first_layers
     rows = [{**facts, **row} for row in rows]
-    print(f"{options.model} · {facts['format']} · copy {bandwidth / 1e9:.0f} GB/s")
+    of_layers = "" if options.first_layers is None else f" · {options.first_layers} layers"
+    print(f"{options.model} · {facts['format']}{of_layers} · copy {bandwidth / 1e9:.0f} GB/s")
     print(format_table(rows))
     if options.output:
         print(f"written to {results.save_results('generate', device.type, rows, options.output)}")
@@ -129,7 +133,9 @@ def measure_bandwidth(device: torch.device) -> float:
 
 
 @contextmanager
-def open_checkpoint_folder(name: str, format: str | None) -> Iterator[Path]:
+def open_checkpoint_folder(
+    name: str, format: str | None, layers: int | None = None
+) -> Iterator[Path]:
     """The folder of a checkpoint; a preset is written to a temporary one, with random weights."""
     fields = None if Path(name).exists() else find_preset(name)
     if fields is None:
@@ -138,13 +144,31 @@ def open_checkpoint_folder(name: str, format: str | None) -> Iterator[Path]:
                 "--format is for presets; a checkpoint runs in its own format",
                 next=f"fulgurite quantize {name} --format {format} --output FOLDER",
             )
+        if layers is not None:
+            raise ArgumentError(
+                "--first-layers is for presets; a checkpoint runs with all its layers"
+            )
         yield hub.resolve_model_path(name)
         return
+    if layers is not None:
+        fields = keep_first_layers(fields, layers)
     scheme = None if format is None or format in DENSE else get_scheme(format)
     with tempfile.TemporaryDirectory(prefix="fulgurite-bench-") as folder:
         path = Path(folder) / "checkpoint"
         write_random_checkpoint(fields, path, scheme)
         yield path
+
+
+def keep_first_layers(fields: ConfigFields, layers: int) -> ConfigFields:
+    """A preset with fewer layers; lists with one entry a layer are cut as well."""
+    whole = fields.get_positive_int("num_hidden_layers")
+    if not 1 <= layers <= whole:
+        raise ArgumentError(f"--first-layers {layers} is out of range", next=f"1 to {whole}")
+    values = {
+        key: value[:layers] if isinstance(value, list) and len(value) == whole else value
+        for key, value in fields.values.items()
+    }
+    return ConfigFields({**values, "num_hidden_layers": layers}, fields.where)
 
 
 # ---- our engine ----------------------------------------------------------------------------------

@@ -49,6 +49,11 @@ class GatedActivation:
         return 2 if self.is_gated else 1
 
     @property
+    def is_in_kernels(self) -> bool:
+        """Whether GEMM kernels apply it in their epilogue."""
+        return self.kind in GATE_IDS
+
+    @property
     def kernel_id(self) -> int:
         """The number of `kind` in the kernels."""
         return GATE_IDS[self.kind]

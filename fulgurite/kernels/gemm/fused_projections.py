@@ -9,7 +9,8 @@ gradients and outside of graph capture,
 
 - a CPU with QuantLinears of one layout quantizes x once and runs the weights in one native call:
   query, key and value as one weight, gate and up as one gated linear;
-- a GPU with QuantLinears of one format runs them as one (`merged_linear.py`);
+- a GPU with QuantLinears of one format runs them as one (`merged_linear.py`), and for few rows
+  applies the gated activation or adds the residual in the same kernel;
 - a GPU with few rows and dense weights reads each weight once, in one kernel with norm, gated
   activation and residual (`triton_fused_linear.py`). Weights that are adjacent in memory
   (`merge_weight_storage`) are one weight, for the GEMM library as well.
@@ -32,8 +33,9 @@ from torch import Tensor, nn
 from fulgurite import native
 from fulgurite.determinism import is_deterministic
 from fulgurite.kernels import registry
+from fulgurite.kernels.elementwise.gated_activation import UNGATED, GatedActivation
 from fulgurite.kernels.elementwise.ops import activation_and_mul, add
-from fulgurite.kernels.gemm import triton_fused_linear
+from fulgurite.kernels.gemm import triton_fused_linear, triton_quant_linear
 from fulgurite.kernels.gemm.cpu_layout import PackedPanels, concat_panels, pack_panels
 from fulgurite.kernels.gemm.cpu_layout_cache import version_of
 from fulgurite.kernels.gemm.cpu_linear import (
@@ -59,6 +61,9 @@ class ResidualLinear(nn.Module):
 
 
 FUSED_LINEAR_KERNELS: dict[str, registry.Kernel] = {"cuda": triton_fused_linear.fused_linear}
+FUSED_QUANT_LINEAR_KERNELS: dict[str, registry.Kernel] = {
+    "cuda": triton_quant_linear.fused_quant_linear
+}
 
 
 class RMSNormModule(Protocol):
@@ -109,6 +114,10 @@ def fused_gate_up(
             return out
     x = x if norm is None else norm(x)
     merged = find_merged_linear(x, (gate, up)) if both is None else None
+    if merged is not None and gate.out_features == up.out_features:
+        out = _run_fused_quantized(x, merged, gate=GatedActivation(activation))
+        if out is not None:
+            return out
     if both is not None or merged is not None:
         y = both.multiply(x) if both is not None else merged(x)  # type: ignore[misc]
         y_gate, y_up = y.split_with_sizes([gate.out_features, up.out_features], dim=-1)  # type: ignore[list-item]
@@ -127,6 +136,9 @@ def fused_linear_add(residual: Tensor, x: Tensor, module: nn.Module) -> Tensor:
         return module.forward_add(residual, x)
     if is_deterministic() and _is_dense_linear(module):
         return dense_linear(x, module.weight, module.bias, residual)  # type: ignore[arg-type]
+    if type(module) is QuantLinear:
+        out = _run_fused_quantized(x, module, residual=residual)
+        return add(residual, module(x)) if out is None else out
     dense = _find_dense_weight(x, (module,))
     out = None if dense is None else _run_fused_kernel(x, dense, residual=residual)
     if out is None and dense is not None and dense.bias is None:  # the library adds the residual
@@ -313,6 +325,25 @@ def _run_fused_kernel(
 
 
 # ---- quantized weights ---------------------------------------------------------------------------
+
+
+def _run_fused_quantized(
+    x: Tensor,
+    linear: QuantLinear,
+    *,
+    gate: GatedActivation = UNGATED,
+    residual: Tensor | None = None,
+) -> Tensor | None:
+    """gate(linear(x)) + residual in one kernel; None where there is none for this call."""
+    kernel = registry.find_kernel(FUSED_QUANT_LINEAR_KERNELS, x.device)
+    if kernel is None or not registry.can_skip_dispatcher(x, linear.bias, residual):
+        return None
+    if not gate.is_in_kernels or linear._forward_hooks or linear._forward_pre_hooks:
+        return None
+    if not linear.leaves_unquantized(x):
+        return None
+    out = kernel(x, linear.weight, linear.bias, gate=gate, residual=residual)
+    return None if out is NotImplemented else out
 
 
 def _can_fuse_quantized(x: Tensor, modules: Sequence[nn.Module]) -> bool:

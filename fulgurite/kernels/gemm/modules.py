@@ -129,7 +129,7 @@ class QuantLinear(QuantModule):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
         assert isinstance(weight, QuantTensor), "a QuantLinear's weight was replaced"
-        if self._leaves_unquantized(x):
+        if self.leaves_unquantized(x):
             return quant_linear(x, weight, self.bias, UNQUANTIZED)
         static_scale = self.static_scale
         if static_scale is None and not self._has_separate_cast(x):
@@ -143,9 +143,11 @@ class QuantLinear(QuantModule):
         )
         return y.view(*x.shape[:-1], self.out_features)
 
-    def _leaves_unquantized(self, x: Tensor) -> bool:
-        """Whether x has so few rows that the weight-only GEMM is faster."""
-        if not x.is_cuda or not self.uses_default_activations or self.activations == UNQUANTIZED:
+    def leaves_unquantized(self, x: Tensor) -> bool:
+        """Whether x is multiplied as it is: always, or because it has few rows (on a GPU)."""
+        if self.activations == UNQUANTIZED:
+            return True
+        if not x.is_cuda or not self.uses_default_activations:
             return False
         if torch.compiler.is_compiling() or is_deterministic() or x.dtype == torch.float32:
             return False

@@ -224,7 +224,6 @@ def gemm_kernel(
     PART_STEPS         steps of a partial sum; 0: those of a program
     """
     if PDL:
-        launch_dependents()
         wait_for_dependencies()
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -294,6 +293,8 @@ def gemm_kernel(
                 tl.store(partial_ptr + (part * tiles).to(tl.int64) * SIZE, sums)
             else:
                 acc += sums
+    if PDL:  # only now: programs that wait would take the place of those that multiply
+        launch_dependents()
     is_last = True
     if SPLIT_K:
         tl.debug_barrier()

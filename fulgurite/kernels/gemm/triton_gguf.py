@@ -76,7 +76,6 @@ def gguf_gemm_kernel(
 ):  # fmt: skip
     """One tile of the output. Every format reads codes its own way; the MMA is the same for all."""
     if PDL:
-        launch_dependents()
         wait_for_dependencies()
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -127,6 +126,8 @@ def gguf_gemm_kernel(
             )
         total += product * scale[None, :]
         total += tl.sum(x.to(tl.float32), 1)[:, None] * low[None, :]
+    if PDL:  # only now: programs that wait would take the place of those that multiply
+        launch_dependents()
     if BIAS:
         total += tl.load(bias_ptr + columns, known, 0.0).to(tl.float32)[None, :]
     into = out_ptr + rows.to(tl.int64)[:, None] * n + columns[None, :]

@@ -23,15 +23,17 @@ from fulgurite.kernels.common.triton_operands import (
     make_operand,
     supports_dtype,
 )
+from fulgurite.kernels.elementwise.gated_activation import UNGATED, GatedActivation
 from fulgurite.kernels.gemm.reference import UNQUANTIZED
 from fulgurite.kernels.gemm.triton_gguf import gguf_linear
 from fulgurite.kernels.gemm.triton_launch import GemmInputs, launch_gemm
 from fulgurite.kernels.gemm.triton_scaled_mm import grouped_scaled_mm, scaled_mm
+from fulgurite.kernels.gemm.triton_small_m import SmallMInputs, launch_small_m_gemm
 from fulgurite.kernels.quantize.triton_dequantize import dequantize_weight
 from fulgurite.kernels.quantize.triton_quantize import quantize
 from fulgurite.kernels.tuning import heuristics_for
 from fulgurite.kernels.tuning.deterministic import DeterministicHeuristics
-from fulgurite.quant import resolve_format
+from fulgurite.quant import QuantTensor, resolve_format
 
 
 def quant_linear(
@@ -52,6 +54,43 @@ def quant_linear(
     else:
         out = _weight_only_gemm(rows, data, scales, format, bias)
     return out if out is NotImplemented else out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+def fused_quant_linear(
+    x: Tensor,
+    weight: QuantTensor,
+    bias: Tensor | None = None,
+    *,
+    gate: GatedActivation = UNGATED,
+    residual: Tensor | None = None,
+) -> Any:
+    """gate(x @ weight.T + bias) + residual in one kernel; NotImplemented for more than a few rows.
+
+    With a gate, the first half of the weight's rows are the gate's, and the second half are up's.
+    """
+    entry = weight.format
+    scheme, rows = dequant_scheme(entry), x.reshape(-1, x.shape[-1])
+    if scheme is None or dequantize_first_scheme(entry) is not None or 0 in (*x.shape, len(weight)):
+        return NotImplemented
+    (m, k), n = rows.shape, len(weight)
+    config = heuristics_for(x.device).weight_only_gemm(m, n, k, scheme)
+    is_supported = supports_dtype(rows, scheme) and n % gate.num_inputs == 0
+    if config is None or not config.small_m or not is_supported:
+        return NotImplemented
+    columns = n // gate.num_inputs
+    if residual is not None and (
+        residual.dtype != x.dtype or residual.shape != (*x.shape[:-1], columns)
+    ):
+        return NotImplemented
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    operand = make_operand(weight.packed, list(weight.scales.values()), entry, scheme)
+    if residual is not None:
+        residual = residual.reshape(-1, columns)
+        residual = residual if residual.stride(-1) == 1 else residual.contiguous()
+    out = rows.new_empty((m, columns))
+    inputs = SmallMInputs(rows, operand, scheme, out, bias=bias, residual=residual, gate=gate)
+    launch_small_m_gemm(inputs, config)
+    return out.view(*x.shape[:-1], columns)
 
 
 def _weight_only_gemm(

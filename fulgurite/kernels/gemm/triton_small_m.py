@@ -3,14 +3,19 @@
 once.
 
     out[m, n] = gate((sum over k of x[row[m], k] * w[n, k] * w_scale) * row_weight[m] + bias[n])
+    out[m, n] = out[m, n] + residual[m, n]
 
 In: x [M, K] in bfloat16 (float16 for integers in groups and for 8 bits); a weight [N, K], quantized
-or dense, or a stack of them for experts. Out: [M, N], summed in float32 and rounded once.
+or dense, or a stack of them for experts. Out: [M, N], summed in float32 and rounded once, and once
+more after a residual is added, as by an addition of its own.
 
 A program takes a few rows of the weight and all of K (`triton_small_m_mainloop.py`). Its warps
 share K: each warp has an accumulator of its own, many loads are in flight, and the accumulators are
 added once, at the end. Weights of 4 bits are dequantized with about three instructions a value,
 loads included. An H200 has time for that while its memory delivers the next value.
+
+With PDL the next kernel may start only after the main loop: its programs would wait on some
+multiprocessors and leave this kernel's programs unevenly distributed.
 """
 
 from __future__ import annotations
@@ -54,15 +59,15 @@ def find_expert(offsets_ptr, experts, row, EXPERTS_POW2: tl.constexpr):
 @cached_launch(do_not_specialize=["M", "w_scale_k", "experts", "xs_step"])
 def small_m_gemm_kernel(
     x_ptr, row_indices_ptr, row_weights_ptr, offsets_ptr, w_ptr, s_ptr, z_ptr, bias_ptr,
-    x_factor_ptr, out_ptr,
+    x_factor_ptr, residual_ptr, out_ptr,
     M, N, K, experts, x_stride, w_expert, w_stride, s_expert, w_scale_n, w_scale_k, z_expert,
-    bias_expert, out_stride, alpha, limit, xs_ptr, xs_row, xs_step,
+    bias_expert, residual_stride, out_stride, alpha, limit, xs_ptr, xs_row, xs_step,
     DEQUANT: tl.constexpr, SCALING: tl.constexpr, GROUP_SIZE: tl.constexpr,
     SCALE_ROWS: tl.constexpr, TENSOR_SCALE: tl.constexpr, ZERO_POINTS: tl.constexpr,
     GATHER: tl.constexpr, ROW_WEIGHTS: tl.constexpr, X_FACTOR: tl.constexpr, BIAS: tl.constexpr,
-    GATE: tl.constexpr, EVEN_K: tl.constexpr, EXPERTS_POW2: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, MMA_COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr, NATIVE: tl.constexpr,
+    RESIDUAL: tl.constexpr, GATE: tl.constexpr, EVEN_K: tl.constexpr, EXPERTS_POW2: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, MMA_COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr, NATIVE: tl.constexpr,
     X_IS_FP8: tl.constexpr, GROUPS_PER_MMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N rows of the weight, BLOCK_M rows of x. N columns of the output.
@@ -75,7 +80,6 @@ def small_m_gemm_kernel(
     GROUPS_PER_MMA  groups of the weight in one MMA (`triton_small_m_mainloop.py`)
     """
     if PDL:
-        launch_dependents()
         wait_for_dependencies()
     HALF: tl.constexpr = BLOCK_N // 2 if GATE > 0 else BLOCK_N
     j = tl.arange(0, BLOCK_N)
@@ -118,6 +122,8 @@ def small_m_gemm_kernel(
         NUM_WARPS * BLOCK_K, NUM_STAGES, NATIVE,
         (xs_ptr + from_row.to(tl.int64) * xs_row)[None, :, None], xs_step, X_IS_FP8, GROUPS_PER_MMA,
     )  # fmt: skip
+    if PDL:
+        launch_dependents()
     out = tl.sum(sums, 0)
     if X_FACTOR:
         out *= tl.load(x_factor_ptr)
@@ -135,7 +141,12 @@ def small_m_gemm_kernel(
     column = tl.program_id(0) * HALF + tl.arange(0, HALF)
     into = out_ptr + m.to(tl.int64)[None, :] * out_stride + column[:, None]
     keep = m_in[None, :] & (column < N)[:, None]
-    tl.store(into, out.to(out_ptr.dtype.element_ty), keep)
+    out = out.to(out_ptr.dtype.element_ty)
+    if RESIDUAL:
+        from_residual = residual_ptr + m.to(tl.int64)[None, :] * residual_stride + column[:, None]
+        residual = tl.load(from_residual, keep, 0.0).to(tl.float32)
+        out = (residual + out.to(tl.float32)).to(out_ptr.dtype.element_ty)
+    tl.store(into, out, keep)
 
 
 @dataclass(frozen=True)
@@ -147,6 +158,7 @@ class SmallMInputs:
     expert_offsets  the weight is a stack, and its e-th matrix is for the rows up to expert_offsets[e]
     topk_experts    [T, k]: each row of x goes to k experts and has k rows of the output
     x_factor        one number that the output is multiplied by
+    residual        [M, N], added to the rounded output
     x_scale         x is in FP8 with these scales [rows, K / group]; one row of x a program
     """
 
@@ -160,6 +172,7 @@ class SmallMInputs:
     topk_experts: Tensor | None = None
     bias: Tensor | None = None
     x_factor: Tensor | None = None
+    residual: Tensor | None = None
     gate: GatedActivation = UNGATED
     x_scale: Tensor | None = None
 
@@ -167,8 +180,8 @@ class SmallMInputs:
 def launch_small_m_gemm(inputs: SmallMInputs, config: LaunchConfig) -> None:
     """Fill `inputs.out` [M, N]."""
     x, weight, scheme, out = inputs.x, inputs.weight, inputs.scheme, inputs.out
-    offsets, topk, bias, gate = (
-        inputs.expert_offsets, inputs.topk_experts, inputs.bias, inputs.gate
+    offsets, topk, bias, gate, residual = (
+        inputs.expert_offsets, inputs.topk_experts, inputs.bias, inputs.gate, inputs.residual
     )  # fmt: skip
     rows, columns = out.shape
     experts = 0 if offsets is None and topk is None else weight.data.shape[0]
@@ -180,16 +193,17 @@ def launch_small_m_gemm(inputs: SmallMInputs, config: LaunchConfig) -> None:
     small_m_gemm_kernel[grid](
         x, _or_placeholder(inputs.row_indices, x), _or_placeholder(inputs.row_weights, x),
         _or_placeholder(offsets, _or_placeholder(topk, x)), weight.data, weight.scale, weight.aux,
-        _or_placeholder(bias, x), _or_placeholder(inputs.x_factor, x), out, rows, columns, x.shape[1],
-        experts, x.stride(0), w_expert, weight.data.stride(-2), s_expert, *weight.scale_strides,
-        z_expert, bias.stride(0) if bias is not None else 0, out.stride(0), gate.alpha, gate.limit,
+        _or_placeholder(bias, x), _or_placeholder(inputs.x_factor, x), _or_placeholder(residual, x),
+        out, rows, columns, x.shape[1], experts, x.stride(0), w_expert, weight.data.stride(-2),
+        s_expert, *weight.scale_strides, z_expert, bias.stride(0) if bias is not None else 0,
+        residual.stride(0) if residual is not None else 0, out.stride(0), gate.alpha, gate.limit,
         _or_placeholder(inputs.x_scale, x),
         *((0, 0) if inputs.x_scale is None else inputs.x_scale.stride()),
         DEQUANT=scheme.dequant, SCALING=scheme.small_m_scaling, GROUP_SIZE=scheme.group_size,
         SCALE_ROWS=scheme.scale_rows, TENSOR_SCALE=weight.has_tensor_scale,
         ZERO_POINTS=weight.has_zero_points, GATHER=inputs.row_indices is not None,
         ROW_WEIGHTS=inputs.row_weights is not None, X_FACTOR=inputs.x_factor is not None,
-        BIAS=bias is not None, GATE=gate.kernel_id,
+        BIAS=bias is not None, RESIDUAL=residual is not None, GATE=gate.kernel_id,
         EVEN_K=x.shape[1] % (config.block_k * config.num_warps) == 0,
         EXPERTS_POW2=0 if offsets is None else next_power_of_2(experts),
         TOP_K=0 if topk is None else topk.shape[1], BLOCK_M=config.block_m,

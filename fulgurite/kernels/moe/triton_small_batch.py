@@ -44,7 +44,6 @@ def gate_up_kernel(
 ):  # fmt: skip
     """BLOCK_N columns of h of one pair."""
     if PDL:
-        launch_dependents()
         wait_for_dependencies()
     pair = tl.program_id(1)
     expert = tl.load(experts_ptr + pair)
@@ -73,6 +72,8 @@ def gate_up_kernel(
             x *= tl.load(norm_ptr + at, at < D, 0.0).to(tl.float32) + offset
         gate += w.to(tl.float32) * x
         up += v.to(tl.float32) * x
+    if PDL:  # only now: programs that wait would take the place of those that multiply
+        launch_dependents()
     factor = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / D + eps) if NORM else 1.0
     out = apply_gate(tl.sum(gate, 1) * factor, tl.sum(up, 1) * factor, alpha, limit, GATE)
     out = tl.where(live, out, 0.0)
@@ -89,7 +90,6 @@ def down_kernel(
 ):  # fmt: skip
     """BLOCK_N columns of one token, all of its experts side by side."""
     if PDL:
-        launch_dependents()
         wait_for_dependencies()
     token = tl.program_id(1)
     j = tl.arange(0, TOP_K_POW2)
@@ -113,6 +113,8 @@ def down_kernel(
             w = tl.load(w_ptr + row[:, :, None] + at, mask & (at < intermediate), 0.0)
             h = tl.load(from_h + at, mask & (at < intermediate), 0.0)
         acc += w.to(tl.float32) * h.to(tl.float32)
+    if PDL:
+        launch_dependents()
     sums = tl.sum(acc, 2)
     out = tl.sum(tl.where(live[:, None], sums * weight[:, None], 0.0), 0)
     if RESIDUAL:

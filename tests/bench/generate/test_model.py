@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fulgurite import cli
-from fulgurite.bench.generate.model import format_table, read_modes
+from fulgurite.bench.generate.model import format_table, keep_first_layers, read_modes
 from fulgurite.bench.generate.random_checkpoint import write_random_checkpoint
 from fulgurite.errors import ArgumentError
 from fulgurite.models.config import ConfigFields
@@ -53,6 +53,15 @@ def test_families_with_layouts_of_their_own(name, tmp_path):
     load_model(tmp_path / "c")
 
 
+def test_first_layers_of_a_preset():
+    """Lists with one entry a layer are cut; other lists are not."""
+    values = {"num_hidden_layers": 4, "layer_types": ["a", "b", "a", "b"], "mlp_only_layers": [1]}
+    cut = keep_first_layers(ConfigFields(values, "preset"), 3).values
+    assert cut == {**values, "num_hidden_layers": 3, "layer_types": ["a", "b", "a"]}
+    with pytest.raises(ArgumentError, match="1 to 4"):
+        keep_first_layers(ConfigFields(values, "preset"), 5)
+
+
 def test_a_whole_run(tmp_path, capsys):
     output = tmp_path / "rows.json"
     options = [
@@ -62,6 +71,8 @@ def test_a_whole_run(tmp_path, capsys):
         "tiny",
         "--format",
         "int4",
+        "--first-layers",
+        "1",
         "--mode",
         "eager,fulgurite",
     ]
@@ -70,6 +81,7 @@ def test_a_whole_run(tmp_path, capsys):
     rows = json.loads(output.read_text())["rows"]
     assert [row["mode"] for row in rows] == ["eager", "fulgurite", "fulgurite, penalties"]
     eager, ours, penalties = rows
+    assert ours["layers"] == 1
     assert ours["format"] == "int4" and ours["load_s"] > 0 and ours["first_token_ms"] > 0
     for row in (eager, ours):
         assert row["decode_1"] > 0 and row["decode_3"] > 0

@@ -8,7 +8,14 @@ from torch import Tensor
 
 from fulgurite.kernels.common.triton_operands import dequant_scheme
 from fulgurite.kernels.elementwise.gated_activation import GatedActivation
-from fulgurite.kernels.gemm.triton_quant_linear import grouped_quant_linear, quant_linear
+from fulgurite.kernels.gemm import fused_projections
+from fulgurite.kernels.gemm.merged_linear import merge_quant_storage
+from fulgurite.kernels.gemm.modules import QuantLinear
+from fulgurite.kernels.gemm.triton_quant_linear import (
+    fused_quant_linear,
+    grouped_quant_linear,
+    quant_linear,
+)
 from fulgurite.kernels.gemm.triton_small_m import SmallMInputs, launch_small_m_gemm
 from fulgurite.kernels.grouped_gemm import reference
 from fulgurite.kernels.grouped_gemm.args import GroupedGemmArgs
@@ -227,3 +234,68 @@ def test_a_token_and_its_experts(format: str, tokens: int, top_k: int) -> None:
     actual = run_quantized_experts(args)
     assert actual.shape == (tokens, 40)
     assert is_near(actual, expected, 4096)  # h may round the other way
+
+
+# ---- gate and residual -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "int4_g128", "int4_g32_asym", "fp8_e4m3_row", "int8"])
+@pytest.mark.parametrize("rows", [1, 5, 16])
+def test_residual_is_added_as_by_an_addition_of_its_own(format: str, rows: int) -> None:
+    """The same bits as rounding the product first; rows of x and residual are slices.
+
+    The interpreter truncates where a GPU rounds, so it is compared with float64.
+    """
+    weight, (bias,) = quantize(torch.randn(37, 384), format), on_device(torch.randn(37).bfloat16())
+    x = torch.randn(rows, 3, 384).bfloat16().to(DEVICE)[:, 1]
+    residual = torch.randn(rows, 50).bfloat16().to(DEVICE)[:, 5:42]
+    actual = fused_quant_linear(x, weight.to(DEVICE), bias, residual=residual)
+    product = quant_linear(x, *tensors_of(weight), format, bias)
+    assert INTERPRETED or torch.equal(actual, residual + product)
+    expected = x.cpu().double() @ exact(weight).t() + bias.cpu().double()
+    assert is_near(actual, expected + residual.cpu().double(), 384, rounds_weights=True)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "int4_g128", "fp8_e4m3_row"])
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_pytorch_tanh"])
+def test_gate_of_merged_weights(format: str, kind: str) -> None:
+    weight, x = quantize(torch.randn(2 * 35, 384) / 16, format), torch.randn(2, 3, 384).bfloat16()
+    bias, gate = torch.randn(70).bfloat16(), GatedActivation(kind)
+    actual = fused_quant_linear(x.to(DEVICE), weight.to(DEVICE), bias.to(DEVICE), gate=gate)
+    expected = gate(x.double() @ exact(weight).t() + bias.double())
+    assert actual.shape == (2, 3, 35) and is_near(actual, expected, 384)
+
+
+def test_calls_that_the_fused_kernel_leaves_to_others() -> None:
+    weight = quantize(torch.randn(36, 384), "int4_g128").to(DEVICE)
+    rows = HEURISTICS.max_small_m + 1
+    for x in (torch.zeros(rows, 384).bfloat16(), torch.zeros(1, 384), torch.zeros(0, 384).half()):
+        assert fused_quant_linear(x.to(DEVICE), weight) is NotImplemented
+    odd = quantize(torch.randn(37, 384), "int4_g128").to(DEVICE)
+    x = torch.zeros(1, 384).bfloat16().to(DEVICE)
+    assert fused_quant_linear(x, odd, gate=GatedActivation("silu")) is NotImplemented
+    assert fused_quant_linear(x, weight, residual=x.float()[:, :36]) is NotImplemented
+    assert fused_quant_linear(x, weight, residual=x[0, :36]) is NotImplemented
+
+
+@pytest.mark.parametrize("format", ["int4_g128", "fp8_e4m3_row"])
+def test_projections_of_a_layer_take_one_kernel_each(format: str, monkeypatch) -> None:
+    launches = []
+
+    def kernel(x: Tensor, *args, **options):
+        launches.append(options)
+        return fused_quant_linear(x, *args, **options)
+
+    monkeypatch.setitem(fused_projections.FUSED_QUANT_LINEAR_KERNELS, DEVICE, kernel)
+    weights = [quantize(torch.randn(n, 256) / 16, format) for n in (128, 128, 256)]
+    linears = [QuantLinear(weight, activations="none").to(DEVICE) for weight in weights]
+    gate, up, down = linears
+    merge_quant_storage((gate, up))
+    x = torch.randn(2, 256).bfloat16()
+    with torch.no_grad():
+        h = fused_projections.fused_gate_up(x.to(DEVICE), gate, up, "gelu")
+        actual = fused_projections.fused_linear_add(x.to(DEVICE), x.to(DEVICE), down)
+    w_gate, w_up, w_down = (exact(weight) for weight in weights)
+    assert is_near(h, GatedActivation("gelu")(x.double() @ torch.cat((w_gate, w_up)).t()), 256)
+    assert is_near(actual, x.double() + x.double() @ w_down.t(), 256, rounds_weights=True)
+    assert len(launches) == 2
