@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from fulgurite.errors import WeightsError
 from fulgurite.models.config import ConfigFields, ModelConfig
@@ -28,6 +29,7 @@ from fulgurite.models.families.llama4 import LLAMA4
 from fulgurite.models.families.minimax import MINIMAX_M2
 from fulgurite.models.families.mistral import CWM, MINISTRAL, MINISTRAL3, MISTRAL
 from fulgurite.models.families.mixtral import MIXTRAL
+from fulgurite.models.families.multimodal import OTHER_TENSORS, find_text_decoder
 from fulgurite.models.families.olmo import OLMO2, OLMO3, OLMOE
 from fulgurite.models.families.phi import PHI3
 from fulgurite.models.families.phi_moe import PHI_MOE
@@ -64,7 +66,6 @@ ARCHITECTURES: dict[str, ModelFamily] = {
     "Llama4ForCausalLM": LLAMA4,
     "Llama4ForConditionalGeneration": LLAMA4,
     "GptOssForCausalLM": GPT_OSS,
-    "Mistral3ForConditionalGeneration": MISTRAL,
     "MinistralForCausalLM": MINISTRAL,
     "Ministral3ForCausalLM": MINISTRAL3,
     "CwmForCausalLM": CWM,
@@ -139,11 +140,21 @@ def has_family(fields: ConfigFields) -> bool:
 
 
 def read_architectures(fields: ConfigFields) -> list[str]:
-    """`architectures` of a config.json; if it has none, the causal LM of its `model_type`."""
+    """`architectures` of a config.json; if it has none, the causal LM of its `model_type`.
+
+    Of a multimodal checkpoint (multimodal.py), the causal LM of its text decoder, if it is ours.
+    """
     names = [str(name) for name in fields.get_list("architectures")]
+    decoder = find_text_decoder(fields)
+    if decoder is not None:
+        return _causal_lm_of(decoder) or names
     if names or "model_type" not in fields:
         return names
-    model_type = fields.get_str("model_type").replace("_", "").lower()
+    return _causal_lm_of(fields.get_str("model_type"))
+
+
+def _causal_lm_of(model_type: str) -> list[str]:
+    model_type = model_type.replace("_", "").lower()
     return [
         name
         for name in ARCHITECTURES
@@ -156,7 +167,10 @@ def find_family(fields: ConfigFields) -> ModelFamily:
     names = read_architectures(fields)
     for name in names:
         if name in ARCHITECTURES:
-            return ARCHITECTURES[name]
+            family = ARCHITECTURES[name]
+            if find_text_decoder(fields) is None:
+                return family
+            return replace(family, ignored=(*family.ignored, OTHER_TENSORS))
     raise WeightsError(
         f"architecture {', '.join(names)} is not supported"
         if names

@@ -23,6 +23,11 @@ from fulgurite.models.config import ConfigFields, ModelConfig
 from fulgurite.models.config_readers import merge_rope_scaling
 from fulgurite.models.families.encoders import is_encoder
 from fulgurite.models.families.family import ModelFamily
+from fulgurite.models.families.multimodal import (
+    TEXT_CONFIG,
+    add_text_defaults,
+    find_text_decoder,
+)
 from fulgurite.models.families.registry import find_family, find_gguf_family, has_family
 from fulgurite.models.loading.checkpoint_tensor import CheckpointTensor, TensorEntry
 from fulgurite.models.loading.gguf_checkpoint import GGUFCheckpoint
@@ -47,6 +52,7 @@ MULTIMODAL_PREFIXES = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
+    ("model.text_model.", "model."),
 )
 # Names in a checkpoint of the bare decoder, without an LM head (embedding models).
 BARE_PREFIXES = tuple((name, f"model.{name}") for name in ("embed_tokens.", "layers.", "norm."))
@@ -295,10 +301,12 @@ def _suggest_path(folder: Path) -> str:
 
 def get_language_model_fields(fields: ConfigFields) -> ConfigFields:
     """The fields of the language model. A multimodal config.json nests them in `text_config`."""
-    if "text_config" not in fields:
+    if TEXT_CONFIG not in fields:
         return merge_rope_scaling(fields)
     shared = {name: fields.values[name] for name in SHARED_FIELDS if name in fields}
-    return merge_rope_scaling(fields.get_section("text_config").with_defaults(**shared))
+    text = fields.get_section(TEXT_CONFIG).with_defaults(**shared)
+    decoder = find_text_decoder(fields)
+    return merge_rope_scaling(text if decoder is None else add_text_defaults(text, decoder))
 
 
 def rename_entries(source: TensorSource) -> dict[str, TensorEntry]:

@@ -44,6 +44,14 @@ def refuse(architecture: str, reason: str, where: str) -> WeightsError:
     )
 
 
+def find_auto_class(config: Any, where: str) -> Any:
+    """transformers' class that builds and loads models of a config."""
+    transformers = import_transformers("the modules are transformers'", where)
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModelForImageTextToText
+
+
 def read_transformers_config(fields: ConfigFields, folder: Path) -> tuple[str, Any]:
     """The name of the architecture and transformers' config, or the reason against it."""
     names = [str(name) for name in fields.get_list("architectures")]
@@ -66,21 +74,26 @@ def read_transformers_config(fields: ConfigFields, folder: Path) -> tuple[str, A
     )
     if config.is_encoder_decoder:
         raise refuse(name, "it has an encoder and a decoder", fields.where)
-    classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    known = classes[type(config)].__name__ if type(config) in classes else None
-    if known != name:
-        instead = f"; its causal LM is {known}" if known else ""
+    known = [
+        classes[type(config)].__name__
+        for classes in (
+            transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+            transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        )
+        if type(config) in classes
+    ]
+    if name not in known:
+        instead = f"; its causal LM is {known[0]}" if known else ""
         raise refuse(name, f"it is no causal LM of transformers{instead}", fields.where)
-    for rope_type in _rope_types(config):
+    text = config.get_text_config(decoder=True)
+    for rope_type in _rope_types(text):
         if rope_type in BATCH_DEPENDENT_ROPE:
             raise refuse(
                 name,
                 f"its rotary embedding ({rope_type}) depends on the longest request of the batch",
                 fields.where,
             )
-    others = {
-        kind for kind in getattr(config, "layer_types", None) or () if kind not in LAYER_TYPES
-    }
+    others = {kind for kind in getattr(text, "layer_types", None) or () if kind not in LAYER_TYPES}
     if others:
         kinds = ", ".join(sorted(map(str, others)))
         raise refuse(name, f"it has layers of type {kinds}, which need another cache", fields.where)
@@ -91,8 +104,9 @@ def convert_config(name: str, config: Any, fields: ConfigFields) -> ModelConfig:
     """What the engine and the plan read of a config.
 
     Sizes of keys and of MLPs are not known here: `AttentionSpec`s come from the modules, and the plan
-    runs them.
+    runs them. Of a multimodal config, the text decoder's.
     """
+    config = config.get_text_config(decoder=True)
     for field in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
         if not isinstance(getattr(config, field, None), int):
             raise refuse(

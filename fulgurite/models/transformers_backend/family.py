@@ -25,6 +25,7 @@ from fulgurite.models.transformers_backend.attention import IMPLEMENTATION, atte
 from fulgurite.models.transformers_backend.check import check_model
 from fulgurite.models.transformers_backend.config import (
     convert_config,
+    find_auto_class,
     import_transformers,
     read_transformers_config,
     refuse,
@@ -89,10 +90,10 @@ def build_on_meta(
     config: ModelConfig, architecture: str, transformers_config: Any, where: str
 ) -> TransformersModel:
     """The modules on the meta device, with the specs that a probe reads from them."""
-    transformers = import_transformers("the modules are transformers'", where)
+    auto_class = find_auto_class(transformers_config, where)
     try:
         with torch.device("meta"):
-            module = transformers.AutoModelForCausalLM.from_config(
+            module = auto_class.from_config(
                 copy.deepcopy(transformers_config),  # a module changes its config
                 dtype=torch.get_default_dtype(),
                 attn_implementation=PROBE,
@@ -106,6 +107,7 @@ def build_on_meta(
         module.set_experts_implementation(PROBE)
     probe = probe_module(module, config, architecture, where)
     module.set_attn_implementation(IMPLEMENTATION)
+    drop_other_towers(module)
     names = {id(child): name for name, child in module.named_modules()}
     layers = [names[id(attention)] for attention in probe.modules]
     return TransformersModel(config, module, layers, probe.specs)
@@ -132,7 +134,7 @@ def load_transformers_model(
     layout = build_on_meta(config, architecture, family.transformers_config, where)
     transformers = import_transformers("the modules are transformers'", where)
     with hide_progress_bars(transformers):
-        module, report = transformers.AutoModelForCausalLM.from_pretrained(
+        module, report = find_auto_class(family.transformers_config, where).from_pretrained(
             folder,
             config=copy.deepcopy(family.transformers_config),
             dtype=dtype,
@@ -158,7 +160,21 @@ def load_transformers_model(
     difference = check_model(model)
     if difference is not None:
         raise refuse(architecture, difference, where)
+    drop_other_towers(module)
     return model
+
+
+def drop_other_towers(module: Any) -> None:
+    """Remove what only images and sound need: modules beside the text decoder.
+
+    Afterwards the decoder and the head run, and not the module's whole forward.
+    """
+    decoder, base = module.get_decoder(), module.base_model
+    if decoder is base:
+        return
+    for name, child in list(base.named_children()):
+        if all(part is not decoder for part in child.modules()):
+            base._modules[name] = None
 
 
 @contextmanager

@@ -91,6 +91,8 @@ class AttentionProbe:
             )
         if module in self.modules:
             raise UnsupportedAttention("layers share one attention module")
+        if not getattr(module, "is_causal", True):  # its mask is causal with some kernels only
+            raise UnsupportedAttention("a layer says that its attention is not causal (is_causal)")
         for name, value in options.items():
             if name not in IGNORED_OPTIONS and value is not None and value is not False:
                 raise UnsupportedAttention(f"attention takes {name}, which changes its result")

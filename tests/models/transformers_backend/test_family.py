@@ -100,6 +100,70 @@ def test_check_finds_attention_that_differs(change, tmp_path):
     assert "differ from those with eager attention" in str(check_model(model))
 
 
+# ---- multimodal checkpoints --------------------------------------------------------------------------
+
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+SIGLIP = {**VISION, "model_type": "siglip_vision_model"}
+GEMMA4_TEXT = {
+    **SIZES,
+    "pad_token_id": 0,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 6,
+    "head_dim": 8,
+    "global_head_dim": 8,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+}
+MULTIMODAL = {
+    "AyaVision": ({**SIZES, "model_type": "cohere2"}, SIGLIP),
+    "Gemma4": (GEMMA4_TEXT, VISION),
+    "Llava": ({**SIZES, "model_type": "gemma2", "head_dim": 12}, SIGLIP),
+}
+
+
+def build_multimodal(name, text, vision):
+    torch.manual_seed(3)
+    model_class = getattr(transformers, f"{name}ForConditionalGeneration")
+    config = model_class.config_class(text_config=text, vision_config=vision)
+    module = model_class(config).eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return module
+
+
+@pytest.mark.parametrize("name", list(MULTIMODAL))
+def test_text_decoder_of_a_multimodal_checkpoint(name, tmp_path):
+    """Logits of text are the whole model's, and only the decoder and the head are held."""
+    module = build_multimodal(name, *MULTIMODAL[name])
+    folder = write_checkpoint(module, tmp_path)
+    model = load_model(folder)
+    assert isinstance(model, TransformersModel)
+    ids = torch.randint(1, VOCAB_SIZE, (20,))
+    expected = module(input_ids=ids[None]).logits[0]
+    torch.testing.assert_close(model(ids, torch.arange(20)), expected, rtol=2e-4, atol=2e-4)
+    names = {parameter for parameter, _ in model.named_parameters()}
+    assert not any("vision" in parameter or "projector" in parameter for parameter in names)
+    meta = build_meta_model(open_checkpoint(folder), torch.float32, keep_quantized=True)
+    assert {parameter for parameter, _ in meta.named_parameters()} == names
+
+
+def test_a_decoder_that_is_not_causal_is_refused(tmp_path):
+    """PaliGemma's prompts see themselves; transformers' eager attention does not show it."""
+    module = build_multimodal("PaliGemma", {**SIZES, "model_type": "gemma"}, SIGLIP)
+    with pytest.raises(WeightsError, match="not causal"):
+        load_model(write_checkpoint(module, tmp_path))
+
+
 # ---- refusals ----------------------------------------------------------------------------------------
 
 
