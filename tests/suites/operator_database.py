@@ -89,6 +89,9 @@ GRAPH_BREAKS = {
         else {}
     ),
 }
+# Among thousands of elements some are equal in narrow dtypes, and only a stable sort orders those.
+SORTS = ("sort", "argsort")
+MANY_ELEMENTS = 1000
 BREAKING = {name for names in GRAPH_BREAKS.values() for name in names}
 
 
@@ -123,7 +126,10 @@ def calls(setting: Setting, limit: int | None) -> list[Call]:
     )
     for sample in samples:
         process = sample.output_process_fn_grad
-        found.append(Call((sample.input, *sample.args), sample.kwargs, process))
+        kwargs = sample.kwargs
+        if setting.op.name in SORTS and not sample.args and sample.input.numel() > MANY_ELEMENTS:
+            kwargs = {**kwargs, "stable": True}
+        found.append(Call((sample.input, *sample.args), kwargs, process))
         if len(found) == limit:
             break
     return found
