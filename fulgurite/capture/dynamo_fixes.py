@@ -12,6 +12,8 @@ In: TorchDynamo's functions. Out: the same functions, corrected when this module
   to the next channel.
 - `dropout` that drops nothing (p = 0, or not in training) returns its input: a later in-place op writes to it.
   TorchDynamo traces a copy.
+- `diagonal` beyond the tensor has no element, and starts where the tensor does. torch's rule for traced tensors
+  gives an offset past the end, which a later `as_strided` counts from.
 - `5 in (n, m)` and `n in range(5)` with integers that became symbols compare their values.
 - A branch whose outcome the range of `torch.rand` decides is no graph break: `if torch.rand([]) < p` with p = 0,
   as models write to skip layers at random.
@@ -26,12 +28,15 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch._C import DispatchKey
+from torch._decomp import decomposition_table
 from torch._dynamo import exc, symbolic_convert, utils
 from torch._dynamo.variables import lists
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._ops import OpOverload
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from fulgurite.capture import python_numbers
 from fulgurite.capture.program_errors import breaks_at_failed_op, check_node, mark_assert
@@ -66,6 +71,7 @@ def install() -> None:
     _use_kernel_when_traced(torch.ops.aten.max_unpool2d.default)
     _use_kernel_when_traced(torch.ops.aten.max_unpool3d.default)
     _return_input_of_dropout(torch.ops.aten.dropout.default)
+    _keep_offset_of_empty_diagonal(torch.ops.aten.diagonal.default)
     _replace(lists, "iter_contains", _contains)
     _replace(lists.RangeVariable, "sq_contains", _range_contains)
     python_numbers.install()
@@ -89,6 +95,20 @@ def _return_input_of_dropout(op: OpOverload) -> None:
             op.py_kernels[key] = lambda x, p, train, drop=drop: (
                 drop(x, p, train) if train and p else x
             )
+    op._dispatch_cache.clear()
+
+
+def _keep_offset_of_empty_diagonal(op: OpOverload) -> None:
+    """Trace a diagonal without elements with the offset of its tensor, as eager mode runs it."""
+    view = torch._refs.diagonal
+
+    def diagonal(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+        result: Tensor = view(x, offset, dim1, dim2)
+        if offset and guard_or_false(result.shape[-1] == 0):
+            return x.as_strided(result.shape, result.stride(), x.storage_offset())
+        return result
+
+    op.py_kernels[DispatchKey.Meta] = decomposition_table[op] = diagonal
     op._dispatch_cache.clear()
 
 

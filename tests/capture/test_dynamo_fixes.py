@@ -196,3 +196,15 @@ def test_dropout_draws_numbers():
     torch.manual_seed(0)
     dropped = fulgurite.compile(lambda x: F.dropout(x, 0.5))(torch.ones(1000))
     assert 300 < int((dropped == 0).sum()) < 700
+
+
+@pytest.mark.parametrize("offset", [-9, -2, 1, 9])
+def test_views_of_an_empty_diagonal(offset):
+    def f(x):
+        return x.diagonal(offset).as_strided((2,), (1,))
+
+    compiled = fulgurite.compile(f)
+    for size in (2, 3, 4, 5):
+        x = torch.randn(size, size)
+        for _ in range(2):  # later calls run the host program
+            torch.testing.assert_close(compiled(x), f(x))
