@@ -208,3 +208,12 @@ def test_views_of_an_empty_diagonal(offset):
         x = torch.randn(size, size)
         for _ in range(2):  # later calls run the host program
             torch.testing.assert_close(compiled(x), f(x))
+
+
+@pytest.mark.parametrize("dtypes", [(torch.int64, torch.float32), (torch.float32, torch.float64)])
+def test_dtype_of_a_gradient_of_two_dtypes(dtypes):
+    op = torch.ops.aten.threshold_backward
+    grad, x = (torch.tensor([-3, 0, 2]).to(dtype) for dtype in dtypes)
+    expected = op(grad, x, 1)
+    found = fulgurite.compile(lambda grad, x: op(grad, x, 1))(grad, x)
+    torch.testing.assert_close(found, expected)
