@@ -141,7 +141,7 @@ LAYERS = """
 ~F.mse_loss({f}, {g}) | ~F.l1_loss({f}, {g}) | ~F.smooth_l1_loss({f}, {g}) | ~F.huber_loss({f}, {g}, reduction="sum") | ~F.binary_cross_entropy_with_logits({f}, {g}) | ~F.kl_div({f}, {g}.softmax(-1), reduction="sum")
 ~F.cross_entropy({f}, torch.full_like({f}[:, 0], {p}, dtype=torch.int64) % {f}.size(1)) | ~F.nll_loss({f}, torch.full_like({f}[:, 0], {p}, dtype=torch.int64) % {f}.size(1)) | ~F.margin_ranking_loss({f}, {g}, {f}) | ~F.soft_margin_loss({f}, {g}) | ~F.pairwise_distance({f}, {g}) | ~F.poisson_nll_loss({f}, {g})
 ~F.dropout({f}, 0.0) | F.dropout({f}, 1.0) | torch.rand_like({f}) < 2 | torch.randint_like({x}, 3, 4) | F.dropout({f}, 0.5, training=False) | torch.bernoulli(torch.ones_like({f})) | ~F.local_response_norm({f}, 2)
-~F.cosine_embedding_loss({f}, {f}, {f}.new_ones({f}.size(0))) | ~F.triplet_margin_loss({f}, {g}, {f}) | ~F.gumbel_softmax({f}, hard=True).sum({d}) | ~F.cross_entropy({f}, {f}.softmax(1), label_smoothing=0.1)
+~F.cosine_embedding_loss({f}, {f}, {f}.new_ones({f}.size(0))) | ~F.triplet_margin_loss({f}, {g}, {f}) | ~F.gumbel_softmax({f}, hard=True).sum(-1) | ~F.cross_entropy({f}, {f}.softmax(1), label_smoothing=0.1)
 """
 RESIZE = """
 ~F.interpolate({f}, scale_factor=2) | ~F.interpolate({f}, size={q}) | ~F.interpolate({f}, scale_factor=2, mode="linear") | ~F.interpolate({f}, size=(3, {q}), mode="bilinear") | ~F.interpolate({f}, scale_factor=1.5, mode="bilinear", align_corners=True)
