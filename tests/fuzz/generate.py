@@ -67,7 +67,8 @@ class Builder:
         self.dynamic: bool | None = self.kind == "symbol" or rng.random() < 0.04
         if self.dynamic and rng.random() < 0.15:
             self.dynamic = None  # sizes become symbols in the second call
-        self.gradient = self.kind not in ("error", "complex", "symbol") and rng.random() < 0.2
+        share = 0.5 if self.kind == "resize" else 0.2  # many of its gradients are ops of their own
+        self.gradient = self.kind not in ("error", "complex", "symbol") and rng.random() < share
         self.gradient |= self.kind == "symbol" and rng.random() < 0.1
         self.call: dict[str, Number] = {}
         self.inputs: list[Input] = []
@@ -353,8 +354,8 @@ class Builder:
         return any(bool(part.isnan().any()) for part in parts)
 
     def _overlaps_itself(self, name: str) -> bool:
-        """Whether a value is in the memory of an input of overlapping windows."""
-        windows = [i.name for i in self.inputs if i.layout == "windows"]
+        """Whether a value is in the memory of an input whose elements overlap."""
+        windows = [i.name for i in self.inputs if i.layout in ("windows", "expanded")]
         values = self.reference.eager
         memory = set().union(*(oracle.storages(values[w]) for w in windows))
         value = values.get(name)
