@@ -168,9 +168,8 @@ def test_gather_out_of_range_raises() -> None:
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
-@pytest.mark.parametrize("position", [30, -1])
-def test_interpreted_kernels_check_positions(position: int) -> None:
-    x, index = torch.randn(30, 5), torch.tensor([1, position])
+def test_interpreted_kernels_check_positions() -> None:
+    x, index = torch.randn(30, 5), torch.tensor([1, 30])
     gathered = lower_for_target(lambda x, i: F.embedding(i, x) * 2, (x, index))
     stored = lower_for_target(lambda x, i: x.index_copy(0, i, x[:2]) * 2, (x, index))
     for region in (gathered, stored):
