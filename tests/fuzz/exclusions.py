@@ -26,6 +26,10 @@ UNSTABLE = re.compile(r"sort\(|topk|kthvalue|median|mode\(|quantile")
 PRODUCT = re.compile(r"prod")
 CROPPED_CIRCLE = re.compile(r"pad\(.*-.*circular")
 HARD_SIGMOID = re.compile(r"hardsigmoid|hardswish")
+# functions whose gradient at NaN differs between the vector and the scalar loops of eager's kernels
+BENT = re.compile(
+    r"\b(logit|elu|selu|celu|relu6|hardtanh|hardswish|hardshrink|softshrink)(_backward)?[.(]"
+)
 FLOAT_SUMS = re.compile(r"trapezoid|mean|dtype=torch.float")
 AVERAGES = re.compile(r"interpolate|pool|softmax|conv|linear|einsum|mv\(|cumulative|diff")
 
@@ -63,6 +67,8 @@ class Exclusions:
             return True  # the sign of NaN is that of no rule
         if self.has_gradient and UNSTABLE.search(line.text) and "stable=True" not in line.text:
             return True  # the gradient of ties is any of them
+        if self.has_gradient and BENT.search(line.text) and any(map(has_nan, used)):
+            return True
         if "median(" in line.text and any(map(is_expanded, used)):
             return True  # eager reads past the end of a copy that keeps stride 0
         if HARD_SIGMOID.search(line.text) and any(map(is_float64, used)):
@@ -119,6 +125,10 @@ def is_expanded(value: Any) -> bool:
 def is_short(value: Any) -> bool:
     """Whether the last dimension has at most one element."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape[-1] < 2
+
+
+def has_nan(value: Any) -> bool:
+    return isinstance(value, Tensor) and any(bool(p.isnan().any()) for p in oracle.parts_of(value))
 
 
 def is_float64(value: Any) -> bool:
