@@ -33,7 +33,7 @@ from fulgurite.capture.program_errors import raise_assertion_errors
 from fulgurite.capture.repeats import LayerCache, LayerCall, LayerGroup, find_repeated_layers
 from fulgurite.capture.strided_views import view_storages
 from fulgurite.capture.subgraph_op import LayerGraphs
-from fulgurite.capture.unfold_writes import keep_values_outside_windows
+from fulgurite.capture.view_writes import replace_views
 from fulgurite.compiled_graph import CompiledGraph, GraphRecord
 from fulgurite.config import settings
 from fulgurite.cudagraph import GraphedFunction
@@ -108,7 +108,7 @@ class Session:
         """Compile one captured graph: TorchDynamo calls this as its backend."""
         fold_captured_masks(module)
         use_gemm_for_convolutions(module)
-        keep_values_outside_windows(module)
+        replace_views(module)
         view_storages(module)
         captured = module
         if self.options.granularity == "auto":

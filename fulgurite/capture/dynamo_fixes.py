@@ -12,6 +12,9 @@ In: TorchDynamo's functions. Out: the same functions, corrected when this module
   to the next channel.
 - `dropout` that drops nothing (p = 0, or not in training) returns its input: a later in-place op writes to it.
   TorchDynamo traces a copy.
+- `diagonal` beyond the tensor has no element, and starts where the tensor does. torch's rule for traced tensors
+  gives an offset past the end, which a later `as_strided` counts from.
+- `threshold_backward` of two dtypes has the dtype that both promote to. torch's rule takes the gradient's.
 - `5 in (n, m)` and `n in range(5)` with integers that became symbols compare their values.
 - A branch whose outcome the range of `torch.rand` decides is no graph break: `if torch.rand([]) < p` with p = 0,
   as models write to skip layers at random.
@@ -26,12 +29,15 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch._C import DispatchKey
+from torch._decomp import decomposition_table
 from torch._dynamo import exc, symbolic_convert, utils
 from torch._dynamo.variables import lists
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._ops import OpOverload
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from fulgurite.capture import python_numbers
 from fulgurite.capture.program_errors import breaks_at_failed_op, check_node, mark_assert
@@ -66,6 +72,8 @@ def install() -> None:
     _use_kernel_when_traced(torch.ops.aten.max_unpool2d.default)
     _use_kernel_when_traced(torch.ops.aten.max_unpool3d.default)
     _return_input_of_dropout(torch.ops.aten.dropout.default)
+    _trace_by(torch.ops.aten.diagonal.default, _view_diagonal)
+    _trace_by(torch.ops.aten.threshold_backward.default, _threshold_backward)
     _replace(lists, "iter_contains", _contains)
     _replace(lists.RangeVariable, "sq_contains", _range_contains)
     python_numbers.install()
@@ -90,6 +98,24 @@ def _return_input_of_dropout(op: OpOverload) -> None:
                 drop(x, p, train) if train and p else x
             )
     op._dispatch_cache.clear()
+
+
+def _trace_by(op: OpOverload, rule: Callable[..., Any]) -> None:
+    """Find sizes, strides and dtype of an op's result by a rule of ours."""
+    op.py_kernels[DispatchKey.Meta] = decomposition_table[op] = rule
+    op._dispatch_cache.clear()
+
+
+def _view_diagonal(self: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    result: Tensor = torch._refs.diagonal(self, offset, dim1, dim2)
+    if offset and guard_or_false(result.shape[-1] == 0):
+        return self.as_strided(result.shape, result.stride(), self.storage_offset())
+    return result
+
+
+def _threshold_backward(grad_output: Tensor, self: Tensor, threshold: float) -> Tensor:
+    grad = grad_output.to(torch.result_type(grad_output, self))
+    return torch.where(self <= threshold, 0, grad)
 
 
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fulgurite.capture.input_aliasing import has_storage
-from fulgurite.capture.unfold_writes import is_written
+from fulgurite.capture.view_writes import is_written
 from fulgurite.trace.node_meta import example_value
 
 

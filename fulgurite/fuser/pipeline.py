@@ -26,11 +26,14 @@ MAX_CACHED_CALLS = 1 << 13  # some hundred bytes each
 _CAN_LOWER_CACHE: dict[str, bool] = {}  # by call signature
 
 
-def can_fuse(node: fx.Node) -> bool:
-    """Whether this node can be part of a generated kernel."""
-    if node.op != "call_function" or _unsupported_device_reason(node) is not None:
+def can_fuse(node: fx.Node, use_triton: bool = False) -> bool:
+    """Whether this node can be part of a generated kernel.
+
+    use_triton   of a Triton kernel, for CPU tensors too: as for `lower_region`
+    """
+    if node.op != "call_function" or _unsupported_device_reason(node, use_triton) is not None:
         return False
-    return _can_lower(node)
+    return _can_lower(node, use_triton)
 
 
 def unsupported_reason(node: fx.Node) -> str | None:
@@ -38,7 +41,7 @@ def unsupported_reason(node: fx.Node) -> str | None:
     return _unsupported_device_reason(node) or find_unsupported_reason(node)
 
 
-def _unsupported_device_reason(node: fx.Node) -> str | None:
+def _unsupported_device_reason(node: fx.Node, use_triton: bool = False) -> str | None:
     """Why there is no code generator for the devices of a node's tensors; None if there is one."""
     tensors = fake_tensors_of([node, *node.all_input_nodes])
     devices = {tensor.device for tensor in tensors}
@@ -46,7 +49,7 @@ def _unsupported_device_reason(node: fx.Node) -> str | None:
         return f"tensors on {' and '.join(sorted(map(str, devices)))}"
     if torch.device("cpu") in devices and native.find_compiler() is None:
         return "there is no C++ compiler"
-    if not devices - {torch.device("cpu")}:
+    if not use_triton and not devices - {torch.device("cpu")}:
         return None
     if not has_triton():
         return "Triton is not installed"
@@ -62,19 +65,21 @@ def fake_tensors_of(nodes: list[fx.Node]) -> list[torch.Tensor]:
     return [tensor for node in nodes for tensor in iter_tensors(fake_value(node))]
 
 
-def _can_lower(node: fx.Node) -> bool:
+def _can_lower(node: fx.Node, use_triton: bool) -> bool:
     """Whether the IR can express the node. Layers have many equal calls, so answers are cached."""
     schema = getattr(node.target, "_schema", None)
     is_cacheable = schema is not None and not schema.is_mutable  # a write depends on other readers
     call = call_signature(node) if is_cacheable else None
     if call is None:
-        return find_unsupported_reason(node) is None
+        return find_unsupported_reason(node, use_triton) is None
+    if use_triton:
+        call += " triton"
     if torch.are_deterministic_algorithms_enabled():
         call += " deterministic"  # GPU kernels may then not store in any order
     if call not in _CAN_LOWER_CACHE:
         if len(_CAN_LOWER_CACHE) >= MAX_CACHED_CALLS:
             _CAN_LOWER_CACHE.clear()
-        _CAN_LOWER_CACHE[call] = find_unsupported_reason(node) is None
+        _CAN_LOWER_CACHE[call] = find_unsupported_reason(node, use_triton) is None
     return _CAN_LOWER_CACHE[call]
 
 

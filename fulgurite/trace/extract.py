@@ -50,14 +50,12 @@ def extract_subgraph(trace: Trace, nodes: list[fx.Node]) -> Subgraph:
 def _find_hidden_sizes(trace: Trace, nodes: list[fx.Node], inputs: list[fx.Node]) -> list[fx.Node]:
     """Nodes of symbols that the values need and that no input has as a plain size or number.
 
-    A number that is an input, such as `2*n - m`, may be needed in other terms of its symbols too.
+    An input that is a number `2*n - m`, or has it as a stride, may need its symbols in other terms too.
     """
     values = [fake_value(source) for source in inputs]
     shown = {symbol for value in values for symbol in _bare_symbols(value)}
-    needed = {
-        symbol for node in nodes for symbol in free_symbols(_sizes_and_strides(fake_value(node)))
-    }
-    needed |= free_symbols([value for value in values if isinstance(value, SymInt)])
+    values += [fake_value(node) for node in nodes]
+    needed = {s for value in values for s in free_symbols(_sizes_and_strides(value))}
     missing = needed - shown
     if not missing:
         return []

@@ -196,3 +196,24 @@ def test_dropout_draws_numbers():
     torch.manual_seed(0)
     dropped = fulgurite.compile(lambda x: F.dropout(x, 0.5))(torch.ones(1000))
     assert 300 < int((dropped == 0).sum()) < 700
+
+
+@pytest.mark.parametrize("offset", [-9, -2, 1, 9])
+def test_views_of_an_empty_diagonal(offset):
+    def f(x):
+        return x.diagonal(offset).as_strided((2,), (1,))
+
+    compiled = fulgurite.compile(f)
+    for size in (2, 3, 4, 5):
+        x = torch.randn(size, size)
+        for _ in range(2):  # later calls run the host program
+            torch.testing.assert_close(compiled(x), f(x))
+
+
+@pytest.mark.parametrize("dtypes", [(torch.int64, torch.float32), (torch.float32, torch.float64)])
+def test_dtype_of_a_gradient_of_two_dtypes(dtypes):
+    op = torch.ops.aten.threshold_backward
+    grad, x = (torch.tensor([-3, 0, 2]).to(dtype) for dtype in dtypes)
+    expected = op(grad, x, 1)
+    found = fulgurite.compile(lambda grad, x: op(grad, x, 1))(grad, x)
+    torch.testing.assert_close(found, expected)

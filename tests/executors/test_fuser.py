@@ -124,9 +124,9 @@ def test_later_calls_use_the_cached_launch():
 def test_claims_are_cached_for_equal_calls(monkeypatch):
     asked = []
 
-    def find_unsupported_reason(node, real=pipeline.find_unsupported_reason):
+    def find_unsupported_reason(node, use_triton, real=pipeline.find_unsupported_reason):
         asked.append(str(node.target))
-        return real(node)
+        return real(node, use_triton)
 
     monkeypatch.setattr(pipeline, "_CAN_LOWER_CACHE", {})
     monkeypatch.setattr(pipeline, "find_unsupported_reason", find_unsupported_reason)

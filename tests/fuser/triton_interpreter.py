@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -96,6 +97,16 @@ def patch() -> None:
         return store(self, at, value, as_bools(mask), *rest, **named)
 
     emulate_triton_3_6(tl)
+
+    def create_assert(self: Any, condition: Any, message: str) -> None:
+        """A failed check of an index, as launchers report it; the interpreter tests the handle itself."""
+        if not numpy.asarray(condition.data).all():
+            raise IndexError(message)
+
+    builder.create_assert = create_assert
+    # without `debug` kernels have no asserts; integers overflow in hashes
+    options = replace(interpreter.interpreter_builder.options, debug=True, sanitize_overflow=False)
+    interpreter.interpreter_builder.options = options
 
     builder.create_masked_load, builder.create_masked_store = (
         create_masked_load,

@@ -61,6 +61,7 @@ VIEWS = """
 {x}.view({x}.shape) | {x}.expand_as({y}) | torch.broadcast_to({x}, {y}.shape) | {x}.tensor_split(3, {d})[1] | {x}.contiguous() | {x}.clone() | {x}.ravel()
 {x}[..., None, :] | {x}[{k}:, ..., :{k}] | {x}.flatten({d}, {e}) | {x}[{k}:{k}] | {x}[:, ::{q}] | torch.atleast_3d({x}) | {x}.t() | {x}.hsplit(1)[0]
 {x}[{x}.size(0) // 2:] | {x}[:{x}.size(0) - 1] | {x}.narrow({d}, 0, {x}.size({d}) // 2) | {x}.reshape({x}.numel() // {x}.size(-1), -1)
+torch.unsafe_split_with_sizes({x}, [1, {x}.size({d}) - 1], {d})[1] | torch.unsafe_chunk({x}, 2, {d})[-1]
 {x}.split([1, {x}.size({d}) - 1], {d})[1] | torch.unsafe_split({x}, 2, {d})[0] | {x}.unbind({d})[0] | {x}[..., 1:].transpose({d}, {e}) | {x}.transpose({d}, {e})[{k}:][::2] | {x}.expand(2, *{x}.shape)[:, {k}] | {x}.unfold({d}, 2, 1)[{k}]
 {x}.diagonal({k}).unsqueeze({d}) | {x}[{k}:].T | {x}.flatten()[{k}:].unfold(0, 2, 2) | {x}.movedim({d}, {e}).flatten() | {x}.as_strided((2, {q}), (1, 1), {p}) | {x}.view(-1)[{k}:].view(-1, {q}) | {x}[None, ..., None].squeeze()
 """
@@ -76,6 +77,7 @@ torch.linspace({k}, 3, {q}, device={x}.device) | torch.tril_indices(3, {q}, {k},
 torch.empty_like({x}).fill_({s}) | torch.ones({x}.shape, device={x}.device) * {x} | {x}.new_empty({x}.shape).copy_({x}) | torch.zeros(({q}, 3), device={x}.device) | {x}.new_full(({q}, 2), {s}) | torch.cat([{x}[{k}:], {x}[:{k}]])
 torch.randn_like({f}).isfinite() | torch.rand({x}.shape, device={x}.device) < 1 | torch.randint(0, 5, {x}.shape, device={x}.device) < 5 | {f}.clone().uniform_(-1, 1).abs() <= 1 | torch.randn({q}, 3, device={x}.device).isnan()
 {f}.clone().normal_().isnan() | {f}.clone().exponential_() >= 0 | {f}.clone().cauchy_().isnan() | {f}.clone().log_normal_() >= 0 | {x}.clone().random_(0, 3) < 3 | {f}.clone().geometric_(0.5) >= 1 | torch.randperm({x}.numel(), device={x}.device).sort()[0]
+torch.normal(torch.zeros_like({f}), 1.0).isnan() | torch.normal(0.0, {q}, ({q}, 3), device={x}.device).isnan() | {x}.clone().random_() >= 0 | torch.empty_permuted(({q}, 3), (1, 0), device={x}.device).fill_({s})
 torch.cat([{x}, {y}, {x}], {d}) | torch.stack([{x}, {y}], {d}) | torch.column_stack([{x}, {x}]) | {x}.fliplr() | {x}.roll({k}, {d}).flip({d}) | torch.cat([{x}[..., :1], {x}[..., 1:]], -1) | {x}.repeat_interleave({m}, {d}) | torch.tril({x}, {k}).triu()
 """
 CASTS = """
@@ -95,6 +97,7 @@ INDEX = """
 !{x}.gather({d}, {x}.argmax({d}, True)) | {x}[{w} % {x}.size(0)] | {x}[-1 - {w} % {x}.size(0)] | {x}[[0, -1]] | {x}[:, [0, 0]] | {x}[..., [-1]]
 F.embedding_bag({m}[None], {f}, mode="sum") | F.embedding_bag({m}[None], {f}, mode="max") | ~F.embedding_bag({m}[None], {f}) | {x}[{o}] | {x}.masked_select({o})
 ~F.embedding_bag({m}, {f}, torch.tensor([0, {m}.numel() // 2], device={m}.device), mode="sum") | {x}.transpose(0, {d})[{m}[:, None], {m}.new_zeros(1)] | {x}.index_select({d}, {m}).index_select({d}, {m}[:0])
+F.embedding_bag({m}[None] % {f}.size(0), {f}.reshape({f}.size(0), -1), mode="sum") | ~F.embedding_bag({m} % {f}.size(0), {f}.reshape({f}.size(0), -1), torch.tensor([0, {m}.numel() // 2], device={m}.device)) | F.embedding_bag({m}[None] % {f}.size(0), {f}.reshape({f}.size(0), -1), mode="max") | F.embedding({m} % {f}.size(0), {f}.reshape({f}.size(0), -1), padding_idx=0)
 {x}.transpose(0, {d})[{n}].transpose(0, {d}) + 1 | F.embedding({m}, {f}, padding_idx=0) | {x}.gather({d}, {h}).sum({d}) | {x}[..., None].index_select(-1, torch.zeros(3, dtype=torch.int64, device={x}.device)) | {x}.transpose(0, {d})[{n}.to(torch.int32)]
 """
 SCATTER = """
@@ -141,7 +144,7 @@ LAYERS = """
 ~F.mse_loss({f}, {g}) | ~F.l1_loss({f}, {g}) | ~F.smooth_l1_loss({f}, {g}) | ~F.huber_loss({f}, {g}, reduction="sum") | ~F.binary_cross_entropy_with_logits({f}, {g}) | ~F.kl_div({f}, {g}.softmax(-1), reduction="sum")
 ~F.cross_entropy({f}, torch.full_like({f}[:, 0], {p}, dtype=torch.int64) % {f}.size(1)) | ~F.nll_loss({f}, torch.full_like({f}[:, 0], {p}, dtype=torch.int64) % {f}.size(1)) | ~F.margin_ranking_loss({f}, {g}, {f}) | ~F.soft_margin_loss({f}, {g}) | ~F.pairwise_distance({f}, {g}) | ~F.poisson_nll_loss({f}, {g})
 ~F.dropout({f}, 0.0) | F.dropout({f}, 1.0) | torch.rand_like({f}) < 2 | torch.randint_like({x}, 3, 4) | F.dropout({f}, 0.5, training=False) | torch.bernoulli(torch.ones_like({f})) | ~F.local_response_norm({f}, 2)
-~F.cosine_embedding_loss({f}, {f}, {f}.new_ones({f}.size(0))) | ~F.triplet_margin_loss({f}, {g}, {f}) | ~F.gumbel_softmax({f}, hard=True).sum({d}) | ~F.cross_entropy({f}, {f}.softmax(1), label_smoothing=0.1)
+~F.cosine_embedding_loss({f}, {f}, {f}.new_ones({f}.size(0))) | ~F.triplet_margin_loss({f}, {g}, {f}) | ~F.gumbel_softmax({f}, hard=True).sum(-1) | ~F.cross_entropy({f}, {f}.softmax(1), label_smoothing=0.1)
 """
 RESIZE = """
 ~F.interpolate({f}, scale_factor=2) | ~F.interpolate({f}, size={q}) | ~F.interpolate({f}, scale_factor=2, mode="linear") | ~F.interpolate({f}, size=(3, {q}), mode="bilinear") | ~F.interpolate({f}, scale_factor=1.5, mode="bilinear", align_corners=True)
@@ -154,6 +157,11 @@ F.pixel_shuffle({f}, 2) | F.pixel_unshuffle({f}, 2) | F.channel_shuffle({f}, 1) 
 ~F.conv1d({f}, {f}[:1]) | ~F.conv2d({f}, {f}[:1, :, :1, :1]).relu() | ~F.conv_transpose2d({f}, {f}[:1].transpose(0, 1)[:, :, :2, :2]) | F.max_unpool1d(*F.max_pool1d({f}, 2, return_indices=True), 2)
 ~F.avg_pool3d({f}, 2) | ~F.adaptive_avg_pool3d({f}, (1, {q}, 2)) | F.adaptive_max_pool3d({f}, (1, 2, {q})) | ~F.interpolate({f}, size=(2, 3), mode="nearest-exact") | ~F.interpolate({f}, size=(2, 3, 2), mode="nearest-exact") | ~F.interpolate({f}, size=(2, 3, 2), mode="nearest")
 F.pad({f}, (1, 1, 1, 0, 0, 1), mode="reflect") | F.pad({f}, (1, 2, 0, 1), mode="replicate") | ~F.interpolate({f}, size=(4, {q}), mode="bilinear", align_corners=True) | ~F.interpolate({f}, scale_factor=2, mode="bicubic", align_corners=True) | ~F.interpolate({f}, size=({q}, 2, 3), mode="trilinear", align_corners=True)
+~F.interpolate({f}.reshape(1, 1, -1), scale_factor=2, mode="linear") | ~F.interpolate({f}.reshape(1, 1, -1), size=7, mode="linear", align_corners=True) | ~F.interpolate({f}.reshape(1, 1, -1), size=5, mode="nearest-exact") | ~F.interpolate({f}.reshape(1, 1, -1), size={q})
+~F.interpolate({f}.reshape(1, 1, -1, {f}.size(-1)), size=(3, {q}), mode="bicubic") | ~F.interpolate({f}.reshape(1, 1, -1, {f}.size(-1)), scale_factor=2, mode="bilinear") | ~F.interpolate({f}.reshape(1, 1, -1, {f}.size(-1)), size=(4, 5), mode="nearest-exact") | ~F.interpolate({f}.reshape(1, 1, 1, -1, {f}.size(-1)), size=(2, 3, {q}), mode="nearest-exact")
+~F.interpolate({f}.reshape(1, 1, 1, -1, {f}.size(-1)), size=(2, 3, {q}), mode="trilinear") | F.pad({f}.reshape(1, 1, -1), ({q}, {p}), mode="reflect") | F.pad({f}.reshape(1, 1, -1), ({q}, {p}), mode="replicate") | F.pad({f}.reshape(1, 1, -1, {f}.size(-1)), (1, 0, {p}, 1), mode="reflect")
+F.pad({f}.reshape(1, 1, 1, -1, {f}.size(-1)), (1, {p}, {q}, 0, 1, 1), mode="replicate") | F.pad({f}.reshape(1, 1, -1, 1, {f}.size(-1)), (1, 1, 0, 0, {p}, 1), mode="reflect") | F.adaptive_max_pool3d({f}.reshape(1, 1, -1, 1, {f}.size(-1)), (2, 1, {q})) | ~F.adaptive_avg_pool3d({f}.reshape(1, 1, -1, 1, {f}.size(-1)), (3, 1, {q}))
+F.max_pool3d({f}.reshape(1, 1, -1, 1, {f}.size(-1)), (2, 1, 2), 1) | ~F.avg_pool3d({f}.reshape(1, 1, -1, 1, {f}.size(-1)), (2, 1, 2), 1) | F.adaptive_max_pool2d({f}.reshape(1, 1, -1, {f}.size(-1)), (2, {q})) | ~F.grid_sample({f}.reshape(1, 1, -1, {f}.size(-1)), torch.linspace(-1.25, 1, 6, dtype={f}.dtype, device={f}.device).reshape(1, 1, 3, 2))
 ~F.avg_pool2d({f}, (2, 3), (1, 2), (1, 1), divisor_override=3) | F.max_pool2d({f}, 3, 1, 1, ceil_mode=True) | ~F.adaptive_avg_pool2d({f}, 1) | ~F.adaptive_avg_pool2d({f}, (5, 3)) | F.adaptive_max_pool1d({f}, {q}) | F.max_pool3d({f}, (1, 2, 2), 1)
 """
 COMPLEX = """

@@ -16,7 +16,7 @@ import torch
 from fulgurite.executors.fuser import FUSER
 from fulgurite.fuser.frontend.lower_graph import ELEMENTWISE_LOWERINGS
 from tests.fuzz import check, command, findings, op_db
-from tests.fuzz.generate import draw_program
+from tests.fuzz.generate import Builder, draw_program
 from tests.fuzz.oracle import Reference, is_same
 from tests.fuzz.program import Input, Line, Program, merge
 from tests.fuzz.shrink import shrink
@@ -127,6 +127,37 @@ def test_cancellation_may_amplify_rounding() -> None:
     spread = [scope["t1"] for scope, _ in reference.perturbed()]
     assert check.difference(eager + 1e-3, eager, wide, 1.2e-7, lambda: spread) is None
     assert check.difference(eager + 1.0, eager, wide, 1.2e-7, lambda: spread)
+
+
+def test_rounding_may_hit_a_pole() -> None:
+    """log2(2^-1 + 2^-1) is 0, or the rounding of -1, and the gamma function has a pole at 0."""
+    lines = (
+        Line("t0", "torch.logaddexp2(a0 * 0 - 1, a0 * 0 - 1)", approximate=True),
+        Line("t1", "t0.lgamma()", approximate=True),
+    )
+    program = replace(LONG, lines=lines, outputs=("t1",), inputs=LONG.inputs[:1])
+    reference = Reference(program, {}, "cpu").run()
+    spread = [scope["t1"] for scope, _ in reference.perturbed()]
+    eager, wide = reference.eager["t1"], torch.full((3, 5), 37.5, dtype=torch.float64)
+    pole = torch.full_like(eager, torch.inf)
+    assert (
+        check.difference(pole, torch.full_like(eager, 18.0), wide, 1.2e-7, lambda: spread) is None
+    )
+    assert check.difference(-pole, torch.full_like(eager, 18.0), wide, 1.2e-7, lambda: spread)
+
+
+def test_lines_that_eager_does_not_define_are_not_drawn() -> None:
+    builder = Builder(0, ["pointwise"])
+    builder.inputs = [Input("a0", (2, 1, 1), "float32", values="quarters")]
+    builder.restart()
+    assert builder.is_excluded(Line("t0", 'F.pad(a0, (-1, 1), mode="circular")'))
+    assert not builder.is_excluded(Line("t0", 'F.pad(a0, (1, 1), mode="circular")'))
+    assert builder.try_line(Line("t9", "F.mse_loss(a0, a0)"))
+    assert builder.is_excluded(Line("t0", "t9.as_strided((2,), (1,))"))
+    assert not builder.is_excluded(Line("t0", "a0[1:].as_strided((2,), (1,))"))
+    assert builder.try_line(Line("t0", "a0 * math.nan"))
+    assert builder.is_excluded(Line("t1", "t0.view(torch.int32)", bitwise=True))
+    assert not builder.is_excluded(Line("t1", "a0.view(torch.int32)", bitwise=True))
 
 
 def test_values_that_must_be_exact_are_compared_bit_for_bit() -> None:

@@ -198,8 +198,9 @@ def set_up(target: str, optimization: str, cache: str) -> None:
         from tests.fuser import triton_interpreter
 
         triton_interpreter.patch()
-        lower = functools.partial(fuser_executor.fuser.lower_region, use_triton=True)
-        fuser_executor.fuser.lower_region = lower
+        fuser = fuser_executor.fuser
+        fuser.can_fuse = functools.partial(fuser.can_fuse, use_triton=True)
+        fuser.lower_region = functools.partial(fuser.lower_region, use_triton=True)
 
 
 def main() -> None:

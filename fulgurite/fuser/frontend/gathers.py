@@ -9,7 +9,6 @@ import torch
 from torch.fx import Node
 
 from fulgurite.fuser.frontend.lowering_context import LoweringContext
-from fulgurite.fuser.frontend.symbolic_sizes import sizes_to_indices
 from fulgurite.fuser.frontend.tensor_value import (
     Axes,
     TensorValue,
@@ -18,10 +17,17 @@ from fulgurite.fuser.frontend.tensor_value import (
     reshape_value,
 )
 from fulgurite.fuser.ir import index as indices
+from fulgurite.fuser.ir.build_expression import apply, constant_like, where
 from fulgurite.fuser.ir.errors import Unsupported
-from fulgurite.fuser.ir.expression import Expression
-from fulgurite.fuser.ir.index import Index, IndirectIndex
-from fulgurite.trace.node_meta import fake_value
+from fulgurite.fuser.ir.expression import (
+    Constant,
+    Expression,
+    IndexValue,
+    Load,
+    Masked,
+    walk,
+)
+from fulgurite.fuser.ir.index import Axis, Index, IndirectIndex
 
 
 def _make_indirect_index(
@@ -32,16 +38,49 @@ def _make_indirect_index(
     return indices.from_atom(IndirectIndex(expression, size, wraps_negative))
 
 
-def _check_addresses(source: Node, dims: Sequence[int]) -> None:
-    """Raises Unsupported if addresses don't depend on the position along one of the dimensions.
+def load_checked(ctx: LoweringContext, value: TensorValue, at: Sequence[Index]) -> Expression:
+    """Returns the element of a value at an index with loaded positions.
 
-    Kernels check a position where they compute an address with it. Along a dimension of one element, or
-    an expanded one, there is nothing to compute: torch runs the op, and checks.
+    Kernels check a loaded position where they compute an address with it. A position that no
+    address depends on, such as one of `torch.ones(3)`, is checked on its own.
     """
-    fake = fake_value(source)
-    sizes, strides = sizes_to_indices(fake), fake.stride()
-    if any(sizes[dim] == 1 or (isinstance(strides[dim], int) and not strides[dim]) for dim in dims):
-        raise Unsupported("an index along a dimension of one element, or an expanded one")
+    element = value.load_at(at)
+    for axis, position in zip(value.axes, at, strict=True):
+        if position.indirect_indices() and not _is_read_along(ctx, value.expression, axis):
+            number = IndexValue(position, torch.int64)
+            is_valid = apply("ge", number, Constant(0, torch.int64))
+            element = where(is_valid, element, constant_like(0, element))
+    return element
+
+
+def _is_read_along(ctx: LoweringContext, expression: Expression, axis: Axis) -> bool:
+    """Whether what an expression reads depends on an axis, also if its operands are inlined."""
+    statements = {s.name: s for s in ctx.statements}
+    pending = [(expression, axis)] if axis.size != 1 else []
+    seen = set(pending)
+    while pending:
+        expression, axis = pending.pop()
+        for part in walk(expression):
+            if isinstance(part, Load):
+                along = [k for k, index in enumerate(part.index) if axis in index.axes()]
+                along = [k for k in along if ctx.tensors[part.name].strides[k] != 0]
+                source = statements.get(part.name)
+                if along and (source is None or source.scan or source.scatter):
+                    return True
+                found = [(source.expression, source.axes[k]) for k in along if source]
+                pending += [entry for entry in found if entry not in seen]
+                seen.update(found)
+            elif axis in _own_axes(part):
+                return True
+    return False
+
+
+def _own_axes(part: Expression) -> set[Axis]:
+    """The axes of the conditions and numbers of an expression itself, without its operands."""
+    if isinstance(part, IndexValue):
+        return part.index.axes()
+    bounds = part.bounds if isinstance(part, Masked) else ()
+    return set().union(*(bound.index.axes() for bound in bounds))
 
 
 def lower_gather(
@@ -51,12 +90,11 @@ def lower_gather(
     if not value.axes or len(value.axes) != len(index_value.axes):
         raise Unsupported("gather with a 0-d tensor")
     dim = canonicalize_dim(dim, len(value.axes))
-    _check_addresses(source, [dim])
 
     def expression_at(axes: Axes) -> Expression:
         at = axis_indices(axes)
         at[dim] = _make_indirect_index(index_value.load_at(axis_indices(axes)), value.sizes[dim])
-        return value.load_at(at)
+        return load_checked(ctx, value, at)
 
     return ctx.add_result(node, expression_at)
 
@@ -64,14 +102,11 @@ def lower_gather(
 def lower_take(ctx: LoweringContext, node: Node, source: Any, index: Any) -> TensorValue:
     value, index_value = ctx.get_value(source), ctx.get_value(index)
     size = indices.product(value.sizes)
-    if size == 1:
-        raise Unsupported("take of a tensor of one element")
-    _check_addresses(source, [d for d, length in enumerate(value.sizes) if length != 1])
     flat = reshape_value(value, (size,))
 
     def expression_at(axes: Axes) -> Expression:
         position = _make_indirect_index(index_value.broadcast_to(axes), size, wraps_negative=True)
-        return flat.load_at([position])
+        return load_checked(ctx, flat, [position])
 
     return ctx.add_result(node, expression_at)
 
@@ -83,12 +118,11 @@ def lower_index_select(
     if not value.axes or not index_value.axes:
         raise Unsupported("index_select with a 0-d tensor")
     dim = canonicalize_dim(dim, len(value.axes))
-    _check_addresses(source, [dim])
 
     def expression_at(axes: Axes) -> Expression:
         at = axis_indices(axes)
         at[dim] = _make_indirect_index(index_value.load_at([at[dim]]), value.sizes[dim])
-        return value.load_at(at)
+        return load_checked(ctx, value, at)
 
     return ctx.add_result(node, expression_at)
 
@@ -97,13 +131,11 @@ def lower_embedding(
     ctx: LoweringContext, node: Node, weight: Any, indices: Any, **_: Any
 ) -> TensorValue:
     table, index_value = ctx.get_value(weight), ctx.get_value(indices)
-    _check_addresses(weight, [0])
 
     def expression_at(axes: Axes) -> Expression:
         at = axis_indices(axes)
-        return table.load_at(
-            [_make_indirect_index(index_value.load_at(at[:-1]), table.sizes[0]), at[-1]]
-        )
+        row = _make_indirect_index(index_value.load_at(at[:-1]), table.sizes[0])
+        return load_checked(ctx, table, [row, at[-1]])
 
     return ctx.add_result(node, expression_at)
 
@@ -117,7 +149,6 @@ def lower_index(
     dims = [d for d, i in enumerate(index_values) if i is not None]
     if any(i.dtype == torch.bool for i in index_values if i is not None):
         raise Unsupported("boolean mask indexing, whose output size depends on the data")
-    _check_addresses(source, dims)
     rank = max(len(index_values[d].axes) for d in dims)  # type: ignore[union-attr]
     # Like numpy: the indexed dimensions go to the front unless they are adjacent.
     is_adjacent = dims == list(range(dims[0], dims[-1] + 1))
@@ -136,7 +167,7 @@ def lower_index(
                         index_value.broadcast_to(inner), value.sizes[d], wraps_negative=True
                     )
                 )
-        return value.load_at(at)
+        return load_checked(ctx, value, at)
 
     return ctx.add_result(node, expression_at)
 

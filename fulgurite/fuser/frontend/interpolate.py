@@ -151,6 +151,8 @@ def _cubic_outer(x: Expression) -> Expression:
 
 def make_forward_taps(r: Resampling) -> AxisTaps:
     """The source positions and weights of every result position."""
+    if r.is_copy and r.is_cpu and r.mode == "linear":  # torch adds 0 times infinity, too
+        return AxisTaps(2, lambda at, _: at, lambda _, tap: Constant(1.0 - tap.constant, r.dtype))
     if r.is_copy:
         return IDENTITY
 

@@ -339,10 +339,13 @@ def lower_placeholder(ctx: LoweringContext, name: str, fake: Any) -> Tensor | In
     return tensor
 
 
-def find_unsupported_reason(node: torch.fx.Node) -> str | None:
-    """Returns why this node can't be part of a generated kernel; None if it can."""
+def find_unsupported_reason(node: torch.fx.Node, use_triton: bool = False) -> str | None:
+    """Returns why this node can't be part of a generated kernel; None if it can.
+
+    `use_triton` asks for a Triton kernel where tensors are on a CPU, too.
+    """
     is_on_gpu = any(t.device.type == "cuda" for t in iter_tensors(fake_value(node)))
-    ctx = LoweringContext(uses_atomics=is_on_gpu)
+    ctx = LoweringContext(uses_atomics=use_triton or is_on_gpu)
     try:
         for argument in node.all_input_nodes:
             fake = fake_value(argument)

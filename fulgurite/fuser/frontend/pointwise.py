@@ -115,7 +115,10 @@ def _add(a: Expression, b: Expression, alpha: Any = 1) -> Expression:
 
 
 def _sub(a: Expression, b: Expression, alpha: Any = 1) -> Expression:
-    return sub(a, scale_by(b, alpha))
+    """Adds -alpha times b, as torch does: with an integer alpha of 0 it is 0, not -0."""
+    if not isinstance(alpha, int | float) or alpha == 1 or _is_integral(a):
+        return sub(a, scale_by(b, alpha))
+    return add(a, scale_by(b, -alpha))
 
 
 def _div(a: Expression, b: Expression, rounding_mode: str | None = None) -> Expression:
@@ -310,7 +313,7 @@ POINTWISE_LOWERINGS: dict[str, PointwiseLowering] = {
     "add": PointwiseLowering(("self", "other"), "default", _add),
     "sub": PointwiseLowering(("self", "other"), "default", _sub),
     "rsub": PointwiseLowering(
-        ("self", "other"), "default", lambda a, b, alpha=1: sub(b, scale_by(a, alpha))
+        ("self", "other"), "default", lambda a, b, alpha=1: _sub(b, a, alpha)
     ),
     "mul": _binary("mul"),
     "div": PointwiseLowering(("self", "other"), "division", _div),

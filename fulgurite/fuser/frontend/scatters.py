@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fulgurite.fuser.frontend.gathers import load_checked
 from fulgurite.fuser.frontend.indexed_store import (
     IndexedStore,
     ResultLayout,
@@ -398,7 +399,7 @@ def lower_masked_scatter(
         is_chosen = chosen.broadcast_to(axes)
         previous = apply("sub", count.broadcast_to(axes), Constant(1, torch.int64))
         position = where(is_chosen, previous, Constant(0, torch.int64))
-        value = flat_new.load_at([make_index(position, available)])
+        value = load_checked(ctx, flat_new, [make_index(position, available)])
         return where(is_chosen, value, base.broadcast_to(axes))
 
     return ctx.add_result(node, expression_at)

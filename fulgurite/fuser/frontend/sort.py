@@ -81,7 +81,6 @@ def _make_float_key(value: Expression, dtype: torch.dtype) -> Expression:
 
 def add_argsort(
     ctx: LoweringContext,
-    node: Node,
     name: str,
     value: TensorValue,
     dim: int,
@@ -91,22 +90,22 @@ def add_argsort(
     strides: tuple[Index, ...] | None = None,
 ) -> TensorValue:
     """Adds the statement of the positions with ranks `start` to `start + count` along `dim`."""
-    _check_length(node, value.sizes[dim], start + count)
+    _check_length(ctx, value.sizes[dim], start + count)
     sizes = [count if d == dim else size for d, size in enumerate(value.sizes)]
     axes = indices.make_axes(sizes)
     sorted_axis = Axis(f"r{dim}", value.sizes[dim])
     at = axis_indices(axes)
     rank, at[dim] = at[dim] + start, indices.from_atom(sorted_axis)
     key = make_sort_key(value.load_at(at), value.dtype, descending)
-    _check_key(node, key)
+    _check_key(ctx, key)
     reduction = Reduction("argsort", (sorted_axis,), rank=rank)
     return ctx.add_statement(name, torch.int64, axes, key, reduction, strides=strides)
 
 
-def _check_length(node: Node, size: Index, num_ranks: Index) -> None:
+def _check_length(ctx: LoweringContext, size: Index, num_ranks: Index) -> None:
     """Leaves rows to torch that are too long for a generated kernel."""
     limit = fuser_cpu.MAX_SORTED_ROW
-    if _find_device(node) == "cuda":
+    if ctx.uses_atomics:
         if not (size.is_constant and num_ranks.is_constant):
             raise Unsupported("a sort along a dimension of dynamic size on a GPU")
         is_extracted = num_ranks.constant <= fuser_gpu.MAX_EXTRACTED_RANKS
@@ -117,16 +116,9 @@ def _check_length(node: Node, size: Index, num_ranks: Index) -> None:
         )
 
 
-def _check_key(node: Node, key: Expression) -> None:
-    if key.dtype == torch.int64 and _find_device(node) == "cuda":
+def _check_key(ctx: LoweringContext, key: Expression) -> None:
+    if key.dtype == torch.int64 and ctx.uses_atomics:
         raise Unsupported("a sort of 64-bit values on a GPU")
-
-
-def _find_device(node: Node) -> str:
-    fake = fake_value(node)
-    first = fake[0] if isinstance(fake, tuple | list) else fake
-    device: str = first.device.type
-    return device
 
 
 def gather_along(value: TensorValue, dim: int, position: Expression, axes: Axes) -> Expression:
@@ -155,7 +147,6 @@ def lower_ordered(
     count = value.sizes[dim] if count is None else count
     order = add_argsort(
         ctx,
-        node,
         f"{node.name}_indices",
         value,
         dim,
@@ -207,7 +198,7 @@ def lower_argsort(
     dim = canonicalize_dim(dim, len(value.axes))
     strides = strides_to_indices(fake)
     return add_argsort(
-        ctx, node, node.name, value, dim, descending, indices.ZERO, value.sizes[dim], strides
+        ctx, node.name, value, dim, descending, indices.ZERO, value.sizes[dim], strides
     )
 
 
@@ -248,7 +239,7 @@ def lower_kthvalue(
     dim = canonicalize_dim(dim, len(value.axes))
     name = f"{node.name}_order"
     start = ctx.to_index(k) - 1
-    order = add_argsort(ctx, node, name, value, dim, False, start, indices.ONE)
+    order = add_argsort(ctx, name, value, dim, False, start, indices.ONE)
 
     def position_at(at: list[Index]) -> Expression:
         return order.load_at([*at[:dim], indices.ZERO, *at[dim:]])
@@ -265,7 +256,7 @@ def add_median_position(
     if ignores_nan and value.dtype.is_floating_point:
         return _add_nanmedian_position(ctx, node, value, dim)
     middle = indices.floordiv(value.sizes[dim] - 1, Index(2))
-    order = add_argsort(ctx, node, f"{node.name}_order", value, dim, False, middle, indices.ONE)
+    order = add_argsort(ctx, f"{node.name}_order", value, dim, False, middle, indices.ONE)
     first_nan = None
     if value.dtype.is_floating_point:
         size = IndexValue(value.sizes[dim], torch.int64)
@@ -293,7 +284,7 @@ def _add_nanmedian_position(
 ) -> Callable[[list[Index]], Expression]:
     """The same without NaNs. They are last in order, so their number gives the rank."""
     order = add_argsort(
-        ctx, node, f"{node.name}_order", value, dim, False, indices.ZERO, value.sizes[dim]
+        ctx, f"{node.name}_order", value, dim, False, indices.ZERO, value.sizes[dim]
     )
 
     def is_number(element: Expression, axes: Axes) -> Expression:

@@ -9,7 +9,7 @@ import torch
 
 from fulgurite import device
 from fulgurite.fuser.codegen.cpp import translation_unit
-from fulgurite.fuser.codegen.cpp.expressions import RESERVED, identifier
+from fulgurite.fuser.codegen.cpp.expressions import RESERVED, SUFFIXES, identifier
 from fulgurite.fuser.frontend import lower_graph
 from fulgurite.fuser.ir import split_axes
 from fulgurite.fuser.lowering import name_kernel
@@ -92,3 +92,8 @@ def test_names_of_cpp_and_names_with_an_underscore_are_told_apart() -> None:
     names = ["sin", "sin_", "sin__", "x", "x_", "i0", "i0_", "a_out", "a_out_", "if", "if_", "s1_"]
     printed = [identifier(name) for name in names]
     assert len(set(printed)) == len(names) and not RESERVED & set(printed)
+
+
+def test_no_name_with_a_suffix_is_a_function_of_our_headers() -> None:
+    for name in ("transpose", "make", "x"):
+        assert not {identifier(name) + suffix for suffix in SUFFIXES} & RESERVED

@@ -47,15 +47,46 @@ def test_positions_are_checked_as_in_eager(name, source, position):
         assert actual == expected
 
 
-def test_a_row_that_the_graph_computes():
+COMPUTED = {
+    "one row": lambda x: x.sum(0, keepdim=True) + 1,
+    "ones": lambda x: torch.ones(3, 4),
+    "equal rows": lambda x: x[0].expand(3, 4).abs(),
+    "a function of equal rows": lambda x: torch.zeros(3, 4).exp() + x[0].sin(),
+    "positions": lambda x: torch.arange(3)[:, None].expand(3, 4),
+    "other rows": lambda x: x.flip(0) * 2,
+}
+
+
+@pytest.mark.parametrize("source", COMPUTED)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "embedding"])
+def test_positions_in_a_value_that_the_graph_computes(name, source):
     def function(x, index):
-        return (x.sum(0, keepdim=True) + 1).index_select(0, index) * 2
+        return CASES[name](COMPUTED[source](x), index)
 
     x = torch.randn(3, 4)
     compiled = fulgurite.compile(function)
-    torch.testing.assert_close(compiled(x, torch.tensor([0, 0])), function(x, torch.tensor([0, 0])))
-    with pytest.raises(IndexError, match="out of range"):
-        compiled(x, torch.tensor([0, 1]))
+    for position in (-1, 0, 2, 3):
+        index = torch.tensor([0, position])
+        expected, actual = result_of(function, x, index), result_of(compiled, x, index)
+        if isinstance(expected, torch.Tensor):
+            torch.testing.assert_close(actual, expected)
+        else:
+            assert actual[0] == expected[0]
+
+
+def test_masked_scatter_with_too_few_constants():
+    def function(x, mask):
+        return x.masked_scatter(mask, torch.ones(2)) + 1
+
+    compiled = fulgurite.compile(function)
+    x = torch.randn(4)
+    for count in (0, 2, 3):
+        mask = torch.arange(4) < count
+        expected, actual = result_of(function, x, mask), result_of(compiled, x, mask)
+        if isinstance(expected, torch.Tensor):
+            torch.testing.assert_close(actual, expected)
+        else:
+            assert actual[0] == expected[0]
 
 
 @pytest.mark.parametrize("position", [1, 7])

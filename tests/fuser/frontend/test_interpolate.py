@@ -120,6 +120,15 @@ def test_infinite_and_nan_gradients_stay_where_they_are():
     )
 
 
+@pytest.mark.parametrize("corners", [False, True])
+@pytest.mark.parametrize("size", [(4, 5), (4, 7), (3, 5), (4, 1)])
+def test_infinities_become_nan_where_torch_multiplies_them_by_zero(size, corners):
+    torch.manual_seed(0)
+    x = image((4, 5))
+    x[0, 0, 1, 2], x[1, 2, 3, 4] = torch.inf, -torch.inf
+    check_fused(lambda x: aten.upsample_bilinear2d.default(x, list(size), corners), x)
+
+
 def test_neighbors_are_in_the_same_kernel(target):
     def block(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         rectified = F.relu(x + bias[:, None, None])

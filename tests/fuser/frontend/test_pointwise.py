@@ -460,3 +460,19 @@ def test_signs_of_zero(number, dtype):
     torch.testing.assert_close(ours, eager, rtol=0, atol=0, equal_nan=True)
     is_zero = eager == 0
     assert torch.equal(ours.signbit()[is_zero], eager.signbit()[is_zero])
+
+
+@pytest.mark.parametrize("alpha", [0, 0.0, -0.0, 1, -1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_sign_of_a_zero_difference(dtype, alpha):
+    a = torch.tensor([0.0, -0.0, 0.0, -0.0, 2.0], dtype=dtype)
+    b = torch.tensor([0.0, 0.0, -0.0, -0.0, 1.0], dtype=dtype)
+
+    def signs(a, b):
+        return (
+            torch.sub(a, b, alpha=alpha).signbit(),
+            torch.rsub(a, b, alpha=alpha).signbit(),
+            torch.add(a, b, alpha=alpha).signbit(),
+        )
+
+    assert all(map(torch.equal, fulgurite.fuse(signs)(a, b), signs(a, b)))

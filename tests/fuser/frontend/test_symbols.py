@@ -187,3 +187,16 @@ def test_index_computed_from_data_is_not_timed_on_made_up_inputs() -> None:
 
     check_calls(f, [(torch.randn(4, 8), torch.rand(4, 8) * 0.99)])
     check_calls(torch.quantile, [(torch.randn(5, 7), torch.tensor([0.0, 0.25, 1.0]))])
+
+
+def test_a_size_that_is_only_a_factor_of_a_stride() -> None:
+    def f(x, y, k):
+        row = x[:, -1:].select(0, k % x.size(0))  # the stride of rows is n*m, their number m
+        return row, y[1:, -1].as_strided((3,), (1,), 0).argmin(0, keepdim=True)
+
+    compiled = fulgurite.compile(f, dynamic=True)
+    for n, m, k in ((3, 2, 3), (4, 3, -2), (5, 4, 9)):
+        x = torch.randn(n * m * m).as_strided((m, n), (n * m, m))
+        y = torch.arange(n * n).view(n, 1, n)
+        for _ in range(2):
+            assert all(map(torch.equal, compiled(x, y, k), f(x, y, k)))

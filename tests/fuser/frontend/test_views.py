@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from tests.fuser.support import (
     check_fused,
     check_fused_again,
     check_interpreted,
+    lower_for_target,
     to_target,
     trace,
 )
@@ -162,6 +165,16 @@ def test_gather_out_of_range_raises() -> None:
     region = check_fused(lambda t, i: F.embedding(i, t) * 2, table, torch.tensor([1, 2]))
     with pytest.raises(IndexError, match="out of range"):
         region(table, torch.tensor([1, 30]))
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
+def test_interpreted_kernels_check_positions() -> None:
+    x, index = torch.randn(30, 5), torch.tensor([1, 30])
+    gathered = lower_for_target(lambda x, i: F.embedding(i, x) * 2, (x, index))
+    stored = lower_for_target(lambda x, i: x.index_copy(0, i, x[:2]) * 2, (x, index))
+    for region in (gathered, stored):
+        with pytest.raises(Exception, match="index out of range"):
+            region(x, index)
 
 
 def test_negative_indices() -> None:

@@ -72,6 +72,8 @@ APPENDED = """
     _running _staging _table _tile _total
 """
 SUFFIXES = tuple(APPENDED.split())
+# Names that become one of those with a suffix: the tile of `transpose` is `transpose_tile`.
+RESERVED |= {name.removesuffix(s) for name in RESERVED for s in SUFFIXES if name.endswith(s)}
 
 
 def identifier(name: str) -> str:

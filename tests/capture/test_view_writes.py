@@ -1,4 +1,4 @@
-"""In-place writes through `unfold` change the elements of the windows and no others."""
+"""In-place writes through views change the elements of the views and no others."""
 
 from __future__ import annotations
 
@@ -63,6 +63,53 @@ def test_gradients():
         y = x * 1
         y.unfold(0, 2, 3).mul_(2)
         return (y**2).sum()
+
+    x = torch.randn(8, requires_grad=True)
+    (found,) = torch.autograd.grad(fulgurite.compile(f)(x), x)
+    torch.testing.assert_close(found, torch.autograd.grad(f(x), x)[0])
+
+
+SPLITS = {
+    "unsafe_split": lambda x: torch.unsafe_split(x, 2),
+    "unsafe_split of rows": lambda x: x.unsafe_split(3, dim=-1),
+    "unsafe_split_with_sizes": lambda x: torch.unsafe_split_with_sizes(x, [1, x.size(0) - 1]),
+    "named arguments": lambda x: torch.unsafe_split(split_size=2, input=x, dim=1),
+    "unsafe_chunk": lambda x: torch.unsafe_chunk(x, 2, 1),
+}
+
+
+def write_to_a_part(x, split):
+    split(x)[-1].mul_(2)
+    return x + 1
+
+
+def write_to_the_base(x, split):
+    part = split(x)[0]
+    x.add_(1)
+    return part * 2
+
+
+def write_to_a_part_of_a_result(x, split):
+    y = x * 2
+    split(y)[0][0] = 5
+    return y
+
+
+@pytest.mark.parametrize("write", [write_to_a_part, write_to_the_base, write_to_a_part_of_a_result])
+@pytest.mark.parametrize("split", SPLITS)
+def test_parts_share_the_memory_of_their_base(split, write):
+    compiled = fulgurite.compile(lambda x: write(x, SPLITS[split]))
+    for rows, columns in ((4, 6), (6, 8), (8, 12)):  # the last two have symbolic sizes
+        ours = torch.randn(rows, columns)
+        theirs = ours.clone()
+        torch.testing.assert_close(compiled(ours), write(theirs, SPLITS[split]))
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_gradient_of_parts():
+    def f(x):
+        first, second = torch.unsafe_chunk(x, 2)
+        return (first.sin() * second).sum()
 
     x = torch.randn(8, requires_grad=True)
     (found,) = torch.autograd.grad(fulgurite.compile(f)(x), x)
