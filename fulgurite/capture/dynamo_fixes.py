@@ -12,6 +12,9 @@ In: TorchDynamo's functions. Out: the same functions, corrected when this module
   to the next channel.
 - `dropout` that drops nothing (p = 0, or not in training) returns its input: a later in-place op writes to it.
   TorchDynamo traces a copy.
+- The norm of vectors along negative dimensions of size 1 has the shape of the op's result (before torch 2.13).
+- `F.interpolate(mode="nearest")` of an empty batch is captured: the check in its FakeTensor rule computes an
+  integer and demands a bool.
 - `5 in (n, m)` and `n in range(5)` with integers that became symbols compare their values.
 - A branch whose outcome the range of `torch.rand` decides is no graph break: `if torch.rand([]) < p` with p = 0,
   as models write to skip layers at random.
@@ -26,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
+import torch._meta_registrations
 from torch._C import DispatchKey
 from torch._dynamo import exc, symbolic_convert, utils
 from torch._dynamo.variables import lists
@@ -37,6 +41,7 @@ from fulgurite.capture import python_numbers
 from fulgurite.capture.program_errors import breaks_at_failed_op, check_node, mark_assert
 from fulgurite.errors import FallbackWarning
 from fulgurite.logs import LOG
+from fulgurite.transforms.vector_norm import vector_norm
 
 BRANCHES = (
     *("POP_JUMP_IF_FALSE", "POP_JUMP_IF_TRUE", "JUMP_IF_FALSE_OR_POP", "JUMP_IF_TRUE_OR_POP"),
@@ -66,6 +71,8 @@ def install() -> None:
     _use_kernel_when_traced(torch.ops.aten.max_unpool2d.default)
     _use_kernel_when_traced(torch.ops.aten.max_unpool3d.default)
     _return_input_of_dropout(torch.ops.aten.dropout.default)
+    _use_shape_rule(torch.ops.aten.linalg_vector_norm.default, vector_norm)
+    _replace(torch._meta_registrations, "multiply_integers", _as_condition)
     _replace(lists, "iter_contains", _contains)
     _replace(lists.RangeVariable, "sq_contains", _range_contains)
     python_numbers.install()
@@ -79,6 +86,16 @@ def _use_kernel_when_traced(op: OpOverload) -> None:
     """Trace an op as itself, not as the decomposition that torch has for it."""
     op.py_kernels.pop(DispatchKey.Autograd, None)
     op._dispatch_cache.clear()
+
+
+def _use_shape_rule(op: OpOverload, rule: Callable[..., Any]) -> None:
+    """Let FakeTensors have the sizes and strides of `rule`."""
+    op.py_kernels[DispatchKey.Meta] = rule
+    op._dispatch_cache.clear()
+
+
+def _as_condition(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda sizes: original(sizes) != 0
 
 
 def _return_input_of_dropout(op: OpOverload) -> None:

@@ -25,7 +25,7 @@ from fulgurite.op import get_decomposition
 from fulgurite.trace.cost import iter_tensors
 from fulgurite.trace.metadata import find_fake_mode, use_fake_mode
 from fulgurite.trace.node_meta import copy_source_and_groups, fake_value, set_fake_value
-from fulgurite.transforms import nll_loss
+from fulgurite.transforms import nll_loss, vector_norm
 
 aten = torch.ops.aten
 NEAREST_UPSAMPLE_OPS = (
@@ -67,7 +67,7 @@ def decomposition_table() -> dict[Any, Any]:
         getattr(packet, name) for packet in INEXACT_DECOMPOSITIONS for name in packet.overloads()
     }
     exact = {op: function for op, function in table.items() if op not in inexact}
-    return exact | nll_loss.DECOMPOSITIONS
+    return exact | nll_loss.DECOMPOSITIONS | vector_norm.DECOMPOSITIONS
 
 
 def decompose(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:

@@ -196,3 +196,32 @@ def test_dropout_draws_numbers():
     torch.manual_seed(0)
     dropped = fulgurite.compile(lambda x: F.dropout(x, 0.5))(torch.ones(1000))
     assert 300 < int((dropped == 0).sum()) < 700
+
+
+@pytest.mark.parametrize("order", [1, 2, -1.5, float("inf")])
+@pytest.mark.parametrize(
+    ("size", "dim"), [((1,), -1), ((2, 1), -1), ((1, 3), -2), ((1, 1, 2), (-3, 1))]
+)
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_norms_along_negative_dimensions_of_size_1(order, size, dim, keepdim):
+    def norm(x):
+        result = torch.linalg.vector_norm(x, order, dim, keepdim)
+        return result, result.new_zeros(result.shape)
+
+    x = torch.full(size, -3.0)
+    torch.testing.assert_close(fulgurite.compile(norm)(x), norm(x))
+
+
+def test_a_norm_along_a_dimension_that_is_none():
+    with pytest.raises((IndexError, OpError), match="Dimension out of range"):
+        fulgurite.compile(lambda x: torch.linalg.vector_norm(x, 1, -3))(torch.ones(1, 1))
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_upsampling_of_an_empty_batch(mode, dims):
+    def upsample(x):
+        return F.interpolate(x, size=4, mode=mode) + 1
+
+    x = torch.ones(0, 2, *[3] * dims)
+    torch.testing.assert_close(fulgurite.compile(upsample)(x), upsample(x))
