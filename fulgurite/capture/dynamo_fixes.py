@@ -13,6 +13,8 @@ In: TorchDynamo's functions. Out: the same functions, corrected when this module
 - `dropout` that drops nothing (p = 0, or not in training) returns its input: a later in-place op writes to it.
   TorchDynamo traces a copy.
 - The norm of vectors along negative dimensions of size 1 has the shape of the op's result (before torch 2.13).
+- `F.channel_shuffle` of one group, or of groups of one channel, is contiguous: the FakeTensor rule for GPUs
+  gives it the strides of its input, of which several elements may share an address.
 - `F.interpolate(mode="nearest")` of an empty batch is captured: the check in its FakeTensor rule computes an
   integer and demands a bool.
 - `5 in (n, m)` and `n in range(5)` with integers that became symbols compare their values.
@@ -72,6 +74,8 @@ def install() -> None:
     _use_kernel_when_traced(torch.ops.aten.max_unpool3d.default)
     _return_input_of_dropout(torch.ops.aten.dropout.default)
     _use_shape_rule(torch.ops.aten.linalg_vector_norm.default, vector_norm)
+    shuffle = torch.ops.aten.channel_shuffle.default
+    _use_shape_rule(shuffle, _make_contiguous(shuffle.py_kernels[DispatchKey.Meta]))
     _replace(torch._meta_registrations, "multiply_integers", _as_condition)
     _replace(lists, "iter_contains", _contains)
     _replace(lists.RangeVariable, "sq_contains", _range_contains)
@@ -92,6 +96,10 @@ def _use_shape_rule(op: OpOverload, rule: Callable[..., Any]) -> None:
     """Let FakeTensors have the sizes and strides of `rule`."""
     op.py_kernels[DispatchKey.Meta] = rule
     op._dispatch_cache.clear()
+
+
+def _make_contiguous(rule: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: rule(*args).contiguous()
 
 
 def _as_condition(original: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -8,8 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses import FakeTensorMode
 
 import fulgurite
+from fulgurite.capture import dynamo_fixes
 from fulgurite.errors import FallbackWarning, OpError
 
 OFFSETS = torch.tensor([16, 16, 40, 64], dtype=torch.int32)
@@ -225,3 +228,11 @@ def test_upsampling_of_an_empty_batch(mode, dims):
 
     x = torch.ones(0, 2, *[3] * dims)
     torch.testing.assert_close(fulgurite.compile(upsample)(x), upsample(x))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_fake_results_of_channel_shuffle_are_contiguous(groups):
+    dynamo_fixes.install()
+    with FakeTensorMode(), enable_python_dispatcher():
+        x = torch.empty_strided((2, 4, 3), (0, 1, 4), device="cuda")
+        assert F.channel_shuffle(x, groups).stride() == (12, 3, 1)
