@@ -79,6 +79,7 @@ def install() -> None:
     _replace(torch._meta_registrations, "multiply_integers", _as_condition)
     _replace(lists, "iter_contains", _contains)
     _replace(lists.RangeVariable, "sq_contains", _range_contains)
+    _replace(lists.RangeVariable, "range_count", _range_count)  # before torch 2.13
     python_numbers.install()
     for translator in _subclasses(symbolic_convert.InstructionTranslatorBase):
         for name in BRANCHES:
@@ -200,8 +201,13 @@ def _range_contains(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, tx, item: original(self, tx, _specialize(item))
 
 
+def _range_count(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, item: original(self, _specialize(item))
+
+
 def _specialize(variable: Any) -> Any:
     """A symbol as its value, with a guard on it."""
+    variable = variable.realize()
     if isinstance(variable, SymNodeVariable):
         return ConstantVariable.create(variable.evaluate_expr())
     return variable
