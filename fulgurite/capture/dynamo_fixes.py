@@ -15,6 +15,11 @@ In: TorchDynamo's functions. Out: the same functions, corrected when this module
 - `diagonal` beyond the tensor has no element, and starts where the tensor does. torch's rule for traced tensors
   gives an offset past the end, which a later `as_strided` counts from.
 - `threshold_backward` of two dtypes has the dtype that both promote to. torch's rule takes the gradient's.
+- The norm of vectors along negative dimensions of size 1 has the shape of the op's result (before torch 2.13).
+- `F.channel_shuffle` of one group, or of groups of one channel, is contiguous: the FakeTensor rule for GPUs
+  gives it the strides of its input, of which several elements may share an address.
+- `F.interpolate(mode="nearest")` of an empty batch is captured: the check in its FakeTensor rule computes an
+  integer and demands a bool.
 - `5 in (n, m)` and `n in range(5)` with integers that became symbols compare their values.
 - A branch whose outcome the range of `torch.rand` decides is no graph break: `if torch.rand([]) < p` with p = 0,
   as models write to skip layers at random.
@@ -29,6 +34,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
+import torch._meta_registrations
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._decomp import decomposition_table
@@ -43,6 +49,7 @@ from fulgurite.capture import python_numbers
 from fulgurite.capture.program_errors import breaks_at_failed_op, check_node, mark_assert
 from fulgurite.errors import FallbackWarning
 from fulgurite.logs import LOG
+from fulgurite.transforms.vector_norm import vector_norm
 
 BRANCHES = (
     *("POP_JUMP_IF_FALSE", "POP_JUMP_IF_TRUE", "JUMP_IF_FALSE_OR_POP", "JUMP_IF_TRUE_OR_POP"),
@@ -74,8 +81,13 @@ def install() -> None:
     _return_input_of_dropout(torch.ops.aten.dropout.default)
     _trace_by(torch.ops.aten.diagonal.default, _view_diagonal)
     _trace_by(torch.ops.aten.threshold_backward.default, _threshold_backward)
+    _use_shape_rule(torch.ops.aten.linalg_vector_norm.default, vector_norm)
+    shuffle = torch.ops.aten.channel_shuffle.default
+    _use_shape_rule(shuffle, _make_contiguous(shuffle.py_kernels[DispatchKey.Meta]))
+    _replace(torch._meta_registrations, "multiply_integers", _as_condition)
     _replace(lists, "iter_contains", _contains)
     _replace(lists.RangeVariable, "sq_contains", _range_contains)
+    _replace(lists.RangeVariable, "range_count", _range_count)  # before torch 2.13
     python_numbers.install()
     for translator in _subclasses(symbolic_convert.InstructionTranslatorBase):
         for name in BRANCHES:
@@ -87,6 +99,20 @@ def _use_kernel_when_traced(op: OpOverload) -> None:
     """Trace an op as itself, not as the decomposition that torch has for it."""
     op.py_kernels.pop(DispatchKey.Autograd, None)
     op._dispatch_cache.clear()
+
+
+def _use_shape_rule(op: OpOverload, rule: Callable[..., Any]) -> None:
+    """Let FakeTensors have the sizes and strides of `rule`."""
+    op.py_kernels[DispatchKey.Meta] = rule
+    op._dispatch_cache.clear()
+
+
+def _make_contiguous(rule: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: rule(*args).contiguous()
+
+
+def _as_condition(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda sizes: original(sizes) != 0
 
 
 def _return_input_of_dropout(op: OpOverload) -> None:
@@ -101,9 +127,9 @@ def _return_input_of_dropout(op: OpOverload) -> None:
 
 
 def _trace_by(op: OpOverload, rule: Callable[..., Any]) -> None:
-    """Find sizes, strides and dtype of an op's result by a rule of ours."""
-    op.py_kernels[DispatchKey.Meta] = decomposition_table[op] = rule
-    op._dispatch_cache.clear()
+    """Find sizes, strides and dtype of an op's result, and decompose it, by a rule of ours."""
+    _use_shape_rule(op, rule)
+    decomposition_table[op] = rule
 
 
 def _view_diagonal(self: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
@@ -201,8 +227,13 @@ def _range_contains(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, tx, item: original(self, tx, _specialize(item))
 
 
+def _range_count(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, item: original(self, _specialize(item))
+
+
 def _specialize(variable: Any) -> Any:
     """A symbol as its value, with a guard on it."""
+    variable = variable.realize()
     if isinstance(variable, SymNodeVariable):
         return ConstantVariable.create(variable.evaluate_expr())
     return variable

@@ -220,7 +220,8 @@ def mark_assert(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any
 
 
 def _last_node(translator: Any) -> fx.Node | None:
-    return next(reversed(translator.output.graph.nodes), None)
+    # `reversed` gives an iterable that is not an iterator before torch 2.13
+    return next(iter(reversed(translator.output.graph.nodes)), None)
 
 
 def _has_no_message(translator: Any) -> bool:

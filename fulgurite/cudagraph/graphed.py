@@ -41,11 +41,13 @@ class GraphInterface:
     """What is known of a function's inputs and outputs.
 
     output_modes      see `replay.py`
+    device            where the function runs; it may have no inputs there
     mutated_inputs    positions of inputs that the function writes to
     dynamic_inputs    positions of inputs whose sizes, or values if they are numbers, may change
     """
 
     output_modes: tuple[OutputMode, ...]
+    device: torch.device
     mutated_inputs: tuple[int, ...] = ()
     dynamic_inputs: tuple[int, ...] = ()
 
@@ -79,7 +81,6 @@ class GraphedFunction:
         self.notes: list[str] = []
         self._states: dict[Any, ShapeState] = {}
         self._plain_devices: list[str] = []  # of the results of a plain call
-        self._device: torch.device | None = None
         # with static sizes: what followed the last capture before (layers are called in turn)
         self._expected_call: weakref.ref[ReplayableCall] | None = None
         self._last_call: weakref.ref[ReplayableCall] | None = None
@@ -120,8 +121,6 @@ class GraphedFunction:
         if not self.memory.lock.acquire(blocking=False):
             return self._run_plain(inputs, "called while another call of the program replays")
         try:
-            if self._device is None:
-                self._device = self._find_device(inputs)
             if not self._is_on_own_stream():
                 return self._run_plain(inputs, "called on another stream, or inside a capture")
             return self._run(state, inputs)
@@ -149,13 +148,10 @@ class GraphedFunction:
 
     def _current_stream(self) -> int | None:
         """CUDA's handle of the current stream; None: the device has none."""
-        if self._device is None or self._device.type != "cuda":
+        device = self.interface.device
+        if device.type != "cuda":
             return None
-        return int(torch._C._cuda_getCurrentRawStream(self._device.index))
-
-    def _find_device(self, inputs: Sequence[Any]) -> torch.device:
-        devices = [value.device for value in inputs if isinstance(value, Tensor)]
-        return next(d for d in devices if d.type == self.backend.device_type)
+        return int(torch._C._cuda_getCurrentRawStream(device.index))
 
     def _note(self, reason: str) -> None:
         if reason not in self.notes:
@@ -316,10 +312,9 @@ class GraphedFunction:
             own = [buffers.get(k, value) for k, value in enumerate(inputs)]
             if copied or self.captured is not self.plain:
                 self._warm_up(own)
-            device = self._find_device(inputs)
-            seeds = CapturedSeeds(device)
+            seeds = CapturedSeeds(interface.device)
             with capture_seeds(seeds):
-                call = self.backend.capture(self.captured, own, pool.on(device))
+                call = self.backend.capture(self.captured, own, pool.on(interface.device))
         if self._plain_devices and _device_types(call.outputs) != self._plain_devices:
             # attention with dropout: its seed is on the host, in a capture on the device, and backward
             # reads it where its own mode expects it
@@ -335,7 +330,7 @@ class GraphedFunction:
 
     def _warm_up(self, inputs: list[Any]) -> None:
         """Load kernels that are specialized for these addresses. Random state and inputs stay."""
-        device = self._find_device(inputs)
+        device = self.interface.device
         before = {k: copy_strided(inputs[k]) for k in self.interface.mutated_inputs}
         devices = [device] if device.type == "cuda" else []
         try:

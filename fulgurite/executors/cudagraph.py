@@ -118,6 +118,7 @@ class CudaGraphPlan:
         """
         interface = GraphInterface(
             tuple(self._output_mode(trace, k) for k in range(len(trace.outputs))),
+            _find_device(trace.graph, self.memory.backend.device_type),
             _mutated_positions(trace.graph),
             _dynamic_positions(trace.inputs),
         )
@@ -187,6 +188,7 @@ class CudaGraphExecutor(Executor):
         placeholders = region.graph.find_nodes(op="placeholder")
         interface = GraphInterface(
             tuple(cudagraph_output(n) for n in region.graph.output_node().args[0]),
+            _find_device(region.graph, self.plan.memory.backend.device_type),
             _mutated_positions(region.graph),
             _dynamic_positions(placeholders),
         )
@@ -229,6 +231,12 @@ def _dynamic_positions(inputs: Sequence[fx.Node]) -> tuple[int, ...]:
     return tuple(
         k for k, value in enumerate(values) if not isinstance(value, Tensor) or free_symbols(value)
     )
+
+
+def _find_device(graph: fx.Graph, device_type: str) -> torch.device:
+    """The device of a graph's first value on a GPU: an input, or a tensor that it creates."""
+    devices = (t.device for node in graph.nodes for t in iter_tensors(fake_value(node)))
+    return next(device for device in devices if device.type == device_type)
 
 
 def is_free(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ if there is no decomposition. It uses torch's decomposition table and those of o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -25,7 +25,8 @@ from fulgurite.op import get_decomposition
 from fulgurite.trace.cost import iter_tensors
 from fulgurite.trace.metadata import find_fake_mode, use_fake_mode
 from fulgurite.trace.node_meta import copy_source_and_groups, fake_value, set_fake_value
-from fulgurite.transforms import nll_loss, smooth_l1_loss
+from fulgurite.transforms import nll_loss, smooth_l1_loss, vector_norm
+from fulgurite.transforms.traced_sizes import TracedSizes
 
 aten = torch.ops.aten
 NEAREST_UPSAMPLE_OPS = (
@@ -67,7 +68,8 @@ def decomposition_table() -> dict[Any, Any]:
         getattr(packet, name) for packet in INEXACT_DECOMPOSITIONS for name in packet.overloads()
     }
     exact = {op: function for op, function in table.items() if op not in inexact}
-    return exact | nll_loss.DECOMPOSITIONS | smooth_l1_loss.DECOMPOSITIONS
+    own = nll_loss.DECOMPOSITIONS | smooth_l1_loss.DECOMPOSITIONS | vector_norm.DECOMPOSITIONS
+    return exact | own
 
 
 def decompose(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
@@ -117,8 +119,9 @@ def trace_call(
                 torch.Tensor, lambda x: _copy_if_shared(x, storages), result
             )
         if isinstance(result, tuple):  # not a named tuple
-            return tuple(map(_with_layout_of, result, fake_value(node)))
-        return _with_layout_of(result, fake_value(node))
+            pairs = zip(result, fake_value(node), strict=False)
+            return tuple(_with_layout_of(item, expected, inputs) for item, expected in pairs)
+        return _with_layout_of(result, fake_value(node), inputs)
 
     try:
         # make_fx has global state, and backward runs on its own thread
@@ -141,7 +144,7 @@ def _copy_if_shared(result: torch.Tensor, storages: set[int]) -> torch.Tensor:
     return aten.clone(result) if is_shared else result
 
 
-def _with_layout_of(result: Any, expected: Any) -> Any:
+def _with_layout_of(result: Any, expected: Any, inputs: Sequence[Any]) -> Any:
     """The result of a decomposition, copied if its strides are not those of the op's own result."""
     if not (isinstance(result, torch.Tensor) and isinstance(expected, torch.Tensor)):
         return result
@@ -151,8 +154,12 @@ def _with_layout_of(result: Any, expected: Any) -> Any:
         )
     if expected.layout != torch.strided or _layout(result) == _layout(expected):
         return result
+    sizes = TracedSizes([*inputs, result])
     target = aten.empty_strided(
-        expected.shape, expected.stride(), dtype=expected.dtype, device=expected.device
+        [sizes.find(size) for size in expected.shape],
+        [sizes.find(stride) for stride in expected.stride()],
+        dtype=expected.dtype,
+        device=expected.device,
     )
     return aten.copy(target, result)
 

@@ -8,8 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses import FakeTensorMode
 
 import fulgurite
+from fulgurite.capture import dynamo_fixes
 from fulgurite.errors import FallbackWarning, OpError
 
 OFFSETS = torch.tensor([16, 16, 40, 64], dtype=torch.int32)
@@ -217,3 +220,40 @@ def test_dtype_of_a_gradient_of_two_dtypes(dtypes):
     expected = op(grad, x, 1)
     found = fulgurite.compile(lambda grad, x: op(grad, x, 1))(grad, x)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("order", [1, 2, -1.5, float("inf")])
+@pytest.mark.parametrize(
+    ("size", "dim"), [((1,), -1), ((2, 1), -1), ((1, 3), -2), ((1, 1, 2), (-3, 1))]
+)
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_norms_along_negative_dimensions_of_size_1(order, size, dim, keepdim):
+    def norm(x):
+        result = torch.linalg.vector_norm(x, order, dim, keepdim)
+        return result, result.new_zeros(result.shape)
+
+    x = torch.full(size, -3.0)
+    torch.testing.assert_close(fulgurite.compile(norm)(x), norm(x))
+
+
+def test_a_norm_along_a_dimension_that_is_none():
+    with pytest.raises((IndexError, OpError), match="Dimension out of range"):
+        fulgurite.compile(lambda x: torch.linalg.vector_norm(x, 1, -3))(torch.ones(1, 1))
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_upsampling_of_an_empty_batch(mode, dims):
+    def upsample(x):
+        return F.interpolate(x, size=4, mode=mode) + 1
+
+    x = torch.ones(0, 2, *[3] * dims)
+    torch.testing.assert_close(fulgurite.compile(upsample)(x), upsample(x))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_fake_results_of_channel_shuffle_are_contiguous(groups):
+    dynamo_fixes.install()
+    with FakeTensorMode(), enable_python_dispatcher():
+        x = torch.empty_strided((2, 4, 3), (0, 1, 4), device="cuda")
+        assert F.channel_shuffle(x, groups).stride() == (12, 3, 1)

@@ -57,6 +57,20 @@ def test_inference_with_held_results_and_changed_parameters():
     assert graphed(compiled).replays > 3
 
 
+def test_a_program_without_inputs_on_the_device():
+    """Only the program creates tensors there."""
+
+    class Table(nn.Module):
+        def forward(self, n: int) -> Tensor:
+            table = torch.linspace(-1, 1, 8).sort(descending=True)[0]
+            return table.view(1, 8) @ table.view(8, 1) * n
+
+    compiled = fulgurite.compile(Table(), cudagraph=True, executors=["torch"])
+    for _ in range(6):
+        torch.testing.assert_close(compiled(2), Table()(2))
+    assert graphed(compiled).replays > 2
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_training(accumulate, set_to_none):

@@ -19,7 +19,7 @@ from tests.cudagraph.fake import FakeCapturedCall, FakeStopwatch, make_fake_back
 def make(run=None, modes=("copied",), memory=None, forced=True, stopwatch=None, **interface):
     run = run or (lambda x, w: (x * w,))
     memory = memory or CaptureMemory(make_fake_backend(stopwatch))
-    described = GraphInterface(tuple(modes), **interface)
+    described = GraphInterface(tuple(modes), torch.device("cpu"), **interface)
 
     def boxed(inputs):
         arguments = list(inputs)

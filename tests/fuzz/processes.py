@@ -38,12 +38,14 @@ class WorkerProcess:
         fixed = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
         self.environment = {**os.environ, **fixed, **environment}
         self.process: subprocess.Popen[str] | None = None
+        self.log_start = 0  # where the lines of the latest process begin
         self.cache = ""
         self.asked = 0
 
     def start(self) -> subprocess.Popen[str]:
         self.cache = make_cache_folder()
         self.asked = 0
+        self.log_start = self.log.stat().st_size if self.log.exists() else 0
         return subprocess.Popen(
             [*self.command, "--cache", self.cache],
             stdin=subprocess.PIPE,
@@ -83,7 +85,8 @@ class WorkerProcess:
             shutil.rmtree(self.cache, ignore_errors=True)
 
     def last_words(self) -> str:
-        """Why it died: the first line of its log that says so."""
-        lines = [line for line in self.log.read_text().splitlines() if line.strip()]
+        """Why the latest process died: the first line of its log that says so."""
+        text = self.log.read_bytes()[self.log_start :].decode(errors="replace")
+        lines = [line for line in text.splitlines() if line.strip()]
         fatal = [line for line in lines if line.startswith("Fatal") or "Error" in line]
         return (fatal[0] if fatal else lines[-1] if lines else "no message")[:160]

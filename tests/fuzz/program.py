@@ -121,6 +121,17 @@ def prune(program: Program) -> Program:
     return replace(program, inputs=inputs, scalars=scalars, calls=calls)
 
 
+def live_part(program: Program) -> Program:
+    """Without assignments that no output needs. In-place lines on values that remain stay."""
+    live = set(program.outputs)
+    kept = []
+    for line in reversed(program.lines):
+        if not line.target or line.target in live:
+            kept.append(line)
+            live |= line.used
+    return prune(replace(program, lines=tuple(reversed(kept))))
+
+
 def rename(program: Program, suffix: str) -> Program:
     """The same program with a suffix on every name."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.fuzz.check import Discard, Failure
 from tests.fuzz.oracle import REFUSALS, Reference
-from tests.fuzz.program import Input, Program, prune
+from tests.fuzz.program import Input, Program, live_part, prune
 
 Check = Callable[[Program], Failure | None]
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?![\w.])")
@@ -94,17 +94,6 @@ def return_operands(program: Program) -> Iterator[Program]:
             for operand in sorted(line.used & assigned - set(program.outputs)):
                 outputs = tuple(operand if o == line.target else o for o in program.outputs)
                 yield live_part(replace(program, outputs=outputs))
-
-
-def live_part(program: Program) -> Program:
-    """Without assignments that no output needs. In-place lines on values that remain stay."""
-    live = set(program.outputs)
-    kept = []
-    for line in reversed(program.lines):
-        if not line.target or line.target in live:
-            kept.append(line)
-            live |= line.used
-    return prune(replace(program, lines=tuple(reversed(kept))))
 
 
 def drop_calls(program: Program) -> Iterator[Program]:

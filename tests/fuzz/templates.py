@@ -129,7 +129,7 @@ IN_PLACE = """
 {x}[{u} % {x}.size(0)] = {s} | {x}.index_add_({d}, {m}, {x}.index_select({d}, {m})) | {x}.unfold({d}, 2, 2).mul_(2) | {x}.squeeze().add_(1) | {x}.T.mul_(2) | {x}.index_copy_({d}, {u}, {x}.index_select({d}, {u}) + 1)
 {x}[..., -1:].view(-1)[...] = 5 | {x}.narrow({d}, {k}, 1).zero_() | {x}[..., 1:] += {x}[..., :-1].clone() | {x}[:, {k}] = {x}[:, 0] | {x}.reshape(-1)[{k}] = {s} | {x}[None].mul_(2) | {x}.addcmul_({y}, {z})
 !{x}[{x} > 0] = {s} | {x}.as_strided(({q},), (1,)).add_(1) | {x}.chunk(2, {d})[0].mul_({s}) | !{x}.floor_() | {x}.cumsum_({d}) | {x}.unsqueeze({d}).neg_() | {x}.swapaxes_({d}, {e})
-{x}[{k}:][{k}:] = {s} | {x}.select({d}, {k}).select(0, {k}).fill_({s}) | {x}.transpose({d}, {e})[{k}:].mul_(2) | {x}.exp_().clamp_(max=3) | {x}.masked_scatter_({o}, {y}.flatten()) | {w}.bitwise_and_(3)
+{x}[{k}:][{k}:] = {s} | {x}.select({d}, {k}).select(0, {k}).fill_({s}) | {x}.transpose({d}, {e})[{k}:].mul_(2) | {x}.exp_().clamp_(max=3) | {x}.masked_scatter_({o}, {y}.flatten().clone()) | {w}.bitwise_and_(3)
 {x}.transpose({d}, {e})[{k}:].copy_({s}) | {x}[::2][{k}] = {s} | {x}[..., {k}:][..., ::2].mul_(2) | {x}.unfold({d}, 2, 2)[{k}] = {s} | {x}.view(-1)[::2].add_(1) | {x}.T[{k}].add_({s}) | {x}[None][0].neg_() | {x}.diagonal({k})[1:].fill_({s}) | {x}.transpose({d}, {e}).flatten(0).add_(1)
 {x}.split(1, {d})[0].add_({x}.split(1, {d})[-1]) | {x}.unbind({d})[-1].mul_({s}) | {x}.narrow({d}, 0, 1).add_({x}.narrow({d}, -1, 1)) | {x}[{k}:] += {s} | {x}.scatter_reduce_({d}, {h}, {x}.clone(), "amax") | {x}.index_put_(({m},), {x}[0], accumulate=True) | {x}.view({x}.shape).add_({y})
 """

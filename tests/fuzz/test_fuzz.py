@@ -16,11 +16,14 @@ import torch
 from fulgurite.executors.fuser import FUSER
 from fulgurite.fuser.frontend.lower_graph import ELEMENTWISE_LOWERINGS
 from tests.fuzz import check, command, findings, op_db
+from tests.fuzz.exclusions import is_excluded
 from tests.fuzz.generate import Builder, draw_program
-from tests.fuzz.oracle import Reference, is_same
+from tests.fuzz.oracle import Reference
+from tests.fuzz.processes import WorkerProcess
 from tests.fuzz.program import Input, Line, Program, merge
 from tests.fuzz.shrink import shrink
 from tests.fuzz.templates import KINDS
+from tests.fuzz.values import is_same
 from tests.fuzz.worker import Report, Worker
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -150,14 +153,18 @@ def test_lines_that_eager_does_not_define_are_not_drawn() -> None:
     builder = Builder(0, ["pointwise"])
     builder.inputs = [Input("a0", (2, 1, 1), "float32", values="quarters")]
     builder.restart()
-    assert builder.is_excluded(Line("t0", 'F.pad(a0, (-1, 1), mode="circular")'))
-    assert not builder.is_excluded(Line("t0", 'F.pad(a0, (1, 1), mode="circular")'))
+
+    def is_left_out(line: Line) -> bool:
+        return is_excluded(line, builder.reference.program, builder.reference.eager)
+
+    assert is_left_out(Line("t0", 'F.pad(a0, (-1, 1), mode="circular")'))
+    assert not is_left_out(Line("t0", 'F.pad(a0, (1, 1), mode="circular")'))
     assert builder.try_line(Line("t9", "F.mse_loss(a0, a0)"))
-    assert builder.is_excluded(Line("t0", "t9.as_strided((2,), (1,))"))
-    assert not builder.is_excluded(Line("t0", "a0[1:].as_strided((2,), (1,))"))
+    assert is_left_out(Line("t0", "t9.as_strided((2,), (1,))"))
+    assert not is_left_out(Line("t0", "a0[1:].as_strided((2,), (1,))"))
     assert builder.try_line(Line("t0", "a0 * math.nan"))
-    assert builder.is_excluded(Line("t1", "t0.view(torch.int32)", bitwise=True))
-    assert not builder.is_excluded(Line("t1", "a0.view(torch.int32)", bitwise=True))
+    assert is_left_out(Line("t1", "t0.view(torch.int32)", bitwise=True))
+    assert not is_left_out(Line("t1", "a0.view(torch.int32)", bitwise=True))
 
 
 def test_values_that_must_be_exact_are_compared_bit_for_bit() -> None:
@@ -172,6 +179,59 @@ def test_an_error_of_eager_is_discarded() -> None:
     program = replace(LONG, lines=(Line("t0", "a0 @ a0"),), outputs=("t0",))
     with pytest.raises(check.Discard, match="eager refuses"):
         check.check(program)
+
+
+def test_rules_that_predict_another_dtype_are_no_finding() -> None:
+    """torch's rule for this loss promotes dtypes, its kernel doesn't; the mask's size is data."""
+    program = Program(
+        seed=1,
+        kind="pointwise",
+        inputs=(
+            Input("a0", (3,), "float32"),
+            Input("a1", (3,), "float64"),
+            Input("a2", (3,), "bool"),
+        ),
+        lines=(Line("t0", "F.soft_margin_loss(a0, a1)", approximate=True), Line("t1", "a0[a2]")),
+        outputs=("t0", "t1"),
+    )
+    with pytest.raises(check.Discard, match="rules for a dtype"):
+        check.check(program)
+
+
+def test_the_shrinker_keeps_indices_in_range_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = replace(LONG, lines=(Line("t0", "a0[3]"),), outputs=("t0",), inputs=LONG.inputs[:1])
+    worker = Worker("cuda", list(KINDS), tmp_path, None)
+    checked: list[Program] = []
+    monkeypatch.setattr(worker, "check", checked.append)
+    with pytest.raises(IndexError):
+        worker.check_smaller(program)
+    assert not checked
+
+
+@pytest.mark.parametrize(
+    ("line", "given"),
+    [
+        (Line("t1", "F.group_norm(a0, 1)", approximate=True), Input("a0", (9, 7), "float32", values="extreme")),
+        (Line("t1", "t0.as_strided((1, 2), (2, 1), 1)"), Input("a0", (3,), "float32")),
+        (Line("t1", "a0.index_put((a0.long() % 2,), a0, accumulate=True)"), Input("a0", (99,), "float32", values="odd")),
+    ],
+    ids=["overflow", "unwritten memory", "denormals"],
+)  # fmt: skip
+def test_results_without_a_meaning_are_not_compared(line: Line, given: Input) -> None:
+    first = Line("t0", "F.smooth_l1_loss(a0, a0)", approximate=True)
+    lines = (first, line) if "t0" in line.text else (line,)
+    program = replace(LONG, inputs=(given,), lines=lines, outputs=("t1",))
+    with pytest.raises(ValueError, match="excluded"):
+        Reference(program, {}, "cpu").run()
+
+
+def test_last_words_are_those_of_the_latest_process(tmp_path: Path) -> None:
+    process = WorkerProcess("tests.fuzz.no_such_module", [], tmp_path / "log", 1)
+    process.log.write_text("RuntimeError: of an earlier process\n")
+    assert process.ask(0) is None
+    assert "no_such_module" in process.last_words()
 
 
 def test_operator_database_unit() -> None:

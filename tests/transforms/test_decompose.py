@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fulgurite
 from fulgurite.transforms.decompose import decompose
 from tests.fuser.support import trace
+
+aten = torch.ops.aten
+INT64_MAX = 2**63 - 1
 
 
 def test_results_share_no_memory_with_arguments():
@@ -66,3 +70,19 @@ def test_strides_that_count_an_empty_dimension_as_one():
     results = fulgurite.compile(f, dynamic=True)(x, a, -2)
     for result, expected in zip(results, f(x, a, -2), strict=True):
         torch.testing.assert_close(result, expected)
+
+
+def test_symbolic_strides_are_computed_in_the_graph():
+    """The strides of the result have Max(1, n - 1), which torch's tracer builds since 2.13 only."""
+
+    def fill(x, start, value):
+        rows = aten.slice.Tensor(x, 1, 1, INT64_MAX)
+        return aten.fill.Tensor(aten.slice.Tensor(rows, 0, start, INT64_MAX), value)
+
+    x, value = torch.ones(5, 4), torch.tensor(2.0)
+    module = make_fx(fill, tracing_mode="symbolic")(x, -3, value)
+    (node,) = module.graph.find_nodes(op="call_function", target=aten.fill.Tensor)
+    decomposed = decompose(module, node)
+    assert decomposed.graph.find_nodes(op="call_function", target=torch.sym_max)
+    result = decomposed(x[2:, 1:], value)
+    assert torch.equal(result, torch.full((3, 3), 2.0)) and result.stride() == (3, 1)

@@ -63,6 +63,10 @@ class Read:
 # A kernel recomputes too much if broadcast values cost more than MAX_BROADCAST_FLOPS per point and
 # more than MIN_RECOMPUTED_FLOPS in total. Less work than that takes less time than another launch.
 MAX_BROADCAST_FLOPS, MIN_RECOMPUTED_FLOPS = 16, 1 << 23
+# It does as well if values that are read at several points, as by a pooling window, have more loads and
+# FLOPs than MAX_REPEATED_FLOPS, because each of them is text of the kernel. Triton 3.6 compiles an average of
+# 49 GELUs (1,470) in a second, a maximum of 64 bicubic interpolations (8,640) in minutes.
+MAX_REPEATED_FLOPS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,8 @@ class StatementInfo:
     # of an indexed store: the statements of its initial value, which must be in memory
     initial_reads: frozenset[str] = frozenset()
     rank_loops: LoopSet = NO_LOOPS  # of an argsort: the loops over ranks
+    # names that it reads at several points, and how many
+    repeated_reads: tuple[tuple[str, int], ...] = ()
 
     @property
     def name(self) -> str:
@@ -169,7 +175,24 @@ class LoopStructure:
         points = 0 if self.has_reduction else self.loop_sizes.count_points(self.grid)
         broadcast = (f for f in self.statements.values() if 2 * f.elements <= points)
         flops = sum(f.flops for f in broadcast if not f.is_table)
-        return flops > MAX_BROADCAST_FLOPS and flops * points > MIN_RECOMPUTED_FLOPS
+        if flops > MAX_BROADCAST_FLOPS and flops * points > MIN_RECOMPUTED_FLOPS:
+            return True
+        return self._count_repeated_flops() > MAX_REPEATED_FLOPS
+
+    def _count_repeated_flops(self) -> int:
+        """Loads and FLOPs of the values that are computed at several points for one point of a reader."""
+        copies: dict[str, int] = {}
+        total = 0
+        for name, info in reversed(self.statements.items()):
+            own = copies.get(name, 1)
+            if own > 1 and not info.is_table:
+                total += own * (info.flops + len(info.statement.loads))
+            counts = dict(info.repeated_reads)
+            if own > 1 or counts:
+                for read in info.reads:
+                    points = own * counts.get(read.name, 1)
+                    copies[read.name] = max(copies.get(read.name, 1), points)
+        return total
 
     def try_add(self, new: StatementInfo) -> str | None:
         """Adds a statement after its producers. Returns the reason if it can't be added."""

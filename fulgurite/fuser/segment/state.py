@@ -6,6 +6,7 @@ In: a region with split axes. Out: a `Segmentation`, which `assign`, `merge`, `r
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -68,8 +69,15 @@ def collect_statement_info(region: Region) -> dict[str, StatementInfo]:
             and cost.count_flops(s) <= (MAX_COPY_FLOPS if len(s.axes) > 1 else MAX_TABLE_FLOPS),
             frozenset(load.name for load in collect_loads(s.expression)) if s.scatter else NO_READS,
             frozenset(ids[(s.name, axis)] for axis in _rank_axes(s)),
+            _count_repeated_reads(s),
         )
     return found
+
+
+def _count_repeated_reads(s: Statement) -> tuple[tuple[str, int], ...]:
+    """Returns the names that the statement loads at several indices, and at how many."""
+    counts = Counter(load.name for load in dict.fromkeys(s.loads))
+    return tuple((name, count) for name, count in counts.items() if count > 1)
 
 
 def _rank_axes(s: Statement) -> set[Axis]:

@@ -118,6 +118,19 @@ def test_softmax_divides_once_a_row(width: int, dtype: torch.dtype) -> None:
     assert re.findall(r"div\.\w+\.f32", kernel.asm["ptx"]) == ["div.full.f32"]
 
 
+@needs_compiler
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_products_are_rounded_before_they_are_added(dtype: torch.dtype) -> None:
+    """torch rounds between two ops. With a fused multiply-add, a*b - max(a*b) would not be 0."""
+
+    def center(x: torch.Tensor) -> torch.Tensor:
+        scaled = x * 0.3
+        return scaled - scaled.amax(-1, keepdim=True)
+
+    (schedule,) = make_schedules(center, [torch.empty(300, 512, dtype=dtype)])
+    assert "fma." not in compile_schedule(schedule).asm["ptx"]
+
+
 def test_only_softmax_uses_softmax_div() -> None:
     def find_operations(function: Any) -> set[str]:
         (schedule,) = schedule_rows(function, 4096)

@@ -6,8 +6,11 @@ import random
 import time
 from collections.abc import Iterator
 
+import pytest
 import torch
+import torch.nn.functional as F
 
+from fulgurite.fuser.frontend.lower_graph import lower_graph
 from fulgurite.fuser.ir.expression import Load, Operation
 from fulgurite.fuser.ir.index import Axis, Index, from_atom
 from fulgurite.fuser.ir.split_axes import split_axes
@@ -21,6 +24,7 @@ from fulgurite.fuser.ir.statement import (
 )
 from fulgurite.fuser.segment import Segmentation, segment_region
 from fulgurite.fuser.segment.loop_structure import LoopStructure
+from tests.fuser.support import trace
 
 ROWS, COLUMNS = Index(640), Index(384)
 LIMIT = 1 << 20
@@ -269,3 +273,15 @@ def test_cheap_producer_is_recomputed() -> None:
     graph.pointwise("z", "full", ["y", "r"])
     parts = segment_region(split_axes(graph.region(["z"])), LIMIT)
     assert all("e" not in part.stored for part in parts)
+
+
+@pytest.mark.parametrize(("window", "segments"), [(2, 1), (8, 2)])
+def test_windows_of_expensive_values_are_read_from_memory(window: int, segments: int) -> None:
+    """Every point of a window would be text of the kernel: 64 bicubic interpolations of 16 loads."""
+
+    def pool(x: torch.Tensor) -> torch.Tensor:
+        return F.max_pool2d(F.interpolate(x, scale_factor=2, mode="bicubic"), window)
+
+    module = trace(pool, (torch.randn(1, 2, 8, 8),))
+    region = split_axes(lower_graph(module))
+    assert len(segment_region(region, LIMIT)) == segments
