@@ -29,6 +29,7 @@ from fulgurite.fuser.ir.errors import KernelBuildError
 from fulgurite.fuser.runtime import compile_worker
 from fulgurite.fuser.runtime.compile_pool import compile_pool, worker_count
 from fulgurite.fuser.runtime.compile_worker import CompileJob
+from fulgurite.fuser.runtime.reduction_layouts import FIRST_RIGHT_VERSION, check_reductions
 
 ALIGNED, DIVISIBLE, INT64_INDICES = 1, 2, 4  # bits of a variant
 LaunchHandle = tuple[Any, Any, Any]  # the launcher, the function on the device, packed metadata
@@ -162,18 +163,28 @@ def compile_for_current_device(function: Any, source: TritonKernelSource, varian
     with triton_cache_dir:
         if cache.read_text("triton", compiled_key) is None:
             with compile_pool().offload(job):
-                kernel = compile_worker.compile_kernel(function, job)
+                kernel = _compile_checked(function, job)
             active.launcher_cls(kernel.src, kernel.metadata)  # Triton 3.6 runs a C compiler for it
             cache.write_text("triton", compiled_key, source.name)
             return kernel
-        return compile_worker.compile_kernel(function, job)
+        return _compile_checked(function, job)
+
+
+def _compile_checked(function: Any, job: CompileJob) -> Any:
+    """Compile a kernel. Raises an error if Triton compiles it wrong."""
+    import triton
+
+    kernel = compile_worker.compile_kernel(function, job)
+    if tuple(map(int, triton.__version__.split(".")[:2])) < FIRST_RIGHT_VERSION:
+        check_reductions(kernel.asm["ttgir"])
+    return kernel
 
 
 def compile_for_target(function: Any, source: TritonKernelSource, variant: int, target: Any) -> Any:
     """Compile a kernel for a device that need not be present."""
     job = make_compile_job(function, source, variant, target)
     with triton_cache_dir:
-        return compile_worker.compile_kernel(function, job)
+        return _compile_checked(function, job)
 
 
 def make_compile_job(

@@ -16,6 +16,7 @@ from fulgurite.fuser.frontend.lower_graph import lower_graph
 from fulgurite.fuser.ir.split_axes import split_axes
 from fulgurite.fuser.lowering import INTERPRETER_DEVICE
 from fulgurite.fuser.runtime import compile_triton
+from fulgurite.fuser.runtime.reduction_layouts import check_reductions
 from fulgurite.fuser.schedule.gpu.choose import choose_gpu_schedule, make_row_limit
 from fulgurite.fuser.segment import segment_region
 from fulgurite.fuser.segment.build_loop_nest import build_loop_nest
@@ -61,6 +62,30 @@ def test_kernels_compile_for_hopper(function: Callable[..., Any], x: torch.Tenso
     target = GPUTarget("cuda", 90, 32)
     kernel = compile_triton.compile_for_target(getattr(module, source.name), source, 0, target)
     assert kernel.metadata.shared <= MAX_SHARED_BYTES
+
+
+def quantile(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """`x.quantile(q, -1)`; NaN if there is one."""
+    ordered, last = x.sort()[0], x.shape[-1] - 1
+    rank = (q * last).expand(*x.shape[:-1], 1).masked_fill(ordered.isnan().any(-1, True), last)
+    below, above = ordered.gather(-1, rank.long()), ordered.gather(-1, rank.ceil().long())
+    return below.lerp(above, rank - rank.long())
+
+
+@needs_triton
+@pytest.mark.parametrize("shape", [(3, 5, 2), (2, 3, 3)])
+def test_reductions_are_over_consecutive_lanes(shape: tuple[int, ...]) -> None:
+    """Triton 3.6 computes wrong sums of small blocks that were reshaped."""
+    from triton.backends.compiler import GPUTarget
+
+    def quantiles(x: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return quantile(torch.logit(x, 0).flatten(), q), quantile(torch.logit(x, 0), q)
+
+    (source,) = write(quantiles, torch.rand(shape), torch.ones(()))
+    module = compile_triton.load_module(write_module([source]))
+    function, target = getattr(module, source.name), GPUTarget("cuda", 90, 32)
+    kernel = compile_triton.compile_for_target(function, source, compile_triton.ALIGNED, target)
+    check_reductions(kernel.asm["ttgir"])
 
 
 def test_few_ranks_need_no_sort() -> None:

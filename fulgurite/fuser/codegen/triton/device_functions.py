@@ -355,11 +355,8 @@ def row_bits(x):
 
 
 @triton.jit
-def select_along_rows(source, index, LENGTH: tl.constexpr, COUNT: tl.constexpr):
-    """source[row, index[row, j]] of blocks [rows, LENGTH] and [rows, COUNT].
-
-    The loop is over the shorter one. A position outside the row selects a 0.
-    """
+def sum_selected(source, index, LENGTH: tl.constexpr, COUNT: tl.constexpr):
+    """`select_along_rows` as sums over rows. The loop is over the shorter block."""
     bits = row_bits(source)
     found = tl.zeros([source.shape[0], COUNT], bits.dtype)
     if LENGTH <= COUNT:
@@ -382,4 +379,23 @@ def select_along_rows(source, index, LENGTH: tl.constexpr, COUNT: tl.constexpr):
         result = found != 0
     else:
         result = found.to(source.dtype)
+    return result
+
+
+@triton.jit
+def select_along_rows(source, index, LENGTH: tl.constexpr, COUNT: tl.constexpr):
+    """source[row, index[row, j]] of blocks [rows, LENGTH] and [rows, COUNT]; 0 outside the row.
+
+    `tl.gather` compiles to LENGTH / 32 selections per element: 3,500 lines for 1,024 x 256 elements,
+    minutes for 4,096 x 4,096.
+    """
+    if LENGTH * COUNT <= 1 << 16:
+        is_inside = (index >= 0) & (index < LENGTH)
+        at = tl.where(is_inside, index, 0)
+        if source.dtype == tl.int1:
+            result = is_inside & (tl.gather(source.to(tl.int8), at, 1) != 0)
+        else:
+            result = tl.where(is_inside, tl.gather(source, at, 1), 0).to(source.dtype)
+    else:
+        result = sum_selected(source, index, LENGTH, COUNT)
     return result
