@@ -77,15 +77,15 @@ def _count_rows(ctx: LoweringContext, node: Node, rows: TensorValue, size: Index
 def lower_embedding_bag_backward(
     ctx: LoweringContext, node: Node, offsets: Any, offset2bag: Any, sparse: bool, **arguments: Any
 ) -> TensorValue:
-    """The gradient of `embedding_bag`.
-
-    Its forward may have left out the bag of each index, and the FakeTensor rule does not know when: on
-    CPUs it has one for each index of a bfloat16 sum, where the kernel returns none.
-    """
+    """The gradient of `embedding_bag`. Its forward may have left out the bag of each index."""
     if sparse:
         raise Unsupported("a sparse gradient")
-    rows = ctx.get_value(arguments["indices"])
-    bags = _find_bags(ctx, node, ctx.get_value(offsets), rows.sizes[0])
+    fake = fake_value(node)
+    if fake.device.type == "cpu" and fake.dtype == torch.bfloat16:
+        raise Unsupported("bags of bfloat16: the FakeTensor rule does not know which are left out")
+    bags, rows = ctx.get_value(offset2bag), ctx.get_value(arguments["indices"])
+    if bags.sizes != rows.sizes:
+        bags = _find_bags(ctx, node, ctx.get_value(offsets), rows.sizes[0])
     return _lower_bags(ctx, node, bags, **arguments)
 
 
