@@ -25,6 +25,7 @@ from fulgurite.capture.attention_masks import fold_captured_masks
 from fulgurite.capture.autograd import run_aot_autograd
 from fulgurite.capture.convolution_gemm import use_gemm_for_convolutions
 from fulgurite.capture.dynamo import GraphBreak
+from fulgurite.capture.inference_mode import use_no_grad
 from fulgurite.capture.input_names import CapturedNames, clean_input_names
 from fulgurite.capture.layer_graphs import CannotOutline, trace_layer
 from fulgurite.capture.opaque_gradients import make_gradients_opaque
@@ -106,6 +107,7 @@ class Session:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one captured graph: TorchDynamo calls this as its backend."""
+        use_no_grad(module)
         fold_captured_masks(module)
         use_gemm_for_convolutions(module)
         replace_views(module)

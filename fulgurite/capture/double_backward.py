@@ -7,7 +7,8 @@ that twice. So gradient penalties, MAML and physics-informed losses work. Where 
 used, only the inputs are kept.
 
 The graph is run again, so its inputs must be unchanged, and it may neither write them nor draw random
-numbers.
+numbers. It may not call a `torch.autograd.Function`: TorchDynamo captures the function's backward as it
+runs without `create_graph`, so second gradients would miss what goes through it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._functorch.autograd_function import autograd_function_apply
 from torch.autograd import Function
 
 from fulgurite.trace.subgraph import SubgraphCall
@@ -71,6 +73,9 @@ def describe_obstacle(module: fx.GraphModule, autocast: bool) -> str:
     """Why a captured graph can't be run again; empty if it can."""
     if autocast:
         return "it was called under torch.autocast"
+    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
+    if any(_calls_custom_function(graph) for graph in graphs):
+        return "TorchDynamo captures the backward of a torch.autograd.Function without its gradient"
     for node in module.graph.nodes:
         target = node.target
         tags = getattr(target, "tags", ())
@@ -80,6 +85,10 @@ def describe_obstacle(module: fx.GraphModule, autocast: bool) -> str:
         if isinstance(target, SubgraphCall):
             return "its transformed layers are compiled sub-graphs"
     return ""
+
+
+def _calls_custom_function(graph: fx.Graph) -> bool:
+    return bool(graph.find_nodes(op="call_function", target=autograd_function_apply))
 
 
 # functions and methods as TorchDynamo captures them, before they are ATen ops with tags

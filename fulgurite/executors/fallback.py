@@ -12,7 +12,7 @@ ours must not become the user's. Each one is reported: by a `FallbackWarning`, i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,9 @@ class Fallback:
 
 
 ReportFallback = Callable[[Fallback], None]
+Sized = (
+    tuple[int | None, ...] | None
+)  # sizes of a tensor, None for a symbol; None if it is no tensor
 
 
 def is_error_of_device(error: BaseException) -> bool:
@@ -76,6 +79,24 @@ def raise_or_report(fallback: Fallback, report: ReportFallback | None, cause: Ex
     report(fallback)
 
 
+class UnexpectedSizes(RuntimeError):
+    """An op before the region returned other sizes than its FakeTensor rule."""
+
+
+def check_sizes(inputs: Sequence[Any], sizes: Sequence[Sized]) -> None:
+    """Raise UnexpectedSizes if an input has other sizes: kernels read memory by these."""
+    for position, (value, expected) in enumerate(zip(inputs, sizes, strict=True)):
+        if expected is None or not isinstance(value, torch.Tensor):
+            continue
+        shape = tuple(value.shape)
+        if len(shape) != len(expected) or any(
+            size is not None and size != found for size, found in zip(expected, shape, strict=True)
+        ):
+            raise UnexpectedSizes(
+                f"input {position} has the sizes {shape}, and was compiled for {expected}"
+            )
+
+
 class GuardedRegion:
     """A lowered region that falls back if its kernels can't be built or launched."""
 
@@ -86,7 +107,9 @@ class GuardedRegion:
         make_torch_call: Callable[[], Callable[..., Any]],
         make_error: Callable[[Exception], FulguriteError],
         report: ReportFallback | None,
+        sizes: Sequence[Sized] = (),
     ) -> None:
+        """`sizes` are those of the inputs for which the region was lowered."""
         self.name = name
         self.lowered = lowered
         self.fallback: Fallback | None = None
@@ -94,6 +117,7 @@ class GuardedRegion:
         self._make_error = make_error
         self._report = report
         self._launch = lowered
+        self._unchecked = tuple(sizes)
         self._guard_scope: dict[str, Any] = {}  # of the function that `cached_launch` returned
         self._lock = threading.RLock()
 
@@ -127,6 +151,9 @@ class GuardedRegion:
     def __call__(self, *inputs: Any) -> Any:
         launch = self._launch
         try:
+            if self._unchecked:
+                check_sizes(inputs, self._unchecked)
+                self._unchecked = ()
             return launch(*inputs)
         except Exception as error:
             return self._recover(launch, error, inputs)
@@ -142,7 +169,8 @@ class GuardedRegion:
             while True:
                 if self.runs_torch or is_error_of_device(error) or not self._can_rerun(error):
                     raise error
-                following = None if settings().strict else self._next_schedule(error)
+                is_final = settings().strict or isinstance(error, UnexpectedSizes)
+                following = None if is_final else self._next_schedule(error)
                 if following is None:
                     break
                 self.lowered = following
@@ -160,6 +188,7 @@ class GuardedRegion:
             result = torch_call(*inputs)  # where torch raises too, the program is at fault
             self._switched(TORCH_OPS, first)
             self._use(torch_call)
+            self._unchecked = ()
             return result
 
     def _use(self, launch: Callable[..., Any]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from fulgurite.errors import CompileError, FulguriteError
@@ -26,6 +26,7 @@ from fulgurite.executors.fallback import (
     Fallback,
     GuardedRegion,
     ReportFallback,
+    Sized,
     is_error_of_device,
     raise_or_report,
 )
@@ -161,7 +162,7 @@ class _GraphBuilder:
         name = f"{group.executor.region_name or _name_region(group.nodes)}_{number}"
         restore = functools.partial(restore_composite_ops, self.trace, group.nodes, inputs, outputs)
         claimed = ClaimedRegion(
-            name, group.executor, module, restore, self._make_guard(name, group, restore)
+            name, group.executor, module, restore, self._make_guard(name, group, inputs, restore)
         )
         choice = self._lower_or_fall_back(group, claimed)
         if choice.call is None:
@@ -181,7 +182,11 @@ class _GraphBuilder:
             self.value_of[output] = item
 
     def _make_guard(
-        self, name: str, group: Group, restore: Callable[[], fx.GraphModule]
+        self,
+        name: str,
+        group: Group,
+        inputs: Sequence[fx.Node],
+        restore: Callable[[], fx.GraphModule],
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """A function that adds the fallback of this region to what its executor lowered it to."""
         assert group.executor is not None, "only fusing executors have regions"
@@ -198,6 +203,7 @@ class _GraphBuilder:
                 make_torch_call=lambda: TORCH.lower(restore()),
                 make_error=functools.partial(_lowering_error, group),
                 report=self.report,
+                sizes=[_known_sizes(fake_value(node)) for node in inputs],
             )
 
         return guard
@@ -239,6 +245,13 @@ class _GraphBuilder:
                 if not is_view(node) and comment:
                     set_comment(copied[node], comment)
                     comment = ""
+
+
+def _known_sizes(value: Any) -> Sized:
+    """The sizes of a tensor that are numbers; None: it is no tensor."""
+    if not isinstance(value, Tensor):
+        return None
+    return tuple(size if isinstance(size, int) else None for size in value.shape)
 
 
 def _summarize_region(group: Group, subgraph: Subgraph, call: Callable[..., Any]) -> str:

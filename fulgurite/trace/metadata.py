@@ -109,14 +109,21 @@ def fill_metadata(module: fx.GraphModule) -> None:
             set_fake_value(node, value)
 
 
-def same_metadata(one: Any, two: Any, *, allow_fresh_symbols: bool = False) -> bool:
+def same_metadata(
+    one: Any, two: Any, *, allow_fresh_symbols: bool = False, exact: bool = False
+) -> bool:
     """Whether two fake values have the same dtypes, devices, layouts, bits, sizes and strides.
 
     allow_fresh_symbols   data-dependent sizes count as equal: they have a fresh symbol each time that
                           an op runs
+    exact                 as torch's rules for other ops read them: strides of dimensions of size 1 count
+                          (they order the dimensions of an elementwise result), and sizes that are
+                          equal by a guard alone are not the same expression
     """
 
     def is_equal(a: Any, b: Any) -> bool:
+        if exact:
+            return str(a) == str(b)
         is_fresh = allow_fresh_symbols and bool(free_unbacked_symbols([a, b]))
         return is_fresh or statically_known_true(a == b)
 
@@ -127,9 +134,15 @@ def same_metadata(one: Any, two: Any, *, allow_fresh_symbols: bool = False) -> b
             return False
         if len(one.shape) != len(two.shape) or not all(map(is_equal, one.shape, two.shape)):
             return False
-        return one.layout is not torch.strided or _has_same_strides(one, two, is_equal)
+        if one.layout is not torch.strided:
+            return True
+        if exact:
+            return all(map(is_equal, one.stride(), two.stride()))
+        return _has_same_strides(one, two, is_equal)
     if isinstance(one, (list, tuple)) and isinstance(two, (list, tuple)):
-        compare = functools.partial(same_metadata, allow_fresh_symbols=allow_fresh_symbols)
+        compare = functools.partial(
+            same_metadata, allow_fresh_symbols=allow_fresh_symbols, exact=exact
+        )
         return len(one) == len(two) and all(map(compare, one, two))
     return not isinstance(one, torch.Tensor) and not isinstance(two, torch.Tensor)
 

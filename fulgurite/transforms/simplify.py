@@ -6,6 +6,7 @@ random draws, and the same aliasing of outputs.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -112,7 +113,7 @@ def simplify_algebra(trace: Trace) -> Trace:
         for node in list(graph.nodes):
             rewrite = REWRITES.get(node.target) if node.op == "call_function" else None
             same = rewrite(node) if rewrite is not None else None
-            if same is None or not same_metadata(fake_value(same), fake_value(node)):
+            if same is None or not _is_replaceable(fake_value(same), fake_value(node)):
                 continue
             if node.target in COPIES and (node in visible or same in visible):
                 continue
@@ -133,6 +134,7 @@ def simplify_algebra(trace: Trace) -> Trace:
     return trace.edit(change)
 
 
+_is_replaceable = functools.partial(same_metadata, exact=True)
 Rewrite = Callable[[fx.Node], fx.Node | None]  # the earlier node that equals the node, if any
 
 
@@ -145,7 +147,7 @@ def _equal_view(node: fx.Node) -> fx.Node | None:
     """The nearest value up the chain of reshapes with the same metadata."""
     source = _first_argument(node)
     while source is not None and source.target in RESHAPES:
-        if same_metadata(fake_value(source), fake_value(node)):
+        if _is_replaceable(fake_value(source), fake_value(node)):
             return source
         source = _first_argument(source)
     return source

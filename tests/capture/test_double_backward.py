@@ -103,9 +103,27 @@ def test_two_outputs_of_which_one_is_used():
         torch.testing.assert_close(second(compiled, x), 6 * x.detach())
 
 
+class SavedOutput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        result = x.exp()
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0]
+
+
+class CallsFunction(nn.Module):
+    def forward(self, x):
+        return SavedOutput.apply(x) * x
+
+
 def test_what_can_not_be_run_again_is_an_error():
     x = torch.randn(4, 3, requires_grad=True)
     for module, reason in (
+        (CallsFunction(), "torch.autograd.Function without its gradient"),
         (nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Dropout(0.5)), "draws random numbers"),
         (nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), "writes one of its inputs"),
     ):

@@ -247,6 +247,23 @@ def test_torch_runs_when_no_schedule_is_left():
     assert region.cached_launch is None
 
 
+def test_torch_runs_on_inputs_of_other_sizes():
+    """An op before the region may return other sizes than its FakeTensor rule."""
+    reports = []
+    region = GuardedRegion(
+        "r",
+        Lowered(None, more=1),
+        lambda: lambda x: (x + 10,),
+        lambda e: CompileError(str(e)),
+        reports.append,
+        sizes=[(3, None)],
+    )
+    assert region(torch.ones(2, 1))[0].sum() == 22
+    assert [f.instead for f in reports] == ["torch"] and "(2, 1)" in reports[0].reason
+    region = GuardedRegion("r", Lowered(None), None, None, None, sizes=[(3, None)])
+    assert region(torch.ones(3, 5))[0].sum() == 30
+
+
 @pytest.mark.parametrize(
     "error",
     [

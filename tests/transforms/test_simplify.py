@@ -184,3 +184,24 @@ def test_assertions_stay():
     compiled(torch.ones(3))
     with pytest.raises(RuntimeError, match="positive"):
         compiled(-torch.ones(3))
+
+
+def test_views_that_order_the_dimensions_of_a_result_stay():
+    """The strides of a dimension of size 1 decide the strides of `mul`."""
+
+    def f(x):
+        return torch.einsum("bi,bj->ij", x, x)
+
+    x = torch.randn(1, 5, requires_grad=True)
+    compiled = fulgurite.compile(f)
+    for result in (compiled(x), compiled(x)):
+        assert torch.equal(result, f(x)) and result.stride() == f(x).stride()
+
+
+def test_sizes_that_a_guard_makes_equal():
+    """Chunks of one row: that their number is the number of rows follows from two guards."""
+    compiled = fulgurite.compile(lambda x: [part.sum(0) for part in x.chunk(3)], dynamic=True)
+    for rows in (7, 2):
+        x = torch.randn(rows, 5, requires_grad=True)
+        torch.stack(compiled(x)).sum().backward()
+        assert torch.equal(x.grad, torch.ones_like(x))

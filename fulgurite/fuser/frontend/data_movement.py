@@ -22,6 +22,7 @@ from fulgurite.fuser.frontend.tensor_value import (
 )
 from fulgurite.fuser.ir import index as indices
 from fulgurite.fuser.ir.build_expression import constant_like, where
+from fulgurite.fuser.ir.errors import Unsupported
 from fulgurite.fuser.ir.expression import (
     BoundsCheck,
     Constant,
@@ -34,6 +35,9 @@ from fulgurite.fuser.ir.expression import (
 from fulgurite.fuser.ir.host_symbols import clamp_slice_start, remainder, wrap_position
 from fulgurite.fuser.ir.index import Index
 from fulgurite.trace.node_meta import fake_value
+
+# of cat and stack: each is a condition of every element, 30 ms to compile
+MAX_PARTS = 128
 
 
 def lower_flip(ctx: LoweringContext, node: Node, source: Any, dims: Sequence[int]) -> TensorValue:
@@ -93,10 +97,16 @@ def _roll_dim(value: TensorValue, dim: int, shift: Index) -> TensorValue:
     )
 
 
+def _get_parts(ctx: LoweringContext, tensors: Sequence[Any]) -> list[TensorValue]:
+    if len(tensors) > MAX_PARTS:
+        raise Unsupported(f"more than {MAX_PARTS} tensors")
+    return [ctx.get_value(tensor) for tensor in tensors]
+
+
 def lower_cat(
     ctx: LoweringContext, node: Node, tensors: Sequence[Any], dim: int = 0
 ) -> TensorValue:
-    parts = [ctx.get_value(t) for t in tensors]
+    parts = _get_parts(ctx, tensors)
     rank = len(fake_value(node).shape)
     parts = [p for p in parts if not (len(p.axes) == 1 and p.sizes[0] == 0 and rank != 1)]
     dim = canonicalize_dim(dim, rank)
@@ -123,7 +133,7 @@ def lower_cat(
 def lower_stack(
     ctx: LoweringContext, node: Node, tensors: Sequence[Any], dim: int = 0
 ) -> TensorValue:
-    parts = [ctx.get_value(t) for t in tensors]
+    parts = _get_parts(ctx, tensors)
     dim = canonicalize_dim(dim, len(fake_value(node).shape))
     dtype = opmath_dtype(fake_value(node).dtype)
 

@@ -523,6 +523,21 @@ def test_gradient_of_an_empty_bag_of_maxima():
     assert torch.equal(weights[0].grad, weights[1].grad)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_gradient_of_bags(mode, dtype):
+    """The kernel leaves out the bags of some sums, not always those of the FakeTensor rule."""
+    indices, offsets = torch.randint(0, 10, (20,)), torch.tensor([0, 3, 3, 8])
+    weights = [torch.linspace(-1, 1, 40).view(10, 4).to(dtype) for _ in range(2)]
+
+    def f(weight):
+        return torch.nn.functional.embedding_bag(indices, weight, offsets, mode=mode) * 2
+
+    for weight, function in zip(weights, (f, fulgurite.compile(f)), strict=True):
+        function(weight.requires_grad_()).sum().backward()
+    torch.testing.assert_close(weights[0].grad, weights[1].grad)
+
+
 @pytest.mark.parametrize("op", ["scatter", "scatter_add", "scatter_reduce"])
 def test_source_of_another_rank_with_an_empty_index(op):
     """torch takes any source then."""

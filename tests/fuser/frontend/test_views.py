@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+import fulgurite
 from fulgurite import fuser
 from tests.fuser.support import (
     check_against_eager,
@@ -241,3 +242,12 @@ def test_constants_in_narrow_formats(dtype: torch.dtype) -> None:
     """A kernel with a reduction stores the constant itself."""
     x = torch.randn(3, 3)
     check_fused(lambda x: (torch.ones_like(x).to(dtype).T, (torch.ones_like(x) != 0).sum(-2)), x)
+
+
+@pytest.mark.parametrize("function", [torch.cat, torch.stack])
+def test_many_parts_are_left_to_torch(function):
+    """One condition for each of them: expressions would be nested deeper than Python can recurse."""
+    x = torch.randn(400, 3)
+    compiled = fulgurite.compile(lambda x: function(x.unbind()) * 2)
+    assert torch.equal(compiled(x), function(x.unbind()) * 2)
+    assert f"torch.{function.__name__}(" in str(compiled.last_trace())
