@@ -7,6 +7,7 @@ In: TorchDynamo's functions and instructions, and what runs a graph. Out: the sa
 - An op that writes to a tensor whose elements share memory, or to memory that another argument overlaps
   (`x.expand(3, 3).add_(1)`, `x[1:].add_(x[:-1])`), is a graph break: eager mode refuses most of them, and
   FakeTensor rules don't look.
+- An in-place op whose result does not fit into its tensor is an error (`in_place_errors.py`).
 - `assert condition, message` of a tensor raises AssertionError. TorchDynamo makes an op of it, which raises
   RuntimeError. Inside `try`, an assert is a graph break.
 """
@@ -27,6 +28,7 @@ from torch._dynamo.variables.ctx_manager import GenericContextWrappingVariable
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fulgurite.capture.in_place_errors import CheckInPlaceOps, is_in_place
 from fulgurite.capture.input_aliasing import has_storage
 from fulgurite.capture.python_numbers import check_cause, check_domain
 from fulgurite.config import settings
@@ -98,8 +100,9 @@ def check_node(original: Callable[..., Any]) -> Callable[..., Any]:
     def run_node(tracer: Any, node: fx.Node, args: Any, kwargs: Any, module: Any) -> Any:
         check_domain(node.target, args)
         overlap = _BreakAtOverlappingWrites() if _may_overlap((args, kwargs)) else nullcontext()
+        fit = CheckInPlaceOps() if is_in_place(node) else nullcontext()
         try:
-            with overlap:
+            with overlap, fit:
                 return original(tracer, node, args, kwargs, module)
         except RuntimeError as error:
             check_cause(node.target, args, error)

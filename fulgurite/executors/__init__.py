@@ -5,6 +5,7 @@ each region is one call of its executor.
 
     base.py          the executor contract and registry
     claim.py         each op to the first executor that claims it, with late decomposition
+    refusals.py      ops that torch's kernels refuse: torch raises their errors
     composite.py     composite ops that were decomposed, and how to restore them
     grouping.py      claimed ops → regions           sinking.py        where input-only ops go
     memory_order.py  order of regions by memory      donation.py       which inputs regions overwrite

@@ -2,7 +2,8 @@
 
 In: a functional Trace and the executors in priority order. Out: a Trace at stage "claimed", where every
 op carries its executor's name. Suppose only the last executor would claim an op. The op is decomposed
-one level if executors before the last claim all of its decomposed ops. Otherwise it stays whole.
+one level if executors before the last claim all of its decomposed ops. Otherwise it stays whole. So does
+an op that torch's kernel refuses (`refusals.py`), for its error.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from fulgurite.executors.fallback import (
     is_error_of_device,
     raise_or_report,
 )
+from fulgurite.executors.refusals import is_refused
 from fulgurite.executors.torch import TORCH, TorchExecutor
 from fulgurite.trace import Trace, describe, source_of
 from fulgurite.trace.cost import is_view
@@ -59,7 +61,10 @@ def claim(
             continue
         if node.op in ("call_function", "call_method", "call_module"):
             try:
-                _claim_node(module, node, executors, MAX_DECOMPOSITION_DEPTH, cache)
+                if isinstance(executors[-1], TorchExecutor) and is_refused(node):
+                    set_executor(node, TORCH.name)
+                else:
+                    _claim_node(module, node, executors, MAX_DECOMPOSITION_DEPTH, cache)
             except Exception as error:  # see executors/fallback.py
                 _claim_with_torch(node, error, report)
     composites: dict[CompositeOp, None] = {}

@@ -55,6 +55,12 @@ INEXACT_DECOMPOSITIONS = (
     aten.max_unpool2d,  # an index out of range may write to the next channel
     aten.max_unpool3d,
     aten.nextafter,  # computes in float32, where the steps of bfloat16 are lost
+    aten.binary_cross_entropy,  # takes inputs outside of 0 to 1
+    aten.index_add,  # takes sources that broadcast, and other dtypes
+    aten.index_copy,
+    aten.select_scatter,
+    aten.slice_scatter,
+    aten.diagonal_scatter,
     *NEAREST_UPSAMPLE_OPS,
     *SMOOTH_UPSAMPLE_OPS,
 )

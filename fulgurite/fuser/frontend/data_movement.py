@@ -192,6 +192,16 @@ def make_triangle_lowering(upper: bool) -> Callable[..., TensorValue]:
     return lower
 
 
+def _check_source(written: TensorValue, sizes: Sequence[Index]) -> None:
+    """Refuse a source that is not of the size of the slice. FakeTensor rules don't compare them."""
+    is_other = len(written.sizes) != len(sizes) or any(
+        own.is_constant and size.is_constant and own != size
+        for own, size in zip(written.sizes, sizes, strict=True)
+    )
+    if is_other:
+        raise Unsupported("a source of another size than the slice, which torch refuses")
+
+
 def lower_slice_scatter(
     ctx: LoweringContext,
     node: Node,
@@ -206,6 +216,14 @@ def lower_slice_scatter(
     dim = canonicalize_dim(dim, len(base.axes))
     begin = clamp_slice_start(ctx.to_index(0 if start is None else start), base.sizes[dim])
     stride = ctx.to_index(step)
+    bounds_of_slice = (0 if start is None else start, end, step)
+    sizes = list(base.sizes)
+    if sizes[dim].is_constant and all(isinstance(n, int | None) for n in bounds_of_slice):
+        covered = range(*slice(*bounds_of_slice).indices(sizes[dim].constant))
+        sizes[dim] = Index(len(covered))
+    else:
+        sizes[dim] = written.sizes[dim]
+    _check_source(written, sizes)
 
     def expression_at(axes: Axes) -> Expression:
         index = axis_indices(axes)
@@ -228,6 +246,7 @@ def lower_select_scatter(
     base, written = ctx.get_value(source), ctx.get_value(src)
     dim = canonicalize_dim(dim, len(base.axes))
     position = wrap_position(ctx.to_index(index), base.sizes[dim])
+    _check_source(written, (*base.sizes[:dim], *base.sizes[dim + 1 :]))
 
     def expression_at(axes: Axes) -> Expression:
         at = axis_indices(axes)
@@ -252,6 +271,13 @@ def lower_diagonal_scatter(
     base, written = ctx.get_value(source), ctx.get_value(src)
     rank = len(base.axes)
     first, second = canonicalize_dim(dim1, rank), canonicalize_dim(dim2, rank)
+    rows, columns = base.sizes[first], base.sizes[second]
+    length = written.sizes[-1] if written.axes else indices.ZERO
+    if rows.is_constant and columns.is_constant:
+        shorter = min(rows.constant + min(offset, 0), columns.constant - max(offset, 0))
+        length = Index(max(shorter, 0))
+    others = [size for d, size in enumerate(base.sizes) if d not in (first, second)]
+    _check_source(written, (*others, length))
 
     def expression_at(axes: Axes) -> Expression:
         at = axis_indices(axes)

@@ -115,8 +115,8 @@ def lower_index_select(
     ctx: LoweringContext, node: Node, source: Any, dim: int, index: Any
 ) -> TensorValue:
     value, index_value = ctx.get_value(source), ctx.get_value(index)
-    if not value.axes or not index_value.axes:
-        raise Unsupported("index_select with a 0-d tensor")
+    if not value.axes or len(index_value.axes) != 1:
+        raise Unsupported("index_select with a 0-d tensor, or an index that is no vector")
     dim = canonicalize_dim(dim, len(value.axes))
 
     def expression_at(axes: Axes) -> Expression:

@@ -49,6 +49,7 @@ KINDS = {
     "amax": "max",
     "amin": "min",
 }
+INDEX_REDUCTIONS = ("prod", "mean", "amax", "amin")
 
 
 def lower_scatter(
@@ -150,6 +151,8 @@ def _add_reducing_store(
 ) -> TensorValue:
     """A store that reduces. Without `include_self`, elements that are stored to start afresh."""
     fake = fake_value(node)
+    if reduce == "mean" and fake.dtype == torch.bool:
+        raise Unsupported("a mean of bool, which torch refuses")
     start = base
     if not include_self:
         clear = replace(
@@ -200,9 +203,16 @@ def _index_rows(
     return IndexedStore(kind, tuple(sizes), index_at, value_at)
 
 
-def _read_rows(ctx: LoweringContext, tensor: Any) -> Callable[[Axes], Expression]:
+def _read_rows(
+    ctx: LoweringContext, base: TensorValue, dim: int, index: Any, tensor: Any
+) -> Callable[[Axes], Expression]:
     """The values of a source tensor. A 0-d source is one row."""
-    value = _at_least_1d(ctx.get_value(tensor))
+    source = ctx.get_value(tensor)
+    value, sizes = _at_least_1d(source), list(_at_least_1d(base).sizes)
+    sizes[canonicalize_dim(dim, len(sizes))] = _at_least_1d(ctx.get_value(index)).sizes[0]
+    is_wider = not base.axes and source.axes
+    if is_wider or value.sizes != tuple(sizes) or source.dtype != base.dtype:
+        raise Unsupported("a source of other sizes or of another dtype, which torch refuses")
 
     def value_at(axes: Axes) -> Expression:
         return value.load_at(axis_indices(axes))
@@ -220,7 +230,7 @@ def lower_index_add(
     alpha: Any = 1,
 ) -> TensorValue:
     base, dtype = ctx.get_value(source), fake_value(node).dtype
-    rows = _read_rows(ctx, update)
+    rows = _read_rows(ctx, base, dim, index, update)
 
     def value_at(axes: Axes) -> Expression:
         value = convert_dtype(rows(axes), dtype)
@@ -233,7 +243,8 @@ def lower_index_add(
 def lower_index_copy(
     ctx: LoweringContext, node: Node, source: Any, dim: int, index: Any, update: Any
 ) -> TensorValue:
-    base, rows = ctx.get_value(source), _read_rows(ctx, update)
+    base = ctx.get_value(source)
+    rows = _read_rows(ctx, base, dim, index, update)
     return _add_store(ctx, node, base, _index_rows(ctx, base, dim, index, "set", rows))
 
 
@@ -259,7 +270,10 @@ def lower_index_reduce(
     reduce: str,
     include_self: bool = True,
 ) -> TensorValue:
-    base, rows = ctx.get_value(source), _read_rows(ctx, update)
+    base = ctx.get_value(source)
+    rows = _read_rows(ctx, base, dim, index, update)
+    if reduce not in INDEX_REDUCTIONS or (base.dtype == torch.bool and not include_self):
+        raise Unsupported(f"index_reduce {reduce} of {base.dtype}, which torch refuses")
     store = _index_rows(ctx, base, dim, index, KINDS[reduce], rows)
     return _add_reducing_store(ctx, node, base, store, reduce, include_self)
 
@@ -276,6 +290,8 @@ def lower_index_put(
     accumulate: bool = False,
 ) -> TensorValue:
     base, stored = ctx.get_value(source), ctx.get_value(values)
+    if stored.dtype != base.dtype:
+        raise Unsupported("index_put of another dtype, which torch refuses")
     index_values = [None if i is None else ctx.get_value(i) for i in indices]
     given = [i for i in index_values if i is not None]
     if any(i.dtype in (torch.bool, torch.uint8) for i in given):
@@ -288,6 +304,8 @@ def lower_index_put(
     front = dims[0] if is_adjacent else 0
     rest = [base.sizes[d] for d, i in enumerate(index_values) if i is None]
     sizes = (*rest[:front], *common, *rest[front:])
+    if not _broadcasts_to(stored.sizes, sizes):
+        raise Unsupported("index_put of values that don't broadcast, which torch refuses")
 
     def index_at(axes: Axes) -> Sequence[Index]:
         inner = axes[front : front + len(common)]
@@ -307,10 +325,21 @@ def lower_index_put(
 def _broadcast_sizes(shapes: Sequence[tuple[Index, ...]]) -> tuple[Index, ...]:
     rank = max(len(shape) for shape in shapes)
     padded = [(indices.ONE,) * (rank - len(shape)) + shape for shape in shapes]
-    return tuple(
+    common = tuple(
         next((size for size in sizes if size != 1), indices.ONE)
         for sizes in zip(*padded, strict=True)
     )
+    if not all(_broadcasts_to(shape, common) for shape in shapes):
+        raise Unsupported("index tensors that don't broadcast, which torch refuses")
+    return common
+
+
+def _broadcasts_to(shape: Sequence[Index], sizes: Sequence[Index]) -> bool:
+    """Whether a shape certainly broadcasts to these sizes."""
+    if len(shape) > len(sizes):
+        return False
+    pairs = zip(reversed(shape), reversed(sizes), strict=False)
+    return all(own in (1, size) for own, size in pairs)
 
 
 def _put_where(
@@ -329,7 +358,9 @@ def _put_where(
     end = start + len(mask.axes)
     after = len(base.axes) - end
     dims = list(stored.sizes)
-    if len(dims) > after and dims[len(dims) - after - 1] != 1:
+    if mask.sizes != base.sizes[start:end]:
+        raise Unsupported("a mask of other sizes, which torch refuses")
+    if not _broadcasts_to(dims, (*base.sizes[:start], indices.ONE, *base.sizes[end:])):
         raise Unsupported("index_put with a mask, whose values depend on how many are selected")
     dtype = fake_value(node).dtype
 
@@ -361,6 +392,8 @@ def lower_put(
     flat = reshape_value(base, (size,))
     positions = reshape_value(index_value, (indices.product(index_value.sizes),))
     values = reshape_value(new, (indices.product(new.sizes),))
+    if values.sizes != positions.sizes or new.dtype != base.dtype:
+        raise Unsupported("put of another number of elements or dtype, which torch refuses")
 
     def index_at(axes: Axes) -> Sequence[Index]:
         return [make_index(positions.broadcast_to(axes), size, wraps_negative=True)]

@@ -138,6 +138,8 @@ def lower_searchsorted(
 def lower_bucketize(
     ctx: LoweringContext, node: Node, source: Any, boundaries: Any, right: bool = False, **_: Any
 ) -> TensorValue:
+    if len(ctx.get_value(boundaries).axes) != 1:
+        raise Unsupported("boundaries of several dimensions, which torch refuses")
     return lower_search(ctx, node, boundaries, source, right)
 
 

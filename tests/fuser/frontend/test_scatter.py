@@ -523,6 +523,40 @@ def test_gradient_of_an_empty_bag_of_maxima():
     assert torch.equal(weights[0].grad, weights[1].grad)
 
 
+REFUSED = {
+    "rows": lambda x, i, y: x.index_put((i,), y[:2]),
+    "columns": lambda x, i, y: x.index_put((i,), y[:, :2], accumulate=True),
+    "rank": lambda x, i, y: x.index_put((i, i), y[:, :3], accumulate=True),
+    "dtype": lambda x, i, y: x.index_put((i,), y.double()),
+    "indices": lambda x, i, y: x.index_put((i, i[:2]), x.new_ones(())),
+    "mask": lambda x, i, y: x.index_put((x[0] > 0,), x.new_ones(())),
+    "values of a mask": lambda x, i, y: x.index_put((x[:, 0] > 0,), y[0, :2]),
+    "index_add": lambda x, i, y: x.index_add(0, i, y[:, :1]),
+    "index_add of another dtype": lambda x, i, y: x.index_add(0, i, y.double()),
+    "index_copy of another dtype": lambda x, i, y: x.index_copy(0, i, y.double()),
+    "index_reduce": lambda x, i, y: x.index_reduce(0, i, y[:2], "amax"),
+    "index_reduce sum": lambda x, i, y: x.index_reduce(0, i, y, "sum"),
+    "put": lambda x, i, y: x.put(i, y[0, :2]),
+    "slice_scatter": lambda x, i, y: torch.slice_scatter(x, x, 0, 1),
+    "select_scatter": lambda x, i, y: torch.select_scatter(x, x, 0, 1),
+    "diagonal_scatter": lambda x, i, y: torch.diagonal_scatter(x, x[0, :3]),
+    "index_select": lambda x, i, y: x.index_select(0, i[None]),
+    "bucketize": lambda x, i, y: torch.bucketize(x, y),
+    "mean of bool": lambda x, i, y: (x > 0).scatter_reduce(0, i[None], y[:1, :3] > 0, "mean"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_sizes_and_dtypes_that_torch_refuses(name):
+    """FakeTensor rules accept them, and a kernel would read outside of the values."""
+    inputs = torch.randn(4, 5), torch.tensor([2, 0, 3]), torch.randn(3, 5)
+    with pytest.raises((RuntimeError, IndexError)) as expected:
+        REFUSED[name](*inputs)
+    compiled = fulgurite.compile(lambda x, i, y: REFUSED[name](x * 1, i, y) * 2)
+    with pytest.raises(expected.type):
+        compiled(*inputs)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_gradient_of_bags(mode, dtype):

@@ -10,6 +10,12 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+# Triton before 3.7 compiles some reductions of reshaped blocks wrong (runtime/reduction_layouts.py), but none of
+# two elements.
+HAS_WRONG_REDUCTIONS = tl.constexpr(
+    tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+    and not triton.knobs.runtime.interpret
+)
 
 # reductions: max and min propagate NaN
 
@@ -329,12 +335,44 @@ def random_integer(seed, position):
 
 
 @triton.jit
-def smallest_keys(keys, COUNT: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr):
+def sum_of_rows(x, BY_PAIRS: tl.constexpr):
+    """The sums of a block's rows, as a block [rows, 1]."""
+    if BY_PAIRS and HAS_WRONG_REDUCTIONS:
+        rest = x
+        for level in tl.static_range(x.shape[1].bit_length() - 1):
+            rest = tl.sum(tl.reshape(rest, [x.shape[0], x.shape[1] >> (level + 1), 2]), 2)
+        result = tl.reshape(rest, [x.shape[0], 1])
+    else:
+        result = tl.sum(x, 1, keep_dims=True)
+    return result
+
+
+@triton.jit
+def min_of_rows(x, BY_PAIRS: tl.constexpr):
+    """The smallest numbers of a block's rows, as a block [rows, 1]."""
+    if BY_PAIRS and HAS_WRONG_REDUCTIONS:
+        rest = x
+        for level in tl.static_range(x.shape[1].bit_length() - 1):
+            rest = tl.min(tl.reshape(rest, [x.shape[0], x.shape[1] >> (level + 1), 2]), 2)
+        result = tl.reshape(rest, [x.shape[0], 1])
+    else:
+        result = tl.min(x, 1, keep_dims=True)
+    return result
+
+
+@triton.jit
+def smallest_keys(
+    keys,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BY_PAIRS: tl.constexpr,
+):
     """The COUNT smallest of the distinct keys of each row, in order, in a block [rows, BLOCK]."""
     rank = tl.arange(0, BLOCK)[None, :]
     found = tl.full([keys.shape[0], BLOCK], LARGEST, keys.dtype)
     for k in range(COUNT):
-        smallest = tl.min(keys, 1, keep_dims=True)
+        smallest = min_of_rows(keys, BY_PAIRS)
         found = tl.where(rank == k, smallest, found)
         keys = tl.where(keys == smallest, LARGEST, keys)
     return found
@@ -355,21 +393,27 @@ def row_bits(x):
 
 
 @triton.jit
-def sum_selected(source, index, LENGTH: tl.constexpr, COUNT: tl.constexpr):
-    """`select_along_rows` as sums over rows. The loop is over the shorter block."""
+def select_along_rows(
+    source, index, LENGTH: tl.constexpr, COUNT: tl.constexpr, BY_PAIRS: tl.constexpr
+):
+    """source[row, index[row, j]] of blocks [rows, LENGTH] and [rows, COUNT].
+
+    The loop is over the shorter one. A position outside the row selects a 0. `tl.gather` takes minutes
+    to compile for long rows, and an assertion of Triton 3.6 fails in it.
+    """
     bits = row_bits(source)
     found = tl.zeros([source.shape[0], COUNT], bits.dtype)
     if LENGTH <= COUNT:
         column = tl.arange(0, LENGTH)[None, :]
         for k in range(LENGTH):
-            value = tl.sum(tl.where(column == k, bits, 0), 1, keep_dims=True)
+            value = sum_of_rows(tl.where(column == k, bits, 0), BY_PAIRS)
             found = tl.where(index == k, value, found)
     else:
         row_column = tl.arange(0, LENGTH)[None, :]
         column = tl.arange(0, COUNT)[None, :]
         for k in range(COUNT):
-            at = tl.sum(tl.where(column == k, index, 0), 1, keep_dims=True)
-            value = tl.sum(tl.where(row_column == at, bits, 0), 1, keep_dims=True)
+            at = sum_of_rows(tl.where(column == k, index, 0), BY_PAIRS)
+            value = sum_of_rows(tl.where(row_column == at, bits, 0), BY_PAIRS)
             found = tl.where(column == k, value, found)
     if source.dtype == tl.float32:
         result = found.to(tl.float32, bitcast=True)
@@ -379,23 +423,4 @@ def sum_selected(source, index, LENGTH: tl.constexpr, COUNT: tl.constexpr):
         result = found != 0
     else:
         result = found.to(source.dtype)
-    return result
-
-
-@triton.jit
-def select_along_rows(source, index, LENGTH: tl.constexpr, COUNT: tl.constexpr):
-    """source[row, index[row, j]] of blocks [rows, LENGTH] and [rows, COUNT]; 0 outside the row.
-
-    `tl.gather` compiles to LENGTH / 32 selections per element: 3,500 lines for 1,024 x 256 elements,
-    minutes for 4,096 x 4,096.
-    """
-    if LENGTH * COUNT <= 1 << 16:
-        is_inside = (index >= 0) & (index < LENGTH)
-        at = tl.where(is_inside, index, 0)
-        if source.dtype == tl.int1:
-            result = is_inside & (tl.gather(source.to(tl.int8), at, 1) != 0)
-        else:
-            result = tl.where(is_inside, tl.gather(source, at, 1), 0).to(source.dtype)
-    else:
-        result = sum_selected(source, index, LENGTH, COUNT)
     return result

@@ -44,6 +44,9 @@ class RowProgramWriter(KernelWriter):
         (self.row,) = nest.grid
         self.row_nest = nest
         self.frames = make_frames(nest, schedule.block_sizes)
+        # blocks of several loops are reshaped to rows, and Triton 3.6 may reduce these wrong
+        merges_loops = any(sum(b > 1 for b in f.blocks[1:]) > 1 for f in self.frames.values())
+        self.by_pairs = str(merges_loops)
         axes = tuple(axis for frame in self.frames.values() for axis in frame.axes)
         # The nest of the text: its axes are those of the frames, its locals are views of values.
         written = replace(nest, grid=(), body=axes, locals=dict(nest.locals))
@@ -140,7 +143,9 @@ class RowProgramWriter(KernelWriter):
         if high < tuning.MAX_EXTRACTED_RANKS:
             b.functions.add("smallest_keys")
             length = next_power_of_two(high + 1)
-            b.emit(f"{keys} = smallest_keys({keys}, {high + 1}, {length}, {largest})")
+            b.emit(
+                f"{keys} = smallest_keys({keys}, {high + 1}, {length}, {largest}, {self.by_pairs})"
+            )
         else:
             b.emit(f"{keys} = tl.sort({keys})")
         b.emit(f"{keys} = ({keys} & {(1 << bits) - 1}).to(tl.int32)")
@@ -177,7 +182,7 @@ class RowProgramWriter(KernelWriter):
     def print_selected(self, source: str, index: str, length: int, count: int) -> str:
         """The elements of a block [rows, length] at the positions of a block [rows, count]."""
         self.body.functions.add("select_along_rows")
-        return f"select_along_rows({source}, {index}, {length}, {count})"
+        return f"select_along_rows({source}, {index}, {length}, {count}, {self.by_pairs})"
 
     def emit_row_store(self, store: Store) -> None:
         assert isinstance(store.value, Load), f"{store} stores no step"

@@ -19,9 +19,9 @@ DEVICE_FUNCTIONS = """
     atomic_max_float
     div_rn fast_sigmoid fast_tanh floored_divide floored_remainder int_floored_divide
     int_floored_remainder int_gcd int_lcm int_pow int_truncated_divide int_truncated_remainder
-    logaddexp nan_max nan_min optimization_barrier philox_word prod_combine random_integer
+    logaddexp min_of_rows nan_max nan_min optimization_barrier philox_word prod_combine random_integer
     select_along_rows shift_left shift_right sigmoid smallest_keys sign signbit softmax_div sum_combine
-    sum_selected to_e4m3 to_e5m2 truncated_divide uniform uniform53
+    sum_of_rows to_e4m3 to_e5m2 truncated_divide uniform uniform53
 """
 RESERVED = frozenset(
     ("tl", "triton", "libdevice", "float", "range", "program", "split", *DEVICE_FUNCTIONS.split())
