@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fulgurite.capture.unfold_writes import IN_PLACE_OPERATORS
+from fulgurite.capture.view_writes import IN_PLACE_OPERATORS
 from fulgurite.trace.cost import size_hint
 
 

@@ -200,3 +200,19 @@ def test_a_size_that_is_only_a_factor_of_a_stride() -> None:
         y = torch.arange(n * n).view(n, 1, n)
         for _ in range(2):
             assert all(map(torch.equal, compiled(x, y, k), f(x, y, k)))
+
+
+@pytest.mark.parametrize("position", [1, -1])
+def test_writes_at_a_position_that_is_an_argument(position: int) -> None:
+    """g++ 12 computed the address of the row that is read in each round of the loop over rows."""
+
+    def double_row(x: torch.Tensor, n: int) -> torch.Tensor:
+        x[position * n].mul_(2)
+        return x.new_ones(2)
+
+    compiled = fulgurite.compile(double_row)
+    for n in (1, 2, 3, -2):
+        found, expected = torch.arange(16.0).view(4, 4), torch.arange(16.0).view(4, 4)
+        compiled(found, n)
+        double_row(expected, n)
+        assert torch.equal(found, expected), n

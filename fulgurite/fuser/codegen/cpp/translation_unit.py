@@ -39,6 +39,7 @@ OPTIONAL_HEADERS = (
     "transpose.h",
     "sort.h",
 )
+GUARDED_LOAD = re.compile(r"\?[^\n]*\[|\bif \(")  # in the text of kernels
 
 
 def write_rows(kernel: KernelWriter) -> None:
@@ -123,7 +124,10 @@ class TranslationUnit:
     @property
     def source(self) -> str:
         """The text with its headers."""
-        return collect_headers(self.text) + "\n" + self.text
+        parts = [collect_headers(self.text), self.text]
+        if GUARDED_LOAD.search(self.text):
+            parts.insert(0, native.GUARDED_LOADS)
+        return "\n".join(parts)
 
 
 def write_kernel(name: str, schedule: CpuSchedule) -> CppKernelSource:
