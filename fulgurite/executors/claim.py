@@ -61,10 +61,9 @@ def claim(
             continue
         if node.op in ("call_function", "call_method", "call_module"):
             try:
-                if isinstance(executors[-1], TorchExecutor) and is_refused(node):
-                    set_executor(node, TORCH.name)
-                else:
-                    _claim_node(module, node, executors, MAX_DECOMPOSITION_DEPTH, cache)
+                _claim_node(
+                    module, node, _executors_of(node, executors), MAX_DECOMPOSITION_DEPTH, cache
+                )
             except Exception as error:  # see executors/fallback.py
                 _claim_with_torch(node, error, report)
     composites: dict[CompositeOp, None] = {}
@@ -76,6 +75,13 @@ def claim(
     for composite in composites:
         composite.finalize()
     return trace.with_module(module)
+
+
+def _executors_of(node: fx.Node, executors: Sequence[Executor]) -> Sequence[Executor]:
+    """The executors that are offered an op: not those that generate code, if torch refuses the op."""
+    if not isinstance(executors[-1], TorchExecutor) or not is_refused(node):
+        return executors
+    return [executor for executor in executors if not executor.accepts_decomposed_ops]
 
 
 def _claim_with_torch(node: fx.Node, error: Exception, report: ReportFallback | None) -> None:
