@@ -29,7 +29,7 @@ from fulgurite.models.families.llama4 import LLAMA4
 from fulgurite.models.families.minimax import MINIMAX_M2
 from fulgurite.models.families.mistral import CWM, MINISTRAL, MINISTRAL3, MISTRAL
 from fulgurite.models.families.mixtral import MIXTRAL
-from fulgurite.models.families.multimodal import OTHER_TENSORS, find_text_decoder
+from fulgurite.models.families.multimodal import OTHER_TENSORS, TEXT_DECODERS, find_text_decoder
 from fulgurite.models.families.olmo import OLMO2, OLMO3, OLMOE
 from fulgurite.models.families.phi import PHI3
 from fulgurite.models.families.phi_moe import PHI_MOE
@@ -176,7 +176,7 @@ def find_family(fields: ConfigFields) -> ModelFamily:
         if names
         else "config.json names no architecture",
         where=fields.where,
-        next=f"supported architectures: {', '.join(ARCHITECTURES)}",
+        next=f"supported architectures: {', '.join((*ARCHITECTURES, *TEXT_DECODERS))}",
     )
 
 
