@@ -22,11 +22,17 @@ from torch import Tensor, nn
 from fulgurite.errors import ArgumentError, WeightsError
 from fulgurite.models.config import DTYPES, ConfigFields, ModelConfig
 from fulgurite.models.families.family import ModelFamily
-from fulgurite.models.families.registry import ARCHITECTURES
+from fulgurite.models.families.multimodal import find_text_decoder
+from fulgurite.models.families.registry import ARCHITECTURES, read_architectures
 from fulgurite.models.layers import CausalLM
 from fulgurite.models.linear_attention import CausalConv, GatedDeltaNet
 from fulgurite.models.loading import hub
-from fulgurite.models.loading.checkpoint import Checkpoint, open_checkpoint, read_config_file
+from fulgurite.models.loading.checkpoint import (
+    Checkpoint,
+    get_language_model_fields,
+    open_checkpoint,
+    read_config_file,
+)
 from fulgurite.models.loading.gguf_checkpoint import GGUFCheckpoint
 from fulgurite.models.loading.load_plan import build_model
 from fulgurite.models.loading.loader import allocate_parameters, load_checkpoint
@@ -153,9 +159,16 @@ def read_gguf_fields(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def read_checkpoint_fields(path: Any) -> dict[str, Any]:
-    """The config.json of a checkpoint folder; weights are no longer quantized after training."""
+    """The config.json of a checkpoint folder; weights are no longer quantized after training.
+
+    Of a multimodal checkpoint whose text decoder alone is loaded, the decoder's config.json.
+    """
     folder = path.parent if path.is_file() else path
-    values = dict(read_config_file(folder).values)
+    fields = read_config_file(folder)
+    values = dict(fields.values)
+    if find_text_decoder(fields) is not None:
+        text = get_language_model_fields(fields)
+        values = {**text.values, "architectures": read_architectures(fields)}
     values.pop("quantization_config", None)
     return values
 

@@ -228,7 +228,7 @@ def split_shards(
 
 def find_architecture(family: ModelFamily, fields: Mapping[str, Any]) -> str:
     """The architecture that the fields name, or the first of the family."""
-    own = [name for name, other in ARCHITECTURES.items() if other is family]
+    own = [name for name, other in ARCHITECTURES.items() if other.name == family.name]
     if not own:
         raise ArgumentError(
             f"{family.name} has no published layout of ours",

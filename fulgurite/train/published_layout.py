@@ -224,7 +224,6 @@ MODEL_TYPES = {
     "Llama4ForCausalLM": "llama4_text",
     "Llama4ForConditionalGeneration": "llama4",
     "GptOssForCausalLM": "gpt_oss",
-    "Mistral3ForConditionalGeneration": "mistral3",
     "MinistralForCausalLM": "ministral",
     "Ministral3ForCausalLM": "ministral3",
     "CwmForCausalLM": "cwm",

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 
 from fulgurite.errors import ArgumentError
 from fulgurite.models.families.registry import ARCHITECTURES
@@ -15,6 +16,7 @@ from fulgurite.train.export import save_pretrained
 from fulgurite.train.family_fields import build_fields
 from fulgurite.train.loss import LossModule
 from fulgurite.train.sizes import resolve_sizes
+from tests.models.families.test_multimodal import build as build_multimodal
 from tests.train.test_loss import TINY, build_tiny, make_batch
 
 
@@ -92,3 +94,21 @@ def test_errors_name_what_is_wrong():
     config = resolve_sizes(replace(TrainConfig(device="cpu"), model=ModelSection(dtype="float16")))
     with pytest.raises(ArgumentError, match="float16.*can't be trained"):
         build_training_model(config, 97, "cpu")
+
+
+@pytest.mark.parametrize(
+    "architecture", ["LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration"]
+)
+def test_a_multimodal_checkpoint_is_trained_and_exported_as_its_text_decoder(
+    architecture, tmp_path
+):
+    reference = build_multimodal(architecture)
+    reference.save_pretrained(tmp_path / "whole")
+    section = ModelSection(init_from=str(tmp_path / "whole"), dtype="float32")
+    config = resolve_sizes(replace(TrainConfig(device="cpu"), model=section))
+    built = build_training_model(config, 8, "cpu")
+    save_pretrained(built.model, built.family, built.fields, tmp_path / "export")
+    decoder = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(decoder(ids).logits, reference(input_ids=ids).logits)
