@@ -13,15 +13,17 @@ A native kernel is a C function `int64_t name(const int64_t* a)`. The array hold
 the number of threads. The function returns 0 on success. `NativeKernel` calls such a function, and
 records the call while a step is recorded. Any other computation would be missing from the replay, so
 `record` raises an error that names it. Sizes are those of the recorded step: record one step per
-batch size.
+batch size. Kernels allocate their outputs with `empty`, so that temporaries of a recording share memory.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import struct
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -117,16 +119,56 @@ class NativeCall:
     packed: bytes
 
 
+class Workspace:
+    """Memory of a recording's temporaries. Calls run in order, so a block whose tensor is gone is
+    used for the next one."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, Tensor] = {}  # bytes by their address
+        self.free: list[Tensor] = []
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        block = self._take(num_bytes)
+        # The tensor owns this object; when both are gone, the block is free.
+        owner = (ctypes.c_char * num_bytes).from_address(block.data_ptr())
+        weakref.finalize(owner, self.free.append, block).atexit = False
+        return torch.frombuffer(owner, dtype=torch.uint8).view(dtype).view(tuple(shape))
+
+    def _take(self, num_bytes: int) -> Tensor:
+        """The smallest free block that fits, or a new one."""
+        fitting = [k for k, block in enumerate(self.free) if block.nbytes >= num_bytes]
+        if fitting:
+            return self.free.pop(min(fitting, key=lambda k: self.free[k].nbytes))
+        block = torch.empty(num_bytes, dtype=torch.uint8)
+        self.blocks[block.data_ptr()] = block
+        return block
+
+    def owns(self, thing: object) -> bool:
+        return isinstance(thing, Tensor) and thing.untyped_storage().data_ptr() in self.blocks
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(block.nbytes for block in self.blocks.values())
+
+
 class Recorder:
     """Collects native calls and the owners of the memory they use."""
 
     def __init__(self) -> None:
         self.calls: list[NativeCall] = []
         self.keep_alive: list[object] = []
+        self.workspace = Workspace()
 
     def add(self, kernel: NativeKernel, packed: bytes, keep_alive: Sequence[object]) -> None:
         self.calls.append(NativeCall(kernel, packed))
-        self.keep_alive.extend(keep_alive)
+        self.hold(keep_alive)
+
+    def hold(self, things: Sequence[object]) -> None:
+        """Keep these alive. Temporaries may go: the workspace has their memory."""
+        self.keep_alive.extend(thing for thing in things if not self.workspace.owns(thing))
 
 
 ALLOCATION_OPS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
@@ -181,8 +223,18 @@ def is_recording() -> bool:
 def hold_tensor(tensor: Tensor) -> Tensor:
     """Return the tensor; a recording in progress keeps its memory alive."""
     if _thread_state.recorder is not None:
-        _thread_state.recorder.keep_alive.append(tensor)
+        _thread_state.recorder.hold((tensor,))
     return tensor
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """An uninitialized CPU tensor; while a step is recorded, in memory of the recording."""
+    recorder = _thread_state.recorder
+    return (
+        torch.empty(shape, dtype=dtype)
+        if recorder is None
+        else recorder.workspace.empty(shape, dtype)
+    )
 
 
 def record(step: Callable[..., Any], *inputs: Any, warmups: int = 1) -> Recording:
@@ -205,16 +257,17 @@ def record(step: Callable[..., Any], *inputs: Any, warmups: int = 1) -> Recordin
         _thread_state.recorder = None
         _count_recording(-1)
     _check_no_computation([event.name for event in profile.function_events])
-    return Recording(recorder.calls, (recorder.keep_alive, inputs, step), outputs)
+    return Recording(recorder, (inputs, step), outputs)
 
 
 class Recording:
     """Recorded calls. Calling it runs them; `outputs` is what the step returned."""
 
-    def __init__(self, calls: Sequence[NativeCall], keep_alive: Any, outputs: Any) -> None:
-        self.calls = tuple(calls)
+    def __init__(self, recorder: Recorder, inputs: Any, outputs: Any) -> None:
+        self.calls = calls = tuple(recorder.calls)
         self.outputs = outputs
-        self._keep_alive = keep_alive  # owners of the memory that the calls use
+        self.workspace = recorder.workspace
+        self._keep_alive = (recorder.keep_alive, inputs)  # owners of the memory that the calls use
         arguments = b"".join(call.packed for call in calls)
         self._arguments = ctypes.create_string_buffer(arguments, max(len(arguments), 1))
         address = ctypes.addressof(self._arguments)

@@ -11,6 +11,7 @@ from fulgurite.compile import compile
 from fulgurite.errors import ReplayError
 from fulgurite.executors.fuser import kernels_of
 from fulgurite.fuse import fuse
+from fulgurite.kernels.elementwise.cpu import rms_norm
 
 
 def two_kernels(size=37):
@@ -47,6 +48,30 @@ def test_large_results_from_the_pool_are_held():
     others = [torch.full((1 << 20,), 7.0) for _ in range(4)]
     x.fill_(3.0)
     assert (recorded() == 8).all() and all((other == 7).all() for other in others)
+
+
+def test_temporaries_share_memory_and_results_are_held():
+    """Of ten norms three are held at once: the first, and what one reads and writes."""
+
+    def step(x):
+        first = rms_norm(x, weight, 1e-6, 0.0)
+        y = first
+        for _ in range(9):
+            y = rms_norm(y, weight, 1e-6, 0.0)
+        return first, y
+
+    x, weight = torch.randn(10, 100), torch.rand(100) + 0.5
+    recorded = replay.record(step, x)
+    assert recorded.workspace.num_bytes == 3 * x.nbytes
+    assert all(recorded.workspace.owns(output) for output in recorded.outputs)
+    for _ in range(2):
+        x.copy_(torch.randn(10, 100))
+        found = recorded()
+        assert all(torch.equal(a, b) for a, b in zip(step(x), found, strict=True))
+    first, last = recorded.outputs
+    del recorded, found
+    others = [torch.full((10, 100), 7.0) for _ in range(8)]
+    assert torch.equal(first, step(x)[0]) and torch.equal(last, step(x)[1]) and len(others) == 8
 
 
 def test_a_compiled_module_is_recorded():

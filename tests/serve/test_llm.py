@@ -80,7 +80,7 @@ def test_dense_model_can_be_quantized(folder: Path, llm) -> None:
     packed = fulgurite.LLM(folder, device="cpu", context=64, quantize="q8_0")
     packed.generate("abc", SamplingParams(max_tokens=3, ignore_eos=True))
     assert (
-        packed.engine.runner.no_capture_reason is None and 1 in packed.engine.runner.captured_steps
+        packed.engine.runner.no_capture_reason is None and 1 in packed.engine.runner.captured_sizes
     )
     assert packed.plan.weights != llm.plan.weights
 

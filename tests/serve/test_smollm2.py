@@ -105,7 +105,7 @@ def test_quantized_weights_generate_text(packed) -> None:
     text = packed.generate("The capital of France is", SamplingParams(max_tokens=8))[0].text
     assert "Paris" in text
     assert (
-        packed.engine.runner.no_capture_reason is None and 1 in packed.engine.runner.captured_steps
+        packed.engine.runner.no_capture_reason is None and 1 in packed.engine.runner.captured_sizes
     )
 
 

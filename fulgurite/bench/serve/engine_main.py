@@ -2,7 +2,8 @@
 
 In: the model and options of the `LLM` on the command line, then a job a line on stdin: conversations, and
 clients or arrival times. Out: a line of JSON a job, with the same replies that the HTTP client records. This
-is the reference for what the server costs: the same engine, requests and number of requests in flight.
+is the reference for what the server costs: the same engine, settings, requests and number of requests in
+flight.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from fulgurite.bench.serve.workloads import Conversation, Turn
 from fulgurite.errors import ArgumentError
 from fulgurite.serve.engine.request import SamplingParams, Update
 from fulgurite.serve.llm import LLM
+from fulgurite.serve.remote.served_engine import read_llm_options
 
 REFUSED = "refused"
 
@@ -137,7 +139,7 @@ def encode_reply(reply: Reply) -> dict[str, Any]:
 
 def main() -> None:
     wanted = json.loads(sys.argv[1])
-    with LLM(wanted["model"], **wanted["options"]) as llm:
+    with LLM(wanted["model"], **read_llm_options(wanted["options"])) as llm:
         llm.engine.warm_up()
         print("ready", flush=True)
         for line in sys.stdin:

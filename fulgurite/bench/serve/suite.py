@@ -6,7 +6,7 @@
     fulgurite bench serve --engine-only     and the same requests on an `LLM`, without a server
     fulgurite bench serve --llama-cpp       and llama.cpp's server on the same file and threads
     fulgurite bench serve --idle-streams N  memory of a server that holds N streams, without a model
-    fulgurite bench serve --routing         two replicas: prefix-aware routing against round robin
+    fulgurite bench serve --routing         replicas: prefix-aware routing against round robin
 
 Candidates of one run take turns. Each repeat starts fresh processes. Rows are medians of the repeats.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -54,9 +55,12 @@ REPEATS = 3
 DEFAULTS: dict[str, tuple[str, str, str, int]] = {
     "serve": ("random", "128", "64", 2),
     "mock": ("random", "32", "512", 16),
-    "routing": ("shared-prefix", "32", "16", 8),
+    "routing": ("shared-prefix", "32", "16", 24),
 }
 MIN_REQUESTS = 16
+GROUPS, ROUTING_GROUPS = 8, 24
+# Two replicas hold all prefixes if each is on one of them, and some room is left.
+CACHE_SHARE = 0.6
 
 Found = dict[tuple[str, str], list[Row]]  # (load, candidate) → a row a repeat
 
@@ -79,7 +83,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="compare with llama-server (default: LLAMA_SERVER, or on the PATH)",
     )
-    group.add_argument("--routing", action="store_true", help="compare routings of two replicas")
+    group.add_argument("--routing", action="store_true", help="compare routings of replicas")
+    group.add_argument(
+        "--replicas", type=int, default=2, metavar="N", help="of --routing (default: 2)"
+    )
+    group.add_argument(
+        "--cache-share",
+        type=float,
+        default=CACHE_SHARE,
+        metavar="X",
+        help="of --routing: the part of all prefixes that a replica's KV cache holds "
+        f"(default: {CACHE_SHARE}; 0: as much as fits in memory)",
+    )
     group.add_argument("--workload", metavar="NAME", help=f"one of {', '.join(MAKERS)}")
     group.add_argument("--api", choices=["completions", "chat"], default="completions")
     group.add_argument("--no-stream", action="store_true", help="replies in one piece")
@@ -87,11 +102,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--output-tokens", metavar="N", help="or A:B, drawn evenly")
     for name, default, text in (
         ("prefix-tokens", 1024, "of shared-prefix: tokens of a prefix"),
-        ("groups", 8, "of shared-prefix: number of prefixes"),
         ("turns", 4, "of multi-turn: requests of a conversation"),
         ("seed", 0, "of the workload"),
     ):
         group.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
+    group.add_argument(
+        "--groups",
+        type=int,
+        metavar="N",
+        help=f"of shared-prefix: number of prefixes ({GROUPS}; of --routing {ROUTING_GROUPS})",
+    )
     group.add_argument("--clients", metavar="N,N", help=f"closed loops (default: {CLIENTS})")
     group.add_argument("--rate", metavar="X,X", help="open loops: conversations a second (Poisson)")
     group.add_argument("--repeats", type=int, metavar="N", help=f"default: {REPEATS}")
@@ -128,7 +148,9 @@ def read_workload(options: argparse.Namespace, mode: str) -> Workload:
         Lengths.parse(options.prompt_tokens or prompt, "--prompt-tokens"),
         Lengths.parse(options.output_tokens or output, "--output-tokens"),
         prefix=options.prefix_tokens,
-        groups=options.groups,
+        groups=(ROUTING_GROUPS if mode == "routing" else GROUPS)
+        if options.groups is None
+        else options.groups,
         turns=options.turns,
         is_chat=options.api == "chat",
     )
@@ -192,9 +214,10 @@ def choose_candidates(options: argparse.Namespace, workload: Workload) -> list[C
     if options.mock:
         return [serve("fulgurite", "--mock")]
     if options.routing:
+        shared = ["--data", str(options.replicas), *limit_cache(options, workload)]
         return [
-            serve("prefix-aware", "--data", "2"),
-            serve("round-robin", "--data", "2", "--routing", "round-robin"),
+            serve("prefix-aware", *shared),
+            serve("round-robin", *shared, "--routing", "round-robin"),
         ]
     candidates = [serve("fulgurite")]
     if options.engine_only:
@@ -204,6 +227,23 @@ def choose_candidates(options: argparse.Namespace, workload: Workload) -> list[C
         llama = find_llama(options, workload)
         candidates.append(Candidate("llama.cpp", lambda: llama.open(http)))
     return candidates
+
+
+def limit_cache(options: argparse.Namespace, workload: Workload) -> list[str]:
+    """The cache of each replica: a part of all prefixes, and what running requests add to them."""
+    if options.replicas < 2 or options.cache_share < 0 or not math.isfinite(options.cache_share):
+        raise ArgumentError(
+            f"--replicas {options.replicas} --cache-share {options.cache_share}",
+            next="--routing compares 2 or more replicas; the share is 0 or more",
+        )
+    if not options.cache_share:
+        return []
+    running = options.max_sequences or MAX_SEQUENCES[torch.device(options.device).type]
+    prefixes = math.ceil(options.cache_share * workload.groups) * workload.prefix
+    return [
+        "--cache-tokens",
+        str(prefixes + running * (workload.prompt.high + workload.output.high)),
+    ]
 
 
 def server_arguments(options: argparse.Namespace) -> list[str]:
@@ -293,6 +333,9 @@ def describe_group(
     """The title of the table: what was served, the workload, and who took turns."""
     subject = "mock engine" if options.mock else options.url or Path(options.model or MODEL).name
     title = f"{subject} · {workload.describe()}{', not streamed' * options.no_stream}"
+    if options.routing:
+        share = f", each caches {options.cache_share:.0%} of them" if options.cache_share else ""
+        title += f" · {options.replicas} replicas{share}"
     names = [candidate.name for candidate in candidates]
     return title if len(names) == 1 else f"{title} · {' against '.join(names)}"
 

@@ -60,12 +60,13 @@ def paged_attention(
 ) -> Any:
     """`attention.ops.paged_attention`; with a shard also the log-sum-exp."""
     sinks, value_dim = options.sinks_N, options.value_dim
+    assert value_dim is not None, "the operator sets it"
     if not _is_supported(q, key_cache, value_cache):
         return NotImplemented
     if sinks is not None and sinks.dtype not in DTYPE_CODES:
         return NotImplemented
     block_table, query_start_loc, seq_lens = metadata[:3]
-    out = torch.empty((q.shape[0], q.shape[1], value_dim), dtype=q.dtype)
+    out = replay.empty((q.shape[0], q.shape[1], value_dim), q.dtype)
     lse = None if shard is None else torch.full(q.shape[:2], float("-inf"))
     value_source = key_cache if value_cache is None else value_cache
     packed = _pack_attention(

@@ -38,7 +38,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Any:
     if rows is None or weight.dtype not in DTYPE_CODES or not fits:
         return NotImplemented
     count, group, group_stride, row_stride = rows
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = replay.empty(x.shape, x.dtype)
     packed = _pack_rms_norm(
         x.data_ptr(), weight.data_ptr(), out.data_ptr(), count, group, x.shape[-1], group_stride,
         row_stride, DTYPE_CODES[x.dtype], DTYPE_CODES[weight.dtype], eps, offset,
@@ -58,7 +58,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Any:
     pairs = cos.shape[-1]
     if cos.numel() != x.shape[0] * pairs or sin.shape != cos.shape or 2 * pairs > x.shape[-1]:
         return NotImplemented
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = replay.empty(x.shape, x.dtype)
     packed = _pack_rope(
         x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(), *x.shape, pairs,
         *x.stride()[:2], interleaved, DTYPE_CODES[x.dtype], device.num_cpu_threads(),
@@ -75,7 +75,7 @@ def elementwise_binary(x: Tensor, y: Tensor, operation: str, scale: float = 1.0)
         return NotImplemented
     if x.shape != y.shape and not is_factor:
         return NotImplemented
-    out = torch.empty(y.shape, dtype=x.dtype)
+    out = replay.empty(y.shape, x.dtype)
     packed = _pack_binary(
         x.data_ptr(), y.data_ptr(), out.data_ptr(), y_rows[0], y.shape[-1], x_rows[1], y_rows[1],
         DTYPE_CODES[x.dtype], BINARY_OP_CODES[operation], device.num_cpu_threads(), scale, is_factor,

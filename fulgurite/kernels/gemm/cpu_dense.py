@@ -76,7 +76,7 @@ def prepare_rows(
         return x
     x = x if x.stride(1) == 1 or x.numel() == 0 else x.contiguous()
     rows = x.shape[0] if row_indices is None else row_indices.shape[0]
-    out = torch.empty(rows, padded, dtype=dtype)
+    out = replay.empty((rows, padded), dtype)
     packed = _pack_rows(
         x.data_ptr(), out.data_ptr(), rows, x.shape[1], x.stride(0), padded, DTYPE_CODES[x.dtype],
         address_of(row_indices), device.num_cpu_threads(), x.shape[0], dtype == torch.bfloat16,
@@ -112,8 +112,8 @@ def dense_gemm(
     is_paired = x.dtype == data.dtype == torch.bfloat16 and has_bf16_dot_products()
     rows = prepare_rows(x, row_indices, dtype=torch.bfloat16 if is_paired else torch.float32)
     bias, gate, residual = epilogue.dense_bias, epilogue.gate, epilogue.residual
-    out = torch.empty(rows.shape[0], data.shape[1] // gate.num_inputs, dtype=out_dtype)
-    scratch = torch.empty(data.shape[0], dtype=torch.int32)
+    out = replay.empty((rows.shape[0], data.shape[1] // gate.num_inputs), out_dtype)
+    scratch = replay.empty((data.shape[0],), torch.int32)
     packed = _pack_job(
         rows.data_ptr(), address_of(residual), address_of(epilogue.row_weights),
         address_of(epilogue.offsets), data.data_ptr(), address_of(bias), out.data_ptr(),
@@ -133,7 +133,7 @@ def apply_epilogue(
     """Row weights, bias and gate of sums in memory."""
     bias, gate, offsets = epilogue.dense_bias, epilogue.gate, epilogue.offsets
     assert offsets is not None, "rows without offsets"
-    out = torch.empty(sums.shape[0], columns // gate.num_inputs, dtype=out_dtype)
+    out = replay.empty((sums.shape[0], columns // gate.num_inputs), out_dtype)
     packed = _pack_job(
         sums.data_ptr(), 0, address_of(epilogue.row_weights), offsets.data_ptr(), 0,
         address_of(bias), out.data_ptr(), sums.shape[0], offsets.shape[0], columns, 0,

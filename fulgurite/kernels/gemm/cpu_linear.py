@@ -17,7 +17,6 @@ import functools
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fulgurite import device, replay
@@ -80,7 +79,7 @@ def linear(
     """x @ weight.T + bias; with `up`, gate(x @ weight.T) * (x @ up.T); plus residual."""
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     rows = rows if rows.stride(-1) == 1 or rows.numel() == 0 else rows.contiguous()
-    out = torch.empty(rows.shape[0], weight.rows, dtype=x.dtype)
+    out = replay.empty((rows.shape[0], weight.rows), x.dtype)
     call = LinearCall(weight, bias, integer=integer, up=up, gate=gate, threads=threads)
     if out.numel():
         extra = None if residual is None else residual.reshape(out.shape).contiguous()
@@ -146,7 +145,7 @@ class LinearCall:
 
     def __call__(self) -> None:
         if replay.is_recording():
-            _kernel()(bytes(self.call), keep_alive=(self,))
+            _kernel()(bytes(self.call), (self.weight, self.up, *self.biases, *self.bound))
         else:
             self.run(self.address)
 

@@ -91,7 +91,7 @@ def _quantized_gemm(
 ) -> Tensor:
     """Sums [S, N] of float rows times quantized weights."""
     columns = weight.panels[0].rows
-    sums = torch.empty(x.shape[0], columns)
+    sums = replay.empty((x.shape[0], columns))
     packed = _pack_quantized(
         ctypes.addressof(weight.addresses), x.data_ptr(), sums.data_ptr(), offsets.data_ptr(),
         len(weight.panels), size, columns, x.stride(0), sums.stride(0), is_int8,

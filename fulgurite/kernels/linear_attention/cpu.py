@@ -10,7 +10,6 @@ import functools
 import struct
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fulgurite import device, native, replay
@@ -53,7 +52,7 @@ def causal_conv(
         return NotImplemented
     if not all(p.is_contiguous() for p in (*parameters, state)) or x.stride(-1) != 1:
         return NotImplemented
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = replay.empty(x.shape, x.dtype)
     packed = _pack_conv(
         x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), state.data_ptr(),
         out.data_ptr(), *_layout_addresses(layout), *x.shape, weight.shape[0], x.stride(0),
@@ -75,7 +74,7 @@ def gated_delta_rule(inputs: DeltaRuleInputs, state: Tensor, layout: SequenceLay
         return NotImplemented
     if not state.is_contiguous() or not a_log.is_contiguous() or not dt_bias.is_contiguous():
         return NotImplemented
-    out = torch.empty(v.shape, dtype=v.dtype)
+    out = replay.empty(v.shape, v.dtype)
     addresses = [x.data_ptr() for x in (*inputs, state, out)]
     packed = _pack_delta_rule(
         *addresses, *_layout_addresses(layout), *q.shape[:2], v.shape[1], q.shape[2], v.shape[2],

@@ -74,7 +74,7 @@ def mla_attention(
     rope_dim, rank = 2 * cos.shape[1], kv_b.shape[2]
     nope_dim = q.shape[2] - rope_dim
     value_dim = kv_b.shape[1] - nope_dim
-    out = torch.empty((q.shape[0], q.shape[1], value_dim), dtype=q.dtype)
+    out = replay.empty((q.shape[0], q.shape[1], value_dim), q.dtype)
     packed = _pack_attention(
         q.data_ptr(), kv_b.data_ptr(), cos.data_ptr(), sin.data_ptr(), cache.data_ptr(),
         block_table.data_ptr(), query_start_loc.data_ptr(), seq_lens.data_ptr(), out.data_ptr(),

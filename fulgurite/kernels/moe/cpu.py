@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulgurite import device, native
+from fulgurite import device, native, replay
 from fulgurite.kernels.common.cpu_library import DTYPE_CODES
 from fulgurite.kernels.gemm.cpu_dense import load_kernel, prepare_rows, supports_dtypes
 from fulgurite.kernels.grouped_gemm.cpu import compute_router_logits
@@ -56,8 +56,8 @@ def _select_topk(
     """Weights and experts; `logits` in float32 are overwritten."""
     tokens = logits.shape[0]
     bias = None if correction_bias is None else prepare_rows(correction_bias[None])
-    weights = torch.empty(tokens, config.top_k)
-    selected = torch.empty(tokens, config.top_k, dtype=torch.int64)
+    weights = replay.empty((tokens, config.top_k))
+    selected = replay.empty((tokens, config.top_k), torch.int64)
     packed = _pack_route(
         logits.data_ptr(), 0 if bias is None else bias.data_ptr(), weights.data_ptr(),
         selected.data_ptr(), tokens, experts, config.top_k, config.is_sigmoid,
@@ -75,9 +75,9 @@ def sort_by_expert(experts_Tk: Tensor, experts: int) -> Any:
     selected = experts_Tk if experts_Tk.is_contiguous() else experts_Tk.contiguous()
     tokens, top_k = selected.shape
     sizes = (experts, experts, tokens * top_k, tokens * top_k)
-    counts, offsets, token_ids, slots = (torch.empty(size, dtype=torch.int32) for size in sizes)
-    positions = torch.empty(tokens, top_k, dtype=torch.int32)
-    scratch = torch.empty(experts + 1, dtype=torch.int32)
+    counts, offsets, token_ids, slots = (replay.empty((size,), torch.int32) for size in sizes)
+    positions = replay.empty((tokens, top_k), torch.int32)
+    scratch = replay.empty((experts + 1,), torch.int32)
     fields = (counts, offsets, token_ids, slots, positions)
     packed = _pack_sort(
         selected.data_ptr(), selected.dtype == torch.int32, *(field.data_ptr() for field in fields),
@@ -92,7 +92,7 @@ def gather_weights(weights_Tk: Tensor, tokens: Tensor, slots: Tensor) -> Any:
     if weights_Tk.dtype != torch.float32 or native.find_compiler() is None:
         return NotImplemented
     weights = weights_Tk if weights_Tk.is_contiguous() else weights_Tk.contiguous()
-    out = torch.empty(tokens.shape[0])
+    out = replay.empty((tokens.shape[0],))
     packed = _pack_gather(
         weights.data_ptr(), tokens.data_ptr(), slots.data_ptr(), out.data_ptr(), tokens.shape[0],
         weights.shape[1], weights.shape[0],
@@ -109,7 +109,7 @@ def combine(
         return NotImplemented
     y = y if y.stride(1) == 1 or y.numel() == 0 else y.contiguous()
     weights = weights if weights is None or weights.is_contiguous() else weights.contiguous()
-    out = torch.empty(positions.shape[0], y.shape[1], dtype=y.dtype)
+    out = replay.empty((positions.shape[0], y.shape[1]), y.dtype)
     packed = _pack_combine(
         y.data_ptr(), positions.data_ptr(), 0 if weights is None else weights.data_ptr(),
         out.data_ptr(), *positions.shape, y.shape[1], y.stride(0), DTYPE_CODES[y.dtype],

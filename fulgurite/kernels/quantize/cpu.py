@@ -11,7 +11,6 @@ import math
 import struct
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fulgurite import device, native, replay
@@ -43,7 +42,7 @@ def quantize(x: Tensor, format: str, static: Tensor | None = None) -> Any:
         return NotImplemented
     if native.find_compiler() is None:
         return NotImplemented
-    data = torch.empty(data_shape(entry, x.shape), dtype=entry.data_dtype)
+    data = replay.empty(data_shape(entry, x.shape), entry.data_dtype)
     scales = [_allocate_scale(scale, x, entry, static) for scale in entry.separate_scales]
     quantize_into(x, entry, data, scales, has_scales=static is not None)
     return [data, *scales]
@@ -96,7 +95,7 @@ def _as_rows(x: Tensor) -> Tensor:
 
 def _allocate_scale(scale: ScaleSpec, x: Tensor, format: Format, static: Tensor | None) -> Tensor:
     """One level of scales: the static one, or memory for what the kernel computes."""
-    out = torch.empty(scale_shape(scale, x.shape), dtype=scale.dtype)
+    out = replay.empty(scale_shape(scale, x.shape), scale.dtype)
     static_name = "tensor_scale" if format.family == "nvfp4" else "scale"
     if static is None or scale.name != static_name:
         return out

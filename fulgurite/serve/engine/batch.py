@@ -1,5 +1,8 @@
 """One step as flat tensors: `ScheduledChunk`s in, the `InputBatch` of model and KV cache out.
 
+The numbers are collected on the host first (`HostBatch`). Recorded steps of a CPU copy them into memory of
+their own (recorded_step.py).
+
 Shapes: T tokens of the step; S sequences; B blocks of the longest sequence; G KV-cache groups;
 R tokens whose logits are computed.
 """
@@ -51,16 +54,46 @@ class InputBatch:
     prompt_lens_S: Tensor | None = None
 
 
-def build_input_batch(
+@dataclass(frozen=True)
+class HostBatch:
+    """The numbers of one step on the host; the fields of an `InputBatch`, with
+
+    rows_S        row of each sequence in the block tables
+    sequence_T    sequence of each token
+    is_pending    some tokens are still being sampled: their ids are -1
+    """
+
+    token_ids_T: np.ndarray
+    positions_T: np.ndarray
+    slot_mapping_GT: list[np.ndarray]
+    block_tables_GSB: list[np.ndarray]
+    query_lens_S: np.ndarray
+    query_start_loc_S: np.ndarray
+    seq_lens_S: np.ndarray
+    prompt_lens_S: np.ndarray
+    rope_seq_lens_T: np.ndarray | None
+    logit_rows_R: np.ndarray | None
+    rows_S: np.ndarray
+    sequence_T: np.ndarray
+    is_pending: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids_T)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.rows_S)
+
+
+def build_host_batch(
     chunks: Sequence[ScheduledChunk],
     block_manager: BlockManager,
-    device: torch.device,
     *,
     needs_rope_seq_lens: bool = False,
     recompute_after: int | None = None,
-    has_states: bool = False,
-) -> InputBatch:
-    """The batch of a step on the device; the last options say what the model needs."""
+) -> HostBatch:
+    """The numbers of a step; the last options say what the model needs."""
     query_lens_S = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int64)
     starts_S = np.array([chunk.start for chunk in chunks], dtype=np.int64)
     rows_S = np.array([chunk.request.block_table_row for chunk in chunks], dtype=np.int64)
@@ -79,34 +112,58 @@ def build_input_batch(
     slot_mapping_GT, block_tables_GSB = [], []
     for table in block_manager.block_tables:
         blocks_T = table[rows_S[sequence_T], positions_T // size]
-        slot_mapping_GT.append(blocks_T * size + positions_T % size)
+        slot_mapping_GT.append((blocks_T * size + positions_T % size).astype(np.int64))
         block_tables_GSB.append(table[rows_S, :columns])
     rope_seq_lens_T = None
     if needs_rope_seq_lens:
         rope_seq_lens_T = rope_seq_lens(chunks, recompute_after)[sequence_T]
         if recompute_after is None:
             rope_seq_lens_T = np.maximum(rope_seq_lens_T, positions_T + 1)
-    prompt_lens_S = np.array([chunk.request.prompt_length for chunk in chunks], dtype=np.int32)
     sampled = [index for index, chunk in enumerate(chunks) if chunk.needs_sampling]
     logit_rows_R = None
     if len(sampled) != len(sequence_T):
-        logit_rows_R = _to_device(query_start_loc_S[1:][sampled].astype(np.int64) - 1, device)
-    return InputBatch(
-        token_ids_T=_to_device(token_ids_T, device),
-        positions_T=_to_device(positions_T, device),
-        slot_mapping_GT=[_to_device(slots.astype(np.int64), device) for slots in slot_mapping_GT],
-        block_tables_GSB=[_to_device(table, device) for table in block_tables_GSB],
-        query_start_loc_S=_to_device(query_start_loc_S, device),
-        seq_lens_S=_to_device(seq_lens_S.astype(np.int32), device),
-        rope_seq_lens_T=None if rope_seq_lens_T is None else _to_device(rope_seq_lens_T, device),
+        logit_rows_R = query_start_loc_S[1:][sampled].astype(np.int64) - 1
+    return HostBatch(
+        token_ids_T=token_ids_T,
+        positions_T=positions_T,
+        slot_mapping_GT=slot_mapping_GT,
+        block_tables_GSB=block_tables_GSB,
+        query_lens_S=query_lens_S,
+        query_start_loc_S=query_start_loc_S,
+        seq_lens_S=seq_lens_S.astype(np.int32),
+        prompt_lens_S=np.array([chunk.request.prompt_length for chunk in chunks], dtype=np.int32),
+        rope_seq_lens_T=rope_seq_lens_T,
         logit_rows_R=logit_rows_R,
-        max_query_len=int(query_lens_S.max()),
-        max_seq_len=int(seq_lens_S.max()),
-        query_lens_host=query_lens_S.tolist(),
-        seq_lens_host=seq_lens_S.tolist(),
-        pending_rows_T=_to_device(rows_S[sequence_T], device) if is_pending_S.any() else None,
-        state_slots_S=_to_device(rows_S.astype(np.int32), device) if has_states else None,
-        prompt_lens_S=_to_device(prompt_lens_S, device) if has_states else None,
+        rows_S=rows_S,
+        sequence_T=sequence_T,
+        is_pending=bool(is_pending_S.any()),
+    )
+
+
+def move_to_device(host: HostBatch, device: torch.device, has_states: bool) -> InputBatch:
+    """The batch on the device; `has_states`: the model has layers with states."""
+
+    def move(array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
+
+    rope, logit_rows = host.rope_seq_lens_T, host.logit_rows_R
+    return InputBatch(
+        token_ids_T=move(host.token_ids_T),
+        positions_T=move(host.positions_T),
+        slot_mapping_GT=[move(slots) for slots in host.slot_mapping_GT],
+        block_tables_GSB=[move(table) for table in host.block_tables_GSB],
+        query_start_loc_S=move(host.query_start_loc_S),
+        seq_lens_S=move(host.seq_lens_S),
+        rope_seq_lens_T=None if rope is None else move(rope),
+        logit_rows_R=None if logit_rows is None else move(logit_rows),
+        max_query_len=int(host.query_lens_S.max()),
+        max_seq_len=int(host.seq_lens_S.max()),
+        query_lens_host=host.query_lens_S.tolist(),
+        seq_lens_host=host.seq_lens_S.tolist(),
+        pending_rows_T=move(host.rows_S[host.sequence_T]) if host.is_pending else None,
+        state_slots_S=move(host.rows_S.astype(np.int32)) if has_states else None,
+        prompt_lens_S=move(host.prompt_lens_S) if has_states else None,
     )
 
 
@@ -119,8 +176,3 @@ def rope_seq_lens(chunks: Sequence[ScheduledChunk], recompute_after: int | None)
     if recompute_after is None:
         return np.array([chunk.request.prompt_length for chunk in chunks])
     return np.array([chunk.request.scheduled_length for chunk in chunks])
-
-
-def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)

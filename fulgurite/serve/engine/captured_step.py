@@ -1,16 +1,10 @@
 """A captured decode step: one token of each of `batch_size` requests in, their next tokens out.
 
 The input tensors of a decode step are allocated once for each batch size. A step writes its inputs
-there and replays the captured work without Python in between:
+there and replays a CUDA graph of the whole step with its sampling, one for each `SamplingVariant`. A
+token that the step before sampled is read on the device. A graph is captured before its first step.
 
-    GPU   a CUDA graph of the whole step with its sampling, one for each `SamplingVariant`; a token
-          that the step before sampled is read on the device
-    CPU   a recording of the layers' native calls (`fulgurite.replay`); the torch ops before and
-          after it (embedding, rotary angles, head) run eagerly, and sampling after them
-
-A CUDA graph is captured before its first step. On a CPU that would take as long as several steps, for
-which all requests wait. There the first steps of a batch size run eagerly instead (they compile, and
-touch memory first), and the next one is recorded while it runs.
+CPUs have recorded steps instead (recorded_step.py).
 """
 
 from __future__ import annotations
@@ -21,9 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 
-from fulgurite import replay
 from fulgurite.cudagraph import GraphPool, capture_graph
 from fulgurite.device import is_out_of_memory
 from fulgurite.errors import FulguriteError, ReplayError
@@ -40,7 +32,7 @@ from fulgurite.serve.engine.sampler import Sampler, SamplingInputs, SamplingVari
 from fulgurite.serve.engine.scheduler import ScheduledChunk
 from fulgurite.serve.engine.step_buffers import BufferLayout, StepBuffers
 
-WARMUPS = 2  # before the capture: calls on a GPU, steps on a CPU
+WARMUPS = 2  # calls before the capture
 
 
 class StepOutput(NamedTuple):
@@ -57,7 +49,7 @@ class StepOutput(NamedTuple):
 class CapturedDecodeStep:
     """The decode step of `batch_size` requests.
 
-    `graph_pool`: the memory that all CUDA graphs of a runner share; None on a CPU.
+    `graph_pool`: the memory that all CUDA graphs of a runner share.
     """
 
     def __init__(
@@ -67,7 +59,7 @@ class CapturedDecodeStep:
         block_manager: BlockManager,
         sampler: Sampler,
         batch_size: int,
-        graph_pool: GraphPool | None = None,
+        graph_pool: GraphPool,
     ) -> None:
         self.model, self.kv_cache, self.block_manager = model, kv_cache, block_manager
         self.sampler, self.batch_size, self.graph_pool = sampler, batch_size, graph_pool
@@ -94,9 +86,6 @@ class CapturedDecodeStep:
         self.batch = self._make_batch(columns)
         self.graphs: dict[SamplingVariant, Callable[[], StepOutput]] = {}
         self.logits_RO: Tensor | None = None  # of all graphs
-        self.num_warmups = 0
-        self.replay: Callable[[], Tensor] | None = None  # on a CPU, once it is recorded
-        self.no_replay_reason: str | None = None
 
     def __call__(
         self,
@@ -105,11 +94,6 @@ class CapturedDecodeStep:
         variant: SamplingVariant,
     ) -> StepOutput:
         """Run up to `batch_size` requests. Without `sampling` the tokens are not to be used."""
-        if self.graph_pool is None:
-            assert sampling is not None, "one rank samples every decode step"
-            self._write_inputs(chunks, sampling)
-            logits_RO = self._run_on_cpu()[: len(chunks)].float()
-            return StepOutput(logits_RO, self.sampler.run_eagerly(logits_RO, sampling))
         graph = self.graphs[variant]  # `prepare` made it
         if sampling is not None:
             self.sampler.write_grammar_masks(sampling)  # the graph samples: they must be there
@@ -171,14 +155,12 @@ class CapturedDecodeStep:
             host["rope_seq_lens"][:used] = np.maximum(lengths, positions + 1)
         if sampling is None:
             self._write_sampling_padding(host, 0)
-        elif self.graph_pool is not None:
+        else:
             host["settings"][:used] = sampling.settings_R5
             host["processing"][:used] = sampling.processing_R5
         if used < self.batch_size:
             self._write_padding(host, used)
         self.buffers.copy_to_device()
-        if self.graph_pool is None and any(chunk.ends_pending for chunk in chunks):
-            self._fill_pending_tokens()
 
     def _fill_pending_tokens(self) -> None:
         last_tokens_W = self.sampler.rows.last_tokens_W
@@ -202,55 +184,9 @@ class CapturedDecodeStep:
         context = self.model.context
         return slice(None) if context is None else slice(*context.local_range(self.batch_size))
 
-    def _run_on_cpu(self) -> Tensor:
-        """The logits of the inputs. The layers run once, whether they are recorded or not."""
-        if self.replay is not None:
-            return self.replay()
-        if self.num_warmups < WARMUPS or profiler._is_profiler_enabled:  # a recording has its own
-            self.num_warmups += 1
-            return self.model.compute_logits(self._run_layers(*self._embed()))
-        return self.model.compute_logits(self._record_layers())
-
-    def _record_layers(self) -> Tensor:
-        """The hidden states of the inputs. `no_replay_reason` says why the layers were not recorded."""
-        x_TD, cos_sin = self._embed()
-        static_x_TD = x_TD.clone()
-        static_cos_sin = [RotaryCosSin(pair.cos.clone(), pair.sin.clone()) for pair in cos_sin]
-        outputs: list[Tensor] = []
-
-        def run_layers() -> Tensor:
-            outputs.append(self._run_layers(static_x_TD, static_cos_sin))
-            return outputs[-1]
-
-        try:
-            layers = replay.record(run_layers, warmups=0)
-        except ReplayError as error:
-            if not outputs:
-                raise
-            self.no_replay_reason = str(error)
-        else:
-            self.replay = self._make_replay(layers, static_x_TD, static_cos_sin)
-        return outputs.pop()
-
-    def _make_replay(
-        self,
-        layers: replay.Recording,
-        static_x_TD: Tensor,
-        static_cos_sin: Sequence[RotaryCosSin],
-    ) -> Callable[[], Tensor]:
-        def run() -> Tensor:
-            x_TD, cos_sin = self._embed()
-            static_x_TD.copy_(x_TD)
-            for static, new in zip(static_cos_sin, cos_sin, strict=True):
-                static.cos.copy_(new.cos)
-                static.sin.copy_(new.sin)
-            return self.model.compute_logits(layers())
-
-        return run
-
     def can_run(self, variant: SamplingVariant) -> bool:
         """Whether nothing is left to capture for steps that sample this way."""
-        return self.graph_pool is None or variant in self.graphs
+        return variant in self.graphs
 
     def prepare(self, variant: SamplingVariant) -> None:
         """Capture the CUDA graph that samples this way, if there is none; ReplayError if it can't be
@@ -271,7 +207,6 @@ class CapturedDecodeStep:
             ) from error
 
     def _capture_cuda_graph(self, variant: SamplingVariant) -> Callable[[], StepOutput]:
-        assert self.graph_pool is not None, "only a GPU has CUDA graphs"
         if self.logits_RO is None:
             shape = self.batch_size, self.model.config.vocab_size
             self.logits_RO = torch.empty(shape, dtype=torch.float32, device=self.device)

@@ -255,7 +255,7 @@ class Engine(EngineCore):
                 cache_blocks=blocks,
                 used_cache_blocks=blocks - sum(len(pool.free_blocks) for pool in pools),
                 prefix_cache_blocks=sum(len(pool.hash_by_block) for pool in pools),
-                captured_steps=tuple(sorted(runner.captured_steps)),
+                captured_steps=tuple(runner.captured_sizes),
                 no_capture_reason=runner.no_capture_reason,
                 max_batched_tokens=scheduler.max_batched_tokens,
                 planned_batched_tokens=self.plan.limits.max_batched_tokens,

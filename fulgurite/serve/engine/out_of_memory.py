@@ -74,7 +74,7 @@ class OutOfMemoryHandler:
 
     def free_caches(self) -> None:
         """Free what can be made again: captured steps, and memory that torch keeps for later."""
-        self.runner.captured_steps.clear()
+        self.runner.drop_captured_steps()
         gc.collect()  # frames of the failed step may be in reference cycles
         if self.plan.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,8 +1,9 @@
 """The model runner: `ScheduledChunk`s in, their next tokens and the logits of them out.
 
-A step in which every request has exactly one token is a decode step. It runs as a
-`CapturedDecodeStep`, captured once for each batch size (captured_step.py). Every other step, with
-prompts in it, runs eagerly as one flat batch.
+A step in which every request has exactly one token is a decode step. On a GPU it runs as a
+`CapturedDecodeStep`, captured once for each batch size (captured_step.py). On a CPU decode steps and
+small mixed ones, with chunks of prompts, run as `RecordedStep`s (recorded_step.py). Every other step
+runs eagerly as one flat batch.
 """
 
 from __future__ import annotations
@@ -34,7 +35,12 @@ from fulgurite.models.layers import CausalLM
 from fulgurite.models.transformers_backend.model import TransformersModel
 from fulgurite.parallel.collectives import all_reduce_min
 from fulgurite.parallel.mesh import Mesh
-from fulgurite.serve.engine.batch import InputBatch, build_input_batch
+from fulgurite.serve.engine.batch import (
+    HostBatch,
+    InputBatch,
+    build_host_batch,
+    move_to_device,
+)
 from fulgurite.serve.engine.block_manager import BlockManager
 from fulgurite.serve.engine.captured_step import CapturedDecodeStep, StepOutput
 from fulgurite.serve.engine.kv_cache import PagedKVCache
@@ -44,6 +50,7 @@ from fulgurite.serve.engine.logprobs import (
     compute_prompt_logprobs,
     find_prompt_spans,
 )
+from fulgurite.serve.engine.recorded_step import RecordedStep, StepShape, find_shape
 from fulgurite.serve.engine.sampler import Sampler, SamplingInputs, SamplingVariant
 from fulgurite.serve.engine.scheduler import ScheduledChunk
 from fulgurite.serve.engine.stage_runner import StageRunner
@@ -61,8 +68,8 @@ class CapturedShape(NamedTuple):
 class ModelRunner:
     """Runs the model over the tokens of one step, all requests in one flat batch.
 
-    `no_capture_reason` says why decode steps of this model can't be captured: an op without a native
-    kernel, or layers that communicate through the host. Such a model runs every step eagerly.
+    `no_capture_reason` says why steps of this model can't be captured: an op without a native kernel,
+    or layers that communicate through the host. Such a model runs every step eagerly.
 
     With a `mesh`, steps are captured and replayed on all its ranks at once, since they communicate.
     The ranks agree on the `CapturedShape` before (coordinator.py).
@@ -81,7 +88,8 @@ class ModelRunner:
         self.model, self.kv_cache, self.block_manager = model, kv_cache, block_manager
         self.sampler, self.mesh = sampler, mesh
         self.device = model.device
-        self.captured_steps: OrderedDict[int, CapturedDecodeStep] = OrderedDict()
+        self.captured_steps: OrderedDict[int, CapturedDecodeStep] = OrderedDict()  # on a GPU
+        self.recorded_steps: OrderedDict[StepShape, RecordedStep] = OrderedDict()  # on a CPU
         self.load_counter: ExpertLoadCounter | None = None
         self.stage_runner: StageRunner | None = None
         if model.stage is not None or model.context is not None:
@@ -124,57 +132,70 @@ class ModelRunner:
         if self.kv_cache.has_states:
             for chunk in chunks:  # until the step is launched: its tokens must not be added twice
                 chunk.request.num_state_tokens = -1
-        if self.mesh is None and sampling is not None and is_decode_step(chunks):
-            shape = CapturedShape(len(chunks), sampling.variant)
-        if shape is not None:
-            step = self._get_captured_step(shape.num_requests, shape.variant)
-            if step is not None:
-                output = step(chunks, sampling, shape.variant)
-                if step.no_replay_reason is not None:
-                    self._stop_capturing(step.no_replay_reason)
-                return output
+        if self.graph_pool is not None:
+            if self.mesh is None and sampling is not None and is_decode_step(chunks):
+                shape = CapturedShape(len(chunks), sampling.variant)
+            if shape is not None:
+                step = self._get_captured_step(shape.num_requests, shape.variant)
+                if step is not None:
+                    return step(chunks, sampling, shape.variant)
         if not chunks:
             return StepOutput(self._execute_empty(), None)
-        logits_RO, prompt_logprobs = self._execute_eagerly(chunks)
+        logits_RO, prompt_logprobs = self._compute_logits(chunks)
         if sampling is None:
             return StepOutput(logits_RO, None, prompt_logprobs)
         tokens_R = self.sampler.run_eagerly(logits_RO, sampling)
         return StepOutput(logits_RO, tokens_R, prompt_logprobs)
 
-    def _execute_eagerly(
+    def _compute_logits(
         self, chunks: Sequence[ScheduledChunk]
     ) -> tuple[Tensor, list[PendingPromptLogprobs]]:
         """The logits of all chunks that need sampling, as one flat batch; and of prompts."""
         if self.stage_runner is not None:
             return self.stage_runner.run(chunks), []
-        batch = self._build_batch(chunks)
-        self.kv_cache.set_batch(batch)
-        hidden_TD = self.model.compute_hidden_states(
-            batch.token_ids_T, batch.positions_T, self.kv_cache
-        )
+        host = self._build_host_batch(chunks)
+        hidden_TD = self._compute_hidden_states(host)
         rows_at_once = min(ROWS_AT_ONCE, self.sampler.rows.num_rows)  # as the memory plan counts
         prompt_logprobs = [
             compute_prompt_logprobs(self.model.compute_logits, hidden_TD, span, rows_at_once)
             for span in find_prompt_spans(chunks)
         ]
-        if batch.logit_rows_R is not None:
-            hidden_TD = hidden_TD[batch.logit_rows_R]
+        if host.logit_rows_R is not None:
+            hidden_TD = hidden_TD[torch.from_numpy(host.logit_rows_R).to(self.device)]
         return self.model.compute_logits(hidden_TD).float(), prompt_logprobs
 
-    def _build_batch(self, chunks: Sequence[ScheduledChunk]) -> InputBatch:
-        """The batch of an eager step, with the tokens that the step before samples."""
-        batch = build_input_batch(
+    def _compute_hidden_states(self, host: HostBatch) -> Tensor:
+        """The hidden states of a step's tokens, recorded on a CPU if its shape can be."""
+        step = self._get_recorded_step(host)
+        if step is None:
+            batch = self._move_to_device(host)
+            self.kv_cache.set_batch(batch)
+            return self.model.compute_hidden_states(
+                batch.token_ids_T, batch.positions_T, self.kv_cache
+            )
+        hidden_TD = step(host)
+        if step.no_replay_reason is not None:
+            self._stop_capturing(step.no_replay_reason)
+        return hidden_TD
+
+    def _build_host_batch(self, chunks: Sequence[ScheduledChunk]) -> HostBatch:
+        return build_host_batch(
             chunks,
             self.block_manager,
-            self.device,
             needs_rope_seq_lens=self.model.needs_sequence_lengths,
             recompute_after=self.model.recompute_after,
-            has_states=self.kv_cache.has_states,
         )
+
+    def _move_to_device(self, host: HostBatch) -> InputBatch:
+        """The batch of an eager step, with the tokens that the step before samples."""
+        batch = move_to_device(host, self.device, self.kv_cache.has_states)
         if batch.pending_rows_T is not None:
             last_tokens_W = self.sampler.rows.last_tokens_W
             fill_pending_tokens(batch.token_ids_T, batch.pending_rows_T, last_tokens_W)
         return batch
+
+    def _build_batch(self, chunks: Sequence[ScheduledChunk]) -> InputBatch:
+        return self._move_to_device(self._build_host_batch(chunks))
 
     def _execute_empty(self) -> Tensor:
         """Run a step without tokens, since other ranks may send tokens to this rank's experts."""
@@ -186,7 +207,7 @@ class ModelRunner:
     def _get_captured_step(
         self, num_requests: int, variant: SamplingVariant
     ) -> CapturedDecodeStep | None:
-        """The captured step for so many requests; on a GPU for the next power of two."""
+        """The captured step for so many requests, or for the next power of two."""
         if self.no_capture_reason is not None:
             return None
         size = self.captured_size(num_requests)
@@ -199,11 +220,7 @@ class ModelRunner:
         except ReplayError as error:
             self._stop_capturing(str(error))
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            reason = f"out of memory while a step of {size} requests was captured"
-            self.no_capture_reason = reason  # eager steps need less: they keep nothing
-            LOG.warning("%s; decode steps are not captured from now on", reason)
+            self._stop_for_memory(error, f"{size} requests")
         if is_new and self.mesh is not None and not self._have_all_captured(self.mesh):
             step = None
         if step is None:
@@ -212,11 +229,53 @@ class ModelRunner:
 
     def _stop_capturing(self, reason: str) -> None:
         self.no_capture_reason = reason
+        self.recorded_steps.clear()
         LOG.info("decode steps are not captured: %s", reason)
+
+    def _get_recorded_step(self, host: HostBatch) -> RecordedStep | None:
+        """The recorded step that runs this one on a CPU; None: it runs eagerly."""
+        if self.graph_pool is not None or self.no_capture_reason is not None:
+            return None
+        shape = find_shape(host, self.kv_cache, self.block_manager)
+        if shape is None:
+            return None
+        step = self.recorded_steps.get(shape)
+        if step is None:
+            last_tokens_W = self.sampler.rows.last_tokens_W
+            try:
+                step = RecordedStep(
+                    self.model, self.kv_cache, self.block_manager, last_tokens_W, shape
+                )
+            except (RuntimeError, MemoryError) as error:
+                self._stop_for_memory(error, f"{shape.num_tokens} tokens")
+                return None
+            self.recorded_steps[shape] = step
+            if len(self.recorded_steps) > MAX_CAPTURED_STEPS:
+                self.recorded_steps.popitem(last=False)
+        self.recorded_steps.move_to_end(shape)
+        return step
+
+    def _stop_for_memory(self, error: RuntimeError | MemoryError, size: str) -> None:
+        """Capture no more steps if memory ran out: eager steps need less, they keep nothing."""
+        if not is_out_of_memory(error):
+            raise error
+        self.no_capture_reason = f"out of memory while a step of {size} was captured"
+        LOG.warning("%s; steps are not captured from now on", self.no_capture_reason)
+
+    @property
+    def captured_sizes(self) -> list[int]:
+        """The batch sizes of captured decode steps."""
+        recorded = (shape.num_sequences for shape in self.recorded_steps if shape.is_decode)
+        return sorted([*self.captured_steps, *recorded])
+
+    def drop_captured_steps(self) -> None:
+        """Free their memory; they are captured again when they are needed."""
+        self.captured_steps.clear()
+        self.recorded_steps.clear()
 
     def captured_size(self, num_requests: int) -> int:
         """The batch size of the captured step that runs so many requests."""
-        return num_requests if self.device.type == "cpu" else 1 << (num_requests - 1).bit_length()
+        return 1 << (num_requests - 1).bit_length()
 
     def _have_all_captured(self, mesh: Mesh) -> bool:
         """Whether every rank could capture a new step; if not, no rank captures from now on."""
@@ -228,6 +287,7 @@ class ModelRunner:
         return False
 
     def _capture_step(self, size: int, variant: SamplingVariant) -> CapturedDecodeStep:
+        assert self.graph_pool is not None, "a GPU captures"
         step = self.captured_steps.get(size)
         if step is None:
             step = CapturedDecodeStep(

@@ -158,6 +158,8 @@ def test_keys_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--llama-cpp /no/such/program", "no program /no/such/program"),
         ("--repeats 0", "--repeats 0"),
         ("--requests -1", "--requests -1"),
+        ("--routing --replicas 1", "2 or more replicas"),
+        ("--routing --cache-share nan", "--cache-share nan"),
     ],
 )
 def test_wrong_options(
@@ -189,11 +191,13 @@ def test_command_lines_of_our_server(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours[6:] == ["--model", "smollm2", "--max-sequences", "8", "--a=b"]
     (mock,) = choose("--mock", monkeypatch).values()
     assert mock[6:] == ["--mock"]
-    routed = choose("--routing", monkeypatch)
+    routed = choose("--routing --cache-share 0", monkeypatch)
     assert [line[8:] for line in routed.values()] == [
         ["--data", "2"],
         ["--data", "2", "--routing", "round-robin"],
     ]
+    routed = choose("--routing --replicas 3 --max-sequences 4 --groups 6", monkeypatch)
+    assert routed["prefix-aware"][10:] == ["--data", "3", "--cache-tokens", str(4 * 1024 + 4 * 48)]
 
 
 def test_llama_cpp_has_the_same_file_threads_and_slots(

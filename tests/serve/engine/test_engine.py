@@ -58,7 +58,7 @@ def test_soak() -> None:
         if rng.random() < 0.12 and engine.requests:
             engine.cancel(rng.choice(list(engine.requests)))
     check_idle(engine)
-    assert engine.runner.no_capture_reason is None and set(engine.runner.captured_steps) == set(
+    assert engine.runner.no_capture_reason is None and set(engine.runner.captured_sizes) == set(
         range(1, 9)
     )
     assert engine.scheduler.num_preemptions > 20

@@ -140,7 +140,7 @@ def test_captured_decode_steps_give_the_same_tokens(tmp_path, prompts) -> None:
     captured, eager = make_engine(model), make_engine(model)
     eager.runner.no_capture_reason = "this test compares with eager steps"
     results = [engine.generate(prompts, PARAMS) for engine in (captured, eager)]
-    assert captured.runner.no_capture_reason is None and captured.runner.captured_steps
+    assert captured.runner.no_capture_reason is None and captured.runner.captured_sizes
     assert_same(*results)
 
 

@@ -178,7 +178,7 @@ def test_captured_steps_are_freed_and_captured_again(monkeypatch: pytest.MonkeyP
     wanted = [result.token_ids for result in make_engine(model).generate(PROMPTS, PARAMS)]
     engine, params = make_engine(model), SamplingParams(max_tokens=3, ignore_eos=True)
     engine.generate(PROMPTS, params)
-    assert engine.runner.captured_steps
+    assert engine.runner.recorded_steps
     with monkeypatch.context() as patch:
         inject(model, patch, lambda positions: positions.numel() > 7)
         engine.generate([[2] * 20], params)
@@ -197,7 +197,7 @@ def test_a_step_that_can_not_be_captured_for_memory_runs_eagerly(
     def fail(*args: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("fulgurite.serve.engine.runner.CapturedDecodeStep", fail)
+    monkeypatch.setattr("fulgurite.serve.engine.runner.RecordedStep", fail)
     assert [result.token_ids for result in engine.generate(PROMPTS, PARAMS)] == wanted
     assert "out of memory while a step of" in str(engine.stats().no_capture_reason)
     assert engine.stats().max_batched_tokens == engine.stats().planned_batched_tokens

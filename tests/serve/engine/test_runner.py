@@ -8,13 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from fulgurite import replay
 from fulgurite.errors import ReplayError
 from fulgurite.models import CausalLM
-from fulgurite.serve.engine import captured_step, runner
+from fulgurite.serve.engine import captured_step, recorded_step, runner
 from fulgurite.serve.engine.engine import Engine
+from fulgurite.serve.engine.recorded_step import RecordedStep, StepShape
 from fulgurite.serve.engine.request import SamplingParams
 from tests.serve.engine.test_sequential_oracle import EOS, VOCAB, random_params
 from tests.serve.engines import check_idle, make_engine, quantized_model
@@ -33,13 +35,13 @@ def texts(engine: Engine, prompts: list[list[int]], counts: list[int]) -> list[l
     return [one.token_ids for one in engine.generate(prompts, [greedy(n) for n in counts])]
 
 
-def test_padding_does_not_write_to_blocks(model: CausalLM) -> None:
+def test_padding_does_not_write_to_blocks(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU three requests run in the step of four: the fourth's blocks may be somebody's by then."""
     engine = make_engine(
         model, max_sequences=4, max_batched_tokens=16, cache_tokens=96, prefix_caching=False
     )
-    get_step = engine.runner._get_captured_step
-    engine.runner._get_captured_step = lambda num_requests, variant: get_step(4, variant)  # type: ignore[method-assign]
+    use_fake_graphs(engine, monkeypatch)
+    engine.runner.captured_size = lambda num_requests: 4  # type: ignore[method-assign]
     prompts = [[seed, *range(seed, seed + 3 + seed % 5)] for seed in range(12)]
     counts = [3 + 5 * (seed % 4) for seed in range(12)]
     got = texts(engine, prompts, counts)
@@ -65,21 +67,21 @@ def test_least_recently_used_captured_step_is_dropped(
     monkeypatch.setattr(runner, "MAX_CAPTURED_STEPS", 2)
     engine = make_engine(model)
     for requests, cached in ((1, [1]), (2, [1, 2]), (1, [2, 1]), (3, [1, 3]), (1, [3, 1])):
-        prompts = [[seed, 5] for seed in range(requests)]
+        prompts = [[seed] for seed in range(requests)]
         texts(engine, prompts, [3] * requests)
-        assert list(engine.runner.captured_steps) == cached
+        assert [shape.num_tokens for shape in engine.runner.recorded_steps] == cached
 
 
 def count_layer_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The batch size of each run of all layers by Python in a captured step."""
+    """The tokens of each run of all layers by Python in a recorded step."""
     runs: list[int] = []
-    run_layers = captured_step.CapturedDecodeStep._run_layers
+    run_layers = RecordedStep._run_layers
 
-    def count(step: captured_step.CapturedDecodeStep, *inputs: Any) -> Tensor:
-        runs.append(step.batch_size)
+    def count(step: RecordedStep, *inputs: Any) -> Tensor:
+        runs.append(step.shape.num_tokens)
         return run_layers(step, *inputs)
 
-    monkeypatch.setattr(captured_step.CapturedDecodeStep, "_run_layers", count)
+    monkeypatch.setattr(RecordedStep, "_run_layers", count)
     return runs
 
 
@@ -99,9 +101,9 @@ def test_a_new_batch_size_delays_no_step_on_a_cpu(
         engine.step()
         per_step.append(len(runs) - before)
     prefill, *decode = per_step
-    assert prefill == 0  # no captured step
-    assert decode == [1] * (captured_step.WARMUPS + 1) + [0] * (8 - captured_step.WARMUPS - 1)
-    assert engine.runner.captured_steps[3].replay is not None
+    assert prefill == 1
+    assert decode == [1] * (recorded_step.WARMUPS + 1) + [0] * (8 - recorded_step.WARMUPS - 1)
+    assert engine.runner.recorded_steps[StepShape(3, 3)].replay is not None
     assert texts(make_engine(model), prompts, wanted) == texts(plain, prompts, wanted)
 
 
@@ -118,14 +120,35 @@ def test_a_step_that_can_not_be_recorded_is_not_run_again(
     plain.runner.no_capture_reason = "a test"
     engine, runs = make_engine(model), count_layer_runs(monkeypatch)
     assert texts(engine, [[3, 5]], [9]) == texts(plain, [[3, 5]], [9])
-    assert runs == [1] * (captured_step.WARMUPS + 1)
+    assert runs == [2] + [1] * (recorded_step.WARMUPS + 1)  # the prompt, then its next tokens
     assert "aten::cumsum" in str(engine.stats().no_capture_reason)
 
 
 def test_the_warm_up_captures_steps_of_one_request(model: CausalLM) -> None:
     engine = make_engine(model)
     engine.warm_up()
-    assert engine.runner.captured_steps[1].replay is not None
+    assert engine.runner.recorded_steps[StepShape(1, 1)].replay is not None
+
+
+def test_mixed_steps_are_recorded_with_the_same_bits(model: CausalLM) -> None:
+    """Chunks of prompts beside next tokens, some padded; with several divisions into sequences."""
+    rng = random.Random(5)
+    prompts = [rng.choices(range(VOCAB), k=rng.choice([2, 3, 30, 57, 80])) for _ in range(24)]
+    params = [random_params(rng) for _ in prompts]
+    plain, engine = (make_engine(model, max_sequences=6, max_batched_tokens=48) for _ in range(2))
+    plain.scheduler.max_mixed_tokens = engine.scheduler.max_mixed_tokens = 21
+    plain.runner.no_capture_reason = "a test"
+    found = [
+        [(one.token_ids, one.logprobs) for one in each.generate(prompts, params)]
+        for each in (plain, engine)
+    ]
+    assert found[0] == found[1]
+    for layer, keys in engine.kv_cache.key_caches.items():  # padding writes none
+        assert torch.equal(keys, plain.kv_cache.key_caches[layer])
+    recorded = {s for s, step in engine.runner.recorded_steps.items() if step.replay is not None}
+    mixed = {shape.num_tokens for shape in recorded if not shape.is_decode}
+    assert 24 in mixed and any(shape.is_decode for shape in recorded)
+    check_idle(engine)
 
 
 def use_fake_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[object]:
@@ -139,11 +162,7 @@ def use_fake_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[obj
         return SimpleNamespace(replay=step)
 
     monkeypatch.setattr(captured_step, "capture_graph", capture)
-    get_step = engine.runner._get_captured_step
     engine.runner.graph_pool = SimpleNamespace(handle=None, stream=None)  # type: ignore[assignment]
-    engine.runner._get_captured_step = lambda n, variant: get_step(
-        1 << (n - 1).bit_length(), variant
-    )  # type: ignore[method-assign]
     return captured
 
 

@@ -232,7 +232,7 @@ def test_captured_steps_run_ahead_with_the_same_bits() -> None:
         engine = make_engine(model, cache_tokens=128, async_scheduling=async_scheduling)
         engine.eos_token_ids = EOS
         found.append(run_all(engine, prompts, params))
-        assert engine.runner.captured_steps
+        assert engine.runner.captured_sizes
     assert found[0] == found[1]
 
 

@@ -111,6 +111,7 @@ def test_profile_has_named_steps_and_kernels(tmp_path):
 
 def next_recording(engine):
     """The recording of the captured step, from its closure."""
-    step = next(iter(engine.runner.captured_steps.values()))
+    steps = engine.runner.recorded_steps
+    step = next(step for shape, step in steps.items() if shape.is_decode)
     cells = [cell.cell_contents for cell in step.replay.__closure__]
     return next(cell for cell in cells if hasattr(cell, "calls"))
