@@ -154,29 +154,32 @@ class ModelRunner:
         if self.stage_runner is not None:
             return self.stage_runner.run(chunks), []
         host = self._build_host_batch(chunks)
-        hidden_TD = self._compute_hidden_states(host)
+        hidden_TD, logit_rows_R = self._compute_hidden_states(host)
         rows_at_once = min(ROWS_AT_ONCE, self.sampler.rows.num_rows)  # as the memory plan counts
         prompt_logprobs = [
             compute_prompt_logprobs(self.model.compute_logits, hidden_TD, span, rows_at_once)
             for span in find_prompt_spans(chunks)
         ]
-        if host.logit_rows_R is not None:
-            hidden_TD = hidden_TD[torch.from_numpy(host.logit_rows_R).to(self.device)]
+        if logit_rows_R is not None:
+            hidden_TD = hidden_TD[logit_rows_R]
         return self.model.compute_logits(hidden_TD).float(), prompt_logprobs
 
-    def _compute_hidden_states(self, host: HostBatch) -> Tensor:
-        """The hidden states of a step's tokens, recorded on a CPU if its shape can be."""
+    def _compute_hidden_states(self, host: HostBatch) -> tuple[Tensor, Tensor | None]:
+        """The hidden states of a step's tokens, recorded on a CPU if its shape can be; and which of
+        them get logits, None: all."""
         step = self._get_recorded_step(host)
         if step is None:
             batch = self._move_to_device(host)
             self.kv_cache.set_batch(batch)
-            return self.model.compute_hidden_states(
+            hidden_TD = self.model.compute_hidden_states(
                 batch.token_ids_T, batch.positions_T, self.kv_cache
             )
+            return hidden_TD, batch.logit_rows_R
         hidden_TD = step(host)
         if step.no_replay_reason is not None:
             self._stop_capturing(step.no_replay_reason)
-        return hidden_TD
+        rows_R = host.logit_rows_R
+        return hidden_TD, None if rows_R is None else torch.from_numpy(rows_R)
 
     def _build_host_batch(self, chunks: Sequence[ScheduledChunk]) -> HostBatch:
         return build_host_batch(
