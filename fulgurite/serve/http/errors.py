@@ -46,10 +46,13 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
+        """`details`: what Anthropic's clients read to go on in another way."""
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
+        self.details = details
 
     @property
     def type(self) -> str:
@@ -68,7 +71,9 @@ class ApiError(Exception):
     def to_anthropic(self, request_id: str) -> dict[str, Any]:
         kinds = {"server_error": "api_error", "conflict_error": "invalid_request_error"}
         kind = "request_too_large" if self.status == 413 else kinds.get(self.type, self.type)
-        error = {"type": kind, "message": self.message}
+        error: dict[str, Any] = {"type": kind, "message": self.message}
+        if self.details is not None:
+            error["details"] = self.details
         return {"type": "error", "error": error, "request_id": request_id}
 
 
