@@ -353,6 +353,16 @@ def test_forced_calls_are_valid(tiny, choice):
         assert reply.choices[0].finish_reason == "tool_calls"
 
 
+@pytest.mark.parametrize("limit", [1, 4, 9, 25])
+def test_forced_call_that_is_cut_leaves_no_text(tiny, limit):
+    """What is left of a call before its name is known is not the content of a message."""
+    options = {"tools": [WEATHER], "tool_choice": "required", "max_completion_tokens": limit}
+    choice = ask(tiny, temperature=1, seed=0, **options).choices[0]
+    assert choice.finish_reason == "length" and not choice.message.content
+    parts = [chunk.choices[0].delta.content for chunk in stream(tiny, **options)]
+    assert not any(parts)
+
+
 def test_conversation_with_results_of_tools(server):
     messages = [
         *HI,

@@ -145,8 +145,6 @@ class ResponseRequest(ExtraFields, kw_only=True, forbid_unknown_fields=True):
             raise invalid("'input' is empty", "input")
         if self.background and not self.is_stored:
             raise invalid("'background' needs 'store': true", "background")
-        if self.background and self.stream:
-            raise invalid("'background' with 'stream' is not supported", "stream")
         if len(self.metadata or ()) > MAX_METADATA:
             raise invalid(f"'metadata' has more than {MAX_METADATA} keys", "metadata")
 
