@@ -31,6 +31,8 @@ TYPES = {  # by status
     503: "overloaded_error",
     504: "timeout_error",
 }
+ID_HEADERS = ("x-request-id", "request-id")  # where the clients of OpenAI and Anthropic look for it
+ANTHROPIC_PATH = "/v1/messages"  # errors of these paths have Anthropic's shape
 # The openai and anthropic clients retry 408, 409, 429 and 5xx unless this header says otherwise.
 NO_RETRY = {"x-should-retry": "false"}
 

@@ -46,20 +46,18 @@ class TokenBytes:
             end += 1
         return self.order[start:end]
 
-    def make_mask(self, banned: Sequence[int]) -> np.ndarray:
-        """Packed words of a mask that allows all tokens but these."""
-        words = self.all_allowed.copy()
-        tokens = np.array(banned, dtype=np.int64)
-        bits = np.left_shift(np.uint32(1), (tokens % MASK_BITS).astype(np.uint32))
-        np.bitwise_and.at(words, tokens // MASK_BITS, ~bits)
-        return words
-
 
 def pack_first(count: int) -> np.ndarray:
     """Packed words of a mask that allows the first `count` tokens."""
     bits = np.zeros(-(-count // MASK_BITS) * MASK_BITS, dtype=np.uint8)
     bits[:count] = 1
     return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+def ban_tokens(mask: np.ndarray, tokens: np.ndarray) -> None:
+    """Clear the bits of these tokens in the packed words of a mask."""
+    bits = np.left_shift(np.uint32(1), (tokens % MASK_BITS).astype(np.uint32))
+    np.bitwise_and.at(mask, tokens // MASK_BITS, ~bits)
 
 
 class BadWords:
@@ -69,9 +67,10 @@ class BadWords:
         self.words = [word.encode() for word in dict.fromkeys(words)]
         self.tokens = tokens
         self.max_tail = max(map(len, self.words)) - 1
-        banned = [token for word in self.words for token in tokens.find_containing(word)]
-        self.always = tokens.make_mask(sorted(set(banned)))
-        self.cache: dict[bytes, np.ndarray] = {}  # the rest of a word → the mask
+        self.always = tokens.all_allowed.copy()  # the mask after a text that begins no word
+        for word in self.words:
+            ban_tokens(self.always, np.array(tokens.find_containing(word), dtype=np.int64))
+        self.completing: dict[bytes, np.ndarray] = {}  # the rest of a word → tokens that begin so
 
     def find_rests(self, tail: bytes) -> Iterator[bytes]:
         """What would complete a word after a text that ends with `tail`."""
@@ -82,13 +81,13 @@ class BadWords:
 
     def make_mask(self, tail: bytes) -> np.ndarray:
         """The mask of the next token."""
-        mask = self.always
+        mask = self.always.copy()
         for rest in self.find_rests(tail):
-            found = self.cache.get(rest)
+            found = self.completing.get(rest)
             if found is None:
-                found = self.tokens.make_mask(self.tokens.find_beginning(rest))
-                self.cache[rest] = found
-            mask = mask & found
+                found = np.array(self.tokens.find_beginning(rest), dtype=np.int64)
+                self.completing[rest] = found
+            ban_tokens(mask, found)
         return mask
 
     def extend(self, tail: bytes, token: int) -> bytes:
@@ -117,7 +116,7 @@ class BadWordsConstraint:
 
         mask = self.words.make_mask(self.tail).view(np.int32)
         if self.grammar is None:
-            return from_numpy(mask.copy())
+            return from_numpy(mask)
         allowed = self.grammar.allowed_tokens()
         return allowed & from_numpy(mask[: len(allowed)])
 

@@ -26,6 +26,7 @@ from fulgurite.serve.structured.limits import (
     MAX_SCHEMA_CHARACTERS,
 )
 from fulgurite.serve.structured.regex_size import lark_terminal_sizes, longest_lark_string
+from fulgurite.serve.structured.schema_rewrite import rewrite_schema
 from fulgurite.serve.structured.schema_size import check_regex_size, check_schema_size
 
 # One way to write a document: small models write whitespace without end where they may. Users can
@@ -72,7 +73,7 @@ def check_json_schema(source: str) -> dict[str, Any]:
             f"the JSON schema is a JSON {type(schema).__name__}", next="a schema is an object"
         )
     check_schema_size(schema)
-    return schema
+    return rewrite_schema(schema)
 
 
 def parse_json(name: str, source: str) -> Any:

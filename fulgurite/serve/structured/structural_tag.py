@@ -20,6 +20,7 @@ from typing import Any
 from fulgurite.errors import ArgumentError
 from fulgurite.serve.structured.backend import require_llguidance
 from fulgurite.serve.structured.limits import MAX_JSON_DEPTH, MAX_LARK_LITERAL
+from fulgurite.serve.structured.schema_rewrite import rewrite_schema
 from fulgurite.serve.structured.schema_size import check_regex_size, check_schema_size
 
 # As for a schema alone (sources.py); a schema in a Lark grammar brings its own options.
@@ -81,6 +82,7 @@ class LarkBuilder:
         if not isinstance(schema, dict):
             raise ArgumentError("a schema of the structural tag is not an object")
         check_schema_size(schema)
+        schema = rewrite_schema(schema)
         options = {**self.json_options, **read_object(schema, "x-guidance", {})}
         return self.add_rule("%json " + json.dumps({**schema, "x-guidance": options}))
 

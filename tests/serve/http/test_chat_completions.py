@@ -247,6 +247,11 @@ def test_token_ids_on_request(server):
     assert len(ids) == reply.usage.completion_tokens
     text = server.post("/detokenize", {"tokens": ids[:-1]}).json()["prompt"]
     assert text == "Hello there."
+    chunks = stream(server, say("Hello there."), extra_body={"return_token_ids": True}, n=2)
+    prompts = [chunk.prompt_token_ids for chunk in chunks if hasattr(chunk, "prompt_token_ids")]
+    assert prompts == [reply.prompt_token_ids] and hasattr(chunks[0], "prompt_token_ids")
+    choices = [one for chunk in chunks for one in chunk.choices if one.index == 0]
+    assert [token for one in choices for token in one.token_ids] == ids
 
 
 # ---- tools ----------------------------------------------------------------------------------------

@@ -360,7 +360,8 @@ def test_fields_of_clients_are_accepted(server: RunningServer) -> None:
         metadata={"user_id": "u"},
         service_tier="auto",
         system=[{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}],
-        extra_body={"temperature": 0.5, "top_p": 0.9, "top_k": 5},
+        extra_body={"temperature": 0.5, "top_p": 0.9, "top_k": 5, "workspace_id": "w"},
+        thinking={"type": "between_tools"},
         tools=[{**WEATHER, "cache_control": {"type": "ephemeral"}, "type": "custom"}],
     )
     assert message.content[0].text == "Yes."

@@ -84,7 +84,7 @@ class MessageToolChoice(Struct):
 class Thinking(Struct):
     """Whether the model thinks before it answers, and whether the reply shows it."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
     display: Literal["summarized", "omitted"] | None = None
 
