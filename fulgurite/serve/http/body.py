@@ -156,7 +156,8 @@ def describe_invalid(text: str, kind: Any) -> ApiError:
     what = what.replace("`", "'")[:MAX_QUOTED]
     if wrong is not None and (choices := find_choices(kind, path)):
         given = wrong["value"][:MAX_QUOTED]
-        what = f"{given} is not one of {', '.join(map(repr, choices))}"
+        names = ", ".join(map(repr, choices))
+        what = f"{given} is not one of {names}" if len(choices) > 1 else f"{given} is not {names}"
     if unknown is not None:
         name = join_path(path, unknown["name"][:MAX_QUOTED])
         return invalid(f"Unrecognized request argument supplied: {name}", name, "unknown_parameter")
