@@ -55,6 +55,8 @@ NO_GRAMMAR: dict[str, Any] = {
     "regex": None,
     "grammar": None,
     "choices": None,
+    "structural_tag": None,
+    "bad_words": (),
 }
 NO_LOGPROBS = -1
 

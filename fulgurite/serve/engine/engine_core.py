@@ -70,7 +70,7 @@ MAX_STEPS_IN_FLIGHT = 2  # with asynchronous scheduling: one runs while the othe
 SAMPLING_ERRORS = {  # by what the sampler returns instead of a token
     NAN_LOGITS: "the model's logits are NaN (check the weights; float16 may overflow: try bfloat16)",
     NO_ALLOWED_TOKEN: "every token is banned (by logit_bias, banned_token_ids, allowed_token_ids, "
-    "min_tokens or the grammar)",
+    "min_tokens, bad_words or the grammar)",
 }
 
 

@@ -7,7 +7,7 @@ interfaces below, so it runs without llguidance.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -17,7 +17,15 @@ from fulgurite.errors import ArgumentError
 if TYPE_CHECKING:  # the server imports this module, and no torch
     from torch import Tensor
 
-GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "lark", "choices")
+GRAMMAR_KINDS = (
+    "json_schema",
+    "json_object",
+    "regex",
+    "lark",
+    "choices",
+    "structural_tag",
+    "bad_words",
+)
 
 
 @dataclass(frozen=True)
@@ -26,8 +34,9 @@ class GrammarSpec:
 
     Attributes:
         kind: one of `GRAMMAR_KINDS`.
-        source: the JSON text of the schema, the regex, the Lark text, or a JSON list of the choices.
-            Empty for json_object.
+        source: the JSON text of the schema, the regex, the Lark text, a JSON list of the choices, or
+            the JSON text of the structural tag. Empty for json_object. For bad_words the JSON list of
+            the words, and kind and source of the grammar beside them, or null.
     """
 
     kind: str
@@ -95,19 +104,17 @@ class GrammarCompiler(Protocol):
         ...
 
 
-def encode_json_schema(schema: object) -> str:
-    """The JSON text of a schema: a dict, a bool, or the text itself."""
-    if isinstance(schema, str):
-        return schema
-    if not isinstance(schema, Mapping | bool):
-        raise ArgumentError(
-            f"json_schema={schema!r:.200} must be a dict, a bool, or the JSON text of a schema"
-        )
+def encode_json(name: str, value: object) -> str:
+    """The JSON text of an option: a dict, a bool, or the text itself."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, Mapping | bool):
+        raise ArgumentError(f"{name}={value!r:.200} must be a dict, a bool, or its JSON text")
     try:
-        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ArgumentError(
-            f"json_schema can't be written as JSON: {error}",
+            f"{name} can't be written as JSON: {error}",
             next="use dicts, lists, strings, numbers, booleans and None only",
         ) from error
 
@@ -131,6 +138,7 @@ def make_grammar_spec(
     regex: str | None,
     grammar: str | None,
     choices: tuple[str, ...] | None,
+    structural_tag: str | None = None,
 ) -> GrammarSpec | None:
     """The grammar of these options of `SamplingParams`; None if there is none."""
     if json_schema is not None:
@@ -143,19 +151,43 @@ def make_grammar_spec(
         return GrammarSpec("lark", grammar)
     if choices is not None:
         return GrammarSpec("choices", json.dumps(choices, ensure_ascii=False))
+    if structural_tag is not None:
+        return GrammarSpec("structural_tag", structural_tag)
     return None
 
 
+def ban_words(words: Sequence[str], spec: GrammarSpec | None) -> GrammarSpec | None:
+    """The grammar of replies that follow `spec`, if it is given, and have none of these words."""
+    if not words:
+        return spec
+    inner = None if spec is None else (spec.kind, spec.source)
+    return GrammarSpec("bad_words", json.dumps((words, inner)))
+
+
 def check_grammar_options(
-    json_schema: object, json_object: object, regex: object, grammar: object, choices: object
-) -> tuple[str | None, tuple[str, ...] | None]:
-    """The JSON text of the schema and the choices; ArgumentError for wrong types, or for two grammars."""
+    json_schema: object,
+    json_object: object,
+    regex: object,
+    grammar: object,
+    choices: object,
+    structural_tag: object = None,
+) -> tuple[str | None, tuple[str, ...] | None, str | None]:
+    """The texts of the schema, the choices and the structural tag.
+
+    ArgumentError for wrong types, or for two grammars.
+    """
     if not isinstance(json_object, bool):
         raise ArgumentError(f"json_object={json_object!r} must be True or False")
     for name, value in (("regex", regex), ("grammar", grammar)):
         if value is not None and not isinstance(value, str):
             raise ArgumentError(f"{name}={value!r:.200} must be a string")
-    given = {"json_schema": json_schema, "regex": regex, "grammar": grammar, "choices": choices}
+    given = {
+        "json_schema": json_schema,
+        "regex": regex,
+        "grammar": grammar,
+        "choices": choices,
+        "structural_tag": structural_tag,
+    }
     names = [name for name, value in given.items() if value is not None]
     names += ["json_object"] * json_object
     if len(names) > 1:
@@ -163,5 +195,6 @@ def check_grammar_options(
             f"{' and '.join(names)} are given, but a reply follows one grammar",
             next="give one of them",
         )
-    schema = None if json_schema is None else encode_json_schema(json_schema)
-    return schema, None if choices is None else check_choices(choices)
+    schema = None if json_schema is None else encode_json("json_schema", json_schema)
+    tag = None if structural_tag is None else encode_json("structural_tag", structural_tag)
+    return schema, None if choices is None else check_choices(choices), tag

@@ -25,6 +25,7 @@ from fulgurite.errors import ArgumentError
 from fulgurite.serve.engine.grammar import (
     Grammar,
     GrammarSpec,
+    ban_words,
     check_grammar_options,
     make_grammar_spec,
 )
@@ -74,7 +75,10 @@ class SamplingParams:
         regex: the reply matches this regex from its first to its last character. Rust's syntax, with
             ASCII \\d and \\w.
         grammar: the reply follows this grammar, in llguidance's dialect of Lark.
-        choices: the reply is one of these strings. At most one of these five.
+        choices: the reply is one of these strings.
+        structural_tag: the reply is text with tagged parts that follow schemas: a dict in the form of
+            vLLM or xgrammar, or its JSON text. At most one of these six.
+        bad_words: texts that the reply never has, however they are split into tokens.
     """
 
     temperature: float = 0.0
@@ -100,6 +104,8 @@ class SamplingParams:
     regex: str | None = None
     grammar: str | None = None
     choices: Sequence[str] | None = None
+    structural_tag: Mapping[str, Any] | str | None = None
+    bad_words: str | Sequence[str] = ()
 
     def __post_init__(self) -> None:
         stop = self.stop
@@ -144,19 +150,32 @@ class SamplingParams:
                 _check_integer(name, count, 0, f"from 0 to {MAX_LOGPROBS}", MAX_LOGPROBS)
         if any(not isinstance(text, str) or not text for text in stops):
             raise ArgumentError(f"stop={list(stops)!r} must contain non-empty strings only")
-        schema, choices = check_grammar_options(
-            self.json_schema, self.json_object, self.regex, self.grammar, self.choices
+        words = self.bad_words
+        words = (words,) if isinstance(words, str) else _check_sequence("bad_words", words, "texts")
+        if any(not isinstance(word, str) or not word for word in words):
+            raise ArgumentError(f"bad_words={list(words)!r} must contain non-empty strings only")
+        object.__setattr__(self, "bad_words", words)
+        schema, choices, tag = check_grammar_options(
+            self.json_schema,
+            self.json_object,
+            self.regex,
+            self.grammar,
+            self.choices,
+            self.structural_tag,
         )
         object.__setattr__(self, "json_schema", schema)  # as text: later changes have no effect
         object.__setattr__(self, "choices", choices)
+        object.__setattr__(self, "structural_tag", tag)
 
     @property
     def grammar_spec(self) -> GrammarSpec | None:
-        """The grammar of the reply, if it has one."""
-        schema, choices = self.json_schema, self.choices
+        """The grammar of the reply and the words that it can't have, if there are any."""
+        schema, choices, tag = self.json_schema, self.choices, self.structural_tag
         assert schema is None or isinstance(schema, str), "it was encoded"
+        assert tag is None or isinstance(tag, str), "it was encoded"
         names = None if choices is None else tuple(choices)
-        return make_grammar_spec(schema, self.json_object, self.regex, self.grammar, names)
+        spec = make_grammar_spec(schema, self.json_object, self.regex, self.grammar, names, tag)
+        return ban_words(self.bad_words, spec)
 
     @property
     def is_greedy(self) -> bool:

@@ -31,7 +31,7 @@ from fulgurite.serve.http.api.openapi import openapi
 from fulgurite.serve.http.api.sampling import REQUEST_ID_PATTERN
 from fulgurite.serve.http.asgi import Disconnected, error_response
 from fulgurite.serve.http.config import ServerConfig
-from fulgurite.serve.http.errors import ApiError, to_api_error
+from fulgurite.serve.http.errors import ANTHROPIC_PATH, ID_HEADERS, ApiError, to_api_error
 from fulgurite.serve.http.page import ROUTES as PAGE_ROUTES
 from fulgurite.serve.http.page import make_page_headers, read_page
 from fulgurite.serve.http.server import ClientFactory, Server, new_id
@@ -66,7 +66,6 @@ ENDPOINTS: dict[tuple[str, str], Endpoint] = {
 # Without a key: they tell nothing about requests, and load balancers and browsers need them.
 OPEN_PATHS = frozenset({"/health", "/ping", *PAGE_ROUTES})
 REQUEST_ID = re.compile(REQUEST_ID_PATTERN)
-ID_HEADERS = ("x-request-id", "request-id")  # where the clients of OpenAI and Anthropic look for it
 
 
 class KeyChecker:
@@ -132,7 +131,7 @@ class Handler:
         self.app.access_log.write(request, self.path, id, status, seconds)
 
     async def _respond(self, request: Request, id: str) -> Response:
-        is_anthropic = self.path.startswith("/v1/messages")
+        is_anthropic = self.path.startswith(ANTHROPIC_PATH)
         try:
             if self.path not in OPEN_PATHS:
                 request.state.key = self.app.keys.check(request)
@@ -146,7 +145,7 @@ class Handler:
 
     def _fail(self, request: Request, id: str) -> Response:
         failure = ApiError(500, f"internal error; the server's log has it under request {id}")
-        return error_response(failure, id, self.path.startswith("/v1/messages"))
+        return error_response(failure, id, self.path.startswith(ANTHROPIC_PATH))
 
 
 def read_request_id(request: Request) -> str:
@@ -209,6 +208,9 @@ class App:
         id = read_request_id(request)
         path = request.url.path
         text = f"{request.method} {path[:100]} is not served here{suggest_base_url(path)}"
+        if error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "").replace("GET, HEAD", "GET")
+            text += f"; use {allowed}" if allowed else ""
         failure = ApiError(error.status_code, text)
         try:
             if path not in OPEN_PATHS:
@@ -218,7 +220,7 @@ class App:
         if error.headers:
             failure.headers.update(error.headers)
         failure.headers.update(dict.fromkeys(ID_HEADERS, id))
-        return error_response(failure, id, path.startswith("/v1/messages"))
+        return error_response(failure, id, path.startswith(ANTHROPIC_PATH))
 
 
 def suggest_base_url(path: str) -> str:

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
+import msgspec.inspect
 from starlette.requests import ClientDisconnect, Request
 
 from fulgurite.serve.http.config import Limits
@@ -24,6 +25,11 @@ MAX_EXACT = 1 << 53  # whole floats beyond have no one integer
 UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 MISSING_FIELD = re.compile(r"Object missing required field `(?P<name>.*)`")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+ENUM_VALUE = re.compile(r"Invalid enum value (?P<value>.*)", re.DOTALL)
+PATH_STEP = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
+NO_NUMBER = re.compile(
+    rb"\b(NaN|Infinity)\b"
+)  # Python's json writes them; JSON has no such numbers
 MAX_QUOTED = 200  # characters of a request that an error repeats
 # An escaped surrogate without its other half: a string that was cut inside of a character.
 HIGH, LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
@@ -107,13 +113,15 @@ def parse_body(body: bytes, kind: type[T], limits: Limits) -> T:
     except msgspec.ValidationError as error:
         if GOT_FLOAT.match(str(error)):
             return parse_whole_floats(body, kind)
-        raise describe_invalid(str(error)) from None
+        raise describe_invalid(str(error), kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        half = HALF_PAIR.search(body)
+        half, number = HALF_PAIR.search(body), NO_NUMBER.search(STRING.sub(b"", body))
+        text = str(error)
         if half is not None:
             text = f"it has {half[0].decode()}, which is half of a character"
-            raise invalid(f"the body is not valid JSON: {text}", code="invalid_json") from None
-        raise invalid(f"the body is not valid JSON: {error}", code="invalid_json") from None
+        elif number is not None:
+            text = f"it has {number[0].decode()}, which is no number of JSON"
+        raise invalid(f"the body is not valid JSON: {text}", code="invalid_json") from None
 
 
 def parse_whole_floats(body: bytes, kind: type[T]) -> T:
@@ -121,7 +129,7 @@ def parse_whole_floats(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.convert(to_integers(msgspec.json.decode(body)), kind)
     except msgspec.ValidationError as error:
-        raise describe_invalid(str(error)) from None
+        raise describe_invalid(str(error), kind) from None
 
 
 def to_integers(value: Any) -> Any:
@@ -135,13 +143,21 @@ def to_integers(value: Any) -> Any:
     return value
 
 
-def describe_invalid(text: str) -> ApiError:
-    """OpenAI's words for a message of msgspec: `Expected `int`, got `str` - at `$.seed``."""
+def describe_invalid(text: str, kind: Any) -> ApiError:
+    """OpenAI's words for a message of msgspec: `Expected `int`, got `str` - at `$.seed``.
+
+    `kind`: the type of the body, whose fields know their values.
+    """
     found = PATH.search(text)
     path = "" if found is None else found["path"].removeprefix("$").removeprefix(".")
     what = text if found is None else text[: found.start()]
     unknown, missing = UNKNOWN_FIELD.fullmatch(what), MISSING_FIELD.fullmatch(what)
+    wrong = ENUM_VALUE.fullmatch(what)
     what = what.replace("`", "'")[:MAX_QUOTED]
+    if wrong is not None and (choices := find_choices(kind, path)):
+        given = wrong["value"][:MAX_QUOTED]
+        names = ", ".join(map(repr, choices))
+        what = f"{given} is not one of {names}" if len(choices) > 1 else f"{given} is not {names}"
     if unknown is not None:
         name = join_path(path, unknown["name"][:MAX_QUOTED])
         return invalid(f"Unrecognized request argument supplied: {name}", name, "unknown_parameter")
@@ -150,6 +166,32 @@ def describe_invalid(text: str) -> ApiError:
         return invalid(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")
     where = f" for '{path}'" if path else ""
     return invalid(f"Invalid value{where}: {what}.", path or None, "invalid_type")
+
+
+def find_choices(kind: Any, path: str) -> list[str]:
+    """The values that the field at this path may have; empty if they are not named."""
+    types: list[Any] = [msgspec.inspect.type_info(kind)]
+    for step in PATH_STEP.findall(path):
+        found = []
+        for one in expand_unions(types):
+            match one:
+                case msgspec.inspect.StructType(fields=fields):
+                    found += [field.type for field in fields if field.encode_name == step]
+                case msgspec.inspect.ListType(item_type=inner):
+                    found.append(inner)
+                case msgspec.inspect.DictType(value_type=inner):
+                    found.append(inner)
+        types = found
+    literals = [one for one in expand_unions(types) if isinstance(one, msgspec.inspect.LiteralType)]
+    return [value for one in literals for value in one.values if isinstance(value, str)]
+
+
+def expand_unions(types: list[Any]) -> list[Any]:
+    return [
+        inner
+        for one in types
+        for inner in (one.types if isinstance(one, msgspec.inspect.UnionType) else (one,))
+    ]
 
 
 def join_path(path: str, name: str) -> str:

@@ -19,7 +19,7 @@ from fulgurite.serve.engine.request import SamplingParams
 from fulgurite.serve.http.admission import Ticket
 from fulgurite.serve.http.api.sampling import SamplingFields
 from fulgurite.serve.http.errors import invalid
-from fulgurite.serve.http.events import ParserEvent, ToolCallArguments, ToolCallStart
+from fulgurite.serve.http.events import ParserEvent, TextDelta, ToolCallArguments, ToolCallStart
 from fulgurite.serve.http.generation import (
     ChoiceFinish,
     Delta,
@@ -83,7 +83,10 @@ class ChatDelta(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class ReplyFormat:
-    """How replies to a prompt are parsed."""
+    """How replies to a prompt are parsed.
+
+    has_calls_only   the grammar allows calls and no text: what is left of one that was cut is dropped
+    """
 
     tool_format: ToolFormat | None
     reasoning_format: ReasoningFormat | None
@@ -91,6 +94,7 @@ class ReplyFormat:
     starts_in_reasoning: bool
     parse_reasoning: bool
     parallel: bool
+    has_calls_only: bool = False
 
     def make_parser(self) -> OutputParser:
         return OutputParser(
@@ -163,6 +167,7 @@ async def prepare_chat(
         starts_in_reasoning(text, reasoning),
         conversation.parse_reasoning,
         conversation.parallel_tool_calls,
+        choice.is_constrained,
     )
     return ids, format, choice
 
@@ -236,6 +241,8 @@ class ChatGeneration:
                 finish = ChoiceFinish("tool_calls", finish.stopped_by)
         if not self.format.parallel:
             events = [event for event in events if not is_later_call(event)]
+        if self.format.has_calls_only:
+            events = [event for event in events if not isinstance(event, TextDelta)]
         return ChatDelta(
             delta.index, events, delta.token_ids, delta.logprobs, finish, delta.prompt_logprobs
         )

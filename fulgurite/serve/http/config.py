@@ -6,12 +6,12 @@ the command line override the file.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args, get_origin, get_type_hints
 
 from fulgurite.errors import ArgumentError
@@ -21,6 +21,8 @@ from fulgurite.serve.remote.messages import HEARTBEAT_SECONDS
 ROUTING = ("prefix", "round-robin", "least-loaded")
 ENGINE_PLACES = ("process", "thread")
 SAMPLING_DEFAULTS = ("model", "openai")
+# Types of `LLMConfig` that a file names by text; this module imports no torch.
+TORCH_NAMES = SimpleNamespace(dtype=str, device=str)
 MIN_STALL_SECONDS = 2 * HEARTBEAT_SECONDS
 
 
@@ -57,6 +59,11 @@ class Limits:
     read_seconds: float = 60.0
     write_seconds: float = 60.0
     stored_responses: int = 1024
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (0 < value < math.inf):
+                raise ArgumentError(f"{name}={value} must be more than 0", where="[limits]")
 
 
 @dataclass(frozen=True)
@@ -140,6 +147,12 @@ class ServerConfig:
             )
         if self.max_waiting < 0:
             raise ArgumentError(f"max_waiting={self.max_waiting} must be 0 or more")
+        for name in ("deadline", "threads", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ArgumentError(f"{name}={value} must be more than 0", next="or leave it out")
+        if not 0 <= self.drain_seconds < math.inf:
+            raise ArgumentError(f"drain_seconds={self.drain_seconds} must be 0 or more")
         if not MIN_STALL_SECONDS <= self.stall_seconds < math.inf:
             raise ArgumentError(
                 f"stall_seconds={self.stall_seconds} must be {MIN_STALL_SECONDS:g} or more: "
@@ -154,12 +167,7 @@ class ServerConfig:
             raise ArgumentError(
                 "an API key is empty", next="give --api-key some text, or leave it out"
             )
-        known = {one.name for one in dataclasses.fields(LLMConfig)}
-        unknown = [name for name in self.engine if name not in known]
-        if unknown:
-            raise ArgumentError(
-                f"[engine] has no setting {unknown[0]!r}", next=f"it has {', '.join(sorted(known))}"
-            )
+        _check_engine(self.engine)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -171,11 +179,28 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ArgumentError(f"{name}={value!r} is not one of {', '.join(choices)}")
 
 
+def _check_engine(values: Mapping[str, Any]) -> None:
+    """ArgumentError for settings that `LLMConfig` does not have, and for wrong types."""
+    hints = get_type_hints(LLMConfig, localns={"torch": TORCH_NAMES})
+    for name, value in values.items():
+        if name not in hints:
+            raise ArgumentError(
+                f"[engine] has no setting {name!r}", next=f"it has {', '.join(sorted(hints))}"
+            )
+        if not _has_type(value, hints[name]):
+            raise ArgumentError(
+                f"{name}={value!r} must be {_describe(hints[name])}", where="[engine]"
+            )
+
+
 def load_config(path: str | Path | None, options: Mapping[str, Any]) -> ServerConfig:
     """The config of a TOML file (None: the defaults), overridden by `options`."""
     values: dict[str, Any] = {} if path is None else _read_toml(Path(path))
     where = "the command line" if path is None else str(path)
-    engine = {**values.pop("engine", {}), **options.get("engine", {})}
+    engine = values.pop("engine", {})
+    if not isinstance(engine, Mapping):
+        raise ArgumentError("[engine] must be a table", where=where)
+    engine = {**engine, **options.get("engine", {})}
     limits = build_dataclass(Limits, values.pop("limits", {}), f"{where} [limits]")
     merged = {**values, **options, "engine": engine, "limits": limits}
     return build_dataclass(ServerConfig, merged, where)
@@ -187,7 +212,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
             return tomllib.load(file)
     except OSError as error:
         raise ArgumentError(f"{path} can't be read: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ArgumentError(f"{path} is not TOML: {error}") from error
 
 
@@ -224,5 +249,8 @@ def _describe(hint: Any) -> str:
     names = {str: "text", int: "an integer", float: "a number", bool: "true or false"}
     if get_origin(hint) is tuple:
         return "a list of strings"
-    options = [one for one in get_args(hint) if one is not type(None)] or [hint]
+    if get_origin(hint) is Mapping:
+        return "a table"
+    hidden = (type(None), Path)  # nothing, and another way to write text
+    options = [one for one in get_args(hint) if one not in hidden] or [hint]
     return " or ".join(names.get(one, str(one)) for one in options)

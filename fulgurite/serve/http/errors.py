@@ -31,6 +31,8 @@ TYPES = {  # by status
     503: "overloaded_error",
     504: "timeout_error",
 }
+ID_HEADERS = ("x-request-id", "request-id")  # where the clients of OpenAI and Anthropic look for it
+ANTHROPIC_PATH = "/v1/messages"  # errors of these paths have Anthropic's shape
 # The openai and anthropic clients retry 408, 409, 429 and 5xx unless this header says otherwise.
 NO_RETRY = {"x-should-retry": "false"}
 
@@ -46,10 +48,13 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
+        """`details`: what Anthropic's clients read to go on in another way."""
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
+        self.details = details
 
     @property
     def type(self) -> str:
@@ -68,7 +73,9 @@ class ApiError(Exception):
     def to_anthropic(self, request_id: str) -> dict[str, Any]:
         kinds = {"server_error": "api_error", "conflict_error": "invalid_request_error"}
         kind = "request_too_large" if self.status == 413 else kinds.get(self.type, self.type)
-        error = {"type": kind, "message": self.message}
+        error: dict[str, Any] = {"type": kind, "message": self.message}
+        if self.details is not None:
+            error["details"] = self.details
         return {"type": "error", "error": error, "request_id": request_id}
 
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,7 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from fulgurite.serve.http.body import encode_json
 from fulgurite.serve.http.config import Limits
-from fulgurite.serve.http.errors import ApiError
+from fulgurite.serve.http.errors import ANTHROPIC_PATH, ID_HEADERS, ApiError
 
 # Strangers must not fill the log: uvicorn warns of each request that is no HTTP.
 logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
@@ -115,6 +116,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.url = b""  # of the message that is being read
         self.running: RequestResponseCycle | None = None  # the request that the application answers
         self.refusal = BAD_REQUEST  # what is sent if the parser gives up
         self.late_refusal: ApiError | None = None  # what is sent after the requests that run
@@ -282,10 +284,13 @@ class LimitedProtocol(HttpToolsProtocol):
         if current is not None:  # the application need not wait for the rest
             current.disconnected = True
             current.message_event.set()
-        body = encode_json(error.to_openai())
+        id = f"req-{uuid.uuid4().hex}"
+        is_anthropic = self.url.startswith(ANTHROPIC_PATH.encode())
+        body = encode_json(error.to_anthropic(id) if is_anthropic else error.to_openai())
         head = [
             STATUS_LINE[error.status],
             b"content-type: application/json\r\nconnection: close\r\n",
+            *(b"%b: %b\r\n" % (name.encode(), id.encode()) for name in ID_HEADERS),
             b"content-length: %d\r\n\r\n" % len(body),
         ]
         self.transport.write(b"".join([*head, body]))

@@ -7,11 +7,45 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 MAX_BYTES = 256 << 20  # of the conversations of all stored responses
+
+
+class EventLog:
+    """The events of a response in the background, by number. Several clients may follow it."""
+
+    def __init__(self) -> None:
+        self.events: list[bytes] = []
+        self.is_closed = False
+        self.changed = asyncio.Event()
+
+    def add(self, event: bytes) -> None:
+        self.events.append(event)
+        self._wake_up()
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        changed, self.changed = self.changed, asyncio.Event()
+        changed.set()
+
+    async def follow(self, start: int = 0) -> AsyncIterator[bytes]:
+        """The events from this number on, as they come, up to the last one."""
+        while True:
+            changed = self.changed
+            if start < len(self.events):
+                found = self.events[start:]
+                start += len(found)
+                yield b"".join(found)
+            elif self.is_closed:
+                return
+            else:
+                await changed.wait()
 
 
 @dataclass
@@ -22,6 +56,7 @@ class StoredResponse:
     num_bytes    of the bodies that made the conversation
     task         that still makes the response (background)
     input_items  of the conversation before the response (api/responses_items.py)
+    log          of its events, if it is streamed in the background
     """
 
     id: str
@@ -31,6 +66,7 @@ class StoredResponse:
     num_bytes: int = 0
     task: asyncio.Task[None] | None = None
     input_items: tuple[Mapping[str, Any], ...] = ()
+    log: EventLog | None = None
 
     @property
     def is_running(self) -> bool:
@@ -51,6 +87,13 @@ class ResponseStore:
         self.entries[entry.id] = entry
         self.num_bytes += entry.num_bytes
         self.evict()
+
+    def add_bytes(self, entry: StoredResponse, count: int) -> None:
+        """A response has grown."""
+        entry.num_bytes += count
+        if entry.id in self.entries:
+            self.num_bytes += count
+            self.evict()
 
     def find(self, id: str, owner: str) -> StoredResponse | None:
         entry = self.entries.get(id)

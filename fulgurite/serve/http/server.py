@@ -239,11 +239,13 @@ class Server:
         if spec is None:
             return
         if self.grammars is None:
-            raise invalid("structured output needs a tokenizer", "response_format")
+            raise invalid("structured output and bad_words need a tokenizer", "response_format")
         try:
             await self.run_in_pool(self.grammars.check, spec)
         except ArgumentError as error:
-            raise invalid(error.one_line(), "response_format", "invalid_grammar") from None
+            text = error.one_line()
+            param = "bad_words" if text.startswith("bad_words") else "response_format"
+            raise invalid(text, param, "invalid_grammar") from None
 
     def generate(self, request: GenerationRequest, ticket: Ticket) -> Generation:
         return Generation(self, request, ticket)

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from fulgurite.errors import ArgumentError
 from fulgurite.models.tokenizer import Tokenizer
 from fulgurite.serve.engine.grammar import Grammar, GrammarSpec
 from fulgurite.serve.structured.backend import llguidance, require_llguidance
+from fulgurite.serve.structured.bad_words import BadWords, BadWordsConstraint, TokenBytes
 from fulgurite.serve.structured.constraint import (
     MASK_BITS,
     GrammarConstraint,
@@ -38,6 +40,7 @@ from fulgurite.serve.structured.limits import (
 )
 from fulgurite.serve.structured.mask_threads import MaskThreads
 from fulgurite.serve.structured.sources import JSON_DEFAULTS, JSON_OVERRIDES, check_source
+from fulgurite.serve.structured.structural_tag import to_lark
 
 END_TOKEN = "<|end of the grammar|>"
 NAMES = {
@@ -46,6 +49,8 @@ NAMES = {
     "regex": "regex",
     "lark": "Lark grammar",
     "choices": "list of choices",
+    "structural_tag": "structural tag",
+    "bad_words": "list of bad words",
 }
 # \d and \w are ASCII, as in JSON Schema: what they match differs between regex libraries.
 ASCII_CLASSES = "dw"
@@ -54,6 +59,7 @@ HELP = {
     "json_schema": "change the schema; keywords such as not, if and uniqueItems are not supported",
     "regex": "use the syntax of Rust's regex crate: no look-around, no backreferences",
     "lark": "see llguidance's documentation of its Lark dialect",
+    "structural_tag": "its schemas and regexes have the limits of json_schema and regex",
 }
 
 
@@ -64,11 +70,13 @@ class CompiledGrammar:
         self.lock = threading.Lock()
         self.matcher: Any = None
         self.is_empty = False
+        self.words: BadWords | None = None
+        self.inner: GrammarSpec | None = None  # beside the words
         self.error: ArgumentError | None = None
 
     @property
     def is_built(self) -> bool:
-        return self.matcher is not None or self.error is not None
+        return any(one is not None for one in (self.matcher, self.words, self.error))
 
 
 class GrammarCompiler:
@@ -110,7 +118,7 @@ class GrammarCompiler:
         """ArgumentError if the grammar can't be used; says what is wrong with it, and where."""
         self._find_or_build(spec)
 
-    def compile(self, spec: GrammarSpec) -> GrammarConstraint:
+    def compile(self, spec: GrammarSpec) -> Grammar:
         """The grammar at its beginning; ArgumentError as for `check`."""
         return self._make_constraint(self._find_or_build(spec))
 
@@ -160,9 +168,18 @@ class GrammarCompiler:
     def _build(self, spec: GrammarSpec, grammar: CompiledGrammar) -> None:
         source = check_source(spec)
         self.warm_up()
+        if spec.kind == "bad_words":
+            words, inner = source
+            if inner is not None:
+                self._find_or_build(inner)
+            grammar.inner, grammar.words = inner, BadWords(words, self.token_bytes)
+            return
         library = require_llguidance()
         limits = LARK_PARSER_LIMITS if spec.kind == "lark" else PARSER_LIMITS
         try:
+            if spec.kind == "structural_tag":
+                options = {**JSON_DEFAULTS, **JSON_OVERRIDES}
+                source = to_lark(source, self._find_special_tokens(), options)
             text = to_llguidance(spec.kind, source)
         except ValueError as error:
             raise reject(spec.kind, str(error)) from error
@@ -191,7 +208,23 @@ class GrammarCompiler:
             raise reject(kind, "no text matches it")
         return allowed <= {*self.eos_token_ids, self.layout.hidden_token}
 
-    def _make_constraint(self, grammar: CompiledGrammar) -> GrammarConstraint:
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        return TokenBytes(self.backend, self.vocab_size)
+
+    def _find_special_tokens(self) -> dict[str, int]:
+        added = self.tokenizer.backend.get_added_tokens_decoder()
+        return {one.content: token for token, one in added.items() if one.special}
+
+    def _make_constraint(self, grammar: CompiledGrammar) -> Grammar:
+        if grammar.words is not None:
+            inner = None
+            if grammar.inner is not None:
+                inner = self._make_matcher(self._find_or_build(grammar.inner))
+            return BadWordsConstraint(grammar.words, inner)
+        return self._make_matcher(grammar)
+
+    def _make_matcher(self, grammar: CompiledGrammar) -> GrammarConstraint:
         with grammar.lock:
             matcher = grammar.matcher.deep_copy()
         return GrammarConstraint(matcher, self.layout, self.threads, grammar.is_empty)
@@ -223,7 +256,7 @@ def to_llguidance(kind: str, source: Any) -> str:
     text: str
     if kind in ("json_schema", "json_object"):
         text = library.LLMatcher.grammar_from_json_schema(source, JSON_DEFAULTS, JSON_OVERRIDES)
-    elif kind == "lark":
+    elif kind in ("lark", "structural_tag"):
         text = library.LLMatcher.grammar_from_lark(source)
     elif source == "":
         text = library.LLMatcher.grammar_from_regex(source)

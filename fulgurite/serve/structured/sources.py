@@ -3,6 +3,8 @@
 json_schema, json_object ─▶ JSON schema, no free whitespace between tokens
 regex, choices           ─▶ regex
 lark                     ─▶ Lark, in llguidance's dialect
+structural_tag           ─▶ the same (structural_tag.py)
+bad_words                ─▶ words, and the grammar beside them (bad_words.py)
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from typing import Any
 from fulgurite.errors import ArgumentError
 from fulgurite.serve.engine.grammar import GrammarSpec
 from fulgurite.serve.structured.limits import (
+    MAX_BAD_WORDS,
+    MAX_BAD_WORDS_CHARACTERS,
     MAX_CHOICES,
     MAX_CHOICES_CHARACTERS,
     MAX_LARK_CHARACTERS,
@@ -22,6 +26,7 @@ from fulgurite.serve.structured.limits import (
     MAX_SCHEMA_CHARACTERS,
 )
 from fulgurite.serve.structured.regex_size import lark_terminal_sizes, longest_lark_string
+from fulgurite.serve.structured.schema_rewrite import rewrite_schema
 from fulgurite.serve.structured.schema_size import check_regex_size, check_schema_size
 
 # One way to write a document: small models write whitespace without end where they may. Users can
@@ -43,7 +48,7 @@ def check_unicode(spec: GrammarSpec) -> None:
         spec.source.encode()
     except UnicodeEncodeError as error:
         raise ArgumentError(
-            f"character {error.start} of the {spec.kind}, {spec.source[error.start]!r}, is not valid "
+            f"{spec.kind}: character {error.start}, {spec.source[error.start]!r}, is not valid "
             "Unicode",
             next="pass text decoded from UTF-8",
         ) from error
@@ -68,7 +73,7 @@ def check_json_schema(source: str) -> dict[str, Any]:
             f"the JSON schema is a JSON {type(schema).__name__}", next="a schema is an object"
         )
     check_schema_size(schema)
-    return schema
+    return rewrite_schema(schema)
 
 
 def parse_json(name: str, source: str) -> Any:
@@ -136,10 +141,33 @@ def escape_character(character: str) -> str:
     return character
 
 
+def check_structural_tag(source: str) -> Any:
+    check_length("structural tag", source, MAX_SCHEMA_CHARACTERS)
+    return parse_json("structural tag", source)
+
+
+def check_bad_words(source: str) -> tuple[list[str], GrammarSpec | None]:
+    """The words, and the grammar beside them."""
+    words, inner = json.loads(source)
+    if len(words) > MAX_BAD_WORDS:
+        raise ArgumentError(
+            f"bad_words has {len(words):,} words", next=f"use {MAX_BAD_WORDS} or fewer"
+        )
+    if sum(map(len, words)) > MAX_BAD_WORDS_CHARACTERS:
+        raise ArgumentError(
+            f"bad_words has more than {MAX_BAD_WORDS_CHARACTERS:,} characters", next="use fewer"
+        )
+    for word in words:
+        check_unicode(GrammarSpec("bad_words", word))
+    return words, None if inner is None else GrammarSpec(*inner)
+
+
 CHECKS: dict[str, Callable[[str], Any]] = {
     "json_schema": check_json_schema,
     "json_object": lambda source: ANY_OBJECT,
     "regex": check_regex,
     "lark": check_lark,
     "choices": check_choices_source,
+    "structural_tag": check_structural_tag,
+    "bad_words": check_bad_words,
 }

@@ -247,6 +247,11 @@ def test_token_ids_on_request(server):
     assert len(ids) == reply.usage.completion_tokens
     text = server.post("/detokenize", {"tokens": ids[:-1]}).json()["prompt"]
     assert text == "Hello there."
+    chunks = stream(server, say("Hello there."), extra_body={"return_token_ids": True}, n=2)
+    prompts = [chunk.prompt_token_ids for chunk in chunks if hasattr(chunk, "prompt_token_ids")]
+    assert prompts == [reply.prompt_token_ids] and hasattr(chunks[0], "prompt_token_ids")
+    choices = [one for chunk in chunks for one in chunk.choices if one.index == 0]
+    assert [token for one in choices for token in one.token_ids] == ids
 
 
 # ---- tools ----------------------------------------------------------------------------------------
@@ -351,6 +356,16 @@ def test_forced_calls_are_valid(tiny, choice):
         assert call.function.name == "get_weather"
         assert json.loads(call.function.arguments)["city"] in ("Oslo", "Rome")
         assert reply.choices[0].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("limit", [1, 4, 9, 25])
+def test_forced_call_that_is_cut_leaves_no_text(tiny, limit):
+    """What is left of a call before its name is known is not the content of a message."""
+    options = {"tools": [WEATHER], "tool_choice": "required", "max_completion_tokens": limit}
+    choice = ask(tiny, temperature=1, seed=0, **options).choices[0]
+    assert choice.finish_reason == "length" and not choice.message.content
+    parts = [chunk.choices[0].delta.content for chunk in stream(tiny, **options)]
+    assert not any(parts)
 
 
 def test_conversation_with_results_of_tools(server):

@@ -64,6 +64,15 @@ BAD: list[dict[str, Any]] = [
     {"stall_seconds": float("nan")},
     {"stall_timeout": 0.9},
     {"stall_timeout": -1.0},
+    {"deadline": -4.0},
+    {"deadline": float("nan")},
+    {"threads": 0},
+    {"max_tokens": 0},
+    {"drain_seconds": -1.0},
+    {"drain_seconds": float("inf")},
+    {"engine": {"max_sequences": "a"}},
+    {"engine": {"context": True}},
+    {"engine": {"dtype": 5}},
 ]
 
 
@@ -85,6 +94,11 @@ BAD_FILES = [
     "api_keys = [1]",
     "[engine]\nnothing = 1",
     "deadline = 'soon'",
+    "engine = 5",
+    "[engine]\nmax_sequences = 'many'",
+    "[limits]\nbody_bytes = -3",
+    "[limits]\nread_seconds = nan",
+    "mock_options = 3",
 ]
 
 
@@ -96,6 +110,18 @@ def test_files_that_are_wrong(tmp_path, text):
         load_config(file, {})
     name = text.splitlines()[-1].partition(" ")[0]
     assert name in str(error.value) or "TOML" in str(error.value)
+
+
+def test_file_that_is_no_text(tmp_path):
+    file = tmp_path / "serve.toml"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ArgumentError, match="not TOML"):
+        load_config(file, {})
+
+
+def test_types_of_engine_settings():
+    engine = {"dtype": "float32", "device": "cpu", "record_load": "a.json", "timeout": 5}
+    assert ServerConfig(engine={**engine, "context": None}).engine["timeout"] == 5
 
 
 def test_files_that_are_not_there(tmp_path):

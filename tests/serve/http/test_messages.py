@@ -360,7 +360,8 @@ def test_fields_of_clients_are_accepted(server: RunningServer) -> None:
         metadata={"user_id": "u"},
         service_tier="auto",
         system=[{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}],
-        extra_body={"temperature": 0.5, "top_p": 0.9, "top_k": 5},
+        extra_body={"temperature": 0.5, "top_p": 0.9, "top_k": 5, "workspace_id": "w"},
+        thinking={"type": "between_tools"},
         tools=[{**WEATHER, "cache_control": {"type": "ephemeral"}, "type": "custom"}],
     )
     assert message.content[0].text == "Yes."
@@ -391,3 +392,31 @@ def test_text_after_hidden_thinking_is_one_block() -> None:
 @pytest.mark.parametrize("text", ["", "[1]", '{"a":', "7", "[" * 100_000])
 def test_arguments_that_are_no_object_are_kept(text: str) -> None:
     assert read_input(text) == {"INVALID_JSON": text}
+
+
+@anthropic.beta_tool
+def add(a: int, b: int) -> str:
+    """Add two numbers."""
+    return str(a + b)
+
+
+def test_tool_runner_goes_on_without_threads() -> None:
+    """The client asks for a thread that the server holds, and sends whole conversations instead."""
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    with serve(mock_config([call, "It is 3."], tool_call_parser="hermes")) as server:
+        runner = server.anthropic().beta.messages.tool_runner(
+            model=MODEL,
+            max_tokens=200,
+            messages=[{"role": "user", "content": "1 + 2?"}],
+            tools=[add],
+        )
+        assert [message.stop_reason for message in runner] == ["tool_use", "end_turn"]
+        assert server.leaks() == {}
+
+
+def test_thread_is_refused_in_the_words_of_the_client(server: RunningServer) -> None:
+    reply = server.post("/v1/messages", make_body("hi", thread={"type": "create"}))
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and "'thread' is not supported" in error["message"]
+    assert error["details"]["error_code"] == "thread_unsupported_request"
+    assert server.post("/v1/messages", make_body("hi", thread=None)).status_code == 200

@@ -205,6 +205,7 @@ def test_wrong_methods_name_the_right_ones(server):
         reply = server.get(path)
         check_error(reply, 405)
         assert "POST" in reply.headers["allow"]
+        assert reply.json()["error"]["message"].endswith("is not served here; use POST")
     check_error(PLAIN.delete(server.url + "/health"), 405)
 
 

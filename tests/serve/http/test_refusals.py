@@ -71,6 +71,18 @@ def check_refusal(reply: tuple[int, bytes, Any], status: int) -> None:
     assert b"connection: close" in reply[1]
 
 
+def test_refusal_has_an_id_and_the_shape_of_its_path(server: RunningServer) -> None:
+    """Also what never reaches the application: a message that can't be read."""
+    for path in (b"/v1/messages", b"/v1/messages/count_tokens"):
+        data = CHUNKED.replace(b"/v1/completions", path) + b"zz\r\n"
+        [(status, head, body)] = read_replies(exchange(server, data))
+        assert status == 400 and body["type"] == "error"
+        assert body["error"]["type"] == "invalid_request_error"
+        assert b"request-id: " + body["request_id"].encode() in head
+    [(status, head, body)] = read_replies(exchange(server, CHUNKED + b"zz\r\n"))
+    assert set(body) == {"error"} and b"x-request-id: req-" in head
+
+
 REFUSED: dict[str, tuple[bytes, int]] = {
     "no HTTP": (b"\x16\x03\x01\x02\x00\x01\x00\xfc\r\n\r\n", 400),
     "no HTTP, huge": (b"\x00" * HUGE, 400),

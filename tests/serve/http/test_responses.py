@@ -406,6 +406,64 @@ def test_background_response_has_its_failure() -> None:
         assert server.leaks() == {}
 
 
+def test_background_stream_is_followed_again(server: RunningServer) -> None:
+    client = server.openai()
+    text = script("One two three four five.")
+    events = list(client.responses.create(model=MODEL, input=text, background=True, stream=True))
+    names = [event.type for event in events]
+    assert names[:3] == ["response.created", "response.queued", "response.in_progress"]
+    assert names[-1] == "response.completed"
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    id = events[0].response.id
+    assert client.responses.retrieve(id).output_text == "One two three four five."
+    again = client.responses.retrieve(id, stream=True)
+    assert list(again) == events
+    after = client.responses.retrieve(id, stream=True, starting_after=4)
+    assert list(after) == events[5:]
+    assert list(client.responses.retrieve(id, stream=True, starting_after=10_000)) == []
+    bad = server.get(f"/v1/responses/{id}?stream=true&starting_after=x")
+    assert bad.status_code == 400 and bad.json()["error"]["param"] == "starting_after"
+
+
+def test_background_stream_goes_on_without_its_client() -> None:
+    with serve(mock_config(mock_options=SLOW)) as server:
+        client = server.openai()
+        options: Any = {"model": MODEL, "background": True, "stream": True}
+        with client.responses.create(input="Hello", max_output_tokens=40, **options) as stream:
+            first = next(iter(stream))  # at once: the client knows the id
+        assert first.type == "response.created" and first.response.status == "queued"
+        rest = list(client.responses.retrieve(first.response.id, stream=True, starting_after=0))
+        assert rest[0].sequence_number == 1 and rest[-1].type == "response.incomplete"
+        with client.responses.create(input="Hello", max_output_tokens=4000, **options) as stream:
+            first = next(iter(stream))
+            assert client.responses.cancel(first.response.id).status == "cancelled"
+            assert [event.type for event in stream][-1] != "response.completed"  # it ends
+        assert server.leaks() == {}
+
+
+def test_background_stream_has_its_failure() -> None:
+    with serve(mock_config(mock_options=SLOW, faults=True)) as server:
+        options: Any = {"model": MODEL, "background": True, "stream": True}
+        stream = server.openai().responses.create(input="x", max_output_tokens=4000, **options)
+        events = []
+        for event in stream:
+            events.append(event)
+            if len(events) == 4:
+                server.loop.call_soon_threadsafe(server.app.server.clients[0].inject_fault, "raise")
+        assert events[-1].type == "response.failed"
+        assert events[-1].response.error.code == "server_error"
+        assert server.leaks() == {}
+
+
+def test_events_count_toward_the_size_of_the_store(server: RunningServer) -> None:
+    store = server.app.server.responses
+    before = store.num_bytes
+    text = script("word " * 100)
+    list(server.openai().responses.create(model=MODEL, input=text, background=True, stream=True))
+    assert store.num_bytes - before > 5000
+    assert store.num_bytes == sum(entry.num_bytes for entry in store.entries.values())
+
+
 def test_only_background_responses_are_cancelled(server: RunningServer) -> None:
     response = create(server, script("Hi."))
     with pytest.raises(openai.BadRequestError, match="background"):
@@ -498,7 +556,6 @@ def test_truncation_drops_the_oldest_turns(server: RunningServer) -> None:
         ({"top_logprobs": 99}, 400, "top_logprobs"),
         ({"include": ["everything"]}, 400, "include"),
         ({"background": True, "store": False}, 400, "store"),
-        ({"background": True, "stream": True}, 400, "stream"),
         ({"conversation": "conv_1"}, 400, "conversation"),
         ({"prompt": {"id": "x"}}, 400, "prompt"),
         ({"metadata": {str(i): "x" for i in range(17)}}, 400, "metadata"),

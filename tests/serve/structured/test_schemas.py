@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from fulgurite.errors import ArgumentError
-from fulgurite.serve.engine.grammar import GrammarSpec, encode_json_schema
+from fulgurite.serve.engine.grammar import GrammarSpec, encode_json
 from fulgurite.serve.structured.compiler import GrammarCompiler
 from tests.serve.structured.drivers import sample_reply, smollm2_compiler, tiny_compiler
 from tests.serve.structured.schemas import make_schema
@@ -22,7 +22,7 @@ def check_schemas(compiler: GrammarCompiler, seeds: range) -> Counter[str]:
     counts: Counter[str] = Counter()
     for seed in seeds:
         schema = make_schema(seed)
-        spec = GrammarSpec("json_schema", encode_json_schema(schema))
+        spec = GrammarSpec("json_schema", encode_json("json_schema", schema))
         try:
             texts = [sample_reply(compiler, spec, 7 * seed, bool(use)) for use in (seed % 2, 1)]
         except ArgumentError as error:

@@ -335,11 +335,15 @@ async def stream_events(
     include_usage = options is not None and options.include_usage
     continuous = options is not None and options.continuous_usage_stats
     started: set[int] = set()
+    has_prompt = False  # its token ids come with the first chunk
     stream = chat.deltas()
     try:
         async for delta in stream:
             for choice in describe_delta(server, body, delta, delta.index not in started):
                 event = {**chunk, "choices": [choice]}
+                if body.return_token_ids and not has_prompt:
+                    has_prompt = True
+                    event["prompt_token_ids"] = chat.generation.request.prompt_ids
                 if continuous:
                     event["usage"] = describe_usage(chat.usage)
                 elif include_usage:

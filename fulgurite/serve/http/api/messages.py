@@ -17,7 +17,11 @@ from starlette.responses import Response
 
 from fulgurite.serve.http.admission import Ticket
 from fulgurite.serve.http.api.messages_input import ConversationFields
-from fulgurite.serve.http.api.sampling import MAX_PRIORITY, MIN_PRIORITY, SamplingFields
+from fulgurite.serve.http.api.sampling import (
+    SamplingFields,
+    choose_constraint,
+    read_structured_outputs,
+)
 from fulgurite.serve.http.asgi import (
     JsonResponse,
     encode_named_event,
@@ -53,34 +57,29 @@ class MessageRequest(ConversationFields, kw_only=True, forbid_unknown_fields=Tru
     stop_sequences: list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
     stream: bool | None = None
     # accepted, without a meaning here
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     inference_geo: str | None = None
     diagnostics: dict[str, Any] | None = None
-    # not of Anthropic
-    seed: int | None = None
-    priority: Annotated[int, Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)] | None = None
-    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
-    deadline: Annotated[float, Meta(gt=0)] | None = None
 
     def to_sampling_fields(self) -> SamplingFields:
         return SamplingFields(
             temperature=self.temperature,
             top_p=self.top_p,
-            top_k=self.top_k,
             stop=self.stop_sequences,
-            seed=self.seed,
-            priority=self.priority,
-            cache_salt=self.cache_salt,
-            deadline=self.deadline,
+            **self.copy_extras(),
         )
+
+    def read_constraint(self) -> dict[str, Any]:
+        """The fields of `SamplingParams` that `output_config`, or vLLM's field, asks for."""
+        given = read_structured_outputs(self.structured_outputs)
+        return choose_constraint([*self.read_format(), *given])
 
 
 class CountTokensRequest(ConversationFields, kw_only=True, forbid_unknown_fields=True):
-    """The body of a request to count the tokens of a prompt."""
+    """The body of a request to count the tokens of a prompt. Its extra fields change no count."""
 
 
 async def create_message(request: Request, server: Server) -> Response:

@@ -13,9 +13,12 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from fulgurite.serve.http.api.sampling import ExtraFields
 from fulgurite.serve.http.chat import Conversation
-from fulgurite.serve.http.errors import invalid
+from fulgurite.serve.http.errors import ApiError, invalid
 
+# Anthropic's tool runner then sends the whole conversation with each request.
+NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 ERROR_PREFIX = "Error: "  # chat templates have no field for a tool that failed
 
 
@@ -81,7 +84,7 @@ class MessageToolChoice(Struct):
 class Thinking(Struct):
     """Whether the model thinks before it answers, and whether the reply shows it."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
     display: Literal["summarized", "omitted"] | None = None
 
@@ -100,7 +103,7 @@ class OutputConfig(Struct):
     format: MessageOutputFormat | None = None
 
 
-class ConversationFields(Struct, kw_only=True, forbid_unknown_fields=True):
+class ConversationFields(ExtraFields, kw_only=True, forbid_unknown_fields=True):
     """Fields that make the prompt. `cache_control` is accepted anywhere: prefixes are always cached."""
 
     model: str
@@ -116,9 +119,18 @@ class ConversationFields(Struct, kw_only=True, forbid_unknown_fields=True):
     container: Any = None
     speed: Literal["standard", "fast"] | None = None  # accepted, as `user_profile_id`
     user_profile_id: str | None = None
+    workspace_id: str | None = None
+    thread: dict[str, Any] | None = None  # refused in a way that clients understand
     chat_template_kwargs: dict[str, Any] | None = None  # not of Anthropic
 
     def to_conversation(self) -> Conversation:
+        if self.thread is not None:
+            raise ApiError(
+                400,
+                "'thread' is not supported: send the whole conversation in 'messages'",
+                param="thread",
+                details=NO_THREADS,
+            )
         if self.mcp_servers:
             raise invalid("'mcp_servers' is not supported; pass 'tools'", "mcp_servers")
         if self.container:
@@ -150,11 +162,11 @@ class ConversationFields(Struct, kw_only=True, forbid_unknown_fields=True):
             values.setdefault("reasoning_effort", self.output_config.effort)
         return values
 
-    def read_constraint(self) -> dict[str, Any]:
+    def read_format(self) -> list[tuple[str, Any]]:
         config = self.output_config
         if config is None or config.format is None:
-            return {}
-        return {"json_schema": config.format.schema}
+            return []
+        return [("json_schema", config.format.schema)]
 
 
 def describe_tool(tool: MessageTool) -> dict[str, Any]:

@@ -102,7 +102,10 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         ("object", "input_tokens"),
     ),
     ("GET", "/v1/responses/{id}"): Operation(
-        "Read a stored response", keys=RESPONSE, parameters=(("stream", "boolean"),)
+        "Read a stored response, or follow its events",
+        keys=RESPONSE,
+        produces=(JSON, EVENTS),
+        parameters=(("stream", "boolean"), ("starting_after", "integer")),
     ),
     ("DELETE", "/v1/responses/{id}"): Operation(
         "Delete a stored response", keys=("id", "object", "deleted")

@@ -119,7 +119,11 @@ ANTHROPIC_ERROR: Schema = {
         "type": {"const": "error"},
         "error": {
             "type": "object",
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            "properties": {
+                "type": {"type": "string"},
+                "message": {"type": "string"},
+                "details": {"type": "object"},
+            },
             "required": ["type", "message"],
         },
         "request_id": {"type": "string"},

@@ -38,7 +38,7 @@ from fulgurite.serve.http.chat import (
 )
 from fulgurite.serve.http.errors import ApiError, invalid, to_api_error
 from fulgurite.serve.http.generation import ChoiceFinish
-from fulgurite.serve.http.response_store import StoredResponse
+from fulgurite.serve.http.response_store import EventLog, StoredResponse
 from fulgurite.serve.http.server import Server, new_id
 
 FALSE_VALUES = ("", "0", "false")
@@ -151,9 +151,12 @@ async def create_response(request: Request, server: Server) -> Response:
             input_items=collect_items(body.input, previous),
         )
         if body.background:
+            entry.log = EventLog() if body.stream else None
             entry.task = asyncio.create_task(run_in_background(run, entry))
-            entry.task.add_done_callback(lambda _: ticket.close())  # also if it never starts
+            entry.task.add_done_callback(lambda _: end_background(entry, ticket))
             server.responses.put(entry)
+            if entry.log is not None:
+                return await start_stream(request, entry.log.follow())
             return JsonResponse(entry.response)
         if body.stream:
             stream = stream_events(run, entry, ticket)
@@ -277,7 +280,10 @@ async def finish(run: ResponseRun, entry: StoredResponse) -> None:
 async def run_in_background(run: ResponseRun, entry: StoredResponse) -> None:
     """Make a response that clients ask for later. Its errors are in the response."""
     try:
-        await complete(run, entry)
+        if entry.log is None:
+            await complete(run, entry)
+        else:
+            await log_events(run, entry, entry.log)
     except asyncio.CancelledError:
         run.output.close("incomplete")
         entry.response = run.describe("in_progress", output=run.output.items)
@@ -288,24 +294,59 @@ async def run_in_background(run: ResponseRun, entry: StoredResponse) -> None:
             LOG.exception("response %s failed: %s", run.id, error)
             failure = ApiError(500, f"internal error; the server's log has it under {run.id}")
         entry.response = run.describe_failure(failure)
+        if entry.log is not None:
+            entry.log.add(run.encode_status("failed", entry.response))
+
+
+def end_background(entry: StoredResponse, ticket: Ticket) -> None:
+    """The task of a response has ended, or never started."""
+    ticket.close()
+    if entry.log is not None:
+        entry.log.close()
+
+
+async def log_events(run: ResponseRun, entry: StoredResponse, log: EventLog) -> None:
+    """Make a response, and log its events: clients follow the log, and may come back to it."""
+    for name in ("created", "queued"):
+        log.add(run.encode_status(name, entry.response))
+    events = make_events(run, entry)
+    try:
+        async for group in events:
+            for event in group:
+                log.add(event)
+            run.server.responses.add_bytes(entry, sum(map(len, group)))
+    finally:
+        await events.aclose()  # type: ignore[attr-defined]
+
+
+async def make_events(run: ResponseRun, entry: StoredResponse) -> AsyncIterator[list[bytes]]:
+    """The response without output, its items, and the whole response. `created` may be there."""
+    deltas = run.chat.deltas()
+    is_first = True
+    try:
+        async for delta in deltas:
+            if is_first:
+                is_first = False
+                entry.response = run.describe("in_progress")
+                names = ("in_progress",) if run.num_events else ("created", "in_progress")
+                yield [run.encode_status(name, entry.response) for name in names]
+            events = run.add(delta)
+            if events:
+                yield [run.encode(event) for event in events]
+        await finish(run, entry)
+        yield [run.encode_status(entry.response["status"], entry.response)]
+    finally:
+        await deltas.aclose()  # type: ignore[attr-defined]
 
 
 async def stream_events(
     run: ResponseRun, entry: StoredResponse, ticket: Ticket
 ) -> AsyncIterator[bytes]:
-    """The response without output, its items, and the whole response."""
-    deltas = run.chat.deltas()
+    """The events for the one client that asked for the response."""
+    groups = make_events(run, entry)
     try:
-        async for delta in deltas:
-            if not run.num_events:
-                response = run.describe("in_progress")
-                yield run.encode_status("created", response)
-                yield run.encode_status("in_progress", response)
-            events = run.add(delta)
-            if events:
-                yield b"".join(map(run.encode, events))
-        await finish(run, entry)
-        yield run.encode_status(entry.response["status"], entry.response)
+        async for group in groups:
+            yield b"".join(group)
     except Exception as error:  # a stream that has begun can only end with an event
         failure = to_api_error(error)
         if failure is None or not run.num_events:
@@ -313,7 +354,7 @@ async def stream_events(
         entry.response = run.describe_failure(failure)
         yield run.encode_status("failed", entry.response)
     finally:
-        await deltas.aclose()  # type: ignore[attr-defined]
+        await groups.aclose()  # type: ignore[attr-defined]
         ticket.close()
 
 
@@ -329,9 +370,20 @@ def find_stored(request: Request, server: Server) -> StoredResponse:
 
 
 async def get_response(request: Request, server: Server) -> Response:
-    if request.query_params.get("stream", "").lower() not in FALSE_VALUES:
-        raise invalid("a stored response can't be streamed; read it without 'stream'", "stream")
-    return JsonResponse(find_stored(request, server).response)
+    """A response as it is now; with `stream` its events, those after `starting_after`."""
+    entry, query = find_stored(request, server), request.query_params
+    if query.get("stream", "").lower() in FALSE_VALUES:
+        return JsonResponse(entry.response)
+    if entry.log is None:
+        raise invalid(
+            "only a response that was created with 'background' and 'stream' can be streamed again; "
+            "read it without 'stream'",
+            "stream",
+        )
+    after = query.get("starting_after", "")
+    if after and not (after.isascii() and after.isdigit() and len(after) < 10):
+        raise invalid("'starting_after' must be the number of an event", "starting_after")
+    return await start_stream(request, entry.log.follow(int(after) + 1 if after else 0))
 
 
 async def list_input_items(request: Request, server: Server) -> Response:

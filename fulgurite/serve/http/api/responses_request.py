@@ -10,9 +10,10 @@ from msgspec import Meta, Struct
 
 from fulgurite.serve.http.api.responses_input import add_instructions
 from fulgurite.serve.http.api.sampling import (
-    MAX_PRIORITY,
-    MIN_PRIORITY,
+    ExtraFields,
     SamplingFields,
+    choose_constraint,
+    read_structured_outputs,
     refuse_unsupported,
 )
 from fulgurite.serve.http.body import parse_body
@@ -92,7 +93,7 @@ class ResponseStreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class ResponseRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+class ResponseRequest(ExtraFields, kw_only=True, forbid_unknown_fields=True):
     """The body of a response."""
 
     input: str | list[dict[str, Any]]
@@ -128,14 +129,8 @@ class ResponseRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     prompt: Any = None
     context_management: Any = None
     moderation: Any = None
-    # not of OpenAI
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    repetition_penalty: float | None = None
-    priority: Annotated[int, Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)] | None = None
-    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
-    deadline: Annotated[float, Meta(gt=0)] | None = None
+    # not of OpenAI, with `ExtraFields`
+    stop: str | list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -150,8 +145,6 @@ class ResponseRequest(Struct, kw_only=True, forbid_unknown_fields=True):
             raise invalid("'input' is empty", "input")
         if self.background and not self.is_stored:
             raise invalid("'background' needs 'store': true", "background")
-        if self.background and self.stream:
-            raise invalid("'background' with 'stream' is not supported", "stream")
         if len(self.metadata or ()) > MAX_METADATA:
             raise invalid(f"'metadata' has more than {MAX_METADATA} keys", "metadata")
 
@@ -164,27 +157,23 @@ class ResponseRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
     def to_sampling_fields(self) -> SamplingFields:
         return SamplingFields(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            seed=self.seed,
-            repetition_penalty=self.repetition_penalty,
-            priority=self.priority,
-            cache_salt=self.cache_salt,
-            deadline=self.deadline,
+            temperature=self.temperature, top_p=self.top_p, stop=self.stop, **self.copy_extras()
         )
 
     def read_constraint(self) -> dict[str, Any]:
-        """The fields of `SamplingParams` that `text.format` asks for."""
+        """The fields of `SamplingParams` that `text.format`, or vLLM's field, asks for."""
+        given = read_structured_outputs(self.structured_outputs)
+        return choose_constraint([*self.read_format(), *given])
+
+    def read_format(self) -> list[tuple[str, Any]]:
         format = None if self.text is None else self.text.format
         if format is None or format.type == "text":
-            return {}
+            return []
         if format.type == "json_object":
-            return {"json_object": True}
+            return [("json_object", True)]
         if format.schema is None:
             raise invalid("'text.format' of type json_schema needs 'schema'", "text.format.schema")
-        return {"json_schema": format.schema}
+        return [("json_schema", format.schema)]
 
     def to_conversation(self, messages: Sequence[dict[str, Any]]) -> Conversation:
         """The conversation with these messages, without those of `instructions`."""

@@ -34,6 +34,7 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True, kw_only=True):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
 
 
 class JsonSchemaFormat(Struct, kw_only=True):
@@ -44,12 +45,18 @@ class JsonSchemaFormat(Struct, kw_only=True):
 
 
 class ResponseFormat(Struct, kw_only=True, forbid_unknown_fields=True):
-    """`text`, `json_object`, or `json_schema` with a schema; `grammar` with a Lark grammar."""
+    """`text`, `json_object`, or `json_schema` with a schema; `grammar` with a Lark grammar.
 
-    type: Literal["text", "json_object", "json_schema", "grammar", "regex"]
+    `structural_tag` with `structures` and `triggers`, or with `format` (structured/structural_tag.py).
+    """
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag", "grammar", "regex"]
     json_schema: JsonSchemaFormat | None = None
     grammar: str | None = None
     regex: str | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
 
 
 class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -58,21 +65,13 @@ class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Sampling, limits and scheduling of a request."""
+class ExtraFields(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of vLLM and others that every endpoint that generates takes."""
 
-    temperature: float | None = None
-    top_p: float | None = None
-    n: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
     logit_bias: dict[str, Bias] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: str | None = None
-    # extras
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -80,14 +79,32 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     allowed_token_ids: list[int] | None = None
+    bad_words: str | list[str] | None = None
     skip_special_tokens: bool | None = None
-    return_token_ids: bool | None = None
-    prompt_logprobs: int | None = None
     priority: Annotated[int, Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)] | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
-    request_id: Annotated[str, Meta(pattern=REQUEST_ID_PATTERN)] | None = None
     deadline: Annotated[float, Meta(gt=0)] | None = None  # seconds from the arrival of the request
     structured_outputs: StructuredOutputs | None = None
+
+    def copy_extras(self) -> dict[str, Any]:
+        """These fields with their values, for the `SamplingFields` of another body."""
+        return {name: getattr(self, name) for name in ExtraFields.__struct_fields__}
+
+
+class SamplingFields(ExtraFields, kw_only=True, forbid_unknown_fields=True):
+    """Sampling, limits and scheduling of a request."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    # extras
+    return_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
+    request_id: Annotated[str, Meta(pattern=REQUEST_ID_PATTERN)] | None = None
     guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -144,10 +161,7 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
                 if value is not None
             ),
         ]
-        if len(found) > 1:
-            names = " and ".join(name for name, _ in found)
-            raise invalid(f"a reply can have one constraint, not {names}", "response_format")
-        return dict(found)
+        return choose_constraint(found)
 
     def build_params(
         self,
@@ -176,6 +190,7 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
             "ignore_eos": self.ignore_eos,
             "stop_token_ids": self.stop_token_ids,
             "allowed_token_ids": self.allowed_token_ids,
+            "bad_words": self.bad_words,
             "max_tokens": max_tokens,
             "logprobs": logprobs,
             "prompt_logprobs": self.count_prompt_logprobs(limits),
@@ -209,10 +224,26 @@ def read_response_format(format: ResponseFormat | None) -> list[tuple[str, Any]]
         if format.json_schema is None or format.json_schema.schema is None:
             raise invalid("response_format needs 'json_schema.schema'", "response_format")
         return [("json_schema", format.json_schema.schema)]
+    if format.type == "structural_tag":
+        return [("structural_tag", read_structural_tag(format))]
     value = format.grammar if format.type == "grammar" else format.regex
     if value is None:
         raise invalid(f"response_format needs '{format.type}'", "response_format")
     return [(format.type, value)]
+
+
+def read_structural_tag(format: ResponseFormat) -> dict[str, Any]:
+    """The structural tag of a response format; what it has is checked when it is compiled."""
+    parts = {name: getattr(format, name) for name in ("structures", "triggers", "format")}
+    return {name: value for name, value in parts.items() if value is not None}
+
+
+def choose_constraint(found: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The one constraint of a reply; ApiError 400 for several."""
+    if len(found) > 1:
+        names = " and ".join(name for name, _ in found)
+        raise invalid(f"a reply can have one constraint, not {names}", "response_format")
+    return dict(found)
 
 
 def read_structured_outputs(given: StructuredOutputs | None) -> list[tuple[str, Any]]:
@@ -224,6 +255,7 @@ def read_structured_outputs(given: StructuredOutputs | None) -> list[tuple[str, 
         ("regex", given.regex),
         ("choices", given.choice),
         ("grammar", given.grammar),
+        ("structural_tag", given.structural_tag),
     )
     return [(name, value) for name, value in fields if value is not None]
 
