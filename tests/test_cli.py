@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import textwrap
 import warnings
 
@@ -163,3 +165,45 @@ def test_openmp_threads_spin_as_the_user_says(monkeypatch, capsys, given, expect
         monkeypatch.setenv(name, value)
     assert main([]) == 2  # prints help
     assert os.environ.get("GOMP_SPINCOUNT") == expected
+
+
+WITHOUT_EXTRAS = """
+import sys
+
+OPTIONAL = {
+    "gguf", "httptools", "huggingface_hub", "llguidance", "msgspec", "prometheus_client", "pyarrow",
+    "ray", "starlette", "tensorboard", "timm", "torchvision", "transformers", "uvicorn", "uvloop",
+}
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in OPTIONAL:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+from fulgurite.cli import main
+
+for command in %r:
+    try:
+        main([command, "--help"])
+    except SystemExit as end:
+        assert end.code == 0, command
+"""
+
+
+def test_commands_start_without_optional_packages():
+    """`fulgurite bench` on a machine without the extra `serve`, and so on."""
+    commands = [
+        "bench",
+        "chat",
+        "env",
+        "explain",
+        "generate",
+        "plan",
+        "quantize",
+        "train",
+        "verify",
+    ]
+    program = [sys.executable, "-c", WITHOUT_EXTRAS % commands]
+    outcome = subprocess.run(program, capture_output=True, text=True)
+    assert outcome.returncode == 0, outcome.stderr

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fulgurite.bench.serve import engine_main
 from fulgurite.bench.serve.http_client import Address, Expected
 from fulgurite.bench.serve.load import (
     Run,
@@ -39,6 +38,8 @@ from fulgurite.bench.serve.processes import (
 from fulgurite.bench.serve.replies import OK, Reply
 from fulgurite.bench.serve.workloads import BodyOptions, Conversation, Workload, draw_arrivals
 
+# not imported: it needs the packages of the extra `serve`, other suites don't
+ENGINE_MODULE = "fulgurite.bench.serve.engine_main"
 WARMUP_TOKENS = 8
 MAX_WARMUPS = 32
 WARMUP_SEED = 1 << 32
@@ -204,7 +205,7 @@ def open_engine(model: str, llm_options: dict[str, Any], threads: int | None) ->
     """An `LLM` in its own process (engine_main.py)."""
     wanted = json.dumps({"model": model, "options": llm_options})
     process = subprocess.Popen(
-        [sys.executable, "-m", engine_main.__name__, wanted],
+        [sys.executable, "-m", ENGINE_MODULE, wanted],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
