@@ -107,6 +107,10 @@ def _can_adapt(node: fx.Node) -> bool:
         return True
     if node.target in STRIDED_OPS or mutated_inputs(node):
         return False
+    if (
+        node.target is aten.native_group_norm.default
+    ):  # contiguous or channels-last, says its kernel
+        return all(fake_value(source).dim() in (1, 4, 5) for source in node.all_input_nodes)
     return getattr(node.target, "namespace", "") in ADAPTABLE_NAMESPACES
 
 

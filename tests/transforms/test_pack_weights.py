@@ -209,6 +209,19 @@ def test_a_weight_that_is_an_input_is_not_packed():
     assert "packed" not in str(compiled.last_trace())
 
 
+@pytest.mark.parametrize("executors", [None, ["torch"]])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@torch.no_grad()
+def test_group_norm_of_a_convolution(dims, executors):
+    """torch's kernel refuses other layouts than contiguous and channels-last ones."""
+    torch.manual_seed(0)
+    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+    model = nn.Sequential(conv(3, 8, 3), nn.GroupNorm(4, 8), nn.GELU(), conv(8, 8, 3)).eval()
+    x = torch.randn(2, 3, *[9] * dims)
+    compiled = fulgurite.compile(model, executors=executors)
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+
+
 @torch.no_grad()
 def test_views_of_convolutions():
     """Flattened and viewed as patches: the memory is copied to the layout that the view needs."""

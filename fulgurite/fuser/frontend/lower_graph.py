@@ -231,9 +231,18 @@ def lower_elementwise(
                 extra[name] = ctx.read_operand(value, axes, torch.bool)
         if get_op_name(node.target) in READS_STORAGE_DTYPE:
             extra["storage"] = fake_value(node).dtype
+        if get_op_name(node.target) == "div":
+            extra["by_reciprocal"] = _is_scalar_of_host(bound["other"], fake_value(node).device)
         return lowering.formula(*operands, **extra)
 
     return ctx.add_result(node, expression_at)
+
+
+def _is_scalar_of_host(argument: Any, device: torch.device) -> bool:
+    """Whether an operand of an op on a GPU is a number, or a tensor of one element on the CPU."""
+    value = fake_value(argument) if isinstance(argument, torch.fx.Node) else argument
+    is_on_host = not isinstance(value, torch.Tensor) or value.device.type == "cpu"
+    return device.type == "cuda" and is_on_host
 
 
 def _leaves_indices_unchecked(node: torch.fx.Node) -> bool:

@@ -121,7 +121,23 @@ def _sub(a: Expression, b: Expression, alpha: Any = 1) -> Expression:
     return add(a, scale_by(b, -alpha))
 
 
-def _div(a: Expression, b: Expression, rounding_mode: str | None = None) -> Expression:
+def _reciprocal(b: Expression) -> Expression:
+    if isinstance(b, Constant):  # rounded in the dtype of the division
+        return Constant(torch.tensor(b.value, dtype=b.dtype).reciprocal().item(), b.dtype)
+    return apply("reciprocal", b)
+
+
+def _div(
+    a: Expression, b: Expression, rounding_mode: str | None = None, by_reciprocal: bool = False
+) -> Expression:
+    """Divides. `by_reciprocal`: as torch does on a GPU by a number of the host, a * (1 / b).
+
+    The last bit may differ from a / b. It decides where a floor or a cast to an integer follows: the
+    buckets of T5's relative positions.
+    """
+    if by_reciprocal and not _is_integral(a) and rounding_mode != "floor":
+        product = mul(a, _reciprocal(b))
+        return product if rounding_mode is None else apply("trunc", product)
     if rounding_mode is None:
         return div(a, b)
     name = "floor_divide" if rounding_mode == "floor" else "trunc_divide"

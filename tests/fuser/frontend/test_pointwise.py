@@ -476,3 +476,19 @@ def test_sign_of_a_zero_difference(dtype, alpha):
         )
 
     assert all(map(torch.equal, fulgurite.fuse(signs)(a, b), signs(a, b)))
+
+
+@pytest.mark.parametrize("rounding_mode", [None, "trunc"])
+def test_division_by_a_number_has_eagers_bits(rounding_mode):
+    """On a GPU torch multiplies by the reciprocal: the last bit decides what a cast returns."""
+    x = torch.arange(-4096.0, 4096.0)
+
+    def divide(x):
+        quotients = [torch.div(x, n, rounding_mode=rounding_mode) for n in (49.0, 3, math.log(16))]
+        return (*quotients, *(quotient.long() for quotient in quotients))
+
+    with support.target_device():
+        x = support.to_target(x)
+        region = support.lower_for_target(divide, (x,))
+        for ours, theirs in zip(region(x), divide(x), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
