@@ -13,13 +13,14 @@ from __future__ import annotations
 import ast
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from fulgurite.logs import LOG
@@ -175,6 +176,21 @@ def _needs_opaque_gradient(node: fx.Node, op: OpOverload[..., Any]) -> bool:
     )
 
 
+@contextmanager
+def discard_fresh_symbols(shape_env: ShapeEnv | None) -> Iterator[None]:
+    """Forget the unbacked symbols that are made inside, on whatever thread.
+
+    Autograd runs the formulas of CUDA tensors on a thread of its own. There,
+    `ShapeEnv.ignore_fresh_unbacked_symbols` has no effect.
+    """
+    pending = list(shape_env.pending_fresh_unbacked_symbols) if shape_env else []
+    try:
+        yield
+    finally:
+        if shape_env is not None:
+            shape_env.pending_fresh_unbacked_symbols[:] = pending
+
+
 def _can_trace_gradient(node: fx.Node, op: OpOverload[..., Any]) -> bool:
     """Whether the gradient formula runs on FakeTensors."""
 
@@ -189,8 +205,7 @@ def _can_trace_gradient(node: fx.Node, op: OpOverload[..., Any]) -> bool:
     args, kwargs = pytree.tree_map(example, (node.args, node.kwargs))
     wanted = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     mode = wanted[0].fake_mode
-    symbols = mode.shape_env.ignore_fresh_unbacked_symbols() if mode.shape_env else nullcontext()
-    with mode, symbols:
+    with mode, discard_fresh_symbols(mode.shape_env):
         outputs = [x for x in pytree.tree_leaves(op(*args, **kwargs)) if x.requires_grad]
         if not outputs:
             return True

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fulgurite
+from fulgurite.capture.opaque_gradients import discard_fresh_symbols
 
 LIBRARY = torch.library.Library("opaque_gradients_test", "DEF")
 torch.library.define(
@@ -117,3 +121,18 @@ def test_an_op_with_a_traceable_gradient_is_traced():
     compiled(x).sum().backward()
     torch.testing.assert_close(x.grad, 2 * torch.cos(2 * x))
     assert "custom_op_gradient" not in str(compiled.last_trace("backward"))
+
+
+def test_symbols_of_another_thread_are_discarded():
+    """Autograd runs formulas of CUDA tensors on its own thread: they left symbols in the graph's environment."""
+    environment = ShapeEnv()
+    environment.create_unbacked_symint()
+    before = list(environment.pending_fresh_unbacked_symbols)
+    with discard_fresh_symbols(environment):
+        thread = threading.Thread(target=environment.create_unbacked_symint)
+        thread.start()
+        thread.join()
+        assert environment.pending_fresh_unbacked_symbols != before
+    assert environment.pending_fresh_unbacked_symbols == before
+    with discard_fresh_symbols(None):
+        pass

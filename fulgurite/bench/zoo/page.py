@@ -47,7 +47,7 @@ fulgurite bench zoo --size default --batch 1 --batch 8 --compare torch_compile -
 - **Rule.** It is the rule of torch's own benchmarks (`torch._dynamo.utils.same`). A tensor passes
   if it is close to eager's, or if its error against float64 is at most twice eager's (3 times for
   small tensors), plus a tenth of the tolerance. The tolerance is 1e-4 for inference and 1e-3 for
-  training in float32, and ten times that in 16 bits.
+  training in float32, and ten times that in 16 bits. Rows in float32 run without TF32.
 - **Calls.** The first and the second call are compared, and on GPUs one after 24 more, which
   replays CUDA graphs.
 - **Isolation.** Each row is a process with limits on time and memory. A crash is a row.

@@ -6,6 +6,9 @@ from fulgurite.fuser.segment.loop_structure import LoopStructure
 from fulgurite.fuser.segment.state import Segment, Segmentation
 
 MAX_RECOMPUTE_FLOPS = 64  # per element, of a value that is recomputed instead of stored
+# Buffers that it is recomputed from. Without a limit, a loop of in-place writes (`x[i] = f(x[:i])`) reads
+# every row that was written before from a buffer of its own, and its n-th kernel has n loads to compile.
+MAX_RECOMPUTE_INPUTS = 8
 MAX_ROUNDS = 3  # a recomputed value can make the recomputation of another one cheap
 
 
@@ -36,7 +39,8 @@ def find_recomputed_statements(
     found = state.find_pointwise_closure(name, stored)
     if found is None or sum(state.statements[n].flops for n in found) > MAX_RECOMPUTE_FLOPS:
         return None
-    return found
+    loaded = {read.name for n in found for read in state.statements[n].reads} - {*found}
+    return found if len(loaded) <= MAX_RECOMPUTE_INPUTS else None
 
 
 def _try_recompute(state: Segmentation, name: str, stored: set[str]) -> bool:

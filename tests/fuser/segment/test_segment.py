@@ -285,3 +285,20 @@ def test_windows_of_expensive_values_are_read_from_memory(window: int, segments:
     module = trace(pool, (torch.randn(1, 2, 8, 8),))
     region = split_axes(lower_graph(module))
     assert len(segment_region(region, LIMIT)) == segments
+
+
+def test_kernels_of_a_loop_of_writes_have_a_bounded_number_of_loads() -> None:
+    """Each write reads what the writes before it left; the 30th kernel must not load 30 buffers."""
+
+    def solve(x: torch.Tensor) -> torch.Tensor:
+        for n in range(1, 32):
+            row = x[n, :n] + (x[n, :n, None] * x[:n, :n]).sum(0)
+            x = torch.select_scatter(x, torch.slice_scatter(x[n], row, 0, 0, n), 0, n)
+        return x
+
+    region = split_axes(lower_graph(trace(solve, (torch.randn(32, 32),))))
+    statements = {statement.name: statement for statement in region.statements}
+    for segment in segment_region(region, LIMIT):
+        inside = {*segment.structure.statements}
+        loaded = {load.name for name in inside for load in statements[name].loads} - inside
+        assert len(loaded) <= 12, f"{segment} loads {sorted(loaded)}"
