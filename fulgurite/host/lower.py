@@ -32,7 +32,7 @@ from fulgurite.host.shims import (
 from fulgurite.host.tensors import DEVICE_TYPES, write_allocation
 from fulgurite.host.words import Kind, Op, Program, StepWriter
 from fulgurite.trace.cost import is_view
-from fulgurite.trace.node_meta import aten_op, fake_value, has_fake_value
+from fulgurite.trace.node_meta import aten_op, fake_value, has_fake_value, storage_offset
 from fulgurite.trace.region import Region
 from fulgurite.trace.steps import Step, StepList
 
@@ -271,7 +271,7 @@ class _Lowering:
             result = self._tensor(node)
             if result.dtype != base.dtype or result.device != base.device:
                 raise Unsupported("a view with another dtype")
-            offset = self._operand(result.storage_offset() - base.storage_offset(), writer)
+            offset = self._operand(storage_offset(node) - storage_offset(source), writer)
             layout = self._operands([*result.shape, *result.stride()], writer)
             tracked = int(node in self.escaping)
             writer.add(Op.VIEW, [self.slots[node], slot, result.dim(), offset, tracked, *layout])

@@ -5,6 +5,7 @@ on it. No other module of this package reads or writes `node.meta[...]` by key.
 
     key                  holds
     val                  FakeTensor, symbolic number or tuple of them: what the node evaluates to
+    offset_shift         elements between where a view starts and the storage offset of its value
     executor             name of the executor that claimed the node
     aten_op              ATen op of a node whose target the torch executor replaced
     side_effect          an instrumentation call: it stays in place and is never merged or dropped
@@ -54,6 +55,20 @@ def has_fake_value(node: fx.Node) -> bool:
 
 def set_fake_value(node: fx.Node, value: Any) -> None:
     node.meta["val"] = value
+
+
+def storage_offset(node: fx.Node) -> Any:
+    """Where a tensor starts in its storage. In an inlined sub-graph, its value alone does not tell."""
+    return fake_value(node).storage_offset() + offset_shift(node)
+
+
+def offset_shift(node: fx.Node) -> Any:
+    """Elements between where a view starts and the storage offset of its value."""
+    return node.meta.get("offset_shift", 0)
+
+
+def set_offset_shift(node: fx.Node, shift: Any) -> None:
+    node.meta["offset_shift"] = shift
 
 
 def clear_fake_value(node: fx.Node) -> None:

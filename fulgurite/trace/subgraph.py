@@ -12,10 +12,18 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from fulgurite.trace.node_meta import copy_meta
+from fulgurite.trace.cost import is_view
+from fulgurite.trace.node_meta import (
+    copy_meta,
+    fake_value,
+    offset_shift,
+    set_offset_shift,
+    storage_offset,
+)
 from fulgurite.trace.region import Region
 
 SUBGRAPH_EXECUTOR = "subgraph"
@@ -89,7 +97,23 @@ def _copy_body(
             values[node] = _copy_attribute(module, node, graph, attributes)
         else:
             values[node] = graph.node_copy(node, lambda n: values[n])
+            _shift_view(node, values)
     raise AssertionError("a graph without an output")
+
+
+def _shift_view(node: fx.Node, values: dict[fx.Node, fx.Node]) -> None:
+    """Let the copy of a view start where the copy of its source does.
+
+    A layer is traced once: its input may be a slice of a larger tensor, at another place in each call.
+    """
+    source = node.args[0] if node.args else None
+    if not is_view(node) or not isinstance(source, fx.Node):
+        return
+    if isinstance(fake_value(source), torch.Tensor):
+        moved = storage_offset(values[source]) - storage_offset(source)
+    else:  # one of several views
+        moved = offset_shift(values[source]) - offset_shift(source)
+    set_offset_shift(values[node], offset_shift(node) + moved)
 
 
 def _copy_attribute(

@@ -46,7 +46,11 @@ def update_layouts(module: fx.GraphModule, before: Mapping[fx.Node, Any]) -> Non
     escaping = find_escaping(module.graph)
     with use_fake_mode(find_fake_mode(module)):
         for node in list(module.graph.nodes):
-            if node.op != "call_function" or node not in before or has_side_effect(node):
+            if node.op != "call_function" or has_side_effect(node):
+                continue
+            if node not in before:  # a view or weight of a new node
+                if not _recompute(module, node):
+                    raise CannotRelayout(f"{node.name} can't run on other layouts")
                 continue
             changed = [n for n in node.all_input_nodes if _has_changed(n, before)]
             if changed:

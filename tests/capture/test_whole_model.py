@@ -643,3 +643,32 @@ def test_saved_bytes_are_those_of_separate_layers() -> None:
             compiled(inputs(4, 32)).sum()
         saved[granularity] = sum(kept.values())
     assert saved["auto"] <= 1.05 * saved["blocks"], saved
+
+
+class PositionLayer(Layer):
+    """A layer that reads views of a table that every layer gets."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        first, second = table.view(-1, 2 * WIDTH).split(WIDTH, 1)
+        return super().forward(x + (x @ first.t()) @ second)
+
+
+class PositionModel(Model):
+    def run_layers(self, x: Any) -> Any:
+        table = self.table[:, 6:10]
+        for layer in self.layers:
+            x = layer(x, table)
+        return x
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_layers_that_get_a_slice_of_a_larger_tensor(requires_grad: bool) -> None:
+    """A layer is traced once, with an input at the start of its storage; inlined, it is in the middle."""
+    torch.manual_seed(0)
+    model = PositionModel(PositionLayer, 4)
+    model.register_buffer("table", torch.randn(1, 16, 2 * WIDTH))
+    compiled = fulgurite.compile(model)
+    x = torch.randn(3, WIDTH, requires_grad=requires_grad)
+    with torch.set_grad_enabled(requires_grad):
+        for _ in range(3):  # sub-graphs are inlined after the first call
+            torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)

@@ -222,6 +222,18 @@ def test_group_norm_of_a_convolution(dims, executors):
     torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("executors", [None, ["torch"]])
+@torch.no_grad()
+def test_a_layout_that_reaches_the_next_1d_convolution(executors):
+    """The view before the second convolution must have the strides that its input has now."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(4, 16, 1), nn.GLU(1), nn.Conv1d(8, 8, 3, groups=8)).eval()
+    x = torch.randn(2, 4, 24)
+    compiled = fulgurite.compile(model, executors=executors)
+    for _ in range(3):  # the second call runs the host program
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+
+
 @torch.no_grad()
 def test_views_of_convolutions():
     """Flattened and viewed as patches: the memory is copied to the layout that the view needs."""
