@@ -20,7 +20,7 @@ from fulgurite.cudagraph.capture import (
 from fulgurite.cudagraph.decision import CUDAGRAPH_MODES, CudaGraphMode
 from fulgurite.cudagraph.graphed import GraphedFunction, GraphInterface
 from fulgurite.cudagraph.memory import CUDA, CaptureBackend, CaptureMemory, StaticAddresses
-from fulgurite.cudagraph.replay import OutputMode
+from fulgurite.cudagraph.replay import OutputMode, ResultTail
 from fulgurite.cudagraph.timing import CallTime, CudaStopwatch, Stopwatch
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "GraphPool",
     "GraphedFunction",
     "OutputMode",
+    "ResultTail",
     "StaticAddresses",
     "Stopwatch",
     "capture_graph",

@@ -24,7 +24,7 @@ from torch import Tensor
 from fulgurite.cudagraph.capture import BoxedFunction
 from fulgurite.cudagraph.decision import Decision
 from fulgurite.cudagraph.memory import CaptureMemory, CapturePool
-from fulgurite.cudagraph.replay import OutputMode, ReplayableCall, copy_strided
+from fulgurite.cudagraph.replay import OutputMode, ReplayableCall, ResultTail, copy_strided
 from fulgurite.cudagraph.seeds import CapturedSeeds, capture_seeds
 from fulgurite.cudagraph.state import MAX_CALLS, MAX_MISSES, LayerState, ShapeState
 
@@ -58,7 +58,8 @@ class GraphedFunction:
     plain        the function
     interface    its inputs and outputs
     memory       memory that its captures share with those of other functions
-    captured     what is captured: the same function, if `plain` itself can't be
+    captured     what is captured: the same function, if `plain` itself can't be. With a tail: the
+                 function up to the tail, which returns the tail's internal inputs last
     forced       capture without measuring whether that pays
     """
 
@@ -70,11 +71,12 @@ class GraphedFunction:
         memory: CaptureMemory,
         *,
         captured: BoxedFunction | None = None,
+        tail: ResultTail | None = None,
         forced: bool = False,
         report: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.name, self.plain, self.interface, self.memory = name, plain, interface, memory
-        self.captured = captured or plain
+        self.captured, self.tail = captured or plain, tail
         self.forced, self.report = forced, report
         self.backend = memory.backend
         self.replays = self.plain_calls = 0
@@ -315,18 +317,34 @@ class GraphedFunction:
             seeds = CapturedSeeds(interface.device)
             with capture_seeds(seeds):
                 call = self.backend.capture(self.captured, own, pool.on(interface.device))
-        if self._plain_devices and _device_types(call.outputs) != self._plain_devices:
+        if not self._returns_same_devices(call.outputs):
             # attention with dropout: its seed is on the host, in a capture on the device, and backward
             # reads it where its own mode expects it
             raise RuntimeError("results that are on the host would be on the device")
         static = [k for k in tensors if k not in buffers]
         replayable = ReplayableCall(
-            call, own, static, buffers, interface.mutated_inputs, interface.output_modes, pool
+            call,
+            own,
+            static,
+            buffers,
+            interface.mutated_inputs,
+            interface.output_modes,
+            pool,
+            self.tail,
         )
         replayable.seeds = seeds if seeds.draws else None
         if replayable.shared_outputs is not None:
             self.memory.addresses.add(replayable.shared_outputs)
         return replayable
+
+    def _returns_same_devices(self, outputs: Sequence[Any]) -> bool:
+        """Whether the captured call returns tensors on the devices of a plain call's results."""
+        made_later = self.tail.outputs if self.tail is not None else ()
+        found = _device_types(outputs)
+        return all(
+            position in made_later or found[position] == device
+            for position, device in enumerate(self._plain_devices)
+        )
 
     def _warm_up(self, inputs: list[Any]) -> None:
         """Load kernels that are specialized for these addresses. Random state and inputs stay."""
