@@ -284,6 +284,8 @@ class GraphedFunction:
         for call in held:  # one that later captures block is replaced by a later one
             if call.pool.slot not in slots:
                 state.drop(call)
+        if not held and not layer.may_add_capture():
+            layer.calls.clear()  # before the capture, which reuses their memory and serves their calls
         pool = self.memory.pool(next(k for k in range(MAX_SLOTS) if k not in slots))
         layer.captures += 1
         try:
@@ -295,11 +297,20 @@ class GraphedFunction:
             return None
         if self.memory.stream is None:
             self.memory.stream = self._current_stream()
-        state.drop_unused(self.replays - MAX_UNUSED_REPLAYS * len(state.layers))
+        self._drop_unused()
+        state.decision.memory_share = call.kept_bytes / self.backend.total_memory(
+            self.interface.device
+        )
         layer.calls = [call, *layer.calls][:MAX_CALLS]
         layer.addresses.clear()
         layer.held = 0
         return call
+
+    def _drop_unused(self) -> None:
+        """Free the captures that were not replayed for long, of all sizes."""
+        num_layers = sum(len(state.layers) for state in self._states.values())
+        for state in self._states.values():
+            state.drop_unused(self.replays - MAX_UNUSED_REPLAYS * num_layers)
 
     def _capture_with_copies(
         self, inputs: list[Any], tensors: list[int], copied: list[int], pool: CapturePool

@@ -185,11 +185,14 @@ class ReplayableCall:
             results[position] = value.clone() if is_overwritten else value
 
     @property
-    def output_bytes(self) -> int:
-        """Bytes of the graph's memory that its outputs keep."""
+    def kept_bytes(self) -> int:
+        """Bytes of its outputs and static buffers, which stay allocated between replays."""
         kept = [tensor for _, tensor in (*self._shared, *self._cloned, *self._copied_together)]
         kept += [value for value in self._internal if isinstance(value, Tensor)]
-        storages = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in kept}
+        storages = {
+            _storage(tensor): tensor.untyped_storage().nbytes()
+            for tensor in (*kept, *self._buffers)
+        }
         return sum(storages.values())
 
 

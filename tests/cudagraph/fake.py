@@ -121,11 +121,12 @@ def take(values: list[float]) -> float:
     return values.pop(0) if len(values) > 1 else values[0]
 
 
-def make_fake_backend(stopwatch: FakeStopwatch | None = None) -> CaptureBackend:
+def make_fake_backend(
+    stopwatch: FakeStopwatch | None = None, total_memory: int = 1 << 40
+) -> CaptureBackend:
     slow, fast = [100e-6] * 3, [10e-6]
-    return CaptureBackend(
-        "cpu", FakeCapturedCall, FakePool, stopwatch or FakeStopwatch([*slow, *fast], [5e-6])
-    )
+    times = stopwatch or FakeStopwatch([*slow, *fast], [5e-6])
+    return CaptureBackend("cpu", FakeCapturedCall, FakePool, times, lambda device: total_memory)
 
 
 @contextmanager
