@@ -63,6 +63,7 @@ class Decision:
     plain: Measurement = field(default_factory=Measurement)
     replayed: Measurement = field(default_factory=Measurement)
     memory_share: float = 0.0  # of the device's memory, that the last capture keeps between calls
+    reason_to_wait: str = ""  # why it is not captured yet
     reason_against: str = ""
     was_measured: bool = False  # the reason is a measurement, which may turn out otherwise
 
@@ -104,6 +105,8 @@ class Decision:
     def __str__(self) -> str:
         if self.reason_against:
             return f"not captured: {self.reason_against}"
+        if self.reason_to_wait:
+            return f"not captured so far: {self.reason_to_wait}"
         before, after = self.plain.result, self.replayed.result
         if before is None:
             return "captured as asked for" if self.forced else "being measured"
