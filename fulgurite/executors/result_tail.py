@@ -26,7 +26,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from fulgurite.cudagraph import OutputMode, ResultTail
 from fulgurite.trace import Trace
-from fulgurite.trace.cost import is_view, value_bytes, view_base
+from fulgurite.trace.cost import is_view, iter_tensors, value_bytes, view_base
 from fulgurite.trace.mutations import mutated_inputs
 from fulgurite.trace.node_meta import copy_meta, fake_value
 from fulgurite.trace.purity import is_pure, is_random
@@ -35,6 +35,7 @@ from fulgurite.trace.region import Region, bind_cached_launches
 # A copy of so many bytes takes as long as the host needs for a launch (H200: 5 µs).
 MIN_RESULT_BYTES = 8 << 20
 MAX_LAUNCHES = 8  # of a tail; more would bring back the host time that a graph saves
+MIN_HEAD_LAUNCHES = 2  # one launch is no slower than a replay
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,10 @@ def split_tail(trace: Trace, modes: Sequence[OutputMode]) -> SplitTrace | None:
     modes   of the outputs: only "copied" ones are split off
     """
     tail = _find_tail(trace, modes)
-    if not tail or len(_launches(tail)) > MAX_LAUNCHES or _overwrites_what_tail_reads(trace, tail):
+    head = [node for node in trace.ops if node not in tail]
+    if not tail or len(_launches(head)) < MIN_HEAD_LAUNCHES:
+        return None
+    if _overwrites_what_tail_reads(trace, tail):
         return None
     return _build(trace, tail)
 
@@ -73,7 +77,8 @@ def _find_tail(trace: Trace, modes: Sequence[OutputMode]) -> set[fx.Node]:
         for base in sorted(bases, key=order.__getitem__, reverse=True):
             members = _launch_and_views(base)
             if members and not members & saved and _is_only_read_by(members, tail):
-                tail |= members
+                if len(_launches(tail | members)) <= MAX_LAUNCHES:
+                    tail |= members
         values = [source for node in _launches(tail) for source in node.all_input_nodes]
     return tail
 
@@ -83,7 +88,7 @@ def _is_large(node: fx.Node) -> bool:
 
 
 def _launches(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    return [node for node in nodes if not is_view(node)]
+    return [n for n in nodes if not is_view(n) and any(True for _ in iter_tensors(fake_value(n)))]
 
 
 def _launch_and_views(base: fx.Node) -> set[fx.Node]:

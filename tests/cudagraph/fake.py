@@ -26,6 +26,12 @@ class FakePool:
         self.captures = 0
         self.outputs: dict[int, list[Tensor]] = {}  # of the captures that exist, by their order
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the outputs of the captures that exist: each has memory of its own."""
+        found = [t for outputs in self.outputs.values() for t in outputs]
+        return sum({storage_address(t): t.untyped_storage().nbytes() for t in found}.values())
+
 
 class FakeCapturedCall:
     def __init__(self, run: Callable[..., Any], inputs: list[Any], pool: FakePool) -> None:
