@@ -122,7 +122,8 @@ class CudaGraphPlan:
         split = split_tail(trace, modes)
         if split is not None:
             captured = bind_cached_launches(split.head.compile())
-            modes += ("internal",) * split.num_internal
+            internal: OutputMode = "internal"
+            modes += (internal,) * split.num_internal
         interface = GraphInterface(
             modes,
             _find_device(trace.graph, self.memory.backend.device_type),
